@@ -6,13 +6,18 @@ cost model share.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, TypedDict, Unpack, cast, get_args, get_type_hints
+from typing import Annotated, Any, TypedDict, Unpack, cast, get_args, get_type_hints
+
+from pydantic import AfterValidator, BaseModel, Field, PlainValidator, create_model
+from pydantic import ValidationError as Refusal
 
 from workbench.errors import PlanInfeasible, UnknownParameter, checked_keywords, suggestion
-from workbench.pipeline_schedules import SCHEDULES
+from workbench.pipeline_schedules import SCHEDULES, find_schedule
 from workbench.units import plain
+from workbench.validation import Count, TrueOrFalse, Whole, in_words, known
 
 RECOMPUTE = {
     "none": "no activation checkpointing",
@@ -30,40 +35,59 @@ ZERO = {
 """ZeRO stages of the data-parallel axis (arXiv:1910.02054) and how a sentence calls them."""
 
 
+def _known_schedule(name: str) -> str:
+    find_schedule(name)
+    return name
+
+
 class Choices(TypedDict, total=False):
     """The choices that a user may fix of a plan. The planner searches those that are left out or None."""
 
-    pipeline: int | None
+    pipeline: Count | None
     """Pipeline-parallel degree: the number of ranks that the model's stages are spread over."""
-    data: int | None
+    data: Count | None
     """Data-parallel degree: the number of replicas that share the global batch."""
-    tensor: int | None
+    tensor: Count | None
     """Tensor-parallel degree: the number of devices that share each matrix product."""
-    zero: int | None
+    zero: Annotated[Whole, Field(ge=min(ZERO), le=max(ZERO))] | None
     """ZeRO stage, 0 to 3."""
-    schedule: str | None
+    schedule: Annotated[str, AfterValidator(_known_schedule)] | None
     """One of `workbench.pipeline_schedules.SCHEDULES`."""
-    chunks: int | None
+    chunks: Count | None
     """Number of stages that each pipeline rank holds; more than one needs an interleaved schedule."""
-    micro_batch: int | None
+    micro_batch: Count | None
     """Samples of one forward on one replica."""
-    recompute: str | None
+    recompute: Annotated[str, PlainValidator(known(RECOMPUTE))] | None
     """One of `RECOMPUTE`, for every block."""
-    offload_optimizer: bool | None
+    offload_optimizer: TrueOrFalse | None
     """True keeps the optimiser's state in the host's memory."""
-    cuda_graphs: bool | None
+    cuda_graphs: TrueOrFalse | None
     """True captures what blocks launch as CUDA graphs and replays it."""
-    block_sparse: bool | None
+    block_sparse: TrueOrFalse | None
     """True stores, multiplies and optimises sparse weights without their absent blocks; False masks dense weights. It
     makes no difference to an experiment without `sparsity`."""
 
 
+@functools.cache
+def _checked() -> type[BaseModel]:
+    fields: dict[str, Any] = {n: (hint, None) for n, hint in get_type_hints(Choices, include_extras=True).items()}
+    made: type[BaseModel] = create_model("Choices", **fields)
+    return made
+
+
 class Fixed(dict[str, Any]):
-    """The choices that a user fixed, as a hashable value: `Fixed(pipeline=2).pipeline` is 2, `.data` is None."""
+    """The choices that a user fixed, as a hashable value: `Fixed(pipeline=2).pipeline` is 2, `.data` is None.
+
+    Raises `PlanInfeasible` for a value that is wrong for every model and cluster.
+    """
 
     @checked_keywords
     def __init__(self, **choices: Unpack[Choices]) -> None:
-        super().__init__({name: plain(value) for name, value in choices.items() if value is not None})
+        given = {name: plain(value) for name, value in choices.items() if value is not None}
+        try:
+            super().__init__(_checked()(**given).model_dump(exclude_unset=True))
+        except Refusal as error:
+            raise in_words(error, None, error_type=PlanInfeasible) from None
 
     def __getattr__(self, name: str) -> Any:
         if name in Choices.__annotations__:

@@ -148,7 +148,7 @@ def checked_value(
             try:
                 unchecked(self, *args, **kwargs)
             except Refusal as error:
-                raise _in_words(error, made, elsewhere, error_type) from None
+                raise in_words(error, made, elsewhere, error_type) from None
 
         made.__init__ = init  # type: ignore[method-assign]
         if "__repr__" not in vars(cls):
@@ -171,10 +171,16 @@ def _repr(value: Any) -> str:
     return f"{type(value).__name__}({', '.join(shown)})"
 
 
-def _in_words(
-    error: Refusal, cls: Any, elsewhere: Callable[[str], str | None], error_type: type[WorkbenchError]
+def in_words(
+    error: Refusal,
+    cls: Any,
+    elsewhere: Callable[[str], str | None] = lambda _: None,
+    error_type: type[WorkbenchError] = InvalidExperiment,
 ) -> WorkbenchError:
-    """Return the first problem as a sentence; a parameter that there is not comes before wrong values."""
+    """Return the first problem as a sentence; a parameter that there is not comes before wrong values.
+
+    `cls` is the dataclass that was to be made, by which the sentence calls its fields; None for values without one.
+    """
     problems = sorted(error.errors(), key=lambda problem: problem["type"] != "unexpected_keyword_argument")
     kind, where, value = problems[0]["type"], problems[0]["loc"], problems[0]["input"]
     facts = problems[0].get("ctx") or {}
@@ -184,6 +190,7 @@ def _in_words(
         where = (fields(cls)[where[0]].name, *where[1:])
     path = [str(part) for part in where if not isinstance(part, int)]
     name = path[-1] if path else ""
+    label = ".".join(path if cls is None else [cls.__name__, *path])
     if kind == "unexpected_keyword_argument":
         for part in path[:-1]:  # to the value that holds the parameter
             kinds = cls.__pydantic_fields__[part].annotation
@@ -191,10 +198,10 @@ def _in_words(
         hint = elsewhere(name) or suggestion(name, [field.name for field in fields(cls)])
         return UnknownParameter(f"{cls.__name__} has no parameter {name!r}. {hint}", parameter=name)
     if kind == "missing" and not isinstance(where[-1], int):
-        return error_type(f"{'.'.join([cls.__name__, *path])} is missing. Give {name}=….", parameter=name)
+        return error_type(f"{label} is missing. Give {name}=….", parameter=name)
     said = (
         problems[0]["msg"]
         if kind == "refused"
         else WORDS.get(kind, "").format(**facts, name=name) or f"{problems[0]['msg']}."
     )
-    return error_type(f"{'.'.join([cls.__name__, *path])}={value!r} {said}", parameter=name, value=value)
+    return error_type(f"{label}={value!r} {said}", parameter=name, value=value)

@@ -202,7 +202,7 @@ def test_block_sparse_weights_that_are_asked_for_in_vain_are_refused(
 
 
 def test_a_block_sparse_choice_is_a_bool() -> None:
-    with pytest.raises(PlanInfeasible, match="block_sparse='masked' must be True or False"):
+    with pytest.raises(PlanInfeasible, match="block_sparse='masked' is neither True nor False"):
         wb.plan(experiment(), FOUR, block_sparse="masked")
 
 

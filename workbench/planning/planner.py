@@ -12,7 +12,7 @@ from workbench.experiment import Experiment
 from workbench.planning.optimizer_limits import choices_for_optimizer
 from workbench.planning.plan import Plan
 from workbench.planning.profiling import profile_and_cluster
-from workbench.planning.request import Request, check_choices, memory_limit_bytes
+from workbench.planning.request import Request, memory_limit_bytes
 from workbench.planning.table import Plans, weigh
 from workbench.strategy import Choices, Fixed
 from workbench.waiting import waiting
@@ -78,9 +78,7 @@ def search(
 
 def checked_choices(experiment: Experiment, choices: Choices) -> Fixed:
     """Return the checked choices, and those that follow from the experiment's optimiser."""
-    fixed = Fixed(**choices_for_optimizer(experiment, choices))
-    check_choices(fixed)
-    return fixed
+    return Fixed(**choices_for_optimizer(experiment, choices))
 
 
 def plan_profiled(

@@ -12,7 +12,7 @@ from workbench.arguments import checked_arguments
 from workbench.cost.cluster import Cluster
 from workbench.errors import CaptureError, InvalidArgument, InvalidExperiment, suggestion
 from workbench.experiment import Experiment
-from workbench.planning.request import check_cluster
+from workbench.planning.request import checked_cluster
 from workbench.validation import LARGEST_COUNT
 from workbench.waiting import waiting
 
@@ -72,7 +72,7 @@ def profile_and_cluster(experiment: Experiment, cluster: Cluster | None) -> tupl
         probes = stack.enter_context(BlockProbes()) if early else None
         if cluster is None:
             cluster = local_cluster()
-        check_cluster(cluster)
+        checked_cluster(cluster)
         is_here = cluster.device.type == "cuda" and local_gpu() == cluster.device.name
         request = probe_request(experiment, cluster) if is_here else None
         if request is None:

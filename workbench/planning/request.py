@@ -4,44 +4,43 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
-from typing import Any, Unpack
+from dataclasses import field, replace
+from typing import Annotated, Any, Unpack
+
+from pydantic import PlainValidator
 
 from workbench.cost.cluster import Cluster
 from workbench.cost.device import FRAGMENTATION, Device
 from workbench.cost.profile import Profile
 from workbench.errors import PlanInfeasible
-from workbench.pipeline_schedules import SCHEDULES, find_schedule, interleaving
-from workbench.strategy import RECOMPUTE, ZERO, Choices, Fixed, Strategy
-from workbench.units import GIB, gib, is_count, plain
+from workbench.pipeline_schedules import SCHEDULES, interleaving
+from workbench.strategy import RECOMPUTE, Choices, Fixed, Strategy
+from workbench.units import GIB, gib, plain
+from workbench.validation import Count, LargeCount, checked_value
 
 DEGREES = ("pipeline", "data", "tensor")
-MEANINGS = {
-    "global_batch": "the samples of one step",
-    "seq_len": "the tokens of one sample",
-    "pipeline": "the number of ranks that the model's stages are spread over",
-    "data": "the number of replicas that share the global batch",
-    "tensor": "the number of devices that share each matrix product",
-    "chunks": "the number of stages of one pipeline rank",
-    "micro_batch": "the samples of one forward on one replica",
-    "memory_limit_bytes": "the memory that one device may use",
-}
-"""Every count that a request holds, and what it counts."""
 
 
-@dataclass(frozen=True)
+def checked_cluster(cluster: Any) -> Cluster:
+    """Return the cluster; raise `PlanInfeasible` for anything else."""
+    if not isinstance(cluster, Cluster):
+        raise PlanInfeasible(
+            f'cluster={cluster!r} is not a Cluster. Give wb.Cluster.of("h200", gpus=4), or '
+            f"wb.measure.local_cluster() for this machine.",
+            cluster=cluster,
+        )
+    return cluster
+
+
+@checked_value(error_type=PlanInfeasible)
 class Request:
     """One search: the batch, the cluster, and the choices that the user fixed."""
 
-    global_batch: int
-    seq_len: int
-    cluster: Cluster
-    memory_limit_bytes: int | None = None
+    global_batch: Count
+    seq_len: Count
+    cluster: Annotated[Cluster, PlainValidator(checked_cluster)]
+    memory_limit_bytes: LargeCount | None = None
     fixed: Fixed = field(default_factory=Fixed)
-
-    def __post_init__(self) -> None:
-        for name in ("global_batch", "seq_len", "memory_limit_bytes"):
-            object.__setattr__(self, name, plain(getattr(self, name)))
 
     def fixing(self, **choices: Unpack[Choices]) -> Request:
         """Return this request with some choices fixed to other values, or left to the search where they are None."""
@@ -83,23 +82,8 @@ def memory_limit_bytes(gibibytes: float | None) -> int | None:
     return max(1, int(gibibytes * GIB))
 
 
-def check_cluster(cluster: object) -> None:
-    """Raise `PlanInfeasible` for anything but a cluster."""
-    if not isinstance(cluster, Cluster):
-        raise PlanInfeasible(
-            f'cluster={cluster!r} is not a Cluster. Give wb.Cluster.of("h200", gpus=4), or '
-            f"wb.measure.local_cluster() for this machine.",
-            cluster=cluster,
-        )
-
-
 def check(request: Request, profile: Profile) -> None:
     """Raise `PlanInfeasible` for a request that no search can satisfy, with the way out."""
-    for name in ("global_batch", "seq_len", "memory_limit_bytes"):
-        value = getattr(request, name)
-        if not (is_count(value) or (value is None and name == "memory_limit_bytes")):
-            raise PlanInfeasible(f"{name}={value!r} must be a whole number of at least 1: {MEANINGS[name]}.")
-    check_choices(request.fixed)
     _check_words(request, profile)
     _check_schedule(request)
     _check_degrees(request, profile)
@@ -114,40 +98,6 @@ def check(request: Request, profile: Profile) -> None:
             blocks=blocks,
         )
     _check_batch(request)
-
-
-def check_choices(fixed: Fixed) -> None:
-    """Raise `PlanInfeasible` for a choice that is wrong for every model and cluster."""
-    for name in MEANINGS.keys() & Choices.__annotations__.keys() & fixed.keys():
-        if not is_count(fixed[name]):
-            raise PlanInfeasible(
-                f"{name}={fixed[name]!r} must be a whole number of at least 1: {MEANINGS[name]}. Leave it out to have "
-                "it searched.",
-                **{name: fixed[name]},
-            )
-    meanings = {
-        "offload_optimizer": "True keeps the optimiser's state in the host's memory",
-        "cuda_graphs": "True captures what blocks launch as CUDA graphs and replays it",
-        "block_sparse": "True stores and multiplies sparse weights without their absent blocks",
-    }
-    for name, meaning in meanings.items():
-        if not isinstance(fixed.get(name, False), bool):
-            raise PlanInfeasible(
-                f"{name}={fixed[name]!r} must be True or False: {meaning}. Leave it out to have it searched.",
-                **{name: fixed[name]},
-            )
-    if not isinstance(fixed.recompute, str | None) or fixed.recompute not in (None, *RECOMPUTE):
-        raise PlanInfeasible(
-            f"recompute={fixed.recompute!r} is not a kind of activation checkpointing. Choose one of "
-            f"{', '.join(map(repr, RECOMPUTE))}.",
-            recompute=fixed.recompute,
-        )
-    if fixed.zero is not None and (type(fixed.zero) is not int or fixed.zero not in ZERO):
-        raise PlanInfeasible(
-            f"zero={fixed.zero!r} is not a ZeRO stage. Choose one of {', '.join(ZERO.values())}.", zero=fixed.zero
-        )
-    if fixed.schedule is not None:
-        find_schedule(fixed.schedule)
 
 
 def _check_words(request: Request, profile: Profile) -> None:

@@ -23,7 +23,7 @@ from workbench.planning.options import Option, has_options, options
 from workbench.planning.plan import Plan
 from workbench.planning.prediction import bound_ms, predict
 from workbench.planning.refusals import coupled_samples, host_too_small, no_options, too_large
-from workbench.planning.request import Request, check, check_cluster, memory_limit_bytes
+from workbench.planning.request import Request, check, memory_limit_bytes
 from workbench.planning.stage_cuts import Cutter
 from workbench.strategy import Choices, Fixed, Strategy
 from workbench.waiting import Say
@@ -108,7 +108,6 @@ def uncollected() -> Iterator[None]:
 
 def checked_search(profile: Profile, precision: str, request: Request, advises: bool = True) -> Search:
     """Return a search of a checked request; raises what `search` raises before anything is searched."""
-    check_cluster(request.cluster)
     check_profile(profile, precision, request.cluster)
     check(request, profile)
     return Search(profile, request, advises)

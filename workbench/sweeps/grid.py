@@ -23,7 +23,7 @@ from workbench.experiment import Experiment
 from workbench.planning.plan import Plan
 from workbench.planning.planner import checked_choices
 from workbench.planning.profiling import profile_and_cluster
-from workbench.planning.request import Request, check_choices, memory_limit_bytes
+from workbench.planning.request import Request, memory_limit_bytes
 from workbench.planning.runnable import captured_model, check_runnable
 from workbench.planning.search import checked_search, uncollected
 from workbench.runs.launching.launcher import devices_for
@@ -289,7 +289,7 @@ def _checked_axes(axes: Mapping[str, Any]) -> dict[str, tuple[Any, ...]]:
         if not listed:
             raise InvalidArgument(f"The axis {name!r} has no values. Give a list, such as {name}=[1, 2, 4].")
         for value in listed:
-            check_choices(Fixed(**{name: value}))
+            Fixed(**{name: value})  # raises
         checked[name] = tuple(dict.fromkeys(listed))
     count = math.prod(map(len, checked.values()))
     if count > MOST_CELLS:
