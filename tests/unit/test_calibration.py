@@ -126,7 +126,7 @@ def test_cpu_processes_share_their_processors_measured_speed(measured: Calibrati
 
 def test_a_calibrated_cluster_needs_a_device_whose_memory_is_known() -> None:
     for none in (0, -1):
-        with pytest.raises(PlanInfeasible, match=r"must be 1 or more|cannot train anything"):
+        with pytest.raises(PlanInfeasible, match="must be 1 or more"):
             GPU.cluster(none)
     with pytest.raises(PlanMismatch, match=r"on NVIDIA RTX 4090, which the hardware table lacks.*Plan on the machine"):
         replace(GPU, device="NVIDIA RTX 4090").cluster()

@@ -23,7 +23,7 @@ from workbench.machine import available_cores, cpu_model
 from workbench.measure.load import LoadWatch, in_words, is_doubtful, is_quiet
 from workbench.measure.microbenchmarks import copy_rate, product_s
 from workbench.rundir import read_object, write_json
-from workbench.units import is_count, plain
+from workbench.units import plain
 
 CPU_PROCESSES = 2
 """Processes of a machine without GPUs, unless a number is given."""
@@ -48,11 +48,6 @@ def detected_cluster(processes: int | None) -> Cluster:
     import torch
 
     processes = plain(processes)
-    if processes is not None and not is_count(processes):
-        raise PlanInfeasible(
-            f"{processes!r} processes cannot train anything. Ask for a whole number of at least one, or leave it out.",
-            processes=processes,
-        )
     count = torch.cuda.device_count() if torch.cuda.is_available() else 0
     if count == 0:
         return _cpu_cluster(CPU_PROCESSES if processes is None else processes)
