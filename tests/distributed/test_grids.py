@@ -86,6 +86,10 @@ def test_a_measurement_survives_its_kernel_and_its_supervisor_and_trains_each_pl
     figure = wb.figures.predictions(again)
     marks = {trace.name: trace for trace in figure.data}
     assert sorted(marks["measured"].y) == [32.0, 36.0, 82.0, 86.0]
+    names = {f"tensor={tensor}, micro_batch={size}" for tensor, size in seen}
+    assert {cell.name for cell in again.cells()} == names, "the choices that vary, and no others"
+    assert all(name in again._repr_html_() for name in names)
+    assert {text.partition(":")[0] for text in (*marks["measured"].text, *marks["failed"].text)} == names
     assert (list(marks["failed"].x), list(marks["fastest measured"].y)) == ([failed.predicted_ms], [32.0])
     assert picture(figure)[:4] == b"\x89PNG"
 
