@@ -6,18 +6,14 @@ cost model share.
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Annotated, Any, TypedDict, Unpack, cast, get_args, get_type_hints
 
-from pydantic import AfterValidator, BaseModel, Field, PlainValidator, create_model
-from pydantic import ValidationError as Refusal
-
 from workbench.errors import PlanInfeasible, UnknownParameter, checked_keywords, suggestion
 from workbench.pipeline_schedules import SCHEDULES, find_schedule
 from workbench.units import plain
-from workbench.validation import Count, TrueOrFalse, Whole, in_words, known
+from workbench.validation import AfterValidator, Count, Field, PlainValidator, TrueOrFalse, Whole, checked_items, known
 
 RECOMPUTE = {
     "none": "no activation checkpointing",
@@ -68,13 +64,6 @@ class Choices(TypedDict, total=False):
     makes no difference to an experiment without `sparsity`."""
 
 
-@functools.cache
-def _checked() -> type[BaseModel]:
-    fields: dict[str, Any] = {n: (hint, None) for n, hint in get_type_hints(Choices, include_extras=True).items()}
-    made: type[BaseModel] = create_model("Choices", **fields)
-    return made
-
-
 class Fixed(dict[str, Any]):
     """The choices that a user fixed, as a hashable value: `Fixed(pipeline=2).pipeline` is 2, `.data` is None.
 
@@ -84,10 +73,7 @@ class Fixed(dict[str, Any]):
     @checked_keywords
     def __init__(self, **choices: Unpack[Choices]) -> None:
         given = {name: plain(value) for name, value in choices.items() if value is not None}
-        try:
-            super().__init__(_checked()(**given).model_dump(exclude_unset=True))
-        except Refusal as error:
-            raise in_words(error, None, error_type=PlanInfeasible) from None
+        super().__init__(checked_items(Choices, given, PlanInfeasible))
 
     def __getattr__(self, name: str) -> Any:
         if name in Choices.__annotations__:

@@ -1,6 +1,7 @@
 """Values that check themselves: frozen dataclasses whose fields are checked by their types.
 
-Pydantic checks and converts. What it refuses becomes one sentence with the name, the value, and a way out.
+Pydantic checks and converts. What it refuses becomes one sentence with the name, the value, and a way out. Rooms that
+describe values import what they need of it from here.
 """
 
 from __future__ import annotations
@@ -11,10 +12,15 @@ import numbers
 import sys
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import fields, is_dataclass
-from typing import Annotated, Any, TypeVar, cast, dataclass_transform, get_args
+from typing import Annotated, Any, TypeVar, cast, dataclass_transform, get_args, get_type_hints
 
-from pydantic import AfterValidator, BeforeValidator, ConfigDict, Field, PlainSerializer, PlainValidator, Strict
-from pydantic import ValidationError as Refusal
+from pydantic import AfterValidator as AfterValidator
+from pydantic import BeforeValidator, PlainSerializer, Strict, create_model
+from pydantic import ConfigDict as ConfigDict
+from pydantic import Field as Field
+from pydantic import PlainValidator as PlainValidator
+from pydantic import TypeAdapter as TypeAdapter
+from pydantic import ValidationError as ValidationError
 from pydantic.dataclasses import dataclass
 from pydantic_core import PydanticCustomError
 
@@ -147,7 +153,7 @@ def checked_value(
         def init(self: Any, *args: Any, **kwargs: Any) -> None:
             try:
                 unchecked(self, *args, **kwargs)
-            except Refusal as error:
+            except ValidationError as error:
                 raise in_words(error, made, elsewhere, error_type) from None
 
         made.__init__ = init  # type: ignore[method-assign]
@@ -158,7 +164,23 @@ def checked_value(
     return decorate
 
 
-def first_problem(error: Refusal) -> str:
+@functools.cache
+def _model_of(choices: Any) -> Any:
+    hints = get_type_hints(choices, include_extras=True)
+    optional: dict[str, Any] = {name: (hint, None) for name, hint in hints.items()}
+    return create_model(choices.__name__, **optional)
+
+
+def checked_items(choices: Any, given: Mapping[str, Any], error_type: type[WorkbenchError]) -> dict[str, Any]:
+    """Return items that are checked by the types of a `TypedDict`; raise an error that is a sentence for others."""
+    try:
+        checked: dict[str, Any] = _model_of(choices)(**given).model_dump(exclude_unset=True)
+    except ValidationError as error:
+        raise in_words(error, None, error_type=error_type) from None
+    return checked
+
+
+def first_problem(error: ValidationError) -> str:
     """Return where the first refused value stands in a JSON document, and why it is refused."""
     problem = error.errors()[0]
     return f"{'.'.join(map(str, problem['loc'])) or 'it'}: {problem['msg']}"
@@ -172,7 +194,7 @@ def _repr(value: Any) -> str:
 
 
 def in_words(
-    error: Refusal,
+    error: ValidationError,
     cls: Any,
     elsewhere: Callable[[str], str | None] = lambda _: None,
     error_type: type[WorkbenchError] = InvalidExperiment,

@@ -13,14 +13,12 @@ from dataclasses import asdict, replace
 from functools import lru_cache
 from typing import Annotated, Any
 
-from pydantic import Field
-
 from workbench.cost.device import Device, Link
 from workbench.cost.hardware import NODES
 from workbench.errors import PlanInfeasible, UnknownParameter, suggestion
 from workbench.tables import facts_html
 from workbench.units import gib, is_count, plain
-from workbench.validation import Whole, checked_value
+from workbench.validation import Field, Whole, checked_value
 
 MOST_DEVICES = 2**17
 """Largest number of devices in a cluster; the search for plans answers in seconds up to there."""

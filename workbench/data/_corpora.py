@@ -9,13 +9,11 @@ from dataclasses import KW_ONLY
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
-from pydantic import Field, PlainValidator
-
 from workbench.data import _text
 from workbench.data._source import DataSource, Prepared, SampleRequest
 from workbench.errors import DataError
 from workbench.tensors import TensorSpec
-from workbench.validation import Positive, Text, TrueOrFalse, Whole, checked_value, known
+from workbench.validation import Field, PlainValidator, Positive, Text, TrueOrFalse, Whole, checked_value, known
 
 if TYPE_CHECKING:
     from tokenizers import Tokenizer

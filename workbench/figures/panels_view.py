@@ -130,6 +130,10 @@ def panels(
         figure.add_traces(traces, rows=row, cols=col)
         figure.update_xaxes(row=row, col=col, **x_axis)
         figure.update_yaxes(row=row, col=col, **y_axis)
+    return _laid_out(figure, rows)
+
+
+def _laid_out(figure: Figure, rows: int) -> Figure:
     figure.update_annotations(font={"size": theme.FONT_PX, "color": theme.MUTED})
     return figure.laid_out(
         height=rows * (ROW_PX + GAP_PX) + 36,

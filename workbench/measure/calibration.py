@@ -19,9 +19,6 @@ from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Annotated
 
-from pydantic import AfterValidator, ConfigDict, Field, PlainValidator, TypeAdapter
-from pydantic import ValidationError as Refusal
-
 from workbench.arguments import checked_arguments
 from workbench.cost.cluster import Cluster
 from workbench.cost.device import CALIBRATED, FITTED, Link
@@ -41,7 +38,16 @@ from workbench.measure.microbenchmarks import (
 )
 from workbench.rundir import read_json, write_json
 from workbench.units import flops_per_s, gib
-from workbench.validation import first_problem, known
+from workbench.validation import (
+    AfterValidator,
+    ConfigDict,
+    Field,
+    PlainValidator,
+    TypeAdapter,
+    ValidationError,
+    first_problem,
+    known,
+)
 
 FORMAT = 3
 """Version of the JSON file."""
@@ -178,7 +184,7 @@ class Calibration:
                 raise ValueError(f"its format is {file_format}, and this workbench reads format {FORMAT}")
             return _stored().validate_json(json.dumps(fields), strict=True)
         except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
-            said = first_problem(error) if isinstance(error, Refusal) else error
+            said = first_problem(error) if isinstance(error, ValidationError) else error
             raise PlanMismatch(
                 f"{path} is not a calibration ({said}). Run wb.measure.calibrate() and share the file that "
                 f"calibration.save(path) writes.",

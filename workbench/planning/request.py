@@ -7,8 +7,6 @@ from collections.abc import Sequence
 from dataclasses import field, replace
 from typing import Annotated, Any, Unpack
 
-from pydantic import PlainValidator
-
 from workbench.cost.cluster import Cluster
 from workbench.cost.device import FRAGMENTATION, Device
 from workbench.cost.profile import Profile
@@ -16,7 +14,7 @@ from workbench.errors import PlanInfeasible
 from workbench.pipeline_schedules import SCHEDULES, interleaving
 from workbench.strategy import RECOMPUTE, Choices, Fixed, Strategy
 from workbench.units import GIB, gib, plain
-from workbench.validation import Count, LargeCount, checked_value
+from workbench.validation import Count, LargeCount, PlainValidator, checked_value
 
 DEGREES = ("pipeline", "data", "tensor")
 
