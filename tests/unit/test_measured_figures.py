@@ -1,4 +1,4 @@
-"""The figures of the documentation are those of the raw files in `benchmarks/results` and of the executed notebooks."""
+"""The figures of the documentation that CPUs measured or computed are those of the raw files and executed notebooks."""
 
 from __future__ import annotations
 
@@ -7,187 +7,14 @@ import re
 import statistics
 import sys
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import pytest
+from raw_files import BENCHMARKS, README, ROOT, raw, shows, table, words
 
 import workbench as wb
 from workbench.analysis.coordinates import drift
 from workbench.execution.activation_sizes import CHANGE, HIDDEN, STREAM
-
-ROOT = Path(__file__).resolve().parents[2]
-RESULTS = ROOT / "benchmarks" / "results"
-BENCHMARKS, README = "benchmarks/README.md", "README.md"
-
-
-def raw(name: str) -> Any:
-    return json.loads((RESULTS / name).read_text())
-
-
-def words(page: str) -> str:
-    """Return a page with each run of blanks as one space, so that sentences are found across lines."""
-    return " ".join((ROOT / page).read_text().split())
-
-
-def table(page: str, header: str) -> list[list[str]]:
-    """Return the cells of the table that begins with a header, without the header, unmarked."""
-    lines = (ROOT / page).read_text().partition(f"\n{header}")[2].splitlines()[2:]
-    assert lines, header
-    rows = lines[: next((at for at, line in enumerate(lines) if not line.startswith("|")), len(lines))]
-    return [[cell.strip().replace("*", "") for cell in row.strip("|").split("|")] for row in rows]
-
-
-def shows(shown: str, value: float) -> bool:
-    """Return whether a number in a cell is the value, rounded to the decimals that the cell has; "k" is a thousand."""
-    found = re.search(r"[+-]?[\d,]*\.?\d+(?:e[+-]?\d+)?", shown)
-    assert found, shown
-    text = found[0].replace(",", "")
-    unit = {"k": 1e3, "%": 1e-2}.get(shown[found.end() :].strip()[:1], 1.0)
-    decimals = len(text.partition("e")[0].partition(".")[2])
-    half = 0.5 * 10.0 ** (int(text.partition("e")[2] or 0) - decimals)
-    return abs(float(text) - value / unit) <= half * (1 + 1e-6)
-
-
-def error(row: dict[str, Any], unit: str) -> float:
-    return float(row[f"predicted_{unit}"] / row[f"measured_{unit}"] - 1)
-
-
-def measured(*names: str) -> list[dict[str, Any]]:
-    return [row for name in names for row in raw(f"prediction_{name}.json")["rows"] if row.get("measured_ms")]
-
-
-def median_and_largest(rows: list[dict[str, Any]], unit: str) -> tuple[str, str]:
-    errors = [abs(error(row, unit)) for row in rows]
-    return f"{statistics.median(errors):.1%}".replace("%", " %"), f"{max(errors):.1%}".replace("%", " %")
-
-
-UNKNOWN = ("2xH200_d81c33b", "2xH200_0982c5b")
-PREDICTIONS = {
-    "28 plans": (["2xH200_a2c680b"], "| case | plan | ms predicted |"),
-    "unknown models on an H100": (["1xH100_a4d6c56"], "| model | plan | ms predicted |"),
-    "block-sparse": (["sparse"], "| weights | plan | ms predicted |"),
-}
-
-
-def same_plan(cells: list[str], row: dict[str, Any]) -> bool:
-    shown = zip(cells[2:8], ("ms", "ms", "", "gib", "gib", ""), strict=True)
-    values = [row["predicted_ms"], row["measured_ms"], error(row, "ms")]
-    values += [row["predicted_gib"], row["measured_gib"], error(row, "gib")]
-    return all(shows(text, value) for (text, _), value in zip(shown, values, strict=True))
-
-
-@pytest.mark.parametrize("series", PREDICTIONS)
-def test_each_row_of_predicted_and_measured_plans_is_one_of_its_raw_file(series: str) -> None:
-    names, header = PREDICTIONS[series]
-    rows = raw("sparse_training_1xH100_a4d6c56.json")["rows"] if names == ["sparse"] else measured(*names)
-    shown = [cells for cells in table(BENCHMARKS, header) if "%" in cells[4]]
-    assert len(shown) == len(rows)
-    for cells in shown:
-        assert sum(same_plan(cells, row) for row in rows) == 1, cells
-
-
-def test_each_row_of_plans_of_unknown_models_is_one_of_two_raw_files() -> None:
-    section = (ROOT / BENCHMARKS).read_text().partition("Older code on 2 × H200")[2]
-    lines = [line for line in section.partition("\n## ")[0].splitlines() if line.count("%") == 2]
-    rows = measured(*UNKNOWN)
-    assert len(lines) == len(rows) == 12
-    for line in lines:
-        cells = [cell.strip().replace("*", "") for cell in line.strip("|").split("|")]
-        assert sum(same_plan(cells, row) for row in rows) == 1, cells
-
-
-def test_medians_and_largest_errors_are_those_of_the_raw_files() -> None:
-    front, tables = table(README, "| | result | on |"), words(BENCHMARKS)
-    for names, label in (
-        (("2xH200_a2c680b",), "28 plans, predicted first"),
-        (UNKNOWN, "15 plans of models"),
-        (("1xH100_a4d6c56",), "6 plans of such models"),
-    ):
-        [at] = [at for at, cells in enumerate(front) if cells[0].startswith(label)]
-        for unit, cells in zip(("ms", "gib"), front[at : at + 2], strict=True):
-            middle, largest = median_and_largest(measured(*names), unit)
-            assert cells[1].startswith(f"median {middle}, largest {largest}")
-            assert re.search(rf"{middle[:-2]} %\**, \**{largest[:-2]} %", tables), (middle, largest)
-
-
-def test_the_planners_choice_is_as_far_behind_the_fastest_plan_as_is_said() -> None:
-    def behind(name: str) -> dict[tuple[str, float | None], float]:
-        cases: dict[tuple[str, float | None], list[dict[str, Any]]] = {}
-        for row in measured(name):
-            cases.setdefault((row["case"], row["memory_limit_gib"]), []).append(row)
-        chosen = {case: [row for row in rows if row["why"] == "the planner's choice"] for case, rows in cases.items()}
-        return {
-            case: chosen[case][0]["measured_ms"] / min(row["measured_ms"] for row in rows) - 1
-            for case, rows in cases.items()
-            if chosen[case]
-        }
-
-    two = behind("2xH200_a2c680b")
-    assert len(two) == 7
-    assert f"{max(two.values()):.1%}" == "0.6%"
-    series = ["4xH200", "4xH200_1b4a6d1", "4xH200_4ca9be4", "4xH200_d1c9b14", "4xH200_f2cfb8d"]
-    four = sorted(each for name in series for each in behind(name).values())
-    assert [f"{each:.1%}" for each in four[-2:]] == ["2.7%", "25.0%"]
-    front = words(README)
-    assert "at most 0.6 % | 2 × H200" in front
-    assert "older code, five series | at most 2.7 %, and once 25 % (2,467 ms a step; 1,934 ms when run again)" in front
-    [slow] = [r for r in measured("4xH200_4ca9be4") if r["case"] == "4.8b" and r["why"] == "the planner's choice"]
-    [again] = [r for r in measured("4xH200_4ca9be4_again") if r["case"] == "4.8b"]
-    assert [f"{row['measured_ms']:,.0f}" for row in (slow, again)] == ["2,467", "1,934"]
-
-
-THROUGHPUT = {
-    "BERT-Large, batch 512": ("4xH200_1b4a6d1", "large"),
-    "scaled BERT, batch 256": ("4xH200_d1c9b14", "scaled"),
-    "scaled BERT, 32 GiB enforced": ("4xH200_4ca9be4", "scaled-32gib"),
-    "4.8 B BERT, batch 256": ("4xH200_d1c9b14", "4.8b"),
-    "scaled BERT, a pipeline of 4 forced": ("4xH200_258fb7e", "scaled-pp4"),
-    "scaled BERT, a pipeline of 2 forced": ("4xH200_258fb7e", "scaled-pp2dp2"),
-}
-
-
-def test_throughput_beside_the_best_peer_is_that_of_the_raw_files() -> None:
-    rows = table(BENCHMARKS, "| row | our plan | ms |")
-    assert {cells[0] for cells in rows} == set(THROUGHPUT)
-    ratios = {}
-    for name, _, step_ms, rate, _, best, ratio in rows:
-        file, case = THROUGHPUT[name]
-        found = [row for row in raw(f"throughput_{file}.json") if row["row"] == case]
-        [ours] = [row for row in found if row["contender"].startswith("ours")]
-        peer = max(row["tokens_per_s"] for row in found if row is not ours)
-        assert shows(step_ms, ours["step_ms"])
-        assert shows(rate, ours["tokens_per_s"])
-        assert shows(best, peer)
-        assert shows(ratio, ours["tokens_per_s"] / peer)
-        ratios[name] = ratio
-    three = ", ".join(ratios[name] for name in list(ratios) if "batch" in name)
-    assert f"tokens/s of BERT-Large, scaled BERT, 4.8 B BERT | {three} times" in words(README)
-
-
-def test_ratios_of_bert_base_and_of_deterministic_kernels_are_those_of_the_raw_files() -> None:
-    found = []
-    for name in ("c9b9009", "535a326"):
-        times: dict[str, list[float]] = {}
-        for row in raw(f"throughput_2xH200_{name}.json"):
-            times.setdefault(row["contender"].split(":")[0].split(",")[0], []).append(row["step_ms"])
-        found.append([peer / ours for ours, peer in zip(times["ours"], times["ddp+graphs"], strict=True)])
-    assert [f"{ratio:.2f}" for ratio in (statistics.mean(found[0]), *found[1])] == ["1.31", "1.23", "1.05"]
-    assert "1.31; on a slower host 1.23 and 1.05" in words(BENCHMARKS)
-    usual, slow = [r["step_ms"] for r in raw("throughput_2xH200_12a467f.json") if r["row"] == "large"]
-    assert f"{slow / usual - 1:.0%}" == "10%"
-    assert f"cost BERT-Large 10 % (DP 2 ZeRO 1, {usual:.1f} → {slow:.1f} ms" in words(BENCHMARKS)
-
-
-def test_times_with_cuda_graphs_are_those_of_the_raw_files() -> None:
-    found = raw("cuda_graphs_1xH200_3b1a77c.json") + raw("cuda_graphs_2xH200_3b1a77c.json")[:4]
-    found += raw("cuda_graphs_2xH200_6e42a9b.json")
-    times = {(row["launched"]["ms"], row["recorded"]["ms"]) for row in found}
-    for _, launched, captured, ratio in table(BENCHMARKS, "| case | launched, ms |"):
-        [pair] = [each for each in times if shows(launched, each[0]) and shows(captured, each[1])]
-        assert shows(ratio, pair[0] / pair[1])
-    base = found[0]
-    assert f"per step | {base['launched']['ms']:.1f} → {base['recorded']['ms']:.1f} ms" in words(README)
 
 
 def test_the_best_rates_of_the_width_rule_are_those_of_the_raw_file() -> None:
@@ -276,6 +103,19 @@ def test_rates_and_memory_of_tokenising_are_those_of_the_raw_files() -> None:
     assert f"| | {first} | the same |" in page
 
 
+def test_how_many_pairs_a_contrast_tells_apart_is_what_the_raw_file_says() -> None:
+    means = raw("contrast_verdicts.json")["means"]
+    rows = {cells[0]: cells[1:] for cells in table("docs/analysis.md", "| seeds of each |")}
+    for name, known, verdict in (
+        ("found with `scatter`", "with", "found"),
+        ("found without `scatter`", "without", "found"),
+        ("false with `scatter`, of equal pairs", "with", "false"),
+        ("false without", "without", "false"),
+    ):
+        for cell, seeds in zip(rows[name], (1, 2, 3, 5), strict=True):
+            assert shows(cell, means[f"{seeds} seeds, {known} scatter"][verdict]), (name, seeds)
+
+
 def test_times_of_planning_are_those_of_the_raw_file() -> None:
     content = raw("planning_time_1core.json")
     rows = table(BENCHMARKS, "| model | cluster | capture |")
@@ -288,23 +128,6 @@ def test_times_of_planning_are_those_of_the_raw_file() -> None:
     assert said in words(BENCHMARKS)
     scaled, gpt = (content["rows"][at]["all_s"] for at in (1, 3))
     assert f"| {scaled:.1f} s; {gpt:.1f} s; {moved['longest_ms']} ms |" in words(BENCHMARKS)
-
-
-def test_gradients_beside_epsilon_are_those_of_the_raw_file() -> None:
-    content = raw("gradient_rms_1xH100_d5b7d91.json")
-    rows = table(BENCHMARKS, "| kind of parameter, step |")
-    assert len(rows) == 21
-    for name, *cells in rows:
-        kind, _, step = name.rpartition(", ")
-        for cell, model in zip(cells, ("large", "width", "depth"), strict=True):
-            found = content[model]["steps"].get(step)
-            assert (found is None) == (cell == "not reached"), name
-            if found is not None:
-                rms, _, times = cell.partition(" (")
-                assert shows(rms, found["rms"][kind])
-                assert not times or float(times[:-1].replace(",", "")) == pytest.approx(
-                    found["rms"][kind] / content[model]["eps"][kind], rel=6e-3
-                )
 
 
 def test_the_pairs_figures_are_those_of_the_recorded_runs() -> None:
@@ -379,50 +202,6 @@ def test_losses_of_the_demo_are_those_of_the_raw_file() -> None:
     assert f"means are {means[0]:.3f} and {means[1]:.3f}" in words(BENCHMARKS)
     assert f"between seeds {spreads[0]:.3f} and {spreads[1]:.3f}" in words(BENCHMARKS)
     assert f"is {min(ends[0]) - max(ends[1]):.3f} below the best" in words(BENCHMARKS)
-
-
-def test_the_plans_of_the_full_preset_are_those_of_the_raw_file() -> None:
-    content = raw("full_preset_4xH200_predicted.json")
-    rows = table(BENCHMARKS, "| | plan | step |")
-    for cells, name in zip(rows[:2], ("bert-large", "bert-scaled"), strict=True):
-        plan = content["plans"][name]
-        values = [plan["step_ms"], plan["evaluation_s"], plan["peak_gib"], plan["mfu"], content["minutes"][name]]
-        assert all(shows(cell, value) for cell, value in zip(cells[2:], values, strict=True)), cells
-    assert shows(rows[2][-1], content["minutes"]["the pilots"])
-    assert shows(rows[3][-1], content["minutes_together"])
-    assert f"predicts {content['minutes_together']:.0f} minutes for it" in words("docs/gallery.md")
-
-
-def test_figures_of_block_sparse_kernels_are_those_of_the_raw_files() -> None:
-    content = raw("sparse_kernels_1xH100_a4d6c56.json")
-    found = {(row["layer"], row["block"]): row for row in content["break_even"]}
-    faster = {(row["layer"], row["block"]): row["speed_up"] for row in content["goals"]}
-    for name, *cells in table(BENCHMARKS, "| layer | blocks of 64: measured, predicted |"):
-        for cell, block in zip(cells[:3], (64, 32, 16), strict=True):
-            for shown, kind in zip(cell.split(", "), ("measured", "predicted"), strict=True):
-                assert shows(shown, found[name, block][kind])
-        for cell, block in zip(cells[3:], (64, 32), strict=True):
-            assert bool(cell) == ((name, block) in faster)
-            assert not cell or shows(cell, faster[name, block])
-    profile = raw("sparse_profile_1xH200.json")
-    dense = profile["dense_cublas_ms_of_each_product"]
-    stored = 3 * 2 * profile["tokens"] * profile["rows"] * profile["cols"] * (1 - profile["sparsity"])
-    for cells, row in zip(table("docs/sparse_kernels.md", "| block | forward |")[:3], profile["blocks"], strict=True):
-        each = [row[f"{product}_ms"] for product in ("forward", "to_input", "to_weight")]
-        times = [sum(ms) / len(ms) if isinstance(ms, list) else ms for ms in each]
-        assert int(cells[0]) == row["block"]
-        assert all(shows(cell, value) for cell, value in zip(cells[1:4], times, strict=True)), cells
-        assert shows(cells[4], stored / sum(times) / 1e9)
-        assert shows(cells[5], 1 - (1 - profile["sparsity"]) * 3 * dense / sum(times))
-    steps = raw("sparse_training_1xH100_a4d6c56.json")["rows"]
-    page = words("docs/sparsity.md")
-    for row in (steps[2], steps[4]):
-        assert f"{row['measured_ms']:.1f} ms" in page
-        assert f"(predicted {row['predicted_ms']:.1f})" in page
-    cpu = raw("sparse_prediction_2cores.json")
-    dense, masked = cpu["dense"], cpu["masked"]
-    assert f"predicted with {dense['predicted_ms']:.0f} ms and took {dense['measured_ms']:.0f} ms" in page
-    assert f"predicted with {masked['predicted_ms']:.0f} ms and took {masked['measured_ms']:.0f} ms" in page
 
 
 def test_reads_of_the_simulated_cache_are_those_of_the_raw_file() -> None:

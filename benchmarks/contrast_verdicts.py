@@ -1,0 +1,42 @@
+"""How often `wb.contrast` tells equal pairs of runs apart, and pairs that lie twice the noise apart.
+
+    python benchmarks/contrast_verdicts.py       # writes results/contrast_verdicts.json; 3 minutes of a core
+
+The simulation is that of `tests/unit/test_contrast_verdicts.py`, with 1,000 pairs of each kind of curve, not 200.
+"""
+
+from __future__ import annotations
+
+import json
+import statistics
+import sys
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[1]
+RESULT = ROOT / "benchmarks" / "results" / "contrast_verdicts.json"
+sys.path.insert(0, str(ROOT / "tests" / "unit"))
+
+import test_contrast_verdicts as simulation  # noqa: E402  # a file of the tests, found through the line above
+
+
+def main() -> None:
+    simulation.PAIRS = 1000
+    kinds = {}
+    for name, generator in simulation.GENERATORS.items():
+        for dense in (True, False):
+            shares = simulation.measured(generator, dense)
+            kinds[f"{name}, {'dense' if dense else 'sparse'}"] = {
+                f"{seeds} seeds, {'with' if known else 'without'} scatter": {"false": false, "found": found}
+                for (seeds, known), (false, found) in shares.items()
+            }
+    columns = next(iter(kinds.values()))
+    means = {
+        column: {verdict: statistics.mean(kind[column][verdict] for kind in kinds.values()) for verdict in found}
+        for column, found in columns.items()
+    }
+    RESULT.write_text(json.dumps({"pairs": simulation.PAIRS, "means": means, "kinds": kinds}, indent=1) + "\n")
+    print(json.dumps(means, indent=1))
+
+
+if __name__ == "__main__":
+    main()
