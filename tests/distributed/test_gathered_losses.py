@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Iterator
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -14,15 +15,16 @@ from torch import nn
 from torch.nn import functional
 from torch.utils.data import default_collate
 
+import workbench as wb
 from tests.distributed.harness import forced_plan, launch
 from tests.distributed.test_every_plan import part_of, trainer_of
-from tests.unit.coupled_models import GATHERED, WIDTH, TwoTower, samples_for
+from tests.unit.coupled_models import GATHERED, WIDTH, SupCon, TwoTower, samples_for
 from workbench.capture import Graph, capture, spec_of
 from workbench.capture.captured_model import CapturedModel
 from workbench.capture.evaluation import require_same_stages
 from workbench.capture.gathering import with_tail_of
 from workbench.data._datasets import UserDataset
-from workbench.errors import WorkbenchError
+from workbench.errors import DataError, WorkbenchError
 from workbench.execution.blocks import gathered_loss
 from workbench.execution.build import evaluation_programs
 from workbench.execution.evaluate import Evaluator
@@ -212,6 +214,37 @@ def test_held_out_losses_of_replicas_equal_plain_pytorch_of_each_global_batch() 
     found = launch(_evaluations, 2, (REPLICAS[0], REPLICAS[-1]))
     wrong = {case: error for case, error in found.items() if not error <= TOLERANCE}
     assert not wrong, wrong
+
+
+def test_a_gathered_run_records_its_held_out_losses_and_is_evaluated_later(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("WORKBENCH_RUNS", str(tmp_path / "runs"))
+    samples, others = samples_for("SupCon", HELD_OUT), samples_for("SupCon", 4 * BATCH)[HELD_OUT:]
+    experiment = Experiment.of(
+        model=SupCon,
+        data=samples_for("SupCon", 2 * BATCH),
+        eval_data=samples,
+        evaluation=wb.Evaluation(every=2),
+        steps=4,
+        global_batch=BATCH,
+        checkpoint_every=2,
+        seq_len=1,
+    )
+    plan = wb.plan(experiment, data=2, micro_batch=2)
+    assert plan.gathers
+    run = wb.launch(experiment, plan)
+    run.wait(timeout=120)
+    found = run.evaluations()
+    assert found.step.tolist() == [0, 2, 4], run.logs()
+    torch.manual_seed(experiment.seed)
+    plain = _plain_evaluation(SupCon(), samples, {})
+    assert found.eval_loss[0] == pytest.approx(float(plain), rel=TOLERANCE)
+    again = run.evaluate(step=2)
+    assert (again.loss, again.count) == (found.eval_loss[1], 2 * BATCH)
+    assert run.evaluate(others).count == BATCH
+    with pytest.raises(DataError, match=r"7 held-out samples, fewer than the 8 of the global batch"):
+        run.evaluate(samples[: BATCH - 1])
 
 
 def _message_of_first_step(rank: int, planted: str) -> str:
