@@ -61,6 +61,15 @@ def test_every_picture_of_a_page_exists(page):
         assert pictures
 
 
+def test_every_file_that_a_page_links_to_exists():
+    root = DOCS.parent
+    pages = [*DOCS.rglob("*.md"), *root.glob("*.md"), *root.glob("benchmarks/*.md")]
+    links = {page: re.findall(r"\]\(([^)#\s]+)[)#]", page.read_text()) for page in pages}
+    assert sum(map(len, links.values())) > 100
+    gone = [(page.name, link) for page in pages for link in links[page] if not (page.parent / link).exists()]
+    assert [each for each in gone if "://" not in each[1]] == []
+
+
 ROOMS = {
     "analysis": "analysis",
     "capture": "capture",
