@@ -48,7 +48,7 @@ _OVER_CLASSES = names("cross_entropy_loss nll_loss_nd")
 _LOSSES = _OVER_CLASSES | names(
     "mse_loss l1_loss smooth_l1_loss huber_loss kl_div binary_cross_entropy binary_cross_entropy_with_logits"
 )
-_RESHAPES = names("view reshape flatten unflatten _unsafe_view squeeze")
+RESHAPES = names("view reshape flatten unflatten _unsafe_view squeeze")
 _SAME_DIMS = _SOFTMAXES | names(
     "clone contiguous to _to_copy detach alias dropout feature_dropout type_as slice lift_fresh_copy getitem one_hot "
     "detach_ float"
@@ -146,7 +146,7 @@ class Walk(ABC):
         if any(quotient.node is node for quotient in self._quotients):
             return True
         shared = [source for source in node.all_input_nodes if source in self._shares]
-        return len(shared) == 1 and _name(node) in ("mul", "div", "neg", "sum", *_RESHAPES)
+        return len(shared) == 1 and _name(node) in ("mul", "div", "neg", "sum", *RESHAPES)
 
     def _write(self, owner: fx.Node, node: fx.Node) -> None:
         """Give everything that shares memory with a written value the state of what was written."""
@@ -262,7 +262,7 @@ class Follower(Walk):
             return state
         if name in _FIRST_DIM:
             return 0 if state == 0 and len(after) == len(before) and after[0] == before[0] else UNKNOWN
-        if name in _RESHAPES:
+        if name in RESHAPES:
             # The batch dim stays the slowest varying part of the dim that it is merged into.
             outer = math.prod(before[:state])
             places = (d for d, size in enumerate(after) if math.prod(after[:d]) == outer)

@@ -7,20 +7,19 @@ training, so that no wrong combination is right by chance at a symmetric point.
 
 from __future__ import annotations
 
-import copy
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import fx, nn
+from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from workbench.capture.gathering import join_rows
 from workbench.capture.graph import Block, Graph
-from workbench.capture.label_counting import on_device
-from workbench.capture.operations import dtype_of, names, op_name, retarget, shape_of
+from workbench.capture.label_counting import code_on, on_device
+from workbench.capture.operations import dtype_of, names, op_name, shape_of
 from workbench.capture.returned_loss import find_loss
 from workbench.capture.torch_internals import enter_autocast, exit_autocast
 from workbench.errors import CaptureError
@@ -228,7 +227,7 @@ class _Comparison:
             graph = capture(model, graph.batch, name=graph.model, loss=graph.loss_choice)
         self._graph = graph
         self._counts = [on_device(count, torch.device("cpu")) for count in graph.label_counts]
-        self._codes = {block.block_type: _on_host(block.code) for block in graph.blocks}
+        self._codes = {block.block_type: code_on(block.code, torch.device("cpu")) for block in graph.blocks}
         self._parameters = dict(model.named_parameters())
         self._trained = {name: self._parameters[name] for name in graph.parameters if name not in graph.frozen}
         self._buffers = {name: buffer.clone() for name, buffer in model.named_buffers()}
@@ -367,12 +366,6 @@ def _is_of_low_precision(block: Block) -> bool:
     autocast = (enter_autocast, exit_autocast)
     nodes = block.code.graph.nodes
     return any(dtype_of(node) in (torch.bfloat16, torch.float16) or node.target in autocast for node in nodes)
-
-
-def _on_host(code: fx.GraphModule) -> fx.GraphModule:
-    code = copy.deepcopy(code).to("cpu")
-    retarget(code, torch.device("cpu"))
-    return code
 
 
 def _relative(one: torch.Tensor, other: torch.Tensor) -> float:

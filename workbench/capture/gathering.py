@@ -13,7 +13,7 @@ from dataclasses import replace
 import torch
 from torch import fx
 
-from workbench.capture.batch_coupling import NONE, UNKNOWN, Follower
+from workbench.capture.batch_coupling import NONE, RESHAPES, UNKNOWN, Follower
 from workbench.capture.block_boundaries import NodeGroup
 from workbench.capture.dataflow import Dataflow
 from workbench.capture.graph import Graph, Rows
@@ -36,7 +36,6 @@ from workbench.errors import CaptureError
 
 TAIL = "gathered loss"
 """Name of the block that computes the tail."""
-_RESHAPES = names("view reshape flatten unflatten _unsafe_view squeeze")
 _BY_POSITION = MOVED | names(
     "linear matmul mm addmm bmm softmax _softmax log_softmax _log_softmax logsumexp linalg_vector_norm norm sum mean "
     "layer_norm rms_norm embedding clone contiguous to _to_copy detach alias dropout type_as getitem float "
@@ -151,7 +150,7 @@ class _RowFollower(Follower):
             dim = arguments_of(node)["dim"] % len(shape_of(node))
             if {self._states[source] for source in rows} == {dim}:
                 return dim, sum(self.groups[source] for source in arguments_of(node)["tensors"])
-        if name in _RESHAPES and rows == inputs and all(isinstance(size, int) for size in shape_of(node)):
+        if name in RESHAPES and rows == inputs and all(isinstance(size, int) for size in shape_of(node)):
             return self._reshaped(rows[0], shape_of(node))
         state, groups = super()._state(node), {self.groups[source] for source in rows}
         is_by_position = torch.Tag.pointwise in getattr(node.target, "tags", ()) or name in _BY_POSITION

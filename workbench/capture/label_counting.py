@@ -37,12 +37,13 @@ def on_device(count: LabelCount, device: torch.device) -> LabelCount:
     """Return a copy whose code runs on a device."""
     return replace(
         count,
-        code=_moved(count.code, device),
-        of_total=None if count.of_total is None else _moved(count.of_total, device),
+        code=code_on(count.code, device),
+        of_total=None if count.of_total is None else code_on(count.of_total, device),
     )
 
 
-def _moved(code: fx.GraphModule, device: torch.device) -> fx.GraphModule:
+def code_on(code: fx.GraphModule, device: torch.device) -> fx.GraphModule:
+    """Return a copy of captured code that runs on a device."""
     code = copy.deepcopy(code).to(device)
     retarget(code, device)
     return code
