@@ -7,6 +7,7 @@ A few models by default; all of `zoo.MODELS` where WORKBENCH_TEST_ALL is set. `b
 from __future__ import annotations
 
 import copy
+import functools
 import os
 from dataclasses import dataclass
 
@@ -19,6 +20,7 @@ from tests.distributed.harness import CPU, LINK, coordinate, forced_plan, launch
 from workbench.capture import Graph, build_meta, capture, spec_of
 from workbench.cost.cluster import Cluster
 from workbench.cost.graph_profiler import profile_graph
+from workbench.cost.profile import Profile
 from workbench.errors import PlanInfeasible
 from workbench.execution.blocks.context import StepContext
 from workbench.execution.build import build_stage
@@ -74,12 +76,17 @@ def captured(name: str, model: nn.Module) -> Graph:
     return capture(model, {key: spec_of(key, value) for key, value in batch.items()}, name=name)
 
 
+@functools.cache
+def profiled(name: str) -> Profile:
+    """Capture a model on the meta device and predict its cost, as `wb.plan` does."""
+    return profile_graph(captured(name, build_meta(zoo.MODELS[name])), CPU, "fp32", compiled=False)
+
+
 def planned(name: str, degrees: Degrees) -> Plan:
-    """Plan as `wb.plan` does: capture the model on the meta device, predict its cost and cut it."""
-    graph = captured(name, build_meta(zoo.MODELS[name]))
+    """Plan as `wb.plan` does, which cuts the model."""
     interleaved = {"schedule": "interleaved", "chunks": degrees.chunks} if degrees.chunks > 1 else {"schedule": "1f1b"}
     return search(
-        profile_graph(graph, CPU, "fp32", compiled=False),
+        profiled(name),
         global_batch=MICRO_BATCH * MICRO_BATCHES * degrees.data,
         seq_len=zoo.SEQ,
         precision="fp32",
