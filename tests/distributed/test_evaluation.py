@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import copy
 import dataclasses
+import functools
 import math
 import os
 from pathlib import Path
@@ -16,7 +18,7 @@ from torch.nn import functional
 import workbench as wb
 from tests.distributed import zoo
 from tests.distributed.harness import coordinate, forced_plan, launch
-from workbench.capture import capture, spec_of
+from workbench.capture import Graph, capture, spec_of
 from workbench.capture.evaluation import capture_for_evaluation, require_same_stages
 from workbench.data import held_out as held_out_of
 from workbench.data._datasets import UserDataset
@@ -111,17 +113,23 @@ def margin(outputs: Any, batch: Tensors) -> tuple[float, int]:
 METRICS: dict[str, dict[str, Any]] = {"bert": {"accuracy": accuracy, "margin": margin}}
 
 
-def train(
-    _rank: int, name: str, division: Division, every: int, with_metrics: bool = False
-) -> tuple[list[float], list[Any], list[Any], Tensors]:
-    """Train; return the losses of steps, the evaluations by Workbench and by plain PyTorch, and the parameters."""
+@functools.cache
+def captured(name: str, with_metrics: bool) -> tuple[nn.Module, Graph, Graph]:
     torch.manual_seed(0)
     model = MODELS[name]().train()
     specs = {key: spec_of(key, value[:MICRO_BATCH]) for key, value in batch_of(name, GLOBAL_BATCH, 0).items()}
-    graph, evaluated = capture(model, specs, name=name), None
-    metrics = METRICS[name] if with_metrics else {}
-    evaluated = capture_for_evaluation(model, graph, metrics)
+    graph = capture(model, specs, name=name)
+    evaluated = capture_for_evaluation(model, graph, METRICS[name] if with_metrics else {})
     assert model.training
+    return model, graph, evaluated
+
+
+def train(
+    name: str, division: Division, every: int, with_metrics: bool
+) -> tuple[list[float], list[Any], list[Any], Tensors]:
+    """Train; return the losses of steps, the evaluations by Workbench and by plain PyTorch, and the parameters."""
+    model, graph, evaluated = captured(name, with_metrics)
+    metrics = METRICS[name] if with_metrics else {}
     plan = forced_plan(
         graph,
         pipeline=division.pipeline,
@@ -136,7 +144,7 @@ def train(
     require_same_stages(graph, evaluated, [stage.first_block for stage in plan.stages[1:]], plan.tensor)
     here = coordinate(division.pipeline, division.data, division.tensor)
     context = StepContext(seed=7, device=torch.device("cpu"))
-    stages = build_stage(plan, here, model, graph, context)
+    stages = build_stage(plan, here, copy.deepcopy(model), graph, context)
     experiment = Experiment(
         model=MODELS[name], data=lambda: None, global_batch=GLOBAL_BATCH, steps=STEPS, learning_rate=3e-3, name=name
     )
@@ -199,37 +207,57 @@ TRIED = list(DIVISIONS) if os.environ.get("WORKBENCH_TEST_ALL") else ["TP 2", "Z
 """Divisions that are tested; the others, which are parts of these, only if WORKBENCH_TEST_ALL is set."""
 
 
-@pytest.mark.parametrize("division", [DIVISIONS[name] for name in TRIED], ids=TRIED)
-def test_the_held_out_loss_and_metrics_equal_plain_pytorch_in_eval_mode(division: Division) -> None:
-    _, found, expected, _ = launch(train, division.world, "bert", division, 2, True)
-    assert len(found) == 6
-    assert found == pytest.approx(expected, rel=1e-5)
-    assert abs(found[3] - found[0]) > 1e-4
-    assert abs(found[5] - found[2]) > 1e-4
-
-
-@pytest.mark.parametrize("name", ["normalised", "squared"])
-def test_models_that_differ_in_eval_mode_equal_plain_pytorch(name: str) -> None:
-    _, found, expected, _ = launch(train, 2, name, Division(pipeline=2), 1)
-    assert found == pytest.approx(expected, rel=1e-5)
-
-
+OTHERS = [("normalised", DIVISIONS["PP 2"]), ("squared", DIVISIONS["PP 2"])]
 UNTOUCHED = {
-    "bert under ZeRO 3": ("bert", Division(data=2, zero=3)),
+    "bert under ZeRO 3": ("bert", DIVISIONS["ZeRO 3"]),
     "BatchNorm in one process": ("normalised", Division()),
-    "BatchNorm under PP 2": ("normalised", Division(pipeline=2)),
+    "BatchNorm under PP 2": ("normalised", DIVISIONS["PP 2"]),
     **(
         {f"bert under {name}": ("bert", division) for name, division in DIVISIONS.items()}
         if os.environ.get("WORKBENCH_TEST_ALL")
         else {}
     ),
 }
+SELDOM = 10**9
+RUNS: list[tuple[str, Division, int, bool]] = [
+    *(("bert", DIVISIONS[name], 2, True) for name in TRIED),
+    *((name, division, 1, name in METRICS) for name, division in dict.fromkeys([*OTHERS, *UNTOUCHED.values()])),
+    *((name, division, SELDOM, False) for name, division in dict.fromkeys(UNTOUCHED.values())),
+]
+"""Model and division of each training, the steps between two evaluations, and whether they have metrics."""
+
+
+def train_each(_rank: int, runs: list[tuple[str, Division, int, bool]]) -> list[Any]:
+    return [train(*each) for each in runs]
+
+
+@functools.cache
+def outcomes(world: int) -> dict[tuple[str, Division, int, bool], Any]:
+    """Train all runs on so many processes, which start once."""
+    runs = [each for each in RUNS if each[1].world == world]
+    return dict(zip(runs, launch(train_each, world, runs), strict=True))
+
+
+@pytest.mark.parametrize("division", [DIVISIONS[name] for name in TRIED], ids=TRIED)
+def test_the_held_out_loss_and_metrics_equal_plain_pytorch_in_eval_mode(division: Division) -> None:
+    _, found, expected, _ = outcomes(division.world)["bert", division, 2, True]
+    assert len(found) == 6
+    assert found == pytest.approx(expected, rel=1e-5)
+    assert abs(found[3] - found[0]) > 1e-4
+    assert abs(found[5] - found[2]) > 1e-4
+
+
+@pytest.mark.parametrize(("name", "division"), OTHERS, ids=["normalised", "squared"])
+def test_models_that_differ_in_eval_mode_equal_plain_pytorch(name: str, division: Division) -> None:
+    _, found, expected, _ = outcomes(division.world)[name, division, 1, False]
+    assert found == pytest.approx(expected, rel=1e-5)
 
 
 @pytest.mark.parametrize(("name", "division"), UNTOUCHED.values(), ids=UNTOUCHED)
 def test_training_with_evaluation_is_bitwise_the_training_without(name: str, division: Division) -> None:
-    often, _, _, parameters = launch(train, division.world, name, division, 1, name in METRICS)
-    seldom, _, _, others = launch(train, division.world, name, division, 10**9)
+    often, found, _, parameters = outcomes(division.world)[name, division, 1, name in METRICS]
+    seldom, once, _, others = outcomes(division.world)[name, division, SELDOM, False]
+    assert len(found) >= STEPS > len(once) > 0
     assert often == seldom
     assert parameters.keys() == others.keys()
     assert all(torch.equal(parameters[key], others[key]) for key in parameters)
