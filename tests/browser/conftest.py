@@ -95,8 +95,11 @@ def pytest_runtest_makereport(item: pytest.Item) -> Any:
 
 
 @pytest.fixture
-def lab_page(page: Any, server: lab.Server, picture: Any) -> Any:  # noqa: ARG001
-    """Open a page that reaches the server only; `page.refused` lists other requests, `page.said` what it logged."""
+def lab_page(page: Any, server: lab.Server, picture: Any) -> Iterator[Any]:  # noqa: ARG001
+    """Open a page that reaches the server only; `page.refused` lists other requests, `page.said` what it logged.
+
+    Kernels end with the test: one whose dashboard goes on would take time from the tests that follow.
+    """
     page.refused, page.said = [], []
     page.on("console", lambda message: "jupytext" in message.text or page.said.append(message.text[:500]))
 
@@ -108,7 +111,9 @@ def lab_page(page: Any, server: lab.Server, picture: Any) -> Any:  # noqa: ARG00
             request.abort()
 
     page.context.route("**/*", route)
-    return page
+    yield page
+    page.goto("about:blank")
+    lab.end_kernels(server)
 
 
 SCREENSHOTS = Path(os.environ.get("WORKBENCH_SCREENSHOTS") or REPOSITORY / "reports" / "screenshots")

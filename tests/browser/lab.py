@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import json
 import os
 import secrets
 import socket
@@ -104,6 +105,19 @@ def _private_folders(root: Path) -> dict[str, str]:
     (quiet / "notification.jupyterlab-settings").write_text('{"fetchNews": "false", "checkForUpdates": false}')
     found = dict.fromkeys(("JUPYTER_PATH", "JUPYTER_CONFIG_PATH"), str(EXTENSION))
     return {variable: str(folder) for variable, folder in folders.items()} | found
+
+
+def end_kernels(server: Server) -> None:
+    """End every kernel of the server with its session."""
+
+    def answer(method: str, path: str) -> bytes:
+        headers = {"Authorization": f"token {server.token}"}
+        request = urllib.request.Request(f"{server.url}/api/{path}", headers=headers, method=method)
+        with urllib.request.urlopen(request, timeout=PATIENCE_MS / 1e3) as response:
+            return bytes(response.read())
+
+    for session in json.loads(answer("GET", "sessions")):
+        answer("DELETE", f"sessions/{session['id']}")
 
 
 def _wait_until_ready(server: Server, process: subprocess.Popen[bytes]) -> None:
