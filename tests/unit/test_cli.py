@@ -23,15 +23,18 @@ from workbench.strategy import Choices, choices_from
 ROOT = Path(__file__).resolve().parents[2]
 
 
-def workbench(*arguments: str, cwd: Path) -> subprocess.CompletedProcess:
-    return subprocess.run(
-        [sys.executable, "-m", "workbench", *arguments],
-        cwd=cwd,
-        env={**os.environ, "PYTHONPATH": str(ROOT)},
-        capture_output=True,
-        text=True,
-        timeout=120,
-    )
+@pytest.fixture
+def workbench(tmp_path, monkeypatch, capsys):
+    """Return a function that runs a command in `tmp_path` as the console script does, in this process."""
+    monkeypatch.chdir(tmp_path)
+
+    def command(*arguments: str) -> subprocess.CompletedProcess:
+        monkeypatch.setattr(sys, "argv", ["workbench", *arguments])
+        with pytest.raises(SystemExit) as ended:
+            cli.main()
+        return subprocess.CompletedProcess(arguments, ended.value.code or 0, *capsys.readouterr())
+
+    return command
 
 
 @pytest.fixture
@@ -91,44 +94,44 @@ def test_every_choice_of_a_plan_can_be_fixed():
         assert {"fix", "memory_limit_gib"} <= set(inspect.signature(command).parameters)
 
 
-def test_a_plan_keeps_fixed_choices_and_is_shown_with_table_and_explanation(tmp_path):
+def test_a_plan_keeps_fixed_choices_and_is_shown_with_table_and_explanation(tmp_path, workbench):
     model = "bert:hidden_size=64,num_layers=4,num_heads=4"
     asked = ("plan", model, "--set", "seq_len=32", "--set", "clip_norm=null", "--cluster", "h200:gpus=4,nodes=2")
     choices = ("tensor=2", "schedule=interleaved", "chunks=2", "recompute=full")
     fixed = [word for choice in choices for word in ("--fix", choice)]
-    answer = workbench(*asked, *fixed, "--show", "table", "--show", "explanation", "--save", "plan.json", cwd=tmp_path)
+    answer = workbench(*asked, *fixed, "--show", "table", "--show", "explanation", "--save", "plan.json")
     assert answer.returncode == 0, answer.stderr
     assert "options weighed" in answer.stdout
     assert "Binding constraint" in answer.stdout
     plan = Plan.load(tmp_path / "plan.json")
     assert (plan.tensor, plan.schedule, plan.recompute, plan.pipeline) == (2, "interleaved", "full", 2)
     assert plan.cluster.nodes == 2
-    both = workbench("run", "bert-large", "--plan", "plan.json", "--fix", "zero=1", cwd=tmp_path)
+    both = workbench("run", "bert-large", "--plan", "plan.json", "--fix", "zero=1")
     assert (both.returncode, "Remove --fix" in both.stderr) == (2, True)
 
 
-def test_an_error_is_one_sentence_and_exit_code_2(tmp_path):
-    answer = workbench("show", "nothing", cwd=tmp_path)
+def test_an_error_is_one_sentence_and_exit_code_2(workbench):
+    answer = workbench("show", "nothing")
     assert answer.returncode == 2
     assert answer.stdout == ""
     assert answer.stderr.startswith("RunNotFound: There is no run 'nothing'.")
     assert "Traceback" not in answer.stderr
-    missing = workbench("run", "bert-large", "--plan", "nowhere.json", cwd=tmp_path)
+    missing = workbench("run", "bert-large", "--plan", "nowhere.json")
     assert (missing.returncode, missing.stderr.startswith("PlanMismatch: nowhere.json holds no plan")) == (2, True)
-    assert workbench("plan", "bert-large", "--stepz", "3", cwd=tmp_path).returncode == 2
+    assert workbench("plan", "bert-large", "--stepz", "3").returncode == 2
 
 
-def test_scripts_read_runs_as_json(tmp_path):
+def test_scripts_read_runs_as_json(tmp_path, workbench):
     run = RunDir(tmp_path / "runs" / "bert-1")
     write_record(run.experiment, {"name": "bert", "steps": 100, "model": {}})
     write_record(run.environment, {})
     write_json(run.launcher, {"supervisor": this_process()})
     append_event(run.events, "status", state="running", message="")
     append_event(run.events, "step", step=4, loss=6.5, tokens_per_s=1e3)
-    (row,) = json.loads(workbench("runs", "--json", cwd=tmp_path).stdout)
+    (row,) = json.loads(workbench("runs", "--json").stdout)
     assert (row["name"], row["state"], row["step"], row["loss"]) == ("bert-1", "running", 4, 6.5)
-    assert json.loads(workbench("show", "bert-1", "--json", cwd=tmp_path).stdout) == row
-    assert "4 of 100" in workbench("runs", cwd=tmp_path).stdout
+    assert json.loads(workbench("show", "bert-1", "--json").stdout) == row
+    assert "4 of 100" in workbench("runs").stdout
 
 
 def test_a_shell_filters_and_sorts_runs_as_python_does(tmp_path):
@@ -155,13 +158,13 @@ def test_a_shell_filters_and_sorts_runs_as_python_does(tmp_path):
         CliRunner().invoke(cli.app, ["runs", root, "--sort", "los"], catch_exceptions=False)
 
 
-def test_new_and_sync_are_commands(tmp_path):
-    made = workbench("new", "bert_scaling", "mine", cwd=tmp_path)
+def test_new_and_sync_are_commands(tmp_path, workbench):
+    made = workbench("new", "bert_scaling", "mine")
     assert made.stdout.strip() == str(tmp_path / "mine.ipynb")
-    refused = workbench("new", "bert_scaling", "mine", cwd=tmp_path)
+    refused = workbench("new", "bert_scaling", "mine")
     assert (refused.returncode, "exists already" in refused.stderr) == (2, True)
-    assert workbench("sync", cwd=tmp_path).stdout == "Nothing to upload.\n"
-    assert "no record of a run" in workbench("reproduce", "mine.ipynb", cwd=tmp_path).stderr
+    assert workbench("sync").stdout == "Nothing to upload.\n"
+    assert "no record of a run" in workbench("reproduce", "mine.ipynb").stderr
 
 
 def test_a_run_is_followed_without_a_browser_until_it_has_failed(tmp_path):
@@ -186,7 +189,9 @@ def test_a_run_is_followed_without_a_browser_until_it_has_failed(tmp_path):
 
 
 def test_a_notebook_is_executed_with_its_parameters_and_exported(notebook, tmp_path):
-    answer = workbench("execute", str(notebook), "-p", "steps=40", "-p", "name=short", "--to", "out", cwd=tmp_path)
+    words = ["execute", str(notebook), "-p", "steps=40", "-p", "name=short", "--to", "out"]
+    command, environment = [sys.executable, "-m", "workbench", *words], {**os.environ, "PYTHONPATH": str(ROOT)}
+    answer = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=120)
     assert answer.returncode == 0, answer.stderr
     executed, page = answer.stdout.split()
     assert (executed, page) == (str(tmp_path / "out" / "trial.ipynb"), str(tmp_path / "out" / "trial.html"))
