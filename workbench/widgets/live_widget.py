@@ -26,9 +26,9 @@ REST_FACTOR = 3.0
 """Smallest ratio of the thread's rest to the kernel's computation while it drew: the kernel has other work."""
 LAST_TRIES = 5
 """Number of failed updates in a row after which a widget gives up: files may be moved while they are read."""
-LOOK_S = 0.02
+LOOK_S = 0.025
 """Seconds between two looks for news, each of which costs microseconds."""
-IDLE_FACTOR = 2.0
+IDLE_FACTOR = 3.0
 """Ratio of the time between two updates without news, in which only states of processes change, to that with news."""
 UNSEEN_FACTOR = 10.0
 """Factor by which the time between two updates is longer while no page shows the widget, as in `workbench execute`."""
