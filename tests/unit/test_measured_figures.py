@@ -291,3 +291,20 @@ def test_figures_quoted_from_executed_notebooks_are_in_their_outputs() -> None:
     gpt, page = "\n".join(printed("gpt_sweep_2cores")), words("docs/grids.md")
     assert "297 ms  1.6 s" in gpt
     assert "297 ms for 1.6 s" in page
+
+
+def test_what_opening_long_runs_takes_is_what_the_raw_file_says() -> None:
+    content = raw("opening_2cores.json")
+    names = ("wall_s", "processor_s", "peak_mib")
+    here, beside = ([[row[name] for name in names] for row in content[key]] for key in ("here", "beside"))
+    wall_s, processor_s, peak_mib = (statistics.median(column) for column in zip(*here, strict=True))
+    page = words(BENCHMARKS)
+    assert f"{wall_s:.2f} s in a new kernel, {processor_s:.2f} s of processor time, {peak_mib:.0f} MiB" in page
+    ratios = list(
+        zip(
+            *([old / new for old, new in zip(*pair, strict=True)] for pair in zip(beside, here, strict=True)),
+            strict=True,
+        )
+    )
+    wall, processor, memory = (f"{min(column):.1f} to {max(column):.1f} times" for column in ratios)
+    assert f"takes {wall} as long, {processor} the processor time, {memory} the memory" in page
