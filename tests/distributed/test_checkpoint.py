@@ -221,7 +221,7 @@ def copied(unbroken: RunDir, path: Path) -> RunDir:
 
 def damaged(run: RunDir, how: str, step: int) -> None:
     path = run.checkpoint(step)
-    [data] = path.glob("*.distcp")
+    data = max(path.glob("*.distcp"), key=lambda file: file.stat().st_size)
     if how == "truncated":
         data.write_bytes(data.read_bytes()[:-100])
     elif how == "flipped":

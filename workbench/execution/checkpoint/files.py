@@ -11,6 +11,7 @@ import hashlib
 import json
 import shutil
 from collections.abc import Iterable, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +19,8 @@ from workbench.errors import CheckpointError
 from workbench.rundir import RunDir, read_json
 
 COMPLETE = "complete.json"
+THREADS = 4
+"""Files that a rank writes, and of which it makes digests, at the same time."""
 MODEL = "model.json"
 """Description of the model for an export: names, ties, class and configuration."""
 
@@ -94,12 +97,14 @@ def digest_of(manifest: Mapping[str, Any]) -> str:
 
 def digests(paths: Iterable[Path]) -> dict[str, dict[str, Any]]:
     """Map the name of each file to its size (`bytes`) and digest (`blake2b`)."""
-    by_name = {}
-    for path in paths:
+
+    def digest(path: Path) -> dict[str, Any]:
         with path.open("rb") as file:
-            digest = hashlib.file_digest(file, "blake2b").hexdigest()[:32]
-        by_name[path.name] = {"bytes": path.stat().st_size, "blake2b": digest}
-    return by_name
+            return {"bytes": path.stat().st_size, "blake2b": hashlib.file_digest(file, "blake2b").hexdigest()[:32]}
+
+    named = {path.name: path for path in paths}
+    with ThreadPoolExecutor(THREADS) as threads:
+        return dict(zip(named, threads.map(digest, named.values()), strict=True))
 
 
 def find_damage(path: Path, files: Mapping[str, Mapping[str, Any]]) -> str | None:
@@ -111,9 +116,9 @@ def find_damage(path: Path, files: Mapping[str, Mapping[str, Any]]) -> str | Non
         size = file.stat().st_size
         if size != written["bytes"]:
             return f"{file} has {size:,} bytes instead of {written['bytes']:,}."
-        if digests([file])[name]["blake2b"] != written["blake2b"]:
-            return f"{file} does not hold what was written to it."
-    return None
+    found = digests(path / name for name in files)
+    changed = (name for name, written in files.items() if found[name]["blake2b"] != written["blake2b"])
+    return next((f"{path / name} does not hold what was written to it." for name in changed), None)
 
 
 def remove(path: Path) -> None:

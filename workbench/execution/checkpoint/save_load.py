@@ -19,6 +19,7 @@ from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
+from torch.distributed.checkpoint.filesystem import FileSystemWriter
 from torch.distributed.checkpoint.state_dict_loader import load as dcp_load
 from torch.distributed.checkpoint.state_dict_saver import save as dcp_save
 from torch.distributed.tensor import DTensor
@@ -132,7 +133,8 @@ class CheckpointStore:
         error = None
         try:
             self._together(lambda: _empty_folder(path) if self._is_main else None)
-            dcp_save(dict(staged), checkpoint_id=path, process_group=self._group)
+            writer = FileSystemWriter(path, thread_count=files.THREADS)
+            dcp_save(dict(staged), storage_writer=writer, process_group=self._group)
             digests = {name: file for each in self._together(lambda: self._digests(path)) for name, file in each}
             self._together(lambda: self._mark_complete(path, progress, digests) if self._is_main else None)
         except Exception as failure:
