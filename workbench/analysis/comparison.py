@@ -28,6 +28,8 @@ TIMED_AXES = ("gpu_hours", "time")
 """Axes on which the speed of machines moves runs apart as well, so that a scatter at equal tokens is too small."""
 CANNOT_TELL = "one seed each: cannot tell"
 """The verdict on recipes of which one run each is known, and not how far seeds scatter."""
+NOT_TIMED = "cannot tell, since the speed of the machines moves it as well"
+"""The verdict on axes of time, for which no scatter is known."""
 TOO_CLOSE = "too close to call"
 
 
@@ -140,7 +142,7 @@ class Standing:
     def verdict(self) -> str:
         """The best run and whether its recipe is better, in words."""
         if self.margin is None:
-            return CANNOT_TELL
+            return NOT_TIMED if self.axis in TIMED_AXES else CANNOT_TELL
         return f"{self.best} is lower" if self.sure else TOO_CLOSE
 
     def __str__(self) -> str:
