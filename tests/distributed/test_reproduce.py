@@ -1,17 +1,16 @@
 """A notebook whose runs are real processes is shared, run again, and told apart from one that trains otherwise."""
 
-import os
-import subprocess
-import sys
 import textwrap
 from pathlib import Path
 
 import nbformat
 import pytest
 from nbconvert import HTMLExporter
+from typer.testing import CliRunner
 
 from tests.distributed.test_launch import HERE, ROOT, experiment, plan_for
 from workbench import notebooks
+from workbench.cli import app
 from workbench.figures.pages import PLOTLY_MIME
 from workbench.planning.plan import Plan
 from workbench.rundir import write_json
@@ -63,9 +62,8 @@ def test_a_shared_notebook_comes_out_bitwise_the_same_and_says_when_it_does_not(
 
     monkeypatch.setenv("STANDIN_LIFT", "0.5")
     words = ["reproduce", "--yes", str(shared.notebook), "--to", str(node / "other")]
-    command = [sys.executable, "-m", "workbench.cli", *words]
-    answer = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, env=dict(os.environ))
-    assert answer.returncode == 1, answer.stderr
+    answer = CliRunner().invoke(app, words)
+    assert answer.exit_code == 1, answer.output
     assert ": different (" in answer.stdout
 
 
