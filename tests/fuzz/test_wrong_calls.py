@@ -475,7 +475,8 @@ NOT_CALLED_BY_USERS: Mapping[str, str] = {
     "ladder pair_difference": "take a law that was fitted to runs",
     "Cluster.from_json": "given what `to_json` of a plan wrote, which `Plan.from_json` checks",
     "Run.tag Run.untag": "take any number of words, and are tested with wrong ones beside the labels of runs",
-    "Sweep.cells Grid.in_words Figure.laid_out": "make tables and pictures of what is shown",
+    "Sweep.cells Grid.in_words Figure.laid_out Figure.with_legend_below": "make tables and pictures of what is shown",
+    "History.last": "asked by the dashboard, for rows of the run that it shows",
     "as_data as_model data_fingerprint data.from_json models.from_json sparsity.from_json": (
         "called with what an experiment has checked, or with what it wrote"
     ),
