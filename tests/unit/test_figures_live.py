@@ -317,3 +317,19 @@ def test_a_notebook_executed_without_a_browser_keeps_something_to_read(tmp_path:
         assert base64.b64decode(curves["image/png"]).startswith(b"\x89PNG")
         assert len(json.dumps(curves)) < 200_000
         assert base64.b64decode(panels["image/png"]).startswith(b"\x89PNG")
+
+
+def test_the_last_cell_of_an_executed_notebook_waits_for_the_last_look_at_a_run_that_has_ended(tmp_path: Path) -> None:
+    run = start_run(tmp_path / "run")
+    train(run, 1, 10)
+    cells = [
+        f"import sys, time; sys.path.insert(0, {str(REPOSITORY)!r})\n"
+        "from workbench.rundir import RunDir, append_event\nfrom workbench.runs.run import Run\n"
+        "from workbench.widgets import dashboard, live\nlook = dashboard.Live.update\n"
+        "dashboard.Live.update = lambda self: (time.sleep(2), look(self))[1]  # as slow as on a busy machine",
+        f"live(Run({str(run.path)!r}))",
+        f"append_event(RunDir({str(run.path)!r}).events, 'status', state='stopped', message='')",
+    ]
+    notebook = nbformat.v4.new_notebook(cells=[nbformat.v4.new_code_cell(cell) for cell in cells])
+    NotebookClient(notebook, timeout=120, kernel_name="python3").execute()
+    assert "stopped" in notebook.cells[1].outputs[1].data["text/html"]

@@ -52,6 +52,7 @@ class Live(LiveWidget):
         folder = runs_root()
         places = [run.name if run.path.parent == folder else str(run.path) for run in runs]
         super().__init__(REFRESH_S, f"wb.live({places})")
+        self._runs = runs
         self._readers = map_in_threads(lambda index: RunReader(runs[index].path), range(len(runs)))
         self._labels = distinct_names(runs)
         self._snapshots = [self._read(index) for index in range(len(runs))]
@@ -83,6 +84,10 @@ class Live(LiveWidget):
     def has_news(self) -> bool:
         """Return True if a run has written events, or if the panels have yet to follow a zoom."""
         return self._panels_are_due() or any(reader.has_grown() for reader in self._readers)
+
+    def is_over(self) -> bool:
+        """Return True if all runs have ended."""
+        return all(run.status.final for run in self._runs)
 
     def _panels_are_due(self) -> bool:
         return self._zoomed_at is not None and time.monotonic() - self._zoomed_at >= PANELS_AFTER_ZOOM_S

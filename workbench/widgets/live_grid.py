@@ -31,13 +31,17 @@ class LiveGrid(LiveWidget):
 
     def update(self) -> bool:
         """Draw the grid when a cell has begun or ended; return True if the measurement has ended."""
-        ended = not self._measured.alive  # asked before the last look at the results
+        ended = self.is_over()  # asked before the last look at the results
         seen = len(self._measured.runs), len(self._measured.results())
         if seen != self._seen or ended:  # other looks would take time from the steps that are measured
             self._seen = seen
             self._words.value = self._measured._repr_html_()
             self._plot.show(predictions(self._measured))
         return ended
+
+    def is_over(self) -> bool:
+        """Return True if the measurement has ended."""
+        return not self._measured.alive
 
     def twin(self) -> tuple[Any, ...]:
         """Return the table and the figure."""

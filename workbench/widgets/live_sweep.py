@@ -49,7 +49,7 @@ class LiveSweep(LiveWidget):
 
     def update(self) -> bool:
         """Read the sweep's directory and draw what it holds; return True if the sweep has ended."""
-        ended = not self._sweep.alive  # asked before the last look at the results
+        ended = self.is_over()  # asked before the last look at the results
         self._rows = self._sweep.rows()
         for row in self._rows:
             for run in row.runs:
@@ -67,6 +67,10 @@ class LiveSweep(LiveWidget):
         self._heat_map.show(heat_map)
         self._curves.show(curves)
         return ended
+
+    def is_over(self) -> bool:
+        """Return True if the sweep has ended."""
+        return not self._sweep.alive
 
     def _read(self, row: Row, run: Run) -> _Reader:
         """Read a run at work; a run that was set aside and begun again gets another reader."""

@@ -33,7 +33,7 @@ IDLE_FACTOR = 3.0
 UNSEEN_FACTOR = 10.0
 """Factor by which the time between two updates is longer while no page shows the widget, as in `workbench execute`."""
 EXIT_S = 10.0
-"""Longest time that the end of the process waits for an update."""
+"""Longest time that the end of the process, or of a cell, waits for an update."""
 _following: weakref.WeakSet[LiveWidget] = weakref.WeakSet()
 
 
@@ -78,6 +78,10 @@ class LiveWidget(widgets.VBox, metaclass=_Abstract):
         """Return True if an update would draw something new. It is asked often, so it must cost microseconds."""
         return True
 
+    def is_over(self) -> bool:
+        """Return True if what is followed has ended, so that the next update is the last."""
+        return False
+
     def remains(self) -> dict[str, Any]:
         """Return the MIME bundle of what stands above the twin at the end, in place of the widget."""
         return dict(EMPTY)
@@ -111,8 +115,11 @@ class LiveWidget(widgets.VBox, metaclass=_Abstract):
         self._wake.set()
 
     def _on_cell_end(self, _: Any) -> None:
-        if self.following:
+        thread = self._thread
+        if thread is not None and thread.is_alive():
             self.wake()
+            if not self._view_count and self.is_over():  # a notebook that is executed is saved after its last cell
+                thread.join(EXIT_S)
         elif (shell := get_ipython()) is not None:
             shell.events.unregister("post_run_cell", self._on_cell_end)
 
