@@ -9,7 +9,7 @@ import additions  # noqa: F401 - before anything derives a table from the two
 import pytest
 from wandb_log import offline_history
 
-from tests.distributed.real_worker import experiment, plan, trained
+from tests.distributed.real_worker import eventually, experiment, plan, trained
 from workbench.analysis.axes import X_AXES
 from workbench.analysis.curve import Curve
 from workbench.errors import PlanInfeasible
@@ -58,7 +58,8 @@ def check_column(run: RunDir, project: str) -> None:
     write_json(run.tracker, {"project": project, "id": "abc", "name": "run", "group": "g", "tags": []})
     write_offline(run, "")
     (file,) = run.tracking.glob("wandb/offline-run-*/run-*.wandb")
-    assert [row["system/threes"] for row in offline_history(file)] == history.ranks_seen.tolist()
+    logged = history.ranks_seen.tolist()  # W&B's service may write after the end of a run is confirmed
+    eventually(lambda: [row["system/threes"] for row in offline_history(file)] == logged)
 
 
 if __name__ == "__main__":
