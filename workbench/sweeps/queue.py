@@ -10,6 +10,7 @@ import os
 import subprocess
 import sys
 import time
+from abc import ABC, abstractmethod
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any, ClassVar, Self
@@ -31,7 +32,7 @@ STARTS_S = 60.0
 """Seconds within which a started supervisor writes its record, on a busy machine."""
 
 
-class Queue:
+class Queue(ABC):
     """The handle of a queue, read from its directory; it works from any kernel."""
 
     SETTINGS: ClassVar[str] = SWEEP
@@ -91,8 +92,8 @@ class Queue:
         """Return how far the queue has come, in words, and its table for a notebook."""
         return f"{len(self.results())} of {len(self.directory.queue())} runs have ended", self._repr_html_()
 
-    def _repr_html_(self) -> str:
-        raise NotImplementedError
+    @abstractmethod
+    def _repr_html_(self) -> str: ...
 
     @checked_arguments
     def wait(self, timeout: float | None = None) -> Self:
