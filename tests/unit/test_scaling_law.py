@@ -92,6 +92,7 @@ def test_runs_on_a_plateau_are_said_to_follow_no_law() -> None:
     words = "Both forms miss the runs by at least"
     assert words in repr(scaling_law(stuck))
     assert words not in repr(noisy_law())
+    assert words not in repr(scaling_law(points(LAWS["chinchilla"], seeds=2))), "seeds that end alike show no scatter"
 
 
 def test_the_order_of_the_runs_does_not_matter() -> None:

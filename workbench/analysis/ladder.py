@@ -173,7 +173,7 @@ class ScalingLaw:
         both = len(self._trusted()) > 1
         used = "reach over both forms" if both else f"are those of {self.law.form}: the other fits worse"
         notes = [f"Errors are root mean squares, in % of the loss. Intervals {used}.{noise}"]
-        times = min(each.residual for each in self.fits) / self.noise
+        times = min(each.residual for each in self.fits) / (self.noise or math.nan)
         if times > MISSES:
             notes.append(
                 f"Both forms miss the runs by at least {times:.1f} times what seeds move them: no such law describes "
@@ -256,8 +256,8 @@ def scaling_law(runs: Runs | Sweep | Sequence[Sweep] | Sequence[LadderPoint]) ->
             values = ", ".join(map(count, found))
             what = f"only {len(found)} of the {LEAST} {nouns} that a scaling law needs{f' ({values})' * bool(found)}"
             raise InvalidExperiment(
-                f"{len(points)} ends of trainings have {what}: fewer leave "
-                f"its exponent undetermined. Train {remedy} too, or ask a published law: "
+                f"{len(points)} ends of trainings have {what}: fewer leave its exponent "
+                f"undetermined. Train {remedy} too, or ask a published law: "
                 f"wb.analysis.expected_difference(small, large, tokens). {' '.join(left_out)}".strip(),
                 found=len(found),
             )
