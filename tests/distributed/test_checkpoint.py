@@ -82,7 +82,7 @@ class Noisy(nn.Module):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         y = functional.dropout(self.linear(x), 0.2) * (0.5 + random.random())
-        return x + (y if float(y.detach().sum()) > 0 else y.tanh())
+        return x + (y if float(self.linear.weight.detach().norm()) > 0 else y.tanh())
 
 
 class NoisyWords(nn.Module):

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import random
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import nn
@@ -20,6 +22,7 @@ from workbench.capture import division
 from workbench.capture.captured_model import CapturedModel
 from workbench.capture.division import PARTS, Division, division_fault
 from workbench.capture.model import build_meta
+from workbench.capture.opaque import opaque_calls
 from workbench.cost.cluster import Cluster
 from workbench.errors import CaptureError
 from workbench.experiment import Experiment
@@ -104,6 +107,34 @@ class Noisy(Net):
 def test_random_numbers_of_the_forward_do_not_look_like_coupling() -> None:
     samples = [{"x": torch.randn(8), "labels": torch.tensor(index % 5)} for index in range(16)]
     assert known_by_numbers(Noisy, samples).coupled == ()
+
+
+class Drawing(nn.Module):
+    """A layer that export cannot follow, with numbers of Python's and NumPy's generators."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(16, 16)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        scale = 0.5 + random.random() + float(np.random.rand())
+        return scale * self.linear(x) if float(self.linear.weight.detach().norm()) > 0 else x
+
+
+class WithDrawing(Net):
+    """Three such layers."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(Drawing() for _ in range(3))
+
+
+def test_numbers_that_an_opaque_layer_draws_do_not_look_like_coupling(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(division, "NOISE_FACTOR", 0)  # a difference between two forwards excuses nothing
+    samples = [{"x": torch.randn(8), "labels": torch.tensor(index % 5)} for index in range(16)]
+    model = CapturedModel(experiment_of(WithDrawing, samples), 2)
+    assert sum(len(opaque_calls(block.code.graph)) for block in model.graph.blocks) == 3
+    assert model.division.coupled == ()
 
 
 def test_a_coincidence_of_the_data_hides_nothing() -> None:

@@ -19,9 +19,11 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from workbench.capture.gathering import join_rows
 from workbench.capture.graph import Block, Graph
 from workbench.capture.label_counting import code_on, on_device
+from workbench.capture.opaque import opaque_calls, same_numbers
 from workbench.capture.operations import dtype_of, names, op_name, shape_of
 from workbench.capture.returned_loss import find_loss
 from workbench.capture.torch_internals import enter_autocast, exit_autocast
+from workbench.data._datasets import untouched_generators
 from workbench.errors import CaptureError
 
 ALWAYS_FLOPS = 2e8
@@ -143,7 +145,7 @@ def division_fault(
     `parts_of_trials` has the number of micro-batches of each trial.
     """
     size = graph.micro_batch
-    with torch.random.fork_rng(devices=[]):
+    with untouched_generators([]):
         torch.manual_seed(0)
         comparison = _Comparison(graph, build().train())
         for trial, parts in enumerate(parts_of_trials):
@@ -228,6 +230,7 @@ class _Comparison:
         self._graph = graph
         self._counts = [on_device(count, torch.device("cpu")) for count in graph.label_counts]
         self._codes = {block.block_type: code_on(block.code, torch.device("cpu")) for block in graph.blocks}
+        self._calls = [call for block in graph.blocks for call in opaque_calls(block.code.graph)]
         self._parameters = dict(model.named_parameters())
         self._trained = {name: self._parameters[name] for name in graph.parameters if name not in graph.frozen}
         self._buffers = {name: buffer.clone() for name, buffer in model.named_buffers()}
@@ -235,7 +238,7 @@ class _Comparison:
 
     def fault(self, batch: Batch) -> str:
         tolerances = self._factor * LOSS_TOLERANCE, self._factor * GRADIENT_TOLERANCE
-        with _same_for_each_sample():
+        with same_numbers(self._model, self._calls), _same_for_each_sample():
             whole = self._whole(batch)
             if not whole.is_finite:
                 return ""
@@ -319,7 +322,7 @@ class _Comparison:
 
 
 class _same_for_each_sample(TorchDispatchMode):  # noqa: N801
-    """Make random numbers and BatchNorm's statistics independent of how many samples a batch has.
+    """Make torch's random numbers and BatchNorm's statistics independent of how many samples a batch has.
 
     Each sample gets the same random numbers, dropout keeps everything, and BatchNorm normalises by its running
     averages: what these do to a micro-batch is documented and no coupling of samples.

@@ -19,6 +19,7 @@ import sys
 import weakref
 import zlib
 from collections.abc import Callable, Iterator, Sequence
+from contextvars import ContextVar
 from dataclasses import dataclass, field, replace
 from threading import Thread
 from typing import Any
@@ -479,15 +480,38 @@ def _set_generator_state(state: torch.Tensor, device: torch.device) -> None:
         torch.set_rng_state(state)
 
 
+_common_seed: ContextVar[int | None] = ContextVar("seed of Python's and NumPy's generators in calls", default=None)
+
+
+@contextlib.contextmanager
+def same_numbers(model: nn.Module, calls: Sequence[OpaqueCall]) -> Iterator[None]:
+    """Let Python's and NumPy's generators give the same numbers to each of `calls` and to its module in `model`."""
+    modules, paths = dict(model.named_modules()), {call.label for call in calls if call.modules}
+    called = [modules[path] for path in sorted(paths & modules.keys())]
+    hooks = [module.register_forward_pre_hook(lambda *_: _seed_host(0)) for module in called]
+    token = _common_seed.set(0)
+    try:
+        yield
+    finally:
+        _common_seed.reset(token)
+        for hook in hooks:
+            hook.remove()
+
+
+def _seed_host(seed: int) -> None:
+    random.seed(seed)
+    if (numpy := sys.modules.get("numpy")) is not None:
+        numpy.random.seed(seed)
+
+
 @contextlib.contextmanager
 def _seeded(state: torch.Tensor, device: torch.device) -> Iterator[None]:
     """Seed Python's and NumPy's generators, and the CPU's beside a GPU, by the device's; restore them afterwards."""
-    seed, numpy = zlib.crc32(state.numpy().tobytes()), sys.modules.get("numpy")
+    fixed, numpy = _common_seed.get(), sys.modules.get("numpy")
+    seed = zlib.crc32(state.numpy().tobytes()) if fixed is None else fixed
     python, arrays = random.getstate(), numpy.random.get_state() if numpy is not None else None
     host = torch.get_rng_state() if device.type == "cuda" else None
-    random.seed(seed)
-    if numpy is not None:
-        numpy.random.seed(seed)
+    _seed_host(seed)
     if host is not None:
         torch.default_generator.manual_seed(seed)
     try:
