@@ -115,7 +115,7 @@ def main() -> int:
 
 
 def outcome(case: Case) -> dict[str, Any]:
-    """Return the plan, the table's rows and the explanation of one search, or the facts of its refusal."""
+    """Return the plan, the table's rows and the explanation of one search, or its refusal."""
     from workbench.errors import WorkbenchError
     from workbench.planning.prediction import timeline
     from workbench.planning.request import Request
@@ -128,7 +128,7 @@ def outcome(case: Case) -> dict[str, Any]:
         request = Request(**batch, cluster=cluster, memory_limit_bytes=limit, **fixed_of(Request, case.fixed))
         plans = weigh(costs, costs.precision, request)
     except WorkbenchError as error:
-        return {"error": type(error).__name__, "facts": {k: v for k, v in error.facts.items() if is_plain(v)}}
+        return {"error": type(error).__name__, "message": str(error)}
     rows = [line for line in repr(plans).splitlines() if line[:1].isdigit()]
     found = {"plan": written(plans.best), "searched": plans.searched, "rows": rows}
     found["described"] = plans.best.describe()
@@ -153,10 +153,6 @@ def written(plan: Any) -> dict[str, Any]:
 
 def fits(row: Any) -> bool:
     return row.step_ms is not None and row.bubble_fraction is not None
-
-
-def is_plain(value: Any) -> bool:
-    return value is None or isinstance(value, (int, float, str, bool))
 
 
 def fixed_of(request: Any, fixed: dict[str, Any]) -> dict[str, Any]:

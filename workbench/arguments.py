@@ -88,9 +88,7 @@ def check(callee: str, name: str, value: Any, kind: Any) -> None:
     """Raise `InvalidArgument` unless a value is of the type that the annotation names."""
     if not _fits(value, kind):
         raise InvalidArgument(
-            f"{callee} cannot use {name}={_short(value)}. Give {_listed(dict.fromkeys(_words(kind)))}.",
-            parameter=name,
-            callee=callee,
+            f"{callee} cannot use {name}={_short(value)}. Give {_listed(dict.fromkeys(_words(kind)))}."
         )
 
 

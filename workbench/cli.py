@@ -583,9 +583,9 @@ def experiment_from(source: str, settings: Sequence[str] | Mapping[str, Any] = (
     try:
         value = json.loads(file.read_text())
     except OSError as error:
-        raise InvalidExperiment(f"{file} cannot be read: {error.strerror}.", file=str(file)) from None
+        raise InvalidExperiment(f"{file} cannot be read: {error.strerror}.") from None
     except ValueError as error:
-        raise InvalidExperiment(f"{file} is not JSON: {error}.", file=str(file)) from None
+        raise InvalidExperiment(f"{file} is not JSON: {error}.") from None
     return Experiment.from_json(value).replace(**fields)
 
 
@@ -631,7 +631,7 @@ def model_from(text: str) -> Any:
         return models.gpt3(gpt3_sizes[key], **options)
     if key not in builders:
         near = suggestion(key, [*builders, *gpt3_sizes])
-        raise InvalidExperiment(f"There is no model {name!r}, and no file of this name. {near}", model=name)
+        raise InvalidExperiment(f"There is no model {name!r}, and no file of this name. {near}")
     return builders[key](**options)
 
 
@@ -670,7 +670,7 @@ def values_from(pairs: Sequence[str], option: str) -> dict[str, Any]:
         name, equals, text = pair.partition("=")
         if not equals or not name.strip():
             written = f"{pair}=VALUE" if name.strip() and not equals else f"NAME=VALUE, such as {option} steps=40"
-            raise UnknownParameter(f"{option} was given {pair!r}. Write {written}.", parameter=pair)
+            raise UnknownParameter(f"{option} was given {pair!r}. Write {written}.")
         values[name] = words.get(text, text)
         with contextlib.suppress(ValueError):
             values[name] = json.loads(text)

@@ -1,7 +1,7 @@
 """Errors for users: each says what happened, with numbers, and then the remedy.
 
 Every exception that a user can meet is a `WorkbenchError` (a `ValueError`, so that `except ValueError`
-keeps working) and carries its facts as attributes. Our own invariants are plain `assert`s.
+keeps working). The sentence is the error; `facts` carries what code reads. Our own invariants are plain `assert`s.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ R = TypeVar("R")
 
 
 class WorkbenchError(ValueError):
-    """Base class of every error meant for the user; `facts` holds the values that the message quotes."""
+    """Base class of every error meant for the user; `facts` holds those values of the message that code reads."""
 
     def __init__(self, message: str, **facts: Any) -> None:
         super().__init__(message)
@@ -31,13 +31,6 @@ class WorkbenchError(ValueError):
 
         return in_notebook(self)
 
-    def __reduce__(self) -> Any:
-        return (_rebuild, (type(self), str(self), self.facts))
-
-
-def _rebuild(error_type: type[WorkbenchError], message: str, facts: dict[str, Any]) -> WorkbenchError:
-    return error_type(message, **facts)
-
 
 class UnknownParameter(WorkbenchError):
     """A keyword that the called function does not have."""
@@ -48,7 +41,7 @@ class InvalidArgument(WorkbenchError):
 
 
 class InvalidExperiment(WorkbenchError):
-    """An experiment that cannot be trained as it is written."""
+    """An experiment that cannot be trained as it is written; `facts['parameter']` is the field, if it is one alone."""
 
 
 class DataError(WorkbenchError):
@@ -60,7 +53,10 @@ class CaptureError(WorkbenchError):
 
 
 class PlanInfeasible(WorkbenchError):
-    """A request that no plan satisfies, or a plan that cannot run on the cluster."""
+    """A request that no plan satisfies, or a plan that cannot run on the cluster.
+
+    If memory is what lacks, `facts` holds the `needed_bytes` and `offered_bytes` of the fullest device.
+    """
 
 
 class PlanMismatch(WorkbenchError):
@@ -120,7 +116,7 @@ def checked_keywords(function: Callable[P, R]) -> Callable[P, R]:
         for word in kwargs:
             if word not in known:
                 hint = _replaced(word, [*args, *kwargs.values()]) or suggestion(word, known)
-                raise UnknownParameter(f"{name} has no parameter {word!r}. {hint}", parameter=word, callee=name)
+                raise UnknownParameter(f"{name} has no parameter {word!r}. {hint}")
         return function(*args, **kwargs)
 
     return checked

@@ -171,16 +171,14 @@ class Optimizer:
         if isinstance(self.lr_schedule, UserFunction) and self.warmup_steps is not None:
             raise InvalidExperiment(
                 f"warmup_steps={self.warmup_steps} is given, and lr_schedule is a callable, which decides the rate "
-                "of every step itself. Leave warmup_steps out, and let the callable warm up.",
-                warmup_steps=self.warmup_steps,
+                "of every step itself. Leave warmup_steps out, and let the callable warm up."
             )
         folded = [name for name in ("decay_scale", "eps_scale", "grad_norm_scale") if getattr(self, name) is not None]
         if folded and self.algorithm != "adamw":
             raise InvalidExperiment(
                 f"The optimizer is {self.name}, and {', '.join(folded)} can be given for adamw alone: the rule of "
                 "wb.models.scaling is derived from AdamW's update, and its factors are wrong for others. Use "
-                'optimizer="adamw", or give a rate_scale of your own and nothing else of the rule.',
-                algorithm=self.name,
+                'optimizer="adamw", or give a rate_scale of your own and nothing else of the rule.'
             )
 
     @property
@@ -339,9 +337,7 @@ class Experiment:
         if limit is not None and self.seq_len > limit:
             raise InvalidExperiment(
                 f"seq_len={self.seq_len} is longer than the {limit} positions of {self.model.name}. "
-                f"Shorten it to at most {limit}, or build the model with max_positions={self.seq_len}.",
-                seq_len=self.seq_len,
-                max_positions=limit,
+                f"Shorten it to at most {limit}, or build the model with max_positions={self.seq_len}."
             )
 
     def _repr_html_(self) -> str:
@@ -359,8 +355,7 @@ class Experiment:
         if self.steps is None:
             raise InvalidExperiment(
                 f"The steps of epochs={self.epochs:g} are not known until the samples are counted. Count them: "
-                "experiment.resolved().",
-                epochs=self.epochs,
+                "experiment.resolved()."
             )
         return self.steps
 
@@ -533,7 +528,7 @@ def counted(experiment: Experiment, steps: Any) -> Experiment:
     if steps is None or experiment.epochs is None:
         return experiment
     if not is_count(steps) or steps > LARGEST_COUNT:
-        raise InvalidExperiment(f"steps={steps!r} must be a whole number from 1 to {LARGEST_COUNT:,}.", steps=steps)
+        raise InvalidExperiment(f"steps={steps!r} must be a whole number from 1 to {LARGEST_COUNT:,}.")
     known_length = copy.copy(experiment)
     object.__setattr__(known_length, "steps", steps)
     _check_steps(known_length, steps)
@@ -553,7 +548,7 @@ def _grouped(fields: Mapping[str, Any], changes: Mapping[str, Any]) -> dict[str,
     for name, value in sorted(changes.items(), key=lambda change: not is_group(*change)):
         if name not in PATHS and name not in GROUPS:
             hint = suggestion(name, {*PATHS, *GROUPS})
-            raise UnknownParameter(f"Experiment has no parameter {name!r}. {hint}", parameter=name)
+            raise UnknownParameter(f"Experiment has no parameter {name!r}. {hint}")
         if is_group(name, value) or len(PATHS[name]) == 1:
             grouped[name] = value
             continue
@@ -629,17 +624,13 @@ def _check_steps(experiment: Experiment, steps: int) -> None:
     if warmup is not None and warmup > steps:
         raise InvalidExperiment(
             f"warmup_steps={warmup} lies outside the {steps} steps of the experiment. "
-            f"Choose 0 to {steps}, or None for a tenth.",
-            warmup_steps=warmup,
-            steps=steps,
+            f"Choose 0 to {steps}, or None for a tenth."
         )
     updates = getattr(experiment.sparsity, "updates", 0)
     if updates > steps:
         raise InvalidExperiment(
             f"updates={updates:,} of the pattern are more than the {steps:,} steps of the experiment. "
-            f"Choose at most {steps:,} updates, or train longer.",
-            updates=updates,
-            steps=steps,
+            f"Choose at most {steps:,} updates, or train longer."
         )
 
 
@@ -649,12 +640,10 @@ def _require_factor(schedule: UserFunction, step: int) -> None:
     except Exception as error:
         raise InvalidExperiment(
             f"lr_schedule raised {type(error).__name__} for step {step}: {error}. It is called with the number of the "
-            "step, from 0, and must return the multiple of learning_rate.",
-            step=step,
+            "step, from 0, and must return the multiple of learning_rate."
         ) from error
     if not is_factor(factor):
         raise InvalidExperiment(
             f"lr_schedule returned {factor!r} for step {step}. It must return a number of at least 0: the multiple of "
-            "learning_rate for that step.",
-            step=step,
+            "learning_rate for that step."
         )

@@ -147,7 +147,7 @@ def find_schedule(name: object) -> PipelineSchedule:
     """Return the record of a schedule; raises `PlanInfeasible` with the nearest name for one that there is not."""
     if not isinstance(name, str) or name not in SCHEDULES:
         near = suggestion(str(name).lower(), SCHEDULES)
-        raise PlanInfeasible(f"There is no schedule {name!r}. {near}", schedule=name)
+        raise PlanInfeasible(f"There is no schedule {name!r}. {near}")
     return SCHEDULES[name]
 
 
@@ -163,15 +163,11 @@ def build_schedule(name: str, ranks: int, num_microbatches: int, chunks: int = 1
     if chunks > 1 and not schedule.interleaves:
         raise PlanInfeasible(
             f"The schedule {name} has one stage on each pipeline rank, and chunks={chunks} asks for {chunks}. Choose "
-            f"schedule={' or '.join(map(repr, interleaving()))}, or leave chunks out.",
-            schedule=name,
-            chunks=chunks,
+            f"schedule={' or '.join(map(repr, interleaving()))}, or leave chunks out."
         )
     if not schedule.runs(ranks, num_microbatches):
         raise PlanInfeasible(
             f"{schedule.needs_in_words()}, and this step has {num_microbatches} on {ranks} ranks. Choose "
-            f"{schedule.remedy}.",
-            num_microbatches=num_microbatches,
-            pipeline=ranks,
+            f"{schedule.remedy}."
         )
     return schedule.order(ranks, num_microbatches, *([chunks] if schedule.interleaves else []))

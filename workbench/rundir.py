@@ -260,9 +260,7 @@ def check_unedited(run: RunDir) -> None:
     if changes:
         raise PlanMismatch(
             f"The files of {run.path.name} were edited since it was started: {'; '.join(changes)}. Undo the edit. "
-            "run.clone(learning_rate=...) trains with other values, from the start.",
-            run=str(run.path),
-            changes=tuple(changes),
+            "run.clone(learning_rate=...) trains with other values, from the start."
         )
 
 

@@ -186,10 +186,10 @@ def choices_from(pairs: Sequence[str]) -> Choices:
         name, equals, text = (part.strip() for part in pair.partition("="))
         if not equals or not name:
             written = f"{pair}=VALUE" if name and not equals else "NAME=VALUE, such as --fix pipeline=2"
-            raise UnknownParameter(f"--fix was given {pair!r}. Write {written}.", parameter=pair)
+            raise UnknownParameter(f"--fix was given {pair!r}. Write {written}.")
         if name not in types:
             known = suggestion(name, types)
-            raise UnknownParameter(f"--fix {pair}: there is no choice {name!r}. {known}", parameter=name)
+            raise UnknownParameter(f"--fix {pair}: there is no choice {name!r}. {known}")
         if types[name] is str:
             choices[name] = text
         elif types[name] is bool and text.lower() in words:
@@ -198,5 +198,5 @@ def choices_from(pairs: Sequence[str]) -> Choices:
             choices[name] = int(text)
         else:
             expected = "true or false" if types[name] is bool else "a whole number"
-            raise PlanInfeasible(f"--fix {pair}: {name} must be {expected}, not {text!r}.", **{name: text})
+            raise PlanInfeasible(f"--fix {pair}: {name} must be {expected}, not {text!r}.")
     return cast(Choices, choices)

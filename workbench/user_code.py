@@ -27,8 +27,7 @@ def pickled(name: str, value: Any) -> bytes:
     except Exception as error:
         raise InvalidExperiment(
             f"The {name} cannot be sent to the workers: {type(error).__name__}: {error}. Let it build what it needs "
-            "when it is called (open files, connections, locks) instead of capturing it.",
-            part=name,
+            "when it is called (open files, connections, locks) instead of capturing it."
         ) from error
 
 
@@ -56,8 +55,7 @@ class UserFunction:
         if self.function is None:
             raise InvalidExperiment(
                 f"Only the description of {self.name} is here, not the callable itself. Give it to the experiment "
-                "again: experiment.replace(…).",
-                function=self.name,
+                "again: experiment.replace(…)."
             )
         return self.function(*arguments)
 

@@ -218,7 +218,7 @@ def in_words(
             kinds = cls.__pydantic_fields__[part].annotation
             cls = next(each for each in (kinds, *get_args(kinds)) if is_dataclass(each))
         hint = elsewhere(name) or suggestion(name, [field.name for field in fields(cls)])
-        return UnknownParameter(f"{cls.__name__} has no parameter {name!r}. {hint}", parameter=name)
+        return UnknownParameter(f"{cls.__name__} has no parameter {name!r}. {hint}")
     if kind == "missing" and not isinstance(where[-1], int):
         return error_type(f"{label} is missing. Give {name}=….", parameter=name)
     said = (
@@ -226,4 +226,4 @@ def in_words(
         if kind == "refused"
         else WORDS.get(kind, "").format(**facts, name=name) or f"{problems[0]['msg']}."
     )
-    return error_type(f"{label}={value!r} {said}", parameter=name, value=value)
+    return error_type(f"{label}={value!r} {said}", parameter=name)

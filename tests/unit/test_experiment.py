@@ -129,8 +129,7 @@ def test_a_misspelt_parameter_is_answered_with_the_one_that_was_meant(request_: 
 
 def test_a_misspelt_parameter_of_an_experiment_is_the_same_kind_of_error_everywhere() -> None:
     for request in (lambda: own(global_bach=8), lambda: own().replace(global_bach=8)):
-        error = refused(UnknownParameter, request, "Did you mean 'global_batch'?")
-        assert error.facts["parameter"] == "global_bach"
+        refused(UnknownParameter, request, "'global_bach'", "Did you mean 'global_batch'?")
 
 
 def test_an_experiment_has_at_most_twenty_fields_and_a_short_name_for_each_value() -> None:
@@ -188,8 +187,7 @@ def test_a_value_that_can_never_train_is_refused_when_it_is_written(changes: dic
 
 
 def test_a_sequence_longer_than_the_models_positions_is_refused_with_both_numbers() -> None:
-    error = refused(InvalidExperiment, lambda: text(seq_len=33), "seq_len=33", "32 positions", "max_positions=33")
-    assert error.facts == {"seq_len": 33, "max_positions": 32}
+    refused(InvalidExperiment, lambda: text(seq_len=33), "seq_len=33", "32 positions", "max_positions=33")
     refused(InvalidExperiment, lambda: text().replace(seq_len=64), "seq_len=64")
 
 

@@ -22,7 +22,7 @@ COST_AXES = ("tokens", "flops", "gpu_hours", "time")
 def check_axis(x: str) -> None:
     """Raise `UnknownParameter` with the nearest name if `x` is not in `X_AXES`."""
     if x not in X_AXES:
-        raise UnknownParameter(f"x={x!r} is not an axis. {suggestion(x, X_AXES)}", parameter="x", value=x)
+        raise UnknownParameter(f"x={x!r} is not an axis. {suggestion(x, X_AXES)}")
 
 
 def shared_axes(curves: Sequence[CurveLike]) -> dict[str, AxisUnit]:

@@ -238,19 +238,13 @@ def _shared_stretch(curves: Sequence[CurveLike], axis: str) -> tuple[float, floa
     for curve in curves:
         x, loss = points_of(curve, axis)
         if len(x) < 2:
-            raise UnknownParameter(
-                f"{curve.name} has not recorded its loss over x={axis!r}. Choose another axis.",
-                parameter="x",
-                value=axis,
-            )
+            raise UnknownParameter(f"{curve.name} has not recorded its loss over x={axis!r}. Choose another axis.")
         points.append((x, loss))
     begin, end = max(x[0] for x, _ in points), min(x[-1] for x, _ in points)
     if end <= begin:
         raise UnknownParameter(
             f"The runs share no stretch of x={axis!r}: one ends at {X_AXES[axis].describe(end)}, another begins at "
-            f"{X_AXES[axis].describe(begin)}. Choose another axis, or runs that overlap.",
-            parameter="x",
-            value=axis,
+            f"{X_AXES[axis].describe(begin)}. Choose another axis, or runs that overlap."
         )
     return float(begin), float(end), [points_until(x, loss, end) for x, loss in points]
 

@@ -37,21 +37,17 @@ def context_free(experiment: SampleRequest) -> ContextFree:
     from workbench.data._datasets import StreamedDataset, TextDataset
 
     if not hasattr(experiment, "data"):
-        raise InvalidArgument(
-            f"context_free cannot use experiment={experiment!r:.80}. Give an Experiment.", parameter="experiment"
-        )
+        raise InvalidArgument(f"context_free cannot use experiment={experiment!r:.80}. Give an Experiment.")
     dataset = None if experiment.data.is_user_defined else experiment.data.dataset(experiment)
     if isinstance(dataset, StreamedDataset):
         raise DataError(
             f"{experiment.data.name} is streamed, and its tokens are counted over all of it. Describe "
-            "the text with streaming=False.",
-            data=experiment.data.name,
+            "the text with streaming=False."
         )
     if not isinstance(dataset, TextDataset):
         raise DataError(
             f"{experiment.data.name} is a user-defined dataset, in which nothing says what the tokens are. Count them, "
-            "and give the entropy of their frequencies as a number.",
-            data=experiment.data.name,
+            "and give the entropy of their frequencies as a number."
         )
     store = dataset.samples.text
     whole = store.store if isinstance(store, SplicedTokens) else store

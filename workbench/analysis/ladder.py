@@ -258,8 +258,7 @@ def scaling_law(runs: Runs | Sweep | Sequence[Sweep] | Sequence[LadderPoint]) ->
             raise InvalidExperiment(
                 f"{len(points)} ends of trainings have {what}: fewer leave its exponent "
                 f"undetermined. Train {remedy} too, or ask a published law: "
-                f"wb.analysis.expected_difference(small, large, tokens). {' '.join(left_out)}".strip(),
-                found=len(found),
+                f"wb.analysis.expected_difference(small, large, tokens). {' '.join(left_out)}".strip()
             )
     n, d, losses = (np.array([getattr(point, name) for point in points]) for name in ("parameters", "tokens", "loss"))
     number = np.searchsorted(sizes, n)
@@ -301,7 +300,7 @@ def _score(fitted: LawFit) -> float:
 def _check_positive(**values: float) -> None:
     for name, value in values.items():
         if not 0 < value < math.inf:
-            raise InvalidArgument(f"{name}={value!r} is not a number above 0. Give one.", parameter=name)
+            raise InvalidArgument(f"{name}={value!r} is not a number above 0. Give one.")
 
 
 def _points(runs: Any) -> tuple[list[LadderPoint], list[str]]:
@@ -313,7 +312,7 @@ def _points(runs: Any) -> tuple[list[LadderPoint], list[str]]:
             _check_positive(**dataclasses.asdict(point))
         return points, []
     if points:
-        raise InvalidArgument("Points and runs are mixed. Give either LadderPoint values or runs.", parameter="runs")
+        raise InvalidArgument("Points and runs are mixed. Give either LadderPoint values or runs.")
     handles = [run for each in given for run in (_of_sweep(each) if isinstance(each, Sweep) else load_runs(each))]
     _check_comparable(handles)
     excluded: dict[str, list[str]] = {}

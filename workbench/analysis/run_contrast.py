@@ -94,8 +94,7 @@ def _scatter(
         if not (math.isfinite(scatter) and scatter > 0):
             raise InvalidArgument(
                 f"scatter={scatter!r} is no standard deviation. Give a positive number in the unit of the loss, or "
-                "runs that differ in their seed alone.",
-                parameter="scatter",
+                "runs that differ in their seed alone."
             )
         return Scatter(float(scatter), math.inf)
     given = scatter.runs if isinstance(scatter, Sweep) else load_runs(scatter)
@@ -106,8 +105,7 @@ def _scatter(
         raise InvalidArgument(
             f"scatter: no two of the {len(runs)} finished runs differ in their seed alone, so they do not show how far "
             "seeds move the end of a run. Train one of the configurations with seeds 0, 1 and 2, or give the standard "
-            "deviation as a number.",
-            parameter="scatter",
+            "deviation as a number."
         )
     sizes = [_parameters(facts[group[0]]) for group in groups]
     wanted = {size for each in described if (size := _parameters(each))}

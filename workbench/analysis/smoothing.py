@@ -26,8 +26,7 @@ def check_smoothing(smoothing: float) -> None:
     """Raise `InvalidArgument` unless `smoothing` is a share of a curve."""
     if not 0 <= smoothing <= 1:
         raise InvalidArgument(
-            f"smoothing={smoothing!r} is no share of a curve. Give a number from 0 to 1, such as {SMOOTHING}.",
-            parameter="smoothing",
+            f"smoothing={smoothing!r} is no share of a curve. Give a number from 0 to 1, such as {SMOOTHING}."
         )
 
 

@@ -163,8 +163,7 @@ def division_fault(
             ):
                 raise CaptureError(
                     f"The captured graph of {graph.model} does not compute the model's loss: {wrong} of the graph. "
-                    "This is a fault of the capture; please report it with the model.",
-                    model=graph.model,
+                    "This is a fault of the capture; please report it with the model."
                 )
             if fault:
                 return fault

@@ -59,8 +59,7 @@ def capture_for_samples(model: nn.Module, training: Graph, batch: Mapping[str, T
             raise InvalidExperiment(
                 f"samples need the logits of every token, a tensor of {prompts} × {tokens} × at least {vocabulary:,} "
                 f"for these prompts, and {training.model} returned {shapes or 'no tensor'}. Let forward return its "
-                "logits beside the loss, or remove samples.",
-                model=training.model,
+                "logits beside the loss, or remove samples."
             )
         return {fitting[0].index: "samples"}
 
@@ -123,6 +122,5 @@ def require_same_stages(
 def _refused(name: str, reason: str) -> CaptureError:
     return CaptureError(
         f"{name} cannot be evaluated under this plan, because {reason}. Let its forward use the same layers in "
-        "train and eval mode, or train without evaluate, metrics and samples.",
-        model=name,
+        "train and eval mode, or train without evaluate, metrics and samples."
     )

@@ -201,8 +201,7 @@ def _refuse_drawn_numbers(before: tuple[Any, ...], name: str) -> None:
     if _random_states() != before:
         raise CaptureError(
             f"The forward of {name} draws from Python's or NumPy's random numbers, and capture would repeat the "
-            f"drawn numbers in every step. Draw from torch's: torch.rand(…), and choose by torch.where.",
-            model=name,
+            f"drawn numbers in every step. Draw from torch's: torch.rand(…), and choose by torch.where."
         )
 
 

@@ -33,7 +33,7 @@ def explained(error: Exception, model: nn.Module, name: str, batch: Mapping[str,
     reason = next((text.strip() for text in str(error).splitlines() if text.strip()), "").rstrip(".")
     fields = ", ".join(f"{key} {list(spec.shape)}" for key, spec in batch.items())
     message = _known_cause(error, model, line) or _by_message(error, reason, fields, line)
-    return line.error(name, f"cannot be captured: {message}", reason=reason, fields=fields)
+    return line.error(name, f"cannot be captured: {message}")
 
 
 def _known_cause(error: Exception, model: nn.Module, line: SourceLine) -> str | None:

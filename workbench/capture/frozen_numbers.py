@@ -76,9 +76,7 @@ def note_of_changes(changed: Numbers, first: fx.Graph, second: fx.Graph, model: 
         raise CaptureError(
             f"The forward of {model} changes {changed} and computes with it, and capture would repeat its present "
             "value in every step. Register it as a buffer, self.register_buffer('count', torch.zeros(())), and change "
-            "it in place: self.count += 1.",
-            model=model,
-            numbers=str(changed),
+            "it in place: self.count += 1."
         )
     return (
         f"The forward changes {changed}, which stays as it was at capture. Its next value made no difference; a branch "

@@ -81,8 +81,7 @@ def split_tail(
         obstacle = "it mixes values of each sample with others"
     if obstacle:
         raise CaptureError(
-            f"The samples of {model} cannot be gathered: {obstacle} ({op_name(first)}{line_of_node(first).where}).",
-            model=model,
+            f"The samples of {model} cannot be gathered: {obstacle} ({op_name(first)}{line_of_node(first).where})."
         )
     *before, last = groups
     rest = tuple(node for node in last.nodes if node not in tail)
@@ -199,8 +198,7 @@ def with_tail_of(part: Graph, whole: Graph) -> Graph:
     if alike[0] != alike[1] or read[0] != read[1]:
         raise CaptureError(
             f"The samples of {part.model} cannot be gathered: its forward computes otherwise with {whole.micro_batch} "
-            f"samples than with {part.micro_batch}.",
-            model=part.model,
+            f"samples than with {part.micro_batch}."
         )
     own = {name: f"{name} of {TAIL}" for name in whole.constants}
     tail = replace(tail, buffers=tuple(own.get(name, name) for name in tail.buffers))

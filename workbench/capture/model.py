@@ -82,7 +82,7 @@ def capture(
     """
     name = name or type(model).__name__
     if not batch:
-        raise CaptureError(f"{name} was given a batch without fields. Name its inputs.", model=name)
+        raise CaptureError(f"{name} was given a batch without fields. Name its inputs.")
     refuse_backward_hooks(model, name)
     search = OpaqueSearch(model, name)
     while True:
@@ -202,8 +202,7 @@ def _require_trained(trained: Sequence[fx.Node], name: str) -> None:
     if not trained:
         raise CaptureError(
             f"The loss of {name} depends on no trainable parameter. Give at least one requires_grad=True, and compute "
-            f"the loss outside torch.no_grad() and without detach().",
-            model=name,
+            f"the loss outside torch.no_grad() and without detach()."
         )
 
 
@@ -219,14 +218,12 @@ def _check_outputs(
         if node in after:
             raise InvalidExperiment(
                 f"{readers[index]} reads a loss that forward returned, and evaluations compute it over the whole set "
-                "only (run.evaluations().eval_loss). Let it read the logits instead.",
-                reader=readers[index],
+                "only (run.evaluations().eval_loss). Let it read the logits instead."
             )
         if node in flow.tensors:
             raise InvalidExperiment(
                 f"{readers[index]} reads a parameter or buffer that forward returned, which evaluations do not "
-                "gather. Let forward return a value that it computes.",
-                reader=readers[index],
+                "gather. Let forward return a value that it computes."
             )
 
 

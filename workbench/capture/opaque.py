@@ -421,8 +421,7 @@ class _Run(torch.autograd.Function):
         if shapes != [shape for shape, _ in call.specs]:
             raise CaptureError(
                 f"{call.label} returned tensors of the shapes {shapes}, and {[s for s, _ in call.specs]} when it "
-                "was captured. Let the shapes that it returns not depend on the values of tensors.",
-                module=call.label,
+                "was captured. Let the shapes that it returns not depend on the values of tensors."
             )
         taken = {tensor.untyped_storage().data_ptr() for tensor in tensors}
         results = []

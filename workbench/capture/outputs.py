@@ -107,8 +107,7 @@ def sum_and_count(name: str, metric: Metric, outputs: Any, batch: Mapping[str, t
     if not is_pair or not all(_is_number(value) for value in result):
         raise InvalidExperiment(
             f"The metric {name!r} returned {_described(result)} instead of two scalars. Return the sum and the count "
-            "over the samples of the batch, for instance (correct.sum(), correct.numel()).",
-            metric=name,
+            "over the samples of the batch, for instance (correct.sum(), correct.numel())."
         )
     return torch.stack([torch.as_tensor(value).detach().double() for value in result])
 
@@ -149,8 +148,7 @@ def read_by(metrics: Mapping[str, Metric], template: Any, batch: Mapping[str, Te
                 raise InvalidExperiment(
                     f"The metric {name!r} does not add up over samples: two made-up samples give ({total:.4g}, "
                     f"{count:.4g}) together and ({totals:.4g}, {counts:.4g}) one by one. Return a sum over the samples "
-                    "and the number of what was summed, not a mean.",
-                    metric=name,
+                    "and the number of what was summed, not a mean."
                 )
     return read
 
@@ -175,8 +173,7 @@ def _tried(
         returned = ", ".join(str(list(value.shape)) for value in tensors.values())
         raise InvalidExperiment(
             f"The metric {name!r} raised {type(error).__name__}: {error}. It was tried on outputs of the shapes "
-            f"{returned} and a batch of {fields}: see that it runs on such tensors.",
-            metric=name,
+            f"{returned} and a batch of {fields}: see that it runs on such tensors."
         ) from error
 
 

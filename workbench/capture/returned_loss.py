@@ -45,9 +45,7 @@ def find_loss(result: Any, choice: LossChoice, batch: Mapping[str, torch.Tensor]
         raise CaptureError(
             f"{name} returned {len(candidates)} scalars that could be its loss. Choose one in the experiment: "
             f"{', or '.join(_as_choice(path) for path in candidates)}; or combine them in a function of the outputs "
-            f"and the batch.",
-            model=name,
-            candidates=[_as_choice(path) for path in candidates],
+            f"and the batch."
         )
     return _checked(next(iter(candidates.values()), first), result, batch, name)
 
@@ -65,14 +63,12 @@ def _checked(loss: Any, result: Any, batch: Mapping[str, torch.Tensor], name: st
     if loss is None and result is not None:
         raise CaptureError(
             f"{name} returned no loss for a batch of {', '.join(batch)}. Most models compute it where they are given "
-            f"labels: add the field to the items of the dataset.",
-            model=name,
+            f"labels: add the field to the items of the dataset."
         )
     returned = spec_of("loss", loss).shape if isinstance(loss, torch.Tensor) else type(loss).__name__
     raise CaptureError(
         f"{name} returned {returned} where its loss should be. Let forward return a scalar loss (alone, or anywhere in "
-        f"a tuple, dict or dataclass), or make one with loss=lambda outputs, batch: … in the experiment.",
-        model=name,
+        f"a tuple, dict or dataclass), or make one with loss=lambda outputs, batch: … in the experiment."
     )
 
 
@@ -150,7 +146,4 @@ def _chosen(result: Any, choice: Any, batch: Mapping[str, torch.Tensor], name: s
     else:
         returned = f"a {type(result).__name__}"
     advice = f"Give one of its scalars: {candidates}." if candidates else "Leave loss out if forward returns it alone."
-    raise CaptureError(
-        f"The experiment chooses loss={choice!r}, and {name} returned {returned} without it. {advice}",
-        model=name,
-    )
+    raise CaptureError(f"The experiment chooses loss={choice!r}, and {name} returned {returned} without it. {advice}")

@@ -58,7 +58,6 @@ def place_buffer_updates(module: fx.GraphModule, name: str) -> None:
                     name,
                     f"writes to its parameter {owner.target} in forward{line.where}. Make it a buffer, or compute a "
                     f"new tensor from it and leave the parameter to the optimiser.",
-                    parameter=str(owner.target),
                 )
         if node.target is not torch.ops.aten.copy_.default or node.args[0].op != "get_attr" or node.users:
             continue

@@ -46,7 +46,7 @@ class SourceLine:
 
     def error(self, model: str, message: str, **facts: Any) -> CaptureError:
         """Return a `CaptureError` that blames this line; the message continues the model's name."""
-        return CaptureError(f"{model} {message}", model=model, file=self.file, line=self.number, **facts)
+        return CaptureError(f"{model} {message}", file=self.file, line=self.number, **facts)
 
 
 def line_of_node(node: fx.Node) -> SourceLine:

@@ -33,8 +33,7 @@ def sparse_matrices(graph: Graph, sparsity: Static) -> dict[str, tuple[int, int]
         words = dict.fromkeys(word for name in names for word in name.split(".")[:-1] if not word.isdigit())
         raise InvalidExperiment(
             f"scope={sparsity.scope!r} matches none of the {len(names)} matrices of {graph.model} that can be sparse. "
-            f"Choose a word of their names ({', '.join(words)}), or '*' for all of them.",
-            scope=sparsity.scope,
+            f"Choose a word of their names ({', '.join(words)}), or '*' for all of them."
         )
     shapes = {name: (shape[0], shape[1]) for name, shape in chosen.items()}
     block = sparsity.block
@@ -43,9 +42,7 @@ def sparse_matrices(graph: Graph, sparsity: Static) -> dict[str, tuple[int, int]
             divisor = math.gcd(*(size for shape in shapes.values() for size in shape))
             raise InvalidExperiment(
                 f"block={block} does not divide the {height} × {width} weight {name} into whole blocks. Choose a "
-                f"divisor of {divisor}, which divides all weights in the scope.",
-                block=block,
-                weight=name,
+                f"divisor of {divisor}, which divides all weights in the scope."
             )
         rows, columns = height // block, width // block
         kept = sparsity.kept(rows * columns)
@@ -53,9 +50,7 @@ def sparse_matrices(graph: Graph, sparsity: Static) -> dict[str, tuple[int, int]
             raise InvalidExperiment(
                 f"sparsity={sparsity.sparsity:g} leaves {kept:,} blocks of {block} × {block} in the {height} × {width} "
                 f"weight {name}, fewer than one for each of its {rows:,} rows of blocks. Choose a sparsity of at most "
-                f"{1 - 1 / columns:.4g}, or smaller blocks.",
-                sparsity=sparsity.sparsity,
-                weight=name,
+                f"{1 - 1 / columns:.4g}, or smaller blocks."
             )
     return shapes
 

@@ -143,8 +143,7 @@ def members_renamed(model: nn.Module, name: str) -> Iterator[dict[str, str]]:
         if hasattr(fx.GraphModule, key):
             raise CaptureError(
                 f"{name} has a parameter or buffer called {key}, a name that torch.export uses itself. Give it another "
-                f"name.",
-                model=name,
+                f"name."
             )
     members = dict(model._modules)
     names = {f"{key}_member" if hasattr(fx.GraphModule, key) else key: key for key in members}
@@ -296,7 +295,5 @@ def refuse_backward_hooks(model: nn.Module, name: str) -> None:
     for what, key in hooked[:1]:
         raise CaptureError(
             f"{name} has a backward hook on the {what} {key}, which would never be called. Write what it does to the "
-            f"gradient into forward: c * x + ((1 - c) * x).detach() scales it by c; a c of zeros and ones masks it.",
-            model=name,
-            **{what: key},
+            f"gradient into forward: c * x + ((1 - c) * x).detach() scales it by c; a c of zeros and ones masks it."
         )

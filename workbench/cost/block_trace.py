@@ -250,9 +250,6 @@ class BlockTrace:
         )
         return CaptureError(
             f"{self._model}: {name}{line.where} cannot run in {precision}: {reason}. {way_out}",
-            model=self._model,
-            operation=name,
-            precision=precision,
             file=line.file,
             line=line.number,
         )

@@ -119,9 +119,7 @@ class Cluster:
         """
         key = str(name).lower().replace("_", "-").replace(" ", "-")
         if key not in NODES:
-            raise UnknownParameter(
-                f"There is no device {name!r} in the hardware table. {suggestion(key, NODES)}", device=name
-            )
+            raise UnknownParameter(f"There is no device {name!r} in the hardware table. {suggestion(key, NODES)}")
         device, largest, intra, inter, host_bytes = NODES[key]
         gpus, nodes = plain(gpus), plain(nodes)
         if not is_count(gpus):
@@ -129,9 +127,7 @@ class Cluster:
         if nodes is not None and (not is_count(nodes) or gpus % nodes):
             raise PlanInfeasible(
                 f"{gpus} GPUs cannot be divided evenly over {nodes!r} nodes. "
-                f"Choose a node count that divides {gpus}, or leave nodes out.",
-                gpus=gpus,
-                nodes=nodes,
+                f"Choose a node count that divides {gpus}, or leave nodes out."
             )
         per_node = min(largest, gpus) if nodes is None else gpus // nodes
         return Cluster(device, gpus, per_node, intra, inter, host_bytes // largest)

@@ -59,10 +59,7 @@ def corpus(
     Raises `DataError` for values that describe no text. The text itself is looked for when an experiment is checked.
     """
     if not isinstance(name_or_path, str | Path) or not str(name_or_path):
-        raise DataError(
-            f"The corpus is {name_or_path!r}. Give 'demo' or the path of a text file or folder.",
-            corpus=repr(name_or_path),
-        )
+        raise DataError(f"The corpus is {name_or_path!r}. Give 'demo' or the path of a text file or folder.")
     path = str(name_or_path)
     if path != DEMO:
         path = str(Path(path).expanduser().absolute())
@@ -87,11 +84,7 @@ def _chosen_vocabulary(tokenizer_file: str | Path | None, vocab_size: int | None
     file = str(Path(tokenizer_file).expanduser().absolute())
     found = number_of_ids(load_byte_level_bpe(file))
     if vocab_size not in (None, found):
-        raise DataError(
-            f"The tokeniser at {file} has {found:,} ids, and vocab_size={vocab_size}. Remove vocab_size.",
-            vocab_size=vocab_size,
-            found=found,
-        )
+        raise DataError(f"The tokeniser at {file} has {found:,} ids, and vocab_size={vocab_size}. Remove vocab_size.")
     return file, found
 
 
@@ -143,9 +136,7 @@ def documents(
     from workbench.data._documents import write_documents
 
     if not name or name != Path(name).name or "." in name:
-        raise DataError(
-            f"name={name!r} cannot be the name of a file here. Give a word without slashes and dots.", parameter="name"
-        )
+        raise DataError(f"name={name!r} cannot be the name of a file here. Give a word without slashes and dots.")
     file, entries = _chosen_vocabulary(tokenizer_file, vocab_size)
     described = Corpus(path="", vocab_size=entries, objective=objective, masked_share=masked_share, tokenizer_file=file)
     return replace(described, path=str(write_documents(texts, name, progress).absolute()))

@@ -104,16 +104,13 @@ class TextData(DataSource):
         if self.objective and model.objective and self.objective != model.objective:
             raise DataError(
                 f"{self.name} is prepared for {self.objective!r}, but {model.name} learns {model.objective!r}. "
-                "Remove the objective of the corpus, or change the model.",
-                data=self.objective,
-                model=model.objective,
+                "Remove the objective of the corpus, or change the model."
             )
         objective = self.objective or model.objective
         if objective is None:
             raise DataError(
                 f"{self.name} is text, and nothing says what {model.name} learns from it. "
-                'Give the corpus an objective ("mlm", "mlm_nsp" or "clm"), or pass a dataset of tensors.',
-                model=model.name,
+                'Give the corpus an objective ("mlm", "mlm_nsp" or "clm"), or pass a dataset of tensors.'
             )
         return objective
 
@@ -133,8 +130,7 @@ def check_sizes(data: TextData, request: SampleRequest) -> None:
     if data.streaming and data._objective(request) == "mlm_nsp":
         raise DataError(
             f"{data.name} is streamed, and {model.name} predicts next sentences, whose other half may stand "
-            "anywhere in the text. Train without (next_sentence=False), or remove streaming=True.",
-            objective="mlm_nsp",
+            "anywhere in the text. Train without (next_sentence=False), or remove streaming=True."
         )
     if data.tokenizer_file is not None:
         from workbench.data._vocabulary import require_suitable
@@ -142,23 +138,19 @@ def check_sizes(data: TextData, request: SampleRequest) -> None:
         require_suitable(data.tokenizer_file, tokenizer_type, data.vocab_size)
     if request.seq_len < SHORTEST_SEQUENCE:
         raise DataError(
-            f"seq_len={request.seq_len} is too short for a sample of text. Give at least {SHORTEST_SEQUENCE}.",
-            seq_len=request.seq_len,
+            f"seq_len={request.seq_len} is too short for a sample of text. Give at least {SHORTEST_SEQUENCE}."
         )
     if model.vocab_size is not None and data.vocab_size > model.vocab_size:
         raise DataError(
             f"{data.name} is tokenised into a vocabulary of {data.vocab_size:,}, but {model.name} embeds "
             f"{model.vocab_size:,} tokens. Give "
             + ("" if data.tokenizer_file else f"the data vocab_size={model.vocab_size}, or ")
-            + f"the model vocab_size={data.vocab_size}.",
-            data=data.vocab_size,
-            model=model.vocab_size,
+            + f"the model vocab_size={data.vocab_size}."
         )
     if data.vocab_size < least:
         raise DataError(
             f"vocab_size={data.vocab_size} is less than the {least} that byte-level tokens need. "
-            f"Give the data at least vocab_size={least}.",
-            vocab_size=data.vocab_size,
+            f"Give the data at least vocab_size={least}."
         )
 
 

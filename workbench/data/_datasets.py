@@ -113,9 +113,7 @@ def stacked(items: Sequence[Batch]) -> Batch:
         if len(shapes) > 1:
             raise DataError(
                 f"Items differ in the shape of {name!r}: {' and '.join(map(str, sorted(shapes)[:2]))}. "
-                "Pad or crop them to one shape in the dataset.",
-                field=name,
-                shapes=tuple(shapes),
+                "Pad or crop them to one shape in the dataset."
             )
     return {name: torch.stack([item[name] for item in items]) for name in fields}
 
@@ -125,15 +123,12 @@ def require_tensors(item: Any, index: int) -> Batch:
     if not isinstance(item, Mapping) or not item:
         raise DataError(
             f"Item {index} of the dataset is {_described(item)}. "
-            "Return a dict of tensors, keyed by the names of the arguments that the model takes.",
-            index=index,
+            "Return a dict of tensors, keyed by the names of the arguments that the model takes."
         )
     for name, value in item.items():
         if not isinstance(value, torch.Tensor):
             raise DataError(
-                f"Field {name!r} of item {index} is {_described(value)} instead of a tensor. {_remedy(item, value)}",
-                index=index,
-                field=name,
+                f"Field {name!r} of item {index} is {_described(value)} instead of a tensor. {_remedy(item, value)}"
             )
     return dict(item)
 

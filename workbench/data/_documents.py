@@ -37,7 +37,7 @@ def write_documents(documents: Iterable[str], name: str, progress: bool) -> Path
                         file.write(piece)
                         digest.update(piece)
                 if not file.tell():
-                    raise DataError("The documents are empty: they hold no word of text. Give at least one.", tokens=0)
+                    raise DataError("The documents are empty: they hold no word of text. Give at least one.")
             path = folder / digest.hexdigest()[:16] / f"{name}.txt"
             path.parent.mkdir(exist_ok=True)
             return part.replace(path)
@@ -53,8 +53,7 @@ def _pieces(document: Any, number: int) -> Iterator[bytes]:
     if not isinstance(document, str):
         raise DataError(
             f"Document {number} is of type {type(document).__name__} and must be text. Take the field that "
-            "holds it: (row['text'] for row in rows).",
-            document=number,
+            "holds it: (row['text'] for row in rows)."
         )
     end = b""
     try:
@@ -64,7 +63,6 @@ def _pieces(document: Any, number: int) -> Iterator[bytes]:
             yield (end := b"\n")
     except UnicodeEncodeError as error:
         raise DataError(
-            f"Document {number} cannot be written as UTF-8: {error}. Decode its bytes with errors='replace'.",
-            document=number,
+            f"Document {number} cannot be written as UTF-8: {error}. Decode its bytes with errors='replace'."
         ) from None
     yield end

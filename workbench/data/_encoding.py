@@ -159,8 +159,7 @@ class EncodingProcess:
             code = self._child.process.wait()
             raise DataError(
                 f"A process that tokenises ended unexpectedly (exit code {code}; -9 often means that memory ran out). "
-                "What is done is kept. Run it again with fewer processes: wb.runs.tokenize(experiment, workers=1).",
-                code=code,
+                "What is done is kept. Run it again with fewer processes: wb.runs.tokenize(experiment, workers=1)."
             ) from None
         if isinstance(answer, DataError):
             raise answer

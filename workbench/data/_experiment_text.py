@@ -193,9 +193,7 @@ class ExperimentText:
         if store.tokens < self.width:
             raise DataError(
                 f"{self.data.name} holds {store.tokens} tokens, fewer than the {self.width} of one sequence "
-                f"(seq_len={self.request.seq_len}). Give more text, or a shorter seq_len.",
-                tokens=store.tokens,
-                seq_len=self.request.seq_len,
+                f"(seq_len={self.request.seq_len}). Give more text, or a shorter seq_len."
             )
 
 

@@ -45,9 +45,7 @@ class HubText(TextData):
             raise self._unavailable(error) from error
         splits = builder.info.splits or {}
         if splits and self.split.split("[")[0] not in splits:
-            raise DataError(
-                f"{self.repository} has no split {self.split!r}. It has: {', '.join(splits)}.", split=self.split
-            )
+            raise DataError(f"{self.repository} has no split {self.split!r}. It has: {', '.join(splits)}.")
         if builder.info.features:
             self._require_column(builder.info.features)
 
@@ -71,21 +69,19 @@ class HubText(TextData):
             raise self._unavailable(error) from error
         self._require_column(dataset.features)
         if len(dataset) == 0:
-            raise DataError(f"Split {self.split!r} of {self.repository} is empty. Choose another.", rows=0)
+            raise DataError(f"Split {self.split!r} of {self.repository} is empty. Choose another.")
         return Rows(dataset, self.text_column, self._fingerprint())
 
     def _require_column(self, features: Any) -> None:
         if self.text_column not in features:
             raise DataError(
                 f"{self.repository} has no column {self.text_column!r}. It has: {', '.join(features)}. "
-                "Name one as text_column.",
-                column=self.text_column,
+                "Name one as text_column."
             )
 
     def _unavailable(self, error: Exception) -> DataError:
         reason = str(error).strip().splitlines()[0] if str(error).strip() else ""
         return DataError(
             f"The dataset {self.repository!r} cannot be loaded ({type(error).__name__}: {reason}). "
-            "Check its name and that the hub is reachable from here, or use local text: wb.data.corpus(path).",
-            dataset=self.repository,
+            "Check its name and that the hub is reachable from here, or use local text: wb.data.corpus(path)."
         )

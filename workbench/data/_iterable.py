@@ -90,11 +90,10 @@ class IterableItems:
             except Exception as error:
                 raise DataError(
                     f"Reading item {len(items)} of {self.name} raised {type(error).__name__}: {error}. Iterate over it "
-                    "by itself until it gives its items.",
-                    data=self.name,
+                    "by itself until it gives its items."
                 ) from error
         if not items:
-            raise DataError(f"{self.name} is empty: it gives no item. Let it give at least one.", data=self.name)
+            raise DataError(f"{self.name} is empty: it gives no item. Let it give at least one.")
         return items
 
     def dataset(self, length: int, seed: int) -> StreamedDataset:
@@ -127,8 +126,7 @@ class RecordLayout:
             raise DataError(
                 f"Item {index} of {self.name} has the fields {described_specs(found)}, and the first has "
                 f"{described_specs(expected)}. Give every item the same fields with the same shapes and types: pad or "
-                "crop them in the dataset.",
-                index=index,
+                "crop them in the dataset."
             )
         fields = [item[spec.name].detach().cpu().contiguous().reshape(-1).view(torch.uint8) for spec in self.specs]
         record: NDArray[np.uint8] = torch.cat(fields).numpy()
@@ -184,8 +182,7 @@ class ItemStream:
                 first, done = first + len(rows), done + len(rows)
             if done == 0:
                 raise DataError(
-                    f"{self.items.name} gave no item in epoch {epoch + 1}. Let each iteration over it begin anew.",
-                    epoch=epoch + 1,
+                    f"{self.items.name} gave no item in epoch {epoch + 1}. Let each iteration over it begin anew."
                 )
             epoch, done = epoch + 1, 0
             records = self._pass(epoch)

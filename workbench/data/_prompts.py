@@ -104,19 +104,15 @@ def encode(prompts: Sequence[str], tokenizer: Tokenizer, objective: str, seq_len
             if special_id(MASK) not in ids:
                 raise DataError(
                     f"The prompt {prompt!r} has no [MASK], and the model fills masks. Write one where a word is to be "
-                    'found, such as "The capital of France is [MASK]."',
-                    prompt=prompt,
+                    'found, such as "The capital of France is [MASK]."'
                 )
             ids = (special_id(CLS), *ids, special_id(SEP))
         if not ids:
-            raise DataError(f"The prompt {prompt!r} has no token. Give at least one word.", prompt=prompt)
+            raise DataError(f"The prompt {prompt!r} has no token. Give at least one word.")
         if len(ids) > seq_len:
             raise DataError(
                 f"The prompt {prompt[:60]!r} has {len(ids)} tokens, and the model reads {seq_len} (seq_len). Shorten "
-                "the prompt.",
-                prompt=prompt,
-                tokens=len(ids),
-                seq_len=seq_len,
+                "the prompt."
             )
         encoded.append(ids)
     return EncodedPrompts(objective, tuple(prompts), tuple(encoded), tokenizer)

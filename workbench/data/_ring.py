@@ -122,7 +122,7 @@ class Ring:
         if self._get(_PRODUCED) <= index:
             size = struct.unpack("<H", os.pread(self.descriptor, 2, _MESSAGE))[0]
             message = os.pread(self.descriptor, size, _MESSAGE + 2).decode(errors="replace")
-            raise DataError(message or WRITER_LOST, sample=index)
+            raise DataError(message or WRITER_LOST)
 
     def _offset(self, index: int) -> int:
         return HEADER_BYTES + index % self.capacity * self.record_bytes

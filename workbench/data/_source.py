@@ -104,8 +104,7 @@ class DataSource(ABC):
         if samples is None:
             raise DataError(
                 f"{self.name} has no __len__, so that epochs say nothing about the length of a training. Give steps=… "
-                "or tokens=…, or the dataset a __len__.",
-                data=self.name,
+                "or tokens=…, or the dataset a __len__."
             )
         return samples
 

@@ -130,18 +130,14 @@ def _divided(
             f"{samples:,} held-out samples of {width} tokens need {samples * width:,} of the {total:,} tokens of "
             f"{name}, more than half. "
             + (f"Ask for at most evaluation=wb.Evaluation(samples={most}), or give" if most else "Give")
-            + " other text as eval_data.",
-            tokens=total,
-            samples=samples,
+            + " other text as eval_data."
         )
     if count >= len(sizes) or int(sizes[order[:count]].sum()) > max(LARGEST_SHARE * total, 2 * needed):
         documents = int(np.searchsorted(store.document_starts, total))
         raise DataError(
             f"{name} has {documents:,} document{'s' * (documents != 1)} of {total:,} tokens, too few to hold out "
             f"{int(needed):,} tokens in whole documents. Separate its documents by empty lines, or give other text as "
-            "eval_data.",
-            documents=documents,
-            tokens=total,
+            "eval_data."
         )
     is_held = np.zeros(len(sizes), np.bool_)
     is_held[order[:count]] = True

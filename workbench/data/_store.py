@@ -149,15 +149,12 @@ def writing_to(folder: Path, name: str) -> Iterator[None]:
         if error.errno not in (errno.ENOSPC, errno.EDQUOT):
             raise DataError(
                 f"The {name} at {folder} cannot be written: {error.strerror}. Point WORKBENCH_HOME at a folder that "
-                "can.",
-                path=str(folder),
+                "can."
             ) from error
         free = shutil.disk_usage(folder).free
         raise DataError(
             f"The disk of the {name} at {folder} is full ({gib(free)} are free). Tokens that are done are kept, and "
-            "the next attempt goes on there. Free space, or point WORKBENCH_HOME at a larger disk.",
-            path=str(folder),
-            free_bytes=free,
+            "the next attempt goes on there. Free space, or point WORKBENCH_HOME at a larger disk."
         ) from error
 
 

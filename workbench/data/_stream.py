@@ -107,8 +107,7 @@ class TextStream:
                 waiting = [ready]
             if is_last and number == 0:
                 raise DataError(
-                    f"The text gives no window of {self.width} tokens. Give more text, or a shorter seq_len.",
-                    width=self.width,
+                    f"The text gives no window of {self.width} tokens. Give more text, or a shorter seq_len."
                 )
             if is_last:
                 epoch, number, waiting, drop, marks = epoch + 1, 0, [], 0, deque([((), 0)])

@@ -283,21 +283,17 @@ def local_text(name: str) -> Files:
     if not path.exists():
         near = difflib.get_close_matches(name.rsplit("/", 1)[-1], ["demo"], cutoff=0.6)
         hint = "Did you mean 'demo'?" if near else "Check the path, or use wb.data.corpus('demo')."
-        raise DataError(f"There is no text file or folder at {name}. {hint}", path=name)
+        raise DataError(f"There is no text file or folder at {name}. {hint}")
     if path.is_dir():
         endings = tuple(f".txt{ending}" for ending in ("", *COMPRESSED))
         paths = tuple(sorted(p for p in path.iterdir() if p.name.endswith(endings)))
         if not paths:
-            raise DataError(f"The folder {name} holds no {_listed(endings)} file.", path=name)
+            raise DataError(f"The folder {name} holds no {_listed(endings)} file.")
     else:
         paths = (path,)
     files = Files(paths, one_document_each=path.is_dir())
     if next((paragraph for block in files.blocks() for paragraph in block.paragraphs()), None) is None:
-        raise DataError(
-            f"{name} is empty: it holds no word of text. Give a file with one paragraph a line.",
-            path=name,
-            tokens=0,
-        )
+        raise DataError(f"{name} is empty: it holds no word of text. Give a file with one paragraph a line.")
     return files
 
 
@@ -341,15 +337,13 @@ def _unreadable(path: Path | str, error: Exception, line: int) -> DataError:
     return DataError(
         f"{path} is not readable as text: {error} (line {line}). Give UTF-8 text, plain or as {endings} with that "
         "ending.",
-        path=str(path),
         line=line,
     )
 
 
 def _unopened(path: Path, error: OSError) -> DataError:
     return DataError(
-        f"{path} cannot be read: {error.strerror}. Make it readable for this user, or remove it from the text.",
-        path=str(path),
+        f"{path} cannot be read: {error.strerror}. Make it readable for this user, or remove it from the text."
     )
 
 

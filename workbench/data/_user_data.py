@@ -102,9 +102,7 @@ class UserData(DataSource):
         if own != trained:
             raise DataError(
                 f"eval_data has the fields {described_specs(own)}, and data has {described_specs(trained)}. Give both "
-                "the same fields with the same shapes and types.",
-                eval_data=described_specs(own),
-                data=described_specs(trained),
+                "the same fields with the same shapes and types."
             )
         count = request.evaluation.samples
         items = self._items if self._iterable is None else self._iterable.first(count, seed=0)
@@ -113,8 +111,7 @@ class UserData(DataSource):
     def encoded(self, request: SampleRequest, prompts: Sequence[str]) -> EncodedPrompts:  # noqa: ARG002
         raise DataError(
             f"Samples of text need a tokeniser, and {self.name} is a user-defined dataset, which has none. Train on "
-            "text (wb.data.corpus or wb.data.hub), or remove samples.",
-            data=self.name,
+            "text (wb.data.corpus or wb.data.hub), or remove samples."
         )
 
     def to_json(self) -> dict[str, Any]:
@@ -139,8 +136,7 @@ class UserData(DataSource):
         if value is None:
             raise DataError(
                 f"Only the description of {self.name} is here, not the dataset itself. "
-                "Pass it: Experiment.from_json(…, data=my_dataset).",
-                data=self.name,
+                "Pass it: Experiment.from_json(…, data=my_dataset)."
             )
         if not _is_map_style(value) and not _is_iterable(value):
             try:
@@ -148,13 +144,11 @@ class UserData(DataSource):
             except Exception as error:
                 raise DataError(
                     f"{self.name}() raised {type(error).__name__}: {error}. "
-                    "Call it by itself until it returns the dataset.",
-                    data=self.name,
-                    error=str(error),
+                    "Call it by itself until it returns the dataset."
                 ) from error
         _require_dataset(value, self.name)
         if hasattr(value, "__len__") and len(value) == 0:
-            raise DataError(f"{self.name} is empty: it has 0 items. Give it at least one.", data=self.name, items=0)
+            raise DataError(f"{self.name} is empty: it has 0 items. Give it at least one.")
         return value
 
     @cached_property
@@ -175,20 +169,18 @@ def as_data(value: Any) -> Corpus | HubText | UserData:
     if isinstance(value, Corpus | HubText | UserData):
         return value
     if isinstance(value, str):
-        raise DataError(f"The data is the string {value!r}. Write wb.data.corpus({value!r}) for text.", data=value)
+        raise DataError(f"The data is the string {value!r}. Write wb.data.corpus({value!r}) for text.")
     if not callable(value) or _is_map_style(value) or _is_iterable(value):
         _require_dataset(value, f"The data, a {type(value).__name__},")
         if isinstance(value, Iterator):
             raise DataError(
                 f"The data is a {type(value).__name__}, which can be read only once, and a training begins it anew in "
-                "several processes. Pass the function that makes it: data=my_function.",
-                found=type(value).__name__,
+                "several processes. Pass the function that makes it: data=my_function."
             )
     elif required := required_arguments(value):
         raise DataError(
             f"The callable that returns the data needs {', '.join(required)}, but it is called without arguments. "
-            "Bind them with functools.partial or a lambda.",
-            required=required,
+            "Bind them with functools.partial or a lambda."
         )
     return UserData(value)
 
@@ -213,12 +205,10 @@ def _require_dataset(value: Any, name: str) -> None:
     if _is_torch(value, "DataLoader"):
         raise DataError(
             f"{name} is a DataLoader, which makes batches, and their size is a plan's to choose. Pass its dataset: "
-            "data=loader.dataset.",
-            found=type(value).__name__,
+            "data=loader.dataset."
         )
     if not _is_iterable(value) and (not _is_map_style(value) or isinstance(value, dict | str)):
         raise DataError(
             f"{name} is no dataset: it has neither __len__ and __getitem__ nor __iter__. Pass a map-style dataset, one "
-            "that can be iterated, a callable that returns one, or wb.data.corpus(path) for text.",
-            found=type(value).__name__,
+            "that can be iterated, a callable that returns one, or wb.data.corpus(path) for text."
         )

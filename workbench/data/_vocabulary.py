@@ -124,7 +124,7 @@ def vocabulary_files(path: str) -> tuple[Path, ...]:
             return tuple(given / name for name in names)
     is_folder = os.path.isdir(given)
     missing = f"The folder {path} holds no tokenizer.json" if is_folder else f"There is no tokeniser at {path}"
-    raise DataError(f"{missing}. {REMEDY}", tokenizer=path)
+    raise DataError(f"{missing}. {REMEDY}")
 
 
 def vocabulary_digest(path: str) -> str:
@@ -134,7 +134,7 @@ def vocabulary_digest(path: str) -> str:
         for file in vocabulary_files(path):
             digest.update(hashlib.sha256(file.read_bytes()).digest())
     except OSError as error:
-        raise DataError(f"{path} cannot be read: {error.strerror}. {REMEDY}", tokenizer=path) from None
+        raise DataError(f"{path} cannot be read: {error.strerror}. {REMEDY}") from None
     return digest.hexdigest()
 
 
@@ -149,16 +149,13 @@ def load_byte_level_bpe(path: str) -> Tokenizer:
     try:
         tokenizer = Tokenizer.from_file(str(files[0])) if len(files) == 1 else _from_merges(*map(str, files))
     except Exception as error:  # the library raises bare `Exception`
-        raise DataError(f"{path} cannot be loaded as a tokeniser: {error}. {REMEDY}", tokenizer=path) from error
+        raise DataError(f"{path} cannot be loaded as a tokeniser: {error}. {REMEDY}") from error
     parts: dict[str, Any] = json.loads(tokenizer.to_str())
     if parts["model"]["type"] != "BPE" or "ByteLevel" not in json.dumps(parts["pre_tokenizer"]):
-        raise DataError(
-            f"{path} is a {parts['model']['type']} tokeniser that does not work on bytes. {REMEDY}", tokenizer=path
-        )
+        raise DataError(f"{path} is a {parts['model']['type']} tokeniser that does not work on bytes. {REMEDY}")
     if end_of_text(tokenizer) is None:
         raise DataError(
-            f"{path} has no token that ends a document: none of {', '.join(ENDS_OF_TEXT)}. Add one to its vocabulary.",
-            tokenizer=path,
+            f"{path} has no token that ends a document: none of {', '.join(ENDS_OF_TEXT)}. Add one to its vocabulary."
         )
     return tokenizer
 
@@ -168,14 +165,10 @@ def require_suitable(path: str, tokenizer_type: str, size: int) -> None:
     if tokenizer_type != "bpe":
         raise DataError(
             f"{path} is for causal models, and masked ones need the special tokens of BERT. Leave tokenizer_file out: "
-            "a WordPiece vocabulary is trained on the text.",
-            tokenizer=path,
+            "a WordPiece vocabulary is trained on the text."
         )
     if (found := number_of_ids(load_byte_level_bpe(path))) != size:
-        raise DataError(
-            f"{path} had {size:,} ids and now has {found:,}. Describe the data again, or restore the file.",
-            vocab_size=found,
-        )
+        raise DataError(f"{path} had {size:,} ids and now has {found:,}. Describe the data again, or restore the file.")
 
 
 def end_of_text(tokenizer: Tokenizer) -> int | None:

@@ -45,9 +45,7 @@ def _compare(source: RunDir, experiment: Experiment, recorded: dict[str, Any]) -
         raise DataError(
             f"{name} gives other samples than when {source.path.name} was started: its first and last samples have the "
             f"fingerprint {found[:12]} instead of {before[:12]}. Restore what it reads, or continue with the new "
-            "samples: run.resume(accept_changed_data=True).",
-            recorded=before,
-            found=found,
+            "samples: run.resume(accept_changed_data=True)."
         )
 
 

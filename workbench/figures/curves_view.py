@@ -83,14 +83,10 @@ def loss_curves(
     check_axis(x)
     check_smoothing(smoothing)
     if x not in axes:
-        raise UnknownParameter(
-            f"x={x!r} was not recorded by every run. Choose one of: {', '.join(axes)}.", parameter="x", value=x
-        )
+        raise UnknownParameter(f"x={x!r} was not recorded by every run. Choose one of: {', '.join(axes)}.")
     begun = [curve for curve in curves if len(column(curve, "step"))]
     if begun and not any(len(column(curve, y)) for curve in begun):
-        raise UnknownParameter(
-            f"y={y!r} was not recorded. {suggestion(y, [*Y_LABELS, *metrics])}", parameter="y", value=y
-        )
+        raise UnknownParameter(f"y={y!r} was not recorded. {suggestion(y, [*Y_LABELS, *metrics])}")
     scales = {name: unit.scale for name, unit in axes.items()}
     prepared = Preparation.of(curves, smoothing, scales).prepare_all(curves, y)
     y_range = settled_range(prepared, log_y)
@@ -117,9 +113,7 @@ def _held_out(curves: Sequence[CurveLike], y: str) -> list[CurveLike]:
     if without:
         raise UnknownParameter(
             f"y={y!r} was not recorded by {', '.join(without)}. Compare runs that were launched with "
-            "evaluation=wb.Evaluation(), or draw y='loss'.",
-            parameter="y",
-            value=y,
+            "evaluation=wb.Evaluation(), or draw y='loss'."
         )
     return [held_out for held_out in found if held_out is not None]
 

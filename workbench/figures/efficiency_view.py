@@ -122,14 +122,12 @@ def device_ms_per_token(plan: Plan, ms: float) -> float:
 
 def _check(plans: Sequence[Plan]) -> None:
     if not plans:
-        raise InvalidArgument("No plan is given. Give a list, the plan on one device first.", parameter="points")
+        raise InvalidArgument("No plan is given. Give a list, the plan on one device first.")
     other = next((plan for plan in plans if plan.signature != plans[0].signature), None)
     if other is not None:
         raise PlanMismatch(
             f"The plans are of two models, {plans[0].model} and {other.model} (signatures {plans[0].signature} and "
-            f"{other.signature}). Draw a figure for each.",
-            planned=plans[0].signature,
-            found=other.signature,
+            f"{other.signature}). Draw a figure for each."
         )
 
 

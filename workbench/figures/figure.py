@@ -92,9 +92,7 @@ def save(figure: go.Figure, path: str | Path, width: int = theme.ASSUMED_WIDTH_P
     if suffix not in SUFFIXES:
         raise InvalidArgument(
             f"{target.name!r} does not end in {', '.join(SUFFIXES[:-1])} or {SUFFIXES[-1]}. "
-            "Choose one of these endings; wb.figures.save_html writes an interactive page.",
-            parameter="path",
-            value=str(path),
+            "Choose one of these endings; wb.figures.save_html writes an interactive page."
         )
     content = _csv(figure).encode() if suffix == ".csv" else picture(figure, suffix[1:], width, scale)
     try:
@@ -102,8 +100,7 @@ def save(figure: go.Figure, path: str | Path, width: int = theme.ASSUMED_WIDTH_P
         target.write_bytes(content)
     except OSError as error:
         raise DataError(
-            f"{target} cannot be written: {error.strerror}. Give a path in a folder that you may write to.",
-            path=str(target),
+            f"{target} cannot be written: {error.strerror}. Give a path in a folder that you may write to."
         ) from None
     return target
 

@@ -72,7 +72,7 @@ def pair_difference(
         predicted: ends of runs that the law has not seen.
     """
     if not pairs:
-        raise InvalidArgument("pairs is empty. Give the parameters of a smaller and a larger model.", parameter="pairs")
+        raise InvalidArgument("pairs is empty. Give the parameters of a smaller and a larger model.")
     figure = Figure()
     for index, (name, (small, large)) in enumerate(pairs.items()):
         of_size = [[p for p in (*law.points, *predicted) if p.parameters == size] for size in (small, large)]

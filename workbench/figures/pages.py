@@ -173,15 +173,11 @@ def read_notebook(path: Path) -> Any:
     try:
         notebook = nbformat.read(path, as_version=4)
     except FileNotFoundError:
-        raise DataError(f"There is no notebook {path}. Give the path of an .ipynb file.", path=str(path)) from None
+        raise DataError(f"There is no notebook {path}. Give the path of an .ipynb file.") from None
     except OSError as error:
-        raise DataError(
-            f"{path} cannot be read: {error.strerror}. Give the path of an .ipynb file.", path=str(path)
-        ) from None
+        raise DataError(f"{path} cannot be read: {error.strerror}. Give the path of an .ipynb file.") from None
     except (nbformat.reader.NotJSONError, json.JSONDecodeError, UnicodeDecodeError, AttributeError) as error:
-        raise DataError(
-            f"{path} is not a notebook ({error}). Give the path of an .ipynb file.", path=str(path)
-        ) from None
+        raise DataError(f"{path} is not a notebook ({error}). Give the path of an .ipynb file.") from None
     notebook.metadata.pop("widgets", None)
     return notebook
 

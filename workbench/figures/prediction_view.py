@@ -108,7 +108,7 @@ def _panels(plan: Plan, measured: Mapping[str, Any]) -> list[tuple[str, list[Pai
     """Return title and pairs of the panel of each quantity that was measured."""
     for key in measured:
         if key not in MEASURES:
-            raise UnknownParameter(f"measured has no {key!r}. {suggestion(key, MEASURES)}", parameter=key)
+            raise UnknownParameter(f"measured has no {key!r}. {suggestion(key, MEASURES)}")
     predicted = plan.prediction
     known = {key: value for key, value in measured.items() if _is_known(value)}
     panels: list[tuple[str, list[Pair]]] = []

@@ -65,7 +65,7 @@ def draw_seed_bands(
     """Draw the figure of `seed_bands` from rows of the sweep and a function that returns the losses of a run."""
     y = y or ("eval_loss" if sweep.evaluates else "loss")
     if y not in LOSSES:
-        raise UnknownParameter(f"y={y!r} is not a loss. {suggestion(y, LOSSES)}", parameter="y", value=y)
+        raise UnknownParameter(f"y={y!r} is not a loss. {suggestion(y, LOSSES)}")
     shown = sorted(rows, key=lambda row: not row.at_work)[:MAX_CONFIGURATIONS]
     shown = [row for row in rows if row in shown]
     lines = {run.path: _line(read(run), X_AXES[x].column, y) for row in shown for run in row.runs}

@@ -47,14 +47,13 @@ def heat_map(sweep: Sweep | Grid, x: str | None = None, y: str | None = None) ->
         if x not in axes or y is not None:
             wrong = y if x in axes else x
             raise UnknownParameter(
-                f"{wrong!r} cannot be an axis here. Give x, one of {', '.join(axes)}; the others make up the height.",
-                parameter=wrong,
+                f"{wrong!r} cannot be an axis here. Give x, one of {', '.join(axes)}; the others make up the height."
             )
         return draw_grid(sweep, x)
     x, y = axes_of_heat_map(axes, x, y)
     for name in (x, y):
         if name is not None and name not in axes:
-            raise UnknownParameter(f"The sweep has no axis {name!r}. {suggestion(name, axes)}", parameter=name)
+            raise UnknownParameter(f"The sweep has no axis {name!r}. {suggestion(name, axes)}")
     return draw_heat_map(sweep, sweep.rows(), x, y)
 
 
@@ -126,7 +125,7 @@ def best_so_far(sweep: Sweep, x: str = "step") -> Figure:
     were stopped early or failed count with what they spent. Raises `UnknownParameter` for another `x`.
     """
     if x not in BUDGETS:
-        raise UnknownParameter(f"x={x!r} is not a budget. {suggestion(x, BUDGETS)}", parameter="x", value=x)
+        raise UnknownParameter(f"x={x!r} is not a budget. {suggestion(x, BUDGETS)}")
     ended = sorted(sweep.results(), key=lambda pair: pair[1].ended)
     spent = np.cumsum([result.steps if x == "step" else result.gpu_hours for _, result in ended], dtype=np.float64)
     known = [at for at, (_, result) in enumerate(ended) if result.objective is not None]

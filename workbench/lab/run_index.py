@@ -135,7 +135,7 @@ def own_run(path: str, roots: Iterable[Path]) -> Run:
         real = Path(path).resolve(strict=True)
         if real.parent in {root.resolve() for root in roots} and real in own_runs([real.parent]):
             return Run(real)
-    raise RunNotFound(f"You have no run {path!r:.200} in a folder of runs.", run=path[:200])
+    raise RunNotFound(f"You have no run {path!r:.200} in a folder of runs.")
 
 
 def _signature(run: RunDir) -> Signature:

@@ -123,9 +123,7 @@ class Calibration:
             if here.device.name != self.device.removeprefix("NVIDIA "):
                 raise PlanMismatch(
                     f"The calibration was measured on {self.device}, which the hardware table lacks, and this machine "
-                    f"has {here.device.name}: its memory size is unknown. Plan on the machine that was measured.",
-                    calibrated=self.device,
-                    found=here.device.name,
+                    f"has {here.device.name}: its memory size is unknown. Plan on the machine that was measured."
                 )
             data_sheet = here.device, here.intra, here.inter
         device, intra, inter = data_sheet
@@ -187,8 +185,7 @@ class Calibration:
             said = first_problem(error) if isinstance(error, ValidationError) else error
             raise PlanMismatch(
                 f"{path} is not a calibration ({said}). Run wb.measure.calibrate() and share the file that "
-                f"calibration.save(path) writes.",
-                path=str(path),
+                f"calibration.save(path) writes."
             ) from error
 
     def __repr__(self) -> str:

@@ -55,9 +55,7 @@ def detected_cluster(processes: int | None) -> Cluster:
     if chosen > count:
         raise PlanInfeasible(
             f"{chosen} processes were asked for and this machine shows {count} GPUs. Ask for at most {count}, or plan "
-            f'for another machine with Cluster.of("h200", gpus={chosen}).',
-            processes=chosen,
-            gpus=count,
+            f'for another machine with Cluster.of("h200", gpus={chosen}).'
         )
     name = torch.cuda.get_device_name(0)
     device, intra, inter = known_gpu(name) or (_measured_gpu(name), PCIE, PCIE)

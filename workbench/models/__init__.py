@@ -128,9 +128,7 @@ def gpt3(size: str = "1.3B", dropout: float = 0.1, max_positions: int = 2048) ->
     The default, GPT-3 XL, has 24 layers, hidden size 2048 and 16 heads of 128; 1.3 B parameters.
     """
     if size not in GPT3_SIZES:
-        raise InvalidExperiment(
-            f"GPT-3 has no size {size!r}. {suggestion(str(size), GPT3_SIZES)}", size=size, known=tuple(GPT3_SIZES)
-        )
+        raise InvalidExperiment(f"GPT-3 has no size {size!r}. {suggestion(str(size), GPT3_SIZES)}")
     num_layers, hidden_size, num_heads = GPT3_SIZES[size]
     name = f"gpt3-{size.lower()}"
     return gpt2(hidden_size, num_layers, num_heads, max_positions=max_positions, dropout=dropout, name=name)

@@ -64,9 +64,7 @@ class Model:
             raise InvalidExperiment(
                 f"hidden_size={self.hidden_size} is not divisible by num_heads={self.num_heads}. "
                 f"Give hidden_size={self.num_heads * max(1, round(self.hidden_size / self.num_heads))}, or "
-                f"num_heads={_nearest_divisor(self.hidden_size, self.num_heads)}.",
-                hidden_size=self.hidden_size,
-                num_heads=self.num_heads,
+                f"num_heads={_nearest_divisor(self.hidden_size, self.num_heads)}."
             )
 
     @property
@@ -109,7 +107,6 @@ def _scale_initial_values(module: Any, scales: Mapping[str, float], model: str) 
             f"initial_scale has the pattern {unused[0]!r}, which matches none of the {len(names)} parameters of "
             f"{model}, such as {names[0]} and {names[-1]}. Remove or correct it.",
             parameter="initial_scale",
-            pattern=unused[0],
         )
     with torch.no_grad():
         for name, parameter in module.named_parameters():

@@ -170,14 +170,12 @@ def at_width(model: Model, width: int) -> Model:
     """
     _check_models(model)
     if not is_count(width):
-        raise InvalidExperiment(f"width={width!r} is no hidden size. Give a whole number of at least 1.", width=width)
+        raise InvalidExperiment(f"width={width!r} is no hidden size. Give a whole number of at least 1.")
     head = model.hidden_size // model.num_heads
     if width < head or width % head:
         raise InvalidExperiment(
             f"A width of {width} does not divide into heads of {head} dims, which {model.name} has. Give a multiple "
-            f"of {head}, such as {head * max(1, round(width / head))}.",
-            width=width,
-            head=head,
+            f"of {head}, such as {head * max(1, round(width / head))}."
         )
     return dataclasses.replace(
         model,
@@ -256,8 +254,7 @@ def _own_factors(base: Model, patterns: list[str]) -> dict[str, float]:
             raise InvalidExperiment(
                 f"initial_scale of {base.name} gives the parameters {pattern!r} different factors "
                 f"({', '.join(f'{factor:.4g}' for factor in sorted(factors))}), and the rule has one for all of them. "
-                f"Use the patterns of the rule: {', '.join(patterns)}.",
-                pattern=pattern,
+                f"Use the patterns of the rule: {', '.join(patterns)}."
             )
     return {pattern: factors.pop() if factors else 1.0 for pattern, factors in found.items()}
 
@@ -267,8 +264,7 @@ def _check_models(*models: Any) -> None:
         if not isinstance(model, Model):
             raise InvalidExperiment(
                 f"The rule knows the roles of the parameters of wb.models.bert, gpt2 and opt, and not those of "
-                f"{getattr(model, 'name', type(model).__name__)}. Give such models, or write rate_scale yourself.",
-                model=str(getattr(model, "name", model)),
+                f"{getattr(model, 'name', type(model).__name__)}. Give such models, or write rate_scale yourself."
             )
 
 
@@ -281,9 +277,7 @@ def _check_pair(base: Model, target: Model, depth_rule: bool) -> None:
         if ours != theirs:
             raise InvalidExperiment(
                 f"{base.name} has the {field} {ours!r} and {target.name} {theirs!r}; a recipe carries over between "
-                f"models that differ in width and depth alone. Give both the same {field}.",
-                base=ours,
-                target=theirs,
+                f"models that differ in width and depth alone. Give both the same {field}."
             )
     head = base.hidden_size // base.num_heads
     if target.hidden_size != head * target.num_heads:
@@ -292,15 +286,11 @@ def _check_pair(base: Model, target: Model, depth_rule: bool) -> None:
             f"{target.hidden_size // target.num_heads}. The rule keeps the head size, so that attention scores stay "
             f"as they are: give {target.name} a hidden_size that is num_heads times {head}, such as "
             f"num_heads={max(1, round(target.hidden_size / head))} and "
-            f"hidden_size={head * max(1, round(target.hidden_size / head))}.",
-            base=head,
-            target=target.hidden_size // target.num_heads,
+            f"hidden_size={head * max(1, round(target.hidden_size / head))}."
         )
     if depth_rule and target.family == "bert" and target.layout == "post_ln" and base.num_layers != target.num_layers:
         raise InvalidExperiment(
             f"{base.name} has {base.num_layers} layers and {target.name} {target.num_layers}, and the depth rule "
             'holds for models that normalise before each sub-layer. Give both layout="pre_ln", the same depth, or '
-            "depth_rule=False.",
-            base=base.num_layers,
-            target=target.num_layers,
+            "depth_rule=False."
         )

@@ -53,8 +53,7 @@ class UserModel:
         if self.factory is None:
             raise InvalidExperiment(
                 f"Only the description of {self.name} is here, not the callable that builds it. "
-                "Pass it: Experiment.from_json(…, model=build_my_net).",
-                model=self.name,
+                "Pass it: Experiment.from_json(…, model=build_my_net)."
             )
         from torch import nn
 
@@ -63,15 +62,11 @@ class UserModel:
         except Exception as error:
             raise InvalidExperiment(
                 f"{self.name}() raised {type(error).__name__}: {error}{_user_line(error)}. "
-                "Call it by itself until it returns the model.",
-                model=self.name,
-                error=str(error),
+                "Call it by itself until it returns the model."
             ) from error
         if not isinstance(module, nn.Module):
             raise InvalidExperiment(
-                f"{self.name}() returned {_described(module)} instead of an nn.Module. Return the model itself.",
-                model=self.name,
-                returned=type(module).__name__,
+                f"{self.name}() returned {_described(module)} instead of an nn.Module. Return the model itself."
             )
         return module.train()
 
@@ -90,23 +85,19 @@ def as_model(value: Any) -> Model | UserModel:
     if torch is not None and isinstance(value, torch.nn.Module):
         raise InvalidExperiment(
             f"The model is an instance of {type(value).__name__}, but every rank must build its own. "
-            f"Pass a callable that builds it: model=lambda: {type(value).__name__}(…).",
-            model=type(value).__name__,
+            f"Pass a callable that builds it: model=lambda: {type(value).__name__}(…)."
         )
     if not callable(value):
         raise InvalidExperiment(
             f"The model is {_described(value)}. Pass one of wb.models.…, or a callable that builds it "
-            "and returns an nn.Module, so that every rank can.",
-            model=repr(value)[:200],
+            "and returns an nn.Module, so that every rank can."
         )
     required = required_arguments(value)
     if required:
         name = _name_of(value)
         raise InvalidExperiment(
             f"{name} needs {', '.join(required)}, but a model is built without arguments. "
-            f"Bind them: functools.partial({name}, {required[0]}=…).",
-            model=name,
-            required=required,
+            f"Bind them: functools.partial({name}, {required[0]}=…)."
         )
     return UserModel(value)
 

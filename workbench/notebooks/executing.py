@@ -85,7 +85,7 @@ def execute(
         shutil.copyfile(executed, run.directory.notebook)
         start_upload(run.directory)
     if failure is not None:
-        raise WorkbenchError(f"{failure} See {page}.", notebook=str(executed))
+        raise WorkbenchError(f"{failure} See {page}.")
     return Executed(executed, page, tuple(runs))
 
 
@@ -119,8 +119,7 @@ def _run_papermill(
     except NoSuchKernel as error:
         raise WorkbenchError(
             f"{notebook.name} asks for the kernel {error.name!r}, which is not installed here. Run it with another "
-            f"one: --kernel {KERNEL['name']}.",
-            kernel=error.name,
+            f"one: --kernel {KERNEL['name']}."
         ) from None
     except DeadKernelError:
         return (

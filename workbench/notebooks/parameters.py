@@ -50,7 +50,7 @@ def check_names(notebook: Path, values: Mapping[str, Any]) -> None:
             hint = suggestion(name, declared) if declared else "It has no cell tagged parameters."
             listed = "" if hint.startswith("Known names") or not declared else f" It has: {names}."
             raise UnknownParameter(
-                f"{notebook.name} has no parameter {name!r}. {hint}{listed}", parameter=name, known=tuple(declared)
+                f"{notebook.name} has no parameter {name!r}. {hint}{listed}"
             )
 
 
@@ -67,11 +67,11 @@ def checked_values(notebook: Path, texts: Mapping[str, str]) -> dict[str, Any]:
         default, choices = _literal(declared[name].default), declared[name].choices
         if choices and value not in choices:
             hint = f"Give one of {', '.join(choices)}."
-            raise InvalidArgument(f"{notebook.stem} cannot use {name}={value!r}. {hint}", parameter=name)
+            raise InvalidArgument(f"{notebook.stem} cannot use {name}={value!r}. {hint}")
         if default is not None:
             arguments.check(notebook.stem, name, value, type(default))
         if _literal(repr(value)) != value:
-            raise InvalidArgument(f"{name}={value!r} is not finite. Give a finite number.", parameter=name)
+            raise InvalidArgument(f"{name}={value!r} is not finite. Give a finite number.")
         _check_as_field(name, value)
     return values
 

@@ -78,14 +78,12 @@ def recorded_in(notebook: Any, name: str) -> Record:
     if not isinstance(value, Mapping) or not value.get("runs"):
         raise WorkbenchError(
             f"{name} holds no record of a run, so there is nothing to compare a second run with. Execute it with "
-            "`workbench execute`, or share it with `workbench share` on the machine that has its runs.",
-            notebook=name,
+            "`workbench execute`, or share it with `workbench share` on the machine that has its runs."
         )
     if value.get("format") != FORMAT:
         raise WorkbenchError(
             f"{name} was recorded in format {value.get('format')}, and this Workbench reads format {FORMAT}. Use the "
-            "version that wrote it; the notebook's metadata name it.",
-            notebook=name,
+            "version that wrote it; the notebook's metadata name it."
         )
     try:
         return Record(
@@ -95,8 +93,7 @@ def recorded_in(notebook: Any, name: str) -> Record:
         if isinstance(error, WorkbenchError):
             raise
         raise WorkbenchError(
-            f"The record in {name} is damaged ({type(error).__name__}: {error}). Share the notebook again.",
-            notebook=name,
+            f"The record in {name} is damaged ({type(error).__name__}: {error}). Share the notebook again."
         ) from None
 
 

@@ -122,8 +122,7 @@ def reproduce(
     if not trust:
         raise WorkbenchError(
             f"Reproducing executes code, and nothing was executed yet. {what_runs(notebook, at_commit)}\n"
-            "Read it. If you trust it, call wb.reproduce(..., trust=True).",
-            notebook=str(notebook),
+            "Read it. If you trust it, call wb.reproduce(..., trust=True)."
         )
     if at_commit:
         recorded_commit(record)  # raises for what is no commit
@@ -156,8 +155,7 @@ def _work_tree(record: Record, scratch: Path, wanted: bool) -> Iterator[Path | N
     if added.returncode != 0:
         raise WorkbenchError(
             f"Commit {commit[:10]} cannot be checked out here ({added.stderr.strip().splitlines()[-1]}). Fetch it, and "
-            "run this command inside the repository.",
-            commit=commit,
+            "run this command inside the repository."
         )
     try:
         yield tree
@@ -175,8 +173,7 @@ def recorded_commit(record: Record) -> str | None:
     if commit is not None and not re.fullmatch(r"[0-9a-f]{7,64}", str(commit)):
         raise WorkbenchError(
             f"The record names {str(commit)[:40]!r} as its commit, which is none. Reproduce the notebook without "
-            "at_commit, once you have read its cells.",
-            commit=str(commit),
+            "at_commit, once you have read its cells."
         )
     return None if commit is None else str(commit)
 

@@ -85,7 +85,7 @@ def share(notebook: PathLike, to: PathLike = "shared", *, runs: Runs | None = No
         page = notebook_to_html(target, target.with_suffix(".html"))
     except OSError as error:
         raise WorkbenchError(
-            f"The shared notebook cannot be written to {to}: {error.strerror}. Give another folder.", folder=str(to)
+            f"The shared notebook cannot be written to {to}: {error.strerror}. Give another folder."
         ) from None
     return Shared(target, page, tuple(notes))
 

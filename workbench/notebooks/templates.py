@@ -22,7 +22,7 @@ def template_path(template: str) -> Path:
     if given.stem in installed:
         return installed[given.stem]
     hint = suggestion(given.stem, installed) if installed else "No templates are installed here; give the path of a notebook."
-    raise RunNotFound(f"There is no notebook {template!r}. {hint}", template=template)
+    raise RunNotFound(f"There is no notebook {template!r}. {hint}")
 
 
 def templates() -> dict[str, Path]:
@@ -46,7 +46,7 @@ def new(template: str, path: str | Path | None = None) -> Path:
     target = target.with_suffix(".ipynb").absolute()
     if target.exists():
         raise WorkbenchError(
-            f"{target} exists already. Give another path: workbench new {source.stem} PATH.", path=str(target)
+            f"{target} exists already. Give another path: workbench new {source.stem} PATH."
         )
     target.parent.mkdir(parents=True, exist_ok=True)
     shutil.copyfile(source, target)

@@ -44,7 +44,6 @@ def built_by_user(function: Callable[[list[Group]], Any], groups: list[Group]) -
             f"The optimizer that {name} returned ignores {len(ignored)} of the model's parameters, among them "
             f"{', '.join(ignored[:3])}. Give it every group; freeze a parameter with requires_grad_(False) instead.",
             parameter="optimizer",
-            ignored=tuple(ignored),
         )
     if not all("lr" in group for group in optimizer.param_groups):
         raise InvalidExperiment(

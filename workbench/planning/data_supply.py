@@ -72,8 +72,7 @@ def data_supply(experiment: Experiment, plan: Plan) -> DataSupply:
     if supply is None:
         raise DataError(
             f"{experiment.data.name} is not tokenised while it trains, so that training does not wait for it. Streamed "
-            "text is wb.data.corpus(path, streaming=True).",
-            data=experiment.data.name,
+            "text is wb.data.corpus(path, streaming=True)."
         )
     return supply
 

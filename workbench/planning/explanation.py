@@ -136,9 +136,7 @@ def explain(plan: Plan, profile: Profile | None = None) -> Explanation:
     if profile is not None and profile.signature != plan.signature:
         raise PlanMismatch(
             f"The plan was made for {plan.model} (signature {plan.signature}), and the profile is of {profile.model} "
-            f"({profile.signature}). Make the profile of the same model, or plan again.",
-            planned=plan.signature,
-            profiled=profile.signature,
+            f"({profile.signature}). Make the profile of the same model, or plan again."
         )
     if profile is not None:
         check_profile(profile, plan.precision, plan.cluster)

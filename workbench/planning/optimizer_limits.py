@@ -35,8 +35,7 @@ def choices_for_optimizer(experiment: Experiment, choices: Choices) -> Choices:
             if chosen.get(name) not in (None, needed):
                 raise PlanInfeasible(
                     f"{name}={chosen[name]} divides what the optimizer of {experiment.optimizer.name} needs whole: "
-                    f"{_NEEDED_WHOLE[name]}. Choose {name}={needed}, or leave it out.",
-                    **{name: chosen[name]},
+                    f"{_NEEDED_WHOLE[name]}. Choose {name}={needed}, or leave it out."
                 )
         chosen |= whole
     if experiment.optimizer.algorithm != "adamw":
@@ -44,8 +43,7 @@ def choices_for_optimizer(experiment: Experiment, choices: Choices) -> Choices:
             raise PlanInfeasible(
                 f"offload_optimizer=True keeps AdamW's moments in the host's memory, and the experiment trains with "
                 f"{experiment.optimizer.name}, whose state stays on the device. Leave offload_optimizer out, or choose "
-                "optimizer='adamw'.",
-                optimizer=experiment.optimizer.name,
+                "optimizer='adamw'."
             )
         if chosen.get("offload_optimizer") is None:
             chosen["offload_optimizer"] = False
@@ -64,8 +62,7 @@ def check_optimizer(experiment: Experiment, plan: Plan, trained_shapes: Callable
         if getattr(plan, name) > needed and plan.world > 1:
             raise PlanMismatch(
                 f"The plan has {name}={getattr(plan, name)}, which divides what the optimizer of "
-                f"{experiment.optimizer.name} needs whole: {_NEEDED_WHOLE[name]}. Plan again with wb.plan(experiment).",
-                **{name: getattr(plan, name)},
+                f"{experiment.optimizer.name} needs whole: {_NEEDED_WHOLE[name]}. Plan again with wb.plan(experiment)."
             )
 
 

@@ -230,8 +230,7 @@ class Plan(Strategy):
             if (stored := fields.pop("format")) != FORMAT:
                 raise PlanMismatch(
                     f"The plan has format {stored} and this version of workbench reads format {FORMAT}. Plan again: "
-                    f"wb.plan(experiment).",
-                    format=stored,
+                    f"wb.plan(experiment)."
                 )
             plan = _stored().validate_json(json.dumps(fields), strict=True)
             problem = _arithmetic_problem(plan)
@@ -269,7 +268,7 @@ class Plan(Strategy):
             return Plan.from_json(read_json(file))
         except (OSError, RecursionError, ValueError) as error:
             if isinstance(error, PlanMismatch):
-                raise PlanMismatch(f"{file}: {error}", **error.facts) from error.__cause__
+                raise PlanMismatch(f"{file}: {error}") from error.__cause__
             raise PlanMismatch(f"{file} holds no plan ({error}). Write one there: plan.save(path).") from None
 
     def describe(self) -> str:

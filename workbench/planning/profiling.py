@@ -169,8 +169,7 @@ def _check_patterns(experiment: Experiment, graph: Graph) -> None:
                 raise InvalidExperiment(
                     f"The pattern {pattern!r} of {field} matches none of the {len(names)} parameters of "
                     f"{experiment.model.name}. {suggestion(pattern, names)} They are in "
-                    "wb.planning.graph(experiment).parameters.",
-                    pattern=pattern,
+                    "wb.planning.graph(experiment).parameters."
                 )
 
 

@@ -25,12 +25,7 @@ def no_options(profile: Profile, request: Request, works: Works) -> PlanInfeasib
     unscheduled = request.fixing(schedule=None, chunks=None)
     reason = _schedule(profile, request, works) if works(unscheduled) else _division(profile, request)
     ways = ", or ".join(_ways(profile, request, works))
-    return PlanInfeasible(
-        f"{reason} {f'Choose {ways}.' if ways else 'Leave the degrees to the search.'}",
-        global_batch=request.global_batch,
-        devices=request.cluster.gpus,
-        blocks=len(profile.blocks),
-    )
+    return PlanInfeasible(f"{reason} {f'Choose {ways}.' if ways else 'Leave the degrees to the search.'}")
 
 
 def coupled_samples(profile: Profile, request: Request, outcome: str) -> PlanInfeasible:
@@ -47,9 +42,7 @@ def coupled_samples(profile: Profile, request: Request, outcome: str) -> PlanInf
     return PlanInfeasible(
         f"The loss of {profile.model} compares samples of one batch ({profile.coupled[0]}), so that all {batch} must "
         f"stay in one micro-batch on one replica, {outcome}.{gathering} {way}, or accept a loss that depends on the "
-        "plan: batch_coupling='allow' in the experiment.",
-        coupled=list(profile.coupled),
-        global_batch=batch,
+        "plan: batch_coupling='allow' in the experiment."
     )
 
 
@@ -138,7 +131,6 @@ def too_large(
         f"and {request.offer(offer)}. {_more_memory(request, strategy, needed, fits)}",
         needed_bytes=int(needed),
         offered_bytes=request.offered_bytes,
-        options=options,
         fullest=f"stage {rank}" if strategy.chunks == 1 else f"rank {rank} of the pipeline",
     )
 

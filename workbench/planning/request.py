@@ -24,8 +24,7 @@ def checked_cluster(cluster: Any) -> Cluster:
     if not isinstance(cluster, Cluster):
         raise PlanInfeasible(
             f'cluster={cluster!r} is not a Cluster. Give wb.Cluster.of("h200", gpus=4), or '
-            f"wb.measure.local_cluster() for this machine.",
-            cluster=cluster,
+            f"wb.measure.local_cluster() for this machine."
         )
     return cluster
 
@@ -74,8 +73,7 @@ def memory_limit_bytes(gibibytes: float | None) -> int | None:
     gibibytes = plain(gibibytes)
     if isinstance(gibibytes, bool) or not isinstance(gibibytes, (int, float)) or not 0 < gibibytes < float("inf"):
         raise PlanInfeasible(
-            f"memory_limit_gib={gibibytes!r} must be a number greater than 0. Give GiB for one device, such as 32.",
-            memory_limit_gib=gibibytes,
+            f"memory_limit_gib={gibibytes!r} must be a number greater than 0. Give GiB for one device, such as 32."
         )
     return max(1, int(gibibytes * GIB))
 
@@ -91,9 +89,7 @@ def check(request: Request, profile: Profile) -> None:
     if pipeline and pipeline > blocks:
         raise PlanInfeasible(
             f"pipeline={pipeline} asks for more stages than the {blocks} block{'s' * (blocks > 1)} of "
-            f"{profile.model}. Choose at most {blocks}.",
-            pipeline=pipeline,
-            blocks=blocks,
+            f"{profile.model}. Choose at most {blocks}."
         )
     _check_batch(request)
 
@@ -105,14 +101,12 @@ def _check_words(request: Request, profile: Profile) -> None:
         degrees = [1, *profile.divided]
         raise PlanInfeasible(
             f"tensor={fixed.tensor} does not divide most of {profile.model}: attention heads and widths must be "
-            f"multiples of it. Choose {'1' if degrees == [1] else 'one of ' + listed(degrees)}.",
-            tensor=fixed.tensor,
+            f"multiples of it. Choose {'1' if degrees == [1] else 'one of ' + listed(degrees)}."
         )
     if fixed.offload_optimizer and device.type == "cpu":
         raise PlanInfeasible(
             f"offload_optimizer=True moves the optimiser's state to the host's memory, where a {device.name} has it "
-            f"already. Leave it out.",
-            offload_optimizer=True,
+            f"already. Leave it out."
         )
     obstacles = {
         f"a {device.name} has no CUDA": device.type != "cuda",
@@ -122,8 +116,7 @@ def _check_words(request: Request, profile: Profile) -> None:
     for obstacle, applies in obstacles.items():
         if fixed.cuda_graphs and applies:
             raise PlanInfeasible(
-                f"cuda_graphs=True does not run here: {obstacle}. Remove cuda_graphs=True to search plans without.",
-                cuda_graphs=True,
+                f"cuda_graphs=True does not run here: {obstacle}. Remove cuda_graphs=True to search plans without."
             )
 
 
@@ -133,8 +126,7 @@ def _check_schedule(request: Request) -> None:
     if chunks > 1 and not interleaves:
         raise PlanInfeasible(
             f"chunks={chunks} needs an interleaved schedule, and {schedule} has one stage on each pipeline rank. "
-            f"Leave chunks out, or choose schedule={' or '.join(map(repr, interleaving()))}.",
-            chunks=chunks,
+            f"Leave chunks out, or choose schedule={' or '.join(map(repr, interleaving()))}."
         )
     fixed = request.fixed
     all_data = fixed.data is not None and fixed.pipeline is None and fixed.data * (fixed.tensor or 1) == gpus
@@ -143,9 +135,7 @@ def _check_schedule(request: Request) -> None:
         why = "this cluster has one device" if gpus == 1 else "these degrees make one"
         raise PlanInfeasible(
             f"{what} interleaves the stages of several pipeline ranks, and {why}. Leave {what.split('=')[0]} out, or "
-            f"give the plan a pipeline of at least 2.",
-            schedule=schedule,
-            chunks=fixed.chunks,
+            f"give the plan a pipeline of at least 2."
         )
 
 
@@ -158,9 +148,7 @@ def _check_sharding(request: Request) -> None:
     left = f"{names} on {gpus} devices leaves one" if gpus > 1 else "one device holds one"
     why = "data=1 makes one" if fixed.data == 1 else left
     raise PlanInfeasible(
-        f"zero={fixed.zero} shards over data-parallel replicas, and {why}. Leave zero out, or make room for data=2.",
-        zero=fixed.zero,
-        devices=gpus,
+        f"zero={fixed.zero} shards over data-parallel replicas, and {why}. Leave zero out, or make room for data=2."
     )
 
 
@@ -177,8 +165,7 @@ def _check_block_sparse(request: Request, profile: Profile) -> None:
     if obstacle:
         raise PlanInfeasible(
             f"block_sparse=True does not run here: {obstacle}. Remove block_sparse=True to search plans with masked "
-            f"weights.",
-            block_sparse=True,
+            f"weights."
         )
 
 
@@ -203,8 +190,7 @@ def _check_degrees(request: Request, profile: Profile) -> None:
     for name, degree in fixed.items():
         if gpus % degree:
             raise PlanInfeasible(
-                f"{name}={degree} does not divide {gpus} devices. Choose one of {listed(divisors(gpus))}.",
-                **{name: degree, "devices": gpus},
+                f"{name}={degree} does not divide {gpus} devices. Choose one of {listed(divisors(gpus))}."
             )
     product = math.prod(fixed.values())
     complete = len(fixed) == 3 or ({"pipeline", "data"} <= set(fixed) and not profile.divides(gpus // product))
@@ -214,9 +200,7 @@ def _check_degrees(request: Request, profile: Profile) -> None:
         others = product // fixed[last]
         rest = f"{last}={gpus // others}" if gpus % others == 0 else "degrees whose product divides it"
         raise PlanInfeasible(
-            f"{given} uses {product} of {gpus} devices. Give {rest}, or plan for a cluster of {product}.",
-            **fixed,
-            devices=gpus,
+            f"{given} uses {product} of {gpus} devices. Give {rest}, or plan for a cluster of {product}."
         )
 
 
@@ -225,9 +209,7 @@ def _check_batch(request: Request) -> None:
     if data is not None and batch % data:
         raise PlanInfeasible(
             f"A global batch of {batch} samples cannot be divided over data={data} replicas. Choose a global batch "
-            f"that is a multiple of {data}, such as {_multiple(batch, data)}.",
-            global_batch=batch,
-            data=data,
+            f"that is a multiple of {data}, such as {_multiple(batch, data)}."
         )
     least = micro * (data or 1) if micro is not None else 1
     if batch % least:
@@ -235,9 +217,7 @@ def _check_batch(request: Request) -> None:
         choices = listed(divisors(batch // data if data else batch))
         raise PlanInfeasible(
             f"A global batch of {batch} samples cannot be divided into micro-batches of {micro}{replicas}. Choose one "
-            f"of {choices}, or a global batch of {_multiple(batch, least)}.",
-            global_batch=batch,
-            micro_batch=micro,
+            f"of {choices}, or a global batch of {_multiple(batch, least)}."
         )
 
 

@@ -100,27 +100,18 @@ def _check_division(experiment: Experiment, plan: Plan) -> None:
         if asked != planned:
             raise PlanMismatch(
                 f"The plan for {plan.model} divides {name}={count(planned)} ({unit}), but the experiment "
-                f"{experiment.name} has {name}={count(asked)}. Plan it anew: wb.plan(experiment).",
-                field=name,
-                experiment=asked,
-                plan=planned,
+                f"{experiment.name} has {name}={count(asked)}. Plan it anew: wb.plan(experiment)."
             )
     if experiment.precision not in ("auto", plan.precision):
         raise PlanMismatch(
             f"The plan for {plan.model} computes in {plan.precision}, but the experiment {experiment.name} asks for "
-            f"{experiment.precision}. Plan it anew: wb.plan(experiment).",
-            field="precision",
-            experiment=experiment.precision,
-            plan=plan.precision,
+            f"{experiment.precision}. Plan it anew: wb.plan(experiment)."
         )
     if plan.offload_optimizer and experiment.optimizer.algorithm != "adamw":
         raise PlanMismatch(
             f"The plan for {plan.model} keeps AdamW's moments in the host's memory, and the experiment "
             f"{experiment.name} trains with {experiment.optimizer.name}, whose state stays on the device. Plan it "
-            "anew: wb.plan(experiment).",
-            field="optimizer",
-            experiment=experiment.optimizer.name,
-            plan="adamw",
+            "anew: wb.plan(experiment)."
         )
 
 
@@ -131,16 +122,12 @@ def check_signature(experiment: Experiment, plan: Plan, captured: CapturedModel)
         raise PlanMismatch(
             f"The plan was made for {plan.model} at sequence length {plan.seq_len} (signature {plan.signature}), and "
             f"this is {experiment.model.name} at {experiment.seq_len} ({signature}). Plan again with "
-            "wb.plan(experiment).",
-            planned=plan.signature,
-            found=signature,
+            "wb.plan(experiment)."
         )
     if captured.is_captured and not plan.gathers and (blocks := len(captured.graph.blocks)) != len(plan.block_names):
         raise PlanMismatch(
             f"The plan was made for {plan.model} of {len(plan.block_names)} blocks, and this model has {blocks}: its "
-            "forward has changed. Plan again with wb.plan(experiment).",
-            planned=len(plan.block_names),
-            found=blocks,
+            "forward has changed. Plan again with wb.plan(experiment)."
         )
 
 
@@ -153,8 +140,7 @@ def check_coupling(experiment: Experiment, plan: Plan, coupled: Sequence[str]) -
         raise PlanMismatch(
             f"The loss of {plan.model} compares samples of one batch ({coupled[0]}), and the plan divides the "
             f"{plan.global_batch} samples into micro-batches of {plan.micro_batch}. Plan this experiment again with "
-            f"wb.plan(experiment), or give it batch_coupling='allow'.",
-            coupled=list(coupled),
+            f"wb.plan(experiment), or give it batch_coupling='allow'."
         )
 
 
@@ -167,9 +153,7 @@ def check_gathering(experiment: Experiment, plan: Plan, captured: CapturedModel)
         reason = f"{reason} a gathered loss is not computed for" if asked else reason
         raise PlanMismatch(
             f"The plan for {plan.model} gathers the samples of its loss over micro-batches, and {reason}. Plan the "
-            "experiment anew: wb.plan(experiment).",
-            planned=len(plan.block_names),
-            found=len(blocks),
+            "experiment anew: wb.plan(experiment)."
         )
 
 
@@ -212,9 +196,7 @@ def _check_data(experiment: Experiment, plan: Plan, progress: bool) -> None:
         smaller = "train with a smaller global_batch" if plan.coupled else "plan with a smaller micro_batch"
         raise DataError(
             f"There are {samples:,} held-out samples, fewer than the {plan.evaluation_batch:,} of {why}. "
-            f"Give more eval_data, raise Evaluation.samples, or {smaller}.",
-            samples=samples,
-            micro_batch=plan.evaluation_batch,
+            f"Give more eval_data, raise Evaluation.samples, or {smaller}."
         )
 
 

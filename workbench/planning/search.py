@@ -121,9 +121,7 @@ def check_profile(profile: Profile, precision: str, cluster: Cluster) -> None:
             f"The profile of {profile.model} is for {profile.precision} on {profile.device_type}, and the plan is for "
             f"{precision} on {device.type}. Make the profile again for {device.name} with "
             f"wb.planning.profile(experiment, cluster), or plan in {profile.precision} on a "
-            f"{profile.device_type} cluster.",
-            profiled=profile.precision,
-            planned=precision,
+            f"{profile.device_type} cluster."
         )
 
 

@@ -85,23 +85,19 @@ def _checkpoint(run: RunDir, step: int | None) -> Path:
     if not status.final or processes.run_alive(run):
         raise RunExists(
             f"{run.path.name} is still {status.state}, and its devices are busy. Wait for it, run.wait(), or stop it, "
-            "run.stop(wait=True). A run with evaluation=wb.Evaluation(...) is evaluated while it trains.",
-            run=str(run.path),
+            "run.stop(wait=True). A run with evaluation=wb.Evaluation(...) is evaluated while it trains."
         )
     paths = {checkpoint.step: checkpoint.path for checkpoint in complete_checkpoints(run)}
     if not paths:
         raise CheckpointError(
             f"{run.path.name} has no checkpoint that could be evaluated. Launch it anew, with checkpoint_every set if "
-            "it may be interrupted.",
-            run=str(run.path),
+            "it may be interrupted."
         )
     if step is not None and step not in paths:
         steps = ", ".join(f"{each:,}" for each in paths)
         raise CheckpointError(
             f"{run.path.name} has no checkpoint of step {step:,}. It has those of the steps {steps}; more are kept "
-            "with keep_checkpoints.",
-            run=str(run.path),
-            step=step,
+            "with keep_checkpoints."
         )
     return paths[max(paths) if step is None else step]
 
@@ -160,7 +156,6 @@ def _result_event(child: RunDir, checkpoint: Path) -> dict[str, Any]:
     if events[-1]["step"] != step_of(checkpoint):
         raise CheckpointError(
             f"{checkpoint} is damaged. The newest checkpoint before it that is not is of step {events[-1]['step']:,}: "
-            "give that step to evaluate.",
-            path=str(checkpoint),
+            "give that step to evaluate."
         )
     return dict(events[-1])

@@ -59,9 +59,7 @@ class Labelled:
         """Add tags to the run: `run.tag("baseline", "paper")`. An experiment's own tags are there from the start."""
         for tag in tags:
             if not isinstance(tag, str) or not tag.strip() or len(tag) > LONGEST_TAG or not tag.isprintable():
-                raise InvalidArgument(
-                    f"{tag!r:.80} is no tag. Give one line of 1 to {LONGEST_TAG} letters.", parameter="tags"
-                )
+                raise InvalidArgument(f"{tag!r:.80} is no tag. Give one line of 1 to {LONGEST_TAG} letters.")
         return self._relabel(tags=lambda labels: tuple(dict.fromkeys([*labels.tags, *map(str.strip, tags)])))
 
     @checked_arguments

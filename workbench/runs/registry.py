@@ -111,7 +111,7 @@ def list_runs(
     by = sort and sort.removeprefix("-")
     for name, word, choices in (("state", state, STATES), ("sort", by, SORTABLE)):
         if word is not None and word not in choices:
-            raise InvalidArgument(f"{name}={word!r} does not exist. {suggestion(word, choices)}", parameter=name)
+            raise InvalidArgument(f"{name}={word!r} does not exist. {suggestion(word, choices)}")
     folder = runs_root() if root is None else Path(root).expanduser().absolute()
     runs = [Run(path) for path in sorted(_run_folders(folder), key=created_at, reverse=True)]
     if by is None and tag is state is text is None:  # only labels need to be read
@@ -173,7 +173,7 @@ def load_run(path: OneRun) -> Run:
         hint = f"There are {', '.join(names[-5:])}."
     else:
         hint = f"There are no runs in {runs_root()} yet; set WORKBENCH_RUNS if they are elsewhere."
-    raise RunNotFound(f"There is no run {str(path)!r}. {hint}", run=str(path), near=close)
+    raise RunNotFound(f"There is no run {str(path)!r}. {hint}")
 
 
 def load_runs(runs: Runs) -> list[Run]:

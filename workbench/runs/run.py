@@ -322,9 +322,7 @@ def _resume(run: Run, plan: Plan | None, steps: int | None, accept_changed_data:
     if plan is not None and captured is None and plan.signature != run.plan.signature:
         raise PlanMismatch(
             f"The plan was made for {plan.model} (signature {plan.signature}), and {run.name} trains "
-            f"{run.plan.model} ({run.plan.signature}). Plan the run's own experiment.",
-            planned=plan.signature,
-            found=run.plan.signature,
+            f"{run.plan.model} ({run.plan.signature}). Plan the run's own experiment."
         )
     provenance = continued_provenance(run._dir, experiment, accept_changed_data)
     attempt = Attempt(experiment, plan or run.plan, resume=run.path, code={}, provenance=provenance)

@@ -89,6 +89,6 @@ def tokenize(experiment: Experiment, *, workers: int | None = None, progress: bo
     `DataError` for data that cannot feed the experiment.
     """
     if workers is not None and not 1 <= workers <= MOST_WORKERS:
-        raise InvalidArgument(f"workers={workers} lies outside 1 to {MOST_WORKERS:,}.", parameter="workers")
+        raise InvalidArgument(f"workers={workers} lies outside 1 to {MOST_WORKERS:,}.")
     experiment.data.check(experiment)
     return experiment.data.prepare(experiment, progress=progress, workers=workers)

@@ -257,7 +257,7 @@ def _steps_asked_for(run: RunDir) -> int | None:
     steps = read_experiment(run).get("steps")
     if steps is None or (isinstance(steps, int) and not isinstance(steps, bool)):
         return steps
-    raise RunNotFound(f"{run.experiment} has steps={steps!r:.80}, which is no number of steps.", run=str(run.path))
+    raise RunNotFound(f"{run.experiment} has steps={steps!r:.80}, which is no number of steps.")
 
 
 def read_described(path: Path) -> dict[str, Any]:
@@ -265,7 +265,7 @@ def read_described(path: Path) -> dict[str, Any]:
     try:
         return read_record(path)
     except (OSError, RecursionError, ValueError) as error:
-        raise RunNotFound(f"{path} cannot be read: {error}.", run=str(path.parent)) from None
+        raise RunNotFound(f"{path} cannot be read: {error}.") from None
 
 
 def row_of(run: RunDir, status: Status, progress: Progress) -> RunRow:

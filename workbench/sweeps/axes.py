@@ -74,21 +74,19 @@ class Axes:
         written = [json.dumps(value, sort_keys=True, default=str) for value in self.json_values(name)]
         twice = [value for value, text in zip(self.values[name], written, strict=True) if written.count(text) > 1]
         if twice:
-            raise InvalidExperiment(
-                f"{name} has the value {twice[0]!r} more than once. Give each value once.", axis=name
-            )
+            raise InvalidExperiment(f"{name} has the value {twice[0]!r} more than once. Give each value once.")
 
 
 def _check_axis(name: str, values: Any) -> None:
     if name not in PATHS and name not in GROUPS:
         hint = suggestion(name, {*PATHS, *GROUPS})
-        raise UnknownParameter(f"Experiment has no parameter {name!r} to sweep. {hint}", parameter=name)
+        raise UnknownParameter(f"Experiment has no parameter {name!r} to sweep. {hint}")
     if name in OTHERWISE:
-        raise InvalidExperiment(f"{name} is no axis of a sweep. {OTHERWISE[name]}.", axis=name)
+        raise InvalidExperiment(f"{name} is no axis of a sweep. {OTHERWISE[name]}.")
     if isinstance(values, str | bytes) or not isinstance(values, Sequence):
-        raise InvalidExperiment(f"{name}={values!r} is not a list of values. Write {name}=[{values!r}].", axis=name)
+        raise InvalidExperiment(f"{name}={values!r} is not a list of values. Write {name}=[{values!r}].")
     if not len(values):
-        raise InvalidExperiment(f"{name}=[] has no value. Give at least one, or leave the axis out.", axis=name)
+        raise InvalidExperiment(f"{name}=[] has no value. Give at least one, or leave the axis out.")
 
 
 def label(value: Any) -> Any:

@@ -82,7 +82,7 @@ class QueueDir:
         try:
             entries = read_json(self.queue_file)
         except FileNotFoundError:
-            raise RunNotFound(f"There is no sweep and no grid at {self.path}.", path=str(self.path)) from None
+            raise RunNotFound(f"There is no sweep and no grid at {self.path}.") from None
         return [Entry(index, **entry) for index, entry in enumerate(entries)]
 
     def write_queue(self, entries: list[Entry]) -> None:

@@ -41,21 +41,20 @@ def read_sweep_file(path: Path) -> dict[str, Any]:
     try:
         value = yaml.load(path.read_text(), _Loader)
     except OSError as error:
-        raise InvalidExperiment(f"{path} cannot be read: {error.strerror}.", file=str(path)) from None
+        raise InvalidExperiment(f"{path} cannot be read: {error.strerror}.") from None
     except (yaml.YAMLError, UnicodeDecodeError) as error:
         mark = getattr(error, "problem_mark", None)
         place = f" in line {mark.line + 1}" if mark is not None else ""
         words = getattr(error, "problem", None) or str(error).splitlines()[0]
-        raise InvalidExperiment(f"{path} is not YAML: {words}{place}.", file=str(path)) from None
+        raise InvalidExperiment(f"{path} is not YAML: {words}{place}.") from None
     if not isinstance(value, dict) or not value.keys() >= {"experiment", "axes"}:
         raise InvalidExperiment(
             f"{path} describes no sweep. Give it the keys experiment (a model such as bert-large) and axes (fields of "
-            "the experiment with lists of values).",
-            file=str(path),
+            "the experiment with lists of values)."
         )
     for key in value:
         if key not in KEYS:
-            raise UnknownParameter(f"{path} has the key {key!r}. {suggestion(str(key), KEYS)}", parameter=str(key))
+            raise UnknownParameter(f"{path} has the key {key!r}. {suggestion(str(key), KEYS)}")
     if not isinstance(value["experiment"], str):
         raise InvalidExperiment(
             f"{path}: experiment is {value['experiment']!r}. Write a model, such as bert-large, or the name of a JSON "

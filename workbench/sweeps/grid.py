@@ -114,8 +114,7 @@ class Grid:
     def _checked_feasible(self) -> tuple[Cell, ...]:
         if not self.feasible:
             raise PlanInfeasible(
-                f"None of the {len(self.cells)} cells has a plan. The first says: {self.cells[0].refusal}",
-                cells=len(self.cells),
+                f"None of the {len(self.cells)} cells has a plan. The first says: {self.cells[0].refusal}"
             )
         return self.feasible
 

@@ -111,8 +111,7 @@ class Queue(ABC):
             left = len(self.directory.queue()) - len(self.results())
             raise WorkbenchError(
                 f"The supervisor of {self.name} vanished with {left} runs left; {self.directory.log} says what it "
-                "printed. Go on with resume().",
-                queue=str(self.path),
+                "printed. Go on with resume()."
             )
         return self
 
@@ -206,4 +205,4 @@ def find_queue(path: str | os.PathLike[str], settings: str, noun: str) -> Path:
                 return candidate
     names = sorted(file.parent.name for file in runs_root().glob(f"*/{settings}"))
     hint = f"There are {', '.join(names[-5:])}." if names else f"There are none in {runs_root()} yet."
-    raise RunNotFound(f"There is no {noun} {str(path)!r}. {hint}", path=str(path))
+    raise RunNotFound(f"There is no {noun} {str(path)!r}. {hint}")

@@ -107,7 +107,7 @@ class Sweep(Queue):
     def best(self, count: int = 1) -> list[Run]:
         """Return the runs, with every seed, of the `count` configurations whose mean objective is lowest."""
         if count < 1:
-            raise InvalidArgument(f"count={count} is no number of configurations. Give at least 1.", count=count)
+            raise InvalidArgument(f"count={count} is no number of configurations. Give at least 1.")
         ranked = [row for row in self.rows() if row.mean is not None]
         return [run for row in ranked[:count] for run in row.runs]
 

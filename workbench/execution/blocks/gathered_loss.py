@@ -127,8 +127,7 @@ class GatheredLoss:
                 f"The samples of {', '.join(names)} were gathered in another order on one of {self._group.size()} "
                 "replicas than they were computed in, so that the loss and its gradients would be wrong. Nothing was "
                 "updated. This is a fault of Workbench or of the communication library; please report it. With "
-                "data=1 or with micro_batch=global_batch, nothing is gathered over replicas.",
-                values=names,
+                "data=1 or with micro_batch=global_batch, nothing is gathered over replicas."
             )
         self._is_checked = True
 

@@ -56,8 +56,7 @@ def requested_checkpoint(run: RunDir) -> Path | None:
         pass  # bytes that are no JSON, or JSON that is no request
     raise CheckpointError(
         f"{run.resume} does not hold what was written to it. Continue the run once more: run.resume(), or "
-        "wb.runs.prepare(experiment, plan, resume=run.path) for a job.",
-        path=str(run.resume),
+        "wb.runs.prepare(experiment, plan, resume=run.path) for a job."
     )
 
 
@@ -68,23 +67,18 @@ def read_manifest(path: Path) -> dict[str, Any]:
     except FileNotFoundError:
         raise DamagedCheckpoint(
             f"{path} is not a complete checkpoint: {COMPLETE} is missing, so its writing was interrupted. "
-            f"Resume from an earlier checkpoint.",
-            path=str(path),
+            f"Resume from an earlier checkpoint."
         ) from None
     except ValueError:
-        raise DamagedCheckpoint(
-            f"{path / COMPLETE} is not JSON. Resume from an earlier checkpoint.", path=str(path)
-        ) from None
+        raise DamagedCheckpoint(f"{path / COMPLETE} is not JSON. Resume from an earlier checkpoint.") from None
     if not isinstance(manifest, dict) or manifest.get("digest", digest_of(manifest)) != digest_of(manifest):
         raise DamagedCheckpoint(
-            f"{path / COMPLETE} does not hold what was written to it. Resume from an earlier checkpoint.",
-            path=str(path),
+            f"{path / COMPLETE} does not hold what was written to it. Resume from an earlier checkpoint."
         )
     if "step" in manifest and manifest["step"] != step_of(path):
         raise DamagedCheckpoint(
             f"{path} holds the checkpoint of step {manifest['step']}, and its name says {step_of(path)}. Give the "
-            "folder its own name, or resume from an earlier checkpoint.",
-            path=str(path),
+            "folder its own name, or resume from an earlier checkpoint."
         )
     return manifest
 

@@ -79,7 +79,7 @@ def export_step(folder: Path, to: Path, step: int | None = None) -> tuple[Path, 
     if step not in known:
         missing = "no checkpoint" if step is None else f"no checkpoint of step {step}"
         hint = f"There are {', '.join(map(str, known))}." if known else "Train with checkpoint_every, or stop the run."
-        raise CheckpointError(f"{folder} has {missing}. {hint}", step=step, known=tuple(known))
+        raise CheckpointError(f"{folder} has {missing}. {hint}")
     return export_checkpoint(known[step], to)
 
 
@@ -98,7 +98,7 @@ def export_checkpoint(checkpoint: Path, to: Path) -> tuple[Path, ...]:
             "wrote."
         )
     if to.exists() and (not to.is_dir() or any(to.glob("*.safetensors"))):
-        raise CheckpointError(f"{to} holds a model already. Export into another folder.", path=str(to))
+        raise CheckpointError(f"{to} holds a model already. Export into another folder.")
     model = read_json(checkpoint / files.MODEL)
     to.mkdir(parents=True, exist_ok=True)
     _write(_read_tensors(checkpoint, model["persistent"]), to)
@@ -135,11 +135,7 @@ def _read_tensors(checkpoint: Path, names: list[str]) -> dict[str, torch.Tensor]
     for name in names:
         entry = index.get(f"model.{name}")
         if not isinstance(entry, TensorStorageMetadata):
-            raise CheckpointError(
-                f"{checkpoint} lacks the tensor {name} of its model. Export another checkpoint.",
-                path=str(checkpoint),
-                missing=name,
-            )
+            raise CheckpointError(f"{checkpoint} lacks the tensor {name} of its model. Export another checkpoint.")
         tensors[f"model.{name}"] = torch.empty(entry.size, dtype=entry.properties.dtype)
     with warnings.catch_warnings(action="ignore"):  # torch warns that no process group exists.
         dcp_load(tensors, storage_reader=reader, no_dist=True)

@@ -111,9 +111,7 @@ class CheckpointStore:
         if self._last is not None and self._last.error is not None:
             raise CheckpointError(
                 f"The checkpoint of step {self._last.step} could not be written: {self._last.error} Make room under "
-                f"{self._run.checkpoints}, and resume from an earlier checkpoint.",
-                path=str(self._last.path),
-                step=self._last.step,
+                f"{self._run.checkpoints}, and resume from an earlier checkpoint."
             )
 
     @property
@@ -211,8 +209,7 @@ class CheckpointStore:
         if manifest["signature"] != self._trainer.plan.signature:
             raise CheckpointError(
                 f"{path} was saved from a model of other parameters (signature {manifest['signature']}, this model has "
-                f"{self._trainer.plan.signature}). Resume with the experiment that wrote it.",
-                path=str(path),
+                f"{self._trainer.plan.signature}). Resume with the experiment that wrote it."
             )
         digests, rank, world = manifest["files"], dist.get_rank(), dist.get_world_size()
         mine = {name: digests[name] for name in sorted(digests)[rank::world]}  # each rank reads some of the files
@@ -259,9 +256,7 @@ class CheckpointStore:
                 if self._is_main:
                     rejected(candidate, str(error))
         raise CheckpointError(
-            f"No checkpoint in {path.parent} can be resumed from. {reasons[0]} Launch the experiment anew.",
-            path=str(path),
-            reasons=tuple(reasons),
+            f"No checkpoint in {path.parent} can be resumed from. {reasons[0]} Launch the experiment anew."
         )
 
     def _check_patterns(self, path: Path, stored: Mapping[str, Any]) -> None:
@@ -274,9 +269,7 @@ class CheckpointStore:
                 raise CheckpointError(
                     f"{path} has {found} for the weight {name}, and the experiment divides it into "
                     f"{' × '.join(map(str, pattern.shape))} blocks. Resume with the sparsity that wrote it, or launch "
-                    "the experiment anew.",
-                    path=str(path),
-                    weight=name,
+                    "the experiment anew."
                 )
 
     def _is_divided(self, name: str, value: torch.Tensor) -> bool:

@@ -49,9 +49,7 @@ class PipelineParallelismConfig(ParallelismConfig):
         if self.total_size != accelerator.num_processes:
             raise PlanInfeasible(
                 f"The plan uses {self.total_size} processes and {accelerator.num_processes} were started. "
-                f"Launch the run through wb.launch, or start exactly {self.total_size}.",
-                planned=self.total_size,
-                started=accelerator.num_processes,
+                f"Launch the run through wb.launch, or start exactly {self.total_size}."
             )
 
 

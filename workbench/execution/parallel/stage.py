@@ -170,9 +170,7 @@ def _require_memory(block: Block, sent: Mapping[str, torch.Tensor]) -> None:
             raise CaptureError(
                 f"{block.name} passes {name!r} {tuple(value.shape)} to later layers. It shares the memory of a weight, "
                 "which ZeRO 3 frees when the layer has run. Write .clone() behind the operation that makes it, or plan "
-                "with zero=2.",
-                block=block.name,
-                value=name,
+                "with zero=2."
             )
 
 

@@ -167,8 +167,7 @@ def queue_folder() -> Path:
     except OSError as error:
         raise WorkbenchError(
             f"This machine's queue of runs cannot be written to {folder}: {error.strerror}. Set WORKBENCH_HOME to a "
-            "folder that can be written.",
-            folder=str(folder),
+            "folder that can be written."
         ) from None
 
 

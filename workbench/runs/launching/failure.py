@@ -113,7 +113,7 @@ def log_tail(run: RunDir, rank: int | str, lines: int | None = LOG_TAIL_LINES) -
     if lines is not None and lines < 0:
         raise InvalidArgument(f"tail={lines} is no number of lines. Give 0 or more, or None for all.")
     if not re.fullmatch(r"\w[\w-]*", str(rank)):
-        raise InvalidArgument(f"{str(rank)[:80]!r} names no log. Give a rank, or 'launcher'.", rank=rank)
+        raise InvalidArgument(f"{str(rank)[:80]!r} names no log. Give a rank, or 'launcher'.")
     try:
         text = run.log(rank).read_text(errors="replace")
     except OSError:

@@ -129,9 +129,7 @@ def devices_for(plan: Plan) -> tuple[str, ...]:
         raise PlanInfeasible(
             f"The plan uses {plan.world} × {plan.cluster.device.name}, and this machine offers "
             f"{len(devices) or 'no'} GPU{'s' * (len(devices) != 1)}. Plan for this machine: wb.plan(experiment), or "
-            "launch it there.",
-            world=plan.world,
-            available=len(devices),
+            "launch it there."
         )
     return devices
 

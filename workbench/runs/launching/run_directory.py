@@ -67,9 +67,7 @@ def written(attempt: Attempt) -> Iterator[RunDir]:
     if step > experiment.total_steps:
         raise CheckpointError(
             f"{checkpoint} is of step {step:,}, after the {experiment.total_steps:,} steps asked for. Ask for more "
-            "steps, or launch the experiment anew.",
-            step=step,
-            steps=experiment.total_steps,
+            "steps, or launch the experiment anew."
         )
     if checkpoint is not None:
         _check_data(RunDir(checkpoint.parent.parent), experiment, attempt.provenance)
@@ -103,18 +101,17 @@ def checkpoint_of(path: Path) -> Path:
         return path
     run = RunDir(path)
     if not run.experiment.is_file():
-        raise RunNotFound(f"There is no run in {path}. wb.list_runs() shows those that there are.", run=str(path))
+        raise RunNotFound(f"There is no run in {path}. wb.list_runs() shows those that there are.")
     status, _ = read_status(run)
     if status.final:
         processes.wait_left(run)
     if processes.run_alive(run) or written_elsewhere(run, read_status(run)[0]):
-        raise RunExists(f"Run {path.name} is still {status.state}. Stop it first: run.stop(wait=True).", run=str(path))
+        raise RunExists(f"Run {path.name} is still {status.state}. Stop it first: run.stop(wait=True).")
     checkpoints = complete_checkpoints(run)
     if not checkpoints:
         raise CheckpointError(
             f"Run {path.name} has no checkpoint to continue from. Launch the experiment anew, with checkpoint_every "
-            "set if it may be interrupted.",
-            run=str(path),
+            "set if it may be interrupted."
         )
     return checkpoints[-1].path
 
@@ -137,7 +134,7 @@ def _own_directory(attempt: Attempt, checkpoint: Path | None) -> Iterator[RunDir
         if run.path.is_dir() and any(run.path.iterdir()):
             raise _taken(run)
         if run.path.exists() and not run.path.is_dir():
-            raise RunExists(f"{run.path} is a file. Choose a directory for the run.", directory=str(run.path))
+            raise RunExists(f"{run.path} is a file. Choose a directory for the run.")
         run.path.parent.mkdir(parents=True, exist_ok=True)
         run.path.mkdir(mode=OWNER_ONLY, exist_ok=True)
     with _removed_if_full(run if continued is None else None), _locked(run):
@@ -163,7 +160,7 @@ def _unwritable_named() -> Iterator[None]:
         else:
             raise
         said = f"The run could not be written: {error.strerror}. {remedy}"
-        raise WorkbenchError(said, path=error.filename) from None
+        raise WorkbenchError(said) from None
 
 
 @contextlib.contextmanager
@@ -184,16 +181,14 @@ def _locked(run: RunDir) -> Iterator[None]:
         file = run.lock.open("a")
     except OSError as error:
         raise WorkbenchError(
-            f"{run.path} cannot be written: {error.strerror}. run.clone() trains the same in a folder of your own.",
-            directory=str(run.path),
+            f"{run.path} cannot be written: {error.strerror}. run.clone() trains the same in a folder of your own."
         ) from None
     with file:
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
             raise RunExists(
-                f"{run.path} is being started by somebody else right now. Follow it: wb.load_run({str(run.path)!r}).",
-                directory=str(run.path),
+                f"{run.path} is being started by somebody else right now. Follow it: wb.load_run({str(run.path)!r})."
             ) from None
         yield
 
@@ -212,8 +207,7 @@ def new_directory(name: str) -> Path:
                 return path
     except OSError as error:
         raise WorkbenchError(
-            f"No run can be written to {root}: {error.strerror}. Set WORKBENCH_RUNS to a folder that can be written.",
-            folder=str(root),
+            f"No run can be written to {root}: {error.strerror}. Set WORKBENCH_RUNS to a folder that can be written."
         ) from None
     raise AssertionError("a thousand runs in one second")
 
@@ -222,8 +216,7 @@ def _taken(run: RunDir) -> RunExists:
     what = "holds a run" if run.experiment.exists() else "is not empty"
     return RunExists(
         f"{run.path} {what}. Choose another directory, leave it out, or continue that run with "
-        f"resume={str(run.path)!r}.",
-        directory=str(run.path),
+        f"resume={str(run.path)!r}."
     )
 
 
@@ -237,7 +230,7 @@ def clear_attempt(run: RunDir, *, among_nodes: bool = False) -> Path:
         processes.wait_left(run)  # its last status belongs to this attempt
     left = [*processes.survivors(run), *processes.supervisors(run)] if among_nodes else processes.strays(run)
     if processes.run_alive(run) or left:
-        raise RunExists(f"{run.path} is still running. Stop it first: run.stop(wait=True).", directory=str(run.path))
+        raise RunExists(f"{run.path} is still running. Stop it first: run.stop(wait=True).")
     number = max((int(path.name) for path in run.path.glob("attempts/*") if path.name.isdigit()), default=0) + 1
     aside = run.path / "attempts" / str(number)
     aside.mkdir(parents=True)
@@ -282,9 +275,7 @@ def _check_data(run: RunDir, experiment: Experiment, provenance: Mapping[str, An
         raise DataError(
             f"{experiment.data.name} has changed since {run.path.name} was trained on it: its first and last samples "
             f"have the fingerprint {found[:12]} instead of {recorded[:12]}. Restore the text, or continue with the new "
-            "one: run.resume(accept_changed_data=True).",
-            recorded=recorded,
-            found=found,
+            "one: run.resume(accept_changed_data=True)."
         )
 
 

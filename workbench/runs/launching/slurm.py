@@ -78,22 +78,18 @@ def _check_values(words: Mapping[str, str | None], options: Iterable[str], cpus_
     if not TIME_LIMIT.fullmatch(words["time"] or ""):
         raise InvalidArgument(
             f"time={words['time']!r} is no time limit of Slurm. Write it as hours:minutes:seconds, such as 24:00:00, "
-            "or days-hours.",
-            parameter="time",
+            "or days-hours."
         )
     for name, value in words.items():
         if value is not None and (not re.fullmatch(r"[\w.,:@+-]+", value) or value.startswith("-")):
-            raise InvalidArgument(f"{name}={value[:80]!r} is no {name} of Slurm. Give its name.", parameter=name)
+            raise InvalidArgument(f"{name}={value[:80]!r} is no {name} of Slurm. Give its name.")
     for option in options:
         if not option.startswith("-") or not option.isprintable():
             raise InvalidArgument(
-                f"{option[:80]!r} is no option of sbatch. Write one line, such as '--constraint=h200'.",
-                parameter="options",
+                f"{option[:80]!r} is no option of sbatch. Write one line, such as '--constraint=h200'."
             )
     if cpus_per_node is not None and not 1 <= cpus_per_node <= MOST_CORES:
-        raise InvalidArgument(
-            f"cpus_per_node={cpus_per_node} is no number of cores. Give 1 to {MOST_CORES:,}.", parameter="cpus_per_node"
-        )
+        raise InvalidArgument(f"cpus_per_node={cpus_per_node} is no number of cores. Give 1 to {MOST_CORES:,}.")
 
 
 def ranks_per_node(world: int, nodes: int) -> int:
@@ -101,8 +97,6 @@ def ranks_per_node(world: int, nodes: int) -> int:
     if world % nodes:
         raise PlanInfeasible(
             f"The plan's {world} ranks cannot be divided equally over {nodes} nodes. Plan for a cluster whose nodes "
-            f"are full: Cluster.of(…, gpus={nodes * -(-world // nodes)}, nodes={nodes}).",
-            world=world,
-            nodes=nodes,
+            f"are full: Cluster.of(…, gpus={nodes * -(-world // nodes)}, nodes={nodes})."
         )
     return world // nodes

@@ -31,7 +31,7 @@ def download_run(address: str) -> Path:
     """
     match = _ADDRESS.fullmatch(address)
     if match is None:
-        raise RunNotFound(f"{address!r} is not an address on W&B. Write wandb:entity/project/id.", run=address)
+        raise RunNotFound(f"{address!r} is not an address on W&B. Write wandb:entity/project/id.")
     entity, project, identity = match.groups()
     path = "/".join(part for part in (entity, project, identity) if part)
     remote, rows = _fetch(path)
@@ -49,9 +49,9 @@ def _fetch(path: str) -> tuple[Any, list[dict[str, Any]]]:
     except Exception as error:  # CommError, UsageError, AuthenticationError, RunNotFoundError, …
         reason = (str(error).strip() or type(error).__name__).splitlines()[0].rstrip(".")
         if "ould not find run" in reason:
-            raise RunNotFound(f"W&B has no run {path}, or you may not see it. {reason}.", run=path) from None
+            raise RunNotFound(f"W&B has no run {path}, or you may not see it. {reason}.") from None
         raise WorkbenchError(
-            f"W&B gave no answer for {path}: {reason}. Check the network, `wandb login` and WANDB_BASE_URL.", run=path
+            f"W&B gave no answer for {path}: {reason}. Check the network, `wandb login` and WANDB_BASE_URL."
         ) from None
 
 

@@ -96,15 +96,13 @@ def sync(run: RunDir, limit_s: float | None = None) -> Delivery:
     if not run.tracker.exists():
         raise WorkbenchError(
             f"{run.path.name} is not tracked: it was launched with WANDB_MODE=disabled or without a project. "
-            "Launch it without either to track it.",
-            run=str(run.path),
+            "Launch it without either to track it."
         )
     if not logged_in():
         raise WorkbenchError("There is no key for W&B here. Run `wandb login`, or set WANDB_API_KEY, and sync again.")
     if recording(run):
         raise WorkbenchError(
-            f"The recorder of {run.path.name} is still at work; it uploads by itself. Wait until the run has ended.",
-            run=str(run.path),
+            f"The recorder of {run.path.name} is still at work; it uploads by itself. Wait until the run has ended."
         )
     if not pending(run):
         return delivery(run)
