@@ -21,7 +21,7 @@ LONGEST_SEQUENCE = 2**20
 
 @dataclass(frozen=True)
 class Parameter:
-    """One parameter: its name, its default as Python writes it, its comment, and the choices that the comment quotes."""
+    """One parameter: its name, its default as Python writes it, its comment, and the choices that this quotes."""
 
     name: str
     default: str
@@ -49,16 +49,14 @@ def check_names(notebook: Path, values: Mapping[str, Any]) -> None:
             names = ", ".join(declared) or "none"
             hint = suggestion(name, declared) if declared else "It has no cell tagged parameters."
             listed = "" if hint.startswith("Known names") or not declared else f" It has: {names}."
-            raise UnknownParameter(
-                f"{notebook.name} has no parameter {name!r}. {hint}{listed}"
-            )
+            raise UnknownParameter(f"{notebook.name} has no parameter {name!r}. {hint}{listed}")
 
 
 def checked_values(notebook: Path, texts: Mapping[str, str]) -> dict[str, Any]:
     """Return the values that a user wrote for parameters: Python's literals, and text where it is none.
 
     A value must have the type of its default. One that is named as a field of an experiment is checked as that field.
-    Raises `UnknownParameter`, or the `InvalidArgument` or `InvalidExperiment` whose sentence names the first wrong value.
+    Raises `UnknownParameter`, or the `InvalidArgument` or `InvalidExperiment` that names the first wrong value.
     """
     check_names(notebook, texts)
     declared = parameters(notebook)

@@ -21,8 +21,8 @@ def template_path(template: str) -> Path:
     installed = templates()
     if given.stem in installed:
         return installed[given.stem]
-    hint = suggestion(given.stem, installed) if installed else "No templates are installed here; give the path of a notebook."
-    raise RunNotFound(f"There is no notebook {template!r}. {hint}")
+    none = "No templates are installed here; give the path of a notebook."
+    raise RunNotFound(f"There is no notebook {template!r}. {suggestion(given.stem, installed) if installed else none}")
 
 
 def templates() -> dict[str, Path]:
@@ -45,9 +45,7 @@ def new(template: str, path: str | Path | None = None) -> Path:
         target /= source.name
     target = target.with_suffix(".ipynb").absolute()
     if target.exists():
-        raise WorkbenchError(
-            f"{target} exists already. Give another path: workbench new {source.stem} PATH."
-        )
+        raise WorkbenchError(f"{target} exists already. Give another path: workbench new {source.stem} PATH.")
     target.parent.mkdir(parents=True, exist_ok=True)
     shutil.copyfile(source, target)
     return target
