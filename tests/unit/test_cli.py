@@ -196,6 +196,7 @@ def test_a_notebook_is_executed_with_its_parameters_and_exported(notebook, tmp_p
     executed, page = answer.stdout.split()
     assert (executed, page) == (str(tmp_path / "out" / "trial.ipynb"), str(tmp_path / "out" / "trial.html"))
     assert "short for 40 steps" in Path(page).read_text()
+    assert str(tmp_path) not in Path(executed).read_text(), "a notebook that is handed on names no folder of its author"
 
 
 def test_a_misspelt_notebook_parameter_fails_with_the_known_ones(notebook, tmp_path):

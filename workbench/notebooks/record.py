@@ -98,10 +98,12 @@ def recorded_in(notebook: Any, name: str) -> Record:
 
 
 def add_record(path: Path, notebook_runs: Sequence[Run]) -> None:
-    """Write the record of these runs into a notebook's metadata."""
+    """Write the record of these runs into a notebook's metadata; papermill's paths of this machine become names."""
     import nbformat
 
     notebook = nbformat.read(path, as_version=4)
+    papermill = notebook.metadata.get("papermill", {})
+    papermill |= {name: Path(papermill[name]).name for name in ("input_path", "output_path") if papermill.get(name)}
     notebook.metadata[KEY] = nbformat.from_dict(Record.of(notebook_runs).to_json())
     nbformat.write(notebook, path)
 
