@@ -15,18 +15,16 @@ from __future__ import annotations
 import argparse
 import copy
 import functools
-import json
 import logging
-import platform
 import re
 import warnings
 from pathlib import Path
 from typing import Any
 
 import torch
-import transformers
 from torch.nn.modules.batchnorm import _BatchNorm
 
+from benchmarks.pages import MODELS_PAGE, fill, read_rows, versions, write_rows
 from tests.distributed.handed_over import MODELS, Batch
 from tests.distributed.harness import CPU, LINK, launch
 from tests.distributed.test_every_plan import loss_of, part_of, trainer_of
@@ -42,8 +40,6 @@ from workbench.planning.profiling import analytic_profile
 from workbench.planning.request import Request
 from workbench.planning.table import weigh
 
-PAGE = Path(__file__).resolve().parents[1] / "docs" / "models.md"
-BEGIN, END = "<!-- made by benchmarks/any_model.py -->", "<!-- end of any_model.py -->"
 BATCH = 8
 TOLERANCE = 1e-5
 DIVISIONS: dict[str, dict[str, Any]] = {
@@ -202,26 +198,14 @@ def main() -> None:
     asked = parser.parse_args()
     logging.getLogger("transformers").setLevel(logging.ERROR)
     warnings.simplefilter("ignore")
-    rows = {row["name"]: row for row in json.loads(asked.file.read_text())["rows"]} if asked.file.exists() else {}
-    if asked.what == "measure":
-        for name in asked.names or MODELS:
-            rows[name] = measured(name)
-            print(*table([rows[name]])[2:], flush=True)
-            versions = {"torch": torch.__version__.partition("+")[0], "transformers": transformers.__version__}
-            made = {**versions, "machine": platform.machine(), "rows": [rows[n] for n in MODELS if n in rows]}
-            text = re.sub(
-                r"/\S*/(?:site-packages/|(?=tests/))", "", json.dumps(made, indent=1)
-            )  # paths of this machine
-            asked.file.write_text(text + "\n")
+    rows = read_rows(asked.file)
+    if asked.what == "update":
+        fill(MODELS_PAGE, "any_model.py", [*table(list(rows.values())), "", versions(asked.file)])
         return
-    made = json.loads(asked.file.read_text())
-    lines = [
-        *table(made["rows"]),
-        "",
-        f"Measured with torch {made['torch']}, transformers {made['transformers']}, {made['machine']}.",
-    ]
-    before, _, rest = PAGE.read_text().partition(BEGIN)
-    PAGE.write_text("\n".join([before + BEGIN, *lines, END + rest.partition(END)[2]]))
+    for name in asked.names or MODELS:
+        rows[name] = measured(name)
+        print(*table([rows[name]])[2:], flush=True)
+        write_rows(asked.file, [rows[each] for each in MODELS if each in rows])
 
 
 if __name__ == "__main__":

@@ -63,10 +63,17 @@ def main() -> None:
         name: {key: round(statistics.median(one[key] for one in runs), 2) for key in runs[0]}
         for name, runs in found.items()
     }
-    arguments.out.write_text(json.dumps({"medians": medians, "runs": found}, indent=1) + "\n")
+    commits = {name: _commit(checkout) for name, checkout in checkouts.items()}
+    load = os.getloadavg()[0]
+    raw = {"commits": commits, "cores": os.cpu_count(), "load": load, "medians": medians, "runs": found}
+    arguments.out.write_text(json.dumps(raw, indent=1) + "\n")
     for name, values in medians.items():
         for key, seconds in values.items():
             print(f"{name:8} {key:30} {seconds:6.2f} s")
+
+
+def _commit(checkout: Path) -> str:
+    return subprocess.check_output(["git", "rev-parse", "--short", "HEAD"], cwd=checkout, text=True).strip()
 
 
 def _measured(plan: wb.Plan) -> dict[str, float]:

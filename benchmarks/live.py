@@ -1,21 +1,21 @@
 """How quickly what trains is seen, and what watching costs.
 
-    python benchmarks/live.py            # everything; minutes, and Chromium for the first four
-    python benchmarks/live.py tracking launch
-    python benchmarks/live.py open --beside ../other-checkout --out benchmarks/results/opening_2cores.json
+    python -m benchmarks.live measure FILE            # everything; ten minutes, and Chromium for all but three
+    python -m benchmarks.live measure FILE tracking launch
+    python -m benchmarks.live update FILE             # puts FILE's table into benchmarks/README.md
 
-Prints, for this machine:
+Measures, on this machine, and writes every value to FILE, beside the load before; with names it keeps the rest of FILE:
 
 - `first_curve`: clicks and seconds from the launcher to the first curve that `templates/bert_scaling.ipynb` draws
   in view, and how long after the click its first cell was done, its runs were launched and a step was logged;
 - `latency`: from the moment an event is written to the moment a real browser (JupyterLab in headless Chromium) has
-  drawn it, p50 and p95;
+  drawn it;
 - `zoom`: 10 runs × 1 M points: time of `wb.live` for runs that nobody has opened before, and again in another kernel
   (the panels of such long runs follow in the background); then from the end of a drag to the redrawn curve with the
-  points of the visible range, p50, p95 and the longest of 30;
-- `open`: the same opening in kernels without a page, by turns with another checkout's, in wall and processor time;
+  points of the visible range, 30 times;
+- `open`: the same opening in five new kernels without a page, in wall and processor time and memory;
 - `memory`: growth of the kernel and of the page while a recorded 8-hour run (one step a second) is replayed;
-- `tracking`: what one step's events cost the training with 50 metrics a step, as a share of steps of several lengths;
+- `tracking`: what one step's events of 50 metrics cost the training, in processor time;
 - `launch`: time for `wb.launch` to return.
 """
 
@@ -31,16 +31,20 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
+from benchmarks.pages import fill
+
 REPOSITORY = Path(__file__).parents[1]
 sys.path.insert(0, str(REPOSITORY / "tests" / "browser"))
 
 EIGHT_HOURS = 8 * 3600
+RUNS, POINTS = 10, 1_000_000
+METRICS = 50
 CELL = """
 import os, psutil, time
 from workbench.runs.registry import load_run
@@ -50,13 +54,10 @@ dashboard = live([load_run(path) for path in {paths!r}], x="step")
 opened_s = time.perf_counter() - started
 dashboard
 """
-WRITING = "live.write_long_runs(pathlib.Path(sys.argv[3]), {}, {})"
 OPENING = """
 import json, resource, time
-import workbench
 from workbench.runs.registry import load_run
 from workbench.widgets import live
-assert workbench.__file__.startswith({checkout!r}), workbench.__file__
 started, computed = time.perf_counter(), time.process_time()
 dashboard = live([load_run(path) for path in {paths!r}], x="step")
 took = [time.perf_counter() - started, time.process_time() - computed]
@@ -119,7 +120,8 @@ def laboratory(folder: Path) -> Iterator[tuple[Any, Any]]:
 
     if CHROMIUM is None:
         sys.exit(
-            "There is no Chromium on this machine. Install one (apt-get install chromium), or ask for: tracking launch."
+            "There is no Chromium on this machine. "
+            "Install one (apt-get install chromium), or ask for: open tracking launch."
         )
     environment = {"PYTHONPATH": str(REPOSITORY), "WORKBENCH_RUNS": str(folder / "runs")}
     with lab.jupyterlab(folder, environment) as server, sync_playwright() as play:
@@ -152,7 +154,7 @@ def in_kernel(page: Any, expression: str) -> Any:
     return json.loads(answer)
 
 
-def first_curve(folder: Path) -> str:
+def first_curve(folder: Path) -> dict[str, Any]:
     """One click on the card of the demo; what is drawn is counted in the page, and the clicks too."""
     import lab
 
@@ -175,11 +177,11 @@ def first_curve(folder: Path) -> str:
         step_s = min(event["time"] for each in events for event in each if event["type"] == "step") - clicked
         for run in list_runs(folder / "lab" / "runs"):
             run.kill()
-    parts = f"first cell done {began_s:.1f} s, launched {launched_s:.1f} s, first step {step_s:.1f} s after the click"
-    return f"first curve     {clicks} click and {curve_s:.1f} s ({parts})"
+    parts = {"first_cell_s": began_s, "launched_s": launched_s, "first_step_s": step_s}
+    return {"clicks": clicks, "curve_s": curve_s, **parts}
 
 
-def latency(folder: Path, updates: int = 60, every_s: float = 0.5) -> str:
+def latency(folder: Path, updates: int = 60, every_s: float = 0.5) -> dict[str, Any]:
     """Events are written by this process; the page notes when each was drawn. Both read this machine's clock."""
     from workbench.rundir import append_event
 
@@ -204,12 +206,10 @@ def latency(folder: Path, updates: int = 60, every_s: float = 0.5) -> str:
             time.sleep(every_s)
         page.wait_for_timeout(2000)
         seen = {int(float(step)): at / 1e3 for step, at in page.evaluate("() => window.seen").items()}
-    late_ms = [1e3 * (seen[step] - written[step]) for step in written if step in seen]
-    p50, p95 = np.percentile(late_ms, [50, 95])
-    return f"log to screen   p50 {p50:.0f} ms, p95 {p95:.0f} ms ({len(late_ms)} of {updates} steps drawn one by one)"
+    return {"updates": updates, "late_ms": [1e3 * (seen[step] - written[step]) for step in written if step in seen]}
 
 
-def write_long_runs(folder: Path, runs: int, points: int) -> list[Path]:
+def write_long_runs(folder: Path, runs: int = RUNS, points: int = POINTS) -> list[Path]:
     """Runs of so many steps, whose columns were kept as each run's supervisor does while it goes on."""
     from workbench.runs.records.kept_blocks import ColumnKeeper
 
@@ -226,9 +226,9 @@ def write_long_runs(folder: Path, runs: int, points: int) -> list[Path]:
     return paths
 
 
-def zoom(folder: Path, runs: int = 10, points: int = 1_000_000, drags: int = 30) -> str:
+def zoom(folder: Path, drags: int = 30) -> dict[str, Any]:
     """The last run trains, the others have ended; a drag over the plot, and when its points were there."""
-    paths = write_long_runs(folder, runs, points)
+    paths = write_long_runs(folder)
     with laboratory(folder / "lab") as (server, page):
         page.set_default_timeout(600_000)
         show_dashboard(server, page, paths)
@@ -237,42 +237,25 @@ def zoom(folder: Path, runs: int = 10, points: int = 1_000_000, drags: int = 30)
         opened_s.append(in_kernel(page, "opened_s"))
         page.wait_for_timeout(1000)
         took_ms = [_drag_ms(page, 0.1 + 0.7 * turn / drags) for turn in range(drags)]
-    p50, p95 = np.percentile(took_ms, [50, 95])
-    return (
-        f"open            {runs} runs × {points:,} points: wb.live takes {opened_s[0]:.1f} s the first time, "
-        f"{opened_s[1]:.1f} s in the next kernel\n"
-        f"zoom            p50 {p50:.0f} ms, p95 {p95:.0f} ms, longest {max(took_ms):.0f} ms ({drags} drags in these)"
-    )
+    return {"opened_s": opened_s, "drag_ms": took_ms}
 
 
-def opening(folder: Path, beside: Path | None, runs: int = 10, points: int = 1_000_000, rounds: int = 5) -> Any:
-    """`wb.live` in new kernels, each checkout with runs of its own, because each may keep columns in its own way."""
+def opening(folder: Path, rounds: int = 5) -> dict[str, Any]:
+    """`wb.live` in new kernels without a page."""
     from jupyter_client.manager import start_new_kernel
 
-    from workbench.rundir import RunDir, this_process, write_json
-
-    checkouts = [REPOSITORY, *([beside.resolve()] if beside else [])]
-    paths: dict[Path, list[str]] = {}
-    for number, checkout in enumerate(checkouts):
-        place = folder / str(number)
-        place.mkdir()
-        write = f"import sys, pathlib; sys.path[:0] = sys.argv[1:3]; import live; {WRITING.format(runs, points)}"
-        subprocess.run([sys.executable, "-c", write, checkout, REPOSITORY / "benchmarks", place], check=True)
-        paths[checkout] = [str(place / f"run-{index}") for index in range(runs)]
-        for path in paths[checkout]:  # its writer is gone
-            write_json(RunDir(Path(path)).launcher, {"supervisor": this_process()})
+    paths = [str(path) for path in write_long_runs(folder)]
     time.sleep(3)  # the files' times of change must have settled
-    measured: dict[str, list[list[float]]] = {str(checkout): [] for checkout in checkouts}
+    measured = list[list[float]]()
     for round_ in range(rounds + 1):
-        for checkout in checkouts:
-            manager, client = start_new_kernel(env={**os.environ, "PYTHONPATH": str(checkout)})
-            said = list[str]()
-            code = OPENING.format(checkout=str(checkout), paths=paths[checkout])
-            client.execute_interactive(code, output_hook=lambda m, said=said: said.append(m["content"].get("text", "")))
-            manager.shutdown_kernel(now=True)
-            if round_:  # the first writes that the columns agree with the events
-                measured[str(checkout)].append(json.loads("".join(said)))
-    return measured
+        manager, client = start_new_kernel(env={**os.environ, "PYTHONPATH": str(REPOSITORY)})
+        said = list[str]()
+        code = OPENING.format(paths=paths)
+        client.execute_interactive(code, output_hook=lambda m, said=said: said.append(m["content"].get("text", "")))
+        manager.shutdown_kernel(now=True)
+        if round_:  # the first writes that the columns agree with the events
+            measured.append(json.loads("".join(said)))
+    return dict(zip(("wall_s", "processor_s", "peak_mib"), zip(*measured, strict=True), strict=True))
 
 
 def _drag_ms(page: Any, left: float) -> float:
@@ -314,7 +297,7 @@ def _at(page: Any, share: float) -> tuple[float, float]:
     return box["x"] + share * box["width"], box["y"] + box["height"] / 2
 
 
-def memory(folder: Path, seconds: float = 120.0) -> str:
+def memory(folder: Path, seconds: float = 120.0) -> dict[str, Any]:
     """Eight hours of one step a second, replayed in `seconds`, five updates a second; looked at every two hours."""
     run = write_run(folder / "eight-hours", 7200)
     looks = []
@@ -330,16 +313,8 @@ def memory(folder: Path, seconds: float = 120.0) -> str:
         page.wait_for_timeout(3000)
         looks.append(_look(page))
         steps = in_kernel(page, "dashboard._snapshots[0].step")
-    kernel, objects, history, heap = zip(*looks, strict=True)
-    return (
-        f"memory          kernel {_row(kernel)} MiB, of these the history {_row(history, 1)}; its Python objects "
-        f"{_row(objects)}; the page's heap {_row(heap)} MiB: after 2, 4, 6 and 8 hours of an 8-hour run "
-        f"(step {steps:,}, {len(edges) - 1} updates)"
-    )
-
-
-def _row(values: Sequence[float], digits: int = 0) -> str:
-    return ", ".join(f"{value:,.{digits}f}" for value in values)
+    columns = zip(("kernel_mib", "objects", "history_mib", "page_mib"), zip(*looks, strict=True), strict=True)
+    return {"step": steps, "updates": len(edges) - 1, **dict(columns)}
 
 
 def _look(page: Any) -> tuple[float, int, float, float]:
@@ -359,23 +334,21 @@ def _heap(page: Any) -> float:
     return float(session.send("Runtime.getHeapUsage")["usedSize"]) / 2**20
 
 
-def tracking(folder: Path, steps: int = 5000, metrics: int = 50) -> str:
+def tracking(folder: Path, steps: int = 5000) -> dict[str, Any]:
     """Writing a step's event is all that tracking asks of a training; W&B is told by another process."""
     from workbench.rundir import append_event
 
-    path = folder / "events.jsonl"
-    row = {**step_row(1, 4.0), **{f"metric_{index}": 1.0 / (index + 1) for index in range(metrics)}}
+    row = {**step_row(1, 4.0), **{f"metric_{index}": 1.0 / (index + 1) for index in range(METRICS)}}
     took_us = []
     for _ in range(steps):
-        started = time.perf_counter()
-        append_event(path, "step", **row)
-        took_us.append(1e6 * (time.perf_counter() - started))
-    median, p99 = np.percentile(took_us, [50, 99])
-    shares = ", ".join(f"{median / 1e3 / step_ms:.2%} of a {step_ms:.0f} ms step" for step_ms in (20, 100, 1000))
-    return f"tracking        {median:.0f} µs a step with {metrics} metrics (p99 {p99:.0f} µs): {shares}"
+        started = time.process_time_ns()
+        append_event(folder / "events.jsonl", "step", **row)
+        took_us.append((time.process_time_ns() - started) / 1e3)
+    p50, p99 = np.percentile(took_us, [50, 99])
+    return {"metrics": METRICS, "processor_us": {"p50": p50, "p99": p99}}
 
 
-def launch(folder: Path) -> str:
+def launch(folder: Path) -> dict[str, Any]:
     """Time for `wb.launch` to return, the data being tokenised already; the run is stopped at once."""
     code = """
 import sys, time
@@ -395,58 +368,115 @@ print(*took)
 """
     environment = {**os.environ, "WORKBENCH_RUNS": str(folder / "runs"), "PYTHONPATH": str(REPOSITORY)}
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env=environment, check=True)
-    first, *others = map(float, done.stdout.split()[-3:])
-    return f"launch          returns in {statistics.median(others):.2f} s (the first of a kernel: {first:.2f} s)"
-
-
-def _open(folder: Path, beside: Path | None, out: Path | None) -> str:
-    """The medians of `opening`, and the ratios of neighbouring kernels; everything measured goes to `out`."""
-    measured = opening(folder, beside)
-    own, *others = [np.array(rows) for rows in measured.values()]
-    if out:
-        names = ("wall_s", "processor_s", "peak_mib")
-        rows = [[dict(zip(names, row, strict=True)) for row in each] for each in measured.values()]
-        what = {
-            "cores": os.cpu_count(),
-            "load": os.getloadavg()[0],
-            "here": rows[0],
-            "beside": rows[1] if others else [],
-        }
-        out.write_text(json.dumps(what, indent=1) + "\n")
-    wall_s, processor_s, peak_mib = np.median(own, axis=0)
-    words = f"open            {wall_s:.2f} s in a new kernel, {processor_s:.2f} s of processor time, {peak_mib:.0f} MiB"
-    if others:
-        all_ratios = others[0] / own
-        ends = zip(all_ratios.min(axis=0), all_ratios.max(axis=0), strict=True)
-        ratios = [f"{least:.1f} to {most:.1f}" for least, most in ends]
-        words += f"; the other checkout takes {ratios[0]} times as long, {ratios[1]} times the processor time, "
-        words += f"{ratios[2]} times the memory"
-    return words
+    return {"returned_s": [float(each) for each in done.stdout.split()[-3:]]}
 
 
 MEASUREMENTS = {
-    "tracking": tracking,
-    "launch": launch,
     "first_curve": first_curve,
     "latency": latency,
     "zoom": zoom,
+    "open": opening,
     "memory": memory,
+    "tracking": tracking,
+    "launch": launch,
+}
+
+
+def table(found: dict[str, dict[str, Any]]) -> list[str]:
+    """Return a table with a row for each sentence about what was measured, and the load before it."""
+    lines = ["| what | measured | goal | load |", "|---|---|---|--:|"]
+    for name in MEASUREMENTS:
+        if name in found:
+            load = f"{found[name]['load']:.1f}"
+            lines += [f"| {' | '.join(cells)} | {load} |" for cells in ROWS[name](found[name])]
+    return lines
+
+
+def _curve_rows(found: dict[str, Any]) -> list[tuple[str, str, str]]:
+    parts = "first cell {first_cell_s:.1f} s, launched {launched_s:.1f} s, first step {first_step_s:.1f} s".format(
+        **found
+    )
+    shown = f"{found['curve_s']:.1f} s ({parts})"
+    return [(f"the first curve in view, after {found['clicks']} click on the demo's card", shown, "15 s")]
+
+
+def _latency_rows(found: dict[str, Any]) -> list[tuple[str, str, str]]:
+    drawn = f"{len(found['late_ms'])} of {found['updates']} steps drawn one by one"
+    return [("from a written event to the drawn curve", f"{_ms(found['late_ms'])}; {drawn}", "p95 100 ms")]
+
+
+def _zoom_rows(found: dict[str, Any]) -> list[tuple[str, str, str]]:
+    first, again = found["opened_s"]
+    runs = f"{RUNS} runs × {POINTS:,} points"
+    drag = f"{_ms(found['drag_ms'])}, longest {max(found['drag_ms']):.0f} ms"
+    return [
+        (f"`wb.live` of {runs}, the first time, in JupyterLab", f"{first:.1f} s", "3 s"),
+        ("the same again, in another kernel beside the first", f"{again:.1f} s", "0.5 s"),
+        ("from the end of a drag to the curve of the visible stretch", drag, ""),
+    ]
+
+
+def _open_rows(found: dict[str, Any]) -> list[tuple[str, str, str]]:
+    wall_s, processor_s, peak_mib = (statistics.median(found[name]) for name in ("wall_s", "processor_s", "peak_mib"))
+    shown = f"{wall_s:.2f} s, {processor_s:.2f} s of processor time, {peak_mib:.0f} MiB"
+    return [(f"`wb.live` of {RUNS} runs × {POINTS:,} points in a new kernel without a page", shown, "0.5 s")]
+
+
+def _memory_rows(found: dict[str, Any]) -> list[tuple[str, str, str]]:
+    kernel, history, page = (
+        ", ".join(f"{value:.{digits}f}" for value in found[name])
+        for name, digits in (("kernel_mib", 0), ("history_mib", 1), ("page_mib", 0))
+    )
+    shown = f"kernel {kernel} MiB, of these the history {history}; page {page} MiB"
+    return [("memory after 2, 4, 6 and 8 hours of a run with a step a second", shown, "")]
+
+
+def _tracking_rows(found: dict[str, Any]) -> list[tuple[str, str, str]]:
+    us = found["processor_us"]
+    shares = " and ".join(f"{us['p50'] / 1e3 / step_ms:.2%} of {step_ms} ms" for step_ms in (20, 100))
+    shown = f"{us['p50']:.0f} µs of processor time (p99 {us['p99']:.0f} µs): {shares}"
+    return [(f"what a step with {found['metrics']} metrics costs the training", shown, "0.5 %")]
+
+
+def _launch_rows(found: dict[str, Any]) -> list[tuple[str, str, str]]:
+    first, *others = found["returned_s"]
+    shown = f"{statistics.median(others):.2f} s (the first of a kernel: {first:.2f} s)"
+    return [("until `wb.launch` returns", shown, "1 s")]
+
+
+def _ms(values: list[float]) -> str:
+    p50, p95 = np.percentile(values, [50, 95])
+    return f"p50 {p50:.0f} ms, p95 {p95:.0f} ms"
+
+
+ROWS = {
+    "first_curve": _curve_rows,
+    "latency": _latency_rows,
+    "zoom": _zoom_rows,
+    "open": _open_rows,
+    "memory": _memory_rows,
+    "tracking": _tracking_rows,
+    "launch": _launch_rows,
 }
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("what", nargs="*", metavar="|".join([*MEASUREMENTS, "open"]), help="by default all but open")
-    parser.add_argument("--beside", type=Path, help="another checkout, which `open` measures by turns with this one")
-    parser.add_argument("--out", type=Path, help="file for everything that `open` measured, as JSON")
+    parser.add_argument("what", choices=("measure", "update"))
+    parser.add_argument("file", type=Path, metavar="FILE")
+    parser.add_argument("names", nargs="*", metavar="|".join(MEASUREMENTS), help="all by default")
     asked = parser.parse_args()
-    measurements = {**MEASUREMENTS, "open": lambda folder: _open(folder, asked.beside, asked.out)}
-    for name in asked.what or MEASUREMENTS:
+    found = json.loads(asked.file.read_text()) if asked.file.exists() else {}
+    if asked.what == "update":
+        fill(REPOSITORY / "benchmarks" / "README.md", "live.py", table(found))
+        return
+    for name in asked.names or MEASUREMENTS:
+        made = {"load": os.getloadavg()[0], "cores": os.cpu_count(), "date": time.strftime("%Y-%m-%d")}
         with tempfile.TemporaryDirectory(prefix="workbench-live-") as folder:
-            path = Path(folder)
-            (path / "lab").mkdir()
-            print(measurements[name](path), flush=True)
-    print(f"{os.cpu_count()} cores; load {os.getloadavg()[0]:.1f}; Python {sys.version.split()[0]}")
+            (Path(folder) / "lab").mkdir()
+            found[name] = made | MEASUREMENTS[name](Path(folder))
+        print(*table({name: found[name]})[2:], sep="\n", flush=True)
+        asked.file.write_text(json.dumps(found, indent=1) + "\n")
 
 
 if __name__ == "__main__":

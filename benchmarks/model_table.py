@@ -1,66 +1,80 @@
-"""Which unmodified models train here, and how far they are from plain PyTorch: the table of `docs/models.md`.
+"""Which unmodified models train here, and how far they are from plain PyTorch: the first table of `docs/models.md`.
 
-    python -m benchmarks.model_table [--update] [NAME …]
+    python -m benchmarks.model_table measure FILE [NAME ...]
+    python -m benchmarks.model_table update FILE
 
-Captures every model of the tests' zoo, plans it with the real planner for several divisions of 2 and 4 processes, and
-runs one step of each plan on real processes (gloo, fp32, dropout off) beside plain PyTorch on the whole batch.
-`--update` puts the table into `docs/models.md`. More than ten minutes on 2 cores.
+`measure` captures every model of the tests' zoo, plans it with the real planner for several divisions of 2 and 4
+processes, runs one step of each plan on real processes (gloo, fp32, dropout off) beside plain PyTorch on the whole
+batch, and writes the largest differences to FILE; with names, it measures these and keeps the other rows of FILE.
+`update` puts FILE's table into `docs/models.md`. Minutes on 2 cores.
 """
 
 from __future__ import annotations
 
 import argparse
 import logging
-import platform
+from dataclasses import asdict
 from pathlib import Path
+from typing import Any
 
-import torch
-import transformers
-
+from benchmarks.pages import MODELS_PAGE, fill, read_rows, versions, write_rows
 from tests.distributed import zoo
 from tests.distributed.test_models import ON_FOUR, ON_TWO, captured, differences, offers
 from workbench.capture import build_meta
 from workbench.errors import CaptureError
 
-PAGE = Path(__file__).resolve().parents[1] / "docs" / "models.md"
-BEGIN, END = "<!-- made by benchmarks/model_table.py -->", "<!-- end -->"
 CASES = (*ON_TWO, *ON_FOUR)
-HEADER = (
-    "| model | captured | blocks of types | " + " | ".join(map(str, CASES)) + " |",
-    "|---|---|--:|" + "--:|" * len(CASES),
-)
 
 
-def row(name: str) -> str:
-    """One line of the table; a model that cannot be captured says why."""
+def measured(name: str) -> dict[str, Any]:
+    """Return the differences of each division; a model that cannot be captured says why."""
     model = build_meta(zoo.MODELS[name])
-    title = f"`{type(model).__name__}`" + (" (by hand)" if name in zoo.BY_HAND else "")
+    row = {"name": name, "class": type(model).__name__, "by_hand": name in zoo.BY_HAND}
     try:
         graph = captured(name, model)
     except CaptureError as error:
-        return f"| {title} | no: {error} |" + " |" * (len(CASES) + 1)
+        return row | {"refused": str(error)}
     found = differences(name, ON_TWO) | differences(name, ON_FOUR)
-    cells = [f"{found[degrees].largest:.0e}{'' if offers(name, degrees) else ' ¹'}" for degrees in CASES]
-    return f"| {title} | yes | {len(graph.blocks)} of {len(graph.block_types)} | " + " | ".join(cells) + " |"
+    return row | {
+        "blocks": len(graph.blocks),
+        "block_types": len(graph.block_types),
+        "differences": {str(case): asdict(found[case]) for case in CASES},
+        "not_offered": [str(case) for case in CASES if not offers(name, case)],
+    }
+
+
+def table(rows: list[dict[str, Any]]) -> list[str]:
+    titles = [str(case) for case in CASES]
+    lines = [
+        f"| model | captured | blocks of types | {' | '.join(titles)} |",
+        "|---|---|--:|" + "--:|" * len(titles),
+    ]
+    for row in rows:
+        name = f"`{row['class']}`" + " (by hand)" * row["by_hand"]
+        if "refused" in row:
+            lines.append(f"| {name} | no: {row['refused']} |" + " |" * (len(titles) + 1))
+            continue
+        largest = {title: max(row["differences"][title].values()) for title in titles}
+        cells = [f"{largest[title]:.0e}" + " ¹" * (title in row["not_offered"]) for title in titles]
+        lines.append(f"| {name} | yes | {row['blocks']} of {row['block_types']} | {' | '.join(cells)} |")
+    return lines
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("what", choices=("measure", "update"))
+    parser.add_argument("file", type=Path, metavar="FILE")
     parser.add_argument("names", nargs="*", metavar="NAME", help="models of tests/distributed/zoo.py; all by default")
-    parser.add_argument("--update", action="store_true", help="write the table into docs/models.md")
     asked = parser.parse_args()
     logging.getLogger("transformers").setLevel(logging.ERROR)
-    lines = [*HEADER]
+    rows = read_rows(asked.file)
+    if asked.what == "update":
+        fill(MODELS_PAGE, "model_table.py", [*table(list(rows.values())), "", versions(asked.file)])
+        return
     for name in asked.names or zoo.MODELS:
-        lines.append(row(name))
-        print(lines[-1], flush=True)
-    made = (
-        f"torch {torch.__version__.partition('+')[0]}, transformers {transformers.__version__}, {platform.machine()}."
-    )
-    lines += ["", f"Measured with {made}"]
-    if asked.update:
-        before, _, rest = PAGE.read_text().partition(BEGIN)
-        PAGE.write_text("\n".join([before + BEGIN, *lines, END + rest.partition(END)[2]]))
+        rows[name] = measured(name)
+        print(*table([rows[name]])[2:], flush=True)
+        write_rows(asked.file, [rows[each] for each in zoo.MODELS if each in rows])
 
 
 if __name__ == "__main__":

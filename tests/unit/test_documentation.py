@@ -97,11 +97,12 @@ def test_the_page_of_a_room_names_each_of_its_modules_and_no_file_that_is_gone(r
     assert named <= files
 
 
-def test_the_lines_of_the_readme_describe_the_pair_of_the_full_preset():
+@pytest.mark.parametrize("page", ["README.md", "docs/index.md"])
+def test_the_lines_of_the_first_page_describe_the_pair_of_the_full_preset(page):
     root = DOCS.parent
-    lines = (root / "README.md").read_text().partition("```python\n")[2].partition("\nplan ")[0]
-    readme: dict[str, Any] = {}
-    exec(lines, readme)
+    lines = (root / page).read_text().partition("```python\n")[2].partition("\nplan ")[0]
+    first: dict[str, Any] = {}
+    exec(lines, first)
     cells = json.loads((root / "templates" / "bert_scaling.ipynb").read_text())["cells"]
     parameters, presets, large, scaled = ["".join(each["source"]) for each in cells if each["cell_type"] == "code"][:4]
     template: dict[str, Any] = {}
@@ -110,7 +111,7 @@ def test_the_lines_of_the_readme_describe_the_pair_of_the_full_preset():
     for code in (presets, large.replace("large.data.prepare(large)", ""), scaled):
         exec(code, template)
     for name in ("large", "scaled"):
-        mine, its = readme[name], template[name].replace(evaluation=None)
+        mine, its = first[name], template[name].replace(evaluation=None)
         assert mine.warmup == its.warmup
         as_json = [each.replace(name="bert", warmup_steps=None, seed=0).to_json() for each in (mine, its)]
         for each in as_json:
