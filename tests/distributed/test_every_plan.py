@@ -153,8 +153,10 @@ def plan_of(graph: Graph, case: Case) -> Plan:
 
 
 def trainer_of(model: nn.Module, graph: Graph, plan: Plan, compiles: bool = False) -> Trainer:
-    here = coordinate(plan.pipeline, plan.data, plan.tensor)
-    context = StepContext(seed=0, device=torch.device("cpu"))
+    """Return a trainer of a model on the device where the model is."""
+    device = next(model.parameters()).device
+    here = coordinate(plan.pipeline, plan.data, plan.tensor, device.type)
+    context = StepContext(seed=0, device=device)
     autocast = HALF if plan.precision == "bf16" else nullcontext
     stage = build_stage(plan, here, model, graph, context, compile=compiles, autocast=autocast)
     return Trainer(experiment_of("bert"), plan, graph, stage, context, here)

@@ -40,15 +40,17 @@ REPLICAS: tuple[dict[str, Any], ...] = (
 )
 
 
-def _compared(_rank: int, cases: tuple[dict[str, Any], ...]) -> dict[str, float]:
+def compared(_rank: int, cases: tuple[dict[str, Any], ...], device: str | torch.device = "cpu") -> dict[str, float]:
     """Largest relative difference of a loss or a gradient from plain PyTorch's, for every model and division."""
-    return {f"{name}, {choices}": error for name in GATHERED for choices, error in _differences(name, cases)}
+    return {f"{name}, {choices}": error for name in GATHERED for choices, error in _differences(name, cases, device)}
 
 
-def _differences(name: str, cases: tuple[dict[str, Any], ...]) -> Iterator[tuple[dict[str, Any], float]]:
+def _differences(
+    name: str, cases: tuple[dict[str, Any], ...], device: str | torch.device
+) -> Iterator[tuple[dict[str, Any], float]]:
     torch.manual_seed(0)
-    model = GATHERED[name]().train()
-    batch = default_collate(samples_for(name, BATCH))
+    model = GATHERED[name]().to(device).train()
+    batch = {key: field.to(device) for key, field in default_collate(samples_for(name, BATCH)).items()}
     graphs: dict[int, Graph] = {}
 
     def captured(size: int) -> Graph:
@@ -67,7 +69,7 @@ def _differences(name: str, cases: tuple[dict[str, Any], ...]) -> Iterator[tuple
 def _difference(model: nn.Module, graph: Graph, plan: Plan, batch: dict[str, torch.Tensor]) -> float:
     plain = copy.deepcopy(model)
     trainer = trainer_of(model, graph, plan)
-    worst = torch.zeros(())
+    worst = torch.zeros((), device=next(model.parameters()).device)
     for _step in range(2):  # no gradient of the first stays
         expected = plain(**batch)
         plain.zero_grad()
@@ -279,10 +281,10 @@ def test_values_gathered_in_a_wrong_order_are_caught_before_the_first_update(pla
 
 
 def test_micro_batches_in_one_process_equal_plain_pytorch_of_the_whole_batch() -> None:
-    wrong = {case: error for case, error in launch(_compared, 1, ALONE).items() if not error <= TOLERANCE}
+    wrong = {case: error for case, error in launch(compared, 1, ALONE).items() if not error <= TOLERANCE}
     assert not wrong, wrong
 
 
 def test_replicas_under_every_zero_stage_equal_plain_pytorch_of_the_whole_batch() -> None:
-    wrong = {case: error for case, error in launch(_compared, 2, REPLICAS).items() if not error <= TOLERANCE}
+    wrong = {case: error for case, error in launch(compared, 2, REPLICAS).items() if not error <= TOLERANCE}
     assert not wrong, wrong
