@@ -38,11 +38,24 @@ REPLICAS: tuple[dict[str, Any], ...] = (
     {"data": 2, "num_microbatches": 1},
     *({"data": 2, "num_microbatches": 2, "zero": zero} for zero in range(4)),
 )
+STAGES: tuple[dict[str, Any], ...] = (
+    {"pipeline": 2, "num_microbatches": 4},
+    {"pipeline": 2, "num_microbatches": 2, "schedule": "gpipe", "recompute": "full"},
+)
+STAGES_OF_REPLICAS: tuple[dict[str, Any], ...] = (
+    {"pipeline": 2, "data": 2, "num_microbatches": 1, "schedule": "gpipe"},
+    *({"pipeline": 2, "data": 2, "num_microbatches": 2, "zero": zero} for zero in (0, 2, 3)),
+)
 
 
-def compared(_rank: int, cases: tuple[dict[str, Any], ...], device: str | torch.device = "cpu") -> dict[str, float]:
+def compared(
+    _rank: int,
+    cases: tuple[dict[str, Any], ...],
+    device: str | torch.device = "cpu",
+    names: tuple[str, ...] = tuple(GATHERED),
+) -> dict[str, float]:
     """Largest relative difference of a loss or a gradient from plain PyTorch's, for every model and division."""
-    return {f"{name}, {choices}": error for name in GATHERED for choices, error in _differences(name, cases, device)}
+    return {f"{name}, {choices}": error for name in names for choices, error in _differences(name, cases, device)}
 
 
 def _differences(
@@ -62,7 +75,7 @@ def _differences(
     for choices in cases:
         size = BATCH // choices["num_microbatches"] // choices.get("data", 1)
         graph = with_tail_of(captured(size), captured(BATCH))
-        plan = forced_plan(graph, pipeline=1, micro_batch=size, gathers=True, **choices)
+        plan = forced_plan(graph, micro_batch=size, gathers=True, **{"pipeline": 1, **choices})
         yield choices, _difference(copy.deepcopy(model), graph, plan, batch)
 
 
@@ -175,10 +188,10 @@ def _evaluations(_rank: int, cases: tuple[dict[str, Any], ...]) -> dict[str, flo
             captured = CapturedModel(experiment, size, copy.deepcopy(model))
             gathered = BATCH if choices.get("gathers", True) else None
             graph = captured.graph if gathered is None else captured.gathered(gathered)
-            plan = forced_plan(graph, pipeline=1, micro_batch=size, **{"gathers": True, **choices})
+            plan = forced_plan(graph, micro_batch=size, **{"pipeline": 1, "gathers": True, **choices})
             plan = replace(plan, coupled=True)
             evaluated = captured.evaluation(experiment, gathered)
-            require_same_stages(graph, evaluated, (), 1)
+            require_same_stages(graph, evaluated, [stage.first_block for stage in plan.stages[1:]], 1)
             trainer = trainer_of(copy.deepcopy(model), graph, plan)
             programs = evaluation_programs(plan, trainer.coordinate, evaluated, trainer.context)
             evaluator = Evaluator(trainer, evaluated, programs, UserDataset(samples, HELD_OUT, seed=None), metrics)
@@ -212,8 +225,8 @@ def test_held_out_losses_of_a_process_equal_plain_pytorch_of_each_global_batch()
     assert not wrong, wrong
 
 
-def test_held_out_losses_of_replicas_equal_plain_pytorch_of_each_global_batch() -> None:
-    found = launch(_evaluations, 2, (REPLICAS[0], REPLICAS[-1]))
+def test_held_out_losses_of_replicas_and_stages_equal_plain_pytorch_of_each_global_batch() -> None:
+    found = launch(_evaluations, 2, (REPLICAS[0], REPLICAS[-1], STAGES[0]))
     wrong = {case: error for case, error in found.items() if not error <= TOLERANCE}
     assert not wrong, wrong
 
@@ -287,4 +300,15 @@ def test_micro_batches_in_one_process_equal_plain_pytorch_of_the_whole_batch() -
 
 def test_replicas_under_every_zero_stage_equal_plain_pytorch_of_the_whole_batch() -> None:
     wrong = {case: error for case, error in launch(compared, 2, REPLICAS).items() if not error <= TOLERANCE}
+    assert not wrong, wrong
+
+
+def test_stages_equal_plain_pytorch_of_the_whole_batch() -> None:
+    wrong = {case: error for case, error in launch(compared, 2, STAGES).items() if not error <= TOLERANCE}
+    assert not wrong, wrong
+
+
+def test_stages_of_replicas_equal_plain_pytorch_of_the_whole_batch() -> None:
+    found = launch(compared, 4, STAGES_OF_REPLICAS, "cpu", ("Hugging Face's CLIP", "SupCon"))
+    wrong = {case: error for case, error in found.items() if not error <= TOLERANCE}
     assert not wrong, wrong

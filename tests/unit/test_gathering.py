@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -17,6 +18,7 @@ from workbench.capture import Rows, captured_model, division
 from workbench.capture.captured_model import CapturedModel
 from workbench.capture.gathering import TAIL, join_rows, part_rows
 from workbench.cost.cluster import Cluster
+from workbench.cost.memory import ParameterTable, stage_state
 from workbench.errors import CaptureError, DataError, PlanInfeasible, PlanMismatch
 from workbench.experiment import Experiment
 from workbench.planning.plan import Plan
@@ -144,10 +146,25 @@ def test_a_batch_in_one_piece_is_planned_without_gathering() -> None:
     assert TAIL not in plan.block_names
 
 
-def test_a_pipeline_over_replicas_of_a_coupled_loss_is_refused_with_what_can_be_gathered() -> None:
+def test_a_pipeline_over_replicas_gathers_in_its_last_stage_alone() -> None:
+    how = "two towers with a temperature"
+    experiment = experiment_of(GATHERED[how], samples_for(how))
+    plan = wb.plan(experiment, cluster(4), pipeline=2, data=2, micro_batch=2)
+    assert plan.gathers
+    assert (plan.block_names[plan.stages[-1].end_block - 1], plan.num_microbatches) == (TAIL, 2)
+    assert check_runnable(experiment, plan, CapturedModel(experiment, 2)) is None
+    profile = plan.origin[0].gathered
+    with_tail, without = (
+        stage_state(each, ParameterTable(each), plan).workspace for each in (profile, replace(profile, tail=None))
+    )
+    assert not (with_tail - without)[:, :-1].any()
+    assert (with_tail - without)[0, -1] == pytest.approx(2 * profile.tail.gathered_bytes)
+
+
+def test_what_cannot_be_gathered_is_said_where_the_degrees_divide_a_coupled_batch() -> None:
     experiment = experiment_of(GATHERED["SupCon"], samples_for("SupCon"))
-    with pytest.raises(PlanInfeasible, match=r"gathered only with pipeline=1 and tensor=1.* Leave data=2 out"):
-        wb.plan(experiment, cluster(4), pipeline=2, data=2)
+    with pytest.raises(PlanInfeasible, match=r"gathered only with tensor=1 and one stage .* Leave micro_batch=1 out"):
+        wb.plan(experiment, cluster(1), micro_batch=1)
 
 
 def test_an_experiment_with_sparse_weights_is_not_gathered_and_says_why() -> None:

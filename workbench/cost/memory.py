@@ -93,10 +93,11 @@ class Activations:
         """Return the bytes of `in_flight` micro-batches, the newest of which runs."""
         return (in_flight - 1) * self.held + self.newest
 
-    def at_least(self, nbytes: float) -> Activations:
-        """Return these bytes for a step that has `nbytes` at another moment, when no micro-batch is in flight."""
-        least = None if self.least is None else self.least.at_least(nbytes)
-        return Activations(self.held, np.maximum(self.newest, nbytes), least)
+    def with_last(self, nbytes: float) -> Activations:
+        """Return these bytes where a last stage has `nbytes` at another moment, when no micro-batch is in flight."""
+        least, newest = None if self.least is None else self.least.with_last(nbytes), self.newest.copy()
+        newest[..., -1] = np.maximum(newest[..., -1], nbytes)
+        return Activations(self.held, newest, least)
 
 
 class ParameterTable:
@@ -202,7 +203,9 @@ def stage_state(profile: Profile, table: ParameterTable, strategy: Strategy) -> 
     reduction = ((compute_bytes + FP32) if strategy.data > 1 else FP32) * table.largest_trained
     moments = table.update.state_bytes / strategy.shard_count
     patterns = MASK_BYTES * table.masked / strategy.shard_count + table.pattern_bytes
-    gathered = 0.0 if profile.tail is None else 2 * profile.tail.gathered_bytes  # values and their gradients
+    gathered = np.zeros(len(profile.blocks) + 1)
+    if profile.tail is not None:
+        gathered[-1] = 2 * profile.tail.gathered_bytes  # values and their gradients, in the last stage
     # Receive buffers: torch's stages allocate one per micro-batch, for inputs and gradients.
     crossing = np.array(profile.crossing_bytes) * strategy.micro_batch
     received = (crossing[:, None] + crossing[None, :]) * (strategy.num_microbatches + 1)

@@ -19,7 +19,8 @@ from workbench.capture.label_counting import count_labels, on_device
 from workbench.capture.outputs import sum_and_count
 from workbench.execution.blocks.block_module import BlockProgram
 from workbench.execution.blocks.labelled_head import LabelCounter
-from workbench.execution.forward_pass import Batch, ForwardPass
+from workbench.execution.forward_pass import ForwardPass
+from workbench.execution.parallel.forward_only import Batch
 from workbench.execution.step_log import StepLog
 from workbench.execution.trainer import Trainer
 from workbench.rundir import log_event
@@ -125,7 +126,7 @@ class Evaluator:
     def _weighted_sums(self, denominators: list[list[torch.Tensor]]) -> torch.Tensor:
         """Return this rank's share of the sums over micro-batches of the loss and of each metric's sum and count."""
         total = torch.zeros(1 + 2 * len(self._metrics), dtype=torch.float64, device=self._context.device)
-        results = self._forward.run(self._device_batches(), len(self._micro_batches), denominators)
+        results = self._forward.run(self._device_batches(), denominators)
         for number, batch, (loss, *outputs) in results:
             weight = self._micro_batches[number].weight
             if not weight:

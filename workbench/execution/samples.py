@@ -110,7 +110,7 @@ class Sampler:
             input_ids_PS[row, : len(text)] = torch.tensor(text)
         batch = {name: field.to(self._device) for name, field in self._prompts.fields(input_ids_PS).items()}
         result, ones = None, [torch.ones((), device=self._device) for _ in forward.graph.label_counts]
-        for _, _, (_, logits) in forward.run(iter([batch]), 1, [ones]):
+        for _, _, (_, logits) in forward.run(iter([batch]), [ones]):
             result = logits.reshape(len(texts), group.length, -1)[..., : self._prompts.vocabulary].double().cpu()
         return result
 

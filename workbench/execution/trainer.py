@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -20,12 +19,12 @@ from workbench.capture.hidden_matrices import hidden_matrices
 from workbench.capture.label_counting import count_labels, on_device
 from workbench.columns import shared_columns
 from workbench.execution.blocks.context import StepContext
-from workbench.execution.blocks.gathered_loss import GatheredLoss
 from workbench.execution.blocks.labelled_head import LabelCounter, LabelCounts
+from workbench.execution.parallel.forward_only import ForwardOnly
 from workbench.execution.parallel.gradient_all_reduce import GradientAllReduce
 from workbench.execution.parallel.mesh import MeshCoordinate
 from workbench.execution.parallel.pipeline import PipeStage, as_fields, schedule_runtime
-from workbench.execution.parallel.sharding import distribute, end_forward_only, is_sharded, local
+from workbench.execution.parallel.sharding import distribute, is_sharded, local
 from workbench.execution.parallel.stage import RankStages, StageModule
 from workbench.execution.parallel.whole_tensors import ShardedTensors
 from workbench.execution.sparse_weights import BlockSparseWeights, MaskedWeights, SparseWeights
@@ -63,6 +62,7 @@ class Trainer:
         self.stages, self.context, self.coordinate = stages, context, coordinate
         pipe_stages = [self._pipe_stage(stage, index) for index, stage in enumerate(stages.stages)]
         self._schedule = schedule_runtime(plan.schedule, pipe_stages, plan.num_microbatches)
+        self.forward_only = ForwardOnly(stages, plan, context, coordinate)
         self._parameters = stages.model_parameters()  # after sharding, which replaces parameters
         self.whole = ShardedTensors(stages, coordinate)
         self.optimizer = build_optimizer(
@@ -88,7 +88,6 @@ class Trainer:
         if self._all_reduce is not None and context.cuda_graphs is not None:
             context.cuda_graphs.on_last_backward = self._all_reduce.start
 
-        self._gathered_loss = stages.gathered_loss
         self._duplicates = stages.duplicated_parameters()
         self._ties = _tied_groups(plan, graph, coordinate)
         self._in_norm = self._parameters_in_norm()
@@ -214,8 +213,8 @@ class Trainer:
         self.prepare_forward()
         if context.cuda_graphs is not None:
             context.cuda_graphs.begin_step()
-        if self._gathered_loss is not None and self.plan.runs_forward_twice:
-            self.over_whole_batch(self._gathered_loss, batch, trains=True)
+        if self.plan.runs_forward_twice:
+            self.forward_only.over_whole_batch(batch, trains=True)
         losses: list[torch.Tensor] = []
         target = torch.empty(self.samples, device="meta") if self.stages.computes_loss else None
         self._schedule.step(target=target, losses=losses, return_outputs=False, **as_fields(batch))
@@ -227,21 +226,6 @@ class Trainer:
         if not losses:
             return torch.zeros((), device=context.device)
         return torch.stack([loss.detach() for loss in losses]).sum() / (self.plan.data * self.plan.tensor)
-
-    def over_whole_batch(self, loss: GatheredLoss, batch: Mapping[str, torch.Tensor], trains: bool) -> Any:
-        """Run every micro-batch of this replica forward without a graph, and compute the loss that compares samples.
-
-        Returns what the stage returns for the last one: the loss, and the outputs of an evaluation.
-        """
-        [stage], size = self.stages.stages, self.plan.micro_batch
-        result = None
-        with torch.no_grad(), loss.collecting(trains):
-            for index in range(self.plan.num_microbatches):
-                self.context.microbatch = index
-                with self.context.action("F", 0, index):
-                    result = stage(**{name: field[index * size : (index + 1) * size] for name, field in batch.items()})
-        end_forward_only(stage)
-        return result
 
     def prepare_forward(self) -> None:
         """Update every copy of a parameter after the last update or a loaded checkpoint, and free the gradients."""

@@ -88,7 +88,7 @@ def options(profile: Profile, request: Request) -> Iterator[StrategyCosts]:
     for strategy in _strategies(gathered, request):
         # One sample has no dim of its own in every operation, and one micro-batch needs no gathering.
         is_divided = 1 < strategy.micro_batch < request.global_batch
-        if is_divided and strategy.pipeline == 1 and strategy.tensor == 1:
+        if is_divided and strategy.tensor == 1 and not strategy.interleaves:
             yield costs.of(replace(strategy, gathers=True))
 
 

@@ -38,7 +38,10 @@ def coupled_samples(profile: Profile, request: Request, outcome: str) -> PlanInf
         outcome, way = f"and {' and '.join(dividing)} divides them", f"Leave {' and '.join(dividing)} out"
     gathering = f" {profile.not_gathered}" if profile.not_gathered else ""
     if profile.gathered is not None:
-        gathering = " They are gathered only with pipeline=1 and tensor=1, over micro-batches of two or more samples."
+        gathering = (
+            " They are gathered only with tensor=1 and one stage on each pipeline rank, over micro-batches of two or "
+            "more samples."
+        )
     return PlanInfeasible(
         f"The loss of {profile.model} compares samples of one batch ({profile.coupled[0]}), so that all {batch} must "
         f"stay in one micro-batch on one replica, {outcome}.{gathering} {way}, or accept a loss that depends on the "

@@ -221,7 +221,7 @@ class StrategyCosts:
         """Return the bytes of activations of every stage, for each mode."""
         found = activations(self.blocks, self.table, self.strategy, self.profile.precision, self.model.modes)
         tail = self.profile.tail
-        return found if tail is None else found.at_least(tail.ms_and_bytes(self.cluster.device)[1])
+        return found if tail is None else found.with_last(tail.ms_and_bytes(self.cluster.device)[1])
 
     @property
     def state_bytes(self) -> float:
@@ -267,7 +267,7 @@ class StrategyCosts:
         alone = self._reduced_after_backward(stages) * at_end
         undisturbed = self.cluster.device.efficiency.overlapped_link
         step_wait = undisturbed * alone + _exposed(at_end - alone, backward) + copies[2]
-        if self.profile.tail is not None:
+        if self.profile.tail is not None:  # while the last stage computes it, the others wait
             tail_ms, gather_ms = _tail_ms(self.profile.tail, self.strategy, self.cluster)
             backward, step_wait = backward + tail_ms / self.strategy.num_microbatches, step_wait + gather_ms
         # The host runs ahead of its GPU, from one micro-batch into the next: where it takes longer over all of them,

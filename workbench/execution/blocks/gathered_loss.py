@@ -1,9 +1,9 @@
 """A loss over the samples of all micro-batches and replicas of a step (GradCache, arXiv:2101.06983).
 
-First the towers run forward over every micro-batch, without a graph, and their results are gathered. The loss and its
-gradient with respect to these are computed once, over the whole batch, on every replica. Then each micro-batch runs
-forward again, with the same random numbers, and backward from its part of that gradient. The only micro-batch of a
-replica runs forward once.
+First the towers run forward over every micro-batch, without a graph, and their results are gathered in the last stage.
+The loss and its gradient with respect to these are computed there once, over the whole batch, on every replica. Then
+each micro-batch runs forward again, with the same random numbers, and backward from its part of that gradient. The only
+micro-batch of a replica runs forward once.
 """
 
 from __future__ import annotations
