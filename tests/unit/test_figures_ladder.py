@@ -57,7 +57,7 @@ def test_the_difference_of_a_pair_is_drawn_over_the_tokens_per_parameter_of_the_
     real = (303e6, 2.39e9)
     pairs = {"1 × 32, 2 × 64": (14e3, 103e3), "held out": (59e3, 570e3)}
     figure = wb.figures.pair_difference(
-        law(), pairs, real={"real": real}, others={"pilot": (0.007, -0.08)}, predicted=LATER
+        law(), pairs, real={"real": real}, others={"pilot": (0.007, -0.08), "again": (0.007, -0.09)}, predicted=LATER
     )
     marks = [trace for trace in figure.data if trace.mode == "markers"]
     assert list(marks[0].x) == [at / 103e3 for at in TOKENS]
@@ -65,6 +65,7 @@ def test_the_difference_of_a_pair_is_drawn_over_the_tokens_per_parameter_of_the_
     assert marks[0].y[-1] == pytest.approx(np.mean(ends[14e3]) - np.mean(ends[103e3]))
     assert marks[1].y[0] == pytest.approx(2.51 - 2.4)
     assert (marks[2].x, marks[2].y) == ((0.007,), (-0.08,))
+    assert marks[2].marker.symbol != marks[3].marker.symbol, "two results beside each other are told apart"
     drawn = lines(figure)
     assert drawn["held out"].line.dash == drawn["real, extrapolated"].line.dash == "dash"
     published = drawn["real, Kaplan et al."]

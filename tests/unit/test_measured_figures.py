@@ -177,6 +177,10 @@ def test_the_pairs_figures_are_those_of_the_recorded_runs() -> None:
         assert shows(rows["device-minutes"][at], 60 * history.gpu_hours[-1])
     behind = [scaled - large for scaled, large in zip(ends[3:], (ends[0], ends[1], ends[2]), strict=True)]
     assert all(map(shows, rows["behind BERT-Large of its seed and eps"][3:], behind))
+    template = (ROOT / "templates" / "scaling_ladder.ipynb").read_text()
+    assert [float(each) for each in re.findall(r"\(30e6 / real_sizes\[1\], -([\d.]+)\)", template)] == [
+        round(each, 3) for each in behind
+    ]
     width, depth, small_eps = (f"{each:.2f}" for each in behind)
     assert f"by {small_eps} nats of held-out loss by the rule of width" in words(README)
     assert f"by {depth} by the same rule" in words(README)
@@ -331,6 +335,12 @@ def printed(notebook: str) -> Iterator[str]:
                 yield "".join(output.get("data", {}).get(kind, []))
 
 
+def papermill(notebook: str) -> dict[str, Any]:
+    """Return what papermill wrote about the execution of a notebook."""
+    found: dict[str, Any] = json.loads((ROOT / "notebooks" / f"{notebook}.ipynb").read_text())["metadata"]["papermill"]
+    return found
+
+
 def drawn(notebook: str) -> Iterator[dict[str, Any]]:
     """Yield the traces of a notebook's figures."""
     for cell in json.loads((ROOT / "notebooks" / f"{notebook}.ipynb").read_text())["cells"]:
@@ -350,6 +360,8 @@ def test_figures_quoted_from_executed_notebooks_are_in_their_outputs() -> None:
     ):
         assert in_output in ladder
         assert in_page in page
+    minutes = papermill("scaling_ladder_2cores")["duration"] / 60
+    assert f"(gallery/scaling_ladder_2cores.ipynb) in {minutes:.0f} minutes on two CPU cores" in page
     differences = {
         pair: re.findall(rf"- {pair} after .*: the larger ends ([\d.]+) nats lower", ladder)
         for pair in ("1 × 32 and 2 × 64", "1 × 16 and 2 × 32")

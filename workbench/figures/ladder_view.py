@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from itertools import cycle
 
 import numpy as np
 import plotly.graph_objects as go
@@ -18,6 +19,8 @@ from workbench.units import count
 
 POINTS = 60
 """Number of points of a curve of the law."""
+OTHERS = ("square-open", "diamond-open", "circle-open")
+"""Symbols of other results; open ones are seen where they lie on each other."""
 Pair = tuple[float, float]
 """Parameters of a smaller and a larger model, without embeddings."""
 
@@ -102,8 +105,8 @@ def pair_difference(
         published = {"name": f"{theme.text(name)}, Kaplan et al.", "legendgroup": f"{index} published", "meta": "line"}
         y = KAPLAN.difference(small, large, tokens)
         figure.add_trace(go.Scatter(x=tokens / large, y=y, mode="lines", line=dotted, **published))
-    for name, (tokens_each, nats) in (others or {}).items():
-        grey = {"color": theme.AXIS, "symbol": "square", "size": 11}
+    for symbol, (name, (tokens_each, nats)) in zip(cycle(OTHERS), (others or {}).items(), strict=False):
+        grey = {"color": theme.AXIS, "symbol": symbol, "size": 9, "line": {"width": 2}}
         figure.add_trace(go.Scatter(x=[tokens_each], y=[nats], mode="markers", marker=grey, name=theme.text(name)))
     figure.add_hline(y=0, line={"color": theme.AXIS, "width": 1})
     figure.update_xaxes(type="log", title_text="Tokens for each parameter of the larger model, without embeddings")
