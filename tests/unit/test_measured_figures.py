@@ -387,3 +387,12 @@ def test_figures_quoted_from_executed_notebooks_are_in_their_outputs() -> None:
         in page
     )
     assert f"{min(ratios):.2f} to {max(ratios):.2f} times as long as predicted" in page
+
+
+def test_a_kernel_keeps_of_a_long_run_what_the_raw_file_says() -> None:
+    found, page = raw("live_2cores.json")["memory"], words("docs/dashboard.md")
+    bytes_per_step = {found["history_mib"][at] * 2**20 / (found["step"] * (at + 1) / 4) for at in range(4)}
+    assert f"in {bytes_per_step.pop():.0f} bytes per logged step and run" in page
+    assert not bytes_per_step
+    assert max(found["objects"]) < 1.02 * min(found["objects"])
+    assert "Python objects stays within 2 %" in page
