@@ -7,7 +7,7 @@ from itertools import pairwise
 
 import numpy as np
 
-from workbench.cost.memory import Array, ParameterTable, StageState
+from workbench.cost.memory import Array, ParameterTable
 from workbench.cost.profile import Profile, SparseCosts
 from workbench.planning.options import Option
 from workbench.planning.plan import Candidate, Memory, Plan, Stage, common_recompute
@@ -106,12 +106,13 @@ def _coupling_note(operation: str, best: Option, request: Request) -> str:
 def _stages(costs: StrategyCosts, cut: Cut, elements: Array) -> tuple[Stage, ...]:
     times, cutter, mixed, modes = costs.times(cut.stages), Cutter(costs), cut.stages, costs.model.modes
     pipeline = costs.strategy.pipeline
-    at_peak = [cutter.stage_bytes(rank, cut) for rank in range(pipeline)]
-    crossing = costs.profile.crossing_bytes
+    at_peak = [cutter.fullest_moment(rank, cut)[0] for rank in range(pipeline)]
+    crossing, state = costs.profile.crossing_bytes, cutter.state
     stages = []
     for s, (i, j) in enumerate(pairwise(cut.cuts)):
         recomputed = int(mixed.middle[s]) - i
         is_mixed = 0 < recomputed < j - i
+        to_come = cutter.gradients_to_come(cut, s)
         stages.append(
             Stage(
                 index=s,
@@ -122,8 +123,12 @@ def _stages(costs: StrategyCosts, cut: Cut, elements: Array) -> tuple[Stage, ...
                 backward_ms=float(times.backward[s] + times.backward_wait[s]),
                 send_bytes=int(crossing[j] * costs.strategy.micro_batch) if j < len(crossing) - 1 else 0,
                 recompute=modes[mixed.heavier[s]],
-                memory=_memory(
-                    cutter.state, (i, j), at_peak[s % pipeline][s // pipeline], cutter.gradients_to_come(cut, s)
+                memory=Memory(
+                    parameters=int(state.parameters[i, j]),
+                    gradients=int(state.gradients[i, j] - to_come),
+                    optimizer=int(state.optimizer[i, j]),
+                    activations=int(at_peak[s % pipeline][s // pipeline] - state.total[i, j] + to_come),
+                    workspace=int(state.workspace[i, j]),
                 ),
                 recompute_first=recomputed if is_mixed else None,
                 recompute_rest=modes[mixed.lighter[s]] if is_mixed else "none",
@@ -131,17 +136,6 @@ def _stages(costs: StrategyCosts, cut: Cut, elements: Array) -> tuple[Stage, ...
             )
         )
     return tuple(stages)
-
-
-def _memory(state: StageState, span: tuple[int, int], total: float, gradients_to_come: float) -> Memory:
-    """Return what makes up `total` bytes of the stage `[i, j]`."""
-    return Memory(
-        parameters=int(state.parameters[span]),
-        gradients=int(state.gradients[span] - gradients_to_come),
-        optimizer=int(state.optimizer[span]),
-        activations=int(total - state.total[span] + gradients_to_come),
-        workspace=int(state.workspace[span]),
-    )
 
 
 def _rows(best: Option, options: Sequence[Option], request: Request) -> tuple[Candidate, ...]:

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -22,16 +22,6 @@ from workbench.cost.memory import Activations
 
 Array = npt.NDArray[np.float64]
 Indices = npt.NDArray[np.intp]
-
-
-class Stages(Protocol):
-    """Some stages, each recomputed in one or two modes."""
-
-    def whole(self, matrix: Array) -> Array:
-        """Return, for each stage, a value of `matrix[i, j]` that does not depend on recomputation."""
-
-    def sum(self, matrices: Array) -> Array:
-        """Return, for each stage, the sum over its blocks of `matrices[mode, i, j]`."""
 
 
 @dataclass(frozen=True)
@@ -59,9 +49,11 @@ class MixedStages:
         return MixedStages(0, blocks, blocks, 0, 0)
 
     def whole(self, matrix: Array) -> Array:
+        """Return, for each stage, a value of `matrix[i, j]` that does not depend on recomputation."""
         return np.asarray(matrix[self.first, self.end])
 
     def sum(self, matrices: Array) -> Array:
+        """Return, for each stage, the sum over its blocks of `matrices[mode, i, j]`."""
         early, late = self.positions(matrices.shape[-1])
         return np.asarray(matrices.take(early) + matrices.take(late))
 
@@ -134,6 +126,9 @@ class LevelledStages:
         return StageRange(
             self._blocks, self._first[begin:end], self._end[begin:end], slice(starts[0], starts[-1]), starts
         )
+
+
+Stages = MixedStages | UniformStages | LevelledStages
 
 
 @dataclass(frozen=True)

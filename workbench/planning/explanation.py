@@ -175,7 +175,7 @@ def _changes(plan: Plan, profile: Profile | None) -> list[Change]:
 
 def _loosened_plans(plan: Plan, profile: Profile, request: Request, *, asked: bool) -> list[Change]:
     """Return each constraint loosened, with the plan that is best then; `asked` also frees the choices one by one."""
-    loosened = [*_loosened_hardware(request), *_loosened_batch(request)]
+    loosened = list(_loosened(request))
     for name, value in request.fixed.items() if asked else ():
         words = f"{name} were left to the search"
         loosened.append((f"{name}={value!r}", "request", words, request.fixing(**{name: None})))
@@ -195,8 +195,9 @@ Loosened = tuple[str, str, str, Request]
 """A constraint by name and category, the condition in words, and the request without the constraint."""
 
 
-def _loosened_hardware(request: Request) -> Iterator[Loosened]:
-    cluster, device = request.cluster, request.cluster.device
+def _loosened(request: Request) -> Iterator[Loosened]:
+    """Yield the request with each limit of the hardware and of the batch loosened."""
+    cluster, device, batch, gpus = request.cluster, request.cluster.device, request.global_batch, request.cluster.gpus
 
     def on(**changes: object) -> Request:
         return replace(request, cluster=replace(cluster, device=replace(device, **changes)))  # type: ignore[arg-type]
@@ -224,10 +225,6 @@ def _loosened_hardware(request: Request) -> Iterator[Loosened]:
     if cluster.nodes > 1:
         between = replace(request, cluster=replace(cluster, inter=twice(cluster.inter)))
         yield "links between nodes", "link", "links between nodes were twice as fast", between
-
-
-def _loosened_batch(request: Request) -> Iterator[Loosened]:
-    batch, gpus = request.global_batch, request.cluster.gpus
     larger = replace(request, global_batch=2 * batch)
     yield "global batch", "batch", "the global batch were twice as large", larger
     if batch % gpus:

@@ -45,8 +45,7 @@ def choices_for_optimizer(experiment: Experiment, choices: Choices) -> Choices:
                 f"{experiment.optimizer.name}, whose state stays on the device. Leave offload_optimizer out, or choose "
                 "optimizer='adamw'."
             )
-        if chosen.get("offload_optimizer") is None:
-            chosen["offload_optimizer"] = False
+        chosen["offload_optimizer"] = False
     return cast(Choices, chosen)
 
 

@@ -66,13 +66,16 @@ def options(profile: Profile, request: Request) -> Iterator[StrategyCosts]:
     CUDA graphs take memory: unless the user asked for them, they are tried only where the host may hold up its device.
     """
     modes = tuple(RECOMPUTE) if request.fixed.recompute is None else (request.fixed.recompute,)
-    asked = request.fixed.cuda_graphs
-    forms = [
-        (is_block_sparse, ClusterCosts(device_costs(costed, request.cluster.device), request.cluster, modes))
-        for is_block_sparse, costed in _forms_of_weights(profile, request)
-    ]
+    cluster, fixed = request.cluster, request.fixed
+    asked, sparse = fixed.cuda_graphs, fixed.block_sparse
+    obstacle = no_kernels(cluster.device) or ("" if sparse else unknown_rates(profile.precision))
+    forms = [] if sparse else [profile]  # of dense or masked weights, and of block-sparse ones
+    if sparse is not False and profile.block_sparse is not None and not obstacle:
+        forms.append(profile.block_sparse)
+    costs_of_forms = [ClusterCosts(device_costs(form, cluster.device), cluster, modes) for form in forms]
     for strategy in _strategies(profile, request):
-        for is_block_sparse, costs in forms:
+        for costs in costs_of_forms:
+            is_block_sparse = costs.profile.is_block_sparse
             if is_block_sparse and not strategy.can_be_block_sparse:
                 continue
             without = costs.of(replace(strategy, block_sparse=True) if is_block_sparse else strategy)
@@ -82,24 +85,14 @@ def options(profile: Profile, request: Request) -> Iterator[StrategyCosts]:
                 yield without
 
     gathered = profile.gathered
-    if gathered is None or asked or request.fixed.block_sparse:
+    if gathered is None or asked or sparse:
         return
-    costs = ClusterCosts(device_costs(gathered, request.cluster.device), request.cluster, modes)
+    costs = ClusterCosts(device_costs(gathered, cluster.device), cluster, modes)
     for strategy in _strategies(gathered, request):
         # One sample has no dim of its own in every operation, and one micro-batch needs no gathering.
         is_divided = 1 < strategy.micro_batch < request.global_batch
         if is_divided and strategy.tensor == 1 and not strategy.interleaves:
             yield costs.of(replace(strategy, gathers=True))
-
-
-def _forms_of_weights(profile: Profile, request: Request) -> Iterator[tuple[bool, Profile]]:
-    """Yield False with the profile of dense or masked weights, and True with that of block-sparse ones."""
-    fixed = request.fixed.block_sparse
-    if not fixed:
-        yield False, profile
-    obstacle = no_kernels(request.cluster.device) or ("" if fixed else unknown_rates(profile.precision))
-    if fixed is not False and profile.block_sparse is not None and not obstacle:
-        yield True, profile.block_sparse
 
 
 def _strategies(profile: Profile, request: Request) -> Iterator[Strategy]:

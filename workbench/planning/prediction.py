@@ -49,6 +49,9 @@ def predict(costs: StrategyCosts, cut: Cut, times: StageTimes, request: Request)
     host = count * float(_by_rank(times.host_wait, strategy)[busiest])
     compute = count * float(_by_rank(forward + backward, strategy)[busiest]) - host
     waiting = count * float(_by_rank(waits, strategy)[busiest])
+    cluster, profile = costs.cluster, costs.profile
+    flops = profile.flops_per_sample - (0.0 if profile.sparse is None else profile.sparse.absent_flops)
+    peak = None if cluster.device.type == "cpu" else cluster.gpus * cluster.device.peak(profile.precision)
     return Prediction(
         step_ms=total,
         compute_ms=compute,
@@ -57,19 +60,10 @@ def predict(costs: StrategyCosts, cut: Cut, times: StageTimes, request: Request)
         optimizer_ms=float(_by_rank(times.optimizer, strategy)[last]),
         bubble_fraction=bubble,
         tokens_per_s=request.global_batch * request.seq_len / (total / 1e3),
-        mfu=_mfu(costs, request, total),
+        mfu=None if peak is None else flops * request.global_batch / (total / 1e3) / peak,
         host_ms=host,
         basis=basis_of_times(costs.profile, costs.cluster.device),
     )
-
-
-def _mfu(costs: StrategyCosts, request: Request, step: float) -> float | None:
-    cluster, profile = costs.cluster, costs.profile
-    if cluster.device.type == "cpu":
-        return None
-    peak = cluster.gpus * cluster.device.peak(profile.precision)
-    absent = 0.0 if profile.sparse is None else profile.sparse.absent_flops
-    return (profile.flops_per_sample - absent) * request.global_batch / (step / 1e3) / peak
 
 
 def _sends(costs: StrategyCosts, cut: Cut) -> Array:

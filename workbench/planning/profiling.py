@@ -19,7 +19,6 @@ from workbench.waiting import waiting
 if TYPE_CHECKING:
     from workbench.capture import Graph
     from workbench.capture.captured_model import CapturedModel
-    from workbench.cost.block_sparse import SparseMatrices
     from workbench.cost.profile import Profile
     from workbench.measure.probe_request import ProbeRequest
 
@@ -95,11 +94,14 @@ def analytic_profile(experiment: Experiment, cluster: Cluster) -> Profile:
     """Return the profile of the experiment's model by the device's constants, without measurements."""
     from workbench.capture.captured_model import CapturedModel
     from workbench.capture.label_counting import labelled_share
+    from workbench.capture.sparse_matrices import block_sparse_obstacle
+    from workbench.cost.block_sparse import SparseMatrices
     from workbench.cost.graph_profiler import profile_graph, with_gathered
     from workbench.cost.optimizer_cost import with_optimizer
 
     captured, examples = CapturedModel(experiment, CAPTURE_BATCH), experiment.data.examples(experiment)
     graph = _with_division(captured, experiment.numerics.batch_coupling == "allow")
+    pattern = experiment.sparsity
     _check_patterns(experiment, graph)
     costed = partial(
         profile_graph,
@@ -113,7 +115,7 @@ def analytic_profile(experiment: Experiment, cluster: Cluster) -> Profile:
         labelled_share=(
             experiment.data.labelled_share(experiment) if examples is None else labelled_share(graph, examples)
         ),
-        sparse=_sparse_matrices(experiment, graph),
+        sparse=None if pattern is None else SparseMatrices.of(graph, pattern, block_sparse_obstacle(experiment, graph)),
     )
     costs = replace(with_optimizer(costs, experiment, graph), captured=captured)
     if not costs.coupled:
@@ -171,16 +173,6 @@ def _check_patterns(experiment: Experiment, graph: Graph) -> None:
                     f"{experiment.model.name}. {suggestion(pattern, names)} They are in "
                     "wb.planning.graph(experiment).parameters."
                 )
-
-
-def _sparse_matrices(experiment: Experiment, graph: Graph) -> SparseMatrices | None:
-    """Return the sparse weights of an experiment; raises `InvalidExperiment` if its blocks do not suit them."""
-    from workbench.capture.sparse_matrices import block_sparse_obstacle
-    from workbench.cost.block_sparse import SparseMatrices
-
-    if experiment.sparsity is None:
-        return None
-    return SparseMatrices.of(graph, experiment.sparsity, block_sparse_obstacle(experiment, graph))
 
 
 def probe_request(experiment: Experiment, cluster: Cluster) -> ProbeRequest:

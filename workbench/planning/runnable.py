@@ -73,20 +73,12 @@ def captured_model(experiment: Experiment, plan: Plan) -> CapturedModel | None:
     """
     from workbench.capture.captured_model import CapturedModel
 
-    if not _is_loaded(experiment):
+    functions = (experiment.loss, experiment.optimizer.algorithm, *experiment.metrics.values())
+    is_loaded = experiment.model.is_loaded and _has_loaded_data(experiment)
+    if not is_loaded or any(not each.is_loaded for each in functions if isinstance(each, UserFunction)):
         return None
     planned = None if plan.origin is None else plan.origin[0].captured
     return planned if planned is not None and planned.is_of(experiment) else CapturedModel(experiment, CAPTURE_BATCH)
-
-
-def _is_loaded(experiment: Experiment) -> bool:
-    """Return True unless an object of the user's is only described, because its code is stored with a run."""
-    functions = (experiment.loss, experiment.optimizer.algorithm, *experiment.metrics.values())
-    return (
-        experiment.model.is_loaded
-        and _has_loaded_data(experiment)
-        and all(function.is_loaded for function in functions if isinstance(function, UserFunction))
-    )
 
 
 def _has_loaded_data(experiment: Experiment) -> bool:

@@ -8,7 +8,7 @@ from __future__ import annotations
 import gc
 import heapq
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import replace
 from functools import lru_cache
 from typing import Unpack
@@ -247,7 +247,6 @@ class Search:
         return too_large(self.profile, self.request, len(by_bound), (strategy, float(least), fullest), self._fits)
 
     def _fits(self, other: Request) -> bool:
-        try:
+        with suppress(PlanInfeasible):
             return self._advises and bool(Search(self.profile, other).plan())
-        except PlanInfeasible:
-            return False
+        return False

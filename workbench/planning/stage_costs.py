@@ -14,20 +14,19 @@ import numpy as np
 
 from workbench.cost.cluster import Cluster
 from workbench.cost.communication import all_gather_s, all_reduce_s, point_to_point_s
-from workbench.cost.device import Device, Link
+from workbench.cost.device import Link
 from workbench.cost.memory import (
     BF16,
     FP32,
     MASK_BYTES,
     Activations,
-    ParameterTable,
     StageState,
     activations,
     gradient_bytes,
     spans,
     stage_state,
 )
-from workbench.cost.profile import ADAMW, BlockCosts, TailCosts
+from workbench.cost.profile import ADAMW
 from workbench.memo import memoised
 from workbench.planning.checkpointing import MixedStages, Stages, UniformStages
 from workbench.planning.device_costs import Array, Compute, DeviceCosts
@@ -139,11 +138,6 @@ class ClusterCosts:
         """Return `[i, j]`: the total time of one micro-batch, with every block in the first mode."""
         return self.of(strategy).times(UniformStages()).busy
 
-    @property
-    def elements(self) -> Array:
-        """Parameters of every stage, before any sharding."""
-        return self.device.table(1).elements
-
     @memoised
     def send_ms(self, pipeline: int, chunks: int, replicas: int, micro_batch: int) -> list[Array]:
         """Return `[s][j]`: the time to send one micro-batch one way, from stage `s` to one that begins at block `j`."""
@@ -167,14 +161,8 @@ class StrategyCosts:
         self.model = model
         self.strategy = strategy
         self.profile, self.cluster = model.profile, model.cluster
-
-    @cached_property
-    def blocks(self) -> BlockCosts:
-        return self.model.device.blocks(self.strategy.micro_batch, self.strategy.tensor)
-
-    @cached_property
-    def table(self) -> ParameterTable:
-        return self.model.device.table(self.strategy.tensor)
+        self.blocks = model.device.blocks(strategy.micro_batch, strategy.tensor)
+        self.table = model.device.table(strategy.tensor)
 
     @cached_property
     def _alike(self) -> Strategy:
@@ -267,13 +255,16 @@ class StrategyCosts:
         alone = self._reduced_after_backward(stages) * at_end
         undisturbed = self.cluster.device.efficiency.overlapped_link
         step_wait = undisturbed * alone + _exposed(at_end - alone, backward) + copies[2]
-        if self.profile.tail is not None:  # while the last stage computes it, the others wait
-            tail_ms, gather_ms = _tail_ms(self.profile.tail, self.strategy, self.cluster)
-            backward, step_wait = backward + tail_ms / self.strategy.num_microbatches, step_wait + gather_ms
+        if (tail := self.profile.tail) is not None:  # while the last stage computes the loss, the others wait
+            backward = backward + tail.ms_and_bytes(self.cluster.device)[0] / self.strategy.num_microbatches
+            data, link = self.strategy.data, self.cluster.group_link(self.strategy.data, self.strategy.tensor)
+            step_wait = step_wait + (1e3 * all_gather_s(tail.gathered_bytes, data, link) if data > 1 else 0.0)
         # The host runs ahead of its GPU, from one micro-batch into the next: where it takes longer over all of them,
         # the GPU waits for it in both directions.
         busy = forward + backward + forward_wait + backward_wait + step_wait / self.strategy.num_microbatches
-        host = (1 + runs) / 2 * stages.sum(compute.host) + _actions_ms(self.strategy, self.cluster.device)
+        tuned, acts = self.cluster.device.efficiency, self.strategy.pipeline > 1 and self.cluster.device.type != "cpu"
+        action_s = tuned.captured_action_s if self.strategy.cuda_graphs else tuned.action_s
+        host = (1 + runs) / 2 * stages.sum(compute.host) + (2e3 * action_s if acts else 0.0)
         host_wait = np.maximum(0.0, host - busy)
         return StageTimes(
             forward=forward + host_wait / 2,
@@ -354,7 +345,7 @@ class StrategyCosts:
         whole fp32 gradients are accumulated instead, and copied once.
         """
         strategy, table, device = self.strategy, self.table, self.cluster.device
-        nothing = np.zeros_like(stages.whole(self.model.elements))
+        nothing = np.zeros_like(stages.whole(table.elements))
         if strategy.all_reduces_gradients and strategy.data > 1:
             moved = ALL_REDUCE_COPY_BYTES * stages.whole(table.trained) * self._reduced_after_backward(stages)
             return nothing, nothing, 1e3 * moved / (device.memory_bandwidth * device.efficiency.bandwidth)
@@ -383,7 +374,7 @@ class StrategyCosts:
     def _collectives(self, stages: Stages) -> tuple[Array, Array, Array]:
         """Return the milliseconds of the data axis's collectives: in a forward, in a backward, at the step's end."""
         strategy = self.strategy
-        nothing = np.zeros_like(stages.whole(self.model.elements))
+        nothing = np.zeros_like(stages.whole(self.table.elements))
         if strategy.data == 1:
             return nothing, nothing, nothing
         link = self.cluster.group_link(strategy.data, strategy.tensor)
@@ -415,20 +406,6 @@ def boundary_link(cluster: Cluster, replicas: int, here: int, there: int) -> Lin
     """Return the link that joins two pipeline ranks of `replicas` devices each."""
     first, second = sorted((here, there))
     return cluster.hop_link(first * replicas, second * replicas, replicas)
-
-
-def _actions_ms(strategy: Strategy, device: Device) -> float:
-    """Return the host's time for a forward and a backward of a stage, besides that of its blocks."""
-    if strategy.pipeline == 1 or device.type == "cpu":
-        return 0.0
-    return 2e3 * (device.efficiency.captured_action_s if strategy.cuda_graphs else device.efficiency.action_s)
-
-
-def _tail_ms(tail: TailCosts, strategy: Strategy, cluster: Cluster) -> tuple[float, float]:
-    """Return the milliseconds of a loss over the whole batch, and of gathering what it reads over the replicas."""
-    link = cluster.group_link(strategy.data, strategy.tensor)
-    gather_s = all_gather_s(tail.gathered_bytes, strategy.data, link) if strategy.data > 1 else 0.0
-    return tail.ms_and_bytes(cluster.device)[0], 1e3 * gather_s
 
 
 def _exposed(communication: Array, compute: Array) -> Array:

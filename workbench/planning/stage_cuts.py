@@ -112,12 +112,8 @@ class Cutter:
         cut = self._cut_within(self._least_fullest_stage())
         return (np.inf, 0) if cut is None else max((peak, rank) for rank, peak in enumerate(cut.peaks))
 
-    def stage_bytes(self, rank: int, cut: Cut) -> list[float]:
-        """Return the bytes of each of a rank's stages at the rank's fullest moment, in the schedule's own order."""
-        return self._fullest_moment(rank, cut)[0]
-
-    def _fullest_moment(self, rank: int, cut: Cut) -> tuple[list[float], tuple[int, ...]]:
-        """Return `stage_bytes`, and the entry of `peak_holdings` that the fullest moment is."""
+    def fullest_moment(self, rank: int, cut: Cut) -> tuple[list[float], tuple[int, ...]]:
+        """Return the bytes of each of a rank's stages at its fullest moment, and the entry of `peak_holdings` it is."""
         mine = slice(rank, None, self.strategy.pipeline)
         state = cut.stages.whole(self.state.total)[mine].tolist()
         activations = cut.stages.activations(self._activations)
@@ -143,7 +139,7 @@ class Cutter:
         blocks = np.arange(cut.cuts[stage], cut.cuts[stage + 1])
         own_trained = self.costs.table.own_trained[blocks]
         chunk, rank = divmod(stage, self.strategy.pipeline)
-        *counts, running = self._fullest_moment(rank, cut)[1]
+        *counts, running = self.fullest_moment(rank, cut)[1]
         if chunk != running:
             return pending * float(own_trained.sum()) if counts[chunk] else 0.0
         modes = np.where(blocks < mixed.middle[stage], mixed.heavier[stage], mixed.lighter[stage])
@@ -264,16 +260,13 @@ class Cutter:
         )
 
     def _cut(self, cuts: tuple[int, ...], levels: tuple[int, ...]) -> Cut:
-        cut = Cut(cuts, levels)
-        return replace(cut, peaks=tuple(self._device_bytes(rank, cut) for rank in range(self.strategy.pipeline)))
-
-    def _device_bytes(self, rank: int, cut: Cut) -> float:
-        """Return the bytes of a device of a rank; infinity where its optimiser state does not fit the host."""
-        if self._host is not None:
-            spans = list(pairwise(cut.cuts))[rank :: self.strategy.pipeline]
-            if sum(float(self._host[span]) for span in spans) > self._host_offered:
-                return np.inf
-        return sum(self.stage_bytes(rank, cut))
+        """Return a cut with its peaks: infinity where the optimiser state of a rank's device does not fit the host."""
+        cut, ranks, peaks = Cut(cuts, levels), self.strategy.pipeline, list[float]()
+        for rank in range(ranks):
+            spans, host = list(pairwise(cuts))[rank::ranks], self._host
+            fits = host is None or sum(float(host[span]) for span in spans) <= self._host_offered
+            peaks.append(sum(self.fullest_moment(rank, cut)[0]) if fits else np.inf)
+        return replace(cut, peaks=tuple(peaks))
 
     def _tighter(self, offered: float, first: Cut) -> tuple[Cut | None, float]:
         """Return the cut under the largest cap on each stage with which the stages of every rank fit together."""

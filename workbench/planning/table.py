@@ -125,7 +125,7 @@ class Plans:
         return fitting[:FASTEST_SHOWN] + rejected[:REJECTED_SHOWN]
 
     def _cells(self) -> list[tuple[str, ...]]:
-        return [_cells(number, row, self.best) for number, row in self.shown()]
+        return [_cells(number, row, len(self.best.block_names)) for number, row in self.shown()]
 
     def _heading(self) -> str:
         request = self.request
@@ -158,16 +158,19 @@ class Plans:
         )
 
 
-def _cells(number: int, row: Candidate, best: Plan) -> tuple[str, ...]:
+def _cells(number: int, row: Candidate, blocks: int) -> tuple[str, ...]:
     chunks = f" × {row.chunks}" if row.chunks > 1 else ""
     bound_sign = "" if row.bubble_fraction is not None else "≥ "
+    recomputed = {"full": row.full_blocks, "selective": row.selective_blocks}
+    each = ", ".join(f"{recompute} in {count}" for recompute, count in recomputed.items() if count)
+    mixed = f"{each} of {blocks}" if each else row.recompute
     return (
         str(number),
         str(row.pipeline),
         str(row.data),
         str(row.tensor),
         str(row.zero) + (", optimiser on host" if row.offload_optimizer else ""),
-        _recompute(row, len(best.block_names)),
+        mixed if row.recompute == "mixed" else row.recompute if row.recompute in RECOMPUTE else "–",
         SCHEDULES[row.schedule].words + chunks if row.pipeline > 1 else "–",
         f"{row.num_microbatches} × {row.micro_batch}"
         + (", CUDA graphs" if row.cuda_graphs else "")
@@ -177,15 +180,3 @@ def _cells(number: int, row: Candidate, best: Plan) -> tuple[str, ...]:
         "–" if row.bubble_fraction is None else f"{row.bubble_fraction:.1%}",
         row.verdict,
     )
-
-
-def _recompute(row: Candidate, blocks: int) -> str:
-    """Return, for instance, `"full in 2, selective in 20 of 56"`."""
-    if row.recompute != "mixed":
-        return row.recompute if row.recompute in RECOMPUTE else "–"
-    each = [
-        f"{recompute} in {count}"
-        for recompute, count in (("full", row.full_blocks), ("selective", row.selective_blocks))
-        if count
-    ]
-    return f"{', '.join(each)} of {blocks}" if each else row.recompute
