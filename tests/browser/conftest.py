@@ -95,6 +95,13 @@ def pytest_runtest_makereport(item: pytest.Item) -> Any:
 
 
 @pytest.fixture
+def page(page: Any) -> Any:
+    """Open a page that waits for as long as a busy machine may take for anything that must happen."""
+    page.set_default_timeout(lab.PATIENCE_MS)
+    return page
+
+
+@pytest.fixture
 def lab_page(page: Any, server: lab.Server, picture: Any) -> Iterator[Any]:  # noqa: ARG001
     """Open a page that reaches the server only; `page.refused` lists other requests, `page.said` what it logged.
 
@@ -127,7 +134,7 @@ def picture() -> Any:
     def take(page: Any, name: str) -> None:
         SCREENSHOTS.mkdir(parents=True, exist_ok=True)
         TAKEN.append(SCREENSHOTS / f"{name}.png")
-        page.screenshot(path=str(TAKEN[-1]), timeout=lab.PATIENCE_MS)
+        page.screenshot(path=str(TAKEN[-1]))
 
     return take
 

@@ -55,6 +55,7 @@ def crowding() -> float:
     return max(1.0, os.getloadavg()[0] / (2 * (os.cpu_count() or 1)))
 
 
+@pytest.mark.alone
 def test_every_step_is_on_the_page_within_two_seconds_while_all_cores_are_busy(
     lab_page: Any,
     server: lab.Server,
@@ -63,7 +64,6 @@ def test_every_step_is_on_the_page_within_two_seconds_while_all_cores_are_busy(
     busy: None,  # noqa: ARG001
 ) -> None:
     page = lab_page
-    page.set_default_timeout(lab.PATIENCE_MS)
     lab.write_notebook(server.root / "busy_machine.ipynb", [LIVE_CELL.format(path=str(training))])
     lab.open_notebook(page, server, "busy_machine.ipynb")
     page.evaluate(WATCH)

@@ -19,7 +19,6 @@ TOP = """() => {
 
 def test_run_all_stays_at_the_curve_until_the_user_scrolls(lab_page: Any, server: lab.Server, picture: Any) -> None:
     page = lab_page
-    page.set_default_timeout(lab.PATIENCE_MS)
     path = server.root / NAME
     lab.write_notebook(path, [TALL, TALL, "HTML('<b id=the-curve>curve</b>')", *["1"] * 40])
     notebook = nbformat.read(path, as_version=4)

@@ -38,7 +38,7 @@ def pixels(figure: Any) -> np.ndarray:
     """Return what the screen shows of an element, as numbers of shape (height, width, 3)."""
     figure.scroll_into_view_if_needed()
     figure.page.wait_for_timeout(300)
-    return np.asarray(Image.open(io.BytesIO(figure.screenshot(timeout=lab.PATIENCE_MS))).convert("RGB"), dtype=float)
+    return np.asarray(Image.open(io.BytesIO(figure.screenshot())).convert("RGB"), dtype=float)
 
 
 def marks(figure: Any) -> int:
@@ -57,7 +57,7 @@ def contrast_of_text(page: Any, figure: Any) -> dict[str, float]:
     """Return the contrast of each text in a figure: of its strongest pixels to the most frequent ones around them."""
     figure.scroll_into_view_if_needed()
     page.wait_for_timeout(300)
-    whole = np.asarray(Image.open(io.BytesIO(page.screenshot(timeout=lab.PATIENCE_MS))).convert("RGB"), dtype=float)
+    whole = np.asarray(Image.open(io.BytesIO(page.screenshot())).convert("RGB"), dtype=float)
     boxes = figure.evaluate(
         """graph => [...graph.querySelectorAll('.main-svg text')].map(text => [text.textContent,
             text.getBoundingClientRect()]).map(([words, box]) => [words, box.left, box.top, box.right, box.bottom])"""
@@ -82,7 +82,6 @@ def test_figures_are_right_in_hidden_tabs_in_the_dark_after_a_restart_and_in_the
     picture: Any,
 ) -> None:
     page, shown_now = lab_page, server.root / "shown-now"
-    page.set_default_timeout(lab.PATIENCE_MS)
     shown_now.write_text("")
     names = {"path": str(sweep.path), "tests": str(Path(__file__).parents[2]), "gate": str(shown_now)}
     run = start("training", 20_000, seconds_per_step=0.05)
@@ -166,7 +165,6 @@ def test_every_figure_of_a_saved_notebook_is_dark_also_below_the_window_and_in_t
     lab_page: Any, server: lab.Server, picture: Any
 ) -> None:
     page = lab_page
-    page.set_default_timeout(lab.PATIENCE_MS)
     steps = np.arange(1.0, 200.0)
     curve = Curve("run", {"step": steps, "loss": 4 + 3 / steps, "tokens": 64 * steps})
     lab.write_notebook(server.root / "saved.ipynb", ["loss_curves([curve])"] * 8)

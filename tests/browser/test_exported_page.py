@@ -37,7 +37,7 @@ def test_an_exported_page_is_interactive_without_a_network(page: Any, tmp_path: 
 
     box = page.locator(".js-plotly-plot .nsewdrag").bounding_box()
     page.mouse.move(box["x"] + 0.3 * box["width"], box["y"] + 0.6 * box["height"])
-    page.get_by_text("Tokens (M):").wait_for(timeout=5000)
+    page.get_by_text("Tokens (M):").wait_for()
     assert (page.locator(".hoverlayer").text_content() or "").count("loss") == 2
     picture(page, "exported-hover")
 

@@ -51,7 +51,7 @@ STEPS_SHOWN = f"""() => {{
 
 
 def wait_for_steps(page: Any, steps: int) -> None:
-    page.wait_for_function(f"() => ({STEPS_SHOWN})() >= {steps}", timeout=lab.PATIENCE_MS)
+    page.wait_for_function(f"() => ({STEPS_SHOWN})() >= {steps}")
 
 
 def stop_buttons(page: Any) -> Any:
@@ -83,6 +83,7 @@ def start_with_parameters(page: Any, title: str, **values: Any) -> None:
     page.get_by_role("button", name="Start").click()
 
 
+@pytest.mark.alone
 def test_one_click_on_a_card_draws_the_curve_in_view_while_all_cores_are_busy(
     lab_page: Any,
     server: lab.Server,
@@ -91,7 +92,6 @@ def test_one_click_on_a_card_draws_the_curve_in_view_while_all_cores_are_busy(
     busy: None,  # noqa: ARG001
 ) -> None:
     page = lab_page
-    page.set_default_timeout(lab.PATIENCE_MS)
     lab.open_launcher(page, server)
     picture(page, "lab-cards")
     began = time.monotonic()
@@ -113,7 +113,6 @@ def test_from_the_launcher_to_a_page_for_a_colleague(
     lab_page: Any, server: lab.Server, folder: Path, tmp_path: Path, picture: Any
 ) -> None:
     page = lab_page
-    page.set_default_timeout(lab.PATIENCE_MS)
     lab.open_launcher(page, server)
     page.locator(lab.CARD, has_text="Which learning rate").click(button="right")  # a card's menu has its own form
     page.get_by_role("menuitem", name="Change parameters").click()

@@ -52,14 +52,13 @@ def sweep(server: lab.Server, monkeypatch: pytest.MonkeyPatch) -> Iterator[Sweep
 
 
 def wait_for(page: Any, truth: str) -> None:
-    page.wait_for_function(f"() => {truth}", timeout=lab.PATIENCE_MS)
+    page.wait_for_function(f"() => {truth}")
 
 
 def test_a_sweep_grows_while_it_runs_and_a_run_is_stopped_from_its_table(
     lab_page: Any, server: lab.Server, sweep: Sweep, picture: Any
 ) -> None:
     page = lab_page
-    page.set_default_timeout(lab.PATIENCE_MS)
     lab.write_notebook(server.root / "sweep.ipynb", [CELL.format(path=str(sweep.path)), "6 * 7"])
     lab.open_notebook(page, server, "sweep.ipynb")
     lab.run_all(page)
@@ -85,7 +84,7 @@ def test_a_sweep_grows_while_it_runs_and_a_run_is_stopped_from_its_table(
     picture(page, "sweep-dark-results")
     lab.change_theme(page, "Light")
     sweep.stop()
-    page.wait_for_function("() => !document.querySelector('.jupyter-widgets .js-plotly-plot')", timeout=lab.PATIENCE_MS)
+    page.wait_for_function("() => !document.querySelector('.jupyter-widgets .js-plotly-plot')")
     page.get_by_text(re.compile("runs have ended, not at work")).first.wait_for()
     wait_for(page, f"{DRAWN}.length === 2")
     picture(page, "sweep-ended")

@@ -87,7 +87,6 @@ def show(page: Any, index: int) -> None:
 def settled(page: Any, plots: int) -> None:
     page.wait_for_function(
         f"() => document.querySelectorAll('.jupyter-widgets .js-plotly-plot').length >= {plots}",
-        timeout=lab.PATIENCE_MS,
     )
     page.wait_for_timeout(1500)
 
@@ -97,7 +96,6 @@ def test_what_the_readme_shows_can_be_read_in_wide_and_narrow_windows(
     lab_page: Any, server: lab.Server, picture: Any
 ) -> None:
     page = lab_page
-    page.set_default_timeout(lab.PATIENCE_MS)
     lab.write_notebook(server.root / "recorded.ipynb", CELLS)
     lab.open_notebook(page, server, "recorded.ipynb")
     page.evaluate("() => window.jupyterapp.commands.execute('application:toggle-left-area').then(() => 1)")

@@ -65,13 +65,13 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[lab.Server]:
 
 def open_sidebar(page: Any, server: lab.Server) -> float:
     """Open JupyterLab and the sidebar; return the seconds from the click to the first rows."""
-    page.goto(f"{server.url}/lab?token={server.token}&reset", timeout=lab.PATIENCE_MS)
+    page.goto(f"{server.url}/lab?token={server.token}&reset")
     tab = page.locator('[data-id="workbench-runs"]')
-    tab.wait_for(timeout=lab.PATIENCE_MS)
-    page.wait_for_selector(".jp-Launcher", timeout=lab.PATIENCE_MS)
+    tab.wait_for()
+    page.wait_for_selector(".jp-Launcher")
     clicked = time.monotonic()
-    tab.click(timeout=lab.PATIENCE_MS)
-    page.wait_for_selector(f"{ROW} .wb-sparkline polyline", timeout=lab.PATIENCE_MS)
+    tab.click()
+    page.wait_for_selector(f"{ROW} .wb-sparkline polyline")
     return time.monotonic() - clicked
 
 
@@ -82,7 +82,7 @@ def find(page: Any, words: str) -> Any:
 
 def test_a_thousand_runs_open_and_are_searched_without_a_pause(lab_page: Any, server: lab.Server, picture: Any) -> None:
     opened = open_sidebar(lab_page, server)
-    lab_page.get_by_text("1000 runs").wait_for(timeout=lab.PATIENCE_MS)
+    lab_page.get_by_text("1000 runs").wait_for()
     searched, shown = lab_page.evaluate(
         """() => {
             const field = document.querySelector('.wb-search'), begun = performance.now();
@@ -118,7 +118,7 @@ def test_ticked_runs_are_compared_in_both_themes_and_a_diverged_one_flattens_non
     for index in range(3):
         rows.nth(index).locator(".wb-tick").check()
     lab_page.locator(".wb-compare").click()
-    lab_page.locator(LINES).nth(2).wait_for(state="attached", timeout=lab.PATIENCE_MS)
+    lab_page.locator(LINES).nth(2).wait_for(state="attached")
     legend = lab_page.locator(".wb-plot .legendtext").all_text_contents()
     assert sorted(legend) == ["learning_rate 0.0001", "learning_rate 0.001", "learning_rate 1.0"]
     ticks = lab_page.locator(".wb-plot:nth-of-type(4) .ytick text").all_text_contents()
@@ -129,7 +129,7 @@ def test_ticked_runs_are_compared_in_both_themes_and_a_diverged_one_flattens_non
     picture(lab_page, "runs-compared")
     lab.change_theme(lab_page, "Dark")
     dark = "() => getComputedStyle(document.querySelector('.wb-plot .main-svg')).backgroundColor.match(/\\d+/g)[0] < 60"
-    lab_page.wait_for_function(dark, timeout=lab.PATIENCE_MS)
+    lab_page.wait_for_function(dark)
     picture(lab_page, "runs-compared-dark")
     lab.change_theme(lab_page, "Light")
 
@@ -139,7 +139,7 @@ def test_a_row_stops_its_run_keeps_its_note_and_reads_no_html(lab_page: Any, ser
     row = find(lab_page, "going")
     row.hover()
     row.get_by_role("button", name="Write a checkpoint").click()
-    row.get_by_text("Stopping").wait_for(timeout=lab.PATIENCE_MS)
+    row.get_by_text("Stopping").wait_for()
     deadline = time.monotonic() + lab.PATIENCE_MS / 1000
     while not (server.root / "runs" / "going" / "STOP").exists():
         assert time.monotonic() < deadline
@@ -147,21 +147,21 @@ def test_a_row_stops_its_run_keeps_its_note_and_reads_no_html(lab_page: Any, ser
     row = find(lab_page, "onerror")
     assert row.locator(".wb-name").inner_text() == HOSTILE
     row.locator(".wb-sparkline").dblclick()
-    lab_page.locator(LINES).first.wait_for(state="attached", timeout=lab.PATIENCE_MS)
+    lab_page.locator(LINES).first.wait_for(state="attached")
     row.hover()
     row.get_by_role("button", name="Note about").click()
     lab_page.locator(".jp-Dialog input").fill("<b>look</b> again")
     lab_page.locator(".jp-Dialog .jp-mod-accept").click()
-    row.get_by_text("<b>look</b> again").wait_for(timeout=lab.PATIENCE_MS)
+    row.get_by_text("<b>look</b> again").wait_for()
     row.hover()
     row.get_by_role("button", name="Hide").click()
-    lab_page.get_by_text("0 runs, 1000 not shown").wait_for(timeout=lab.PATIENCE_MS)
+    lab_page.get_by_text("0 runs, 1000 not shown").wait_for()
     find(lab_page, "")
     lab_page.get_by_title("Move to the main area").click()
-    lab_page.locator(".lm-DockPanel .wb-run").first.wait_for(timeout=lab.PATIENCE_MS)
-    lab_page.reload(timeout=lab.PATIENCE_MS)
-    lab_page.locator(".lm-DockPanel .wb-run").first.wait_for(timeout=lab.PATIENCE_MS)
-    lab_page.get_by_text("999 runs, 1 not shown").wait_for(timeout=lab.PATIENCE_MS)
+    lab_page.locator(".lm-DockPanel .wb-run").first.wait_for()
+    lab_page.reload()
+    lab_page.locator(".lm-DockPanel .wb-run").first.wait_for()
+    lab_page.get_by_text("999 runs, 1 not shown").wait_for()
     picture(lab_page, "runs-in-main-area")
     assert "hacked" not in lab_page.title()
     assert lab_page.locator(".wb-run img, .wb-curves img").count() == 0
