@@ -5,11 +5,11 @@ What a page takes as given, such as `experiment`, is small here.
 
 from __future__ import annotations
 
-import os
 import re
-import subprocess
-import sys
+from collections.abc import Callable
 from pathlib import Path
+
+import pytest
 
 ROOT = Path(__file__).resolve().parents[2]
 DOCS = ROOT / "docs"
@@ -48,35 +48,28 @@ def blocks_of(text: str) -> list[str]:
     return re.findall(r"^```python\n(.*?)^```", text, re.M | re.S)
 
 
-def run(script: str, folder: Path) -> str:
-    (folder / "page.py").write_text(script)
-    settings = {"PYTHONPATH": str(ROOT), "WORKBENCH_RUNS": str(folder / "runs")}
-    answer = subprocess.run(
-        [sys.executable, "page.py"], env={**os.environ, **settings}, cwd=folder, capture_output=True, text=True
-    )
-    assert answer.returncode == 0, answer.stdout[-4000:] + answer.stderr[-4000:]
-    return answer.stdout
+@pytest.fixture
+def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[str], None]:
+    """Execute scripts in this process, because the imports of a new one take longer than a page."""
+    monkeypatch.setenv("WORKBENCH_RUNS", str(tmp_path / "runs"))
+    monkeypatch.chdir(tmp_path)
+    return lambda script: exec(compile(script, "page.py", "exec"), {"__name__": "__main__"})
 
 
-def test_every_block_of_the_tutorial_runs_in_order(tmp_path: Path) -> None:
+def test_every_block_of_the_tutorial_runs_in_order(run: Callable[[str], None]) -> None:
     blocks = blocks_of((DOCS / "tutorial.md").read_text())
     assert len(blocks) >= 5
-    assert "finished" in run("\n".join([*blocks, AFTERWARDS["tutorial"]]), tmp_path)
+    run("\n".join([*blocks, AFTERWARDS["tutorial"]]))
 
 
-def test_every_block_of_the_how_tos_runs_in_order(tmp_path: Path) -> None:
+def test_every_block_of_the_how_tos_runs_in_order(run: Callable[[str], None]) -> None:
     pages = {page.stem: blocks_of(page.read_text()) for page in sorted(DOCS.glob("how-to/*.md"))}
     assert sum(map(bool, pages.values())) >= 5
-    scripts = {
-        name: "\n".join([GIVEN, FURTHER_GIVEN.get(name, ""), *blocks, AFTERWARDS.get(name, "")])
-        for name, blocks in pages.items()
-    }
-    # One process, because the imports take longer than the pages; each page has names of its own.
-    each = "exec(compile(script, name + '.md', 'exec'), {'__name__': '__main__'})"
-    run(f"for name, script in {scripts!r}.items():\n    {each}", tmp_path)
+    for name, blocks in pages.items():
+        run("\n".join([GIVEN, FURTHER_GIVEN.get(name, ""), *blocks, AFTERWARDS.get(name, "")]))
 
 
-def test_each_message_of_troubleshooting_is_raised_and_its_remedy_works(tmp_path: Path) -> None:
+def test_each_message_of_troubleshooting_is_raised_and_its_remedy_works(run: Callable[[str], None]) -> None:
     given, *entries = re.split(r"^### ", (DOCS / "reference" / "troubleshooting.md").read_text(), flags=re.M)
     script = ["import re", "from workbench.errors import WorkbenchError", *blocks_of(given)]
     for entry in entries:
@@ -87,4 +80,4 @@ def test_each_message_of_troubleshooting_is_raised_and_its_remedy_works(tmp_path
             script += blocks[1:]
             assert len(blocks) == 2, title
     assert len(script) > 30
-    run("\n".join(script), tmp_path)
+    run("\n".join(script))

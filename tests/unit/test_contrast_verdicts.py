@@ -7,6 +7,7 @@ the contrast reads the end: that of the seed and that along the curve together.
 
 from __future__ import annotations
 
+import functools
 from dataclasses import dataclass, replace
 from math import erf, sqrt
 
@@ -83,6 +84,7 @@ def power_of_the_best_test(seeds: int) -> float:
     return (1 + erf((2 * sqrt(seeds / 2) - 1.6449) / sqrt(2))) / 2
 
 
+@functools.cache
 def power_of_students_test(seeds: int) -> float:
     """Share of the same pairs that Student's test finds, which must learn the noise from the runs that it compares.
 
