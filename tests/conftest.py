@@ -2,8 +2,13 @@
 
 import gc
 import os
+import shutil
+import tempfile
+from pathlib import Path
 
 from hypothesis import settings
+
+from workbench.home import cache_home
 
 gc.disable()  # until all tests are imported, because collecting meanwhile takes a fifth of that time
 
@@ -15,6 +20,7 @@ def pytest_collection_finish() -> None:
 
 def pytest_unconfigure() -> None:
     gc.unfreeze()  # otherwise extension modules would say that these objects leak
+    shutil.rmtree(HOME, ignore_errors=True)
 
 
 # `make test` draws the same examples each time, so that it fails for what was changed; `make test-all` draws new ones.
@@ -22,4 +28,11 @@ settings.register_profile("same", derandomize=True, deadline=None)
 settings.register_profile("new", deadline=None)
 # A run that is tracked starts two more processes and draws a page when it ends. The tests of tracking ask for it.
 os.environ["WANDB_MODE"] = "disabled"
+# Tests run beside each other. In a cache folder of its own, a process's runs do not queue for the devices of another's,
+# or of the user's; what takes long to make is shared.
+HOME = Path(tempfile.mkdtemp(prefix="workbench-tests-"))
+for made in ("calibrations", "devices", "texts", "tokens"):
+    (cache_home() / made).mkdir(parents=True, exist_ok=True)
+    (HOME / made).symlink_to(cache_home() / made)
+os.environ["WORKBENCH_HOME"] = str(HOME)
 settings.load_profile("new" if os.environ.get("WORKBENCH_TEST_ALL") == "1" else "same")
