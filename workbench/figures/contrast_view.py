@@ -60,31 +60,22 @@ def differences(items: Sequence[Difference]) -> Figure:
     lines = [theme.text(item.verdict) for item in items]
     outside = {"x": 1.01, "y": 0.99}
     place = outside if len(items) > MAX_INSIDE else place_legend(figure.data, y_range=y_range)
-    figure.laid_out(
+    return figure.laid_out(
         height=372 + 18 * len(lines),
         title=theme.title("Difference in loss", "<br>".join(lines)),
         margin={"t": 78 + 18 * len(lines)},
         hovermode="x unified",
         legend={"tracegroupgap": 0, **place},
     )
-    return figure
 
 
 def _difference_traces(item: Difference, index: int, scale: float) -> list[go.Scatter]:
     name, color, x = theme.text(item.names[0]), theme.series_color(index), item.x / scale
     band = theme.band(x, item.low, item.high, color, legendgroup=str(index))
     known = bool((item.high - item.low > 0).any())  # no interval of zero width is written
-    line = go.Scatter(
-        x=x,
-        y=item.value,
-        mode="lines",
-        line={"color": color, "width": 2, "dash": theme.series_dash(index)},
-        name=name,
-        legendgroup=str(index),
-        customdata=np.column_stack([item.low, item.high]),
-        hovertemplate="%{y:+.3f}" + known * " (%{customdata[0]:+.3f} to %{customdata[1]:+.3f})",
-        meta="difference",
-    )
+    hover = "%{y:+.3f}" + known * " (%{customdata[0]:+.3f} to %{customdata[1]:+.3f})"
+    words = {"customdata": np.column_stack([item.low, item.high]), "hovertemplate": hover, "meta": "difference"}
+    line = theme.curve(x, item.value, name, color, theme.series_dash(index), legendgroup=str(index), **words)
     traces = [band, line]
     shared = {"mode": "markers", "name": name, "legendgroup": str(index), "showlegend": False}
     if item.margin is not None:
@@ -157,10 +148,6 @@ def seed_differences(contrast: SeedContrast) -> Figure:
     figure.update_xaxes(title_text=f"{contrast.loss} minus that of {first}")
     figure.update_yaxes(type="multicategory", autorange="reversed")
     words = f"{CONFIDENCE:.0%} intervals over the seeds; pale: too close to call"
-    rows = len(contrast.differences)
-    figure.laid_out(
-        height=172 + 34 * rows,
-        title=theme.title("Difference in loss", words),
-        margin={"t": 84},
+    return figure.laid_out(
+        height=172 + 34 * len(contrast.differences), title=theme.title("Difference in loss", words), margin={"t": 84}
     )
-    return figure

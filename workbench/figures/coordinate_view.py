@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import numpy as np
-import plotly.graph_objects as go
 from plotly.colors import sample_colorscale
 
 from workbench.analysis.coordinates import CoordinateCheck, drift
@@ -29,16 +28,10 @@ def coordinate_check(check: CoordinateCheck) -> Figure:
             for step in range(steps):
                 if part not in next(iter(sizes.values()))[step]:
                     continue  # Nothing has changed before the first step.
-                trace = go.Scatter(
-                    x=list(sizes),
-                    y=[of_steps[step][part] for of_steps in sizes.values()],
-                    mode="lines+markers",
-                    line={"color": colors[step], "width": 2},
-                    name=f"step {step}",
-                    legendgroup=str(step),
-                    showlegend=row == column == 1,
-                )
-                figure.add_trace(trace, row=row, col=column)
+                y = [of_steps[step][part] for of_steps in sizes.values()]
+                named = {"legendgroup": str(step), "showlegend": row == column == 1}
+                trace = theme.curve(list(sizes), y, f"step {step}", colors[step], **named)
+                figure.add_trace(trace.update(mode="lines+markers"), row=row, col=column)
             figure.update_xaxes(type="log", tickvals=list(sizes), row=row, col=column)
     figure.update_xaxes(title_text=check.axis.capitalize(), row=3)
     figure.update_yaxes(type="log", tickformat=theme.LOG_TICKS)

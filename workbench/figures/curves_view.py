@@ -176,11 +176,7 @@ def _lay_out(figure: Figure, x_title: str, y: str, log_y: bool, many: bool) -> N
         hovermode="x unified",
         legend={"groupclick": "togglegroup", "tracegroupgap": 0, **legend},
         xaxis={"title": {"text": x_title}, "rangemode": "tozero", "unifiedhovertitle": {"text": hover_title(x_title)}},
-        yaxis={
-            "title": {"text": _label(y)},
-            "tickformat": "," if y.endswith("_ms") else theme.LOG_TICKS if log_y else None,
-            "type": "log" if log_y else "linear",
-        },
+        yaxis={"title": {"text": _label(y)}, "tickformat": _ticks(y, log_y), "type": "log" if log_y else "linear"},
         uirevision="keep",
     )
 
@@ -188,6 +184,10 @@ def _lay_out(figure: Figure, x_title: str, y: str, log_y: bool, many: bool) -> N
 def hover_title(x_title: str) -> str:
     """Return the heading of the hover box, such as `"Tokens (M): 11.2"` with the value under the pointer."""
     return f"{x_title}: %{{x:.4~g}}"
+
+
+def _ticks(y: str, log: bool) -> str | None:
+    return "," if y.endswith("_ms") else theme.LOG_TICKS if log else None
 
 
 def _label(y: str) -> str:
@@ -241,8 +241,7 @@ def _y_menu(figure: Figure, prepared: Sequence[PreparedCurve], y: str, log_y: bo
         y_range, log = settled_range(prepared, axis_type == "log"), axis_type == "log"
         place = place_legend(figure.data, log_y=log, y_range=y_range) if len(prepared) <= MAX_INSIDE else {}
         changes = {f"legend.{key}": value for key, value in place.items()}
-        ticks = "," if y.endswith("_ms") else theme.LOG_TICKS if log else None
-        changes["yaxis.tickformat"] = ticks
+        changes["yaxis.tickformat"] = _ticks(y, log)
         args = [{"yaxis.type": axis_type, "yaxis.autorange": y_range is None, "yaxis.range": y_range, **changes}]
         buttons.append({"label": f"{axis_type} {label}", "method": "relayout", "args": args})
     look = {"type": "buttons", "direction": "right", "pad": {"b": 4, "l": 140}, **MENU_LOOK}

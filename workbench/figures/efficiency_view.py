@@ -47,7 +47,9 @@ def scaling_efficiency(points: Sequence[Plan | MeasuredCell]) -> Figure:
     """
     plans = [point if isinstance(point, Plan) else point.plan for point in points]
     _check(plans)
-    base, places = device_ms_per_token(plans[0], plans[0].prediction.step_ms), _places(plans)
+    base = device_ms_per_token(plans[0], plans[0].prediction.step_ms)
+    gaps = np.cumsum([0, *(plan.world != before.world for before, plan in pairwise(plans))])
+    places = [float(at + GAP * gap) for at, gap in enumerate(gaps)]
     figure = Figure([bar for part in PARTS for bar in _bars(plans, places, part, base)])
     heights = [device_ms_per_token(plan, plan.prediction.step_ms) / base for plan in plans]
     marks, states = _measured(points), [getattr(point, "state", "") for point in points]
@@ -79,19 +81,8 @@ def scaling_efficiency(points: Sequence[Plan | MeasuredCell]) -> Figure:
     if warning := contention([point for point in points if isinstance(point, MeasuredCell)]):
         subtitle += f"<br>{warning}"
     words = f"{plans[0].model} on {plans[0].cluster.device.name}: efficiency against linear scaling"
-    layout = {
-        "height": 470,
-        "barmode": "stack",
-        "legend": theme.LEGEND_BELOW,
-        "margin": {"b": 100, "t": 84 + 18 * bool(warning)},
-    }
-    return figure.laid_out(title=theme.title(theme.text(words), subtitle), **layout)
-
-
-def _places(plans: Sequence[Plan]) -> list[float]:
-    """Return where the bars stand: side by side, with a gap where the number of devices changes."""
-    gaps = np.cumsum([0, *(plan.world != before.world for before, plan in pairwise(plans))])
-    return [float(at + GAP * gap) for at, gap in enumerate(gaps)]
+    title, margin = theme.title(theme.text(words), subtitle), {"b": 100, "t": 84 + 18 * bool(warning)}
+    return figure.laid_out(height=470, title=title, margin=margin, barmode="stack", legend=theme.LEGEND_BELOW)
 
 
 def _bars(plans: Sequence[Plan], places: Sequence[float], part: str, base: float) -> list[go.Bar]:
@@ -101,18 +92,13 @@ def _bars(plans: Sequence[Plan], places: Sequence[float], part: str, base: float
     shares = [ms / plan.prediction.step_ms for plan, ms in zip(plans, parts, strict=True)]
     if max(map(abs, shares)) < WORTH_A_LEGEND:
         return []
-    words = [f"{name}: {duration(ms / 1e3)}, {share:.1%}" for ms, share in zip(parts, shares, strict=True)]
-    return [
-        go.Bar(
-            x=places,
-            y=[device_ms_per_token(plan, ms) / base for plan, ms in zip(plans, parts, strict=True)],
-            name=name,
-            width=0.7,
-            marker={"color": color},
-            customdata=[f"{theme.text(plan.describe())}<br>{text}" for plan, text in zip(plans, words, strict=True)],
-            hovertemplate="%{customdata}<extra></extra>",
-        )
+    y = [device_ms_per_token(plan, ms) / base for plan, ms in zip(plans, parts, strict=True)]
+    words = [
+        f"{theme.text(plan.describe())}<br>{name}: {duration(ms / 1e3)}, {share:.1%}"
+        for plan, ms, share in zip(plans, parts, shares, strict=True)
     ]
+    look = {"name": name, "width": 0.7, "marker": {"color": color}}
+    return [go.Bar(x=places, y=y, customdata=words, hovertemplate="%{customdata}<extra></extra>", **look)]
 
 
 def device_ms_per_token(plan: Plan, ms: float) -> float:

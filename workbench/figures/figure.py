@@ -197,12 +197,10 @@ def _rows(figure: go.Figure, trace: Any) -> Iterator[dict[str, Any]]:
     if trace.type == "heatmap":
         value = plain(trace.colorbar.title.text or "value")[0]
         for row, column in np.ndindex(len(y), len(x)):
-            note = (
-                {"note": plain(str(trace.text[row][column] or ""))[0].replace("\n", ", ")}
-                if trace.text is not None
-                else {}
-            )
-            yield {x_name: x[column], y_name: y[row], value: _finite(trace.z[row][column]), **note}
+            cell = {x_name: x[column], y_name: y[row], value: _finite(trace.z[row][column])}
+            if trace.text is not None:
+                cell["note"] = plain(str(trace.text[row][column] or ""))[0].replace("\n", ", ")
+            yield cell
         return
     if trace.type not in ("scatter", "bar"):
         return

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
 
 import plotly.graph_objects as go
 
@@ -75,20 +73,14 @@ def frontier(plans: Plans | Grid | MeasuredGrid) -> Figure:
         figure.add_trace(_explained("optimiser on the host", theme.pale(theme.MUTED), theme.MUTED, "circle"))
     for kind in [kind for kind in SYMBOLS if any(point.plan.recompute == kind for point in points)]:
         figure.add_trace(_explained(CHECKPOINTING[kind], theme.MUTED, theme.MUTED, SYMBOLS[kind]))
-    figure.add_scatter(
-        x=[peak_bytes / GIB for peak_bytes, _ in front],
-        y=[ms / 1e3 for _, ms in front],
-        mode="lines",
-        name="Pareto front",
-        line={"shape": "hv", "color": theme.INK, "width": 1.5},
-        hoverinfo="skip",
-    )
+    x, y = [peak_bytes / GIB for peak_bytes, _ in front], [ms / 1e3 for _, ms in front]
+    line = theme.curve(x, y, "Pareto front", theme.INK, width=1.5, line_shape="hv", hoverinfo="skip")
+    figure.add_trace(line)
     figure.update_xaxes(title_text=f"{words} memory of the fullest device (GiB)", rangemode="tozero")
     figure.update_yaxes(title_text=f"{words} step (s)")
     subtitle = f"{len(points)} plans, {words}; on the line no other plan is both leaner and faster"
     title = theme.title(theme.text(headline), subtitle)
-    layout = {"height": 520, "title": title, "legend": theme.LEGEND_BELOW, "margin": {"b": 120}}
-    return figure.laid_out(**layout)
+    return figure.laid_out(height=520, title=title, legend=theme.LEGEND_BELOW, margin={"b": 120})
 
 
 def _points(plans: Plans | Grid | MeasuredGrid) -> tuple[list[_Point], str, str]:
@@ -98,8 +90,8 @@ def _points(plans: Plans | Grid | MeasuredGrid) -> tuple[list[_Point], str, str]
         points = [_point(plan, f"plans.frontier()[{number}]") for number, plan in front]
         return points, f"{plans.best.model} on {plans.best.cluster.describe()}", "predicted"
     if isinstance(plans, Grid):
-        cells = [(cell.plan, {name: cell.choices[name] for name in plans.varied}) for cell in plans.feasible]
-        points = [_point(plan, f"grid.cell({_arguments(choices)}).plan") for plan, choices in cells if plan]
+        cells = [(cell.plan, cell.named(plans.varied)) for cell in plans.feasible]
+        points = [_point(plan, f"grid.cell({words}).plan") for plan, words in cells if plan]
         return points, plans.headline(), "predicted"
     points = [
         _point(cell.plan, f"grid.cell({cell.name}).plan", cell.step_ms, cell.peak_bytes)
@@ -113,10 +105,6 @@ def _point(plan: Plan, name: str, step_ms: float | None = None, peak_bytes: int 
     """Return the point of a plan that a notebook calls `name`: measured where that is given, or else predicted."""
     call = f"wb.launch(experiment, plan={name})"
     return _Point(plan, step_ms or plan.prediction.step_ms, peak_bytes or plan.peak_bytes, call)
-
-
-def _arguments(choices: Mapping[str, Any]) -> str:
-    return ", ".join(f"{name}={value!r}" for name, value in choices.items())
 
 
 def _explained(name: str, color: str, edge: str, symbol: str) -> go.Scatter:

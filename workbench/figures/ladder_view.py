@@ -41,9 +41,8 @@ def ladder(law: ScalingLaw, predicted: Sequence[LadderPoint] = ()) -> Figure:
         color, group = theme.series_color(index), {"legendgroup": str(index)}
         loss, low, high = law.losses(size, tokens)
         figure.add_trace(theme.band(tokens, low, high, color, **group))
-        look = {"color": color, "width": 2, "dash": "solid" if seen else "dash"}
         name = f"{count(size)} parameters{'' if seen else ', predicted'}"
-        figure.add_trace(go.Scatter(x=tokens, y=loss, mode="lines", line=look, name=name, meta="line", **group))
+        figure.add_trace(theme.curve(tokens, loss, name, color, "solid" if seen else "dash", meta="line", **group))
         shown = seen or [point for point in predicted if point.parameters == size]
         marker = {"color": color, "size": 8 if seen else 10, "symbol": "circle" if seen else "diamond-open"}
         x, y = [point.tokens for point in shown], [point.loss for point in shown]
@@ -94,17 +93,15 @@ def pair_difference(
         )
         if budgets:
             tokens = np.geomspace(min(budgets) / 1.5, max(budgets) * 1.5, POINTS)
-            dash = "solid" if seen else "dash"
-            _add_law(figure, law, (small, large), tokens, {"color": color, "width": 2, "dash": dash}, group)
+            _add_law(figure, law, (small, large), tokens, color, "solid" if seen else "dash", group)
     for index, (name, (small, large)) in enumerate((real or {}).items(), start=len(pairs)):
         color, group = theme.series_color(index), {"legendgroup": str(index)}
         tokens = np.geomspace(0.003, 100, POINTS) * large
-        look = {"color": color, "width": 2, "dash": "dash"}
-        _add_law(figure, law, (small, large), tokens, look, {**group, "name": f"{theme.text(name)}, extrapolated"})
-        dotted = {"color": color, "width": 1.5, "dash": "dot"}
-        published = {"name": f"{theme.text(name)}, Kaplan et al.", "legendgroup": f"{index} published", "meta": "line"}
-        y = KAPLAN.difference(small, large, tokens)
-        figure.add_trace(go.Scatter(x=tokens / large, y=y, mode="lines", line=dotted, **published))
+        extrapolated = {**group, "name": f"{theme.text(name)}, extrapolated"}
+        _add_law(figure, law, (small, large), tokens, color, "dash", extrapolated)
+        published = {"legendgroup": f"{index} published", "meta": "line"}
+        x, y, words = tokens / large, KAPLAN.difference(small, large, tokens), f"{theme.text(name)}, Kaplan et al."
+        figure.add_trace(theme.curve(x, y, words, color, "dot", 1.5, **published))
     for symbol, (name, (tokens_each, nats)) in zip(cycle(OTHERS), (others or {}).items(), strict=False):
         grey = {"color": theme.AXIS, "symbol": symbol, "size": 9, "line": {"width": 2}}
         figure.add_trace(go.Scatter(x=[tokens_each], y=[nats], mode="markers", marker=grey, name=theme.text(name)))
@@ -116,9 +113,9 @@ def pair_difference(
 
 
 def _add_law(
-    figure: Figure, law: ScalingLaw, pair: Pair, tokens: Array, look: dict[str, object], group: dict[str, str]
+    figure: Figure, law: ScalingLaw, pair: Pair, tokens: Array, color: str, dash: str, group: dict[str, str]
 ) -> None:
     value, low, high = law.differences(*pair, tokens)
     x = tokens / pair[1]
-    figure.add_trace(theme.band(x, low, high, str(look["color"]), **group))
-    figure.add_trace(go.Scatter(x=x, y=value, mode="lines", line=look, meta="line", **group))
+    figure.add_trace(theme.band(x, low, high, color, **group))
+    figure.add_trace(theme.curve(x, value, color=color, dash=dash, meta="line", **group))

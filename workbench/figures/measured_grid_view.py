@@ -21,16 +21,8 @@ def predictions(measured: MeasuredGrid) -> Figure:
     cells, failed = measured.measured(), [cell for cell in measured.cells() if cell.state == "failed"]
     steps = [ms for cell in cells for ms in (cell.predicted_ms, cell.step_ms or 0.0)] + [c.predicted_ms for c in failed]
     least, most = (0.85 * min(steps), 1.18 * max(steps)) if steps else (1.0, 10.0)
-    figure = Figure(
-        go.Scatter(
-            x=[least, most],
-            y=[least, most],
-            mode="lines",
-            name="as predicted",
-            line={"color": theme.AXIS, "dash": "dot"},
-            hoverinfo="skip",
-        )
-    )
+    ends = [least, most]
+    figure = Figure(theme.curve(ends, ends, "as predicted", theme.AXIS, "dot", hoverinfo="skip"))
     if cells:  # rings lie below the marks, the larger first
         chosen = min(cells, key=lambda cell: cell.predicted_ms)
         figure.add_trace(_ring(cells[0], "fastest measured", theme.series_color(1), 22))

@@ -95,11 +95,10 @@ def timelines(plan: Plan, measured: Timeline) -> Figure:
     figure.update_annotations(x=0, xanchor="left", font={"size": theme.FONT_PX, "color": theme.MUTED})
     facts = f"{SCHEDULES[plan.schedule].words}, {plan.num_microbatches} micro-batches of {plan.micro_batch}"
     bubbles = f"bubble {bubble_fraction(predicted):.1%} predicted, {bubble_fraction(measured.lanes):.1%} measured"
-    figure.laid_out(
+    return figure.laid_out(
         height=inner + 190,
         title=theme.title(theme.text(f"Schedule of {plan.model}"), theme.text(f"{facts}; {bubbles}")),
         margin={"t": 120, "b": 56},
         legend={**TIMELINE_LEGEND, "y": 1 + 28 / inner, "borderwidth": 0},
         **BAR_LAYOUT,
     )
-    return figure

@@ -108,11 +108,8 @@ def panels(
     for position, name in enumerate(names):
         row, col = position // columns + 1, position % columns + 1
         is_lowest = position + columns >= len(names)
-        x_axis: dict[str, Any] = {
-            "title_text": axes[x].title if is_lowest else None,
-            "rangemode": "tozero",
-            "range": window,
-        }
+        x_title = axes[x].title if is_lowest else None
+        x_axis: dict[str, Any] = {"title_text": x_title, "rangemode": "tozero", "range": window}
         y_axis: dict[str, Any] = {"rangemode": "tozero"}
         if name == "memory":
             traces: Sequence[Any] = memory_traces(curves, peaks)
@@ -177,10 +174,8 @@ def rate_points(
         curve = whole.focused(x, window, PANEL_POINTS)
         raw, line = curve.raw_index if smooth else curve.raw_index[:0], curve.line_index
         heights = curve.line if smooth else curve.raw
-        points += [
-            {"x": curve.x[x][raw], "y": factor * curve.raw[raw]},
-            {"x": curve.x[x][line], "y": factor * heights[line]},
-        ]
+        points.append({"x": curve.x[x][raw], "y": factor * curve.raw[raw]})
+        points.append({"x": curve.x[x][line], "y": factor * heights[line]})
     return points
 
 
@@ -215,33 +210,15 @@ def memory_traces(curves: Sequence[CurveLike], peaks: Peaks) -> list[go.Bar | go
         for rank in ranks:
             if limit := run_peaks[rank].get("limit_bytes"):
                 limits[rank] = min(limits.get(rank, math.inf), float(limit))
-        bars.append(
-            go.Bar(
-                x=ranks,
-                y=[float(run_peaks[rank].get("peak_bytes") or 0) / GIB for rank in ranks],
-                name=theme.text(curve.name),
-                marker={"color": theme.color_of(curve, index)},
-                customdata=[
-                    [_describe_peak(run_peaks[rank]), str(run_peaks[rank].get("device") or "")] for rank in ranks
-                ],
-                hovertemplate=(
-                    f"{theme.text(curve.name)}, rank %{{x}}: %{{customdata[0]}}<br>%{{customdata[1]}}<extra></extra>"
-                ),
-                meta="memory",
-            )
-        )
+        y = [float(run_peaks[rank].get("peak_bytes") or 0) / GIB for rank in ranks]
+        words = [[_describe_peak(run_peaks[rank]), str(run_peaks[rank].get("device") or "")] for rank in ranks]
+        look = {"name": theme.text(curve.name), "marker": {"color": theme.color_of(curve, index)}, "meta": "memory"}
+        hover = f"{look['name']}, rank %{{x}}: %{{customdata[0]}}<br>%{{customdata[1]}}<extra></extra>"
+        bars.append(go.Bar(x=ranks, y=y, customdata=words, hovertemplate=hover, **look))
     positions = [position for rank in sorted(limits) for position in (rank - 0.46, rank + 0.46, None)]
     heights = [height for _, limit in sorted(limits.items()) for height in (limit / GIB, limit / GIB, None)]
-    limit_line = go.Scatter(
-        x=positions,
-        y=heights,
-        name="limit",
-        mode="lines",
-        line={"color": theme.ALERT, "width": 2},
-        hovertemplate="limit %{y:.1f} GiB<extra></extra>",
-        meta="limit",
-    )
-    return [*bars, limit_line]
+    hover = "limit %{y:.1f} GiB<extra></extra>"
+    return [*bars, theme.curve(positions, heights, "limit", theme.ALERT, meta="limit", hovertemplate=hover)]
 
 
 def _describe_peak(event: Mapping[str, Any]) -> str:

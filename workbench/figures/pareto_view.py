@@ -41,30 +41,17 @@ def pareto(points: Sequence[ParetoPoint], published: Mapping[str, tuple[float, f
 
 def _marker(point: ParetoPoint, cost: float, index: int, showlegend: bool) -> go.Scatter:
     name, loss = theme.text(point.name), point.loss
-    bars = {"array": [max(point.losses) - loss], "arrayminus": [loss - min(point.losses)], "symmetric": False}
-    return go.Scatter(
-        x=[cost],
-        y=[loss],
-        error_y={**bars, "visible": len(point.losses) > 1, "thickness": 2},
-        mode="markers",
-        marker={"color": theme.series_color(index), "symbol": SYMBOLS[point.group], "size": 11},
-        name=name,
-        legendgroup=point.name,
-        showlegend=showlegend,
-        hovertemplate=f"{name}<br>%{{x:.4g}}<br>%{{y:.4g}}<extra></extra>",
-    )
+    ends = {"array": [max(point.losses) - loss], "arrayminus": [loss - min(point.losses)], "symmetric": False}
+    bars = {**ends, "visible": len(point.losses) > 1, "thickness": 2}
+    marker = {"color": theme.series_color(index), "symbol": SYMBOLS[point.group], "size": 11}
+    shown = {"legendgroup": point.name, "showlegend": showlegend, "name": name, "error_y": bars, "marker": marker}
+    hover = f"{name}<br>%{{x:.4g}}<br>%{{y:.4g}}<extra></extra>"
+    return go.Scatter(x=[cost], y=[loss], mode="markers", hovertemplate=hover, **shown)
 
 
 def _front(points: Sequence[ParetoPoint], cost: str, showlegend: bool) -> go.Scatter:
     """Return the line through the points that no other beats in both cost and loss."""
     front = pareto_front([(getattr(point, cost), point.loss) for point in points])
-    return go.Scatter(
-        x=[at for at, _ in front],
-        y=[loss for _, loss in front],
-        mode="lines",
-        line={"color": theme.MUTED, "dash": "dot", "width": 1},
-        name="Pareto front",
-        legendgroup="front",
-        showlegend=showlegend,
-        hoverinfo="skip",
-    )
+    x, y = ([pair[which] for pair in front] for which in (0, 1))
+    shown = {"legendgroup": "front", "showlegend": showlegend, "hoverinfo": "skip"}
+    return theme.curve(x, y, "Pareto front", theme.MUTED, "dot", 1, **shown)

@@ -51,7 +51,7 @@ def partition(plan: Plan, crossing: Mapping[int, Sequence[TensorSpec]] | None = 
     if crossing:
         _add_crossing(figure, plan, crossing)
     add_memory(figure, plan)
-    figure.laid_out(
+    return figure.laid_out(
         height=partition_height(plan) + MARGIN_TOP + MARGIN_BOTTOM,
         title=theme.title(theme.text(f"{plan.model} on {plan.cluster.describe()}"), theme.text(plan.describe())),
         margin={"t": MARGIN_TOP, "b": MARGIN_BOTTOM, "r": 24},
@@ -59,7 +59,6 @@ def partition(plan: Plan, crossing: Mapping[int, Sequence[TensorSpec]] | None = 
         barmode="stack",
         uniformtext={"mode": "hide", "minsize": 8},
     )
-    return figure
 
 
 # plotly.js hides text that does not fit (`uniformtext`) only if the last subplot with bars has text in its bars,
@@ -105,16 +104,9 @@ def add_partition(figure: Figure, plan: Plan) -> None:
         row=1,
         col=1,
     )
-    figure.update_yaxes(
-        tickmode="array",
-        tickvals=[stage.index for stage in plan.stages],
-        ticktext=[_lane_label(plan, stage) for stage in plan.stages],
-        range=[len(plan.stages) - 0.5, -0.5],
-        showgrid=False,
-        ticklabelstandoff=6,
-        row=1,
-        col=1,
-    )
+    names = [_lane_label(plan, stage) for stage in plan.stages]
+    ticks = {"tickmode": "array", "tickvals": list(range(len(names))), "ticktext": names, "ticklabelstandoff": 6}
+    figure.update_yaxes(range=[len(names) - 0.5, -0.5], showgrid=False, **ticks, row=1, col=1)
 
 
 def _add_crossing(figure: Figure, plan: Plan, crossing: Mapping[int, Sequence[TensorSpec]]) -> None:
@@ -128,21 +120,10 @@ def _add_crossing(figure: Figure, plan: Plan, crossing: Mapping[int, Sequence[Te
         lines = [f"<b>stage {stage.index} → {stage.index + 1}</b>: {gib(stage.send_bytes)} a micro-batch"]
         lines += [f"{theme.text(spec.name)}  {spec.dtype} {' × '.join(map(str, spec.shape))}" for spec in specs[:12]]
         hover.append("<br>".join(lines + ([f"and {len(specs) - 12} more"] if len(specs) > 12 else [])))
-    figure.add_trace(
-        go.Scatter(
-            x=[0.5 * longest] * len(sends),
-            y=[stage.index + 0.5 for stage in sends],
-            mode="markers",
-            marker={"symbol": "triangle-down", "size": 13, "color": theme.INK, "line": outline},
-            hovertext=hover,
-            hoverinfo="text",
-            cliponaxis=False,
-            showlegend=False,
-            meta="crossing",
-        ),
-        row=1,
-        col=1,
-    )
+    marker = {"symbol": "triangle-down", "size": 13, "color": theme.INK, "line": outline}
+    words = {"hovertext": hover, "hoverinfo": "text", "cliponaxis": False, "showlegend": False, "meta": "crossing"}
+    x, y = [0.5 * longest] * len(sends), [stage.index + 0.5 for stage in sends]
+    figure.add_trace(go.Scatter(x=x, y=y, mode="markers", marker=marker, **words), row=1, col=1)
 
 
 def _lane_label(plan: Plan, stage: Stage) -> str:
@@ -259,38 +240,17 @@ def add_memory(figure: Figure, plan: Plan) -> None:
     if near:
         figure.add_vline(x=limit / unit, line={"color": theme.ALERT, "width": 2, "dash": "dash"}, **place)
     above = {"y": 1, "yref": "y2 domain", "yanchor": "bottom", "xanchor": "right", "showarrow": False}
-    figure.add_annotation(
-        x=limit / unit if near else end,
-        text=f"{limit_name}{'' if near else f' ({peak / limit:.0%} used)'}",
-        font={"color": theme.ALERT, "size": 11},
-        **above,
-        **place,
-    )
-    figure.update_yaxes(
-        range=[plan.pipeline - 0.5, -0.5],
-        showgrid=False,
-        showticklabels=plan.chunks > 1,
-        side="right",
-        ticks="",
-        tickmode="array",
-        tickvals=ranks,
-        ticktext=[f"<b>{rank_name(plan, rank)}</b><br>{stages_held(plan, rank)}" for rank in ranks],
-        **place,
-    )
+    at, words = (limit / unit, limit_name) if near else (end, f"{limit_name} ({peak / limit:.0%} used)")
+    figure.add_annotation(x=at, text=words, font={"color": theme.ALERT, "size": 11}, **above, **place)
+    names = [f"<b>{rank_name(plan, rank)}</b><br>{stages_held(plan, rank)}" for rank in ranks]
+    ticks = {"tickmode": "array", "tickvals": ranks, "ticktext": names, "ticks": "", "showticklabels": plan.chunks > 1}
+    figure.update_yaxes(range=[plan.pipeline - 0.5, -0.5], showgrid=False, side="right", **ticks, **place)
 
 
 def _totals_trace(totals: Sequence[int], limit: int, unit: int) -> go.Scatter:
     """Return each total at the end of its bar, or beyond the limit's line if it would lie on that line."""
     room = LABEL_SHARE * LIMIT_ROOM * limit
-    return go.Scatter(
-        x=[(limit if total <= limit <= total + room else total) / unit for total in totals],
-        y=list(range(len(totals))),
-        mode="text",
-        text=[f" {gib(total, max(totals))}" for total in totals],
-        textposition="middle right",
-        textfont={"color": theme.INK, "size": 11},
-        hoverinfo="skip",
-        showlegend=False,
-        cliponaxis=False,
-        meta="totals",
-    )
+    x = [(limit if total <= limit <= total + room else total) / unit for total in totals]
+    words = {"text": [f" {gib(total, max(totals))}" for total in totals], "textposition": "middle right"}
+    look = {"textfont": {"color": theme.INK, "size": 11}, "hoverinfo": "skip", "cliponaxis": False, "meta": "totals"}
+    return go.Scatter(x=x, y=list(range(len(totals))), mode="text", showlegend=False, **words, **look)

@@ -21,7 +21,8 @@ MOST_FRAMES = 60
 def pattern(patterns: Patterns, name: str) -> Figure:
     """Draw the pattern of one weight with a slider over the updates; blocks that an update moved have other colours."""
     frames = np.unique(np.linspace(0, len(patterns) - 1, min(MOST_FRAMES, len(patterns))).round().astype(int))
-    states = [_states(patterns, int(at)) for at in frames]
+    pairs = [(patterns.pictures[at], patterns.pictures[max(0, at - 1)]) for at in frames.tolist()]
+    states = [np.where(now, np.where(before, 1, 2), np.where(before, 3, 0)) for now, before in pairs]  # as in `LOOKS`
     last, shown = len(LOOKS), len(states) // 2  # the last updates hardly move a block
     scale = [(edge / last, color) for at, color in enumerate(LOOKS.values()) for edge in (at, at + 1)]
     grids = [
@@ -57,28 +58,16 @@ def pattern(patterns: Patterns, name: str) -> Figure:
     return figure.laid_out(height=620, title=title, sliders=[slider])
 
 
-def _states(patterns: Patterns, at: int) -> np.ndarray:
-    """Return, for each block, the position in `LOOKS` of what the update did with it."""
-    now, before = patterns.pictures[at], patterns.pictures[max(0, at - 1)]
-    return np.where(now, np.where(before, 1, 2), np.where(before, 3, 0))
-
-
 def exploration(patterns: Mapping[str, Patterns]) -> Figure:
     """Draw the share of blocks that each run has explored so far, and the share that its updates replace."""
     panels = (("explored", "Explored share of the blocks"), ("prune_ratio", "Prune ratio"))
     figure = subplots(1, 2, subplot_titles=[title for _, title in panels])
     for index, (name, columns) in enumerate(patterns.items()):
         for panel, (column, _) in enumerate(panels, start=1):
-            trace = go.Scatter(
-                x=columns.step,
-                y=columns[column],
-                mode="lines" if len(columns) > 1 else "markers",
-                line={"color": theme.series_color(index), "dash": theme.series_dash(index), "width": 2},
-                name=theme.text(theme.short(name)),
-                legendgroup=name,
-                showlegend=panel == 1,
-            )
-            figure.add_trace(trace, row=1, col=panel)
+            look = theme.series_color(index), theme.series_dash(index)
+            shown = {"legendgroup": name, "showlegend": panel == 1}
+            trace = theme.curve(columns.step, columns[column], theme.text(theme.short(name)), *look, **shown)
+            figure.add_trace(trace.update(mode="lines" if len(columns) > 1 else "markers"), row=1, col=panel)
     figure.update_xaxes(title_text="Step", rangemode="tozero")
     figure.update_yaxes(tickformat=".0%", rangemode="tozero")
     words = "Blocks that are or once were present, over all sparse weights"

@@ -49,7 +49,7 @@ def show_plan(plan: Plan) -> Figure:
     for trace in add_timeline(figure, lanes, row=2, col=1):
         trace.legend = "legend2"
     facts = theme.text(" · ".join(f"{name} {value}" for name, value in headline(plan)))
-    figure.laid_out(
+    return figure.laid_out(
         height=inner + 160,
         title=theme.title(theme.text(_heading(plan)), facts),
         margin={"t": 104, "b": 56, "r": 24},
@@ -58,7 +58,6 @@ def show_plan(plan: Plan) -> Figure:
         legend={**theme.LEGEND_BELOW, "y": 1 - (upper + 46) / inner, "yref": "paper", "yanchor": "top"},
         legend2={**TIMELINE_LEGEND, "y": lower / inner + 4 / inner, "borderwidth": 0},
     )
-    return figure
 
 
 def _heading(plan: Plan) -> str:

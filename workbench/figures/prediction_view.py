@@ -88,20 +88,15 @@ def prediction(
         _add_panel(figure, pairs, col)
     add_stacked_timelines(figure, [lanes for _, lanes in steps], first_row=2)
     figure.update_annotations(font={"size": theme.FONT_PX, "color": theme.MUTED})
-    figure.laid_out(
+    words = f"{plan.describe()} · percentages: how far the prediction lies above (+) or below (−) the measurement"
+    return figure.laid_out(
         height=inner + 190,
-        title=theme.title(
-            theme.text(title or f"{plan.model}: predicted and measured"),
-            theme.text(
-                f"{plan.describe()} · percentages: how far the prediction lies above (+) or below (−) the measurement"
-            ),
-        ),
+        title=theme.title(theme.text(title or f"{plan.model}: predicted and measured"), theme.text(words)),
         margin={"t": 118, "b": 72, "l": 32},
         barmode="overlay",
         uniformtext={"mode": "hide", "minsize": 8} if step is not None else None,
         legend=theme.LEGEND_BELOW,
     )
-    return figure
 
 
 def _panels(plan: Plan, measured: Mapping[str, Any]) -> list[tuple[str, list[Pair]]]:
@@ -110,7 +105,11 @@ def _panels(plan: Plan, measured: Mapping[str, Any]) -> list[tuple[str, list[Pai
         if key not in MEASURES:
             raise UnknownParameter(f"measured has no {key!r}. {suggestion(key, MEASURES)}")
     predicted = plan.prediction
-    known = {key: value for key, value in measured.items() if _is_known(value)}
+    known = {
+        key: value  # neither None, nor NaN, nor an empty mapping
+        for key, value in measured.items()
+        if (value if isinstance(value, Mapping) else value is not None and math.isfinite(value))
+    }
     panels: list[tuple[str, list[Pair]]] = []
     if "step_ms" in known:
         pair = Pair(
@@ -127,11 +126,6 @@ def _panels(plan: Plan, measured: Mapping[str, Any]) -> list[tuple[str, list[Pai
     if not panels:
         raise UnknownParameter(f"There is nothing measured to compare. Give one of: {', '.join(MEASURES)}.")
     return panels
-
-
-def _is_known(value: Any) -> bool:
-    """Return True if something was measured: the value is neither None, nor NaN, nor an empty mapping."""
-    return bool(value) if isinstance(value, Mapping) else value is not None and math.isfinite(value)
 
 
 def _memory_panel(plan: Plan, peaks: Mapping[int, float] | float) -> tuple[str, list[Pair]]:

@@ -100,15 +100,15 @@ def _traces(row: Row, finished: Sequence[Line], others: Sequence[Line], scale: f
     color = theme.series_color(row.index)
     words = theme.text(theme.short(" · ".join(map(str, row.values.values()))))  # the legend's title names the axes
     shared = {"legendgroup": str(row.index), "name": words}
-    look = {"color": color, "dash": theme.series_dash(row.index)}
+    look = {**shared, "color": color, "dash": theme.series_dash(row.index)}
     traces = []
     if finished:
         x, mean, low, high = _mean(finished)
         traces.append(theme.band(x / scale, low, high, color, **shared))
-        traces.append(go.Scatter(x=x / scale, y=mean, mode="lines", line={**look, "width": 2}, meta="mean", **shared))
+        traces.append(theme.curve(x / scale, mean, meta="mean", **look))
     for at, (x, loss) in enumerate(others):
         quiet = {"hoverinfo": "skip", "showlegend": not finished and at == 0, "meta": "other"}
-        traces.append(go.Scatter(x=x / scale, y=loss, mode="lines", line={**look, "width": 1}, **quiet, **shared))
+        traces.append(theme.curve(x / scale, loss, width=1, **quiet, **look))
     return traces
 
 

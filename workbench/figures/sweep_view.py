@@ -65,7 +65,8 @@ def axes_of_heat_map(axes: Sequence[str], x: str | None = None, y: str | None = 
 
 def draw_heat_map(sweep: Sweep, rows: Sequence[Row], x: str, y: str | None) -> Figure:
     """Draw the figure of `heat_map` from rows of the sweep."""
-    columns, lines = _values(rows, x), [""] if y is None else _values(rows, y)
+    columns = _in_order([row.values[x] for row in rows])
+    lines = [""] if y is None else _in_order([row.values[y] for row in rows])
     grid = np.full((len(lines), len(columns)), np.nan)
     for row in reversed(rows):  # the best comes last and is kept
         if row.mean is not None:
@@ -83,8 +84,7 @@ def draw_heat_map(sweep: Sweep, rows: Sequence[Row], x: str, y: str | None) -> F
     figure.update_xaxes(title_text=theme.text(x))
     figure.update_yaxes(title_text=theme.text(y or ""))
     main = theme.title(theme.text(sweep.name), theme.text(f"{sweep.objective}, mean over the seeds"))
-    figure.laid_out(height=200 + 60 * max(3, len(lines)), title=main)
-    return figure
+    return figure.laid_out(height=200 + 60 * max(3, len(lines)), title=main)
 
 
 @checked_arguments
@@ -101,8 +101,7 @@ def parallel_coordinates(sweep: Sweep) -> Figure:
     figure = Figure(go.Parcoords(dimensions=dimensions, line=line, labelfont={"size": theme.FONT_PX}))
     words = f"{sweep.objective}, mean over the seeds"
     main = theme.title(theme.text(sweep.name), theme.text(words))
-    figure.laid_out(height=440, title=main, margin={"t": 134, "b": 36, "l": 80, "r": 80})
-    return figure
+    return figure.laid_out(height=440, title=main, margin={"t": 134, "b": 36, "l": 80, "r": 80})
 
 
 def _dimension(name: str, values: Sequence[Any]) -> dict[str, Any]:
@@ -134,36 +133,20 @@ def best_so_far(sweep: Sweep, x: str = "step") -> Figure:
     at, best = spent[known] / scale, np.minimum.accumulate(values) if len(values) else values
     end = spent[-1 if len(known) else len(spent) :] / scale  # the line goes on to the end of the last run
     names = [theme.text(", ".join(f"{n} {v}" for n, v in sweep.directory.labels(ended[i][0]).items())) for i in known]
-    runs = go.Scatter(
-        x=at,
-        y=values,
-        mode="markers",
-        name="one run",
-        text=[f"{name}, seed {ended[i][0].seed}" for name, i in zip(names, known, strict=True)],
-        marker={"color": theme.pale(theme.series_color(0)), "size": 8},
-        hovertemplate="%{y:.4g}<br>%{text}<extra></extra>",
-    )
-    line = go.Scatter(
-        x=np.concatenate([at, end]),
-        y=np.concatenate([best, best[-1:]]),
-        mode="lines",
-        name="best so far",
-        line={"shape": "hv", "color": theme.series_color(0), "width": 2},
-    )
-    figure = Figure([runs, line])
+    words = [f"{name}, seed {ended[i][0].seed}" for name, i in zip(names, known, strict=True)]
+    color = theme.series_color(0)
+    runs = theme.marks(at, values, "one run", {"color": theme.pale(color), "size": 8}, words)
+    runs.hovertemplate = "%{y:.4g}<br>%{text}<extra></extra>"
+    steps = np.concatenate([at, end]), np.concatenate([best, best[-1:]])
+    figure = Figure([runs, theme.curve(*steps, "best so far", color, line_shape="hv")])
     figure.update_xaxes(title_text=f"{x_title} of all runs", rangemode="tozero")
     figure.update_yaxes(title_text="objective")
     main = theme.title(theme.text(sweep.name), theme.text(f"{sweep.objective} of each run when it ended"))
-    figure.laid_out(height=420, title=main)
-    return figure
-
-
-def _values(rows: Sequence[Row], axis: str) -> list[str]:
-    """Return the values of an axis as text, numbers in rising order."""
-    return _in_order([row.values[axis] for row in rows])
+    return figure.laid_out(height=420, title=main)
 
 
 def _in_order(values: Sequence[Any]) -> list[str]:
+    """Return the values of an axis as text, numbers in rising order."""
     numbers = all(isinstance(value, int | float) for value in values)
     return [str(value) for value in (sorted(set(values)) if numbers else sorted(set(values), key=str))]
 
@@ -184,6 +167,10 @@ def draw_grid(grid: Grid, x: str) -> Figure:
     rows = list(itertools.product(*(grid.axes[name] for name in others)))
     cells = _table(grid, others, rows, x)
     best = grid.best.step_ms if grid.feasible else np.inf
+
+    def hover(cell: Cell) -> str:
+        return f"{cell.name}: {'' if cell.plan is None else f'{cell.plan.describe()}, '}{cell.reason}"
+
     figure = _colored(
         [str(value) for value in grid.axes[x]],
         [theme.text(" · ".join(f"{n} {v}" for n, v in zip(short, row, strict=True))) for row in rows],
@@ -191,13 +178,13 @@ def draw_grid(grid: Grid, x: str) -> Figure:
         z=[[best / cell.step_ms if cell.plan is not None else np.nan for cell in line] for line in cells],
         zmin=0,
         zmax=1,
-        customdata=[[theme.text(_hover(cell)) for cell in line] for line in cells],
+        customdata=[[theme.text(hover(cell)) for cell in line] for line in cells],
         hovertemplate="%{customdata}<extra></extra>",
         colorbar={"title": {"text": "speed"}, "tickformat": ".0%"},
     )
     marked = ((grid.best, theme.INK), (grid.worst, theme.ALERT)) if grid.feasible else ()
     for cell, color in marked:
-        row, column = _place(cells, cell)
+        row, column = next((at, line.index(cell)) for at, line in enumerate(cells) if cell in line)
         corners = {"x0": column - 0.5, "x1": column + 0.5, "y0": row - 0.5, "y1": row + 0.5}
         figure.add_shape(type="rect", line={"color": color, "width": 4}, **corners)
     figure.update_xaxes(title_text=theme.text(x))
@@ -227,18 +214,8 @@ def _table(grid: Grid, others: Sequence[str], rows: Sequence[Sequence[Any]], x: 
     return [[found[(*row, value)] for value in grid.axes[x]] for row in rows]
 
 
-def _place(cells: Sequence[Sequence[Cell]], wanted: Cell) -> tuple[int, int]:
-    return next((at, line.index(wanted)) for at, line in enumerate(cells) if wanted in line)
-
-
 def _text(cell: Cell) -> str:
     if cell.plan is None:
         return "" if cell.overflow_bytes is None else f"+ {gib(cell.overflow_bytes)}"
     name, share = largest_loss(cell.plan)
     return f"{duration(cell.step_ms / 1e3)}<br>{name} {100 * share:.0f} %"
-
-
-def _hover(cell: Cell) -> str:
-    if cell.plan is None:
-        return f"{cell.name}: {cell.reason}"
-    return f"{cell.name}: {cell.plan.describe()}, {cell.reason}"

@@ -78,6 +78,8 @@ LEGEND_BELOW: dict[str, object] = {
 """Layout of a legend in a row along the figure's lower edge, or in several rows."""
 
 
+_AXIS_LOOK: dict[str, Any] = {"gridcolor": GRID, "linecolor": AXIS, "zeroline": False, "automargin": True}
+_AXIS_TITLE = {"color": MUTED, "size": FONT_PX}
 TEMPLATE = go.layout.Template(
     layout=go.Layout(
         font={"family": FONT_FAMILY, "size": FONT_PX, "color": INK},
@@ -97,22 +99,13 @@ TEMPLATE = go.layout.Template(
             "subtitle": {"font": {"size": FONT_PX, "color": MUTED}},
         },
         xaxis={
-            "gridcolor": GRID,
-            "linecolor": AXIS,
-            "zeroline": False,
+            **_AXIS_LOOK,
             "ticks": "outside",
             "tickcolor": AXIS,
             "ticklen": 4,
-            "title": {"standoff": 8, "font": {"color": MUTED, "size": FONT_PX}},
-            "automargin": True,
+            "title": {"standoff": 8, "font": _AXIS_TITLE},
         },
-        yaxis={
-            "gridcolor": GRID,
-            "linecolor": AXIS,
-            "zeroline": False,
-            "title": {"standoff": 10, "font": {"color": MUTED, "size": FONT_PX}},
-            "automargin": True,
-        },
+        yaxis={**_AXIS_LOOK, "title": {"standoff": 10, "font": _AXIS_TITLE}},
         legend={"bgcolor": "rgba(255,255,255,0.85)", "bordercolor": GRID, "borderwidth": 1},
         hoverlabel={"bgcolor": "white", "bordercolor": AXIS, "font": {"color": INK, "size": FONT_PX}, "namelength": -1},
         bargap=0.3,
@@ -168,6 +161,12 @@ def band(x: Any, low: Any, high: Any, color: str, **fields: Any) -> go.Scatter:
     around = {"x": np.concatenate([x, x[::-1]]), "y": np.concatenate([high, low[::-1]])}
     fill = f"rgba({', '.join(map(str, rgb(color)))}, 0.2)"
     return go.Scatter(**around, mode="lines", fill="toself", fillcolor=fill, **quiet, **fields)
+
+
+def curve(x: Any, y: Any, name: Any, color: Any, dash: Any = "solid", width: Any = 2, **fields: Any) -> go.Scatter:
+    """Return a line in one colour."""
+    look = {"color": color, "dash": dash, "width": width}
+    return go.Scatter(x=x, y=y, mode="lines", name=name, line=look, **fields)
 
 
 def marks(x: Any, y: Any, name: str, marker: dict[str, Any], words: Any = None, **fields: Any) -> go.Scatter:

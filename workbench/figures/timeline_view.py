@@ -94,14 +94,13 @@ def timeline(schedule: Plan | Timeline) -> Figure:
         facts, title = describe(lanes), "Schedule of one step"
     figure = Figure()
     add_timeline(figure, lanes)
-    figure.laid_out(
+    return figure.laid_out(
         height=timeline_height(len(lanes)) + 160,
         title=theme.title(theme.text(title), theme.text(facts)),
         margin={"t": 96, "b": 60},
         legend=TIMELINE_LEGEND,
         **BAR_LAYOUT,
     )
-    return figure
 
 
 BAR_LAYOUT: Mapping[str, Any] = {"barmode": "overlay", "bargap": 0.0, "uniformtext": {"mode": "hide", "minsize": 8}}
@@ -129,18 +128,11 @@ def add_timeline(figure: Figure, lanes: Lanes, *, row: int | None = None, col: i
     figure.add_traces(_action_traces(lanes), **({} if row is None else {"rows": row, "cols": col}))
     one_stage_each = all(len({action.stage for action in lane}) <= 1 for lane in lanes)
     word = "stage" if one_stage_each else "rank"
-    figure.update_xaxes(
-        title_text="time (ms)", tickformat=",", range=[0, end_of(lanes) * 1.005], showgrid=False, **place
-    )
-    figure.update_yaxes(
-        tickmode="array",
-        tickvals=list(range(len(lanes))),
-        ticktext=[f"<b>{word} {rank}</b>" for rank in range(len(lanes))],
-        range=[len(lanes) - 0.5, -0.5],
-        showgrid=False,
-        ticklabelstandoff=6,
-        **place,
-    )
+    ends = [0, end_of(lanes) * 1.005]
+    figure.update_xaxes(title_text="time (ms)", tickformat=",", range=ends, showgrid=False, **place)
+    names = [f"<b>{word} {rank}</b>" for rank in range(len(lanes))]
+    ticks = {"tickmode": "array", "tickvals": list(range(len(lanes))), "ticktext": names, "ticklabelstandoff": 6}
+    figure.update_yaxes(range=[len(lanes) - 0.5, -0.5], showgrid=False, **ticks, **place)
     return list(figure.data[before:])
 
 
@@ -222,22 +214,14 @@ def _area_trace(label: str, shade: str, rows: Sequence[tuple[int, TimedAction]])
     x = np.repeat(times, 2, axis=1).ravel()
     y = (ranks[:, None] + LANE / 2 * np.array([1, -1, -1, 1], dtype=np.float32)).ravel()
     lane_ends = 4 * (1 + np.flatnonzero(np.diff(ranks)))  # A NaN at each keeps the lanes apart.
-    return go.Scatter(
-        x=np.insert(x, lane_ends, np.nan),
-        y=np.insert(y, lane_ends, np.nan),
-        mode="none",
-        fill="toself",
-        fillcolor=shade,
-        name=label,
-        legendgroup=label,
-        hoveron="fills",
-        hoverinfo="name",
-        meta="actions",
-    )
+    x, y = (np.insert(values, lane_ends, np.nan) for values in (x, y))
+    look = {"mode": "none", "fill": "toself", "fillcolor": shade, "hoveron": "fills", "hoverinfo": "name"}
+    return go.Scatter(x=x, y=y, name=label, legendgroup=label, meta="actions", **look)
 
 
 def _idle_trace(idle: Sequence[Idle]) -> go.Bar:
     lengths = np.array([gap.end_ms - gap.start_ms for gap in idle])
+    pattern = {"shape": "/", "fgcolor": "#C3C9D2", "bgcolor": "#F3F4F6", "size": 6, "solidity": 0.25}
     return go.Bar(
         orientation="h",
         base=np.array([gap.start_ms for gap in idle]),
@@ -245,11 +229,7 @@ def _idle_trace(idle: Sequence[Idle]) -> go.Bar:
         y=np.array([gap.rank for gap in idle], dtype=np.int32),
         width=LANE,
         name="idle (bubble)",
-        marker={
-            "color": "#F3F4F6",
-            "line": {"width": 0},
-            "pattern": {"shape": "/", "fgcolor": "#C3C9D2", "bgcolor": "#F3F4F6", "size": 6, "solidity": 0.25},
-        },
+        marker={"color": "#F3F4F6", "line": {"width": 0}, "pattern": pattern},
         customdata=lengths,
         hovertemplate="idle %{customdata:.3~g} ms<extra></extra>",
         meta="idle",

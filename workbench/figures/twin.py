@@ -166,18 +166,15 @@ class _Twin:
                 self._page.write(x, y, title, theme.MUTED, ha="center", va="bottom", rotation=90)
             else:
                 lines = max((plain(label)[0].count("\n") + 1 for label in labels if label), default=0)
-                self._page.write(
-                    (box.x0 + box.x1) / 2, box.y0 - 10 - 15 * lines, title, theme.MUTED, ha="center", va="top"
-                )
+                x, y = (box.x0 + box.x1) / 2, box.y0 - 10 - 15 * lines
+                self._page.write(x, y, title, theme.MUTED, ha="center", va="top")
 
     def _pixel(self, reference: str, value: Any, which: int) -> float:
         """Return the pixel of a position that refers to the paper, to an axis or to the domain of an axis."""
         name = reference.split()[0]
         panels = [panel for pair, panel in self._panels.items() if pair[which] == name] or [*self._panels.values()]
         box = panels[0].axes.get_window_extent()
-        ends = (
-            (self._frame[which], self._frame[which + 2]) if name == "paper" else (box.intervalx, box.intervaly)[which]
-        )
+        ends = self._frame[which::2] if name == "paper" else (box.intervalx, box.intervaly)[which]
         if name == "paper" or reference.endswith("domain"):
             return float(ends[0] + value * (ends[1] - ends[0]))
         axis = (panels[0].x, panels[0].y)[which]
@@ -190,20 +187,16 @@ class _Twin:
         if shape.type == "line":
             self._page.line(x, y, **line_look(shape.line))
         elif shape.type == "rect":
-            look: dict[str, Any] = {
-                "facecolor": color_of(shape.fillcolor) if shape.fillcolor else "none",
-                "transform": self._page.px,
-            }
-            look |= {"edgecolor": color_of(shape.line.color), "linewidth": shape.line.width or 0}
-            self._page.picture.add_artist(Rectangle((min(x), min(y)), np.ptp(x), np.ptp(y), **look))
+            area = Rectangle((min(x), min(y)), np.ptp(x), np.ptp(y), transform=self._page.px)
+            area.set(facecolor=color_of(shape.fillcolor) if shape.fillcolor else "none")
+            area.set(edgecolor=color_of(shape.line.color), linewidth=shape.line.width or 0)
+            self._page.picture.add_artist(area)
 
     def _draw_annotation(self, note: Any) -> None:
         ends = ((str(note.xref or "x"), note.x), (str(note.yref or "y"), note.y))
         logs = [ref in self._axes and self._axes[ref].log for ref, _ in ends]  # there Plotly takes powers of ten
-        x, y = (
-            self._pixel(ref, 10.0**v if log else v, at)
-            for at, ((ref, v), log) in enumerate(zip(ends, logs, strict=True))
-        )
+        at = zip(ends, logs, (0, 1), strict=True)
+        x, y = (self._pixel(ref, 10.0**value if log else value, which) for (ref, value), log, which in at)
         x, y, size = x + (note.xshift or 0), y + (note.yshift or 0), int(note.font.size or theme.FONT_PX)
         if note.showarrow is not False:
             tip, (x, y) = (x, y), (x + (note.ax or 0), y - (note.ay or 0))

@@ -168,10 +168,9 @@ class TwinAxis:
             labels = [written(value, str(layout.tickformat or "")) for value in values]
         if layout.showticklabels is False:
             labels = [""] * len(values)
-        inside = [low - 1e-9 * (high - low) <= value <= high + 1e-9 * (high - low) for value in values]
-        return [v for v, i in zip(values, inside, strict=True) if i], [
-            w for w, i in zip(labels, inside, strict=False) if i
-        ]
+        margin = 1e-9 * (high - low)
+        inside = [at for at, value in enumerate(values) if low - margin <= value <= high + margin]
+        return [values[at] for at in inside], [labels[at] for at in inside]
 
     def _round_values(self, low: float, high: float, length_px: float) -> list[float]:
         gap_px = TICK_PX[self.vertical]

@@ -27,14 +27,9 @@ RAISED = {"top": ("bottom", 3), "bottom": ("top", -3), "middle": ("center_baseli
 
 def line_look(line: Any) -> dict[str, Any]:
     """Return colour, width and dashes of a Plotly line, and no marker."""
-    dashes = DASHES.get(str(line.dash))
-    width = 2.0 if line.width is None else line.width
-    return {
-        "color": color_of(line.color),
-        "linewidth": width,
-        "linestyle": (0, dashes) if dashes else "-",
-        "marker": "",
-    }
+    dashes, width = DASHES.get(str(line.dash)), 2.0 if line.width is None else line.width
+    style = (0, dashes) if dashes else "-"
+    return {"color": color_of(line.color), "linewidth": width, "linestyle": style, "marker": ""}
 
 
 @dataclass(eq=False)
@@ -62,13 +57,8 @@ class TwinPanel:
     ) -> None:
         """Write words at a position, moved by some pixels; they may leave the axes."""
         words, bold = plain(str(markup))
-        place: dict[str, Any] = {
-            "xytext": shift,
-            "textcoords": "offset points",
-            "annotation_clip": False,
-            "parse_math": False,
-        }
-        self.axes.annotate(words, at, color=color_of(color), fontproperties=font(size, bold), **place, **look)
+        look |= {"xytext": shift, "textcoords": "offset points", "annotation_clip": False, "parse_math": False}
+        self.axes.annotate(words, at, color=color_of(color), fontproperties=font(size, bold), **look)
 
     def draw_scatter(self, trace: Any, order: float, words: bool = True) -> Any:
         """Draw area, line, error bars, markers and words of a trace; return what shows its look in a legend."""
@@ -80,10 +70,8 @@ class TwinPanel:
             fill = PolyCollection([a for a in areas if len(a) > 2], facecolors=color_of(trace.fillcolor), linewidths=0)
             shown.append(self.axes.add_collection(fill))
         if "lines" in mode and trace.line.width != 0:
-            shape: dict[str, Any] = (
-                {"drawstyle": "steps-post"} if trace.line.shape == "hv" else {"solid_joinstyle": "round"}
-            )
-            shown += self.axes.plot(*points.T, **shape, **line_look(trace.line))
+            how: Any = {"drawstyle": "steps-post"} if trace.line.shape == "hv" else {"solid_joinstyle": "round"}
+            shown += self.axes.plot(*points.T, **how, **line_look(trace.line))
         for which, spread in enumerate((trace.error_x, trace.error_y)):
             if spread.array is not None and spread.visible is not False:
                 ends = np.stack([points, points])
@@ -157,12 +145,8 @@ class TwinPanel:
         """Write the words in or at the end of the bars; inside only where they fit."""
         boxes = self.pixels(corners.reshape(-1, 2)).reshape(-1, 4, 2)
         room, middle = np.ptp(boxes, axis=1), corners.mean(axis=1)
-        lying, outside, sizes, inks = (
-            trace.orientation == "h",
-            trace.textposition == "outside",
-            trace.textfont.size,
-            trace.textfont.color,
-        )
+        lying, outside = trace.orientation == "h", trace.textposition == "outside"
+        sizes, inks = trace.textfont.size, trace.textfont.color
         look: dict[str, Any] = {"zorder": order, "rotation": -(trace.textangle or 0)}
         for at, markup in enumerate(map(str, trace.text)):
             ink, size = item_of(inks, at), int(item_of(sizes, at) or theme.FONT_PX)

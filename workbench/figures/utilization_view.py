@@ -70,25 +70,12 @@ def spread_and_mean(
 ) -> list[go.Scatter]:
     """Return two traces of one run in a panel: its values, pale, and in front their average with a hover text."""
     name = theme.text(curve.name)
+    behind = {"color": theme.pale(curve.color, 0.7), "width": 1, "hoverinfo": "skip", "zorder": 0, "meta": "raw"}
+    front = {"color": curve.color, "width": 1.8, "dash": curve.dash, "zorder": 1, "meta": "line"}
+    words = f"{name}: {hover}<extra></extra>"
     return [
-        go.Scatter(
-            **spread,
-            name=name,
-            mode="lines",
-            line={"color": theme.pale(curve.color, 0.7), "width": 1},
-            hoverinfo="skip",
-            zorder=0,
-            meta="raw",
-        ),
-        go.Scatter(
-            **mean,
-            name=name,
-            mode="lines",
-            line={"color": curve.color, "width": 1.8, "dash": curve.dash},
-            hovertemplate=f"{name}: {hover}<extra></extra>",
-            zorder=1,
-            meta="line",
-        ),
+        theme.curve(**spread, name=name, **behind),
+        theme.curve(**mean, name=name, hovertemplate=words, **front),
     ]
 
 

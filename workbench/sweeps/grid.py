@@ -10,7 +10,7 @@ import html
 import itertools
 import math
 import os
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -62,7 +62,11 @@ class Cell:
     @property
     def name(self) -> str:
         """Return the cell's choices as they are written in a call."""
-        return ", ".join(f"{name}={value!r}" for name, value in self.choices.items())
+        return self.named(self.choices)
+
+    def named(self, names: Iterable[str]) -> str:
+        """Return these of the cell's choices as they are written in a call."""
+        return ", ".join(f"{name}={self.choices[name]!r}" for name in names)
 
 
 @dataclass(frozen=True, repr=False)
@@ -196,10 +200,8 @@ class Grid:
 
     def in_words(self, cell: Cell) -> str:
         """Return a cell's choices, its step and the reason of it."""
-        choices = ", ".join(f"{name}={cell.choices[name]!r}" for name in self.varied)
-        if cell.plan is None:
-            return f"{choices}: {cell.reason}"
-        return f"{choices}: {duration(cell.step_ms / 1e3)} a step, {cell.reason}"
+        step = "" if cell.plan is None else f"{duration(cell.step_ms / 1e3)} a step, "
+        return f"{cell.named(self.varied)}: {step}{cell.reason}"
 
     def rows(self) -> list[dict[str, Any]]:
         """Return a plain dictionary for each cell, in the order of the axes: for a data frame, or JSON."""

@@ -164,22 +164,11 @@ class Controls:
     """The controls for x axis, smoothing and logarithmic axes; each use of one calls `on_change`."""
 
     def __init__(self, settings: CurveSettings, on_change: Callable[[], None]) -> None:
-        self._x = widgets.Dropdown(
-            options=[(axis.label, name) for name, axis in X_AXES.items()],
-            value=settings.x,
-            description="x axis",
-            layout=fixed_width(220),
-        )
-        self._smoothing = widgets.FloatSlider(
-            value=settings.smoothing,
-            min=0.0,
-            max=0.1,
-            step=0.005,
-            description="smoothing",
-            readout_format=".1%",
-            continuous_update=False,
-            layout=fixed_width(300),
-        )
+        names = [(axis.label, name) for name, axis in X_AXES.items()]
+        self._x = widgets.Dropdown(options=names, value=settings.x, description="x axis", layout=fixed_width(220))
+        ends = {"min": 0.0, "max": 0.1, "step": 0.005, "readout_format": ".1%", "continuous_update": False}
+        look = {"description": "smoothing", "layout": fixed_width(300)}
+        self._smoothing = widgets.FloatSlider(value=settings.smoothing, **ends, **look)
         self._log_x = widgets.ToggleButton(value=settings.log_x, description="log x", layout=fixed_width(80))
         self._log_y = widgets.ToggleButton(value=settings.log_y, description="log loss", layout=fixed_width(80))
         controls = (self._x, self._smoothing, self._log_x, self._log_y)

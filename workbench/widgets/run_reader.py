@@ -26,9 +26,9 @@ from workbench.runs.records.history import (
     resumed_step,
 )
 from workbench.runs.records.text_samples import TextSamples
-from workbench.runs.run import Run
+from workbench.runs.run import Run, progress_words, step_text
 from workbench.runs.status import Status
-from workbench.units import count, duration
+from workbench.units import duration
 
 RECENT_STEPS = 20
 """Number of logged steps from which speed and remaining time are estimated."""
@@ -87,22 +87,23 @@ class Snapshot:
         """`"step 812 of 2,000 · loss 4.31 · 82.1 k tokens/s · MFU 41 % · 3 min 05 s left"`, as far as known."""
         if not len(self.history):
             return f"{self.phase} done, first step to come" if self.phase else "no step yet"
-        of_all = f" of {self.steps:,}" if self.steps else ""
         losses = self.history.last("loss", LAST_STEPS)
-        loss = final_loss(losses) if self.status.final else losses[-1]
-        parts = [f"step {self.step:,}{of_all}", f"loss {loss:.4g}"]
-        speed = _recent_median(self.history.last("tokens_per_s", RECENT_STEPS))
-        if speed is not None:
-            parts.append(f"{count(speed)} tokens/s")
-        mfu = _recent_median(self.history.last("mfu", RECENT_STEPS))
-        if mfu is not None:
-            parts.append(f"MFU {mfu:.1%}")
-        waiting = _recent_median(self.history.last("data_wait", RECENT_STEPS))
+        row: Any = {name: self._recent_median(name) for name in ("tokens_per_s", "mfu")}
+        row |= {"step": self.step, "steps": self.steps}
+        row["loss"] = final_loss(losses) if self.status.final else losses[-1]
+        parts = [f"step {step_text(row)}", *progress_words(row)]
+        waiting = self._recent_median("data_wait")
         if waiting is not None and waiting >= SHOWN_WAIT:
             parts.append(f"waiting for data {waiting:.0%}")
         if self.eta_s is not None:
             parts.append(f"{duration(self.eta_s)} left")
         return " · ".join(parts)
+
+    def _recent_median(self, column: str) -> float | None:
+        """Return the median of the latest known values of a column, or None where none is."""
+        values = self.history.last(column, RECENT_STEPS)
+        known = values[np.isfinite(values)]
+        return float(np.median(known)) if len(known) else None
 
     @property
     def curve(self) -> Curve:
@@ -118,12 +119,6 @@ class Snapshot:
         traceback = html.escape(rest.strip())
         folded = f"<details><summary>traceback</summary><pre>{traceback}</pre></details>" if traceback else ""
         return f"<b>{html.escape(self.name)}</b>: <span>{html.escape(first)}</span>{folded}"
-
-
-def _recent_median(values: Any) -> float | None:
-    """Return the median of the known values, or None where none is."""
-    known = values[np.isfinite(values)]
-    return float(np.median(known)) if len(known) else None
 
 
 class RunReader:
