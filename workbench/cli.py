@@ -11,7 +11,7 @@ import sys
 from collections.abc import Callable, Mapping, Sequence
 from enum import StrEnum
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, cast
 
 import typer
 
@@ -23,6 +23,7 @@ if TYPE_CHECKING:
     from workbench.experiment import Experiment
     from workbench.planning.plan import Plan
     from workbench.runs.run import Run
+    from workbench.strategy import Choices
 
 app = typer.Typer(
     name="workbench",
@@ -52,23 +53,21 @@ Settings = Annotated[
 Fix = Annotated[
     list[str] | None,
     typer.Option(
-        "--fix",
-        metavar="NAME=VALUE",
-        help="Fix a choice of the plan, such as pipeline=2, zero=1 or recompute=full; repeatable.",
+        metavar="NAME=VALUE", help="Fix a choice of the plan, such as pipeline=2, zero=1 or recompute=full; repeatable."
     ),
 ]
-MemoryLimit = Annotated[float | None, typer.Option("--memory-limit-gib", help="Memory that a device may use, in GiB.")]
+MemoryLimit = Annotated[float | None, typer.Option(help="Memory that a device may use, in GiB.")]
 PlanFile = Annotated[Path | None, typer.Option("--plan", help="Use a plan that `workbench plan --save` wrote.")]
 Directory = Annotated[Path | None, typer.Option("--dir", help="Run directory; runs/<name>-<time> by default.")]
 Parameters = Annotated[
     list[str] | None,
     typer.Option("--parameter", "-p", metavar="NAME=VALUE", help="Set a parameter of the notebook; repeatable."),
 ]
-Kernel = Annotated[str | None, typer.Option("--kernel", help="Name of the kernel; the notebook's own by default.")]
+Kernel = Annotated[str | None, typer.Option(help="Name of the kernel; the notebook's own by default.")]
 OneRun = Annotated[str, typer.Argument(metavar="RUN", help="Name or directory of a run.")]
 SeveralRuns = Annotated[list[str], typer.Argument(metavar="RUN...", help="Names or directories of runs.")]
 Follow = Annotated[bool, typer.Option("--follow", "-f", help="Print progress until the end.")]
-Every = Annotated[float, typer.Option("--every", help="Seconds between two lines of --follow.")]
+Every = Annotated[float, typer.Option(help="Seconds between two lines of --follow.")]
 Wait = Annotated[bool, typer.Option("--wait", help="Return when the training has ended; Ctrl-C leaves it running.")]
 AsJson = Annotated[bool, typer.Option("--json", help="Print JSON.")]
 
@@ -118,7 +117,6 @@ def plan(
     cluster: Annotated[
         str | None,
         typer.Option(
-            "--cluster",
             metavar="DEVICE:gpus=N",
             help="Plan for other hardware, such as h200:gpus=256 or a100:gpus=16,nodes=4; gpus=2 alone plans for two "
             "devices of this machine, which is the default.",
@@ -129,17 +127,14 @@ def plan(
     show: Annotated[
         list[PlanView] | None,
         typer.Option(
-            "--show",
             help="Print the best plan (the default), the table of all plans that were considered, or the explanation "
-            "of where the step time goes and what limits it; repeatable.",
+            "of where the step time goes and what limits it; repeatable."
         ),
     ] = None,
-    save: Annotated[Path | None, typer.Option("--save", help="Write the plan as JSON, for `run --plan`.")] = None,
+    save: Annotated[Path | None, typer.Option(help="Write the plan as JSON, for `run --plan`.")] = None,
     as_json: AsJson = False,
 ) -> None:
     """Find the fastest way to divide a training step over devices, and predict its time and memory."""
-    from workbench.strategy import choices_from
-
     experiment, choices = experiment_from(source, settings or ()), choices_from(fix or ())
     plans = wb.search(experiment, cluster_from(cluster), memory_limit_gib=memory_limit_gib, **choices)
     best = plans.best
@@ -192,7 +187,6 @@ def _choose_plan(
     experiment: Experiment, plan_file: Path | None, memory_limit_gib: float | None, fix: Sequence[str]
 ) -> Plan:
     from workbench.planning.plan import Plan
-    from workbench.strategy import choices_from
 
     if plan_file is None:
         return wb.plan(experiment, memory_limit_gib=memory_limit_gib, **choices_from(fix))
@@ -208,9 +202,7 @@ def _choose_plan(
 def tokenize(
     source: Source,
     settings: Settings = None,
-    workers: Annotated[
-        int | None, typer.Option("--workers", help="Number of processes; one per core by default.")
-    ] = None,
+    workers: Annotated[int | None, typer.Option(help="Number of processes; one per core by default.")] = None,
     as_json: AsJson = False,
 ) -> None:
     """Tokenise the text of an experiment before it is run; an attempt that was killed goes on where it stopped."""
@@ -223,7 +215,7 @@ def tokenize(
 @app.command()
 def resume(
     run: OneRun,
-    steps: Annotated[int | None, typer.Option("--steps", help="New number of steps to train to.")] = None,
+    steps: Annotated[int | None, typer.Option(help="New number of steps to train to.")] = None,
     plan_file: Annotated[
         Path | None, typer.Option("--plan", help="Continue under another plan, which `workbench plan --save` wrote.")
     ] = None,
@@ -249,9 +241,9 @@ def clone(run: OneRun, settings: Settings = None, wait: Wait = False, as_json: A
 @app.command()
 def evaluate(
     run: OneRun,
-    step: Annotated[int | None, typer.Option("--step", help="Checkpoint to evaluate; the last one by default.")] = None,
+    step: Annotated[int | None, typer.Option(help="Checkpoint to evaluate; the last one by default.")] = None,
     data: Annotated[
-        Path | None, typer.Option("--data", help="Text file or folder, instead of the samples that the run held out.")
+        Path | None, typer.Option(help="Text file or folder, instead of the samples that the run held out.")
     ] = None,
     as_json: AsJson = False,
 ) -> None:
@@ -277,17 +269,14 @@ def slurm(
     run: Annotated[
         str, typer.Argument(metavar="RUN", help="Name or directory of a run that `workbench prepare` wrote.")
     ],
-    time: Annotated[
-        str, typer.Option("--time", help="Time limit of the job; a checkpoint is written before it.")
-    ] = "24:00:00",
-    partition: Annotated[str | None, typer.Option("--partition", help="Partition of the job.")] = None,
-    account: Annotated[str | None, typer.Option("--account", help="Account of the job.")] = None,
-    cpus_per_node: Annotated[int | None, typer.Option("--cpus-per-node", help="CPU cores on each node.")] = None,
+    time: Annotated[str, typer.Option(help="Time limit of the job; a checkpoint is written before it.")] = "24:00:00",
+    partition: Annotated[str | None, typer.Option(help="Partition of the job.")] = None,
+    account: Annotated[str | None, typer.Option(help="Account of the job.")] = None,
+    cpus_per_node: Annotated[int | None, typer.Option(help="CPU cores on each node.")] = None,
     option: Annotated[
-        list[str] | None,
-        typer.Option("--option", help="Add an #SBATCH option, such as --constraint=h200; repeatable."),
+        list[str] | None, typer.Option(help="Add an #SBATCH option, such as --constraint=h200; repeatable.")
     ] = None,
-    to: Annotated[Path | None, typer.Option("--to", help="File to write; printed by default.")] = None,
+    to: Annotated[Path | None, typer.Option(help="File to write; printed by default.")] = None,
 ) -> None:
     """Write a job file for `sbatch` that trains a run on the nodes of its plan."""
     text = wb.load_run(run).slurm(
@@ -307,9 +296,7 @@ def sweep(
         Path | None,
         typer.Argument(metavar="[FILE]", help="A YAML file with the keys experiment, set, axes, seeds, stop, ..."),
     ] = None,
-    resume: Annotated[
-        Path | None, typer.Option("--resume", metavar="DIR", help="Go on with what is missing of a sweep.")
-    ] = None,
+    resume: Annotated[Path | None, typer.Option(metavar="DIR", help="Go on with what is missing of a sweep.")] = None,
     follow: Annotated[bool, typer.Option("--follow/--no-follow", help="Print progress until the end.")] = True,
     every: Every = 5.0,
 ) -> None:
@@ -356,7 +343,7 @@ def _start_sweep(file: Path) -> wb.sweeps.Sweep:
 def export(
     run: OneRun,
     to: Annotated[Path, typer.Argument(help="Folder to write.")],
-    step: Annotated[int | None, typer.Option("--step", help="Step of the checkpoint; the last by default.")] = None,
+    step: Annotated[int | None, typer.Option(help="Step of the checkpoint; the last by default.")] = None,
 ) -> None:
     """Write a run's model as safetensors that `from_pretrained` loads, and print the files."""
     for file in wb.load_run(run).export(to, step=step):
@@ -366,14 +353,11 @@ def export(
 @app.command()
 def runs(
     root: Annotated[Path | None, typer.Argument(help="Folder of runs; $WORKBENCH_RUNS or ./runs by default.")] = None,
-    tag: Annotated[str | None, typer.Option("--tag", help="Only runs with this tag.")] = None,
-    state: Annotated[str | None, typer.Option("--state", help="Only runs in this state, such as running.")] = None,
-    text: Annotated[
-        str | None, typer.Option("--text", help="Only runs with this text in their name, tags or note.")
-    ] = None,
+    tag: Annotated[str | None, typer.Option(help="Only runs with this tag.")] = None,
+    state: Annotated[str | None, typer.Option(help="Only runs in this state, such as running.")] = None,
+    text: Annotated[str | None, typer.Option(help="Only runs with this text in their name, tags or note.")] = None,
     sort: Annotated[
-        str | None,
-        typer.Option("--sort", help="Figure to sort by, smallest first, such as loss; -loss begins with the largest."),
+        str | None, typer.Option(help="Figure to sort by, smallest first, such as loss; -loss begins with the largest.")
     ] = None,
     archived: Annotated[bool, typer.Option("--archived", help="List archived runs too.")] = False,
     as_json: AsJson = False,
@@ -393,7 +377,7 @@ def show(
     as_json: AsJson = False,
     follow: Follow = False,
     every: Every = 5.0,
-    to: Annotated[Path | None, typer.Option("--to", help="Write figures of the run's plan to this HTML file.")] = None,
+    to: Annotated[Path | None, typer.Option(help="Write figures of the run's plan to this HTML file.")] = None,
     static: Annotated[bool, typer.Option("--static", help="With --to: a small page without a script.")] = False,
 ) -> None:
     """Print the state and the plan of a run, and the error of a failed one."""
@@ -463,8 +447,8 @@ def sync(
 @app.command()
 def compare(
     runs: SeveralRuns,
-    x: Annotated[str, typer.Option("--x", help="step, tokens, samples, time, flops or gpu_hours.")] = "tokens",
-    to: Annotated[Path, typer.Option("--to", help="HTML file to write.")] = Path("comparison.html"),
+    x: Annotated[str, typer.Option(help="step, tokens, samples, time, flops or gpu_hours.")] = "tokens",
+    to: Annotated[Path, typer.Option(help="HTML file to write.")] = Path("comparison.html"),
 ) -> None:
     """Write the loss curves of several runs to one interactive HTML file, and print its path."""
     from workbench.figures.pages import save_html
@@ -475,7 +459,7 @@ def compare(
 @app.command()
 def calibrate(
     again: Annotated[bool, typer.Option("--again", help="Measure again what was measured before.")] = False,
-    save: Annotated[Path | None, typer.Option("--save", help="Write the result as JSON for another machine.")] = None,
+    save: Annotated[Path | None, typer.Option(help="Write the result as JSON for another machine.")] = None,
 ) -> None:
     """Measure the speed of this machine once (matrix products, attention, memory, links); plans then use it."""
     measured = wb.measure.calibrate(again=again)
@@ -490,10 +474,8 @@ def doctor(
     as_json: AsJson = False,
 ) -> None:
     """Check what this machine has for training and what is missing; exit code 1 if something is missing."""
-    from workbench.runs.doctor import as_json as report_json
-
     report = wb.runs.doctor(data=data)
-    typer.echo(json.dumps(report_json(report), indent=2) if as_json else repr(report))
+    typer.echo(json.dumps(list(map(vars, report)), indent=2) if as_json else repr(report))
     if not report.ok:
         raise typer.Exit(1)
 
@@ -512,7 +494,7 @@ def new(
 @app.command()
 def execute(
     template: Annotated[str, typer.Argument(metavar="NOTEBOOK", help="A notebook, or the name of a template.")],
-    to: Annotated[Path, typer.Option("--to", help="Folder for the executed notebook and its HTML page.")],
+    to: Annotated[Path, typer.Option(help="Folder for the executed notebook and its HTML page.")],
     parameter: Parameters = None,
     kernel: Kernel = None,
 ) -> None:
@@ -530,11 +512,8 @@ def execute(
 @app.command()
 def share(
     notebook: Annotated[Path, typer.Argument(help="An executed notebook.")],
-    to: Annotated[Path, typer.Option("--to", help="Folder for the two files.")] = Path("shared"),
-    run: Annotated[
-        list[str] | None,
-        typer.Option("--run", help="A run of a notebook that has no record; repeatable."),
-    ] = None,
+    to: Annotated[Path, typer.Option(help="Folder for the two files.")] = Path("shared"),
+    run: Annotated[list[str] | None, typer.Option(help="A run of a notebook that has no record; repeatable.")] = None,
 ) -> None:
     """Make an HTML page that is interactive offline, and a notebook under 5 MB that shows without a kernel."""
     typer.echo(str(wb.share(notebook, to, runs=list(run) if run else None)))
@@ -543,7 +522,7 @@ def share(
 @app.command()
 def reproduce(
     notebook: Annotated[Path, typer.Argument(help="A notebook made by `workbench execute` or `workbench share`.")],
-    to: Annotated[Path, typer.Option("--to", help="Folder for the notebook as executed again.")] = Path("reproduced"),
+    to: Annotated[Path, typer.Option(help="Folder for the notebook as executed again.")] = Path("reproduced"),
     kernel: Kernel = None,
     at_commit: Annotated[
         bool, typer.Option("--at-commit", help="Run the code of the recorded git commit, checked out temporarily.")
@@ -587,6 +566,18 @@ def experiment_from(source: str, settings: Sequence[str] | Mapping[str, Any] = (
     except ValueError as error:
         raise InvalidExperiment(f"{file} is not JSON: {error}.") from None
     return Experiment.from_json(value).replace(**fields)
+
+
+def choices_from(pairs: Sequence[str]) -> Choices:
+    """Return choices of a plan from pairs such as `pipeline=2`; raises `UnknownParameter` for what is no choice."""
+    from workbench.strategy import Choices
+
+    choices: Any = values_from(pairs, "--fix", "pipeline=2")
+    for name in choices:
+        if name not in Choices.__annotations__:
+            known = suggestion(name, Choices.__annotations__)
+            raise UnknownParameter(f"--fix {name}: there is no choice {name!r}. {known}")
+    return cast("Choices", choices)
 
 
 def fields_from(settings: Sequence[str]) -> dict[str, Any]:
@@ -659,7 +650,7 @@ def _name_and_options(text: str) -> tuple[str, Mapping[str, Any]]:
     return name, values_from([pair for pair in pairs.split(",") if pair], name)
 
 
-def values_from(pairs: Sequence[str], option: str) -> dict[str, Any]:
+def values_from(pairs: Sequence[str], option: str, example: str = "steps=40") -> dict[str, Any]:
     """Return `{"steps": 40, "name": "trial"}` for `["steps=40", "name=trial"]`: JSON where it parses, else text.
 
     Raises `UnknownParameter` with the name of the command-line `option` for a pair without a value.
@@ -669,7 +660,7 @@ def values_from(pairs: Sequence[str], option: str) -> dict[str, Any]:
     for pair in pairs:
         name, equals, text = pair.partition("=")
         if not equals or not name.strip():
-            written = f"{pair}=VALUE" if name.strip() and not equals else f"NAME=VALUE, such as {option} steps=40"
+            written = f"{pair}=VALUE" if name.strip() and not equals else f"NAME=VALUE, such as {option} {example}"
             raise UnknownParameter(f"{option} was given {pair!r}. Write {written}.")
         values[name] = words.get(text, text)
         with contextlib.suppress(ValueError):

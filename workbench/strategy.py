@@ -6,11 +6,10 @@ cost model share.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Annotated, Any, TypedDict, Unpack, cast, get_args, get_type_hints
+from typing import Annotated, Any, TypedDict, Unpack
 
-from workbench.errors import PlanInfeasible, UnknownParameter, checked_keywords, suggestion
+from workbench.errors import PlanInfeasible, checked_keywords
 from workbench.pipeline_schedules import SCHEDULES, find_schedule
 from workbench.units import plain
 from workbench.validation import AfterValidator, Count, Field, PlainValidator, TrueOrFalse, Whole, checked_items, known
@@ -172,31 +171,3 @@ class Strategy:
         They do where neither FSDP2 nor DistributedDataParallel manages the weights.
         """
         return precision == "bf16" and (self.data == 1 or self.cuda_graphs)
-
-
-def choices_from(pairs: Sequence[str]) -> Choices:
-    """Return the choices in pairs such as `["pipeline=2", "cuda_graphs=false"]`.
-
-    Raises `UnknownParameter` for a choice that there is not, and `PlanInfeasible` for a value of another type.
-    """
-    types = {name: get_args(hint)[0] for name, hint in get_type_hints(Choices).items()}
-    words = {"true": True, "false": False}
-    choices: dict[str, Any] = {}
-    for pair in pairs:
-        name, equals, text = (part.strip() for part in pair.partition("="))
-        if not equals or not name:
-            written = f"{pair}=VALUE" if name and not equals else "NAME=VALUE, such as --fix pipeline=2"
-            raise UnknownParameter(f"--fix was given {pair!r}. Write {written}.")
-        if name not in types:
-            known = suggestion(name, types)
-            raise UnknownParameter(f"--fix {pair}: there is no choice {name!r}. {known}")
-        if types[name] is str:
-            choices[name] = text
-        elif types[name] is bool and text.lower() in words:
-            choices[name] = words[text.lower()]
-        elif types[name] is int and text.isdecimal():
-            choices[name] = int(text)
-        else:
-            expected = "true or false" if types[name] is bool else "a whole number"
-            raise PlanInfeasible(f"--fix {pair}: {name} must be {expected}, not {text!r}.")
-    return cast(Choices, choices)

@@ -18,7 +18,7 @@ from workbench.errors import InvalidArgument, InvalidExperiment, RunNotFound, Un
 from workbench.planning.plan import Plan
 from workbench.rundir import RunDir, append_event, this_process, write_json, write_record
 from workbench.runs.run import Run
-from workbench.strategy import Choices, choices_from
+from workbench.strategy import Choices
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -89,7 +89,7 @@ def test_a_cluster_is_a_device_with_options_or_devices_of_this_machine():
 def test_every_choice_of_a_plan_can_be_fixed():
     values = {str: "full", bool: "true", int: "2"}
     hints = {name: get_args(hint)[0] for name, hint in get_type_hints(Choices).items()}
-    assert set(choices_from([f"{name}={values[hint]}" for name, hint in hints.items()])) == set(hints)
+    assert set(cli.choices_from([f"{name}={values[hint]}" for name, hint in hints.items()])) == set(hints)
     for command in (cli.plan, cli.run, cli.prepare):
         assert {"fix", "memory_limit_gib"} <= set(inspect.signature(command).parameters)
 
