@@ -12,7 +12,9 @@ The public names stand in `__init__.pyi`. Each is imported when it is first used
 neither torch nor any other heavy library.
 """
 
+import importlib
 import sys
+from functools import partial
 from typing import Any
 
 import lazy_loader
@@ -20,51 +22,33 @@ import lazy_loader
 __version__ = "0.1.0"
 
 __getattr__, __dir__, __all__ = lazy_loader.attach_stub(__name__, __file__)
+_DISPLAYS = {
+    "workbench.planning.plan:Plan": "workbench.figures.plan_view:plan_mimebundle",
+    "workbench.analysis.contrast:Contrast": "workbench.figures.contrast_view:show_contrast",
+    "workbench.analysis.seed_contrast:SeedContrast": "workbench.figures.contrast_view:show_contrast",
+    "workbench.analysis.coordinates:CoordinateCheck": "workbench.figures.coordinate_view:coordinate_check",
+    "workbench.sweeps.sweep:Sweep": "workbench.widgets.live_sweep:show_sweep",
+    "workbench.sweeps.measured:MeasuredGrid": "workbench.widgets.live_grid:show_grid",
+}
+"""Function for each class that shows its values at the end of a notebook cell, or returns what is to be shown."""
+
+
+def _display(function: str, value: Any) -> None:
+    from IPython.display import display
+
+    module, _, name = function.partition(":")
+    shown = getattr(importlib.import_module(module), name)(value)
+    if shown is not None:
+        display(shown, raw=isinstance(shown, dict))
 
 
 def _register_displays() -> None:
     """Let plans and contrasts at the end of a notebook cell show figures, and sweeps a table that updates."""
     shell = sys.modules["IPython"].get_ipython() if "IPython" in sys.modules else None
-    if shell is None:
-        return
-
-    def display_plan(plan: Any) -> None:
-        from IPython.display import display
-
-        from workbench.figures.plan_view import plan_mimebundle
-
-        display(plan_mimebundle(plan), raw=True)
-
-    def display_contrast(contrast: Any) -> None:
-        from workbench.figures.contrast_view import show_contrast
-
-        show_contrast(contrast)
-
-    def display_coordinates(check: Any) -> None:
-        from IPython.display import display
-
-        from workbench.figures.coordinate_view import coordinate_check
-
-        display(coordinate_check(check))
-
-    def display_sweep(sweep: Any) -> None:
-        from workbench.widgets.live_sweep import show_sweep
-
-        show_sweep(sweep)
-
-    def display_measured(measured: Any) -> None:
-        from workbench.widgets.live_grid import show_grid
-
-        show_grid(measured)
-
-    displays = shell.display_formatter.ipython_display_formatter
-    displays.for_type_by_name("workbench.planning.plan", "Plan", display_plan)
-    displays.for_type_by_name("workbench.analysis.contrast", "Contrast", display_contrast)
-    displays.for_type_by_name("workbench.analysis.seed_contrast", "SeedContrast", display_contrast)
-    displays.for_type_by_name("workbench.analysis.coordinates", "CoordinateCheck", display_coordinates)
-    if hasattr(shell, "kernel"):
-        displays.for_type_by_name("workbench.sweeps.sweep", "Sweep", display_sweep)
-        displays.for_type_by_name("workbench.sweeps.measured", "MeasuredGrid", display_measured)
+    for shown, function in _DISPLAYS.items() if shell is not None else ():
+        if hasattr(shell, "kernel") or ".widgets." not in function:
+            displays = shell.display_formatter.ipython_display_formatter
+            displays.for_type_by_name(*shown.split(":"), partial(_display, function))
 
 
 _register_displays()

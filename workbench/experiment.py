@@ -620,7 +620,18 @@ def _check_steps(experiment: Experiment, steps: int) -> None:
     schedule, warmup = experiment.optimizer.lr_schedule, experiment.optimizer.warmup_steps
     if isinstance(schedule, UserFunction) and schedule.function is not None:
         for step in sorted({0, steps // 2, steps - 1}):
-            _require_factor(schedule, step)
+            try:
+                factor = schedule(step)
+            except Exception as error:
+                raise InvalidExperiment(
+                    f"lr_schedule raised {type(error).__name__} for step {step}: {error}. It is called with the number "
+                    "of the step, from 0, and must return the multiple of learning_rate."
+                ) from error
+            if not is_factor(factor):
+                raise InvalidExperiment(
+                    f"lr_schedule returned {factor!r} for step {step}. It must return a number of at least 0: the "
+                    "multiple of learning_rate for that step."
+                )
     if warmup is not None and warmup > steps:
         raise InvalidExperiment(
             f"warmup_steps={warmup} lies outside the {steps} steps of the experiment. "
@@ -631,19 +642,4 @@ def _check_steps(experiment: Experiment, steps: int) -> None:
         raise InvalidExperiment(
             f"updates={updates:,} of the pattern are more than the {steps:,} steps of the experiment. "
             f"Choose at most {steps:,} updates, or train longer."
-        )
-
-
-def _require_factor(schedule: UserFunction, step: int) -> None:
-    try:
-        factor = schedule(step)
-    except Exception as error:
-        raise InvalidExperiment(
-            f"lr_schedule raised {type(error).__name__} for step {step}: {error}. It is called with the number of the "
-            "step, from 0, and must return the multiple of learning_rate."
-        ) from error
-    if not is_factor(factor):
-        raise InvalidExperiment(
-            f"lr_schedule returned {factor!r} for step {step}. It must return a number of at least 0: the multiple of "
-            "learning_rate for that step."
         )

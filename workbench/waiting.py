@@ -86,21 +86,13 @@ def waiting(words: str, look: Look | None = None) -> Iterator[Say]:
     if paint is None:
         yield lambda _: None
         return
-    with _shown(_Wait(words, look), paint) as wait:
-        yield lambda detail: setattr(wait, "details", detail)
-
-
-@contextlib.contextmanager
-def _shown(wait: _Wait, paint: Paint) -> Iterator[_Wait]:
-    ended, context = (
-        threading.Event(),
-        contextvars.copy_context(),
-    )  # a kernel finds the cell of an output by its context
+    wait, ended = _Wait(words, look), threading.Event()
+    context = contextvars.copy_context()  # a kernel finds the cell of an output by its context
     thread = threading.Thread(target=context.run, args=(wait.show_in, paint, ended), daemon=True)
     token = _CURRENT.set(wait)
     thread.start()
     try:
-        yield wait
+        yield lambda detail: setattr(wait, "details", detail)
     finally:
         _CURRENT.reset(token)
         ended.set()

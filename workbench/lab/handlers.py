@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -13,7 +14,6 @@ from jupyter_server.auth.decorator import authorized
 from jupyter_server.base.handlers import APIHandler
 
 from workbench.errors import WorkbenchError, suggestion
-from workbench.lab.cards import cards
 from workbench.lab.run_handlers import RUN_HANDLERS
 from workbench.notebooks.parameters import checked_values, parameters, with_values
 from workbench.notebooks.templates import templates
@@ -90,6 +90,18 @@ def known_template(name: Any) -> Path:
     if name not in templates():
         raise tornado.web.HTTPError(404, f"There is no template {name!r}. {suggestion(str(name), templates())}")
     return templates()[name]
+
+
+def cards() -> list[dict[str, str]]:
+    """Return a card for each template: its name, the first words of its heading, and the first sentence below it."""
+    found = []
+    for name, path in templates().items():
+        heading, _, text = nbformat.read(path, as_version=4).cells[0].source.partition("\n")
+        sentence = text.strip().partition("\n")[0].split(". ")[0].rstrip(".:")
+        description = re.sub(r"\[([^\]]*)\]\([^)]*\)", r"\1", sentence)  # links become their text
+        title = heading.lstrip("# ").partition(":")[0].partition(",")[0]
+        found.append({"name": name, "title": title, "description": f"{description}."})
+    return found
 
 
 HANDLERS = {"templates": Templates, "parameters": Parameters, "notebooks": Notebooks, **RUN_HANDLERS}

@@ -21,7 +21,7 @@ from workbench.rundir import RunDir
 from workbench.runs.launching.launcher import LAUNCHES
 from workbench.runs.records.follow import Follower
 from workbench.runs.run import Run
-from workbench.runs.tracking.wandb_run import start_upload
+from workbench.runs.tracking.wandb_run import start_recorder
 
 REPORT_EVERY_S = 15.0
 """Seconds between two progress lines of a run."""
@@ -83,7 +83,7 @@ def execute(
     notebook_to_html(executed, page)
     for run in runs:
         shutil.copyfile(executed, run.directory.notebook)
-        start_upload(run.directory)
+        start_recorder(run.directory, "--upload")
     if failure is not None:
         raise WorkbenchError(f"{failure} See {page}.")
     return Executed(executed, page, tuple(runs))

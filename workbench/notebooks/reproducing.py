@@ -205,33 +205,27 @@ def _comparisons(recorded: Sequence[RecordedRun], again: Sequence[Run]) -> Itera
 def differences(record: Record, again: Sequence[Run]) -> list[RecordedDifference]:
     """Return what differs from the record: code, versions, machine, and each run's experiment, data and plan."""
     now = dict(again[0].environment) if again else environment()
-    changed = [*_environment_differences(record.environment, now)]
+    then, here = _machine(record.environment), _machine(now)
+    subjects = [subject for subject in {**then, **here} if then.get(subject) != here.get(subject)]
+    missing = "not installed"
+    changed = [RecordedDifference(each, then.get(each, missing), here.get(each, missing)) for each in subjects]
     for run, repeated in zip(record.runs, map(RecordedRun.of, again), strict=False):
         changed += _run_differences(run, repeated)
     return changed
 
 
-def _environment_differences(then: Mapping[str, Any], now: Mapping[str, Any]) -> Iterator[RecordedDifference]:
-    git, git_now = then.get("git") or {}, now.get("git") or {}
-    if git.get("commit") != git_now.get("commit"):
-        yield RecordedDifference("git commit", _short(git.get("commit")), _short(git_now.get("commit")))
-    if (git.get("dirty"), git.get("diff_sha256")) != (git_now.get("dirty"), git_now.get("diff_sha256")):
-        yield RecordedDifference("uncommitted changes", _describe_changes(git), _describe_changes(git_now))
-    if then.get("python") != now.get("python"):
-        yield RecordedDifference("Python", str(then.get("python")), str(now.get("python")))
-    packages, packages_now = then.get("packages") or {}, now.get("packages") or {}
-    for name in sorted(packages.keys() | packages_now.keys()):
-        versions = (str(installed.get(name) or "not installed") for installed in (packages, packages_now))
-        if packages.get(name) != packages_now.get(name):
-            yield RecordedDifference(name, *versions)
-    for subject, key in (("processor", "cpu"), ("cores", "cores"), ("platform", "platform")):
-        if then.get(key) != now.get(key):
-            yield RecordedDifference(subject, str(then.get(key)), str(now.get(key)))
-    gpus, gpus_now = (
-        ", ".join(f"{gpu['name']} ({gpu['driver']})" for gpu in machine.get("gpus") or ()) for machine in (then, now)
-    )
-    if gpus != gpus_now:
-        yield RecordedDifference("GPUs", gpus or "none", gpus_now or "none")
+def _machine(environment: Mapping[str, Any]) -> dict[str, str]:
+    """Return code, versions and hardware of an environment in words, by what they are."""
+    git, packages = environment.get("git") or {}, environment.get("packages") or {}
+    dirty = f"some ({_short(git.get('diff_sha256'))})" if git.get("dirty") else "none"
+    said = {"git commit": _short(git.get("commit")), "uncommitted changes": dirty}
+    said |= {
+        "Python": str(environment.get("python")),
+        **{name: str(packages[name]) for name in sorted(packages) if packages[name]},
+    }
+    hardware = {"processor": "cpu", "cores": "cores", "platform": "platform"}
+    gpus = ", ".join(f"{gpu['name']} ({gpu['driver']})" for gpu in environment.get("gpus") or ())
+    return {**said, **{name: str(environment.get(key)) for name, key in hardware.items()}, "GPUs": gpus or "none"}
 
 
 def _run_differences(then: RecordedRun, now: RecordedRun) -> Iterator[RecordedDifference]:
@@ -249,7 +243,3 @@ def _run_differences(then: RecordedRun, now: RecordedRun) -> Iterator[RecordedDi
 
 def _short(identity: Any) -> str:
     return str(identity)[:10] if identity else "none"
-
-
-def _describe_changes(git: Mapping[str, Any]) -> str:
-    return f"some ({_short(git.get('diff_sha256'))})" if git.get("dirty") else "none"

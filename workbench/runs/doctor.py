@@ -11,7 +11,6 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from importlib import metadata
 from pathlib import Path
-from typing import Any
 
 import psutil
 from packaging.requirements import Requirement
@@ -208,8 +207,3 @@ def _texts() -> Finding:
         return Finding("Token cache", True, f"{len(texts)} texts, every file as it was written")
     damage = f"{len(damaged)} of {len(texts)} texts are damaged: {' '.join(damaged)}".removesuffix(".")
     return Finding("Token cache", False, damage, "Delete the folder: the text is then tokenised again.")
-
-
-def as_json(report: Report) -> list[dict[str, Any]]:
-    """Return one dict per finding."""
-    return [vars(finding) for finding in report.findings]

@@ -1,24 +1,25 @@
 """Evaluation of a run that has ended: its checkpoint is loaded under its own plan by processes of their own.
 
-The processes work in `evaluations/<number>/` of the run directory, which is a run directory itself and is removed
+The processes work in a folder in `evaluations/` of the run directory, which is a run directory itself and is removed
 afterwards. The result becomes an event of the run.
 """
 
 from __future__ import annotations
 
-import itertools
 import shutil
+import tempfile
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from workbench.errors import CheckpointError, DataError, RunExists, RunFailed, WorkbenchError
+from workbench.execution.checkpoint.files import step_of
 from workbench.rundir import RunDir, append_event, read_events
 from workbench.runs.launching import processes
 from workbench.runs.launching.failure import log_tail, root_cause
 from workbench.runs.launching.launcher import launch, request_end
-from workbench.runs.launching.run_directory import Attempt, code_of_clone, step_of
+from workbench.runs.launching.run_directory import Attempt, code_of_clone
 from workbench.runs.status import complete_checkpoints, read_experiment, read_status, wait_for_end
 
 if TYPE_CHECKING:
@@ -51,7 +52,8 @@ def evaluate(run: RunDir, data: Any, step: int | None) -> EvaluationResult:
     checkpoint = _checkpoint(run, step)
     experiment, plan = _evaluated_experiment(run, data), Plan.load(run.plan)
     code = code_of_clone(run, experiment)
-    directory = _new_folder(run.path / "evaluations")
+    (run.path / "evaluations").mkdir(exist_ok=True)
+    directory = Path(tempfile.mkdtemp(prefix="evaluation-", dir=run.path / "evaluations"))
     try:
         # A second set of the class of the held-out set has its name, and other samples by request.
         own = Experiment.from_json(read_experiment(run)).eval_data
@@ -119,19 +121,6 @@ def _evaluated_experiment(run: RunDir, data: Any) -> Experiment:
             "kind: run.evaluate(my_validation_data)."
         )
     return experiment
-
-
-def _new_folder(root: Path) -> Path:
-    """Make the first of `root/1`, `root/2`, … that nobody has made."""
-    root.mkdir(exist_ok=True)
-    for number in itertools.count(1):
-        folder = root / str(number)
-        try:
-            folder.mkdir()
-        except FileExistsError:
-            continue
-        return folder
-    raise AssertionError
 
 
 def _result_event(child: RunDir, checkpoint: Path) -> dict[str, Any]:

@@ -41,10 +41,9 @@ def read_labels(run: RunDir, config: dict[str, Any]) -> Labels:
 class Labelled:
     """The part of `Run` that keeps tags, a note and the archive in the run directory."""
 
-    if TYPE_CHECKING:
+    directory: RunDir
 
-        @property
-        def directory(self) -> RunDir: ...
+    if TYPE_CHECKING:
 
         @property
         def config(self) -> dict[str, Any]: ...

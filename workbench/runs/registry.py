@@ -115,7 +115,7 @@ def list_runs(
     folder = runs_root() if root is None else Path(root).expanduser().absolute()
     runs = [Run(path) for path in sorted(_run_folders(folder), key=created_at, reverse=True)]
     if by is None and tag is state is text is None:  # only labels need to be read
-        return RunTable(folder, tuple(run for run in runs if archived or not _is_archived(run)))
+        return RunTable(folder, tuple(run for run in runs if archived or not read_labels(run.directory, {}).archived))
     chosen = [
         (row, run)
         for row, run in ((row_or_reason(run), run) for run in runs)
@@ -133,10 +133,6 @@ def list_runs(
 
 def _is_known(figure: Any) -> bool:
     return not (figure is None or (isinstance(figure, float) and math.isnan(figure)))
-
-
-def _is_archived(run: Run) -> bool:
-    return read_labels(run.directory, {}).archived
 
 
 @checked_arguments

@@ -48,23 +48,19 @@ class Run(Labelled):
 
     @checked_arguments
     def __init__(self, path: str | os.PathLike[str]) -> None:
-        self._dir = RunDir(Path(path).absolute())
+        self.directory = RunDir(Path(path).absolute())
+        """The names of everything inside the run directory."""
         self._progress = Progress()
 
     @property
     def path(self) -> Path:
         """Return the run directory."""
-        return self._dir.path
+        return self.directory.path
 
     @property
     def name(self) -> str:
         """Return the name of the run directory."""
         return self.path.name
-
-    @property
-    def directory(self) -> RunDir:
-        """Return the names of everything inside the run directory."""
-        return self._dir
 
     @property
     def experiment(self) -> Experiment:
@@ -76,37 +72,37 @@ class Run(Labelled):
     @property
     def config(self) -> dict[str, Any]:
         """Return what was asked for, as JSON: that of the experiment, or the config of a W&B run."""
-        return read_experiment(self._dir)
+        return read_experiment(self.directory)
 
     @property
     def plan(self) -> Plan:
         """Return the plan with its prediction; raises `RunNotFound` for a W&B run that Workbench did not plan."""
         from workbench.planning.plan import Plan
 
-        if not self._dir.plan.exists():
+        if not self.directory.plan.exists():
             raise RunNotFound(f"{self.name} was not planned by Workbench; it has a curve and a config only.")
-        return Plan.load(self._dir.plan)
+        return Plan.load(self.directory.plan)
 
     @property
     def environment(self) -> dict[str, Any]:
         """Return machine, versions and git state of the launch."""
-        return read_described(self._dir.environment)
+        return read_described(self.directory.environment)
 
     @property
     def alive(self) -> bool:
         """Return True if a process of the run is left: supervisor, launcher or rank."""
-        return processes.run_alive(self._dir)
+        return processes.run_alive(self.directory)
 
     @property
     def status(self) -> Status:
         """Return the last recorded state, corrected by the processes that are really there."""
-        status, self._progress = read_status(self._dir, self._progress)
+        status, self._progress = read_status(self.directory, self._progress)
         return status
 
     @property
     def checkpoints(self) -> tuple[Checkpoint, ...]:
         """Return the complete checkpoints, oldest first."""
-        return complete_checkpoints(self._dir)
+        return complete_checkpoints(self.directory)
 
     @checked_arguments
     def stop(self, wait: bool = False) -> Run:
@@ -115,7 +111,7 @@ class Run(Labelled):
         Does nothing to a run that has ended. Ranks that hang are ended by force after a few minutes, also when the
         launcher is gone.
         """
-        return self._end(self._dir.stop_file, wait)
+        return self._end(self.directory.stop_file, wait)
 
     @checked_arguments
     def kill(self, wait: bool = True) -> Run:
@@ -123,13 +119,13 @@ class Run(Labelled):
 
         Does nothing to a run that has ended. Processes of another host are ended by their own supervisor, if it lives.
         """
-        return self._end(self._dir.kill_file, wait)
+        return self._end(self.directory.kill_file, wait)
 
     def _end(self, request: Path, wait: bool) -> Run:
         from workbench.runs.launching.launcher import request_end
 
         status = self.status
-        request_end(self._dir, request, status)
+        request_end(self.directory, request, status)
         return self.wait() if wait and not status.final else self
 
     @checked_arguments
@@ -140,7 +136,7 @@ class Run(Labelled):
         if the run failed.
         """
         try:
-            _, self._progress = wait_for_end(self._dir, self._progress, timeout)
+            _, self._progress = wait_for_end(self.directory, self._progress, timeout)
         except KeyboardInterrupt:
             print(f"{self.name} trains on; stop() ends it.")
             raise
@@ -149,7 +145,7 @@ class Run(Labelled):
     def error(self) -> RunFailed | None:
         """Return the exception that describes why the run failed, or None if it did not fail."""
         status = self.status
-        return run_failed(self._dir, status.message) if status.state == "failed" else None
+        return run_failed(self.directory, status.message) if status.state == "failed" else None
 
     @checked_arguments
     def resume(self, plan: Plan | None = None, *, steps: int | None = None, accept_changed_data: bool = False) -> Run:
@@ -179,7 +175,7 @@ class Run(Labelled):
             experiment = _buildable_experiment(self, changes)
             experiment.data.check(experiment)
             plan = make_plan(experiment)
-        return Run(clone(self._dir, self.plan if plan is None else plan, changes))
+        return Run(clone(self.directory, self.plan if plan is None else plan, changes))
 
     @checked_arguments
     def export(self, to: str | os.PathLike[str], step: int | None = None) -> tuple[Path, ...]:
@@ -192,7 +188,7 @@ class Run(Labelled):
         """
         from workbench.execution.checkpoint.model_export import export_step
 
-        return export_step(self._dir.checkpoints, Path(to).expanduser(), step)
+        return export_step(self.directory.checkpoints, Path(to).expanduser(), step)
 
     @checked_arguments
     def slurm(
@@ -213,8 +209,8 @@ class Run(Labelled):
         """
         from workbench.runs.launching.slurm import job_file
 
-        wanted = {"time": time, "partition": partition, "account": account, "cpus_per_node": cpus_per_node}
-        return job_file(self._dir, self.plan, options=options, **wanted)  # type: ignore[arg-type]
+        words = {"time": time, "partition": partition, "account": account}
+        return job_file(self.directory, self.plan, words, options, cpus_per_node)
 
     def sync(self) -> Delivery:
         """Upload to W&B whatever it lacks of this run, from what the run left on disk.
@@ -223,17 +219,17 @@ class Run(Labelled):
         """
         from workbench.runs.tracking.wandb_run import sync
 
-        return sync(self._dir)
+        return sync(self.directory)
 
     def events(self) -> list[Event]:
         """Return every event so far; `workbench.events` lists their fields."""
-        return read_events(self._dir.events)
+        return read_events(self.directory.events)
 
     def milestones(self) -> list[Event]:
         """Return every event so far but steps, device samples and `actions`: quick to read, however long the run."""
         from workbench.runs.records.history import latest_events
 
-        return [event for event in latest_events(self._dir.events)[0] if event["type"] != "step"]
+        return [event for event in latest_events(self.directory.events)[0] if event["type"] != "step"]
 
     def history(self) -> History:
         """Return the logged steps as NumPy columns, one row a step."""
@@ -242,7 +238,7 @@ class Run(Labelled):
     def _tail(self) -> HistoryTail:
         from workbench.runs.records.history import read_tail
 
-        return read_tail(self._dir.events)
+        return read_tail(self.directory.events)
 
     @checked_arguments
     def evaluate(self, data: Any = None, step: int | None = None) -> EvaluationResult:
@@ -253,7 +249,7 @@ class Run(Labelled):
         """
         from workbench.runs.evaluating import evaluate
 
-        return evaluate(self._dir, data, step)
+        return evaluate(self.directory, data, step)
 
     @checked_arguments
     def evaluations(self, data: str | None = None) -> Evaluations:
@@ -275,12 +271,12 @@ class Run(Labelled):
     @checked_arguments
     def logs(self, rank: int | str = 0, tail: int | None = 100) -> str:
         """Return the last `tail` lines (None: all) that a rank printed, or that `"launcher"` printed."""
-        return log_tail(self._dir, rank, tail)
+        return log_tail(self.directory, rank, tail)
 
     def row(self) -> RunRow:
         """Return the row of `wb.list_runs()`, as JSON: state, step, loss, speed, time left, devices, peak memory."""
         status = self.status
-        return row_of(self._dir, status, self._progress)
+        return row_of(self.directory, status, self._progress)
 
     def __repr__(self) -> str:
         return f"Run({self.name}: {_in_words(self.row())})"
@@ -289,7 +285,7 @@ class Run(Labelled):
         from workbench.runs.tracking.wandb_run import tracking_note
 
         row = self.row()
-        return _run_html(row, self._progress.problems, tracking_note(self._dir))
+        return _run_html(row, self._progress.problems, tracking_note(self.directory))
 
 
 def _in_words(row: RunRow) -> str:
@@ -304,7 +300,7 @@ def _buildable_experiment(run: Run, changes: Mapping[str, Any]) -> Experiment:
     parts: dict[str, Any] = {"model": experiment.model, "data": experiment.data, "eval_data": experiment.eval_data}
     if any(part is not None and part.is_user_defined and name not in changes for name, part in parts.items()):
         raise WorkbenchError(
-            f"{run.name} trains a user-defined model or dataset, which is stored as code in {run._dir.code} and "
+            f"{run.name} trains a user-defined model or dataset, which is stored as code in {run.directory.code} and "
             "is not loaded from there. Build the Experiment again and launch it."
         )
     return experiment
@@ -316,7 +312,7 @@ def _resume(run: Run, plan: Plan | None, steps: int | None, accept_changed_data:
     from workbench.runs.launching.launcher import launch
     from workbench.runs.launching.run_directory import Attempt, continued_provenance
 
-    check_unedited(run._dir)
+    check_unedited(run.directory)
     experiment = run.experiment if steps is None else run.experiment.replace(steps=steps)
     captured = None if plan is None else captured_model(experiment, plan)
     if plan is not None and captured is None and plan.signature != run.plan.signature:
@@ -324,7 +320,7 @@ def _resume(run: Run, plan: Plan | None, steps: int | None, accept_changed_data:
             f"The plan was made for {plan.model} (signature {plan.signature}), and {run.name} trains "
             f"{run.plan.model} ({run.plan.signature}). Plan the run's own experiment."
         )
-    provenance = continued_provenance(run._dir, experiment, accept_changed_data)
+    provenance = continued_provenance(run.directory, experiment, accept_changed_data)
     attempt = Attempt(experiment, plan or run.plan, resume=run.path, code={}, provenance=provenance)
     launch(attempt, captured, progress=None if plan is None else False)
 

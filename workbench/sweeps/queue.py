@@ -7,8 +7,6 @@ from __future__ import annotations
 
 import contextlib
 import os
-import subprocess
-import sys
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Mapping
@@ -181,15 +179,9 @@ def start_queue(
 def start_supervisor(directory: QueueDir) -> None:
     """Start the detached process that works through the queue, and wait until it has begun."""
     directory.supervisor.unlink(missing_ok=True)
-    with directory.log.open("ab") as log:
-        process = subprocess.Popen(
-            [sys.executable, "-m", "workbench.sweeps.supervisor", str(directory.path)],
-            stdin=subprocess.DEVNULL,
-            stdout=log,
-            stderr=log,
-            start_new_session=True,  # otherwise an interrupt of the kernel would reach it
-            env={**os.environ, "PYTHONPATH": os.pathsep.join(user_path())},
-        )
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(user_path())}
+    module, log = "workbench.sweeps.supervisor", directory.log
+    process = processes.start_detached(module, str(directory.path), log=log, environment=environment)
     deadline = time.monotonic() + STARTS_S
     while not directory.supervisor.exists() and process.poll() is None and time.monotonic() < deadline:
         time.sleep(0.02)

@@ -7,7 +7,6 @@ import json
 import os
 import signal
 import subprocess
-import sys
 import threading
 from collections.abc import Mapping
 from dataclasses import replace
@@ -153,15 +152,9 @@ def _start_supervisor(run: RunDir, plan: Plan, devices: tuple[str, ...], worker:
 
 
 def _spawn_supervisor(run: RunDir, *options: str) -> subprocess.Popen[bytes]:
-    with run.log("launcher").open("ab") as log:
-        return subprocess.Popen(
-            [sys.executable, "-m", processes.SUPERVISOR, *options, str(run.path)],
-            stdin=subprocess.DEVNULL,
-            stdout=log,
-            stderr=log,
-            start_new_session=True,  # otherwise an interrupt of the kernel would reach it
-            env={**os.environ, "PYTHONPATH": os.pathsep.join(worker_path(run))},
-        )
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(worker_path(run))}
+    arguments = (*options, str(run.path))
+    return processes.start_detached(processes.SUPERVISOR, *arguments, log=run.log("launcher"), environment=environment)
 
 
 def request_end(run: RunDir, request: Path, status: Status) -> None:

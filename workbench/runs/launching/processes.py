@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import contextlib
 import os
+import subprocess
+import sys
 import time
 from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
@@ -12,7 +14,7 @@ from typing import Any
 import psutil
 
 from workbench.events import LauncherRecord, ProcessRecord, RankRecord
-from workbench.rundir import RunDir, process_alive, process_record, read_json
+from workbench.rundir import RunDir, process_alive, process_record, read_object
 
 POLL_S = 0.1
 SUPERVISOR, RECORDER = "workbench.runs.launching.supervisor", "workbench.runs.tracking.recorder"
@@ -25,8 +27,16 @@ LEAVES_S = 5.0
 
 def rank_records(run: RunDir) -> list[RankRecord]:
     """Return the content of `ranks/<rank>.json`, in rank order."""
-    records = [record for path in run.ranks.glob("*.json") if _is_process(record := _record(path))]
+    records: list[Any] = [record for path in run.ranks.glob("*.json") if _is_process(record := read_object(path))]
     return sorted((r for r in records if str(r.get("rank")).isdigit()), key=lambda record: int(record["rank"]))
+
+
+def start_detached(module: str, *arguments: str, log: Path, environment: Mapping[str, str]) -> subprocess.Popen[bytes]:
+    """Start a module in a process that an interrupt of the kernel does not reach; what it prints goes to a log."""
+    command = [sys.executable, "-m", module, *arguments]
+    with log.open("ab") as file:
+        output: Any = {"stdin": subprocess.DEVNULL, "stdout": file, "stderr": file}
+        return subprocess.Popen(command, env=dict(environment), start_new_session=True, **output)
 
 
 def seconds_of(variable: str, default: float) -> float:
@@ -36,7 +46,7 @@ def seconds_of(variable: str, default: float) -> float:
 
 def launcher_record(run: RunDir) -> LauncherRecord:
     """Return the content of `launcher.json` without fields of a wrong type, `{}` where there is none."""
-    record: Any = _record(run.launcher)
+    record: Any = read_object(run.launcher)
     whole: LauncherRecord = {
         name: value for name, value in record.items() if name not in _FIELDS or _FIELDS[name](value)
     }  # type: ignore[assignment]
@@ -61,15 +71,6 @@ _FIELDS: Mapping[str, Callable[[Any], bool]] = {
     "plan": lambda value: isinstance(value, dict) and isinstance(value.get("world"), int),
 }
 """Tests of the fields of `launcher.json` that are read."""
-
-
-def _record(path: Path) -> Any:
-    """Return the JSON object in a file, `{}` where there is none that can be read."""
-    try:
-        value = read_json(path)
-    except (OSError, ValueError):
-        return {}
-    return value if isinstance(value, dict) else {}
 
 
 def live_workers(run: RunDir) -> list[ProcessRecord]:

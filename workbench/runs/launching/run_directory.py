@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING, Any
 
 from workbench.data import data_fingerprint
 from workbench.errors import CheckpointError, DataError, RunExists, RunNotFound, WorkbenchError
+from workbench.execution.checkpoint.files import step_of
 from workbench.experiment import user_parts
 from workbench.rundir import RunDir, read_json, read_record, runs_root, what_was_started, write_json, write_record
 from workbench.runs.launching import processes
@@ -114,11 +115,6 @@ def checkpoint_of(path: Path) -> Path:
             "set if it may be interrupted."
         )
     return checkpoints[-1].path
-
-
-def step_of(checkpoint: Path) -> int:
-    """Return the step in the name of a checkpoint's directory."""
-    return int(checkpoint.name.removeprefix("step-"))
 
 
 @contextlib.contextmanager

@@ -6,7 +6,7 @@ import os
 import re
 import shlex
 import sys
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING
 
 from workbench.errors import InvalidArgument, PlanInfeasible
@@ -25,18 +25,10 @@ CHECKPOINT_BEFORE_END_S = 180
 
 
 def job_file(
-    run: RunDir,
-    plan: Plan,
-    *,
-    time: str = "24:00:00",
-    partition: str | None = None,
-    account: str | None = None,
-    cpus_per_node: int | None = None,
-    options: Iterable[str] = (),
+    run: RunDir, plan: Plan, words: Mapping[str, str | None], options: Sequence[str], cpus_per_node: int | None
 ) -> str:
-    """Return the text of a job file for `sbatch`; see `Run.slurm`."""
-    options = list(options)
-    _check_values({"time": time, "partition": partition, "account": account}, options, cpus_per_node)
+    """Return the text of a job file for `sbatch`; `words` are time, partition and account of `Run.slurm`."""
+    _check_values(words, options, cpus_per_node)
     nodes, per_node = plan.cluster.nodes, ranks_per_node(plan.world, plan.cluster.nodes)
     on_gpu = plan.cluster.device.type != "cpu"
     wanted = {
@@ -45,10 +37,8 @@ def job_file(
         "ntasks-per-node": 1,
         "gpus-per-node": per_node if on_gpu else None,
         "cpus-per-task": cpus_per_node or (None if on_gpu else per_node),
-        "time": time,
         "signal": f"TERM@{CHECKPOINT_BEFORE_END_S}",
-        "partition": partition,
-        "account": account,
+        **words,
         "output": str(run.log("slurm")).replace("%", "%%"),
     }
     lines = [f"#SBATCH --{name}={shlex.quote(str(value))}" for name, value in wanted.items() if value is not None]

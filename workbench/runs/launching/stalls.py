@@ -178,9 +178,9 @@ class StallWatch:
         for state in culprits:
             if state.stack is None:
                 because = f": {state.reason}" if state.reason else ""
-                parts.append(f"{_capital(state.name)} does not answer{because}.")
+                parts.append(f"{state.name.capitalize()} does not answer{because}.")
             else:
-                parts.append(f"{_capital(state.name)} is busy in {state.place}.")
+                parts.append(f"{state.name.capitalize()} is busy in {state.place}.")
         if self._states and not culprits:
             parts.append("Every rank of this node waits: for a rank of another node, or for a device that hangs.")
         if waiting:
@@ -205,7 +205,3 @@ def _process_state(record: RankRecord) -> str:
     with contextlib.suppress(psutil.Error):
         return STOPPED.get(psutil.Process(record["pid"]).status(), "")
     return "its process is gone"
-
-
-def _capital(name: str) -> str:
-    return name[:1].upper() + name[1:]

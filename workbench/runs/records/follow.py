@@ -20,7 +20,8 @@ class Follower:
     def __init__(self, every_s: float) -> None:
         self._every_s = every_s
         self._due = time.monotonic() + every_s
-        self._reported: dict[str, tuple[str, str, int]] = {}
+        self.reported: dict[str, tuple[str, str, int]] = {}
+        """State, message and step in the last line of each run, by its path."""
 
     def lines(self, runs: Sequence[Run]) -> Iterator[str]:
         """Yield a line for each run that changed its state; every `every_s` seconds also for each that made steps."""
@@ -29,14 +30,10 @@ class Follower:
             self._due = time.monotonic() + self._every_s
         for run in runs:
             row = row_or_reason(run)
-            now, before = (row["state"], row["message"], row["step"]), self._reported.get(row["path"])
+            now, before = (row["state"], row["message"], row["step"]), self.reported.get(row["path"])
             if before is None or now[:2] != before[:2] or (steps_are_due and now != before):
-                self._reported[row["path"]] = now
+                self.reported[row["path"]] = now
                 yield progress_line(row)
-
-    def saw_the_end(self, runs: Sequence[Run]) -> bool:
-        """Return True if the last line of each run said that it has ended."""
-        return all(self._reported.get(str(run.path), ("",))[0] in FINAL_STATES for run in runs)
 
 
 def follow(runs: Sequence[Run], every_s: float = 5.0) -> Iterator[str]:
@@ -47,7 +44,7 @@ def follow(runs: Sequence[Run], every_s: float = 5.0) -> Iterator[str]:
     follower = Follower(every_s)
     while True:
         yield from follower.lines(runs)
-        if follower.saw_the_end(runs):
+        if all(follower.reported.get(str(run.path), ("",))[0] in FINAL_STATES for run in runs):
             return
         time.sleep(POLL_S)
 

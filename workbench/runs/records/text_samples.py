@@ -39,18 +39,13 @@ class TextSamples:
     def __repr__(self) -> str:
         if not self.events:
             return "TextSamples(none yet)"
-        lines = [f"step {event['step']:,}: {plain(sample)}" for event in self.events for sample in event["samples"]]
-        return "\n".join(lines)
+        written = ((event["step"], each) for event in self.events for each in event["samples"])
+        return "\n".join(f"step {step:,}: {sample['prompt']} | {answer(sample)}" for step, sample in written)
 
     def _repr_html_(self) -> str:
         last = len(self.events) - 1
         shown = sorted({round(index * last / (SHOWN_STEPS - 1)) for index in range(SHOWN_STEPS)}) if last >= 0 else []
         return table_html([self.events[index] for index in shown])
-
-
-def plain(sample: TextSample) -> str:
-    """Return one sample as a line: the prompt and, after a bar, what the model made of it."""
-    return f"{sample['prompt']} | {answer(sample)}"
 
 
 def answer(sample: TextSample) -> str:

@@ -20,6 +20,7 @@ from typing import Any
 
 from workbench.errors import WorkbenchError
 from workbench.rundir import RunDir, read_events, read_json
+from workbench.runs.launching import processes
 
 LOGIN_LIMIT_S = 30.0
 SYNC_LIMIT_S = 600.0
@@ -60,26 +61,19 @@ def tracker_settings(run: RunDir, experiment: Any) -> dict[str, Any] | None:
     }
 
 
-def start_recorder(run: RunDir) -> None:
-    """Start the recorder: a detached process that cannot harm the training."""
+def start_recorder(run: RunDir, *options: str) -> None:
+    """Start the recorder: a detached process that cannot harm the training.
+
+    With the option `--upload` it uploads what came after the run's end, once the recorder before it has left.
+    """
     if run.tracker.exists():
         with contextlib.suppress(OSError):
-            _spawn(run)
-
-
-def start_upload(run: RunDir) -> None:
-    """Start a detached upload of what came after the run's end, once its recorder has left."""
-    if run.tracker.exists():
-        with contextlib.suppress(OSError):
-            _spawn(run, "--upload")
+            _spawn(run, *options)
 
 
 def _spawn(run: RunDir, *options: str) -> subprocess.Popen[bytes]:
-    command = [sys.executable, "-m", "workbench.runs.tracking.recorder", *options, str(run.path)]
-    with run.log("tracking").open("ab") as log:
-        return subprocess.Popen(
-            command, stdin=subprocess.DEVNULL, stdout=log, stderr=log, start_new_session=True, env=own_environment()
-        )
+    log, environment = run.log("tracking"), own_environment()
+    return processes.start_detached(processes.RECORDER, *options, str(run.path), log=log, environment=environment)
 
 
 def own_environment() -> dict[str, str]:
