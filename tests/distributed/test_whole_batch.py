@@ -3,15 +3,21 @@
 from __future__ import annotations
 
 import copy
+from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
+from torch import nn
 from torch.utils.data import default_collate
 
+import workbench as wb
 from tests.distributed.harness import forced_plan, launch
 from tests.distributed.test_every_plan import part_of, trainer_of
-from tests.unit.coupled_models import COUPLED, WEIGHTED, samples_for
+from tests.unit.coupled_models import COUPLED, WEIGHTED, WIDTH, Mixup, samples_for
 from workbench.capture import capture, spec_of
+from workbench.errors import RunFailed
+from workbench.experiment import Experiment
 
 TOLERANCE = 1e-5
 BATCH = 8
@@ -61,3 +67,29 @@ def _difference(name: str, choices: dict[str, Any]) -> float:
 def test_losses_that_count_or_compare_samples_equal_plain_pytorch_of_the_whole_batch() -> None:
     wrong = {case: error for case, error in launch(_compared, 2).items() if not error <= TOLERANCE}
     assert not wrong, wrong
+
+
+class LargeMixup(Mixup):
+    """Mixup of a forward of 21 GFLOP for two samples, which `wb.plan` does not compute."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.large = nn.Linear(2048, 2048, bias=False).requires_grad_(False)
+
+    def forward(self, x: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+        tokens = x.detach().repeat(1, 2048 // WIDTH).unsqueeze(1).expand(len(x), 1280, 2048)
+        return super().forward(x + self.large(tokens).mean(2).mean(1, keepdim=True), labels)
+
+
+def test_a_run_of_a_large_model_whose_loss_compares_samples_ends_before_its_first_update(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("WORKBENCH_RUNS", str(tmp_path / "runs"))
+    samples = samples_for("mixup by flip", BATCH)
+    experiment = Experiment.of(model=LargeMixup, data=samples, steps=1, global_batch=BATCH, seq_len=1)
+    plan = wb.plan(experiment, data=2, micro_batch=2)
+    assert "compares numbers on its first device before the first update" in plan.notes[-1]
+    run = wb.launch(experiment, plan)
+    with pytest.raises(RunFailed, match=r"4 samples have the loss .* repeat at .* Nothing was updated"):
+        run.wait(timeout=240)
+    assert not len(run.history())

@@ -13,6 +13,7 @@ import torch
 from torch import nn
 from torch.nn import functional
 
+import workbench as wb
 import workbench.capture.model as capture_model
 from tests.distributed import zoo
 from tests.distributed.harness import CPU, LINK
@@ -24,9 +25,10 @@ from workbench.capture.division import PARTS, Division, division_fault
 from workbench.capture.model import build_meta
 from workbench.capture.opaque import opaque_calls
 from workbench.cost.cluster import Cluster
-from workbench.errors import CaptureError
+from workbench.errors import CaptureError, PlanMismatch
 from workbench.experiment import Experiment
 from workbench.planning.profiling import analytic_profile
+from workbench.planning.runnable import check_numbers
 
 
 def experiment_of(model: Callable[[], nn.Module], samples: Any) -> Experiment:
@@ -195,3 +197,27 @@ def test_a_model_too_large_for_numbers_is_named_in_a_note(monkeypatch: pytest.Mo
     assert profile.coupled == ()
     assert "is not known: the model is too large" in profile.notes[-1]
     assert "flip at " in profile.notes[-1]
+    assert "A run that divides the batch compares numbers on its first device" in profile.notes[-1]
+
+
+def test_a_large_model_of_unknown_operations_is_compared_before_the_first_update(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(division, "MOST_FLOPS", 10)
+    how = "mixup by flip"
+    experiment = experiment_of(COUPLED[how], samples_for(how))
+    plan = wb.plan(experiment, Cluster(CPU, 2, 2, LINK, LINK), data=2, micro_batch=2)
+    model = COUPLED[how]()
+    graph = CapturedModel(experiment, 2, model).graph
+    with pytest.raises(PlanMismatch, match=r"4 samples have the loss .* not followed past flip at .* micro_batch=8"):
+        check_numbers(experiment, plan, graph, model)
+    check_numbers(experiment.replace(batch_coupling="allow"), plan, graph, model)
+    monkeypatch.setattr(division, "MOST_FLOPS", 1e10)  # it was compared when it was planned
+    check_numbers(experiment, plan, graph, model)
+
+
+def test_the_dropout_of_a_gpu_does_not_look_like_coupling() -> None:
+    def loss(found: torch.Tensor, y: torch.Tensor, _w: torch.Tensor) -> torch.Tensor:
+        return (torch.native_dropout(found, 0.5, True)[0] - y).square().mean()
+
+    assert known_by_numbers(lambda: Regression(loss), samples_for("RMSE")) == Division()

@@ -22,7 +22,7 @@ from workbench.cost.memory import ParameterTable, stage_state
 from workbench.errors import CaptureError, DataError, PlanInfeasible, PlanMismatch
 from workbench.experiment import Experiment
 from workbench.planning.plan import Plan
-from workbench.planning.runnable import check_runnable
+from workbench.planning.runnable import check_numbers, check_runnable
 from workbench.sparsity import Static
 
 BATCH = 8
@@ -130,13 +130,13 @@ def test_a_plan_that_gathers_says_so_and_is_priced_with_one_more_forward() -> No
 def test_a_plan_says_whether_numbers_confirmed_that_samples_are_gathered_rightly(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    experiment, plan = gathered_plan("SupCon")
+    experiment, plan = gathered_plan("RMSE")
     assert plan.notes[-1].endswith("those of the whole batch, as numbers confirm.")
-    monkeypatch.setattr(captured_model, "MOST_FLOPS", 1.0)
+    monkeypatch.setattr(division, "MOST_FLOPS", 1.0)
     monkeypatch.setattr(captured_model, "division_fault", lambda *_: "never compared")
     large = wb.plan(experiment, cluster(2), data=2, micro_batch=2)
     assert large.gathers
-    assert "follows from the operations alone. The model is too large to compare numbers" in large.notes[-1]
+    assert "follows from the operations alone: the model is too large to compare numbers here" in large.notes[-1]
 
 
 def test_a_batch_in_one_piece_is_planned_without_gathering() -> None:
@@ -200,3 +200,16 @@ def test_a_plan_that_gathers_does_not_start_another_experiment() -> None:
     named = experiment.replace(model=other.model)
     with pytest.raises((PlanMismatch, CaptureError)):
         check_runnable(named, plan, CapturedModel(named, 2))
+
+
+def test_a_gathered_loss_of_a_large_model_is_compared_before_the_first_update(monkeypatch: pytest.MonkeyPatch) -> None:
+    experiment, plan = gathered_plan("SupCon")
+    monkeypatch.setattr(division, "MOST_FLOPS", 1.0)
+    model = SupCon()
+    graph, before = CapturedModel(experiment, 2, model).graph, model.state_dict()
+    expected = {name: value.clone() for name, value in before.items()}
+    check_numbers(experiment, plan, graph, model)
+    torch.testing.assert_close(model.state_dict(), expected, rtol=0, atol=0)
+    monkeypatch.setattr(division, "join_rows", lambda rows, parts: torch.cat(parts, rows.dim))
+    with pytest.raises(PlanMismatch, match=r"4 samples have the loss .* Nothing was updated.* micro_batch=8"):
+        check_numbers(experiment, plan, graph, model)

@@ -10,13 +10,13 @@ from torch import nn
 
 from workbench.capture.division import (
     MOST_FLOPS,
-    MOST_PARAMETERS,
     PARTS,
     Division,
     division_fault,
     division_of,
     forward_flops,
     has_constants,
+    is_compared_by_plan,
     samples_from,
 )
 from workbench.capture.evaluation import capture_for_evaluation, capture_for_samples
@@ -102,7 +102,7 @@ class CapturedModel:
     @cached_property
     def is_gathering_compared(self) -> bool:
         """True if the model is small enough for `gathering_fault`."""
-        return forward_flops(self.graph) <= MOST_FLOPS and self.graph.parameter_count <= MOST_PARAMETERS
+        return is_compared_by_plan(self.graph)
 
     @cached_property
     def gathering_fault(self) -> str:
@@ -114,10 +114,22 @@ class CapturedModel:
         if rest or parts * forward_flops(self.graph) > MOST_FLOPS:
             parts = PARTS[0]
         with waiting(f"comparing the gathered loss of {self._source.name}"):
-            model, graph = self._source.build().train(), self.gathered(parts * self._micro_batch)
-            if has_constants(graph):
-                graph = CapturedModel(self._experiment, self._micro_batch, model).gathered(parts * self._micro_batch)
-            return division_fault(graph, lambda: model, self._samples, [parts] * 2)
+            return self._gathering_fault(self._source.build().train(), parts)
+
+    def _gathering_fault(self, model: nn.Module, parts: int) -> str:
+        graph = self.gathered(parts * self._micro_batch)
+        if has_constants(graph):
+            graph = CapturedModel(self._experiment, self._micro_batch, model).gathered(parts * self._micro_batch)
+        return division_fault(graph, lambda: model, self._samples, [parts] * 2)
+
+    def fault_of(self, model: nn.Module, gathers: bool) -> str:
+        """Return how the loss of micro-batches differs from that of the whole batch on the device of a built model.
+
+        The result is empty if they are equal. The weights of `model` are changed.
+        """
+        if gathers:
+            return self._gathering_fault(model, PARTS[0])
+        return division_fault(self.graph, lambda: model, self._samples, PARTS)
 
     @cached_property
     def signature(self) -> str:

@@ -8,12 +8,14 @@ training, so that no wrong combination is right by chance at a symmetric point.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import nn
+from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from workbench.capture.gathering import join_rows
@@ -54,6 +56,12 @@ def forward_flops(graph: Graph) -> float:
     """Return roughly the floating point operations of one forward of one micro-batch."""
     by_type = {block.block_type: sum(map(_flops, block.code.graph.nodes)) for block in graph.blocks}
     return sum(by_type[block.block_type] for block in graph.blocks)
+
+
+def is_compared_by_plan(graph: Graph, samples: int | None = None) -> bool:
+    """Return True if the forward of so many samples, a micro-batch by default, is small enough for a CPU."""
+    flops = forward_flops(graph) * (samples or graph.micro_batch) / graph.micro_batch
+    return flops <= MOST_FLOPS and graph.parameter_count <= MOST_PARAMETERS
 
 
 def _flops(node: Any) -> float:
@@ -117,7 +125,7 @@ def division_of(graph: Graph, build: Callable[[], nn.Module], samples: Callable[
     if graph.coupled:
         return Division(graph.coupled)
     flops, unknown = forward_flops(graph), graph.unknown_coupling
-    is_small = flops <= (MOST_FLOPS if unknown else ALWAYS_FLOPS) and graph.parameter_count <= MOST_PARAMETERS
+    is_small = is_compared_by_plan(graph) and (bool(unknown) or flops <= ALWAYS_FLOPS)
     obstacle = f"the model is too large to compare numbers here ({flops / 1e9:,.0f} GFLOP a forward)"
     if is_small:
         try:
@@ -131,9 +139,12 @@ def division_of(graph: Graph, build: Callable[[], nn.Module], samples: Callable[
             return Division((f"{fault}{after}",) if fault else ())
     if not unknown:
         return Division()
+    way = "If it does, fix micro_batch to the global batch."
+    if not is_small:
+        way = "A run that divides the batch compares numbers on its first device before the first update."
     return Division(
         note=f"Whether the loss compares samples of one batch is not known: {obstacle}, and the batch is not followed "
-        f"past {unknown}. If it does, fix micro_batch to the global batch."
+        f"past {unknown}. {way}"
     )
 
 
@@ -144,10 +155,11 @@ def division_fault(
 
     `parts_of_trials` has the number of micro-batches of each trial.
     """
-    size = graph.micro_batch
-    with untouched_generators([]):
+    size, model = graph.micro_batch, build().train()
+    device = next(model.parameters(), torch.empty(0)).device
+    with untouched_generators([device.index or 0] if device.type == "cuda" else []), _same_kernels(device):
         torch.manual_seed(0)
-        comparison = _Comparison(graph, build().train())
+        comparison = _Comparison(graph, model, device)
         for trial, parts in enumerate(parts_of_trials):
             try:
                 batch = samples(parts * size, trial)
@@ -168,6 +180,18 @@ def division_fault(
             if fault:
                 return fault
     return ""
+
+
+@contextmanager
+def _same_kernels(device: torch.device) -> Iterator[None]:
+    """Multiply in full fp32, and run on a GPU the operations that `_same_for_each_sample` knows from the CPU."""
+    precision, is_cpu = torch.get_float32_matmul_precision(), device.type == "cpu"
+    torch.set_float32_matmul_precision("highest")
+    try:
+        with torch.backends.cudnn.flags(enabled=False), nullcontext() if is_cpu else sdpa_kernel(SDPBackend.MATH):
+            yield
+    finally:
+        torch.set_float32_matmul_precision(precision)
 
 
 def has_constants(graph: Graph) -> bool:
@@ -215,8 +239,8 @@ def _changed(field: torch.Tensor, generator: torch.Generator) -> torch.Tensor:
 class _Comparison:
     """A model with changed weights, and its graph that reads the same weights."""
 
-    def __init__(self, graph: Graph, model: nn.Module) -> None:
-        self._model = model
+    def __init__(self, graph: Graph, model: nn.Module, device: torch.device) -> None:
+        self._model, self._device = model, device
         for parameter in model.parameters():
             if parameter.is_floating_point():  # away from zeros, ones and equal rows
                 parameter.data.mul_(1 + 0.05 * torch.randn_like(parameter)).add_(
@@ -227,8 +251,8 @@ class _Comparison:
 
             graph = capture(model, graph.batch, name=graph.model, loss=graph.loss_choice)
         self._graph = graph
-        self._counts = [on_device(count, torch.device("cpu")) for count in graph.label_counts]
-        self._codes = {block.block_type: code_on(block.code, torch.device("cpu")) for block in graph.blocks}
+        self._counts = [on_device(count, device) for count in graph.label_counts]
+        self._codes = {block.block_type: code_on(block.code, device) for block in graph.blocks}
         self._calls = [call for block in graph.blocks for call in opaque_calls(block.code.graph)]
         self._parameters = dict(model.named_parameters())
         self._trained = {name: self._parameters[name] for name in graph.parameters if name not in graph.frozen}
@@ -236,6 +260,7 @@ class _Comparison:
         self._factor = _BF16_FACTOR if any(map(_is_of_low_precision, graph.blocks)) else 1
 
     def fault(self, batch: Batch) -> str:
+        batch = {name: field.to(self._device) for name, field in batch.items()}
         tolerances = self._factor * LOSS_TOLERANCE, self._factor * GRADIENT_TOLERANCE
         with same_numbers(self._model, self._calls), _same_for_each_sample():
             whole = self._whole(batch)
@@ -245,7 +270,7 @@ class _Comparison:
             found = whole.differs_from(divided)
             if found[0] <= tolerances[0] and found[1] <= tolerances[1]:
                 return ""
-            order = torch.arange(_size(batch)).flip(0)
+            order = torch.arange(_size(batch), device=self._device).flip(0)
             noise = whole.differs_from(self._whole({name: field[order] for name, field in batch.items()}))
         limits = tuple(max(least, NOISE_FACTOR * each) for least, each in zip(tolerances, noise, strict=True))
         if found[0] <= limits[0] and found[1] <= limits[1]:
@@ -333,6 +358,9 @@ class _same_for_each_sample(TorchDispatchMode):  # noqa: N801
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         name = func._schema.name.removeprefix("aten::")
+        if name == "native_dropout":  # a GPU's
+            value, probability, _ = args
+            return value / (1 - probability), torch.ones_like(value, dtype=torch.bool)
         if name in ("native_batch_norm", "native_batch_norm_backward") and args[0].shape[0] > 1:
             return func(*_by_running_averages(name, args), **(kwargs or {}))
         result = func(*args, **(kwargs or {}))

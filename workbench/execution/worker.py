@@ -62,7 +62,7 @@ from workbench.execution.trainer import Trainer
 from workbench.execution.user_data import check_user_data
 from workbench.experiment import USER_PARTS, Experiment
 from workbench.planning.plan import Plan
-from workbench.planning.runnable import check_runnable
+from workbench.planning.runnable import check_numbers, check_runnable
 from workbench.rundir import (
     RunDir,
     append_event,
@@ -250,6 +250,8 @@ class TrainingWorker:
             sampled = captured.samples(experiment)
         check_runnable(experiment, plan, captured)
         with self._timed_phase("stage"):
+            if self.is_main:
+                check_numbers(experiment, plan, captured.graph, model)
             extras = _checkpoint_extras(model, graph) if self.is_main else CheckpointExtras()
             stages = build_stage(
                 plan,

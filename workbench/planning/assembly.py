@@ -19,8 +19,8 @@ from workbench.planning.stage_cuts import Cut, Cutter
 from workbench.units import duration, gib
 
 UNCONFIRMED = (
-    "which follows from the operations alone. The model is too large to compare numbers on the CPU: compare the first "
-    "loss of a small global_batch with that of a plan with micro_batch=global_batch."
+    "which follows from the operations alone: the model is too large to compare numbers here. A run compares them on "
+    "its first device before the first update."
 )
 """End of the sentence on a gathered loss that no numbers confirm."""
 MAX_ROWS = 400

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import copy
+import gc
 import warnings
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-from workbench.errors import DataError, PlanMismatch
+from workbench.errors import CaptureError, DataError, PlanMismatch
 from workbench.experiment import Experiment
 from workbench.planning.data_supply import supply_of
 from workbench.planning.optimizer_limits import check_optimizer
@@ -17,6 +19,8 @@ from workbench.units import count
 from workbench.user_code import UserFunction
 
 if TYPE_CHECKING:
+    from torch import nn
+
     from workbench.capture import Graph
     from workbench.capture.captured_model import CapturedModel
 
@@ -133,6 +137,38 @@ def check_coupling(experiment: Experiment, plan: Plan, coupled: Sequence[str]) -
             f"The loss of {plan.model} compares samples of one batch ({coupled[0]}), and the plan divides the "
             f"{plan.global_batch} samples into micro-batches of {plan.micro_batch}. Plan this experiment again with "
             f"wb.plan(experiment), or give it batch_coupling='allow'."
+        )
+
+
+def check_numbers(experiment: Experiment, plan: Plan, graph: Graph, model: nn.Module) -> None:
+    """Raise `PlanMismatch` if the micro-batches of a plan do not compute the loss of the whole batch.
+
+    The loss and its gradients of four and six samples are compared on the model's device, if `graph`, that of a
+    micro-batch of the plan, has an operation that capture does not know, or the plan gathers samples, and the model was
+    too large for `wb.plan` to compare them. The captures and the copy of the model that this takes are freed again.
+    """
+    from workbench.capture.captured_model import CapturedModel
+    from workbench.capture.division import is_compared_by_plan
+
+    is_whole = plan.micro_batch == plan.global_batch or experiment.numerics.batch_coupling == "allow"
+    is_known = not plan.gathers and not graph.unknown_coupling
+    if is_whole or is_known or is_compared_by_plan(graph, CAPTURE_BATCH):
+        return
+    try:
+        fault = CapturedModel(experiment, CAPTURE_BATCH).fault_of(copy.deepcopy(model), plan.gathers)
+    except CaptureError:
+        raise
+    except Exception as error:  # such as too little memory for the whole model on one device
+        print(f"The loss of micro-batches was not compared with that of a whole batch: {error}", flush=True)
+        return
+    finally:
+        gc.collect()
+    if fault:
+        unknown = f" Its batch is not followed past {graph.unknown_coupling}." if graph.unknown_coupling else ""
+        raise PlanMismatch(
+            f"The loss of {plan.model} compares samples of one batch, and the plan divides them: {fault}.{unknown} "
+            f"Nothing was updated. Plan the batch whole, wb.plan(experiment, micro_batch={plan.global_batch}), or "
+            "accept a loss that depends on the plan: batch_coupling='allow' in the experiment."
         )
 
 
