@@ -92,6 +92,21 @@ def test_what_a_published_law_expects_of_the_pair_is_what_the_pages_say() -> Non
         in words("docs/scaling.md")
     )
     assert f"the larger one {at[2]} nats lower after 10 B tokens" in words(README)
+    sizes = {"num_layers": (2, 24, 5, 54), "hidden_size": (32, 1024, 64, 1920), "num_heads": (2, 16, 4, 30)}
+    each = [dict(zip(sizes, size, strict=True)) for size in zip(*sizes.values(), strict=True)]
+    options = {"layout": "pre_ln", "next_sentence": False, "dropout": 0.0}
+    few, large, many, scaled = (
+        wb.analysis.parameters_without_embeddings(wb.models.bert(**one, vocab_size=64, **options)) for one in each
+    )
+    ratios = f"{1.536e6 / many:.0f} and {1.536e6 / few:.0f} tokens a parameter in place of"
+    assert f"with {ratios} {30e6 / scaled:.2f} and {30e6 / large:.1f}" in words(README)
+    shares = []
+    for layers, width in ((4, 128), (54, 1920)):
+        model = wb.models.bert(hidden_size=width, num_layers=layers, num_heads=width // 64, **options)
+        tables = (30522 + 512 + 2) * width
+        shares.append(tables / (tables + wb.analysis.parameters_without_embeddings(model)))
+    page = words("docs/scaling.md")
+    assert f"the tables are {100 * shares[0]:.0f} % of a model of 4 layers × 128 and {100 * shares[1]:.1f} % of" in page
 
 
 def test_tried_rates_and_initial_weights_of_the_demo_are_those_of_the_raw_file() -> None:
@@ -177,6 +192,14 @@ def test_the_pairs_figures_are_those_of_the_recorded_runs() -> None:
         assert shows(rows["device-minutes"][at], 60 * history.gpu_hours[-1])
     behind = [scaled - large for scaled, large in zip(ends[3:], (ends[0], ends[1], ends[2]), strict=True)]
     assert all(map(shows, rows["behind BERT-Large of its seed and eps"][3:], behind))
+    eps = [abs(float(one.evaluations().eval_loss[-1]) - end) for one, end in ((runs[0], ends[2]), (runs[4], ends[5]))]
+    page = words(BENCHMARKS)
+    assert f"BERT-Large by {eps[0]:.3f} with the same seed" in page
+    assert f"scaled BERT by {eps[1]:.3f} against another" in page
+    speeds = [[float(np.median(run.history().tokens_per_s)) for run in each] for each in (runs[:3], runs[3:])]
+    large, scaled = ("{:.0f} to {:.0f} k tokens/s".format(*sorted((min(s) / 1e3, max(s) / 1e3))) for s in speeds)
+    assert f"(335 M parameters, {large})" in words(README)
+    assert f"(2.45 B, {scaled})" in words(README)
     template = (ROOT / "templates" / "scaling_ladder.ipynb").read_text()
     assert [float(each) for each in re.findall(r"\(30e6 / real_sizes\[1\], -([\d.]+)\)", template)] == [
         round(each, 3) for each in behind
@@ -232,7 +255,9 @@ def test_losses_of_the_demo_are_those_of_the_raw_file() -> None:
     assert f"five seeds, mean ± standard deviation | {both}" in words(README)
     assert f"means are {means[0]:.3f} and {means[1]:.3f}" in words(BENCHMARKS)
     assert f"between seeds {spreads[0]:.3f} and {spreads[1]:.3f}" in words(BENCHMARKS)
-    assert f"is {min(ends[0]) - max(ends[1]):.3f} below the best" in words(BENCHMARKS)
+    assert f"({max(ends[1]):.3f}) is {min(ends[0]) - max(ends[1]):.3f} below the best" in words(BENCHMARKS)
+    assert f"of BERT-Large ({min(ends[0]):.3f})" in words(BENCHMARKS)
+    assert f"unigram entropy of the text is {content['unigram_entropy']:.3f} nats" in words(BENCHMARKS)
 
 
 def test_reads_of_the_simulated_cache_are_those_of_the_raw_file() -> None:
@@ -360,6 +385,10 @@ def test_figures_quoted_from_executed_notebooks_are_in_their_outputs() -> None:
     ):
         assert in_output in ladder
         assert in_page in page
+    errors = re.findall(r"form .*?([\d.]+)% +([\d.]+)% +[+-]", ladder.partition("Scaling law of 24 runs")[2])[:2]
+    residuals, left_out = ([round(float(error)) for error in column] for column in zip(*errors, strict=True))
+    assert residuals == [5, 5]
+    assert f"by 5 % of the loss and left-out sizes by {left_out[0]} to {left_out[1]} %" in page
     minutes = papermill("scaling_ladder_2cores")["duration"] / 60
     assert f"(gallery/scaling_ladder_2cores.ipynb) in {minutes:.0f} minutes on two CPU cores" in page
     differences = {

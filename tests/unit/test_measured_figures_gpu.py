@@ -48,6 +48,16 @@ def test_each_row_of_predicted_and_measured_plans_is_one_of_its_raw_file(series:
         assert sum(same_plan(cells, row) for row in rows) == 1, cells
 
 
+def test_what_was_measured_again_or_lost_is_what_the_raw_files_say() -> None:
+    page = words(BENCHMARKS)
+    again = sorted(raw("prediction_2xH200_c5e3ea6.json")["rows"], key=lambda row: row["predicted_ms"])
+    time, memory = ([f"{100 * error(row, unit):+.1f} %" for row in again] for unit in ("ms", "gib"))
+    assert f"has errors of {time[0]} and {time[1]} of the time, and {memory[0]} and {memory[1]} of the memory" in page
+    masked, sparse = raw("sparse_training_1xH100_a4d6c56.json")["rows"][3:5]
+    assert f"where {sparse['predicted_ms']:.1f} ms had been predicted" in page
+    assert f"and lost {100 * sparse['measured_ms'] / masked['measured_ms'] - 100:.0f} %" in page
+
+
 def test_each_row_of_plans_of_unknown_models_is_one_of_two_raw_files() -> None:
     section = (ROOT / BENCHMARKS).read_text().partition("Older code on 2 × H200")[2]
     lines = [line for line in section.partition("\n## ")[0].splitlines() if line.count("%") == 2]
