@@ -14,6 +14,7 @@ from torch import nn
 from torch.nn import functional
 from torch.nn.attention.flex_attention import flex_attention
 from torch.utils.checkpoint import checkpoint
+from transformers.models.wav2vec2.modeling_wav2vec2 import _compute_mask_indices
 
 from tests.unit import capture_models
 from tests.unit.capture_models import (
@@ -213,7 +214,21 @@ def test_a_feature_that_export_lacks_is_refused_by_its_name(how: str, line: str,
     assert how in str(error)
     assert way_out in str(error)
     assert "see that model(**batch) runs" not in str(error)
+    assert how != "torch.jit.script" or str(error).endswith("compile=True of the experiment compiles it.")
     assert not line or error.facts["line"] == line_of(Scores, line)
+
+
+def test_nobody_is_advised_to_rewrite_a_library() -> None:
+    class Asks(Net):
+        def body(self, x: torch.Tensor) -> torch.Tensor:
+            hidden = _compute_mask_indices(tuple(x.shape), 0.5, 2, attention_mask=(x > 0).long())
+            scale = {1000: 2.0}[int(x.sum())]  # which no random values have
+            return super().body(scale * x * torch.tensor(hidden))
+
+    error = refused(Asks())
+    assert f"called from {__file__}:{line_of(Asks, 'hidden = ')}" in str(error)
+    assert "The line is a library's: put the call that leads to it into a module of your own" in str(error)
+    assert "torch.where" not in str(error)
 
 
 def test_a_forward_that_maps_by_vmap_runs_as_written() -> None:

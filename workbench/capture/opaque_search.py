@@ -71,6 +71,8 @@ class OpaqueSearch:
     def adds(self, error: CaptureError) -> bool:
         """Choose the call that failed, so that another export may pass it; return False if there is none."""
         self.attempts += 1
+        if any(isinstance(module, torch.jit.ScriptModule) for module in self.model.modules()):
+            return False  # compiled code holds its own parameters, and computes with no others
         cause = error.__cause__ if not isinstance(error, NotOpaque) and error.__cause__ is not None else error
         frames = list(traceback.walk_tb(cause.__traceback__))
         candidates = self._candidates(frames) or error.facts.get("inside", [])
