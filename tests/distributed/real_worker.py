@@ -132,7 +132,7 @@ def eventually(truth: Callable[[], bool], seconds: float = 120.0) -> None:
     deadline = time.monotonic() + seconds
     while not truth():
         assert time.monotonic() < deadline, "it did not happen in time"
-        time.sleep(0.001)
+        time.sleep(0.01)  # each look reads every event
 
 
 def last_step(run: RunDir) -> int:

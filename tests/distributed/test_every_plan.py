@@ -264,7 +264,8 @@ def test_blocks_on_their_way_to_cuda_graphs_give_the_gradients_of_plain_pytorch(
     two = [replace(graphs, pipeline=2), replace(graphs, tensor=2), replace(graphs, data=2, num_microbatches=2)]
     two.append(replace(graphs, pipeline=2, chunks=2, schedule="interleaved", recompute="selective"))
     assert_equal_to_plain_pytorch(name, *two)
-    assert_equal_to_plain_pytorch(name, graphs)
+    if EVERYTHING:  # each of two replicas does all that one process does
+        assert_equal_to_plain_pytorch(name, graphs)
 
 
 def test_recomputing_some_blocks_of_a_compiled_stage_changes_no_gradient() -> None:

@@ -306,11 +306,27 @@ def test_a_custom_model_is_measured_with_its_corpus_vocabulary() -> None:
     assert int(probe._batch["input_ids"].max()) > 256
 
 
+class Layered(torch.nn.Module):
+    """A model whose layers take a compiler little time."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.table, self.head = torch.nn.Embedding(512, 8), torch.nn.Linear(8, 512)
+        self.layers = torch.nn.ModuleList(torch.nn.Sequential(torch.nn.Linear(8, 8), torch.nn.Tanh()) for _ in "ab")
+
+    def forward(self, input_ids: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+        hidden = self.table(input_ids)
+        for layer in self.layers:
+            hidden = layer(hidden)
+        return torch.nn.functional.cross_entropy(self.head(hidden).flatten(0, 1), labels.flatten())
+
+
 def test_helpers_compile_for_the_probe_through_the_compilers_cache(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path))
-    request, cpu = replace(request_of(bert(num_layers=2)), compiled=True), torch.device("cpu")
+    request = replace(request_of(models.gpt2(64, 1, 4, vocab_size=512)), build=Layered, compiled=True)
+    cpu = torch.device("cpu")
 
     def cached(work: Callable[[Probe], None]) -> tuple[int, int]:
         """Forward and backward graphs that were not, and that were in the cache."""
