@@ -15,7 +15,7 @@ from workbench.planning import runnable
 from workbench.rundir import append_event
 from workbench.runs.records.history import HistoryTail
 from workbench.runs.tracking.recorder import samples_table as wandb_table
-from workbench.widgets.samples_view import samples_at, samples_table
+from workbench.widgets.dashboard import samples_at, samples_table
 
 SIZES = {"vocab_size": 320, "hidden_size": 16, "num_layers": 2, "num_heads": 2, "max_positions": 32}
 

@@ -15,16 +15,9 @@ from workbench.analysis.axes import shared_axes
 from workbench.analysis.curve import Array, Curve, CurveLike, column, evaluations_of, metrics_of
 from workbench.analysis.smoothing import SMOOTHING
 from workbench.columns import COLUMNS
-from workbench.figures import theme
+from workbench.figures import theme, utilization_view
 from workbench.figures.figure import Figure, subplots
 from workbench.figures.prepared_curve import Preparation, PreparedCurve
-from workbench.figures.utilization_view import (
-    Usage,
-    has_samples,
-    spread_and_mean,
-    utilization_title,
-    utilization_traces,
-)
 from workbench.units import GIB, gib
 
 PANELS = {name: column.panel for name, column in COLUMNS.items() if column.panel is not None}
@@ -44,13 +37,13 @@ Window = tuple[float, float] | None
 """Visible part of the x axis in the axis' unit; None is the whole axis."""
 
 
-def panel_names(curves: Sequence[CurveLike], peaks: Peaks = (), usage: Usage = ()) -> list[str]:
+def panel_names(curves: Sequence[CurveLike], peaks: Peaks = (), usage: utilization_view.Usage = ()) -> list[str]:
     """Return the panels that have something to show: a column that no run recorded, or a small wait, has no panel."""
     names = [
         name for name, panel in PANELS.items() if any(_shows(column(curve, name), panel.least) for curve in curves)
     ]
     names += metrics_of(curves)
-    names += ["utilization"] if has_samples(usage) else []
+    names += ["utilization"] if utilization_view.has_samples(usage) else []
     return [*names, "memory"] if any(peaks) else names
 
 
@@ -68,7 +61,7 @@ def panels(
     smoothing: float = SMOOTHING,
     names: Sequence[str] | None = None,
     window: Window = None,
-    usage: Usage = (),
+    usage: utilization_view.Usage = (),
     prepare: Callable[[str], Sequence[PreparedCurve]] | None = None,
 ) -> Figure:
     """Draw small multiples over the training of all runs, in the runs' colours, and the peak memory of each rank.
@@ -95,7 +88,7 @@ def panels(
     titles = {
         **{name: panel.title or COLUMNS[name].label for name, panel in PANELS.items()},
         **{name: theme.text(name) for name in metrics},
-        "utilization": utilization_title(usage),
+        "utilization": utilization_view.utilization_title(usage),
         "memory": "Peak memory (GiB)",
     }
     figure = subplots(
@@ -116,7 +109,7 @@ def panels(
             num_ranks = max(map(len, peaks), default=0)
             x_axis = {"title_text": "rank", "showgrid": False, "dtick": 1 if num_ranks <= 8 else None}
         elif name == "utilization":
-            traces = utilization_traces(curves, usage, x, preparation, window)
+            traces = utilization_view.utilization_traces(curves, usage, x, preparation, window)
             y_axis = {"range": [0, 105], "nticks": 6}
         elif name in metrics:
             traces, y_axis = metric_traces(curves, name, x, preparation, window), {"nticks": 6}
@@ -161,7 +154,7 @@ def rate_traces(
     """Return two traces per run, raw values and moving average of one column; empty ones for a run without it."""
     points = rate_points(curves, name, x, smooth, window)
     pairs = zip(curves, points[::2], points[1::2], strict=True)
-    return [trace for pair in pairs for trace in spread_and_mean(*pair, "%{y:.4~g}")]
+    return [trace for pair in pairs for trace in utilization_view.spread_and_mean(*pair, "%{y:.4~g}")]
 
 
 def rate_points(

@@ -9,16 +9,8 @@ from __future__ import annotations
 import html
 from typing import Any
 
-from workbench.figures import theme
+from workbench.figures import partition_view, theme
 from workbench.figures.figure import Figure, mimebundle, subplots
-from workbench.figures.partition_view import (
-    COLUMN_SPACING,
-    COLUMN_WIDTHS,
-    add_memory,
-    add_partition,
-    limit_of,
-    partition_height,
-)
 from workbench.figures.timeline_view import TIMELINE_LEGEND, add_timeline, timeline_height
 from workbench.pipeline_schedules import SCHEDULES
 from workbench.planning.plan import Plan, Stage
@@ -32,20 +24,20 @@ GAP_PX = 118
 def show_plan(plan: Plan) -> Figure:
     """Draw partition, memory and timeline of a plan in one figure."""
     lanes = simulated(plan).lanes
-    upper = partition_height(plan)
+    upper = partition_view.partition_height(plan)
     lower = timeline_height(len(lanes))
     inner = upper + GAP_PX + lower
     figure = subplots(
         rows=2,
         cols=2,
         specs=[[{}, {}], [{"colspan": 2}, None]],
-        column_widths=COLUMN_WIDTHS,
+        column_widths=partition_view.COLUMN_WIDTHS,
         row_heights=[upper / (upper + lower), lower / (upper + lower)],
-        horizontal_spacing=COLUMN_SPACING,
+        horizontal_spacing=partition_view.COLUMN_SPACING,
         vertical_spacing=GAP_PX / inner,
     )
-    add_partition(figure, plan)
-    add_memory(figure, plan)
+    partition_view.add_partition(figure, plan)
+    partition_view.add_memory(figure, plan)
     for trace in add_timeline(figure, lanes, row=2, col=1):
         trace.legend = "legend2"
     facts = theme.text(" · ".join(f"{name} {value}" for name, value in headline(plan)))
@@ -81,7 +73,7 @@ def _heading(plan: Plan) -> str:
 def headline(plan: Plan) -> list[tuple[str, str]]:
     """Return the most important numbers of a plan as (name, value)."""
     predicted = plan.prediction
-    limit, _ = limit_of(plan)
+    limit, _ = partition_view.limit_of(plan)
     rows = [
         ("step", duration(predicted.step_ms / 1e3)),
         ("tokens/s", count(predicted.tokens_per_s)),
@@ -115,7 +107,7 @@ def plan_html(plan: Plan) -> str:
     )
     longest_ms = max(stage.forward_ms + stage.backward_ms for stage in plan.stages)
     largest = max(stage.memory.total for stage in plan.stages)
-    scale_bytes = largest if plan.chunks > 1 else max(largest, min(limit_of(plan)[0], 4 * largest))
+    scale_bytes = largest if plan.chunks > 1 else max(largest, min(partition_view.limit_of(plan)[0], 4 * largest))
     holder = "a device" if plan.chunks == 1 else f"a stage; each device holds {plan.chunks}"
     rows = "".join(_stage_row(plan, stage, longest_ms, scale_bytes, largest) for stage in plan.stages)
     style = (

@@ -155,28 +155,17 @@ def _add_panel(figure: Figure, pairs: Sequence[Pair], col: int) -> None:
     looks = {"predicted": (theme.pale(theme.PALETTE[0], 0.55), -0.32), "measured": (theme.PALETTE[0], 0.02)}
     for name, (color, offset) in looks.items():
         values = [getattr(pair, name) for pair in pairs]
-        figure.add_trace(
-            go.Bar(
-                x=labels,
-                y=values,
-                # An explicit offset parts these bars, since those of a timeline in the same figure must overlay.
-                offset=offset,
-                width=0.3,
-                name=name,
-                legendgroup=name,
-                showlegend=col == 1,
-                marker={"color": color},
-                text=[pair.write(value) for pair, value in zip(pairs, values, strict=True)],
-                textposition="outside",
-                textangle=-90 if len(pairs) > MAX_UPRIGHT_PAIRS else 0,
-                textfont={"size": 11},
-                constraintext="none",
-                cliponaxis=False,
-                hovertemplate=f"{name} %{{text}}<extra></extra>",
-            ),
-            row=1,
-            col=col,
-        )
+        words = {
+            "text": [pair.write(value) for pair, value in zip(pairs, values, strict=True)],
+            "textposition": "outside",
+            "textangle": -90 if len(pairs) > MAX_UPRIGHT_PAIRS else 0,
+            "textfont": {"size": 11},
+            "hovertemplate": f"{name} %{{text}}<extra></extra>",
+        }
+        named = {"name": name, "legendgroup": name, "showlegend": col == 1, "marker": {"color": color}}
+        # An explicit offset parts these bars, since those of a timeline in the same figure must overlay.
+        bars = go.Bar(x=labels, y=values, offset=offset, width=0.3, **named, **words)
+        figure.add_trace(bars.update(constraintext="none", cliponaxis=False), row=1, col=col)
     tallest = max(max(pair.predicted, pair.measured) for pair in pairs)
     ticks = ["<br>".join(filter(None, (pair.label, pair.error))) for pair in pairs]
     figure.update_xaxes(tickmode="array", tickvals=labels, ticktext=ticks, ticks="", row=1, col=col)

@@ -273,6 +273,7 @@ def row_of(run: RunDir, status: Status, progress: Progress) -> RunRow:
     steps = _steps_asked_for(run)
     labels = read_labels(run, read_experiment(run))
     step: Mapping[str, Any] = progress.steps[-1] if progress.steps else {}
+    losses = [each.get("loss") for each in progress.steps]
     step_ms, eta_s = progress.median("step_ms"), None
     if status.state == "running" and step_ms is not None and steps is not None:
         eta_s = float(max(0.0, (steps - step["step"]) * step_ms / 1e3))
@@ -283,9 +284,7 @@ def row_of(run: RunDir, status: Status, progress: Progress) -> RunRow:
         "message": status.message,
         "step": int(step.get("step", 0)),
         "steps": steps,
-        "loss": final_loss([each.get("loss") for each in progress.steps])
-        if status.final and step
-        else step.get("loss"),
+        "loss": final_loss(losses) if status.final and step else step.get("loss"),
         "tokens": step.get("tokens"),
         "tokens_per_s": progress.median("tokens_per_s"),
         "mfu": progress.median("mfu"),

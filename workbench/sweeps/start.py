@@ -108,12 +108,7 @@ def sweep(
         "sampler": sampler,
         "trials": trials,
         "stop": rule_to_json(stop),
-        "packing": {
-            "side_by_side": packed.side_by_side,
-            "devices_each": packed.devices_each,
-            "share": packed.share,
-            "why": why,
-        },
+        "packing": {name: getattr(packed, name) for name in ("side_by_side", "devices_each", "share")} | {"why": why},
         "ahead": AHEAD if sampler == "grid" else 0,
     }
     entries = [Entry(0, choice, seed) for seed in seed_list for choice in choices] if sampler == "grid" else []

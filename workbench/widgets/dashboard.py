@@ -21,6 +21,7 @@ from workbench.figures.curves_view import loss_curves
 from workbench.figures.figure import Figure
 from workbench.figures.prepared_curve import map_in_threads
 from workbench.rundir import runs_root
+from workbench.runs.records.text_samples import table_html
 from workbench.runs.registry import Runs, distinct_names, load_runs
 from workbench.runs.run import Run
 from workbench.widgets.dashboard_row import (
@@ -34,7 +35,6 @@ from workbench.widgets.dashboard_row import (
 from workbench.widgets.live_figures import CurveSettings, LiveLossFigure, LivePanelsFigure, shared_axis
 from workbench.widgets.live_widget import LiveWidget
 from workbench.widgets.run_reader import RunReader, Snapshot
-from workbench.widgets.samples_view import samples_at, samples_table
 from workbench.widgets.static_twin import HIDE_ROWS, WIDGET_CLASS
 
 REFRESH_S = 0.1
@@ -203,3 +203,26 @@ def live(runs: Runs, x: str = "tokens", smoothing: float = SMOOTHING) -> Live:
     check_axis(x)
     check_smoothing(smoothing)
     return Live(load_runs(runs), CurveSettings(x, smoothing))
+
+
+def samples_at(snapshots: Sequence[Snapshot], step_of: Callable[[int], float]) -> str:
+    """Return the last samples of each run up to a step, which `step_of` gives by the index of the run; as HTML."""
+    parts = []
+    for index, snapshot in enumerate(snapshots):
+        written = snapshot.texts.at(step_of(index)) or next(iter(snapshot.texts), None)
+        if written is not None:
+            parts.append(_titled(snapshot.name, len(snapshots), table_html([written])))
+    note = (
+        f"<small style='color:{theme.MUTED_CSS}'>point at the curves to read what was written at another step</small>"
+    )
+    return "".join([*parts, note]) if parts else ""
+
+
+def samples_table(snapshots: Sequence[Snapshot]) -> str:
+    """Return the samples of each run at a few of its steps, for a page without a kernel; as HTML."""
+    shown = [(snapshot.name, snapshot.texts) for snapshot in snapshots if len(snapshot.texts)]
+    return "".join(_titled(name, len(snapshots), texts._repr_html_()) for name, texts in shown)
+
+
+def _titled(name: str, runs: int, table: str) -> str:
+    return f"<b>{html.escape(name)}</b>{table}" if runs > 1 else table

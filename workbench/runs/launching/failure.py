@@ -63,19 +63,15 @@ def run_failed(run: RunDir, message: str) -> RunFailed:
         why = f"The error files {', '.join(damaged)} are damaged." if damaged else "No rank left an error file."
         return RunFailed(
             f"Run {name} failed: {message} {why} The launcher's log ends with:\n\n{log_tail(run, 'launcher')}\n"
-            f"The whole log is {log}.",
-            run=str(run.path),
+            f"The whole log is {log}."
         )
     lines = last_words(run, cause.rank)
     said = f"Before that it printed:\n\n{lines}\n\n" if lines else ""
+    facts = {each: getattr(cause, each) for each in ("rank", "stage", "type", "traceback")}
     return RunFailed(
         f"Run {name} failed on {cause.sentence}\n\n{cause.traceback.rstrip()}\n\n{said}"
         f"The rank's whole log is {run.log(cause.rank)}.",
-        run=str(run.path),
-        rank=cause.rank,
-        stage=cause.stage,
-        type=cause.type,
-        traceback=cause.traceback,
+        **facts,
         log=lines,
     )
 

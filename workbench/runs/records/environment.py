@@ -94,14 +94,8 @@ def git_state(directory: Path) -> dict[str, Any] | None:
 
 def _git(directory: Path, *arguments: str) -> str | None:
     try:
-        answer = subprocess.run(
-            ["git", "-C", str(directory), *arguments],
-            capture_output=True,
-            text=True,
-            errors="replace",
-            check=False,
-            timeout=20,
-        )
+        command = ["git", "-C", str(directory), *arguments]
+        answer = subprocess.run(command, capture_output=True, text=True, errors="replace", check=False, timeout=20)
     except (OSError, subprocess.TimeoutExpired):
         return None
     return answer.stdout.strip() if answer.returncode == 0 else None
