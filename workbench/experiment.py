@@ -50,7 +50,7 @@ from workbench.validation import (
     refused,
 )
 
-BATCH_COUPLING = ("keep", "allow")
+BATCH_COUPLING = ("keep", "gather", "allow")
 PRECISIONS = ("auto", "fp32", "bf16")
 OPTIMIZERS = ("adamw", "lamb", "muon", "sgd")
 LR_SCHEDULES = ("linear", "cosine", "constant", "wsd", "inverse_sqrt")
@@ -251,8 +251,9 @@ class Numerics:
     its weights is written. False trains on."""
     batch_coupling: Annotated[str, PlainValidator(known(BATCH_COUPLING))] = "keep"
     """Treatment of a loss that compares samples of one batch: `keep` compares all of them, gathered over micro-batches
-    and replicas or in one micro-batch on one replica; `allow` divides it like any other, so that the loss compares the
-    samples of one micro-batch."""
+    and replicas or in one micro-batch on one replica; `gather` does so even where nothing tells that samples are
+    compared, as for a large model; `allow` divides it like any other, so that the loss compares the samples of one
+    micro-batch."""
 
 
 @checked_value(_elsewhere)

@@ -139,6 +139,18 @@ def test_a_plan_says_whether_numbers_confirmed_that_samples_are_gathered_rightly
     assert "follows from the operations alone: the model is too large to compare numbers here" in large.notes[-1]
 
 
+def test_a_large_model_is_gathered_where_its_experiment_says_that_it_compares_samples(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(division, "MOST_FLOPS", 1.0)
+    experiment = experiment_of(GATHERED["SupCon"], samples_for("SupCon"))
+    assert not wb.plan(experiment, cluster(2), data=2, micro_batch=2).gathers
+    asked = experiment.replace(batch_coupling="gather")
+    plan = wb.plan(asked, cluster(2), data=2, micro_batch=2)
+    assert plan.gathers
+    check_numbers(asked, plan, CapturedModel(asked, 2, model := SupCon()).graph, model)
+
+
 def test_a_batch_in_one_piece_is_planned_without_gathering() -> None:
     experiment = experiment_of(GATHERED["SupCon"], samples_for("SupCon"))
     plan = wb.plan(experiment, cluster(1))

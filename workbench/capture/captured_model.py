@@ -60,6 +60,8 @@ class CapturedModel:
     @cached_property
     def division(self) -> Division:
         """The verdict on dividing the batch; on a rank, which has the whole model, operations alone decide."""
+        if self._experiment.numerics.batch_coupling == "gather":
+            return Division(self.graph.coupled or ("batch_coupling is 'gather'",))
         if self._model is not None:
             return Division(self.graph.coupled)
         with waiting(f"checking whether the batch of {self._source.name} can be divided"):

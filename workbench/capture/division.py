@@ -141,7 +141,10 @@ def division_of(graph: Graph, build: Callable[[], nn.Module], samples: Callable[
         return Division()
     way = "If it does, fix micro_batch to the global batch."
     if not is_small:
-        way = "A run that divides the batch compares numbers on its first device before the first update."
+        way = (
+            "A run that divides the batch compares numbers on its first device before the first update. If the loss "
+            "does, batch_coupling='gather' keeps it whole."
+        )
     return Division(
         note=f"Whether the loss compares samples of one batch is not known: {obstacle}, and the batch is not followed "
         f"past {unknown}. {way}"

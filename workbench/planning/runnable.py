@@ -165,10 +165,12 @@ def check_numbers(experiment: Experiment, plan: Plan, graph: Graph, model: nn.Mo
         gc.collect()
     if fault:
         unknown = f" Its batch is not followed past {graph.unknown_coupling}." if graph.unknown_coupling else ""
+        way = f"Plan the batch whole, wb.plan(experiment, micro_batch={plan.global_batch})"
+        if not plan.gathers:
+            way = "Plan again with batch_coupling='gather' in the experiment, which keeps the batch whole"
         raise PlanMismatch(
             f"The loss of {plan.model} compares samples of one batch, and the plan divides them: {fault}.{unknown} "
-            f"Nothing was updated. Plan the batch whole, wb.plan(experiment, micro_batch={plan.global_batch}), or "
-            "accept a loss that depends on the plan: batch_coupling='allow' in the experiment."
+            f"Nothing was updated. {way}, or accept a loss that depends on the plan: batch_coupling='allow'."
         )
 
 
