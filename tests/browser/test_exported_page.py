@@ -1,4 +1,4 @@
-"""An exported page in a browser without a network: it draws, responds to the pointer and switches its axes."""
+"""An exported page in a browser without a network: it draws, responds to the pointer and fits into narrow windows."""
 
 from __future__ import annotations
 
@@ -7,15 +7,43 @@ from typing import Any
 
 import numpy as np
 
+import workbench as wb
+from tests.unit.figure_values import plan
+from tests.unit.test_grids import AXES, EXPERIMENT, SMALL
 from workbench.analysis.curve import Curve
+from workbench.figures.contrast_view import contrast
 from workbench.figures.curves_view import loss_curves
 from workbench.figures.pages import save_html
 from workbench.figures.panels_view import panels
+from workbench.figures.partition_view import partition
+from workbench.figures.plan_view import show_plan
+from workbench.figures.timeline_view import timeline
 
 LAST_X = """() => {
     const lines = document.querySelector('.js-plotly-plot')._fullData.filter(trace => trace.meta === 'line');
     return lines.map(trace => trace.x[trace.x.length - 1]);
 }"""
+
+UNREADABLE = """() => [...document.querySelectorAll('.js-plotly-plot')].flatMap((graph, at) => {
+    const edge = graph.getBoundingClientRect(), found = [], lines = [];
+    for (const text of graph.querySelectorAll('.main-svg text')) {
+        const parts = text.querySelectorAll('tspan.line');
+        for (const line of parts.length ? parts : [text]) {
+            const box = line.getBoundingClientRect();
+            if (!box.width || !line.textContent.trim()) continue;
+            if (box.left < edge.left - 1 || box.right > edge.right + 1 || box.bottom > edge.bottom + 1)
+                found.push(`${at} cut: ${line.textContent}`);
+            lines.push([line.textContent, box, text]);
+        }
+    }
+    lines.forEach(([one, a, of], index) => lines.slice(index + 1).forEach(([other, b, text]) => {
+        const across = Math.min(a.right, b.right) - Math.max(a.left, b.left);
+        const along = Math.min(a.bottom, b.bottom) - Math.max(a.top, b.top);
+        if (of !== text && across > 1 && along > 3) found.push(`${at}: ${one} on ${other}`);
+    }));
+    return found;
+})"""
+"""Script that returns the words that are cut off, or lie on other words, by the number of their figure."""
 
 
 def curve(name: str, steps: int) -> Curve:
@@ -71,3 +99,31 @@ def test_no_title_lies_under_the_buttons_of_a_narrow_figure(page: Any, tmp_path:
         )
         assert covered == 0
     picture(page, "exported-narrow")
+
+
+def test_no_words_of_a_figure_are_cut_or_lie_on_others_in_narrow_and_wide_windows(
+    page: Any, tmp_path: Path, picture: Any
+) -> None:
+    sweep = wb.sweeps.load_sweep(Path(__file__).parents[2] / "benchmarks" / "results" / "gpt-sweep")
+    many = [curve(f"a-run-whose-name-is-far-too-long-for-a-legend-{number:02d}", 400) for number in range(12)]
+    large = plan(16, 98, 64, model="bert-1920x54-of-a-long-name")
+    shown = [
+        *(draw(value) for value in (plan(4), large) for draw in (show_plan, partition)),
+        timeline(plan(4)),
+        *(loss_curves(curves) for curves in (many[:2], many)),
+        panels(many[:2], [{}, {}]),
+        *(draw(sweep) for draw in (wb.figures.heat_map, wb.figures.best_so_far, wb.figures.seed_bands)),
+        contrast(wb.contrast(sweep)),
+        wb.figures.heat_map(wb.grid(EXPERIMENT, SMALL, **AXES)),
+        wb.figures.scaling_efficiency([plan(1), plan(1, data=2)]),
+    ]
+    path = save_html(shown, tmp_path / "page.html")
+    unreadable = {}
+    for width in (500, 760, 1100):
+        page.set_viewport_size({"width": width, "height": 1000})
+        page.goto(path.as_uri())
+        page.wait_for_function(f"() => document.querySelectorAll('.main-svg .infolayer').length >= {len(shown)}")
+        page.wait_for_timeout(500)
+        picture(page, f"exported-{width}")
+        unreadable[width] = page.evaluate(UNREADABLE)
+    assert not any(unreadable.values()), unreadable

@@ -21,7 +21,9 @@ import workbench as wb
 wb.sweeps.load_sweep({path!r})
 """
 GRAPHS = "[...document.querySelectorAll('.jupyter-widgets .js-plotly-plot')].filter(graph => graph.data)"
-CELLS_FILLED = f"{GRAPHS}.find(g => g.data[0]?.type === 'heatmap')?.data[0].text.flat().filter(text => text).length"
+CELLS_FILLED = (
+    f"{GRAPHS}.find(g => g.data[0]?.type === 'heatmap')?.data[0].hovertext.flat().filter(word => word).length"
+)
 REACHED = f"Math.max(...{GRAPHS}.find(g => g.data[0]?.type === 'scatter')?._fullData.flatMap(t => [...t.x]) ?? [0])"
 """Greatest position of a curve; the number of its points grows to the most that are drawn."""
 DRAWN = """[...document.querySelectorAll('.js-plotly-plot')]

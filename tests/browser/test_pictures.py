@@ -13,7 +13,7 @@ import pytest
 from workbench.rundir import RunDir, append_event, this_process, write_json
 
 RECORDED = Path(__file__).resolve().parents[2] / "notebooks" / "recorded"
-PAIR = ("bert-scaled-20261125-015026", "bert-large-20261125-015020")
+PAIR = ("bert-scaled-20261125-015030", "bert-large-20261125-015021")
 REACHED = 0.55
 """Share of the first run's steps at the moment that is shown: the second, which trained before it, has finished."""
 CELLS = (
@@ -42,6 +42,13 @@ UNREADABLE = """() => {
     return found;
 }"""
 
+BUTTONS_APART = """() => [...document.querySelectorAll('.jupyter-widgets button')]
+    .filter(button => /Stop|Resume|Finished/.test(button.textContent))
+    .map(button => [button, button.parentElement.querySelector('b[title]')].map(part => {
+        const box = part.getBoundingClientRect();
+        return (box.top + box.bottom) / 2;
+    })).map(([button, name]) => Math.abs(button - name))"""
+"""Script that returns by how many pixels the middle of each run's button and of its name are apart in height."""
 
 OUT_OF_SIGHT = """() => {
     window.rehearsals = {drawn: 0, gone: 0};
@@ -109,6 +116,9 @@ def test_what_the_readme_shows_can_be_read_in_wide_and_narrow_windows(
             settled(page, plots=3)
             unreadable[f"{name} {width}"] = page.evaluate(UNREADABLE)
             picture(page, name if width == 1360 else f"{name}-narrow")
+        apart = page.evaluate(BUTTONS_APART)
+        assert len(apart) == len(PAIR)
+        assert max(apart) < 12, f"in a window of {width} pixels each run's button is in the line of its name"
     assert not any(unreadable.values()), unreadable
     assert page.evaluate("() => window.rehearsals") == {"drawn": 1, "gone": 1}, "of the sliders, once"
     assert page.refused == []

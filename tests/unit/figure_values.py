@@ -12,6 +12,11 @@ from workbench.planning.plan import Memory, Plan, Prediction, Stage
 from workbench.units import GIB
 
 
+def in_one_line(words: str) -> str:
+    """Return a text of a figure without its line breaks."""
+    return words.replace("<br>", " ").replace("\u00a0", " ")
+
+
 def curve(name: str = "run", steps: int = 2000, seed: int = 0, tokens_per_step: int = 8192) -> Curve:
     """A noisy loss that falls from 10.4 to about 4."""
     step = np.arange(1, steps + 1)

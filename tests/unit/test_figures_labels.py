@@ -7,7 +7,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from figure_values import curve, plan
+from figure_values import curve, in_one_line, plan
 
 from workbench.analysis.contrast import setting_differences
 from workbench.analysis.curve import Curve
@@ -118,7 +118,7 @@ def test_an_efficiency_measured_on_a_busy_machine_says_so() -> None:
 
     def drawn(load: float) -> str:
         cells = [MeasuredCell({}, each, "finished", 900.0, load=load) for each in (one, two)]
-        return str(scaling_efficiency(cells).layout.title.subtitle.text)
+        return in_one_line(scaling_efficiency(cells).layout.title.subtitle.text)
 
     assert "machine was busy when 2 of 2 cells were measured (up to 2.4 processes for each core)" in drawn(2.4)
     assert "busy" not in drawn(1.0)
@@ -136,7 +136,8 @@ def test_the_keys_of_many_runs_differ() -> None:
 
 def test_percentages_beside_a_prediction_say_what_they_are() -> None:
     subtitle = prediction(plan(), {"step_ms": 700.0}).layout.title.subtitle.text
-    assert "percentages: how far the prediction lies above (+) or below (−) the measurement" in subtitle
+    words = "percentages: how far the prediction lies above (+) or below (−) the measurement"
+    assert words in in_one_line(subtitle)
 
 
 def test_times_and_hours_have_units_that_are_true_on_every_machine() -> None:

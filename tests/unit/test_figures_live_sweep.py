@@ -104,7 +104,7 @@ def count_looks(widget: LiveSweep) -> Counter[str]:
 
 def test_the_button_of_a_run_asks_that_run_alone_to_stop(sweep: Sweep) -> None:
     widget = LiveSweep(sweep, refresh_s=0.02)
-    stop = widget._at_work.children[1].children[-1]
+    stop = widget._at_work.children[1].children[1]
     assert stop.description == "Stop"
     stop.click()
     first, second = (RunDir(run.path) for run in sweep.runs)

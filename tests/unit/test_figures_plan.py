@@ -10,20 +10,21 @@ from typing import Any
 
 import numpy as np
 import pytest
-from figure_values import plan
+from figure_values import in_one_line, plan
 
 from workbench.errors import UnknownParameter
 from workbench.figures.measured_step import measured_timeline, timelines
 from workbench.figures.partition_view import CHARACTER_SHARE, partition
 from workbench.figures.plan_view import plan_html, plan_mimebundle, show_plan
 from workbench.figures.prediction_view import prediction
+from workbench.figures.theme import SUBTITLE_LETTERS, TITLE_LETTERS
 from workbench.figures.timeline_view import NUMBERED_LANE, timeline
 from workbench.pipeline_schedules import build_schedule
 from workbench.planning.plan import Memory
 from workbench.planning.prediction import timeline as simulated
 from workbench.planning.simulation import MicroBatchTimes, simulate
 from workbench.tensors import TensorSpec
-from workbench.units import GIB
+from workbench.units import GIB, gib
 
 
 def parts(figure: Any, part: str) -> list[Any]:
@@ -59,7 +60,7 @@ def test_a_stages_row_is_as_long_as_its_forward_and_backward() -> None:
 def test_the_heading_says_that_blocks_are_captured_in_cuda_graphs() -> None:
     value = plan(2, 8)
     captured = dataclasses.replace(value, cuda_graphs=True)
-    assert show_plan(captured).layout.title.text.partition("<br>")[0].endswith("CUDA graphs</b>")
+    assert show_plan(captured).layout.title.text.endswith("CUDA graphs</b>")
     assert "CUDA graphs" not in show_plan(value).layout.title.text
 
 
@@ -73,7 +74,7 @@ def test_each_block_says_how_it_is_recomputed_and_the_heading_in_how_many() -> N
     selective = ["selective activation checkpointing"]
     assert found == [["activation checkpointing"], selective, selective, selective, selective, selective, [], []]
     words = "activation checkpointing in 1 and selective in 5 of 8 blocks"
-    assert words in show_plan(value).layout.title.text
+    assert words in in_one_line(show_plan(value).layout.title.text)
     assert words in plan_html(value)
     assert words in value.describe()
 
@@ -93,10 +94,8 @@ def test_a_device_with_several_stages_shows_what_all_of_them_hold() -> None:
     stacks = parts(figure, "memory")
     for rank in range(4):
         assert sum(trace.x[rank] for trace in stacks) * GIB == pytest.approx(held[rank])
-    [totals] = parts(figure, "totals")
-    assert [x * GIB for x in totals.x] == [pytest.approx(value.device_bytes(rank)) for rank in range(4)]
-    assert "<b>rank 3</b><br>stages 3, 7" in figure.layout.yaxis2.ticktext
-    assert f"{value.peak_bytes / GIB:.1f} GiB of" in figure.layout.title.subtitle.text
+    assert figure.layout.yaxis2.ticktext[3] == f"<b>rank 3</b>: {gib(value.device_bytes(3))}<br>stages 3, 7"
+    assert f"{value.peak_bytes / GIB:.1f} GiB of" in in_one_line(figure.layout.title.subtitle.text)
 
 
 def test_the_users_memory_limit_takes_the_place_of_the_devices() -> None:
@@ -105,14 +104,11 @@ def test_the_users_memory_limit_takes_the_place_of_the_devices() -> None:
     assert figure.layout.shapes[0].x0 == 32.0
 
 
-def test_a_total_that_would_lie_on_the_limit_stands_beside_it() -> None:
-    value = replace(plan(1, 8), memory_limit_bytes=round(1.02 * plan(1, 8).peak_bytes))
-    figure = partition(value)
-    [totals] = parts(figure, "totals")
-    assert list(totals.x) == [figure.layout.shapes[0].x0]
-    roomy = replace(value, memory_limit_bytes=2 * value.peak_bytes)
-    [totals] = parts(partition(roomy), "totals")
-    assert list(totals.x) == [pytest.approx(value.peak_bytes / GIB)]
+def test_the_total_of_each_stage_stands_beside_the_axis_where_no_limit_crosses_it() -> None:
+    value = plan(4, 56)
+    axis = partition(value).layout.yaxis2
+    assert axis.side == "right"
+    assert list(axis.ticktext) == [gib(stage.memory.total) for stage in value.stages]
 
 
 def test_memory_is_labelled_where_the_label_fits() -> None:
@@ -127,11 +123,9 @@ def test_a_small_models_memory_is_counted_in_the_unit_of_its_total() -> None:
     value = plan(2, 8)
     small = replace(value, stages=tuple(replace(s, memory=Memory(0, 0, 0, 3 << 20, 0)) for s in value.stages))
     figure = partition(small)
-    assert figure.layout.xaxis2.title.text == "peak of one device (MiB)"
+    assert in_one_line(figure.layout.xaxis2.title.text) == "peak of one device (MiB)"
     assert [x for trace in parts(figure, "memory") for x in trace.x if x] == [3.0, 3.0]
-    [totals] = parts(figure, "totals")
-    assert list(totals.x) == [3.0, 3.0]
-    assert totals.text[0] == " 3.0 MiB"
+    assert figure.layout.yaxis2.ticktext[0] == "3.0 MiB"
 
 
 def test_a_limit_far_off_is_named_instead_of_drawn() -> None:
@@ -201,11 +195,20 @@ def test_a_timeline_that_was_measured_draws_like_a_planned_one() -> None:
     assert figure.layout.title.text == "<b>Schedule of one step</b>"
 
 
+def test_no_line_of_a_title_is_wider_than_a_narrow_figure_and_the_figure_grows_for_more_lines() -> None:
+    short, long = partition(plan(4)), partition(plan(4, model=" ".join(["bert-large"] * 12)))
+    title = long.layout.title
+    for lines, letters in ((title.text, TITLE_LETTERS), (title.subtitle.text, SUBTITLE_LETTERS)):
+        assert max(len(re.sub("<[^>]*>", "", line)) for line in lines.split("<br>")) <= letters
+    grown = long.layout.height - short.layout.height
+    assert grown == long.layout.margin.t - short.layout.margin.t > 0, "the plot keeps its height"
+
+
 def test_one_figure_shows_the_whole_plan() -> None:
     value = plan(4, 56, microbatches=8)
     figure = show_plan(value)
-    assert {trace.meta for trace in figure.data} == {"blocks", "memory", "totals", "actions", "idle"}
-    subtitle = figure.layout.title.subtitle.text
+    assert {trace.meta for trace in figure.data} == {"blocks", "memory", "actions", "idle"}
+    subtitle = in_one_line(figure.layout.title.subtitle.text)
     assert all(fact in subtitle for fact in ("step 800 ms", "MFU 43.0%", "bubble 8.6%", "1 × 8 × 8 = 64 samples"))
 
 
@@ -259,7 +262,7 @@ def test_memory_of_a_process_is_no_measure_of_what_was_predicted_for_its_tensors
     cpu = dataclasses.replace(value.cluster, device=dataclasses.replace(value.cluster.device, type="cpu"))
     figure = prediction(dataclasses.replace(value, cluster=cpu), {"peak_bytes": {0: GIB, 1: GIB}})
     assert [axis.ticktext for axis in figure.select_xaxes()] == [("stage 0", "stage 1")]
-    assert "of processes" in figure.layout.annotations[0].text
+    assert "of processes" in in_one_line(figure.layout.annotations[0].text)
 
 
 def test_numbers_of_many_devices_stand_upright_beside_each_other() -> None:
@@ -286,7 +289,7 @@ def test_one_figure_sets_a_measured_step_below_its_prediction_and_beside_it_time
     value = plan(4, 8, microbatches=4, chunks=2)
     slower = simulate(build_schedule("interleaved", 2, 4, 2), MicroBatchTimes([1.0] * 4, [2.2] * 4, [0.0] * 4))
     figure = prediction(value, {"step_ms": 1000.0, "peak_bytes": {0: 10 * GIB}}, step=slower)
-    titles = [note.text for note in figure.layout.annotations]
+    titles = [in_one_line(note.text) for note in figure.layout.annotations]
     assert titles[:2] == ["Step time (ms)", "Peak memory of a device (GiB)"]
     assert titles[2].startswith("<b>predicted</b>")
     assert titles[3].startswith("<b>measured</b>")

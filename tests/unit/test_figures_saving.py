@@ -13,14 +13,15 @@ import plotly.graph_objects as go
 import pytest
 from figure_values import curve, plan
 from PIL import Image
+from plotly.io import renderers
 
 from workbench.analysis.curve import Curve
 from workbench.errors import DataError, InvalidArgument
 from workbench.figures.curves_view import loss_curves
-from workbench.figures.figure import Figure, picture, save
+from workbench.figures.figure import PLOTLY_MIME, Figure, picture, save
 from workbench.figures.panels_view import panels
 from workbench.figures.partition_view import partition
-from workbench.figures.plan_view import show_plan
+from workbench.figures.plan_view import plan_mimebundle, show_plan
 from workbench.figures.prediction_view import prediction
 from workbench.figures.timeline_view import timeline
 from workbench.figures.twin_axes import TwinAxis, parted
@@ -29,6 +30,37 @@ from workbench.figures.twin_axes import TwinAxis, parted
 def rows(path: Path) -> list[dict[str, str]]:
     with path.open(newline="") as file:
         return list(csv.DictReader(file))
+
+
+@pytest.mark.parametrize(
+    ("frontend", "shown"),
+    [
+        ("plotly_mimetype", {PLOTLY_MIME, "image/png", "text/plain"}),  # JupyterLab; GitHub shows the PNG
+        ("vscode", {PLOTLY_MIME, "image/png", "text/plain"}),
+        ("colab", {"text/html"}),
+    ],
+)
+def test_a_figure_has_something_to_show_in_each_frontend(
+    frontend: str, shown: set[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    bundles = list[dict[str, Any]]()
+    monkeypatch.setattr("IPython.display.display", lambda bundle, **_: bundles.append(bundle))
+    monkeypatch.setattr("plotly.io._renderers.ipython.get_ipython", lambda: True)
+    before = renderers.default
+    try:
+        renderers.default = frontend
+        loss_curves([curve()])._ipython_display_()
+    finally:
+        renderers.default = before
+    [bundle] = bundles
+    assert set(bundle) == shown
+    assert all(bundle.values())
+
+
+def test_a_plan_has_an_interactive_figure_a_picture_and_a_table_for_any_frontend() -> None:
+    bundle = plan_mimebundle(plan())
+    assert set(bundle) == {PLOTLY_MIME, "image/png", "text/html", "text/plain"}
+    assert "<script" not in bundle["text/html"]
 
 
 def test_the_text_of_svg_and_pdf_is_text(tmp_path: Path) -> None:

@@ -94,9 +94,10 @@ def test_the_heat_map_frames_the_best_and_the_worst(grid):
     assert list(cells.x) == ["2", "32"]
     assert (cells.y[0], len(cells.y)) == ("TP 1 · PP 1", 6)
     assert sorted(value for line in cells.z for value in line if value == value)[-1] == 1.0
-    assert sum(text.startswith("+ ") for line in cells.text for text in line) == sum(
-        cell.overflow_bytes is not None for cell in grid.cells
-    )
+    words = [note.text for note in figure.layout.annotations]
+    assert sum(word.startswith("+ ") for word in words) == sum(cell.overflow_bytes is not None for cell in grid.cells)
+    assert len(words) == sum(cell.plan is None for cell in grid.cells), "the others have a dash"
+    assert set(words) >= {"–"}
     assert "uses 8 of 4 devices" in cells.customdata[5][0]
     best, worst = figure.layout.shapes
     assert cells.z[int(best.y0 + 0.5)][int(best.x0 + 0.5)] == 1.0

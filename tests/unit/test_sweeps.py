@@ -320,10 +320,12 @@ def test_a_sweep_that_stopped_no_run_says_why(sweep, rule, reason):
 
 
 def test_a_heat_map_has_a_cell_for_each_pair_of_values_and_leaves_out_what_was_not_trained(sweep):
-    [cells] = wb.figures.heat_map(sweep).data
+    figure = wb.figures.heat_map(sweep)
+    [cells] = figure.data
     assert (list(cells.x), list(cells.y)) == (["0.0001", "0.001"], ["8", "16"])
     np.testing.assert_array_equal(cells.z, [[6.5, 4.5], [np.nan, 5.5]])
-    assert [list(line) for line in cells.text] == [["6.5", "4.5"], ["stopped early", "5.5"]]
+    assert [list(line) for line in cells.text] == [["6.5", "4.5"], ["", "5.5"]]
+    assert [(note.x, note.y, note.text) for note in figure.layout.annotations] == [(0, 1, "stopped early")]
     assert (cells.colorscale[-1][1], cells.reversescale) == ("#fde725", True), "the lowest loss is yellow"
     [cells] = wb.figures.heat_map(sweep, x="global_batch").data
     np.testing.assert_array_equal(cells.z, [[6.5, np.nan], [4.5, 5.5]])

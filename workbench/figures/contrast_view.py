@@ -15,10 +15,11 @@ from workbench.analysis.contrast import Contrast
 from workbench.analysis.scatter import CONFIDENCE
 from workbench.analysis.seed_contrast import AXES, SeedContrast
 from workbench.figures import theme
-from workbench.figures.curves_view import MAX_INSIDE
 from workbench.figures.figure import Figure
-from workbench.figures.legend_placement import place_legend
+from workbench.figures.legend_placement import fits_inside, height_below, place_legend
 
+NAME_LETTERS = 20
+"""Letters of a line of a name beside its differences."""
 NAME_CHARACTERS, AXIS_CHARACTERS = 32, 18
 """Largest number of characters of a run's name in a sentence, which holds two names, and in the y axis' title."""
 
@@ -55,17 +56,20 @@ def differences(items: Sequence[Difference]) -> Figure:
         figure.add_traces(_difference_traces(item, index, scale))
     first = theme.text(theme.short(items[0].names[1], AXIS_CHARACTERS))
     y_range = _settled_range(items)
-    figure.update_yaxes(range=y_range, title_text=f"Loss minus that of {first}")
+    figure.update_yaxes(range=y_range, title_text=f"Loss minus that of<br>{first}")
     figure.update_xaxes(title_text=x_title, rangemode="tozero")
     lines = [theme.text(item.verdict) for item in items]
-    outside = {"x": 1.01, "y": 0.99}
-    place = outside if len(items) > MAX_INSIDE else place_legend(figure.data, y_range=y_range)
+    names = [item.names[0] for item in items]
+    inside, below = fits_inside(names), height_below(names)
     return figure.laid_out(
-        height=372 + 18 * len(lines),
+        height=390 if inside else 338 + below,
         title=theme.title("Difference in loss", "<br>".join(lines)),
-        margin={"t": 78 + 18 * len(lines)},
+        margin={"t": 92} if inside else {"t": 92, "b": below},
         hovermode="x unified",
-        legend={"tracegroupgap": 0, **place},
+        legend={
+            "tracegroupgap": 0,
+            **(place_legend(figure.data, y_range=y_range) if inside else theme.LEGEND_BELOW),
+        },
     )
 
 
@@ -133,7 +137,7 @@ def seed_differences(contrast: SeedContrast) -> Figure:
         color = theme.series_color(index)
         colors = [color if item.distinguishable else theme.pale(color) for item in items]
         name = f"equal {X_AXES[axis].label}"
-        names = [theme.text(theme.short(item.names[0])) for item in items]
+        names = [theme.broken(theme.text(theme.short(item.names[0])), NAME_LETTERS) for item in items]
         for item, label, shade in zip(items, names, colors, strict=True):
             figure.add_scatter(
                 x=[item.value],
@@ -145,9 +149,9 @@ def seed_differences(contrast: SeedContrast) -> Figure:
                 showlegend=False,
             )
     first = theme.text(theme.short(contrast.differences[0].names[1]))
-    figure.update_xaxes(title_text=f"{contrast.loss} minus that of {first}")
+    figure.update_xaxes(title_text=f"{contrast.loss} minus that of<br>{theme.broken(first, 2 * NAME_LETTERS)}")
     figure.update_yaxes(type="multicategory", autorange="reversed")
     words = f"{CONFIDENCE:.0%} intervals over the seeds; pale: too close to call"
     return figure.laid_out(
-        height=172 + 34 * len(contrast.differences), title=theme.title("Difference in loss", words), margin={"t": 84}
+        height=188 + 34 * len(contrast.differences), title=theme.title("Difference in loss", words), margin={"t": 84}
     )

@@ -16,7 +16,7 @@ from workbench.columns import COLUMNS, EVALUATION_LABELS, AxisUnit
 from workbench.errors import UnknownParameter, suggestion
 from workbench.figures import theme
 from workbench.figures.figure import Figure
-from workbench.figures.legend_placement import CORNERS, place_legend
+from workbench.figures.legend_placement import CORNERS, MAX_INSIDE, fits_inside, height_below, place_legend
 from workbench.figures.prepared_curve import TRACE_ROLES, Preparation, PreparedCurve
 from workbench.runs.records.history import final_loss
 
@@ -44,8 +44,6 @@ FLATTENING = 4.0
 """Height of a value above all others, in multiples of their span, from which it is left out of the axis."""
 USUAL_PERCENTILE = 98.0
 """Percentile of a run's values below which it is while it trains as it should."""
-MAX_INSIDE = 8
-"""Largest number of runs whose names fit into a legend inside the plot, and whose ends have labels."""
 LABEL_ROOM = 0.06
 """Size of an end label, as a share of the plot's width or height."""
 
@@ -92,14 +90,14 @@ def loss_curves(
     y_range = settled_range(prepared, log_y)
     top = None if y_range is None or log_y else y_range[1]
     figure = Figure(curve_traces(prepared, x, y, smooth=smoothing > 0, top=top))
-    _lay_out(figure, axes[x].title, y, log_y, len(prepared) > MAX_INSIDE)
-    figure.update_layout(title=theme.title(theme.text(title or f"{_label(y)} of each run")))
+    _lay_out(figure, axes[x].title, y, log_y, prepared)
     figure.update_yaxes(range=y_range)
-    if len(prepared) <= MAX_INSIDE:
+    inside = figure.layout.legend.orientation is None
+    if inside:
         figure.update_layout(legend=place_legend(figure.data, log_y=log_y, y_range=y_range))
-    figure.update_layout(updatemenus=[_x_menu(figure, prepared, axes, x), _y_menu(figure, prepared, y, log_y)])
-    if key := mark_key(prepared):
-        figure.update_layout(title={"subtitle": {"text": key}}, margin={"t": 118})
+    figure.update_layout(updatemenus=[_x_menu(figure, prepared, axes, x), _y_menu(figure, prepared, y, log_y, inside)])
+    key, name = mark_key(prepared), theme.text(title or f"{_label(y)} of each run")
+    figure.laid_out(title=theme.title(name, key), margin={"t": 118 if key else 92})
     if not any(len(curve.raw) for curve in prepared):
         middle = {"x": 0.5, "y": 0.5, "xref": "paper", "yref": "paper", "showarrow": False}
         figure.add_annotation(text="no step recorded yet", font={"color": theme.MUTED}, **middle)
@@ -164,15 +162,19 @@ def robust_range(curves: Sequence[Array], settled: Sequence[Array] | None = None
 def loss_layout(curves: Sequence[CurveLike], x: str) -> Figure:
     """Return an empty figure with the layout of `loss_curves`, without title and menus."""
     figure = Figure()
-    _lay_out(figure, shared_axes(curves)[x].title, "loss", False, len(curves) > MAX_INSIDE)
+    _lay_out(figure, shared_axes(curves)[x].title, "loss", False, curves)
     return figure
 
 
-def _lay_out(figure: Figure, x_title: str, y: str, log_y: bool, many: bool) -> None:
-    legend = {"x": 1.01, "xanchor": "left", "y": 0.99, "yanchor": "top"} if many else CORNERS["top right"]
+def _lay_out(
+    figure: Figure, x_title: str, y: str, log_y: bool, curves: Sequence[CurveLike] | Sequence[PreparedCurve]
+) -> None:
+    names = [theme.short(curve.name) for curve in curves]
+    below = 0 if fits_inside(names) else height_below(names)
+    legend = theme.LEGEND_BELOW if below else CORNERS["top right"]
     figure.laid_out(
-        height=480,
-        margin={"t": 92, "r": 64},
+        height=480 + max(0, below - theme.BOTTOM_PX),
+        margin={"t": 92, "r": 64, "b": below or theme.BOTTOM_PX},
         hovermode="x unified",
         legend={"groupclick": "togglegroup", "tracegroupgap": 0, **legend},
         xaxis={"title": {"text": x_title}, "rangemode": "tozero", "unifiedhovertitle": {"text": hover_title(x_title)}},
@@ -233,13 +235,15 @@ def _x_menu(figure: Figure, prepared: Sequence[PreparedCurve], axes: Mapping[str
     return {"buttons": buttons, "active": list(axes).index(x), "direction": "down", "pad": {"b": 4}, **MENU_LOOK}
 
 
-def _y_menu(figure: Figure, prepared: Sequence[PreparedCurve], y: str, log_y: bool) -> dict[str, Any]:
+def _y_menu(
+    figure: Figure, prepared: Sequence[PreparedCurve], y: str, log_y: bool, legend_inside: bool
+) -> dict[str, Any]:
     """Return the buttons for a linear and a logarithmic y axis; each also moves the legend to a free corner."""
     label = _label(y).split(" (")[0].lower()
     buttons = []
     for axis_type in ("linear", "log"):
         y_range, log = settled_range(prepared, axis_type == "log"), axis_type == "log"
-        place = place_legend(figure.data, log_y=log, y_range=y_range) if len(prepared) <= MAX_INSIDE else {}
+        place = place_legend(figure.data, log_y=log, y_range=y_range) if legend_inside else {}
         changes = {f"legend.{key}": value for key, value in place.items()}
         changes["yaxis.tickformat"] = _ticks(y, log)
         args = [{"yaxis.type": axis_type, "yaxis.autorange": y_range is None, "yaxis.range": y_range, **changes}]

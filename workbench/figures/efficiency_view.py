@@ -67,8 +67,8 @@ def scaling_efficiency(points: Sequence[Plan | MeasuredCell]) -> Figure:
             x, y = [places[at] for at in texts], [height_of[at] for at in texts]
             figure.add_trace(theme.marks(x, y, name, marker, list(texts.values())))
     top = 1.15 * max([*heights, *marks.values(), 1.0])
-    for at, height in enumerate(heights):
-        figure.add_annotation(_written(1 / height, places[at], 0.0))
+    predicted = {"text": [f"{1 / height:.0%}" for height in heights], "insidetextanchor": "start", "textangle": 0}
+    figure.data[0].update(**predicted, textposition="inside", textfont={"color": theme.INK, "size": 11})
     for at, height in marks.items():
         figure.add_annotation(_written(1 / height, places[at], height + 0.025 * top))
     figure.add_hline(1.0, line={"color": theme.INK, "dash": "dash", "width": 1})
@@ -81,7 +81,7 @@ def scaling_efficiency(points: Sequence[Plan | MeasuredCell]) -> Figure:
     if warning := contention([point for point in points if isinstance(point, MeasuredCell)]):
         subtitle += f"<br>{warning}"
     words = f"{plans[0].model} on {plans[0].cluster.device.name}: efficiency against linear scaling"
-    title, margin = theme.title(theme.text(words), subtitle), {"b": 100, "t": 84 + 18 * bool(warning)}
+    title, margin = theme.title(theme.text(words), subtitle), {"b": 100, "t": 84}
     return figure.laid_out(height=470, title=title, margin=margin, barmode="stack", legend=theme.LEGEND_BELOW)
 
 

@@ -7,7 +7,6 @@ import csv
 import html
 import io
 import json
-import math
 import re
 import threading
 from collections.abc import Iterator, Mapping
@@ -21,12 +20,15 @@ from plotly.subplots import make_subplots
 from workbench.arguments import checked_arguments
 from workbench.errors import DataError, InvalidArgument
 from workbench.figures import theme
+from workbench.figures.legend_placement import height_below
 
 PLOTLY_MIME = "application/vnd.plotly.v1+json"
 NOTEBOOK_PX = 860
 """Width of a notebook's column: JupyterLab cuts a wider picture off."""
 DRAWN = ("scatter", "bar", "heatmap", "parcoords")
 """Types of traces that a static twin can show."""
+LINE_SPACING = 1.3
+"""Distance of two lines of a text in plotly.js, as a multiple of the font's size."""
 SUFFIXES = (".png", ".svg", ".pdf", ".csv")
 """Endings of the files that `save` writes."""
 VECTORS = {"svg.fonttype": "none", "pdf.fonttype": 42, "svg.hashsalt": "workbench"}
@@ -40,23 +42,32 @@ class Figure(go.Figure):
     """A Plotly figure that looks as all figures of this package, and that can be saved."""
 
     def laid_out(self, **layout: Any) -> Figure:
-        """Set the look that all figures share, and other fields of the layout."""
+        """Set the look that all figures share, and other fields of the layout.
+
+        `height` and `margin` are those with a title and a subtitle of one line each; the figure grows for more lines.
+        """
         self.update_layout(template=theme.TEMPLATE, **layout)
+        if title := layout.get("title"):
+            lines = [str(part.get("text", "")).count("<br>") for part in (title, title.get("subtitle", {}))]
+            more = round((theme.TITLE_PX * lines[0] + theme.FONT_PX * lines[1]) * LINE_SPACING)
+            self.layout.height += more
+            self.layout.margin.t = (self.layout.margin.t or theme.TEMPLATE.layout.margin.t) + more
         return self
 
     def with_legend_below(self, height: int, main: str, words: str) -> Figure:
         """Set the layout of a figure with a legend in rows below it, which come on top of the height."""
         names = [trace.name for trace in self.data if trace.showlegend is not False]
-        below = 72 + 20 * math.ceil(sum(7.0 * len(name) + 60 for name in names) / 800)
+        below = height_below(names)
         title, margin = theme.title(main, words), {"t": 88, "b": below}
         return self.laid_out(height=height + below, title=title, margin=margin, legend=theme.LEGEND_BELOW)
 
     def _ipython_display_(self) -> None:
-        """Show the figure in JupyterLab with its PNG beside it; with another renderer of Plotly's, as Plotly does."""
+        """Show the figure in JupyterLab or VS Code with its PNG beside it; elsewhere, as in Colab, as Plotly does."""
         from IPython.display import display
         from plotly.io import renderers
 
-        if renderers.default == "plotly_mimetype":
+        chosen = renderers.default
+        if chosen in renderers and renderers[chosen] is renderers["plotly_mimetype"]:
             display(mimebundle(self), raw=True)
         else:
             super()._ipython_display_()
@@ -137,7 +148,7 @@ def accessible_name(layout: Mapping[str, Any]) -> str:
     axes = [layout.get(axis, {}).get("title") for axis in ("yaxis", "xaxis")]
     given = [layout.get("title"), *axes, *layout.get("annotations", ())]
     texts = [part.get("text", "") if isinstance(part, Mapping) else part for part in given]
-    title, y, x, *panels = (html.unescape(re.sub(r"<[^>]*>", " ", str(text or ""))).strip() for text in texts)
+    title, y, x, *panels = (html.unescape(re.sub(r"(<[^>]*>)+", " ", str(text or ""))).strip() for text in texts)
     return title or (" over ".join(filter(None, (y, x))) if y else ", ".join(panels)) or x or "Figure"
 
 
@@ -198,8 +209,9 @@ def _rows(figure: go.Figure, trace: Any) -> Iterator[dict[str, Any]]:
         value = plain(trace.colorbar.title.text or "value")[0]
         for row, column in np.ndindex(len(y), len(x)):
             cell = {x_name: x[column], y_name: y[row], value: _finite(trace.z[row][column])}
-            if trace.text is not None:
-                cell["note"] = plain(str(trace.text[row][column] or ""))[0].replace("\n", ", ")
+            words = trace.text if trace.hovertext is None else trace.hovertext
+            if words is not None:
+                cell["note"] = plain(str(words[row][column] or ""))[0].replace("\n", ", ")
             yield cell
         return
     if trace.type not in ("scatter", "bar"):

@@ -1,7 +1,8 @@
-"""Placement of a legend in the first corner of the plot that no curve runs through."""
+"""Placement of a legend in the first corner of the plot that no curve runs through, or below the plot."""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
@@ -18,6 +19,10 @@ PLOT_PX = (900, 330)
 """Width and height of a small plot; in a larger plot the legend has more room than is assumed here."""
 CHARACTER_PX, KEY_PX, ENTRY_PX, BORDER_PX = 7.0, 52, 19, 10
 """Size of a legend: width of a character and of the key beside a name, height of an entry and of both borders."""
+MAX_INSIDE, LETTERS_INSIDE = 8, 26
+"""Largest number and length of names in a legend inside a plot: in a narrow figure more would cover the curves."""
+BELOW_PX, ROW_PX = 72, 20
+"""Height of the ticks and the title of an axis, and of a row of a legend below them."""
 PADDING = 0.05
 """Free room beyond the values, as a share of the axis' span."""
 LABEL_WIDTH = 0.06
@@ -60,6 +65,20 @@ def place_legend(
         if not (beside & level).any():
             return dict(CORNERS[corner])
     return dict(CORNERS[preferred])
+
+
+def fits_inside(names: Sequence[str]) -> bool:
+    """Return True if a legend with these names leaves room for the curves of a narrow figure."""
+    return len(names) <= MAX_INSIDE and max(map(len, names), default=0) <= LETTERS_INSIDE
+
+
+def height_below(names: Sequence[str]) -> int:
+    """Return the height in pixels below a plot that is as wide as a notebook, with a legend of these names in it.
+
+    In a narrower figure plotly.js makes the plot lower.
+    """
+    columns = max(1, int(PLOT_PX[0] / (CHARACTER_PX * max(map(len, names), default=0) + KEY_PX)))
+    return BELOW_PX + ROW_PX * math.ceil(len(names) / columns)
 
 
 def corner_of(legend: Any) -> str:

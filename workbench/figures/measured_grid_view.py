@@ -36,7 +36,7 @@ def predictions(measured: MeasuredGrid) -> Figure:
     figure.update_yaxes(**theme.log_axis((least, most)), title_text="measured step (ms)")
     lines = [theme.text(line) for line in measured.sentences()[:3]]
     title = theme.title(theme.text(measured.path.name), "<br>".join(lines))
-    return figure.laid_out(height=520, title=title, margin={"t": 120})
+    return figure.laid_out(height=510, title=title, margin={"t": 90, "b": 92}, legend=theme.LEGEND_BELOW)
 
 
 def _marks(

@@ -10,7 +10,6 @@ from workbench.figures import theme
 from workbench.figures.figure import Figure, subplots
 from workbench.figures.timeline_view import (
     BAR_LAYOUT,
-    TIMELINE_LEGEND,
     Lanes,
     add_stacked_timelines,
     bubble_fraction,
@@ -96,9 +95,9 @@ def timelines(plan: Plan, measured: Timeline) -> Figure:
     facts = f"{SCHEDULES[plan.schedule].words}, {plan.num_microbatches} micro-batches of {plan.micro_batch}"
     bubbles = f"bubble {bubble_fraction(predicted):.1%} predicted, {bubble_fraction(measured.lanes):.1%} measured"
     return figure.laid_out(
-        height=inner + 190,
+        height=inner + 194,
         title=theme.title(theme.text(f"Schedule of {plan.model}"), theme.text(f"{facts}; {bubbles}")),
-        margin={"t": 120, "b": 56},
-        legend={**TIMELINE_LEGEND, "y": 1 + 28 / inner, "borderwidth": 0},
+        margin={"t": 108, "b": 86},
+        legend=theme.LEGEND_BELOW,
         **BAR_LAYOUT,
     )

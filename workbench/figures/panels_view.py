@@ -95,7 +95,7 @@ def panels(
         rows=rows,
         cols=columns,
         subplot_titles=["<br>".join(textwrap.wrap(titles[name], TITLE_LETTERS)) for name in names],
-        horizontal_spacing=0.06,
+        horizontal_spacing=0.1,  # in a narrow window tick labels of the next panel stand there
         vertical_spacing=GAP_PX / (rows * (ROW_PX + GAP_PX) - GAP_PX),
     )
     for position, name in enumerate(names):

@@ -18,8 +18,8 @@ from workbench.units import GIB, MIB, count, duration, gib
 
 BLOCKS_PER_ROW, BLOCKS_PER_ROW_OF_HUNDREDS = 30, 24
 """Number of blocks above which a stage wraps into several rows; numbers of three digits need wider blocks than two."""
-MARGIN_TOP, MARGIN_BOTTOM = 100, 86
-COLUMN_WIDTHS, COLUMN_SPACING = (0.62, 0.38), 0.03
+MARGIN_TOP, MARGIN_BOTTOM = 100, 104
+COLUMN_WIDTHS, COLUMN_SPACING = (0.62, 0.38), 0.05
 """Widths of the columns of blocks and of memory, and the space between them, as shares of the plot's width."""
 SHORT_WORDS = {"embeddings": "emb", "embed_tokens": "emb", "wte": "emb", "predictions": "head", "cls": "head"}
 
@@ -54,7 +54,7 @@ def partition(plan: Plan, crossing: Mapping[int, Sequence[TensorSpec]] | None = 
     return figure.laid_out(
         height=partition_height(plan) + MARGIN_TOP + MARGIN_BOTTOM,
         title=theme.title(theme.text(f"{plan.model} on {plan.cluster.describe()}"), theme.text(plan.describe())),
-        margin={"t": MARGIN_TOP, "b": MARGIN_BOTTOM, "r": 24},
+        margin={"t": MARGIN_TOP, "b": MARGIN_BOTTOM, "r": 16},
         legend=theme.LEGEND_BELOW,
         barmode="stack",
         uniformtext={"mode": "hide", "minsize": 8},
@@ -96,7 +96,7 @@ def add_partition(figure: Figure, plan: Plan) -> None:
         figure.add_trace(_stage_trace(plan, stage, cells, rows), row=1, col=1)
     longest = max(cell.start + cell.width for cells in lanes for cell in cells)
     figure.update_xaxes(
-        title_text="forward + backward of one micro-batch (ms)" if rows == 1 else "blocks of each stage, wrapped",
+        title_text="forward + backward of<br>one micro-batch (ms)" if rows == 1 else "blocks of each<br>stage, wrapped",
         showticklabels=rows == 1,
         ticks="outside" if rows == 1 else "",
         showgrid=rows == 1,
@@ -199,12 +199,10 @@ def stages_held(plan: Plan, pipeline_rank: int) -> str:
     return "stages " + ", ".join(str(stage.index) for stage in plan.stages_of(pipeline_rank))
 
 
-LIMIT_ROOM = 1.25
-"""End of the memory axis as a multiple of the limit, so that a bar's total can stand beyond the limit's line."""
+MEMORY_ROOM = 1.05
+"""End of the memory axis as a multiple of what it shows."""
 CHARACTER_SHARE = 0.021
 """Width of a character of a label, as a share of the memory axis."""
-LABEL_SHARE = 0.18
-"""Width of a total, as a share of the memory axis."""
 NEAR_LIMIT = 4
 """Largest multiple of the peak at which the limit is drawn as a line rather than written as a note."""
 
@@ -216,7 +214,7 @@ def add_memory(figure: Figure, plan: Plan) -> None:
     peak, (limit, limit_name) = plan.peak_bytes, limit_of(plan)
     near = limit <= NEAR_LIMIT * peak
     unit, unit_name = (MIB, "MiB") if peak < 0.1 * GIB else (GIB, "GiB")  # The unit in which `gib` writes the totals.
-    end = max(1.35 * peak, LIMIT_ROOM * limit if near else 0) / unit
+    end = MEMORY_ROOM * max(peak, limit if near else 0) / unit
     for category, (label, color) in theme.MEMORY_LOOKS.items():
         values = [sum(getattr(stage.memory, category) for stage in plan.stages_of(rank)) for rank in ranks]
         texts = [(value / unit, f"{value / unit:.3g}") for value in values]
@@ -235,22 +233,18 @@ def add_memory(figure: Figure, plan: Plan) -> None:
             **theme.TEXT_INSIDE,
         )
         figure.add_trace(bars, **place)
-    figure.add_trace(_totals_trace([plan.device_bytes(rank) for rank in ranks], limit, unit), **place)
-    figure.update_xaxes(title_text=f"peak of one device ({unit_name})", range=[0, end], **place)
+    figure.update_xaxes(title_text=f"peak of one<br>device ({unit_name})", range=[0, end], **place)
     if near:
         figure.add_vline(x=limit / unit, line={"color": theme.ALERT, "width": 2, "dash": "dash"}, **place)
     above = {"y": 1, "yref": "y2 domain", "yanchor": "bottom", "xanchor": "right", "showarrow": False}
     at, words = (limit / unit, limit_name) if near else (end, f"{limit_name} ({peak / limit:.0%} used)")
     figure.add_annotation(x=at, text=words, font={"color": theme.ALERT, "size": 11}, **above, **place)
-    names = [f"<b>{rank_name(plan, rank)}</b><br>{stages_held(plan, rank)}" for rank in ranks]
-    ticks = {"tickmode": "array", "tickvals": ranks, "ticktext": names, "ticks": "", "showticklabels": plan.chunks > 1}
+    names = [_total(plan, rank) for rank in ranks]
+    ticks = {"tickmode": "array", "tickvals": ranks, "ticktext": names, "ticks": ""}
     figure.update_yaxes(range=[plan.pipeline - 0.5, -0.5], showgrid=False, side="right", **ticks, **place)
 
 
-def _totals_trace(totals: Sequence[int], limit: int, unit: int) -> go.Scatter:
-    """Return each total at the end of its bar, or beyond the limit's line if it would lie on that line."""
-    room = LABEL_SHARE * LIMIT_ROOM * limit
-    x = [(limit if total <= limit <= total + room else total) / unit for total in totals]
-    words = {"text": [f" {gib(total, max(totals))}" for total in totals], "textposition": "middle right"}
-    look = {"textfont": {"color": theme.INK, "size": 11}, "hoverinfo": "skip", "cliponaxis": False, "meta": "totals"}
-    return go.Scatter(x=x, y=list(range(len(totals))), mode="text", showlegend=False, **words, **look)
+def _total(plan: Plan, rank: int) -> str:
+    """Return the memory of a device of a pipeline rank, and the stages that it holds if it holds several."""
+    total = gib(plan.device_bytes(rank), plan.peak_bytes)
+    return total if plan.chunks == 1 else f"<b>{rank_name(plan, rank)}</b>: {total}<br>{stages_held(plan, rank)}"

@@ -11,14 +11,14 @@ from typing import Any
 
 from workbench.figures import partition_view, theme
 from workbench.figures.figure import Figure, mimebundle, subplots
-from workbench.figures.timeline_view import TIMELINE_LEGEND, add_timeline, timeline_height
+from workbench.figures.timeline_view import add_timeline, timeline_height
 from workbench.pipeline_schedules import SCHEDULES
 from workbench.planning.plan import Plan, Stage
 from workbench.planning.prediction import timeline as simulated
 from workbench.units import count, duration, gib
 
-GAP_PX = 118
-"""Height between the partition and the timeline: an axis title and two legends."""
+GAP_PX, BELOW_TITLES_PX = 124, 56
+"""Height between the partition and the timeline, which holds axis titles and a legend, and the legend's place in it."""
 
 
 def show_plan(plan: Plan) -> Figure:
@@ -40,15 +40,15 @@ def show_plan(plan: Plan) -> Figure:
     partition_view.add_memory(figure, plan)
     for trace in add_timeline(figure, lanes, row=2, col=1):
         trace.legend = "legend2"
-    facts = theme.text(" · ".join(f"{name} {value}" for name, value in headline(plan)))
+    facts = theme.text(theme.listed(f"{name} {value}" for name, value in headline(plan)))
     return figure.laid_out(
-        height=inner + 160,
+        height=inner + 180,
         title=theme.title(theme.text(_heading(plan)), facts),
-        margin={"t": 104, "b": 56, "r": 24},
+        margin={"t": 104, "b": 76, "r": 16},
         barmode="stack",
         uniformtext={"mode": "hide", "minsize": 8},
-        legend={**theme.LEGEND_BELOW, "y": 1 - (upper + 46) / inner, "yref": "paper", "yanchor": "top"},
-        legend2={**TIMELINE_LEGEND, "y": lower / inner + 4 / inner, "borderwidth": 0},
+        legend={**theme.LEGEND_BELOW, "y": 1 - (upper + BELOW_TITLES_PX) / inner, "yref": "paper", "yanchor": "top"},
+        legend2=theme.LEGEND_BELOW,
     )
 
 

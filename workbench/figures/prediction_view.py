@@ -21,6 +21,8 @@ from workbench.units import GIB, count
 
 PANELS_PX = 190
 """Height of the row of panels."""
+TITLE_LETTERS, TITLE_LINE_PX = 18, 15
+"""Letters of a line of a panel's title, which beside others fits into a narrow figure, and the height of a line."""
 GAP_PX = 74
 """Height between the panels and a timeline: the panels' labels and the timeline's heading."""
 MAX_UPRIGHT_PAIRS = 8
@@ -74,13 +76,15 @@ def prediction(
         steps = [("predicted", simulated(plan).lanes), ("measured", step.lanes)]
     heights = [PANELS_PX, *(timeline_height(len(lanes)) for _, lanes in steps)]
     inner = sum(heights) + GAP_PX * len(steps)
+    names = [theme.broken(name, TITLE_LETTERS) for name, _ in panels]
+    above = 103 + TITLE_LINE_PX * (1 + max(name.count("<br>") for name in names))
     figure = subplots(
         rows=len(heights),
         cols=len(panels),
         specs=[[{}] * len(panels), *([{"colspan": len(panels)}, *[None] * (len(panels) - 1)] for _ in steps)],
         column_widths=[max(1.0, 0.45 * len(pairs) + 0.55) for _, pairs in panels],
         row_heights=[height / sum(heights) for height in heights],
-        subplot_titles=[name for name, _ in panels] + [f"<b>{word}</b>: {describe(lanes)}" for word, lanes in steps],
+        subplot_titles=names + [f"<b>{word}</b>: {describe(lanes)}" for word, lanes in steps],
         horizontal_spacing=0.05,
         vertical_spacing=GAP_PX / inner,
     )
@@ -90,9 +94,9 @@ def prediction(
     figure.update_annotations(font={"size": theme.FONT_PX, "color": theme.MUTED})
     words = f"{plan.describe()} · percentages: how far the prediction lies above (+) or below (−) the measurement"
     return figure.laid_out(
-        height=inner + 190,
+        height=inner + above + 72,
         title=theme.title(theme.text(title or f"{plan.model}: predicted and measured"), theme.text(words)),
-        margin={"t": 118, "b": 72, "l": 32},
+        margin={"t": above, "b": 72, "l": 32},
         barmode="overlay",
         uniformtext={"mode": "hide", "minsize": 8} if step is not None else None,
         legend=theme.LEGEND_BELOW,

@@ -15,12 +15,15 @@ from workbench.errors import UnknownParameter, suggestion
 from workbench.figures import theme
 from workbench.figures.curves_view import robust_range
 from workbench.figures.figure import Figure
+from workbench.figures.legend_placement import LETTERS_INSIDE
 from workbench.runs.records.history import Evaluations, History, read_tail
 from workbench.runs.run import Run
 from workbench.sweeps.sweep import Row, Sweep
 
 POINTS = 300
 """Largest number of points of a curve."""
+AXES_LETTERS = 18
+"""Letters of a line of the legend's title, beside which a narrow figure has room for the curves."""
 MAX_CONFIGURATIONS = 24
 """Largest number of configurations with a curve."""
 LOSSES = {"loss": "Training loss", "eval_loss": "Held-out loss"}
@@ -84,9 +87,9 @@ def draw_seed_bands(
     left_out += f"; {len(rows) - len(shown)} configurations are left out" if len(rows) > len(shown) else ""
     words = f"Mean over the finished seeds, whose band holds them all; thin lines: other runs{left_out}"
     main = theme.title(theme.text(sweep.name), words)
-    figure.laid_out(height=460, title=main, hovermode="x unified")
-    figure.update_layout(legend_title={"text": theme.text(" · ".join(sweep.axes)), "font": {"size": theme.FONT_PX}})
-    return figure
+    axes = theme.broken(theme.text(" · ".join(sweep.axes)), AXES_LETTERS)
+    legend = {"title": {"text": axes, "font": {"size": theme.FONT_PX}}}
+    return figure.laid_out(height=460, title=main, hovermode="x unified", margin={"t": 84}, legend=legend)
 
 
 def _line(losses: Losses, column: str, y: str) -> Line:
@@ -98,7 +101,8 @@ def _line(losses: Losses, column: str, y: str) -> Line:
 def _traces(row: Row, finished: Sequence[Line], others: Sequence[Line], scale: float) -> list[go.Scatter]:
     """Return the band and the mean of the finished runs of a configuration, and its other runs as thin lines."""
     color = theme.series_color(row.index)
-    words = theme.text(theme.short(" · ".join(map(str, row.values.values()))))  # the legend's title names the axes
+    values = theme.short(" · ".join(map(str, row.values.values())), LETTERS_INSIDE)
+    words = theme.text(values)  # the legend's title names the axes
     shared = {"legendgroup": str(row.index), "name": words}
     look = {**shared, "color": color, "dash": theme.series_dash(row.index)}
     traces = []

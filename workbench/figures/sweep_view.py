@@ -23,6 +23,8 @@ from workbench.units import duration, gib
 
 BUDGETS = ("step", "gpu_hours")
 """Names of the x axes of `best_so_far`."""
+NO_VALUE = "–"
+"""Mark of a cell of a heat map without a value."""
 ENDED_EARLY = ("stopped early", "stopped", "failed")
 """States of a run that has ended without an objective."""
 
@@ -77,7 +79,7 @@ def draw_heat_map(sweep: Sweep, rows: Sequence[Row], x: str, y: str | None) -> F
         line, column = 0 if y is None else lines.index(str(row.values[y])), columns.index(str(row.values[x]))
         if not words[line][column]:
             words[line][column] = theme.text(", ".join(state for state in ENDED_EARLY if state in row.states))
-    hover = f"{theme.text(x)} %{{x}}<br>{theme.text(y or '')} %{{y}}<br>%{{text}}<extra></extra>"
+    hover = f"{theme.text(x)} %{{x}}<br>{theme.text(y or '')} %{{y}}<br>%{{hovertext}}<extra></extra>"
     bar = {"title": {"text": "objective"}}
     # The lowest is the best, and yellow as in a grid of plans.
     figure = _colored(columns, lines, words, z=grid, reversescale=True, colorbar=bar, hovertemplate=hover)
@@ -142,7 +144,7 @@ def best_so_far(sweep: Sweep, x: str = "step") -> Figure:
     figure.update_xaxes(title_text=f"{x_title} of all runs", rangemode="tozero")
     figure.update_yaxes(title_text="objective")
     main = theme.title(theme.text(sweep.name), theme.text(f"{sweep.objective} of each run when it ended"))
-    return figure.laid_out(height=420, title=main)
+    return figure.laid_out(height=440, title=main, margin={"t": 84, "b": 92}, legend=theme.LEGEND_BELOW)
 
 
 def _in_order(values: Sequence[Any]) -> list[str]:
@@ -152,14 +154,14 @@ def _in_order(values: Sequence[Any]) -> list[str]:
 
 
 SHORT = {"pipeline": "PP", "data": "DP", "tensor": "TP", "zero": "ZeRO"}
-ROW_PX, ROOM_PX = 40, 240
+ROW_PX, ROOM_PX = 40, 210
 
 
 def draw_grid(grid: Grid, x: str) -> Figure:
     """Draw a cell for each combination: choice `x` along the width, all others along the height.
 
     The colour is the speed as a share of the best cell's. A cell shows its step and what the step loses most to. The
-    best and the worst cell have a frame. A cell without a plan says by how much it overflows, or nothing where its
+    best and the worst cell have a frame. A cell without a plan says by how much it overflows, or has a dash where its
     degrees make no plan; the whole reason is under the mouse.
     """
     others = [name for name in grid.varied if name != x]
@@ -192,16 +194,26 @@ def draw_grid(grid: Grid, x: str) -> Figure:
     subtitle = "<br>".join(theme.text(line) for line in grid.sentences()[:3])
     title = theme.title(theme.text(grid.headline()), subtitle)
     height = ROOM_PX + ROW_PX * max(3, len(rows))
-    return figure.laid_out(height=height, title=title, margin={"t": 120})
+    return figure.laid_out(height=height, title=title, margin={"t": 90})
 
 
 def _colored(x: list[str], y: list[str], words: list[list[str]], **fields: Any) -> Figure:
-    """Return a heat map over words along both axes, with words in its cells; one without a value is grey."""
+    """Return a heat map over words along both axes, with words in its cells.
+
+    Words of cells without a value are annotations, which have the colours of the page and not of a cell.
+    """
     look = {"texttemplate": "%{text}", "colorscale": "Viridis", "xgap": 2, "ygap": 2}
-    figure = Figure(go.Heatmap(x=x, y=y, text=words, **look, **fields))
+    known = np.isfinite(np.array(fields["z"], dtype=np.float64))
+    drawn = [[word if at else "" for word, at in zip(*line, strict=True)] for line in zip(words, known, strict=True)]
+    figure = Figure(go.Heatmap(x=x, y=y, text=drawn, hovertext=words, **look, **fields))
+    quiet = {"showarrow": False, "font": {"color": theme.MUTED}}
+    figure.layout.annotations = [
+        {"x": column, "y": row, "text": words[row][column] or NO_VALUE, **quiet}
+        for row, column in np.argwhere(~known).tolist()
+    ]
     figure.update_xaxes(type="category", showgrid=False)
     figure.update_yaxes(type="category", showgrid=False)
-    return figure.laid_out(plot_bgcolor=theme.EMPTY_CELL)
+    return figure.laid_out()
 
 
 def _table(grid: Grid, others: Sequence[str], rows: Sequence[Sequence[Any]], x: str) -> list[list[Cell]]:

@@ -10,7 +10,8 @@ from __future__ import annotations
 
 import html
 import math
-from collections.abc import Sequence
+import re
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import numpy as np
@@ -29,8 +30,6 @@ MUTED_CSS = f"var(--jp-ui-font-color2, {MUTED})"
 """Colour of secondary text in HTML, which follows JupyterLab's theme."""
 GRID = "#E5E8EC"
 AXIS = "#9AA3AF"
-EMPTY_CELL = "#EEF0F3"
-"""Colour of a heat map where it has no value; words stand on it."""
 ALERT = "#B3261E"
 
 FORWARD, BACKWARD = "#3B82C4", "#E39B2D"
@@ -47,6 +46,12 @@ MEMORY_LOOKS = {
 FONT_FAMILY = "Inter, system-ui, -apple-system, 'Segoe UI', Roboto, 'Helvetica Neue', Arial, sans-serif"
 FONT_PX = 12
 TITLE_PX = 15
+TITLE_LETTERS, SUBTITLE_LETTERS = 48, 70
+"""Letters of a line of a title and of its subtitle that fit into a figure of 500 pixels: plotly.js breaks no lines."""
+TITLE_LEFT_PX, TITLE_TOP_PX = 16, 28
+"""Place of a title, below the buttons in the corner."""
+BOTTOM_PX = 52
+"""Margin below a plot, with the ticks and the title of its x axis."""
 ASSUMED_WIDTH_PX = 1000
 """Width that is assumed for decisions made before the page's width is known, such as whether a label fits."""
 
@@ -86,7 +91,7 @@ TEMPLATE = go.layout.Template(
         paper_bgcolor=PAPER,
         plot_bgcolor="white",
         colorway=PALETTE,
-        margin={"l": 64, "r": 32, "t": 78, "b": 52},
+        margin={"l": 64, "r": 32, "t": 78, "b": BOTTOM_PX},
         title={
             "x": 0,
             "xref": "container",
@@ -94,7 +99,7 @@ TEMPLATE = go.layout.Template(
             "y": 1,
             "yref": "container",
             "yanchor": "top",
-            "pad": {"l": 16, "t": 28},  # below the buttons, which lie in the corner
+            "pad": {"l": TITLE_LEFT_PX, "t": TITLE_TOP_PX},
             "font": {"size": TITLE_PX, "color": INK},
             "subtitle": {"font": {"size": FONT_PX, "color": MUTED}},
         },
@@ -180,6 +185,11 @@ def series_dash(index: int) -> str:
     return DASHES[index // len(PALETTE) % len(DASHES)]
 
 
+def listed(parts: Iterable[str]) -> str:
+    """Return the parts of a list in one line, which breaks between them only (`broken`)."""
+    return "\u00a0· ".join(part.replace(" ", "\u00a0") for part in parts)
+
+
 def text(value: object) -> str:
     """Return a user's text escaped for places where Plotly reads HTML-like markup or `%{…}`."""
     return html.escape(str(value), quote=False).replace("%{", "%\u200b{")
@@ -190,12 +200,33 @@ def short(name: str, most: int = NAME_CHARACTERS) -> str:
     return name if len(name) <= most else f"{name[: most - most // 3 - 1]}…{name[-(most // 3) :]}"
 
 
-def title(main: str, subtitle: str | None = None) -> dict[str, object]:
-    """Return a `layout.title`; both arguments may hold Plotly markup, so escape a user's text with `text`."""
-    value: dict[str, object] = {"text": f"<b>{main}</b>"}
+def title(main: str, subtitle: str | None = None) -> dict[str, Any]:
+    """Return a `layout.title` with lines that fit into a narrow figure.
+
+    Both arguments may hold Plotly markup, so escape a user's text with `text`.
+    """
+    value: dict[str, Any] = {"text": f"<b>{broken(main, TITLE_LETTERS)}</b>"}
+    if "<br>" in value["text"]:  # plotly.js then begins higher, where its buttons are
+        value["pad"] = {"l": TITLE_LEFT_PX, "t": TITLE_TOP_PX + 11}
     if subtitle:
-        value["subtitle"] = {"text": subtitle}
+        value["subtitle"] = {"text": broken(subtitle, SUBTITLE_LETTERS)}
     return value
+
+
+def broken(words: str, letters: int) -> str:
+    """Return a text in lines of at most so many letters, broken at spaces that are not in a tag."""
+    lines = []
+    for line in words.split("<br>"):
+        lines.append("")
+        for word in re.split(r" (?![^<]*>)", line):
+            if lines[-1] and _letters(f"{lines[-1]} {word}") > letters:
+                lines.append("")
+            lines[-1] = f"{lines[-1]} {word}".lstrip(" ")
+    return "<br>".join(lines)
+
+
+def _letters(markup: str) -> int:
+    return len(html.unescape(re.sub(r"<[^>]*>", "", markup)))
 
 
 LOG_TICKS = ",~g"

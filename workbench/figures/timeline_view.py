@@ -29,6 +29,8 @@ NUMBERED_LANE = 90
 """Number of actions in a lane above which bars have no room for numbers."""
 LANE = 0.8
 """Height of a lane, as a share of the distance between two lanes."""
+CLEAR = "rgba(0, 0, 0, 0)"
+"""Colour of idle time below its hatching: bars keep their colours in a dark theme, where paper is dark."""
 FIGURE_SPACE = "\u2007"
 """A space as wide as a digit: labels of equal length vanish together when bars grow narrow."""
 
@@ -95,24 +97,16 @@ def timeline(schedule: Plan | Timeline) -> Figure:
     figure = Figure()
     add_timeline(figure, lanes)
     return figure.laid_out(
-        height=timeline_height(len(lanes)) + 160,
+        height=timeline_height(len(lanes)) + 176,
         title=theme.title(theme.text(title), theme.text(facts)),
-        margin={"t": 96, "b": 60},
-        legend=TIMELINE_LEGEND,
+        margin={"t": 86, "b": 86},
+        legend=theme.LEGEND_BELOW,
         **BAR_LAYOUT,
     )
 
 
 BAR_LAYOUT: Mapping[str, Any] = {"barmode": "overlay", "bargap": 0.0, "uniformtext": {"mode": "hide", "minsize": 8}}
 """Layout of a figure whose only bars are those of timelines."""
-TIMELINE_LEGEND: Mapping[str, Any] = {
-    "orientation": "h",
-    "x": 1,
-    "xanchor": "right",
-    "y": 1.02,
-    "yanchor": "bottom",
-    "traceorder": "normal",
-}
 
 
 def timeline_height(num_ranks: int) -> int:
@@ -191,7 +185,7 @@ def _bar_trace(label: str, shade: str, rows: Sequence[tuple[int, TimedAction]], 
         width=LANE,
         name=label,
         legendgroup=label,
-        marker={"color": shade, "line": {"color": "white", "width": 0.6}},
+        marker={"color": shade, "line": {"color": "white", "width": 0.6 if numbered else 0}},
         text=[str(number).rjust(digits, FIGURE_SPACE) for _, number in facts] if numbered else None,
         **(theme.TEXT_INSIDE if numbered else {}),
         textfont={"color": theme.ink_on(shade), "size": 10},
@@ -221,7 +215,7 @@ def _area_trace(label: str, shade: str, rows: Sequence[tuple[int, TimedAction]])
 
 def _idle_trace(idle: Sequence[Idle]) -> go.Bar:
     lengths = np.array([gap.end_ms - gap.start_ms for gap in idle])
-    pattern = {"shape": "/", "fgcolor": "#C3C9D2", "bgcolor": "#F3F4F6", "size": 6, "solidity": 0.25}
+    pattern = {"shape": "/", "fgcolor": theme.AXIS, "bgcolor": CLEAR, "size": 6, "solidity": 0.2}
     return go.Bar(
         orientation="h",
         base=np.array([gap.start_ms for gap in idle]),
@@ -229,7 +223,8 @@ def _idle_trace(idle: Sequence[Idle]) -> go.Bar:
         y=np.array([gap.rank for gap in idle], dtype=np.int32),
         width=LANE,
         name="idle (bubble)",
-        marker={"color": "#F3F4F6", "line": {"width": 0}, "pattern": pattern},
+        marker={"color": CLEAR, "line": {"width": 0}, "pattern": pattern},
+        text=FIGURE_SPACE,  # plotly.js hides text that does not fit only if the last subplot's bars have text
         customdata=lengths,
         hovertemplate="idle %{customdata:.3~g} ms<extra></extra>",
         meta="idle",

@@ -70,7 +70,7 @@ class _Twin:
         at = self._page.height - 12.0
         for line, size in self._title:
             self._page.write(16, at, line, theme.INK if size == theme.TITLE_PX else theme.MUTED, size, va="top")
-            at -= size + 7
+            at -= size + 5
         self._legends.draw(self._page, keys, self._frame, next(iter(self._panels.values())))
         return self._page.picture
 
@@ -132,9 +132,10 @@ class _Twin:
         for trace in self._traces:
             if trace.type == "heatmap":
                 right = 48 + widest([trace.colorbar.title.text or "", "12.345", *(trace.colorbar.ticktext or ())])
-        words_above = 12 + sum(size + 7 for _, size in self._title)
+        words_above = 12 + sum(size + 5 for _, size in self._title)
         top = max(words_above + 12, 0 if menus else margin.t or 0)
-        return left, max(56, margin.b or 0), self._page.width - right, self._page.height - top
+        below = 0 if self._legends.replaced else margin.b or 0
+        return left, max(56, below, self._legends.below_px), self._page.width - right, self._page.height - top
 
     def _place(self, panel: TwinPanel, left: float, bottom: float, width: float, height: float) -> None:
         """Give axes their rectangle, and draw their grid, ticks and titles."""

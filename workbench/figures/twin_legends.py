@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -14,6 +15,7 @@ from matplotlib.lines import Line2D
 from matplotlib.transforms import Affine2D
 
 from workbench.figures import theme
+from workbench.figures.legend_placement import BELOW_PX, ROW_PX
 from workbench.figures.twin_axes import color_of, font, parted, plain, widest
 from workbench.figures.twin_panel import TwinPanel, line_look
 
@@ -71,6 +73,8 @@ class TwinLegends:
     """The traces with an entry in each legend, by the legend's name."""
     ends: Sequence[tuple[Any, str]]
     """Curves and the words at their ends: the last value if the figure says it, the name if no legend does."""
+    width: int
+    """Width of the picture in pixels."""
 
     @classmethod
     def of(cls, layout: Any, traces: Sequence[Any], one_panel: bool, width: int) -> TwinLegends:
@@ -80,16 +84,16 @@ class TwinLegends:
             entries = []
         values = {t.legendgroup: t.text[-1] for t in traces if t.meta == "end" and t.text is not None and len(t.text)}
         large = _is_beside(layout.legend) or len(entries) > 10 or widest(t.name for t in entries) > 0.4 * width
-        curves = one_panel and len(entries) > 1 and all(map(_is_line, entries)) and layout.legend.orientation != "h"
-        if curves and large:
+        curves = one_panel and len(entries) > 1 and all(map(_is_line, entries))
+        if large and curves and (layout.legend.orientation != "h" or any(trace.meta == "end" for trace in traces)):
             words = [f"{values[t.legendgroup]}&nbsp; " if t.legendgroup in values else "" for t in entries]
             names = [theme.short(trace.name, LABEL_CHARACTERS) for trace in entries]
-            return cls(layout, {}, [(t, w + n) for t, w, n in zip(entries, words, names, strict=True)])
+            return cls(layout, {}, [(t, w + n) for t, w, n in zip(entries, words, names, strict=True)], width)
         named: dict[str, list[Any]] = defaultdict(list)
         for trace in entries:
             named[str(trace.legend or "legend")].append(trace)
         lines = [trace for trace in traces if trace.meta == "line" and trace.legendgroup in values]
-        return cls(layout, named, [(trace, values[trace.legendgroup]) for trace in lines])
+        return cls(layout, named, [(trace, values[trace.legendgroup]) for trace in lines], width)
 
     @property
     def room_px(self) -> float:
@@ -98,6 +102,24 @@ class TwinLegends:
         if self.ends:
             return 36 + widest([*(words for _, words in self.ends), "" if entries else legend.title.text or ""])
         return 64 + widest(trace.name for trace in entries) if entries and _is_beside(legend) else 0.0
+
+    @property
+    def replaced(self) -> bool:
+        """True if words at the ends of curves stand for the legends."""
+        return bool(self.ends) and not self.entries
+
+    @property
+    def below_px(self) -> float:
+        """Height that a legend along the lower edge takes together with the ticks and the title of an axis above it."""
+        rows = [
+            math.ceil(len(entries) / self._columns(entries))
+            for name, entries in self.entries.items()
+            if self.layout[name].yref == "container"
+        ]
+        return BELOW_PX + ROW_PX * max(rows) if rows else 0.0
+
+    def _columns(self, entries: Sequence[Any]) -> int:
+        return max(1, min(len(entries), int((self.width - 40) // (46 + widest(trace.name for trace in entries)))))
 
     def draw(self, page: TwinPage, keys: Mapping[int, Any], frame: Sequence[float], panel: TwinPanel) -> None:
         """Draw legends and words; `keys` has what shows a trace's look by its id, `frame` the edges of all plots."""
@@ -110,13 +132,12 @@ class TwinLegends:
             x = right + 14 if _is_beside(legend) else left + legend.x * (right - left)
             y = bottom + (1.0 if legend.y is None else legend.y) * (top - bottom) if inside else 4.0
             up = {"bottom": "lower", "middle": "center"}.get(str(legend.yanchor), "upper") if inside else "lower"
-            columns = min(len(entries), int((page.width - 40) // (46 + widest(trace.name for trace in entries))))
             box = page.picture.legend(
                 [keys.get(id(trace)) or Line2D([], []) for trace in entries],
                 [plain(trace.name)[0].replace("$", r"\$") for trace in entries],
                 loc=f"{up} {legend.xanchor or 'left'}",
                 bbox_to_anchor=(x / page.width, y / page.height),
-                ncols=max(1, columns) if lying else 1,
+                ncols=self._columns(entries) if lying else 1,
                 frameon=not lying,
                 borderaxespad=0.0 if lying else 0.4,
                 title=plain(legend.title.text or "")[0] or None,

@@ -1,4 +1,4 @@
-"""One run as a row of a dashboard: state, progress, facts, and a button that stops or resumes the run."""
+"""One run as a row of a dashboard: state, progress, a button that stops or resumes the run, and facts."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ ONE_LINE = "display:block;overflow:hidden;text-overflow:ellipsis;white-space:now
 
 
 class DashboardRow:
-    """Badge, name, progress bar, facts and button of one run.
+    """Badge, name, progress bar, button and facts of one run.
 
     The button stops a run that trains, and resumes a run that ended early with a checkpoint; `on_resumed` is called
     when the run trains again.
@@ -44,13 +44,13 @@ class DashboardRow:
         self._busy = ""
         self._swatch, self._name_px = swatch(index), name_px
         self._head = widgets.HTML()
-        self._facts = widgets.HTML(layout={"flex": "1 1 280px", "min_width": "0", "margin": "0 0 0 10px"})
+        self._facts = widgets.HTML(layout={"flex": "1 1 280px", "min_width": "0", "margin": "0 0 0 4px"})
         self.button = widgets.Button(description="Stop", icon="stop", layout=fixed_width(110))
         self.button.on_click(self._on_click)
         respond_while_busy(self.button)
         self.box = widgets.HBox(
-            (self._head, self._facts, self.button),
-            layout={"align_items": "center", "flex_flow": "row wrap"},  # in a narrow window the facts wrap
+            (self._head, self.button, self._facts),  # in a narrow window the facts wrap, and the button stays
+            layout={"align_items": "center", "flex_flow": "row wrap"},
         )
 
     @property

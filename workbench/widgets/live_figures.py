@@ -17,7 +17,6 @@ from workbench.analysis.curve import CurveLike, metrics_of
 from workbench.columns import AxisUnit
 from workbench.figures import theme
 from workbench.figures.curves_view import (
-    MAX_INSIDE,
     curve_traces,
     hover_title,
     loss_layout,
@@ -139,8 +138,8 @@ class LiveLossFigure:
         top = _upper_end(whole, settings.log_y)
         redrawn = self._update_traces(whole, x, settings.smoothing > 0, window, top)
         self._update_layout(unit.title, settings)
-        if len(whole) <= MAX_INSIDE and window is None:
-            legend = self.figure.layout.legend
+        legend = self.figure.layout.legend
+        if legend.orientation is None and window is None:
             preferred = corner_of(legend)  # the legend moves only if a curve has come to run through it
             place = place_legend(self.figure.data, log_x=settings.log_x, log_y=settings.log_y, preferred=preferred)
             legend.update(place)

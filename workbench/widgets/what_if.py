@@ -42,6 +42,8 @@ AT_REST_S = 2.0
 TWO_COLUMNS = {"flex_flow": "row wrap", "max_width": "720px"}
 NO_PICTURE = Figure().laid_out(height=60, xaxis={"visible": False}, yaxis={"visible": False})
 """Picture below the planner's sentence where nothing fits."""
+MARGIN_TOP = 40
+"""Room in pixels above a plan without its title."""
 SLIDER_STYLE: dict[str, Any] = {"layout": fixed_width(340), "style": {"description_width": "90px"}}
 
 
@@ -124,8 +126,9 @@ class WhatIf(LiveWidget):
         else:
             figure = show_plan(self.plan)
             title = figure.layout.title
-            facts = f'<span style="color:{theme.MUTED_CSS};font-size:12px">{title.subtitle.text}</span>'
-            self.note.value = f'<div style="padding:4px 16px;line-height:1.5">{title.text}<br>{facts}</div>'
+            heading, facts = (part.text.replace("<br>", " ") for part in (title, title.subtitle))
+            facts = f'<span style="color:{theme.MUTED_CSS};font-size:12px">{facts}</span>'
+            self.note.value = f'<div style="padding:4px 16px;line-height:1.5">{heading}<br>{facts}</div>'
             self._plot.show(_without_title(figure))
         self.answered_s = time.perf_counter() - started
 
@@ -158,8 +161,8 @@ def what_if(experiment: Experiment, cluster: Cluster | None = None) -> WhatIf:
 
 def _without_title(figure: go.Figure) -> go.Figure:
     """Return the figure without its title, whose size plotly.js cannot measure before the figure is on the page."""
-    figure.update_layout(title={"text": None, "subtitle": None}, margin={"t": 40}, autosize=True)
-    figure.layout.height -= 64
+    figure.layout.height -= figure.layout.margin.t - MARGIN_TOP
+    figure.update_layout(title={"text": None, "subtitle": None}, margin={"t": MARGIN_TOP}, autosize=True)
     return figure
 
 

@@ -11,7 +11,7 @@ const DARK = '[data-jp-theme-light="false"]';
 const FIGURE = `.svg-container:has(> .main-svg[style*="rgb(${PAPER})"])`;
 const KEPT = ['.barlayer', '.bartext-outside', 'path.legendundefined'];  // Plotly's class of a bar's key in a legend
 const HEAT_MAP = `${FIGURE}:has(.heatmaplayer image, .parcoords)`;  // and parallel coordinates, whose lines have its colours
-const KEPT_OF_HEAT_MAP = ['.heatmaplayer', '.gl-container', 'rect.bg', '.cbfills', '.shapelayer'];
+const KEPT_OF_HEAT_MAP = ['.heatmaplayer', '.gl-container', '.cbfills', '.shapelayer'];
 const all = (figure, parts) => [figure, ...parts.map(part => `${figure} ${part}`)].map(part => `${DARK} ${part}`).join(', ');
 const ARRIVED = 'workbench-figure-arrived';
 const STYLE = `
@@ -20,7 +20,7 @@ const STYLE = `
 img.workbench-figure { max-width: 100%; height: auto; }
 ${DARK} ${FIGURE}, ${DARK} img.workbench-figure { mix-blend-mode: lighten; }
 ${DARK} ${FIGURE} > .main-svg { background: transparent !important; }
-${DARK} ${FIGURE}:not(:has(.heatmaplayer image)) .bglayer .bg { fill-opacity: 0 !important; }
+${DARK} ${FIGURE} .bglayer .bg { fill-opacity: 0 !important; }
 ${DARK} ${FIGURE}:not(:has(.heatmaplayer image, .parcoords)) .legend > .bg { fill: #eee !important; }
 ${all(FIGURE, KEPT)}, ${DARK} img.workbench-figure { filter: invert(1) hue-rotate(180deg); }
 ${all(HEAT_MAP, KEPT_OF_HEAT_MAP)} { filter: invert(1); /* a rotation of hues cannot be undone for bright colours */ }`;
