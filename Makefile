@@ -61,7 +61,7 @@ test-browser:
 
 # Of recipes that run beside each other, make shows that of a line with a plus as it comes, and the others when they end.
 test-others:
-	+OMP_NUM_THREADS=1 $(BIN)/python -m pytest --numprocesses 3 --dist loadfile --no-loadscope-reorder $(filter-out tests/browser/ tests/gpu/,$(wildcard tests/*/))
+	+OMP_NUM_THREADS=1 $(BIN)/python -m pytest --numprocesses 3 --dist loadfile --no-loadscope-reorder $(filter-out tests/__pycache__/ tests/browser/ tests/gpu/,$(wildcard tests/*/))
 
 test-all: export WORKBENCH_TEST_ALL = 1
 test-all: test
