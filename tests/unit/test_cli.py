@@ -230,6 +230,28 @@ def test_a_notebook_without_a_kernel_runs_with_pythons_and_one_with_an_unknown_o
     assert "default for 7 steps" in notebooks.execute(notebook, tmp_path / "out", {"steps": 7}).page.read_text()
 
 
+STUMBLES = """
+import pathlib
+from ipykernel import kernelapp
+begun = pathlib.Path(__file__).with_name("begun")
+if not begun.exists():
+    begun.touch()
+    raise SystemExit("Address already in use")
+kernelapp.launch_new_instance()
+"""
+
+
+def test_a_kernel_that_finds_its_port_taken_is_started_again(notebook, tmp_path, monkeypatch):
+    (folder := tmp_path / "kernels" / "stumbling").mkdir(parents=True)
+    (folder / "kernel.py").write_text(STUMBLES)
+    words = [sys.executable, str(folder / "kernel.py"), "-f", "{connection_file}"]
+    write_json(folder / "kernel.json", {"argv": words, "display_name": "Stumbling", "language": "python"})
+    monkeypatch.setenv("JUPYTER_PATH", str(tmp_path))
+    executed = notebooks.execute(notebook, tmp_path / "out", {"steps": 7}, kernel="stumbling")
+    assert (folder / "begun").exists()
+    assert "default for 7 steps" in executed.page.read_text()
+
+
 def test_a_kernel_that_dies_leaves_the_page_up_to_there(notebook, tmp_path):
     value = nbformat.read(notebook, as_version=4)
     value.cells.append(nbformat.v4.new_code_cell("import os, signal\nos.kill(os.getpid(), signal.SIGKILL)"))

@@ -27,6 +27,8 @@ REPORT_EVERY_S = 15.0
 """Seconds between two progress lines of a run."""
 POLL_S = 0.5
 """Seconds between two reads of the runs."""
+STARTS = 3
+"""Starts of a kernel that ends before it is ready: the ports that it was given may be taken before it opens them."""
 KERNEL = {"name": "python3", "display_name": "Python 3", "language": "python"}
 """Kernel of a notebook that names none."""
 
@@ -105,27 +107,33 @@ def _run_papermill(
     from jupyter_client.kernelspec import NoSuchKernel
     from nbclient.exceptions import DeadKernelError
 
-    try:
-        papermill.execute_notebook(
-            str(notebook),
-            str(executed),
-            parameters=dict(parameters),
-            kernel_name=kernel,
-            progress_bar=sys.stderr.isatty(),
-            cwd=None if folder is None else str(folder),
-        )
-    except papermill.PapermillExecutionError as error:
-        return f"{notebook.name} failed in cell {error.exec_count}: {error.ename}: {error.evalue}"
-    except NoSuchKernel as error:
-        raise WorkbenchError(
-            f"{notebook.name} asks for the kernel {error.name!r}, which is not installed here. Run it with another "
-            f"one: --kernel {KERNEL['name']}."
-        ) from None
-    except DeadKernelError:
-        return (
-            f"The kernel of {notebook.name} died: it was killed, or ran out of memory. Runs that it launched go on "
-            "training."
-        )
+    for starts_left in reversed(range(STARTS)):
+        try:
+            papermill.execute_notebook(
+                str(notebook),
+                str(executed),
+                parameters=dict(parameters),
+                kernel_name=kernel,
+                progress_bar=sys.stderr.isatty(),
+                cwd=None if folder is None else str(folder),
+            )
+        except papermill.PapermillExecutionError as error:
+            return f"{notebook.name} failed in cell {error.exec_count}: {error.ename}: {error.evalue}"
+        except NoSuchKernel as error:
+            raise WorkbenchError(
+                f"{notebook.name} asks for the kernel {error.name!r}, which is not installed here. Run it with another "
+                f"one: --kernel {KERNEL['name']}."
+            ) from None
+        except DeadKernelError:
+            return (
+                f"The kernel of {notebook.name} died: it was killed, or ran out of memory. Runs that it launched go on "
+                "training."
+            )
+        except RuntimeError as error:
+            if not starts_left or "Kernel died before replying" not in str(error):
+                raise
+        else:
+            break
     return None
 
 
