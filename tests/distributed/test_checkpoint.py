@@ -117,10 +117,14 @@ class ComparedWords(nn.Module):
         return functional.cross_entropy(10 * one @ other.T, torch.arange(len(one), device=one.device))
 
 
-@pytest.mark.parametrize("zero", [0, 3] if ALL else [3])
-def test_a_gathered_loss_is_the_same_to_the_last_bit_in_a_run_that_was_killed(zero: int, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    "degrees", [{"data": 2, "zero": 3}, *([{"data": 2, "zero": 0}, {"pipeline": 2}] if ALL else [])]
+)
+def test_a_gathered_loss_is_the_same_to_the_last_bit_in_a_run_that_was_killed(
+    degrees: dict[str, int], tmp_path: Path
+) -> None:
     asked = experiment(model=ComparedWords, steps=STEPS, global_batch=8)
-    chosen = plan(asked, data=2, zero=zero, micro_batch=2)
+    chosen = plan(asked, **degrees, micro_batch=2)
     assert chosen.gathers
     unbroken = curve(trained(tmp_path / "unbroken", asked, chosen))
     assert unbroken[1] != unbroken[STEPS]

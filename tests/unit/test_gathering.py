@@ -173,6 +173,14 @@ def test_a_pipeline_over_replicas_gathers_in_its_last_stage_alone() -> None:
     assert (with_tail - without)[0, -1] == pytest.approx(2 * profile.tail.gathered_bytes)
 
 
+def test_the_tail_of_a_model_of_one_block_is_a_stage_of_its_own() -> None:
+    experiment = experiment_of(GATHERED["Dice over the batch"], samples_for("Dice over the batch"))
+    plan = wb.plan(experiment, cluster(2), pipeline=2, micro_batch=2)
+    assert plan.block_names[1:] == (TAIL,)
+    with pytest.raises(PlanInfeasible, match="more stages than the 2 blocks"):
+        wb.plan(experiment, cluster(4), pipeline=4)
+
+
 def test_what_cannot_be_gathered_is_said_where_the_degrees_divide_a_coupled_batch() -> None:
     experiment = experiment_of(GATHERED["SupCon"], samples_for("SupCon"))
     with pytest.raises(PlanInfeasible, match=r"gathered only with tensor=1 and one stage .* Leave micro_batch=1 out"):

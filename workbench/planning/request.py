@@ -85,7 +85,7 @@ def check(request: Request, profile: Profile) -> None:
     _check_degrees(request, profile)
     _check_sharding(request)
     _check_block_sparse(request, profile)
-    pipeline, blocks = request.fixed.pipeline, len(profile.blocks)
+    pipeline, blocks = request.fixed.pipeline, len((profile.gathered or profile).blocks)  # a tail is one more
     if pipeline and pipeline > blocks:
         raise PlanInfeasible(
             f"pipeline={pipeline} asks for more stages than the {blocks} block{'s' * (blocks > 1)} of "
