@@ -106,6 +106,7 @@ def test_no_words_of_a_figure_are_cut_or_lie_on_others_in_narrow_and_wide_window
 ) -> None:
     sweep = wb.sweeps.load_sweep(Path(__file__).parents[2] / "benchmarks" / "results" / "gpt-sweep")
     many = [curve(f"a-run-whose-name-is-far-too-long-for-a-legend-{number:02d}", 400) for number in range(12)]
+    many[-1].columns["loss"][300:] = 1e9  # one has diverged
     large = plan(16, 98, 64, model="bert-1920x54-of-a-long-name")
     shown = [
         *(draw(value) for value in (plan(4), large) for draw in (show_plan, partition)),

@@ -111,6 +111,8 @@ def test_two_ranks_train_to_the_end_and_leave_their_whole_story(node):
     run = start(steps=3)
     assert time.monotonic() - before < 3.0, "launch returns at once"
     assert run.wait(timeout=60).status.state == "finished", run.logs("launcher")
+    files = [path for path in run.path.rglob("*") if path.is_file()]
+    assert not [path.name for path in files if path.suffix == ".html" or path.stat().st_size > 500_000], "no plotly.js"
     states = [e["state"] for e in run.events() if e["type"] == "status"]
     assert states == ["queued", "starting", "running", "finished"]
     assert run.history().loss.tolist() == [7.0, 3.5, 7 / 3]

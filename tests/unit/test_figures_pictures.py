@@ -5,7 +5,6 @@ from __future__ import annotations
 import base64
 import io
 import json
-from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -31,7 +30,6 @@ from workbench.figures.prediction_view import prediction
 from workbench.figures.timeline_view import timeline
 from workbench.runs.records.patterns import Patterns
 
-NOTEBOOKS = Path(__file__).resolve().parents[2] / "notebooks"
 CELLS = go.Heatmap(
     x=["1e-3", "2e-3"], y=["8", "16"], z=[[1.0, 2.0], [3.0, None]], text=[["1", "2"], ["3", ""]], colorscale="Viridis"
 )
@@ -119,19 +117,6 @@ def test_a_line_beyond_the_range_of_its_axis_is_cut_off() -> None:
     rows = where(image, "#D55E00")[:, 0]
     assert rows.min() >= 24
     assert rows.max() <= 480 - 54
-
-
-@pytest.mark.parametrize("path", sorted(NOTEBOOKS.glob("*.ipynb")), ids=lambda path: path.stem)
-def test_every_figure_of_a_committed_notebook_can_be_shown_dark_and_has_a_picture_and_words(path: Path) -> None:
-    cells = json.loads(path.read_text())["cells"]
-    shown = [output["data"] for cell in cells for output in cell.get("outputs", []) if "data" in output]
-    figures = [data for data in shown if PLOTLY_MIME in data]
-    assert figures
-    for data in figures:
-        assert data[PLOTLY_MIME]["layout"]["template"]["layout"]["paper_bgcolor"] == theme.PAPER
-        image = Image.open(io.BytesIO(base64.b64decode("".join(data["image/png"])))).convert("RGB")
-        assert image.getpixel((0, 0)) == theme.rgb(theme.PAPER), "JupyterLab recognises a figure by it (figures.js)"
-        assert "".join(data["text/plain"]).strip()
 
 
 def test_the_stages_of_a_plan_stand_below_one_another_above_its_timeline() -> None:

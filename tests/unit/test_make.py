@@ -15,3 +15,10 @@ def test_processes_that_make_starts_keep_their_compiled_modules() -> None:
     environment = {**os.environ, "PYTHONDONTWRITEBYTECODE": "1"}
     answer = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, check=True)
     assert answer.stdout.strip() == "unset"
+
+
+def test_jupyterlab_starts_as_root_too_as_in_a_container() -> None:
+    command = ["make", "--dry-run", "--silent", "lab"]
+    printed = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True).stdout
+    assert "jupyter lab" in printed
+    assert ("--allow-root" in printed) == (os.getuid() == 0)

@@ -1,11 +1,15 @@
 """What `notebooks/` holds was really run, is small, and can be read again."""
 
+import base64
+import io
 import json
 from pathlib import Path
 
 import pytest
+from PIL import Image
 
 import workbench as wb
+from workbench.figures import theme
 from workbench.figures.pages import PLOTLY_MIME
 
 ROOT = Path(__file__).parents[2]
@@ -29,12 +33,16 @@ def test_a_kept_notebook_is_small_and_names_no_path_of_the_machine(path):
 
 
 @pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.stem)
-def test_every_figure_of_a_kept_notebook_has_a_picture_beside_it(path):
+def test_every_figure_of_a_kept_notebook_can_be_shown_dark_and_has_a_picture_and_words(path):
     cells = json.loads(path.read_text())["cells"]
     shown = [output.get("data", {}) for cell in cells for output in cell.get("outputs", [])]
     figures = [data for data in shown if PLOTLY_MIME in data]
     assert figures
-    assert all(data.get("image/png") for data in figures)
+    for data in figures:
+        assert data[PLOTLY_MIME]["layout"]["template"]["layout"]["paper_bgcolor"] == theme.PAPER
+        image = Image.open(io.BytesIO(base64.b64decode("".join(data["image/png"])))).convert("RGB")
+        assert image.getpixel((0, 0)) == theme.rgb(theme.PAPER), "JupyterLab recognises a figure by it (figures.js)"
+        assert "".join(data["text/plain"]).strip()
 
 
 @pytest.mark.parametrize("path", RECORDED, ids=lambda path: path.name)

@@ -294,6 +294,7 @@ def test_the_table_ranks_configurations_by_their_mean_and_tells_what_stopping_sa
     assert [run.name[:4] for run in sweep.best(2)] == ["0000", "0004", "0001", "0005"]
     assert "7 of 8 runs have ended, not at work; resume() goes on" in repr(sweep)
     assert "1 stopped early, 1 waiting" in sweep._repr_html_()
+    assert sweep.look() == ("7 of 8 runs have ended", sweep._repr_html_()), "what wait() shows below its cell"
 
 
 @pytest.mark.parametrize(

@@ -58,6 +58,22 @@ def test_a_terminal_shows_one_line_that_changes_and_is_gone_at_the_end() -> None
     assert "\n" not in seen
 
 
+def test_a_plan_and_a_grid_say_how_many_plans_they_have_weighed() -> None:
+    seen = in_terminal(
+        """
+import workbench as wb
+waiting.SHOWN_AFTER_S, waiting.EVERY_S = 0.01, 0.01
+model = wb.models.gpt2(256, 4, 4, vocab_size=512, max_positions=128, name="tiny")
+small = wb.Experiment(model=model, data=wb.data.corpus("demo", vocab_size=512), global_batch=64, seq_len=128)
+wb.plan(small, wb.Cluster.of("h200", gpus=256))
+wb.grid(small, wb.Cluster.of("h200", gpus=4), tensor=[1, 2], pipeline=[1, 2, 4], micro_batch=[2, 32])
+"""
+    )
+    assert re.search(r"Planning tiny: [^\r]*capturing", seen), seen
+    assert re.search(r"Planning tiny: weighing plans for 256 × H200[^\r]*: [^\r]*\d", seen), seen
+    assert re.search(r"Planning a grid of tiny: [^\r]*\d", seen), seen
+
+
 def test_a_short_wait_shows_nothing_and_neither_does_a_file() -> None:
     assert in_terminal("work(0.01)") == ""
     environment = {**os.environ, "PYTHONPATH": str(REPOSITORY)}

@@ -77,7 +77,8 @@ class LiveSweep(LiveWidget):
         born = run.path.stat().st_ino
         reader = self._readers.get(run.path)
         if reader is None or reader.born != born:
-            reader = self._readers[run.path] = _Reader(row, run, born)
+            width_px = name_width([_name(each, run) for each in self._rows])  # rows stand below one another
+            reader = self._readers[run.path] = _Reader(row, run, born, width_px)
         self._losses.pop(run.path, None)
         reader.refresh()
         return reader
@@ -98,13 +99,12 @@ class LiveSweep(LiveWidget):
 class _Reader:
     """A run at work: its reader, and its row with the button that stops it."""
 
-    def __init__(self, row: Row, run: Run, born: int) -> None:
+    def __init__(self, row: Row, run: Run, born: int, name_px: int) -> None:
         self.born = born
         """Inode of the run directory."""
         self._reader = RunReader(run.path)
-        values = {**row.values, "seed": run.config["seed"]}
-        self._name = ", ".join(f"{name} {value}" for name, value in values.items())
-        self._row = DashboardRow(self._reader, row.index, name_px=name_width([self._name]))
+        self._name = _name(row, run)
+        self._row = DashboardRow(self._reader, row.index, name_px=name_px)
         self.box = self._row.box
         self.refresh()
 
@@ -120,6 +120,11 @@ class _Reader:
         evaluations = self._snapshot.evaluations
         assert evaluations is not None
         return self._snapshot.history, evaluations
+
+
+def _name(row: Row, run: Run) -> str:
+    """Return the values of a configuration, and the seed of a run, in words."""
+    return ", ".join(f"{name} {value}" for name, value in {**row.values, "seed": run.config["seed"]}.items())
 
 
 def show_sweep(sweep: Sweep) -> None:
