@@ -196,7 +196,7 @@ def _evaluations(_rank: int, cases: tuple[dict[str, Any], ...]) -> dict[str, flo
             programs = evaluation_programs(plan, trainer.coordinate, evaluated, trainer.context)
             evaluator = Evaluator(trainer, evaluated, programs, UserDataset(samples, HELD_OUT, seed=None), metrics)
             loss, values = evaluator.evaluate()
-            assert (evaluator.samples, evaluator.loss()) == (2 * BATCH, loss)
+            assert (evaluator.samples, evaluator.evaluate()[0]) == (2 * BATCH, loss)
             found = torch.tensor([loss, *values.values()], dtype=torch.float64)
             expected = _plain_evaluation(copy.deepcopy(model), samples, metrics)
             worst[f"{name}, {choices}"] = float(((found - expected) / expected).abs().max())

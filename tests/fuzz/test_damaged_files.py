@@ -209,7 +209,7 @@ class World:
             context=SimpleNamespace(device=torch.device("cpu")),
             sparse_weights=None,
         )
-        extras = CheckpointExtras(describe_model(self.model).to_json())
+        extras = CheckpointExtras(describe_model(self.model)[0])
         return CheckpointStore(trainer, run, extras=extras)  # type: ignore[arg-type]
 
     def _save(self, run: RunDir, step: int) -> None:

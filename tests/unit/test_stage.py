@@ -13,7 +13,7 @@ from tests.distributed import zoo
 from workbench.capture import Graph, capture, spec_of
 from workbench.execution.blocks.block_module import BlockProgram
 from workbench.execution.blocks.context import StepContext
-from workbench.execution.parallel.stage import StageModule, StageOptions
+from workbench.execution.parallel.stage import StageModule
 
 CPU = torch.device("cpu")
 
@@ -30,7 +30,8 @@ def stage_of(name: str, first: int = 0) -> tuple[Graph, StageModule, zoo.Batch]:
         graph,
         first,
         blocks,
-        StageOptions(context, num_microbatches=1),
+        context,
+        num_microbatches=1,
         parameters=dict(model.named_parameters()),
         buffers={**dict(model.named_buffers()), **graph.constants},
         programs=[BlockProgram(block, block.code) for block in graph.blocks[first:]],

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence, Set
 from dataclasses import replace
 from math import prod
 from typing import Any
@@ -22,6 +22,7 @@ from workbench.user_code import UserFunction
 
 SIDE = 128
 """Rows and columns of the matrix that is updated: large enough for what does not grow with it to round to nothing."""
+NONE: Set[str] = frozenset()
 
 
 def with_optimizer(profile: Profile, experiment: Experiment, captured: Graph) -> Profile:
@@ -54,29 +55,32 @@ def _with_user_defined(profile: Profile, experiment: Experiment, captured: Graph
     """
     shapes = {name: spec.shape for name, spec in captured.parameters.items() if name not in captured.frozen}
     try:
-        states, traffic = _user_defined_update(experiment, shapes, "meta")
+        states, traffic = _second_update(experiment, shapes, "meta")
     except RuntimeError:  # of which the meta device's NotImplementedError is one
         shapes = {name: tuple(min(size, SIDE) for size in shape) for name, shape in shapes.items()}
-        states, traffic = _user_defined_update(experiment, shapes, "cpu")
+        states, traffic = _second_update(experiment, shapes, "cpu")
     update_bytes = traffic / max(1, sum(map(prod, shapes.values())))
     updates = {name: ParameterUpdate(state / prod(shapes[name]), update_bytes) for name, state in states.items()}
     return replace(profile, parameter_updates=updates)
 
 
-def _user_defined_update(
-    experiment: Experiment, shapes: Mapping[str, Sequence[int]], device: str
+def _second_update(
+    experiment: Experiment, shapes: Mapping[str, Sequence[int]], device: str, least: int = 2, muon: Set[str] = NONE
 ) -> tuple[dict[str, int], int]:
-    """Return the bytes of state by parameter, and those that the second update moves."""
+    """Return the bytes of state by parameter, and those that the second update moves; smaller tensors do not count.
+
+    `muon` are the parameters that Muon updates.
+    """
     parameters = {name: nn.Parameter(torch.ones(tuple(shape), device=device)) for name, shape in shapes.items()}
-    optimizer = build_optimizer(parameters, experiment)
+    optimizer = build_optimizer(parameters, experiment, matrices=muon)
     with torch.random.fork_rng([]):
         for parameter in parameters.values():
             parameter.grad = torch.ones_like(parameter)
         optimizer.step()
-        with _Traffic(least=2) as traffic:
+        with _Traffic(least) as traffic:
             optimizer.step()
     state = optimizer.state
-    return {name: _bytes(state.get(p, {}).values(), least=2) for name, p in parameters.items()}, traffic.moved
+    return {name: _bytes(state.get(p, {}).values(), least) for name, p in parameters.items()}, traffic.moved
 
 
 def optimizer_cost(experiment: Experiment) -> ParameterUpdate:
@@ -84,16 +88,9 @@ def optimizer_cost(experiment: Experiment) -> ParameterUpdate:
 
     Matrix products, which Muon makes, are not counted.
     """
-    weight = nn.Parameter(torch.ones(SIDE, SIDE))
-    matrices = {"weight"} if experiment.optimizer.algorithm == "muon" else set[str]()
-    optimizer = build_optimizer({"weight": weight}, experiment, matrices=matrices)
-    weight.grad = torch.ones_like(weight)
-    optimizer.step()
-    weight.grad = torch.ones_like(weight)
-    with _Traffic(least=weight.numel()) as traffic:
-        optimizer.step()
-    state = _bytes(tree_leaves(list(optimizer.state.values())), weight.numel())
-    return ParameterUpdate(state / weight.numel(), traffic.moved / weight.numel())
+    muon = {"weight"} if experiment.optimizer.algorithm == "muon" else NONE
+    states, traffic = _second_update(experiment, {"weight": (SIDE, SIDE)}, "cpu", SIDE**2, muon)
+    return ParameterUpdate(states["weight"] / SIDE**2, traffic / SIDE**2)
 
 
 class _Traffic(TorchDispatchMode):

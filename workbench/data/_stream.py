@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 import numpy as np
 from numpy.typing import NDArray
@@ -19,6 +19,9 @@ from workbench.data._encoding import Encoder, encode_all
 from workbench.data._sampling import shuffled_within
 from workbench.data._text import Position, TextBlock, TextSource
 from workbench.errors import DataError
+
+if TYPE_CHECKING:
+    from workbench.data._iterable import ItemStream
 
 Ids = NDArray[Any]
 
@@ -35,23 +38,8 @@ class Chunk:
     """State of the stream before this chunk, as JSON; None if the stream goes on from an earlier one."""
 
 
-class SampleStream(Protocol):
-    """A source of samples that are made one after the other."""
-
-    @property
-    def record_bytes(self) -> int:
-        """Size of one sample in bytes."""
-
-    @property
-    def dtype(self) -> str:
-        """Type of the numbers in a sample."""
-
-    @property
-    def buffer(self) -> int:
-        """Largest number of samples in a chunk."""
-
-    def chunks(self, state: Mapping[str, Any] | None) -> Iterator[Chunk]:
-        """Yield chunks without end, from a state on; None is the beginning."""
+SampleStream: TypeAlias = "TextStream | ItemStream"
+"""A source of samples that are made one after the other."""
 
 
 @dataclass(frozen=True)
@@ -69,14 +57,16 @@ class TextStream:
 
     @property
     def dtype(self) -> str:
+        """Type of the numbers in a sample."""
         return self.encoder.dtype
 
     @property
     def record_bytes(self) -> int:
+        """Size of one sample in bytes."""
         return self.width * np.dtype(self.dtype).itemsize
 
     def chunks(self, state: Mapping[str, Any] | None = None) -> Iterator[Chunk]:
-        """Yield chunks of windows, epoch after epoch.
+        """Yield chunks of windows, epoch after epoch, from a state on; None is the beginning.
 
         Raises `DataError` for text that cannot be read, or that gives no window.
         """
@@ -90,7 +80,10 @@ class TextStream:
         for block, encoded in encode_all(self._blocks(marks[0][0]), self.encoder, self.workers):
             is_last, tokens = not block.end, marks[-1][1]
             ids = encoded.after(tokens, self.encoder).ids
-            waiting.append(self._without_held_out(ids, tokens))
+            is_read = np.ones(len(ids), np.bool_)
+            for begin, end in self.held_out:
+                is_read[max(0, begin - tokens) : max(0, end - tokens)] = False
+            waiting.append(ids[is_read] if self.held_out else ids)
             marks.append((block.end, tokens + len(ids)))
             least = self.width * (1 if is_last else self.buffer)
             if sum(map(len, waiting)) - drop >= least:
@@ -111,13 +104,6 @@ class TextStream:
                 )
             if is_last:
                 epoch, number, waiting, drop, marks = epoch + 1, 0, [], 0, deque([((), 0)])
-
-    def _without_held_out(self, ids: Ids, before: int) -> Ids:
-        """Return the tokens that training reads of some that have so many `before` them in the text."""
-        is_read = np.ones(len(ids), np.bool_)
-        for begin, end in self.held_out:
-            is_read[max(0, begin - before) : max(0, end - before)] = False
-        return ids[is_read] if self.held_out else ids
 
     def _read_before(self, token: int) -> int:
         """Return how many of the tokens before one training reads."""

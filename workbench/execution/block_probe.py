@@ -371,8 +371,8 @@ def _summary(
     measurements = []
     for positions in positions_of.values():
         counted = positions[1:] or positions
-        device = [_device_figures(graph, chain, position, log) for position in counted for log in sustained]
-        host = [_medians(_host_ms(chain, position, log) for position in counted) for log in single]
+        device = [_figures(graph, chain, position, log)[:4] for position in counted for log in sustained]
+        host = [_medians(_figures(graph, chain, position, log)[4:] for position in counted) for log in single]
         forward_ms, backward_ms, held_bytes, workspace_bytes = _medians(device)
         forward_host_ms, backward_host_ms = min(host, key=sum)
         measurements.append(
@@ -394,34 +394,25 @@ def _medians(rows: Iterable[tuple[float, ...]]) -> tuple[float, ...]:
     return tuple(statistics.median(column) for column in zip(*rows, strict=True))
 
 
-def _moments(chain: list[int], position: int, log: _Log) -> tuple[_Moment, _Moment, _Moment | None, _Moment | None]:
-    """Return the moments before and after a block's forward, and before and after its backward."""
+def _figures(graph: Graph, chain: list[int], position: int, log: _Log) -> tuple[float, ...]:
+    """Return a block's forward_ms, backward_ms, held_bytes, workspace_bytes, forward_host_ms and backward_host_ms.
+
+    The host's times are 0 on a CPU, which also computes.
+    """
     before, after = log.forward[position], log.forward[position + 1]
     # A block that receives nothing differentiable notes no moment: its backward counts to the one before the next note.
     begun = after if position == len(chain) - 1 else log.backward.get(position + 1)
-    return before, after, begun, log.backward.get(0 if position == log.lowest else position)
-
-
-def _host_ms(chain: list[int], position: int, log: _Log) -> tuple[float, float]:
-    """Return the time that the host is busy with a block's forward and backward; 0 on a CPU, which also computes."""
-    before, after, begun, ended = _moments(chain, position, log)
-    if before.at.event is None:
-        return 0.0, 0.0
-    backward = 0.0 if begun is None or ended is None else ended.begun - begun.ended
-    return 1e3 * (after.begun - before.ended), 1e3 * backward
-
-
-def _device_figures(graph: Graph, chain: list[int], position: int, log: _Log) -> tuple[float, float, float, float]:
-    """Return a block's forward_ms, backward_ms, held_bytes and workspace_bytes (`BlockMeasurement`)."""
-    before, after, begun, ended = _moments(chain, position, log)
+    ended = log.backward.get(0 if position == log.lowest else position)
+    host = (0.0, 0.0) if before.at.event is None else (1e3 * (after.begun - before.ended), 0.0)
     forward_ms, backward_ms = 1e3 * after.at.seconds_since(before.at), 0.0
     held, workspace = after.held - before.held, after.peak - after.held
     if begun is not None and ended is not None:
         backward_ms = 1e3 * ended.at.seconds_since(begun.at)
+        host = host[0], 0.0 if before.at.event is None else 1e3 * (ended.begun - begun.ended)
         trained = [name for name in graph.blocks[chain[position]].parameters if name not in graph.frozen]
         gradients = 4 * sum(graph.parameters[name].numel for name in trained)
         workspace = max(workspace, ended.peak - after.held - gradients)
-    return forward_ms, backward_ms, float(held), float(max(0, workspace))
+    return forward_ms, backward_ms, float(held), float(max(0, workspace)), *host
 
 
 @contextlib.contextmanager

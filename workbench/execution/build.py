@@ -36,7 +36,7 @@ from workbench.execution.blocks.tensor_parallel import divide_block, take_shard
 from workbench.execution.blocks.weight_copies import WeightCopies, match_autocast_types, read_only_by_products
 from workbench.execution.parallel.mesh import MeshCoordinate
 from workbench.execution.parallel.sharding import distribute
-from workbench.execution.parallel.stage import RankStages, StageModule, StageOptions
+from workbench.execution.parallel.stage import RankStages, StageModule
 from workbench.experiment import Experiment
 from workbench.planning.plan import BUILD_SHARE, Plan, Stage
 from workbench.rundir import RunDir, read_record
@@ -116,7 +116,6 @@ def build_stage(
     if compile and plan.cuda_graphs:
         context.cuda_graphs = CudaGraphs(context.device, plan.num_microbatches)
 
-    options = StageOptions(context, plan.num_microbatches, code.division, autocast)
     tensors: dict[str, torch.Tensor] = {**dict(model.named_buffers()), **graph.constants}
     indices = {} if compact is None else compact.buffers  # themselves, not copies: a moving pattern changes them
     modules = []
@@ -126,7 +125,10 @@ def build_stage(
             graph,
             stage.first_block,
             stage.end_block,
-            options,
+            context,
+            num_microbatches=plan.num_microbatches,
+            division=code.division,
+            autocast=autocast,
             parameters=weights.of_stage(stage, code.division, context, compact),
             buffers={
                 name: indices[name] if name in indices else tensors[name].detach().to(context.device)

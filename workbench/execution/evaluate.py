@@ -83,10 +83,6 @@ class Evaluator:
         self._micro_batches = divided[first : first + share]
         self._denominators: list[list[torch.Tensor]] | None = None
 
-    def loss(self) -> float:
-        """Return the mean loss over the whole set; a collective."""
-        return self.evaluate()[0]
-
     def evaluate(self) -> tuple[float, dict[str, float | None]]:
         """Return the mean loss over the whole set and each metric, None for one whose count is 0; a collective."""
         self.trainer.prepare_forward()

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Collection, Iterator, Mapping
-from dataclasses import dataclass
 
 import torch
 import torch.distributed as dist
@@ -26,18 +25,6 @@ from workbench.experiment import Experiment
 from workbench.sparsity import Dynamic, Static
 from workbench.sparsity.kernels.index import BlockIndex, move
 from workbench.sparsity.pattern import Move, block_sums, expanded, is_explored, is_present, moved, uniform
-
-
-@dataclass(frozen=True)
-class PatternCounts:
-    """Numbers of blocks, summed over the sparse weights of the whole model."""
-
-    blocks: int
-    present: int
-    explored: int
-    """Blocks that are or once were present."""
-    moved: int
-    """Blocks that the last update pruned, and equally many that it let regrow."""
 
 
 class SparseWeights(ABC):
@@ -112,10 +99,11 @@ class SparseWeights(ABC):
             self._moved[name] = result.moved
             self._follow(name, parameter, result)
 
-    def counts(self, owned: Collection[str]) -> PatternCounts:
-        """Return the counts of the whole model (a collective of all ranks).
+    def counts(self, owned: Collection[str]) -> dict[str, int]:
+        """Return the numbers of blocks, summed over the sparse weights of the whole model (a collective of all ranks).
 
-        `owned` are the weights that this pipeline rank counts: other ranks may hold a tied weight too.
+        `explored` are or once were `present`; the last update pruned as many as it `moved` and let them regrow. `owned`
+        are the weights that this pipeline rank counts: other ranks may hold a tied weight too.
         """
         total = torch.zeros(4, dtype=torch.int64, device=self._coordinate.data_mesh.device_type)
         if self._coordinate.data_rank == self._coordinate.tensor_rank == 0:
@@ -125,7 +113,7 @@ class SparseWeights(ABC):
                     total += torch.stack([torch.full_like(present, pattern.numel()), present, explored, present * 0])
                     total[3] += self._moved[name]
         dist.all_reduce(total)
-        return PatternCounts(*total.tolist())
+        return dict(zip(("blocks", "present", "explored", "moved"), total.tolist(), strict=True))
 
     def _state(self, parameter: nn.Parameter) -> Iterator[torch.Tensor]:
         """Yield the optimiser state that has one value for each element of a parameter, perhaps on the host."""

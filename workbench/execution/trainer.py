@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -23,7 +24,7 @@ from workbench.execution.blocks.labelled_head import LabelCounter, LabelCounts
 from workbench.execution.parallel.forward_only import ForwardOnly
 from workbench.execution.parallel.gradient_all_reduce import GradientAllReduce
 from workbench.execution.parallel.mesh import MeshCoordinate
-from workbench.execution.parallel.pipeline import PipeStage, as_fields, schedule_runtime
+from workbench.execution.parallel.pipeline import FIELD, PipeStage, schedule_runtime
 from workbench.execution.parallel.sharding import distribute, is_sharded, local
 from workbench.execution.parallel.stage import RankStages, StageModule
 from workbench.execution.parallel.whole_tensors import ShardedTensors
@@ -92,9 +93,10 @@ class Trainer:
         self._ties = _tied_groups(plan, graph, coordinate)
         self._in_norm = self._parameters_in_norm()
 
-        counts = graph.label_counts if stages.needs_label_counts else ()
+        modules = [module for stage in stages.stages for module in stage.block_modules()]
+        counts = graph.label_counts if any(module.block.counts for module in modules) else ()
         self._label_counts = [on_device(count, context.device) for count in counts]
-        selecting = {index: graph.label_counts[index] for index in stages.selecting_losses}
+        selecting = {loss: graph.label_counts[loss] for each in modules if (loss := each.selecting_loss) is not None}
         self._host_counter = LabelCounter(selecting, plan.micro_batch)
 
     def _pipe_stage(self, stage: StageModule, index: int) -> PipeStage:
@@ -217,7 +219,8 @@ class Trainer:
             self.forward_only.over_whole_batch(batch, trains=True)
         losses: list[torch.Tensor] = []
         target = torch.empty(self.samples, device="meta") if self.stages.computes_loss else None
-        self._schedule.step(target=target, losses=losses, return_outputs=False, **as_fields(batch))
+        fields: dict[str, Any] = {f"{FIELD}{name}": value for name, value in batch.items()}
+        self._schedule.step(target=target, losses=losses, return_outputs=False, **fields)
         if self._all_reduce is not None:
             self._all_reduce.finish(self._all_reduced)
         self._reduce_tied_gradients()

@@ -366,9 +366,8 @@ class TrainingWorker:
 def _checkpoint_extras(model: torch.nn.Module, graph: Graph) -> CheckpointExtras:
     """Return the description of the model, and the tensors that no block uses, for the checkpoints of rank 0."""
     used = {name for block in graph.blocks for name in (*block.parameters, *block.buffers)}
-    description = describe_model(model)
-    unused = {name: description.tensors[name].detach().cpu() for name in description.persistent if name not in used}
-    return CheckpointExtras(description.to_json(), unused)
+    description, tensors = describe_model(model)
+    return CheckpointExtras(description, {name: t.detach().cpu() for name, t in tensors.items() if name not in used})
 
 
 def error_message(cause: BaseException, plan: Plan) -> str:

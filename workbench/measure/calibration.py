@@ -255,8 +255,8 @@ def _measured() -> Calibration:
     product_flops, product_half_flops = product_rates(device_type, precision)
     memory_bandwidth = copy_rate(1 << 30 if device_type == "cuda" else 256 << 20, device_type)
     together = measured_together(count)
-    if together is not None and device_type == "cpu":
-        product_flops, memory_bandwidth = together.product_flops, together.memory_bandwidth
+    if together and device_type == "cpu":
+        product_flops, memory_bandwidth = together["product_flops"], together["memory_bandwidth"]
     forward, backward = attention_rates(device_type, precision)
     return Calibration(
         device=name,
@@ -274,8 +274,8 @@ def _measured() -> Calibration:
         block_forward_s=block_forward_s,
         block_backward_s=block_backward_s,
         host_bandwidth=host_rate() if device_type == "cuda" else None,
-        link=None if together is None else together.link,
-        beside=1.0 if together is None else together.beside,
+        link=together.get("link"),
+        beside=together.get("beside", 1.0),
         circumstances=watch.facts(),
     )
 

@@ -9,7 +9,6 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -130,21 +129,14 @@ def block_host_seconds(device_type: str) -> tuple[float, float]:
     return forward, max(both - forward, 0.5 * forward)
 
 
-@dataclass(frozen=True)
-class Together:
-    """Link and rates of the devices of a node while all of them work; rates are sums over CPU processes."""
+def measured_together(devices: int) -> dict[str, Any]:
+    """Return what all devices, run in one process each, reach together; nothing for one device or on failure.
 
-    link: Link
-    product_flops: float
-    memory_bandwidth: float
-    beside: float
-    """Rate of one process's copy while the others copy too, over its rate alone."""
-
-
-def measured_together(devices: int) -> Together | None:
-    """Return what all devices, run in one process each, reach together; None for one device or on failure."""
+    The entries are `link`, the sums over CPU processes of `product_flops` and `memory_bandwidth`, and `beside`, the
+    rate of one process's copy while the others copy too, over its rate alone.
+    """
     if devices < 2:
-        return None
+        return {}
     with tempfile.TemporaryDirectory() as folder:
         result = Path(folder) / "times.json"
         command = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={devices}"]
@@ -156,9 +148,9 @@ def measured_together(devices: int) -> Together | None:
         try:
             subprocess.run(command, env=environment, capture_output=True, timeout=LINK_TIMEOUT_S, check=True)
             found = json.loads(result.read_text())
-            return Together(fit_link(found.pop("all_reduce"), devices), **found)
+            return {"link": fit_link(found.pop("all_reduce"), devices), **found}
         except (OSError, subprocess.SubprocessError, json.JSONDecodeError):
-            return None
+            return {}
 
 
 def fit_link(points: Sequence[tuple[float, float]], group: int) -> Link:

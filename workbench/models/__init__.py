@@ -15,11 +15,14 @@ from workbench.models._scaling import Rule as Rule
 from workbench.models._scaling import Scaling as Scaling
 from workbench.models._scaling import at_width as at_width
 from workbench.models._scaling import scaling
-from workbench.models._source import ModelSource as ModelSource
 from workbench.models._user_model import UserModel as UserModel
 from workbench.models._user_model import as_model as as_model
 
 __all__ = ["bert", "bert_large", "gpt2", "gpt3", "opt", "scaling"]
+
+
+ModelSource = Model | UserModel
+"""A description of a model, from which every rank builds the same module."""
 
 
 def __dir__() -> list[str]:

@@ -49,17 +49,14 @@ class MuonAndAdamW(ShardedAdamW):
         torch._foreach_mul_(shards, 1 - group["lr"] * group["weight_decay"])
         for parameter, shard, gradient, momentum in zip(parameters, shards, gradients, momenta, strict=True):
             direction = gradient.lerp(momentum, MOMENTUM).bfloat16()
-            whole = orthogonalised(self._gathered(names[parameter], parameter, direction))
-            mine = whole if self._whole is None else self._whole.own_shard(names[parameter], whole, parameter)
+            if isinstance(parameter, DTensor):
+                mesh, placements = parameter.device_mesh, parameter.placements
+                shape, stride = parameter.shape, parameter.stride()
+                direction = DTensor.from_local(direction, mesh, placements, run_check=False, shape=shape, stride=stride)
+            name, access = names[parameter], self._whole
+            whole = orthogonalised(direction if access is None else access.all_gathered(name, direction))
+            mine = whole if access is None else access.own_shard(name, whole, parameter)
             shard.add_(mine, alpha=-group["lr"] * ADAMW_RMS * math.sqrt(max(whole.shape)))
-
-    def _gathered(self, name: str, parameter: nn.Parameter, shard: torch.Tensor) -> torch.Tensor:
-        """Return the whole of a tensor of which this rank has a shard as large as that of a parameter."""
-        if isinstance(parameter, DTensor):
-            mesh, placements = parameter.device_mesh, parameter.placements
-            shape, stride = parameter.shape, parameter.stride()
-            shard = DTensor.from_local(shard, mesh, placements, run_check=False, shape=shape, stride=stride)
-        return shard if self._whole is None else self._whole.all_gathered(name, shard)
 
 
 def orthogonalised(matrix: torch.Tensor) -> torch.Tensor:

@@ -101,7 +101,7 @@ class CudaGraphs:
         self.device = device
         self.on_last_backward: Callable[[Sequence[nn.Parameter], Sequence[torch.Tensor]], None] | None = None
         """Called after a block's last backward of a step with its parameters and the buffers of their gradients."""
-        self._num_microbatches = num_microbatches
+        self.num_microbatches = num_microbatches
         self._step = 0
         self._is_disabled = device.type != "cuda"
         self.accumulator = GradientAccumulator(compiles=not self._is_disabled)
@@ -175,12 +175,6 @@ class CudaGraphs:
             ) from None
         launching.wait_stream(self._stream)
         return graph
-
-    def count_backward(self, gradients: BlockGradients) -> None:
-        """Count one launched backward; after a step's last, pass the block's gradients to `on_last_backward`."""
-        gradients.num_backwards += 1
-        if gradients.num_backwards % self._num_microbatches == 0 and self.on_last_backward is not None:
-            self.on_last_backward(gradients.parameters, gradients.buffers)
 
     def add_outputs(self, tensors: Sequence[OptionalTensor]) -> None:
         """Remember the addresses of graphs' results, which are the same in every step."""
@@ -333,7 +327,10 @@ class _BlockMicroBatch:
                 self._backward, results = self._capture(lambda inner, _: differentiate(inner), gradients)
             else:
                 results = self._differentiate(pending, gradients)
-        self._graphs.count_backward(self._gradients)
+        mine, on_last = self._gradients, self._graphs.on_last_backward
+        mine.num_backwards += 1
+        if mine.num_backwards % self._graphs.num_microbatches == 0 and on_last is not None:
+            on_last(mine.parameters, mine.buffers)
         if self._backward is None:
             return results
         # Receivers outside of graphs may keep their gradient beyond this step's use of the memory, or send it.

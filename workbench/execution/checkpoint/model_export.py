@@ -9,7 +9,6 @@ from __future__ import annotations
 import json
 import warnings
 from collections.abc import Mapping
-from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -28,26 +27,12 @@ FILE_BYTES = 5 * 10**9
 """Largest size of one file; a larger model becomes several files with an index, as `from_pretrained` reads them."""
 
 
-@dataclass(frozen=True)
-class ModelDescription:
-    """The description of a model that an export needs."""
+def describe_model(model: nn.Module) -> tuple[dict[str, Any], dict[str, torch.Tensor]]:
+    """Return what an export needs to know of a built model, as JSON, and its persistent tensors by name.
 
-    class_name: str
-    persistent: tuple[str, ...]
-    """Names of the parameters and buffers of a saved model; tied ones stand once, under their first name."""
-    ties: Mapping[str, tuple[str, ...]]
-    """Other names of tied tensors, by their first name."""
-    config: Mapping[str, Any] | None
-    """Content of `config.json`, if the model is one of `transformers`."""
-    tensors: Mapping[str, torch.Tensor] = field(repr=False, compare=False)
-
-    def to_json(self) -> dict[str, Any]:
-        ties = {name: list(others) for name, others in self.ties.items()}
-        return {"class": self.class_name, "persistent": list(self.persistent), "ties": ties, "config": self.config}
-
-
-def describe_model(model: nn.Module) -> ModelDescription:
-    """Return the description of a built model."""
+    `persistent` names the parameters and buffers of a saved model, tied ones once, under their first name; `ties` has
+    the other names of these; `config` is the content of `config.json`, if the model is one of `transformers`.
+    """
     tensors: dict[str, torch.Tensor] = {}
     first: dict[int, str] = {}
     ties: dict[str, list[str]] = {}
@@ -62,13 +47,8 @@ def describe_model(model: nn.Module) -> ModelDescription:
     config: Any = getattr(model, "config", None)
     text = config.to_json_string() if hasattr(config, "to_json_string") else None
     architecture = {"architectures": [type(model).__name__], "dtype": "float32"}
-    return ModelDescription(
-        class_name=type(model).__name__,
-        persistent=tuple(tensors),
-        ties={name: tuple(others) for name, others in ties.items()},
-        config=None if text is None else {**json.loads(text), **architecture},
-        tensors=tensors,
-    )
+    full_config = None if text is None else {**json.loads(text), **architecture}
+    return {"class": type(model).__name__, "persistent": list(tensors), "ties": ties, "config": full_config}, tensors
 
 
 def export_step(folder: Path, to: Path, step: int | None = None) -> tuple[Path, ...]:

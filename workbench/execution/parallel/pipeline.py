@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import itertools
 import pkgutil
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -31,11 +31,6 @@ from workbench.tensors import TensorSpec
 
 FIELD = "field "
 """Prefix of batch fields on their way through a schedule, whose `step` has arguments of its own: `target`, `losses`."""
-
-
-def as_fields(batch: Mapping[str, torch.Tensor]) -> dict[str, Any]:
-    """Return a batch as keyword arguments of a schedule's `step`; `PipeStage` gives its module the original names."""
-    return {f"{FIELD}{name}": value for name, value in batch.items()}
 
 
 class _HiddenFsdpModule(nn.Module):
@@ -128,14 +123,10 @@ def schedule_runtime(
     name: str, stages: Sequence[PipeStage], num_microbatches: int
 ) -> PipelineScheduleSingle | PipelineScheduleMulti:
     """Return torch's schedule over this rank's stages, several if interleaved; the last stage's output is the loss."""
-
-    def output_is_the_loss(output: torch.Tensor, _target: torch.Tensor) -> torch.Tensor:
-        return output
-
     schedule = SCHEDULES[name]
     runtime: Any = pkgutil.resolve_name(schedule.runtime)
     held = list(stages) if schedule.interleaves else stages[0]
     built: PipelineScheduleSingle | PipelineScheduleMulti = runtime(
-        held, num_microbatches, loss_fn=output_is_the_loss, scale_grads=False
+        held, num_microbatches, loss_fn=lambda output, _target: output, scale_grads=False
     )
     return built

@@ -11,7 +11,6 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass
 from typing import Any, cast
 
 import torch
@@ -44,18 +43,6 @@ class _ContiguousGradient(torch.autograd.Function):
         return gradients[0].contiguous()
 
 
-@dataclass(frozen=True)
-class StageOptions:
-    """The settings that all stages of one rank have in common."""
-
-    context: StepContext
-    num_microbatches: int
-    division: ModelSharding | None = None
-    """The division of the model over the tensor-parallel axis, if it is divided."""
-    autocast: Callable[[], AbstractContextManager[Any]] = nullcontext
-    """Factory of the context in which blocks run forward."""
-
-
 class StageModule(nn.Module):
     """Blocks `first` … `end - 1` of a graph: `forward(*received, **batch) -> sends`, or the loss at the end.
 
@@ -69,22 +56,29 @@ class StageModule(nn.Module):
         graph: Graph,
         first: int,
         end: int,
-        options: StageOptions,
+        context: StepContext,
         *,
+        num_microbatches: int,
         parameters: Mapping[str, nn.Parameter],
         buffers: Mapping[str, torch.Tensor],
         programs: Sequence[BlockProgram],
+        division: ModelSharding | None = None,
+        autocast: Callable[[], AbstractContextManager[Any]] = nullcontext,
     ) -> None:
-        """`parameters` and `buffers` go by the model's names; `programs` has one entry per block."""
+        """`parameters` and `buffers` go by the model's names; `programs` has one entry per block.
+
+        `forward` divides the loss by `num_microbatches`. `division` is that over the tensor-parallel axis, if the model
+        is divided; `autocast` makes the context in which blocks run forward.
+        """
         super().__init__()
-        self.first, self.end = first, end
-        self._options = options
+        self.first, self.end, self.num_microbatches = first, end, num_microbatches
+        self._division, self._autocast = division, autocast
         uses = Counter(name for block in graph.blocks[first:end] for name in block.parameters)
         self._shared = {name: f"s{i}" for i, name in enumerate(n for n, times in uses.items() if times > 1)}
         for name, attribute in self._shared.items():
             self.register_parameter(attribute, parameters[name])
         exclusive = {name: parameters[name] for name, times in uses.items() if times == 1}
-        modules = (BlockModule(program, exclusive, buffers, options.context) for program in programs)
+        modules = (BlockModule(program, exclusive, buffers, context) for program in programs)
         self.blocks = nn.ModuleList(modules)
         self.use(graph)
 
@@ -97,11 +91,6 @@ class StageModule(nn.Module):
 
     def block_modules(self) -> Iterator[BlockModule]:
         return (cast(BlockModule, module) for module in self.blocks)
-
-    @property
-    def num_microbatches(self) -> int:
-        """Number by which `forward` divides the loss."""
-        return self._options.num_microbatches
 
     @property
     def is_last(self) -> bool:
@@ -126,7 +115,7 @@ class StageModule(nn.Module):
 
     def sharding(self, name: str) -> Sharding | None:
         """Return how a parameter is divided over the tensor-parallel axis, or None if every device holds all of it."""
-        return None if self._options.division is None else self._options.division.parameters.get(name)
+        return None if self._division is None else self._division.parameters.get(name)
 
     def model_buffers(self) -> dict[str, torch.Tensor]:
         """Map the model's buffer names to the buffers that the blocks read or change."""
@@ -142,7 +131,7 @@ class StageModule(nn.Module):
             for name, value in zip(self._receives, received, strict=True)
         }
         shared = {name: getattr(self, attribute) for name, attribute in self._shared.items()}
-        with self._options.autocast():
+        with self._autocast():
             for module, finished in zip(self.block_modules(), self._finished, strict=True):
                 block = module.block
                 arguments = (*(values[n] for n in block.receives), *(batch[n] for n in block.inputs))
@@ -154,7 +143,7 @@ class StageModule(nn.Module):
                 for name in finished:  # autograd keeps what the backward needs of it
                     del values[name]
         if self.is_last:
-            loss = values[self.graph.loss].float().reshape(()) / self._options.num_microbatches
+            loss = values[self.graph.loss].float().reshape(()) / self.num_microbatches
             outputs = self.graph.outputs
             return loss if outputs is None else (loss, *(values[name] for name in outputs.names))
         return tuple(_to_carrier(values[name], self.graph.values[name]) for name in self._sends)
@@ -227,16 +216,6 @@ class RankStages:
         """The runner of a loss over all micro-batches and replicas, or None if each micro-batch has its own."""
         last = list(self.stages[-1].block_modules())[-1].program.run
         return last if isinstance(last, GatheredLoss) else None
-
-    @property
-    def selecting_losses(self) -> frozenset[int]:
-        """The mean losses (indices into `Graph.label_counts`) by whose labels some block selects its rows."""
-        losses = (module.selecting_loss for stage in self.stages for module in stage.block_modules())
-        return frozenset(loss for loss in losses if loss is not None)
-
-    @property
-    def needs_label_counts(self) -> bool:
-        return any(module.block.counts for stage in self.stages for module in stage.block_modules())
 
 
 def _carrier_spec(spec: TensorSpec) -> TensorSpec:
