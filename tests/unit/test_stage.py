@@ -25,11 +25,9 @@ def stage_of(name: str, first: int = 0) -> tuple[Graph, StageModule, zoo.Batch]:
     graph = capture(model, {key: spec_of(key, value) for key, value in batch.items()}, name=name)
     context = StepContext(0, CPU)
     context.loss_denominators = [torch.ones(()) for _ in graph.label_counts]
-    blocks = len(graph.blocks)
     stage = StageModule(
         graph,
         first,
-        blocks,
         context,
         num_microbatches=1,
         parameters=dict(model.named_parameters()),

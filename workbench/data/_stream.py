@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, TypeAlias
+from typing import Any, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
@@ -19,9 +19,6 @@ from workbench.data._encoding import Encoder, encode_all
 from workbench.data._sampling import shuffled_within
 from workbench.data._text import Position, TextBlock, TextSource
 from workbench.errors import DataError
-
-if TYPE_CHECKING:
-    from workbench.data._iterable import ItemStream
 
 Ids = NDArray[Any]
 
@@ -38,8 +35,23 @@ class Chunk:
     """State of the stream before this chunk, as JSON; None if the stream goes on from an earlier one."""
 
 
-SampleStream: TypeAlias = "TextStream | ItemStream"
-"""A source of samples that are made one after the other."""
+class SampleStream(Protocol):
+    """A source of samples that are made one after the other."""
+
+    @property
+    def record_bytes(self) -> int:
+        """Size of one sample in bytes."""
+
+    @property
+    def dtype(self) -> str:
+        """Type of the numbers in a sample."""
+
+    @property
+    def buffer(self) -> int:
+        """Largest number of samples in a chunk."""
+
+    def chunks(self, state: Mapping[str, Any] | None) -> Iterator[Chunk]:
+        """Yield chunks without end, from a state on; None is the beginning."""
 
 
 @dataclass(frozen=True)
@@ -57,16 +69,14 @@ class TextStream:
 
     @property
     def dtype(self) -> str:
-        """Type of the numbers in a sample."""
         return self.encoder.dtype
 
     @property
     def record_bytes(self) -> int:
-        """Size of one sample in bytes."""
         return self.width * np.dtype(self.dtype).itemsize
 
     def chunks(self, state: Mapping[str, Any] | None = None) -> Iterator[Chunk]:
-        """Yield chunks of windows, epoch after epoch, from a state on; None is the beginning.
+        """Yield chunks of windows, epoch after epoch.
 
         Raises `DataError` for text that cannot be read, or that gives no window.
         """

@@ -112,7 +112,7 @@ def build_stage(
     graph = graph if compact is None else compact.rewritten(graph)
     weights = _ModelWeights(plan, coordinate, model, graph)
     code = _RankCode(plan, coordinate, graph, context, compile)
-    context.tensor_rank = coordinate.tensor_rank
+    context.tensor_rank, context.autocast = coordinate.tensor_rank, autocast
     if compile and plan.cuda_graphs:
         context.cuda_graphs = CudaGraphs(context.device, plan.num_microbatches)
 
@@ -124,11 +124,9 @@ def build_stage(
         module = StageModule(
             graph,
             stage.first_block,
-            stage.end_block,
             context,
             num_microbatches=plan.num_microbatches,
             division=code.division,
-            autocast=autocast,
             parameters=weights.of_stage(stage, code.division, context, compact),
             buffers={
                 name: indices[name] if name in indices else tensors[name].detach().to(context.device)

@@ -51,10 +51,11 @@ def micro_batches(samples: int, size: int, replicas: int) -> list[WeightedMicroB
 
 
 class Evaluator:
-    """Computes the mean loss over a dataset, the same number on every rank and under every plan.
+    """Computes the mean loss over a dataset, the same number on every rank and under every plan; writes it when due.
 
     A loss that compares samples is computed over each `global_batch` samples in order, and the mean of these losses is
-    taken; samples that fill no such batch are left out.
+    taken; samples that fill no such batch are left out. The time of an evaluation counts neither as training time nor
+    as time of a step.
     """
 
     def __init__(
@@ -64,13 +65,14 @@ class Evaluator:
         programs: Sequence[Sequence[BlockProgram]],
         dataset: Any,
         metrics: Mapping[str, Callable[..., Any]] = MappingProxyType({}),
+        events: Path | None = None,
     ) -> None:
         """`graph` is the model in eval mode, and `programs` its code for each block of this rank's stages.
 
-        With `metrics`, the graph has the outputs that they read.
+        With `metrics`, the graph has the outputs that they read. `events` is None on all ranks but one.
         """
         self.trainer, self._forward, self._dataset = trainer, ForwardPass(trainer, graph, programs), dataset
-        self._graph, self._metrics = graph, dict(metrics)
+        self._graph, self._metrics, self._events = graph, dict(metrics), events
         self._plan, self._context = trainer.plan, trainer.context
         coordinate = trainer.coordinate
         self._size, self.samples = self._plan.evaluation_batch, len(dataset)
@@ -162,27 +164,18 @@ class Evaluator:
                 counted[loss] += counts
             yield send_to_device(batch, self._context.device, non_blocking=True)
 
-
-class EvaluationLog:
-    """Evaluates when it is due, and writes an event of each evaluation; `events` is None on all ranks but one.
-
-    The time of an evaluation counts neither as training time nor as time of a step.
-    """
-
-    def __init__(self, evaluator: Evaluator, events: Path | None) -> None:
-        self._evaluator, self._events = evaluator, events
-        self._experiment, self._plan = evaluator.trainer.experiment, evaluator.trainer.plan
+    # Events
 
     def is_due(self, step: int) -> bool:
         """Return True if the loss is to be computed after `step` steps."""
-        evaluate = self._experiment.evaluation
-        return evaluate is not None and (step % evaluate.every == 0 or step == self._experiment.total_steps)
+        evaluate, last = self.trainer.experiment.evaluation, self.trainer.experiment.total_steps
+        return evaluate is not None and (step % evaluate.every == 0 or step == last)
 
     def run(self, step: int, log: StepLog) -> None:
         """Compute the loss after `step` steps, and write it; a collective."""
         log.flush()
         started = time.perf_counter()
-        loss, metrics = self._evaluator.evaluate()
+        loss, metrics = self.evaluate()
         if self._events is not None:
             log_event(
                 self._events,
@@ -190,9 +183,9 @@ class EvaluationLog:
                 step=step,
                 loss=loss,
                 **({"metrics": metrics} if metrics else {}),
-                evaluated=self._evaluator.samples,
-                tokens=step * self._experiment.tokens_per_step,
-                samples=step * self._experiment.global_batch,
+                evaluated=self.samples,
+                tokens=step * self.trainer.experiment.tokens_per_step,
+                samples=step * self.trainer.experiment.global_batch,
                 flops=step * self._plan.flops_per_step,
                 seconds=log.seconds,
                 eval_seconds=time.perf_counter() - started,

@@ -6,7 +6,7 @@ import sys
 from collections.abc import Sequence
 
 from workbench.execution.checkpoint.save_load import CheckpointStore, TrainingProgress
-from workbench.execution.evaluate import EvaluationLog
+from workbench.execution.evaluate import Evaluator
 from workbench.execution.step_log import StepLog
 from workbench.execution.trainer import Trainer
 from workbench.execution.worker import BetweenSteps, TrainingWorker, main
@@ -27,7 +27,7 @@ class EvaluationWorker(TrainingWorker):
         log = StepLog(self.experiment, self.plan, self.device, events, progress.seconds)
         self.heartbeat.begin("evaluation")
         for each in between:
-            if isinstance(each, EvaluationLog):
+            if isinstance(each, Evaluator):
                 each.run(progress.step, log)
         return progress
 

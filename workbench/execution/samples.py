@@ -34,13 +34,16 @@ GUESSES = 5
 
 
 class Sampler:
-    """Lets the model answer the prompts of its experiment; the same texts on every rank."""
+    """Lets the model answer the prompts of its experiment; the same texts on every rank. Writes them when they are due.
 
-    def __init__(self, trainer: Trainer, graphs: Sequence[Graph]) -> None:
-        """`graphs` are those of `CapturedModel.samples`."""
+    Their time counts neither as training time nor as time of a step.
+    """
+
+    def __init__(self, trainer: Trainer, graphs: Sequence[Graph], events: Path | None = None) -> None:
+        """`graphs` are those of `CapturedModel.samples`; `events` is None on all ranks but one."""
         experiment, plan = trainer.experiment, trainer.plan
         assert experiment.samples is not None
-        self.trainer, self._settings = trainer, experiment.samples
+        self.trainer, self._settings, self._events = trainer, experiment.samples, events
         self._prompts = experiment.data.encoded(experiment, experiment.samples.prompts)
         self._groups = self._prompts.groups(experiment.samples.tokens, experiment.seq_len)
         self._device = trainer.context.device
@@ -53,6 +56,19 @@ class Sampler:
             )
             for graph in graphs
         ]
+
+    def is_due(self, step: int) -> bool:
+        """Return True if samples are to be written after `step` steps."""
+        return step % self._settings.every == 0 or step == self.trainer.experiment.total_steps
+
+    def run(self, step: int, log: StepLog) -> None:
+        """Let the model write after `step` steps; a collective."""
+        log.flush()
+        started = time.perf_counter()
+        samples = self.samples()
+        if self._events is not None:
+            log_event(self._events, "samples", step=step, samples=samples, seconds=time.perf_counter() - started)
+        log.restart_clock()
 
     def samples(self) -> list[TextSample]:
         """Return the answer to each prompt; a collective."""
@@ -128,28 +144,3 @@ def drawn(logits_V: torch.Tensor, bits: int) -> int:
     best = logits_V.topk(min(MOST_PROBABLE, len(logits_V)))
     reached = best.values.softmax(-1).cumsum(-1) > bits / 2**63
     return int(best.indices[int(reached.int().argmax())])
-
-
-class SampleLog:
-    """Writes samples when they are due, and an event of them; `events` is None on all ranks but one.
-
-    Their time counts neither as training time nor as time of a step.
-    """
-
-    def __init__(self, sampler: Sampler, events: Path | None) -> None:
-        self._sampler, self._events = sampler, events
-        self._experiment = sampler.trainer.experiment
-
-    def is_due(self, step: int) -> bool:
-        """Return True if samples are to be written after `step` steps."""
-        samples = self._experiment.samples
-        return samples is not None and (step % samples.every == 0 or step == self._experiment.total_steps)
-
-    def run(self, step: int, log: StepLog) -> None:
-        """Let the model write after `step` steps; a collective."""
-        log.flush()
-        started = time.perf_counter()
-        samples = self._sampler.samples()
-        if self._events is not None:
-            log_event(self._events, "samples", step=step, samples=samples, seconds=time.perf_counter() - started)
-        log.restart_clock()

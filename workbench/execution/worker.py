@@ -47,14 +47,14 @@ from workbench.execution.build import (
 from workbench.execution.checkpoint.files import requested_checkpoint, step_of
 from workbench.execution.checkpoint.model_export import describe_model
 from workbench.execution.checkpoint.save_load import CheckpointExtras, CheckpointStore, SaveResult, TrainingProgress
-from workbench.execution.evaluate import EvaluationLog, Evaluator
+from workbench.execution.evaluate import Evaluator
 from workbench.execution.feeding import Feed, feed, own_batches
 from workbench.execution.heartbeat import Heartbeat
 from workbench.execution.local_launch import LOOPBACK, loopback_store
 from workbench.execution.non_finite import with_origin
 from workbench.execution.parallel.mesh import MeshCoordinate, parallelism_config
 from workbench.execution.parallel.stage import RankStages
-from workbench.execution.samples import SampleLog, Sampler
+from workbench.execution.samples import Sampler
 from workbench.execution.sparsity_log import SparsityLog
 from workbench.execution.step_log import StepLog, peak_flops
 from workbench.execution.step_timeline import Timestamp, record_actions
@@ -78,7 +78,7 @@ from workbench.rundir import (
 from workbench.tracebacks import CELLS, formatted, know_cells
 from workbench.units import GIB, gib
 
-BetweenSteps = EvaluationLog | SampleLog | SparsityLog
+BetweenSteps = Evaluator | Sampler | SparsityLog
 """Computation or observation of the model between two steps, when it is due."""
 SUGGESTED_LIMIT = 0.9
 """Fraction of an exceeded memory limit that the error message suggests for the next plan."""
@@ -227,12 +227,11 @@ class TrainingWorker:
                 self.plan, self.coordinate, evaluated, context, compile=compile, compact=stages.compact
             )
             held = held_out(self.experiment)
-            evaluator = Evaluator(trainer, evaluated, programs, held, self.experiment.metrics)
-            between.append(EvaluationLog(evaluator, events))
+            between.append(Evaluator(trainer, evaluated, programs, held, self.experiment.metrics, events))
         if trainer.sparse_weights is not None:
             between.append(SparsityLog(trainer, self.run_dir.events))
         if sampled:
-            between.append(SampleLog(Sampler(trainer, sampled), events))
+            between.append(Sampler(trainer, sampled, events))
         return trainer, extras, between
 
     def _build_stages(

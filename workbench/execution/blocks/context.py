@@ -47,6 +47,8 @@ class StepContext:
     """Number of labels in each micro-batch, for the mean losses whose blocks select rows by labels."""
     action_log: Callable[[str, int, int], AbstractContextManager[None]] | None = None
     """Factory of a context that logs one action (`workbench.execution.step_timeline`); None in most steps."""
+    autocast: Callable[[], AbstractContextManager[None]] = nullcontext
+    """Factory of the context in which blocks run forward."""
     cuda_graphs: CudaGraphs | None = None
     """CUDA graphs of this rank's blocks, or None if its blocks are launched kernel by kernel."""
 

@@ -9,8 +9,7 @@ model's own names to them.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, cast
 
 import torch
@@ -55,7 +54,6 @@ class StageModule(nn.Module):
         self,
         graph: Graph,
         first: int,
-        end: int,
         context: StepContext,
         *,
         num_microbatches: int,
@@ -63,16 +61,15 @@ class StageModule(nn.Module):
         buffers: Mapping[str, torch.Tensor],
         programs: Sequence[BlockProgram],
         division: ModelSharding | None = None,
-        autocast: Callable[[], AbstractContextManager[Any]] = nullcontext,
     ) -> None:
-        """`parameters` and `buffers` go by the model's names; `programs` has one entry per block.
+        """`parameters` and `buffers` go by the model's names; `programs` has one entry per block of the stage.
 
         `forward` divides the loss by `num_microbatches`. `division` is that over the tensor-parallel axis, if the model
-        is divided; `autocast` makes the context in which blocks run forward.
+        is divided.
         """
         super().__init__()
-        self.first, self.end, self.num_microbatches = first, end, num_microbatches
-        self._division, self._autocast = division, autocast
+        self.first, self.end, self.num_microbatches = first, (end := first + len(programs)), num_microbatches
+        self._context, self._division = context, division
         uses = Counter(name for block in graph.blocks[first:end] for name in block.parameters)
         self._shared = {name: f"s{i}" for i, name in enumerate(n for n, times in uses.items() if times > 1)}
         for name, attribute in self._shared.items():
@@ -131,7 +128,7 @@ class StageModule(nn.Module):
             for name, value in zip(self._receives, received, strict=True)
         }
         shared = {name: getattr(self, attribute) for name, attribute in self._shared.items()}
-        with self._autocast():
+        with self._context.autocast():
             for module, finished in zip(self.block_modules(), self._finished, strict=True):
                 block = module.block
                 arguments = (*(values[n] for n in block.receives), *(batch[n] for n in block.inputs))
