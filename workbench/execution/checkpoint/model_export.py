@@ -8,12 +8,10 @@ from __future__ import annotations
 
 import json
 import warnings
-from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors.torch import save_file
 from torch import nn
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 from torch.distributed.checkpoint.state_dict_loader import load as dcp_load
@@ -69,6 +67,8 @@ def export_checkpoint(checkpoint: Path, to: Path) -> tuple[Path, ...]:
     Tied weights are written once. Returns the files. Raises `CheckpointError` if the checkpoint is damaged or does not
     describe its model, and if the folder holds a model already.
     """
+    from huggingface_hub import save_torch_state_dict
+
     problem = files.find_damage(checkpoint, files.read_manifest(checkpoint).get("files", {}))
     if problem is not None:
         raise files.DamagedCheckpoint(f"The checkpoint {checkpoint.name} is damaged: {problem} Export an earlier one.")
@@ -81,30 +81,10 @@ def export_checkpoint(checkpoint: Path, to: Path) -> tuple[Path, ...]:
         raise CheckpointError(f"{to} holds a model already. Export into another folder.")
     model = read_json(checkpoint / files.MODEL)
     to.mkdir(parents=True, exist_ok=True)
-    _write(_read_tensors(checkpoint, model["persistent"]), to)
+    save_torch_state_dict(_read_tensors(checkpoint, model["persistent"]), to, max_shard_size=FILE_BYTES)
     if model["config"] is not None:
         (to / "config.json").write_text(json.dumps(model["config"], indent=2) + "\n")
     return tuple(sorted(path for path in to.iterdir() if path.suffix in (".safetensors", ".json")))
-
-
-def _write(tensors: Mapping[str, torch.Tensor], to: Path) -> None:
-    """Write tensors into files of at most `FILE_BYTES` each (or one larger tensor), in order."""
-    shards: list[dict[str, torch.Tensor]] = [{}]
-    for name, tensor in tensors.items():
-        if shards[-1] and sum(other.nbytes for other in shards[-1].values()) + tensor.nbytes > FILE_BYTES:
-            shards.append({})
-        shards[-1][name] = tensor
-    if len(shards) == 1:
-        save_file(shards[0], to / "model.safetensors", metadata={"format": "pt"})
-        return
-    file_of: dict[str, str] = {}
-    for number, shard in enumerate(shards, 1):
-        file = f"model-{number:05d}-of-{len(shards):05d}.safetensors"
-        save_file(shard, to / file, metadata={"format": "pt"})
-        file_of |= dict.fromkeys(shard, file)
-    total = sum(tensor.nbytes for tensor in tensors.values())
-    index = {"metadata": {"total_size": total}, "weight_map": file_of}
-    (to / "model.safetensors.index.json").write_text(json.dumps(index, indent=2) + "\n")
 
 
 def _read_tensors(checkpoint: Path, names: list[str]) -> dict[str, torch.Tensor]:
