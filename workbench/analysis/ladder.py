@@ -313,7 +313,8 @@ def _points(runs: Any) -> tuple[list[LadderPoint], list[str]]:
         return points, []
     if points:
         raise InvalidArgument("Points and runs are mixed. Give either LadderPoint values or runs.")
-    handles = [run for each in given for run in (_of_sweep(each) if isinstance(each, Sweep) else load_runs(each))]
+    swept = [run for each in given if isinstance(each, Sweep) for row in each.rows() for run in row.runs]
+    handles = swept + [run for each in given if not isinstance(each, Sweep) for run in load_runs(each)]
     _check_comparable(handles)
     excluded: dict[str, list[str]] = {}
     for run in handles:
@@ -334,10 +335,6 @@ def _points(runs: Any) -> tuple[list[LadderPoint], list[str]]:
 def ladder_points(runs: Runs | Sweep | Sequence[Sweep]) -> tuple[LadderPoint, ...]:
     """Return the ends of trainings, such as those that a law predicted; runs that `scaling_law` leaves out are not."""
     return tuple(_points(runs)[0])
-
-
-def _of_sweep(sweep: Sweep) -> list[Run]:
-    return [run for row in sweep.rows() for run in row.runs]
 
 
 def _unfit(run: Run, experiment: Experiment, ends: Evaluations) -> str | None:

@@ -146,7 +146,9 @@ def scaling(base: Model, target: Model, *, depth_rule: bool = True) -> Scaling:
     layouts or head sizes, for other depths of a post-LayerNorm BERT, and for models that are no `wb.models.…`.
     """
     _check_pair(base, target, depth_rule)
-    patterns = {pattern: role for pattern, role in PATTERNS[target.family].items() if _occurs(pattern, target)}
+    absent = () if target.family != "bert" else OF_OTHER_LAYOUT[target.layout]
+    absent = absent if target.next_sentence else (*absent, *OF_NEXT_SENTENCES)
+    patterns = {pattern: role for pattern, role in PATTERNS[target.family].items() if pattern not in absent}
     rules = tuple(_folded(pattern, role, base, target, depth_rule) for pattern, role in patterns.items())
     own = _own_factors(base, list(patterns))
     initial: dict[str, float] = {}
@@ -228,13 +230,6 @@ def _note(base: Model, target: Model, factor: float, multiplier: float) -> str:
         f"{base.name} starts its residual outputs at {factor:.4g} of the other matrices, and so does {target.name}: "
         f"the rule keeps what the base has{branches}. Do not divide by sqrt(2 L) of its {target.num_layers} layers too."
     )
-
-
-def _occurs(pattern: str, model: Model) -> bool:
-    """Return True if a model has parameters of this pattern of its family."""
-    if pattern in OF_NEXT_SENTENCES:
-        return model.next_sentence
-    return model.family != "bert" or pattern not in OF_OTHER_LAYOUT[model.layout]
 
 
 def _own_factors(base: Model, patterns: list[str]) -> dict[str, float]:

@@ -144,7 +144,8 @@ class BlockModule(nn.Module):
             return
         context = self._context
         own = context.device_seed(seed) if self._has_device_seed else seed
-        context.seed_generator(own)
+        on_gpu, index = context.device.type == "cuda", context.device.index or 0
+        (torch.cuda.default_generators[index] if on_gpu else torch.default_generator).manual_seed(own)
         if self._has_device_seed:
             yield seed
         if self._hashes_dropout:

@@ -66,10 +66,3 @@ class StepContext:
     def device_seed(self, seed: int) -> int:
         """Derive this tensor-parallel device's own seed from one that all devices of the axis share."""
         return mix(seed, self.tensor_rank)
-
-    def seed_generator(self, seed: int) -> None:
-        """Seed the default generator of this rank's device."""
-        if self.device.type == "cuda":
-            torch.cuda.default_generators[self.device.index or 0].manual_seed(seed)
-        else:
-            torch.default_generator.manual_seed(seed)
