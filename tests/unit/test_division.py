@@ -27,6 +27,7 @@ from workbench.capture.opaque import opaque_calls
 from workbench.cost.cluster import Cluster
 from workbench.errors import CaptureError, PlanMismatch
 from workbench.experiment import Experiment
+from workbench.planning import runnable
 from workbench.planning.profiling import analytic_profile
 from workbench.planning.runnable import check_numbers
 
@@ -201,7 +202,7 @@ def test_a_model_too_large_for_numbers_is_named_in_a_note(monkeypatch: pytest.Mo
 
 
 def test_a_large_model_of_unknown_operations_is_compared_before_the_first_update(
-    monkeypatch: pytest.MonkeyPatch,
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr(division, "MOST_FLOPS", 10)
     how = "mixup by flip"
@@ -209,6 +210,10 @@ def test_a_large_model_of_unknown_operations_is_compared_before_the_first_update
     plan = wb.plan(experiment, Cluster(CPU, 2, 2, LINK, LINK), data=2, micro_batch=2)
     model = COUPLED[how]()
     graph = CapturedModel(experiment, 2, model).graph
+    with monkeypatch.context() as patch:
+        patch.setattr(runnable, "MOST_FLOPS_ON_CPU", 1)
+        check_numbers(experiment, plan, graph, model)
+    assert "Not comparing the loss of micro-batches" in capsys.readouterr().out
     with pytest.raises(
         PlanMismatch,
         match=r"4 samples have the loss .* not followed past flip at .* Plan again with batch_coupling='gather'",

@@ -29,6 +29,8 @@ CAPTURED_FIELDS = (
     *("evaluation", "metrics", "samples", "sparsity", "optimizer"),
 )
 """Values of an experiment, by short name, for which the gate may need the model's graphs."""
+MOST_FLOPS_ON_CPU = 3e11
+"""Operations of the forward of two samples up to which a run on CPUs compares numbers: some minutes on two cores."""
 
 
 def check_runnable(
@@ -148,18 +150,24 @@ def check_numbers(experiment: Experiment, plan: Plan, graph: Graph, model: nn.Mo
     too large for `wb.plan` to compare them. The captures and the copy of the model that this takes are freed again.
     """
     from workbench.capture.captured_model import CapturedModel
-    from workbench.capture.division import is_compared_by_plan
+    from workbench.capture.division import forward_flops, is_compared_by_plan
 
     is_whole = plan.micro_batch == plan.global_batch or experiment.numerics.batch_coupling == "allow"
     is_known = not plan.gathers and not graph.unknown_coupling
     if is_whole or is_known or is_compared_by_plan(graph, CAPTURE_BATCH):
         return
+    flops = forward_flops(graph) * CAPTURE_BATCH / graph.micro_batch
+    told = f"the loss of micro-batches with that of a whole batch ({flops / 1e9:,.0f} GFLOP a forward)"
+    if flops > MOST_FLOPS_ON_CPU and next(model.parameters()).device.type == "cpu":
+        print(f"Not comparing {told}: that takes a GPU.", flush=True)
+        return
+    print(f"Comparing {told}.", flush=True)
     try:
         fault = CapturedModel(experiment, CAPTURE_BATCH).fault_of(copy.deepcopy(model), plan.gathers)
     except CaptureError:
         raise
     except Exception as error:  # such as too little memory for the whole model on one device
-        print(f"The loss of micro-batches was not compared with that of a whole batch: {error}", flush=True)
+        print(f"This comparison failed, and the run goes on without: {error}", flush=True)
         return
     finally:
         gc.collect()
