@@ -80,8 +80,16 @@ class Model:
         Under `with torch.device("meta")` nothing is allocated. Input and output embeddings are one parameter, as in
         `transformers`, whose warnings are silenced: the user can do nothing about them.
         """
+        sizes = {
+            "vocab_size": self.vocab_size,
+            "hidden_size": self.hidden_size,
+            "num_hidden_layers": self.num_layers,
+            "num_attention_heads": self.num_heads,
+            "max_position_embeddings": self.max_positions,
+            "use_cache": False,
+        }
         with _quiet():
-            module = {"bert": _bert, "gpt2": _gpt2, "opt": _opt}[self.family](self)
+            module = {"bert": _bert, "gpt2": _gpt2, "opt": _opt}[self.family](self, sizes)
         if self.initial_scale is not None:
             _scale_initial_values(module, self.initial_scale, self.name)
         return cast("nn.Module", module.train())
@@ -115,21 +123,11 @@ def _scale_initial_values(module: Any, scales: Mapping[str, float], model: str) 
                 parameter.mul_(factor)
 
 
-def _bert(model: Model) -> Any:
+def _bert(model: Model, sizes: dict[str, Any]) -> Any:
     import transformers
 
-    sizes = {
-        "vocab_size": model.vocab_size,
-        "hidden_size": model.hidden_size,
-        "num_hidden_layers": model.num_layers,
-        "num_attention_heads": model.num_heads,
-        "intermediate_size": model.intermediate_size,
-        "max_position_embeddings": model.max_positions,
-        "hidden_dropout_prob": model.dropout,
-        "attention_probs_dropout_prob": model.dropout,
-        "initializer_range": model.initializer_range,
-        "use_cache": False,
-    }
+    sizes |= {"intermediate_size": model.intermediate_size, "initializer_range": model.initializer_range}
+    sizes |= {"hidden_dropout_prob": model.dropout, "attention_probs_dropout_prob": model.dropout}
     if model.layout == "pre_ln":
         # transformers has only the explicit softmax for this architecture. Samples are packed: with a padding id, its
         # forward would look for padding in the values of each batch.
@@ -141,23 +139,18 @@ def _bert(model: Model) -> Any:
     return transformers.BertForPreTraining(config) if model.next_sentence else transformers.BertForMaskedLM(config)
 
 
-def _gpt2(model: Model) -> Any:
+def _gpt2(model: Model, sizes: dict[str, Any]) -> Any:
     import transformers
 
     config = transformers.GPT2Config(
-        vocab_size=model.vocab_size,
-        n_embd=model.hidden_size,
-        n_layer=model.num_layers,
-        n_head=model.num_heads,
+        **sizes,
         n_inner=model.intermediate_size,
-        n_positions=model.max_positions,
         resid_pdrop=model.dropout,
         embd_pdrop=model.dropout,
         attn_pdrop=model.dropout,
         initializer_range=model.initializer_range,
         bos_token_id=0,  # Only generation reads these ids, and the defaults may exceed a small vocabulary.
         eos_token_id=0,
-        use_cache=False,
         attn_implementation="sdpa",
     )
     module: Any = transformers.GPT2LMHeadModel(config)
@@ -165,17 +158,13 @@ def _gpt2(model: Model) -> Any:
     return module
 
 
-def _opt(model: Model) -> Any:
+def _opt(model: Model, sizes: dict[str, Any]) -> Any:
     import transformers
 
     config = transformers.OPTConfig(
-        vocab_size=model.vocab_size,
-        hidden_size=model.hidden_size,
+        **sizes,
         word_embed_proj_dim=model.hidden_size,
-        num_hidden_layers=model.num_layers,
-        num_attention_heads=model.num_heads,
         ffn_dim=model.intermediate_size,
-        max_position_embeddings=model.max_positions,
         dropout=model.dropout,
         attention_dropout=model.dropout,
         layerdrop=0.0,
@@ -184,7 +173,6 @@ def _opt(model: Model) -> Any:
         pad_token_id=None,  # Packed samples hold no padding, and a padding row would never be trained.
         bos_token_id=0,
         eos_token_id=0,
-        use_cache=False,
         attn_implementation="sdpa",
     )
     return transformers.OPTForCausalLM(config)
