@@ -35,8 +35,8 @@ from workbench.rundir import RunDir, this_process, write_json
 from workbench.runs.launching import device_queue
 from workbench.runs.launching.launcher import prepare
 from workbench.runs.launching.run_directory import Attempt
-from workbench.runs.launching.slurm import job_file
 from workbench.runs.records.environment import environment
+from workbench.runs.run import Run
 
 
 class Bomb:
@@ -195,13 +195,13 @@ def test_a_job_file_takes_no_value_that_begins_a_line_or_an_option(
     plan: Plan,  # noqa: F811
     value: str,
 ) -> None:
-    run = prepare(Attempt(small(text), plan))
+    run = Run(prepare(Attempt(small(text), plan)).path)
     for name in ("time", "partition", "account"):
         with pytest.raises(InvalidArgument, match=name):
-            job_file(run, plan, **{name: value})  # type: ignore[arg-type]
+            run.slurm(**{name: value})  # type: ignore[arg-type]
     with pytest.raises(InvalidArgument, match="option"):
-        job_file(run, plan, options=["--comment=a\ntouch x"])
-    made = job_file(run, plan, partition="gpu-long,a_b", time="1-12:00:00", options=["--constraint=h200"])
+        run.slurm(options=["--comment=a\ntouch x"])
+    made = run.slurm(partition="gpu-long,a_b", time="1-12:00:00", options=["--constraint=h200"])
     assert "#SBATCH --partition=gpu-long,a_b\n" in made
 
 
