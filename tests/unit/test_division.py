@@ -12,6 +12,7 @@ import pytest
 import torch
 from torch import nn
 from torch.nn import functional
+from torch.utils.flop_counter import FlopCounterMode
 
 import workbench as wb
 import workbench.capture.model as capture_model
@@ -21,7 +22,7 @@ from tests.unit.capture_models import MODELS, Net, batch_for, captured, copies, 
 from tests.unit.coupled_models import COUPLED, WEIGHTED, Regression, samples_for
 from workbench.capture import division
 from workbench.capture.captured_model import CapturedModel
-from workbench.capture.division import PARTS, Division, division_fault
+from workbench.capture.division import PARTS, Division, division_fault, forward_flops
 from workbench.capture.model import build_meta
 from workbench.capture.opaque import opaque_calls
 from workbench.cost.cluster import Cluster
@@ -94,6 +95,16 @@ def test_numbers_raise_no_false_alarm(name: str) -> None:
     graph = captured(build_meta(make), batch_for(name, 2))
     fault = division_fault(graph, make, lambda count, trial: batch_for(name, count, trial), PARTS)
     assert bool(fault) == (name in COUPLED_ON_PURPOSE), fault
+
+
+@pytest.mark.parametrize("name", ["bert", "gpt2", "unet"])
+def test_the_size_of_a_forward_is_about_what_torch_counts(name: str) -> None:
+    model = zoo.MODELS[name]()
+    batch = batch_for(name, 2)
+    found = forward_flops(captured(model, batch))
+    with FlopCounterMode(display=False) as counter:
+        model(**batch)
+    assert 0.9 < found / counter.get_total_flops() < 2, "operations that are bound by memory count, too"
 
 
 class Noisy(Net):

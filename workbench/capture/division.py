@@ -65,15 +65,24 @@ def is_compared_by_plan(graph: Graph, samples: int | None = None) -> bool:
 
 
 def _flops(node: Any) -> float:
-    made = math.prod(size for size in shape_of(node) if isinstance(size, int))
-    read = [math.prod(size for size in shape_of(source) if isinstance(size, int)) for source in node.all_input_nodes]
     if node.op != "call_function":
         return 0
-    if "conv" in op_name(node):
-        return 2.0 * made * read[1] / max(1, shape_of(node.all_input_nodes[1])[0])
-    if op_name(node) in _PRODUCTS and len(read) > 1:
-        return 2.0 * math.sqrt(made * read[-1] * read[-2])
-    return 10.0 * made  # bound by memory
+    made, name = _numel(shape_of(node)), op_name(node)
+    shapes = [shape_of(source) for source in node.all_input_nodes]
+    if "conv" in name:
+        return 2.0 * made * _numel(shapes[1]) / max(1, shapes[1][0])
+    if name not in _PRODUCTS or len(shapes) < 2:
+        return 10.0 * made  # bound by memory
+    if name == "scaled_dot_product_attention":
+        return 4.0 * made * _numel(shapes[1][-2:-1])
+    if name == "einsum":
+        return 2.0 * math.sqrt(made * _numel(shapes[0]) * _numel(shapes[1]))
+    left = shapes[1] if name in ("addmm", "baddbmm") else shapes[0]
+    return 2.0 * made * _numel(left[-1:])
+
+
+def _numel(shape: Sequence[Any]) -> int:
+    return math.prod(size for size in shape if isinstance(size, int))
 
 
 @dataclass(frozen=True)
