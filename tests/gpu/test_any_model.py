@@ -8,9 +8,14 @@ from typing import Any
 import pytest
 import torch
 
-from tests.distributed import test_gathered_losses, test_opaque_modules
+from tests.distributed import test_gathered_losses, test_opaque_modules, zoo
 from tests.distributed.harness import launch
 from tests.gpu.machine import DEVICE, here, needs
+from tests.unit import coupled_models, test_division
+from tests.unit.capture_models import MODELS as OWN_MODELS
+from tests.unit.capture_models import batch_for, captured
+from workbench.capture import build_meta
+from workbench.capture.division import PARTS, division_fault
 
 pytestmark = pytest.mark.gpu
 
@@ -25,7 +30,7 @@ def _gathered(rank: int, cases: tuple[Any, ...]) -> Mapping[Hashable, float]:
     return test_gathered_losses.compared(rank, cases, here())
 
 
-MODELS = {
+DIVISIONS = {
     "opaque, alone": (_opaque, 1, test_opaque_modules.ALONE),
     "opaque, divided": (_opaque, 2, test_opaque_modules.CASES),
     "gathered, alone": (_gathered, 1, test_gathered_losses.ALONE),
@@ -33,10 +38,40 @@ MODELS = {
 }
 
 
-@pytest.mark.parametrize("kind", [pytest.param(kind, marks=needs(MODELS[kind][1])) for kind in MODELS])
+@pytest.mark.parametrize("kind", [pytest.param(kind, marks=needs(DIVISIONS[kind][1])) for kind in DIVISIONS])
 def test_models_that_are_hard_to_divide_equal_plain_pytorch(kind: str) -> None:
-    compared, world, cases = MODELS[kind]
+    compared, world, cases = DIVISIONS[kind]
     found: Mapping[Hashable, float] = launch(compared, world, cases, device=DEVICE)
     wrong = {case: error for case, error in found.items() if not error <= 1e-5}
     assert found
     assert not wrong, wrong
+
+
+def _faults(_rank: int) -> dict[str, str]:
+    """What comparing a whole batch with its micro-batches says of models, with their dropout, on this device."""
+    torch.set_float32_matmul_precision("highest")
+    found = {}
+    for name in dict.fromkeys(test_division.EQUAL):
+        make = {**zoo.MODELS, **OWN_MODELS}[name]
+        graph = captured(build_meta(make), batch_for(name, 2))
+
+        def samples(count: int, trial: int, name: str = name) -> dict[str, torch.Tensor]:
+            return {key: field.to(here()) for key, field in batch_for(name, count, trial).items()}
+
+        found[name] = division_fault(graph, lambda make=make: make().to(here()), samples, PARTS)
+    for name, make in coupled_models.COUPLED.items():
+        batch = torch.utils.data.default_collate(coupled_models.samples_for(name))
+        graph = captured(build_meta(make), {key: field[:2] for key, field in batch.items()})
+
+        def rows(count: int, _: int, batch: dict[str, torch.Tensor] = batch) -> dict[str, torch.Tensor]:
+            return {key: field[:count].to(here()) for key, field in batch.items()}
+
+        found[name] = division_fault(graph, lambda make=make: make().to(here()), rows, PARTS)
+    return found
+
+
+@needs(1)
+def test_numbers_on_the_device_find_the_losses_that_compare_samples_and_raise_no_false_alarm() -> None:
+    found = launch(_faults, 1, device=DEVICE)
+    coupled = {name for name, fault in found.items() if fault}
+    assert coupled == {*coupled_models.COUPLED, *test_division.COUPLED_ON_PURPOSE}, found
