@@ -32,7 +32,7 @@ import workbench as wb
 from workbench.execution.blocks.cuda_graphs import NCCL_SETTING, WARM_UP_STEPS
 from workbench.execution.trainer import Trainer
 from workbench.planning.profiling import analytic_profile
-from workbench.planning.search import search
+from workbench.planning.search import what_if
 from workbench.runs.launching.supervisor import ALLOCATOR, GROWING
 from workbench.units import GIB
 
@@ -108,7 +108,7 @@ def _compared(case: Case, device: torch.device, arguments: argparse.Namespace) -
     for name, cuda_graphs in (("launched", False), ("recorded", True)):
         gc.collect()  # what the last trainer was made of
         before = _held(device)
-        plan = search(costs, precision=costs.precision, cluster=cluster, cuda_graphs=cuda_graphs, **asked)
+        plan = what_if(costs, cluster, cuda_graphs=cuda_graphs, **asked)
         trainer = trainers[name] = trainer_for(experiment, plan, device)
         gc.collect()
         found[name] = {"predicted_ms": plan.prediction.step_ms, "predicted_gib": plan.peak_bytes / GIB}

@@ -41,7 +41,7 @@ from workbench.optimizers.schedules import learning_rate_factor
 from workbench.planning.plan import Plan
 from workbench.planning.prediction import timeline
 from workbench.planning.profiling import CAPTURE_BATCH
-from workbench.planning.search import search
+from workbench.planning.search import what_if
 from workbench.runs.records.text_samples import answer
 from workbench.tensors import TensorSpec
 from workbench.units import GIB
@@ -88,7 +88,7 @@ def h200(gpus: int) -> Cluster:
 
 
 def planned(**asked: Any) -> Plan:
-    return search(costs(), global_batch=GLOBAL_BATCH, seq_len=SEQ_LEN, precision="bf16", cluster=h200(4), **asked)
+    return what_if(costs(), h200(4), global_batch=GLOBAL_BATCH, seq_len=SEQ_LEN, **asked)
 
 
 def pipeline() -> Plan:
@@ -336,11 +336,10 @@ def base_bert() -> tuple[wb.Experiment, Graph, Profile]:
 def optimizer_plan(name: str) -> Plan:
     """Plan BERT-Base for one H200 with an optimiser."""
     experiment, captured, base = base_bert()
-    return search(
+    return what_if(
         with_optimizer(base, experiment.replace(optimizer=name), captured),
         global_batch=experiment.global_batch,
         seq_len=experiment.seq_len,
-        precision="bf16",
         cluster=h200(1),
         micro_batch=32,
         offload_optimizer=False,

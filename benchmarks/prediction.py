@@ -46,7 +46,7 @@ import others
 import workbench as wb
 from workbench.errors import PlanInfeasible, WorkbenchError
 from workbench.planning.plan import Plan
-from workbench.planning.search import search
+from workbench.planning.search import what_if
 from workbench.runs.launching.supervisor import ALLOCATOR, GROWING
 from workbench.units import GIB
 
@@ -256,14 +256,12 @@ def _chosen(name: str, case: Case, arguments: argparse.Namespace, turn: int) -> 
     costs = wb.planning.profile(experiment, None if cluster == wb.measure.local_cluster() else cluster)
 
     def planned(limit_gib: float | None = case.memory_limit_gib, **fixed: Any) -> Plan:
-        limit = None if limit_gib is None else int(limit_gib * GIB)
-        return search(
+        return what_if(
             costs,
             global_batch=experiment.global_batch,
             seq_len=case.seq_len,
-            precision=costs.precision,
             cluster=cluster,
-            memory_limit_bytes=limit,
+            memory_limit_gib=limit_gib,
             **fixed,
         )
 

@@ -38,7 +38,7 @@ from workbench.execution.parallel.sharding import local
 from workbench.execution.trainer import Trainer
 from workbench.optimizers.adamw import OffloadedAdamW, ShardedAdamW
 from workbench.planning.plan import Plan
-from workbench.planning.search import search
+from workbench.planning.search import what_if
 
 TOLERANCE = 1e-5
 BACKEND = "aot_eager_decomp_partition"
@@ -450,11 +450,10 @@ def test_under_autocast_gradients_of_activations_are_summed_in_its_type_and_abou
 def planned(name: str, world: int, **asked: Any) -> Plan:
     """Return the planner's plan: its own cut, and its choice of everything that is not requested."""
     _, graph = captured(name)
-    return search(
+    return what_if(
         profile_graph(graph, CPU, "fp32", compiled=False),
         global_batch=16,
         seq_len=zoo.SEQ,
-        precision="fp32",
         cluster=Cluster(CPU, world, world, LINK, LINK),
         micro_batch=MICRO_BATCH,
         **asked,

@@ -27,7 +27,7 @@ from workbench.execution.build import build_stage
 from workbench.execution.trainer import Trainer
 from workbench.experiment import Experiment
 from workbench.planning.plan import Plan
-from workbench.planning.search import search
+from workbench.planning.search import what_if
 
 TOLERANCE = 1e-5
 MICRO_BATCH, MICRO_BATCHES = 2, 4
@@ -85,11 +85,10 @@ def profiled(name: str) -> Profile:
 def planned(name: str, degrees: Degrees) -> Plan:
     """Plan as `wb.plan` does, which cuts the model."""
     interleaved = {"schedule": "interleaved", "chunks": degrees.chunks} if degrees.chunks > 1 else {"schedule": "1f1b"}
-    return search(
+    return what_if(
         profiled(name),
         global_batch=MICRO_BATCH * MICRO_BATCHES * degrees.data,
         seq_len=zoo.SEQ,
-        precision="fp32",
         cluster=Cluster(CPU, degrees.world, degrees.world, LINK, LINK),
         pipeline=degrees.pipeline,
         data=degrees.data,

@@ -19,7 +19,7 @@ from workbench.capture import Graph, build_meta, capture, spec_of
 from workbench.cost.cluster import Cluster
 from workbench.cost.graph_profiler import profile_graph
 from workbench.planning.plan import Plan
-from workbench.planning.search import search
+from workbench.planning.search import what_if
 
 TOLERANCE = 1e-5
 WIDTH = 16
@@ -255,11 +255,10 @@ def test_models_written_in_unusual_ways_are_planned_from_the_meta_device(name: s
     """Capture on the meta device finds the same blocks as with real numbers."""
     graph = captured(name, build_meta(MODELS[name]))
     assert [block.name for block in graph.blocks] == [block.name for block in captured(name, MODELS[name]()).blocks]
-    plan = search(
+    plan = what_if(
         profile_graph(graph, CPU, "fp32", compiled=False),
         global_batch=16,
         seq_len=zoo.SEQ,
-        precision="fp32",
         cluster=Cluster(CPU, 2, 2, LINK, LINK),
         pipeline=2,
     )

@@ -15,9 +15,10 @@ from workbench.cost.graph_profiler import profile_graph
 from workbench.cost.profile import Profile
 from workbench.planning.device_costs import DeviceCosts
 from workbench.planning.plan import Plan
-from workbench.planning.search import search
+from workbench.planning.request import Request
+from workbench.planning.search import checked_search
 from workbench.planning.stage_costs import ClusterCosts
-from workbench.strategy import RECOMPUTE, Strategy
+from workbench.strategy import RECOMPUTE, Fixed, Strategy
 
 settings.register_profile("no deadline", deadline=None)
 settings.load_profile("no deadline")
@@ -36,8 +37,18 @@ def divided_profile() -> Profile:
     return profile_graph(graph_of(model, 2, 512), H200.device, "bf16", compiled=True)
 
 
-def plan_of(profile: Any = PROFILE, **changes: Any) -> Plan:
-    return search(profile, **{"global_batch": 64, "seq_len": 512, "precision": "bf16", "cluster": H200, **changes})
+def plan_of(
+    profile: Any = PROFILE,
+    *,
+    global_batch: int = 64,
+    seq_len: int = 512,
+    precision: str = "bf16",
+    cluster: Cluster = H200,
+    memory_limit_bytes: int | None = None,
+    **choices: Any,
+) -> Plan:
+    request = Request(global_batch, seq_len, cluster, memory_limit_bytes, Fixed(**choices))
+    return checked_search(profile, precision, request).plan()
 
 
 def with_host(block_s: float, action_s: float = 0.0, cluster: Cluster = H200) -> Cluster:

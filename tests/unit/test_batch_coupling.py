@@ -23,7 +23,7 @@ from workbench.experiment import Experiment
 from workbench.planning import profiling
 from workbench.planning.plan import Plan
 from workbench.planning.runnable import check_coupling
-from workbench.planning.search import search
+from workbench.planning.search import what_if
 from workbench.runs.records.summary import Summary, notes_of_plans
 
 Loss = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
@@ -111,7 +111,7 @@ def test_batch_norm_is_noted_and_does_not_restrict_the_plan() -> None:
 def plan_of(graph: Graph, gpus: int, **choices: Any) -> Plan:
     cluster = Cluster(CPU, gpus, gpus, LINK, LINK)
     profile = profile_graph(graph, CPU, "fp32", compiled=False)
-    return search(profile, global_batch=8, seq_len=1, precision="fp32", cluster=cluster, **choices)
+    return what_if(profile, cluster, global_batch=8, seq_len=1, **choices)
 
 
 def test_a_coupled_batch_stays_in_one_micro_batch_on_one_replica() -> None:

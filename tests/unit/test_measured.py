@@ -40,7 +40,7 @@ from workbench.planning.explanation import explain
 from workbench.planning.plan import Plan
 from workbench.planning.prediction import basis_of_times
 from workbench.planning.request import Request as PlanRequest
-from workbench.planning.search import search
+from workbench.planning.search import what_if
 from workbench.planning.table import weigh
 from workbench.tensors import TensorSpec
 
@@ -90,11 +90,11 @@ def test_measured_host_times_replace_the_devices_constants() -> None:
 def test_a_plan_states_the_basis_of_its_times(tmp_path: Path) -> None:
     counted = layered_profile()
     seen = corrected_profile(counted, H200.device, layers_measured((4, 3.0, 7.0)))
-    asked: dict[str, Any] = {"global_batch": 64, "seq_len": 512, "precision": "bf16"}
+    asked: dict[str, Any] = {"global_batch": 64, "seq_len": 512}
     said = {
-        "this model's blocks, as measured on H200": search(seen, cluster=H200, **asked),
-        "fitted to training on H200": search(counted, cluster=H200, **asked),
-        "the data sheet of RTX 4090": search(seen, cluster=Cluster.of("rtx-4090", gpus=4), **asked),
+        "this model's blocks, as measured on H200": what_if(seen, cluster=H200, **asked),
+        "fitted to training on H200": what_if(counted, cluster=H200, **asked),
+        "the data sheet of RTX 4090": what_if(seen, cluster=Cluster.of("rtx-4090", gpus=4), **asked),
     }
     for words, plan in said.items():
         assert words in plan.prediction.basis

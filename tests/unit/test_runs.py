@@ -24,7 +24,7 @@ from workbench.execution.worker import error_message
 from workbench.experiment import Experiment
 from workbench.planning.plan import Plan
 from workbench.planning.refusals import too_large_to_build
-from workbench.planning.search import search
+from workbench.planning.search import what_if
 from workbench.rundir import RunDir, append_event, process_alive, process_record, this_process, write_json, write_record
 from workbench.runs.doctor import SHOWN_PACKAGES, doctor
 from workbench.runs.launching import device_queue, run_directory
@@ -374,7 +374,7 @@ def test_importing_runs_imports_no_heavy_library():
 
 def plan_of_layers(**asked: Any) -> Plan:
     cluster = Cluster.of("h200", gpus=4)
-    return search(layered_profile(), global_batch=64, seq_len=512, precision="bf16", cluster=cluster, **asked)
+    return what_if(layered_profile(), cluster, global_batch=64, seq_len=512, **asked)
 
 
 def test_a_full_device_says_what_the_plan_counted_on_and_the_way_out():

@@ -36,31 +36,6 @@ a host that is slower than when it was measured."""
 
 
 @checked_keywords
-def search(
-    profile: Profile,
-    *,
-    global_batch: int,
-    seq_len: int,
-    precision: str,
-    cluster: Cluster,
-    memory_limit_bytes: int | None = None,
-    **choices: Unpack[Choices],
-) -> Plan:
-    """Return the fastest plan that fits, with the alternatives in `Plan.candidates`.
-
-    The search covers pipeline × data × tensor degrees that use all devices, ZeRO stages, schedules and stages per
-    rank, activation checkpointing of each stage, optimiser state on the host, CUDA graphs, and micro-batches that
-    divide each replica's share. Each of `choices` fixes its own. Stages are cut so that the slowest is as fast as
-    memory allows.
-
-    Raises `PlanInfeasible` when nothing fits or the degrees contradict the cluster or the batch, `PlanMismatch` when
-    the profile was made for another precision or device type.
-    """
-    request = Request(global_batch, seq_len, cluster, memory_limit_bytes, Fixed(**choices))
-    return checked_search(profile, precision, request).plan()
-
-
-@checked_keywords
 def what_if(
     profile: Profile,
     cluster: Cluster,
@@ -126,7 +101,12 @@ def check_profile(profile: Profile, precision: str, cluster: Cluster) -> None:
 
 
 class Search:
-    """One search for the fastest plan; `advises=False` saves the searches for a way out where nothing fits."""
+    """One search for the fastest plan; `advises=False` saves the searches for a way out where nothing fits.
+
+    It covers pipeline × data × tensor degrees that use all devices, ZeRO stages, schedules and stages per rank,
+    activation checkpointing of each stage, optimiser state on the host, CUDA graphs, and micro-batches that divide each
+    replica's share. Stages are cut so that the slowest is as fast as memory allows.
+    """
 
     def __init__(self, profile: Profile, request: Request, advises: bool = True) -> None:
         self.profile = profile

@@ -47,7 +47,7 @@ LEGEND = ("PP", "DP", "TP", "ZeRO", "step", "memory", "bubble")
 
 
 def weigh(profile: Profile, precision: str, request: Request) -> Plans:
-    """Search as `workbench.planning.search` does, and return every option that was considered."""
+    """Search for the fastest plan, and return every option that was considered."""
     search = checked_search(profile, precision, request)
     with uncollected(), waiting(f"weighing plans for {request.cluster.describe()}") as say:
         best = search.plan(num_simulated=FASTEST_SHOWN, say=say)
