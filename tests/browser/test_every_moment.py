@@ -150,14 +150,9 @@ def test_figures_are_right_in_hidden_tabs_in_the_dark_after_a_restart_and_in_the
     assert page.locator(".jupyter-widgets-disconnected:visible").count() == 0, "every one has an icon of a broken link"
     assert page.get_by_role("button", name="Stop").locator("visible=true").count() == 0
     assert min(marks(figures.nth(index)) for index in range(figures.count())) > 1500
-    page.evaluate(
-        """() => { const notebook = window.jupyterapp.shell.currentWidget.content;
-            notebook.activeCellIndex = notebook.widgets.length - 1;
-            notebook.activeCell.model.sharedModel.setSource('import workbench as wb\\n'
-                + notebook.activeCell.model.sharedModel.getSource());
-            return window.jupyterapp.commands.execute('notebook:run-cell').then(() => 1); }"""
-    )
+    page.get_by_role("button", name="Attach").last.click()
     page.get_by_role("button", name="Stop").last.wait_for()
+    page.wait_for_timeout(2000)
     picture(page, "moments-attached-again")
 
 

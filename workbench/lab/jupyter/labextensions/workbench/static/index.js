@@ -1,5 +1,5 @@
 // The plugins of Workbench. Each module exports a function that takes `library` (see remoteEntry.js) and returns a plugin.
-const MODULES = ['figures.js', 'launcher.js', 'sidebar.js'];
+const MODULES = ['attach.js', 'figures.js', 'launcher.js', 'sidebar.js'];
 
 // A fault of one module, such as a library that this JupyterLab does not share, leaves the others in the page.
 export default async library => {
