@@ -64,8 +64,13 @@ OUT_OF_SIGHT = """() => {
 
 @pytest.fixture
 def paused(server: lab.Server) -> Any:
-    """Copy the recorded runs into the server's folder as they were at one moment, with this process as supervisor."""
-    runs = server.root / "runs"
+    """Let the server's folder hold the recorded runs alone, as they were at one moment.
+
+    This process is their supervisor. Runs of earlier tests come back afterwards.
+    """
+    runs, earlier = server.root / "runs", server.root / "earlier-runs"
+    if runs.exists():
+        runs.rename(earlier)
     for name in PAIR:
         shutil.copytree(RECORDED / name, runs / name)
         run = RunDir(runs / name)
@@ -78,6 +83,8 @@ def paused(server: lab.Server) -> Any:
     write_json(RunDir(runs / PAIR[0]).launcher, {"supervisor": this_process()})
     yield
     append_event(RunDir(runs / PAIR[0]).events, "status", state="stopped", message="")
+    for run_before in earlier.iterdir() if earlier.exists() else ():
+        run_before.rename(runs / run_before.name)
 
 
 def show(page: Any, index: int) -> None:
