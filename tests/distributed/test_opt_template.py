@@ -97,7 +97,7 @@ def check_order(experiment: wb.Experiment) -> None:
 
 def check_what_does_not_fit(cells: list[Any]) -> None:
     heat_maps = figures(cells, "wb.figures.heat_map(limits")
-    assert any("GiB" in word for line in heat_maps[1][0]["text"] for word in line if word.startswith("+"))
+    assert any("GiB" in word for line in heat_maps[1][0]["hovertext"] for word in line if word.startswith("+"))
     words = printed(cells, "def fits")
     fitting = re.findall(r"(opt-\d+m) fits up to micro-batch (\d+) without ZeRO and up to (\d+) under ZeRO 3", words)
     assert fitting == [("opt-125m", "16", "16"), ("opt-350m", "4", "8")]

@@ -378,7 +378,7 @@ def plan_of_layers(**asked: Any) -> Plan:
 
 
 def test_a_full_device_says_what_the_plan_counted_on_and_the_way_out():
-    plan = plan_of_layers(memory_limit_bytes=20 << 30)
+    plan = plan_of_layers(memory_limit_gib=20)
     full = torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB.\nSee documentation.")
     message = error_message(full, plan)
     assert message.startswith("CUDA out of memory. Tried to allocate 2.00 GiB. The plan predicts a peak of ")
