@@ -49,7 +49,7 @@ lint: $(VENV)/.tested
 	$(BIN)/mypy
 	$(BIN)/lint-imports
 
-# Three files of tests at a time, one thread each, those with long tests first, because many tests wait for processes. Beside
+# Four files of tests at a time, one thread each, those with long tests first, because many tests wait for processes. Beside
 # them JupyterLab is driven in Chromium, which waits more than it computes. Tests marked `alone`, and those of GPUs, come last
 # and have the machine to themselves.
 test: lint
@@ -61,7 +61,7 @@ test-browser:
 
 # Of recipes that run beside each other, make shows that of a line with a plus as it comes, and the others when they end.
 test-others:
-	+OMP_NUM_THREADS=1 $(BIN)/python -m pytest --numprocesses 3 --dist loadfile --no-loadscope-reorder $(filter-out tests/__pycache__/ tests/browser/ tests/gpu/,$(wildcard tests/*/))
+	+OMP_NUM_THREADS=1 $(BIN)/python -m pytest --numprocesses 4 --dist loadfile --no-loadscope-reorder $(filter-out tests/__pycache__/ tests/browser/ tests/gpu/,$(wildcard tests/*/))
 
 test-all: export WORKBENCH_TEST_ALL = 1
 test-all: test
