@@ -117,16 +117,19 @@ def test_figures_are_right_in_hidden_tabs_in_the_dark_after_a_restart_and_in_the
     assert not {"Figure", "", None} & set(names), names
 
     lab.change_theme(page, "Dark")
-    weak = {}
+    weak: dict[int, dict[str, float]] = {}
     for index in range(figures.count()):
         figures.nth(index).scroll_into_view_if_needed()
         figures.nth(index).locator(".main-svg").first.wait_for()
         page.wait_for_timeout(700)
         assert pixels(figures.nth(index))[4, 4].max() < 40, f"figure {index} is light in the dark theme"
-        found = contrast_of_text(page, figures.nth(index))
-        weak |= {f"{index} {words}": value for words, value in found.items() if value < LEAST_CONTRAST}
+        for _ in range(3):  # an axis of a run that trains may move between the picture and the places of its words
+            found = contrast_of_text(page, figures.nth(index))
+            weak[index] = {words: value for words, value in found.items() if value < LEAST_CONTRAST}
+            if not weak[index]:
+                break
         picture(page, f"moments-dark-{index}")
-    assert not weak, weak
+    assert not any(weak.values()), weak
     lab.change_theme(page, "Light")
 
     plots = list[Any]()
