@@ -87,6 +87,8 @@ class _Supervised:
     failed_at: float | None = None
     forced: bool = False
     """True once ranks were killed from here: their exit codes then say nothing about the cause."""
+    killed: bool = False
+    """True if the user had the ranks killed before any had failed: one may report that it lost another."""
     steps: int | None = None
     """Steps in the ranks' `end` event; None unless the ranks have left in order."""
     stalls: StallWatch = field(init=False)
@@ -329,7 +331,7 @@ def _enforce_failure(attempt: _Supervised) -> None:
 def _enforce_stop(attempt: _Supervised) -> None:
     """Kill the ranks if KILL exists; if STOP does, send SIGTERM, then SIGKILL, to ranks that do not leave in time."""
     if attempt.run.kill_file.exists():
-        attempt.forced = True
+        attempt.forced, attempt.killed = True, attempt.killed or attempt.failed_at is None
         processes.kill_trees(_ranks(attempt.run))
         return
     if not attempt.run.stop_file.exists():
@@ -364,7 +366,7 @@ def _end(survivors: list[ProcessRecord], grace_s: float) -> None:
 def _conclude(attempt: _Supervised, exit_code: int, launcher_output: str) -> int:
     """Write the final status, deduced from the exit code, the error files and the `end` event."""
     run = attempt.run
-    if root_cause(run) is None:
+    if attempt.killed or root_cause(run) is None:
         ending = _orderly_ending(attempt, exit_code)
         if ending is not None:
             if ending[0] == "finished":
