@@ -14,6 +14,7 @@ Measures, on this machine, and writes every value to FILE, beside the load befor
   (the panels of such long runs follow in the background); then from the end of a drag to the redrawn curve with the
   points of the visible range, 30 times;
 - `open`: the same opening in five new kernels without a page, in wall and processor time and memory;
+- `sidebar`: 1,000 runs: time from the click on JupyterLab's sidebar to the first rows, and of a search, ten words;
 - `memory`: growth of the kernel and of the page while a recorded 8-hour run (one step a second) is replayed;
 - `tracking`: what one step's events of 50 metrics cost the training, in processor time;
 - `launch`: time for `wb.launch` to return.
@@ -297,6 +298,20 @@ def _at(page: Any, share: float) -> tuple[float, float]:
     return box["x"] + share * box["width"], box["y"] + box["height"] / 2
 
 
+def sidebar(folder: Path, openings: int = 5) -> dict[str, Any]:
+    """The page is loaded anew for each opening; the first of the server's openings reads all runs."""
+    import test_runs_sidebar
+
+    for number in range(1000):
+        test_runs_sidebar.write_run(folder / "runs" / f"old-{number:03d}", 10_000 + number)
+    with laboratory(folder) as (server, page):
+        page.set_default_timeout(120_000)
+        opened_s = [test_runs_sidebar.open_sidebar(page, server) for _ in range(openings)]
+        page.get_by_text("1000 runs").wait_for()
+        searched_ms = [test_runs_sidebar.search(page, f"old-0{number}")[0] for number in range(10)]
+    return {"runs": 1000, "opened_s": opened_s, "searched_ms": searched_ms}
+
+
 def memory(folder: Path, seconds: float = 120.0) -> dict[str, Any]:
     """Eight hours of one step a second, replayed in `seconds`, five updates a second; looked at every two hours."""
     run = write_run(folder / "eight-hours", 7200)
@@ -376,6 +391,7 @@ MEASUREMENTS = {
     "latency": latency,
     "zoom": zoom,
     "open": opening,
+    "sidebar": sidebar,
     "memory": memory,
     "tracking": tracking,
     "launch": launch,
@@ -422,6 +438,16 @@ def _open_rows(found: dict[str, Any]) -> list[tuple[str, str, str]]:
     return [(f"`wb.live` of {RUNS} runs × {POINTS:,} points in a new kernel without a page", shown, "0.5 s")]
 
 
+def _sidebar_rows(found: dict[str, Any]) -> list[tuple[str, str, str]]:
+    first, *again = found["opened_s"]
+    opened = f"{first:.2f} s the first time, then {statistics.median(again):.2f} s"
+    searched = f"{statistics.median(found['searched_ms']):.0f} ms, longest {max(found['searched_ms']):.0f} ms"
+    return [
+        (f"from the click on the sidebar to the first of {found['runs']:,} runs", opened, "1 s"),
+        ("a search among them", searched, "200 ms"),
+    ]
+
+
 def _memory_rows(found: dict[str, Any]) -> list[tuple[str, str, str]]:
     kernel, history, page = (
         ", ".join(f"{value:.{digits}f}" for value in found[name])
@@ -454,6 +480,7 @@ ROWS = {
     "latency": _latency_rows,
     "zoom": _zoom_rows,
     "open": _open_rows,
+    "sidebar": _sidebar_rows,
     "memory": _memory_rows,
     "tracking": _tracking_rows,
     "launch": _launch_rows,

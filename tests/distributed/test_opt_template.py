@@ -35,7 +35,9 @@ def test_the_template_measures_each_finding_and_closes_with_their_verdicts(tmp_p
     check_order(ways["stored"].experiment)
     findings = rows(printed(cells, "findings = {"))
     tokenising, streaming, memory, scaling, rescue = findings
-    assert tokenising["here"] == "not seen here, by the rate; memory at 120 GB: not measured"
+    mb_per_s = float(re.match(r"[\d.]+", tokenising["measured"])[0])  # slow where other tests take the cores
+    happened = "seen here" if mb_per_s < 0.28 else "not seen here"
+    assert tokenising["here"] == f"{happened}, by the rate; memory at 120 GB: not measured"
     assert streaming["here"] == "not seen here"
     assert streaming["measured"].startswith("5 of 5 steps under ZeRO 3, finished")
     assert memory["here"] == "predicted for 4 × V100 16GB, not measured: depends on the micro-batch"
