@@ -14,7 +14,7 @@ REPORTS ?= reports
 # Where this is set, as in many containers, each of the hundreds of processes would compile all of torch anew.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: demo test test-browser test-others test-all docs wheel lab lint clean
+.PHONY: demo test test-all docs wheel lab lint clean
 
 # Modules are compiled when they are first imported (--no-compile): compiling all of every package takes longer than that.
 # The stamps hold what was installed: a second make starts at once, a changed lock installs again.
@@ -49,19 +49,11 @@ lint: $(VENV)/.tested
 	$(BIN)/mypy
 	$(BIN)/lint-imports
 
-# Four files of tests at a time, one thread each, those with long tests first, because many tests wait for processes. Beside
-# them JupyterLab is driven in Chromium, which waits more than it computes. Tests marked `alone`, and those of GPUs, come last
-# and have the machine to themselves.
+# Three files of tests at a time, one thread each, those with long tests first, because many tests wait for processes. Tests that
+# drive JupyterLab, and those of GPUs, come after them: beside them the load of two cores is 11, and limits of time are missed.
 test: lint
-	$(MAKE) --no-print-directory --jobs 2 --output-sync test-browser test-others
-	$(BIN)/python -m pytest tests/browser tests/gpu -m "alone or gpu"
-
-test-browser:
-	$(BIN)/python -m pytest tests/browser -m "not alone"
-
-# Of recipes that run beside each other, make shows that of a line with a plus as it comes, and the others when they end.
-test-others:
-	+OMP_NUM_THREADS=1 $(BIN)/python -m pytest --numprocesses 4 --dist loadfile --no-loadscope-reorder $(filter-out tests/__pycache__/ tests/browser/ tests/gpu/,$(wildcard tests/*/))
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest --numprocesses 3 --dist loadfile --no-loadscope-reorder $(filter-out tests/__pycache__/ tests/browser/ tests/gpu/,$(wildcard tests/*/))
+	$(BIN)/python -m pytest tests/browser tests/gpu
 
 test-all: export WORKBENCH_TEST_ALL = 1
 test-all: test

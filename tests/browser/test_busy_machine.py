@@ -55,7 +55,6 @@ def crowding() -> float:
     return max(1.0, os.getloadavg()[0] / (2 * (os.cpu_count() or 1)))
 
 
-@pytest.mark.alone
 def test_every_step_is_on_the_page_within_two_seconds_while_all_cores_are_busy(
     lab_page: Any,
     server: lab.Server,

@@ -83,7 +83,6 @@ def start_with_parameters(page: Any, title: str, **values: Any) -> None:
     page.get_by_role("button", name="Start").click()
 
 
-@pytest.mark.alone
 def test_one_click_on_a_card_draws_the_curve_in_view_while_all_cores_are_busy(
     lab_page: Any,
     server: lab.Server,
