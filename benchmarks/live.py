@@ -307,7 +307,7 @@ def sidebar(folder: Path, openings: int = 5) -> dict[str, Any]:
     with laboratory(folder) as (server, page):
         page.set_default_timeout(120_000)
         opened_s = [test_runs_sidebar.open_sidebar(page, server) for _ in range(openings)]
-        page.get_by_text("1000 runs").wait_for()
+        page.locator(".wb-count", has_text="runs").wait_for()
         searched_ms = [test_runs_sidebar.search(page, f"old-0{number}")[0] for number in range(10)]
     return {"runs": 1000, "opened_s": opened_s, "searched_ms": searched_ms}
 
