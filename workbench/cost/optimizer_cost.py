@@ -56,7 +56,7 @@ def _with_user_defined(profile: Profile, experiment: Experiment, captured: Graph
     shapes = {name: spec.shape for name, spec in captured.parameters.items() if name not in captured.frozen}
     try:
         states, traffic = _second_update(experiment, shapes, "meta")
-    except RuntimeError:  # of which the meta device's NotImplementedError is one
+    except RuntimeError:  # the meta device raises it where an operation needs values
         shapes = {name: tuple(min(size, SIDE) for size in shape) for name, shape in shapes.items()}
         states, traffic = _second_update(experiment, shapes, "cpu")
     update_bytes = traffic / max(1, sum(map(prod, shapes.values())))
