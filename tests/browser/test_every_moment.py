@@ -153,6 +153,13 @@ def test_figures_are_right_in_hidden_tabs_in_the_dark_after_a_restart_and_in_the
     assert page.locator(".jupyter-widgets-disconnected:visible").count() == 0, "every one has an icon of a broken link"
     assert page.get_by_role("button", name="Stop").locator("visible=true").count() == 0
     assert min(marks(figures.nth(index)) for index in range(figures.count())) > 1500
+    page.evaluate(
+        """() => document.body.insertAdjacentHTML('beforeend', '<div class="workbench-saved-last" id="planted">'
+            + '<p><code id="theirs">wb.live(exit())</code></p> <p><code id="ours">wb.live([])</code></p></div>')"""
+    )
+    page.locator("#ours + button").wait_for()
+    assert page.locator("#theirs + button").count() == 0, "a stranger's notebook may name any call"
+    page.evaluate("() => document.querySelector('#planted').remove()")
     page.get_by_role("button", name="Attach").last.click()
     page.get_by_role("button", name="Stop").last.wait_for()
     page.wait_for_timeout(2000)

@@ -1,5 +1,6 @@
 // A button beside the last state of a view whose kernel has ended. It runs, in a new cell, the call that the words name.
 const CALL = '.workbench-saved-last code';
+const OURS = /^wb\.(live|sweeps\.load_(sweep|grid))\([^()\n]*\)$/;  // nothing else that a stranger's notebook holds is run
 const ARRIVED = 'workbench-last-state-arrived';
 const STYLE = `@keyframes ${ARRIVED} { from { outline-color: transparent; } } ${CALL} { animation: ${ARRIVED} 1ms; }`;
 
@@ -22,6 +23,7 @@ export default async function attach(library) {
       };
       document.addEventListener('animationstart', ({target, animationName}) => {
         if (animationName !== ARRIVED || target.parentElement.querySelector('button')) return;
+        if (!OURS.test(target.textContent)) return;
         const button = Object.assign(document.createElement('button'), {
           textContent: 'Attach', className: 'jp-mod-styled jp-mod-accept', title: 'Run this call in a new cell.',
         });
