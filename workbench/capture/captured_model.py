@@ -55,7 +55,7 @@ class CapturedModel:
     def graph(self) -> Graph:
         """The graph of one micro-batch of a step; raises `CaptureError`."""
         with waiting(f"capturing {self._source.name}"):
-            return capture(self._built(), self._batch, name=self._source.name, loss=self._loss)
+            return self._capture(self._batch)
 
     @cached_property
     def division(self) -> Division:
@@ -83,7 +83,7 @@ class CapturedModel:
                 seed=trial,
             )
 
-        return samples_from(experiment.data.examples(experiment), random)
+        return samples_from(self._examples, random)
 
     @memoised
     def tower_and_tail(self, samples: int) -> Graph:
@@ -95,7 +95,7 @@ class CapturedModel:
             return self.graph.tower_and_tail()
         batch, source = _batch(self._experiment, samples), self._source
         with waiting(f"capturing {source.name} for a loss over {samples:,} samples"):
-            return capture(self._built(), batch, name=source.name, loss=self._loss, gathers=True)
+            return self._capture(batch, gathers=True)
 
     def gathered(self, samples: int) -> Graph:
         """Return the graph of a micro-batch whose last block computes the loss of so many samples."""
@@ -154,7 +154,9 @@ class CapturedModel:
     def _evaluation(self, metrics: tuple[tuple[str, Metric], ...], gathered: int | None) -> Graph:
         def of_batch(samples: int) -> Graph:
             batch = _batch(self._experiment, samples)
-            return capture_for_evaluation(self._built(), self.graph, dict(metrics), batch, gathers=gathered is not None)
+            return capture_for_evaluation(
+                self._built(), self.graph, dict(metrics), batch, gathered is not None, self._examples
+            )
 
         part = of_batch(self._micro_batch)
         return part if gathered is None else with_tail_of(part, of_batch(gathered))
@@ -183,6 +185,14 @@ class CapturedModel:
     def __reduce__(self) -> tuple[type[None], tuple[()]]:
         """Stay in this process: a plan that a user's function refers to travels to the ranks without its graphs."""
         return type(None), ()
+
+    @property
+    def _examples(self) -> Mapping[str, torch.Tensor] | None:
+        return self._experiment.data.examples(self._experiment)
+
+    def _capture(self, batch: Mapping[str, TensorSpec], gathers: bool = False) -> Graph:
+        model, name = self._built(), self._source.name
+        return capture(model, batch, name=name, loss=self._loss, gathers=gathers, examples=self._examples)
 
     def _built(self) -> nn.Module:
         return build_meta(self._source.build) if self._model is None else self._model

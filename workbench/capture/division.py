@@ -171,7 +171,7 @@ def division_fault(
     device = next(model.parameters(), torch.empty(0)).device
     with untouched_generators([device.index or 0] if device.type == "cuda" else []), _same_kernels(device):
         torch.manual_seed(0)
-        comparison = _Comparison(graph, model, device)
+        comparison = _Comparison(graph, model, device, samples)
         for trial, parts in enumerate(parts_of_trials):
             try:
                 batch = samples(parts * size, trial)
@@ -251,7 +251,9 @@ def _changed(field: torch.Tensor, generator: torch.Generator) -> torch.Tensor:
 class _Comparison:
     """A model with changed weights, and its graph that reads the same weights."""
 
-    def __init__(self, graph: Graph, model: nn.Module, device: torch.device) -> None:
+    def __init__(
+        self, graph: Graph, model: nn.Module, device: torch.device, samples: Callable[[int, int], Batch]
+    ) -> None:
         self._model, self._device = model, device
         for parameter in model.parameters():
             if parameter.is_floating_point():  # away from zeros, ones and equal rows
@@ -261,7 +263,8 @@ class _Comparison:
         if not graph.gathered and has_constants(graph):
             from workbench.capture.model import capture  # the constants of a capture on the meta device have no values
 
-            graph = capture(model, graph.batch, name=graph.model, loss=graph.loss_choice)
+            examples = samples(PARTS[0] * graph.micro_batch, 0)
+            graph = capture(model, graph.batch, name=graph.model, loss=graph.loss_choice, examples=examples)
         self._graph = graph
         self._counts = [on_device(count, device) for count in graph.label_counts]
         self._codes = {block.block_type: code_on(block.code, device) for block in graph.blocks}

@@ -6,6 +6,7 @@ from collections.abc import Callable, Mapping, Sequence
 from types import MappingProxyType
 from typing import Any
 
+import torch
 from torch import nn
 
 from workbench.capture.graph import Graph
@@ -22,10 +23,12 @@ def capture_for_evaluation(
     metrics: Mapping[str, Metric] = MappingProxyType({}),
     batch: Mapping[str, TensorSpec] | None = None,
     gathers: bool = False,
+    examples: Mapping[str, torch.Tensor] | None = None,
 ) -> Graph:
     """Capture the model in eval mode, by default at the micro-batch of `training`, and leave it in train mode.
 
-    With `metrics`, the graph computes what they read of forward's outputs. `gathers` is that of `capture`. Raises
+    With `metrics`, the graph computes what they read of forward's outputs. `gathers` and `examples` are those of
+    `capture`. Raises
     `InvalidExperiment` for a metric that cannot be computed.
     """
     batch = training.batch if batch is None else batch
@@ -33,7 +36,7 @@ def capture_for_evaluation(
     def read(template: Any) -> dict[int, str]:
         return {slot: f"The metric {name!r}" for slot, name in read_by(metrics, template, batch).items()}
 
-    return _captured_in_eval_mode(model, training, batch, read if metrics else None, gathers)
+    return _captured_in_eval_mode(model, training, batch, read if metrics else None, gathers, examples)
 
 
 def capture_for_samples(model: nn.Module, training: Graph, batch: Mapping[str, TensorSpec], vocabulary: int) -> Graph:
@@ -72,10 +75,19 @@ def _captured_in_eval_mode(
     batch: Mapping[str, TensorSpec],
     returns: Callable[[Any], Mapping[int, str]] | None,
     gathers: bool = False,
+    examples: Mapping[str, torch.Tensor] | None = None,
 ) -> Graph:
     model.eval()
     try:
-        return capture(model, batch, name=training.model, loss=training.loss_choice, returns=returns, gathers=gathers)
+        return capture(
+            model,
+            batch,
+            name=training.model,
+            loss=training.loss_choice,
+            returns=returns,
+            gathers=gathers,
+            examples=examples,
+        )
     finally:
         model.train()
 

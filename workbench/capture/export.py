@@ -175,10 +175,10 @@ def _export_on(
             raise explained(error, model, name, batch) from error
         _refuse_drawn_numbers(before, name)
     refuse_vmap(program.graph, name)
-    keep_calls(program.graph)
     module = remove_checks(program.module(check_guards=False))
     rename_in_stacks(module.graph, renamed)
     inline_regions(module)
+    keep_calls(module.graph)
     _make_gradients_dense(module)
     [output] = module.graph.find_nodes(op="output")
     values: Any = output.args[0] if returns else output.all_input_nodes

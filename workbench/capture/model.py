@@ -61,6 +61,7 @@ def capture(
     loss: LossChoice = None,
     returns: Callable[[Any], Mapping[int, str]] | None = None,
     gathers: bool = False,
+    examples: Mapping[str, torch.Tensor] | None = None,
 ) -> Graph:
     """Capture `model(**batch)` as a graph of blocks.
 
@@ -76,6 +77,7 @@ def capture(
             compute beside the loss, each with the name of who reads it.
         gathers: cut the part of the loss that compares samples off, as the last block (`workbench.capture.gathering`).
             It computes the returned slots, too, of the whole batch.
+        examples: samples of the data, which tell how many items of each sample a mask selects.
 
     Raises:
         CaptureError: the model cannot be captured; names the line of its code that stops it.
@@ -84,7 +86,7 @@ def capture(
     if not batch:
         raise CaptureError(f"{name} was given a batch without fields. Name its inputs.")
     refuse_backward_hooks(model, name)
-    search = OpaqueSearch(model, name)
+    search = OpaqueSearch(model, name, examples)
     while True:
         exported = export(model, batch, name, loss, returns is not None, search)
         try:

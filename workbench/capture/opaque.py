@@ -1,9 +1,10 @@
 """Opaque calls: what `torch.export` cannot follow runs as the user's own code, as one operation of the graph.
 
-A call is of a module's forward or of a custom `autograd.Function`. Its operation takes the tensors among the arguments,
-and the parameters and buffers of the module. The forward keeps no graph; the backward runs the code again, from the
-random numbers and buffers that the forward found, and differentiates it. Buffers that the code writes are arguments as
-copies and results with their new values, so that the graph writes them once. No result shares memory with an argument.
+A call is of a module's forward, a custom `autograd.Function`, `ctc_loss` or a selection by a mask. Its operation takes
+the tensors among the arguments, and the parameters and buffers of the module. The forward keeps no graph; the backward
+runs the code again, from the random numbers and buffers that the forward found, and differentiates it. Buffers
+that the code writes are arguments as copies and results with their new values, so that the graph writes them once. No
+result shares memory with an argument.
 
 Export needs the shapes of the results: the code runs three times with the model's own values (if it can be built here;
 otherwise with random ones) on random arguments, and must return the same shapes.
@@ -284,13 +285,13 @@ def _real(
     seed: int,
     kind: Callable[[tuple[int, ...], torch.dtype, int], torch.Tensor],
 ) -> torch.Tensor:
-    """Return a tensor with values of the shape of `given`: `value` if there is one.
+    """Return a tensor with values of the shape of `given`: `value`, or that for each sample, if there is one.
 
     Sizes that depend on values are 0. Masks are true at every second, third or fourth position of their last dim, so
     that a selection by one has as many items in each row, and another number for each seed.
     """
     if value is not None:
-        return value.detach().to(device, copy=True)
+        return value.detach().expand(given.shape).to(device, copy=True)
     shape = tuple(size if isinstance(size, int) else 0 for size in given.shape)
     if given.dtype == torch.bool and shape:
         return (torch.arange(shape[-1], device=device) % (2 + seed) == 0).expand(shape).clone()
@@ -320,10 +321,12 @@ def opaque_call(
     line: SourceLine,
     valued: nn.Module | None,
     calls: list[OpaqueCall],
+    known: Sequence[torch.Tensor | None] | None = None,
 ) -> Callable[..., Any]:
     """Return a function that puts one operation into the graph that is being exported, in place of `function`.
 
-    `valued` is the module, or a twin of it whose tensors have values. `calls` collects what was called.
+    `valued` is the module, or a twin of it whose tensors have values. `calls` collects what was called. `known` are
+    the values of the tensors among the arguments, where random ones would not do.
     """
     inside = () if module is None else tuple(module.modules())
     places = [
@@ -348,7 +351,7 @@ def opaque_call(
         own = [place.value() for place in places]
         given = [*own, *tensors]
         device = next((v.device for v in held if v is not None), torch.device("cpu"))
-        call.probe(given, [*held, *([None] * len(tensors))], device)
+        call.probe(given, [*held, *(known or [None] * len(tensors))], device)
         handle = f"{next(_serials)} {label}"
         calls.append(call)
         _calls[handle] = call

@@ -6,7 +6,7 @@ import contextlib
 import functools
 import traceback
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -16,6 +16,7 @@ from torch.nn import functional
 
 from workbench.capture.export_errors import depends_on_values
 from workbench.capture.opaque import NotOpaque, OpaqueCall, opaque_call
+from workbench.capture.selections import SELECTION, Selections, opaque_selections, selections_of
 from workbench.capture.source_lines import FORWARD, SourceLine, line_at, line_of_frames
 from workbench.capture.torch_internals import patched
 from workbench.errors import CaptureError
@@ -25,7 +26,8 @@ _FUNCTIONS = {"ctc_loss": functional.ctc_loss}
 MOST = 64
 """Largest number of exports of one model that are tried."""
 Target = str | type
-"""Path of a module, class of modules that forward makes, custom autograd function, or name of one of `_FUNCTIONS`."""
+"""Path of a module, class of modules that forward makes, custom autograd function, name of one of `_FUNCTIONS`, or
+`SELECTION` for every selection by a mask."""
 
 
 MOST_BYTES = 2 << 30
@@ -57,6 +59,7 @@ class OpaqueSearch:
 
     model: nn.Module
     name: str
+    examples: Mapping[str, torch.Tensor] | None = None
     chosen: dict[Target, tuple[str, SourceLine]] = field(default_factory=dict)
     """Target -> why export could not follow it, and the line."""
     refused: dict[Target, str] = field(default_factory=dict)
@@ -68,6 +71,11 @@ class OpaqueSearch:
         """The model, or a twin of it whose tensors have values; None if it is too large to build one."""
         return _with_values(self.model)
 
+    @functools.cached_property
+    def selections(self) -> Selections:
+        """The selections by a mask that take as many items of each example."""
+        return {} if self.valued is None or self.examples is None else selections_of(self.valued, self.examples)
+
     def adds(self, error: CaptureError) -> bool:
         """Choose the call that failed, so that another export may pass it; return False if there is none."""
         self.attempts += 1
@@ -76,6 +84,9 @@ class OpaqueSearch:
         cause = error.__cause__ if not isinstance(error, NotOpaque) and error.__cause__ is not None else error
         frames = list(traceback.walk_tb(cause.__traceback__))
         candidates = self._candidates(frames) or error.facts.get("inside", [])
+        is_of_size = not isinstance(error, NotOpaque) and (depends_on_values(cause) or "in one layer" in str(error))
+        if is_of_size and self.selections:
+            candidates = [*candidates, SELECTION]
         reason, line = _reason(error, cause), line_of_frames(traceback.extract_tb(cause.__traceback__))
         line = line if line.file else line_at(str(error.facts.get("file", "")), int(error.facts.get("line", 0)))
         if isinstance(error, NotOpaque):
@@ -116,7 +127,7 @@ class OpaqueSearch:
 
     def _alike(self, target: Target) -> list[Target]:
         """Return the target and the modules of its class, which fail alike; torch's own classes hold anything."""
-        if not isinstance(target, str) or not target or target in _FUNCTIONS:
+        if not isinstance(target, str) or target in ("", SELECTION, *_FUNCTIONS):
             return [target]
         kind = type(self.model.get_submodule(target))
         if kind.__module__.startswith("torch."):
@@ -133,6 +144,9 @@ class OpaqueSearch:
             function: Any
             module: nn.Module | None
             for target, (reason, line) in self.chosen.items():
+                if target == SELECTION:
+                    stack.enter_context(opaque_selections(self.selections, self.calls))
+                    continue
                 if isinstance(target, type) and issubclass(target, nn.Module):
                     new = _of_instances(target, reason, line, self.calls)
                     stack.enter_context(patched(target, "forward", new))

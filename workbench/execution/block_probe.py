@@ -133,7 +133,7 @@ class Probe:
         model = build_meta(request.build)
         note("built")
         specs = {name: spec.batched(micro_batch) for name, spec in request.samples.items()}
-        self._graph = capture(model, specs, name="probed", loss=request.loss)
+        self._graph = capture(model, specs, name="probed", loss=request.loss, examples=request.examples)
         note("captured")
         self._blocks = sampled_blocks(self._graph)
         self._chain = _Chain(self._graph, self._blocks, request, device)
