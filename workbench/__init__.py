@@ -26,7 +26,6 @@ _DISPLAYS = {
     "workbench.planning.plan:Plan": "workbench.figures.plan_view:plan_mimebundle",
     "workbench.analysis.contrast:Contrast": "workbench.figures.contrast_view:show_contrast",
     "workbench.analysis.seed_contrast:SeedContrast": "workbench.figures.contrast_view:show_contrast",
-    "workbench.analysis.coordinates:CoordinateCheck": "workbench.figures.coordinate_view:coordinate_check",
     "workbench.sweeps.sweep:Sweep": "workbench.widgets.live_sweep:show_sweep",
     "workbench.sweeps.measured:MeasuredGrid": "workbench.widgets.live_grid:show_grid",
 }

@@ -367,12 +367,6 @@ def _targets(world: Mapping[str, Any]) -> list[Target]:
         ("tokenize", wb.runs.tokenize, {"experiment": experiment}, ()),
         ("data_supply", wb.planning.data_supply, {"experiment": experiment, "plan": plan}, ()),
         ("context_free", wb.analysis.context_free, {"experiment": experiment}, ()),
-        (
-            "coordinate_check",
-            wb.analysis.coordinate_check,
-            {"experiment": experiment},
-            ("experiment", "widths", "steps", "depths"),
-        ),
         ("scaling", wb.models.scaling, {"base": experiment.model, "target": experiment.model}, ()),
         ("left_plateau", wb.analysis.left_plateau, {"run": run, "level": 6.0}, ()),
         ("stop_on_plateau", wb.analysis.stop_on_plateau, {"runs": [run], "level": 6.0}, ()),

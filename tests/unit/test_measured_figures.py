@@ -14,9 +14,8 @@ import pytest
 from raw_files import BENCHMARKS, README, ROOT, raw, shows, table, words
 
 import workbench as wb
+from benchmarks.coordinate_check import CHANGE, HIDDEN, STREAM, WIDTHS, coordinate_check, drift
 from tests.distributed import zoo
-from workbench.analysis.coordinates import drift
-from workbench.execution.activation_sizes import CHANGE, HIDDEN, STREAM
 from workbench.figures.pages import PLOTLY_MIME
 
 
@@ -71,16 +70,16 @@ def test_the_best_rates_of_the_width_rule_are_those_of_the_raw_file() -> None:
 def test_drifts_of_the_coordinate_check_are_those_of_its_example() -> None:
     page = (ROOT / "docs" / "scaling.md").read_text()
     example = (
-        page.partition("## Does the model do as the rule says?")[2].partition("```python\n")[2].partition("wb.ana")[0]
+        page.partition("## Does the model do as the rule says?")[2].partition("```python\n")[2].partition("Path(")[0]
     )
     made: dict[str, Any] = {"wb": wb}
     exec(example, made)
-    widths = wb.analysis.coordinate_check(made["tried"])
-    depths = wb.analysis.coordinate_check(made["tried"], depths=(2, 6, 18, 54))
+    widths = coordinate_check(made["tried"], "width", WIDTHS)
+    depths = coordinate_check(made["tried"], "depth", (2, 6, 18, 54))
     rows = iter(table("docs/scaling.md", "| after four steps of this experiment |"))
     for check, part in ((widths, HIDDEN), (depths, STREAM)):
         for size in (part, CHANGE.format(part)):
-            found = [round(drift(sizes, size), 2) for sizes in (check.with_rule, check.without)]
+            found = [round(drift(sizes, size), 2) for sizes in check]
             assert [float(cell) for cell in next(rows)[1:]] == found, size
 
 

@@ -10,11 +10,9 @@ import torch
 from torch.utils.data import Dataset
 
 import workbench as wb
+from benchmarks.coordinate_check import CHANGE, HIDDEN, READ_OUT, STREAM, WIDTHS, Sizes, coordinate_check, draw, drift
 from workbench import models
-from workbench.analysis.coordinates import CoordinateCheck, drift
-from workbench.errors import InvalidArgument, InvalidExperiment
-from workbench.execution.activation_sizes import CHANGE, HIDDEN, READ_OUT, STREAM
-from workbench.figures.coordinate_view import coordinate_check
+from workbench.errors import InvalidExperiment
 from workbench.models import Model, Scaling, scaling
 from workbench.validation import factor_of
 
@@ -159,7 +157,7 @@ def test_the_table_of_a_rule_shows_every_factor():
 
 
 @pytest.fixture(scope="module")
-def checks() -> dict[str, CoordinateCheck]:
+def checks() -> dict[str, tuple[Sizes, Sizes]]:
     """Coordinate checks over four steps: of widths 64, 128 and 256, and of depths 2 to 54 at width 32."""
     ids = torch.randint(90, (64, 12), generator=torch.Generator().manual_seed(0))
     items = [{"input_ids": row, "labels": row} for row in ids]
@@ -168,10 +166,8 @@ def checks() -> dict[str, CoordinateCheck]:
     )
     narrow = models.bert(32, 2, 4, **BERT | {"initializer_range": 0.05})
     return {
-        "width": wb.analysis.coordinate_check(experiment),
-        "depth": wb.analysis.coordinate_check(
-            experiment.replace(model=narrow, learning_rate=1e-3), depths=(2, 6, 18, 54)
-        ),
+        "width": coordinate_check(experiment, "width", WIDTHS),
+        "depth": coordinate_check(experiment.replace(model=narrow, learning_rate=1e-3), "depth", (2, 6, 18, 54)),
     }
 
 
@@ -187,50 +183,43 @@ def items_of(items: list[dict[str, torch.Tensor]]) -> Dataset[dict[str, torch.Te
 
 
 def test_with_the_rule_activations_do_not_drift_with_the_width_and_without_it_they_do(checks):
-    check = checks["width"]
+    with_rule, without = checks["width"]
     for step in range(5):
-        assert abs(drift(check.with_rule, HIDDEN, step)) < 0.1, step
-        assert drift(check.without, HIDDEN, step) > 0.4, step
+        assert abs(drift(with_rule, HIDDEN, step)) < 0.1, step
+        assert drift(without, HIDDEN, step) > 0.4, step
     for step in range(1, 5):
-        assert abs(drift(check.with_rule, CHANGE.format(HIDDEN), step)) < 0.1, step
-        assert drift(check.without, CHANGE.format(HIDDEN), step) > 0.4, step
-    assert drift(check.with_rule, READ_OUT) < 0.2
-    assert drift(check.without, READ_OUT) > 0.4
+        assert abs(drift(with_rule, CHANGE.format(HIDDEN), step)) < 0.1, step
+        assert drift(without, CHANGE.format(HIDDEN), step) > 0.4, step
+    assert drift(with_rule, READ_OUT) < 0.2
+    assert drift(without, READ_OUT) > 0.4
 
 
 def test_with_the_rule_the_residual_stream_and_its_change_do_not_grow_with_the_depth_and_without_it_they_do(checks):
     """Fresh branches of 1/m add up to 1/sqrt(m), and fade beside the embeddings; what is learned stays level."""
-    check = checks["depth"]
+    with_rule, without = checks["depth"]
     for step in range(5):
-        assert -0.25 < drift(check.with_rule, STREAM, step) < 0.05, step
-        assert drift(check.without, STREAM, step) > 0.45, step
+        assert -0.25 < drift(with_rule, STREAM, step) < 0.05, step
+        assert drift(without, STREAM, step) > 0.45, step
     for step in range(1, 5):
-        assert abs(drift(check.with_rule, CHANGE.format(STREAM), step)) < 0.2, step
-        assert drift(check.without, CHANGE.format(STREAM), step) > 0.75, step
+        assert abs(drift(with_rule, CHANGE.format(STREAM), step)) < 0.2, step
+        assert drift(without, CHANGE.format(STREAM), step) > 0.75, step
 
 
 @pytest.mark.parametrize(
     ("axis", "values", "part"), [("width", [64, 128, 256], HIDDEN), ("depth", [2, 6, 18, 54], STREAM)]
 )
 def test_the_coordinate_check_draws_a_line_for_each_step_and_says_the_drift(checks, axis, values, part):
-    check = checks[axis]
-    figure = coordinate_check(check)
+    with_rule, without = checks[axis]
+    figure = draw(axis, with_rule, without)
     assert len(figure.data) == 2 * (5 + 4 + 5), "nothing has changed before the first step"
     assert list(figure.data[0].x) == values
     titles = [note.text for note in figure.layout.annotations if "drift" in (note.text or "")]
     assert len(titles) == 6
-    assert f"{part}, drift {drift(check.without, part):+.2f}" in titles[1]
-    assert f"change of the {part}, drift {drift(check.with_rule, CHANGE.format(part)):+.2f}" in titles[2]
+    assert f"{part}, drift {drift(without, part):+.2f}" in titles[1]
+    assert f"change of the {part}, drift {drift(with_rule, CHANGE.format(part)):+.2f}" in titles[2]
 
 
-def test_a_coordinate_check_leaves_random_numbers_alone_and_names_a_width_that_fits():
+def test_a_model_at_another_width_keeps_its_head_size_and_a_refusal_names_a_width_that_fits():
     with pytest.raises(InvalidExperiment, match=r"A width of 100 does not divide into heads of 8 dims.*such as 96"):
         models.at_width(models.bert(64, 2, 8, **BERT), 100)
     assert models.at_width(models.bert(64, 2, 8, **BERT), 128).intermediate_size == 512
-    state = torch.get_rng_state()
-    items = items_of([{"input_ids": torch.arange(8), "labels": torch.arange(8)}] * 4)
-    experiment = wb.Experiment(model=models.bert(16, 1, 2, **BERT), data=items, global_batch=2, seq_len=8)
-    wb.analysis.coordinate_check(experiment, widths=(16, 32), steps=1)
-    assert torch.equal(torch.get_rng_state(), state)
-    with pytest.raises(InvalidArgument, match="at least one width or one depth, not both"):
-        wb.analysis.coordinate_check(experiment, widths=(16,), depths=(2,))

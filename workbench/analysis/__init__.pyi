@@ -1,8 +1,6 @@
 """The public names of the room, listed once."""
 
 from .contrast import Contrast as Contrast
-from .coordinates import CoordinateCheck as CoordinateCheck
-from .coordinates import coordinate_check as coordinate_check
 from .entropy import ContextFree as ContextFree
 from .entropy import context_free as context_free
 from .flops import SampleFlops as SampleFlops
