@@ -686,12 +686,13 @@ def describe_plan(plan: Plan) -> str:
 
 def plan_page(run: Run, to: Path, static: bool) -> Path:
     """Write the figures of a run's plan as one HTML page, with 4.5 MB of plotly unless `static`; return its path."""
+    from workbench.figures.figure import picture
     from workbench.figures.pages import save_html
-    from workbench.figures.plan_view import plan_html, show_plan
+    from workbench.figures.plan_view import show_plan
 
-    plan = run.plan
-    figures = [plan_html(plan) if static else show_plan(plan)]
-    return save_html(figures, to, title=f"{run.name}: its plan", text=describe_plan(plan)).absolute()
+    figure = show_plan(run.plan)
+    shown = [f"<svg{picture(figure, 'svg').decode().partition('<svg')[2]}"] if static else [figure]
+    return save_html(shown, to, title=f"{run.name}: its plan", text=describe_plan(run.plan)).absolute()
 
 
 if __name__ == "__main__":

@@ -3,6 +3,7 @@
 import inspect
 import json
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -12,6 +13,7 @@ import nbformat
 import pytest
 from typer.testing import CliRunner
 
+import workbench as wb
 from workbench import cli, notebooks
 from workbench.cost.cluster import Cluster
 from workbench.errors import InvalidArgument, InvalidExperiment, RunNotFound, UnknownParameter, WorkbenchError
@@ -279,3 +281,10 @@ def test_values_keep_their_types():
     for nameless in ("", "=5"):
         with pytest.raises(UnknownParameter, match=rf"--set was given '{nameless}'\. Write NAME=VALUE, such as"):
             cli.values_from([nameless], "--set")
+
+
+def test_a_static_page_of_a_plan_has_its_words_as_text_and_no_script(tmp_path: Path) -> None:
+    recorded = Path(__file__).parents[2] / "notebooks" / "recorded" / "bert-scaled-20261125-015026"
+    page = cli.plan_page(wb.load_run(recorded), tmp_path / "plan.html", static=True).read_text()
+    assert "<script" not in page
+    assert re.search(r"<text[^>]*>[^<]*stage 0", page)

@@ -16,7 +16,7 @@ from workbench.figures.curves_view import loss_curves
 from workbench.figures.figure import PLOTLY_MIME, mimebundle, save
 from workbench.figures.pages import WIDGET_MIME, notebook_to_html, save_html
 from workbench.figures.panels_view import panels
-from workbench.figures.plan_view import plan_html, show_plan
+from workbench.figures.plan_view import show_plan
 
 FETCHES = re.compile(r"<(?:script|link|img|iframe|source)\b[^>]*\b(?:src|href)\s*=[^>]*>", re.IGNORECASE)
 PLOTLY_BANNER = re.compile(r"\* plotly\.js v\d")
@@ -64,7 +64,7 @@ def _plain(value: object) -> object:
 
 
 def test_a_page_embeds_plotly_once_and_fetches_nothing(tmp_path: Path) -> None:
-    figures = [loss_curves([curve("a"), curve("b", seed=1)]), plan_html(plan()), show_plan(plan())]
+    figures = [loss_curves([curve("a"), curve("b", seed=1)]), "<p>words</p>", show_plan(plan())]
     page = save_html(figures, tmp_path / "deep" / "page.html", title="Two <runs>").read_text()
     assert_opens_offline(page)
     assert len(PLOTLY_BANNER.findall(page)) == 1
@@ -122,7 +122,7 @@ def test_a_page_begins_with_the_answer_and_folds_the_code(tmp_path: Path) -> Non
 
 
 def test_a_page_of_words_alone_has_no_script_and_is_small(tmp_path: Path) -> None:
-    page = save_html([plan_html(plan())], tmp_path / "page.html")
+    page = save_html(["<p>words</p>"], tmp_path / "page.html")
     assert "<script" not in page.read_text()
     assert page.stat().st_size < 50_000
 

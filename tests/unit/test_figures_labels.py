@@ -17,7 +17,7 @@ from workbench.figures import theme
 from workbench.figures.contrast_view import differences
 from workbench.figures.curves_view import loss_curves
 from workbench.figures.efficiency_view import scaling_efficiency
-from workbench.figures.plan_view import plan_html
+from workbench.figures.plan_view import show_plan
 from workbench.figures.prediction_view import prediction
 from workbench.models import bert_large
 from workbench.rundir import RunDir, write_record
@@ -94,7 +94,8 @@ def test_sizes_that_stand_together_have_one_unit() -> None:
     assert gib(2**33, like=2**34) == "8.0 GiB"
     small = plan(2)
     stages = tuple(replace(s, memory=replace(s.memory, activations=2**20 * (1 + 999 * s.index))) for s in small.stages)
-    assert "MiB" not in plan_html(replace(small, stages=stages))
+    bars = show_plan(replace(small, stages=stages)).select_traces({"meta": "memory"})
+    assert all("GiB" in words for bar in bars for words in bar.hovertext)
 
 
 def test_bytes_that_differ_are_written_as_sizes() -> None:

@@ -15,7 +15,7 @@ from figure_values import in_one_line, plan
 from workbench.errors import UnknownParameter
 from workbench.figures.measured_step import measured_timeline, timelines
 from workbench.figures.partition_view import CHARACTER_SHARE, partition
-from workbench.figures.plan_view import plan_html, plan_mimebundle, show_plan
+from workbench.figures.plan_view import plan_mimebundle, show_plan
 from workbench.figures.prediction_view import prediction
 from workbench.figures.theme import SUBTITLE_LETTERS, TITLE_LETTERS
 from workbench.figures.timeline_view import NUMBERED_LANE, timeline
@@ -75,7 +75,6 @@ def test_each_block_says_how_it_is_recomputed_and_the_heading_in_how_many() -> N
     assert found == [["activation checkpointing"], selective, selective, selective, selective, selective, [], []]
     words = "activation checkpointing in 1 and selective in 5 of 8 blocks"
     assert words in in_one_line(show_plan(value).layout.title.text)
-    assert words in plan_html(value)
     assert words in value.describe()
 
 
@@ -219,27 +218,10 @@ def test_labels_in_narrow_bars_vanish_instead_of_shrinking() -> None:
         assert last.text is not None  # plotly.js applies the mode only if the last subplot's bars have text
 
 
-def test_static_html_needs_no_script_and_escapes_names() -> None:
-    page = plan_html(plan(model="<script>alert(1)</script>"))
-    assert "<script" not in page
-    assert not re.search(r"https?://", page)
-    assert page.count("<tr ") == 1 + 4
-
-
-def test_the_columns_of_the_static_page_keep_their_widths_however_long_names_are() -> None:
-    """A cell that does not wrap is as wide as its text, and pushes the memory off the page."""
-    value = plan(2, 8)
-    page = plan_html(replace(value, block_names=tuple(f"{'long.' * 40}{index}" for index in range(8))))
-    assert "table-layout:fixed" in page
-    assert re.findall(r"<th style=\"width:(\d+)%", page) == ["20", "48", "32"]
-    assert "1 block: bert.embeddings<" in plan_html(plan(4, 4))
-
-
-def test_a_notebook_stores_a_plan_as_figure_as_html_and_as_a_sentence() -> None:
+def test_a_notebook_stores_a_plan_as_figure_and_as_a_sentence() -> None:
     value = plan(2, 8)
     bundle = plan_mimebundle(value)
     assert bundle["application/vnd.plotly.v1+json"]["layout"]["title"]["text"].startswith("<b>bert-1920x54 on")
-    assert bundle["text/html"] == plan_html(value)
     assert bundle["text/plain"] == repr(value)
 
 

@@ -78,8 +78,8 @@ def save_html(
 ) -> Path:
     """Write figures below one another as one self-contained page, which fetches nothing when it opens.
 
-    A `str` among `figures` is inserted as HTML (such as `plan_html`), and a page of these alone is small: it has no
-    script. `text` is plain text above the figures.
+    A `str` among `figures` is inserted as HTML, and a page of these alone is small: it has no script. `text` is plain
+    text above the figures.
     """
     parts = [figures] if isinstance(figures, go.Figure) else list(figures)
     body = "".join(part if isinstance(part, str) else f"<figure>{figure_html(part)}</figure>\n" for part in parts)

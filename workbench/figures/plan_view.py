@@ -1,19 +1,14 @@
-"""Views of a whole plan: headline numbers, stages of the model, memory per device and the schedule of one step.
-
-`show_plan` returns one interactive figure for JupyterLab and exported pages. `plan_html` shows the same facts without a
-script, for GitHub and untrusted notebooks.
-"""
+"""A whole plan in one figure: headline numbers, stages of the model, memory per device and the schedule of one step."""
 
 from __future__ import annotations
 
-import html
 from typing import Any
 
 from workbench.figures import partition_view, theme
 from workbench.figures.figure import Figure, mimebundle, subplots
 from workbench.figures.timeline_view import add_timeline, timeline_height
 from workbench.pipeline_schedules import SCHEDULES
-from workbench.planning.plan import Plan, Stage
+from workbench.planning.plan import Plan
 from workbench.planning.prediction import timeline as simulated
 from workbench.units import count, duration, gib
 
@@ -40,7 +35,7 @@ def show_plan(plan: Plan) -> Figure:
     partition_view.add_memory(figure, plan)
     for trace in add_timeline(figure, lanes, row=2, col=1):
         trace.legend = "legend2"
-    facts = theme.text(theme.listed(f"{name} {value}" for name, value in headline(plan)))
+    facts = theme.text(theme.listed(f"{name} {value}" for name, value in _headline(plan)))
     return figure.laid_out(
         height=inner + 180,
         title=theme.title(theme.text(_heading(plan)), facts),
@@ -70,7 +65,7 @@ def _heading(plan: Plan) -> str:
     return f"{plan.model} on {plan.cluster.describe()}: {', '.join(words)}"
 
 
-def headline(plan: Plan) -> list[tuple[str, str]]:
+def _headline(plan: Plan) -> list[tuple[str, str]]:
     """Return the most important numbers of a plan as (name, value)."""
     predicted = plan.prediction
     limit, _ = partition_view.limit_of(plan)
@@ -88,63 +83,5 @@ def headline(plan: Plan) -> list[tuple[str, str]]:
 
 
 def plan_mimebundle(plan: Plan) -> dict[str, Any]:
-    """Return the representations of a plan that a notebook stores: interactive figure, static HTML and a sentence."""
-    return {**mimebundle(show_plan(plan)), "text/html": plan_html(plan), "text/plain": repr(plan)}
-
-
-def plan_html(plan: Plan) -> str:
-    """Return the plan as static HTML with inline styles: no script, nothing to fetch, every name escaped."""
-    cards = "".join(
-        '<span style="display:inline-block;margin:0 22px 4px 0">'
-        f'<span style="color:{theme.MUTED}">{html.escape(name)}</span> <b>{html.escape(value)}</b></span>'
-        for name, value in headline(plan)
-    )
-    swatch = "display:inline-block;width:9px;height:9px"
-    key = " ".join(
-        '<span style="white-space:nowrap;font-weight:400">'
-        f'<span style="{swatch};background:{color}"></span> {label}</span>'
-        for label, color in theme.MEMORY_LOOKS.values()
-    )
-    longest_ms = max(stage.forward_ms + stage.backward_ms for stage in plan.stages)
-    largest = max(stage.memory.total for stage in plan.stages)
-    scale_bytes = largest if plan.chunks > 1 else max(largest, min(partition_view.limit_of(plan)[0], 4 * largest))
-    holder = "a device" if plan.chunks == 1 else f"a stage; each device holds {plan.chunks}"
-    rows = "".join(_stage_row(plan, stage, longest_ms, scale_bytes, largest) for stage in plan.stages)
-    style = (
-        f"font-family:{html.escape(theme.FONT_FAMILY)};color:{theme.INK};background:#fff;padding:12px;max-width:960px"
-    )
-    return (
-        f'<div style="{style}"><div style="font-size:15px;font-weight:600">{html.escape(_heading(plan))}</div>'
-        f'<div style="margin:8px 0">{cards}</div>'
-        f'<table style="width:100%;table-layout:fixed;border-collapse:collapse;font-size:12px;color:{theme.INK}">'
-        f'<tr style="background:#fff;color:{theme.MUTED}"><th style="width:20%"></th>'
-        '<th style="width:48%;text-align:left">blocks, as long as their time</th>'
-        f'<th style="width:32%;text-align:left">memory of {holder} {key}</th></tr>{rows}</table></div>'
-    )
-
-
-def _stage_row(plan: Plan, stage: Stage, longest_ms: float, scale_bytes: float, largest: int) -> str:
-    stage_ms = stage.forward_ms + stage.backward_ms
-    num_blocks = stage.end_block - stage.first_block
-    first, last = plan.block_names[stage.first_block], plan.block_names[stage.end_block - 1]
-    blocks = f"1 block: {first}" if num_blocks == 1 else f"{num_blocks} blocks: {first} … {last}"
-    color = theme.series_color(stage.index)
-    bar = (
-        f'<div style="width:{96 * stage_ms / longest_ms:.1f}%;background:{color};color:{theme.ink_on(color)};'
-        'padding:3px 6px;white-space:nowrap;overflow:hidden;box-sizing:border-box" '
-        f'title="{html.escape(first)} … {html.escape(last)}">'
-        f"{html.escape(blocks)}</div>"
-    )
-    segments = ""
-    for category, (label, shade) in theme.MEMORY_LOOKS.items():
-        size = getattr(stage.memory, category)
-        width = f"{75 * size / scale_bytes:.2f}%"
-        look = f"display:inline-block;height:16px;width:{width};background:{shade}"
-        segments += f'<div style="{look}" title="{label} {gib(size, largest)}"></div>'
-    return (
-        f'<tr style="background:#fff;color:{theme.INK}">'
-        f'<td style="text-align:left;white-space:nowrap"><b>stage {stage.index}</b> · {count(stage.parameters)} · '
-        f"{duration(stage_ms / 1e3)}</td>"
-        f'<td style="text-align:left">{bar}</td>'
-        f'<td style="text-align:left;white-space:nowrap">{segments} {gib(stage.memory.total, largest)}</td></tr>'
-    )
+    """Return the representations of a plan that a notebook stores: interactive figure, picture and a sentence."""
+    return {**mimebundle(show_plan(plan)), "text/plain": repr(plan)}
