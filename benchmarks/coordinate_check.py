@@ -50,11 +50,25 @@ def coordinate_check(
     base: Any = experiment.model
     with_rule, without = {}, {}
     for value in sorted(set(values)):
-        model = wb.models.at_width(base, value) if axis == "width" else dataclasses.replace(base, num_layers=value)
+        model = _at_width(base, value) if axis == "width" else dataclasses.replace(base, num_layers=value)
         rule = wb.models.scaling(base, model)
         with_rule[value] = activation_sizes(experiment.replace(model=rule.model, **rule.optimizer), steps)
         without[value] = activation_sizes(experiment.replace(model=model), steps)
     return with_rule, without
+
+
+def _at_width(model: Any, width: int) -> Any:
+    """Return the model at another hidden size, with heads of the same size and a feed-forward in proportion."""
+    heads, rest = divmod(width, model.hidden_size // model.num_heads)
+    if rest or not heads:
+        raise SystemExit(f"A width of {width} does not divide into heads of the size that {model.name} has.")
+    return dataclasses.replace(
+        model,
+        name=f"{model.family}-{model.num_layers}x{width}",
+        hidden_size=width,
+        num_heads=heads,
+        intermediate_size=max(1, model.intermediate_size * width // model.hidden_size),
+    )
 
 
 def drift(sizes: Sizes, part: str, step: int = -1) -> float:

@@ -338,7 +338,6 @@ def _targets(world: Mapping[str, Any]) -> list[Target]:
         ("data.hub", wb.data.hub, {"name": "some/text"}, ()),
         ("models.gpt3", wb.models.gpt3, {}, ()),
         *((f"models.{kind}", getattr(wb.models, kind), {}, MODEL) for kind in ("bert", "bert_large", "gpt2", "opt")),
-        ("models.at_width", wb.models.at_width, {"model": experiment.model, "width": 32}, ()),
         ("data.held_out", wb.data.held_out, {"request": experiment}, ()),
         ("data.documents", wb.data.documents, {"texts": ["one text"]}, ()),
         ("doctor", wb.runs.doctor, {}, ()),

@@ -217,9 +217,3 @@ def test_the_coordinate_check_draws_a_line_for_each_step_and_says_the_drift(chec
     assert len(titles) == 6
     assert f"{part}, drift {drift(without, part):+.2f}" in titles[1]
     assert f"change of the {part}, drift {drift(with_rule, CHANGE.format(part)):+.2f}" in titles[2]
-
-
-def test_a_model_at_another_width_keeps_its_head_size_and_a_refusal_names_a_width_that_fits():
-    with pytest.raises(InvalidExperiment, match=r"A width of 100 does not divide into heads of 8 dims.*such as 96"):
-        models.at_width(models.bert(64, 2, 8, **BERT), 100)
-    assert models.at_width(models.bert(64, 2, 8, **BERT), 128).intermediate_size == 512

@@ -13,7 +13,6 @@ from workbench.errors import InvalidExperiment, suggestion
 from workbench.models._named import Model as Model
 from workbench.models._scaling import Rule as Rule
 from workbench.models._scaling import Scaling as Scaling
-from workbench.models._scaling import at_width as at_width
 from workbench.models._scaling import scaling
 from workbench.models._user_model import UserModel as UserModel
 from workbench.models._user_model import as_model as as_model

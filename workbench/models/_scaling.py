@@ -11,7 +11,6 @@ from typing import Any
 from workbench.errors import InvalidExperiment
 from workbench.models._named import Model
 from workbench.tables import html_table, text_table
-from workbench.units import is_count
 from workbench.validation import factor_of
 
 EMBEDDING, LOGITS_BIAS, READ_OUT_NORM, READ_OUT = "embedding", "bias of logits", "norm before the read-out", "read-out"
@@ -163,29 +162,6 @@ def scaling(base: Model, target: Model, *, depth_rule: bool = True) -> Scaling:
         initial[rule.pattern] = rule.initial * factor
     started = dataclasses.replace(target, initializer_range=base.initializer_range, initial_scale=initial)
     return Scaling(base, started, rules, tuple(notes))
-
-
-def at_width(model: Model, width: int) -> Model:
-    """Return the model at another hidden size, with heads of the same size and a feed-forward in proportion.
-
-    Raises `InvalidExperiment` if the width is not a multiple of the head size, or if the model is no `wb.models.…`.
-    """
-    _check_models(model)
-    if not is_count(width):
-        raise InvalidExperiment(f"width={width!r} is no hidden size. Give a whole number of at least 1.")
-    head = model.hidden_size // model.num_heads
-    if width < head or width % head:
-        raise InvalidExperiment(
-            f"A width of {width} does not divide into heads of {head} dims, which {model.name} has. Give a multiple "
-            f"of {head}, such as {head * max(1, round(width / head))}."
-        )
-    return dataclasses.replace(
-        model,
-        name=f"{model.family}-{model.num_layers}x{width}",
-        hidden_size=width,
-        num_heads=width // head,
-        intermediate_size=max(1, model.intermediate_size * width // model.hidden_size),
-    )
 
 
 def _folded(pattern: str, role: str, base: Model, target: Model, depth_rule: bool) -> Rule:
