@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from workbench.analysis.curve import CurveLike, column
+from workbench.analysis.curve import Curve, column
 from workbench.columns import COLUMNS, AxisUnit
 from workbench.errors import UnknownParameter, suggestion
 from workbench.runs.records.history import History
@@ -25,7 +25,7 @@ def check_axis(x: str) -> None:
         raise UnknownParameter(f"x={x!r} is not an axis. {suggestion(x, X_AXES)}")
 
 
-def shared_axes(curves: Sequence[CurveLike]) -> dict[str, AxisUnit]:
+def shared_axes(curves: Sequence[Curve]) -> dict[str, AxisUnit]:
     """Return the axes that every curve with a point has recorded, each with the unit that suits the longest curve."""
     begun = [curve for curve in curves if len(column(curve, "step"))]
     axes = {}
@@ -36,13 +36,13 @@ def shared_axes(curves: Sequence[CurveLike]) -> dict[str, AxisUnit]:
     return axes
 
 
-def largest_value(curve: CurveLike, name: str) -> float:
+def largest_value(curve: Curve, name: str) -> float:
     """Return the largest value of a column that rises with the step, 0 for one without a value."""
     value = _end_value(curve, name)
     return 0.0 if math.isnan(value) else max(0.0, value)
 
 
-def _end_value(curve: CurveLike, name: str) -> float:
+def _end_value(curve: Curve, name: str) -> float:
     """Return the last value of a column if that is finite, else its largest finite one, NaN without any."""
     if isinstance(curve.columns, History) and name in curve.columns:
         last = curve.columns.last(name)

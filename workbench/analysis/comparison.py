@@ -14,7 +14,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from workbench.analysis.axes import COST_AXES, X_AXES, check_axis, shared_axes
-from workbench.analysis.curve import Array, Curve, CurveLike, column, finite_points
+from workbench.analysis.curve import Array, Curve, column, finite_points
 from workbench.analysis.noise import END, smoothed_line
 from workbench.analysis.scatter import RESOLUTION, Scatter
 from workbench.analysis.smoothing import SMOOTHING
@@ -153,8 +153,8 @@ class Standing:
 
 
 def difference(
-    first: CurveLike,
-    second: CurveLike,
+    first: Curve,
+    second: Curve,
     x: str = "tokens",
     smoothing: float = SMOOTHING,
     scatter: Scatter | None = None,
@@ -189,7 +189,7 @@ def difference(
 
 
 def standings(
-    curves: Sequence[CurveLike],
+    curves: Sequence[Curve],
     axes: Sequence[str] = COST_AXES,
     smoothing: float = SMOOTHING,
     scatter: Scatter | None = None,
@@ -219,7 +219,7 @@ def standings(
     return tuple(results)
 
 
-def with_unique_names(curves: Sequence[CurveLike]) -> Sequence[CurveLike]:
+def with_unique_names(curves: Sequence[Curve]) -> Sequence[Curve]:
     """Return the curves with the later ones of equal name numbered, such as runs of two folders."""
     names = [curve.name for curve in curves]
     if len(set(names)) == len(names):
@@ -231,7 +231,7 @@ def with_unique_names(curves: Sequence[CurveLike]) -> Sequence[CurveLike]:
     ]
 
 
-def _shared_stretch(curves: Sequence[CurveLike], axis: str) -> tuple[float, float, list[tuple[Array, Array]]]:
+def _shared_stretch(curves: Sequence[Curve], axis: str) -> tuple[float, float, list[tuple[Array, Array]]]:
     """Return begin and end of the stretch of an axis that all curves have been on, and the points until then."""
     check_axis(axis)
     points = []
@@ -249,7 +249,7 @@ def _shared_stretch(curves: Sequence[CurveLike], axis: str) -> tuple[float, floa
     return float(begin), float(end), [points_until(x, loss, end) for x, loss in points]
 
 
-def points_of(curve: CurveLike, axis: str) -> tuple[Array, Array]:
+def points_of(curve: Curve, axis: str) -> tuple[Array, Array]:
     """Return the finite positions and losses of a curve over an axis: its held-out losses if it has any."""
     held_out = column(curve, "eval_loss")
     return finite_points(column(curve, X_AXES[axis].column), held_out if len(held_out) else column(curve, "loss"))

@@ -9,7 +9,7 @@ from typing import Any
 
 from workbench.analysis.axes import X_AXES, check_axis
 from workbench.analysis.comparison import TIMED_AXES, Difference, Standing, difference, standings, with_unique_names
-from workbench.analysis.curve import CurveLike, column, evaluations_of
+from workbench.analysis.curve import Curve, column, evaluations_of
 from workbench.analysis.scatter import Scatter
 from workbench.analysis.smoothing import SMOOTHING, check_smoothing
 from workbench.tables import html_table
@@ -67,7 +67,7 @@ class Contrast:
 
 
 def contrast(
-    curves: Sequence[CurveLike],
+    curves: Sequence[Curve],
     described: Sequence[Mapping[str, Any]] = (),
     x: str = "tokens",
     smoothing: float = SMOOTHING,
@@ -93,7 +93,7 @@ def contrast(
     )
 
 
-def compared_curves(curves: Sequence[CurveLike], least: int = LEAST_EVALUATIONS) -> Sequence[CurveLike]:
+def compared_curves(curves: Sequence[Curve], least: int = LEAST_EVALUATIONS) -> Sequence[Curve]:
     """Return the held-out losses of the runs if each has at least `least` of them, else the curves as they are."""
     held_out = [evaluations_of(curve) for curve in curves]
     enough = [curve for curve in held_out if curve is not None and len(column(curve, "step")) >= least]

@@ -22,16 +22,6 @@ class Columns(Protocol):
     def __getitem__(self, name: str, /) -> Any: ...
 
 
-class CurveLike(Protocol):
-    """Anything with a name and columns."""
-
-    @property
-    def name(self) -> str: ...
-
-    @property
-    def columns(self) -> Columns: ...
-
-
 @dataclass(frozen=True)
 class Mark:
     """An event of a run at a step; `type` is `checkpoint`, `resume` or `divergence`, `text` the hover text."""
@@ -63,7 +53,7 @@ def curves_of(runs: Sequence[Run]) -> list[Curve]:
     return [Curve(name, run.history(), evaluations=run.evaluations()) for name, run in named]
 
 
-def column(curve: CurveLike, name: str) -> Array:
+def column(curve: Curve, name: str) -> Array:
     """Return one column as float64 with `None` as NaN; an empty array if the curve has no column of that name."""
     try:
         values = curve.columns[name]
@@ -72,17 +62,16 @@ def column(curve: CurveLike, name: str) -> Array:
     return np.asarray(values, dtype=np.float64)
 
 
-def evaluations_of(curve: CurveLike) -> CurveLike | None:
+def evaluations_of(curve: Curve) -> Curve | None:
     """Return the held-out losses of a run as a curve of their own, or None if it has none."""
-    columns = getattr(curve, "evaluations", None)
-    if columns is None or not len(columns["step"]):
+    if curve.evaluations is None or not len(curve.evaluations["step"]):
         return None
-    return Curve(curve.name, columns, getattr(curve, "color", None))
+    return Curve(curve.name, curve.evaluations, curve.color)
 
 
-def metrics_of(curves: Iterable[CurveLike]) -> tuple[str, ...]:
+def metrics_of(curves: Iterable[Curve]) -> tuple[str, ...]:
     """Return the names of the metrics that evaluations of some runs computed, each once."""
-    found = (getattr(getattr(curve, "evaluations", None), "metrics", {}) for curve in curves)
+    found = (getattr(curve.evaluations, "metrics", {}) for curve in curves)
     return tuple(dict.fromkeys(name for metrics in found for name in metrics))
 
 
@@ -102,7 +91,7 @@ def finite_points(x: Array, y: Array, most: int | None = None) -> tuple[Array, A
     return np.add.reduceat(x, starts) / sizes, np.add.reduceat(y, starts) / sizes
 
 
-def column_or_nan(curve: CurveLike, name: str, length: int) -> Array:
+def column_or_nan(curve: Curve, name: str, length: int) -> Array:
     """Return one column, or `length` NaNs if the curve has no column of that name and length."""
     values = column(curve, name)
     return values if len(values) == length else np.full(length, np.nan)

@@ -9,7 +9,7 @@ from typing import Any
 from workbench.analysis.comparison import points_of
 from workbench.analysis.contrast import Contrast, compared_curves
 from workbench.analysis.contrast import contrast as contrast_curves
-from workbench.analysis.curve import CurveLike, curves_of
+from workbench.analysis.curve import Curve, curves_of
 from workbench.analysis.scatter import Scatter, scatter_of, usual_scatter
 from workbench.analysis.seed_contrast import SeedContrast, contrast_seeds, ends_at, group_names, seed_groups
 from workbench.analysis.smoothing import SMOOTHING
@@ -122,7 +122,7 @@ def _parameters(facts: Mapping[str, Any]) -> int:
     return sum(stage["parameters"] for stage in facts["plan"].get("stages", ()))
 
 
-def _last_losses(curves: Sequence[CurveLike], smoothing: float) -> list[float]:
+def _last_losses(curves: Sequence[Curve], smoothing: float) -> list[float]:
     """Return the smoothed loss of each run where all of them have taken the same number of tokens."""
     points = [points_of(curve, "tokens") for curve in compared_curves(curves)]
     if not all(len(x) for x, _ in points):

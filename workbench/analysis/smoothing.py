@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import numpy as np
 
 from workbench.analysis.axes import largest_value
-from workbench.analysis.curve import Array, CurveLike, column
+from workbench.analysis.curve import Array, Curve, column
 from workbench.errors import InvalidArgument
 
 SMOOTHING = 0.01
@@ -30,12 +30,12 @@ def check_smoothing(smoothing: float) -> None:
         )
 
 
-def smoothing_axis(curves: Sequence[CurveLike]) -> str:
+def smoothing_axis(curves: Sequence[Curve]) -> str:
     """Return the column along which smoothing is measured: tokens if every curve counts them, else steps."""
     return "tokens" if curves and all(len(column(curve, "tokens")) for curve in curves) else "step"
 
 
-def smoothing_width(curves: Sequence[CurveLike], smoothing: float) -> float:
+def smoothing_width(curves: Sequence[Curve], smoothing: float) -> float:
     """Return `smoothing` as a share of the longest curve, in units of `smoothing_axis`; equal for every curve."""
     name = smoothing_axis(curves)
     return float(smoothing * max((largest_value(curve, name) for curve in curves), default=0.0))

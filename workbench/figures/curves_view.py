@@ -10,7 +10,7 @@ import numpy as np
 import plotly.graph_objects as go
 
 from workbench.analysis.axes import X_AXES, check_axis, shared_axes
-from workbench.analysis.curve import Array, CurveLike, Indices, column, evaluations_of, metrics_of
+from workbench.analysis.curve import Array, Curve, Indices, column, evaluations_of, metrics_of
 from workbench.analysis.smoothing import SMOOTHING, check_smoothing
 from workbench.columns import COLUMNS, EVALUATION_LABELS, AxisUnit
 from workbench.errors import UnknownParameter, suggestion
@@ -49,7 +49,7 @@ LABEL_ROOM = 0.06
 
 
 def loss_curves(
-    curves: Sequence[CurveLike],
+    curves: Sequence[Curve],
     x: str = "tokens",
     smoothing: float = SMOOTHING,
     y: str = "loss",
@@ -104,7 +104,7 @@ def loss_curves(
     return figure
 
 
-def _held_out(curves: Sequence[CurveLike], y: str) -> list[CurveLike]:
+def _held_out(curves: Sequence[Curve], y: str) -> list[Curve]:
     """Return the held-out losses of runs as their curves; raise `UnknownParameter` if one of the runs has none."""
     found = [evaluations_of(curve) for curve in curves]
     without = [curve.name for curve, held_out in zip(curves, found, strict=True) if held_out is None]
@@ -159,7 +159,7 @@ def robust_range(curves: Sequence[Array], settled: Sequence[Array] | None = None
     return [low - room, high + room] if high > low and most - high > FLATTENING * (high - low) else None
 
 
-def loss_layout(curves: Sequence[CurveLike], x: str) -> Figure:
+def loss_layout(curves: Sequence[Curve], x: str) -> Figure:
     """Return an empty figure with the layout of `loss_curves`, without title and menus."""
     figure = Figure()
     _lay_out(figure, shared_axes(curves)[x].title, "loss", False, curves)
@@ -167,7 +167,7 @@ def loss_layout(curves: Sequence[CurveLike], x: str) -> Figure:
 
 
 def _lay_out(
-    figure: Figure, x_title: str, y: str, log_y: bool, curves: Sequence[CurveLike] | Sequence[PreparedCurve]
+    figure: Figure, x_title: str, y: str, log_y: bool, curves: Sequence[Curve] | Sequence[PreparedCurve]
 ) -> None:
     names = [theme.short(curve.name) for curve in curves]
     below = 0 if fits_inside(names) else height_below(names)

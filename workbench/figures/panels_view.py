@@ -12,7 +12,7 @@ import numpy as np
 import plotly.graph_objects as go
 
 from workbench.analysis.axes import shared_axes
-from workbench.analysis.curve import Array, Curve, CurveLike, column, evaluations_of, metrics_of
+from workbench.analysis.curve import Array, Curve, column, evaluations_of, metrics_of
 from workbench.analysis.smoothing import SMOOTHING
 from workbench.columns import COLUMNS
 from workbench.figures import theme, utilization_view
@@ -37,7 +37,7 @@ Window = tuple[float, float] | None
 """Visible part of the x axis in the axis' unit; None is the whole axis."""
 
 
-def panel_names(curves: Sequence[CurveLike], peaks: Peaks = (), usage: utilization_view.Usage = ()) -> list[str]:
+def panel_names(curves: Sequence[Curve], peaks: Peaks = (), usage: utilization_view.Usage = ()) -> list[str]:
     """Return the panels that have something to show: a column that no run recorded, or a small wait, has no panel."""
     names = [
         name for name, panel in PANELS.items() if any(_shows(column(curve, name), panel.least) for curve in curves)
@@ -55,7 +55,7 @@ def _shows(values: Array, least: float | None) -> bool:
 
 
 def panels(
-    curves: Sequence[CurveLike],
+    curves: Sequence[Curve],
     peaks: Peaks = (),
     x: str = "tokens",
     smoothing: float = SMOOTHING,
@@ -173,7 +173,7 @@ def rate_points(
 
 
 def metric_traces(
-    curves: Sequence[CurveLike], name: str, x: str, preparation: Preparation, window: Window = None
+    curves: Sequence[Curve], name: str, x: str, preparation: Preparation, window: Window = None
 ) -> list[go.Scatter]:
     """Return two traces per run, of which the first is empty: a metric has one value per evaluation, not averaged."""
     prepared = metric_curves(curves, name, preparation)
@@ -184,17 +184,17 @@ def metric_traces(
     ]
 
 
-def metric_curves(curves: Sequence[CurveLike], name: str, preparation: Preparation) -> list[PreparedCurve]:
+def metric_curves(curves: Sequence[Curve], name: str, preparation: Preparation) -> list[PreparedCurve]:
     """Return a metric of every run, ready to draw; without points for a run that has not computed it."""
     held_out = [
-        Curve(curve.name, {} if found is None else found.columns, theme.color_of(curve, index))
+        Curve(curve.name, {} if found is None else found.columns, curve.color or theme.series_color(index))
         for index, curve in enumerate(curves)
         for found in [evaluations_of(curve)]
     ]
     return replace(preparation, width=0.0).prepare_all(held_out, name)
 
 
-def memory_traces(curves: Sequence[CurveLike], peaks: Peaks) -> list[go.Bar | go.Scatter]:
+def memory_traces(curves: Sequence[Curve], peaks: Peaks) -> list[go.Bar | go.Scatter]:
     """Return the bars of each run's ranks and, as one trace, the smallest limit of each rank's devices."""
     bars: list[go.Bar | go.Scatter] = []
     limits: dict[int, float] = {}
@@ -205,7 +205,11 @@ def memory_traces(curves: Sequence[CurveLike], peaks: Peaks) -> list[go.Bar | go
                 limits[rank] = min(limits.get(rank, math.inf), float(limit))
         y = [float(run_peaks[rank].get("peak_bytes") or 0) / GIB for rank in ranks]
         words = [[_describe_peak(run_peaks[rank]), str(run_peaks[rank].get("device") or "")] for rank in ranks]
-        look = {"name": theme.text(curve.name), "marker": {"color": theme.color_of(curve, index)}, "meta": "memory"}
+        look = {
+            "name": theme.text(curve.name),
+            "marker": {"color": curve.color or theme.series_color(index)},
+            "meta": "memory",
+        }
         hover = f"{look['name']}, rank %{{x}}: %{{customdata[0]}}<br>%{{customdata[1]}}<extra></extra>"
         bars.append(go.Bar(x=ranks, y=y, customdata=words, hovertemplate=hover, **look))
     positions = [position for rank in sorted(limits) for position in (rank - 0.46, rank + 0.46, None)]

@@ -12,7 +12,7 @@ from typing import TypeVar
 import numpy as np
 
 from workbench.analysis.axes import X_AXES
-from workbench.analysis.curve import Array, CurveLike, Indices, Mark, column, column_or_nan, evaluations_of
+from workbench.analysis.curve import Array, Curve, Indices, Mark, column, column_or_nan, evaluations_of
 from workbench.analysis.smoothing import smoothed, smoothing_axis, smoothing_width
 from workbench.figures import theme
 from workbench.figures.decimation import CONTEXT_POINTS, MAX_GAPS, decimated, focused, gap_starts, points_per_trace
@@ -112,13 +112,13 @@ class Preparation:
 
     @classmethod
     def of(
-        cls, curves: Sequence[CurveLike], smoothing: float, scales: Mapping[str, float], max_points: int | None = None
+        cls, curves: Sequence[Curve], smoothing: float, scales: Mapping[str, float], max_points: int | None = None
     ) -> Preparation:
         """Return the choices for these curves; by default they share the figure's budget of points."""
         points = points_per_trace(len(curves)) if max_points is None else max_points
         return cls(smoothing_width(curves, smoothing), smoothing_axis(curves), scales, points)
 
-    def prepare(self, curve: CurveLike, index: int, y: str) -> PreparedCurve:
+    def prepare(self, curve: Curve, index: int, y: str) -> PreparedCurve:
         """Return column `y` of the figure's `index`-th curve, ready to draw.
 
         Smoothing comes before decimation. The same points serve every x axis, since all of them rise with the step.
@@ -129,7 +129,7 @@ class Preparation:
         return PreparedCurve(
             name=curve.name,
             key=str(index),
-            color=theme.color_of(curve, index),
+            color=curve.color or theme.series_color(index),
             dash=theme.series_dash(index),
             raw_index=decimated(raw, self.max_points),
             line_index=decimated(line, line_points),
@@ -147,7 +147,7 @@ class Preparation:
             evaluations=self._evaluations(curve) if y == "loss" else {},
         )
 
-    def _evaluations(self, curve: CurveLike) -> dict[str, Array]:
+    def _evaluations(self, curve: Curve) -> dict[str, Array]:
         held_out = evaluations_of(curve)
         if held_out is None:
             return {}
@@ -158,7 +158,7 @@ class Preparation:
         }
         return {"eval_loss": losses, **positions}
 
-    def prepare_all(self, curves: Sequence[CurveLike], y: str) -> list[PreparedCurve]:
+    def prepare_all(self, curves: Sequence[Curve], y: str) -> list[PreparedCurve]:
         """Return column `y` of every curve, ready to draw."""
         return map_in_threads(lambda index: self.prepare(curves[index], index, y), range(len(curves)))
 
@@ -171,11 +171,10 @@ def map_in_threads(function: Callable[[int], Result], indices: Sequence[int]) ->
         return list(pool.map(function, indices))
 
 
-def _marks(curve: CurveLike, raw: Array, line: Array) -> tuple[Mark, ...]:
+def _marks(curve: Curve, raw: Array, line: Array) -> tuple[Mark, ...]:
     """Return at most `MAX_MARKS` recorded events of a run, and the divergence of its loss if there is one."""
-    recorded = tuple(getattr(curve, "marks", ()))
-    every = -(-len(recorded) // MAX_MARKS) or 1
-    marks = recorded[::-1][::every][::-1]
+    every = -(-len(curve.marks) // MAX_MARKS) or 1
+    marks = curve.marks[::-1][::every][::-1]
     lowest = diverged_at(raw, line)
     if lowest is None:
         return marks

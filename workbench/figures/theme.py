@@ -123,11 +123,6 @@ def series_color(index: int) -> str:
     return PALETTE[index % len(PALETTE)]
 
 
-def color_of(curve: object, index: int) -> str:
-    """Return the curve's own colour, or else the palette's colour of the curve's index."""
-    return str(getattr(curve, "color", None) or series_color(index))
-
-
 def pale(color: str, share: float = 0.6) -> str:
     """Return `color` (`#rrggbb`) mixed with a share of white."""
     return "#" + "".join(f"{round(channel + (255 - channel) * share):02x}" for channel in rgb(color))

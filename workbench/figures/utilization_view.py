@@ -8,7 +8,7 @@ import numpy as np
 import plotly.graph_objects as go
 
 from workbench.analysis.axes import X_AXES
-from workbench.analysis.curve import Array, Curve, CurveLike, column
+from workbench.analysis.curve import Array, Curve, column
 from workbench.figures import theme
 from workbench.figures.decimation import decimated
 from workbench.figures.prepared_curve import Preparation, PreparedCurve
@@ -38,7 +38,7 @@ def utilization_title(usage: Usage) -> str:
 
 
 def utilization_traces(
-    curves: Sequence[CurveLike], usage: Usage, x: str, preparation: Preparation, window: tuple[float, float] | None
+    curves: Sequence[Curve], usage: Usage, x: str, preparation: Preparation, window: tuple[float, float] | None
 ) -> list[go.Scatter]:
     """Return two traces per run: every device's line, pale, and in front the moving average over all devices.
 
@@ -49,7 +49,7 @@ def utilization_traces(
     smooth, max_points = preparation.width > 0, preparation.max_points
     for index, (curve, samples) in enumerate(zip(curves, usage, strict=True)):
         placed = _PlacedSamples(curve, samples, {X_AXES[x].column, preparation.along, "step", "tokens"})
-        busy = Curve(curve.name, placed.columns, color=theme.color_of(curve, index))
+        busy = Curve(curve.name, placed.columns, color=curve.color or theme.series_color(index))
         mean = preparation.prepare(busy, index, "share").focused(x, window, max_points)
         line = mean.line_index
         each_x, each_y = placed.devices(mean.x[x], window, max_points) if smooth else (np.empty(0), np.empty(0))
@@ -82,7 +82,7 @@ def spread_and_mean(
 class _PlacedSamples:
     """A run's samples along its training: one row per moment, one column per device."""
 
-    def __init__(self, curve: CurveLike, samples: Utilization | None, names: set[str]) -> None:
+    def __init__(self, curve: Curve, samples: Utilization | None, names: set[str]) -> None:
         steps_at = column(curve, "time")
         self._names = () if samples is None else samples.names
         moments = np.empty(0)

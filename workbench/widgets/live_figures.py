@@ -13,7 +13,7 @@ import numpy as np
 import plotly.graph_objects as go
 
 from workbench.analysis.axes import shared_axes
-from workbench.analysis.curve import CurveLike, metrics_of
+from workbench.analysis.curve import Curve, metrics_of
 from workbench.columns import AxisUnit
 from workbench.figures import theme
 from workbench.figures.curves_view import (
@@ -61,7 +61,7 @@ class CurveSettings(NamedTuple):
     log_y: bool = False
 
 
-def shared_axis(curves: Sequence[CurveLike], wanted: str) -> tuple[str, AxisUnit]:
+def shared_axis(curves: Sequence[Curve], wanted: str) -> tuple[str, AxisUnit]:
     """Return the wanted x axis with its unit, or the step axis if a run did not record the wanted one."""
     axes = shared_axes(curves)
     name = wanted if wanted in axes else "step"
