@@ -381,7 +381,6 @@ def _targets(world: Mapping[str, Any]) -> list[Target]:
         ("pareto", wb.figures.pareto, {"runs": [run]}, ()),
         ("pattern", wb.figures.pattern, {"run": run}, ()),
         ("exploration", wb.figures.exploration, {"runs": [run]}, ()),
-        ("layer_flops", wb.analysis.layer_flops, {"experiment": experiment}, ()),
         ("sample_flops", wb.analysis.sample_flops, {"experiment": experiment}, ()),
         ("Samples", wb.Samples, {"prompts": ["Hello"]}, _names_of(wb.Samples)),
         ("sparsity.Static", wb.sparsity.Static, {}, ("sparsity", "block", "scope")),

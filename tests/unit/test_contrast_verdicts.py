@@ -119,7 +119,7 @@ def measured(generator: Runs, dense: bool) -> dict[tuple[int, bool], tuple[float
     runs = generator.make(10 * PAIRS, dense, np.random.default_rng(len(generator.shape) + dense))
     name = "loss" if dense else "eval_loss"
     points = [(run.columns["tokens"], (run.evaluations or run.columns)[name]) for run in runs]
-    noise = float(np.std(ends_at(points, 800e3, 0.01), ddof=1))
+    noise = float(np.std(ends_at(points, 800e3), ddof=1))
     return {
         (seeds, known): shares_of_verdicts(runs, seeds, Scatter(noise, np.inf) if known else None, noise)
         for seeds in (1, 2, 3, 5)

@@ -150,18 +150,6 @@ def test_what_differs_is_named_by_its_place_and_nothing_else_is() -> None:
     )
 
 
-def test_runs_that_are_called_alike_are_told_apart() -> None:
-    """Runs of two folders may have one name; each has its own loss in the table."""
-    found = contrast([line("bert", 1.0, 6.0), line("bert", 2.0, 6.0, seed=1), line("gpt", 1.5, 6.0, seed=2)])
-    assert found.names == ("bert", "bert (2)", "gpt")
-    for standing in found.standings:
-        assert standing.best == "bert (2)"
-        assert [round(standing.losses[name].value, 1) for name in found.names] == [5.0, 4.0, 4.5]
-    assert [item.names for item in found.differences] == [("bert (2)", "bert"), ("gpt", "bert")]
-    [at_tokens, _] = standings([line("bert", 1.0, 6.0), line("bert", 2.0, 6.0)])
-    assert len(at_tokens.losses) == 2
-
-
 def test_a_contrast_shows_itself_without_markup_of_the_users() -> None:
     found = contrast([curve("<b>a"), curve("c", seed=1)], [{"x": "<i>"}, {"x": "y"}])
     page = found.to_html()

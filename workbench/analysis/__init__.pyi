@@ -4,7 +4,6 @@ from .contrast import Contrast as Contrast
 from .entropy import ContextFree as ContextFree
 from .entropy import context_free as context_free
 from .flops import SampleFlops as SampleFlops
-from .flops import layer_flops as layer_flops
 from .flops import sample_flops as sample_flops
 from .ladder import LadderPoint as LadderPoint
 from .ladder import PairExpectation as PairExpectation

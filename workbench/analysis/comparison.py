@@ -188,20 +188,14 @@ def difference(
     return Difference((first.name, second.name), x, grid, line.value, low, high, crossover, known)
 
 
-def standings(
-    curves: Sequence[Curve],
-    axes: Sequence[str] = COST_AXES,
-    smoothing: float = SMOOTHING,
-    scatter: Scatter | None = None,
-) -> tuple[Standing, ...]:
+def standings(curves: Sequence[Curve], scatter: Scatter | None = None) -> tuple[Standing, ...]:
     """Return which run is lowest at equal tokens, FLOPs, device-hours and time.
 
     Axes without a stretch that all runs share are left out: one step of a slow run may cost more than another run as a
     whole.
     """
-    curves, known = with_unique_names(curves), shared_axes(curves)
-    results = []
-    for axis in axes:
+    known, results = shared_axes(curves), []
+    for axis in COST_AXES:
         if axis not in known:
             continue
         try:
@@ -210,25 +204,13 @@ def standings(
             continue
         losses = {}
         for curve, (x, loss) in zip(curves, points, strict=True):
-            line = smoothed_line(x, loss, smoothing * end, END)
+            line = smoothed_line(x, loss, SMOOTHING * end, END)
             value, half = float(line.value[0]), float(line.half_width()[0])
             losses[curve.name] = Interval(value, value - half, value + half)
         best = min(losses, key=lambda name: losses[name].value)
         margin = None if scatter is None or axis in TIMED_AXES else scatter.half_width()
         results.append(Standing(axis, end, losses, best, margin))
     return tuple(results)
-
-
-def with_unique_names(curves: Sequence[Curve]) -> Sequence[Curve]:
-    """Return the curves with the later ones of equal name numbered, such as runs of two folders."""
-    names = [curve.name for curve in curves]
-    if len(set(names)) == len(names):
-        return curves
-    numbers = [names[: index + 1].count(name) for index, name in enumerate(names)]
-    return [
-        Curve(name if number == 1 else f"{name} ({number})", curve.columns)
-        for name, number, curve in zip(names, numbers, curves, strict=True)
-    ]
 
 
 def _shared_stretch(curves: Sequence[Curve], axis: str) -> tuple[float, float, list[tuple[Array, Array]]]:

@@ -8,10 +8,9 @@ from dataclasses import dataclass
 from typing import Any
 
 from workbench.analysis.axes import X_AXES, check_axis
-from workbench.analysis.comparison import TIMED_AXES, Difference, Standing, difference, standings, with_unique_names
+from workbench.analysis.comparison import TIMED_AXES, Difference, Standing, difference, standings
 from workbench.analysis.curve import Curve, column, evaluations_of
 from workbench.analysis.scatter import Scatter
-from workbench.analysis.smoothing import SMOOTHING, check_smoothing
 from workbench.tables import html_table
 from workbench.units import gib
 
@@ -70,7 +69,6 @@ def contrast(
     curves: Sequence[Curve],
     described: Sequence[Mapping[str, Any]] = (),
     x: str = "tokens",
-    smoothing: float = SMOOTHING,
     scatter: Scatter | None = None,
 ) -> Contrast:
     """Compare runs at equal cost, each run with the first over `x`, and list the settings that differ.
@@ -81,14 +79,12 @@ def contrast(
     the ends of other runs; without it no run is called lower.
     """
     check_axis(x)
-    check_smoothing(smoothing)
-    curves = with_unique_names(compared_curves(curves))
-    first, *others = curves
+    first, *others = curves = compared_curves(curves)
     known = None if scatter is None else scatter.of_others()
     return Contrast(
         tuple(curve.name for curve in curves),
-        standings(curves, smoothing=smoothing, scatter=known),
-        tuple(difference(other, first, x, smoothing, known) for other in others),
+        standings(curves, known),
+        tuple(difference(other, first, x, scatter=known) for other in others),
         setting_differences(described),
     )
 

@@ -30,7 +30,7 @@ class SampleFlops:
 
 @checked_arguments
 def sample_flops(experiment: Experiment, scope: str = "encoder") -> SampleFlops:
-    """Count the FLOPs of one sample, in the layers and in the head.
+    """Count the FLOPs of one sample, in the layers, as arXiv:2108.06277 counts them, and in the head.
 
     A layer is the element of a module list (`encoder.layer.0`) that holds a weight of the experiment's sparsity or, in
     a dense experiment, of `scope`.
@@ -65,12 +65,3 @@ def _layer(name: str) -> str:
     words = name.split(".")
     first = next((at for at, word in enumerate(words) if word.isdigit()), len(words))
     return ".".join(words[: first + 1])
-
-
-def layer_flops(experiment: Experiment, scope: str = "encoder") -> float:
-    """Return the FLOPs, forward and backward, of one sample in the layers, without the products of absent blocks.
-
-    Embeddings and the head do not count, and attention does. arXiv:2108.06277 counts in this way. `sample_flops` counts
-    the head as well, and says what a layer is.
-    """
-    return sample_flops(experiment, scope).layers

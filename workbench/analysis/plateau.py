@@ -4,13 +4,11 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from numbers import Real
-from typing import Any, cast
+from typing import Any
 
 import numpy as np
-from numpy.typing import NDArray
 
 from workbench.arguments import checked_arguments
 from workbench.errors import InvalidExperiment
@@ -24,8 +22,6 @@ WINDOW, LEAST_WINDOW = 0.02, 5
 LEAST_EVALUATIONS = 5
 """Smallest number of held-out losses from which they decide instead of the training losses."""
 POLL_S = 0.5
-LEVEL = "a loss above 0. Give wb.analysis.context_free(experiment).loss."
-"""Description of what a level must be."""
 
 
 @dataclass(frozen=True)
@@ -54,7 +50,7 @@ class Departure:
 
 
 @checked_arguments
-def left_plateau(run: Run | Mapping[str, Any], level: float) -> Departure:
+def left_plateau(run: Run, level: float) -> Departure:
     """Return where the loss of a run left the plateau of context-free prediction.
 
     The rule: the losses are averaged over windows, and the plateau is left at the end of the first window from which on
@@ -62,19 +58,23 @@ def left_plateau(run: Run | Mapping[str, Any], level: float) -> Departure:
     losses decide if there are at least five, each a window of its own; otherwise training losses, in windows of 2 % of
     the logged steps and at least 5. A dip that does not last is no departure.
 
-    Args:
-        run: a run, or columns `tokens`, `step` and `loss` (training losses) of equal length.
-        level: loss of context-free prediction, such as `wb.analysis.context_free(experiment).loss`.
+    `level` is the loss of context-free prediction, such as `wb.analysis.context_free(experiment).loss`.
     """
-    _require("level", level, math.inf, LEVEL)
-    name, losses, columns = _columns(run)
-    loss, tokens, step = (np.asarray(columns[key], dtype=np.float64) for key in ("loss", "tokens", "step"))
-    window = 1 if losses == "held-out" else max(LEAST_WINDOW, round(WINDOW * len(loss)))
+    _check_level(level)
+    table: Any = run.evaluations()
+    name, losses, window = "eval_loss", "held-out", 1
+    if len(table) < LEAST_EVALUATIONS:
+        table = run.history()
+        name, losses, window = "loss", "training", max(LEAST_WINDOW, round(WINDOW * len(table)))
+    loss, tokens, step = (np.asarray(table[column], dtype=np.float64) for column in (name, "tokens", "step"))
     until = float(tokens[-1]) if len(tokens) else 0.0
-    first = _departure(loss, window, level - MARGIN)
-    if first is None:
-        return Departure(name, level, None, None, until, losses)
-    return Departure(name, level, float(tokens[first]), float(step[first]), until, losses)
+    means = np.convolve(loss, np.full(window, 1 / window), mode="valid") if len(loss) >= 2 * window else loss[:0]
+    above = np.flatnonzero(~(means <= level - MARGIN))  # A NaN counts as above.
+    first = int(above[-1]) + 1 if len(above) else 0
+    if len(means) - first <= window:
+        return Departure(run.name, level, None, None, until, losses)
+    left = first + window - 1
+    return Departure(run.name, level, float(tokens[left]), float(step[left]), until, losses)
 
 
 @checked_arguments
@@ -85,8 +85,11 @@ def stop_on_plateau(runs: Sequence[Run], level: float, share: float = 1 / 3) -> 
     below `level`. Returns a sentence for each run that was stopped; it wrote a checkpoint, and `run.resume()` goes on.
     Raises `RunFailed` if a run failed.
     """
-    _require("level", level, math.inf, LEVEL)
-    _require("share", share, 1, "a share between 0 and 1. Give 1/3, for instance.")
+    _check_level(level)
+    if not 0 < share < 1:
+        raise InvalidExperiment(
+            f"share={share!r} is not a share between 0 and 1. Give 1/3, for instance.", parameter="share"
+        )
     if not runs:
         raise InvalidExperiment("There is no run to watch. Give at least one.", parameter="runs")
     undecided, sentences = list(runs), []
@@ -114,37 +117,8 @@ def stop_on_plateau(runs: Sequence[Run], level: float, share: float = 1 / 3) -> 
     return sentences
 
 
-def _require(name: str, value: Any, below: float, described: str) -> None:
-    """Raise `InvalidExperiment` unless a value is a number above 0 and below a limit."""
-    if isinstance(value, bool) or not isinstance(value, Real) or not 0 < cast(float, value) < below:
-        raise InvalidExperiment(f"{name}={value!r} is not {described}", parameter=name)
-
-
-def _columns(run: Run | Mapping[str, Any]) -> tuple[str, str, Mapping[str, Any]]:
-    """Return the name, which losses decide, and the columns."""
-    if not isinstance(run, Run):
-        missing = [key for key in ("tokens", "step", "loss") if key not in run]
-        if missing:
-            raise InvalidExperiment(
-                f"The curve has no column {missing[0]!r}. Give tokens, step and loss, or a run.", parameter="run"
-            )
-        return str(run.get("name", "The curve")), "training", run
-    held_out = run.evaluations()
-    if len(held_out) >= LEAST_EVALUATIONS:
-        return (
-            run.name,
-            "held-out",
-            {k: held_out[v] for k, v in (("loss", "eval_loss"), ("tokens", "tokens"), ("step", "step"))},
+def _check_level(level: float) -> None:
+    if not 0 < level < math.inf:
+        raise InvalidExperiment(
+            f"level={level!r} is not a loss above 0. Give wb.analysis.context_free(experiment).loss.", parameter="level"
         )
-    history = run.history()
-    return run.name, "training", {key: history[key] for key in ("loss", "tokens", "step")}
-
-
-def _departure(loss: NDArray[np.float64], window: int, limit: float) -> int | None:
-    """Return the last index of the first window from which on all means are below `limit`; None without two."""
-    if len(loss) < 2 * window:
-        return None
-    means = np.convolve(loss, np.full(window, 1 / window), mode="valid")
-    above = np.flatnonzero(~(means <= limit))  # A NaN counts as above.
-    first = int(above[-1]) + 1 if len(above) else 0
-    return None if len(means) - first < window + 1 else first + window - 1

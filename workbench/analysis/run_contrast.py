@@ -12,7 +12,6 @@ from workbench.analysis.contrast import contrast as contrast_curves
 from workbench.analysis.curve import Curve, curves_of
 from workbench.analysis.scatter import Scatter, scatter_of, usual_scatter
 from workbench.analysis.seed_contrast import SeedContrast, contrast_seeds, ends_at, group_names, seed_groups
-from workbench.analysis.smoothing import SMOOTHING
 from workbench.arguments import checked_arguments
 from workbench.errors import InvalidArgument, InvalidExperiment
 from workbench.experiment import values_by_name
@@ -25,17 +24,12 @@ from workbench.units import count
 
 @checked_arguments
 def contrast(
-    runs: Runs | Sweep,
-    x: str = "tokens",
-    *,
-    smoothing: float = SMOOTHING,
-    scatter: float | Runs | Sweep | None = None,
+    runs: Runs | Sweep, x: str = "tokens", *, scatter: float | Runs | Sweep | None = None
 ) -> Contrast | SeedContrast:
     """Return a comparison of runs at equal tokens, FLOPs, device-hours and time.
 
     It holds the difference of each run to the first over the axis `x`, with the noise along the curves and the points
-    where they cross, and everything that differs in experiments, plans and environments. Arguments are those of
-    `compare`.
+    where they cross, and everything that differs in experiments, plans and environments.
 
     Runs that differ in their seed alone are one configuration. If each of several configurations has at least two
     seeds, their means are compared, and the interval comes from the scatter between seeds. Of a sweep, the
@@ -45,7 +39,6 @@ def contrast(
     Args:
         runs: the runs to compare, or a sweep.
         x: name of the x axis.
-        smoothing: width of the moving average as a share of the shared stretch's end.
         scatter: standard deviation of one run's last loss between seeds, or runs that show it, such as
             `wb.list_runs()`: of those that differ in their seed alone, the ones nearest in parameters are taken.
 
@@ -61,18 +54,18 @@ def contrast(
     handles = load_runs(_finished(runs) if isinstance(runs, Sweep) else runs)
     described = _described(handles)
     groups, curves = seed_groups(described), curves_of(handles)
-    known = _scatter(scatter, described, smoothing)
+    known = _scatter(scatter, described)
     if len(groups) > 1 and all(len(group) > 1 for group in groups):
         groups = [sorted(group, key=lambda at: str(described[at]["experiment"].get("seed"))) for group in groups]
         seeds = {tuple(described[at]["experiment"].get("seed") for at in group) for group in groups}
         names = group_names([described[group[0]] for group in groups])
         by_name = {name: [curves[at] for at in group] for name, group in zip(names, groups, strict=True)}
-        return contrast_seeds(by_name, smoothing, len(seeds) == 1, known)
+        return contrast_seeds(by_name, len(seeds) == 1, known)
     if known is None:
-        ends = [_last_losses([curves[at] for at in group], smoothing) for group in groups]
+        ends = [_last_losses([curves[at] for at in group]) for group in groups]
         known = scatter_of(ends, "in the runs with several seeds")
     full = [{**facts, "environment": run.environment} for facts, run in zip(described, handles, strict=True)]
-    return contrast_curves(curves, full, x, smoothing, known)
+    return contrast_curves(curves, full, x, known)
 
 
 def _described(runs: Sequence[Run]) -> list[dict[str, Any]]:
@@ -84,9 +77,7 @@ def _described(runs: Sequence[Run]) -> list[dict[str, Any]]:
     ]
 
 
-def _scatter(
-    scatter: float | Runs | Sweep | None, described: Sequence[Mapping[str, Any]], smoothing: float
-) -> Scatter | None:
+def _scatter(scatter: float | Runs | Sweep | None, described: Sequence[Mapping[str, Any]]) -> Scatter | None:
     """Return the scatter that is given, or that of other runs whose size is nearest to that of `described`."""
     if scatter is None:
         return None
@@ -111,7 +102,7 @@ def _scatter(
     wanted = {size for each in described if (size := _parameters(each))}
     nearest = {min(filter(None, sizes), key=lambda size: abs(math.log(size / own))) for own in wanted if any(sizes)}
     chosen = [group for group, size in zip(groups, sizes, strict=True) if size in nearest] or groups
-    ends = [_last_losses(curves_of([runs[at] for at in group]), smoothing) for group in chosen]
+    ends = [_last_losses(curves_of([runs[at] for at in group])) for group in chosen]
     words = " and ".join(count(size) for size in sorted(nearest))
     number = f"in {sum(map(len, ends))} other runs" + (f" of {words} parameters" if words else "")
     return usual_scatter(ends, number)
@@ -122,12 +113,12 @@ def _parameters(facts: Mapping[str, Any]) -> int:
     return sum(stage["parameters"] for stage in facts["plan"].get("stages", ()))
 
 
-def _last_losses(curves: Sequence[Curve], smoothing: float) -> list[float]:
+def _last_losses(curves: Sequence[Curve]) -> list[float]:
     """Return the smoothed loss of each run where all of them have taken the same number of tokens."""
     points = [points_of(curve, "tokens") for curve in compared_curves(curves)]
     if not all(len(x) for x, _ in points):
         return []
-    return ends_at(points, min(float(x[-1]) for x, _ in points), smoothing)
+    return ends_at(points, min(float(x[-1]) for x, _ in points))
 
 
 def _finished(sweep: Sweep) -> list[Run]:

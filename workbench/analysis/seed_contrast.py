@@ -149,10 +149,7 @@ def _with_label(experiment: Any) -> dict[str, Any]:
 
 
 def contrast_seeds(
-    groups: Mapping[str, Sequence[Curve]],
-    smoothing: float = SMOOTHING,
-    paired: bool = False,
-    scatter: Scatter | None = None,
+    groups: Mapping[str, Sequence[Curve]], paired: bool = False, scatter: Scatter | None = None
 ) -> SeedContrast:
     """Compare each configuration with the first at equal cost; each has at least two runs, which differ in their seed.
 
@@ -160,7 +157,6 @@ def contrast_seeds(
 
     Args:
         groups: the runs of each configuration.
-        smoothing: width of the moving average as a share of what was spent.
         paired: the configurations have the same seeds, and their runs the same order.
         scatter: how far seeds moved the ends of other runs.
 
@@ -175,7 +171,7 @@ def contrast_seeds(
         for other in others:
             rest = [runs for name, runs in compared.items() if name not in (other, first)]
             table = [[points_of(curve, axis) for curve in runs] for runs in (compared[other], compared[first], *rest)]
-            difference = _difference((other, first), axis, table, smoothing, paired, scatter)
+            difference = _difference((other, first), axis, table, paired, scatter)
             differences += [] if difference is None else [difference]
     if not differences:
         raise UnknownParameter("The runs share no stretch of tokens, FLOPs or device-hours. Train them further.")
@@ -187,7 +183,6 @@ def _difference(
     names: tuple[str, str],
     axis: str,
     table: Sequence[Sequence[Points]],
-    smoothing: float,
     paired: bool,
     known: Scatter | None,
 ) -> SeedDifference | None:
@@ -199,8 +194,8 @@ def _difference(
     at = _shared_end(pair)
     if at is None:
         return None
-    ends = [ends_at(runs, at, smoothing) for runs in pair]
-    rest = [ends_at(runs, end, smoothing) for runs in table[2:] if (end := _shared_end([runs])) is not None]
+    ends = [ends_at(runs, at) for runs in pair]
+    rest = [ends_at(runs, end) for runs in table[2:] if (end := _shared_end([runs])) is not None]
     scatter = paired_scatter(ends, [*ends, *rest]) if paired and len(rest) == len(table) - 2 else None
     if scatter is None:
         others = [part for part in (usual_scatter(rest, "in other configurations"), known) if part is not None]
@@ -218,6 +213,6 @@ def _shared_end(groups: Sequence[Sequence[Points]]) -> float | None:
     return end if end > 0 and begin <= end else None
 
 
-def ends_at(runs: Sequence[Points], at: float, smoothing: float) -> list[float]:
+def ends_at(runs: Sequence[Points], at: float) -> list[float]:
     """Return the smoothed loss of each run at a position, over what lies before it."""
-    return [float(smoothed_line(*points_until(*run, at), smoothing * at, END).value[0]) for run in runs]
+    return [float(smoothed_line(*points_until(*run, at), SMOOTHING * at, END).value[0]) for run in runs]
