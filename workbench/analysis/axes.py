@@ -30,19 +30,13 @@ def shared_axes(curves: Sequence[Curve]) -> dict[str, AxisUnit]:
     begun = [curve for curve in curves if len(column(curve, "step"))]
     axes = {}
     for name, axis in X_AXES.items():
-        ends = [_end_value(curve, axis.column) for curve in begun]
+        ends = [end_value(curve, axis.column) for curve in begun]
         if not any(map(math.isnan, ends)):
             axes[name] = axis.unit(max(ends, default=0.0))
     return axes
 
 
-def largest_value(curve: Curve, name: str) -> float:
-    """Return the largest value of a column that rises with the step, 0 for one without a value."""
-    value = _end_value(curve, name)
-    return 0.0 if math.isnan(value) else max(0.0, value)
-
-
-def _end_value(curve: Curve, name: str) -> float:
+def end_value(curve: Curve, name: str) -> float:
     """Return the last value of a column if that is finite, else its largest finite one, NaN without any."""
     if isinstance(curve.columns, History) and name in curve.columns:
         last = curve.columns.last(name)

@@ -130,22 +130,17 @@ def seed_groups(described: Sequence[Mapping[str, object]]) -> list[list[int]]:
     return list(groups.values())
 
 
-def group_names(described: Sequence[Mapping[str, object]]) -> list[str]:
+def group_names(described: Sequence[Mapping[str, Any]]) -> list[str]:
     """Return a name for each configuration from the fields of the experiment that differ between them."""
-    labelled = [{"experiment": _with_label(facts.get("experiment"))} for facts in described]
-    rows = list(setting_differences(labelled))
+    experiments = [dict(facts.get("experiment") or {}) for facts in described]
+    for fields in experiments:
+        if "sparsity" in fields:  # a label stands for its fields
+            fields["sparsity"] = from_json(fields["sparsity"]).label if fields["sparsity"] else "dense"
+    rows = setting_differences(experiments)
     numbers = ("configuration", tuple(str(at + 1) for at in range(len(described))))
-    rows = [row for row in rows if row[0] != "experiment.seed"] or [numbers]
+    rows = tuple(row for row in rows if row[0] != "seed") or (numbers,)
     parts = [[f"{name.rpartition('.')[2]} {values[at]}" for name, values in rows] for at in range(len(described))]
     return [", ".join(words) for words in parts]
-
-
-def _with_label(experiment: Any) -> dict[str, Any]:
-    """Return the description of an experiment with a label in place of the fields of its sparsity."""
-    fields = dict(experiment or {})
-    if "sparsity" in fields:
-        fields["sparsity"] = from_json(fields["sparsity"]).label if fields["sparsity"] else "dense"
-    return fields
 
 
 def contrast_seeds(

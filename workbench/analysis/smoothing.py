@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from workbench.analysis.axes import largest_value
+from workbench.analysis.axes import end_value
 from workbench.analysis.curve import Array, Curve, column
 from workbench.errors import InvalidArgument
 
@@ -38,7 +38,7 @@ def smoothing_axis(curves: Sequence[Curve]) -> str:
 def smoothing_width(curves: Sequence[Curve], smoothing: float) -> float:
     """Return `smoothing` as a share of the longest curve, in units of `smoothing_axis`; equal for every curve."""
     name = smoothing_axis(curves)
-    return float(smoothing * max((largest_value(curve, name) for curve in curves), default=0.0))
+    return float(smoothing * np.nanmax([0.0, *(end_value(curve, name) for curve in curves)]))
 
 
 def smoothed(x: Array, y: Array, width: float) -> Array:

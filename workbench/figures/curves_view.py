@@ -291,6 +291,8 @@ def _traces(
     visible = visible_points(curve, x, smooth)
     held_out = curve.evaluations.get("eval_loss", np.empty(0))
     line_color = theme.pale(curve.color, 0.35) if len(held_out) else curve.color
+    before = " (raw %{customdata[0]:.4g})" if smooth else ""
+    tokens = " · %{customdata[2]:.3s} tokens" if np.isfinite(curve.hover[:, 2]).any() else ""
     few = y not in COLUMNS or np.isfinite(curve.raw).sum() == 1
     fields: dict[str, dict[str, Any]] = {
         "raw": {
@@ -304,7 +306,7 @@ def _traces(
             "mode": "lines+markers" if few else "lines",
             "line": {"color": line_color, "width": 2.2, "dash": curve.dash},
             "marker": {"color": curve.color, "size": 7},
-            "hovertemplate": _hover(curve, y, smooth),
+            "hovertemplate": f"{_label(y).lower()} %{{y:.4g}}{before} · step %{{customdata[1]:,.0f}}{tokens}",
         },
         "nan": {
             "x": curve.x[x][curve.gaps],
@@ -336,12 +338,6 @@ def _traces(
         )
         for layer, role in enumerate(TRACE_ROLES)
     ]
-
-
-def _hover(curve: PreparedCurve, y: str, smooth: bool) -> str:
-    raw = " (raw %{customdata[0]:.4g})" if smooth else ""
-    tokens = " · %{customdata[2]:.3s} tokens" if np.isfinite(curve.hover[:, 2]).any() else ""
-    return f"{_label(y).lower()} %{{y:.4g}}{raw} · step %{{customdata[1]:,.0f}}{tokens}"
 
 
 def _mark_fields(curve: PreparedCurve, x: str, line: Array) -> dict[str, Any]:

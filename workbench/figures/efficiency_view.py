@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from itertools import pairwise
-from typing import Any
 
 import numpy as np
 import plotly.graph_objects as go
@@ -70,7 +69,8 @@ def scaling_efficiency(points: Sequence[Plan | MeasuredCell]) -> Figure:
     predicted = {"text": [f"{1 / height:.0%}" for height in heights], "insidetextanchor": "start", "textangle": 0}
     figure.data[0].update(**predicted, textposition="inside", textfont={"color": theme.INK, "size": 11})
     for at, height in marks.items():
-        figure.add_annotation(_written(1 / height, places[at], height + 0.025 * top))
+        note = {"text": f"{1 / height:.0%}", "font": {"size": 11, "color": theme.INK}, "showarrow": False}
+        figure.add_annotation(x=places[at], y=height + 0.025 * top, yanchor="bottom", xref="x", yref="y", **note)
     figure.add_hline(1.0, line={"color": theme.INK, "dash": "dash", "width": 1})
     labels = [_label(plan) for plan in plans]
     figure.update_xaxes(tickmode="array", tickvals=places, ticktext=labels, ticks="", showgrid=False)
@@ -115,12 +115,6 @@ def _check(plans: Sequence[Plan]) -> None:
             f"The plans are of two models, {plans[0].model} and {other.model} (signatures {plans[0].signature} and "
             f"{other.signature}). Draw a figure for each."
         )
-
-
-def _written(efficiency: float, x: float, y: float) -> dict[str, Any]:
-    """Return an annotation that stands on a point."""
-    words = {"text": f"{efficiency:.0%}", "font": {"size": 11, "color": theme.INK}, "yanchor": "bottom"}
-    return {**words, "x": x, "y": y, "xref": "x", "yref": "y", "showarrow": False}
 
 
 def _measured(points: Sequence[Plan | MeasuredCell]) -> dict[int, float]:

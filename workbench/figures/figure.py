@@ -156,11 +156,11 @@ def picture(figure: go.Figure, form: str = "png", width: int = NOTEBOOK_PX, scal
     """Return a figure as `png`, `svg` or `pdf`; raise `DataError` where that needs a browser and there is none."""
     from matplotlib import rc_context
 
-    from workbench.figures.twin import draw_twin
+    from workbench.figures.twin import Twin
 
     if not has_twin(figure):
         return _drawn_by_a_browser(figure, form, width, scale)
-    file, twin = io.BytesIO(), draw_twin(figure, width)
+    file, twin = io.BytesIO(), Twin(figure, width).draw()
     if form == "png":
         twin.savefig(file, format=form, dpi=72 * scale)
         return file.getvalue()

@@ -239,12 +239,8 @@ def add_memory(figure: Figure, plan: Plan) -> None:
     above = {"y": 1, "yref": "y2 domain", "yanchor": "bottom", "xanchor": "right", "showarrow": False}
     at, words = (limit / unit, limit_name) if near else (end, f"{limit_name} ({peak / limit:.0%} used)")
     figure.add_annotation(x=at, text=words, font={"color": theme.ALERT, "size": 11}, **above, **place)
-    names = [_total(plan, rank) for rank in ranks]
+    names = [gib(plan.device_bytes(rank), peak) for rank in ranks]
+    if plan.chunks > 1:
+        names = [f"<b>{rank_name(plan, rank)}</b>: {names[rank]}<br>{stages_held(plan, rank)}" for rank in ranks]
     ticks = {"tickmode": "array", "tickvals": ranks, "ticktext": names, "ticks": ""}
     figure.update_yaxes(range=[plan.pipeline - 0.5, -0.5], showgrid=False, side="right", **ticks, **place)
-
-
-def _total(plan: Plan, rank: int) -> str:
-    """Return the memory of a device of a pipeline rank, and the stages that it holds if it holds several."""
-    total = gib(plan.device_bytes(rank), plan.peak_bytes)
-    return total if plan.chunks == 1 else f"<b>{rank_name(plan, rank)}</b>: {total}<br>{stages_held(plan, rank)}"

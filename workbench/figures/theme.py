@@ -214,14 +214,11 @@ def broken(words: str, letters: int) -> str:
     for line in words.split("<br>"):
         lines.append("")
         for word in re.split(r" (?![^<]*>)", line):
-            if lines[-1] and _letters(f"{lines[-1]} {word}") > letters:
+            longer = html.unescape(re.sub(r"<[^>]*>", "", f"{lines[-1]} {word}"))
+            if lines[-1] and len(longer) > letters:
                 lines.append("")
             lines[-1] = f"{lines[-1]} {word}".lstrip(" ")
     return "<br>".join(lines)
-
-
-def _letters(markup: str) -> int:
-    return len(html.unescape(re.sub(r"<[^>]*>", "", markup)))
 
 
 LOG_TICKS = ",~g"

@@ -25,12 +25,9 @@ from workbench.figures.twin_legends import TwinLegends, TwinPage
 from workbench.figures.twin_panel import TwinPanel, line_look
 
 
-def draw_twin(figure: go.Figure, width: int) -> Figure:
-    """Return the twin of a figure, which matplotlib can save in any format."""
-    return _Twin(figure, width).draw()
+class Twin:
+    """The twin of a figure, which `draw` returns as matplotlib can save it in any format."""
 
-
-class _Twin:
     def __init__(self, figure: go.Figure, width: int) -> None:
         self._layout, self._page = figure.layout, TwinPage(width, int(figure.layout.height or 480))
         self._traces = [trace for trace in figure.data if trace.visible in (None, True)]

@@ -84,7 +84,8 @@ class TwinLegends:
             entries = []
         values = {t.legendgroup: t.text[-1] for t in traces if t.meta == "end" and t.text is not None and len(t.text)}
         large = _is_beside(layout.legend) or len(entries) > 10 or widest(t.name for t in entries) > 0.4 * width
-        curves = one_panel and len(entries) > 1 and all(map(_is_line, entries))
+        are_lines = all(t.type == "scatter" and "lines" in (t.mode or "lines") and not t.fill for t in entries)
+        curves = one_panel and len(entries) > 1 and are_lines
         if large and curves and (layout.legend.orientation != "h" or any(trace.meta == "end" for trace in traces)):
             words = [f"{values[t.legendgroup]}&nbsp; " if t.legendgroup in values else "" for t in entries]
             names = [theme.short(trace.name, LABEL_CHARACTERS) for trace in entries]
@@ -161,10 +162,6 @@ class TwinLegends:
             page.write(box.x1 + 19, box.y0 - 30, f"and {len(self.ends) - most} more", theme.MUTED, 11, va="top")
         if not self.entries:
             page.write(box.x1 + 19, box.y1 + 24, self.layout.legend.title.text, theme.MUTED, 11)
-
-
-def _is_line(trace: Any) -> bool:
-    return bool(trace.type == "scatter" and "lines" in (trace.mode or "lines") and not trace.fill)
 
 
 def _is_beside(legend: Any) -> bool:

@@ -94,7 +94,10 @@ class _PlacedSamples:
             self._share, self._used = np.full(shape, np.nan), np.full(shape, np.nan)
             self._share[row, device], self._used[row, device] = samples.share[inside], samples.used_bytes[inside]
         rising = np.maximum.accumulate(steps_at) if len(moments) else steps_at
-        self.columns = {name: _interpolate(moments, rising, column(curve, name)) for name in names}
+        self.columns = {name: np.full(len(moments), np.nan) for name in names}  # NaN where it was not recorded
+        for name in names if len(moments) else ():
+            if len(values := column(curve, name)) == len(rising):
+                self.columns[name] = np.interp(moments, rising, values)
         known = np.isfinite(self._share)
         counts = known.sum(axis=1)
         total = np.where(known, self._share, 0.0).sum(axis=1)
@@ -125,10 +128,3 @@ class _PlacedSamples:
             for device in chosen
         ]
         return theme.text(" · ".join(words))
-
-
-def _interpolate(moments: Array, times: Array, values: Array) -> Array:
-    """Return a column at other times than its own; NaN if it was not recorded."""
-    if not len(moments) or len(values) != len(times):
-        return np.full(len(moments), np.nan)
-    return np.interp(moments, times, values)

@@ -39,11 +39,6 @@ def labels_by_difference(runs: Sequence[Run]) -> list[str]:
     return [label if count[label] == 1 else f"{label} ({name})" for label, name in zip(labels, names, strict=True)]
 
 
-def sizes_of_events(runs: Sequence[Run]) -> list[int]:
-    """Return the size of each run's events, by which a page knows whether a figure is still the newest."""
-    return [run.directory.events.stat().st_size if run.directory.events.exists() else 0 for run in runs]
-
-
 def failures_of(runs: Sequence[Run]) -> str:
     """Return why those runs failed that did, each with the root exception, where it arose and a remedy."""
     errors = [(run.name, run.error()) for run in runs]

@@ -42,13 +42,10 @@ class Study:
         self._space: dict[str, BaseDistribution] = {n: CategoricalDistribution(v) for n, v in self._axes.items()}
         self._space[SEED] = IntDistribution(min(settings["seeds"]), max(settings["seeds"]))
         storage = JournalStorage(JournalFileBackend(str(journal)))
-        self._study = optuna.create_study(
-            storage=storage,
-            study_name=NAME,
-            direction="minimize",
-            load_if_exists=True,
-            pruner=_pruner(rule, interval),
-        )
+        pruners: dict[Any, BasePruner] = {"median": MedianPruner(n_startup_trials=FIRST_RUNS)}
+        pruners["halving"] = SuccessiveHalvingPruner(min_resource=interval)
+        pruner = pruners.get(rule, NopPruner())
+        self._study = optuna.create_study(storage=storage, study_name=NAME, load_if_exists=True, pruner=pruner)
         before = self._study.get_trials(deepcopy=False)
         sampler = TPESampler if settings["sampler"] == "tpe" else RandomSampler
         self._study.sampler = sampler(seed=len(before))
@@ -128,9 +125,3 @@ class Study:
 def _plain(value: Any) -> Any:
     """Return a value that Optuna's categories accept: plain values as they are, others as JSON text."""
     return value if value is None or isinstance(value, bool | int | float | str) else json.dumps(value, sort_keys=True)
-
-
-def _pruner(rule: Rule, interval: int) -> BasePruner:
-    if rule == "median":
-        return MedianPruner(n_startup_trials=FIRST_RUNS)
-    return SuccessiveHalvingPruner(min_resource=interval) if rule == "halving" else NopPruner()

@@ -20,7 +20,7 @@ from IPython import get_ipython
 from traitlets import MetaHasTraits
 
 from workbench.figures.figure import mimebundle
-from workbench.widgets.static_twin import EMPTY, StaticTwins, twin_hider
+from workbench.widgets.static_twin import EMPTY, HIDE_TWIN, StaticTwins
 
 REST_FACTOR = 3.0
 """Smallest ratio of the thread's rest to the kernel's computation while it drew: the kernel has other work."""
@@ -60,7 +60,7 @@ class LiveWidget(widgets.VBox, metaclass=_Abstract):
         super().__init__(_view_count=0, **options)  # with a number instead of None the page counts the widget's views
         self.observe(lambda _: self.wake(), names="_view_count")
         self._in_a_hurry = False
-        self.note, self.hider = widgets.HTML(), twin_hider()
+        self.note, self.hider = widgets.HTML(), widgets.HTML(HIDE_TWIN, layout={"display": "none"})
         self.twins = StaticTwins(self, self.twin, self.remains, again)
         self._every_s = every_s
         self._wake, self._closed = threading.Event(), threading.Event()

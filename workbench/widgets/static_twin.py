@@ -58,11 +58,6 @@ GREY_LAST_STATE = (
 """Style in the static twin of a widget that has not ended."""
 
 
-def twin_hider() -> widgets.HTML:
-    """Return an invisible child for a widget that hides the widget's static twin."""
-    return widgets.HTML(HIDE_TWIN, layout={"display": "none"})
-
-
 class StaticTwins:
     """The displays of one widget with their static twins; one thread updates them while another displays.
 
