@@ -10,8 +10,7 @@ import pytest
 from wandb_log import offline_history
 
 from tests.distributed.real_worker import eventually, experiment, plan, trained
-from workbench.analysis.axes import X_AXES
-from workbench.analysis.curve import Curve
+from workbench.analysis.curve import X_AXES, Curve
 from workbench.errors import PlanInfeasible
 from workbench.execution.step_timeline import FIRST_RECORDED
 from workbench.experiment import RESERVED_NAMES

@@ -9,17 +9,15 @@ import numpy as np
 import pytest
 from figure_values import curve
 
-from workbench.analysis.axes import X_AXES
 from workbench.analysis.comparison import difference
-from workbench.analysis.curve import Curve, Mark
+from workbench.analysis.curve import X_AXES, Curve, Mark
 from workbench.analysis.smoothing import CHUNK_POINTS, position_in_widths, smoothed
 from workbench.errors import UnknownParameter
 from workbench.figures.contrast_view import differences
 from workbench.figures.curves_view import _describe_loss, loss_curves
-from workbench.figures.decimation import MAX_POINTS, decimated, focused, gap_starts
 from workbench.figures.figure import picture
 from workbench.figures.panels_view import panel_names, panels
-from workbench.figures.prepared_curve import diverged_at
+from workbench.figures.prepared_curve import MAX_POINTS, decimated, diverged_at, focused, gap_starts
 from workbench.runs.records.history import Utilization, final_loss
 
 

@@ -16,7 +16,7 @@ import pytest
 from nbclient import NotebookClient
 
 from workbench.errors import UnknownParameter
-from workbench.figures.decimation import MAX_POINTS
+from workbench.figures.prepared_curve import MAX_POINTS
 from workbench.rundir import RunDir, append_event, this_process, write_json, write_record
 from workbench.runs.records.summary import data_wait
 from workbench.runs.run import Run

@@ -13,8 +13,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from workbench.analysis.axes import COST_AXES, X_AXES, check_axis, shared_axes
-from workbench.analysis.curve import Array, Curve, column, finite_points
+from workbench.analysis.curve import COST_AXES, X_AXES, Array, Curve, check_axis, column, finite_points, shared_axes
 from workbench.analysis.noise import END, smoothed_line
 from workbench.analysis.scatter import RESOLUTION, Scatter
 from workbench.analysis.smoothing import SMOOTHING

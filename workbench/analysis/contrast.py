@@ -7,9 +7,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from workbench.analysis.axes import X_AXES, check_axis
 from workbench.analysis.comparison import TIMED_AXES, Difference, Standing, difference, standings
-from workbench.analysis.curve import Curve, column, evaluations_of
+from workbench.analysis.curve import X_AXES, Curve, check_axis, column, evaluations_of
 from workbench.analysis.scatter import Scatter
 from workbench.tables import html_table
 from workbench.units import gib

@@ -15,10 +15,9 @@ from typing import Any
 
 import numpy as np
 
-from workbench.analysis.axes import X_AXES
 from workbench.analysis.comparison import points_of, points_until, with_margin
 from workbench.analysis.contrast import compared_curves, described_settings, setting_differences
-from workbench.analysis.curve import Array, Curve, column
+from workbench.analysis.curve import X_AXES, Array, Curve, column
 from workbench.analysis.noise import END, smoothed_line
 from workbench.analysis.scatter import CONFIDENCE, Scatter, combined, paired_scatter, scatter_of, usual_scatter
 from workbench.analysis.smoothing import SMOOTHING

@@ -6,8 +6,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from workbench.analysis.axes import end_value
-from workbench.analysis.curve import Array, Curve, column
+from workbench.analysis.curve import Array, Curve, column, end_value
 from workbench.errors import InvalidArgument
 
 SMOOTHING = 0.01

@@ -1,12 +1,12 @@
 """The public names of the room, listed once."""
 
-from .efficiency_view import scaling_efficiency as scaling_efficiency
 from .figure import Figure as Figure
 from .figure import save as save
-from .frontier_view import frontier as frontier
+from .grid_views import frontier as frontier
+from .grid_views import predictions as predictions
+from .grid_views import scaling_efficiency as scaling_efficiency
 from .ladder_view import ladder as ladder
 from .ladder_view import pair_difference as pair_difference
-from .measured_grid_view import predictions as predictions
 from .pages import save_html as save_html
 from .run_views import exploration as exploration
 from .run_views import pareto as pareto

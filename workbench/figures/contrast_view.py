@@ -9,9 +9,9 @@ from typing import Any
 import numpy as np
 import plotly.graph_objects as go
 
-from workbench.analysis.axes import X_AXES
 from workbench.analysis.comparison import Difference
 from workbench.analysis.contrast import Contrast
+from workbench.analysis.curve import X_AXES
 from workbench.analysis.scatter import CONFIDENCE
 from workbench.analysis.seed_contrast import AXES, SeedContrast
 from workbench.figures import theme

@@ -9,8 +9,17 @@ from typing import Any, NamedTuple
 import numpy as np
 import plotly.graph_objects as go
 
-from workbench.analysis.axes import X_AXES, check_axis, shared_axes
-from workbench.analysis.curve import Array, Curve, Indices, column, evaluations_of, metrics_of
+from workbench.analysis.curve import (
+    X_AXES,
+    Array,
+    Curve,
+    Indices,
+    check_axis,
+    column,
+    evaluations_of,
+    metrics_of,
+    shared_axes,
+)
 from workbench.analysis.smoothing import SMOOTHING, check_smoothing
 from workbench.columns import COLUMNS, EVALUATION_LABELS, AxisUnit
 from workbench.errors import UnknownParameter, suggestion

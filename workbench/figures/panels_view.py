@@ -11,8 +11,7 @@ from typing import Any
 import numpy as np
 import plotly.graph_objects as go
 
-from workbench.analysis.axes import shared_axes
-from workbench.analysis.curve import Array, Curve, column, evaluations_of, metrics_of
+from workbench.analysis.curve import Array, Curve, column, evaluations_of, metrics_of, shared_axes
 from workbench.analysis.smoothing import SMOOTHING
 from workbench.columns import COLUMNS
 from workbench.figures import theme, utilization_view

@@ -8,8 +8,7 @@ from typing import Any
 import numpy as np
 import plotly.graph_objects as go
 
-from workbench.analysis.axes import X_AXES, check_axis
-from workbench.analysis.curve import Array, finite_points
+from workbench.analysis.curve import X_AXES, Array, check_axis, finite_points
 from workbench.arguments import checked_arguments
 from workbench.errors import UnknownParameter, suggestion
 from workbench.figures import theme

@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 import plotly.graph_objects as go
 
-from workbench.analysis.axes import X_AXES
+from workbench.analysis.curve import X_AXES
 from workbench.arguments import checked_arguments
 from workbench.errors import UnknownParameter, suggestion
 from workbench.figures import theme

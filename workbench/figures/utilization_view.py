@@ -7,11 +7,9 @@ from collections.abc import Mapping, Sequence
 import numpy as np
 import plotly.graph_objects as go
 
-from workbench.analysis.axes import X_AXES
-from workbench.analysis.curve import Array, Curve, column
+from workbench.analysis.curve import X_AXES, Array, Curve, column
 from workbench.figures import theme
-from workbench.figures.decimation import decimated
-from workbench.figures.prepared_curve import Preparation, PreparedCurve
+from workbench.figures.prepared_curve import Preparation, PreparedCurve, decimated
 from workbench.runs.records.history import Utilization
 from workbench.units import gib
 

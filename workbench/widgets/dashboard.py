@@ -13,7 +13,7 @@ from typing import Any
 
 import ipywidgets as widgets
 
-from workbench.analysis.axes import X_AXES, check_axis
+from workbench.analysis.curve import X_AXES, check_axis
 from workbench.analysis.smoothing import SMOOTHING, check_smoothing
 from workbench.arguments import checked_arguments
 from workbench.figures import theme

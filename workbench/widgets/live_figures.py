@@ -12,8 +12,7 @@ import ipywidgets as widgets
 import numpy as np
 import plotly.graph_objects as go
 
-from workbench.analysis.axes import shared_axes
-from workbench.analysis.curve import Curve, metrics_of
+from workbench.analysis.curve import Curve, metrics_of, shared_axes
 from workbench.columns import AxisUnit
 from workbench.figures import theme
 from workbench.figures.curves_view import (
@@ -24,7 +23,6 @@ from workbench.figures.curves_view import (
     settled_range,
     visible_points,
 )
-from workbench.figures.decimation import points_per_trace
 from workbench.figures.figure import Figure
 from workbench.figures.legend_placement import corner_of, place_legend
 from workbench.figures.panels_view import (
@@ -36,7 +34,7 @@ from workbench.figures.panels_view import (
     panels,
     rate_points,
 )
-from workbench.figures.prepared_curve import TRACE_ROLES, Preparation, PreparedCurve, map_in_threads
+from workbench.figures.prepared_curve import TRACE_ROLES, Preparation, PreparedCurve, map_in_threads, points_per_trace
 from workbench.figures.utilization_view import utilization_traces
 from workbench.widgets.dashboard_row import respond_while_busy
 from workbench.widgets.plot import GrowingPlot, growing_plot
@@ -54,7 +52,7 @@ class CurveSettings(NamedTuple):
     """The user's choice of how a dashboard draws its curves."""
 
     x: str
-    """Name of the x axis, one of `workbench.analysis.axes.X_AXES`."""
+    """Name of the x axis, one of `workbench.analysis.curve.X_AXES`."""
     smoothing: float
     """Width of the average as a share of the longest run; 0 shows raw values only."""
     log_x: bool = False

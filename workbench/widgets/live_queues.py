@@ -1,4 +1,4 @@
-"""A sweep while it runs: a button for each run at work, a table, a heat map, and curves with bands over the seeds."""
+"""Sweeps and measured grids while their runs train: tables, figures, and a button for each run at work."""
 
 from __future__ import annotations
 
@@ -13,9 +13,11 @@ import plotly.graph_objects as go
 from IPython.display import HTML, display
 
 from workbench.figures.figure import mimebundle
+from workbench.figures.grid_views import predictions
 from workbench.figures.seed_bands_view import Losses, draw_seed_bands, read_losses
 from workbench.figures.sweep_view import axes_of_heat_map, draw_heat_map
 from workbench.runs.run import Run
+from workbench.sweeps.measured import MeasuredGrid
 from workbench.sweeps.sweep import Row, Sweep
 from workbench.tables import Html, html_table
 from workbench.widgets.dashboard_row import DashboardRow, name_width, swatch
@@ -23,8 +25,8 @@ from workbench.widgets.live_widget import LiveWidget
 from workbench.widgets.plot import Plot
 from workbench.widgets.run_reader import RunReader, Snapshot
 
-REFRESH_S = 0.5
-"""Seconds between two looks at the sweep's directory."""
+SWEEP_S, GRID_S = 0.5, 1.0
+"""Seconds between two looks at the directory of a sweep, and of a grid."""
 MAX_ROWS = 50
 """Largest number of configurations in the table; the best come first."""
 
@@ -32,7 +34,7 @@ MAX_ROWS = 50
 class LiveSweep(LiveWidget):
     """A sweep that updates itself until it has ended. `close()` removes it from the page; the sweep goes on."""
 
-    def __init__(self, sweep: Sweep, refresh_s: float = REFRESH_S) -> None:
+    def __init__(self, sweep: Sweep, refresh_s: float = SWEEP_S) -> None:
         super().__init__(refresh_s, f"wb.sweeps.load_sweep({str(sweep.path)!r})")
         self._sweep = sweep
         self._readers: dict[Path, _Reader] = {}
@@ -163,3 +165,43 @@ def table_html(sweep: Sweep, rows: Sequence[Row]) -> str:
 
 def _small(text: str) -> str:
     return f"<div style='font-size:12px;line-height:1.5'>{html.escape(text)}</div>"
+
+
+class LiveGrid(LiveWidget):
+    """A measured grid that fills as its cells end. `close()` removes it from the page; the measurement goes on."""
+
+    def __init__(self, measured: MeasuredGrid) -> None:
+        super().__init__(GRID_S, f"wb.sweeps.load_grid({str(measured.path)!r})")
+        self._measured = measured
+        self._words, self._plot = widgets.HTML(), Plot()
+        self._seen: tuple[int, int] | None = None
+        self.children = (self._plot, self._words, self.note, self.hider)
+        self.update()
+        self.follow()
+
+    def update(self) -> bool:
+        """Draw the grid when a cell has begun or ended; return True if the measurement has ended."""
+        ended = self.is_over()  # asked before the last look at the results
+        seen = len(self._measured.runs), len(self._measured.results())
+        if seen != self._seen or ended:  # other looks would take time from the steps that are measured
+            self._seen = seen
+            self._words.value = self._measured._repr_html_()
+            self._plot.show(predictions(self._measured))
+        return ended
+
+    def is_over(self) -> bool:
+        """Return True if the measurement has ended."""
+        return not self._measured.alive
+
+    def twin(self) -> tuple[Any, ...]:
+        """Return the table and the figure."""
+        return self._words.value, self.bundle(predictions(self._measured))
+
+
+def show_grid(measured: MeasuredGrid) -> None:
+    """Display a measured grid in a notebook: a widget that updates itself while it is measured, else plain outputs."""
+    if measured.alive:
+        LiveGrid(measured)._ipython_display_()
+    else:
+        display(HTML(measured._repr_html_()))
+        display(mimebundle(predictions(measured)), raw=True)
