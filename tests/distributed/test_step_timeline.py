@@ -10,8 +10,9 @@ import pytest
 
 from tests.distributed.real_worker import experiment, plan, trained
 from workbench.execution.step_timeline import FIRST_RECORDED
-from workbench.figures.measured_step import measured_timeline, timelines
-from workbench.planning.prediction import timeline
+from workbench.figures.run_views import measured_timeline
+from workbench.figures.timeline_view import timeline
+from workbench.planning.prediction import timeline as predicted
 from workbench.rundir import read_events
 
 
@@ -31,14 +32,14 @@ def test_a_recorded_step_ran_the_schedule_that_the_plan_draws(tmp_path: Path, sc
     ]
     measured = measured_timeline(events)
     assert measured is not None
-    for planned_lane, measured_lane in zip(timeline(chosen).lanes, measured.lanes, strict=True):
+    for planned_lane, measured_lane in zip(predicted(chosen).lanes, measured.lanes, strict=True):
         order = [(a.type, a.stage, a.micro_batch) for a in planned_lane]
         assert [(a.type, a.stage, a.micro_batch) for a in measured_lane] == order
         assert all(a.end_ms <= b.start_ms for a, b in itertools.pairwise(measured_lane))
     found = ends(measured.lanes)
     for _, stage, micro_batch in (key for key in found if key[0] == "F" and key[1] > 0):
         assert found["F", stage - 1, micro_batch].end_ms <= found["F", stage, micro_batch].start_ms + 1.0
-    drawn = timelines(chosen, measured).data
+    drawn = timeline(chosen, measured).data
     predicted, recorded_too = ({trace.name for trace in drawn if trace.yaxis == axis} for axis in ("y", "y2"))
     assert predicted == recorded_too
     assert "forward" in predicted

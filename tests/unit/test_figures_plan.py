@@ -13,10 +13,10 @@ import pytest
 from figure_values import in_one_line, plan
 
 from workbench.errors import UnknownParameter
-from workbench.figures.measured_step import measured_timeline, timelines
 from workbench.figures.partition_view import CHARACTER_SHARE, partition
 from workbench.figures.plan_view import plan_mimebundle, show_plan
 from workbench.figures.prediction_view import prediction
+from workbench.figures.run_views import measured_timeline
 from workbench.figures.theme import SUBTITLE_LETTERS, TITLE_LETTERS
 from workbench.figures.timeline_view import NUMBERED_LANE, timeline
 from workbench.pipeline_schedules import build_schedule
@@ -187,13 +187,6 @@ def test_hatched_time_is_the_bubble_that_the_title_states() -> None:
     assert f"bubble {simulated.bubble_fraction:.1%}" in figure.layout.title.subtitle.text
 
 
-def test_a_timeline_that_was_measured_draws_like_a_planned_one() -> None:
-    measured = simulate(build_schedule("gpipe", 2, 3), MicroBatchTimes([1.0] * 2, [2.0] * 2, [0.0] * 2))
-    figure = timeline(measured)
-    assert sum(len(trace.x) for trace in parts(figure, "actions")) == 12
-    assert figure.layout.title.text == "<b>Schedule of one step</b>"
-
-
 def test_no_line_of_a_title_is_wider_than_a_narrow_figure_and_the_figure_grows_for_more_lines() -> None:
     short, long = partition(plan(4)), partition(plan(4, model=" ".join(["bert-large"] * 12)))
     title = long.layout.title
@@ -324,7 +317,7 @@ def test_a_measured_step_is_drawn_below_its_prediction_on_the_same_axis() -> Non
     assert measured.lanes[0][0].start_ms == 0.0
     assert measured.lanes[1][0].start_ms == pytest.approx(simulated(chosen).lanes[1][0].start_ms + 1.0)
     assert measured.in_flight == (2, 1)
-    figure = timelines(chosen, measured)
+    figure = timeline(chosen, measured)
     assert figure.layout.xaxis.range == figure.layout.xaxis2.range
     titles = [note.text for note in figure.layout.annotations]
     assert titles[0].startswith("<b>predicted</b>")

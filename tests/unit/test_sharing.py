@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import html
 import json
 import os
-import re
 import subprocess
 import tomllib
 from pathlib import Path
@@ -139,18 +137,15 @@ def test_a_shared_notebook_has_pictures_a_record_and_no_secret(tmp_path, monkeyp
 
 
 @pytest.mark.usefixtures("no_browser")
-def test_without_a_browser_a_shared_notebook_has_tables_and_says_so(tmp_path):
+def test_without_a_browser_a_figure_that_needs_one_has_no_picture_and_a_note_says_so(tmp_path):
     path = tmp_path / "mine.ipynb"
     only_a_browser_draws = {"type": "pie", "values": [1, 2]}
     drawn = figure()
     drawn["data"].append(only_a_browser_draws)
     nbformat.write(notebook_with({PLOTLY_MIME: drawn}), path)
     shared = notebooks.share(path, tmp_path / "to")
-    table = nbformat.read(shared.notebook, as_version=4).cells[0].outputs[0]["data"]["text/html"]
-    cells = re.findall(r"<td[^>]*>(.*?)</td>", table)
-    assert list(map(html.unescape, cells)) == ["<b>a</b>", "50", "7", "5", "5", "7"]
-    assert "<b>" not in table
-    assert any("have a table beside them" in note for note in shared.notes)
+    assert "image/png" not in nbformat.read(shared.notebook, as_version=4).cells[0].outputs[0]["data"]
+    assert any("have no picture beside them" in note for note in shared.notes)
     assert any("cannot be reproduced" in note for note in shared.notes)
 
 

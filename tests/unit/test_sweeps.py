@@ -26,7 +26,7 @@ from workbench.sweeps import queue, start
 from workbench.sweeps.axes import Axes
 from workbench.sweeps.directory import Entry, QueueDir, Result, plan_key, profile_key
 from workbench.sweeps.objective import objective, reports
-from workbench.sweeps.rules import FIRST_RUNS, Diverged, rule_from_json, rule_to_json
+from workbench.sweeps.rules import FIRST_RUNS, Diverged, rule_from_json
 from workbench.sweeps.study import Study
 from workbench.sweeps.supervisor import thread_limit
 
@@ -127,8 +127,7 @@ def test_a_run_diverges_above_a_loss_after_a_step_or_where_its_loss_is_not_finit
     assert rule.reason(501, 6.5) is None
     assert "above 6.5 after step 500" in str(rule.reason(501, 6.6))
     assert "nan" in str(rule.reason(1, float("nan")))
-    assert rule_from_json(rule_to_json(rule)) == rule
-    assert rule_from_json(rule_to_json("median")) == "median"
+    assert rule_from_json({"above": 6.5, "after": 500}) == rule
     with pytest.raises(InvalidExperiment, match="is not a number"):
         wb.sweeps.diverged(above="high")
     with pytest.raises(InvalidExperiment, match="must be 0 or more"):

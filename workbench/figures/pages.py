@@ -6,7 +6,6 @@ import base64
 import copy
 import html
 import json
-import math
 import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -21,7 +20,6 @@ from workbench.errors import DataError
 from workbench.figures import theme
 from workbench.figures.figure import NOTEBOOK_PX, accessible_name, picture
 from workbench.figures.figure import PLOTLY_MIME as PLOTLY_MIME
-from workbench.tables import html_table
 
 WIDGET_MIME = "application/vnd.jupyter.widget-view+json"
 PAGE = """<!DOCTYPE html>
@@ -199,10 +197,10 @@ def finish_notebook(notebook_path: str | Path) -> None:
 
 
 def add_pictures(notebook: Any) -> str:
-    """Put beside each Plotly figure of a notebook what shows without a script: a PNG, or else a table.
+    """Put a PNG beside each Plotly figure of a notebook, which shows without a script.
 
     The figures of this package are drawn without a browser; one with a trace of another type needs kaleido and a
-    Chrome or Chromium. Returns the reason for tables instead of pictures; an empty string if there are none.
+    Chrome or Chromium. Returns why a figure has no picture; an empty string if all have one.
     """
     reason = ""
     outputs = [output for cell in notebook.cells for output in cell.get("outputs", [])]
@@ -214,7 +212,6 @@ def add_pictures(notebook: Any) -> str:
                 data["image/png"] = base64.b64encode(drawn).decode()
             except DataError as error:
                 reason = str(error)
-                data.setdefault("text/html", figure_table(figure))
     return reason
 
 
@@ -227,18 +224,3 @@ def decoded(value: Any) -> Any:
             return column.reshape(shape).tolist()
         return {key: decoded(item) for key, item in value.items()}
     return [decoded(item) for item in value] if isinstance(value, list) else value
-
-
-def figure_table(figure: Mapping[str, Any]) -> str:
-    """Return an HTML table of a figure's traces: number of points; first, last, least and greatest value."""
-    names = ("trace", "points", "first", "last", "least", "greatest")
-    rows = []
-    for trace in figure["data"]:
-        if trace.get("type", "scatter") in ("scatter", "bar"):
-            numbers = [value for value in trace.get("y") or () if isinstance(value, int | float)]
-            values = [value for value in numbers if math.isfinite(value)]
-            ends = [values[0], values[-1], min(values), max(values)] if values else []
-            rows.append([str(trace.get("name", "")), f"{len(values):,}", *(f"{value:.5g}" for value in ends)])
-    title = figure["layout"].get("title", {})
-    caption = html.escape(re.sub(r"<[^>]*>", " ", str(title.get("text", "") if isinstance(title, Mapping) else title)))
-    return f"<p>{caption}</p>{html_table(names, ([*row, *[''] * (len(names) - len(row))] for row in rows))}"

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
+from operator import itemgetter
+from typing import Any
 
 from workbench.analysis.curve import curves_of
 from workbench.analysis.pareto import pareto_points
@@ -13,11 +15,12 @@ from workbench.experiment import Experiment
 from workbench.figures import pareto_view, partition_view, pattern_view
 from workbench.figures.curves_view import loss_curves
 from workbench.figures.figure import Figure
-from workbench.figures.measured_step import measured_timeline, timelines
 from workbench.figures.prediction_view import prediction
-from workbench.figures.timeline_view import timeline as predicted_timeline
+from workbench.figures.timeline_view import end_of
+from workbench.figures.timeline_view import timeline as drawn_timeline
 from workbench.planning.plan import Plan
 from workbench.planning.runnable import check_signature
+from workbench.planning.simulation import TimedAction, Timeline, most_in_flight
 from workbench.runs.records.summary import measurements
 from workbench.runs.registry import OneRun, Runs, distinct_names, load_run, load_runs
 
@@ -63,10 +66,38 @@ def show(run: OneRun) -> Figure:
 def timeline(run: OneRun | Plan) -> Figure:
     """Draw the schedule of one step: a plan's prediction, or a run's prediction above a step that it measured."""
     if isinstance(run, Plan):
-        return predicted_timeline(run)
+        return drawn_timeline(run)
     handle = load_run(run)
-    measured = measured_timeline(handle.events())
-    return predicted_timeline(handle.plan) if measured is None else timelines(handle.plan, measured)
+    return drawn_timeline(handle.plan, measured_timeline(handle.events()))
+
+
+def measured_timeline(events: Iterable[Mapping[str, Any]]) -> Timeline | None:
+    """Return the latest step that every pipeline rank recorded in a run's `actions` events; None without one.
+
+    Time counts from the first action of any rank. Ranks of one node share a clock; ranks of several nodes agree as well
+    as the nodes' clocks do.
+    """
+    steps: dict[int, dict[int, Mapping[str, Any]]] = {}
+    for event in events:
+        if event["type"] == "actions":
+            steps.setdefault(int(event["step"]), {})[int(event["rank"])] = event
+    most = max((len(by_rank) for by_rank in steps.values()), default=0)
+    complete = [step for step, by_rank in steps.items() if len(by_rank) == most]
+    if not complete:
+        return None
+    ranks = [event for _, event in sorted(steps[max(complete)].items())]
+    origin_s = min(event["origin_s"] for event in ranks)
+    rows = [(1e3 * (event["origin_s"] - origin_s), event["actions"]) for event in ranks]
+    first = min((delay_ms + start for delay_ms, actions in rows for *_, start, _ in actions), default=0.0)
+    lanes = tuple(
+        tuple(
+            TimedAction(action_type, stage, micro_batch, delay_ms + start - first, delay_ms + end - first)
+            for action_type, stage, micro_batch, start, end in sorted(actions, key=itemgetter(3))
+        )
+        for delay_ms, actions in rows
+    )
+    busy_ms = tuple(sum(action.end_ms - action.start_ms for action in lane) for lane in lanes)
+    return Timeline(lanes, end_of(lanes), busy_ms, tuple(map(most_in_flight, lanes)))
 
 
 @checked_arguments

@@ -10,7 +10,7 @@ import numpy as np
 import plotly.graph_objects as go
 
 from workbench.figures import theme
-from workbench.figures.figure import Figure
+from workbench.figures.figure import Figure, subplots
 from workbench.pipeline_schedules import SCHEDULES
 from workbench.planning.plan import Plan
 from workbench.planning.prediction import timeline as simulated
@@ -31,9 +31,13 @@ LANE = 0.8
 """Height of a lane, as a share of the distance between two lanes."""
 CLEAR = "rgba(0, 0, 0, 0)"
 """Colour of idle time below its hatching: bars keep their colours in a dark theme, where paper is dark."""
+GAP_PX = 56
+"""Height between the two timelines of one figure."""
 FIGURE_SPACE = "\u2007"
 """A space as wide as a digit: labels of equal length vanish together when bars grow narrow."""
 
+BAR_LAYOUT: Mapping[str, Any] = {"barmode": "overlay", "bargap": 0.0, "uniformtext": {"mode": "hide", "minsize": 8}}
+"""Layout of a figure whose only bars are those of timelines."""
 
 Lanes = Sequence[Sequence[TimedAction]]
 """The actions of each pipeline rank."""
@@ -79,34 +83,38 @@ def describe(lanes: Lanes) -> str:
     return f"{length}, bubble {bubble_fraction(lanes):.1%}"
 
 
-def timeline(schedule: Plan | Timeline) -> Figure:
-    """Draw the schedule of one step: that of a plan, predicted from its stages, or any simulated or measured timeline.
+def timeline(plan: Plan, measured: Timeline | None = None) -> Figure:
+    """Draw one step of a plan as predicted and, below it on the same axis of time, as a run has measured it.
 
     Each pipeline rank has a lane. Forward and backward are numbered by micro-batch if there is room; idle time is
     hatched. The figure shows the pipeline alone: the rest of a step (gradient all-reduce, clipping, optimiser) is part
     of the plan's `step_ms` but is not drawn.
     """
-    if isinstance(schedule, Plan):
-        lanes = simulated(schedule).lanes
-        name = SCHEDULES[schedule.schedule].words
-        facts = f"{name}, {schedule.num_microbatches} micro-batches of {schedule.micro_batch}: {describe(lanes)}"
-        title = f"Schedule of {schedule.model}"
+    predicted = simulated(plan).lanes
+    facts = f"{SCHEDULES[plan.schedule].words}, {plan.num_microbatches} micro-batches of {plan.micro_batch}"
+    if measured is None:
+        figure, margin = Figure(), {"t": 86, "b": 86}
+        add_timeline(figure, predicted)
+        height, facts = timeline_height(len(predicted)) + 176, f"{facts}: {describe(predicted)}"
     else:
-        lanes = schedule.lanes
-        facts, title = describe(lanes), "Schedule of one step"
-    figure = Figure()
-    add_timeline(figure, lanes)
-    return figure.laid_out(
-        height=timeline_height(len(lanes)) + 176,
-        title=theme.title(theme.text(title), theme.text(facts)),
-        margin={"t": 86, "b": 86},
-        legend=theme.LEGEND_BELOW,
-        **BAR_LAYOUT,
-    )
-
-
-BAR_LAYOUT: Mapping[str, Any] = {"barmode": "overlay", "bargap": 0.0, "uniformtext": {"mode": "hide", "minsize": 8}}
-"""Layout of a figure whose only bars are those of timelines."""
+        rows: list[tuple[str, Lanes]] = [("predicted", predicted), ("measured", measured.lanes)]
+        heights, margin = [timeline_height(len(lanes)) for _, lanes in rows], {"t": 108, "b": 86}
+        inner = sum(heights) + GAP_PX
+        figure = subplots(
+            rows=2,
+            cols=1,
+            shared_xaxes=True,
+            row_heights=[height / sum(heights) for height in heights],
+            vertical_spacing=GAP_PX / inner,
+            subplot_titles=[f"<b>{word}</b>: {describe(lanes)}" for word, lanes in rows],
+        )
+        add_stacked_timelines(figure, [lanes for _, lanes in rows], first_row=1)
+        figure.update_xaxes(title_text=None, row=1, col=1)
+        figure.update_annotations(x=0, xanchor="left", font={"size": theme.FONT_PX, "color": theme.MUTED})
+        bubbles = [f"{bubble_fraction(lanes):.1%} {word}" for word, lanes in rows]
+        height, facts = inner + 194, f"{facts}; bubble {', '.join(bubbles)}"
+    title = theme.title(theme.text(f"Schedule of {plan.model}"), theme.text(facts))
+    return figure.laid_out(height=height, title=title, margin=margin, legend=theme.LEGEND_BELOW, **BAR_LAYOUT)
 
 
 def timeline_height(num_ranks: int) -> int:

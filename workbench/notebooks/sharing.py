@@ -70,7 +70,7 @@ def share(notebook: PathLike, to: PathLike = "shared", *, runs: Runs | None = No
     _remove_widgets(value)
     reason = add_pictures(value)
     if reason:
-        notes.append(f"Figures that only a browser draws have a table beside them instead of a picture. {reason}")
+        notes.append(f"Figures that only a browser draws have no picture beside them. {reason}")
     notes += _remove_scripts(value)
     notes += _shrink(value)
     for cell in value.cells:  # before JSON escapes the quotes and line ends that a secret may contain

@@ -10,11 +10,7 @@ TAIL = 0.1
 """Share of the steps, at the end, whose mean training loss is the objective of a run without evaluation."""
 HELD_OUT = "held-out loss"
 TRAINING = "mean training loss of the last 10 % of the steps"
-
-
-def describe(evaluates: bool) -> str:
-    """Return what the objective is, in words."""
-    return HELD_OUT if evaluates else TRAINING
+"""The objective in words, with evaluation and without."""
 
 
 def objective(history: History, steps: int, evaluations: Evaluations | None = None) -> float | None:

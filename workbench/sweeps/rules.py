@@ -6,7 +6,6 @@ import math
 from collections.abc import Mapping
 from typing import Any
 
-from workbench.errors import InvalidExperiment
 from workbench.validation import FromZero, Real, checked_value
 
 PRUNERS = ("median", "halving")
@@ -39,22 +38,8 @@ def diverged(above: Any, after: Any = 0) -> Diverged:
     return Diverged(above, after)
 
 
-def check_rule(rule: Any) -> None:
-    """Raise `InvalidExperiment` for a value of `stop` that is no rule."""
-    if rule is not None and not isinstance(rule, Diverged) and rule not in PRUNERS:
-        raise InvalidExperiment(
-            f"stop={rule!r} is no rule. Give wb.sweeps.diverged(above=6.5, after=500), 'median', 'halving' or None.",
-            parameter="stop",
-        )
-
-
-def rule_to_json(rule: Rule) -> Any:
-    """Return the rule as JSON."""
-    return dict(vars(rule)) if isinstance(rule, Diverged) else rule
-
-
 def rule_from_json(value: Any) -> Rule:
-    """Return the rule that `rule_to_json` wrote."""
+    """Return the rule in the settings of a sweep."""
     return Diverged(**value) if isinstance(value, Mapping) else value
 
 

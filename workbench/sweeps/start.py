@@ -23,7 +23,7 @@ from workbench.planning.runnable import captured_model, check_runnable
 from workbench.sweeps.axes import LARGEST_GRID, Axes, Choice
 from workbench.sweeps.directory import Entry, configuration_key, plan_key, profile_key
 from workbench.sweeps.queue import new_queue, start_queue
-from workbench.sweeps.rules import Rule, check_rule, rule_to_json
+from workbench.sweeps.rules import PRUNERS, Diverged, Rule
 from workbench.sweeps.sweep import Sweep
 from workbench.units import duration, is_count
 
@@ -72,8 +72,7 @@ def sweep(
         2
     """
     grid = Axes(experiment, dict(axes))
-    check_rule(stop)
-    _check_numbers(grid, seeds, sampler, trials, runs_per_gpu)
+    _check_options(grid, seeds, sampler, trials, stop, runs_per_gpu)
     choices = list(grid.choices())
     asked = [grid.experiment_of(choice) for choice in choices]
     needed: dict[str, tuple[Choice, Experiment]] = {}
@@ -107,7 +106,7 @@ def sweep(
         "seeds": seed_list,
         "sampler": sampler,
         "trials": trials,
-        "stop": rule_to_json(stop),
+        "stop": dict(vars(stop)) if isinstance(stop, Diverged) else stop,
         "packing": {name: getattr(packed, name) for name in ("side_by_side", "devices_each", "share")} | {"why": why},
         "ahead": AHEAD if sampler == "grid" else 0,
     }
@@ -117,7 +116,12 @@ def sweep(
     return Sweep(folder.path)
 
 
-def _check_numbers(grid: Axes, seeds: Any, sampler: Any, trials: Any, runs_per_gpu: Any) -> None:
+def _check_options(grid: Axes, seeds: Any, sampler: Any, trials: Any, stop: Any, runs_per_gpu: Any) -> None:
+    if stop is not None and not isinstance(stop, Diverged) and stop not in PRUNERS:
+        raise InvalidExperiment(
+            f"stop={stop!r} is no rule. Give wb.sweeps.diverged(above=6.5, after=500), 'median', 'halving' or None.",
+            parameter="stop",
+        )
     if not is_count(seeds) or seeds > LARGEST_GRID:
         raise InvalidExperiment(f"seeds={seeds!r} is not a number of seeds. Give 1 to {LARGEST_GRID:,}.")
     if not is_count(runs_per_gpu) or runs_per_gpu > MOST_RUNS_PER_GPU:

@@ -99,7 +99,11 @@ class Supervisor:
     def _fill(self) -> bool:
         """Launch runs while there is room; return True if more are to come."""
         while len(self.active) < self.slots + self.ahead:
-            entry = self._next()
+            queue = self.directory.queue()
+            left = (e for e in queue if e.index not in self.active and self.directory.result(e) is None)
+            entry = next(left, None)
+            if entry is None and self.study and self.trials:
+                entry = self._sample(self.study, queue)
             if entry is None:
                 return False
             try:
@@ -107,13 +111,6 @@ class Supervisor:
             except WorkbenchError as error:  # a run that cannot start must not end the others
                 self.directory.write_result(entry, Result("failed", None, 0, 0.0, reason=str(error)))
         return True
-
-    def _next(self) -> Entry | None:
-        queue = self.directory.queue()
-        for entry in queue:
-            if entry.index not in self.active and self.directory.result(entry) is None:
-                return entry
-        return self._sample(self.study, queue) if self.study and self.trials else None
 
     def _sample(self, study: Study, queue: list[Entry]) -> Entry | None:
         """Let the sampler choose the next configuration, and queue it with every seed."""

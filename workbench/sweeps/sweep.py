@@ -15,7 +15,7 @@ from workbench.errors import InvalidArgument
 from workbench.runs.records.follow import Follower
 from workbench.runs.run import Run
 from workbench.sweeps.directory import Entry, configuration_key
-from workbench.sweeps.objective import describe
+from workbench.sweeps.objective import HELD_OUT, TRAINING
 from workbench.sweeps.queue import POLL_S, Queue, find_queue
 from workbench.sweeps.rules import rule_from_json, why_none
 from workbench.tables import html_table, text_table
@@ -68,7 +68,7 @@ class Sweep(Queue):
     @property
     def objective(self) -> str:
         """Return the number that is compared, in words."""
-        return describe(self.evaluates)
+        return HELD_OUT if self.evaluates else TRAINING
 
     @property
     def evaluates(self) -> bool:
