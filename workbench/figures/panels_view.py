@@ -102,24 +102,37 @@ def panels(
         is_lowest = position + columns >= len(names)
         x_title = axes[x].title if is_lowest else None
         x_axis: dict[str, Any] = {"title_text": x_title, "rangemode": "tozero", "range": window}
-        y_axis: dict[str, Any] = {"rangemode": "tozero"}
         if name == "memory":
-            traces: Sequence[Any] = memory_traces(curves, peaks)
             num_ranks = max(map(len, peaks), default=0)
             x_axis = {"title_text": "rank", "showgrid": False, "dtick": 1 if num_ranks <= 8 else None}
-        elif name == "utilization":
-            traces = utilization_view.utilization_traces(curves, usage, x, preparation, window)
-            y_axis = {"range": [0, 105], "nticks": 6}
-        elif name in metrics:
-            traces, y_axis = metric_traces(curves, name, x, preparation, window), {"nticks": 6}
-        else:
-            prepared = prepare(name) if prepare else preparation.prepare_all(curves, name)
-            traces = rate_traces(prepared, name, x, smoothing > 0, window)
-            y_axis |= _rate_axis(prepared, name)
+        traces, y_axis = panel(name, curves, peaks, usage, x, preparation, window, prepare)
         figure.add_traces(traces, rows=row, cols=col)
         figure.update_xaxes(row=row, col=col, **x_axis)
         figure.update_yaxes(row=row, col=col, **y_axis)
     return _laid_out(figure, rows)
+
+
+def panel(
+    name: str,
+    curves: Sequence[Curve],
+    peaks: Peaks,
+    usage: utilization_view.Usage,
+    x: str,
+    preparation: Preparation,
+    window: Window,
+    prepare: Callable[[str], Sequence[PreparedCurve]] | None,
+) -> tuple[Sequence[Any], dict[str, Any]]:
+    """Return the traces of a panel and the layout of its y axis; the arguments are those of `panels`."""
+    if name == "memory":
+        return memory_traces(curves, peaks), {"rangemode": "tozero"}
+    if name == "utilization":
+        traces = utilization_view.utilization_traces(curves, usage, x, preparation, window)
+        return traces, {"range": [0, 105], "nticks": 6}
+    if name in metrics_of(curves):
+        return metric_traces(curves, name, x, preparation, window), {"nticks": 6}
+    prepared = prepare(name) if prepare else preparation.prepare_all(curves, name)
+    traces = rate_traces(prepared, name, x, preparation.width > 0, window)
+    return traces, {"rangemode": "tozero", **_rate_axis(prepared, name)}
 
 
 def _laid_out(figure: Figure, rows: int) -> Figure:
@@ -151,46 +164,31 @@ def rate_traces(
     curves: Sequence[PreparedCurve], name: str, x: str, smooth: bool, window: Window = None
 ) -> list[go.Scatter]:
     """Return two traces per run, raw values and moving average of one column; empty ones for a run without it."""
-    points = rate_points(curves, name, x, smooth, window)
-    pairs = zip(curves, points[::2], points[1::2], strict=True)
-    return [trace for pair in pairs for trace in utilization_view.spread_and_mean(*pair, "%{y:.4~g}")]
-
-
-def rate_points(
-    curves: Sequence[PreparedCurve], name: str, x: str, smooth: bool, window: Window = None
-) -> list[dict[str, Array]]:
-    """Return `x` and `y` of each of `rate_traces`: the only fields of them that change as a run goes on."""
-    factor = PANELS[name].scale if name in PANELS else 1.0
-    points = []
+    factor, traces = PANELS[name].scale if name in PANELS else 1.0, []
     for whole in curves:
         curve = whole.focused(x, window, PANEL_POINTS)
         raw, line = curve.raw_index if smooth else curve.raw_index[:0], curve.line_index
-        heights = curve.line if smooth else curve.raw
-        points.append({"x": curve.x[x][raw], "y": factor * curve.raw[raw]})
-        points.append({"x": curve.x[x][line], "y": factor * heights[line]})
-    return points
+        spread = {"x": curve.x[x][raw], "y": factor * curve.raw[raw]}
+        mean = {"x": curve.x[x][line], "y": factor * (curve.line if smooth else curve.raw)[line]}
+        traces += utilization_view.spread_and_mean(whole, spread, mean, "%{y:.4~g}")
+    return traces
 
 
 def metric_traces(
     curves: Sequence[Curve], name: str, x: str, preparation: Preparation, window: Window = None
 ) -> list[go.Scatter]:
     """Return two traces per run, of which the first is empty: a metric has one value per evaluation, not averaged."""
-    prepared = metric_curves(curves, name, preparation)
-    marker = {"size": 5, "symbol": "diamond"}
-    return [
-        trace.update(mode="lines+markers", marker={"color": trace.line.color, **marker})
-        for trace in rate_traces(prepared, name, x, False, window)
-    ]
-
-
-def metric_curves(curves: Sequence[Curve], name: str, preparation: Preparation) -> list[PreparedCurve]:
-    """Return a metric of every run, ready to draw; without points for a run that has not computed it."""
     held_out = [
         Curve(curve.name, {} if found is None else found.columns, curve.color or theme.series_color(index))
         for index, curve in enumerate(curves)
         for found in [evaluations_of(curve)]
     ]
-    return replace(preparation, width=0.0).prepare_all(held_out, name)
+    prepared = replace(preparation, width=0.0).prepare_all(held_out, name)
+    marker = {"size": 5, "symbol": "diamond"}
+    return [
+        trace.update(mode="lines+markers", marker={"color": trace.line.color, **marker})
+        for trace in rate_traces(prepared, name, x, False, window)
+    ]
 
 
 def memory_traces(curves: Sequence[Curve], peaks: Peaks) -> list[go.Bar | go.Scatter]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -12,7 +13,7 @@ import ipywidgets as widgets
 import numpy as np
 import plotly.graph_objects as go
 
-from workbench.analysis.curve import Curve, metrics_of, shared_axes
+from workbench.analysis.curve import Curve, shared_axes
 from workbench.columns import AxisUnit
 from workbench.figures import theme
 from workbench.figures.curves_view import (
@@ -25,17 +26,8 @@ from workbench.figures.curves_view import (
 )
 from workbench.figures.figure import Figure
 from workbench.figures.legend_placement import corner_of, place_legend
-from workbench.figures.panels_view import (
-    PANEL_POINTS,
-    Window,
-    memory_traces,
-    metric_curves,
-    panel_names,
-    panels,
-    rate_points,
-)
+from workbench.figures.panels_view import PANEL_POINTS, Window, panel, panel_names, panels
 from workbench.figures.prepared_curve import TRACE_ROLES, Preparation, PreparedCurve, map_in_threads, points_per_trace
-from workbench.figures.utilization_view import utilization_traces
 from workbench.widgets.dashboard_row import respond_while_busy
 from workbench.widgets.plot import GrowingPlot, growing_plot
 from workbench.widgets.run_reader import Snapshot
@@ -44,6 +36,8 @@ PANELS_S = 1.0
 """Seconds between two updates of the panels, whose rates and memory change slowly."""
 LIVE_POINTS = 6_000
 """Number of points in the raw traces of all runs together that a browser redraws smoothly while the user drags."""
+CHANGING = ("x", "y", "customdata")
+"""Fields of a panel's traces that change as a run goes on."""
 WIDTH_STEP = 1.02
 """Factor by which the smoothing width must grow before the averages of all runs are computed again."""
 
@@ -268,21 +262,10 @@ class LivePanelsFigure:
             self._rebuild(names, panels(curves, peaks, x, settings.smoothing, names, window, usage, prepare))
         if self.figure is None or self._widget is None:
             return
-        fresh: list[Mapping[str, Any]] = []
-        metrics = metrics_of(curves)
-        for name in names:
-            if name == "memory":
-                fresh += map(_changing_fields, memory_traces(curves, peaks))
-            elif name in metrics:
-                preparation = Preparation.of(curves, 0.0, {x: unit.scale}, PANEL_POINTS)
-                fresh += rate_points(metric_curves(curves, name, preparation), name, x, False, window)
-            elif name == "utilization":
-                preparation = Preparation.of(curves, settings.smoothing, {x: unit.scale}, PANEL_POINTS)
-                fresh += map(_changing_fields, utilization_traces(curves, usage, x, preparation, window))
-            else:
-                fresh += rate_points(prepare(name), name, x, settings.smoothing > 0, window)
-        for trace, fields in zip(self.figure.data, fresh, strict=True):
-            _set_fields(trace, fields)
+        preparation = Preparation.of(curves, settings.smoothing, {x: unit.scale}, PANEL_POINTS)
+        made = (panel(name, curves, peaks, usage, x, preparation, window, prepare)[0] for name in names)
+        for trace, fresh in zip(self.figure.data, itertools.chain.from_iterable(made), strict=True):
+            _set_fields(trace, {name: fresh[name] for name in CHANGING if fresh[name] is not None})
         for position, name in enumerate(names):
             if name != "memory":
                 axis = self.figure.layout[f"xaxis{position + 1 if position else ''}"]
@@ -298,12 +281,6 @@ class LivePanelsFigure:
         self.box.children = (self._widget,) if self._widget is not None else ()
         if old is not None:
             old.close()
-
-
-def _changing_fields(trace: go.Bar | go.Scatter) -> dict[str, Any]:
-    """Return the fields of a trace that change while a run trains."""
-    fields = {"x": trace.x, "y": trace.y}
-    return {**fields, "customdata": trace.customdata} if trace.meta in ("memory", "utilization") else fields
 
 
 def _update_axis(axis: Any, title: str, log_x: bool, window: Window) -> None:
