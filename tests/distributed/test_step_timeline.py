@@ -12,7 +12,7 @@ from tests.distributed.real_worker import experiment, plan, trained
 from workbench.execution.step_timeline import FIRST_RECORDED
 from workbench.figures.run_views import measured_timeline
 from workbench.figures.timeline_view import timeline
-from workbench.planning.prediction import timeline as predicted
+from workbench.planning.prediction import timeline as simulated
 from workbench.rundir import read_events
 
 
@@ -32,7 +32,7 @@ def test_a_recorded_step_ran_the_schedule_that_the_plan_draws(tmp_path: Path, sc
     ]
     measured = measured_timeline(events)
     assert measured is not None
-    for planned_lane, measured_lane in zip(predicted(chosen).lanes, measured.lanes, strict=True):
+    for planned_lane, measured_lane in zip(simulated(chosen).lanes, measured.lanes, strict=True):
         order = [(a.type, a.stage, a.micro_batch) for a in planned_lane]
         assert [(a.type, a.stage, a.micro_batch) for a in measured_lane] == order
         assert all(a.end_ms <= b.start_ms for a, b in itertools.pairwise(measured_lane))

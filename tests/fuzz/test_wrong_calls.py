@@ -250,7 +250,7 @@ def world(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, Any]]:
         for module in (importlib.import_module(f"workbench.{name}") for name in names):
             patch.setattr(module, "profile_and_cluster", lambda _, given: (costs, given or cluster))
         captured = wb.planning.graph(experiment)
-        patch.setattr(importlib.import_module("workbench.analysis.flops"), "graph", lambda _: captured)
+        patch.setattr(importlib.import_module("workbench.analysis.pareto"), "graph", lambda _: captured)
         plan = wb.plan(experiment, cluster)
         yield {"experiment": experiment, "cluster": cluster, "plan": plan, "run": _run(folder, experiment, plan)}
 

@@ -22,11 +22,10 @@ from workbench.figures.curves_view import loss_curves
 from workbench.figures.figure import NOTEBOOK_PX, has_twin, picture
 from workbench.figures.pages import PLOTLY_MIME, add_pictures
 from workbench.figures.panels_view import panels
-from workbench.figures.pareto_view import pareto
 from workbench.figures.partition_view import partition
-from workbench.figures.pattern_view import LOOKS, pattern
 from workbench.figures.plan_view import show_plan
 from workbench.figures.prediction_view import prediction
+from workbench.figures.sparsity_views import LOOKS, pareto, pattern
 from workbench.figures.timeline_view import timeline
 from workbench.runs.records.patterns import Patterns
 

@@ -13,7 +13,7 @@ from tests.unit.test_figures_live import end, eventually, start_run, train
 from tests.unit.test_lab import ask, server  # noqa: F401
 from workbench.errors import RunNotFound
 from workbench.lab import run_index
-from workbench.lab.run_curves import failures_of, figures_of, labels_by_difference
+from workbench.lab.run_handlers import failures_of, figures_of, labels_by_difference
 from workbench.lab.run_index import RunIndex, own_run
 from workbench.rundir import RunDir, append_event, known_runs_roots, note_runs_root, write_json, write_record
 from workbench.runs.launching.device_sampler import Sample, write_sample

@@ -8,8 +8,7 @@ import numpy as np
 import pytest
 
 import workbench as wb
-from workbench.analysis.entropy import masked_loss
-from workbench.analysis.plateau import MARGIN, left_plateau, stop_on_plateau
+from workbench.analysis.plateau import MARGIN, left_plateau, masked_loss, stop_on_plateau
 from workbench.errors import DataError, InvalidExperiment, WorkbenchError
 from workbench.runs.run import Run
 

@@ -17,9 +17,8 @@ from workbench.analysis.pareto import ParetoPoint
 from workbench.capture.sparse_matrices import product_flops, sparse_matrices
 from workbench.errors import InvalidExperiment, UnknownParameter
 from workbench.experiment import Experiment
-from workbench.figures.pareto_view import pareto
-from workbench.figures.pattern_view import LOOKS, exploration
-from workbench.figures.pattern_view import pattern as draw_pattern
+from workbench.figures.sparsity_views import LOOKS, exploration, pareto
+from workbench.figures.sparsity_views import pattern as draw_pattern
 from workbench.planning.profiling import graph
 from workbench.planning.runnable import check_sparsity
 from workbench.rundir import event_line

@@ -1,10 +1,6 @@
 """The public names of the room, listed once."""
 
 from .contrast import Contrast as Contrast
-from .entropy import ContextFree as ContextFree
-from .entropy import context_free as context_free
-from .flops import SampleFlops as SampleFlops
-from .flops import sample_flops as sample_flops
 from .ladder import LadderPoint as LadderPoint
 from .ladder import PairExpectation as PairExpectation
 from .ladder import ScalingLaw as ScalingLaw
@@ -16,7 +12,11 @@ from .laws import CHINCHILLA as CHINCHILLA
 from .laws import KAPLAN as KAPLAN
 from .laws import ChinchillaLaw as ChinchillaLaw
 from .laws import KaplanLaw as KaplanLaw
+from .pareto import SampleFlops as SampleFlops
+from .pareto import sample_flops as sample_flops
+from .plateau import ContextFree as ContextFree
 from .plateau import Departure as Departure
+from .plateau import context_free as context_free
 from .plateau import left_plateau as left_plateau
 from .plateau import stop_on_plateau as stop_on_plateau
 from .seed_contrast import SeedContrast as SeedContrast

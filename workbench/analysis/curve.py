@@ -20,7 +20,6 @@ Array = NDArray[np.float64]
 Indices = NDArray[np.int64]
 X_AXES = {column.axis.name or column.axis.column: column.axis for column in COLUMNS.values() if column.axis is not None}
 """The x axes by the name that `x=` takes; menus list them in this order."""
-
 COST_AXES = ("tokens", "flops", "gpu_hours", "time")
 """Axes at whose equal values `standings` compares runs, in the order of its table."""
 

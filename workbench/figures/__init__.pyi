@@ -13,7 +13,7 @@ from .run_views import pareto as pareto
 from .run_views import partition as partition
 from .run_views import pattern as pattern
 from .run_views import timeline as timeline
-from .seed_bands_view import seed_bands as seed_bands
 from .sweep_view import best_so_far as best_so_far
 from .sweep_view import heat_map as heat_map
 from .sweep_view import parallel_coordinates as parallel_coordinates
+from .sweep_view import seed_bands as seed_bands

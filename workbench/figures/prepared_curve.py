@@ -25,7 +25,6 @@ CONTEXT_POINTS = 200
 MAX_GAPS = 100
 """Largest number of gaps of a curve that are kept and marked."""
 Result = TypeVar("Result")
-
 TRACE_ROLES = ("raw", "line", "nan", "evaluation", "mark", "end")
 """Traces of one curve from back to front: values, their average, starts of gaps, held-out losses, events, the last
 value."""

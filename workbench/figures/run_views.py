@@ -12,7 +12,7 @@ from workbench.analysis.smoothing import SMOOTHING
 from workbench.arguments import checked_arguments
 from workbench.errors import InvalidArgument
 from workbench.experiment import Experiment
-from workbench.figures import pareto_view, partition_view, pattern_view
+from workbench.figures import partition_view, sparsity_views
 from workbench.figures.curves_view import loss_curves
 from workbench.figures.figure import Figure
 from workbench.figures.prediction_view import prediction
@@ -124,7 +124,7 @@ def pareto(runs: Runs, published: Mapping[str, tuple[float, float]] | None = Non
 
     Raises `InvalidExperiment` for runs without held-out losses, and for models and data of one's own.
     """
-    return pareto_view.pareto(pareto_points(load_runs(runs)), published)
+    return sparsity_views.pareto(pareto_points(load_runs(runs)), published)
 
 
 @checked_arguments
@@ -134,7 +134,7 @@ def pattern(run: OneRun) -> Figure:
     patterns = handle.patterns()
     if not len(patterns):
         raise InvalidArgument(f"{handle.name} has dense weights, or has not begun. Give a run with a sparsity.")
-    return pattern_view.pattern(patterns, handle.name)
+    return sparsity_views.pattern(patterns, handle.name)
 
 
 @checked_arguments
@@ -142,4 +142,4 @@ def exploration(runs: Runs) -> Figure:
     """Draw the share of blocks that sparse runs have explored, and the prune ratio, over the steps."""
     handles = load_runs(runs)
     named = dict(zip(distinct_names(handles), (run.patterns() for run in handles), strict=True))
-    return pattern_view.exploration({name: patterns for name, patterns in named.items() if len(patterns)})
+    return sparsity_views.exploration({name: patterns for name, patterns in named.items() if len(patterns)})

@@ -12,8 +12,14 @@ from typing import Any
 
 from workbench.arguments import checked_arguments
 from workbench.errors import WorkbenchError
-from workbench.figures.pages import PLOTLY_MIME, WIDGET_MIME, add_pictures, notebook_to_html, read_notebook
-from workbench.figures.sanitizing import harmless_html
+from workbench.figures.pages import (
+    PLOTLY_MIME,
+    WIDGET_MIME,
+    add_pictures,
+    harmless_html,
+    notebook_to_html,
+    read_notebook,
+)
 from workbench.notebooks.executing import check_not_overwritten
 from workbench.notebooks.record import KEY, Record, runs_shown_in
 from workbench.runs.records.secrets import MASK, masked, masked_words, secrets
