@@ -1,4 +1,4 @@
-"""What a training costs in FLOPs, and Pareto fronts: of finished runs in loss and cost, of plans in memory and time."""
+"""Cost of a training in FLOPs, and Pareto fronts: of finished runs in loss and cost, of plans in memory and time."""
 
 from __future__ import annotations
 

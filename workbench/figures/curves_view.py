@@ -335,12 +335,11 @@ def _traces(
         "mark": _mark_fields(curve, x, line),
         "end": _end_fields(curve, x, line, label_position, y == "loss", top),
     }
-    name = theme.text(theme.short(curve.name))
+    shared = {"legendgroup": curve.key, "name": theme.text(theme.short(curve.name))}
     return [  # all at once: a field that is set later takes plotly as long as a trace
         go.Scatter(
             **fields[role],
-            legendgroup=curve.key,
-            name=name,
+            **shared,
             meta=role,
             zorder=0 if role == "end" else layer,  # only text in the lowest layer may leave the plot
             showlegend=role == "line",
