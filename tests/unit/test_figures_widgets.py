@@ -59,7 +59,7 @@ def test_of_many_moves_of_a_slider_the_last_one_is_shown() -> None:
 
 
 def test_plots_send_plotly_js_once_for_a_kernel_and_load_it_outside_of_their_module() -> None:
-    first, second = Plot(), growing_plot(go.Figure())
+    first, second = Plot(), growing_plot(go.Layout(), [])
     assert len(first._esm) < 20_000, "anywidget allows the module of a widget two seconds to load"
     assert first.library is second.library
     assert first.get_state(["library"]) == {"library": f"IPY_MODEL_{first.library.model_id}"}

@@ -282,36 +282,24 @@ def curve_traces(
     return traces if complete else [trace for trace in traces if len(trace.x) or trace.meta == "line"]
 
 
-def visible_points(curve: PreparedCurve, x: str, smooth: bool) -> dict[str, dict[str, Any]]:
-    """Return the fields of a run's `raw` and `line` traces that change with the visible stretch of the x axis."""
-    raw, line = curve.points("raw") if smooth else np.empty(0, dtype=np.int64), curve.points("line")
-    heights = curve.line if smooth else curve.raw
-    return {
-        "raw": {"x": curve.x[x][raw], "y": curve.raw[raw]},
-        "line": {"x": curve.x[x][line], "y": heights[line], "customdata": curve.hover},
-    }
-
-
 def _traces(
     curve: PreparedCurve, x: str, y: str, smooth: bool, label_position: str | None, top: float | None
 ) -> list[go.Scatter]:
     """Return one trace of each role with one legend entry for all."""
     line = curve.line if smooth else curve.raw
-    visible = visible_points(curve, x, smooth)
+    shown, at = curve.points("line"), curve.points("raw") if smooth else curve.gaps[:0]
     held_out = curve.evaluations.get("eval_loss", np.empty(0))
     line_color = theme.pale(curve.color, 0.35) if len(held_out) else curve.color
     before = " (raw %{customdata[0]:.4g})" if smooth else ""
     tokens = " · %{customdata[2]:.3s} tokens" if np.isfinite(curve.hover[:, 2]).any() else ""
+    pale = {"color": theme.pale(curve.color, 0.62), "width": 1}
     few = y not in COLUMNS or np.isfinite(curve.raw).sum() == 1
     fields: dict[str, dict[str, Any]] = {
-        "raw": {
-            **visible["raw"],
-            "mode": "lines",
-            "line": {"color": theme.pale(curve.color, 0.62), "width": 1},
-            "hoverinfo": "skip",
-        },
+        "raw": {"x": curve.x[x][at], "y": curve.raw[at], "mode": "lines", "line": pale, "hoverinfo": "skip"},
         "line": {
-            **visible["line"],
+            "x": curve.x[x][shown],
+            "y": line[shown],
+            "customdata": curve.hover,
             "mode": "lines+markers" if few else "lines",
             "line": {"color": line_color, "width": 2.2, "dash": curve.dash},
             "marker": {"color": curve.color, "size": 7},

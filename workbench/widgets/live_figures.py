@@ -5,13 +5,12 @@ from __future__ import annotations
 import itertools
 import math
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any, NamedTuple
 
 import ipywidgets as widgets
 import numpy as np
-import plotly.graph_objects as go
 
 from workbench.analysis.curve import Curve, shared_axes
 from workbench.columns import AxisUnit
@@ -22,7 +21,6 @@ from workbench.figures.curves_view import (
     loss_layout,
     mark_key,
     settled_range,
-    visible_points,
 )
 from workbench.figures.figure import Figure
 from workbench.figures.legend_placement import corner_of, place_legend
@@ -93,16 +91,21 @@ class LiveLossFigure:
         curves = [snapshot.curve for snapshot in snapshots]
         x, unit = shared_axis(curves, settings.x)
         self._x_title = unit.title
-        self.figure = loss_layout(curves, x)
-        self.figure.update_layout(margin={"t": 36, "b": 40}, height=400, autosize=True)  # plotly's buttons need the top
+        self._layout = loss_layout(curves, x).layout
+        self._layout.update(margin={"t": 36, "b": 40}, height=400, autosize=True)  # plotly's buttons need the top
         prepared, smooth = self._prepare(snapshots, x, unit, settings.smoothing), settings.smoothing > 0
         top = _upper_end(prepared, settings.log_y)
-        self.figure.add_traces(curve_traces(prepared, x, "loss", smooth=smooth, complete=True, top=top))
+        self._traces = curve_traces(prepared, x, "loss", smooth=smooth, complete=True, top=top)
         self._shown: list[tuple[PreparedCurve, Window, bool]] = [(curve, None, smooth) for curve in prepared]
-        self.widget = growing_plot(self.figure)
+        self.widget = growing_plot(self._layout, self._traces)
         self._x = x
         self.widget.observe(lambda _: on_zoom(), names=("visible", "hovered"))
         respond_while_busy(self.widget)
+
+    @property
+    def figure(self) -> Figure:
+        """The curves as they were last drawn."""
+        return Figure(self._traces, self._layout)
 
     @property
     def window(self) -> Window:
@@ -110,7 +113,7 @@ class LiveLossFigure:
         if self.widget.visible is None:
             return None
         low, high = sorted(self.widget.visible)
-        return (10**low, 10**high) if self.figure.layout.xaxis.type == "log" else (low, high)
+        return (10**low, 10**high) if self._layout.xaxis.type == "log" else (low, high)
 
     def hovered_step(self, index: int) -> float:
         """Return the step of a run under the pointer; infinity before the pointer was over the figure."""
@@ -123,53 +126,33 @@ class LiveLossFigure:
     def draw(self, snapshots: Sequence[Snapshot], settings: CurveSettings) -> None:
         """Update every run's curve, with points chosen for the visible part of the x axis."""
         x, unit = shared_axis([snapshot.curve for snapshot in snapshots], settings.x)
-        if unit.title != self._x_title or (self.figure.layout.xaxis.type == "log") != settings.log_x:
+        if unit.title != self._x_title or (self._layout.xaxis.type == "log") != settings.log_x:
             self.widget.visible = None
         window = self.window
         whole = self._prepare(snapshots, x, unit, settings.smoothing)
         top = _upper_end(whole, settings.log_y)
-        redrawn = self._update_traces(whole, x, settings.smoothing > 0, window, top)
+        smooth, roles = settings.smoothing > 0, len(TRACE_ROLES)
+        visible = [curve.focused(x, window, _live_points(len(whole))) for curve in whole]
+        self._traces = curve_traces(visible, x, "loss", smooth=smooth, complete=True, top=top)
+        before, self._shown = self._shown, [(curve, window, smooth) for curve in whole]
+        changed = [old[0] is not new[0] or old[1:] != new[1:] for old, new in zip(before, self._shown, strict=True)]
+        redrawn = {  # the last trace of a run, the label at its end, stands where those of the other runs leave room
+            at: trace for at, trace in enumerate(self._traces) if changed[at // roles] or at % roles == roles - 1
+        }
         self._update_layout(unit.title, settings)
-        legend = self.figure.layout.legend
+        legend = self._layout.legend
         if legend.orientation is None and window is None:
             preferred = corner_of(legend)  # the legend moves only if a curve has come to run through it
-            place = place_legend(self.figure.data, log_x=settings.log_x, log_y=settings.log_y, preferred=preferred)
+            place = place_legend(self._traces, log_x=settings.log_x, log_y=settings.log_y, preferred=preferred)
             legend.update(place)
         self._x = x
         self.widget.tells_hover = any(len(snapshot.texts) for snapshot in snapshots)
-        self.widget.show(self.figure, sorted(redrawn))
-
-    def _update_traces(
-        self, whole: Sequence[PreparedCurve], x: str, smooth: bool, window: Window, top: float | None
-    ) -> set[int]:
-        """Update the traces of changed runs, and the visible points of all runs; return the indices of both."""
-        visible = [curve.focused(x, window, _live_points(len(whole))) for curve in whole]
-        changed = [shown[0] is not curve or shown[2] != smooth for shown, curve in zip(self._shown, whole, strict=True)]
-        fresh = curve_traces(visible, x, "loss", smooth=smooth, complete=True, top=top) if any(changed) else []
-        redrawn = set[int]()
-        for index, curve in enumerate(whole):
-            first, end = index * len(TRACE_ROLES), (index + 1) * len(TRACE_ROLES)
-            if changed[index]:
-                for trace, source in zip(self.figure.data[first:end], fresh[first:end], strict=True):
-                    _copy_changing_fields(source, trace)
-                redrawn.update(range(first, end))
-            elif self._shown[index][1] != window:
-                points = visible_points(visible[index], x, smooth)
-                for number in range(first, end):
-                    trace = self.figure.data[number]
-                    if trace.meta in points:
-                        _set_fields(trace, points[trace.meta])
-                        redrawn.add(number)
-            elif fresh:  # the position of a label at a curve's end depends on the other curves
-                _copy_changing_fields(fresh[end - 1], self.figure.data[end - 1])
-                redrawn.add(end - 1)
-            self._shown[index] = (curve, window, smooth)
-        return redrawn
+        self.widget.redraw(self._layout, redrawn)
 
     def _update_layout(self, x_title: str, settings: CurveSettings) -> None:
         """Set titles and types of the axes; plotly.js keeps a zoom as long as `uirevision` stays the same."""
         self._x_title = x_title
-        self.figure.layout.xaxis.update(
+        self._layout.xaxis.update(
             title={"text": x_title},
             unifiedhovertitle={"text": hover_title(x_title)},
             type="log" if settings.log_x else "linear",
@@ -180,7 +163,7 @@ class LiveLossFigure:
         y_range = settled_range(self._latest, settings.log_y)
         ticks = theme.LOG_TICKS if settings.log_y else None
         look = {"range": y_range, "autorange": y_range is None, "tickformat": ticks}
-        self.figure.layout.yaxis.update(type=y_type, uirevision=str(settings.log_y), **look)
+        self._layout.yaxis.update(type=y_type, uirevision=str(settings.log_y), **look)
 
     def static_figure(self, snapshots: Sequence[Snapshot], settings: CurveSettings) -> Figure:
         """Return a new figure with the whole curves as they were last drawn."""
@@ -189,7 +172,7 @@ class LiveLossFigure:
         figure = loss_layout(curves, x)
         y_range, top = settled_range(self._latest, settings.log_y), _upper_end(self._latest, settings.log_y)
         figure.add_traces(curve_traces(self._latest, x, "loss", smooth=settings.smoothing > 0, top=top))
-        figure.layout.legend = self.figure.layout.legend
+        figure.layout.legend = self._layout.legend
         figure.update_layout(yaxis={"type": "log" if settings.log_y else "linear", "range": y_range})
         return figure
 
@@ -213,22 +196,6 @@ def _upper_end(curves: Sequence[PreparedCurve], log_y: bool) -> float | None:
 def _live_points(num_runs: int) -> int:
     """Return the largest number of points of each raw trace."""
     return min(points_per_trace(num_runs), max(600, LIVE_POINTS // max(1, num_runs)))
-
-
-def _set_fields(trace: go.Scatter, fields: Mapping[str, Any]) -> None:
-    for name, value in fields.items():
-        trace[name] = value
-
-
-def _copy_changing_fields(source: go.Scatter, trace: go.Scatter) -> None:
-    """Copy the fields that change while a run trains; setting any other field would send it again."""
-    by_role = {
-        "line": ("customdata", "mode", "hovertemplate", "line"),
-        "mark": ("customdata", "marker"),
-        "end": ("text", "mode", "textposition"),
-    }
-    for name in ("x", "y", *by_role.get(source.meta, ())):
-        trace[name] = source[name]
 
 
 class LivePanelsFigure:
@@ -265,18 +232,20 @@ class LivePanelsFigure:
         preparation = Preparation.of(curves, settings.smoothing, {x: unit.scale}, PANEL_POINTS)
         made = (panel(name, curves, peaks, usage, x, preparation, window, prepare)[0] for name in names)
         for trace, fresh in zip(self.figure.data, itertools.chain.from_iterable(made), strict=True):
-            _set_fields(trace, {name: fresh[name] for name in CHANGING if fresh[name] is not None})
+            for field in CHANGING:
+                if fresh[field] is not None:
+                    trace[field] = fresh[field]
         for position, name in enumerate(names):
             if name != "memory":
                 axis = self.figure.layout[f"xaxis{position + 1 if position else ''}"]
                 _update_axis(axis, unit.title, settings.log_x, window)
-        self._widget.show(self.figure)
+        self._widget.redraw(self.figure.layout, dict(enumerate(self.figure.data)))
 
     def _rebuild(self, names: list[str], figure: Figure) -> None:
         self._names = names
         old, self._widget, self.figure = self._widget, None, None
         if names:
-            self.figure, self._widget = figure, growing_plot(figure, displayModeBar=False)
+            self.figure, self._widget = figure, growing_plot(figure.layout, figure.data, displayModeBar=False)
             respond_while_busy(self._widget)
         self.box.children = (self._widget,) if self._widget is not None else ()
         if old is not None:

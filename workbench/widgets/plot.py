@@ -14,7 +14,7 @@ from __future__ import annotations
 import base64
 import gzip
 import json
-from collections.abc import Iterable
+from collections.abc import Mapping, Sequence
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -91,22 +91,24 @@ class Plot(anywidget.AnyWidget):
 class GrowingPlot(Plot):
     """A plot with a fixed number of traces, of which only the changed ones are sent. `growing_plot` makes one."""
 
-    def show(self, figure: go.Figure, changed: Iterable[int] | None = None) -> None:
-        """Draw the figure's present state; `changed` holds the indices of traces that may differ (default: all)."""
+    def redraw(self, layout: go.Layout, traces: Mapping[int, Any]) -> None:
+        """Draw the figure with this layout and these traces, by their index; the others stay as they are."""
+        frame = json.loads(self.figure)
         with self.hold_sync():
-            self.figure = _frame_json(figure, json.loads(self.figure)["config"])
-            for index in range(len(figure.data)) if changed is None else changed:
-                setattr(self, f"trace_{index}", _trace_json(figure.data[index]))
+            self.figure = _frame_json(layout, frame["traces"], frame["config"])
+            for index, trace in traces.items():
+                setattr(self, f"trace_{index}", _trace_json(trace))
 
 
-def growing_plot(figure: go.Figure, **config: Any) -> GrowingPlot:
-    """Return a widget that holds the whole figure from its first message on.
+def growing_plot(layout: go.Layout, shown: Sequence[Any], **config: Any) -> GrowingPlot:
+    """Return a widget that holds the whole figure, its layout and the traces shown, from its first message on.
 
     `config` holds options of plotly.js, which override those of `theme.CONFIG`.
     """
-    traces = {f"trace_{index}": _trace_json(trace) for index, trace in enumerate(figure.data)}
+    traces = {f"trace_{index}": _trace_json(trace) for index, trace in enumerate(shown)}
     widget_class = type("GrowingPlot", (GrowingPlot,), {name: traitlets.Unicode().tag(sync=True) for name in traces})
-    widget: GrowingPlot = widget_class(figure=_frame_json(figure, {**theme.CONFIG, **config}), **traces)
+    frame = _frame_json(layout, len(traces), {**theme.CONFIG, **config})
+    widget: GrowingPlot = widget_class(figure=frame, **traces)
     return widget
 
 
@@ -114,10 +116,10 @@ def _figure_json(figure: go.Figure) -> str:
     return json.dumps({**json.loads(figure.to_json()), "config": {**theme.CONFIG, "displayModeBar": False}})
 
 
-def _frame_json(figure: go.Figure, config: dict[str, Any]) -> str:
-    """Return all of a figure but its traces."""
-    layout = figure.layout.to_plotly_json()
-    return json.dumps({"traces": len(figure.data), "layout": layout, "config": config}, cls=PlotlyJSONEncoder)
+def _frame_json(layout: go.Layout, traces: int, config: dict[str, Any]) -> str:
+    """Return all of a figure but its traces, of which it says the number."""
+    frame = {"traces": traces, "layout": layout.to_plotly_json(), "config": config}
+    return json.dumps(frame, cls=PlotlyJSONEncoder)
 
 
 def _trace_json(trace: Any) -> str:
