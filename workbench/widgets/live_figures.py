@@ -131,14 +131,16 @@ class LiveLossFigure:
         window = self.window
         whole = self._prepare(snapshots, x, unit, settings.smoothing)
         top = _upper_end(whole, settings.log_y)
-        smooth, roles = settings.smoothing > 0, len(TRACE_ROLES)
+        smooth = settings.smoothing > 0
         visible = [curve.focused(x, window, _live_points(len(whole))) for curve in whole]
         self._traces = curve_traces(visible, x, "loss", smooth=smooth, complete=True, top=top)
         before, self._shown = self._shown, [(curve, window, smooth) for curve in whole]
-        changed = [old[0] is not new[0] or old[1:] != new[1:] for old, new in zip(before, self._shown, strict=True)]
-        redrawn = {  # the last trace of a run, the label at its end, stands where those of the other runs leave room
-            at: trace for at, trace in enumerate(self._traces) if changed[at // roles] or at % roles == roles - 1
-        }
+        redrawn = {}
+        for at, trace in enumerate(self._traces):
+            (old, old_window, was_smooth), new = before[at // len(TRACE_ROLES)], whole[at // len(TRACE_ROLES)]
+            moved = ("raw", "line") if old_window != window else ("end",)  # labels at ends leave those of others room
+            if trace.meta in (TRACE_ROLES if old is not new or was_smooth != smooth else moved):
+                redrawn[at] = trace
         self._update_layout(unit.title, settings)
         legend = self._layout.legend
         if legend.orientation is None and window is None:
