@@ -9,7 +9,7 @@ import pytest
 import workbench as wb
 from tests.distributed.test_sweep_template import addresses
 from workbench import notebooks
-from workbench.analysis.scatter import scatter_of
+from workbench.analysis.noise import scatter_of
 from workbench.figures.pages import PLOTLY_MIME
 from workbench.sparsity import learning_rate
 

@@ -16,7 +16,7 @@ import pytest
 
 from workbench.analysis.contrast import contrast
 from workbench.analysis.curve import Curve
-from workbench.analysis.scatter import Scatter, student_quantile
+from workbench.analysis.noise import Scatter, student_quantile
 from workbench.analysis.seed_contrast import contrast_seeds, ends_at
 
 PAIRS = 200

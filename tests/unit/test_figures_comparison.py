@@ -10,7 +10,7 @@ from workbench.analysis import comparison
 from workbench.analysis.comparison import Interval, difference, standings
 from workbench.analysis.contrast import contrast, setting_differences
 from workbench.analysis.curve import Curve
-from workbench.analysis.scatter import Scatter
+from workbench.analysis.noise import Scatter
 from workbench.errors import UnknownParameter
 from workbench.figures.contrast_view import differences
 

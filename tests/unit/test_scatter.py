@@ -7,7 +7,7 @@ import math
 import numpy as np
 import pytest
 
-from workbench.analysis.scatter import (
+from workbench.analysis.noise import (
     Scatter,
     combined,
     paired_scatter,

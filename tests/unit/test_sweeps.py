@@ -25,8 +25,7 @@ from workbench.runs.tracking.recorder import config_of
 from workbench.sweeps import queue, start
 from workbench.sweeps.axes import Axes
 from workbench.sweeps.directory import Entry, QueueDir, Result, plan_key, profile_key
-from workbench.sweeps.objective import objective, reports
-from workbench.sweeps.rules import FIRST_RUNS, Diverged, rule_from_json
+from workbench.sweeps.rules import FIRST_RUNS, Diverged, objective, reports, rule_from_json
 from workbench.sweeps.study import Study
 from workbench.sweeps.supervisor import thread_limit
 

@@ -2,7 +2,7 @@
 
 Two kinds of noise are told apart. The noise along a curve (`workbench.analysis.noise`) makes the band of a difference
 and holds for these two runs. Whether their recipes differ depends on how far another seed would move the end of a run
-(`workbench.analysis.scatter`): without that, one seed each cannot tell, and nothing is called lower.
+(`workbench.analysis.noise`): without that, one seed each cannot tell, and nothing is called lower.
 """
 
 from __future__ import annotations
@@ -14,8 +14,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from workbench.analysis.curve import COST_AXES, X_AXES, Array, Curve, check_axis, column, finite_points, shared_axes
-from workbench.analysis.noise import END, smoothed_line
-from workbench.analysis.scatter import RESOLUTION, Scatter
+from workbench.analysis.noise import END, RESOLUTION, Scatter, smoothed_line
 from workbench.analysis.smoothing import SMOOTHING
 from workbench.errors import UnknownParameter
 

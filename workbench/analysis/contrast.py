@@ -9,7 +9,7 @@ from typing import Any
 
 from workbench.analysis.comparison import TIMED_AXES, Difference, Standing, difference, standings
 from workbench.analysis.curve import X_AXES, Curve, check_axis, column, evaluations_of
-from workbench.analysis.scatter import Scatter
+from workbench.analysis.noise import Scatter
 from workbench.tables import html_table
 from workbench.units import gib
 

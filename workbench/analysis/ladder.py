@@ -20,7 +20,7 @@ from numpy.typing import NDArray
 
 from workbench.analysis.comparison import Interval
 from workbench.analysis.laws import FORMS, KAPLAN, Array, ChinchillaLaw, Form, KaplanLaw, Law, fit
-from workbench.analysis.scatter import CONFIDENCE, scatter_of
+from workbench.analysis.noise import CONFIDENCE, scatter_of
 from workbench.arguments import checked_arguments
 from workbench.errors import InvalidArgument, InvalidExperiment
 from workbench.experiment import Experiment, values_by_name

@@ -10,7 +10,7 @@ from workbench.analysis.comparison import points_of
 from workbench.analysis.contrast import Contrast, compared_curves
 from workbench.analysis.contrast import contrast as contrast_curves
 from workbench.analysis.curve import Curve, curves_of
-from workbench.analysis.scatter import Scatter, scatter_of, usual_scatter
+from workbench.analysis.noise import Scatter, scatter_of, usual_scatter
 from workbench.analysis.seed_contrast import SeedContrast, contrast_seeds, ends_at, group_names, seed_groups
 from workbench.arguments import checked_arguments
 from workbench.errors import InvalidArgument, InvalidExperiment

@@ -1,7 +1,7 @@
 """Contrast of configurations that were trained with several seeds: is the difference larger than the seeds' own?
 
 The interval of a difference of means is Student's, with the scatter between seeds pooled over the two configurations
-and, with fewer degrees of freedom, over the others (`workbench.analysis.scatter`). Runs of equal seeds are paired
+and, with fewer degrees of freedom, over the others (`workbench.analysis.noise`). Runs of equal seeds are paired
 where enough degrees of freedom are left.
 """
 
@@ -18,8 +18,16 @@ import numpy as np
 from workbench.analysis.comparison import points_of, points_until, with_margin
 from workbench.analysis.contrast import compared_curves, described_settings, setting_differences
 from workbench.analysis.curve import X_AXES, Array, Curve, column
-from workbench.analysis.noise import END, smoothed_line
-from workbench.analysis.scatter import CONFIDENCE, Scatter, combined, paired_scatter, scatter_of, usual_scatter
+from workbench.analysis.noise import (
+    CONFIDENCE,
+    END,
+    Scatter,
+    combined,
+    paired_scatter,
+    scatter_of,
+    smoothed_line,
+    usual_scatter,
+)
 from workbench.analysis.smoothing import SMOOTHING
 from workbench.errors import UnknownParameter
 from workbench.sparsity import from_json

@@ -12,7 +12,7 @@ import plotly.graph_objects as go
 from workbench.analysis.comparison import Difference
 from workbench.analysis.contrast import Contrast
 from workbench.analysis.curve import X_AXES
-from workbench.analysis.scatter import CONFIDENCE
+from workbench.analysis.noise import CONFIDENCE
 from workbench.analysis.seed_contrast import AXES, SeedContrast
 from workbench.figures import theme
 from workbench.figures.figure import Figure

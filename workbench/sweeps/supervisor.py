@@ -25,8 +25,7 @@ from workbench.runs.launching.run_directory import Attempt
 from workbench.runs.records.history import Evaluations, History, HistoryTail
 from workbench.runs.run import Run
 from workbench.sweeps.directory import Entry, QueueDir, Result
-from workbench.sweeps.objective import objective, reports
-from workbench.sweeps.rules import PRUNERS, Diverged, rule_from_json
+from workbench.sweeps.rules import PRUNERS, Diverged, objective, reports, rule_from_json
 
 if TYPE_CHECKING:
     from workbench.sweeps.study import Study

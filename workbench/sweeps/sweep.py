@@ -15,9 +15,8 @@ from workbench.errors import InvalidArgument
 from workbench.runs.records.follow import Follower
 from workbench.runs.run import Run
 from workbench.sweeps.directory import Entry, configuration_key
-from workbench.sweeps.objective import HELD_OUT, TRAINING
 from workbench.sweeps.queue import POLL_S, Queue, find_queue
-from workbench.sweeps.rules import rule_from_json, why_none
+from workbench.sweeps.rules import HELD_OUT, TRAINING, rule_from_json, why_none
 from workbench.tables import html_table, text_table
 from workbench.units import duration
 
