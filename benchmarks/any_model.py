@@ -30,6 +30,7 @@ from tests.distributed.harness import CPU, LINK, launch
 from tests.distributed.test_every_plan import loss_of, part_of, trainer_of
 from workbench.capture import Graph
 from workbench.capture.captured_model import CapturedModel
+from workbench.capture.torch_internals import differentiable
 from workbench.cost.cluster import Cluster
 from workbench.cost.profile import Profile
 from workbench.errors import CaptureError, PlanInfeasible
@@ -148,7 +149,8 @@ def _plainly(model: torch.nn.Module, batch: Batch, size: int) -> torch.Tensor:
     total = torch.zeros(())
     for first in range(0, BATCH, size):
         part = {key: value[first : first + size] for key, value in batch.items()}
-        loss = loss_of(model(**part)) * size / BATCH
+        with differentiable():
+            loss = loss_of(model(**part)) * size / BATCH
         loss.backward()
         total += loss.detach()
     return total

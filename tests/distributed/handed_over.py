@@ -125,9 +125,11 @@ class Flexible(nn.Module):
 
         def forward(self, x: torch.Tensor) -> torch.Tensor:
             query, key, value = (part.unflatten(-1, (2, -1)).transpose(1, 2) for part in self.qkv(x).chunk(3, -1))
-            mask = create_block_mask(lambda *at: at[2] >= at[3], None, None, x.shape[1], x.shape[1], device=x.device)
+            mask = create_block_mask(
+                lambda _b, _h, to, of: to >= of, None, None, x.shape[1], x.shape[1], device=x.device
+            )
             mixed = flex_attention(
-                query, key, value, score_mod=lambda score, *at: score - 0.1 * (at[2] - at[3]), block_mask=mask
+                query, key, value, score_mod=lambda score, _b, _h, to, of: score - 0.1 * (to - of), block_mask=mask
             )
             return x + self.out(mixed.transpose(1, 2).flatten(2))
 

@@ -10,11 +10,13 @@ import pytest
 import torch
 from torch import nn
 from torch.nn import functional
+from torch.nn.attention.flex_attention import create_block_mask, flex_attention
 
 import workbench as wb
 from tests.unit.capture_models import MODELS, Net, batch_for, captured, copies, interpret, loss_of
 from workbench.capture import build_meta, opaque
 from workbench.capture.captured_model import CapturedModel
+from workbench.capture.division import Division
 from workbench.capture.opaque import is_opaque
 from workbench.cost.cluster import Cluster
 from workbench.cost.graph_profiler import profile_graph
@@ -199,6 +201,48 @@ def test_a_function_that_is_given_a_module_is_not_opaque_without_its_parameters(
     graph = captured(build(lambda: Middle(Reversible())), batch_for("Net"))
     [block] = [block for block in graph.blocks if is_opaque(block.code)]
     assert block.parameters == ("layers.1.linear.weight", "layers.1.linear.bias")
+
+
+class Flexible(nn.Module):
+    """Causal attention with a bias by distance, by FlexAttention or as a matrix."""
+
+    def __init__(self, as_matrix: bool = False) -> None:
+        super().__init__()
+        self.linear, self.as_matrix = nn.Linear(16, 16), as_matrix
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        query = self.linear(x).unflatten(-1, (1, 4, 4))
+        if self.as_matrix:
+            at = torch.arange(4)
+            distance = at[:, None] - at
+            bias = torch.where(distance >= 0, -0.3 * distance, -torch.inf)
+            return functional.scaled_dot_product_attention(query, query, query, attn_mask=bias).flatten(1)
+        mask = create_block_mask(lambda _b, _h, to, of: to >= of, None, None, 4, 4, device=x.device)
+        return flex_attention(
+            query, query, query, score_mod=lambda score, _b, _h, to, of: score - 0.3 * (to - of), block_mask=mask
+        ).flatten(1)
+
+
+def test_layers_of_flex_attention_run_as_written_and_learn_on_a_cpu() -> None:
+    """Compared with the same attention by a matrix, since PyTorch alone refuses this backward on a CPU."""
+    model, same = copies(lambda: Middle(Flexible(as_matrix=True)))
+    same.layers[1].as_matrix = False
+    batch = batch_for("Net")
+    graph = captured(same, batch)
+    assert [block.name for block in graph.blocks if is_opaque(block.code)] == ["layers.1"]
+    assert "FlexAttention does not run while a model is exported" in graph.notes[0]
+    expected, found = loss_of(model, batch), interpret(graph, same, batch)
+    torch.testing.assert_close(found, expected)
+    expected.backward()
+    found.backward()
+    for mine, theirs in zip(same.parameters(), model.parameters(), strict=True):
+        torch.testing.assert_close(mine.grad, theirs.grad)
+
+
+def test_numbers_are_compared_for_a_model_of_flex_attention() -> None:
+    samples = [{"x": torch.randn(8), "labels": torch.tensor(index % 5)} for index in range(16)]
+    experiment = Experiment.of(model=lambda: Middle(Flexible()), data=samples, steps=1, global_batch=8, seq_len=1)
+    assert CapturedModel(experiment, 2).division == Division()
 
 
 class Encoded(nn.Module):

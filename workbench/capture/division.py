@@ -24,7 +24,7 @@ from workbench.capture.label_counting import code_on, on_device
 from workbench.capture.opaque import opaque_calls, same_numbers
 from workbench.capture.operations import dtype_of, names, op_name, shape_of
 from workbench.capture.returned_loss import find_loss
-from workbench.capture.torch_internals import enter_autocast, exit_autocast
+from workbench.capture.torch_internals import OpOverload, differentiable, enter_autocast, exit_autocast
 from workbench.data._datasets import untouched_generators
 from workbench.errors import CaptureError
 
@@ -169,7 +169,11 @@ def division_fault(
     """
     size, model = graph.micro_batch, build().train()
     device = next(model.parameters(), torch.empty(0)).device
-    with untouched_generators([device.index or 0] if device.type == "cuda" else []), _same_kernels(device):
+    with (
+        untouched_generators([device.index or 0] if device.type == "cuda" else []),
+        _same_kernels(device),
+        differentiable(),
+    ):
         torch.manual_seed(0)
         comparison = _Comparison(graph, model, device, samples)
         for trial, parts in enumerate(parts_of_trials):
@@ -277,7 +281,8 @@ class _Comparison:
     def fault(self, batch: Batch) -> str:
         batch = {name: field.to(self._device) for name, field in batch.items()}
         tolerances = self._factor * LOSS_TOLERANCE, self._factor * GRADIENT_TOLERANCE
-        with same_numbers(self._model, self._calls), _same_for_each_sample():
+        compiles = any(call.compiles for call in self._calls)
+        with same_numbers(self._model, self._calls), _same_for_each_sample(compiles):
             whole = self._whole(batch)
             if not whole.is_finite:
                 return ""
@@ -367,11 +372,19 @@ class _same_for_each_sample(TorchDispatchMode):  # noqa: N801
     averages: what these do to a micro-batch is documented and no coupling of samples.
     """
 
-    def __init__(self) -> None:
+    supports_higher_order_operators = True
+
+    def __init__(self, compiles: bool) -> None:
         super().__init__()
         self._drawn: dict[tuple[Any, ...], torch.Tensor] = {}
+        self._compiles = compiles
+
+    def ignore_compile_internals(self) -> bool:  # type: ignore[override]
+        return self._compiles
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if not isinstance(func, OpOverload):  # FlexAttention, which draws nothing
+            return func(*args, **(kwargs or {}))
         name = func._schema.name.removeprefix("aten::")
         if name == "native_dropout":  # a GPU's
             value, probability, _ = args

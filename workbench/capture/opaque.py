@@ -32,11 +32,13 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import flop_registry
 
 from workbench.capture.source_lines import SourceLine
-from workbench.capture.torch_internals import alone, originals
+from workbench.capture.torch_internals import alone, differentiable, originals
 from workbench.data._datasets import untouched_generators
 from workbench.errors import CaptureError
 
 NAME = "workbench::opaque"
+FLEX_ATTENTION = "FlexAttention does not run while a model is exported"
+"""Reason of opaque calls that run it."""
 _library = torch.library.Library("workbench", "FRAGMENT")
 _library.define("opaque(str call, Tensor[] inputs) -> Tensor[]", tags=(torch.Tag.nondeterministic_seeded,))
 OPAQUE = torch.ops.workbench.opaque.default
@@ -97,6 +99,11 @@ class OpaqueCall:
     """Indices of the given tensors that the latest run wrote to."""
 
     @property
+    def compiles(self) -> bool:
+        """True if the code compiles a part of itself, which torch leaves out where a mode sees every operation."""
+        return self.reason == FLEX_ATTENTION
+
+    @property
     def digest(self) -> str:
         """Text that tells the call from others, and is the same in every process."""
         return f"{self.label} {self.specs} {self.written} {self.training[:1]}"
@@ -120,7 +127,7 @@ class OpaqueCall:
         values = iter(given[len(self.places) :])
         leaves = [next(values) if leaf is _TENSOR else leaf for leaf in self.leaves]
         args, kwargs = pytree.tree_unflatten(leaves, self.arguments)
-        with self._placed(given), alone():
+        with self._placed(given), alone(), differentiable():
             versions = [tensor._version for tensor in given]
             result = self.function(*args, **kwargs)
             after = [place.value() for place in self.places]
@@ -177,7 +184,7 @@ class OpaqueCall:
         with torch.set_grad_enabled(grad):
             if grad:
                 tensors = self._leaves(tensors)
-            with _Flops() as counter:
+            with _Flops(self.compiles) as counter:
                 result, outputs, _ = self.compute(tensors)
         self.flops = counter.flops
         num_places = len(self.places)
@@ -249,13 +256,18 @@ class OpaqueCall:
 class _Flops(TorchDispatchMode):
     """Counts FLOPs. torch's `FlopCounterMode` puts hooks on modules, under which they can take no derivatives."""
 
-    def __init__(self) -> None:
+    supports_higher_order_operators = True
+
+    def __init__(self, compiles: bool) -> None:
         super().__init__()
-        self.flops = 0.0
+        self.flops, self._compiles = 0.0, compiles
+
+    def ignore_compile_internals(self) -> bool:  # type: ignore[override]
+        return self._compiles
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         result = func(*args, **(kwargs or {}))
-        if (formula := flop_registry.get(func._overloadpacket)) is not None:
+        if (formula := flop_registry.get(getattr(func, "_overloadpacket", func))) is not None:
             self.flops += formula(*args, **(kwargs or {}), out_val=result)
         return result
 

@@ -15,7 +15,7 @@ from torch import nn
 from torch.nn import functional
 
 from workbench.capture.export_errors import depends_on_values
-from workbench.capture.opaque import NotOpaque, OpaqueCall, opaque_call
+from workbench.capture.opaque import FLEX_ATTENTION, NotOpaque, OpaqueCall, opaque_call
 from workbench.capture.selections import SELECTION, Selections, opaque_selections, selections_of
 from workbench.capture.source_lines import FORWARD, SourceLine, line_at, line_of_frames
 from workbench.capture.torch_internals import patched
@@ -226,6 +226,8 @@ def _reason(error: CaptureError, cause: BaseException) -> str:
         return "torch.export would drop the backward of reentrant checkpointing"
     if "hook on a tensor" in str(error):
         return "torch.export would drop a hook on a tensor"
+    if "FlexAttention" in str(error):
+        return FLEX_ATTENTION
     if "ctc_loss" in str(cause):
         return "the memory of a CTC loss depends on values"
     if "in one layer" in str(error):

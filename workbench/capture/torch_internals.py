@@ -46,13 +46,18 @@ _active: list[tuple[Any, str, Any]] = []
 
 @contextlib.contextmanager
 def originals() -> Iterator[None]:
-    """Undo every replacement of `patched` inside a `with` block: the user's code runs as without capture."""
+    """Undo every replacement of `patched` inside a `with` block: the user's code runs as without capture.
+
+    Modes of the export that are those of a thread are not active in another; those before dispatch are hidden here.
+    """
     undone = []
     for owner, name, back in reversed(_active):
         undone.append((owner, name, vars(owner)[name]))
         back()
+    empty = torch._ops._ModeStackStateForPreDispatch()
     try:
-        yield
+        with patched(torch._ops, "_mode_stack_state_for_pre_dispatch", empty):
+            yield
     finally:
         for owner, name, new in reversed(undone):
             (type if isinstance(owner, type) else object).__setattr__(owner, name, new)
@@ -93,6 +98,17 @@ def alone() -> Iterator[None]:
     """
     state = sys.modules.get("accelerate.state")
     with contextlib.nullcontext() if state is None else patched(state.PartialState, "_shared_state", {}):
+        yield
+
+
+@contextlib.contextmanager
+def differentiable() -> Iterator[None]:
+    """Let FlexAttention have its backward on a CPU, too, inside a `with` block.
+
+    PyTorch refuses it there, because it generates no kernel for it. What runs without `torch.compile` needs none.
+    """
+    flex = sys.modules.get("torch.nn.attention.flex_attention")
+    with contextlib.nullcontext() if flex is None else patched(flex, "_validate_device", lambda *_: None):
         yield
 
 
