@@ -1,6 +1,6 @@
 """A worker for tests of launching: keeps the real worker's contract, trains nothing, and misbehaves on request.
 
-`STANDIN_…` variables: `STEP_S` seconds a step, `CHECKPOINT_EVERY` so many steps besides the end,
+`WORKBENCH_STANDIN_…` variables: `STEP_S` seconds a step, `CHECKPOINT_EVERY` so many steps besides the end,
 `LIFT` is added to every loss, `FAIL_RANK` raises at step 2 (with `FAIL_MESSAGE`), `KILL_RANK` dies without a word,
 `HANG_RANK` stays in step 2 and ignores every request to stop.
 """
@@ -47,18 +47,18 @@ def _train(run: RunDir, rank: int, world: int) -> None:
     print(f"rank {rank} of {world} built {built} with {os.environ.get('OMP_NUM_THREADS')} threads", flush=True)
     if rank == 0:
         append_event(run.events, "start", devices=world, world=world, tokens_per_step=8, resumed_from=first)
-    step, lift = first, float(os.environ.get("STANDIN_LIFT", "0"))
+    step, lift = first, float(os.environ.get("WORKBENCH_STANDIN_LIFT", "0"))
     while step < experiment["steps"] and not _agreed_to_stop(run, asked, world):
         step += 1
         _misbehave(rank, step)
-        time.sleep(float(os.environ.get("STANDIN_STEP_S", "0")))
+        time.sleep(float(os.environ.get("WORKBENCH_STANDIN_STEP_S", "0")))
         if rank == 0:
             speed = {"tokens_per_s": 800.0, "step_ms": 10.0, "seconds": 0.01 * step, "learning_rate": 1e-3}
             totals = {"tokens": 8 * step, "samples": step, "flops": 1e6 * step}
             append_event(
                 run.events, "step", step=step, loss=7 / step + lift, grad_norm=1.0, mfu=None, **speed, **totals
             )
-            if step % int(os.environ.get("STANDIN_CHECKPOINT_EVERY", sys.maxsize)) == 0:
+            if step % int(os.environ.get("WORKBENCH_STANDIN_CHECKPOINT_EVERY", sys.maxsize)) == 0:
                 _checkpoint(run, step)
     if rank == 0:
         _checkpoint(run, step)
@@ -78,11 +78,11 @@ def _agreed_to_stop(run: RunDir, asked: list[bool], world: int) -> bool:
 
 
 def _misbehave(rank: int, step: int) -> None:
-    if step == 2 and os.environ.get("STANDIN_FAIL_RANK") == str(rank):
-        raise FloatingPointError(os.environ.get("STANDIN_FAIL_MESSAGE") or f"the loss of rank {rank} is NaN")
-    if step == 2 and os.environ.get("STANDIN_KILL_RANK") == str(rank):
+    if step == 2 and os.environ.get("WORKBENCH_STANDIN_FAIL_RANK") == str(rank):
+        raise FloatingPointError(os.environ.get("WORKBENCH_STANDIN_FAIL_MESSAGE") or f"the loss of rank {rank} is NaN")
+    if step == 2 and os.environ.get("WORKBENCH_STANDIN_KILL_RANK") == str(rank):
         os.kill(os.getpid(), signal.SIGKILL)
-    if step == 2 and os.environ.get("STANDIN_HANG_RANK") == str(rank):
+    if step == 2 and os.environ.get("WORKBENCH_STANDIN_HANG_RANK") == str(rank):
         time.sleep(3600)
 
 

@@ -44,8 +44,8 @@ def node(tmp_path, monkeypatch):
     monkeypatch.setenv("WORKBENCH_HOME", str(tmp_path / "home"))
     monkeypatch.setenv("WORKBENCH_RUNS", str(tmp_path / "runs"))
     monkeypatch.setenv("OMP_NUM_THREADS", "1")
-    monkeypatch.setenv("STANDIN_STEP_S", "0.02")
-    monkeypatch.setenv("STANDIN_CHECKPOINT_EVERY", "10")
+    monkeypatch.setenv("WORKBENCH_STANDIN_STEP_S", "0.02")
+    monkeypatch.setenv("WORKBENCH_STANDIN_CHECKPOINT_EVERY", "10")
     monkeypatch.setenv("PYTHONPATH", str(ROOT))
     monkeypatch.syspath_prepend(str(HERE))
     yield tmp_path
@@ -144,7 +144,7 @@ def test_no_step_is_lost_or_doubled_and_nothing_is_left_behind(node, monkeypatch
         assert not of_this_test(node), f"seed {seed}: left after {attempt.killed}"
         queue = next((node / "home" / "device_queue").iterdir())
         assert not device_queue._live_tickets(queue), f"seed {seed}: the queue is blocked"
-    monkeypatch.setenv("STANDIN_STEP_S", "0")
+    monkeypatch.setenv("WORKBENCH_STANDIN_STEP_S", "0")
     last = run.checkpoints[-1].step + 25
     final = start(steps=last, resume=run.path)
     assert final.wait(timeout=60).status.state == "finished", final.logs("launcher")

@@ -127,7 +127,7 @@ def test_two_ranks_train_to_the_end_and_leave_their_whole_story(node):
 
 
 def test_stop_leaves_a_checkpoint_and_resume_continues_in_the_same_directory(monkeypatch):
-    monkeypatch.setenv("STANDIN_STEP_S", "0.05")
+    monkeypatch.setenv("WORKBENCH_STANDIN_STEP_S", "0.05")
     run = start(steps=10_000)
     first_step(run)
     with pytest.raises(RunExists, match="still running"):
@@ -137,7 +137,7 @@ def test_stop_leaves_a_checkpoint_and_resume_continues_in_the_same_directory(mon
     assert status.state == "stopped"
     reached = run.checkpoints[-1].step
     assert status.message == f"Stopped at step {reached} of 10000."
-    monkeypatch.setenv("STANDIN_STEP_S", "0")
+    monkeypatch.setenv("WORKBENCH_STANDIN_STEP_S", "0")
     again = start(steps=reached + 2, resume=run.path)
     assert again.path == run.path
     assert again.wait(timeout=60).status.state == "finished", again.logs("launcher")
@@ -146,7 +146,7 @@ def test_stop_leaves_a_checkpoint_and_resume_continues_in_the_same_directory(mon
 
 
 def test_a_failing_rank_is_reported_with_its_own_traceback(monkeypatch):
-    monkeypatch.setenv("STANDIN_FAIL_RANK", "1")
+    monkeypatch.setenv("WORKBENCH_STANDIN_FAIL_RANK", "1")
     run = start()
     with pytest.raises(RunFailed) as caught:
         run.wait(timeout=60)
@@ -161,8 +161,8 @@ def test_a_failing_rank_is_reported_with_its_own_traceback(monkeypatch):
 
 
 def test_ranks_that_wait_for_a_failed_one_are_gone_within_thirty_seconds(monkeypatch):
-    monkeypatch.setenv("STANDIN_FAIL_RANK", "1")
-    monkeypatch.setenv("STANDIN_HANG_RANK", "0")
+    monkeypatch.setenv("WORKBENCH_STANDIN_FAIL_RANK", "1")
+    monkeypatch.setenv("WORKBENCH_STANDIN_HANG_RANK", "0")
     run = start()
     eventually(lambda: run.directory.error(1).exists())
     failed_at = read_json(run.directory.error(1))["time"]
@@ -173,7 +173,7 @@ def test_ranks_that_wait_for_a_failed_one_are_gone_within_thirty_seconds(monkeyp
 
 
 def test_a_rank_killed_without_a_word_is_named_and_the_others_are_ended(monkeypatch):
-    monkeypatch.setenv("STANDIN_KILL_RANK", "1")
+    monkeypatch.setenv("WORKBENCH_STANDIN_KILL_RANK", "1")
     run = start(steps=10_000)
     with pytest.raises(RunFailed, match="killed by SIGKILL") as caught:
         run.wait(timeout=60)
@@ -182,7 +182,7 @@ def test_a_rank_killed_without_a_word_is_named_and_the_others_are_ended(monkeypa
 
 
 def test_a_killed_run_ends_at_once_and_frees_its_devices(monkeypatch):
-    monkeypatch.setenv("STANDIN_STEP_S", "0.05")
+    monkeypatch.setenv("WORKBENCH_STANDIN_STEP_S", "0.05")
     run, waiting = start(steps=10_000), start(steps=2)
     first_step(run)
     begun = time.monotonic()
@@ -197,7 +197,7 @@ def test_a_killed_run_ends_at_once_and_frees_its_devices(monkeypatch):
 
 def orphaned(monkeypatch):
     """Return a run that trains on after its supervisor was killed with -9."""
-    monkeypatch.setenv("STANDIN_STEP_S", "0.05")
+    monkeypatch.setenv("WORKBENCH_STANDIN_STEP_S", "0.05")
     run = start(steps=10_000)
     first_step(run)
     os.kill(read_json(run.path / "launcher.json")["supervisor"]["pid"], signal.SIGKILL)
@@ -213,7 +213,7 @@ def test_ranks_without_a_supervisor_can_be_killed(monkeypatch):
 
 
 def test_runs_that_need_the_same_devices_queue_in_order(monkeypatch):
-    monkeypatch.setenv("STANDIN_STEP_S", "0.05")
+    monkeypatch.setenv("WORKBENCH_STANDIN_STEP_S", "0.05")
     first, second, third = start(steps=10_000), start(steps=2), start(steps=2)
     eventually(lambda: first.name in second.status.message)
     assert second.status.state == third.status.state == "queued"
@@ -233,7 +233,7 @@ def test_the_run_outlives_the_kernel_that_launched_it():
         print(start(steps=10_000).path, flush=True)
         import time; time.sleep(600)
     """
-    environment = {**os.environ, "PYTHONPATH": str(ROOT), "STANDIN_STEP_S": "0.05"}
+    environment = {**os.environ, "PYTHONPATH": str(ROOT), "WORKBENCH_STANDIN_STEP_S": "0.05"}
     kernel = subprocess.Popen(
         [sys.executable, "-c", textwrap.dedent(code)], stdout=subprocess.PIPE, text=True, env=environment
     )
@@ -273,7 +273,7 @@ def test_what_ends_the_ranks_without_a_supervisor_has_its_last_word_before_the_r
 
 
 def test_an_accelerate_launcher_killed_with_9_takes_no_rank_into_limbo(monkeypatch):
-    monkeypatch.setenv("STANDIN_STEP_S", "0.05")
+    monkeypatch.setenv("WORKBENCH_STANDIN_STEP_S", "0.05")
     run = start(steps=10_000)
     first_step(run)
     ranks = processes.rank_records(run.directory)
@@ -318,7 +318,7 @@ def two_strays(run):
 
 
 def test_ranks_that_hang_are_ended_by_force_after_a_stop(monkeypatch):
-    monkeypatch.setenv("STANDIN_HANG_RANK", "1")
+    monkeypatch.setenv("WORKBENCH_STANDIN_HANG_RANK", "1")
     monkeypatch.setenv("WORKBENCH_STOP_GRACE_S", "1")
     monkeypatch.setenv("WORKBENCH_TERMINATE_GRACE_S", "1")
     run = start(steps=10)

@@ -93,7 +93,7 @@ def test_a_home_that_cannot_be_written_is_told_before_anything_is_made(node, mon
 
 
 def test_a_run_whose_every_process_is_told_to_end_has_stopped_in_order(monkeypatch):
-    monkeypatch.setenv("STANDIN_STEP_S", "0.05")
+    monkeypatch.setenv("WORKBENCH_STANDIN_STEP_S", "0.05")
     run = start(steps=10_000)
     first_step(run)
     launcher_pid = processes.launcher_record(run.directory)["accelerate"]["pid"]

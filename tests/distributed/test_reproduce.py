@@ -60,7 +60,7 @@ def test_a_shared_notebook_comes_out_bitwise_the_same_and_says_when_it_does_not(
     assert [c.verdict.outcome for c in again.comparisons] == ["bitwise"]
     assert {d.subject for d in again.differences} <= {"git commit", "uncommitted changes"}, "of this very checkout"
 
-    monkeypatch.setenv("STANDIN_LIFT", "0.5")
+    monkeypatch.setenv("WORKBENCH_STANDIN_LIFT", "0.5")
     words = ["reproduce", "--yes", str(shared.notebook), "--to", str(node / "other")]
     answer = CliRunner().invoke(app, words)
     assert answer.exit_code == 1, answer.output

@@ -34,7 +34,8 @@ CELL = f"""
     from test_launch import experiment, launch, plan_for
     asked = experiment(5).replace(name="<img src=x onerror=alert(1)>")
     run = launch(asked, plan_for(asked), worker="standin_worker").wait(60)
-    os.environ["STANDIN_FAIL_RANK"], os.environ["STANDIN_FAIL_MESSAGE"] = "1", "<img src=x onerror=alert(2)>"
+    os.environ["WORKBENCH_STANDIN_FAIL_RANK"] = "1"
+    os.environ["WORKBENCH_STANDIN_FAIL_MESSAGE"] = "<img src=x onerror=alert(2)>"
     failed = launch(asked, plan_for(asked), worker="standin_worker")
     try:
         failed.wait(60)

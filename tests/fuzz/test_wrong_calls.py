@@ -27,7 +27,7 @@ from workbench.experiment import GROUPS, PATHS
 from workbench.measure import calibration
 from workbench.notebooks import reproducing
 from workbench.rundir import append_event, write_record
-from workbench.runs.launching import launcher
+from workbench.runs.launching import launcher, processes
 from workbench.strategy import Choices
 from workbench.sweeps import queue as sweep_queue
 from workbench.sweeps import start as sweep_start
@@ -231,7 +231,8 @@ def world(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, Any]]:
         patch.setenv("WORKBENCH_RUNS", str(folder / "runs"))
         patch.chdir(folder)
         for module, name in (
-            (launcher, "_spawn_supervisor"),
+            (launcher, "_start_supervisor"),
+            (processes, "start_detached"),
             (sweep_queue, "start_supervisor"),
             (sweep_start, "new_queue"),
             (reproducing, "execute"),

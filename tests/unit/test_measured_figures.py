@@ -293,21 +293,19 @@ def test_figures_of_grids_are_those_of_the_raw_files() -> None:
     assert f"to {fastest['peak_bytes'] / 2**30:.1f} GiB at {fastest['step_ms'] / 1e3:.1f} s" in page
 
 
-def test_a_short_run_takes_less_than_half_of_what_it_took_where_each_rank_imported_what_it_needs() -> None:
+def test_a_second_launch_takes_half_of_what_it_took_where_each_run_imported_what_it_needs() -> None:
     content = raw("cell_time.json")
-    cell, before = content["medians"].values()
-    assert cell["all processes"] < before["all processes"] / 2
+    first, second, first_before, before = content["medians"].values()
+    assert second["all processes"] < before["all processes"] / 2
+    assert first["all processes"] < 1.05 * first_before["all processes"], "the first is not slower"
     page = words("docs/grids.md")
-    assert f"takes {cell['all processes']:.1f} s of processor time" in page
-    assert f"which {cell['launcher']:.1f} s are the launcher's" in page
-    assert f"{before['all processes']:.1f} s where each rank imported it" in page
+    assert f"takes {second['all processes']:.1f} s of processor time" in page
+    assert f"took {before['all processes']:.1f} s where each cell imported it" in page
     rows = table(BENCHMARKS, "| | processor time, all processes |")
-    for name, *cells in rows:
-        found = before if "each rank imported" in name else cell
-        assert len(cells) == len(found)
-        order = ("all processes", "launcher", "ranks", "supervisor", *list(found)[-3:])
+    for (name, *cells), found in zip(rows, content["medians"].values(), strict=True):
+        order = ("all processes", "launcher", "ranks", "supervisor", *list(found)[-4:])
         assert all(shows(text, found[key]) for text, key in zip(cells, order, strict=True)), name
-    assert content["commits"]["beside"] in rows[1][0]
+        assert ("each run imported" in name) == (content["commits"]["beside"] in name)
 
 
 @pytest.mark.parametrize(

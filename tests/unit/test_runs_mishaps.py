@@ -314,7 +314,7 @@ def test_what_ends_orphaned_ranks_finds_workbench_where_this_process_does(tmp_pa
     found.logs.mkdir()
     monkeypatch.syspath_prepend(str(tmp_path / "checkout"))
     started: list[dict[str, str]] = []
-    monkeypatch.setattr(launcher.subprocess, "Popen", lambda *_, env, **__: started.append(env))
+    monkeypatch.setattr(processes.subprocess, "Popen", lambda *_, env, **__: started.append(env))
     Run(found.path).kill(wait=False)
     assert str(tmp_path / "checkout") in started[0]["PYTHONPATH"].split(os.pathsep)
 

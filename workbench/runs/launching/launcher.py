@@ -6,8 +6,6 @@ import contextlib
 import json
 import os
 import signal
-import subprocess
-import threading
 from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
@@ -27,8 +25,9 @@ from workbench.rundir import (
     read_record,
     write_json,
 )
-from workbench.runs.launching import device_queue, processes
+from workbench.runs.launching import device_queue, fork_server, processes
 from workbench.runs.launching.run_directory import Attempt, code_of_clone, worker_path, written
+from workbench.runs.launching.supervisor import worker_environment
 from workbench.runs.status import Status, runs_elsewhere, supervisor_record
 
 if TYPE_CHECKING:
@@ -135,26 +134,24 @@ def devices_for(plan: Plan) -> tuple[str, ...]:
 
 def _start_supervisor(run: RunDir, plan: Plan, devices: tuple[str, ...], worker: str, share: float) -> None:
     """Start the detached process that sees the run through, and queue it before any later launch."""
-    process = _spawn_supervisor(run)
+    device_type, environment = plan.cluster.device.type, _environment(run)
+    threads = worker_environment(environment, plan.world, device_type, ())["OMP_NUM_THREADS"]
+    start = fork_server.client().start
+    command = (processes.SUPERVISOR, str(run.path))
+    supervisor = process_record(start(*command, log=run.log("launcher"), environment=environment, threads=threads))
     try:
-        supervisor = process_record(process.pid)
-        device_type = plan.cluster.device.type
         needed = 1 if device_type == "cpu" else plan.world
         ticket = device_queue.take_ticket(run, pool=devices, count=needed, supervisor=supervisor, share=share)
         planned = {"world": plan.world, "device_type": device_type, "precision": plan.precision}
         record = {"supervisor": supervisor, "ticket": str(ticket.path), "worker": worker, "plan": planned}
         write_json(run.launcher, record)
     except BaseException:
-        process.kill()  # it waits for the record that could not be written
+        processes.send_signal([supervisor], signal.SIGKILL)  # it waits for the record that could not be written
         raise
-    finally:
-        threading.Thread(target=process.wait, name=f"reap {run.path.name}", daemon=True).start()
 
 
-def _spawn_supervisor(run: RunDir, *options: str) -> subprocess.Popen[bytes]:
-    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(worker_path(run))}
-    arguments = (*options, str(run.path))
-    return processes.start_detached(processes.SUPERVISOR, *arguments, log=run.log("launcher"), environment=environment)
+def _environment(run: RunDir) -> dict[str, str]:
+    return {**os.environ, "PYTHONPATH": os.pathsep.join(worker_path(run))}
 
 
 def request_end(run: RunDir, request: Path, status: Status) -> None:
@@ -171,7 +168,8 @@ def request_end(run: RunDir, request: Path, status: Status) -> None:
     if supervisor and not elsewhere and not any(map(process_alive, supervisor)):
         if not run.kill_file.exists():
             processes.send_signal(processes.rank_records(run), signal.SIGTERM)
-        _spawn_supervisor(run, "--reap")
+        command = (processes.SUPERVISOR, "--reap", str(run.path))
+        processes.start_detached(*command, log=run.log("launcher"), environment=_environment(run))
 
 
 def replayed_plan(experiment: Experiment) -> Plan | None:

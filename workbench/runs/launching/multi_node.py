@@ -16,7 +16,6 @@ import argparse
 import contextlib
 import os
 import signal
-import subprocess
 import sys
 import time
 from pathlib import Path
@@ -89,17 +88,15 @@ def _follow(run: RunDir, launcher: LauncherRecord, nodes: Nodes) -> int:
     process = supervisor.start_ranks(run, launcher, nodes)
     doomed_at: float | None = None
     with supervisor.sample_devices(run, launcher, nodes, process.pid):
-        while process.poll() is None:
+        while (exit_code := process.wait(POLL_S)) is None:
             over = any(event["type"] == "status" and event["state"] in FINAL_STATES for event in events.read())
             if doomed_at is None and (over or _failed_since(run, began)):
                 doomed_at = time.monotonic() + supervisor.failure_grace_s()
             if doomed_at is not None and time.monotonic() > doomed_at:
                 processes.kill_trees(processes.descendants(process.pid))
-            with contextlib.suppress(subprocess.TimeoutExpired):
-                process.wait(POLL_S)
-    if process.returncode and doomed_at is None:
+    if exit_code and doomed_at is None:
         record_silent_death(run, log.read_text(errors="replace")[printed:])
-    return process.returncode
+    return exit_code
 
 
 def _failed_since(run: RunDir, began: float) -> bool:

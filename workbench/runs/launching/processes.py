@@ -31,11 +31,13 @@ def rank_records(run: RunDir) -> list[RankRecord]:
     return sorted((r for r in records if str(r.get("rank")).isdigit()), key=lambda record: int(record["rank"]))
 
 
-def start_detached(module: str, *arguments: str, log: Path, environment: Mapping[str, str]) -> subprocess.Popen[bytes]:
+def start_detached(
+    module: str, *arguments: str, log: Path, environment: Mapping[str, str], stdin: Any = subprocess.DEVNULL
+) -> subprocess.Popen[bytes]:
     """Start a module in a process that an interrupt of the kernel does not reach; what it prints goes to a log."""
     command = [sys.executable, "-m", module, *arguments]
     with log.open("ab") as file:
-        output: Any = {"stdin": subprocess.DEVNULL, "stdout": file, "stderr": file}
+        output: Any = {"stdin": stdin, "stdout": file, "stderr": file}
         return subprocess.Popen(command, env=dict(environment), start_new_session=True, **output)
 
 
@@ -142,7 +144,7 @@ def _named(run: RunDir) -> list[tuple[str, ProcessRecord]]:
     modules = (SUPERVISOR, RECORDER, launcher_record(run).get("worker", WORKER))
     directory, named = run.path.resolve(), []
     for process in psutil.process_iter(["cmdline"]):
-        words: list[str] = process.info["cmdline"] or []
+        words = [word for word in process.info["cmdline"] or () if word.strip()]
         module = next((word for word in modules if word in words), None)
         if module and os.path.isabs(words[-1]) and Path(words[-1]).resolve() == directory:
             with contextlib.suppress(psutil.Error):

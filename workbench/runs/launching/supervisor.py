@@ -7,9 +7,10 @@ kernel that started it, and the kernel may restart or go away.
 from __future__ import annotations
 
 import contextlib
+import functools
+import importlib
 import os
 import signal
-import subprocess
 import sys
 import time
 from collections.abc import Iterable, Iterator
@@ -20,7 +21,7 @@ from typing import TYPE_CHECKING
 from workbench.events import LauncherRecord, PlanFacts, ProcessRecord
 from workbench.machine import available_cores
 from workbench.rundir import KILLED, EventTail, RunDir, append_event, process_record, read_json, read_record, write_json
-from workbench.runs.launching import processes
+from workbench.runs.launching import fork_server, processes
 from workbench.runs.launching.device_queue import Ticket
 from workbench.runs.launching.device_sampler import sampled
 from workbench.runs.launching.failure import record_silent_death, root_cause
@@ -136,9 +137,19 @@ def main(directory: str) -> int:
                 _status(run, "stopped", "Stopped before it started.")
                 return 0
             _status(run, "starting", "")
-            return _train(run, {**launcher, "devices": devices}, Nodes())
+            launcher["devices"] = devices
+            fork_server.leave_server(_environment(launcher, Nodes()), functools.partial(_import_ahead, run, launcher))
+            return _train(run, launcher, Nodes())
         finally:
             ticket.leave()
+
+
+def _import_ahead(run: RunDir, launcher: LauncherRecord) -> None:
+    """Import what the launcher of this run and of later ones imports, and what ranks do that are forked from it."""
+    importlib.import_module(processes.LOCAL_LAUNCHER)
+    if launcher["plan"]["device_type"] == "cpu":
+        importlib.import_module(processes.WORKER)
+        importlib.import_module("workbench.execution.build").preload(str(run.path))
 
 
 def supervise(run: RunDir, launcher: LauncherRecord, nodes: Nodes) -> int:
@@ -210,7 +221,7 @@ def _train(run: RunDir, launcher: LauncherRecord, nodes: Nodes) -> int:
     attempt = _Supervised(run, events)
     start_recorder(run)
     process = start_ranks(run, launcher, nodes)
-    launcher |= {"accelerate": process_record(process.pid), "command": process.args}
+    launcher |= {"accelerate": process_record(process.pid)}
     _save(run, launcher, nodes)
     with sample_devices(run, launcher, nodes, process.pid):
         exit_code = _watch(process, attempt, launcher, nodes)
@@ -223,15 +234,19 @@ def _train(run: RunDir, launcher: LauncherRecord, nodes: Nodes) -> int:
         return _conclude(attempt, exit_code, file.read())
 
 
-def start_ranks(run: RunDir, launcher: LauncherRecord, nodes: Nodes) -> subprocess.Popen[bytes]:
+def start_ranks(run: RunDir, launcher: LauncherRecord, nodes: Nodes) -> fork_server.Forked:
     """Start `accelerate launch` for this node's ranks; it leads a session of its own and writes to this one's log."""
     plan = launcher["plan"]
     config = run.path / f"accelerate{f'-{nodes.rank}' if nodes.rank else ''}.yaml"
     config.write_text(_accelerate_config(plan, nodes))
     command = [*accelerate_command(config, plan, nodes), "-m", launcher["worker"], str(run.path)]
+    return fork_server.fork(command, _environment(launcher, nodes))
+
+
+def _environment(launcher: LauncherRecord, nodes: Nodes) -> dict[str, str]:
+    plan = launcher["plan"]
     ranks = plan["world"] // nodes.count
-    environment = worker_environment(dict(os.environ), ranks, plan["device_type"], launcher["devices"])
-    return subprocess.Popen(command, stdin=subprocess.DEVNULL, env=environment, start_new_session=True)
+    return worker_environment(dict(os.environ), ranks, plan["device_type"], launcher["devices"])
 
 
 def sample_devices(
@@ -296,12 +311,13 @@ def worker_environment(base: dict[str, str], world: int, device_type: str, devic
     return environment
 
 
-def _watch(process: subprocess.Popen[bytes], attempt: _Supervised, launcher: LauncherRecord, nodes: Nodes) -> int:
+def _watch(process: fork_server.Forked, attempt: _Supervised, launcher: LauncherRecord, nodes: Nodes) -> int:
     """Return the exit code of Accelerate's launcher once it has gone; never wait for ranks that cannot come back."""
     next_census = 0.0
     while True:
-        with contextlib.suppress(subprocess.TimeoutExpired):
-            return process.wait(POLL_S)
+        exit_code = process.wait(POLL_S)
+        if exit_code is not None:
+            return exit_code
         attempt.read()
         if time.monotonic() > next_census:
             next_census = time.monotonic() + (5.0 if attempt.started else 0.5)
@@ -434,4 +450,4 @@ def failure_grace_s() -> float:
 
 
 if __name__ == "__main__":
-    sys.exit(reap(sys.argv[2]) if sys.argv[1] == "--reap" else main(sys.argv[1]))
+    fork_server.leave(reap(sys.argv[2]) if sys.argv[1] == "--reap" else main(sys.argv[1]))

@@ -1,0 +1,188 @@
+"""The second run of a process is forked from a server that imported what ranks need, and is as a new process else."""
+
+from __future__ import annotations
+
+import importlib
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+
+from tests.distributed import real_worker
+from tests.distributed.test_launch import ROOT, eventually, experiment, first_step, launch, node, plan_for, start
+from workbench.rundir import process_alive, process_record, read_json, runs_root
+from workbench.runs.launching import fork_server, processes
+from workbench.runs.registry import load_run
+from workbench.runs.run import Run
+
+__all__ = ["node"]
+
+
+@pytest.fixture(autouse=True)
+def client(monkeypatch: pytest.MonkeyPatch) -> fork_server.Client:
+    """Give the test a server of its own."""
+    mine = fork_server.Client()
+    monkeypatch.setattr(fork_server, "client", lambda: mine)
+    return mine
+
+
+@pytest.fixture(autouse=True)
+def user(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """Work in a folder that holds a module of the user's."""
+    folder = tmp_path / "notebooks"
+    folder.mkdir()
+    (folder / "edited_module.py").write_text("VALUE = 1\n")
+    monkeypatch.chdir(folder)
+    monkeypatch.syspath_prepend(str(folder))
+    return folder
+
+
+def server_of(run: Run) -> psutil.Process:
+    return psutil.Process(read_json(run.directory.launcher)["supervisor"]["pid"]).parent()  # type: ignore[return-value]
+
+
+def told(world: int = 1) -> dict[str, Any]:
+    """Launch a run that tells what its process is like, and return that, with when it was launched and by which."""
+    asked, launched = experiment(), time.time()
+    run = launch(asked, plan_for(asked, world), worker="telling_worker")
+    parent = server_of(run).pid
+    assert run.wait(timeout=60).status.state == "finished", run.logs("launcher")
+    assert "told" in run.logs("launcher"), "it prints to the run's log"
+    return {**read_json(run.path / "told.json"), "launched": launched, "parent": parent}
+
+
+def test_the_second_launch_of_a_process_imports_nothing_again() -> None:
+    first, second = told(), told()
+    assert first["parent"] == os.getpid() != second["parent"]
+    assert second["imported"] == first["imported"] < second["launched"], (
+        "what its first import was is that of the first"
+    )
+    assert second["modules"] <= first["modules"]
+    assert second["path"] == first["path"]
+    assert set(second["drawn"]).isdisjoint(first["drawn"]), "its generators are its own"
+    assert second["environment"] == first["environment"], "with what imports have set"
+
+
+def test_a_forked_run_has_the_environment_the_folder_and_the_modules_of_its_launch(
+    user: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    first = told()
+    (user / "edited_module.py").write_text("VALUE = 'edited'\n")
+    elsewhere = user / "elsewhere"
+    elsewhere.mkdir()
+    monkeypatch.chdir(elsewhere)
+    monkeypatch.syspath_prepend(str(elsewhere))
+    monkeypatch.setenv("NCCL_DEBUG", "WARN")
+    monkeypatch.setenv("WANDB_PROJECT", "another")
+    second = told()
+    assert second["imported"] == first["imported"]
+    assert (first["edited"], second["edited"]) == (1, "edited")
+    assert second["directory"] == second["path"][0] == str(elsewhere)
+    assert [second["environment"][name] for name in ("NCCL_DEBUG", "WANDB_PROJECT")] == ["WARN", "another"]
+    assert second["environment"]["CUDA_VISIBLE_DEVICES"] == ""
+
+
+def test_a_run_that_would_read_or_inherit_something_else_is_a_new_process(monkeypatch: pytest.MonkeyPatch) -> None:
+    first = told()
+    monkeypatch.setenv("OMP_NUM_THREADS", "2")
+    threaded = told()
+    assert (first["threads"], threaded["threads"]) == (1, 2)
+    assert threaded["imported"] > threaded["launched"]
+    before = os.umask(0o077)
+    try:
+        masked = told()
+    finally:
+        os.umask(before)
+    assert masked["imported"] > masked["launched"]
+
+
+def test_a_forked_run_trains_and_resumes_to_the_same_bits_as_a_new_process(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("OMP_NUM_THREADS", "2")
+
+    asked = real_worker.experiment(steps=6, lr_schedule="constant", warmup_steps=1)
+    plan, parents = real_worker.plan(asked), list[int]()
+
+    def trained(steps: int, **kwargs: Any) -> Run:
+        run = launch(asked.replace(steps=steps), plan, **kwargs)
+        parents.append(server_of(run).pid)
+        return run.wait(timeout=120)
+
+    new, forked = trained(6), trained(3)
+    resumed = trained(6, resume=forked.path)
+    assert os.getpid() == parents[0] != parents[1] == parents[2]
+    losses = new.history().loss.tolist()
+    assert len(set(losses)) == 6
+    assert resumed.history().loss.tolist() == losses, "its first three steps are those of the forked run"
+
+
+def test_another_package_of_the_same_name_or_an_edited_file_makes_a_server_stale(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "served_module.py").write_text("")
+    monkeypatch.syspath_prepend(str(tmp_path))
+    importlib.import_module("served_module")
+    sources = {"served_module": fork_server._sources()["served_module"]}
+    other = tmp_path / "other"
+    (other / "served_module").mkdir(parents=True)
+    assert fork_server._is_current(sources, [str(other), str(tmp_path)]), "a folder without __init__.py is no module"
+    (other / "served_module" / "__init__.py").write_text("")
+    importlib.invalidate_caches()
+    assert not fork_server._is_current(sources, [str(other), str(tmp_path)])
+    assert fork_server._is_current(sources, [str(tmp_path), str(other)])
+    os.utime(tmp_path / "served_module.py", (1, 1))
+    assert not fork_server._is_current(sources, [str(tmp_path)])
+    monkeypatch.delitem(sys.modules, "served_module")
+
+
+def test_a_server_holds_no_file_and_a_run_and_the_next_launch_survive_its_death(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setenv("WORKBENCH_STANDIN_STEP_S", "0.05")
+    told()
+    run = start(steps=10_000)
+    server = server_of(run)
+    assert server.cmdline()[:3] == [sys.executable, "-m", fork_server.__name__]
+    files = [os.readlink(f"/proc/{server.pid}/fd/{name}") for name in os.listdir(f"/proc/{server.pid}/fd")]
+    assert sorted(files)[:3] == [os.devnull] * 3
+    assert len(files) == 4
+    assert "socket:" in sorted(files)[3]
+    first_step(run)
+    server.kill()
+    assert run.stop(wait=True).status.state == "stopped"
+    again = told()
+    assert again["imported"] > again["launched"]
+    assert told()["imported"] == again["imported"], "it has left another server"
+
+
+KERNEL = """
+import sys
+from tests.distributed import real_worker
+from tests.distributed.test_launch import start
+start(steps=1).wait()
+print(start(steps=10_000).path, flush=True)
+input()
+"""
+
+
+def test_a_server_ends_with_its_killed_kernel_and_the_runs_train_on() -> None:
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path), "WORKBENCH_STANDIN_STEP_S": "0.05"}
+    command = [sys.executable, "-c", KERNEL]
+    pipes: Any = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}
+    with subprocess.Popen(command, cwd=ROOT, env=environment, **pipes) as kernel:
+        run = load_run(kernel.stdout.readline().strip())  # type: ignore[union-attr]
+        server = process_record(server_of(run).pid)
+        first_step(run)
+        kernel.send_signal(signal.SIGKILL)
+    assert processes.wait_gone([server], 10.0)
+    reached = run.row()["step"]
+    eventually(lambda: run.row()["step"] > reached + 5)
+    assert run.stop(wait=True).status.state == "stopped"
+    assert run.checkpoints
+    assert runs_root().exists()
+    assert not process_alive(server)

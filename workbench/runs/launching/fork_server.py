@@ -1,0 +1,320 @@
+"""The server from which a process's runs are forked, so that only the first of them imports what its ranks need.
+
+The first supervisor that a process starts is a new one. Before it starts its ranks it imports what they need, and then
+leaves a copy of itself behind: the server. It holds nothing of the user's and has computed nothing. The supervisors of
+later runs are forked from it, and fork their launchers in turn. The server ends with the process that it serves, and is
+never needed: where there is none, or where a new process would be another one, a new process is started.
+"""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+import ctypes
+import functools
+import gc
+import importlib
+import json
+import os
+import runpy
+import select
+import signal
+import socket
+import stat
+import subprocess
+import sys
+import threading
+import time
+import traceback
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from importlib.machinery import PathFinder
+from pathlib import Path
+from typing import Any, NoReturn
+
+from workbench.events import ProcessRecord
+from workbench.rundir import process_alive, process_record
+from workbench.runs.launching import processes
+
+LATE = ("CUDA_VISIBLE_DEVICES", "NCCL_", "PYTEST_CURRENT_TEST", "PYTHONPATH", "WANDB_", "WORKBENCH_")
+"""Beginnings of the names of variables that are read when they are used: their values need not be the server's.
+
+Any other may have been read by a library while it was imported, as `OMP_NUM_THREADS` is.
+"""
+INHERITED = ("Umask:", "Groups:", "Cpus_allowed:", "Mems_allowed:")
+"""Lines of `/proc/self/status` with what a new process inherits from the one that starts it."""
+ROOM = " " * (2 * 4096 + 1024)
+"""Last argument of a supervisor that may leave a server: room for the command lines of those that are forked from it.
+
+The longest has two paths, of at most 4,096 bytes each.
+"""
+ANSWER_S = 10.0
+"""Seconds that a launch waits for the server, which answers in some 20 ms."""
+LOOK_S = 1.0
+"""Seconds between two looks whether the process that the server serves still lives."""
+WAIT_S = 0.02
+SOCKET = 3
+"""Descriptor of the server's socket."""
+
+
+@dataclass
+class Forked:
+    """A process that was forked from this one."""
+
+    pid: int
+    returncode: int | None = None
+    """Exit code, negative for a signal; None until `wait` has seen the process end."""
+
+    def wait(self, timeout: float) -> int | None:
+        """Return the exit code as soon as the process has ended, or None after `timeout` seconds."""
+        deadline = time.monotonic() + timeout
+        while self.returncode is None:
+            ended, status = os.waitpid(self.pid, os.WNOHANG)
+            if ended:
+                self.returncode = os.waitstatus_to_exitcode(status)
+            elif time.monotonic() > deadline:
+                break
+            else:
+                time.sleep(WAIT_S)
+        return self.returncode
+
+
+def fork(command: Sequence[str], environment: Mapping[str, str], **place: Any) -> Forked:
+    """Run `python -m MODULE …` in a session of its own, without starting Python anew where this process can be forked.
+
+    `place` are the arguments of `_enter`.
+    """
+    for stream in (sys.stdout, sys.stderr):
+        stream.flush()
+    if pid := os.fork():
+        return Forked(pid)
+    try:
+        os.setsid()
+        for number, handler in ((signal.SIGTERM, signal.SIG_DFL), (signal.SIGINT, signal.default_int_handler)):
+            signal.signal(number, handler)
+        signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+        _enter(**place)
+        if not _name(command):
+            os.execve(command[0], list(command), dict(environment))
+        _replace_environment(environment)
+        _, _, module, *sys.argv[1:] = command
+        sys.modules.pop(module, None)  # `runpy` warns of a module that was imported
+        runpy.run_module(module, run_name="__main__", alter_sys=True)
+        leave(0)
+    except SystemExit as error:
+        leave(error.code if isinstance(error.code, int) else int(error.code is not None))
+    except BaseException:
+        traceback.print_exc()
+        leave(1)
+
+
+def leave(code: int) -> NoReturn:
+    """End this process; freeing every object of the imported libraries takes as long as importing half of them."""
+    with contextlib.suppress(Exception):
+        atexit._run_exitfuncs()
+        for stream in (sys.stdout, sys.stderr):
+            stream.flush()
+    os._exit(code)
+
+
+def _enter(directory: str | None = None, path: Sequence[str] = (), log: str | None = None) -> None:
+    """Take a working directory, a module search path and a file for the output, by default this process's own."""
+    _redirect(log)
+    _close_from(SOCKET)
+    if directory is not None:
+        os.chdir(directory)
+        sys.path[:] = path
+        importlib.invalidate_caches()
+        if "numpy" in sys.modules:  # a new process has a state of its own
+            sys.modules["numpy"].random.seed()
+
+
+def _redirect(log: str | None) -> None:
+    """Read nothing, and print to a file if one is given."""
+    descriptor = os.open(os.devnull, os.O_RDONLY)
+    os.dup2(descriptor, 0)
+    os.close(descriptor)
+    if log is not None:
+        descriptor = os.open(log, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o666)
+        os.dup2(descriptor, 1)
+        os.dup2(descriptor, 2)
+        os.close(descriptor)
+
+
+def _close_from(first: int) -> None:
+    for name in os.listdir("/proc/self/fd"):
+        if int(name) >= first:
+            with contextlib.suppress(OSError):  # that of the listing
+                os.close(int(name))
+
+
+def _replace_environment(environment: Mapping[str, str]) -> None:
+    os.environ.clear()
+    os.environ.update(environment)
+
+
+def _name(command: Sequence[str]) -> bool:
+    """Show another command line for this process, by which a run's processes are found; False without room for it."""
+    with contextlib.suppress(OSError, ValueError):
+        fields = Path("/proc/self/stat").read_text().rpartition(")")[2].split()
+        start, end = int(fields[45]), int(fields[46])  # the memory that /proc/self/cmdline shows
+        text = b"\0".join(map(os.fsencode, command)) + b"\0"
+        if end - start >= len(ROOM):
+            ctypes.memmove(start, text.ljust(end - start - 1) + b"\0", end - start)
+            return True
+    return False
+
+
+def leave_server(environment: Mapping[str, str], import_ahead: Callable[[], None]) -> None:
+    """Import what runs need, and leave a server, if the process that started this one has asked for it."""
+    if not stat.S_ISSOCK(os.fstat(0).st_mode):
+        return
+    served = process_record(os.getppid())
+    _replace_environment(environment)  # before anything reads it
+    gc.disable()  # collecting while importing takes a fifth of the time
+    with contextlib.suppress(Exception):  # the launcher tells what is wrong
+        import_ahead()
+    gc.freeze()  # otherwise the first collection of a fork would copy the pages of every object that it shares
+    gc.enable()
+    if child := os.fork():
+        os.waitpid(child, 0)
+        _redirect(None)
+        return
+    with contextlib.suppress(BaseException):
+        _name([sys.executable, "-m", __name__])
+        os.setsid()
+        if os.fork() == 0:  # a child of nobody's: what ends the supervisor and its children does not reach it
+            _serve(served, {name: value for name, value in os.environ.items() if environment.get(name) != value})
+    os._exit(0)
+
+
+def _serve(served: ProcessRecord, set_by_imports: Mapping[str, str]) -> None:
+    """Fork a process for each request, until the process that asks has ended."""
+    for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
+        signal.signal(number, signal.SIG_DFL)
+    signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # nobody asks how they ended
+    os.dup2(0, SOCKET)
+    _redirect(os.devnull)
+    _close_from(SOCKET + 1)
+    own_path = {os.getcwd(), *os.environ.get("PYTHONPATH", "").split(os.pathsep)}
+    python_path = [entry for entry in sys.path if entry not in own_path]
+    os.chdir("/")
+    sources = _sources()
+    with socket.socket(fileno=SOCKET) as requests:
+        requests.send(b"ready")
+        while True:
+            if not select.select([requests], [], [], LOOK_S)[0]:
+                if not process_alive(served):  # a process that it had forked may hold the socket
+                    return
+                continue
+            message = requests.recv(2**20)
+            if not message:
+                return
+            request = json.loads(message)
+            request["path"] += python_path
+            request["environment"] |= set_by_imports
+            pid = fork(**request).pid if _is_current(sources, request["path"]) else 0
+            requests.send(str(pid).encode())
+
+
+def _sources() -> dict[str, tuple[str, int]]:
+    """Return file and time of change of every module that was imported."""
+    specs = [spec for module in list(sys.modules.values()) if (spec := getattr(module, "__spec__", None)) is not None]
+    return {spec.name: (spec.origin, os.stat(spec.origin).st_mtime_ns) for spec in specs if spec.has_location}
+
+
+def _is_current(sources: Mapping[str, tuple[str, int]], path: Sequence[str]) -> bool:
+    """Return True if a new process with this module search path would import the same files."""
+    try:
+        if any(os.stat(file).st_mtime_ns != changed for file, changed in sources.values()):
+            return False
+    except OSError:
+        return False
+    for name, (file, _) in sources.items():
+        if "." not in name:
+            spec = PathFinder.find_spec(name, path)
+            if spec is not None and spec.origin not in (None, file):
+                return False
+    return True
+
+
+class Client:
+    """The end of a process that launches runs: it asks a server, which may not be there yet, or no more."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._socket: socket.socket | None = None
+        self._facts: Mapping[str, Any] = {}
+        self._is_ready = False
+
+    def start(self, module: str, *arguments: str, log: Path, environment: Mapping[str, str], threads: str) -> int:
+        """Start a module as `processes.start_detached` does and return its pid; it need not import what ranks need.
+
+        `threads` is the `OMP_NUM_THREADS` of the run's ranks.
+        """
+        facts = _facts({**environment, "OMP_NUM_THREADS": threads})
+        with self._lock:
+            pid = self._forked(module, arguments, log, environment) if facts == self._facts else None
+            if pid is not None:
+                return pid
+            given = None
+            if self._socket is None or facts != self._facts:
+                self._forget()
+                self._socket, given = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+                self._socket.settimeout(ANSWER_S)
+                self._facts = facts
+            room = () if given is None else (ROOM,)
+            process = processes.start_detached(
+                module, *arguments, *room, log=log, environment=environment, stdin=given or subprocess.DEVNULL
+            )
+            if given is not None:
+                given.close()
+        threading.Thread(target=process.wait, name=f"reap {process.pid}", daemon=True).start()
+        return process.pid
+
+    def _forked(self, module: str, arguments: Sequence[str], log: Path, environment: Mapping[str, str]) -> int | None:
+        if self._socket is None or not (self._is_ready or select.select([self._socket], [], [], 0)[0]):
+            return None
+        directory = os.getcwd()
+        path = [*([] if sys.flags.safe_path else [directory]), *environment["PYTHONPATH"].split(os.pathsep)]
+        request = {
+            "command": [sys.executable, "-m", module, *arguments],
+            "environment": dict(environment),
+            "directory": directory,
+            "path": path,
+            "log": str(log.absolute()),
+        }
+        with contextlib.suppress(OSError, ValueError):
+            self._is_ready = self._is_ready or bool(self._socket.recv(2**10))
+            self._socket.send(json.dumps(request).encode())
+            if pid := int(self._socket.recv(2**10)):
+                return pid
+        self._forget()
+        return None
+
+    def _forget(self) -> None:
+        if self._socket is not None:
+            self._socket.close()
+        self._socket, self._is_ready = None, False
+
+
+def _facts(environment: Mapping[str, str]) -> dict[str, Any]:
+    """Return what a process has from its start and keeps, as far as it can differ between two of one kernel."""
+    status = Path("/proc/self/status").read_text().splitlines()
+    return {
+        "executable": sys.executable,
+        "environment": {name: value for name, value in environment.items() if not name.startswith(LATE)},
+        "status": [line for line in status if line.startswith(INHERITED)],
+        "limits": Path("/proc/self/limits").read_text(),
+        "nice": os.nice(0),
+    }
+
+
+@functools.cache
+def _client(_process: int) -> Client:
+    return Client()
+
+
+def client() -> Client:
+    """Return the client of this process; one that was forked from it has another."""
+    return _client(os.getpid())
