@@ -29,7 +29,7 @@ from workbench.rundir import (
     write_record,
 )
 from workbench.runs import status
-from workbench.runs.launching import device_queue, launcher, processes, run_directory, supervisor
+from workbench.runs.launching import device_queue, processes, run_directory, supervisor
 from workbench.runs.records import environment
 from workbench.runs.records.follow import Follower
 from workbench.runs.registry import list_runs, load_run
