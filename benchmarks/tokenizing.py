@@ -37,7 +37,7 @@ PREPARED = """
 import json, os, resource, sys, time
 import psutil
 import workbench as wb
-from workbench.data._feeder import fed_alone
+from workbench.data._feeder import Feeder, new_ring_file, ring_for
 def cpu():
     used = [resource.getrusage(who) for who in (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN)]
     return sum(one.ru_utime + one.ru_stime for one in used)
@@ -60,16 +60,19 @@ print(json.dumps({{**found, "first_batch_s": first_batch_s}}))
 STREAMED = f"""{PREPARED}
 dataset = data.dataset(experiment)
 begun = time.perf_counter()
-with fed_alone(dataset.stream, 8, dataset.vocabulary) as ring:
-    samples = dataset.reading(ring)
-    batch = samples.__getitems__(range(8))
-    first_batch_s = time.perf_counter() - called
-    for step in range(1, steps):
-        samples.__getitems__(range(8 * step, 8 * step + 8))
-        ring.release(0, 8 * step)
-    seconds = time.perf_counter() - begun
-    children = [child.cpu_times() for child in psutil.Process().children(recursive=True)]
-    used = cpu() - used + sum(times.user + times.system for times in children)
+ring = ring_for(dataset.stream, new_ring_file()[0], 8, 1, dataset.vocabulary)
+ring.clear(0)
+feeder = Feeder(dataset.stream, ring, 0, None)
+samples = dataset.reading(ring)
+batch = samples.__getitems__(range(8))
+first_batch_s = time.perf_counter() - called
+for step in range(1, steps):
+    samples.__getitems__(range(8 * step, 8 * step + 8))
+    ring.release(0, 8 * step)
+seconds = time.perf_counter() - begun
+children = [child.cpu_times() for child in psutil.Process().children(recursive=True)]
+used = cpu() - used + sum(times.user + times.system for times in children)
+feeder.close()
 print(json.dumps({{"seconds": seconds, "cpu_s": used, "first_batch_s": first_batch_s}}))
 """
 BARE = """

@@ -13,11 +13,11 @@ import datasets
 import numpy as np
 import pytest
 import torch
+from streams import fed_alone
 from torch.utils.data import IterableDataset
 
 import workbench as wb
 from workbench.data import as_data, data_fingerprint, held_out
-from workbench.data._feeder import fed_alone
 from workbench.data._iterable import RecordLayout
 from workbench.errors import DataError
 from workbench.execution.user_data import check_user_data

@@ -12,10 +12,11 @@ from typing import Any
 
 import numpy as np
 import pytest
+from streams import fed_alone
 
 import workbench as wb
 from workbench.data import _text, data_fingerprint, from_json, held_out
-from workbench.data._feeder import Feeder, fed_alone, new_ring_file, ring_for
+from workbench.data._feeder import Feeder, new_ring_file, ring_for
 from workbench.data._text import Files
 from workbench.errors import DataError
 from workbench.experiment import Experiment

@@ -8,7 +8,6 @@ from .ladder import expected_difference as expected_difference
 from .ladder import ladder_points as ladder_points
 from .ladder import parameters_without_embeddings as parameters_without_embeddings
 from .ladder import scaling_law as scaling_law
-from .laws import CHINCHILLA as CHINCHILLA
 from .laws import KAPLAN as KAPLAN
 from .laws import ChinchillaLaw as ChinchillaLaw
 from .laws import KaplanLaw as KaplanLaw

@@ -217,7 +217,7 @@ def expected_difference(
         small: the smaller model.
         large: the larger one.
         tokens: tokens that both train on.
-        law: a law that `scaling_law` fitted, or a published one: `wb.analysis.KAPLAN` or `CHINCHILLA`.
+        law: a law that `scaling_law` fitted, or a published one, such as `wb.analysis.KAPLAN`.
     """
     _check_positive(tokens=tokens)
     few, many = parameters_without_embeddings(small), parameters_without_embeddings(large)

@@ -83,10 +83,6 @@ class KaplanLaw:
 Law = ChinchillaLaw | KaplanLaw
 KAPLAN = KaplanLaw(6.4e13, 0.076, 1.8e13, 0.103, "Kaplan et al. (table 2 of arXiv:2001.08361, causal models)")
 """Published law of parameters without embeddings and tokens; the joint fit of both."""
-CHINCHILLA = ChinchillaLaw(
-    1.8172, 482.0, 2085.43, 0.3478, 0.3658, "Hoffmann et al. (as arXiv:2404.10102 fitted their data, causal models)"
-)
-"""Published law of all parameters and tokens."""
 
 
 @dataclass(frozen=True)

@@ -15,7 +15,7 @@ import tempfile
 import threading
 import traceback
 from collections import deque
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -83,21 +83,6 @@ def ring_for(stream: SampleStream, descriptor: int, global_batch: int, readers: 
     """Return the ring of a stream: two chunks, or several global batches, whichever is more."""
     capacity = max(2 * stream.buffer, BATCHES_AHEAD * global_batch)
     return Ring(descriptor, stream.record_bytes, capacity, readers, stream.dtype, vocabulary)
-
-
-@contextlib.contextmanager
-def fed_alone(stream: SampleStream, samples: int, vocabulary: int) -> Iterator[Ring]:
-    """Feed the first samples of a stream to this process, which may read each of them several times."""
-    descriptor, path = new_ring_file()
-    path.unlink()
-    ring = ring_for(stream, descriptor, samples, 1, vocabulary)
-    ring.clear(0)
-    feeder = Feeder(stream, ring, 0, None)
-    try:
-        yield ring
-    finally:
-        feeder.close()
-        os.close(descriptor)
 
 
 def main() -> None:

@@ -1,0 +1,26 @@
+"""A stream of samples that one process makes and this one reads."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+from collections.abc import Iterator
+
+from workbench.data._feeder import Feeder, new_ring_file, ring_for
+from workbench.data._ring import Ring
+from workbench.data._stream import SampleStream
+
+
+@contextlib.contextmanager
+def fed_alone(stream: SampleStream, samples: int, vocabulary: int) -> Iterator[Ring]:
+    """Feed the first samples of a stream to this process, which may read each of them several times."""
+    descriptor, path = new_ring_file()
+    path.unlink()
+    ring = ring_for(stream, descriptor, samples, 1, vocabulary)
+    ring.clear(0)
+    feeder = Feeder(stream, ring, 0, None)
+    try:
+        yield ring
+    finally:
+        feeder.close()
+        os.close(descriptor)
