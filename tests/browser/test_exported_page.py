@@ -15,8 +15,7 @@ from workbench.figures.contrast_view import contrast
 from workbench.figures.curves_view import loss_curves
 from workbench.figures.pages import save_html
 from workbench.figures.panels_view import panels
-from workbench.figures.partition_view import partition
-from workbench.figures.plan_view import show_plan
+from workbench.figures.plan_view import partition, show_plan
 from workbench.figures.timeline_view import timeline
 
 LAST_X = """() => {

@@ -13,8 +13,7 @@ from torch import nn
 from torch.nn import functional
 
 from workbench.capture import capture, spec_of
-from workbench.figures.partition_view import partition
-from workbench.figures.plan_view import show_plan
+from workbench.figures.plan_view import partition, show_plan
 from workbench.rundir import append_event, write_record
 from workbench.runs.registry import list_runs
 from workbench.runs.run import Run

@@ -7,8 +7,7 @@ import pytest
 from figure_values import curve
 
 from workbench.analysis import comparison
-from workbench.analysis.comparison import Interval, difference, standings
-from workbench.analysis.contrast import contrast, setting_differences
+from workbench.analysis.contrast import Interval, contrast, difference, setting_differences, standings
 from workbench.analysis.curve import Curve
 from workbench.analysis.noise import Scatter
 from workbench.errors import UnknownParameter

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from figure_values import curve
 
-from workbench.analysis.comparison import difference
+from workbench.analysis.contrast import difference
 from workbench.analysis.curve import X_AXES, Curve, Mark
 from workbench.analysis.smoothing import CHUNK_POINTS, position_in_widths, smoothed
 from workbench.errors import UnknownParameter

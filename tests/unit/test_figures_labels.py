@@ -105,7 +105,7 @@ def test_bytes_that_differ_are_written_as_sizes() -> None:
 
 @pytest.mark.parametrize(("width", "written"), [(0.0, False), (0.02, True)])
 def test_an_interval_of_no_width_is_not_written_under_the_pointer(width: float, written: bool) -> None:
-    from workbench.analysis.comparison import Difference
+    from workbench.analysis.contrast import Difference
 
     x = np.linspace(1e6, 2e6, 5)
     value = np.full(5, 0.208)

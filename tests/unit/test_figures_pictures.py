@@ -14,7 +14,7 @@ import pytest
 from figure_values import curve, plan
 from PIL import Image
 
-from workbench.analysis.comparison import difference
+from workbench.analysis.contrast import difference
 from workbench.analysis.pareto import ParetoPoint
 from workbench.figures import theme
 from workbench.figures.contrast_view import differences
@@ -22,8 +22,7 @@ from workbench.figures.curves_view import loss_curves
 from workbench.figures.figure import NOTEBOOK_PX, has_twin, picture
 from workbench.figures.pages import PLOTLY_MIME, add_pictures
 from workbench.figures.panels_view import panels
-from workbench.figures.partition_view import partition
-from workbench.figures.plan_view import show_plan
+from workbench.figures.plan_view import partition, show_plan
 from workbench.figures.prediction_view import prediction
 from workbench.figures.sparsity_views import LOOKS, pareto, pattern
 from workbench.figures.timeline_view import timeline

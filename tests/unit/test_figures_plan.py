@@ -13,8 +13,7 @@ import pytest
 from figure_values import in_one_line, plan
 
 from workbench.errors import UnknownParameter
-from workbench.figures.partition_view import CHARACTER_SHARE, partition
-from workbench.figures.plan_view import plan_mimebundle, show_plan
+from workbench.figures.plan_view import CHARACTER_SHARE, partition, plan_mimebundle, show_plan
 from workbench.figures.prediction_view import prediction
 from workbench.figures.run_views import measured_timeline
 from workbench.figures.theme import SUBTITLE_LETTERS, TITLE_LETTERS

@@ -20,8 +20,7 @@ from workbench.errors import DataError, InvalidArgument
 from workbench.figures.curves_view import loss_curves
 from workbench.figures.figure import PLOTLY_MIME, Figure, picture, save
 from workbench.figures.panels_view import panels
-from workbench.figures.partition_view import partition
-from workbench.figures.plan_view import plan_mimebundle, show_plan
+from workbench.figures.plan_view import partition, plan_mimebundle, show_plan
 from workbench.figures.prediction_view import prediction
 from workbench.figures.timeline_view import timeline
 from workbench.figures.twin_axes import TwinAxis, parted

@@ -18,7 +18,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from workbench.analysis.comparison import Interval
+from workbench.analysis.contrast import Interval
 from workbench.analysis.laws import FORMS, KAPLAN, Array, ChinchillaLaw, Form, KaplanLaw, Law, fit
 from workbench.analysis.noise import CONFIDENCE, scatter_of
 from workbench.arguments import checked_arguments

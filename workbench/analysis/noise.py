@@ -47,8 +47,6 @@ RESOLUTION = 1e-6
 """Share of a loss below which a deviation is rounding of 32-bit numbers and no noise."""
 ANGLES = 20_001
 """Points of the integral of Student's t; its quantiles are then right to five digits."""
-
-
 BIN_WIDTHS = 2.0
 """Extent of a bin in units of the local width of the smoothing."""
 WINDOW = 0.2

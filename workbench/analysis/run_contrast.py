@@ -6,8 +6,7 @@ import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from workbench.analysis.comparison import points_of
-from workbench.analysis.contrast import Contrast, compared_curves
+from workbench.analysis.contrast import Contrast, compared_curves, points_of
 from workbench.analysis.contrast import contrast as contrast_curves
 from workbench.analysis.curve import Curve, curves_of
 from workbench.analysis.noise import Scatter, scatter_of, usual_scatter

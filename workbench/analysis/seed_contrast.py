@@ -15,8 +15,14 @@ from typing import Any
 
 import numpy as np
 
-from workbench.analysis.comparison import points_of, points_until, with_margin
-from workbench.analysis.contrast import compared_curves, described_settings, setting_differences
+from workbench.analysis.contrast import (
+    compared_curves,
+    described_settings,
+    points_of,
+    points_until,
+    setting_differences,
+    with_margin,
+)
 from workbench.analysis.curve import X_AXES, Array, Curve, column
 from workbench.analysis.noise import (
     CONFIDENCE,

@@ -9,8 +9,7 @@ from typing import Any
 import numpy as np
 import plotly.graph_objects as go
 
-from workbench.analysis.comparison import Difference
-from workbench.analysis.contrast import Contrast
+from workbench.analysis.contrast import Contrast, Difference
 from workbench.analysis.curve import X_AXES
 from workbench.analysis.noise import CONFIDENCE
 from workbench.analysis.seed_contrast import AXES, SeedContrast

@@ -1,38 +1,271 @@
-"""A whole plan in one figure: headline numbers, stages of the model, memory per device and the schedule of one step."""
+"""Figures of a plan: blocks coloured by stage with the memory of a device of each rank, and both with the schedule."""
 
 from __future__ import annotations
 
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
-from workbench.figures import partition_view, theme
+import plotly.graph_objects as go
+
+from workbench.figures import theme
 from workbench.figures.figure import Figure, mimebundle, subplots
 from workbench.figures.timeline_view import add_timeline, timeline_height
 from workbench.pipeline_schedules import SCHEDULES
-from workbench.planning.plan import Plan
+from workbench.planning.plan import Plan, Stage
 from workbench.planning.prediction import timeline as simulated
-from workbench.units import count, duration, gib
+from workbench.strategy import RECOMPUTE
+from workbench.tensors import TensorSpec
+from workbench.units import GIB, MIB, count, duration, gib
 
+BLOCKS_PER_ROW, BLOCKS_PER_ROW_OF_HUNDREDS = 30, 24
+"""Number of blocks above which a stage wraps into several rows; numbers of three digits need wider blocks than two."""
+MARGIN_TOP, MARGIN_BOTTOM = 100, 104
+COLUMN_WIDTHS, COLUMN_SPACING = (0.62, 0.38), 0.05
+"""Widths of the columns of blocks and of memory, and the space between them, as shares of the plot's width."""
+SHORT_WORDS = {"embeddings": "emb", "embed_tokens": "emb", "wte": "emb", "predictions": "head", "cls": "head"}
+MEMORY_ROOM = 1.05
+"""End of the memory axis as a multiple of what it shows."""
+CHARACTER_SHARE = 0.021
+"""Width of a character of a label, as a share of the memory axis."""
+NEAR_LIMIT = 4
+"""Largest multiple of the peak at which the limit is drawn as a line rather than written as a note."""
 GAP_PX, BELOW_TITLES_PX = 124, 56
 """Height between the partition and the timeline, which holds axis titles and a legend, and the legend's place in it."""
+
+
+@dataclass(frozen=True)
+class BlockRectangle:
+    """One block as a rectangle: `row` counts from the top, `start` and `width` are in ms."""
+
+    index: int
+    row: int
+    start: float
+    width: float
+
+
+def partition(plan: Plan, crossing: Mapping[int, Sequence[TensorSpec]] | None = None) -> Figure:
+    """Draw the model's blocks in a row per stage, as long as the stage's time, with a device's memory beside it.
+
+    A stage whose row is longer than the others holds the pipeline up. Memory is the predicted peak of one device of
+    each pipeline rank, by category, against the device's memory or the limit that the user gave. It stands beside its
+    stage, or in a row of its own if a rank has several stages.
+
+    Args:
+        plan: the plan to draw.
+        crossing: for each stage but the last, the tensors of one micro-batch that it sends on (`Graph.crossing`). An
+            arrow below the stage's row names them on hover.
+    """
+    figure = subplots(rows=1, cols=2, column_widths=COLUMN_WIDTHS, horizontal_spacing=COLUMN_SPACING)
+    add_partition(figure, plan)
+    if crossing:
+        _add_crossing(figure, plan, crossing)
+    add_memory(figure, plan)
+    return figure.laid_out(
+        height=partition_height(plan) + MARGIN_TOP + MARGIN_BOTTOM,
+        title=theme.title(theme.text(f"{plan.model} on {plan.cluster.describe()}"), theme.text(plan.describe())),
+        margin={"t": MARGIN_TOP, "b": MARGIN_BOTTOM, "r": 16},
+        legend=theme.LEGEND_BELOW,
+        barmode="stack",
+        uniformtext={"mode": "hide", "minsize": 8},
+    )
+
+
+# plotly.js hides text that does not fit (`uniformtext`) only if the last subplot with bars has text in its bars,
+# because drawing a subplot forgets the sizes of the previous one. Therefore memory, drawn last, has text in its bars.
+
+
+def _rows_per_stage(plan: Plan) -> int:
+    """Return the number of rows into which the blocks of each stage wrap."""
+    most = max(stage.end_block - stage.first_block for stage in plan.stages)
+    return math.ceil(most / (BLOCKS_PER_ROW if len(plan.block_names) <= 100 else BLOCKS_PER_ROW_OF_HUNDREDS))
+
+
+def partition_height(plan: Plan) -> int:
+    """Return the height of the plot area in pixels: 44 per lane, less if there are many, more if blocks wrap."""
+    num_stages, rows = len(plan.stages), _rows_per_stage(plan)
+    lane = max(22, min(44, 480 // num_stages)) if rows == 1 else max(44, 24 * rows)
+    return max(56, lane * num_stages)
+
+
+def _cells(stage: Stage, rows: int) -> list[BlockRectangle]:
+    """Return the stage's blocks laid out left to right, wrapped into `rows` rows of equal numbers."""
+    indices = range(stage.first_block, stage.end_block)
+    width, per_row = (stage.forward_ms + stage.backward_ms) / len(indices), math.ceil(len(indices) / rows)
+    return [
+        BlockRectangle(index, position // per_row, position % per_row * width, width)
+        for position, index in enumerate(indices)
+    ]
+
+
+def add_partition(figure: Figure, plan: Plan) -> None:
+    """Draw a lane of blocks per stage into the subplot of row 1, column 1."""
+    rows = _rows_per_stage(plan)
+    lanes = [_cells(stage, rows) for stage in plan.stages]
+    for stage, cells in zip(plan.stages, lanes, strict=True):
+        figure.add_trace(_stage_trace(plan, stage, cells, rows), row=1, col=1)
+    longest = max(cell.start + cell.width for cells in lanes for cell in cells)
+    figure.update_xaxes(
+        title_text="forward + backward of<br>one micro-batch (ms)" if rows == 1 else "blocks of each<br>stage, wrapped",
+        showticklabels=rows == 1,
+        ticks="outside" if rows == 1 else "",
+        showgrid=rows == 1,
+        range=[0, longest * 1.01],
+        row=1,
+        col=1,
+    )
+    names = [_lane_label(plan, stage) for stage in plan.stages]
+    ticks = {"tickmode": "array", "tickvals": list(range(len(names))), "ticktext": names, "ticklabelstandoff": 6}
+    figure.update_yaxes(range=[len(names) - 0.5, -0.5], showgrid=False, **ticks, row=1, col=1)
+
+
+def _add_crossing(figure: Figure, plan: Plan, crossing: Mapping[int, Sequence[TensorSpec]]) -> None:
+    """Draw a small arrow between two stages; its hover text lists the tensors that the upper one sends to the lower."""
+    rows = _rows_per_stage(plan)
+    sends = [stage for stage in plan.stages[:-1] if crossing.get(stage.index)]
+    longest = max(cell.start + cell.width for stage in plan.stages for cell in _cells(stage, rows))
+    hover, outline = [], {"color": "white", "width": 1.5}
+    for stage in sends:
+        specs = crossing[stage.index]
+        lines = [f"<b>stage {stage.index} → {stage.index + 1}</b>: {gib(stage.send_bytes)} a micro-batch"]
+        lines += [f"{theme.text(spec.name)}  {spec.dtype} {' × '.join(map(str, spec.shape))}" for spec in specs[:12]]
+        hover.append("<br>".join(lines + ([f"and {len(specs) - 12} more"] if len(specs) > 12 else [])))
+    marker = {"symbol": "triangle-down", "size": 13, "color": theme.INK, "line": outline}
+    words = {"hovertext": hover, "hoverinfo": "text", "cliponaxis": False, "showlegend": False, "meta": "crossing"}
+    x, y = [0.5 * longest] * len(sends), [stage.index + 0.5 for stage in sends]
+    figure.add_trace(go.Scatter(x=x, y=y, mode="markers", marker=marker, **words), row=1, col=1)
+
+
+def _lane_label(plan: Plan, stage: Stage) -> str:
+    num_blocks = stage.end_block - stage.first_block
+    replicas = f" × {plan.data * plan.tensor}" if plan.data * plan.tensor > 1 else ""
+    facts = f"{num_blocks} block{'s' * (num_blocks > 1)} · {count(stage.parameters)}"
+    separator = "<br>" if len(plan.stages) <= 10 else " "
+    return f"<b>stage {stage.index}</b>{replicas}{separator}<span style='color:{theme.MUTED}'>{facts}</span>"
+
+
+def _stage_trace(plan: Plan, stage: Stage, laid: Sequence[BlockRectangle], rows: int) -> go.Bar:
+    lane = 0.86
+    thick = lane / rows
+    color = theme.series_color(stage.index)
+    shades = [theme.pale(color, 0.18 if cell.index % 2 else 0.0) for cell in laid]
+    top = stage.index - lane / 2
+    return go.Bar(
+        orientation="h",
+        x=[cell.width for cell in laid],
+        base=[cell.start for cell in laid],
+        y=[top + thick * (cell.row + 0.5) for cell in laid],
+        width=[thick * (0.96 if rows == 1 else 0.9)] * len(laid),
+        marker={"color": shades, "line": {"color": "white", "width": 1}},
+        text=[_short_name(plan.block_names[cell.index], cell.index) for cell in laid],
+        **theme.TEXT_INSIDE,
+        textfont={"color": [theme.ink_on(shade) for shade in shades], "size": 10},
+        hovertext=[_block_hover(plan, stage, cell.index) for cell in laid],
+        hoverinfo="text",
+        name=f"stage {stage.index}",
+        showlegend=False,
+        meta="blocks",
+    )
+
+
+def _short_name(name: str, index: int) -> str:
+    """Return the layer's number if the module path holds one (`bert.encoder.layer.12` → `12`), else its last word."""
+    words = name.split(" … ")[0].split(".")
+    for word in reversed(words):
+        if word.isdigit():
+            return word
+    word = words[-1] or str(index)
+    return theme.text(SHORT_WORDS.get(word, word))
+
+
+def _block_hover(plan: Plan, stage: Stage, index: int) -> str:
+    lines = [f"<b>{theme.text(plan.block_names[index])}</b>", f"block {index} · stage {stage.index}"]
+    lines.append(
+        f"stage: {count(stage.parameters)} parameters, {duration(stage.forward_ms / 1e3)} forward, "
+        f"{duration(stage.backward_ms / 1e3)} backward"
+    )
+    if (recompute := stage.recompute_of(index)) != "none":
+        lines.append(RECOMPUTE[recompute])
+    if stage.index < len(plan.stages) - 1:
+        lines.append(f"sends {gib(stage.send_bytes)} a micro-batch to stage {stage.index + 1}")
+    return "<br>".join(lines)
+
+
+def limit_of(plan: Plan) -> tuple[int, str]:
+    """Return the memory that a device may use, in bytes, and its name for a label."""
+    device_bytes = int(plan.cluster.device.memory_bytes)
+    if plan.memory_limit_bytes is not None and plan.memory_limit_bytes < device_bytes:
+        return plan.memory_limit_bytes, f"your limit {gib(plan.memory_limit_bytes)}"
+    return device_bytes, f"device {gib(device_bytes)}"
+
+
+def rank_name(plan: Plan, pipeline_rank: int) -> str:
+    """Return `stage 2`, or `rank 2` if a pipeline rank has several stages."""
+    return f"{'stage' if plan.chunks == 1 else 'rank'} {pipeline_rank}"
+
+
+def stages_held(plan: Plan, pipeline_rank: int) -> str:
+    """Return the stages of a pipeline rank, such as `stages 2, 6`."""
+    return "stages " + ", ".join(str(stage.index) for stage in plan.stages_of(pipeline_rank))
+
+
+def add_memory(figure: Figure, plan: Plan) -> None:
+    """Draw the memory of one device of each pipeline rank against its limit into the subplot of row 1, column 2."""
+    place: Any = {"row": 1, "col": 2}
+    ranks = list(range(plan.pipeline))
+    peak, (limit, limit_name) = plan.peak_bytes, limit_of(plan)
+    near = limit <= NEAR_LIMIT * peak
+    unit, unit_name = (MIB, "MiB") if peak < 0.1 * GIB else (GIB, "GiB")  # The unit in which `gib` writes the totals.
+    end = MEMORY_ROOM * max(peak, limit if near else 0) / unit
+    for category, (label, color) in theme.MEMORY_LOOKS.items():
+        values = [sum(getattr(stage.memory, category) for stage in plan.stages_of(rank)) for rank in ranks]
+        texts = [(value / unit, f"{value / unit:.3g}") for value in values]
+        bars = go.Bar(
+            orientation="h",
+            x=[value / unit for value in values],
+            y=ranks,
+            width=0.62 if plan.chunks == 1 else 0.45,
+            name=label,
+            marker={"color": color, "line": {"color": "white", "width": 0.5}},
+            text=[text if length >= CHARACTER_SHARE * end * len(text) else "" for length, text in texts],
+            textfont={"color": theme.ink_on(color), "size": 10},
+            hovertext=[f"{rank_name(plan, rank)}: {label} {gib(values[rank], peak)}" for rank in ranks],
+            hoverinfo="text",
+            meta="memory",
+            **theme.TEXT_INSIDE,
+        )
+        figure.add_trace(bars, **place)
+    figure.update_xaxes(title_text=f"peak of one<br>device ({unit_name})", range=[0, end], **place)
+    if near:
+        figure.add_vline(x=limit / unit, line={"color": theme.ALERT, "width": 2, "dash": "dash"}, **place)
+    above = {"y": 1, "yref": "y2 domain", "yanchor": "bottom", "xanchor": "right", "showarrow": False}
+    at, words = (limit / unit, limit_name) if near else (end, f"{limit_name} ({peak / limit:.0%} used)")
+    figure.add_annotation(x=at, text=words, font={"color": theme.ALERT, "size": 11}, **above, **place)
+    names = [gib(plan.device_bytes(rank), peak) for rank in ranks]
+    if plan.chunks > 1:
+        names = [f"<b>{rank_name(plan, rank)}</b>: {names[rank]}<br>{stages_held(plan, rank)}" for rank in ranks]
+    ticks = {"tickmode": "array", "tickvals": ranks, "ticktext": names, "ticks": ""}
+    figure.update_yaxes(range=[plan.pipeline - 0.5, -0.5], showgrid=False, side="right", **ticks, **place)
 
 
 def show_plan(plan: Plan) -> Figure:
     """Draw partition, memory and timeline of a plan in one figure."""
     lanes = simulated(plan).lanes
-    upper = partition_view.partition_height(plan)
+    upper = partition_height(plan)
     lower = timeline_height(len(lanes))
     inner = upper + GAP_PX + lower
     figure = subplots(
         rows=2,
         cols=2,
         specs=[[{}, {}], [{"colspan": 2}, None]],
-        column_widths=partition_view.COLUMN_WIDTHS,
+        column_widths=COLUMN_WIDTHS,
         row_heights=[upper / (upper + lower), lower / (upper + lower)],
-        horizontal_spacing=partition_view.COLUMN_SPACING,
+        horizontal_spacing=COLUMN_SPACING,
         vertical_spacing=GAP_PX / inner,
     )
-    partition_view.add_partition(figure, plan)
-    partition_view.add_memory(figure, plan)
+    add_partition(figure, plan)
+    add_memory(figure, plan)
     for trace in add_timeline(figure, lanes, row=2, col=1):
         trace.legend = "legend2"
     facts = theme.text(theme.listed(f"{name} {value}" for name, value in _headline(plan)))
@@ -68,7 +301,7 @@ def _heading(plan: Plan) -> str:
 def _headline(plan: Plan) -> list[tuple[str, str]]:
     """Return the most important numbers of a plan as (name, value)."""
     predicted = plan.prediction
-    limit, _ = partition_view.limit_of(plan)
+    limit, _ = limit_of(plan)
     rows = [
         ("step", duration(predicted.step_ms / 1e3)),
         ("tokens/s", count(predicted.tokens_per_s)),

@@ -12,7 +12,7 @@ import plotly.graph_objects as go
 from workbench.errors import UnknownParameter, suggestion
 from workbench.figures import theme
 from workbench.figures.figure import Figure, subplots
-from workbench.figures.partition_view import rank_name, stages_held
+from workbench.figures.plan_view import rank_name, stages_held
 from workbench.figures.timeline_view import Lanes, add_stacked_timelines, describe, timeline_height
 from workbench.planning.plan import Plan
 from workbench.planning.prediction import timeline as simulated

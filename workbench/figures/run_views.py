@@ -12,7 +12,7 @@ from workbench.analysis.smoothing import SMOOTHING
 from workbench.arguments import checked_arguments
 from workbench.errors import InvalidArgument
 from workbench.experiment import Experiment
-from workbench.figures import partition_view, sparsity_views
+from workbench.figures import plan_view, sparsity_views
 from workbench.figures.curves_view import loss_curves
 from workbench.figures.figure import Figure
 from workbench.figures.prediction_view import prediction
@@ -111,7 +111,7 @@ def partition(plan: Plan, experiment: Experiment) -> Figure:
     crossing = {
         stage.index: [graph.values[name] for name in graph.crossing(stage.end_block)] for stage in plan.stages[:-1]
     }
-    return partition_view.partition(plan, crossing=crossing)
+    return plan_view.partition(plan, crossing=crossing)
 
 
 @checked_arguments

@@ -17,8 +17,6 @@ TAIL = 0.1
 HELD_OUT = "held-out loss"
 TRAINING = "mean training loss of the last 10 % of the steps"
 """The objective in words, with evaluation and without."""
-
-
 PRUNERS = ("median", "halving")
 """Rules that compare a run with the others: Optuna's `MedianPruner` and `SuccessiveHalvingPruner`."""
 FIRST_RUNS = 3
