@@ -6,7 +6,6 @@ import numpy as np
 import pytest
 from figure_values import curve
 
-from workbench.analysis import comparison
 from workbench.analysis.contrast import Interval, contrast, difference, setting_differences, standings
 from workbench.analysis.curve import Curve
 from workbench.analysis.noise import Scatter
@@ -43,7 +42,7 @@ def test_of_several_crossings_the_last_is_told_to_a_fraction_of_the_grid(monkeyp
 
     On a grid of 4 M tokens the last crossing is three quarters of the way from one point to the next.
     """
-    monkeypatch.setattr(comparison, "GRID_POINTS", 4)
+    monkeypatch.setattr("workbench.analysis.contrast.GRID_POINTS", 4)
     corners = ((0.0, 6.0), (4.0, 4.0), (8.0, 8.0), (12.0, 4.0))
     found = difference(zigzag("a", *corners), zigzag("b", (0.0, 5.0), (12.0, 5.0)), smoothing=1e-9)
     assert found.value == pytest.approx([1.0, -1.0, 3.0, -1.0])
