@@ -5,13 +5,12 @@ import signal
 import subprocess
 import sys
 
-import accelerate  # noqa: F401  # before QUICK_LAUNCHER hides it from the processes that this one starts
 import psutil
 import pytest
 
 import workbench as wb
 from tests.distributed.real_worker import DEVICE, LINK
-from tests.distributed.test_sweeps import HERE, QUICK_LAUNCHER, eventually, experiment, node  # noqa: F401
+from tests.distributed.test_sweeps import HERE, eventually, experiment, node  # noqa: F401
 from workbench.cost.cluster import Cluster
 from workbench.errors import InvalidArgument, PlanInfeasible, RunExists, RunNotFound
 from workbench.figures.figure import picture
@@ -29,7 +28,6 @@ import sys, time
 from tests.distributed.test_grids import grid
 from workbench.runs.launching import processes
 processes.WORKER = "grid_worker"
-sys.path.insert(0, sys.argv[2])
 grid().measure("all", steps=8, directory=sys.argv[1])
 print("started", flush=True)
 time.sleep(3600)
@@ -39,7 +37,7 @@ time.sleep(3600)
 def test_a_measurement_survives_its_kernel_and_its_supervisor_and_trains_each_plan_once(node):  # noqa: F811
     path = node / "runs" / "grid"
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(HERE.parents[1]), str(HERE)])}
-    command = [sys.executable, "-c", KERNEL, str(path), str(QUICK_LAUNCHER)]
+    command = [sys.executable, "-c", KERNEL, str(path)]
     kernel = subprocess.Popen(command, stdout=subprocess.PIPE, env=environment, text=True)
     assert kernel.stdout is not None
     assert kernel.stdout.readline() == "started\n"

@@ -7,7 +7,6 @@ import sys
 import time
 from pathlib import Path
 
-import accelerate  # noqa: F401  # before QUICK_LAUNCHER hides it from the processes that this one starts
 import optuna
 import psutil
 import pytest
@@ -27,7 +26,6 @@ from workbench.sweeps.study import RUN
 from workbench.sweeps.sweep import Sweep
 
 HERE = Path(__file__).resolve().parent
-QUICK_LAUNCHER = HERE / "quick_launcher"
 
 
 @pytest.fixture(autouse=True)
@@ -38,7 +36,6 @@ def node(tmp_path, monkeypatch):
     monkeypatch.setenv("OMP_NUM_THREADS", "1")
     prepare(monkeypatch.setattr)
     monkeypatch.syspath_prepend(str(HERE))
-    monkeypatch.syspath_prepend(str(QUICK_LAUNCHER))
     yield tmp_path
     for file in (tmp_path / "runs").glob("*/supervisor.json"):
         processes.kill_trees([read_json(file)])
@@ -74,7 +71,6 @@ import sys, time
 from tests.distributed.test_sweeps import experiment, prepare
 import workbench as wb
 prepare()
-sys.path.insert(0, sys.argv[2])
 axes = {"learning_rate": [1e-3, 2e-3], "global_batch": [4, 8]}
 wb.sweep(experiment(), **axes, seeds=3, sampler="random", trials=4, directory=sys.argv[1])
 print("started", flush=True)
@@ -86,7 +82,7 @@ def test_a_sweep_survives_its_kernel_and_its_supervisor_and_trains_each_configur
     monkeypatch.setenv("SWEEP_STEP_S", "0.02")
     path = node / "runs" / "sweep"
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(HERE.parents[1]), str(HERE)])}
-    command = [sys.executable, "-c", KERNEL, str(path), str(QUICK_LAUNCHER)]
+    command = [sys.executable, "-c", KERNEL, str(path)]
     kernel = subprocess.Popen(command, stdout=subprocess.PIPE, env=environment, text=True)
     assert kernel.stdout is not None
     assert kernel.stdout.readline() == "started\n"
