@@ -169,22 +169,24 @@ def leave_server(environment: Mapping[str, str], import_ahead: Callable[[], None
     """Import what runs need, and leave a server, if the process that started this one has asked for it."""
     if not stat.S_ISSOCK(os.fstat(0).st_mode):
         return
-    served = process_record(os.getppid())
+    served, own = process_record(os.getppid()), dict(os.environ)
     _replace_environment(environment)  # before anything reads it
     gc.disable()  # collecting while importing takes a fifth of the time
     with contextlib.suppress(Exception):  # the launcher tells what is wrong
         import_ahead()
+    set_by_imports = {name: value for name, value in os.environ.items() if environment.get(name) != value}
     gc.freeze()  # otherwise the first collection of a fork would copy the pages of every object that it shares
     gc.enable()
     if child := os.fork():
         os.waitpid(child, 0)
         _redirect(None)
+        _replace_environment({**own, **set_by_imports})
         return
     with contextlib.suppress(BaseException):
         _name([sys.executable, "-m", __name__])
         os.setsid()
         if os.fork() == 0:  # a child of nobody's: what ends the supervisor and its children does not reach it
-            _serve(served, {name: value for name, value in os.environ.items() if environment.get(name) != value})
+            _serve(served, set_by_imports)
     os._exit(0)
 
 
@@ -275,16 +277,15 @@ class Client:
     def _forked(self, module: str, arguments: Sequence[str], log: Path, environment: Mapping[str, str]) -> int | None:
         if self._socket is None or not (self._is_ready or select.select([self._socket], [], [], 0)[0]):
             return None
-        directory = os.getcwd()
-        path = [*([] if sys.flags.safe_path else [directory]), *environment["PYTHONPATH"].split(os.pathsep)]
-        request = {
-            "command": [sys.executable, "-m", module, *arguments],
-            "environment": dict(environment),
-            "directory": directory,
-            "path": path,
-            "log": str(log.absolute()),
-        }
         with contextlib.suppress(OSError, ValueError):
+            directory = os.getcwd()
+            request = {
+                "command": [sys.executable, "-m", module, *arguments],
+                "environment": dict(environment),
+                "directory": directory,
+                "path": [*([] if sys.flags.safe_path else [directory]), *environment["PYTHONPATH"].split(os.pathsep)],
+                "log": str(log.absolute()),
+            }
             self._is_ready = self._is_ready or bool(self._socket.recv(2**10))
             self._socket.send(json.dumps(request).encode())
             if pid := int(self._socket.recv(2**10)):

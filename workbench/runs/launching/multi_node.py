@@ -50,6 +50,7 @@ def main(arguments: list[str]) -> int:
     redirect_output(run.log(nodes.log))
     signal.signal(signal.SIGTERM, lambda *_: run.stop_file.touch())
     signal.signal(signal.SIGHUP, signal.SIG_IGN)
+    signal.signal(signal.SIGCHLD, signal.SIG_DFL)
     if nodes.rank == 0:
         _continue_earlier_attempt(run)
         return supervisor.supervise(run, _launcher_record(run, nodes, asked.worker), nodes)

@@ -127,6 +127,7 @@ def main(directory: str) -> int:
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, lambda *_: run.stop_file.touch())
     signal.signal(signal.SIGHUP, signal.SIG_IGN)
+    signal.signal(signal.SIGCHLD, signal.SIG_DFL)  # otherwise nobody would learn how the launcher ended
     _wait_until_known(run)
     with _last_words(run):
         launcher: LauncherRecord = read_json(run.launcher)
