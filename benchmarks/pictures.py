@@ -49,9 +49,9 @@ from workbench.units import GIB
 ROOT = Path(__file__).resolve().parents[1]
 SEQ_LEN, GLOBAL_BATCH = 512, 256
 PAIRS = {
-    "width and depth, eps 1e-6": ("bert-large-20261125-015021", "bert-scaled-20261125-015030"),
-    "width and depth, eps 1e-8": ("bert-large-20261125-160952", "bert-scaled-20261125-160959"),
-    "width alone, eps 1e-6": ("bert-large-20261125-015020", "bert-scaled-20261125-015026"),
+    "width and depth": ("bert-large-20261125-230852", "bert-scaled-20261125-230858"),
+    "width and depth, seed 1": ("bert-large-20261125-015021", "bert-scaled-20261125-015030"),
+    "width alone": ("bert-large-20261125-015020", "bert-scaled-20261125-015026"),
 }
 """The recorded runs of each pair: BERT-Large, and scaled BERT by a rule."""
 FAMILIES = {
@@ -237,13 +237,14 @@ def curves() -> go.Figure:
         horizontal_spacing=0.09,
         subplot_titles=("held-out loss", "scaled BERT − BERT-Large"),
     )
+    ended: dict[str, go.Scatter] = {}
     for index, (rule, names) in enumerate(PAIRS.items()):
         ends = [wb.load_run(ROOT / "notebooks" / "recorded" / name).evaluations() for name in names]
         large, scaled = (
             go.Scatter(
                 x=end.tokens[1:] / 1e6,
                 y=end.eval_loss[1:],
-                name=f"{'scaled' if dash == 'solid' else 'BERT-Large'}, {rule if dash == 'solid' else rule[-8:]}",
+                name=f"scaled, {rule}" if dash == "solid" else "its BERT-Large",
                 line={"color": theme.series_color(index), "dash": dash},
             )
             for end, dash in zip(ends, ("dot", "solid"), strict=True)
@@ -251,17 +252,15 @@ def curves() -> go.Figure:
         figure.add_traces([large, scaled], rows=1, cols=1)
         behind = go.Scatter(x=scaled.x, y=scaled.y - large.y, line=scaled.line, showlegend=False)
         figure.add_trace(behind, row=1, col=2)
-        figure.add_annotation(
-            x=behind.x[-1], y=behind.y[-1], text=f"{behind.y[-1]:+.2f}", xanchor="left", showarrow=False, row=1, col=2
-        )
+        ended[f"{behind.y[-1]:+.2f}"] = behind
+    for text, behind in ended.items():
+        figure.add_annotation(x=behind.x[-1], y=behind.y[-1], text=text, xanchor="left", showarrow=False, row=1, col=2)
     figure.add_hline(0, line={"color": "gray", "width": 1}, row=1, col=2)
     return figure.update_layout(
         template=theme.TEMPLATE,
         height=430,
         margin={"t": 96, "r": 64},
-        title=theme.title(
-            "BERT-Large and BERT 54 × 1920, three pairs, each run on one H100", "in nats of masked words"
-        ),
+        title=theme.title("BERT-Large and BERT 54 × 1920 on one H100 each", "in nats of masked words"),
         legend={"x": 0.58, "y": 1, "xanchor": "right"},
     ).update_xaxes(title="tokens (M)")
 

@@ -167,6 +167,7 @@ def test_times_of_planning_are_those_of_the_raw_file() -> None:
 def test_the_pairs_figures_are_those_of_the_recorded_runs() -> None:
     names = ("large-20261125-015020", "large-20261125-015021", "large-20261125-160952")
     names += ("scaled-20261125-015026", "scaled-20261125-015030", "scaled-20261125-160959")
+    names += ("large-20261125-230852", "scaled-20261125-230858")
     runs = [wb.load_run(ROOT / "notebooks" / "recorded" / f"bert-{name}") for name in names]
     rows = {name: cells for name, *cells in table(BENCHMARKS, "| run | BERT-Large |")}
     ends = []
@@ -189,13 +190,18 @@ def test_the_pairs_figures_are_those_of_the_recorded_runs() -> None:
             [cell] = [cells[at] for row, cells in rows.items() if row.startswith(f"{name}, measured (predicted)")]
             assert cell == "{} ({})".format(*(summary[part].split()[0] for part in parts))
         assert shows(rows["device-minutes"][at], 60 * history.gpu_hours[-1])
-    behind = [scaled - large for scaled, large in zip(ends[3:], (ends[0], ends[1], ends[2]), strict=True)]
-    assert all(map(shows, rows["behind BERT-Large of its seed and eps"][3:], behind))
+    pairs = [(0, 3), (1, 4), (2, 5), (6, 7)]
+    behind = [ends[scaled] - ends[large] for large, scaled in pairs]
+    told = rows["behind BERT-Large of its seed and eps"]
+    assert all(shows(told[scaled], each) for (_, scaled), each in zip(pairs, behind, strict=True))
     eps = [abs(float(one.evaluations().eval_loss[-1]) - end) for one, end in ((runs[0], ends[2]), (runs[4], ends[5]))]
     page = words(BENCHMARKS)
     assert f"BERT-Large by {eps[0]:.3f} with the same seed" in page
     assert f"scaled BERT by {eps[1]:.3f} against another" in page
-    speeds = [[float(np.median(run.history().tokens_per_s)) for run in each] for each in (runs[:3], runs[3:])]
+    speeds = [
+        [float(np.median(run.history().tokens_per_s)) for run in each]
+        for each in (runs[:3] + runs[6:7], runs[3:6] + runs[7:])
+    ]
     large, scaled = ("{:.0f} to {:.0f} k tokens/s".format(*sorted((min(s) / 1e3, max(s) / 1e3))) for s in speeds)
     assert f"(335 M parameters, {large})" in words(README)
     assert f"(2.45 B, {scaled})" in words(README)
@@ -203,13 +209,13 @@ def test_the_pairs_figures_are_those_of_the_recorded_runs() -> None:
     assert [float(each) for each in re.findall(r"\(30e6 / real_sizes\[1\], -([\d.]+)\)", template)] == [
         round(each, 3) for each in behind
     ]
-    width, depth, small_eps = (f"{each:.2f}" for each in behind)
-    assert f"by {small_eps} nats of held-out loss by the rule of width" in words(README)
-    assert f"by {depth} by the same rule" in words(README)
+    width, depth, _, again = (f"{each:.2f}" for each in behind)
+    assert depth == again
+    assert f"by {depth} nats of held-out loss in both pairs by the rule of width and depth" in words(README)
     assert f"by {width} by the rule of width alone" in words(README)
     assert f"two seeds of BERT-Large are {abs(ends[0] - ends[1]):.2f} apart" in words(README)
     assert "from 8 to 11 M tokens, and from 13 M on it changes by less than 0.04" in words(README)
-    for large, scaled in zip((runs[0], runs[1], runs[2]), runs[3:], strict=True):
+    for large, scaled in ((runs[first], runs[second]) for first, second in pairs):
         tokens = large.evaluations().tokens / 1e6
         behind = scaled.evaluations().eval_loss - large.evaluations().eval_loss
         assert 7.5 < tokens[behind.argmax()] < 11.5
@@ -340,7 +346,7 @@ def test_losses_without_context_are_those_of_the_demo_and_of_the_real_pair() -> 
     assert f"level.unigram_entropy # {level.unigram_entropy:.2f} nats in the demo" in page
     assert f"level.loss # {level.loss:.2f}: what is reachable" in page
     copying = level.unigram_entropy - level.loss
-    figures = (ROOT / "notebooks" / "bert_scaling_completep_1xH100.ipynb").read_text()
+    figures = (ROOT / "notebooks" / "bert_scaling_1xH100.ipynb").read_text()
     entropy, loss = (
         float(re.search(rf"{name} ([\d.]+) nats", figures)[1])
         for name in ("unigram entropy", "context-free prediction")
