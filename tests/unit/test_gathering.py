@@ -84,7 +84,11 @@ def normalised() -> nn.Module:
 
 
 REFUSED: dict[str, tuple[Callable[[], nn.Module], str, str]] = {
-    "mixup": (COUPLED["mixup by flip"], "mixup by flip", "a layer before its loss may compare samples"),
+    "mixup": (
+        COUPLED["mixup by flip"],
+        "mixup by flip",
+        "its first layers are given mixtures of samples, which other replicas have",
+    ),
     "BatchNorm in a tower": (normalised, "SupCon", "a layer before its loss may compare samples"),
     "dropout in the loss": (_DropsInItsLoss, "two towers", "its loss may draw random numbers"),
     "a counter in a tower": (_Counts, "two towers", "a layer updates a buffer, which would happen twice"),

@@ -73,6 +73,8 @@ def split_tail(
             tail.add(node)
     first = next((node for node in computed if node in tail), loss)
     obstacle = _obstacle(flow, tail, computed, groups)
+    if obstacle and (mixer := _mixed_before(first, flow, follower)) is not None:
+        obstacle, first = "its first layers are given mixtures of samples, which other replicas have", mixer
     sources = dict.fromkeys(source for node in computed if node in tail for source in node.all_input_nodes)
     read = [s for s in sources if s in set(computed) - tail]
     if not obstacle and not any(s.meta["val"].is_floating_point() for s in read if shape_of(s)):
@@ -88,6 +90,21 @@ def split_tail(
     kept = [*before, NodeGroup(last.name, rest)] if rest else before
     rows = tuple(Rows(source.name, follower.state(source), follower.groups[source]) for source in read)
     return (*kept, NodeGroup(TAIL, tuple(node for node in last.nodes if node in tail))), rows
+
+
+def _mixed_before(first: fx.Node, flow: Dataflow, follower: _RowFollower) -> fx.Node | None:
+    """Return the operation on fields of the batch that mixes samples before any parameter is read, if there is one."""
+    before = flow.recomputable & ancestors([first])
+    return next(
+        (
+            node
+            for node in flow.order
+            if node in before
+            and follower.state(node) < NONE
+            and all(follower.state(source) >= NONE for source in node.all_input_nodes)
+        ),
+        None,
+    )
 
 
 def _obstacle(flow: Dataflow, tail: set[fx.Node], computed: list[fx.Node], groups: Sequence[NodeGroup]) -> str:

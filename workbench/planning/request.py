@@ -87,9 +87,11 @@ def check(request: Request, profile: Profile) -> None:
     _check_block_sparse(request, profile)
     pipeline, blocks = request.fixed.pipeline, len((profile.gathered or profile).blocks)  # a tail is one more
     if pipeline and pipeline > blocks:
+        whole = f"{profile.model} is one block"  # the beginning of a note of capture
         raise PlanInfeasible(
             f"pipeline={pipeline} asks for more stages than the {blocks} block{'s' * (blocks > 1)} of "
             f"{profile.model}. Choose at most {blocks}."
+            + "".join(f" {note}" for note in profile.notes if note.startswith(whole))
         )
     _check_batch(request)
 
