@@ -20,7 +20,7 @@ from workbench.capture.division import Division
 from workbench.capture.opaque import is_opaque
 from workbench.cost.cluster import Cluster
 from workbench.cost.graph_profiler import profile_graph
-from workbench.errors import CaptureError
+from workbench.errors import CaptureError, PlanInfeasible
 from workbench.experiment import Experiment
 
 
@@ -258,6 +258,39 @@ class Encoded(nn.Module):
 
 def test_a_module_that_runs_as_written_is_a_block_of_its_own() -> None:
     assert [block.name for block in captured(Encoded(), batch_for("Net")).blocks] == ["stem", "encoder", "head"]
+
+
+class LeavesEarly(Net):
+    def body(self, x: torch.Tensor) -> torch.Tensor:
+        for layer in self.layers:
+            x = x + layer(x)
+            if x.mean() > 1:
+                break
+        return x
+
+
+class OfADerivative(Net):
+    def body(self, x: torch.Tensor) -> torch.Tensor:
+        x = x.detach().requires_grad_()
+        with torch.enable_grad():
+            [slope] = torch.autograd.grad(super().body(x).square().sum(), x, create_graph=True)
+        return slope
+
+
+@pytest.mark.parametrize(
+    ("model", "reason"),
+    [
+        (LeavesEarly, "which layers run is known only from values that they compute"),
+        (OfADerivative, "the derivative goes back through all layers"),
+    ],
+)
+def test_a_model_of_one_block_says_why_no_pipeline_divides_it(model: type[nn.Module], reason: str) -> None:
+    samples = [{"x": torch.randn(8), "labels": torch.tensor(index % 5)} for index in range(16)]
+    experiment = Experiment.of(model=model, data=samples, steps=1, global_batch=8, seq_len=1)
+    [note] = [note for note in CapturedModel(experiment, 2).graph.notes if "one block" in note]
+    assert reason in note
+    with pytest.raises(PlanInfeasible, match=f"more stages than the 1 block of .*{reason}"):
+        wb.plan(experiment, Cluster.of("h200", gpus=2), pipeline=2)
 
 
 class Wide(Branches):

@@ -37,6 +37,8 @@ from workbench.data._datasets import untouched_generators
 from workbench.errors import CaptureError
 
 NAME = "workbench::opaque"
+Value = torch.Tensor | Callable[[tuple[int, ...]], torch.Tensor] | None
+"""A tensor, a function that makes it of a shape, or None for random numbers."""
 FLEX_ATTENTION = "FlexAttention does not run while a model is exported"
 """Reason of opaque calls that run it."""
 _library = torch.library.Library("workbench", "FRAGMENT")
@@ -172,7 +174,7 @@ class OpaqueCall:
     def _try(
         self,
         given: Sequence[torch.Tensor],
-        values: Sequence[torch.Tensor | None],
+        values: Sequence[Value],
         device: torch.device,
         seed: int,
         kind: Callable[[tuple[int, ...], torch.dtype, int], torch.Tensor],
@@ -218,7 +220,7 @@ class OpaqueCall:
                 kept.pop(tensor.untyped_storage().data_ptr(), None)
             self.recomputed_bytes = sum(storage.nbytes() for storage in kept.values())
 
-    def probe(self, given: Sequence[torch.Tensor], values: Sequence[torch.Tensor | None], device: torch.device) -> None:
+    def probe(self, given: Sequence[torch.Tensor], values: Sequence[Value], device: torch.device) -> None:
         """Run the code on real tensors of the shapes of `given` and note its results; raise `NotOpaque`."""
         failure: list[Exception] = []
 
@@ -292,7 +294,7 @@ def _cuda_indices(device: torch.device) -> list[int]:
 
 def _real(
     given: torch.Tensor,
-    value: torch.Tensor | None,
+    value: Value,
     device: torch.device,
     seed: int,
     kind: Callable[[tuple[int, ...], torch.dtype, int], torch.Tensor],
@@ -302,9 +304,10 @@ def _real(
     Sizes that depend on values are 0. Masks are true at every second, third or fourth position of their last dim, so
     that a selection by one has as many items in each row, and another number for each seed.
     """
-    if value is not None:
-        return value.detach().expand(given.shape).to(device, copy=True)
     shape = tuple(size if isinstance(size, int) else 0 for size in given.shape)
+    value = value(shape) if callable(value) else value
+    if value is not None:
+        return value.detach().expand(shape).to(device, copy=True)
     if given.dtype == torch.bool and shape:
         return (torch.arange(shape[-1], device=device) % (2 + seed) == 0).expand(shape).clone()
     return kind(shape, given.dtype, seed).to(device)
@@ -333,12 +336,12 @@ def opaque_call(
     line: SourceLine,
     valued: nn.Module | None,
     calls: list[OpaqueCall],
-    known: Sequence[torch.Tensor | None] | None = None,
+    known: Sequence[Value] = (),
 ) -> Callable[..., Any]:
     """Return a function that puts one operation into the graph that is being exported, in place of `function`.
 
     `valued` is the module, or a twin of it whose tensors have values. `calls` collects what was called. `known` are
-    the values of the tensors among the arguments, where random ones would not do.
+    the values of the first tensors among the arguments, where random ones would not do.
     """
     inside = () if module is None else tuple(module.modules())
     places = [
@@ -363,7 +366,7 @@ def opaque_call(
         own = [place.value() for place in places]
         given = [*own, *tensors]
         device = next((v.device for v in held if v is not None), torch.device("cpu"))
-        call.probe(given, [*held, *(known or [None] * len(tensors))], device)
+        call.probe(given, [*held, *known, *[None] * (len(tensors) - len(known))], device)
         handle = f"{next(_serials)} {label}"
         calls.append(call)
         _calls[handle] = call
@@ -401,13 +404,18 @@ def opaque_calls(graph: fx.Graph) -> list[OpaqueCall]:
     return [call for node in graph.nodes if (call := call_of(node)) is not None]
 
 
+def _device_of(tensors: Sequence[torch.Tensor]) -> torch.device:
+    """Return the device of a call, whose lengths may be on the host."""
+    return next((tensor.device for tensor in tensors if tensor.device.type != "cpu"), torch.device("cpu"))
+
+
 class _Shapes(torch.autograd.Function):
     """The operation on tensors without values."""
 
     @staticmethod
     def forward(ctx: Any, call: OpaqueCall, *tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
         ctx.save_for_backward(*tensors)
-        device = tensors[-1].device if tensors else torch.device("cpu")
+        device = _device_of(tensors)
         outputs = [torch.empty(shape, dtype=dtype, device=device) for shape, dtype in call.specs]
         results = (*outputs, *(torch.empty_like(tensors[index]) for index in call.written))
         ctx.mark_non_differentiable(*(r for r in results if not r.is_floating_point()), *results[len(outputs) :])
@@ -424,7 +432,7 @@ class _Run(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, call: OpaqueCall, *tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
-        device = tensors[-1].device if tensors else torch.device("cpu")
+        device = _device_of(tensors)
         ctx.call, ctx.device, ctx.random = call, device, _generator_state(device)
         ctx.autocast = torch.is_autocast_enabled(device.type), torch.get_autocast_dtype(device.type)
         ctx.save_for_backward(*tensors)

@@ -16,6 +16,7 @@ from torch.nn import functional
 
 from workbench.capture.export_errors import depends_on_values
 from workbench.capture.opaque import FLEX_ATTENTION, NotOpaque, OpaqueCall, opaque_call
+from workbench.capture.packed_sequences import PACKED, padded_sequences
 from workbench.capture.selections import SELECTION, Selections, opaque_selections, selections_of
 from workbench.capture.source_lines import FORWARD, SourceLine, line_at, line_of_frames
 from workbench.capture.torch_internals import patched
@@ -23,6 +24,8 @@ from workbench.errors import CaptureError
 
 _FUNCTIONS = {"ctc_loss": functional.ctc_loss}
 """Functions of `torch.nn.functional` that no export can follow."""
+_DERIVATIVE = "torch.export cannot follow torch.autograd.grad"
+_VALUES = "what it does depends on the values of a tensor"
 MOST = 64
 """Largest number of exports of one model that are tried."""
 Target = str | type
@@ -87,6 +90,8 @@ class OpaqueSearch:
         is_of_size = not isinstance(error, NotOpaque) and (depends_on_values(cause) or "in one layer" in str(error))
         if is_of_size and self.selections:
             candidates = [*candidates, SELECTION]
+        if "packed sequence" in str(error) and not isinstance(error, NotOpaque):
+            candidates = [*candidates, PACKED]
         reason, line = _reason(error, cause), line_of_frames(traceback.extract_tb(cause.__traceback__))
         line = line if line.file else line_at(str(error.facts.get("file", "")), int(error.facts.get("line", 0)))
         if isinstance(error, NotOpaque):
@@ -127,7 +132,7 @@ class OpaqueSearch:
 
     def _alike(self, target: Target) -> list[Target]:
         """Return the target and the modules of its class, which fail alike; torch's own classes hold anything."""
-        if not isinstance(target, str) or target in ("", SELECTION, *_FUNCTIONS):
+        if not isinstance(target, str) or target in ("", SELECTION, PACKED, *_FUNCTIONS):
             return [target]
         kind = type(self.model.get_submodule(target))
         if kind.__module__.startswith("torch."):
@@ -144,6 +149,10 @@ class OpaqueSearch:
             function: Any
             module: nn.Module | None
             for target, (reason, line) in self.chosen.items():
+                if target == PACKED:
+                    context = padded_sequences(self.model, self.valued, reason, line, self.calls)
+                    stack.enter_context(context)
+                    continue
                 if target == SELECTION:
                     stack.enter_context(opaque_selections(self.selections, self.calls))
                     continue
@@ -167,6 +176,8 @@ class OpaqueSearch:
     @property
     def notes(self) -> list[str]:
         """A sentence on each opaque call, once for calls of one line."""
+        whole = [call for call in self.calls if call.modules[:1] == (self.model,)]
+        undivided = [f"{call.label} is one block, which has one pipeline stage: {_undivided(call)}." for call in whole]
         by_line: dict[tuple[str, str], list[str]] = {}
         for call in self.calls:
             by_line.setdefault((call.line.where, call.reason), []).append(call.label)
@@ -175,7 +186,7 @@ class OpaqueSearch:
             f"{'s' * (len(labels) > 1)} that {'are' if len(labels) > 1 else 'is'} not compiled, divided or captured in "
             f"a CUDA graph, and the backward computes {'them' if len(labels) > 1 else 'it'} again: {reason}{where}."
             for (where, reason), labels in by_line.items()
-        ]
+        ] + undivided
 
 
 @dataclass(frozen=True)
@@ -200,6 +211,21 @@ def _of_instances(kind: type, reason: str, line: SourceLine, calls: list[OpaqueC
     return forward
 
 
+def _undivided(call: OpaqueCall) -> str:
+    """Return why a model that runs as written as a whole cannot be cut into stages, or how it could be."""
+    if call.reason == _DERIVATIVE:
+        return (
+            "in the middle of the forward, the derivative goes back through all layers, and a stage hands on values, "
+            "but not the graph that a derivative needs"
+        )
+    if call.reason == _VALUES:
+        return (
+            "which layers run is known only from values that they compute, and the stages exchange the same values in "
+            "every micro-batch. If the choice concerns one part alone, put that into a module of its own"
+        )
+    return "put the code that export cannot follow into a module of its own"
+
+
 def _listed(labels: list[str]) -> str:
     names = list(dict.fromkeys(labels))
     return names[0] if len(names) == 1 else f"{names[0]} and {len(names) - 1} more like it"
@@ -221,7 +247,7 @@ def _reason(error: CaptureError, cause: BaseException) -> str:
     if "packed sequence" in str(error):
         return "the shape of a packed sequence depends on values"
     if "derivative" in str(error):
-        return "torch.export cannot follow torch.autograd.grad"
+        return _DERIVATIVE
     if "reentrant" in str(error):
         return "torch.export would drop the backward of reentrant checkpointing"
     if "hook on a tensor" in str(error):
@@ -233,5 +259,5 @@ def _reason(error: CaptureError, cause: BaseException) -> str:
     if "in one layer" in str(error):
         return "one of its layers uses a size or a number that depends on the values in another"
     if depends_on_values(cause):
-        return "what it does depends on the values of a tensor"
+        return _VALUES
     return f"torch.export failed with {type(cause).__name__}"

@@ -21,6 +21,7 @@ from workbench.capture.source_lines import line_of_frames
 from workbench.errors import CaptureError
 
 __all__ = [
+    "VF",
     "OpOverload",
     "enter_autocast",
     "exit_autocast",
@@ -30,6 +31,8 @@ __all__ = [
 OpOverload = torch._ops.OpOverload
 """Class of the torch operations that an exported graph calls."""
 set_grad_enabled = torch._C._set_grad_enabled
+VF: Any = torch._VF
+"""Functions of torch without Python code, among them those on packed sequences."""
 grouped_mm_kernel = torch._grouped_mm
 """Grouped matrix product of bf16 matrices on GPUs."""
 SYMBOLIC_SHAPES_LOG = "torch.fx.experimental.symbolic_shapes"
