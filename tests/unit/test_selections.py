@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import threading
 from collections.abc import Callable
 
 import pytest
@@ -132,6 +133,12 @@ def test_learning_the_numbers_leaves_the_model_as_it_was() -> None:
     assert set(vars(model)) == attributes
     assert torch.equal(torch.get_rng_state(), state)
     assert "__getitem__" not in vars(torch.Tensor)
+
+
+def test_no_number_is_learnt_from_a_model_that_cannot_be_copied() -> None:
+    model = Masked().train()
+    model.lock = threading.Lock()
+    assert not selections.selections_of(model, batch_of(*[SEEN] * 4))
 
 
 def test_a_wrong_selection_is_refused_before_the_first_update(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -36,7 +36,7 @@ def selections_of(model: nn.Module, examples: Mapping[str, torch.Tensor]) -> Sel
     """Return the selections of a forward over examples that take as many items of each, but not all.
 
     A mask that hides nothing in the examples (of text without padding) may hide something in others. The model is as
-    before. The result is empty if its forward raises.
+    before. The result is empty if its forward raises, or if it cannot be copied.
     """
     device = next((tensor.device for tensor in model.parameters()), torch.device("cpu"))
     batch = {name: field[:SAMPLES].to(device) for name, field in examples.items()}
@@ -45,12 +45,12 @@ def selections_of(model: nn.Module, examples: Mapping[str, torch.Tensor]) -> Sel
     def observed(key: Key, _values: torch.Tensor, mask: torch.Tensor) -> None:
         found.setdefault(key, []).extend(mask)
 
-    trial = copy.deepcopy(model, {id(parameter): parameter for parameter in model.parameters()})
     indices = [device.index or 0] if device.type == "cuda" else []
     try:
+        trial = copy.deepcopy(model, {id(parameter): parameter for parameter in model.parameters()})
         with torch.no_grad(), untouched_generators(indices), alone(), patched_selections(observed):
             trial(**batch)
-    except Exception:  # the forward needs another device or samples of other values
+    except Exception:  # the model cannot be copied, or its forward needs another device or samples of other values
         return {}
     selections = {}
     for key, [mask, *others] in found.items():
