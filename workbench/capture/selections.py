@@ -50,7 +50,7 @@ def selections_of(model: nn.Module, examples: Mapping[str, torch.Tensor]) -> Sel
         trial = copy.deepcopy(model, {id(parameter): parameter for parameter in model.parameters()})
         with torch.no_grad(), untouched_generators(indices), alone(), patched_selections(observed):
             trial(**batch)
-    except Exception:  # the model cannot be copied, or its forward needs another device or samples of other values
+    except Exception:  # no copy can be made, or the forward needs another device or samples of other values
         return {}
     selections = {}
     for key, [mask, *others] in found.items():
