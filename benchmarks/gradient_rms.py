@@ -2,8 +2,8 @@
 
     python benchmarks/gradient_rms.py TEXT OUT.json [large width depth] [--steps 10 300 1000] [--tiny]
 
-The experiments are those of notebooks/bert_scaling_1xH100.ipynb: BERT-Large, and scaled BERT by the rule of width (`width`) and by that of width and depth
-(`depth`). Each trains in this process, in bf16 on one GPU, with plain
+The experiments are those of notebooks/bert_scaling_1xH100.ipynb: BERT-Large, and scaled BERT by the rule of width
+(`width`) and by that of width and depth (`depth`). Each trains in this process, in bf16 on one GPU, with plain
 PyTorch and the optimiser, samples and clipping of a run. At the steps named, the root mean square of the gradient
 before clipping is written for each kind of parameter, beside the epsilon that AdamW adds to it. `--tiny` rehearses on
 a CPU. Results are added to OUT.json.

@@ -125,7 +125,7 @@ class Assigned(nn.Module):
     def forward(self, sizes: torch.Tensor) -> torch.Tensor:
         if not (sizes.detach() > 0).all():
             raise ValueError("sizes are below 0")
-        return torch.tensor([int(row.argmax()) for row in sizes])
+        return torch.tensor([int(row.argmax()) for row in sizes], device=sizes.device)
 
 
 class Matched(Residual):

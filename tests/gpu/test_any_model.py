@@ -20,6 +20,10 @@ from workbench.capture.division import PARTS, division_fault
 pytestmark = pytest.mark.gpu
 
 
+EQUAL = [name for name in dict.fromkeys(test_division.EQUAL) if name != "Constants"]
+"""`Constants` adds tensors that it makes on the CPU, and does not run on a GPU by itself either."""
+
+
 def _opaque(rank: int, cases: tuple[Any, ...]) -> Mapping[Hashable, float]:
     torch.set_float32_matmul_precision("highest")
     return test_opaque_modules.compared(rank, cases, here())
@@ -51,7 +55,7 @@ def _faults(_rank: int) -> dict[str, str]:
     """What comparing a whole batch with its micro-batches says of models, with their dropout, on this device."""
     torch.set_float32_matmul_precision("highest")
     found = {}
-    for name in dict.fromkeys(test_division.EQUAL):
+    for name in EQUAL:
         make = {**zoo.MODELS, **OWN_MODELS}[name]
         graph = captured(build_meta(make), batch_for(name, 2))
 
