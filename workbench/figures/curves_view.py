@@ -268,24 +268,32 @@ def curve_traces(
     smooth: bool,
     complete: bool = False,
     top: float | None = None,
+    roles: Sequence[str] = TRACE_ROLES,
 ) -> list[go.Scatter]:
-    """Return the traces of all runs; a trace's `legendgroup` is the run's key, its `meta` one of `TRACE_ROLES`.
+    """Return the traces of all runs; a trace's `legendgroup` is the run's key, its `meta` one of `roles`.
 
-    Roles without a point are left out, unless `complete`: then every run has one trace of each role, in that order. A
-    run that ends above `top`, the upper end of the y axis, has an arrow with its last value there.
+    Roles without a point are left out, unless `complete`: then every run has one trace of each role, in the order of
+    `TRACE_ROLES`. A run that ends above `top`, the upper end of the y axis, has an arrow with its last value there.
     """
+    positions = _label_positions(prepared, x, top) if "end" in roles else [None] * len(prepared)
     traces = [
         trace
-        for curve, position in zip(prepared, _label_positions(prepared, x, top), strict=True)
-        for trace in _traces(curve, x, y, smooth, position, top)
+        for curve, position in zip(prepared, positions, strict=True)
+        for trace in _traces(curve, x, y, smooth, position, top, roles)
     ]
     return traces if complete else [trace for trace in traces if len(trace.x) or trace.meta == "line"]
 
 
 def _traces(
-    curve: PreparedCurve, x: str, y: str, smooth: bool, label_position: str | None, top: float | None
+    curve: PreparedCurve,
+    x: str,
+    y: str,
+    smooth: bool,
+    label_position: str | None,
+    top: float | None,
+    roles: Sequence[str],
 ) -> list[go.Scatter]:
-    """Return one trace of each role with one legend entry for all."""
+    """Return one trace of each of `roles` with one legend entry for all."""
     line = curve.line if smooth else curve.raw
     shown, at = curve.points("line"), curve.points("raw") if smooth else curve.gaps[:0]
     held_out = curve.evaluations.get("eval_loss", np.empty(0))
@@ -333,6 +341,7 @@ def _traces(
             showlegend=role == "line",
         )
         for layer, role in enumerate(TRACE_ROLES)
+        if role in roles
     ]
 
 

@@ -36,6 +36,8 @@ LIVE_POINTS = 6_000
 """Number of points in the raw traces of all runs together that a browser redraws smoothly while the user drags."""
 CHANGING = ("x", "y", "customdata")
 """Fields of a panel's traces that change as a run goes on."""
+ZOOMED_ROLES = ("raw", "line")
+"""Traces that have other points in another part of the x axis."""
 WIDTH_STEP = 1.02
 """Factor by which the smoothing width must grow before the averages of all runs are computed again."""
 
@@ -133,14 +135,18 @@ class LiveLossFigure:
         top = _upper_end(whole, settings.log_y)
         smooth = settings.smoothing > 0
         visible = [curve.focused(x, window, _live_points(len(whole))) for curve in whole]
-        self._traces = curve_traces(visible, x, "loss", smooth=smooth, complete=True, top=top)
         before, self._shown = self._shown, [(curve, window, smooth) for curve in whole]
+        grown = [old is not new or was != smooth for (old, _, was), new in zip(before, whole, strict=True)]
+        made = TRACE_ROLES if any(grown) else ZOOMED_ROLES
+        fresh = iter(curve_traces(visible, x, "loss", smooth=smooth, complete=True, top=top, roles=made))
         redrawn = {}
-        for at, trace in enumerate(self._traces):
-            (old, old_window, was_smooth), new = before[at // len(TRACE_ROLES)], whole[at // len(TRACE_ROLES)]
-            moved = ("raw", "line") if old_window != window else ("end",)  # labels at ends leave those of others room
-            if trace.meta in (TRACE_ROLES if old is not new or was_smooth != smooth else moved):
-                redrawn[at] = trace
+        for at, old in enumerate(self._traces):
+            if old.meta in made:
+                self._traces[at] = next(fresh)
+                run = at // len(TRACE_ROLES)
+                moved = ZOOMED_ROLES if before[run][1] != window else ("end",)  # labels leave those of others room
+                if grown[run] or old.meta in moved:
+                    redrawn[at] = self._traces[at]
         self._update_layout(unit.title, settings)
         legend = self._layout.legend
         if legend.orientation is None and window is None:
