@@ -31,7 +31,15 @@ V100 = Device("V100", "cuda", int(31.7 * GIB), {"fp32": 15.7e12, "fp16": 125e12}
 V100_16 = Device("V100 16GB", "cuda", int(15.7 * GIB), {"fp32": 15.7e12, "fp16": 125e12}, 900e9, _LIBRARIES)
 A100_40 = Device("A100 40GB", "cuda", int(39.4 * GIB), {"fp32": 19.5e12, "bf16": 312e12}, 1555e9, _LIBRARIES)
 A100 = Device("A100", "cuda", int(79.1 * GIB), {"fp32": 19.5e12, "bf16": 312e12}, 2039e9, _LIBRARIES)
-H100 = Device("H100", "cuda", int(79.1 * GIB), {"fp32": 67e12, "bf16": 989e12}, 3350e9, _LIBRARIES)
+H100 = Device(
+    "H100",
+    "cuda",
+    int(79.1 * GIB),
+    {"fp32": 67e12, "bf16": 989e12},
+    3350e9,
+    _LIBRARIES,
+    host_bandwidth=54e9,  # PCIe 5.0, measured by wb.measure.calibrate() on one H100
+)
 H200 = Device(
     "H200",
     "cuda",
