@@ -11,7 +11,7 @@ import lab
 import pytest
 
 import workbench as wb
-from tests.distributed.test_sweeps import HERE, QUICK_LAUNCHER, experiment, prepare
+from tests.distributed.test_sweeps import HERE, experiment, prepare
 from workbench.sweeps.sweep import Sweep
 
 CELL = """
@@ -42,7 +42,6 @@ def sweep(server: lab.Server, monkeypatch: pytest.MonkeyPatch) -> Iterator[Sweep
     monkeypatch.setenv("SWEEP_GATE", str(server.root / "gate"))
     prepare(monkeypatch.setattr)
     monkeypatch.syspath_prepend(str(HERE))
-    monkeypatch.syspath_prepend(str(QUICK_LAUNCHER))
     lengths = [20, LONG]
     (server.root / "gate").unlink(missing_ok=True)  # of another test
     folder = server.root / f"sweep-{time.time_ns()}"

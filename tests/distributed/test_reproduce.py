@@ -75,8 +75,7 @@ def assert_every_figure_shows_without_a_script(path: Path) -> None:
     page, _ = HTMLExporter().from_filename(str(path))
     shown = [data["image/png"].strip() for data in figures if "text/html" not in data]
     assert all(picture in page.replace("\n", "") for picture in shown)
-    assert len(shown) >= 3
-    assert page.count("stage 0") >= 1, "the plan is a table of HTML"
+    assert len(shown) >= 4, "the plan among them"
 
 
 def test_a_repeated_launch_takes_the_recorded_plan_where_it_can_run(node, monkeypatch):

@@ -44,9 +44,10 @@ class Branches(Net):
 
 @pytest.mark.parametrize("model", [Mixed, Caught, Branches])
 def test_what_may_be_a_branch_runs_as_written(model: type[Net]) -> None:
-    [note] = captured(model(), BATCH).notes
-    assert "runs as written" in note
-    assert "depends on the values of a tensor" in note
+    how, why_whole = captured(model(), BATCH).notes
+    assert "runs as written" in how
+    assert "depends on the values of a tensor" in how
+    assert "has one pipeline stage" in why_whole
 
 
 def test_the_truth_of_tensors_is_as_before_after_a_capture() -> None:
