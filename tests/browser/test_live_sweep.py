@@ -63,7 +63,7 @@ def test_a_sweep_grows_while_it_runs_and_a_run_is_stopped_from_its_table(
     lab.write_notebook(server.root / "sweep.ipynb", [CELL.format(path=str(sweep.path)), "6 * 7"])
     lab.open_notebook(page, server, "sweep.ipynb")
     lab.run_all(page)
-    wait_for(page, f"{REACHED} > 0")
+    wait_for(page, f"{GRAPHS}.some(graph => graph.layout.xaxis?.title?.text?.includes('(k)'))")  # a unit that stays
     reached = page.evaluate(f"() => {REACHED}")
     wait_for(page, f"{REACHED} > {reached}")
     wait_for(page, f"{CELLS_FILLED} === 0")
