@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import time
+import itertools
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -45,7 +45,6 @@ from workbench.planning.table import weigh
 from workbench.tensors import TensorSpec
 
 H200 = Cluster.of("h200", gpus=4)
-SLOWER = H200.device.efficiency.in_step
 LAYER = 1
 """The first layer of `layered_profile`."""
 
@@ -56,12 +55,36 @@ def layers_measured(*points: tuple[int, float, float], held: float = 0.0, once: 
     ]
 
 
-def test_a_measured_block_takes_its_measured_time_and_the_surcharge_of_a_step() -> None:
+def test_a_measured_block_takes_its_measured_time_and_a_surcharge_in_a_step_of_several_devices() -> None:
     found = corrected_profile(layered_profile(), H200.device, layers_measured((4, 3.0, 7.0), (16, 11.0, 25.0)))
     for size, forward, backward in ((4, 3.0, 7.0), (16, 11.0, 25.0)):
         costs = found.at(size, H200.device)
-        assert costs.forward_ms[LAYER : LAYER + 12] == pytest.approx(SLOWER * forward)
-        assert costs.backward_ms[LAYER] == pytest.approx(SLOWER * backward)
+        assert costs.forward_ms[LAYER : LAYER + 12] == pytest.approx(forward)
+        assert costs.backward_ms[LAYER] == pytest.approx(backward)
+    assert found.in_step(H200.device, devices=1) == pytest.approx(1.0)
+    slower = found.in_step(H200.device, devices=2)
+    assert slower[LAYER : LAYER + 12] == pytest.approx(H200.device.efficiency.in_step)
+    assert slower[-1] == 1.0, "the head was not measured, and constants are those of whole steps"
+
+    asked: dict[str, Any] = {"global_batch": 8, "seq_len": 512, "micro_batch": 4, "data": 1, "recompute": "none"}
+    alone = what_if(found, cluster=H200.resized(1), pipeline=1, **asked).prediction.compute_ms
+    divided = what_if(found, cluster=H200.resized(2), pipeline=2, schedule="gpipe", **asked)
+    added = sum(stage.forward_ms + stage.backward_ms for stage in divided.stages)
+    assert added == pytest.approx(1.05 * alone / 2, rel=0.02)
+
+
+def test_captured_blocks_take_the_measured_share_of_their_time() -> None:
+    sizes, shares = ((4, 3.0, 7.0), (16, 11.0, 25.0)), (0.8, 1.0)
+    points = [replace(one, replayed=share) for one, share in zip(layers_measured(*sizes), shares, strict=True)]
+    types = tuple(replace(cost, capturable=("none",)) for cost in layered_profile().block_types)
+    found = corrected_profile(replace(layered_profile(), block_types=types), H200.device, points)
+    shares_at = {size: found.replayed_share(size, H200.device) for size in (1, 4, 8, 16, 32)}
+    assert shares_at == pytest.approx({1: 0.8, 4: 0.8, 8: 0.9, 16: 1.0, 32: 1.0})
+    assert found.replayed_share(4, Cluster.of("h100").device) == 1.0, "that device was not measured"
+
+    asked: dict[str, Any] = {"global_batch": 64, "seq_len": 512, "data": 1, "recompute": "none", "micro_batch": 4}
+    launched, replayed = (what_if(found, cluster=H200.resized(1), cuda_graphs=on, **asked) for on in (False, True))
+    assert replayed.prediction.compute_ms == pytest.approx(0.8 * launched.prediction.compute_ms, rel=0.02)
 
 
 def test_the_ratio_of_measured_to_analytic_time_is_interpolated_between_micro_batches() -> None:
@@ -69,8 +92,8 @@ def test_the_ratio_of_measured_to_analytic_time_is_interpolated_between_micro_ba
     priced = {size: counted.analytic_ms(1, size, H200.device)[0] for size in (4, 8, 16, 64)}
     points = [(4, 2.0 * priced[4], 1.0), (16, 1.0 * priced[16], 1.0)]
     found = corrected_profile(counted, H200.device, layers_measured(*points))
-    assert found.at(8, H200.device).forward_ms[LAYER] == pytest.approx(SLOWER * 1.5 * priced[8])
-    assert found.at(64, H200.device).forward_ms[LAYER] == pytest.approx(SLOWER * priced[64])
+    assert found.at(8, H200.device).forward_ms[LAYER] == pytest.approx(1.5 * priced[8])
+    assert found.at(64, H200.device).forward_ms[LAYER] == pytest.approx(priced[64])
 
 
 def test_measured_host_times_replace_the_devices_constants() -> None:
@@ -240,6 +263,10 @@ def test_a_device_waits_ahead_of_a_round_only_for_a_slower_host(
 ) -> None:
     """A device that need not wait computes, so that its clocks are those of training."""
     slept: list[float] = []
+    clock_s = itertools.count(
+        0.0, host_s
+    )  # two looks at the clock time a round, and other work must not
+    monkeypatch.setattr(block_probe.time, "perf_counter", lambda: next(clock_s))
     monkeypatch.setattr(block_probe, "SUSTAINED_S", 0.4)
     monkeypatch.setattr(block_probe, "_sleep", lambda _device, seconds: slept.append(seconds))
 
@@ -247,14 +274,11 @@ def test_a_device_waits_ahead_of_a_round_only_for_a_slower_host(
         def device_s(self) -> float:
             return device_s
 
-    def run() -> Round:
-        time.sleep(host_s)
-        return Round(torch.device("cpu"))
-
-    single, sustained, _ = block_probe._sustained(run, torch.device("cpu"))
+    single, sustained, _ = block_probe._sustained(lambda: Round(torch.device("cpu")), torch.device("cpu"))
+    monkeypatch.undo()
     assert len(single) == block_probe.SINGLE
-    assert slept[2:] == [pytest.approx(waited_s, abs=3e-3)] * (len(slept) - 2)
-    assert 7 <= len(sustained) <= 10
+    assert slept[2:] == [pytest.approx(waited_s)] * (len(slept) - 2)
+    assert len(sustained) == 10
 
 
 def test_a_random_batch_has_the_given_share_of_labels() -> None:

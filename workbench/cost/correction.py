@@ -1,9 +1,10 @@
 """A profile corrected by blocks that were measured; `workbench.measure.block_probes` obtains the measurements.
 
 Times: the ratio of measured to analytic time is interpolated over the logarithm of the micro-batch and applied to the
-analytic time, so that one measurement serves every tensor-parallel degree. The host's time hardly depends on the
-micro-batch, so the least measured one counts. Memory: a line through the bytes held at each micro-batch (its slope per
-sample, its offset per block) replaces the bytes counted on the meta device.
+analytic time, so that one measurement serves every tensor-parallel degree; so is the share of it that captured blocks
+take. The host's time hardly depends on the micro-batch, so the least measured one counts. Memory: a line through the
+bytes held at each micro-batch (its slope per sample, its offset per block) replaces the bytes counted on the meta
+device.
 """
 
 from __future__ import annotations
@@ -37,6 +38,11 @@ class BlockMeasurement:
     backward_host_ms: float = 0.0
     clock_mhz: int | None = None
     """Clock of the device at the end, lower at its power limit; None if unknown."""
+    replayed: float = 1.0
+    """Ratio of the model's blocks' time when one CUDA graph launches them to their time launched kernel by kernel.
+
+    A graph's kernels follow each other sooner. It is one figure for each micro-batch, and 1 if nothing was captured.
+    """
 
 
 def corrected_profile(profile: Profile, device: Device, measurements: Sequence[BlockMeasurement]) -> Profile:
@@ -77,17 +83,17 @@ def corrected_profile(profile: Profile, device: Device, measurements: Sequence[B
         sparse=sparse,
         measured_on=device.name,
         time_ratios={index: _time_ratios(profile, index, points, device) for index, points in points_of.items()},
+        replayed=tuple(sorted({one.micro_batch: one.replayed for one in measurements}.items())),
         measured_host_ms={index: min(times, key=sum) for index, times in host_ms.items() if times},
     )
 
 
 def _time_ratios(profile: Profile, index: int, points: Sequence[BlockMeasurement], device: Device) -> TimeRatios:
     analytic = [profile.analytic_ms(index, point.micro_batch, device) for point in points]
-    in_step = device.efficiency.in_step
     return TimeRatios(
         tuple(point.micro_batch for point in points),
-        tuple(_ratio(in_step * point.forward_ms, ms) for point, (ms, _) in zip(points, analytic, strict=True)),
-        tuple(_ratio(in_step * point.backward_ms, ms) for point, (_, ms) in zip(points, analytic, strict=True)),
+        tuple(_ratio(point.forward_ms, ms) for point, (ms, _) in zip(points, analytic, strict=True)),
+        tuple(_ratio(point.backward_ms, ms) for point, (_, ms) in zip(points, analytic, strict=True)),
     )
 
 

@@ -43,7 +43,7 @@ class Efficiency:
     overlapped_link: float = 0.6
     """Share of a link's bandwidth that collectives reach while the device also computes."""
     in_step: float = 1.05
-    """Ratio of a block's time in a training step to its time in a probe: a step waits for the slowest device."""
+    """Ratio of a block's time in a step of several devices to its time in a probe: a step waits for the slowest one."""
     host_in_step: float = 0.95
     """Ratio of the host's time for a block in a training step to that in a probe.
 

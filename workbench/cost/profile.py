@@ -280,6 +280,8 @@ class Profile:
     """`Device.name` that `time_ratios` were measured on; empty if nothing was measured."""
     time_ratios: Mapping[int, TimeRatios] = field(default_factory=dict, hash=False)
     """Measured over analytic time by index of the block type."""
+    replayed: tuple[tuple[int, float], ...] = ()
+    """Measured time of captured blocks over that of others, at ascending micro-batches."""
     measured_host_ms: Mapping[int, tuple[float, float]] = field(default_factory=dict, hash=False)
     """Milliseconds of the host for a forward and a backward by index of the block type, where measured."""
     gathered: Profile | None = field(default=None, repr=False, hash=False)
@@ -376,6 +378,19 @@ class Profile:
     def analytic_ms(self, block_type: int, micro_batch: int, device: Device) -> tuple[float, float]:
         """Return forward and backward time of one block type by the device's constants alone."""
         return self._analytic_ms(self.block_types[block_type], micro_batch, device)[:2]
+
+    def in_step(self, device: Device, *, devices: int) -> Array:
+        """Return the ratio of each block's time in a step of so many devices to `at`'s: 1 unless it was measured."""
+        slows = devices > 1 and self.measured_on == device.name
+        measured = np.isin(self._type_of_block, list(self.time_ratios))
+        return np.where(measured & slows, device.efficiency.in_step, 1.0)
+
+    def replayed_share(self, micro_batch: int, device: Device) -> float:
+        """Return the ratio of captured blocks' time to `at`'s, interpolated over log2 of the micro-batch."""
+        if self.measured_on != device.name or not self.replayed:
+            return 1.0
+        sizes, ratios = zip(*self.replayed, strict=True)
+        return float(np.interp(np.log2(micro_batch), np.log2(sizes), ratios))
 
     def selective_recompute_share(self, device: Device) -> float:
         """Return the share of its time alone that selective recomputation adds to a backward."""

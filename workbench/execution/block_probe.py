@@ -17,6 +17,7 @@ from __future__ import annotations
 import contextlib
 import fcntl
 import gc
+import itertools
 import os
 import pickle
 import statistics
@@ -24,6 +25,7 @@ import sys
 import tempfile
 import threading
 import time
+import traceback
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -38,7 +40,7 @@ from workbench.capture import Graph, build_meta, capture
 from workbench.capture.opaque import is_opaque
 from workbench.capture.random_batch import random_batch, repeated
 from workbench.cost.correction import BlockMeasurement
-from workbench.errors import root_exception
+from workbench.errors import WorkbenchError, root_exception
 from workbench.execution.blocks.block_module import BlockModule, BlockProgram
 from workbench.execution.blocks.context import StepContext
 from workbench.execution.blocks.labelled_head import LabelCounter
@@ -61,6 +63,8 @@ FREE_SHARE = 0.5
 """Least free share of a GPU's memory; with less, another program runs there and would disturb the times."""
 CYCLES_PER_S = 1.8e9
 """Clock that turns seconds into the cycles of `torch.cuda._sleep`."""
+REPLAYED_S = 0.5
+"""Seconds for which captured rounds are replayed, after the sustained ones, when clocks have settled."""
 HEAD_START_S = 0.03
 """Seconds that the device sleeps first, so that the host is ahead and the times are the device's own."""
 
@@ -164,8 +168,33 @@ class Probe:
     def measure(self) -> list[BlockMeasurement]:
         with _device_lock(self._device, fcntl.LOCK_EX):
             single, sustained, mhz = _sustained(lambda: self._chain.run(self._batch), self._device)
+            replayed = self._replayed(statistics.median(log.device_s() for log in sustained))
         measurements = _summary(self._graph, self._blocks, single, sustained, self.micro_batch)
-        return [replace(measurement, clock_mhz=mhz) for measurement in measurements]
+        return [replace(measurement, clock_mhz=mhz, replayed=replayed) for measurement in measurements]
+
+    def _replayed(self, eager_s: float) -> float:
+        """Return the time of the chain when one CUDA graph launches it over `eager_s`; 1 if it cannot be captured."""
+        if self._device.type != "cuda" or not self._chain.is_capturable:
+            return 1.0
+        torch.cuda.empty_cache()  # the graph has a memory pool of its own
+        graph, stream = torch.cuda.CUDAGraph(), torch.cuda.Stream(self._device)
+        try:
+            stream.wait_stream(torch.cuda.current_stream(self._device))
+            with torch.cuda.stream(stream):
+                self._chain.run(self._batch)  # gradients are accumulated on the stream of their first forward
+                self._chain.run(self._batch)
+            with torch.cuda.graph(graph, stream=stream):
+                self._chain.run(self._batch)
+            graph.replay()
+            ends = [Timestamp.now(self._device)]
+            for _ in range(max(FEWEST, min(MOST, round(REPLAYED_S / eager_s)))):
+                graph.replay()
+                ends.append(Timestamp.now(self._device))
+            _wait(self._device)
+        except (RuntimeError, WorkbenchError):  # out of memory, or code that does not run in a capture
+            traceback.print_exc()
+            return 1.0
+        return statistics.median(end.seconds_since(begin) for begin, end in itertools.pairwise(ends)) / eager_s
 
 
 def _sustained(run: Callable[[], _Log], device: torch.device) -> tuple[list[_Log], list[_Log], int | None]:
@@ -227,6 +256,13 @@ def sampled_blocks(graph: Graph) -> list[int]:
     return sampled
 
 
+class _ProbeContext(StepContext):
+    """A step in which all blocks have one seed, as a capture of several blocks requires."""
+
+    def block_seed(self, _block: int) -> int:
+        return self.seed
+
+
 class _Chain:
     """The sampled blocks in order, with weights of their own.
 
@@ -237,7 +273,7 @@ class _Chain:
     def __init__(self, graph: Graph, chain: list[int], request: ProbeRequest, device: torch.device) -> None:
         self._graph, self._device = graph, device
         self._bf16 = request.precision == "bf16"
-        self._context = StepContext(0, device)
+        self._context = _ProbeContext(0, device)
         self._finished = graph.last_uses(0, len(graph.blocks))
         codes = {block.block_type: block.code for block in graph.blocks}
         ready = runners(graph, codes, device, request.compiled, "none")
@@ -266,6 +302,11 @@ class _Chain:
         counted = {index: graph.label_counts[index] for index in selecting if index is not None}
         self._counter = LabelCounter(counted, graph.micro_batch)
         self._context.loss_denominators = [torch.ones((), device=device) for _ in graph.label_counts]
+
+    @property
+    def is_capturable(self) -> bool:
+        """True if a plan could capture some of the blocks in CUDA graphs."""
+        return any(module.is_capturable for module in self._modules.values())
 
     def run(self, batch: Mapping[str, torch.Tensor]) -> _Log:
         """Run one forward and backward of the chain."""

@@ -76,14 +76,19 @@ class DeviceCosts:
         low_precision: bool,
         sharded: bool,
         cuda_graphs: bool,
+        devices: int,
     ) -> Compute:
         """Return the times of one micro-batch.
 
         `modes` are those of activation checkpointing; `hooks_ms` the host's time for FSDP2's hooks around a block's
         forward and backward; `link` joins tensor-parallel ranks. With `low_precision` blocks receive bf16 weights;
-        with `sharded` FSDP2 accumulates their gradients; with `cuda_graphs` blocks are captured where they can be.
+        with `sharded` FSDP2 accumulates their gradients; with `cuda_graphs` blocks are captured where they can be;
+        `devices` are those of the step.
         """
         costs = self.blocks(micro_batch, tensor)
+        pace = self.profile.in_step(self.device, devices=devices)
+        replayed = self.profile.replayed_share(micro_batch, self.device) if cuda_graphs else 1.0
+        costs = _paced(costs, pace * np.where(costs.capturable["none"], replayed, 1.0))
         if low_precision:
             costs = _without_casts(costs)
         if sharded:
@@ -104,8 +109,8 @@ class DeviceCosts:
             host, relaunched = nothing, dict.fromkeys(relaunched, nothing)
         hosts = {mode: host + relaunched[mode] for mode in modes}
         if cuda_graphs:
-            replayed = 1e3 * self.device.efficiency.captured_block_s * np.where(costs.backward_ms > 0, 2.0, 1.0)
-            hosts = {mode: np.where(costs.capturable[mode], replayed, ms) for mode, ms in hosts.items()}
+            launches = 1e3 * self.device.efficiency.captured_block_s * np.where(costs.backward_ms > 0, 2.0, 1.0)
+            hosts = {mode: np.where(costs.capturable[mode], launches, ms) for mode, ms in hosts.items()}
         reduced = _tensor_reductions(costs.backward_reduced, tensor, link)
         repeated = _tensor_reductions(costs.recompute_reduced, tensor, link)
         reduced_again = {"none": nothing, "selective": nothing, "full": repeated}
@@ -150,6 +155,12 @@ class DeviceCosts:
 def device_costs(profile: Profile, device: Device) -> DeviceCosts:
     """Return the costs that all searches of one profile on one device share, so that a slider answers quickly."""
     return DeviceCosts(profile, device)
+
+
+def _paced(costs: BlockCosts, pace: Array) -> BlockCosts:
+    """Return the costs of blocks whose device takes `pace` times as long."""
+    names = ("forward_ms", "backward_ms", "full_recompute_ms", "selective_recompute_ms")
+    return replace(costs, **{name: pace * getattr(costs, name) for name in names})
 
 
 def _without_casts(costs: BlockCosts) -> BlockCosts:

@@ -292,6 +292,7 @@ class StrategyCosts:
             low_precision=is_bf16 and (strategy.shards or strategy.keeps_weight_copies(self.profile.precision)),
             sharded=strategy.shards,
             cuda_graphs=strategy.cuda_graphs,
+            devices=strategy.world,
         )
 
     def _optimizer(self, stages: Stages) -> Array:
