@@ -6,11 +6,13 @@ On gloo, or with `device="cuda"` on NCCL, one GPU each.
 from __future__ import annotations
 
 import functools
+import gc
 import itertools
 import multiprocessing
 import os
 import tempfile
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -61,13 +63,29 @@ def environment(store: dist.TCPStore) -> dict[str, str]:
     return {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(store.port), "GLOO_SOCKET_IFNAME": "lo", **agent}
 
 
-def launch(function: Callable[..., Any], world: int, *args: Any, device: str = "cpu") -> Any:
-    """Run a function on `world` processes; raise the first failure of any rank."""
+def launch(
+    function: Callable[..., Any], world: int, *args: Any, device: str = "cpu", ahead: Callable[[], object] | None = None
+) -> Any:
+    """Run a function on `world` processes; raise the first failure of any rank.
+
+    On CPUs they are forked from a process that has called `ahead`: what that captures and caches, no rank captures.
+    """
     with tempfile.TemporaryDirectory() as folder:
         result, store = Path(folder) / "result.pt", meeting()
         arguments = (world, environment(store), str(result), device, function, args)
-        mp.start_processes(_entry, arguments, nprocs=world, join=True, start_method=start_method(device))
+        if device == "cpu":
+            mp.start_processes(_fork, (ahead, arguments), nprocs=1, join=True, start_method="forkserver")
+        else:
+            mp.start_processes(_entry, arguments, nprocs=world, join=True, start_method=start_method(device))
         return torch.load(result, weights_only=False)
+
+
+def _fork(_index: int, ahead: Callable[[], object] | None, arguments: tuple[int, Any]) -> None:
+    torch.set_num_threads(1)
+    if ahead is not None:
+        ahead()
+    gc.freeze()  # otherwise the first collection of a rank would copy the pages of every object that they share
+    mp.start_processes(_entry, arguments, nprocs=arguments[0], join=True, start_method="fork")
 
 
 def _entry(
@@ -107,6 +125,21 @@ def start_method(device: str) -> str:
 
 def _touch_gpu() -> None:
     torch.zeros(1, device="cuda").item()
+
+
+@dataclass(frozen=True)
+class Division:
+    """The part of a plan that a test chooses."""
+
+    pipeline: int = 1
+    data: int = 1
+    tensor: int = 1
+    zero: int = 0
+    chunks: int = 1
+
+    @property
+    def world(self) -> int:
+        return self.pipeline * self.data * self.tensor
 
 
 def coordinate(pipeline: int, data: int, tensor: int = 1, device: str = "cpu") -> MeshCoordinate:
@@ -180,4 +213,24 @@ def forced_plan(
         cuda_graphs=cuda_graphs,
         block_sparse=block_sparse,
         gathers=gathers,
+    )
+
+
+def worst(
+    found: Mapping[str, torch.Tensor],
+    expected: Mapping[str, torch.Tensor],
+    start: Mapping[str, torch.Tensor] | None = None,
+) -> float:
+    """Return the largest difference of a tensor relative to its norm, or to how far it moved from `start`.
+
+    The least norm that counts is a thousandth of the largest.
+    """
+    assert found.keys() == expected.keys()
+    norms = {
+        key: (value.float() - (0 if start is None else start[key])).norm().item() for key, value in expected.items()
+    }
+    floor = 1e-3 * max(norms.values())
+    return max(
+        ((found[name].float() - value.float()).norm() / max(norms[name], floor)).item()
+        for name, value in expected.items()
     )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import functools
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -58,23 +59,46 @@ def compared(
     return {f"{name}, {choices}": error for name in names for choices, error in _differences(name, cases, device)}
 
 
+def size_of(choices: dict[str, Any]) -> int:
+    """Return the number of samples of a micro-batch."""
+    return int(BATCH // choices["num_microbatches"] // choices.get("data", 1))
+
+
+@functools.cache
+def built(name: str, device: str | torch.device) -> tuple[nn.Module, dict[str, torch.Tensor]]:
+    torch.manual_seed(0)
+    model = GATHERED[name]().to(device).train()
+    return model, {key: field.to(device) for key, field in default_collate(samples_for(name, BATCH)).items()}
+
+
+@functools.cache
+def captured(name: str, size: int, device: str | torch.device) -> Graph:
+    model, batch = built(name, device)
+    specs = {key: spec_of(key, field[:size]) for key, field in batch.items()}
+    return capture(model, specs, name=name, gathers=True)
+
+
+def wrong_in(world: int, cases: tuple[dict[str, Any], ...], *some: str) -> dict[str, float]:
+    """Return the differences that are too large, measured on so many processes; of all models by default."""
+    names = some or tuple(GATHERED)
+    ahead = functools.partial(capture_each, cases, names)
+    found = launch(compared, world, cases, "cpu", names, ahead=ahead)
+    return {case: error for case, error in found.items() if not error <= TOLERANCE}
+
+
+def capture_each(cases: tuple[dict[str, Any], ...], names: tuple[str, ...]) -> None:
+    for name in names:
+        for size in {BATCH, *map(size_of, cases)}:
+            captured(name, size, "cpu")
+
+
 def _differences(
     name: str, cases: tuple[dict[str, Any], ...], device: str | torch.device
 ) -> Iterator[tuple[dict[str, Any], float]]:
-    torch.manual_seed(0)
-    model = GATHERED[name]().to(device).train()
-    batch = {key: field.to(device) for key, field in default_collate(samples_for(name, BATCH)).items()}
-    graphs: dict[int, Graph] = {}
-
-    def captured(size: int) -> Graph:
-        if size not in graphs:
-            specs = {key: spec_of(key, field[:size]) for key, field in batch.items()}
-            graphs[size] = capture(model, specs, name=name, gathers=True)
-        return graphs[size]
-
+    model, batch = built(name, device)
     for choices in cases:
-        size = BATCH // choices["num_microbatches"] // choices.get("data", 1)
-        graph = with_tail_of(captured(size), captured(BATCH))
+        size = size_of(choices)
+        graph = with_tail_of(captured(name, size, device), captured(name, BATCH, device))
         plan = forced_plan(graph, micro_batch=size, gathers=True, **{"pipeline": 1, **choices})
         yield choices, _difference(copy.deepcopy(model), graph, plan, batch)
 
@@ -173,24 +197,51 @@ MODELS = {
 WHOLE = {"num_microbatches": 1, "gathers": False}
 
 
+@functools.cache
+def evaluated_model(name: str) -> tuple[nn.Module, list[Any], Experiment]:
+    """Return a model, its held-out samples and an experiment that evaluates it on them."""
+    torch.manual_seed(0)
+    build, samples = MODELS[name], samples_for(name, HELD_OUT)
+    metrics = {"one": _mean_of_one, "sure": _surest} if build is _Returning else {}
+    specs = {"model": build, "data": samples[:BATCH], "eval_data": samples, "metrics": metrics}
+    return build().train(), samples, Experiment.of(**specs, steps=1, global_batch=BATCH, seq_len=1, name=name)
+
+
+@functools.cache
+def captured_model(name: str, size: int) -> CapturedModel:
+    model, _, experiment = evaluated_model(name)
+    return CapturedModel(experiment, size, copy.deepcopy(model))
+
+
+def graphs_of(name: str, choices: dict[str, Any]) -> tuple[Graph, Graph]:
+    """Return the graphs of a step and of an evaluation."""
+    gathered = BATCH if choices.get("gathers", True) else None
+    kept, (_, _, experiment) = captured_model(name, size_of(choices)), evaluated_model(name)
+    return kept.graph if gathered is None else kept.gathered(gathered), kept.evaluation(experiment, gathered)
+
+
+def evaluations(world: int, *cases: dict[str, Any]) -> dict[str, float]:
+    """Return the differences that are too large, measured on so many processes."""
+    found = launch(_evaluations, world, cases, ahead=functools.partial(capture_evaluations, cases))
+    return {case: error for case, error in found.items() if not error <= TOLERANCE}
+
+
+def capture_evaluations(cases: tuple[dict[str, Any], ...]) -> None:
+    for name in MODELS:
+        for choices in cases:
+            graphs_of(name, choices)
+
+
 def _evaluations(_rank: int, cases: tuple[dict[str, Any], ...]) -> dict[str, float]:
     """Largest relative difference of a held-out loss or metric from plain PyTorch's, for every model and division."""
     worst = {}
-    for name, build in MODELS.items():
-        torch.manual_seed(0)
-        model = build().train()
-        samples = samples_for(name, HELD_OUT)
-        metrics = {"one": _mean_of_one, "sure": _surest} if build is _Returning else {}
-        specs = {"model": build, "data": samples[:BATCH], "eval_data": samples, "metrics": metrics}
-        experiment = Experiment.of(**specs, steps=1, global_batch=BATCH, seq_len=1, name=name)
+    for name in MODELS:
+        model, samples, experiment = evaluated_model(name)
+        metrics = experiment.metrics
         for choices in cases:
-            size = BATCH // choices["num_microbatches"] // choices.get("data", 1)
-            captured = CapturedModel(experiment, size, copy.deepcopy(model))
-            gathered = BATCH if choices.get("gathers", True) else None
-            graph = captured.graph if gathered is None else captured.gathered(gathered)
-            plan = forced_plan(graph, micro_batch=size, **{"pipeline": 1, "gathers": True, **choices})
+            graph, evaluated = graphs_of(name, choices)
+            plan = forced_plan(graph, micro_batch=size_of(choices), **{"pipeline": 1, "gathers": True, **choices})
             plan = replace(plan, coupled=True)
-            evaluated = captured.evaluation(experiment, gathered)
             require_same_stages(graph, evaluated, [stage.first_block for stage in plan.stages[1:]], 1)
             trainer = trainer_of(copy.deepcopy(model), graph, plan)
             programs = evaluation_programs(plan, trainer.coordinate, evaluated, trainer.context)
@@ -219,16 +270,11 @@ def _plain_evaluation(model: nn.Module, samples: list[Any], metrics: dict[str, A
 
 
 def test_held_out_losses_of_a_process_equal_plain_pytorch_of_each_global_batch() -> None:
-    wrong = {
-        case: error for case, error in launch(_evaluations, 1, (ALONE[0], WHOLE)).items() if not error <= TOLERANCE
-    }
-    assert not wrong, wrong
+    assert not (wrong := evaluations(1, ALONE[0], WHOLE)), wrong
 
 
 def test_held_out_losses_of_replicas_and_stages_equal_plain_pytorch_of_each_global_batch() -> None:
-    found = launch(_evaluations, 2, (REPLICAS[0], REPLICAS[-1], STAGES[0]))
-    wrong = {case: error for case, error in found.items() if not error <= TOLERANCE}
-    assert not wrong, wrong
+    assert not (wrong := evaluations(2, REPLICAS[0], REPLICAS[-1], STAGES[0])), wrong
 
 
 def test_a_gathered_run_records_its_held_out_losses_and_is_evaluated_later(
@@ -294,21 +340,12 @@ def test_values_gathered_in_a_wrong_order_are_caught_before_the_first_update(pla
 
 
 def test_micro_batches_in_one_process_equal_plain_pytorch_of_the_whole_batch() -> None:
-    wrong = {case: error for case, error in launch(compared, 1, ALONE).items() if not error <= TOLERANCE}
-    assert not wrong, wrong
+    assert not (wrong := wrong_in(1, ALONE)), wrong
 
 
-def test_replicas_under_every_zero_stage_equal_plain_pytorch_of_the_whole_batch() -> None:
-    wrong = {case: error for case, error in launch(compared, 2, REPLICAS).items() if not error <= TOLERANCE}
-    assert not wrong, wrong
-
-
-def test_stages_equal_plain_pytorch_of_the_whole_batch() -> None:
-    wrong = {case: error for case, error in launch(compared, 2, STAGES).items() if not error <= TOLERANCE}
-    assert not wrong, wrong
+def test_replicas_under_every_zero_stage_and_stages_equal_plain_pytorch_of_the_whole_batch() -> None:
+    assert not (wrong := wrong_in(2, REPLICAS + STAGES)), wrong
 
 
 def test_stages_of_replicas_equal_plain_pytorch_of_the_whole_batch() -> None:
-    found = launch(compared, 4, STAGES_OF_REPLICAS, "cpu", ("Hugging Face's CLIP", "SupCon"))
-    wrong = {case: error for case, error in found.items() if not error <= TOLERANCE}
-    assert not wrong, wrong
+    assert not (wrong := wrong_in(4, STAGES_OF_REPLICAS, "Hugging Face's CLIP", "SupCon")), wrong

@@ -17,7 +17,7 @@ from torch import nn
 
 from tests.distributed import zoo
 from tests.distributed.harness import coordinate, forced_plan, launch
-from tests.distributed.test_models import Degrees, captured, loss_of
+from tests.distributed.test_models import Degrees, built, loss_of
 from workbench.capture import Graph
 from workbench.execution.blocks.context import StepContext
 from workbench.execution.build import build_stage
@@ -71,9 +71,7 @@ def distance(found: Gradients, exact: Gradients) -> float:
 
 
 def measured(_rank: int, name: str) -> dict[str, float]:
-    torch.manual_seed(0)
-    model = zoo.MODELS[name]().train()
-    graph = captured(name, model)
+    model, graph = built(name)
     batch = zoo.batch(name, 2 * MICRO_BATCH * MICRO_BATCHES)
     exact = plain_gradients(model, batch)
     with HALF():
@@ -94,5 +92,5 @@ def measured(_rank: int, name: str) -> dict[str, float]:
 
 @pytest.mark.parametrize("name", TRIED)
 def test_gradients_are_as_exact_as_autocasts(name: str) -> None:
-    found = launch(measured, 2, name)
+    found = launch(measured, 2, name, ahead=partial(built, name))
     assert max(found.values()) < NO_WORSE * found["autocast"], found

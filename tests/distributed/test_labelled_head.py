@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import copy
+import functools
 
 import torch
 
 from tests.distributed import zoo
-from tests.distributed.harness import launch
-from tests.distributed.test_every_plan import MICRO_BATCH, TOLERANCE, Case, captured, part_of, plan_of, trainer_of
-from tests.distributed.test_training import worst
+from tests.distributed.harness import launch, worst
+from tests.distributed.test_every_plan import MICRO_BATCH, TOLERANCE, Case, captured_once, part_of, plan_of, trainer_of
 from workbench.execution.blocks.labelled_head import LabelledRows
 from workbench.execution.trainer import Trainer
 
@@ -32,16 +32,21 @@ def row_counts(trainer: Trainer) -> set[int | None]:
     return {rows for run in runners if isinstance(run, LabelledRows) for rows in run.row_counts}
 
 
+def _capture(names: list[str]) -> None:
+    for name in names:
+        captured_once(name)
+
+
 def _measured(_rank: int, cases: list[tuple[str, Case]]) -> list[tuple[float, float, set[int | None]]]:
     found = []
     for name, case in cases:
-        model, graph = captured(name)
+        model, graph = captured_once(name)
         plan = plan_of(graph, case)
         batch = batch_of(name, plan.global_batch)
         plain = copy.deepcopy(model)
         expected = plain(**batch).loss
         expected.backward()
-        trainer = trainer_of(model, graph, plan)
+        trainer = trainer_of(copy.deepcopy(model), graph, plan)
         part = trainer.gradients(0, part_of(trainer, batch))
         torch.distributed.all_reduce(part)
         gradients = {key: trainer.full_gradient(key) for key in trainer.stages.model_parameters()}
@@ -57,7 +62,7 @@ def _measured(_rank: int, cases: list[tuple[str, Case]]) -> list[tuple[float, fl
 def assert_equal_to_plain_pytorch(*cases: tuple[str, Case]) -> list[set[int | None]]:
     """Return the numbers of rows that each case ran over, after comparing loss and gradients."""
     [world] = {case.world for _, case in cases}
-    found = launch(_measured, world, list(cases))
+    found = launch(_measured, world, list(cases), ahead=functools.partial(_capture, [name for name, _ in cases]))
     wrong = [(case, error) for case, error in zip(cases, found, strict=True) if not max(error[:2]) <= TOLERANCE]
     assert not wrong, wrong
     return [rows for _, _, rows in found]

@@ -71,6 +71,13 @@ class Difference:
         return max(self.loss, self.gradient, self.buffer)
 
 
+@functools.cache
+def built(name: str) -> tuple[nn.Module, Graph]:
+    torch.manual_seed(0)
+    model = zoo.MODELS[name]().train()
+    return model, captured(name, model)
+
+
 def captured(name: str, model: nn.Module) -> Graph:
     batch = zoo.batch(name, MICRO_BATCH)
     return capture(model, {key: spec_of(key, value) for key, value in batch.items()}, name=name)
@@ -103,7 +110,7 @@ def differences(name: str, cases: tuple[Degrees, ...]) -> dict[Degrees, Differen
     """Measure differences on real processes; all cases use the same number."""
     [world] = {degrees.world for degrees in cases}
     plans = {degrees: planned(name, degrees) if offers(name, degrees) else _forced(name, degrees) for degrees in cases}
-    found: dict[Degrees, Difference] = launch(_measured, world, name, plans)
+    found: dict[Degrees, Difference] = launch(_measured, world, name, plans, ahead=functools.partial(built, name))
     return found
 
 
@@ -126,9 +133,7 @@ def _forced(name: str, degrees: Degrees) -> Plan:
 
 
 def _measured(_rank: int, name: str, plans: dict[Degrees, Plan]) -> dict[Degrees, Difference]:
-    torch.manual_seed(0)
-    model = zoo.MODELS[name]().train()
-    graph = captured(name, model)
+    model, graph = built(name)
     return {degrees: _difference(name, copy.deepcopy(model), graph, plan) for degrees, plan in plans.items()}
 
 

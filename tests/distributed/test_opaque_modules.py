@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import functools
 import random
 from typing import Any
 
@@ -16,7 +17,7 @@ from torch.utils.checkpoint import checkpoint
 from tests.distributed.harness import launch
 from tests.distributed.test_every_plan import MICRO_BATCH, Case, part_of, plan_of, trainer_of
 from tests.distributed.test_unusual_models import WIDTH, Residual, batch_of, captured, difference, spec_of
-from workbench.capture import build_meta, capture
+from workbench.capture import Graph, build_meta, capture
 from workbench.capture.opaque import is_opaque
 
 TOLERANCE = 1e-5
@@ -149,13 +150,20 @@ MODELS: dict[str, type[nn.Module]] = {
 }
 
 
-def compared(_rank: int, cases: tuple[Case, ...], device: str | torch.device = "cpu") -> dict[tuple[str, Case], float]:
-    """Return the largest relative difference from plain PyTorch for every model and case."""
-    found: dict[tuple[str, Case], float] = {}
+@functools.cache
+def capture_all(device: str | torch.device = "cpu") -> dict[str, tuple[nn.Module, Graph]]:
+    found = {}
     for name, make in MODELS.items():
         torch.manual_seed(0)
         model = make().to(device).train()
-        graph = captured(name, model)
+        found[name] = model, captured(name, model)
+    return found
+
+
+def compared(_rank: int, cases: tuple[Case, ...], device: str | torch.device = "cpu") -> dict[tuple[str, Case], float]:
+    """Return the largest relative difference from plain PyTorch for every model and case."""
+    found: dict[tuple[str, Case], float] = {}
+    for name, (model, graph) in capture_all(device).items():
         assert any(is_opaque(block.code) for block in graph.blocks), name
         for case in cases:
             plan = plan_of(graph, case)
@@ -165,7 +173,7 @@ def compared(_rank: int, cases: tuple[Case, ...], device: str | torch.device = "
 
 
 def test_models_with_opaque_parts_equal_plain_pytorch() -> None:
-    found = launch(compared, 1, ALONE) | launch(compared, 2, CASES)
+    found = launch(compared, 1, ALONE) | launch(compared, 2, CASES, ahead=capture_all)
     wrong = {key: error for key, error in found.items() if not error <= TOLERANCE}
     assert not wrong, wrong
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import functools
 from collections.abc import Callable, Iterable
 
 import pytest
@@ -18,7 +19,7 @@ from workbench.capture import Graph, capture, dataflow, spec_of
 from workbench.errors import CaptureError, root_exception
 
 TOLERANCE = 1e-6
-LENGTH, WIDTH, LAYERS = 6, 16, 4
+LENGTH, WIDTH, LAYERS = 6, 16, 3
 
 
 class Attention(nn.Module):
@@ -145,11 +146,15 @@ def built(name: str) -> nn.Module:
     return MODELS[name]().double().train()  # so that what differs is no rounding
 
 
+@functools.cache
+def capture_all() -> dict[str, tuple[nn.Module, Graph]]:
+    models = {name: built(name) for name in MODELS}
+    return {name: (model, captured(model)) for name, model in models.items()}
+
+
 def _compared(_rank: int, cases: Iterable[Case]) -> dict[tuple[str, Case], float]:
     found = {}
-    for name in MODELS:
-        model = built(name)
-        graph = captured(model)
+    for name, (model, graph) in capture_all().items():
         for case in cases:
             plan = plan_of(graph, case)
             found[name, case] = difference(copy.deepcopy(model), graph, plan, batch_of(plan.global_batch))
@@ -158,7 +163,8 @@ def _compared(_rank: int, cases: Iterable[Case]) -> dict[tuple[str, Case], float
 
 @pytest.mark.parametrize("world", CASES)
 def test_views_of_parameters_that_many_blocks_read_equal_plain_pytorch(world: int) -> None:
-    wrong = {key: error for key, error in launch(_compared, world, CASES[world]).items() if not error <= TOLERANCE}
+    found = launch(_compared, world, CASES[world], ahead=capture_all)
+    wrong = {key: error for key, error in found.items() if not error <= TOLERANCE}
     assert not wrong, wrong
 
 

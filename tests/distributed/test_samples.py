@@ -14,8 +14,8 @@ import torch
 from torch import nn
 
 import workbench as wb
-from tests.distributed.harness import coordinate, forced_plan, launch
-from tests.distributed.test_evaluation import DIVISIONS, Division, Tensors, whole_tensors
+from tests.distributed.harness import Division, coordinate, forced_plan, launch
+from tests.distributed.test_evaluation import DIVISIONS, Tensors, whole_tensors
 from workbench.capture import Graph
 from workbench.capture.captured_model import CapturedModel
 from workbench.execution.blocks.context import StepContext, mix
@@ -24,7 +24,7 @@ from workbench.execution.samples import Sampler
 from workbench.execution.trainer import Trainer
 
 SEQ, STEPS, TOKENS = 24, 2, 9
-SIZES: dict[str, Any] = {"vocab_size": 320, "hidden_size": 32, "num_layers": 4, "num_heads": 4, "max_positions": SEQ}
+SIZES: dict[str, Any] = {"vocab_size": 320, "hidden_size": 32, "num_layers": 2, "num_heads": 4, "max_positions": SEQ}
 MODELS = {
     "causal": lambda: wb.models.gpt2(**SIZES, dropout=0.1),
     "masked": lambda: wb.models.bert(**SIZES, dropout=0.1),
@@ -135,6 +135,11 @@ def plain_samples(asked: wb.Experiment, trainer: Trainer) -> list[dict[str, Any]
         return answers
 
 
+def capture_both(folder: Path) -> None:
+    for name in MODELS:
+        captured(name, folder)
+
+
 def both_ways(_rank: int, divisions: list[Division], folder: Path) -> None:
     """Check the samples of both kinds of models, and that training without them gives the same bits."""
     for division, (name, seed) in product(divisions, (("causal", 5), ("causal", None), ("masked", 0))):
@@ -168,7 +173,8 @@ def test_samples_equal_plain_pytorch_and_leave_training_alone(
     world: int, folder: Path, tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("WORKBENCH_HOME", str(tmp_path_factory.getbasetemp() / "home"))
-    launch(both_ways, world, [DIVISIONS[name] for name in TRIED if DIVISIONS[name].world == world], folder)
+    divisions = [DIVISIONS[name] for name in TRIED if DIVISIONS[name].world == world]
+    launch(both_ways, world, divisions, folder, ahead=functools.partial(capture_both, folder))
 
 
 def test_a_run_records_the_text_that_its_model_writes(

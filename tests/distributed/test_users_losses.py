@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -12,7 +13,7 @@ from torch.nn import functional
 
 from tests.distributed.harness import launch
 from tests.distributed.test_every_plan import MICRO_BATCH, Case, part_of, plan_of, trainer_of
-from workbench.capture import capture, spec_of
+from workbench.capture import Graph, capture, spec_of
 
 TOLERANCE = 1e-5
 WIDTH, CLASSES, LENGTH = 16, 5, 6
@@ -104,14 +105,21 @@ def batch_of(name: str, size: int) -> dict[str, torch.Tensor]:
     return {"x": x, "y": torch.randn(size, LENGTH, CLASSES, generator=generator), "keep": keep}
 
 
-def _worst_differences(_rank: int) -> dict[tuple[str, Case], float]:
-    """Return the largest relative difference of the loss or a gradient to plain PyTorch's on the whole batch."""
+@functools.cache
+def capture_all() -> dict[str, tuple[nn.Module, Graph]]:
     found = {}
     for name, make in MODELS.items():
         torch.manual_seed(0)
         model = make().train()
         specs = {key: spec_of(key, value) for key, value in batch_of(name, MICRO_BATCH).items()}
-        graph = capture(model, specs, name=name)
+        found[name] = model, capture(model, specs, name=name)
+    return found
+
+
+def _worst_differences(_rank: int) -> dict[tuple[str, Case], float]:
+    """Return the largest relative difference of the loss or a gradient to plain PyTorch's on the whole batch."""
+    found = {}
+    for name, (model, graph) in capture_all().items():
         for case in CASES:
             plan = plan_of(graph, case)
             batch, plain, own = batch_of(name, plan.global_batch), copy.deepcopy(model), copy.deepcopy(model)
@@ -133,5 +141,6 @@ def _worst_differences(_rank: int) -> dict[tuple[str, Case], float]:
 
 
 def test_losses_as_people_return_and_compute_them_equal_plain_pytorch() -> None:
-    wrong = {key: error for key, error in launch(_worst_differences, 2).items() if not error <= TOLERANCE}
+    found = launch(_worst_differences, 2, ahead=capture_all)
+    wrong = {key: error for key, error in found.items() if not error <= TOLERANCE}
     assert not wrong, wrong
