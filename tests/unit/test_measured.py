@@ -263,9 +263,7 @@ def test_a_device_waits_ahead_of_a_round_only_for_a_slower_host(
 ) -> None:
     """A device that need not wait computes, so that its clocks are those of training."""
     slept: list[float] = []
-    clock_s = itertools.count(
-        0.0, host_s
-    )  # two looks at the clock time a round, and other work must not
+    clock_s = itertools.count(0.0, host_s)  # two looks at the clock time a round, and other work must not
     monkeypatch.setattr(block_probe.time, "perf_counter", lambda: next(clock_s))
     monkeypatch.setattr(block_probe, "SUSTAINED_S", 0.4)
     monkeypatch.setattr(block_probe, "_sleep", lambda _device, seconds: slept.append(seconds))
