@@ -70,19 +70,18 @@ class DeviceCosts:
         micro_batch: int,
         tensor: int,
         modes: tuple[str, ...],
-        hooks_ms: tuple[float, float],
+        hooks_ms: tuple[float, float] | None,
         link: Link,
         *,
         low_precision: bool,
-        sharded: bool,
         cuda_graphs: bool,
         devices: int,
     ) -> Compute:
         """Return the times of one micro-batch.
 
         `modes` are those of activation checkpointing; `hooks_ms` the host's time for FSDP2's hooks around a block's
-        forward and backward; `link` joins tensor-parallel ranks. With `low_precision` blocks receive bf16 weights;
-        with `sharded` FSDP2 accumulates their gradients; with `cuda_graphs` blocks are captured where they can be;
+        forward and backward, None where FSDP2 does not accumulate gradients; `link` joins tensor-parallel ranks. With
+        `low_precision` blocks receive bf16 weights; with `cuda_graphs` blocks are captured where they can be;
         `devices` are those of the step.
         """
         costs = self.blocks(micro_batch, tensor)
@@ -91,11 +90,12 @@ class DeviceCosts:
         costs = _paced(costs, pace * np.where(costs.capturable["none"], replayed, 1.0))
         if low_precision:
             costs = _without_casts(costs)
-        if sharded:
+        if hooks_ms is not None:
             costs = self._without_accumulation(costs, tensor)
         nothing = np.zeros_like(costs.forward_ms)
         again = {"none": nothing, "selective": costs.selective_recompute_ms, "full": costs.full_recompute_ms}
-        host_forward, host_backward = (ms + hooks for ms, hooks in zip(costs.host_ms, hooks_ms, strict=True))
+        hooks = hooks_ms or (0.0, 0.0)
+        host_forward, host_backward = (ms + more for ms, more in zip(costs.host_ms, hooks, strict=True))
         host = host_forward + host_backward
         launches = np.where(costs.full_recompute_ms > 0, costs.host_ms[0], 0.0)
         relaunched = {

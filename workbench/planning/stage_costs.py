@@ -280,17 +280,16 @@ class StrategyCosts:
     @cached_property
     def _compute(self) -> Compute:
         strategy = self.strategy
-        hooks = self.cluster.device.efficiency.sharded_block_s if strategy.shards else 0.0
+        hooks = self.cluster.device.efficiency.sharded_block_s
         all_gathered_again = hooks / 2 if strategy.shards_parameters else 0.0
         is_bf16 = self.profile.precision == "bf16"
         return self.model.device.compute(
             strategy.micro_batch,
             strategy.tensor,
             self.model.modes,
-            (1e3 * hooks, 1e3 * (hooks + all_gathered_again)),
+            (1e3 * hooks, 1e3 * (hooks + all_gathered_again)) if strategy.shards else None,
             self.cluster.group_link(strategy.tensor),
             low_precision=is_bf16 and (strategy.shards or strategy.keeps_weight_copies(self.profile.precision)),
-            sharded=strategy.shards,
             cuda_graphs=strategy.cuda_graphs,
             devices=strategy.world,
         )
