@@ -251,6 +251,23 @@ def test_runs_of_few_devices_share_a_node_and_a_large_one_waits_its_turn(tmp_pat
     assert four.try_start() == pool
 
 
+def test_runs_that_share_devices_are_spread_over_all_of_them(tmp_path, monkeypatch):
+    """Nine runs of which each device could take nine would otherwise all train on the first."""
+    monkeypatch.setenv("WORKBENCH_HOME", str(tmp_path / "home"))
+
+    def ticket(number, count=1):
+        fields = {"pool": ("a", "b", "c"), "supervisor": this_process(), "share": 1 / 9}
+        return device_queue.take_ticket(make_run(tmp_path, f"run-{number}"), count=count, **fields)
+
+    tickets = [ticket(number) for number in range(4)]
+    assert [one.try_start() for one in tickets] == [("a",), ("b",), ("c",), ("a",)]
+    tickets[1].leave()
+    assert ticket(4).try_start() == ("b",)
+    tickets[0].leave()
+    tickets[3].leave()
+    assert ticket(5, count=2).try_start() == ("a", "b"), "the emptiest two, in the order of the pool"
+
+
 @pytest.mark.skipif(os.getuid() != 0, reason="only root can give a file to another user")
 def test_the_queue_names_a_users_own_runs_and_no_others(tmp_path, monkeypatch):
     monkeypatch.setenv("WORKBENCH_HOME", str(tmp_path / "home"))

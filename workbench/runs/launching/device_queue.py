@@ -87,7 +87,8 @@ class Ticket:
     def try_start(self) -> tuple[str, ...] | None:
         """Return the devices that this run may use from now on, or None while it has to wait.
 
-        A run waits until every earlier ticket for some of these devices has started, and enough of them are free.
+        A run waits until every earlier ticket for some of these devices has started, and enough of them are free. Of
+        those it is given the ones that fewest others share.
         """
         with _locked(self.path.parent):
             mine = read_json(self.path)
@@ -101,7 +102,8 @@ class Ticket:
             free = [device for device in mine["pool"] if taken[device] + mine["share"] <= 1 + ROUNDING]
             if len(free) < mine["count"]:
                 return None
-            devices = tuple(free[: mine["count"]])
+            emptiest = sorted(free, key=taken.__getitem__)[: mine["count"]]
+            devices = tuple(device for device in mine["pool"] if device in emptiest)
             write_json(self.path, {**mine, "devices": devices})
             return devices
 
