@@ -251,9 +251,8 @@ def add_memory(figure: Figure, plan: Plan) -> None:
 
 def show_plan(plan: Plan) -> Figure:
     """Draw partition, memory and timeline of a plan in one figure."""
-    lanes = simulated(plan).lanes
-    upper = partition_height(plan)
-    lower = timeline_height(len(lanes))
+    step = simulated(plan)
+    upper, lower = partition_height(plan), timeline_height(step)
     inner = upper + GAP_PX + lower
     figure = subplots(
         rows=2,
@@ -266,7 +265,7 @@ def show_plan(plan: Plan) -> Figure:
     )
     add_partition(figure, plan)
     add_memory(figure, plan)
-    for trace in add_timeline(figure, lanes, row=2, col=1):
+    for trace in add_timeline(figure, step, row=2, col=1):
         trace.legend = "legend2"
     facts = theme.text(theme.listed(f"{name} {value}" for name, value in _headline(plan)))
     return figure.laid_out(

@@ -13,7 +13,7 @@ from workbench.errors import UnknownParameter, suggestion
 from workbench.figures import theme
 from workbench.figures.figure import Figure, subplots
 from workbench.figures.plan_view import rank_name, stages_held
-from workbench.figures.timeline_view import Lanes, add_stacked_timelines, describe, timeline_height
+from workbench.figures.timeline_view import add_stacked_timelines, describe, timeline_height
 from workbench.planning.plan import Plan
 from workbench.planning.prediction import timeline as simulated
 from workbench.planning.simulation import Timeline
@@ -71,10 +71,8 @@ def prediction(
         UnknownParameter: `measured` has another key, or there is nothing to compare.
     """
     panels = _panels(plan, measured)
-    steps: list[tuple[str, Lanes]] = []
-    if step is not None:
-        steps = [("predicted", simulated(plan).lanes), ("measured", step.lanes)]
-    heights = [PANELS_PX, *(timeline_height(len(lanes)) for _, lanes in steps)]
+    steps = [] if step is None else [("predicted", simulated(plan)), ("measured", step)]
+    heights = [PANELS_PX, *(timeline_height(each) for _, each in steps)]
     inner = sum(heights) + GAP_PX * len(steps)
     names = [theme.broken(name, TITLE_LETTERS) for name, _ in panels]
     above = 103 + TITLE_LINE_PX * (1 + max(name.count("<br>") for name in names))
@@ -84,13 +82,13 @@ def prediction(
         specs=[[{}] * len(panels), *([{"colspan": len(panels)}, *[None] * (len(panels) - 1)] for _ in steps)],
         column_widths=[max(1.0, 0.45 * len(pairs) + 0.55) for _, pairs in panels],
         row_heights=[height / sum(heights) for height in heights],
-        subplot_titles=names + [f"<b>{word}</b>: {describe(lanes)}" for word, lanes in steps],
+        subplot_titles=names + [f"<b>{word}</b>: {describe(each)}" for word, each in steps],
         horizontal_spacing=0.05,
         vertical_spacing=GAP_PX / inner,
     )
     for col, (_, pairs) in enumerate(panels, start=1):
         _add_panel(figure, pairs, col)
-    add_stacked_timelines(figure, [lanes for _, lanes in steps], first_row=2)
+    add_stacked_timelines(figure, [each for _, each in steps], first_row=2)
     figure.update_annotations(font={"size": theme.FONT_PX, "color": theme.MUTED})
     words = f"{plan.describe()} · percentages: how far the prediction lies above (+) or below (−) the measurement"
     return figure.laid_out(

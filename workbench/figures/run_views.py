@@ -16,7 +16,6 @@ from workbench.figures import plan_view, sparsity_views
 from workbench.figures.curves_view import loss_curves
 from workbench.figures.figure import Figure
 from workbench.figures.prediction_view import prediction
-from workbench.figures.timeline_view import end_of
 from workbench.figures.timeline_view import timeline as drawn_timeline
 from workbench.planning.plan import Plan
 from workbench.planning.runnable import check_signature
@@ -96,8 +95,9 @@ def measured_timeline(events: Iterable[Mapping[str, Any]]) -> Timeline | None:
         )
         for delay_ms, actions in rows
     )
+    step_ms = max((action.end_ms for lane in lanes for action in lane), default=0.0)
     busy_ms = tuple(sum(action.end_ms - action.start_ms for action in lane) for lane in lanes)
-    return Timeline(lanes, end_of(lanes), busy_ms, tuple(map(most_in_flight, lanes)))
+    return Timeline(lanes, step_ms, busy_ms, tuple(map(most_in_flight, lanes)))
 
 
 @checked_arguments

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from functools import cache, partial
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 import plotly.graph_objects as go
@@ -39,48 +39,12 @@ FIGURE_SPACE = "\u2007"
 BAR_LAYOUT: Mapping[str, Any] = {"barmode": "overlay", "bargap": 0.0, "uniformtext": {"mode": "hide", "minsize": 8}}
 """Layout of a figure whose only bars are those of timelines."""
 
-Lanes = Sequence[Sequence[TimedAction]]
-"""The actions of each pipeline rank."""
 
-
-class Idle(NamedTuple):
-    """A bubble: `rank` waits from `start_ms` to `end_ms`."""
-
-    rank: int
-    start_ms: float
-    end_ms: float
-
-
-def end_of(lanes: Lanes) -> float:
-    """Return the end of the last action, in ms."""
-    return max((action.end_ms for lane in lanes for action in lane), default=0.0)
-
-
-def idle_times(lanes: Lanes) -> list[Idle]:
-    """Return every gap in every lane, from 0 to the end of the last action."""
-    idle, end_ms = [], end_of(lanes)
-    for rank, lane in enumerate(lanes):
-        free = 0.0
-        for action in sorted(lane, key=lambda a: a.start_ms):
-            if action.start_ms > free + 1e-9:
-                idle.append(Idle(rank, free, action.start_ms))
-            free = max(free, action.end_ms)
-        if end_ms > free + 1e-9:
-            idle.append(Idle(rank, free, end_ms))
-    return idle
-
-
-def bubble_fraction(lanes: Lanes) -> float:
-    """Return idle time over the time of all lanes, from 0 to the end of the last action."""
-    total_ms = end_of(lanes) * len(lanes)
-    return sum(idle.end_ms - idle.start_ms for idle in idle_times(lanes)) / total_ms if total_ms > 0 else 0.0
-
-
-def describe(lanes: Lanes) -> str:
+def describe(step: Timeline) -> str:
     """Return length and bubble of a step in words, such as `"213 ms, bubble 18.8%"`."""
-    end_ms = end_of(lanes)
-    length = f"{end_ms:,.0f} ms" if 1e3 <= end_ms < 1e4 else duration(end_ms / 1e3)
-    return f"{length}, bubble {bubble_fraction(lanes):.1%}"
+    ms = step.step_ms
+    length = f"{ms:,.0f} ms" if 1e3 <= ms < 1e4 else duration(ms / 1e3)
+    return f"{length}, bubble {step.bubble_fraction:.1%}"
 
 
 def timeline(plan: Plan, measured: Timeline | None = None) -> Figure:
@@ -90,15 +54,15 @@ def timeline(plan: Plan, measured: Timeline | None = None) -> Figure:
     hatched. The figure shows the pipeline alone: the rest of a step (gradient all-reduce, clipping, optimiser) is part
     of the plan's `step_ms` but is not drawn.
     """
-    predicted = simulated(plan).lanes
+    predicted = simulated(plan)
     facts = f"{SCHEDULES[plan.schedule].words}, {plan.num_microbatches} micro-batches of {plan.micro_batch}"
     if measured is None:
         figure, margin = Figure(), {"t": 86, "b": 86}
         add_timeline(figure, predicted)
-        height, facts = timeline_height(len(predicted)) + 176, f"{facts}: {describe(predicted)}"
+        height, facts = timeline_height(predicted) + 176, f"{facts}: {describe(predicted)}"
     else:
-        rows: list[tuple[str, Lanes]] = [("predicted", predicted), ("measured", measured.lanes)]
-        heights, margin = [timeline_height(len(lanes)) for _, lanes in rows], {"t": 108, "b": 86}
+        rows = [("predicted", predicted), ("measured", measured)]
+        heights, margin = [timeline_height(step) for _, step in rows], {"t": 108, "b": 86}
         inner = sum(heights) + GAP_PX
         figure = subplots(
             rows=2,
@@ -106,31 +70,32 @@ def timeline(plan: Plan, measured: Timeline | None = None) -> Figure:
             shared_xaxes=True,
             row_heights=[height / sum(heights) for height in heights],
             vertical_spacing=GAP_PX / inner,
-            subplot_titles=[f"<b>{word}</b>: {describe(lanes)}" for word, lanes in rows],
+            subplot_titles=[f"<b>{word}</b>: {describe(step)}" for word, step in rows],
         )
-        add_stacked_timelines(figure, [lanes for _, lanes in rows], first_row=1)
+        add_stacked_timelines(figure, [step for _, step in rows], first_row=1)
         figure.update_xaxes(title_text=None, row=1, col=1)
         figure.update_annotations(x=0, xanchor="left", font={"size": theme.FONT_PX, "color": theme.MUTED})
-        bubbles = [f"{bubble_fraction(lanes):.1%} {word}" for word, lanes in rows]
+        bubbles = [f"{step.bubble_fraction:.1%} {word}" for word, step in rows]
         height, facts = inner + 194, f"{facts}; bubble {', '.join(bubbles)}"
     title = theme.title(theme.text(f"Schedule of {plan.model}"), theme.text(facts))
     return figure.laid_out(height=height, title=title, margin=margin, legend=theme.LEGEND_BELOW, **BAR_LAYOUT)
 
 
-def timeline_height(num_ranks: int) -> int:
+def timeline_height(step: Timeline) -> int:
     """Return the height of the plot area in pixels."""
+    num_ranks = len(step.lanes)
     return max(56, num_ranks * max(18, min(44, 480 // max(1, num_ranks))))
 
 
-def add_timeline(figure: Figure, lanes: Lanes, *, row: int | None = None, col: int | None = None) -> list[Any]:
-    """Draw the lanes into a figure or into one of its subplots, and return the traces as the figure holds them."""
-    before = len(figure.data)
+def add_timeline(figure: Figure, step: Timeline, *, row: int | None = None, col: int | None = None) -> list[Any]:
+    """Draw a step into a figure or into one of its subplots, and return the traces as the figure holds them."""
+    before, lanes = len(figure.data), step.lanes
     place = {} if row is None else {"row": row, "col": col}
-    figure.add_trace(_idle_trace(idle_times(lanes)), **place)
+    figure.add_trace(_idle_trace(step), **place)
     figure.add_traces(_action_traces(lanes), **({} if row is None else {"rows": row, "cols": col}))
     one_stage_each = all(len({action.stage for action in lane}) <= 1 for lane in lanes)
     word = "stage" if one_stage_each else "rank"
-    ends = [0, end_of(lanes) * 1.005]
+    ends = [0, step.step_ms * 1.005]
     figure.update_xaxes(title_text="time (ms)", tickformat=",", range=ends, showgrid=False, **place)
     names = [f"<b>{word} {rank}</b>" for rank in range(len(lanes))]
     ticks = {"tickmode": "array", "tickvals": list(range(len(lanes))), "ticktext": names, "ticklabelstandoff": 6}
@@ -138,18 +103,18 @@ def add_timeline(figure: Figure, lanes: Lanes, *, row: int | None = None, col: i
     return list(figure.data[before:])
 
 
-def add_stacked_timelines(figure: Figure, steps: Sequence[Lanes], *, first_row: int) -> None:
+def add_stacked_timelines(figure: Figure, steps: Sequence[Timeline], *, first_row: int) -> None:
     """Draw several steps below one another on one axis of time, with one legend entry for all."""
-    longest = max((end_of(lanes) for lanes in steps), default=0.0)
-    for row, lanes in enumerate(steps, start=first_row):
-        for trace in add_timeline(figure, lanes, row=row, col=1):
+    longest = max((step.step_ms for step in steps), default=0.0)
+    for row, step in enumerate(steps, start=first_row):
+        for trace in add_timeline(figure, step, row=row, col=1):
             trace.legendgroup = trace.name
             if row > first_row:
                 trace.showlegend = False
         figure.update_xaxes(range=[0, 1.005 * longest], row=row, col=1)
 
 
-def _action_traces(lanes: Lanes) -> list[go.Bar | go.Scatter]:
+def _action_traces(lanes: Sequence[Sequence[TimedAction]]) -> list[go.Bar | go.Scatter]:
     """Return one trace per action type and shade: a colour per bar would take longer to validate than to draw."""
     groups: dict[tuple[str, str], list[tuple[int, TimedAction]]] = {}
     for action_type, (_, color) in ACTION_LOOKS.items():
@@ -221,14 +186,23 @@ def _area_trace(label: str, shade: str, rows: Sequence[tuple[int, TimedAction]])
     return go.Scatter(x=x, y=y, name=label, legendgroup=label, meta="actions", **look)
 
 
-def _idle_trace(idle: Sequence[Idle]) -> go.Bar:
-    lengths = np.array([gap.end_ms - gap.start_ms for gap in idle])
+def _idle_trace(step: Timeline) -> go.Bar:
+    """Return a hatched bar for every gap in every lane, from 0 to the end of the step."""
+    gaps: list[tuple[int, float, float]] = []
+    for rank, lane in enumerate(step.lanes):
+        free = 0.0
+        for action in sorted(lane, key=lambda each: each.start_ms):
+            gaps.append((rank, free, action.start_ms))
+            free = max(free, action.end_ms)
+        gaps.append((rank, free, step.step_ms))
+    ranks, starts, ends = np.array([gap for gap in gaps if gap[2] > gap[1] + 1e-9]).reshape(-1, 3).T
+    lengths = ends - starts
     pattern = {"shape": "/", "fgcolor": theme.AXIS, "bgcolor": CLEAR, "size": 6, "solidity": 0.2}
     return go.Bar(
         orientation="h",
-        base=np.array([gap.start_ms for gap in idle]),
+        base=starts,
         x=lengths,
-        y=np.array([gap.rank for gap in idle], dtype=np.int32),
+        y=ranks.astype(np.int32),
         width=LANE,
         name="idle (bubble)",
         marker={"color": CLEAR, "line": {"width": 0}, "pattern": pattern},
