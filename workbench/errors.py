@@ -94,6 +94,11 @@ def root_exception(error: BaseException) -> BaseException:
     return error if cause is None else root_exception(cause)
 
 
+def first_line(error: BaseException) -> str:
+    """Return the first line of an exception's message, without the full stop; its class where it has none."""
+    return (str(error).strip() or type(error).__name__).splitlines()[0].rstrip(".")
+
+
 def suggestion(word: object, known: Iterable[str]) -> str:
     """Return `"Did you mean 'global_batch'?"`, or the list of known names if none is close to a word."""
     names = sorted(known)

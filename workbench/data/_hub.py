@@ -11,7 +11,7 @@ from typing import Any
 from workbench.data._corpora import TextData, check_sizes
 from workbench.data._source import SampleRequest
 from workbench.data._text import Rows
-from workbench.errors import DataError
+from workbench.errors import DataError, first_line
 from workbench.validation import Line, checked_value
 
 
@@ -80,8 +80,7 @@ class HubText(TextData):
             )
 
     def _unavailable(self, error: Exception) -> DataError:
-        reason = str(error).strip().splitlines()[0] if str(error).strip() else ""
         return DataError(
-            f"The dataset {self.repository!r} cannot be loaded ({type(error).__name__}: {reason}). "
+            f"The dataset {self.repository!r} cannot be loaded ({type(error).__name__}: {first_line(error)}). "
             "Check its name and that the hub is reachable from here, or use local text: wb.data.corpus(path)."
         )

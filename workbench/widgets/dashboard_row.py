@@ -9,6 +9,7 @@ from typing import Any
 
 import ipywidgets as widgets
 
+from workbench.errors import first_line
 from workbench.figures import theme
 from workbench.runs.status import state_in_words
 from workbench.tables import Html, html_table
@@ -122,11 +123,6 @@ def _describe(snapshot: Snapshot) -> str:
     status = snapshot.status
     repeats = status.state in ("failed", "finished") or status.message.startswith("Stopped at step")
     return snapshot.facts if repeats or not status.message else f"{snapshot.facts} · {status.message}"
-
-
-def first_line(error: Exception) -> str:
-    """Return the first line of an error's message, or the name of its class if it has none."""
-    return (str(error).strip().splitlines() or [type(error).__name__])[0]
 
 
 def respond_while_busy(*controls: widgets.Widget) -> None:

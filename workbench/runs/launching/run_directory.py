@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import errno
 import fcntl
-import functools
 import inspect
 import json
 import os
@@ -27,7 +26,7 @@ from workbench.runs.records.environment import environment
 from workbench.runs.status import complete_checkpoints, read_status, written_elsewhere
 from workbench.runs.tracking.wandb_run import tracker_settings
 from workbench.tracebacks import CELLS, sent_cells
-from workbench.user_code import pickled, user_path
+from workbench.user_code import innermost, pickled, source_of, user_path
 
 if TYPE_CHECKING:
     from workbench.experiment import Experiment
@@ -338,10 +337,6 @@ def _source(value: Any) -> str:
     """Return the source of what was pickled, for people, where Python can find it."""
     if isinstance(value, dict):
         return "\n\n".join(f"# {name}\n{_source(function)}" for name, function in value.items())
-    while isinstance(value, functools.partial):
-        value = value.func
-    described = value if inspect.isroutine(value) or inspect.isclass(value) else type(value)
-    try:
-        return inspect.getsource(described)
-    except (OSError, TypeError):
-        return f"# {described!r}: its source was not found\n"
+    inner = innermost(value)
+    described = inner if inspect.isroutine(inner) or inspect.isclass(inner) else type(inner)
+    return source_of(described) or f"# {described!r}: its source was not found\n"

@@ -21,6 +21,7 @@ from pathlib import Path
 from typing import Any
 
 from workbench.columns import wandb_name
+from workbench.errors import first_line
 from workbench.events import EvaluationEvent, SamplesEvent, StepEvent
 from workbench.rundir import FINAL_STATES, EventTail, RunDir, append_event, read_events, read_json, read_record
 from workbench.runs.launching.processes import run_alive
@@ -187,14 +188,14 @@ def _log_steps(run: RunDir, session: Any, follow: bool) -> int:
     while True:
         over = not follow or not run_alive(run)
         for row in steps.read():
-            held_out, written = steps.evaluations_before(row["step"]), steps.samples_before(row["step"])
+            held_out, written = steps.unreported_before(row["step"])
             if row["step"] >= first:
                 figures = {key: value for key, value in row.items() if key not in _NOT_METRICS and value is not None}
                 metrics = {wandb_name(key): value for key, value in figures.items()}
                 metrics |= _evaluation_metrics(held_out, session) | samples_table(written)
                 session.log({**metrics, "_timestamp": row["time"]}, step=row["step"], commit=True)
         if over or steps.ended:
-            held_out, written = steps.evaluations_before(steps.last + 1), steps.samples_before(steps.last + 1)
+            held_out, written = steps.unreported_before(steps.last + 1)
             if (held_out or written) and steps.last + 1 >= first:
                 last = _evaluation_metrics(held_out, session) | samples_table(written)
                 session.log(last, step=steps.last + 1, commit=True)
@@ -259,15 +260,10 @@ class StepTail:
         self.last = rows[-1]["step"] if rows else self.last
         return rows
 
-    def evaluations_before(self, step: int) -> list[EvaluationEvent]:
-        """Return the evaluations of earlier steps that no call has returned yet, in order."""
-        due = sorted(number for number in self._evaluations if number < step)
-        return [self._evaluations.pop(number) for number in due]
-
-    def samples_before(self, step: int) -> list[SamplesEvent]:
-        """Return the samples of text of earlier steps that no call has returned yet, in order."""
-        due = sorted(number for number in self._samples if number < step)
-        return [self._samples.pop(number) for number in due]
+    def unreported_before(self, step: int) -> tuple[list[EvaluationEvent], list[SamplesEvent]]:
+        """Return the evaluations and the samples of text of earlier steps that no call has returned yet, in order."""
+        evaluations = [self._evaluations.pop(number) for number in sorted(self._evaluations) if number < step]
+        return evaluations, [self._samples.pop(number) for number in sorted(self._samples) if number < step]
 
 
 def _up_to(rows: list[StepEvent], step: int) -> list[StepEvent]:
@@ -328,11 +324,6 @@ def _deadline(run: RunDir) -> threading.Timer:
 
 def _report(run: RunDir, state: str, message: str, **fields: Any) -> None:
     append_event(run.events, "tracking", state=state, message=message, **fields)
-
-
-def first_line(error: Exception) -> str:
-    """Return the first line of an error's message, or its class."""
-    return (str(error).strip() or type(error).__name__).splitlines()[0].rstrip(".")
 
 
 if __name__ == "__main__":

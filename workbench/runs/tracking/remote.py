@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from workbench.columns import COLUMNS
-from workbench.errors import RunNotFound, WorkbenchError
+from workbench.errors import RunNotFound, WorkbenchError, first_line
 from workbench.home import cache_home
 from workbench.rundir import RunDir, append_event, event_line, write_json, write_record
 
@@ -47,7 +47,7 @@ def _fetch(path: str) -> tuple[Any, list[dict[str, Any]]]:
         remote = wandb.Api(timeout=ANSWER_LIMIT_S).run(path)
         return remote, list(remote.scan_history(use_cache=False))
     except Exception as error:  # CommError, UsageError, AuthenticationError, RunNotFoundError, …
-        reason = (str(error).strip() or type(error).__name__).splitlines()[0].rstrip(".")
+        reason = first_line(error)
         if "ould not find run" in reason:
             raise RunNotFound(f"W&B has no run {path}, or you may not see it. {reason}.") from None
         raise WorkbenchError(
