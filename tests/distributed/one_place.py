@@ -22,7 +22,7 @@ from workbench.pipeline_schedules import build_schedule
 from workbench.planning.prediction import timeline as predicted
 from workbench.planning.simulation import peak_holdings
 from workbench.rundir import RunDir, read_events, write_json, write_record
-from workbench.runs.records.history import read_history
+from workbench.runs.records.history import HistoryTail
 from workbench.runs.tracking.recorder import write_offline
 
 
@@ -43,7 +43,7 @@ def check_schedule(run: RunDir, chosen: object) -> None:
 
 def check_column(run: RunDir, project: str) -> None:
     """The column was logged, is read, drawn and named on W&B, and no metric may have its name."""
-    history = read_history(run.events)
+    history = HistoryTail(run.events).read()
     assert history.ranks_seen.tolist() == [6.0] * (FIRST_RECORDED + 2)
     assert "ranks_seen" in RESERVED_NAMES
     assert X_AXES["ranks_seen"].label == "threes"

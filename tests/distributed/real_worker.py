@@ -25,7 +25,7 @@ from workbench.planning.plan import Plan
 from workbench.planning.planner import plan as make_plan
 from workbench.rundir import RunDir, read_events, write_json, write_record
 from workbench.runs.launching.run_directory import user_code
-from workbench.runs.records.history import read_history
+from workbench.runs.records.history import HistoryTail
 
 VOCAB, SEQ = 96, 16
 DEVICE = Device("CPU", "cpu", 4 << 30, {"fp32": 5e10, "bf16": 5e10}, 1e10)
@@ -141,7 +141,7 @@ def last_step(run: RunDir) -> int:
 
 def curve(run: RunDir) -> dict[int, tuple[float, float, float]]:
     """Map each logged step to its exact loss, gradient norm and learning rate."""
-    found = read_history(run.events)
+    found = HistoryTail(run.events).read()
     return {
         int(step): (loss, norm, rate)
         for step, loss, norm, rate in zip(found.step, found.loss, found.grad_norm, found.learning_rate, strict=True)

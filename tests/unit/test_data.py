@@ -21,6 +21,7 @@ from torch.utils.data import DataLoader, Dataset, TensorDataset
 
 from workbench import data, models
 from workbench.data import _sampling, _store, _tokens, _vocabulary
+from workbench.data._store import tokenizer_in
 from workbench.errors import DataError, UnknownParameter
 from workbench.experiment import Evaluation
 
@@ -267,7 +268,7 @@ def test_tokens_say_what_the_text_says(text, speeches):
     store = store_of(text, Training())
     bounds = [*store.document_starts, store.tokens]
     assert store.documents == len(speeches)
-    decoded = store.tokenizer().decode(store.ids[bounds[4] : bounds[5]].tolist())
+    decoded = tokenizer_in(store.folder).decode(store.ids[bounds[4] : bounds[5]].tolist())
     plain = "".join(speeches[4].lower().split())
     assert Counter("".join(decoded.split())) == Counter(plain)
 
@@ -275,7 +276,7 @@ def test_tokens_say_what_the_text_says(text, speeches):
 def test_byte_level_tokens_give_the_text_back_exactly(text, speeches):
     store = store_of(text, Training(CLM))
     bounds = [*store.document_starts, store.tokens]
-    assert store.tokenizer().decode(store.ids[bounds[2] : bounds[3]].tolist()) == speeches[2]
+    assert tokenizer_in(store.folder).decode(store.ids[bounds[2] : bounds[3]].tolist()) == speeches[2]
     assert store.ids[bounds[3] - 1] == 0  # the end of text
 
 
@@ -382,7 +383,7 @@ def test_a_line_without_end_is_cut_and_nothing_is_lost(tmp_path):
     corpus, training = data.corpus(path, vocab_size=100), Training(models.gpt2(vocab_size=300))
     corpus = replace(corpus, vocab_size=300)
     store = store_of(corpus, training)
-    decoded = store.tokenizer().decode(store.ids.tolist())
+    decoded = tokenizer_in(store.folder).decode(store.ids.tolist())
     assert decoded.count("word") == 40_000
     assert decoded.count("x") == 70_000
 

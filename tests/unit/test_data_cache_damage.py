@@ -10,7 +10,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from workbench.data._store import TokenStore
+from workbench.data._store import TokenStore, tokenizer_in
 from workbench.data._text import Files
 from workbench.data._tokens import TokensKey, tokenised
 from workbench.runs.doctor import Finding, doctor
@@ -32,7 +32,7 @@ def opened(key: TokensKey, text: Path) -> tuple[TokenStore, bool]:
 
 
 def content(store: TokenStore) -> tuple[list[int], list[int], str]:
-    tokenizer = store.tokenizer()
+    tokenizer = tokenizer_in(store.folder)
     return np.asarray(store.ids).tolist(), store.document_starts.tolist(), tokenizer.to_str()
 
 

@@ -19,7 +19,7 @@ from workbench.machine import available_cores
 from workbench.rundir import EventTail, RunDir, append_event, read_events
 from workbench.runs.launching import device_sampler, supervisor
 from workbench.runs.launching.device_sampler import CpuMeter, GpuMeter, Sample, sampled, write_sample
-from workbench.runs.records.history import HistoryTail, read_history
+from workbench.runs.records.history import HistoryTail
 from workbench.runs.run import Run
 
 BUSY = "import subprocess, sys; subprocess.run([sys.executable, '-c', 'while True: pass'])"
@@ -226,7 +226,7 @@ def test_samples_of_a_long_run_are_read_as_a_tail_or_at_once(tmp_path: Path) -> 
         steps_at(run, step, step)
         sample_at(run, step + 0.5, 0.25, 0.5)
     tail = HistoryTail(run.events)
-    assert len(tail.read()) == len(read_history(run.events)) == 5999
+    assert len(tail.read()) == len(HistoryTail(run.events).read()) == 5999
     first = tail.utilization
     sample_at(run, 6000.5, 1.0, 1.0)
     tail.read()

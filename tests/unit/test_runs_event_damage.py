@@ -18,7 +18,7 @@ from workbench.errors import WorkbenchError
 from workbench.rundir import RunDir, append_event, log_event, read_events
 from workbench.runs.launching import run_directory
 from workbench.runs.records import event_lines
-from workbench.runs.records.history import read_history
+from workbench.runs.records.history import HistoryTail
 from workbench.runs.registry import list_runs
 from workbench.runs.run import Run
 
@@ -102,7 +102,7 @@ def test_no_mutation_is_silent(
     dice, found = random.Random(mutate.__name__), 0
     for _ in range(MUTATIONS):
         finished.events.write_bytes(mutate(lines, dice))
-        history, facts = read_history(finished.events), Run(finished.path).row()
+        history, facts = HistoryTail(finished.events).read(), Run(finished.path).row()
         wrong = history.loss != 7.0 / history.step
         assert not wrong.any(), history.step[wrong]
         assert np.all(np.diff(history.step) > 0)
@@ -139,23 +139,23 @@ def test_the_edges_of_a_file_are_read_as_far_as_they_are_whole(
         monkeypatch.setattr(event_lines, "BULK_BYTES", 1)
     change, steps, damaged = ENDS[damage]
     finished.events.write_bytes(change(finished.events.read_bytes()))
-    history, facts = read_history(finished.events), Run(finished.path).row()
+    history, facts = HistoryTail(finished.events).read(), Run(finished.path).row()
     assert len(history) == steps
     assert (history.loss == 7.0 / history.step).all()
     assert facts["damaged_lines"] == damaged
     assert "bert-1" in repr(list_runs(finished.path.parent))
     append_event(finished.events, "step", step=STEPS + 1, loss=7.0 / (STEPS + 1), seconds=31.0)
-    assert read_history(finished.events).step[-1] == STEPS + 1, "a run that goes on is not hidden by it"
+    assert HistoryTail(finished.events).read().step[-1] == STEPS + 1, "a run that goes on is not hidden by it"
 
 
 def test_an_intact_file_is_called_intact(finished: RunDir) -> None:
-    assert len(read_history(finished.events)) == STEPS
-    assert read_history(finished.events).missing == 0
+    assert len(HistoryTail(finished.events).read()) == STEPS
+    assert HistoryTail(finished.events).read().missing == 0
     assert Run(finished.path).row()["damaged_lines"] == 0
     assert "damaged" not in repr(Run(finished.path))
     finished.events.write_bytes(finished.events.read_bytes().replace(b'"step": 30, ', b'"step": 3, '))
     assert "1 damaged lines of events.jsonl skipped" in repr(Run(finished.path))
-    assert "1 missing" in repr(read_history(finished.events))
+    assert "1 missing" in repr(HistoryTail(finished.events).read())
 
 
 def test_a_disk_that_takes_only_a_part_of_a_line_costs_no_step(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 
 from workbench.rundir import RunDir, append_event, event_line, this_process, write_json, write_record
 from workbench.runs.records import event_lines
-from workbench.runs.records.history import History, HistoryTail, latest_events, read_history
+from workbench.runs.records.history import History, HistoryTail, latest_events
 from workbench.runs.run import Run
 
 STEPS = 6000
@@ -48,7 +48,7 @@ def same(first: History, second: History) -> bool:
 def line_by_line(events: Path) -> History:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(event_lines, "BULK_BYTES", sys.maxsize)
-        return read_history(events)
+        return HistoryTail(events).read()
 
 
 ODD_LINES = (
@@ -92,7 +92,7 @@ def test_lines_as_they_are_written_are_read_in_bulk(events: Path, monkeypatch: p
     append_event(events, "checkpoint", step=3, path="p", seconds=0.1)
     write_steps(events, STEPS + 1, STEPS + 5, loss=float("nan"))
     monkeypatch.setattr(event_lines, "_line_by_line", lambda _: pytest.fail("read line by line"))
-    assert len(read_history(events)) == STEPS + 5
+    assert len(HistoryTail(events).read()) == STEPS + 5
 
 
 def test_blocks_end_where_lines_do(events: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -123,10 +123,10 @@ def test_a_file_that_is_being_written_is_read_up_to_its_last_whole_line(events: 
     line = step_line(STEPS + 1).encode()
     with events.open("ab") as file:
         file.write(line[:40])
-    assert len(read_history(events)) == STEPS
+    assert len(HistoryTail(events).read()) == STEPS
     with events.open("ab") as file:
         file.write(line[40:])
-    assert same(read_history(events), line_by_line(events))
+    assert same(HistoryTail(events).read(), line_by_line(events))
 
 
 def test_readers_beside_a_writer_see_every_step_once(tmp_path: Path) -> None:
@@ -140,11 +140,11 @@ def test_readers_beside_a_writer_see_every_step_once(tmp_path: Path) -> None:
     arguments = [sys.executable, "-c", code, str(Path(__file__).parent), str(events)]
     writer = subprocess.Popen(arguments, env={**os.environ, "PYTHONPATH": str(Path(__file__).parents[2])})
     while writer.poll() is None:
-        history = read_history(events)
+        history = HistoryTail(events).read()
         assert history.step.tolist() == list(range(1, len(history) + 1))
     assert writer.returncode == 0
-    assert len(read_history(events)) == 30000
-    assert same(read_history(events), line_by_line(events))
+    assert len(HistoryTail(events).read()) == 30000
+    assert same(HistoryTail(events).read(), line_by_line(events))
 
 
 def test_the_latest_of_a_long_run_is_what_its_events_say(events: Path) -> None:

@@ -6,7 +6,7 @@ import pytest
 from workbench.analysis.curve import Curve
 from workbench.figures.curves_view import loss_curves
 from workbench.rundir import RunDir, append_event, write_record
-from workbench.runs.records.history import History, HistoryTail, final_loss, read_history
+from workbench.runs.records.history import History, HistoryTail, final_loss
 from workbench.runs.run import Run
 from workbench.widgets.run_reader import RunReader
 
@@ -24,14 +24,14 @@ def log_steps(path, first, last, seconds_a_step=1.0, **fields):
 
 
 def test_a_run_without_events_has_an_empty_history(events):
-    history = read_history(events)
+    history = HistoryTail(events).read()
     assert len(history) == 0
     assert "no step yet" in repr(history)
 
 
 def test_unknown_figures_are_nan(events):
     log_steps(events, 1, 2, grad_norm=None)
-    history = read_history(events)
+    history = HistoryTail(events).read()
     assert np.isnan(history.mfu).all()
     assert np.isnan(history["grad_norm"]).all()
     assert history.loss.tolist() == [7.0, 3.5]
@@ -42,7 +42,7 @@ def test_gpu_hours_count_each_stretch_with_its_own_devices(events):
     log_steps(events, 1, 10, seconds_a_step=360.0)
     append_event(events, "start", devices=["cuda:0"] * 8, world=8, resumed_from="/runs/a/checkpoints/step-00000010")
     log_steps(events, 11, 20, seconds_a_step=360.0)
-    history = read_history(events)
+    history = HistoryTail(events).read()
     assert history.gpu_hours[9] == pytest.approx(4.0)
     assert history.gpu_hours[19] == pytest.approx(4.0 + 8.0)
 
@@ -51,9 +51,9 @@ def test_steps_repeated_after_a_resumption_replace_the_earlier_ones(events):
     append_event(events, "start", devices=1, world=1, resumed_from=None)
     log_steps(events, 1, 7)
     append_event(events, "start", devices=1, world=1, resumed_from="checkpoints/step-00000005")
-    assert read_history(events).step.tolist() == [1, 2, 3, 4, 5]
+    assert HistoryTail(events).read().step.tolist() == [1, 2, 3, 4, 5]
     log_steps(events, 6, 8, loss=1.0)
-    history = read_history(events)
+    history = HistoryTail(events).read()
     assert history.step.tolist() == [1, 2, 3, 4, 5, 6, 7, 8]
     assert history.loss[4:].tolist() == [7.0 / 5, 1.0, 1.0, 1.0]
 
@@ -93,12 +93,12 @@ def test_a_line_that_cannot_be_read_costs_only_itself(events):
     with events.open("a") as file:
         file.write('{"type": "st{"type": "step"}\n\n')
     log_steps(events, 2, 2)
-    assert read_history(events).step.tolist() == [1, 2]
+    assert HistoryTail(events).read().step.tolist() == [1, 2]
 
 
 def test_columns_are_read_only_and_equally_long(events):
     log_steps(events, 1, 5)
-    history = read_history(events)
+    history = HistoryTail(events).read()
     assert {len(history[name]) for name in history} == {5}
     with pytest.raises(ValueError, match="read-only"):
         history.loss[0] = 0.0

@@ -15,7 +15,7 @@ import pytest
 
 from workbench.rundir import append_event
 from workbench.runs.records import event_lines, kept_blocks
-from workbench.runs.records.history import HistoryTail, latest_events, read_history, read_tail
+from workbench.runs.records.history import HistoryTail, latest_events, read_tail
 
 STEPS = 400
 
@@ -96,7 +96,7 @@ def test_a_run_that_goes_on_adds_to_what_is_kept(events: Path, monkeypatch: pyte
     assert events.with_suffix(".columns").stat().st_size > size
     forbid_parsing(monkeypatch)
     assert everything(events) == found
-    assert len(read_history(events)) == 2 * STEPS
+    assert len(HistoryTail(events).read()) == 2 * STEPS
 
 
 def test_what_is_kept_while_a_run_goes_on_is_all_that_its_first_reader_needs(
@@ -116,7 +116,7 @@ def test_what_is_kept_while_a_run_goes_on_is_all_that_its_first_reader_needs(
 
 
 def test_only_columns_that_are_asked_for_are_read(events: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    expected = read_history(events)  # in memory, because nothing was kept yet
+    expected = HistoryTail(events).read()  # in memory, because nothing was kept yet
     rows = list[int]()
 
     class Noted(kept_blocks.KeptSteps):
@@ -125,7 +125,7 @@ def test_only_columns_that_are_asked_for_are_read(events: Path, monkeypatch: pyt
             return super().__getitem__(row)
 
     monkeypatch.setattr(kept_blocks, "KeptSteps", Noted)
-    history = read_history(events)
+    history = HistoryTail(events).read()
     loss, grad_norm = (event_lines.LOGGED.index(name) for name in ("loss", "grad_norm"))
     assert {loss, grad_norm}.isdisjoint(rows)
     blocks_read = len(rows)
@@ -153,13 +153,13 @@ def test_a_history_stays_as_it_was_when_its_run_starts_again(events: Path) -> No
 
 
 def test_a_column_that_is_damaged_after_its_run_was_opened_comes_from_the_events(events: Path) -> None:
-    expected = read_history(events).loss
-    opened = read_history(events)
+    expected = HistoryTail(events).read().loss
+    opened = HistoryTail(events).read()
     kept = events.with_suffix(".columns")
     kept.write_bytes(kept.read_bytes()[:1000])
     assert np.array_equal(opened.loss, expected)
-    assert np.array_equal(read_history(events).loss, expected)
-    opened = read_history(events)
+    assert np.array_equal(HistoryTail(events).read().loss, expected)
+    opened = HistoryTail(events).read()
     kept.unlink()
     events.write_bytes(b"x" * events.stat().st_size)
     with pytest.raises(OSError, match="Read it again"):

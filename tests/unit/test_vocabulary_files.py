@@ -14,6 +14,7 @@ from typer.testing import CliRunner
 
 import workbench as wb
 from workbench.cli import app, corpus_from
+from workbench.data._store import tokenizer_in
 from workbench.data._vocabulary import end_of_text, train_byte_level_bpe
 from workbench.errors import DataError, InvalidArgument, UnknownParameter
 
@@ -67,11 +68,11 @@ def test_a_vocabulary_in_a_file_gives_its_own_ids(
         ids = store.ids[bounds[number] : bounds[number + 1]].tolist()
         assert ids.count(end) == (number < len(speeches) - 1), "the end of a document is its last token, and only that"
         ids = ids[: len(ids) - ids.count(end)]
-        assert store.tokenizer().decode(ids) == speech
+        assert tokenizer_in(store.folder).decode(ids) == speech
         if known is not None:
             paragraphs = [known.encode(line).ids for line in speech.replace("\n", "\n\0").split("\0")]
             assert len(ids) <= sum(map(len, paragraphs))
-    assert end_of_text(store.tokenizer()) == end, "a learned </s> is no end of a document"
+    assert end_of_text(tokenizer_in(store.folder)) == end, "a learned </s> is no end of a document"
     prompts = data.encoded(asked, ["The people"])
     assert prompts.continuation([*prompts.ids[0], end, 7]) == "The people"
 

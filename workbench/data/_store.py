@@ -63,9 +63,6 @@ class TokenStore:
         rows = np.load(self.folder / "runs.npy")
         return rows[0].astype(np.int64), rows[1, :-1]
 
-    def tokenizer(self) -> Tokenizer:
-        return tokenizer_in(self.folder)
-
     def __getstate__(self) -> dict[str, Any]:
         return {key: value for key, value in self.__dict__.items() if key not in ("ids", "document_starts")}
 

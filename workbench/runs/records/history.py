@@ -497,11 +497,6 @@ def latest_events(path: Path, offset: int = 0, steps: int = 0) -> tuple[list[Eve
     return [*events, *(recent_steps(path, start, offset, steps) if steps else ())], offset, damaged
 
 
-def read_history(path: Path) -> History:
-    """Return the history in an `events.jsonl`; empty where there is none yet."""
-    return HistoryTail(path).read()
-
-
 def read_tail(path: Path) -> HistoryTail:
     """Return a reader that has read all of an `events.jsonl`."""
     tail = HistoryTail(path)
