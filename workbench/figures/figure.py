@@ -106,12 +106,17 @@ def save(figure: go.Figure, path: str | Path, width: int = theme.ASSUMED_WIDTH_P
             "Choose one of these endings; wb.figures.save_html writes an interactive page."
         )
     content = _csv(figure).encode() if suffix == ".csv" else picture(figure, suffix[1:], width, scale)
+    return written(target, content)
+
+
+def written(target: Path, content: bytes) -> Path:
+    """Write a file, with the folders above it, and return its path; raise `DataError` if it cannot be written."""
     try:
         target.parent.mkdir(parents=True, exist_ok=True)
         target.write_bytes(content)
     except OSError as error:
         raise DataError(
-            f"{target} cannot be written: {error.strerror}. Give a path in a folder that you may write to."
+            f"{target!s:.300} cannot be written: {error.strerror}. Give a path in a folder that you may write to."
         ) from None
     return target
 

@@ -19,7 +19,7 @@ import plotly.io
 from workbench.arguments import checked_arguments
 from workbench.errors import DataError
 from workbench.figures import theme
-from workbench.figures.figure import NOTEBOOK_PX, accessible_name, picture
+from workbench.figures.figure import NOTEBOOK_PX, accessible_name, picture, written
 from workbench.figures.figure import PLOTLY_MIME as PLOTLY_MIME
 
 WIDGET_MIME = "application/vnd.jupyter.widget-view+json"
@@ -108,17 +108,7 @@ def save_html(
     script = "" if all(isinstance(part, str) for part in parts) else f"<script>{plotly_js()}</script>"
     escaped = html.escape(title)
     page = PAGE.format(title=escaped, font=theme.FONT_FAMILY, ink=theme.INK, script=script, body=body)
-    return _write_page(page, path)
-
-
-def _write_page(page: str, path: str | Path) -> Path:
-    target = Path(path)
-    try:
-        target.parent.mkdir(parents=True, exist_ok=True)
-        target.write_text(page, encoding="utf-8")
-    except OSError as error:
-        raise DataError(f"{target.name:.80} cannot be written: {error.strerror}. Give another path.") from None
-    return target
+    return written(Path(path), page.encode())
 
 
 def plotly_js() -> str:
@@ -152,7 +142,7 @@ def notebook_to_html(notebook_path: str | Path, html_path: str | Path) -> Path:
     page = REMOTE_SCRIPTS.sub("", page)
     if num_figures:
         page = page.replace("<head>", f"<head><script>{plotly_js()}</script>", 1)
-    return _write_page(page, html_path)
+    return written(Path(html_path), page.encode())
 
 
 def _opening(notebook: Any) -> list[Any]:

@@ -12,6 +12,7 @@ from typing import Any
 
 from workbench.arguments import checked_arguments
 from workbench.errors import WorkbenchError
+from workbench.figures.figure import written
 from workbench.figures.pages import (
     PLOTLY_MIME,
     WIDGET_MIME,
@@ -85,14 +86,7 @@ def share(notebook: PathLike, to: PathLike = "shared", *, runs: Runs | None = No
     text = _notebook_text(value)
     for secret in secrets():
         text = text.replace(secret, MASK)
-    try:
-        target.parent.mkdir(parents=True, exist_ok=True)
-        target.write_text(text, encoding="utf-8")
-        page = notebook_to_html(target, target.with_suffix(".html"))
-    except OSError as error:
-        raise WorkbenchError(
-            f"The shared notebook cannot be written to {to}: {error.strerror}. Give another folder."
-        ) from None
+    page = notebook_to_html(written(target, text.encode()), target.with_suffix(".html"))
     return Shared(target, page, tuple(notes))
 
 
