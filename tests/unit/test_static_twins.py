@@ -153,7 +153,7 @@ time.sleep(0.2)
 
 def test_an_output_is_emptied_before_it_gets_another_figure(outputs: list[Output]) -> None:
     """Plotly's renderer in JupyterLab draws the first figure of an output, and ignores the next ones."""
-    figures = [{static_twin.PLOTLY: {"data": number}, "text/html": f"figure {number}"} for number in (1, 2)]
+    figures = [{static_twin.PLOTLY_MIME: {"data": number}, "text/html": f"figure {number}"} for number in (1, 2)]
     twins = StaticTwins(widgets.VBox(), lambda: ("", figures[0]))
     twins.display()
     figures.pop(0)

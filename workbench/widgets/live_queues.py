@@ -128,17 +128,6 @@ def _name(row: Row, run: Run) -> str:
     return ", ".join(f"{name} {value}" for name, value in {**row.values, "seed": run.config["seed"]}.items())
 
 
-def show_sweep(sweep: Sweep) -> None:
-    """Display a sweep in a notebook: a widget that updates itself while the sweep is at work, else plain outputs."""
-    if sweep.alive:
-        LiveSweep(sweep)._ipython_display_()
-        return
-    rows = sweep.rows()
-    display(HTML(static_html(sweep, rows)))
-    for figure in figures(sweep, rows):
-        display(mimebundle(figure), raw=True)
-
-
 def figures(sweep: Sweep, rows: Sequence[Row], read: Any = read_losses) -> tuple[go.Figure, go.Figure]:
     """Return the heat map of a sweep and its curves."""
     x, y = axes_of_heat_map(list(sweep.axes))
@@ -197,10 +186,16 @@ class LiveGrid(LiveWidget):
         return self._words.value, self.bundle(predictions(self._measured))
 
 
-def show_grid(measured: MeasuredGrid) -> None:
-    """Display a measured grid in a notebook: a widget that updates itself while it is measured, else plain outputs."""
-    if measured.alive:
-        LiveGrid(measured)._ipython_display_()
+def show_queue(queue: Sweep | MeasuredGrid) -> None:
+    """Display a queue in a notebook: a widget that updates itself while the queue is at work, else plain outputs."""
+    if queue.alive:
+        (LiveSweep(queue) if isinstance(queue, Sweep) else LiveGrid(queue))._ipython_display_()
+        return
+    if isinstance(queue, Sweep):
+        rows = queue.rows()
+        page, shown = static_html(queue, rows), [*figures(queue, rows)]
     else:
-        display(HTML(measured._repr_html_()))
-        display(mimebundle(predictions(measured)), raw=True)
+        page, shown = queue._repr_html_(), [predictions(queue)]
+    display(HTML(page))
+    for figure in shown:
+        display(mimebundle(figure), raw=True)

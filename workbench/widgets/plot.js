@@ -1,5 +1,5 @@
-// Draws the state of a `Plot` (plot.py): `figure` is JSON with `layout` and `config`, and with either `data` (all traces)
-// or `traces` (their number; each one is then a state of its own, `trace_0`, `trace_1`, ...).
+// Draws the state of a `Plot` (plot.py): `figure` is JSON with `layout`, `config`, the `name` that a screen reader says, and
+// either `data` (all traces) or `traces` (their number; each one is then a state of its own, `trace_0`, `trace_1`, ...).
 
 // plotly.js comes from the model that `library` names. The first plot of a page loads it, and all others wait for that
 // one. They wait in `render`: anywidget allows a module two seconds to load, which a busy machine exceeds.
@@ -43,13 +43,6 @@ function decoded(trace) {
   return trace;
 }
 
-// Returns what a screen reader says of a figure: its title, or those of its panels or axes.
-function name({ title, yaxis, xaxis, annotations }) {
-  const [main, y, x, ...panels] = [title, yaxis?.title, xaxis?.title, ...(annotations ?? [])].map(
-    given => String(given?.text ?? "").replace(/<[^>]*>/g, " ").trim());
-  return main || (y ? [y, x].filter(Boolean).join(" over ") : panels.join(", ")) || x || "Figure";
-}
-
 async function render({ model, el }) {
   const Plotly = await plotly(model);
   const node = document.createElement("div");
@@ -70,11 +63,11 @@ async function render({ model, el }) {
     if (gone || !node.offsetWidth) return;  // not on the page yet: the observer asks again
     if (node._dragging) return ask(50);
     const started = performance.now();
-    const { traces, data, layout, config } = JSON.parse(model.get("figure"));
+    const { traces, data, layout, config, name } = JSON.parse(model.get("figure"));
     stale = false;
     if (!layout) return;
     width = node.offsetWidth;
-    node.setAttribute("aria-label", name(layout));
+    node.setAttribute("aria-label", name);
     const shown = data ?? Array.from({ length: traces }, (_, index) => trace(index));
     Plotly.react(node, shown, { ...layout, width, autosize: false }, { ...config, responsive: false });
     if (!listening) {

@@ -27,6 +27,7 @@ import traitlets
 from plotly.utils import PlotlyJSONEncoder
 
 from workbench.figures import theme
+from workbench.figures.figure import accessible_name
 from workbench.figures.pages import plotly_js
 
 COLUMNS = ("x", "y", "customdata")
@@ -113,12 +114,15 @@ def growing_plot(layout: go.Layout, shown: Sequence[Any], **config: Any) -> Grow
 
 
 def _figure_json(figure: go.Figure) -> str:
-    return json.dumps({**json.loads(figure.to_json()), "config": {**theme.CONFIG, "displayModeBar": False}})
+    value = json.loads(figure.to_json())
+    config = {**theme.CONFIG, "displayModeBar": False}
+    return json.dumps({**value, "config": config, "name": accessible_name(value["layout"])})
 
 
 def _frame_json(layout: go.Layout, traces: int, config: dict[str, Any]) -> str:
     """Return all of a figure but its traces, of which it says the number."""
-    frame = {"traces": traces, "layout": layout.to_plotly_json(), "config": config}
+    shown = layout.to_plotly_json()
+    frame = {"traces": traces, "layout": shown, "config": config, "name": accessible_name(shown)}
     return json.dumps(frame, cls=PlotlyJSONEncoder)
 
 

@@ -15,7 +15,7 @@ import numpy as np
 
 from workbench.analysis.curve import Curve, Mark
 from workbench.errors import RunFailed
-from workbench.rundir import RunDir, read_record
+from workbench.rundir import read_record
 from workbench.runs.records.history import (
     LAST_STEPS,
     Evaluations,
@@ -126,7 +126,7 @@ class RunReader:
 
     def __init__(self, path: Path) -> None:
         self.run = Run(path)
-        self._directory = RunDir(path)
+        self._directory = self.run.directory
         self._tail = HistoryTail(self._directory.events)
         self._steps = self._read_num_steps()
         self._phase = ""

@@ -23,11 +23,12 @@ from typing import Any
 import ipywidgets as widgets
 from IPython.display import display
 
+from workbench.figures.figure import PLOTLY_MIME
+
 WIDGET_CLASS, TWIN_CLASS, ROWS_CLASS = "workbench-live", "workbench-saved", "workbench-rows"
 """CSS classes of a widget with a static twin, of the twin's HTML, and of what a widget in its place shows already."""
 EMPTY: Mapping[str, str] = {"text/html": "", "text/plain": ""}
 """MIME bundle of an output that shows nothing."""
-PLOTLY = "application/vnd.plotly.v1+json"
 TWIN_S = 30.0
 """Seconds between two updates of a static twin, for a notebook that is saved while its widget changes."""
 
@@ -120,7 +121,7 @@ class StaticTwins:
         before, self._bundles = self._bundles, self._twin()
         for _, *outputs in self._displays if self._bundles != before else ():
             for output, bundle in zip(outputs, self._bundles, strict=True):
-                if PLOTLY in bundle:
+                if PLOTLY_MIME in bundle:
                     output.update(dict(EMPTY), raw=True)
                 output.update(bundle, raw=True)
 
