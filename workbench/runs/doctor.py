@@ -7,7 +7,7 @@ import platform
 import shutil
 import subprocess
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
 from importlib import metadata
 from pathlib import Path
@@ -23,7 +23,6 @@ from workbench.runs.tracking.wandb_run import logged_in
 from workbench.tables import html_table
 from workbench.units import gib
 
-PYTHON_NEEDED = (3, 11)
 SHOWN_PACKAGES = ("accelerate", "transformers", "datasets", "plotly", "wandb", "jupyterlab", "papermill")
 TEMPLATES = Path("share/jupyter/notebook_templates/workbench")
 LITTLE_DISK_BYTES = 10 * 2**30
@@ -78,17 +77,10 @@ def doctor(data: bool = False) -> Report:
 
     `data` also reads every tokenised text of the cache and compares it with what was written.
     """
-    checks: tuple[Callable[[], Finding], ...] = (_python, _torch, _gpus, _machine, _disk)
+    python = Finding("Python", True, f"{platform.python_version()} ({sys.executable})")
     packages = [_package(name) for name in SHOWN_PACKAGES]
     texts = (_texts(),) if data else ()
-    return Report((*(check() for check in checks), *packages, _wandb(), _templates(), _cache(), *texts))
-
-
-def _python() -> Finding:
-    needed = ".".join(map(str, PYTHON_NEEDED))
-    ok = sys.version_info[:2] >= PYTHON_NEEDED
-    version = f"{platform.python_version()} ({sys.executable})"
-    return Finding("Python", ok, version, "" if ok else f"Make an environment with Python {needed} or newer.")
+    return Report((python, _torch(), _gpus(), _machine(), _disk(), *packages, _wandb(), _templates(), _cache(), *texts))
 
 
 def _torch() -> Finding:
