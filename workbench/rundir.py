@@ -59,6 +59,8 @@ from workbench.home import cache_home
 STATES = ("queued", "starting", "running", "stalled", "finished", "stopped", "failed")
 FINAL_STATES = ("finished", "stopped", "failed")
 KILLED = "Killed; what was trained since the last checkpoint is lost."
+NO_ROOM = (errno.ENOSPC, errno.EDQUOT)
+"""Numbers of the errors of a full disk."""
 _CLOCK_SLACK_S = 2.0
 """Tolerated difference of start times, which are computed from the boot time and move when the clock is set."""
 
@@ -356,7 +358,7 @@ def log_event(path: Path, type: str, /, **fields: Any) -> None:
     try:
         append_event(path, type, **fields)
     except OSError as error:
-        if error.errno not in (errno.ENOSPC, errno.EDQUOT):
+        if error.errno not in NO_ROOM:
             raise
         with _WAITING_LOCK:
             _WAITING.setdefault(path, []).append(event_line(type, **fields))

@@ -17,7 +17,7 @@ import psutil
 from workbench.errors import RunNotFound, WorkbenchError
 from workbench.rundir import FINAL_STATES, RunDir
 from workbench.runs.launching.device_queue import waiting_and_training
-from workbench.runs.launching.device_sampler import GpuMeter, Meter
+from workbench.runs.launching.device_sampler import GpuMeter
 from workbench.runs.records.event_lines import spread_steps
 from workbench.runs.registry import row_or_reason
 from workbench.runs.run import Run, progress_words, step_text
@@ -41,11 +41,6 @@ class _Entry:
     """Size and time of change of the files that a row is made of."""
     row: dict[str, Any] = field(default_factory=dict)
 
-    @property
-    def is_settled(self) -> bool:
-        """True if nothing but a change of its files can change the row."""
-        return self.row.get("state") in FINAL_STATES
-
 
 class RunIndex:
     """Rows of all runs below some folders; one index serves every page of a server."""
@@ -55,7 +50,7 @@ class RunIndex:
         self._gone: dict[str, int] = {}
         self._version = 0
         self._lock = threading.Lock()
-        self._meter: Meter | None = _gpu_meter()
+        self._meter = _gpu_meter()
         self._cpu_times, self._cpu_share = psutil.cpu_times(), 0.0
 
     def read(self, roots: Iterable[Path], since: int = 0) -> dict[str, Any]:
@@ -88,7 +83,8 @@ class RunIndex:
                 self._gone.pop(str(path), None)
                 entry = self._entries[path] = _Entry(Run(path), self._version)
                 entry.row = {"path": str(path), "name": path.name, "created": signature[0][1] / 1e9}
-            if signature != entry.signature or not entry.is_settled:
+            # Nothing but a change of its files can change the row of a run that has ended.
+            if signature != entry.signature or entry.row.get("state") not in FINAL_STATES:
                 waiting.append((entry, signature))
         waiting.sort(key=lambda pair: (bool(pair[0].signature), pair[1][0][1]), reverse=True)  # then the newest first
         deadline, read = time.monotonic() + READING_S, 0
@@ -185,7 +181,7 @@ def _queue() -> list[dict[str, Any]]:
         return []
 
 
-def _gpu_meter() -> Meter | None:
+def _gpu_meter() -> GpuMeter | None:
     try:
         import pynvml
 

@@ -12,7 +12,7 @@ import threading
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any
 
 import psutil
 
@@ -32,12 +32,6 @@ class Sample:
     shares: tuple[float | None, ...]
     """Utilisation of each device, from 0 to 1."""
     used_bytes: tuple[int | None, ...]
-
-
-class Meter(Protocol):
-    """A source of samples of the devices of one node."""
-
-    def sample(self) -> Sample: ...
 
 
 def _handle(nvml: Any, device: str) -> Any:
@@ -110,7 +104,7 @@ class CpuMeter:
         return spent, resident
 
 
-def open_meter(device_type: str, devices: Sequence[str], pid: int) -> Meter:
+def open_meter(device_type: str, devices: Sequence[str], pid: int) -> CpuMeter | GpuMeter:
     """Return a meter for the devices of a run whose launcher has this pid; `device_type` is `cpu` or `cuda`."""
     return CpuMeter(pid) if device_type == "cpu" else GpuMeter(devices)
 

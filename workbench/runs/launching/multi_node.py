@@ -52,7 +52,10 @@ def main(arguments: list[str]) -> int:
     signal.signal(signal.SIGHUP, signal.SIG_IGN)
     signal.signal(signal.SIGCHLD, signal.SIG_DFL)
     if nodes.rank == 0:
-        _continue_earlier_attempt(run)
+        if processes.launcher_record(run).get("supervisor"):  # an earlier start: continue from its last checkpoint
+            clear_attempt(run, among_nodes=True)
+            if saved := complete_checkpoints(run.checkpoints):
+                write_json(run.resume, {"checkpoint": str(saved[-1]), "step": step_of(saved[-1])})
         return supervisor.supervise(run, _launcher_record(run, nodes, asked.worker), nodes)
     return _follow(run, _launcher_record(run, nodes, asked.worker), nodes)
 
@@ -68,15 +71,6 @@ def _launcher_record(run: RunDir, nodes: Nodes, worker: str) -> LauncherRecord:
         "worker": worker,
         "devices": node_devices(device_type),
     }
-
-
-def _continue_earlier_attempt(run: RunDir) -> None:
-    """Put aside what an earlier start left, if there was one, and continue from its last checkpoint."""
-    if processes.launcher_record(run).get("supervisor"):
-        clear_attempt(run, among_nodes=True)
-        saved = complete_checkpoints(run.checkpoints)
-        if saved:
-            write_json(run.resume, {"checkpoint": str(saved[-1]), "step": step_of(saved[-1])})
 
 
 def _follow(run: RunDir, launcher: LauncherRecord, nodes: Nodes) -> int:

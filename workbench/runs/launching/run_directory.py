@@ -20,7 +20,16 @@ from workbench.data import data_fingerprint
 from workbench.errors import CheckpointError, DataError, RunExists, RunNotFound, WorkbenchError
 from workbench.execution.checkpoint.files import step_of
 from workbench.experiment import user_parts
-from workbench.rundir import RunDir, read_json, read_record, runs_root, what_was_started, write_json, write_record
+from workbench.rundir import (
+    NO_ROOM,
+    RunDir,
+    read_json,
+    read_record,
+    runs_root,
+    what_was_started,
+    write_json,
+    write_record,
+)
 from workbench.runs.launching import processes
 from workbench.runs.records.environment import environment
 from workbench.runs.status import complete_checkpoints, read_status, written_elsewhere
@@ -132,14 +141,19 @@ def _own_directory(attempt: Attempt, checkpoint: Path | None) -> Iterator[RunDir
             raise RunExists(f"{run.path} is a file. Choose a directory for the run.")
         run.path.parent.mkdir(parents=True, exist_ok=True)
         run.path.mkdir(mode=OWNER_ONLY, exist_ok=True)
-    with _removed_if_full(run if continued is None else None), _locked(run):
-        if continued is not None and checkpoint is not None:
-            _set_aside_later(run, clear_attempt(run), step_of(checkpoint))
-        elif run.experiment.exists():
-            raise _taken(run)
-        for folder in (run.logs, run.ranks, run.errors, run.code, run.checkpoints):
-            folder.mkdir(parents=True, exist_ok=True)
-        yield run
+    try:
+        with _locked(run):
+            if continued is not None and checkpoint is not None:
+                _set_aside_later(run, clear_attempt(run), step_of(checkpoint))
+            elif run.experiment.exists():
+                raise _taken(run)
+            for folder in (run.logs, run.ranks, run.errors, run.code, run.checkpoints):
+                folder.mkdir(parents=True, exist_ok=True)
+            yield run
+    except OSError as error:
+        if continued is None and error.errno in NO_ROOM:
+            shutil.rmtree(run.path, ignore_errors=True)
+        raise
 
 
 @contextlib.contextmanager
@@ -148,7 +162,7 @@ def _unwritable_named() -> Iterator[None]:
     try:
         yield
     except OSError as error:
-        if error.errno in (errno.ENOSPC, errno.EDQUOT):
+        if error.errno in NO_ROOM:
             remedy = "Free some space there, or set WORKBENCH_RUNS to a folder on another disk."
         elif error.errno in (errno.ENAMETOOLONG, errno.EACCES, errno.EPERM, errno.EROFS, errno.ENOTDIR):
             remedy = f"Give another directory than {str(error.filename)[:100]}."
@@ -156,17 +170,6 @@ def _unwritable_named() -> Iterator[None]:
             raise
         said = f"The run could not be written: {error.strerror}. {remedy}"
         raise WorkbenchError(said) from None
-
-
-@contextlib.contextmanager
-def _removed_if_full(new: RunDir | None) -> Iterator[None]:
-    """Remove the directory of a new run again if the disk has no room for its files."""
-    try:
-        yield
-    except OSError as error:
-        if new is not None and error.errno in (errno.ENOSPC, errno.EDQUOT):
-            shutil.rmtree(new.path, ignore_errors=True)
-        raise
 
 
 @contextlib.contextmanager
