@@ -76,15 +76,15 @@ def main() -> None:
     """Run the command line; an error that the user can mend is printed in red without a traceback, with exit code 2."""
     try:
         app()
+        return
     except WorkbenchError as error:
-        typer.secho(f"{type(error).__name__}: {error}", fg=typer.colors.RED, err=True)
-        sys.exit(2)
+        said = f"{type(error).__name__}: {error}"
     except OSError as error:
         if error.filename is None:
             raise
         said = f"{error.filename} cannot be read or written: {error.strerror}. Give another path."
-        typer.secho(said, fg=typer.colors.RED, err=True)
-        sys.exit(2)
+    typer.secho(said, fg=typer.colors.RED, err=True)
+    sys.exit(2)
 
 
 def _print_version(wanted: bool) -> None:

@@ -30,11 +30,6 @@ ZERO = {
 """ZeRO stages of the data-parallel axis (arXiv:1910.02054) and how a sentence calls them."""
 
 
-def _known_schedule(name: str) -> str:
-    find_schedule(name)
-    return name
-
-
 class Choices(TypedDict, total=False):
     """The choices that a user may fix of a plan. The planner searches those that are left out or None."""
 
@@ -46,7 +41,7 @@ class Choices(TypedDict, total=False):
     """Tensor-parallel degree: the number of devices that share each matrix product."""
     zero: Annotated[Whole, Field(ge=min(ZERO), le=max(ZERO))] | None
     """ZeRO stage, 0 to 3."""
-    schedule: Annotated[str, AfterValidator(_known_schedule)] | None
+    schedule: Annotated[str, AfterValidator(lambda name: find_schedule(name) and name)] | None
     """One of `workbench.pipeline_schedules.SCHEDULES`."""
     chunks: Count | None
     """Number of stages that each pipeline rank holds; more than one needs an interleaved schedule."""

@@ -215,7 +215,17 @@ def panels(
         figure.add_traces(traces, rows=row, cols=col)
         figure.update_xaxes(row=row, col=col, **x_axis)
         figure.update_yaxes(row=row, col=col, **y_axis)
-    return _laid_out(figure, rows)
+    figure.update_annotations(font={"size": theme.FONT_PX, "color": theme.MUTED})
+    return figure.laid_out(
+        height=rows * (ROW_PX + GAP_PX) + 36,
+        autosize=True,
+        margin={"t": 52, "b": 44, "r": 64},
+        showlegend=False,
+        hovermode="closest",
+        barmode="group",
+        bargap=0.35,
+        uirevision="keep",
+    )
 
 
 def panel(
@@ -239,20 +249,6 @@ def panel(
     prepared = prepare(name) if prepare else preparation.prepare_all(curves, name)
     traces = rate_traces(prepared, name, x, preparation.width > 0, window)
     return traces, {"rangemode": "tozero", **_rate_axis(prepared, name)}
-
-
-def _laid_out(figure: Figure, rows: int) -> Figure:
-    figure.update_annotations(font={"size": theme.FONT_PX, "color": theme.MUTED})
-    return figure.laid_out(
-        height=rows * (ROW_PX + GAP_PX) + 36,
-        autosize=True,
-        margin={"t": 52, "b": 44, "r": 64},
-        showlegend=False,
-        hovermode="closest",
-        barmode="group",
-        bargap=0.35,
-        uirevision="keep",
-    )
 
 
 def _rate_axis(curves: Sequence[PreparedCurve], name: str) -> dict[str, Any]:

@@ -6,7 +6,7 @@ The heat map of a grid of plans shows the predicted speed over two or more choic
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
@@ -181,7 +181,8 @@ def draw_grid(grid: Grid, x: str) -> Figure:
     others = [name for name in grid.varied if name != x]
     short = [SHORT.get(name, name) for name in others]
     rows = list(itertools.product(*(grid.axes[name] for name in others)))
-    cells = _table(grid, others, rows, x)
+    found = {tuple(cell.choices[name] for name in (*others, x)): cell for cell in grid.cells}
+    cells = [[found[(*row, value)] for value in grid.axes[x]] for row in rows]
     best = grid.best.step_ms if grid.feasible else np.inf
 
     def hover(cell: Cell) -> str:
@@ -228,16 +229,6 @@ def _colored(x: list[str], y: list[str], words: list[list[str]], **fields: Any) 
     figure.update_xaxes(type="category", showgrid=False)
     figure.update_yaxes(type="category", showgrid=False)
     return figure.laid_out()
-
-
-def _table(grid: Grid, others: Sequence[str], rows: Sequence[Sequence[Any]], x: str) -> list[list[Cell]]:
-    """Return the cells of each row."""
-
-    def key(choices: Mapping[str, Any]) -> tuple[Any, ...]:
-        return tuple(choices[name] for name in (*others, x))
-
-    found = {key(cell.choices): cell for cell in grid.cells}
-    return [[found[(*row, value)] for value in grid.axes[x]] for row in rows]
 
 
 def _text(cell: Cell) -> str:

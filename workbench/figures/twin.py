@@ -131,7 +131,8 @@ class Twin:
                 right = 48 + widest([trace.colorbar.title.text or "", "12.345", *(trace.colorbar.ticktext or ())])
         words_above = 12 + sum(size + 5 for _, size in self._title)
         top = max(words_above + 12, 0 if menus else margin.t or 0)
-        below = 0 if self._legends.replaced else margin.b or 0
+        has_words = self._legends.ends and not self._legends.entries  # at the curves' ends, in place of a legend
+        below = 0 if has_words else margin.b or 0
         return left, max(56, below, self._legends.below_px), self._page.width - right, self._page.height - top
 
     def _place(self, panel: TwinPanel, left: float, bottom: float, width: float, height: float) -> None:

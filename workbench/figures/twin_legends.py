@@ -105,11 +105,6 @@ class TwinLegends:
         return 64 + widest(trace.name for trace in entries) if entries and _is_beside(legend) else 0.0
 
     @property
-    def replaced(self) -> bool:
-        """True if words at the ends of curves stand for the legends."""
-        return bool(self.ends) and not self.entries
-
-    @property
     def below_px(self) -> float:
         """Height that a legend along the lower edge takes together with the ticks and the title of an axis above it."""
         rows = [

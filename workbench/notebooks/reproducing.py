@@ -135,8 +135,13 @@ def reproduce(
             variables["PYTHONPATH"] = os.pathsep.join(filter(None, path))
             variables["WORKBENCH_RUNS"] = os.environ.get("WORKBENCH_RUNS") or str(Path("runs").absolute())
         done = execute(notebook, to, kernel=kernel, report=report, variables=variables, folder=folder)
-    comparisons = tuple(_comparisons(record.runs, done.runs))
-    return Reproduction(comparisons, tuple(differences(record, done.runs)), done.notebook, done.page)
+    comparisons = [
+        Comparison(run.name, again.name, verdict(run.curve, LossCurve.of(again)))
+        for run, again in zip(record.runs, done.runs, strict=False)
+    ]
+    missing = Verdict(DIFFERENT, float("nan"), None, "the notebook did not launch it this time")
+    comparisons += [Comparison(run.name, "nothing", missing) for run in record.runs[len(done.runs) :]]
+    return Reproduction(tuple(comparisons), tuple(differences(record, done.runs)), done.notebook, done.page)
 
 
 @contextlib.contextmanager
@@ -191,15 +196,6 @@ def what_runs(notebook: Path, at_commit: bool = False) -> str:
     for number, source in enumerate(cells, start=1):
         lines += [f"[{number}]", *(f"    {line}" for line in source.expandtabs().splitlines())]
     return "\n".join("".join(c if c.isprintable() else "\N{REPLACEMENT CHARACTER}" for c in line) for line in lines)
-
-
-def _comparisons(recorded: Sequence[RecordedRun], again: Sequence[Run]) -> Iterator[Comparison]:
-    for index, run in enumerate(recorded):
-        if index >= len(again):
-            reason = "the notebook did not launch it this time"
-            yield Comparison(run.name, "nothing", Verdict(DIFFERENT, float("nan"), None, reason))
-        else:
-            yield Comparison(run.name, again[index].name, verdict(run.curve, LossCurve.of(again[index])))
 
 
 def differences(record: Record, again: Sequence[Run]) -> list[RecordedDifference]:
