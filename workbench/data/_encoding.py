@@ -116,7 +116,7 @@ def encode_all(blocks: Iterable[TextBlock], encoder: Encoder, workers: int) -> I
     with contextlib.ExitStack() as stack:
         idle: queue.SimpleQueue[EncodingProcess] = queue.SimpleQueue()
         for _ in range(workers):
-            idle.put(stack.enter_context(EncodingProcess(encoder)))
+            idle.put(stack.enter_context(contextlib.closing(EncodingProcess(encoder))))
 
         def encode_by_any(block: TextBlock) -> Encoded:
             worker = idle.get()
@@ -137,16 +137,14 @@ def encode_all(blocks: Iterable[TextBlock], encoder: Encoder, workers: int) -> I
 
 
 class EncodingProcess:
-    """A process that encodes one block after the other; it ends when the `with` block is left."""
+    """A process that encodes one block after the other, until it is closed."""
 
     def __init__(self, encoder: Encoder) -> None:
         self._child = Child("workbench.data._encoding", {**os.environ, "TOKENIZERS_PARALLELISM": "false"})
         self._send(encoder)
 
-    def __enter__(self) -> EncodingProcess:
-        return self
-
-    def __exit__(self, *_: object) -> None:
+    def close(self) -> None:
+        """End the process."""
         self._child.end()
         self._child.output.close()
 

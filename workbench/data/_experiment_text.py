@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import hashlib
 import time
@@ -201,7 +202,7 @@ class ExperimentText:
 def _tokenizing_rate(folder: Path, open: Callable[[], TextSource], encoder: Encoder) -> tuple[int, float]:  # noqa: ARG001
     """Return the tokens of a text, about, and how many a core makes in a second; measured once on its excerpts."""
     excerpts, share = open().excerpts()
-    with EncodingProcess(encoder) as worker:
+    with contextlib.closing(EncodingProcess(encoder)) as worker:
         ids = worker.encode(excerpts).ids  # the first time loads the library
         seconds = []
         for _ in range(PASSES):

@@ -177,5 +177,4 @@ class LiveWidget(widgets.VBox, metaclass=_Abstract):
         self._in_a_hurry = self.following
         self.twins.display()
         self._in_a_hurry = False
-        self.twins.hasten()
         self.wake()

@@ -151,19 +151,15 @@ def machine(run: Run) -> str:
     if "gpus" not in environment:
         return f"{run.name} does not say which machine it ran on"
     try:
-        return _machine(environment)
+        gpus = [gpu["name"] for gpu in environment["gpus"]]
+        devices = f"{len(gpus)} × {gpus[0]}, driver {environment['gpus'][0]['driver']}" if gpus else "no GPU"
+        packages = ", ".join(
+            f"{name} {environment['packages'][name]}"
+            for name in ("torch", "accelerate", "transformers", "wandb")
+            if environment["packages"].get(name)
+        )
+        commit = f", commit {environment['git']['commit'][:10]}" if environment.get("git") else ""
+        cores = f"{environment['cores']} cores {environment['cpu']}"
+        return f"{devices}; {cores}; Python {environment['python']}, {packages}{commit}"
     except (AttributeError, LookupError, TypeError):
         return f"the environment.json of {run.name} is damaged, and does not say which machine it ran on"
-
-
-def _machine(environment: Mapping[str, Any]) -> str:
-    gpus = [gpu["name"] for gpu in environment["gpus"]]
-    devices = f"{len(gpus)} × {gpus[0]}, driver {environment['gpus'][0]['driver']}" if gpus else "no GPU"
-    packages = ", ".join(
-        f"{name} {environment['packages'][name]}"
-        for name in ("torch", "accelerate", "transformers", "wandb")
-        if environment["packages"].get(name)
-    )
-    commit = f", commit {environment['git']['commit'][:10]}" if environment.get("git") else ""
-    cores = f"{environment['cores']} cores {environment['cpu']}"
-    return f"{devices}; {cores}; Python {environment['python']}, {packages}{commit}"
