@@ -50,8 +50,11 @@ class Axes:
             raise InvalidExperiment(f"The axes have more than {LARGEST_GRID:,} combinations. Give fewer values.")
         for choice in self.choices():
             self.experiment_of(choice)
-        for name in self.values:
-            self._check_distinct(name)
+        for name, values in self.values.items():
+            written = [json.dumps(value, sort_keys=True, default=str) for value in self.json_values(name)]
+            twice = [value for value, text in zip(values, written, strict=True) if written.count(text) > 1]
+            if twice:
+                raise InvalidExperiment(f"{name} has the value {twice[0]!r} more than once. Give each value once.")
 
     def choices(self) -> Iterator[dict[str, int]]:
         """Return every combination of values, the last axis first."""
@@ -69,12 +72,6 @@ class Axes:
         one_axis = ({**first, name: position} for position in range(len(self.values[name])))
         given = zip(one_axis, self.values[name], strict=True)
         return [json_value(self.experiment_of(choice), name, value) for choice, value in given]
-
-    def _check_distinct(self, name: str) -> None:
-        written = [json.dumps(value, sort_keys=True, default=str) for value in self.json_values(name)]
-        twice = [value for value, text in zip(self.values[name], written, strict=True) if written.count(text) > 1]
-        if twice:
-            raise InvalidExperiment(f"{name} has the value {twice[0]!r} more than once. Give each value once.")
 
 
 def _check_axis(name: str, values: Any) -> None:

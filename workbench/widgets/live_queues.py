@@ -22,7 +22,7 @@ from workbench.tables import Html, html_table
 from workbench.widgets.dashboard_row import DashboardRow, name_width, swatch
 from workbench.widgets.live_widget import LiveWidget
 from workbench.widgets.plot import Plot
-from workbench.widgets.run_reader import RunReader, Snapshot
+from workbench.widgets.run_reader import RunReader
 
 SWEEP_S, GRID_S = 0.5, 1.0
 """Seconds between two looks at the directory of a sweep, and of a grid."""
@@ -36,7 +36,8 @@ class LiveSweep(LiveWidget):
     def __init__(self, sweep: Sweep, refresh_s: float = SWEEP_S) -> None:
         super().__init__(refresh_s, f"wb.sweeps.load_sweep({str(sweep.path)!r})")
         self._sweep = sweep
-        self._readers: dict[Path, _Reader] = {}
+        self._readers: dict[tuple[Path, int], tuple[RunReader, DashboardRow]] = {}
+        self._ended: set[Path] = set()
         self._losses: dict[Path, Losses] = {}
         self._rows: Sequence[Row] = ()
         self._head, self._foot = widgets.HTML(), widgets.HTML()
@@ -54,10 +55,12 @@ class LiveSweep(LiveWidget):
         self._rows = self._sweep.rows()
         for row in self._rows:
             for run in row.runs:
-                if run not in row.at_work and run.path not in self._losses:
+                if run not in row.at_work and run.path not in self._ended:
                     self._losses[run.path] = read_losses(run)
+                    self._ended.add(run.path)
         at_work = [(row, run) for row in self._rows for run in row.at_work if run.directory.experiment.exists()]
-        boxes = [self._read(row, run).box for row, run in at_work]
+        self._ended.difference_update(run.path for _, run in at_work)  # `resume` goes on with runs that had ended
+        boxes = [self._read(row, run) for row, run in at_work]
         boxes = [box for box in boxes if box.layout.display != "none"]
         if list(self._at_work.children) != boxes:
             self._at_work.children = boxes
@@ -73,21 +76,26 @@ class LiveSweep(LiveWidget):
         """Return True if the sweep has ended."""
         return not self._sweep.alive
 
-    def _read(self, row: Row, run: Run) -> _Reader:
-        """Read a run at work; a run that was set aside and begun again gets another reader."""
-        born = run.path.stat().st_ino
-        reader = self._readers.get(run.path)
-        if reader is None or reader.born != born:
-            width_px = name_width([_name(each, run) for each in self._rows])  # rows stand below one another
-            reader = self._readers[run.path] = _Reader(row, run, born, width_px)
-        self._losses.pop(run.path, None)
-        reader.refresh()
-        return reader
+    def _read(self, row: Row, run: Run) -> widgets.HBox:
+        """Read a run at work, and return its row with the button that stops it.
+
+        A run that was set aside and begun again has another reader. One that has ended, but whose end the sweep has not
+        noted, has no button.
+        """
+        key = run.path, run.path.stat().st_ino
+        if key not in self._readers:
+            reader, width_px = RunReader(run.path), name_width([_name(each, run) for each in self._rows])
+            self._readers[key] = reader, DashboardRow(reader, row.index, name_px=width_px)  # rows have one width
+        reader, shown = self._readers[key]
+        snapshot = replace(reader.read(), name=_name(row, run))
+        shown.show(snapshot)
+        shown.box.layout.display = "none" if snapshot.status.final else None
+        assert snapshot.evaluations is not None
+        self._losses[run.path] = snapshot.history, snapshot.evaluations
+        return shown.box
 
     def _losses_of(self, run: Run) -> Losses:
-        if run.path in self._losses:
-            return self._losses[run.path]
-        return self._readers[run.path].losses if run.path in self._readers else read_losses(run)
+        return self._losses[run.path] if run.path in self._losses else read_losses(run)
 
     def _figures(self) -> tuple[go.Figure, go.Figure]:
         return figures(self._sweep, self._rows, self._losses_of)
@@ -95,32 +103,6 @@ class LiveSweep(LiveWidget):
     def twin(self) -> tuple[Any, ...]:
         """Return the table, the heat map and the curves."""
         return static_html(self._sweep, self._rows), *map(self.bundle, self._figures())
-
-
-class _Reader:
-    """A run at work: its reader, and its row with the button that stops it."""
-
-    def __init__(self, row: Row, run: Run, born: int, name_px: int) -> None:
-        self.born = born
-        """Inode of the run directory."""
-        self._reader = RunReader(run.path)
-        self._name = _name(row, run)
-        self._row = DashboardRow(self._reader, row.index, name_px=name_px)
-        self.box = self._row.box
-        self.refresh()
-
-    def refresh(self) -> None:
-        """Read what has arrived; a run that has ended, but whose end the sweep has not noted, has no button."""
-        self._snapshot: Snapshot = replace(self._reader.read(), name=self._name)
-        self._row.show(self._snapshot)
-        self.box.layout.display = "none" if self._snapshot.status.final else None
-
-    @property
-    def losses(self) -> Losses:
-        """The losses of the run."""
-        evaluations = self._snapshot.evaluations
-        assert evaluations is not None
-        return self._snapshot.history, evaluations
 
 
 def _name(row: Row, run: Run) -> str:

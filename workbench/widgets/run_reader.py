@@ -204,15 +204,12 @@ class RunReader:
                 self._memory, self._memory_is_old = {}, False
             self._memory[int(event["rank"])] = dict(event)
         elif event["type"] == "start":
-            self._note_start(event.get("resumed_from"))
-
-    def _note_start(self, resumed_from: Any) -> None:
-        """Drop what the new attempt repeats: everything after its checkpoint. The number of steps may have changed."""
-        self._steps = self._read_num_steps()
-        step = resumed_step(resumed_from)
-        earlier = tuple(mark for mark in self._marks if mark.step <= step)
-        self._marks = (*earlier, Mark("resume", step, f"resumed at step {step:,}")) if resumed_from else ()
-        self._memory_is_old = True  # it stays on show until the new attempt has measured its own
+            # The new attempt repeats everything after its checkpoint, and may have another number of steps.
+            self._steps, resumed_from = self._read_num_steps(), event.get("resumed_from")
+            step = resumed_step(resumed_from)
+            earlier = tuple(mark for mark in self._marks if mark.step <= step)
+            self._marks = (*earlier, Mark("resume", step, f"resumed at step {step:,}")) if resumed_from else ()
+            self._memory_is_old = True  # it stays on show until the new attempt has measured its own
 
     def _can_resume(self, history: History) -> bool:
         step = int(history.step[-1]) if len(history) else 0
