@@ -65,7 +65,9 @@ def run_failed(run: RunDir, message: str) -> RunFailed:
             f"Run {name} failed: {message} {why} The launcher's log ends with:\n\n{log_tail(run, 'launcher')}\n"
             f"The whole log is {log}."
         )
-    lines = last_words(run, cause.rank)
+    # The error already holds the traceback with which the log ends.
+    before = log_tail(run, cause.rank, None).rpartition("Traceback (most recent call last)")
+    lines = "\n".join((before[0] or before[2]).rstrip().splitlines()[-LAST_WORDS_LINES:])
     said = f"Before that it printed:\n\n{lines}\n\n" if lines else ""
     facts = {each: getattr(cause, each) for each in ("rank", "stage", "type", "traceback")}
     return RunFailed(
@@ -74,12 +76,6 @@ def run_failed(run: RunDir, message: str) -> RunFailed:
         **facts,
         log=lines,
     )
-
-
-def last_words(run: RunDir, rank: int) -> str:
-    """Return the last lines that a rank printed before its traceback, which the error already holds."""
-    before = log_tail(run, rank, None).rpartition("Traceback (most recent call last)")
-    return "\n".join((before[0] or before[2]).rstrip().splitlines()[-LAST_WORDS_LINES:])
 
 
 def record_silent_death(run: RunDir, launcher_output: str) -> bool:

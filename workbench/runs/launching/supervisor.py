@@ -226,9 +226,11 @@ def _train(run: RunDir, launcher: LauncherRecord, nodes: Nodes) -> int:
     _save(run, launcher, nodes)
     with sample_devices(run, launcher, nodes, process.pid):
         exit_code = _watch(process, attempt, launcher, nodes)
-    survivors = processes.survivors(run)
-    if survivors:
-        _end(survivors, grace_s=0.0 if root_cause(run) else TERMINATE_GRACE_S)
+    survivors = processes.survivors(run)  # ranks that outlived their launcher
+    if survivors and root_cause(run) is None:
+        processes.send_signal(survivors, signal.SIGTERM)  # which the worker answers with a checkpoint
+        processes.wait_gone(survivors, TERMINATE_GRACE_S)
+    processes.kill_trees(survivors)
     attempt.read()
     with log.open(errors="replace") as file:
         file.seek(log_start)
@@ -370,14 +372,6 @@ def _ranks(run: RunDir) -> list[ProcessRecord]:
     accelerate = processes.launcher_record(run).get("accelerate")
     pid = accelerate["pid"] if accelerate else None
     return [record for record in processes.live_workers(run) if record["pid"] != pid]
-
-
-def _end(survivors: list[ProcessRecord], grace_s: float) -> None:
-    """End ranks that outlived their launcher: SIGTERM, which the worker answers with a checkpoint, then SIGKILL."""
-    if grace_s > 0:
-        processes.send_signal(survivors, signal.SIGTERM)
-        processes.wait_gone(survivors, grace_s)
-    processes.kill_trees(survivors)
 
 
 def _conclude(attempt: _Supervised, exit_code: int, launcher_output: str) -> int:
