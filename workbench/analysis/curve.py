@@ -43,13 +43,11 @@ class Mark:
 class Curve:
     """The record of one run: columns of equal length with one value per logged step.
 
-    Columns are named and counted as in `workbench.columns.COLUMNS`. Only those that a figure draws are needed. `color`
-    (`#rrggbb`) overrides the palette's colour.
+    Columns are named and counted as in `workbench.columns.COLUMNS`. Only those that a figure draws are needed.
     """
 
     name: str
     columns: Columns = field(repr=False)
-    color: str | None = None
     marks: tuple[Mark, ...] = ()
     evaluations: Columns | None = field(default=None, repr=False)
     """Columns with one value per evaluation: eval_loss and those of the x axes; None without evaluation."""
@@ -74,7 +72,7 @@ def evaluations_of(curve: Curve) -> Curve | None:
     """Return the held-out losses of a run as a curve of their own, or None if it has none."""
     if curve.evaluations is None or not len(curve.evaluations["step"]):
         return None
-    return Curve(curve.name, curve.evaluations, curve.color)
+    return Curve(curve.name, curve.evaluations)
 
 
 def metrics_of(curves: Iterable[Curve]) -> tuple[str, ...]:

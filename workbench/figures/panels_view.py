@@ -61,8 +61,7 @@ def utilization_traces(
     smooth, max_points = preparation.width > 0, preparation.max_points
     for index, (curve, samples) in enumerate(zip(curves, usage, strict=True)):
         placed = _PlacedSamples(curve, samples, {X_AXES[x].column, preparation.along, "step", "tokens"})
-        busy = Curve(curve.name, placed.columns, color=curve.color or theme.series_color(index))
-        mean = preparation.prepare(busy, index, "share").focused(x, window, max_points)
+        mean = preparation.prepare(Curve(curve.name, placed.columns), index, "share").focused(x, window, max_points)
         line = mean.line_index
         each_x, each_y = placed.devices(mean.x[x], window, max_points) if smooth else (np.empty(0), np.empty(0))
         heights = (mean.line if smooth else mean.raw)[line]
@@ -280,11 +279,7 @@ def metric_traces(
     curves: Sequence[Curve], name: str, x: str, preparation: Preparation, window: Window = None
 ) -> list[go.Scatter]:
     """Return two traces per run, of which the first is empty: a metric has one value per evaluation, not averaged."""
-    held_out = [
-        Curve(curve.name, {} if found is None else found.columns, curve.color or theme.series_color(index))
-        for index, curve in enumerate(curves)
-        for found in [evaluations_of(curve)]
-    ]
+    held_out = [evaluations_of(curve) or Curve(curve.name, {}) for curve in curves]
     prepared = replace(preparation, width=0.0).prepare_all(held_out, name)
     marker = {"size": 5, "symbol": "diamond"}
     return [
@@ -306,7 +301,7 @@ def memory_traces(curves: Sequence[Curve], peaks: Peaks) -> list[go.Bar | go.Sca
         words = [[_describe_peak(run_peaks[rank]), str(run_peaks[rank].get("device") or "")] for rank in ranks]
         look = {
             "name": theme.text(curve.name),
-            "marker": {"color": curve.color or theme.series_color(index)},
+            "marker": {"color": theme.series_color(index)},
             "meta": "memory",
         }
         hover = f"{look['name']}, rank %{{x}}: %{{customdata[0]}}<br>%{{customdata[1]}}<extra></extra>"

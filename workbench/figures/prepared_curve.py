@@ -195,7 +195,7 @@ class Preparation:
         return PreparedCurve(
             name=curve.name,
             key=str(index),
-            color=curve.color or theme.series_color(index),
+            color=theme.series_color(index),
             dash=theme.series_dash(index),
             raw_index=decimated(raw, self.max_points),
             line_index=decimated(line, line_points),
