@@ -43,8 +43,9 @@ def test_of_several_crossings_the_last_is_told_to_a_fraction_of_the_grid(monkeyp
     On a grid of 4 M tokens the last crossing is three quarters of the way from one point to the next.
     """
     monkeypatch.setattr("workbench.analysis.contrast.GRID_POINTS", 4)
+    monkeypatch.setattr("workbench.analysis.contrast.SMOOTHING", 1e-9)
     corners = ((0.0, 6.0), (4.0, 4.0), (8.0, 8.0), (12.0, 4.0))
-    found = difference(zigzag("a", *corners), zigzag("b", (0.0, 5.0), (12.0, 5.0)), smoothing=1e-9)
+    found = difference(zigzag("a", *corners), zigzag("b", (0.0, 5.0), (12.0, 5.0)))
     assert found.value == pytest.approx([1.0, -1.0, 3.0, -1.0])
     assert found.crossover is not None
     assert found.crossover.value == pytest.approx(11e6)

@@ -177,7 +177,6 @@ def difference(
     first: Curve,
     second: Curve,
     x: str = "tokens",
-    smoothing: float = SMOOTHING,
     scatter: Scatter | None = None,
 ) -> Difference:
     """Return the smoothed loss of `first` minus that of `second`, with a band of noise and the crossover.
@@ -189,14 +188,13 @@ def difference(
         first: one run.
         second: the run whose loss is subtracted.
         x: name of the x axis.
-        smoothing: width of the moving average as a share of the shared stretch's end.
         scatter: how far seeds move the end of such a run at equal tokens.
 
     Raises:
         UnknownParameter: a run did not record the axis, or the runs share no stretch of it.
     """
     begin, end, points = _shared_stretch([first, second], x)
-    grid, width = np.linspace(begin, end, GRID_POINTS), smoothing * end
+    grid, width = np.linspace(begin, end, GRID_POINTS), SMOOTHING * end
     (own, loss), (others, other_loss) = points
     if np.array_equal(own, others):
         line = smoothed_line(own, loss - other_loss, width).at(grid, own)

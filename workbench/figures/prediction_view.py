@@ -27,8 +27,14 @@ GAP_PX = 74
 """Height between the panels and a timeline: the panels' labels and the timeline's heading."""
 MAX_UPRIGHT_PAIRS = 8
 """Number of pairs in a panel above which they stand so close that their numbers are turned."""
-MEASURES = ("step_ms", "tokens_per_s", "mfu", "peak_bytes")
-"""Quantities that can be compared, in the order of their panels."""
+NUMBERS: Mapping[str, tuple[str, float, Callable[[float], str]]] = {
+    "step_ms": ("Step time (ms)", 1.0, lambda ms: f"{ms:,.0f}" if ms >= 100 else f"{ms:.3g}"),
+    "tokens_per_s": ("Tokens/s", 1.0, count),
+    "mfu": ("MFU (%)", 100.0, lambda share: f"{share:.1f}"),
+}
+"""Title, scale and spelling of each quantity that is one number of a run, in the order of their panels."""
+MEASURES = (*NUMBERS, "peak_bytes")
+"""Quantities that can be compared."""
 
 
 @dataclass(frozen=True)
@@ -113,16 +119,10 @@ def _panels(plan: Plan, measured: Mapping[str, Any]) -> list[tuple[str, list[Pai
         if (value if isinstance(value, Mapping) else value is not None and math.isfinite(value))
     }
     panels: list[tuple[str, list[Pair]]] = []
-    if "step_ms" in known:
-        pair = Pair(
-            "", predicted.step_ms, float(known["step_ms"]), lambda ms: f"{ms:,.0f}" if ms >= 100 else f"{ms:.3g}"
-        )
-        panels.append(("Step time (ms)", [pair]))
-    if "tokens_per_s" in known:
-        panels.append(("Tokens/s", [Pair("", predicted.tokens_per_s, float(known["tokens_per_s"]), count)]))
-    if "mfu" in known and predicted.mfu is not None:
-        pair = Pair("", 100 * predicted.mfu, 100 * float(known["mfu"]), lambda share: f"{share:.1f}")
-        panels.append(("MFU (%)", [pair]))
+    for key, (title, scale, write) in NUMBERS.items():
+        planned = getattr(predicted, key)
+        if key in known and planned is not None:
+            panels.append((title, [Pair("", scale * planned, scale * float(known[key]), write)]))
     if "peak_bytes" in known:
         panels.append(_memory_panel(plan, known["peak_bytes"]))
     if not panels:

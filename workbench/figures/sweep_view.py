@@ -87,16 +87,14 @@ def draw_heat_map(sweep: Sweep, rows: Sequence[Row], x: str, y: str | None) -> F
     """Draw the figure of `heat_map` from rows of the sweep."""
     columns = _in_order([row.values[x] for row in rows])
     lines = [""] if y is None else _in_order([row.values[y] for row in rows])
-    grid = np.full((len(lines), len(columns)), np.nan)
+    grid, words = np.full((len(lines), len(columns)), np.nan), [[""] * len(columns) for _ in lines]
     for row in reversed(rows):  # the best comes last and is kept
-        if row.mean is not None:
-            line = 0 if y is None else lines.index(str(row.values[y]))
-            grid[line, columns.index(str(row.values[x]))] = row.mean
-    words = [["" if np.isnan(value) else f"{value:.4g}" for value in line] for line in grid]
-    for row in rows:  # a configuration none of whose runs finished says how they ended
         line, column = 0 if y is None else lines.index(str(row.values[y])), columns.index(str(row.values[x]))
-        if not words[line][column]:
-            words[line][column] = theme.text(", ".join(state for state in ENDED_EARLY if state in row.states))
+        if row.mean is not None:
+            grid[line, column], words[line][column] = row.mean, f"{row.mean:.4g}"
+        else:  # a configuration none of whose runs finished says how they ended
+            ended = ", ".join(state for state in ENDED_EARLY if state in row.states)
+            words[line][column] = theme.text(ended) or words[line][column]
     hover = f"{theme.text(x)} %{{x}}<br>{theme.text(y or '')} %{{y}}<br>%{{hovertext}}<extra></extra>"
     bar = {"title": {"text": "objective"}}
     # The lowest is the best, and yellow as in a grid of plans.
