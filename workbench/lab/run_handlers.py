@@ -8,7 +8,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import json
-from collections import Counter
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
@@ -17,19 +16,16 @@ import tornado.web
 from jupyter_server.auth.decorator import authorized
 from jupyter_server.base.handlers import APIHandler
 
-from workbench.analysis.contrast import setting_differences
 from workbench.analysis.curve import Curve
 from workbench.errors import RunNotFound, WorkbenchError
-from workbench.experiment import values_by_name
 from workbench.lab.run_index import RunIndex, own_run
 from workbench.rundir import known_runs_roots
 from workbench.runs.records.history import read_tail
 from workbench.runs.records.summary import measurements
+from workbench.runs.registry import distinct_names
 from workbench.runs.run import Run
 from workbench.runs.status import read_progress
 
-MOST_SETTINGS = 3
-"""Largest number of settings in a label."""
 Result = TypeVar("Result")
 MOST_CURVES = 50
 ACTIONS: dict[str, Callable[[Run, Any], Any]] = {
@@ -40,24 +36,6 @@ ACTIONS: dict[str, Callable[[Run, Any], Any]] = {
     "note": lambda run, value: run.note(value),
     "archive": lambda run, value: run.archive(value),
 }
-
-
-def labels_by_difference(runs: Sequence[Run]) -> list[str]:
-    """Return a label for each run, such as `"learning_rate 0.001, seed 2"`; no two are alike.
-
-    Runs that differ in too many settings, or in none, are called by their names.
-    """
-    try:
-        differences = setting_differences([values_by_name(run.config) for run in runs])
-    except (RunNotFound, AttributeError, TypeError, ValueError):  # the files of a run may hold anything
-        differences = ()
-    told = [(name, values) for name, values in differences if name not in ("name", "tags")]
-    names = [run.name for run in runs]
-    if not 0 < len(told) <= MOST_SETTINGS:
-        return names
-    labels = [", ".join(f"{name} {values[index]}" for name, values in told) for index in range(len(runs))]
-    count = Counter(labels)
-    return [label if count[label] == 1 else f"{label} ({name})" for label, name in zip(labels, names, strict=True)]
 
 
 def failures_of(runs: Sequence[Run]) -> str:
@@ -76,7 +54,7 @@ def figures_of(runs: Sequence[Run]) -> list[dict[str, Any]]:
     from workbench.figures.prediction_view import prediction
 
     tails = [read_tail(run.directory.events) for run in runs]
-    named = zip(labels_by_difference(runs), tails, strict=True)
+    named = zip(distinct_names(runs), tails, strict=True)
     curves = [Curve(name, tail.read(), evaluations=tail.evaluations) for name, tail in named]
     peaks = [read_progress(run.directory).memory for run in runs]
     usage = [tail.utilization for tail in tails]
