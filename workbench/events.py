@@ -275,6 +275,5 @@ class LauncherRecord(TypedDict, total=False):
     nodes: dict[str, Any]
     """Fields of `Nodes`; absent for a run on one node."""
     accelerate: ProcessRecord
-    command: Any
     workers: list[ProcessRecord]
     """Ranks and other processes below Accelerate's launcher."""

@@ -162,6 +162,21 @@ class RunDir:
         return self.checkpoints / f"step-{step:08d}"
 
 
+@contextlib.contextmanager
+def locked(path: Path, wait: bool = True) -> Iterator[bool]:
+    """Hold the lock of a file, which no crash can leave behind; yield False if another process holds it.
+
+    By default the call waits until nobody else holds it.
+    """
+    with path.open("a") as file:
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | (0 if wait else fcntl.LOCK_NB))
+        except BlockingIOError:
+            yield False
+        else:
+            yield True
+
+
 def write_json(path: Path, value: Any) -> None:
     """Write a JSON file such that a reader sees the old file or the new one, never half of either."""
     path.parent.mkdir(parents=True, exist_ok=True)

@@ -6,7 +6,6 @@ so that a supervisor that was killed is replaced by another, which adopts the ru
 
 from __future__ import annotations
 
-import fcntl
 import os
 import sys
 import time
@@ -19,7 +18,7 @@ import numpy as np
 
 from workbench.errors import WorkbenchError
 from workbench.machine import available_cores
-from workbench.rundir import this_process, write_json
+from workbench.rundir import locked, this_process, write_json
 from workbench.runs.launching import launcher, processes
 from workbench.runs.launching.run_directory import Attempt
 from workbench.runs.records.history import Evaluations, History, HistoryTail
@@ -210,14 +209,11 @@ class Supervisor:
 
 def supervise(directory: QueueDir) -> int:
     """Work through the queue of a directory, unless another process does; return the exit code."""
-    with directory.lock.open("a") as lock:
-        try:
-            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            return 0  # another supervisor is at work
-        write_json(directory.supervisor, this_process())
-        os.environ.update(thread_limit(directory.settings["packing"], os.environ))
-        Supervisor(directory).work()
+    with locked(directory.lock, wait=False) as alone:
+        if alone:  # else another supervisor is at work
+            write_json(directory.supervisor, this_process())
+            os.environ.update(thread_limit(directory.settings["packing"], os.environ))
+            Supervisor(directory).work()
     return 0
 
 

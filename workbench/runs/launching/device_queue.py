@@ -10,24 +10,25 @@ whose ranks train on still keeps its devices.
 from __future__ import annotations
 
 import contextlib
-import fcntl
 import os
 import re
 import shutil
 import socket
 import subprocess
 from collections import defaultdict
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from workbench.errors import WorkbenchError
 from workbench.events import ProcessRecord
-from workbench.rundir import RunDir, process_alive, read_json, write_json
+from workbench.rundir import RunDir, locked, process_alive, read_json, write_json
 from workbench.runs.launching.processes import run_alive
 
 CPU = ("cpu",)
+LOCK = "lock"
+"""File of a queue that is locked for milliseconds, while tickets are read or written."""
 OTHERS = "another user's run"
 ROUNDING = 1e-6
 """Tolerated excess of the sum of shares of a device over 1: three shares of a third are one device."""
@@ -90,7 +91,7 @@ class Ticket:
         A run waits until every earlier ticket for some of these devices has started, and enough of them are free. Of
         those it is given the ones that fewest others share.
         """
-        with _locked(self.path.parent):
+        with locked(self.path.with_name(LOCK)):
             mine = read_json(self.path)
             rivals = self._rivals(mine)
             if any(t["devices"] is None for t in rivals):
@@ -110,7 +111,7 @@ class Ticket:
     def ahead(self) -> list[str]:
         """Return the names of the live runs before this one, oldest first; those of other users are not told."""
         mine = read_json(self.path)
-        with _locked(self.path.parent):
+        with locked(self.path.with_name(LOCK)):
             return [_name_for_me(ticket) for ticket in self._rivals(mine)]
 
     def _rivals(self, mine: Mapping[str, Any]) -> list[dict[str, Any]]:
@@ -129,7 +130,7 @@ def waiting_and_training() -> list[dict[str, Any]]:
     `devices` is None for a run that waits. Other users' runs have no name.
     """
     folder = queue_folder()
-    with _locked(folder):
+    with locked(folder / LOCK):
         live = _live_tickets(folder)
     queue = []
     for fields in live:
@@ -148,7 +149,7 @@ def take_ticket(
     run lives, and the run would wait for itself.
     """
     folder = queue_folder()
-    with _locked(folder):
+    with locked(folder / LOCK):
         _live_tickets(folder)  # removes the others
         number = max((int(path.stem) for path in _tickets(folder)), default=0) + 1
         ticket = Ticket(folder / f"{number:06d}.json")
@@ -164,7 +165,7 @@ def queue_folder() -> Path:
     folder = cache_home() / "device_queue" / socket.gethostname()
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        with _locked(folder):
+        with locked(folder / LOCK):
             return folder
     except OSError as error:
         raise WorkbenchError(
@@ -202,11 +203,3 @@ def _is_whole(ticket: Any) -> bool:
     types: dict[str, Any] = {"run": str, "pool": list, "count": int, "devices": list | None, "supervisor": dict}
     fields = ticket if isinstance(ticket, Mapping) else {}
     return all(name in fields and isinstance(fields[name], kind) for name, kind in types.items())
-
-
-@contextlib.contextmanager
-def _locked(folder: Path) -> Iterator[None]:
-    """Hold the folder's lock; this takes milliseconds, because tickets are only read or written meanwhile."""
-    with (folder / "lock").open("a") as file:
-        fcntl.flock(file, fcntl.LOCK_EX)
-        yield

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import errno
-import fcntl
 import inspect
 import json
 import os
@@ -23,6 +22,7 @@ from workbench.experiment import user_parts
 from workbench.rundir import (
     NO_ROOM,
     RunDir,
+    locked,
     read_json,
     read_record,
     runs_root,
@@ -176,18 +176,16 @@ def _unwritable_named() -> Iterator[None]:
 def _locked(run: RunDir) -> Iterator[None]:
     """Hold the run's lock: two kernels that started one run at once would train it twice, into the same files."""
     try:
-        file = run.lock.open("a")
+        run.lock.touch()
     except OSError as error:
         raise WorkbenchError(
             f"{run.path} cannot be written: {error.strerror}. run.clone() trains the same in a folder of your own."
         ) from None
-    with file:
-        try:
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
+    with locked(run.lock, wait=False) as alone:
+        if not alone:
             raise RunExists(
                 f"{run.path} is being started by somebody else right now. Follow it: wb.load_run({str(run.path)!r})."
-            ) from None
+            )
         yield
 
 

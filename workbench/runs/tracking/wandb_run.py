@@ -8,7 +8,6 @@ could not deliver.
 from __future__ import annotations
 
 import contextlib
-import fcntl
 import os
 import subprocess
 import sys
@@ -19,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from workbench.errors import WorkbenchError
-from workbench.rundir import RunDir, read_events, read_json
+from workbench.rundir import RunDir, locked, read_events, read_json
 from workbench.runs.launching import processes
 
 LOGIN_LIMIT_S = 30.0
@@ -146,13 +145,8 @@ def recording(run: RunDir) -> bool:
 def recording_alone(run: RunDir) -> Iterator[bool]:
     """Hold the run's W&B lock, which no crash can leave behind; yield True if it was free."""
     run.tracking.mkdir(parents=True, exist_ok=True)
-    with (run.tracking / "lock").open("a") as file:
-        try:
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except OSError:
-            yield False
-            return
-        yield True
+    with locked(run.tracking / "lock", wait=False) as alone:
+        yield alone
 
 
 def may_upload() -> bool:
