@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import copy
 import dataclasses
+import functools
 from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
@@ -14,12 +15,13 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file
+from torch import nn
 
 import workbench as wb
 from tests.distributed import zoo
 from tests.distributed.harness import coordinate, forced_plan, launch
 from tests.distributed.test_every_plan import BACKEND, HALF, compiler
-from workbench.capture import capture, spec_of
+from workbench.capture import Graph, capture, spec_of
 from workbench.execution.blocks.block_sparse import INDEX, multiply_by_stored_blocks
 from workbench.execution.blocks.context import StepContext
 from workbench.execution.build import block_sparse_parameters, build_stage
@@ -65,12 +67,17 @@ class Outcome:
     """Weights of which blocks read bf16 copies."""
 
 
+@functools.cache
+def captured(name: str) -> tuple[nn.Module, Graph]:
+    torch.manual_seed(0)
+    model = zoo.MODELS[name]().train()
+    specs = {key: spec_of(key, value) for key, value in zoo.batch(name, MICRO_BATCH).items()}
+    return model, capture(model, specs, name=name)
+
+
 @compiler(BACKEND)
 def outcome(case: Case, block_sparse: bool) -> Outcome:
-    torch.manual_seed(0)
-    model = zoo.MODELS[case.model]().train()
-    specs = {key: spec_of(key, value) for key, value in zoo.batch(case.model, MICRO_BATCH).items()}
-    graph = capture(model, specs, name=case.model)
+    model, graph = captured(case.model)
     plan = forced_plan(
         graph,
         pipeline=1,

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import dataclasses
 import functools
 import math
 import os
@@ -17,7 +16,7 @@ from torch.nn import functional
 
 import workbench as wb
 from tests.distributed import zoo
-from tests.distributed.harness import coordinate, forced_plan, launch
+from tests.distributed.harness import Division, coordinate, forced_plan, launch
 from workbench.capture import Graph, capture, spec_of
 from workbench.capture.evaluation import capture_for_evaluation, require_same_stages
 from workbench.data import held_out as held_out_of
@@ -32,21 +31,6 @@ from workbench.experiment import Experiment
 MICRO_BATCH, GLOBAL_BATCH, HELD_OUT, STEPS = 2, 8, 11, 4
 """Held-out samples fill neither whole micro-batches nor replicas."""
 Tensors = dict[str, torch.Tensor]
-
-
-@dataclasses.dataclass(frozen=True)
-class Division:
-    """The part of a plan that a test chooses."""
-
-    pipeline: int = 1
-    data: int = 1
-    tensor: int = 1
-    zero: int = 0
-    chunks: int = 1
-
-    @property
-    def world(self) -> int:
-        return self.pipeline * self.data * self.tensor
 
 
 class Normalised(nn.Module):
@@ -227,6 +211,11 @@ RUNS: list[tuple[str, Division, int, bool]] = [
 """Model and division of each training, the steps between two evaluations, and whether they have metrics."""
 
 
+def capture_each(runs: list[tuple[str, Division, int, bool]]) -> None:
+    for name, _, _, with_metrics in runs:
+        captured(name, with_metrics)
+
+
 def train_each(_rank: int, runs: list[tuple[str, Division, int, bool]]) -> list[Any]:
     return [train(*each) for each in runs]
 
@@ -235,7 +224,7 @@ def train_each(_rank: int, runs: list[tuple[str, Division, int, bool]]) -> list[
 def outcomes(world: int) -> dict[tuple[str, Division, int, bool], Any]:
     """Train all runs on so many processes, which start once."""
     runs = [each for each in RUNS if each[1].world == world]
-    return dict(zip(runs, launch(train_each, world, runs), strict=True))
+    return dict(zip(runs, launch(train_each, world, runs, ahead=functools.partial(capture_each, runs)), strict=True))
 
 
 @pytest.mark.parametrize("division", [DIVISIONS[name] for name in TRIED], ids=TRIED)

@@ -18,7 +18,7 @@ import torch
 from torch import nn
 
 from tests.distributed import zoo
-from tests.distributed.harness import CPU, coordinate, forced_plan, launch
+from tests.distributed.harness import CPU, Division, coordinate, forced_plan, launch, worst
 from workbench.capture import Graph, capture, spec_of
 from workbench.cost.graph_profiler import profile_graph
 from workbench.cost.memory import FP32, PREFETCHED_BLOCKS, ParameterTable, stage_state
@@ -40,20 +40,6 @@ DECAY, BETAS = 0.1, (0.9, 0.98)
 SCALES = {"*embeddings*": 0.5, "*.weight": 1.0, "*": 2.0}
 RATES = {"adamw": 5e-3, "sgd": 0.05, "lamb": 5e-3, "muon": 5e-3, "own": 0.05}
 Tensors = dict[str, torch.Tensor]
-
-
-@dataclasses.dataclass(frozen=True)
-class Division:
-    """The part of a plan that a test chooses."""
-
-    pipeline: int = 1
-    data: int = 1
-    tensor: int = 1
-    zero: int = 0
-
-    @property
-    def world(self) -> int:
-        return self.pipeline * self.data * self.tensor
 
 
 class PlainLamb(torch.optim.Optimizer):
@@ -291,7 +277,6 @@ def predicted(division: Division, optimizer: str) -> tuple[float, float, float]:
     strategy = Strategy(
         **dataclasses.asdict(division),
         schedule="1f1b",
-        chunks=1,
         micro_batch=MICRO_BATCH,
         num_microbatches=GLOBAL_BATCH // MICRO_BATCH // division.data,
         recompute="none",
@@ -302,17 +287,6 @@ def predicted(division: Division, optimizer: str) -> tuple[float, float, float]:
         float(each[0, -1]) for each in (state.parameters - gathered, state.gradients, state.optimizer)
     )
     return weights, gradients, moments
-
-
-def worst(found: Tensors, expected: Tensors, start: Tensors | None = None) -> float:
-    """Return the largest difference of a tensor relative to its norm, or to how far it moved from `start`.
-
-    The least norm that counts is a thousandth of the largest.
-    """
-    assert found.keys() == expected.keys()
-    norms = {key: (value - (0 if start is None else start[key])).norm().item() for key, value in expected.items()}
-    floor = 1e-3 * max(norms.values())
-    return max(((found[name] - value).norm() / max(norms[name], floor)).item() for name, value in expected.items())
 
 
 def tolerance(optimizer: str, steps: int) -> float:
@@ -360,7 +334,8 @@ def halves(folder: Path) -> list[Case]:
 @pytest.fixture(scope="module")
 def outcomes(tmp_path_factory: pytest.TempPathFactory) -> dict[Case, Outcome]:
     """Outcomes of all cases, from one group of two processes."""
-    found: dict[Case, Outcome] = launch(train, 2, [*cases(), *halves(tmp_path_factory.mktemp("checkpoints"))])
+    asked = [*cases(), *halves(tmp_path_factory.mktemp("checkpoints"))]
+    found: dict[Case, Outcome] = launch(train, 2, asked, ahead=captured)
     return found
 
 
@@ -414,7 +389,7 @@ def _unlike_torchs(_rank: int, divisions: list[Division]) -> dict[Division, tupl
 
 def test_updates_of_equal_gradients_equal_torchs_muon_in_every_bit() -> None:
     """Each rank orthogonalises whole matrices, so that no plan changes an operation, or the order of a sum."""
-    found = launch(_unlike_torchs, 2, [ZERO0, ZERO3, PIPELINE, TENSOR])
+    found = launch(_unlike_torchs, 2, [ZERO0, ZERO3, PIPELINE, TENSOR], ahead=captured)
     assert all(count > 10 and not different for count, different in found.values()), found
 
 

@@ -18,7 +18,7 @@ import torch
 from torch import nn
 
 from tests.distributed import zoo
-from tests.distributed.harness import coordinate, forced_plan, launch
+from tests.distributed.harness import coordinate, forced_plan, launch, worst
 from workbench.capture import Graph, capture, spec_of
 from workbench.errors import CheckpointError
 from workbench.execution.blocks.context import StepContext
@@ -304,15 +304,8 @@ def outcomes(tmp_path_factory: pytest.TempPathFactory) -> dict[Case, Outcome]:
         resumed = [BLOCK_SPARSE[1], ZERO3] if saved.block_sparse else [BLOCK_SPARSE[0]]
         blocks += [Case(LARGE, division, range(HALF, STEPS), load_from=path) for division in resumed]
     others = [Case(RANDOM, TENSOR, range(HALF), optimizer=name) for name in OPTIMIZERS]
-    found: dict[Case, Outcome] = launch(train, 2, [*CASES, *halves, *full, *blocks, *others])
+    found: dict[Case, Outcome] = launch(train, 2, [*CASES, *halves, *full, *blocks, *others], ahead=captured)
     return found
-
-
-def worst(found: Tensors, expected: Tensors) -> float:
-    floor = 1e-3 * max(value.norm().item() for value in expected.values())
-    return max(
-        ((found[name] - value).norm() / max(value.norm().item(), floor)).item() for name, value in expected.items()
-    )
 
 
 def assert_equals_plain(found: Outcome, expected: Outcome, first: int = 0) -> None:
