@@ -6,6 +6,7 @@ What trains is small, has dropout, and reads a dataset of its own; the run direc
 from __future__ import annotations
 
 import dataclasses
+import gc
 import multiprocessing
 import os
 import signal
@@ -46,8 +47,8 @@ class Words:
 
 
 def experiment(dropout: float = 0.1, **changes: Any) -> Experiment:
-    """A BERT of four layers."""
-    sizes = {"hidden_size": 32, "num_layers": 4, "num_heads": 4, "vocab_size": VOCAB, "max_positions": SEQ}
+    """A BERT of two layers."""
+    sizes = {"hidden_size": 32, "num_layers": 2, "num_heads": 4, "vocab_size": VOCAB, "max_positions": SEQ}
     model = models.bert(**sizes, dropout=dropout, next_sentence=False)
     fields = {"data": Words(), "steps": 40, "global_batch": 8, "seq_len": SEQ, "learning_rate": 3e-3, "warmup_steps": 5}
     return Experiment.of(**{"model": model, "name": "small", "project": "", **fields, **changes})
@@ -106,6 +107,7 @@ class Ranks:
 
 
 def _rank(rank: int, world: int, meets: dict[str, str], path: str, device: str) -> None:
+    gc.freeze()  # as for a rank that is forked from the server of a kernel
     torch.set_num_threads(1)
     os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(world), "LOCAL_WORLD_SIZE": str(world)}
     os.environ |= meets
@@ -127,12 +129,13 @@ def reach(run: RunDir, step: int) -> None:
     eventually(lambda: last_step(run) >= step)
 
 
-def eventually(truth: Callable[[], bool], seconds: float = 120.0) -> None:
-    """Wait for something that the ranks are about to do."""
+def eventually(truth: Callable[[], Any], seconds: float = 120.0) -> Any:
+    """Wait for something that the ranks are about to do, and return it."""
     deadline = time.monotonic() + seconds
-    while not truth():
+    while not (value := truth()):
         assert time.monotonic() < deadline, "it did not happen in time"
         time.sleep(0.01)  # each look reads every event
+    return value
 
 
 def last_step(run: RunDir) -> int:

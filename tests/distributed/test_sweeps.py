@@ -14,7 +14,7 @@ from optuna.storages import JournalStorage
 from optuna.storages.journal import JournalFileBackend
 
 import workbench as wb
-from tests.distributed.real_worker import DEVICE, LINK, SEQ, VOCAB, Words
+from tests.distributed.real_worker import DEVICE, LINK, SEQ, VOCAB, Words, eventually
 from workbench.cost.cluster import Cluster
 from workbench.errors import InvalidExperiment, RunNotFound, UnknownParameter
 from workbench.rundir import read_json
@@ -56,14 +56,6 @@ def experiment(**changes) -> wb.Experiment:
     model = wb.models.bert(**sizes, next_sentence=False)
     fields = {"steps": 20, "global_batch": 4, "seq_len": SEQ, "name": "tiny", **changes}
     return wb.Experiment.of(model=model, data=Words(), **fields)
-
-
-def eventually(truth, seconds: float = 60.0):
-    deadline = time.monotonic() + seconds
-    while not (value := truth()):
-        assert time.monotonic() < deadline, "it did not happen in time"
-        time.sleep(0.05)
-    return value
 
 
 KERNEL = """
