@@ -326,7 +326,7 @@ def _trained(_rank: int, cases: tuple[Case, ...]) -> dict[Case, Outcome]:
         parts: list[Any] = [None] * case.world
         torch.distributed.all_gather_object(parts, mine)
         parameters = {name: value for part in parts for name, value in part.items()}
-        found[case] = Outcome([s[0] for s in scalars], [s[1] ** 0.5 for s in scalars], parameters, {}, {}, {})
+        found[case] = Outcome([s[0] for s in scalars], [s[1] ** 0.5 for s in scalars], parameters, {}, {})
     return found
 
 

@@ -225,28 +225,6 @@ def test_runs_that_need_the_same_devices_queue_in_order(monkeypatch):
     assert second.history().time[0] > first.status.time
 
 
-def test_the_run_outlives_the_kernel_that_launched_it():
-    code = f"""
-        import sys
-        sys.path.insert(0, {str(HERE)!r})
-        from test_launch import experiment, start
-        print(start(steps=10_000).path, flush=True)
-        import time; time.sleep(600)
-    """
-    environment = {**os.environ, "PYTHONPATH": str(ROOT), "WORKBENCH_STANDIN_STEP_S": "0.05"}
-    kernel = subprocess.Popen(
-        [sys.executable, "-c", textwrap.dedent(code)], stdout=subprocess.PIPE, text=True, env=environment
-    )
-    run = load_run(kernel.stdout.readline().strip())
-    first_step(run)
-    os.kill(kernel.pid, signal.SIGINT)
-    os.kill(kernel.pid, signal.SIGKILL)
-    kernel.wait()
-    seen = run.row()["step"]
-    eventually(lambda: run.row()["step"] > seen + 3)
-    assert run.stop(wait=True).status.state == "stopped"
-
-
 def test_a_supervisor_killed_with_9_leaves_ranks_that_are_shown_and_can_be_stopped(monkeypatch):
     run = orphaned(monkeypatch)
     assert run.status.state == "running"

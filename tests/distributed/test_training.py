@@ -59,7 +59,6 @@ class Outcome:
     parameters: Tensors
     gradients: Tensors
     buffers: Tensors
-    optimizer_state: Tensors
 
 
 class Normalised(nn.Module):
@@ -134,43 +133,32 @@ def part_of(trainer: Trainer, batch: Tensors) -> Tensors:
     return {key: value[first : first + trainer.samples] for key, value in batch.items()}
 
 
-def train(
-    _rank: int, name: str, division: Division, steps: range, load_from: Path | None = None, save_to: Path | None = None
-) -> Outcome:
+def train(_rank: int, name: str, division: Division, steps: int, save_to: Path | None = None) -> Outcome:
     """Train some steps of a run; the batch of a step depends only on its number."""
     trainer = trainer_of(name, division)
-    if load_from is not None:
-        loaded = CheckpointStore(trainer, RunDir(load_from.parent.parent)).load(load_from)
-        assert loaded == TrainingProgress(steps.start, float(steps.start))
     losses, norms = [], []
-    for step in steps:
+    for step in range(steps):
         loss, squared_norm, _ = trainer.step(step, part_of(trainer, batch_of(name, step))).scalars.tolist()
         losses.append(loss)
         norms.append(squared_norm**0.5)
     if save_to is not None:
         checkpoints = CheckpointStore(trainer, RunDir(save_to))
-        checkpoints.save(TrainingProgress(steps.stop, float(steps.stop)))
+        checkpoints.save(TrainingProgress(steps, float(steps)))
         checkpoints.finish()
     return gathered(trainer, losses, norms)
 
 
 def gathered(trainer: Trainer, losses: list[float], norms: list[float]) -> Outcome:
-    """Return clipped gradients, parameters and moments of every stage, on every rank."""
+    """Return clipped gradients, parameters and buffers of every stage, on every rank."""
     named = trainer.stages.model_parameters()
-    names = {id(parameter): name for name, parameter in named.items()}
     mine = (
         {name: full(parameter.detach()) for name, parameter in named.items()},
         {name: full(parameter.grad) for name, parameter in named.items() if parameter.grad is not None},
         trainer.stages.model_buffers(),
-        {
-            f"{names[id(parameter)]}.{slot}": full(value)
-            for parameter, state in trainer.optimizer.state.items()
-            for slot, value in state.items()
-        },
     )
     parts: list[Any] = [None] * torch.distributed.get_world_size()
     torch.distributed.all_gather_object(parts, mine)
-    merged: list[Tensors] = [{}, {}, {}, {}]
+    merged: list[Tensors] = [{}, {}, {}]
     for part in parts:
         for into, found in zip(merged, part, strict=True):
             into.update(found)
@@ -188,7 +176,6 @@ NORMED = [Division(pipeline=2), *IN_STAGES_OF_REPLICAS]
 NORMALISED = [Division(pipeline=2, recompute="full"), *(each for each in IN_STAGES_OF_REPLICAS if each.zero != 2)]
 RUNS: list[tuple[str, Division, int]] = [
     *(("dropout", division, 1) for division in [Division(), *DROPPED_OUT]),
-    ("dropout", Division(), 5),
     *(("bert", division, 1) for division in NORMED),
     *(("normalised", division, 2) for division in [Division(), *NORMALISED]),
 ]
@@ -201,7 +188,7 @@ def capture_each(names: set[str]) -> None:
 
 
 def train_each(rank: int, runs: list[tuple[str, Division, int]]) -> list[Outcome]:
-    return [train(rank, name, division, range(steps)) for name, division, steps in runs]
+    return [train(rank, name, division, steps) for name, division, steps in runs]
 
 
 @functools.cache
@@ -237,7 +224,7 @@ def plain(name: str, steps: int, clip_norm: float = 1.0, device: str = "cpu") ->
         optimizer.step()
         losses.append(loss.item())
     gradients = {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
-    return Outcome(losses, norms, {n: p.detach() for n, p in model.named_parameters()}, gradients, {}, {})
+    return Outcome(losses, norms, {n: p.detach() for n, p in model.named_parameters()}, gradients, {})
 
 
 @pytest.mark.parametrize("division", DROPPED_OUT, ids=str)
@@ -315,19 +302,8 @@ def test_weight_decay_spares_biases_norms_and_frozen_parameters() -> None:
 def checkpoint_of_two_stages(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Train three steps of the dropout model on two stages."""
     folder = tmp_path_factory.mktemp("run")
-    launch(train, 2, "dropout", Division(pipeline=2), range(3), None, folder)
+    launch(train, 2, "dropout", Division(pipeline=2), 3, folder)
     return RunDir(folder).checkpoint(3)
-
-
-@pytest.mark.parametrize("division", [Division(), Division(data=2, zero=3)], ids=str)
-def test_a_checkpoint_of_two_stages_continues_under_another_plan(
-    division: Division, checkpoint_of_two_stages: Path
-) -> None:
-    whole = run("dropout", Division(), 5)
-    found = launch(train, division.world, "dropout", division, range(3, 5), checkpoint_of_two_stages)
-    assert found.losses == pytest.approx(whole.losses[3:], rel=1e-5)
-    assert worst(found.parameters, whole.parameters) < 1e-5
-    assert worst(found.optimizer_state, whole.optimizer_state) < 1e-5
 
 
 def refusals(_rank: int, asked: list[tuple[Path, str | None]]) -> list[str]:
