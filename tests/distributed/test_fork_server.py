@@ -57,7 +57,9 @@ def told(world: int = 1) -> dict[str, Any]:
     return {**read_json(run.path / "told.json"), "launched": launched, "parent": parent}
 
 
-def test_the_second_launch_of_a_process_imports_nothing_again() -> None:
+def test_the_second_launch_imports_nothing_again_and_a_third_has_its_own_environment_folder_and_modules(
+    user: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     first, second = told(), told()
     assert first["parent"] == os.getpid() != second["parent"]
     assert second["imported"] == first["imported"] < second["launched"], (
@@ -68,11 +70,6 @@ def test_the_second_launch_of_a_process_imports_nothing_again() -> None:
     assert set(second["drawn"]).isdisjoint(first["drawn"]), "its generators are its own"
     assert second["environment"] == first["environment"], "with what imports have set"
 
-
-def test_a_forked_run_has_the_environment_the_folder_and_the_modules_of_its_launch(
-    user: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    first = told()
     (user / "edited_module.py").write_text("VALUE = 'edited'\n")
     elsewhere = user / "elsewhere"
     elsewhere.mkdir()
@@ -80,12 +77,12 @@ def test_a_forked_run_has_the_environment_the_folder_and_the_modules_of_its_laun
     monkeypatch.syspath_prepend(str(elsewhere))
     monkeypatch.setenv("NCCL_DEBUG", "WARN")
     monkeypatch.setenv("WANDB_PROJECT", "another")
-    second = told()
-    assert second["imported"] == first["imported"]
-    assert (first["edited"], second["edited"]) == (1, "edited")
-    assert second["directory"] == second["path"][0] == str(elsewhere)
-    assert [second["environment"][name] for name in ("NCCL_DEBUG", "WANDB_PROJECT")] == ["WARN", "another"]
-    assert second["environment"]["CUDA_VISIBLE_DEVICES"] == ""
+    third = told()
+    assert third["imported"] == first["imported"]
+    assert (first["edited"], second["edited"], third["edited"]) == (1, 1, "edited")
+    assert third["directory"] == third["path"][0] == str(elsewhere)
+    assert [third["environment"][name] for name in ("NCCL_DEBUG", "WANDB_PROJECT")] == ["WARN", "another"]
+    assert third["environment"]["CUDA_VISIBLE_DEVICES"] == ""
 
 
 def test_a_run_that_would_read_or_inherit_something_else_is_a_new_process(monkeypatch: pytest.MonkeyPatch) -> None:
