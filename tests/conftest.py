@@ -3,6 +3,7 @@
 import gc
 import os
 import shutil
+import sys
 import tempfile
 from pathlib import Path
 
@@ -10,6 +11,7 @@ from hypothesis import settings
 
 from workbench.home import cache_home
 
+sys.modules["rfc3987_syntax"] = None  # type: ignore[assignment]  # jsonschema would build its grammar for two seconds
 gc.disable()  # until all tests are imported, because collecting meanwhile takes a fifth of that time
 
 
