@@ -62,7 +62,9 @@ def evaluated_and_sparse(model=Stack) -> wb.Experiment:
 def captures(monkeypatch, tmp_path) -> list[bool]:
     """Whether the model was in train mode, for each capture in this process; runs are written and not started."""
     modes, export = list[bool](), capturing.export
-    monkeypatch.setattr(capturing, "export", lambda model, *rest: modes.append(model.training) or export(model, *rest))
+    monkeypatch.setattr(
+        capturing, "export", lambda search, *rest: modes.append(search.model.training) or export(search, *rest)
+    )
     monkeypatch.setattr(launcher, "_start_supervisor", lambda *_: None)
     monkeypatch.setattr(import_module("workbench.measure.calibration"), "local_cluster", lambda: CLUSTER)
     monkeypatch.setenv("WORKBENCH_RUNS", str(tmp_path / "runs"))

@@ -13,11 +13,10 @@ import random
 import sys
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
-from functools import partial
 from typing import Any
 
 import torch
-from torch import fx, nn
+from torch import fx
 
 from workbench.capture.context_managers import inline_regions
 from workbench.capture.export_errors import depends_on_values, explained, mixes_devices, refuse_vmap
@@ -59,17 +58,11 @@ class Exported:
         return tuple(values[1:])
 
 
-def export(
-    model: nn.Module,
-    batch: Mapping[str, TensorSpec],
-    name: str,
-    loss: LossChoice = None,
-    returns: bool = False,
-    search: OpaqueSearch | None = None,
-) -> Exported:
-    """Export `model(**batch)`, on the device of its parameters; `loss` chooses among what forward returns.
+def export(search: OpaqueSearch, batch: Mapping[str, TensorSpec], loss: LossChoice, returns: bool) -> Exported:
+    """Export `model(**batch)` of the model in `search`, on the device of its parameters.
 
-    With `returns`, the graph computes all that forward returns. `search` has the calls that are opaque already.
+    `loss` chooses among what forward returns. With `returns`, the graph computes all that forward returns. `search` has
+    the calls that are opaque already, and others become so one after the other where export cannot follow them.
 
     If a model on the meta device meets tensors of the CPU in its forward (a table from NumPy, `torch.arange` without a
     device), its tensors are moved to the CPU, without values, and it is exported again. The same is tried if forward
@@ -79,88 +72,57 @@ def export(
     Raises:
         CaptureError: the model cannot be exported; names the line of the user's code that stops it.
     """
+    model = search.model
     device = next((tensor.device for tensor in model.parameters()), torch.device("cpu"))
-    search = search or OpaqueSearch(model, name)
-    if search.chosen:
-        return _export_with_opaque_calls(device, model, batch, name, loss, returns, search, None)
-    try:
-        return _export_on(device, model, batch, name, loss, returns)
-    except CaptureError as error:
-        cause, failure = error.__cause__, error
-        is_of_meta = cause is not None and (mixes_devices(cause) or depends_on_values(cause))
-    if any(p.is_meta for p in model.parameters()) and is_of_meta:
-        move_meta_to_cpu(model)
-        device = torch.device("cpu")
+    failure: CaptureError | None = None
+    while True:
         try:
-            return _export_on(device, model, batch, name, loss, returns)
+            exported = _export_on(device, search, batch, loss, returns)
         except CaptureError as error:
-            failure = error
-    return _export_with_opaque_calls(device, model, batch, name, loss, returns, search, failure)
-
-
-def _export_with_opaque_calls(
-    device: torch.device,
-    model: nn.Module,
-    batch: Mapping[str, TensorSpec],
-    name: str,
-    loss: LossChoice,
-    returns: bool,
-    search: OpaqueSearch,
-    failure: CaptureError | None,
-) -> Exported:
-    """Export again, with the calls that export cannot follow made opaque one after the other.
-
-    Raises `failure`, that of the plain export if there was one, if no call can be made so.
-    """
-    error = failure
-    while error is None or search.adds(error):
-        try:
-            exported = _export_on(device, model, batch, name, loss, returns, search=search)
-        except CaptureError as again:
-            error, failure = again, failure or again
-        else:
-            return replace(exported, notes=(*exported.notes, *search.notes))
-    assert failure is not None
-    if reason := next(reversed(search.refused.values()), ""):
-        raise type(failure)(
-            f"{failure} It cannot run as it is either: {reason}", **failure.facts
-        ) from failure.__cause__
-    raise failure
+            cause = error.__cause__
+            is_of_meta = cause is not None and (mixes_devices(cause) or depends_on_values(cause))
+            if is_of_meta and not search.chosen and any(parameter.is_meta for parameter in model.parameters()):
+                move_meta_to_cpu(model)
+                device = torch.device("cpu")
+                continue
+            failure = failure or error
+            if search.adds(error):
+                continue
+            if reason := next(reversed(search.refused.values()), ""):
+                said = f"{failure} It cannot run as it is either: {reason}"
+                raise type(failure)(said, **failure.facts) from failure.__cause__
+            raise failure from failure.__cause__
+        return replace(exported, notes=(*exported.notes, *search.notes))
 
 
 def _export_on(
     device: torch.device,
-    model: nn.Module,
+    search: OpaqueSearch,
     batch: Mapping[str, TensorSpec],
-    name: str,
     choice: LossChoice,
     returns: bool,
     numbers: Numbers | None = None,
-    search: OpaqueSearch | None = None,
 ) -> Exported:
     """Export on a device; `numbers` replace those that the modules hold, in a second export of the same model."""
+    model, name = search.model, search.name
     # Zeros are valid indices and labels.
     example = {
         key: torch.zeros(spec.shape, dtype=getattr(torch, spec.dtype), device=device) for key, spec in batch.items()
     }
     templates: list[Any] = [None]
-
-    def loss_and_outputs(result: Any, batch: Mapping[str, torch.Tensor]) -> Any:
-        loss = find_loss(result, choice, batch, name)
-        template, tensors = flattened(result)
-        templates[0] = template
-        return (loss, *tensors)
-
-    loss_of = loss_and_outputs if returns else partial(find_loss, choice=choice, name=name)
     held, after = Numbers.of(model), list[Numbers]()
 
-    def observed(result: Any, batch: Mapping[str, torch.Tensor]) -> Any:
+    def loss_of(result: Any, batch: Mapping[str, torch.Tensor]) -> Any:
         after.append(Numbers.of(model))  # export restores them when forward has returned
-        return loss_of(result, batch=batch)
+        loss = find_loss(result, choice, batch, name)
+        if not returns:
+            return loss
+        templates[0], tensors = flattened(result)
+        return (loss, *tensors)
 
     with (
-        search.applied() if search is not None else contextlib.nullcontext(),
-        exportable(model, name, observed),
+        search.applied(),
+        exportable(model, name, loss_of),
         passed_checks() as checks,
         members_renamed(model, name) as renamed,
         _quiet_failure(),
@@ -173,7 +135,11 @@ def _export_on(
             raise
         except Exception as error:
             raise explained(error, model, name, batch) from error
-        _refuse_drawn_numbers(before, name)
+        if _random_states() != before:
+            raise CaptureError(
+                f"The forward of {name} draws from Python's or NumPy's random numbers, and capture would repeat the "
+                f"drawn numbers in every step. Draw from torch's: torch.rand(…), and choose by torch.where."
+            )
     refuse_vmap(program.graph, name)
     module = remove_checks(program.module(check_guards=False))
     rename_in_stacks(module.graph, renamed)
@@ -182,11 +148,10 @@ def _export_on(
     _make_gradients_dense(module)
     [output] = module.graph.find_nodes(op="output")
     values: Any = output.args[0] if returns else output.all_input_nodes
-    changed = held.changes_to(after[-1])
-    if numbers is not None or not changed.values:
-        return Exported(module, values[0], tuple(checks), templates[0])
-    second = _export_on(device, model, batch, name, choice, returns, changed, search)
-    notes = (*checks, note_of_changes(changed, module.graph, second.module.graph, name))
+    notes, changed = tuple(checks), held.changes_to(after[-1])
+    if numbers is None and changed.values:
+        second = _export_on(device, search, batch, choice, returns, changed)
+        notes = (*notes, note_of_changes(changed, module.graph, second.module.graph, name))
     return Exported(module, values[0], notes, templates[0])
 
 
@@ -194,15 +159,6 @@ def _random_states() -> tuple[Any, ...]:
     """Return the states of Python's and NumPy's random number generators, in a form that can be compared."""
     numpy = sys.modules.get("numpy")
     return random.getstate(), repr(numpy.random.get_state()) if numpy is not None else ""
-
-
-def _refuse_drawn_numbers(before: tuple[Any, ...], name: str) -> None:
-    """Raise `CaptureError` if forward drew from a generator of random numbers whose states `before` has."""
-    if _random_states() != before:
-        raise CaptureError(
-            f"The forward of {name} draws from Python's or NumPy's random numbers, and capture would repeat the "
-            f"drawn numbers in every step. Draw from torch's: torch.rand(…), and choose by torch.where."
-        )
 
 
 def _make_gradients_dense(module: fx.GraphModule) -> None:

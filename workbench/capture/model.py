@@ -88,7 +88,7 @@ def capture(
     refuse_backward_hooks(model, name)
     search = OpaqueSearch(model, name, examples)
     while True:
-        exported = export(model, batch, name, loss, returns is not None, search)
+        exported = export(search, batch, loss, returns is not None)
         try:
             return _graph_of(exported, model, batch, name, loss, returns, gathers)
         except CaptureError as error:
