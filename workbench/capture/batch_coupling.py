@@ -10,7 +10,6 @@ reported. After one that this module does not know nothing is certain: its line 
 from __future__ import annotations
 
 import math
-from abc import ABC, abstractmethod
 from collections import defaultdict
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
@@ -99,8 +98,8 @@ def batch_coupling(flow: Dataflow, loss: fx.Node, means: Iterable[fx.Node] = ())
     return Follower(flow, ancestors([loss]), frozenset(means)).coupling(loss)
 
 
-class Walk(ABC):
-    """A walk over the nodes of one graph in order, which gives each a state."""
+class Follower:
+    """A walk over the nodes of one graph in order, with the rules by which operations hand on the batch dim."""
 
     def __init__(self, flow: Dataflow, needed: set[fx.Node], means: frozenset[fx.Node]) -> None:
         self._flow, self._needed, self._means = flow, needed, means
@@ -123,7 +122,8 @@ class Walk(ABC):
             self._sharing[storage_of(node)].append(node)
             for written in mutated_arguments(node) if "norm" not in _name(node) else ():  # running averages
                 self._write(storage_of(written), node)
-        lost = [node for node in self._flow.order if node in self._needed and self._loses_track(node)]
+        unknown = [node for node in self._flow.order if node in self._needed and self._states[node] == UNKNOWN]
+        lost = [node for node in unknown if all(self._states[source] != UNKNOWN for source in node.all_input_nodes)]
         if self._states[loss] == SUM and not any(node in self._needed for node in self._doubtful):
             lost = [loss] if loss in self._totals else []
         elif not lost:
@@ -131,9 +131,6 @@ class Walk(ABC):
         mixing = (_described(node) for node in self._coupled if node in self._needed)
         lines = tuple(dict.fromkeys(mixing))
         return Coupling(lines, tuple(self._quotients), _described(lost[0]) if lost else "")
-
-    def _loses_track(self, node: fx.Node) -> bool:
-        return self._states[node] == UNKNOWN and all(self._states[s] != UNKNOWN for s in node.all_input_nodes)
 
     def _is_total(self, node: fx.Node) -> bool:
         """Return True if a sum over samples may grow with their number: it is no mean, nor divided by a count."""
@@ -171,15 +168,10 @@ class Walk(ABC):
                 if any(_name(each) in _POSITIONS and self._samples & set(shape_of(each)) for each in made):
                     self._doubtful.append(node)
 
-    @abstractmethod
+    # Rules
+
     def _state(self, node: fx.Node) -> int:
         """Return how the result of an operation holds the samples of the batch."""
-
-
-class Follower(Walk):
-    """The rules by which operations hand on the batch dim."""
-
-    def _state(self, node: fx.Node) -> int:
         if node.op == "placeholder":
             return 0 if shape_of(node) else NONE
         states = [self._states[source] for source in node.all_input_nodes]
@@ -248,7 +240,7 @@ class Follower(Walk):
         if name in _RULES and not (name in ("max", "min") and len(node.all_input_nodes) > 1):
             return _RULES[name](self, node, name)
         if (self._is_elementwise(node, name) and name not in _SAME_DIMS) or name in ("max", "min"):
-            return self._aligned(node)
+            return self._aligned(node, name)
         [first, *others] = node.all_input_nodes
         state, before, after = self._states[first], shape_of(first), shape_of(node)
         if state == NONE or (name not in _ONE_OPERAND and any(self._states[o] not in (NONE, state) for o in others)):
@@ -297,31 +289,24 @@ class Follower(Walk):
         self._note_positions(node, state)
         return state
 
-    def _broadcast(self, node: fx.Node, _name: str) -> int:
-        """Return the batch dim of every tensor that `broadcast_tensors` returns, which all have the same shape."""
-        rank = max(len(shape_of(source)) for source in node.all_input_nodes)
-        found = {
-            rank - len(shape_of(source)) + state
-            for source in node.all_input_nodes
-            if (state := self._states[source]) != NONE
-        }
-        if len(found) == 2 and all(shape_of(s)[self._states[s]] > 1 for s in node.all_input_nodes):
-            return self._mixing(node)
-        return found.pop() if len(found) == 1 else UNKNOWN
+    def _aligned(self, node: fx.Node, name: str) -> int:
+        """Return the batch dim of a pointwise operation or a broadcast, whose arguments are aligned at their last dims.
 
-    def _aligned(self, node: fx.Node) -> int:
-        """Return the batch dim of a pointwise operation, whose arguments are aligned at their last dims."""
+        The tensors that `broadcast_tensors` returns all have the same shape.
+        """
+        shape = node.meta["val"][0].shape if name == "broadcast_tensors" else shape_of(node)
         found = {
-            len(shape_of(node)) - len(shape_of(source)) + state
+            len(shape) - len(shape_of(source)) + state
             for source in node.all_input_nodes
             if (state := self._states[source]) != NONE
         }
-        if len(found) == 2 and all(shape_of(node)[dim] > 1 for dim in found):
+        if len(found) == 2 and all(shape[dim] > 1 for dim in found):
             return self._mixing(node)  # each row of the one against each row of the other
         if len(found) != 1:
             return UNKNOWN
         [dim] = found
-        self._note_positions(node, dim)
+        if name != "broadcast_tensors":
+            self._note_positions(node, dim)
         return dim
 
     def _product(self, node: fx.Node, name: str) -> int:
@@ -408,7 +393,7 @@ _RULES: dict[str, Callable[[Follower, fx.Node, str], int]] = {
     **dict.fromkeys(_SUMS | _NORMALISATIONS | _SELECTIONS, Follower._reduction),
     "einsum": Follower._einsum,
     "embedding": Follower._embedding,
-    "broadcast_tensors": Follower._broadcast,
+    "broadcast_tensors": Follower._aligned,
     **dict.fromkeys(names("cat stack"), Follower._cat),
     **dict.fromkeys(_GATHERS, Follower._gather),
 }
