@@ -313,7 +313,7 @@ def _split_dim(layout: Layout, after: tuple[int, ...], at: int) -> Layout:
     raise layout.dead_end([whole // size] * size if count == 1 and size < whole else None)
 
 
-@_rule(*MOVED - {"unbind", "expand_as"}, "slice")
+@_rule(*MOVED - {"expand_as"}, "slice")
 def _move(p: Propagation, node: fx.Node) -> _Result:
     """Follow operations that only move dims, or that work along another one."""
     layout = p.operand(node)
@@ -322,7 +322,7 @@ def _move(p: Propagation, node: fx.Node) -> _Result:
         return layout
     if dim is None:
         raise layout.dead_end()
-    return layout.at(dim)
+    return (layout.at(dim),) * len(node.meta["val"]) if op_name(node) == "unbind" else layout.at(dim)
 
 
 @_rule("squeeze")
@@ -336,15 +336,6 @@ def _squeeze(p: Propagation, node: fx.Node) -> _Result:
 def _dims(given: Any, rank: int) -> set[int]:
     """Return the dims that an argument, an int or a list of them, names."""
     return {dim % rank for dim in ([given] if isinstance(given, int) else given)}
-
-
-@_rule("unbind")
-def _unbind(p: Propagation, node: fx.Node) -> _Result:
-    layout = p.operand(node)
-    dim = moved_dim(node, layout.dim)
-    if dim is None:
-        raise layout.dead_end()
-    return (layout.at(dim),) * len(node.meta["val"])
 
 
 @_rule("split", "split_with_sizes", "chunk")
@@ -411,20 +402,9 @@ def _norm(p: Propagation, node: fx.Node) -> _Result:
     return layout
 
 
-@_rule(GROUPED_MATMUL)
-def _experts(p: Propagation, node: fx.Node) -> _Result:
-    """Shard each expert's matrix as a layer's; the dim of rows stays whole, since they are sorted by expert."""
-    product = product_of(node)
-    assert product is not None
-    layout = p.layout(product.value)
-    if layout is None or layout.dim != 1:
-        raise DeadEnd(p.columns_of(node.all_input_nodes))
-    p.row(node, product, layout)
-    return None
-
-
-@_rule("linear", "addmm", "mm", "matmul", "bmm")
+@_rule("linear", "addmm", "mm", "matmul", "bmm", GROUPED_MATMUL)
 def _matmul(p: Propagation, node: fx.Node) -> _Result:
+    """Shard a weight, or each expert's; the rows that experts read stay whole, since they are sorted by expert."""
     product = product_of(node)
     if product is None and len(node.args) == 2:
         return _batched_product(p, node)
@@ -434,6 +414,8 @@ def _matmul(p: Propagation, node: fx.Node) -> _Result:
     if layout.dim == len(shape_of(product.value)) - 1:
         p.row(node, product, layout)
         return None
+    if product.experts:
+        raise layout.dead_end()
     p.enter(node, product.weight)  # all heads share the weight, and each device has the gradient of its own heads
     if product.bias is not None:
         p.enter(node, product.bias)
