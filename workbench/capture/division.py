@@ -20,7 +20,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from workbench.capture.gathering import join_rows
 from workbench.capture.graph import Block, Graph
-from workbench.capture.label_counting import code_on, on_device
+from workbench.capture.label_counting import code_on, count_labels, on_device
 from workbench.capture.opaque import opaque_calls, same_numbers
 from workbench.capture.operations import dtype_of, names, op_name, shape_of
 from workbench.capture.returned_loss import find_loss
@@ -316,10 +316,7 @@ class _Comparison:
         parts = [
             {name: field[first : first + size] for name, field in batch.items()} for first in range(0, samples, size)
         ]
-        totals = [
-            torch.stack([count.code(*(part[name] for name in count.inputs)) for part in parts]).sum().float()
-            for count in self._counts
-        ]
+        totals = [count_labels(count, batch, size).sum().float() for count in self._counts]
         pairs = zip(self._counts, totals, strict=True)
         graph, count = self._graph, 1 if self._graph.gathered else len(parts)
         divisors = [each.divisor(total) / count for each, total in pairs]

@@ -154,7 +154,11 @@ class _Analysis:
         names, ties = canonical_names(model)
         passed = _reached_by_gradient(exported.loss, flow)
         trained = [node for node in passed if node in flow.tensors and flow.tensors[node].requires_grad]
-        _require_trained(trained, self.name)
+        if not trained:
+            raise CaptureError(
+                f"The loss of {self.name} depends on no trainable parameter. Give at least one requires_grad=True, and "
+                f"compute the loss outside torch.no_grad() and without detach()."
+            )
         losses: tuple[MeanLoss | Quotient, ...] = (*self.means, *coupling.quotients)
         group_of = {node: index for index, group in enumerate(groups) for node in group.nodes}
         extractor = BlockExtractor(exported, flow, names, losses, outputs.values())
@@ -197,15 +201,6 @@ def _in_tail(output: fx.Node) -> fx.Node:
         alias = graph.call_function(torch.ops.aten.alias.default, (output,))
     alias.meta = {key: value for key, value in output.meta.items() if key != "nn_module_stack"}
     return alias
-
-
-def _require_trained(trained: Sequence[fx.Node], name: str) -> None:
-    """Raise `CaptureError` unless the loss depends on a trainable parameter."""
-    if not trained:
-        raise CaptureError(
-            f"The loss of {name} depends on no trainable parameter. Give at least one requires_grad=True, and compute "
-            f"the loss outside torch.no_grad() and without detach()."
-        )
 
 
 def _check_outputs(

@@ -100,20 +100,14 @@ def clamp_to_bf16_range(module: fx.GraphModule) -> None:
 def cast_written_values(module: fx.GraphModule) -> None:
     """Cast the values that operations write into a tensor to that tensor's type, in place."""
     for node in list(module.graph.nodes):
-        target, values = node.args[0] if node.args else None, _written_values(node)
-        if values is None or values is target or dtype_of(values) != dtype_of(target):
+        if schema_of(node) is None or op_name(node).rstrip("_") not in _WRITE_VALUES:
+            continue
+        given, target = arguments_of(node), node.args[0]
+        values = next((given[name] for name in _VALUES if name in given), None)
+        dtype = dtype_of(values)
+        if dtype is None or not dtype.is_floating_point or values is target or dtype != dtype_of(target):
             continue
         with module.graph.inserting_before(node):
             cast = module.graph.call_function(torch.ops.aten.to.other, (values, target))
         cast.meta = {**node.meta, "val": values.meta["val"]}
         node.replace_input_with(values, cast)
-
-
-def _written_values(node: fx.Node) -> fx.Node | None:
-    """Return the floating-point values that an operation writes into its first operand, None if it writes none."""
-    if schema_of(node) is None or op_name(node).rstrip("_") not in _WRITE_VALUES:
-        return None
-    given = arguments_of(node)
-    values = next((given[name] for name in _VALUES if name in given), None)
-    dtype = dtype_of(values)
-    return values if isinstance(values, fx.Node) and dtype is not None and dtype.is_floating_point else None
