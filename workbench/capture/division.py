@@ -169,11 +169,7 @@ def division_fault(
     """
     size, model = graph.micro_batch, build().train()
     device = next(model.parameters(), torch.empty(0)).device
-    with (
-        untouched_generators([device.index or 0] if device.type == "cuda" else []),
-        _same_kernels(device),
-        differentiable(),
-    ):
+    with untouched_generators(device), _same_kernels(device), differentiable():
         torch.manual_seed(0)
         comparison = _Comparison(graph, model, device, samples)
         for trial, parts in enumerate(parts_of_trials):

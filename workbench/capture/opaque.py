@@ -225,7 +225,7 @@ class OpaqueCall:
         failure: list[Exception] = []
 
         def run() -> None:  # in a thread of its own, the modes that export has entered are not active
-            with originals(), untouched_generators(_cuda_indices(device)):
+            with originals(), untouched_generators(device):
                 for grad, kind in itertools.product((False, True), (_centred, _positive)):
                     try:
                         self.takes_derivatives = grad
@@ -286,10 +286,6 @@ def _may_hide_tensors(leaf: Any) -> bool:
 def _hides_parameters(leaf: Any) -> bool:
     """Return True for an argument that may use parameters which are no arguments: they would get no gradient."""
     return callable(leaf) and not isinstance(leaf, (type, torch.Tensor))
-
-
-def _cuda_indices(device: torch.device) -> list[int]:
-    return [device.index or 0] if device.type == "cuda" else []
 
 
 def _real(

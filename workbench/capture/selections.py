@@ -45,10 +45,9 @@ def selections_of(model: nn.Module, examples: Mapping[str, torch.Tensor]) -> Sel
     def observed(key: Key, _values: torch.Tensor, mask: torch.Tensor) -> None:
         found.setdefault(key, []).extend(mask)
 
-    indices = [device.index or 0] if device.type == "cuda" else []
     try:
         trial = copy.deepcopy(model, {id(parameter): parameter for parameter in model.parameters()})
-        with torch.no_grad(), untouched_generators(indices), alone(), patched_selections(observed):
+        with torch.no_grad(), untouched_generators(device), alone(), patched_selections(observed):
             trial(**batch)
     except Exception:  # no copy can be made, or the forward needs another device or samples of other values
         return {}

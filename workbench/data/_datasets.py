@@ -19,6 +19,7 @@ from workbench.errors import DataError
 from workbench.tensors import TensorSpec
 
 Batch = dict[str, torch.Tensor]
+CPU = torch.device("cpu")
 
 
 class TrainingDataset(Dataset[Batch], ABC):
@@ -142,11 +143,11 @@ def _remedy(item: Mapping[str, Any], value: Any) -> str:
 
 
 @contextlib.contextmanager
-def untouched_generators(cuda_devices: Sequence[int]) -> Iterator[None]:
-    """Restore the state of every random generator afterwards; a user-defined dataset may draw from any of them."""
+def untouched_generators(device: torch.device = CPU) -> Iterator[None]:
+    """Restore the host's random generators afterwards, and a GPU's; code of the user's may draw from any of them."""
     python, numpy = random.getstate(), np.random.get_state()
     try:
-        with torch.random.fork_rng(cuda_devices):
+        with torch.random.fork_rng([device.index or 0] if device.type == "cuda" else []):
             yield
     finally:
         random.setstate(python)

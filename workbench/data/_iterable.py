@@ -243,7 +243,7 @@ def _alone() -> Iterator[None]:
     """Give the body random generators of its own, and an environment that names no rank."""
     ranks = {name: os.environ.pop(name) for name in OF_A_RANK if name in os.environ}
     try:
-        with untouched_generators([]):
+        with untouched_generators():
             yield
     finally:
         os.environ.update(ranks)

@@ -68,8 +68,7 @@ class ForwardPass:
                 stage.use(self.graph)
                 for module, program in zip(own, programs, strict=True):
                     module.use(program)
-            devices = [context.device.index or 0] if context.device.type == "cuda" else []
-            with untouched_generators(devices), torch.no_grad():
+            with untouched_generators(context.device), torch.no_grad():
                 yield
         finally:
             vars(context).update(saved)
