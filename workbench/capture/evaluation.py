@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from types import MappingProxyType
 from typing import Any
 
@@ -28,15 +29,16 @@ def capture_for_evaluation(
     """Capture the model in eval mode, by default at the micro-batch of `training`, and leave it in train mode.
 
     With `metrics`, the graph computes what they read of forward's outputs. `gathers` and `examples` are those of
-    `capture`. Raises
-    `InvalidExperiment` for a metric that cannot be computed.
+    `capture`. Raises `InvalidExperiment` for a metric that cannot be computed.
     """
-    batch = training.batch if batch is None else batch
+    batch, name, loss = training.batch if batch is None else batch, training.model, training.loss_choice
 
     def read(template: Any) -> dict[int, str]:
-        return {slot: f"The metric {name!r}" for slot, name in read_by(metrics, template, batch).items()}
+        return {slot: f"The metric {metric!r}" for slot, metric in read_by(metrics, template, batch).items()}
 
-    return _captured_in_eval_mode(model, training, batch, read if metrics else None, gathers, examples)
+    returns = read if metrics else None
+    with _eval_mode(model):
+        return capture(model, batch, name=name, loss=loss, returns=returns, gathers=gathers, examples=examples)
 
 
 def capture_for_samples(model: nn.Module, training: Graph, batch: Mapping[str, TensorSpec], vocabulary: int) -> Graph:
@@ -66,28 +68,15 @@ def capture_for_samples(model: nn.Module, training: Graph, batch: Mapping[str, T
             )
         return {fitting[0].index: "samples"}
 
-    return _captured_in_eval_mode(model, training, batch, logits)
+    with _eval_mode(model):
+        return capture(model, batch, name=training.model, loss=training.loss_choice, returns=logits)
 
 
-def _captured_in_eval_mode(
-    model: nn.Module,
-    training: Graph,
-    batch: Mapping[str, TensorSpec],
-    returns: Callable[[Any], Mapping[int, str]] | None,
-    gathers: bool = False,
-    examples: Mapping[str, torch.Tensor] | None = None,
-) -> Graph:
+@contextmanager
+def _eval_mode(model: nn.Module) -> Iterator[None]:
     model.eval()
     try:
-        return capture(
-            model,
-            batch,
-            name=training.model,
-            loss=training.loss_choice,
-            returns=returns,
-            gathers=gathers,
-            examples=examples,
-        )
+        yield
     finally:
         model.train()
 
