@@ -53,6 +53,8 @@ class SparseWeights(ABC):
         self._updates = {step: number for number, step in enumerate(self.sparsity.update_steps(self._steps))}
         self._moved = dict.fromkeys(self._parameters, 0)
         self._growth: dict[str, torch.Tensor] = {}
+        self._masks: dict[str, torch.Tensor] = {}
+        """Mask of each weight whose absent blocks are stored, as this rank holds it."""
         self.patterns: dict[str, torch.Tensor] = {}
         """Pattern of each whole weight of this rank; a loaded checkpoint overwrites it in place."""
         for name, parameter in self._parameters.items():
@@ -65,13 +67,24 @@ class SparseWeights(ABC):
     def restore_patterns(self) -> None:
         """Follow patterns that a checkpoint has overwritten, before weights and optimiser state are read from it."""
 
-    @abstractmethod
+    @torch.no_grad()
     def mask_weights(self) -> None:
         """Set the weights of absent blocks to zero, if they are stored."""
+        for name, mask in self._masks.items():
+            local(self._parameters[name].detach()).mul_(mask)
 
-    @abstractmethod
+    @torch.no_grad()
     def mask_gradients(self, step: int) -> None:
-        """Set the gradients of absent blocks to zero, if they are stored; `step` counts from 0."""
+        """Set the gradients of absent blocks to zero, if they are stored; `step` counts from 0.
+
+        Also compute the sizes of the gradients before, if blocks are to regrow after this step by them.
+        """
+        if step + 1 in self._updates and isinstance(self.sparsity, Dynamic) and self.sparsity.regrow == "gradient":
+            self._growth = {name: self._sizes(name, parameter.grad) for name, parameter in self._parameters.items()}
+        for name, mask in self._masks.items():
+            gradient = self._parameters[name].grad
+            if gradient is not None:
+                local(gradient).mul_(mask)
 
     @abstractmethod
     def _follow(self, name: str, parameter: nn.Parameter, result: Move) -> None:
@@ -141,21 +154,6 @@ class MaskedWeights(SparseWeights):
     def restore_patterns(self) -> None:
         self._masks = {name: self._mask(name, is_present(pattern)) for name, pattern in self.patterns.items()}
 
-    @torch.no_grad()
-    def mask_weights(self) -> None:
-        for name, mask in self._masks.items():
-            local(self._parameters[name].detach()).mul_(mask)
-
-    @torch.no_grad()
-    def mask_gradients(self, step: int) -> None:
-        """Also compute the sizes of the gradients before, if blocks are to regrow after this step by them."""
-        if step + 1 in self._updates and isinstance(self.sparsity, Dynamic) and self.sparsity.regrow == "gradient":
-            self._growth = {name: self._sizes(name, parameter.grad) for name, parameter in self._parameters.items()}
-        for name, mask in self._masks.items():
-            gradient = self._parameters[name].grad
-            if gradient is not None:
-                local(gradient).mul_(mask)
-
     def _follow(self, name: str, parameter: nn.Parameter, result: Move) -> None:
         stayed = self._mask(name, result.stayed)
         for value in self._state(parameter):
@@ -172,12 +170,6 @@ class MaskedWeights(SparseWeights):
 
 class BlockSparseWeights(SparseWeights):
     """Weights without absent blocks: these are neither stored nor multiplied, and have neither gradient nor state."""
-
-    def mask_weights(self) -> None:
-        """Do nothing."""
-
-    def mask_gradients(self, step: int) -> None:
-        """Do nothing."""
 
     def restore_patterns(self) -> None:
         for name, pattern in self.patterns.items():
