@@ -48,6 +48,12 @@ class MixedStages:
         """Return all blocks as one stage in the first mode."""
         return MixedStages(0, blocks, blocks, 0, 0)
 
+    @staticmethod
+    def every(blocks: int) -> MixedStages:
+        """Return every stage `[i, j]` with all of its blocks in the first mode: matrices as they are."""
+        first, end = np.indices((blocks + 1, blocks + 1))
+        return MixedStages(first, end, end, 0, 0)
+
     def whole(self, matrix: Array) -> Array:
         """Return, for each stage, a value of `matrix[i, j]` that does not depend on recomputation."""
         return np.asarray(matrix[self.first, self.end])
@@ -64,16 +70,6 @@ class MixedStages:
         """Return the flat positions in matrices `[mode, i, j]` of each stage's earlier and later blocks."""
         early = (self.heavier * ends + self.first) * ends + self.middle
         return early, (self.lighter * ends + self.middle) * ends + self.end
-
-
-class UniformStages:
-    """Every stage `[i, j]` with all of its blocks in the first mode: matrices as they are."""
-
-    def whole(self, matrix: Array) -> Array:
-        return matrix
-
-    def sum(self, matrices: Array) -> Array:
-        return np.asarray(matrices[0])
 
 
 def joined(of_modes: Activations, early: Any, late: Any) -> Activations:
@@ -128,7 +124,7 @@ class LevelledStages:
         )
 
 
-Stages = MixedStages | UniformStages | LevelledStages
+Stages = MixedStages | LevelledStages
 
 
 @dataclass(frozen=True)

@@ -47,12 +47,12 @@ class Compute:
     """All-reduces over the tensor axis in the backward, `[mode, i, j]`."""
 
 
+@dataclass(frozen=True, eq=False)
 class DeviceCosts:
     """A profile priced on one device. Every method caches its results."""
 
-    def __init__(self, profile: Profile, device: Device) -> None:
-        self.profile = profile
-        self.device = device
+    profile: Profile
+    device: Device
 
     @memoised
     def blocks(self, micro_batch: int, tensor: int) -> BlockCosts:
@@ -91,7 +91,10 @@ class DeviceCosts:
         if low_precision:
             costs = _without_casts(costs)
         if hooks_ms is not None:
-            costs = self._without_accumulation(costs, tensor)
+            # FSDP2 adds gradients to earlier ones by itself.
+            byte_ms = 1e3 / (self.device.memory_bandwidth * self.device.efficiency.bandwidth)
+            accumulation_ms = ACCUMULATE_BYTES * self.table(tensor).block_trained * byte_ms
+            costs = replace(costs, backward_ms=np.maximum(0.0, costs.backward_ms - accumulation_ms))
         nothing = np.zeros_like(costs.forward_ms)
         again = {"none": nothing, "selective": costs.selective_recompute_ms, "full": costs.full_recompute_ms}
         hooks = hooks_ms or (0.0, 0.0)
@@ -121,12 +124,6 @@ class DeviceCosts:
             forward_reduced=spans(_tensor_reductions(costs.forward_reduced, tensor, link)),
             backward_reduced=np.stack([spans(reduced + reduced_again[mode]) for mode in modes]),
         )
-
-    def _without_accumulation(self, costs: BlockCosts, tensor: int) -> BlockCosts:
-        """Return the costs of blocks that do not add their gradients to earlier ones as they make them."""
-        byte_ms = 1e3 / (self.device.memory_bandwidth * self.device.efficiency.bandwidth)
-        accumulation_ms = ACCUMULATE_BYTES * self.table(tensor).block_trained * byte_ms
-        return replace(costs, backward_ms=np.maximum(0.0, costs.backward_ms - accumulation_ms))
 
     @memoised
     def collectives(self, data: int, tensor: int, link: Link) -> tuple[Array, Array, Array, Array]:

@@ -183,7 +183,7 @@ def no_kernels(device: Device) -> str:
 def unknown_rates(precision: str) -> str:
     """Return why block-sparse plans are only made if they are asked for, as a clause; empty if they are searched."""
     is_measured = precision == "bf16"
-    return "" if is_measured else f"the rates of block-sparse products are is_measured in bf16 and not in {precision}"
+    return "" if is_measured else f"the rates of block-sparse products are measured in bf16 and not in {precision}"
 
 
 def _check_degrees(request: Request, profile: Profile) -> None:

@@ -28,7 +28,7 @@ from workbench.cost.memory import (
 )
 from workbench.cost.profile import ADAMW
 from workbench.memo import memoised
-from workbench.planning.checkpointing import MixedStages, Stages, UniformStages
+from workbench.planning.checkpointing import MixedStages, Stages
 from workbench.planning.device_costs import Array, Compute, DeviceCosts
 from workbench.strategy import Strategy
 
@@ -116,27 +116,14 @@ class ClusterCosts:
         return self.of(strategy).times(MixedStages.whole_model(len(self.profile.blocks)))
 
     @memoised
-    def whole_update_on_host(self, pipeline: int, data: int, tensor: int, zero: int, *, cuda_graphs: bool) -> Array:
-        """Return the milliseconds, a scalar, of the update of all blocks as one stage with its state on the host."""
-        strategy = Strategy(
-            pipeline=pipeline,
-            data=data,
-            tensor=tensor,
-            zero=zero,
-            schedule="gpipe",
-            chunks=1,
-            micro_batch=1,
-            num_microbatches=1,
-            recompute="any",
-            offload_optimizer=True,
-            cuda_graphs=cuda_graphs,
-        )
+    def whole_update(self, strategy: Strategy) -> Array:
+        """Return the milliseconds, a scalar, of the update of all blocks as one stage."""
         return self.of(strategy)._optimizer(MixedStages.whole_model(len(self.profile.blocks)))
 
     @memoised
     def busy(self, strategy: Strategy) -> Array:
         """Return `[i, j]`: the total time of one micro-batch, with every block in the first mode."""
-        return self.of(strategy).times(UniformStages()).busy
+        return self.of(strategy).times(MixedStages.every(len(self.profile.blocks))).busy
 
     @memoised
     def send_ms(self, pipeline: int, chunks: int, replicas: int, micro_batch: int) -> list[Array]:
@@ -177,9 +164,9 @@ class StrategyCosts:
         whole = self.model.whole(self._alike)
         if not self.strategy.offload_optimizer:
             return whole
-        s = self.strategy
-        update = self.model.whole_update_on_host(s.pipeline, s.data, s.tensor, s.zero, cuda_graphs=s.cuda_graphs)
-        return replace(whole, optimizer=update)
+        # The update does not depend on how a step's micro-batches run.
+        of_step = replace(self.strategy, schedule="gpipe", chunks=1, micro_batch=1, num_microbatches=1)
+        return replace(whole, optimizer=self.model.whole_update(of_step))
 
     @property
     def busy(self) -> Array:

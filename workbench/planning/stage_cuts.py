@@ -291,18 +291,18 @@ def _longer(blocks: int, longest: int) -> tuple[Indices, ...]:
     return np.triu_indices(blocks + 1, longest + 1)
 
 
+@dataclass(frozen=True, eq=False)
 class _Priced:
     """Stages at every level, as flat arrays, for one option."""
 
-    def __init__(self, state: Array, activations: Activations, busy: Array, ranges: Mapping[int, StageRange]) -> None:
-        self.busy = busy
-        self.ranges = ranges
-        """Stages that can hold each number of micro-batches."""
-        self._state = state
-        self._activations = activations
+    state: Array
+    activations: Activations
+    busy: Array
+    ranges: Mapping[int, StageRange]
+    """Stages that can hold each number of micro-batches."""
 
     @memoised
     def peak(self, count: int) -> Array:
         """Return the bytes, while they run, of the stages that can hold `count` micro-batches."""
-        flat, held = self.ranges[count].flat, self._activations
-        return self._state[flat] + ((count - 1) * held.held[flat] + held.newest[flat])
+        flat, held = self.ranges[count].flat, self.activations
+        return self.state[flat] + ((count - 1) * held.held[flat] + held.newest[flat])
