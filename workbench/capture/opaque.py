@@ -199,7 +199,7 @@ class OpaqueCall:
         if self.specs and specs != self.specs:
             raise NotOpaque(f"the shapes of what {self.label} returns depend on the values of tensors.")
         leaves, self.results = pytree.tree_flatten(result)
-        if any(_may_hide_tensors(leaf) for leaf in leaves):
+        if any(hasattr(leaf, "__dataclass_fields__") for leaf in leaves):  # tensors in it are hidden from `pytree`
             raise NotOpaque(f"{self.label} returns a type that cannot be taken apart.")
         self.result_leaves = [_TENSOR if isinstance(leaf, torch.Tensor) else leaf for leaf in leaves]
         self.specs = specs
@@ -278,16 +278,6 @@ _TENSOR = object()
 """Stands for a tensor among the leaves of a structure."""
 
 
-def _may_hide_tensors(leaf: Any) -> bool:
-    """Return True if a leaf is an object that may hold tensors which `pytree` does not see."""
-    return hasattr(leaf, "__dataclass_fields__")
-
-
-def _hides_parameters(leaf: Any) -> bool:
-    """Return True for an argument that may use parameters which are no arguments: they would get no gradient."""
-    return callable(leaf) and not isinstance(leaf, (type, torch.Tensor))
-
-
 def _real(
     given: torch.Tensor,
     value: Value,
@@ -353,7 +343,8 @@ def opaque_call(
     @functools.wraps(function)  # export names the batch's fields by the signature of the model's forward
     def called(*args: Any, **kwargs: Any) -> Any:
         leaves, structure = pytree.tree_flatten((args, kwargs))
-        if any(_hides_parameters(leaf) for leaf in leaves):
+        if any(callable(leaf) and not isinstance(leaf, (type, torch.Tensor)) for leaf in leaves):
+            # Its parameters would be no arguments of the operation, and get no gradient.
             raise NotOpaque(f"{label} is given a module or a function, whose parameters it may use.")
         tensors = [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)]
         call = OpaqueCall(label, function, inside, reason, line, places, structure)

@@ -44,18 +44,6 @@ def built_by(model: nn.Module, factory: Callable[[], nn.Module]) -> nn.Module:
     return model
 
 
-def _with_values(model: nn.Module) -> nn.Module | None:
-    """Return the model if its tensors have values, or a twin on the CPU; None if that would be too large."""
-    tensors = (*model.parameters(), *model.buffers())
-    if model not in _factories:
-        return None if any(tensor.is_meta for tensor in tensors) else model
-    if sum(tensor.nbytes for tensor in tensors) > MOST_BYTES:
-        return None
-    with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(0)
-        return _factories[model]().train()
-
-
 @dataclass
 class OpaqueSearch:
     """The calls of one model that are opaque so far, and those that were tried and cannot be."""
@@ -71,8 +59,15 @@ class OpaqueSearch:
 
     @functools.cached_property
     def valued(self) -> nn.Module | None:
-        """The model, or a twin of it whose tensors have values; None if it is too large to build one."""
-        return _with_values(self.model)
+        """The model if its tensors have values, or a twin on the CPU; None if that would be too large."""
+        tensors = (*self.model.parameters(), *self.model.buffers())
+        if self.model not in _factories:
+            return None if any(tensor.is_meta for tensor in tensors) else self.model
+        if sum(tensor.nbytes for tensor in tensors) > MOST_BYTES:
+            return None
+        with torch.random.fork_rng(devices=[]):
+            torch.manual_seed(0)
+            return _factories[self.model]().train()
 
     @functools.cached_property
     def selections(self) -> Selections:

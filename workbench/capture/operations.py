@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Callable, Iterable, Mapping
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 import torch.utils._pytree as pytree
@@ -16,6 +16,7 @@ from torch import fx, nn
 from workbench.capture.torch_internals import OpOverload
 
 aten = torch.ops.aten
+T = TypeVar("T")
 ATTENTION = aten.scaled_dot_product_attention.default
 DROPOUT = aten.dropout.default
 EMBEDDING = aten.embedding.default
@@ -117,9 +118,9 @@ def tensor_at(module: nn.Module, target: str) -> Any:
     return operator.attrgetter(target)(module)
 
 
-def reachable(start: Iterable[fx.Node], neighbours: Callable[[fx.Node], Iterable[fx.Node]]) -> set[fx.Node]:
+def reachable(start: Iterable[T], neighbours: Callable[[T], Iterable[T]]) -> set[T]:
     """Return `start` and every node that can be reached from it by following `neighbours`."""
-    seen: set[fx.Node] = set()
+    seen: set[T] = set()
     stack = list(start)
     while stack:
         node = stack.pop()

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 
 from workbench.capture.graph import spec_of
+from workbench.capture.operations import reachable
 from workbench.errors import CaptureError
 
 LossChoice = str | int | Callable[..., Any] | None
@@ -112,14 +113,11 @@ def _is_apart(first: torch.Tensor, other: torch.Tensor) -> bool:
 
 def _history(steps: Iterable[Any], known: Set[Any] = frozenset()) -> set[Any]:
     """Return the steps of autograd that `steps` follow from, without those that are `known`."""
-    seen: set[Any] = set()
-    stack = list(steps)
-    while stack:
-        step = stack.pop()
-        if step is not None and step not in seen and step not in known:
-            seen.add(step)
-            stack.extend(source for source, _ in step.next_functions)
-    return seen
+
+    def new(found: Iterable[Any]) -> list[Any]:
+        return [step for step in found if step is not None and step not in known]
+
+    return reachable(new(steps), lambda step: new(source for source, _ in step.next_functions))
 
 
 def _as_choice(path: Path) -> str:

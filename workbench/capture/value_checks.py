@@ -34,8 +34,9 @@ def passed_checks() -> Iterator[dict[str, None]]:
                 with contextlib.suppress(Exception):  # the size of a selection, or a number taken out of a tensor
                     return bool(original(value))
             frame = sys._getframe(1)
-            outcome = _passing_outcome(frame.f_code.co_filename, frame.f_lineno)
-            if outcome is None:
+            checks = _checks(frame.f_code.co_filename)
+            outcomes = {outcome for first, last, outcome in checks if first <= frame.f_lineno <= last}
+            if len(outcomes) != 1 or (outcome := outcomes.pop()) is None:
                 return bool(original(value))
             where = line_of_frame(frame).where
             note = f"The check{where} depends on the values of tensors: training goes on as if it passed in every step."
@@ -49,12 +50,6 @@ def passed_checks() -> Iterator[dict[str, None]]:
         patched(torch.SymBool, "__bool__", passing(torch.SymBool.__bool__, is_known=True)),
     ):
         yield notes
-
-
-def _passing_outcome(file: str, line: int) -> bool | None:
-    """Return the truth of a tensor with which the check on a line passes; None if the line is not in a check."""
-    outcomes = {outcome for first, last, outcome in _checks(file) if first <= line <= last}
-    return outcomes.pop() if len(outcomes) == 1 else None
 
 
 @functools.cache
