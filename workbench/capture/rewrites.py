@@ -103,7 +103,7 @@ def cast_written_values(module: fx.GraphModule) -> None:
         if schema_of(node) is None or op_name(node).rstrip("_") not in _WRITE_VALUES:
             continue
         given, target = arguments_of(node), node.args[0]
-        values = next((given[name] for name in _VALUES if name in given), None)
+        values: Any = next((given[name] for name in _VALUES if name in given), None)
         dtype = dtype_of(values)
         if dtype is None or not dtype.is_floating_point or values is target or dtype != dtype_of(target):
             continue
