@@ -317,17 +317,18 @@ def _positive(shape: tuple[int, ...], dtype: torch.dtype, seed: int) -> torch.Te
 def opaque_call(
     label: str,
     function: Callable[..., Any],
-    module: nn.Module | None,
+    module: nn.Module | None = None,
+    valued: nn.Module | None = None,
+    known: Sequence[Value] = (),
+    *,
     reason: str,
     line: SourceLine,
-    valued: nn.Module | None,
     calls: list[OpaqueCall],
-    known: Sequence[Value] = (),
 ) -> Callable[..., Any]:
     """Return a function that puts one operation into the graph that is being exported, in place of `function`.
 
-    `valued` is the module, or a twin of it whose tensors have values. `calls` collects what was called. `known` are
-    the values of the first tensors among the arguments, where random ones would not do.
+    `valued` is the module, or a twin of it whose tensors have values. `known` are the values of the first tensors among
+    the arguments, where random ones would not do. `calls` collects what was called.
     """
     inside = () if module is None else tuple(module.modules())
     places = [

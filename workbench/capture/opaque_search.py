@@ -140,33 +140,26 @@ class OpaqueSearch:
         """Let every chosen call be opaque inside a `with` block."""
         self.calls.clear()
         with contextlib.ExitStack() as stack:
-            owner: Any
-            function: Any
-            module: nn.Module | None
             for target, (reason, line) in self.chosen.items():
-                if target == PACKED:
-                    context = padded_sequences(self.model, self.valued, reason, line, self.calls)
-                    stack.enter_context(context)
-                    continue
-                if target == SELECTION:
-                    stack.enter_context(opaque_selections(self.selections, self.calls))
-                    continue
-                if isinstance(target, type) and issubclass(target, nn.Module):
-                    new = _of_instances(target, reason, line, self.calls)
-                    stack.enter_context(patched(target, "forward", new))
-                    continue
-                valued = None
-                if isinstance(target, type):
-                    owner, key, function, module = target, "apply", _Applied(target), None
-                elif target in _FUNCTIONS:
-                    owner, key, function, module = functional, target, _FUNCTIONS[target], None
-                else:
-                    module = self.model.get_submodule(target)
-                    owner, key, function = module, "forward", module.forward
-                    valued = None if self.valued is None else self.valued.get_submodule(target)
-                new = opaque_call(_label(target) or self.name, function, module, reason, line, valued, self.calls)
-                stack.enter_context(patched(owner, key, staticmethod(new) if isinstance(target, type) else new))
+                make = functools.partial(opaque_call, reason=reason, line=line, calls=self.calls)
+                stack.enter_context(self._opaque(target, make))
             yield
+
+    def _opaque(self, target: Target, make: Callable[..., Any]) -> contextlib.AbstractContextManager[None]:
+        """Return a context in which the calls of a target are opaque; `make` is `opaque_call` for one of them."""
+        if target == SELECTION:
+            return opaque_selections(self.selections, self.calls)  # type: ignore[no-any-return]
+        if target == PACKED:
+            return padded_sequences(self.model, self.valued, make)
+        if isinstance(target, type):
+            if issubclass(target, nn.Module):
+                return patched(target, "forward", _of_instances(target, make))
+            return patched(target, "apply", staticmethod(make(_label(target), _Applied(target))))
+        if target in _FUNCTIONS:
+            return patched(functional, target, make(target, _FUNCTIONS[target]))
+        module = self.model.get_submodule(target)
+        valued = None if self.valued is None else self.valued.get_submodule(target)
+        return patched(module, "forward", make(target or self.name, module.forward, module, valued))
 
     @property
     def notes(self) -> list[str]:
@@ -194,14 +187,13 @@ class _Applied:
         return self.function.apply(*args)  # type: ignore[attr-defined]
 
 
-def _of_instances(kind: type, reason: str, line: SourceLine, calls: list[OpaqueCall]) -> Any:
+def _of_instances(kind: type, make: Callable[..., Any]) -> Any:
     """Return a forward for a class of modules whose every call is opaque."""
     original: Any = vars(kind)["forward"]
 
     @functools.wraps(original)
     def forward(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
-        function = functools.partial(original, module)
-        return opaque_call(_label(kind), function, module, reason, line, None, calls)(*args, **kwargs)
+        return make(_label(kind), functools.partial(original, module), module)(*args, **kwargs)
 
     return forward
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -18,8 +18,6 @@ from torch import nn
 from torch.nn.utils import rnn
 from torch.nn.utils.rnn import PackedSequence, pad_packed_sequence
 
-from workbench.capture.opaque import OpaqueCall, opaque_call
-from workbench.capture.source_lines import SourceLine
 from workbench.capture.torch_internals import VF, patched
 
 PACKED = "packed sequences"
@@ -27,10 +25,8 @@ PACKED = "packed sequences"
 
 
 @contextlib.contextmanager
-def padded_sequences(
-    model: nn.Module, valued: nn.Module | None, reason: str, line: SourceLine, calls: list[OpaqueCall]
-) -> Iterator[None]:
-    """Let padded sequences stand for packed ones while a model is exported; `calls` collects the opaque calls."""
+def padded_sequences(model: nn.Module, valued: nn.Module | None, make: Callable[..., Any]) -> Iterator[None]:
+    """Let padded sequences stand for packed ones while a model is exported; `make` is `opaque_call` for each module."""
     with contextlib.ExitStack() as stack:
         stack.enter_context(patched(rnn, "_packed_sequence_init", Padded))
         stack.enter_context(patched(VF, "_pack_padded_sequence", _pack))
@@ -38,8 +34,7 @@ def padded_sequences(
         for path, module in model.named_modules():
             if isinstance(module, nn.RNNBase):
                 twin = None if valued is None else valued.get_submodule(path)
-                new = _recurrent(path, module, twin, reason, line, calls)
-                stack.enter_context(patched(module, "forward", new))
+                stack.enter_context(patched(module, "forward", _recurrent(path, module, twin, make)))
         yield
 
 
@@ -91,9 +86,7 @@ def _pad(
     return value.transpose(0, 1) if batch_first else value, lengths
 
 
-def _recurrent(
-    path: str, module: nn.RNNBase, valued: nn.Module | None, reason: str, line: SourceLine, calls: list[OpaqueCall]
-) -> Any:
+def _recurrent(path: str, module: nn.RNNBase, valued: nn.Module | None, make: Callable[..., Any]) -> Any:
     """Return a forward that is one opaque call if it is given a packed sequence."""
     original = module.forward
 
@@ -103,8 +96,7 @@ def _recurrent(
             return original(value, hx)
         data, sizes, *indices = map(functools.partial(tuple.__getitem__, value), range(4))
         known = (None, lambda shape: torch.full(shape, data.shape[1]))
-        run = functools.partial(_run, original)
-        called = opaque_call(path, run, module, reason, line, valued, calls, known)
+        called = make(path, functools.partial(_run, original), module, valued, known)
         padded, hidden = called(data, sizes, hx, *indices)
         return Padded(padded, sizes, *indices), hidden
 

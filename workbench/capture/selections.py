@@ -70,7 +70,8 @@ def opaque_selections(selections: Selections, calls: list[OpaqueCall]) -> Any:
             f"how many items it takes depends on values (it took {taken:,} of each sample that was tried, and must)"
         )
         line = line_of_frames(traceback.extract_stack())
-        return opaque_call(SELECTION, _taken, None, reason, line, None, calls, [None, example])(values, mask)
+        call = opaque_call(SELECTION, _taken, known=[None, example], reason=reason, line=line, calls=calls)
+        return call(values, mask)
 
     return patched_selections(selected)
 
