@@ -9,9 +9,13 @@ import torch
 from torch import fx, nn
 from torch.nn.utils.rnn import PackedSequence
 
+from workbench.capture.opaque import FLEX_ATTENTION
 from workbench.capture.source_lines import SourceLine, line_of_frames, line_of_node
 from workbench.errors import CaptureError
 from workbench.tensors import TensorSpec
+
+PACKED_SHAPE = "the shape of a packed sequence depends on values"
+"""Reason of opaque calls that are given packed sequences."""
 
 
 def mixes_devices(error: BaseException) -> bool:
@@ -32,12 +36,16 @@ def explained(error: Exception, model: nn.Module, name: str, batch: Mapping[str,
     line = line_of_frames(traceback.extract_tb(error.__traceback__))
     reason = next((text.strip() for text in str(error).splitlines() if text.strip()), "").rstrip(".")
     fields = ", ".join(f"{key} {list(spec.shape)}" for key, spec in batch.items())
-    message = _known_cause(error, model, line) or _by_message(error, reason, fields, line)
-    return line.error(name, f"cannot be captured: {message}")
+    known = _known_cause(error, model, line)
+    message, facts = known or (_by_message(error, reason, fields, line), {})
+    return line.error(name, f"cannot be captured: {message}", **facts)
 
 
-def _known_cause(error: Exception, model: nn.Module, line: SourceLine) -> str | None:
-    """Return the message for a feature of torch that export does not know, found in the frames of the failure."""
+def _known_cause(error: Exception, model: nn.Module, line: SourceLine) -> tuple[str, dict[str, str]] | None:
+    """Return the message for a feature of torch that export does not know, found in the frames of the failure.
+
+    Beside it stands why a call of it would be opaque, if it can be.
+    """
     frames = list(traceback.walk_tb(error.__traceback__))
     files = [frame.f_code.co_filename.replace("\\", "/") for frame, _ in frames]
     scripted = next(
@@ -47,24 +55,24 @@ def _known_cause(error: Exception, model: nn.Module, line: SourceLine) -> str | 
         return (
             f"it calls FlexAttention{line.where}, which capture cannot follow. Call scaled_dot_product_attention with "
             f"an attn_mask instead (attn_implementation='sdpa' of a transformers model)."
-        )
+        ), {"reason": FLEX_ATTENTION}
     if "ctc_loss" in str(error):
         return (
             f"the memory that the CTC loss{line.where} needs depends on the values of the lengths. Register a function "
             f"that calls it by torch.library.custom_op, with register_fake and register_autograd."
-        )
+        ), {"reason": "the memory of a CTC loss depends on values"}
     if any(isinstance(value, PackedSequence) for frame, _ in frames for value in frame.f_locals.values()) or any(
         file.endswith("nn/utils/rnn.py") for file in files
     ):
         return (
             f"the shape of a packed sequence{line.where} depends on the values of the lengths. Give the padded "
             f"sequence to the recurrent layer, and take the last states by x[torch.arange(len(x)), lengths - 1]."
-        )
+        ), {"reason": PACKED_SHAPE}
     if scripted is not None:
         return (
             f"torch.jit.script compiled {f'its module {scripted}' if scripted else 'it'}, which torch.export cannot "
             f"follow. Give the module as it was before torch.jit.script; compile=True of the experiment compiles it."
-        )
+        ), {}
     return None
 
 
@@ -100,4 +108,5 @@ def refuse_vmap(graph: fx.Graph, name: str) -> None:
                 f"calls torch.vmap{line.where}, whose operations cannot be divided into blocks. Write the dims that it "
                 f"maps over by broadcasting, for a mask i[:, None] >= i[None, :].",
                 inside=[path for path, _ in (node.meta.get("nn_module_stack") or {}).values()],
+                reason="the operations of torch.vmap cannot be divided into blocks",
             )

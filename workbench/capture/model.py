@@ -23,7 +23,7 @@ from workbench.capture.export import Exported, export
 from workbench.capture.gathering import split_tail
 from workbench.capture.graph import Graph, Rows, spec_of
 from workbench.capture.losses import MeanLoss, Quotient, label_count, mean_losses
-from workbench.capture.opaque_search import OpaqueSearch, built_by
+from workbench.capture.opaque_search import SIZES, OpaqueSearch, built_by
 from workbench.capture.operations import descendants, reachable, storage_of
 from workbench.capture.outputs import Outputs
 from workbench.capture.returned_loss import LossChoice
@@ -275,6 +275,7 @@ def _sent_value(node: fx.Node, name: str) -> TensorSpec:
         f"makes {what} depend on the values of a tensor in one layer{line.where} and uses it in another. Replace a "
         f"selection by a mask, and keep a number (.item()) a tensor.",
         inside=_around(node),
+        reason=SIZES,
     )
 
 

@@ -14,17 +14,18 @@ import torch
 from torch import nn
 from torch.nn import functional
 
-from workbench.capture.export_errors import depends_on_values
-from workbench.capture.opaque import FLEX_ATTENTION, NotOpaque, OpaqueCall, opaque_call
+from workbench.capture.export_errors import PACKED_SHAPE, depends_on_values
+from workbench.capture.opaque import NotOpaque, OpaqueCall, opaque_call
 from workbench.capture.packed_sequences import PACKED, padded_sequences
 from workbench.capture.selections import SELECTION, Selections, opaque_selections, selections_of
 from workbench.capture.source_lines import FORWARD, SourceLine, line_at, line_of_frames
-from workbench.capture.torch_internals import patched
+from workbench.capture.torch_internals import DERIVATIVE, patched
 from workbench.errors import CaptureError
 
 _FUNCTIONS = {"ctc_loss": functional.ctc_loss}
 """Functions of `torch.nn.functional` that no export can follow."""
-_DERIVATIVE = "torch.export cannot follow torch.autograd.grad"
+SIZES = "one of its layers uses a size or a number that depends on the values in another"
+"""Reason of opaque calls around two layers."""
 _VALUES = "what it does depends on the values of a tensor"
 MOST = 64
 """Largest number of exports of one model that are tried."""
@@ -82,12 +83,14 @@ class OpaqueSearch:
         cause = error.__cause__ if not isinstance(error, NotOpaque) and error.__cause__ is not None else error
         frames = list(traceback.walk_tb(cause.__traceback__))
         candidates = self._candidates(frames) or error.facts.get("inside", [])
-        is_of_size = not isinstance(error, NotOpaque) and (depends_on_values(cause) or "in one layer" in str(error))
+        default = _VALUES if depends_on_values(cause) else f"torch.export failed with {type(cause).__name__}"
+        reason = error.facts.get("reason", default)
+        is_of_size = not isinstance(error, NotOpaque) and (depends_on_values(cause) or reason == SIZES)
         if is_of_size and self.selections:
             candidates = [*candidates, SELECTION]
-        if "packed sequence" in str(error) and not isinstance(error, NotOpaque):
+        if reason == PACKED_SHAPE:
             candidates = [*candidates, PACKED]
-        reason, line = _reason(error, cause), line_of_frames(traceback.extract_tb(cause.__traceback__))
+        line = line_of_frames(traceback.extract_tb(cause.__traceback__))
         line = line if line.file else line_at(str(error.facts.get("file", "")), int(error.facts.get("line", 0)))
         if isinstance(error, NotOpaque):
             inner = next((target for target in reversed(candidates) if target in self.chosen), None)
@@ -200,7 +203,7 @@ def _of_instances(kind: type, make: Callable[..., Any]) -> Any:
 
 def _undivided(call: OpaqueCall) -> str:
     """Return why a model that runs as written as a whole cannot be cut into stages, or how it could be."""
-    if call.reason == _DERIVATIVE:
+    if call.reason == DERIVATIVE:
         return (
             "in the middle of the forward, the derivative goes back through all layers, and a stage hands on values, "
             "but not the graph that a derivative needs"
@@ -224,27 +227,3 @@ def _label(target: Target) -> str:
 
 def _of_torch(function: type) -> bool:
     return function.__module__.startswith("torch.") or function is torch.autograd.Function
-
-
-def _reason(error: CaptureError, cause: BaseException) -> str:
-    if "custom autograd function" in str(error):
-        return "torch.export would drop the backward of a custom autograd function"
-    if "torch.vmap" in str(error):
-        return "the operations of torch.vmap cannot be divided into blocks"
-    if "packed sequence" in str(error):
-        return "the shape of a packed sequence depends on values"
-    if "derivative" in str(error):
-        return _DERIVATIVE
-    if "reentrant" in str(error):
-        return "torch.export would drop the backward of reentrant checkpointing"
-    if "hook on a tensor" in str(error):
-        return "torch.export would drop a hook on a tensor"
-    if "FlexAttention" in str(error):
-        return FLEX_ATTENTION
-    if "ctc_loss" in str(cause):
-        return "the memory of a CTC loss depends on values"
-    if "in one layer" in str(error):
-        return "one of its layers uses a size or a number that depends on the values in another"
-    if depends_on_values(cause):
-        return _VALUES
-    return f"torch.export failed with {type(cause).__name__}"

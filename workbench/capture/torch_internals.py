@@ -39,6 +39,8 @@ SYMBOLIC_SHAPES_LOG = "torch.fx.experimental.symbolic_shapes"
 """Name of the logger that dumps graphs when an export fails."""
 _CHECKS = ("_assert_tensor_metadata", "_assert_scalar", "_assert_async", "sym_constrain")
 """Parts of the names of the assertions that export adds."""
+DERIVATIVE = "torch.export cannot follow torch.autograd.grad"
+"""Reason of opaque calls that take derivatives."""
 PARAMETER_HOOKS = ("_backward_hooks", "_post_accumulate_grad_hooks")
 MODULE_HOOKS = ("_backward_hooks", "_backward_pre_hooks")
 
@@ -200,9 +202,9 @@ def _refusals(name: str) -> list[tuple[Any, str, Any]]:
     """
     original_apply, original_hook = vars(torch.autograd.Function)["apply"], torch.Tensor.register_hook
 
-    def refused(call: str, reason: str) -> CaptureError:
+    def refused(call: str, way: str, reason: str) -> CaptureError:
         line = line_of_frames(traceback.extract_stack())
-        return line.error(name, f"{call}{line.where}{reason}")
+        return line.error(name, f"{call}{line.where}{way}", reason=reason)
 
     def apply(cls: Any, *args: Any, **kwargs: Any) -> Any:
         if cls.__module__.startswith("torch.utils.checkpoint"):
@@ -210,6 +212,7 @@ def _refusals(name: str) -> list[tuple[Any, str, Any]]:
                 "checkpoints activations",
                 " in the reentrant way, whose backward torch.export would drop. Pass use_reentrant=False, or leave "
                 "checkpointing to the plan, which adds it where memory is short.",
+                "torch.export would drop the backward of reentrant checkpointing",
             )
         if cls.__module__.startswith(("torch.", "workbench.capture.")):
             return original_apply.__get__(None, cls)(*args, **kwargs)
@@ -217,6 +220,7 @@ def _refusals(name: str) -> list[tuple[Any, str, Any]]:
             f"uses the custom autograd function {cls.__name__}",
             ", whose backward torch.export would silently drop. Register it with torch.library.custom_op and "
             "register_autograd, or write it with differentiable operations.",
+            "torch.export would drop the backward of a custom autograd function",
         )
 
     def register_hook(tensor: torch.Tensor, hook: Any) -> Any:
@@ -225,12 +229,14 @@ def _refusals(name: str) -> list[tuple[Any, str, Any]]:
         raise refused(
             "registers a hook on a tensor",
             ", which torch.export would silently drop. To scale a gradient by c, write c * x + ((1 - c) * x).detach().",
+            "torch.export would drop a hook on a tensor",
         )
 
     def grad(*_args: Any, **_kwargs: Any) -> Any:
         raise refused(
             "takes a derivative in its forward",
             ", and torch.export cannot follow torch.autograd.grad. Write the derivative as operations.",
+            DERIVATIVE,
         )
 
     return [
