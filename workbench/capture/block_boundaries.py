@@ -7,6 +7,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import takewhile
 
+import torch
 from torch import fx, nn
 
 from workbench.capture.dataflow import Dataflow
@@ -224,11 +225,10 @@ def _common_path(nodes: Iterable[fx.Node], flow: Dataflow) -> str:
     return shared or f"{paths[0]} … {paths[-1]}"
 
 
-def canonical_names(model: nn.Module) -> tuple[dict[int, str], dict[str, tuple[str, ...]]]:
-    """Return (id of each parameter or buffer -> canonical name, canonical name -> its other names)."""
+def canonical_names(named: Iterable[tuple[str, torch.Tensor]]) -> tuple[dict[int, str], dict[str, tuple[str, ...]]]:
+    """Return (id of each tensor -> canonical name, the first that it has; canonical name -> its other names)."""
     canonical: dict[int, str] = {}
     aliases: dict[str, list[str]] = {}
-    named = [*model.named_parameters(remove_duplicate=False), *model.named_buffers(remove_duplicate=False)]
     for name, tensor in named:
         first = canonical.setdefault(id(tensor), name)
         if first != name:

@@ -151,7 +151,8 @@ class _Analysis:
     def graph(self, groups: Sequence[NodeGroup], gathered: tuple[Rows, ...] = ()) -> Graph:
         """Return the graph whose blocks are these groups."""
         model, flow, exported, coupling, outputs = self.model, self.flow, self.exported, self.coupling, self.outputs
-        names, ties = canonical_names(model)
+        every = [*model.named_parameters(remove_duplicate=False), *model.named_buffers(remove_duplicate=False)]
+        names, ties = canonical_names(every)
         passed = _reached_by_gradient(exported.loss, flow)
         trained = [node for node in passed if node in flow.tensors and flow.tensors[node].requires_grad]
         if not trained:

@@ -9,7 +9,6 @@ import traceback
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from pathlib import Path
-from types import FrameType
 from typing import Any
 
 import torch
@@ -73,11 +72,6 @@ def line_of_frames(frames: Iterable[traceback.FrameSummary]) -> SourceLine:
     if frame in users or not users:
         return line
     return replace(line, caller=place(users[-1].filename, users[-1].lineno or 0))
-
-
-def line_of_frame(frame: FrameType) -> SourceLine:
-    """Return the line that a running frame is at."""
-    return line_at(frame.f_code.co_filename, frame.f_lineno)
 
 
 def line_at(file: str, number: int, text: str | None = None) -> SourceLine:

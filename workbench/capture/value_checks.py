@@ -16,7 +16,7 @@ from typing import Any
 
 import torch
 
-from workbench.capture.source_lines import line_of_frame
+from workbench.capture.source_lines import line_at
 from workbench.capture.torch_internals import patched
 
 
@@ -38,7 +38,7 @@ def passed_checks() -> Iterator[dict[str, None]]:
             outcomes = {outcome for first, last, outcome in checks if first <= frame.f_lineno <= last}
             if len(outcomes) != 1 or (outcome := outcomes.pop()) is None:
                 return bool(original(value))
-            where = line_of_frame(frame).where
+            where = line_at(frame.f_code.co_filename, frame.f_lineno).where
             note = f"The check{where} depends on the values of tensors: training goes on as if it passed in every step."
             notes[note] = None
             return outcome

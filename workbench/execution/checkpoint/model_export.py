@@ -16,6 +16,7 @@ from torch import nn
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 from torch.distributed.checkpoint.state_dict_loader import load as dcp_load
 
+from workbench.capture.block_boundaries import canonical_names
 from workbench.errors import CheckpointError
 from workbench.execution.checkpoint import files
 from workbench.execution.checkpoint.guarded_reader import GuardedReader
@@ -31,17 +32,10 @@ def describe_model(model: nn.Module) -> tuple[dict[str, Any], dict[str, torch.Te
     `persistent` names the parameters and buffers of a saved model, tied ones once, under their first name; `ties` has
     the other names of these; `config` is the content of `config.json`, if the model is one of `transformers`.
     """
-    tensors: dict[str, torch.Tensor] = {}
-    first: dict[int, str] = {}
-    ties: dict[str, list[str]] = {}
-    for name, tensor in model.state_dict(keep_vars=True).items():
-        if not isinstance(tensor, torch.Tensor):  # Modules may store other values as extra state.
-            continue
-        canonical = first.setdefault(id(tensor), name)
-        if canonical == name:
-            tensors[name] = tensor
-        else:
-            ties.setdefault(canonical, []).append(name)
+    state = model.state_dict(keep_vars=True)
+    every = {name: value for name, value in state.items() if isinstance(value, torch.Tensor)}  # not extra state
+    canonical, ties = canonical_names(every.items())
+    tensors = {name: tensor for name, tensor in every.items() if canonical[id(tensor)] == name}
     config: Any = getattr(model, "config", None)
     text = config.to_json_string() if hasattr(config, "to_json_string") else None
     architecture = {"architectures": [type(model).__name__], "dtype": "float32"}
