@@ -308,17 +308,12 @@ def move_meta_to_cpu(model: nn.Module) -> None:
 
 def refuse_backward_hooks(model: nn.Module, name: str) -> None:
     """Raise `CaptureError` if a parameter or a module has a hook that its backward would call: blocks have neither."""
-    hooked = [
-        ("parameter", key)
-        for key, tensor in model.named_parameters()
-        if any(getattr(tensor, hooks, None) for hooks in PARAMETER_HOOKS)
-    ] + [
-        ("module", key or "itself")
-        for key, module in model.named_modules()
-        if any(getattr(module, hooks) for hooks in MODULE_HOOKS)
-    ]
-    for what, key in hooked[:1]:
-        raise CaptureError(
-            f"{name} has a backward hook on the {what} {key}, which would never be called. Write what it does to the "
-            f"gradient into forward: c * x + ((1 - c) * x).detach() scales it by c; a c of zeros and ones masks it."
-        )
+    members = [("parameter", PARAMETER_HOOKS, *named) for named in model.named_parameters()]
+    members += [("module", MODULE_HOOKS, *named) for named in model.named_modules()]
+    for what, hooks, key, member in members:
+        if any(getattr(member, each, None) for each in hooks):
+            raise CaptureError(
+                f"{name} has a backward hook on the {what} {key or 'itself'}, which would never be called. Write what "
+                f"it does to the gradient into forward: c * x + ((1 - c) * x).detach() scales it by c; a c of zeros "
+                f"and ones masks it."
+            )

@@ -168,10 +168,7 @@ class StageRange:
         return matrix
 
 
-@lru_cache(maxsize=32)
-def levelled_stages(blocks: int, modes: int, stages: int, longest: int) -> LevelledStages:
-    """Return cached `LevelledStages`."""
-    return LevelledStages(blocks, modes, stages, longest)
+levelled_stages = lru_cache(maxsize=32)(LevelledStages)
 
 
 @lru_cache(maxsize=32)
