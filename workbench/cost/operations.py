@@ -16,32 +16,26 @@ from torch.utils._pytree import tree_flatten, tree_map
 from torch.utils.flop_counter import FlopCounterMode, sdpa_flop_count
 
 from workbench.capture.opaque import call_of
-from workbench.capture.operations import GROUPED_MATMUL, op_name, schema_of
+from workbench.capture.operations import GROUPED_MATMUL, names, op_name, schema_of
 
 META = torch.device("meta")
 
 # torch's autocast lists (docs.pytorch.org/docs/stable/amp.html#autocast-op-reference). Operations in neither list take
 # the promoted type of their inputs.
-# fmt: off
-LOW_PRECISION = {
-    "linear", "matmul", "mm", "bmm", "addmm", "addbmm", "baddbmm", "mv", "addmv", "einsum", "conv1d", "conv2d",
-    "conv3d", "convolution", "conv_transpose1d", "conv_transpose2d", "conv_transpose3d",
-    "scaled_dot_product_attention", "prelu", GROUPED_MATMUL,
-}
-FULL_PRECISION = {
-    "layer_norm", "native_layer_norm", "rms_norm", "group_norm", "softmax", "log_softmax", "cross_entropy_loss",
-    "nll_loss", "nll_loss_nd", "mse_loss", "l1_loss", "smooth_l1_loss", "huber_loss", "kl_div",
-    "binary_cross_entropy_with_logits", "cosine_embedding_loss", "pow", "exp", "log", "log2", "log10", "log1p",
-    "expm1", "rsqrt", "reciprocal", "sum", "prod", "cumsum", "cumprod", "norm", "dist", "cdist", "softplus",
-    "acos", "asin", "cosh", "sinh", "tan", "erfinv", "logsumexp", "renorm",
-}
-# fmt: on
-CPU_KEEPS_DTYPE = {"layer_norm", "softmax", "log_softmax", "rms_norm", "group_norm", "sum", "pow", "exp", "log", "norm"}
+LOW_PRECISION = names(
+    "linear matmul mm bmm addmm addbmm baddbmm mv addmv einsum conv1d conv2d conv3d convolution conv_transpose1d "
+    "conv_transpose2d conv_transpose3d scaled_dot_product_attention prelu"
+) | {GROUPED_MATMUL}
+FULL_PRECISION = names(
+    "layer_norm native_layer_norm rms_norm group_norm softmax log_softmax cross_entropy_loss nll_loss nll_loss_nd "
+    "mse_loss l1_loss smooth_l1_loss huber_loss kl_div binary_cross_entropy_with_logits cosine_embedding_loss pow exp "
+    "log log2 log10 log1p expm1 rsqrt reciprocal sum prod cumsum cumprod norm dist cdist softplus acos asin cosh sinh "
+    "tan erfinv logsumexp renorm"
+)
+CPU_KEEPS_DTYPE = names("layer_norm softmax log_softmax rms_norm group_norm sum pow exp log norm")
 """Operations of `FULL_PRECISION` that a CPU runs in the dtype of their inputs."""
 
-WEIGHTED_LOSSES = {
-    "binary_cross_entropy", "binary_cross_entropy_with_logits", "cross_entropy_loss", "nll_loss", "nll_loss_nd",
-}  # fmt: skip
+WEIGHTED_LOSSES = names("binary_cross_entropy binary_cross_entropy_with_logits cross_entropy_loss nll_loss nll_loss_nd")
 """Losses with weights as their third and fourth argument, which have no gradient."""
 FUSED_ATTENTION = "scaled_dot_product_attention"
 
