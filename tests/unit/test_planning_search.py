@@ -15,7 +15,7 @@ from plan_values import CAPTURABLE, PROFILE, costs_of, plan_of, with_host
 
 from workbench.cost import Cluster
 from workbench.errors import PlanInfeasible, PlanMismatch
-from workbench.planning.checkpointing import MixedStages, UniformStages
+from workbench.planning.checkpointing import MixedStages
 from workbench.planning.options import Option, options
 from workbench.planning.plan import Plan
 from workbench.planning.prediction import bound_ms, predict, timeline
@@ -37,7 +37,7 @@ def test_what_alike_options_share_is_what_each_would_have() -> None:
                 name,
                 costs.strategy,
             )
-        assert np.allclose(costs.busy, alone.times(UniformStages()).busy)
+        assert np.allclose(costs.busy, alone.times(MixedStages.every(len(costs.profile.blocks))).busy)
 
 
 @settings(max_examples=30)
