@@ -240,7 +240,7 @@ class Follower:
         if name in _RULES and not (name in ("max", "min") and len(node.all_input_nodes) > 1):
             return _RULES[name](self, node, name)
         if (self._is_elementwise(node, name) and name not in _SAME_DIMS) or name in ("max", "min"):
-            return self._aligned(node, name)
+            return _aligned(self, node, name)
         [first, *others] = node.all_input_nodes
         state, before, after = self._states[first], shape_of(first), shape_of(node)
         if state == NONE or (name not in _ONE_OPERAND and any(self._states[o] not in (NONE, state) for o in others)):
@@ -264,118 +264,126 @@ class Follower:
         moved = moved_dim(node, state) if name in _BESIDE_DIM else None
         return UNKNOWN if moved is None else moved
 
-    def _embedding(self, node: fx.Node, _name: str) -> int:
-        weight, indices = node.all_input_nodes[0], node.all_input_nodes[-1]
-        return self._states[indices] if self._states[weight] == NONE else UNKNOWN
 
-    def _cat(self, node: fx.Node, name: str) -> int:
-        states = {self._states[s] for s in node.all_input_nodes} - {NONE}
-        dim = arguments_of(node)["dim"] % len(shape_of(node))
-        if len(states) != 1:
-            return UNKNOWN
-        [state] = states
-        self._note_positions(node, state)
-        if name == "stack":
-            return state + int(dim <= state)
-        return state if dim != state else UNKNOWN
+def _embedding(walk: Follower, node: fx.Node, _name: str) -> int:
+    weight, indices = node.all_input_nodes[0], node.all_input_nodes[-1]
+    return walk._states[indices] if walk._states[weight] == NONE else UNKNOWN
 
-    def _gather(self, node: fx.Node, _name: str) -> int:
-        """Return the batch dim of a gather or scatter, whose operands have the same dims, along another dim."""
-        states = {self._states[s] for s in node.all_input_nodes} - {NONE}
-        dim = arguments_of(node)["dim"] % len(shape_of(node))
-        if len(states) != 1 or dim in states:
-            return UNKNOWN
-        [state] = states
-        self._note_positions(node, state)
-        return state
 
-    def _aligned(self, node: fx.Node, name: str) -> int:
-        """Return the batch dim of a pointwise operation or a broadcast, whose arguments are aligned at their last dims.
+def _cat(walk: Follower, node: fx.Node, name: str) -> int:
+    states = {walk._states[s] for s in node.all_input_nodes} - {NONE}
+    dim = arguments_of(node)["dim"] % len(shape_of(node))
+    if len(states) != 1:
+        return UNKNOWN
+    [state] = states
+    walk._note_positions(node, state)
+    if name == "stack":
+        return state + int(dim <= state)
+    return state if dim != state else UNKNOWN
 
-        The tensors that `broadcast_tensors` returns all have the same shape.
-        """
-        shape = node.meta["val"][0].shape if name == "broadcast_tensors" else shape_of(node)
-        found = {
-            len(shape) - len(shape_of(source)) + state
-            for source in node.all_input_nodes
-            if (state := self._states[source]) != NONE
-        }
-        if len(found) == 2 and all(shape[dim] > 1 for dim in found):
-            return self._mixing(node)  # each row of the one against each row of the other
-        if len(found) != 1:
-            return UNKNOWN
-        [dim] = found
-        if name != "broadcast_tensors":
-            self._note_positions(node, dim)
-        return dim
 
-    def _product(self, node: fx.Node, name: str) -> int:
-        left, right = node.args[1:3] if name in ("addmm", "baddbmm") else node.args[:2]
-        if name in ("addmm", "baddbmm") and self._states[node.args[0]] != NONE:  # type: ignore[index]
-            return UNKNOWN
-        if (
-            name not in ("addmm", "baddbmm")
-            and len(node.all_input_nodes) > 2
-            and any(self._states[s] != NONE for s in node.all_input_nodes[2:])
-        ):
-            return UNKNOWN
-        one, other = (self._states.get(side, NONE) for side in (left, right))  # type: ignore[arg-type]
-        rank, other_rank, result = len(shape_of(left)), len(shape_of(right)), len(shape_of(node))
-        if name == "linear" and other != NONE:
-            other = {0: 1, 1: 0}[other]  # the second argument of `linear` is transposed
-        if rank < 2 or other_rank < 2:
-            return UNKNOWN
-        if other == NONE:
-            return UNKNOWN if one == rank - 1 else one + result - rank
-        if one == NONE:
-            return UNKNOWN if other == other_rank - 2 else other + result - other_rank
-        if one == rank - 1 and other == other_rank - 2:
-            return SUM
-        if one + result - rank == other + result - other_rank and one < rank - 2:
-            return one + result - rank
-        is_outer = one == rank - 2 and other == other_rank - 1
-        return self._mixing(node) if is_outer else UNKNOWN
+def _gather(walk: Follower, node: fx.Node, _name: str) -> int:
+    """Return the batch dim of a gather or scatter, whose operands have the same dims, along another dim."""
+    states = {walk._states[s] for s in node.all_input_nodes} - {NONE}
+    dim = arguments_of(node)["dim"] % len(shape_of(node))
+    if len(states) != 1 or dim in states:
+        return UNKNOWN
+    [state] = states
+    walk._note_positions(node, state)
+    return state
 
-    def _einsum(self, node: fx.Node, _name: str) -> int:
-        equation, operands = str(node.args[0]).replace(" ", ""), node.args[1]
-        terms, _, result = equation.partition("->")
-        batch = {
-            term[self._states[operand]]
-            for term, operand in zip(terms.split(","), operands, strict=True)  # type: ignore[arg-type]
-            if self._states[operand] != NONE and "." not in equation and result
-        }
-        if len(batch) == 2 and batch <= set(result):
-            return self._mixing(node)
-        if len(batch) != 1:
-            return UNKNOWN
-        [letter] = batch
-        return result.index(letter) if letter in result else SUM
 
-    def _loss(self, node: fx.Node, name: str) -> int:
-        given = arguments_of(node)
-        states = {self._states[s] for s in node.all_input_nodes} - {NONE}
-        rank = len(shape_of(node.all_input_nodes[0]))
-        class_dim = min(1, rank - 1)
-        if name in _OVER_CLASSES and self._states[node.all_input_nodes[0]] == class_dim:
-            return self._mixing(node)
-        if len(states) != 1:
-            return UNKNOWN
-        return states.pop() if given.get("reduction") == 0 else SUM
+def _aligned(walk: Follower, node: fx.Node, name: str) -> int:
+    """Return the batch dim of a pointwise operation or a broadcast, whose arguments are aligned at their last dims.
 
-    def _reduction(self, node: fx.Node, name: str) -> int:
-        given = arguments_of(node)
-        source = node.all_input_nodes[0]
-        state, rank = self._states[source], len(shape_of(source))
-        dims = given.get("dim")
-        dims = [dims] if isinstance(dims, int) else (list(dims) if dims else list(range(rank)))
-        reduced = {dim % rank for dim in dims} if rank else set()
-        if state not in reduced:
-            keeps = given.get("keepdim") or name in _SAME_DIMS
-            return state if keeps else state - sum(dim < state for dim in reduced)
-        is_one_sample = shape_of(source)[state] == 1
-        if name in _SUMS or is_one_sample:
-            return SUM
-        return UNKNOWN if name in _SELECTIONS else self._mixing(node)
+    The tensors that `broadcast_tensors` returns all have the same shape.
+    """
+    shape = node.meta["val"][0].shape if name == "broadcast_tensors" else shape_of(node)
+    found = {
+        len(shape) - len(shape_of(source)) + state
+        for source in node.all_input_nodes
+        if (state := walk._states[source]) != NONE
+    }
+    if len(found) == 2 and all(shape[dim] > 1 for dim in found):
+        return walk._mixing(node)  # each row of the one against each row of the other
+    if len(found) != 1:
+        return UNKNOWN
+    [dim] = found
+    if name != "broadcast_tensors":
+        walk._note_positions(node, dim)
+    return dim
+
+
+def _product(walk: Follower, node: fx.Node, name: str) -> int:
+    left, right = node.args[1:3] if name in ("addmm", "baddbmm") else node.args[:2]
+    if name in ("addmm", "baddbmm") and walk._states[node.args[0]] != NONE:  # type: ignore[index]
+        return UNKNOWN
+    if (
+        name not in ("addmm", "baddbmm")
+        and len(node.all_input_nodes) > 2
+        and any(walk._states[s] != NONE for s in node.all_input_nodes[2:])
+    ):
+        return UNKNOWN
+    one, other = (walk._states.get(side, NONE) for side in (left, right))  # type: ignore[arg-type]
+    rank, other_rank, result = len(shape_of(left)), len(shape_of(right)), len(shape_of(node))
+    if name == "linear" and other != NONE:
+        other = {0: 1, 1: 0}[other]  # the second argument of `linear` is transposed
+    if rank < 2 or other_rank < 2:
+        return UNKNOWN
+    if other == NONE:
+        return UNKNOWN if one == rank - 1 else one + result - rank
+    if one == NONE:
+        return UNKNOWN if other == other_rank - 2 else other + result - other_rank
+    if one == rank - 1 and other == other_rank - 2:
+        return SUM
+    if one + result - rank == other + result - other_rank and one < rank - 2:
+        return one + result - rank
+    is_outer = one == rank - 2 and other == other_rank - 1
+    return walk._mixing(node) if is_outer else UNKNOWN
+
+
+def _einsum(walk: Follower, node: fx.Node, _name: str) -> int:
+    equation, operands = str(node.args[0]).replace(" ", ""), node.args[1]
+    terms, _, result = equation.partition("->")
+    batch = {
+        term[walk._states[operand]]
+        for term, operand in zip(terms.split(","), operands, strict=True)  # type: ignore[arg-type]
+        if walk._states[operand] != NONE and "." not in equation and result
+    }
+    if len(batch) == 2 and batch <= set(result):
+        return walk._mixing(node)
+    if len(batch) != 1:
+        return UNKNOWN
+    [letter] = batch
+    return result.index(letter) if letter in result else SUM
+
+
+def _loss(walk: Follower, node: fx.Node, name: str) -> int:
+    given = arguments_of(node)
+    states = {walk._states[s] for s in node.all_input_nodes} - {NONE}
+    rank = len(shape_of(node.all_input_nodes[0]))
+    class_dim = min(1, rank - 1)
+    if name in _OVER_CLASSES and walk._states[node.all_input_nodes[0]] == class_dim:
+        return walk._mixing(node)
+    if len(states) != 1:
+        return UNKNOWN
+    return states.pop() if given.get("reduction") == 0 else SUM
+
+
+def _reduction(walk: Follower, node: fx.Node, name: str) -> int:
+    given = arguments_of(node)
+    source = node.all_input_nodes[0]
+    state, rank = walk._states[source], len(shape_of(source))
+    dims = given.get("dim")
+    dims = [dims] if isinstance(dims, int) else (list(dims) if dims else list(range(rank)))
+    reduced = {dim % rank for dim in dims} if rank else set()
+    if state not in reduced:
+        keeps = given.get("keepdim") or name in _SAME_DIMS
+        return state if keeps else state - sum(dim < state for dim in reduced)
+    is_one_sample = shape_of(source)[state] == 1
+    if name in _SUMS or is_one_sample:
+        return SUM
+    return UNKNOWN if name in _SELECTIONS else walk._mixing(node)
 
 
 def _described(node: fx.Node) -> str:
@@ -388,14 +396,14 @@ def _name(node: fx.Node) -> str:
 
 
 _RULES: dict[str, Callable[[Follower, fx.Node, str], int]] = {
-    **dict.fromkeys(_PRODUCTS, Follower._product),
-    **dict.fromkeys(_LOSSES, Follower._loss),
-    **dict.fromkeys(_SUMS | _NORMALISATIONS | _SELECTIONS, Follower._reduction),
-    "einsum": Follower._einsum,
-    "embedding": Follower._embedding,
-    "broadcast_tensors": Follower._aligned,
-    **dict.fromkeys(names("cat stack"), Follower._cat),
-    **dict.fromkeys(_GATHERS, Follower._gather),
+    **dict.fromkeys(_PRODUCTS, _product),
+    **dict.fromkeys(_LOSSES, _loss),
+    **dict.fromkeys(_SUMS | _NORMALISATIONS | _SELECTIONS, _reduction),
+    "einsum": _einsum,
+    "embedding": _embedding,
+    "broadcast_tensors": _aligned,
+    **dict.fromkeys(names("cat stack"), _cat),
+    **dict.fromkeys(_GATHERS, _gather),
 }
 
 
