@@ -227,13 +227,14 @@ class Outcome:
     """Bytes of the tensors of rank 0: weights, gradients and optimiser state."""
 
 
-def train(_rank: int, cases: list[Case]) -> dict[Case, Outcome]:
+def train(rank: int, cases: list[Case]) -> dict[Case, Outcome]:
     found = {}
     for case in cases:
         parameters, held = trained(case)
-        expected = plain(case.optimizer)
-        start = expected[0] if case.optimizer == "muon" else None
-        found[case] = Outcome(worst(parameters, expected[case.steps.stop], start), held)
+        if rank == 0:  # the others have the same parameters
+            expected = plain(case.optimizer)
+            start = expected[0] if case.optimizer == "muon" else None
+            found[case] = Outcome(worst(parameters, expected[case.steps.stop], start), held)
     return found
 
 
