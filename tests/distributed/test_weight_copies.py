@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import dataclasses
+import functools
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -15,7 +16,7 @@ from torch import nn
 
 from tests.distributed import zoo
 from tests.distributed.harness import coordinate, launch
-from tests.distributed.test_every_plan import Case, captured, part_of, plan_of
+from tests.distributed.test_every_plan import Case, captured_once, part_of, plan_of
 from tests.distributed.test_training import experiment_of
 from workbench.capture import Graph
 from workbench.execution.blocks.context import StepContext
@@ -45,7 +46,8 @@ class Outcome:
 
 @pytest.mark.parametrize("name", ["bert", "albert", "gpt2"])
 def test_bf16_weight_copies_train_to_the_last_bit_as_autocast_does(name: str) -> None:
-    for case, (copied, cast) in zip(CASES, launch(_outcomes, 2, name, CASES), strict=True):
+    found = launch(_outcomes, 2, name, CASES, ahead=functools.partial(captured_once, name))
+    for case, (copied, cast) in zip(CASES, found, strict=True):
         assert cast.copies == 0
         assert copied.copies > 0, case
         assert copied.losses == cast.losses, case
@@ -54,7 +56,7 @@ def test_bf16_weight_copies_train_to_the_last_bit_as_autocast_does(name: str) ->
 
 
 def _outcomes(_rank: int, name: str, cases: tuple[Case, ...]) -> list[tuple[Outcome, Outcome]]:
-    model, graph = captured(name)
+    model, graph = captured_once(name)
     found = []
     for case in cases:
         plan = dataclasses.replace(plan_of(graph, case), precision="bf16")
