@@ -303,7 +303,9 @@ def test_a_gathered_run_records_its_held_out_losses_and_is_evaluated_later(
     assert found.eval_loss[0] == pytest.approx(float(plain), rel=TOLERANCE)
     again = run.evaluate(step=2)
     assert (again.loss, again.count) == (found.eval_loss[1], 2 * BATCH)
-    assert run.evaluate(others).count == BATCH
+    other = run.evaluate(others)  # a set of the class of the run's own, which has the name of the class
+    assert (other.count, other.data) == (BATCH, "list")
+    assert other.loss != found.eval_loss[-1]
     with pytest.raises(DataError, match=r"7 held-out samples, fewer than the 8 of the global batch"):
         run.evaluate(samples[: BATCH - 1])
 
