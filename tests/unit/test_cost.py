@@ -219,7 +219,8 @@ def test_selective_checkpointing_adds_less_to_a_compiled_backward() -> None:
     share = H200.device.efficiency.selective_recompute
     for compiled, most in ((True, share), (False, 1.0)):
         costs = profile_graph(graph, H200.device, "bf16", compiled=compiled).at(8, H200.device)
-        assert (costs.selective_recompute_ms > 0).all()
+        assert (costs.selective_recompute_ms[:-1] > 0).all()
+        assert costs.selective_recompute_ms[-1] == costs.full_recompute_ms[-1] == 0, "the last block is not recomputed"
         assert (costs.selective_recompute_ms <= most * costs.full_recompute_ms).all()
         assert (costs.full_recompute_ms <= costs.forward_ms).all()
 
@@ -385,11 +386,14 @@ def test_weight_copies_that_are_kept_for_a_step_are_counted_once() -> None:
     assert (cast.of(3) - kept.of(3))[0, 1, 2] == pytest.approx(3 * 2 * layer.cast_elements, rel=0.01)
 
 
-def test_checkpointing_holds_block_inputs_and_one_blocks_activations() -> None:
+def test_checkpointing_holds_block_inputs_and_one_blocks_activations_besides_those_of_the_last_block() -> None:
     found = layered_profile()
     memory, plain, checkpointed = activations_of(found), (0, 0, len(found.blocks)), (1, 0, len(found.blocks))
-    inputs = 4 * sum(block.input_bytes for block in found.blocks)
-    assert memory.held[checkpointed] == pytest.approx(inputs)
+    inputs, last = (
+        4 * sum(block.input_bytes for block in found.blocks[:-1]),
+        (0, len(found.blocks) - 1, len(found.blocks)),
+    )
+    assert memory.held[checkpointed] == pytest.approx(inputs + memory.held[last])
     assert memory.newest[checkpointed] < 0.5 * memory.newest[plain]
     assert memory.newest[checkpointed] > memory.held[checkpointed]
 

@@ -152,7 +152,9 @@ class OneByOne:
         self.action_ms = 2e3 * tuned.action_s * (strategy.num_stages > 1)
 
     def price(self, first: int, end: int, level: int) -> Priced:
-        modes = modes_of(level, end - first)
+        modes = [*modes_of(level, end - first)]
+        if end == len(self.ends.profile.blocks):
+            modes[-1] = "none"  # the model's last block is not recomputed
         held = newest = more_ms = 0.0
         for block, mode in enumerate(modes, first):
             one = (0, block, block + 1)

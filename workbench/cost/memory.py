@@ -242,21 +242,21 @@ def _activations(
 
 
 def _of_blocks(costs: BlockCosts, recompute: str, *, copied: bool) -> tuple[Array, Array]:
-    """Return the bytes that each block keeps for its backward, and all that it has at its own peak."""
+    """Return the bytes that each block keeps for its backward, and all that it has at its own peak.
+
+    The last block is not recomputed: its backward follows its forward.
+    """
     copies = costs.weight_copy_bytes if copied else np.zeros_like(costs.weight_copy_bytes)
-    if recompute == "full":
-        kept = costs.input_bytes
-        peak = costs.saved_bytes + copies + costs.workspace_bytes
-    elif recompute == "selective":
-        reduced = np.array(
-            [sum(sizes) for sizes in costs.forward_reduced]
-        )  # kept besides the partial results of products
-        kept = np.minimum(costs.input_bytes + costs.products_bytes + reduced, costs.saved_bytes + copies)
-        peak = costs.saved_bytes + copies + costs.workspace_bytes - (kept - costs.input_bytes)
-    else:
-        kept = costs.saved_bytes + copies
-        peak = costs.workspace_bytes
-    return kept, kept + peak
+    saved = costs.saved_bytes + copies
+    own = saved + costs.workspace_bytes
+    if recompute == "none":
+        return saved, own
+    kept = costs.input_bytes
+    if recompute == "selective":
+        reduced = np.array([sum(sizes) for sizes in costs.forward_reduced])  # kept beside products' partial results
+        kept = np.minimum(costs.input_bytes + costs.products_bytes + reduced, saved)
+    is_last = np.arange(len(saved)) == len(saved) - 1
+    return np.where(is_last, saved, kept), np.where(is_last, own, own + costs.input_bytes)
 
 
 def _held(kept: Array, own: Array) -> tuple[Array, Array]:

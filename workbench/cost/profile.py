@@ -214,7 +214,10 @@ class BlockCosts:
     host_ms: tuple[Array, Array]
     """Time of the host for a forward and a backward: measured, or from `Efficiency.block_forward_s` and its like."""
     full_recompute_ms: Array
-    """Time of what full activation checkpointing recomputes: the part of the forward that the backward needs."""
+    """Time of what full activation checkpointing recomputes: the part of the forward that the backward needs.
+
+    It is 0 for the model's last block, which is never recomputed, because its backward follows its forward.
+    """
     selective_recompute_ms: Array
     """Time that selective activation checkpointing adds: `full_recompute_ms` without matrix products and attention.
 
@@ -346,6 +349,7 @@ class Profile:
         of, types = self._type_of_block, range(len(self.block_types))
         device_ms = [self._device_ms(index, micro_batch, device) for index in types]
         forward, backward, full, selective = np.array(device_ms).T[:, of]
+        full[-1] = selective[-1] = 0.0  # the last block is not recomputed
         host_forward, host_backward = np.array([self._host_ms(index, device) for index in types]).T[:, of]
         figures = ("saved_bytes", "workspace_bytes", "weight_copy_bytes", "products_bytes", "cast_elements")
         rows = [[getattr(cost, figure) for figure in figures] for cost in self.block_types]
@@ -367,13 +371,19 @@ class Profile:
             weight_copy_bytes=weight_copies,
             input_bytes=np.array([block.input_bytes for block in self.blocks]) * micro_batch,
             products_bytes=products * micro_batch,
-            capturable={
-                mode: np.array([mode in cost.capturable for cost in self.block_types])[of] for mode in RECOMPUTE
-            },
+            capturable={mode: self._capturable(mode) for mode in RECOMPUTE},
             forward_reduced=self._reduced("forward_reduced_bytes", micro_batch),
-            recompute_reduced=self._reduced("recompute_reduced_bytes", micro_batch),
+            recompute_reduced=(*self._reduced("recompute_reduced_bytes", micro_batch)[:-1], ()),
             backward_reduced=self._reduced("backward_reduced_bytes", micro_batch),
         )
+
+    def _capturable(self, mode: str) -> npt.NDArray[np.bool_]:
+        of_types = [(mode in cost.capturable, "none" in cost.capturable) for cost in self.block_types]
+        modes = [
+            *(of_types[block.block_type][0] for block in self.blocks[:-1]),
+            of_types[self.blocks[-1].block_type][1],
+        ]
+        return np.array(modes)
 
     def analytic_ms(self, block_type: int, micro_batch: int, device: Device) -> tuple[float, float]:
         """Return forward and backward time of one block type by the device's constants alone."""

@@ -214,8 +214,9 @@ class _RankCode:
                 self.codes[block_type] = divide_block(self.codes[block_type], how, coordinate.tensor_rank, group)
 
     def program(self, block: Block, recompute: str) -> BlockProgram:
-        is_gathered = bool(self._graph.gathered) and block is self._graph.blocks[-1]
-        recompute = "none" if is_gathered else recompute
+        is_last = block is self._graph.blocks[-1]
+        is_gathered = bool(self._graph.gathered) and is_last
+        recompute = "none" if is_last else recompute  # its backward follows its forward
         if recompute not in self._runners:
             self._runners[recompute] = runners(
                 self._graph, self.codes, self._device, self._compile, recompute, self._has_bf16_weights
