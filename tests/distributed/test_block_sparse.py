@@ -108,7 +108,9 @@ def outcome(case: Case, block_sparse: bool) -> Outcome:
     trainer = Trainer(experiment, plan, graph, stages, context, here)
     assert isinstance(trainer.sparse_weights, BlockSparseWeights) == block_sparse
     buffers = stages.model_buffers()  # the very indices that a moving pattern overwrites
-    assert all(buffers[INDEX + name].data_ptr() == index.data.data_ptr() for name, index in stages.indices.items())
+    assert all(
+        buffers[INDEX + name].data_ptr() == index.data.data_ptr() for name, index in stages.compact.indices.items()
+    )
     multiplied = [
         node
         for module in stages.stages[0].block_modules()

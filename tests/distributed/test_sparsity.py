@@ -252,7 +252,7 @@ def check_absent(trainer: Trainer) -> None:
                 assert not local(value)[~sparse._masks[name]].any()
             else:
                 assert value.shape == (kept, sparse.sparsity.block, sparse.sparsity.block)
-                assert torch.equal(trainer.stages.indices[name].mask, is_present(pattern))
+                assert torch.equal(trainer.stages.compact.indices[name].mask, is_present(pattern))
 
 
 def patterns_of(trainer: Trainer) -> Tensors:

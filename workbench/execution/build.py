@@ -25,7 +25,7 @@ from workbench.capture.tensor_parallel import plan_tensor_parallel
 from workbench.capture.tensor_sharding import ModelSharding
 from workbench.execution.blocks.activation_checkpointing import checkpointed_when_compiled, supported_mode
 from workbench.execution.blocks.block_module import BlockProgram
-from workbench.execution.blocks.block_sparse import BlockSparseParameters, initial_pattern
+from workbench.execution.blocks.block_sparse import DENSE, BlockSparseParameters, initial_pattern
 from workbench.execution.blocks.context import StepContext
 from workbench.execution.blocks.cuda_graphs import CudaGraphs
 from workbench.execution.blocks.dropout import has_active_dropout, use_hashed_dropout
@@ -101,7 +101,7 @@ def build_stage(
     *,
     compile: bool = False,
     autocast: Callable[[], AbstractContextManager[Any]] = nullcontext,
-    compact: BlockSparseParameters | None = None,
+    compact: BlockSparseParameters = DENSE,
 ) -> RankStages:
     """Return the stages of one rank with their own weights, which are taken out of `model`: its weights are freed.
 
@@ -109,7 +109,7 @@ def build_stage(
     from where the model was built. Blocks of one type share a runner for each way of recomputing them. `compact` are
     the weights that are stored without absent blocks.
     """
-    graph = graph if compact is None else compact.rewritten(graph)
+    graph = compact.rewritten(graph)
     weights = _ModelWeights(plan, coordinate, model, graph)
     code = _RankCode(plan, coordinate, graph, context, compile)
     context.tensor_rank, context.autocast = coordinate.tensor_rank, autocast
@@ -117,7 +117,7 @@ def build_stage(
         context.cuda_graphs = CudaGraphs(context.device, plan.num_microbatches)
 
     tensors: dict[str, torch.Tensor] = {**dict(model.named_buffers()), **graph.constants}
-    indices = {} if compact is None else compact.buffers  # themselves, not copies: a moving pattern changes them
+    indices = compact.buffers  # themselves, not copies: a moving pattern changes them
     modules = []
     for stage in plan.stages_of(coordinate.pipeline_rank):
         blocks = graph.blocks[stage.first_block : stage.end_block]
@@ -127,7 +127,7 @@ def build_stage(
             context,
             num_microbatches=plan.num_microbatches,
             division=code.division,
-            parameters=weights.of_stage(stage, code.division, context, compact),
+            parameters=weights.of_stage(stage, code.division, context, compact.indices),
             buffers={
                 name: indices[name] if name in indices else tensors[name].detach().to(context.device)
                 for block in blocks
@@ -151,10 +151,10 @@ def build_stage(
 
 def block_sparse_parameters(
     experiment: Experiment, plan: Plan, coordinate: MeshCoordinate, graph: Graph, device: torch.device
-) -> BlockSparseParameters | None:
-    """Return what one rank of a block-sparse plan stores without absent blocks at first; None for other plans."""
+) -> BlockSparseParameters:
+    """Return what one rank of a block-sparse plan stores without absent blocks at first; nothing for other plans."""
     if not plan.block_sparse:
-        return None
+        return DENSE
     stages = plan.stages_of(coordinate.pipeline_rank)
     names = {name for s in stages for name in graph.block_parameters(s.first_block, s.end_block)}
     assert experiment.sparsity is not None
@@ -174,14 +174,14 @@ def evaluation_programs(
     context: StepContext,
     *,
     compile: bool = False,
-    compact: BlockSparseParameters | None = None,
+    compact: BlockSparseParameters = DENSE,
 ) -> list[list[BlockProgram]]:
     """Return the code of each block of this rank's stages for evaluation, in the order of `build_stage`.
 
     `graph` is the model captured in eval mode, which `require_same_stages` has compared with the training graph.
     `compact` is what `build_stage` was given.
     """
-    graph = graph if compact is None else compact.rewritten(graph)
+    graph = compact.rewritten(graph)
     code = _RankCode(plan, coordinate, graph, context, compile)
     constants = {name: tensor.detach().to(context.device) for name, tensor in graph.constants.items()}
 
@@ -246,10 +246,10 @@ class _ModelWeights:
                 _free(weight)
 
     def of_stage(
-        self, stage: Stage, division: ModelSharding, context: StepContext, compact: BlockSparseParameters | None
+        self, stage: Stage, division: ModelSharding, context: StepContext, indices: Mapping[str, BlockIndex]
     ) -> dict[str, nn.Parameter]:
         """Return the parameters of one stage by the model's names: whole, compact, or tensor-parallel shards."""
-        parameters, indices = {}, {} if compact is None else compact.indices
+        parameters = {}
         for name in self._graph.block_parameters(stage.first_block, stage.end_block):
             weight, sharding = self._weights[name].detach(), division.parameters.get(name)
             if sharding is not None:

@@ -47,15 +47,9 @@ class Sampler:
         self._prompts = experiment.data.encoded(experiment, experiment.samples.prompts)
         self._groups = self._prompts.groups(experiment.samples.tokens, experiment.seq_len)
         self._device = trainer.context.device
-        compact = trainer.stages.compact
-        self._passes = [
-            ForwardPass(
-                trainer,
-                graph,
-                evaluation_programs(plan, trainer.coordinate, graph, trainer.context, compact=compact),
-            )
-            for graph in graphs
-        ]
+        here, context, compact = trainer.coordinate, trainer.context, trainer.stages.compact
+        programs = [evaluation_programs(plan, here, graph, context, compact=compact) for graph in graphs]
+        self._passes = [ForwardPass(trainer, *each) for each in zip(graphs, programs, strict=True)]
 
     def is_due(self, step: int) -> bool:
         """Return True if samples are to be written after `step` steps."""

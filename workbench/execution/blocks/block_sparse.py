@@ -8,7 +8,7 @@ so that compiled code and CUDA graphs stay valid.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from math import prod
 
 import torch
@@ -35,9 +35,9 @@ def initial_pattern(sparsity: Static, seed: int, name: str, shape: tuple[int, in
 class BlockSparseParameters:
     """The parameters of one rank that are stored without their absent blocks, and where their blocks belong."""
 
-    shapes: Mapping[str, tuple[int, int]]
+    shapes: Mapping[str, tuple[int, int]] = field(default_factory=dict)
     """Shapes of all sparse weights of the model, whichever rank holds them."""
-    indices: Mapping[str, BlockIndex]
+    indices: Mapping[str, BlockIndex] = field(default_factory=dict)
     """Index of each weight of this rank, by name; a pattern moves by overwriting its `data`."""
 
     @property
@@ -89,6 +89,10 @@ class BlockSparseParameters:
                 for number, position in enumerate(positions):
                     indices[block.parameters[position]] = rewriter.graph.placeholder(f"index_{number}")
         return rewriter.finish()
+
+
+DENSE = BlockSparseParameters()
+"""No parameters: all are stored whole."""
 
 
 def multiply_by_stored_blocks(

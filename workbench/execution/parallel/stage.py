@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any, cast
 
 import torch
@@ -23,7 +24,6 @@ from workbench.execution.blocks.block_sparse import BlockSparseParameters
 from workbench.execution.blocks.context import StepContext
 from workbench.execution.blocks.gathered_loss import GatheredLoss
 from workbench.execution.blocks.weight_copies import WeightCopies
-from workbench.sparsity.kernels.index import BlockIndex
 from workbench.tensors import TensorSpec
 
 CARRIER = "float64"
@@ -160,6 +160,7 @@ def _require_memory(block: Block, sent: Mapping[str, torch.Tensor]) -> None:
             )
 
 
+@dataclass(frozen=True, eq=False)
 class RankStages:
     """The stages of one rank in pipeline order: one, or several under an interleaved schedule.
 
@@ -167,21 +168,10 @@ class RankStages:
     stage's. The other stages hold copies of it, which the trainer updates.
     """
 
-    def __init__(
-        self,
-        stages: Sequence[StageModule],
-        weight_copies: Sequence[WeightCopies] = (),
-        compact: BlockSparseParameters | None = None,
-    ) -> None:
-        self.stages = tuple(stages)
-        self.compact = compact
-        """Parameters that are stored without absent blocks, if there are any."""
-        self.weight_copies = tuple(weight_copies)
-
-    @property
-    def indices(self) -> Mapping[str, BlockIndex]:
-        """Index of each parameter that is stored without absent blocks, by name."""
-        return {} if self.compact is None else self.compact.indices
+    stages: Sequence[StageModule]
+    weight_copies: Sequence[WeightCopies]
+    compact: BlockSparseParameters
+    """Parameters that are stored without absent blocks."""
 
     def model_parameters(self) -> dict[str, nn.Parameter]:
         """Map the model's parameter names to the present parameter objects, one for each name."""

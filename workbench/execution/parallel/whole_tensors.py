@@ -25,7 +25,7 @@ class ShardedTensors:
 
     def __init__(self, stages: RankStages, coordinate: MeshCoordinate) -> None:
         self._stages, self._coordinate = stages, coordinate
-        self.indices = stages.indices
+        self.indices = stages.compact.indices
         """Index of each parameter that is stored without absent blocks, by name."""
 
     def summed(self, names: Sequence[str], parameters: Sequence[nn.Parameter], shares: torch.Tensor) -> torch.Tensor:
