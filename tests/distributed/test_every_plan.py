@@ -372,7 +372,7 @@ def _dropped_out(_rank: int) -> dict[str, Any]:
         losses.append(trainer.gradients(0, batch).item())
         gradients.append({name: trainer.full_gradient(name) for name in trainer.stages.model_parameters()})
         for name, parameter in trainer.stages.model_parameters().items():
-            if trainer.stages.sharding(name) is None:
+            if name not in trainer.stages.shardings:
                 both = [torch.empty_like(parameter) for _ in range(2)]
                 torch.distributed.all_gather(both, parameter.grad.contiguous())
                 largest = max(largest, (both[0] - both[1]).abs().max().item())

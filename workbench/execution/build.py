@@ -126,7 +126,6 @@ def build_stage(
             stage.first_block,
             context,
             num_microbatches=plan.num_microbatches,
-            division=code.division,
             parameters=weights.of_stage(stage, code.division, context, compact.indices),
             buffers={
                 name: indices[name] if name in indices else tensors[name].detach().to(context.device)
@@ -146,7 +145,7 @@ def build_stage(
     accumulator = GradientAccumulator(compiles=compile and context.device.type == "cuda")
     copied = modules if plan.keeps_weight_copies(plan.precision) else []
     copies = [WeightCopies([*m.block_modules()], m.model_parameters(), code.codes, accumulator) for m in copied]
-    return RankStages(modules, copies, compact)
+    return RankStages(modules, copies, compact, code.division.parameters)
 
 
 def block_sparse_parameters(

@@ -124,7 +124,7 @@ class Trainer:
         for name, parameter in self._parameters.items():
             if name not in self._ties or self.owns(name):
                 replicas = 1 if is_sharded(parameter) else self.plan.data
-                holders = replicas * (1 if self.stages.sharding(name) else self.plan.tensor)
+                holders = replicas * (1 if name in self.stages.shardings else self.plan.tensor)
                 counted.append((parameter, holders / factor_of(name, scales) ** 2))
         return counted
 

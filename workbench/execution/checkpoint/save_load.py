@@ -275,7 +275,7 @@ class CheckpointStore:
     def _is_divided(self, name: str, value: torch.Tensor) -> bool:
         """Return True if this rank holds a tensor-parallel shard of a value, or only its stored blocks."""
         stages = self._trainer.stages
-        return (stages.sharding(name) is not None or name in stages.compact.indices) and value.ndim > 0
+        return (name in stages.shardings or name in stages.compact.indices) and value.ndim > 0
 
 
 def _entries(trainer: Trainer) -> Iterator[tuple[str, str, torch.Tensor]]:

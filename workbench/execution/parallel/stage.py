@@ -17,7 +17,7 @@ import torch
 from torch import nn
 
 from workbench.capture import Block, Graph
-from workbench.capture.tensor_sharding import ModelSharding, Sharding
+from workbench.capture.tensor_sharding import Sharding
 from workbench.errors import CaptureError
 from workbench.execution.blocks.block_module import BlockModule, BlockProgram
 from workbench.execution.blocks.block_sparse import BlockSparseParameters
@@ -60,16 +60,14 @@ class StageModule(nn.Module):
         parameters: Mapping[str, nn.Parameter],
         buffers: Mapping[str, torch.Tensor],
         programs: Sequence[BlockProgram],
-        division: ModelSharding | None = None,
     ) -> None:
         """`parameters` and `buffers` go by the model's names; `programs` has one entry per block of the stage.
 
-        `forward` divides the loss by `num_microbatches`. `division` is that over the tensor-parallel axis, if the model
-        is divided.
+        `forward` divides the loss by `num_microbatches`.
         """
         super().__init__()
         self.first, self.end, self.num_microbatches = first, (end := first + len(programs)), num_microbatches
-        self._context, self._division = context, division
+        self._context = context
         uses = Counter(name for block in graph.blocks[first:end] for name in block.parameters)
         self._shared = {name: f"s{i}" for i, name in enumerate(n for n, times in uses.items() if times > 1)}
         for name, attribute in self._shared.items():
@@ -109,10 +107,6 @@ class StageModule(nn.Module):
         for block in self.block_modules():
             parameters |= {name: getattr(block, attribute) for name, attribute in block.own_parameters.items()}
         return parameters
-
-    def sharding(self, name: str) -> Sharding | None:
-        """Return how a parameter is divided over the tensor-parallel axis, or None if every device holds all of it."""
-        return None if self._division is None else self._division.parameters.get(name)
 
     def model_buffers(self) -> dict[str, torch.Tensor]:
         """Map the model's buffer names to the buffers that the blocks read or change."""
@@ -172,15 +166,13 @@ class RankStages:
     weight_copies: Sequence[WeightCopies]
     compact: BlockSparseParameters
     """Parameters that are stored without absent blocks."""
+    shardings: Mapping[str, Sharding]
+    """Parameters that the tensor-parallel axis divides, by name; every device holds all of the others."""
 
     def model_parameters(self) -> dict[str, nn.Parameter]:
         """Map the model's parameter names to the present parameter objects, one for each name."""
         stages = reversed(self.stages)  # the first stage's parameter wins
         return {name: parameter for stage in stages for name, parameter in stage.model_parameters().items()}
-
-    def sharding(self, name: str) -> Sharding | None:
-        """Return how a parameter is divided over the tensor-parallel axis, or None if every device holds all of it."""
-        return self.stages[0].sharding(name)
 
     def duplicated_parameters(self) -> dict[str, tuple[nn.Parameter, ...]]:
         """Map each name that several stages of this rank hold to the first stage's parameter and the others' copies."""

@@ -36,7 +36,7 @@ class ShardedTensors:
         here = self._coordinate
         axes = (
             ([is_sharded(p) for p in parameters], here.data_rank, here.data_mesh),
-            ([self._stages.sharding(name) is not None for name in names], here.tensor_rank, here.tensor_mesh),
+            ([name in self._stages.shardings for name in names], here.tensor_rank, here.tensor_mesh),
         )
         for divided, rank, mesh in axes:
             if any(divided):
@@ -49,7 +49,7 @@ class ShardedTensors:
         """Return the whole of a tensor that is stored like the parameter `name`."""
         if name in self.indices and tensor.ndim > 0:
             return to_dense(tensor, self.indices[name])
-        whole, sharding = full(tensor), self._stages.sharding(name)
+        whole, sharding = full(tensor), self._stages.shardings.get(name)
         if sharding is None or tensor.ndim == 0:
             return whole
         return all_gather_shards(whole, sharding, self._coordinate.tensor_group)
@@ -59,7 +59,7 @@ class ShardedTensors:
         if name in self.indices:
             index = self.indices[name]
             return to_compact(whole.to(index.data.device), index)
-        sharding = self._stages.sharding(name)
+        sharding = self._stages.shardings.get(name)
         mine = whole if sharding is None else take_shard(whole, sharding, self._coordinate.tensor_rank)
         if isinstance(like, DTensor):
             return local(distribute_tensor(mine, like.device_mesh, like.placements, src_data_rank=None))
