@@ -29,7 +29,7 @@ from workbench.capture.tensor_sharding import BlockSharding, ModelSharding, Shar
 def plan_tensor_parallel(graph: Graph, degree: int) -> ModelSharding:
     """Return the largest consistent sharding: a parameter that two blocks would shard differently stays whole."""
     if degree == 1:
-        return ModelSharding(1, {}, {}, tuple(BlockSharding() for _ in graph.blocks))
+        return ModelSharding({}, tuple(BlockSharding() for _ in graph.blocks))
     firsts: dict[str, Block] = {}
     for block in graph.blocks:
         firsts.setdefault(block.block_type, block)
@@ -56,9 +56,7 @@ def plan_tensor_parallel(graph: Graph, degree: int) -> ModelSharding:
         for block, shardings in zip(graph.blocks, blocks, strict=True)
         for position, sharding in shardings.parameters.items()
     }
-    return ModelSharding(
-        degree, {key: sharding for key, sharding in by_type.items() if sharding.divided}, parameters, blocks
-    )
+    return ModelSharding(parameters, blocks)
 
 
 def _shard_block(block: Block, degree: int, excluded: set[int]) -> BlockSharding:

@@ -76,11 +76,8 @@ class BlockSharding:
 
 @dataclass(frozen=True)
 class ModelSharding:
-    """The tensor-parallel sharding of a model over `degree` devices."""
+    """The tensor-parallel sharding of a model."""
 
-    degree: int
-    block_types: Mapping[str, BlockSharding]
-    """Block types that are sharded."""
     parameters: Mapping[str, Sharding]
     """Sharded parameters, by name; the others are whole on every device."""
     blocks: tuple[BlockSharding, ...]

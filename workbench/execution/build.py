@@ -209,7 +209,8 @@ class _RankCode:
         """Code by block type."""
         if plan.tensor > 1:
             group = coordinate.tensor_group.group_name
-            for block_type, how in self.division.block_types.items():
+            pairs = zip(graph.blocks, self.division.blocks, strict=True)
+            for block_type, how in {block.block_type: how for block, how in pairs if how.divided}.items():
                 self.codes[block_type] = divide_block(self.codes[block_type], how, coordinate.tensor_rank, group)
 
     def program(self, block: Block, recompute: str) -> BlockProgram:
