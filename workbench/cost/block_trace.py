@@ -248,8 +248,4 @@ class BlockTrace:
             if precision == "bf16"
             else "Replace it by operations that have a backward in this precision."
         )
-        return CaptureError(
-            f"{self._model}: {name}{line.where} cannot run in {precision}: {reason}. {way_out}",
-            file=line.file,
-            line=line.number,
-        )
+        return line.error(f"{self._model}:", f"{name}{line.where} cannot run in {precision}: {reason}. {way_out}")

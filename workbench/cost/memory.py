@@ -265,13 +265,7 @@ def _held(kept: Array, own: Array) -> tuple[Array, Array]:
     The backward frees activations from the last block on, so at block k all blocks before it still hold theirs.
     """
     total = np.concatenate([[0.0], kept.cumsum()])
-    blocks = len(kept)
-    held = total[None, :] - total[:, None]
-    worst = np.tile(total[:-1] + own, (blocks, 1))
-    worst[np.tril_indices(blocks, -1)] = -np.inf
-    newest = np.zeros((blocks + 1, blocks + 1))
-    newest[:-1, 1:] = np.maximum.accumulate(worst, axis=1) - total[:-1, None]
-    return held, np.where(np.isfinite(newest), newest, 0.0)
+    return spans(kept), np.triu(_span_max(total[:-1] + own) - total[:, None], 1)
 
 
 def spans(values: Array) -> Array:
@@ -281,10 +275,10 @@ def spans(values: Array) -> Array:
 
 
 def _span_max(values: Array) -> Array:
-    """Return the largest of `values[i:j]` at `[i, j]`."""
+    """Return the largest of `values[i:j]` at `[i, j]`; 0 where there are none."""
     blocks = len(values)
     table = np.tile(values, (blocks, 1))
-    table[np.tril_indices(blocks, -1)] = 0.0
+    table[np.tril_indices(blocks, -1)] = -np.inf
     result = np.zeros((blocks + 1, blocks + 1))
     result[:-1, 1:] = np.maximum.accumulate(table, axis=1)
-    return result
+    return np.triu(result, 1)
