@@ -32,6 +32,7 @@ from tests.unit.test_runs import DEAD
 from tests.unit.test_runs_tampering import small
 from workbench.data import data_fingerprint
 from workbench.errors import WorkbenchError
+from workbench.execution.blocks.block_sparse import BlockSparseParameters
 from workbench.execution.checkpoint import files, save_load
 from workbench.execution.checkpoint.model_export import describe_model
 from workbench.execution.checkpoint.save_load import CheckpointExtras, CheckpointStore, TrainingProgress
@@ -203,7 +204,7 @@ class World:
         trainer = SimpleNamespace(
             plan=self.plan,
             optimizer=None,
-            stages=SimpleNamespace(sharding=lambda _: None, indices={}),
+            stages=SimpleNamespace(shardings={}, compact=BlockSparseParameters()),
             graph=SimpleNamespace(parameters=self.weights),
             coordinate=SimpleNamespace(data=1, tensor=1, data_rank=0, tensor_rank=0),
             context=SimpleNamespace(device=torch.device("cpu")),

@@ -24,6 +24,7 @@ from torch.distributed.checkpoint.state_dict_saver import save as dcp_save
 from tests.unit.test_runs_tampering import plan, small, text  # noqa: F401  (fixtures)
 from workbench import notebooks
 from workbench.errors import InvalidArgument, WorkbenchError
+from workbench.execution.blocks.block_sparse import BlockSparseParameters
 from workbench.execution.checkpoint import save_load
 from workbench.execution.checkpoint.files import COMPLETE, DamagedCheckpoint, digest_of, digests
 from workbench.execution.checkpoint.guarded_reader import GuardedReader
@@ -65,7 +66,7 @@ def complete(path: Path) -> None:
 def resumed(path: Path, monkeypatch: pytest.MonkeyPatch) -> torch.Tensor:
     """Return the weight that a rank loads when it resumes."""
     weight = torch.zeros(4)
-    stages = SimpleNamespace(sharding=lambda _: None, indices={})
+    stages = SimpleNamespace(shardings={}, compact=BlockSparseParameters())
     graph = SimpleNamespace(parameters={"weight": weight})
     trainer = SimpleNamespace(
         plan=SimpleNamespace(signature="abc"),

@@ -177,4 +177,5 @@ class LiveWidget(widgets.VBox, metaclass=_Abstract):
         self._in_a_hurry = self.following
         self.twins.display()
         self._in_a_hurry = False
+        self.twins.hasten()  # an update meanwhile was in a hurry, too
         self.wake()

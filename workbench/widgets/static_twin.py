@@ -90,7 +90,10 @@ class StaticTwins:
             self._bundles = []  # the displays before this one may hold an earlier state
             shown = [bundle, *self._twin()]
             self._displays.append([display(each, raw=True, display_id=True) for each in shown])
-            self._next_at = 0.0  # the next update brings the twins up to date, however soon that is
+
+    def hasten(self) -> None:
+        """Bring the twins up to date with the next `update`, however soon that is."""
+        self._next_at = 0.0
 
     def update(self) -> None:
         """Bring the twins up to date, unless that was done less than `every_s` seconds ago."""
