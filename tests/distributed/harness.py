@@ -136,6 +136,7 @@ class Division:
     tensor: int = 1
     zero: int = 0
     chunks: int = 1
+    """Number of stages per rank, under an interleaved schedule."""
 
     @property
     def world(self) -> int:

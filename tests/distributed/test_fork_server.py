@@ -163,18 +163,26 @@ from tests.distributed import real_worker
 from tests.distributed.test_launch import start
 start(steps=1).wait()
 print(start(steps=10_000).path, flush=True)
-input()
+try:
+    input()
+except KeyboardInterrupt:
+    input()
 """
 
 
-def test_a_server_ends_with_its_killed_kernel_and_the_runs_train_on() -> None:
+def test_a_server_ends_with_its_killed_kernel_and_runs_train_on_after_an_interrupt_and_after_the_kill() -> None:
+    """Jupyter interrupts the whole process group of a kernel."""
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path), "WORKBENCH_STANDIN_STEP_S": "0.05"}
     command = [sys.executable, "-c", KERNEL]
     pipes: Any = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}
-    with subprocess.Popen(command, cwd=ROOT, env=environment, **pipes) as kernel:
+    with subprocess.Popen(command, cwd=ROOT, env=environment, start_new_session=True, **pipes) as kernel:
         run = load_run(kernel.stdout.readline().strip())  # type: ignore[union-attr]
         server = process_record(server_of(run).pid)
         first_step(run)
+        os.killpg(kernel.pid, signal.SIGINT)
+        interrupted = run.row()["step"]
+        eventually(lambda: run.row()["step"] > interrupted + 5)
+        assert kernel.poll() is None
         kernel.send_signal(signal.SIGKILL)
     assert processes.wait_gone([server], 10.0)
     reached = run.row()["step"]

@@ -16,7 +16,7 @@ import torch
 from torch import nn
 
 from tests.distributed import zoo
-from tests.distributed.harness import CPU, LINK, coordinate, forced_plan, launch
+from tests.distributed.harness import CPU, LINK, Division, coordinate, forced_plan, launch
 from workbench.capture import Graph, build_meta, capture, spec_of
 from workbench.cost.cluster import Cluster
 from workbench.cost.graph_profiler import profile_graph
@@ -35,20 +35,8 @@ REPRESENTATIVE = ("llama", "resnet", "tied-everywhere")
 TRIED = REPRESENTATIVE if not os.environ.get("WORKBENCH_TEST_ALL") else tuple(zoo.MODELS)
 
 
-@dataclass(frozen=True)
-class Degrees:
+class Degrees(Division):
     """The request to the planner, which cuts the model itself."""
-
-    pipeline: int = 1
-    data: int = 1
-    tensor: int = 1
-    zero: int = 0
-    chunks: int = 1
-    """Number of stages per rank, under an interleaved schedule."""
-
-    @property
-    def world(self) -> int:
-        return self.pipeline * self.data * self.tensor
 
     def __str__(self) -> str:
         stages = f"{self.pipeline * self.chunks} stages" if self.pipeline > 1 else ""

@@ -17,7 +17,7 @@ import pytest
 import torch
 from torch import nn
 
-from tests.distributed import zoo
+from tests.distributed import harness, zoo
 from tests.distributed.harness import coordinate, forced_plan, launch, worst
 from workbench.capture import Graph, capture, spec_of
 from workbench.errors import CheckpointError
@@ -139,14 +139,9 @@ def plain(sparsity: Static) -> Outcome:
 
 
 @dataclasses.dataclass(frozen=True)
-class Division:
+class Division(harness.Division):
     """The part of a plan that a test chooses."""
 
-    pipeline: int = 1
-    data: int = 1
-    tensor: int = 1
-    zero: int = 0
-    chunks: int = 1
     block_sparse: bool = False
 
 
