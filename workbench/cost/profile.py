@@ -378,12 +378,9 @@ class Profile:
         )
 
     def _capturable(self, mode: str) -> npt.NDArray[np.bool_]:
-        of_types = [(mode in cost.capturable, "none" in cost.capturable) for cost in self.block_types]
-        modes = [
-            *(of_types[block.block_type][0] for block in self.blocks[:-1]),
-            of_types[self.blocks[-1].block_type][1],
-        ]
-        return np.array(modes)
+        found = np.array([mode in cost.capturable for cost in self.block_types])[self._type_of_block]
+        found[-1] = "none" in self.block_types[self.blocks[-1].block_type].capturable
+        return found
 
     def analytic_ms(self, block_type: int, micro_batch: int, device: Device) -> tuple[float, float]:
         """Return forward and backward time of one block type by the device's constants alone."""

@@ -112,8 +112,8 @@ class DeviceCosts:
             host, relaunched = nothing, dict.fromkeys(relaunched, nothing)
         hosts = {mode: host + relaunched[mode] for mode in modes}
         if cuda_graphs:
-            launches = 1e3 * self.device.efficiency.captured_block_s * np.where(costs.backward_ms > 0, 2.0, 1.0)
-            hosts = {mode: np.where(costs.capturable[mode], launches, ms) for mode, ms in hosts.items()}
+            replays_ms = 1e3 * self.device.efficiency.captured_block_s * np.where(costs.backward_ms > 0, 2.0, 1.0)
+            hosts = {mode: np.where(costs.capturable[mode], replays_ms, ms) for mode, ms in hosts.items()}
         reduced = _tensor_reductions(costs.backward_reduced, tensor, link)
         repeated = _tensor_reductions(costs.recompute_reduced, tensor, link)
         reduced_again = {"none": nothing, "selective": nothing, "full": repeated}
