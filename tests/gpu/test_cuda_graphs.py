@@ -115,6 +115,24 @@ def test_frozen_blocks_and_blocks_that_cannot_be_captured_train_beside_captured_
     assert len(set(captured.losses)) == STEPS
 
 
+@needs(2)
+def test_ranks_leave_their_communicators_although_graphs_hold_captured_collectives() -> None:
+    assert launch(_released, 2, device=DEVICE) > 0
+
+
+KEPT: list[Trainer] = []
+"""Trainers that live until the process ends, as a worker's does."""
+
+
+def _released(_rank: int) -> int:
+    os.environ.setdefault(*NCCL_SETTING)
+    KEPT.append(_trainer(Case(tensor=2), True))
+    captured = _outcome(KEPT[0]).graphs
+    assert KEPT[0].context.cuda_graphs is not None
+    KEPT[0].context.cuda_graphs.release()
+    return captured
+
+
 @functools.cache
 def outcomes(world: int) -> Mapping[Case, tuple[Outcome, Outcome]]:
     """Return (launched, captured) outcomes of all cases with `world` devices, from one start of the processes."""

@@ -110,14 +110,23 @@ def test_after_the_limit_the_error_of_the_rank_holds_all_stacks(run: RunDir, mon
     assert error["traceback"].count("in loads_forever") == 2
 
 
-@pytest.mark.parametrize("activity", ["starting", "evaluation", "checkpoint", "locating", "ending"])
-def test_what_may_take_long_is_no_stall(activity: str, run: RunDir) -> None:
+@pytest.mark.parametrize(
+    ("activity", "timed"),
+    [
+        ("starting", "batch"),
+        ("evaluation", "batch"),
+        ("checkpoint", "batch"),
+        ("locating", "leaving"),
+        ("ending", "leaving"),
+    ],
+)
+def test_what_may_take_long_is_no_stall(activity: str, timed: str, run: RunDir) -> None:
     beat = Heartbeat(run, 0)
     write_json(run.rank(0), {**this_process(), "rank": 0, "stage": 0})
     beat.begin(activity, 3)
     watch = watched(run)
     assert status_after(watch, run, 0.4) == "running"
-    beat.begin("batch")
+    beat.begin(timed)
     assert status_after(watch, run, 0.6) == "stalled"
     beat.begin("step", 4)
     assert status_after(watch, run, 0.1) == "running"

@@ -15,8 +15,8 @@ from workbench.rundir import RunDir
 
 STACK_SIGNAL = signal.SIGUSR2
 """Signal that makes a rank append its stacks to `stacks/<rank>.txt`, also while it waits in compiled code."""
-TIMED = ("step", "batch")
-"""Activities of a training step: computing, and waiting for its batch. All others may take any time."""
+TIMED = ("step", "batch", "leaving")
+"""Computing a step, waiting for its batch, and leaving the process groups. All other activities may take any time."""
 _WIDTH = 40
 
 

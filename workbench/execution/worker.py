@@ -14,7 +14,7 @@ import sys
 import time
 import traceback
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -197,6 +197,10 @@ class TrainingWorker:
             progress = self._train(trainer, checkpoints, progress, between)
             dist.barrier()
         finally:
+            self.heartbeat.begin("leaving")
+            if trainer.context.cuda_graphs is not None:
+                with suppress(RuntimeError):  # a device that has failed cannot destroy them
+                    trainer.context.cuda_graphs.release()
             self.accelerator.end_training()
             if dist.is_initialized() and checkpoints.is_idle:  # A thread that still writes may use a group.
                 dist.destroy_process_group()

@@ -176,6 +176,17 @@ class CudaGraphs:
         launching.wait_stream(self._stream)
         return graph
 
+    def release(self) -> None:
+        """Destroy the graphs; no step may follow.
+
+        The communicator of a captured collective does not end before its graphs have (`commDestroySync` of NCCL).
+        """
+        for block in self._forwards.values():
+            for captured in (block._forward, block._backward):
+                if captured is not None:
+                    captured.graph.reset()
+        self._forwards, self._gradients = {}, {}
+
     def add_outputs(self, tensors: Sequence[OptionalTensor]) -> None:
         """Remember the addresses of graphs' results, which are the same in every step."""
         self._output_addresses.update(tensor.data_ptr() for tensor in tensors if tensor is not None)

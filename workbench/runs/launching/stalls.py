@@ -1,8 +1,8 @@
 """Detection of ranks that hang: a step that takes far longer than the steps before it, and which rank it waits for.
 
 Ranks write what they do (`workbench.execution.heartbeat`). A step counts as stalled after `STALL_FACTOR` times the
-median of the latest steps, and never before `STALL_S`. Only steps and waiting for their batches are timed: loading,
-compiling before the first steps, evaluations, checkpoints and the end of a run may take any time.
+median of the latest steps, and never before `STALL_S`. Only steps, waiting for their batches and leaving the process
+groups at the end are timed: loading, compiling before the first steps, evaluations and checkpoints may take any time.
 """
 
 from __future__ import annotations
