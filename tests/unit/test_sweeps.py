@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from typing import Any
 
 import numpy as np
@@ -179,6 +180,20 @@ def test_runs_that_share_a_gpu_are_planned_for_their_part_of_its_memory():
     assert alone.plans["all"].memory_limit_bytes is None
     assert "12 runs one after another on 1 device take" in why
     assert "3 runs share each GPU" in why
+
+
+def test_a_run_that_shares_gpus_is_divided_over_as_few_as_its_memory_allows():
+    asked, four = experiment(steps=100), wb.Cluster.of("h100", gpus=4)
+    runs = [("all", 100)] * 9
+    best, why = start.choose_packing({"all": asked}, runs, four, {"all": "all"}, 9)
+    assert (best.side_by_side, best.devices_each) == (36, 1)
+    assert "would not fit" not in why
+    [alone] = best.plans["all"].stages
+    least = alone.memory.total // 5  # more than micro-batches, checkpointing and the host's memory save
+    part = dataclasses.replace(four.device, memory_bytes=9 * (least + four.device.reserved_bytes))
+    best, why = start.choose_packing({"all": asked}, runs, dataclasses.replace(four, device=part), {"all": "all"}, 9)
+    assert best.devices_each == 2
+    assert "1 other division would not fit in memory" in why
 
 
 def test_runs_cannot_share_a_gpu_where_there_is_none():

@@ -154,6 +154,8 @@ class Packing:
     """Plan by the key of `directory.plan_key`."""
     seconds: float
     """Seconds that the runs take when each has its devices to itself."""
+    longest_s: float
+    """Seconds that the longest run takes then."""
 
     @property
     def share(self) -> float:
@@ -184,7 +186,8 @@ def choose_packing(
         runs: key and steps of each run of the sweep, in the order in which they start.
         cluster: the devices that the sweep may use.
         profiled_as: a text by the key of each plan, equal for experiments whose models cost the same.
-        runs_per_gpu: number of runs that train on each GPU at the same time, each with that part of its memory.
+        runs_per_gpu: number of runs that train on each GPU at the same time, each with that part of its memory. A run
+            that shares GPUs is divided over as few as its memory allows: it leaves even one of them partly idle.
 
     Raises `PlanInfeasible` if no plan fits even on all devices, and `InvalidExperiment` for several runs on each GPU
     where there is none.
@@ -199,22 +202,23 @@ def choose_packing(
         if profiled_as[key] not in profiles:
             profiles[profiled_as[key]] = profile(experiment, cluster)
     asked = {key: (experiment, profiles[profiled_as[key]]) for key, experiment in experiments.items()}
-    options, refusal = [], None
-    counts = divisors(cluster.gpus)
-    for each in reversed(counts):
+    options, counts = [], divisors(cluster.gpus)
+    refusals: dict[int, PlanInfeasible] = {}
+    for each in counts if runs_per_gpu > 1 else reversed(counts):
         try:
             options.append(_packing(asked, runs, cluster, each, runs_per_gpu))
         except PlanInfeasible as error:
-            refusal = refusal or error
+            refusals[each] = error
+        if options and runs_per_gpu > 1:
+            break
     if not options:
-        assert refusal is not None
-        raise refusal
+        raise refusals[cluster.gpus]
     best = min(options, key=lambda option: option.seconds)  # of equals, the one with fewer runs side by side
     others = [f"{option.describe(len(runs))}" for option in options if option is not best]
     beside = f"; {'; '.join(others)}" if others else ""
-    missing = len(counts) - len(options)
+    missing = len(refusals)
     tight = f"; {missing} other division{'s' * (missing > 1)} would not fit in memory" if missing else ""
-    shortest = duration(best.seconds / runs_per_gpu)
+    shortest = duration(max(best.longest_s, best.seconds / runs_per_gpu))
     shared = (
         f" {runs_per_gpu} runs share each GPU, which takes between {shortest} and that time: how far they slow each "
         "other down is not predicted."
@@ -235,10 +239,11 @@ def _packing(
     device = cluster.device
     limit = None if runs_per_gpu == 1 else max(1, device.memory_bytes // runs_per_gpu - device.reserved_bytes)
     plans = {key: plan_profiled(experiment, costs, part, limit) for key, (experiment, costs) in asked.items()}
-    slots = [0.0] * (cluster.gpus // each)
+    slots, longest_s = [0.0] * (cluster.gpus // each), 0.0
     for key, steps in runs:
         evaluation, predicted = asked[key][0].evaluation, plans[key].prediction
         evaluations = 0 if evaluation is None else 1 + math.ceil(steps / evaluation.every)  # one is before training
         run_s = steps * predicted.step_ms / 1e3 + evaluations * predicted.evaluation_s
         heapq.heapreplace(slots, slots[0] + run_s)
-    return Packing(len(slots) * runs_per_gpu, each, runs_per_gpu, plans, max(slots))
+        longest_s = max(longest_s, run_s)
+    return Packing(len(slots) * runs_per_gpu, each, runs_per_gpu, plans, max(slots), longest_s)
