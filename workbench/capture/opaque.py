@@ -225,7 +225,8 @@ class OpaqueCall:
         failure: list[Exception] = []
 
         def run() -> None:  # in a thread of its own, the modes that export has entered are not active
-            with originals(), untouched_generators(device):
+            on_gpu = torch.cuda.device(device) if device.type == "cuda" else contextlib.nullcontext()
+            with on_gpu, originals(), untouched_generators(device):  # a new thread's own GPU is the first
                 for grad, kind in itertools.product((False, True), (_centred, _positive)):
                     try:
                         self.takes_derivatives = grad
