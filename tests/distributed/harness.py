@@ -143,6 +143,7 @@ class Division:
         return self.pipeline * self.data * self.tensor
 
 
+@functools.cache  # communicators of NCCL take seconds and memory
 def coordinate(pipeline: int, data: int, tensor: int = 1, device: str = "cpu") -> MeshCoordinate:
     return MeshCoordinate.from_mesh(
         init_device_mesh(device, (pipeline, data, tensor), mesh_dim_names=("pp", "dp", "tp"))
