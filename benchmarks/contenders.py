@@ -101,7 +101,9 @@ LIBRARIES = ("deepspeed1", "deepspeed3", "megatron", "megatron-tp2", "megatron-p
 ROWS = {
     "base": Row(_base, 128, 128, ("ddp", "fsdp", "ddp+graphs"), (16, 32), {}),
     "large": Row(wb.models.bert_large, 512, 512, ("ddp", "fsdp", "deepspeed1", "megatron"), (32, 64, 128), {}),
+    "large-128": Row(wb.models.bert_large, 128, 2048, ("ddp", "fsdp", "deepspeed1", "megatron"), (128, 256, 512), {}),
     "scaled": Row(_scaled, 512, 256, ("ddp", "fsdp"), (16, 32, 64), {}),
+    "scaled-128": Row(_scaled, 128, 1024, ("ddp", "fsdp"), (64, 128, 256), {}),
     "scaled-pp2": Row(_scaled, 512, 256, ("pp2",), PIPELINED, {"pipeline": 2}),
     "scaled-pp4": Row(_scaled, 512, 256, ("pp4",), PIPELINED, {"pipeline": 4}),
     "scaled-pp2dp2": Row(_scaled, 512, 256, ("pp2dp2",), PIPELINED, {"pipeline": 2}),

@@ -220,8 +220,8 @@ def choose_packing(
     tight = f"; {missing} other division{'s' * (missing > 1)} would not fit in memory" if missing else ""
     shortest = duration(max(best.longest_s, best.seconds / runs_per_gpu))
     shared = (
-        f" {runs_per_gpu} runs share each GPU, which takes between {shortest} and that time: how far they slow each "
-        "other down is not predicted."
+        f" Up to {runs_per_gpu} runs share each GPU, which takes between {shortest} and that time: how far they slow "
+        "each other down is not predicted."
     )
     why = f"Predicted training time on {cluster.describe()}: {best.describe(len(runs))}{beside}{tight}."
     return best, why + shared * (runs_per_gpu > 1)
