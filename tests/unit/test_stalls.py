@@ -128,6 +128,8 @@ def test_what_may_take_long_is_no_stall(activity: str, timed: str, run: RunDir) 
     assert status_after(watch, run, 0.4) == "running"
     beat.begin(timed)
     assert status_after(watch, run, 0.6) == "stalled"
+    what = "Leaving the process groups after step 3" if timed == "leaving" else "Step 3"
+    assert f"{what} has made no progress" in Run(run.path).status.message
     beat.begin("step", 4)
     assert status_after(watch, run, 0.1) == "running"
     assert (beaten := read_beat(run, 0)) is not None

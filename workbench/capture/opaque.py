@@ -225,8 +225,9 @@ class OpaqueCall:
         failure: list[Exception] = []
 
         def run() -> None:  # in a thread of its own, the modes that export has entered are not active
-            on_gpu = torch.cuda.device(device) if device.type == "cuda" else contextlib.nullcontext()
-            with on_gpu, originals(), untouched_generators(device):  # a new thread's own GPU is the first
+            # A new thread starts with the first GPU as its current device.
+            current = torch.cuda.device(device) if device.type == "cuda" else contextlib.nullcontext()
+            with current, originals(), untouched_generators(device):
                 for grad, kind in itertools.product((False, True), (_centred, _positive)):
                     try:
                         self.takes_derivatives = grad

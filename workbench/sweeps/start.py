@@ -59,7 +59,8 @@ def sweep(
         stop: rule that ends hopeless runs: `wb.sweeps.diverged(above=6.5, after=500)`, `"median"`, which compares with
             the runs that have finished and therefore stops none before three have, or `"halving"`.
         runs_per_gpu: number of runs that train on a GPU at the same time, each with that part of its memory. Small
-            models leave most of a GPU idle; their steps take longer side by side, the sweep less.
+            models leave most of a GPU idle; their steps take longer side by side, the sweep less. With more than one, a
+            run is divided over as few GPUs as its memory allows.
         directory: the sweep's directory; by default `<name>-sweep-<time>` in `$WORKBENCH_RUNS` or `./runs`.
         axes: values to try for fields of the experiment, such as `learning_rate=[1e-4, 3e-4]`.
 
@@ -187,7 +188,7 @@ def choose_packing(
         cluster: the devices that the sweep may use.
         profiled_as: a text by the key of each plan, equal for experiments whose models cost the same.
         runs_per_gpu: number of runs that train on each GPU at the same time, each with that part of its memory. A run
-            that shares GPUs is divided over as few as its memory allows: it leaves even one of them partly idle.
+            that shares GPUs is divided over as few as its memory allows, because it leaves part of even one GPU idle.
 
     Raises `PlanInfeasible` if no plan fits even on all devices, and `InvalidExperiment` for several runs on each GPU
     where there is none.

@@ -179,7 +179,7 @@ class CudaGraphs:
     def release(self) -> None:
         """Destroy the graphs; no step may follow.
 
-        The communicator of a captured collective does not end before its graphs have (`commDestroySync` of NCCL).
+        NCCL ends a communicator only when all graphs that hold its collectives are destroyed (`commDestroySync`).
         """
         for block in self._forwards.values():
             for captured in (block._forward, block._backward):

@@ -174,7 +174,9 @@ class StallWatch:
         waiting = [state for state in self._states if state not in culprits]
         step = max((state.beat.step for state in self._states if state.beat), default=0)
         median = duration(statistics.median(self._step_ms) / 1e3)
-        parts = [f"Step {step:,} has made no progress for {duration(lasted_s)}, and steps take {median}."]
+        leaves = all(state.beat is not None and state.beat.activity == "leaving" for state in self._states)
+        what = "Leaving the process groups after step" if leaves else "Step"
+        parts = [f"{what} {step:,} has made no progress for {duration(lasted_s)}, and steps take {median}."]
         for state in culprits:
             if state.stack is None:
                 because = f": {state.reason}" if state.reason else ""
