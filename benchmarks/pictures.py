@@ -6,7 +6,7 @@
 Without a name it draws all of them. It needs kaleido and a Chrome or Chromium, but no GPU. The curves are those of the
 runs under notebooks/recorded. Evaluation, samples and sweep are those of benchmarks/results/gpt-sweep, which
 templates/sweep.ipynb trained with its default parameters on two CPU processes. The Pareto figure is that of
-notebooks/sparse_pareto_2cores.ipynb, and those of the ladder are of scaling_ladder_2cores.ipynb beside it. Everything
+notebooks/sparse_pareto_2cores.ipynb, and those of the ladder are of scaling_ladder_4xH200.ipynb beside it. Everything
 else is predicted. (The SVG files in that folder are written by hand.)
 """
 
@@ -369,8 +369,8 @@ PICTURES: Mapping[str, Callable[[], go.Figure]] = {
     "sweep-heat-map": lambda: wb.figures.heat_map(recorded_sweep()),
     "sweep-bands": lambda: wb.figures.seed_bands(recorded_sweep()),
     "sweep-contrast": lambda: contrast(wb.contrast(recorded_sweep())),
-    "ladder": lambda: kept_figure("scaling_ladder_2cores", "wb.figures.ladder(law, points)"),
-    "pair-difference": lambda: kept_figure("scaling_ladder_2cores", "wb.figures.pair_difference("),
+    "ladder": lambda: kept_figure("scaling_ladder_4xH200", "wb.figures.ladder(law, points)"),
+    "pair-difference": lambda: kept_figure("scaling_ladder_4xH200", "wb.figures.pair_difference("),
     "sparse-pareto": lambda: kept_figure("sparse_pareto_2cores", "wb.figures.pareto(runs)"),
 }
 

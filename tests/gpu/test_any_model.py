@@ -24,13 +24,19 @@ EQUAL = [name for name in dict.fromkeys(test_division.EQUAL) if name != "Constan
 """`Constants` adds tensors that it makes on the CPU, and does not run on a GPU by itself either."""
 
 
-def _opaque(rank: int, cases: tuple[Any, ...]) -> Mapping[Hashable, float]:
+def _multiply_in_fp32() -> None:
+    """Keep products in full fp32, those of cuDNN's LSTMs and convolutions included, which are TF32 unless told."""
     torch.set_float32_matmul_precision("highest")
+    torch.backends.cudnn.allow_tf32 = False
+
+
+def _opaque(rank: int, cases: tuple[Any, ...]) -> Mapping[Hashable, float]:
+    _multiply_in_fp32()
     return test_opaque_modules.compared(rank, cases, here())
 
 
 def _gathered(rank: int, cases: tuple[Any, ...]) -> Mapping[Hashable, float]:
-    torch.set_float32_matmul_precision("highest")
+    _multiply_in_fp32()
     return test_gathered_losses.compared(rank, cases, here())
 
 

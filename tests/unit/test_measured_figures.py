@@ -223,26 +223,27 @@ def test_the_pairs_figures_are_those_of_the_recorded_runs() -> None:
 
 
 def test_losses_of_the_ladder_are_those_of_its_executed_notebook() -> None:
-    ladder, page = "\n".join(printed("scaling_ladder_1xH100")), words("docs/scaling.md")
-    said = {
-        (size, steps): re.sub(r" \(.*", "", cell)
-        for size, *cells in table(BENCHMARKS, "| layers × width | 1,000 steps |")
-        for steps, cell in zip((1000, 2000, 4000), cells, strict=True)
-    }
-    for (size, steps), mean in said.items():
+    ladder, page = "\n".join(printed("scaling_ladder_4xH200")), words("docs/scaling.md")
+    for size, *cells in table(BENCHMARKS, "| layers × width | 4,000 steps |"):
         if "held out" in size:
+            assert f"{cells[-1].partition(' ')[0]} measured over 3 seeds" in ladder
             continue
         sweep = ladder.partition(f"Sweep bert-{size.replace(' × ', 'x')}-sweep")[2].partition("Objective")[0]
-        [objective] = re.findall(rf"^{steps} +([\d.]+) ", sweep, re.MULTILINE)
-        assert shows(objective, float(mean)), (size, steps)
-    for size in ("12 × 192", "27 × 352"):
-        assert f"{said[f'{size}, held out', 4000]} measured over 3 seeds" in ladder
-    pairs = re.findall(
-        r"- (\S+ × \S+ and \S+ × \S+) after 32.8 M tokens .*: the larger ends ([\d.]+) nats lower", ladder
-    )
-    assert len(pairs) == 3
-    for pair, nats in pairs:
-        assert re.search(rf"\| {pair} \| [\d.]+ \| {nats}", page)
+        for steps, cell in zip((4000, 6500, 10500), cells, strict=True):
+            [(mean, deviation)] = re.findall(rf"^{steps} +([\d.]+) +([\d.]+) +3 finished", sweep, re.MULTILINE)
+            assert cell == f"{float(mean):.3f} ({float(deviation):.3f})", (size, steps)
+    pairs = re.findall(r"- (\S+ × \S+ and \S+ × \S+) after \S+ M tokens .*: the larger ends ([\d.]+) nats lower", ladder)
+    rows = {pair: cells for pair, *cells in table("docs/scaling.md", "| pair | after 33 M tokens")}
+    assert {pair: [cell.removesuffix(" nats") for cell in cells[1::2] if cell] for pair, cells in rows.items()} == {
+        pair: [nats for each, nats in pairs if each == pair] for pair, _ in pairs
+    }
+    for predicted in re.findall(r"- (?:\S+ × \S+: )(\S+) \((\S+ to \S+)\) nats predicted, (\S+) measured", ladder):
+        assert "| {} nats ({}) | {} |".format(*predicted) in page
+    assert "ends 0.237 nats lower than the smaller; +0.318 (+0.018 to +0.500) was predicted: within" in ladder
+    assert "| 0.318 nats (0.018 to 0.500) | 0.237 |" in page
+    assert "0.04 nats below BERT-Large (303 M) (90% interval -0.091 to +0.39)" in ladder
+    assert "0.04 nats below BERT-Large after 40 M tokens (-0.09 to 0.39)" in page
+    assert f"in {papermill('scaling_ladder_4xH200')['duration'] / 60:.0f} minutes) 42 runs of six sizes" in page
 
 
 def test_losses_of_the_demo_are_those_of_the_raw_file() -> None:

@@ -19,7 +19,7 @@ from workbench.units import count
 
 POINTS = 60
 """Number of points of a curve of the law."""
-OTHERS = ("square-open", "diamond-open", "circle-open")
+OTHERS = ("square-open", "diamond-open", "circle-open", "triangle-up-open", "cross-open")
 """Symbols of other results; open ones are seen where they lie on each other."""
 Pair = tuple[float, float]
 """Parameters of a smaller and a larger model, without embeddings."""
