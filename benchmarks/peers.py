@@ -10,7 +10,7 @@ a name in `OPTIONS`, so that the gain of each can be measured.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Container, Iterator, Mapping, Sequence
 from typing import Any, cast
 
 import torch
@@ -136,21 +136,15 @@ class _DataParallel(Peer):
         base, self.options = parsed(kind)
         self.micro_batch, self.device = micro_batch, device
         self.data, self.replica, self.tokens = dist.get_world_size(), dist.get_rank(), 0
-        model = built(build, device)
-        layers = _layers(model)
-        _checkpoint(layers, self.options)
-        self.labelled = _labelled(model) if "labelled-head" in self.options else None
-        model = self.labelled or model
         self.graphs = "graphs" in self.options and device.type == "cuda"
+        model, self.labelled = prepared(build, self.options, not self.graphs, device)
         if self.graphs:
             model.compile(mode="reduce-overhead")
-        else:
-            _compile([*layers, *([self.labelled.words] if self.labelled else [])], device)
         self.sharded = base.startswith("fsdp")
         self.gathered_once = base == "fsdp"
         if self.sharded:
             policy = _policy(device)
-            for layer in layers:
+            for layer in _layers(model):
                 fully_shard(layer, mp_policy=policy, reshard_after_forward=base == "fsdp3")
             fully_shard(model, mp_policy=policy, reshard_after_forward=False)
             self.model: Any = model
@@ -162,7 +156,7 @@ class _DataParallel(Peer):
         self.optimizer.zero_grad(set_to_none=True)
         parts = list(micro_batches(batch, self.micro_batch))
         if self.labelled is not None:
-            self.labelled.capacity = _capacity(parts)
+            self.labelled.capacity = capacity(parts)
         total, self.tokens = torch.zeros((), device=self.device), 0
         for index, part in enumerate(parts):
             if self.graphs:
@@ -216,7 +210,7 @@ class _Pipelined(Peer):
         schedule = self._scheduled(batch)
         losses: list[torch.Tensor] = []
         if self.part.words is not None:
-            self.capacity = _capacity(list(micro_batches(batch, self.micro_batch)))
+            self.capacity = capacity(list(micro_batches(batch, self.micro_batch)))
         with _autocast(self.device):
             if self.rank == 0:
                 schedule.step(batch["input_ids"], token_type_ids=batch["token_type_ids"], return_outputs=False)
@@ -358,8 +352,8 @@ def _labelled(model: Any) -> _LabelledPretraining | _LabelledCausal:
 
 
 def _layers(model: Any) -> nn.ModuleList:
-    """Return the layers of a Hugging Face BERT, GPT-2 or OPT; raise `ValueError` for another model."""
-    for path in ("bert.encoder.layer", "transformer.h", "model.decoder.layers"):
+    """Return the layers of a Hugging Face BERT, GPT-2 or OPT, labelled or not; raise `ValueError` for another model."""
+    for path in ("bert.encoder.layer", "transformer.h", "model.decoder.layers", "body.h", "body.decoder.layers"):
         with contextlib.suppress(AttributeError):
             return cast(nn.ModuleList, model.get_submodule(path))
     raise ValueError(f"The hand-written peers train BERT, GPT-2 and OPT, and not {type(model).__name__}.")
@@ -384,7 +378,7 @@ def labelled_places(labels: torch.Tensor, capacity: int) -> torch.Tensor:
     return torch.nonzero_static((labels != IGNORED).flatten(), size=capacity, fill_value=-1)[:, 0]
 
 
-def _capacity(parts: Sequence[Batch]) -> int:
+def capacity(parts: Sequence[Batch]) -> int:
     """Return the rows of the labelled head: the most labels of any micro-batch, rounded up by `HEAD_GRAIN`.
 
     The host waits for the device once, at the beginning of a step, when the device has nothing to do; a data loader
@@ -421,7 +415,7 @@ def head_in_layers(model: Any, labelled: bool) -> float:
     return share * products(model.cls.predictions) / products(model.bert.encoder.layer[0])
 
 
-def _checkpoint(layers: nn.ModuleList, options: frozenset[str]) -> None:
+def _checkpoint(layers: nn.ModuleList, options: Container[str]) -> None:
     every = 1 if "recompute" in options else 2 if "recompute-half" in options else 0
     for index in range(0, len(layers), every) if every else ():
         layers[index] = checkpoint_wrapper(layers[index])
@@ -441,6 +435,22 @@ def built(build: Callable[[], nn.Module], device: torch.device) -> Any:
     torch.manual_seed(0)
     with torch.device(device):
         return build().train()
+
+
+def prepared(
+    build: Callable[[], nn.Module], options: Container[str], is_compiled: bool, device: torch.device
+) -> tuple[Any, _LabelledPretraining | _LabelledCausal | None]:
+    """Return a model with the checkpointing and the head of its options, and the labelled model if it is one.
+
+    A compiled model has each layer compiled in place, and the head if it is labelled.
+    """
+    model = built(build, device)
+    layers = _layers(model)
+    _checkpoint(layers, options)
+    labelled = _labelled(model) if "labelled-head" in options else None
+    if is_compiled:
+        _compile([*layers, *([labelled.words] if labelled else [])], device)
+    return labelled or model, labelled
 
 
 def _compile(modules: Sequence[nn.Module], device: torch.device) -> None:

@@ -1,4 +1,4 @@
-"""DeepSpeed as its users tune it, for any Hugging Face model that returns its loss.
+"""DeepSpeed as its users tune it, around the same BERT, GPT-2 and OPT as the hand-written peers.
 
 `deepspeed1`, `deepspeed2` and `deepspeed3` name the ZeRO stage. All of them: bf16 weights with fp32 master weights on
 GPUs, PyTorch's fused AdamW, clipping by the global norm, collectives that overlap the backward pass, and buckets of
@@ -19,13 +19,15 @@ import torch.distributed as dist
 from torch import nn
 
 OPTIONS = {
-    "compiled": "The model is compiled by `engine.compile`, DeepSpeed's way to `torch.compile`.",
+    "compiled": "Every layer is compiled in place, as those of the hand-written peers.",
+    "labelled-head": peers.OPTIONS["labelled-head"],
     "offload": "The optimiser's state lies in host memory, where DeepSpeed's own Adam steps; stages 2 and 3 only.",
-    "recompute": "Every layer is checkpointed, by the switch of Hugging Face's models.",
+    "recompute": peers.OPTIONS["recompute"],
+    "recompute-half": peers.OPTIONS["recompute-half"],
 }
-CHECKPOINTING = ("", "recompute")
+CHECKPOINTING = peers.CHECKPOINTING
 ENVIRONMENT: Mapping[str, str] = {"DS_ACCELERATOR": "cuda" if torch.cuda.is_available() else "cpu"}
-STRONG = ("compiled",)
+STRONG = ("compiled", "labelled-head")
 BASES = ("deepspeed1", "deepspeed2", "deepspeed3")
 INSTALL = "deepspeed==0.19.8"
 
@@ -77,23 +79,22 @@ class Peer(peers.Peer):
 
         deepspeed.ops.__compatible_ops__.pop("deepspeed_shm_comm", None)  # or C++ is compiled, on CPUs, for a minute
         deepspeed.init_distributed(dist.get_backend(), verbose=False)
-        model = peers.built(build, device)
-        if "recompute" in options:
-            model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+        model, self.labelled = peers.prepared(build, options, "compiled" in options, device)
         offload = "offload" in options
         config = _config(int(base.removeprefix("deepspeed")), micro_batch, device, offload)
         optimizer = _host_adam(model) if offload else peers.adamw(model, device)
         self.engine, *_ = deepspeed.initialize(model=model, optimizer=optimizer, config=config)
-        if "compiled" in options and device.type == "cuda":
-            self.engine.compile()
 
     def step(self, batch: peers.Batch) -> torch.Tensor:
         parts = list(peers.micro_batches(batch, self.micro_batch))
         if self.engine.gradient_accumulation_steps() != len(parts):
             self.engine.set_train_batch_size(self.micro_batch * len(parts) * self.data)
+        if self.labelled is not None:
+            self.labelled.capacity = peers.capacity(parts)
         total, self.tokens = torch.zeros((), device=self.device), 0
         for part in parts:
-            loss = self.engine(**part).loss
+            output = self.engine(**part)
+            loss = output if self.labelled is not None else output.loss
             self.engine.backward(loss)  # divides by the number of micro-batches
             self.engine.step()  # does something after the last of them only
             total += loss.detach() / len(parts)

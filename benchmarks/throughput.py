@@ -8,8 +8,8 @@ Three things happen in this order, and each is written to the file when it is th
 
 1. Our plans of all rows, with their predicted step time and memory.
 2. A sweep of each peer of each row: micro-batches in growing order until one does not fit, without checkpointing, with
-   every second layer and with every layer checkpointed. Checkpointing is left out once the largest micro-batch fits
-   without, since it can then only cost time. The fastest of a peer's sweep competes.
+   every second layer and with every layer checkpointed. Checkpointing is tried at micro-batches that do not fit
+   without, since it can only cost time elsewhere. The fastest of a peer's sweep competes.
 3. Rounds. In each round every contender is built, warmed up, timed and freed once; every second round has the opposite
    order, so that a machine that slows down slows all contenders alike. Contenders of one round share their processes,
    unless one runs out of memory or a library needs environment variables of its own. Every step's time is written.
@@ -20,10 +20,10 @@ compiler is PyTorch's own, without what we change.
 
 `--plan 2,1,0,16,selective,tensor=2` adds a forced plan of ours (pipeline, data, ZeRO, micro-batch, checkpointing, then
 by name whatever else `wb.plan` takes), `--peer fsdp,64` a peer without options as it is written, at that micro-batch
-and unswept, `--ablate` each swept peer without one of its options after another and without all, at the winner's
-micro-batch, and `--deterministic` the planner's choice with deterministic kernels. `--skip deepspeed,megatron` leaves
-out the peers whose names begin so. `--profile` writes where one more step of the first round goes, by type of kernel,
-on the first and the last rank. The same command goes on where it stopped.
+and unswept, `--ablate ddp,fsdp` the peers whose names begin so without one of their options after another and without
+all, at the winner's micro-batch, and `--deterministic` the planner's choice with deterministic kernels. `--skip
+deepspeed,megatron` leaves out the peers whose names begin so. `--profile` writes where one more step of the first
+round goes, by type of kernel, on the first and the last rank. The same command goes on where it stopped.
 """
 
 from __future__ import annotations
@@ -90,7 +90,7 @@ def _arguments() -> argparse.Namespace:
     parser.add_argument("--plan", action="append", default=[], help=by_hand.SYNTAX)
     parser.add_argument("--peer", action="append", default=[], help="kind,micro_batch")
     parser.add_argument("--skip", default="", help="peers or libraries to leave out, by comma: deepspeed,megatron-tp4")
-    parser.add_argument("--ablate", action="store_true")
+    parser.add_argument("--ablate", default="", help="peers or libraries to time without their options, by comma: ddp")
     parser.add_argument("--deterministic", action="store_true")
     parser.add_argument("--profile", action="store_true")
     parser.add_argument("--tiny", action="store_true", help="small models, of no interest but to see that this runs")
@@ -130,8 +130,11 @@ def _refuse(arguments: argparse.Namespace) -> None:
 
 def _kept(name: str, skip: str) -> list[str]:
     """Return the peers of a row without those that `--skip` names, alone or by the beginning of their names."""
-    unwanted = tuple(part for part in skip.split(",") if part)
-    return [kind for kind in ROWS[name].peers if not kind.startswith(unwanted)]
+    return [kind for kind in ROWS[name].peers if not kind.startswith(_names(skip))]
+
+
+def _names(text: str) -> tuple[str, ...]:
+    return tuple(part for part in text.split(",") if part)
 
 
 class Bench:
@@ -167,13 +170,13 @@ class Bench:
             strong = contenders.strongest(base)
             for option in contenders.checkpointing(base):
                 kind = "+".join(part for part in (strong, option) if part)
-                sizes = self._sizes(name, kind)
-                if option and self._fitted(name, strong, sizes[-1]):
-                    break
-                known = [entry["micro_batch"] for entry in self._swept(name, kind)]
-                if any("error" in entry for entry in self._swept(name, kind)):
+                if any(
+                    "error" in entry for entry in self.raw["sweeps"] if (entry["row"], entry["kind"]) == (name, kind)
+                ):
                     continue
-                turns = [Turn(f"{kind}, {size}", kind, size) for size in sizes if size not in known]
+                largest = max((entry["micro_batch"] for entry in self._fitted(name, base)), default=0)
+                sizes = [size for size in self._sizes(name, kind) if size > largest]
+                turns = [Turn(f"{kind}, {size}", kind, size) for size in sizes]
                 for turn, found in self._launched(name, turns, self.arguments.sweep_steps):
                     said = {"row": name, "peer": base, "kind": kind, "micro_batch": turn.micro_batch}
                     self._note("sweeps", said, found)
@@ -210,13 +213,12 @@ class Bench:
     def _peers(self, name: str) -> Iterator[tuple[str, int]]:
         """Yield the fastest of each peer's sweep and, if asked, the same without its options."""
         for base in _kept(name, self.arguments.skip):
-            entries = [entry for entry in self.raw["sweeps"] if (entry["row"], entry["peer"]) == (name, base)]
-            timed = [entry for entry in entries if "error" not in entry]
+            timed = self._fitted(name, base)
             if not timed:
                 continue
             best = min(timed, key=lambda entry: statistics.median(entry["step_ms"]))
             yield best["kind"], best["micro_batch"]
-            if self.arguments.ablate:
+            if base.startswith(_names(self.arguments.ablate)):
                 for kind in contenders.ablations(base, best["kind"]):
                     yield kind, best["micro_batch"]
 
@@ -226,11 +228,10 @@ class Bench:
         sizes = [size for size in ROWS[name].sizes(self.arguments.tiny) if samples % size == 0]
         return sizes or [samples]
 
-    def _swept(self, name: str, kind: str) -> list[dict[str, Any]]:
-        return [entry for entry in self.raw["sweeps"] if (entry["row"], entry["kind"]) == (name, kind)]
-
-    def _fitted(self, name: str, kind: str, size: int) -> bool:
-        return any(entry["micro_batch"] == size and "error" not in entry for entry in self._swept(name, kind))
+    def _fitted(self, name: str, base: str) -> list[dict[str, Any]]:
+        """Return what the sweep of a peer has timed."""
+        entries = [entry for entry in self.raw["sweeps"] if (entry["row"], entry["peer"]) == (name, base)]
+        return [entry for entry in entries if "error" not in entry]
 
     def _launched(
         self, name: str, turns: Sequence[Turn], steps: int, profile: bool = False

@@ -143,7 +143,7 @@ def test_the_labelled_head_computes_labelled_positions_only() -> None:
     model.cls.predictions.decoder.register_forward_hook(lambda _, inputs, __: rows.append(inputs[0].shape[0]))
     expected = model(**batch).loss
     labelled = peers._LabelledPretraining(model)
-    labelled.capacity = peers._capacity([batch])
+    labelled.capacity = peers.capacity([batch])
     assert labelled(**batch).item() == pytest.approx(expected.item(), rel=1e-6)
     count = int((batch["labels"] != peers.IGNORED).sum())
     assert count <= rows[1] < count + SAMPLES * LENGTH / peers.HEAD_GRAIN
@@ -212,7 +212,7 @@ def _bench(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, *words: str) -> tupl
 def test_a_sweep_keeps_the_fastest_and_rounds_alternate_their_order(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    bench, launched = _bench(tmp_path, monkeypatch, *WORDS, "--ablate", "large")
+    bench, launched = _bench(tmp_path, monkeypatch, *WORDS, "--ablate", "ddp,fsdp", "large")
     bench.predict("large")
     assert json.loads((tmp_path / "raw").read_text())["predictions"]["large"]["ours"]["step_ms"] > 0
     assert not launched
@@ -222,9 +222,9 @@ def test_a_sweep_keeps_the_fastest_and_rounds_alternate_their_order(
         ("ddp+labelled-head", 1, False),
         ("ddp+labelled-head", 2, False),
         ("ddp+labelled-head", 4, True),
-        ("ddp+labelled-head+recompute-half", 1, False),
+        ("ddp+labelled-head+recompute-half", 4, False),
     ]
-    assert ("fsdp+labelled-head+one-reduction+recompute", 4, False) in tried
+    assert not [kind for kind, *_ in tried if kind.endswith("recompute")]  # every second layer was enough
     bench.compare("large")
     order = [entry["contender"].partition(":")[0] for entry in bench.raw["measurements"]]
     first = order[: len(order) // 2]
@@ -233,7 +233,7 @@ def test_a_sweep_keeps_the_fastest_and_rounds_alternate_their_order(
     assert {"fsdp+one-reduction+recompute-half, 4", "fsdp+recompute-half, 4"} <= set(first)
     assert order[len(order) // 2 :] == first[::-1]
     assert "planner's choice / best peer" in throughput.report(bench.raw)
-    again, launched_again = _bench(tmp_path, monkeypatch, *WORDS, "--ablate", "large")
+    again, launched_again = _bench(tmp_path, monkeypatch, *WORDS, "--ablate", "ddp,fsdp", "large")
     again.predict("large")
     again.sweep("large")
     again.compare("large")

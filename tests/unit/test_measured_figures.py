@@ -232,7 +232,9 @@ def test_losses_of_the_ladder_are_those_of_its_executed_notebook() -> None:
         for steps, cell in zip((4000, 6500, 10500), cells, strict=True):
             [(mean, deviation)] = re.findall(rf"^{steps} +([\d.]+) +([\d.]+) +3 finished", sweep, re.MULTILINE)
             assert cell == f"{float(mean):.3f} ({float(deviation):.3f})", (size, steps)
-    pairs = re.findall(r"- (\S+ × \S+ and \S+ × \S+) after \S+ M tokens .*: the larger ends ([\d.]+) nats lower", ladder)
+    pairs = re.findall(
+        r"- (\S+ × \S+ and \S+ × \S+) after \S+ M tokens .*: the larger ends ([\d.]+) nats lower", ladder
+    )
     rows = {pair: cells for pair, *cells in table("docs/scaling.md", "| pair | after 33 M tokens")}
     assert {pair: [cell.removesuffix(" nats") for cell in cells[1::2] if cell] for pair, cells in rows.items()} == {
         pair: [nats for each, nats in pairs if each == pair] for pair, _ in pairs
