@@ -36,8 +36,9 @@ def test_the_template_measures_each_finding_and_closes_with_their_verdicts(tmp_p
     findings = rows(printed(cells, "findings = {"))
     tokenising, streaming, memory, scaling, rescue = findings
     mb_per_s = float(re.match(r"[\d.]+", tokenising["measured"])[0])  # slow where other tests take the cores
-    happened = "seen here" if mb_per_s < 0.28 else "not seen here"
-    assert tokenising["here"] == f"{happened}, by the rate; memory at 120 GB: not measured"
+    happened, _, rest = tokenising["here"].partition(", ")
+    assert rest == "by the rate; memory at 120 GB: not measured"
+    assert mb_per_s == 0.28 or happened == ("seen here" if mb_per_s < 0.28 else "not seen here")
     assert streaming["here"] == "not seen here"
     assert streaming["measured"].startswith("5 of 5 steps under ZeRO 3, finished")
     assert memory["here"] == "predicted for 4 × V100 16GB, not measured: depends on the micro-batch"

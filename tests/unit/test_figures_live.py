@@ -301,8 +301,10 @@ def test_a_notebook_executed_without_a_browser_keeps_something_to_read(tmp_path:
         "from workbench.runs.run import Run\nfrom workbench.widgets import live",
         f"begun = live(Run({str(running.path)!r}))\nbegun",
         f"over = live(Run({str(ended.path)!r}))\nover",
-        "import time\nwhile over.following or not all('image/png' in each for each in begun.twins._bundles[1:]):\n"
-        "    time.sleep(0.05)\ntime.sleep(2)",
+        "import time\n"
+        "def drawn(live): return all('image/png' in each for each in live.twins._bundles[1:])\n"
+        "while over.following or not drawn(begun) or not drawn(over): time.sleep(0.05)\n"
+        "time.sleep(2)",
     ]
     notebook = nbformat.v4.new_notebook(cells=[nbformat.v4.new_code_cell(cell) for cell in cells])
     NotebookClient(notebook, timeout=120, kernel_name="python3").execute()

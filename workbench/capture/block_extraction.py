@@ -16,7 +16,7 @@ from workbench.capture.dataflow import Dataflow
 from workbench.capture.export import Exported
 from workbench.capture.graph import Block
 from workbench.capture.losses import MeanLoss, Quotient, emit_sum_over_count
-from workbench.capture.opaque import call_of, opaque_calls
+from workbench.capture.opaque import call_of
 from workbench.capture.operations import tensor_at
 
 
@@ -84,7 +84,7 @@ class BlockExtractor:
             index=index,
             name=group.name,
             block_type=block_type,
-            cost_type=digest(graph, root, of_cost=True) if opaque_calls(graph) else block_type,
+            cost_type=digest(graph, root, of_cost=True),
             parameters=parameters,
             buffers=buffers,
             receives=tuple(node.name for node in receives),
@@ -125,12 +125,13 @@ def digest(graph: fx.Graph, root: nn.Module, returned: Sequence[int] = (), of_co
     """Return a hash of operations, constants, wiring, shapes and types: equal for layers that compute the same.
 
     `returned` are the positions of the sent values that no later block reads. With `of_cost`, it is equal for layers
-    that cost the same: opaque calls of other modules of one class may compute something else.
+    that cost the same: their numbers may differ, such as the rates of stochastic depth, and opaque calls of other
+    modules of one class may compute something else.
     """
     position = {node: index for index, node in enumerate(graph.nodes)}
     lines = [
-        f"{node.op} {_target(node, root)} {_canonical(_arguments(node, of_cost), position)} "
-        f"{_canonical(node.kwargs, position)} {_shape(node.meta.get('val'))}"
+        f"{node.op} {_target(node, root)} {_canonical(_arguments(node, of_cost), position, of_cost)} "
+        f"{_canonical(node.kwargs, position, of_cost)} {_shape(node.meta.get('val'))}"
         for node in graph.nodes
     ]
     lines += [f"returned {list(returned)}"] if returned else []
@@ -154,16 +155,21 @@ def _arguments(node: fx.Node, of_cost: bool) -> Any:
     return node.args if call is None else (call.cost_digest if of_cost else call.digest, *node.args[1:])
 
 
-def _canonical(value: Any, position: Mapping[fx.Node, int]) -> str:
-    """Return arguments as text that does not depend on the names of nodes or on the device."""
+def _canonical(value: Any, position: Mapping[fx.Node, int], of_cost: bool) -> str:
+    """Return arguments as text that does not depend on the names of nodes or on the device.
+
+    With `of_cost`, it does not depend on the values of numbers either, but for those that save an operation.
+    """
 
     def leaf(item: Any) -> Any:
         if isinstance(item, fx.Node):
             return f"%{position[item]}"
+        if of_cost and isinstance(item, float) and item not in (0.0, 1.0):
+            return "number"
         return "device" if isinstance(item, torch.device) else item
 
     if isinstance(value, Mapping):
-        return str({key: _canonical(item, position) for key, item in value.items()})
+        return str({key: _canonical(item, position, of_cost) for key, item in value.items()})
     return str(fx.node.map_aggregate(value, leaf))
 
 

@@ -33,7 +33,7 @@ class Block:
     block_type: str
     """Digest of the computation and its shapes; blocks of one type share one `code`."""
     cost_type: str
-    """The same, but equal for opaque calls of modules of one class, which cost the same."""
+    """The same, but equal for layers that cost the same: see `workbench.capture.block_extraction.digest`."""
     parameters: tuple[str, ...]
     """Canonical parameter names, in `code`'s order; tied parameters go by one name everywhere."""
     buffers: tuple[str, ...]

@@ -32,6 +32,7 @@ from workbench.execution.blocks.dropout import has_active_dropout, use_hashed_dr
 from workbench.execution.blocks.gathered_loss import GatheredLoss
 from workbench.execution.blocks.gradient_accumulation import GradientAccumulator
 from workbench.execution.blocks.labelled_head import LabelledRows, Runner
+from workbench.execution.blocks.shared_code import finish_alike
 from workbench.execution.blocks.tensor_parallel import divide_block, take_shard
 from workbench.execution.blocks.weight_copies import WeightCopies, match_autocast_types, read_only_by_products
 from workbench.execution.parallel.mesh import MeshCoordinate
@@ -284,7 +285,7 @@ def runners(
     recompute: str,
     bf16_weights: bool = False,
 ) -> dict[str, Runner]:
-    """Return one callable per block type, compiled once however many blocks share it.
+    """Return one callable per block type, compiled once however many blocks share it or differ in numbers only.
 
     Without compilation, `BlockModule` recomputes activations. With it, recomputation is part of the compiled code: the
     compiler decides what to save, and replays random numbers itself, since a checkpoint around compiled code cannot be
@@ -311,16 +312,15 @@ def runners(
         code = _with_checkpoint_inside(code, supported_mode(code, recompute))
         return torch.compile(code, dynamic=False, fullgraph=True)
 
-    by_type: dict[str, Runner] = {}
+    heads: dict[str, Runner] = {}
     for block_type, code in codes.items():
         is_divided = code is not blocks[block_type].code
         is_gathered = bool(graph.gathered) and block_type == graph.blocks[-1].block_type
         part = None if is_divided or is_gathered else find_rowwise_head(blocks[block_type])
-        if part is None:
-            by_type[block_type] = finish(block_type, code)
-        else:
-            by_type[block_type] = LabelledRows(code, part, partial(finish, block_type))
-    return by_type
+        if part is not None:
+            heads[block_type] = LabelledRows(code, part, partial(finish, block_type))
+    others = {block_type: code for block_type, code in codes.items() if block_type not in heads}
+    return heads | finish_alike(others, finish, compile, device)
 
 
 def prepare_compiler() -> None:
