@@ -102,14 +102,16 @@ ROWS = {
     "base": Row(_base, 128, 128, ("ddp", "fsdp", "ddp+graphs"), (16, 32), {}),
     "large": Row(wb.models.bert_large, 512, 512, ("ddp", "fsdp", "deepspeed1", "megatron"), (32, 64, 128), {}),
     "large-128": Row(wb.models.bert_large, 128, 2048, ("ddp", "fsdp", "deepspeed1", "megatron"), (128, 256, 512), {}),
-    "scaled": Row(_scaled, 512, 256, ("ddp", "fsdp"), (16, 32, 64), {}),
-    "scaled-128": Row(_scaled, 128, 1024, ("ddp", "fsdp"), (64, 128, 256), {}),
+    "scaled": Row(_scaled, 512, 256, ("ddp", "fsdp", "deepspeed1", "megatron"), (16, 32, 64), {}),
+    "scaled-128": Row(_scaled, 128, 1024, ("ddp", "fsdp", "deepspeed1", "megatron"), (64, 128, 256), {}),
     "scaled-pp2": Row(_scaled, 512, 256, ("pp2",), PIPELINED, {"pipeline": 2}),
     "scaled-pp4": Row(_scaled, 512, 256, ("pp4",), PIPELINED, {"pipeline": 4}),
     "scaled-pp2dp2": Row(_scaled, 512, 256, ("pp2dp2",), PIPELINED, {"pipeline": 2}),
     "scaled-32gib": Row(_scaled, 512, 256, ("fsdp3", "pp4"), (2, 4, 8, 16, 32, 64), {"memory_limit_gib": 32}),
     "opt-350m": Row(_opt, 2048, 64, ("ddp", "fsdp", "deepspeed1", "deepspeed3"), (4, 8, 16), {}),
+    "opt-350m-512": Row(_opt, 512, 256, ("ddp", "fsdp", "deepspeed1", "deepspeed3"), (16, 32, 64), {}),
     "gpt3-1.3b": Row(_gpt3, 2048, 64, ("ddp", "fsdp", *LIBRARIES), (2, 4, 8, 16), {}),
+    "gpt3-1.3b-512": Row(_gpt3, 512, 256, ("ddp", "fsdp", *LIBRARIES), (8, 16, 32, 64), {}),
     "gpt3-13b": Row(_gpt3_13b, 2048, 64, ("fsdp3", *LIBRARIES[1:]), (1, 2, 4, 8), {}),
     "4.8b": Row(_largest, 512, 256, ("fsdp", "fsdp3", "pp4"), (4, 8, 16, 32, 64), {}),
 }
@@ -204,7 +206,8 @@ def _settings(turn: Turn) -> Iterator[None]:
     elif turn.kind == "ours":
         yield
     else:
-        with mock.patch.multiple(compiling, LONGEST_ROW=0, LOW_PRECISION=()):
+        plain = mock.patch.multiple(compiling, LONGEST_ROW=0, LOW_PRECISION=())
+        with plain, inductor.patch(post_grad_custom_post_pass=None):
             yield
 
 

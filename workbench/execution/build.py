@@ -30,6 +30,7 @@ from workbench.execution.blocks.context import StepContext
 from workbench.execution.blocks.cuda_graphs import CudaGraphs
 from workbench.execution.blocks.dropout import has_active_dropout, use_hashed_dropout
 from workbench.execution.blocks.gathered_loss import GatheredLoss
+from workbench.execution.blocks.gelu_pattern import use_gelu
 from workbench.execution.blocks.gradient_accumulation import GradientAccumulator
 from workbench.execution.blocks.labelled_head import LabelledRows, Runner
 from workbench.execution.blocks.shared_code import finish_alike
@@ -307,6 +308,7 @@ def runners(
             code = match_autocast_types(code, len(blocks[block_type].parameters))
         if not compile or is_opaque(code):
             return code
+        code = use_gelu(code)
         if has_active_dropout(blocks[block_type].code):
             code = use_hashed_dropout(code)
         code = _with_checkpoint_inside(code, supported_mode(code, recompute))
