@@ -16,7 +16,7 @@ class Layer(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.first, self.second, self.norm = nn.Linear(256, 1024), nn.Linear(1024, 256), nn.LayerNorm(256)
+        self.first, self.second, self.norm = nn.Linear(1024, 4096), nn.Linear(4096, 1024), nn.LayerNorm(1024)
 
     def forward(self, value: torch.Tensor, seed: torch.Tensor) -> torch.Tensor:
         projected = self.second(functional.gelu(self.first(value)))
@@ -38,7 +38,7 @@ def test_a_layers_backward_has_two_kernels_fewer_and_the_same_gradients() -> Non
     torch.manual_seed(0)
     prepare()
     layer = Layer().cuda()
-    value = torch.randn(32, 512, 256, device="cuda", requires_grad=True)
+    value = torch.randn(64, 512, 1024, device="cuda", requires_grad=True)
     ours, kernels = gradients(layer, value)
     with config.patch(post_grad_custom_post_pass=None):
         plain, more = gradients(layer, value)

@@ -87,6 +87,19 @@ def test_captured_blocks_take_the_measured_share_of_their_time() -> None:
     assert replayed.prediction.compute_ms == pytest.approx(0.8 * launched.prediction.compute_ms, rel=0.02)
 
 
+@pytest.mark.parametrize(
+    ("share", "asked", "captures"), [(0.95, None, True), (0.995, None, False), (0.8, False, False)]
+)
+def test_cuda_graphs_that_save_a_percent_are_chosen_although_the_host_is_ahead(
+    share: float, asked: bool | None, captures: bool
+) -> None:
+    points = [replace(one, replayed=share) for one in layers_measured((4, 30.0, 70.0), (16, 110.0, 250.0))]
+    types = tuple(replace(cost, capturable=("none",)) for cost in layered_profile().block_types)
+    found = corrected_profile(replace(layered_profile(), block_types=types), H200.device, points)
+    best = what_if(found, cluster=H200.resized(1), global_batch=16, seq_len=512, cuda_graphs=asked)
+    assert best.cuda_graphs is captures
+
+
 def test_the_ratio_of_measured_to_analytic_time_is_interpolated_between_micro_batches() -> None:
     counted = layered_profile()
     priced = {size: counted.analytic_ms(1, size, H200.device)[0] for size in (4, 8, 16, 64)}

@@ -52,7 +52,8 @@ from workbench.tensors import TensorSpec
 from workbench.units import GIB
 
 SUSTAINED_S = 2.0
-"""Seconds that the device is kept busy, as in training, because its clocks fall under load; the second half counts."""
+"""Seconds that the device is kept busy, as in training, because its clocks fall under load; the second half counts.
+Captured rounds are replayed as long: while they are captured the device rests, and its clocks rise."""
 FEWEST, MOST = 6, 400
 """Least and largest number of sustained rounds."""
 SINGLE = 3
@@ -63,8 +64,6 @@ FREE_SHARE = 0.5
 """Least free share of a GPU's memory; with less, another program runs there and would disturb the times."""
 CYCLES_PER_S = 1.8e9
 """Clock that turns seconds into the cycles of `torch.cuda._sleep`."""
-REPLAYED_S = 0.5
-"""Seconds for which captured rounds are replayed, after the sustained ones, when clocks have settled."""
 HEAD_START_S = 0.03
 """Seconds that the device sleeps first, so that the host is ahead and the times are the device's own."""
 
@@ -187,14 +186,15 @@ class Probe:
                 self._chain.run(self._batch)
             graph.replay()
             ends = [Timestamp.now(self._device)]
-            for _ in range(max(FEWEST, min(MOST, round(REPLAYED_S / eager_s)))):
+            for _ in range(max(FEWEST, min(MOST, round(SUSTAINED_S / eager_s)))):
                 graph.replay()
                 ends.append(Timestamp.now(self._device))
             _wait(self._device)
         except (RuntimeError, WorkbenchError):  # out of memory, or code that does not run in a capture
             traceback.print_exc()
             return 1.0
-        return statistics.median(end.seconds_since(begin) for begin, end in itertools.pairwise(ends)) / eager_s
+        seconds = [end.seconds_since(begin) for begin, end in itertools.pairwise(ends)]
+        return statistics.median(seconds[len(seconds) // 2 :]) / eager_s
 
 
 def _sustained(run: Callable[[], _Log], device: torch.device) -> tuple[list[_Log], list[_Log], int | None]:

@@ -63,7 +63,8 @@ def has_options(profile: Profile, request: Request) -> bool:
 def options(profile: Profile, request: Request) -> Iterator[StrategyCosts]:
     """Yield the costs of every strategy.
 
-    CUDA graphs take memory: unless the user asked for them, they are tried only where the host may hold up its device.
+    CUDA graphs take memory: unless the user asked for them, they are tried only where the host may hold up its device,
+    and for the best of all the others in the end.
     """
     modes = tuple(RECOMPUTE) if request.fixed.recompute is None else (request.fixed.recompute,)
     cluster, fixed = request.cluster, request.fixed
