@@ -180,6 +180,11 @@ def environment(kind: str) -> dict[str, str]:
     return {} if kind == "ours" else family_of(kind).ENVIRONMENT
 
 
+def company(kind: str) -> str:
+    """Return a name that contenders share if they may share processes: a library leaves hooks and memory behind."""
+    return next((name for name in FAMILIES if kind.startswith(name)), "")
+
+
 def fits(kind: str, world: int) -> bool:
     """Return whether a peer runs on so many devices."""
     return bool(family_of(kind).fits(kind, world))

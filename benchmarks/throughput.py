@@ -12,7 +12,7 @@ Three things happen in this order, and each is written to the file when it is th
    without, since it can only cost time elsewhere. The fastest of a peer's sweep competes.
 3. Rounds. In each round every contender is built, warmed up, timed and freed once; every second round has the opposite
    order, so that a machine that slows down slows all contenders alike. Contenders of one round share their processes,
-   unless one runs out of memory or a library needs environment variables of its own. Every step's time is written.
+   unless one runs out of memory; those of a library have their own. Every step's time is written.
 
 Batches are for 4 GPUs; on another number they are larger or smaller with it, so that a GPU has as much to do. Random
 tokens, dropout 0.1, AdamW and clipping included. A row's limit of memory is enforced on all contenders. The peers'
@@ -188,7 +188,7 @@ class Bench:
             ordered = list(enumerate(turns if number % 2 == 0 else turns[::-1]))
             waiting = [(position, turn) for position, turn in ordered if not self._done(name, turn.label, number)]
             profile = self.arguments.profile and number == 0
-            for _, group in itertools.groupby(waiting, key=lambda item: contenders.environment(item[1].kind)):
+            for _, group in itertools.groupby(waiting, key=lambda item: contenders.company(item[1].kind)):
                 together = list(group)
                 while together:
                     for _, found in self._launched(name, [turn for _, turn in together], self.arguments.steps, profile):
@@ -333,7 +333,7 @@ def report(raw: Mapping[str, Any]) -> str:
             tokens = runs[0]["tokens_per_step"] / statistics.median(rounds[label].values()) * 1e3
             memory = f", {runs[0]['peak_gib']:.1f} GiB" if "peak_gib" in runs[0] else ""
             lines.append(f"{row:14} {label}: {_spread(rounds[label])}, {tokens:,.0f} tokens/s{memory}")
-        lines.extend(f"{row:14} {line}" for line in _ratios(rounds))
+        lines.extend(f"{row:14} {line}" for line in [*_ratios(rounds), *_utilisation(row, raw, rounds)])
     return "\n".join(lines)
 
 
@@ -360,6 +360,21 @@ def _ratios(rounds: Mapping[str, Mapping[int, float]]) -> Iterator[str]:
             without = label.replace(f"+{option}", "", 1)
             if without in peers:
                 yield f"{option} makes {without} {peers[without] / ms:.3f} times as fast"
+
+
+def _utilisation(row: str, raw: Mapping[str, Any], rounds: Mapping[str, Mapping[int, float]]) -> Iterator[str]:
+    """Yield the share of the GPUs' peak that each contender reaches by the FLOPs of a step with a head at labels only."""
+    plan = raw["predictions"][row]["ours"]["json"]
+    experiment = ROWS[row].at(plan["cluster"]["gpus"], tiny=False)
+    peak = plan["cluster"]["device"]["peak_flops"].get(plan["precision"])
+    if plan["global_batch"] != experiment.global_batch or peak is None:  # a tiny row, or CPUs
+        return
+    is_partial = experiment.data.labelled_share(experiment) < 1
+    needed = wb.analysis.sample_flops(experiment).at_labels * experiment.global_batch if is_partial else None
+    flops = plan["flops_per_step"] if needed is None else needed
+    for label, times in rounds.items():
+        share = flops / (statistics.median(times.values()) / 1e3) / peak / plan["cluster"]["gpus"]
+        yield f"MFU of {label.partition(':')[0]} by executed FLOPs = {share:.1%}"
 
 
 def _spread(times: Mapping[int, float]) -> str:

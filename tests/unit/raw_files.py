@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).resolve().parents[2]
-BENCHMARKS, README = "benchmarks/README.md", "README.md"
+BENCHMARKS, HISTORY, README = "benchmarks/README.md", "benchmarks/HISTORY.md", "README.md"
 
 
 def raw(name: str) -> Any:
