@@ -363,7 +363,7 @@ def _ratios(rounds: Mapping[str, Mapping[int, float]]) -> Iterator[str]:
 
 
 def _utilisation(row: str, raw: Mapping[str, Any], rounds: Mapping[str, Mapping[int, float]]) -> Iterator[str]:
-    """Yield the share of the GPUs' peak that each contender reaches by the FLOPs of a step with a head at labels only."""
+    """Yield the share of the GPUs' peak of each contender, by the FLOPs of a step whose head runs at labels only."""
     plan = raw["predictions"][row]["ours"]["json"]
     experiment = ROWS[row].at(plan["cluster"]["gpus"], tiny=False)
     peak = plan["cluster"]["device"]["peak_flops"].get(plan["precision"])
