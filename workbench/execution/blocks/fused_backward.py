@@ -18,10 +18,13 @@ from torch._inductor.inductor_prims import force_stride_order
 _ATEN = torch.ops.aten
 _VIEWS = (_ATEN.view.default, _ATEN.reshape.default)
 _PRODUCTS = (_ATEN.mm.default, _ATEN.addmm.default)
+FEWEST_SUMS = 1 << 16
+"""Number of sums, samples times features, below which the compiler sums rows as it does: with fewer, a GPU of more than
+a hundred multiprocessors has too little to do at once."""
 
 
 class FuseBackward(CustomGraphPass):
-    """Computes what a product reads through a view in its own shape, and sums it sample by sample.
+    """Computes what a product reads through a view in its own shape, and sums it sample by sample if there are many.
 
     The numbers stay the same, except that sums in fp32 add up in another order.
     """
@@ -61,7 +64,8 @@ def _compute_in_its_shape(made: fx.Node, view: fx.Node) -> None:
         stored = graph.call_function(force_stride_order, (made, list(value.stride())))
     stored.meta = dict(made.meta)
     view.replace_input_with(made, stored)
-    if value.shape[-1:] == view.meta["val"].shape[1:]:
+    sums = value.shape[0] * value.shape[-1]
+    if value.shape[-1:] == view.meta["val"].shape[1:] and sums >= FEWEST_SUMS:
         for user in list(view.users):
             if _is_sum_over_rows(user):
                 _sum_by_sample(user, stored)
