@@ -40,7 +40,7 @@ class GradientAccumulator:
         if new:
             allocate([weight for weight, _ in new])
             # Between two dtypes this is twice as fast as `copy_` for each, but not in a list of several dtypes.
-            for dtype in {gradient.dtype for _, gradient in new}:
+            for dtype in dict.fromkeys(gradient.dtype for _, gradient in new):
                 alike = [(weight.grad, gradient) for weight, gradient in new if gradient.dtype == dtype]
                 torch._foreach_copy_([total for total, _ in alike if total is not None], [value for _, value in alike])
         if not later:
