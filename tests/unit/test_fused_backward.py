@@ -4,12 +4,13 @@ from __future__ import annotations
 
 from collections import Counter
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
 from torch import fx
 from torch._inductor.inductor_prims import force_stride_order
-from torch._subclasses.fake_tensor import FakeTensorMode
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.fx.experimental.proxy_tensor import make_fx
 
 from workbench.execution.blocks.fused_backward import FEWEST_SUMS, FuseBackward
@@ -62,4 +63,13 @@ def test_other_graphs_stay_as_they_are(function: Any, device: str) -> None:
     graph = traced(function, device)
     before = str(graph)
     FuseBackward()(graph)
+    assert str(graph) == before
+
+
+def test_graphs_of_unknown_sizes_stay_as_they_are() -> None:
+    gradient, weight = torch.empty(SAMPLES, POSITIONS, FEATURES), torch.empty(FEATURES, 3)
+    graph = make_fx(into_product, tracing_mode="symbolic")(gradient, weight).graph
+    before = str(graph)
+    with mock.patch.object(FakeTensor, "device", torch.device("cuda")):
+        FuseBackward()(graph)
     assert str(graph) == before

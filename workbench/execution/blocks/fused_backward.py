@@ -43,11 +43,12 @@ class FuseBackward(CustomGraphPass):
 
 
 def _is_pointwise(node: fx.Node) -> bool:
-    """Return True for an elementwise result on a GPU with more than two dims, contiguous in memory."""
-    if node.op != "call_function" or torch.Tag.pointwise not in getattr(node.target, "tags", ()):
-        return False
+    """Return True for an elementwise result on a GPU with more than two dims of known sizes, contiguous in memory."""
     value = node.meta.get("val")
-    return bool(value is not None and value.device.type == "cuda" and value.dim() > 2 and value.is_contiguous())
+    if torch.Tag.pointwise not in getattr(node.target, "tags", ()) or not isinstance(value, torch.Tensor):
+        return False
+    is_known = all(isinstance(size, int) for size in value.shape)
+    return is_known and value.device.type == "cuda" and value.dim() > 2 and value.is_contiguous()
 
 
 def _is_multiplied(node: fx.Node) -> bool:
