@@ -159,3 +159,18 @@ def test_an_output_is_emptied_before_it_gets_another_figure(outputs: list[Output
     figures.pop(0)
     twins.leave()
     assert outputs[2].shown == ["figure 1", "", "figure 2"]
+
+
+def test_a_figure_that_has_not_changed_is_not_sent_again_with_another_state(outputs: list[Output]) -> None:
+    """A notebook that ends between the two messages of a figure would keep neither the old nor the new one."""
+    state = ["begun"]
+    figure = {static_twin.PLOTLY_MIME: {"data": 1}, "text/html": "figure"}
+    twins = StaticTwins(widgets.VBox(), lambda: (state[0], dict(figure)))
+    twins.every_s = 0
+    twins.display()
+    twins.update()
+    sent = list(outputs[2].shown)
+    state[0] = "later"
+    twins.update()
+    assert "later" in outputs[1].shown[-1]
+    assert outputs[2].shown == sent

@@ -119,8 +119,10 @@ class StaticTwins:
 
     def _show(self) -> None:
         before, self._bundles = self._bundles, self._twin()
-        for _, *outputs in self._displays if self._bundles != before else ():
-            for output, bundle in zip(outputs, self._bundles, strict=True):
+        for _, *outputs in self._displays:
+            for output, bundle, old in zip(outputs, self._bundles, before or [{}] * len(outputs), strict=True):
+                if bundle == old:  # a figure is replaced in two messages, between which a notebook may end
+                    continue
                 if PLOTLY_MIME in bundle:
                     output.update(dict(EMPTY), raw=True)
                 output.update(bundle, raw=True)
