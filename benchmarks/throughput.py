@@ -374,7 +374,7 @@ def _utilisation(row: str, raw: Mapping[str, Any], rounds: Mapping[str, Mapping[
     flops = plan["flops_per_step"] if needed is None else needed
     for label, times in rounds.items():
         share = flops / (statistics.median(times.values()) / 1e3) / peak / plan["cluster"]["gpus"]
-        yield f"MFU of {label.partition(':')[0]} by executed FLOPs = {share:.1%}"
+        yield f"MFU of {label.partition(':')[0]} by the FLOPs of a head at labels only = {share:.1%}"
 
 
 def _spread(times: Mapping[int, float]) -> str:

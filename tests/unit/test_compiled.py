@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 
 import pytest
 import torch
@@ -12,7 +13,7 @@ from torch._inductor.decomposition import select_decomp_table
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.nn import functional
 
-from workbench.execution.blocks.compiled import prepare
+from workbench.execution.blocks.compiled import _HALF_TAIL, _TAIL, _tail, prepare
 
 ALL_BF16 = torch.arange(-(1 << 15), 1 << 15, dtype=torch.int32).to(torch.int16).view(torch.bfloat16)
 VALUES = ALL_BF16[ALL_BF16.isfinite() & (ALL_BF16.abs() < 100)]
@@ -63,6 +64,14 @@ def test_compiled_gelu_of_bf16_rounds_nearly_every_value_correctly(approximate: 
         wrong, wrong_plain = ((one != truth.bfloat16()).sum().item() for one in (found, plain))
         assert wrong <= max(wrong_plain, MAX_WRONG_SHARE * len(VALUES))
         torch.testing.assert_close(found.double(), truth, rtol=2**-8, atol=1e-6)
+
+
+@pytest.mark.parametrize(("factors", "power"), [(_HALF_TAIL, 0), (_TAIL, -1)])
+def test_the_tail_of_the_normal_distribution_is_as_exact_as_is_said(factors: Sequence[float], power: int) -> None:
+    wide = VALUES.float()
+    polynomial, bell = _tail(wide, factors, power)
+    truth = 0.5 * torch.erfc(wide.double().abs() / math.sqrt(2))
+    assert ((polynomial * bell).double() - truth).abs().max() < 5e-7
 
 
 @pytest.mark.parametrize("approximate", ["none", "tanh"])

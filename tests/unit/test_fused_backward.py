@@ -58,6 +58,12 @@ def test_what_a_product_reads_is_computed_in_its_own_shape_and_summed_by_sample(
         torch.testing.assert_close(ours, plain, rtol=1e-4, atol=1e-4)
 
 
+def test_few_sums_are_left_to_the_compiler() -> None:
+    graph = traced(into_product, "cuda", samples=SAMPLES - 1)
+    FuseBackward()(graph)
+    assert calls(graph)[force_stride_order] == calls(graph)[ATEN.sum.dim_IntList] == 1
+
+
 @pytest.mark.parametrize(("function", "device"), [(into_product, "cpu"), (into_sum_only, "cuda"), (read_twice, "cuda")])
 def test_other_graphs_stay_as_they_are(function: Any, device: str) -> None:
     graph = traced(function, device)

@@ -125,6 +125,8 @@ def test_ratios_over_loops_and_libraries_on_one_gpu_are_those_of_the_raw_files()
             assert shows(head, statistics.median(whole.values()) / statistics.median(loop.values()))
     three = [f"{float(cells[-1].strip('*')):.2f}" for cells in rows[:3]]
     assert f"GPT-3 1.3B, 512 tokens | {', '.join(three)} times" in words(README)
+    older = [f"{float(rows[at][-1]):.2f}" for at in (3, 5)]
+    assert f"GPT-3 1.3B | {', '.join(older)} times | 1 × H200" in words(README)
     assert f"that loop: BERT-Large | {float(rows[3][-2]):.2f} times" in words(README)
 
 
