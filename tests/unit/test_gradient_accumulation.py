@@ -104,10 +104,6 @@ def test_first_gradients_of_several_dtypes_are_copied_exactly() -> None:
     weights = [nn.Parameter(torch.empty(3)) for _ in range(4)]
     gradients = [torch.randn(3, dtype=dtype) for dtype in (torch.bfloat16, torch.float32) * 2]
 
-    def allocate(new: Sequence[nn.Parameter]) -> None:
-        for weight in new:
-            weight.grad = torch.empty_like(weight)
-
     GradientAccumulator(compiles=False).add(weights, gradients, allocate)
     for weight, gradient in zip(weights, gradients, strict=True):
         assert weight.grad is not None
