@@ -2,13 +2,21 @@
 
 from __future__ import annotations
 
+import pytest
 import torch
 from torch import nn
 from torch._inductor import config, metrics
 from torch.nn import functional
 
+from tests.gpu.machine import DEVICE, needs
 from workbench.execution.blocks.compiled import prepare
 from workbench.execution.blocks.dropout import hashed_dropout
+
+pytestmark = [
+    pytest.mark.gpu,
+    needs(1),
+    pytest.mark.skipif(DEVICE != "cuda", reason="the pass leaves a CPU's graphs as they are"),
+]
 
 
 class Layer(nn.Module):
