@@ -22,7 +22,7 @@ from typing import Any
 import torch
 
 import workbench as wb
-from workbench.execution.trainer import clip, squared_norm
+from workbench.execution.trainer import clip_factor, scale_gradients, squared_norm
 from workbench.optimizers.building import build_optimizer
 from workbench.optimizers.schedules import learning_rate_factor
 from workbench.validation import factor_of
@@ -107,7 +107,7 @@ def measured(settings: wb.Experiment, steps: list[int], out: Path, name: str) ->
             }
             print(name, step, json.dumps(found[str(step)]), f"{time.time() - started:.0f} s", flush=True)
             write(out, name, result_of(settings, parameters, found, device))
-        clip(parameters.values(), norm, settings.optimizer.clip_norm)
+        scale_gradients(parameters.values(), clip_factor(norm, settings.optimizer.clip_norm))
         optimizer.step()
         optimizer.zero_grad()
     return result_of(settings, parameters, found, device)

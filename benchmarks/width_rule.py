@@ -27,7 +27,7 @@ from plotly.subplots import make_subplots
 
 import workbench as wb
 from workbench import data
-from workbench.execution.trainer import clip, squared_norm
+from workbench.execution.trainer import clip_factor, scale_gradients, squared_norm
 from workbench.figures import theme
 from workbench.figures.figure import save
 from workbench.models import scaling
@@ -145,7 +145,7 @@ def train(settings: wb.Experiment) -> float:
         optimizer.zero_grad()
         loss.backward()
         norm = squared_norm(((p.grad, divisors[name]) for name, p in parameters.items()), loss.device).sqrt()
-        clip(parameters.values(), norm, settings.optimizer.clip_norm)
+        scale_gradients(parameters.values(), clip_factor(norm, settings.optimizer.clip_norm))
         optimizer.step()
     held_out = data.held_out(settings)
     with torch.no_grad():

@@ -20,7 +20,8 @@ from tests.distributed.test_every_plan import Case, captured_once, part_of, plan
 from tests.distributed.test_training import experiment_of
 from workbench.capture import Graph
 from workbench.execution.blocks.context import StepContext
-from workbench.execution.blocks.weight_copies import read_only_by_products
+from workbench.execution.blocks.gradient_accumulation import GradientAccumulator
+from workbench.execution.blocks.weight_copies import WeightCopies, read_only_by_products
 from workbench.execution.build import build_stage
 from workbench.execution.trainer import Trainer
 from workbench.planning.plan import Plan
@@ -89,6 +90,17 @@ def _outcome(name: str, model: nn.Module, graph: Graph, plan: Plan) -> Outcome:
     return Outcome(
         min(number for number, _ in of_ranks), losses, {k: v for _, held in of_ranks for k, v in held.items()}
     )
+
+
+def test_a_copy_is_renewed_unless_the_optimiser_has_written_it_since_the_weight_changed() -> None:
+    copies = WeightCopies([], {}, {}, GradientAccumulator(compiles=False))
+    weights = [nn.Parameter(torch.full((2,), 3.0)) for _ in range(3)]
+    copies.copies = {weight: torch.zeros(2, dtype=torch.bfloat16) for weight in weights}
+    written = {weight: weight._version for weight in weights[:2]}
+    with torch.no_grad():
+        weights[1].detach()[0] = 5.0
+    copies.refresh(written)
+    assert [copy.tolist() for copy in copies.copies.values()] == [[0.0, 0.0], [5.0, 3.0], [3.0, 3.0]]
 
 
 def test_only_weights_that_nothing_but_products_reads_are_copied() -> None:

@@ -126,7 +126,7 @@ KEPT: list[Trainer] = []
 
 def _released(_rank: int) -> int:
     os.environ.setdefault(*NCCL_SETTING)
-    KEPT.append(_trainer(Case(tensor=2), True))
+    KEPT.append(trainer_of(Case(tensor=2), True))
     captured = _outcome(KEPT[0]).graphs
     assert KEPT[0].context.cuda_graphs is not None
     KEPT[0].context.cuda_graphs.release()
@@ -146,12 +146,12 @@ def _outcomes(_rank: int, world: int) -> dict[Case, tuple[Outcome, Outcome]]:
     gradient_accumulation.MIN_COMPILED_ELEMENTS = 0
     use_deterministic_kernels()
     cases = ALONE if world == 1 else TWO
-    return {case: (_outcome(_trainer(case, False)), _outcome(_trainer(case, True))) for case in cases}
+    return {case: (_outcome(trainer_of(case, False)), _outcome(trainer_of(case, True))) for case in cases}
 
 
 def _changed(_rank: int, change: str) -> tuple[Outcome, Outcome]:
     use_deterministic_kernels()
-    launched, captured = (_trainer(Case(), graphs, CHANGES[change]) for graphs in (False, True))
+    launched, captured = (trainer_of(Case(), graphs, CHANGES[change]) for graphs in (False, True))
     [stage] = captured.stages.stages
     launched_blocks = [block.block.name for block in stage.block_modules() if not block.is_capturable]
     assert len(launched_blocks) == (2 if change == "clipped" else 1), (
@@ -161,7 +161,7 @@ def _changed(_rank: int, change: str) -> tuple[Outcome, Outcome]:
 
 
 def _outcome(trainer: Trainer) -> Outcome:
-    scalars = [trainer.step(step, _batch(trainer, step)).scalars for step in range(STEPS)]
+    scalars = [trainer.step(step, batch_for(trainer, step)).scalars for step in range(STEPS)]
     losses, norms, _ = zip(*(values.tolist() for values in scalars), strict=True)
     weights = sum(float(value.detach().double().abs().sum()) for value in trainer.stages.model_parameters().values())
     graphs = trainer.context.cuda_graphs
@@ -172,12 +172,12 @@ def _repeated(_rank: int) -> dict[str, tuple[float, ...]]:
     use_deterministic_kernels()
     found = {}
     for recompute in ("none", "selective", "full"):
-        trainer = _trainer(Case(recompute=recompute), False)
-        found[recompute] = tuple(float(trainer.gradients(step, _batch(trainer, 0))) for step in (3, 4, 3))
+        trainer = trainer_of(Case(recompute=recompute), False)
+        found[recompute] = tuple(float(trainer.gradients(step, batch_for(trainer, 0))) for step in (3, 4, 3))
     return found
 
 
-def _trainer(case: Case, captured: bool, change: Callable[[Any], None] | None = None) -> Trainer:
+def trainer_of(case: Case, captured: bool, change: Callable[[Any], None] | None = None) -> Trainer:
     """Return a trainer of a plan with CUDA graphs; unless `captured`, its blocks are launched all the same."""
     model = build_model(MODEL.build, 0, here(), seed=0)
     if change is not None:
@@ -193,7 +193,7 @@ def _trainer(case: Case, captured: bool, change: Callable[[Any], None] | None = 
     return Trainer(EXPERIMENT, plan, graph, stage, context, where)
 
 
-def _batch(trainer: Trainer, seed: int) -> dict[str, torch.Tensor]:
+def batch_for(trainer: Trainer, seed: int) -> dict[str, torch.Tensor]:
     shape = {"vocab_size": VOCABULARY, "labelled_share": DATA.labelled_share(EXPERIMENT)}
     return part_of(trainer, random_batch(_specs(), GLOBAL_BATCH, **shape, device=here(), seed=seed))
 

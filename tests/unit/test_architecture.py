@@ -61,7 +61,7 @@ HOMES = {
     "papermill": {"notebooks"},
     "jupyter_server": {"lab"},
     "typer": {"cli"},
-    "triton": {"sparsity"},
+    "triton": {"sparsity", "optimizers"},
 }
 """Library -> the rooms that may import it, submodules included, wherever in a file the import stands.
 

@@ -11,6 +11,7 @@ from plan_values import CAPTURABLE, H200, PROFILE, costs_of, divided_profile, pl
 
 from workbench.cost import Cluster, Link
 from workbench.cost.memory import ParameterTable, activations
+from workbench.cost.profile import Profile
 from workbench.errors import PlanInfeasible
 from workbench.planning import stage_costs
 from workbench.planning.device_costs import RELAUNCHED
@@ -130,12 +131,32 @@ def test_offloading_takes_the_optimiser_off_the_device_and_costs_its_transfer() 
     assert offloaded.prediction.step_ms == pytest.approx(here.prediction.step_ms + transfer_ms, rel=0.01)
 
 
+def test_an_update_in_one_pass_saves_clipping_and_the_reads_of_weights_to_copy() -> None:
+    types = tuple(replace(each, cast_elements=1e6) for each in PROFILE.block_types)
+    profile, device = replace(PROFILE, block_types=types), H200.device
+    byte_ms = 1e3 / (device.memory_bandwidth * device.efficiency.bandwidth)
+
+    def saved_ms(profile: Profile, **choices: Any) -> float:
+        one, several = (
+            costs_of(replace(profile, optimizer_in_one_pass=in_one_pass)).of(strategy_of(**choices)).whole.optimizer
+            for in_one_pass in (True, False)
+        )
+        return float(several - one)
+
+    clipping = 8 * profile.parameter_count
+    assert saved_ms(profile, data=4) == pytest.approx(clipping * byte_ms), "replicas keep no copies"
+    copied = 1e6 * (len(profile.blocks) - 2) + profile.parameters["head.bias"]  # the tied table has no copy
+    assert saved_ms(profile) == pytest.approx((clipping + 4 * copied) * byte_ms)
+    assert saved_ms(profile, offload_optimizer=True) == 0
+    assert saved_ms(replace(profile, device_type="cpu")) == 0
+
+
 def test_devices_of_a_node_share_the_way_to_its_host() -> None:
     """Two devices have what one has; eight share what four do."""
 
     def transfer_ms(gpus: int) -> float:
         cluster = replace(H200, gpus=gpus, gpus_per_node=gpus)
-        pricer = costs_of(PROFILE, cluster)
+        pricer = costs_of(replace(PROFILE, optimizer_in_one_pass=False), cluster)
         here = strategy_of(data=gpus, zero=1, micro_batch=4)
         offloaded = replace(here, offload_optimizer=True)
         return gpus * float(pricer.of(offloaded).whole.optimizer - pricer.of(here).whole.optimizer)

@@ -30,11 +30,17 @@ def with_optimizer(profile: Profile, experiment: Experiment, captured: Graph) ->
     if experiment.optimizer.algorithm == "adamw":
         return profile
     if experiment.optimizer.algorithm == "muon":
-        return replace(profile, parameter_updates=_muon_updates(experiment, captured))
+        updates = _muon_updates(experiment, captured)
+        return replace(profile, optimizer_in_one_pass=False, parameter_updates=updates)
     if isinstance(experiment.optimizer.algorithm, UserFunction):
         return _with_user_defined(profile, experiment, captured)
     cost = optimizer_cost(experiment)
-    return replace(profile, optimizer_state_bytes=cost.state_bytes, optimizer_update_bytes=cost.update_bytes)
+    return replace(
+        profile,
+        optimizer_state_bytes=cost.state_bytes,
+        optimizer_update_bytes=cost.update_bytes,
+        optimizer_in_one_pass=False,
+    )
 
 
 def _muon_updates(experiment: Experiment, captured: Graph) -> dict[str, ParameterUpdate]:
@@ -61,7 +67,7 @@ def _with_user_defined(profile: Profile, experiment: Experiment, captured: Graph
         states, traffic = _second_update(experiment, shapes, "cpu")
     update_bytes = traffic / max(1, sum(map(prod, shapes.values())))
     updates = {name: ParameterUpdate(state / prod(shapes[name]), update_bytes) for name, state in states.items()}
-    return replace(profile, parameter_updates=updates)
+    return replace(profile, optimizer_in_one_pass=False, parameter_updates=updates)
 
 
 def _second_update(

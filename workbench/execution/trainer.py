@@ -77,6 +77,10 @@ class Trainer:
         if experiment.sparsity is not None:
             execution = BlockSparseWeights if plan.block_sparse else MaskedWeights
             self.sparse_weights = execution(experiment, graph, self._parameters, self.whole, coordinate, self.optimizer)
+        self._copied: Mapping[nn.Parameter, int] = {}
+        """The weights whose bf16 copies the last update has written, with their version at that time."""
+        if isinstance(self.optimizer, ShardedAdamW):
+            self.optimizer.copies = {w: copy for copies in stages.weight_copies for w, copy in copies.copies.items()}
         self._peak_rates = [float(group["lr"]) for group in self.optimizer.param_groups]
         self._diverged: torch.Tensor | None = None
 
@@ -156,17 +160,25 @@ class Trainer:
         scalars = self.measure(step, batch, stop, label_counts)
         experiment = self.experiment
         if experiment.optimizer.clip_norm is not None:
-            clip(self._parameters.values(), scalars[1].sqrt(), experiment.optimizer.clip_norm)
+            self._clip(clip_factor(scalars[1].sqrt(), experiment.optimizer.clip_norm))
         factor = learning_rate_factor(step, experiment.warmup, experiment.total_steps, experiment.optimizer.lr_schedule)
         for group, rate in zip(self.optimizer.param_groups, self._peak_rates, strict=True):
             group["lr"] = rate * factor
         if not experiment.numerics.stop_on_non_finite or self._may_update(scalars):
             self.optimizer.step()
+            if isinstance(self.optimizer, ShardedAdamW):
+                self._copied = self.optimizer.copied
         if self.sparse_weights is not None:
             self.sparse_weights.mask_weights()
             if self.sparse_weights.is_due(step) and not (self._diverged is not None and bool(self._diverged)):
                 self.sparse_weights.move(step)
         return StepResult(scalars, experiment.learning_rate * factor)
+
+    def _clip(self, factor: torch.Tensor) -> None:
+        if isinstance(self.optimizer, ShardedAdamW):
+            self.optimizer.gradient_factor = factor
+        else:
+            scale_gradients(self._parameters.values(), factor)
 
     def measure(
         self,
@@ -237,7 +249,7 @@ class Trainer:
                 other.grad = None
                 local(other.detach()).copy_(local(first.detach()))
         for copies in self.stages.weight_copies:
-            copies.refresh()
+            copies.refresh(self._copied)
         self.optimizer.zero_grad(set_to_none=True)
 
     def full_gradient(self, name: str) -> torch.Tensor | None:
@@ -293,12 +305,17 @@ def squared_norm(gradients: Iterable[tuple[torch.Tensor, float]], device: torch.
     return total
 
 
+def clip_factor(norm: torch.Tensor, limit: float) -> torch.Tensor:
+    """Return the factor of gradients whose norm may exceed the limit (Pascanu et al., arXiv:1211.5063)."""
+    return torch.clamp(limit / (norm + 1e-6), max=1.0)
+
+
 @torch.no_grad()
-def clip(parameters: Iterable[nn.Parameter], norm: torch.Tensor, limit: float) -> None:
-    """Scale every gradient by `limit / norm` if the norm exceeds the limit (Pascanu et al., arXiv:1211.5063)."""
+def scale_gradients(parameters: Iterable[nn.Parameter], factor: torch.Tensor) -> None:
+    """Multiply every gradient, or this rank's shard of it, by a factor."""
     gradients = [local(p.grad) for p in parameters if p.grad is not None]
     if gradients:
-        torch._foreach_mul_(gradients, torch.clamp(limit / (norm + 1e-6), max=1.0))
+        torch._foreach_mul_(gradients, factor)
 
 
 def _gradient(parameter: nn.Parameter) -> torch.Tensor:

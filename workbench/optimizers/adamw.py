@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
-from typing import Any
+import importlib.util
+import os
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from functools import cached_property
+from types import MappingProxyType
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
@@ -11,6 +15,9 @@ from torch.distributed.tensor import DTensor
 from torch.optim.adamw import adamw
 
 from workbench.optimizers.shards import local
+
+if TYPE_CHECKING:
+    from workbench.optimizers.adamw_kernel import TensorTable
 
 MOMENTS = ("exp_avg", "exp_avg_sq")
 BATCH_ELEMENTS = 32 << 20
@@ -34,15 +41,28 @@ class ShardedAdamW(torch.optim.AdamW):
     """AdamW that updates this rank's shard of each parameter as a plain tensor.
 
     The numbers are those of `torch.optim.AdamW`, in a fifth of the host's time, most of which the dispatch of hundreds
-    of `DTensor`s would take. The moments of a `DTensor` are `DTensor`s, so that checkpoints know their placements.
+    of `DTensor`s would take. The moments of a `DTensor` are `DTensor`s, so that checkpoints know their placements. On a
+    GPU the formulas are the same, and a kernel of ours computes them (`workbench.optimizers.adamw_kernel`).
     """
 
     skips_update: torch.Tensor | None = None
     """A scalar on the device: where it is 1, a fused update changes nothing."""
+    gradient_factor: torch.Tensor | None = None
+    """A scalar on the device by which the next update multiplies gradients, in place unless our kernel runs."""
+    copies: Mapping[nn.Parameter, torch.Tensor] = MappingProxyType({})
+    """bf16 copies of parameters, which our kernel writes in its update."""
+    copied: Mapping[nn.Parameter, int] = MappingProxyType({})
+    """The parameters whose copies the last update has written, with their version at that time."""
+
+    @cached_property
+    def _tables(self) -> dict[int, TensorTable]:
+        """The tables of our kernel, by the identity of the parameter group."""
+        return {}
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
         loss = closure() if closure is not None else None
+        self.copied = {}
         for group in self.param_groups:
             for parameters in self._batches([p for p in group["params"] if p.grad is not None]):
                 self._update(parameters, group)
@@ -55,7 +75,46 @@ class ShardedAdamW(torch.optim.AdamW):
     def _update(self, parameters: list[nn.Parameter], group: dict[str, Any]) -> None:
         states = [self._state(parameter) for parameter in parameters]
         moments = [[local(state[slot]) for state in states] for slot in MOMENTS]
-        _adamw(parameters, moments, states, group, fused=group["fused"], skips=self.skips_update)
+        if not self._update_by_kernel(parameters, moments, states, group):
+            gradients = self._scaled_gradients(parameters)
+            _adamw(parameters, gradients, moments, states, group, fused=group["fused"], skips=self.skips_update)
+
+    def _update_by_kernel(
+        self,
+        parameters: list[nn.Parameter],
+        moments: list[list[torch.Tensor]],
+        states: list[dict[str, Any]],
+        group: dict[str, Any],
+    ) -> bool:
+        """Return True if our kernel has updated the parameters, False if it cannot."""
+        if not group["fused"] or not _runs_triton(parameters[0]):
+            return False
+        from workbench.optimizers.adamw_kernel import TensorTable, update
+
+        table = self._tables.setdefault(id(group), TensorTable())
+        shards, copies = [local(p) for p in parameters], [self.copies.get(p) for p in parameters]
+        gradients = [local(p.grad) for p in parameters if p.grad is not None]
+        if not table.fill([shards, gradients, *moments], copies):
+            return False
+        update(
+            table,
+            [state["step"] for state in states],
+            factor=self.gradient_factor,
+            skips=self.skips_update,
+            rate=group["lr"],
+            betas=group["betas"],
+            weight_decay=group["weight_decay"],
+            eps=group["eps"],
+        )
+        written = {p: p._version for p, copy in zip(parameters, copies, strict=True) if copy is not None}
+        self.copied = {**self.copied, **written}
+        return True
+
+    def _scaled_gradients(self, parameters: list[nn.Parameter]) -> list[torch.Tensor]:
+        gradients = [local(p.grad) for p in parameters if p.grad is not None]
+        if self.gradient_factor is not None:
+            torch._foreach_mul_(gradients, self.gradient_factor)
+        return gradients
 
     def _state(self, parameter: nn.Parameter) -> dict[str, Any]:
         state: dict[str, Any] = self.state[parameter]
@@ -84,7 +143,8 @@ class OffloadedAdamW(ShardedAdamW):
         device = parameters[0].device
         host_moments = [[local(state[slot]) for state in states] for slot in MOMENTS]
         moments = [[host.to(device, non_blocking=True) for host in hosts] for hosts in host_moments]
-        _adamw(parameters, moments, states, group, foreach=device.type == "cuda")
+        gradients = self._scaled_gradients(parameters)
+        _adamw(parameters, gradients, moments, states, group, foreach=device.type == "cuda")
         for hosts, moved in zip(host_moments, moments, strict=True):
             for host, moment in zip(hosts, moved, strict=True):
                 if host is not moment:
@@ -98,8 +158,15 @@ class OffloadedAdamW(ShardedAdamW):
         return DTensor(zeros, parameter._spec, requires_grad=False)  # from_local would move it to the mesh's device.
 
 
+def _runs_triton(tensor: torch.Tensor) -> bool:
+    """Return True if Triton runs kernels over a tensor: on a GPU where it is installed, or in its interpreter."""
+    on_gpu = tensor.device.type == "cuda" and importlib.util.find_spec("triton") is not None
+    return on_gpu or os.environ.get("TRITON_INTERPRET") == "1"
+
+
 def _adamw(
     parameters: list[nn.Parameter],
+    gradients: list[torch.Tensor],
     moments: list[list[torch.Tensor]],
     states: list[dict[str, Any]],
     group: dict[str, Any],
@@ -111,7 +178,7 @@ def _adamw(
     """Update this rank's shards once; `moments` are their first and their second moments."""
     adamw(
         [local(parameter) for parameter in parameters],
-        [local(parameter.grad) for parameter in parameters if parameter.grad is not None],
+        gradients,
         moments[0],
         moments[1],
         [],

@@ -42,7 +42,7 @@ class MuonAndAdamW(ShardedAdamW):
         if self.skips_update is not None and bool(self.skips_update):  # the host waits for the device here
             return
         names = dict(zip(group["params"], group["names"], strict=True))
-        gradients = [local(parameter.grad) for parameter in parameters if parameter.grad is not None]
+        gradients = self._scaled_gradients(parameters)
         momenta = [local(momentum_of(self, parameter)) for parameter in parameters]
         torch._foreach_lerp_(momenta, gradients, 1 - MOMENTUM)
         shards = [local(parameter) for parameter in parameters]

@@ -55,9 +55,10 @@ GRAPH_BYTES = 256 << 10
 """Device memory outside of the allocator for each CUDA graph: 0.2 MB measured with BERT-1920 on an H200."""
 GRAPH_ALL_REDUCE_BYTES = 176 << 10
 """Device memory outside of the allocator for each all-reduce in a CUDA graph: graphs with two took 0.6 MB in all."""
-CLIP_BYTES = 3 * FP32
-"""Bytes read and written for each trained element besides the optimiser's update: the norm reads a gradient, and
-clipping reads and writes it."""
+NORM_BYTES = FP32
+"""Bytes read for each trained element by the norm of the gradient."""
+CLIP_BYTES = 2 * FP32
+"""Bytes read and written for each trained element by clipping, where the optimiser's update does not clip."""
 MASKING_BYTES = 2 * (2 * FP32 + MASK_BYTES)
 """Bytes read and written in a step for each element of a masked weight: its gradient and then its value are read,
 multiplied by the mask and written."""
@@ -285,10 +286,13 @@ class StrategyCosts:
         """Return the milliseconds of the optimiser's update, with the casts of weight copies that are kept."""
         device = self.cluster.device
         elements = stages.whole(self.table.trained) / self.strategy.shard_count
-        traffic = stages.whole(self.table.update.traffic_bytes) / self.strategy.shard_count + CLIP_BYTES * elements
+        on_gpu = self.profile.device_type == "cuda" and not self.strategy.offload_optimizer
+        in_one_pass = on_gpu and self.profile.optimizer_in_one_pass
+        traffic = stages.whole(self.table.update.traffic_bytes) / self.strategy.shard_count
+        traffic = traffic + (NORM_BYTES if in_one_pass else NORM_BYTES + CLIP_BYTES) * elements
         traffic = traffic + MASKING_BYTES * stages.whole(self.table.masked) / self.strategy.shard_count
         if self.strategy.keeps_weight_copies(self.profile.precision):
-            traffic = traffic + (FP32 + BF16) * stages.whole(self.table.cast)
+            traffic = traffic + (BF16 if in_one_pass else FP32 + BF16) * stages.whole(self.table.cast)
         seconds = traffic / (device.memory_bandwidth * device.efficiency.bandwidth)
         if self.strategy.offload_optimizer:
             # Both moments travel to the device and back, while all devices of the node do the same.

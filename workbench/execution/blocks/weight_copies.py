@@ -99,8 +99,8 @@ class WeightCopies:
                 # all blocks in fp32 before it adds their sum to those of other micro-batches.
                 if for_products and uses[name] == 1 and weight.dtype == torch.float32:
                     copies[name] = weight.detach().to(torch.bfloat16).requires_grad_(weight.requires_grad)
-        self._weights: list[torch.Tensor] = [parameters[name] for name in copies]
-        self._copies = [copy.detach() for copy in copies.values()]
+        self.copies = {parameters[name]: copy.detach() for name, copy in copies.items()}
+        """The copy of each parameter that has one."""
         for module in modules:
             module.weight_copies = {name: copies[name] for name in module.block.parameters if name in copies}
         self._transfers = [
@@ -112,10 +112,15 @@ class WeightCopies:
         ]
 
     @torch.no_grad()
-    def refresh(self) -> None:
-        """Copy the weights' present values; call it before the first forward of each step."""
-        if self._copies:
-            torch._foreach_copy_(self._copies, self._weights)
+    def refresh(self, copied: Mapping[nn.Parameter, int]) -> None:
+        """Copy the weights' present values; call it before the first forward of each step.
+
+        `copied` names weights whose copies the optimiser has written, with their version then: an operation that
+        changes a weight in place, such as loading a checkpoint, gives it another.
+        """
+        stale = {weight: copy for weight, copy in self.copies.items() if copied.get(weight) != weight._version}
+        if stale:
+            torch._foreach_copy_([*stale.values()], [*stale])
 
 
 class GradientTransfer:

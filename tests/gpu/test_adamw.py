@@ -1,0 +1,65 @@
+"""On a GPU, one kernel clips gradients, makes AdamW's update and writes the weights' bf16 copies."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import nn
+
+from tests.distributed.harness import launch
+from tests.distributed.test_every_plan import Case
+from tests.gpu.machine import DEVICE, needs
+from tests.gpu.test_cuda_graphs import STEPS, batch_for, trainer_of
+from workbench.optimizers.adamw import ShardedAdamW
+
+pytestmark = [
+    pytest.mark.gpu,
+    needs(1),
+    pytest.mark.skipif(DEVICE != "cuda", reason="on a CPU a unit test runs the kernel in the interpreter"),
+]
+SHAPES = ((1024, 4096), (30522, 1024), (1024,), (3, 2049), (1,))
+
+
+def test_an_update_equals_that_of_clipped_gradients_and_copies_are_rounded() -> None:
+    torch.manual_seed(0)
+    ours = [nn.Parameter(torch.randn(shape, device="cuda")) for shape in SHAPES]
+    theirs = [nn.Parameter(weight.detach().clone()) for weight in ours]
+    options = {"lr": 1e-3, "betas": (0.9, 0.98), "eps": 1e-6, "weight_decay": 0.1, "fused": True}
+    found, expected = ShardedAdamW(ours, **options), torch.optim.AdamW(theirs, **options)
+    found.copies = {weight: torch.empty_like(weight, dtype=torch.bfloat16) for weight in ours[:4]}
+    found.gradient_factor = torch.tensor(0.3, device="cuda")
+    for step in range(5):
+        found.skips_update = torch.tensor(float(step == 3), device="cuda")
+        for mine, other in zip(ours, theirs, strict=True):
+            gradient = torch.randn_like(mine)
+            mine.grad, other.grad = gradient, None if step == 3 else gradient * found.gradient_factor
+        found.step()
+        expected.step()
+    assert list(found.copied) == ours[:4]
+    for weight, copy in found.copies.items():
+        assert torch.equal(copy, weight.bfloat16())
+    torch.testing.assert_close([*map(torch.detach, ours)], [*map(torch.detach, theirs)], rtol=1e-5, atol=1e-6)
+    states = [optimizer.state_dict()["state"] for optimizer in (found, expected)]
+    torch.testing.assert_close(*states, rtol=1e-5, atol=1e-7)
+
+
+@pytest.mark.parametrize("cuda_graphs", [False, True])
+def test_every_forward_reads_the_weights_of_the_last_update(cuda_graphs: bool) -> None:
+    assert launch(_stale_copies, 1, cuda_graphs, device=DEVICE) == 0
+
+
+def _stale_copies(_rank: int, cuda_graphs: bool) -> int:
+    """Train in bf16, also change a weight in place, and count the copies that a forward would find out of date."""
+    trainer, stale = trainer_of(Case(), cuda_graphs), 0
+    [copies] = trainer.stages.weight_copies
+    assert copies.copies
+    for step in range(STEPS):
+        trainer.step(step, batch_for(trainer, step))
+        assert isinstance(trainer.optimizer, ShardedAdamW)
+        assert trainer.optimizer.copied.keys() == copies.copies.keys(), "the update wrote all of them"
+        if step == STEPS - 2:
+            with torch.no_grad():
+                next(iter(copies.copies)).mul_(1.5)
+        trainer.prepare_forward()
+        stale += sum(not torch.equal(copy, weight.bfloat16()) for weight, copy in copies.copies.items())
+    return stale

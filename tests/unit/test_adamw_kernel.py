@@ -1,0 +1,192 @@
+"""AdamW's kernel makes PyTorch's update of clipped gradients and writes bf16 copies, in Triton's interpreter.
+
+TRITON_INTERPRET=1 python -m tests.unit.test_adamw_kernel    # trains on the CPU; raises where something differs
+python -m tests.unit.test_adamw_kernel      # compiles for Hopper, without a GPU; prints widths of loads and stores
+"""
+
+from __future__ import annotations
+
+import collections
+import importlib.util
+import json
+import os
+import re
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from workbench.optimizers.adamw import ShardedAdamW
+
+ROOT = Path(__file__).parents[2]
+SHAPES = ((64, 64), (5,), (2048,), (3000,), (3, 2049), (0, 4))
+OPTIONS: dict[str, Any] = {"lr": 1e-2, "betas": (0.9, 0.98), "eps": 1e-6, "fused": True}
+FACTOR = 0.3
+needs_triton = pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="Triton is not installed")
+
+
+def run(**environment: str) -> str:
+    """Run this module in a process of its own: Triton is interpreted only if a variable is set before its import."""
+    answer = subprocess.run(
+        [sys.executable, "-m", "tests.unit.test_adamw_kernel"],
+        capture_output=True, text=True, cwd=ROOT, env={**os.environ, "OMP_NUM_THREADS": "1", **environment},
+    )  # fmt: skip
+    assert answer.returncode == 0, answer.stderr
+    return answer.stdout
+
+
+@needs_triton
+def test_the_interpreted_kernel_trains_as_pytorch_does() -> None:
+    assert json.loads(run(TRITON_INTERPRET="1")) == [check.__name__ for check in CHECKS]
+
+
+@needs_triton
+def test_the_kernel_compiles_for_hopper_to_wide_loads_and_stores() -> None:
+    """A kernel that lost sight of its alignment would still be right, and several times slower."""
+    found = json.loads(run(TRITON_INTERPRET="0"))
+    assert found["ld.global.v4.b32"] == 4 * 2, "32 bytes of parameter, gradient and both moments in each thread"
+    assert found["st.global.v4.b32"] == 3 * 2 + 1, "and of all but the gradient, and 16 of the copy"
+
+
+# In the interpreter
+
+
+def weights_of(dtype: torch.dtype = torch.float32) -> list[nn.Parameter]:
+    generator = torch.Generator().manual_seed(0)
+    return [nn.Parameter(torch.randn(shape, generator=generator).to(dtype)) for shape in SHAPES]
+
+
+def groups_of(weights: list[nn.Parameter]) -> list[dict[str, Any]]:
+    return [{"params": weights[:1], "weight_decay": 0.1}, {"params": weights[1:], "weight_decay": 0.0}]
+
+
+def gradients_of(step: int, weights: list[nn.Parameter]) -> list[torch.Tensor]:
+    generator = torch.Generator().manual_seed(step)
+    return [torch.randn(weight.shape, generator=generator).to(weight.dtype) for weight in weights]
+
+
+def updates_of_clipped_gradients() -> None:
+    """Gradients may begin at any element or be missing, and an update may be left out on the device."""
+    ours, theirs = weights_of(), weights_of()
+    found, expected = ShardedAdamW(groups_of(ours), **OPTIONS), torch.optim.AdamW(groups_of(theirs), **OPTIONS)
+    found.gradient_factor = torch.tensor(FACTOR)
+    for step in range(6):
+        skipped = step == 3
+        found.skips_update = torch.tensor(float(skipped))
+        given = gradients_of(step, ours)
+        present = len(ours) - step % 2
+        for mine, other, gradient in zip(ours[:present], theirs, given, strict=False):
+            mine.grad = torch.empty(step + gradient.numel())[step:].view(gradient.shape).copy_(gradient)
+            other.grad = None if skipped else gradient * FACTOR
+        for optimizer in (found, expected):
+            optimizer.param_groups[0]["lr"] = 1e-2 / (1 + step)
+            optimizer.step()
+        for mine, gradient in zip(ours[:present], given, strict=False):
+            assert mine.grad is not None
+            assert torch.equal(mine.grad, gradient), "gradients stay as they were"
+        for optimizer in (found, expected):
+            optimizer.zero_grad(set_to_none=True)
+    torch.testing.assert_close([*map(torch.detach, ours)], [*map(torch.detach, theirs)], rtol=1e-5, atol=1e-6)
+    states = [optimizer.state_dict()["state"] for optimizer in (found, expected)]
+    torch.testing.assert_close(*states, rtol=1e-5, atol=1e-7)
+
+
+def copies_of_new_weights() -> None:
+    """The interpreter cuts bf16 numbers off where a GPU rounds them."""
+    weights = weights_of()
+    optimizer = ShardedAdamW(groups_of(weights), **OPTIONS)
+    optimizer.copies = {weight: torch.zeros_like(weight, dtype=torch.bfloat16) for weight in weights[:4]}
+    for step in range(2):
+        for weight, gradient in zip(weights, gradients_of(step, weights), strict=True):
+            weight.grad = gradient
+        optimizer.step()
+    assert optimizer.copied == {weight: weight._version for weight in weights[:4]}
+    for weight, copy in optimizer.copies.items():
+        torch.testing.assert_close(copy.float(), weight.detach(), rtol=2**-7, atol=0)
+
+
+def tensors_that_the_kernel_cannot_update() -> None:
+    """PyTorch updates them: the gradients are scaled in place, and no copy counts as written."""
+    transposed = gradients_of(0, weights_of())
+    transposed[0] = transposed[0].T.contiguous().T
+    for weights, given in (
+        (weights_of(torch.bfloat16), gradients_of(0, weights_of(torch.bfloat16))),
+        (weights_of(), transposed),
+    ):
+        other = [nn.Parameter(weight.detach().clone()) for weight in weights[:1]]
+        found, expected = ShardedAdamW(weights[:1], **OPTIONS), torch.optim.AdamW(other, **OPTIONS)
+        found.copies = {weights[0]: torch.zeros_like(weights[0])}
+        found.gradient_factor = torch.tensor(FACTOR)
+        weights[0].grad, other[0].grad = given[0].clone(), given[0] * FACTOR
+        found.step()
+        expected.step()
+        assert torch.equal(weights[0], other[0])
+        assert torch.equal(weights[0].grad, given[0] * FACTOR)
+        assert not found.copied
+
+
+def tables_follow_new_addresses() -> None:
+    """Gradients lie elsewhere in each step; the tables are made anew where an address or a size has changed."""
+    from workbench.optimizers.adamw_kernel import TensorTable
+
+    weights = [weight.detach() for weight in weights_of()]
+    lists, table = [weights, gradients_of(0, weights_of()), weights, weights], TensorTable()
+    assert table.fill(lists, [None] * len(weights))
+    before, programs = table.table, table.programs
+    assert len(programs) == 2 + 1 + 1 + 2 + 4
+    assert table.fill(lists, [None] * len(weights))
+    assert table.table is before
+    moved = [weights, gradients_of(1, weights_of()), weights, weights]
+    assert table.fill(moved, [None] * len(weights))
+    assert table.table is not before
+    assert table.table[:, 1].tolist() == [gradient.data_ptr() for gradient in moved[1]]
+    assert table.programs is programs
+    assert table.fill([each[2:4] for each in moved], [None] * 2)
+    assert table.programs.tolist() == [[0, 0], [1, 0], [1, 1]]
+
+
+CHECKS: tuple[Callable[[], None], ...] = (
+    updates_of_clipped_gradients,
+    copies_of_new_weights,
+    tensors_that_the_kernel_cannot_update,
+    tables_follow_new_addresses,
+)
+
+
+def compiled() -> dict[str, int]:
+    """Compile the kernel for Hopper and count its loads and stores by width."""
+    import triton
+    from triton.backends.compiler import GPUTarget
+    from triton.compiler import ASTSource
+
+    from workbench.optimizers.adamw_kernel import ELEMENTS, WARPS, adamw_kernel
+
+    names = adamw_kernel.arg_names
+    pointers = {"table_ptr": "*i64", "programs_ptr": "*i32"}
+    types = {name: pointers.get(name, "*fp32" if name.endswith("_ptr") else "fp32") for name in names}
+    source = ASTSource(
+        fn=adamw_kernel,
+        signature=types | {"ELEMENTS": "constexpr"},
+        constexprs={(names.index("ELEMENTS"),): ELEMENTS},
+        attrs={(names.index(name),): [["tt.divisibility", 16]] for name in names if name.endswith("_ptr")},
+    )
+    code = triton.compile(source, target=GPUTarget("cuda", 90, 32), options={"num_warps": WARPS}).asm["ptx"]
+    return collections.Counter(re.findall(r"(?:ld|st)\.global\S*", code))
+
+
+def main() -> None:
+    if os.environ.get("TRITON_INTERPRET") != "1":
+        print(json.dumps(compiled()))
+        return
+    for check in CHECKS:
+        check()
+    print(json.dumps([check.__name__ for check in CHECKS]))
+
+
+if __name__ == "__main__":
+    main()
