@@ -17,9 +17,6 @@ from tests.unit.capture_models import batch_for, captured
 from workbench.capture import build_meta
 from workbench.capture.division import PARTS, division_fault
 
-pytestmark = pytest.mark.gpu
-
-
 EQUAL = [name for name in dict.fromkeys(test_division.EQUAL) if name != "Constants"]
 """`Constants` adds tensors that it makes on the CPU, and does not run on a GPU by itself either."""
 

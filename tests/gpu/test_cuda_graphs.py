@@ -30,11 +30,7 @@ from workbench.execution.parallel import gradient_all_reduce
 from workbench.execution.trainer import Trainer
 from workbench.tensors import TensorSpec
 
-pytestmark = [
-    pytest.mark.gpu,
-    needs(1),
-    pytest.mark.skipif(DEVICE != "cuda", reason="there are no CUDA graphs on a CPU"),
-]
+pytestmark = pytest.mark.skipif(DEVICE != "cuda", reason="there are no CUDA graphs on a CPU")
 STEPS = WARM_UP_STEPS + 4
 VOCABULARY, SEQ_LEN, GLOBAL_BATCH = 512, 128, 8
 MODEL = wb.models.bert(hidden_size=64, num_layers=4, num_heads=4, vocab_size=VOCABULARY, max_positions=SEQ_LEN)

@@ -72,7 +72,6 @@ class Difference:
     weight: float
 
 
-@pytest.mark.gpu
 @pytest.mark.parametrize(
     "chosen", [pytest.param(c, marks=needs(c.world), id=f"{c.world}-{number}") for number, c in enumerate(CASES)]
 )

@@ -7,10 +7,7 @@ import torch
 
 from workbench.capture import experts
 
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(not torch.cuda.is_available(), reason="a GPU is needed, and none is here"),
-]
+pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="a GPU is needed, and none is here")
 ROWS, INSIDE, OUTSIDE = 4096, 512, 1024
 CASES = {
     "even": (1024, 2048, 3072, 4096),

@@ -8,15 +8,11 @@ from torch import nn
 from torch._inductor import config, metrics
 from torch.nn import functional
 
-from tests.gpu.machine import DEVICE, needs
+from tests.gpu.machine import DEVICE
 from workbench.execution.blocks.compiled import prepare
 from workbench.execution.blocks.dropout import hashed_dropout
 
-pytestmark = [
-    pytest.mark.gpu,
-    needs(1),
-    pytest.mark.skipif(DEVICE != "cuda", reason="the pass leaves a CPU's graphs as they are"),
-]
+pytestmark = pytest.mark.skipif(DEVICE != "cuda", reason="the pass leaves a CPU's graphs as they are")
 
 
 class Layer(nn.Module):

@@ -19,7 +19,7 @@ from workbench.execution.build import build_model, build_stage
 from workbench.execution.parallel.sharding import local
 from workbench.execution.trainer import Trainer
 
-pytestmark = [pytest.mark.gpu, needs(2)]
+pytestmark = needs(2)
 DEFAULT_STREAM = 0
 LAYERS = 8
 MODEL = wb.models.bert(hidden_size=512, num_layers=LAYERS, num_heads=8, vocab_size=512, max_positions=64)

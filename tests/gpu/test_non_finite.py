@@ -27,7 +27,6 @@ CASES = (
 )
 
 
-@pytest.mark.gpu
 @pytest.mark.parametrize("optimizer", ["adamw", "lamb", "sgd"])
 @pytest.mark.parametrize("case", [pytest.param(case, marks=needs(1)) for case in CASES], ids=str)
 def test_the_block_is_found_on_a_gpu_and_the_weights_stay(case: Case, optimizer: str) -> None:

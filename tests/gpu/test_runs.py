@@ -45,7 +45,6 @@ DATA: dict[str, tuple[str, dict[str, Any], bool]] = {
 }
 """What is reduced by `DistributedDataParallel`, by FSDP2 and by hand; not compiled, to be quick, and compiled, as
 training is by default."""
-pytestmark = [pytest.mark.gpu, needs(1)]
 
 
 def experiment(precision: str, compiled: bool = False) -> Experiment:

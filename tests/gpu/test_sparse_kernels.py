@@ -11,15 +11,11 @@ import pytest
 import torch
 from torch import nn
 
-from tests.gpu.machine import DEVICE, needs
+from tests.gpu.machine import DEVICE
 from tests.unit.sparse_kernel_cases import BERT_BASE, SCALED_BERT, Case, differences, miniature, random_mask
 from workbench.sparsity.kernels import BlockIndex, BlockSparseLinear, block_sparse_linear, to_compact
 
-pytestmark = [
-    pytest.mark.gpu,
-    needs(1),
-    pytest.mark.skipif(DEVICE != "cuda", reason="on a CPU the unit tests run these kernels in the interpreter"),
-]
+pytestmark = pytest.mark.skipif(DEVICE != "cuda", reason="on a CPU the unit tests run these kernels in the interpreter")
 FULL_SIZE = [
     Case(block, rows * scale, cols * scale, sparsity, "bfloat16", tokens=4096)
     for block in (16, 32, 64)

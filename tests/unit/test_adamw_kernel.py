@@ -108,6 +108,9 @@ def copies_of_new_weights() -> None:
     assert optimizer.copied == {weight: weight._version for weight in weights[:4]}
     for weight, copy in optimizer.copies.items():
         torch.testing.assert_close(copy.float(), weight.detach(), rtol=2**-7, atol=0)
+    weights[0].grad = gradients_of(2, weights)[0].T  # PyTorch updates this weight
+    optimizer.step()
+    assert list(optimizer.copied) == weights[1:4]
 
 
 def tensors_that_the_kernel_cannot_update() -> None:
@@ -141,6 +144,7 @@ def tables_follow_new_addresses() -> None:
     assert len(programs) == 2 + 1 + 1 + 2 + 4
     assert table.fill(lists, [None] * len(weights))
     assert table.table is before
+    assert not table.fill([weights, [lists[1][0].T, *lists[1][1:]], weights, weights], [None] * len(weights))
     moved = [weights, gradients_of(1, weights_of()), weights, weights]
     assert table.fill(moved, [None] * len(weights))
     assert table.table is not before

@@ -253,7 +253,10 @@ class Trainer:
         self.optimizer.zero_grad(set_to_none=True)
 
     def full_gradient(self, name: str) -> torch.Tensor | None:
-        """Return the whole gradient of a parameter of this rank, gathered from its shards (a collective)."""
+        """Return the whole gradient of a parameter of this rank, gathered from its shards (a collective).
+
+        After a step it is clipped, unless AdamW's kernel has made the update (`workbench.optimizers.adamw_kernel`).
+        """
         gradient = self._parameters[name].grad
         return None if gradient is None else self.full(name, gradient)
 

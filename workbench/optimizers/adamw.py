@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
-import os
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from functools import cached_property
 from types import MappingProxyType
@@ -15,6 +13,7 @@ from torch.distributed.tensor import DTensor
 from torch.optim.adamw import adamw
 
 from workbench.optimizers.shards import local
+from workbench.sparsity.kernels.operators import runs_triton
 
 if TYPE_CHECKING:
     from workbench.optimizers.adamw_kernel import TensorTable
@@ -87,7 +86,7 @@ class ShardedAdamW(torch.optim.AdamW):
         group: dict[str, Any],
     ) -> bool:
         """Return True if our kernel has updated the parameters, False if it cannot."""
-        if not group["fused"] or not _runs_triton(parameters[0]):
+        if not group["fused"] or not runs_triton(parameters[0]):
             return False
         from workbench.optimizers.adamw_kernel import TensorTable, update
 
@@ -156,12 +155,6 @@ class OffloadedAdamW(ShardedAdamW):
         if not isinstance(parameter, DTensor):
             return zeros
         return DTensor(zeros, parameter._spec, requires_grad=False)  # from_local would move it to the mesh's device.
-
-
-def _runs_triton(tensor: torch.Tensor) -> bool:
-    """Return True if Triton runs kernels over a tensor: on a GPU where it is installed, or in its interpreter."""
-    on_gpu = tensor.device.type == "cuda" and importlib.util.find_spec("triton") is not None
-    return on_gpu or os.environ.get("TRITON_INTERPRET") == "1"
 
 
 def _adamw(

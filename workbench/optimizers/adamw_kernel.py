@@ -37,6 +37,7 @@ class TensorTable:
 
         `tensors` are the parameters, their gradients, and their first and second moments.
         """
+        # A gradient may lie where the one before it did, in another order of dims.
         if not all(gradient.is_contiguous() for gradient in tensors[1]):
             return False
         sizes = [parameter.numel() for parameter in tensors[0]]

@@ -49,7 +49,7 @@ def _product(
 ) -> Tensor:
     """Return hidden × weightᵀ + bias, or hidden × weight if transposed; `hidden` is a matrix of tokens."""
     layout = _layout(weight, index, rows, cols)
-    if _runs_triton(hidden):
+    if runs_triton(hidden):
         from workbench.sparsity.kernels import triton_kernels
 
         lines = layout.sections.by_column if transposed else layout.sections.by_row
@@ -69,7 +69,7 @@ def _product_shape(
 def _weight_gradient(gradient: Tensor, hidden: Tensor, weight: Tensor, index: Tensor, rows: int, cols: int) -> Tensor:
     """Return the stored blocks of gradientᵀ × hidden; of `weight`, only shape and dtype are used."""
     layout = _layout(weight, index, rows, cols)
-    if _runs_triton(hidden):
+    if runs_triton(hidden):
         from workbench.sparsity.kernels import triton_kernels
 
         gradient, hidden = _with_unit_stride(gradient), _with_unit_stride(hidden)
@@ -112,7 +112,8 @@ def _layout(weight: Tensor, index: Tensor, rows: int, cols: int) -> BlockIndex:
     return BlockIndex(rows, cols, weight.shape[1], weight.shape[0], index)
 
 
-def _runs_triton(tensor: Tensor) -> bool:
+def runs_triton(tensor: Tensor) -> bool:
+    """Return True if Triton's kernels run over a tensor: on a GPU, or on the CPU in Triton's interpreter."""
     return tensor.is_cuda or os.environ.get("TRITON_INTERPRET") == "1"
 
 

@@ -1,7 +1,7 @@
 """The Triton kernels of block-sparse products, and how they are launched.
 
-This is the only module that imports Triton, and it is imported when a product first runs on a GPU. With the
-environment variable `TRITON_INTERPRET=1`, set before Triton is imported, the same kernels run on the CPU, for tests.
+Triton is imported with this module, when a product first runs on a GPU. With the environment variable
+`TRITON_INTERPRET=1`, set before Triton is imported, the same kernels run on the CPU, for tests.
 
 The kernels read tiles of many tokens and compute one line of blocks each: tensor cores want one long side, which the
 tokens are, and several blocks of the line are gathered side by side, so that each step multiplies 64 columns or more.
