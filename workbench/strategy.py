@@ -151,6 +151,11 @@ class Strategy:
         return self.zero == 0 and self.data > 1 and not self.all_reduces_gradients
 
     @property
+    def makes_gradients_once(self) -> bool:
+        """Return True if a step adds nothing to the gradient that a weight's only backward has made."""
+        return self.num_microbatches == self.data == self.num_stages == 1
+
+    @property
     def can_capture_cuda_graphs(self) -> bool:
         """Return True if weights stay where they are, as a captured CUDA graph needs: FSDP2 moves them."""
         return not self.shards

@@ -24,6 +24,7 @@ from workbench.execution.blocks.gradient_accumulation import GradientAccumulator
 from workbench.execution.blocks.weight_copies import WeightCopies, read_only_by_products
 from workbench.execution.build import build_stage
 from workbench.execution.trainer import Trainer
+from workbench.optimizers.adamw import ShardedAdamW
 from workbench.planning.plan import Plan
 
 STEPS = 3
@@ -41,6 +42,8 @@ class Outcome:
 
     copies: int
     """Number of weight copies on the rank with the fewest."""
+    bf16_gradients: int
+    """Number of weights on this rank whose gradients are bf16."""
     losses: list[float]
     weights: dict[str, torch.Tensor]
 
@@ -74,11 +77,11 @@ def autocast_alone() -> Iterator[None]:
         yield
 
 
-def _outcome(name: str, model: nn.Module, graph: Graph, plan: Plan) -> Outcome:
+def _outcome(name: str, model: nn.Module, graph: Graph, plan: Plan, **changes: Any) -> Outcome:
     here = coordinate(plan.pipeline, plan.data, plan.tensor)
     context = StepContext(seed=0, device=torch.device("cpu"))
     stage = build_stage(plan, here, model, graph, context, autocast=lambda: torch.autocast("cpu", torch.bfloat16))
-    trainer = Trainer(experiment_of("bert"), plan, graph, stage, context, here)
+    trainer = Trainer(experiment_of("bert", **changes), plan, graph, stage, context, here)
     losses = [
         float(trainer.step(step, part_of(trainer, zoo.batch(name, plan.global_batch, seed=step))).scalars[0])
         for step in range(STEPS)
@@ -88,8 +91,30 @@ def _outcome(name: str, model: nn.Module, graph: Graph, plan: Plan) -> Outcome:
     weights = {f"{key} of rank {here.rank}": value.detach() for key, value in stage.model_parameters().items()}
     dist.all_gather_object(of_ranks, (copies, weights))
     return Outcome(
-        min(number for number, _ in of_ranks), losses, {k: v for _, held in of_ranks for k, v in held.items()}
+        min(number for number, _ in of_ranks),
+        sum(w.grad is not None and w.grad.dtype == torch.bfloat16 for w in stage.model_parameters().values()),
+        losses,
+        {k: v for _, held in of_ranks for k, v in held.items()},
     )
+
+
+def test_gradients_kept_in_bf16_train_as_gradients_in_fp32_do() -> None:
+    """PyTorch's update casts them first; one tensor-parallel micro-batch makes each gradient once."""
+    kept, cast = launch(_kept_and_cast, 2, ahead=functools.partial(captured_once, "bert"))
+    assert kept.losses == cast.losses
+    assert all(torch.equal(value, cast.weights[key]) for key, value in kept.weights.items())
+
+
+def _kept_and_cast(_rank: int) -> list[Outcome]:
+    model, graph = captured_once("bert")
+    plan = dataclasses.replace(plan_of(graph, Case(tensor=2, num_microbatches=1)), precision="bf16")
+    found = []
+    for keeps in (True, False):
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(ShardedAdamW, "reads_bf16_gradients", keeps)
+            found.append(_outcome("bert", copy.deepcopy(model), graph, plan, clip_norm=None))
+    assert found[0].bf16_gradients == found[0].copies > found[1].bf16_gradients == 0
+    return found
 
 
 def test_a_copy_is_renewed_unless_the_optimiser_has_written_it_since_the_weight_changed() -> None:

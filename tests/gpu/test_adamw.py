@@ -21,15 +21,17 @@ def test_an_update_equals_that_of_clipped_gradients_and_copies_are_rounded() -> 
     ours = [nn.Parameter(torch.randn(shape, device="cuda")) for shape in SHAPES]
     theirs = [nn.Parameter(weight.detach().clone()) for weight in ours]
     options = {"lr": 1e-3, "betas": (0.9, 0.98), "eps": 1e-6, "weight_decay": 0.1, "fused": True}
+    for weight in ours[::2]:
+        weight.grad_dtype = torch.bfloat16
     found, expected = ShardedAdamW(ours, **options), torch.optim.AdamW(theirs, **options)
     found.copies = {weight: torch.empty_like(weight, dtype=torch.bfloat16) for weight in ours[:4]}
     found.gradient_factor = torch.tensor(0.3, device="cuda")
     for step in range(5):
         found.skips_update = torch.tensor(float(step == 3), device="cuda")
         for mine, other in zip(ours, theirs, strict=True):
-            begun = torch.randn(step + mine.numel(), device="cuda")
+            begun = torch.randn(step + mine.numel(), device="cuda", dtype=mine.grad_dtype)
             gradient = begun[step:].view_as(mine)  # at any element, as in a bucket of replicas
-            mine.grad, other.grad = gradient, None if step == 3 else gradient * found.gradient_factor
+            mine.grad, other.grad = gradient, None if step == 3 else gradient.float() * found.gradient_factor
         found.step()
         expected.step()
     assert list(found.copied) == ours[:4]
@@ -60,3 +62,24 @@ def _stale_copies(_rank: int, cuda_graphs: bool) -> int:
         trainer.prepare_forward()
         stale += sum(not torch.equal(copy, weight.bfloat16()) for weight, copy in copies.copies.items())
     return stale
+
+
+@pytest.mark.parametrize("cuda_graphs", [False, True])
+def test_gradients_that_stay_in_bf16_train_as_those_in_fp32(cuda_graphs: bool) -> None:
+    kept, fp32 = launch(_with_and_without_bf16_gradients, 1, cuda_graphs, device=DEVICE)
+    torch.testing.assert_close(kept, fp32, rtol=1e-5, atol=1e-6)
+
+
+def _with_and_without_bf16_gradients(_rank: int, cuda_graphs: bool) -> list[list[torch.Tensor]]:
+    """Train in bf16, with gradients of weights that have copies in bf16 and in fp32; return scalars and weights."""
+    found = []
+    for keeps in (True, False):
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(ShardedAdamW, "reads_bf16_gradients", keeps)
+            trainer = trainer_of(Case(num_microbatches=1), cuda_graphs)
+        scalars = [trainer.step(step, batch_for(trainer, step)).scalars.cpu() for step in range(STEPS)]
+        [copies] = trainer.stages.weight_copies
+        expected = torch.bfloat16 if keeps else torch.float32
+        assert {weight.grad.dtype for weight in copies.copies if weight.grad is not None} == {expected}
+        found.append([*scalars, *(weight.detach().cpu() for weight in trainer.stages.model_parameters().values())])
+    return found

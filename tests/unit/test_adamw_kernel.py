@@ -49,7 +49,9 @@ def test_the_interpreted_kernel_trains_as_pytorch_does() -> None:
 def test_the_kernel_compiles_for_hopper_to_wide_loads_and_stores() -> None:
     """A kernel that lost sight of its alignment would still be right, and several times slower."""
     found = json.loads(run(TRITON_INTERPRET="0"))
-    assert found["ld.global.v4.b32"] == 4 * 2, "32 bytes of parameter, gradient and both moments in each thread"
+    assert found["ld.global.v4.b32"] == 4 * 2 + 1, (
+        "32 bytes of parameter, gradient and both moments, or 16 of a bf16 one"
+    )
     assert found["st.global.v4.b32"] == 3 * 2 + 1, "and of all but the gradient, and 16 of the copy"
 
 
@@ -71,7 +73,7 @@ def gradients_of(step: int, weights: list[nn.Parameter]) -> list[torch.Tensor]:
 
 
 def updates_of_clipped_gradients() -> None:
-    """Gradients may begin at any element or be missing, and an update may be left out on the device."""
+    """Gradients may be bf16, begin at any element or be missing, and an update may be left out on the device."""
     ours, theirs = weights_of(), weights_of()
     found, expected = ShardedAdamW(groups_of(ours), **OPTIONS), torch.optim.AdamW(groups_of(theirs), **OPTIONS)
     found.gradient_factor = torch.tensor(FACTOR)
@@ -80,9 +82,13 @@ def updates_of_clipped_gradients() -> None:
         found.skips_update = torch.tensor(float(skipped))
         given = gradients_of(step, ours)
         present = len(ours) - step % 2
-        for mine, other, gradient in zip(ours[:present], theirs, given, strict=False):
-            mine.grad = torch.empty(step + gradient.numel())[step:].view(gradient.shape).copy_(gradient)
-            other.grad = None if skipped else gradient * FACTOR
+        for index, (mine, other, gradient) in enumerate(zip(ours[:present], theirs, given, strict=False)):
+            if index % 2 == 0:  # as a backward of bf16 copies leaves it
+                gradient = given[index] = gradient.bfloat16()
+                mine.grad_dtype = torch.bfloat16
+            begun = torch.empty(step + gradient.numel(), dtype=gradient.dtype)
+            mine.grad = begun[step:].view(gradient.shape).copy_(gradient)
+            other.grad = None if skipped else gradient.float() * FACTOR
         for optimizer in (found, expected):
             optimizer.param_groups[0]["lr"] = 1e-2 / (1 + step)
             optimizer.step()
@@ -150,6 +156,12 @@ def tables_follow_new_addresses() -> None:
     assert table.table is not before
     assert table.table[:, 1].tolist() == [gradient.data_ptr() for gradient in moved[1]]
     assert table.programs is programs
+    before, moved[1] = (
+        table.table,
+        [gradient.view(torch.bfloat16)[..., : gradient.shape[-1]].contiguous() for gradient in moved[1]],
+    )
+    assert table.fill(moved, [None] * len(weights))
+    assert table.table[:, 5].tolist() == [1] * len(weights)
     assert table.fill([each[2:4] for each in moved], [None] * 2)
     assert table.programs.tolist() == [[0, 0], [1, 0], [1, 1]]
 

@@ -345,7 +345,7 @@ def state_of(found: Profile, **changes: Any) -> StageState:
 
 def activations_of(found: Profile, **changes: Any) -> Activations:
     strategy = strategy_of(**{"micro_batch": 4, "num_microbatches": 8, **changes})
-    return activations(found.at(4, H200.device), ParameterTable(found), strategy, "bf16", ("none", "full"))
+    return activations(found.at(4, H200.device), ParameterTable(found), strategy, found, ("none", "full"))
 
 
 def test_a_tied_parameter_is_counted_once_in_a_stage_and_once_in_each_that_holds_it() -> None:

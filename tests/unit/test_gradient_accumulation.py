@@ -100,6 +100,20 @@ def test_copies_are_freed_together_with_their_gradient_transfer() -> None:
         gc.enable()
 
 
+def test_a_weight_with_gradients_of_its_own_dtype_keeps_what_arrives_in_contiguous_memory() -> None:
+    weights = [nn.Parameter(torch.empty(2, 3)) for _ in range(3)]
+    gradients = [torch.randn(2, 3).bfloat16(), torch.randn(3, 2).bfloat16().t(), torch.randn(2, 3).bfloat16()]
+    for weight in weights[:2]:
+        weight.grad_dtype = torch.bfloat16
+    GradientAccumulator(compiles=False).add(weights, gradients, allocate)
+    assert weights[0].grad is gradients[0]
+    assert weights[1].grad is not None
+    assert weights[2].grad is not None
+    assert weights[1].grad.is_contiguous()
+    assert torch.equal(weights[1].grad, gradients[1])
+    assert torch.equal(weights[2].grad, gradients[2].float()), "other weights accumulate in fp32"
+
+
 def test_first_gradients_of_several_dtypes_are_copied_exactly() -> None:
     weights = [nn.Parameter(torch.empty(3)) for _ in range(4)]
     gradients = [torch.randn(3, dtype=dtype) for dtype in (torch.bfloat16, torch.float32) * 2]

@@ -17,6 +17,7 @@ from workbench.planning import stage_costs
 from workbench.planning.device_costs import RELAUNCHED
 from workbench.planning.explanation import explain
 from workbench.planning.prediction import timeline
+from workbench.planning.stage_costs import StrategyCosts
 from workbench.strategy import RECOMPUTE
 from workbench.units import GIB
 
@@ -146,9 +147,29 @@ def test_an_update_in_one_pass_saves_clipping_and_the_reads_of_weights_to_copy()
     clipping = 8 * profile.parameter_count
     assert saved_ms(profile, data=4) == pytest.approx(clipping * byte_ms), "replicas keep no copies"
     copied = 1e6 * (len(profile.blocks) - 2) + profile.parameters["head.bias"]  # the tied table has no copy
-    assert saved_ms(profile) == pytest.approx((clipping + 4 * copied) * byte_ms)
+    assert saved_ms(profile, num_microbatches=2) == pytest.approx((clipping + 4 * copied) * byte_ms)
+    assert saved_ms(profile) == pytest.approx((clipping + 4 * copied + 4 * copied) * byte_ms), "bf16 is read twice"
     assert saved_ms(profile, offload_optimizer=True) == 0
     assert saved_ms(replace(profile, device_type="cpu")) == 0
+
+
+def test_gradients_of_weights_with_copies_stay_in_bf16_where_each_is_made_once() -> None:
+    types = tuple(replace(each, cast_elements=1e6) for each in PROFILE.block_types)
+    profile, device = replace(PROFILE, block_types=types), H200.device
+    byte_ms = 1e3 / (device.memory_bandwidth * device.efficiency.bandwidth)
+    copied = 1e6 * (len(profile.blocks) - 2) + profile.parameters["head.bias"]  # the tied table has no copy
+
+    def costs(num_microbatches: int, **changes: Any) -> StrategyCosts:
+        return costs_of(replace(profile, **changes)).of(strategy_of(micro_batch=64, num_microbatches=num_microbatches))
+
+    once, twice, others = costs(1), costs(2), costs(1, optimizer_in_one_pass=False)
+    assert once.state().gradients[0, -1] == 4 * profile.parameter_count - 2 * copied
+    assert twice.state().gradients[0, -1] == others.state().gradients[0, -1] == 4 * profile.parameter_count
+    assert others.state_bytes - once.state_bytes == 2 * copied
+    backward = [each.whole.backward - each.whole.host_wait / 2 for each in (once, others)]
+    assert backward[1] - backward[0] == pytest.approx(10 * copied * byte_ms)
+    held = [float(each.state().total[0, -1] + each.activations().newest[0, 0, -1]) for each in (once, others)]
+    assert held[0] == held[1] - 2 * 3e4, "at the last block's backward, the peak, there are its own gradients alone"
 
 
 def test_devices_of_a_node_share_the_way_to_its_host() -> None:
@@ -343,7 +364,7 @@ def test_what_is_reduced_over_the_tensor_axis_is_kept_and_reduced_again_only_whe
     assert full.prediction.communication_ms > none.prediction.communication_ms
     costs = divided_profile().on_tensor_axis(2).at(16, H200.device)
     table, strategy = ParameterTable(divided_profile().on_tensor_axis(2)), strategy_of(data=2, num_microbatches=2)
-    held = activations(costs, table, strategy, "bf16", ("selective",)).held[0, 1, 2]
+    held = activations(costs, table, strategy, divided_profile(), ("selective",)).held[0, 1, 2]
     assert costs.forward_reduced[1], "a layer"
     assert held == costs.input_bytes[1] + costs.products_bytes[1] + sum(costs.forward_reduced[1])
 

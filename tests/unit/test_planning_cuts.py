@@ -132,7 +132,9 @@ class OneByOne:
 
     def __init__(self, costs: StrategyCosts) -> None:
         self.strategy = strategy = costs.strategy
-        self.memory = {mode: activations(costs.blocks, costs.table, strategy, "bf16", (mode,)) for mode in RECOMPUTE}
+        self.memory = {
+            mode: activations(costs.blocks, costs.table, strategy, costs.profile, (mode,)) for mode in RECOMPUTE
+        }
         idle = with_host(0.0, cluster=costs.cluster)
         self.times = {mode: costs_of(costs.profile, idle, (mode,)).of(strategy) for mode in RECOMPUTE}
         self.ends = costs_of(costs.profile, idle).of(strategy)

@@ -18,7 +18,8 @@ are whole. ZeRO 1 keeps whole gradients until the last micro-batch; from ZeRO 2 
 micro-batch's backward, so that only one block's are ever whole. In a step of a single micro-batch this holds for
 ZeRO 1 too, and gradients appear block by block while activations are freed: at the last block's backward, usually the
 peak, the stage has no gradients but that block's. DistributedDataParallel's buckets exist all the time. Offloaded
-optimiser state takes on the device only the part in transit. (ZeRO: arXiv:1910.02054; FSDP2:
+optimiser state takes on the device only the part in transit. Gradients of weights that have bf16 copies stay in bf16
+where `keeps_bf16_gradients` says so. (ZeRO: arXiv:1910.02054; FSDP2:
 torch.distributed.fsdp.fully_shard.)
 """
 
@@ -48,16 +49,35 @@ PREFETCHED_BLOCKS = 2
 
 
 def gradient_bytes(strategy: Strategy) -> float:
-    """Return the bytes per trained element on one device, between micro-batches and after the last backward."""
+    """Return the bytes per trained element on one device of gradients in fp32."""
     whole = not strategy.shards or (strategy.zero == 1 and strategy.num_microbatches > 1)
     # DistributedDataParallel's buckets are a second copy beside the gradients that earlier ones accumulate.
     copies = 2 if strategy.uses_ddp and strategy.num_microbatches > 1 else 1
     return FP32 * copies / (1 if whole else strategy.data)
 
 
-def pending_gradient_bytes(strategy: Strategy) -> float:
-    """Return the part of `gradient_bytes` that does not exist before a block's backward: all of it, or nothing."""
-    return 0.0 if strategy.uses_ddp or strategy.num_microbatches > 1 else gradient_bytes(strategy)
+def keeps_bf16_gradients(profile: Profile, strategy: Strategy) -> bool:
+    """Return True if gradients of weights that have bf16 copies stay in bf16, in which the backward makes them.
+
+    They do where a step makes each once and AdamW's kernel, which reads bf16, makes the update.
+    """
+    copies = strategy.makes_gradients_once and strategy.keeps_weight_copies(profile.precision)
+    by_kernel = profile.device_type == "cuda" and profile.optimizer_in_one_pass and not strategy.offload_optimizer
+    return copies and by_kernel and profile.sparse is None
+
+
+def stage_gradients(profile: Profile, table: ParameterTable, strategy: Strategy) -> Array:
+    """Return the bytes of the gradients of every stage, between micro-batches and after the last backward."""
+    saved = (FP32 - BF16) * spans(table.own_cast) if keeps_bf16_gradients(profile, strategy) else 0.0
+    return np.asarray(gradient_bytes(strategy) * table.trained - saved)
+
+
+def pending_gradients(profile: Profile, table: ParameterTable, strategy: Strategy) -> Array:
+    """Return the bytes of each block's own gradients that do not exist before its backward: all of them, or none."""
+    if strategy.uses_ddp or strategy.num_microbatches > 1:
+        return np.zeros_like(table.own_trained)
+    saved = (FP32 - BF16) * table.own_cast if keeps_bf16_gradients(profile, strategy) else 0.0
+    return np.asarray(gradient_bytes(strategy) * table.own_trained - saved)
 
 
 @dataclass(frozen=True)
@@ -140,6 +160,8 @@ class ParameterTable:
         cast = np.array([profile.block_types[block.block_type].cast_elements for block in profile.blocks])
         self.cast = spans(np.minimum(cast, sizes))
         """Elements of a stage's weights that products read in bf16, without parameters that several blocks use."""
+        self.own_cast = np.minimum(cast, self.own_trained)
+        """Elements of each block's trained weights among them."""
         self.largest = _span_max(self.block_elements)
         """Elements of a stage's largest block."""
         self.largest_trained = _span_max(self.block_trained)
@@ -211,30 +233,27 @@ def stage_state(profile: Profile, table: ParameterTable, strategy: Strategy) -> 
     received = (crossing[:, None] + crossing[None, :]) * (strategy.num_microbatches + 1)
     return StageState(
         parameters=parameters,
-        gradients=gradient_bytes(strategy) * table.trained,
+        gradients=stage_gradients(profile, table, strategy),
         optimizer=np.minimum(moments, IN_TRANSIT_BYTES) if strategy.offload_optimizer else moments,
         workspace=reduction + patterns + received + gathered,
     )
 
 
 def activations(
-    costs: BlockCosts, table: ParameterTable, strategy: Strategy, precision: str, modes: tuple[str, ...]
+    costs: BlockCosts, table: ParameterTable, strategy: Strategy, profile: Profile, modes: tuple[str, ...]
 ) -> Activations:
     """Return the activations of every stage whose blocks all use the same of `modes` (keys of `RECOMPUTE`).
 
     A stage with two modes is two such stages, one after the other. Where gradients appear block by block, a block
     whose backward is still to come holds that much less than the stage's state, which counts all gradients.
     """
-    copied = not strategy.shards and not strategy.keeps_weight_copies(precision)
-    return _activations(costs, table, modes, copied=copied, pending_bytes=pending_gradient_bytes(strategy))
+    copied = not strategy.shards and not strategy.keeps_weight_copies(profile.precision)
+    return _activations(costs, modes, copied=copied, pending=tuple(pending_gradients(profile, table, strategy)))
 
 
 @lru_cache(maxsize=64)
-def _activations(
-    costs: BlockCosts, table: ParameterTable, modes: tuple[str, ...], *, copied: bool, pending_bytes: float
-) -> Activations:
-    """Return `activations`; `copied` counts autocast's weight copies, `pending_bytes` is per trained element."""
-    pending = pending_bytes * table.own_trained
+def _activations(costs: BlockCosts, modes: tuple[str, ...], *, copied: bool, pending: tuple[float, ...]) -> Activations:
+    """Return `activations`; `copied` counts autocast's weight copies, `pending` are each block's gradients to come."""
     kept, own = zip(*(_of_blocks(costs, mode, copied=copied) for mode in modes), strict=True)
     held, newest = zip(*(_held(k - pending, o) for k, o in zip(kept, own, strict=True)), strict=True)
     least = _held(np.minimum.reduce(kept) - pending, np.minimum.reduce(own))

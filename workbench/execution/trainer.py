@@ -81,6 +81,9 @@ class Trainer:
         """The weights whose bf16 copies the last update has written, with their version at that time."""
         if isinstance(self.optimizer, ShardedAdamW):
             self.optimizer.copies = {w: copy for copies in stages.weight_copies for w, copy in copies.copies.items()}
+            if plan.makes_gradients_once and self.optimizer.reads_bf16_gradients and self.sparse_weights is None:
+                for copies in stages.weight_copies:
+                    copies.keep_gradients()
         self._peak_rates = [float(group["lr"]) for group in self.optimizer.param_groups]
         self._diverged: torch.Tensor | None = None
 
@@ -298,12 +301,12 @@ def squared_norm(gradients: Iterable[tuple[torch.Tensor, float]], device: torch.
     Each gradient (or this rank's shard of it) comes with what its squares are divided by, such as the number of ranks
     that hold the same values.
     """
-    by_divisor: dict[float, list[torch.Tensor]] = {}
+    alike: dict[tuple[float, torch.dtype], list[torch.Tensor]] = {}
     for gradient, divisor in gradients:
-        by_divisor.setdefault(divisor, []).append(local(gradient))
+        alike.setdefault((divisor, gradient.dtype), []).append(local(gradient))
     total = torch.zeros((), device=device)
-    for divisor, shards in by_divisor.items():
-        norms = torch._foreach_norm(shards)
+    for (divisor, dtype), shards in alike.items():
+        norms = torch._foreach_norm(shards, dtype=torch.float32 if dtype == torch.bfloat16 else None)
         total = total + torch.stack(norms).float().square().sum() / divisor
     return total
 

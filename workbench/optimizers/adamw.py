@@ -53,6 +53,15 @@ class ShardedAdamW(torch.optim.AdamW):
     copied: Mapping[nn.Parameter, int] = MappingProxyType({})
     """The parameters whose copies the last update has written, with their version at that time."""
 
+    @property
+    def reads_bf16_gradients(self) -> bool:
+        """True if our kernel updates all parameters: it reads gradients in bf16 as well as in fp32."""
+        return (
+            type(self) is ShardedAdamW
+            and bool(self.defaults["fused"])
+            and runs_triton(self.param_groups[0]["params"][0])
+        )
+
     @cached_property
     def _tables(self) -> dict[int, TensorTable]:
         """The tables of our kernel, by the identity of the parameter group."""
@@ -110,7 +119,7 @@ class ShardedAdamW(torch.optim.AdamW):
         return True
 
     def _scaled_gradients(self, parameters: list[nn.Parameter]) -> list[torch.Tensor]:
-        gradients = [local(p.grad) for p in parameters if p.grad is not None]
+        gradients = [local(p.grad).to(p.dtype) for p in parameters if p.grad is not None]
         if self.gradient_factor is not None:
             torch._foreach_mul_(gradients, self.gradient_factor)
         return gradients

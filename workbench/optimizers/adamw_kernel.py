@@ -2,7 +2,8 @@
 
 PyTorch's fused update moves 28 bytes per weight. Clipping in front of it reads and writes every gradient once more
 (8 bytes), and copying the new weights to bf16 reads them again (6 bytes). This kernel multiplies gradients by a factor
-as it reads them and writes the copies beside the weights: 30 bytes in all. Gradients stay in memory as they were.
+as it reads them and writes the copies beside the weights: 30 bytes in all, or 28 with gradients in bf16. Gradients stay
+in memory as they were.
 
 With the environment variable `TRITON_INTERPRET=1`, set before Triton is imported, it runs on the CPU, for tests.
 """
@@ -20,8 +21,9 @@ ELEMENTS, WARPS = 2048, 8
 """Elements that a program updates, and its warps: each thread reads 32 bytes of each tensor."""
 ALIGNMENT = tl.constexpr(16)
 """Multiple of bytes at which tensors must begin for wide loads; a gradient in a bucket may begin elsewhere."""
-COLUMNS = tl.constexpr(6)
-"""Columns of the table of tensors: addresses of parameter, gradient, both moments and copy, and number of elements."""
+COLUMNS = tl.constexpr(7)
+"""Columns of the table of tensors: addresses of parameter, gradient, both moments and copy, 1 if the gradient is bf16,
+and number of elements."""
 
 
 class TensorTable:
@@ -42,10 +44,17 @@ class TensorTable:
             return False
         sizes = [parameter.numel() for parameter in tensors[0]]
         copied = [0 if copy is None else copy.data_ptr() for copy in copies]
-        rows = list(zip(*([t.data_ptr() for t in each] for each in tensors), copied, sizes, strict=True))
+        halves = [int(gradient.dtype == torch.bfloat16) for gradient in tensors[1]]
+        rows = list(zip(*([t.data_ptr() for t in each] for each in tensors), copied, halves, sizes, strict=True))
         if rows == self._rows:
             return True
-        if not all(t.dtype == torch.float32 and t.is_contiguous() for each in tensors for t in each):
+        fp32 = [
+            *tensors[0],
+            *(t for t, half in zip(tensors[1], halves, strict=True) if not half),
+            *tensors[2],
+            *tensors[3],
+        ]
+        if not all(t.dtype == torch.float32 and t.is_contiguous() for t in fp32):
             return False
         device = tensors[0][0].device
         self.table = _sent(torch.tensor(rows), device)
@@ -112,18 +121,19 @@ def adamw_kernel(
         row = table_ptr + tensor * COLUMNS
         parameter, gradient = tl.load(row), tl.load(row + 1)
         first, second, copy = tl.load(row + 2), tl.load(row + 3), tl.load(row + 4)
-        left = tl.load(row + 5) - begin
+        half = tl.load(row + 5)
+        left = tl.load(row + 6) - begin
         step_size = rate / tl.load(corrections_ptr + 2 * tensor)
         scale = 1 / tl.load(corrections_ptr + 2 * tensor + 1)
         factor = tl.load(factor_ptr)
         if left >= ELEMENTS and (parameter | gradient | first | second | copy) % ALIGNMENT == 0:
             _update(
-                parameter, gradient, first, second, copy, begin, left, factor, step_size, scale,
+                parameter, gradient, first, second, copy, half, begin, left, factor, step_size, scale,
                 first_beta, second_beta, decay, eps, WIDE=True, ELEMENTS=ELEMENTS,
             )  # fmt: skip
         else:
             _update(
-                parameter, gradient, first, second, copy, begin, left, factor, step_size, scale,
+                parameter, gradient, first, second, copy, half, begin, left, factor, step_size, scale,
                 first_beta, second_beta, decay, eps, WIDE=False, ELEMENTS=ELEMENTS,
             )  # fmt: skip
 
@@ -135,6 +145,7 @@ def _update(
     first,
     second,
     copy,
+    half,
     begin,
     left,
     factor,
@@ -154,7 +165,11 @@ def _update(
     firsts = _at(first, tl.float32, WIDE) + begin + place
     seconds = _at(second, tl.float32, WIDE) + begin + place
     weight = tl.load(weights, mask=inside)
-    slope = factor * tl.load(_at(gradient, tl.float32, WIDE) + begin + place, mask=inside)
+    if half != 0:
+        slope = tl.load(_at(gradient, tl.bfloat16, WIDE) + begin + place, mask=inside).to(tl.float32)
+    else:
+        slope = tl.load(_at(gradient, tl.float32, WIDE) + begin + place, mask=inside)
+    slope *= factor
     mean = tl.load(firsts, mask=inside)
     variance = tl.load(seconds, mask=inside)
     square = slope * slope

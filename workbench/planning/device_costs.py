@@ -47,6 +47,13 @@ class Compute:
     """All-reduces over the tensor axis in the backward, `[mode, i, j]`."""
 
 
+def without_accumulation(compute: Compute, table: ParameterTable, device: Device) -> Compute:
+    """Return the times if backwards do not add gradients of weights with bf16 copies, which are bf16, in fp32."""
+    saved = (ACCUMULATE_BYTES - BF16) * spans(table.own_cast)
+    byte_ms = 1e3 / (device.memory_bandwidth * device.efficiency.bandwidth)
+    return replace(compute, backward=np.maximum(0.0, compute.backward - saved * byte_ms))
+
+
 @dataclass(frozen=True, eq=False)
 class DeviceCosts:
     """A profile priced on one device. Every method caches its results."""

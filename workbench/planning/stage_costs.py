@@ -20,16 +20,18 @@ from workbench.cost.memory import (
     FP32,
     MASK_BYTES,
     Activations,
+    ParameterTable,
     StageState,
     activations,
-    gradient_bytes,
+    keeps_bf16_gradients,
     spans,
+    stage_gradients,
     stage_state,
 )
-from workbench.cost.profile import ADAMW
+from workbench.cost.profile import ADAMW, Profile
 from workbench.memo import memoised
 from workbench.planning.checkpointing import MixedStages, Stages
-from workbench.planning.device_costs import Array, Compute, DeviceCosts
+from workbench.planning.device_costs import Array, Compute, DeviceCosts, without_accumulation
 from workbench.strategy import Strategy
 
 OVERLAP = 0.8
@@ -156,7 +158,8 @@ class StrategyCosts:
     def _alike(self) -> Strategy:
         """Strategy that stands for all whose micro-batches take the same time: the number of stages per rank and the
         place of the optimiser's state make no difference to a micro-batch."""
-        stands_for_itself = self.strategy.chunks == 1 and not self.strategy.offload_optimizer
+        of_update = self.strategy.makes_gradients_once  # which gradients a backward leaves depends on the update
+        stands_for_itself = self.strategy.chunks == 1 and (of_update or not self.strategy.offload_optimizer)
         return self.strategy if stands_for_itself else replace(self.strategy, chunks=1, offload_optimizer=False)
 
     @cached_property
@@ -195,16 +198,16 @@ class StrategyCosts:
 
     def activations(self) -> Activations:
         """Return the bytes of activations of every stage, for each mode."""
-        found = activations(self.blocks, self.table, self.strategy, self.profile.precision, self.model.modes)
+        found = activations(self.blocks, self.table, self.strategy, self.profile, self.model.modes)
         tail = self.profile.tail
         return found if tail is None else found.with_last(tail.ms_and_bytes(self.cluster.device)[1])
 
     @property
     def state_bytes(self) -> float:
         """Bytes of all blocks' parameters, gradients and optimiser state, which the ranks of a pipeline share."""
-        elements, trained = float(self.table.elements[0, -1]), float(self.table.trained[0, -1])
-        moments = 0.0 if self.strategy.offload_optimizer else float(self.table.update.state_bytes[0, -1])
-        return (FP32 * elements + moments) / self.strategy.shard_count + gradient_bytes(self.strategy) * trained
+        gradients = stage_gradients(self.profile, self.table, self.strategy)[0, -1]
+        moments = 0.0 if self.strategy.offload_optimizer else self.table.update.state_bytes[0, -1]
+        return float((FP32 * self.table.elements[0, -1] + moments) / self.strategy.shard_count + gradients)
 
     # CUDA graphs
 
@@ -271,7 +274,7 @@ class StrategyCosts:
         hooks = self.cluster.device.efficiency.sharded_block_s
         all_gathered_again = hooks / 2 if strategy.shards_parameters else 0.0
         is_bf16 = self.profile.precision == "bf16"
-        return self.model.device.compute(
+        compute = self.model.device.compute(
             strategy.micro_batch,
             strategy.tensor,
             self.model.modes,
@@ -281,24 +284,20 @@ class StrategyCosts:
             cuda_graphs=strategy.cuda_graphs,
             devices=strategy.world,
         )
+        keeps = keeps_bf16_gradients(self.profile, strategy)
+        return without_accumulation(compute, self.table, self.cluster.device) if keeps else compute
 
     def _optimizer(self, stages: Stages) -> Array:
         """Return the milliseconds of the optimiser's update, with the casts of weight copies that are kept."""
         device = self.cluster.device
-        elements = stages.whole(self.table.trained) / self.strategy.shard_count
-        on_gpu = self.profile.device_type == "cuda" and not self.strategy.offload_optimizer
-        in_one_pass = on_gpu and self.profile.optimizer_in_one_pass
-        traffic = stages.whole(self.table.update.traffic_bytes) / self.strategy.shard_count
-        traffic = traffic + (NORM_BYTES if in_one_pass else NORM_BYTES + CLIP_BYTES) * elements
-        traffic = traffic + MASKING_BYTES * stages.whole(self.table.masked) / self.strategy.shard_count
-        if self.strategy.keeps_weight_copies(self.profile.precision):
-            traffic = traffic + (BF16 if in_one_pass else FP32 + BF16) * stages.whole(self.table.cast)
+        traffic = _update_bytes(stages, self.profile, self.table, self.strategy)
         seconds = traffic / (device.memory_bandwidth * device.efficiency.bandwidth)
         if self.strategy.offload_optimizer:
             # Both moments travel to the device and back, while all devices of the node do the same.
             busy = min(self.cluster.gpus_per_node, self.strategy.world)
             together = device.shared_host_bandwidth
             bandwidth = device.host_bandwidth if together is None else min(device.host_bandwidth, together / busy)
+            elements = stages.whole(self.table.trained) / self.strategy.shard_count
             seconds = seconds + 2 * elements * ADAMW / bandwidth
         return np.asarray(1e3 * (seconds + self._whole_tensors_s(stages)))
 
@@ -391,6 +390,20 @@ class StrategyCosts:
                 link = self.cluster.peers_link(tuple(rank * replicas for rank in holders), replicas)
                 total += all_reduce_s(FP32 * self.table.sizes[name] / strategy.shard_count, len(holders), link)
         return 1e3 * total
+
+
+def _update_bytes(stages: Stages, profile: Profile, table: ParameterTable, strategy: Strategy) -> Array:
+    """Return the bytes that the norm, the update, masks and casts of weight copies move in the device's memory."""
+    on_gpu = profile.device_type == "cuda" and not strategy.offload_optimizer
+    in_one_pass = on_gpu and profile.optimizer_in_one_pass
+    clipping = (NORM_BYTES if in_one_pass else NORM_BYTES + CLIP_BYTES) * stages.whole(table.trained)
+    masking = MASKING_BYTES * stages.whole(table.masked)
+    traffic = (stages.whole(table.update.traffic_bytes) + clipping + masking) / strategy.shard_count
+    if strategy.keeps_weight_copies(profile.precision):
+        traffic = traffic + (BF16 if in_one_pass else FP32 + BF16) * stages.whole(table.cast)
+    if keeps_bf16_gradients(profile, strategy):  # the norm and the update read them
+        traffic = traffic - 2 * (FP32 - BF16) * stages.whole(spans(table.own_cast))
+    return np.asarray(traffic)
 
 
 def boundary_link(cluster: Cluster, replicas: int, here: int, there: int) -> Link:

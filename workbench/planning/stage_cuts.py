@@ -9,7 +9,7 @@ from itertools import pairwise
 
 import numpy as np
 
-from workbench.cost.memory import Activations, StageState, pending_gradient_bytes
+from workbench.cost.memory import Activations, StageState, pending_gradients
 from workbench.cost.profile import ADAMW
 from workbench.memo import memoised
 from workbench.planning.balanced_partition import SLACK, least_sum, partition, smallest
@@ -135,17 +135,17 @@ class Cutter:
         They are those of the blocks yet to run backward, if the moment is in the stage's own backward, and all of them
         where another stage of the rank runs before it.
         """
-        pending, mixed = pending_gradient_bytes(self.strategy), cut.stages
+        mixed = cut.stages
         blocks = np.arange(cut.cuts[stage], cut.cuts[stage + 1])
-        own_trained = self.costs.table.own_trained[blocks]
+        pending = pending_gradients(self.costs.profile, self.costs.table, self.strategy)[blocks]
         chunk, rank = divmod(stage, self.strategy.pipeline)
         *counts, running = self.fullest_moment(rank, cut)[1]
         if chunk != running:
-            return pending * float(own_trained.sum()) if counts[chunk] else 0.0
+            return float(pending.sum()) if counts[chunk] else 0.0
         modes = np.where(blocks < mixed.middle[stage], mixed.heavier[stage], mixed.lighter[stage])
         each = MixedStages(blocks, blocks + 1, blocks + 1, modes, modes).activations(self._activations)
         fullest = int((each.held.cumsum() - each.held + each.newest).argmax())
-        return pending * float(own_trained[:fullest].sum())
+        return float(pending[:fullest].sum())
 
     # Lower bounds of every cut
 

@@ -87,7 +87,6 @@ class BlockGradients:
             for parameter, part in zip(group, buffer.split(sizes), strict=True):
                 part[parameter.numel() :].zero_()
                 parameter.grad = part[: parameter.numel()].view_as(parameter)
-        self.parameters += parameters
 
 
 class CudaGraphs:
@@ -357,6 +356,7 @@ class _BlockMicroBatch:
         results = torch.autograd.grad(outputs, [*weights, *inputs], given, allow_unused=True)
         of_weights = zip(pending.weights, results[: len(weights)], strict=True)
         arrived = [(owner, gradient) for (_, owner), gradient in of_weights if gradient is not None]
+        self._gradients.parameters += [owner for owner, _ in arrived if owner.grad is None]
         self._graphs.accumulator.add(
             [owner for owner, _ in arrived], [gradient for _, gradient in arrived], self._gradients.allocate
         )

@@ -34,9 +34,16 @@ class GradientAccumulator:
         gradients: Sequence[torch.Tensor],
         allocate: Callable[[Sequence[nn.Parameter]], None],
     ) -> None:
-        """Add one gradient to each weight's `grad`; `allocate` creates `grad`, uninitialised, for weights without."""
-        new = [(weight, gradient) for weight, gradient in zip(weights, gradients, strict=True) if weight.grad is None]
-        later = [(w.grad, gradient) for w, gradient in zip(weights, gradients, strict=True) if w.grad is not None]
+        """Add one gradient to each weight's `grad`; `allocate` creates `grad`, uninitialised, for weights without.
+
+        A weight with a `grad_dtype` of its own keeps the gradient itself: there is only one in a step.
+        """
+        for weight, gradient in zip(weights, gradients, strict=True):
+            if weight.grad_dtype != weight.dtype:
+                weight.grad = gradient.contiguous()
+        pairs = [(w, gradient) for w, gradient in zip(weights, gradients, strict=True) if w.grad_dtype == w.dtype]
+        new = [(weight, gradient) for weight, gradient in pairs if weight.grad is None]
+        later = [(weight.grad, gradient) for weight, gradient in pairs if weight.grad is not None]
         if new:
             allocate([weight for weight, _ in new])
             # Between two dtypes this is twice as fast as `copy_` for each, but not in a list of several dtypes.

@@ -10,7 +10,8 @@ read stay bf16, and the others are cast back to fp32; rows of an embedding table
 Stages held by neither FSDP2 nor `DistributedDataParallel` have copies (`WeightCopies`). Plain autocast casts the
 weights of matrix products in every micro-batch, and compiled code stores each cast for its backward: 2 bytes per weight
 for each micro-batch in flight. Here the blocks read bf16 copies instead, and the copies' gradients are added to those
-of the fp32 weights as soon as all of a block have arrived. The numbers equal autocast's to the last bit.
+of the fp32 weights as soon as all of a block have arrived. The numbers equal autocast's to the last bit. Where a step
+makes each gradient once and the optimiser reads bf16, gradients stay as they are (`WeightCopies.keep_gradients`).
 """
 
 from __future__ import annotations
@@ -110,6 +111,11 @@ class WeightCopies:
             )
             for module in modules
         ]
+
+    def keep_gradients(self) -> None:
+        """Keep gradients in bf16, as the backward makes them, instead of adding them to others in fp32."""
+        for weight in self.copies:
+            weight.grad_dtype = torch.bfloat16
 
     @torch.no_grad()
     def refresh(self, copied: Mapping[nn.Parameter, int]) -> None:
