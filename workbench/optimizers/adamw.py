@@ -56,11 +56,8 @@ class ShardedAdamW(torch.optim.AdamW):
     @property
     def reads_bf16_gradients(self) -> bool:
         """True if our kernel updates all parameters: it reads gradients in bf16 as well as in fp32."""
-        return (
-            type(self) is ShardedAdamW
-            and bool(self.defaults["fused"])
-            and runs_triton(self.param_groups[0]["params"][0])
-        )
+        parameters = [parameter for group in self.param_groups for parameter in group["params"]]
+        return type(self) is ShardedAdamW and bool(self.defaults["fused"]) and all(map(runs_triton, parameters))
 
     @cached_property
     def _tables(self) -> dict[int, TensorTable]:
