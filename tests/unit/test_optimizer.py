@@ -17,6 +17,7 @@ from workbench.capture.hidden_matrices import hidden_matrices
 from workbench.cost.optimizer_cost import optimizer_cost
 from workbench.cost.profile import ADAMW
 from workbench.errors import InvalidExperiment, PlanInfeasible, PlanMismatch
+from workbench.execution.trainer import squared_norm
 from workbench.optimizers.adamw import OffloadedAdamW, ShardedAdamW
 from workbench.optimizers.building import build_optimizer
 from workbench.optimizers.groups import parameter_groups
@@ -46,6 +47,16 @@ def test_updates_and_state_equal_those_of_torch(optimizer_type: Any, fused: bool
     torch.testing.assert_close(found[0], expected[0], rtol=0, atol=0)
     assert found[1].keys() == expected[1].keys()
     torch.testing.assert_close(found[1]["state"], expected[1]["state"], rtol=0, atol=0)
+
+
+def test_a_norm_over_gradients_in_bf16_and_fp32_is_that_of_their_values_in_fp32() -> None:
+    generator = torch.Generator().manual_seed(0)
+    gradients = [torch.randn(300, 70, generator=generator).to(dtype) for dtype in (torch.bfloat16, torch.float32) * 2]
+    divisors = (1.0, 1.0, 4.0, 2.0)
+    expected = sum(g.double().square().sum() / divisor for g, divisor in zip(gradients, divisors, strict=True))
+    found = squared_norm(zip(gradients, divisors, strict=True), torch.device("cpu"))
+    assert found.dtype == torch.float32
+    torch.testing.assert_close(found.double(), expected, rtol=1e-5, atol=0)
 
 
 def test_a_fused_update_is_left_out_on_the_device_and_is_otherwise_the_same() -> None:

@@ -10,8 +10,8 @@ from cost_values import layered_profile
 from plan_values import CAPTURABLE, H200, PROFILE, costs_of, divided_profile, plan_of, strategy_of, with_host
 
 from workbench.cost import Cluster, Link
-from workbench.cost.memory import ParameterTable, activations
-from workbench.cost.profile import Profile
+from workbench.cost.memory import ParameterTable, activations, keeps_bf16_gradients
+from workbench.cost.profile import Profile, SparseCosts
 from workbench.errors import PlanInfeasible
 from workbench.planning import stage_costs
 from workbench.planning.device_costs import RELAUNCHED
@@ -166,10 +166,40 @@ def test_gradients_of_weights_with_copies_stay_in_bf16_where_each_is_made_once()
     assert once.state().gradients[0, -1] == 4 * profile.parameter_count - 2 * copied
     assert twice.state().gradients[0, -1] == others.state().gradients[0, -1] == 4 * profile.parameter_count
     assert others.state_bytes - once.state_bytes == 2 * copied
-    backward = [each.whole.backward - each.whole.host_wait / 2 for each in (once, others)]
+    offloaded = costs_of(profile).of(strategy_of(micro_batch=64, offload_optimizer=True))
+    backward = [each.whole.backward - each.whole.host_wait / 2 for each in (once, others, offloaded)]
     assert backward[1] - backward[0] == pytest.approx(10 * copied * byte_ms)
+    assert backward[2] == backward[1]
     held = [float(each.state().total[0, -1] + each.activations().newest[0, 0, -1]) for each in (once, others)]
     assert held[0] == held[1] - 2 * 3e4, "at the last block's backward, the peak, there are its own gradients alone"
+
+
+@pytest.mark.parametrize(
+    "choices",
+    [
+        {"num_microbatches": 2},
+        {"data": 2},
+        {"pipeline": 2},
+        {"data": 2, "cuda_graphs": True},
+        {"offload_optimizer": True},
+    ],
+)
+def test_other_plans_keep_gradients_in_fp32(choices: dict[str, Any]) -> None:
+    assert keeps_bf16_gradients(PROFILE, strategy_of(tensor=2))
+    assert not keeps_bf16_gradients(PROFILE, strategy_of(**choices))
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"precision": "fp32"},
+        {"device_type": "cpu"},
+        {"optimizer_in_one_pass": False},
+        {"sparse": SparseCosts(0.9, 64, {}, 0.0)},
+    ],
+)
+def test_other_trainings_keep_gradients_in_fp32(changes: dict[str, Any]) -> None:
+    assert not keeps_bf16_gradients(replace(PROFILE, **changes), strategy_of())
 
 
 def test_devices_of_a_node_share_the_way_to_its_host() -> None:
