@@ -152,7 +152,7 @@ class Strategy:
 
     @property
     def makes_gradients_once(self) -> bool:
-        """Return True if a step adds nothing to the gradient that a weight's only backward has made."""
+        """Return True if one backward makes each gradient of a step: one micro-batch, one replica and one stage."""
         return self.num_microbatches == self.data == self.num_stages == 1
 
     @property

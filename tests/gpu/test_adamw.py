@@ -71,7 +71,7 @@ def test_gradients_that_stay_in_bf16_train_as_those_in_fp32(cuda_graphs: bool) -
 
 
 def _with_and_without_bf16_gradients(_rank: int, cuda_graphs: bool) -> list[list[torch.Tensor]]:
-    """Train in bf16, with gradients of weights that have copies in bf16 and in fp32; return scalars."""
+    """Train twice, with gradients left in bf16 and with gradients in fp32; return the scalars of each step."""
     found = []
     for keeps in (True, False):
         with pytest.MonkeyPatch.context() as patch:

@@ -158,6 +158,50 @@ def test_a_step_of_both_loops_goes_where_the_table_says() -> None:
         assert all(shows(cell, entry["profile"][0][part]) for cell, part in zip(cells, parts, strict=True))
 
 
+def test_what_adamws_kernel_and_gradients_in_bf16_gained_is_what_the_raw_files_say() -> None:
+    def first(file: str, row: str, label: str) -> dict[str, Any]:
+        entries = raw(f"throughput_{file}.json")["measurements"]
+        [entry] = [e for e in entries if (e["row"], e["round"]) == (row, 0) and e["contender"].startswith(label)]
+        return dict(entry)
+
+    gpt = [first(file, "gpt3-1.3b-512", "ours:") for file in (OLDER, NEWER, NEWEST)]
+    before, kernel, kept = (f"{entry['profile'][0]['optimiser']:.1f}" for entry in gpt)
+    large = [f"{first(file, 'large', 'ours 1')['profile'][0]['optimiser']:.1f}" for file in (OLDER, NEWER)]
+    history, page, changes = words(HISTORY), words(BENCHMARKS), words("CHANGELOG.md")
+    assert f"GPT-3 1.3B {before} → {kernel} ms of a step" in history
+    assert f"{large[0]} → {large[1]} | yes" in history
+    assert f"{kernel} → {kept} ms" in history
+    assert f"take {kept} ms in place of {kernel} ({before} with PyTorch's update)" in page
+    assert f"{kernel} ms of GPT-3 1.3B's step on an H200 in place of {before}" in changes
+    cast, copied = (
+        sum(ms for name, _, ms in gpt[1]["longest"] if part in name) for part in ("ListMetadata<2>", "_cat_")
+    )
+    assert f"cast of gradients ({cast:.1f} ms)" in page
+    assert f"one tensor ({copied:.1f} ms)" in page
+
+
+def test_predicted_times_and_clocks_beside_the_loops_are_those_of_the_raw_files() -> None:
+    errors, clocks = [], dict[tuple[str, str], list[float]]()
+    for file in (NEWER, NEWEST):
+        content = raw(f"throughput_{file}.json")
+        for row, plans in content["predictions"].items():
+            [ours] = [times for contender, times in medians(file, row).items() if contender.startswith("ours:")]
+            errors.append(plans["ours"]["step_ms"] / statistics.median(ours.values()) - 1)
+        for entry in content["measurements"]:
+            whose = entry["contender"].partition(":")[0].partition(",")[0]
+            clocks.setdefault((entry["row"], whose), []).append(entry["gpus"][0]["sm_mhz"]["median"])
+    assert len(errors) == 7
+    assert (round(-100 * max(errors)), round(-100 * min(errors))) == (2, 4)
+    ranges = [
+        f"{min(found):,.0f} to {max(found):,.0f}"
+        for row in ("gpt3-1.3b-512", "scaled-128")
+        for found in (clocks[row, "ours"], clocks[row, "ddp+labelled-head"])
+    ]
+    page = words(BENCHMARKS)
+    assert f"ran at {ranges[0]} MHz in ours and at {ranges[1]} MHz in the loop" in page
+    assert f"with 128 tokens at {ranges[2]} and {ranges[3]}." in page
+
+
 def test_what_fused_kernels_gained_is_what_the_raw_file_says() -> None:
     entries = raw("fused_backward_1xH200.json")["measurements"]
 

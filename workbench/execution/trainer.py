@@ -259,7 +259,7 @@ class Trainer:
         """Return the whole gradient of a parameter of this rank, gathered from its shards (a collective).
 
         After a step it is clipped, unless AdamW's kernel has made the update (`workbench.optimizers.adamw_kernel`), and
-        bf16 where `WeightCopies.keep_gradients` says so.
+        bf16 for weights of which `WeightCopies.keep_gradients` was called.
         """
         gradient = self._parameters[name].grad
         return None if gradient is None else self.full(name, gradient)

@@ -37,7 +37,7 @@ class TensorTable:
     def fill(self, tensors: Sequence[Sequence[Tensor]], copies: Sequence[Tensor | None]) -> bool:
         """Fill the table and return True, or return False if the kernel cannot update one of the tensors.
 
-        `tensors` are the parameters, their gradients, and their first and second moments.
+        `tensors` are the parameters, their gradients in fp32 or bf16, and their first and second moments.
         """
         # A gradient may lie where the one before it did, in another order of dims.
         if not all(gradient.is_contiguous() for gradient in tensors[1]):
@@ -48,13 +48,9 @@ class TensorTable:
         rows = list(zip(*([t.data_ptr() for t in each] for each in tensors), copied, halves, sizes, strict=True))
         if rows == self._rows:
             return True
-        fp32 = [
-            *tensors[0],
-            *(t for t, half in zip(tensors[1], halves, strict=True) if not half),
-            *tensors[2],
-            *tensors[3],
-        ]
-        if not all(t.dtype == torch.float32 and t.is_contiguous() for t in fp32):
+        if not all(gradient.dtype in (torch.float32, torch.bfloat16) for gradient in tensors[1]):
+            return False
+        if not all(t.dtype == torch.float32 and t.is_contiguous() for t in [*tensors[0], *tensors[2], *tensors[3]]):
             return False
         device = tensors[0][0].device
         self.table = _sent(torch.tensor(rows), device)

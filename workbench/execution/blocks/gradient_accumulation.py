@@ -36,7 +36,7 @@ class GradientAccumulator:
     ) -> None:
         """Add one gradient to each weight's `grad`; `allocate` creates `grad`, uninitialised, for weights without.
 
-        A weight with a `grad_dtype` of its own keeps the gradient itself: there is only one in a step.
+        A weight whose `grad_dtype` is not its dtype takes the gradient as it is, because a step makes only one.
         """
         for weight, gradient in zip(weights, gradients, strict=True):
             if weight.grad_dtype != weight.dtype:
