@@ -1,8 +1,11 @@
 # make demo   the comparison on this machine; says where the report is
-# make test   lint, types, architecture and all tests that CI runs
+# make test   lint, types, architecture, and the tests that take up to 10 s, with a few that stand for the longer ones
 # make docs   the documentation site, built strictly into site/
 # make wheel  the wheel, built and tried in an empty environment
 # make lab    JupyterLab on 127.0.0.1 with a card for each template in its launcher
+# make test-all         what CI runs: all of that and the longer tests; fails a test that has grown past 10 s
+# make test-exhaustive  the same with every model, plan and combination that is known, for an hour or two
+# make durations        all tests, which records in tests/durations.json how long each takes
 # A fresh machine needs Python 3.11 or newer and make; everything else is installed into .venv.
 
 PYTHON ?= python3
@@ -14,7 +17,7 @@ REPORTS ?= reports
 # Where this is set, as in many containers, each of the hundreds of processes would compile all of torch anew.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: demo test test-all docs wheel lab lint clean
+.PHONY: demo test test-all test-exhaustive durations tests-elsewhere tests-in-browser docs wheel lab lint clean
 
 # Modules are compiled when they are first imported (--no-compile): compiling all of every package takes longer than that.
 # The stamps hold what was installed: a second make starts at once, a changed lock installs again.
@@ -49,14 +52,33 @@ lint: $(VENV)/.tested
 	$(BIN)/mypy
 	$(BIN)/lint-imports
 
-# Three files of tests at a time, one thread each, those with long tests first, because many tests wait for processes. Tests that
-# drive JupyterLab, and those of GPUs, come after them: beside them the load of two cores is 11, and limits of time are missed.
-test: lint
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest --numprocesses 3 --dist loadfile --no-loadscope-reorder $(filter-out tests/__pycache__/ tests/browser/ tests/gpu/,$(wildcard tests/*/))
-	$(BIN)/python -m pytest tests/browser tests/gpu
+# Four files of tests at a time, one thread each, the longest first, because many tests wait for processes. JupyterLab is
+# driven beside them, one test at a time. Tests of GPUs come last: they measure memory and time.
+PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest $(RUN)
+BESIDE := --numprocesses 4 --dist loadfile --no-loadscope-reorder
+TESTS := $(MAKE) --no-print-directory --jobs 2 --keep-going tests-elsewhere tests-in-browser
 
-test-all: export WORKBENCH_TEST_ALL = 1
-test-all: test
+test: lint
+	+@$(TESTS) RUN=--short
+
+test-all: lint
+	+@$(TESTS) RUN=--check-durations
+	$(PYTEST) tests/gpu
+
+test-exhaustive: export WORKBENCH_TEST_EXHAUSTIVE = 1
+test-exhaustive: lint
+	+@$(TESTS) RUN=--timeout=1800
+	$(PYTEST) tests/gpu
+
+durations: $(VENV)/.tested
+	+@$(TESTS) RUN=--record-durations
+
+tests-elsewhere: $(VENV)/.tested
+	$(PYTEST) $(BESIDE) $(filter-out tests/__pycache__/ tests/browser/ tests/gpu/,$(wildcard tests/*/))
+
+# What it prints comes in one piece, when it is over.
+tests-in-browser: $(VENV)/.tested
+	@said=$$($(PYTEST) tests/browser 2>&1); code=$$?; printf '\n%s\n' "$$said"; exit $$code
 
 docs: $(VENV)/.documented
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict

@@ -7,12 +7,24 @@ import sys
 import tempfile
 from pathlib import Path
 
+import pytest
 from hypothesis import settings
 
+from tests import durations, worlds
+from tests.durations import pytest_addoption
+from tests.exhaustive import EXHAUSTIVE
 from workbench.home import cache_home
+
+__all__ = ["pytest_addoption"]
 
 sys.modules["rfc3987_syntax"] = None  # type: ignore[assignment]  # jsonschema would build its grammar for two seconds
 gc.disable()  # until all tests are imported, because collecting meanwhile takes a fifth of that time
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    durations.pytest_configure(config)
+    if getattr(config.option, "numprocesses", None):  # only in the controller of several workers
+        worlds.serve()
 
 
 def pytest_collection_finish() -> None:
@@ -25,7 +37,7 @@ def pytest_unconfigure() -> None:
     shutil.rmtree(HOME, ignore_errors=True)
 
 
-# `make test` draws the same examples each time, so that it fails for what was changed; `make test-all` draws new ones.
+# The same examples are drawn each time, so that a run fails for what was changed; `make test-exhaustive` draws new ones.
 settings.register_profile("same", derandomize=True, deadline=None)
 settings.register_profile("new", deadline=None)
 # A run that is tracked starts two more processes and draws a page when it ends. The tests of tracking ask for it.
@@ -37,4 +49,4 @@ for made in ("calibrations", "devices", "texts", "tokens"):
     (cache_home() / made).mkdir(parents=True, exist_ok=True)
     (HOME / made).symlink_to(cache_home() / made)
 os.environ["WORKBENCH_HOME"] = str(HOME)
-settings.load_profile("new" if os.environ.get("WORKBENCH_TEST_ALL") == "1" else "same")
+settings.load_profile("new" if EXHAUSTIVE else "same")

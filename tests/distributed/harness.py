@@ -22,28 +22,14 @@ import torch.distributed as dist
 import torch.multiprocessing as mp
 from torch.distributed.device_mesh import init_device_mesh
 
+from tests import worlds
 from workbench.capture import Graph
 from workbench.cost.cluster import Cluster
 from workbench.cost.device import Device, Link
 from workbench.execution.parallel.mesh import MeshCoordinate
 from workbench.planning.plan import Memory, Plan, Prediction, Stage
 
-# The fork server imports these once; each test's processes then start in milliseconds. What a capture or a compilation
-# imports when it is first needed stands here too: it takes a process longer than the computation of a small model.
-multiprocessing.set_forkserver_preload(
-    [
-        "tests.distributed.zoo",
-        "tests.distributed.test_every_plan",
-        "workbench.execution.worker",
-        "transformers.models.bert.modeling_bert",
-        "torch.export._trace",
-        "torch._inductor.compile_fx",
-        "torch._dynamo.backends.distributed",
-        "workbench.cost.graph_profiler",
-        "workbench.execution.blocks.compiled",
-        "workbench.planning.search",
-    ]
-)
+worlds.find()
 
 NOTHING = Memory(0, 0, 0, 0, 0)
 CPU = Device("CPU", "cpu", 4 << 30, {"fp32": 5e10}, 1e10)

@@ -16,7 +16,7 @@ from workbench.figures.pages import PLOTLY_MIME
 
 STEPS = 40
 needs_time = pytest.mark.skipif(
-    not os.environ.get("WORKBENCH_TEST_ALL"), reason="minutes of training; set WORKBENCH_TEST_ALL"
+    not os.environ.get("WORKBENCH_TEST_EXHAUSTIVE"), reason="minutes of training; set WORKBENCH_TEST_EXHAUSTIVE"
 )
 
 

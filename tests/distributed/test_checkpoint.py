@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import io
-import os
 import pickle
 import random
 import shutil
@@ -20,6 +19,7 @@ from torch.nn import functional
 
 from tests.distributed import real_worker
 from tests.distributed.real_worker import Ranks, curve, directory, experiment, plan, trained
+from tests.exhaustive import EXHAUSTIVE
 from workbench.errors import CheckpointError, PlanMismatch
 from workbench.execution.checkpoint import guarded_reader
 from workbench.execution.checkpoint import model_export as export
@@ -39,8 +39,7 @@ from workbench.rundir import RunDir, read_events, read_json, write_json
 from workbench.runs.run import Run
 
 STEPS, EVERY = 40, 6
-ALL = bool(os.environ.get("WORKBENCH_TEST_ALL"))
-KILLS = 12 if ALL else 2
+KILLS = 12 if EXHAUSTIVE else 2
 DIVISIONS: dict[str, tuple[str, dict[str, int]]] = {
     "pipeline": ("fp32", {"pipeline": 2}),
     "pipeline in bf16": ("bf16", {"pipeline": 2}),
@@ -52,7 +51,7 @@ DIVISIONS: dict[str, tuple[str, dict[str, int]]] = {
     "three shards in bf16": ("bf16", {"data": 3, "zero": 3}),
     "two shards that recompute some blocks": ("bf16", {"data": 2, "zero": 3}),
 }
-DEFAULT = tuple(DIVISIONS) if ALL else ("pipeline in bf16", "three replicas")
+DEFAULT = tuple(DIVISIONS) if EXHAUSTIVE else ("pipeline in bf16", "three replicas")
 
 
 def killed_and_resumed(path: Path, asked: Experiment, chosen: Plan, kills: int, seed: int) -> tuple[RunDir, list[int]]:
@@ -118,7 +117,7 @@ class ComparedWords(nn.Module):
 
 
 ODD = [(model, {"data": 2, "zero": 3}) for model in (ComparedWords, NoisyWords)]
-if ALL:
+if EXHAUSTIVE:
     ODD += [
         (ComparedWords, {"data": 2, "zero": 0}),
         *((model, {"pipeline": 2}) for model in (ComparedWords, NoisyWords)),
@@ -180,7 +179,7 @@ LEGS: dict[str, list[dict[str, int]]] = {
     "tensors": [{"tensor": 2}, {}],
     "tensors and shards": [{"data": 2, "zero": 3}, {"tensor": 2, "data": 2, "zero": 3}, {"pipeline": 2, "tensor": 2}],
 }
-if not ALL:
+if not EXHAUSTIVE:
     del LEGS["tensors and shards"]
 
 

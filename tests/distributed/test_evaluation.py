@@ -5,7 +5,6 @@ from __future__ import annotations
 import copy
 import functools
 import math
-import os
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +16,7 @@ from torch.nn import functional
 import workbench as wb
 from tests.distributed import zoo
 from tests.distributed.harness import Division, coordinate, forced_plan, launch
+from tests.exhaustive import EXHAUSTIVE
 from workbench.capture import Graph, capture, spec_of
 from workbench.capture.evaluation import capture_for_evaluation, require_same_stages
 from workbench.data import held_out as held_out_of
@@ -187,8 +187,8 @@ DIVISIONS = {
 }
 
 
-TRIED = list(DIVISIONS) if os.environ.get("WORKBENCH_TEST_ALL") else ["TP 2", "ZeRO 3", "PP 2 × DP 2", "interleaved"]
-"""Divisions that are tested; the others, which are parts of these, only if WORKBENCH_TEST_ALL is set."""
+TRIED = list(DIVISIONS) if EXHAUSTIVE else ["TP 2", "ZeRO 3", "PP 2 × DP 2", "interleaved"]
+"""Divisions that are tested; the others, which are parts of these, only in `make test-exhaustive`."""
 
 
 OTHERS = [("normalised", DIVISIONS["PP 2"]), ("squared", DIVISIONS["PP 2"])]
@@ -196,11 +196,7 @@ UNTOUCHED = {
     "bert under ZeRO 3": ("bert", DIVISIONS["ZeRO 3"]),
     "BatchNorm in one process": ("normalised", Division()),
     "BatchNorm under PP 2": ("normalised", DIVISIONS["PP 2"]),
-    **(
-        {f"bert under {name}": ("bert", division) for name, division in DIVISIONS.items()}
-        if os.environ.get("WORKBENCH_TEST_ALL")
-        else {}
-    ),
+    **({f"bert under {name}": ("bert", division) for name, division in DIVISIONS.items()} if EXHAUSTIVE else {}),
 }
 SELDOM = 10**9
 RUNS: list[tuple[str, Division, int, bool]] = [

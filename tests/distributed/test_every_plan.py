@@ -1,6 +1,6 @@
 """Every plan that the planner may offer runs, and is plain PyTorch: schedules, ZeRO stages, recomputation, tensors.
 
-A representative part by default; everything where WORKBENCH_TEST_ALL is set. Cases that use equally many processes
+A representative part by default; everything in `make test-exhaustive`. Cases that use equally many processes
 share one launch.
 """
 
@@ -11,7 +11,6 @@ import dataclasses
 import functools
 import gc
 import itertools
-import os
 from collections import Counter
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, nullcontext
@@ -28,6 +27,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from tests.distributed import zoo
 from tests.distributed.harness import CPU, LINK, coordinate, forced_plan, launch, worst
 from tests.distributed.test_training import Outcome, batch_of, experiment_of, plain
+from tests.exhaustive import EXHAUSTIVE, exhaustive
 from workbench.capture import Graph, capture, spec_of
 from workbench.capture.tensor_parallel import plan_tensor_parallel
 from workbench.cost.cluster import Cluster
@@ -45,8 +45,6 @@ BACKEND = "aot_eager_decomp_partition"
 """Traces blocks and decides what the backward computes again as the default compiler does, and generates no code."""
 HALF = functools.partial(torch.autocast, "cpu", torch.bfloat16)
 MICRO_BATCH = 2
-EVERYTHING = bool(os.environ.get("WORKBENCH_TEST_ALL"))
-slow = pytest.mark.skipif(not EVERYTHING, reason="WORKBENCH_TEST_ALL runs it")
 
 
 def gpt2_of_a_prime_vocabulary() -> nn.Module:
@@ -245,7 +243,7 @@ EQUAL: dict[str, list[Case]] = {
     "gpt2-odd": [Case(pipeline=2, tensor=2)],
     **{name: [Case(pipeline=2)] for name in ("gpt2", "albert", "skips")},
 }
-if EVERYTHING:
+if EXHAUSTIVE:
     EQUAL["gpt2-odd"] += [Case(data=2, tensor=2, zero=2), Case(tensor=4)]
     EQUAL["bert-half-frozen"] += [Case(pipeline=4), Case(pipeline=2, data=2), Case(pipeline=2, tensor=2)]
     EQUAL["bert-half-frozen"] += [Case(pipeline=2, data=2, zero=1), Case(pipeline=4, compile=True)]
@@ -265,7 +263,7 @@ def test_loss_and_every_gradient_equal_those_of_plain_pytorch(name: str, case: C
 
 
 @pytest.mark.parametrize(
-    "name", ["bert", *(pytest.param(n, marks=slow) for n in ("albert", "gpt2", "t5", "bert-half-frozen"))]
+    "name", ["bert", *(pytest.param(n, marks=exhaustive) for n in ("albert", "gpt2", "t5", "bert-half-frozen"))]
 )
 def test_blocks_on_their_way_to_cuda_graphs_give_the_gradients_of_plain_pytorch(name: str) -> None:
     """Prepare blocks for CUDA graphs as on a GPU, without ever capturing one."""
@@ -273,7 +271,7 @@ def test_blocks_on_their_way_to_cuda_graphs_give_the_gradients_of_plain_pytorch(
     two = [replace(graphs, pipeline=2), replace(graphs, tensor=2), replace(graphs, data=2, num_microbatches=2)]
     two.append(replace(graphs, pipeline=2, chunks=2, schedule="interleaved", recompute="selective"))
     assert_equal_to_plain_pytorch(name, *two)
-    if EVERYTHING:  # each of two replicas does all that one process does
+    if EXHAUSTIVE:  # each of two replicas does all that one process does
         assert_equal_to_plain_pytorch(name, graphs)
 
 
@@ -281,7 +279,7 @@ def test_recomputing_some_blocks_of_a_compiled_stage_changes_no_gradient() -> No
     some = Case(recompute="selective", recompute_first=3, num_microbatches=1, compile=True)
     less = replace(some, recompute="full", recompute_rest="selective", pipeline=2, num_microbatches=2)
     assert_equal_to_plain_pytorch("bert", some)
-    if EVERYTHING:
+    if EXHAUSTIVE:
         assert_equal_to_plain_pytorch("bert", less, replace(less, schedule="interleaved", chunks=2))
 
 
@@ -349,7 +347,7 @@ def test_updates_under_every_kind_of_division_are_plain_adamws() -> None:
     )
 
 
-@slow
+@exhaustive
 def test_updates_under_combined_divisions_are_plain_adamws() -> None:
     assert_trains_as_plain_adamw(
         Case(pipeline=2, tensor=2, offload_optimizer=True),
@@ -474,21 +472,21 @@ def test_what_the_planner_offers_runs() -> None:
         {"tensor": 2, "data": 2, "zero": 1, "recompute": "selective"},
         {"pipeline": 2, "tensor": 2, "schedule": "interleaved", "chunks": 2},
     ]
-    if EVERYTHING:
+    if EXHAUSTIVE:
         asked += [{"tensor": tensor, "zero": zero} for tensor in (1, 2) for zero in (0, 1, 2, 3)]
         asked += [{"schedule": name, "pipeline": 2} for name in ("gpipe", "1f1b")]
         asked += [{}]
     assert_equal_to_plain_pytorch("bert", *(planned("bert", 4, **fixed) for fixed in asked))
 
 
-@slow
+@exhaustive
 @pytest.mark.parametrize("name", zoo.MODELS)
 def test_every_model_under_tensor_parallelism_equals_plain_pytorch(name: str) -> None:
     assert_equal_to_plain_pytorch(name, Case(tensor=2), Case(tensor=2, recompute="selective"))
     assert_equal_to_plain_pytorch(name, Case(tensor=4), Case(pipeline=2, tensor=2), Case(data=2, tensor=2, zero=3))
 
 
-@slow
+@exhaustive
 @pytest.mark.parametrize("name", ["bert", "t5", "gpt2", "albert"])
 def test_every_schedule_times_every_zero_stage_equals_plain_pytorch(name: str) -> None:
     cases = [

@@ -1,13 +1,12 @@
 """Under bf16 every plan is as exact as plain PyTorch under autocast, measured against fp32 gradients.
 
-A few models run by default, all of `zoo.MODELS` if WORKBENCH_TEST_ALL is set.
+A few models run by default, all of `zoo.MODELS` in `make test-exhaustive`.
 """
 
 from __future__ import annotations
 
 import copy
 import dataclasses
-import os
 from collections.abc import Mapping
 from functools import partial
 
@@ -18,6 +17,7 @@ from torch import nn
 from tests.distributed import zoo
 from tests.distributed.harness import coordinate, forced_plan, launch
 from tests.distributed.test_models import Degrees, built, loss_of
+from tests.exhaustive import EXHAUSTIVE
 from workbench.capture import Graph
 from workbench.execution.blocks.context import StepContext
 from workbench.execution.build import build_stage
@@ -34,7 +34,7 @@ CASES = (
 FAILS_PLAINLY = ("deberta",)
 """Models whose own code fails under autocast: it fills bf16 scores with the lowest fp32 number. (Plans train them.)"""
 REPRESENTATIVE = ("gpt2", "llama", "t5", "vit")
-TRIED = REPRESENTATIVE if not os.environ.get("WORKBENCH_TEST_ALL") else sorted(set(zoo.MODELS) - set(FAILS_PLAINLY))
+TRIED = REPRESENTATIVE if not EXHAUSTIVE else sorted(set(zoo.MODELS) - set(FAILS_PLAINLY))
 NO_WORSE = 1.5
 """Largest allowed error relative to autocast's: bf16 all-gathers and all-reduces add to its rounding."""
 HALF = partial(torch.autocast, "cpu", torch.bfloat16)

@@ -1,6 +1,6 @@
 """Kernel, supervisor, Accelerate's launcher and ranks killed with -9 at random moments: nothing is lost or left behind.
 
-Three kills by default, fifty with `WORKBENCH_TEST_ALL=1`; `WORKBENCH_KILL_SEED` repeats a sequence.
+Three kills by default, fifty in `make test-exhaustive`; `WORKBENCH_KILL_SEED` repeats a sequence.
 """
 
 import os
@@ -16,13 +16,13 @@ import psutil
 import pytest
 
 from tests.distributed.test_launch import HERE, ROOT, eventually, start
+from tests.exhaustive import EXHAUSTIVE
 from workbench.rundir import process_alive, process_record, read_events
 from workbench.runs.launching import device_queue, processes
 from workbench.runs.registry import load_run
 from workbench.runs.run import Run
 
-EVERYTHING = os.environ.get("WORKBENCH_TEST_ALL") == "1"
-KILLS = 50 if EVERYTHING else 3
+KILLS = 50 if EXHAUSTIVE else 3
 ENDLESS = 1_000_000
 GONE_WITHIN_S = 60.0
 """Seconds for every process of a run to end after a kill; an idle machine needs a few."""

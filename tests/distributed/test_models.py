@@ -1,6 +1,6 @@
 """Any unmodified model trains under a plan of the real planner: its loss and gradients are those of plain PyTorch.
 
-A few models by default; all of `zoo.MODELS` where WORKBENCH_TEST_ALL is set. `benchmarks/model_table.py` prints what
+A few models by default; all of `zoo.MODELS` in `make test-exhaustive`. `benchmarks/model_table.py` prints what
 `differences` measures.
 """
 
@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import copy
 import functools
-import os
 from dataclasses import dataclass
 
 import pytest
@@ -17,6 +16,7 @@ from torch import nn
 
 from tests.distributed import zoo
 from tests.distributed.harness import CPU, LINK, Division, coordinate, forced_plan, launch
+from tests.exhaustive import EXHAUSTIVE
 from workbench.capture import Graph, build_meta, capture, spec_of
 from workbench.cost.cluster import Cluster
 from workbench.cost.graph_profiler import profile_graph
@@ -32,7 +32,7 @@ from workbench.planning.search import what_if
 TOLERANCE = 1e-5
 MICRO_BATCH, MICRO_BATCHES = 2, 4
 REPRESENTATIVE = ("llama", "resnet", "tied-everywhere")
-TRIED = REPRESENTATIVE if not os.environ.get("WORKBENCH_TEST_ALL") else tuple(zoo.MODELS)
+TRIED = REPRESENTATIVE if not EXHAUSTIVE else tuple(zoo.MODELS)
 
 
 class Degrees(Division):

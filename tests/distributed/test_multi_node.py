@@ -18,6 +18,7 @@ import pytest
 
 from tests.distributed import real_worker
 from tests.distributed.real_worker import DEVICE, LINK, curve, experiment, plan, trained
+from tests.exhaustive import EXHAUSTIVE, exhaustive
 from workbench.cost.cluster import Cluster
 from workbench.errors import PlanInfeasible
 from workbench.planning.plan import Plan
@@ -30,8 +31,7 @@ from workbench.runs.run import Run
 ROOT = Path(__file__).resolve().parents[2]
 ADDRESSES = ("10.77.31.1", "10.77.31.2")
 PORT = 29417
-STARTS = ("slurm", "torchrun", "accelerate") if os.environ.get("WORKBENCH_TEST_ALL") else ("slurm",)
-slow = pytest.mark.skipif(not os.environ.get("WORKBENCH_TEST_ALL"), reason="set WORKBENCH_TEST_ALL=1")
+STARTS = ("slurm", "torchrun", "accelerate") if EXHAUSTIVE else ("slurm",)
 
 
 def ip(*arguments: str) -> None:
@@ -169,7 +169,7 @@ def test_a_run_over_two_nodes_is_the_run_on_one(how: str, namespaces: tuple[str,
     assert curve(run.directory) == curve(trained(tmp_path / "one", asked, plan(asked, pipeline=2)))
 
 
-@slow
+@exhaustive
 def test_a_job_that_is_stopped_and_submitted_again_goes_on(namespaces: tuple[str, str], tmp_path: Path) -> None:
     asked = experiment(steps=400)
     run = prepare(asked, two_nodes(400), directory=tmp_path / "run")
@@ -189,7 +189,7 @@ def test_a_job_that_is_stopped_and_submitted_again_goes_on(namespaces: tuple[str
     assert run.history().step.tolist() == list(range(1, reached + 3))
 
 
-@slow
+@exhaustive
 def test_a_rank_that_dies_on_another_node_ends_the_run_on_both(namespaces: tuple[str, str], tmp_path: Path) -> None:
     run = prepare(experiment(steps=4000), two_nodes(4000), directory=tmp_path / "run")
     process = job(namespaces, run, tmp_path)

@@ -1,14 +1,13 @@
 """Every optimiser under every plan equals the same optimiser in plain PyTorch, with tied weights.
 
 By default each optimiser trains for 20 steps under the plan that is hardest for it, and for a few under others, all in
-one group of processes. Where WORKBENCH_TEST_ALL is set, each trains for 20 steps under every plan.
+one group of processes. In `make test-exhaustive`, each trains for 20 steps under every plan.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import functools
-import os
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
@@ -19,6 +18,7 @@ from torch import nn
 
 from tests.distributed import zoo
 from tests.distributed.harness import CPU, Division, coordinate, forced_plan, launch, worst
+from tests.exhaustive import EXHAUSTIVE
 from workbench.capture import Graph, capture, spec_of
 from workbench.cost.graph_profiler import profile_graph
 from workbench.cost.memory import FP32, PREFETCHED_BLOCKS, ParameterTable, stage_state
@@ -312,7 +312,7 @@ HARDEST = {"adamw": ZERO3, "sgd": PIPELINE, "lamb": TENSOR, "muon": ZERO3, "own"
 
 
 def cases() -> list[Case]:
-    if os.environ.get("WORKBENCH_TEST_ALL"):
+    if EXHAUSTIVE:
         divisions = (ZERO0, ZERO3, PIPELINE, TENSOR, *(Division(data=2, zero=zero) for zero in (1, 2)))
         return [Case(name, division, range(STEPS)) for name in REFERENCES for division in divisions]
     long = [Case(name, division, range(STEPS)) for name, division in HARDEST.items()]

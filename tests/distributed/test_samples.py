@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import functools
-import os
 from itertools import product
 from pathlib import Path
 from typing import Any
@@ -16,6 +15,7 @@ from torch import nn
 import workbench as wb
 from tests.distributed.harness import Division, coordinate, forced_plan, launch
 from tests.distributed.test_evaluation import DIVISIONS, Tensors, whole_tensors
+from tests.exhaustive import EXHAUSTIVE
 from workbench.capture import Graph
 from workbench.capture.captured_model import CapturedModel
 from workbench.execution.blocks.context import StepContext, mix
@@ -165,7 +165,7 @@ def assert_same(one: Tensors, other: Tensors) -> None:
 
 
 CHOSEN = ["one process", "PP 2", "DP 2", "ZeRO 3", "TP 2", "PP 2 × DP 2"]
-TRIED = CHOSEN if os.environ.get("WORKBENCH_TEST_ALL") else ["TP 2", "ZeRO 3", "PP 2"]
+TRIED = CHOSEN if EXHAUSTIVE else ["TP 2", "ZeRO 3", "PP 2"]
 
 
 @pytest.mark.parametrize("world", sorted({DIVISIONS[name].world for name in TRIED}))

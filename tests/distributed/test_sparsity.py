@@ -1,7 +1,7 @@
 """Sparse training under every plan equals masked training in plain PyTorch, with the same pattern at every step.
 
 The plain loop below shares no code with Workbench but the random numbers of regrowth. All plans train in one group of
-two processes. Where WORKBENCH_TEST_ALL is set, every way of regrowth and every optimiser trains under every plan.
+two processes. In `make test-exhaustive`, every way of regrowth and every optimiser trains under every plan.
 """
 
 from __future__ import annotations
@@ -9,7 +9,6 @@ from __future__ import annotations
 import dataclasses
 import functools
 import math
-import os
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +18,7 @@ from torch import nn
 
 from tests.distributed import harness, zoo
 from tests.distributed.harness import coordinate, forced_plan, launch, worst
+from tests.exhaustive import EXHAUSTIVE
 from workbench.capture import Graph, capture, spec_of
 from workbench.errors import CheckpointError
 from workbench.execution.blocks.context import StepContext
@@ -276,11 +276,11 @@ CASES = [Case(RANDOM, PIPELINE), Case(RANDOM, DATA), Case(RANDOM, ZERO3), Case(G
 """The plan of each kind that is hardest for a pattern: weights in other processes, copied, and divided by row."""
 RESUMED = [ZERO3, PIPELINE]
 BLOCK_SPARSE = [dataclasses.replace(division, block_sparse=True) for division in (PIPELINE, DATA)]
-if os.environ.get("WORKBENCH_TEST_ALL"):
+if EXHAUSTIVE:
     DIVISIONS = (PIPELINE, Division(pipeline=2, chunks=2), *(Division(data=2, zero=zero) for zero in range(4)), TENSOR)
     CASES = [Case(sparsity, division) for sparsity in (RANDOM, GRADIENT, STATIC) for division in DIVISIONS]
     RESUMED = [ZERO3, PIPELINE, DATA, TENSOR]
-OPTIMIZERS = ("lamb", "muon", "sgd") if os.environ.get("WORKBENCH_TEST_ALL") else ("muon",)
+OPTIMIZERS = ("lamb", "muon", "sgd") if EXHAUSTIVE else ("muon",)
 
 
 @pytest.fixture(scope="module")

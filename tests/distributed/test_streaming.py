@@ -5,7 +5,6 @@ Datasets that can only be iterated go on after kills, too.
 
 from __future__ import annotations
 
-import os
 import shutil
 from collections.abc import Iterator
 from pathlib import Path
@@ -20,6 +19,7 @@ import workbench as wb
 from tests.distributed import real_worker
 from tests.distributed.harness import launch
 from tests.distributed.real_worker import Ranks, Words, curve, directory, plan, trained
+from tests.exhaustive import EXHAUSTIVE
 from workbench.execution.checkpoint.files import complete_checkpoints, read_manifest
 from workbench.execution.worker import TrainingWorker
 from workbench.experiment import Experiment
@@ -33,7 +33,7 @@ PLANS: dict[str, dict[str, int]] = {
     "ZeRO 3": {"data": 2, "zero": 3},
     "two stages of two shards": {"pipeline": 2, "data": 2, "zero": 1},
 }
-DEFAULT = tuple(PLANS) if os.environ.get("WORKBENCH_TEST_ALL") else ("two stages of two shards",)
+DEFAULT = tuple(PLANS) if EXHAUSTIVE else ("two stages of two shards",)
 
 
 @pytest.fixture(scope="module")

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import json
 import logging
-import os
 import random
 import re
 import shutil
@@ -27,6 +26,7 @@ import torch
 import torch.distributed as dist
 
 import workbench as wb
+from tests.exhaustive import EXHAUSTIVE
 from tests.unit.figure_values import plan as hand_made_plan
 from tests.unit.test_runs import DEAD
 from tests.unit.test_runs_tampering import small
@@ -43,7 +43,7 @@ from workbench.runs.launching.run_directory import Attempt
 from workbench.runs.records.environment import environment
 from workbench.runs.records.history import final_loss
 
-MUTATIONS = 3000 if os.environ.get("WORKBENCH_TEST_ALL") == "1" else 300
+MUTATIONS = 3000 if EXHAUSTIVE else 300
 STEPS, TRAINED, SAVED = 60, 40, (20, 40)
 FINAL_LOSS = final_loss([7.0 / step for step in range(1, TRAINED + 1)])
 FAILURE = "rank 0 (stage 0): RuntimeError: no more"

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import os
 from collections.abc import Callable
 
 import torch
@@ -11,6 +10,7 @@ from torch import nn
 from torch.nn import functional
 
 from tests.distributed import zoo
+from tests.exhaustive import EXHAUSTIVE
 from workbench.capture import Graph, capture, spec_of
 
 Batch = dict[str, torch.Tensor]
@@ -330,11 +330,11 @@ SMALL: dict[str, Callable[[], nn.Module]] = {
 }
 IMAGES: dict[str, Callable[[], nn.Module]] = {"ResNet": ResNet, "Overwrites": lambda: ResNet(OverwritesItsInput)}
 ALWAYS = ("bert", "gpt2", "albert", "t5", "electra-discriminator", *zoo.BY_HAND)
-"""Models of the zoo that are always tested; the others only if WORKBENCH_TEST_ALL is set."""
+"""Models of the zoo that are always tested; the others only in `make test-exhaustive`."""
 ROUNDED = ("llama", "qwen3", "mixtral", "electra-discriminator", "Smoothed")
 """Models that are equal up to rounding: a causal mask becomes a flag, a mean over a selection a quotient."""
 MODELS: dict[str, Callable[[], nn.Module]] = {
-    **{name: make for name, make in zoo.MODELS.items() if name in ALWAYS or os.environ.get("WORKBENCH_TEST_ALL")},
+    **{name: make for name, make in zoo.MODELS.items() if name in ALWAYS or EXHAUSTIVE},
     "bert with dropout": lambda: zoo.bert_pretraining(0.1),
     **SMALL,
     **IMAGES,

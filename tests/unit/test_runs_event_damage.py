@@ -13,6 +13,7 @@ import pytest
 from figure_values import plan
 
 from tests.distributed.real_worker import experiment
+from tests.exhaustive import EXHAUSTIVE
 from tests.unit.test_runs import make_run
 from workbench.errors import WorkbenchError
 from workbench.rundir import RunDir, append_event, log_event, read_events
@@ -23,7 +24,7 @@ from workbench.runs.registry import list_runs
 from workbench.runs.run import Run
 
 STEPS = 60
-MUTATIONS = 42 if os.environ.get("WORKBENCH_TEST_ALL") else 14
+MUTATIONS = 42 if EXHAUSTIVE else 14
 """Mutations of each sort, read in each of two ways."""
 
 

@@ -17,6 +17,7 @@ import pytest
 import torch
 from torch import nn
 
+from tests.exhaustive import exhaustive
 from tests.unit.sparse_kernel_cases import Case, differences, mask_of, miniature, random_mask
 from workbench.errors import InvalidArgument
 from workbench.sparsity.kernels import (
@@ -32,7 +33,6 @@ from workbench.sparsity.kernels.speed import break_even_sparsity, sparse_flops_p
 
 ROOT = Path(__file__).parents[2]
 CASE = Case(16, 128, 64, 0.5)
-slow = pytest.mark.skipif(not os.environ.get("WORKBENCH_TEST_ALL"), reason="set WORKBENCH_TEST_ALL")
 
 
 PROFILE = ROOT / "benchmarks" / "results" / "sparse_profile_1xH200.json"
@@ -86,7 +86,7 @@ def test_tokens_are_divided_to_occupy_the_gpu_and_to_stay_in_its_cache() -> None
 
 
 @needs_triton
-@pytest.mark.parametrize("block", [16, *(pytest.param(block, marks=slow) for block in (32, 64))])
+@pytest.mark.parametrize("block", [16, *(pytest.param(block, marks=exhaustive) for block in (32, 64))])
 def test_kernels_compile_for_hopper_to_tensor_core_products_and_wide_copies(block: int) -> None:
     """A kernel that lost sight of its alignment would still be right, and several times slower."""
     for name, found in run_cases(str(block), TRITON_INTERPRET="0").items():

@@ -5,7 +5,6 @@ from __future__ import annotations
 import itertools
 import json
 import math
-import os
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -13,6 +12,7 @@ import pytest
 import torch
 
 import workbench as wb
+from tests.exhaustive import EXHAUSTIVE
 from workbench.analysis.pareto import ParetoPoint
 from workbench.capture.sparse_matrices import product_flops, sparse_matrices
 from workbench.errors import InvalidExperiment, UnknownParameter
@@ -175,7 +175,7 @@ PUBLISHED = {
     "Base": (12, 768, 0.9, 8.33),
 }
 """Layers, width, sparsity, and the GFLOP of one sequence that arXiv:2108.06277 gives."""
-CAPTURED = PUBLISHED if os.environ.get("WORKBENCH_TEST_ALL") else ("Mini", "Medium")
+CAPTURED = PUBLISHED if EXHAUSTIVE else ("Mini", "Medium")
 
 
 @pytest.mark.parametrize("name", CAPTURED)

@@ -1,0 +1,231 @@
+"""How long tests take: what the short run leaves out, which files start first, and which tests have grown too long.
+
+`durations.json` holds the seconds of every test of half a second or more. They are measured in a whole run, as the
+time of the test and of every fixture of a file or of the session that it uses: what it costs where no other test has
+paid for these yet.
+
+    python -m pytest tests/unit/test_data.py --record-durations      # records those of one file anew
+    make durations                                                   # those of all files
+"""
+
+from __future__ import annotations
+
+import fcntl
+import json
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections import defaultdict
+from collections.abc import Generator, Iterable, Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+FILE = Path(__file__).with_name("durations.json")
+ROOT = FILE.parents[1]
+LONG_S = 10.0
+"""Seconds from which a test is left out of the short run, unless it is marked `representative`."""
+RECORDED_S = 0.5
+"""Seconds from which a test is recorded."""
+UNRECORDED_S = 0.1
+"""Seconds that a test without a record counts when files are ordered."""
+COMPARED_S = 1.0
+"""Seconds from which a recorded test tells how fast this run is; shorter ones vary too much."""
+COMPARED_TESTS = 10
+"""Number of such tests from which their median is trusted."""
+MARK = "representative"
+TAKEN = "seconds"
+"""Name under which a report carries how long its test took."""
+
+
+def read(file: Path) -> dict[str, float]:
+    """Return the recorded seconds of each test, by its node id; nothing where there is no record."""
+    return dict(json.loads(file.read_text() or "{}")) if file.exists() else {}
+
+
+def write(file: Path, measured: Mapping[str, float], collected: Iterable[str]) -> None:
+    """Record what was measured, keep what was not run, and forget tests that the collected files no longer hold."""
+    there = set(collected)
+    files = {test.partition("::")[0] for test in there}
+
+    def is_known(test: str) -> bool:
+        path = test.partition("::")[0]
+        return test in there if path in files else (ROOT / path).exists()
+
+    with file.open("a") as lock:  # the run of JupyterLab's tests may end at the same time
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        kept = {test: seconds for test, seconds in read(file).items() if is_known(test)}
+        merged = {test: round(seconds, 1) for test, seconds in {**kept, **measured}.items() if seconds >= RECORDED_S}
+        file.write_text(json.dumps(merged, indent=0, sort_keys=True, ensure_ascii=False) + "\n")
+
+
+def slowness(measured: Mapping[str, float], recorded: Mapping[str, float]) -> float:
+    """Return how many times slower this run is than the recorded one, at least 1: the median over the tests of both."""
+    ratios = [measured[test] / then for test, then in recorded.items() if test in measured and then >= COMPARED_S]
+    return max(1.0, statistics.median(ratios)) if len(ratios) >= COMPARED_TESTS else 1.0
+
+
+def in_order(files: Mapping[str, float]) -> list[str]:
+    """Return files by falling seconds, so that no worker begins a long one when the others have nothing left to do."""
+    return sorted(files, key=lambda file: (-files[file], file))
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    group = parser.getgroup("durations")
+    group.addoption("--short", action="store_true", help=f"leave out tests recorded to take over {LONG_S:g} s")
+    group.addoption("--check-durations", action="store_true", help="fail if a test of the short run has grown too long")
+    group.addoption("--record-durations", nargs="?", const=str(FILE), metavar="FILE", help="record how long tests take")
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    config.addinivalue_line("markers", f"{MARK}: stays in the short run although it takes over {LONG_S:g} s")
+    config.pluginmanager.register(Durations(config), "workbench-durations")
+
+
+class Durations:
+    """The plugin of one pytest process: it selects, orders and times tests, and compares them with their records."""
+
+    def __init__(self, config: pytest.Config) -> None:
+        self.config = config
+        self.recorded = read(FILE)
+        self.measured: dict[str, float] = {}
+        """Seconds of each test that passed."""
+        self.in_short_run: set[str] = set()
+        """Tests whose length is checked: those without the mark, recorded as short or not at all."""
+        self.collected: set[str] = set()
+        self.left_out: list[str] = []
+        self.grown: dict[str, float] = {}
+        self._shared: dict[tuple[str, str, int], float] = {}
+        """Seconds of each fixture that several tests share: where it is defined, its name, number of its parameter."""
+        self._running = ""
+        self._took: dict[str, float] = defaultdict(float)
+        """Seconds of each test's own phases in this process, without shared fixtures."""
+
+    def is_long(self, item: pytest.Item) -> bool:
+        """Return True for a test that the short run leaves out."""
+        return self.recorded.get(item.nodeid, 0.0) > LONG_S and item.get_closest_marker(MARK) is None
+
+    def pytest_itemcollected(self, item: pytest.Item) -> None:
+        self.collected.add(item.nodeid)
+
+    @pytest.hookimpl(trylast=True)
+    def pytest_collection_modifyitems(self, items: list[pytest.Item]) -> None:
+        if self.config.option.short:
+            long = [item for item in items if self.is_long(item)]
+            self.left_out = [item.nodeid for item in long]
+            if long:
+                self.config.hook.pytest_deselected(items=long)
+                items[:] = [item for item in items if not self.is_long(item)]
+        files: dict[str, float] = defaultdict(float)
+        for item in items:
+            files[item.nodeid.partition("::")[0]] += self.recorded.get(item.nodeid, UNRECORDED_S)
+        place = {file: index for index, file in enumerate(in_order(files))}
+        items.sort(key=lambda item: place[item.nodeid.partition("::")[0]])
+
+    # In the process that runs tests
+
+    def pytest_runtest_logstart(self, nodeid: str) -> None:
+        self._running = nodeid
+
+    @pytest.hookimpl(wrapper=True)
+    def pytest_fixture_setup(
+        self, fixturedef: pytest.FixtureDef[Any], request: pytest.FixtureRequest
+    ) -> Generator[None, Any, Any]:
+        started = time.perf_counter()
+        try:
+            return (yield)
+        finally:
+            if fixturedef.scope != "function":
+                seconds = time.perf_counter() - started
+                self._shared[fixturedef.baseid or "", fixturedef.argname, request.param_index] = seconds
+                self._took[self._running] -= seconds
+
+    @pytest.hookimpl(wrapper=True)
+    def pytest_runtest_makereport(
+        self, item: pytest.Item, call: pytest.CallInfo[None]
+    ) -> Generator[None, pytest.TestReport, pytest.TestReport]:
+        self._took[item.nodeid] += call.duration
+        if call.when == "teardown":
+            taken = self._took.pop(item.nodeid) + sum(self._shared.get(key, 0.0) for key in _shared_fixtures(item))
+            item.user_properties.append((TAKEN, taken))
+        return (yield)
+
+    # In the process that reports
+
+    def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
+        if report.when == "call" and report.passed:
+            self.measured[report.nodeid] = report.duration
+            if MARK not in report.keywords and self.recorded.get(report.nodeid, 0.0) <= LONG_S:
+                self.in_short_run.add(report.nodeid)
+        if report.when == "teardown" and report.nodeid in self.measured:
+            self.measured[report.nodeid] = dict(report.user_properties)[TAKEN]
+
+    @pytest.hookimpl(optionalhook=True)
+    def pytest_testnodedown(self, node: Any) -> None:
+        told = getattr(node, "workeroutput", {})
+        self.left_out = told.get("left_out", self.left_out)
+        self.collected.update(told.get("collected", ()))
+
+    @pytest.hookimpl(tryfirst=True)
+    def pytest_sessionfinish(self, session: pytest.Session, exitstatus: int) -> None:
+        if hasattr(self.config, "workeroutput"):
+            self.config.workeroutput |= {"left_out": self.left_out, "collected": sorted(self.collected)}
+            return
+        if self.config.option.record_durations:
+            whole_files = not any("::" in argument for argument in self.config.args)
+            collected = self.collected if whole_files else ()
+            write(Path(self.config.option.record_durations), self.measured, collected)
+        if self.config.option.check_durations and exitstatus == pytest.ExitCode.OK:
+            self.grown = self._grown()
+            session.exitstatus = pytest.ExitCode.TESTS_FAILED if self.grown else exitstatus
+
+    def _grown(self) -> dict[str, float]:
+        """Return the tests that have no place in the short run any more, and their seconds.
+
+        The limit grows with the slowness of this run. Whatever exceeds it runs once more, when nothing else does: a
+        test that was only in the way of others is no longer one of these.
+        """
+        limit = LONG_S * slowness(self.measured, self.recorded)
+        suspects = sorted(test for test in self.in_short_run if self.measured[test] > limit)
+        if not suspects:
+            return {}
+        with tempfile.TemporaryDirectory() as folder:
+            again = Path(folder) / "again.json"
+            command = [sys.executable, "-m", "pytest", f"--record-durations={again}", *suspects]
+            subprocess.run(command, cwd=self.config.rootpath, capture_output=True, check=False)
+            alone = read(again)
+        return {test: alone[test] for test in suspects if alone.get(test, 0.0) > limit}
+
+    def pytest_terminal_summary(self, terminalreporter: Any) -> None:
+        say = terminalreporter.write_line
+        if self.grown:
+            terminalreporter.section(f"{len(self.grown)} tests have grown past {LONG_S:g} s", sep="!", red=True)
+            for test, seconds in self.grown.items():
+                say(f"{seconds:6.1f} s  {test}", red=True)
+            files = " ".join(sorted({test.partition("::")[0] for test in self.grown}))
+            say(
+                "Make them shorter. If what they state is worth the time, record them, and the short run leaves them "
+                f"out: python -m pytest {files} --record-durations",
+                red=True,
+            )
+        if self.left_out:
+            minutes = sum(self.recorded.get(test, 0.0) for test in self.left_out) / 60
+            say(
+                f"{len(self.left_out)} tests of over {LONG_S:g} s did not run ({minutes:.0f} minutes of one process). "
+                "All of them: make test-all. Those of one file: python -m pytest FILE.",
+                bold=True,
+            )
+
+
+def _shared_fixtures(item: pytest.Item) -> list[tuple[str, str, int]]:
+    """Return the keys of the fixtures of a test that others may use too, as `Durations._shared` has them."""
+    definitions = item._fixtureinfo.name2fixturedefs  # type: ignore[attr-defined]
+    indices = getattr(getattr(item, "callspec", None), "indices", {})
+    return [
+        (one[-1].baseid or "", name, indices.get(name, 0))
+        for name, one in definitions.items()
+        if one[-1].scope != "function"
+    ]

@@ -1,0 +1,103 @@
+"""The short run: which tests it leaves out, which file starts first, and when a test has grown too long for it."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests import durations
+
+TESTS = Path(durations.__file__).parent
+SUITE = """
+import time
+import pytest
+@pytest.fixture(scope="module")
+def made():
+    time.sleep(0.4)
+def test_first_of_two_that_share(made): pass
+def test_second_of_two_that_share(made): time.sleep(0.3)
+def test_short(): pass
+def test_grown(): time.sleep(1.2)
+def test_long(): time.sleep(0.01)
+@pytest.mark.representative
+def test_long_and_representative(): pass
+"""
+CONFTEST = """
+from pathlib import Path
+from tests import durations
+from tests.durations import pytest_addoption, pytest_configure
+durations.FILE = Path(__file__).with_name("durations.json")
+durations.ROOT = Path(__file__).parent
+durations.LONG_S = 1.0
+"""
+RECORDED = {"test_it.py::test_long": 30.0, "test_it.py::test_long_and_representative": 30.0}
+
+
+@pytest.fixture
+def suite(tmp_path: Path) -> Path:
+    """Return a folder of tests of which those of over a second are long."""
+    (tmp_path / "test_it.py").write_text(SUITE)
+    (tmp_path / "conftest.py").write_text(CONFTEST)
+    (tmp_path / "durations.json").write_text(json.dumps(RECORDED))
+    return tmp_path
+
+
+def run(suite: Path, *options: str) -> tuple[int, str]:
+    command = [sys.executable, "-m", "pytest", "--strict-markers", "-p", "no:cacheprovider", *options]
+    environment = {k: v for k, v in os.environ.items() if not k.startswith("PYTEST_")}
+    environment |= {"PYTHONPATH": str(TESTS.parent), "PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1", "PYTEST_PLUGINS": "xdist"}
+    answer = subprocess.run(command, cwd=suite, env=environment, capture_output=True, text=True, check=False)
+    return answer.returncode, answer.stdout + answer.stderr
+
+
+@pytest.mark.parametrize("workers", [(), ("--numprocesses", "2")], ids=["one process", "workers"])
+def test_the_short_run_leaves_out_recorded_long_tests_and_says_so(suite: Path, workers: tuple[str, ...]) -> None:
+    code, said = run(suite, "--short", *workers)
+    assert (code, "5 passed" in said) == (0, True), said
+    assert "1 tests of over 1 s did not run" in said
+    assert "make test-all" in said
+
+
+def test_a_test_that_grew_fails_the_check_until_it_is_recorded(suite: Path) -> None:
+    code, said = run(suite, "--check-durations")
+    assert code == pytest.ExitCode.TESTS_FAILED, said
+    assert "1 tests have grown past 1 s" in said
+    assert "test_it.py::test_grown" in said.partition("have grown past")[2].splitlines()[2]
+    assert run(suite, "--record-durations")[0] == 0
+    assert run(suite, "--check-durations")[0] == 0
+    code, said = run(suite, "--short")
+    assert "5 passed, 1 deselected" in said, "what was long and is not any more is back"
+
+
+def test_a_record_counts_what_a_test_shares_with_others_and_keeps_what_did_not_run(suite: Path) -> None:
+    (suite / "test_other.py").write_text("")
+    kept = {"test_other.py::test_it": 3.0, "test_it.py::test_long": 3.0}
+    gone = {"test_it.py::test_removed": 3.0, "test_removed.py::test_it": 3.0}
+    (suite / "durations.json").write_text(json.dumps({**kept, **gone}))
+    run(suite, "test_it.py", "-k", "share", "--record-durations")
+    recorded = durations.read(suite / "durations.json")
+    assert set(recorded) == {*kept, "test_it.py::test_second_of_two_that_share"}
+    assert recorded["test_it.py::test_second_of_two_that_share"] == pytest.approx(0.7, abs=0.3)
+
+
+def test_a_slower_machine_moves_the_limit_and_a_faster_one_does_not() -> None:
+    recorded = {f"test_{index}": 2.0 for index in range(20)}
+    assert durations.slowness(dict.fromkeys(recorded, 5.0), recorded) == 2.5
+    assert durations.slowness(dict.fromkeys(recorded, 1.0), recorded) == 1.0
+    busy = dict.fromkeys(recorded, 2.0) | {"test_0": 90.0, "test_1": 90.0}
+    assert durations.slowness(busy, recorded) == 1.0, "two tests say nothing of the machine"
+    assert durations.slowness({"test_0": 90.0}, recorded) == 1.0
+
+
+def test_longest_files_start_first() -> None:
+    assert durations.in_order({"b": 1.0, "a": 1.0, "c": 7.0}) == ["c", "a", "b"]
+
+
+def test_every_recorded_test_has_a_file() -> None:
+    files = {test.partition("::")[0] for test in durations.read(durations.FILE)}
+    assert not [file for file in files if not (TESTS.parent / file).exists()], "make durations"
