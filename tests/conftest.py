@@ -37,7 +37,7 @@ def pytest_unconfigure() -> None:
     shutil.rmtree(HOME, ignore_errors=True)
 
 
-# The same examples are drawn each time, so that a run fails for what was changed; `make test-exhaustive` draws new ones.
+# The same examples are drawn each time, so that a run fails for what was changed. `make test-exhaustive` draws others.
 settings.register_profile("same", derandomize=True, deadline=None)
 settings.register_profile("new", deadline=None)
 # A run that is tracked starts two more processes and draws a page when it ends. The tests of tracking ask for it.

@@ -55,6 +55,12 @@ class Heartbeat:
         with contextlib.suppress(OSError):  # a full disk must not end a training
             os.pwrite(self._descriptor, f"{self._number} {self._step} {activity}".ljust(_WIDTH).encode(), 0)
 
+    def close(self) -> None:
+        """Let go of the files, in a process that lives on."""
+        faulthandler.unregister(STACK_SIGNAL)
+        self._stacks.close()
+        os.close(self._descriptor)
+
 
 def read_beat(run: RunDir, rank: int) -> Beat | None:
     """Return what a rank does now, or None if it does not tell."""

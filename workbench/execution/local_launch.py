@@ -52,7 +52,12 @@ TIMEOUT_S = 600
 
 @functools.cache  # it has to live as long as the process
 def loopback_store() -> TCPStore:
-    """Return the server of this process's store, which listens on a free port of the loopback interface."""
+    """Return the server of this process's store."""
+    return new_loopback_store()
+
+
+def new_loopback_store() -> TCPStore:
+    """Return the server of a store that listens on a free port of the loopback interface, for as long as it lives."""
     listener = socket.create_server((LOOPBACK, 0))
     return TCPStore(
         LOOPBACK,
@@ -63,6 +68,12 @@ def loopback_store() -> TCPStore:
         multi_tenant=True,
         master_listen_fd=listener.detach(),  # without a socket, torch binds one to every address
     )
+
+
+def loopback_interface() -> str:
+    """Return the name of the loopback interface, which is `lo` on Linux; "" where there is none."""
+    interfaces = psutil.net_if_addrs().items()
+    return next((name for name, addresses in interfaces if any(each.address == LOOPBACK for each in addresses)), "")
 
 
 class LoopbackRendezvous(StaticTCPRendezvous):
@@ -80,9 +91,8 @@ class LoopbackRendezvous(StaticTCPRendezvous):
 
 def main(arguments: list[str]) -> None:
     """Run `accelerate launch`, with the store and gloo on the loopback interface."""
-    for interface, addresses in psutil.net_if_addrs().items():
-        if any(each.address == LOOPBACK for each in addresses):  # `lo` on Linux
-            os.environ.setdefault("GLOO_SOCKET_IFNAME", interface)
+    if interface := loopback_interface():
+        os.environ.setdefault("GLOO_SOCKET_IFNAME", interface)
     rendezvous_handler_registry.register(BACKEND, LoopbackRendezvous)
     run.logger.setLevel(logging.ERROR)  # it warns that the address it was given has no use
     parsed = launch.launch_command_parser().parse_args(["--rdzv_backend", BACKEND, *arguments])

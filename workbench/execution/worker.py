@@ -90,9 +90,22 @@ def main(directory: str, worker_type: type[TrainingWorker] | None = None) -> int
     """Run one rank from start to end, by default of a training; return the exit code of its process."""
     run = RunDir(Path(directory))
     _complete_environment()
-    rank = int(os.environ["RANK"])
-    redirect_output(run.log(rank))
+    redirect_output(run.log(int(os.environ["RANK"])))
     know_cells(run.code / CELLS)
+    try:
+        train(run, worker_type or TrainingWorker, heeds_signals=True)
+    except BaseException as error:
+        print(formatted(error), file=sys.stderr, flush=True)
+        return 1
+    return 0
+
+
+def train(run: RunDir, worker_type: type[TrainingWorker], *, heeds_signals: bool = False) -> None:
+    """Be the rank that the environment names; an exception is written to the run directory before it is raised.
+
+    A rank that `heeds_signals` answers SIGTERM, SIGINT and SIGHUP with a checkpoint, and leaves.
+    """
+    rank = int(os.environ["RANK"])
     is_supervised = run.launcher.exists() and "supervisor" in read_json(run.launcher)
 
     def enter(state: str, message: str = "") -> None:
@@ -105,30 +118,29 @@ def main(directory: str, worker_type: type[TrainingWorker] | None = None) -> int
         said = {"rank": rank, "stage": None, "type": type(error).__name__, "message": str(error)}
         write_record(run.error(rank), {**said, "traceback": traceback.format_exc(), "time": time.time()})
         enter("failed", f"rank {rank}: {error}".splitlines()[0])
-        return 1
+        raise
     stage = rank // (plan.data * plan.tensor)
     write_json(run.rank(rank), {**this_process(), "rank": rank, "stage": stage, "device": _device_name(rank)})
     if rank == 0:
         enter("starting")
     try:
-        worker = (worker_type or TrainingWorker)(run, plan)
+        worker = worker_type(run, plan)
+        if heeds_signals:
+            worker.heed_signals()
         steps, target = worker.run(), worker.experiment.total_steps
     except BaseException as error:
-        text = formatted(error)
-        print(text, file=sys.stderr, flush=True)
         cause = root_exception(error)
         message = error_message(cause, plan)
         facts = {"rank": rank, "stage": stage, "type": type(cause).__name__, "message": message}
         if isinstance(cause, NonFiniteLoss):  # all ranks raise it, and one of the stage where it arose tells
             facts |= {"facts": cause.facts, "is_origin": cause.facts.get("stage", stage) == stage}
-        write_record(run.error(rank), {**facts, "traceback": text, "time": time.time()})
+        write_record(run.error(rank), {**facts, "traceback": formatted(error), "time": time.time()})
         enter("failed", f"rank {rank} (stage {stage}): {type(cause).__name__}: {message}".splitlines()[0])
-        return 1
+        raise
     if rank == 0 and steps >= target:
         enter("finished", f"{steps} steps.")
     elif rank == 0:
         enter("stopped", f"Stopped at step {steps} of {target}.")
-    return 0
 
 
 class TrainingWorker:
@@ -162,10 +174,13 @@ class TrainingWorker:
         self._feed: Feed | None = None
         self._stream_state: Mapping[str, Any] | None = None
         self._initial_rss = psutil.Process().memory_info().rss
-        for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
-            signal.signal(number, self._on_stop_signal)
         torch.set_float32_matmul_precision("high" if plan.precision == "bf16" else "highest")
         self._phase_event("start", time.perf_counter() - started)
+
+    def heed_signals(self) -> None:
+        """Write a checkpoint and leave when this process is asked to end."""
+        for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
+            signal.signal(number, self._on_stop_signal)
 
     def run(self) -> int:
         """Train, and return the number of completed steps."""

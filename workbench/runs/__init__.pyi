@@ -4,6 +4,7 @@ from .doctor import doctor as doctor
 from .records.history import History as History
 from .records.summary import Summary as Summary
 from .records.summary import summary as summary
+from .start import debug as debug
 from .start import prepare as prepare
 from .start import tokenize as tokenize
 from .status import Checkpoint as Checkpoint

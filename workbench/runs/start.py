@@ -82,6 +82,40 @@ def prepare(
 
 
 @checked_arguments
+def debug(
+    experiment: Experiment,
+    plan: Plan | None = None,
+    *,
+    directory: PathLike | None = None,
+    resume: OneRun | None = None,
+    progress: bool = True,
+) -> Run:
+    """Train in this process, for debugging, and return the `Run` when the training has ended.
+
+    A breakpoint in the model stops here, what the model prints appears here, and an exception is raised here with its
+    own traceback, so that `%debug` opens it. Rank 0 is this process; the other ranks of a plan are processes of their
+    own. The run directory is that of `launch`, and the figures in it have the same values to the last bit. Nobody
+    supervises the run: it does not queue for its devices, and an interrupt ends it without a checkpoint.
+
+    The arguments are those of `prepare`; `plan` is by default the fastest plan for one device of this machine. Raises
+    what `launch` raises, what the training raises, and `WorkbenchError` in a process that has a process group or an
+    `Accelerator`.
+
+    Examples:
+        >>> run = wb.runs.debug(experiment.replace(steps=2))
+        >>> run.status.state
+        'finished'
+    """
+    from workbench.execution.in_process import train_here
+    from workbench.measure.calibration import local_cluster
+
+    chosen = plan or make_plan(experiment, local_cluster(1))
+    run = prepare(experiment, chosen, directory=directory, resume=resume, progress=progress)
+    train_here(run.path, chosen.world, chosen.cluster.device.type)
+    return run
+
+
+@checked_arguments
 def tokenize(experiment: Experiment, *, workers: int | None = None, progress: bool = True) -> Prepared:
     """Tokenise the text of an experiment now rather than when it is launched; nothing is done twice.
 

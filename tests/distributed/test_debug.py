@@ -1,0 +1,133 @@
+"""A run in the calling process: a breakpoint stops here, an exception is raised here, and the values are the same."""
+
+from __future__ import annotations
+
+import os
+import random
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from accelerate.state import PartialState
+
+import workbench as wb
+from tests.distributed import real_worker
+from workbench.errors import NonFiniteLoss, WorkbenchError
+from workbench.experiment import Experiment
+from workbench.rundir import read_json
+from workbench.runs.launching import processes
+
+SEEN: list[tuple[int, str]] = []
+"""Process and type of tensor at each stop at the breakpoint in the model."""
+
+
+class Stopping(torch.nn.Module):
+    """A model with a breakpoint in its forward, which may also fail there."""
+
+    def __init__(self, fails: bool = False) -> None:
+        super().__init__()
+        self.inner, self.fails = real_worker.experiment().model.build(), fails
+
+    def forward(self, input_ids: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+        breakpoint()
+        if self.fails:
+            raise ZeroDivisionError("seen here")
+        loss: torch.Tensor = self.inner(input_ids=input_ids, labels=labels)["loss"]
+        return loss
+
+
+def stop() -> None:
+    """Stand for the debugger, which looks at the frame of the breakpoint."""
+    SEEN.append((os.getpid(), type(sys._getframe(1).f_locals["input_ids"]).__name__))
+
+
+@pytest.fixture(autouse=True)
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.setenv("WORKBENCH_RUNS", str(tmp_path / "runs"))
+    monkeypatch.setattr(sys, "breakpointhook", stop)
+    SEEN.clear()
+    return tmp_path
+
+
+def asked(steps: int = 4, **changes: Any) -> Experiment:
+    return real_worker.experiment(
+        **{"steps": steps, "checkpoint_every": 2, "warmup_steps": 1, "lr_schedule": "constant", **changes}
+    )
+
+
+def state() -> dict[str, Any]:
+    """Return what a rank changes of its process."""
+    return {
+        "environment": {name: value for name, value in os.environ.items() if name != "PYTEST_CURRENT_TEST"},
+        "random": (torch.get_rng_state().tolist(), random.getstate()),
+        "precision": torch.get_float32_matmul_precision(),
+        "deterministic": torch.are_deterministic_algorithms_enabled(),
+        "group": torch.distributed.is_initialized(),
+        "accelerate": dict(PartialState._shared_state),
+        "children": processes.descendants(os.getpid()),
+    }
+
+
+def test_a_run_here_has_the_values_of_one_in_a_process_of_its_own_and_leaves_this_process_as_it_was(
+    folder: Path,
+) -> None:
+    experiment = asked()
+    plan = real_worker.plan(experiment)
+    before = state()
+    here = wb.runs.debug(experiment, plan)
+    assert state() == before
+    elsewhere = real_worker.trained(folder / "elsewhere", experiment, plan)
+    assert real_worker.curve(here.directory) == real_worker.curve(elsewhere)
+    assert (here.status.state, here.status.message, here.alive) == ("finished", "4 steps.", False)
+    assert [each.step for each in here.checkpoints] == [2, 4]
+
+
+def test_a_run_here_is_resumed_here_and_evaluated_as_any_other() -> None:
+    experiment = asked(eval_data=real_worker.Words(), eval_every=2, eval_samples=8)
+    plan = real_worker.plan(experiment)
+    whole, part = wb.runs.debug(experiment, plan), wb.runs.debug(experiment.replace(steps=2), plan)
+    resumed = wb.runs.debug(experiment, plan, resume=part)
+    assert resumed.path == part.path
+    assert real_worker.curve(resumed.directory) == real_worker.curve(whole.directory)
+    assert resumed.evaluate().loss == pytest.approx(whole.history().evaluations.loss[-1], rel=1e-6)
+
+
+def test_a_breakpoint_in_the_model_stops_here_where_it_is_captured_and_where_it_computes() -> None:
+    experiment = asked(model=Stopping)
+    plan = real_worker.plan(experiment)
+    SEEN.clear()
+    assert wb.runs.debug(experiment, plan).status.state == "finished"
+    assert {process for process, _ in SEEN} == {os.getpid()}
+    assert {kind for _, kind in SEEN} == {"FakeTensor", "Tensor"}
+
+
+def test_an_exception_of_the_training_is_raised_here_with_its_own_frames_and_written_down() -> None:
+    experiment = asked(learning_rate=1e30, optimizer="sgd")
+    with pytest.raises(NonFiniteLoss) as raised:
+        wb.runs.debug(experiment, real_worker.plan(experiment))
+    assert "trainer.py" in {Path(frame.path).name for frame in raised.traceback}
+    [run] = wb.list_runs()
+    assert (run.status.state, run.alive) == ("failed", False)
+    assert str(raised.value).splitlines()[0] in str(run.error())
+
+
+def test_the_second_rank_of_a_plan_is_a_process_of_its_own_and_the_values_are_the_same(folder: Path) -> None:
+    experiment = asked(steps=2)
+    plan = real_worker.plan(experiment, pipeline=2)
+    before = state()
+    here = wb.runs.debug(experiment, plan)
+    assert state() == before
+    assert real_worker.curve(here.directory) == real_worker.curve(
+        real_worker.trained(folder / "elsewhere", experiment, plan)
+    )
+    assert read_json(here.directory.rank(1))["pid"] != os.getpid()
+
+
+def test_a_process_that_has_an_accelerator_of_its_own_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(PartialState._shared_state, "device", "cpu")
+    experiment = asked()
+    with pytest.raises(WorkbenchError, match=r"Restart it, or launch the run .*wb\.launch"):
+        wb.runs.debug(experiment, real_worker.plan(experiment))
+    assert not wb.list_runs()
