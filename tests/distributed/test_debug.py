@@ -91,7 +91,7 @@ def test_a_run_here_is_resumed_here_and_evaluated_as_any_other() -> None:
     resumed = wb.runs.debug(experiment, plan, resume=part)
     assert resumed.path == part.path
     assert real_worker.curve(resumed.directory) == real_worker.curve(whole.directory)
-    assert resumed.evaluate().loss == pytest.approx(whole.history().evaluations.loss[-1], rel=1e-6)
+    assert resumed.evaluate().loss == pytest.approx(whole.evaluations().eval_loss[-1], rel=1e-6)
 
 
 def test_a_breakpoint_in_the_model_stops_here_where_it_is_captured_and_where_it_computes() -> None:
@@ -107,7 +107,7 @@ def test_an_exception_of_the_training_is_raised_here_with_its_own_frames_and_wri
     experiment = asked(learning_rate=1e30, optimizer="sgd")
     with pytest.raises(NonFiniteLoss) as raised:
         wb.runs.debug(experiment, real_worker.plan(experiment))
-    assert "trainer.py" in {Path(frame.path).name for frame in raised.traceback}
+    assert "worker.py" in {Path(frame.path).name for frame in raised.traceback}
     [run] = wb.list_runs()
     assert (run.status.state, run.alive) == ("failed", False)
     assert str(raised.value).splitlines()[0] in str(run.error())

@@ -14,7 +14,8 @@ from torch.nn import functional
 
 from tests.distributed.harness import launch
 from tests.distributed.real_worker import Ranks, curve, directory, plan
-from tests.distributed.test_every_plan import MICRO_BATCH, Case, part_of, plan_of, slow, trainer_of
+from tests.distributed.test_every_plan import MICRO_BATCH, Case, part_of, plan_of, trainer_of
+from tests.exhaustive import exhaustive
 from workbench.capture import capture, spec_of
 from workbench.execution.checkpoint.files import complete_checkpoints, step_of
 from workbench.execution.checkpoint.model_export import export_checkpoint
@@ -126,7 +127,7 @@ def test_the_block_is_found_under_every_kind_of_plan_and_the_weights_stay() -> N
     assert launch(_located, 2, PAIRS) == []
 
 
-@slow
+@exhaustive
 def test_the_block_is_found_where_plans_are_combined() -> None:
     assert launch(_located, 4, QUARTETS) == []
 

@@ -16,8 +16,11 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 from accelerate.state import AcceleratorState, GradientState, PartialState
+from accelerate.utils import send_to_device
 
+from workbench.data._datasets import StreamedDataset, untouched_generators
 from workbench.errors import WorkbenchError
+from workbench.execution.build import build_model
 from workbench.execution.local_launch import LOOPBACK, loopback_interface, new_loopback_store
 from workbench.execution.worker import TrainingWorker, train
 from workbench.rundir import RunDir
@@ -31,23 +34,40 @@ class _WorkerHere(TrainingWorker):
     """A rank in a process that lives on."""
 
     def run(self) -> int:
-        """Train, and return the number of completed steps."""
+        """Call the model as it is, then train; return the number of completed steps."""
         try:
+            self._call_model()
             return super().run()
         finally:
             self.heartbeat.close()
 
+    def _call_model(self) -> None:
+        """Build the model and call it with the first samples of the training.
 
-def train_here(path: Path, world: int, device_type: str) -> None:
-    """Train a prepared run of `world` ranks to its end, with rank 0 in this process.
+        The training runs blocks that were captured from the model: only here does its own code compute.
+        """
+        dataset = self.experiment.data.dataset(self.experiment)
+        if isinstance(dataset, StreamedDataset):
+            samples = self.experiment.data.examples(self.experiment)
+        else:
+            samples = dataset.collate([dataset[index] for index in range(self.plan.micro_batch)])
+        if samples is not None:
+            model = build_model(self.experiment.model.build, self.plan.model_bytes, self.device, self.experiment.seed)
+            with self.accelerator.autocast():
+                model(**send_to_device(dict(samples), self.device))
 
-    Raises what the rank raises. Raises `WorkbenchError` if this process has process groups or an `Accelerator` already.
-    """
+
+def check_free() -> None:
+    """Raise `WorkbenchError` if this process cannot be a rank, because it has process groups or an `Accelerator`."""
     if dist.is_initialized() or PartialState._shared_state:
         raise WorkbenchError(
             "This process has process groups or an Accelerator already, and a rank makes its own. Restart it, or "
             "launch the run in processes of its own: wb.launch(experiment, plan)."
         )
+
+
+def train_here(path: Path, world: int, device_type: str) -> None:
+    """Train a prepared run of `world` ranks to its end, with rank 0 in this process; raises what the rank raises."""
     run = RunDir(path)
     store = new_loopback_store()
     meeting = {
@@ -60,7 +80,7 @@ def train_here(path: Path, world: int, device_type: str) -> None:
         "TORCHELASTIC_USE_AGENT_STORE": "True",
         "TORCHELASTIC_RESTART_COUNT": "0",
     }
-    with _as_before(), ExitStack() as others:
+    with _as_before(torch.device(device_type)), ExitStack() as others:
         os.environ |= meeting
         processes = [others.enter_context(_rank(run, rank)) for rank in range(1, world)]
         os.environ |= {"RANK": "0", "LOCAL_RANK": "0"}
@@ -91,7 +111,7 @@ def _rank(run: RunDir, rank: int) -> Iterator[subprocess.Popen[bytes]]:
 
 
 @contextmanager
-def _as_before() -> Iterator[None]:
+def _as_before(device: torch.device) -> Iterator[None]:
     """Give this process back what a rank changes: environment, random numbers, torch's settings, process groups."""
     environment = dict(os.environ)
     precision = torch.get_float32_matmul_precision()
@@ -99,7 +119,7 @@ def _as_before() -> Iterator[None]:
     warns = torch.is_deterministic_algorithms_warn_only_enabled()
     fills = torch.utils.deterministic.fill_uninitialized_memory  # type: ignore[attr-defined]
     try:
-        with torch.random.fork_rng():
+        with untouched_generators(device):
             yield
     finally:
         if dist.is_initialized():

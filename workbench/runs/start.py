@@ -92,10 +92,11 @@ def debug(
 ) -> Run:
     """Train in this process, for debugging, and return the `Run` when the training has ended.
 
-    A breakpoint in the model stops here, what the model prints appears here, and an exception is raised here with its
-    own traceback, so that `%debug` opens it. Rank 0 is this process; the other ranks of a plan are processes of their
-    own. The run directory is that of `launch`, and the figures in it have the same values to the last bit. Nobody
-    supervises the run: it does not queue for its devices, and an interrupt ends it without a checkpoint.
+    The model is called as it is with the first samples, then captured and trained. A breakpoint in it stops here, what
+    it prints appears here, and an exception is raised here with its own traceback, so that `%debug` opens it. Rank 0 is
+    this process; the other ranks of a plan are processes of their own. The run directory is that of `launch`, and the
+    figures in it have the same values to the last bit. Nobody supervises the run: it does not queue for its devices,
+    and an interrupt ends it without a checkpoint.
 
     The arguments are those of `prepare`; `plan` is by default the fastest plan for one device of this machine. Raises
     what `launch` raises, what the training raises, and `WorkbenchError` in a process that has a process group or an
@@ -106,9 +107,10 @@ def debug(
         >>> run.status.state
         'finished'
     """
-    from workbench.execution.in_process import train_here
+    from workbench.execution.in_process import check_free, train_here
     from workbench.measure.calibration import local_cluster
 
+    check_free()
     chosen = plan or make_plan(experiment, local_cluster(1))
     run = prepare(experiment, chosen, directory=directory, resume=resume, progress=progress)
     train_here(run.path, chosen.world, chosen.cluster.device.type)
