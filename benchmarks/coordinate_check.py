@@ -27,6 +27,7 @@ from plotly.colors import sample_colorscale
 from torch import nn
 
 import workbench as wb
+from workbench.capture.hidden_matrices import projections
 from workbench.figures import theme
 from workbench.figures.figure import Figure, subplots
 from workbench.optimizers.building import build_optimizer
@@ -41,17 +42,18 @@ Sizes = Mapping[int, Sequence[Mapping[str, float]]]
 
 
 def coordinate_check(
-    experiment: wb.Experiment, axis: str, values: Sequence[int], steps: int = 4
+    experiment: wb.Experiment, axis: str, values: Sequence[int], steps: int = 4, depth_rule: bool | None = None
 ) -> tuple[Sizes, Sizes]:
     """Return activation sizes with the rule of `wb.models.scaling` and without it, by `width` or `depth` (`axis`).
 
     Widths are hidden sizes, each a multiple of the model's head size; depths are numbers of layers at its own width.
+    The rule is that of the experiment's optimiser, AdamW or Muon; `depth_rule` is that of `wb.models.scaling`.
     """
     base: Any = experiment.model
     with_rule, without = {}, {}
     for value in sorted(set(values)):
         model = _at_width(base, value) if axis == "width" else dataclasses.replace(base, num_layers=value)
-        rule = wb.models.scaling(base, model)
+        rule = wb.models.scaling(base, model, depth_rule=depth_rule, algorithm=experiment.optimizer.name)
         with_rule[value] = activation_sizes(experiment.replace(model=rule.model, **rule.optimizer), steps)
         without[value] = activation_sizes(experiment.replace(model=model), steps)
     return with_rule, without
@@ -125,7 +127,9 @@ def activation_sizes(experiment: wb.Experiment, steps: int) -> list[dict[str, fl
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(experiment.seed)
         module: Any = experiment.model.build()
-        optimizer = build_optimizer(dict(module.named_parameters()), experiment)
+        is_muon = experiment.optimizer.algorithm == "muon"
+        matrices = projections(wb.planning.graph(experiment)) if is_muon else {}
+        optimizer = build_optimizer(dict(module.named_parameters()), experiment, matrices=matrices)
         before: dict[str, torch.Tensor] = {}
         for step in range(steps + 1):
             with _recorded(module) as outputs, torch.no_grad():

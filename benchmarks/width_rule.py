@@ -27,6 +27,7 @@ from plotly.subplots import make_subplots
 
 import workbench as wb
 from workbench import data
+from workbench.capture.hidden_matrices import projections
 from workbench.execution.trainer import clip_factor, scale_gradients, squared_norm
 from workbench.figures import theme
 from workbench.figures.figure import save
@@ -130,10 +131,12 @@ def train(settings: wb.Experiment) -> float:
     """Train in this process as a run would, and return the held-out loss."""
     torch.manual_seed(settings.seed)
     module: Any = settings.model.build()
-    parameters = dict(module.named_parameters())
-    optimizer = build_optimizer(parameters, settings)
+    parameters, chosen = dict(module.named_parameters()), settings.optimizer
+    graph = wb.planning.graph(settings) if chosen.algorithm == "muon" else None
+    matrices = projections(graph, chosen.fused_projections) if graph is not None else {}
+    optimizer = build_optimizer(parameters, settings, matrices=matrices)
     peaks = [group["lr"] for group in optimizer.param_groups]
-    scales = settings.optimizer.grad_norm_scale or {}
+    scales = chosen.grad_norm_scale or {}
     divisors = {name: factor_of(name, scales) ** -2 for name in parameters}
     samples = settings.data.dataset(settings)
     for step in range(settings.steps):
@@ -145,7 +148,7 @@ def train(settings: wb.Experiment) -> float:
         optimizer.zero_grad()
         loss.backward()
         norm = squared_norm(((p.grad, divisors[name]) for name, p in parameters.items()), loss.device).sqrt()
-        scale_gradients(parameters.values(), clip_factor(norm, settings.optimizer.clip_norm))
+        scale_gradients(parameters.values(), clip_factor(norm, chosen.clip_norm))
         optimizer.step()
     held_out = data.held_out(settings)
     with torch.no_grad():

@@ -53,6 +53,7 @@ from workbench.validation import (
 BATCH_COUPLING = ("keep", "gather", "allow")
 PRECISIONS = ("auto", "fp32", "bf16")
 OPTIMIZERS = ("adamw", "lamb", "muon", "sgd")
+MUON_SCALES = ("adamw_rms", "spectral")
 LR_SCHEDULES = ("linear", "cosine", "constant", "wsd", "inverse_sqrt")
 METRIC_NAME = re.compile(r"[A-Za-z_][A-Za-z0-9_-]*")
 RESERVED_NAMES = frozenset({*COLUMNS, *EVALUATION_LABELS, "eval_seconds", "utilization", "memory"})
@@ -139,9 +140,9 @@ class Optimizer:
     algorithm: Annotated[
         str | Callable[[list[dict[str, Any]]], Any] | UserFunction, function_or(known(OPTIMIZERS)), WRITTEN
     ] = "adamw"
-    """`adamw`, `lamb` (arXiv:1904.00962), `muon` (`torch.optim.Muon` for hidden matrices, AdamW for the rest), or `sgd`
-    with momentum 0.9. A callable takes a list of parameter groups (`params`, `names`, `lr`, `weight_decay`) and returns
-    a `torch.optim.Optimizer` over them."""
+    """`adamw`, `lamb` (arXiv:1904.00962), `muon` (orthogonalised updates of hidden matrices, AdamW for the rest), or
+    `sgd` with momentum 0.9. A callable takes a list of parameter groups (`params`, `names`, `lr`, `weight_decay`) and
+    returns a `torch.optim.Optimizer` over them."""
     warmup_steps: FromZero | None = None
     """Steps of linear warm-up from 0; `None` takes a tenth of the experiment's `steps`."""
     lr_schedule: Annotated[str | Callable[[int], float] | UserFunction, function_or(known(LR_SCHEDULES)), WRITTEN] = (
@@ -150,16 +151,25 @@ class Optimizer:
     """Decay after the warm-up: `linear` or `cosine` to zero at `steps`, `wsd` (constant, then linear to zero in the
     last fifth of the steps), `inverse_sqrt` of the step, or `constant`. A callable gives the multiple of
     `learning_rate` for each step (from 0), without a warm-up."""
+    muon_scale: Annotated[str, PlainValidator(known(MUON_SCALES))] = "adamw_rms"
+    """Size of Muon's updates: `adamw_rms` has the root mean square of AdamW's, so that one rate suits both
+    (arXiv:2502.16982). `spectral` is the rate times sqrt(max(1, outputs / inputs)) in every direction, so that one rate
+    suits every width (arXiv:2310.17813)."""
+    adamw_rate: Positive | None = None
+    """Peak rate of the parameters that AdamW updates beside Muon; `None` takes the experiment's `learning_rate`."""
+    fused_projections: PositiveFactors | None = None
+    """Number of equal matrices that a parameter holds side by side along its outputs, by pattern of its name (3 for
+    queries, keys and values), each of which Muon orthogonalises alone. Those that a model splits apart are found."""
     rate_scale: PositiveFactors | None = None
     """Multiple of `learning_rate` by pattern of the parameter's name (`fnmatch`); the first pattern that matches
     counts, and a parameter that none matches has 1."""
     decay_scale: PositiveFactors | None = None
-    """Multiple of `weight_decay` by pattern, for AdamW."""
+    """Multiple of `weight_decay` by pattern, for AdamW and Muon."""
     eps_scale: PositiveFactors | None = None
-    """Multiple of `eps` by pattern, for AdamW."""
+    """Multiple of AdamW's `eps` by pattern."""
     grad_norm_scale: PositiveFactors | None = None
-    """Multiple by pattern with which gradients count in the global norm, for AdamW: a parameter that holds c times
-    another one counts as that one if its multiple is c. `wb.models.scaling` computes all four."""
+    """Multiple by pattern with which gradients count in the global norm, for AdamW and Muon: a parameter that holds c
+    times another one counts as that one if its multiple is c. `wb.models.scaling` computes all four."""
     betas: tuple[Share, Share] = (0.9, 0.98)
     eps: Positive = 1e-8
     weight_decay: Annotated[Real, Field(ge=0)] = 0.01
@@ -174,12 +184,26 @@ class Optimizer:
                 "of every step itself. Leave warmup_steps out, and let the callable warm up."
             )
         folded = [name for name in ("decay_scale", "eps_scale", "grad_norm_scale") if getattr(self, name) is not None]
-        if folded and self.algorithm != "adamw":
+        if folded and self.algorithm not in ("adamw", "muon"):
             raise InvalidExperiment(
-                f"The optimizer is {self.name}, and {', '.join(folded)} can be given for adamw alone: the rule of "
-                "wb.models.scaling is derived from AdamW's update, and its factors are wrong for others. Use "
+                f"The optimizer is {self.name}, and {', '.join(folded)} can be given for adamw and muon alone: the "
+                "rule of wb.models.scaling is derived from their updates, and its factors are wrong for others. Use "
                 'optimizer="adamw", or give a rate_scale of your own and nothing else of the rule.'
             )
+        given = {"muon_scale": self.muon_scale != MUON_SCALES[0]}
+        given |= {name: getattr(self, name) is not None for name in ("adamw_rate", "fused_projections")}
+        if any(given.values()) and self.algorithm != "muon":
+            named = ", ".join(name for name, is_given in given.items() if is_given)
+            raise InvalidExperiment(
+                f"The optimizer is {self.name}, and {named} can be given for muon alone. Use "
+                f'optimizer=wb.Optimizer("muon", …), or leave {named} out.'
+            )
+        for pattern, number in (self.fused_projections or {}).items():
+            if number != int(number):
+                raise InvalidExperiment(
+                    f"fused_projections gives {pattern!r} {number:g} projections, and a matrix holds a whole number of "
+                    "them. Give 3 for queries, keys and values."
+                )
 
     @property
     def name(self) -> str:

@@ -2,25 +2,33 @@
 
 from __future__ import annotations
 
+import itertools
 import json
+import random
 import re
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
 import pytest
 import torch
 from torch import nn
+from torch.overrides import TorchFunctionMode
+from torch.utils.flop_counter import FlopCounterMode
 
 import workbench as wb
 from workbench.capture import capture
-from workbench.capture.hidden_matrices import hidden_matrices
-from workbench.cost.optimizer_cost import optimizer_cost
+from workbench.capture.hidden_matrices import Projections, hidden_matrices, projections
+from workbench.cost.optimizer_cost import matrices_of, optimizer_cost
+from workbench.cost.orthogonalisation import PRODUCTS, ROUND_ELEMENTS, orthogonalisation_s, shares_out
 from workbench.cost.profile import ADAMW
 from workbench.errors import InvalidExperiment, PlanInfeasible, PlanMismatch
 from workbench.execution.trainer import squared_norm
-from workbench.optimizers.adamw import OffloadedAdamW, ShardedAdamW
+from workbench.optimizers import muon
+from workbench.optimizers.adamw import BATCH_ELEMENTS, OffloadedAdamW, ShardedAdamW
 from workbench.optimizers.building import build_optimizer
 from workbench.optimizers.groups import parameter_groups
+from workbench.optimizers.muon import COEFFICIENTS, orthogonalisation_flops, orthogonalised, shared_out
 from workbench.optimizers.schedules import learning_rate_factor
 from workbench.optimizers.user_optimizer import ELEMENT, MODEL, TENSOR, reach_of_update
 from workbench.tensors import TensorSpec
@@ -128,9 +136,10 @@ def half(_step: int) -> float:
 
 
 def test_a_pattern_without_a_parameter_is_refused_before_planning() -> None:
-    for field in ("rate_scale", "decay_scale", "eps_scale", "grad_norm_scale"):
+    for field in ("rate_scale", "decay_scale", "eps_scale", "grad_norm_scale", "fused_projections"):
+        optimizer = "muon" if field == "fused_projections" else "adamw"
         with pytest.raises(InvalidExperiment, match=rf"The pattern '\*attentoin\*' of {field} matches none"):
-            wb.plan(tiny(**{field: {"*attentoin*": 0.5, "*": 1.0}}), wb.Cluster.of("h200", gpus=1))
+            wb.plan(tiny(optimizer=optimizer, **{field: {"*attentoin*": 2.0, "*": 1.0}}), wb.Cluster.of("h200", gpus=1))
 
 
 def test_only_adamw_can_be_offloaded() -> None:
@@ -148,7 +157,7 @@ def test_only_adamw_can_be_offloaded() -> None:
     [
         ("sgd", 4, 44),  # 11 passes: weight decay 3, momentum 2 + 3, update 3
         ("lamb", 8, 132),
-        ("muon", 4, 82),  # momentum 3 passes, decay 2, direction 3 and 3 halves, norm, scaling and result in bf16
+        ("muon", 4, 84),  # momentum 3 passes, decay 2, direction 3, stacked and normalised 7, result 3, update 3
     ],
 )
 def test_state_and_traffic_are_found_by_running_the_optimizer(optimizer: str, state: int, update: int) -> None:
@@ -157,23 +166,189 @@ def test_state_and_traffic_are_found_by_running_the_optimizer(optimizer: str, st
     assert optimizer_cost(tiny()).state_bytes == ADAMW
 
 
+TORCHS = ((3.4445, -4.7750, 2.0315),) * 5
+"""Coefficients of `torch.optim.Muon`."""
+
+
+def in_plain_fp32(matrix: torch.Tensor, *_torchs: Any) -> torch.Tensor:
+    """Orthogonalise one matrix by Polar Express, without any code of Workbench."""
+    x = matrix / (matrix.norm() * 1.01 + 1e-7)
+    for a, b, c in COEFFICIENTS:
+        x = a * x + b * (x @ x.T) @ x + c * (x @ x.T) @ (x @ x.T) @ x
+    return x
+
+
+@pytest.mark.parametrize(("scale", "torchs"), [("adamw_rms", "match_rms_adamw"), ("spectral", "original")])
 @pytest.mark.parametrize("shape", [(8, 32), (32, 8), (16, 16)])
-def test_muon_equals_that_of_torch_in_every_bit(shape: tuple[int, int]) -> None:
+def test_muon_equals_torchs_with_another_orthogonalisation(
+    shape: tuple[int, int], scale: str, torchs: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(torch.optim._muon, "_zeropower_via_newtonschulz", in_plain_fp32)
     generator = torch.Generator().manual_seed(0)
     initial, vector = torch.randn(shape, generator=generator), torch.randn(shape[0], generator=generator)
     gradients = [torch.randn(shape, generator=generator) for _ in range(5)]
     found, expected = (nn.Parameter(initial.clone()) for _ in range(2))
-    bias = nn.Parameter(vector)
-    experiment = tiny(optimizer="muon", learning_rate=0.02, weight_decay=0.1)
-    ours = build_optimizer({"weight": found, "bias": bias}, experiment, matrices={"weight"})
-    torchs = torch.optim.Muon([expected], lr=0.02, weight_decay=0.1, adjust_lr_fn="match_rms_adamw")
+    bias, biases = nn.Parameter(vector), nn.Parameter(vector.clone())
+    rates = {"learning_rate": 0.02, "adamw_rate": 0.003}
+    experiment = tiny(optimizer="muon", weight_decay=0.1, muon_scale=scale, **rates)
+    matrices = {"weight": Projections()}
+    ours = build_optimizer({"weight": found, "bias": bias}, experiment, matrices=matrices)
+    muon = torch.optim.Muon([expected], lr=0.02, weight_decay=0.1, adjust_lr_fn=torchs)
+    adamw = torch.optim.AdamW([biases], lr=0.003, weight_decay=0.0, betas=(0.9, 0.98))
     for gradient in gradients:
-        found.grad, expected.grad, bias.grad = gradient.clone(), gradient.clone(), torch.ones_like(bias)
-        ours.step()
-        torchs.step()
-    assert torch.equal(found, expected)
+        found.grad, expected.grad = gradient.clone(), gradient.clone()
+        bias.grad, biases.grad = torch.ones_like(bias), torch.ones_like(bias)
+        for each in (ours, muon, adamw):
+            each.step()
+    torch.testing.assert_close(found, expected, rtol=0, atol=1e-5 * (expected.detach() - initial).abs().max().item())
+    torch.testing.assert_close(bias, biases, rtol=0, atol=0)
     assert ours.state[found].keys() == {"momentum_buffer"}
     assert ours.state[bias].keys() == {"step", "exp_avg", "exp_avg_sq"}
+
+
+class InFp32(TorchFunctionMode):
+    """Leaves tensors in fp32 that torch's Muon would cast to bf16."""
+
+    def __torch_function__(self, func: Any, _types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        return args[0].clone() if func is torch.Tensor.bfloat16 else func(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize("shape", [(24, 40), (40, 24), (1, 7)])
+def test_with_torchs_coefficients_matrices_are_orthogonalised_as_torch_does(
+    shape: tuple[int, int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(muon, "SAFETY", 1.0)
+    batch = torch.randn(3, *shape, generator=torch.Generator().manual_seed(0))
+    wide = batch if shape[0] <= shape[1] else batch.mT
+    found = orthogonalised(wide, TORCHS)
+    with InFp32():
+        expected = torch.stack([torch.optim._muon._zeropower_via_newtonschulz(m, TORCHS[0], 5, 1e-7) for m in batch])
+    torch.testing.assert_close(found if wide is batch else found.mT, expected, rtol=0, atol=1e-6)
+
+
+def errors_of(dtype: torch.dtype, coefficients: Any) -> float:
+    """Return the root mean square error of singular values that begin between 0.001 and 1 of the largest."""
+    generator, side = torch.Generator().manual_seed(0), 96
+    left, right = (torch.linalg.qr(torch.randn(side, side, generator=generator))[0] for _ in range(2))
+    matrix = left @ torch.diag(torch.logspace(-2, 0, side)) @ right
+    values = torch.linalg.svdvals(orthogonalised(matrix[None].to(dtype), coefficients)[0].double())
+    return float((values - 1).square().mean().sqrt())
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_polar_express_leaves_a_smaller_error_of_singular_values_than_torchs_coefficients(dtype: torch.dtype) -> None:
+    polar, torchs = errors_of(dtype, COEFFICIENTS), errors_of(dtype, TORCHS)
+    assert polar < 0.12, polar
+    assert torchs > 0.17, torchs
+
+
+def test_a_matrix_of_zeros_is_not_updated() -> None:
+    assert torch.equal(orthogonalised(torch.zeros(2, 3, 5)), torch.zeros(2, 3, 5))
+
+
+def updated(
+    shapes: Mapping[str, Sequence[int]], projections: Mapping[str, Projections], skips: Sequence[float | None] = (None,)
+) -> tuple[dict[str, torch.Tensor], dict[str, torch.Tensor]]:
+    """Return matrices and their momenta after an update for each of `skips`; those that are skipped see NaN."""
+    generator = torch.Generator().manual_seed(0)
+    parameters = {name: nn.Parameter(torch.randn(*shape, generator=generator)) for name, shape in shapes.items()}
+    optimizer = build_optimizer(parameters, tiny(optimizer="muon", muon_scale="spectral"), matrices=projections)
+    assert isinstance(optimizer, muon.MuonAndAdamW)
+    for skip in skips:
+        for parameter in parameters.values():
+            parameter.grad = torch.randn(parameter.shape, generator=generator)
+            if skip:
+                parameter.grad.fill_(torch.nan)
+        optimizer.skips_update = None if skip is None else torch.tensor(skip)
+        optimizer.step()
+    momenta = {name: optimizer.state[parameter]["momentum_buffer"] for name, parameter in parameters.items()}
+    return {name: parameter.detach() for name, parameter in parameters.items()}, momenta
+
+
+def test_an_update_of_muon_that_is_skipped_on_the_device_changes_neither_weights_nor_momenta() -> None:
+    shapes = {"a": (4, 6), "b": (6, 4), "c": (5, 5)}
+    matrices = dict.fromkeys(shapes, Projections())
+    expected = updated(shapes, matrices)
+    for skips in ((0.0,), (0.0, 1.0), (0.0, 1.0, 1.0)):
+        assert_equal(updated(shapes, matrices, skips), expected)
+
+
+def assert_equal(found: Any, expected: Any) -> None:
+    torch.testing.assert_close(found, expected, rtol=0, atol=0)
+
+
+def test_the_projections_of_a_matrix_are_updated_as_if_they_were_matrices() -> None:
+    fused, _ = updated({"qkv": (24, 8)}, {"qkv": Projections(0, (8, 8, 8))})
+    apart, _ = updated({"qkv": (24, 8)}, {"qkv": Projections(0, ())})
+    assert not torch.allclose(fused["qkv"], apart["qkv"], atol=1e-5)
+    for dim, sizes in ((0, (12, 6, 6)), (1, (12, 6, 6))):
+        shape = (24, 8) if dim == 0 else (8, 24)
+        parameter = nn.Parameter(torch.zeros(shape))
+        gradient = torch.randn(shape, generator=torch.Generator().manual_seed(1))
+        experiment = tiny(optimizer="muon", muon_scale="spectral", learning_rate=1.0, weight_decay=0.0)
+        parameter.grad = gradient.clone()
+        build_optimizer({"qkv": parameter}, experiment, matrices={"qkv": Projections(dim, sizes)}).step()
+        for found, part in zip(parameter.split(sizes, dim), gradient.split(sizes, dim), strict=True):
+            alone = nn.Parameter(torch.zeros(part.shape))
+            alone.grad = part.clone()
+            build_optimizer({"part": alone}, experiment, matrices={"part": Projections(dim)}).step()
+            torch.testing.assert_close(found, alone.detach(), rtol=0, atol=1e-5)
+
+
+def test_the_flops_of_an_update_are_those_that_torch_counts() -> None:
+    shapes = {"square": (16, 16), "wide": (8, 32), "tall": (32, 8), "qkv": (48, 16)}
+    matrices = {name: Projections(0, (16, 16, 16) if name == "qkv" else ()) for name in shapes}
+    with FlopCounterMode(display=False) as counter:
+        updated(shapes, matrices)
+    expected = sum(orthogonalisation_flops(shape, matrices[name]) for name, shape in shapes.items())
+    assert counter.get_total_flops() == expected
+
+
+def test_four_ranks_share_the_work_of_a_bert_within_a_tenth_of_a_quarter() -> None:
+    layers = {"query": (1, 1), "key": (1, 1), "value": (1, 1), "output": (1, 1), "up": (4, 1), "down": (1, 4)}
+    flops = {
+        f"{layer}.{name}": orthogonalisation_flops([1024 * side for side in shape], Projections())
+        for layer in range(24)
+        for name, shape in layers.items()
+    }
+    owners = shared_out(flops, 4)
+    loads = [sum(flops[name] for name in flops if owners[name] == rank) for rank in range(4)]
+    assert max(loads) <= 1.1 * sum(flops.values()) / 4
+    assert owners == shared_out(dict(reversed(flops.items())), 4), "every rank finds the same"
+
+
+def test_sharing_out_ends_within_a_third_of_the_best_division() -> None:
+    generator = random.Random(0)
+    for _ in range(20):
+        flops = {str(index): generator.randint(1, 30) for index in range(7)}
+        owners = shared_out({name: float(each) for name, each in flops.items()}, 3)
+        found = max(sum(flops[name] for name in flops if owners[name] == rank) for rank in range(3))
+        best = min(
+            max(sum(each for each, rank in zip(flops.values(), ranks, strict=True) if rank == own) for own in range(3))
+            for ranks in itertools.product(range(3), repeat=7)
+        )
+        assert best <= found <= 4 / 3 * best
+
+
+def test_rounds_of_an_update_and_of_its_price_have_as_many_elements() -> None:
+    assert ROUND_ELEMENTS == BATCH_ELEMENTS
+    assert len(COEFFICIENTS) * 3 == PRODUCTS
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"muon_scale": "rms"}, "muon_scale='rms' is not one of the choices"),
+        ({"optimizer": "adamw", "muon_scale": "spectral"}, "muon_scale can be given for muon alone"),
+        ({"optimizer": "sgd", "adamw_rate": 1e-3}, "adamw_rate can be given for muon alone"),
+        ({"optimizer": "lamb", "fused_projections": {"*": 3}}, "fused_projections can be given for muon alone"),
+        ({"fused_projections": {"*": 1.5}}, "a whole number"),
+        ({"adamw_rate": 0.0}, "adamw_rate=0.0"),
+    ],
+)
+def test_wrong_choices_of_muon_are_refused(changes: dict[str, Any], message: str) -> None:
+    with pytest.raises(InvalidExperiment, match=re.escape(message)):
+        tiny(**{"optimizer": "muon", **changes})
 
 
 SHAPES = {"table": (11, 4), "hidden": (4, 4), "bias": (4,)}
@@ -272,8 +447,7 @@ class TinyModel(nn.Module):
 
 
 def test_muon_leaves_tables_and_heads_to_adamw() -> None:
-    tokens = TensorSpec("tokens", (2, 4), "int64")
-    captured = capture(TinyModel(), {"tokens": tokens, "labels": replace(tokens, name="labels")}, name="tiny")
+    captured = captured_of(TinyModel())
     assert hidden_matrices(captured) == {"hidden.weight"}
     tied = wb.planning.graph(tiny())
     outer = {name for name, spec in tied.parameters.items() if len(spec.shape) == 2} - hidden_matrices(tied)
@@ -282,13 +456,93 @@ def test_muon_leaves_tables_and_heads_to_adamw() -> None:
     }
 
 
-def test_muons_products_and_all_gathers_are_priced() -> None:
-    def optimizer_ms(experiment: wb.Experiment, **choices: Any) -> float:
-        return wb.plan(experiment, wb.Cluster.of("h200", gpus=2), data=2, **choices).prediction.optimizer_ms
+def wide(**changes: Any) -> wb.Experiment:
+    """A BERT whose matrices are large enough for products to take longer than launching them."""
+    return tiny(model=wb.models.bert(1024, 4, 16, vocab_size=400, max_positions=32), optimizer="muon", **changes)
 
-    muon, adamw = tiny(optimizer="muon"), tiny()
-    assert optimizer_ms(muon, zero=0) > optimizer_ms(adamw, zero=0)
-    assert optimizer_ms(muon, zero=3) > optimizer_ms(muon, zero=0)
+
+def test_orthogonalisation_is_priced_by_its_flops_bytes_and_division() -> None:
+    experiment = wide()
+    graph = wb.planning.graph(experiment)
+    matrices = projections(graph)
+    held = matrices_of(graph, matrices, ())
+    assert held.elements == sum(graph.parameters[name].numel for name in matrices)
+
+    def priced(gpus: int, **choices: Any) -> Any:
+        return wb.plan(experiment, wb.Cluster.of("h200", gpus=gpus), data=gpus, **choices)
+
+    device = wb.Cluster.of("h200", gpus=1).device
+    least_ms = 1e3 * held.flops / device.peak("bf16")
+    alone = priced(1)
+    assert least_ms < alone.prediction.orthogonalisation_ms < 3 * least_ms
+    assert alone.prediction.orthogonalisation_ms < alone.prediction.optimizer_ms < alone.prediction.step_ms
+    share = alone.prediction.orthogonalisation_ms / alone.prediction.step_ms
+    assert f"({share:.1%}) of it to orthogonalise Muon's matrices" in repr(wb.planning.explain(alone))
+    for zero in range(4):
+        plan = priced(4, zero=zero)
+        assert shares_out(held, plan, plan.cluster)
+        link = plan.cluster.intra
+        sent_ms = 1e3 * 2 * held.elements * 3 / 4 / link.bandwidth / (1 if zero == 0 else 4)
+        found = plan.prediction.orthogonalisation_ms
+        assert least_ms / 4 + sent_ms < found < 3 * least_ms / 4 + 3 * sent_ms, zero
+
+
+def test_replicas_orthogonalise_everything_themselves_where_that_is_faster_than_a_collective() -> None:
+    graph = wb.planning.graph(tiny(optimizer="muon"))
+    held = matrices_of(graph, projections(graph), ())
+    fast = wb.plan(tiny(optimizer="muon"), wb.Cluster.of("h200", gpus=2), data=2, zero=0)
+    slow = replace(fast.cluster, intra=replace(fast.cluster.intra, latency_s=1.0))
+    assert not shares_out(held, fast, slow)
+    assert orthogonalisation_s(held, fast, slow) < 1.0
+    assert shares_out(held, replace(fast, zero=1), slow), "no rank has whole matrices"
+
+
+def test_a_plan_of_another_optimiser_orthogonalises_nothing() -> None:
+    plan = wb.plan(tiny(), wb.Cluster.of("h200", gpus=1))
+    assert plan.prediction.orthogonalisation_ms == 0
+    assert "Muon" not in repr(wb.planning.explain(plan))
+
+
+class Gated(nn.Module):
+    """Fused queries, keys and values of unequal sizes, a gated feed-forward, and a matrix that is read whole."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.table, self.qkv, self.up = nn.Embedding(11, 8), nn.Linear(8, 16), nn.Linear(8, 24)
+        self.packed, self.down, self.head = nn.Linear(8, 24, bias=False), nn.Linear(12, 8), nn.Linear(8, 11)
+
+    def forward(self, tokens: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+        x = self.table(tokens)
+        q, k, v = self.qkv(x).split([8, 4, 4], dim=-1)
+        x = x + q * torch.cat([torch.sigmoid(k), v], dim=-1)
+        a, b, c = self.packed(x).view(*x.shape[:2], 3, 2, 4).permute(2, 0, 3, 1, 4).unbind(0)
+        x = x + nn.functional.scaled_dot_product_attention(a, b, c).transpose(1, 2).flatten(2)
+        gate, value = self.up(x).chunk(2, dim=-1)
+        logits = self.head(self.down(nn.functional.silu(gate) * value))
+        return nn.functional.cross_entropy(logits.flatten(0, 1), labels.flatten())
+
+
+def captured_of(model: nn.Module) -> Any:
+    tokens = TensorSpec("tokens", (2, 4), "int64")
+    return capture(model, {"tokens": tokens, "labels": replace(tokens, name="labels")}, name="tiny")
+
+
+def test_projections_that_a_model_reads_apart_are_found_and_others_can_be_said() -> None:
+    graph = captured_of(Gated())
+    assert projections(graph) == {
+        "qkv.weight": Projections(0, (8, 4, 4)),
+        "packed.weight": Projections(0, (8, 8, 8)),
+        "up.weight": Projections(0, (12, 12)),
+        "down.weight": Projections(),
+    }
+    said = projections(graph, {"down.*": 2, "up.*": 1, "qkv.*": 4})
+    assert said["down.weight"] == Projections(0, (4, 4))
+    assert said["up.weight"] == Projections()
+    assert said["qkv.weight"] == Projections(0, (4, 4, 4, 4))
+    with pytest.raises(InvalidExperiment, match=r"down\.weight \(8, 12\) holds 3 projections, and its 8 outputs"):
+        projections(graph, {"down.*": 3})
+    gpt2 = tiny(model=wb.models.gpt2(16, 2, 2, vocab_size=400, max_positions=32))
+    assert projections(wb.planning.graph(gpt2))["transformer.h.1.attn.c_attn.weight"] == Projections(1, (16, 16, 16))
 
 
 def test_a_plan_holds_the_state_of_its_optimizer() -> None:

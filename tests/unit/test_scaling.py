@@ -12,6 +12,7 @@ from torch.utils.data import Dataset
 import workbench as wb
 from benchmarks.coordinate_check import CHANGE, HIDDEN, READ_OUT, STREAM, WIDTHS, Sizes, coordinate_check, draw, drift
 from workbench import models
+from workbench.capture.hidden_matrices import hidden_matrices
 from workbench.errors import InvalidExperiment
 from workbench.models import Model, Scaling, scaling
 from workbench.validation import factor_of
@@ -115,12 +116,37 @@ def test_smaller_residual_outputs_of_the_base_are_kept_as_they_are_and_the_rule_
     assert not scaling(*PAIRS["opt"]).notes
 
 
-def test_the_factors_of_the_rule_are_refused_for_other_optimisers_than_adamw():
+def test_the_factors_of_the_rule_are_refused_for_optimisers_without_a_rule():
     rule = scaling(*PAIRS["bert"])
-    for other in ("sgd", "lamb", "muon", lambda groups: torch.optim.RAdam(groups)):
+    for other in ("sgd", "lamb", lambda groups: torch.optim.RAdam(groups)):
         with pytest.raises(InvalidExperiment, match=r"decay_scale, eps_scale, grad_norm_scale can be given for adamw"):
             wb.Optimizer(other, **rule.optimizer)
     assert wb.Optimizer("sgd", rate_scale=rule.optimizer["rate_scale"]).rate_scale
+    with pytest.raises(InvalidExperiment, match="algorithm='lamb' has no rule: one is known for 'adamw' and 'muon'"):
+        scaling(*PAIRS["bert"], algorithm="lamb")
+
+
+@pytest.mark.parametrize("family", PAIRS)
+def test_under_muon_hidden_matrices_start_narrower_and_learn_as_in_the_base_model(family):
+    base, target = PAIRS[family]
+    rule, of_adamw = scaling(base, target, algorithm="muon"), scaling(base, target, depth_rule=False)
+    chosen = wb.Optimizer("muon", **rule.optimizer)
+    assert chosen.muon_scale == "spectral"
+    experiment = wb.Experiment(model=rule.model, data=wb.data.corpus("demo", vocab_size=90), seq_len=16)
+    matrices = hidden_matrices(wb.planning.graph(experiment))
+    assert rule.model == of_adamw.model, "initial values do not depend on the optimiser"
+    for name, _ in built(rule.model).named_parameters():
+        factors = [factor_of(name, rule.optimizer[field]) for field in ("rate_scale", "decay_scale")]
+        if name in matrices:
+            assert factors == [1.0, 1.0], name
+        else:
+            expected = [factor_of(name, of_adamw.optimizer[field]) for field in ("rate_scale", "decay_scale")]
+            assert factors == expected, name
+    outputs = [
+        r for r in scaling(base, target, algorithm="muon", depth_rule=True).rules if r.role.startswith("output of")
+    ]
+    assert outputs
+    assert {(r.multiplier, r.rate, r.decay) for r in outputs} == {(1 / 3, 1 / 3, 3.0)}
 
 
 def test_pairs_that_differ_in_more_than_size_are_refused_with_a_way_out():

@@ -186,16 +186,20 @@ class UpdateTable:
 
         self.state_bytes = with_own(profile.optimizer_state_bytes, lambda update: update.state_bytes)
         self.traffic_bytes = with_own(profile.optimizer_update_bytes, lambda update: update.update_bytes)
-        self.needs_whole_tensors = any(u.whole_flops or u.products or u.all_gather_bytes for u in updates.values())
-        self.flops = total({name: update.whole_flops for name, update in updates.items()})
-        """FLOPs of products over whole tensors."""
-        self.products = total({name: float(update.products) for name, update in updates.items()})
-        whole = {name: update.all_gather_bytes for name, update in updates.items() if update.all_gather_bytes}
-        divided = {name: size for name, size in whole.items() if BF16 * trained[name] < size}
-        self.all_gathers = total(whole), total(dict.fromkeys(whole, 1.0))
-        """Bytes, and number, of the tensors that must be whole."""
-        self.tensor_axis_all_gathers = total(divided), total(dict.fromkeys(divided, 1.0))
-        """Bytes, and number, of those that tensor parallelism divides."""
+        whole = {name: update for name, update in updates.items() if update.whole_elements}
+        sizes = {name: float(update.whole_elements) for name, update in whole.items()}
+        flops = {name: update.whole_flops for name, update in whole.items()}
+        self.whole_elements = total(sizes)
+        """Elements of the matrices that are orthogonalised."""
+        self.divided_elements = total({name: size for name, size in sizes.items() if trained[name] < size})
+        """Elements of those among them that tensor parallelism divides."""
+        self.flops = total(flops)
+        """FLOPs with which they are orthogonalised."""
+        of_blocks = [max((flops.get(name, 0.0) for name in block.parameters), default=0.0) for block in profile.blocks]
+        self.largest_flops = _span_max(np.array(of_blocks))
+        """FLOPs of the one among them that takes longest."""
+        self.shapes = len({(update.whole_elements, update.whole_flops) for update in whole.values()})
+        """Number of their different shapes in the model."""
 
 
 def _spans(uses: Mapping[str, list[int]], sizes: Mapping[str, float], blocks: int) -> Array:

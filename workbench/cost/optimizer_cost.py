@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence, Set
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import replace
 from math import prod
 from typing import Any
@@ -13,7 +13,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from workbench.capture import Graph
-from workbench.capture.hidden_matrices import hidden_matrices
+from workbench.capture.hidden_matrices import Projections, projections
+from workbench.cost.orthogonalisation import Matrices
 from workbench.cost.profile import ParameterUpdate, Profile
 from workbench.experiment import Experiment
 from workbench.optimizers.building import build_optimizer
@@ -22,7 +23,6 @@ from workbench.user_code import UserFunction
 
 SIDE = 128
 """Rows and columns of the matrix that is updated: large enough for what does not grow with it to round to nothing."""
-NONE: Set[str] = frozenset()
 
 
 def with_optimizer(profile: Profile, experiment: Experiment, captured: Graph) -> Profile:
@@ -45,13 +45,25 @@ def with_optimizer(profile: Profile, experiment: Experiment, captured: Graph) ->
 
 def _muon_updates(experiment: Experiment, captured: Graph) -> dict[str, ParameterUpdate]:
     """Return the cost of Muon's updates by name of the matrix; AdamW updates the other parameters."""
-    cost = optimizer_cost(experiment)
-    updates = {}
-    for name in hidden_matrices(captured):
+    cost, updates = optimizer_cost(experiment), {}
+    for name, matrix in projections(captured, experiment.optimizer.fused_projections).items():
         spec = captured.parameters[name]
-        flops, products = orthogonalisation_flops(*spec.shape)
-        updates[name] = replace(cost, whole_flops=flops, products=products, all_gather_bytes=2.0 * spec.numel)
+        flops = orthogonalisation_flops(spec.shape, matrix)
+        updates[name] = replace(cost, whole_flops=flops, whole_elements=spec.numel)
     return updates
+
+
+def matrices_of(captured: Graph, matrices: Mapping[str, Projections], divided: Collection[str]) -> Matrices:
+    """Return the sums over some of a model's matrices; the tensor-parallel axis divides those of `divided`."""
+    sizes = {name: captured.parameters[name].numel for name in matrices}
+    flops = {name: orthogonalisation_flops(captured.parameters[name].shape, matrices[name]) for name in matrices}
+    return Matrices(
+        flops=sum(flops.values()),
+        elements=sum(sizes.values()),
+        divided_elements=sum(size for name, size in sizes.items() if name in divided),
+        largest_flops=max(flops.values(), default=0.0),
+        shapes=len({(sizes[name], flops[name]) for name in matrices}),
+    )
 
 
 def _with_user_defined(profile: Profile, experiment: Experiment, captured: Graph) -> Profile:
@@ -71,14 +83,14 @@ def _with_user_defined(profile: Profile, experiment: Experiment, captured: Graph
 
 
 def _second_update(
-    experiment: Experiment, shapes: Mapping[str, Sequence[int]], device: str, least: int = 2, muon: Set[str] = NONE
+    experiment: Experiment, shapes: Mapping[str, Sequence[int]], device: str, least: int = 2, muon: Collection[str] = ()
 ) -> tuple[dict[str, int], int]:
     """Return the bytes of state by parameter, and those that the second update moves; smaller tensors do not count.
 
     `muon` are the parameters that Muon updates.
     """
     parameters = {name: nn.Parameter(torch.ones(tuple(shape), device=device)) for name, shape in shapes.items()}
-    optimizer = build_optimizer(parameters, experiment, matrices=muon)
+    optimizer = build_optimizer(parameters, experiment, matrices=dict.fromkeys(muon, Projections()))
     with torch.random.fork_rng([]):
         for parameter in parameters.values():
             parameter.grad = torch.ones_like(parameter)
@@ -94,7 +106,7 @@ def optimizer_cost(experiment: Experiment) -> ParameterUpdate:
 
     Matrix products, which Muon makes, are not counted.
     """
-    muon = {"weight"} if experiment.optimizer.algorithm == "muon" else NONE
+    muon = ("weight",) if experiment.optimizer.algorithm == "muon" else ()
     states, traffic = _second_update(experiment, {"weight": (SIDE, SIDE)}, "cpu", SIDE**2, muon)
     return ParameterUpdate(states["weight"] / SIDE**2, traffic / SIDE**2)
 
@@ -115,7 +127,7 @@ class _Traffic(TorchDispatchMode):
             if formal.alias_info is not None and formal.alias_info.is_write
         ]
         is_view = not written and any(formal.alias_info is not None for formal in func._schema.returns)
-        is_product = func.overloadpacket in (torch.ops.aten.mm, torch.ops.aten.addmm)
+        is_product = func.overloadpacket in (torch.ops.aten.bmm, torch.ops.aten.baddbmm)
         if not (is_view or is_product):
             self.moved += _bytes(tree_leaves((args, kwargs)), self._least)
             self.moved += _bytes(tree_leaves(written or result), self._least)

@@ -48,11 +48,9 @@ class ParameterUpdate:
     update_bytes: float
     """Bytes that the update reads and writes per element."""
     whole_flops: float = 0.0
-    """FLOPs of matrix products over the whole tensor, which each device that holds a shard of it computes."""
-    products: int = 0
-    """Number of these products."""
-    all_gather_bytes: float = 0.0
-    """Bytes of the whole tensor as it is all-gathered for these products, in bf16."""
+    """FLOPs of matrix products over the whole tensor, which one of the devices that hold a part of it computes."""
+    whole_elements: int = 0
+    """Elements of the whole tensor, where these products need it whole."""
 
 
 @dataclass(frozen=True)

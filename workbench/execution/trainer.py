@@ -16,13 +16,16 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from workbench.capture import Graph
-from workbench.capture.hidden_matrices import hidden_matrices
+from workbench.capture.hidden_matrices import projections
 from workbench.capture.label_counting import count_labels, on_device
 from workbench.columns import shared_columns
+from workbench.cost.optimizer_cost import matrices_of
+from workbench.cost.orthogonalisation import shares_out
 from workbench.execution.blocks.context import StepContext
 from workbench.execution.blocks.labelled_head import LabelCounter, LabelCounts
 from workbench.execution.parallel.forward_only import ForwardOnly
 from workbench.execution.parallel.gradient_all_reduce import GradientAllReduce
+from workbench.execution.parallel.matrix_exchange import ReplicaExchange
 from workbench.execution.parallel.mesh import MeshCoordinate
 from workbench.execution.parallel.pipeline import FIELD, PipeStage, schedule_runtime
 from workbench.execution.parallel.sharding import distribute, is_sharded, local
@@ -66,13 +69,8 @@ class Trainer:
         self.forward_only = ForwardOnly(stages, plan, context, coordinate)
         self._parameters = stages.model_parameters()  # after sharding, which replaces parameters
         self.whole = ShardedTensors(stages, coordinate)
-        self.optimizer = build_optimizer(
-            self._parameters,
-            experiment,
-            offload=plan.offload_optimizer,
-            whole=self.whole,
-            matrices=hidden_matrices(graph) if experiment.optimizer.algorithm == "muon" else frozenset(),
-        )
+        self._ties = _tied_groups(plan, graph, coordinate)
+        self.optimizer = self._build_optimizer()
         self.sparse_weights: SparseWeights | None = None
         if experiment.sparsity is not None:
             execution = BlockSparseWeights if plan.block_sparse else MaskedWeights
@@ -97,7 +95,6 @@ class Trainer:
             context.cuda_graphs.on_last_backward = self._all_reduce.start
 
         self._duplicates = stages.duplicated_parameters()
-        self._ties = _tied_groups(plan, graph, coordinate)
         self._in_norm = self._parameters_in_norm()
 
         modules = [module for stage in stages.stages for module in stage.block_modules()]
@@ -105,6 +102,19 @@ class Trainer:
         self._label_counts = [on_device(count, context.device) for count in counts]
         selecting = {loss: graph.label_counts[loss] for each in modules if (loss := each.selecting_loss) is not None}
         self._host_counter = LabelCounter(selecting, plan.micro_batch)
+
+    def _build_optimizer(self) -> torch.optim.Optimizer:
+        experiment, plan, whole = self.experiment, self.plan, self.whole
+        if experiment.optimizer.algorithm != "muon":
+            return build_optimizer(self._parameters, experiment, offload=plan.offload_optimizer, whole=whole)
+        found = projections(self.graph, experiment.optimizer.fused_projections)
+        matrices = {name: found[name] for name in self._parameters if name in found}
+        held = matrices_of(self.graph, matrices, self.stages.shardings)
+        exchange = ReplicaExchange(self.stages, self.coordinate) if shares_out(held, plan, plan.cluster) else None
+        # The stages that hold a tied matrix do not exchange results.
+        return build_optimizer(
+            self._parameters, experiment, whole=whole, matrices=matrices, exchange=exchange, apart=self._ties
+        )
 
     def _pipe_stage(self, stage: StageModule, index: int) -> PipeStage:
         """Prepare this rank's `index`-th stage for the data-parallel axis and place it in the pipeline."""

@@ -1,4 +1,4 @@
-"""The width and depth rule: the initial weights and AdamW of a large model from those tuned on a small one."""
+"""The width and depth rule: the initial weights and the optimiser of a large model from those tuned on a small one."""
 
 from __future__ import annotations
 
@@ -19,6 +19,8 @@ BLOCK_MATRIX, MATRIX = "hidden matrix of a block", "hidden matrix outside of the
 ATTENTION_OUTPUT, FEED_FORWARD_OUTPUT = "output of attention", "output of feed-forward"
 OUTPUT_BIAS = "bias of a residual branch"
 OUTPUTS = (ATTENTION_OUTPUT, FEED_FORWARD_OUTPUT)
+MATRICES = (BLOCK_MATRIX, MATRIX, *OUTPUTS)
+"""Roles of the parameters that Muon orthogonalises."""
 WITHOUT_DECAY = (LOGITS_BIAS, READ_OUT_NORM, BLOCK_VECTOR, VECTOR, OUTPUT_BIAS)
 
 PATTERNS: Mapping[str, Mapping[str, str]] = {
@@ -86,19 +88,25 @@ class Rule:
 
 @dataclass(frozen=True, repr=False)
 class Scaling:
-    """Factors of initial values and of AdamW for a model whose recipe was tuned on another width and depth."""
+    """Factors of initial values and of the optimiser for a model whose recipe was tuned on another width and depth."""
 
     base: Model
     model: Model
     """The target, with the `initial_scale` that the rule gives; train this one."""
     rules: tuple[Rule, ...]
+    algorithm: str = "adamw"
+    """Optimiser that the factors are for: `adamw`, or `muon` with the scale of the spectral norm."""
     notes: tuple[str, ...] = ()
     """Sentences on how the rule and the initial values of the base model were combined."""
 
     @property
-    def optimizer(self) -> dict[str, dict[str, float]]:
-        """Return the values of `wb.Optimizer` for `model` by name; the others are those of the base model."""
+    def optimizer(self) -> dict[str, Any]:
+        """Return the values of `wb.Optimizer` for `model` by name; the others are those of the base model.
+
+        Those of Muon have its `muon_scale` among them, without which the rates would be wrong.
+        """
         return {
+            **({"muon_scale": "spectral"} if self.algorithm == "muon" else {}),
             "rate_scale": {rule.pattern: rule.rate for rule in self.rules},
             "decay_scale": {rule.pattern: rule.decay for rule in self.rules},
             "eps_scale": {rule.pattern: rule.eps for rule in self.rules},
@@ -127,13 +135,17 @@ class Scaling:
         return cells
 
 
-def scaling(base: Model, target: Model, *, depth_rule: bool = True) -> Scaling:
-    """Return how `target` starts and learns with the recipe of AdamW that was tuned on the smaller `base`.
+def scaling(base: Model, target: Model, *, depth_rule: bool | None = None, algorithm: str = "adamw") -> Scaling:
+    """Return how `target` starts and learns with the recipe of AdamW or Muon that was tuned on the smaller `base`.
 
     With w the ratio of the widths and m that of the depths (table 1 of CompleteP, arXiv:2505.01618, at α = 1): hidden
     matrices start 1/sqrt(w) times as large, learn 1/w times as fast and decay w times as much; residual branches are
     multiplied by 1/m and the logits by 1/w; and AdamW's epsilon is divided by w, and by w m in the blocks. With
-    `depth_rule=False` m is 1: only the widths count (μP, arXiv:2203.03466, table 8).
+    `depth_rule=False` m is 1: only the widths count (μP, arXiv:2203.03466, table 8). `None` is True for AdamW.
+
+    With `algorithm="muon"` hidden matrices start 1/sqrt(w) times as large, and learn and decay as those of the base:
+    updates of one spectral norm, up to the ratio of outputs to inputs, change activations by as much at every width
+    (arXiv:2310.17813). AdamW's part of the rule is the same for all other parameters. `depth_rule=None` is False.
 
     The multipliers are folded into the last parameters before them, with everything that makes the two identical under
     AdamW (`_folded`). So the model stays as it is, and its `initial_scale` and `Scaling.optimizer` say everything.
@@ -144,11 +156,17 @@ def scaling(base: Model, target: Model, *, depth_rule: bool = True) -> Scaling:
     The target's `initializer_range` becomes that of the base. Raises `InvalidExperiment` for models of two families,
     layouts or head sizes, for other depths of a post-LayerNorm BERT, and for models that are no `wb.models.…`.
     """
+    if algorithm not in ("adamw", "muon"):
+        raise InvalidExperiment(
+            f"algorithm={algorithm!r} has no rule: one is known for 'adamw' and 'muon'. Give one of them, or write "
+            "rate_scale yourself."
+        )
+    depth_rule = algorithm == "adamw" if depth_rule is None else depth_rule
     _check_pair(base, target, depth_rule)
     absent = () if target.family != "bert" else OF_OTHER_LAYOUT[target.layout]
     absent = absent if target.next_sentence else (*absent, *OF_NEXT_SENTENCES)
     patterns = {pattern: role for pattern, role in PATTERNS[target.family].items() if pattern not in absent}
-    rules = tuple(_folded(pattern, role, base, target, depth_rule) for pattern, role in patterns.items())
+    rules = tuple(_folded(pattern, role, base, target, depth_rule, algorithm) for pattern, role in patterns.items())
     own = _own_factors(base, list(patterns))
     initial: dict[str, float] = {}
     notes: dict[str, None] = {}
@@ -161,15 +179,16 @@ def scaling(base: Model, target: Model, *, depth_rule: bool = True) -> Scaling:
             factor /= _published(target)
         initial[rule.pattern] = rule.initial * factor
     started = dataclasses.replace(target, initializer_range=base.initializer_range, initial_scale=initial)
-    return Scaling(base, started, rules, tuple(notes))
+    return Scaling(base, started, rules, algorithm, tuple(notes))
 
 
-def _folded(pattern: str, role: str, base: Model, target: Model, depth_rule: bool) -> Rule:
+def _folded(pattern: str, role: str, base: Model, target: Model, depth_rule: bool, algorithm: str) -> Rule:
     """Return the factors of the parameters of one role, with their multiplier c folded in.
 
     c W and W' = c W are the same function, and the gradient of W is c times that of W'. AdamW moves W by
     rate · g / (|g| + eps) + rate · decay · W, so that W' moves as c W does if its rate is c times that of W, its
-    epsilon 1/c and its decay 1/c times that of W; and its gradient counts c times in the global norm.
+    epsilon 1/c and its decay 1/c times that of W; and its gradient counts c times in the global norm. So it is with
+    Muon's update, rate · U Vᵀ + rate · decay · W, which does not depend on the size of the gradient either.
     """
     width = target.hidden_size / base.hidden_size
     inner = target.intermediate_size / base.intermediate_size
@@ -189,6 +208,8 @@ def _folded(pattern: str, role: str, base: Model, target: Model, depth_rule: boo
         READ_OUT_NORM: (1 / width, 1.0, 1.0, 1.0, 1 / width),
         READ_OUT: (1 / width, 1.0, 1.0, 1.0, 1 / width),
     }[role]
+    if algorithm == "muon" and role in MATRICES:
+        rate, decay, eps = 1.0, 1.0, 1.0
     return Rule(
         pattern, role, multiplier, initial * multiplier, rate * multiplier, decay / multiplier, eps / multiplier
     )

@@ -2,19 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Set
+from collections.abc import Callable, Collection, Mapping
+from types import MappingProxyType
 from typing import Any
 
 import torch
 from torch import nn
 from torch.optim.sgd import sgd
 
+from workbench.capture.hidden_matrices import Projections
 from workbench.experiment import Experiment
 from workbench.optimizers.adamw import OffloadedAdamW, ShardedAdamW
 from workbench.optimizers.groups import parameter_groups
 from workbench.optimizers.lamb import Lamb
 from workbench.optimizers.muon import MuonAndAdamW
-from workbench.optimizers.shards import WholeTensors, local, momentum_of
+from workbench.optimizers.shards import MatrixExchange, WholeTensors, local, momentum_of
 from workbench.optimizers.user_optimizer import ShardedUserOptimizer
 from workbench.user_code import UserFunction
 
@@ -25,12 +27,14 @@ def build_optimizer(
     *,
     offload: bool = False,
     whole: WholeTensors | None = None,
-    matrices: Set[str] = frozenset(),
+    matrices: Mapping[str, Projections] = MappingProxyType({}),
+    exchange: MatrixExchange | None = None,
+    apart: Collection[str] = (),
 ) -> torch.optim.Optimizer:
     """Return the experiment's optimiser over the trainable parameters, which go by the model's names.
 
     `whole` is needed where parameters are divided over ranks. With `offload`, AdamW's moments stay in the host's
-    memory. `matrices` are the parameters that Muon updates.
+    memory. `matrices` are the parameters that Muon updates; `exchange` and `apart` are those of `MuonAndAdamW`.
     """
     groups = parameter_groups(parameters, experiment, matrices) or [{"params": [], "names": [], "orthogonal": False}]
     rate, betas, eps = experiment.learning_rate, experiment.optimizer.betas, experiment.optimizer.eps
@@ -43,7 +47,17 @@ def build_optimizer(
     on_gpu = any(p.device.type == "cuda" for group in groups for p in group["params"])
     fused = True if on_gpu and not offload else None
     if experiment.optimizer.algorithm == "muon":
-        return MuonAndAdamW(groups, lr=rate, betas=betas, eps=eps, fused=fused, whole=whole)
+        return MuonAndAdamW(
+            groups,
+            projections=matrices,
+            scale=experiment.optimizer.muon_scale,
+            exchange=exchange,
+            apart=apart,
+            lr=rate,
+            betas=betas,
+            eps=eps,
+            fused=fused,
+        )
     adamw = OffloadedAdamW if offload else ShardedAdamW
     return adamw(groups, lr=rate, betas=betas, eps=eps, fused=fused)
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Set
+from collections.abc import Collection, Mapping
 from typing import Any
 
 from torch import nn
@@ -16,14 +16,16 @@ DECAYED_DIMS = 2
 
 
 def parameter_groups(
-    parameters: Mapping[str, nn.Parameter], experiment: Experiment, orthogonal: Set[str] = frozenset()
+    parameters: Mapping[str, nn.Parameter], experiment: Experiment, orthogonal: Collection[str] = ()
 ) -> list[Group]:
     """Divide the trainable parameters by decay, rate, epsilon, and by whether updates are orthogonalised.
 
     A group has the entries `params`, `names`, `lr`, `weight_decay` and `orthogonal`, which is True for the parameters
-    that `orthogonal` names, and `eps` if the experiment scales it. Tensors of fewer than two dims do not decay.
+    that `orthogonal` names, and `eps` if the experiment scales it. Tensors of fewer than two dims do not decay. The
+    rate of parameters that AdamW updates beside Muon is the experiment's `adamw_rate`.
     """
     chosen = experiment.optimizer
+    of_others = chosen.adamw_rate or experiment.learning_rate
     groups: dict[tuple[float, ...], Group] = {}
     for name, parameter in parameters.items():
         if not parameter.requires_grad:
@@ -37,7 +39,7 @@ def parameter_groups(
             {
                 "params": [],
                 "names": [],
-                "lr": experiment.learning_rate * rate,
+                "lr": rate * (experiment.learning_rate if name in orthogonal else of_others),
                 "weight_decay": chosen.weight_decay * decay if decays else 0.0,
                 "orthogonal": name in orthogonal,
                 **({"eps": chosen.eps * eps} if chosen.eps_scale else {}),

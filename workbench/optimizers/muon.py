@@ -1,82 +1,280 @@
 """Muon for the hidden matrices of a model, and AdamW for all other parameters, over sharded parameters.
 
 Jordan et al., "Muon: an optimizer for hidden layers in neural networks" (https://kellerjordan.github.io/posts/muon/).
+
+Each matrix is orthogonalised once, by one of the ranks that hold it or a part of it (its owner); matrices are shared
+out by the FLOPs that they need. This is the division of microsoft/dion and of torchtitan's distributed Muon (its pull
+request 4060 and those after it): an all-to-all brings the shards of a matrix to its owner, and a second one takes the
+shards of the result back. Each moves a rank's own shards alone, in bf16. Moonlight (arXiv:2502.16982) all-gathers
+every matrix to every rank instead, which then orthogonalises all of them. To shard whole matrices in place of rows,
+so that FSDP2's all-gather of updated weights brought the results along, would need another sharding than FSDP2's, for
+forwards and checkpoints too, and would save two bytes an element of the shard in a step.
+
+Matrices of one shape are orthogonalised in one batch, wide side out, so that the Gram matrix is the smaller one. An
+iteration is three batched products, with its sums in the products' epilogues: there is nothing to fuse for a compiler.
 """
 
 from __future__ import annotations
 
 import math
+from collections import defaultdict
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import nn
-from torch.distributed.tensor import DTensor
 
-from workbench.optimizers.adamw import ShardedAdamW
-from workbench.optimizers.shards import WholeTensors, local, momentum_of
+from workbench.capture.hidden_matrices import Projections
+from workbench.optimizers.adamw import BATCH_ELEMENTS, ShardedAdamW
+from workbench.optimizers.shards import MatrixExchange, OneRank, local, momentum_of
 
 MOMENTUM = 0.95
 """Momentum of `torch.optim.Muon`, by default with Nesterov's look-ahead."""
-ITERATIONS = 5
-"""Number of Newton-Schulz iterations of `torch.optim.Muon`."""
 ADAMW_RMS = 0.2
 """Root mean square of AdamW's updates, to which those of Muon are scaled so that both use one learning rate and decay
 (arXiv:2502.16982; `adjust_lr_fn="match_rms_adamw"` of `torch.optim.Muon`)."""
+SAFETY, EPS = 1.01, 1e-7
+"""Factor and summand by which the norm that a matrix is divided by exceeds its own: rounding must not push a singular
+value above 1."""
+COEFFICIENTS = tuple(
+    (a / SAFETY, b / SAFETY**3, c / SAFETY**5)
+    for a, b, c in (
+        (8.28721201814563, -23.595886519098837, 17.300387312530933),
+        (4.107059111542203, -2.9478499167379106, 0.5448431082926601),
+        (3.9486908534822946, -2.908902115962949, 0.5518191394370137),
+        (3.3184196573706015, -2.488488024314874, 0.51004894012372),
+        (2.300652019954817, -1.6689039845747493, 0.4188073119525673),
+    )
+)
+"""Coefficients of x, x^3 and x^5 in each iteration: the first five polynomials of Polar Express (arXiv:2505.16932,
+algorithm 1). They take singular values of 0.001 to 1 to 1 with a root mean square error of 0.09, where five iterations
+with the coefficients of `torch.optim.Muon` leave 0.21 (`test_polar_express_leaves_a_smaller_error…`)."""
+Coefficients = Sequence[tuple[float, float, float]]
+
+
+def working_type(device: torch.device) -> torch.dtype:
+    """Return the dtype in which matrices are orthogonalised and sent: bf16 on GPUs, and fp32 on CPUs.
+
+    Few CPUs have bf16 units. Without them, a product of 1024 × 1024 in bf16 takes 6 to 70 times as long as in fp32.
+    """
+    return torch.bfloat16 if device.type == "cuda" else torch.float32
+
+
+def orthogonalised(matrices: torch.Tensor, coefficients: Coefficients = COEFFICIENTS) -> torch.Tensor:
+    """Return the nearest semi-orthogonal matrix, approximately, of each matrix of a batch [B, m, n] with m <= n."""
+    norms = torch.linalg.vector_norm(matrices, dim=(1, 2), keepdim=True, dtype=torch.float32)
+    x: torch.Tensor = (matrices / (norms * SAFETY + EPS)).to(matrices.dtype)
+    for a, b, c in coefficients:
+        gram = torch.bmm(x, x.mT)
+        polynomial = torch.baddbmm(gram, gram, gram, beta=b, alpha=c)
+        x = torch.baddbmm(x, polynomial, x, beta=a)
+    return x
+
+
+def orthogonalisation_flops(shape: Sequence[int], projections: Projections) -> float:
+    """Return the FLOPs of the matrix products that orthogonalise the projections of a matrix.
+
+    With m rows and n >= m columns, an iteration multiplies m·n by n·m, m·m by m·m, and m·m by m·n.
+    """
+    sides = [sorted(each) for each in _shapes(shape, projections)]
+    return sum(len(COEFFICIENTS) * (4.0 * m * m * n + 2.0 * m**3) for m, n in sides)
+
+
+def _shapes(shape: Sequence[int], projections: Projections) -> list[tuple[int, int]]:
+    """Return the shape of each projection of a matrix, outputs first."""
+    outputs, inputs = shape[projections.output_dim], shape[1 - projections.output_dim]
+    return [(size, inputs) for size in projections.sizes or (outputs,)]
+
+
+def shared_out(flops: Mapping[str, float], ranks: int) -> dict[str, int]:
+    """Return the rank that orthogonalises each matrix: the next largest one goes to the rank that has least to do.
+
+    Graham's rule ends within 4/3 of the best division (Graham, "Bounds on multiprocessing timing anomalies", 1969).
+    Every rank finds the same.
+    """
+    loads, owners = [0.0] * ranks, {}
+    for name in sorted(flops, key=lambda name: (-flops[name], name)):
+        owners[name] = loads.index(min(loads))
+        loads[owners[name]] += flops[name]
+    return owners
+
+
+@dataclass(frozen=True)
+class _Matrix:
+    """A matrix that Muon updates."""
+
+    name: str
+    parameter: nn.Parameter
+    group: dict[str, Any]
+    shape: tuple[int, int]
+    """Shape of the whole matrix."""
+    projections: Projections
+    is_apart: bool
+    """True if it has a batch of its own."""
+
+    @property
+    def flops(self) -> float:
+        return orthogonalisation_flops(self.shape, self.projections)
 
 
 class MuonAndAdamW(ShardedAdamW):
     """Muon for the groups that have `orthogonal=True`, and AdamW for the others.
 
-    The momentum of a matrix stays sharded. Each update all-gathers the direction in bf16, which is the precision of
-    torch's orthogonalisation; every rank orthogonalises the whole matrix and takes its own shard of the result.
+    The momentum of a matrix is sharded, or replicated, as the matrix is. Matrices are updated in rounds of about
+    `BATCH_ELEMENTS` elements for each rank; while a round is orthogonalised, the next one is on its way.
     """
 
-    def __init__(self, groups: list[dict[str, Any]], *, whole: WholeTensors | None = None, **options: Any) -> None:
+    def __init__(
+        self,
+        groups: list[dict[str, Any]],
+        *,
+        projections: Mapping[str, Projections],
+        scale: str,
+        exchange: MatrixExchange | None = None,
+        apart: Collection[str] = (),
+        **options: Any,
+    ) -> None:
+        """`projections` has an entry for each matrix, and `scale` is the experiment's `muon_scale`.
+
+        `exchange` is needed where several ranks hold the matrices. Matrices that are `apart` are orthogonalised in
+        batches of one, so that ranks which do not exchange results find the same bits.
+        """
         super().__init__(groups, **options)
-        self._whole = whole
+        self._projections, self._scale, self._apart = projections, scale, frozenset(apart)
+        self._exchange: MatrixExchange = exchange or OneRank()
+        self._due: list[_Matrix] = []
+        self._rounds: tuple[list[str], list[list[list[_Matrix]]]] = ([], [])
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
+        self._due = []
+        loss = super().step(closure)
+        if self._due:
+            self._update_matrices(self._due)
+        return loss
 
     def _update(self, parameters: list[nn.Parameter], group: dict[str, Any]) -> None:
         if not group["orthogonal"]:
             super()._update(parameters, group)
             return
-        if self.skips_update is not None and bool(self.skips_update):  # the host waits for the device here
-            return
         names = dict(zip(group["params"], group["names"], strict=True))
-        gradients = self._scaled_gradients(parameters)
-        momenta = [local(momentum_of(self, parameter)) for parameter in parameters]
-        torch._foreach_lerp_(momenta, gradients, 1 - MOMENTUM)
-        shards = [local(parameter) for parameter in parameters]
-        torch._foreach_mul_(shards, 1 - group["lr"] * group["weight_decay"])
-        for parameter, shard, gradient, momentum in zip(parameters, shards, gradients, momenta, strict=True):
-            direction = gradient.lerp(momentum, MOMENTUM).bfloat16()
-            if isinstance(parameter, DTensor):
-                mesh, placements = parameter.device_mesh, parameter.placements
-                shape, stride = parameter.shape, parameter.stride()
-                direction = DTensor.from_local(direction, mesh, placements, run_check=False, shape=shape, stride=stride)
-            name, access = names[parameter], self._whole
-            whole = orthogonalised(direction if access is None else access.all_gathered(name, direction))
-            mine = whole if access is None else access.own_shard(name, whole, parameter)
-            shard.add_(mine, alpha=-group["lr"] * ADAMW_RMS * math.sqrt(max(whole.shape)))
+        for parameter in parameters:
+            name = names[parameter]
+            rows, columns = self._exchange.whole_shape(name, parameter)
+            projections, is_apart = self._projections[name], name in self._apart
+            self._due.append(_Matrix(name, parameter, group, (rows, columns), projections, is_apart))
+
+    def _update_matrices(self, matrices: Sequence[_Matrix]) -> None:
+        parameters = [matrix.parameter for matrix in matrices]
+        gradients = dict(zip(parameters, self._scaled_gradients(parameters), strict=True))
+        momenta = {parameter: local(momentum_of(self, parameter)) for parameter in parameters}
+        if self.skips_update is not None:
+            # Where an update is skipped, on the device, the momentum stands in for a gradient that may be NaN, and so
+            # stays what it is. The host does not wait.
+            for parameter, gradient in gradients.items():
+                torch.where(self.skips_update.bool(), momenta[parameter], gradient, out=gradient)
+        torch._foreach_lerp_(list(momenta.values()), list(gradients.values()), 1 - MOMENTUM)
+        kept = None if self.skips_update is None else 1 - self.skips_update
+        self._decay(matrices, kept)
+        rounds, exchange = self._rounds_of(matrices), self._exchange
+
+        def sent(members: list[list[_Matrix]]) -> Callable[[], dict[str, torch.Tensor]]:
+            """Start to bring one round's directions to their owners."""
+            needed = [
+                matrix
+                for owner, owned in enumerate(members)
+                for matrix in owned
+                if exchange.is_source(matrix.name, owner)
+            ]
+            own = [[values[matrix.parameter] for matrix in needed] for values in (gradients, momenta)]
+            directions = torch._foreach_lerp(own[0], own[1], MOMENTUM) if needed else []
+            named = {m.name: d.to(working_type(d.device)) for m, d in zip(needed, directions, strict=True)}
+            return exchange.to_owners([[matrix.name for matrix in owned] for owned in members], named)
+
+        arriving, returning = sent(rounds[0]), None
+        for index, members in enumerate(rounds):
+            whole = arriving()
+            if index + 1 < len(rounds):
+                arriving = sent(rounds[index + 1])
+            results = self._orthogonalised(members[exchange.rank], whole, kept)
+            started = exchange.from_owners([[matrix.name for matrix in owned] for owned in members], results)
+            if returning is not None:
+                self._add(*returning)
+            returning = members, started
+        if returning is not None:
+            self._add(*returning)
+
+    def _decay(self, matrices: Sequence[_Matrix], kept: torch.Tensor | None) -> None:
+        decays: dict[float, list[torch.Tensor]] = defaultdict(list)
+        for matrix in matrices:
+            decays[matrix.group["lr"] * matrix.group["weight_decay"]].append(local(matrix.parameter))
+        for decay, shards in decays.items():
+            if decay:
+                torch._foreach_mul_(shards, 1 - (decay if kept is None else decay * kept))
+
+    def _rounds_of(self, matrices: Sequence[_Matrix]) -> list[list[list[_Matrix]]]:
+        """Return the matrices that each owner orthogonalises in each round; all ranks find the same."""
+        names = [matrix.name for matrix in matrices]
+        if names != self._rounds[0]:
+            owners = shared_out({matrix.name: matrix.flops for matrix in matrices}, self._exchange.ranks)
+            alike = sorted(matrices, key=lambda m: (sorted(m.shape), m.projections.sizes, names.index(m.name)))
+            rounds: list[list[list[_Matrix]]] = []
+            for owner in range(self._exchange.ranks):
+                number, elements = 0, 0
+                for matrix in alike:
+                    if owners[matrix.name] != owner:
+                        continue
+                    size = math.prod(matrix.shape)
+                    if elements and elements + size > BATCH_ELEMENTS:
+                        number, elements = number + 1, 0
+                    elements += size
+                    if number == len(rounds):
+                        rounds.append([[] for _ in range(self._exchange.ranks)])
+                    rounds[number][owner].append(matrix)
+            self._rounds = names, rounds
+        return self._rounds[1]
+
+    def _orthogonalised(
+        self, matrices: Iterable[_Matrix], whole: Mapping[str, torch.Tensor], kept: torch.Tensor | None
+    ) -> dict[str, torch.Tensor]:
+        """Return the updates of whole matrices for a rate of 1, by name; zeros where `kept` is 0."""
+        batches: dict[Any, list[tuple[torch.Tensor, torch.Tensor, float]]] = defaultdict(list)
+        results = {}
+        for matrix in matrices:
+            direction = whole[matrix.name]
+            results[matrix.name] = torch.empty_like(direction)
+            dim, shapes = matrix.projections.output_dim, _shapes(matrix.shape, matrix.projections)
+            sizes = [outputs for outputs, _ in shapes]
+            parts = zip(direction.split(sizes, dim), results[matrix.name].split(sizes, dim), shapes, strict=True)
+            for source, target, shape in parts:
+                wide = source.shape[0] <= source.shape[1]
+                views = (source, target) if wide else (source.mT, target.mT)
+                relative = update_scale(shape, self._scale) / update_scale(shapes[0], self._scale)
+                batches[matrix.name if matrix.is_apart else None, views[0].shape].append((*views, relative))
+        for members in batches.values():
+            sources, targets, factors = zip(*members, strict=True)
+            updates = orthogonalised(torch.stack(sources))
+            if any(factor != 1 for factor in factors):
+                updates *= torch.tensor(factors, device=updates.device, dtype=updates.dtype)[:, None, None]
+            if kept is not None:
+                updates *= kept.to(updates.dtype)
+            torch._foreach_copy_(list(targets), list(updates.unbind()))
+        return results
+
+    def _add(self, members: Sequence[Sequence[_Matrix]], arriving: Callable[[], Mapping[str, torch.Tensor]]) -> None:
+        """Add one round's updates to this rank's shards."""
+        updates = arriving()
+        for matrix in (matrix for owned in members for matrix in owned):
+            scale = update_scale(_shapes(matrix.shape, matrix.projections)[0], self._scale)
+            local(matrix.parameter).add_(updates[matrix.name], alpha=-matrix.group["lr"] * scale)
 
 
-def orthogonalised(matrix: torch.Tensor) -> torch.Tensor:
-    """Return the nearest semi-orthogonal matrix, approximately, as `torch.optim.Muon` computes it.
+def update_scale(shape: tuple[int, int], scale: str) -> float:
+    """Return the multiple of the rate with which an orthogonal matrix (outputs, inputs) updates the weights.
 
-    The result is the first update of a matrix of zeros without momentum. A wide matrix is given to torch, because
-    torch would scale the update of a tall one.
+    `scale` is `workbench.Optimizer.muon_scale`. For `spectral` see Yang, Simon and Bernstein, "A spectral condition for
+    feature learning" (arXiv:2310.17813), and `adjust_lr_fn="original"` of `torch.optim.Muon`.
     """
-    is_tall = matrix.shape[0] > matrix.shape[1]
-    update = nn.Parameter(torch.zeros_like(matrix.T if is_tall else matrix))
-    update.grad = matrix.T if is_tall else matrix
-    torch.optim.Muon([update], lr=1.0, weight_decay=0.0, momentum=0.0, nesterov=False, ns_steps=ITERATIONS).step()
-    result = update.detach().neg_()
-    return result.T if is_tall else result
-
-
-def orthogonalisation_flops(rows: int, columns: int) -> tuple[float, int]:
-    """Return the FLOPs, and the number, of the matrix products that orthogonalise a matrix.
-
-    With m rows and n >= m columns, an iteration multiplies m·n by n·m, m·m by m·m, and m·m by m·n.
-    """
-    m, n = sorted((rows, columns))
-    return ITERATIONS * (4.0 * m * m * n + 2.0 * m**3), 3 * ITERATIONS
+    outputs, inputs = shape
+    return ADAMW_RMS * math.sqrt(max(shape)) if scale == "adamw_rms" else math.sqrt(max(1.0, outputs / inputs))

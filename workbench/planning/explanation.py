@@ -146,13 +146,15 @@ def explain(plan: Plan, profile: Profile | None = None) -> Explanation:
 def _parts(plan: Plan) -> tuple[StepPart, ...]:
     predicted, step = plan.prediction, plan.prediction.step_ms
     graphs = "" if plan.cuda_graphs else ", and CUDA graphs"
+    muon = predicted.orthogonalisation_ms
+    matrices = f", {milliseconds(muon)} ({muon / step:.1%}) of it to orthogonalise Muon's matrices" if muon else ""
     copies = ", and FSDP2's copies, casts and gradient accumulation around it" if plan.shards else ""
     rows = (
         ("Compute", predicted.compute_ms, "forward and backward of the busiest device"),
         *([("Waiting for the host", predicted.host_ms, HOST + graphs)] if predicted.host_ms > NOTHING * step else []),
         ("Exposed communication", predicted.communication_ms, f"what overlap with compute does not hide{copies}"),
         ("Bubble", predicted.bubble_ms, "the busiest device waits for the other stages"),
-        ("Optimiser", predicted.optimizer_ms, "the update, after the last backward"),
+        ("Optimiser", predicted.optimizer_ms, f"the update, after the last backward{matrices}"),
     )
     shown = ((name, ms if abs(ms) > NOTHING * step else 0.0, meaning) for name, ms, meaning in rows)
     return tuple(StepPart(name, ms, ms / step, meaning) for name, ms, meaning in shown)

@@ -62,6 +62,7 @@ def predict(costs: StrategyCosts, cut: Cut, times: StageTimes, request: Request)
         tokens_per_s=request.global_batch * request.seq_len / (total / 1e3),
         mfu=None if peak is None else flops * request.global_batch / (total / 1e3) / peak,
         host_ms=host,
+        orthogonalisation_ms=float(_by_rank(times.orthogonalisation, strategy)[last]),
         basis=basis_of_times(costs.profile, costs.cluster.device),
     )
 

@@ -165,7 +165,7 @@ def _with_division(captured: CapturedModel, is_allowed: bool) -> Graph:
 def _check_patterns(experiment: Experiment, graph: Graph) -> None:
     """Raise `InvalidExperiment` for a pattern of the optimiser's factors that matches no parameter of the model."""
     names = list(graph.parameters)
-    for field in ("rate_scale", "decay_scale", "eps_scale", "grad_norm_scale"):
+    for field in ("rate_scale", "decay_scale", "eps_scale", "grad_norm_scale", "fused_projections"):
         for pattern in getattr(experiment.optimizer, field) or {}:
             if not fnmatch.filter(names, pattern):
                 raise InvalidExperiment(

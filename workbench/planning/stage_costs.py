@@ -28,6 +28,7 @@ from workbench.cost.memory import (
     stage_gradients,
     stage_state,
 )
+from workbench.cost.orthogonalisation import Matrices, orthogonalisation_s
 from workbench.cost.profile import ADAMW, Profile
 from workbench.memo import memoised
 from workbench.planning.checkpointing import MixedStages, Stages
@@ -86,6 +87,8 @@ class StageTimes:
     """Exposed communication once a step, after the last backward."""
     optimizer: Array
     """Optimiser's update, once a step."""
+    orthogonalisation: Array
+    """Part of it in which Muon orthogonalises matrices."""
 
     @cached_property
     def busy(self) -> Array:
@@ -266,6 +269,7 @@ class StrategyCosts:
             backward_wait=backward_wait,
             step_wait=step_wait,
             optimizer=self._optimizer(stages),
+            orthogonalisation=self._orthogonalisation(stages),
         )
 
     @cached_property
@@ -299,25 +303,21 @@ class StrategyCosts:
             bandwidth = device.host_bandwidth if together is None else min(device.host_bandwidth, together / busy)
             elements = stages.whole(self.table.trained) / self.strategy.shard_count
             seconds = seconds + 2 * elements * ADAMW / bandwidth
-        return np.asarray(1e3 * (seconds + self._whole_tensors_s(stages)))
+        return np.asarray(1e3 * seconds + self._orthogonalisation(stages))
 
-    def _whole_tensors_s(self, stages: Stages) -> Array:
-        """Return the seconds in which an optimiser that needs whole tensors all-gathers them and multiplies them."""
-        update, tuned, strategy = self.table.update, self.cluster.device.efficiency, self.strategy
-        if not update.needs_whole_tensors:
-            return np.zeros(())
-        flops = stages.whole(update.flops) + stages.whole(update.products) * tuned.gemm_half_flops
-        seconds = flops / (self.cluster.device.peak("bf16") * tuned.gemm)
-        axes = (
-            (update.all_gathers, strategy.data if strategy.shards else 1, strategy.tensor),
-            (update.tensor_axis_all_gathers, strategy.tensor, 1),
+    def _orthogonalisation(self, stages: Stages) -> Array:
+        """Return the milliseconds in which Muon orthogonalises the stages' matrices; 0 for other optimisers."""
+        update = self.table.update
+        if not update.shapes:
+            return np.zeros_like(stages.whole(update.flops))
+        matrices = Matrices(
+            stages.whole(update.flops),
+            stages.whole(update.whole_elements),
+            stages.whole(update.divided_elements),
+            stages.whole(update.largest_flops),
+            update.shapes,
         )
-        for (all_gathered, number), degree, stride in axes:
-            if degree > 1:
-                each = stages.whole(all_gathered) / np.maximum(stages.whole(number), 1)
-                link = self.cluster.group_link(degree, stride)
-                seconds = seconds + stages.whole(number) * all_gather_s(each, degree, link)
-        return np.asarray(seconds)
+        return np.asarray(1e3 * orthogonalisation_s(matrices, self.strategy, self.cluster))
 
     def _reduced_after_backward(self, stages: Stages) -> Array:
         """Return the fraction of the gradients reduced once a step whose all-reduce waits for the last backward."""
