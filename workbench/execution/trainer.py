@@ -70,7 +70,7 @@ class Trainer:
         self._parameters = stages.model_parameters()  # after sharding, which replaces parameters
         self.whole = ShardedTensors(stages, coordinate)
         self._ties = _tied_groups(plan, graph, coordinate)
-        self.optimizer = self._build_optimizer()
+        self.optimizer = _build_optimizer(self)
         self.sparse_weights: SparseWeights | None = None
         if experiment.sparsity is not None:
             execution = BlockSparseWeights if plan.block_sparse else MaskedWeights
@@ -102,19 +102,6 @@ class Trainer:
         self._label_counts = [on_device(count, context.device) for count in counts]
         selecting = {loss: graph.label_counts[loss] for each in modules if (loss := each.selecting_loss) is not None}
         self._host_counter = LabelCounter(selecting, plan.micro_batch)
-
-    def _build_optimizer(self) -> torch.optim.Optimizer:
-        experiment, plan, whole = self.experiment, self.plan, self.whole
-        if experiment.optimizer.algorithm != "muon":
-            return build_optimizer(self._parameters, experiment, offload=plan.offload_optimizer, whole=whole)
-        found = projections(self.graph, experiment.optimizer.fused_projections)
-        matrices = {name: found[name] for name in self._parameters if name in found}
-        held = matrices_of(self.graph, matrices, self.stages.shardings)
-        exchange = ReplicaExchange(self.stages, self.coordinate) if shares_out(held, plan, plan.cluster) else None
-        # The stages that hold a tied matrix do not exchange results.
-        return build_optimizer(
-            self._parameters, experiment, whole=whole, matrices=matrices, exchange=exchange, apart=self._ties
-        )
 
     def _pipe_stage(self, stage: StageModule, index: int) -> PipeStage:
         """Prepare this rank's `index`-th stage for the data-parallel axis and place it in the pipeline."""
@@ -303,6 +290,22 @@ class Trainer:
                     local(_gradient(first)).add_(local(other.grad))
         for name, group in self._ties.items():
             dist.all_reduce(local(_gradient(self._parameters[name])), group=group)
+
+
+def _build_optimizer(trainer: Trainer) -> torch.optim.Optimizer:
+    """Return the optimiser of a rank's parameters; a collective of all ranks where they share Muon's matrices out."""
+    experiment, plan, whole = trainer.experiment, trainer.plan, trainer.whole
+    parameters = trainer.stages.model_parameters()
+    if experiment.optimizer.algorithm != "muon":
+        return build_optimizer(parameters, experiment, offload=plan.offload_optimizer, whole=whole)
+    found = projections(trainer.graph, experiment.optimizer.fused_projections)
+    matrices = {name: found[name] for name in parameters if name in found}
+    held = matrices_of(trainer.graph, matrices, trainer.stages.shardings)
+    exchange = ReplicaExchange(trainer.stages, trainer.coordinate) if shares_out(held, plan, plan.cluster) else None
+    # The stages that hold a tied matrix do not exchange results.
+    return build_optimizer(
+        parameters, experiment, whole=whole, matrices=matrices, exchange=exchange, apart=trainer._ties
+    )
 
 
 @torch.no_grad()  # With autograd, reading the shards of DTensors would take 5 times the host's time.
