@@ -2,7 +2,7 @@
 
     python benchmarks/contrast_verdicts.py       # writes results/contrast_verdicts.json; 3 minutes of a core
 
-The simulation is that of `tests/unit/test_contrast_verdicts.py`, with 1,000 pairs of each kind of curve, not 200.
+The simulation is that of `tests/unit/test_contrast_verdicts.py`, with 1,000 pairs of each kind of curve, not 40.
 """
 
 from __future__ import annotations
