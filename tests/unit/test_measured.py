@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import statistics
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -290,6 +291,36 @@ def test_a_device_waits_ahead_of_a_round_only_for_a_slower_host(
     assert len(single) == block_probe.SINGLE
     assert slept[2:] == [pytest.approx(waited_s)] * (len(slept) - 2)
     assert len(sustained) == 10
+
+
+def test_a_host_that_falls_behind_once_in_each_round_does_not_make_captured_blocks_shorter() -> None:
+    """The wait is 10 ms in another block of each round: longer rounds, and the same blocks."""
+    from tests.unit.cost_values import graph_of
+
+    graph = graph_of(bert(num_layers=6))
+    chain = sampled_blocks(graph)
+
+    def round_with(late: int | None) -> block_probe._Log:
+        log, at_s = block_probe._Log(torch.device("cpu")), 0.0
+        log.lowest = 0
+
+        def moment() -> block_probe._Moment:
+            return block_probe._Moment(block_probe.Timestamp(None, at_s), 0, 0, at_s, at_s)
+
+        log.forward.append(moment())
+        for _ in chain:
+            at_s += 0.002
+            log.forward.append(moment())
+        for position in reversed(range(len(chain))):
+            at_s += 0.014 if position == late else 0.004
+            log.backward[position] = moment()
+        return log
+
+    calm, behind = [round_with(None)] * 9, [round_with(position % len(chain)) for position in range(9)]
+    assert statistics.median(log.device_s() for log in behind) > 1.2 * calm[0].device_s()
+    for rounds in (calm, behind):
+        measurements = block_probe._summary(graph, chain, rounds, rounds, 4)
+        assert block_probe.launched_s(graph, chain, measurements) == pytest.approx(calm[0].device_s())
 
 
 def test_a_random_batch_has_the_given_share_of_labels() -> None:

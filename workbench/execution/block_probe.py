@@ -167,12 +167,12 @@ class Probe:
     def measure(self) -> list[BlockMeasurement]:
         with _device_lock(self._device, fcntl.LOCK_EX):
             single, sustained, mhz = _sustained(lambda: self._chain.run(self._batch), self._device)
-            replayed = self._replayed(statistics.median(log.device_s() for log in sustained))
-        measurements = _summary(self._graph, self._blocks, single, sustained, self.micro_batch)
+            measurements = _summary(self._graph, self._blocks, single, sustained, self.micro_batch)
+            replayed = self._replayed(launched_s(self._graph, self._blocks, measurements))
         return [replace(measurement, clock_mhz=mhz, replayed=replayed) for measurement in measurements]
 
-    def _replayed(self, eager_s: float) -> float:
-        """Return the time of the chain when one CUDA graph launches it over `eager_s`; 1 if it cannot be captured."""
+    def _replayed(self, launched_s: float) -> float:
+        """Return the time of the chain when one CUDA graph launches it over `launched_s`; 1 if it cannot be captured."""
         if self._device.type != "cuda" or not self._chain.is_capturable:
             return 1.0
         torch.cuda.empty_cache()  # the graph has a memory pool of its own
@@ -186,7 +186,7 @@ class Probe:
                 self._chain.run(self._batch)
             graph.replay()
             ends = [Timestamp.now(self._device)]
-            for _ in range(max(FEWEST, min(MOST, round(SUSTAINED_S / eager_s)))):
+            for _ in range(max(FEWEST, min(MOST, round(SUSTAINED_S / launched_s)))):
                 graph.replay()
                 ends.append(Timestamp.now(self._device))
             _wait(self._device)
@@ -194,7 +194,7 @@ class Probe:
             traceback.print_exc()
             return 1.0
         seconds = [end.seconds_since(begin) for begin, end in itertools.pairwise(ends)]
-        return statistics.median(seconds[len(seconds) // 2 :]) / eager_s
+        return statistics.median(seconds[len(seconds) // 2 :]) / launched_s
 
 
 def _sustained(run: Callable[[], _Log], device: torch.device) -> tuple[list[_Log], list[_Log], int | None]:
@@ -429,6 +429,17 @@ def _summary(
             )
         )
     return measurements
+
+
+def launched_s(graph: Graph, chain: Sequence[int], measurements: Sequence[BlockMeasurement]) -> float:
+    """Return the seconds of a chain's forward and backward by what was measured of its blocks.
+
+    The cost model multiplies these times by the ratio of the replayed chain's time to them. The rounds' own time would
+    not do: with small micro-batches, a host that falls behind somewhere in each round makes them longer, but not the
+    medians of the blocks, and the ratio would take the host's delay off blocks that never had it.
+    """
+    ms = {graph.variant(graph.blocks[one.first_block]): one.forward_ms + one.backward_ms for one in measurements}
+    return sum(ms[graph.variant(graph.blocks[index])] for index in chain) / 1e3
 
 
 def _medians(rows: Iterable[tuple[float, ...]]) -> tuple[float, ...]:

@@ -28,7 +28,7 @@ from workbench.measure.probe_request import MAX_BLOCKS_PER_TYPE, MICRO_BATCH, RE
 from workbench.rundir import read_object, write_json
 from workbench.user_code import pickled, user_path
 
-FORMAT = 8
+FORMAT = 9
 """Version of the cached files."""
 PROBE = "workbench.execution.block_probe"
 """Module that each probe runs."""
