@@ -1,8 +1,9 @@
 """The process from which the ranks of gloo worlds are forked: one for all workers of a test run.
 
-It has imported what ranks need. That takes nine seconds of a core, so that the workers of pytest-xdist share the one
-that their controller starts. The fork server of `multiprocessing` serves whoever knows its address, but offers no
-function by which a process that it did not start may learn it: its private fields are read and set here alone.
+It has imported what ranks need, and captured the BERT of many tests. That takes ten seconds of a core, so that the
+workers of pytest-xdist share the one that their controller starts. The fork server of `multiprocessing` serves whoever
+knows its address, but offers no function by which a process that it did not start may learn it: its private fields are
+read and set here alone.
 """
 
 from __future__ import annotations
@@ -25,6 +26,7 @@ PRELOADED = (
     "workbench.cost.graph_profiler",
     "workbench.execution.blocks.compiled",
     "workbench.planning.search",
+    "tests.distributed.one_bert",
 )
 
 

@@ -5,6 +5,7 @@ On gloo, or with `device="cuda"` on NCCL, one GPU each.
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import gc
 import itertools
@@ -20,17 +21,23 @@ from typing import Any
 import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
+from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 
 from tests import worlds
 from workbench.capture import Graph
 from workbench.cost.cluster import Cluster
 from workbench.cost.device import Device, Link
+from workbench.execution.blocks.context import StepContext
+from workbench.execution.build import block_sparse_parameters, build_stage
 from workbench.execution.parallel.mesh import MeshCoordinate
+from workbench.execution.trainer import Trainer
+from workbench.experiment import Experiment
 from workbench.planning.plan import Memory, Plan, Prediction, Stage
 
 worlds.find()
 
+Tensors = dict[str, torch.Tensor]
 NOTHING = Memory(0, 0, 0, 0, 0)
 CPU = Device("CPU", "cpu", 4 << 30, {"fp32": 5e10}, 1e10)
 LINK = Link(1e9, 1e-5)
@@ -155,6 +162,7 @@ def forced_plan(
     cuda_graphs: bool = False,
     block_sparse: bool = False,
     gathers: bool = False,
+    link: Link = LINK,
 ) -> Plan:
     """Return a plan with equally many blocks per stage and no prediction, which can only be run.
 
@@ -181,7 +189,7 @@ def forced_plan(
     return Plan(
         model=graph.model,
         signature=graph.signature,
-        cluster=Cluster(CPU, world, world, LINK, LINK),
+        cluster=Cluster(CPU, world, world, link, link),
         global_batch=data * micro_batch * num_microbatches,
         seq_len=seq_len,
         precision="fp32",
@@ -202,6 +210,50 @@ def forced_plan(
         block_sparse=block_sparse,
         gathers=gathers,
     )
+
+
+def trainer_of(
+    experiment: Experiment, model: nn.Module, graph: Graph, division: Division, micro_batch: int, **choices: Any
+) -> Trainer:
+    """Return the trainer of this rank for a division of the experiment's global batch; `model` gives its weights away.
+
+    `choices` are further arguments of `forced_plan`.
+    """
+    plan = forced_plan(
+        graph,
+        **dataclasses.asdict(division),
+        micro_batch=micro_batch,
+        num_microbatches=max(division.pipeline, experiment.global_batch // micro_batch // division.data),
+        schedule="interleaved" if division.chunks > 1 else "1f1b",
+        **choices,
+    )
+    here = coordinate(division.pipeline, division.data, division.tensor)
+    context = StepContext(seed=7, device=torch.device("cpu"))
+    compact = block_sparse_parameters(experiment, plan, here, graph, context.device)
+    stages = build_stage(plan, here, model, graph, context, compact=compact)
+    return Trainer(experiment, plan, graph, stages, context, here)
+
+
+def part_of(trainer: Trainer, batch: Tensors) -> Tensors:
+    """Return the replica's share of a global batch."""
+    first = trainer.coordinate.data_rank * trainer.samples
+    return {key: value[first : first + trainer.samples] for key, value in batch.items()}
+
+
+def everywhere(own: Tensors) -> Tensors:
+    """Return the tensors of all ranks, which must be the same to the last bit where several ranks hold one."""
+    parts: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(parts, own)
+    found: Tensors = {}
+    for part in parts:
+        for name, value in part.items():
+            assert torch.equal(found.setdefault(name, value), value), f"{name} differs between ranks"
+    return found
+
+
+def whole_parameters(trainer: Trainer) -> Tensors:
+    """Return every parameter of the model, gathered from all ranks."""
+    return everywhere({name: trainer.full(name, p) for name, p in trainer.stages.model_parameters().items()})
 
 
 def worst(

@@ -15,22 +15,20 @@ from torch.nn import functional
 
 import workbench as wb
 from tests.distributed import zoo
-from tests.distributed.harness import Division, coordinate, forced_plan, launch
+from tests.distributed.harness import Division, Tensors, launch, part_of, trainer_of, whole_parameters
 from tests.exhaustive import EXHAUSTIVE
 from workbench.capture import Graph, capture, spec_of
 from workbench.capture.evaluation import capture_for_evaluation, require_same_stages
 from workbench.data import held_out as held_out_of
 from workbench.data._datasets import UserDataset
 from workbench.errors import CheckpointError, DataError, RunExists
-from workbench.execution.blocks.context import StepContext
-from workbench.execution.build import build_stage, evaluation_programs
+from workbench.execution.build import evaluation_programs
 from workbench.execution.evaluate import Evaluator, micro_batches
 from workbench.execution.trainer import Trainer
 from workbench.experiment import Experiment
 
 MICRO_BATCH, GLOBAL_BATCH, HELD_OUT, STEPS = 2, 8, 11, 4
 """Held-out samples fill neither whole micro-batches nor replicas."""
-Tensors = dict[str, torch.Tensor]
 
 
 class Normalised(nn.Module):
@@ -114,26 +112,13 @@ def train(
     """Train; return the losses of steps, the evaluations by Workbench and by plain PyTorch, and the parameters."""
     model, graph, evaluated = captured(name, with_metrics)
     metrics = METRICS[name] if with_metrics else {}
-    plan = forced_plan(
-        graph,
-        pipeline=division.pipeline,
-        data=division.data,
-        tensor=division.tensor,
-        chunks=division.chunks,
-        zero=division.zero,
-        schedule="interleaved" if division.chunks > 1 else "1f1b",
-        micro_batch=MICRO_BATCH,
-        num_microbatches=GLOBAL_BATCH // MICRO_BATCH // division.data,
-    )
-    require_same_stages(graph, evaluated, [stage.first_block for stage in plan.stages[1:]], plan.tensor)
-    here = coordinate(division.pipeline, division.data, division.tensor)
-    context = StepContext(seed=7, device=torch.device("cpu"))
-    stages = build_stage(plan, here, copy.deepcopy(model), graph, context)
     experiment = Experiment(
         model=MODELS[name], data=lambda: None, global_batch=GLOBAL_BATCH, steps=STEPS, learning_rate=3e-3, name=name
     )
-    trainer = Trainer(experiment, plan, graph, stages, context, here)
-    programs = evaluation_programs(plan, here, evaluated, context)
+    trainer = trainer_of(experiment, copy.deepcopy(model), graph, division, MICRO_BATCH)
+    plan = trainer.plan
+    require_same_stages(graph, evaluated, [stage.first_block for stage in plan.stages[1:]], plan.tensor)
+    programs = evaluation_programs(plan, trainer.coordinate, evaluated, trainer.context)
     evaluator = Evaluator(trainer, evaluated, programs, UserDataset(held_out(name), HELD_OUT, seed=None), metrics)
     losses: list[float] = []
     found: list[Any] = []
@@ -145,20 +130,17 @@ def train(
             found += [loss, *values.values()]
             assert torch.equal(state, torch.get_rng_state())
             expected += plain_evaluation(name, trainer, metrics)
-        batch = batch_of(name, GLOBAL_BATCH, seed=step)
-        first = here.data_rank * trainer.samples
-        part = {key: value[first : first + trainer.samples] for key, value in batch.items()}
+        part = part_of(trainer, batch_of(name, GLOBAL_BATCH, seed=step))
         losses.append(trainer.step(step, part).scalars[0].item())
     return losses, found, expected, whole_tensors(trainer)
 
 
 def whole_tensors(trainer: Trainer) -> Tensors:
     """Return every parameter and buffer of the model, gathered from all ranks."""
-    own = {key: trainer.full(key, value) for key, value in trainer.stages.model_parameters().items()}
-    own |= {key: value.clone() for key, value in trainer.stages.model_buffers().items()}
-    everybody: list[Any] = [None] * torch.distributed.get_world_size()
-    torch.distributed.all_gather_object(everybody, own)
-    return {key: value for part in everybody for key, value in part.items()}
+    buffers = {key: value.clone() for key, value in trainer.stages.model_buffers().items()}
+    parts: list[Any] = [None] * torch.distributed.get_world_size()
+    torch.distributed.all_gather_object(parts, buffers)
+    return whole_parameters(trainer) | {key: value for part in parts for key, value in part.items()}
 
 
 def plain_evaluation(name: str, trainer: Trainer, metrics: dict[str, Any]) -> list[float]:

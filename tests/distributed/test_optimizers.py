@@ -17,16 +17,14 @@ import pytest
 import torch
 from torch import nn
 
-from tests.distributed import zoo
-from tests.distributed.harness import CPU, Division, coordinate, forced_plan, launch, worst
+from tests.distributed import harness, zoo
+from tests.distributed.harness import CPU, LINK, Division, Tensors, launch, part_of, whole_parameters, worst
 from tests.exhaustive import EXHAUSTIVE
 from workbench.capture import Graph, capture, spec_of
 from workbench.cost.device import Link
 from workbench.cost.graph_profiler import profile_graph
 from workbench.cost.memory import FP32, PREFETCHED_BLOCKS, ParameterTable, stage_state
 from workbench.cost.optimizer_cost import with_optimizer
-from workbench.execution.blocks.context import StepContext
-from workbench.execution.build import build_stage
 from workbench.execution.checkpoint.save_load import CheckpointStore, TrainingProgress
 from workbench.execution.parallel.sharding import local
 from workbench.execution.trainer import Trainer
@@ -42,7 +40,6 @@ noise."""
 DECAY, BETAS = 0.1, (0.9, 0.98)
 SCALES = {"*embeddings*": 0.5, "*.weight": 1.0, "*": 2.0}
 RATES = {"adamw": 5e-3, "sgd": 0.05, "lamb": 5e-3, "muon": 5e-3, "own": 0.05}
-Tensors = dict[str, torch.Tensor]
 
 
 class PlainLamb(torch.optim.Optimizer):
@@ -193,19 +190,8 @@ def captured() -> Graph:
 
 def trainer_of(division: Division, optimizer: str, link: Link | None = None) -> Trainer:
     torch.manual_seed(0)
-    model, graph = zoo.bert_pretraining().train(), captured()
-    plan = forced_plan(
-        graph,
-        **dataclasses.asdict(division),
-        micro_batch=MICRO_BATCH,
-        num_microbatches=max(division.pipeline, GLOBAL_BATCH // MICRO_BATCH // division.data),
-    )
-    if link is not None:
-        plan = dataclasses.replace(plan, cluster=dataclasses.replace(plan.cluster, intra=link, inter=link))
-    here = coordinate(division.pipeline, division.data, division.tensor)
-    context = StepContext(seed=7, device=torch.device("cpu"))
-    stages = build_stage(plan, here, model, graph, context)
-    return Trainer(experiment_of(optimizer), plan, graph, stages, context, here)
+    model = zoo.bert_pretraining().train()
+    return harness.trainer_of(experiment_of(optimizer), model, captured(), division, MICRO_BATCH, link=link or LINK)
 
 
 def experiment_of(optimizer: str) -> Experiment:
@@ -263,21 +249,12 @@ def trained(case: Case) -> tuple[Tensors, tuple[int, int, int]]:
         path = RunDir(case.load_from).checkpoint(case.steps.start)
         assert CheckpointStore(trainer, RunDir(case.load_from)).load(path).step == case.steps.start
     for step in case.steps:
-        first = trainer.coordinate.data_rank * trainer.samples
-        mine = {key: value[first : first + trainer.samples] for key, value in batch_of(step).items()}
-        trainer.step(step, mine)
+        trainer.step(step, part_of(trainer, batch_of(step)))
     if case.save_to is not None:
         checkpoints = CheckpointStore(trainer, RunDir(case.save_to))
         checkpoints.save(TrainingProgress(case.steps.stop, 0.0))
         checkpoints.finish()
-    own = {name: trainer.full(name, p) for name, p in trainer.stages.model_parameters().items()}
-    parts: list[Any] = [None] * torch.distributed.get_world_size()
-    torch.distributed.all_gather_object(parts, own)
-    found: Tensors = {}
-    for part in parts:
-        for name, value in part.items():
-            assert torch.equal(found.setdefault(name, value), value), f"{name} differs between ranks"
-    return found, held_by(trainer)
+    return whole_parameters(trainer), held_by(trainer)
 
 
 def held_by(trainer: Trainer) -> tuple[int, int, int]:

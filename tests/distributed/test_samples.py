@@ -13,13 +13,12 @@ import torch
 from torch import nn
 
 import workbench as wb
-from tests.distributed.harness import Division, coordinate, forced_plan, launch
-from tests.distributed.test_evaluation import DIVISIONS, Tensors, whole_tensors
+from tests.distributed.harness import Division, Tensors, launch, trainer_of
+from tests.distributed.test_evaluation import DIVISIONS, whole_tensors
 from tests.exhaustive import EXHAUSTIVE
 from workbench.capture import Graph
 from workbench.capture.captured_model import CapturedModel
-from workbench.execution.blocks.context import StepContext, mix
-from workbench.execution.build import build_stage
+from workbench.execution.blocks.context import mix
 from workbench.execution.samples import Sampler
 from workbench.execution.trainer import Trainer
 
@@ -72,19 +71,7 @@ def train(name: str, division: Division, folder: Path, seed: int | None, samples
     """Train; return the losses, the samples by Workbench and by plain PyTorch, and the parameters."""
     asked = experiment(name, folder, seed)
     model, graph, graphs = captured(name, folder)
-    model = copy.deepcopy(model)
-    plan = forced_plan(
-        graph,
-        pipeline=division.pipeline,
-        data=division.data,
-        tensor=division.tensor,
-        zero=division.zero,
-        micro_batch=2,
-        num_microbatches=4 // division.data,
-    )
-    here = coordinate(division.pipeline, division.data, division.tensor)
-    context = StepContext(seed=7, device=torch.device("cpu"))
-    trainer = Trainer(asked, plan, graph, build_stage(plan, here, model, graph, context), context, here)
+    trainer = trainer_of(asked, copy.deepcopy(model), graph, division, 2)
     sampler = Sampler(trainer, graphs)
     dataset = asked.data.dataset(asked)
     losses, found, expected = [], list[Any](), list[Any]()
@@ -94,7 +81,7 @@ def train(name: str, division: Division, folder: Path, seed: int | None, samples
             found += sampler.samples()
             assert torch.equal(state, torch.get_rng_state())
             expected += plain_samples(asked, trainer)
-        first = step * 8 + here.data_rank * trainer.samples
+        first = step * 8 + trainer.coordinate.data_rank * trainer.samples
         batch = dataset.__getitems__(range(first, first + trainer.samples))
         losses.append(trainer.step(step, batch).scalars[0].item())
     return losses, found, expected, whole_tensors(trainer)

@@ -10,19 +10,16 @@ import dataclasses
 import functools
 import math
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
 from torch import nn
 
 from tests.distributed import harness, zoo
-from tests.distributed.harness import coordinate, forced_plan, launch, worst
+from tests.distributed.harness import Tensors, everywhere, launch, part_of, whole_parameters, worst
 from tests.exhaustive import EXHAUSTIVE
 from workbench.capture import Graph, capture, spec_of
 from workbench.errors import CheckpointError
-from workbench.execution.blocks.context import StepContext
-from workbench.execution.build import block_sparse_parameters, build_stage
 from workbench.execution.checkpoint.save_load import CheckpointStore, TrainingProgress
 from workbench.execution.parallel.sharding import local
 from workbench.execution.sparse_weights import MaskedWeights
@@ -39,7 +36,6 @@ GRADIENT = dataclasses.replace(RANDOM, regrow="gradient", block=2)
 STATIC = Static(sparsity=0.6, block=4)
 LARGE = Dynamic(sparsity=0.5, block=16, updates=3, prune_ratio=0.5)
 """Blocks for which there are kernels."""
-Tensors = dict[str, torch.Tensor]
 
 
 def batch_of(step: int) -> Tensors:
@@ -165,14 +161,6 @@ def captured() -> Graph:
 
 def trainer_of(case: Case) -> Trainer:
     torch.manual_seed(0)
-    model, graph, division = zoo.bert_pretraining().train(), captured(), case.division
-    plan = forced_plan(
-        graph,
-        **dataclasses.asdict(division),
-        micro_batch=MICRO_BATCH,
-        num_microbatches=GLOBAL_BATCH // MICRO_BATCH // division.data,
-        schedule="interleaved" if division.chunks > 1 else "1f1b",
-    )
     experiment = Experiment.of(
         model=zoo.bert_pretraining,
         data=lambda: None,
@@ -188,11 +176,7 @@ def trainer_of(case: Case) -> Trainer:
         clip_norm=CLIP,
         sparsity=case.sparsity,
     )
-    here = coordinate(division.pipeline, division.data, division.tensor)
-    context = StepContext(seed=7, device=torch.device("cpu"))
-    compact = block_sparse_parameters(experiment, plan, here, graph, context.device)
-    stages = build_stage(plan, here, model, graph, context, compact=compact)
-    return Trainer(experiment, plan, graph, stages, context, here)
+    return harness.trainer_of(experiment, zoo.bert_pretraining().train(), captured(), case.division, MICRO_BATCH)
 
 
 def trained(case: Case) -> Outcome:
@@ -201,10 +185,8 @@ def trained(case: Case) -> Outcome:
     if case.load_from is not None:
         CheckpointStore(trainer, RunDir(case.load_from)).load(RunDir(case.load_from).checkpoint(case.steps.start))
     for step in case.steps:
-        first = trainer.coordinate.data_rank * trainer.samples
-        mine = {key: value[first : first + trainer.samples] for key, value in batch_of(step).items()}
         before = patterns_of(trainer)
-        scalars = trainer.step(step, mine).scalars
+        scalars = trainer.step(step, part_of(trainer, batch_of(step))).scalars
         losses.append(scalars[0].item())
         norms.append(scalars[1].sqrt().item())
         check_absent(trainer)
@@ -216,20 +198,9 @@ def trained(case: Case) -> Outcome:
     return Outcome(
         losses,
         norms,
-        everywhere({name: trainer.full(name, p) for name, p in trainer.stages.model_parameters().items()}),
+        whole_parameters(trainer),
         everywhere({} if trainer.sparse_weights is None else trainer.sparse_weights.patterns),
     )
-
-
-def everywhere(own: Tensors) -> Tensors:
-    """Return the tensors of all ranks, which must be the same to the last bit where several ranks hold one."""
-    parts: list[Any] = [None] * torch.distributed.get_world_size()
-    torch.distributed.all_gather_object(parts, own)
-    found: Tensors = {}
-    for part in parts:
-        for name, value in part.items():
-            assert torch.equal(found.setdefault(name, value), value), f"{name} differs between ranks"
-    return found
 
 
 def check_absent(trainer: Trainer) -> None:

@@ -14,12 +14,11 @@ import torch
 from torch import nn
 from torch.nn import functional
 
-from tests.distributed import zoo
-from tests.distributed.harness import coordinate, forced_plan, launch, worst
+from tests.distributed import harness, zoo
+from tests.distributed.harness import Tensors, launch, part_of, worst
 from workbench.capture import Graph, capture, spec_of
 from workbench.errors import CheckpointError
 from workbench.execution.blocks.context import StepContext
-from workbench.execution.build import build_stage
 from workbench.execution.checkpoint.files import COMPLETE
 from workbench.execution.checkpoint.save_load import CheckpointStore, TrainingProgress
 from workbench.execution.parallel.sharding import full
@@ -32,22 +31,14 @@ from workbench.rundir import RunDir
 MICRO_BATCH, GLOBAL_BATCH, STEPS = 2, 8, 6
 EPS = 1e-3
 """Adam's epsilon. At its default, a gradient that is zero up to rounding (a key's bias) makes a full step of noise."""
-Tensors = dict[str, torch.Tensor]
 
 
 @dataclasses.dataclass(frozen=True)
-class Division:
+class Division(harness.Division):
     """The part of a plan that a test chooses."""
 
-    pipeline: int = 1
-    data: int = 1
-    zero: int = 0
     recompute: str = "none"
     recompute_first: int | None = None
-
-    @property
-    def world(self) -> int:
-        return self.pipeline * self.data
 
 
 @dataclasses.dataclass(frozen=True)
@@ -112,25 +103,7 @@ def captured(name: str) -> tuple[nn.Module, Graph]:
 
 def trainer_of(name: str, division: Division) -> Trainer:
     model, graph = captured(name)
-    plan = forced_plan(
-        graph,
-        pipeline=division.pipeline,
-        data=division.data,
-        zero=division.zero,
-        micro_batch=MICRO_BATCH,
-        num_microbatches=GLOBAL_BATCH // MICRO_BATCH // division.data,
-        recompute=division.recompute,
-        recompute_first=division.recompute_first,
-    )
-    here = coordinate(division.pipeline, division.data)
-    context = StepContext(seed=7, device=torch.device("cpu"))
-    stage = build_stage(plan, here, copy.deepcopy(model), graph, context)
-    return Trainer(experiment_of(name), plan, graph, stage, context, here)
-
-
-def part_of(trainer: Trainer, batch: Tensors) -> Tensors:
-    first = trainer.coordinate.data_rank * trainer.samples
-    return {key: value[first : first + trainer.samples] for key, value in batch.items()}
+    return harness.trainer_of(experiment_of(name), copy.deepcopy(model), graph, division, MICRO_BATCH)
 
 
 def train(_rank: int, name: str, division: Division, steps: int, save_to: Path | None = None) -> Outcome:

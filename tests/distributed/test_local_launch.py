@@ -1,4 +1,4 @@
-"""Ranks on CPUs are forked from a launcher that has imported what they need, and are processes of their own."""
+"""Ranks of one node: forked from a launcher that has imported what they need, and met where no other machine can."""
 
 from __future__ import annotations
 
@@ -32,13 +32,28 @@ if __name__ == "__main__":
         time.sleep(0.05)
     sys.exit(3 if rank == "0" and Path(sys.argv[1], "fail").exists() else 0)
 """
+LISTENING = """
+import os, sys, psutil, torch, torch.distributed as dist
+from workbench.execution.worker import _complete_environment
+
+if __name__ == "__main__":  # the launcher imports it, too
+    _complete_environment()
+    dist.init_process_group("gloo", rank=int(os.environ["RANK"]), world_size=int(os.environ["WORLD_SIZE"]))
+    dist.all_reduce(torch.ones(1))
+    processes = psutil.Process(), psutil.Process(os.getppid()) if dist.get_world_size() > 1 else psutil.Process()
+    listening = {c.laddr.ip for p in processes for c in p.net_connections() if c.status == "LISTEN"}
+    print("listens on " + " ".join(listening), flush=True)
+    dist.barrier()
+    dist.destroy_process_group()
+"""
+"""Ranks that print the addresses on which they and their launcher listen."""
 
 
-def launched(folder: Path, world: int) -> subprocess.Popen[str]:
+def launched(folder: Path, world: int, script: str = RANK) -> subprocess.Popen[str]:
     plan: Any = {"world": world, "device_type": "cpu", "precision": "fp32"}
-    config, worker = folder / "accelerate.yaml", folder / "patient_rank.py"
+    config, worker = folder / "accelerate.yaml", folder / "scripted_rank.py"
     config.write_text(_accelerate_config(plan, Nodes()))
-    worker.write_text(RANK)
+    worker.write_text(script)
     environment = worker_environment(dict(os.environ), world, "cpu", ("cpu",)) | {"OMP_NUM_THREADS": "1"}
     environment["PYTHONPATH"] = os.pathsep.join(filter(None, [str(folder), *sys.path]))
     command = [*accelerate_command(config, plan), "-m", worker.stem, str(folder)]
@@ -85,3 +100,11 @@ def test_a_forked_rank_that_has_ended_its_work_dies_with_its_launcher(tmp_path: 
     launcher.send_signal(signal.SIGKILL)
     (tmp_path / "leave").touch()
     assert wait_gone(ranks, 30.0)
+
+
+@pytest.mark.parametrize("world", [1, 2])
+def test_the_store_and_gloo_of_one_node_listen_on_the_loopback_interface_only(world: int, tmp_path: Path) -> None:
+    output, _ = launched(tmp_path, world, LISTENING).communicate(timeout=100)
+    told = re.findall("listens on (.*?)(?=listens|$)", output, re.MULTILINE)  # two ranks may share a line
+    assert told == ["127.0.0.1"] * world, output
+    assert "master_addr" not in output, output
