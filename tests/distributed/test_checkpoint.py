@@ -138,7 +138,7 @@ def test_a_gathered_loss_and_opaque_layers_are_the_same_to_the_last_bit_in_a_run
     assert curve(run) == unbroken, f"killed at {killed_at}"
 
 
-@pytest.mark.parametrize("division", DEFAULT)
+@pytest.mark.parametrize("division", [pytest.param(DEFAULT[0], marks=pytest.mark.representative), *DEFAULT[1:]])
 def test_a_run_killed_at_random_steps_has_the_loss_curve_of_an_unbroken_one_to_the_last_bit(
     division: str, tmp_path: Path
 ) -> None:

@@ -242,6 +242,7 @@ def test_weighted_micro_batches_count_every_sample_once(samples: int, size: int,
     assert len(divided) % replicas == 0
 
 
+@pytest.mark.representative
 def test_a_run_records_its_held_out_losses_and_a_resumption_keeps_them(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

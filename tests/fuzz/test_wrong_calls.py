@@ -23,6 +23,7 @@ import pytest
 import workbench as wb
 from tests.unit.test_runs import make_run
 from workbench.errors import WorkbenchError
+from workbench.execution import in_process
 from workbench.experiment import GROUPS, PATHS
 from workbench.measure import calibration
 from workbench.notebooks import reproducing
@@ -106,6 +107,7 @@ MODEL_WORDS = {
 SAVED = {
     name: {("-1", "0", "-0.5", "1.5", "inf", "-inf", "10**18"): "a CSV has no pixels"} for name in ("width", "scale")
 }
+PREPARED = {"directory": {("unknown name",): "a new directory"}, "progress": {("True",): "a choice"}}
 TEXT_NAME = {("unknown name", "long text"): "a name"}
 TEXT = {("unknown name", "long text"): "looked for when the experiment is planned"}
 ACCEPTED: Mapping[str, Mapping[str, Mapping[tuple[str, ...], str]]] = {
@@ -143,7 +145,8 @@ ACCEPTED: Mapping[str, Mapping[str, Mapping[tuple[str, ...], str]]] = {
     },
     "Run.evaluations": {"data": {FILES: "data that the run was never evaluated on have no rows"}},
     "search": PLANNED,
-    "prepare": {"directory": {("unknown name",): "a new directory"}, "progress": {("True",): "a choice"}},
+    "prepare": PREPARED,
+    "debug": PREPARED,
     "compare": {
         "smoothing": {("0",): "the raw curve alone"},
         "title": {("empty text", "unknown name", "long text"): "a title"},
@@ -232,6 +235,7 @@ def world(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, Any]]:
         patch.chdir(folder)
         for module, name in (
             (launcher, "_start_supervisor"),
+            (in_process, "train_here"),
             (processes, "start_detached"),
             (sweep_queue, "start_supervisor"),
             (sweep_start, "new_queue"),
@@ -302,6 +306,7 @@ def _targets(world: Mapping[str, Any]) -> list[Target]:
         ("explain", wb.planning.explain, {"plan": plan}, ("plan", "profile")),
         ("launch", wb.launch, {"experiment": experiment, "plan": plan}, ()),
         ("prepare", wb.runs.prepare, {"experiment": experiment, "plan": plan}, ()),
+        ("debug", wb.runs.debug, {"experiment": experiment, "plan": plan}, ()),
         ("partition", wb.figures.partition, {"experiment": experiment, "plan": plan}, ()),
         ("what_if", wb.what_if, planned, ()),
         ("timeline", wb.figures.timeline, {"run": run}, ()),

@@ -240,9 +240,9 @@ def test_smoothing_of_a_million_points_takes_no_noticeable_time() -> None:
     import time
 
     x = np.arange(1.0, 1_000_001.0)
-    began = time.perf_counter()
+    began = time.process_time()
     smoothed(x, np.sin(x), 1000.0)
-    assert time.perf_counter() - began < 2.0
+    assert time.process_time() - began < 2.0
 
 
 def test_the_average_of_a_long_column_is_the_weighted_sum_that_defines_it() -> None:

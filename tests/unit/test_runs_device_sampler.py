@@ -157,7 +157,7 @@ def test_a_driver_that_hangs_does_not_hold_up_the_end(tmp_path: Path, monkeypatc
     started = time.monotonic()
     with sampled(RunDir(tmp_path), "cuda", UUIDS, pid=1):
         pass
-    assert time.monotonic() - started < 2
+    assert time.monotonic() - started < 30
 
 
 def test_a_busy_device_is_no_sign_of_life_of_the_ranks(tmp_path: Path) -> None:

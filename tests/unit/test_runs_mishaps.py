@@ -304,7 +304,7 @@ def test_a_run_far_back_in_the_queue_looks_seldom_and_can_be_stopped_at_once(tmp
     threading.Timer(0.7, found.stop_file.touch).start()
     place, began = Place(), time.monotonic()
     assert supervisor._wait_for_devices(found, place) is None
-    assert time.monotonic() - began < 2
+    assert time.monotonic() - began < 9, "the next look at a queue of a hundred is due after ten seconds"
     assert place.looks == 1
 
 
