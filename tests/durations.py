@@ -1,8 +1,8 @@
 """How long tests take: what the short run leaves out, which files start first, and which tests have grown too long.
 
-`durations.json` holds the seconds of every test of half a second or more. They are measured in a whole run, as the
-time of the test and of every fixture of a file or of the session that it uses: what it costs where no other test has
-paid for these yet.
+`durations.json` holds the seconds of every test of half a second or more, measured in a whole run. Where a test uses
+fixtures of its file or of the session, a second number is what these took, whichever test was the first to need them: a
+test is as long as the longer of the two.
 
     python -m pytest tests/unit/test_data.py --record-durations      # records those of one file anew
     make durations                                                   # those of all files
@@ -20,7 +20,7 @@ import time
 from collections import defaultdict
 from collections.abc import Generator, Iterable, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import pytest
 
@@ -41,12 +41,24 @@ TAKEN = "seconds"
 """Name under which a report carries how long its test took."""
 
 
-def read(file: Path) -> dict[str, float]:
-    """Return the recorded seconds of each test, by its node id; nothing where there is no record."""
-    return dict(json.loads(file.read_text() or "{}")) if file.exists() else {}
+class Duration(NamedTuple):
+    """The seconds of a test, and those of the fixtures that it shares with others."""
+
+    own: float
+    shared: float = 0.0
+
+    @property
+    def seconds(self) -> float:
+        return max(self)
 
 
-def write(file: Path, measured: Mapping[str, float], collected: Iterable[str]) -> None:
+def read(file: Path) -> dict[str, Duration]:
+    """Return the recorded duration of each test, by its node id; nothing where there is no record."""
+    recorded = json.loads(file.read_text() or "{}") if file.exists() else {}
+    return {test: Duration(*(value if isinstance(value, list) else [value])) for test, value in recorded.items()}
+
+
+def write(file: Path, measured: Mapping[str, Duration], collected: Iterable[str]) -> None:
     """Record what was measured, keep what was not run, and forget tests that the collected files no longer hold."""
     there = set(collected)
     files = {test.partition("::")[0] for test in there}
@@ -57,14 +69,27 @@ def write(file: Path, measured: Mapping[str, float], collected: Iterable[str]) -
 
     with file.open("a") as lock:  # the run of JupyterLab's tests may end at the same time
         fcntl.flock(lock, fcntl.LOCK_EX)
-        kept = {test: seconds for test, seconds in read(file).items() if is_known(test)}
-        merged = {test: round(seconds, 1) for test, seconds in {**kept, **measured}.items() if seconds >= RECORDED_S}
-        file.write_text(json.dumps(merged, indent=0, sort_keys=True, ensure_ascii=False) + "\n")
+        kept = {test: duration for test, duration in read(file).items() if is_known(test)}
+        merged = {test: each for test, each in {**kept, **measured}.items() if each.seconds >= RECORDED_S}
+        lines = [f"{json.dumps(test)}: {_written(each)}" for test, each in sorted(merged.items())]
+        file.write_text("{\n" + ",\n".join(lines) + "\n}\n")
 
 
-def slowness(measured: Mapping[str, float], recorded: Mapping[str, float]) -> float:
+def _written(duration: Duration) -> str:
+    own, shared = (round(seconds, 1) for seconds in duration)
+    return str([own, shared] if shared >= RECORDED_S else own)
+
+
+def total(durations: Iterable[Duration]) -> float:
+    """Return the seconds of tests of one file, whose shared fixtures are made once."""
+    every = list(durations)
+    return sum(each.own for each in every) + max((each.shared for each in every), default=0.0)
+
+
+def slowness(measured: Mapping[str, Duration], recorded: Mapping[str, Duration]) -> float:
     """Return how many times slower this run is than the recorded one, at least 1: the median over the tests of both."""
-    ratios = [measured[test] / then for test, then in recorded.items() if test in measured and then >= COMPARED_S]
+    then = {test: each.own for test, each in recorded.items() if test in measured and each.own >= COMPARED_S}
+    ratios = [measured[test].own / seconds for test, seconds in then.items()]
     return max(1.0, statistics.median(ratios)) if len(ratios) >= COMPARED_TESTS else 1.0
 
 
@@ -91,8 +116,8 @@ class Durations:
     def __init__(self, config: pytest.Config) -> None:
         self.config = config
         self.recorded = read(FILE)
-        self.measured: dict[str, float] = {}
-        """Seconds of each test that passed."""
+        self.measured: dict[str, Duration] = {}
+        """Duration of each test that passed."""
         self.in_short_run: set[str] = set()
         """Tests whose length is checked: those without the mark, recorded as short or not at all."""
         self.collected: set[str] = set()
@@ -104,9 +129,12 @@ class Durations:
         self._took: dict[str, float] = defaultdict(float)
         """Seconds of each test's own phases in this process, without shared fixtures."""
 
+    def _record(self, test: str) -> Duration:
+        return self.recorded.get(test, Duration(UNRECORDED_S))
+
     def is_long(self, item: pytest.Item) -> bool:
         """Return True for a test that the short run leaves out."""
-        return self.recorded.get(item.nodeid, 0.0) > LONG_S and item.get_closest_marker(MARK) is None
+        return self._record(item.nodeid).seconds > LONG_S and item.get_closest_marker(MARK) is None
 
     def pytest_itemcollected(self, item: pytest.Item) -> None:
         self.collected.add(item.nodeid)
@@ -119,11 +147,16 @@ class Durations:
             if long:
                 self.config.hook.pytest_deselected(items=long)
                 items[:] = [item for item in items if not self.is_long(item)]
-        files: dict[str, float] = defaultdict(float)
-        for item in items:
-            files[item.nodeid.partition("::")[0]] += self.recorded.get(item.nodeid, UNRECORDED_S)
+        files = self._by_file(item.nodeid for item in items)
         place = {file: index for index, file in enumerate(in_order(files))}
         items.sort(key=lambda item: place[item.nodeid.partition("::")[0]])
+
+    def _by_file(self, tests: Iterable[str]) -> dict[str, float]:
+        """Return the recorded seconds of the tests of each file."""
+        files = defaultdict[str, list[Duration]](list)
+        for test in tests:
+            files[test.partition("::")[0]].append(self._record(test))
+        return {file: total(durations) for file, durations in files.items()}
 
     # In the process that runs tests
 
@@ -149,19 +182,19 @@ class Durations:
     ) -> Generator[None, pytest.TestReport, pytest.TestReport]:
         self._took[item.nodeid] += call.duration
         if call.when == "teardown":
-            taken = self._took.pop(item.nodeid) + sum(self._shared.get(key, 0.0) for key in _shared_fixtures(item))
-            item.user_properties.append((TAKEN, taken))
+            shared = sum(self._shared.get(key, 0.0) for key in _shared_fixtures(item))
+            item.user_properties.append((TAKEN, (self._took.pop(item.nodeid), shared)))
         return (yield)
 
     # In the process that reports
 
     def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
         if report.when == "call" and report.passed:
-            self.measured[report.nodeid] = report.duration
-            if MARK not in report.keywords and self.recorded.get(report.nodeid, 0.0) <= LONG_S:
+            self.measured[report.nodeid] = Duration(report.duration)
+            if MARK not in report.keywords and self._record(report.nodeid).seconds <= LONG_S:
                 self.in_short_run.add(report.nodeid)
         if report.when == "teardown" and report.nodeid in self.measured:
-            self.measured[report.nodeid] = dict(report.user_properties)[TAKEN]
+            self.measured[report.nodeid] = Duration(*dict(report.user_properties)[TAKEN])
 
     @pytest.hookimpl(optionalhook=True)
     def pytest_testnodedown(self, node: Any) -> None:
@@ -189,7 +222,7 @@ class Durations:
         test that was only in the way of others is no longer one of these.
         """
         limit = LONG_S * slowness(self.measured, self.recorded)
-        suspects = sorted(test for test in self.in_short_run if self.measured[test] > limit)
+        suspects = sorted(test for test in self.in_short_run if self.measured[test].seconds > limit)
         if not suspects:
             return {}
         with tempfile.TemporaryDirectory() as folder:
@@ -197,7 +230,7 @@ class Durations:
             command = [sys.executable, "-m", "pytest", f"--record-durations={again}", *suspects]
             subprocess.run(command, cwd=self.config.rootpath, capture_output=True, check=False)
             alone = read(again)
-        return {test: alone[test] for test in suspects if alone.get(test, 0.0) > limit}
+        return {test: alone[test].seconds for test in suspects if test in alone and alone[test].seconds > limit}
 
     def pytest_terminal_summary(self, terminalreporter: Any) -> None:
         say = terminalreporter.write_line
@@ -212,7 +245,7 @@ class Durations:
                 red=True,
             )
         if self.left_out:
-            minutes = sum(self.recorded.get(test, 0.0) for test in self.left_out) / 60
+            minutes = sum(self._by_file(self.left_out).values()) / 60
             say(
                 f"{len(self.left_out)} tests of over {LONG_S:g} s did not run ({minutes:.0f} minutes of one process). "
                 "All of them: make test-all. Those of one file: python -m pytest FILE.",

@@ -188,10 +188,10 @@ def captured() -> Graph:
     return capture(zoo.bert_pretraining().train(), specs, name="bert")
 
 
-def trainer_of(division: Division, optimizer: str, link: Link | None = None) -> Trainer:
+def trainer_of(division: Division, optimizer: str, link: Link = LINK) -> Trainer:
     torch.manual_seed(0)
     model = zoo.bert_pretraining().train()
-    return harness.trainer_of(experiment_of(optimizer), model, captured(), division, MICRO_BATCH, link=link or LINK)
+    return harness.trainer_of(experiment_of(optimizer), model, captured(), division, MICRO_BATCH, link=link)
 
 
 def experiment_of(optimizer: str) -> Experiment:

@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 
 from tests import durations
+from tests.durations import Duration
 
 TESTS = Path(durations.__file__).parent
 SUITE = """
@@ -18,7 +19,7 @@ import time
 import pytest
 @pytest.fixture(scope="module")
 def made():
-    time.sleep(0.4)
+    time.sleep(0.6)
 def test_first_of_two_that_share(made): pass
 def test_second_of_two_that_share(made): time.sleep(0.3)
 def test_short(): pass
@@ -30,6 +31,7 @@ def test_long_and_representative(): pass
 CONFTEST = """
 from pathlib import Path
 from tests import durations
+from tests.durations import Duration
 from tests.durations import pytest_addoption, pytest_configure
 durations.FILE = Path(__file__).with_name("durations.json")
 durations.ROOT = Path(__file__).parent
@@ -69,29 +71,34 @@ def test_a_test_that_grew_fails_the_check_until_it_is_recorded(suite: Path) -> N
     assert "1 tests have grown past 1 s" in said
     assert "test_it.py::test_grown" in said.partition("have grown past")[2].splitlines()[2]
     assert run(suite, "--record-durations")[0] == 0
-    assert run(suite, "--check-durations")[0] == 0
-    code, said = run(suite, "--short")
+    code, said = run(suite, "--short", "--check-durations")
+    assert code == 0, said
     assert "5 passed, 1 deselected" in said, "what was long and is not any more is back"
 
 
-def test_a_record_counts_what_a_test_shares_with_others_and_keeps_what_did_not_run(suite: Path) -> None:
+def test_a_record_names_what_a_test_shares_with_others_and_keeps_what_did_not_run(suite: Path) -> None:
     (suite / "test_other.py").write_text("")
     kept = {"test_other.py::test_it": 3.0, "test_it.py::test_long": 3.0}
     gone = {"test_it.py::test_removed": 3.0, "test_removed.py::test_it": 3.0}
     (suite / "durations.json").write_text(json.dumps({**kept, **gone}))
     run(suite, "test_it.py", "-k", "share", "--record-durations")
     recorded = durations.read(suite / "durations.json")
-    assert set(recorded) == {*kept, "test_it.py::test_second_of_two_that_share"}
-    assert recorded["test_it.py::test_second_of_two_that_share"] == pytest.approx(0.7, abs=0.3)
+    assert {test for test in recorded if "share" not in test} == set(kept)
+    assert recorded["test_it.py::test_second_of_two_that_share"] == pytest.approx((0.3, 0.6), abs=0.2)
+    assert recorded["test_it.py::test_first_of_two_that_share"] == pytest.approx((0.0, 0.6), abs=0.2)
 
 
 def test_a_slower_machine_moves_the_limit_and_a_faster_one_does_not() -> None:
-    recorded = {f"test_{index}": 2.0 for index in range(20)}
-    assert durations.slowness(dict.fromkeys(recorded, 5.0), recorded) == 2.5
-    assert durations.slowness(dict.fromkeys(recorded, 1.0), recorded) == 1.0
-    busy = dict.fromkeys(recorded, 2.0) | {"test_0": 90.0, "test_1": 90.0}
+    recorded = {f"test_{index}": Duration(2.0) for index in range(20)}
+    assert durations.slowness(dict.fromkeys(recorded, Duration(5.0)), recorded) == 2.5
+    assert durations.slowness(dict.fromkeys(recorded, Duration(1.0)), recorded) == 1.0
+    busy = recorded | {"test_0": Duration(90.0), "test_1": Duration(90.0)}
     assert durations.slowness(busy, recorded) == 1.0, "two tests say nothing of the machine"
-    assert durations.slowness({"test_0": 90.0}, recorded) == 1.0
+    assert durations.slowness({"test_0": Duration(90.0)}, recorded) == 1.0
+
+
+def test_fixtures_that_the_tests_of_a_file_share_count_once() -> None:
+    assert durations.total([Duration(1.0, 20.0), Duration(2.0, 20.0), Duration(3.0)]) == 26.0
 
 
 def test_longest_files_start_first() -> None:
