@@ -172,7 +172,7 @@ class Probe:
         return [replace(measurement, clock_mhz=mhz, replayed=replayed) for measurement in measurements]
 
     def _replayed(self, launched_s: float) -> float:
-        """Return the time of the chain when one CUDA graph launches it over `launched_s`; 1 if it cannot be captured."""
+        """Return the time of the chain replayed as one CUDA graph over `launched_s`; 1 if it cannot be captured."""
         if self._device.type != "cuda" or not self._chain.is_capturable:
             return 1.0
         torch.cuda.empty_cache()  # the graph has a memory pool of its own
