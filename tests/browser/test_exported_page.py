@@ -2,10 +2,16 @@
 
 from __future__ import annotations
 
+import http.server
+import threading
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import nbformat
 import numpy as np
+import plotly.graph_objects as go
+import pytest
 
 import workbench as wb
 from tests.unit.figure_values import plan
@@ -13,7 +19,7 @@ from tests.unit.test_grids import AXES, EXPERIMENT, SMALL
 from workbench.analysis.curve import Curve
 from workbench.figures.contrast_view import contrast
 from workbench.figures.curves_view import loss_curves
-from workbench.figures.pages import save_html
+from workbench.figures.pages import PLOTLY_MIME, notebook_to_html, save_html
 from workbench.figures.panels_view import panels
 from workbench.figures.plan_view import partition, show_plan
 from workbench.figures.timeline_view import timeline
@@ -127,3 +133,101 @@ def test_no_words_of_a_figure_are_cut_or_lie_on_others_in_narrow_and_wide_window
         picture(page, f"exported-{width}")
         unreadable[width] = page.evaluate(UNREADABLE)
     assert not any(unreadable.values()), unreadable
+
+
+@pytest.fixture
+def asked_of() -> Iterator[tuple[str, list[str]]]:
+    """Return the address of a server on this machine, and the paths that it was asked for."""
+    paths: list[str] = []
+
+    class Handler(http.server.BaseHTTPRequestHandler):
+        def do_GET(self) -> None:
+            paths.append(self.path)
+            self.send_response(404)
+            self.end_headers()
+
+        def log_message(self, *_: Any) -> None:
+            pass
+
+    server = http.server.ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+    threading.Thread(target=server.serve_forever, daemon=True).start()
+    yield f"http://127.0.0.1:{server.server_port}", paths
+    server.shutdown()
+    server.server_close()
+
+
+RAN = "document.title='ran'"
+SCRIPTS = (
+    f"[a](javascript:{RAN})",
+    f"[a](java&#115;cript:{RAN})",
+    f"[a](vbscript:{RAN})",
+    f"[a](data:text/html,<script>{RAN}</script>)",
+    f"[a][1]\n\n[1]: JavaScript:{RAN}",
+    f'<a href="java&#10;script:{RAN}">a</a>',
+    f'<svg><a xlink:href="javascript:{RAN}"><text y="20">a</text></a></svg>',
+    f'<img src="x" onerror="{RAN}"><details ontoggle="{RAN}" open>a</details>',
+    f"<style><img src=x onerror={RAN}></style><math><mi xlink:href=javascript:{RAN}>a</mi></math>",
+    f'<iframe srcdoc="<script>parent.{RAN}</script>"></iframe><script>{RAN}</script>',
+)
+"""Markdown of a stranger that runs a script when the page opens, or when it is clicked."""
+
+
+@pytest.mark.parametrize("how", ["shared", "executed"])
+def test_a_stranger_s_notebook_becomes_a_page_that_runs_and_fetches_nothing(
+    page: Any, tmp_path: Path, asked_of: tuple[str, list[str]], how: str
+) -> None:
+    address, paths = asked_of
+    fetched = (
+        f"![a]({address}/markdown.png)",
+        f'<img src="{address}/img.png"><video src="{address}/video"></video><link rel=stylesheet href="{address}/css">',
+        f'<div style="background: url({address}/style.png)">a</div><style>@import url({address}/import);</style>',
+        f'<object data="{address}/object"></object><meta http-equiv="refresh" content="0; url={address}/refresh">',
+        f"<base href='{address}/'><img src='relative.png'><style>p {{ background: url('{address}/css.png') }}</style>",
+    )
+    loss = go.Figure(go.Scatter(y=[3, 2, 1], text=[f"<a href='javascript:{RAN}'>a</a>"] * 3, mode="text"))
+    loss.add_layout_image(source=f"{address}/layout.png", x=0, y=1, sizex=1, sizey=1)
+    drawn = [loss, go.Figure(go.Scattergl(y=[3, 2, 1])), go.Figure(go.Surface(z=[[1, 2], [3, 4]]))]
+    fetching = [go.Figure(go.Scattermap(lat=[0], lon=[0]), {"map": {"style": f"{address}/map.json"}})]
+    outputs = [{PLOTLY_MIME: each.to_plotly_json(), "text/plain": ""} for each in [*drawn, *fetching]]
+    outputs += [
+        {mime: text, "text/plain": ""} for mime in ("text/markdown", "text/html") for text in (*SCRIPTS, *fetched)
+    ]
+    shown = [nbformat.v4.new_output("display_data", data=data) for data in outputs]
+    cells = [nbformat.v4.new_markdown_cell(text) for text in (*SCRIPTS, *fetched)]
+    notebook = nbformat.v4.new_notebook(cells=[*cells, nbformat.v4.new_code_cell("a", outputs=shown)])
+    path, made = tmp_path / "theirs.ipynb", tmp_path / "made" / "theirs.html"
+    path.write_text(nbformat.writes(nbformat.from_dict(plain(notebook))))
+    if how == "shared":
+        wb.share(path, to=made.parent)
+    else:
+        notebook_to_html(path, made)
+
+    paths.clear()  # a browser that draws the picture of a map asks for its tiles, on the machine of whoever shares
+    dialogs: list[str] = []
+    page.on("dialog", lambda dialog: (dialogs.append(dialog.message), dialog.dismiss()))
+    control = tmp_path / "control.html"
+    control.write_text(f'<img src="{address}/control.png"><a href="javascript:void({RAN})">a</a>')
+    page.goto(control.as_uri())
+    page.locator("a").click()
+    page.wait_for_function("() => document.title === 'ran'")  # without sanitiser and policy, a click runs the script
+    assert paths == ["/control.png"]
+
+    page.goto(made.as_uri())
+    page.wait_for_function("() => document.querySelectorAll('.js-plotly-plot .main-svg .infolayer').length >= 3")
+    links = page.locator("a:not(.modebar-btn)")
+    assert links.count() >= len(SCRIPTS)
+    for link in links.all():
+        link.dispatch_event("click")
+    page.locator("details summary").first.click()
+    page.wait_for_timeout(1000)
+    assert (page.title(), page.url.partition("#")[0], dialogs) == ("theirs", made.as_uri(), [])
+    assert paths == ["/control.png"]
+
+
+def plain(value: Any) -> Any:
+    """Return a notebook's JSON with lists in place of arrays."""
+    if isinstance(value, dict):
+        return {key: plain(item) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [plain(item) for item in value]
+    return value.tolist() if isinstance(value, np.ndarray) else value

@@ -116,7 +116,7 @@ def test_a_page_begins_with_the_answer_and_folds_the_code(tmp_path: Path) -> Non
     shown = ["Which is lower</h1>", "the larger one is lower", "Plotly.newPlot(", "Two models.", "trained"]
     places = [body.index(each.replace("</h1>", "")) for each in shown]
     assert places == sorted(places)
-    assert len(set(re.findall(r'plotly-graph-div" id="([^"]+)"', body))) == 2, "each has a place of its own"
+    assert len(set(re.findall(r'id="([^"]+)" class="plotly-graph-div"', body))) == 2, "each has a place of its own"
     assert body.count("<details><summary>code</summary>") == 3
     assert "<details open" not in body
 

@@ -6,9 +6,12 @@ import base64
 import io
 import os
 import pickle
+import random
+import re
 import stat
 import subprocess
 import sys
+import warnings
 import zlib
 from pathlib import Path
 from types import SimpleNamespace
@@ -18,6 +21,8 @@ import nbformat
 import pytest
 import torch
 import torch.distributed as dist
+from bs4 import BeautifulSoup
+from nbconvert.filters import markdown2html
 from torch.distributed.checkpoint.metadata import BytesStorageMetadata
 from torch.distributed.checkpoint.state_dict_saver import save as dcp_save
 
@@ -38,6 +43,9 @@ from workbench.runs.launching.launcher import prepare
 from workbench.runs.launching.run_directory import Attempt
 from workbench.runs.records.environment import environment
 from workbench.runs.run import Run
+from workbench.secrets import MASK, masked_json, masked_words, python_pattern, rules
+
+ROOT = Path(__file__).resolve().parents[2]
 
 
 class Bomb:
@@ -152,6 +160,142 @@ def test_a_shared_notebook_holds_no_secret_by_value_by_name_or_by_form(
     assert "sk-abcdef" not in written
     assert "tiny" not in nbformat.read(shared.notebook, 4).cells[0].source
     assert nbformat.read(shared.notebook, 4).cells[0].source.endswith(keep)
+
+
+HEX, MIXED = "9f86d081884c7d659a2feaa0c55ad015a3bf4f1b", "q7Zr2mKx91LpVt0BwYc4"
+IN_TEXTS = {
+    f"machine api.wandb.ai\n  login user\n  password {HEX}": HEX,
+    "default login me password s3cr3t!": "s3cr3t!",
+    f'headers = {{"Authorization": "Bearer {MIXED}"}}': MIXED,
+    "curl -H 'Authorization: Basic dXNlcjpodW50ZXIy' https://x.example": "dXNlcjpodW50ZXIy",
+    f"authorization: token {HEX}": HEX,
+    "curl -u me:hunter2 https://x.example": "hunter2",
+    f"X-Api-Key: {MIXED}": MIXED,
+    "Cookie: session=abcdef0123456789; theme=dark": "abcdef0123456789",
+    "{'password': 'correct horse'}": "correct horse",
+    "{&#x27;password&#x27;: &#x27;hunter2&#x27;}": "hunter2",
+    '{\\"passwd\\": \\"tr0ub4dor\\"}': "tr0ub4dor",
+    "db_password=hunter2": "hunter2",
+    "password: hunter2": "hunter2",
+    "psycopg2.connect('host=x user=me password=hunter2 dbname=y')": "hunter2",
+    "postgresql://me:p@ss5@db.example/x": "p@ss5",
+    "redis://:hunter22@localhost:6379/0": "hunter22",
+    f"git clone https://{MIXED}@git.example/x.git": MIXED,
+    f"http://127.0.0.1:8888/lab?token={HEX}": HEX,
+    "https://x.blob.core.windows.net/c/f?sv=2022-11-02&sig=Kq7x9vJ2mZ4pL8wR1tY6uB3nC5dF0gH%3D": "Kq7x9vJ2mZ4pL8wR1tY6",
+    "AccountName=x;AccountKey=4F1s8Kq0JmZ2pLx7Qw9vB3nT6yU5rE1cD0aH8gI=;EndpointSuffix=y": "4F1s8Kq0JmZ2pLx7Qw9v",
+    "stripe.api_key = 'sk_live_51H8abcDEFghiJKLmno'": "sk_live_51H8abcDEFghiJKLmno",
+    f"wandb.login(key='{HEX}')": HEX,
+    f'wandb.login("{HEX}")': HEX,
+    f"!wandb login {HEX}": HEX,
+    f'{{"username": "me", "key": "{HEX[:32]}"}}': HEX[:32],
+    f"OpenAI(api_key='{MIXED}')": MIXED,
+    f'accessToken="{MIXED}"': MIXED,
+    "AKIAIOSFODNN7ABCDEF2,wJalrXUtnFEMI/K7MDENG/bPxRfiCYzzzzKEYS12": "wJalrXUtnFEMI",
+    "SENDGRID=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": "TwL2iGABf9DHoT",
+    "SK0123456789abcdef0123456789abcdef of twilio": "0123456789abcdef0123456789abcdef",
+    "-----BEGIN RSA PRIVATE KEY-----\nMIIEowIBAAKCAQEA7": "MIIEowIBAAKCAQEA7",
+    "sshpass -p hunter2x ssh host": "hunter2x",
+    f"train.py --api-key {MIXED} --steps 4": MIXED,
+    "def connect(password: str = 'hunter2'): ...": "hunter2",
+    "os.environ.setdefault('MY_SECRET', 'swordfish')": "swordfish",
+    "root:$6$saltsalt$abcdefghijklmnopqrstuvwxyz0123456789ABCDEFGH": "abcdefghijklmnopqrstuvwxyz",
+}
+"""Texts with a secret that this process does not know, and the secret."""
+NO_SECRETS = (
+    "PAD_TOKEN = '[PAD]'\neos_token=\"</s>\", mask_token: '[MASK]', sort_key='loss', MAX_TOKENS = 4096",
+    "tokens_per_s=123456.789, pad_token_id=0, token_type_ids=token_type_ids, key_padding_mask=None, --tokens 4096",
+    "key='model.layers.0.self_attn.q_proj.weight', cache_key='train-20261124', monkey = 'banana'",
+    "def login(password: str, token: str = None): connect(password=args.password, secret=secret,\nsecrets=secrets,)",
+    "api_key=os.environ['WANDB_API_KEY']; headers = {'Authorization': f'Bearer {token}'}; password = getpass.getpass()",
+    f"commit {HEX}, 'commit': '{HEX}', sha256:2c26b46b68ffc68ff99b453c1d30413413422d706483bfa0f98a5e886266e7ae",
+    "run bert-large-20261124-101500, run_id='3f2a9c1b7d8e4f60', uuid 550e8400-e29b-41d4-a716-446655440000",
+    "basic understanding of the bearer; the password is required; ['username', 'password', 'email']; PASS: 1234 tests",
+    "see https://example.org/x@y:z and http://user.example/a:b@c and git+https://github.com/x/y.git",
+)
+
+
+@pytest.mark.parametrize("text_", IN_TEXTS)
+def test_a_secret_is_found_by_what_stands_beside_it_or_by_its_form(text_: str) -> None:
+    shown = masked_words(text_)
+    assert IN_TEXTS[text_] not in shown
+    assert MASK in shown
+
+
+@pytest.mark.parametrize("text_", NO_SECRETS)
+def test_ordinary_words_digests_and_names_stay(text_: str) -> None:
+    assert masked_words(text_) == text_
+
+
+def test_pictures_columns_and_the_project_s_own_pages_stay() -> None:
+    drawn = base64.b64encode(random.Random(0).randbytes(300_000)).decode()
+    cell = {"image/png": drawn, "bdata": drawn[:500], "text/html": f'<img src="data:image/png;base64,{drawn[:4000]}">'}
+    assert masked_json(cell) == cell
+    for page in (ROOT / "docs").glob("*.md"):
+        assert masked_words(page.read_text()) == page.read_text(), page
+
+
+def test_a_secret_is_found_at_its_key_and_in_many_labels_at_once() -> None:
+    labels = [f"run {number}" for number in range(1000)]
+    asked = {"parameters": {"password": "open sesame", "steps": 4}, "labels": [*labels, f"wandb.login(key='{HEX}')"]}
+    assert masked_json(asked) == {
+        "parameters": {"password": MASK, "steps": 4},
+        "labels": [*labels, f"wandb.login(key='{MASK}')"],
+    }
+
+
+def test_every_rule_of_gitleaks_is_a_pattern_of_python_and_means_the_same() -> None:
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        patterns = [rule.pattern for rule in rules()]
+    assert len(patterns) > 200
+    of_go = r"a(?i)b(?:c(?-i:D)|e)[[:alnum:]]|f\z"
+    assert [
+        word for word in ("aBcDx", "aBCD1", "abE_", "aBex", "F", "A") if re.fullmatch(python_pattern(of_go), word)
+    ] == [
+        "aBcDx",
+        "aBCD1",
+        "aBex",
+        "F",
+    ]
+
+
+LINKS = {
+    "javascript": "[a](javascript:alert(1))",
+    "with an entity": "[a](java&#115;cript:alert(1))",
+    "with a tab": '<a href="java&#9;script:alert(1)">a</a>',
+    "in capitals": "[a](  JAVASCRIPT:alert(1))",
+    "by reference": "[a][1]\n\n[1]: javascript:alert(1)",
+    "alone": "<javascript:alert(1)>",
+    "data": "[a](data:text/html;base64,PHNjcmlwdD5hbGVydCgxKTwvc2NyaXB0Pg==)",
+    "vbscript": "[a](vbscript:msgbox(1))",
+    "of a picture": "[![a](javascript:alert(1))](javascript:alert(1))",
+    "in a table": "| a |\n|---|\n| [a](javascript:alert(1)) |",
+}
+
+
+@pytest.mark.parametrize("how", LINKS)
+def test_no_link_of_a_shared_notebook_runs_a_script(tmp_path: Path, how: str) -> None:
+    shown = nbformat.v4.new_output("display_data", data={"text/markdown": LINKS[how], "text/plain": ""})
+    html = nbformat.v4.new_output("display_data", data={"text/html": LINKS[how], "text/plain": ""})
+    cells = [nbformat.v4.new_markdown_cell(LINKS[how]), nbformat.v4.new_code_cell("x", outputs=[shown, html])]
+    shared = notebooks.share(notebook(cells, tmp_path / "mine.ipynb"), tmp_path / "to")
+    (markdown, code) = nbformat.read(shared.notebook, 4).cells
+    for source in (markdown.source, code.outputs[0]["data"]["text/markdown"], shared.page.read_text()):
+        body = source[source.rfind("<body") + 1 :]
+        links = BeautifulSoup(markdown2html(body) if source != body else body, "html.parser").find_all(["a", "img"])
+        assert [link for link in links if re.match("java|vb|data", link.get("href", link.get("src", "")).strip())] == []
+
+
+def test_text_that_only_looks_like_a_script_stays_as_it_is(tmp_path: Path) -> None:
+    text_ = (
+        "Call `once = a < b` as in\n\n```html\n<script>alert(1)</script>\n```\n\n- [ ] to do, [here](https://x.example)"
+    )
+    shared = notebooks.share(notebook([nbformat.v4.new_markdown_cell(text_)], tmp_path / "a.ipynb"), tmp_path / "to")
+    assert nbformat.read(shared.notebook, 4).cells[0].source == text_
+    page = BeautifulSoup(shared.page.read_text(), "html.parser")
+    assert "<script>alert(1)</script>" in page.body.text
+    assert page.body.find("input")["type"] == "checkbox"
 
 
 def test_a_shared_notebook_runs_nothing_in_a_browser(tmp_path: Path) -> None:

@@ -75,6 +75,7 @@ from workbench.rundir import (
     write_json,
     write_record,
 )
+from workbench.secrets import masked_words
 from workbench.tracebacks import CELLS, formatted, know_cells
 from workbench.units import GIB, gib
 
@@ -95,7 +96,7 @@ def main(directory: str, worker_type: type[TrainingWorker] | None = None) -> int
     try:
         train(run, worker_type or TrainingWorker, heeds_signals=True)
     except BaseException as error:
-        print(formatted(error), file=sys.stderr, flush=True)
+        print(masked_words(formatted(error)), file=sys.stderr, flush=True)  # an address with a password, say
         return 1
     return 0
 
@@ -115,9 +116,10 @@ def train(run: RunDir, worker_type: type[TrainingWorker], *, heeds_signals: bool
     try:
         plan = Plan.load(run.plan)
     except PlanMismatch as error:  # without a plan, the rank does not know its stage
-        said = {"rank": rank, "stage": None, "type": type(error).__name__, "message": str(error)}
-        write_record(run.error(rank), {**said, "traceback": traceback.format_exc(), "time": time.time()})
-        enter("failed", f"rank {rank}: {error}".splitlines()[0])
+        said = {"rank": rank, "stage": None, "type": type(error).__name__, "message": masked_words(str(error))}
+        text = masked_words(traceback.format_exc())
+        write_record(run.error(rank), {**said, "traceback": text, "time": time.time()})
+        enter("failed", f"rank {rank}: {said['message']}".splitlines()[0])
         raise
     stage = rank // (plan.data * plan.tensor)
     write_json(run.rank(rank), {**this_process(), "rank": rank, "stage": stage, "device": _device_name(rank)})
@@ -130,11 +132,11 @@ def train(run: RunDir, worker_type: type[TrainingWorker], *, heeds_signals: bool
         steps, target = worker.run(), worker.experiment.total_steps
     except BaseException as error:
         cause = root_exception(error)
-        message = error_message(cause, plan)
+        message = masked_words(error_message(cause, plan))
         facts = {"rank": rank, "stage": stage, "type": type(cause).__name__, "message": message}
         if isinstance(cause, NonFiniteLoss):  # all ranks raise it, and one of the stage where it arose tells
             facts |= {"facts": cause.facts, "is_origin": cause.facts.get("stage", stage) == stage}
-        write_record(run.error(rank), {**facts, "traceback": formatted(error), "time": time.time()})
+        write_record(run.error(rank), {**facts, "traceback": masked_words(formatted(error)), "time": time.time()})
         enter("failed", f"rank {rank} (stage {stage}): {type(cause).__name__}: {message}".splitlines()[0])
         raise
     if rank == 0 and steps >= target:

@@ -4,10 +4,8 @@ from __future__ import annotations
 
 import base64
 import copy
-import functools
 import html
 import json
-import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -21,6 +19,7 @@ from workbench.errors import DataError
 from workbench.figures import theme
 from workbench.figures.figure import NOTEBOOK_PX, accessible_name, picture, written
 from workbench.figures.figure import PLOTLY_MIME as PLOTLY_MIME
+from workbench.figures.sanitizing import harmless_page, new_nonce, policy
 
 WIDGET_MIME = "application/vnd.jupyter.widget-view+json"
 PAGE = """<!DOCTYPE html>
@@ -28,6 +27,7 @@ PAGE = """<!DOCTYPE html>
 <head>
 <meta charset="utf-8">
 <meta name="viewport" content="width=device-width, initial-scale=1">
+{policy}
 <title>{title}</title>
 <style>
 body {{ font-family: {font}; color: {ink}; background: white; margin: 2rem auto; max-width: 1100px; padding: 0 1rem; }}
@@ -50,45 +50,18 @@ FOLDING = """{%- extends 'lab/index.html.j2' -%}
 {%- endblock input_group -%}
 """
 """Template of a page that shows a cell's code when its reader asks for it."""
-REMOTE_SCRIPTS = re.compile(
-    r'<script[^>]*\bsrc=""[^>]*>\s*</script>'
-    r'|<script type="module">(?:(?!</script>).)*mermaid(?:(?!</script>).)*</script>',
-    re.DOTALL,
-)
-"""Scripts of nbconvert that would fetch something.
-
-A browser fetches the page itself for the `<script src="">` of a library that was switched off, and the loader of
-Mermaid diagrams knows addresses of its own.
-"""
-TAGS = (
-    *("a", "abbr", "b", "blockquote", "br", "caption", "center", "code", "col", "colgroup", "dd", "del", "details"),
-    *("div", "dl", "dt", "em", "figcaption", "figure", "h1", "h2", "h3", "h4", "h5", "h6", "hr", "i", "img", "kbd"),
-    *("li", "mark", "ol", "p", "pre", "progress", "q", "s", "samp", "small", "span", "strong", "sub", "summary", "sup"),
-    *("table", "tbody", "td", "tfoot", "th", "thead", "tr", "tt", "u", "ul", "var"),
-)
-ATTRIBUTES = {
-    "*": ["class", "style", "title", "align", "colspan", "rowspan", "width", "height", "scope"],
-    "a": ["href"],
-    "img": ["src", "alt"],
-    "progress": ["value", "max"],
-}
-STYLES = (
-    *("background-color", "border", "border-bottom", "border-collapse", "border-left", "border-radius"),
-    *("border-right", "border-top", "color", "display", "flex", "flex-wrap", "float", "font-family", "font-size"),
-    *("font-style", "font-variant-numeric", "font-weight", "gap", "height", "line-height", "margin", "margin-bottom"),
-    *("margin-left", "margin-right", "margin-top", "max-height", "max-width", "min-width", "opacity", "overflow"),
-    *("padding", "padding-bottom", "padding-left", "padding-right", "padding-top", "text-align", "text-decoration"),
-    *("vertical-align", "white-space", "width"),
-)
-"""Properties of CSS that change only how the element looks."""
 
 
-def figure_html(figure: go.Figure | Mapping[str, Any]) -> str:
-    """Return a `<div>` that draws the figure on a page that has loaded plotly.js, with a name for screen readers."""
+def figure_html(figure: go.Figure | Mapping[str, Any], nonce: str) -> str:
+    """Return a `<div>` that draws the figure on a page that has loaded plotly.js, with a name for screen readers.
+
+    `nonce` is the number that the page's policy asks of scripts.
+    """
     value = figure if isinstance(figure, go.Figure) else {k: figure[k] for k in ("data", "layout") if k in figure}
     layout = figure.layout.to_plotly_json() if isinstance(figure, go.Figure) else figure.get("layout", {})
     options = {"full_html": False, "include_plotlyjs": False, "include_mathjax": False, "validate": False}
     drawn = plotly.io.to_html(value, config={**theme.CONFIG, "responsive": True}, **options)
+    drawn = drawn.replace("<script", f'<script nonce="{nonce}"')  # its JSON writes `<` as \\u003c
     return f'<div role="figure" aria-label="{html.escape(accessible_name(layout))}">{drawn}</div>'
 
 
@@ -102,12 +75,15 @@ def save_html(
     text above the figures.
     """
     parts = [figures] if isinstance(figures, go.Figure) else list(figures)
-    body = "".join(part if isinstance(part, str) else f"<figure>{figure_html(part)}</figure>\n" for part in parts)
+    nonce = new_nonce()
+    drawn = [part if isinstance(part, str) else f"<figure>{figure_html(part, nonce)}</figure>\n" for part in parts]
+    body = "".join(drawn)
     if text:
         body = f'<p style="white-space: pre-line">{html.escape(text)}</p>\n{body}'
-    script = "" if all(isinstance(part, str) for part in parts) else f"<script>{plotly_js()}</script>"
-    escaped = html.escape(title)
-    page = PAGE.format(title=escaped, font=theme.FONT_FAMILY, ink=theme.INK, script=script, body=body)
+    has_figure = not all(isinstance(part, str) for part in parts)
+    script = f'<script nonce="{nonce}">{plotly_js()}</script>' if has_figure else ""
+    shown = {"title": html.escape(title), "policy": policy(nonce), "script": script, "body": body}
+    page = PAGE.format(font=theme.FONT_FAMILY, ink=theme.INK, **shown)
     return written(Path(path), page.encode())
 
 
@@ -123,7 +99,8 @@ def notebook_to_html(notebook_path: str | Path, html_path: str | Path) -> Path:
 
     Below the title come the outputs of cells tagged `answer`, text before figures, then the notebook as it is.
     Figures stay interactive through a single embedded plotly.js. Widgets need a kernel: the HTML or picture stored
-    beside a widget takes its place, and its state is left out. No script, style or font is fetched.
+    beside a widget takes its place, and its state is left out. The rest of what a cell holds is sanitised after it was
+    rendered, and the page's policy forbids its scripts but plotly.js, and everything that would be fetched.
 
     Raises `DataError` if the file is no notebook.
     """
@@ -132,17 +109,26 @@ def notebook_to_html(notebook_path: str | Path, html_path: str | Path) -> Path:
 
     notebook = read_notebook(Path(notebook_path))
     notebook.cells = [*_opening(notebook), *notebook.cells]
-    num_figures = sum(_make_static(output) for cell in notebook.cells for output in cell.get("outputs", []))
+    nonce, figures = new_nonce(), list[Any]()
+    for output in (output for cell in notebook.cells for output in cell.get("outputs", ())):
+        _make_static(output, nonce, figures)
     exporter = HTMLExporter(extra_loaders=[DictLoader({FOLDED: FOLDING})], template_file=FOLDED)
     exporter.embed_images = True
     for url in ("require_js_url", "jquery_url", "mathjax_url", "mermaid_js_url", "jupyter_widgets_base_url"):
         if exporter.has_trait(url):
             setattr(exporter, url, "")
     page, _ = exporter.from_notebook_node(notebook, {"metadata": {"name": Path(notebook_path).stem}})
-    page = REMOTE_SCRIPTS.sub("", page)
-    if num_figures:
-        page = page.replace("<head>", f"<head><script>{plotly_js()}</script>", 1)
+    page = harmless_page(page)
+    for number, figure in enumerate(figures):
+        page = page.replace(_place(nonce, number), figure_html(figure, nonce), 1)
+    script = f'<script nonce="{nonce}">{plotly_js()}</script>' if figures else ""
+    page = page.replace("<head>", f"<head>{policy(nonce)}{script}", 1)
     return written(Path(html_path), page.encode())
+
+
+def _place(nonce: str, number: int) -> str:
+    """Return the HTML in whose place a figure is put, once the page around it was sanitised."""
+    return f'<div id="figure-{nonce}-{number}"></div>'
 
 
 def _opening(notebook: Any) -> list[Any]:
@@ -164,16 +150,16 @@ def _opening(notebook: Any) -> list[Any]:
     return opening
 
 
-def _make_static(output: Any) -> bool:
-    """Leave one representation in the output that a page can show; return True if it is a Plotly figure."""
+def _make_static(output: Any, nonce: str, figures: list[Any]) -> None:
+    """Leave one representation in the output that a page can show: the place of a figure, which joins `figures`."""
     data = output.get("data", {})
     figure = data.get(PLOTLY_MIME)
-    if figure is not None:
-        output["data"] = {"text/html": figure_html(figure)}
+    if isinstance(figure, Mapping) and isinstance(figure.get("data"), list):
+        output["data"] = {"text/html": _place(nonce, len(figures))}
+        figures.append(figure)
     elif WIDGET_MIME in data:
         static = {key: value for key, value in data.items() if key in ("text/html", "image/png")}
         output["data"] = static or {"text/plain": "(a widget: it shows while its notebook's kernel runs)"}
-    return figure is not None
 
 
 def read_notebook(path: Path) -> Any:
@@ -236,19 +222,3 @@ def decoded(value: Any) -> Any:
             return column.reshape(shape).tolist()
         return {key: decoded(item) for key, item in value.items()}
     return [decoded(item) for item in value] if isinstance(value, list) else value
-
-
-@functools.cache
-def _cleaner() -> Any:
-    from nbconvert.preprocessors.sanitize import SanitizeHTML
-
-    return SanitizeHTML(tags=list(TAGS), attributes=ATTRIBUTES, styles=list(STYLES), strip=True)
-
-
-def harmless_html(text: str) -> str:
-    """Return HTML, or Markdown, with the tags, attributes and styles that only format a text, and no others.
-
-    Works on bleach, by way of nbconvert. The content of a script stays as text, which no browser runs.
-    """
-    # `>` alone begins no tag, and Markdown needs it for quotations.
-    return str(_cleaner().sanitize_html_tags(text)).replace("&gt;", ">")

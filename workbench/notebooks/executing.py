@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import os
-import shutil
 import sys
 import tempfile
 import threading
@@ -22,6 +21,7 @@ from workbench.runs.launching.launcher import LAUNCHES
 from workbench.runs.records.follow import Follower
 from workbench.runs.run import Run
 from workbench.runs.tracking.wandb_run import start_recorder
+from workbench.secrets import masked_json
 
 REPORT_EVERY_S = 15.0
 """Seconds between two progress lines of a run."""
@@ -69,6 +69,8 @@ def execute(
     Raises `UnknownParameter` before anything runs if the `parameters` cell does not set a name, and `WorkbenchError`
     for a kernel that is not installed, a failing cell, and a `to` that holds the notebook itself.
     """
+    import nbformat
+
     check_not_overwritten(notebook, to, "execute")
     executed, page = to.absolute() / notebook.name, to.absolute() / f"{notebook.stem}.html"
     with tempfile.TemporaryDirectory() as scratch:
@@ -83,8 +85,9 @@ def execute(
     finish_notebook(executed)
     add_record(executed, runs)
     notebook_to_html(executed, page)
+    without_secrets = masked_json(read_notebook(executed))  # W&B gets what lies in a run's directory
     for run in runs:
-        shutil.copyfile(executed, run.directory.notebook)
+        nbformat.write(without_secrets, run.directory.notebook)
         start_recorder(run.directory, "--upload")
     if failure is not None:
         raise WorkbenchError(f"{failure} See {page}.")

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import re
-from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -13,18 +11,12 @@ from typing import Any
 from workbench.arguments import checked_arguments
 from workbench.errors import WorkbenchError
 from workbench.figures.figure import written
-from workbench.figures.pages import (
-    PLOTLY_MIME,
-    WIDGET_MIME,
-    add_pictures,
-    harmless_html,
-    notebook_to_html,
-    read_notebook,
-)
+from workbench.figures.pages import PLOTLY_MIME, WIDGET_MIME, add_pictures, notebook_to_html, read_notebook
+from workbench.figures.sanitizing import harmless_html, harmless_markdown, runs_something
 from workbench.notebooks.executing import check_not_overwritten
 from workbench.notebooks.record import KEY, Record, runs_shown_in
-from workbench.runs.records.secrets import MASK, masked, masked_words, secrets
 from workbench.runs.registry import Runs, load_runs
+from workbench.secrets import MASK, masked_json, secrets
 
 PathLike = str | os.PathLike[str]
 MAX_BYTES = 5_000_000
@@ -34,13 +26,9 @@ MAX_BYTES = 5_000_000
 SHOWN = frozenset(
     {PLOTLY_MIME, "text/plain", "text/latex", "application/json", "image/png", "image/jpeg", "image/gif", "image/webp"}
 )
-"""Types of outputs that hold nothing to run, beside HTML and Markdown, which are cleaned."""
-RUNS = re.compile(
-    r"<\s*/?\s*(?:script|iframe|object|embed|form|input|button|link|meta|base|style|svg|math|template|frame|applet)\b"
-    r"|\bon\w+\s*=|(?:java|vb)\s*script\s*:|data\s*:\s*text/html|srcdoc\s*=",
-    re.IGNORECASE,
-)
-"""Markup that may run something, or load something from elsewhere."""
+"""Types of outputs that hold nothing to run."""
+CLEANED = frozenset({"text/html", "text/markdown"})
+"""Types of outputs that are sanitised."""
 
 
 @dataclass(frozen=True)
@@ -80,11 +68,8 @@ def share(notebook: PathLike, to: PathLike = "shared", *, runs: Runs | None = No
         notes.append(f"Figures that only a browser draws have no picture beside them. {reason}")
     notes += _remove_scripts(value)
     notes += _shrink(value)
-    for cell in value.cells:  # before JSON escapes the quotes and line ends that a secret may contain
-        cell.update(_masked(dict(cell), masked_words))
-    value.metadata.update(_masked(dict(value.metadata), masked))
-    text = _notebook_text(value)
-    for secret in secrets():
+    text = _notebook_text(masked_json(value))  # before JSON escapes the quotes and line ends of a secret
+    for secret in secrets():  # in names
         text = text.replace(secret, MASK)
     page = notebook_to_html(written(target, text.encode()), target.with_suffix(".html"))
     return Shared(target, page, tuple(notes))
@@ -154,31 +139,25 @@ def _notebook_text(notebook: Any) -> str:
     return str(nbformat.writes(notebook))
 
 
-def _masked(value: Any, mask: Callable[[str], str]) -> Any:
-    """Return a JSON value with `mask` applied to its strings; pictures and the figures' numbers hold no words."""
-    if isinstance(value, Mapping):
-        masks = {key: masked if key == PLOTLY_MIME else mask for key in value if not str(key).startswith("image/")}
-        kept: Any = type(value)  # a notebook's nodes stay nodes
-        return kept({key: _masked(item, masks[key]) if key in masks else item for key, item in value.items()})
-    if isinstance(value, list):
-        return [_masked(item, mask) for item in value]
-    return mask(value) if isinstance(value, str) else value
-
-
 def _remove_scripts(notebook: Any) -> list[str]:
     """Remove what a browser would run from texts and outputs; return a note if there was any."""
     removed = 0
     for cell in notebook.cells:
-        if cell.cell_type != "code" and RUNS.search(cell.source):
-            cell.source, removed = harmless_html(cell.source), removed + 1
+        for name, attachment in list(cell.get("attachments", {}).items()):
+            if not all(mime.startswith("image/") for mime in attachment):
+                del cell.attachments[name]
+                removed += 1
+        if cell.cell_type != "code":
+            before = cell.source
+            cell.source = harmless_markdown(before)
+            removed += cell.source != before
         for output in cell.get("outputs", ()):
             data = output.get("data", {})
-            for mime in [mime for mime in data if mime not in SHOWN and mime not in ("text/html", "text/markdown")]:
+            for mime in [mime for mime in data if mime not in SHOWN and mime not in CLEANED]:
                 del data[mime]
                 removed += 1
-            for mime in ("text/html", "text/markdown"):
-                if mime in data:
-                    before = "".join(data[mime])
-                    data[mime] = harmless_html(before) if mime == "text/html" or RUNS.search(before) else before
-                    removed += bool(RUNS.search(before))
+            for mime in CLEANED & data.keys():
+                before = "".join(data[mime])
+                data[mime] = harmless_html(before) if mime == "text/html" else harmless_markdown(before)
+                removed += runs_something(before) if mime == "text/html" else data[mime] != before
     return [f"Removed from {removed} places what a browser would run, or no viewer shows."] if removed else []

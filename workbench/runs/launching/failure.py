@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from workbench.errors import InvalidArgument, RunFailed
 from workbench.rundir import RunDir, read_record, write_record
 from workbench.runs.launching.processes import rank_records
+from workbench.secrets import masked_words
 
 LOG_TAIL_LINES = 30
 LAST_WORDS_LINES = 10
@@ -96,7 +97,7 @@ def record_silent_death(run: RunDir, launcher_output: str) -> bool:
     when = time.time() if earliest is None else earliest.time - 1e-3
     error_type, message = _exit_meaning(exit_code)
     fields = {"rank": rank, "stage": stages.get(rank), "type": error_type, "message": message, "time": when}
-    write_record(run.error(rank), {**fields, "traceback": log_tail(run, rank) or launcher_output[-4000:]})
+    write_record(run.error(rank), {**fields, "traceback": masked_words(log_tail(run, rank) or launcher_output[-4000:])})
     return True
 
 

@@ -16,7 +16,7 @@ from typing import Any
 import psutil
 
 from workbench.machine import available_cores, cpu_model
-from workbench.runs.records.secrets import masked_command
+from workbench.secrets import masked_command, masked_words
 
 PACKAGES = ("workbench", "torch", "accelerate", "transformers", "datasets", "tokenizers", "numpy", "wandb")
 DIFF_LIMIT = 20_000
@@ -37,7 +37,7 @@ def environment() -> dict[str, Any]:
         "executable": sys.executable,
         "packages": {name: package_version(name) for name in PACKAGES},
         "command": masked_command(sys.argv),
-        "directory": os.getcwd(),
+        "directory": masked_words(os.getcwd()),
         "git": git_state(Path.cwd()),
     }
 
