@@ -185,9 +185,20 @@ def write_json(path: Path, value: Any) -> None:
     part.replace(path)
 
 
+def parsed(text: str | bytes) -> Any:
+    """Return the value of a JSON text; raises `ValueError` for every text that is none, also for one nested too deeply.
+
+    Other programs may write the files of a run, and numbers of thousands of digits are refused by Python itself.
+    """
+    try:
+        return json.loads(text)
+    except RecursionError:
+        raise ValueError("it is nested too deeply") from None
+
+
 def read_json(path: Path) -> Any:
     """Return the value in a JSON file; raises `ValueError` for a record that differs from what `write_record` wrote."""
-    value = json.loads(path.read_text())
+    value = parsed(path.read_bytes())
     if isinstance(value, dict) and RECORD_CHECKSUM in value:
         _compare(value)
     return value
@@ -208,7 +219,7 @@ def write_record(path: Path, fields: Mapping[str, Any]) -> None:
 
 def read_record(path: Path) -> dict[str, Any]:
     """Return the fields of a record; raises `ValueError` as `read_json` does, and if there is no checksum."""
-    value = json.loads(path.read_text())
+    value = parsed(path.read_bytes())
     _compare(value if isinstance(value, dict) else {})
     return dict(value)
 
@@ -225,7 +236,7 @@ def _checksum(fields: Mapping[str, Any]) -> str:
 
 def what_was_started(run: RunDir) -> dict[str, Any]:
     """Return what determines the training: `experiment.json`, and `plan.json` without what the planner predicted."""
-    plan, experiment = json.loads(run.plan.read_text()), json.loads(run.experiment.read_text())
+    plan, experiment = parsed(run.plan.read_bytes()), parsed(run.experiment.read_bytes())
     predicted = ("candidates", "prediction", "cluster")
     return {
         "experiment": {name: value for name, value in experiment.items() if name != RECORD_CHECKSUM},
@@ -434,7 +445,7 @@ def parse_event(line: bytes, is_checked: bool = False) -> Event | None:
     if not (is_checked or is_intact(line)):
         return None
     try:
-        event: Any = json.loads(line)
+        event: Any = parsed(line)
     except ValueError:
         return None
     if not (isinstance(event, dict) and "type" in event):

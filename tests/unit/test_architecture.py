@@ -51,6 +51,7 @@ HOMES = {
     "anywidget": {"widgets"},
     "tsdownsample": {"figures"},
     "nbconvert": {"figures"},
+    "bleach": {"figures"},
     "matplotlib": {"figures"},
     "cloudpickle": {"user_code"},
     "pyarrow": {"runs", "data"},

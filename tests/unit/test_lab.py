@@ -201,6 +201,49 @@ def test_a_template_that_there_is_not_is_refused_with_the_known_names(server: tu
     assert "bert_scaling" in answer["message"] or "'sweep'" in answer["message"]
 
 
+ODD = (None, True, -1, 10**40, 0.5, "", "x" * 5000, "a\0b", "../../etc", "%s%d{}", [], [["a"]], {}, {"a": {"a": 1}})
+ODD_BODIES = (
+    *(b"", b"[]", b"5", b'"x"', b"null", b"true", b"\xff\xfe{}", b'{"a":', b"\x00", b"{}{}", b'{"path": "\\ud800"}'),
+    *(b"9" * 6000, b'{"value": ' + b"9" * 6000 + b"}", b"[" * 100_000, b'{"a":' * 100_000, b'{"paths": NaN}'),
+)
+FIELDS = {
+    "run": {"action": "tag", "path": "/nowhere", "value": "a"},
+    "curves": {"paths": ["/nowhere"], "seen": [1]},
+    "notebooks": {"template": "opt_zero", "folder": "", "parameters": {}},
+}
+
+
+def raw(url: str, body: bytes | None) -> tuple[int, str]:
+    request = urllib.request.Request(url, body, {"Authorization": f"token {TOKEN}"})
+    try:
+        with urllib.request.urlopen(request, timeout=60) as answer:
+            return answer.status, answer.read().decode()
+    except urllib.error.HTTPError as error:
+        return error.code, json.loads(error.read())["message"]
+
+
+def test_every_endpoint_answers_odd_requests_with_a_sentence(server: tuple[str, Path]) -> None:
+    asked = {f"{path} {body[:30]!r}": (path, body) for path in FIELDS for body in ODD_BODIES}
+    for path, fields in FIELDS.items():
+        for name, odd in ((name, odd) for name in fields for odd in ODD):
+            asked[f"{path} {name}={odd!r:.30}"] = (path, json.dumps({**fields, name: odd}).encode())
+    for name, odd in (("steps", odd) for odd in (*ODD, "0x" + "f" * 6000, "9" * 6000, "[" * 3000, "nan")):
+        body = {**FIELDS["notebooks"], "parameters": {name: odd}}
+        asked[f"notebooks {name}={odd!r:.30}"] = ("notebooks", json.dumps(body).encode())
+    for query in ("since=" + "9" * 6000, "since=-1", "since=%FF", "index=%00", "index=1&since=5&since=x"):
+        asked[f"runs {query[:20]}"] = (f"runs?{query}", None)
+    for query in ("template=", "template=" + "x" * 3000, "template=%00", "template=%FF", "template=..%2F..%2Fx"):
+        asked[f"parameters {query[:20]}"] = (f"parameters?{query}", None)
+    answers = {what: raw(f"{server[0]}/workbench/{path}", body) for what, (path, body) in asked.items()}
+    assert {what: answer for what, answer in answers.items() if answer[0] >= 500} == {}
+    posted = [(what, answers[what]) for what, (_, body) in asked.items() if body is not None]
+    assert {what for what, (status, said) in posted if status == 400 and not said.endswith(".")} == set()
+    assert answers["curves b'5'"] == (400, "The request is a JSON int. Send an object.")
+    assert answers[f"run {b'[' * 30!r}"] == (400, "The request is no JSON that can be read: it is nested too deeply.")
+    for made in server[1].rglob("*.ipynb"):
+        made.unlink()
+
+
 def test_the_extension_has_the_version_of_the_package_and_fetches_nothing_from_elsewhere() -> None:
     folder = JUPYTER / "labextensions" / "workbench"
     assert json.loads((folder / "package.json").read_text())["version"] == wb.__version__

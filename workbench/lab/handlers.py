@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import re
 from dataclasses import asdict
 from pathlib import Path
@@ -11,18 +12,15 @@ import nbformat
 import tornado.web
 from jupyter_core.utils import ensure_async
 from jupyter_server.auth.decorator import authorized
-from jupyter_server.base.handlers import APIHandler
 
 from workbench.errors import WorkbenchError, suggestion
-from workbench.lab.run_handlers import RUN_HANDLERS
+from workbench.lab.run_handlers import RUN_HANDLERS, Handler
 from workbench.notebooks.parameters import checked_values, parameters, with_values
 from workbench.notebooks.templates import templates
 
 
-class Templates(APIHandler):
+class Templates(Handler):
     """The cards of the launcher."""
-
-    auth_resource = "contents"
 
     @tornado.web.authenticated
     @authorized
@@ -31,10 +29,8 @@ class Templates(APIHandler):
         self.finish({"templates": cards()})
 
 
-class Parameters(APIHandler):
+class Parameters(Handler):
     """The parameters of a template."""
-
-    auth_resource = "contents"
 
     @tornado.web.authenticated
     @authorized
@@ -44,10 +40,8 @@ class Parameters(APIHandler):
         self.finish({"parameters": [asdict(parameter) for parameter in declared.values()]})
 
 
-class Notebooks(APIHandler):
+class Notebooks(Handler):
     """Copies of templates beside the user's notebooks."""
-
-    auth_resource = "contents"
 
     @tornado.web.authenticated
     @authorized
@@ -57,9 +51,11 @@ class Notebooks(APIHandler):
         `parameters` holds the text of each value that differs from the template's. The contents manager writes the
         copy, and refuses a folder outside the server's root.
         """
-        asked = self.get_json_body() or {}
-        template = known_template(asked.get("template"))
-        texts = {str(name): str(text) for name, text in asked.get("parameters", {}).items()}
+        asked = self.asked()
+        template, given = known_template(asked.get("template")), asked.get("parameters", {})
+        if not isinstance(given, dict):
+            raise tornado.web.HTTPError(400, f"Parameters are a JSON {type(given).__name__}. Send an object.")
+        texts = {str(name): str(text) for name, text in given.items()}
         notebook = nbformat.read(template, as_version=4)
         if texts:
             try:
@@ -70,10 +66,18 @@ class Notebooks(APIHandler):
                 return
             cell = next(cell for cell in notebook.cells if "parameters" in cell.metadata.get("tags", ()))
             cell.source = with_values(cell.source, values)
-        path = await self._free_path(str(asked.get("folder", "")), template.stem)
+        path = await self._free_path(await self._known_folder(asked.get("folder", "")), template.stem)
         await ensure_async(self.contents_manager.save({"type": "notebook", "content": notebook}, path))
         self.set_status(201)
         self.finish({"path": path})
+
+    async def _known_folder(self, name: Any) -> str:
+        """Return the name of a folder of the server's files; answers 400 to any other."""
+        manager: Any = self.contents_manager
+        with contextlib.suppress(OSError, ValueError):  # a name that no file can have
+            if isinstance(name, str) and await ensure_async(manager.dir_exists(name)):
+                return name
+        raise tornado.web.HTTPError(400, f"There is no folder {name!r:.200} among the server's files.")
 
     async def _free_path(self, folder: str, name: str) -> str:
         """Return the path of a notebook that does not exist: `name.ipynb`, `name-2.ipynb` and so on."""
@@ -87,7 +91,7 @@ class Notebooks(APIHandler):
 
 def known_template(name: Any) -> Path:
     """Return the path of an installed template; raises 404 with the known names."""
-    if name not in templates():
+    if not isinstance(name, str) or name not in templates():
         raise tornado.web.HTTPError(404, f"There is no template {name!r}. {suggestion(str(name), templates())}")
     return templates()[name]
 

@@ -19,7 +19,7 @@ from jupyter_server.base.handlers import APIHandler
 from workbench.analysis.curve import Curve
 from workbench.errors import RunNotFound, WorkbenchError
 from workbench.lab.run_index import RunIndex, own_run
-from workbench.rundir import known_runs_roots
+from workbench.rundir import known_runs_roots, parsed
 from workbench.runs.records.history import read_tail
 from workbench.runs.records.summary import measurements
 from workbench.runs.registry import distinct_names
@@ -28,6 +28,8 @@ from workbench.runs.status import read_progress
 
 Result = TypeVar("Result")
 MOST_CURVES = 50
+MOST_DIGITS = 18
+"""Most digits of a version that are read: Python refuses to read thousands."""
 ACTIONS: dict[str, Callable[[Run, Any], Any]] = {
     "stop": lambda run, _: run.stop(),
     "resume": lambda run, _: run.resume(),
@@ -68,10 +70,25 @@ def figures_of(runs: Sequence[Run]) -> list[dict[str, Any]]:
     return [json.loads(figure.to_json()) for figure in figures]
 
 
-class _RunHandler(APIHandler):
-    """A handler that reads files in threads, so that a slow disk does not hold up the server."""
+class Handler(APIHandler):
+    """A handler whose requests have a JSON object as their body."""
 
     auth_resource = "contents"
+
+    def asked(self) -> dict[str, Any]:
+        """Return the fields of the request; answers 400 with a sentence to a body that is no JSON object."""
+        try:
+            fields = parsed(self.request.body or b"{}")
+            json.dumps(fields, ensure_ascii=False).encode()  # half a letter of Unicode is in no name of a file
+        except ValueError as error:  # no JSON, no UTF-8, nested too deeply, or a number of thousands of digits
+            raise tornado.web.HTTPError(400, f"The request is no JSON that can be read: {error}.") from None
+        if not isinstance(fields, dict):
+            raise tornado.web.HTTPError(400, f"The request is a JSON {type(fields).__name__}. Send an object.")
+        return fields
+
+
+class _RunHandler(Handler):
+    """A handler that reads files in threads, so that a slow disk does not hold up the server."""
 
     @property
     def roots(self) -> list[Path]:
@@ -107,7 +124,7 @@ class Runs(_RunHandler):
         index = self.index
         same = self.get_query_argument("index", "") == str(id(index))
         since = self.get_query_argument("since", "0")
-        version = int(since) if same and since.isdecimal() else 0
+        version = int(since[:MOST_DIGITS]) if same and since.isdecimal() else 0
         answer = await self.in_thread(lambda: index.read(self.roots, version))
         self.finish({"index": str(id(index)), "since": version, **answer})
 
@@ -119,7 +136,7 @@ class RunActions(_RunHandler):
     @authorized
     async def post(self) -> None:
         """Do `action` (a key of `ACTIONS`) to the run at `path`, with `value`."""
-        asked = self.get_json_body() or {}
+        asked = self.asked()
         action = ACTIONS.get(str(asked.get("action")))
         if action is None:
             raise tornado.web.HTTPError(400, f"There is no action {asked.get('action')!r:.80}.")
@@ -134,7 +151,7 @@ class RunCurves(_RunHandler):
     @authorized
     async def post(self) -> None:
         """Answer with the figures and failures of the runs at `paths`, unless their events have the sizes `seen`."""
-        asked = self.get_json_body() or {}
+        asked = self.asked()
         paths = asked.get("paths")
         if not isinstance(paths, list) or not 1 <= len(paths) <= MOST_CURVES:
             raise tornado.web.HTTPError(400, f"Name 1 to {MOST_CURVES} runs.")

@@ -76,7 +76,9 @@ def checked_values(notebook: Path, texts: Mapping[str, str]) -> dict[str, Any]:
 
 def _literal(text: str) -> Any:
     try:
-        return ast.literal_eval(text.strip())
+        value = ast.literal_eval(text.strip())
+        repr(value)  # ValueError for a number of thousands of digits, which nothing could show
+        return value
     except (ValueError, SyntaxError, MemoryError, RecursionError):
         return text.strip()
 
