@@ -14,7 +14,8 @@ from typing import Any
 import psutil
 import pytest
 
-from tests.distributed import real_worker
+import workbench as wb
+from tests.distributed import real_worker, test_sweeps
 from tests.distributed.test_launch import ROOT, eventually, experiment, first_step, launch, node, plan_for, start
 from workbench.rundir import process_alive, process_record, read_json, runs_root
 from workbench.runs.launching import fork_server, processes
@@ -118,6 +119,29 @@ def test_a_forked_run_trains_and_resumes_to_the_same_bits_as_a_new_process(monke
     assert resumed.history().loss.tolist() == losses, "its first three steps are those of the forked run"
 
 
+def test_every_run_of_a_sweep_is_forked_and_so_is_the_next_sweep_by_the_server_of_its_kernel(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    test_sweeps.prepare(monkeypatch.setattr)
+    gate = tmp_path / "gate"
+    monkeypatch.setenv("SWEEP_GATE", str(gate))
+
+    def parents() -> tuple[psutil.Process, set[psutil.Process]]:
+        """Return the parents of a sweep's supervisor and of its runs', which train side by side until a gate opens."""
+        gate.unlink(missing_ok=True)
+        sweep = wb.sweep(test_sweeps.experiment(), learning_rate=[1e-3, 2e-3])
+        eventually(lambda: len(sweep.runs) == 2 and all(run.row()["step"] for run in sweep.runs))
+        found = psutil.Process(read_json(sweep.directory.supervisor)["pid"]).parent(), set(map(server_of, sweep.runs))
+        gate.touch()
+        assert [result.state for _, result in sweep.wait(60).results()] == ["finished"] * 2
+        return found
+
+    first, [server] = parents()
+    assert first.pid == os.getpid()
+    assert server.cmdline()[:3] == [sys.executable, "-m", fork_server.__name__]
+    assert parents() == (server, {server})
+
+
 def test_another_package_of_the_same_name_or_an_edited_file_makes_a_server_stale(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -159,7 +183,8 @@ def test_a_server_holds_no_file_and_a_run_and_the_next_launch_survive_its_death(
 
 KERNEL = """
 import sys
-from tests.distributed import real_worker
+import workbench as wb
+from tests.distributed import real_worker, test_sweeps
 from tests.distributed.test_launch import start
 start(steps=1).wait()
 print(start(steps=10_000).path, flush=True)

@@ -86,12 +86,12 @@ def test_a_sweep_survives_its_kernel_and_its_supervisor_and_trains_each_configur
     assert sweep.alive
     assert "2 runs side by side on 1 device each" in sweep.why
     eventually(lambda: sweep.results())
+    interrupted = eventually(lambda: next((run for run in reversed(sweep.runs) if not run.status.final), None))
     supervisor = psutil.Process(read_json(sweep.directory.supervisor)["pid"])
     supervisor.send_signal(signal.SIGKILL)
     eventually(lambda: not sweep.alive)
     assert not sweep.complete
     started = {run.path for run in sweep.runs}
-    interrupted = next(run for run in sweep.runs if not run.status.final)
     interrupted.kill()
 
     again = wb.sweeps.load_sweep(path).resume().wait(timeout=200)

@@ -8,7 +8,6 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from dataclasses import replace
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import psutil
@@ -41,7 +40,6 @@ from workbench.execution.parallel.sharding import distribute
 from workbench.execution.parallel.stage import RankStages, StageModule
 from workbench.experiment import Experiment
 from workbench.planning.plan import BUILD_SHARE, Plan, Stage
-from workbench.rundir import RunDir, read_record
 from workbench.sparsity.kernels.index import BlockIndex, to_compact
 from workbench.sparsity.pattern import is_present
 
@@ -62,10 +60,13 @@ def build_model(factory: Callable[[], nn.Module], model_bytes: int, device: torc
     return model.to(where).train()  # Tables from NumPy are on the CPU even if the model was built elsewhere.
 
 
-def preload(directory: str) -> None:
-    """Import what the build of a named model imports, in the process from which the ranks of a run are forked."""
+def preload(experiment: Mapping[str, Any]) -> None:
+    """Import what the build of a named model imports, in the process from which the ranks of a run are forked.
+
+    `experiment` is the JSON of the run's.
+    """
     with suppress(Exception), torch.device("meta"):  # the ranks tell what is wrong with an experiment
-        model = Experiment.from_json(read_record(RunDir(Path(directory)).experiment), {}).model
+        model = Experiment.from_json(experiment, {}).model
         if model.is_loaded:  # code of the user's is for the ranks alone
             model.build()
 

@@ -27,6 +27,7 @@ import socket
 import subprocess
 import sys
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 if __name__ == "__main__":
@@ -109,10 +110,11 @@ def _fork_ranks(parsed: argparse.Namespace) -> None:
     know but hands on. One rank is started by a function of Accelerate's launcher, which is replaced.
     """
     from workbench.execution.build import preload
+    from workbench.rundir import RunDir, read_object
 
     rank = (str(os.getpid()), parsed.training_script, *parsed.training_script_args)
     importlib.import_module(parsed.training_script)
-    preload(*parsed.training_script_args)
+    preload(read_object(RunDir(Path(*parsed.training_script_args)).experiment))
     gc.freeze()  # otherwise each rank's first collection would copy the pages of every object that it shares
     atexit.register(gc.unfreeze)  # otherwise a launcher that fails would say that these objects leak
     parsed.module, parsed.run_path, parsed.start_method = False, True, "fork"

@@ -13,15 +13,18 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any, ClassVar, Self
 
+import psutil
+
 from workbench.arguments import checked_arguments
 from workbench.errors import RunExists, RunNotFound, WorkbenchError
 from workbench.experiment import Experiment
 from workbench.planning.plan import Plan
-from workbench.rundir import process_alive, read_json, runs_root, write_json
-from workbench.runs.launching import processes
+from workbench.rundir import locked, process_alive, read_json, runs_root, write_json
+from workbench.runs.launching import fork_server, processes
 from workbench.runs.launching.run_directory import new_directory, user_code
 from workbench.runs.run import Run
 from workbench.sweeps.directory import SWEEP, Entry, QueueDir, Result
+from workbench.sweeps.supervisor import ranks_environment
 from workbench.user_code import user_path
 from workbench.waiting import waiting
 
@@ -180,13 +183,16 @@ def start_supervisor(directory: QueueDir) -> None:
     """Start the detached process that works through the queue, and wait until it has begun."""
     directory.supervisor.unlink(missing_ok=True)
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(user_path())}
-    module, log = "workbench.sweeps.supervisor", directory.log
-    process = processes.start_detached(module, str(directory.path), log=log, environment=environment)
+    threads = ranks_environment(directory)["OMP_NUM_THREADS"]
+    command = ("workbench.sweeps.supervisor", str(directory.path))
+    start = fork_server.client().start
+    pid = start(*command, log=directory.log, environment=environment, threads=threads, is_served=True)
     deadline = time.monotonic() + STARTS_S
-    while not directory.supervisor.exists() and process.poll() is None and time.monotonic() < deadline:
+    while not directory.supervisor.exists() and psutil.pid_exists(pid) and time.monotonic() < deadline:
         time.sleep(0.02)
-    if process.poll():
-        raise WorkbenchError(f"The supervisor of {directory.path.name} ended at once; {directory.log} says why.")
+    with locked(directory.lock, wait=False) as is_free:
+        if is_free and not directory.supervisor.exists():
+            raise WorkbenchError(f"The supervisor of {directory.path.name} ended at once; {directory.log} says why.")
 
 
 def find_queue(path: str | os.PathLike[str], settings: str, noun: str) -> Path:

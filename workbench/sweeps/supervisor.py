@@ -11,6 +11,7 @@ import sys
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -18,9 +19,11 @@ import numpy as np
 
 from workbench.errors import WorkbenchError
 from workbench.machine import available_cores
+from workbench.planning.plan import Plan
 from workbench.rundir import locked, this_process, write_json
-from workbench.runs.launching import launcher, processes
+from workbench.runs.launching import device_queue, fork_server, launcher, processes
 from workbench.runs.launching.run_directory import Attempt
+from workbench.runs.launching.supervisor import import_ahead, worker_environment
 from workbench.runs.records.history import Evaluations, History, HistoryTail
 from workbench.runs.run import Run
 from workbench.sweeps.directory import Entry, QueueDir, Result
@@ -212,9 +215,29 @@ def supervise(directory: QueueDir) -> int:
     with locked(directory.lock, wait=False) as alone:
         if alone:  # else another supervisor is at work
             write_json(directory.supervisor, this_process())
+            environment = ranks_environment(directory)
             os.environ.update(thread_limit(directory.settings["packing"], os.environ))
+            if not fork_server.client().is_served:
+                fork_server.leave_server(environment, partial(_import_ahead, directory), is_served=True)
             Supervisor(directory).work()
     return 0
+
+
+def _import_ahead(directory: QueueDir) -> None:
+    """Import what the launchers and the ranks of the queue's runs import."""
+    import_ahead(directory.settings["experiment"], on_cpu=_first_plan(directory).cluster.device.type == "cpu")
+
+
+def _first_plan(directory: QueueDir) -> Plan:
+    return Plan.load(min(directory.plan_file({}).parent.iterdir()))
+
+
+def ranks_environment(directory: QueueDir) -> dict[str, str]:
+    """Return the environment of the ranks of the queue's first run, on all devices of this node."""
+    plan = _first_plan(directory)
+    device_type = plan.cluster.device.type
+    base = {**os.environ, **thread_limit(directory.settings["packing"], os.environ)}
+    return worker_environment(base, plan.world, device_type, device_queue.node_devices(device_type))
 
 
 def thread_limit(packing: Mapping[str, int | str], environment: Mapping[str, str]) -> dict[str, str]:
@@ -226,4 +249,4 @@ def thread_limit(packing: Mapping[str, int | str], environment: Mapping[str, str
 
 
 if __name__ == "__main__":
-    sys.exit(supervise(QueueDir(Path(sys.argv[1]))))
+    fork_server.leave(supervise(QueueDir(Path(sys.argv[1]))))

@@ -2,8 +2,9 @@
 
 The first supervisor that a process starts is a new one. Before it starts its ranks it imports what they need, and then
 leaves a copy of itself behind: the server. It holds nothing of the user's and has computed nothing. The supervisors of
-later runs are forked from it, and fork their launchers in turn. The server ends with the process that it serves, and is
-never needed: where there is none, or where a new process would be another one, a new process is started.
+later runs are forked from it, and fork their launchers in turn. The supervisor of a sweep or grid is served by the same
+server, whether it was forked from it or left it. The server ends with the last process that it serves, and is never
+needed: where there is none, or where a new process would be another one, a new process is started.
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ import sys
 import threading
 import time
 import traceback
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from importlib.machinery import PathFinder
 from pathlib import Path
@@ -54,7 +55,7 @@ LOOK_S = 1.0
 """Seconds between two looks whether the process that the server serves still lives."""
 WAIT_S = 0.02
 SOCKET = 3
-"""Descriptor of the server's socket."""
+"""Descriptor of the socket by which a process that was forked reaches the server that serves it."""
 
 
 @dataclass
@@ -79,10 +80,11 @@ class Forked:
         return self.returncode
 
 
-def fork(command: Sequence[str], environment: Mapping[str, str], **place: Any) -> Forked:
+def fork(command: Sequence[str], environment: Mapping[str, str], threads: str | None = None, **place: Any) -> Forked:
     """Run `python -m MODULE …` in a session of its own, without starting Python anew where this process can be forked.
 
-    `place` are the arguments of `_enter`.
+    `place` are the arguments of `_enter`. With `threads`, the `OMP_NUM_THREADS` of ranks, the process is served by the
+    server at the other end of the socket in `place`.
     """
     for stream in (sys.stdout, sys.stderr):
         stream.flush()
@@ -97,6 +99,8 @@ def fork(command: Sequence[str], environment: Mapping[str, str], **place: Any) -
         if not _name(command):
             os.execve(command[0], list(command), dict(environment))
         _replace_environment(environment)
+        if threads is not None:
+            client().connect(socket.socket(fileno=SOCKET), threads)
         _, _, module, *sys.argv[1:] = command
         sys.modules.pop(module, None)  # `runpy` warns of a module that was imported
         runpy.run_module(module, run_name="__main__", alter_sys=True)
@@ -117,10 +121,18 @@ def leave(code: int) -> NoReturn:
     os._exit(code)
 
 
-def _enter(directory: str | None = None, path: Sequence[str] = (), log: str | None = None) -> None:
-    """Take a working directory, a module search path and a file for the output, by default this process's own."""
+def _enter(
+    directory: str | None = None, path: Sequence[str] = (), log: str | None = None, server: int | None = None
+) -> None:
+    """Take a working directory, a module search path and a file for the output, by default this process's own.
+
+    Of the descriptors that were open, a process keeps that of the socket to its server as `SOCKET`.
+    """
     _redirect(log)
-    _close_from(SOCKET)
+    if server is not None:
+        os.dup2(server, SOCKET)
+        os.set_inheritable(SOCKET, False)
+    _close_from(SOCKET + (server is not None))
     if directory is not None:
         os.chdir(directory)
         sys.path[:] = path
@@ -141,9 +153,9 @@ def _redirect(log: str | None) -> None:
         os.close(descriptor)
 
 
-def _close_from(first: int) -> None:
+def _close_from(first: int, kept: Collection[int] = ()) -> None:
     for name in os.listdir("/proc/self/fd"):
-        if int(name) >= first:
+        if int(name) >= first and int(name) not in kept:
             with contextlib.suppress(OSError):  # that of the listing
                 os.close(int(name))
 
@@ -165,11 +177,20 @@ def _name(command: Sequence[str]) -> bool:
     return False
 
 
-def leave_server(environment: Mapping[str, str], import_ahead: Callable[[], None]) -> None:
-    """Import what runs need, and leave a server, if the process that started this one has asked for it."""
-    if not stat.S_ISSOCK(os.fstat(0).st_mode):
+def leave_server(environment: Mapping[str, str], import_ahead: Callable[[], None], is_served: bool = False) -> None:
+    """Import what runs need, and leave a server, if the process that started this one has asked for it.
+
+    With `is_served` the server serves this process too, and is left for it alone if nobody else has asked.
+    """
+    served, ours = dict[socket.socket, ProcessRecord](), None
+    if stat.S_ISSOCK(os.fstat(0).st_mode):
+        served[socket.socket(fileno=os.dup(0))] = process_record(os.getppid())
+    if is_served:
+        ours, given = _pair()
+        served[given] = process_record(os.getpid())
+    if not served:
         return
-    served, own = process_record(os.getppid()), dict(os.environ)
+    own = dict(os.environ)
     _replace_environment(environment)  # before anything reads it
     gc.disable()  # collecting while importing takes a fifth of the time
     with contextlib.suppress(Exception):  # the launcher tells what is wrong
@@ -180,7 +201,11 @@ def leave_server(environment: Mapping[str, str], import_ahead: Callable[[], None
     if child := os.fork():
         os.waitpid(child, 0)
         _redirect(None)
+        for each in served:
+            each.close()
         _replace_environment({**own, **set_by_imports})
+        if ours is not None:
+            client().connect(ours, environment["OMP_NUM_THREADS"])
         return
     with contextlib.suppress(BaseException):
         _name([sys.executable, "-m", __name__])
@@ -190,33 +215,57 @@ def leave_server(environment: Mapping[str, str], import_ahead: Callable[[], None
     os._exit(0)
 
 
-def _serve(served: ProcessRecord, set_by_imports: Mapping[str, str]) -> None:
-    """Fork a process for each request, until the process that asks has ended."""
+def _pair() -> tuple[socket.socket, socket.socket]:
+    """Return both ends of a connection to a server."""
+    return socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+
+
+def _serve(served: dict[socket.socket, ProcessRecord], set_by_imports: Mapping[str, str]) -> None:
+    """Fork a process for each request, until every process that asks has ended."""
     for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
         signal.signal(number, signal.SIG_DFL)
     signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # nobody asks how they ended
-    os.dup2(0, SOCKET)
     _redirect(os.devnull)
-    _close_from(SOCKET + 1)
+    _close_from(SOCKET, kept={each.fileno() for each in served})
     own_path = {os.getcwd(), *os.environ.get("PYTHONPATH", "").split(os.pathsep)}
     python_path = [entry for entry in sys.path if entry not in own_path]
     os.chdir("/")
     sources = _sources()
-    with socket.socket(fileno=SOCKET) as requests:
-        requests.send(b"ready")
-        while True:
-            if not select.select([requests], [], [], LOOK_S)[0]:
-                if not process_alive(served):  # a process that it had forked may hold the socket
-                    return
-                continue
-            message = requests.recv(2**20)
-            if not message:
-                return
-            request = json.loads(message)
-            request["path"] += python_path
-            request["environment"] |= set_by_imports
-            pid = fork(**request).pid if _is_current(sources, request["path"]) else 0
-            requests.send(str(pid).encode())
+
+    def answer(asking: socket.socket) -> bool:
+        """Fork what is asked for, and return True, or False if the process that asks has ended."""
+        message = asking.recv(2**20)
+        if not message:
+            return False
+        request = json.loads(message)
+        request["path"] += python_path
+        request["environment"] |= set_by_imports
+        pid = 0
+        if _is_current(sources, request["path"]):
+            theirs, ours = _pair()
+            pid = fork(**request, server=theirs.fileno() if request.get("threads") else None).pid
+            theirs.close()
+            if request.get("threads"):
+                served[ours] = process_record(pid)
+                ours.send(b"ready")
+        asking.send(str(pid).encode())
+        return True
+
+    for each in served:
+        with contextlib.suppress(OSError):  # it has ended meanwhile
+            each.send(b"ready")
+    while served:
+        asking = select.select(list(served), [], [], LOOK_S)[0]
+        # A process that one of them had forked may hold its socket.
+        ended = [] if asking else [each for each, process in served.items() if not process_alive(process)]
+        for each in asking:
+            with contextlib.suppress(Exception):  # what goes wrong for one of them must not matter to the others
+                if answer(each):
+                    continue
+            ended.append(each)
+        for each in ended:
+            del served[each]
+            each.close()
 
 
 def _sources() -> dict[str, tuple[str, int]]:
@@ -249,20 +298,42 @@ class Client:
         self._facts: Mapping[str, Any] = {}
         self._is_ready = False
 
-    def start(self, module: str, *arguments: str, log: Path, environment: Mapping[str, str], threads: str) -> int:
+    @property
+    def is_served(self) -> bool:
+        """Return True if there is a server, as far as is known."""
+        return self._socket is not None
+
+    def connect(self, server: socket.socket, threads: str) -> None:
+        """Ask this server, which has this process's environment and the `OMP_NUM_THREADS` of `threads`, from now on."""
+        server.settimeout(ANSWER_S)
+        self._socket, self._facts = server, _facts({**os.environ, "OMP_NUM_THREADS": threads})
+        with contextlib.suppress(OSError):
+            self._is_ready = bool(server.recv(2**10))  # it is there, or notes which files it has imported
+
+    def start(
+        self,
+        module: str,
+        *arguments: str,
+        log: Path,
+        environment: Mapping[str, str],
+        threads: str,
+        is_served: bool = False,
+    ) -> int:
         """Start a module as `processes.start_detached` does and return its pid; it need not import what ranks need.
 
-        `threads` is the `OMP_NUM_THREADS` of the run's ranks.
+        `threads` is the `OMP_NUM_THREADS` of the run's ranks. The server, if there is one, serves a process that
+        launches runs in its turn, `is_served`.
         """
         facts = _facts({**environment, "OMP_NUM_THREADS": threads})
         with self._lock:
-            pid = self._forked(module, arguments, log, environment) if facts == self._facts else None
+            served = {"threads": threads} if is_served else {}
+            pid = self._forked(module, arguments, log, environment, served) if facts == self._facts else None
             if pid is not None:
                 return pid
             given = None
             if self._socket is None or facts != self._facts:
                 self._forget()
-                self._socket, given = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+                self._socket, given = _pair()
                 self._socket.settimeout(ANSWER_S)
                 self._facts = facts
             room = () if given is None else (ROOM,)
@@ -274,7 +345,14 @@ class Client:
         threading.Thread(target=process.wait, name=f"reap {process.pid}", daemon=True).start()
         return process.pid
 
-    def _forked(self, module: str, arguments: Sequence[str], log: Path, environment: Mapping[str, str]) -> int | None:
+    def _forked(
+        self,
+        module: str,
+        arguments: Sequence[str],
+        log: Path,
+        environment: Mapping[str, str],
+        served: Mapping[str, str],
+    ) -> int | None:
         if self._socket is None or not (self._is_ready or select.select([self._socket], [], [], 0)[0]):
             return None
         with contextlib.suppress(OSError, ValueError):
@@ -285,6 +363,7 @@ class Client:
                 "directory": directory,
                 "path": [*([] if sys.flags.safe_path else [directory]), *environment["PYTHONPATH"].split(os.pathsep)],
                 "log": str(log.absolute()),
+                **served,
             }
             self._is_ready = self._is_ready or bool(self._socket.recv(2**10))
             self._socket.send(json.dumps(request).encode())

@@ -13,14 +13,24 @@ import os
 import signal
 import sys
 import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from workbench.events import LauncherRecord, PlanFacts, ProcessRecord
 from workbench.machine import available_cores
-from workbench.rundir import KILLED, EventTail, RunDir, append_event, process_record, read_json, read_record, write_json
+from workbench.rundir import (
+    KILLED,
+    EventTail,
+    RunDir,
+    append_event,
+    process_record,
+    read_json,
+    read_object,
+    read_record,
+    write_json,
+)
 from workbench.runs.launching import fork_server, processes
 from workbench.runs.launching.device_queue import Ticket
 from workbench.runs.launching.device_sampler import sampled
@@ -139,18 +149,23 @@ def main(directory: str) -> int:
                 return 0
             _status(run, "starting", "")
             launcher["devices"] = devices
-            fork_server.leave_server(_environment(launcher, Nodes()), functools.partial(_import_ahead, run, launcher))
+            on_cpu = launcher["plan"]["device_type"] == "cpu"
+            import_all = functools.partial(import_ahead, read_object(run.experiment), on_cpu)
+            fork_server.leave_server(_environment(launcher, Nodes()), import_all)
             return _train(run, launcher, Nodes())
         finally:
             ticket.leave()
 
 
-def _import_ahead(run: RunDir, launcher: LauncherRecord) -> None:
-    """Import what the launcher of this run and of later ones imports, and what ranks do that are forked from it."""
+def import_ahead(experiment: Mapping[str, Any], on_cpu: bool) -> None:
+    """Import what the launchers of runs import, and what their ranks do if those are forked, which is on CPUs.
+
+    `experiment` is the JSON of one of the runs.
+    """
     importlib.import_module(processes.LOCAL_LAUNCHER)
-    if launcher["plan"]["device_type"] == "cpu":
+    if on_cpu:
         importlib.import_module(processes.WORKER)
-        importlib.import_module("workbench.execution.build").preload(str(run.path))
+        importlib.import_module("workbench.execution.build").preload(experiment)
 
 
 def supervise(run: RunDir, launcher: LauncherRecord, nodes: Nodes) -> int:
