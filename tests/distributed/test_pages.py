@@ -1,17 +1,17 @@
 """Pages run as they are printed: every Python block of the tutorial, the how-tos and troubleshooting, in order.
 
-What a page takes as given, such as `experiment`, is small here.
+What a page takes as given, such as `experiment`, is small here. Each page has a process of its own.
 """
 
 from __future__ import annotations
 
 import re
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
-ROOT = Path(__file__).resolve().parents[2]
+from tests.distributed.documents import ROOT, run_script
+
 DOCS = ROOT / "docs"
 GIVEN = """
 import torch, workbench as wb
@@ -48,28 +48,23 @@ def blocks_of(text: str) -> list[str]:
     return re.findall(r"^```python\n(.*?)^```", text, re.M | re.S)
 
 
-@pytest.fixture
-def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[str], None]:
-    """Execute scripts in this process, because the imports of a new one take longer than a page."""
-    monkeypatch.setenv("WORKBENCH_RUNS", str(tmp_path / "runs"))
-    monkeypatch.chdir(tmp_path)
-    return lambda script: exec(compile(script, "page.py", "exec"), {"__name__": "__main__"})
-
-
-def test_every_block_of_the_tutorial_runs_in_order(run: Callable[[str], None]) -> None:
+def test_every_block_of_the_tutorial_runs_in_order(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     blocks = blocks_of((DOCS / "tutorial.md").read_text())
     assert len(blocks) >= 5
-    run("\n".join([*blocks, AFTERWARDS["tutorial"]]))
+    run_script("\n".join([*blocks, AFTERWARDS["tutorial"]]), tmp_path, monkeypatch)
 
 
-def test_every_block_of_the_how_tos_runs_in_order(run: Callable[[str], None]) -> None:
-    pages = {page.stem: blocks_of(page.read_text()) for page in sorted(DOCS.glob("how-to/*.md"))}
-    assert sum(map(bool, pages.values())) >= 5
+def test_every_block_of_the_how_tos_runs_in_order(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    pages = {page.stem: blocks for page in sorted(DOCS.glob("how-to/*.md")) if (blocks := blocks_of(page.read_text()))}
+    assert len(pages) >= 5
     for name, blocks in pages.items():
-        run("\n".join([GIVEN, FURTHER_GIVEN.get(name, ""), *blocks, AFTERWARDS.get(name, "")]))
+        script = [GIVEN, FURTHER_GIVEN.get(name, ""), *blocks, AFTERWARDS.get(name, "")]
+        run_script("\n".join(script), tmp_path, monkeypatch)
 
 
-def test_each_message_of_troubleshooting_is_raised_and_its_remedy_works(run: Callable[[str], None]) -> None:
+def test_each_message_of_troubleshooting_is_raised_and_its_remedy_works(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     given, *entries = re.split(r"^### ", (DOCS / "reference" / "troubleshooting.md").read_text(), flags=re.M)
     script = ["import re", "from workbench.errors import WorkbenchError", *blocks_of(given)]
     for entry in entries:
@@ -80,4 +75,4 @@ def test_each_message_of_troubleshooting_is_raised_and_its_remedy_works(run: Cal
             script += blocks[1:]
             assert len(blocks) == 2, title
     assert len(script) > 30
-    run("\n".join(script))
+    run_script("\n".join(script), tmp_path, monkeypatch)
