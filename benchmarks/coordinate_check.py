@@ -196,13 +196,20 @@ def main() -> None:
     parser.add_argument("--widths", type=int, nargs="+", default=WIDTHS)
     parser.add_argument("--depths", type=int, nargs="+")
     parser.add_argument("--steps", type=int, default=4)
+    parser.add_argument("--depth-rule", action="store_true", help="that of wb.models.scaling, also for Muon")
     parser.add_argument("--to", type=Path)
+    parser.add_argument("--raw", type=Path, help="JSON file to which the drifts are added")
     asked = parser.parse_args()
     axis, values = ("depth", asked.depths) if asked.depths else ("width", asked.widths)
     experiment = wb.Experiment.from_json(json.loads(asked.experiment.read_text()))
-    checked = coordinate_check(experiment, axis, values, asked.steps)
+    checked = coordinate_check(experiment, axis, values, asked.steps, asked.depth_rule or None)
     for part in parts_of(axis):
         print(f"{part}: drift {drift(checked[0], part):+.2f} with the rule, {drift(checked[1], part):+.2f} without")
+    if asked.raw is not None:
+        key = f"{axis} {min(values)} to {max(values)}{', depth rule' * asked.depth_rule}"
+        found = {part: [round(drift(sizes, part), 3) for sizes in checked] for part in parts_of(axis)}
+        earlier = json.loads(asked.raw.read_text()) if asked.raw.exists() else {}
+        asked.raw.write_text(json.dumps({**earlier, key: found}, indent=1) + "\n")
     if asked.to is not None:
         print(wb.figures.save_html(draw(axis, *checked), asked.to))
 

@@ -2,6 +2,7 @@
 
     python benchmarks/width_rule.py          train what the raw file lacks, then draw docs/pictures/width-rule.png
     python benchmarks/width_rule.py --draw   draw only
+    python benchmarks/width_rule.py --muon   the same with Muon, whose raw file and picture are width_rule_muon
 
 GPT-2s of width 64, 128 and 256 and depth 4 and 8 train for 100 steps on the demo corpus, in one process on one core, in
 fp32. GPT-2 predicts every token and BERT one in seven, so that a few seconds of training suffice to rank two rates. The
@@ -9,7 +10,9 @@ proxy is the smallest model. Each model is trained at the proxy's best rate and 
 then the search walks on towards lower loss until the best rate has a worse one on either side. The loss is held out.
 
 With the rule, initial weights and rates are those of `wb.models.scaling(proxy, model)`. Without it only the sizes
-change: each model has the proxy's `initializer_range` and one rate for all parameters.
+change: each model has the proxy's `initializer_range` and one rate for all parameters. With Muon, the rate that is
+searched is that of hidden matrices, and AdamW's best rate of the proxy is that of all other parameters; without the
+rule, updates have the root mean square of AdamW's.
 """
 
 from __future__ import annotations
@@ -37,13 +40,16 @@ from workbench.optimizers.schedules import learning_rate_factor
 from workbench.validation import factor_of
 
 ROOT = Path(__file__).resolve().parents[1]
-RAW = ROOT / "benchmarks" / "results" / "width_rule_1core.json"
-PICTURE = ROOT / "docs" / "pictures" / "width-rule.png"
+MUON = "--muon" in sys.argv[1:]
+RAW = ROOT / "benchmarks" / "results" / f"width_rule{'_muon' if MUON else ''}_1core.json"
+PICTURE = ROOT / "docs" / "pictures" / f"width-rule{'-muon' if MUON else ''}.png"
 WIDTHS, DEPTHS, HEAD_SIZE, VOCABULARY = (64, 128, 256), (4, 8), 8, 300
 SIZES = [(width, depth) for width in WIDTHS for depth in DEPTHS]
 STEPS, BATCH, SEQ_LEN, HELD_OUT = 100, 16, 16, 512
 RATE = 1e-2
 """Learning rate of position 0; position k is RATE * sqrt(2)**k."""
+ADAMW_RATE = RATE / math.sqrt(2)
+"""Best rate of the proxy under AdamW, which the other parameters have beside Muon."""
 START = -1
 """Position at which the search for the proxy's best rate begins."""
 LOWEST, HIGHEST = -12, 6
@@ -54,9 +60,10 @@ def main() -> None:
     torch.set_num_threads(1)
     if "--draw" not in sys.argv[1:]:
         proxy = best_position(SIZES[0], True, START)
-        for size in SIZES:
+        for depth in DEPTHS:
             for rule in (True, False):
-                best_position(size, rule, proxy)
+                for width in WIDTHS:
+                    best_position((width, depth), rule, proxy)
     print(table(read()))
     save(draw(read()), PICTURE, width=1000, scale=1.5)
 
@@ -114,7 +121,8 @@ def model(size: tuple[int, int]) -> Any:
 
 
 def experiment(size: tuple[int, int], rule: bool, position: int) -> wb.Experiment:
-    scaled = scaling(model(SIZES[0]), model(size))
+    scaled = scaling(model(SIZES[0]), model(size), algorithm="muon" if MUON else "adamw")
+    chosen: dict[str, Any] = {"algorithm": "muon", "adamw_rate": ADAMW_RATE} if MUON else {}
     return wb.Experiment(
         model=scaled.model if rule else model(size),
         data=wb.data.corpus("demo", vocab_size=VOCABULARY),
@@ -122,7 +130,7 @@ def experiment(size: tuple[int, int], rule: bool, position: int) -> wb.Experimen
         global_batch=BATCH,
         seq_len=SEQ_LEN,
         learning_rate=rate(position),
-        optimizer=wb.Optimizer(**scaled.optimizer) if rule else wb.Optimizer(),
+        optimizer=wb.Optimizer(**chosen, **(scaled.optimizer if rule else {})),
         evaluation=wb.Evaluation(samples=HELD_OUT),
     )
 

@@ -213,7 +213,13 @@ def forced_plan(
 
 
 def trainer_of(
-    experiment: Experiment, model: nn.Module, graph: Graph, division: Division, micro_batch: int, **choices: Any
+    experiment: Experiment,
+    model: nn.Module,
+    graph: Graph,
+    division: Division,
+    micro_batch: int,
+    device: str = "cpu",
+    **choices: Any,
 ) -> Trainer:
     """Return the trainer of this rank for a division of the experiment's global batch; `model` gives its weights away.
 
@@ -227,8 +233,9 @@ def trainer_of(
         schedule="interleaved" if division.chunks > 1 else "1f1b",
         **choices,
     )
-    here = coordinate(division.pipeline, division.data, division.tensor)
-    context = StepContext(seed=7, device=torch.device("cpu"))
+    here = coordinate(division.pipeline, division.data, division.tensor, device)
+    place = torch.device("cuda", torch.cuda.current_device()) if device == "cuda" else torch.device("cpu")
+    context = StepContext(seed=7, device=place)
     compact = block_sparse_parameters(experiment, plan, here, graph, context.device)
     stages = build_stage(plan, here, model, graph, context, compact=compact)
     return Trainer(experiment, plan, graph, stages, context, here)

@@ -18,7 +18,7 @@ import torch
 from torch import nn
 
 from tests.distributed import harness, zoo
-from tests.distributed.harness import CPU, LINK, Division, Tensors, launch, part_of, whole_parameters, worst
+from tests.distributed.harness import CPU, LINK, Division, Tensors, everywhere, launch, part_of, whole_parameters, worst
 from tests.exhaustive import EXHAUSTIVE
 from workbench.capture import Graph, capture, spec_of
 from workbench.cost.device import Link
@@ -188,10 +188,10 @@ def captured() -> Graph:
     return capture(zoo.bert_pretraining().train(), specs, name="bert")
 
 
-def trainer_of(division: Division, optimizer: str, link: Link = LINK) -> Trainer:
+def trainer_of(division: Division, optimizer: str, link: Link = LINK, device: str = "cpu") -> Trainer:
     torch.manual_seed(0)
     model = zoo.bert_pretraining().train()
-    return harness.trainer_of(experiment_of(optimizer), model, captured(), division, MICRO_BATCH, link=link)
+    return harness.trainer_of(experiment_of(optimizer), model, captured(), division, MICRO_BATCH, device, link=link)
 
 
 def experiment_of(optimizer: str) -> Experiment:
@@ -354,7 +354,9 @@ def _given_gradients(step: int, shapes: Mapping[str, torch.Size]) -> Tensors:
     return {name: torch.randn(shape, generator=generator) for name, shape in shapes.items()}
 
 
-def _unlike_torchs(_rank: int, divisions: list[Division]) -> dict[Division, tuple[int, float, list[int]]]:
+def unlike_torchs(
+    _rank: int, divisions: list[Division], device: str = "cpu"
+) -> dict[Division, tuple[int, float, list[int]]]:
     """Return how many matrices updates by given gradients orthogonalised, how far they are from torch's, relative to
     how far they moved, and how many each rank orthogonalised.
 
@@ -371,7 +373,7 @@ def _unlike_torchs(_rank: int, divisions: list[Division]) -> dict[Division, tupl
     expected = {name: parameter for name, parameter in model.named_parameters() if id(parameter) in hidden}
     found = {}
     for division in divisions:
-        trainer = trainer_of(division, "muon", Link(1e15, 0.0))
+        trainer = trainer_of(division, "muon", Link(1e15, 0.0), device)
         own = trainer.stages.model_parameters()
         counted: list[int] = []
         exchange = trainer.optimizer._exchange
@@ -385,19 +387,15 @@ def _unlike_torchs(_rank: int, divisions: list[Division]) -> dict[Division, tupl
         for step in range(FEW):
             gradients = _given_gradients(step, shapes)
             for name, parameter in own.items():
-                shard = trainer.whole.own_shard(name, gradients[name], parameter)
+                shard = trainer.whole.own_shard(name, gradients[name].to(parameter.device), parameter)
                 parameter.grad = torch.zeros_like(parameter)
                 local(parameter.grad).copy_(shard)
             trainer.optimizer.step()
-        whole = {name: trainer.full(name, own[name]) for name in own if name in expected}
-        parts: list[Any] = [None] * torch.distributed.get_world_size()
-        torch.distributed.all_gather_object(parts, (whole, sum(counted) // FEW))
-        together: Tensors = {}
-        for part, _ in parts:
-            for name, value in part.items():
-                assert torch.equal(together.setdefault(name, value), value), f"{name} differs between ranks"
+        together = everywhere({name: trainer.full(name, own[name]).cpu() for name in own if name in expected})
+        each: list[Any] = [None] * torch.distributed.get_world_size()
+        torch.distributed.all_gather_object(each, sum(counted) // FEW)
         error = worst(together, {name: expected[name].detach() for name in together}, start)
-        found[division] = len(together), error, [number for _, number in parts]
+        found[division] = len(together), error, each
     return found
 
 
@@ -413,7 +411,7 @@ FOUR = [
 @pytest.mark.parametrize("divisions", [TWO, FOUR], ids=["2 ranks", "4 ranks"])
 def test_updates_of_equal_gradients_equal_torchs_muon_under_every_plan(divisions: list[Division]) -> None:
     """Each matrix is orthogonalised once in its stage, and all ranks that hold it end with the same bits."""
-    found = launch(_unlike_torchs, divisions[0].world, divisions, ahead=captured)
+    found = launch(unlike_torchs, divisions[0].world, divisions, ahead=captured)
     matrices = max(number for number, _, _ in found.values())
     assert matrices > 10
     for division, (number, error, each) in found.items():

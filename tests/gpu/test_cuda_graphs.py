@@ -37,6 +37,8 @@ MODEL = wb.models.bert(hidden_size=64, num_layers=4, num_heads=4, vocab_size=VOC
 DATA = wb.data.corpus("demo", vocab_size=VOCABULARY)
 EXPERIMENT = wb.Experiment(model=MODEL, data=DATA, steps=STEPS, global_batch=GLOBAL_BATCH, seq_len=SEQ_LEN)
 
+MUON = EXPERIMENT.replace(optimizer=wb.Optimizer("muon", muon_scale="spectral", adamw_rate=1e-4), learning_rate=1e-2)
+
 
 @dataclasses.dataclass(frozen=True)
 class Outcome:
@@ -101,6 +103,13 @@ def test_recomputed_random_numbers_depend_on_the_step_only() -> None:
         assert other != first, recompute
 
 
+def test_replayed_steps_of_muon_equal_launched_ones_to_the_last_bit() -> None:
+    launched, captured = launch(_of_muon, 1, device=DEVICE)
+    assert captured.graphs > 0
+    assert dataclasses.replace(captured, graphs=0) == launched
+    assert len(set(captured.losses)) == STEPS
+
+
 @pytest.mark.parametrize("change", CHANGES)
 def test_frozen_blocks_and_blocks_that_cannot_be_captured_train_beside_captured_ones(change: str) -> None:
     launched, captured = launch(_changed, 1, change, device=DEVICE)
@@ -145,6 +154,12 @@ def _outcomes(_rank: int, world: int) -> dict[Case, tuple[Outcome, Outcome]]:
     return {case: (_outcome(trainer_of(case, False)), _outcome(trainer_of(case, True))) for case in cases}
 
 
+def _of_muon(_rank: int) -> tuple[Outcome, Outcome]:
+    use_deterministic_kernels()
+    launched, captured = (trainer_of(Case(), graphs, experiment=MUON) for graphs in (False, True))
+    return _outcome(launched), _outcome(captured)
+
+
 def _changed(_rank: int, change: str) -> tuple[Outcome, Outcome]:
     use_deterministic_kernels()
     launched, captured = (trainer_of(Case(), graphs, CHANGES[change]) for graphs in (False, True))
@@ -173,7 +188,12 @@ def _repeated(_rank: int) -> dict[str, tuple[float, ...]]:
     return found
 
 
-def trainer_of(case: Case, captured: bool, change: Callable[[Any], None] | None = None) -> Trainer:
+def trainer_of(
+    case: Case,
+    captured: bool,
+    change: Callable[[Any], None] | None = None,
+    experiment: wb.Experiment = EXPERIMENT,
+) -> Trainer:
     """Return a trainer of a plan with CUDA graphs; unless `captured`, its blocks are launched all the same."""
     model = build_model(MODEL.build, 0, here(), seed=0)
     if change is not None:
@@ -186,7 +206,7 @@ def trainer_of(case: Case, captured: bool, change: Callable[[Any], None] | None 
     stage = build_stage(plan, where, model, graph, context, compile=True, autocast=half)
     if not captured:
         context.cuda_graphs = None
-    return Trainer(EXPERIMENT, plan, graph, stage, context, where)
+    return Trainer(experiment, plan, graph, stage, context, where)
 
 
 def batch_for(trainer: Trainer, seed: int) -> dict[str, torch.Tensor]:

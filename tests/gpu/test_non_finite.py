@@ -27,7 +27,7 @@ CASES = (
 )
 
 
-@pytest.mark.parametrize("optimizer", ["adamw", "lamb", "sgd"])
+@pytest.mark.parametrize("optimizer", ["adamw", "lamb", "muon", "sgd"])
 @pytest.mark.parametrize("case", [pytest.param(case, marks=needs(1)) for case in CASES], ids=str)
 def test_the_block_is_found_on_a_gpu_and_the_weights_stay(case: Case, optimizer: str) -> None:
     if case.offload_optimizer and optimizer != "adamw":

@@ -157,7 +157,7 @@ def test_only_adamw_can_be_offloaded() -> None:
     [
         ("sgd", 4, 44),  # 11 passes: weight decay 3, momentum 2 + 3, update 3
         ("lamb", 8, 132),
-        ("muon", 4, 84),  # momentum 3 passes, decay 2, direction 3, stacked and normalised 7, result 3, update 3
+        ("muon", 4, 64),  # momentum 3 passes, decay 2, direction 3, stacked and normalised 5, update 3
     ],
 )
 def test_state_and_traffic_are_found_by_running_the_optimizer(optimizer: str, state: int, update: int) -> None:

@@ -18,7 +18,7 @@ from __future__ import annotations
 
 import math
 from collections import defaultdict
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -110,12 +110,10 @@ class _Matrix:
     shape: tuple[int, int]
     """Shape of the whole matrix."""
     projections: Projections
+    scales: tuple[float, ...]
+    """Multiple of the rate of each projection's update."""
     is_apart: bool
     """True if it has a batch of its own."""
-
-    @property
-    def flops(self) -> float:
-        return orthogonalisation_flops(self.shape, self.projections)
 
 
 class MuonAndAdamW(ShardedAdamW):
@@ -143,6 +141,7 @@ class MuonAndAdamW(ShardedAdamW):
         super().__init__(groups, **options)
         self._projections, self._scale, self._apart = projections, scale, frozenset(apart)
         self._exchange: MatrixExchange = exchange or OneRank()
+        self._matrices: dict[nn.Parameter, _Matrix] = {}
         self._due: list[_Matrix] = []
         self._rounds: tuple[list[str], list[list[list[_Matrix]]]] = ([], [])
 
@@ -158,12 +157,16 @@ class MuonAndAdamW(ShardedAdamW):
         if not group["orthogonal"]:
             super()._update(parameters, group)
             return
-        names = dict(zip(group["params"], group["names"], strict=True))
-        for parameter in parameters:
-            name = names[parameter]
-            rows, columns = self._exchange.whole_shape(name, parameter)
-            projections, is_apart = self._projections[name], name in self._apart
-            self._due.append(_Matrix(name, parameter, group, (rows, columns), projections, is_apart))
+        if parameters[0] not in self._matrices:
+            named = zip(group["params"], group["names"], strict=True)
+            self._matrices |= {parameter: self._matrix(name, parameter, group) for parameter, name in named}
+        self._due += [self._matrices[parameter] for parameter in parameters]
+
+    def _matrix(self, name: str, parameter: nn.Parameter, group: dict[str, Any]) -> _Matrix:
+        rows, columns = self._exchange.whole_shape(name, parameter)
+        projections = self._projections[name]
+        scales = tuple(update_scale(shape, self._scale) for shape in _shapes((rows, columns), projections))
+        return _Matrix(name, parameter, group, (rows, columns), projections, scales, name in self._apart)
 
     def _update_matrices(self, matrices: Sequence[_Matrix]) -> None:
         parameters = [matrix.parameter for matrix in matrices]
@@ -217,7 +220,8 @@ class MuonAndAdamW(ShardedAdamW):
         """Return the matrices that each owner orthogonalises in each round; all ranks find the same."""
         names = [matrix.name for matrix in matrices]
         if names != self._rounds[0]:
-            owners = shared_out({matrix.name: matrix.flops for matrix in matrices}, self._exchange.ranks)
+            flops = {matrix.name: orthogonalisation_flops(matrix.shape, matrix.projections) for matrix in matrices}
+            owners = shared_out(flops, self._exchange.ranks)
             alike = sorted(matrices, key=lambda m: (sorted(m.shape), m.projections.sizes, names.index(m.name)))
             rounds: list[list[list[_Matrix]]] = []
             for owner in range(self._exchange.ranks):
@@ -236,38 +240,38 @@ class MuonAndAdamW(ShardedAdamW):
         return self._rounds[1]
 
     def _orthogonalised(
-        self, matrices: Iterable[_Matrix], whole: Mapping[str, torch.Tensor], kept: torch.Tensor | None
+        self, matrices: Sequence[_Matrix], whole: Mapping[str, torch.Tensor], kept: torch.Tensor | None
     ) -> dict[str, torch.Tensor]:
         """Return the updates of whole matrices for a rate of 1, by name; zeros where `kept` is 0."""
-        batches: dict[Any, list[tuple[torch.Tensor, torch.Tensor, float]]] = defaultdict(list)
-        results = {}
+        batches: dict[Any, list[tuple[_Matrix, int, torch.Tensor]]] = defaultdict(list)
+        updates: dict[str, list[torch.Tensor]] = {}
         for matrix in matrices:
-            direction = whole[matrix.name]
-            results[matrix.name] = torch.empty_like(direction)
-            dim, shapes = matrix.projections.output_dim, _shapes(matrix.shape, matrix.projections)
-            sizes = [outputs for outputs, _ in shapes]
-            parts = zip(direction.split(sizes, dim), results[matrix.name].split(sizes, dim), shapes, strict=True)
-            for source, target, shape in parts:
-                wide = source.shape[0] <= source.shape[1]
-                views = (source, target) if wide else (source.mT, target.mT)
-                relative = update_scale(shape, self._scale) / update_scale(shapes[0], self._scale)
-                batches[matrix.name if matrix.is_apart else None, views[0].shape].append((*views, relative))
+            held, sizes = whole[matrix.name], matrix.projections.sizes
+            updates[matrix.name] = list(held.split(sizes, matrix.projections.output_dim)) if sizes else [held]
+            for index, part in enumerate(updates[matrix.name]):
+                wide = part if part.shape[0] <= part.shape[1] else part.mT
+                batches[matrix.name if matrix.is_apart else None, wide.shape].append((matrix, index, wide))
         for members in batches.values():
-            sources, targets, factors = zip(*members, strict=True)
-            updates = orthogonalised(torch.stack(sources))
+            found = orthogonalised(torch.stack([wide for _, _, wide in members]))
+            factors = [matrix.scales[index] / matrix.scales[0] for matrix, index, _ in members]
             if any(factor != 1 for factor in factors):
-                updates *= torch.tensor(factors, device=updates.device, dtype=updates.dtype)[:, None, None]
+                found *= torch.tensor(factors, device=found.device, dtype=found.dtype)[:, None, None]
             if kept is not None:
-                updates *= kept.to(updates.dtype)
-            torch._foreach_copy_(list(targets), list(updates.unbind()))
-        return results
+                found *= kept.to(found.dtype)
+            for (matrix, index, wide), update in zip(members, found.unbind(), strict=True):
+                parts = updates[matrix.name]
+                parts[index] = update if wide.shape == parts[index].shape else update.mT
+        return {
+            matrix.name: torch.cat(parts, matrix.projections.output_dim) if len(parts) > 1 else parts[0]
+            for matrix in matrices
+            for parts in (updates[matrix.name],)
+        }
 
     def _add(self, members: Sequence[Sequence[_Matrix]], arriving: Callable[[], Mapping[str, torch.Tensor]]) -> None:
         """Add one round's updates to this rank's shards."""
         updates = arriving()
         for matrix in (matrix for owned in members for matrix in owned):
-            scale = update_scale(_shapes(matrix.shape, matrix.projections)[0], self._scale)
-            local(matrix.parameter).add_(updates[matrix.name], alpha=-matrix.group["lr"] * scale)
+            local(matrix.parameter).add_(updates[matrix.name], alpha=-matrix.group["lr"] * matrix.scales[0])
 
 
 def update_scale(shape: tuple[int, int], scale: str) -> float:
