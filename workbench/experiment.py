@@ -20,7 +20,7 @@ from pydantic import BeforeValidator, Field, PlainSerializer, PlainValidator, Ty
 from workbench import data as _data
 from workbench import models as _models
 from workbench.columns import COLUMNS, EVALUATION_LABELS
-from workbench.data import DataSource
+from workbench.data import LARGEST_MASKED_SHARE, DataSource
 from workbench.errors import InvalidExperiment, UnknownParameter, suggestion
 from workbench.models import ModelSource
 from workbench.sparsity import Static
@@ -222,6 +222,10 @@ class Evaluation:
     """Steps between two evaluations."""
     samples: Count = 2048
     """Held-out samples of each evaluation; `data` with fewer items is used whole."""
+    masked_share: Annotated[Positive, Field(le=LARGEST_MASKED_SHARE)] | None = None
+    """Fraction of the positions of a held-out sample that a masked model predicts. None takes BERT's 0.15 whatever
+    `data.masked_share` is, so that runs with other masks compare; give the share of the training to see how far a model
+    generalises."""
     data: Data | None = None
     """Held-out data, of the same kinds and with the same fields as the experiment's `data`; by default about 5 % of the
     documents of its text."""
@@ -481,6 +485,7 @@ _SHORT: Mapping[tuple[str, ...], str] = {
     ("optimizer", "algorithm"): "optimizer",
     ("evaluation", "every"): "eval_every",
     ("evaluation", "samples"): "eval_samples",
+    ("evaluation", "masked_share"): "eval_masked_share",
     ("evaluation", "data"): "eval_data",
     ("samples", "every"): "sample_every",
     ("samples", "tokens"): "sample_tokens",

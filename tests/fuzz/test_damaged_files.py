@@ -45,7 +45,7 @@ from workbench.runs.records.history import final_loss
 
 MUTATIONS = 3000 if EXHAUSTIVE else 300
 STEPS, TRAINED, SAVED = 60, 40, (20, 40)
-FINAL_LOSS = final_loss([7.0 / step for step in range(1, TRAINED + 1)])
+FINAL_LOSS = final_loss(range(1, TRAINED + 1), [7.0 / step for step in range(1, TRAINED + 1)])
 FAILURE = "rank 0 (stage 0): RuntimeError: no more"
 PREDICTED = ("candidates", "prediction", "cluster")
 """Fields of a plan that determine nothing: what the planner thought of the machine."""
@@ -262,7 +262,7 @@ class World:
         told = (
             facts["damaged_lines"] or history.missing or facts["message"] != "rank 0 (stage 0): RuntimeError: no more"
         )
-        seen = len(history), facts["state"], facts["step"], final_loss(history.loss)
+        seen = len(history), facts["state"], facts["step"], history.final_loss
         whole = seen == (TRAINED, "failed", TRAINED, FINAL_LOSS)
         return None if told or whole or self.ends_early() else f"{seen}"
 

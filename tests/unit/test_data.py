@@ -611,15 +611,17 @@ def test_describing_data_and_models_imports_nothing_heavy():
     assert subprocess.run([sys.executable, "-c", code], capture_output=True, check=True).stdout.strip() == b"[]"
 
 
-def test_a_larger_masked_share_hides_more_in_training_and_the_same_in_evaluations(text):
+def test_a_larger_masked_share_hides_more_in_training_and_in_evaluations_what_they_ask_for(text):
     more = replace(text, masked_share=0.3)
     asked = Training(model=MLM, data=text, evaluation=Evaluation(every=1, samples=8))
     for corpus, hidden in ((text, 10), (more, 19)):  # 0.15 and 0.3 of 64 positions
         labels = corpus.dataset(asked).__getitems__([0, 1])["labels"]
         assert (labels != -100).sum(dim=1).tolist() == [hidden, hidden]
         assert corpus.labelled_share(asked) == corpus.masked_share
-        held_out = corpus.held_out(asked).__getitems__([0, 1])["labels"]
-        assert (held_out != -100).sum(dim=1).tolist() == [10, 10]
+        for share, held_out_hidden in ((None, 10), (0.3, 19)):
+            wanted = replace(asked, evaluation=Evaluation(every=1, samples=8, masked_share=share))
+            held_out = corpus.held_out(wanted).__getitems__([0, 1])["labels"]
+            assert (held_out != -100).sum(dim=1).tolist() == [held_out_hidden] * 2
     assert data.from_json(json.loads(json.dumps(more.to_json()))) == more
     for wrong in (0, 0.9, -0.1):
         with pytest.raises(DataError, match=f"masked_share={wrong} must be "):

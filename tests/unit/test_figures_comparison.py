@@ -2,15 +2,21 @@
 
 from __future__ import annotations
 
+import dataclasses
+
 import numpy as np
 import pytest
-from figure_values import curve
+from figure_values import curve, in_one_line
 
 from workbench.analysis.contrast import Interval, contrast, difference, setting_differences, standings
 from workbench.analysis.curve import Curve
 from workbench.analysis.noise import Scatter
+from workbench.analysis.seed_contrast import contrast_seeds
 from workbench.errors import UnknownParameter
+from workbench.figures.contrast_view import contrast as drawn
 from workbench.figures.contrast_view import differences
+from workbench.figures.curves_view import loss_curves
+from workbench.runs.loss_basis import loss_basis, why_not_compared
 
 
 def line(name: str, slope: float, offset: float, noise: float = 0.02, steps: int = 1500, seed: int = 0) -> Curve:
@@ -170,3 +176,105 @@ def test_an_interval_below_the_last_digit_is_not_written() -> None:
     words = "noise along the curves is unknown, so this holds for these two runs, not for these two recipes"
     verdict = "one seed each: cannot tell; a ended below b by 0.208"
     assert apart.describe() == f"{verdict} (the {words}); the curves do not cross"
+
+
+BERT = {
+    "model": {"type": "named", "family": "bert", "next_sentence": False, "dropout": 0.0},
+    "data": {"type": "corpus", "path": "a.txt", "vocab_size": 256, "objective": None, "masked_share": 0.15},
+    "evaluation": {"every": 100, "samples": 512, "data": None},
+    "seq_len": 32,
+    "global_batch": 8,
+    "loss": None,
+}
+OTHERS = {
+    "vocabulary (256 tokens and 64 tokens)": {"data": {**BERT["data"], "vocab_size": 64}},
+    "masked share (15 % and 30 %)": {"data": {**BERT["data"], "masked_share": 0.3}},
+    "sequence length (32 and 16)": {"seq_len": 16},
+    "loss function (masked tokens and next token)": {"model": {"family": "opt"}},
+    "loss function (masked tokens and masked tokens, z_loss of the outputs)": {"loss": "z_loss"},
+    "dropout (0 and 0.1)": {"model": {**BERT["model"], "dropout": 0.1}},
+    "text of the tokeniser (a.txt and b.txt)": {"data": {**BERT["data"], "path": "b.txt"}},
+}
+HELD_OUT = {
+    "held-out set (512 samples of a part of a.txt and 64 samples of a part of a.txt)": {
+        "evaluation": {**BERT["evaluation"], "samples": 64}
+    },
+    "masked share (15 % and 30 %)": {"evaluation": {**BERT["evaluation"], "masked_share": 0.3}},
+}
+
+
+@pytest.mark.parametrize(
+    ("said", "changes", "held_out"),
+    [(said, changes, held_out) for held_out, cases in enumerate((OTHERS, HELD_OUT)) for said, changes in cases.items()],
+)
+def test_losses_that_are_measured_on_different_things_get_no_verdict_anywhere(said, changes, held_out) -> None:
+    def run(name: str, experiment: dict, offset: float) -> Curve:
+        drawn = line(name, 1.0, offset)
+        sparse = {key: values[249::250] for key, values in drawn.columns.items()}
+        evaluated = {**sparse, "eval_loss": sparse["loss"]} if held_out else None
+        return dataclasses.replace(drawn, evaluations=evaluated, basis=loss_basis(experiment))
+
+    runs = [run("a", BERT, 5.0), run("b", {**BERT, **changes}, 8.0)]
+    found = contrast(runs, scatter=Scatter(0.01, np.inf))
+    assert said in repr(found).splitlines()[0]
+    assert said in found.to_html().partition("</p>")[0]
+    assert found.differences == ()
+    assert not any(standing.sure or "lower" in str(standing) for standing in found.standings)
+    assert said in in_one_line(drawn(found).layout.title.subtitle.text)
+    first = in_one_line(loss_curves(runs).layout.title.subtitle.text)
+    assert said in first.partition("</b>")[0]
+    seeds = contrast_seeds({"one": [runs[0], runs[0]], "other": [runs[1], runs[1]]})
+    assert said in repr(seeds)
+    assert said in in_one_line(drawn(seeds).layout.title.subtitle.text)
+    same = contrast([runs[0], run("c", {**BERT, "global_batch": 32, "precision": "bf16"}, 8.0)])
+    assert same.incomparable is None
+    assert len(same.differences) == 1
+
+
+def test_the_masks_of_training_do_not_keep_held_out_losses_from_being_compared() -> None:
+    """The held-out samples of both are masked at 15 %."""
+    other = {**BERT, "data": {**BERT["data"], "masked_share": 0.3}}
+    bases = [loss_basis(BERT), loss_basis(other)]
+    assert why_not_compared(bases, held_out=True) is None
+    assert "masked share" in (why_not_compared(bases, held_out=False) or "")
+    assert bases[0].held_out_in_words is None
+    assert bases[1].held_out_in_words == "masked at 15 % where training masks 30 %, which is easier"
+    assert loss_basis({**other, "evaluation": {"masked_share": 0.3}}).held_out_in_words is None
+
+
+def test_a_loss_that_compares_the_samples_of_a_batch_depends_on_its_size() -> None:
+    sizes = [{**BERT, "global_batch": size} for size in (8, 32)]
+    assert why_not_compared([loss_basis(each) for each in sizes], held_out=True) is None
+    coupled = [loss_basis(each, coupled=True) for each in sizes]
+    assert "samples of one loss (8 and 32)" in (why_not_compared(coupled, held_out=True) or "")
+
+
+def test_held_out_and_training_losses_are_not_one_order() -> None:
+    assert "some are held-out losses" in (why_not_compared([loss_basis(BERT)] * 2, [True, False]) or "")
+    assert why_not_compared([None, loss_basis(BERT)], True) is None
+
+
+def test_sparse_held_out_losses_are_not_read_where_there_are_none() -> None:
+    """The long run was evaluated at its beginning and its end alone, the short one where it ended."""
+
+    def run(name: str, steps: int, at: list[int]) -> Curve:
+        whole = line(name, 1.0, 5.0, steps=steps)
+        evaluated = {key: np.asarray(values)[at] for key, values in whole.columns.items()}
+        return dataclasses.replace(whole, evaluations={**evaluated, "eval_loss": evaluated["loss"]})
+
+    short, long, same = run("short", 300, [0, 299]), run("long", 1500, [0, 1499]), run("same", 300, [0, 299])
+    assert contrast([short, long]).loss == "Training loss"
+    assert contrast([short, same]).loss == "Held-out loss"
+
+
+def test_dozens_of_factors_of_a_rule_are_one_row() -> None:
+    def described(factors: dict) -> dict:
+        scale = {"rate_scale": factors, "decay_scale": factors}
+        return {"experiment": {"learning_rate": 1e-3, **(scale if factors else {})}}
+
+    rule = {f"*.layer.{index}.*": 0.5 + index / 10 for index in range(12)}
+    [row] = setting_differences([described({}), described(rule)])
+    assert row == ("factors of rate_scale, decay_scale", ("–", "24, 0.5 to 1.6"))
+    [one] = setting_differences([{"rate_scale": {"*": 1.0}}, {"rate_scale": {"*": 0.5}}])
+    assert one == ("rate_scale.*", ("1.0", "0.5"))
+    assert setting_differences([{"gathers": False}, {}]) == ()

@@ -106,9 +106,12 @@ def test_a_run_without_a_step_says_so() -> None:
 
 
 def test_the_end_of_each_line_carries_the_final_loss_of_the_tables() -> None:
-    figure = loss_curves([curve("a", steps=1000)], smoothing=0.0)
-    [end] = parts(figure, "end")
-    assert end.text[0] == f"<b>{final_loss(curve('a', steps=1000).columns['loss']):.2f}</b>"
+    columns = curve("a", steps=1000).columns
+    final = final_loss(columns["step"], columns["loss"])
+    for smoothing in (0.0, 0.01, 0.1):
+        [end] = parts(loss_curves([curve("a", steps=1000)], smoothing=smoothing), "end")
+        assert end.text[0] == f"<b>{final:.2f}</b>"
+        assert list(end.y) == [final]
 
 
 @pytest.mark.parametrize(("loss", "label"), [(10.946, "10.95"), (5.417, "5.42"), (0.05123, "0.0512"), (0.0, "0.00")])

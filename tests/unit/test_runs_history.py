@@ -1,12 +1,18 @@
 """History: events in, NumPy columns out."""
 
+import math
+
 import numpy as np
 import pytest
 
-from workbench.analysis.curve import Curve
+from workbench.analysis.contrast import contrast as contrast_curves
+from workbench.analysis.curve import Curve, curves_of
+from workbench.analysis.smoothing import smoothed
 from workbench.figures.curves_view import loss_curves
+from workbench.figures.run_views import compare
 from workbench.rundir import RunDir, append_event, write_record
 from workbench.runs.records.history import History, HistoryTail, final_loss
+from workbench.runs.registry import list_runs
 from workbench.runs.run import Run
 from workbench.widgets.run_reader import RunReader
 
@@ -115,11 +121,55 @@ def test_every_place_that_prints_the_loss_of_an_ended_run_prints_the_same(tmp_pa
         append_event(run.events, "step", step=step, tokens=step, loss=2 + 1 / step + 0.1 * (-1) ** step * (step % 7))
     append_event(run.events, "status", state="finished", message="200 steps.")
     read = Run(run.path)
-    final = final_loss(read.history().loss)
+    final = final_loss(read.history().step, read.history().loss)
     assert abs(final - read.history().loss[-1]) > 0.05, "the last step alone would say something else"
-    assert read.row()["loss"] == final
+    assert read.row()["loss"] == pytest.approx(final, abs=1e-12)
     assert f"→ {final:.4g})" in repr(read.history())
     assert f"loss {final:.4g}" in RunReader(run.path).read().facts
     curve = Curve("run", read.history())
     [end] = [trace for trace in loss_curves([curve], x="step").data if trace.meta == "end"]
     assert end.text[0] == f"<b>{final:.2f}</b>"
+
+
+def test_a_runs_number_is_its_last_held_out_loss_in_the_row_the_order_and_the_verdict(tmp_path):
+    def run(name, training, held_out):
+        at = RunDir(tmp_path / name)
+        at.path.mkdir()
+        write_record(at.environment, {})
+        write_record(at.experiment, {"steps": 200, "name": name})
+        append_event(at.events, "start", devices=1, resumed_from=None)
+        for step in range(0, 201, 50):
+            for each in range(max(1, step - 49), step + 1):
+                append_event(at.events, "step", step=each, tokens=each, loss=training + 1 / each)
+            more = {"flops": step, "seconds": float(step), "eval_seconds": 0.1, "samples": step, "evaluated": 8}
+            append_event(at.events, "evaluation", step=step, tokens=step, loss=held_out + 1 / (step + 1), **more)
+        append_event(at.events, "status", state="finished", message="200 steps.")
+        return Run(at.path)
+
+    memorised, general = run("memorised", 1.0, 3.0), run("general", 2.0, 2.5)
+    for each, last in ((memorised, 3.0), (general, 2.5)):
+        row = each.row()
+        assert row["loss"] == row["eval_loss"] == last + 1 / 201
+        assert row["training_loss"] < row["loss"]
+        assert f"held-out loss {row['loss']:.4g}" in RunReader(each.path).read().facts
+        [end] = [trace for trace in compare([each]).data if trace.meta == "end"]
+        assert (end.text[0], list(end.y)) == (f"<b>◆ {row['loss']:.2f}</b>", [row["loss"]])
+    assert [each.name for each in list_runs(tmp_path, sort="loss")] == ["general", "memorised"]
+    verdict = contrast_curves(curves_of([memorised, general]))
+    assert verdict.loss == "Held-out loss"
+    assert {name: loss.value for name, loss in verdict.standings[0].losses.items()} == {
+        "memorised": 3.0 + 1 / 201,
+        "general": 2.5 + 1 / 201,
+    }
+
+
+def test_the_final_loss_of_a_long_run_is_the_end_of_its_smoothed_curve_and_reads_its_end_alone():
+    step = np.arange(1, 5001)
+    loss = 3 + 4 * np.exp(-step / 500) + np.random.default_rng(0).normal(0, 0.1, len(step))
+    line = smoothed(step.astype(float), loss, 0.01 * step[-1])
+    assert final_loss(step, loss) == pytest.approx(line[-1], abs=1e-4)
+    assert final_loss(step[-501:], loss[-501:]) == pytest.approx(final_loss(step, loss), abs=1e-12)
+    assert final_loss(1e4 * step, loss) == pytest.approx(final_loss(step, loss), abs=1e-12)
+    assert math.isnan(final_loss([], []))
+    assert final_loss([1, 2], [1.0, math.inf]) == math.inf
+    assert final_loss([99, 100], [None, 2.0]) == 2.0

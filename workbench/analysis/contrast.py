@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import html
 import math
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -24,9 +25,11 @@ from workbench.analysis.curve import (
     column,
     evaluations_of,
     finite_points,
+    is_held_out,
     shared_axes,
+    why_curves_do_not_compare,
 )
-from workbench.analysis.noise import END, RESOLUTION, Scatter, smoothed_line
+from workbench.analysis.noise import END, RESOLUTION, Line, Scatter, smoothed_line
 from workbench.analysis.smoothing import SMOOTHING
 from workbench.errors import UnknownParameter
 from workbench.tables import html_table
@@ -43,8 +46,12 @@ CANNOT_TELL = "one seed each: cannot tell"
 NOT_TIMED = "cannot tell, since the speed of the machines moves it as well"
 """The verdict on axes of time, for which no scatter is known."""
 TOO_CLOSE = "too close to call"
-LEAST_EVALUATIONS = 5
+LEAST_EVALUATIONS = 2
 """Smallest number of held-out losses of each run from which they are compared in place of training losses."""
+SPARSE = 0.5
+"""Distance of two neighbouring points, as a share of the stretch, from which no loss is read between them."""
+DO_NOT_COMPARE = "do not compare"
+"""The verdict on losses that are measured on different things."""
 ADVICE = "To tell recipes apart, train each with three seeds or more, or give scatter=, such as scatter=wb.list_runs()."
 """The way out where one seed each cannot tell."""
 IGNORED_SETTINGS = (
@@ -52,6 +59,12 @@ IGNORED_SETTINGS = (
     *("load_average", "time", "started", "command", "directory", "executable", "name", "run"),
 )
 """Keys that are no settings: results of a search, facts that follow from the model, when and where a run started."""
+
+
+FACTORS = ("initial_scale", "rate_scale", "decay_scale", "eps_scale", "grad_norm_scale")
+"""Mappings of an experiment from patterns of parameters' names to factors, of which a rule makes dozens."""
+MOST_FACTORS = 3
+"""Largest number of differing factors that have a row each."""
 
 
 @dataclass(frozen=True)
@@ -94,6 +107,8 @@ class Difference:
     """Position of the last change of sign, in the unit of `x`; None without one."""
     scatter: Scatter | None
     """Scatter of the ends of such runs between seeds; None if nobody knows it."""
+    loss: str = "Training loss"
+    """`Held-out loss` or `Training loss`."""
 
     def __repr__(self) -> str:
         first, second = self.names
@@ -152,22 +167,26 @@ class Standing:
     best: str
     margin: float | None
     """Largest distance of the ends of two runs of one recipe; None without a scatter between seeds."""
+    compares: bool = True
+    """False if the losses are measured on different things."""
 
     @property
     def sure(self) -> bool:
         """True if the second is further behind than seeds alone would part two runs of one recipe."""
         first, *others = sorted(loss.value for loss in self.losses.values())
-        return self.margin is not None and (not others or others[0] - first > self.margin)
+        return self.compares and self.margin is not None and (not others or others[0] - first > self.margin)
 
     @property
     def verdict(self) -> str:
         """The best run and whether its recipe is better, in words."""
+        if not self.compares:
+            return DO_NOT_COMPARE
         if self.margin is None:
             return NOT_TIMED if self.axis in TIMED_AXES else CANNOT_TELL
         return f"{self.best} is lower" if self.sure else TOO_CLOSE
 
     def __str__(self) -> str:
-        order = sorted(self.losses, key=lambda name: self.losses[name].value)
+        order = sorted(self.losses, key=lambda name: self.losses[name].value) if self.compares else list(self.losses)
         values = ", ".join(f"{name} {self.losses[name].describe()}" for name in order)
         axis = X_AXES[self.axis]
         return f"at equal {axis.label} ({axis.describe(self.at)}): {self.verdict} ({values})"
@@ -194,21 +213,46 @@ def difference(
         UnknownParameter: a run did not record the axis, or the runs share no stretch of it.
     """
     begin, end, points = _shared_stretch([first, second], x)
-    grid, width = np.linspace(begin, end, GRID_POINTS), SMOOTHING * end
-    (own, loss), (others, other_loss) = points
-    if np.array_equal(own, others):
+    grid, width = np.linspace(begin, end, GRID_POINTS), _width(first, end)
+    (own, loss), (others, other_loss) = (finite_points(*each, MAX_POINTS) for each in points)
+    if paired := np.array_equal(points[0][0], points[1][0]):
         line = smoothed_line(own, loss - other_loss, width).at(grid, own)
     else:
         line = smoothed_line(own, loss, width).at(grid, own)
         line = line.minus(smoothed_line(others, other_loss, width).at(grid, others))
-    low, high = line.value - line.half_width(), line.value + line.half_width()
-    crossover = _crossover(grid, line.value, low, high)
+    (at, loss), (other_at, other_loss) = points  # at the end from every point, as in every table
+    if paired:
+        last = end_of(at, loss - other_loss, width)
+    else:
+        last = end_of(at, loss, width).minus(end_of(other_at, other_loss, width))
+    value, half = line.value.copy(), line.half_width()
+    value[-1], half[-1] = last.value[0], last.half_width()[0]
+    low, high = value - half, value + half
+    crossover = _crossover(grid, value, low, high)
     known = None if x in TIMED_AXES else scatter
-    return Difference((first.name, second.name), x, grid, line.value, low, high, crossover, known)
+    return Difference((first.name, second.name), x, grid, value, low, high, crossover, known, loss_name(first))
 
 
-def standings(curves: Sequence[Curve], scatter: Scatter | None = None) -> tuple[Standing, ...]:
-    """Return which run is lowest at equal tokens, FLOPs, device-hours and time.
+def loss_name(curve: Curve) -> str:
+    """Return `Held-out loss` or `Training loss`."""
+    return "Held-out loss" if is_held_out(curve) else "Training loss"
+
+
+def _width(curve: Curve, end: float) -> float:
+    """Return the width over which losses are averaged: a held-out loss is a mean over the whole set already."""
+    return 0.0 if is_held_out(curve) else SMOOTHING * end
+
+
+def end_of(x: Array, loss: Array, width: float) -> Line:
+    """Return the loss at the end of a stretch with its noise: the number that labels and tables show of a run.
+
+    Of a training loss it is `workbench.runs.records.history.final_loss`, of held-out losses (a width of 0) the last.
+    """
+    return smoothed_line(x, loss, width, END)
+
+
+def standings(curves: Sequence[Curve], scatter: Scatter | None = None, compares: bool = True) -> tuple[Standing, ...]:
+    """Return which run is lowest at equal tokens, FLOPs, device-hours and time, unless their losses do not compare.
 
     Axes without a stretch that all runs share are left out: one step of a slow run may cost more than another run as a
     whole.
@@ -223,12 +267,12 @@ def standings(curves: Sequence[Curve], scatter: Scatter | None = None) -> tuple[
             continue
         losses = {}
         for curve, (x, loss) in zip(curves, points, strict=True):
-            line = smoothed_line(x, loss, SMOOTHING * end, END)
+            line = end_of(x, loss, _width(curve, end))
             value, half = float(line.value[0]), float(line.half_width()[0])
             losses[curve.name] = Interval(value, value - half, value + half)
         best = min(losses, key=lambda name: losses[name].value)
         margin = None if scatter is None or axis in TIMED_AXES else scatter.half_width()
-        results.append(Standing(axis, end, losses, best, margin))
+        results.append(Standing(axis, end, losses, best, margin, compares))
     return tuple(results)
 
 
@@ -247,7 +291,19 @@ def _shared_stretch(curves: Sequence[Curve], axis: str) -> tuple[float, float, l
             f"The runs share no stretch of x={axis!r}: one ends at {X_AXES[axis].describe(end)}, another begins at "
             f"{X_AXES[axis].describe(begin)}. Choose another axis, or runs that overlap."
         )
+    for curve, (x, _) in zip(curves, points, strict=True):
+        if not is_known_at(x, end):
+            raise UnknownParameter(
+                f"{curve.name} has no loss near x={axis!r} of {X_AXES[axis].describe(end)}, where another run ends. "
+                "Choose another axis, or evaluate more often."
+            )
     return float(begin), float(end), [points_until(x, loss, end) for x, loss in points]
+
+
+def is_known_at(x: Array, at: float) -> bool:
+    """Return True unless the points around a position lie so far apart that no loss can be read between them."""
+    after = int(np.searchsorted(x, at))
+    return after < len(x) and bool(x[after] == at or (after > 0 and x[after] - x[after - 1] <= SPARSE * at))
 
 
 def points_of(curve: Curve, axis: str) -> tuple[Array, Array]:
@@ -257,7 +313,7 @@ def points_of(curve: Curve, axis: str) -> tuple[Array, Array]:
 
 
 def points_until(x: Array, loss: Array, end: float) -> tuple[Array, Array]:
-    """Return the points up to `end`, the last one interpolated; of more than `MAX_POINTS`, averages of neighbours.
+    """Return the points up to `end`, the last one interpolated.
 
     What comes later is left out, so that a centred average does not take a longer run's lower losses for its loss here.
     """
@@ -266,7 +322,7 @@ def points_until(x: Array, loss: Array, end: float) -> tuple[Array, Array]:
         x, loss = np.append(x[before], end), np.append(loss[before], np.interp(end, x, loss))
     else:
         x, loss = x[before], loss[before]
-    return finite_points(x, loss, MAX_POINTS)
+    return x, loss
 
 
 def _crossover(x: Array, value: Array, low: Array, high: Array) -> Interval | None:
@@ -300,9 +356,14 @@ class Contrast:
     """Difference of each other run to the first."""
     settings: tuple[tuple[str, tuple[str, ...]], ...]
     """Settings that differ, as (dotted name, one value per run), from experiments, plans and environments."""
+    incomparable: str | None = None
+    """Why the losses do not compare, as one sentence; then nothing is called lower, and no difference is computed."""
+    loss: str = "Training loss"
+    """`Held-out loss` or `Training loss`: the losses that are compared."""
 
     def __repr__(self) -> str:
-        lines = [str(standing) for standing in self.standings]
+        lines = [self.incomparable] if self.incomparable else []
+        lines += [f"{self.loss} {standing}" for standing in self.standings]
         lines += [item.describe() for item in self.differences]
         lines += [f"{name}: {' | '.join(values)}" for name, values in self.settings]
         return "\n".join([*lines, *self._advice()])
@@ -320,7 +381,8 @@ class Contrast:
             losses = (item.losses[name].describe() for name in self.names)
             axis = X_AXES[item.axis]
             rows.append((axis.label, axis.describe(item.at), *losses, item.verdict))
-        page = html_table(("at equal", "", *self.names, "verdict"), rows)
+        page = f"<p><b>{html.escape(self.incomparable)}</b></p>" if self.incomparable else ""
+        page += html_table((f"{self.loss.lower()} at equal", "", *self.names, "verdict"), rows)
         sentences = [f"{item.describe()}." for item in self.differences]
         notes = [*sentences, *self._advice()]
         page += "".join(f"<p>{html.escape(note)}</p>" for note in notes)
@@ -338,38 +400,73 @@ def contrast(
 ) -> Contrast:
     """Compare runs at equal cost, each run with the first over `x`, and list the settings that differ.
 
-    The held-out losses are compared if every run has at least `LEAST_EVALUATIONS` of them, else the training losses.
+    The held-out losses are compared if every run has some where they all end, else the training losses.
+    Losses that are measured on different things (`Curve.basis`) get no verdict and no difference.
 
     `described` holds nested JSON for every run: its experiment, plan and environment. `scatter` says how far seeds move
     the ends of other runs; without it no run is called lower.
     """
     check_axis(x)
-    first, *others = curves = compared_curves(curves)
+    first, *others = curves = compared_curves(curves, x)
     known = None if scatter is None else scatter.of_others()
+    incomparable = why_curves_do_not_compare(curves)
+    differences = () if incomparable else tuple(difference(other, first, x, scatter=known) for other in others)
     return Contrast(
         tuple(curve.name for curve in curves),
-        standings(curves, known),
-        tuple(difference(other, first, x, scatter=known) for other in others),
+        standings(curves, known, incomparable is None),
+        differences,
         setting_differences(described),
+        incomparable,
+        loss_name(first),
     )
 
 
-def compared_curves(curves: Sequence[Curve], least: int = LEAST_EVALUATIONS) -> Sequence[Curve]:
-    """Return the held-out losses of the runs if each has at least `least` of them, else the curves as they are."""
+def compared_curves(curves: Sequence[Curve], x: str = "tokens") -> Sequence[Curve]:
+    """Return the held-out losses of the runs, or the curves as they are where those cannot be compared over an axis.
+
+    Each run needs at least `LEAST_EVALUATIONS` of them, and some near where the shortest run ends.
+    """
     held_out = [evaluations_of(curve) for curve in curves]
-    enough = [curve for curve in held_out if curve is not None and len(column(curve, "step")) >= least]
-    return enough if len(enough) == len(curves) else curves
+    enough = [curve for curve in held_out if curve is not None and len(column(curve, "step")) >= LEAST_EVALUATIONS]
+    if len(enough) < len(curves):
+        return curves
+    try:
+        _shared_stretch(enough, x)
+    except UnknownParameter:
+        return curves
+    return enough
 
 
 def setting_differences(described: Sequence[Mapping[str, Any]]) -> tuple[tuple[str, tuple[str, ...]], ...]:
-    """Return every leaf of nested descriptions that is not equal in all of them, as (dotted name, values)."""
+    """Return every leaf of nested descriptions that is not equal in all of them, as (dotted name, values).
+
+    A leaf that says no more than that something is absent equals none. The factors of a rule by pattern of the
+    parameter's name are one row if more than `MOST_FACTORS` of them differ.
+    """
     settings = [described_settings(item) for item in described]
     rows = []
     for name in dict.fromkeys(name for item in settings for name in item):
         values = tuple(item.get(name, "–") for item in settings)
-        if len(set(values)) > 1:
+        if len(set(values)) > 1 and not {*values} <= {"–", "False", ""}:
             rows.append((name, values))
-    return tuple(rows)
+    factors = [name for name, _ in rows if _rule_of(name)]
+    if len(factors) <= MOST_FACTORS:
+        return tuple(rows)
+    rules = dict.fromkeys(_rule_of(name) for name in factors)
+    counted = tuple(_factors_in_words([item[name] for name in factors if name in item]) for item in settings)
+    return *(row for row in rows if row[0] not in factors), (f"factors of {', '.join(map(str, rules))}", counted)
+
+
+def _rule_of(name: str) -> str | None:
+    """Return the rule that a leaf is a factor of, such as `rate_scale`; None for other leaves."""
+    return next((part for part in name.split(".") if part in FACTORS), None)
+
+
+def _factors_in_words(factors: Sequence[str]) -> str:
+    if not factors:
+        return "–"
+    values = sorted(map(float, factors))
+    return f"{len(values)}, {values[0]:.3g} to {values[-1]:.3g}"
 
 
 def described_settings(described: Mapping[str, Any]) -> dict[str, str]:
@@ -392,6 +489,9 @@ def _flattened(value: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
 def _in_words(name: str, value: Any) -> str:
     if name.endswith("_bytes") and isinstance(value, int | float):
         return gib(value)
+    if name.endswith(".gpus") and isinstance(value, Sequence):  # which of a machine's equal GPUs is no setting
+        counted = Counter(str(each.get("name") if isinstance(each, Mapping) else each) for each in value)
+        return ", ".join(f"{n} × {gpu}" for gpu, n in counted.items())
     if isinstance(value, Sequence) and not isinstance(value, str) and len(value) > 4:
         return f"{len(value)} items"
     text = str(value)

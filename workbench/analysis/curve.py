@@ -12,6 +12,7 @@ from numpy.typing import NDArray
 
 from workbench.columns import COLUMNS, AxisUnit
 from workbench.errors import UnknownParameter, suggestion
+from workbench.runs.loss_basis import LossBasis, why_not_compared
 from workbench.runs.records.history import History
 from workbench.runs.registry import distinct_names
 from workbench.runs.run import Run
@@ -51,12 +52,14 @@ class Curve:
     marks: tuple[Mark, ...] = ()
     evaluations: Columns | None = field(default=None, repr=False)
     """Columns with one value per evaluation: eval_loss and those of the x axes; None without evaluation."""
+    basis: LossBasis | None = None
+    """What its losses are measured on; None if that is unknown."""
 
 
 def curves_of(runs: Sequence[Run]) -> list[Curve]:
     """Return what runs have recorded, under names that differ."""
     named = zip(distinct_names(runs), runs, strict=True)
-    return [Curve(name, run.history(), evaluations=run.evaluations()) for name, run in named]
+    return [Curve(name, run.history(), evaluations=run.evaluations(), basis=run.loss_basis) for name, run in named]
 
 
 def column(curve: Curve, name: str) -> Array:
@@ -72,7 +75,17 @@ def evaluations_of(curve: Curve) -> Curve | None:
     """Return the held-out losses of a run as a curve of their own, or None if it has none."""
     if curve.evaluations is None or not len(curve.evaluations["step"]):
         return None
-    return Curve(curve.name, curve.evaluations)
+    return Curve(curve.name, curve.evaluations, basis=curve.basis)
+
+
+def is_held_out(curve: Curve) -> bool:
+    """Return True for held-out losses as a curve of their own."""
+    return len(column(curve, "eval_loss")) > 0
+
+
+def why_curves_do_not_compare(curves: Sequence[Curve]) -> str | None:
+    """Return why the losses of some curves do not compare, as one sentence; None if they do."""
+    return why_not_compared([curve.basis for curve in curves], [is_held_out(curve) for curve in curves])
 
 
 def metrics_of(curves: Iterable[Curve]) -> tuple[str, ...]:

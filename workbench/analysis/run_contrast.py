@@ -8,9 +8,10 @@ from typing import Any
 
 from workbench.analysis.contrast import Contrast, compared_curves, points_of
 from workbench.analysis.contrast import contrast as contrast_curves
-from workbench.analysis.curve import Curve, curves_of
+from workbench.analysis.curve import Curve, curves_of, is_held_out
 from workbench.analysis.noise import Scatter, scatter_of, usual_scatter
 from workbench.analysis.seed_contrast import SeedContrast, contrast_seeds, ends_at, group_names, seed_groups
+from workbench.analysis.smoothing import SMOOTHING
 from workbench.arguments import checked_arguments
 from workbench.errors import InvalidArgument, InvalidExperiment
 from workbench.experiment import values_by_name
@@ -114,10 +115,11 @@ def _parameters(facts: Mapping[str, Any]) -> int:
 
 def _last_losses(curves: Sequence[Curve]) -> list[float]:
     """Return the smoothed loss of each run where all of them have taken the same number of tokens."""
-    points = [points_of(curve, "tokens") for curve in compared_curves(curves)]
+    chosen = compared_curves(curves)
+    points = [points_of(curve, "tokens") for curve in chosen]
     if not all(len(x) for x, _ in points):
         return []
-    return ends_at(points, min(float(x[-1]) for x, _ in points))
+    return ends_at(points, min(float(x[-1]) for x, _ in points), 0.0 if is_held_out(chosen[0]) else SMOOTHING)
 
 
 def _finished(sweep: Sweep) -> list[Run]:

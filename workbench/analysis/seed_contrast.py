@@ -7,6 +7,7 @@ where enough degrees of freedom are left.
 
 from __future__ import annotations
 
+import html
 import itertools
 from collections import Counter
 from collections.abc import Mapping, Sequence
@@ -18,20 +19,21 @@ import numpy as np
 from workbench.analysis.contrast import (
     compared_curves,
     described_settings,
+    end_of,
+    is_known_at,
+    loss_name,
     points_of,
     points_until,
     setting_differences,
     with_margin,
 )
-from workbench.analysis.curve import X_AXES, Array, Curve, column
+from workbench.analysis.curve import X_AXES, Array, Curve, is_held_out, why_curves_do_not_compare
 from workbench.analysis.noise import (
     CONFIDENCE,
-    END,
     Scatter,
     combined,
     paired_scatter,
     scatter_of,
-    smoothed_line,
     usual_scatter,
 )
 from workbench.analysis.smoothing import SMOOTHING
@@ -108,12 +110,18 @@ class SeedContrast:
     """`Held-out loss` or `Training loss`."""
     differences: tuple[SeedDifference, ...]
     """Difference of each other configuration to the first, at equal tokens, FLOPs and device-hours."""
+    incomparable: str | None = None
+    """Why the losses do not compare, as one sentence; then there are no differences."""
 
     def __repr__(self) -> str:
+        if self.incomparable:
+            return self.incomparable
         return "\n".join([f"{self.loss}, intervals over the seeds:", *(item.describe() for item in self.differences)])
 
     def to_html(self) -> str:
         """Return the differences as an HTML table, every name escaped."""
+        if self.incomparable:
+            return f"<p><b>{html.escape(self.incomparable)}</b></p>"
         head = ("configuration", "compared with", "at equal", "", "losses", f"difference ({CONFIDENCE:.0%} interval)")
         rows = []
         for item in self.differences:
@@ -161,7 +169,8 @@ def contrast_seeds(
 ) -> SeedContrast:
     """Compare each configuration with the first at equal cost; each has at least two runs, which differ in their seed.
 
-    The held-out losses are compared if every run has two of them, else the training losses.
+    The held-out losses are compared if every run has some where they all end, else the training losses. Losses that
+    are measured on different things (`Curve.basis`) are not compared.
 
     Args:
         groups: the runs of each configuration.
@@ -171,7 +180,11 @@ def contrast_seeds(
     Raises:
         UnknownParameter: the runs of two configurations share no stretch of any axis.
     """
-    curves = iter(compared_curves(list(itertools.chain(*groups.values())), 2))
+    chosen = compared_curves(list(itertools.chain(*groups.values())))
+    loss, width = loss_name(chosen[0]), 0.0 if is_held_out(chosen[0]) else SMOOTHING
+    if incomparable := why_curves_do_not_compare(chosen):
+        return SeedContrast(loss, (), incomparable)
+    curves = iter(chosen)
     compared = {name: [next(curves) for _ in runs] for name, runs in groups.items()}
     first, *others = compared
     differences = []
@@ -179,18 +192,18 @@ def contrast_seeds(
         for other in others:
             rest = [runs for name, runs in compared.items() if name not in (other, first)]
             table = [[points_of(curve, axis) for curve in runs] for runs in (compared[other], compared[first], *rest)]
-            difference = _difference((other, first), axis, table, paired, scatter)
+            difference = _difference((other, first), axis, table, width, paired, scatter)
             differences += [] if difference is None else [difference]
     if not differences:
         raise UnknownParameter("The runs share no stretch of tokens, FLOPs or device-hours. Train them further.")
-    held_out = all(len(column(curve, "eval_loss")) for curve in compared[first])
-    return SeedContrast("Held-out loss" if held_out else "Training loss", tuple(differences))
+    return SeedContrast(loss, tuple(differences))
 
 
 def _difference(
     names: tuple[str, str],
     axis: str,
     table: Sequence[Sequence[Points]],
+    width: float,
     paired: bool,
     known: Scatter | None,
 ) -> SeedDifference | None:
@@ -202,8 +215,8 @@ def _difference(
     at = _shared_end(pair)
     if at is None:
         return None
-    ends = [ends_at(runs, at) for runs in pair]
-    rest = [ends_at(runs, end) for runs in table[2:] if (end := _shared_end([runs])) is not None]
+    ends = [ends_at(runs, at, width) for runs in pair]
+    rest = [ends_at(runs, end, width) for runs in table[2:] if (end := _shared_end([runs])) is not None]
     scatter = paired_scatter(ends, [*ends, *rest]) if paired and len(rest) == len(table) - 2 else None
     if scatter is None:
         others = [part for part in (usual_scatter(rest, "in other configurations"), known) if part is not None]
@@ -218,9 +231,9 @@ def _shared_end(groups: Sequence[Sequence[Points]]) -> float | None:
     if not all(len(x) for x, _ in runs):
         return None
     begin, end = max(float(x[0]) for x, _ in runs), min(float(x[-1]) for x, _ in runs)
-    return end if end > 0 and begin <= end else None
+    return end if end > 0 and begin <= end and all(is_known_at(x, end) for x, _ in runs) else None
 
 
-def ends_at(runs: Sequence[Points], at: float) -> list[float]:
-    """Return the smoothed loss of each run at a position, over what lies before it."""
-    return [float(smoothed_line(*points_until(*run, at), SMOOTHING * at, END).value[0]) for run in runs]
+def ends_at(runs: Sequence[Points], at: float, width: float) -> list[float]:
+    """Return the loss of each run at a position, over what lies before it (`end_of`); `width` is a share of that."""
+    return [float(end_of(*points_until(*run, at), width * at).value[0]) for run in runs]

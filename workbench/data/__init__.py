@@ -13,6 +13,7 @@ from typing import Any
 
 from workbench.arguments import checked_arguments
 from workbench.data._corpora import DEMO
+from workbench.data._corpora import LARGEST_MASKED_SHARE as LARGEST_MASKED_SHARE
 from workbench.data._corpora import Corpus as Corpus
 from workbench.data._hub import HubText as HubText
 from workbench.data._source import DataSource as DataSource
@@ -50,7 +51,8 @@ def corpus(
     `tokenizer.json`, the folder that holds it, or one with `vocab.json` and `merges.txt`, as GPT-2 and OPT have.
     `objective` defaults to the model's; a model of your own needs one here.
     `masked_share` is the fraction of the positions that a masked model predicts in training: 0.15 as published, and 0.3
-    or more where each sample is to teach more (arXiv:2202.08005). Held-out samples always hide 0.15.
+    or more where each sample is to teach more (arXiv:2202.08005). Held-out samples hide 0.15 unless the
+    evaluation has another `masked_share`.
 
     `streaming=True` tokenises the text while training reads it instead of before. Samples then come in the order of the
     text, shuffled within `shuffle_buffer` consecutive ones (4,096 by default). A stored text with a `shuffle_buffer`

@@ -44,7 +44,7 @@ class TextData(DataSource):
     objective: Annotated[str, PlainValidator(known(TOKENIZER_OF_OBJECTIVE))] | None = None
     """`mlm`, `mlm_nsp` or `clm`; `None` takes the model's objective."""
     masked_share: Annotated[Positive, Field(le=LARGEST_MASKED_SHARE)] = 0.15
-    """Fraction of the positions of a training sample that a masked model predicts; evaluations keep BERT's 0.15."""
+    """Fraction of the positions of a training sample that a masked model predicts; evaluations have their own."""
     tokenizer_file: Text | None = None
     """Absolute path of a byte-level BPE; None trains a vocabulary on the text."""
     streaming: TrueOrFalse = False

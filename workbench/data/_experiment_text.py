@@ -14,7 +14,7 @@ from typing import Any
 
 from workbench.data._datasets import StreamedDataset, TextDataset
 from workbench.data._encoding import Encoder, EncodingProcess
-from workbench.data._sampling import EVALUATION_SEED, SAMPLES, TokenSamples
+from workbench.data._sampling import EVALUATION_SEED, MASKED_SHARE, SAMPLES, TokenSamples
 from workbench.data._source import DataSource, Prepared, SampleRequest
 from workbench.data._split import SplicedTokens, split, split_of_stream
 from workbench.data._store import TokenStore
@@ -133,7 +133,9 @@ class ExperimentText:
             text = tokenised(key, self.data.name, self.data._source, progress=False)[0]
             self._require_a_sequence(text)
         count = min(request.evaluation.samples, text.tokens // self.width)
-        return TextDataset(SAMPLES[self.objective](text, request.seq_len, EVALUATION_SEED, in_order=count), count)
+        share = request.evaluation.masked_share or MASKED_SHARE
+        samples = SAMPLES[self.objective](text, request.seq_len, EVALUATION_SEED, share, in_order=count)
+        return TextDataset(samples, count)
 
     @property
     def _buffer(self) -> int:

@@ -40,6 +40,8 @@ class HeldOutSamples(Protocol):
 
     @property
     def samples(self) -> int: ...
+    @property
+    def masked_share(self) -> float | None: ...
 
 
 class SampleRequest(Protocol):

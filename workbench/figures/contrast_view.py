@@ -25,14 +25,24 @@ NAME_CHARACTERS, AXIS_CHARACTERS = 32, 18
 
 def contrast(compared: Contrast | SeedContrast) -> Figure:
     """Draw what `wb.contrast` computed: the difference of each run, or configuration, to the first."""
+    if compared.incomparable:
+        return _not_compared(compared.incomparable)
     return seed_differences(compared) if isinstance(compared, SeedContrast) else differences(compared.differences)
+
+
+def _not_compared(why: str) -> Figure:
+    """Return a figure that holds nothing but why the losses do not compare."""
+    figure = Figure()
+    for update in (figure.update_xaxes, figure.update_yaxes):
+        update(showticklabels=False, showgrid=False, zeroline=False, showline=False, range=[0, 1])
+    return figure.laid_out(height=110, title=theme.title("No difference in loss", theme.text(why)), margin={"t": 84})
 
 
 def show_contrast(compared: Contrast | SeedContrast) -> None:
     """Show a contrast in a notebook: its figure and its tables."""
     from IPython.display import HTML, display
 
-    if compared.differences:
+    if compared.differences or compared.incomparable:
         display(contrast(compared))
     display(HTML(compared.to_html()))
 
@@ -55,14 +65,14 @@ def differences(items: Sequence[Difference]) -> Figure:
         figure.add_traces(_difference_traces(item, index, scale))
     first = theme.text(theme.short(items[0].names[1], AXIS_CHARACTERS))
     y_range = _settled_range(items)
-    figure.update_yaxes(range=y_range, title_text=f"Loss minus that of<br>{first}")
+    figure.update_yaxes(range=y_range, title_text=f"{items[0].loss} minus that of<br>{first}")
     figure.update_xaxes(title_text=x_title, rangemode="tozero")
     lines = [theme.text(item.verdict) for item in items]
     names = [item.names[0] for item in items]
     inside, below = fits_inside(names), height_below(names)
     return figure.laid_out(
         height=390 if inside else 338 + below,
-        title=theme.title("Difference in loss", "<br>".join(lines)),
+        title=theme.title(f"Difference in {items[0].loss.lower()}", "<br>".join(lines)),
         margin={"t": 92} if inside else {"t": 92, "b": below},
         hovermode="x unified",
         legend={
@@ -152,5 +162,7 @@ def seed_differences(contrast: SeedContrast) -> Figure:
     figure.update_yaxes(type="multicategory", autorange="reversed")
     words = f"{CONFIDENCE:.0%} intervals over the seeds; pale: too close to call"
     return figure.laid_out(
-        height=188 + 34 * len(contrast.differences), title=theme.title("Difference in loss", words), margin={"t": 84}
+        height=188 + 34 * len(contrast.differences),
+        title=theme.title(f"Difference in {contrast.loss.lower()}", words),
+        margin={"t": 84},
     )

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -27,7 +28,7 @@ from workbench.figures import theme
 from workbench.figures.figure import Figure
 from workbench.figures.legend_placement import CORNERS, MAX_INSIDE, fits_inside, height_below, place_legend
 from workbench.figures.prepared_curve import TRACE_ROLES, Preparation, PreparedCurve
-from workbench.runs.records.history import final_loss
+from workbench.runs.loss_basis import why_not_compared
 
 Y_LABELS = {**{name: column.label for name, column in COLUMNS.items() if column.label}, **EVALUATION_LABELS}
 
@@ -53,6 +54,12 @@ FLATTENING = 4.0
 """Height of a value above all others, in multiples of their span, from which it is left out of the axis."""
 USUAL_PERCENTILE = 98.0
 """Percentile of a run's values below which it is while it trains as it should."""
+LINE_FROM = 3
+"""Number of held-out losses from which a line joins them."""
+SMOOTHINGS = (0.0, 0.01, 0.03, 0.1)
+"""Widths of the average that the menu of a figure offers, as shares of the longest run."""
+SMOOTHED_AGAIN = 300_000
+"""Number of values of all runs together up to which a figure holds their averages of other widths."""
 LABEL_ROOM = 0.06
 """Size of an end label, as a share of the plot's width or height."""
 
@@ -64,10 +71,14 @@ def loss_curves(
     y: str = "loss",
     log_y: bool = False,
     title: str | None = None,
+    log_x: bool = False,
 ) -> Figure:
     """Draw the loss of each run: raw values pale behind, the smoothed line in front, the last value at its end.
 
-    Menus inside the figure switch the x axis, and the y axis between linear and logarithmic, also in an exported page.
+    The number at the end is the last held-out loss if every run has one, else the training loss (`final_loss`). Menus
+    inside the figure switch the x axis, both axes between linear and logarithmic, and the smoothing, also in an
+    exported page. Above the curves stands why their losses do not compare, where they do not.
+
     NaN and infinite losses are gaps with a cross where they begin.
 
     Args:
@@ -79,6 +90,7 @@ def loss_curves(
         y: recorded column, or metric of the experiments, to draw.
         log_y: begin with a logarithmic y axis.
         title: title of the figure.
+        log_x: begin with a logarithmic x axis.
 
     Raises:
         UnknownParameter: the x axis does not exist, a run did not record it, or no run recorded `y`.
@@ -95,16 +107,20 @@ def loss_curves(
     if begun and not any(len(column(curve, y)) for curve in begun):
         raise UnknownParameter(f"y={y!r} was not recorded. {suggestion(y, [*Y_LABELS, *metrics])}")
     scales = {name: unit.scale for name, unit in axes.items()}
-    prepared = Preparation.of(curves, smoothing, scales).prepare_all(curves, y)
+    preparation = Preparation.of(curves, smoothing, scales)
+    prepared = preparation.prepare_all(curves, y)
     y_range = settled_range(prepared, log_y)
     top = None if y_range is None or log_y else y_range[1]
     figure = Figure(curve_traces(prepared, x, y, smooth=smoothing > 0, top=top))
     _lay_out(figure, axes[x].title, y, log_y, prepared)
     figure.update_yaxes(range=y_range)
+    figure.update_xaxes(type="log" if log_x else "linear", tickformat=theme.LOG_TICKS if log_x else None)
     inside = figure.layout.legend.orientation is None
     if inside:
-        figure.update_layout(legend=place_legend(figure.data, log_y=log_y, y_range=y_range))
-    figure.update_layout(updatemenus=[_x_menu(figure, prepared, axes, x), _y_menu(figure, prepared, y, log_y, inside)])
+        figure.update_layout(legend=place_legend(figure.data, log_x=log_x, log_y=log_y, y_range=y_range))
+    menus = [_x_menu(figure, prepared, axes, x, y_range, log_y), _y_menu(figure, prepared, y, log_y, inside)]
+    menus += [_log_x_button(log_x), *_smoothing_menu(figure, preparation, prepared, curves, smoothing, y)]
+    figure.update_layout(updatemenus=menus)
     key, name = mark_key(prepared), theme.text(title or f"{_label(y)} of each run")
     figure.laid_out(title=theme.title(name, key), margin={"t": 118 if key else 92})
     if not any(len(curve.raw) for curve in prepared):
@@ -216,8 +232,26 @@ MENU_LOOK = {
 }
 
 
-def _x_menu(figure: Figure, prepared: Sequence[PreparedCurve], axes: Mapping[str, AxisUnit], x: str) -> dict[str, Any]:
-    """Return the menu that switches the x axis: each button holds the x values of every trace."""
+def _x_menu(
+    figure: Figure,
+    prepared: Sequence[PreparedCurve],
+    axes: Mapping[str, AxisUnit],
+    x: str,
+    y_range: list[float] | None,
+    log_y: bool,
+) -> dict[str, Any]:
+    """Return the menu that switches the x axis: each button holds the x values of every trace.
+
+    It ends a zoom of both axes. A y axis that leaves curves out begins as it was first shown, because its range depends
+    on whether it is logarithmic.
+    """
+    whole_y: dict[str, Any] = {"yaxis.autorange": True}
+    if y_range is not None:
+        whole_y = {
+            "yaxis.type": "log" if log_y else "linear",
+            "yaxis.range": y_range,
+            "updatemenus[1].active": int(log_y),
+        }
     by_key = {curve.key: curve for curve in prepared}
 
     def values(axis: str, trace: Any) -> list[float | None]:
@@ -236,6 +270,7 @@ def _x_menu(figure: Figure, prepared: Sequence[PreparedCurve], axes: Mapping[str
                     "xaxis.title.text": unit.title,
                     "xaxis.unifiedhovertitle.text": hover_title(unit.title),
                     "xaxis.autorange": True,
+                    **whole_y,
                 },
             ],
         }
@@ -259,6 +294,39 @@ def _y_menu(
         buttons.append({"label": f"{axis_type} {label}", "method": "relayout", "args": args})
     look = {"type": "buttons", "direction": "right", "pad": {"b": 4, "l": 140}, **MENU_LOOK}
     return {"buttons": buttons, "active": int(log_y), **look}
+
+
+def _log_x_button(log_x: bool) -> dict[str, Any]:
+    """Return the button that switches the x axis between linear and logarithmic."""
+    args = [
+        {"xaxis.type": axis_type, "xaxis.autorange": True, "xaxis.tickformat": ticks}
+        for axis_type, ticks in (("log", theme.LOG_TICKS), ("linear", None))
+    ]
+    button = {"label": "log x", "method": "relayout", "args": [args[log_x]], "args2": [args[not log_x]]}
+    return {"buttons": [button], "type": "buttons", "pad": {"b": 4, "l": 306}, "active": -1, **MENU_LOOK}
+
+
+def _smoothing_menu(
+    figure: Figure,
+    preparation: Preparation,
+    prepared: Sequence[PreparedCurve],
+    curves: Sequence[Curve],
+    smoothing: float,
+    y: str,
+) -> list[dict[str, Any]]:
+    """Return the menu of widths of the average, each with the heights of every line; none for what is not averaged."""
+    if smoothing <= 0 or sum(len(curve.raw) for curve in prepared) > SMOOTHED_AGAIN:
+        return []
+    at = [index for index, trace in enumerate(figure.data) if trace.meta == "line"]
+    keys = [int(figure.data[index].legendgroup) for index in at]
+    buttons, widths = [], sorted({*SMOOTHINGS, smoothing})
+    for width in widths:
+        lines = replace(preparation, width=preparation.width * width / smoothing).lines(curves, y)
+        heights = [np.round(lines[key][prepared[key].line_index], 5) for key in keys]
+        args = [{"y": [[float(value) if np.isfinite(value) else None for value in line] for line in heights]}, at]
+        buttons.append({"label": f"smoothing {100 * width:.3g} %", "method": "restyle", "args": args})
+    look = {"direction": "down", "pad": {"b": 4, "l": 360}, **MENU_LOOK}
+    return [{"buttons": buttons, "active": widths.index(smoothing), **look}]
 
 
 def curve_traces(
@@ -297,7 +365,6 @@ def _traces(
     line = curve.line if smooth else curve.raw
     shown, at = curve.points("line"), curve.points("raw") if smooth else curve.gaps[:0]
     held_out = curve.evaluations.get("eval_loss", np.empty(0))
-    line_color = theme.pale(curve.color, 0.35) if len(held_out) else curve.color
     before = " (raw %{customdata[0]:.4g})" if smooth else ""
     tokens = " · %{customdata[2]:.3s} tokens" if np.isfinite(curve.hover[:, 2]).any() else ""
     pale = {"color": theme.pale(curve.color, 0.62), "width": 1}
@@ -309,7 +376,7 @@ def _traces(
             "y": line[shown],
             "customdata": curve.hover,
             "mode": "lines+markers" if few else "lines",
-            "line": {"color": line_color, "width": 2.2, "dash": curve.dash},
+            "line": {"color": curve.color, "width": 2.2, "dash": curve.dash},
             "marker": {"color": curve.color, "size": 7},
             "hovertemplate": f"{_label(y).lower()} %{{y:.4g}}{before} · step %{{customdata[1]:,.0f}}{tokens}",
         },
@@ -323,13 +390,13 @@ def _traces(
         "evaluation": {
             "x": curve.positions(x, "evaluation"),
             "y": held_out,
-            "mode": "lines+markers",
-            "line": {"color": curve.color, "width": 1.6, "dash": curve.dash},
-            "marker": {"color": curve.color, "size": 6, "symbol": "diamond"},
+            "mode": "markers" if len(held_out) < LINE_FROM else "lines+markers",  # two points look like a curve
+            "line": {"color": theme.pale(curve.color, 0.5), "width": 1.1, "dash": curve.dash},
+            "marker": {"color": curve.color, "size": 7, "symbol": "diamond", "line": {"color": "white", "width": 1}},
             "hovertemplate": "held-out loss %{y:.4g}",
         },
         "mark": _mark_fields(curve, x, line),
-        "end": _end_fields(curve, x, line, label_position, y == "loss", top),
+        "end": _end_fields(curve, x, label_position, top),
     }
     shared = {"legendgroup": curve.key, "name": theme.text(theme.short(curve.name))}
     return [  # all at once: a field that is set later takes plotly as long as a trace
@@ -368,15 +435,30 @@ def _mark_fields(curve: PreparedCurve, x: str, line: Array) -> dict[str, Any]:
 
 def mark_key(prepared: Sequence[PreparedCurve]) -> str | None:
     """Return the explanation of the symbols on the curves and of what the axis leaves out; None if there is neither."""
+    held_out = any(curve.evaluations for curve in prepared)
     types = {mark.type for curve in prepared for mark in curve.marks}
     words = [look.words for mark_type, look in MARK_LOOKS.items() if mark_type in types]
-    words += ["◆ held-out loss"] if any(curve.evaluations for curve in prepared) else []
+    words += [f"◆ held-out loss{_of_held_out(prepared)}"] if held_out else []
     words += ["✕ NaN or infinite"] if any(len(curve.gaps) for curve in prepared) else []
     if (y_range := settled_range(prepared, False)) is not None:
         peaks = [(curve.name, float(np.nanmax(curve.raw))) for curve in prepared if np.isfinite(curve.raw).any()]
         beyond = [f"{theme.text(theme.short(name))} (up to {peak:.2g})" for name, peak in peaks if peak > y_range[1]]
         words.append(f"↑ leaves the axis: {', '.join(beyond[:3])}{' …' if len(beyond) > 3 else ''}")
-    return " · ".join(words) or None
+    return "<br>".join(filter(None, (_not_compared(prepared), " · ".join(words)))) or None
+
+
+def _of_held_out(prepared: Sequence[PreparedCurve]) -> str:
+    """Return in what the held-out loss differs from the training loss of the same weights, where all agree in it."""
+    found = {curve.basis.held_out_in_words for curve in prepared if curve.evaluations and curve.basis is not None}
+    words = found.pop() if len(found) == 1 else None
+    return "" if words is None else f" ({words})"
+
+
+def _not_compared(prepared: Sequence[PreparedCurve]) -> str | None:
+    """Return why the losses of the runs do not compare, as a sentence in the colour of alerts; None if they do."""
+    held_out = [curve.ends_held_out or not curve.is_loss for curve in prepared]
+    why = why_not_compared([curve.basis for curve in prepared], held_out)
+    return why and f"<b><span style='color:{theme.ALERT}'>{theme.text(why)}</span></b>"
 
 
 def _height_before(values: Array, at: Indices) -> Array:
@@ -388,26 +470,27 @@ def _height_before(values: Array, at: Indices) -> Array:
     return np.asarray(values[finite[before]])
 
 
-def _end_fields(
-    curve: PreparedCurve, x: str, line: Array, position: str | None, is_loss: bool, top: float | None
-) -> dict[str, Any]:
-    """Return the last point of a curve; the number beside that of a training loss is the one that tables show."""
-    points = curve.points("end")
-    final = final_loss(curve.raw[: points[-1] + 1]) if is_loss and len(points) else math.nan
-    above = top is not None and bool((line[points] > top).any())
+def _end_fields(curve: PreparedCurve, x: str, position: str | None, top: float | None) -> dict[str, Any]:
+    """Return the number at the end of a curve as a point at its own height, which tables show and sort by."""
+    at, value = curve.positions(x, "end"), curve.end_value
+    values = [] if value is None else [value]
+    above = top is not None and value is not None and value > top
+    sign = "↑ " * above + "◆ " * curve.ends_held_out
     return {
-        "x": curve.x[x][points],
-        "y": np.full(len(points), top) if above else line[points],
+        "x": at[: len(values)],
+        "y": np.full(len(values), top) if above else np.array(values),
         "mode": "markers" if position is None else "markers+text",
-        "marker": {"color": curve.color, "size": 6},
-        "text": [
-            f"<b>{'↑ ' * above}{_describe_loss(final if math.isfinite(final) else value)}</b>" for value in line[points]
-        ],
+        "marker": {"color": curve.color, "size": 9 if curve.ends_held_out else 6, "symbol": _end_symbol(curve)},
+        "text": [f"<b>{sign}{_describe_loss(each)}</b>" for each in values],
         "textposition": position or "middle right",
         "textfont": {"color": theme.as_text(curve.color), "size": theme.FONT_PX},
         "cliponaxis": False,
         "hoverinfo": "skip",
     }
+
+
+def _end_symbol(curve: PreparedCurve) -> str:
+    return "diamond" if curve.ends_held_out else "circle"
 
 
 def _describe_loss(value: float) -> str:
@@ -418,9 +501,9 @@ def _describe_loss(value: float) -> str:
 def _label_positions(prepared: Sequence[PreparedCurve], x: str, top: float | None) -> list[str | None]:
     """Return the position of each end label: labels that would overlap are parted; None leaves one of a crowd out."""
     ends = {
-        index: (curve.x[x][curve.last], min(float(curve.line[curve.last]), math.inf if top is None else top))
+        index: (float(curve.positions(x, "end")[0]), min(curve.end_value, math.inf if top is None else top))
         for index, curve in enumerate(prepared)
-        if curve.last is not None
+        if curve.end_value is not None
     }
     if len(ends) > MAX_INSIDE:
         beyond = [index for index, (_, end_y) in ends.items() if end_y == top]

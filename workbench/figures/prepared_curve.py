@@ -15,6 +15,8 @@ from workbench.analysis.curve import X_AXES, Array, Curve, Indices, Mark, column
 from workbench.analysis.smoothing import smoothed, smoothing_axis, smoothing_width
 from workbench.figures import theme
 from workbench.machine import available_cores
+from workbench.runs.loss_basis import LossBasis
+from workbench.runs.records.history import final_loss, last_held_out
 
 MAX_POINTS = 2000
 """Largest number of points of one trace: a browser redraws and a notebook stores so many without being noticed."""
@@ -120,11 +122,19 @@ class PreparedCurve:
     marks: tuple[Mark, ...]
     evaluations: Mapping[str, Array] = field(default_factory=dict)
     """Positions of the held-out losses by axis name, and the losses as `eval_loss`; empty if there are none."""
+    ends_held_out: bool = False
+    """True if the number at its end is the last held-out loss."""
+    is_loss: bool = False
+    """True if it is the training loss."""
+    basis: LossBasis | None = None
+    """What its losses are measured on; None for other columns, and if that is unknown."""
 
     def positions(self, axis: str, role: str) -> Array:
         """Return the x values that the trace of this role (one of `TRACE_ROLES`) shows on an axis."""
         if role == "evaluation":
             return self.evaluations.get(axis, np.empty(0))
+        if role == "end" and self.ends_held_out:
+            return self.evaluations[axis][-1:]
         return np.asarray(self.x[axis][self.points(role)])
 
     @property
@@ -137,6 +147,20 @@ class PreparedCurve:
         """Index of the last finite value; None without one."""
         finite = np.flatnonzero(np.isfinite(self.raw))
         return int(finite[-1]) if len(finite) else None
+
+    @cached_property
+    def end_value(self) -> float | None:
+        """The number at its end: the last held-out loss if `ends_held_out`, else the smoothed last value.
+
+        Of a training loss it is the number that tables show (`final_loss`), whatever the smoothing of the line.
+        """
+        if self.ends_held_out:
+            return float(self.evaluations["eval_loss"][-1])
+        if self.last is None:
+            return None
+        if not self.is_loss:
+            return float(self.line[self.last])
+        return final_loss(self.step[: self.last + 1], self.raw[: self.last + 1])
 
     @cached_property
     def mark_index(self) -> Indices:
@@ -175,6 +199,8 @@ class Preparation:
     """Scale of each axis that the figure can show."""
     max_points: int
     """Largest number of points of a trace."""
+    held_out: bool
+    """True if every run has a held-out loss after a step, so that runs are compared by it."""
 
     @classmethod
     def of(
@@ -182,7 +208,8 @@ class Preparation:
     ) -> Preparation:
         """Return the choices for these curves; by default they share the figure's budget of points."""
         points = points_per_trace(len(curves)) if max_points is None else max_points
-        return cls(smoothing_width(curves, smoothing), smoothing_axis(curves), scales, points)
+        held_out = bool(curves) and all(last_held_out(curve.evaluations) is not None for curve in curves)
+        return cls(smoothing_width(curves, smoothing), smoothing_axis(curves), scales, points, held_out)
 
     def prepare(self, curve: Curve, index: int, y: str) -> PreparedCurve:
         """Return column `y` of the figure's `index`-th curve, ready to draw.
@@ -211,7 +238,15 @@ class Preparation:
             tokens=column_or_nan(curve, "tokens", len(raw)),
             marks=_marks(curve, raw, line) if y == "loss" and len(raw) else (),
             evaluations=self._evaluations(curve) if y == "loss" else {},
+            ends_held_out=self.held_out and y == "loss",
+            is_loss=y == "loss",
+            basis=curve.basis if y in ("loss", "eval_loss", "perplexity") else None,
         )
+
+    def lines(self, curves: Sequence[Curve], y: str) -> list[Array]:
+        """Return the smoothed column `y` of every curve."""
+        pairs = [(column(curve, self.along), column(curve, y)) for curve in curves]
+        return [smoothed(x, raw, self.width) if len(x) == len(raw) else raw for x, raw in pairs]
 
     def _evaluations(self, curve: Curve) -> dict[str, Array]:
         held_out = evaluations_of(curve)

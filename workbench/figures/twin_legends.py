@@ -75,6 +75,8 @@ class TwinLegends:
     """Curves and the words at their ends: the last value if the figure says it, the name if no legend does."""
     width: int
     """Width of the picture in pixels."""
+    marks: Mapping[str, Any]
+    """The traces of the numbers at the ends of curves, by the legend group of the curve."""
 
     @classmethod
     def of(cls, layout: Any, traces: Sequence[Any], one_panel: bool, width: int) -> TwinLegends:
@@ -82,19 +84,20 @@ class TwinLegends:
         entries = [t for t in traces if t.type in ("scatter", "bar") and t.name and t.showlegend is not False]
         if layout.showlegend is False or (len(entries) < 2 and not any(trace.showlegend for trace in entries)):
             entries = []
-        values = {t.legendgroup: t.text[-1] for t in traces if t.meta == "end" and t.text is not None and len(t.text)}
+        marks = {t.legendgroup: t for t in traces if t.meta == "end" and t.text is not None and len(t.text)}
+        values = {group: trace.text[-1] for group, trace in marks.items()}
         large = _is_beside(layout.legend) or len(entries) > 10 or widest(t.name for t in entries) > 0.4 * width
         are_lines = all(t.type == "scatter" and "lines" in (t.mode or "lines") and not t.fill for t in entries)
         curves = one_panel and len(entries) > 1 and are_lines
         if large and curves and (layout.legend.orientation != "h" or any(trace.meta == "end" for trace in traces)):
             words = [f"{values[t.legendgroup]}&nbsp; " if t.legendgroup in values else "" for t in entries]
             names = [theme.short(trace.name, LABEL_CHARACTERS) for trace in entries]
-            return cls(layout, {}, [(t, w + n) for t, w, n in zip(entries, words, names, strict=True)], width)
+            return cls(layout, {}, [(t, w + n) for t, w, n in zip(entries, words, names, strict=True)], width, marks)
         named: dict[str, list[Any]] = defaultdict(list)
         for trace in entries:
             named[str(trace.legend or "legend")].append(trace)
         lines = [trace for trace in traces if trace.meta == "line" and trace.legendgroup in values]
-        return cls(layout, named, [(trace, values[trace.legendgroup]) for trace in lines], width)
+        return cls(layout, named, [(trace, values[trace.legendgroup]) for trace in lines], width, marks)
 
     @property
     def room_px(self) -> float:
@@ -144,7 +147,7 @@ class TwinLegends:
     def _write_at_ends(self, page: TwinPage, panel: TwinPanel) -> None:
         box = panel.axes.get_window_extent()
         most = int((box.height + 30) / LABEL_PX)
-        ends = np.array([_end_of(panel, trace) for trace, _ in self.ends[:most]])
+        ends = np.array([_end_of(panel, self.marks.get(trace.legendgroup, trace)) for trace, _ in self.ends[:most]])
         ends[:, 1] = np.clip(ends[:, 1], box.y0, box.y1)
         heights = parted(ends[:, 1], LABEL_PX, box.y0 - 15, box.y1 + 15)
         for (trace, words), (x, y), height in zip(self.ends, ends, heights, strict=False):

@@ -56,8 +56,8 @@ def figures_of(runs: Sequence[Run]) -> list[dict[str, Any]]:
     from workbench.figures.prediction_view import prediction
 
     tails = [read_tail(run.directory.events) for run in runs]
-    named = zip(distinct_names(runs), tails, strict=True)
-    curves = [Curve(name, tail.read(), evaluations=tail.evaluations) for name, tail in named]
+    named = zip(distinct_names(runs), tails, runs, strict=True)
+    curves = [Curve(name, tail.read(), evaluations=tail.evaluations, basis=run.loss_basis) for name, tail, run in named]
     peaks = [read_progress(run.directory).memory for run in runs]
     usage = [tail.utilization for tail in tails]
     title = runs[0].name if len(runs) == 1 else f"Loss of {len(runs)} runs"

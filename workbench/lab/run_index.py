@@ -153,7 +153,8 @@ def _row(run: Run, has_changed: bool) -> dict[str, Any]:
     }
     loss = row["loss"]
     shown["loss"] = loss if isinstance(loss, int | float) and math.isfinite(loss) else None
-    shown["words"] = state_in_words(row["state"], row["step"], loss)
+    shown["held_out"] = row["eval_loss"] is not None
+    shown["words"] = state_in_words(row["state"], row["step"], row["training_loss"])
     pace = [] if row["state"] in FINAL_STATES else _pace(row)
     shown["pace"] = " · ".join([*(word for word in progress_words(row) if "tokens" in word), *pace])
     shown["facts"] = " · ".join([f"step {step_text(row)}", *progress_words(row), *pace])
@@ -163,6 +164,8 @@ def _row(run: Run, has_changed: bool) -> dict[str, Any]:
         losses = [(event["step"], event.get("loss")) for event in events]
         known = [(step, value) for step, value in losses if isinstance(value, int | float) and math.isfinite(value)]
         shown["losses"] = [(step, float(f"{value:.4g}")) for step, value in known]
+        basis = run.loss_basis
+        shown["basis"] = [] if basis is None else basis.of(shown["held_out"])
     return shown
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import difflib
+import html
 import math
 import os
 import time
@@ -15,6 +16,7 @@ from workbench.arguments import checked_arguments
 from workbench.errors import InvalidArgument, RunNotFound, suggestion
 from workbench.rundir import STATES, RunDir, runs_root
 from workbench.runs.labels import read_labels
+from workbench.runs.loss_basis import why_not_compared
 from workbench.runs.run import Run, step_text
 from workbench.runs.status import RunRow, created_at, state_in_words, unreadable_row
 from workbench.tables import html_table, text_table
@@ -38,6 +40,8 @@ class RunTable:
 
     root: Path
     runs: tuple[Run, ...]
+    note: str | None = None
+    """Why the losses by which the runs are sorted do not compare; None if they do, or if they are not sorted so."""
 
     def __len__(self) -> int:
         return len(self.runs)
@@ -77,10 +81,11 @@ class RunTable:
     def __repr__(self) -> str:
         if not self.runs:
             return f"No runs in {self.root}."
-        return text_table([HEADER, *self.cells()])
+        return "\n".join(filter(None, (self.note, text_table([HEADER, *self.cells()]))))
 
     def _repr_html_(self) -> str:
-        return html_table(HEADER, self.cells())
+        note = f"<p>{html.escape(self.note)}</p>" if self.note else ""
+        return note + html_table(HEADER, self.cells())
 
 
 @checked_arguments
@@ -100,8 +105,9 @@ def list_runs(
         tag: only runs with this tag.
         state: only runs in this state, such as `"running"`.
         text: only runs with this text in their name, tags or note; case does not matter.
-        sort: figure of `run.row()` by which to sort, smallest first, such as `"loss"`; `"-loss"` begins with the
-            largest. Runs without the figure come last.
+        sort: figure of `run.row()` by which to sort, smallest first, such as `"loss"`, which is the held-out loss of
+            runs that evaluate; `"-loss"` begins with the largest. Runs without the figure come last. Above the table
+            stands why these losses do not compare, where they do not.
         archived: list archived runs too.
 
     Examples:
@@ -128,7 +134,11 @@ def list_runs(
         known = [pair for pair in chosen if _is_known(pair[0][by])]  # type: ignore[literal-required]
         known.sort(key=lambda pair: pair[0][by], reverse=by != sort)  # type: ignore[literal-required]
         chosen = known + [pair for pair in chosen if pair not in known]
-    return RunTable(folder, tuple(run for _, run in chosen))
+    note = None
+    if by is not None and by.endswith("loss"):
+        held_out = [by == "eval_loss" or (by == "loss" and row["eval_loss"] is not None) for row, _ in known]
+        note = why_not_compared([run.loss_basis for _, run in known], held_out)
+    return RunTable(folder, tuple(run for _, run in chosen), note)
 
 
 def _is_known(figure: Any) -> bool:
@@ -230,9 +240,9 @@ def _cells(row: RunRow) -> tuple[str, ...]:
     devices = f"GPU {', '.join(map(str, row['gpus']))}" if row["gpus"] else str(row["devices"] or "")
     return (
         row["name"],
-        state_in_words(row["state"], row["step"], row["loss"]),
+        state_in_words(row["state"], row["step"], row["training_loss"]),
         step_text(row),
-        "" if row["loss"] is None else f"{row['loss']:.4g}",
+        "" if row["loss"] is None else f"{row['loss']:.4g}{' held-out' * (row['eval_loss'] is not None)}",
         "" if not row["tokens_per_s"] else count(row["tokens_per_s"]),
         "" if not row["mfu"] else f"{row['mfu']:.1%}",
         "" if row["eta_s"] is None else duration(row["eta_s"]),

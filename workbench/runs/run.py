@@ -11,10 +11,11 @@ from typing import TYPE_CHECKING, Any
 from workbench.arguments import checked_arguments
 from workbench.errors import PlanMismatch, RunFailed, RunNotFound, WorkbenchError
 from workbench.events import Event
-from workbench.rundir import RunDir, check_unedited, read_events
+from workbench.rundir import RunDir, check_unedited, read_events, read_json, read_record
 from workbench.runs.labels import Labelled
 from workbench.runs.launching import processes
 from workbench.runs.launching.failure import log_tail, run_failed
+from workbench.runs.loss_basis import LossBasis, loss_basis
 from workbench.runs.status import (
     Checkpoint,
     Progress,
@@ -273,6 +274,18 @@ class Run(Labelled):
         """Return the last `tail` lines (None: all) that a rank printed, or that `"launcher"` printed."""
         return log_tail(self.directory, rank, tail)
 
+    @property
+    def loss_basis(self) -> LossBasis | None:
+        """Return what its losses are measured on, which decides with which other runs' they compare; None if unknown.
+
+        Whether the loss compares the samples of a batch stands in the plan.
+        """
+        try:
+            coupled = self.directory.plan.exists() and bool(read_json(self.directory.plan).get("coupled"))
+            return loss_basis(read_record(self.directory.experiment), coupled)
+        except (AttributeError, OSError, RecursionError, TypeError, ValueError):
+            return None
+
     def row(self) -> RunRow:
         """Return the row of `wb.list_runs()`, as JSON: state, step, loss, speed, time left, devices, peak memory."""
         status = self.status
@@ -331,8 +344,10 @@ def step_text(row: RunRow) -> str:
 
 
 def progress_words(row: RunRow) -> list[str]:
-    """Return `["loss 6.91", "82.1 k tokens/s", "MFU 41.0%"]`, as far as known."""
-    words = [] if row["loss"] is None else [f"loss {row['loss']:.4g}"]
+    """Return `["loss 6.91", "82.1 k tokens/s", "MFU 41.0%"]`, as far as known; the held-out loss stands first."""
+    held_out, training = row["eval_loss"], row["training_loss"]
+    words = [] if held_out is None else [f"held-out loss {held_out:.4g}"]
+    words += [] if training is None else [f"{'loss' if held_out is None else 'training loss'} {training:.4g}"]
     words += [f"{count(row['tokens_per_s'])} tokens/s"] if row["tokens_per_s"] else []
     return [*words, f"MFU {row['mfu']:.1%}"] if row["mfu"] else words
 

@@ -13,13 +13,14 @@ from pathlib import Path
 from typing import Any, TypedDict
 
 from workbench.errors import RunNotFound
-from workbench.events import EndEvent, MemoryEvent, ProcessRecord, StartEvent, StepEvent
+from workbench.events import EndEvent, EvaluationEvent, MemoryEvent, ProcessRecord, StartEvent, StepEvent
 from workbench.execution.checkpoint import files
 from workbench.rundir import FINAL_STATES, KILLED, RunDir, is_elsewhere, process_alive, read_record
 from workbench.runs.labels import read_labels
 from workbench.runs.launching import processes
 from workbench.runs.launching.failure import run_failed
-from workbench.runs.records.history import final_loss, latest_events
+from workbench.runs.records.event_lines import recent_steps
+from workbench.runs.records.history import END_SHARE, final_loss, latest_events, resumed_step
 from workbench.tables import facts_html
 from workbench.waiting import waiting
 
@@ -79,7 +80,11 @@ class RunRow(TypedDict):
     steps: int | None
     """Steps that the experiment asks for."""
     loss: float | None
-    """Loss of the last step; after the end, `workbench.runs.records.history.final_loss`."""
+    """The number by which the run is sorted and compared: `eval_loss` where there is one, else `training_loss`."""
+    training_loss: float | None
+    """Training loss at the end so far, as the end of its curve (`workbench.runs.records.history.final_loss`)."""
+    eval_loss: float | None
+    """Last held-out loss after a step; None without one."""
     tokens: float | None
     tokens_per_s: float | None
     mfu: float | None
@@ -111,6 +116,8 @@ class Progress:
     start: StartEvent | None = None
     steps: tuple[StepEvent, ...] = ()
     end: EndEvent | None = None
+    evaluation: EvaluationEvent | None = None
+    """Held-out loss after the most steps; None before the first step."""
     memory: Mapping[int, MemoryEvent] = field(default_factory=dict)
     """Latest `memory` event of each rank."""
     problems: tuple[str, ...] = ()
@@ -129,7 +136,7 @@ def read_progress(run: RunDir, seen: Progress = Progress()) -> Progress:
     """Fold the events that arrived after `seen` into it."""
     events, offset, damaged = latest_events(run.events, seen.offset, RECENT_STEPS)
     status, start, steps, end = seen.status, seen.start, list(seen.steps), seen.end
-    memory, problems = dict(seen.memory), list(seen.problems)
+    memory, problems, evaluation = dict(seen.memory), list(seen.problems), seen.evaluation
     for event in events:
         if event["type"] == "status":
             status = Status(event["state"], event.get("message", ""), event["time"])
@@ -137,6 +144,8 @@ def read_progress(run: RunDir, seen: Progress = Progress()) -> Progress:
                 end, problems = None, []
         elif event["type"] == "start":
             start, resumed_from = event, event.get("resumed_from")
+            if evaluation is not None and evaluation["step"] > resumed_step(resumed_from):
+                evaluation = None  # the new attempt repeats those steps
             if problems and resumed_from:
                 problems[-1] += f" Training goes on from {Path(str(resumed_from)).name}."
             if status is not None and not status.final:  # the supervisor reports the new state a moment later
@@ -147,13 +156,16 @@ def read_progress(run: RunDir, seen: Progress = Progress()) -> Progress:
             problems.append((failed if training else "") + event["message"])
         elif event["type"] == "step":
             steps.append(event)
+        elif event["type"] == "evaluation":
+            if event["step"] > 0 and (evaluation is None or event["step"] >= evaluation["step"]):
+                evaluation = event
         elif event["type"] == "end":
             end = event
         elif event["type"] == "memory":
             memory[int(event["rank"])] = event
     steps.sort(key=lambda event: event["time"])  # a line may stand in the wrong place
     latest, damaged = tuple(steps[-RECENT_STEPS:]), seen.damaged + damaged
-    return Progress(status, start, latest, end, memory, tuple(problems), offset, damaged)
+    return Progress(status, start, latest, end, evaluation, memory, tuple(problems), offset, damaged)
 
 
 def read_status(run: RunDir, seen: Progress = Progress()) -> tuple[Status, Progress]:
@@ -273,7 +285,8 @@ def row_of(run: RunDir, status: Status, progress: Progress) -> RunRow:
     steps = _steps_asked_for(run)
     labels = read_labels(run, read_experiment(run))
     step: Mapping[str, Any] = progress.steps[-1] if progress.steps else {}
-    losses = [each.get("loss") for each in progress.steps]
+    training_loss = _training_loss(run, progress)
+    eval_loss = None if progress.evaluation is None else progress.evaluation["loss"]
     step_ms, eta_s = progress.median("step_ms"), None
     if status.state == "running" and step_ms is not None and steps is not None:
         eta_s = float(max(0.0, (steps - step["step"]) * step_ms / 1e3))
@@ -284,7 +297,9 @@ def row_of(run: RunDir, status: Status, progress: Progress) -> RunRow:
         "message": status.message,
         "step": int(step.get("step", 0)),
         "steps": steps,
-        "loss": final_loss(losses) if status.final and step else step.get("loss"),
+        "loss": training_loss if eval_loss is None else eval_loss,
+        "training_loss": training_loss,
+        "eval_loss": eval_loss,
         "tokens": step.get("tokens"),
         "tokens_per_s": progress.median("tokens_per_s"),
         "mfu": progress.median("mfu"),
@@ -298,6 +313,23 @@ def row_of(run: RunDir, status: Status, progress: Progress) -> RunRow:
         "notes": labels.notes,
         "archived": labels.archived,
     }
+
+
+def _training_loss(run: RunDir, progress: Progress) -> float | None:
+    """Return the training loss at the end so far; of the steps, only the last ones are read. None without one."""
+    if not progress.steps:
+        return None
+    last = int(progress.steps[-1]["step"])
+    before = progress.steps[-2]["step"] if len(progress.steps) > 1 else 0
+    needed = math.ceil(END_SHARE * last / max(1, last - int(before))) + 1
+    events = list(progress.steps)
+    if needed > len(events):
+        events = recent_steps(run.events, 0, progress.offset, needed)
+    latest = list[StepEvent]()
+    for event in sorted(events, key=lambda event: event["time"], reverse=True):  # a resumption repeats steps
+        if not latest or event["step"] < latest[-1]["step"]:
+            latest.append(event)
+    return final_loss([event["step"] for event in latest[::-1]], [event.get("loss") for event in latest[::-1]])
 
 
 def state_in_words(state: str, step: int, loss: float | None) -> str:

@@ -138,7 +138,7 @@ class Live(LiveWidget):
             return rows, self.bundle(figure.update_layout(margin={"t": 78}, height=454)), panels
         curves = [snapshot.curve for snapshot in self._snapshots]
         x, _ = shared_axis(curves, settings.x)
-        loss = loss_curves(curves, x=x, smoothing=settings.smoothing, log_y=settings.log_y)
+        loss = loss_curves(curves, x, settings.smoothing, log_y=settings.log_y, log_x=settings.log_x)
         return rows, self.bundle(loss), panels
 
     def remains(self) -> dict[str, Any]:

@@ -75,7 +75,7 @@ class CurveCache:
         if preparation.width > 0:
             width = WIDTH_STEP ** math.ceil(math.log(preparation.width, WIDTH_STEP))
             preparation = replace(preparation, width=width)
-        shared = (x, unit.scale, preparation.width, preparation.along)
+        shared = (x, unit.scale, preparation.width, preparation.along, preparation.held_out)
         states = [(len(s.history), s.step, s.marks, len(s.evaluations or ()), *shared) for s in snapshots]
         changed = [index for index, state in enumerate(states) if self._cached.get((y, index), (None,))[0] != state]
         fresh = map_in_threads(lambda index: preparation.prepare(curves[index], index, y), changed)
@@ -171,7 +171,7 @@ class LiveLossFigure:
         y_range = settled_range(self._latest, settings.log_y)
         ticks = theme.LOG_TICKS if settings.log_y else None
         look = {"range": y_range, "autorange": y_range is None, "tickformat": ticks}
-        self._layout.yaxis.update(type=y_type, uirevision=str(settings.log_y), **look)
+        self._layout.yaxis.update(type=y_type, uirevision=f"{x_title}, {settings.log_y}", **look)
 
     def static_figure(self, snapshots: Sequence[Snapshot], settings: CurveSettings) -> Figure:
         """Return a new figure with the whole curves as they were last drawn."""
@@ -182,6 +182,7 @@ class LiveLossFigure:
         figure.add_traces(curve_traces(self._latest, x, "loss", smooth=settings.smoothing > 0, top=top))
         figure.layout.legend = self._layout.legend
         figure.update_layout(yaxis={"type": "log" if settings.log_y else "linear", "range": y_range})
+        figure.update_xaxes(type="log" if settings.log_x else "linear", tickformat=self._layout.xaxis.tickformat)
         return figure
 
     @property

@@ -16,13 +16,13 @@ import numpy as np
 from workbench.analysis.curve import Curve, Mark
 from workbench.errors import RunFailed
 from workbench.rundir import read_record
+from workbench.runs.loss_basis import LossBasis
 from workbench.runs.records.history import (
-    LAST_STEPS,
     Evaluations,
     History,
     HistoryTail,
     Utilization,
-    final_loss,
+    last_held_out,
     resumed_step,
 )
 from workbench.runs.records.text_samples import TextSamples
@@ -60,6 +60,8 @@ class Snapshot:
     """Samples of how busy the run's devices were."""
     evaluations: Evaluations | None = None
     """The held-out losses."""
+    basis: LossBasis | None = None
+    """What its losses are measured on; None if that is unknown."""
     texts: TextSamples = field(default_factory=TextSamples)
     """Samples of the text that the model writes."""
 
@@ -87,10 +89,9 @@ class Snapshot:
         """`"step 812 of 2,000 · loss 4.31 · 82.1 k tokens/s · MFU 41 % · 3 min 05 s left"`, as far as known."""
         if not len(self.history):
             return f"{self.phase} done, first step to come" if self.phase else "no step yet"
-        losses = self.history.last("loss", LAST_STEPS)
         row: Any = {name: self._recent_median(name) for name in ("tokens_per_s", "mfu")}
         row |= {"step": self.step, "steps": self.steps}
-        row["loss"] = final_loss(losses) if self.status.final else losses[-1]
+        row["training_loss"], row["eval_loss"] = self.history.final_loss, last_held_out(self.evaluations)
         parts = [f"step {step_text(row)}", *progress_words(row)]
         waiting = self._recent_median("data_wait")
         if waiting is not None and waiting >= SHOWN_WAIT:
@@ -108,7 +109,7 @@ class Snapshot:
     @property
     def curve(self) -> Curve:
         """The run as figures take it."""
-        return Curve(self.name, self.history, marks=self.marks, evaluations=self.evaluations)
+        return Curve(self.name, self.history, self.marks, self.evaluations, self.basis)
 
     @property
     def failure_html(self) -> str:
@@ -128,7 +129,7 @@ class RunReader:
         self.run = Run(path)
         self._directory = self.run.directory
         self._tail = HistoryTail(self._directory.events)
-        self._steps = self._read_num_steps()
+        self._steps, self._basis = self._read_num_steps(), self.run.loss_basis
         self._phase = ""
         self._size = 0
         self._marks: tuple[Mark, ...] = ()
@@ -171,6 +172,7 @@ class RunReader:
             resumable=status.final and self._can_resume(history),
             utilization=self._tail.utilization,
             evaluations=self._tail.evaluations,
+            basis=self._basis,
             texts=self._tail.texts,
         )
 

@@ -52,7 +52,7 @@ def follow(runs: Sequence[Run], every_s: float = 5.0) -> Iterator[str]:
 def progress_line(row: RunRow) -> str:
     """Return `"09:41:07  bert-1  running  40 of 300 (13%)  loss 6.5  82.1 k tokens/s  MFU 41.0%  2 min 05 s left"`."""
     parts = [time.strftime("%H:%M:%S"), row["name"]]
-    parts.append(state_in_words(row["state"], row["step"], row["loss"]))
+    parts.append(state_in_words(row["state"], row["step"], row["training_loss"]))
     if row["steps"]:
         parts.append(f"{row['step']:,} of {row['steps']:,} ({row['step'] / row['steps']:.0%})")
     parts += progress_words(row)

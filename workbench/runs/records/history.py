@@ -31,17 +31,34 @@ GOING_ON = ("running", "stalled")
 """States of a run whose devices are sampled for it."""
 
 
-LAST_STEPS = 20
-"""Number of last logged steps over which the final loss is averaged."""
+END_WIDTH = 0.01
+"""Width of the average at the end of a training loss, as a share of the steps so far; that of curves by default."""
+END_SHARE = 0.1
+"""Share of the steps so far, at their end, that the average reads: ten widths."""
 
 
-def final_loss(losses: Sequence[float | None] | Column) -> float:
-    """Return the loss that a training ended with, wherever one is printed: the mean of its last 20 logged losses.
+def final_loss(steps: Sequence[float] | Column, losses: Sequence[float | None] | Column) -> float:
+    """Return the training loss at the end of a run so far, wherever one is printed, drawn, sorted or judged.
 
-    It is NaN without a logged step, and not finite if one of the 20 is not.
+    It is the average of the logged losses with weights `exp(-distance / width)`, where the width is a hundredth of the
+    steps so far: the end of the smoothed curve. NaN and infinite losses carry no weight, but the last loss is returned
+    as it is if it is not finite. Without a logged step the result is NaN.
+
+    Args:
+        steps: the logged steps in rising order, or the tokens or any other cost at them; only the last tenth is read.
+        losses: the loss at each of them; None is NaN.
     """
-    last = np.array(losses[-LAST_STEPS:], dtype=np.float64)  # None becomes NaN
-    return float(last.mean()) if len(last) else math.nan
+    if not len(steps):
+        return math.nan
+    last = float(steps[-1])
+    first = int(np.searchsorted(np.asarray(steps, dtype=np.float64), (1 - END_SHARE) * last, side="right"))
+    first = min(first, len(steps) - 1)
+    at, loss = np.array(steps[first:], dtype=np.float64), np.array(losses[first:], dtype=np.float64)
+    known = np.isfinite(loss)
+    if not known[-1] or last <= 0:
+        return float(loss[-1])
+    weights = np.exp((at[known] - last) / (END_WIDTH * last))
+    return float(weights @ loss[known] / weights.sum())
 
 
 class History:
@@ -81,7 +98,7 @@ class History:
         missing = f", {self.missing:,} missing" if self.missing else ""
         return (
             f"History({len(self):,} steps to step {self.step[-1]:.0f}{missing}, "
-            f"loss {self.loss[0]:.4g} → {final_loss(self.loss):.4g})"
+            f"loss {self.loss[0]:.4g} → {self.final_loss:.4g})"
         )
 
     def _repr_html_(self) -> str:
@@ -98,6 +115,12 @@ class History:
         if isinstance(self._columns, _RunColumns):
             return self._columns.last(name, count)
         return self[name][-count:]
+
+    @property
+    def final_loss(self) -> float:
+        """Return the training loss at the end so far (`final_loss`); of a long run, the rest of it is not read."""
+        count = math.ceil(END_SHARE * len(self)) + 1
+        return final_loss(self.last("step", count), self.last("loss", count))
 
     @property
     def missing(self) -> int:
@@ -143,6 +166,16 @@ class Evaluations:
 
     def __getitem__(self, name: str) -> Column:
         return np.asarray(self.metrics[name] if name in self.metrics else getattr(self, name))
+
+
+def last_held_out(evaluations: Any) -> float | None:
+    """Return the held-out loss after the most steps; None before the first evaluation after a step.
+
+    `evaluations` holds the columns `step` and `eval_loss`, as `Evaluations` does, or is None.
+    """
+    if evaluations is None or not len(evaluations["step"]) or evaluations["step"][-1] <= 0:
+        return None
+    return float(evaluations["eval_loss"][-1])
 
 
 @dataclass(frozen=True, eq=False)

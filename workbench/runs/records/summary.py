@@ -11,7 +11,7 @@ import numpy as np
 
 from workbench.arguments import checked_arguments
 from workbench.events import Event
-from workbench.runs.records.history import History, HistoryTail, final_loss, read_tail
+from workbench.runs.records.history import History, HistoryTail, read_tail
 from workbench.runs.registry import Runs, load_runs
 from workbench.runs.run import Run
 from workbench.tables import STYLE, html_table, text_table
@@ -113,7 +113,7 @@ def _row(run: Run, tail: HistoryTail, metrics: Sequence[str], sparse: Mapping[st
     start = next((event for event in milestones if event["type"] == "start"), None)
     steps, measured = len(history), _measured(history, milestones)
     peak = max(measured["peak_bytes"].values(), default=None)
-    loss = final_loss(history.loss)
+    loss = history.final_loss
     sharding = f", ZeRO {plan.zero}" if plan.zero else ""
     recompute = ", recompute" if plan.recompute != "none" else ""
     division = f"PP {plan.pipeline} × DP {plan.data}{sharding}, {plan.num_microbatches} × {plan.micro_batch}{recompute}"

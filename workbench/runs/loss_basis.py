@@ -1,0 +1,153 @@
+"""What a loss is measured on, and whether the losses of several runs may be compared.
+
+A loss is a mean over labels. Its value depends on the vocabulary among which a label is chosen, on how much of the
+context is hidden, on how long the context is, and on the samples themselves. Where two runs differ in one of these,
+the lower loss says nothing about the better model.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+MASKED_SHARE = 0.15
+"""Masked share of data whose description does not say it, and of held-out samples by default (arXiv:1810.04805)."""
+SHOWN_VALUES = 3
+"""Largest number of different values of one fact in a sentence."""
+SHOWN_FACTS = 4
+"""Largest number of facts in a sentence."""
+Facts = tuple[tuple[str, str], ...]
+
+
+@dataclass(frozen=True)
+class LossBasis:
+    """Facts on which the losses of one run depend, each as (what, value) in words."""
+
+    training: Facts
+    held_out: Facts
+    training_masked: float | None = None
+    """Share of the positions of a training sample that a masked model predicts; None for other objectives."""
+    held_out_masked: float | None = None
+
+    def of(self, held_out: bool) -> Facts:
+        """Return the facts of the held-out loss or of the training loss."""
+        return self.held_out if held_out else self.training
+
+    @property
+    def held_out_in_words(self) -> str | None:
+        """Return what makes a held-out loss lower or higher than the training loss of the same model; None if nothing.
+
+        Fewer masks leave more context, and dropout is training's alone.
+        """
+        words = []
+        if self.held_out_masked is not None and self.training_masked not in (None, self.held_out_masked):
+            easier = "easier" if self.held_out_masked < self.training_masked else "harder"
+            shares = (f"{100 * share:.3g} %" for share in (self.held_out_masked, self.training_masked))
+            words.append("masked at {} where training masks {}, which is {}".format(*shares, easier))
+        if dict(self.training).get("dropout", "0") != "0":
+            words.append("without dropout")
+        return ", ".join(words) or None
+
+
+def loss_basis(experiment: Mapping[str, Any], coupled: bool = False) -> LossBasis:
+    """Return what the losses of a run are measured on, from the JSON of its experiment.
+
+    `coupled` says that its loss compares the samples of a batch, so that the size of the batch decides it as well.
+    """
+    model, data = _part(experiment, "model"), _part(experiment, "data")
+    evaluation = _part(experiment, "evaluation")
+    is_text = "vocab_size" in data
+    objective = data.get("objective") or _objective(model)
+    masked = is_text and objective in ("mlm", "mlm_nsp")
+    training_masked = float(data.get("masked_share") or MASKED_SHARE) if masked else None
+    held_out_masked = float(evaluation.get("masked_share") or MASKED_SHARE) if masked else None
+    first = {"loss function": _loss_function(experiment, objective)}
+    rest = {"sequence length": str(experiment.get("seq_len"))}
+    rest |= {"samples of one loss": str(experiment.get("global_batch"))} if coupled else {}
+    if is_text:
+        first["vocabulary"] = f"{data['vocab_size']:,} tokens"
+        rest["text of the tokeniser"] = str(data.get("tokenizer_file") or _source(data))
+    training = {**first, **_masking(training_masked), **rest, "data": _source(data)}
+    if (dropout := model.get("dropout")) is not None:
+        training["dropout"] = f"{dropout:g}"
+    held_out = {**first, **_masking(held_out_masked), **rest, "held-out set": _held_out_set(data, evaluation)}
+    return LossBasis(tuple(training.items()), tuple(held_out.items()), training_masked, held_out_masked)
+
+
+def why_not_compared(bases: Iterable[LossBasis | None], held_out: bool | Sequence[bool]) -> str | None:
+    """Return why the losses of some runs do not compare, as one sentence; None if they do.
+
+    Args:
+        bases: what the losses are measured on; a run of which that is unknown is left out.
+        held_out: whether the held-out losses are compared, for all runs or for each.
+    """
+    bases = list(bases)
+    each = [held_out] * len(bases) if isinstance(held_out, bool) else list(held_out)
+    known = [(basis, is_held_out) for basis, is_held_out in zip(bases, each, strict=True) if basis is not None]
+    if len({is_held_out for _, is_held_out in known}) > 1:
+        return "These losses do not compare: some are held-out losses and some are training losses."
+    facts = [dict(basis.of(is_held_out)) for basis, is_held_out in known]
+    differing = []
+    for what in dict.fromkeys(what for fact in facts for what in fact):
+        values = list(dict.fromkeys(fact.get(what, "none") for fact in facts))
+        if len(values) > 1:
+            differing.append(f"{what} ({_listed(values)})")
+    if not differing:
+        return None
+    if len(differing) > SHOWN_FACTS:
+        differing[SHOWN_FACTS - 1 :] = [f"{len(differing) - SHOWN_FACTS + 1} other things"]
+    *first, last = differing
+    return f"These losses do not compare: the runs differ in {', '.join(first) + ' and ' * bool(first)}{last}."
+
+
+def _listed(values: Sequence[str]) -> str:
+    shown = list(values[:SHOWN_VALUES])
+    if len(values) > SHOWN_VALUES:
+        return f"{', '.join(shown)}, and {len(values) - SHOWN_VALUES} more"
+    return f"{', '.join(shown[:-1])} and {shown[-1]}"
+
+
+def _part(experiment: Mapping[str, Any], name: str) -> Mapping[str, Any]:
+    value = experiment.get(name)
+    return value if isinstance(value, Mapping) else {}
+
+
+def _objective(model: Mapping[str, Any]) -> str | None:
+    """Return the objective of a named model, as `workbench.models.Model.objective` does; None for a user's."""
+    family = model.get("family")
+    if family is None:
+        return None
+    return "clm" if family != "bert" else "mlm_nsp" if model.get("next_sentence") else "mlm"
+
+
+OBJECTIVES = {
+    "clm": "next token",
+    "mlm": "masked tokens",
+    "mlm_nsp": "masked tokens and next sentence",
+}
+
+
+def _loss_function(experiment: Mapping[str, Any], objective: str | None) -> str:
+    loss = experiment.get("loss")
+    words = OBJECTIVES.get(str(objective), "the model's own")
+    if isinstance(loss, Mapping):  # a user's function
+        return f"{words}, {loss.get('name')}"
+    return words if loss is None else f"{words}, {loss} of the outputs"
+
+
+def _masking(share: float | None) -> dict[str, str]:
+    return {} if share is None else {"masked share": f"{100 * share:.3g} %"}
+
+
+def _source(data: Mapping[str, Any]) -> str:
+    """Return what tells the samples of two sources apart, whatever their order and their masks."""
+    ignored = ("type", "vocab_size", "objective", "masked_share", "tokenizer_file", "streaming", "shuffle_buffer")
+    parts = [str(value) for name, value in data.items() if name not in ignored and value is not None]
+    return " ".join(parts) or "unknown"
+
+
+def _held_out_set(data: Mapping[str, Any], evaluation: Mapping[str, Any]) -> str:
+    own = evaluation.get("data")
+    words = _source(own) if isinstance(own, Mapping) else f"a part of {_source(data)}"
+    return f"{evaluation.get('samples')} samples of {words}"
