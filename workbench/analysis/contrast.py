@@ -357,7 +357,7 @@ class Contrast:
     settings: tuple[tuple[str, tuple[str, ...]], ...]
     """Settings that differ, as (dotted name, one value per run), from experiments, plans and environments."""
     incomparable: str | None = None
-    """Why the losses do not compare, as one sentence; then nothing is called lower, and no difference is computed."""
+    """Sentence on why the losses do not compare; then nothing is called lower, and no difference is computed."""
     loss: str = "Training loss"
     """`Held-out loss` or `Training loss`: the losses that are compared."""
 

@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 
 from workbench.columns import COLUMNS, AxisUnit
 from workbench.errors import UnknownParameter, suggestion
-from workbench.runs.loss_basis import LossBasis, why_not_compared
+from workbench.runs.loss_basis import LossBasis, read_loss_basis, why_not_compared
 from workbench.runs.records.history import History
 from workbench.runs.registry import distinct_names
 from workbench.runs.run import Run
@@ -53,13 +53,16 @@ class Curve:
     evaluations: Columns | None = field(default=None, repr=False)
     """Columns with one value per evaluation: eval_loss and those of the x axes; None without evaluation."""
     basis: LossBasis | None = None
-    """What its losses are measured on; None if that is unknown."""
+    """The facts on which its losses depend; None if they are unknown."""
 
 
 def curves_of(runs: Sequence[Run]) -> list[Curve]:
     """Return what runs have recorded, under names that differ."""
     named = zip(distinct_names(runs), runs, strict=True)
-    return [Curve(name, run.history(), evaluations=run.evaluations(), basis=run.loss_basis) for name, run in named]
+    return [
+        Curve(name, run.history(), evaluations=run.evaluations(), basis=read_loss_basis(run.directory))
+        for name, run in named
+    ]
 
 
 def column(curve: Curve, name: str) -> Array:

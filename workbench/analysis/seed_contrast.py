@@ -111,7 +111,7 @@ class SeedContrast:
     differences: tuple[SeedDifference, ...]
     """Difference of each other configuration to the first, at equal tokens, FLOPs and device-hours."""
     incomparable: str | None = None
-    """Why the losses do not compare, as one sentence; then there are no differences."""
+    """Sentence on why the losses do not compare; then there are no differences."""
 
     def __repr__(self) -> str:
         if self.incomparable:
@@ -234,6 +234,6 @@ def _shared_end(groups: Sequence[Sequence[Points]]) -> float | None:
     return end if end > 0 and begin <= end and all(is_known_at(x, end) for x, _ in runs) else None
 
 
-def ends_at(runs: Sequence[Points], at: float, width: float) -> list[float]:
+def ends_at(runs: Sequence[Points], at: float, width: float = SMOOTHING) -> list[float]:
     """Return the loss of each run at a position, over what lies before it (`end_of`); `width` is a share of that."""
     return [float(end_of(*points_until(*run, at), width * at).value[0]) for run in runs]

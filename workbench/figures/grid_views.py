@@ -24,7 +24,7 @@ PARTS = {
     "compute_ms": ("compute", theme.pale(theme.PALETTE[0], 0.45)),
     "communication_ms": ("exposed communication", theme.PALETTE[1]),
     "bubble_ms": ("bubble", theme.PALETTE[3]),
-    "host_ms": ("waiting for the host", theme.PALETTE[5]),
+    "host_ms": ("waiting for the host", theme.PALETTE[6]),
     "optimizer_ms": ("optimiser", theme.PALETTE[2]),
 }
 """Label and colour of each part of a predicted step, in the order in which they are stacked."""

@@ -10,11 +10,13 @@ from typing import Any
 import plotly.graph_objects as go
 
 from workbench.figures import theme
+from workbench.figures.device_map import add_map, device_cells, map_height, place_in_words
 from workbench.figures.figure import Figure, mimebundle, subplots
 from workbench.figures.timeline_view import add_timeline, timeline_height
 from workbench.pipeline_schedules import SCHEDULES
 from workbench.planning.plan import Plan, Stage
 from workbench.planning.prediction import timeline as simulated
+from workbench.planning.search import on_fewer_devices
 from workbench.strategy import RECOMPUTE
 from workbench.tensors import TensorSpec
 from workbench.units import GIB, MIB, count, duration, gib
@@ -29,8 +31,14 @@ MEMORY_ROOM = 1.05
 """End of the memory axis as a multiple of what it shows."""
 CHARACTER_SHARE = 0.021
 """Width of a character of a label, as a share of the memory axis."""
-NEAR_LIMIT = 4
-"""Largest multiple of the peak at which the limit is drawn as a line rather than written as a note."""
+MUCH = 0.25
+"""Share of a device up to which its memory is magnified."""
+MAGNIFIED = 0.66
+"""Height of magnified memory, as a share of the bars of one rank."""
+POOR = 0.6
+"""Share of linear scaling below which a plan says that its batch does not use the devices."""
+BELOW_TIMELINE_PX = 44
+"""Height between the timeline and its legend, where a map of the devices follows."""
 GAP_PX, BELOW_TITLES_PX = 124, 56
 """Height between the partition and the timeline, which holds axis titles and a legend, and the legend's place in it."""
 
@@ -139,10 +147,10 @@ def _add_crossing(figure: Figure, plan: Plan, crossing: Mapping[int, Sequence[Te
 
 def _lane_label(plan: Plan, stage: Stage) -> str:
     num_blocks = stage.end_block - stage.first_block
-    replicas = f" × {plan.data * plan.tensor}" if plan.data * plan.tensor > 1 else ""
     facts = f"{num_blocks} block{'s' * (num_blocks > 1)} · {count(stage.parameters)}"
     separator = "<br>" if len(plan.stages) <= 10 else " "
-    return f"<b>stage {stage.index}</b>{replicas}{separator}<span style='color:{theme.MUTED}'>{facts}</span>"
+    name = f"<b>stage {stage.index}</b> · {place_in_words(plan, stage.index % plan.pipeline)}"
+    return f"{name}{separator}<span style='color:{theme.MUTED}'>{facts}</span>"
 
 
 def _stage_trace(plan: Plan, stage: Stage, laid: Sequence[BlockRectangle], rows: int) -> go.Bar:
@@ -211,21 +219,28 @@ def stages_held(plan: Plan, pipeline_rank: int) -> str:
 
 
 def add_memory(figure: Figure, plan: Plan) -> None:
-    """Draw the memory of one device of each pipeline rank against its limit into the subplot of row 1, column 2."""
+    """Draw the memory of one device of each pipeline rank against its limit into the subplot of row 1, column 2.
+
+    The axis is the device. Where a device uses less than `MUCH` of it, a thin bar shows that, and the categories stand
+    below it, magnified.
+    """
     place: Any = {"row": 1, "col": 2}
     ranks = list(range(plan.pipeline))
     peak, (limit, limit_name) = plan.peak_bytes, limit_of(plan)
-    near = limit <= NEAR_LIMIT * peak
     unit, unit_name = (MIB, "MiB") if peak < 0.1 * GIB else (GIB, "GiB")  # The unit in which `gib` writes the totals.
-    end = MEMORY_ROOM * max(peak, limit if near else 0) / unit
+    end = MEMORY_ROOM * max(peak, limit) / unit
+    factor = 1 if peak > MUCH * limit else _magnification(limit / peak)
+    thick = 0.62 if plan.chunks == 1 else 0.45
+    if factor > 1:
+        _add_true_scale(figure, plan, unit, thick)
     for category, (label, color) in theme.MEMORY_LOOKS.items():
         values = [sum(getattr(stage.memory, category) for stage in plan.stages_of(rank)) for rank in ranks]
-        texts = [(value / unit, f"{value / unit:.3g}") for value in values]
+        texts = [(factor * value / unit, f"{value / unit:.3g}") for value in values]
         bars = go.Bar(
             orientation="h",
-            x=[value / unit for value in values],
-            y=ranks,
-            width=0.62 if plan.chunks == 1 else 0.45,
+            x=[factor * value / unit for value in values],
+            y=ranks if factor == 1 else [rank + thick * (1 - MAGNIFIED) / 2 for rank in ranks],
+            width=thick if factor == 1 else thick * MAGNIFIED,
             name=label,
             marker={"color": color, "line": {"color": "white", "width": 0.5}},
             text=[text if length >= CHARACTER_SHARE * end * len(text) else "" for length, text in texts],
@@ -237,11 +252,11 @@ def add_memory(figure: Figure, plan: Plan) -> None:
         )
         figure.add_trace(bars, **place)
     figure.update_xaxes(title_text=f"peak of one<br>device ({unit_name})", range=[0, end], **place)
-    if near:
-        figure.add_vline(x=limit / unit, line={"color": theme.ALERT, "width": 2, "dash": "dash"}, **place)
+    figure.add_vline(x=limit / unit, line={"color": theme.ALERT, "width": 2, "dash": "dash"}, **place)
     above = {"y": 1, "yref": "y2 domain", "yanchor": "bottom", "xanchor": "right", "showarrow": False}
-    at, words = (limit / unit, limit_name) if near else (end, f"{limit_name} ({peak / limit:.0%} used)")
-    figure.add_annotation(x=at, text=words, font={"color": theme.ALERT, "size": 11}, **above, **place)
+    magnified = "" if factor == 1 else f"; thick bars × {factor}"
+    words = f"{limit_name} ({peak / limit:.0%} used{magnified})"
+    figure.add_annotation(x=limit / unit, text=words, font={"color": theme.ALERT, "size": 11}, **above, **place)
     names = [gib(plan.device_bytes(rank), peak) for rank in ranks]
     if plan.chunks > 1:
         names = [f"<b>{rank_name(plan, rank)}</b>: {names[rank]}<br>{stages_held(plan, rank)}" for rank in ranks]
@@ -249,34 +264,84 @@ def add_memory(figure: Figure, plan: Plan) -> None:
     figure.update_yaxes(range=[plan.pipeline - 0.5, -0.5], showgrid=False, side="right", **ticks, **place)
 
 
-def show_plan(plan: Plan) -> Figure:
-    """Draw partition, memory and timeline of a plan in one figure."""
-    step = simulated(plan)
-    upper, lower = partition_height(plan), timeline_height(step)
-    inner = upper + GAP_PX + lower
+def _magnification(ratio: float) -> int:
+    """Return the largest of 2, 5, 10, 20, 50, … that is no larger than a ratio."""
+    power = 10 ** math.floor(math.log10(ratio))
+    return int(max(factor * power for factor in (1, 2, 5) if factor * power <= ratio))
+
+
+def _add_true_scale(figure: Figure, plan: Plan, unit: float, thick: float) -> None:
+    """Draw a thin bar as long as each device's peak, above the place of the magnified ones."""
+    peaks = [plan.device_bytes(rank) for rank in range(plan.pipeline)]
+    bars = go.Bar(
+        orientation="h",
+        x=[peak / unit for peak in peaks],
+        y=[rank - thick * (MAGNIFIED + 0.1) / 2 for rank in range(plan.pipeline)],
+        width=thick * (0.9 - MAGNIFIED),
+        marker={"color": theme.INK, "line": {"width": 0}},
+        hovertext=[f"{rank_name(plan, rank)}: {gib(peak, max(peaks))}" for rank, peak in enumerate(peaks)],
+        hoverinfo="text",
+        name="peak, to scale",
+        meta="scale",
+    )
+    figure.add_trace(bars, row=1, col=2)
+
+
+def show_plan(plan: Plan, fewer: Plan | None = None) -> Figure:
+    """Draw partition, memory, timeline and place of a plan in one figure.
+
+    Args:
+        plan: the plan to draw.
+        fewer: the best plan on fewer devices, with which its speed is compared in the subtitle
+            (`workbench.planning.search.on_fewer_devices`).
+    """
+    step, cells = simulated(plan), device_cells(plan)
+    heights = [partition_height(plan), timeline_height(step), *([map_height(cells)] if cells else [])]
+    gaps = [GAP_PX, *([GAP_PX] if cells else [])]
+    inner = sum(heights) + sum(gaps)
     figure = subplots(
-        rows=2,
+        rows=len(heights),
         cols=2,
-        specs=[[{}, {}], [{"colspan": 2}, None]],
+        specs=[[{}, {}], *([{"colspan": 2}, None] for _ in heights[1:])],
         column_widths=COLUMN_WIDTHS,
-        row_heights=[upper / (upper + lower), lower / (upper + lower)],
+        row_heights=[height / sum(heights) for height in heights],
         horizontal_spacing=COLUMN_SPACING,
         vertical_spacing=GAP_PX / inner,
     )
+    upper = heights[0]
     add_partition(figure, plan)
     add_memory(figure, plan)
     for trace in add_timeline(figure, step, row=2, col=1):
         trace.legend = "legend2"
+    if cells:
+        add_map(figure, plan, cells, row=3)
     facts = theme.text(theme.listed(f"{name} {value}" for name, value in _headline(plan)))
+    gain = _gain_in_words(plan, fewer)
     return figure.laid_out(
-        height=inner + 180,
-        title=theme.title(theme.text(_heading(plan)), facts),
-        margin={"t": 104, "b": 76, "r": 16},
+        height=inner + (156 if cells else 180),
+        title=theme.title(theme.text(_heading(plan)), f"{gain}<br>{facts}" if gain else facts),
+        margin={"t": 104, "b": 52 if cells else 76, "r": 16},
         barmode="stack",
         uniformtext={"mode": "hide", "minsize": 8},
-        legend={**theme.LEGEND_BELOW, "y": 1 - (upper + BELOW_TITLES_PX) / inner, "yref": "paper", "yanchor": "top"},
-        legend2=theme.LEGEND_BELOW,
+        legend=_legend_at(1 - (upper + BELOW_TITLES_PX) / inner),
+        legend2=_legend_at(1 - (upper + GAP_PX + heights[1] + BELOW_TIMELINE_PX) / inner),
     )
+
+
+def _legend_at(y: float) -> dict[str, Any]:
+    return {**theme.LEGEND_BELOW, "y": y, "yref": "paper", "yanchor": "top"}
+
+
+def _gain_in_words(plan: Plan, fewer: Plan | None) -> str | None:
+    """Return how much faster a plan is than one on fewer devices; in the colour of alerts where that is little."""
+    if fewer is None:
+        return None
+    gain, times = plan.prediction.tokens_per_s / fewer.prediction.tokens_per_s, plan.cluster.gpus // fewer.cluster.gpus
+    few, many = fewer.cluster.gpus, plan.cluster.gpus
+    if gain > POOR * times:
+        return f"from {few} to {many} devices (× {times}): {gain:.2g} times the tokens/s"
+    words = f"The batch is too small for {many} devices: {gain:.2g} times the tokens/s of {few}"
+    return f"<b><span style='color:{theme.ALERT}'>{words}</span></b>"
 
 
 def _heading(plan: Plan) -> str:
@@ -305,15 +370,27 @@ def _headline(plan: Plan) -> list[tuple[str, str]]:
         ("step", duration(predicted.step_ms / 1e3)),
         ("tokens/s", count(predicted.tokens_per_s)),
         ("peak", f"{gib(plan.peak_bytes)} of {gib(limit)} a device"),
-        ("batch", f"{plan.data} × {plan.num_microbatches} × {plan.micro_batch} = {plan.global_batch} samples"),
+        ("batch", _batch_in_words(plan)),
     ]
     if predicted.mfu is not None:
         rows.insert(2, ("MFU", f"{predicted.mfu:.1%}"))
     if plan.pipeline > 1:
-        rows.insert(-1, ("bubble", f"{predicted.bubble_fraction:.1%}"))
+        own = predicted.bubble_ms / predicted.step_ms
+        rows.insert(-1, ("bubble", f"{predicted.bubble_fraction:.1%} of all ranks, {own:.1%} of the busiest"))
     return rows
+
+
+def _batch_in_words(plan: Plan) -> str:
+    """Return, for instance, `"512 samples = 32 replicas × 4 micro-batches × 4 samples"`."""
+    parts = (
+        (plan.data, "replica", "s"),
+        (plan.num_microbatches, "micro-batch", "es"),
+        (plan.micro_batch, "sample", "s"),
+    )
+    words = [f"{number} {one}{more if number > 1 else ''}" for number, one, more in parts]
+    return f"{plan.global_batch} samples = {' × '.join(words)}"
 
 
 def plan_mimebundle(plan: Plan) -> dict[str, Any]:
     """Return the representations of a plan that a notebook stores: interactive figure, picture and a sentence."""
-    return {**mimebundle(show_plan(plan)), "text/plain": repr(plan)}
+    return {**mimebundle(show_plan(plan, on_fewer_devices(plan))), "text/plain": repr(plan)}

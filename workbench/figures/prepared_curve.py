@@ -127,7 +127,7 @@ class PreparedCurve:
     is_loss: bool = False
     """True if it is the training loss."""
     basis: LossBasis | None = None
-    """What its losses are measured on; None for other columns, and if that is unknown."""
+    """The facts on which its losses depend; None for other columns, and if they are unknown."""
 
     def positions(self, axis: str, role: str) -> Array:
         """Return the x values that the trace of this role (one of `TRACE_ROLES`) shows on an axis."""

@@ -14,11 +14,18 @@ from workbench.figures.figure import Figure, subplots
 from workbench.pipeline_schedules import SCHEDULES
 from workbench.planning.plan import Plan
 from workbench.planning.prediction import timeline as simulated
-from workbench.planning.simulation import TimedAction, Timeline
+from workbench.planning.simulation import AROUND, TimedAction, Timeline
 from workbench.units import duration
 
 ACTION_LOOKS = {"F": ("forward", theme.FORWARD), "B": ("backward", theme.BACKWARD)}
 """Name and colour of each action type."""
+AROUND_COLORS = {
+    "O": theme.pale(theme.PALETTE[1], 0.55),
+    "E": theme.PALETTE[1],
+    "H": theme.PALETTE[6],
+    "U": theme.PALETTE[2],
+}
+"""Colour of each type of `AROUND`: that of its part in `scaling_efficiency`."""
 DENSE_LANE = 400
 """Number of actions in a lane above which they are drawn as one area per shade.
 
@@ -29,6 +36,8 @@ NUMBERED_LANE = 90
 """Number of actions in a lane above which bars have no room for numbers."""
 LANE = 0.8
 """Height of a lane, as a share of the distance between two lanes."""
+COMPUTE, COMMUNICATION = 0.54, 0.22
+"""Heights of compute and of communication in a lane that has both."""
 CLEAR = "rgba(0, 0, 0, 0)"
 """Colour of idle time below its hatching: bars keep their colours in a dark theme, where paper is dark."""
 GAP_PX = 56
@@ -42,7 +51,7 @@ BAR_LAYOUT: Mapping[str, Any] = {"barmode": "overlay", "bargap": 0.0, "uniformte
 
 def describe(step: Timeline) -> str:
     """Return length and bubble of a step in words, such as `"213 ms, bubble 18.8%"`."""
-    ms = step.step_ms
+    ms = step.end_ms
     length = f"{ms:,.0f} ms" if 1e3 <= ms < 1e4 else duration(ms / 1e3)
     return f"{length}, bubble {step.bubble_fraction:.1%}"
 
@@ -51,8 +60,8 @@ def timeline(plan: Plan, measured: Timeline | None = None) -> Figure:
     """Draw one step of a plan as predicted and, below it on the same axis of time, as a run has measured it.
 
     Each pipeline rank has a lane. Forward and backward are numbered by micro-batch if there is room; idle time is
-    hatched. The figure shows the pipeline alone: the rest of a step (gradient all-reduce, clipping, optimiser) is part
-    of the plan's `step_ms` but is not drawn.
+    hatched. A predicted step has a lane for communication below that, as in a profiler, and ends with the update; of a
+    measured step, forward and backward alone are known.
     """
     predicted = simulated(plan)
     facts = f"{SCHEDULES[plan.schedule].words}, {plan.num_microbatches} micro-batches of {plan.micro_batch}"
@@ -89,13 +98,15 @@ def timeline_height(step: Timeline) -> int:
 
 def add_timeline(figure: Figure, step: Timeline, *, row: int | None = None, col: int | None = None) -> list[Any]:
     """Draw a step into a figure or into one of its subplots, and return the traces as the figure holds them."""
-    before, lanes = len(figure.data), step.lanes
+    before, lanes, split = len(figure.data), step.lanes, _has_communication(step)
     place = {} if row is None else {"row": row, "col": col}
-    figure.add_trace(_idle_trace(step), **place)
-    figure.add_traces(_action_traces(lanes), **({} if row is None else {"rows": row, "cols": col}))
+    figure.add_trace(_idle_trace(step, split), **place)
+    places = {} if row is None else {"rows": row, "cols": col}
+    figure.add_traces(_action_traces(lanes, split), **places)
+    figure.add_traces(_around_traces(step, split), **places)
     one_stage_each = all(len({action.stage for action in lane}) <= 1 for lane in lanes)
     word = "stage" if one_stage_each else "rank"
-    ends = [0, step.step_ms * 1.005]
+    ends = [0, step.end_ms * 1.005]
     figure.update_xaxes(title_text="time (ms)", tickformat=",", range=ends, showgrid=False, **place)
     names = [f"<b>{word} {rank}</b>" for rank in range(len(lanes))]
     ticks = {"tickmode": "array", "tickvals": list(range(len(lanes))), "ticktext": names, "ticklabelstandoff": 6}
@@ -105,7 +116,7 @@ def add_timeline(figure: Figure, step: Timeline, *, row: int | None = None, col:
 
 def add_stacked_timelines(figure: Figure, steps: Sequence[Timeline], *, first_row: int) -> None:
     """Draw several steps below one another on one axis of time, with one legend entry for all."""
-    longest = max((step.step_ms for step in steps), default=0.0)
+    longest = max((step.end_ms for step in steps), default=0.0)
     for row, step in enumerate(steps, start=first_row):
         for trace in add_timeline(figure, step, row=row, col=1):
             trace.legendgroup = trace.name
@@ -114,7 +125,34 @@ def add_stacked_timelines(figure: Figure, steps: Sequence[Timeline], *, first_ro
         figure.update_xaxes(range=[0, 1.005 * longest], row=row, col=1)
 
 
-def _action_traces(lanes: Sequence[Sequence[TimedAction]]) -> list[go.Bar | go.Scatter]:
+Place = tuple[float, float]
+"""Centre of a bar below its lane's centre, and its height, as shares of the distance between two lanes."""
+
+
+def _has_communication(step: Timeline) -> bool:
+    return any(action.type in "OE" for lane in step.around for action in lane)
+
+
+def _compute_place(split: bool) -> Place:
+    """Return where compute is drawn: above the lane of communication, if there is one."""
+    return (-(LANE - COMPUTE) / 2, COMPUTE) if split else (0.0, LANE)
+
+
+def _around_traces(step: Timeline, split: bool) -> list[go.Bar | go.Scatter]:
+    """Return a trace for each type of `AROUND`: communication in its own lane, the rest in that of compute."""
+    compute, below = _compute_place(split), ((LANE - COMMUNICATION) / 2, COMMUNICATION)
+    most = max(map(len, step.around), default=0)
+    traces = []
+    for type_, label in AROUND.items():
+        rows = [(rank, action) for rank, lane in enumerate(step.around) for action in lane if action.type == type_]
+        if rows:
+            make = _area_trace if most > DENSE_LANE else partial(_bar_trace, numbered=False)
+            traces.append(make(label, AROUND_COLORS[type_], rows, below if type_ in "OE" else compute))
+            traces[-1].update(meta="around")
+    return traces
+
+
+def _action_traces(lanes: Sequence[Sequence[TimedAction]], split: bool) -> list[go.Bar | go.Scatter]:
     """Return one trace per action type and shade: a colour per bar would take longer to validate than to draw."""
     groups: dict[tuple[str, str], list[tuple[int, TimedAction]]] = {}
     for action_type, (_, color) in ACTION_LOOKS.items():
@@ -130,7 +168,7 @@ def _action_traces(lanes: Sequence[Sequence[TimedAction]]) -> list[go.Bar | go.S
     for (action_type, shade), rows in sorted(
         groups.items(), key=lambda item: item[0][1] != ACTION_LOOKS[item[0][0]][1]
     ):
-        trace = make(ACTION_LOOKS[action_type][0], shade, rows)
+        trace = make(ACTION_LOOKS[action_type][0], shade, rows, _compute_place(split))
         trace.showlegend = action_type not in named
         named.add(action_type)
         traces.append(trace)
@@ -144,7 +182,9 @@ def _shade(color: str, chunk: int, odd: int) -> str:
     return theme.pale(color, share) if share else color
 
 
-def _bar_trace(label: str, shade: str, rows: Sequence[tuple[int, TimedAction]], *, numbered: bool) -> go.Bar:
+def _bar_trace(
+    label: str, shade: str, rows: Sequence[tuple[int, TimedAction]], place: Place, *, numbered: bool
+) -> go.Bar:
     """Return bars of one colour, numbered by micro-batch if `numbered`."""
     starts = np.array([action.start_ms for _, action in rows])
     lengths = np.array([action.end_ms for _, action in rows]) - starts
@@ -154,8 +194,8 @@ def _bar_trace(label: str, shade: str, rows: Sequence[tuple[int, TimedAction]], 
         orientation="h",
         base=starts,
         x=lengths,
-        y=np.array([rank for rank, _ in rows], dtype=np.int32),
-        width=LANE,
+        y=np.array([rank + place[0] for rank, _ in rows]),
+        width=place[1],
         name=label,
         legendgroup=label,
         marker={"color": shade, "line": {"color": "white", "width": 0.6 if numbered else 0}},
@@ -172,29 +212,31 @@ def _bar_trace(label: str, shade: str, rows: Sequence[tuple[int, TimedAction]], 
     )
 
 
-def _area_trace(label: str, shade: str, rows: Sequence[tuple[int, TimedAction]]) -> go.Scatter:
+def _area_trace(label: str, shade: str, rows: Sequence[tuple[int, TimedAction]], place: Place) -> go.Scatter:
     """Return the same bars as the outline of one area, which returns along the lane's lower edge."""
     ranks = np.array([rank for rank, _ in rows], dtype=np.float32)
     times = np.array([(action.start_ms, action.end_ms) for _, action in rows], dtype=np.float32)
     order = np.lexsort((times[:, 0], ranks))
     ranks, times = ranks[order], times[order]
     x = np.repeat(times, 2, axis=1).ravel()
-    y = (ranks[:, None] + LANE / 2 * np.array([1, -1, -1, 1], dtype=np.float32)).ravel()
+    edges = place[0] + place[1] / 2 * np.array([1, -1, -1, 1], dtype=np.float32)
+    y = (ranks[:, None] + edges).ravel()
     lane_ends = 4 * (1 + np.flatnonzero(np.diff(ranks)))  # A NaN at each keeps the lanes apart.
     x, y = (np.insert(values, lane_ends, np.nan) for values in (x, y))
     look = {"mode": "none", "fill": "toself", "fillcolor": shade, "hoveron": "fills", "hoverinfo": "name"}
     return go.Scatter(x=x, y=y, name=label, legendgroup=label, meta="actions", **look)
 
 
-def _idle_trace(step: Timeline) -> go.Bar:
+def _idle_trace(step: Timeline, split: bool) -> go.Bar:
     """Return a hatched bar for every gap in every lane, from 0 to the end of the step."""
-    gaps: list[tuple[int, float, float]] = []
+    gaps, place = list[tuple[int, float, float]](), _compute_place(split)
     for rank, lane in enumerate(step.lanes):
         free = 0.0
-        for action in sorted(lane, key=lambda each: each.start_ms):
+        after = [action for action in (step.around[rank] if step.around else ()) if action.type == "U"]
+        for action in sorted([*lane, *after], key=lambda each: each.start_ms):
             gaps.append((rank, free, action.start_ms))
             free = max(free, action.end_ms)
-        gaps.append((rank, free, step.step_ms))
+        gaps.append((rank, free, step.end_ms))
     ranks, starts, ends = np.array([gap for gap in gaps if gap[2] > gap[1] + 1e-9]).reshape(-1, 3).T
     lengths = ends - starts
     pattern = {"shape": "/", "fgcolor": theme.AXIS, "bgcolor": CLEAR, "size": 6, "solidity": 0.2}
@@ -202,9 +244,9 @@ def _idle_trace(step: Timeline) -> go.Bar:
         orientation="h",
         base=starts,
         x=lengths,
-        y=ranks.astype(np.int32),
-        width=LANE,
-        name="idle (bubble)",
+        y=ranks + place[0],
+        width=place[1],
+        name="idle",
         marker={"color": CLEAR, "line": {"width": 0}, "pattern": pattern},
         text=FIGURE_SPACE,  # plotly.js hides text that does not fit only if the last subplot's bars have text
         customdata=lengths,

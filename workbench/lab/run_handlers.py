@@ -20,6 +20,7 @@ from workbench.analysis.curve import Curve
 from workbench.errors import RunNotFound, WorkbenchError
 from workbench.lab.run_index import RunIndex, own_run
 from workbench.rundir import known_runs_roots, parsed
+from workbench.runs.loss_basis import read_loss_basis
 from workbench.runs.records.history import read_tail
 from workbench.runs.records.summary import measurements
 from workbench.runs.registry import distinct_names
@@ -57,7 +58,10 @@ def figures_of(runs: Sequence[Run]) -> list[dict[str, Any]]:
 
     tails = [read_tail(run.directory.events) for run in runs]
     named = zip(distinct_names(runs), tails, runs, strict=True)
-    curves = [Curve(name, tail.read(), evaluations=tail.evaluations, basis=run.loss_basis) for name, tail, run in named]
+    curves = [
+        Curve(name, tail.read(), evaluations=tail.evaluations, basis=read_loss_basis(run.directory))
+        for name, tail, run in named
+    ]
     peaks = [read_progress(run.directory).memory for run in runs]
     usage = [tail.utilization for tail in tails]
     title = runs[0].name if len(runs) == 1 else f"Loss of {len(runs)} runs"

@@ -18,6 +18,7 @@ from workbench.errors import RunNotFound, WorkbenchError
 from workbench.rundir import FINAL_STATES, RunDir
 from workbench.runs.launching.device_queue import waiting_and_training
 from workbench.runs.launching.device_sampler import GpuMeter
+from workbench.runs.loss_basis import read_loss_basis
 from workbench.runs.records.event_lines import spread_steps
 from workbench.runs.registry import row_or_reason
 from workbench.runs.run import Run, progress_words, step_text
@@ -164,7 +165,7 @@ def _row(run: Run, has_changed: bool) -> dict[str, Any]:
         losses = [(event["step"], event.get("loss")) for event in events]
         known = [(step, value) for step, value in losses if isinstance(value, int | float) and math.isfinite(value)]
         shown["losses"] = [(step, float(f"{value:.4g}")) for step, value in known]
-        basis = run.loss_basis
+        basis = read_loss_basis(run.directory)
         shown["basis"] = [] if basis is None else basis.of(shown["held_out"])
     return shown
 

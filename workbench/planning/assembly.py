@@ -107,7 +107,7 @@ def _stages(costs: StrategyCosts, cut: Cut, elements: Array) -> tuple[Stage, ...
     times, cutter, mixed, modes = costs.times(cut.stages), Cutter(costs), cut.stages, costs.model.modes
     pipeline = costs.strategy.pipeline
     at_peak = [cutter.fullest_moment(rank, cut)[0] for rank in range(pipeline)]
-    crossing, state = costs.profile.crossing_bytes, cutter.state
+    crossing, state, overlapped = costs.profile.crossing_bytes, cutter.state, costs.overlapped(cut.stages)
     stages = []
     for s, (i, j) in enumerate(pairwise(cut.cuts)):
         recomputed = int(mixed.middle[s]) - i
@@ -133,6 +133,12 @@ def _stages(costs: StrategyCosts, cut: Cut, elements: Array) -> tuple[Stage, ...
                 recompute_first=recomputed if is_mixed else None,
                 recompute_rest=modes[mixed.lighter[s]] if is_mixed else "none",
                 host_bytes=cutter.host_bytes(i, j),
+                forward_wait_ms=float(times.forward_wait[s]),
+                backward_wait_ms=float(times.backward_wait[s]),
+                host_wait_ms=float(times.host_wait[s]),
+                overlapped_ms=tuple(float(part[s]) for part in overlapped),
+                end_wait_ms=float(times.step_wait[s]),
+                optimizer_ms=float(times.optimizer[s]),
             )
         )
     return tuple(stages)

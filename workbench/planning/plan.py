@@ -85,6 +85,18 @@ class Stage:
     """Activation checkpointing of the other blocks: one of `RECOMPUTE`."""
     host_bytes: int = 0
     """Optimiser state of one of its devices that lives in the host's memory."""
+    forward_wait_ms: float = 0.0
+    """Part of `forward_ms` that is exposed communication."""
+    backward_wait_ms: float = 0.0
+    """Part of `backward_ms` that is exposed communication."""
+    host_wait_ms: float = 0.0
+    """Part of `forward_ms` and `backward_ms` together during which the device waits for the host."""
+    overlapped_ms: tuple[float, float, float] = (0.0, 0.0, 0.0)
+    """Collectives of the data axis that compute hides: in a forward, in a backward, and in the last backward."""
+    end_wait_ms: float | None = None
+    """Exposed communication once a step, after the last backward; None in plans that did not store it."""
+    optimizer_ms: float | None = None
+    """The optimiser's update, once a step; None in plans that did not store it."""
 
     def recompute_of(self, block: int) -> str:
         """Return the activation checkpointing of one of its blocks, given by its index in the model."""

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import numpy as np
 
 from workbench.cost.communication import point_to_point_s
@@ -11,7 +13,7 @@ from workbench.pipeline_schedules import build_schedule
 from workbench.planning.device_costs import Array
 from workbench.planning.plan import Plan, Prediction
 from workbench.planning.request import Request
-from workbench.planning.simulation import MicroBatchTimes, Timeline, simulate, step_ms
+from workbench.planning.simulation import MicroBatchTimes, TimedAction, Timeline, simulate, step_ms
 from workbench.planning.stage_costs import StageTimes, StrategyCosts, boundary_link
 from workbench.planning.stage_cuts import Cut
 from workbench.strategy import Strategy
@@ -98,7 +100,12 @@ def basis_of_times(profile: Profile, device: Device) -> str:
 
 
 def timeline(plan: Plan) -> Timeline:
-    """Return start and end of every forward and backward of one step, from the times of the plan's own stages."""
+    """Return start and end of all that one step does, from the times of the plan's own stages.
+
+    The pipeline is simulated. In it, communication and waiting for the host lie where they hold compute up: what a
+    forward needs is gathered before it, what a backward makes is reduced during and after it. After the last backward
+    of all ranks come the rest of the communication and the update, whose clipping needs the norm of all gradients.
+    """
     sends = []
     for stage in plan.stages:
         here, there = stage.index % plan.pipeline, (stage.index + 1) % plan.pipeline
@@ -107,4 +114,42 @@ def timeline(plan: Plan) -> Timeline:
         sends.append(1e3 * point_to_point_s(stage.send_bytes, link) if is_sent else 0.0)
     forward, backward = zip(*((stage.forward_ms, stage.backward_ms) for stage in plan.stages), strict=True)
     schedule = build_schedule(plan.schedule, plan.pipeline, plan.num_microbatches, plan.chunks)
-    return simulate(schedule, MicroBatchTimes(forward, backward, sends), queued=plan.interleaves)
+    pipeline = simulate(schedule, MicroBatchTimes(forward, backward, sends), queued=plan.interleaves)
+    return replace(pipeline, around=tuple(_around(plan, rank, pipeline) for rank in range(plan.pipeline)))
+
+
+def _around(plan: Plan, rank: int, pipeline: Timeline) -> tuple[TimedAction, ...]:
+    """Return communication, waiting for the host and the update of one pipeline rank, in order of their starts."""
+    lane, found = pipeline.lanes[rank], list[TimedAction]()
+    last = max((action for action in lane if action.type == "B"), key=lambda action: action.end_ms)
+
+    def add(type_: str, action: TimedAction, start: float, end: float) -> None:
+        if end - start > 1e-9:
+            found.append(TimedAction(type_, action.stage, action.micro_batch, start, end))
+
+    for action in lane:
+        stage = plan.stages[action.stage]
+        in_forward, in_backward, in_last = stage.overlapped_ms
+        if action.type == "F":
+            begin = action.start_ms + stage.forward_wait_ms
+            add("E", action, action.start_ms, begin)
+            add("O", action, begin, min(action.end_ms, begin + in_forward))
+            add("H", action, action.end_ms - stage.host_wait_ms / 2, action.end_ms)
+        else:
+            end, hidden = action.end_ms - stage.backward_wait_ms, in_backward + (in_last if action is last else 0.0)
+            add("H", action, action.start_ms, action.start_ms + stage.host_wait_ms / 2)
+            add("O", action, max(action.start_ms, end - hidden), end)
+            add("E", action, end, action.end_ms)
+    held = plan.stages_of(rank)
+    waits, updates = ([getattr(stage, name) for stage in held] for name in ("end_wait_ms", "optimizer_ms"))
+    rest = max(0.0, plan.prediction.step_ms - pipeline.step_ms)
+    if None in (*waits, *updates):  # a plan that stored the end of the rank that ends last, alone
+        update = min(rest, plan.prediction.optimizer_ms)
+        wait = rest - update
+    else:
+        update = sum(updates)
+        ends = [sum(each.end_wait_ms + each.optimizer_ms for each in plan.stages_of(r)) for r in range(plan.pipeline)]
+        wait = sum(waits) + max(0.0, rest - max(ends))  # and gradients of parameters that several ranks hold
+    add("E", last, pipeline.step_ms, pipeline.step_ms + wait)
+    add("U", last, pipeline.step_ms + wait, pipeline.step_ms + wait + update)
+    return tuple(found)

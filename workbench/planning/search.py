@@ -37,6 +37,23 @@ CUDA_GRAPHS_GAIN = 0.01
 """Least fraction of the step time that CUDA graphs must save a plan whose host holds nothing up: they take memory."""
 
 
+FEWER = 4
+"""Divisor of the number of devices by which a plan is compared with one on fewer of them."""
+
+
+def on_fewer_devices(plan: Plan) -> Plan | None:
+    """Return the best plan on a quarter of the devices, with the same choices fixed; None where there is none.
+
+    The search runs again, so that a plan that was read from a file has none either.
+    """
+    if plan.origin is None or plan.cluster.gpus % FEWER:
+        return None
+    profile, request = plan.origin
+    with suppress(PlanInfeasible):
+        return Search(profile, replace(request, cluster=request.cluster.resized(plan.cluster.gpus // FEWER))).plan()
+    return None
+
+
 @checked_keywords
 def what_if(
     profile: Profile,

@@ -16,9 +16,21 @@ EXACT_ACTIONS = 12_000
 extrapolated."""
 
 
+AROUND = {
+    "O": "communication beside compute",
+    "E": "exposed communication",
+    "H": "waiting for the host",
+    "U": "update",
+}
+"""Names of all that a step does besides forward and backward, by type of action."""
+
+
 @dataclass(frozen=True, slots=True)
 class TimedAction:
-    """An action with its start and end, in ms from the start of the step."""
+    """An action with its start and end, in ms from the start of the step.
+
+    The type is `F` for a forward, `B` for a backward, or one of `AROUND`.
+    """
 
     type: str
     stage: int
@@ -33,15 +45,22 @@ class Timeline:
 
     lanes: tuple[tuple[TimedAction, ...], ...]
     step_ms: float
-    """Time from the first action to the end of the last."""
+    """Time from the first forward to the end of the last backward."""
     busy_ms: tuple[float, ...]
     """Time that each rank computes."""
     in_flight: tuple[int, ...]
     """Largest number of micro-batches whose activations each rank holds at once, summed over its stages."""
+    around: tuple[tuple[TimedAction, ...], ...] = ()
+    """Actions of the types of `AROUND`, in and after those of each rank. Empty if they are not known."""
+
+    @property
+    def end_ms(self) -> float:
+        """Return the end of the whole step, with what follows the last backward."""
+        return max([self.step_ms, *(action.end_ms for lane in self.around for action in lane)])
 
     @property
     def bubble_fraction(self) -> float:
-        """Return the idle share of all ranks' time."""
+        """Return the bubble: the idle share of all ranks' time, from the first forward to the last backward."""
         if self.step_ms <= 0:
             return 0.0
         return 1 - sum(self.busy_ms) / (self.step_ms * len(self.busy_ms))

@@ -272,6 +272,18 @@ class StrategyCosts:
             orthogonalisation=self._orthogonalisation(stages),
         )
 
+    def overlapped(self, stages: Stages) -> tuple[Array, Array, Array]:
+        """Return the milliseconds of the data axis's collectives that compute hides, as `times` leaves them out.
+
+        They lie in a forward, in a backward, and in the last backward.
+        """
+        in_forward, in_backward, at_end = self._collectives(stages)
+        forward, backward = stages.whole(self._compute.forward), stages.sum(self._compute.backward)
+        alone = self._reduced_after_backward(stages) * at_end
+        pairs = ((in_forward, forward), (in_backward, backward), (at_end - alone, backward))
+        first, second, third = (np.minimum(collective, OVERLAP * compute) for collective, compute in pairs)
+        return first, second, third
+
     @cached_property
     def _compute(self) -> Compute:
         strategy = self.strategy

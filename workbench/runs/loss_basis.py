@@ -1,4 +1,4 @@
-"""What a loss is measured on, and whether the losses of several runs may be compared.
+"""The facts on which a loss depends, and whether the losses of several runs may be compared.
 
 A loss is a mean over labels. Its value depends on the vocabulary among which a label is chosen, on how much of the
 context is hidden, on how long the context is, and on the samples themselves. Where two runs differ in one of these,
@@ -10,6 +10,8 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
+
+from workbench.rundir import RunDir, read_json, read_record
 
 MASKED_SHARE = 0.15
 """Masked share of data whose description does not say it, and of held-out samples by default (arXiv:1810.04805)."""
@@ -51,7 +53,7 @@ class LossBasis:
 
 
 def loss_basis(experiment: Mapping[str, Any], coupled: bool = False) -> LossBasis:
-    """Return what the losses of a run are measured on, from the JSON of its experiment.
+    """Return the facts on which the losses of a run depend, from the JSON of its experiment.
 
     `coupled` says that its loss compares the samples of a batch, so that the size of the batch decides it as well.
     """
@@ -75,11 +77,23 @@ def loss_basis(experiment: Mapping[str, Any], coupled: bool = False) -> LossBasi
     return LossBasis(tuple(training.items()), tuple(held_out.items()), training_masked, held_out_masked)
 
 
+def read_loss_basis(run: RunDir) -> LossBasis | None:
+    """Return the facts on which the losses of a run depend; None if its files do not tell.
+
+    Whether its loss compares the samples of a batch stands in its plan.
+    """
+    try:
+        coupled = run.plan.exists() and bool(read_json(run.plan).get("coupled"))
+        return loss_basis(read_record(run.experiment), coupled)
+    except (AttributeError, OSError, RecursionError, TypeError, ValueError):
+        return None
+
+
 def why_not_compared(bases: Iterable[LossBasis | None], held_out: bool | Sequence[bool]) -> str | None:
     """Return why the losses of some runs do not compare, as one sentence; None if they do.
 
     Args:
-        bases: what the losses are measured on; a run of which that is unknown is left out.
+        bases: the facts on which the losses depend; a run of which they are unknown is left out.
         held_out: whether the held-out losses are compared, for all runs or for each.
     """
     bases = list(bases)

@@ -16,7 +16,7 @@ from workbench.arguments import checked_arguments
 from workbench.errors import InvalidArgument, RunNotFound, suggestion
 from workbench.rundir import STATES, RunDir, runs_root
 from workbench.runs.labels import read_labels
-from workbench.runs.loss_basis import why_not_compared
+from workbench.runs.loss_basis import read_loss_basis, why_not_compared
 from workbench.runs.run import Run, step_text
 from workbench.runs.status import RunRow, created_at, state_in_words, unreadable_row
 from workbench.tables import html_table, text_table
@@ -41,7 +41,7 @@ class RunTable:
     root: Path
     runs: tuple[Run, ...]
     note: str | None = None
-    """Why the losses by which the runs are sorted do not compare; None if they do, or if they are not sorted so."""
+    """Sentence on why the losses by which the runs are sorted do not compare; None if they do, or in another order."""
 
     def __len__(self) -> int:
         return len(self.runs)
@@ -137,7 +137,7 @@ def list_runs(
     note = None
     if by is not None and by.endswith("loss"):
         held_out = [by == "eval_loss" or (by == "loss" and row["eval_loss"] is not None) for row, _ in known]
-        note = why_not_compared([run.loss_basis for _, run in known], held_out)
+        note = why_not_compared([read_loss_basis(run.directory) for _, run in known], held_out)
     return RunTable(folder, tuple(run for _, run in chosen), note)
 
 

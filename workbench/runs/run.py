@@ -11,11 +11,10 @@ from typing import TYPE_CHECKING, Any
 from workbench.arguments import checked_arguments
 from workbench.errors import PlanMismatch, RunFailed, RunNotFound, WorkbenchError
 from workbench.events import Event
-from workbench.rundir import RunDir, check_unedited, read_events, read_json, read_record
+from workbench.rundir import RunDir, check_unedited, read_events
 from workbench.runs.labels import Labelled
 from workbench.runs.launching import processes
 from workbench.runs.launching.failure import log_tail, run_failed
-from workbench.runs.loss_basis import LossBasis, loss_basis
 from workbench.runs.status import (
     Checkpoint,
     Progress,
@@ -273,18 +272,6 @@ class Run(Labelled):
     def logs(self, rank: int | str = 0, tail: int | None = 100) -> str:
         """Return the last `tail` lines (None: all) that a rank printed, or that `"launcher"` printed."""
         return log_tail(self.directory, rank, tail)
-
-    @property
-    def loss_basis(self) -> LossBasis | None:
-        """Return what its losses are measured on, which decides with which other runs' they compare; None if unknown.
-
-        Whether the loss compares the samples of a batch stands in the plan.
-        """
-        try:
-            coupled = self.directory.plan.exists() and bool(read_json(self.directory.plan).get("coupled"))
-            return loss_basis(read_record(self.directory.experiment), coupled)
-        except (AttributeError, OSError, RecursionError, TypeError, ValueError):
-            return None
 
     def row(self) -> RunRow:
         """Return the row of `wb.list_runs()`, as JSON: state, step, loss, speed, time left, devices, peak memory."""

@@ -16,7 +16,7 @@ import numpy as np
 from workbench.analysis.curve import Curve, Mark
 from workbench.errors import RunFailed
 from workbench.rundir import read_record
-from workbench.runs.loss_basis import LossBasis
+from workbench.runs.loss_basis import LossBasis, read_loss_basis
 from workbench.runs.records.history import (
     Evaluations,
     History,
@@ -61,7 +61,7 @@ class Snapshot:
     evaluations: Evaluations | None = None
     """The held-out losses."""
     basis: LossBasis | None = None
-    """What its losses are measured on; None if that is unknown."""
+    """The facts on which its losses depend; None if they are unknown."""
     texts: TextSamples = field(default_factory=TextSamples)
     """Samples of the text that the model writes."""
 
@@ -129,7 +129,7 @@ class RunReader:
         self.run = Run(path)
         self._directory = self.run.directory
         self._tail = HistoryTail(self._directory.events)
-        self._steps, self._basis = self._read_num_steps(), self.run.loss_basis
+        self._steps, self._basis = self._read_num_steps(), read_loss_basis(self._directory)
         self._phase = ""
         self._size = 0
         self._marks: tuple[Mark, ...] = ()
