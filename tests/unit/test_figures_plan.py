@@ -13,6 +13,7 @@ import pytest
 from figure_values import in_one_line, plan
 
 from workbench.errors import UnknownParameter
+from workbench.figures import theme
 from workbench.figures.plan_view import CHARACTER_SHARE, partition, plan_mimebundle, show_plan
 from workbench.figures.prediction_view import prediction
 from workbench.figures.run_views import measured_timeline
@@ -78,7 +79,7 @@ def test_each_block_says_how_it_is_recomputed_and_the_heading_in_how_many() -> N
 
 
 def test_memory_is_stacked_by_category_up_to_each_stages_total() -> None:
-    value = plan(4, 56)
+    value = plan(4, 56, memory_limit_bytes=32 * GIB)
     stacks = parts(partition(value), "memory")
     assert [trace.name for trace in stacks] == ["parameters", "gradients", "optimiser", "activations", "workspace"]
     for stage in value.stages:
@@ -86,7 +87,7 @@ def test_memory_is_stacked_by_category_up_to_each_stages_total() -> None:
 
 
 def test_a_device_with_several_stages_shows_what_all_of_them_hold() -> None:
-    value = plan(8, 56, chunks=2)
+    value = plan(8, 56, chunks=2, memory_limit_bytes=64 * GIB)
     figure = show_plan(value)
     held = {rank: value.stages[rank].memory.total + value.stages[rank + 4].memory.total for rank in range(4)}
     stacks = parts(figure, "memory")
@@ -97,8 +98,11 @@ def test_a_device_with_several_stages_shows_what_all_of_them_hold() -> None:
 
 
 def test_the_users_memory_limit_takes_the_place_of_the_devices() -> None:
-    figure = partition(plan(4, 56, memory_limit_bytes=32 * GIB))
-    assert [note.text for note in figure.layout.annotations] == ["your limit 32.0 GiB"]
+    value = plan(4, 56, memory_limit_bytes=32 * GIB)
+    figure = partition(value)
+    assert [note.text for note in figure.layout.annotations] == [
+        f"your limit 32.0 GiB ({value.peak_bytes / 32 / GIB:.0%} used)"
+    ]
     assert figure.layout.shapes[0].x0 == 32.0
 
 
@@ -110,11 +114,13 @@ def test_the_total_of_each_stage_stands_beside_the_axis_where_no_limit_crosses_i
 
 
 def test_memory_is_labelled_where_the_label_fits() -> None:
-    figure = partition(plan(4, 8))
-    end = figure.layout.xaxis2.range[1]
-    pairs = [pair for t in parts(figure, "memory") for pair in zip(t.x, t.text, strict=True)]
-    assert all(text == (f"{x:.3g}" if x >= CHARACTER_SHARE * end * len(f"{x:.3g}") else "") for x, text in pairs)
-    assert {bool(text) for _, text in pairs} == {False, True}
+    for figure, factor in ((partition(plan(4, 56, memory_limit_bytes=32 * GIB)), 1), (partition(plan(4, 8)), 10)):
+        end = figure.layout.xaxis2.range[1]
+        pairs = [pair for t in parts(figure, "memory") for pair in zip(t.x, t.text, strict=True)]
+        words = [f"{x / factor:.3g}" for x, _ in pairs]
+        fits = [x >= CHARACTER_SHARE * end * len(word) for (x, _), word in zip(pairs, words, strict=True)]
+        assert [text for _, text in pairs] == [word * fit for word, fit in zip(words, fits, strict=True)]
+        assert {*fits} == {False, True}
 
 
 def test_a_small_models_memory_is_counted_in_the_unit_of_its_total() -> None:
@@ -122,14 +128,23 @@ def test_a_small_models_memory_is_counted_in_the_unit_of_its_total() -> None:
     small = replace(value, stages=tuple(replace(s, memory=Memory(0, 0, 0, 3 << 20, 0)) for s in value.stages))
     figure = partition(small)
     assert in_one_line(figure.layout.xaxis2.title.text) == "peak of one device (MiB)"
-    assert [x for trace in parts(figure, "memory") for x in trace.x if x] == [3.0, 3.0]
+    assert list(parts(figure, "scale")[0].x) == [3.0, 3.0]
     assert figure.layout.yaxis2.ticktext[0] == "3.0 MiB"
 
 
-def test_a_limit_far_off_is_named_instead_of_drawn() -> None:
-    figure = partition(plan(4, 8))
-    assert not figure.layout.shapes
-    assert "used)" in figure.layout.annotations[0].text
+def test_the_axis_of_memory_is_the_device_and_little_use_of_it_is_magnified() -> None:
+    """Of 139 GiB, the fullest stage uses 9.2: the magnified bar ends before the device does, and says its factor."""
+    value = plan(4, 8)
+    figure = partition(value)
+    [limit], [scale], stacks = figure.layout.shapes, parts(figure, "scale"), parts(figure, "memory")
+    device = value.cluster.device.memory_bytes / GIB
+    assert limit.x0 == pytest.approx(device)
+    assert figure.layout.xaxis2.range[1] == pytest.approx(1.05 * device)
+    assert list(scale.x) == [value.device_bytes(rank) / GIB for rank in range(4)]
+    [factor] = {round(sum(t.x[r] for t in stacks) / scale.x[r], 6) for r in range(4)}
+    assert device / 2.6 < factor * max(scale.x) <= device
+    assert f"used; thick bars × {factor:.0f})" in figure.layout.annotations[0].text
+    assert not parts(partition(plan(4, 56, memory_limit_bytes=32 * GIB)), "scale")
 
 
 def test_stages_have_different_colours_from_their_neighbours() -> None:
@@ -142,7 +157,7 @@ def test_every_action_of_the_schedule_is_drawn_once(stages: int, microbatches: i
     figure = timeline(plan(stages, 56, microbatches))
     for name in ("forward", "backward"):
         traces = [trace for trace in figure.data if trace.name == name]
-        facts = [(rank, int(facts[1])) for t in traces for rank, facts in zip(t.y, t.customdata, strict=True)]
+        facts = [(round(rank), int(facts[1])) for t in traces for rank, facts in zip(t.y, t.customdata, strict=True)]
         assert sorted(facts) == [(rank, i) for rank in range(stages) for i in range(microbatches)]
         numbers = [[int(text) for text in t.text] for t in traces if t.text is not None]
         few_enough = 2 * microbatches <= NUMBERED_LANE
@@ -198,9 +213,12 @@ def test_no_line_of_a_title_is_wider_than_a_narrow_figure_and_the_figure_grows_f
 def test_one_figure_shows_the_whole_plan() -> None:
     value = plan(4, 56, microbatches=8)
     figure = show_plan(value)
-    assert {trace.meta for trace in figure.data} == {"blocks", "memory", "actions", "idle"}
+    metas = {"blocks", "memory", "scale", "actions", "idle", "around", "map", "link"}
+    assert {trace.meta for trace in figure.data} == metas
     subtitle = in_one_line(figure.layout.title.subtitle.text)
-    assert all(fact in subtitle for fact in ("step 800 ms", "MFU 43.0%", "bubble 8.6%", "1 × 8 × 8 = 64 samples"))
+    assert all(fact in subtitle for fact in ("step 800 ms", "MFU 43.0%"))
+    assert "bubble 8.6% of all ranks, 10.0% of the busiest" in subtitle
+    assert "batch 64 samples = 1 replica × 8 micro-batches × 8 samples" in subtitle
 
 
 def test_labels_in_narrow_bars_vanish_instead_of_shrinking() -> None:
@@ -272,7 +290,15 @@ def test_one_figure_sets_a_measured_step_below_its_prediction_and_beside_it_time
     assert len(times) == 2
     assert times[0] == times[1]
     named = [trace.name for trace in figure.data if trace.showlegend is not False]
-    assert sorted(named) == ["backward", "forward", "idle (bubble)", "measured", "predicted"]
+    assert sorted(named) == [
+        "backward",
+        "exposed communication",
+        "forward",
+        "idle (bubble)",
+        "measured",
+        "predicted",
+        "update",
+    ]
 
 
 def test_prediction_leaves_out_what_was_not_measured() -> None:
@@ -325,3 +351,94 @@ def test_a_measured_step_is_drawn_below_its_prediction_on_the_same_axis() -> Non
 
 def test_a_run_without_recorded_actions_has_no_measured_step() -> None:
     assert measured_timeline([{"type": "step", "step": 1}]) is None
+
+
+def seen_by_rank(figure: Any, name: str) -> dict[int, list[tuple[float, float]]]:
+    """Return start and end of each bar of a name, by pipeline rank."""
+    spans: dict[int, list[tuple[float, float]]] = {}
+    for trace in figure.data:
+        if trace.name == name:
+            for y, start, length in zip(trace.y, trace.base, trace.x, strict=True):
+                spans.setdefault(round(y), []).append((start, start + length))
+    return spans
+
+
+def test_the_picture_of_a_step_ends_where_the_step_does() -> None:
+    """After the last backward come exposed communication and the update, whose lengths the plan's stages say."""
+    value = plan(2, 8, microbatches=4, data=4)
+    parts_ms = {"forward_wait_ms": 0.1, "backward_wait_ms": 0.3, "host_wait_ms": 0.2, "overlapped_ms": (0.4, 0.5, 0.6)}
+    stages = tuple(
+        replace(stage, **parts_ms, end_wait_ms=5.0 + stage.index, optimizer_ms=2.0) for stage in value.stages
+    )
+    length = simulated(replace(value, stages=stages)).step_ms
+    value = replace(value, stages=stages, prediction=replace(value.prediction, step_ms=length + 8.5))
+    figure = timeline(value)
+    assert figure.layout.xaxis.range[1] == pytest.approx(1.005 * (length + 8.5))
+    exposed, beside = (
+        seen_by_rank(figure, "exposed communication"),
+        seen_by_rank(figure, "communication beside compute"),
+    )
+    update, host = seen_by_rank(figure, "update"), seen_by_rank(figure, "waiting for the host")
+    for rank in range(2):
+        assert len(exposed[rank]) == 2 * 4 + 1
+        assert exposed[rank][-1] == pytest.approx((length, length + 5.5 + rank))  # half a ms is of tied parameters
+        assert update[rank] == [pytest.approx((length + 5.5 + rank, length + 7.5 + rank))]
+        assert sum(end - start for start, end in host[rank]) == pytest.approx(4 * 0.2)
+        assert sum(end - start for start, end in beside[rank]) == pytest.approx(4 * (0.4 + 0.5) + 0.6)
+    assert f"{length + 8.5:.1f} ms" in figure.layout.title.subtitle.text
+
+
+def test_a_stored_plan_without_its_stages_ends_shows_them_from_its_prediction() -> None:
+    value = plan(1, 8, microbatches=2, data=4)
+    length = simulated(value).step_ms
+    value = replace(value, prediction=replace(value.prediction, step_ms=length + 9.0, optimizer_ms=4.0))
+    figure = timeline(value)
+    assert seen_by_rank(figure, "exposed communication")[0] == [pytest.approx((length, length + 5.0))]
+    assert seen_by_rank(figure, "update")[0] == [pytest.approx((length + 5.0, length + 9.0))]
+    assert list(parts(figure, "idle")[0].x) == []
+
+
+@pytest.mark.parametrize(
+    ("stages", "data", "places", "words"),
+    [
+        (4, 1, ["GPU 0", "GPU 1", "GPU 2", "GPU 3"], "All devices are in one node."),
+        (
+            4,
+            4,
+            ["node 0, GPUs 0–3", "node 0, GPUs 4–7", "node 1, GPUs 0–3", "node 1, GPUs 4–7"],
+            "stages 1 → 2 cross nodes",
+        ),
+        (
+            2,
+            16,
+            ["nodes 0–1", "nodes 2–3"],
+            "The link between stages crosses nodes; the 16 replicas of a stage are in 2 nodes.",
+        ),
+    ],
+)
+def test_a_map_says_which_devices_hold_each_stage_and_which_links_cross_nodes(stages, data, places, words) -> None:
+    value = plan(stages, 56, data=data)
+    figure = show_plan(value)
+    assert [text.split("<br>")[0].split(" · ")[1] for text in figure.layout.yaxis.ticktext] == places
+    cells = parts(figure, "map")
+    assert sum(len(trace.x) for trace in cells) == stages * data
+    assert [trace.marker.color for trace in cells] == [theme.series_color(s) for s in range(stages)]
+    assert len({(base, y) for trace in cells for base, y in zip(trace.base, trace.y, strict=True)}) == stages * data
+    assert words in in_one_line(figure.layout.xaxis4.title.text)
+    dotted = [trace.line.dash == "dot" for trace in parts(figure, "link")]
+    size = value.cluster.gpus_per_node
+    assert dotted == [
+        any((s * data + i) // size != ((s + 1) * data + i) // size for i in range(data)) for s in range(stages - 1)
+    ]
+
+
+def test_a_plan_whose_batch_is_too_small_for_its_devices_says_so_first() -> None:
+    few = plan(2, 8, data=1)
+    many = replace(plan(2, 8, data=4), prediction=replace(few.prediction, tokens_per_s=1.6 * 160e3))
+    first = in_one_line(show_plan(many, few).layout.title.subtitle.text)
+    assert "The batch is too small for 8 devices: 1.6 times the tokens/s of 2</span></b>" in first
+    fast = replace(many, prediction=replace(few.prediction, tokens_per_s=3.6 * 160e3))
+    assert "from 2 to 8 devices (× 4): 3.6 times the tokens/s" in in_one_line(
+        show_plan(fast, few).layout.title.subtitle.text
+    )
+    assert "times the tokens" not in show_plan(many).layout.title.subtitle.text

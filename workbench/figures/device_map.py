@@ -1,4 +1,4 @@
-"""Where a plan's ranks are: a small map of nodes and their devices, coloured by stage, with the links between stages.
+"""Map of a plan's ranks: nodes and their devices, coloured by stage, with the links between stages.
 
 On the device mesh tensor-parallel ranks are neighbours, then replicas, then pipeline ranks. A pipeline rank's devices
 are therefore consecutive.
@@ -6,7 +6,7 @@ are therefore consecutive.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import plotly.graph_objects as go
@@ -120,7 +120,7 @@ def links_in_words(plan: Plan) -> str:
 def add_map(figure: Figure, plan: Plan, cells: Sequence[Cell], row: int) -> None:
     """Draw the map into the subplot of a row, column 1."""
     place = {"row": row, "col": 1}
-    count, at = _per_rank(plan), {cell.device: cell for cell in cells}
+    count = _per_rank(plan)
     by_rank: dict[int, list[Cell]] = {}
     for cell in cells:
         by_rank.setdefault(min(cell.device // count, plan.pipeline - 1), []).append(cell)
@@ -143,23 +143,13 @@ def add_map(figure: Figure, plan: Plan, cells: Sequence[Cell], row: int) -> None
             **theme.TEXT_INSIDE,
         )
         figure.add_trace(bars, **place)
-    crossing = set(crossing_hops(plan))
-    for here, there in _hops(plan):
-        ends = [at.get(rank * count) for rank in (here, there)]
-        if None not in ends:
-            crosses = (here, there) in crossing
-            look = {"color": theme.ALERT if crosses else theme.INK, "width": 2, "dash": "dot" if crosses else "solid"}
-            words = f"stage {here} → {there}: {'between nodes' if crosses else 'inside a node'}"
-            along_row = ends[0].row == ends[1].row
-            x, y = [cell.column - 0.5 * (not along_row) for cell in ends], [cell.row - 0.5 * along_row for cell in ends]
-            line = go.Scatter(x=x, y=y, mode="lines+markers", line=look, marker={"size": 6, "color": look["color"]})
-            figure.add_trace(line.update(hovertext=words, hoverinfo="text", showlegend=False, meta="link"), **place)
+    _add_links(figure, plan, {cell.device: cell for cell in cells}, place)
     columns, rows = 1 + max(cell.column for cell in cells), 1 + max(cell.row for cell in cells)
     lying = plan.cluster.nodes <= LYING_NODES
     names = ("GPU", "node") if lying else ("node", "GPU")
     if len(cells) < plan.cluster.gpus:
         names = ("node", "")
-    dotted = " Dotted: links that cross nodes." if crossing else ""
+    dotted = " Dotted: links that cross nodes." if crossing_hops(plan) else ""
     every = max(1, -(-columns // 32))
     ticks = list(range(0, columns, every))
     figure.update_xaxes(
@@ -177,6 +167,22 @@ def add_map(figure: Figure, plan: Plan, cells: Sequence[Cell], row: int) -> None
         showgrid=False,
         **place,
     )
+
+
+def _add_links(figure: Figure, plan: Plan, at: Mapping[int, Cell], place: Mapping[str, int]) -> None:
+    """Draw a line from the first device of each pipeline rank to that of the next, between the cells."""
+    count = _per_rank(plan)
+    crossing = set(crossing_hops(plan))
+    for here, there in _hops(plan):
+        ends = [at[rank * count] for rank in (here, there) if rank * count in at]
+        if len(ends) == 2:
+            crosses = (here, there) in crossing
+            look = {"color": theme.ALERT if crosses else theme.INK, "width": 2, "dash": "dot" if crosses else "solid"}
+            words = f"stage {here} → {there}: {'between nodes' if crosses else 'inside a node'}"
+            along_row = ends[0].row == ends[1].row
+            x, y = [cell.column - 0.5 * (not along_row) for cell in ends], [cell.row - 0.5 * along_row for cell in ends]
+            line = go.Scatter(x=x, y=y, mode="lines+markers", line=look, marker={"size": 6, "color": look["color"]})
+            figure.add_trace(line.update(hovertext=words, hoverinfo="text", showlegend=False, meta="link"), **place)
 
 
 def _hover(plan: Plan, device: int, stages: str) -> str:

@@ -59,7 +59,7 @@ def describe(step: Timeline) -> str:
 def timeline(plan: Plan, measured: Timeline | None = None) -> Figure:
     """Draw one step of a plan as predicted and, below it on the same axis of time, as a run has measured it.
 
-    Each pipeline rank has a lane. Forward and backward are numbered by micro-batch if there is room; idle time is
+    Each pipeline rank has a lane. Forward and backward are numbered by micro-batch if there is room; the bubble is
     hatched. A predicted step has a lane for communication below that, as in a profiler, and ends with the update; of a
     measured step, forward and backward alone are known.
     """
@@ -149,6 +149,8 @@ def _around_traces(step: Timeline, split: bool) -> list[go.Bar | go.Scatter]:
             make = _area_trace if most > DENSE_LANE else partial(_bar_trace, numbered=False)
             traces.append(make(label, AROUND_COLORS[type_], rows, below if type_ in "OE" else compute))
             traces[-1].update(meta="around")
+            if isinstance(traces[-1], go.Bar):  # for the reason given at the idle time
+                traces[-1].update(text=FIGURE_SPACE)
     return traces
 
 
@@ -228,15 +230,14 @@ def _area_trace(label: str, shade: str, rows: Sequence[tuple[int, TimedAction]],
 
 
 def _idle_trace(step: Timeline, split: bool) -> go.Bar:
-    """Return a hatched bar for every gap in every lane, from 0 to the end of the step."""
+    """Return a hatched bar for every gap in every lane, from the first forward to the last backward."""
     gaps, place = list[tuple[int, float, float]](), _compute_place(split)
     for rank, lane in enumerate(step.lanes):
         free = 0.0
-        after = [action for action in (step.around[rank] if step.around else ()) if action.type == "U"]
-        for action in sorted([*lane, *after], key=lambda each: each.start_ms):
+        for action in sorted(lane, key=lambda each: each.start_ms):
             gaps.append((rank, free, action.start_ms))
             free = max(free, action.end_ms)
-        gaps.append((rank, free, step.end_ms))
+        gaps.append((rank, free, step.step_ms))
     ranks, starts, ends = np.array([gap for gap in gaps if gap[2] > gap[1] + 1e-9]).reshape(-1, 3).T
     lengths = ends - starts
     pattern = {"shape": "/", "fgcolor": theme.AXIS, "bgcolor": CLEAR, "size": 6, "solidity": 0.2}
@@ -246,7 +247,7 @@ def _idle_trace(step: Timeline, split: bool) -> go.Bar:
         x=lengths,
         y=ranks + place[0],
         width=place[1],
-        name="idle",
+        name="idle (bubble)",
         marker={"color": CLEAR, "line": {"width": 0}, "pattern": pattern},
         text=FIGURE_SPACE,  # plotly.js hides text that does not fit only if the last subplot's bars have text
         customdata=lengths,

@@ -14,7 +14,7 @@ from workbench.planning.plan import Candidate, Memory, Plan, Stage, common_recom
 from workbench.planning.prediction import predict
 from workbench.planning.refusals import apart, host_need
 from workbench.planning.request import Request, no_kernels, unknown_rates
-from workbench.planning.stage_costs import StrategyCosts
+from workbench.planning.stage_costs import StrategyCosts, overlapped
 from workbench.planning.stage_cuts import Cut, Cutter
 from workbench.units import duration, gib
 
@@ -107,7 +107,7 @@ def _stages(costs: StrategyCosts, cut: Cut, elements: Array) -> tuple[Stage, ...
     times, cutter, mixed, modes = costs.times(cut.stages), Cutter(costs), cut.stages, costs.model.modes
     pipeline = costs.strategy.pipeline
     at_peak = [cutter.fullest_moment(rank, cut)[0] for rank in range(pipeline)]
-    crossing, state, overlapped = costs.profile.crossing_bytes, cutter.state, costs.overlapped(cut.stages)
+    crossing, state, hidden = costs.profile.crossing_bytes, cutter.state, overlapped(costs, cut.stages)
     stages = []
     for s, (i, j) in enumerate(pairwise(cut.cuts)):
         recomputed = int(mixed.middle[s]) - i
@@ -136,7 +136,7 @@ def _stages(costs: StrategyCosts, cut: Cut, elements: Array) -> tuple[Stage, ...
                 forward_wait_ms=float(times.forward_wait[s]),
                 backward_wait_ms=float(times.backward_wait[s]),
                 host_wait_ms=float(times.host_wait[s]),
-                overlapped_ms=tuple(float(part[s]) for part in overlapped),
+                overlapped_ms=(float(hidden[0][s]), float(hidden[1][s]), float(hidden[2][s])),
                 end_wait_ms=float(times.step_wait[s]),
                 optimizer_ms=float(times.optimizer[s]),
             )

@@ -118,6 +118,16 @@ def timeline(plan: Plan) -> Timeline:
     return replace(pipeline, around=tuple(_around(plan, rank, pipeline) for rank in range(plan.pipeline)))
 
 
+def _ending(plan: Plan, rank: int) -> tuple[float, float] | None:
+    """Return the milliseconds of communication and update of a pipeline rank after the last backward, if stored."""
+    wait = update = 0.0
+    for stage in plan.stages_of(rank):
+        if stage.end_wait_ms is None or stage.optimizer_ms is None:
+            return None
+        wait, update = wait + stage.end_wait_ms, update + stage.optimizer_ms
+    return wait, update
+
+
 def _around(plan: Plan, rank: int, pipeline: Timeline) -> tuple[TimedAction, ...]:
     """Return communication, waiting for the host and the update of one pipeline rank, in order of their starts."""
     lane, found = pipeline.lanes[rank], list[TimedAction]()
@@ -140,16 +150,14 @@ def _around(plan: Plan, rank: int, pipeline: Timeline) -> tuple[TimedAction, ...
             add("H", action, action.start_ms, action.start_ms + stage.host_wait_ms / 2)
             add("O", action, max(action.start_ms, end - hidden), end)
             add("E", action, end, action.end_ms)
-    held = plan.stages_of(rank)
-    waits, updates = ([getattr(stage, name) for stage in held] for name in ("end_wait_ms", "optimizer_ms"))
     rest = max(0.0, plan.prediction.step_ms - pipeline.step_ms)
-    if None in (*waits, *updates):  # a plan that stored the end of the rank that ends last, alone
+    ends = [_ending(plan, each) for each in range(plan.pipeline)]
+    if (own := ends[rank]) is None:  # a plan that stored the end of the rank that ends last, alone
         update = min(rest, plan.prediction.optimizer_ms)
         wait = rest - update
     else:
-        update = sum(updates)
-        ends = [sum(each.end_wait_ms + each.optimizer_ms for each in plan.stages_of(r)) for r in range(plan.pipeline)]
-        wait = sum(waits) + max(0.0, rest - max(ends))  # and gradients of parameters that several ranks hold
+        longest = max(sum(each) for each in ends if each is not None)
+        wait, update = own[0] + max(0.0, rest - longest), own[1]  # and gradients of parameters that several ranks hold
     add("E", last, pipeline.step_ms, pipeline.step_ms + wait)
     add("U", last, pipeline.step_ms + wait, pipeline.step_ms + wait + update)
     return tuple(found)

@@ -272,18 +272,6 @@ class StrategyCosts:
             orthogonalisation=self._orthogonalisation(stages),
         )
 
-    def overlapped(self, stages: Stages) -> tuple[Array, Array, Array]:
-        """Return the milliseconds of the data axis's collectives that compute hides, as `times` leaves them out.
-
-        They lie in a forward, in a backward, and in the last backward.
-        """
-        in_forward, in_backward, at_end = self._collectives(stages)
-        forward, backward = stages.whole(self._compute.forward), stages.sum(self._compute.backward)
-        alone = self._reduced_after_backward(stages) * at_end
-        pairs = ((in_forward, forward), (in_backward, backward), (at_end - alone, backward))
-        first, second, third = (np.minimum(collective, OVERLAP * compute) for collective, compute in pairs)
-        return first, second, third
-
     @cached_property
     def _compute(self) -> Compute:
         strategy = self.strategy
@@ -402,6 +390,19 @@ class StrategyCosts:
                 link = self.cluster.peers_link(tuple(rank * replicas for rank in holders), replicas)
                 total += all_reduce_s(FP32 * self.table.sizes[name] / strategy.shard_count, len(holders), link)
         return 1e3 * total
+
+
+def overlapped(costs: StrategyCosts, stages: Stages) -> tuple[Array, Array, Array]:
+    """Return the milliseconds of the data axis's collectives that compute hides, which `StrategyCosts.times` omits.
+
+    They lie in a forward, in a backward, and in the last backward.
+    """
+    in_forward, in_backward, at_end = costs._collectives(stages)
+    forward, backward = stages.whole(costs._compute.forward), stages.sum(costs._compute.backward)
+    alone = costs._reduced_after_backward(stages) * at_end
+    pairs = ((in_forward, forward), (in_backward, backward), (at_end - alone, backward))
+    first, second, third = (np.minimum(collective, OVERLAP * compute) for collective, compute in pairs)
+    return first, second, third
 
 
 def _update_bytes(stages: Stages, profile: Profile, table: ParameterTable, strategy: Strategy) -> Array:

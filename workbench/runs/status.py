@@ -322,10 +322,10 @@ def _training_loss(run: RunDir, progress: Progress) -> float | None:
     last = int(progress.steps[-1]["step"])
     before = progress.steps[-2]["step"] if len(progress.steps) > 1 else 0
     needed = math.ceil(END_SHARE * last / max(1, last - int(before))) + 1
-    events = list(progress.steps)
+    events: list[Any] = list(progress.steps)
     if needed > len(events):
         events = recent_steps(run.events, 0, progress.offset, needed)
-    latest = list[StepEvent]()
+    latest = list[Any]()
     for event in sorted(events, key=lambda event: event["time"], reverse=True):  # a resumption repeats steps
         if not latest or event["step"] < latest[-1]["step"]:
             latest.append(event)

@@ -12,11 +12,26 @@ const last = nothing => value => value ?? nothing;
 const ORDERS = {  // label, and comparison of two rows
   newest: ['newest first', (a, b) => b.created - a.created],
   name: ['by name', (a, b) => a.name.localeCompare(b.name, undefined, {numeric: true})],
-  loss: ['lowest loss', (a, b) => last(Infinity)(a.loss) - last(Infinity)(b.loss) || b.created - a.created],
+  loss: ['lowest loss', (a, b) => last(Infinity)(a.loss) - last(Infinity)(b.loss) || b.created - a.created],  // in groups
   speed: ['fastest', (a, b) => last(0)(b.tokens_per_s) - last(0)(a.tokens_per_s)],
   left: ['next to end', (a, b) => last(1e12)(a.eta_s) - last(1e12)(b.eta_s)],
 };
 const SETTINGS = 'workbench:runs';
+
+// Returns which losses compare with those of a row: equal texts do.
+const basisOf = row => row.loss == null ? '' : JSON.stringify([row.held_out, row.basis]);
+
+// Returns why the losses of some rows do not compare, as `workbench.runs.loss_basis.why_not_compared` does.
+function whyNotCompared(rows) {
+  const known = rows.filter(row => row.loss != null && row.basis?.length);
+  if (new Set(known.map(row => row.held_out)).size > 1) {
+    return 'These losses do not compare: some are held-out losses and some are training losses.';
+  }
+  const facts = known.map(row => Object.fromEntries(row.basis));
+  const names = [...new Set(facts.flatMap(Object.keys))];
+  const differ = names.filter(name => new Set(facts.map(fact => fact[name])).size > 1);
+  return differ.length ? `These losses do not compare: the runs differ in ${differ.join(', ')}. Those that do stand together.` : '';
+}
 const ICON = `<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 24 24" fill="none" stroke-width="2">
   <path class="jp-icon3" stroke="#616161" d="M3 3v18h18"/>
   <path class="jp-icon-brand0" stroke="#0072b2" d="M6 6c2 9 6 11 14 11"/>
@@ -78,10 +93,12 @@ class RunList {
     this.archived = element('input');
     this.archived.type = 'checkbox';
     this.archived.checked = this.settings.archived;
-    const archive = element('label', 'wb-archive', 'archive');
+    const archive = element('label', 'wb-archive', 'show archived');
     archive.prepend(this.archived);
     archive.title = 'Show archived runs too';
     this.count = element('span', 'wb-count');
+    this.apart = element('div', 'wb-apart');
+    this.apart.setAttribute('role', 'note');
     this.compare = this.button('Compare', 'Curves of the ticked runs', () => actions.open([...this.ticked]));
     this.compare.classList.add('wb-compare');
     this.move = this.button('⇱', '', actions.move);
@@ -97,6 +114,7 @@ class RunList {
       element('div', 'wb-bar', this.search, this.move),
       element('div', 'wb-bar', this.state, this.tag, this.order, archive),
       element('div', 'wb-bar', this.count, this.compare),
+      this.apart,
       this.scroller,
       this.details,
     );
@@ -162,10 +180,19 @@ class RunList {
       && (!this.tag.value || row.tags.includes(this.tag.value))
       && words.every(word => row.text.includes(word)));
     this.shown.sort(ORDERS[this.order.value][1]);
+    const apart = this.order.value === 'loss' ? whyNotCompared(this.shown) : '';
+    if (apart) {  // a group begins where its best run stands
+      const groups = Map.groupBy(this.shown, basisOf);
+      this.shown = [...groups.values()].flat();
+    }
+    this.apart.textContent = apart;
+    this.apart.hidden = !apart;
     for (const path of this.ticked) if (!this.runs.rows.has(path)) this.ticked.delete(path);
     const hidden = all.length - this.shown.length;
     this.count.textContent = this.runs.problem
-      || (all.length ? `${this.shown.length} runs${hidden ? `, ${hidden} not shown` : ''}` : 'No run yet. wb.launch starts one.');
+      || (!all.length ? 'No run yet. wb.launch starts one.'
+        : !this.shown.length ? `None of ${all.length} runs matches.`
+        : `${this.shown.length} runs${hidden ? `, ${hidden} not shown` : ''}`);
     this.space.style.height = `${this.shown.length * ROW_PX}px`;
     this.drawDevices();
     this.draw();
@@ -207,7 +234,7 @@ class RunList {
     const badge = element('span', 'wb-badge', words.split(', ').at(-1));
     badge.dataset.state = words.includes('not finite') ? 'failed' : row.state ?? '';
     const of = steps ? ` of ${steps.toLocaleString()}` : '';
-    const progress = step === undefined ? facts : `${step.toLocaleString()}${of}${loss === null ? '' : ` · ${Number(loss.toPrecision(4))}`}`;
+    const progress = step === undefined ? facts : `${step.toLocaleString()}${of}${loss === null ? '' : ` · ${row.held_out ? '◆ ' : ''}${Number(loss.toPrecision(4))}`}`;
     const said = element('span', 'wb-said', progress);
     said.title = facts;
     const below = element('span', 'wb-below');
@@ -232,8 +259,8 @@ class RunList {
         () => this.actions.act(path, 'archive', !row.archived)),
     );
     const node = element('div', 'wb-run',
-      element('div', 'wb-line', tick, badge, title, element('span', 'wb-age')),
-      element('div', 'wb-line', sparkline(row.losses ?? []), said),
+      element('div', 'wb-line', tick, title, element('span', 'wb-age')),
+      element('div', 'wb-line', badge, sparkline(row.losses ?? []), said),
       element('div', 'wb-line', below, buttons));
     node.setAttribute('role', 'listitem');
     node.addEventListener('dblclick', ({target}) => target.closest('button, input') || this.actions.open([path]));
