@@ -72,19 +72,22 @@ def test_each_row_of_plans_of_unknown_models_is_one_of_two_raw_files() -> None:
 
 
 def test_medians_and_largest_errors_are_those_of_the_raw_files() -> None:
+    """A model that was measured twice counts twice: the second measurement does not hide the first."""
     front, tables = table(README, "| | result | on |"), words(BENCHMARKS)
-    last_of_each = {row["case"]: row for row in measured(*AGAIN)}.values()
-    for rows, label in (
-        (measured("2xH200_a2c680b"), "28 plans, predicted first"),
-        (measured(*UNKNOWN), "15 plans of models"),
-        (measured(*UNKNOWN_H100), "13 plans of such models"),
-        (list(last_of_each), f"{len(last_of_each)} of these models again"),
-    ):
-        [at] = [at for at, cells in enumerate(front) if cells[0].startswith(label)]
-        for unit, cells in zip(("ms", "gib"), front[at : at + 2], strict=True):
+    assert len(front) <= 8, "the rest stands in the page of benchmarks"
+    again = measured(*AGAIN)
+    for rows in (measured("2xH200_a2c680b"), measured(*UNKNOWN), measured(*UNKNOWN_H100), again):
+        for unit in ("ms", "gib"):
             middle, largest = median_and_largest(rows, unit)
-            assert cells[1].startswith(f"median {middle}, largest {largest}")
             assert re.search(rf"{middle[:-2]} %\**, \**{largest[:-2]} %", tables), (middle, largest)
+    [at] = [at for at, cells in enumerate(front) if cells[0].startswith(f"{len(again)} plans of models")]
+    for unit, cells in zip(("ms", "gib"), front[at : at + 2], strict=True):
+        middle, largest = median_and_largest(again, unit)
+        assert cells[1].startswith(f"median {middle}, largest {largest}")
+    first, second = (row for row in again if row["case"] == "qwen3-600m")
+    assert (
+        f"largest {abs(100 * error(first, 'gib')):.1f} % ({100 * error(second, 'gib'):.1f} % after" in front[at + 1][1]
+    )
 
 
 H100, OLDER, NEWER, NEWEST = "1xH100_9284844", "1xH200_70b58d3", "1xH200_b4b0645", "1xH200_e73eb14"
@@ -143,8 +146,6 @@ def test_ratios_over_loops_and_libraries_on_one_gpu_are_those_of_the_raw_files()
         page = words(document).replace("*", "")
         assert ", ".join(shown[index] for index in (0, 2, 3, 5)) in page
         assert ", ".join(shown[6:8]) in page
-        assert ", ".join(shown[8:11]) in page
-    assert f"scaled BERT | {rows[0][-2]}, {rows[2][-2]} times" in words(README)
 
 
 def test_a_step_of_both_loops_goes_where_the_table_says() -> None:
@@ -240,9 +241,10 @@ def test_the_planners_choice_is_as_far_behind_the_fastest_plan_as_is_said() -> N
     series = ["4xH200", "4xH200_1b4a6d1", "4xH200_4ca9be4", "4xH200_d1c9b14", "4xH200_f2cfb8d"]
     four = sorted(each for name in series for each in behind(name).values())
     assert [f"{each:.1%}" for each in four[-2:]] == ["2.7%", "25.0%"]
-    front = words(README)
-    assert "at most 0.6 % | 2 × H200" in front
-    assert "older code, five series | at most 2.7 %, and once 25 % (2,467 ms a step; 1,934 ms when run again)" in front
+    page = words(BENCHMARKS)
+    assert (
+        "at most 0.6 %; on 4 × H200 at most 2.7 %, and once 25 % (4.8 B BERT: 2,467 ms, and 1,934 ms when run" in page
+    )
     [slow] = [r for r in measured("4xH200_4ca9be4") if r["case"] == "4.8b" and r["why"] == "the planner's choice"]
     [again] = [r for r in measured("4xH200_4ca9be4_again") if r["case"] == "4.8b"]
     assert [f"{row['measured_ms']:,.0f}" for row in (slow, again)] == ["2,467", "1,934"]
@@ -293,8 +295,6 @@ def test_times_with_cuda_graphs_are_those_of_the_raw_files() -> None:
     for _, launched, captured, ratio in table(BENCHMARKS, "| case | launched, ms |"):
         [pair] = [each for each in times if shows(launched, each[0]) and shows(captured, each[1])]
         assert shows(ratio, pair[0] / pair[1])
-    base = found[0]
-    assert f"per step | {base['launched']['ms']:.1f} → {base['recorded']['ms']:.1f} ms" in words(README)
 
 
 def test_gradients_beside_epsilon_are_those_of_the_raw_file() -> None:
