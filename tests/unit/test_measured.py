@@ -351,6 +351,21 @@ def test_user_defined_data_are_measured_with_its_samples_and_priced_for_its_labe
     assert profiling.profile(experiment, H200).labelled_share == pytest.approx((3 + 1) / 32)
 
 
+def test_only_blocks_before_the_first_that_cannot_be_captured_run_in_the_graph() -> None:
+    gpt = models.gpt2(64, 2, 4, vocab_size=512)
+    experiment = Experiment(model=gpt, data=Answers(), seq_len=16, global_batch=8)
+    probe = Probe(profiling.probe_request(experiment, local_cluster(1)), 4, torch.device("cpu"))
+    chain, modules = probe._chain, [*probe._chain._modules.values()]
+    assert chain.num_capturable == 0, "nothing is compiled here"
+    for module in modules[:-1]:
+        module.is_capturable = True
+    assert chain.num_capturable == len(modules) - 1
+    chain.run_first(2, probe._batch)
+    own = [[getattr(module, attribute) for attribute in module.own_parameters.values()] for module in modules]
+    made = [any(bool(weight.grad.any()) for weight in weights) for weights in own if weights]
+    assert made == [*([True] * 2), *([False] * (len(made) - 2))]
+
+
 def test_all_labels_count_if_no_head_can_skip_rows() -> None:
     experiment = Experiment(model=Everything, data=Answers(), global_batch=8)
     assert profiling.profile(experiment, H200).labelled_share == 1

@@ -168,25 +168,33 @@ class Probe:
         with _device_lock(self._device, fcntl.LOCK_EX):
             single, sustained, mhz = _sustained(lambda: self._chain.run(self._batch), self._device)
             measurements = _summary(self._graph, self._blocks, single, sustained, self.micro_batch)
-            replayed = self._replayed(launched_s(self._graph, self._blocks, measurements))
+            replayed = self._replayed(measurements)
         return [replace(measurement, clock_mhz=mhz, replayed=replayed) for measurement in measurements]
 
-    def _replayed(self, launched_s: float) -> float:
-        """Return the time of the chain replayed as one CUDA graph over `launched_s`; 1 if it cannot be captured."""
-        if self._device.type != "cuda" or not self._chain.is_capturable:
+    def _replayed(self, measurements: Sequence[BlockMeasurement]) -> float:
+        """Return the ratio of a CUDA graph's time to that of the same blocks launched; 1 if none can be captured.
+
+        The graph holds the blocks before the first that plans launch, such as a head over labelled rows. That one would
+        make the ratio too small: its launches may take the host longer than the device, and a graph has no host.
+        """
+        count = self._chain.num_capturable
+        if self._device.type != "cuda" or count == 0:
             return 1.0
+        launched = launched_s(self._graph, self._blocks[:count], measurements)
         torch.cuda.empty_cache()  # the graph has a memory pool of its own
         graph, stream = torch.cuda.CUDAGraph(), torch.cuda.Stream(self._device)
         try:
             stream.wait_stream(torch.cuda.current_stream(self._device))
             with torch.cuda.stream(stream):
-                self._chain.run(self._batch)  # gradients are accumulated on the stream of their first forward
-                self._chain.run(self._batch)
+                self._chain.run_first(
+                    count, self._batch
+                )  # gradients are accumulated on the stream of their first forward
+                self._chain.run_first(count, self._batch)
             with torch.cuda.graph(graph, stream=stream):
-                self._chain.run(self._batch)
+                self._chain.run_first(count, self._batch)
             graph.replay()
             ends = [Timestamp.now(self._device)]
-            for _ in range(max(FEWEST, min(MOST, round(SUSTAINED_S / launched_s)))):
+            for _ in range(max(FEWEST, min(MOST, round(SUSTAINED_S / launched)))):
                 graph.replay()
                 ends.append(Timestamp.now(self._device))
             _wait(self._device)
@@ -194,7 +202,7 @@ class Probe:
             traceback.print_exc()
             return 1.0
         seconds = [end.seconds_since(begin) for begin, end in itertools.pairwise(ends)]
-        return statistics.median(seconds[len(seconds) // 2 :]) / launched_s
+        return statistics.median(seconds[len(seconds) // 2 :]) / launched
 
 
 def _sustained(run: Callable[[], _Log], device: torch.device) -> tuple[list[_Log], list[_Log], int | None]:
@@ -304,9 +312,9 @@ class _Chain:
         self._context.loss_denominators = [torch.ones((), device=device) for _ in graph.label_counts]
 
     @property
-    def is_capturable(self) -> bool:
-        """True if a plan could capture some of the blocks in CUDA graphs."""
-        return any(module.is_capturable for module in self._modules.values())
+    def num_capturable(self) -> int:
+        """Number of blocks, from the first on, that a plan could capture in CUDA graphs."""
+        return len([*itertools.takewhile(lambda module: module.is_capturable, self._modules.values())])
 
     def run(self, batch: Mapping[str, torch.Tensor]) -> _Log:
         """Run one forward and backward of the chain."""
@@ -314,10 +322,17 @@ class _Chain:
         self._context.label_counts = self._counter.count(batch)
         log.forward.append(log.note())
         with self._autocast():
-            loss = self._forward(batch, log)
+            loss = self._forward(batch, log, len(self._modules))[self._graph.loss]
         loss.float().sum().backward()
         log.backward[0] = log.note()
         return log
+
+    def run_first(self, count: int, batch: Mapping[str, torch.Tensor]) -> None:
+        """Run forward and backward of the first `count` blocks; the gradients of what they send are ones."""
+        with self._autocast():
+            values = self._forward(batch, _Log(self._device), count)
+        ends = [value for value in values.values() if value.requires_grad]
+        torch.autograd.backward(ends, [torch.ones_like(value) for value in ends])
 
     def run_alone(self, index: int, batch: Mapping[str, torch.Tensor]) -> None:
         """Run one block's forward and backward on zeros that look to the compiler like the values of the chain."""
@@ -338,7 +353,8 @@ class _Chain:
     def _autocast(self) -> contextlib.AbstractContextManager[Any]:
         return torch.autocast(self._device.type, torch.bfloat16) if self._bf16 else contextlib.nullcontext()
 
-    def _forward(self, batch: Mapping[str, torch.Tensor], log: _Log) -> torch.Tensor:
+    def _forward(self, batch: Mapping[str, torch.Tensor], log: _Log, count: int) -> dict[str, torch.Tensor]:
+        """Return the values that are left behind the first `count` blocks of the chain."""
         values: dict[str, torch.Tensor] = {}  # in the order in which they were made
         last_of: dict[tuple[object, ...], tuple[torch.Tensor, ...]] = {}
         position = 0
@@ -361,7 +377,9 @@ class _Chain:
                 del values[name]
             if module is not None:
                 log.forward.append(log.note())
-        return values[self._graph.loss]
+                if position == count < len(self._modules):
+                    break
+        return values
 
 
 def _passed_on(received: Sequence[torch.Tensor], sent: Sequence[torch.Tensor]) -> list[torch.Tensor]:
@@ -431,15 +449,15 @@ def _summary(
     return measurements
 
 
-def launched_s(graph: Graph, chain: Sequence[int], measurements: Sequence[BlockMeasurement]) -> float:
-    """Return the seconds of a chain's forward and backward by what was measured of its blocks.
+def launched_s(graph: Graph, blocks: Sequence[int], measurements: Sequence[BlockMeasurement]) -> float:
+    """Return the seconds of forward and backward of these blocks by what was measured of them.
 
-    The cost model multiplies these times by the ratio of the replayed chain's time to them. The rounds' own time would
+    The cost model multiplies these times by the ratio of the replayed blocks' time to them. The rounds' own time would
     not do: with small micro-batches, a host that falls behind somewhere in each round makes them longer, but not the
     medians of the blocks, and the ratio would take the host's delay off blocks that never had it.
     """
     ms = {graph.variant(graph.blocks[one.first_block]): one.forward_ms + one.backward_ms for one in measurements}
-    return sum(ms[graph.variant(graph.blocks[index])] for index in chain) / 1e3
+    return sum(ms[graph.variant(graph.blocks[index])] for index in blocks) / 1e3
 
 
 def _medians(rows: Iterable[tuple[float, ...]]) -> tuple[float, ...]:
