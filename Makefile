@@ -53,7 +53,8 @@ lint: $(VENV)/.tested
 	$(BIN)/lint-imports
 
 # Four files of tests at a time, one thread each, the longest first, because many tests wait for processes. JupyterLab is
-# driven beside them, one test at a time. Tests of GPUs come last: they measure memory and time.
+# driven beside them, one test at a time, and before them where a core is wanted by both: its tests have limits of time.
+# Tests of GPUs come last: they measure memory and time.
 PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest $(RUN)
 BESIDE := --numprocesses 4 --dist loadfile --no-loadscope-reorder
 TESTS := $(MAKE) --no-print-directory --jobs 2 --keep-going tests-elsewhere tests-in-browser
@@ -74,7 +75,7 @@ durations: $(VENV)/.tested
 	+@$(TESTS) RUN=--record-durations
 
 tests-elsewhere: $(VENV)/.tested
-	$(PYTEST) $(BESIDE) $(filter-out tests/__pycache__/ tests/browser/ tests/gpu/,$(wildcard tests/*/))
+	nice -n 10 env $(PYTEST) $(BESIDE) $(filter-out tests/__pycache__/ tests/browser/ tests/gpu/,$(wildcard tests/*/))
 
 # What it prints comes in one piece, when it is over.
 tests-in-browser: $(VENV)/.tested

@@ -169,7 +169,7 @@ def test_a_block_sparse_run_evaluates_samples_and_exports_as_a_masked_one(tmp_pa
     masked = wb.plan(experiment, wb.measure.local_cluster().resized(1), micro_batch=2)
     found = []
     for plan in (masked, dataclasses.replace(masked, block_sparse=True)):
-        run = wb.launch(experiment, plan, directory=tmp_path / str(plan.block_sparse), progress=False).wait()
+        run = wb.runs.debug(experiment, plan, directory=tmp_path / str(plan.block_sparse), progress=False)
         export = run.export(tmp_path / f"exported {plan.block_sparse}")
         [weights] = [load_file(path) for path in export if path.suffix == ".safetensors"]
         texts = [event["samples"] for event in run.samples()]

@@ -16,7 +16,6 @@ import workbench as wb
 from tests.distributed import real_worker
 from workbench.errors import NonFiniteLoss, WorkbenchError
 from workbench.experiment import Experiment
-from workbench.rundir import read_json
 from workbench.runs.launching import processes
 
 SEEN: list[tuple[int, str]] = []
@@ -24,16 +23,14 @@ SEEN: list[tuple[int, str]] = []
 
 
 class Stopping(torch.nn.Module):
-    """A model with a breakpoint in its forward, which may also fail there."""
+    """A model with a breakpoint in its forward."""
 
-    def __init__(self, fails: bool = False) -> None:
+    def __init__(self) -> None:
         super().__init__()
-        self.inner, self.fails = real_worker.experiment().model.build(), fails
+        self.inner = real_worker.experiment().model.build()
 
     def forward(self, input_ids: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
         breakpoint()
-        if self.fails:
-            raise ZeroDivisionError("seen here")
         loss: torch.Tensor = self.inner(input_ids=input_ids, labels=labels)["loss"]
         return loss
 
@@ -70,11 +67,13 @@ def state() -> dict[str, Any]:
     }
 
 
-def test_a_run_here_has_the_values_of_one_in_a_process_of_its_own_and_leaves_this_process_as_it_was(
-    folder: Path,
+@pytest.mark.parametrize("stages", [1, 2])
+def test_a_run_here_has_the_values_of_one_elsewhere_and_leaves_this_process_as_it_was(
+    stages: int, folder: Path
 ) -> None:
+    """The rank of a second stage is a process of its own."""
     experiment = asked()
-    plan = real_worker.plan(experiment)
+    plan = real_worker.plan(experiment, pipeline=stages)
     before = state()
     here = wb.runs.debug(experiment, plan)
     assert state() == before
@@ -82,6 +81,8 @@ def test_a_run_here_has_the_values_of_one_in_a_process_of_its_own_and_leaves_thi
     assert real_worker.curve(here.directory) == real_worker.curve(elsewhere)
     assert (here.status.state, here.status.message, here.alive) == ("finished", "4 steps.", False)
     assert [each.step for each in here.checkpoints] == [2, 4]
+    assert not here.directory.rank(0).exists()
+    assert here.directory.rank(1).exists() == (stages == 2)
 
 
 def test_a_run_here_is_resumed_here_and_evaluated_as_any_other() -> None:
@@ -111,18 +112,6 @@ def test_an_exception_of_the_training_is_raised_here_with_its_own_frames_and_wri
     [run] = wb.list_runs()
     assert (run.status.state, run.alive) == ("failed", False)
     assert str(raised.value).splitlines()[0] in str(run.error())
-
-
-def test_the_second_rank_of_a_plan_is_a_process_of_its_own_and_the_values_are_the_same(folder: Path) -> None:
-    experiment = asked(steps=2)
-    plan = real_worker.plan(experiment, pipeline=2)
-    before = state()
-    here = wb.runs.debug(experiment, plan)
-    assert state() == before
-    assert real_worker.curve(here.directory) == real_worker.curve(
-        real_worker.trained(folder / "elsewhere", experiment, plan)
-    )
-    assert read_json(here.directory.rank(1))["pid"] != os.getpid()
 
 
 def test_a_process_that_has_an_accelerator_of_its_own_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -169,10 +169,8 @@ def test_a_run_records_the_text_that_its_model_writes(
 ) -> None:
     monkeypatch.setenv("WORKBENCH_RUNS", str(tmp_path / "runs"))
     asked = experiment("causal", folder, 0, steps=3, samples=wb.Samples(["Birds", "Document"], every=2, tokens=4))
-    run = wb.launch(asked, wb.plan(asked, wb.measure.local_cluster(1), micro_batch=4))
-    run.wait(timeout=120)
-    written = run.samples()
-    assert written.steps == [0, 2, 3], run.logs()
+    written = wb.runs.debug(asked, wb.plan(asked, wb.measure.local_cluster(1), micro_batch=4)).samples()
+    assert written.steps == [0, 2, 3]
     assert [sample["prompt"] for sample in written[0]["samples"]] == ["Birds", "Document"]
     assert written.at(2.5) == written[1]
     assert written.at(-1) is None
