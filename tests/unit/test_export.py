@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 from pathlib import Path
 
@@ -11,6 +12,7 @@ import pytest
 from bs4 import BeautifulSoup
 from figure_values import curve, plan
 
+import workbench as wb
 from workbench.errors import DataError
 from workbench.figures.curves_view import loss_curves
 from workbench.figures.figure import PLOTLY_MIME, mimebundle, save
@@ -146,6 +148,42 @@ def test_a_file_that_is_no_notebook_is_refused(tmp_path: Path) -> None:
     path.write_text("not JSON")
     with pytest.raises(DataError, match=r"notes\.txt is not a notebook"):
         notebook_to_html(path, tmp_path / "notes.html")
+
+
+CELL = {"cell_type": "code", "id": "a", "metadata": {}, "source": "x", "execution_count": None, "outputs": []}
+NO_NOTEBOOKS = {
+    "an empty object": "{}",
+    "a list": "[]",
+    "cells that are a number": {"cells": 5},
+    "a cell that is a number": {"cells": [5]},
+    "a cell of no type": {"cells": [{**CELL, "cell_type": "x"}]},
+    "a cell without outputs": {"cells": [{name: CELL[name] for name in ("cell_type", "id", "metadata")}]},
+    "an output without data": {"cells": [{**CELL, "outputs": [{"output_type": "display_data"}]}]},
+    "a kernel that is a number": {"metadata": {"kernelspec": 5}},
+    "a version to come": {"nbformat": 9},
+    "nested too deeply": "[" * 100_000,
+    "bytes": "\x00",
+}
+
+
+@pytest.mark.parametrize("what", NO_NOTEBOOKS)
+def test_json_that_is_no_notebook_is_refused_with_a_sentence(tmp_path: Path, what: str) -> None:
+    content, path = NO_NOTEBOOKS[what], tmp_path / "theirs.ipynb"
+    whole = {"nbformat": 4, "nbformat_minor": 5, "metadata": {}, "cells": []}
+    path.write_text(content if isinstance(content, str) else json.dumps({**whole, **content}))
+    for read in (lambda: notebook_to_html(path, tmp_path / "a.html"), lambda: wb.share(path, to=tmp_path / "to")):
+        with pytest.raises(DataError, match=r"theirs\.ipynb is not a notebook .* Give the path of an \.ipynb file\."):
+            read()
+
+
+@pytest.mark.parametrize("figure", [5, {"data": 5}, {"data": [5]}, {"data": [], "layout": 7}, []])
+def test_what_stands_in_place_of_a_figure_leaves_the_page(tmp_path: Path, figure: object) -> None:
+    odd = {"output_type": "display_data", "metadata": {}, "data": {PLOTLY_MIME: figure, "text/plain": "no figure"}}
+    picture = {"cell_type": "markdown", "id": "b", "metadata": {}, "source": "![a](.) <img src='.'>"}
+    value = {"nbformat": 4, "nbformat_minor": 5, "metadata": {"workbench": 5}}
+    path = tmp_path / "theirs.ipynb"
+    path.write_text(json.dumps({**value, "cells": [{**CELL, "outputs": [odd]}, picture]}))
+    assert "no figure" in wb.share(path, to=tmp_path / "to").page.read_text()
 
 
 def test_a_pie_without_a_browser_says_what_to_install(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -109,6 +109,23 @@ def test_an_edited_experiment_or_plan_is_refused_with_what_changed(text: Path, p
         check_unedited(run)
 
 
+ODD = ("[" * 100_000, '{"a":' * 100_000, "[" * 300 + "]" * 300, "5", "null", '"x"', "[]", "{}", "9" * 6000, "", "\x00")
+
+
+@pytest.mark.parametrize("name", ["labels.json", "launcher.json", "wandb.json", "remote.json", "ranks/0.json"])
+def test_a_file_of_another_program_breaks_no_list_of_runs(text: Path, plan: Plan, name: str) -> None:
+    run = wb.load_run(started(text, plan).path)
+    (run.path / name).parent.mkdir(exist_ok=True)
+    odd = [content.encode() for content in ODD] + [b"\xff\xfe{}"]
+    for field in ("tags", "notes", "supervisor", "workers", "plan", "project", "id", "pid", "rank"):
+        odd += [json.dumps({field: value}).encode() for value in (None, 5, [], {"a": 1}, [[5]])]
+    for content in odd:
+        (run.path / name).write_bytes(content)
+        listed = wb.list_runs(run.path.parent)
+        assert run.name in repr(listed), content[:40]
+        assert run.name in repr(run) + listed._repr_html_() + run._repr_html_()
+
+
 def test_a_checkpoint_of_another_step_than_its_name_says_is_damaged(text: Path, plan: Plan) -> None:
     path = started(text, plan).checkpoint(2)
     facts = read_manifest(path)

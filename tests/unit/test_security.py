@@ -320,8 +320,12 @@ def test_a_shared_notebook_runs_nothing_in_a_browser(tmp_path: Path) -> None:
 
 def test_a_command_line_is_recorded_without_its_secrets(monkeypatch: pytest.MonkeyPatch) -> None:
     words = ["train.py", "--api-key", "short", "--db-password=x", "GITHUB_PAT=y", "--steps", "4", "hf_" + "a" * 20]
+    words += ["-p", f"KEY={HEX}", "-p", "API_KEY", "short", "--parameter=db_password=hunter2", "-p", "tokens=1000"]
+    words += ["--header", f"Authorization: Bearer {MIXED}", "-H", f"X-Api-Key: {MIXED}", "--key-dim=64", "a@b:c"]
     monkeypatch.setattr("sys.argv", words)
     expected = ["train.py", "--api-key", "***", "--db-password=***", "GITHUB_PAT=***", "--steps", "4", "***"]
+    expected += ["-p", "KEY=***", "-p", "API_KEY", "***", "--parameter=db_password=***", "-p", "tokens=1000"]
+    expected += ["--header", "Authorization: Bearer ***", "-H", "X-Api-Key: ***", "--key-dim=64", "a@b:c"]
     assert environment()["command"] == expected
 
 

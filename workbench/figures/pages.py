@@ -5,7 +5,6 @@ from __future__ import annotations
 import base64
 import copy
 import html
-import json
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -15,7 +14,7 @@ import plotly.graph_objects as go
 import plotly.io
 
 from workbench.arguments import checked_arguments
-from workbench.errors import DataError
+from workbench.errors import DataError, first_line
 from workbench.figures import theme
 from workbench.figures.figure import NOTEBOOK_PX, accessible_name, picture, written
 from workbench.figures.figure import PLOTLY_MIME as PLOTLY_MIME
@@ -117,7 +116,12 @@ def notebook_to_html(notebook_path: str | Path, html_path: str | Path) -> Path:
     for url in ("require_js_url", "jquery_url", "mathjax_url", "mermaid_js_url", "jupyter_widgets_base_url"):
         if exporter.has_trait(url):
             setattr(exporter, url, "")
-    page, _ = exporter.from_notebook_node(notebook, {"metadata": {"name": Path(notebook_path).stem}})
+    resources = {"metadata": {"name": Path(notebook_path).stem}}
+    try:
+        page, _ = exporter.from_notebook_node(notebook, resources)
+    except OSError:  # a text names a picture that cannot be read, such as a folder
+        exporter.embed_images = False
+        page, _ = exporter.from_notebook_node(notebook, resources)
     page = harmless_page(page)
     for number, figure in enumerate(figures):
         page = page.replace(_place(nonce, number), figure_html(figure, nonce), 1)
@@ -154,12 +158,20 @@ def _make_static(output: Any, nonce: str, figures: list[Any]) -> None:
     """Leave one representation in the output that a page can show: the place of a figure, which joins `figures`."""
     data = output.get("data", {})
     figure = data.get(PLOTLY_MIME)
-    if isinstance(figure, Mapping) and isinstance(figure.get("data"), list):
+    if _is_figure(figure):
         output["data"] = {"text/html": _place(nonce, len(figures))}
         figures.append(figure)
     elif WIDGET_MIME in data:
         static = {key: value for key, value in data.items() if key in ("text/html", "image/png")}
         output["data"] = static or {"text/plain": "(a widget: it shows while its notebook's kernel runs)"}
+
+
+def _is_figure(value: Any) -> bool:
+    """Return True for JSON of a Plotly figure; the notebook of a stranger may hold anything in its place."""
+    if not isinstance(value, Mapping) or not isinstance(value.get("layout", {}), Mapping):
+        return False
+    traces = value.get("data")
+    return isinstance(traces, list) and all(isinstance(trace, Mapping) for trace in traces)
 
 
 def read_notebook(path: Path) -> Any:
@@ -168,12 +180,16 @@ def read_notebook(path: Path) -> Any:
 
     try:
         notebook = nbformat.read(path, as_version=4)
+        nbformat.validate(notebook)
     except FileNotFoundError:
         raise DataError(f"There is no notebook {path}. Give the path of an .ipynb file.") from None
     except OSError as error:
         raise DataError(f"{path} cannot be read: {error.strerror}. Give the path of an .ipynb file.") from None
-    except (nbformat.reader.NotJSONError, json.JSONDecodeError, UnicodeDecodeError, AttributeError) as error:
-        raise DataError(f"{path} is not a notebook ({error}). Give the path of an .ipynb file.") from None
+    # nbformat fails in its own ways on JSON that is no notebook, such as `{}`, or is nested too deeply
+    except (nbformat.ValidationError, ValueError, TypeError, AttributeError, LookupError, RecursionError) as error:
+        raise DataError(
+            f"{path} is not a notebook ({first_line(error)[:200]}). Give the path of an .ipynb file."
+        ) from None
     notebook.metadata.pop("widgets", None)
     return notebook
 
@@ -202,7 +218,7 @@ def add_pictures(notebook: Any) -> str:
     """
     reason = ""
     outputs = [output for cell in notebook.cells for output in cell.get("outputs", [])]
-    for data in (output["data"] for output in outputs if PLOTLY_MIME in output.get("data", {})):
+    for data in (output["data"] for output in outputs if _is_figure(output.get("data", {}).get(PLOTLY_MIME))):
         if "image/png" not in data:
             figure = decoded({key: data[PLOTLY_MIME].get(key, {}) for key in ("data", "layout")})
             try:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -79,7 +80,8 @@ def _add_missing_record(notebook: Any, runs: Runs | None) -> list[str]:
     """Add a record to a notebook that has none, or one of `runs`; return a note if there is no run to record."""
     import nbformat
 
-    if notebook.metadata.get(KEY, {}).get("runs") and runs is None:
+    known = notebook.metadata.get(KEY)
+    if isinstance(known, Mapping) and known.get("runs") and runs is None:
         return []
     recorded = runs_shown_in(notebook) if runs is None else load_runs(runs)
     notebook.metadata[KEY] = nbformat.from_dict(Record.of(recorded).to_json())

@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from workbench.errors import WorkbenchError
-from workbench.rundir import RunDir, locked, read_events, read_json
+from workbench.rundir import RunDir, locked, read_events, read_object
 from workbench.runs.launching import processes
 
 LOGIN_LIMIT_S = 30.0
@@ -50,10 +50,10 @@ def tracker_settings(run: RunDir, experiment: Any) -> dict[str, Any] | None:
     """
     if os.environ.get("WANDB_MODE") == "disabled" or not experiment.tracking.project:
         return None
-    recorded = read_json(run.tracker) if run.tracker.exists() else {}
+    known = read_object(run.tracker).get("id")
     return {
         "project": experiment.tracking.project,
-        "id": recorded.get("id") or uuid.uuid4().hex[:8],
+        "id": known if isinstance(known, str) and known else uuid.uuid4().hex[:8],
         "name": run.path.name,
         "group": str(experiment.name),
         "tags": list(experiment.tracking.tags),
@@ -185,8 +185,10 @@ def tracking_note(run: RunDir) -> str:
     """Return a line for people: the run's W&B project and the state of its upload."""
     if not run.tracker.exists():
         return "off"
-    settings, last = read_json(run.tracker), delivery(run)
-    return f"{settings['project']}/{settings['id']}, {last.state}{': ' + last.message if last.message else ''}"
+    settings, last = read_object(run.tracker), delivery(run)
+    names = [settings.get(name) for name in ("project", "id")]
+    where = "/".join(map(str, names)) if all(isinstance(name, str) for name in names) else "wandb.json is damaged"
+    return f"{where}, {last.state}{': ' + last.message if last.message else ''}"
 
 
 if __name__ == "__main__":
