@@ -55,6 +55,7 @@ def outputs(path: Path, cell: int) -> list[dict[str, Any]]:
     return [output.get("data", {}) for output in json.loads(path.read_text())["cells"][cell]["outputs"]]
 
 
+@pytest.mark.representative
 def test_curves_grow_stop_stops_and_the_saved_notebook_keeps_a_plain_figure(
     lab_page: Any, server: lab.Server, start: Any, picture: Any
 ) -> None:
