@@ -17,9 +17,10 @@ from tests.distributed.real_worker import Ranks, curve, directory, plan
 from tests.distributed.test_every_plan import MICRO_BATCH, Case, part_of, plan_of, trainer_of
 from tests.exhaustive import exhaustive
 from workbench.capture import capture, spec_of
+from workbench.errors import NonFiniteLoss
 from workbench.execution.checkpoint.files import complete_checkpoints, step_of
 from workbench.execution.checkpoint.model_export import export_checkpoint
-from workbench.execution.non_finite import BACKWARD, BATCH, FORWARD, WEIGHT, Origin, locate
+from workbench.execution.non_finite import BACKWARD, BATCH, FORWARD, WEIGHT, Origin, locate, with_origin
 from workbench.experiment import Experiment
 from workbench.rundir import read_json
 from workbench.runs.run import Run
@@ -121,6 +122,23 @@ def _located(_rank: int, cases: tuple[Case, ...]) -> list[str]:
         if origin is None or (origin.source, origin.block) != (WEIGHT, broken):
             wrong.append(f"{case}: a weight of NaN gives {origin}")
     return wrong
+
+
+def _without_labels(_rank: int) -> str:
+    specs = {key: spec_of(key, value) for key, value in fields(MICRO_BATCH).items()}
+    graph = capture(model := Fragile(), specs, name="fragile")
+    chosen = plan_of(graph, Case(data=2, num_microbatches=2))
+    trainer = trainer_of(model, graph, chosen)
+    part = dict(part_of(trainer, fields(chosen.global_batch)))
+    part["labels"] = torch.full_like(part["labels"], -100)
+    loss, norm, *_ = trainer.step(0, part).scalars.tolist()
+    error = NonFiniteLoss("diverged", step=1, loss=loss, grad_norm=norm)
+    return str(with_origin(error, trainer, lambda _: iter([(part, trainer.count_labels_on_host(part))])))
+
+
+def test_a_batch_in_which_no_label_counts_is_called_that_and_no_divergence() -> None:
+    said = launch(_without_labels, 2)
+    assert said.startswith("Step 1 has loss nan, because none of its batch's labels counts")
 
 
 def test_the_block_is_found_under_every_kind_of_plan_and_the_weights_stay() -> None:

@@ -131,6 +131,67 @@ class BarlowTwins(nn.Module):
         return (correlation - torch.eye(8, device=x.device)).square().sum()
 
 
+class Reader(nn.Module):
+    """Reads each sequence by a recurrent layer; `loss` is given its last states, logits and the labels."""
+
+    def __init__(self, loss: Callable[..., torch.Tensor], kind: str = "LSTM", **options: Any) -> None:
+        super().__init__()
+        self.layer = getattr(nn, kind)(WIDTH, WIDTH, **options)
+        self.head = nn.Linear(WIDTH * (1 + options.get("bidirectional", False)), 5)
+        self.loss, self.is_cell, self.batch_first = loss, kind.endswith("Cell"), options.get("batch_first", False)
+
+    def forward(self, x: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+        if self.is_cell:
+            state: Any = None
+            for step in x.unbind(1):
+                state = self.layer(step, state)
+            last = state[0] if isinstance(state, tuple) else state
+        else:
+            states = self.layer(x if self.batch_first else x.transpose(0, 1))[0]
+            last = states[:, -1] if self.batch_first else states[-1]
+        return self.loss(last, self.head(last), labels)
+
+
+class Capacity(nn.Module):
+    """A mixture of four experts, each of which takes a quarter of the batch's tokens: the first that chose it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.tokens, self.gate, self.head = nn.Embedding(VOCAB, WIDTH), nn.Linear(WIDTH, 4), nn.Linear(WIDTH, VOCAB)
+        self.experts = nn.Parameter(0.3 * torch.randn(4, WIDTH, WIDTH))
+
+    def forward(self, ids: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+        x = self.tokens(ids).flatten(0, 1)
+        chances = self.gate(x).softmax(-1)
+        chosen = functional.one_hot(chances.argmax(-1), 4)
+        has_room = chosen * (chosen.cumsum(0) <= len(x) // 4)
+        x = x + torch.einsum("td,edf,te->tf", x, self.experts, has_room * chances)
+        return functional.cross_entropy(self.head(x), labels.flatten())
+
+
+class DecisionTransformer(nn.Module):
+    """Three tokens a step, a padding mask that is repeated for them, and a mean over what is no padding."""
+
+    def __init__(self, selects: bool) -> None:
+        super().__init__()
+        self.embed = nn.ModuleList(nn.Linear(size, WIDTH) for size in (1, 4, 2))
+        self.layer = nn.TransformerEncoderLayer(WIDTH, 2, 32, 0.0, batch_first=True)
+        self.head = nn.Linear(WIDTH, 2)
+        self.selects = selects
+
+    def forward(
+        self, returns: torch.Tensor, states: torch.Tensor, actions: torch.Tensor, mask: torch.Tensor
+    ) -> torch.Tensor:
+        fields = zip(self.embed, (returns, states, actions), strict=True)
+        x = torch.stack([embed(field) for embed, field in fields], 2).flatten(1, 2)
+        x = self.layer(x, src_key_padding_mask=mask.repeat_interleave(3, 1) == 0)
+        found = self.head(x.unflatten(1, (-1, 3))[:, :, 1])
+        if self.selects:
+            kept = mask.flatten() > 0
+            return (found.flatten(0, 1)[kept] - actions.flatten(0, 1)[kept]).square().mean()
+        return ((found - actions).square().mean(-1) * mask).sum() / mask.sum()
+
+
 def rmse(found: torch.Tensor, y: torch.Tensor, _w: torch.Tensor) -> torch.Tensor:
     return functional.mse_loss(found, y).sqrt()
 
@@ -180,7 +241,7 @@ WEIGHTED: Mapping[str, Callable[[], nn.Module]] = {
 
 
 def samples_for(name: str, count: int = 16) -> list[dict[str, torch.Tensor]]:
-    """Return samples for a model of `COUPLED` or `WEIGHTED`."""
+    """Return samples for a model of `COUPLED` or `WEIGHTED`, or of the kind that the name tells."""
     generator = torch.Generator().manual_seed(0)
 
     def normal(*shape: int) -> torch.Tensor:
@@ -197,6 +258,13 @@ def samples_for(name: str, count: int = 16) -> list[dict[str, torch.Tensor]]:
         batch = {"x": normal(SEQ, WIDTH), "y": normal(SEQ, WIDTH)}
     elif name.startswith("Dice"):
         batch = {"pixels": normal(3, 8, 8), "masks": (normal(1, 8, 8) > 0.3).float()}
+    elif name.startswith("sequences"):
+        batch = {"x": normal(SEQ, WIDTH), "labels": torch.arange(count) % 5}
+    elif name.startswith("tokens"):
+        batch = {key: torch.randint(0, VOCAB, (count, SEQ), generator=generator) for key in ("ids", "labels")}
+    elif name.startswith("episodes"):
+        batch = {"returns": normal(SEQ, 1), "states": normal(SEQ, 4), "actions": normal(SEQ, 2)}
+        batch["mask"] = (torch.arange(SEQ) >= torch.arange(count)[:, None] % 5).float()
     elif name.startswith("mixup"):
         batch = {"x": normal(WIDTH), "labels": torch.arange(count) % 5}
     elif name == "SupCon":

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
 from dataclasses import replace
 from types import SimpleNamespace
@@ -15,7 +16,10 @@ from torch.nn import functional
 from tests.distributed import zoo
 from tests.distributed.harness import CPU, LINK
 from tests.unit.capture_models import Net, ResNet, batch_for, captured
+from tests.unit.coupled_models import Capacity, DecisionTransformer, Reader, samples_for
 from workbench.capture import Graph, capture, spec_of
+from workbench.capture.captured_model import CapturedModel
+from workbench.capture.division import Division
 from workbench.cost.cluster import Cluster
 from workbench.cost.graph_profiler import profile_graph
 from workbench.errors import InvalidExperiment, PlanInfeasible, PlanMismatch
@@ -103,9 +107,115 @@ def test_models_of_the_zoo_couple_nothing(name: str) -> None:
 def test_batch_norm_is_noted_and_does_not_restrict_the_plan() -> None:
     graph = captured(ResNet(), batch_for("ResNet"))
     assert graph.coupled == ()
-    assert any(
-        note.startswith("BatchNorm (10 layers) takes its statistics from one micro-batch") for note in graph.notes
-    )
+    [note] = graph.notes_if_divided
+    assert note.startswith("BatchNorm (10 layers) takes its statistics from one micro-batch")
+    for choices in ({"data": 1, "micro_batch": 4}, {"data": 2, "micro_batch": 4}, {"data": 1, "micro_batch": 8}):
+        plan = plan_of(graph, choices["data"], **choices)
+        assert (note in plan.notes) == (plan.micro_batch < plan.global_batch), choices
+
+
+def free_nats(last: torch.Tensor, logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+    """A divergence of each unit, averaged over the batch, that counts above 0.05 only (arXiv:1606.04934)."""
+    divergence = (last.square() - last.square().add(1e-3).log()).mean(0)
+    return functional.cross_entropy(logits, labels) + divergence.clamp(min=0.05).sum()
+
+
+def plain(_last: torch.Tensor, logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+    return functional.cross_entropy(logits, labels)
+
+
+def softened(_last: torch.Tensor, logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+    loss = functional.cross_entropy(logits, labels)
+    return torch.where(loss > 1, loss, 0.1 * loss)
+
+
+def hardest(_last: torch.Tensor, logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+    losses = functional.cross_entropy(logits, labels, reduction="none")
+    return losses[losses > 0.5].mean()
+
+
+def hinged(last: torch.Tensor, logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+    return functional.cross_entropy(logits, labels) + (last[last[:, 0] > 0].sum(0) / len(last) - 3).relu().sum()
+
+
+def flooded(_last: torch.Tensor, logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+    loss = functional.cross_entropy(logits, labels, reduction="none").sort().values.mean()
+    return (loss - 0.1).abs() + 0.1
+
+
+class Doubled(torch.autograd.Function):
+    @staticmethod
+    def forward(_ctx: Any, x: torch.Tensor) -> torch.Tensor:
+        return 2 * x
+
+    @staticmethod
+    def backward(_ctx: Any, gradient: torch.Tensor) -> torch.Tensor:
+        return 2 * gradient
+
+
+def doubled_free_nats(last: torch.Tensor, logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+    return free_nats(Doubled.apply(last), logits, labels)
+
+
+def finite(_last: torch.Tensor, logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+    loss = functional.cross_entropy(logits, labels)
+    return torch.where(torch.isfinite(loss), loss, torch.zeros_like(loss))
+
+
+BENT: dict[str, tuple[Callable[[], nn.Module], str, str]] = {
+    "free nats behind an LSTM": (lambda: Reader(free_nats), "sequences", "clamp at "),
+    "free nats behind a GRU": (lambda: Reader(free_nats, "GRU", batch_first=True), "sequences", "clamp at "),
+    "free nats behind a cell": (lambda: Reader(free_nats, "GRUCell"), "sequences", "clamp at "),
+    "a choice by the loss": (lambda: Reader(softened), "sequences", "gt at "),
+    "a mean over a choice of the model": (lambda: Reader(hardest), "sequences", "mean at "),
+    "a hinge on a sum over a choice": (lambda: Reader(hinged), "sequences", "relu at "),
+    "a bend behind a sort over the batch": (lambda: Reader(flooded), "sequences", "abs at .* behind sort at "),
+    "behind a function": (lambda: Reader(doubled_free_nats), "sequences", "clamp at .* behind Doubled at "),
+    "room for a part of the tokens": (Capacity, "tokens", "le at "),
+}
+"""Losses that bend a mean over the batch, or choose by it, where a few samples take one branch: model, data, reason."""
+STRAIGHT: dict[str, tuple[Callable[[], nn.Module], str]] = {
+    **{kind: (lambda kind=kind: Reader(plain, kind), "sequences") for kind in ("LSTM", "GRU", "RNN")},  # type: ignore[misc]
+    **{kind: (lambda kind=kind: Reader(plain, kind), "sequences") for kind in ("LSTMCell", "GRUCell")},  # type: ignore[misc]
+    "in both directions": (lambda: Reader(plain, "LSTM", bidirectional=True, num_layers=2), "sequences"),
+    "a check of the loss": (lambda: Reader(finite, batch_first=True), "sequences"),
+    "a repeated mask": (lambda: DecisionTransformer(selects=False), "episodes"),
+    "a mean over a choice of the data": (lambda: DecisionTransformer(selects=True), "episodes"),
+}
+
+
+def of_model(model: Callable[[], nn.Module], data: str) -> CapturedModel:
+    samples = samples_for(data)
+    return CapturedModel(Experiment.of(model=model, data=samples, steps=1, global_batch=8, seq_len=1), 2)
+
+
+@pytest.mark.parametrize("how", BENT)
+def test_a_bend_of_a_mean_over_the_batch_keeps_it_whole_although_no_numbers_show_it(how: str) -> None:
+    model, data, reason = BENT[how]
+    [found, *_] = of_model(model, data).division.coupled
+    assert re.match(reason, found), found
+
+
+@pytest.mark.parametrize("how", STRAIGHT)
+def test_the_batch_is_followed_through_recurrent_layers_repeated_masks_and_choices(how: str) -> None:
+    found = of_model(*STRAIGHT[how])
+    assert (found.graph.coupled, found.graph.unknown_coupling) == ((), "")
+    assert found.division == Division()
+
+
+def test_two_views_in_one_batch_are_followed_to_the_product_that_compares_them() -> None:
+    def compared(one: torch.Tensor, other: torch.Tensor, _labels: torch.Tensor) -> torch.Tensor:
+        both = torch.cat([one, other]).tanh()
+        first, second = both.chunk(2)
+        return (first * second).mean() + torch.cat([first, second]).square().mean()
+
+    assert (graph_of(compared).coupled, graph_of(compared).unknown_coupling) == ((), "")
+
+    def contrasted(one: torch.Tensor, other: torch.Tensor, _labels: torch.Tensor) -> torch.Tensor:
+        both = torch.cat([one, other])
+        return (both @ both.T).exp().mean()
+
+    assert any(line.startswith("matmul at") for line in graph_of(contrasted).coupled)
 
 
 def plan_of(graph: Graph, gpus: int, **choices: Any) -> Plan:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+import re
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
@@ -19,7 +20,7 @@ import workbench.capture.model as capture_model
 from tests.distributed import zoo
 from tests.distributed.harness import CPU, LINK
 from tests.unit.capture_models import MODELS, Net, batch_for, captured, copies, interpret, loss_of
-from tests.unit.coupled_models import COUPLED, WEIGHTED, Regression, samples_for
+from tests.unit.coupled_models import COUPLED, WEIGHTED, Capacity, DecisionTransformer, Regression, samples_for
 from workbench.capture import division
 from workbench.capture.captured_model import CapturedModel
 from workbench.capture.division import PARTS, Division, division_fault, forward_flops
@@ -176,6 +177,44 @@ class FlippedBatch(nn.Module):
 def test_samples_on_which_the_model_saturates_hide_nothing() -> None:
     samples = [{"x": torch.arange(24.0, 32.0) + 3 * each, "labels": torch.tensor(0)} for each in range(8)]
     assert known_by_numbers(FlippedBatch, samples).coupled
+
+
+def test_an_order_that_matters_is_no_rounding() -> None:
+    """Experts without room for all tokens take the first: another order of the samples has another loss, too."""
+    [reason] = known_by_numbers(Capacity, samples_for("tokens")).coupled
+    assert reason.startswith("4 samples have the loss ")
+
+
+def test_numbers_agree_that_a_mean_over_a_choice_of_the_data_is_divided_by_the_choices_of_all() -> None:
+    for selects in (False, True):
+        model = CapturedModel(experiment_of(lambda s=selects: DecisionTransformer(s), samples_for("episodes")), 2)
+        assert (len(model.graph.label_counts), model.division) == (1, Division())
+
+
+def test_evidence_shows_the_digits_that_differ_or_the_gradient() -> None:
+    def loss(found: torch.Tensor, y: torch.Tensor, _w: torch.Tensor) -> torch.Tensor:
+        return functional.mse_loss(found, y) + 1e-2 * found.mean().square()
+
+    [reason] = known_by_numbers(lambda: Regression(loss), samples_for("RMSE")).coupled
+    one, other = re.match(r"4 samples have the loss ([\d.]+), and ([\d.]+) in 2 micro-batches", reason).groups()  # type: ignore[union-attr]
+    assert one != other
+
+    def of_gradient(found: torch.Tensor, y: torch.Tensor, _w: torch.Tensor) -> torch.Tensor:
+        factor = 1 + found.mean().square().detach()
+        return functional.mse_loss(found, y) * factor / factor + factor * (found - found.detach()).mean()
+
+    [reason] = known_by_numbers(lambda: Regression(of_gradient), samples_for("RMSE")).coupled
+    assert re.search(r"also in 2 micro-batches, which differ in the gradient of \S+ by [\d.]+% of its norm", reason)
+
+
+def test_a_micro_batch_that_is_not_finite_is_called_that() -> None:
+    def loss(found: torch.Tensor, y: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
+        chosen = w > w.max() * 0.9999
+        return ((found - y).square() * chosen).sum() / (chosen * found.detach().exp()).sum()
+
+    samples = [{**sample, "w": torch.tensor([float(index)])} for index, sample in enumerate(samples_for("RMSE"))]
+    [reason] = known_by_numbers(lambda: Regression(loss), samples).coupled
+    assert "nan" not in reason
 
 
 def test_a_planted_wrong_combination_rule_is_caught_before_a_plan_is_made(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -90,7 +90,7 @@ REFUSED: dict[str, tuple[Callable[[], nn.Module], str, str]] = {
         "its first layers are given mixtures of samples, which other replicas have",
     ),
     "BatchNorm in a tower": (normalised, "SupCon", "a layer before its loss may compare samples"),
-    "dropout in the loss": (_DropsInItsLoss, "two towers", "its loss may draw random numbers"),
+    "dropout in the loss": (_DropsInItsLoss, "two towers", "its loss draws random numbers"),
     "a counter in a tower": (_Counts, "two towers", "a layer updates a buffer, which would happen twice"),
 }
 
@@ -146,13 +146,19 @@ def test_a_plan_says_whether_numbers_confirmed_that_samples_are_gathered_rightly
 def test_a_large_model_is_gathered_where_its_experiment_says_that_it_compares_samples(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
+    class ComparesWithTheOtherEnd(TwoTower):
+        def forward(self, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+            views = zip(self.attention, (x.transpose(0, 1), y.transpose(0, 1)), strict=True)
+            one, other = (layer(each, each, each)[0].mean(0) for layer, each in views)
+            return self.logit_scale * (one * other.flip(0)).mean()
+
     monkeypatch.setattr(division, "MOST_FLOPS", 1.0)
-    experiment = experiment_of(GATHERED["SupCon"], samples_for("SupCon"))
+    experiment = experiment_of(ComparesWithTheOtherEnd, samples_for("two towers"))
     assert not wb.plan(experiment, cluster(2), data=2, micro_batch=2).gathers
     asked = experiment.replace(batch_coupling="gather")
     plan = wb.plan(asked, cluster(2), data=2, micro_batch=2)
     assert plan.gathers
-    check_numbers(asked, plan, CapturedModel(asked, 2, model := SupCon()).graph, model)
+    check_numbers(asked, plan, CapturedModel(asked, 2, model := ComparesWithTheOtherEnd()).graph, model)
 
 
 def test_a_batch_in_one_piece_is_planned_without_gathering() -> None:

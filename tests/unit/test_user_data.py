@@ -7,10 +7,16 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
+import workbench as wb
+from tests.distributed.harness import CPU, LINK
+from tests.unit.coupled_models import WIDTH, Regression, total
 from workbench import models
+from workbench.cost.cluster import Cluster
+from workbench.data._datasets import generator_states
 from workbench.errors import DataError
 from workbench.execution.user_data import check_user_data
 from workbench.experiment import Experiment
@@ -78,7 +84,7 @@ def test_data_that_cannot_be_compared_goes_on(tmp_path: Path) -> None:
     def fails(_index: int) -> float:
         raise RuntimeError("no such file")
 
-    for name, value in (("random", lambda _: random.random()), ("raises", fails)):
+    for name, value in (("random", lambda _: random.Random().random()), ("raises", fails)):
         run = RunDir(tmp_path / name)
         check_user_data(run, asked(value))
         assert read_json(run.user_data)["fingerprint"] is None
@@ -92,3 +98,52 @@ def test_other_data_is_what_an_experiment_that_names_it_asks_for(run: RunDir) ->
     check_user_data(run, asked(float).replace(data=Others(lambda index: -float(index))))
     with pytest.raises(DataError, match="Others gives other samples"):
         check_user_data(run, asked(float).replace(data=Others(float)))
+
+
+def drawn(_index: int) -> float:
+    return random.random() + float(np.random.rand()) + float(torch.rand(()))
+
+
+@pytest.mark.parametrize("seed", [0, 1])
+def test_items_that_draw_are_the_same_however_the_samples_are_divided(seed: int) -> None:
+    experiment = asked(drawn, seed=seed, steps=60)
+    whole = experiment.data.dataset(experiment)
+    at_once = whole.__getitems__(range(240))["weight"]
+    for parts in (1, 3, 4):
+        dataset = asked(drawn, seed=seed, steps=60).data.dataset(experiment)
+        replicas = [dataset.__getitems__(range(first, 240, parts))["weight"] for first in range(parts)]
+        assert torch.equal(torch.stack(replicas, 1).flatten(), at_once)
+    ids = whole.__getitems__(range(240))["input_ids"].flatten()
+    first, second = ids[:100].argsort(), ids[100:200].argsort()
+    assert not torch.isclose(at_once[:100][first], at_once[100:200][second]).any(), "each epoch draws anew"
+    assert len(at_once.unique()) == 240
+
+
+def test_reading_items_leaves_the_generators_of_the_training_alone() -> None:
+    experiment = asked(drawn)
+    dataset = experiment.data.dataset(experiment)
+    before = generator_states()
+    dataset.__getitems__(range(4))
+    assert generator_states() == before
+
+
+def test_a_dataset_that_is_read_once_is_read_once() -> None:
+    """Only the first batch in which an item draws is read again, to seed before each item."""
+    read = []
+
+    def counted(index: int) -> float:
+        read.append(index)
+        return float(index)
+
+    experiment = asked(counted)
+    experiment.data.dataset(experiment).__getitems__(range(8))
+    assert len(read) == 8
+
+
+def test_a_plan_says_that_a_batch_reads_some_items_more_often_than_others() -> None:
+    for items, is_said in ((3, True), (4, False), (8, False), (12, False)):
+        data = [{"x": torch.randn(WIDTH), "y": torch.randn(1), "w": torch.ones(1)} for _ in range(items)]
+        experiment = Experiment.of(model=lambda: Regression(total), data=data, steps=1, global_batch=8, seq_len=1)
+        notes = wb.plan(experiment, Cluster(CPU, 1, 1, LINK, LINK)).notes
+        said = [note for note in notes if "reads some of them 3 times and the others 2" in note]
+        assert len(said) == is_said

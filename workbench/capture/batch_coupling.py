@@ -3,27 +3,31 @@
 A loss that compares samples (in-batch contrast) or multiplies means over the batch (load balancing) has another value
 when the batch is cut into micro-batches or replicas. Each value of the graph is independent of the batch, has one row
 per sample along a known dim, is a sum over samples, or is unknown. An operation that certainly mixes samples is
-reported. After one that this module does not know nothing is certain: its line is kept, and numbers decide
-(`workbench.capture.division`).
+reported. After one that this module does not know nothing is certain: its line is kept, and numbers decide whether
+that operation keeps the samples apart (`workbench.capture.division`). Numbers see one branch only, so the graph is
+followed a second time as if it did: what bends a mean over the batch then is reported, too.
 """
 
 from __future__ import annotations
 
 import math
 from collections import defaultdict
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
+import torch.utils._pytree as pytree
 from torch import fx
 
 from workbench.capture.dataflow import Dataflow
 from workbench.capture.losses import Quotient
+from workbench.capture.opaque import call_of
 from workbench.capture.operations import (
     MOVED,
     ancestors,
     arguments_of,
+    dtype_of,
     moved_dim,
     mutated_arguments,
     names,
@@ -34,15 +38,21 @@ from workbench.capture.operations import (
 )
 from workbench.capture.source_lines import line_of_node
 
-NONE, SUM, UNKNOWN, SELECTED, OF_SUM = -1, -2, -3, -4, -5
+NONE, SUM, UNKNOWN, SELECTED, OF_SUM, OF_COUNT = -1, -2, -3, -4, -5, -6
 """States other than the index of the batch dim: independent of the batch, summed over the samples, not known, elements
-of all samples that a mask chose, and a function of a sum over fields of the batch."""
+of all samples that a mask chose, a function of a sum over fields of the batch, and whole numbers or truth values made
+of a count over the samples that the model computes."""
 
 _PRODUCTS = names("matmul mm bmm linear addmm baddbmm")
 _SUMS = names("sum mean")
 _SOFTMAXES = names("softmax _softmax log_softmax _log_softmax")
 _NORMALISATIONS = _SOFTMAXES | names("logsumexp var std var_mean linalg_vector_norm norm")
 _SELECTIONS = names("argmax argmin amax amin any all max min")
+_RUNNING = names("cumsum cumprod logcumsumexp cummax cummin")
+_FINITE_CHECKS = names("isnan isinf isfinite")
+"""Questions to a loss whose answer is the same for every loss that training goes on with."""
+_RECURRENT = names("lstm gru rnn_tanh rnn_relu")
+_CELLS = names("lstm_cell gru_cell rnn_tanh_cell rnn_relu_cell")
 _OVER_CLASSES = names("cross_entropy_loss nll_loss_nd")
 _LOSSES = _OVER_CLASSES | names(
     "mse_loss l1_loss smooth_l1_loss huber_loss kl_div binary_cross_entropy binary_cross_entropy_with_logits"
@@ -56,9 +66,10 @@ _ELEMENTWISE = names(
     "__and __or __xor bitwise_and bitwise_or bitwise_xor logical_and logical_or masked_fill copy where fill zero"
 )
 """Operations on each element by itself that torch does not tag as such, or not in each of their forms."""
+_COUNTS = names("histc bincount")
 _LINEAR = names(
     "add sub rsub neg mul div sum mean reshape view flatten unsqueeze squeeze select slice expand permute transpose "
-    "cat stack unbind index getitem clone contiguous to _to_copy detach alias lift_fresh_copy matmul mm linear"
+    "cat stack unbind index getitem clone contiguous to _to_copy detach alias lift_fresh_copy matmul mm linear cumsum"
 )
 _FIRST_DIM = names(
     "layer_norm group_norm rms_norm batch_norm instance_norm scaled_dot_product_attention conv1d conv2d conv3d "
@@ -70,12 +81,18 @@ _FIRST_DIM = names(
 """Operations that keep the samples apart if they are the first dim of an operand and of the result."""
 _BEFORE_LAST = {"layer_norm": 1, "rms_norm": 1, "scaled_dot_product_attention": 2, "triu": 2, "tril": 2}
 """Operations that work along the last dims only -> how many."""
-_BESIDE_DIM = MOVED | names("topk sort argsort split split_with_sizes chunk cumprod logcumsumexp glu index_select")
+_BESIDE_DIM = MOVED | _RUNNING | names("topk sort argsort split split_with_sizes chunk glu index_select")
+_BY_POSITION = MOVED | names(
+    "linear matmul mm addmm bmm softmax _softmax log_softmax _log_softmax logsumexp linalg_vector_norm norm sum mean "
+    "layer_norm rms_norm embedding clone contiguous to _to_copy detach alias dropout type_as getitem float "
+    "scaled_dot_product_attention split chunk cat stack slice cross_entropy_loss nll_loss_nd mse_loss"
+)
+"""Operations beside the pointwise ones whose rules look at the position of the batch dim, and not at its elements."""
 _ALONG_DIMS = names("roll flip")
 _GATHERS = names("gather scatter scatter_add scatter_reduce")
 _ONE_OPERAND = names("expand_as type_as index")
 """Operations whose further operands decide no value, or choose within a sample."""
-_MADE_ANEW = names("zeros_like ones_like full_like empty_like new_zeros new_ones new_full new_empty")
+MADE_ANEW = names("zeros_like ones_like full_like empty_like new_zeros new_ones new_full new_empty")
 """Operations that take a shape and a type from their operand, but no value."""
 _POSITIONS = names("arange eye linspace")
 """Operations whose rows differ without a batch."""
@@ -95,11 +112,21 @@ class Coupling:
 
 def batch_coupling(flow: Dataflow, loss: fx.Node, means: Iterable[fx.Node] = ()) -> Coupling:
     """Follow the batch dim to the loss; `means` are the losses that the runtime divides by the labels of all."""
-    return Follower(flow, ancestors([loss]), frozenset(means)).coupling(loss)
+    needed, of_all = ancestors([loss]), frozenset(means)
+    found = Follower(flow, needed, of_all).coupling(loss)
+    if found.lines or not found.unknown:
+        return found
+    assumed = _AssumingFollower(flow, needed, of_all).coupling(loss)
+    lines = tuple(f"{line}, on what may be a mean over the batch behind {found.unknown}" for line in assumed.lines)
+    return Coupling(lines, assumed.quotients, found.unknown)
 
 
 class Follower:
-    """A walk over the nodes of one graph in order, with the rules by which operations hand on the batch dim."""
+    """A walk over the nodes of one graph in order, with the rules by which operations hand on the batch dim.
+
+    The batch dim of a tensor has `groups` × samples × any number of elements, in this order: one group, unless the
+    whole batch comes several times, as in `cat([x, y])`, or a slower dim was merged with it.
+    """
 
     def __init__(self, flow: Dataflow, needed: set[fx.Node], means: frozenset[fx.Node]) -> None:
         self._flow, self._needed, self._means = flow, needed, means
@@ -110,11 +137,17 @@ class Follower:
         self._totals: set[fx.Node] = set()
         self._shares: set[fx.Node] = set()
         self._sharing: defaultdict[fx.Node, list[fx.Node]] = defaultdict(list)
+        self._running: set[fx.Node] = set()
+        self.groups: dict[fx.Node, int] = {}
+        """Groups in the batch dim of each node that has one."""
+        self._dims_of_outputs: dict[fx.Node, list[int]] = {}
         self._samples = {shape_of(node)[0] for node in flow.order if node.op == "placeholder" and shape_of(node)}
+        self._size = max(self._samples, default=1)
 
     def coupling(self, loss: fx.Node) -> Coupling:
         for node in self._flow.order:
             self._states[node] = self._state(node)
+            self._note_running(node)
             if self._is_share(node):
                 self._shares.add(node)
             elif self._states[node] == SUM and self._is_total(node):
@@ -128,9 +161,9 @@ class Follower:
             lost = [loss] if loss in self._totals else []
         elif not lost:
             lost = [node for node in self._doubtful if node in self._needed] or [loss]
-        mixing = (_described(node) for node in self._coupled if node in self._needed)
+        mixing = (described(node) for node in self._coupled if node in self._needed)
         lines = tuple(dict.fromkeys(mixing))
-        return Coupling(lines, tuple(self._quotients), _described(lost[0]) if lost else "")
+        return Coupling(lines, tuple(self._quotients), described(lost[0]) if lost else "")
 
     def _is_total(self, node: fx.Node) -> bool:
         """Return True if a sum over samples may grow with their number: it is no mean, nor divided by a count."""
@@ -168,15 +201,91 @@ class Follower:
                 if any(_name(each) in _POSITIONS and self._samples & set(shape_of(each)) for each in made):
                     self._doubtful.append(node)
 
+    def _note_running(self, node: fx.Node) -> None:
+        """Remember whole numbers that count over the samples so far; a comparison of these mixes the samples.
+
+        As the indices of rows they may undo one another, as those of a dropless mixture of experts do.
+        """
+        if any(source in self._running for source in node.all_input_nodes):
+            if _is_float(node) or _is_truth(node):
+                self._coupled += [node] * self._is_elementwise(node, _name(node))
+            else:
+                self._running.add(node)
+        elif _name(node) in _RUNNING and node.op == "call_function":
+            [source] = node.all_input_nodes
+            state = self._states[source]
+            if state >= 0 and int(arguments_of(node)["dim"]) % len(shape_of(source)) == state:
+                if _is_float(node):
+                    self._coupled.append(node)
+                else:
+                    self._running.add(node)
+
     # Rules
 
     def _state(self, node: fx.Node) -> int:
-        """Return how the result of an operation holds the samples of the batch."""
+        """Return how the result of an operation holds the samples of the batch, and note the groups in its dim."""
+        state, groups = self._placed(node)
+        self.groups[node] = groups
+        size = shape_of(node)[state] if 0 <= state < len(shape_of(node)) else 0
+        return UNKNOWN if isinstance(size, int) and size % (groups * self._size) else state
+
+    def _placed(self, node: fx.Node) -> tuple[int, int]:
+        """Return the state of a node and the groups in its batch dim."""
+        name, inputs = _name(node), node.all_input_nodes
+        rows = [source for source in inputs if self._states[source] >= 0]
+        if node.op != "call_function" or not rows or len(rows) < len([s for s in inputs if self._states[s] != NONE]):
+            return self._by_rule(node), 1
+        state, groups = self._states[rows[0]], {self.groups[source] for source in rows}
+        if name == "cat" and rows == inputs:
+            dim = arguments_of(node)["dim"] % len(shape_of(node))
+            if {self._states[source] for source in rows} == {dim}:
+                return dim, sum(self.groups[source] for source in arguments_of(node)["tensors"])
+        if name in RESHAPES and all(isinstance(size, int) for size in shape_of(node)):
+            return self._reshaped(rows[0], shape_of(node))
+        if name in ("chunk", "split", "slice") and arguments_of(node)["dim"] % len(shape_of(rows[0])) == state:
+            part = self._groups_of_part(node, rows[0])
+            return (state, part) if part else (UNKNOWN, 1)
+        if (of_output := self._of_output(node)) is not None:
+            return of_output, 1
+        state = self._by_rule(node)
+        is_by_position = torch.Tag.pointwise in getattr(node.target, "tags", ()) or name in _BY_POSITION
+        if state >= 0 and (len(groups) > 1 or (groups != {1} and not is_by_position)):
+            return UNKNOWN, 1
+        return state, max(groups)
+
+    def _reshaped(self, source: fx.Node, after: tuple[int, ...]) -> tuple[int, int]:
+        """Return the dim of a reshaped tensor that holds the whole batch, and the groups in it: as few as can be."""
+        before, state = shape_of(source), self._states[source]
+        outer = math.prod(before[:state]) * self.groups[source]  # elements that vary more slowly than the sample
+        found = []
+        for dim, size in enumerate(after):
+            slower = math.prod(after[:dim])
+            if slower and outer % slower == 0 and slower * size % (outer * self._size) == 0:
+                found.append((outer // slower, dim))
+        groups, dim = min(found, default=(1, UNKNOWN))
+        return dim, groups
+
+    def _groups_of_part(self, node: fx.Node, source: fx.Node) -> int:
+        """Return the groups in a part along the batch dim; 0 if it may be a part of one group."""
+        given, (dim, groups) = arguments_of(node), (self._states[source], self.groups[source])
+        size = shape_of(source)[dim]
+        if _name(node) in ("chunk", "split"):
+            parts = given["chunks"] if _name(node) == "chunk" else size / given["split_size"]
+            return int(groups // parts) if groups % parts == 0 else 0
+        start, end, step = given["start"] or 0, given["end"], given["step"]
+        if not all(isinstance(each, int) for each in (size, start, step, *([] if end is None else [end]))):
+            return 0
+        first, last = (slice(start, end).indices(size))[:2]
+        is_of_groups = step == 1 and first % (size // groups) == 0 and last % (size // groups) == 0
+        return (last - first) // (size // groups) if is_of_groups else 0
+
+    def _by_rule(self, node: fx.Node) -> int:
+        """Return the state of the result of an operation on values with the whole batch once in their dim."""
         if node.op == "placeholder":
             return 0 if shape_of(node) else NONE
         states = [self._states[source] for source in node.all_input_nodes]
         name = _name(node)
-        if name in _MADE_ANEW and all(isinstance(size, int) for size in shape_of(node)):
+        if name in MADE_ANEW and all(isinstance(size, int) for size in shape_of(node)):
             return NONE
         if node.op != "call_function" or UNKNOWN in states:
             return UNKNOWN if UNKNOWN in states else NONE
@@ -184,18 +293,32 @@ class Follower:
             return NONE
         if not all(isinstance(size, int) for source in (node, *node.all_input_nodes) for size in shape_of(source)):
             return self._of_selections(node, name, states)
-        if SUM in states or OF_SUM in states:
+        if SUM in states or OF_SUM in states or OF_COUNT in states:
             return self._of_sums(node, name)
-        return self._of_rows(node, name)
+        return self._of_rows(node, name) if (state := self._of_output(node)) is None else state
+
+    def _of_output(self, node: fx.Node) -> int | None:
+        """Return the state of one of several results of an operation whose batch dims differ; None for other nodes."""
+        source, index = (*node.args, None, None)[:2]
+        dims = self._dims_of_outputs.get(source) if _name(node) == "getitem" else None  # type: ignore[arg-type]
+        return dims[index] if dims is not None and isinstance(index, int) else None
 
     def _of_selections(self, node: fx.Node, name: str, states: list[int]) -> int:
         """Return the state of an operation on what a mask chose: how many elements are of a sample is not known."""
-        if SUM in states:
-            return UNKNOWN
         if node in self._means:
             return SUM
+        if SUM in states:
+            return self._mixing(node) if self._is_elementwise(node, name) and _is_float(node) else UNKNOWN
         if name == "index" or (SELECTED in states and self._is_elementwise(node, name)):
             return SELECTED
+        if name == "sym_size" and states == [SELECTED]:
+            return SUM  # the number of chosen elements
+        if name in _SUMS and states == [SELECTED]:
+            dims, rank = arguments_of(node).get("dim"), len(shape_of(node.args[0]))
+            reduced = {dim % rank for dim in ([dims] if isinstance(dims, int) else dims or range(rank))}
+            if all(isinstance(shape_of(node.args[0])[dim], int) for dim in reduced):
+                return SELECTED
+            return SUM if name == "sum" else self._mixing(node)  # divided by the number of a micro-batch alone
         return UNKNOWN
 
     def _is_elementwise(self, node: fx.Node, name: str) -> bool:
@@ -205,7 +328,10 @@ class Follower:
     def _of_sums(self, node: fx.Node, name: str) -> int:
         """Return the state of an operation on sums over the samples: linear ones give sums, others mix samples."""
         varying = [source for source in node.all_input_nodes if self._states[source] != NONE]
-        is_sum = name in _LINEAR and all(self._states[source] == SUM for source in varying)
+        if name in _FINITE_CHECKS:
+            return NONE
+        is_fixed_choice = name in ("where", "masked_fill") and not any(_is_truth(source) for source in varying)
+        is_sum = (name in _LINEAR or is_fixed_choice) and all(self._states[source] == SUM for source in varying)
         is_product = name in ("mul", "div", *_PRODUCTS)
         if is_sum and (not is_product or (len(varying) == 1 and (name != "div" or node.args[0] in varying))):
             return SUM
@@ -214,8 +340,11 @@ class Follower:
         is_field = node in self._flow.recomputable and len(varying) == 1 and not shape_of(node)
         if is_field and isinstance(node.meta.get("val"), torch.Tensor):
             return OF_SUM
-        dtype = node.meta["val"].dtype if isinstance(node.meta.get("val"), torch.Tensor) else None
-        return UNKNOWN if dtype is None or not dtype.is_floating_point else self._mixing(node)
+        if any(_is_float(source) for source in varying if self._states[source] in (SUM, OF_SUM)):
+            return self._mixing(node) if isinstance(node.meta.get("val"), torch.Tensor) else UNKNOWN
+        if not self._is_elementwise(node, name):
+            return UNKNOWN  # counts that choose rows, as the offsets of a mixture of experts do
+        return self._mixing(node) if _is_float(node) else OF_COUNT
 
     def _is_quotient(self, node: fx.Node) -> bool:
         """Return True, and remember it, if a sum over samples or a row of each is divided by a sum over fields."""
@@ -254,15 +383,117 @@ class Follower:
             return state
         if name in _FIRST_DIM:
             return 0 if state == 0 and len(after) == len(before) and after[0] == before[0] else UNKNOWN
-        if name in RESHAPES:
-            # The batch dim stays the slowest varying part of the dim that it is merged into.
-            outer = math.prod(before[:state])
-            places = (d for d, size in enumerate(after) if math.prod(after[:d]) == outer)
-            return next((d for d in places if after[d] > 1 or before[state] == 1), UNKNOWN)
         if name == "index":  # one position of each sample, `x[torch.arange(batch), positions]`
             return 0 if state == 0 and after and after[0] == before[0] else UNKNOWN
         moved = moved_dim(node, state) if name in _BESIDE_DIM else None
         return UNKNOWN if moved is None else moved
+
+
+class _AssumingFollower(Follower):
+    """A walk that takes each operation without a rule for one that keeps the samples apart.
+
+    Its batch dim is the one that grows with those of its operands; where that is not known, the one of the same size.
+    A number for all samples is taken for a mean, apart from the largest and the smallest. Only operations on sums over
+    the samples are reported: whether rows meet rows of other samples is decided by numbers.
+    """
+
+    def _mixing(self, node: fx.Node) -> int:
+        return super()._mixing(node) if any(self._states[each] < NONE for each in node.all_input_nodes) else UNKNOWN
+
+    def _state(self, node: fx.Node) -> int:
+        state = super()._state(node)
+        return self._assumed(node) if state == UNKNOWN and node.op == "call_function" else state
+
+    def _assumed(self, node: fx.Node) -> int:
+        value, inputs = node.meta.get("val"), node.all_input_nodes
+        if _name(node) in _SELECTIONS:
+            return NONE
+        if isinstance(value, (list, tuple)):
+            self._dims_of_outputs[node] = dims = self._places(node, value)
+            return next((dim for dim in dims if dim >= 0), UNKNOWN)
+        if (of_output := self._of_output(node)) is not None:
+            return of_output
+        if not isinstance(value, torch.Tensor):
+            return UNKNOWN
+        if not all(isinstance(size, int) for size in value.shape):
+            return SELECTED
+        if any(not isinstance(size, int) for source in inputs for size in shape_of(source)) and not value.shape:
+            return SUM
+        return self._places(node, [value])[0]
+
+    def _places(self, node: fx.Node, values: Sequence[Any]) -> list[int]:
+        """Return the state of each tensor that an operation returns."""
+        rows = [source for source in node.all_input_nodes if self._states[source] >= 0]
+        shapes = [tuple(value.shape) if isinstance(value, torch.Tensor) else () for value in values]
+        larger = _shapes_of_more_samples(node, {source: self._states[source] for source in rows})
+        places = []
+        for index, shape in enumerate(shapes):
+            grown = larger[index] if larger and len(larger[index]) == len(shape) else shape
+            same = (d for s in rows if (d := self._states[s]) < len(shape) and shape[d] == shape_of(s)[d])
+            dims = [dim for dim, (less, more) in enumerate(zip(shape, grown, strict=True)) if less != more]
+            unplaced = SUM if not shape or _name(node) in _COUNTS else next(same, UNKNOWN)
+            places.append(dims[0] if len(dims) == 1 else unplaced)
+        return places
+
+
+def _shapes_of_more_samples(node: fx.Node, rows: Mapping[fx.Node, int]) -> list[tuple[int, ...]]:
+    """Return the shapes that an operation would return for three times as many samples; empty if that is not known."""
+
+    def given(source: fx.Node) -> Any:
+        value = source.meta.get("val")
+        if not isinstance(value, torch.Tensor):
+            return value
+        size = [3 * each if dim == rows.get(source) else each for dim, each in enumerate(value.shape)]
+        return torch.empty(size, dtype=value.dtype, device="meta")
+
+    if not rows or call_of(node) is not None or _name(node) in RESHAPES:
+        return []
+    try:
+        with torch.no_grad():
+            result = node.target(*fx.map_arg(node.args, given), **fx.map_arg(node.kwargs, given))  # type: ignore[operator]
+    except Exception:  # such as an operation with a size among its arguments, or one that reads values
+        return []
+    results = result if isinstance(result, (list, tuple)) else [result]
+    return [tuple(each.shape) if isinstance(each, torch.Tensor) else () for each in results]
+
+
+def _is_float(node: fx.Node) -> bool:
+    dtype = dtype_of(node)
+    return dtype is not None and (dtype.is_floating_point or dtype.is_complex)
+
+
+def _is_truth(node: fx.Node) -> bool:
+    return dtype_of(node) == torch.bool
+
+
+def _recurrent(walk: Follower, node: fx.Node, _name: str) -> int:
+    """Return the batch dim of a recurrent layer's sequence, and note that of its states, which have layers first."""
+    given = arguments_of(node)
+    sequence = node.all_input_nodes[0]
+    dim, state = 0 if given.get("batch_first") else 1, walk._states[sequence]
+    states = [source for source in pytree.tree_leaves(given.get("hx")) if isinstance(source, fx.Node)]
+    if "batch_sizes" in given or len(shape_of(sequence)) != 3 or any(walk._states[s] not in (NONE, 1) for s in states):
+        return UNKNOWN
+    if state not in (dim, NONE):
+        return walk._mixing(node) if state == 1 - dim else UNKNOWN
+    walk._dims_of_outputs[node] = [dim, 1, 1]
+    return dim
+
+
+def _cell(walk: Follower, node: fx.Node, _name: str) -> int:
+    return 0 if {walk._states[source] for source in node.all_input_nodes} <= {0, NONE} else UNKNOWN
+
+
+def _repeated(walk: Follower, node: fx.Node, name: str) -> int:
+    """Return the batch dim of a repetition: of each element by a number, or of the whole along other dims."""
+    given, source = arguments_of(node), node.all_input_nodes[0]
+    state, rank = walk._states[source], len(shape_of(source))
+    if name == "repeat_interleave":
+        is_by_number = isinstance(given.get("repeats"), int) and len(node.all_input_nodes) == 1
+        return state if is_by_number and (isinstance(given["dim"], int) or rank == 1) else UNKNOWN
+    times = given["repeats" if name == "repeat" else "dims"]
+    place = state + max(0, len(times) - rank)
+    return place if len(times) < rank - state or times[len(times) - rank + state] == 1 else UNKNOWN
 
 
 def _embedding(walk: Follower, node: fx.Node, _name: str) -> int:
@@ -386,8 +617,10 @@ def _reduction(walk: Follower, node: fx.Node, name: str) -> int:
     return UNKNOWN if name in _SELECTIONS else walk._mixing(node)
 
 
-def _described(node: fx.Node) -> str:
-    return f"{_name(node)}{line_of_node(node).where}"
+def described(node: fx.Node) -> str:
+    """Return the name of an operation, or that of the user's code which it runs, with its line."""
+    call = call_of(node)
+    return f"{_name(node) if call is None else call.label}{line_of_node(node).where}"
 
 
 def _name(node: fx.Node) -> str:
@@ -399,6 +632,9 @@ _RULES: dict[str, Callable[[Follower, fx.Node, str], int]] = {
     **dict.fromkeys(_PRODUCTS, _product),
     **dict.fromkeys(_LOSSES, _loss),
     **dict.fromkeys(_SUMS | _NORMALISATIONS | _SELECTIONS, _reduction),
+    **dict.fromkeys(_RECURRENT, _recurrent),
+    **dict.fromkeys(_CELLS, _cell),
+    **dict.fromkeys(names("repeat repeat_interleave tile"), _repeated),
     "einsum": _einsum,
     "embedding": _embedding,
     "broadcast_tensors": _aligned,

@@ -39,7 +39,10 @@ LOSS_TOLERANCE = 1e-5
 GRADIENT_TOLERANCE = 1e-3
 """Difference of two gradients of a parameter, relative to its norm, that rounding in fp32 explains."""
 NOISE_FACTOR = 30
-"""Multiple of the difference between two orders of the same samples that rounding explains, too."""
+"""Multiple of the difference that weights rounded otherwise make, which rounding explains, too.
+
+Another order of the samples would be no measure of it: a loss that depends on the order compares samples, as a mixture
+of experts does whose experts take the first tokens of a batch."""
 _BF16_FACTOR = 300
 """Factor of both tolerances for a forward that casts to bf16 or fp16 itself."""
 PARTS = (2, 3)
@@ -92,15 +95,15 @@ class _Result:
     loss: torch.Tensor
     gradients: Mapping[str, torch.Tensor]
 
-    def differs_from(self, other: _Result) -> tuple[float, float]:
-        """Return the relative differences of the loss and of the gradient that differs most."""
+    def differs_from(self, other: _Result) -> tuple[float, float, str]:
+        """Return the relative differences of the loss and of the gradient that differs most, and its parameter."""
         size = torch.stack([gradient.norm() for gradient in self.gradients.values()]).norm()
         least = 1e-5 * float(size) + 1e-12
         gradients = [
-            float((other.gradients[name] - mine).norm()) / (float(mine.norm()) + least)
+            (float((other.gradients[name] - mine).norm()) / (float(mine.norm()) + least), name)
             for name, mine in self.gradients.items()
         ]
-        return _relative(other.loss, self.loss), max(gradients, default=0.0)
+        return _relative(other.loss, self.loss), *max(gradients, default=(0.0, ""))
 
     @property
     def is_finite(self) -> bool:
@@ -283,24 +286,39 @@ class _Comparison:
             if not whole.is_finite:
                 return ""
             divided = self._divided(batch)
+            parts = _size(batch) // self._graph.micro_batch
+            if not divided.is_finite:
+                return f"{_size(batch)} samples have finite losses and gradients, and in {parts} micro-batches not"
             found = whole.differs_from(divided)
             if found[0] <= tolerances[0] and found[1] <= tolerances[1]:
                 return ""
-            order = torch.arange(_size(batch), device=self._device).flip(0)
-            noise = whole.differs_from(self._whole({name: field[order] for name, field in batch.items()}))
-        limits = tuple(max(least, NOISE_FACTOR * each) for least, each in zip(tolerances, noise, strict=True))
+            with self._rounded_otherwise():
+                noise = whole.differs_from(self._whole(batch))
+        limits = [max(least, NOISE_FACTOR * each) for least, each in zip(tolerances, noise[:2], strict=True)]
         if found[0] <= limits[0] and found[1] <= limits[1]:
             return ""
-        parts = _size(batch) // self._graph.micro_batch
-        numbers = (
-            f"{_size(batch)} samples have the loss {float(whole.loss):.4g}, and {float(divided.loss):.4g} in "
-            f"{parts} micro-batches"
-        )
+        known, loss, other = f"{_size(batch)} samples have the loss", float(whole.loss), float(divided.loss)
+        if found[0] <= limits[0]:
+            same = f"{known} {loss:.4g}, also in {parts} micro-batches"
+            return f"{same}, which differ in the gradient of {found[2]} by {found[1]:.2%} of its norm"
+        digits = next((each for each in range(4, 9) if f"{loss:.{each}g}" != f"{other:.{each}g}"), 9)
+        numbers = f"{known} {loss:.{digits}g}, and {other:.{digits}g} in {parts} micro-batches"
         if _relative(parts * divided.loss, whole.loss) <= limits[0]:
             return f"{numbers}: it is a sum over the samples; divide it by their number"
-        if found[0] > limits[0]:
-            return numbers
-        return f"{numbers}; its gradient differs by {found[1]:.1%}"
+        return numbers
+
+    @contextmanager
+    def _rounded_otherwise(self) -> Iterator[None]:
+        """Change every weight by about the last bit of fp32 inside a `with` block."""
+        before = [parameter.detach().clone() for parameter in self._model.parameters()]
+        for parameter in self._model.parameters():
+            if parameter.is_floating_point():
+                parameter.data.mul_(1 + torch.finfo(torch.float32).eps * torch.randn_like(parameter))
+        try:
+            yield
+        finally:
+            for parameter, value in zip(self._model.parameters(), before, strict=True):
+                parameter.data.copy_(value)
 
     def _whole(self, batch: Batch) -> _Result:
         graph = self._graph

@@ -21,6 +21,7 @@ from torch import fx
 from workbench.capture.context_managers import inline_regions
 from workbench.capture.export_errors import depends_on_values, explained, mixes_devices, refuse_vmap
 from workbench.capture.frozen_numbers import Numbers, note_of_changes
+from workbench.capture.kept_tensors import Held, read_again
 from workbench.capture.opaque import keep_calls
 from workbench.capture.opaque_search import OpaqueSearch
 from workbench.capture.operations import schema_of
@@ -49,6 +50,8 @@ class Exported:
     """Sentences on what was left out of the graph."""
     template: Any = None
     """Structure of what forward returned, with a `Slot` for each tensor, where that was asked for."""
+    keeps_tensors: bool = False
+    """True if forward left a tensor on its modules, outside of buffers, that was not there before."""
 
     @property
     def returned(self) -> tuple[fx.Node, ...]:
@@ -92,6 +95,8 @@ def export(search: OpaqueSearch, batch: Mapping[str, TensorSpec], loss: LossChoi
                 said = f"{failure} It cannot run as it is either: {reason}"
                 raise type(failure)(said, **failure.facts) from failure.__cause__
             raise failure from failure.__cause__
+        if exported.keeps_tensors or any(call.keeps_tensors for call in search.calls):
+            _refuse_kept_tensors(search, batch, loss)
         return replace(exported, notes=(*exported.notes, *search.notes))
 
 
@@ -105,15 +110,14 @@ def _export_on(
 ) -> Exported:
     """Export on a device; `numbers` replace those that the modules hold, in a second export of the same model."""
     model, name = search.model, search.name
-    # Zeros are valid indices and labels.
-    example = {
-        key: torch.zeros(spec.shape, dtype=getattr(torch, spec.dtype), device=device) for key, spec in batch.items()
-    }
+    example = _example(batch, device)
     templates: list[Any] = [None]
     held, after = Numbers.of(model), list[Numbers]()
+    tensors_before, kept = Held(model), dict[str, torch.Tensor]()
 
     def loss_of(result: Any, batch: Mapping[str, torch.Tensor]) -> Any:
         after.append(Numbers.of(model))  # export restores them when forward has returned
+        kept.update(tensors_before.new_in(Held(model)))
         loss = find_loss(result, choice, batch, name)
         if not returns:
             return loss
@@ -135,6 +139,8 @@ def _export_on(
             raise
         except Exception as error:
             raise explained(error, model, name, batch) from error
+        finally:
+            tensors_before.restore()
         if _random_states() != before:
             raise CaptureError(
                 f"The forward of {name} draws from Python's or NumPy's random numbers, and capture would repeat the "
@@ -152,7 +158,30 @@ def _export_on(
     if numbers is None and changed.values:
         second = _export_on(device, search, batch, choice, returns, changed)
         notes = (*notes, note_of_changes(changed, module.graph, second.module.graph, name))
-    return Exported(module, values[0], notes, templates[0])
+    return Exported(module, values[0], notes, templates[0], bool(kept))
+
+
+def _example(batch: Mapping[str, TensorSpec], device: torch.device) -> dict[str, torch.Tensor]:
+    """Return a batch of zeros, which are valid indices and labels."""
+    return {
+        name: torch.zeros(spec.shape, dtype=getattr(torch, spec.dtype), device=device) for name, spec in batch.items()
+    }
+
+
+def _refuse_kept_tensors(search: OpaqueSearch, batch: Mapping[str, TensorSpec], choice: LossChoice) -> None:
+    """Raise `CaptureError` if the loss depends on a tensor that an earlier forward kept outside of buffers."""
+    model = search.model if search.valued is None else search.valued
+    example = _example(batch, next((parameter.device for parameter in model.parameters()), torch.device("cpu")))
+    found = read_again(model, example, lambda result: find_loss(result, choice, example, search.name))
+    if found is not None:
+        place, line = found
+        raise line.error(
+            search.name,
+            f"keeps a tensor in {place} and computes with it in the next forward{line.where}. Outside of buffers it "
+            "would start every step as the constructor left it. Register it, self.register_buffer('state', "
+            "torch.zeros(8)), and write to it in place, self.state.copy_(new); what belongs to samples is a field of "
+            "the batch.",
+        )
 
 
 def _random_states() -> tuple[Any, ...]:

@@ -6,14 +6,13 @@ and replicas of a step, and the rest, the tail, runs over the whole batch (GradC
 
 from __future__ import annotations
 
-import math
 from collections.abc import Collection, Iterable, Sequence
 from dataclasses import replace
 
 import torch
 from torch import fx
 
-from workbench.capture.batch_coupling import NONE, RESHAPES, UNKNOWN, Follower
+from workbench.capture.batch_coupling import NONE, Follower, described
 from workbench.capture.block_boundaries import NodeGroup
 from workbench.capture.dataflow import Dataflow
 from workbench.capture.graph import Graph, Rows
@@ -26,22 +25,14 @@ from workbench.capture.operations import (
     descendants,
     is_random,
     mutated_arguments,
-    names,
     op_name,
     shape_of,
     storage_of,
 )
-from workbench.capture.source_lines import line_of_node
 from workbench.errors import CaptureError
 
 TAIL = "gathered loss"
 """Name of the block that computes the tail."""
-_BY_POSITION = MOVED | names(
-    "linear matmul mm addmm bmm softmax _softmax log_softmax _log_softmax logsumexp linalg_vector_norm norm sum mean "
-    "layer_norm rms_norm embedding clone contiguous to _to_copy detach alias dropout type_as getitem float "
-    "scaled_dot_product_attention split chunk cat stack"
-)
-"""Operations beside the pointwise ones whose rules look at the position of the batch dim, and not at its elements."""
 
 
 def split_tail(
@@ -59,7 +50,7 @@ def split_tail(
     layers belongs to the tail also where it was not captured `in_training`, so that both graphs are cut alike. Raises
     `CaptureError` unless the tail is a part of the last group, so that no layer is computed over the whole batch.
     """
-    follower = _RowFollower(flow, frozenset(mean.node for mean in means), ancestors([loss, *outputs]))
+    follower = _RowFollower(flow, ancestors([loss, *outputs]), frozenset(mean.node for mean in means))
     computed = [node for group in groups for node in group.nodes]
     tail = {*follower.mixing(computed, loss), *(node for node in outputs if node in computed)}
     if not in_training:
@@ -72,7 +63,8 @@ def split_tail(
         if node not in tail and is_light and users and tail.issuperset(users):
             tail.add(node)
     first = next((node for node in computed if node in tail), loss)
-    obstacle = _obstacle(flow, tail, computed, groups)
+    obstacle, at = _obstacle(flow, tail, computed, groups)
+    first = at or first
     if obstacle and (mixer := _mixed_before(first, flow, follower)) is not None:
         obstacle, first = "its first layers are given mixtures of samples, which other replicas have", mixer
     sources = dict.fromkeys(source for node in computed if node in tail for source in node.all_input_nodes)
@@ -82,9 +74,7 @@ def split_tail(
     if not obstacle and any(follower.state(source) < 0 or not shape_of(source) for source in read):
         obstacle = "it mixes values of each sample with others"
     if obstacle:
-        raise CaptureError(
-            f"The samples of {model} cannot be gathered: {obstacle} ({op_name(first)}{line_of_node(first).where})."
-        )
+        raise CaptureError(f"The samples of {model} cannot be gathered: {obstacle} ({described(first)}).")
     *before, last = groups
     rest = tuple(node for node in last.nodes if node not in tail)
     kept = [*before, NodeGroup(last.name, rest)] if rest else before
@@ -107,34 +97,30 @@ def _mixed_before(first: fx.Node, flow: Dataflow, follower: _RowFollower) -> fx.
     )
 
 
-def _obstacle(flow: Dataflow, tail: set[fx.Node], computed: list[fx.Node], groups: Sequence[NodeGroup]) -> str:
-    """Return the reason why a tail cannot run apart from what lies before it; empty if it can."""
+def _obstacle(
+    flow: Dataflow, tail: set[fx.Node], computed: list[fx.Node], groups: Sequence[NodeGroup]
+) -> tuple[str, fx.Node | None]:
+    """Return the reason why a tail cannot run apart from what lies before it, and the operation; empty if it can."""
     if not tail.issubset(groups[-1].nodes):
-        return "a layer before its loss may compare samples"
-    if any(is_random(node) or call_of(node) is not None for node in tail):
-        return "its loss may draw random numbers"
+        return "a layer before its loss may compare samples", None
+    for node in (each for each in computed if each in tail):
+        if call_of(node) is not None:
+            return "its loss runs as written in part", node
+        if is_random(node):
+            return "its loss draws random numbers", node
     towers = [node for node in computed if node not in tail]
     read = {flow.identity(storage_of(used)) for node in towers for used in (node, *node.all_input_nodes)}
     for node in computed:
         for written in map(storage_of, mutated_arguments(node)):
             if node not in tail and written in flow.tensors:
-                return "a layer updates a buffer, which would happen twice"
+                return "a layer updates a buffer, which would happen twice", node
             if node in tail and flow.identity(written) in read:
-                return "its loss writes to a value of a layer"
-    return ""
+                return "its loss writes to a value of a layer", node
+    return "", None
 
 
 class _RowFollower(Follower):
-    """Follows the rows of samples also where the whole batch comes several times in one dim, as in `cat([x, y])`.
-
-    The batch dim of a tensor has `groups` × samples × any number of elements, in this order.
-    """
-
-    def __init__(self, flow: Dataflow, means: frozenset[fx.Node], needed: set[fx.Node]) -> None:
-        super().__init__(flow, needed, means)
-        self.groups: dict[fx.Node, int] = {}
-        """Groups in the batch dim of each node that has one."""
-        self._size = max(self._samples, default=1)
+    """Finds the operations that mix samples, and those whose results have no rows of samples."""
 
     def state(self, node: fx.Node) -> int:
         """Return the batch dim of a node, or a negative number without one."""
@@ -149,40 +135,6 @@ class _RowFollower(Follower):
             for node in computed
             if self._states[node] < NONE or node in marked or node not in self._needed or _is_batch_norm(node)
         ]
-
-    def _state(self, node: fx.Node) -> int:
-        state, self.groups[node] = self._placed(node)
-        size = shape_of(node)[state] if 0 <= state < len(shape_of(node)) else 0
-        return state if isinstance(size, int) and size % (self.groups[node] * self._size) == 0 else UNKNOWN
-
-    def _placed(self, node: fx.Node) -> tuple[int, int]:
-        """Return the state of a node and the groups in its batch dim."""
-        name = op_name(node).rstrip("_") or op_name(node)
-        inputs = node.all_input_nodes
-        rows = [source for source in inputs if self._states[source] >= 0]
-        if node.op != "call_function" or not rows or len(rows) < len([s for s in inputs if self._states[s] != NONE]):
-            return super()._state(node), 1
-        if name == "cat" and rows == inputs:
-            dim = arguments_of(node)["dim"] % len(shape_of(node))
-            if {self._states[source] for source in rows} == {dim}:
-                return dim, sum(self.groups[source] for source in arguments_of(node)["tensors"])
-        if name in RESHAPES and rows == inputs and all(isinstance(size, int) for size in shape_of(node)):
-            return self._reshaped(rows[0], shape_of(node))
-        state, groups = super()._state(node), {self.groups[source] for source in rows}
-        is_by_position = torch.Tag.pointwise in getattr(node.target, "tags", ()) or name in _BY_POSITION
-        if state >= 0 and (len(groups) > 1 or (groups != {1} and not is_by_position)):
-            return UNKNOWN, 1
-        return state, max(groups)
-
-    def _reshaped(self, source: fx.Node, after: tuple[int, ...]) -> tuple[int, int]:
-        """Return the dim of a reshaped tensor that holds the whole batch, and the groups in it."""
-        before, state = shape_of(source), self._states[source]
-        outer = math.prod(before[:state]) * self.groups[source]  # elements that vary more slowly than the sample
-        for dim, size in enumerate(after):
-            slower = math.prod(after[:dim])
-            if slower and outer % slower == 0 and slower * size % (outer * self._size) == 0 and size > 1:
-                return dim, outer // slower
-        return UNKNOWN, 1
 
 
 def _is_batch_norm(node: fx.Node) -> bool:

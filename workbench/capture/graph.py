@@ -111,6 +111,10 @@ class Graph:
     """Values that the last block reads of the samples of all micro-batches together; none if it runs over each."""
     notes: tuple[str, ...] = ()
     """Sentences on what capture did that a user may not expect."""
+    notes_if_divided: tuple[str, ...] = ()
+    """Sentences that hold where a step has several micro-batches or replicas."""
+    notes_if_accumulated: tuple[str, ...] = ()
+    """Sentences that hold where a replica has several micro-batches."""
     loss_choice: Any = field(default=None, repr=False, compare=False)
     """The `loss` that capture was given, so that the model is captured again in the same way."""
     outputs: Outputs | None = field(default=None, repr=False, compare=False)

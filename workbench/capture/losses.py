@@ -7,6 +7,7 @@ count that the runtime supplies. The count of labels is itself a small graph ove
 
 from __future__ import annotations
 
+import math
 import operator
 from dataclasses import dataclass
 from typing import Any
@@ -17,7 +18,7 @@ from torch import fx
 from workbench.capture.context_managers import restore_regions
 from workbench.capture.dataflow import Dataflow
 from workbench.capture.graph import LabelCount
-from workbench.capture.operations import arguments_of, copy_nodes, overloads, shape_of
+from workbench.capture.operations import ancestors, arguments_of, copy_nodes, dtype_of, overloads, shape_of
 
 aten = torch.ops.aten
 _MEAN, SUM = 1, 2
@@ -39,7 +40,8 @@ class MeanLoss:
     weight: fx.Node | None
     """One weight per class: the mean divides by the weights of the labels instead of their number."""
     ignore_index: int | None
-    """Label that does not count; None if every element of the target counts."""
+    """Label that does not count; None if every element of the target counts. For a mean over the elements that a mask
+    of the batch chose, the target is the mask, and this is 0."""
 
 
 @dataclass(frozen=True)
@@ -54,12 +56,15 @@ class Quotient:
 
 
 def mean_losses(flow: Dataflow) -> tuple[MeanLoss, ...]:
-    """Return the mean-reduced losses over integer labels, or over selected elements, that the batch determines."""
+    """Return the means over integer labels, or over selected elements, that the batch determines."""
     losses = (_mean_loss(node, flow) for node in flow.order if node.op == "call_function")
     return tuple(loss for loss in losses if loss is not None)
 
 
 def _mean_loss(node: fx.Node, flow: Dataflow) -> MeanLoss | None:
+    if node.target is aten.mean.default:
+        mask = _mask_of(node, flow)
+        return None if mask is None else MeanLoss(node, mask, None, 0)
     if node.target not in _OVER_LABELS | _OVER_ELEMENTS:
         return None
     given = arguments_of(node)
@@ -72,6 +77,20 @@ def _mean_loss(node: fx.Node, flow: Dataflow) -> MeanLoss | None:
     if target.meta["val"].is_floating_point() or (weight is not None and weight not in flow.recomputable):
         return None
     return MeanLoss(node, target, weight, int(given["ignore_index"]))
+
+
+def _mask_of(mean: fx.Node, flow: Dataflow) -> fx.Node | None:
+    """Return the mask, made of fields of the batch, that chose the elements of a mean: `(x - y)[mask].square().mean()`.
+
+    The first dim of what a mask chose has a size of its own, by which the selection is found again.
+    """
+    chosen = [size for size in shape_of(mean.args[0]) if not isinstance(size, int)]
+    for node in ancestors([mean]) if len(chosen) == 1 else ():
+        if node.target is aten.index.Tensor and str(shape_of(node)[0]) == str(chosen[0]):
+            masks = [index for index in node.args[1] if index is not None]  # type: ignore[union-attr]
+            if len(masks) == 1 and masks[0] in flow.recomputable and dtype_of(masks[0]) == torch.bool:
+                return masks[0]  # type: ignore[return-value]
+    return None
 
 
 def _before_broadcast(target: fx.Node) -> fx.Node:
@@ -96,7 +115,13 @@ def emit_sum_over_count(graph: fx.Graph, loss: fx.Node, count: fx.Node) -> fx.No
     if loss.target is aten.div.Tensor:
         loss.update_arg(1, count)
         return loss
-    loss.args, loss.kwargs = tuple((arguments_of(loss) | {"reduction": SUM}).values()), {}
+    if loss.target is aten.mean.default:
+        per_choice = math.prod(size for size in shape_of(loss.args[0]) if isinstance(size, int))
+        loss.target, meta = aten.sum.default, dict(count.meta)
+        count = graph.call_function(aten.mul.Tensor, (count, per_choice))
+        count.meta = meta
+    else:
+        loss.args, loss.kwargs = tuple((arguments_of(loss) | {"reduction": SUM}).values()), {}
     quotient = graph.call_function(aten.div.Tensor, (loss, count))
     quotient.meta = dict(loss.meta)
     return quotient

@@ -16,6 +16,7 @@ from workbench.capture.attention import simplify_attention
 from workbench.capture.batch_coupling import Coupling, batch_coupling, batch_norms
 from workbench.capture.block_boundaries import NodeGroup, canonical_names, find_layers, group_nodes
 from workbench.capture.block_extraction import BlockExtractor
+from workbench.capture.carried_state import CarriedState, carried_state
 from workbench.capture.context_managers import passes_gradient
 from workbench.capture.dataflow import Dataflow, analyse_dataflow
 from workbench.capture.experts import unify_grouped_matmuls
@@ -86,6 +87,7 @@ def capture(
     if not batch:
         raise CaptureError(f"{name} was given a batch without fields. Name its inputs.")
     refuse_backward_hooks(model, name)
+    _refuse_shared_memory(model, name)
     search = OpaqueSearch(model, name, examples)
     while True:
         exported = export(search, batch, loss, returns is not None)
@@ -121,6 +123,29 @@ def _graph_of(
     return analysis.tower_and_tail() if gathers else analysis.graph(analysis.groups)
 
 
+def _refuse_shared_memory(model: nn.Module, name: str) -> None:
+    """Raise `CaptureError` for a parameter whose memory is also that of another parameter or buffer.
+
+    Each would be a tensor of its own on the ranks, and part from the other with the first update. Weights that lie one
+    after the other in one piece of memory, as cuDNN wants those of a recurrent layer, do not overlap.
+    """
+    seen: dict[int, list[tuple[int, int, str, bool]]] = defaultdict(list)
+    for key, tensor in (*model.named_parameters(), *model.named_buffers()):
+        if tensor.layout != torch.strided or not tensor.numel():
+            continue
+        first = int(tensor.storage_offset())
+        last = first + sum(int((size - 1) * stride) for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
+        place, is_parameter = seen[tensor.untyped_storage()._cdata], isinstance(tensor, nn.Parameter)
+        for start, end, other, is_other in place:
+            if start <= last and first <= end and (is_parameter or is_other):
+                raise CaptureError(
+                    f"{key} and {other} of {name} are two tensors in the same memory, and would part with the first "
+                    f"update. Tie them: give one module the parameter of the other itself, decoder.weight = "
+                    f"embedding.weight, and not nn.Parameter(embedding.weight.data)."
+                )
+        place.append((first, last, key, is_parameter))
+
+
 @dataclass(frozen=True)
 class _Analysis:
     """An exported graph with all that is known of it."""
@@ -153,6 +178,7 @@ class _Analysis:
         model, flow, exported, coupling, outputs = self.model, self.flow, self.exported, self.coupling, self.outputs
         every = [*model.named_parameters(remove_duplicate=False), *model.named_buffers(remove_duplicate=False)]
         names, ties = canonical_names(every)
+        state = carried_state(flow, exported.loss, names, self.name)
         passed = _reached_by_gradient(exported.loss, flow)
         trained = [node for node in passed if node in flow.tensors and flow.tensors[node].requires_grad]
         if not trained:
@@ -183,10 +209,12 @@ class _Analysis:
             frozen=frozenset(used - {names[id(flow.tensors[node])] for node in trained}),
             differentiated=frozenset(values) & _computed_from(trained, passed, flow),
             constants=dict(extractor.constants),
-            coupled=coupling.lines,
+            coupled=(*coupling.lines, *(f"{each}, and read again by the next forward" for each in state.of_samples)),
             unknown_coupling=coupling.unknown,
             gathered=gathered,
-            notes=_notes(flow, exported),
+            notes=exported.notes,
+            notes_if_divided=_notes_if_divided(flow, exported.loss),
+            notes_if_accumulated=_notes_if_accumulated(state),
             loss_choice=self.loss_choice,
             outputs=Outputs(exported.template, {at: node.name for at, node in outputs.items()}) if outputs else None,
             tower_and_tail=self.tower_and_tail if (coupling.lines or coupling.unknown) and not gathered else None,
@@ -225,15 +253,27 @@ def _check_outputs(
             )
 
 
-def _notes(flow: Dataflow, exported: Exported) -> tuple[str, ...]:
-    """Return the sentences of `Graph.notes`."""
-    notes = list(exported.notes)
-    if count := batch_norms(flow, exported.loss):
-        notes.append(
-            f"BatchNorm ({count} layer{'s' * (count > 1)}) takes its statistics from one micro-batch, as "
-            f"plain PyTorch does that accumulates gradients."
-        )
-    return tuple(notes)
+def _notes_if_divided(flow: Dataflow, loss: fx.Node) -> tuple[str, ...]:
+    """Return the sentences of `Graph.notes_if_divided`."""
+    count = batch_norms(flow, loss)
+    if not count:
+        return ()
+    return (
+        f"BatchNorm ({count} layer{'s' * (count > 1)}) takes its statistics from one micro-batch, as plain "
+        "PyTorch does that accumulates gradients.",
+    )
+
+
+def _notes_if_accumulated(state: CarriedState) -> tuple[str, ...]:
+    """Return the sentences of `Graph.notes_if_accumulated`."""
+    if not state.of_forwards:
+        return ()
+    first, *others = state.of_forwards
+    more = f" (and {len(others)} more)" if others else ""
+    return (
+        f"The loss depends on how often forward has run: {first}{more}, advances with each micro-batch, as in plain "
+        "PyTorch that accumulates gradients. With one micro-batch a replica it advances once a step.",
+    )
 
 
 def _reached_by_gradient(loss: fx.Node, flow: Dataflow) -> set[fx.Node]:

@@ -31,6 +31,7 @@ from torch import fx, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import flop_registry
 
+from workbench.capture.kept_tensors import Held
 from workbench.capture.source_lines import SourceLine
 from workbench.capture.torch_internals import alone, differentiable, originals
 from workbench.data._datasets import untouched_generators
@@ -89,6 +90,10 @@ class OpaqueCall:
     """Shape and type of each tensor that is returned."""
     written: list[int] = field(default_factory=list)
     """Indices into `places` of the buffers that the code writes."""
+    read_again: list[int] = field(default_factory=list)
+    """Those of `written` on whose former values the results depend, unlike on the running averages of BatchNorm."""
+    keeps_tensors: bool = False
+    """True if the code left a tensor on its modules that was not there before."""
     takes_derivatives: bool = False
     """True if forward itself needs a graph, since it takes derivatives."""
     flops: float = 0.0
@@ -130,12 +135,17 @@ class OpaqueCall:
         leaves = [next(values) if leaf is _TENSOR else leaf for leaf in self.leaves]
         args, kwargs = pytree.tree_unflatten(leaves, self.arguments)
         with self._placed(given), alone(), differentiable():
+            is_first = bool(self.modules) and not self.specs
+            before = Held(self.modules[0]) if is_first else None
             versions = [tensor._version for tensor in given]
             result = self.function(*args, **kwargs)
             after = [place.value() for place in self.places]
             changed = [at for at, tensor in enumerate(given) if tensor._version != versions[at]]
             changed += [at for at, tensor in enumerate(after) if tensor is not given[at]]
             outputs = [leaf for leaf in pytree.tree_leaves(result) if isinstance(leaf, torch.Tensor)]
+            if before is not None:
+                self.keeps_tensors = self.keeps_tensors or bool(before.new_in(Held(self.modules[0])))
+                before.restore()
             if then is not None:
                 then(outputs)
         found = sorted(set(changed))
@@ -204,6 +214,29 @@ class OpaqueCall:
         self.result_leaves = [_TENSOR if isinstance(leaf, torch.Tensor) else leaf for leaf in leaves]
         self.specs = specs
 
+    def _find_read_again(self, tensors: Sequence[torch.Tensor]) -> None:
+        """Note the written buffers on which the results depend, by running the code with other values in them."""
+
+        def results(changed: Sequence[int]) -> list[torch.Tensor]:
+            given = [tensor.clone() for tensor in tensors]
+            for index in changed:
+                given[index] = 1.25 * given[index] + 0.25 if given[index].is_floating_point() else 1 - given[index]
+            torch.manual_seed(0)
+            _seed_host(0)
+            with torch.set_grad_enabled(self.takes_derivatives):
+                return self.compute(self._leaves(given) if self.takes_derivatives else given)[1]
+
+        def is_read(changed: Sequence[int]) -> bool:
+            try:
+                pairs = zip(results(changed), before, strict=True)
+                return any(not torch.equal(one, other) for one, other in pairs)
+            except Exception:  # a value that the code does not take, such as another position in a queue
+                return True
+
+        before = results(())
+        if is_read(self.written):
+            self.read_again = [index for index in self.written if is_read([index])] or list(self.written)
+
     def _count_recomputed(self, tensors: Sequence[torch.Tensor]) -> None:
         """Run the code with a graph and note the bytes of the tensors in it, but for those that it was given."""
         kept: dict[int, torch.UntypedStorage] = {}
@@ -235,8 +268,10 @@ class OpaqueCall:
                         for seed in (0, 1, 2):
                             self._try(given, values, device, seed, kind, grad)
                         failure.clear()
-                        pairs = zip(given, values, strict=True)
-                        self._count_recomputed([_real(*pair, device, 0, kind) for pair in pairs])
+                        tensors = [_real(*pair, device, 0, kind) for pair in zip(given, values, strict=True)]
+                        if self.written:
+                            self._find_read_again(tensors)
+                        self._count_recomputed(tensors)
                         return
                     except NotOpaque as error:
                         failure[:] = [error]

@@ -80,6 +80,8 @@ def profile_graph(
         frozen=graph.frozen,
         coupled=graph.coupled,
         notes=graph.notes,
+        notes_if_divided=graph.notes_if_divided,
+        notes_if_accumulated=graph.notes_if_accumulated,
         crossing_bytes=tuple(_per_sample((graph.values[name] for name in graph.crossing(cut)), graph) for cut in cuts),
         divided=_divided(graph, traces, costs),
         sparse=None if sparse is None else sparse.costs(traces),

@@ -13,7 +13,7 @@ import torch
 from torch.utils.data import Dataset
 
 from workbench.data._ring import Ring
-from workbench.data._sampling import TokenSamples, shuffled
+from workbench.data._sampling import EVALUATION_SEED, ITEM, TokenSamples, hashed, shuffled
 from workbench.data._stream import SampleStream
 from workbench.errors import DataError
 from workbench.tensors import TensorSpec
@@ -85,16 +85,37 @@ class StreamedDataset(TrainingDataset):
 
 
 class UserDataset(TrainingDataset):
-    """User-defined items: in a new order each epoch, or without a `seed` in their own, spread evenly over all."""
+    """User-defined items: in a new order each epoch, or without a `seed` in their own, spread evenly over all.
+
+    Items may draw from Python's, NumPy's and torch's generators (a crop, a noise). These are seeded before each item by
+    the seed and the number of the sample in the training, so that a sample is the same under every plan, and another in
+    each epoch. Seeding takes longer than reading a tensor: the first batch in which an item draws is read again for it.
+    """
 
     def __init__(self, items: Any, length: int, seed: int | None) -> None:
         super().__init__(length)
         self.items, self.seed = items, seed
+        self._draws = False
 
     def _batch(self, index_B: np.ndarray[Any, np.dtype[np.int64]]) -> Batch:
         size = len(self.items)
         order_B = index_B * size // self.length if self.seed is None else shuffled(self.seed, index_B, size)
-        return stacked([require_tensors(self.items[index], index) for index in order_B.tolist()])
+        with untouched_generators():
+            if not self._draws:
+                before = generator_states()
+                items = [require_tensors(self.items[index], index) for index in order_B.tolist()]
+                self._draws = generator_states() != before
+            if self._draws:
+                seeds = hashed(EVALUATION_SEED if self.seed is None else self.seed, ITEM, index_B)
+                items = [self._seeded(*each) for each in zip(order_B.tolist(), seeds.tolist(), strict=True)]
+        return stacked(items)
+
+    def _seeded(self, index: int, seed: int) -> Batch:
+        """Return an item that is read after the generators have been seeded."""
+        random.seed(seed)
+        np.random.seed(seed % 2**32)
+        torch.default_generator.manual_seed(seed)
+        return require_tensors(self.items[index], index)
 
 
 def stacked(items: Sequence[Batch]) -> Batch:
@@ -152,6 +173,12 @@ def untouched_generators(device: torch.device = CPU) -> Iterator[None]:
     finally:
         random.setstate(python)
         np.random.set_state(numpy)
+
+
+def generator_states() -> tuple[Any, ...]:
+    """Return the states of the host's random generators, in a form that can be compared."""
+    name, keys, *rest = np.random.get_state()
+    return random.getstate(), name, np.asarray(keys).tobytes(), rest, torch.get_rng_state().numpy().tobytes()
 
 
 def item_specs(item: Batch) -> dict[str, TensorSpec]:

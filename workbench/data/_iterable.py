@@ -30,6 +30,7 @@ from workbench.data._datasets import (
     StreamedDataset,
     TrainingDataset,
     described_specs,
+    generator_states,
     item_specs,
     require_tensors,
     untouched_generators,
@@ -233,9 +234,7 @@ def _state(dataset: Any, generators: str) -> Any:
 
 def _generators() -> str:
     """Return a digest of the state of the random generators that a dataset may draw from without asking."""
-    name, keys, *rest = np.random.get_state()
-    state = repr((random.getstate(), name, rest)).encode() + np.asarray(keys).tobytes()
-    return hashlib.blake2b(state + torch.get_rng_state().numpy().tobytes(), digest_size=16).hexdigest()
+    return hashlib.blake2b(repr(generator_states()).encode(), digest_size=16).hexdigest()
 
 
 @contextlib.contextmanager

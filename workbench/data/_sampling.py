@@ -29,7 +29,7 @@ text says otherwise. Evaluations always hide this fraction."""
 MASK_SHARE, RANDOM_SHARE = 0.8, 0.1
 """Fractions of the masked positions replaced by [MASK] and by a random token; the rest stay (BERT, section 3.1)."""
 
-PERMUTE, SPLIT, CONTINUE, ELSEWHERE, SELECT, REPLACE, REPLACEMENT, BUFFER = range(8)
+PERMUTE, SPLIT, CONTINUE, ELSEWHERE, SELECT, REPLACE, REPLACEMENT, BUFFER, ITEM = range(9)
 """Purposes of the random numbers; each is part of the hash, so that no two share their numbers."""
 
 EVALUATION_SEED = 0x4556414C

@@ -137,6 +137,10 @@ class DataSource(ABC):
         `trained_on` other data.
         """
 
+    def note(self, request: SampleRequest) -> str:  # noqa: ARG002
+        """Return a sentence on how batches are filled that a user may not expect; empty if there is none."""
+        return ""
+
     @abstractmethod
     def encoded(self, request: SampleRequest, prompts: Sequence[str]) -> EncodedPrompts:
         """Return prompts as token ids; raise `DataError` for one that the model cannot read, or without a tokeniser."""

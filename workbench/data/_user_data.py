@@ -108,6 +108,16 @@ class UserData(DataSource):
         items = self._items if self._iterable is None else self._iterable.first(count, seed=0)
         return UserDataset(items, min(count, len(items)), seed=None)
 
+    def note(self, request: SampleRequest) -> str:
+        items, batch = len(self._items) if hasattr(self._items, "__len__") else 0, request.global_batch
+        if not items or items >= batch or batch % items == 0:
+            return ""
+        return (
+            f"{self.name} has {items:,} items, fewer than the {batch:,} samples of a batch, which reads some of them "
+            f"{batch // items + 1} times and the others {batch // items}: its loss is no mean over the items. A batch "
+            f"of {items:,}, or of a multiple of that, reads all equally often."
+        )
+
     def encoded(self, request: SampleRequest, prompts: Sequence[str]) -> EncodedPrompts:  # noqa: ARG002
         raise DataError(
             f"Samples of text need a tokeniser, and {self.name} is a user-defined dataset, which has none. Train on "

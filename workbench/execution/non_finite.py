@@ -76,7 +76,15 @@ def with_origin(error: NonFiniteLoss, trainer: Trainer, batches: Batches) -> Non
         origin, sentence = locate(trainer, step, *next(batches(step)))
     except Exception as failure:  # such as a lack of memory; why training ended must not be hidden by it
         return NonFiniteLoss(f"{error} Its block is not known: {type(failure).__name__}: {failure}", **error.facts)
-    return NonFiniteLoss(f"{error} {sentence}", **error.facts, **({} if origin is None else origin.facts))
+    facts = {**error.facts, **({} if origin is None else origin.facts)}
+    if any(not float(divisor) for divisor in trainer.context.loss_denominators):
+        return NonFiniteLoss(
+            f"Step {step + 1:,} has loss {error.facts['loss']:g}, because none of its batch's labels counts: each "
+            "is ignored, as -100 is, or has a weight of 0, and a mean over none is not a number. Checkpoints of "
+            "earlier steps are kept. Leave out items without labels, or train with a larger global_batch.",
+            **facts,
+        )
+    return NonFiniteLoss(f"{error} {sentence}", **facts)
 
 
 def locate(

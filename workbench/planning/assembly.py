@@ -59,6 +59,7 @@ def assemble(
         coupled=bool(profile.coupled),
         notes=(
             *profile.notes,
+            *_notes_of_division(profile, best),
             *_opaque_note(divided, costs),
             *(_coupling_note(operation, best, request) for operation in profile.coupled),
             *weights_note(profile, request, best, other),
@@ -68,6 +69,14 @@ def assemble(
     )
     object.__setattr__(plan, "origin", (profile, request))
     return plan
+
+
+def _notes_of_division(profile: Profile, best: Option) -> tuple[str, ...]:
+    """Return the sentences that hold for a batch that is divided as in the best option."""
+    strategy = best.strategy
+    if strategy.gathers or strategy.data * strategy.num_microbatches == 1:
+        return ()
+    return (*profile.notes_if_divided, *(profile.notes_if_accumulated if strategy.num_microbatches > 1 else ()))
 
 
 def _opaque_note(profile: Profile, costs: StrategyCosts) -> tuple[str, ...]:

@@ -101,6 +101,8 @@ def analytic_profile(experiment: Experiment, cluster: Cluster) -> Profile:
 
     captured, examples = CapturedModel(experiment, CAPTURE_BATCH), experiment.data.examples(experiment)
     graph = _with_division(captured, experiment.numerics.batch_coupling == "allow")
+    if note := experiment.data.note(experiment):
+        graph = replace(graph, notes=(*graph.notes, note))
     pattern = experiment.sparsity
     _check_patterns(experiment, graph)
     costed = partial(

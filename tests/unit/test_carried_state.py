@@ -1,0 +1,330 @@
+"""What one forward leaves for the next: buffers decide how a batch may be divided, other tensors are refused."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional
+
+import workbench as wb
+from tests.distributed.harness import CPU, LINK
+from tests.unit.coupled_models import WIDTH, samples_for
+from workbench.capture.captured_model import CapturedModel
+from workbench.cost.cluster import Cluster
+from workbench.errors import CaptureError
+from workbench.experiment import Experiment
+
+
+class Encoder(nn.Module):
+    """An encoder whose loss the subclasses compute, with what they set up."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.encoder = nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Tanh(), nn.Linear(WIDTH, WIDTH))
+        self.set_up()
+
+    def set_up(self) -> None:
+        """Set up nothing."""
+
+    def forward(self, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+        return self.loss(self.encoder(x), y)
+
+    def loss(self, found: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+        raise NotImplementedError
+
+
+class Queue(Encoder):
+    """Contrast with the keys of earlier batches (MoCo, arXiv:1911.05722)."""
+
+    def set_up(self) -> None:
+        self.register_buffer("queue", functional.normalize(torch.randn(24, WIDTH), dim=-1))
+
+    def loss(self, found: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+        query, key = functional.normalize(found, dim=-1), functional.normalize(y, dim=-1)
+        scores = torch.cat([(query * key).sum(-1, keepdim=True), query @ self.queue.clone().T], 1) / 0.2
+        self.queue.copy_(torch.cat([key, self.queue])[: len(self.queue)])
+        return functional.cross_entropy(scores, torch.zeros(len(scores), dtype=torch.long, device=scores.device))
+
+
+class QueueWithAPlace(Queue):
+    """The same with a place in the queue, a number that is read: the forward runs as written."""
+
+    def set_up(self) -> None:
+        super().set_up()
+        self.register_buffer("place", torch.zeros((), dtype=torch.long))
+
+    def loss(self, found: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+        scores = (found @ self.queue.clone().T).log_softmax(-1)
+        place = int(self.place)
+        self.queue[place : place + len(y)] = y
+        self.place.fill_((place + len(y)) % len(self.queue))
+        return -scores.mean()
+
+
+class Centre(Encoder):
+    """A target whose running mean is taken off (DINO, arXiv:2104.14294)."""
+
+    def set_up(self) -> None:
+        self.register_buffer("centre", torch.zeros(WIDTH))
+
+    def loss(self, found: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+        target = ((y - self.centre) / 0.1).softmax(-1)
+        self.centre.mul_(0.5).add_(y.mean(0), alpha=0.5)
+        return -(target * found.log_softmax(-1)).sum(-1).mean()
+
+
+class Codebook(Encoder):
+    """Codes that are running means of what chose them (VQ-VAE, arXiv:1711.00937, appendix A.1)."""
+
+    def set_up(self) -> None:
+        self.register_buffer("codes", torch.randn(6, WIDTH))
+        self.register_buffer("sums", self.codes.clone())
+        self.register_buffer("counts", torch.ones(6))
+
+    def loss(self, found: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+        chosen = torch.cdist(found, self.codes).argmin(-1)
+        nearest = self.codes[chosen]
+        with torch.no_grad():
+            of_code = functional.one_hot(chosen, 6).float()
+            self.counts.mul_(0.9).add_(of_code.sum(0), alpha=0.1)
+            self.sums.mul_(0.9).add_(of_code.T @ found, alpha=0.1)
+            self.codes.copy_(self.sums / self.counts[:, None])
+        return functional.mse_loss(found + (nearest - found).detach(), y)
+
+
+class Assigned(Encoder):
+    """A running scale that is assigned instead of written in place."""
+
+    def set_up(self) -> None:
+        self.register_buffer("scale", torch.ones(()))
+
+    def loss(self, found: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+        loss = functional.mse_loss(found, y) / self.scale
+        self.scale = 0.9 * self.scale + 0.1 * y.abs().mean()
+        return loss
+
+
+class Warming(Encoder):
+    def set_up(self) -> None:
+        self.register_buffer("forwards", torch.zeros(()))
+
+    def loss(self, found: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+        self.forwards += 1
+        return functional.mse_loss(found, y) * (self.forwards / 100).clamp(max=1)
+
+
+class Spectral(Encoder):
+    def set_up(self) -> None:
+        nn.utils.parametrizations.spectral_norm(self.encoder[0])
+
+    def loss(self, found: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+        return functional.mse_loss(found, y)
+
+
+class Normalised(Spectral):
+    def set_up(self) -> None:
+        self.encoder[1] = nn.BatchNorm1d(WIDTH)
+
+
+class BranchingNorm(nn.BatchNorm1d):
+    """A BatchNorm that export cannot follow."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return super().forward(x) if float(x.detach().sum()) < 1e9 else x
+
+
+class NormalisedAsWritten(Spectral):
+    def set_up(self) -> None:
+        self.encoder[1] = BranchingNorm(WIDTH)
+
+
+class Watched(Spectral):
+    """Statistics that are written and never read, and a scratch buffer that is written before each read."""
+
+    def set_up(self) -> None:
+        self.register_buffer("mean", torch.zeros(WIDTH))
+        self.register_buffer("scratch", torch.zeros(WIDTH))
+
+    def loss(self, found: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+        self.mean.mul_(0.9).add_(found.detach().mean(0))
+        self.scratch.copy_(self.encoder[0].weight.detach().mean(0))
+        return functional.mse_loss(found + self.scratch, y)
+
+
+OF_SAMPLES = {"queue": Queue, "queue ": QueueWithAPlace, "centre": Centre, "codes": Codebook, "scale": Assigned}
+OF_FORWARDS = {"forwards": Warming, "encoder.0.parametrizations.weight.0._u": Spectral}
+NO_STATE = (Normalised, NormalisedAsWritten, Watched)
+CLUSTER = Cluster(CPU, 2, 2, LINK, LINK)
+
+
+def experiment_of(model: Callable[[], nn.Module]) -> Experiment:
+    samples = [{"x": sample["x"], "y": sample["x"].flip(0)} for sample in samples_for("RMSE")]
+    return Experiment.of(model=model, data=samples, steps=2, global_batch=8, seq_len=1)
+
+
+@pytest.mark.parametrize("name", OF_SAMPLES)
+def test_a_batch_that_leaves_something_for_the_next_forward_stays_whole(name: str) -> None:
+    plan = wb.plan(experiment_of(OF_SAMPLES[name]), Cluster(CPU, 1, 1, LINK, LINK))
+    assert (plan.data, plan.num_microbatches) == (1, 1) or plan.gathers
+    assert any(f"the buffer {name.strip()}, written by" in note for note in plan.notes), plan.notes
+
+
+@pytest.mark.parametrize("name", OF_SAMPLES)
+def test_two_micro_batches_of_such_a_model_have_another_loss_than_the_whole(name: str) -> None:
+    """What is said of these models is so, in plain PyTorch."""
+    torch.manual_seed(0)
+    x = torch.randn(8, WIDTH)
+    found = []
+    for parts in (1, 2):
+        torch.manual_seed(1)
+        model = OF_SAMPLES[name]()
+        for _ in range(2):
+            losses = [model(x=part, y=2 * part.flip(1) + 1) for part in x.chunk(parts)]
+        found.append(float(sum(losses)) / parts)
+    assert abs(found[0] - found[1]) > 1e-4 * abs(found[0])
+
+
+@pytest.mark.parametrize("name", OF_FORWARDS)
+def test_a_plan_with_several_micro_batches_says_what_counts_them(name: str) -> None:
+    experiment = experiment_of(OF_FORWARDS[name])
+    for choices in ({"data": 1, "micro_batch": 4}, {"data": 2, "micro_batch": 4}):
+        plan = wb.plan(experiment, CLUSTER, **choices)
+        said = [note for note in plan.notes if f"the buffer {name}, written by" in note]
+        assert len(said) == (plan.num_microbatches > 1), plan.notes
+
+
+@pytest.mark.parametrize("model", NO_STATE)
+def test_statistics_that_training_never_reads_restrict_no_plan(model: Callable[[], nn.Module]) -> None:
+    graph = CapturedModel(experiment_of(model), 2).graph
+    assert (graph.coupled, graph.notes_if_accumulated) == ((), ())
+
+
+class Keeps(Spectral):
+    """Adds what the forward before left, in one of several places."""
+
+    def set_up(self) -> None:
+        self.kept: Any = None
+
+    def loss(self, found: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+        found = found if self.kept is None else found + self.kept
+        self.kept = found.detach().mean(0)
+        return functional.mse_loss(found, y)
+
+
+class KeepsInAList(Spectral):
+    def set_up(self) -> None:
+        self.kept: list[torch.Tensor] = []
+
+    def loss(self, found: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+        for each in self.kept[-2:]:
+            found = found + each
+        self.kept.append(found.detach().mean(0))
+        return functional.mse_loss(found, y)
+
+
+class Memory:
+    def __init__(self) -> None:
+        self.last: torch.Tensor | None = None
+
+
+class KeepsInAnObject(Spectral):
+    def set_up(self) -> None:
+        self.kept = {"memory": Memory()}
+
+    def loss(self, found: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+        memory = self.kept["memory"]
+        found = found if memory.last is None else found + memory.last
+        memory.last = found.detach().mean(0)
+        return functional.mse_loss(found, y)
+
+
+class KeepsInALayer(Spectral):
+    """The layer runs as written."""
+
+    class Layer(nn.Linear):
+        kept: torch.Tensor | None = None
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            found = super().forward(x)
+            if float(found.detach().sum()) < 1e9 and self.kept is not None:
+                found = found + self.kept
+            self.kept = found.detach().mean(0)
+            return found
+
+    def set_up(self) -> None:
+        self.encoder[0] = self.Layer(WIDTH, WIDTH)
+
+
+class WritesToNoBuffer(Spectral):
+    def set_up(self) -> None:
+        self.kept = torch.zeros(WIDTH)
+
+    def loss(self, found: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+        found = found + self.kept
+        self.kept.mul_(0.9).add_(found.detach().mean(0), alpha=0.1)
+        return functional.mse_loss(found, y)
+
+
+class Recommended(WritesToNoBuffer):
+    """The same with the buffer that the refusal recommends."""
+
+    def set_up(self) -> None:
+        self.register_buffer("kept", torch.zeros(WIDTH))
+
+    def loss(self, found: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+        found = found + self.kept
+        self.kept.copy_(found.detach().mean(0))
+        return functional.mse_loss(found, y)
+
+
+@pytest.mark.parametrize("model", [Keeps, KeepsInAList, KeepsInAnObject, KeepsInALayer, WritesToNoBuffer])
+def test_a_tensor_outside_of_buffers_that_the_next_forward_reads_is_refused_with_its_line(model: type[Encoder]) -> None:
+    where = "encoder.0.kept" if model is KeepsInALayer else "kept"
+    with pytest.raises(CaptureError, match=rf"{where}.* at {__file__}:\d+ .*register_buffer"):
+        _ = CapturedModel(experiment_of(model), 2).graph
+
+
+def test_the_recommended_buffer_is_planned() -> None:
+    assert "the buffer kept" in wb.plan(experiment_of(Recommended), CLUSTER).notes[-1]
+
+
+class Looked(Spectral):
+    """Keeps an activation to look at, a running loss for a log, and a table that is made once."""
+
+    def set_up(self) -> None:
+        self.last, self.table = None, None
+        self.running = torch.zeros(())
+
+    def loss(self, found: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+        if self.table is None:
+            self.table = torch.arange(WIDTH, device=y.device) / WIDTH
+        loss = functional.mse_loss(found + self.table, y)
+        self.last, self.running = found, 0.9 * self.running + 0.1 * loss.detach()
+        return loss
+
+
+def test_what_is_kept_to_look_at_and_tables_that_are_made_once_are_fine() -> None:
+    graph = CapturedModel(experiment_of(Looked), 2).graph
+    assert (graph.coupled, graph.notes) == ((), ())
+
+
+class Twice(Spectral):
+    def set_up(self) -> None:
+        self.encoder[2].weight = nn.Parameter(self.encoder[0].weight.data)
+
+
+class Tied(Spectral):
+    def set_up(self) -> None:
+        self.encoder[2].weight = self.encoder[0].weight
+        flat = torch.zeros(2 * WIDTH)  # as cuDNN lays the weights of a recurrent layer
+        self.encoder[0].bias, self.encoder[2].bias = nn.Parameter(flat[:WIDTH]), nn.Parameter(flat[WIDTH:])
+
+
+def test_two_parameters_in_one_memory_are_refused_and_tied_ones_are_not() -> None:
+    with pytest.raises(CaptureError, match=r"encoder\.2\.weight and encoder\.0\.weight .* same memory.* Tie them"):
+        _ = CapturedModel(experiment_of(Twice), 2).graph
+    assert CapturedModel(experiment_of(Tied), 2).graph.ties == {"encoder.0.weight": ("encoder.2.weight",)}
