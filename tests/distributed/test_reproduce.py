@@ -5,9 +5,11 @@ from pathlib import Path
 
 import nbformat
 import pytest
+from jupyter_client.provisioning import local_provisioner
 from nbconvert import HTMLExporter
 from typer.testing import CliRunner
 
+from tests.distributed.documents import fork_kernel
 from tests.distributed.test_launch import HERE, ROOT, experiment, plan_for
 from workbench import notebooks
 from workbench.cli import app
@@ -34,6 +36,7 @@ def node(tmp_path, monkeypatch):
     monkeypatch.setenv("WORKBENCH_RUNS", str(tmp_path / "runs"))
     monkeypatch.setenv("OMP_NUM_THREADS", "1")
     monkeypatch.setenv("PYTHONPATH", str(ROOT))
+    monkeypatch.setattr(local_provisioner, "launch_kernel", fork_kernel)
     return tmp_path
 
 
