@@ -159,6 +159,90 @@ def test_a_step_of_both_loops_goes_where_the_table_says() -> None:
         assert all(shows(cell, entry["profile"][0][part]) for cell, part in zip(cells, parts, strict=True))
 
 
+FOUR_GPUS = {
+    "BERT-Large": "large",
+    "scaled BERT": "scaled",
+    "scaled BERT, pipeline": "scaled-pp4",
+}
+
+
+def test_ratios_and_profiles_on_four_gpus_are_those_of_the_raw_file() -> None:
+    content = raw("throughput_4xH200_4234f31.json")
+    rows = table(BENCHMARKS, "| four GPUs | our plan | ms |")
+    profiles = {cells[0]: cells[1:] for cells in table(BENCHMARKS, "| four GPUs, one step | matrix products |")}
+    ratios, errors = [], []
+    for (name, row), cells in zip(FOUR_GPUS.items(), rows, strict=True):
+        entries = [entry for entry in content["measurements"] if entry["row"] == row]
+        ours, *peers = sorted(entries, key=lambda entry: not entry["contender"].startswith("ours"))
+        best = min(peers, key=lambda entry: statistics.median(entry["step_ms"]))
+        times = [statistics.median(entry["step_ms"]) for entry in (ours, best)]
+        predicted = content["predictions"][row]["ours"]
+        assert best["contender"].startswith(cells[5].partition(", ")[0].strip("`"))
+        assert cells[1].split(", ")[1] in ours["contender"] or cells[1].split(", ")[-1] in ours["contender"]
+        ratios.append(times[1] / times[0])
+        errors.append(abs(predicted["step_ms"] / times[0] - 1))
+        for text, value in zip(
+            [*cells[2:4], *cells[6:8]], [times[0], predicted["step_ms"], times[1], ratios[-1]], strict=True
+        ):
+            assert shows(text, value), (name, text, value)
+        for who, entry in (("ours", ours), ("best peer", best)):
+            step = entry["profile"][0]
+            alone = profiles[f"{name}, {who}"][5].split(", ")
+            shown = [*profiles[f"{name}, {who}"][:5], *alone, profiles[f"{name}, {who}"][6]]
+            types = (
+                "matrix products",
+                "attention",
+                "optimiser",
+                "the rest",
+                "copies",
+                "communication",
+                "communication alone",
+                "idle",
+            )
+            assert all(shows(text, step[which]) for text, which in zip(shown, types, strict=True)), (name, who)
+    page = words(BENCHMARKS)
+    assert "**{:.3f}**, **{:.3f}**, **{:.3f}**".format(*ratios) in page
+    assert f"**{statistics.median(errors):.1%}, {max(errors):.1%}**".replace("%", " %") in page
+
+
+def test_trials_of_communication_are_those_of_the_raw_file() -> None:
+    content = raw("trials_4xH200_90f5602.json")
+    found = {
+        machine: {one["trial"]: one for one in content[machine]}
+        for machine in ("four H200", "four H100", "pipelines on four H200")
+    }
+
+    def ms(machine: str, trial: str) -> float:
+        return statistics.median(found[machine][trial]["step_ms"])
+
+    trials = (
+        ("1x64 z1", "2x32 z2"),
+        ("1x64 a2a", "z2 a2a"),
+        ("1x64 a2a ctas8", ""),
+        ("1x64 ce", "z2 ce"),
+        ("", "z2 ce+ag"),
+    )
+    for (on_h200, on_h100), cells in zip(trials, table(HISTORY, "| trial | four H200, 1 × 64, ms |"), strict=True):
+        assert shows(cells[1], ms("four H200", on_h200)) if on_h200 else not cells[1]
+        assert shows(cells[3], ms("four H100", on_h100)) if on_h100 else not cells[3]
+        if cells[2]:
+            assert shows(cells[2], found["four H200"][on_h200]["profile"][0]["matrix products"])
+    predicted, page = content["predicted on the same H200"], words(HISTORY)
+    for text, key, trial in (
+        ("{:,.1f} ms (predicted {:,.1f})", "scaled 1,4,1,64", "1x64 z1"),
+        ("{:,.1f} (predicted {:,.1f})", "scaled 1,4,2,32", "z2 base"),
+    ):
+        assert text.format(ms("four H200", trial), predicted[key]["step_ms"]) in page
+    assert f"one reduction, 64, {ms('four H200', 'peer64'):,.1f}" in page
+    pipelines = "pipelines on four H200"
+    captured, launched = (
+        predicted[f"scaled-pp4 4,1,0,{text}"]["step_ms"] for text in ("8,cuda_graphs=true", "16,cuda_graphs=false")
+    )
+    assert f"took {ms(pipelines, 'pp 32x8 graphs'):,.1f} ms (predicted {captured:,.1f}" in page
+    assert f"launched {ms(pipelines, 'pp 16x16'):,.1f} ({launched:,.1f})" in page
+    assert f"predicted with {predicted['scaled-pp4 4,1,0,4,cuda_graphs=true']['step_ms']:,.1f} there" in page
+
+
 def test_what_adamws_kernel_and_gradients_in_bf16_gained_is_what_the_raw_files_say() -> None:
     def first(file: str, row: str, label: str) -> dict[str, Any]:
         entries = raw(f"throughput_{file}.json")["measurements"]
