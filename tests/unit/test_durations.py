@@ -81,7 +81,7 @@ def test_a_record_names_what_a_test_shares_with_others_and_keeps_what_did_not_ru
     kept = {"test_other.py::test_it": 3.0, "test_it.py::test_long": 3.0}
     gone = {"test_it.py::test_removed": 3.0, "test_removed.py::test_it": 3.0}
     (suite / "durations.json").write_text(json.dumps({**kept, **gone}))
-    run(suite, "test_it.py", "-k", "share", "--record-durations")
+    run(suite, "test_it.py", "-k", "share", "--record-durations", "--numprocesses", "1")
     recorded = durations.read(suite / "durations.json")
     assert {test for test in recorded if "share" not in test} == set(kept)
     assert recorded["test_it.py::test_second_of_two_that_share"] == pytest.approx((0.3, 0.6), abs=0.2)
