@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import numbers
 from typing import Any, TypeGuard
 
@@ -46,6 +47,20 @@ def duration(seconds: float) -> str:
     if minutes < 60:
         return f"{minutes} min {rest:02d} s"
     return f"{minutes // 60} h {minutes % 60:02d} min"
+
+
+LEFT_STEPS = ((55, 10), (570, 60), (3450, 300), (4 * 3600, 900), (math.inf, 3600))
+"""Numbers of seconds up to which a time left is rounded, and the steps."""
+
+
+def time_left(seconds: float) -> str:
+    """Format an estimate of the time left in one step of its size: `"40 s"`, `"7 min"`, `"25 min"`, `"1 h 30 min"`."""
+    step = next(step for most, step in LEFT_STEPS if seconds < most)
+    rounded = max(step, round(seconds / step) * step)
+    if rounded < 60:
+        return f"{rounded} s"
+    hours, minutes = divmod(rounded // 60, 60)
+    return " ".join([*([f"{hours} h"] if hours else []), *([f"{minutes} min"] if minutes else [])])
 
 
 def milliseconds(ms: float) -> str:

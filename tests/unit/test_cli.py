@@ -180,7 +180,7 @@ def test_a_run_is_followed_without_a_browser_until_it_has_failed(tmp_path):
     command = [sys.executable, "-c", code, "show", "bert-1", "--follow", "--every", "0.2"]
     following = subprocess.Popen(command, cwd=tmp_path, stdout=subprocess.PIPE, text=True)
     assert following.stdout.readline().split("  ")[1:] == [
-        *("bert-1", "running", "4 of 100 (4%)", "loss 6.5", "1 k tokens/s", "48.0 s left\n")
+        *("bert-1", "running", "4 of 100 (4%)", "loss 6.5", "1 k tokens/s", "50 s left\n")
     ]
     append_event(run.events, "step", step=5, loss=6.25)
     assert "5 of 100 (5%)  loss 6.25" in following.stdout.readline()

@@ -86,7 +86,7 @@ def points(dashboard: Any, part: str) -> list[int]:
 def test_facts_name_step_loss_speed_mfu_and_time_left(directory: RunDir) -> None:
     train(directory, 1, 40)
     snapshot = RunReader(directory.path).read()
-    assert snapshot.facts == "step 40 of 100 · loss 0.2506 · 2 k tokens/s · MFU 41.0% · 30.0 s left"
+    assert snapshot.facts == "step 40 of 100 · loss 0.2506 · 2 k tokens/s · MFU 41.0% · 30 s left"
     assert snapshot.progress == 0.4
     train(directory, 41, 80, data_wait=0.25)
     assert "MFU 41.0% · waiting for data 25% ·" in RunReader(directory.path).read().facts

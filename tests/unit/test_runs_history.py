@@ -11,9 +11,10 @@ from workbench.analysis.smoothing import smoothed
 from workbench.figures.curves_view import loss_curves
 from workbench.figures.run_views import compare
 from workbench.rundir import RunDir, append_event, write_record
-from workbench.runs.records.history import History, HistoryTail, final_loss
+from workbench.runs.records.history import History, HistoryTail, final_loss, recent_pace
 from workbench.runs.registry import list_runs
 from workbench.runs.run import Run
+from workbench.units import time_left
 from workbench.widgets.run_reader import RunReader
 
 
@@ -173,3 +174,15 @@ def test_the_final_loss_of_a_long_run_is_the_end_of_its_smoothed_curve_and_reads
     assert math.isnan(final_loss([], []))
     assert final_loss([1, 2], [1.0, math.inf]) == math.inf
     assert final_loss([99, 100], [None, 2.0]) == 2.0
+
+
+def test_the_time_left_is_told_from_minutes_and_in_one_step_of_its_size():
+    """One slow step among three hundred does not move it; steps of another speed do after five minutes."""
+    seconds, steps = np.arange(1.0, 1001.0), np.arange(1, 1001)
+    assert recent_pace(seconds, steps) == pytest.approx(1.0)
+    late = np.where(steps == 1000, 1029.0, seconds)  # a checkpoint took half a minute
+    assert recent_pace(late, steps) == pytest.approx(1.1, abs=0.02)
+    assert recent_pace(np.append(seconds, 1000 + 0.5 * np.arange(1, 601)), np.arange(1, 1601)) == pytest.approx(0.5)
+    assert math.isnan(recent_pace([1.0], [1]))
+    told = [time_left(each) for each in (3, 43, 58, 400, 1500, 3500, 5460, 6360, 8280, 30000)]
+    assert told == ["10 s", "40 s", "1 min", "7 min", "25 min", "1 h", "1 h 30 min", "1 h 45 min", "2 h 15 min", "8 h"]

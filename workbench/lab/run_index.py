@@ -23,7 +23,7 @@ from workbench.runs.records.event_lines import spread_steps
 from workbench.runs.registry import row_or_reason
 from workbench.runs.run import Run, progress_words, step_text
 from workbench.runs.status import RunRow, state_in_words
-from workbench.units import duration
+from workbench.units import time_left
 
 SPARKLINE_POINTS = 60
 READING_S = 0.3
@@ -172,7 +172,7 @@ def _row(run: Run, has_changed: bool) -> dict[str, Any]:
 
 def _pace(row: RunRow) -> list[str]:
     """Return the time left and the devices of a run."""
-    left = [] if row["eta_s"] is None else [f"{duration(row['eta_s'])} left"]
+    left = [] if row["eta_s"] is None else [f"{time_left(row['eta_s'])} left"]
     gpus = [f"GPU {', '.join(map(str, row['gpus']))}"] if row["gpus"] else []
     several = [f"{row['devices']} devices"] if not gpus and (row["devices"] or 0) > 1 else []
     return [*left, *gpus, *several]

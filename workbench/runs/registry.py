@@ -20,7 +20,7 @@ from workbench.runs.loss_basis import read_loss_basis, why_not_compared
 from workbench.runs.run import Run, step_text
 from workbench.runs.status import RunRow, created_at, state_in_words, unreadable_row
 from workbench.tables import html_table, text_table
-from workbench.units import count, duration
+from workbench.units import count, duration, time_left
 
 if TYPE_CHECKING:
     from workbench.runs.tracking.wandb_run import Delivery
@@ -245,7 +245,7 @@ def _cells(row: RunRow) -> tuple[str, ...]:
         "" if row["loss"] is None else f"{row['loss']:.4g}{' held-out' * (row['eval_loss'] is not None)}",
         "" if not row["tokens_per_s"] else count(row["tokens_per_s"]),
         "" if not row["mfu"] else f"{row['mfu']:.1%}",
-        "" if row["eta_s"] is None else duration(row["eta_s"]),
+        "" if row["eta_s"] is None else time_left(row["eta_s"]),
         devices,
         f"{duration(max(0.0, time.time() - row['time']))} ago" if row["time"] else "",
         ", ".join(row["tags"]),

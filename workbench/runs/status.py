@@ -20,7 +20,7 @@ from workbench.runs.labels import read_labels
 from workbench.runs.launching import processes
 from workbench.runs.launching.failure import run_failed
 from workbench.runs.records.event_lines import recent_steps
-from workbench.runs.records.history import END_SHARE, final_loss, latest_events, resumed_step
+from workbench.runs.records.history import END_SHARE, final_loss, latest_events, recent_pace, resumed_step
 from workbench.tables import facts_html
 from workbench.waiting import waiting
 
@@ -285,11 +285,15 @@ def row_of(run: RunDir, status: Status, progress: Progress) -> RunRow:
     steps = _steps_asked_for(run)
     labels = read_labels(run, read_experiment(run))
     step: Mapping[str, Any] = progress.steps[-1] if progress.steps else {}
-    training_loss = _training_loss(run, progress)
+    latest = _latest_steps(run, progress)
+    training_loss = final_loss([each["step"] for each in latest], [each.get("loss") for each in latest])
     eval_loss = None if progress.evaluation is None else progress.evaluation["loss"]
-    step_ms, eta_s = progress.median("step_ms"), None
-    if status.state == "running" and step_ms is not None and steps is not None:
-        eta_s = float(max(0.0, (steps - step["step"]) * step_ms / 1e3))
+    timed = [each for each in latest if each.get("seconds") is not None]
+    pace_s, eta_s = recent_pace([each["seconds"] for each in timed], [each["step"] for each in timed]), None
+    if not math.isfinite(pace_s):
+        pace_s = (progress.median("step_ms") or math.nan) / 1e3
+    if status.state == "running" and math.isfinite(pace_s) and steps is not None:
+        eta_s = max(0.0, (steps - step["step"]) * pace_s)
     return {
         "name": run.path.name,
         "path": str(run.path),
@@ -297,8 +301,8 @@ def row_of(run: RunDir, status: Status, progress: Progress) -> RunRow:
         "message": status.message,
         "step": int(step.get("step", 0)),
         "steps": steps,
-        "loss": training_loss if eval_loss is None else eval_loss,
-        "training_loss": training_loss,
+        "loss": eval_loss if eval_loss is not None else training_loss if latest else None,
+        "training_loss": training_loss if latest else None,
         "eval_loss": eval_loss,
         "tokens": step.get("tokens"),
         "tokens_per_s": progress.median("tokens_per_s"),
@@ -315,10 +319,10 @@ def row_of(run: RunDir, status: Status, progress: Progress) -> RunRow:
     }
 
 
-def _training_loss(run: RunDir, progress: Progress) -> float | None:
-    """Return the training loss at the end so far; of the steps, only the last ones are read. None without one."""
+def _latest_steps(run: RunDir, progress: Progress) -> list[Any]:
+    """Return the last tenth of the logged steps in order, or more; none before the first."""
     if not progress.steps:
-        return None
+        return []
     last = int(progress.steps[-1]["step"])
     before = progress.steps[-2]["step"] if len(progress.steps) > 1 else 0
     needed = math.ceil(END_SHARE * last / max(1, last - int(before))) + 1
@@ -329,7 +333,7 @@ def _training_loss(run: RunDir, progress: Progress) -> float | None:
     for event in sorted(events, key=lambda event: event["time"], reverse=True):  # a resumption repeats steps
         if not latest or event["step"] < latest[-1]["step"]:
             latest.append(event)
-    return final_loss([event["step"] for event in latest[::-1]], [event.get("loss") for event in latest[::-1]])
+    return latest[::-1]
 
 
 def state_in_words(state: str, step: int, loss: float | None) -> str:

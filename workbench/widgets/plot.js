@@ -50,7 +50,7 @@ async function render({ model, el }) {
   el.append(node);
   const parsed = [];  // for each trace: its JSON text and its value
   let timer = null, stale = true, ended = 0, duration = 0, width = 0, listening = false, gone = false;
-  let pointing = null;
+  let pointing = null, drawing = null;
 
   const trace = index => {
     const text = model.get(`trace_${index}`);
@@ -69,7 +69,7 @@ async function render({ model, el }) {
     width = node.offsetWidth;
     node.setAttribute("aria-label", name);
     const shown = data ?? Array.from({ length: traces }, (_, index) => trace(index));
-    Plotly.react(node, shown, { ...layout, width, autosize: false }, { ...config, responsive: false });
+    drawing = Plotly.react(node, shown, { ...layout, width, autosize: false }, { ...config, responsive: false });
     if (!listening) {
       node.on("plotly_afterplot", tell);
       node.on("plotly_hover", point);
@@ -141,7 +141,7 @@ async function render({ model, el }) {
     clearTimeout(timer);
     clearTimeout(pointing);
     gone = true;
-    Plotly.purge(node);
+    Promise.resolve(drawing).catch(() => {}).then(() => Plotly.purge(node));  // plotly.js draws again for its margins
   };
 }
 export default { render };

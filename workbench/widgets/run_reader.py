@@ -18,17 +18,19 @@ from workbench.errors import RunFailed
 from workbench.rundir import read_record
 from workbench.runs.loss_basis import LossBasis, read_loss_basis
 from workbench.runs.records.history import (
+    END_SHARE,
     Evaluations,
     History,
     HistoryTail,
     Utilization,
     last_held_out,
+    recent_pace,
     resumed_step,
 )
 from workbench.runs.records.text_samples import TextSamples
 from workbench.runs.run import Run, progress_words, step_text
 from workbench.runs.status import Status
-from workbench.units import duration
+from workbench.units import time_left
 
 RECENT_STEPS = 20
 """Number of logged steps from which speed and remaining time are estimated."""
@@ -77,16 +79,17 @@ class Snapshot:
 
     @property
     def eta_s(self) -> float | None:
-        """Seconds of training left at the recent speed; None before two steps, in a stall and after the end."""
+        """Seconds of training left at the speed of the last minutes; None before two steps, when stalled or ended."""
         if self.status.final or self.status.state == "stalled" or self.steps is None or len(self.history) < 2:
             return None
-        seconds, step = (self.history.last(name, RECENT_STEPS) for name in ("seconds", "step"))
-        per_step = (seconds[-1] - seconds[0]) / max(1.0, step[-1] - step[0])
-        return float(per_step * (self.steps - step[-1])) if math.isfinite(per_step) else None
+        count = math.ceil(END_SHARE * len(self.history)) + RECENT_STEPS
+        seconds, step = (self.history.last(name, count) for name in ("seconds", "step"))
+        per_step = recent_pace(seconds, step)
+        return per_step * (self.steps - float(step[-1])) if math.isfinite(per_step) else None
 
     @property
     def facts(self) -> str:
-        """`"step 812 of 2,000 · loss 4.31 · 82.1 k tokens/s · MFU 41 % · 3 min 05 s left"`, as far as known."""
+        """`"step 812 of 2,000 · loss 4.31 · 82.1 k tokens/s · MFU 41 % · 3 min left"`, as far as known."""
         if not len(self.history):
             return f"{self.phase} done, first step to come" if self.phase else "no step yet"
         row: Any = {name: self._recent_median(name) for name in ("tokens_per_s", "mfu")}
@@ -97,7 +100,7 @@ class Snapshot:
         if waiting is not None and waiting >= SHOWN_WAIT:
             parts.append(f"waiting for data {waiting:.0%}")
         if self.eta_s is not None:
-            parts.append(f"{duration(self.eta_s)} left")
+            parts.append(f"{time_left(self.eta_s)} left")
         return " · ".join(parts)
 
     def _recent_median(self, column: str) -> float | None:

@@ -9,7 +9,7 @@ from workbench.rundir import FINAL_STATES
 from workbench.runs.registry import row_or_reason
 from workbench.runs.run import Run, progress_words
 from workbench.runs.status import RunRow, state_in_words
-from workbench.units import duration
+from workbench.units import time_left
 
 POLL_S = 0.2
 
@@ -50,14 +50,14 @@ def follow(runs: Sequence[Run], every_s: float = 5.0) -> Iterator[str]:
 
 
 def progress_line(row: RunRow) -> str:
-    """Return `"09:41:07  bert-1  running  40 of 300 (13%)  loss 6.5  82.1 k tokens/s  MFU 41.0%  2 min 05 s left"`."""
+    """Return `"09:41:07  bert-1  running  40 of 300 (13%)  loss 6.5  82.1 k tokens/s  MFU 41.0%  2 min left"`."""
     parts = [time.strftime("%H:%M:%S"), row["name"]]
     parts.append(state_in_words(row["state"], row["step"], row["training_loss"]))
     if row["steps"]:
         parts.append(f"{row['step']:,} of {row['steps']:,} ({row['step'] / row['steps']:.0%})")
     parts += progress_words(row)
     if row["eta_s"] is not None:
-        parts.append(f"{duration(row['eta_s'])} left")
+        parts.append(f"{time_left(row['eta_s'])} left")
     if row["message"] and row["state"] != "finished":
         parts.append(row["message"])
     return "  ".join(parts)

@@ -61,6 +61,24 @@ def final_loss(steps: Sequence[float] | Column, losses: Sequence[float | None] |
     return float(weights @ loss[known] / weights.sum())
 
 
+PACE_S = 300.0
+"""Training time, in seconds, over which the speed is taken that tells the time left."""
+
+
+def recent_pace(seconds: Sequence[float] | Column, steps: Sequence[float] | Column) -> float:
+    """Return the training time of a step over the last `PACE_S` seconds, in seconds; NaN for fewer than two steps.
+
+    Args:
+        seconds: training time at some last steps, in rising order.
+        steps: their numbers.
+    """
+    known = np.asarray(seconds, dtype=np.float64)
+    if len(known) < 2:
+        return math.nan
+    first = min(int(np.searchsorted(known, known[-1] - PACE_S)), len(known) - 2)
+    return float((known[-1] - known[first]) / max(1.0, float(steps[-1]) - float(steps[first])))
+
+
 class History:
     """The logged steps of a run: read-only float64 columns of equal length, in order of `step`, NaN where unknown.
 

@@ -112,7 +112,9 @@ export default async function curvePanels(library, request) {
       for (const [index, {data, layout}] of this.figures.entries()) {
         this.plots[index] ??= this.node.appendChild(element('div', 'wb-plot'));
         const plot = this.plots[index], height = layout.height ?? LOSS_PX;
-        await Plotly.react(plot, data, themed(layout, plot, height), config);
+        if (this.isDisposed) return;
+        this.drawing = Plotly.react(plot, data, themed(layout, plot, height), config);
+        await this.drawing;
       }
     }
 
@@ -122,7 +124,8 @@ export default async function curvePanels(library, request) {
       this.runs.listeners.delete(this.listener);
       this.sized.disconnect();
       this.theme.disconnect();
-      for (const plot of this.plots) globalThis.Plotly?.purge(plot);
+      const purge = () => this.plots.forEach(plot => globalThis.Plotly?.purge(plot));
+      Promise.resolve(this.drawing).catch(() => {}).then(purge);  // plotly.js draws again for its margins
       super.dispose();
     }
   }
