@@ -13,7 +13,7 @@ import math
 import re
 from collections.abc import Callable, Mapping
 from types import MappingProxyType
-from typing import Annotated, Any, ClassVar, cast
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar, cast
 
 from pydantic import BeforeValidator, Field, PlainSerializer, PlainValidator, TypeAdapter
 
@@ -49,6 +49,9 @@ from workbench.validation import (
     known,
     refused,
 )
+
+if TYPE_CHECKING:
+    from torch import nn
 
 BATCH_COUPLING = ("keep", "gather", "allow")
 PRECISIONS = ("auto", "fp32", "bf16")
@@ -407,6 +410,16 @@ class Experiment:
     def metrics(self) -> Mapping[str, Any]:
         """Functions by name that evaluations compute beside the loss; none without an evaluation."""
         return (self.evaluation and self.evaluation.metrics) or {}
+
+    def build(self) -> nn.Module:
+        """Build the model in train mode, on the ambient device, as each rank and each capture of it does.
+
+        Python's, NumPy's and torch's generators are seeded with `seed` meanwhile, and restored afterwards.
+        """
+        from workbench.data._datasets import seeded
+
+        with seeded(self.seed):
+            return self.model.build()
 
     def replace(self, **changes: Any) -> Experiment:
         """Return this experiment with other values, each by its short name, such as `weight_decay=0.1`.

@@ -1,17 +1,33 @@
-"""Ranks that build models in the host's memory take turns: as many build at once as it has memory for."""
+"""Ranks build the same model, whatever its constructor draws from; in the host's memory they take turns."""
 
 from __future__ import annotations
 
+import json
+import os
+import random
 import time
+from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
+import numpy as np
 import psutil
 import pytest
 import torch
+from safetensors.torch import load_file
+from torch import nn
+from torch.nn import functional
 
 from tests.distributed.harness import launch
+from tests.distributed.real_worker import Ranks, curve, directory, plan, trained
+from workbench.errors import CaptureError
 from workbench.execution import build
 from workbench.execution.build import FREE_SHARE, build_lock
+from workbench.execution.checkpoint.model_export import export_step
+from workbench.execution.parallel.alike import LARGE, digest
+from workbench.experiment import Experiment
+from workbench.rundir import RunDir
+from workbench.runs.records.history import read_tail
 
 MODEL_BYTES = 10 << 30
 CPU = torch.device("cpu")
@@ -47,3 +63,142 @@ def test_no_more_ranks_build_at_once_than_the_host_has_room_for(
     most, seconds = launch(_seen, 4, fitting, on_host)
     assert most == map_in_threads
     assert seconds >= turns * TURN_S
+
+
+GLOBAL_BATCH, ITEMS = 8, 24
+
+
+class Drawn(nn.Module):
+    """A tied weight from Python's generator, a buffer from NumPy's, layers from torch's, and a number in the code."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding = nn.Parameter(torch.tensor([[random.gauss(0, 0.5) for _ in range(8)] for _ in range(5)]))
+        self.register_buffer("features", torch.from_numpy(np.random.randn(8, 8)).float())
+        self.layers = nn.ModuleList(nn.Sequential(nn.Linear(8, 8), nn.Tanh()) for _ in range(4))
+        self.scale = random.uniform(1.0, 2.0)
+
+    def forward(self, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+        x = self.scale * torch.cos(x @ self.features)
+        for layer in self.layers:
+            x = x + layer(x)
+        return functional.cross_entropy(functional.linear(x, self.embedding), y)
+
+
+class OfTheRank(Drawn):
+    """The same with a buffer and a plain attribute that differ between ranks whatever the seed."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        system = np.random.default_rng(int(os.environ.get("RANK", "0")))
+        self.features = torch.from_numpy(system.normal(size=(8, 8))).float()
+        self.shift = torch.from_numpy(system.normal(size=8)).float()
+
+    def forward(self, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+        return super().forward(x + self.shift, y)
+
+
+class NumberOfTheRank(Drawn):
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale = 1.0 + int(os.environ.get("RANK", "0"))
+
+
+class NumberOfTheSystem(Drawn):
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale = random.SystemRandom().uniform(1.0, 2.0)
+
+
+class Averaged(Drawn):
+    """Layers with running averages."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Sequential(nn.Linear(8, 8), nn.BatchNorm1d(8)) for _ in range(3))
+
+
+def _items(spread: float = 0.0) -> list[dict[str, torch.Tensor]]:
+    generator = torch.Generator().manual_seed(0)
+    xs = torch.randn(ITEMS, 8, generator=generator) * (1 + spread * torch.arange(ITEMS)[:, None] % 5)
+    return [{"x": x, "y": torch.tensor(index % 5)} for index, x in enumerate(xs)]
+
+
+def _asked(model: Any, **changes: Any) -> Experiment:
+    fields = {"steps": 1, "global_batch": GLOBAL_BATCH, "seq_len": 1, "learning_rate": 1e-9, "project": ""}
+    return Experiment.of(**{"model": model, "data": _items(), "seed": 3, **fields, **changes})
+
+
+def _whole_batch(asked: Experiment) -> dict[str, torch.Tensor]:
+    return asked.data.dataset(asked).__getitems__(list(range(GLOBAL_BATCH)))
+
+
+def _exported(run: RunDir, folder: Path) -> dict[str, torch.Tensor]:
+    return load_file(next(path for path in export_step(run.checkpoints, folder) if path.suffix == ".safetensors"))
+
+
+@pytest.mark.parametrize("division", [{"data": 2, "zero": 0}, {"pipeline": 2}, {"data": 2, "zero": 3}])
+def test_the_seed_decides_what_a_constructor_draws_from_any_generator_on_every_rank(
+    division: dict[str, int], tmp_path: Path
+) -> None:
+    asked = _asked(Drawn)
+    state = random.getstate()
+    run = trained(tmp_path / "run", asked, plan(asked, **division))
+    assert random.getstate() == state
+    [(loss, _, _)] = curve(run).values()
+    torch.manual_seed(3)
+    random.seed(3)
+    np.random.seed(3)
+    expected = Drawn()(**_whole_batch(asked)).item()
+    assert loss == pytest.approx(expected, rel=1e-5)
+    assert asked.build()(**_whole_batch(asked)).item() == expected
+    assert asked.replace(seed=4).build()(**_whole_batch(asked)).item() != pytest.approx(expected, rel=1e-2)
+
+
+def test_ranks_take_the_values_of_rank_0_where_no_seed_decides_them(tmp_path: Path) -> None:
+    asked = _asked(OfTheRank)
+    run = trained(tmp_path / "run", asked, plan(asked, data=2, zero=0))
+    assert "Every rank has the values of rank 0 in what differed: features, shift" in run.log(1).read_text()
+    [(loss, _, _)] = curve(run).values()
+    assert loss == pytest.approx(asked.build()(**_whole_batch(asked)).item(), rel=1e-5)
+
+
+def test_a_number_that_no_seed_decides_ends_the_run_and_is_named(tmp_path: Path) -> None:
+    with pytest.raises(CaptureError, match=r"NumberOfTheSystem computes something else each time it is built"):
+        plan(_asked(NumberOfTheSystem))
+    asked = _asked(NumberOfTheRank)
+    run = directory(tmp_path / "run", asked, plan(asked, pipeline=2))
+    with pytest.raises(AssertionError):
+        Ranks(run, 2).wait()
+    message = json.loads(run.error(1).read_text())["message"]
+    assert "what its block layers.0 computes is another on rank 1 than on rank 0" in message
+    assert "default_rng(torch.initial_seed())" in message
+
+
+def test_the_held_out_loss_of_replicas_is_that_of_the_model_in_the_checkpoint(tmp_path: Path) -> None:
+    asked = _asked(Averaged, data=_items(2.0), eval_data=_items(1.0), eval_every=2, steps=4, learning_rate=1e-2)
+    run = trained(tmp_path / "run", asked, plan(asked, data=2, zero=0))
+    model = asked.build().eval()
+    model.load_state_dict(_exported(run, tmp_path / "model"))
+    held_out = {name: torch.stack([item[name] for item in _items(1.0)]) for name in ("x", "y")}
+    found = read_tail(run.events).evaluations.eval_loss
+    assert found[-1] == pytest.approx(model(**held_out).item(), rel=1e-5)
+
+
+def test_a_digest_depends_on_every_byte_and_its_place() -> None:
+    values = torch.randn(1000)
+    for tensor in (values, values.bfloat16(), values[:999].bool(), values.to(torch.complex64), torch.tensor(2.5)):
+        changed = tensor.clone()
+        changed.view(-1)[-1] = 0 if changed.view(-1)[-1] else 1
+        assert digest(tensor) == digest(tensor.clone()) != digest(changed)
+    assert digest(values[1:].clone()) == digest(values[1:])  # bytes that begin in the middle of a word
+    assert digest(values.view(10, 100).T) == digest(values.view(10, 100).T.contiguous()) != digest(values)
+    signs = torch.tensor([1.0, -1.0]).repeat(64)
+    assert digest(signs) != digest(-signs)
+    assert digest(torch.empty(0, 4)) == digest(torch.empty(0))
+    large = torch.arange(2 * LARGE + 4001, dtype=torch.float32)
+    for at in (0, LARGE, len(large) - 1):
+        changed = large.clone()
+        changed[at] += 1
+        assert digest(changed) != digest(large)
+    assert digest(large.view(-1).roll(512)) != digest(large)

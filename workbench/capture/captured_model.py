@@ -65,7 +65,7 @@ class CapturedModel:
         if self._model is not None:
             return Division(self.graph.coupled)
         with waiting(f"checking whether the batch of {self._source.name} can be divided"):
-            return division_of(self.graph, self._source.build, self._samples)
+            return division_of(self.graph, self._experiment.build, self._samples)
 
     @property
     def _samples(self) -> Callable[[int, int], Mapping[str, torch.Tensor]]:
@@ -116,7 +116,7 @@ class CapturedModel:
         if rest or parts * forward_flops(self.graph) > MOST_FLOPS:
             parts = PARTS[0]
         with waiting(f"comparing the gathered loss of {self._source.name}"):
-            return self._gathering_fault(self._source.build().train(), parts)
+            return self._gathering_fault(self._experiment.build().train(), parts)
 
     def _gathering_fault(self, model: nn.Module, parts: int) -> str:
         graph = self.gathered(parts * self._micro_batch)
@@ -179,7 +179,7 @@ class CapturedModel:
         return (
             (self._source, self._loss) == (experiment.model, experiment.loss)
             and self._batch == _batch(experiment, self._micro_batch)
-            and self.signature == signature(build_meta(experiment.model.build), self._batch)
+            and self.signature == signature(build_meta(experiment.build), self._batch)
         )
 
     def __reduce__(self) -> tuple[type[None], tuple[()]]:
@@ -195,7 +195,7 @@ class CapturedModel:
         return capture(model, batch, name=name, loss=self._loss, gathers=gathers, examples=self._examples)
 
     def _built(self) -> nn.Module:
-        return build_meta(self._source.build) if self._model is None else self._model
+        return build_meta(self._experiment.build) if self._model is None else self._model
 
 
 def _batch(experiment: Experiment, micro_batch: int) -> dict[str, TensorSpec]:

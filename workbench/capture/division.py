@@ -188,6 +188,7 @@ def division_fault(
                 and not graph.gathered
                 and (wrong := comparison.fault({name: field[:size] for name, field in batch.items()}))
             ):
+                _require_one_forward(graph, build)
                 raise CaptureError(
                     f"The captured graph of {graph.model} does not compute the model's loss: {wrong} of the graph. "
                     "This is a fault of the capture; please report it with the model."
@@ -195,6 +196,22 @@ def division_fault(
             if fault:
                 return fault
     return ""
+
+
+def _require_one_forward(graph: Graph, build: Callable[[], nn.Module]) -> None:
+    """Raise `CaptureError` if a model that is built twice computes something else each time."""
+    from workbench.capture.model import capture
+
+    twice = (capture(build(), graph.batch, name=graph.model, loss=graph.loss_choice) for _ in range(2))
+    types = [[block.block_type for block in each.blocks] for each in twice]
+    if types[0] != types[1]:
+        unlike = next((b.name for b, *both in zip(graph.blocks, *types, strict=False) if both[0] != both[1]), "loss")
+        raise CaptureError(
+            f"{graph.model} computes something else each time it is built, in its block {unlike}, although Python's, "
+            "NumPy's and torch's generators were seeded alike. Its constructor takes a number that no seed decides, "
+            "from random.SystemRandom(), numpy.random.default_rng() or the clock. Seed what it draws, for instance by "
+            "numpy.random.default_rng(torch.initial_seed())."
+        )
 
 
 @contextmanager

@@ -66,9 +66,7 @@ class OpaqueSearch:
             return None if any(tensor.is_meta for tensor in tensors) else self.model
         if sum(tensor.nbytes for tensor in tensors) > MOST_BYTES:
             return None
-        with torch.random.fork_rng(devices=[]):
-            torch.manual_seed(0)
-            return _factories[self.model]().train()
+        return _factories[self.model]().train()
 
     @functools.cached_property
     def selections(self) -> Selections:

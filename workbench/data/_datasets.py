@@ -181,6 +181,23 @@ def generator_states() -> tuple[Any, ...]:
     return random.getstate(), name, np.asarray(keys).tobytes(), rest, torch.get_rng_state().numpy().tobytes()
 
 
+def seed_generators(seed: int) -> None:
+    """Seed Python's, NumPy's and torch's random generators alike, and those of the ambient device if it is a GPU."""
+    random.seed(seed)
+    np.random.seed(seed % 2**32)
+    torch.default_generator.manual_seed(seed)
+    if torch.get_default_device().type == "cuda":
+        torch.cuda.manual_seed(seed)
+
+
+@contextlib.contextmanager
+def seeded(seed: int) -> Iterator[None]:
+    """Seed the generators for code of the user's that may draw from any of them, and restore them afterwards."""
+    with untouched_generators(torch.get_default_device()):
+        seed_generators(seed)
+        yield
+
+
 def item_specs(item: Batch) -> dict[str, TensorSpec]:
     """Return the specs of the fields of one sample, without a batch dim."""
     return {

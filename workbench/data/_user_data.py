@@ -24,6 +24,8 @@ EXAMPLES = 16
 """Upper limit of the items in `UserData.examples`."""
 EXAMPLES_BYTES = 64 << 20
 """Upper limit of their size in bytes."""
+DATASET_SEED = 0
+"""Seed of the generators while a callable makes a dataset, so that every rank and every experiment has the same."""
 
 
 @dataclass(frozen=True)
@@ -149,8 +151,11 @@ class UserData(DataSource):
                 "Pass it: Experiment.from_json(…, data=my_dataset)."
             )
         if not _is_map_style(value) and not _is_iterable(value):
+            from workbench.data._datasets import seeded
+
             try:
-                value = value()
+                with seeded(DATASET_SEED):
+                    value = value()
             except Exception as error:
                 raise DataError(
                     f"{self.name}() raised {type(error).__name__}: {error}. "

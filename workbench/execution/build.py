@@ -22,6 +22,7 @@ from workbench.capture.rowwise_head import find_rowwise_head
 from workbench.capture.sparse_matrices import sparse_matrices
 from workbench.capture.tensor_parallel import plan_tensor_parallel
 from workbench.capture.tensor_sharding import ModelSharding
+from workbench.data._datasets import seed_generators
 from workbench.execution.blocks.activation_checkpointing import checkpointed_when_compiled, supported_mode
 from workbench.execution.blocks.block_module import BlockProgram
 from workbench.execution.blocks.block_sparse import DENSE, BlockSparseParameters, initial_pattern
@@ -48,14 +49,15 @@ FREE_SHARE = 0.8
 
 
 def build_model(factory: Callable[[], nn.Module], model_bytes: int, device: torch.device, seed: int) -> nn.Module:
-    """Build the user's model with the weights that their own script would get under `torch.manual_seed(seed)`.
+    """Build the user's model with the weights that their own script would get if it seeded every generator.
 
-    Every rank builds all of it and keeps its stages, so that all plans start from the same weights. The model is built
-    on the device, or in the host's memory if it would fill too much of the device's.
+    Python's, NumPy's and torch's generators are seeded alike on every rank. Each builds the whole model and keeps its
+    stages, so that all plans start from the same weights. The model is built on the device, or in the host's memory if
+    it would fill too much of the device's.
     """
     where = torch.device("cpu") if _is_built_on_host(model_bytes, device) else device
-    torch.manual_seed(seed)
     with torch.device(where):
+        seed_generators(seed)
         model = factory()
     return model.to(where).train()  # Tables from NumPy are on the CPU even if the model was built elsewhere.
 
@@ -76,10 +78,11 @@ def _is_built_on_host(model_bytes: int, device: torch.device) -> bool:
 
 
 @contextmanager
-def build_lock(model_bytes: int, device: torch.device, local_rank: int) -> Iterator[None]:
+def build_lock(model_bytes: int, device: torch.device, local_rank: int) -> Iterator[bool]:
     """Return a context in which a rank builds the model and takes its stages; a collective.
 
-    If models are too large for their GPUs, only as many ranks of a host build at once as its free memory allows.
+    If models are too large for their GPUs, only as many ranks of a host build at once as its free memory allows. The
+    value of the context is True if all ranks are in it at the same time.
     """
     fitting = dist.get_world_size()
     if _is_built_on_host(model_bytes, device):
@@ -90,7 +93,7 @@ def build_lock(model_bytes: int, device: torch.device, local_rank: int) -> Itera
     num_rounds, own_round = -(-local_ranks // ranks_at_once), local_rank // ranks_at_once
     for _ in range(own_round):
         dist.barrier()
-    yield
+    yield num_rounds == 1
     for _ in range(own_round + 1, num_rounds):
         dist.barrier()
 

@@ -10,13 +10,14 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 
 import torch
+import torch.distributed as dist
 
 from workbench.capture import Graph
-from workbench.capture.operations import mutated_arguments
 from workbench.data._datasets import untouched_generators
 from workbench.execution.blocks.block_module import BlockProgram
 from workbench.execution.parallel.forward_only import Batch, Values
 from workbench.execution.parallel.sharding import end_forward_only
+from workbench.execution.parallel.stage import written_buffers
 from workbench.execution.trainer import Trainer
 
 
@@ -55,13 +56,16 @@ class ForwardPass:
     @contextmanager
     def untouched_training(self) -> Iterator[None]:
         """Run the graph's code meanwhile, without gradients; afterwards everything that training reads is as before."""
-        context, stages = self.context, self.trainer.stages.stages
+        context, stages, coordinate = self.context, self.trainer.stages.stages, self.trainer.coordinate
         modules = [list(stage.block_modules()) for stage in stages]
         before = [(stage.graph, [module.program for module in own]) for stage, own in zip(stages, modules, strict=True)]
         saved, held = dict(vars(context)), self.trainer.stages.model_buffers()
-        writing = [block for block in self.blocks if any(mutated_arguments(n) for n in block.code.graph.nodes)]
-        names = {name for block in writing for name in block.buffers if name in held}
+        trained = sorted(written_buffers(module.block for own in modules for module in own))
+        names = {*trained, *(name for name in written_buffers(self.blocks) if name in held)}
         buffers = [(held[name], held[name].clone()) for name in names]
+        if coordinate.data > 1:  # each replica has running averages of its own, and a checkpoint those of the first
+            for name in trained:
+                dist.broadcast(held[name], group=coordinate.data_group, group_src=0)
         context.first_microbatch, context.cuda_graphs, context.action_log = 0, None, None
         try:
             for stage, own, programs in zip(stages, modules, self.programs, strict=True):

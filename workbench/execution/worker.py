@@ -30,6 +30,7 @@ from workbench.capture import Graph
 from workbench.capture.captured_model import CapturedModel
 from workbench.capture.sparse_matrices import absent_flops
 from workbench.data import held_out
+from workbench.data._datasets import seed_generators
 from workbench.errors import NonFiniteLoss, PlanMismatch, root_exception
 from workbench.execution.blocks.context import StepContext
 from workbench.execution.blocks.cuda_graphs import NCCL_SETTING
@@ -52,6 +53,7 @@ from workbench.execution.feeding import Feed, feed, own_batches
 from workbench.execution.heartbeat import Heartbeat
 from workbench.execution.local_launch import LOOPBACK, loopback_store
 from workbench.execution.non_finite import with_origin
+from workbench.execution.parallel.alike import Digests, digests, held_tensors, share
 from workbench.execution.parallel.mesh import MeshCoordinate, parallelism_config
 from workbench.execution.parallel.stage import RankStages
 from workbench.execution.samples import Sampler
@@ -151,6 +153,7 @@ class TrainingWorker:
     def __init__(self, run_dir: RunDir, plan: Plan) -> None:
         self.run_dir, self.plan = run_dir, plan
         check_unedited(run_dir)
+        seed_generators(int(read_record(run_dir.experiment)["seed"]))  # a module may draw when it is imported
         files = {name: run_dir.code / f"{name}.pkl" for name in USER_PARTS}  # which the launcher pickled
         code = {name: pickle.loads(file.read_bytes()) for name, file in files.items() if file.exists()}
         self.experiment = Experiment.from_json(read_record(run_dir.experiment), code)
@@ -173,6 +176,7 @@ class TrainingWorker:
         self.is_main = dist.get_rank() == 0
         self.heartbeat = Heartbeat(run_dir, dist.get_rank())
         self._stop_requested = False
+        self._digests: Digests = {}
         self._feed: Feed | None = None
         self._stream_state: Mapping[str, Any] | None = None
         self._initial_rss = psutil.Process().memory_info().rss
@@ -233,8 +237,10 @@ class TrainingWorker:
         compile = self.experiment.numerics.compile if self.experiment.numerics.compile is not None else _on_gpu()
         if compile:
             prepare_compiler()
-        with build_lock(self.plan.model_bytes, self.device, self.accelerator.local_process_index):
-            graph, evaluated, sampled, stages, extras = self._build_stages(context, compile)
+        with build_lock(self.plan.model_bytes, self.device, self.accelerator.local_process_index) as is_together:
+            graph, evaluated, sampled, stages, extras = self._build_stages(context, compile, is_together)
+        if not is_together:  # the models are freed, so that a difference can only be told
+            share(self.experiment.model.name, self._digests, {}, self.device)
         absent = round(absent_flops(graph, self.experiment.sparsity) * self.experiment.global_batch)
         self.plan = replace(self.plan, flops_per_step=self.plan.flops_per_step - absent)
         trainer = Trainer(self.experiment, self.plan, graph, stages, context, self.coordinate)
@@ -256,9 +262,12 @@ class TrainingWorker:
         return trainer, extras, between
 
     def _build_stages(
-        self, context: StepContext, compile: bool
+        self, context: StepContext, compile: bool, is_together: bool
     ) -> tuple[Graph, Graph | None, list[Graph], RankStages, CheckpointExtras]:
-        """Build the model and take this rank's stages out of it. The model is freed when this function returns."""
+        """Build the model and take this rank's stages out of it. The model is freed when this function returns.
+
+        `is_together` says that all ranks do so at the same time.
+        """
         plan, experiment = self.plan, self.experiment
         with self._timed_phase("build"):
             model = build_model(experiment.model.build, plan.model_bytes, self.device, experiment.seed)
@@ -272,6 +281,12 @@ class TrainingWorker:
         with self._timed_phase("stage"):
             if self.is_main:
                 check_numbers(experiment, plan, captured.graph, model)
+            if plan.world > 1:
+                graphs = [graph, *([] if evaluated is None else [evaluated]), *sampled]
+                tensors = held_tensors(model, graphs)
+                self._digests = digests(tensors, graphs)
+                if is_together and (taken := share(experiment.model.name, self._digests, tensors, self.device)):
+                    print(f"Every rank has the values of rank 0 in what differed: {', '.join(taken)}.", flush=True)
             extras = _checkpoint_extras(model, graph) if self.is_main else CheckpointExtras()
             stages = build_stage(
                 plan,

@@ -29,7 +29,7 @@ def choices_for_optimizer(experiment: Experiment, choices: Choices) -> Choices:
     if isinstance(experiment.optimizer.algorithm, UserFunction):
         from workbench.capture import build_meta
 
-        named = build_meta(experiment.model.build).named_parameters()
+        named = build_meta(experiment.build).named_parameters()
         whole = _needed_whole(experiment, {name: tuple(p.shape) for name, p in named if p.requires_grad})
         for name, needed in whole.items():
             if chosen.get(name) not in (None, needed):

@@ -180,20 +180,24 @@ class CheckpointStore:
         return [value for value, _ in everyone]
 
     def _staged(self) -> dict[str, torch.Tensor]:
-        """Copy this rank's share of the state to the host's memory. One rank stages what several hold alike."""
+        """Copy this rank's share of the state to the host's memory. One rank stages what several hold alike.
+
+        Buffers are those of the first replica, since forward may have written others on each.
+        """
         trainer, coordinate = self._trainer, self._trainer.coordinate
         if trainer.context.device.type == "cuda":
             torch.cuda.synchronize()  # Offloaded moments may still be on their way to the host.
         replicas = coordinate.data * coordinate.tensor
         own_replica = coordinate.data_rank * coordinate.tensor + coordinate.tensor_rank
         staged: dict[str, torch.Tensor] = {}
+        buffers = trainer.stages.model_buffers()
         for index, (key, name, value) in enumerate(_entries(trainer)):
             if self._is_divided(name, value):
                 value = trainer.full(name, value.to(trainer.context.device))
             if isinstance(value, DTensor):
                 if coordinate.tensor_rank == index % coordinate.tensor:
                     staged[key] = DTensor(local(value).to("cpu", copy=True), value._spec, requires_grad=False)
-            elif index % replicas == own_replica:
+            elif own_replica == (0 if name in buffers else index % replicas):
                 staged[key] = value.to("cpu", copy=True)
         if self._is_main:
             staged |= {f"model.{name}": tensor.clone() for name, tensor in self._extras.unused.items()}

@@ -9,7 +9,7 @@ model's own names to them.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, cast
 
@@ -17,6 +17,7 @@ import torch
 from torch import nn
 
 from workbench.capture import Block, Graph
+from workbench.capture.operations import mutated_arguments, storage_of
 from workbench.capture.tensor_sharding import Sharding
 from workbench.errors import CaptureError
 from workbench.execution.blocks.block_module import BlockModule, BlockProgram
@@ -138,6 +139,17 @@ class StageModule(nn.Module):
             outputs = self.graph.outputs
             return loss if outputs is None else (loss, *(values[name] for name in outputs.names))
         return tuple(_to_carrier(values[name], self.graph.values[name]) for name in self._sends)
+
+
+def written_buffers(blocks: Iterable[Block]) -> set[str]:
+    """Return the names of the buffers that the code of blocks writes to."""
+    names: set[str] = set()
+    for block in blocks:
+        nodes = block.code.graph.nodes
+        placeholders = [node for node in nodes if node.op == "placeholder"][len(block.parameters) :]
+        written = {storage_of(argument) for node in nodes for argument in mutated_arguments(node)}
+        names |= {name for name, node in zip(block.buffers, placeholders, strict=False) if node in written}
+    return names
 
 
 def _require_memory(block: Block, sent: Mapping[str, torch.Tensor]) -> None:
