@@ -94,9 +94,17 @@ def root_exception(error: BaseException) -> BaseException:
     return error if cause is None else root_exception(cause)
 
 
+def message_of(error: BaseException) -> str:
+    """Return the message of an exception, or that it has none because its own `__str__` raises."""
+    try:
+        return str(error)
+    except Exception as failure:
+        return f"its message cannot be read, because {type(error).__name__}.__str__ raises {type(failure).__name__}"
+
+
 def first_line(error: BaseException) -> str:
     """Return the first line of an exception's message, without the full stop; its class where it has none."""
-    return (str(error).strip() or type(error).__name__).splitlines()[0].rstrip(".")
+    return (message_of(error).strip() or type(error).__name__).splitlines()[0].rstrip(".")
 
 
 def suggestion(word: object, known: Iterable[str]) -> str:

@@ -8,7 +8,8 @@ Everything that a run leaves lies in one folder, readable without importing torc
     environment.json     machine, versions, git state
     user_data.json       fingerprint of a user-defined dataset, computed by the ranks
     code/                user-defined models, datasets and functions: model.pkl, data.pkl, … for the workers, their
-                         source beside them, and path.json, which lists the folders of their modules
+                         source beside them, functions.json with what they compute, and path.json, which lists the
+                         folders of their modules
     wandb.json           the W&B project and id of the run, for its recorder; absent when tracking is off
     resume.json          checkpoint (absolute path) and step to start from; absent for a fresh start
     events.jsonl         one JSON object a line, appended as it happens; live figures read it
@@ -54,7 +55,7 @@ import psutil
 
 from workbench.errors import PlanMismatch
 from workbench.events import Event, ProcessRecord
-from workbench.home import cache_home
+from workbench.home import cache_home, current_folder
 
 STATES = ("queued", "starting", "running", "stalled", "finished", "stopped", "failed")
 FINAL_STATES = ("finished", "stopped", "failed")
@@ -79,7 +80,8 @@ _WAITING_LOCK = threading.Lock()
 
 def runs_root() -> Path:
     """Return the folder of runs: `$WORKBENCH_RUNS`, or `runs` in the current directory."""
-    return Path(os.environ.get("WORKBENCH_RUNS") or "runs").expanduser().absolute()
+    folder = Path(os.environ.get("WORKBENCH_RUNS") or "runs").expanduser()
+    return folder if folder.is_absolute() else current_folder() / folder
 
 
 def known_runs_roots() -> list[Path]:
@@ -96,6 +98,15 @@ def note_runs_root(folder: Path) -> None:
     if folder not in known or not (cache_home() / ROOTS_FILE).exists():
         with contextlib.suppress(OSError):  # a cache that cannot be written
             write_json(cache_home() / ROOTS_FILE, [str(root) for root in dict.fromkeys([*known, folder])])
+
+
+def remedy_for(error: OSError) -> str:
+    """Return what to do about a file that cannot be written."""
+    if error.errno in NO_ROOM:
+        return "Free some space on that disk."
+    if error.errno == errno.EROFS:
+        return "Its file system is read-only: mount it for writing, or copy the folder to another one."
+    return "Make the folder writable for you, or take another one."
 
 
 class _Entry:
@@ -181,8 +192,13 @@ def write_json(path: Path, value: Any) -> None:
     """Write a JSON file such that a reader sees the old file or the new one, never half of either."""
     path.parent.mkdir(parents=True, exist_ok=True)
     part = path.with_name(f"{path.name}.{os.getpid()}.part")
-    part.write_text(json.dumps(value, indent=2) + "\n")
-    part.replace(path)
+    try:
+        part.write_text(json.dumps(value, indent=2) + "\n")
+        part.replace(path)
+    except OSError:
+        with contextlib.suppress(OSError):  # half a file on a full disk
+            part.unlink(missing_ok=True)
+        raise
 
 
 def parsed(text: str | bytes) -> Any:

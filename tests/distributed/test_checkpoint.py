@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import errno
 import io
 import pickle
 import random
@@ -357,6 +358,25 @@ def test_a_run_exports_its_last_checkpoint_or_the_one_that_is_asked_for(unbroken
     assert not torch.equal(weights[0], weights[2])
     with pytest.raises(CheckpointError, match=r"no checkpoint of step 7\. There are 6, 9, 12"):
         run.export(tmp_path / "seven", step=7)
+
+
+@pytest.mark.parametrize("exists", [False, True])
+def test_an_export_to_a_full_disk_leaves_nothing_and_tells_the_way_out(
+    unbroken: RunDir, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, exists: bool
+) -> None:
+    to = tmp_path / "exported"
+    if exists:
+        to.mkdir()
+        (to / "README").touch()
+
+    def full(_: Any, to: Path, **__: Any) -> None:
+        (to / "model.safetensors").write_bytes(b"half")
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr("huggingface_hub.save_torch_state_dict", full)
+    with pytest.raises(CheckpointError, match=r"cannot be written to .*exported: No space left on device\. Free some"):
+        Run(unbroken.path).export(to)
+    assert [path.name for path in to.glob("*")] == ["README"] * exists
 
 
 def test_a_large_model_is_exported_as_several_files(

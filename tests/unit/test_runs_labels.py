@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
+import errno
 import json
+import os
 import threading
 from pathlib import Path
 
 import pytest
 
 from tests.unit.test_figures_live import end, start_run, train
-from workbench.errors import InvalidArgument
-from workbench.rundir import RunDir, write_record
+from workbench.errors import InvalidArgument, WorkbenchError
+from workbench.rundir import RunDir, runs_root, write_record
 from workbench.runs.registry import list_runs
 from workbench.runs.run import Run
+from workbench.user_code import user_path
 
 
 def test_labels_are_read_by_every_handle_and_leave_what_is_trained_alone(tmp_path: Path) -> None:
@@ -90,3 +93,39 @@ def test_lists_are_sorted_by_any_figure_and_runs_without_it_come_last(folder: Pa
         list_runs(folder, sort="los")
     with pytest.raises(InvalidArgument, match="'finished'"):
         list_runs(folder, state="finish")
+
+
+@pytest.mark.parametrize(
+    ("number", "remedy"), [(errno.ENOSPC, "Free some space"), (errno.EROFS, "read-only"), (errno.EACCES, "writable")]
+)
+def test_labels_that_cannot_be_written_are_as_before_and_the_way_out_is_told(
+    number: int, remedy: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run = Run(start_run(tmp_path / "a").path).tag("before")
+
+    def refuse(path: Path, _: str) -> None:
+        path.touch()  # what a full disk leaves of a file
+        raise OSError(number, os.strerror(number), str(path))
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Path, "write_text", refuse)
+        with pytest.raises(
+            WorkbenchError, match=f"The labels of a cannot be written .*{os.strerror(number)}.*{remedy}"
+        ):
+            run.tag("after")
+    assert run.labels.tags == ("before",)
+    assert not list(run.path.glob("*.part"))
+
+
+def test_a_current_folder_that_was_deleted_is_told_with_a_way_out(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "gone").mkdir()
+    monkeypatch.chdir(tmp_path / "gone")
+    monkeypatch.delenv("WORKBENCH_RUNS", raising=False)
+    (tmp_path / "gone").rmdir()
+    for looks in (runs_root, user_path, list_runs):
+        with pytest.raises(WorkbenchError, match=r"The current folder cannot be used: .* os.chdir"):
+            looks()
+    monkeypatch.setenv("WORKBENCH_RUNS", str(tmp_path))
+    assert runs_root() == tmp_path

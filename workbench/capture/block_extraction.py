@@ -129,13 +129,25 @@ def digest(graph: fx.Graph, root: nn.Module, returned: Sequence[int] = (), of_co
     modules of one class may compute something else.
     """
     position = {node: index for index, node in enumerate(graph.nodes)}
-    lines = [
-        f"{node.op} {_target(node, root)} {_canonical(_arguments(node, of_cost), position, of_cost)} "
-        f"{_canonical(node.kwargs, position, of_cost)} {_shape(node.meta.get('val'))}"
-        for node in graph.nodes
-    ]
+    lines = [f"{line_of_digest(node, root, position, of_cost)} {_shape(node.meta.get('val'))}" for node in graph.nodes]
     lines += [f"returned {list(returned)}"] if returned else []
     return hashlib.sha256("\n".join(lines).encode()).hexdigest()[:16]
+
+
+def line_of_digest(
+    node: fx.Node,
+    root: nn.Module,
+    position: Mapping[fx.Node, int],
+    of_cost: bool = False,
+    given: tuple[Any, Any] | None = None,
+) -> str:
+    """Return an operation with its arguments as text that other processes share; `position` numbers the nodes.
+
+    `given` are arguments in place of its own, but for those of an opaque call.
+    """
+    own = _arguments(node, of_cost), node.kwargs
+    written = (_canonical(each, position, of_cost) for each in (own if given is None or call_of(node) else given))
+    return f"{node.op} {_target(node, root)} {' '.join(written)}"
 
 
 def _target(node: fx.Node, root: nn.Module) -> str:

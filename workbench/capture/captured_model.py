@@ -8,6 +8,7 @@ from functools import cached_property
 import torch
 from torch import nn
 
+from workbench.capture.computation import Computation, computation_of, line_of_operation
 from workbench.capture.division import (
     MOST_FLOPS,
     PARTS,
@@ -25,9 +26,12 @@ from workbench.capture.graph import Graph
 from workbench.capture.model import build_meta, capture, signature
 from workbench.capture.outputs import Metric
 from workbench.capture.random_batch import random_batch
+from workbench.capture.source_lines import SourceLine
+from workbench.errors import PlanMismatch
 from workbench.experiment import Experiment
 from workbench.memo import memoised
 from workbench.tensors import TensorSpec
+from workbench.user_code import Function, UserFunction, changed_between, functions_of
 from workbench.waiting import waiting
 
 
@@ -45,6 +49,7 @@ class CapturedModel:
         self._source, self._loss, self._model = experiment.model, experiment.loss, model
         self._batch = _batch(experiment, micro_batch)
         self._micro_batch, self._experiment = micro_batch, experiment
+        self._functions = _functions(experiment)
 
     @property
     def is_captured(self) -> bool:
@@ -134,6 +139,29 @@ class CapturedModel:
         return division_fault(self.graph, lambda: model, self._samples, PARTS)
 
     @cached_property
+    def computation(self) -> Computation:
+        """What the forward of a step computes, for a plan."""
+        loss = self._loss.to_json() if isinstance(self._loss, UserFunction) else self._loss
+        return computation_of(self.graph, [self._source.to_json(), loss, self._experiment.seed])
+
+    def difference_from(self, planned: Computation) -> SourceLine | None:
+        """Return the line of the first operation that a plan's forward does not have; None if they are the same.
+
+        The model is captured again, for the plan's samples, if it may be their number alone that makes a difference.
+        """
+        at = self.computation.first_difference(planned)
+        if at is None:
+            return None
+        if self._micro_batch != planned.samples:
+            return CapturedModel(self._experiment, planned.samples, self._model).difference_from(planned)
+        return line_of_operation(self.graph, at)
+
+    @property
+    def is_on_rank(self) -> bool:
+        """Return True if this is the model that a rank has built."""
+        return self._model is not None
+
+    @cached_property
     def signature(self) -> str:
         """The digest that a plan for this model has; it needs no capture."""
         return self.graph.signature if self.is_captured else signature(self._built(), self._batch)
@@ -175,9 +203,18 @@ class CapturedModel:
         return capture_for_samples(self._built(), self.graph, dict(batch), vocabulary)
 
     def is_of(self, experiment: Experiment) -> bool:
-        """Return True if the graph of a step is that of the experiment, whose model is built to see its parameters."""
+        """Return True if the graph of a step is that of the experiment, whose model is built to see its parameters.
+
+        Raises `PlanMismatch` if a function of the model or of the loss was replaced since the capture.
+        """
+        is_same = (self._source, self._loss) == (experiment.model, experiment.loss)
+        if is_same and (changed := changed_between(self._functions, _functions(experiment))):
+            raise PlanMismatch(
+                f"{self._source.name} has changed since the plan was made: {changed[0]} is another function now. Plan "
+                "the changed model: wb.plan(experiment)."
+            )
         return (
-            (self._source, self._loss) == (experiment.model, experiment.loss)
+            is_same
             and self._batch == _batch(experiment, self._micro_batch)
             and self.signature == signature(build_meta(experiment.build), self._batch)
         )
@@ -196,6 +233,12 @@ class CapturedModel:
 
     def _built(self) -> nn.Module:
         return build_meta(self._experiment.build) if self._model is None else self._model
+
+
+def _functions(experiment: Experiment) -> dict[str, Function]:
+    """Return the user's functions that the model and the loss refer to, as they are now."""
+    loss = experiment.loss.function if isinstance(experiment.loss, UserFunction) else None
+    return functions_of((getattr(experiment.model, "factory", None), loss))
 
 
 def _batch(experiment: Experiment, micro_batch: int) -> dict[str, TensorSpec]:

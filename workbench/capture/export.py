@@ -19,7 +19,7 @@ import torch
 from torch import fx
 
 from workbench.capture.context_managers import inline_regions
-from workbench.capture.export_errors import depends_on_values, explained, mixes_devices, refuse_vmap
+from workbench.capture.export_errors import explained, refuse_vmap
 from workbench.capture.frozen_numbers import Numbers, note_of_changes
 from workbench.capture.kept_tensors import Held, read_again
 from workbench.capture.opaque import keep_calls
@@ -31,9 +31,9 @@ from workbench.capture.torch_internals import (
     SYMBOLIC_SHAPES_LOG,
     exportable,
     members_renamed,
-    move_meta_to_cpu,
     remove_checks,
     rename_in_stacks,
+    without_traces,
 )
 from workbench.capture.value_checks import passed_checks
 from workbench.errors import CaptureError, WorkbenchError
@@ -67,11 +67,6 @@ def export(search: OpaqueSearch, batch: Mapping[str, TensorSpec], loss: LossChoi
     `loss` chooses among what forward returns. With `returns`, the graph computes all that forward returns. `search` has
     the calls that are opaque already, and others become so one after the other where export cannot follow them.
 
-    If a model on the meta device meets tensors of the CPU in its forward (a table from NumPy, `torch.arange` without a
-    device), its tensors are moved to the CPU, without values, and it is exported again. The same is tried if forward
-    depends on values: kernels of the meta device compare sizes that those of the CPU accept unknown (cross-entropy over
-    a selection).
-
     Raises:
         CaptureError: the model cannot be exported; names the line of the user's code that stops it.
     """
@@ -82,12 +77,6 @@ def export(search: OpaqueSearch, batch: Mapping[str, TensorSpec], loss: LossChoi
         try:
             exported = _export_on(device, search, batch, loss, returns)
         except CaptureError as error:
-            cause = error.__cause__
-            is_of_meta = cause is not None and (mixes_devices(cause) or depends_on_values(cause))
-            if is_of_meta and not search.chosen and any(parameter.is_meta for parameter in model.parameters()):
-                move_meta_to_cpu(model)
-                device = torch.device("cpu")
-                continue
             failure = failure or error
             if search.adds(error):
                 continue
@@ -126,6 +115,7 @@ def _export_on(
 
     with (
         search.applied(),
+        without_traces(model),
         exportable(model, name, loss_of),
         passed_checks() as checks,
         members_renamed(model, name) as renamed,

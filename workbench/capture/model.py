@@ -30,7 +30,7 @@ from workbench.capture.outputs import Outputs
 from workbench.capture.returned_loss import LossChoice
 from workbench.capture.rewrites import cast_written_values, clamp_to_bf16_range, place_buffer_updates
 from workbench.capture.source_lines import line_of_node
-from workbench.capture.torch_internals import refuse_backward_hooks
+from workbench.capture.torch_internals import move_meta_to_cpu, refuse_backward_hooks
 from workbench.errors import CaptureError, InvalidExperiment
 from workbench.tensors import TensorSpec
 
@@ -69,6 +69,8 @@ def capture(
     If a layer uses a size that depends on values of another, the module around both becomes opaque.
 
     The model is exported as it is (train mode, its own dropout), on the device of its parameters; nothing is computed.
+    What lies on the meta device is moved to the CPU without values, so that operations and blocks are those that a rank
+    captures: a tensor that forward makes of numbers, a table from NumPy, sizes that depend on values.
 
     Args:
         batch: the shape of each keyword argument, *with* the leading micro-batch dim.
@@ -88,6 +90,7 @@ def capture(
         raise CaptureError(f"{name} was given a batch without fields. Name its inputs.")
     refuse_backward_hooks(model, name)
     _refuse_shared_memory(model, name)
+    move_meta_to_cpu(model)
     search = OpaqueSearch(model, name, examples)
     while True:
         exported = export(search, batch, loss, returns is not None)

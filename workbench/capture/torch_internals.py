@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 from torch import fx, nn
+from torch._subclasses.fake_tensor import FakeTensor
 from torch.amp.autocast_mode import _enter_autocast as enter_autocast
 from torch.amp.autocast_mode import _exit_autocast as exit_autocast
 
@@ -45,6 +46,8 @@ PARAMETER_HOOKS = ("_backward_hooks", "_post_accumulate_grad_hooks")
 MODULE_HOOKS = ("_backward_hooks", "_backward_pre_hooks")
 
 
+_TABLES = frozenset(vars(nn.Module()))
+"""Attributes that every module has: its tables of parameters, buffers, modules and hooks."""
 _active: list[tuple[Any, str, Any]] = []
 """Replacements that are in force, the innermost last: owner, name, and what puts the original back."""
 
@@ -293,17 +296,51 @@ def remove_checks(module: Any) -> fx.GraphModule:
 def move_meta_to_cpu(model: nn.Module) -> None:
     """Replace every meta tensor of a model by one on the CPU without values, so that no memory is touched.
 
-    Tied tensors stay tied.
+    Tied tensors stay tied. Tensors in lists, tuples and dictionaries are replaced, too.
     """
     moved: dict[int, torch.Tensor] = {}
+
+    def on_cpu(value: Any) -> Any:
+        if isinstance(value, torch.Tensor) and value.is_meta:
+            if id(value) not in moved:
+                empty = torch.empty_like(value, device="cpu", requires_grad=False)
+                is_parameter = isinstance(value, nn.Parameter)
+                moved[id(value)] = nn.Parameter(empty, requires_grad=value.requires_grad) if is_parameter else empty
+            return moved[id(value)]
+        if type(value) not in (list, tuple, dict):
+            return value
+        items = value.values() if isinstance(value, dict) else value
+        if all(new is old for new, old in zip(map(on_cpu, items), items, strict=True)):
+            return value  # itself, which other modules may hold
+        if isinstance(value, dict):
+            return {key: on_cpu(item) for key, item in value.items()}
+        return type(value)(map(on_cpu, value))
+
     for module in model.modules():
-        for key, value in {**vars(module), **module._parameters, **module._buffers}.items():
-            if isinstance(value, torch.Tensor) and value.is_meta:
-                if id(value) not in moved:
-                    empty = torch.empty_like(value, device="cpu", requires_grad=False)
-                    is_parameter = isinstance(value, nn.Parameter)
-                    moved[id(value)] = nn.Parameter(empty, requires_grad=value.requires_grad) if is_parameter else empty
-                setattr(module, key, moved[id(value)])
+        for table in (module._parameters, module._buffers):
+            table.update({key: on_cpu(value) for key, value in table.items()})
+        for key, value in list(vars(module).items()):
+            if key not in _TABLES and isinstance(value, (torch.Tensor, list, tuple, dict)):
+                vars(module)[key] = on_cpu(value)
+
+
+@contextlib.contextmanager
+def without_traces(model: nn.Module) -> Iterator[None]:
+    """Take the tensors without values that a forward stored in a module while it was exported out of it again.
+
+    A buffer that was None when the constructor ended is None again, and each step makes it anew.
+    """
+    before = [(table, dict(table)) for module in model.modules() for table in (module._buffers, vars(module))]
+    try:
+        yield
+    finally:
+        for table, saved in before:
+            for key, value in list(table.items()):
+                if isinstance(value, FakeTensor) and value is not saved.get(key):
+                    if key in saved:
+                        table[key] = saved[key]
+                    else:
+                        del table[key]
 
 
 def refuse_backward_hooks(model: nn.Module, name: str) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import random
+import traceback
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
@@ -15,8 +16,9 @@ from torch.utils.data import Dataset
 from workbench.data._ring import Ring
 from workbench.data._sampling import EVALUATION_SEED, ITEM, TokenSamples, hashed, shuffled
 from workbench.data._stream import SampleStream
-from workbench.errors import DataError
+from workbench.errors import DataError, message_of
 from workbench.tensors import TensorSpec
+from workbench.tracebacks import place
 
 Batch = dict[str, torch.Tensor]
 CPU = torch.device("cpu")
@@ -103,7 +105,7 @@ class UserDataset(TrainingDataset):
         with untouched_generators():
             if not self._draws:
                 before = generator_states()
-                items = [require_tensors(self.items[index], index) for index in order_B.tolist()]
+                items = [item_at(self.items, index) for index in order_B.tolist()]
                 self._draws = generator_states() != before
             if self._draws:
                 seeds = hashed(EVALUATION_SEED if self.seed is None else self.seed, ITEM, index_B)
@@ -112,10 +114,32 @@ class UserDataset(TrainingDataset):
 
     def _seeded(self, index: int, seed: int) -> Batch:
         """Return an item that is read after the generators have been seeded."""
-        random.seed(seed)
-        np.random.seed(seed % 2**32)
-        torch.default_generator.manual_seed(seed)
-        return require_tensors(self.items[index], index)
+        seed_generators(seed)
+        return item_at(self.items, index)
+
+
+def item_at(items: Any, index: int) -> Batch:
+    """Return one item of a user-defined dataset, checked.
+
+    Raises `DataError` where the dataset has fewer items than it says, and for `StopIteration`, which would end whatever
+    loop reads the items as if they were all.
+    """
+    try:
+        item = items[index]
+    except (StopIteration, IndexError) as error:
+        frame = traceback.extract_tb(error.__traceback__)[-1]
+        where = place(frame.filename, frame.lineno or 0)
+        if isinstance(error, StopIteration):
+            raise DataError(
+                f"Item {index:,} of the dataset raised StopIteration at {where}: an iterator in it came to its end. "
+                "Begin it anew there, or read by the index."
+            ) from None
+        raise DataError(
+            f"The dataset says that it has {len(items):,} items, and item {index:,} raised IndexError at {where}: "
+            f"{message_of(error)}. Let __len__ return the number of items that __getitem__ can return, or correct what "
+            "it looks up."
+        ) from None
+    return require_tensors(item, index)
 
 
 def stacked(items: Sequence[Batch]) -> Batch:
@@ -131,6 +155,12 @@ def stacked(items: Sequence[Batch]) -> Batch:
                 "Return the same fields for every item."
             )
     for name in fields:
+        types = sorted({str(item[name].dtype).removeprefix("torch.") for item in items})
+        if len(types) > 1:
+            raise DataError(
+                f"Items differ in the type of {name!r}: {' and '.join(types)}. Convert them to one type in the "
+                f"dataset: .to(torch.{types[0]})."
+            )
         shapes = {tuple(item[name].shape) for item in items}
         if len(shapes) > 1:
             raise DataError(

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 from workbench.data._corpora import Corpus
 from workbench.data._hub import HubText
 from workbench.data._source import DataSource, Prepared, SampleRequest
-from workbench.errors import DataError
+from workbench.errors import DataError, message_of
 from workbench.tensors import TensorSpec
 from workbench.user_code import required_arguments
 
@@ -67,9 +67,9 @@ class UserData(DataSource):
         return Prepared(name=self.name, samples=len(self._items) if hasattr(self._items, "__len__") else None)
 
     def batch_specs(self, request: SampleRequest) -> dict[str, TensorSpec]:  # noqa: ARG002
-        from workbench.data._datasets import item_specs, require_tensors
+        from workbench.data._datasets import item_at, item_specs
 
-        return item_specs(self._first_items[0] if self._iterable is not None else require_tensors(self._items[0], 0))
+        return item_specs(self._first_items[0] if self._iterable is not None else item_at(self._items, 0))
 
     def labelled_share(self, request: SampleRequest) -> float:  # noqa: ARG002
         return 1.0
@@ -131,15 +131,15 @@ class UserData(DataSource):
 
     @cached_property
     def _examples(self) -> Batch:
-        from workbench.data._datasets import require_tensors, stacked
+        from workbench.data._datasets import item_at, stacked
 
         if self._iterable is not None:
             return stacked(self._first_items)
-        first = require_tensors(self._items[0], 0)
+        first = item_at(self._items, 0)
         room = EXAMPLES_BYTES // max(1, sum(field.nbytes for field in first.values()))
         count = max(1, min(EXAMPLES, len(self._items), room))
         others = [index * len(self._items) // count for index in range(1, count)]
-        return stacked([first, *(require_tensors(self._items[index], index) for index in others)])
+        return stacked([first, *(item_at(self._items, index) for index in others)])
 
     @cached_property
     def _items(self) -> Any:
@@ -158,11 +158,18 @@ class UserData(DataSource):
                     value = value()
             except Exception as error:
                 raise DataError(
-                    f"{self.name}() raised {type(error).__name__}: {error}. "
+                    f"{self.name}() raised {type(error).__name__}: {message_of(error)}. "
                     "Call it by itself until it returns the dataset."
                 ) from error
         _require_dataset(value, self.name)
-        if hasattr(value, "__len__") and len(value) == 0:
+        try:
+            is_empty = hasattr(value, "__len__") and len(value) == 0
+        except Exception as error:  # more than Python can count, for instance
+            raise DataError(
+                f"len() of {self.name} raised {type(error).__name__}: {message_of(error)}. Let __len__ return the "
+                f"number of items that __getitem__ can return, below {sys.maxsize:,}."
+            ) from error
+        if is_empty:
             raise DataError(f"{self.name} is empty: it has 0 items. Give it at least one.")
         return value
 

@@ -65,7 +65,9 @@ class ForwardPass:
         buffers = [(held[name], held[name].clone()) for name in names]
         if coordinate.data > 1:  # each replica has running averages of its own, and a checkpoint those of the first
             for name in trained:
-                dist.broadcast(held[name], group=coordinate.data_group, group_src=0)
+                value = held[name].contiguous()
+                dist.broadcast(value, group=coordinate.data_group, group_src=0)
+                held[name].copy_(value)
         context.first_microbatch, context.cuda_graphs, context.action_log = 0, None, None
         try:
             for stage, own, programs in zip(stages, modules, self.programs, strict=True):

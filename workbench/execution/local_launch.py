@@ -125,19 +125,20 @@ def _fork_ranks(parsed: argparse.Namespace) -> None:
 
 
 def _reporting(start: Callable[..., Any]) -> Callable[..., Any]:
-    """Return `start_processes`, whose context prints the exit code of every rank that has failed when one has.
+    """Return `start_processes`, whose context prints the exit code of each rank, in the order in which they end.
 
-    torchrun reports one failure of processes that it forked. The others matter: a rank that a signal killed leaves no
-    error of its own, and the rank that notices its silence may be the one that is reported.
+    torchrun reports one failure of processes that it forked. The others matter: a rank that a signal killed, or that
+    called `os._exit`, leaves no error of its own, and the rank that notices its silence may be the one reported.
     """
 
     def started(*args: Any, **kwargs: Any) -> Any:
         context = start(*args, **kwargs)
-        join = context.join
+        join, told = context.join, set[int]()
 
         def joined(*args: Any, **kwargs: Any) -> Any:
             for rank, process in enumerate(context.processes):
-                if process.exitcode:
+                if process.exitcode is not None and rank not in told:
+                    told.add(rank)
                     print(f"rank: {rank}\nexitcode: {process.exitcode}", file=sys.stderr, flush=True)
             return join(*args, **kwargs)
 
@@ -154,6 +155,7 @@ def _fork_one(parsed: argparse.Namespace) -> None:
     process = multiprocessing.get_context("fork").Process(target=_run_forked, args=parsed.training_script_args)
     process.start()
     process.join()
+    print(f"rank: 0\nexitcode: {process.exitcode}", file=sys.stderr, flush=True)
     if process.exitcode:
         raise subprocess.CalledProcessError(process.exitcode, command)
 

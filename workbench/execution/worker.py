@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import os
 import pickle
+import re
 import signal
 import sys
 import time
@@ -26,12 +27,12 @@ from accelerate import Accelerator
 from accelerate.data_loader import skip_first_batches
 from accelerate.utils import ProjectConfiguration, send_to_device
 
-from workbench.capture import Graph
+from workbench.capture import Graph, spec_of
 from workbench.capture.captured_model import CapturedModel
 from workbench.capture.sparse_matrices import absent_flops
 from workbench.data import held_out
 from workbench.data._datasets import seed_generators
-from workbench.errors import NonFiniteLoss, PlanMismatch, root_exception
+from workbench.errors import DataError, NonFiniteLoss, PlanMismatch, message_of, root_exception
 from workbench.execution.blocks.context import StepContext
 from workbench.execution.blocks.cuda_graphs import NCCL_SETTING
 from workbench.execution.blocks.labelled_head import LabelCounts
@@ -78,11 +79,29 @@ from workbench.rundir import (
     write_record,
 )
 from workbench.secrets import masked_words
+from workbench.tensors import TensorSpec
 from workbench.tracebacks import CELLS, formatted, know_cells
 from workbench.units import GIB, gib
+from workbench.user_code import changed_between, functions_of, read_functions
 
 BetweenSteps = Evaluator | Sampler | SparsityLog
 """Computation or observation of the model between two steps, when it is due."""
+OUT_OF_RANGE = {
+    r"Target (-?\d+) is out of bounds": (
+        "The label {} is none of the classes that the loss is given. Labels of C classes must lie in 0 to C - 1, or be "
+        "the loss's ignore_index. Correct them in the dataset, or give the head more outputs."
+    ),
+    r"index out of range in self": (
+        "An index in the batch lies outside of the table that it is looked up in, such as a token id that is not below "
+        "the number of rows of the embedding. Correct it in the dataset, or make the table larger."
+    ),
+    r"device-side assert triggered": (
+        "An index lies outside of its table on the GPU, which does not tell which: most often a label that is not "
+        "below the number of classes, or a token id that is not below the number of rows of the embedding. Correct it "
+        "in the dataset; a run of one step on CPUs names it."
+    ),
+}
+"""Sentences in place of the messages of torch for indices out of range, by pattern."""
 SUGGESTED_LIMIT = 0.9
 """Fraction of an exceeded memory limit that the error message suggests for the next plan."""
 WARM_STEPS = 3
@@ -133,6 +152,8 @@ def train(run: RunDir, worker_type: type[TrainingWorker], *, heeds_signals: bool
             worker.heed_signals()
         steps, target = worker.run(), worker.experiment.total_steps
     except BaseException as error:
+        if not run.path.is_dir():  # it was deleted, and is not to be made again
+            raise
         cause = root_exception(error)
         message = masked_words(error_message(cause, plan))
         facts = {"rank": rank, "stage": stage, "type": type(cause).__name__, "message": message}
@@ -153,9 +174,16 @@ class TrainingWorker:
     def __init__(self, run_dir: RunDir, plan: Plan) -> None:
         self.run_dir, self.plan = run_dir, plan
         check_unedited(run_dir)
-        seed_generators(int(read_record(run_dir.experiment)["seed"]))  # a module may draw when it is imported
+        seed_generators(int(read_record(run_dir.experiment).get("seed", 0)))  # a module may draw when it is imported
         files = {name: run_dir.code / f"{name}.pkl" for name in USER_PARTS}  # which the launcher pickled
         code = {name: pickle.loads(file.read_bytes()) for name, file in files.items() if file.exists()}
+        for part, functions in read_functions(run_dir.code).items():
+            changed = changed_between(functions, functions_of(code[part])) if part in code else []
+            if changed:
+                raise PlanMismatch(
+                    f"The {part} is another than the one that was launched: {changed[0]} has other code in this "
+                    "process. Undo the edit of that file, or launch the edited code: wb.launch(experiment)."
+                )
         self.experiment = Experiment.from_json(read_record(run_dir.experiment), code)
         started = time.perf_counter()
         if self.experiment.numerics.deterministic:
@@ -343,6 +371,12 @@ class TrainingWorker:
                 if is_last:
                     break
                 begin("batch", step + 1)
+            else:
+                if step < steps:
+                    raise DataError(
+                        f"The data ended after {step:,} of {steps:,} steps. Let the dataset return as many items as "
+                        "its __len__ says, and raise StopIteration nowhere but in an iterator."
+                    )
         except NonFiniteLoss as error:  # Every rank raises it at the same step, so that all can act together.
             begin("locating")
             checkpoints.wait()
@@ -364,6 +398,7 @@ class TrainingWorker:
             sharded = own_batches(self._feed.dataset, trainer.samples, self.coordinate, self.device)
             for step, own in enumerate(skip_first_batches(sharded, first_step), first_step):
                 self._feed.release((step + 1) * batch)
+                _require_specs(own, trainer.graph.batch, step + 1)
                 yield send_to_device(own, self.device, non_blocking=True), trainer.count_labels_on_host(own)
 
     def _stream_state_at(self, step: int) -> Mapping[str, Any] | None:
@@ -398,6 +433,18 @@ class TrainingWorker:
         log_event(self.run_dir.events, "checkpoint_problem", step=step_of(path), path=str(path), message=reason)
 
 
+def _require_specs(batch: Mapping[str, torch.Tensor], specs: Mapping[str, TensorSpec], step: int) -> None:
+    """Raise `DataError` if items have fields of other types or shapes than those that the model was captured with."""
+    for name, spec in specs.items():
+        found = spec_of(name, batch[name])
+        if (found.dtype, found.shape[1:]) != (spec.dtype, spec.shape[1:]):
+            raise DataError(
+                f"The items of step {step:,} have {name} as {found.dtype} {list(found.shape[1:])}, and the first item "
+                f"of the dataset has {spec.dtype} {list(spec.shape[1:])}. Let every item have the same types and "
+                "shapes, by .to(dtype) in the dataset for instance."
+            )
+
+
 def _checkpoint_extras(model: torch.nn.Module, graph: Graph) -> CheckpointExtras:
     """Return the description of the model, and the tensors that no block uses, for the checkpoints of rank 0."""
     used = {name for block in graph.blocks for name in (*block.parameters, *block.buffers)}
@@ -407,19 +454,23 @@ def _checkpoint_extras(model: torch.nn.Module, graph: Graph) -> CheckpointExtras
 
 def error_message(cause: BaseException, plan: Plan) -> str:
     """Return the message of an exception, with numbers and a remedy for the errors whose own message has none."""
-    if NO_DETERMINISTIC_KERNEL in str(cause):
-        operation = str(cause).partition(NO_DETERMINISTIC_KERNEL)[0].strip()
+    said = message_of(cause)
+    if NO_DETERMINISTIC_KERNEL in said:
+        operation = said.partition(NO_DETERMINISTIC_KERNEL)[0].strip()
         return (
             f"{operation} {NO_DETERMINISTIC_KERNEL}, and the experiment asks for deterministic=True. Replace that "
             "operation in the model, or remove deterministic=True: runs then repeat up to rounding."
         )
+    for pattern, sentence in OUT_OF_RANGE.items():
+        if found := re.search(pattern, said):
+            return sentence.format(*found.groups())
     if not isinstance(cause, torch.OutOfMemoryError):
-        return str(cause)
+        return said
     capacity = plan.cluster.device.memory_bytes
     limit = min(plan.memory_limit_bytes or capacity, capacity)
     suggested = f"plan = wb.plan(experiment, memory_limit_gib={SUGGESTED_LIMIT * limit / GIB:.3g})"
     return (
-        f"{str(cause).splitlines()[0]} The plan predicts a peak of {gib(plan.peak_bytes)} and allows {gib(limit)} per "
+        f"{said.splitlines()[0]} The plan predicts a peak of {gib(plan.peak_bytes)} and allows {gib(limit)} per "
         f"device. Plan with less, {suggested}, and launch that, or resume this run with run.resume(plan)."
     )
 

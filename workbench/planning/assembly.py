@@ -65,6 +65,7 @@ def assemble(
             *weights_note(profile, request, best, other),
         ),
         candidates=_rows(best, options, request),
+        computation=None if profile.captured is None else profile.captured.computation,
         **choices,
     )
     object.__setattr__(plan, "origin", (profile, request))

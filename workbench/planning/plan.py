@@ -17,6 +17,7 @@ from pydantic import ConfigDict, TypeAdapter
 from pydantic import ValidationError as Refusal
 
 from workbench.arguments import checked_arguments
+from workbench.capture.computation import Computation
 from workbench.cost.cluster import Cluster
 from workbench.cost.memory import FP32
 from workbench.cost.profile import Profile
@@ -174,6 +175,8 @@ class Plan(Strategy):
     """True if the loss compares the samples of a batch: an evaluation compares those of `global_batch` samples, too."""
     notes: tuple[str, ...] = ()
     """Sentences on the model that a user may not expect: coupled samples, statistics of BatchNorm."""
+    computation: Computation | None = field(default=None, repr=False)
+    """What the forward computes that the plan was made for; None for plans that do not say."""
     chunks: int = field(init=False)
     recompute: str = field(init=False)
     origin: Origin = field(default=None, init=False, repr=False, compare=False)

@@ -115,12 +115,30 @@ def _check_division(experiment: Experiment, plan: Plan) -> None:
 
 def check_signature(experiment: Experiment, plan: Plan, captured: CapturedModel) -> None:
     """Raise `PlanMismatch` unless the plan was made for this model and these batch fields."""
-    signature = captured.signature
+    signature, planned = captured.signature, plan.computation
     if signature != plan.signature:
+        if planned is not None and captured.is_captured and planned.parameters == captured.computation.parameters:
+            raise PlanMismatch(
+                f"The parameters of {plan.model} have another order in this process than where it was planned. Its "
+                "constructor goes through a set, whose order each process draws anew: give it an order, such as "
+                "`for name in sorted(names)`."
+            )
         raise PlanMismatch(
             f"The plan was made for {plan.model} at sequence length {plan.seq_len} (signature {plan.signature}), and "
             f"this is {experiment.model.name} at {experiment.seq_len} ({signature}). Plan again with "
             "wb.plan(experiment)."
+        )
+    if captured.is_captured and planned is not None and (line := captured.difference_from(planned)) is not None:
+        if not captured.is_on_rank:
+            raise PlanMismatch(
+                f"The forward of {plan.model} computes something else than the one that was planned{line.where}. Plan "
+                "it anew: wb.plan(experiment)."
+            )
+        raise PlanMismatch(
+            f"The forward of {plan.model} computes something else in the workers than where it was planned"
+            f"{line.where}. They import files as they are now, and read the environment and what the constructor reads "
+            "there. Restart the kernel if one of these has changed since, and do not replace functions of modules in "
+            "the kernel: define what differs in a cell, or in the file."
         )
     if captured.is_captured and not plan.gathers and (blocks := len(captured.graph.blocks)) != len(plan.block_names):
         raise PlanMismatch(

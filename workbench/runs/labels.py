@@ -10,8 +10,8 @@ from dataclasses import asdict, dataclass, replace
 from typing import TYPE_CHECKING, Any, Self
 
 from workbench.arguments import checked_arguments
-from workbench.errors import InvalidArgument
-from workbench.rundir import RunDir, read_json, write_json
+from workbench.errors import InvalidArgument, WorkbenchError
+from workbench.rundir import RunDir, read_json, remedy_for, write_json
 
 LONGEST_TAG, LONGEST_NOTE = 64, 10_000
 """Most letters of a tag and of a note."""
@@ -79,10 +79,16 @@ class Labelled:
         return self._relabel(archived=lambda _: archived)
 
     def _relabel(self, **changes: Any) -> Self:
-        with _locked(self.directory):
-            labels = self.labels
-            new = replace(labels, **{name: change(labels) for name, change in changes.items()})
-            write_json(self.directory.labels, asdict(new))
+        try:
+            with _locked(self.directory):
+                labels = self.labels
+                new = replace(labels, **{name: change(labels) for name, change in changes.items()})
+                write_json(self.directory.labels, asdict(new))
+        except OSError as error:
+            raise WorkbenchError(
+                f"The labels of {self.directory.path.name} cannot be written in {self.directory.path}: "
+                f"{error.strerror}. They are as before. {remedy_for(error)}"
+            ) from None
         return self
 
 

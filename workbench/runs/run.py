@@ -154,7 +154,8 @@ class Run(Labelled):
         `plan` may differ from the run's own, because checkpoints do not depend on the plan. `steps` extends the
         training. A model or user-defined dataset is the code that the run stored, which is not loaded here.
         `accept_changed_data` goes on although the text has changed since. Raises `PlanMismatch` for a plan of another
-        model or files edited since the start, `CheckpointError` without a checkpoint, `DataError` for a changed text.
+        model and for files or code edited since the start, `CheckpointError` without a checkpoint, and `DataError` for
+        a changed text.
         """
         _resume(self, plan, steps, accept_changed_data)
         return self
@@ -310,15 +311,22 @@ def _resume(run: Run, plan: Plan | None, steps: int | None, accept_changed_data:
     """Launch the run again from its last checkpoint; what it passed before it started is not checked again."""
     from workbench.planning.runnable import captured_model
     from workbench.runs.launching.launcher import launch
-    from workbench.runs.launching.run_directory import Attempt, continued_provenance
+    from workbench.runs.launching.run_directory import Attempt, continued_provenance, require_stored_code
 
     check_unedited(run.directory)
+    require_stored_code(run.directory)
     experiment = run.experiment if steps is None else run.experiment.replace(steps=steps)
     captured = None if plan is None else captured_model(experiment, plan)
     if plan is not None and captured is None and plan.signature != run.plan.signature:
         raise PlanMismatch(
             f"The plan was made for {plan.model} (signature {plan.signature}), and {run.name} trains "
             f"{run.plan.model} ({run.plan.signature}). Plan the run's own experiment."
+        )
+    computed = None if plan is None else plan.computation
+    if computed is not None and (then := run.plan.computation) and computed.first_difference(then) is not None:
+        raise PlanMismatch(
+            f"The plan was made for a model that computes something else than {run.plan.model}, which {run.name} "
+            "trains. Undo what was changed, or train the changed model from the start: wb.launch(experiment)."
         )
     provenance = continued_provenance(run.directory, experiment, accept_changed_data)
     attempt = Attempt(experiment, plan or run.plan, resume=run.path, code={}, provenance=provenance)

@@ -20,8 +20,9 @@ from workbench.capture.block_boundaries import canonical_names
 from workbench.errors import CheckpointError
 from workbench.execution.checkpoint import files
 from workbench.execution.checkpoint.guarded_reader import GuardedReader
-from workbench.rundir import read_json
+from workbench.rundir import read_json, remedy_for
 
+_ROOM = "Give a folder on a disk with more room."
 FILE_BYTES = 5 * 10**9
 """Largest size of one file; a larger model becomes several files with an index, as `from_pretrained` reads them."""
 
@@ -62,6 +63,7 @@ def export_checkpoint(checkpoint: Path, to: Path) -> tuple[Path, ...]:
     describe its model, and if the folder holds a model already.
     """
     from huggingface_hub import save_torch_state_dict
+    from safetensors import SafetensorError
 
     problem = files.find_damage(checkpoint, files.read_manifest(checkpoint).get("files", {}))
     if problem is not None:
@@ -73,11 +75,20 @@ def export_checkpoint(checkpoint: Path, to: Path) -> tuple[Path, ...]:
         )
     if to.exists() and (not to.is_dir() or any(to.glob("*.safetensors"))):
         raise CheckpointError(f"{to} holds a model already. Export into another folder.")
-    model = read_json(checkpoint / files.MODEL)
-    to.mkdir(parents=True, exist_ok=True)
-    save_torch_state_dict(_read_tensors(checkpoint, model["persistent"]), to, max_shard_size=FILE_BYTES)
-    if model["config"] is not None:
-        (to / "config.json").write_text(json.dumps(model["config"], indent=2) + "\n")
+    model, before = read_json(checkpoint / files.MODEL), set(to.iterdir()) if to.is_dir() else None
+    tensors = _read_tensors(checkpoint, model["persistent"])
+    try:
+        to.mkdir(parents=True, exist_ok=True)
+        save_torch_state_dict(tensors, to, max_shard_size=FILE_BYTES)
+        if model["config"] is not None:
+            (to / "config.json").write_text(json.dumps(model["config"], indent=2) + "\n")
+    except (OSError, SafetensorError) as error:
+        for path in set(to.iterdir()) - (before or set()) if to.is_dir() else ():
+            path.unlink(missing_ok=True)  # half a model, which takes the room that lacks
+        if before is None and to.is_dir():
+            to.rmdir()
+        why, remedy = (error.strerror, remedy_for(error)) if isinstance(error, OSError) else (str(error), _ROOM)
+        raise CheckpointError(f"The model cannot be written to {to}: {why}. {remedy}") from None
     return tuple(sorted(path for path in to.iterdir() if path.suffix in (".safetensors", ".json")))
 
 

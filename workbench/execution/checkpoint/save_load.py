@@ -89,6 +89,7 @@ class CheckpointStore:
         self._trainer, self._run, self._keep = trainer, run, keep
         self._extras = extras or CheckpointExtras()
         self._report = report
+        run.checkpoints.mkdir(exist_ok=True)
         self._group = dist.new_group(backend="gloo")
         self._thread: threading.Thread | None = None
         self._last: SaveResult | None = None
@@ -302,7 +303,7 @@ def _entries(trainer: Trainer) -> Iterator[tuple[str, str, torch.Tensor]]:
 def _empty_folder(path: Path) -> None:
     if path.exists():
         shutil.rmtree(path)
-    path.mkdir(parents=True)
+    path.mkdir()  # without the folders around it: a run that was deleted is not made again
 
 
 def _sentence(error: BaseException) -> str:

@@ -97,12 +97,15 @@ class _ReduceScatterToActivationMemory(DefaultReduceScatter):
 
 
 def _unshardable(parameters: Iterable[nn.Parameter]) -> list[nn.Parameter]:
-    """Return those of one FSDP2 group that it cannot shard: scalars, and all but the most common dtype (by bytes)."""
+    """Return those of one FSDP2 group that it cannot shard: scalars, empty ones, and all but the most common dtype.
+
+    The most common one is that of most bytes.
+    """
     group = list(parameters)
     bytes_of: Counter[torch.dtype] = Counter()
     for parameter in group:
         bytes_of[parameter.dtype] += parameter.nbytes
-    return [p for p in group if p.ndim == 0 or p.dtype != bytes_of.most_common(1)[0][0]]
+    return [p for p in group if p.ndim == 0 or not p.numel() or p.dtype != bytes_of.most_common(1)[0][0]]
 
 
 def _fix_buckets(replica: DistributedDataParallel) -> None:

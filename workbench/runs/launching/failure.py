@@ -9,11 +9,14 @@ import time
 from dataclasses import dataclass
 
 from workbench.errors import InvalidArgument, RunFailed
+from workbench.execution.heartbeat import read_beat
 from workbench.rundir import RunDir, read_record, write_record
 from workbench.runs.launching.processes import rank_records
 from workbench.secrets import masked_words
 
 LOG_TAIL_LINES = 30
+LOST_PEER = re.compile(r"(?i)connection (was )?(reset|closed|refused)|closed by peer|broken pipe|remote process exited")
+"""Messages of a rank that has lost another one."""
 LAST_WORDS_LINES = 10
 
 
@@ -84,18 +87,24 @@ def record_silent_death(run: RunDir, launcher_output: str) -> bool:
 
     `launcher_output` is the output of Accelerate and torchrun; their report names each rank and its exit code. The
     death of a rank that a signal killed is dated before the errors of the others, which only found that it no longer
-    answers. Returns False if the launcher's output adds nothing to the error files.
+    answers; so is that of a rank which just left, if all others report a lost connection. Returns False if the
+    launcher's output adds nothing to the error files.
     """
     reported = {int(path.stem) for path in run.errors.glob("*.json")}
-    deaths = [(rank, code) for rank, code in _exits(launcher_output) if rank not in reported]
-    killed = [(rank, code) for rank, code in deaths if code < 0 and code != -signal.SIGTERM]
-    if not killed and reported:
-        return False
-    rank, exit_code = next(iter(killed or deaths), (0, None))
-    stages = {int(r["rank"]): r.get("stage") for r in rank_records(run)}
     earliest = root_cause(run)
+    deaths = [(rank, code) for rank, code in _exits(launcher_output) if rank not in reported]
+    silent = [(rank, code) for rank, code in deaths if code < 0 and code != -signal.SIGTERM]
+    if not silent and earliest is not None and LOST_PEER.search(earliest.message):
+        silent = [(rank, code) for rank, code in deaths if code >= 0]
+    if not silent and reported:
+        return False
+    rank, exit_code = next(iter(silent or deaths), (0, None))
+    stages = {int(r["rank"]): r.get("stage") for r in rank_records(run)}
     when = time.time() if earliest is None else earliest.time - 1e-3
     error_type, message = _exit_meaning(exit_code)
+    beat = read_beat(run, rank)
+    if beat is not None and (exit_code or 0) >= 0:
+        message += f" Its last activity was {beat.activity!r}, in step {beat.step:,}."
     fields = {"rank": rank, "stage": stages.get(rank), "type": error_type, "message": message, "time": when}
     write_record(run.error(rank), {**fields, "traceback": masked_words(log_tail(run, rank) or launcher_output[-4000:])})
     return True
@@ -138,4 +147,7 @@ def _exit_meaning(exit_code: int | None) -> tuple[str, str]:
         return name, f"the process was killed by {name}. {hint}".rstrip()
     if exit_code is None:
         return "Exit", "the process ended without a word."
-    return "Exit", f"the process ended with exit code {exit_code} before it could say why."
+    return "Exit", (
+        f"the process ended with exit code {exit_code} before it could say why: the model, the data or a library "
+        f"called os._exit({exit_code})."
+    )

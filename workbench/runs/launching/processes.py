@@ -125,6 +125,11 @@ def strays(run: RunDir) -> list[ProcessRecord]:
     return [record for module, record in _named(run) if module != RECORDER]
 
 
+def named(run: RunDir) -> list[ProcessRecord]:
+    """Return every process of the run, its W&B recorder included, by their command lines."""
+    return [record for _, record in _named(run)]
+
+
 def supervisors(run: RunDir) -> list[ProcessRecord]:
     """Return the run's supervisor, and the process that replaces one that is gone."""
     return [record for module, record in _named(run) if module == SUPERVISOR]

@@ -16,9 +16,17 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from workbench.data import data_fingerprint
-from workbench.errors import CheckpointError, DataError, RunExists, RunNotFound, WorkbenchError
+from workbench.errors import (
+    CheckpointError,
+    DataError,
+    InvalidExperiment,
+    PlanMismatch,
+    RunExists,
+    RunNotFound,
+    WorkbenchError,
+)
 from workbench.execution.checkpoint.files import step_of
-from workbench.experiment import user_parts
+from workbench.experiment import USER_PARTS, user_parts
 from workbench.rundir import (
     NO_ROOM,
     RunDir,
@@ -35,7 +43,18 @@ from workbench.runs.records.environment import environment
 from workbench.runs.status import complete_checkpoints, read_status, written_elsewhere
 from workbench.runs.tracking.wandb_run import tracker_settings
 from workbench.tracebacks import CELLS, sent_cells
-from workbench.user_code import innermost, pickled, source_of, user_path
+from workbench.user_code import (
+    FUNCTIONS,
+    Function,
+    changed_on_disk,
+    functions_json,
+    functions_of,
+    innermost,
+    pickled,
+    read_functions,
+    source_of,
+    user_path,
+)
 
 if TYPE_CHECKING:
     from workbench.experiment import Experiment
@@ -276,13 +295,26 @@ def _check_data(run: RunDir, experiment: Experiment, provenance: Mapping[str, An
 
 
 def user_code(experiment: Experiment) -> dict[str, bytes]:
-    """Return the files of `code/`: the user-defined parts that are here, pickled, and their source."""
-    files = {}
+    """Return the files of `code/`: the user-defined parts that are here, pickled, their source, and their functions.
+
+    Raises `InvalidExperiment` if a module on disk holds other functions than this process.
+    """
+    files, functions = dict[str, bytes](), dict[str, dict[str, Function]]()
     for name, value in user_parts(experiment).items():
         if value is not None:
             files[f"{name}.pkl"] = pickled(name, value)
             files[f"{name}.py"] = _source(value).encode()
+            functions[name] = {} if name in ("data", "eval_data") else functions_of(value)
+    for part, of_part in functions.items():
+        if changed := changed_on_disk(of_part):
+            raise InvalidExperiment(
+                f"The {part} would be another in the workers, which import its files: {changed[0]} is not what the "
+                f"file of its module holds{_and_more(changed)}. It was edited after it was imported, or replaced here. "
+                "Restart the kernel, or importlib.reload the module and make the experiment anew; what you replaced, "
+                "write into the file, or define it in a cell."
+            )
     if files:
+        files[FUNCTIONS] = functions_json(functions)
         files[CELLS] = sent_cells(content for name, content in files.items() if name.endswith(".pkl"))
         files[CODE_PATH] = path_json(user_path())
     return files
@@ -293,10 +325,33 @@ def code_of_clone(run: RunDir, experiment: Experiment) -> dict[str, bytes]:
     described = [name for name, value in user_parts(experiment).items() if value is None]
     names = [f"{part}.{ending}" for part in described for ending in ("pkl", "py")]
     code = {name: path.read_bytes() for name in names if (path := run.code / name).exists()}
+    stored = read_functions(run.code)
+    require_stored_code(run, described)
     code |= user_code(experiment)
     if code:
+        own = json.loads(code.get(FUNCTIONS, b"{}"))
+        code[FUNCTIONS] = functions_json({part: stored[part] for part in described if part in stored}, own)
         code[CODE_PATH] = path_json([*_code_path(run), *user_path()])
     return code
+
+
+def require_stored_code(run: RunDir, parts: Iterable[str] = USER_PARTS) -> None:
+    """Raise `PlanMismatch` if a file that the stored parts import holds other functions than when the run was started.
+
+    Nothing of them is executed.
+    """
+    functions = read_functions(run.code)
+    changed = [each for part in parts for each in changed_on_disk(functions.get(part, {}))]
+    if changed:
+        raise PlanMismatch(
+            f"The code of {run.path.name} was edited since it was started: {changed[0]} is not what the file of its "
+            f"module holds now{_and_more(changed)}. Undo the edit to go on with the code that was started, or train "
+            "the edited one from the start: wb.launch(experiment)."
+        )
+
+
+def _and_more(changed: list[str]) -> str:
+    return f", and {len(changed) - 1} functions more" if len(changed) > 1 else ""
 
 
 def continued_provenance(run: RunDir, experiment: Experiment, accepts_changed_data: bool = False) -> dict[str, Any]:

@@ -182,8 +182,9 @@ def _last_words(run: RunDir) -> Iterator[None]:
     try:
         yield
     except BaseException as error:
-        processes.kill_trees(record for record in processes.strays(run) if record["pid"] != os.getpid())
-        _status(run, "failed", f"the supervisor raised {type(error).__name__}: {error}; see {run.log('launcher')}.")
+        processes.kill_trees(record for record in processes.named(run) if record["pid"] != os.getpid())
+        if run.path.is_dir():
+            _status(run, "failed", f"the supervisor raised {type(error).__name__}: {error}; see {run.log('launcher')}.")
         raise
 
 
@@ -334,6 +335,8 @@ def _watch(process: fork_server.Forked, attempt: _Supervised, launcher: Launcher
     next_census = 0.0
     while True:
         exit_code = process.wait(POLL_S)
+        if not attempt.run.path.is_dir():
+            raise FileNotFoundError(f"{attempt.run.path} was deleted while it trained, and its processes are ended.")
         if exit_code is not None:
             return exit_code
         attempt.read()

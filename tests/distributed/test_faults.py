@@ -1,0 +1,198 @@
+"""Faults in models and data under a launched run: the rank that ended first, and how, is the cause, in a sentence."""
+
+from __future__ import annotations
+
+import os
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional
+
+import workbench as wb
+from tests.distributed.harness import CPU, LINK
+from tests.distributed.real_worker import Ranks, curve, directory, eventually, last_step, plan, trained
+from workbench.cost.cluster import Cluster
+from workbench.errors import DataError, RunFailed
+from workbench.experiment import Experiment
+from workbench.planning.planner import plan as make_plan
+from workbench.rundir import read_record
+from workbench.runs.launching import processes
+
+FAULTY = 9
+"""An item that no plan reads before it starts."""
+
+
+class Unreadable(Exception):
+    def __str__(self) -> str:
+        raise RuntimeError("no text")
+
+
+def _stop_iteration() -> None:
+    next(iter(()))
+
+
+def _leave() -> None:
+    os._exit(3)
+
+
+def _leave_in_order() -> None:
+    os._exit(0)
+
+
+def _unreadable() -> None:
+    raise Unreadable
+
+
+class Items:
+    """Items of which one has a fault, in ranks alone."""
+
+    def __init__(self, fault: Callable[[], Any] | None = None, size: int = 32, **fields: torch.Tensor) -> None:
+        self.fault, self.size, self.fields = fault, size, fields
+
+    def __len__(self) -> int:
+        return self.size
+
+    def __getitem__(self, index: int) -> dict[str, torch.Tensor]:
+        if index >= 32:
+            raise IndexError("list index out of range")
+        if index == FAULTY and "RANK" in os.environ:
+            if self.fault is not None:
+                self.fault()
+            return {"x": torch.ones(4), "y": torch.tensor(index % 4), **self.fields}
+        return {"x": torch.full((4,), float(index)), "y": torch.tensor(index % 4)}
+
+
+class Net(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(4, 4) for _ in range(2))
+
+    def forward(self, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+        for layer in self.layers:
+            x = torch.tanh(layer(x))
+        return functional.cross_entropy(x, y)
+
+
+class WithConstant(Net):
+    def forward(self, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+        return super().forward(x * torch.tensor([2.0], device=x.device), y)
+
+
+class Cached(Net):
+    """A table that forward makes when it is first called, kept in a buffer that was None."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("table", None)
+
+    def forward(self, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+        if self.table is None:
+            self.table = torch.ones(4, 4, device=x.device).tril().sum(0)
+        return super().forward(x * self.table, y)
+
+
+class WithEmpty(Net):
+    """A parameter without elements, as of a model that was pruned."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.pruned = nn.Parameter(torch.zeros(4, 0))
+
+    def forward(self, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+        return super().forward(x + (self.pruned @ self.pruned.T).sum(), y)
+
+
+class Packed(nn.Module):
+    """Packs sequences in the model's own forward."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.rnn = nn.GRU(1, 4, batch_first=True)
+        self.layers = nn.ModuleList(nn.Linear(4, 4) for _ in range(2))
+
+    def forward(self, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+        lengths = 1 + y % 4
+        packed = nn.utils.rnn.pack_padded_sequence(x[:, :, None], lengths.cpu(), batch_first=True, enforce_sorted=False)
+        found, _ = nn.utils.rnn.pad_packed_sequence(self.rnn(packed)[0], batch_first=True, total_length=x.shape[1])
+        x = found.mean(1)
+        for layer in self.layers:
+            x = torch.tanh(layer(x))
+        return functional.cross_entropy(x, y)
+
+
+def _asked(data: Any, model: Any = Net, **changes: Any) -> Experiment:
+    fields = {"steps": 16, "global_batch": 4, "seq_len": 1, "project": "", "name": "faulty"}
+    return Experiment.of(model=model, data=data, **{**fields, **changes})
+
+
+@pytest.mark.parametrize(
+    ("model", "division"),
+    [
+        (WithConstant, {"pipeline": 2}),
+        (Packed, {"pipeline": 2}),
+        (Cached, {"data": 2, "zero": 0}),
+        (WithEmpty, {"data": 2, "zero": 1}),
+        (WithEmpty, {"data": 2, "zero": 3}),
+    ],
+)
+def test_a_plan_that_is_offered_runs(model: Any, division: dict[str, int], tmp_path: Path) -> None:
+    asked = _asked(Items(), model, steps=1)
+    run = trained(tmp_path / "run", asked, plan(asked, **division))
+    [(loss, _, _)] = curve(run).values()
+    batch = asked.data.dataset(asked).__getitems__(list(range(4)))
+    assert loss == pytest.approx(asked.build()(**batch).item(), rel=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("data", "said"),
+    [
+        (Items(_stop_iteration), "DataError: Item 9 of the dataset raised StopIteration"),
+        (Items(_unreadable), "Unreadable: its message cannot be read, because Unreadable.__str__ raises RuntimeError"),
+        (Items(x=torch.ones(4).double()), "DataError: Items differ in the type of 'x': float32 and float64"),
+        (Items(y=torch.tensor(7)), "IndexError: The label 7 is none of the classes that the loss is given"),
+    ],
+    ids=["stop iteration", "unreadable", "float64", "label"],
+)
+def test_a_fault_of_an_item_is_told_in_a_sentence(data: Any, said: str, tmp_path: Path) -> None:
+    asked = _asked(data)
+    run = directory(tmp_path / "run", asked, plan(asked, pipeline=1, micro_batch=4))
+    with pytest.raises(AssertionError):
+        Ranks(run, 1).wait()
+    error = read_record(run.error(0))
+    assert f"{error['type']}: {error['message']}".startswith(said)
+
+
+@pytest.mark.parametrize(("fault", "code"), [(_leave, 3), (_leave_in_order, 0)])
+def test_a_rank_that_leaves_without_a_word_is_the_cause_and_not_the_rank_that_misses_it(
+    fault: Callable[[], None], code: int, tmp_path: Path
+) -> None:
+    asked = _asked(Items(fault))
+    chosen = make_plan(asked, Cluster(CPU, 2, 2, LINK, LINK), data=2, zero=0)
+    run = wb.launch(asked, chosen, directory=tmp_path / "run", progress=False)
+    with pytest.raises(RunFailed, match=f"the process ended with exit code {code} before it could say why") as failed:
+        run.wait(120)
+    assert "os._exit" in str(failed.value)
+    assert "Its last activity was 'batch', in step" in str(failed.value)
+
+
+def test_a_run_whose_folder_is_deleted_ends_and_is_not_made_again(tmp_path: Path) -> None:
+    asked = _asked([{"x": torch.ones(4), "y": torch.tensor(index % 4)} for index in range(8)], steps=100_000)
+    run = wb.launch(asked, make_plan(asked, Cluster(CPU, 2, 2, LINK, LINK), data=2), directory=tmp_path / "run")
+    eventually(lambda: last_step(run.directory) >= 2)
+    records = processes.named(run.directory)
+    assert len(records) >= 3
+    shutil.rmtree(run.path, ignore_errors=True)
+    assert processes.wait_gone(records, 60)
+    assert not run.path.exists()
+
+
+def test_a_dataset_that_claims_too_many_items_is_refused_before_anything_starts() -> None:
+    with pytest.raises(DataError, match=r"says that it has 1,000,000,000,000 items, and item [\d,]+ raised Index"):
+        make_plan(_asked(Items(size=10**12)), Cluster(CPU, 1, 1, LINK, LINK))
+    with pytest.raises(DataError, match=r"len\(\) of Items raised OverflowError"):
+        make_plan(_asked(Items(size=10**30)), Cluster(CPU, 1, 1, LINK, LINK))
