@@ -294,18 +294,21 @@ def remove_checks(module: Any) -> fx.GraphModule:
 
 
 def move_meta_to_cpu(model: nn.Module) -> None:
-    """Replace every meta tensor of a model by one on the CPU without values, so that no memory is touched.
+    """Replace every meta tensor of a model by one on the CPU: parameters without values, so that no memory is touched.
 
-    Tied tensors stay tied. Tensors in lists, tuples and dictionaries are replaced, too.
+    Buffers and other tensors become zeros. Tied tensors stay tied. Tensors in lists, tuples and dictionaries are
+    replaced, too.
     """
     moved: dict[int, torch.Tensor] = {}
 
     def on_cpu(value: Any) -> Any:
         if isinstance(value, torch.Tensor) and value.is_meta:
             if id(value) not in moved:
-                empty = torch.empty_like(value, device="cpu", requires_grad=False)
-                is_parameter = isinstance(value, nn.Parameter)
-                moved[id(value)] = nn.Parameter(empty, requires_grad=value.requires_grad) if is_parameter else empty
+                if isinstance(value, nn.Parameter):
+                    empty = torch.empty_like(value, device="cpu", requires_grad=False)
+                    moved[id(value)] = nn.Parameter(empty, requires_grad=value.requires_grad)
+                else:  # zeros, which are valid indices: blocks are measured with the constants among them
+                    moved[id(value)] = torch.zeros_like(value, device="cpu", requires_grad=False)
             return moved[id(value)]
         if type(value) not in (list, tuple, dict):
             return value
