@@ -9,6 +9,7 @@ import additions  # noqa: F401 - before anything derives a table from the two
 import pytest
 from wandb_log import offline_history
 
+from tests.distributed import real_worker
 from tests.distributed.real_worker import eventually, experiment, plan, trained
 from workbench.analysis.curve import X_AXES, Curve
 from workbench.errors import PlanInfeasible
@@ -62,6 +63,7 @@ def check_column(run: RunDir, project: str) -> None:
 
 
 if __name__ == "__main__":
+    real_worker.start_method = lambda _: "fork"  # ranks have what was imported here, the additions first
     asked = experiment(steps=FIRST_RECORDED + 2)
     plans = plan(asked, pipeline=2, schedule="breadth_first", chunks=2)
     run = trained(Path(sys.argv[1]) / "run", asked, plans)

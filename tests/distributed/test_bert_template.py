@@ -2,34 +2,25 @@
 
 from __future__ import annotations
 
-import os
 import threading
 import time
 from pathlib import Path
 
-import nbformat
 import pytest
 
 import workbench as wb
-from workbench import notebooks
-from workbench.figures.pages import PLOTLY_MIME
+from tests.distributed.documents import executed
 
 STEPS = 40
-needs_time = pytest.mark.skipif(
-    not os.environ.get("WORKBENCH_TEST_EXHAUSTIVE"), reason="minutes of training; set WORKBENCH_TEST_EXHAUSTIVE"
-)
 
 
-@needs_time
-@pytest.mark.timeout(1800)
+@pytest.mark.timeout(300)  # ten trainings or so, beside other tests
 def test_the_full_preset_is_interrupted_and_gone_on_with(tmp_path, monkeypatch):
-    monkeypatch.setenv("WORKBENCH_RUNS", str(tmp_path / "runs"))
-    template, parameters = notebooks.template_path("bert_scaling"), {"preset": "rehearsal"}
     watcher = threading.Thread(target=stop_midway, args=(tmp_path / "runs",), daemon=True)
     watcher.start()
-    first = notebooks.execute(template, tmp_path / "first", parameters)
+    first = executed("bert_scaling", tmp_path, monkeypatch, preset="rehearsal")
     watcher.join()
-    assert "The best rate of the pilots is" in str(outputs(first.notebook))
+    assert "The best rate of the pilots is" in first.printed("if pilots:")
     pilots = [wb.sweeps.load_sweep(file.parent) for file in (tmp_path / "runs").glob("pilot-*/sweep.json")]
     assert sorted(len(pilot.rows()) for pilot in pilots if pilot.complete) == [3, 3]
     names = sorted(path.name for path in (tmp_path / "runs").glob("bert-*"))
@@ -39,16 +30,14 @@ def test_the_full_preset_is_interrupted_and_gone_on_with(tmp_path, monkeypatch):
     reached = wb.load_run(stopped).history().step[-1]
     assert 0 < reached < STEPS
 
-    done = notebooks.execute(template, tmp_path / "second", {**parameters, "continue_runs": names})
+    document = executed("bert_scaling", tmp_path, monkeypatch, preset="rehearsal", continue_runs=names)
     assert sorted(path.name for path in (tmp_path / "runs").glob("bert-*")) == names
     for name in names:
         history = wb.load_run(name).history()
         assert wb.load_run(name).status.state == "finished"
         assert history.step.tolist() == list(range(1, STEPS + 1))
-    shown = outputs(done.notebook)
-    figures = [output.data for output in shown if PLOTLY_MIME in output.get("data", {})]
-    assert len(figures) >= 7
-    assert all("image/png" in data for data in figures)
+    assert len(document.figures("")) >= 7
+    shown = str([cell.outputs for cell in document.cells])
     for words in (
         "2 times as wide, 2 times as deep",
         "Predicted training time, without start-up",
@@ -57,13 +46,7 @@ def test_the_full_preset_is_interrupted_and_gone_on_with(tmp_path, monkeypatch):
         "At equal tokens",
         "ended as finished",
     ):
-        assert words in str(shown), words
-
-
-def outputs(notebook: Path) -> list:
-    """Return the outputs of all cells."""
-    cells = [cell for cell in nbformat.read(notebook, 4).cells if cell.cell_type == "code"]
-    return [output for cell in cells for output in cell.outputs]
+        assert words in shown, words
 
 
 def stop_midway(runs: Path) -> None:

@@ -1,21 +1,16 @@
-"""The template of the scaling ladder, executed in its smallest preset by papermill with real trainings."""
+"""The template of the scaling ladder, executed in its smallest preset with real trainings."""
 
-import nbformat
 import pytest
 
 import workbench as wb
-from tests.distributed.test_sweep_template import addresses
-from workbench import notebooks
-from workbench.figures.pages import PLOTLY_MIME
+from tests.distributed.documents import executed
 
 
+@pytest.mark.timeout(300)  # ten trainings or so, beside other tests
 def test_the_template_predicts_a_pair_before_it_trains_it_and_says_how_far_it_was_off(tmp_path, monkeypatch):
-    monkeypatch.setenv("WORKBENCH_HOME", str(tmp_path / "home"))
-    monkeypatch.setenv("WORKBENCH_RUNS", str(tmp_path / "runs"))
-    small = {"preset": "rehearsal", "corpus": str(addresses(tmp_path / "addresses"))}
-    done = notebooks.execute(notebooks.template_path("scaling_ladder"), tmp_path, small)
+    document = executed("scaling_ladder", tmp_path, monkeypatch, preset="rehearsal")
     fitted, later = {}, {}
-    for run in done.runs:
+    for run in document.runs:
         experiment = run.experiment
         held_out = experiment.model.name in ("bert-1x32", "bert-2x64")
         (later if held_out else fitted)[experiment.model.name, experiment.steps] = run
@@ -27,15 +22,10 @@ def test_the_template_predicts_a_pair_before_it_trains_it_and_says_how_far_it_wa
     law = wb.analysis.scaling_law(list(fitted.values()))
     assert len(law.points) == 9
     assert not law.left_out
-    cells = [cell for cell in nbformat.read(done.notebook, 4).cells if cell.cell_type == "code"]
-    shown = {cell.source.splitlines()[-1].strip(): [out.get("data", {}) for out in cell.outputs] for cell in cells}
-    [figure] = [data[PLOTLY_MIME] for data in shown["wb.figures.ladder(law, points)"] if PLOTLY_MIME in data]
+    [figure] = document.figures("wb.figures.ladder(law, points)")
     names = [trace.get("name", "") for trace in figure["data"]]
     assert sum("predicted" in name for name in names) == 2, "a line for each size of the held-out pair"
-    texts = [
-        out["data"]["text/markdown"] for cell in cells for out in cell.outputs if "text/markdown" in out.get("data", {})
-    ]
-    _, verdict, ladder = map("".join, texts)
+    verdict, ladder = map(document.printed, ("def losses(", "def at_equal_tokens("))
     predicted = law.predict(
         wb.analysis.parameters_without_embeddings(later["bert-1x32", 16].experiment.model), 16 * 8 * 16
     )

@@ -1,39 +1,31 @@
-"""The template of OPT under ZeRO, executed in miniature by papermill with real trainings."""
+"""The template of OPT under ZeRO, executed in miniature with real trainings."""
 
 from __future__ import annotations
 
 import re
 from pathlib import Path
-from typing import Any
 
-import nbformat
 import numpy as np
 import pytest
 
 import workbench as wb
-from tests.distributed.test_sweep_template import addresses
-from workbench import notebooks
-from workbench.figures.pages import PLOTLY_MIME
+from tests.distributed.documents import Document, executed
 
 RATES, BATCH, STEPS = [0.6, 0.01], 32, 240
 
 
+@pytest.mark.timeout(300)  # ten trainings or so, beside other tests
 def test_the_template_measures_each_finding_and_closes_with_their_verdicts(tmp_path, monkeypatch):
-    monkeypatch.setenv("WORKBENCH_HOME", str(tmp_path / "home"))
-    monkeypatch.setenv("WORKBENCH_RUNS", str(tmp_path / "runs"))
     small = {"seq_len": 32, "global_batch": 4, "data_steps": 5, "grid_steps": 4, "zero_stages": [3]}
     small |= {"learning_rates": RATES, "batches": [BATCH], "rescue_steps": STEPS, "stop_share": 0.4}
-    small["predicted_gpus"] = [64]
-    small["corpus"] = str(addresses(tmp_path / "addresses"))
-    done = notebooks.execute(notebooks.template_path("opt_zero"), tmp_path, small)
-    cells = [cell for cell in nbformat.read(done.notebook, 4).cells if cell.cell_type == "code"]
-    ways = {run.name.split("-")[2]: run for run in done.runs if "-st" in run.name}
-    check_streaming(ways, cells)
-    speedup = check_scaling(tmp_path / "runs", cells)
-    check_what_does_not_fit(cells)
-    check_rescue(tmp_path / "runs", cells)
+    document = executed("opt_zero", tmp_path, monkeypatch, **small, predicted_gpus=[64])
+    ways = {run.name.split("-")[2]: run for run in document.runs if "-st" in run.name}
+    check_streaming(ways, document)
+    speedup = check_scaling(tmp_path / "runs", document)
+    check_what_does_not_fit(document)
+    check_rescue(tmp_path / "runs", document)
     check_order(ways["stored"].experiment)
-    findings = rows(printed(cells, "findings = {"))
+    findings = rows(document.printed("findings = {"))
     tokenising, streaming, memory, scaling, rescue = findings
     mb_per_s = float(re.match(r"[\d.]+", tokenising["measured"])[0])  # slow where other tests take the cores
     happened, _, rest = tokenising["here"].partition(", ")
@@ -51,12 +43,13 @@ def test_the_template_measures_each_finding_and_closes_with_their_verdicts(tmp_p
         assert not finding["measured"].startswith("not measured") or "seen here" not in finding["here"]
 
 
-def check_streaming(runs: dict[str, wb.Run], cells: list[Any]) -> None:
+def check_streaming(runs: dict[str, wb.Run], document: Document) -> None:
     stored, streamed = runs["stored"], runs["streamed"]
     assert stored.history().loss.tolist() == streamed.history().loss.tolist()
     assert stored.evaluations().eval_loss.tolist() == streamed.evaluations().eval_loss.tolist()
-    assert "Largest difference of the two curves in any step: 0 nats." in printed(cells, "rows, waits = ")
-    table = rows(printed(cells, "rows, waits = "))
+    printed = document.printed("rows, waits = ")
+    assert "Largest difference of the two curves in any step: 0 nats." in printed
+    table = rows(printed)
     for row, run in zip(table, (stored, streamed), strict=True):
         history = run.history()
         wait = np.average(history.data_wait[1:], weights=history.step_ms[1:])
@@ -65,23 +58,23 @@ def check_streaming(runs: dict[str, wb.Run], cells: list[Any]) -> None:
         assert row["tokens/s"] == f"{4 * 32 / np.median(history.step_ms[1:]) * 1e3:,.0f}"
 
 
-def check_scaling(folder: Path, cells: list[Any]) -> float:
+def check_scaling(folder: Path, document: Document) -> float:
     """Check the section on ZeRO, and return how many times as fast two devices were as one."""
     grids = sorted(
         (wb.sweeps.load_grid(file.parent).cells() for file in folder.glob("*/grid.json")), key=lambda c: c[0].plan.world
     )
     [one], [two] = grids
-    table = rows(printed(cells, "def device_ms"))
+    table = rows(document.printed("def device_ms"))
     assert [(row["devices"], row["ZeRO"]) for row in table] == [("1", "0"), ("2", "3")]
     assert table[1]["efficiency, measured"] == f"{one.step_ms / two.step_ms / 2:.0%}"
     assert table[1]["efficiency, predicted"] == f"{one.predicted_ms / two.predicted_ms / 2:.0%}"
-    [measured] = figures(cells, "wb.figures.scaling_efficiency(cells)")
-    diamonds = next(trace for trace in measured if trace["name"] == "measured")
+    [measured] = document.figures("    display(wb.figures.scaling_efficiency(cells))")
+    diamonds = next(trace for trace in measured["data"] if trace["name"] == "measured")
     assert diamonds["y"] == pytest.approx([1.0, 2 * two.step_ms / one.step_ms])
-    predicted = figures(cells, "wb.figures.scaling_efficiency(plans)")
+    predicted = document.figures("        display(wb.figures.scaling_efficiency(plans))")
     assert len(predicted) == 2
-    assert all("measured" not in {trace["name"] for trace in figure} for figure in predicted)
-    words = printed(cells, "def additions")
+    assert all("measured" not in {trace["name"] for trace in figure["data"]} for figure in predicted)
+    words = document.printed("def additions")
     assert len(re.findall(r"Predicted: .*V100 16GB, 64 devices under ZeRO 3: \d+% of linear", words)) == 2
     assert words.count("exposed communication +") == 2
     return one.step_ms / two.step_ms
@@ -98,51 +91,34 @@ def check_order(experiment: wb.Experiment) -> None:
     assert measured.regret < (measured.ratio - 1) / 4, "the choice of a constant prediction is the slowest cell"
 
 
-def check_what_does_not_fit(cells: list[Any]) -> None:
-    heat_maps = figures(cells, "wb.figures.heat_map(limits")
-    assert any("GiB" in word for line in heat_maps[1][0]["hovertext"] for word in line if word.startswith("+"))
-    words = printed(cells, "def fits")
+def check_what_does_not_fit(document: Document) -> None:
+    _, of_350m = document.figures("    display(wb.figures.heat_map(limits")
+    assert any("GiB" in word for line in of_350m["data"][0]["hovertext"] for word in line if word.startswith("+"))
+    words = document.printed("def fits")
     fitting = re.findall(r"(opt-\d+m) fits up to micro-batch (\d+) without ZeRO and up to (\d+) under ZeRO 3", words)
     assert fitting == [("opt-125m", "16", "16"), ("opt-350m", "4", "8")]
 
 
-def check_rescue(folder: Path, cells: list[Any]) -> None:
+def check_rescue(folder: Path, document: Document) -> None:
     [sweep] = [wb.sweeps.load_sweep(file.parent) for file in folder.glob("*/sweep.json")]
     states = {row.values["learning_rate"]: row.states for row in sweep.rows()}
     assert states == {RATES[0]: ("stopped early",), RATES[1]: ("finished",)}
     [rescued] = sweep.best()
-    level = float(re.search(r"Unigram entropy: ([\d.]+) nats", printed(cells, "level = "))[1])
+    level = float(re.search(r"Unigram entropy: ([\d.]+) nats", document.printed("level = "))[1])
     assert rescued.evaluations().eval_loss[-1] < level - 0.1
-    table = rows(printed(cells, "def outcome"))
+    table = rows(document.printed("def outcome"))
     assert [row[""].partition(":")[0] for row in table] == ["stalled", "learned"]
     assert (rescued.path / "exported" / "config.json").exists()
-    of_model, of_run = re.search(
-        r"loaded model: ([\d.]+); of the run: ([\d.]+\d)", printed(cells, "folder = ")
-    ).groups()
+    exported = document.printed("folder = ")
+    of_model, of_run = re.search(r"loaded model: ([\d.]+); of the run: ([\d.]+\d)", exported).groups()
     assert float(of_model) == pytest.approx(float(of_run), abs=2e-4)
     assert f"{of_run}" == f"{rescued.evaluations().eval_loss[-1]:.4f}"
-    assert "OPTForCausalLM" in printed(cells, "folder = ")
+    assert "OPTForCausalLM" in exported
     for name in ("tried_first", "rescued"):
-        [cell] = [cell for cell in cells if cell.source.endswith(f"{name}.samples()")]
-        assert "Hello! I am" in cell.outputs[-1]["data"]["text/html"]
+        assert "Hello! I am" in document.cell(f"{name}.samples()").outputs[-1]["data"]["text/html"]
 
 
 def rows(text: str) -> list[dict[str, str]]:
     """Return the rows of the table in a text, by the names of its columns."""
     lines = [[word.strip() for word in line[2:-2].split(" | ")] for line in text.splitlines() if line.startswith("| ")]
     return [dict(zip(lines[0], line, strict=True)) for line in lines[1:]]
-
-
-def printed(cells: list[Any], beginning: str) -> str:
-    """Return what the cell that holds a line printed, as text."""
-    [cell] = [cell for cell in cells if any(line.startswith(beginning) for line in cell.source.splitlines())]
-    texts = [output.get("text", "") for output in cell.outputs]
-    texts += [output.get("data", {}).get("text/markdown", "") for output in cell.outputs]
-    return "\n".join(filter(None, texts))
-
-
-def figures(cells: list[Any], call: str) -> list[Any]:
-    """Return the figures of the cells that make a call."""
-    shown = [output.get("data", {}) for cell in cells if call in cell.source for output in cell.outputs]
-    assert all("image/png" in data for data in shown if PLOTLY_MIME in data)
-    return [data[PLOTLY_MIME]["data"] for data in shown if PLOTLY_MIME in data]

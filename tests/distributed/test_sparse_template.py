@@ -1,29 +1,23 @@
-"""The template of sparse training, executed in miniature by papermill with real trainings."""
+"""The template of sparse training, executed in miniature with real trainings."""
 
-import base64
 from statistics import fmean
 
-import nbformat
 import pytest
 
 import workbench as wb
-from tests.distributed.test_sweep_template import addresses
-from workbench import notebooks
+from tests.distributed.documents import executed
 from workbench.analysis.noise import scatter_of
-from workbench.figures.pages import PLOTLY_MIME
 from workbench.sparsity import learning_rate
 
 STATIC, DYNAMIC = "90 % static 1×1", "90 % dynamic 1×1"
 
 
+@pytest.mark.timeout(300)  # ten trainings or so, beside other tests
 def test_the_template_trains_a_family_and_says_what_the_losses_show(tmp_path, monkeypatch):
-    monkeypatch.setenv("WORKBENCH_HOME", str(tmp_path / "home"))
-    monkeypatch.setenv("WORKBENCH_RUNS", str(tmp_path / "runs"))
     small = {"steps": 6, "global_batch": 8, "moving_blocks": [1], "dense_layers": [1, 2], "seeds": 2}
-    small |= {"corpus": str(addresses(tmp_path / "addresses"))}
-    done = notebooks.execute(notebooks.template_path("sparse_pareto"), tmp_path, small)
+    document = executed("sparse_pareto", tmp_path, monkeypatch, **small)
     losses, flops = {}, {}
-    for run in done.runs:
+    for run in document.runs:
         experiment = run.experiment
         name = experiment.model.name, experiment.sparsity.label if experiment.sparsity else "dense"
         losses.setdefault(name, []).append(float(run.evaluations().eval_loss[-1]))
@@ -36,22 +30,16 @@ def test_the_template_trains_a_family_and_says_what_the_losses_show(tmp_path, mo
     )
     assert len(shapes) == 2
     assert [flops[name] / flops["Wide", STATIC] for name in shapes] == pytest.approx([1, 1], abs=0.08)
-    cells = [cell for cell in nbformat.read(done.notebook, 4).cells if cell.cell_type == "code"]
-    shown = {cell.source.splitlines()[-1].strip(): [out.get("data", {}) for out in cell.outputs] for cell in cells}
-
-    [pareto] = [
-        data[PLOTLY_MIME] for data in shown["wb.figures.pareto(runs, published=published)"] if PLOTLY_MIME in data
-    ]
+    [pareto] = document.figures("wb.figures.pareto(runs, published=published)")
     marks = {trace["name"]: trace for trace in pareto["data"] if trace["mode"] == "markers" and trace["xaxis"] == "x"}
     assert len(marks.pop("published")["text"]) == 11
     expected = {f"{model}, {pattern}": flops[model, pattern] for model, pattern in flops}
     assert {name: mark["x"][0] for name, mark in marks.items()} == pytest.approx(expected)
-    [pattern] = [data[PLOTLY_MIME] for data in shown["wb.figures.pattern(moving[-1])"] if PLOTLY_MIME in data]
+    [pattern] = document.figures("wb.figures.pattern(moving[-1])")
     assert len(pattern["layout"]["sliders"][0]["steps"]) == 2, "before the first step, and after the only update"
-    pictures = [data["image/png"] for outputs in shown.values() for data in outputs if PLOTLY_MIME in data]
-    assert all(base64.b64decode(picture).startswith(b"\x89PNG") for picture in pictures)
+    assert len(document.figures("")) >= 6
 
-    table, claims = (_markdown(shown, start) for start in ("| model", "- Wide with blocks of 1 learns more"))
+    table, claims = map(document.printed, ("def times(row)", "def verdict("))
     explored = {row.split(" | ")[1]: row.split(" | ")[4] for row in table.splitlines()[2:]}
     assert explored["dense"] == "–"
     assert explored[STATIC] == "10%"
@@ -65,9 +53,3 @@ def test_the_template_trains_a_family_and_says_what_the_losses_show(tmp_path, mo
         assert f"difference {value:+.3f}, 90 % interval {low:+.3f} to {high:+.3f} over 2 seeds" in claims
         [line] = [line for line in claims.splitlines() if f"{value:+.3f}, 90 %" in line]
         assert f": {word} (" in line
-
-
-def _markdown(shown, start):
-    texts = ["".join(data.get("text/markdown", "")) for outputs in shown.values() for data in outputs]
-    [found] = [text for text in texts if text.startswith(start)]
-    return found
