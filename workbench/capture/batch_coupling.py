@@ -38,6 +38,7 @@ from workbench.capture.operations import (
 )
 from workbench.capture.source_lines import line_of_node
 
+Shape = tuple[int, ...]
 NONE, SUM, UNKNOWN, SELECTED, OF_SUM, OF_COUNT = -1, -2, -3, -4, -5, -6
 """States other than the index of the batch dim: independent of the batch, summed over the samples, not known, elements
 of all samples that a mask chose, a function of a sum over fields of the batch, and whole numbers or truth values made
@@ -241,9 +242,9 @@ class Follower:
             if {self._states[source] for source in rows} == {dim}:
                 return dim, sum(self.groups[source] for source in arguments_of(node)["tensors"])
         if name in RESHAPES and all(isinstance(size, int) for size in shape_of(node)):
-            return self._reshaped(rows[0], shape_of(node))
+            return _reshaped(shape_of(rows[0]), state, self.groups[rows[0]], self._size, shape_of(node))
         if name in ("chunk", "split", "slice") and arguments_of(node)["dim"] % len(shape_of(rows[0])) == state:
-            part = self._groups_of_part(node, rows[0])
+            part = _groups_of_part(node, shape_of(rows[0])[state], self.groups[rows[0]])
             return (state, part) if part else (UNKNOWN, 1)
         if (of_output := self._of_output(node)) is not None:
             return of_output, 1
@@ -252,32 +253,6 @@ class Follower:
         if state >= 0 and (len(groups) > 1 or (groups != {1} and not is_by_position)):
             return UNKNOWN, 1
         return state, max(groups)
-
-    def _reshaped(self, source: fx.Node, after: tuple[int, ...]) -> tuple[int, int]:
-        """Return the dim of a reshaped tensor that holds the whole batch, and the groups in it: as few as can be."""
-        before, state = shape_of(source), self._states[source]
-        outer = math.prod(before[:state]) * self.groups[source]  # elements that vary more slowly than the sample
-        found = []
-        for dim, size in enumerate(after):
-            slower = math.prod(after[:dim])
-            if slower and outer % slower == 0 and slower * size % (outer * self._size) == 0:
-                found.append((outer // slower, dim))
-        groups, dim = min(found, default=(1, UNKNOWN))
-        return dim, groups
-
-    def _groups_of_part(self, node: fx.Node, source: fx.Node) -> int:
-        """Return the groups in a part along the batch dim; 0 if it may be a part of one group."""
-        given, (dim, groups) = arguments_of(node), (self._states[source], self.groups[source])
-        size = shape_of(source)[dim]
-        if _name(node) in ("chunk", "split"):
-            parts = given["chunks"] if _name(node) == "chunk" else size / given["split_size"]
-            return int(groups // parts) if groups % parts == 0 else 0
-        start, end, step = given["start"] or 0, given["end"], given["step"]
-        if not all(isinstance(each, int) for each in (size, start, step, *([] if end is None else [end]))):
-            return 0
-        first, last = (slice(start, end).indices(size))[:2]
-        is_of_groups = step == 1 and first % (size // groups) == 0 and last % (size // groups) == 0
-        return (last - first) // (size // groups) if is_of_groups else 0
 
     def _by_rule(self, node: fx.Node) -> int:
         """Return the state of the result of an operation on values with the whole batch once in their dim."""
@@ -387,6 +362,32 @@ class Follower:
             return 0 if state == 0 and after and after[0] == before[0] else UNKNOWN
         moved = moved_dim(node, state) if name in _BESIDE_DIM else None
         return UNKNOWN if moved is None else moved
+
+
+def _reshaped(before: Shape, state: int, groups: int, samples: int, after: Shape) -> tuple[int, int]:
+    """Return the dim of a reshaped tensor that holds the whole batch, and the groups in it: as few as can be."""
+    outer = math.prod(before[:state]) * groups  # elements that vary more slowly than the sample
+    found = []
+    for dim, size in enumerate(after):
+        slower = math.prod(after[:dim])
+        if slower and outer % slower == 0 and slower * size % (outer * samples) == 0:
+            found.append((outer // slower, dim))
+    fewest, dim = min(found, default=(1, UNKNOWN))
+    return dim, fewest
+
+
+def _groups_of_part(node: fx.Node, size: int, groups: int) -> int:
+    """Return the groups in a part along a batch dim of a size; 0 if it may be a part of one group."""
+    given = arguments_of(node)
+    if _name(node) in ("chunk", "split"):
+        parts = given["chunks"] if _name(node) == "chunk" else size / given["split_size"]
+        return int(groups // parts) if groups % parts == 0 else 0
+    start, end, step = given["start"] or 0, given["end"], given["step"]
+    if not all(isinstance(each, int) for each in (size, start, step, *([] if end is None else [end]))):
+        return 0
+    first, last = (slice(start, end).indices(size))[:2]
+    is_of_groups = step == 1 and first % (size // groups) == 0 and last % (size // groups) == 0
+    return (last - first) // (size // groups) if is_of_groups else 0
 
 
 class _AssumingFollower(Follower):

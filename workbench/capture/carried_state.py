@@ -39,9 +39,9 @@ class CarriedState:
     """The buffers through which a forward depends on those before it."""
 
     of_samples: tuple[str, ...] = ()
-    """For each buffer that takes something of the batch: its name, and the operation that writes it."""
+    """Name of each buffer that takes something of the batch, with the operation that writes it."""
     of_forwards: tuple[str, ...] = ()
-    """The same of each whose next value is known without the batch."""
+    """Name of each buffer whose next value is known without the batch, with the operation that writes it."""
 
 
 def carried_state(flow: Dataflow, loss: fx.Node, names: Mapping[int, str], model: str) -> CarriedState:

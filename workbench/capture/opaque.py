@@ -91,7 +91,7 @@ class OpaqueCall:
     written: list[int] = field(default_factory=list)
     """Indices into `places` of the buffers that the code writes."""
     read_again: list[int] = field(default_factory=list)
-    """Those of `written` on whose former values the results depend, unlike on the running averages of BatchNorm."""
+    """Entries of `written` on whose former values the results depend, unlike on running averages of BatchNorm."""
     keeps_tensors: bool = False
     """True if the code left a tensor on its modules that was not there before."""
     takes_derivatives: bool = False

@@ -269,7 +269,7 @@ class Profile:
     """Sentences of capture on what a user may not expect, for the plan."""
     notes_if_divided: tuple[str, ...] = ()
     notes_if_accumulated: tuple[str, ...] = ()
-    """Those of `Graph`, which stand where a plan divides the batch, or a replica's share of it."""
+    """Sentences of `Graph` that hold where a plan divides the batch, or a replica's share of it."""
     optimizer_state_bytes: float = ADAMW
     """Bytes of the optimiser's state per trained element."""
     optimizer_update_bytes: float = ADAMW_UPDATE
