@@ -13,6 +13,7 @@ import pytest
 import torch
 from torch import nn
 
+import workbench as wb
 from workbench import models
 from workbench.errors import InvalidExperiment, UnknownParameter
 
@@ -215,3 +216,12 @@ def test_what_cannot_build_a_model_is_refused(value):
 def test_a_factory_that_needs_arguments_is_told_to_bind_them():
     with pytest.raises(InvalidExperiment, match=r"needs in_features, out_features.*functools\.partial"):
         models.as_model(nn.Linear)
+
+
+@pytest.mark.parametrize(
+    ("module", "typed", "meant"), [(wb, "lunch", "launch"), (wb.models, "bert_larg", "bert_large")]
+)
+def test_a_mistyped_name_is_answered_with_the_nearest_one(module, typed, meant):
+    with pytest.raises(AttributeError, match=f"has no {typed!r}. Did you mean {meant!r}"):
+        getattr(module, typed)
+    assert not hasattr(module, "_nothing_of_the_kind")

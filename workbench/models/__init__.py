@@ -28,6 +28,11 @@ def __dir__() -> list[str]:
     return __all__
 
 
+def __getattr__(name: str) -> Any:
+    """Answer an unknown name with the nearest known one."""
+    raise AttributeError(f"workbench.models has no {name!r}. {suggestion(name, __all__)}", name=name)
+
+
 class ModelOptions(TypedDict, total=False):
     """Options that every named model takes, each with a default of its family."""
 
