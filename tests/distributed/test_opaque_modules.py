@@ -144,9 +144,27 @@ class Mapped(Layered):
             return torch.vmap(lambda row: row / (1 + row.norm()))(self.linear(x))
 
 
+class Spectral(Layered):
+    """Hands a spectrum, which is complex, to a module that export cannot follow."""
+
+    class Layer(Layered.Layer):
+        class Inverse(nn.Module):
+            def forward(self, spectrum: torch.Tensor, length: int) -> torch.Tensor:
+                return torch.istft(spectrum, 4, 2, window=torch.ones(4, device=spectrum.device), length=length)
+
+        def __init__(self, *arguments: Any) -> None:
+            super().__init__(*arguments)
+            self.inverse = self.Inverse()
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            window = torch.ones(4, device=x.device)
+            spectrum = torch.stft(self.linear(x), 4, 2, window=window, return_complex=True)
+            return x + self.inverse(spectrum / (1 + spectrum.abs()), x.shape[1])
+
+
 MODELS: dict[str, type[nn.Module]] = {
     model.__name__: model
-    for model in (OwnFunction, Branching, Reentrant, Derivative, Packed, Hooked, OwnLoss, Matched, Mapped)
+    for model in (OwnFunction, Branching, Reentrant, Derivative, Packed, Hooked, OwnLoss, Matched, Mapped, Spectral)
 }
 
 

@@ -216,6 +216,20 @@ def test_a_feature_that_export_lacks_is_refused_by_its_name(how: str, line: str,
     assert not line or error.facts["line"] == line_of(Scores, line)
 
 
+@pytest.mark.parametrize("how", ["renorm", "clamp"])
+def test_a_weight_that_forward_replaces_is_refused_at_its_line(how: str) -> None:
+    class Replaces(Net):
+        def forward(self, **batch: torch.Tensor) -> object:
+            weight = self.head.weight
+            weight.data = torch.renorm(weight.data, 2, 0, 1.0) if how == "renorm" else weight.data.clamp(-1, 1)
+            return super().forward(**batch)
+
+    error = refused(Replaces())
+    assert error.facts["line"] == line_of(Replaces, "weight.data = ")
+    assert "file an issue" not in str(error)
+    assert "torch.renorm(weight, 2, 0, 1.0) to the function that uses it" in str(error)
+
+
 def test_nobody_is_advised_to_rewrite_a_library() -> None:
     class Asks(Net):
         def body(self, x: torch.Tensor) -> torch.Tensor:

@@ -19,7 +19,7 @@ import torch
 from torch import fx
 
 from workbench.capture.context_managers import inline_regions
-from workbench.capture.export_errors import explained, refuse_vmap
+from workbench.capture.export_errors import explained, refuse_unpriced
 from workbench.capture.frozen_numbers import Numbers, note_of_changes
 from workbench.capture.kept_tensors import Held, read_again
 from workbench.capture.opaque import keep_calls
@@ -136,7 +136,7 @@ def _export_on(
                 f"The forward of {name} draws from Python's or NumPy's random numbers, and capture would repeat the "
                 f"drawn numbers in every step. Draw from torch's: torch.rand(…), and choose by torch.where."
             )
-    refuse_vmap(program.graph, name)
+    refuse_unpriced(program.graph, name)
     module = remove_checks(program.module(check_guards=False))
     rename_in_stacks(module.graph, renamed)
     inline_regions(module)

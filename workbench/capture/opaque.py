@@ -177,7 +177,7 @@ class OpaqueCall:
         """Return tensors that require gradients, but for buffers and those without a gradient."""
         buffers = {at for at, place in enumerate(self.places) if place.table == "_buffers"}
         return [
-            tensor.detach().requires_grad_(tensor.is_floating_point() and at not in buffers)
+            tensor.detach().requires_grad_(_has_gradient(tensor) and at not in buffers)
             for at, tensor in enumerate(tensors)
         ]
 
@@ -434,6 +434,11 @@ def _device_of(tensors: Sequence[torch.Tensor]) -> torch.device:
     return next((tensor.device for tensor in tensors if tensor.device.type != "cpu"), torch.device("cpu"))
 
 
+def _has_gradient(tensor: torch.Tensor) -> bool:
+    """Return True for a tensor of real or complex numbers, which may have a gradient."""
+    return tensor.is_floating_point() or tensor.is_complex()
+
+
 class _Shapes(torch.autograd.Function):
     """The operation on tensors without values."""
 
@@ -443,7 +448,7 @@ class _Shapes(torch.autograd.Function):
         device = _device_of(tensors)
         outputs = [torch.empty(shape, dtype=dtype, device=device) for shape, dtype in call.specs]
         results = (*outputs, *(torch.empty_like(tensors[index]) for index in call.written))
-        ctx.mark_non_differentiable(*(r for r in results if not r.is_floating_point()), *results[len(outputs) :])
+        ctx.mark_non_differentiable(*(r for r in results if not _has_gradient(r)), *results[len(outputs) :])
         return results
 
     @staticmethod
@@ -478,7 +483,7 @@ class _Run(torch.autograd.Function):
             own = own.clone() if own.untyped_storage().data_ptr() in taken else own
             taken.add(own.untyped_storage().data_ptr())
             results.append(own)
-        ctx.mark_non_differentiable(*(r for r in results if not r.is_floating_point()), *results[len(outputs) :])
+        ctx.mark_non_differentiable(*(r for r in results if not _has_gradient(r)), *results[len(outputs) :])
         return tuple(results)
 
     @staticmethod
