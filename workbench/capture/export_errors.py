@@ -58,8 +58,9 @@ def _line_of_replacement(model: nn.Module) -> SourceLine | None:
         with contextlib.suppress(OSError, TypeError, SyntaxError):  # code without a file
             lines, first = inspect.getsourcelines(kind.forward)
             for node in ast.walk(ast.parse(textwrap.dedent("".join(lines)))):
-                targets = node.targets if isinstance(node, ast.Assign) else []
-                if any(isinstance(target, ast.Attribute) and target.attr == "data" for target in targets):
+                if not isinstance(node, ast.Assign):
+                    continue
+                if any(isinstance(target, ast.Attribute) and target.attr == "data" for target in node.targets):
                     return line_at(inspect.getsourcefile(kind.forward) or "", first + node.lineno - 1)
     return None
 
