@@ -6,6 +6,7 @@ import workbench as wb
 from tests.distributed.documents import executed
 
 
+@pytest.mark.representative
 def test_the_template_trains_compares_and_judges_by_held_out_loss(tmp_path, monkeypatch):
     small = {"learning_rates": [1e-3, 1e-2], "batches": [32], "steps": 8, "hidden_size": 16, "num_layers": 1}
     document = executed("sweep", tmp_path, monkeypatch, forked=False, **small)
