@@ -2,11 +2,12 @@
 
     python benchmarks/demo.py 0 1 2              # executes templates/bert_scaling.ipynb with each seed
     python benchmarks/demo.py 0 1 2 --read RUNS  # reads the runs of earlier demos in RUNS/0, RUNS/1 and RUNS/2
+    python benchmarks/demo.py 0 1 --algorithm adamw   # the same with AdamW alone
     python benchmarks/demo.py --tuning           # trains the smaller model with other rates and initial weights
 
 It prints a table of the last losses beside the unigram entropy of the text, which a model reaches by knowing how
 frequent each token is and nothing else. The picture goes to docs/pictures/demo.png; it needs kaleido and a Chromium.
-`--tuning` trains on one core, in this process, with seed 0.
+`--tuning` trains on one core, in this process, with seed 0 and AdamW; `muon_pilots.py` tunes Muon.
 """
 
 from __future__ import annotations
@@ -33,7 +34,10 @@ from workbench.runs.run import Run
 
 ROOT = Path(__file__).resolve().parents[1]
 TEMPLATE = ROOT / "templates" / "bert_scaling.ipynb"
-RESULT = ROOT / "benchmarks" / "results" / "demo_2cores.json"
+RESULTS = {
+    "muon": ROOT / "benchmarks" / "results" / "demo_2cores.json",
+    "adamw": ROOT / "benchmarks" / "results" / "demo_adamw_2cores.json",
+}
 TUNING = ROOT / "benchmarks" / "results" / "demo_tuning_1core.json"
 TRIED = [(5e-3, 0.15), (7e-3, 0.15), (1e-2, 0.15), (7e-3, 0.1), (7e-3, 0.2)]
 """Peak rates with the deviations of the initial weights; the second is the demo's."""
@@ -46,6 +50,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("seeds", nargs="*", type=int)
     parser.add_argument("--read", type=Path, help="folder with the runs of each seed, in a folder named for the seed")
+    parser.add_argument("--algorithm", choices=list(RESULTS), default="muon", help="optimiser of both models")
     parser.add_argument("--tuning", action="store_true", help="the smaller model with other rates and initial weights")
     asked = parser.parse_args()
     if asked.tuning:
@@ -54,20 +59,23 @@ def main() -> None:
         print(*rows, sep="\n")
         return
     with tempfile.TemporaryDirectory() as scratch:
-        runs = {seed: demo(seed, asked.read or Path(scratch), asked.read is None) for seed in asked.seeds}
+        runs = {
+            seed: demo(seed, asked.algorithm, asked.read or Path(scratch), asked.read is None) for seed in asked.seeds
+        }
         rows = [losses(run, seed) for seed, pair in runs.items() for run in pair]
         entropy = unigram_entropy(runs[asked.seeds[0]][0])
     found = {"unigram_entropy": entropy, "cores": os.cpu_count(), "runs": rows}
-    RESULT.write_text(json.dumps(found) + "\n")
-    save(picture(found), PICTURE, width=960, scale=1.5)
+    RESULTS[asked.algorithm].write_text(json.dumps(found) + "\n")
+    if asked.algorithm == "muon":
+        save(picture(found), PICTURE, width=960, scale=1.5)
     print(table(found))
 
 
-def demo(seed: int, folder: Path, execute: bool) -> list[Run]:
+def demo(seed: int, algorithm: str, folder: Path, execute: bool) -> list[Run]:
     """Return the runs of the demo with one seed in their order, after executing it if `execute`."""
     runs_folder = folder / str(seed)
     if execute:
-        parameters = {"seed": seed, "runs_folder": str(runs_folder)}
+        parameters = {"seed": seed, "algorithm": algorithm, "runs_folder": str(runs_folder)}
         notebooks.execute(TEMPLATE, folder / f"report-{seed}", parameters)
     return list(reversed(wb.list_runs(runs_folder).runs))
 
@@ -76,8 +84,10 @@ def tuned(rate: float, deviation: float) -> dict[str, float]:
     """Train the smaller model of the demo with a peak rate and a deviation of its initial weights."""
     names: dict[str, Any] = {}
     codes = [cell.source for cell in nbformat.read(TEMPLATE, 4).cells if cell.cell_type == "code"]
-    for code in codes[:3]:  # the parameters, the presets, and the smaller model's experiment
+    for index, code in enumerate(codes[:3]):  # the parameters, the presets, and the smaller model's experiment
         exec(code, names)
+        if index == 0:
+            names["algorithm"] = "adamw"
     large = names["large"]
     model = dataclasses.replace(large.model, initializer_range=deviation)
     loss = train(large.replace(model=model, learning_rate=rate))

@@ -15,7 +15,8 @@ def test_the_template_predicts_a_pair_before_it_trains_it_and_says_how_far_it_wa
         held_out = experiment.model.name in ("bert-1x32", "bert-2x64")
         (later if held_out else fitted)[experiment.model.name, experiment.steps] = run
         width = experiment.model.hidden_size
-        assert experiment.optimizer.rate_scale["*"] == pytest.approx(32 / width), "the width rule gives the rates"
+        assert experiment.model.initial_scale["*"] == pytest.approx((32 / width) ** 0.5), "by the width rule"
+        assert (experiment.optimizer.muon_scale, experiment.optimizer.rate_scale["*"]) == ("spectral", 1.0)
     assert sorted(fitted) == [(f"bert-{size}", steps) for size in ("1x16", "2x32", "4x64") for steps in (4, 8, 16)]
     assert sorted(later) == [("bert-1x32", 16), ("bert-2x64", 16)]
 

@@ -255,24 +255,94 @@ def test_losses_of_the_ladder_are_those_of_its_executed_notebook() -> None:
     assert f"in {papermill('scaling_ladder_4xH200')['duration'] / 60:.0f} minutes) 42 runs of six sizes" in page
 
 
-def test_losses_of_the_demo_are_those_of_the_raw_file() -> None:
+NUMBERS = ("no", "one", "two", "three", "four", "five")
+DEMO = {"bert-large-mini": "BERT-Large, mini", "bert-scaled-mini": "scaled BERT, mini"}
+
+
+def ends_of(file: str) -> list[list[float]]:
+    """Return the last held-out losses of the demo's two models, over seeds."""
+    runs = raw(file)["runs"]
+    return [[run["held_out_loss"] for run in runs if run["model"] == name] for name in DEMO]
+
+
+def test_losses_of_the_demo_are_those_of_the_raw_files() -> None:
     content = raw("demo_2cores.json")
     rows = table(BENCHMARKS, "| seed | model |")
-    names = {"bert-large-mini": "BERT-Large, mini", "bert-scaled-mini": "scaled BERT, mini"}
     for (seed, model, training, held_out, below), run in zip(rows, content["runs"], strict=True):
-        assert (int(seed), model) == (run["seed"], names[run["model"]])
+        assert (int(seed), model) == (run["seed"], DEMO[run["model"]])
         assert shows(training, run["training_loss"])
         assert shows(held_out, run["held_out_loss"])
         assert shows(below, content["unigram_entropy"] - run["held_out_loss"])
-    ends = [[run["held_out_loss"] for run in content["runs"] if run["model"] == name] for name in names]
-    means, spreads = [statistics.mean(end) for end in ends], [statistics.stdev(end) for end in ends]
-    both = ", ".join(f"{mean:.3f} ± {spread:.3f}" for mean, spread in zip(means, spreads, strict=True))
-    assert f"five seeds, mean ± standard deviation | {both}" in words(README)
+    shown = {}
+    for file in ("demo_2cores.json", "demo_adamw_2cores.json"):
+        ends = ends_of(file)
+        means, spreads = [statistics.mean(end) for end in ends], [statistics.stdev(end) for end in ends]
+        both = ", ".join(f"{mean:.3f} ± {spread:.3f}" for mean, spread in zip(means, spreads, strict=True))
+        shown[file] = ends, means, spreads, f"{NUMBERS[len(ends[0])]} seeds", both
+    ends, means, spreads, seeds, both = shown["demo_2cores.json"]
+    assert f"{seeds}, mean ± standard deviation | {both}" in words(README)
     assert f"means are {means[0]:.3f} and {means[1]:.3f}" in words(BENCHMARKS)
     assert f"between seeds {spreads[0]:.3f} and {spreads[1]:.3f}" in words(BENCHMARKS)
     assert f"({max(ends[1]):.3f}) is {min(ends[0]) - max(ends[1]):.3f} below the best" in words(BENCHMARKS)
     assert f"of BERT-Large ({min(ends[0]):.3f})" in words(BENCHMARKS)
     assert f"unigram entropy of the text is {content['unigram_entropy']:.3f} nats" in words(BENCHMARKS)
+    _, adamw, spreads, seeds, both = shown["demo_adamw_2cores.json"]
+    assert f"the same with AdamW alone, {seeds} | {both}" in words(README)
+    assert f"the means of {seeds} are {adamw[0]:.3f} and {adamw[1]:.3f}" in words(BENCHMARKS)
+    assert f"deviations of {spreads[0]:.3f} and {spreads[1]:.3f}" in words(BENCHMARKS)
+    assert f"ends {adamw[0] - means[0]:.2f} lower, the larger one {adamw[1] - means[1]:.2f}" in words(BENCHMARKS)
+    assert f"{means[0] - means[1]:.2f} in place of {adamw[0] - adamw[1]:.2f}" in words(BENCHMARKS)
+
+
+PILOT = {"depth_rule": False, "warmup_share": 0.1, "decay": 0.01, "batch": 64, "seed": 0, "adamw_position": 0}
+
+
+def pilot(algorithm: str, width: int, position: int, **changes: Any) -> float:
+    """Return the held-out loss of a training of `benchmarks/muon_pilots.py`."""
+    key = {"algorithm": algorithm, "width": width, "position": position, **PILOT, **changes}
+    runs = raw("muon_pilots_1core.json")["runs"]
+    [loss] = [run["held_out_loss"] for run in runs if all(run[name] == value for name, value in key.items())]
+    return float(loss)
+
+
+def test_pilots_of_muon_are_those_of_the_raw_file() -> None:
+    base = {position: pilot("muon", 32, position) for position in (-2, -1, 0, 1)}
+    assert min(base, key=base.__getitem__) == -1
+    page = words(BENCHMARKS)
+    assert f"no lower than with 1.4e-2 ({base[-1]:.4f}): {base[-2]:.4f} with 1e-2, {base[0]:.4f} with 2e-2" in page
+    assert f"and {base[1]:.4f} with 2.8e-2 (`muon_pilots.py`" in page
+    page = words("docs/optimizers.md")
+    larger = [pilot("muon", 64, position) for position in (-2, -1, 0)]
+    assert "{:.3f}, {:.3f} and {:.3f} with 1e-2, 1.4e-2 and 2e-2".format(*larger) in page
+    assert f"{base[-1]:.3f} with a warm-up of 10 %, {pilot('muon', 32, -1, warmup_share=0.02):.3f} with 2 %" in page
+    assert f"{pilot('muon', 32, -1, decay=0.0):.3f} without decay" in page
+    doubled = [pilot("muon", 32, position, batch=128) for position in (-1, 0)]
+    assert "{:.3f} at the same rate and {:.3f} at sqrt(2) times".format(*doubled) in page
+    assert f"{pilot('muon', 64, -1, depth_rule=True):.3f} with `depth_rule=True`" in words("docs/scaling.md")
+
+
+def test_drifts_under_muon_are_those_of_the_raw_file() -> None:
+    content, page = raw("coordinate_check_muon_1core.json"), table("docs/scaling.md", "| after four steps with Muon |")
+    found = [drifts for of_axis in content.values() for drifts in of_axis.values()]
+    for cells, drifts in zip(page, found, strict=True):
+        assert all(shows(cell, drift) for cell, drift in zip(cells[1:], drifts, strict=True)), cells
+
+
+def test_rates_that_carry_over_under_muon_are_those_of_the_raw_file() -> None:
+    best: dict[int, dict[int, float]] = {}
+    for run in raw("width_rule_muon_1core.json")["runs"]:
+        if run["rule"] and run["depth"] == 4:
+            best.setdefault(run["width"], {})[run["position"]] = run["held_out_loss"]
+    rows = table("docs/scaling.md", "| width × 4 with Muon |")
+    assert [int(cells[0]) for cells in rows] == sorted(best)
+    centre = min(best[64], key=best[64].__getitem__)
+    for (_, rate, loss, at_proxys), losses in zip(rows, (best[width] for width in sorted(best)), strict=True):
+        lowest = min(losses, key=losses.__getitem__)
+        assert {lowest - 1, lowest + 1} <= losses.keys(), "a worse rate on either side"
+        assert abs(lowest - centre) <= 1, "within a factor of sqrt(2)"
+        assert shows(rate, 1e-2 * 2 ** (lowest / 2))
+        assert shows(loss, losses[lowest])
+        assert shows(at_proxys, losses[centre])
 
 
 def test_reads_of_the_simulated_cache_are_those_of_the_raw_file() -> None:
