@@ -43,6 +43,8 @@ OF_KERNELS = {
     "MPLBACKEND": "module://matplotlib_inline.backend_inline",
 }
 """Variables that kernels set: a server that was started without them would not serve what a kernel launches."""
+REGISTERS = "__import__('workbench')._register_displays()"
+"""Code that does in a kernel what `import workbench` does where it is imported in the kernel and not before."""
 ATTACHES_S = 1.0
 """Seconds in which a server that was left is ready; a kernel that comes before is a new process, and right as well."""
 
@@ -93,9 +95,8 @@ class ForkedKernel(psutil.Process):
 
 def fork_kernel(command: Sequence[str], env: Mapping[str, str], **_: Any) -> ForkedKernel:
     """Start a kernel as `jupyter_client.launcher.launch_kernel` does, forked from the server."""
-    return ForkedKernel(
-        forked(*command[command.index("-m") + 1 :], log=LOG, environment={"PYTHONPATH": str(ROOT), **env})
-    )
+    words = [*command[command.index("-m") + 1 :], f"--IPKernelApp.exec_lines={REGISTERS}"]
+    return ForkedKernel(forked(*words, log=LOG, environment={"PYTHONPATH": str(ROOT), **env}))
 
 
 def forked(module: str, *arguments: str, log: Path, environment: Mapping[str, str]) -> int:
