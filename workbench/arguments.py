@@ -87,6 +87,9 @@ def _resolved(parameter: inspect.Parameter, function: Callable[..., Any]) -> Any
 def check(callee: str, name: str, value: Any, kind: Any) -> None:
     """Raise `InvalidArgument` unless a value is of the type that the annotation names."""
     if not _fits(value, kind):
+        if typing.get_origin(kind) in (Sequence, Iterable) and isinstance(value, list | tuple):
+            for number, item in enumerate(value):  # name the one that is wrong
+                check(callee, f"{name}[{number}]", item, *typing.get_args(kind)[:1])
         raise InvalidArgument(
             f"{callee} cannot use {name}={_short(value)}. Give {_listed(dict.fromkeys(_words(kind)))}."
         )

@@ -22,7 +22,7 @@ from torch.utils.data import DataLoader, Dataset, TensorDataset
 from workbench import data, models
 from workbench.data import _sampling, _store, _tokens, _vocabulary
 from workbench.data._store import tokenizer_in
-from workbench.errors import DataError, UnknownParameter
+from workbench.errors import DataError, InvalidArgument, UnknownParameter
 from workbench.experiment import Evaluation
 
 CLS, SEP, MASK = 2, 3, 4
@@ -439,6 +439,13 @@ def test_an_empty_corpus_is_refused(tmp_path):
 def test_text_shorter_than_one_sequence_is_refused_with_the_numbers(tmp_path):
     with pytest.raises(DataError, match=r"holds 14 tokens, fewer than the 61 of one sequence \(seq_len=64\)"):
         check_of(tmp_path / "a.txt", "to be or not to be to be or not to be to be")
+
+
+def test_a_missing_file_is_told_before_a_vocabulary_and_a_wrong_document_by_its_number(tmp_path):
+    with pytest.raises(DataError, match=r"no text file or folder at .*gone\.txt"):
+        data.corpus(tmp_path / "gone.txt").check(Training(models.bert(vocab_size=512)))
+    with pytest.raises(InvalidArgument, match=r"documents cannot use texts\[1\]=None\. Give text\."):
+        data.documents(["a b c", None])
 
 
 def test_a_missing_file_is_refused(tmp_path):

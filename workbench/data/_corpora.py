@@ -141,6 +141,8 @@ def check_sizes(data: TextData, request: SampleRequest) -> None:
             f"seq_len={request.seq_len} is too short for a sample of text. Give at least {SHORTEST_SEQUENCE}."
         )
     if model.vocab_size is not None and data.vocab_size > model.vocab_size:
+        if isinstance(data, Corpus):
+            data._source()  # a file that is missing matters first
         raise DataError(
             f"{data.name} is tokenised into a vocabulary of {data.vocab_size:,}, but {model.name} embeds "
             f"{model.vocab_size:,} tokens. Give "
