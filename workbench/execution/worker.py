@@ -305,16 +305,16 @@ class TrainingWorker:
             graph = captured.graph if gathered is None else captured.gathered(gathered)
             evaluated = None if experiment.evaluation is None else captured.evaluation(experiment, gathered)
             sampled = captured.samples(experiment)
-        check_runnable(experiment, plan, captured)
         with self._timed_phase("stage"):
-            if self.is_main:
-                check_numbers(experiment, plan, captured.graph, model)
             if plan.world > 1:
                 graphs = [graph, *([] if evaluated is None else [evaluated]), *sampled]
                 tensors = held_tensors(model, graphs)
                 self._digests = digests(tensors, graphs)
                 if is_together and (taken := share(experiment.model.name, self._digests, tensors, self.device)):
                     print(f"Every rank has the values of rank 0 in what differed: {', '.join(taken)}.", flush=True)
+            check_runnable(experiment, plan, captured)
+            if self.is_main:
+                check_numbers(experiment, plan, captured.graph, model)
             extras = _checkpoint_extras(model, graph) if self.is_main else CheckpointExtras()
             stages = build_stage(
                 plan,
