@@ -8,10 +8,15 @@ import pytest
 import torch
 from torch import nn
 
+from tests.distributed.harness import CPU, LINK
 from workbench.capture.captured_model import CapturedModel
 from workbench.capture.computation import Computation, computation_of
+from workbench.cost.cluster import Cluster
+from workbench.errors import PlanMismatch
 from workbench.experiment import Experiment
 from workbench.planning.plan import Plan, _stored
+from workbench.planning.planner import plan as make_plan
+from workbench.planning.runnable import check_signature
 
 
 class Net(nn.Module):
@@ -26,6 +31,21 @@ class Net(nn.Module):
             x = x + self.factor * layer(x)
         x = x.reshape(len(x) * 2, 2).sum(self.dim).reshape(len(y), 2)
         return ((x[:, 0] - y).abs() ** self.power).mean()
+
+
+class FromASet(nn.Module):
+    """Layers in the order of a set, which another process draws anew."""
+
+    names = ("alpha", "beta", "gamma")
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleDict({name: nn.Linear(4, 4) for name in self.names})
+
+    def forward(self, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+        for name in sorted(self.layers):
+            x = torch.tanh(self.layers[name](x))
+        return ((x[:, 0] - y) ** 2).mean()
 
 
 class SampleBySample(Net):
@@ -72,3 +92,17 @@ def test_a_stored_plan_tells_what_it_was_made_for() -> None:
     assert stored.first_difference(Computation("a", 4, "b", ("0 c", "d:2:-2"))) is None
     assert stored.first_difference(Computation("a", 4, "b", ("0 c", "d:3:-2"))) == 1
     assert stored.first_difference(Computation("a", 2, "b", ("0 c",))) == 1
+
+
+def test_a_constructor_that_goes_through_a_set_is_told_to_sort_it_and_not_to_plan_again() -> None:
+    data = [{"x": torch.randn(4), "y": torch.tensor(1.0)}] * 8
+    experiment = Experiment.of(model=FromASet, data=data, global_batch=4, seq_len=1)
+    plan = make_plan(experiment, Cluster(CPU, 2, 2, LINK, LINK), pipeline=2)
+    reordered = type("FromASet", (FromASet,), {"names": ("gamma", "alpha", "beta")})()
+    captured = CapturedModel(experiment, plan.micro_batch, reordered)
+    assert captured.graph.parameters.keys() == {
+        f"layers.{name}.{part}" for name in FromASet.names for part in ("weight", "bias")
+    }
+    with pytest.raises(PlanMismatch, match=r"another order in this process .* sorted\(names\)") as refused:
+        check_signature(experiment, plan, captured)
+    assert "Plan" not in str(refused.value)
