@@ -321,7 +321,8 @@ def move_meta_to_cpu(model: nn.Module) -> None:
 
     for module in model.modules():
         for table in (module._parameters, module._buffers):
-            table.update({key: on_cpu(value) for key, value in table.items()})
+            for key, value in list(table.items()):  # the table of a scripted module is no dictionary, and has no update
+                table[key] = on_cpu(value)
         for key, value in list(vars(module).items()):
             if key not in _TABLES and isinstance(value, (torch.Tensor, list, tuple, dict)):
                 vars(module)[key] = on_cpu(value)
