@@ -72,7 +72,7 @@ test-exhaustive: lint
 	$(PYTEST) tests/gpu
 
 durations: $(VENV)/.tested
-	+@$(TESTS) RUN=--record-durations
+	+@$(TESTS) RUN=--record-durations=tests/durations.json
 
 tests-elsewhere: $(VENV)/.tested
 	nice -n 10 env $(PYTEST) $(BESIDE) $(filter-out tests/__pycache__/ tests/browser/ tests/gpu/,$(wildcard tests/*/))

@@ -187,11 +187,15 @@ class Optimizer:
                 "of every step itself. Leave warmup_steps out, and let the callable warm up."
             )
         folded = [name for name in ("decay_scale", "eps_scale", "grad_norm_scale") if getattr(self, name) is not None]
-        if folded and self.algorithm not in ("adamw", "muon"):
+        has_rule = self.algorithm == "adamw" or (self.algorithm == "muon" and self.muon_scale == "spectral")
+        if folded and not has_rule:
+            scale = f" with muon_scale={self.muon_scale!r}" if self.algorithm == "muon" else ""
             raise InvalidExperiment(
-                f"The optimizer is {self.name}, and {', '.join(folded)} can be given for adamw and muon alone: the "
-                "rule of wb.models.scaling is derived from their updates, and its factors are wrong for others. Use "
-                'optimizer="adamw", or give a rate_scale of your own and nothing else of the rule.'
+                f"The optimizer is {self.name}{scale}, and {', '.join(folded)} can be given for adamw, and for muon with "
+                "muon_scale='spectral': the rules of wb.models.scaling are derived from these two updates, and their "
+                'factors are wrong for others. Use optimizer="adamw", take all factors of '
+                'wb.models.scaling(base, target, algorithm="muon"), or give a rate_scale of your own and nothing else of '
+                "the rule."
             )
         given = {"muon_scale": self.muon_scale != MUON_SCALES[0]}
         given |= {name: getattr(self, name) is not None for name in ("adamw_rate", "fused_projections")}

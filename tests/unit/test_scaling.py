@@ -118,7 +118,7 @@ def test_smaller_residual_outputs_of_the_base_are_kept_as_they_are_and_the_rule_
 
 def test_the_factors_of_the_rule_are_refused_for_optimisers_without_a_rule():
     rule = scaling(*PAIRS["bert"])
-    for other in ("sgd", "lamb", lambda groups: torch.optim.RAdam(groups)):
+    for other in ("sgd", "lamb", "muon", lambda groups: torch.optim.RAdam(groups)):
         with pytest.raises(InvalidExperiment, match=r"decay_scale, eps_scale, grad_norm_scale can be given for adamw"):
             wb.Optimizer(other, **rule.optimizer)
     assert wb.Optimizer("sgd", rate_scale=rule.optimizer["rate_scale"]).rate_scale
