@@ -191,11 +191,11 @@ class Optimizer:
         if folded and not has_rule:
             scale = f" with muon_scale={self.muon_scale!r}" if self.algorithm == "muon" else ""
             raise InvalidExperiment(
-                f"The optimizer is {self.name}{scale}, and {', '.join(folded)} can be given for adamw, and for muon with "
-                "muon_scale='spectral': the rules of wb.models.scaling are derived from these two updates, and their "
-                'factors are wrong for others. Use optimizer="adamw", take all factors of '
-                'wb.models.scaling(base, target, algorithm="muon"), or give a rate_scale of your own and nothing else of '
-                "the rule."
+                f"The optimizer is {self.name}{scale}, and {', '.join(folded)} can be given for adamw, and for muon "
+                "with muon_scale='spectral': the rules of wb.models.scaling are derived from these two updates, and "
+                'their factors are wrong for others. Use optimizer="adamw", take all factors of '
+                'wb.models.scaling(base, target, algorithm="muon"), or give a rate_scale of your own and nothing else '
+                "of the rule."
             )
         given = {"muon_scale": self.muon_scale != MUON_SCALES[0]}
         given |= {name: getattr(self, name) is not None for name in ("adamw_rate", "fused_projections")}
