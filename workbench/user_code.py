@@ -138,7 +138,7 @@ class Function:
     file: str
     line: int
     qualname: str
-    """Its name in its file, such as `Net.forward`."""
+    """Name of the function in its file, such as `Net.forward`."""
     module: str
     """The module that defined it: another than that of its class for a method that was replaced."""
 

@@ -140,7 +140,7 @@ class CapturedModel:
 
     @cached_property
     def computation(self) -> Computation:
-        """What the forward of a step computes, for a plan."""
+        """Operations that the forward of a step computes, for a plan."""
         loss = self._loss.to_json() if isinstance(self._loss, UserFunction) else self._loss
         return computation_of(self.graph, [self._source.to_json(), loss, self._experiment.seed])
 

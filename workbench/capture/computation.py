@@ -1,4 +1,4 @@
-"""What a forward computes, as text that another process can compare: operations with their numbers, and their wiring.
+"""A forward as text that another process can compare: its operations with their numbers, and their wiring.
 
 A plan stores it, and each rank compares what it has captured. The two may have been captured for another number of
 samples, so that sizes may be larger in proportion.

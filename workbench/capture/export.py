@@ -98,8 +98,7 @@ def _export_on(
     numbers: Numbers | None = None,
 ) -> Exported:
     """Export on a device; `numbers` replace those that the modules hold, in a second export of the same model."""
-    model, name = search.model, search.name
-    example = _example(batch, device)
+    model, name, example = search.model, search.name, _example(batch, device)
     templates: list[Any] = [None]
     held, after = Numbers.of(model), list[Numbers]()
     tensors_before, kept = Held(model), dict[str, torch.Tensor]()

@@ -175,16 +175,7 @@ class TrainingWorker:
         self.run_dir, self.plan = run_dir, plan
         check_unedited(run_dir)
         seed_generators(int(read_record(run_dir.experiment).get("seed", 0)))  # a module may draw when it is imported
-        files = {name: run_dir.code / f"{name}.pkl" for name in USER_PARTS}  # which the launcher pickled
-        code = {name: pickle.loads(file.read_bytes()) for name, file in files.items() if file.exists()}
-        for part, functions in read_functions(run_dir.code).items():
-            changed = changed_between(functions, functions_of(code[part])) if part in code else []
-            if changed:
-                raise PlanMismatch(
-                    f"The {part} is another than the one that was launched: {changed[0]} has other code in this "
-                    "process. Undo the edit of that file, or launch the edited code: wb.launch(experiment)."
-                )
-        self.experiment = Experiment.from_json(read_record(run_dir.experiment), code)
+        self.experiment = Experiment.from_json(read_record(run_dir.experiment), _user_code(run_dir))
         started = time.perf_counter()
         if self.experiment.numerics.deterministic:
             use_deterministic_kernels()
@@ -308,10 +299,7 @@ class TrainingWorker:
         with self._timed_phase("stage"):
             if plan.world > 1:
                 graphs = [graph, *([] if evaluated is None else [evaluated]), *sampled]
-                tensors = held_tensors(model, graphs)
-                self._digests = digests(tensors, graphs)
-                if is_together and (taken := share(experiment.model.name, self._digests, tensors, self.device)):
-                    print(f"Every rank has the values of rank 0 in what differed: {', '.join(taken)}.", flush=True)
+                self._digests = _shared_digests(experiment.model.name, model, graphs, self.device, is_together)
             check_runnable(experiment, plan, captured)
             if self.is_main:
                 check_numbers(experiment, plan, captured.graph, model)
@@ -373,10 +361,7 @@ class TrainingWorker:
                 begin("batch", step + 1)
             else:
                 if step < steps:
-                    raise DataError(
-                        f"The data ended after {step:,} of {steps:,} steps. Let the dataset return as many items as "
-                        "its __len__ says, and raise StopIteration nowhere but in an iterator."
-                    )
+                    raise _ended_early(step, steps)
         except NonFiniteLoss as error:  # Every rank raises it at the same step, so that all can act together.
             begin("locating")
             checkpoints.wait()
@@ -431,6 +416,41 @@ class TrainingWorker:
     def _report_rejected(self, path: Path, reason: str) -> None:
         print(f"skipped a checkpoint: {reason}", flush=True)
         log_event(self.run_dir.events, "checkpoint_problem", step=step_of(path), path=str(path), message=reason)
+
+
+def _user_code(run_dir: RunDir) -> dict[str, Any]:
+    """Return the user's objects that the launcher pickled, by the name of the part.
+
+    Raises `PlanMismatch` if a function of them has other code here than where the run was launched.
+    """
+    files = {name: run_dir.code / f"{name}.pkl" for name in USER_PARTS}
+    code = {name: pickle.loads(file.read_bytes()) for name, file in files.items() if file.exists()}
+    for part, functions in read_functions(run_dir.code).items():
+        changed = changed_between(functions, functions_of(code[part])) if part in code else []
+        if changed:
+            raise PlanMismatch(
+                f"The {part} is another than the one that was launched: {changed[0]} has other code in this "
+                "process. Undo the edit of that file, or launch the edited code: wb.launch(experiment)."
+            )
+    return code
+
+
+def _shared_digests(
+    name: str, model: torch.nn.Module, graphs: Sequence[Graph], device: torch.device, is_together: bool
+) -> Digests:
+    """Return the digests of what a model holds; if all ranks have built it, take from rank 0 what differs."""
+    tensors = held_tensors(model, graphs)
+    found = digests(tensors, graphs)
+    if is_together and (taken := share(name, found, tensors, device)):
+        print(f"Every rank has the values of rank 0 in what differed: {', '.join(taken)}.", flush=True)
+    return found
+
+
+def _ended_early(step: int, steps: int) -> DataError:
+    return DataError(
+        f"The data ended after {step:,} of {steps:,} steps. Let the dataset return as many items as its __len__ says, "
+        "and raise StopIteration nowhere but in an iterator."
+    )
 
 
 def _require_specs(batch: Mapping[str, torch.Tensor], specs: Mapping[str, TensorSpec], step: int) -> None:

@@ -176,7 +176,7 @@ class Plan(Strategy):
     notes: tuple[str, ...] = ()
     """Sentences on the model that a user may not expect: coupled samples, statistics of BatchNorm."""
     computation: Computation | None = field(default=None, repr=False)
-    """What the forward computes that the plan was made for; None for plans that do not say."""
+    """Computation of the forward that the plan was made for; None for plans that do not say."""
     chunks: int = field(init=False)
     recompute: str = field(init=False)
     origin: Origin = field(default=None, init=False, repr=False, compare=False)

@@ -1,4 +1,4 @@
-"""What all ranks hold in common when they have built the model: compared, and taken from rank 0 where it differs.
+"""Compare what all ranks hold in common when they have built the model, and take from rank 0 what differs.
 
 Every generator is seeded alike, so that ranks build the same model. They differ all the same where a constructor asks
 the system for random numbers (`numpy.random.default_rng()`), the clock or the rank, or goes through a set.
