@@ -325,7 +325,8 @@ def _smoothing_menu(
         heights = [np.round(lines[key][prepared[key].line_index], 5) for key in keys]
         args = [{"y": [[float(value) if np.isfinite(value) else None for value in line] for line in heights]}, at]
         buttons.append({"label": f"smoothing {100 * width:.3g} %", "method": "restyle", "args": args})
-    look = {"direction": "down", "pad": {"b": 4, "l": 360}, **MENU_LOOK}
+    # Beside the title of the x axis, because three menus fill the line above a figure of 500 pixels.
+    look = {"direction": "up", "pad": {"t": 28}, **MENU_LOOK, "x": 1.0, "y": 0.0, "xanchor": "right", "yanchor": "top"}
     return [{"buttons": buttons, "active": widths.index(smoothing), **look}]
 
 

@@ -23,7 +23,7 @@ LYING_NODES = 4
 """Largest number of nodes that are drawn as rows; of more, each is a column."""
 CELL_PX, CELL_WIDTH, CELL_HEIGHT = 22, 0.9, 0.76
 """Height of a row in pixels, and the size of a cell as a share of its column and its row; links lie between them."""
-WORDS_LETTERS = 100
+WORDS_LETTERS = 44
 """Letters of a line of words below the map."""
 
 
@@ -150,8 +150,8 @@ def add_map(figure: Figure, plan: Plan, cells: Sequence[Cell], row: int) -> None
     if len(cells) < plan.cluster.gpus:
         names = ("node", "")
     dotted = " Dotted: links that cross nodes." if crossing_hops(plan) else ""
-    every = max(1, -(-columns // 32))
-    ticks = list(range(0, columns, every))
+    # A cell may be 9 pixels wide, and the label of the first one is as wide as four.
+    ticks = [0, columns - 1] if columns > 4 else [0]
     figure.update_xaxes(
         title_text=theme.broken(theme.text(f"{links_in_words(plan)}{dotted}"), WORDS_LETTERS),
         range=[-0.7, max(columns, 16) - 0.4],

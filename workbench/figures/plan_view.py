@@ -39,7 +39,7 @@ POOR = 0.6
 """Share of linear scaling below which a plan says that its batch does not use the devices."""
 BELOW_TIMELINE_PX = 44
 """Height between the timeline and its legend, where a map of the devices follows."""
-GAP_PX, BELOW_TITLES_PX = 124, 56
+GAP_PX, BELOW_TITLES_PX = 148, 56
 """Height between the partition and the timeline, which holds axis titles and a legend, and the legend's place in it."""
 
 
@@ -148,9 +148,11 @@ def _add_crossing(figure: Figure, plan: Plan, crossing: Mapping[int, Sequence[Te
 def _lane_label(plan: Plan, stage: Stage) -> str:
     num_blocks = stage.end_block - stage.first_block
     facts = f"{num_blocks} block{'s' * (num_blocks > 1)} · {count(stage.parameters)}"
-    separator = "<br>" if len(plan.stages) <= 10 else " "
-    name = f"<b>stage {stage.index}</b> · {place_in_words(plan, stage.index % plan.pipeline)}"
-    return f"{name}{separator}<span style='color:{theme.MUTED}'>{facts}</span>"
+    name = f"<b>stage {stage.index}</b>"
+    if len(plan.stages) > 10:  # on one line, which is too short for the devices: the map and the hover box name them
+        return f"{name} <span style='color:{theme.MUTED}'>{facts}</span>"
+    place = place_in_words(plan, stage.index % plan.pipeline)
+    return f"{name} · {place}<br><span style='color:{theme.MUTED}'>{facts}</span>"
 
 
 def _stage_trace(plan: Plan, stage: Stage, laid: Sequence[BlockRectangle], rows: int) -> go.Bar:
