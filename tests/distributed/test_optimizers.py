@@ -251,6 +251,7 @@ def trained(case: Case) -> tuple[Tensors, tuple[int, int, int]]:
     for step in case.steps:
         trainer.step(step, part_of(trainer, batch_of(step)))
     if case.save_to is not None:
+        case.save_to.mkdir(exist_ok=True)  # a store makes no run's folder, which somebody may have deleted
         checkpoints = CheckpointStore(trainer, RunDir(case.save_to))
         checkpoints.save(TrainingProgress(case.steps.stop, 0.0))
         checkpoints.finish()

@@ -192,6 +192,7 @@ def trained(case: Case) -> Outcome:
         check_absent(trainer)
         check_regrown(trainer, before)
     if case.save_to is not None:
+        case.save_to.mkdir(exist_ok=True)  # a store makes no run's folder, which somebody may have deleted
         checkpoints = CheckpointStore(trainer, RunDir(case.save_to))
         checkpoints.save(TrainingProgress(case.steps.stop, 0.0))
         checkpoints.finish()

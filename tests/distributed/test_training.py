@@ -115,6 +115,7 @@ def train(_rank: int, name: str, division: Division, steps: int, save_to: Path |
         losses.append(loss)
         norms.append(squared_norm**0.5)
     if save_to is not None:
+        save_to.mkdir(exist_ok=True)
         checkpoints = CheckpointStore(trainer, RunDir(save_to))
         checkpoints.save(TrainingProgress(steps, float(steps)))
         checkpoints.finish()
