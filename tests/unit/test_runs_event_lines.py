@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 
 from workbench.rundir import RunDir, append_event, event_line, this_process, write_json, write_record
 from workbench.runs.records import event_lines
-from workbench.runs.records.history import History, HistoryTail, latest_events
+from workbench.runs.records.history import History, HistoryTail, final_loss, latest_events
 from workbench.runs.run import Run
 
 STEPS = 6000
@@ -157,12 +157,14 @@ def test_the_latest_of_a_long_run_is_what_its_events_say(events: Path) -> None:
     write_steps(events, STEPS + 1, STEPS + 30, loss=0.25)
     append_event(events, "device", device_type="cpu", names=["CPU"], shares=[0.5], used_bytes=[7])
     follower = Run(run.path)
+    losses = [7.0 / step for step in range(1, STEPS + 1)] + [0.25] * 30
     facts = follower.row()
-    assert (facts["step"], facts["loss"], facts["peak_bytes"]) == (STEPS + 30, 0.25, 7)
+    assert (facts["step"], facts["peak_bytes"]) == (STEPS + 30, 7)
+    assert facts["loss"] == pytest.approx(final_loss(range(1, STEPS + 31), losses))
     assert [event["type"] for event in follower.milestones()] == ["start", "status", "memory"]
     write_steps(events, STEPS + 31, STEPS + 31, loss=0.125)
     append_event(events, "end", steps=STEPS + 31, seconds=1.0)
-    assert follower.row()["loss"] == 0.125
+    assert follower.row()["loss"] == pytest.approx(final_loss(range(1, STEPS + 32), [*losses, 0.125]))
     events_now, offset, _ = latest_events(events)
     assert offset == events.stat().st_size
     assert [event["type"] for event in events_now if event["type"] != "step"] == ["start", "status", "memory", "end"]
