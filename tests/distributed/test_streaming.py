@@ -117,7 +117,8 @@ def read_by(rank: int, experiment: Experiment, state: Any, first: int, end: int)
     worker: Any = TrainingWorker.__new__(TrainingWorker)
     worker.experiment, worker._feed, worker._stream_state = experiment, None, state
     worker.coordinate, worker.device = SimpleNamespace(data=world, data_rank=rank), torch.device("cpu")
-    trainer: Any = SimpleNamespace(samples=BATCH // world, count_labels_on_host=lambda _: None)
+    graph = SimpleNamespace(batch={})
+    trainer: Any = SimpleNamespace(samples=BATCH // world, graph=graph, count_labels_on_host=lambda _: None)
     windows = []
     for step, (batch, _) in enumerate(worker._batches(trainer, first), first):
         windows.append(batch["input_ids"].tolist())
