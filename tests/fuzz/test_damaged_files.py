@@ -204,7 +204,7 @@ class World:
         trainer = SimpleNamespace(
             plan=self.plan,
             optimizer=None,
-            stages=SimpleNamespace(shardings={}, compact=BlockSparseParameters()),
+            stages=SimpleNamespace(shardings={}, compact=BlockSparseParameters(), model_buffers=dict),
             graph=SimpleNamespace(parameters=self.weights),
             coordinate=SimpleNamespace(data=1, tensor=1, data_rank=0, tensor_rank=0),
             context=SimpleNamespace(device=torch.device("cpu")),
