@@ -379,7 +379,7 @@ def answered(ask: Callable[[], Any]) -> str:
     return "as before" if not isinstance(wrong, str) else wrong
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture
 def world(tmp_path_factory: pytest.TempPathFactory) -> Iterator[World]:
     folder = tmp_path_factory.mktemp("world")
     logging.getLogger("c10d-NullHandler-dcp_logger").setLevel(logging.INFO)  # it formats a line for each tensor
