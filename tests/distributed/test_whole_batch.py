@@ -90,6 +90,6 @@ def test_a_run_of_a_large_model_whose_loss_compares_samples_ends_before_its_firs
     plan = wb.plan(experiment, data=2, micro_batch=2)
     assert "compares numbers on its first device before the first update" in plan.notes[-1]
     run = wb.launch(experiment, plan)
-    with pytest.raises(RunFailed, match=r"4 samples have the loss .* repeat at .* Nothing was updated"):
+    with pytest.raises(RunFailed, match=r"4 samples have the loss .* flip at .* Nothing was updated"):
         run.wait(timeout=240)
     assert not len(run.history())
