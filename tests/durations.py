@@ -116,14 +116,10 @@ class Durations:
     def __init__(self, config: pytest.Config) -> None:
         self.config = config
         self.recorded = read(FILE)
-        self.recorded_files = {test.partition("::")[0] for test in self.recorded}
         self.measured: dict[str, Duration] = {}
         """Duration of each test that passed."""
         self.in_short_run: set[str] = set()
-        """Tests whose length is checked: those without the mark, recorded as short, or not at all in a recorded file.
-
-        A new file is not checked before its durations are recorded.
-        """
+        """Tests whose length is checked: those without the mark, recorded as short or not at all."""
         self.collected: set[str] = set()
         self.left_out: list[str] = []
         self.grown: dict[str, float] = {}
@@ -195,8 +191,7 @@ class Durations:
     def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
         if report.when == "call" and report.passed:
             self.measured[report.nodeid] = Duration(report.duration)
-            is_marked, file = MARK in report.keywords, report.nodeid.partition("::")[0]
-            if not is_marked and file in self.recorded_files and self._record(report.nodeid).seconds <= LONG_S:
+            if MARK not in report.keywords and self._record(report.nodeid).seconds <= LONG_S:
                 self.in_short_run.add(report.nodeid)
         if report.when == "teardown" and report.nodeid in self.measured:
             self.measured[report.nodeid] = Duration(*dict(report.user_properties)[TAKEN])
