@@ -154,6 +154,11 @@ class RunDir:
     def __fspath__(self) -> str:
         return str(self.path)
 
+    @property
+    def was_deleted(self) -> bool:
+        """Whether a run that has started is gone; its folder stays if a file is written while the others are deleted."""
+        return not self.plan.is_file()
+
     def rank(self, rank: int) -> Path:
         return self.ranks / f"{rank}.json"
 

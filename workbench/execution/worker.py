@@ -152,7 +152,7 @@ def train(run: RunDir, worker_type: type[TrainingWorker], *, heeds_signals: bool
             worker.heed_signals()
         steps, target = worker.run(), worker.experiment.total_steps
     except BaseException as error:
-        if not run.path.is_dir():  # it was deleted, and is not to be made again
+        if run.was_deleted:  # and is not to be made again
             raise
         cause = root_exception(error)
         message = masked_words(error_message(cause, plan))

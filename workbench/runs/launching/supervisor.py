@@ -183,7 +183,7 @@ def _last_words(run: RunDir) -> Iterator[None]:
         yield
     except BaseException as error:
         processes.kill_trees(record for record in processes.named(run) if record["pid"] != os.getpid())
-        if run.path.is_dir():
+        if run.events.is_file():
             _status(run, "failed", f"the supervisor raised {type(error).__name__}: {error}; see {run.log('launcher')}.")
         raise
 
@@ -335,7 +335,7 @@ def _watch(process: fork_server.Forked, attempt: _Supervised, launcher: Launcher
     next_census = 0.0
     while True:
         exit_code = process.wait(POLL_S)
-        if not attempt.run.path.is_dir():
+        if attempt.run.was_deleted:
             raise FileNotFoundError(f"{attempt.run.path} was deleted while it trained, and its processes are ended.")
         if exit_code is not None:
             return exit_code
