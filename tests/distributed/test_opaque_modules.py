@@ -243,7 +243,7 @@ class Drawing(Layered):
         def forward(self, x: torch.Tensor) -> torch.Tensor:
             self.calls += 1
             x = functional.dropout(self.linear(x), 0.3) * (0.5 + random.random())
-            return x if float(x.detach().sum()) > 0 else x.tanh()
+            return x if float(x.detach().abs().max()) > 0 else x.tanh()
 
 
 def _drawn(

@@ -157,6 +157,34 @@ def doubled_free_nats(last: torch.Tensor, logits: torch.Tensor, labels: torch.Te
     return free_nats(Doubled.apply(last), logits, labels)
 
 
+def halved(_last: torch.Tensor, logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+    loss = functional.cross_entropy(logits, labels)
+    if loss > 5:
+        return loss / 2
+    return loss
+
+
+def scaled(_last: torch.Tensor, logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+    loss = functional.cross_entropy(logits, labels)
+    return loss * min(1.0, 5 / float(loss.detach().numpy()))
+
+
+def halved_behind_a_loop(_last: torch.Tensor, logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+    losses = torch.zeros(len(logits))
+    for index, row in enumerate(logits):
+        losses[index] = functional.cross_entropy(row, labels[index])
+    return losses.mean() if losses.mean() < 5 else losses.mean() / 2
+
+
+def chosen_by_sample(last: torch.Tensor, logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+    """Branches by single samples, checks, and a printed mean, none of which makes the loss one of the batch."""
+    if (labels < 0).any() or last.abs().max() > 1e4 or not torch.isfinite(logits.mean()):
+        raise ValueError(f"labels {labels}, mean {logits.mean():.2f}")
+    f"{logits.mean():.2f}"
+    rows = [row / row.norm() if row.norm() > 2 else row for row in logits]
+    return functional.cross_entropy(torch.stack(rows), labels)
+
+
 def finite(_last: torch.Tensor, logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
     loss = functional.cross_entropy(logits, labels)
     return torch.where(torch.isfinite(loss), loss, torch.zeros_like(loss))
@@ -171,6 +199,9 @@ BENT: dict[str, tuple[Callable[[], nn.Module], str, str]] = {
     "a hinge on a sum over a choice": (lambda: Reader(hinged), "sequences", "relu at "),
     "a bend behind a sort over the batch": (lambda: Reader(flooded), "sequences", "abs at .* behind sort at "),
     "behind a function": (lambda: Reader(doubled_free_nats), "sequences", "clamp at .* behind Doubled at "),
+    "a branch by the loss": (lambda: Reader(halved), "sequences", "gt at .* in .*, which runs as written"),
+    "a number of the loss": (lambda: Reader(scaled), "sequences", "item at .* in .*, which runs as written"),
+    "a branch behind a loop over samples": (lambda: Reader(halved_behind_a_loop), "sequences", "lt at "),
     "room for a part of the tokens": (Capacity, "tokens", "le at "),
 }
 """Losses that bend a mean over the batch, or choose by it, where a few samples take one branch: model, data, reason."""
@@ -200,6 +231,12 @@ def test_a_bend_of_a_mean_over_the_batch_keeps_it_whole_although_no_numbers_show
 def test_the_batch_is_followed_through_recurrent_layers_repeated_masks_and_choices(how: str) -> None:
     found = of_model(*STRAIGHT[how])
     assert (found.graph.coupled, found.graph.unknown_coupling) == ((), "")
+    assert found.division == Division()
+
+
+def test_code_that_runs_as_written_may_choose_by_sample_check_and_print() -> None:
+    found = of_model(lambda: Reader(chosen_by_sample), "sequences")
+    assert found.graph.unknown_coupling.startswith("model")
     assert found.division == Division()
 
 

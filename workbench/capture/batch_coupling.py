@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import math
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -48,7 +48,7 @@ _PRODUCTS = names("matmul mm bmm linear addmm baddbmm")
 _SUMS = names("sum mean")
 _SOFTMAXES = names("softmax _softmax log_softmax _log_softmax")
 _NORMALISATIONS = _SOFTMAXES | names("logsumexp var std var_mean linalg_vector_norm norm")
-_SELECTIONS = names("argmax argmin amax amin any all max min")
+SELECTIONS = names("argmax argmin amax amin any all max min")
 _RUNNING = names("cumsum cumprod logcumsumexp cummax cummin")
 _FINITE_CHECKS = names("isnan isinf isfinite")
 """Questions to a loss whose answer is the same for every loss that training goes on with."""
@@ -67,8 +67,8 @@ _ELEMENTWISE = names(
     "__and __or __xor bitwise_and bitwise_or bitwise_xor logical_and logical_or masked_fill copy where fill zero"
 )
 """Operations on each element by itself that torch does not tag as such, or not in each of their forms."""
-_COUNTS = names("histc bincount")
-_LINEAR = names(
+COUNTS = names("histc bincount")
+LINEAR = names(
     "add sub rsub neg mul div sum mean reshape view flatten unsqueeze squeeze select slice expand permute transpose "
     "cat stack unbind index getitem clone contiguous to _to_copy detach alias lift_fresh_copy matmul mm linear cumsum"
 )
@@ -111,17 +111,6 @@ class Coupling:
     """The first operation after which it is not known whether samples mix, with its line; empty if it is known."""
 
 
-def batch_coupling(flow: Dataflow, loss: fx.Node, means: Iterable[fx.Node] = ()) -> Coupling:
-    """Follow the batch dim to the loss; `means` are the losses that the runtime divides by the labels of all."""
-    needed, of_all = ancestors([loss]), frozenset(means)
-    found = Follower(flow, needed, of_all).coupling(loss)
-    if found.lines or not found.unknown:
-        return found
-    assumed = _AssumingFollower(flow, needed, of_all).coupling(loss)
-    lines = tuple(f"{line}, on what may be a mean over the batch behind {found.unknown}" for line in assumed.lines)
-    return Coupling(lines, assumed.quotients, found.unknown)
-
-
 class Follower:
     """A walk over the nodes of one graph in order, with the rules by which operations hand on the batch dim.
 
@@ -145,7 +134,8 @@ class Follower:
         self._samples = {shape_of(node)[0] for node in flow.order if node.op == "placeholder" and shape_of(node)}
         self._size = max(self._samples, default=1)
 
-    def coupling(self, loss: fx.Node) -> Coupling:
+    def follow(self) -> None:
+        """Give each node its state, and note what mixes samples."""
         for node in self._flow.order:
             self._states[node] = self._state(node)
             self._note_running(node)
@@ -156,15 +146,21 @@ class Follower:
             self._sharing[storage_of(node)].append(node)
             for written in mutated_arguments(node) if "norm" not in _name(node) else ():  # running averages
                 self._write(storage_of(written), node)
+
+    def coupling(self, loss: fx.Node) -> Coupling:
+        self.follow()
         unknown = [node for node in self._flow.order if node in self._needed and self._states[node] == UNKNOWN]
         lost = [node for node in unknown if all(self._states[source] != UNKNOWN for source in node.all_input_nodes)]
         if self._states[loss] == SUM and not any(node in self._needed for node in self._doubtful):
             lost = [loss] if loss in self._totals else []
         elif not lost:
             lost = [node for node in self._doubtful if node in self._needed] or [loss]
-        mixing = (described(node) for node in self._coupled if node in self._needed)
-        lines = tuple(dict.fromkeys(mixing))
+        lines = tuple(dict.fromkeys(self._described(node) for node in self._coupled if node in self._needed))
         return Coupling(lines, tuple(self._quotients), described(lost[0]) if lost else "")
+
+    def _described(self, node: fx.Node) -> str:
+        """Return what mixes samples, in words."""
+        return described(node)
 
     def _is_total(self, node: fx.Node) -> bool:
         """Return True if a sum over samples may grow with their number: it is no mean, nor divided by a count."""
@@ -208,7 +204,7 @@ class Follower:
         As the indices of rows they may undo one another, as those of a dropless mixture of experts do.
         """
         if any(source in self._running for source in node.all_input_nodes):
-            if _is_float(node) or _is_truth(node):
+            if is_float(node) or _is_truth(node):
                 self._coupled += [node] * self._is_elementwise(node, _name(node))
             else:
                 self._running.add(node)
@@ -216,7 +212,7 @@ class Follower:
             [source] = node.all_input_nodes
             state = self._states[source]
             if state >= 0 and int(arguments_of(node)["dim"]) % len(shape_of(source)) == state:
-                if _is_float(node):
+                if is_float(node):
                     self._coupled.append(node)
                 else:
                     self._running.add(node)
@@ -283,7 +279,7 @@ class Follower:
         if node in self._means:
             return SUM
         if SUM in states:
-            return self._mixing(node) if self._is_elementwise(node, name) and _is_float(node) else UNKNOWN
+            return self._mixing(node) if self._is_elementwise(node, name) and is_float(node) else UNKNOWN
         if name == "index" or (SELECTED in states and self._is_elementwise(node, name)):
             return SELECTED
         if name == "sym_size" and states == [SELECTED]:
@@ -306,7 +302,7 @@ class Follower:
         if name in _FINITE_CHECKS:
             return NONE
         is_fixed_choice = name in ("where", "masked_fill") and not any(_is_truth(source) for source in varying)
-        is_sum = (name in _LINEAR or is_fixed_choice) and all(self._states[source] == SUM for source in varying)
+        is_sum = (name in LINEAR or is_fixed_choice) and all(self._states[source] == SUM for source in varying)
         is_product = name in ("mul", "div", *_PRODUCTS)
         if is_sum and (not is_product or (len(varying) == 1 and (name != "div" or node.args[0] in varying))):
             return SUM
@@ -315,11 +311,11 @@ class Follower:
         is_field = node in self._flow.recomputable and len(varying) == 1 and not shape_of(node)
         if is_field and isinstance(node.meta.get("val"), torch.Tensor):
             return OF_SUM
-        if any(_is_float(source) for source in varying if self._states[source] in (SUM, OF_SUM)):
+        if any(is_float(source) for source in varying if self._states[source] in (SUM, OF_SUM)):
             return self._mixing(node) if isinstance(node.meta.get("val"), torch.Tensor) else UNKNOWN
         if not self._is_elementwise(node, name):
             return UNKNOWN  # counts that choose rows, as the offsets of a mixture of experts do
-        return self._mixing(node) if _is_float(node) else OF_COUNT
+        return self._mixing(node) if is_float(node) else OF_COUNT
 
     def _is_quotient(self, node: fx.Node) -> bool:
         """Return True, and remember it, if a sum over samples or a row of each is divided by a sum over fields."""
@@ -390,75 +386,7 @@ def _groups_of_part(node: fx.Node, size: int, groups: int) -> int:
     return (last - first) // (size // groups) if is_of_groups else 0
 
 
-class _AssumingFollower(Follower):
-    """A walk that takes each operation without a rule for one that keeps the samples apart.
-
-    Its batch dim is the one that grows with those of its operands; where that is not known, the one of the same size.
-    A number for all samples is taken for a mean, apart from the largest and the smallest. Only operations on sums over
-    the samples are reported: whether rows meet rows of other samples is decided by numbers.
-    """
-
-    def _mixing(self, node: fx.Node) -> int:
-        return super()._mixing(node) if any(self._states[each] < NONE for each in node.all_input_nodes) else UNKNOWN
-
-    def _state(self, node: fx.Node) -> int:
-        state = super()._state(node)
-        return self._assumed(node) if state == UNKNOWN and node.op == "call_function" else state
-
-    def _assumed(self, node: fx.Node) -> int:
-        value, inputs = node.meta.get("val"), node.all_input_nodes
-        if _name(node) in _SELECTIONS:
-            return NONE
-        if isinstance(value, (list, tuple)):
-            self._dims_of_outputs[node] = dims = self._places(node, value)
-            return next((dim for dim in dims if dim >= 0), UNKNOWN)
-        if (of_output := self._of_output(node)) is not None:
-            return of_output
-        if not isinstance(value, torch.Tensor):
-            return UNKNOWN
-        if not all(isinstance(size, int) for size in value.shape):
-            return SELECTED
-        if any(not isinstance(size, int) for source in inputs for size in shape_of(source)) and not value.shape:
-            return SUM
-        return self._places(node, [value])[0]
-
-    def _places(self, node: fx.Node, values: Sequence[Any]) -> list[int]:
-        """Return the state of each tensor that an operation returns."""
-        rows = [source for source in node.all_input_nodes if self._states[source] >= 0]
-        shapes = [tuple(value.shape) if isinstance(value, torch.Tensor) else () for value in values]
-        larger = _shapes_of_more_samples(node, {source: self._states[source] for source in rows})
-        places = []
-        for index, shape in enumerate(shapes):
-            grown = larger[index] if larger and len(larger[index]) == len(shape) else shape
-            same = (d for s in rows if (d := self._states[s]) < len(shape) and shape[d] == shape_of(s)[d])
-            dims = [dim for dim, (less, more) in enumerate(zip(shape, grown, strict=True)) if less != more]
-            unplaced = SUM if not shape or _name(node) in _COUNTS else next(same, UNKNOWN)
-            places.append(dims[0] if len(dims) == 1 else unplaced)
-        return places
-
-
-def _shapes_of_more_samples(node: fx.Node, rows: Mapping[fx.Node, int]) -> list[tuple[int, ...]]:
-    """Return the shapes that an operation would return for three times as many samples; empty if that is not known."""
-
-    def given(source: fx.Node) -> Any:
-        value = source.meta.get("val")
-        if not isinstance(value, torch.Tensor):
-            return value
-        size = [3 * each if dim == rows.get(source) else each for dim, each in enumerate(value.shape)]
-        return torch.empty(size, dtype=value.dtype, device="meta")
-
-    if not rows or call_of(node) is not None or _name(node) in RESHAPES:
-        return []
-    try:
-        with torch.no_grad():
-            result = node.target(*fx.map_arg(node.args, given), **fx.map_arg(node.kwargs, given))  # type: ignore[operator]
-    except Exception:  # such as an operation with a size among its arguments, or one that reads values
-        return []
-    results = result if isinstance(result, (list, tuple)) else [result]
-    return [tuple(each.shape) if isinstance(each, torch.Tensor) else () for each in results]
-
-
-def _is_float(node: fx.Node) -> bool:
+def is_float(node: fx.Node) -> bool:
     dtype = dtype_of(node)
     return dtype is not None and (dtype.is_floating_point or dtype.is_complex)
 
@@ -615,7 +543,7 @@ def _reduction(walk: Follower, node: fx.Node, name: str) -> int:
     is_one_sample = shape_of(source)[state] == 1
     if name in _SUMS or is_one_sample:
         return SUM
-    return UNKNOWN if name in _SELECTIONS else walk._mixing(node)
+    return UNKNOWN if name in SELECTIONS else walk._mixing(node)
 
 
 def described(node: fx.Node) -> str:
@@ -632,7 +560,7 @@ def _name(node: fx.Node) -> str:
 _RULES: dict[str, Callable[[Follower, fx.Node, str], int]] = {
     **dict.fromkeys(_PRODUCTS, _product),
     **dict.fromkeys(_LOSSES, _loss),
-    **dict.fromkeys(_SUMS | _NORMALISATIONS | _SELECTIONS, _reduction),
+    **dict.fromkeys(_SUMS | _NORMALISATIONS | SELECTIONS, _reduction),
     **dict.fromkeys(_RECURRENT, _recurrent),
     **dict.fromkeys(_CELLS, _cell),
     **dict.fromkeys(names("repeat repeat_interleave tile"), _repeated),

@@ -11,6 +11,7 @@ import io
 import logging
 import random
 import sys
+import warnings
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
@@ -196,7 +197,8 @@ def _quiet_failure() -> Iterator[None]:
     log.setLevel(logging.ERROR)
     written = io.StringIO()
     try:
-        with contextlib.redirect_stderr(written):
+        with contextlib.redirect_stderr(written), warnings.catch_warnings():
+            warnings.filterwarnings("ignore", "The tensor attributes? .* assigned during export")  # by recurrent layers
             yield
         sys.stderr.write(written.getvalue())
     finally:

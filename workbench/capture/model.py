@@ -13,7 +13,8 @@ import torch
 from torch import fx, nn
 
 from workbench.capture.attention import simplify_attention
-from workbench.capture.batch_coupling import Coupling, batch_coupling, batch_norms
+from workbench.capture.batch_coupling import Coupling, batch_norms
+from workbench.capture.bent_means import batch_coupling
 from workbench.capture.block_boundaries import NodeGroup, canonical_names, find_layers, group_nodes
 from workbench.capture.block_extraction import BlockExtractor
 from workbench.capture.carried_state import CarriedState, carried_state

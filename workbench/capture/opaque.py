@@ -28,10 +28,9 @@ from typing import Any
 import torch
 import torch.utils._pytree as pytree
 from torch import fx, nn
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils.flop_counter import flop_registry
 
 from workbench.capture.kept_tensors import Held
+from workbench.capture.recording import Recorder, Recording
 from workbench.capture.source_lines import SourceLine
 from workbench.capture.torch_internals import alone, differentiable, originals
 from workbench.data._datasets import untouched_generators
@@ -102,6 +101,8 @@ class OpaqueCall:
     """Bytes that the backward's second forward keeps for a moment; 0 if they could not be counted."""
     training: list[bool] = field(default_factory=list)
     """True for each of `modules` that was in train mode."""
+    recording: Recording | None = None
+    """The operations of a run on random arguments."""
     changed: list[int] = field(default_factory=list)
     """Indices of the given tensors that the latest run wrote to."""
 
@@ -196,9 +197,12 @@ class OpaqueCall:
         with torch.set_grad_enabled(grad):
             if grad:
                 tensors = self._leaves(tensors)
-            with _Flops(self.compiles) as counter:
-                result, outputs, _ = self.compute(tensors)
-        self.flops = counter.flops
+            recorder = Recorder(self.compiles, tensors if seed == _SEEDS[-1] else None)
+            with recorder.watching():
+                result, outputs, new = self.compute(tensors)
+        self.flops = recorder.flops
+        if seed == _SEEDS[-1]:
+            self.recording = recorder.recording([*outputs, *new])
         num_places = len(self.places)
         self.written = sorted({*self.written, *self.changed})
         for index in self.written:
@@ -265,7 +269,7 @@ class OpaqueCall:
                     try:
                         self.takes_derivatives = grad
                         self.specs, self.written = [], []
-                        for seed in (0, 1, 2):
+                        for seed in _SEEDS:
                             self._try(given, values, device, seed, kind, grad)
                         failure.clear()
                         tensors = [_real(*pair, device, 0, kind) for pair in zip(given, values, strict=True)]
@@ -292,27 +296,10 @@ class OpaqueCall:
             ) from error
 
 
-class _Flops(TorchDispatchMode):
-    """Counts FLOPs. torch's `FlopCounterMode` puts hooks on modules, under which they can take no derivatives."""
-
-    supports_higher_order_operators = True
-
-    def __init__(self, compiles: bool) -> None:
-        super().__init__()
-        self.flops, self._compiles = 0.0, compiles
-
-    def ignore_compile_internals(self) -> bool:  # type: ignore[override]
-        return self._compiles
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        result = func(*args, **(kwargs or {}))
-        if (formula := flop_registry.get(getattr(func, "_overloadpacket", func))) is not None:
-            self.flops += formula(*args, **(kwargs or {}), out_val=result)
-        return result
-
-
 _TENSOR = object()
 """Stands for a tensor among the leaves of a structure."""
+_SEEDS = (0, 1, 2)
+"""Seeds of the runs before a call becomes opaque; the last one, which knows what the code writes, is recorded."""
 
 
 def _real(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import linecache
 import re
 import sys
@@ -63,8 +64,8 @@ def line_of_frames(frames: Iterable[traceback.FrameSummary]) -> SourceLine:
     every = list(frames)
     inside = [index for index, frame in enumerate(every) if frame.name == FORWARD and frame.filename.startswith(_OWN)]
     model = [frame for frame in every[inside[-1] + 1 if inside else 0 :] if frame.name != "<module>"]
-    users = [f for f in model if not f.filename.startswith((*_INSTALLED, _OWN, "<frozen", "<string>"))]
-    candidates = [f for f in model if f in users or _LIBRARY_MODELS.search(f.filename.replace("\\", "/"))]
+    users = [f for f in model if _is_users(f.filename)]
+    candidates = [f for f in model if f in users or _is_of_library_model(f.filename)]
     if not candidates:
         return SourceLine()
     frame = candidates[-1]
@@ -72,6 +73,27 @@ def line_of_frames(frames: Iterable[traceback.FrameSummary]) -> SourceLine:
     if frame in users or not users:
         return line
     return replace(line, caller=place(users[-1].filename, users[-1].lineno or 0))
+
+
+def line_of_running_code() -> SourceLine:
+    """Return the innermost line of the code that calls this which is the user's, or in a model of a library."""
+    frame: Any = sys._getframe(1)
+    while frame is not None:
+        file = frame.f_code.co_filename
+        if _is_users(file) or _is_of_library_model(file):
+            return line_at(file, frame.f_lineno)
+        frame = frame.f_back
+    return SourceLine()
+
+
+@functools.cache
+def _is_users(file: str) -> bool:
+    return not file.startswith((*_INSTALLED, _OWN, "<frozen", "<string>"))
+
+
+@functools.cache
+def _is_of_library_model(file: str) -> bool:
+    return bool(_LIBRARY_MODELS.search(file.replace("\\", "/")))
 
 
 def line_at(file: str, number: int, text: str | None = None) -> SourceLine:
