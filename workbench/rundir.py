@@ -156,7 +156,7 @@ class RunDir:
 
     @property
     def was_deleted(self) -> bool:
-        """Whether a run that has started is gone; its folder stays if a file is written while the others are deleted."""
+        """True if a run that has started is gone; its folder stays if a file is written while others are deleted."""
         return not self.plan.is_file()
 
     def rank(self, rank: int) -> Path:
