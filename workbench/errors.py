@@ -9,6 +9,7 @@ from __future__ import annotations
 import difflib
 import functools
 import inspect
+import re
 import types
 import typing
 from collections.abc import Callable, Iterable
@@ -16,6 +17,10 @@ from typing import Any, ParamSpec, TypeVar
 
 P = ParamSpec("P")
 R = TypeVar("R")
+
+
+_TO_AUTHORS = re.compile(r"\b(file|open|report|submit|raise|create)\b.*\b(issue|bug)s?\b", re.IGNORECASE)
+"""Sentences of a library that ask its users to write to its authors, for whom an error of ours is no news."""
 
 
 class WorkbenchError(ValueError):
@@ -95,16 +100,36 @@ def root_exception(error: BaseException) -> BaseException:
 
 
 def message_of(error: BaseException) -> str:
-    """Return the message of an exception, or that it has none because its own `__str__` raises."""
+    """Return the message of an exception, or that it has none because its own `__str__` raises.
+
+    A key that is not there is called that, and a library's request to file an issue is left out.
+    """
+    if isinstance(error, KeyError) and type(error).__str__ is KeyError.__str__ and len(error.args) == 1:
+        [key] = error.args
+        return key if isinstance(key, str) and " " in key else f"there is no key {key!r}"
     try:
-        return str(error)
+        said = str(error)
     except Exception as failure:
         return f"its message cannot be read, because {type(error).__name__}.__str__ raises {type(failure).__name__}"
+    return said if isinstance(error, WorkbenchError) else "\n".join(map(_without_requests, said.splitlines()))
+
+
+def _without_requests(line: str) -> str:
+    if not _TO_AUTHORS.search(line):
+        return line
+    return " ".join(each for each in re.split(r"(?<=[.!?])\s+", line) if not _TO_AUTHORS.search(each))
 
 
 def first_line(error: BaseException) -> str:
     """Return the first line of an exception's message, without the full stop; its class where it has none."""
-    return (message_of(error).strip() or type(error).__name__).splitlines()[0].rstrip(".")
+    lines = (line.strip() for line in message_of(error).splitlines())
+    return next(filter(None, lines), type(error).__name__).rstrip(".")
+
+
+def in_words(error: BaseException, where: str = "") -> str:
+    """Return the class of an exception, where it was raised, and the first line of its message."""
+    name, said = type(error).__name__, first_line(error)
+    return f"{name}{where}" + (f": {said}" if said != name else " without a message")
 
 
 def suggestion(word: object, known: Iterable[str]) -> str:

@@ -22,7 +22,7 @@ from pathlib import Path
 from types import CodeType, FunctionType, MappingProxyType, MethodType, ModuleType
 from typing import Any
 
-from workbench.errors import InvalidExperiment
+from workbench.errors import InvalidExperiment, in_words
 from workbench.home import current_folder
 from workbench.tracebacks import place
 
@@ -38,7 +38,7 @@ def pickled(name: str, value: Any) -> bytes:
         return bytes(cloudpickle.dumps(value))
     except Exception as error:
         raise InvalidExperiment(
-            f"The {name} cannot be sent to the workers: {type(error).__name__}: {error}. Let it build what it needs "
+            f"The {name} cannot be sent to the workers: {in_words(error)}. Let it build what it needs "
             "when it is called (open files, connections, locks) instead of capturing it."
         ) from error
 

@@ -308,6 +308,20 @@ def _experiment(**fields: Any) -> Experiment:
     return Experiment.of(model=lambda: Pairs(clip), data=samples, steps=1, global_batch=8, seq_len=1, **fields)
 
 
+@pytest.mark.parametrize(("gpus", "limit_gib"), [(16, None), (1, 2e-5)])
+def test_a_coupled_batch_that_suits_no_division_is_refused_with_devices_or_a_batch_that_do(
+    gpus: int, limit_gib: float | None
+) -> None:
+    graph = graph_of(clip)
+    with pytest.raises(PlanInfeasible, match="stay in one micro-batch") as refused:
+        plan_of(graph, gpus, memory_limit_gib=limit_gib)
+    found = re.search(r"(?:[Gg]ive the plan|choose a global batch of) (\d+)", str(refused.value))
+    assert found, refused.value
+    if limit_gib is None:
+        assert f"wb.measure.local_cluster({found[1]})" in str(refused.value)
+        assert plan_of(graph, int(found[1])).micro_batch == 8
+
+
 def test_a_coupled_batch_is_divided_where_the_experiment_allows_it() -> None:
     cluster = Cluster(CPU, 2, 2, LINK, LINK)
     assert profiling.analytic_profile(_experiment(), cluster).coupled

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+import re
 import sys
 from pathlib import Path
 
@@ -22,6 +23,7 @@ from tests.unit.capture_models import (
     Net,
     batch_for,
     captured,
+    interpret,
 )
 from workbench.capture import capture, torch_internals
 from workbench.errors import CaptureError
@@ -228,6 +230,40 @@ def test_a_weight_that_forward_replaces_is_refused_at_its_line(how: str) -> None
     assert error.facts["line"] == line_of(Replaces, "weight.data = ")
     assert "file an issue" not in str(error)
     assert "torch.renorm(weight, 2, 0, 1.0) to the function that uses it" in str(error)
+
+
+def test_data_of_a_tensor_is_read_as_its_detached_value_and_a_write_to_it_is_one_to_the_parameter() -> None:
+    class Reads(Net):
+        def forward(self, **batch: torch.Tensor) -> object:
+            if self.writes:
+                self.head.weight.data.clamp_(-1, 1)
+            return super().forward(**batch) + self.head.weight.data.norm()
+
+    model, batch = Reads(), batch_for("Net")
+    model.writes = False
+    torch.testing.assert_close(interpret(captured(model, batch), model, batch), model(**batch))
+    model.writes = True
+    error = refused(model)
+    assert "writes to its parameter head.weight" in str(error)
+    assert error.facts["line"] == line_of(Reads, "clamp_")
+
+
+@pytest.mark.parametrize(
+    ("raised", "said"),
+    [
+        (KeyError("tokens"), "KeyError at .*: there is no key 'tokens'. It was called with"),
+        (
+            RuntimeError("An op is unknown. Please file an issue on github. "),
+            "RuntimeError at .*: An op is unknown. It",
+        ),
+    ],
+)
+def test_an_exception_of_forward_is_a_reason_in_words(raised: Exception, said: str) -> None:
+    class Raises(Net):
+        def body(self, _: torch.Tensor) -> torch.Tensor:  # type: ignore[override]
+            raise raised
+
+    assert re.search(said, str(refused(Raises())))
 
 
 def test_nobody_is_advised_to_rewrite_a_library() -> None:

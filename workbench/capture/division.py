@@ -26,7 +26,7 @@ from workbench.capture.operations import dtype_of, names, op_name, shape_of
 from workbench.capture.returned_loss import find_loss
 from workbench.capture.torch_internals import OpOverload, differentiable, enter_autocast, exit_autocast
 from workbench.data._datasets import untouched_generators
-from workbench.errors import CaptureError
+from workbench.errors import CaptureError, in_words
 
 ALWAYS_FLOPS = 2e8
 """Operations of the forward of one micro-batch up to which numbers are compared even if nothing is unknown."""
@@ -145,7 +145,7 @@ def division_of(graph: Graph, build: Callable[[], nn.Module], samples: Callable[
         except CaptureError:
             raise
         except Exception as error:  # the forward needs another device, or samples of other values
-            obstacle = f"its forward raised {type(error).__name__} on the CPU"
+            obstacle = f"its forward raised {in_words(error)} on the CPU"
         else:
             after = f"; the batch is not followed past {unknown}" if unknown else ""
             return Division((f"{fault}{after}",) if fault else ())

@@ -2,10 +2,6 @@
 
 from __future__ import annotations
 
-import ast
-import contextlib
-import inspect
-import textwrap
 import traceback
 from collections.abc import Mapping
 
@@ -14,15 +10,13 @@ from torch import fx, nn
 from torch.nn.utils.rnn import PackedSequence
 
 from workbench.capture.opaque import FLEX_ATTENTION
-from workbench.capture.source_lines import SourceLine, line_at, line_of_frames, line_of_node
-from workbench.errors import CaptureError
+from workbench.capture.source_lines import SourceLine, line_of_frames, line_of_node
+from workbench.errors import CaptureError, first_line, in_words
 from workbench.tensors import TensorSpec
 
 PACKED_SHAPE = "the shape of a packed sequence depends on values"
 """Reason of opaque calls that are given packed sequences."""
 
-REPLACED = "fake tensor in the exported program constant"
-"""Words of torch where forward has assigned a tensor to `.data` of one that the model holds."""
 WITHOUT_META = frozenset({"istft"})
 """Operations that torch 2.13 exports although they read values, which a tensor of the meta device has not."""
 
@@ -43,30 +37,11 @@ def depends_on_values(error: BaseException) -> bool:
 def explained(error: Exception, model: nn.Module, name: str, batch: Mapping[str, TensorSpec]) -> CaptureError:
     """Return the `CaptureError` that says why an export failed, and what to do."""
     line = line_of_frames(traceback.extract_tb(error.__traceback__))
-    if REPLACED in str(error):
-        line = _line_of_replacement(model) or line
-    reason = next((text.strip() for text in str(error).splitlines() if text.strip()), "").rstrip(".")
+    reason = first_line(error)
     fields = ", ".join(f"{key} {list(spec.shape)}" for key, spec in batch.items())
     known = _known_cause(error, model, line)
     message, facts = known or (_by_message(error, reason, fields, line), {})
     return line.error(name, f"cannot be captured: {message}", **facts)
-
-
-def _line_of_replacement(model: nn.Module) -> SourceLine | None:
-    """Return the first line of a forward of the model that assigns to an attribute called `data`."""
-    for kind in dict.fromkeys(type(module) for module in model.modules() if not _is_of_torch(module)):
-        with contextlib.suppress(OSError, TypeError, SyntaxError):  # code without a file
-            lines, first = inspect.getsourcelines(kind.forward)
-            for node in ast.walk(ast.parse(textwrap.dedent("".join(lines)))):
-                if not isinstance(node, ast.Assign):
-                    continue
-                if any(isinstance(target, ast.Attribute) and target.attr == "data" for target in node.targets):
-                    return line_at(inspect.getsourcefile(kind.forward) or "", first + node.lineno - 1)
-    return None
-
-
-def _is_of_torch(module: nn.Module) -> bool:
-    return type(module).__module__.startswith("torch.")
 
 
 def _known_cause(error: Exception, model: nn.Module, line: SourceLine) -> tuple[str, dict[str, str]] | None:
@@ -79,12 +54,6 @@ def _known_cause(error: Exception, model: nn.Module, line: SourceLine) -> tuple[
     scripted = next(
         (path for path, module in model.named_modules() if isinstance(module, torch.jit.ScriptModule)), None
     )
-    if REPLACED in str(error):
-        return (
-            f"it puts another tensor in place of one of its own{line.where}, which export cannot follow. Compute with "
-            f"the new value in place of assigning it: for weight.data = torch.renorm(weight.data, 2, 0, 1.0), give "
-            f"torch.renorm(weight, 2, 0, 1.0) to the function that uses it."
-        ), {}
     if any("flex_attention" in file for file in files):
         return (
             f"it calls FlexAttention{line.where}, which capture cannot follow. Call scaled_dot_product_attention with "
@@ -126,10 +95,7 @@ def _by_message(error: Exception, reason: str, fields: str, line: SourceLine) ->
             f"tensors of two devices meet{line.where}. Make tensors in forward where its inputs are, "
             f"torch.arange(…, device=x.device), and register those made in the constructor as buffers."
         )
-    return (
-        f"{type(error).__name__}{line.where}: {reason}. It was called with {fields}: see that model(**batch) runs on "
-        f"such a batch."
-    )
+    return f"{in_words(error, line.where)}. It was called with {fields}: see that model(**batch) runs on such a batch."
 
 
 def refuse_unpriced(graph: fx.Graph, name: str) -> None:

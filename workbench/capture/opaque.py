@@ -34,7 +34,7 @@ from workbench.capture.recording import Recorder, Recording
 from workbench.capture.source_lines import SourceLine
 from workbench.capture.torch_internals import alone, differentiable, originals
 from workbench.data._datasets import untouched_generators
-from workbench.errors import CaptureError
+from workbench.errors import CaptureError, in_words
 
 NAME = "workbench::opaque"
 Value = torch.Tensor | Callable[[tuple[int, ...]], torch.Tensor] | None
@@ -138,10 +138,10 @@ class OpaqueCall:
         with self._placed(given), alone(), differentiable():
             is_first = bool(self.modules) and not self.specs
             before = Held(self.modules[0]) if is_first else None
-            versions = [tensor._version for tensor in given]
+            versions = list(map(_version, given))
             result = self.function(*args, **kwargs)
             after = [place.value() for place in self.places]
-            changed = [at for at, tensor in enumerate(given) if tensor._version != versions[at]]
+            changed = [at for at, tensor in enumerate(given) if _version(tensor) != versions[at]]
             changed += [at for at, tensor in enumerate(after) if tensor is not given[at]]
             outputs = [leaf for leaf in pytree.tree_leaves(result) if isinstance(leaf, torch.Tensor)]
             if before is not None:
@@ -290,10 +290,7 @@ class OpaqueCall:
             error = failure[0]
             if isinstance(error, NotOpaque):
                 raise error
-            text = next((line.strip() for line in str(error).splitlines() if line.strip()), "no message")
-            raise NotOpaque(
-                f"{self.label} does not run alone on random values ({type(error).__name__}: {text})."
-            ) from error
+            raise NotOpaque(f"{self.label} does not run alone on random values ({in_words(error)}).") from error
 
 
 _TENSOR = object()
@@ -419,6 +416,11 @@ def opaque_calls(graph: fx.Graph) -> list[OpaqueCall]:
 def _device_of(tensors: Sequence[torch.Tensor]) -> torch.device:
     """Return the device of a call, whose lengths may be on the host."""
     return next((tensor.device for tensor in tensors if tensor.device.type != "cpu"), torch.device("cpu"))
+
+
+def _version(tensor: torch.Tensor) -> tuple[int, int]:
+    """Return what changes if a tensor is written, or if another one is assigned to its `.data`."""
+    return tensor._version, tensor.untyped_storage()._cdata if tensor.layout == torch.strided else 0
 
 
 def _has_gradient(tensor: torch.Tensor) -> bool:

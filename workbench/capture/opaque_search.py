@@ -20,7 +20,7 @@ from workbench.capture.packed_sequences import PACKED, padded_sequences
 from workbench.capture.selections import SELECTION, Selections, opaque_selections, selections_of
 from workbench.capture.source_lines import FORWARD, SourceLine, line_at, line_of_frames
 from workbench.capture.torch_internals import DERIVATIVE, patched
-from workbench.errors import CaptureError
+from workbench.errors import CaptureError, in_words
 
 _FUNCTIONS = {"ctc_loss": functional.ctc_loss}
 """Functions of `torch.nn.functional` that no export can follow."""
@@ -81,7 +81,7 @@ class OpaqueSearch:
         cause = error.__cause__ if not isinstance(error, NotOpaque) and error.__cause__ is not None else error
         frames = list(traceback.walk_tb(cause.__traceback__))
         candidates = self._candidates(frames) or error.facts.get("inside", [])
-        default = _VALUES if depends_on_values(cause) else f"torch.export failed with {type(cause).__name__}"
+        default = _VALUES if depends_on_values(cause) else f"torch.export failed with {in_words(cause)}"
         reason = error.facts.get("reason", default)
         is_of_size = not isinstance(error, NotOpaque) and (depends_on_values(cause) or reason == SIZES)
         if is_of_size and self.selections:

@@ -18,7 +18,7 @@ import torch
 from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_leaves
 
-from workbench.errors import InvalidExperiment
+from workbench.errors import InvalidExperiment, in_words
 from workbench.tensors import TensorSpec
 
 Metric = Callable[..., Any]
@@ -172,7 +172,7 @@ def _tried(
         fields = ", ".join(f"{key} {list(value.shape)}" for key, value in batch.items())
         returned = ", ".join(str(list(value.shape)) for value in tensors.values())
         raise InvalidExperiment(
-            f"The metric {name!r} raised {type(error).__name__}: {error}. It was tried on outputs of the shapes "
+            f"The metric {name!r} raised {in_words(error)}. It was tried on outputs of the shapes "
             f"{returned} and a batch of {fields}: see that it runs on such tensors."
         ) from error
 

@@ -79,7 +79,7 @@ class Recorder(TorchDispatchMode):
     @contextlib.contextmanager
     def watching(self) -> Iterator[None]:
         """Record inside a `with` block; it is entered beside the mode, since some reads of values are no operations."""
-        with self, _Methods(self) if self._is_on and not self._compiles else contextlib.nullcontext():
+        with self, contextlib.nullcontext() if self._compiles else _Methods(self):
             yield
 
     def recording(self, returned: Sequence[torch.Tensor]) -> Recording:
@@ -91,7 +91,8 @@ class Recorder(TorchDispatchMode):
 
     def read(self, tensor: torch.Tensor) -> None:
         """Note that Python takes the values of a tensor."""
-        self._call(ITEM, (tensor,), {})
+        if self._is_on:
+            self._call(ITEM, (tensor,), {})
 
     @contextlib.contextmanager
     def pausing(self) -> Iterator[None]:
@@ -152,6 +153,8 @@ class _Methods(TorchFunctionMode):
         self._recorder = recorder
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func == torch.Tensor.data.__get__:  # type: ignore[attr-defined]
+            return args[0].detach()  # with the version of the tensor, so that writes are noticed
         if func in _READS:
             self._recorder.read(args[0])
         with self._recorder.pausing() if func in _HARMLESS else contextlib.nullcontext():

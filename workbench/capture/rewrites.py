@@ -54,11 +54,13 @@ def place_buffer_updates(module: fx.GraphModule, name: str) -> None:
             owner = owners[written]
             if owner.op == "get_attr" and isinstance(tensor_at(module, str(owner.target)), nn.Parameter):
                 line = line_of_node(node)
-                raise line.error(
-                    name,
-                    f"writes to its parameter {owner.target} in forward{line.where}. Make it a buffer, or compute a "
-                    f"new tensor from it and leave the parameter to the optimiser.",
-                )
+                way = "Make it a buffer, or compute a new tensor from it and leave the parameter to the optimiser."
+                if line.is_of_library:
+                    way = (
+                        "The line is a library's: give the module a class of your own that overrides the method that "
+                        "writes, or set the option of the model that leaves the write out."
+                    )
+                raise line.error(name, f"writes to its parameter {owner.target} in forward{line.where}. {way}")
         if node.target is not torch.ops.aten.copy_.default or node.args[0].op != "get_attr" or node.users:
             continue
         buffer, value = node.args[:2]

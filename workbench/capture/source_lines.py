@@ -44,6 +44,11 @@ class SourceLine:
         caller = f", called from {self.caller}" if self.caller else ""
         return f" at {place(self.file, self.number)} (`{self.text}`{caller})" if self.file else ""
 
+    @property
+    def is_of_library(self) -> bool:
+        """True if the line is in an installed library."""
+        return bool(self.file) and not _is_users(self.file)
+
     def error(self, model: str, message: str, **facts: Any) -> CaptureError:
         """Return a `CaptureError` that blames this line; the message continues the model's name."""
         return CaptureError(f"{model} {message}", file=self.file, line=self.number, **facts)

@@ -17,8 +17,9 @@ from torch import fx, nn
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.amp.autocast_mode import _enter_autocast as enter_autocast
 from torch.amp.autocast_mode import _exit_autocast as exit_autocast
+from torch.overrides import TorchFunctionMode
 
-from workbench.capture.source_lines import line_of_frames
+from workbench.capture.source_lines import line_of_frames, line_of_running_code
 from workbench.errors import CaptureError
 
 __all__ = [
@@ -42,6 +43,8 @@ _CHECKS = ("_assert_tensor_metadata", "_assert_scalar", "_assert_async", "sym_co
 """Parts of the names of the assertions that export adds."""
 DERIVATIVE = "torch.export cannot follow torch.autograd.grad"
 """Reason of opaque calls that take derivatives."""
+_DATA: Any = torch.Tensor.data
+"""Attribute of tensors, as `torch_function` sees it."""
 PARAMETER_HOOKS = ("_backward_hooks", "_post_accumulate_grad_hooks")
 MODULE_HOOKS = ("_backward_hooks", "_backward_pre_hooks")
 
@@ -137,7 +140,8 @@ def exportable(model: nn.Module, name: str, loss_of: Callable[..., Any]) -> Iter
 
     @functools.wraps(forward)
     def forward_loss(*args: Any, **kwargs: Any) -> Any:
-        return loss_of(forward(*args, **kwargs), batch=kwargs)
+        with _DataAsOperations(name):
+            return loss_of(forward(*args, **kwargs), batch=kwargs)
 
     def is_causal(_mask: Any, is_causal: bool | None = None, _size: int | None = None) -> bool:
         return is_causal is True
@@ -155,6 +159,27 @@ def exportable(model: nn.Module, name: str, loss_of: Callable[..., Any]) -> Iter
         for replacement in replacements:
             stack.enter_context(patched(*replacement))
         yield
+
+
+class _DataAsOperations(TorchFunctionMode):
+    """Makes `tensor.data` the operation `tensor.detach()`, and refuses to assign to it: export follows neither."""
+
+    def __init__(self, name: str) -> None:
+        super().__init__()
+        self._name = name
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func == _DATA.__get__:
+            return args[0].detach()
+        if func == _DATA.__set__:
+            line = line_of_running_code()
+            raise line.error(
+                self._name,
+                f"cannot be captured: it puts another tensor in place of one of its own{line.where}. Compute with the "
+                "new value in place of assigning it: for weight.data = torch.renorm(weight.data, 2, 0, 1.0), give "
+                "torch.renorm(weight, 2, 0, 1.0) to the function that uses it.",
+            )
+        return func(*args, **(kwargs or {}))
 
 
 @contextlib.contextmanager

@@ -22,7 +22,7 @@ from typing import Any
 from workbench.data._child import Child, answers
 from workbench.data._ring import Ring
 from workbench.data._stream import SampleStream
-from workbench.errors import DataError
+from workbench.errors import DataError, in_words
 from workbench.user_code import pickled
 
 BATCHES_AHEAD = 8
@@ -102,6 +102,6 @@ def main() -> None:
             ring.write(chunk.first + skipped, chunk.records[skipped:])
     except BaseException as error:
         traceback.print_exc()
-        said = f"Reading the data raised {type(error).__name__}: {error}. The log of rank 0 has the traceback."
+        said = f"Reading the data raised {in_words(error)}. The log of rank 0 has the traceback."
         ring.fail(str(error) if isinstance(error, DataError) else said)
         sys.exit(1)

@@ -11,7 +11,7 @@ from typing import Any
 from workbench.data._corpora import TextData, check_sizes
 from workbench.data._source import SampleRequest
 from workbench.data._text import Rows
-from workbench.errors import DataError, first_line
+from workbench.errors import DataError, in_words
 from workbench.validation import Line, checked_value
 
 
@@ -81,6 +81,6 @@ class HubText(TextData):
 
     def _unavailable(self, error: Exception) -> DataError:
         return DataError(
-            f"The dataset {self.repository!r} cannot be loaded ({type(error).__name__}: {first_line(error)}). "
+            f"The dataset {self.repository!r} cannot be loaded ({in_words(error)}). "
             "Check its name and that the hub is reachable from here, or use local text: wb.data.corpus(path)."
         )

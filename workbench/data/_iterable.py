@@ -38,7 +38,7 @@ from workbench.data._datasets import (
 from workbench.data._feeder import OF_A_RANK
 from workbench.data._ring import Ring
 from workbench.data._stream import Chunk
-from workbench.errors import DataError
+from workbench.errors import DataError, in_words
 from workbench.tensors import TensorSpec
 
 CHUNK_ITEMS, CHUNK_BYTES = 32, 4 << 20
@@ -90,7 +90,7 @@ class IterableItems:
                 raise
             except Exception as error:
                 raise DataError(
-                    f"Reading item {len(items)} of {self.name} raised {type(error).__name__}: {error}. Iterate over it "
+                    f"Reading item {len(items)} of {self.name} raised {in_words(error)}. Iterate over it "
                     "by itself until it gives its items."
                 ) from error
         if not items:

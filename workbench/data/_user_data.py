@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 from workbench.data._corpora import Corpus
 from workbench.data._hub import HubText
 from workbench.data._source import DataSource, Prepared, SampleRequest
-from workbench.errors import DataError, message_of
+from workbench.errors import DataError, in_words
 from workbench.tensors import TensorSpec
 from workbench.user_code import required_arguments
 
@@ -158,15 +158,14 @@ class UserData(DataSource):
                     value = value()
             except Exception as error:
                 raise DataError(
-                    f"{self.name}() raised {type(error).__name__}: {message_of(error)}. "
-                    "Call it by itself until it returns the dataset."
+                    f"{self.name}() raised {in_words(error)}. Call it by itself until it returns the dataset."
                 ) from error
         _require_dataset(value, self.name)
         try:
             is_empty = hasattr(value, "__len__") and len(value) == 0
         except Exception as error:  # more than Python can count, for instance
             raise DataError(
-                f"len() of {self.name} raised {type(error).__name__}: {message_of(error)}. Let __len__ return the "
+                f"len() of {self.name} raised {in_words(error)}. Let __len__ return the "
                 f"number of items that __getitem__ can return, below {sys.maxsize:,}."
             ) from error
         if is_empty:

@@ -8,7 +8,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, ClassVar
 
-from workbench.errors import InvalidExperiment, message_of
+from workbench.errors import InvalidExperiment, in_words
 from workbench.models._named import Model
 from workbench.user_code import name_of, required_arguments, source_of
 
@@ -61,7 +61,7 @@ class UserModel:
             module = self.factory()
         except Exception as error:
             raise InvalidExperiment(
-                f"{self.name}() raised {type(error).__name__}: {message_of(error)}{_user_line(error)}. "
+                f"{self.name}() raised {in_words(error)}{_user_line(error)}. "
                 "Call it by itself until it returns the model."
             ) from error
         if not isinstance(module, nn.Module):

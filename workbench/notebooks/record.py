@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from workbench.errors import WorkbenchError
+from workbench.errors import WorkbenchError, in_words
 from workbench.notebooks.verdict import LossCurve
 from workbench.runs.records.environment import environment
 from workbench.runs.registry import list_runs
@@ -93,7 +93,7 @@ def recorded_in(notebook: Any, name: str) -> Record:
         if isinstance(error, WorkbenchError):
             raise
         raise WorkbenchError(
-            f"The record in {name} is damaged ({type(error).__name__}: {error}). Share the notebook again."
+            f"The record in {name} is damaged ({in_words(error)}). Share the notebook again."
         ) from None
 
 

@@ -10,7 +10,7 @@ import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from workbench.errors import InvalidExperiment
+from workbench.errors import InvalidExperiment, in_words
 from workbench.experiment import Experiment
 from workbench.optimizers.groups import Group, parameter_groups
 from workbench.optimizers.shards import local
@@ -196,9 +196,8 @@ class _Probe:
             except InvalidExperiment:
                 raise
             except Exception as error:
-                first_line = str(error).partition("\n")[0][:200]
                 raise self._unfit(
-                    f"raised {type(error).__name__}: {first_line}. It is built from parameter groups with the entries "
+                    f"raised {in_words(error)}. It is built from parameter groups with the entries "
                     "params, names, lr and weight_decay, and step() is called without a closure"
                 ) from error
             self._keeps_tensors_of_own_shape = all(

@@ -21,7 +21,7 @@ from workbench.capture.computation import Computation
 from workbench.cost.cluster import Cluster
 from workbench.cost.memory import FP32
 from workbench.cost.profile import Profile
-from workbench.errors import PlanMismatch, WorkbenchError
+from workbench.errors import PlanMismatch, WorkbenchError, in_words
 from workbench.pipeline_schedules import SCHEDULES
 from workbench.planning.request import Request
 from workbench.rundir import read_json, write_json
@@ -254,7 +254,7 @@ class Plan(Strategy):
         except (KeyError, TypeError, ValueError, ZeroDivisionError) as error:
             if isinstance(error, WorkbenchError):
                 raise
-            said = first_problem(error) if isinstance(error, Refusal) else f"{type(error).__name__}: {error}"
+            said = first_problem(error) if isinstance(error, Refusal) else in_words(error)
             raise PlanMismatch(
                 f"This is not a whole plan ({said}). Give what plan.save(path) or a run directory holds, or plan again "
                 "with wb.plan(experiment)."

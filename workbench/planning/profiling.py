@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 
 from workbench.arguments import checked_arguments
 from workbench.cost.cluster import Cluster
-from workbench.errors import CaptureError, InvalidArgument, InvalidExperiment, suggestion
+from workbench.errors import CaptureError, InvalidArgument, InvalidExperiment, in_words, suggestion
 from workbench.experiment import Experiment
 from workbench.planning.request import checked_cluster
 from workbench.validation import LARGEST_COUNT
@@ -147,7 +147,7 @@ def _gathering_obstacle(experiment: Experiment, captured: CapturedModel) -> str:
     except CaptureError as error:
         return str(error)
     except Exception as error:  # such as a forward that cannot take so many samples; the batch can still stay whole
-        return f"Whether its samples can be gathered is not known: {type(error).__name__}: {error}."
+        return f"Whether its samples can be gathered is not known: {in_words(error)}."
     return f"Gathered over micro-batches, it would be another loss: {fault}." if fault else ""
 
 

@@ -28,25 +28,42 @@ def no_options(profile: Profile, request: Request, works: Works) -> PlanInfeasib
     return PlanInfeasible(f"{reason} {f'Choose {ways}.' if ways else 'Leave the degrees to the search.'}")
 
 
-def coupled_samples(profile: Profile, request: Request, outcome: str) -> PlanInfeasible:
+def coupled_samples(profile: Profile, request: Request, outcome: str, works: Works) -> PlanInfeasible:
     """Return the refusal where a model's loss mixes samples and the batch cannot stay whole: `outcome` says why."""
-    fixed, batch = request.fixed, request.global_batch
+    fixed, batch, gpus = request.fixed, request.global_batch, request.cluster.gpus
     dividing = [f"micro_batch={fixed.micro_batch}"] if fixed.micro_batch not in (None, batch) else []
     dividing += [f"data={fixed.data}"] if (fixed.data or 1) > 1 else []
-    way = "Give the plan fewer devices or a smaller batch"
+    ways = [f"leave {' and '.join(dividing)} out"] if dividing else []
     if dividing:
-        outcome, way = f"and {' and '.join(dividing)} divides them", f"Leave {' and '.join(dividing)} out"
+        outcome = f"and {' and '.join(dividing)} divides them"
+    else:
+        degrees = {pipeline * t for pipeline in range(1, len(profile.blocks) + 1) for t in (1, *profile.divided)}
+        fewer = sorted((n for n in degrees if n < gpus), reverse=True)
+        devices = next((n for n in (*fewer, 2 * gpus, 4 * gpus) if works(_on(n, request))), None)
+        ways += [f"give the plan {_devices(devices)}"] if devices else []
+        smaller = next((n for n in divisors(batch)[-2::-1] if works(replace(request, global_batch=n))), None)
+        ways += [f"choose a global batch of {smaller}"] if smaller else []
     gathering = f" {profile.not_gathered}" if profile.not_gathered else ""
     if profile.gathered is not None:
         gathering = (
             " They are gathered only with tensor=1 and one stage on each pipeline rank, over micro-batches of two or "
             "more samples."
         )
+    text = ", or ".join([*ways, "accept a loss that depends on the plan: batch_coupling='allow' in the experiment"])
     return PlanInfeasible(
         f"The loss of {profile.model} compares samples of one batch ({profile.coupled[0]}), so that all {batch} must "
-        f"stay in one micro-batch on one replica, {outcome}.{gathering} {way}, or accept a loss that depends on the "
-        "plan: batch_coupling='allow' in the experiment."
+        f"stay in one micro-batch on one replica, {outcome}.{gathering} {text[0].upper()}{text[1:]}."
     )
+
+
+def _on(gpus: int, request: Request) -> Request:
+    return replace(request, cluster=replace(request.cluster, gpus=gpus))
+
+
+def _devices(gpus: int) -> str:
+    """Return a number of devices, and how a plan gets them."""
+    number = f"{gpus} device{'s' * (gpus > 1)}"
+    return f"{number} (wb.measure.local_cluster({gpus}) on this machine, gpus={gpus} of another cluster)"
 
 
 def _division(profile: Profile, request: Request) -> str:
@@ -109,8 +126,8 @@ def _ways(profile: Profile, request: Request, works: Works) -> Iterator[str]:
             break
     if not any(request.fixed.get(name) for name in ("pipeline", "data", "tensor")):
         for fewer in range(gpus - 1, 0, -1):
-            if works(replace(request, cluster=replace(request.cluster, gpus=fewer))):
-                yield f"{fewer} device{'s' * (fewer > 1)}"
+            if works(_on(fewer, request)):
+                yield _devices(fewer)
                 break
 
 

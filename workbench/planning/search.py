@@ -5,12 +5,12 @@ Nothing is sampled. An option is cut and simulated unless a lower bound of its s
 
 from __future__ import annotations
 
+import functools
 import gc
 import heapq
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import replace
-from functools import lru_cache
 from typing import Unpack
 
 import numpy as np
@@ -83,7 +83,7 @@ def what_if(
         return _what_if(profile, request)
 
 
-@lru_cache(maxsize=512)
+@functools.lru_cache(maxsize=512)
 def _what_if(profile: Profile, request: Request) -> Plan:
     return checked_search(profile, profile.precision, request).plan()
 
@@ -146,15 +146,16 @@ class Search:
         by_bound = sorted(map(Option.of, options(self.profile, self.request)), key=lambda option: option.bound_ms)
         self.searched = len(by_bound)
         if not by_bound:
+            works = functools.partial(has_options, self.profile)
             if self.profile.coupled and has_options(replace(self.profile, coupled=()), self.request):
                 division = f"which no allowed division of {self.request.cluster.gpus} devices leaves room for"
-                raise coupled_samples(self.profile, self.request, division)
-            raise no_options(self.profile, self.request, lambda other: has_options(self.profile, other))
+                raise coupled_samples(self.profile, self.request, division, works)
+            raise no_options(self.profile, self.request, works)
         best = self._fastest(by_bound)
         if best is None:
             if self.profile.coupled:
                 offer = self.request.offer()
-                raise coupled_samples(self.profile, self.request, f"which does not fit: {offer}")
+                raise coupled_samples(self.profile, self.request, f"which does not fit: {offer}", self._fits)
             raise self._refusal(by_bound)
         best = self._with_cuda_graphs(best, by_bound)
         form = best.strategy.block_sparse
@@ -252,5 +253,5 @@ class Search:
 
     def _fits(self, other: Request) -> bool:
         with suppress(PlanInfeasible):
-            return self._advises and bool(Search(self.profile, other).plan())
+            return self._advises and bool(Search(self.profile, other, advises=False).plan())
         return False

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, TypedDict
 
-from workbench.errors import RunNotFound
+from workbench.errors import RunNotFound, in_words
 from workbench.events import EndEvent, EvaluationEvent, MemoryEvent, ProcessRecord, StartEvent, StepEvent
 from workbench.execution.checkpoint import files
 from workbench.rundir import FINAL_STATES, KILLED, RunDir, is_elsewhere, process_alive, read_record
@@ -347,7 +347,7 @@ def state_in_words(state: str, step: int, loss: float | None) -> str:
 
 def unreadable_row(run: RunDir, error: Exception) -> RunRow:
     """Return the figures of a run whose files cannot be read: it has failed, with the reason as its message."""
-    reason = str(error) if isinstance(error, RunNotFound) else f"It cannot be read: {type(error).__name__}: {error}."
+    reason = str(error) if isinstance(error, RunNotFound) else f"It cannot be read: {in_words(error)}."
     readable = {"name": run.path.name, "path": str(run.path), "state": "failed", "message": reason}
     labels = read_labels(run, {})
     said = {"tags": list(labels.tags), "notes": labels.notes, "archived": labels.archived}

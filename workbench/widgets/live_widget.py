@@ -19,6 +19,7 @@ import plotly.graph_objects as go
 from IPython import get_ipython
 from traitlets import MetaHasTraits
 
+from workbench.errors import in_words
 from workbench.figures.figure import mimebundle
 from workbench.widgets.static_twin import EMPTY, HIDE_TWIN, StaticTwins
 
@@ -152,7 +153,7 @@ class LiveWidget(widgets.VBox, metaclass=_Abstract):
             except Exception as error:  # a widget that no longer updates must say so
                 failures += 1
                 if failures == LAST_TRIES:
-                    reason = html.escape(f"{type(error).__name__}: {error}")
+                    reason = html.escape(in_words(error))
                     self.note.value = f"<b>This view stopped updating</b> ({reason}). The runs go on; show it again."
                     return
             else:

@@ -11,6 +11,7 @@ import torch
 from torch.distributed.checkpoint.filesystem import FileSystemReader
 from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
 
+from workbench.errors import in_words
 from workbench.execution.checkpoint.files import DamagedCheckpoint
 
 
@@ -29,7 +30,7 @@ class GuardedReader(FileSystemReader):
         except DamagedCheckpoint:
             raise
         except Exception as error:  # bytes that are no pickle raise errors of many types
-            raise DamagedCheckpoint(f"{file} is no index of a checkpoint ({type(error).__name__}: {error}).") from None
+            raise DamagedCheckpoint(f"{file} is no index of a checkpoint ({in_words(error)}).") from None
         for name, entry in entries.items():
             if not isinstance(entry, TensorStorageMetadata):
                 raise DamagedCheckpoint(f"{file} says that {name} is no tensor. Workbench stores tensors only.")

@@ -16,6 +16,7 @@ from typing import Any
 
 import psutil
 
+from workbench.errors import in_words
 from workbench.machine import available_cores
 from workbench.rundir import RunDir, log_event
 
@@ -120,7 +121,7 @@ def sampled(run: RunDir, device_type: str, devices: Sequence[str], pid: int, nod
             while not over.wait(SAMPLE_S):
                 write_sample(run, device_type, meter.sample(), node)
         except Exception as error:  # no NVML, a driver of another version, a full disk
-            print(f"Devices are not sampled: {type(error).__name__}: {error}", flush=True)
+            print(f"Devices are not sampled: {in_words(error)}", flush=True)
 
     thread = threading.Thread(target=record, name="devices", daemon=True)
     thread.start()

@@ -18,6 +18,7 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from workbench.errors import in_words
 from workbench.events import LauncherRecord, PlanFacts, ProcessRecord
 from workbench.machine import available_cores
 from workbench.rundir import (
@@ -184,7 +185,7 @@ def _last_words(run: RunDir) -> Iterator[None]:
     except BaseException as error:
         processes.kill_trees(record for record in processes.named(run) if record["pid"] != os.getpid())
         if run.events.is_file():
-            _status(run, "failed", f"the supervisor raised {type(error).__name__}: {error}; see {run.log('launcher')}.")
+            _status(run, "failed", f"the supervisor raised {in_words(error)}; see {run.log('launcher')}.")
         raise
 
 
