@@ -28,6 +28,8 @@ FILE = Path(__file__).with_name("durations.json")
 ROOT = FILE.parents[1]
 LONG_S = 10.0
 """Seconds from which a test is left out of the short run, unless it is marked `representative`."""
+LONG_TIMEOUT_S = 300
+"""Limit of a test that is recorded to take longer than `LONG_S`; that of the others is in `pyproject.toml`."""
 RECORDED_S = 0.5
 """Seconds from which a test is recorded."""
 UNRECORDED_S = 0.1
@@ -133,20 +135,23 @@ class Durations:
         return self.recorded.get(test, Duration(UNRECORDED_S))
 
     def is_long(self, item: pytest.Item) -> bool:
-        """Return True for a test that the short run leaves out."""
-        return self._record(item.nodeid).seconds > LONG_S and item.get_closest_marker(MARK) is None
+        return self._record(item.nodeid).seconds > LONG_S
 
     def pytest_itemcollected(self, item: pytest.Item) -> None:
         self.collected.add(item.nodeid)
 
     @pytest.hookimpl(trylast=True)
     def pytest_collection_modifyitems(self, items: list[pytest.Item]) -> None:
+        long = [item for item in items if self.is_long(item)]
+        for item in long:
+            item.add_marker(pytest.mark.timeout(LONG_TIMEOUT_S))
         if self.config.option.short:
-            long = [item for item in items if self.is_long(item)]
+            long = [item for item in long if item.get_closest_marker(MARK) is None]
             self.left_out = [item.nodeid for item in long]
             if long:
                 self.config.hook.pytest_deselected(items=long)
-                items[:] = [item for item in items if not self.is_long(item)]
+                kept = {item.nodeid for item in items}.difference(self.left_out)
+                items[:] = [item for item in items if item.nodeid in kept]
         files = self._by_file(item.nodeid for item in items)
         place = {file: index for index, file in enumerate(in_order(files))}
         items.sort(key=lambda item: place[item.nodeid.partition("::")[0]])

@@ -94,30 +94,39 @@ def pytest_runtest_makereport(item: pytest.Item) -> Any:
     return report
 
 
+@pytest.fixture(scope="session")
+def context(browser: Any, browser_context_args: dict[str, Any]) -> Iterator[Any]:
+    """Open the pages of all tests in one context, which caches JupyterLab's scripts and what they compile to."""
+    with browser.new_context(**browser_context_args) as one:
+        yield one
+
+
 @pytest.fixture
-def page(page: Any) -> Any:
+def page(context: Any) -> Iterator[Any]:
     """Open a page that waits for as long as a busy machine may take for anything that must happen."""
+    page = context.new_page()
     page.set_default_timeout(lab.PATIENCE_MS)
-    return page
+    yield page
+    context.set_offline(False)
+    page.close()
 
 
 @pytest.fixture
 def lab_page(page: Any, server: lab.Server, picture: Any) -> Iterator[Any]:  # noqa: ARG001
     """Open a page that reaches the server only; `page.refused` lists other requests, `page.said` what it logged.
 
+    Requests are observed and not intercepted, because Chromium caches nothing of a page whose requests are.
+
     Kernels end with the test: one whose dashboard goes on would take time from the tests that follow.
     """
     page.refused, page.said = [], []
     page.on("console", lambda message: "jupytext" in message.text or page.said.append(message.text[:500]))
 
-    def route(request: Any) -> None:
-        if request.request.url.startswith((server.url, "data:", "blob:")):
-            request.continue_()
-        else:
-            page.refused.append(request.request.url)
-            request.abort()
+    def observe(request: Any) -> None:
+        if not request.url.startswith((server.url, "data:", "blob:", "file:")):
+            page.refused.append(request.url)
 
-    page.context.route("**/*", route)
+    page.on("request", observe)
     yield page
     page.goto("about:blank")
     lab.end_kernels(server)

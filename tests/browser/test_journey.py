@@ -177,7 +177,6 @@ def share_and_hover(page: Any, notebook: Path, folder: Path, picture: Any) -> No
     """Open the exported page without a network, and check that a point responds to the pointer."""
     shared = notebook_to_html(notebook, folder / "shared.html")
     assert "plotly" in json.dumps(json.loads(notebook.read_text())["cells"][0]["outputs"])
-    page.context.unroute("**/*")
     page.context.set_offline(True)
     page.goto(shared.as_uri())
     page.wait_for_selector(".js-plotly-plot .main-svg")

@@ -117,7 +117,6 @@ def test_a_notebook_saved_while_runs_train_shows_their_curves_without_its_kernel
 
     converted, _ = HTMLExporter().from_filename(str(server.root / name))
     (server.root / "saved.html").write_text(converted)
-    page.context.unroute("**/*")
     page.context.set_offline(True)
     page.goto((server.root / "saved.html").as_uri())
     shown = page.locator(".jp-RenderedImage img").first

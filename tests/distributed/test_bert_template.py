@@ -4,38 +4,53 @@ from __future__ import annotations
 
 import threading
 import time
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
 import workbench as wb
-from tests.distributed.documents import executed
+from tests.distributed.documents import Document, executed
 
 STEPS = 40
 
 
-@pytest.mark.timeout(300)  # ten trainings or so, beside other tests
-def test_the_full_preset_is_interrupted_and_gone_on_with(tmp_path, monkeypatch):
-    watcher = threading.Thread(target=stop_midway, args=(tmp_path / "runs",), daemon=True)
+@pytest.fixture(scope="module")
+def interrupted(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Document, Path]]:
+    """Execute the template, stop the second of its pair midway, and return it with its folder."""
+    folder = tmp_path_factory.mktemp("interrupted")
+    watcher = threading.Thread(target=stop_midway, args=(folder / "runs",), daemon=True)
     watcher.start()
-    first = executed("bert_scaling", tmp_path, monkeypatch, preset="rehearsal")
-    watcher.join()
-    assert "The best rate of the pilots is" in first.printed("if pilots:")
-    pilots = [wb.sweeps.load_sweep(file.parent) for file in (tmp_path / "runs").glob("pilot-*/sweep.json")]
+    with pytest.MonkeyPatch.context() as patch:
+        yield executed("bert_scaling", folder, patch, preset="rehearsal"), folder
+
+
+def pair(runs: Path) -> dict[str, str]:
+    """Return the states of the two runs that are compared, by their names."""
+    return {path.name: wb.load_run(path).status.state for path in sorted(runs.glob("bert-*"))}
+
+
+def test_the_full_preset_chooses_rates_by_pilots_and_is_interrupted(interrupted: tuple[Document, Path]) -> None:
+    document, folder = interrupted
+    assert "The best rate of the pilots is" in document.printed("if pilots:")
+    pilots = [wb.sweeps.load_sweep(file.parent) for file in (folder / "runs").glob("pilot-*/sweep.json")]
     assert sorted(len(pilot.rows()) for pilot in pilots if pilot.complete) == [3, 3]
-    names = sorted(path.name for path in (tmp_path / "runs").glob("bert-*"))
-    states = {name: wb.load_run(name).status.state for name in names}
-    assert sorted(states.values()) == ["finished", "stopped"]
-    stopped = next(name for name, state in states.items() if state == "stopped")
-    reached = wb.load_run(stopped).history().step[-1]
+    assert sorted(pair(folder / "runs").values()) == ["finished", "stopped"]
+
+
+def test_what_was_interrupted_is_gone_on_with(
+    interrupted: tuple[Document, Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    _, folder = interrupted
+    before = pair(folder / "runs")
+    stopped = next(name for name, state in before.items() if state == "stopped")
+    reached = wb.load_run(folder / "runs" / stopped).history().step[-1]
     assert 0 < reached < STEPS
 
-    document = executed("bert_scaling", tmp_path, monkeypatch, preset="rehearsal", continue_runs=names)
-    assert sorted(path.name for path in (tmp_path / "runs").glob("bert-*")) == names
-    for name in names:
-        history = wb.load_run(name).history()
-        assert wb.load_run(name).status.state == "finished"
-        assert history.step.tolist() == list(range(1, STEPS + 1))
+    document = executed("bert_scaling", folder, monkeypatch, preset="rehearsal", continue_runs=list(before))
+    assert pair(folder / "runs") == dict.fromkeys(before, "finished")
+    for name in before:
+        assert wb.load_run(name).history().step.tolist() == list(range(1, STEPS + 1))
     assert len(document.figures("")) >= 7
     shown = str([cell.outputs for cell in document.cells])
     for words in (

@@ -6,7 +6,6 @@ import workbench as wb
 from tests.distributed.documents import executed
 
 
-@pytest.mark.timeout(300)  # ten trainings or so, beside other tests
 def test_the_template_predicts_a_pair_before_it_trains_it_and_says_how_far_it_was_off(tmp_path, monkeypatch):
     document = executed("scaling_ladder", tmp_path, monkeypatch, preset="rehearsal")
     fitted, later = {}, {}

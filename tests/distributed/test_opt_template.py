@@ -14,7 +14,6 @@ from tests.distributed.documents import Document, executed
 RATES, BATCH, STEPS = [0.6, 0.01], 32, 240
 
 
-@pytest.mark.timeout(300)  # ten trainings or so, beside other tests
 def test_the_template_measures_each_finding_and_closes_with_their_verdicts(tmp_path, monkeypatch):
     small = {"seq_len": 32, "global_batch": 4, "data_steps": 5, "grid_steps": 4, "zero_stages": [3]}
     small |= {"learning_rates": RATES, "batches": [BATCH], "rescue_steps": STEPS, "stop_share": 0.4}

@@ -24,7 +24,10 @@ def test_first_of_two_that_share(made): pass
 def test_second_of_two_that_share(made): time.sleep(0.2)
 def test_short(): pass
 def test_grown(): time.sleep(1.8)
-def test_long(): time.sleep(0.01)
+def test_long(request):
+    limit = request.node.get_closest_marker("timeout")
+    is_recorded = '"test_it.py::test_long"' in (request.path.parent / "durations.json").read_text()
+    assert limit.args == (300,) if is_recorded else limit is None
 @pytest.mark.representative
 def test_long_and_representative(): pass
 """
@@ -53,7 +56,11 @@ def suite(tmp_path: Path) -> Path:
 def run(suite: Path, *options: str) -> tuple[int, str]:
     command = [sys.executable, "-m", "pytest", "--strict-markers", "-p", "no:cacheprovider", *options]
     environment = {k: v for k, v in os.environ.items() if not k.startswith("PYTEST_")}
-    environment |= {"PYTHONPATH": str(TESTS.parent), "PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1", "PYTEST_PLUGINS": "xdist"}
+    environment |= {
+        "PYTHONPATH": str(TESTS.parent),
+        "PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1",
+        "PYTEST_PLUGINS": "xdist,pytest_timeout",
+    }
     answer = subprocess.run(command, cwd=suite, env=environment, capture_output=True, text=True, check=False)
     return answer.returncode, answer.stdout + answer.stderr
 
