@@ -29,6 +29,7 @@ import workbench as wb
 from tests.exhaustive import EXHAUSTIVE
 from tests.unit.figure_values import plan as hand_made_plan
 from tests.unit.test_runs import DEAD
+from tests.unit.test_runs_event_damage import delete, digit, flip, insert
 from tests.unit.test_runs_tampering import small
 from workbench.data import data_fingerprint
 from workbench.errors import WorkbenchError
@@ -50,28 +51,6 @@ FAILURE = "rank 0 (stage 0): RuntimeError: no more"
 PREDICTED = ("candidates", "prediction", "cluster")
 """Fields of a plan that determine nothing: what the planner thought of the machine."""
 LEAVES = (None, True, -1, 0, 10**9, 0.5, 1e308, "", "x", [], {}, [None], "../../../etc/passwd")
-
-
-def _flip(data: bytes, dice: random.Random) -> bytes:
-    changed = bytearray(data)
-    changed[dice.randrange(len(data))] ^= 1 << dice.randrange(8)
-    return bytes(changed)
-
-
-def _digit(data: bytes, dice: random.Random) -> bytes:
-    places = [place for place, byte in enumerate(data) if 48 <= byte < 58] or [0]
-    place = dice.choice(places)
-    return data[:place] + dice.choice([d for d in b"0123456789" if d != data[place]]).to_bytes() + data[place + 1 :]
-
-
-def _delete(data: bytes, dice: random.Random) -> bytes:
-    place = dice.randrange(len(data))
-    return data[:place] + data[place + dice.randint(1, 40) :]
-
-
-def _insert(data: bytes, dice: random.Random) -> bytes:
-    place = dice.randrange(len(data))
-    return data[:place] + dice.randbytes(dice.randint(1, 9)) + data[place:]
 
 
 def _cut(data: bytes, dice: random.Random) -> bytes:
@@ -126,7 +105,7 @@ def _value(data: bytes, dice: random.Random) -> bytes:
     return json.dumps(value, indent=2).encode()
 
 
-ANY = (_flip, _digit, _delete, _insert, _cut, _grow, _zeros, _empty, _remove)
+ANY = (flip, digit, delete, insert, _cut, _grow, _zeros, _empty, _remove)
 ALSO = {".json": (_value,) * 4, ".jsonl": (_lines,) * 4}
 
 

@@ -152,10 +152,7 @@ ACCEPTED: Mapping[str, Mapping[str, Mapping[tuple[str, ...], str]]] = {
         "title": {("empty text", "unknown name", "long text"): "a title"},
     },
     "live": {"smoothing": {("0",): "the raw curve alone"}},
-    "contrast": {
-        "smoothing": {("0",): "the raw values"},
-        "scatter": {("1.5", "10**18"): "a standard deviation"},
-    },
+    "contrast": {"smoothing": {("0",): "the raw values"}, "scatter": {("1.5", "10**18"): "a standard deviation"}},
     "list_runs": {
         "root": {FILES: "a folder without runs"},
         "tag": {FILES: "a tag that no run has"},
@@ -168,10 +165,7 @@ ACCEPTED: Mapping[str, Mapping[str, Mapping[tuple[str, ...], str]]] = {
     },
     "doctor": {"data": {("True",): "a choice"}},
     "ladder_points": {"runs": {("[]", "{}"): "no run, no point"}},
-    "data.documents": {
-        "progress": {("True",): "a choice"},
-        "name": TEXT_NAME,
-    },
+    "data.documents": {"progress": {("True",): "a choice"}, "name": TEXT_NAME},
     "save": SAVED,
     "Figure.save": SAVED,
     "save_html": {

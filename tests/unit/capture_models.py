@@ -30,8 +30,11 @@ class Net(nn.Module):
             x = x + layer(x)
         return x
 
+    def logits(self, x: torch.Tensor) -> torch.Tensor:
+        return self.head(self.body(self.stem(x)))
+
     def forward(self, x: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
-        return functional.cross_entropy(self.head(self.body(self.stem(x))), labels)
+        return functional.cross_entropy(self.logits(x), labels)
 
 
 class PreActivation(nn.Module):

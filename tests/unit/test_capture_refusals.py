@@ -17,14 +17,7 @@ from torch.utils.checkpoint import checkpoint
 from transformers.models.wav2vec2.modeling_wav2vec2 import _compute_mask_indices
 
 from tests.unit import capture_models
-from tests.unit.capture_models import (
-    Batch,
-    LayerDrop,
-    Net,
-    batch_for,
-    captured,
-    interpret,
-)
+from tests.unit.capture_models import Batch, Checks, LayerDrop, Net, batch_for, captured, interpret
 from workbench.capture import capture, torch_internals
 from workbench.errors import CaptureError
 
@@ -458,3 +451,48 @@ def test_a_patch_is_undone_after_an_error_and_refuses_a_name_that_is_gone() -> N
     assert owner.name == "class"
     with pytest.raises(AttributeError, match="gone"), torch_internals.patched(owner, "gone", None):
         pass
+
+
+BATCH = batch_for("Net")
+
+
+def test_each_check_is_a_note_with_its_line() -> None:
+    notes = captured(Checks(), BATCH).notes
+    texts = ("labels.max() >= 5", "x.abs().max().item() > 100", "assert not torch.isnan(loss)")
+    assert all(sum(text in note and "capture_models.py:" in note for note in notes) == 1 for text in texts), notes
+    assert len(notes) == len(texts)
+    assert all("as if it passed in every step" in note for note in notes)
+    assert captured(Net(), BATCH).notes == ()
+
+
+class Mixed(Net):
+    def body(self, x: torch.Tensor) -> torch.Tensor:
+        if (x > 9).any() and not (x < -9).any():
+            raise ValueError("x is not balanced.")
+        return super().body(x)
+
+
+class Caught(Net):
+    def body(self, x: torch.Tensor) -> torch.Tensor:
+        try:
+            assert x.sum() > 0
+        except AssertionError:
+            x = -x
+        return super().body(x)
+
+
+@pytest.mark.parametrize("model", [Mixed, Caught])
+def test_what_may_be_a_branch_runs_as_written(model: type[Net]) -> None:
+    how, why_whole = captured(model(), BATCH).notes
+    assert "runs as written" in how
+    assert "depends on the values of a tensor" in how
+    assert "has one pipeline stage" in why_whole
+
+
+def test_the_truth_of_tensors_is_as_before_after_a_capture() -> None:
+    before = torch.Tensor.__bool__, torch.SymBool.__bool__
+    captured(Checks(), BATCH)
+    assert (torch.Tensor.__bool__, torch.SymBool.__bool__) == before
+    assert "__bool__" not in vars(torch.Tensor) or vars(torch.Tensor)["__bool__"] is before[0]
+    with pytest.raises(AssertionError):
+        assert not torch.tensor(True)

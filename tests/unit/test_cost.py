@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import json
-import subprocess
-import sys
 from collections.abc import Callable
 from functools import partial
 from typing import Any
@@ -29,11 +27,6 @@ from workbench.measure.detection import GEMM_SHARE, known_gpu, with_measured_rat
 
 H200 = Cluster.of("h200", gpus=4)
 CPU = local_cluster(processes=2)
-
-
-def test_importing_cost_and_planning_imports_no_torch() -> None:
-    code = "import sys, workbench.cost, workbench.planning; sys.exit('torch' in sys.modules)"
-    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
 
 
 # Clusters
@@ -85,12 +78,6 @@ def test_an_unknown_device_name_is_refused_with_the_nearest_name() -> None:
         Cluster.of("h20", gpus=1)
 
 
-@pytest.mark.parametrize("gpus", [0, -1])
-def test_a_cluster_needs_a_device(gpus: int) -> None:
-    with pytest.raises(PlanInfeasible, match=rf"Cluster\.gpus={gpus} must be 1 or more"):
-        Cluster.of("h200", gpus=gpus)
-
-
 def test_a_containers_memory_is_its_limit(tmp_path: Any, monkeypatch: Any) -> None:
     from workbench.measure import detection as detect
 
@@ -126,13 +113,6 @@ def test_nodes_must_share_the_gpus_evenly() -> None:
     with pytest.raises(PlanInfeasible, match="10 GPUs cannot be divided evenly over 4 nodes"):
         Cluster.of("h200", gpus=10, nodes=4)
     assert Cluster.of("h200", gpus=256).nodes == 32
-
-
-def test_a_group_that_leaves_its_node_takes_the_slower_link() -> None:
-    cluster = Cluster.of("h100", gpus=16)
-    assert cluster.group_link(8) == cluster.hop_link(0, 4, 4) == cluster.intra
-    assert cluster.hop_link(4, 8, 4) == cluster.inter
-    assert cluster.inter.bandwidth < cluster.intra.bandwidth
 
 
 # Communication
@@ -227,12 +207,7 @@ def test_selective_checkpointing_adds_less_to_a_compiled_backward() -> None:
 
 @pytest.mark.parametrize(
     "model",
-    [
-        bert(dropout=0.1),
-        bert(dropout=0.0),
-        bert(layout="pre_ln", dropout=0.1),
-        gpt2(),
-    ],
+    [bert(dropout=0.1), bert(dropout=0.0), bert(layout="pre_ln", dropout=0.1), gpt2()],
     ids=["post_ln", "post_ln without dropout", "pre_ln", "gpt2"],
 )
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])

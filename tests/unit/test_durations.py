@@ -118,3 +118,50 @@ def test_longest_files_start_first() -> None:
 def test_every_recorded_test_has_a_file() -> None:
     files = {test.partition("::")[0] for test in durations.read(durations.FILE)}
     assert not [file for file in files if not (TESTS.parent / file).exists()], "make durations"
+
+
+ROOT = Path(__file__).parents[2]
+
+
+def test_processes_that_make_starts_keep_their_compiled_modules() -> None:
+    rule = "seen: ; @echo $${PYTHONDONTWRITEBYTECODE-unset}"
+    command = ["make", "--silent", f"--eval={rule}", "seen"]
+    environment = {**os.environ, "PYTHONDONTWRITEBYTECODE": "1"}
+    answer = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, check=True)
+    assert answer.stdout.strip() == "unset"
+
+
+def test_jupyterlab_starts_as_root_too_as_in_a_container() -> None:
+    command = ["make", "--dry-run", "--silent", "lab"]
+    printed = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True).stdout
+    assert "jupyter lab" in printed
+    assert ("--allow-root" in printed) == (os.getuid() == 0)
+
+
+def test_ci_runs_all_tests_and_the_short_run_leaves_out_only_what_is_recorded_as_long() -> None:
+    assert (ROOT / ".ci" / "run").read_text().rstrip().endswith("make test-all")
+    for target, option in (("test", "--short"), ("test-all", "--check-durations"), ("durations", "--record-durations")):
+        command = ["make", "--dry-run", "--silent", target]
+        printed = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True).stdout
+        tests = [line for line in printed.splitlines() if "-m pytest" in line and "tests/gpu" not in line]
+        assert len(tests) == 2
+        assert all(option in line for line in tests), "beside each other: JupyterLab, and all others"
+        assert "tests/browser" in " ".join(tests)
+        assert "tests/unit/" in " ".join(tests)
+
+
+REPOSITORY = Path(__file__).parents[2]
+
+
+def test_without_chromium_the_last_lines_say_what_did_not_run_and_the_command_that_is_missing(tmp_path: Path) -> None:
+    command = [sys.executable, "-m", "pytest", "-p", "no:cacheprovider", "tests/browser/test_curve_in_view.py"]
+    done = subprocess.run(
+        command, cwd=REPOSITORY, env={**os.environ, "PATH": str(tmp_path)}, capture_output=True, text=True
+    )
+    assert done.returncode == 0, done.stdout
+    *_, title, words, counts = done.stdout.splitlines()
+    assert "BROWSER TESTS DID NOT RUN" in title
+    assert words.endswith(
+        "because there is no Chromium on this machine. To have these tests: sudo apt-get install chromium"
+    )
+    assert "skipped" in counts

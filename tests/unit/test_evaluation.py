@@ -1,20 +1,34 @@
-"""Held-out samples: which text they come from, what is refused, and what figures make of their losses."""
+"""Held-out samples, metrics and samples of text: where they come from, what is refused, what is shown of them."""
 
+import dataclasses
+import math
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
 import torch
+from torch import nn
+from torch.nn import functional
 
 import workbench as wb
 from workbench.analysis.contrast import contrast
 from workbench.analysis.curve import Curve
+from workbench.capture import capture, spec_of
+from workbench.capture.captured_model import CapturedModel
+from workbench.capture.evaluation import capture_for_evaluation
+from workbench.capture.outputs import flattened
 from workbench.data import held_out
 from workbench.errors import DataError, InvalidExperiment
+from workbench.execution.samples import drawn
 from workbench.figures.curves_view import loss_curves
+from workbench.figures.panels_view import panel_names, panels
+from workbench.planning import runnable
 from workbench.planning.runnable import check_runnable
 from workbench.rundir import append_event
 from workbench.runs.records.history import HistoryTail
+from workbench.runs.tracking.recorder import samples_table as wandb_table
+from workbench.widgets.dashboard import samples_at, samples_table
 
 BERT = wb.models.bert(vocab_size=200, hidden_size=16, num_layers=2, num_heads=2, max_positions=64)
 
@@ -135,9 +149,10 @@ def test_bad_evaluations_are_refused_before_anything_starts():
         check_runnable(few, plan, None, progress=False)
 
 
-def test_the_experiment_and_its_evaluation_survive_json(folder):
+def test_the_experiment_with_its_evaluation_and_its_samples_survives_json(folder):
     asked = experiment(folder, eval_data=wb.data.corpus(folder, vocab_size=200))
-    assert wb.Experiment.from_json(asked.to_json()) == asked
+    for each in (asked, sampling(folder, ["Birds"], tokens=7, seed=None)):
+        assert wb.Experiment.from_json(each.to_json()) == each
     assert wb.Experiment.from_json(experiment(folder, evaluation=None).to_json()).evaluation is None
 
 
@@ -184,3 +199,231 @@ def test_runs_are_contrasted_by_their_held_out_losses_where_all_have_them():
     assert {standing.best for standing in both.standings} == {"b"}  # b has the higher training loss
     without = Curve("c", curve("c", 0.3).columns)
     assert {standing.best for standing in contrast([curve("a", -0.1), without]).standings} == {"a"}
+
+
+SIZES = {"vocab_size": 320, "hidden_size": 16, "num_layers": 2, "num_heads": 2, "max_positions": 32}
+
+
+def sampling(folder, prompts, model=None, objective=None, **changes) -> wb.Experiment:
+    data = wb.data.corpus(folder, vocab_size=300, objective=objective)
+    fields = {"model": model or wb.models.gpt2(**SIZES), "data": data, "seq_len": 16, "global_batch": 4}
+    return wb.Experiment.of(**fields, samples=wb.Samples(prompts, **changes))
+
+
+class OnlyLoss(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.table, self.head = nn.Embedding(300, 8), nn.Linear(8, 300)
+
+    def forward(self, input_ids: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+        return nn.functional.cross_entropy(self.head(self.table(input_ids)).flatten(0, 1), labels.flatten())
+
+
+def test_prompts_that_a_model_cannot_answer_are_refused(folder):
+    def check_between_steps(asked: wb.Experiment) -> None:
+        plan = SimpleNamespace(stages=(), tensor=1, gathered_samples=None)
+        runnable.check_between_steps(asked, plan, CapturedModel(asked, 2))
+
+    with pytest.raises(DataError, match=r"has \d+ tokens, and the model reads 16 \(seq_len\)"):
+        check_between_steps(sampling(folder, ["birds sing in tree 7. " * 20]))
+    masked = wb.models.bert(**SIZES)
+    with pytest.raises(DataError, match=r"has no \[MASK\]"):
+        check_between_steps(sampling(folder, ["Birds sing."], masked))
+    with pytest.raises(InvalidExperiment, match=r"OnlyLoss returned \[\]\. Let forward return its logits"):
+        check_between_steps(sampling(folder, ["Birds"], OnlyLoss, "clm"))
+    check_between_steps(sampling(folder, ["Birds [MASK]", "all [MASK] sing"], masked))
+
+
+@pytest.mark.parametrize("prompts", ["Hello", [], [""], [3], None])
+def test_prompts_that_are_no_texts_are_refused(prompts):
+    with pytest.raises(InvalidExperiment, match="is no list of texts"):
+        wb.Samples(prompts)
+
+
+def test_values_that_make_no_samples_are_refused():
+    for changes, said in (({"every": 0}, "every"), ({"tokens": 0}, "tokens"), ({"seed": -1}, "seed")):
+        with pytest.raises(InvalidExperiment, match=f"Samples.{said}"):
+            wb.Samples(["Hello"], **changes)
+    items = [{"x": torch.zeros(2)}]
+    with pytest.raises(InvalidExperiment, match="has none"):
+        wb.Experiment(model=OnlyLoss, data=items, samples=wb.Samples(["Hello"]))
+    with pytest.raises(InvalidExperiment, match=r"is no Samples\. Write samples=wb\.Samples"):
+        wb.Experiment(model=OnlyLoss, data=wb.data.corpus("demo"), samples=["Hello"])
+
+
+def test_masked_prompts_pass_through_the_model_at_their_own_length(folder):
+    asked = sampling(folder, ["Birds"], wb.models.bert(**SIZES))
+    prompts = asked.data.encoded(asked, ["a [MASK]", "[MASK]", "b [MASK]"])
+    groups = prompts.groups(40, 16)
+    assert sorted(at for group in groups for at in group.prompts) == [0, 1, 2]
+    for group in groups:
+        assert {len(prompts.ids[at]) for at in group.prompts} == {group.length}
+    assert [prompts.token(prompts.ids[1][at]) for at in prompts.masks(1)] == ["[MASK]"]
+
+
+def test_tokens_are_drawn_as_often_as_they_are_probable():
+    logits = torch.tensor([0.5, 0.2, 0.3]).log().double()
+    draws = [drawn(logits, int(2**63 * (index + 0.5) / 100)) for index in range(100)]
+    assert [draws.count(token) for token in range(3)] == [50, 20, 30]
+    many = torch.zeros(200).double()
+    many[7] = 1.0
+    assert drawn(many, 0) == 7
+    assert len({drawn(many, int(2**63 * (index + 0.5) / 500)) for index in range(500)}) == 50
+
+
+def written(tmp_path):
+    events = tmp_path / "events.jsonl"
+    append_event(events, "start", devices=1, resumed_from=None)
+    for step in (0, 5, 10):
+        samples = [
+            {"prompt": "Birds", "text": f" <sing> {step}"},
+            {"prompt": "a [MASK]", "masks": [[["tree", 0.75], ["bird", 0.125]]]},
+        ]
+        append_event(events, "samples", step=step, samples=samples, seconds=1.0)
+    return events
+
+
+def test_the_text_at_the_step_under_the_pointer_is_shown(tmp_path):
+    events = written(tmp_path)
+    tail = HistoryTail(events)
+    tail.read()
+    snapshot = SimpleNamespace(name="one", texts=tail.texts)
+    assert "&lt;sing&gt; 5" in samples_at([snapshot], lambda _: 7.0)
+    assert "&lt;sing&gt; 10" in samples_at([snapshot], lambda _: math.inf)
+    assert "tree 75.0%, bird 12.5%" in samples_at([snapshot], lambda _: 0.0)
+    assert samples_table([snapshot]).count("&lt;sing&gt;") == 3
+    append_event(events, "start", devices=1, resumed_from="checkpoints/step-00000005")
+    tail.read()
+    assert tail.texts.steps == [0, 5]
+
+
+def test_weights_and_biases_gets_a_table(tmp_path):
+    tail = HistoryTail(written(tmp_path))
+    tail.read()
+    [table] = wandb_table(list(tail.texts)).values()
+    assert table.columns == ["step", "prompt", "what the model wrote"]
+    assert table.data[1] == [0, "a [MASK]", "tree 75.0%, bird 12.5%"]
+    assert wandb_table([]) == {}
+
+
+@dataclasses.dataclass
+class Returned:
+    loss: torch.Tensor
+    logits: torch.Tensor
+    details: dict
+
+
+class Classifier(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.Linear(3, 8), nn.Linear(8, 4)
+
+    def forward(self, x: torch.Tensor, labels: torch.Tensor) -> Returned:
+        hidden = self.first(x).tanh()
+        logits = self.second(hidden)
+        details = {"hidden": [hidden], "seen": labels, "cache": object(), "twice": 2 * labels}
+        return Returned(functional.cross_entropy(logits, labels), logits, details)
+
+
+BATCH = {"x": torch.zeros(4, 3), "labels": torch.zeros(4, dtype=torch.int64)}
+SPECS = {name: spec_of(name, value) for name, value in BATCH.items()}
+
+
+def captured(**metrics):
+    model = Classifier()
+    return capture_for_evaluation(model, capture(model, SPECS), metrics)
+
+
+def correct(outputs, batch):
+    return (outputs.logits.argmax(-1) == batch["labels"]).sum(), len(batch["labels"])
+
+
+def test_only_what_metrics_read_is_computed_and_the_structure_is_rebuilt():
+    graph = captured(
+        correct=correct, seen=lambda outputs, _: (outputs.details["twice"].sum(), outputs.details["seen"].numel())
+    )
+    assert len(graph.outputs.names) == 3
+    values = [torch.full(graph.values[name].shape, float(index)) for index, name in enumerate(graph.outputs.names)]
+    rebuilt = graph.outputs.rebuilt(values)
+    assert isinstance(rebuilt, Returned)
+    assert torch.equal(rebuilt.logits, values[graph.outputs.names.index(graph.outputs.values[1])])
+    assert rebuilt.details["hidden"][0].is_meta
+    assert rebuilt.details["cache"] is None
+
+
+def test_outputs_of_every_structure_are_flattened():
+    template, tensors = flattened((torch.zeros(1), [{"a": torch.ones(2)}, 3, "text"], None))
+    assert [tensor.numel() for tensor in tensors] == [1, 2]
+    assert template[1][1:] == [3, "text"]
+
+
+@pytest.mark.parametrize(
+    ("metric", "said"),
+    [
+        (lambda outputs, _: outputs.logits.sum(), "one scalar instead of two scalars"),
+        (lambda outputs, _: (outputs.logits.sum(-1), 4), r"a tensor of shape \[2\], int 4"),
+        (lambda outputs, _: (outputs.logits.sum(), "many"), "str 'many'"),
+        (lambda *_: None, "returned None"),
+        (lambda outputs, _: (outputs.logits.mean(), 1), "does not add up over samples"),
+        (lambda outputs, _: (outputs.scores.sum(), 1), "raised AttributeError: 'Returned' object has no attribute"),
+        (
+            lambda outputs, batch: (outputs.loss * len(batch["x"]), len(batch["x"])),
+            "reads a loss that forward returned",
+        ),
+    ],
+    ids=["one value", "a tensor", "a text", "nothing", "a mean", "an error", "the loss"],
+)
+def test_a_metric_that_cannot_be_summed_is_refused(metric, said):
+    with pytest.raises(InvalidExperiment, match=said) as caught:
+        captured(own=metric)
+    assert "'own'" in str(caught.value)
+
+
+def classifying(**changes) -> wb.Experiment:
+    fields = {"model": Classifier, "data": [BATCH], "eval_data": [BATCH], "evaluation": wb.Evaluation()}
+    return wb.Experiment.of(**{**fields, **changes})
+
+
+def test_metrics_with_a_taken_name_are_refused():
+    for name in ("loss", "two words", 3):
+        with pytest.raises(InvalidExperiment, match="is no name for a metric"):
+            classifying(metrics={name: correct})
+    for metrics in (correct, {"correct": 3}):
+        with pytest.raises(InvalidExperiment, match="does not map names to functions"):
+            classifying(metrics=metrics)
+
+
+def test_metrics_survive_the_way_through_json():
+    asked = classifying(metrics={"correct": correct})
+    value = asked.to_json()
+    assert value["evaluation"]["metrics"]["correct"]["name"] == "correct"
+    again = wb.Experiment.from_json(
+        value, {"model": Classifier, "data": [BATCH], "eval_data": [BATCH], "metrics": {"correct": correct}}
+    )
+    assert again.metrics["correct"].function is correct
+    assert classifying().to_json()["evaluation"]["metrics"] is None
+
+
+def test_a_metric_has_its_curve_and_its_panel(tmp_path):
+    events = tmp_path / "events.jsonl"
+    append_event(events, "start", devices=1, resumed_from=None)
+    shared = {"tokens": 10.0, "samples": 1.0, "flops": 1.0, "seconds": 1.0}
+    for step in (0, 5):
+        metrics = {"correct": 0.25 * (step + 1), "rare": None if step else 3.0}
+        append_event(events, "evaluation", step=step, loss=2.0, eval_seconds=1.0, metrics=metrics, **shared)
+    for step in range(1, 7):
+        append_event(events, "step", step=step, loss=2.0, tokens_per_s=5.0, **shared)
+    tail = HistoryTail(events)
+    history = tail.read()
+    assert tail.evaluations["correct"].tolist() == [0.25, 1.5]
+    assert np.isnan(tail.evaluations["rare"][1])
+    curves = [Curve("one", history, evaluations=tail.evaluations), Curve("without", history)]
+    assert panel_names(curves) == ["tokens_per_s", "correct", "rare"]
+    figure = panels(curves, x="step")
+    assert [annotation.text for annotation in figure.layout.annotations] == ["Tokens/s", "correct", "rare"]
+    drawn = [trace for trace in figure.data if trace.mode == "lines+markers" and len(trace.x)]
+    assert list(drawn[0].y) == [0.25, 1.5]
+    assert drawn[1].y[0] == 3.0
+    assert len(drawn) == 2
+    [line] = [trace for trace in loss_curves(curves[:1], x="step", y="correct").data if trace.meta == "line"]
+    assert list(line.y) == [0.25, 1.5]

@@ -14,6 +14,7 @@ from workbench.cli import app
 from workbench.errors import UnknownParameter
 from workbench.runs.records.history import History
 from workbench.runs.status import Status
+from workbench.tables import Html, html_table, text_table
 
 NAME = "<script>alert(1)</script>"
 
@@ -55,3 +56,20 @@ def test_a_value_of_the_experiment_given_to_launch_points_to_replace() -> None:
 def test_the_command_line_prints_its_version() -> None:
     answer = CliRunner().invoke(app, ["--version"])
     assert (answer.exit_code, answer.output) == (0, f"workbench {wb.__version__}\n")
+
+
+def test_columns_line_up_and_no_line_ends_in_spaces() -> None:
+    assert text_table([("run", "state"), ("a longer name", "")]) == "run            state\na longer name"
+
+
+def test_every_cell_is_escaped_unless_it_is_html() -> None:
+    page = html_table(("a & b", "c"), [("<b>x</b>", Html("<b>y</b>"))])
+    assert "&lt;b&gt;x&lt;/b&gt;" in page
+    assert "<b>y</b>" in page
+    assert "a &amp; b" in page
+
+
+def test_a_row_may_have_a_look_and_a_table_attributes() -> None:
+    page = html_table((), [("a", "1"), ("b", "2")], row_styles=["", "opacity:0.6"], attributes='class="runs"')
+    assert page.startswith('<table class="runs"><tbody>')
+    assert page.count("<tr style='opacity:0.6'>") == page.count("<tr>") == 1

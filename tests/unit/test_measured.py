@@ -162,13 +162,7 @@ def test_memory_held_is_a_line_through_the_measurements() -> None:
 
 
 @pytest.mark.parametrize(
-    ("seen", "expected"),
-    [
-        (86.0, 50.0),
-        (50.0, 14.0 + (50.0 - 14.0) / 2),
-        (10.0, 10.0),
-        (90.0, 50.0 * 90 / 86),
-    ],
+    ("seen", "expected"), [(86.0, 50.0), (50.0, 14.0 + (50.0 - 14.0) / 2), (10.0, 10.0), (90.0, 50.0 * 90 / 86)]
 )
 def test_bytes_that_the_compiler_does_not_save_are_taken_off_the_divided_share(seen: float, expected: float) -> None:
     """A layer is counted to save 86 bytes, of which 14 are on both devices."""

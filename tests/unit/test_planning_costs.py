@@ -34,10 +34,7 @@ def test_a_tied_table_across_stages_costs_a_reduction() -> None:
         PROFILE, blocks=(*PROFILE.blocks[:7], replace(PROFILE.blocks[-1], name="head"), *PROFILE.blocks[7:-1])
     )
     assert costs_of(head_back_on_rank_0).of(on_one_rank).tied_ms((0, 4, 6, 9, last)) == 0
-    separate = replace(
-        PROFILE,
-        blocks=(*PROFILE.blocks[:-1], replace(PROFILE.blocks[-1], parameters=("head.bias",))),
-    )
+    separate = replace(PROFILE, blocks=(*PROFILE.blocks[:-1], replace(PROFILE.blocks[-1], parameters=("head.bias",))))
     assert costs_of(separate).of(strategy).tied_ms((0, 7, last)) == 0
 
 
@@ -174,32 +171,14 @@ def test_gradients_of_weights_with_copies_stay_in_bf16_where_each_is_made_once()
     assert held[0] == held[1] - 2 * 3e4, "at the last block's backward, the peak, there are its own gradients alone"
 
 
-@pytest.mark.parametrize(
-    "choices",
-    [
-        {"num_microbatches": 2},
-        {"data": 2},
-        {"pipeline": 2},
-        {"data": 2, "cuda_graphs": True},
-        {"offload_optimizer": True},
-    ],
-)
-def test_other_plans_keep_gradients_in_fp32(choices: dict[str, Any]) -> None:
+def test_other_plans_and_trainings_keep_gradients_in_fp32() -> None:
     assert keeps_bf16_gradients(PROFILE, strategy_of(tensor=2))
-    assert not keeps_bf16_gradients(PROFILE, strategy_of(**choices))
-
-
-@pytest.mark.parametrize(
-    "changes",
-    [
-        {"precision": "fp32"},
-        {"device_type": "cpu"},
-        {"optimizer_in_one_pass": False},
-        {"sparse": SparseCosts(0.9, 64, {}, 0.0)},
-    ],
-)
-def test_other_trainings_keep_gradients_in_fp32(changes: dict[str, Any]) -> None:
-    assert not keeps_bf16_gradients(replace(PROFILE, **changes), strategy_of())
+    choices = [{"num_microbatches": 2}, {"data": 2}, {"pipeline": 2}, {"offload_optimizer": True}]
+    for chosen in (*choices, {"data": 2, "cuda_graphs": True}):
+        assert not keeps_bf16_gradients(PROFILE, strategy_of(**chosen)), chosen
+    changes: list[dict[str, Any]] = [{"precision": "fp32"}, {"device_type": "cpu"}, {"optimizer_in_one_pass": False}]
+    for changed in (*changes, {"sparse": SparseCosts(0.9, 64, {}, 0.0)}):
+        assert not keeps_bf16_gradients(replace(PROFILE, **changed), strategy_of()), changed
 
 
 def test_devices_of_a_node_share_the_way_to_its_host() -> None:

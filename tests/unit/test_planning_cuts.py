@@ -270,7 +270,9 @@ def test_every_level_recomputes_one_block_more_and_takes_no_less() -> None:
             modes += [MODES[mixed.lighter[level]]] * (end - middle)
             assert modes == modes_of(level, blocks)
     strategy = strategy_of(pipeline=1, data=4, zero=2, micro_batch=64, num_microbatches=4)
-    times = costs_of(PROFILE).of(strategy).times(mixed_of_all(len(PROFILE.blocks)))
+    levels, blocks = np.arange(2 * len(PROFILE.blocks) + 1), len(PROFILE.blocks)
+    all_as_one_stage = MixedStages.at(np.zeros_like(levels), np.full_like(levels, blocks), levels)
+    times = costs_of(PROFILE).of(strategy).times(all_as_one_stage)
     for ms in (times.busy, times.busy * strategy.num_microbatches + times.ending):
         assert (np.diff(ms) >= 0).all()
         assert ms[0] < ms[len(PROFILE.blocks)] < ms[-1]
@@ -296,12 +298,6 @@ def test_fsdp_copies_parameters_as_often_as_it_gathers_them_and_gradients_as_oft
         (4 * (2 * gather + reduction) + 3 * later_sum, 3, 4),
     ):
         assert step_ms(zero, micro_batches) == pytest.approx(bytes_each * element_ms)
-
-
-def mixed_of_all(blocks: int) -> MixedStages:
-    """All blocks as one stage, at every level."""
-    levels = np.arange(2 * blocks + 1)
-    return MixedStages.at(np.zeros_like(levels), np.full_like(levels, blocks), levels)
 
 
 def test_no_more_blocks_are_recomputed_than_memory_asks_for() -> None:

@@ -1,4 +1,4 @@
-"""The table of a search, explanations of plans, and sliders."""
+"""The table of a search, its frontier of memory against speed, explanations of plans, and sliders."""
 
 from __future__ import annotations
 
@@ -13,9 +13,12 @@ import pytest
 from cost_values import layered_profile
 from plan_values import H200, PROFILE, plan_of, with_host
 
+import workbench as wb
+from workbench.analysis.pareto import pareto_front
 from workbench.cost import Cluster
 from workbench.cost.device import FRAGMENTATION
-from workbench.errors import PlanInfeasible, PlanMismatch
+from workbench.errors import InvalidArgument, PlanInfeasible, PlanMismatch
+from workbench.figures.figure import picture
 from workbench.planning import device_costs
 from workbench.planning.explanation import explain
 from workbench.planning.plan import Plan
@@ -102,11 +105,6 @@ def test_the_table_reads_without_knowing_the_words() -> None:
     assert "<b>mine" not in page
 
 
-def lifted_ms(explanation: Any) -> float:
-    found = next(change for change in explanation.changes if change.constraint == "memory limit")
-    return float(found.plan.prediction.step_ms)
-
-
 def test_an_explanation_names_each_kind_of_constraint() -> None:
     """Compute, memory, links, divisibility of the batch, and what was asked for."""
     starved = replace(H200, intra=replace(H200.intra, bandwidth=H200.intra.bandwidth / 400))
@@ -135,9 +133,9 @@ def test_an_explanation_names_what_binds_and_what_would_change() -> None:
     assert "Binding constraint: your memory limit of 24.0 GiB. If the memory limit of 24.0 GiB were lifted, " in repr(
         tight
     )
-    instead = f"would take {lifted_ms(tight):,.0f} ms instead of {tight.plan.prediction.step_ms:,.0f} ms."
-    assert instead in repr(tight)
     lifted = next(change for change in tight.changes if change.constraint == "memory limit")
+    lifted_ms, tight_ms = lifted.plan.prediction.step_ms, tight.plan.prediction.step_ms
+    assert f"would take {lifted_ms:,.0f} ms instead of {tight_ms:,.0f} ms." in repr(tight)
     assert lifted.plan.prediction == free.plan.prediction, "computed by planning again"
     assert f"{lifted.gain:.1%} more tokens/s, with {lifted.plan.division()}" in repr(tight)
     fixed = explain(plan_of(profile, pipeline=4, micro_batch=1))
@@ -220,3 +218,61 @@ def test_what_earlier_moves_left_behind_changes_no_answer() -> None:
         asked = {**settings, "micro_batch": move.get("micro_batch"), "cluster": H200.resized(move.get("gpus", 4))}
         cold = plan_of(profile, **asked, memory_limit_bytes=None if limit is None else int(limit * GIB))
         assert cold == found
+
+
+def test_the_frontier_is_the_fastest_plan_of_each_limit_and_every_step_down_in_memory_costs_time():
+    plans = weigh(PROFILE, "bf16", Request(64, 512, H200))
+    front = plans.frontier(6)
+    steps = [plan.prediction.step_ms for plan in front]
+    assert len(front) >= 3
+    assert steps == sorted(steps, reverse=True)
+    assert steps[-1] == pytest.approx(plans.best.prediction.step_ms), "the last limit is what the device offers"
+    for plan in front:
+        assert plan.memory_limit_bytes is not None
+        assert plan.peak_bytes <= plan.memory_limit_bytes
+        again = weigh(PROFILE, "bf16", Request(64, 512, H200, plan.memory_limit_bytes)).best
+        assert again.prediction == plan.prediction
+    assert plans.frontier(1)[0].peak_bytes == front[0].peak_bytes
+    figure = wb.figures.frontier(plans)
+    *points, line = figure.data
+    assert sum(len(trace.x) for trace in points if trace.text) == len(line.x) == len(plans.frontier())
+    hovers = [word for trace in points for word in trace.text or ()]
+    assert any("wb.launch(experiment, plan=plans.frontier()[0])" in word for word in hovers)
+    with pytest.raises(InvalidArgument, match="limits=0 is no number of memory limits"):
+        plans.frontier(0)
+
+
+def test_what_offloading_takes_of_the_host_is_part_of_the_plan():
+    on, off = (plan_of(pipeline=2, zero=1, schedule="1f1b", offload_optimizer=offload) for offload in (True, False))
+    trained = [stage.parameters for stage in on.stages]
+    assert on.host_bytes == 8 * max(trained) // on.data, "two moments of four bytes, sharded over the replicas"
+    assert on.host_traffic_bytes == 2 * on.host_bytes
+    assert Plan.from_json(json.loads(json.dumps(on.to_json()))) == on
+    assert (off.host_bytes, off.host_traffic_bytes) == (0, 0)
+
+
+def test_every_plan_of_a_grid_is_a_point_that_says_what_it_takes_of_the_host_and_what_launches_it():
+    model = wb.models.gpt2(64, 2, 2, vocab_size=300, max_positions=32)
+    data = wb.data.corpus("demo", vocab_size=300)
+    experiment = wb.Experiment(model=model, data=data, global_batch=8, seq_len=32)
+    grid = wb.grid(
+        experiment, H200, zero=[0, 1, 3], offload_optimizer=[False, True], recompute=["none", "full"], tensor=1
+    )
+    figure = wb.figures.frontier(grid)
+    hovers = {word for trace in figure.data for word in trace.text or ()}
+    assert len(hovers) == len(grid.feasible) == 12
+    for cell in grid.feasible:
+        call = ", ".join(f"{name}={cell.choices[name]!r}" for name in ("zero", "offload_optimizer", "recompute"))
+        [word] = [word for word in hovers if f"wb.launch(experiment, plan=grid.cell({call}).plan)" in word]
+        assert ("over PCIe in a step" in word) == cell.choices["offload_optimizer"]
+        assert eval(f"grid.cell({call}).plan") == cell.plan
+    named = {trace.name for trace in figure.data}
+    assert named == {
+        "replicas", "ZeRO 1", "ZeRO 3", "optimiser on the host", "no checkpointing", "full", "Pareto front"
+    }  # fmt: skip
+    assert picture(figure)[:4] == b"\x89PNG"
+
+
+def test_the_front_leaves_out_what_another_plan_beats_in_both():
+    assert pareto_front([(9, 2.0), (4, 3.0), (9, 2.5)]) == [(4, 3.0), (9, 2.0)]
+    assert pareto_front([(9, 2.0), (4, 1.0)]) == [(4, 1.0)]

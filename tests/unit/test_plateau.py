@@ -2,14 +2,20 @@
 
 from __future__ import annotations
 
+import dataclasses
+import functools
+from collections.abc import Sequence
 from types import SimpleNamespace
 
 import numpy as np
 import pytest
 
 import workbench as wb
+from workbench.analysis import ladder
+from workbench.analysis.ladder import LadderPoint, ScalingLaw, scaling_law
+from workbench.analysis.laws import FORMS, KAPLAN, ChinchillaLaw, KaplanLaw, Law, fit
 from workbench.analysis.plateau import MARGIN, left_plateau, masked_loss, stop_on_plateau
-from workbench.errors import DataError, InvalidExperiment, WorkbenchError
+from workbench.errors import DataError, InvalidArgument, InvalidExperiment, WorkbenchError
 from workbench.runs.run import Run
 
 LEVEL, STEPS, TOKENS = 3.3, 1000, 64
@@ -152,3 +158,149 @@ def test_the_level_comes_from_the_text_of_the_experiment(tmp_path, monkeypatch):
     own = causal.replace(data=lambda: [{"input_ids": 0}])
     with pytest.raises(DataError, match="a user-defined dataset, in which nothing says what the tokens are"):
         wb.analysis.context_free(own)
+
+
+SIZES, BUDGETS = (6e3, 26e3, 60e3, 240e3), (0.25e6, 0.5e6, 1e6)
+LAWS: dict[str, Law] = {
+    "chinchilla": ChinchillaLaw(1.2, 20.0, 400.0, 0.3, 0.45),
+    "kaplan": KaplanLaw(3e6, 0.15, 3e7, 0.25),
+}
+MODEL = {"vocab_size": 64, "max_positions": 16, "layout": "pre_ln", "next_sentence": False, "dropout": 0.0}
+
+
+def points(law: Law, noise: float = 0.0, seeds: int = 1, sizes: Sequence[float] = SIZES) -> list[LadderPoint]:
+    """Return the losses that a law gives to every size at every budget, with noise in their logarithm."""
+    random = np.random.default_rng(0)
+    return [
+        LadderPoint(n, d, float(law.loss(n, d) * np.exp(noise * random.normal())))
+        for n in sizes
+        for d in BUDGETS
+        for _ in range(seeds)
+    ]
+
+
+@pytest.fixture
+def few_resamples(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Resample less, for tests of what needs no interval."""
+    monkeypatch.setattr(ladder, "RESAMPLES", 10)
+
+
+@functools.cache
+def noisy_law() -> ScalingLaw:
+    """Return the law of three runs of every size and budget that scatter by 0.5 %, by Kaplan et al.'s form."""
+    return scaling_law(points(LAWS["kaplan"], noise=0.005, seeds=3))
+
+
+@pytest.mark.parametrize("form", FORMS, ids=lambda form: form.name)
+def test_a_fit_finds_the_law_that_made_the_losses(form) -> None:
+    made = points(LAWS[form.name])
+    n, d, losses = (np.array([getattr(p, name) for p in made]) for name in ("parameters", "tokens", "loss"))
+    found = form.law(**fit(form, n, d, losses, np.ones((1, len(made)))))
+    assert np.log(found.loss(n, d) / losses) == pytest.approx(np.zeros(len(made)), abs=2e-4)
+    assert found.loss(1e6, 2e6)[0] == pytest.approx(LAWS[form.name].loss(1e6, 2e6), rel=2e-3)
+
+
+@pytest.mark.parametrize("form", FORMS, ids=lambda form: form.name)
+def test_one_run_that_went_wrong_does_not_move_the_law(form) -> None:
+    made = points(LAWS[form.name])
+    n, d, losses = (np.array([getattr(p, name) for p in made]) for name in ("parameters", "tokens", "loss"))
+    losses[4] *= 1.3
+    found = form.law(**fit(form, n, d, losses, np.ones((1, len(made)))))
+    errors = np.delete(np.abs(np.log(found.loss(n, d) / losses)), 4)
+    assert errors.max() < 0.01, "a fit of least squares would be off by several per cent"
+
+
+def test_a_size_that_was_left_out_lies_in_the_interval_of_its_prediction() -> None:
+    law = noisy_law()
+    predicted = law.predict(1e6, 1.5e6)
+    assert predicted.low < LAWS["kaplan"].loss(1e6, 1.5e6) < predicted.high
+    assert predicted.high - predicted.low < 0.3
+    difference, true = law.difference(60e3, 1e6, 4e6), LAWS["kaplan"].difference(60e3, 1e6, 4e6)
+    assert difference.low < true < difference.high
+
+
+def test_intervals_widen_with_the_distance_from_the_runs() -> None:
+    law = noisy_law()
+    shares = [((at := law.predict(size, 1e6)).high - at.low) / at.value for size in (60e3, 1e7, 1e9)]
+    assert shares == sorted(shares)
+
+
+def test_the_form_that_made_the_losses_predicts_sizes_left_out_better_and_comes_first() -> None:
+    assert isinstance(noisy_law().law, KaplanLaw)
+    assert noisy_law().fits[0].held_out < noisy_law().fits[1].held_out
+
+
+def test_the_law_says_its_errors_and_the_scatter_between_seeds() -> None:
+    law = noisy_law()
+    assert law.noise == pytest.approx(0.005, rel=0.4)
+    assert "Runs that differ in their seed alone scatter by" in repr(law)
+    assert "36 runs: 4 sizes from 6 k to 240 k parameters without embeddings, 250 k to 1 M tokens" in repr(law)
+
+
+@pytest.mark.usefixtures("few_resamples")
+def test_runs_on_a_plateau_are_said_to_follow_no_law() -> None:
+    """All sizes end at one loss after the smallest budget, which no form can do together with what follows."""
+    found = points(LAWS["kaplan"], noise=0.005, seeds=3)
+    stuck = [dataclasses.replace(point, loss=6.0) if point.tokens == BUDGETS[0] else point for point in found]
+    words = "Both forms miss the runs by at least"
+    assert words in repr(scaling_law(stuck))
+    assert words not in repr(scaling_law(found))
+    assert words not in repr(scaling_law(points(LAWS["chinchilla"], seeds=2))), "seeds that end alike show no scatter"
+
+
+def test_the_order_of_the_runs_does_not_matter() -> None:
+    law, other = noisy_law(), scaling_law(noisy_law().points[::-1])
+    assert law.predict(1e6, 1.5e6) == other.predict(1e6, 1.5e6)
+
+
+@pytest.mark.usefixtures("few_resamples")
+def test_three_sizes_give_a_law_without_an_error_of_left_out_sizes() -> None:
+    law = scaling_law(points(LAWS["chinchilla"], noise=0.003, sizes=SIZES[:3]))
+    assert law.fits[0].held_out is None
+    assert "needs four sizes" in repr(law)
+
+
+@pytest.mark.parametrize(
+    ("made", "words"),
+    [
+        (
+            points(KAPLAN, sizes=SIZES[:1]),
+            r"3 ends of trainings have only 1 of the 3 sizes that a scaling law needs \(6 k\)",
+        ),
+        (points(KAPLAN)[::3], r"4 ends of trainings have only 1 of the 3 budgets of tokens .* \(250 k\)"),
+        ([], "0 ends of trainings have only 0 of the 3 sizes"),
+    ],
+    ids=["one size", "one budget", "nothing"],
+)
+def test_too_little_is_refused_with_numbers_and_a_way_out(made, words) -> None:
+    with pytest.raises(InvalidExperiment, match=words) as refused:
+        scaling_law(made)
+    assert "expected_difference" in str(refused.value)
+
+
+def test_a_loss_that_is_no_loss_is_refused() -> None:
+    with pytest.raises(InvalidArgument, match="loss=nan is not a number above 0"):
+        scaling_law([*points(KAPLAN), LadderPoint(1e6, 1e6, float("nan"))])
+
+
+def test_parameters_are_counted_without_embeddings_and_their_shared_read_out() -> None:
+    count = wb.analysis.parameters_without_embeddings
+    layer = 12 * 32**2 + 13 * 32  # two norms, four projections, the feed-forward, and the biases
+    head = 32**2 + 3 * 32 + 64  # transform, its norm, and a bias for each token
+    final_norm = 2 * 32
+    assert count(wb.models.bert(32, 2, 2, **MODEL)) == 2 * layer + head + final_norm
+    assert count(wb.models.bert(32, 2, 2, **{**MODEL, "vocab_size": 640})) - count(
+        wb.models.bert(32, 2, 2, **MODEL)
+    ) == (640 - 64)
+
+
+def test_kaplans_law_expects_of_the_pair_what_the_paper_gives() -> None:
+    """The values are those of arXiv:2001.08361's joint fit for 0.303 and 2.39 G parameters."""
+    options = {"layout": "pre_ln", "next_sentence": False}
+    small, large = wb.models.bert_large(**options), wb.models.bert(1920, 54, 30, **options)
+    for tokens, nats in ((40e6, 0.01), (1e9, 0.08), (10e9, 0.26)):
+        expected = wb.analysis.expected_difference(small, large, tokens)
+        assert expected.difference.value == pytest.approx(nats, abs=0.005)
+    assert "bert-54x1920 (2.39 B) is expected 0.26 nats below bert-large (303 M)" in str(expected)
+    chinchilla = ChinchillaLaw(1.8172, 482.0, 2085.43, 0.3478, 0.3658)
+    assert chinchilla.difference(303e6, 2.39e9, 1e9) == pytest.approx(0.277, abs=0.005)

@@ -315,14 +315,6 @@ def test_a_ticket_lapses_with_the_last_process_of_its_run(tmp_path, monkeypatch,
     assert waiting.try_start() == ("cpu",)
 
 
-def test_visible_devices_are_the_ones_that_the_user_left_visible(monkeypatch):
-    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "GPU-1,GPU-2")
-    assert device_queue.node_devices("cuda") == ("GPU-1", "GPU-2")
-    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
-    assert device_queue.node_devices("cuda") == ()
-    assert device_queue.node_devices("cpu") == ("cpu",)
-
-
 def test_the_ranks_inherit_the_callers_environment_but_no_other_launch(tmp_path):
     base = {"NCCL_DEBUG": "INFO", "RANK": "3", "MASTER_PORT": "1", "TORCHELASTIC_RUN_ID": "x", "HOME": "/h"}
     cpu = worker_environment(base, world=2, device_type="cpu", devices=("cpu",))
@@ -378,15 +370,6 @@ def test_the_doctor_knows_packages_by_their_whole_names_and_refuses_old_ones(mon
     assert doctor_module._package("jupyterlab").found == "4.6.0rc1, >=4.6 needed"
     assert doctor_module._package("wandb").remedy == "pip install 'wandb'."
     assert doctor_module._package("plotly").ok
-
-
-def test_importing_runs_imports_no_heavy_library():
-    code = (
-        "import sys, workbench.runs.launching.supervisor, workbench.runs.run, workbench.cli; print(sorted(sys.modules))"
-    )
-    answer = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout
-    loaded = set(eval(answer))
-    assert not loaded & {"torch", "transformers", "wandb", "plotly", "datasets", "ipywidgets", "accelerate"}
 
 
 def plan_of_layers(**asked: Any) -> Plan:

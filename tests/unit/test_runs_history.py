@@ -1,17 +1,35 @@
-"""History: events in, NumPy columns out."""
+"""The history of a run: steps written by a rank, kept as columns, and read in bulk as line by line, while it grows."""
+
+from __future__ import annotations
 
 import math
+import os
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
+import torch
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from plan_values import plan_of
 
 from workbench.analysis.contrast import contrast as contrast_curves
 from workbench.analysis.curve import Curve, curves_of
 from workbench.analysis.smoothing import smoothed
+from workbench.errors import NonFiniteLoss
+from workbench.execution.step_log import StepLog
+from workbench.execution.step_timeline import Timestamp
+from workbench.execution.trainer import StepResult
+from workbench.experiment import Experiment
 from workbench.figures.curves_view import loss_curves
 from workbench.figures.run_views import compare
-from workbench.rundir import RunDir, append_event, write_record
-from workbench.runs.records.history import History, HistoryTail, final_loss, recent_pace
+from workbench.rundir import RunDir, append_event, event_line, read_events, this_process, write_json, write_record
+from workbench.runs.records import event_lines
+from workbench.runs.records.history import History, HistoryTail, final_loss, latest_events, recent_pace
 from workbench.runs.registry import list_runs
 from workbench.runs.run import Run
 from workbench.units import time_left
@@ -79,28 +97,6 @@ def test_a_tail_grows_by_what_arrived_and_never_changes_what_it_gave(events):
     assert second.loss[2] == 0.5
     assert len(tail.read()) == 2000
     assert tail.events == []
-
-
-def test_a_torn_last_line_waits_for_its_end(events):
-    log_steps(events, 2, 2)
-    second = events.read_bytes()
-    events.unlink()
-    log_steps(events, 1, 1)
-    with events.open("ab") as file:
-        file.write(second[:20])
-    tail = HistoryTail(events)
-    assert len(tail.read()) == 1
-    with events.open("ab") as file:
-        file.write(second[20:])
-    assert tail.read().step.tolist() == [1, 2]
-
-
-def test_a_line_that_cannot_be_read_costs_only_itself(events):
-    log_steps(events, 1, 1)
-    with events.open("a") as file:
-        file.write('{"type": "st{"type": "step"}\n\n')
-    log_steps(events, 2, 2)
-    assert HistoryTail(events).read().step.tolist() == [1, 2]
 
 
 def test_columns_are_read_only_and_equally_long(events):
@@ -186,3 +182,224 @@ def test_the_time_left_is_told_from_minutes_and_in_one_step_of_its_size():
     assert math.isnan(recent_pace([1.0], [1]))
     told = [time_left(each) for each in (3, 43, 58, 400, 1500, 3500, 5460, 6360, 8280, 30000)]
     assert told == ["10 s", "40 s", "1 min", "7 min", "25 min", "1 h", "1 h 30 min", "1 h 45 min", "2 h 15 min", "8 h"]
+
+
+STEPS = 6000
+"""Number of steps whose lines fill more than `event_lines.BULK_BYTES`."""
+
+
+def step_line(step: int, **fields: Any) -> str:
+    figures = {"loss": 7.0 / step, "learning_rate": 1e-4, "grad_norm": 1.25, "step_ms": 250.5, "mfu": None}
+    totals = {"tokens": 64 * step, "samples": step, "flops": 1e9 * step, "seconds": 0.25 * step, "tokens_per_s": 256.0}
+    return event_line("step", **{"time": 1e9 + step / 4, "step": step, **figures, **totals, **fields}).decode()
+
+
+def write_steps(long_events: Path, first: int, last: int, **fields: Any) -> None:
+    with long_events.open("a") as file:
+        file.writelines(step_line(step, **fields) for step in range(first, last + 1))
+
+
+@pytest.fixture
+def long_events(tmp_path: Path) -> Path:
+    path = tmp_path / "events.jsonl"
+    append_event(path, "start", devices=2, world=2, resumed_from=None)
+    write_steps(path, 1, STEPS)
+    return path
+
+
+def same(first: History, second: History) -> bool:
+    return all(np.array_equal(first[name], second[name], equal_nan=True) for name in first)
+
+
+def line_by_line(long_events: Path) -> History:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(event_lines, "BULK_BYTES", sys.maxsize)
+        return HistoryTail(long_events).read()
+
+
+ODD_LINES = (
+    '{"type": "step", "time": 1.0, "step": 7, "loss": NaN}',
+    '{"type": "step", "time": 1.0, "step": 8, "loss": Infinity}',
+    '{"type": "step", "time": 1.0, "step": 9, "loss": "0.5"}',
+    '{"type": "step", "time": 1.0, "step": 10, "loss": "much"}',
+    '{"type": "step", "time": 1.0, "loss": 3.0}',
+    '{"type": "step", "time": 1.0, "step": 11, "layers": [1, 2, {"a": "b"}], "note": "x"}',
+    '{"step": 12, "type": "step", "loss": 1}',
+    '{"type": "step", "ti',
+    '{"type": "st{"type": "step"}',
+    "",
+    "7",
+    '{"type": "start", "time": 2.0, "devices": 4, "resumed_from": "checkpoints/step-00000003"}',
+    '{"type": "start", "time": 2.0, "devices": ["cuda:0"], "resumed_from": null}',
+    '{"type": "checkpoint", "time": 2.0, "step": 4, "path": "p", "seconds": 0.1}',
+    '{"type": "status", "time": 2.0, "state": "running", "message": "step"}',
+    '{"type": "actions", "time": 2.0, "rank": 0, "step": 4, "actions": [["F", 0, 1, 0.0, 1.0]]}',
+)
+LINE = st.one_of(
+    st.sampled_from(ODD_LINES),
+    st.integers(1, 30).map(lambda step: step_line(step).rstrip()),
+    st.integers(1, 30).map(lambda step: step_line(step, grad_norm=None, extra=step).rstrip()),
+)
+
+
+@settings(max_examples=150, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(st.lists(LINE, max_size=40))
+def test_lines_in_bulk_are_what_they_are_one_by_one(monkeypatch: pytest.MonkeyPatch, written: list[str]) -> None:
+    block = "".join(f"{line}\n" for line in written).encode()
+    monkeypatch.setattr(event_lines, "BULK_BYTES", sys.maxsize)
+    slowly = event_lines.parsed(block)
+    monkeypatch.setattr(event_lines, "BULK_BYTES", 1)
+    quickly = event_lines.parsed(block)
+    assert np.array_equal(quickly.steps, slowly.steps, equal_nan=True)
+    assert quickly.others == slowly.others
+
+
+def test_lines_as_they_are_written_are_read_in_bulk(long_events: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    append_event(long_events, "checkpoint", step=3, path="p", seconds=0.1)
+    write_steps(long_events, STEPS + 1, STEPS + 5, loss=float("nan"))
+    monkeypatch.setattr(event_lines, "_line_by_line", lambda _: pytest.fail("read line by line"))
+    assert len(HistoryTail(long_events).read()) == STEPS + 5
+
+
+def test_blocks_end_where_lines_do(long_events: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    whole = long_events.read_bytes()
+    with long_events.open("ab") as file:
+        file.write(b'{"type": "ste')
+    for size in (100, 1000, 10**6):  # the first below the length of a line
+        monkeypatch.setattr(event_lines, "BLOCK_BYTES", size)
+        found = list(event_lines.blocks(long_events))
+        assert b"".join(found) == whole
+        assert all(block.endswith(b"\n") for block in found)
+
+
+def test_a_tail_in_bulk_follows_resumptions_as_line_by_line(long_events: Path) -> None:
+    tail = HistoryTail(long_events)
+    tail.read()
+    write_steps(long_events, STEPS + 1, STEPS + 10)
+    append_event(long_events, "start", devices=4, world=4, resumed_from=f"checkpoints/step-{STEPS + 5:08d}")
+    write_steps(long_events, STEPS + 6, STEPS + 8, loss=0.5)
+    history = tail.read()
+    assert history.step[-1] == STEPS + 8
+    assert same(history, line_by_line(long_events))
+    write_steps(long_events, STEPS + 9, STEPS + 20)
+    assert same(tail.read(), line_by_line(long_events))
+
+
+def test_a_file_that_is_being_written_is_read_up_to_its_last_whole_line(long_events: Path) -> None:
+    line = step_line(STEPS + 1).encode()
+    with long_events.open("ab") as file:
+        file.write(line[:40])
+    tail = HistoryTail(long_events)
+    assert len(tail.read()) == STEPS
+    with long_events.open("ab") as file:
+        file.write(line[40:])
+    assert tail.read().step[-1] == STEPS + 1
+    assert same(tail.read(), line_by_line(long_events))
+
+
+def test_readers_beside_a_writer_see_every_step_once(tmp_path: Path) -> None:
+    long_events = tmp_path / "events.jsonl"
+    code = (
+        "import sys, time; sys.path.insert(0, sys.argv[1]); from pathlib import Path\n"
+        "from test_runs_history import step_line\n"
+        "with open(sys.argv[2], 'a', buffering=5000) as file:\n"  # lines are torn at the edges of its buffer
+        "    for step in range(1, 30001): file.write(step_line(step))"
+    )
+    arguments = [sys.executable, "-c", code, str(Path(__file__).parent), str(long_events)]
+    writer = subprocess.Popen(arguments, env={**os.environ, "PYTHONPATH": str(Path(__file__).parents[2])})
+    while writer.poll() is None:
+        history = HistoryTail(long_events).read()
+        assert history.step.tolist() == list(range(1, len(history) + 1))
+    assert writer.returncode == 0
+    assert len(HistoryTail(long_events).read()) == 30000
+    assert same(HistoryTail(long_events).read(), line_by_line(long_events))
+
+
+def test_the_latest_of_a_long_run_is_what_its_events_say(long_events: Path) -> None:
+    run = RunDir(long_events.parent)
+    write_record(run.experiment, {"steps": 2 * STEPS})
+    write_record(run.environment, {})
+    write_json(run.launcher, {"supervisor": this_process()})
+    append_event(long_events, "status", state="running", message="")
+    append_event(long_events, "memory", rank=0, stage=0, device="cpu", peak_bytes=7, reserved_bytes=7, limit_bytes=None)
+    write_steps(long_events, STEPS + 1, STEPS + 30, loss=0.25)
+    append_event(long_events, "device", device_type="cpu", names=["CPU"], shares=[0.5], used_bytes=[7])
+    follower = Run(run.path)
+    losses = [7.0 / step for step in range(1, STEPS + 1)] + [0.25] * 30
+    facts = follower.row()
+    assert (facts["step"], facts["peak_bytes"]) == (STEPS + 30, 7)
+    assert facts["loss"] == pytest.approx(final_loss(range(1, STEPS + 31), losses))
+    assert [event["type"] for event in follower.milestones()] == ["start", "status", "memory"]
+    write_steps(long_events, STEPS + 31, STEPS + 31, loss=0.125)
+    append_event(long_events, "end", steps=STEPS + 31, seconds=1.0)
+    assert follower.row()["loss"] == pytest.approx(final_loss(range(1, STEPS + 32), [*losses, 0.125]))
+    events_now, offset, _ = latest_events(long_events)
+    assert offset == long_events.stat().st_size
+    assert [event["type"] for event in events_now if event["type"] != "step"] == ["start", "status", "memory", "end"]
+
+
+H200_BF16_FLOPS = 989e12
+"""Dense bf16 FLOP/s of one H200 (NVIDIA's data sheet of November 2024)."""
+CPU = torch.device("cpu")
+ASKED = Experiment(model=torch.nn.Identity, data=[{}], steps=10, global_batch=64, seq_len=512)
+
+
+def result(loss: float, norm: float = 4.0) -> StepResult:
+    return StepResult(torch.tensor([loss, norm, 0.0]), 1e-3)
+
+
+def test_the_measured_mfu_is_the_models_flops_over_those_that_the_devices_could_do(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    clock = [100.0]
+    monkeypatch.setattr(time, "perf_counter", lambda: clock[0])
+    plan = plan_of(pipeline=2, micro_batch=2)
+    assert plan.world == 4
+    log = StepLog(ASKED, plan, CPU, tmp_path / "events.jsonl", seconds=0.0)
+    for step in range(3):
+        clock[0] += 0.25
+        log.add(step, result(7.0))
+    log.flush()
+    steps = [event for event in read_events(tmp_path / "events.jsonl") if event["type"] == "step"]
+    assert [event["step"] for event in steps] == [1, 2, 3]
+    for event in steps:
+        assert event["step_ms"] == pytest.approx(250.0)
+        assert event["mfu"] == pytest.approx(plan.flops_per_step / 0.25 / (4 * H200_BF16_FLOPS))
+        assert event["tokens_per_s"] == pytest.approx(64 * 512 / 0.25)
+        assert event["grad_norm"] == 2.0
+    assert steps[-1]["seconds"] == pytest.approx(0.75)
+
+
+def test_the_wait_for_data_is_the_share_of_a_step_before_its_batch_came(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    clock = [100.0]
+    monkeypatch.setattr(time, "perf_counter", lambda: clock[0])
+    log = StepLog(ASKED, plan_of(pipeline=2, micro_batch=2), CPU, tmp_path / "events.jsonl", seconds=0.0)
+    for step, (wait, compute) in enumerate([(0.3, 0.1), (0.05, 0.2), (0.0, 0.25)]):
+        clock[0] += wait
+        arrived = Timestamp.now(CPU)
+        clock[0] += compute
+        log.add(step, result(7.0), arrived)
+    log.flush()
+    clock[0] += 0.5
+    log.add(3, result(7.0))
+    log.flush()
+    waits = [event["data_wait"] for event in read_events(tmp_path / "events.jsonl") if event["type"] == "step"]
+    assert waits == [pytest.approx(0.75), pytest.approx(0.2), 0.0, None]
+
+
+@pytest.mark.parametrize(("loss", "norm"), [(math.nan, 1.0), (1.0, math.inf), (math.inf, math.nan)])
+def test_a_step_that_is_not_finite_is_logged_and_raised(tmp_path: Path, loss: float, norm: float) -> None:
+    for stops in (True, False):
+        events = tmp_path / f"{stops}.jsonl"
+        asked = ASKED.replace(stop_on_non_finite=stops, log_every=5)
+        log = StepLog(asked, plan_of(pipeline=2, micro_batch=2), CPU, events, seconds=0.0)
+        log.add(2, result(loss, norm))
+        if stops:
+            with pytest.raises(NonFiniteLoss, match="Step 3 has loss") as raised:
+                log.flush()
+            assert raised.value.facts["step"] == 3
+        else:
+            assert log.flush() is False
+        assert [event["step"] for event in read_events(events) if event["type"] == "step"] == [3]

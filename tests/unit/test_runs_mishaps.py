@@ -228,13 +228,6 @@ def test_a_long_name_makes_a_directory_all_the_same_and_a_closed_folder_a_senten
         run_directory.new_directory("x")
 
 
-def test_a_home_that_cannot_be_written_is_a_sentence(tmp_path, monkeypatch):
-    (tmp_path / "file").touch()
-    monkeypatch.setenv("WORKBENCH_HOME", str(tmp_path / "file"))
-    with pytest.raises(WorkbenchError, match="Set WORKBENCH_HOME"):
-        device_queue.queue_folder()
-
-
 @pytest.fixture
 def nvidia_smi(tmp_path, monkeypatch) -> Callable[[str], None]:
     """Return a function that sets the output of `nvidia-smi`."""
@@ -255,6 +248,9 @@ def test_a_gpu_that_does_not_tell_its_memory_or_is_lost_stops_no_launch(nvidia_s
 
 
 def test_visible_devices_are_read_as_cuda_does(nvidia_smi, monkeypatch):
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "GPU-1,GPU-2")
+    assert device_queue.node_devices("cuda") == ("GPU-1", "GPU-2"), "as the user wrote them where nobody can be asked"
+    assert device_queue.node_devices("cpu") == ("cpu",)
     nvidia_smi("GPU 0: NVIDIA H200 (UUID: GPU-aaaa-1)\nGPU 1: NVIDIA H200 (UUID: GPU-bbbb-2)")
     first, second = "GPU-aaaa-1", "GPU-bbbb-2"
     asked = {

@@ -48,11 +48,7 @@ def test_a_file_starts_the_sweep_that_it_describes(tmp_path: Path, monkeypatch: 
 @pytest.mark.parametrize(
     ("text", "error", "words"),
     [
-        ("experiment: gpt2\naxes: {learning_rat: [1e-4]}", UnknownParameter, "Did you mean 'learning_rate'?"),
         ("experiment: gpt2\naxes: {seeds: [1]}", UnknownParameter, "no parameter 'seeds' to sweep"),
-        ("experiment: gpt2\naxes: {}", InvalidExperiment, "needs an axis"),
-        ("experiment: gpt2\naxes: {steps: []}", InvalidExperiment, "has no value"),
-        ("experiment: gpt2\naxes: {steps: 40}", InvalidExperiment, "not a list of values"),
         ("experiment: gpt2\naxes: {steps: [soon]}", InvalidExperiment, "steps='soon'"),
         ("experiment: gpt2\naxes: {model: [gpt9]}", InvalidExperiment, "no model 'gpt9'"),
         ("experiment: gpt9\naxes: {steps: [1]}", InvalidExperiment, "no model 'gpt9'"),

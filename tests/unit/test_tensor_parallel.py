@@ -46,10 +46,7 @@ def sharded_names(division: ModelSharding, part: str) -> set[str]:
     return {name for name in division.parameters if part in name}
 
 
-@given(
-    segments=st.lists(st.integers(1, 40), min_size=1, max_size=4),
-    degree=st.integers(1, 8),
-)
+@given(segments=st.lists(st.integers(1, 40), min_size=1, max_size=4), degree=st.integers(1, 8))
 def test_every_index_of_a_sharded_dim_is_on_exactly_one_device(segments: list[int], degree: int) -> None:
     sharding = Sharding(0, tuple(segments), degree)
     held = [
