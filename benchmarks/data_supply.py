@@ -31,7 +31,7 @@ import workbench as wb
 from workbench.data._feeder import Feeder, new_ring_file, ring_for
 cores = int(sys.argv[3])
 os.sched_setaffinity(0, sorted(os.sched_getaffinity(0))[:cores])
-data = wb.data.corpus(sys.argv[1], tokenizer_file=sys.argv[2], streaming=True, shuffle_buffer=1024)
+data = wb.data.corpus(sys.argv[1], tokenizer=sys.argv[2], streaming=True, shuffle_buffer=1024)
 model = wb.models.opt(vocab_size=data.vocab_size)
 experiment = wb.Experiment(model=model, data=data, steps=1, global_batch=8, seq_len=128)
 prepared = wb.runs.tokenize(experiment, progress=False)

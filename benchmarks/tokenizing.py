@@ -43,7 +43,7 @@ def cpu():
     return sum(one.ru_utime + one.ru_stime for one in used)
 text, tokenizer, workers, tokens = sys.argv[1], sys.argv[2], int(sys.argv[3]), int(sys.argv[4])
 os.sched_setaffinity(0, sorted(os.sched_getaffinity(0))[:workers])
-data = wb.data.corpus(text, tokenizer_file=tokenizer, streaming=tokens > 0)
+data = wb.data.corpus(text, tokenizer=tokenizer, streaming=tokens > 0)
 model = wb.models.opt(vocab_size=data.vocab_size)
 steps = max(1, tokens // 128 // 8)
 experiment = wb.Experiment(model=model, data=data, steps=steps, global_batch=8, seq_len=128)

@@ -23,6 +23,7 @@ Everything that a run leaves lies in one folder, readable without importing torc
     STOP, KILL           ask the ranks to write a checkpoint and leave, or the supervisor to kill them
     lock                 held while somebody starts the run, or continues it
     checkpoints/step-<n>/
+    tokenizer/           files of the text's tokeniser, which exports carry
     attempts/<n>/        the same files of earlier attempts, once a run was resumed
     tracking/            Weights & Biases files
     remote.json          the W&B address of a run that was copied from there; absent for a run of this machine
@@ -142,6 +143,7 @@ class RunDir:
     kill_file = _Entry("KILL")
     lock = _Entry("lock")
     checkpoints = _Entry("checkpoints")
+    tokenizer = _Entry("tokenizer")
     tracking = _Entry("tracking")
     ranks = _Entry("ranks")
     errors = _Entry("errors")

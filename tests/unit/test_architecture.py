@@ -39,7 +39,7 @@ HOMES = {
     "torch.export": {"capture"},
     "torch.distributed": {"optimizers", "measure", "execution"},
     "accelerate": {"execution"},
-    "transformers": {"models"},
+    "transformers": {"data", "models"},
     "datasets": {"data"},
     "tokenizers": {"data"},
     "huggingface_hub": {"execution"},

@@ -21,7 +21,7 @@ from torch.utils.data import DataLoader, Dataset, TensorDataset
 
 from workbench import data, models
 from workbench.data import _sampling, _store, _tokens, _vocabulary
-from workbench.data._store import tokenizer_in
+from workbench.data._tokenizer import TextTokenizer
 from workbench.errors import DataError, InvalidArgument, UnknownParameter
 from workbench.experiment import Evaluation
 
@@ -154,7 +154,8 @@ def test_one_epoch_of_causal_windows_is_the_whole_stream(text):
 def test_labels_are_the_original_tokens_at_hidden_places_only():
     ids = np.full((64, 128), 7) + np.arange(128)
     ids[:, 0], ids[:, 50], ids[:, -1] = CLS, SEP, SEP
-    inputs, labels = _sampling.masked(ids, np.arange(64), seed=0, vocabulary=2000)
+    tokens = _vocabulary.special_tokens_of("wordpiece", 2000)
+    inputs, labels = _sampling.masked(ids, (ids != CLS) & (ids != SEP), np.arange(64), seed=0, tokens=tokens)
     hidden = labels != -100
     assert np.array_equal(labels[hidden], ids[hidden])
     assert np.array_equal(inputs[~hidden], ids[~hidden])
@@ -165,7 +166,8 @@ def test_labels_are_the_original_tokens_at_hidden_places_only():
 def test_hidden_places_are_spread_evenly_and_replaced_eighty_ten_ten():
     ids = np.full((4000, 64), 1999)
     ids[:, 0], ids[:, -1] = CLS, SEP
-    inputs, labels = _sampling.masked(ids, np.arange(4000), seed=3, vocabulary=2000)
+    tokens = _vocabulary.special_tokens_of("wordpiece", 2000)
+    inputs, labels = _sampling.masked(ids, (ids != CLS) & (ids != SEP), np.arange(4000), seed=3, tokens=tokens)
     hidden = labels != -100
     share = hidden[:, 1:-1].mean(axis=0)
     assert share.mean() == pytest.approx(0.16, abs=0.01)  # 10 of the 62 places that may be hidden
@@ -268,7 +270,7 @@ def test_tokens_say_what_the_text_says(text, speeches):
     store = store_of(text, Training())
     bounds = [*store.document_starts, store.tokens]
     assert store.documents == len(speeches)
-    decoded = tokenizer_in(store.folder).decode(store.ids[bounds[4] : bounds[5]].tolist())
+    decoded = TextTokenizer.of_folder(store.folder).decode(store.ids[bounds[4] : bounds[5]].tolist())
     plain = "".join(speeches[4].lower().split())
     assert Counter("".join(decoded.split())) == Counter(plain)
 
@@ -276,7 +278,7 @@ def test_tokens_say_what_the_text_says(text, speeches):
 def test_byte_level_tokens_give_the_text_back_exactly(text, speeches):
     store = store_of(text, Training(CLM))
     bounds = [*store.document_starts, store.tokens]
-    assert tokenizer_in(store.folder).decode(store.ids[bounds[2] : bounds[3]].tolist()) == speeches[2]
+    assert TextTokenizer.of_folder(store.folder).decode(store.ids[bounds[2] : bounds[3]].tolist()) == speeches[2]
     assert store.ids[bounds[3] - 1] == 0  # the end of text
 
 
@@ -383,7 +385,7 @@ def test_a_line_without_end_is_cut_and_nothing_is_lost(tmp_path):
     corpus, training = data.corpus(path, vocab_size=100), Training(models.gpt2(vocab_size=300))
     corpus = replace(corpus, vocab_size=300)
     store = store_of(corpus, training)
-    decoded = tokenizer_in(store.folder).decode(store.ids.tolist())
+    decoded = TextTokenizer.of_folder(store.folder).decode(store.ids.tolist())
     assert decoded.count("word") == 40_000
     assert decoded.count("x") == 70_000
 

@@ -10,7 +10,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from workbench.data._store import TokenStore, tokenizer_in
+from workbench.data._store import TokenStore, tokenizer_files
 from workbench.data._text import Files
 from workbench.data._tokens import TokensKey, tokenised
 from workbench.runs.doctor import Finding, doctor
@@ -18,7 +18,7 @@ from workbench.runs.doctor import Finding, doctor
 doctor_module = importlib.import_module("workbench.runs.doctor")
 
 MUTATIONS = 40
-FILES = ("tokens.bin", "documents.bin", "runs.npy", "tokenizer.json", "facts.json")
+FILES = ("tokens.bin", "documents.bin", "runs.npy", "tokenizer.json", "special_tokens.json", "facts.json")
 
 
 @pytest.fixture
@@ -32,8 +32,8 @@ def opened(key: TokensKey, text: Path) -> tuple[TokenStore, bool]:
 
 
 def content(store: TokenStore) -> tuple[list[int], list[int], str]:
-    tokenizer = tokenizer_in(store.folder)
-    return np.asarray(store.ids).tolist(), store.document_starts.tolist(), tokenizer.to_str()
+    tokenizer = "".join((store.folder / name).read_text() for name in tokenizer_files(store.folder))
+    return np.asarray(store.ids).tolist(), store.document_starts.tolist(), tokenizer
 
 
 def damage(folder: Path, dice: random.Random) -> None:

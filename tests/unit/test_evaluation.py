@@ -96,7 +96,7 @@ def test_other_text_is_read_with_the_tokeniser_of_the_training_text(folder, tmp_
     other.write_text("Birds sing in tree 5. Document 3 says so.\n" * 100)
     asked = experiment(folder, eval_data=wb.data.corpus(other, vocab_size=200))
     ids = held_out(asked)[0]["input_ids"].tolist()
-    assert "birds" in asked.data.tokenizer(asked).decode(ids)
+    assert "birds" in asked.data.text_tokenizer(asked).decode(ids)
 
 
 def test_a_text_that_is_too_small_or_of_one_document_is_refused(folder, tmp_path):

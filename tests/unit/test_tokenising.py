@@ -26,7 +26,7 @@ from workbench.data._text import Files
 from workbench.data._tokens import TokensKey, tokenised
 from workbench.errors import DataError
 
-STORED = ("tokens.bin", "documents.bin", "runs.npy", "tokenizer.json")
+STORED = ("tokens.bin", "documents.bin", "runs.npy", "tokenizer.json", "tokenizer_config.json", "special_tokens.json")
 WORDS = ("the", "Fox", "naïve", "日本", "　", "\t", "a  b", "🙂", "[SEP]", "x" * 30)
 
 
@@ -207,7 +207,7 @@ def test_bytes_that_are_no_text_are_named_by_their_line(text: Path, workers: int
 
 def test_a_worker_names_the_line_too_and_a_killed_one_is_reported(text: Path) -> None:
     stored(text)
-    encoder = _encoding.Encoder(TokensKey("one", "bpe", 400).folder / "tokenizer.json", "uint16", 0)
+    encoder = _encoding.Encoder(TokensKey("one", "bpe", 400).folder, "uint16", 0)
     blocks = list(Files((text,), one_document_each=False).blocks())
     bad = _text.TextBlock((_text.Part("a.txt", 41, True, b"fine\ncaf\xe9"),), False, 0, ())
     with pytest.raises(DataError, match=r"a\.txt is not readable as text.*line 42"):

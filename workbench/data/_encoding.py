@@ -17,10 +17,10 @@ from typing import Any, cast
 import numpy as np
 import psutil
 from numpy.typing import NDArray
-from tokenizers import Tokenizer
 
 from workbench.data._child import Child, answers
 from workbench.data._text import Paragraph, TextBlock
+from workbench.data._tokenizer import TextTokenizer
 from workbench.errors import DataError
 
 I64 = NDArray[np.int64]
@@ -33,20 +33,20 @@ AHEAD = 2
 
 @dataclass(frozen=True)
 class Encoder:
-    """A tokeniser in a file, and the values that decide which ids a block of text becomes."""
+    """A tokeniser in a folder, and the values that decide which ids a block of text becomes."""
 
-    file: Path
+    folder: Path
     dtype: str
     """Type of the ids, `uint16` or `uint32`."""
-    end: int | None
-    """Id that ends each document, and then paragraphs are separated by line breaks; None for WordPiece."""
+    end: int | None = None
+    """Id that ends each document; None for masked models, whose samples have an end of their own."""
+    begin: int | None = None
+    """Id that begins each document."""
+    line_breaks: bool = False
+    """True if a line break stands between the paragraphs of a document."""
 
-    def load(self) -> Tokenizer:
-        tokenizer = Tokenizer.from_file(str(self.file))
-        tokenizer.encode_special_tokens = True  # A "[SEP]" in the text is text.
-        tokenizer.no_padding()
-        tokenizer.no_truncation()
-        return tokenizer
+    def load(self) -> TextTokenizer:
+        return TextTokenizer.of_folder(self.folder).for_text()
 
 
 @dataclass(frozen=True)
@@ -64,27 +64,26 @@ class Encoded:
         return Encoded(self.ids[1:], self.starts - 1)
 
 
-def encode(block: TextBlock, tokenizer: Tokenizer, encoder: Encoder) -> Encoded:
+def encode(block: TextBlock, tokenizer: TextTokenizer, encoder: Encoder) -> Encoded:
     """Return the ids of a block; raise `DataError` for bytes that are no text.
 
-    BPE streams carry a line break after each paragraph and the end-of-text token after each document, which stands here
-    before the document that follows it.
+    The token that ends a document stands here before the document that follows it.
     """
     arrays: list[NDArray[Any]] = []
     starts: list[int] = []
-    total, before = 0, "" if encoder.end is None else "\n"
+    total, before = 0, "\n" if encoder.line_breaks else ""
     for chunk in _chunks(block.paragraphs()):
         texts = [text if starts_document else before + text for starts_document, text in chunk]
         ids: list[int] = []
         begun = total
-        for (starts_document, _), encoding in zip(
-            chunk, tokenizer.encode_batch_fast(texts, add_special_tokens=False), strict=True
-        ):
+        for (starts_document, _), encoded in zip(chunk, tokenizer.batch(texts), strict=True):
             if starts_document:
                 if encoder.end is not None:
                     ids.append(encoder.end)
                 starts.append(begun + len(ids))
-            ids += encoding.ids
+                if encoder.begin is not None:
+                    ids.append(encoder.begin)
+            ids += encoded
         total += len(ids)
         arrays.append(np.asarray(ids, dtype=encoder.dtype))
     return Encoded(np.concatenate([np.empty(0, encoder.dtype), *arrays]), np.unique(np.asarray(starts, dtype=np.int64)))

@@ -20,6 +20,7 @@ from workbench.data._split import SplicedTokens, split, split_of_stream
 from workbench.data._store import TokenStore
 from workbench.data._stream import TextStream
 from workbench.data._text import TextSource
+from workbench.data._tokenizer import SpecialTokens, TextTokenizer
 from workbench.data._tokens import SMALL_BYTES, TokensKey, encoder_of, is_tokenised, tokenised, vocabulary_folder
 from workbench.errors import DataError
 from workbench.machine import available_cores
@@ -49,13 +50,21 @@ class ExperimentText:
 
     @cached_property
     def key(self) -> TokensKey:
-        tokenizer_type, file = self.data._tokenizer_type(self.request), self.data.tokenizer_file
-        return TokensKey(self.data._fingerprint(), tokenizer_type, self.data.vocab_size, tokenizer_file=file)
+        data, tokenizer_type = self.data, self.data._tokenizer_type(self.request)
+        accents = tokenizer_type == "wordpiece" and data.strip_accents
+        return TokensKey(
+            data._fingerprint(), tokenizer_type, data.vocab_size, tokenizer=data.tokenizer, strip_accents=accents
+        )
+
+    @cached_property
+    def tokens(self) -> SpecialTokens:
+        """Special tokens of the tokeniser; one is trained if there is none."""
+        return SpecialTokens.of_folder(self.tokenizer_folder())
 
     @property
     def width(self) -> int:
         """Tokens of the text in one sample."""
-        return self.request.seq_len - SAMPLES[self.objective].SPECIAL_POSITIONS
+        return SAMPLES[self.objective].width_of(self.request.seq_len, self.tokens, self.data.masked_share)
 
     @property
     def has_own_split(self) -> bool:
@@ -67,7 +76,7 @@ class ExperimentText:
         if self.data.streaming:
             return self._prepare_stream(progress)
         store, reused = self.store(progress, workers)
-        self._require_a_sequence(store)
+        self._require_a_sequence(store, self.width)
         text = self._trained_on()
         if self.request.eval_data is not None:
             self.request.eval_data.held_out(self.request, self.data)
@@ -100,8 +109,9 @@ class ExperimentText:
             return TextDataset(self._samples(self._trained_on(), buffer=self.data.shuffle_buffer), length)
         stream = self.stream()
         values = (self.width, stream.buffer, stream.seed, stream.held_out, self.objective, self.data.masked_share)
+        values += (True,) if self.data.whole_words else ()
         identity = hashlib.sha256(repr((self.key.folder.name, *values)).encode()).hexdigest()
-        vocabulary = encoder_of(stream.encoder.file.parent, self.key.tokenizer_type)[1]
+        vocabulary = encoder_of(stream.encoder.folder, self.key.tokenizer_type)[1]
         samples = self._samples  # a value of its own: the lambda travels to other processes without the experiment
         return StreamedDataset(stream, length, identity, lambda ring: TextDataset(samples(ring), length), vocabulary)
 
@@ -120,6 +130,7 @@ class ExperimentText:
         """Return the held-out samples, spread evenly over the part of the text, or over another text."""
         request = self.request
         assert request.evaluation is not None
+        trained = self if trained_on is None else ExperimentText(trained_on, request)
         if trained_on is None:
             text: TokenStore | SplicedTokens = self._parts()[1]
         else:
@@ -127,15 +138,21 @@ class ExperimentText:
                 raise DataError(
                     f"{self.data.name} is eval_data, which is read whole and not streamed. Remove streaming=True."
                 )
-            other = ExperimentText(trained_on, request)
-            folder, kind = other.tokenizer_folder(), other.key.tokenizer_type
-            key = TokensKey(self.data._fingerprint(), kind, other.data.vocab_size, tokenizer_of=folder)
+            folder, tokenizer_type = trained.tokenizer_folder(), trained.key.tokenizer_type
+            key = TokensKey(self.data._fingerprint(), tokenizer_type, trained.data.vocab_size, tokenizer_of=folder)
             text = tokenised(key, self.data.name, self.data._source, progress=False)[0]
-            self._require_a_sequence(text)
-        count = min(request.evaluation.samples, text.tokens // self.width)
-        share = request.evaluation.masked_share or MASKED_SHARE
-        samples = SAMPLES[self.objective](text, request.seq_len, EVALUATION_SEED, share, in_order=count)
+            self._require_a_sequence(text, trained.width)
+        count = min(request.evaluation.samples, text.tokens // trained.width)
+        samples = trained._samples(text, seed=EVALUATION_SEED, masked_share=trained.held_out_share, in_order=count)
         return TextDataset(samples, count)
+
+    @property
+    def held_out_share(self) -> float:
+        """Fraction of the positions that a held-out sample hides."""
+        assert self.request.evaluation is not None
+        if self.objective == "seq2seq":  # whose shapes depend on it
+            return float(self.data.masked_share)
+        return self.request.evaluation.masked_share or MASKED_SHARE
 
     @property
     def _buffer(self) -> int:
@@ -148,7 +165,9 @@ class ExperimentText:
             SAMPLES[self.objective],
             seq_len=self.request.seq_len,
             seed=self.request.seed,
+            tokens=self.tokens,
             masked_share=self.data.masked_share,
+            joints=TextTokenizer.of_folder(self.tokenizer_folder()).joints() if self.data.whole_words else None,
         )
 
     def _trained_on(self) -> TokenStore | SplicedTokens:
@@ -191,11 +210,11 @@ class ExperimentText:
             tokens_per_core_s=tokens_per_core_s,
         )
 
-    def _require_a_sequence(self, store: TokenStore) -> None:
-        """Raise `DataError` if the text is shorter than one sequence."""
-        if store.tokens < self.width:
+    def _require_a_sequence(self, store: TokenStore, width: int) -> None:
+        """Raise `DataError` if the text is shorter than one sequence, of which `width` tokens are text."""
+        if store.tokens < width:
             raise DataError(
-                f"{self.data.name} holds {store.tokens} tokens, fewer than the {self.width} of one sequence "
+                f"{self.data.name} holds {store.tokens} tokens, fewer than the {width} of one sequence "
                 f"(seq_len={self.request.seq_len}). Give more text, or a shorter seq_len."
             )
 

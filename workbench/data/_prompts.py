@@ -6,14 +6,13 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from workbench.data._sampling import IGNORED, special_id
-from workbench.data._vocabulary import CLS, MASK, SEP, end_of_text
+from workbench.data._sampling import IGNORED
+from workbench.data._tokenizer import SpecialTokens, TextTokenizer
 from workbench.errors import DataError
 from workbench.tensors import TensorSpec
 
 if TYPE_CHECKING:
     import torch
-    from tokenizers import Tokenizer
 
 
 @dataclass(frozen=True)
@@ -35,7 +34,8 @@ class EncodedPrompts:
     texts: tuple[str, ...]
     ids: tuple[tuple[int, ...], ...]
     """Token ids of each prompt; those of a masked model are `[CLS] prompt [SEP]`."""
-    tokenizer: Tokenizer
+    tokenizer: TextTokenizer
+    tokens: SpecialTokens
 
     @property
     def is_causal(self) -> bool:
@@ -43,8 +43,8 @@ class EncodedPrompts:
 
     @property
     def vocabulary(self) -> int:
-        """Number of tokens that the tokeniser knows; a model may have more."""
-        return int(self.tokenizer.get_vocab_size())
+        """Number of ids of the tokeniser; a model may have more."""
+        return self.tokens.vocabulary
 
     def groups(self, tokens: int, seq_len: int) -> list[PromptGroup]:
         """Return the prompts in groups of one length.
@@ -66,7 +66,7 @@ class EncodedPrompts:
 
     def masks(self, prompt: int) -> tuple[int, ...]:
         """Return the positions of the masks in a prompt."""
-        return tuple(at for at, token in enumerate(self.ids[prompt]) if token == special_id(MASK))
+        return tuple(at for at, token in enumerate(self.ids[prompt]) if token == self.tokens.mask)
 
     def fields(self, input_ids_PS: torch.Tensor) -> dict[str, torch.Tensor]:
         """Return a batch of the model's fields around `input_ids`, with labels that a masked model ignores."""
@@ -86,27 +86,37 @@ class EncodedPrompts:
 
     def continuation(self, ids: Sequence[int]) -> str:
         """Return the text of the tokens that a causal model wrote, up to the end of the document."""
-        end = end_of_text(self.tokenizer)
-        kept = list(ids[: ids.index(end)]) if end in ids else list(ids)
-        return str(self.tokenizer.decode(kept))
+        end = self.tokens.end
+        return self.tokenizer.decode(ids[: ids.index(end)] if end is not None and end in ids else ids)
 
     def token(self, number: int) -> str:
         """Return the text of one token."""
-        return str(self.tokenizer.id_to_token(number))
+        return self.tokenizer.token(number)
 
 
-def encode(prompts: Sequence[str], tokenizer: Tokenizer, objective: str, seq_len: int) -> EncodedPrompts:
+def encode(
+    prompts: Sequence[str], tokenizer: TextTokenizer, tokens: SpecialTokens, objective: str, seq_len: int
+) -> EncodedPrompts:
     """Encode prompts; raise `DataError` for one that is empty or too long, or that has no mask for a masked model."""
+    if objective == "seq2seq":
+        raise DataError(
+            "Samples of text are written by causal and masked models, and this one is sequence-to-sequence. Remove "
+            "samples, and try an export with transformers."
+        )
     encoded = []
     for prompt in prompts:
-        ids = tuple(tokenizer.encode(prompt, add_special_tokens=False).ids)
+        ids = tuple(tokenizer.encode(prompt))
         if objective != "clm":
-            if special_id(MASK) not in ids:
+            assert tokens.mask is not None
+            if tokens.mask not in ids:
+                mask = tokenizer.token(tokens.mask)
                 raise DataError(
-                    f"The prompt {prompt!r} has no [MASK], and the model fills masks. Write one where a word is to be "
-                    'found, such as "The capital of France is [MASK]."'
+                    f"The prompt {prompt!r} has no {mask}, and the model fills masks. Write one where a word is to be "
+                    f'found, such as "The capital of France is {mask}."'
                 )
-            ids = (special_id(CLS), *ids, special_id(SEP))
+            ids = (*tokens.prefix, *ids, *tokens.suffix)
+        elif tokens.begin is not None and ids:
+            ids = (tokens.begin, *ids)
         if not ids:
             raise DataError(f"The prompt {prompt!r} has no token. Give at least one word.")
         if len(ids) > seq_len:
@@ -115,4 +125,4 @@ def encode(prompts: Sequence[str], tokenizer: Tokenizer, objective: str, seq_len
                 "the prompt."
             )
         encoded.append(ids)
-    return EncodedPrompts(objective, tuple(prompts), tuple(encoded), tokenizer)
+    return EncodedPrompts(objective, tuple(prompts), tuple(encoded), tokenizer, tokens)

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 from workbench.data._ring import Ring
 from workbench.data._split import SplicedTokens
 from workbench.data._store import TokenStore
-from workbench.data._vocabulary import CLS, MASK, SEP, SPECIAL_TOKENS
+from workbench.data._tokenizer import SpecialTokens
 
 U64 = NDArray[np.uint64]
 I64 = NDArray[np.int64]
@@ -29,7 +29,10 @@ text says otherwise. Evaluations always hide this fraction."""
 MASK_SHARE, RANDOM_SHARE = 0.8, 0.1
 """Fractions of the masked positions replaced by [MASK] and by a random token; the rest stay (BERT, section 3.1)."""
 
-PERMUTE, SPLIT, CONTINUE, ELSEWHERE, SELECT, REPLACE, REPLACEMENT, BUFFER, ITEM = range(9)
+MEAN_SPAN = 3
+"""Mean length of the spans that a sequence-to-sequence model restores (T5, arXiv:1910.10683, section 3.3.4)."""
+
+PERMUTE, SPLIT, CONTINUE, ELSEWHERE, SELECT, REPLACE, REPLACEMENT, BUFFER, ITEM, HIDDEN, SHOWN = range(11)
 """Purposes of the random numbers; each is part of the hash, so that no two share their numbers."""
 
 EVALUATION_SEED = 0x4556414C
@@ -120,6 +123,7 @@ class TokenSamples(ABC):
     store: TokenStore | SplicedTokens | Ring
     seq_len: int
     seed: int
+    tokens: SpecialTokens
     masked_share: float = MASKED_SHARE
     """Fraction of the positions that a masked model predicts."""
     in_order: int | None = None
@@ -127,9 +131,8 @@ class TokenSamples(ABC):
     epoch."""
     buffer: int | None = None
     """Number of consecutive samples that are shuffled at a time; None for an order over the whole text."""
-
-    SPECIAL_POSITIONS: ClassVar[int] = 0
-    """Positions of a sample that special tokens take."""
+    joints: NDArray[np.uint8] | None = None
+    """Which tokens continue a word (`TextTokenizer.joints`), if whole words are masked."""
 
     @property
     def text(self) -> TokenStore | SplicedTokens:
@@ -140,7 +143,17 @@ class TokenSamples(ABC):
     @property
     def width(self) -> int:
         """Tokens of the stream in one sample."""
-        return self.seq_len - self.SPECIAL_POSITIONS
+        return self.width_of(self.seq_len, self.tokens, self.masked_share)
+
+    @staticmethod
+    @abstractmethod
+    def width_of(seq_len: int, tokens: SpecialTokens, masked_share: float) -> int:
+        """Return the tokens of the stream in a sample of `seq_len` positions."""
+
+    @staticmethod
+    def lack_of(tokens: SpecialTokens) -> str | None:
+        """Return what a tokeniser lacks for these samples, as the object of a sentence; None if it has all."""
+        return None if tokens.mask is not None else "no mask token"
 
     def starts(self, index_B: I64) -> I64:
         """Return the offset in the stream of each sample's window."""
@@ -166,6 +179,14 @@ class TokenSamples(ABC):
 class CausalSamples(TokenSamples):
     """Samples whose `input_ids` and `labels` are one window of the stream; the model shifts them."""
 
+    @staticmethod
+    def width_of(seq_len: int, tokens: SpecialTokens, masked_share: float) -> int:  # noqa: ARG004
+        return seq_len
+
+    @staticmethod
+    def lack_of(tokens: SpecialTokens) -> str | None:
+        return None if tokens.end is not None else "no token that ends a document (eos_token)"
+
     def batch(self, index_B: I64) -> dict[str, NDArray[Any]]:
         ids_BS = self.windows(index_B).astype(np.int64)
         return {"input_ids": ids_BS, "labels": ids_BS.copy()}
@@ -174,13 +195,15 @@ class CausalSamples(TokenSamples):
 class MaskedSamples(TokenSamples):
     """Samples `[CLS] window [SEP]` with BERT's masking. A window may run on from one document into the next."""
 
-    SPECIAL_POSITIONS = 2
+    @staticmethod
+    def width_of(seq_len: int, tokens: SpecialTokens, masked_share: float) -> int:  # noqa: ARG004
+        return seq_len - len(tokens.prefix) - len(tokens.suffix)
 
     def batch(self, index_B: I64) -> dict[str, NDArray[Any]]:
-        ids_BS = np.empty((len(index_B), self.seq_len), dtype=np.int64)
-        ids_BS[:, 0], ids_BS[:, -1] = special_id(CLS), special_id(SEP)
-        ids_BS[:, 1:-1] = self.windows(index_B)
-        input_ids, labels = masked(ids_BS, index_B, self.seed, self.store.vocabulary, self.masked_share)
+        ids_BS = _framed(self.windows(index_B), self.tokens)
+        inside_BS = np.ones(ids_BS.shape, dtype=bool)
+        inside_BS[:, : len(self.tokens.prefix)] = inside_BS[:, self.seq_len - len(self.tokens.suffix) :] = False
+        input_ids, labels = masked(ids_BS, inside_BS, index_B, self.seed, self.tokens, self.masked_share, self.joints)
         return {"input_ids": input_ids, "labels": labels}
 
 
@@ -192,7 +215,15 @@ class PairedSamples(TokenSamples):
     nothing to continue, and B comes from another document too.
     """
 
-    SPECIAL_POSITIONS = 3
+    @staticmethod
+    def width_of(seq_len: int, tokens: SpecialTokens, masked_share: float) -> int:  # noqa: ARG004
+        return seq_len - sum(map(len, tokens.frame))
+
+    @staticmethod
+    def lack_of(tokens: SpecialTokens) -> str | None:
+        return TokenSamples.lack_of(tokens) or (
+            None if tokens.frame[1] else "no token between two segments (sep_token)"
+        )
 
     def batch(self, index_B: I64) -> dict[str, NDArray[Any]]:
         starts_B = self.starts(index_B)
@@ -201,18 +232,24 @@ class PairedSamples(TokenSamples):
         length_B = quarter + below(hashed(self.seed, SPLIT, index_B), span)
         second_B, random_B = self._second(index_B, starts_B, length_B)
 
+        prefix, between, suffix = self.tokens.frame
         position_S = np.arange(self.seq_len)
-        in_first_BS = position_S <= length_B[:, None]
+        first_end_B1 = (len(prefix) + length_B)[:, None]
+        second_B1 = first_end_B1 + len(between)
         source_BS = np.where(
-            in_first_BS, starts_B[:, None] + position_S - 1, (second_B - length_B)[:, None] + position_S - 2
+            position_S < first_end_B1,
+            starts_B[:, None] + position_S - len(prefix),
+            second_B[:, None] + position_S - second_B1,
         )
         ids_BS = self.text.ids[np.clip(source_BS, 0, self.text.tokens - 1)].astype(np.int64)
-        ids_BS[:, 0], ids_BS[:, -1] = special_id(CLS), special_id(SEP)
-        ids_BS[np.arange(len(index_B)), length_B + 1] = special_id(SEP)
-        input_ids, labels = masked(ids_BS, index_B, self.seed, self.store.vocabulary, self.masked_share)
+        ids_BS[:, : len(prefix)], ids_BS[:, self.seq_len - len(suffix) :] = prefix, suffix
+        ids_BS[np.arange(len(index_B))[:, None], first_end_B1 + np.arange(len(between))] = between
+        inside_BS = (position_S >= len(prefix)) & (position_S < self.seq_len - len(suffix))
+        inside_BS = inside_BS & ((position_S < first_end_B1) | (position_S >= second_B1))
+        input_ids, labels = masked(ids_BS, inside_BS, index_B, self.seed, self.tokens, self.masked_share, self.joints)
         return {
             "input_ids": input_ids,
-            "token_type_ids": (position_S >= length_B[:, None] + 2).astype(np.int64),
+            "token_type_ids": (position_S >= second_B1).astype(np.int64),
             "labels": labels,
             "next_sentence_label": random_B.astype(np.int64),
         }
@@ -241,27 +278,135 @@ class PairedSamples(TokenSamples):
         return np.where(chosen_B < before_B, chosen_B, end_B + chosen_B - before_B), choices_B > 0
 
 
-def masked(ids_BS: I64, index_B: I64, seed: int, vocabulary: int, share: float = MASKED_SHARE) -> tuple[I64, I64]:
+class SpanSamples(TokenSamples):
+    """Samples of a sequence-to-sequence model, which restores hidden spans of a window of the stream.
+
+    With sentinels (T5, arXiv:1910.10683, figure 2), each span of the input is one sentinel, and `labels` are the
+    sentinels with the spans after them. With a mask only (BART's text infilling, arXiv:1910.13461, section 2.2), each
+    span is one mask, and `labels` are the whole window. Both end with the tokeniser's own suffix. The number of hidden
+    tokens and that of spans are the same in every sample, so that its shapes are.
+    """
+
+    @staticmethod
+    def width_of(seq_len: int, tokens: SpecialTokens, masked_share: float) -> int:
+        # One more token of text is at most one more of the input, so that the largest window fills the input exactly.
+        room = seq_len - len(tokens.prefix) - len(tokens.suffix)
+        width = max(room, 2)
+        while _shown_length(width + 1, masked_share) <= room:
+            width += 1
+        return width
+
+    @staticmethod
+    def spans(seq_len: int, tokens: SpecialTokens, masked_share: float) -> int:
+        """Return the number of hidden spans of a sample."""
+        return _spans(SpanSamples.width_of(seq_len, tokens, masked_share), masked_share)[1]
+
+    @staticmethod
+    def label_length(seq_len: int, tokens: SpecialTokens, masked_share: float) -> int:
+        """Return the length of `labels` for inputs of `seq_len` tokens."""
+        width = SpanSamples.width_of(seq_len, tokens, masked_share)
+        ends = len(tokens.prefix) + len(tokens.suffix)
+        return ends + (sum(_spans(width, masked_share)) if tokens.sentinels else width)
+
+    @staticmethod
+    def lack_of(tokens: SpecialTokens) -> str | None:
+        return (
+            None if tokens.sentinels or tokens.mask is not None else "neither sentinels (<extra_id_0>) nor a mask token"
+        )
+
+    def batch(self, index_B: I64) -> dict[str, NDArray[Any]]:
+        window_BW = self.windows(index_B).astype(np.int64)
+        hidden, spans = _spans(self.width, self.masked_share)
+        # Shown and hidden segments alternate, and the first is shown.
+        lengths = [
+            _segments(hashed(self.seed, purpose, index_B[:, None] * self.width + np.arange(total - 1)), spans)
+            for purpose, total in ((SHOWN, self.width - hidden), (HIDDEN, hidden))
+        ]
+        ends_BG = np.cumsum(np.stack(lengths, axis=2).reshape(len(index_B), 2 * spans), axis=1)
+        segment_BW = (np.arange(self.width) >= ends_BG[:, :, None]).sum(axis=1)
+        hidden_BW = segment_BW % 2 == 1
+        first_BW = hidden_BW & (np.diff(segment_BW, axis=1, prepend=0) == 1)
+        marks = np.asarray(self.tokens.sentinels[:spans] or (self.tokens.mask,) * spans, dtype=np.int64)
+        mark_BW = marks[segment_BW // 2 % spans]
+        shown_BI = np.where(first_BW, mark_BW, window_BW)[~hidden_BW | first_BW].reshape(len(index_B), -1)
+        if not self.tokens.sentinels:
+            return {"input_ids": _framed(shown_BI, self.tokens), "labels": _framed(window_BW, self.tokens)}
+        # Each hidden span follows its sentinel: a pair of columns for each token, of which the sentinel's is kept once.
+        pair_BW2 = np.stack([mark_BW, window_BW], axis=2)
+        kept_BW2 = np.stack([first_BW, hidden_BW], axis=2)
+        return {
+            "input_ids": _framed(shown_BI, self.tokens),
+            "labels": _framed(pair_BW2[kept_BW2].reshape(len(index_B), -1), self.tokens),
+        }
+
+
+def _spans(width: int, share: float) -> tuple[int, int]:
+    """Return the number of hidden tokens and of spans in a window, as T5's `random_spans_noise_mask` counts them."""
+    hidden = min(max(round(width * share), 1), width - 1)
+    return hidden, max(1, min(round(hidden / MEAN_SPAN), width - hidden))
+
+
+def _shown_length(width: int, share: float) -> int:
+    hidden, spans = _spans(width, share)
+    return width - hidden + spans
+
+
+def _segments(bits_BN: U64, count: int) -> I64:
+    """Return the lengths of `count` segments, at least 1 each and N + 1 together, drawn evenly by random bits."""
+    batch, cuts = bits_BN.shape
+    if count == 1:
+        return np.full((batch, 1), cuts + 1, dtype=np.int64)
+    cut_BC = np.sort(np.argpartition(bits_BN, count - 2, axis=1)[:, : count - 1], axis=1) + 1
+    return np.diff(cut_BC, axis=1, prepend=0, append=cuts + 1)
+
+
+def _framed(ids_BW: NDArray[Any], tokens: SpecialTokens) -> I64:
+    """Return ids between the special tokens before and after a sample."""
+    prefix, _, suffix = tokens.frame
+    framed_BS = np.empty((len(ids_BW), len(prefix) + ids_BW.shape[1] + len(suffix)), dtype=np.int64)
+    framed_BS[:, : len(prefix)], framed_BS[:, framed_BS.shape[1] - len(suffix) :] = prefix, suffix
+    framed_BS[:, len(prefix) : framed_BS.shape[1] - len(suffix)] = ids_BW
+    return framed_BS
+
+
+def masked(
+    ids_BS: I64,
+    inside_BS: NDArray[np.bool_],
+    index_B: I64,
+    seed: int,
+    tokens: SpecialTokens,
+    share: float = MASKED_SHARE,
+    joints: NDArray[np.uint8] | None = None,
+) -> tuple[I64, I64]:
     """Mask as BERT does: return inputs with a `share` of the positions hidden, and labels that are -100 elsewhere.
 
-    Every sample hides `round(share * S)` positions and at least one, drawn among all but [CLS] and [SEP]. Of these,
-    80 % become [MASK], 10 % become a random token and 10 % stay. The choice depends on seed, sample and position
-    only.
+    Every sample hides `round(share * S)` positions and at least one, drawn among those `inside`, which are not special
+    tokens that frame the sample. Of these, 80 % become [MASK], 10 % become a random token and 10 % stay. The choice
+    depends on seed, sample and position only. With `joints`, whole words are drawn; of the last one, only as many
+    tokens as are left are hidden.
     """
     batch, seq_len = ids_BS.shape
     counter_BS = index_B[:, None] * seq_len + np.arange(seq_len)
     order_BS = hashed(seed, SELECT, counter_BS)
-    order_BS[(ids_BS == special_id(CLS)) | (ids_BS == special_id(SEP))] = np.iinfo(np.uint64).max
     hidden = max(1, round(share * seq_len))
-    position_BH = np.argpartition(order_BS, hidden - 1, axis=1)[:, :hidden]
+    if joints is not None:
+        continues_BS = np.zeros((batch, seq_len), dtype=bool)
+        continues_BS[:, 1:] = (joints[ids_BS[:, 1:], 0] & joints[ids_BS[:, :-1], 1]).astype(bool)
+        continues_BS[:, 1:] &= inside_BS[:, 1:] & inside_BS[:, :-1]
+        first_BS = np.maximum.accumulate(np.where(continues_BS, 0, np.arange(seq_len)), axis=1)
+        order_BS = np.take_along_axis(order_BS, first_BS, axis=1)
+    order_BS[~inside_BS] = np.iinfo(np.uint64).max
+    if joints is None:
+        position_BH = np.argpartition(order_BS, hidden - 1, axis=1)[:, :hidden]
+    else:
+        position_BH = np.argsort(order_BS, axis=1, kind="stable")[:, :hidden]
 
     original_BH = np.take_along_axis(ids_BS, position_BH, axis=1)
     counter_BH = np.take_along_axis(counter_BS, position_BH, axis=1)
     coin_BH = unit(hashed(seed, REPLACE, counter_BH))
-    num_special = len(SPECIAL_TOKENS["wordpiece"])
-    words = np.full(position_BH.shape, vocabulary - num_special, dtype=np.int64)
-    random_BH = num_special + below(hashed(seed, REPLACEMENT, counter_BH), words)
-    shown_BH = np.where(coin_BH < MASK_SHARE, special_id(MASK), original_BH)
+    count = np.full(position_BH.shape, len(tokens.words), dtype=np.int64)
+    random_BH = tokens.words[below(hashed(seed, REPLACEMENT, counter_BH), count)]
+    shown_BH = np.where(coin_BH < MASK_SHARE, tokens.mask, original_BH)
     shown_BH = np.where((coin_BH >= MASK_SHARE) & (coin_BH < MASK_SHARE + RANDOM_SHARE), random_BH, shown_BH)
 
     input_BS, labels_BS = ids_BS.copy(), np.full((batch, seq_len), IGNORED, dtype=np.int64)
@@ -270,13 +415,10 @@ def masked(ids_BS: I64, index_B: I64, seed: int, vocabulary: int, share: float =
     return input_BS, labels_BS
 
 
-def special_id(token: str) -> int:
-    return SPECIAL_TOKENS["wordpiece"].index(token)
-
-
 SAMPLES: dict[str, type[TokenSamples]] = {
     "clm": CausalSamples,
     "mlm": MaskedSamples,
     "mlm_nsp": PairedSamples,
+    "seq2seq": SpanSamples,
 }
 """Samples of each objective."""

@@ -145,6 +145,10 @@ class DataSource(ABC):
     def encoded(self, request: SampleRequest, prompts: Sequence[str]) -> EncodedPrompts:
         """Return prompts as token ids; raise `DataError` for one that the model cannot read, or without a tokeniser."""
 
+    def tokenizer_folder(self, request: SampleRequest) -> Path | None:  # noqa: ARG002
+        """Return the folder with the files of the tokeniser, after training one if need be; None for data without."""
+        return None
+
     @abstractmethod
     def to_json(self) -> dict[str, Any]:
         """Return a description from which `workbench.data.from_json` rebuilds this value."""

@@ -1,8 +1,8 @@
 """Tokens of a text on disk: those that are finished, with checks against damage, and those that are still written.
 
 The folder of finished tokens holds `tokens.bin` (uint16, or uint32 for vocabularies over 65,536), `documents.bin` (the
-offset of each document, int64), `runs.npy` (runs of documents and their hashes, for the split), `tokenizer.json`, and
-`facts.json` with the digests of the others. The folder appears whole or not at all.
+offset of each document, int64), `runs.npy` (runs of documents and their hashes, for the split), the files of the
+tokeniser, and `facts.json` with the digests of the others. The folder appears whole or not at all.
 
 Until then a folder with the ending `.part` holds what is done, and `progress.jsonl`: first the digest of the tokeniser,
 then a line for each block of text with the position after it and the digest of its tokens. Blocks are appended in the
@@ -25,7 +25,6 @@ from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
-from tokenizers import Tokenizer
 
 from workbench.data._text import Position
 from workbench.errors import DataError
@@ -33,6 +32,9 @@ from workbench.home import cache_home
 from workbench.units import gib
 
 I64 = NDArray[np.int64]
+
+TOKENIZER_FACTS = "special_tokens.json"
+"""File beside those of a tokeniser: their names, and its special tokens (`workbench.data._tokenizer`)."""
 
 
 @dataclass(frozen=True)
@@ -76,9 +78,9 @@ def dtype_of(vocabulary: int) -> Any:
     return np.uint16 if vocabulary <= 1 << 16 else np.uint32
 
 
-def tokenizer_in(folder: Path) -> Tokenizer:
-    """Return the tokeniser of a folder."""
-    return Tokenizer.from_file(str(folder / "tokenizer.json"))
+def tokenizer_files(folder: Path) -> tuple[str, ...]:
+    """Return the names of the files of the tokeniser in a folder, the one with its special tokens last."""
+    return (*json.loads((folder / TOKENIZER_FACTS).read_text())["files"], TOKENIZER_FACTS)
 
 
 def opened(folder: Path) -> TokenStore | None:
@@ -91,7 +93,7 @@ def opened(folder: Path) -> TokenStore | None:
 
 def write_facts(folder: Path, facts: dict[str, Any]) -> None:
     """Write the values that describe finished tokens, and last of all the digests of their files."""
-    names = ("tokens.bin", "documents.bin", "runs.npy", "tokenizer.json")
+    names = ("tokens.bin", "documents.bin", "runs.npy", *tokenizer_files(folder))
     stats = {name: (folder / name).stat() for name in names}
     files = {
         name: {"bytes": stat.st_size, "mtime_ns": stat.st_mtime_ns, "digest": _digest_of_file(folder / name)}
@@ -160,7 +162,7 @@ def can_go_on(folder: Path) -> bool:
     try:
         with (folder / "progress.jsonl").open("rb") as log:
             return log.readline() == _header(folder)
-    except OSError:
+    except (OSError, ValueError, KeyError, TypeError):
         return False
 
 
@@ -168,7 +170,7 @@ class PartialTokens:
     """Unfinished tokens in a folder, to which blocks are appended; use it in a `with` statement."""
 
     def __init__(self, folder: Path, dtype: str) -> None:
-        """Open a folder that holds a `tokenizer.json`; `dtype` is that of the ids.
+        """Open a folder that holds a tokeniser; `dtype` is that of the ids.
 
         Counts the blocks that are whole, and cuts the files after them.
         """
@@ -249,8 +251,10 @@ class PartialTokens:
 
 def _header(folder: Path) -> bytes:
     """Return the first line of `progress.jsonl`, which names the tokeniser of a folder."""
-    digest = hashlib.blake2b((folder / "tokenizer.json").read_bytes(), digest_size=16).hexdigest()
-    return json.dumps({"tokenizer": digest}).encode() + b"\n"
+    digest = hashlib.blake2b(digest_size=16)
+    for name in tokenizer_files(folder):
+        digest.update((folder / name).read_bytes())
+    return json.dumps({"tokenizer": digest.hexdigest()}).encode() + b"\n"
 
 
 def _digest(ids: bytes, starts: bytes) -> str:

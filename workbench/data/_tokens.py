@@ -16,34 +16,28 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
-from tokenizers import Tokenizer
 
 from workbench.data._encoding import Encoder, encode_all
 from workbench.data._split import document_runs
 from workbench.data._store import (
+    TOKENIZER_FACTS,
     PartialTokens,
     TokenStore,
     can_go_on,
     dtype_of,
     only_process,
     opened,
-    tokenizer_in,
+    tokenizer_files,
     write_facts,
 )
 from workbench.data._text import Advance, TextSource
-from workbench.data._vocabulary import (
-    end_of_text,
-    load_byte_level_bpe,
-    number_of_ids,
-    train_byte_level_bpe,
-    train_wordpiece,
-    vocabulary_digest,
-)
+from workbench.data._tokenizer import SpecialTokens, TextTokenizer, digest_of, folder_of
+from workbench.data._vocabulary import train_byte_level_bpe, train_wordpiece
 from workbench.errors import DataError
 from workbench.home import cache_home
 from workbench.machine import available_cores
 
-FORMAT = 3
+FORMAT = 4
 """Version of the folder's format; part of its name."""
 SMALL_BYTES = 8 << 20
 """Size of a text up to which starting worker processes does not pay."""
@@ -58,12 +52,14 @@ class TokensKey:
     fingerprint: str
     """Key of the text's content, from `TextSource.fingerprint`."""
     tokenizer_type: str
-    """`wordpiece` or `bpe`."""
+    """`wordpiece`, `bpe` or `span_bpe`: what is trained, and how documents are separated."""
     vocab_size: int
     tokenizer_of: Path | None = None
     """Folder of another text whose tokeniser is used; None trains one on the text itself."""
-    tokenizer_file: str | None = None
-    """File or folder with the vocabulary to use, which then is not trained."""
+    tokenizer: str | None = None
+    """File or folder with the tokeniser to use; then none is trained."""
+    strip_accents: bool = False
+    """True if the WordPiece that is trained strips accents."""
     first: int | None = None
     """Tokenise until there are more tokens than that; None tokenises the whole text."""
 
@@ -73,8 +69,10 @@ class TokensKey:
         key = f"{FORMAT} {self.fingerprint} {self.tokenizer_type} {self.vocab_size} {self.first}"
         if self.tokenizer_of is not None:
             key += f" {self.tokenizer_of.name.partition('.')[0]}"
-        elif self.tokenizer_file is not None:
-            key += f" file {vocabulary_digest(self.tokenizer_file)}"
+        elif self.tokenizer is not None:
+            key += f" file {digest_of(self.tokenizer)}"
+        elif self.strip_accents:
+            key += " without accents"
         return cache_home() / "tokens" / hashlib.sha256(key.encode()).hexdigest()[:16]
 
 
@@ -109,24 +107,30 @@ def tokenised(
 
 
 def vocabulary_folder(key: TokensKey, source: Callable[[], TextSource], progress: bool) -> Path:
-    """Return a folder that holds the `tokenizer.json` of a text: that of its tokens, or one made without them."""
+    """Return a folder that holds the tokeniser of a text: that of its tokens, or one made without them."""
+    if key.tokenizer is not None:
+        return folder_of(key.tokenizer)
     if opened(key.folder) is not None:
         return key.folder
     folder = key.folder.with_name(f"{key.folder.name}.vocabulary")
     with only_process(folder):
-        if not (folder / "tokenizer.json").is_file():
-            folder.mkdir(exist_ok=True)
-            _vocabulary_of(key, source(), progress).save(str(folder / "tokenizer.part"))
-            (folder / "tokenizer.part").replace(folder / "tokenizer.json")
+        if not (folder / TOKENIZER_FACTS).is_file():
+            part = folder.with_name(f"{folder.name}.part")
+            shutil.rmtree(part, ignore_errors=True)
+            part.mkdir()
+            _write_tokenizer(part, key, source(), progress)
+            shutil.rmtree(folder, ignore_errors=True)
+            part.rename(folder)
     return folder
 
 
 def encoder_of(folder: Path, tokenizer_type: str) -> tuple[Encoder, int]:
     """Return the encoder with the tokeniser in a folder, and the number of its ids."""
-    tokenizer = tokenizer_in(folder)
-    vocabulary = number_of_ids(tokenizer)
-    end = end_of_text(tokenizer) if tokenizer_type == "bpe" else None
-    return Encoder(folder / "tokenizer.json", np.dtype(dtype_of(vocabulary)).name, end), vocabulary
+    tokens = SpecialTokens.of_folder(folder)
+    dtype = np.dtype(dtype_of(tokens.vocabulary)).name
+    if tokenizer_type == "wordpiece":  # samples of masked models have special tokens of their own
+        return Encoder(folder, dtype, line_breaks=tokens.line_breaks), tokens.vocabulary
+    return Encoder(folder, dtype, tokens.end, tokens.begin, tokens.line_breaks), tokens.vocabulary
 
 
 def is_tokenised(key: TokensKey) -> bool:
@@ -140,7 +144,7 @@ def _fill(part: Path, key: TokensKey, name: str, source: TextSource, progress: b
     if not can_go_on(part):
         shutil.rmtree(part)
         part.mkdir()
-        _vocabulary_of(key, source, progress).save(str(part / "tokenizer.json"))
+        _write_tokenizer(part, key, source, progress)
     encoder, vocabulary = encoder_of(part, key.tokenizer_type)
     if workers is None:
         workers = 0 if source.text_bytes <= SMALL_BYTES else available_cores()
@@ -162,16 +166,20 @@ def _fill(part: Path, key: TokensKey, name: str, source: TextSource, progress: b
     write_facts(part, {"name": name, "type": key.tokenizer_type, **counts})
 
 
-def _vocabulary_of(key: TokensKey, source: TextSource, progress: bool) -> Tokenizer:
-    """Return the tokeniser of a text: that of another text, one in a file, or one that is trained on this text."""
-    if key.tokenizer_of is not None:
-        return tokenizer_in(key.tokenizer_of)
-    if key.tokenizer_file is not None:
-        return load_byte_level_bpe(key.tokenizer_file)
+def _write_tokenizer(folder: Path, key: TokensKey, source: TextSource, progress: bool) -> None:
+    """Write the tokeniser of a text: that of another text, one that was given, or one that is trained on this text."""
+    given = folder_of(key.tokenizer) if key.tokenizer is not None else key.tokenizer_of
+    if given is not None:
+        for name in tokenizer_files(given):
+            shutil.copyfile(given / name, folder / name)
+        return
     sample = _training_sample(source, progress)
-    train = train_wordpiece if key.tokenizer_type == "wordpiece" else train_byte_level_bpe
     with _bar("Training the vocabulary", len(sample), " paragraphs", progress) as advance:
-        return train(sample, key.vocab_size, advance)
+        if key.tokenizer_type == "wordpiece":
+            trained = train_wordpiece(sample, key.vocab_size, advance, strip_accents=key.strip_accents)
+        else:
+            trained = train_byte_level_bpe(sample, key.vocab_size, advance, special=key.tokenizer_type)
+    TextTokenizer(trained).write(folder)
 
 
 def _training_sample(source: TextSource, progress: bool) -> list[str]:

@@ -1,45 +1,60 @@
-"""Vocabularies: trained on a text, or read from files, for WordPiece and byte-level BPE."""
+"""Vocabularies that are trained on a text: WordPiece for masked models, byte-level BPE for the others."""
 
 from __future__ import annotations
 
-import hashlib
-import json
-import os
 import sys
+import unicodedata
 from collections import Counter
 from collections.abc import Iterator
-from pathlib import Path
-from typing import Any
 
 import numpy as np
-from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers, trainers
+from tokenizers import Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers, processors, trainers
 
 from workbench.data._text import Advance
-from workbench.errors import DataError
+from workbench.data._tokenizer import SpecialTokens
 
 SMALLEST_WITH_WORDS = 256
 """Vocabulary size from which WordPiece keeps at least half of its entries for pieces of words."""
-REMEDY = (
-    "Give the tokenizer.json of a byte-level BPE, such as GPT-2's or OPT's, or the folder that holds it, or one with "
-    "vocab.json and merges.txt."
-)
-PAD, UNKNOWN, CLS, SEP, MASK = "[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]"
-END_OF_TEXT = "<|endoftext|>"
-SPECIAL_TOKENS = {"wordpiece": (PAD, UNKNOWN, CLS, SEP, MASK), "bpe": (END_OF_TEXT,)}
+SENTINELS = 100
+"""Sentinels of a vocabulary for sequence-to-sequence models, as T5 has (arXiv:1910.10683)."""
+SPECIAL_TOKENS = {
+    "wordpiece": ("[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]"),
+    "bpe": ("<|endoftext|>",),
+    "span_bpe": ("<pad>", "</s>", *(f"<extra_id_{number}>" for number in range(SENTINELS))),
+}
 """Special tokens of each type of tokeniser that is trained here; the id of a token is its index."""
-ENDS_OF_TEXT = ("</s>", END_OF_TEXT, "<|end_of_text|>", "<eos>")
-"""Special tokens that end a document, in OPT, GPT-2 and others; the first that a vocabulary has is used."""
+ACCENTS = Regex(r"[\u0300-\u036f]")
+"""Combining marks of Latin, Greek and Cyrillic letters. Those of other scripts are letters of their own: the voiced
+marks of Japanese (U+3099, U+309A), and vowels of Indic scripts and Thai."""
 
 
-def train_wordpiece(sample: list[str], vocab_size: int, advance: Advance) -> Tokenizer:
-    """Train BERT's uncased tokeniser, which lowers the case, strips accents and separates ideographs.
+def special_tokens_of(tokenizer_type: str, vocab_size: int) -> SpecialTokens:
+    """Return the special tokens of a tokeniser that is trained here, with up to `vocab_size` ids."""
+    names = SPECIAL_TOKENS[tokenizer_type]
+    number = {name: names.index(name) for name in names}
+    special = tuple(range(len(names)))
+    if tokenizer_type == "wordpiece":
+        cls, sep = (number["[CLS]"],), (number["[SEP]"],)
+        return SpecialTokens(vocab_size, special, mask=number["[MASK]"], frame=(cls, sep, sep))
+    if tokenizer_type == "bpe":
+        return SpecialTokens(vocab_size, special, end=0, line_breaks=True)
+    end = number["</s>"]
+    return SpecialTokens(
+        vocab_size, special, end=end, frame=((), (end,), (end,)), sentinels=special[2:], line_breaks=True
+    )
+
+
+def train_wordpiece(sample: list[str], vocab_size: int, advance: Advance, *, strip_accents: bool = False) -> Tokenizer:
+    """Train a tokeniser as BERT's uncased one: Unicode is normalised (NFKC), case lowered, and ideographs separated.
+
+    Unlike BERT's it keeps accents, unless `strip_accents` asks for Latin, Greek and Cyrillic letters without.
 
     By default the trainer numbers the continuing characters (`##a`) in the order of a hash table and breaks ties by
     those numbers, so that every process learns another vocabulary. Naming them beforehand, as special tokens, makes
     training repeatable; the returned tokeniser is built from the result and has BERT's five special tokens only.
     """
     special = SPECIAL_TOKENS["wordpiece"]
-    tokenizer = _untrained_wordpiece({})
+    tokenizer = _untrained_wordpiece({}, strip_accents)
     # Each character may enter twice, alone and continuing a word, so that half of the entries hold it at most. A tiny
     # vocabulary is all characters: with a quarter of 64 entries, every third token of English would be unknown.
     room = vocab_size - len(special)
@@ -54,16 +69,20 @@ def train_wordpiece(sample: list[str], vocab_size: int, advance: Advance) -> Tok
         show_progress=False,
     )
     tokenizer.train_from_iterator(_counted(sample, advance), trainer=trainer)
-    trained = _untrained_wordpiece(tokenizer.get_vocab())
+    trained = _untrained_wordpiece(tokenizer.get_vocab(), strip_accents)
     trained.add_special_tokens(list(special))
+    frame = [(token, trained.token_to_id(token)) for token in ("[CLS]", "[SEP]")]
+    trained.post_processor = processors.TemplateProcessing(
+        single="[CLS] $A [SEP]", pair="[CLS] $A [SEP] $B:1 [SEP]:1", special_tokens=frame
+    )
     return trained
 
 
-def _untrained_wordpiece(vocabulary: dict[str, int]) -> Tokenizer:
-    tokenizer = Tokenizer(models.WordPiece(vocabulary, unk_token=UNKNOWN, max_input_chars_per_word=100))
-    tokenizer.normalizer = normalizers.BertNormalizer(
-        clean_text=True, handle_chinese_chars=True, strip_accents=None, lowercase=True
-    )
+def _untrained_wordpiece(vocabulary: dict[str, int], strip_accents: bool) -> Tokenizer:
+    tokenizer = Tokenizer(models.WordPiece(vocabulary, unk_token="[UNK]", max_input_chars_per_word=100))
+    bert = normalizers.BertNormalizer(clean_text=True, handle_chinese_chars=True, strip_accents=False, lowercase=True)
+    without = [normalizers.NFD(), normalizers.Replace(ACCENTS, ""), normalizers.NFC()] if strip_accents else []
+    tokenizer.normalizer = normalizers.Sequence([normalizers.NFKC(), *without, bert])
     tokenizer.pre_tokenizer = pre_tokenizers.BertPreTokenizer()
     tokenizer.decoder = decoders.WordPiece(prefix="##")
     return tokenizer
@@ -73,7 +92,8 @@ def _alphabet(sample: list[str], tokenizer: Tokenizer, limit: int) -> tuple[list
     """Return the `limit` most frequent characters after normalisation, and those of them that can continue a word."""
     counts = np.zeros(sys.maxunicode + 1, dtype=np.int64)
     for first in range(0, len(sample), 1024):
-        text = "".join(sample[first : first + 1024])
+        # Marks that a text writes after their letters are composed first, or the letters would not be counted.
+        text = unicodedata.normalize("NFKC", "\n".join(sample[first : first + 1024]))
         codes, times = np.unique(np.frombuffer(text.encode("utf-32-le"), dtype=np.uint32), return_counts=True)
         counts[codes] += times
     frequency: Counter[str] = Counter()
@@ -89,8 +109,12 @@ def _alphabet(sample: list[str], tokenizer: Tokenizer, limit: int) -> tuple[list
     return alphabet, [character for character in alphabet if character in continuing]
 
 
-def train_byte_level_bpe(sample: list[str], vocab_size: int, advance: Advance) -> Tokenizer:
-    """Train GPT-2's tokeniser: byte-pair encoding over bytes, so that no character is unknown."""
+def train_byte_level_bpe(sample: list[str], vocab_size: int, advance: Advance, *, special: str = "bpe") -> Tokenizer:
+    """Train GPT-2's tokeniser: byte-pair encoding over bytes, so that no character is unknown.
+
+    `special` names the entry of `SPECIAL_TOKENS` with which the vocabulary begins. With sentinels, the tokeniser ends a
+    text with `</s>`, as T5's does.
+    """
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
@@ -98,10 +122,14 @@ def train_byte_level_bpe(sample: list[str], vocab_size: int, advance: Advance) -
         vocab_size=vocab_size,
         min_frequency=2,
         initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
-        special_tokens=list(SPECIAL_TOKENS["bpe"]),
+        special_tokens=list(SPECIAL_TOKENS[special]),
         show_progress=False,
     )
     tokenizer.train_from_iterator(_counted(sample, advance), trainer=trainer)
+    if special == "span_bpe":
+        tokenizer.post_processor = processors.TemplateProcessing(
+            single="$A </s>", pair="$A </s> $B </s>", special_tokens=[("</s>", tokenizer.token_to_id("</s>"))]
+        )
     return tokenizer
 
 
@@ -109,82 +137,3 @@ def _counted(sample: list[str], advance: Advance) -> Iterator[list[str]]:
     for first in range(0, len(sample), 1024):
         yield (batch := sample[first : first + 1024])
         advance(len(batch))
-
-
-def vocabulary_files(path: str) -> tuple[Path, ...]:
-    """Return the files of a vocabulary: a `tokenizer.json`, or a `vocab.json` and a `merges.txt`.
-
-    `path` is such a folder or a file of the first type. Raises `DataError` if there is none.
-    """
-    given = Path(path)
-    if os.path.isfile(given):  # unlike `Path.is_file` also for a name that is too long for a file
-        return (given,)
-    for names in (("tokenizer.json",), ("vocab.json", "merges.txt")):
-        if all(os.path.isfile(given / name) for name in names):
-            return tuple(given / name for name in names)
-    is_folder = os.path.isdir(given)
-    missing = f"The folder {path} holds no tokenizer.json" if is_folder else f"There is no tokeniser at {path}"
-    raise DataError(f"{missing}. {REMEDY}")
-
-
-def vocabulary_digest(path: str) -> str:
-    """Return a hash of the content of a vocabulary's files, wherever they are."""
-    digest = hashlib.sha256()
-    try:
-        for file in vocabulary_files(path):
-            digest.update(hashlib.sha256(file.read_bytes()).digest())
-    except OSError as error:
-        raise DataError(f"{path} cannot be read: {error.strerror}. {REMEDY}") from None
-    return digest.hexdigest()
-
-
-def number_of_ids(tokenizer: Tokenizer) -> int:
-    """Return the largest id that a tokeniser gives, and one more."""
-    return int(max(tokenizer.get_vocab().values(), default=-1)) + 1
-
-
-def load_byte_level_bpe(path: str) -> Tokenizer:
-    """Load a byte-level BPE from a local file or folder; raise `DataError` if it is none."""
-    files = vocabulary_files(path)
-    try:
-        tokenizer = Tokenizer.from_file(str(files[0])) if len(files) == 1 else _from_merges(*map(str, files))
-    except Exception as error:  # the library raises bare `Exception`
-        raise DataError(f"{path} cannot be loaded as a tokeniser: {error}. {REMEDY}") from error
-    parts: dict[str, Any] = json.loads(tokenizer.to_str())
-    if parts["model"]["type"] != "BPE" or "ByteLevel" not in json.dumps(parts["pre_tokenizer"]):
-        raise DataError(f"{path} is a {parts['model']['type']} tokeniser that does not work on bytes. {REMEDY}")
-    if end_of_text(tokenizer) is None:
-        raise DataError(
-            f"{path} has no token that ends a document: none of {', '.join(ENDS_OF_TEXT)}. Add one to its vocabulary."
-        )
-    return tokenizer
-
-
-def require_suitable(path: str, tokenizer_type: str, size: int) -> None:
-    """Raise `DataError` unless a file holds a byte-level BPE of that size, and the objective uses one."""
-    if tokenizer_type != "bpe":
-        raise DataError(
-            f"{path} is for causal models, and masked ones need the special tokens of BERT. Leave tokenizer_file out: "
-            "a WordPiece vocabulary is trained on the text."
-        )
-    if (found := number_of_ids(load_byte_level_bpe(path))) != size:
-        raise DataError(f"{path} had {size:,} ids and now has {found:,}. Describe the data again, or restore the file.")
-
-
-def end_of_text(tokenizer: Tokenizer) -> int | None:
-    """Return the id of the token that ends a document, or None if there is none."""
-    # A learned token of the same letters is none: text about HTML may have taught "</s>".
-    special = {token.content: number for number, token in tokenizer.get_added_tokens_decoder().items()}
-    return next((int(special[token]) for token in ENDS_OF_TEXT if token in special), None)
-
-
-def _from_merges(vocabulary: str, merges: str) -> Tokenizer:
-    """Return GPT-2's tokeniser with the vocabulary of two files."""
-    tokenizer = Tokenizer(models.BPE.from_file(vocabulary, merges))
-    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    tokenizer.decoder = decoders.ByteLevel()
-    # The files do not say which tokens are special. Those of OPT and other models of fairseq begin with "<s>".
-    end = "</s>" if tokenizer.token_to_id("<s>") == 0 else END_OF_TEXT
-    if tokenizer.token_to_id(end) is not None:
-        tokenizer.add_special_tokens([end])
-    return tokenizer

@@ -47,7 +47,7 @@ from workbench.execution.build import (
     use_deterministic_kernels,
 )
 from workbench.execution.checkpoint.files import requested_checkpoint, step_of
-from workbench.execution.checkpoint.model_export import describe_model
+from workbench.execution.checkpoint.model_export import describe_model, write_tokenizer
 from workbench.execution.checkpoint.save_load import CheckpointExtras, CheckpointStore, SaveResult, TrainingProgress
 from workbench.execution.evaluate import Evaluator
 from workbench.execution.feeding import Feed, feed, own_batches
@@ -303,6 +303,7 @@ class TrainingWorker:
             check_runnable(experiment, plan, captured)
             if self.is_main:
                 check_numbers(experiment, plan, captured.graph, model)
+                write_tokenizer(experiment, self.run_dir)
             extras = _checkpoint_extras(model, graph) if self.is_main else CheckpointExtras()
             stages = build_stage(
                 plan,

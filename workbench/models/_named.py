@@ -1,4 +1,4 @@
-"""`Model`: one configuration of a `transformers` architecture, as a value. The only importer of `transformers`."""
+"""`Model`: one configuration of a `transformers` architecture, as a value."""
 
 from __future__ import annotations
 

@@ -61,15 +61,20 @@ def loss_basis(experiment: Mapping[str, Any], coupled: bool = False) -> LossBasi
     evaluation = _part(experiment, "evaluation")
     is_text = "vocab_size" in data
     objective = data.get("objective") or _objective(model)
-    masked = is_text and objective in ("mlm", "mlm_nsp")
+    masked = is_text and objective in ("mlm", "mlm_nsp", "seq2seq")
     training_masked = float(data.get("masked_share") or MASKED_SHARE) if masked else None
     held_out_masked = float(evaluation.get("masked_share") or MASKED_SHARE) if masked else None
+    if objective == "seq2seq":  # whose held-out samples have the shapes of training
+        held_out_masked = training_masked
     first = {"loss function": _loss_function(experiment, objective)}
     rest = {"sequence length": str(experiment.get("seq_len"))}
     rest |= {"samples of one loss": str(experiment.get("global_batch"))} if coupled else {}
     if is_text:
         first["vocabulary"] = f"{data['vocab_size']:,} tokens"
-        rest["text of the tokeniser"] = str(data.get("tokenizer_file") or _source(data))
+        given = data.get("tokenizer") or data.get("tokenizer_file")
+        accents = " without accents" if data.get("strip_accents") else ""
+        rest["text of the tokeniser"] = str(given or _source(data)) + accents
+        rest |= {"masks": "whole words"} if data.get("whole_words") else {}
     training = {**first, **_masking(training_masked), **rest, "data": _source(data)}
     if (dropout := model.get("dropout")) is not None:
         training["dropout"] = f"{dropout:g}"
@@ -139,6 +144,7 @@ OBJECTIVES = {
     "clm": "next token",
     "mlm": "masked tokens",
     "mlm_nsp": "masked tokens and next sentence",
+    "seq2seq": "hidden spans",
 }
 
 
@@ -156,7 +162,8 @@ def _masking(share: float | None) -> dict[str, str]:
 
 def _source(data: Mapping[str, Any]) -> str:
     """Return what tells the samples of two sources apart, whatever their order and their masks."""
-    ignored = ("type", "vocab_size", "objective", "masked_share", "tokenizer_file", "streaming", "shuffle_buffer")
+    ignored = ("type", "vocab_size", "objective", "masked_share", "tokenizer", "tokenizer_file", "whole_words")
+    ignored += ("strip_accents", "streaming", "shuffle_buffer")
     parts = [str(value) for name, value in data.items() if name not in ignored and value is not None]
     return " ".join(parts) or "unknown"
 

@@ -7,6 +7,7 @@ user's code is imported or unpickled.
 from __future__ import annotations
 
 import json
+import shutil
 import warnings
 from pathlib import Path
 from typing import Any
@@ -17,10 +18,13 @@ from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 from torch.distributed.checkpoint.state_dict_loader import load as dcp_load
 
 from workbench.capture.block_boundaries import canonical_names
+from workbench.data._store import tokenizer_files
+from workbench.data._tokenizer import CONFIG, SpecialTokens
 from workbench.errors import CheckpointError
 from workbench.execution.checkpoint import files
 from workbench.execution.checkpoint.guarded_reader import GuardedReader
-from workbench.rundir import read_json, remedy_for
+from workbench.experiment import Experiment
+from workbench.rundir import RunDir, read_json, remedy_for, write_json
 
 _ROOM = "Give a folder on a disk with more room."
 FILE_BYTES = 5 * 10**9
@@ -44,6 +48,19 @@ def describe_model(model: nn.Module) -> tuple[dict[str, Any], dict[str, torch.Te
     return {"class": type(model).__name__, "persistent": list(tensors), "ties": ties, "config": full_config}, tensors
 
 
+def write_tokenizer(experiment: Experiment, run: RunDir) -> None:
+    """Copy the tokeniser of the experiment's text into the run's folder, from which exports take it."""
+    source = experiment.data.tokenizer_folder(experiment)
+    if source is None:
+        return
+    run.tokenizer.mkdir(exist_ok=True)
+    for name in tokenizer_files(source):
+        shutil.copyfile(source / name, run.tokenizer / name)
+    # Pipelines cut a text to the model's length where the tokeniser names it, as those of models do.
+    longest = getattr(experiment.model, "max_positions", None) or experiment.seq_len
+    write_json(run.tokenizer / CONFIG, {"model_max_length": longest, **read_json(run.tokenizer / CONFIG)})
+
+
 def export_step(folder: Path, to: Path, step: int | None = None) -> tuple[Path, ...]:
     """Export the last checkpoint in a run's folder of checkpoints, or that of `step`; see `export_checkpoint`."""
     known = {files.step_of(path): path for path in files.complete_checkpoints(folder)}
@@ -59,8 +76,10 @@ def export_step(folder: Path, to: Path, step: int | None = None) -> tuple[Path, 
 def export_checkpoint(checkpoint: Path, to: Path) -> tuple[Path, ...]:
     """Write a checkpoint's model to the folder `to` as `safetensors`, with `config.json` if `transformers` made it.
 
-    Tied weights are written once. Returns the files. Raises `CheckpointError` if the checkpoint is damaged or does not
-    describe its model, and if the folder holds a model already.
+    The tokeniser of the run's text comes with it, for `AutoTokenizer` and pipelines, and `config.json` then names its
+    end of a document, at which generation ends. Tied weights are written once. Returns the files. Raises
+    `CheckpointError` if the checkpoint is damaged or does not describe its model, and if the folder holds a model
+    already.
     """
     from huggingface_hub import save_torch_state_dict
     from safetensors import SafetensorError
@@ -76,12 +95,15 @@ def export_checkpoint(checkpoint: Path, to: Path) -> tuple[Path, ...]:
     if to.exists() and (not to.is_dir() or any(to.glob("*.safetensors"))):
         raise CheckpointError(f"{to} holds a model already. Export into another folder.")
     model, before = read_json(checkpoint / files.MODEL), set(to.iterdir()) if to.is_dir() else None
-    tensors = _read_tensors(checkpoint, model["persistent"])
+    tensors, tokenizer = _read_tensors(checkpoint, model["persistent"]), RunDir(checkpoint.parent.parent).tokenizer
     try:
         to.mkdir(parents=True, exist_ok=True)
         save_torch_state_dict(tensors, to, max_shard_size=FILE_BYTES)
         if model["config"] is not None:
-            (to / "config.json").write_text(json.dumps(model["config"], indent=2) + "\n")
+            config = {**model["config"], **_tokens_of_text(tokenizer)}
+            (to / "config.json").write_text(json.dumps(config, indent=2) + "\n")
+        for name in tokenizer_files(tokenizer)[:-1] if tokenizer.is_dir() else ():
+            shutil.copyfile(tokenizer / name, to / name)
     except (OSError, SafetensorError) as error:
         for path in set(to.iterdir()) - (before or set()) if to.is_dir() else ():
             path.unlink(missing_ok=True)  # half a model, which takes the room that lacks
@@ -89,7 +111,17 @@ def export_checkpoint(checkpoint: Path, to: Path) -> tuple[Path, ...]:
             to.rmdir()
         why, remedy = (error.strerror, remedy_for(error)) if isinstance(error, OSError) else (str(error), _ROOM)
         raise CheckpointError(f"The model cannot be written to {to}: {why}. {remedy}") from None
-    return tuple(sorted(path for path in to.iterdir() if path.suffix in (".safetensors", ".json")))
+    return tuple(sorted(set(to.iterdir()) - (before or set())))
+
+
+def _tokens_of_text(tokenizer: Path) -> dict[str, int]:
+    """Return the fields of `config.json` that follow from a tokeniser, if the folder has one."""
+    if not tokenizer.is_dir():
+        return {}
+    tokens = SpecialTokens.of_folder(tokenizer)
+    end = tokens.end
+    begin = tokens.begin if tokens.begin is not None else end
+    return {} if end is None or begin is None else {"bos_token_id": begin, "eos_token_id": end}
 
 
 def _read_tensors(checkpoint: Path, names: list[str]) -> dict[str, torch.Tensor]:

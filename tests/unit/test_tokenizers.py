@@ -1,0 +1,295 @@
+"""Tokenisers of `transformers` as they are given, Japanese text, and the samples that are made with their tokens."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import unicodedata
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import transformers
+from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers, processors, trainers
+
+import workbench as wb
+from workbench.data import _vocabulary
+from workbench.data._tokenizer import SpecialTokens, TextTokenizer, folder_of
+from workbench.errors import DataError
+
+JAPANESE = """ガラスのコップと、ﾊﾟﾝの値段がひどく上がった。
+山の上では、がんばった人だけが湯気の立つ味噌汁を飲んだ。
+
+東京都の電車は、雨のぶんだけ遅れて着く。
+窓ぎわの席で、彼女はノートにｶﾞｷﾞｸﾞと書いた。 [MASK]
+"""
+MIXED = JAPANESE + "\nThe naïve café didn't open on 24 July; Straße, двойка and हिन्दी stayed.\n\n"
+TEXTS = [line for line in MIXED.splitlines() if line]
+SPECIAL = ["<s>", "<pad>", "</s>", "<unk>", "<mask>"]
+
+
+@pytest.fixture
+def text(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.setenv("WORKBENCH_HOME", str(tmp_path / "home"))
+    path = tmp_path / "text.txt"
+    path.write_text(MIXED * 30)
+    return path
+
+
+def framed(tokenizer: Tokenizer, begin: str, end: str, between: str | None = None) -> None:
+    """Let a tokeniser set special tokens around a text."""
+    tokenizer.post_processor = processors.TemplateProcessing(
+        single=f"{begin} $A {end}".strip(),
+        pair=f"{begin} $A {between or end} $B {end}".strip(),
+        special_tokens=[(token, tokenizer.token_to_id(token)) for token in {begin, end} - {""}],
+    )
+
+
+def roberta() -> Any:
+    """Return a byte-level BPE with RoBERTa's special tokens, of which two stand between two segments."""
+    tokenizer = Tokenizer(models.BPE())
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    alphabet = pre_tokenizers.ByteLevel.alphabet()
+    trainer = trainers.BpeTrainer(
+        vocab_size=340, special_tokens=SPECIAL, initial_alphabet=alphabet, show_progress=False
+    )
+    tokenizer.train_from_iterator(TEXTS, trainer)
+    framed(tokenizer, "<s>", "</s>", "</s> </s>")
+    named = {"cls_token": "<s>", "sep_token": "</s>", "bos_token": "<s>", "eos_token": "</s>", "mask_token": "<mask>"}
+    return transformers.PreTrainedTokenizerFast(tokenizer_object=tokenizer, unk_token="<unk>", **named)
+
+
+def unigram(begin: str = "", **named: str) -> Any:
+    """Return a tokeniser as SentencePiece makes them; with `begin`, documents have a token at their beginning."""
+    tokenizer = Tokenizer(models.Unigram())
+    tokenizer.normalizer = normalizers.NFKC()
+    tokenizer.pre_tokenizer = pre_tokenizers.Metaspace()
+    tokenizer.decoder = decoders.Metaspace()
+    special = [*SPECIAL, *(f"<extra_id_{number}>" for number in range(9))] if not begin else SPECIAL
+    trainer = trainers.UnigramTrainer(vocab_size=150, special_tokens=special, unk_token="<unk>", show_progress=False)
+    tokenizer.train_from_iterator(TEXTS, trainer)
+    framed(tokenizer, begin, "</s>")
+    return transformers.PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer, eos_token="</s>", unk_token="<unk>", pad_token="<pad>", **named
+    )
+
+
+def wordpiece() -> Any:
+    """Return a cased BERT, whose special tokens do not come first."""
+    pieces = [*sorted({*"".join(TEXTS), *(f"##{letter}" for letter in "".join(TEXTS))}), "電車", "東京都", "##ven"]
+    vocabulary = {token: at for at, token in enumerate([*pieces, "[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]"])}
+    return transformers.BertTokenizer(vocab=vocabulary, do_lower_case=False, strip_accents=False)
+
+
+def characters(folder: Path) -> Any:
+    """Return a tokeniser that is written in Python, as those with a morphological analyser are."""
+    vocabulary = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]", *sorted(set("".join(TEXTS)))]
+    (folder / "vocab.txt").write_text("\n".join(vocabulary))
+    return transformers.BertJapaneseTokenizer(
+        str(folder / "vocab.txt"), word_tokenizer_type="basic", subword_tokenizer_type="character"
+    )
+
+
+def given(name: str, folder: Path) -> Any:
+    makers = {"wordpiece": wordpiece, "byte-level": roberta, "unigram": unigram}
+    if name == "llama":
+        return unigram("<s>", bos_token="<s>")
+    return characters(folder) if name == "python" else makers[name]()
+
+
+def experiment(data: Any, objective: str, **options: Any) -> wb.Experiment:
+    """Return an experiment whose model is of no family, so that the text says the objective."""
+    assert data.objective == objective
+    return wb.Experiment.of(model=object, data=data, **{"seq_len": 16, "global_batch": 4, "steps": 8, **options})
+
+
+@pytest.mark.parametrize("objective", ["mlm", "clm"])
+@pytest.mark.parametrize("name", ["wordpiece", "byte-level", "unigram", "llama", "python"])
+def test_text_becomes_the_ids_that_transformers_gives(text: Path, tmp_path: Path, name: str, objective: str) -> None:
+    made = given(name, tmp_path)
+    made.save_pretrained(tmp_path / "saved")
+    data = wb.data.corpus(text, objective=objective, tokenizer=tmp_path / "saved")
+    assert wb.data.from_json(json.loads(json.dumps(data.to_json()))) == data
+    asked = experiment(data, objective)
+    if (objective, name) in (("clm", "wordpiece"), ("clm", "python"), ("mlm", "unigram"), ("mlm", "llama")):
+        with pytest.raises(DataError, match=r"has no (mask token|token that ends a document \(eos_token\)), which"):
+            wb.runs.tokenize(asked, progress=False)
+        return
+    store = wb.runs.tokenize(asked, progress=False)
+    found = np.asarray(data.dataset(asked).samples.store.ids)
+    reader = transformers.AutoTokenizer.from_pretrained(tmp_path / "saved")
+    options = {"add_special_tokens": False, "split_special_tokens": True}
+    break_ = "\n" if name == "byte-level" else ""
+    begins = name in ("llama", "byte-level")
+    documents = []
+    for document in MIXED.strip().split("\n\n"):
+        first, *others = document.split("\n")
+        ids = [
+            number
+            for line in (first, *(break_ + each.strip() for each in others))
+            for number in reader(line, **options).input_ids
+        ]
+        documents.append([reader.bos_token_id, *ids] if objective == "clm" and begins else ids)
+    end = [reader.eos_token_id] if objective == "clm" else []
+    expected = [number for document in documents * 30 for number in (*document, *end)]
+    assert found.tolist() == (expected[:-1] if end else expected)
+    assert store.documents == len(documents) * 30
+    assert transformers.AutoTokenizer.from_pretrained(store.folder)(TEXTS[0]).input_ids == reader(TEXTS[0]).input_ids
+
+
+def test_an_object_its_folder_and_its_file_are_one_tokeniser(text: Path, tmp_path: Path) -> None:
+    made = roberta()
+    made.save_pretrained(tmp_path / "saved")
+    ways = (made, made.backend_tokenizer, tmp_path / "saved", tmp_path / "saved/tokenizer.json")
+    facts = [SpecialTokens.of_folder(folder_of(wb.data.corpus(text, tokenizer=way).tokenizer)) for way in ways]
+    assert len(set(facts)) == 1
+    assert (facts[0].mask, facts[0].end, facts[0].frame) == (4, 2, ((0,), (2, 2), (2,)))
+    assert set(facts[0].special) == set(range(5))
+    again = wb.data.corpus(text, tokenizer=made)
+    assert again == wb.data.corpus(text, tokenizer=made), "the same object is described by the same value"
+
+
+@pytest.mark.parametrize("name", ["wordpiece", "byte-level"])
+@pytest.mark.parametrize("objective", ["mlm", "mlm_nsp"])
+def test_masked_samples_have_the_special_tokens_of_their_tokeniser(text: Path, name: str, objective: str) -> None:
+    made = given(name, text.parent)
+    asked = experiment(wb.data.corpus(text, objective=objective, tokenizer=made), objective, seq_len=32)
+    batch = asked.data.dataset(asked).samples.batch(np.arange(32))
+    original = np.where(batch["labels"] == -100, batch["input_ids"], batch["labels"])
+    special = {made.cls_token_id, made.sep_token_id, made.mask_token_id, made.pad_token_id, made.unk_token_id}
+    assert (original[:, 0] == made.cls_token_id).all()
+    assert (original[:, -1] == made.sep_token_id).all()
+    counts = (original == made.sep_token_id).sum(axis=1)
+    between = 2 if name == "byte-level" else 1
+    assert (counts == 1 + between * (objective == "mlm_nsp")).all()
+    if objective == "mlm_nsp":
+        second = batch["token_type_ids"].argmax(axis=1)
+        assert (original[np.arange(32), second - 1] == made.sep_token_id).all()
+        assert (original[np.arange(32), second] != made.sep_token_id).all()
+    hidden = batch["labels"] != -100
+    assert (hidden.sum(axis=1) == round(0.15 * 32)).all()
+    shown = batch["input_ids"][hidden]
+    assert np.mean(shown == made.mask_token_id) == pytest.approx(0.8, abs=0.12)
+    assert not (special - {made.unk_token_id, made.mask_token_id}) & set(shown.tolist())
+
+
+@pytest.mark.parametrize("name", ["wordpiece", "byte-level", "unigram"])
+def test_whole_words_are_those_of_the_tokeniser(text: Path, name: str) -> None:
+    made = given(name, text.parent)
+    tokenizer = TextTokenizer(Tokenizer.from_str(made.backend_tokenizer.to_str()))
+    joints = tokenizer.joints()
+    # Byte-level pieces do not show the marks of Hindi, nor that "n't" is one word for GPT-2.
+    whole = [line for line in TEXTS if name != "byte-level" or "हि" not in line]
+    for line in (*whole, "It is 24th, is it?  Two  blanks;3x (a) naïve"):
+        encoding = made.backend_tokenizer.encode(line, add_special_tokens=False)
+        ids = np.asarray([number for number in encoding.ids if number not in made.all_special_ids])
+        words = [word for word, number in zip(encoding.word_ids, encoding.ids, strict=True) if number in set(ids)]
+        continues = (joints[ids[1:], 0] & joints[ids[:-1], 1]).astype(bool)
+        if len(ids) == len(encoding.ids):
+            assert continues.tolist() == [one == two for one, two in itertools.pairwise(words)], line
+    if name == "unigram":
+        return
+    data = wb.data.corpus(text, objective="mlm", tokenizer=made, whole_words=True, masked_share=0.3)
+    asked = experiment(data, "mlm", seq_len=64)
+    batch = asked.data.dataset(asked).samples.batch(np.arange(64))
+    hidden = batch["labels"] != -100
+    assert (hidden.sum(axis=1) == round(0.3 * 64)).all(), "the number of labels does not depend on the words"
+    original = np.where(hidden, batch["labels"], batch["input_ids"])
+    joined = (joints[original[:, 1:], 0] & joints[original[:, :-1], 1]).astype(bool)
+    cut = (joined & (hidden[:, 1:] != hidden[:, :-1])).sum(axis=1)
+    assert joined.mean() > 0.2
+    assert cut.max() <= 1, "only the last word of a sample may be hidden in part"
+
+
+@pytest.mark.parametrize("sentinels", [True, False], ids=["T5", "BART"])
+def test_spans_and_what_is_left_of_a_window_make_the_window(text: Path, sentinels: bool) -> None:
+    made = unigram() if sentinels else roberta()
+    data = wb.data.corpus(text, objective="seq2seq", tokenizer=made, masked_share=0.2)
+    asked = experiment(data, "seq2seq", seq_len=48, global_batch=16)
+    dataset = data.dataset(asked)
+    samples, specs = dataset.samples, data.batch_specs(asked)
+    batch = samples.batch(np.arange(16))
+    assert {name: field.shape[1:] for name, field in batch.items()} == {n: spec.shape for n, spec in specs.items()}
+    windows = samples.windows(np.arange(16))
+    marks = [made.convert_tokens_to_ids(f"<extra_id_{n}>") for n in range(9)] if sentinels else [made.mask_token_id]
+    lengths = []
+    for inputs, labels, window in zip(batch["input_ids"], batch["labels"], windows, strict=True):
+        assert inputs[-1] == labels[-1] == made.eos_token_id
+        if not sentinels:
+            assert labels[0] == inputs[0] == made.bos_token_id
+            assert labels[1:-1].tolist() == window.tolist()
+            # What is shown stands in the window in its order.
+            rest = iter(window.tolist())
+            assert all(token in rest for token in inputs[1:-1].tolist() if token not in marks)
+            continue
+        spans: dict[int, list[int]] = {}
+        for token in labels[:-1].tolist():
+            if token in marks:
+                spans[last := token] = []
+            else:
+                spans[last].append(token)
+        assert list(spans) == marks[: len(spans)]
+        lengths += [len(span) for span in spans.values()]
+        restored = [each for token in inputs[:-1].tolist() for each in spans.get(token, [token])]
+        assert restored == window.tolist()
+    if sentinels:
+        assert min(lengths) >= 1
+        assert np.mean(lengths) == pytest.approx(3, abs=0.5)
+    assert not (samples.batch(np.arange(16, 32))["input_ids"] == batch["input_ids"]).all()
+
+
+def test_a_trained_vocabulary_reads_japanese_with_its_voiced_marks(text: Path) -> None:
+    asked = wb.Experiment(model=wb.models.bert(vocab_size=700), data=wb.data.corpus(text, vocab_size=700), seq_len=32)
+    tokenizer = asked.data.text_tokenizer(asked)
+
+    def read(written: str) -> str:
+        return "".join(tokenizer.decode(tokenizer.encode(written)).split())
+
+    assert read("ガラスのコップがひどくがんばった") == "ガラスのコップがひどくがんばった"
+    assert read("ﾊﾟﾝ ｶﾞｷﾞｸﾞ") == "パンガギグ", "half-width letters are the letters that they stand for (NFKC)"
+    assert read("हिन्दी двойка") == "हिन्दीдвойка", "no script loses its marks"
+    assert read("Naïve CAFÉ Straße") == "naïvecaféstraße"
+    decomposed = [unicodedata.normalize("NFD", line) for line in TEXTS]
+    both = [_vocabulary.train_wordpiece(lines * 30, 700, lambda _: None) for lines in (TEXTS, decomposed)]
+    assert both[0].get_vocab() == both[1].get_vocab()
+    assert [both[0].encode(line).ids for line in TEXTS] == [both[0].encode(line).ids for line in decomposed]
+    plain = _vocabulary.train_wordpiece(TEXTS * 30, 300, lambda _: None, strip_accents=True)
+    assert plain.normalizer.normalize_str("Naïve CAFÉ Ångström") == "naive cafe angstrom"
+    kept = "ガラスがﾊﾟﾝ हिन्दी 한국어"
+    assert plain.normalizer.normalize_str(kept) == unicodedata.normalize("NFKC", kept)
+
+
+@pytest.mark.usefixtures("text")
+def test_the_tokens_of_a_trained_vocabulary_are_known_before_it_is_trained() -> None:
+    for kind, train in (
+        ("wordpiece", _vocabulary.train_wordpiece),
+        ("bpe", _vocabulary.train_byte_level_bpe),
+        ("span_bpe", lambda *given: _vocabulary.train_byte_level_bpe(*given, special="span_bpe")),
+    ):
+        trained = TextTokenizer(train(TEXTS * 30, 420, lambda _: None))
+        folder = Path(wb.data.documents(["a"], progress=False).path).parent
+        for file in folder.iterdir():
+            file.unlink()
+        trained.write(folder)
+        assert SpecialTokens.of_folder(folder) == _vocabulary.special_tokens_of(kind, trained.vocabulary)
+
+
+def test_options_that_do_not_suit_the_objective_are_refused(text: Path) -> None:
+    def refused(words: str, objective: str, **options: Any) -> None:
+        asked = {name: options.pop(name) for name in ("seq_len", "evaluation") if name in options}
+        data = wb.data.corpus(text, objective=objective, **options)
+        with pytest.raises(DataError, match=words):
+            wb.runs.tokenize(experiment(data, objective, **asked), progress=False)
+
+    refused("whole_words says how masked models hide words", "clm", whole_words=True, vocab_size=400)
+    refused(
+        "hide 10 spans, and the tokeniser has 9 sentinels",
+        "seq2seq",
+        tokenizer=unigram(),
+        masked_share=0.2,
+        seq_len=128,
+    )
+    evaluation = wb.Evaluation(every=4, samples=4, masked_share=0.3)
+    refused("Remove masked_share=0.3 from the evaluation", "seq2seq", vocab_size=420, evaluation=evaluation)

@@ -1,0 +1,384 @@
+"""`TextTokenizer`: any tokeniser as one value, made from a file, a folder, an object or a vocabulary trained here.
+
+Its folder holds the files that `transformers.AutoTokenizer` loads, and `special_tokens.json` with what samples need to
+know beside the ids. Where the tokeniser is one of the library `tokenizers`, nothing but that library reads it; one that
+is written in Python, such as those with a morphological analyser, is loaded by `transformers`.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import hashlib
+import json
+import os
+import shutil
+import unicodedata
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import Any, cast
+
+import numpy as np
+from numpy.typing import NDArray
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+
+from workbench.data._store import TOKENIZER_FACTS as FACTS
+from workbench.data._store import only_process, writing_to
+from workbench.errors import DataError, first_line
+from workbench.home import cache_home
+
+Ids = tuple[int, ...]
+
+FORMAT = 1
+"""Version of the folder's format; part of its name."""
+FAST = "tokenizer.json"
+"""File of a tokeniser of the library `tokenizers`."""
+CONFIG = "tokenizer_config.json"
+TEXT_FILES = (".json", ".txt", ".model", ".spm", ".tiktoken", ".jinja", ".vocab", ".dic")
+"""Endings of the files of a folder that may belong to a tokeniser; weights have others."""
+ROLES = {
+    "cls_token": ("[CLS]", "<s>"),
+    "sep_token": ("[SEP]", "</s>"),
+    "mask_token": ("[MASK]", "<mask>"),
+    "pad_token": ("[PAD]", "<pad>"),
+    "unk_token": ("[UNK]", "<unk>"),
+    "bos_token": ("<s>", "<|begin_of_text|>", "<bos>"),
+    "eos_token": ("</s>", "<|endoftext|>", "<|end_of_text|>", "<eos>"),
+}
+"""Special tokens by which a `tokenizer.json` alone is read, since it does not name their roles; the first that a
+vocabulary has is used."""
+SENTINEL = "<extra_id_{}>"
+"""Token that stands for a hidden span in T5 (arXiv:1910.10683), numbered from 0."""
+REMEDY = (
+    "Give a tokeniser of transformers, the folder into which save_pretrained wrote one, a tokenizer.json, or a folder "
+    "with vocab.json and merges.txt."
+)
+
+
+@dataclass(frozen=True)
+class SpecialTokens:
+    """Ids of a tokeniser that are no text, and how they frame samples."""
+
+    vocabulary: int
+    """The largest id, and one more."""
+    special: Ids
+    """Ids that stand for no text: special tokens, and gaps of the vocabulary."""
+    mask: int | None = None
+    end: int | None = None
+    """Id that ends a document."""
+    begin: int | None = None
+    """Id with which the tokeniser itself begins a text, such as Llama's `<s>`; each document begins with it."""
+    frame: tuple[Ids, Ids, Ids] = ((), (), ())
+    """Ids before a sample, between two segments, and after the last segment."""
+    sentinels: Ids = ()
+    line_breaks: bool = False
+    """True if ids tell a line break from a blank, so that paragraphs are separated by one."""
+
+    @property
+    def prefix(self) -> Ids:
+        return self.frame[0]
+
+    @property
+    def suffix(self) -> Ids:
+        return self.frame[2]
+
+    @cached_property
+    def words(self) -> NDArray[np.int64]:
+        """Ids that stand for text, ascending."""
+        return np.setdiff1d(np.arange(self.vocabulary), np.asarray(self.special, dtype=np.int64))
+
+    @classmethod
+    def of_folder(cls, folder: Path) -> SpecialTokens:
+        """Read the facts of a tokeniser's folder."""
+        fields = json.loads((folder / FACTS).read_text())["special_tokens"]
+        frame = tuple(tuple(ids) for ids in fields.pop("frame"))
+        ids = {name: tuple(fields.pop(name)) for name in ("special", "sentinels")}
+        return cls(frame=cast("tuple[Ids, Ids, Ids]", frame), **ids, **fields)
+
+
+class TextTokenizer:
+    """A tokeniser of `tokenizers`, or one of `transformers` that is written in Python, with the same few methods."""
+
+    def __init__(self, library: Any) -> None:
+        self.library = library
+        self.is_fast = isinstance(library, Tokenizer)
+
+    @classmethod
+    def of_folder(cls, folder: Path) -> TextTokenizer:
+        """Load the tokeniser that `write` left in a folder."""
+        if (folder / FAST).exists():
+            return cls(Tokenizer.from_file(str(folder / FAST)))
+        return cls(_auto_tokenizer(folder))
+
+    def for_text(self) -> TextTokenizer:
+        """Return the tokeniser set to read text, in which a `[SEP]` is text, whole and one by one."""
+        if self.is_fast:
+            self.library.encode_special_tokens = True
+            self.library.no_padding()
+            self.library.no_truncation()
+        return self
+
+    def batch(self, texts: list[str]) -> Iterable[list[int]]:
+        """Return the ids of each text, without special tokens; call `for_text` before."""
+        if self.is_fast:
+            return (encoding.ids for encoding in self.library.encode_batch_fast(texts, add_special_tokens=False))
+        # Its methods for batches do the same one after the other, and warn of texts that are longer than the model.
+        options = {"add_special_tokens": False, "split_special_tokens": True, "verbose": False}
+        return (self.library(text, **options)["input_ids"] for text in texts)
+
+    def encode(self, text: str) -> list[int]:
+        """Return the ids of a text in which special tokens, such as a mask, are recognised."""
+        if self.is_fast:
+            return list(self.library.encode(text, add_special_tokens=False).ids)
+        return list(self.library(text, add_special_tokens=False, verbose=False)["input_ids"])
+
+    def decode(self, ids: Sequence[int]) -> str:
+        """Return the text of ids without its special tokens."""
+        return str(self.library.decode(list(ids), skip_special_tokens=True))
+
+    def token(self, number: int) -> str:
+        """Return the token with an id."""
+        if self.is_fast:
+            return str(self.library.id_to_token(number))
+        return str(self.library.convert_ids_to_tokens(number))
+
+    @cached_property
+    def ids(self) -> dict[str, int]:
+        """Id of each token, added ones included."""
+        return dict(self.library.get_vocab())
+
+    @property
+    def vocabulary(self) -> int:
+        """The largest id, and one more."""
+        return int(max(self.ids.values(), default=-1)) + 1
+
+    def joints(self) -> NDArray[np.uint8]:
+        """Return for each id the kinds of word that it goes on with at its left and at its right, shape `(ids, 2)`.
+
+        A token continues the word of the token before it if the bits at its left and at the other's right meet.
+        WordPiece marks the tokens that continue a word (`##`); SentencePiece (`▁`) and byte-level BPE (`Ġ`) mark
+        those that begin one. Byte-level words also end where letters, digits and other signs meet, as GPT-2 splits
+        text; bytes that are no whole character count as letters,
+        and `n't` is two words. A tokeniser without any mark has words of one token.
+        """
+        tokens = self.ids
+        joints = np.zeros((self.vocabulary, 2), dtype=np.uint8)
+        added = set(self._special_ids())
+        parts = json.loads(self.library.to_str()) if self.is_fast else {"model": {}}
+        byte_level = "ByteLevel" in json.dumps(parts.get("pre_tokenizer"))
+        marks_words = any(token.startswith("▁") for token in tokens)
+        ending = parts["model"].get("end_of_word_suffix")
+        prefix = parts["model"].get("continuing_subword_prefix") or "##"
+        of_byte = {character: byte for byte, character in _bytes_to_unicode().items()} if byte_level else {}
+        for token, number in tokens.items():
+            if number in added:
+                continue
+            if byte_level:
+                text = bytes(of_byte.get(character, 63) for character in token).decode(errors="replace")
+                # A blank alone belongs to the word after it.
+                joints[number] = _kind(text[:1]), 7 if text == " " else _kind(text[-1:])
+            elif marks_words:
+                joints[number] = (not token.startswith("▁"), 1)
+            elif ending:
+                joints[number] = (1, not token.endswith(ending))
+            else:
+                joints[number] = (token.startswith(prefix) and len(token) > len(prefix), 1)
+        return joints
+
+    def _special_ids(self) -> list[int]:
+        if self.is_fast:
+            return [number for number, token in self.library.get_added_tokens_decoder().items() if token.special]
+        return list(self.library.all_special_ids)
+
+    def write(self, folder: Path, named: Any = None) -> None:
+        """Write the files that `AutoTokenizer` loads, and what samples need to know, into an existing folder.
+
+        `named` is the tokeniser of `transformers` whose files are written; without, special tokens are known by name.
+        """
+        if named is not None:
+            named.save_pretrained(folder)
+            roles = {role: getattr(named, role, None) for role in ROLES}
+            roles = {role: str(token) for role, token in roles.items() if token is not None}
+        else:
+            self.library.save(str(folder / FAST))
+            added = {str(token.content) for token in self.library.get_added_tokens_decoder().values() if token.special}
+            present = {role: [name for name in names if name in added] for role, names in ROLES.items()}
+            roles = {role: names[0] for role, names in present.items() if names}
+            described = {"tokenizer_class": "TokenizersBackend", "clean_up_tokenization_spaces": False, **roles}
+            (folder / CONFIG).write_text(json.dumps(described, indent=2) + "\n")
+        if not self.is_fast:
+            (folder / FAST).unlink(missing_ok=True)  # it would lack what is written in Python
+        facts = {"files": sorted(path.name for path in folder.iterdir()), "special_tokens": self._facts(roles)}
+        (folder / FACTS).write_text(json.dumps(facts, indent=2) + "\n")
+
+    def _facts(self, roles: dict[str, str]) -> dict[str, Any]:
+        number = {role: self.ids[token] for role, token in roles.items() if token in self.ids}
+        known = {*self._special_ids(), *(number[role] for role in number if role != "unk_token")}
+        sentinels = []
+        while (sentinel := self.ids.get(SENTINEL.format(len(sentinels)))) is not None:
+            sentinels.append(sentinel)
+        gaps = set(range(self.vocabulary)) - set(self.ids.values())
+        frame, begin = self._frame(), number.get("bos_token")
+        begins = begin in frame[0] and begin != number.get("eos_token")
+        if frame == ((), (), ()) and {"cls_token", "sep_token"} <= number.keys():
+            frame = (number["cls_token"],), (number["sep_token"],), (number["sep_token"],)
+        plain = TextTokenizer(Tokenizer.from_str(self.library.to_str())) if self.is_fast else self
+        with_break, with_blank = plain.for_text().batch(["a\nb", "a b"])
+        facts = SpecialTokens(
+            vocabulary=self.vocabulary,
+            special=tuple(sorted(known | gaps | set(sentinels))),
+            mask=number.get("mask_token"),
+            end=number.get("eos_token"),
+            begin=begin if begins else None,
+            frame=frame,
+            sentinels=tuple(sentinels),
+            line_breaks=with_break != with_blank and "\n" in self.decode(with_break),
+        )
+        return dataclasses.asdict(facts)
+
+    def _frame(self) -> tuple[Ids, Ids, Ids]:
+        """Return the special tokens that the tokeniser sets around one segment, and between two."""
+        if self.is_fast:
+            one, two = self.library.encode("a"), self.library.encode("a", "a")
+            ids = [list(encoding.ids) for encoding in (one, two)]
+            plain = [not special for special in one.special_tokens_mask], [not s for s in two.special_tokens_mask]
+        else:
+            content = self.encode("a")
+            ids = [self.library.build_inputs_with_special_tokens(content)]
+            ids.append(self.library.build_inputs_with_special_tokens(content, content))
+            plain = tuple([token in content for token in each] for each in ids)  # type: ignore[assignment]
+        if any(plain[0]) and not all(plain[0]):
+            first, last = plain[0].index(True), len(plain[0]) - plain[0][::-1].index(True)
+            inside = [at for at, is_text in enumerate(plain[1]) if is_text]
+            gap = [at for at in range(inside[0], inside[-1]) if not plain[1][at]]
+            return tuple(ids[0][:first]), tuple(ids[1][at] for at in gap), tuple(ids[0][last:])
+        return (), (), ()
+
+
+def _kind(character: str) -> int:
+    """Return the bit of letters, digits or other signs for a character, and no bit for a blank or none."""
+    if not character or character.isspace():
+        return 0
+    category = unicodedata.category(character)[0]
+    return {"L": 1, "N": 2}.get(category, 1 if character == "\ufffd" else 4)
+
+
+@functools.cache
+def _bytes_to_unicode() -> dict[int, str]:
+    """Return the character by which byte-level vocabularies write each byte: itself where it prints, else from 256 on.
+
+    GPT-2's table (https://github.com/openai/gpt-2, `encoder.py`).
+    """
+    printed = [*range(33, 127), *range(161, 173), *range(174, 256)]
+    others = (byte for byte in range(256) if byte not in printed)
+    return {byte: chr(byte) for byte in printed} | {byte: chr(256 + at) for at, byte in enumerate(others)}
+
+
+def files_of(path: str) -> tuple[Path, ...]:
+    """Return the files that decide what a tokeniser does; raise `DataError` if there are none at that path."""
+    given = Path(path)
+    if os.path.isfile(given):  # unlike `Path.is_file` also for a name that is too long for a file
+        return (given,)
+    if not os.path.isdir(given):
+        raise DataError(f"There is no tokeniser at {path}. {REMEDY}")
+    files = tuple(sorted(file for file in given.iterdir() if file.is_file() and file.name.endswith(TEXT_FILES)))
+    names = {file.name for file in files}
+    if not names & {FAST, CONFIG, "config.json"} and not {"vocab.json", "merges.txt"} <= names:
+        raise DataError(f"The folder {path} holds no {FAST}. {REMEDY}")
+    return files
+
+
+def digest_of(path: str) -> str:
+    """Return a hash of the content of a tokeniser's files, wherever they are."""
+    digest = hashlib.sha256(f"{FORMAT}".encode())
+    files = files_of(path)
+    try:
+        for file in files:
+            digest.update((file.name if len(files) > 1 else "").encode() + hashlib.sha256(file.read_bytes()).digest())
+    except OSError as error:
+        raise DataError(f"{path} cannot be read: {error.strerror}. {REMEDY}") from None
+    return digest.hexdigest()
+
+
+def folder_of(path: str) -> Path:
+    """Return the folder of the cache with the tokeniser of a file or folder, after reading it if it is new."""
+    folder = cache_home() / "tokenizers" / digest_of(path)[:16]
+    if not (folder / FACTS).exists():
+        with only_process(folder):
+            if not (folder / FACTS).exists():
+                _written(folder, *_loaded(path))
+    return folder
+
+
+def saved(tokenizer: Any) -> Path:
+    """Write a tokeniser of `transformers` or `tokenizers` to the cache, and return its folder."""
+    fast = isinstance(tokenizer, Tokenizer)
+    if not fast and not (hasattr(tokenizer, "save_pretrained") and hasattr(tokenizer, "get_vocab")):
+        raise DataError(f"tokenizer is a {type(tokenizer).__name__}. {REMEDY}")
+    root = cache_home() / "tokenizers"
+    with writing_to(root, "cache of tokenisers"):
+        part = root / f"{os.getpid()}.part"
+        shutil.rmtree(part, ignore_errors=True)
+        part.mkdir()
+        try:
+            if fast:
+                TextTokenizer(tokenizer).write(part)
+                (part / FACTS).unlink()
+            else:
+                tokenizer.save_pretrained(part)
+            folder = root / f"given-{digest_of(str(part))[:16]}"
+            if not folder.exists():
+                part.rename(folder)
+            return folder
+        finally:
+            shutil.rmtree(part, ignore_errors=True)
+
+
+def _written(folder: Path, tokenizer: TextTokenizer, named: Any) -> None:
+    part = folder.with_name(f"{folder.name}.part")
+    shutil.rmtree(part, ignore_errors=True)
+    part.mkdir()
+    tokenizer.write(part, named)
+    shutil.rmtree(folder, ignore_errors=True)
+    part.rename(folder)
+
+
+def _loaded(path: str) -> tuple[TextTokenizer, Any]:
+    """Load a tokeniser, and the object of `transformers` that names its special tokens, if there is one."""
+    files = {file.name: file for file in files_of(path)}
+    is_alone = os.path.isfile(path)
+    try:
+        if is_alone or (FAST in files and CONFIG not in files):
+            file = next(iter(files.values())) if is_alone else files[FAST]
+            return TextTokenizer(Tokenizer.from_file(str(file))), None
+        if CONFIG not in files and "config.json" not in files:
+            return TextTokenizer(_from_merges(str(files["vocab.json"]), str(files["merges.txt"]))), None
+        named = _auto_tokenizer(Path(path))
+    except Exception as error:  # the libraries raise every type
+        raise DataError(f"{path} cannot be loaded as a tokeniser: {first_line(error)}. {REMEDY}") from error
+    backend = getattr(named, "backend_tokenizer", None)
+    try:
+        return TextTokenizer(named if backend is None else Tokenizer.from_str(backend.to_str())), named
+    except Exception:  # a part of it is written in Python
+        return TextTokenizer(named), named
+
+
+def _auto_tokenizer(folder: Path) -> Any:
+    import transformers
+
+    return transformers.AutoTokenizer.from_pretrained(str(folder), local_files_only=True, trust_remote_code=False)
+
+
+def _from_merges(vocabulary: str, merges: str) -> Tokenizer:
+    """Return GPT-2's tokeniser with the vocabulary of two files."""
+    tokenizer = Tokenizer(models.BPE.from_file(vocabulary, merges))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    # The files do not say which tokens are special. Those of OPT and RoBERTa begin with "<s>".
+    fairseq = ["<s>", "<pad>", "</s>", "<unk>", "<mask>"] if tokenizer.token_to_id("<s>") == 0 else ["<|endoftext|>"]
+    present = [token for token in fairseq if tokenizer.token_to_id(token) is not None]
+    if present:
+        tokenizer.add_special_tokens(present)
+    return tokenizer
