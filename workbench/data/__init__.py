@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, TypedDict, Unpack
 
 from workbench.arguments import checked_arguments
 from workbench.data._corpora import DEMO
@@ -32,17 +32,34 @@ def __dir__() -> list[str]:
     return __all__
 
 
+class TextOptions(TypedDict, total=False):
+    """How text becomes samples, each with a default."""
+
+    objective: str | None
+    """`mlm`, `mlm_nsp`, `clm` or `seq2seq`; the model's by default."""
+    masked_share: float
+    """Fraction of the positions that a masked model predicts in training, or of the text that spans hide."""
+    whole_words: bool
+    """Hide all tokens of a word together."""
+    strip_accents: bool
+    """Train the vocabulary of a masked model on text without the accents of Latin, Greek and Cyrillic letters."""
+
+
+class CorpusOptions(TextOptions, total=False):
+    """Options of local text."""
+
+    streaming: bool
+    """Tokenise the text while training reads it."""
+    shuffle_buffer: int | None
+    """Consecutive samples that are shuffled at a time."""
+
+
 @checked_arguments
 def corpus(
     name_or_path: str | Path = DEMO,
     vocab_size: int | None = None,
-    objective: str | None = None,
-    masked_share: float = 0.15,
     tokenizer: Any = None,
-    whole_words: bool = False,
-    strip_accents: bool = False,
-    streaming: bool = False,
-    shuffle_buffer: int | None = None,
+    **options: Unpack[CorpusOptions],
 ) -> Corpus:
     """Describe text to train on: `"demo"`, a text file, or a folder of `.txt` files (each one document).
 
@@ -74,13 +91,8 @@ def corpus(
     return Corpus(
         path=path,
         vocab_size=entries,
-        objective=objective,
-        masked_share=masked_share,
         tokenizer=chosen,
-        whole_words=whole_words,
-        strip_accents=strip_accents,
-        streaming=streaming,
-        shuffle_buffer=shuffle_buffer,
+        **options,
     )
 
 
@@ -106,11 +118,8 @@ def hub(
     vocab_size: int | None = None,
     config: str | None = None,
     revision: str | None = None,
-    objective: str | None = None,
-    masked_share: float = 0.15,
     tokenizer: Any = None,
-    whole_words: bool = False,
-    strip_accents: bool = False,
+    **options: Unpack[TextOptions],
 ) -> HubText:
     """Describe the text column of a Hugging Face dataset (or of a dataset folder on disk), each row one document.
 
@@ -125,11 +134,8 @@ def hub(
         text_column=text_column,
         revision=revision,
         vocab_size=entries,
-        objective=objective,
-        masked_share=masked_share,
         tokenizer=chosen,
-        whole_words=whole_words,
-        strip_accents=strip_accents,
+        **options,
     )
 
 
@@ -139,12 +145,9 @@ def documents(
     name: str = "documents",
     *,
     vocab_size: int | None = None,
-    objective: str | None = None,
-    masked_share: float = 0.15,
     tokenizer: Any = None,
-    whole_words: bool = False,
-    strip_accents: bool = False,
     progress: bool = True,
+    **options: Unpack[TextOptions],
 ) -> Corpus:
     """Write the documents of an iterable to a text file under `$WORKBENCH_HOME/texts`, and describe it.
 
@@ -158,15 +161,7 @@ def documents(
     if not name or name != Path(name).name or "." in name:
         raise DataError(f"name={name!r} cannot be the name of a file here. Give a word without slashes and dots.")
     chosen, entries = _chosen_tokenizer(tokenizer, vocab_size)
-    described = Corpus(
-        path="",
-        vocab_size=entries,
-        objective=objective,
-        masked_share=masked_share,
-        tokenizer=chosen,
-        whole_words=whole_words,
-        strip_accents=strip_accents,
-    )
+    described = Corpus(path="", vocab_size=entries, tokenizer=chosen, **options)
     return replace(described, path=str(write_documents(texts, name, progress).absolute()))
 
 

@@ -38,8 +38,8 @@ class TextData(DataSource):
     """Everything that packaged, local and hub text share, which is all but the origin of the text."""
 
     _: KW_ONLY
-    vocab_size: Annotated[Whole, Field(ge=SMALLEST_VOCABULARY["wordpiece"], le=LARGEST_VOCABULARY)] = 30522
-    """Upper limit of the vocabulary; a small text does not reach it."""
+    vocab_size: Annotated[Whole, Field(ge=1, le=LARGEST_VOCABULARY)] = 30522
+    """Ids of the tokeniser, or the upper limit of a vocabulary to train, which a small text does not reach."""
     objective: Annotated[str, PlainValidator(known(TOKENIZER_OF_OBJECTIVE))] | None = None
     """`mlm`, `mlm_nsp`, `clm` or `seq2seq`; `None` takes the model's objective."""
     masked_share: Annotated[Positive, Field(le=LARGEST_MASKED_SHARE)] = 0.15
@@ -54,6 +54,11 @@ class TextData(DataSource):
     """Tokenise while training, in the order of the text."""
     shuffle_buffer: Annotated[Whole, Field(ge=1, le=LARGEST_BUFFER)] | None = None
     """Consecutive samples that are shuffled at a time; None for all of a stored text, or 4,096 of a streamed one."""
+
+    def __post_init__(self) -> None:
+        least = SMALLEST_VOCABULARY["wordpiece"]
+        if self.tokenizer is None and self.vocab_size < least:
+            raise DataError(f"{type(self).__name__}.vocab_size={self.vocab_size} must be {least} or more.")
 
     @abstractmethod
     def _source(self) -> _text.TextSource:

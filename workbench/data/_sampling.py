@@ -132,7 +132,7 @@ class TokenSamples(ABC):
     buffer: int | None = None
     """Number of consecutive samples that are shuffled at a time; None for an order over the whole text."""
     joints: NDArray[np.uint8] | None = None
-    """Which tokens continue a word (`TextTokenizer.joints`), if whole words are masked."""
+    """Table of the tokens that continue a word (`TextTokenizer.joints`); None masks tokens singly."""
 
     @property
     def text(self) -> TokenStore | SplicedTokens:

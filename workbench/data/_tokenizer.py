@@ -89,6 +89,9 @@ class SpecialTokens:
         """Ids that stand for text, ascending."""
         return np.setdiff1d(np.arange(self.vocabulary), np.asarray(self.special, dtype=np.int64))
 
+    def __getstate__(self) -> dict[str, Any]:
+        return {key: value for key, value in self.__dict__.items() if key != "words"}
+
     @classmethod
     def of_folder(cls, folder: Path) -> SpecialTokens:
         """Read the facts of a tokeniser's folder."""
