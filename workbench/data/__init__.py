@@ -33,7 +33,7 @@ def __dir__() -> list[str]:
 
 
 class TextOptions(TypedDict, total=False):
-    """How text becomes samples, each with a default."""
+    """Options of the samples that are made of text."""
 
     objective: str | None
     """`mlm`, `mlm_nsp`, `clm` or `seq2seq`; the model's by default."""
