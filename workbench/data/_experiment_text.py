@@ -108,7 +108,14 @@ class ExperimentText:
             self.prepare(progress=False)
             return TextDataset(self._samples(self._trained_on(), buffer=self.data.shuffle_buffer), length)
         stream = self.stream()
-        values = (self.width, stream.buffer, stream.seed, stream.held_out, self.objective, self.data.masked_share)
+        values: tuple[Any, ...] = (
+            self.width,
+            stream.buffer,
+            stream.seed,
+            stream.held_out,
+            self.objective,
+            self.data.masked_share,
+        )
         values += (True,) if self.data.whole_words else ()
         identity = hashlib.sha256(repr((self.key.folder.name, *values)).encode()).hexdigest()
         vocabulary = encoder_of(stream.encoder.folder, self.key.tokenizer_type)[1]

@@ -406,6 +406,7 @@ def masked(
     coin_BH = unit(hashed(seed, REPLACE, counter_BH))
     count = np.full(position_BH.shape, len(tokens.words), dtype=np.int64)
     random_BH = tokens.words[below(hashed(seed, REPLACEMENT, counter_BH), count)]
+    assert tokens.mask is not None
     shown_BH = np.where(coin_BH < MASK_SHARE, tokens.mask, original_BH)
     shown_BH = np.where((coin_BH >= MASK_SHARE) & (coin_BH < MASK_SHARE + RANDOM_SHARE), random_BH, shown_BH)
 

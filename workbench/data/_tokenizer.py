@@ -18,7 +18,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -95,10 +95,9 @@ class SpecialTokens:
     @classmethod
     def of_folder(cls, folder: Path) -> SpecialTokens:
         """Read the facts of a tokeniser's folder."""
-        fields = json.loads((folder / FACTS).read_text())["special_tokens"]
-        frame = tuple(tuple(ids) for ids in fields.pop("frame"))
-        ids = {name: tuple(fields.pop(name)) for name in ("special", "sentinels")}
-        return cls(frame=cast("tuple[Ids, Ids, Ids]", frame), **ids, **fields)
+        fields: dict[str, Any] = json.loads((folder / FACTS).read_text())["special_tokens"]
+        fields["frame"] = tuple(tuple(ids) for ids in fields["frame"])
+        return cls(**{name: tuple(value) if isinstance(value, list) else value for name, value in fields.items()})
 
 
 class TextTokenizer:
@@ -202,8 +201,8 @@ class TextTokenizer:
         """
         if named is not None:
             named.save_pretrained(folder)
-            roles = {role: getattr(named, role, None) for role in ROLES}
-            roles = {role: str(token) for role, token in roles.items() if token is not None}
+            named_tokens = {role: getattr(named, role, None) for role in ROLES}
+            roles = {role: str(token) for role, token in named_tokens.items() if token is not None}
         else:
             self.library.save(str(folder / FAST))
             added = {str(token.content) for token in self.library.get_added_tokens_decoder().values() if token.special}
@@ -219,7 +218,7 @@ class TextTokenizer:
     def _facts(self, roles: dict[str, str]) -> dict[str, Any]:
         number = {role: self.ids[token] for role, token in roles.items() if token in self.ids}
         known = {*self._special_ids(), *(number[role] for role in number if role != "unk_token")}
-        sentinels = []
+        sentinels: list[int] = []
         while (sentinel := self.ids.get(SENTINEL.format(len(sentinels)))) is not None:
             sentinels.append(sentinel)
         gaps = set(range(self.vocabulary)) - set(self.ids.values())

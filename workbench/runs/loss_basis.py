@@ -162,8 +162,8 @@ def _masking(share: float | None) -> dict[str, str]:
 
 def _source(data: Mapping[str, Any]) -> str:
     """Return what tells the samples of two sources apart, whatever their order and their masks."""
-    ignored = ("type", "vocab_size", "objective", "masked_share", "tokenizer", "tokenizer_file", "whole_words")
-    ignored += ("strip_accents", "streaming", "shuffle_buffer")
+    ignored = {"type", "vocab_size", "objective", "masked_share", "tokenizer", "tokenizer_file", "whole_words"}
+    ignored |= {"strip_accents", "streaming", "shuffle_buffer"}
     parts = [str(value) for name, value in data.items() if name not in ignored and value is not None]
     return " ".join(parts) or "unknown"
 
