@@ -97,7 +97,8 @@ class SpecialTokens:
         """Read the facts of a tokeniser's folder."""
         fields: dict[str, Any] = json.loads((folder / FACTS).read_text())["special_tokens"]
         fields["frame"] = tuple(tuple(ids) for ids in fields["frame"])
-        return cls(**{name: tuple(value) if isinstance(value, list) else value for name, value in fields.items()})
+        given: dict[str, Any] = {name: tuple(v) if isinstance(v, list) else v for name, v in fields.items()}
+        return cls(**given)
 
 
 class TextTokenizer:
