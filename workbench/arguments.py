@@ -86,7 +86,7 @@ def _resolved(parameter: inspect.Parameter, function: Callable[..., Any]) -> Any
 
 def check(callee: str, name: str, value: Any, kind: Any) -> None:
     """Raise `InvalidArgument` unless a value is of the type that the annotation names."""
-    if not _fits(value, kind):
+    if not fits(value, kind):
         if typing.get_origin(kind) in (Sequence, Iterable) and isinstance(value, list | tuple):
             for number, item in enumerate(value):  # name the one that is wrong
                 check(callee, f"{name}[{number}]", item, *typing.get_args(kind)[:1])
@@ -95,10 +95,11 @@ def check(callee: str, name: str, value: Any, kind: Any) -> None:
         )
 
 
-def _fits(value: Any, kind: Any) -> bool:
+def fits(value: Any, kind: Any) -> bool:
+    """Return True if a value is of the type that an annotation names."""
     origin = typing.get_origin(kind)
     if origin in (typing.Union, types.UnionType):
-        return any(_fits(value, one) for one in typing.get_args(kind))
+        return any(fits(value, one) for one in typing.get_args(kind))
     if kind is None or kind is types.NoneType:
         return value is None
     if kind is bool:
@@ -127,7 +128,7 @@ def _holds(value: Any, container: type, item: Any = Any) -> bool:
     """Return True if a value is a container of fitting items; a text is no container of its letters."""
     if isinstance(value, str | bytes) or not isinstance(value, container):
         return False
-    return not isinstance(value, Sequence) or all(_fits(one, item) for one in value)
+    return not isinstance(value, Sequence) or all(fits(one, item) for one in value)
 
 
 def _words(kind: Any) -> Iterator[str]:

@@ -8,7 +8,7 @@ from __future__ import annotations
 import contextlib
 import json
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from enum import StrEnum
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, cast
@@ -503,9 +503,11 @@ def execute(
     Progress of the notebook's runs goes to standard error.
     """
     from workbench import notebooks
+    from workbench.notebooks.parameters import values_of
 
-    values = values_from(parameter or (), "-p")
-    done = notebooks.execute(notebooks.template_path(template), to, values, kernel=kernel, report=_report)
+    notebook = notebooks.template_path(template)
+    values = values_of(notebook, dict(pairs_from(parameter or (), "-p")))
+    done = notebooks.execute(notebook, to, values, kernel=kernel, report=_report)
     typer.echo(f"{done.notebook}\n{done.page}")
 
 
@@ -657,15 +659,21 @@ def values_from(pairs: Sequence[str], option: str, example: str = "steps=40") ->
     """
     words = {"True": True, "False": False, "None": None}
     values: dict[str, Any] = {}
+    for name, text in pairs_from(pairs, option, example):
+        values[name] = words.get(text, text)
+        with contextlib.suppress(ValueError):
+            values[name] = json.loads(text)
+    return values
+
+
+def pairs_from(pairs: Sequence[str], option: str, example: str = "steps=40") -> Iterator[tuple[str, str]]:
+    """Yield the name and the text of each `NAME=VALUE`; raise `UnknownParameter` for one without a value."""
     for pair in pairs:
         name, equals, text = pair.partition("=")
         if not equals or not name.strip():
             written = f"{pair}=VALUE" if name.strip() and not equals else f"NAME=VALUE, such as {option} {example}"
             raise UnknownParameter(f"{option} was given {pair!r}. Write {written}.")
-        values[name] = words.get(text, text)
-        with contextlib.suppress(ValueError):
-            values[name] = json.loads(text)
-    return values
+        yield name, text
 
 
 def describe_plan(plan: Plan) -> str:

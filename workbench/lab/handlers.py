@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import re
-from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +14,7 @@ from jupyter_server.auth.decorator import authorized
 
 from workbench.errors import WorkbenchError, suggestion
 from workbench.lab.run_handlers import RUN_HANDLERS, Handler
-from workbench.notebooks.parameters import checked_values, parameters, with_values
+from workbench.notebooks.parameters import parameters, values_of, with_values
 from workbench.notebooks.templates import templates
 
 
@@ -37,7 +36,8 @@ class Parameters(Handler):
     def get(self) -> None:
         """Answer with the name, the default, the comment and the choices of each parameter of a `template`."""
         declared = parameters(known_template(self.get_query_argument("template", "")))
-        self.finish({"parameters": [asdict(parameter) for parameter in declared.values()]})
+        shown = ("name", "default", "help", "choices")
+        self.finish({"parameters": [{name: getattr(each, name) for name in shown} for each in declared.values()]})
 
 
 class Notebooks(Handler):
@@ -59,7 +59,7 @@ class Notebooks(Handler):
         notebook = nbformat.read(template, as_version=4)
         if texts:
             try:
-                values = checked_values(template, texts)
+                values = values_of(template, texts)
             except WorkbenchError as error:
                 self.set_status(400)
                 self.finish({"message": str(error)})

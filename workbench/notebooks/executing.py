@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import logging
 import os
 import sys
 import tempfile
@@ -14,7 +15,7 @@ from typing import Any
 
 from workbench.errors import WorkbenchError
 from workbench.figures.pages import finish_notebook, notebook_to_html, read_notebook
-from workbench.notebooks.parameters import check_names
+from workbench.notebooks.parameters import check_values
 from workbench.notebooks.record import add_record
 from workbench.rundir import RunDir
 from workbench.runs.launching.launcher import LAUNCHES
@@ -66,8 +67,9 @@ def execute(
         variables: environment variables that are added to the kernel's.
         folder: folder in which the kernel starts.
 
-    Raises `UnknownParameter` before anything runs if the `parameters` cell does not set a name, and `WorkbenchError`
-    for a kernel that is not installed, a failing cell, and a `to` that holds the notebook itself.
+    Raises `UnknownParameter` before anything runs if the `parameters` cell does not set a name, `InvalidArgument` for a
+    value that has not the type of its default, or that of its annotation (`name: str | None = None`), and
+    `WorkbenchError` for a kernel that is not installed, a failing cell, and a `to` that holds the notebook itself.
     """
     import nbformat
 
@@ -75,7 +77,7 @@ def execute(
     executed, page = to.absolute() / notebook.name, to.absolute() / f"{notebook.stem}.html"
     with tempfile.TemporaryDirectory() as scratch:
         source = _with_kernel(notebook, Path(scratch))
-        check_names(source, parameters or {})
+        check_values(source, parameters or {})
         to.mkdir(parents=True, exist_ok=True)
         launches = Path(scratch) / "launches"
         launches.touch()
@@ -102,6 +104,10 @@ def check_not_overwritten(notebook: Path, to: Path, command: str) -> None:
         )
 
 
+def _knows_the_parameter(record: logging.LogRecord) -> bool:
+    return "unknown parameter" not in record.getMessage()
+
+
 def _run_papermill(
     notebook: Path, executed: Path, parameters: Mapping[str, Any], kernel: str | None, folder: Path | None
 ) -> str | None:
@@ -110,6 +116,8 @@ def _run_papermill(
     from jupyter_client.kernelspec import NoSuchKernel
     from nbclient.exceptions import DeadKernelError
 
+    # Names are checked already, and papermill does not see those of annotated parameters.
+    logging.getLogger("papermill").addFilter(_knows_the_parameter)
     for starts_left in reversed(range(STARTS)):
         try:
             papermill.execute_notebook(
