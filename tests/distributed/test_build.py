@@ -6,6 +6,7 @@ import json
 import os
 import random
 import time
+from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -24,7 +25,7 @@ from workbench.errors import CaptureError
 from workbench.execution import build
 from workbench.execution.build import FREE_SHARE, build_lock
 from workbench.execution.checkpoint.model_export import export_step
-from workbench.execution.parallel.alike import LARGE, digest
+from workbench.execution.parallel.alike import LARGE, digests
 from workbench.experiment import Experiment
 from workbench.rundir import RunDir
 from workbench.runs.records.history import read_tail
@@ -185,6 +186,10 @@ def test_the_held_out_loss_of_replicas_is_that_of_the_model_in_the_checkpoint(tm
     assert found[-1] == pytest.approx(model(**held_out).item(), rel=1e-5)
 
 
+def digest(tensor: torch.Tensor) -> str:
+    return digests({"tensor": tensor, "other": torch.ones(3)}, [])["tensor"][-1]
+
+
 def test_a_digest_depends_on_every_byte_and_its_place() -> None:
     values = torch.randn(1000)
     for tensor in (values, values.bfloat16(), values[:999].bool(), values.to(torch.complex64), torch.tensor(2.5)):
@@ -202,3 +207,20 @@ def test_a_digest_depends_on_every_byte_and_its_place() -> None:
         changed[at] += 1
         assert digest(changed) != digest(large)
     assert digest(large.view(-1).roll(512)) != digest(large)
+
+
+def test_tensors_of_every_kind_have_a_digest() -> None:
+    matrix = torch.eye(4)
+    kinds: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
+        "sparse": torch.Tensor.to_sparse,
+        "compressed": torch.Tensor.to_sparse_csr,
+        "quantised": lambda value: torch.quantize_per_tensor(value, 0.1, 0, torch.qint8),
+        "nested": lambda value: torch.nested.nested_tensor([value[:1], value[1:]], layout=torch.jagged),
+        "conjugate": lambda value: (value * 1j).conj(),
+    }
+    for kind, made in kinds.items():
+        assert digest(made(matrix)) == digest(made(matrix.clone())) != digest(made(2 * matrix)), kind
+    assert digest(matrix.to("meta")) == "no values"
+    assert digest(matrix[0, 0].expand(5)) == digest(torch.ones(5))
+    with pytest.raises(RuntimeError, match="memory"):  # which is no reason to compare nothing
+        digest(matrix[0, 0].expand(1 << 50))

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -17,6 +19,7 @@ from workbench.capture.captured_model import CapturedModel
 from workbench.cost.cluster import Cluster
 from workbench.errors import CaptureError
 from workbench.experiment import Experiment
+from workbench.figures.plan_view import show_plan
 
 
 class Encoder(nn.Module):
@@ -189,12 +192,19 @@ def test_two_micro_batches_of_such_a_model_have_another_loss_than_the_whole(name
 
 
 @pytest.mark.parametrize("name", OF_FORWARDS)
-def test_a_plan_with_several_micro_batches_says_what_counts_them(name: str) -> None:
+def test_a_plan_with_several_micro_batches_its_picture_and_its_launch_say_what_counts_them(
+    name: str, tmp_path: Path
+) -> None:
     experiment = experiment_of(OF_FORWARDS[name])
     for choices in ({"data": 1, "micro_batch": 4}, {"data": 2, "micro_batch": 4}):
         plan = wb.plan(experiment, CLUSTER, **choices)
         said = [note for note in plan.notes if f"the buffer {name}, written by" in note]
         assert len(said) == (plan.num_microbatches > 1), plan.notes
+        assert tuple(said) == plan.loss_depends
+        assert ("see plan.notes" in show_plan(plan).layout.title.subtitle.text) == bool(said)
+        with warnings.catch_warnings(record=True) as warned:
+            wb.runs.prepare(experiment, plan, directory=tmp_path / str(plan.num_microbatches))
+        assert [str(each.message) for each in warned if "written by" in str(each.message)] == said
 
 
 @pytest.mark.parametrize("model", NO_STATE)

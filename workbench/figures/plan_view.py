@@ -318,11 +318,13 @@ def show_plan(plan: Plan, fewer: Plan | None = None) -> Figure:
     if cells:
         add_map(figure, plan, cells, row=3)
     facts = theme.text(theme.listed(f"{name} {value}" for name, value in _headline(plan)))
-    gain = _gain_in_words(plan, fewer)
+    alert = "The loss depends on this division of the batch: see plan.notes" if plan.loss_depends else None
+    below = [line for line in (_gain_in_words(plan, fewer), alert and _alert(alert), facts) if line]
+    further = 18 * max(0, len(below) - 2)
     return figure.laid_out(
-        height=inner + (156 if cells else 180),
-        title=theme.title(theme.text(_heading(plan)), f"{gain}<br>{facts}" if gain else facts),
-        margin={"t": 104, "b": 52 if cells else 76, "r": 16},
+        height=inner + (156 if cells else 180) + further,
+        title=theme.title(theme.text(_heading(plan)), "<br>".join(below)),
+        margin={"t": 104 + further, "b": 52 if cells else 76, "r": 16},
         barmode="stack",
         uniformtext={"mode": "hide", "minsize": 8},
         legend=_legend_at(1 - (upper + BELOW_TITLES_PX) / inner),
@@ -342,7 +344,10 @@ def _gain_in_words(plan: Plan, fewer: Plan | None) -> str | None:
     few, many = fewer.cluster.gpus, plan.cluster.gpus
     if gain > POOR * times:
         return f"from {few} to {many} devices (× {times}): {gain:.2g} times the tokens/s"
-    words = f"The batch is too small for {many} devices: {gain:.2g} times the tokens/s of {few}"
+    return _alert(f"The batch is too small for {many} devices: {gain:.2g} times the tokens/s of {few}")
+
+
+def _alert(words: str) -> str:
     return f"<b><span style='color:{theme.ALERT}'>{words}</span></b>"
 
 

@@ -44,6 +44,7 @@ def assemble(
     divided = profile if costs.profile.tail is None else costs.profile
     choices = dict(vars(best.strategy))
     del choices["chunks"], choices["recompute"]
+    loss_depends = _notes_of_state(profile, best)
     plan = Plan(
         model=profile.model,
         signature=profile.signature,
@@ -60,10 +61,12 @@ def assemble(
         notes=(
             *profile.notes,
             *_notes_of_division(profile, best),
+            *loss_depends,
             *_opaque_note(divided, costs),
             *(_coupling_note(operation, best, request) for operation in profile.coupled),
             *weights_note(profile, request, best, other),
         ),
+        loss_depends=loss_depends,
         candidates=_rows(best, options, request),
         computation=None if profile.captured is None else profile.captured.computation,
         **choices,
@@ -75,9 +78,14 @@ def assemble(
 def _notes_of_division(profile: Profile, best: Option) -> tuple[str, ...]:
     """Return the sentences that hold for a batch that is divided as in the best option."""
     strategy = best.strategy
-    if strategy.gathers or strategy.data * strategy.num_microbatches == 1:
-        return ()
-    return (*profile.notes_if_divided, *(profile.notes_if_accumulated if strategy.num_microbatches > 1 else ()))
+    is_whole = strategy.gathers or strategy.data * strategy.num_microbatches == 1
+    return () if is_whole else profile.notes_if_divided
+
+
+def _notes_of_state(profile: Profile, best: Option) -> tuple[str, ...]:
+    """Return the sentences on state that each micro-batch of a step changes for the next."""
+    strategy = best.strategy
+    return profile.notes_if_accumulated if strategy.num_microbatches > 1 and not strategy.gathers else ()
 
 
 def _opaque_note(profile: Profile, costs: StrategyCosts) -> tuple[str, ...]:

@@ -41,27 +41,50 @@ def held_tensors(model: nn.Module, graphs: Iterable[Graph]) -> dict[str, torch.T
 def digests(tensors: Mapping[str, torch.Tensor], graphs: Iterable[Graph]) -> Digests:
     """Return the digests of tensors, and of what each block of the graphs computes, with the numbers in its code."""
     blocks = {f"block {b.name} ({at})": (b.block_type,) for at, graph in enumerate(graphs) for b in graph.blocks}
+    values = {name: _strided(tensor) for name, tensor in tensors.items()}
+    hashes = _hashes({name: value for name, value in values.items() if not value.is_meta})
     return blocks | {
-        name: (str(tuple(tensor.shape)), str(tensor.dtype), _hash(tensor)) for name, tensor in tensors.items()
+        name: (str(tuple(value.shape)), str(tensors[name].dtype), hashes.get(name, "no values"))
+        for name, value in values.items()
     }
 
 
-def _hash(tensor: torch.Tensor) -> str:
-    try:
-        return f"{digest(tensor):x}"
-    except (NotImplementedError, RuntimeError, TypeError):  # a tensor of a kind that has no bytes of its own
-        return "not compared"
+def _hashes(values: Mapping[str, torch.Tensor]) -> dict[str, str]:
+    """Return a hash of the bytes of each tensor, computed on its device, and fetched from each device at once.
 
+    Each word of 8 bytes is scattered with its position in the tensor, and the results are added up modulo 2**64. In a
+    large tensor, the order of the words within a row of `ROW` does not count.
 
-def digest(tensor: torch.Tensor) -> int:
-    """Return a hash of the bytes of a tensor, computed on its device.
-
-    Each word of 8 bytes is scattered with its position, and the results are added up modulo 2**64. In a large tensor,
-    the order of the words within a row of `ROW` does not count.
+    A core of a CPU reads them about as fast as its memory gives them: the 438 MB of BERT-Base take 0.04 s of the 8.1 s
+    in which a rank imports what it needs (4.9 s), builds and captures the model (3.2 s).
     """
+    hashes: dict[str, str] = {}
+    words = {name: _words(value) for name, value in values.items()}
+    for device in {each.device for each in words.values()}:
+        here = {name: each for name, each in words.items() if each.device == device}
+        sizes = [len(each) for each in here.values()]
+        positions = torch.arange(1, max(sizes) + 1, device=device) * _STEP
+        mixed = torch.cat(list(here.values())) + torch.cat([positions[:size] for size in sizes])
+        mixed = (mixed ^ (mixed >> 30)) * _FIRST
+        mixed = (mixed ^ (mixed >> 27)) * _SECOND
+        sums = torch.stack([part.sum() for part in (mixed ^ (mixed >> 31)).split(sizes)])
+        hashes |= {name: f"{found:x}" for name, found in zip(here, sums.tolist(), strict=True)}
+    return hashes
+
+
+def _strided(tensor: torch.Tensor) -> torch.Tensor:
+    """Return the values of a tensor of any layout, in one that has bytes of its own."""
     data = tensor.detach()
-    data = (data if data.layout is torch.strided else data.to_dense()).resolve_conj().resolve_neg().reshape(-1)
-    octets = data.view(torch.uint8)
+    if data.is_nested:
+        return torch.cat([each.reshape(-1) for each in data.unbind()])
+    if data.is_quantized:
+        return data.int_repr()
+    return (data if data.layout is torch.strided else data.to_dense()).resolve_conj().resolve_neg()
+
+
+def _words(data: torch.Tensor) -> torch.Tensor:
+    """Return the bytes of a tensor in words of 8, those of the last, incomplete one apart, or the sums of its rows."""
+    octets = data.contiguous().view(-1).view(torch.uint8)
     if octets.storage_offset() % 8:
         octets = octets.clone()
     whole = len(octets) // 8 * 8
@@ -69,11 +92,7 @@ def digest(tensor: torch.Tensor) -> int:
     if len(words) >= LARGE:
         rows = len(words) // ROW * ROW
         words, rest = words[:rows].view(-1, ROW).sum(1), torch.cat([words[rows:], rest])
-    words = torch.cat([words, rest])
-    words = words + torch.arange(1, len(words) + 1, device=words.device) * _STEP
-    words = (words ^ (words >> 30)) * _FIRST
-    words = (words ^ (words >> 27)) * _SECOND
-    return int((words ^ (words >> 31)).sum())
+    return torch.cat([words, rest]) if len(rest) else words
 
 
 def share(model: str, own: Digests, tensors: Mapping[str, torch.Tensor], device: torch.device) -> list[str]:

@@ -6,6 +6,7 @@ import contextlib
 import json
 import os
 import signal
+import warnings
 from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
@@ -92,6 +93,8 @@ def _checked(attempt: Attempt, captured: CapturedModel | None, progress: bool | 
     It has the fingerprint of its data if they were checked here.
     """
     check_runnable(attempt.experiment, attempt.plan, captured, progress=progress)
+    for note in attempt.plan.loss_depends:
+        warnings.warn(note, stacklevel=6)
     attempt = replace(attempt, experiment=attempt.experiment.resolved())
     if progress is None or "data_fingerprint" in attempt.provenance or not attempt.experiment.data.is_loaded:
         return attempt
