@@ -50,7 +50,7 @@ class _Wait:
         while True:
             with contextlib.suppress(OSError, ValueError):  # a file that is just being replaced
                 self.details, table = (self.details, "") if self._look is None else self._look()
-            paint(self.line(), f"<small>{html.escape(self.line())}</small>{table}")
+            paint(self.line(), f'<small class="workbench-waiting">{html.escape(self.line())}</small>{table}')
             if ended.wait(EVERY_S if self._look is None else LOOK_S):
                 break
         paint("", "")

@@ -50,6 +50,14 @@ STEPS_SHOWN = f"""() => {{
 """Script that returns the number of points of the dashboard's longest curve: one per step, up to the most drawn."""
 
 
+OF_CURVE = """() => {
+    const area = document.querySelector('.jp-WindowedPanel-outer').getBoundingClientRect();
+    const line = document.querySelector('.workbench-progress').getBoundingClientRect();
+    return line.top >= area.top && line.bottom <= area.bottom;
+}"""
+"""Script that returns True while the line that says which cell runs is in view."""
+
+
 def wait_for_steps(page: Any, steps: int) -> None:
     page.wait_for_function(f"() => ({STEPS_SHOWN})() >= {steps}")
 
@@ -95,7 +103,11 @@ def test_one_click_on_a_card_draws_the_curve_in_view_while_all_cores_are_busy(
     picture(page, "lab-cards")
     began = time.monotonic()
     page.locator(lab.CARD, has_text="Scaled BERT").click()
+    page.locator(".workbench-progress", has_text="starting the kernel").wait_for()
+    page.locator(".workbench-progress", has_text="of 22: planning bert-scaled-mini").wait_for()
+    assert page.evaluate(OF_CURVE), "the cell in view says it"
     lab.wait_for_curve(page)
+    assert page.locator(".workbench-progress").count() == 0
     print(f"1 click and {time.monotonic() - began:.1f} s to the first curve; load {os.getloadavg()[0]:.1f}")
     page.wait_for_timeout(3000)
     eventually(lambda: page.evaluate(lab.DRAWN) > 10)  # it is still in view, and grows

@@ -18,7 +18,7 @@ import workbench as wb
 from tests.distributed import real_worker, test_sweeps
 from tests.distributed.test_launch import ROOT, eventually, experiment, first_step, launch, node, plan_for, start
 from workbench.rundir import process_alive, process_record, read_json, runs_root
-from workbench.runs.launching import fork_server, processes
+from workbench.runs.launching import fork_server, launcher, processes
 from workbench.runs.registry import load_run
 from workbench.runs.run import Run
 
@@ -84,6 +84,15 @@ def test_the_second_launch_imports_nothing_again_and_a_third_has_its_own_environ
     assert third["directory"] == third["path"][0] == str(elsewhere)
     assert [third["environment"][name] for name in ("NCCL_DEBUG", "WANDB_PROJECT")] == ["WARN", "another"]
     assert third["environment"]["CUDA_VISIBLE_DEVICES"] == ""
+
+
+def test_a_server_that_was_started_ahead_serves_the_first_launch(monkeypatch: pytest.MonkeyPatch) -> None:
+    launcher.import_ahead()
+    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", "/tmp/elsewhere")  # as an import of torch's sets it
+    first, second = told(), told()
+    assert first["parent"] == second["parent"] != os.getpid()
+    assert first["imported"] == second["imported"]
+    assert first["environment"]["TORCHINDUCTOR_CACHE_DIR"] == "/tmp/elsewhere"
 
 
 def test_a_run_that_would_read_or_inherit_something_else_is_a_new_process(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -99,7 +99,7 @@ def test_a_notebook_shows_one_output_that_changes_and_is_empty_at_the_end(monkey
         assert len(shown["display_data"]) == 1
         updates = shown["update_display_data"]
         assert len(updates) > 5
-        assert updates[-2]["text/html"].startswith("<small>Planning &lt;b&gt;: 3 of 4 (")
+        assert updates[-2]["text/html"].startswith('<small class="workbench-waiting">Planning &lt;b&gt;: 3 of 4 (')
         assert updates[-2]["text/html"].endswith("</small><table></table>")
         assert updates[-1] == {"text/plain": "", "text/html": ""}
     finally:

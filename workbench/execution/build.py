@@ -16,6 +16,7 @@ import torch.distributed as dist
 from torch import fx, nn
 
 from workbench.capture import Block, Graph
+from workbench.capture.export import load_export
 from workbench.capture.opaque import is_opaque
 from workbench.capture.operations import retarget
 from workbench.capture.rowwise_head import find_rowwise_head
@@ -40,6 +41,7 @@ from workbench.execution.parallel.mesh import MeshCoordinate
 from workbench.execution.parallel.sharding import distribute
 from workbench.execution.parallel.stage import RankStages, StageModule
 from workbench.experiment import Experiment
+from workbench.models import bert
 from workbench.planning.plan import BUILD_SHARE, Plan, Stage
 from workbench.sparsity.kernels.index import BlockIndex, to_compact
 from workbench.sparsity.pattern import is_present
@@ -63,12 +65,15 @@ def build_model(factory: Callable[[], nn.Module], model_bytes: int, device: torc
 
 
 def preload(experiment: Mapping[str, Any]) -> None:
-    """Import what the build of a named model imports, in the process from which the ranks of a run are forked.
+    """Import what build and capture of a named model import, in the process from which the ranks of a run are forked.
 
-    `experiment` is the JSON of the run's.
+    `experiment` is the JSON of the run's; it is empty where it is not known yet.
     """
     with suppress(Exception), torch.device("meta"):  # the ranks tell what is wrong with an experiment
-        model = Experiment.from_json(experiment, {}).model
+        load_export()
+        model = (
+            Experiment.from_json(experiment, {}).model if experiment else bert(hidden_size=8, num_layers=1, num_heads=1)
+        )
         if model.is_loaded:  # code of the user's is for the ranks alone
             model.build()
 

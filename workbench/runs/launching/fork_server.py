@@ -2,9 +2,10 @@
 
 The first supervisor that a process starts is a new one. Before it starts its ranks it imports what they need, and then
 leaves a copy of itself behind: the server. It holds nothing of the user's and has computed nothing. The supervisors of
-later runs are forked from it, and fork their launchers in turn. The supervisor of a sweep or grid is served by the same
-server, whether it was forked from it or left it. The server ends with the last process that it serves, and is never
-needed: where there is none, or where a new process would be another one, a new process is started.
+later runs are forked from it, and fork their launchers in turn. `Client.start_ahead` starts a server before the first
+run is launched, so that it imports while the process that launches still plans. The supervisor of a sweep or grid is
+served by the same server, whether it was forked from it or left it. The server ends with the last process that it
+serves, and is never needed: where there is none, or where a new process would be another one, a new process is started.
 """
 
 from __future__ import annotations
@@ -37,7 +38,10 @@ from workbench.events import ProcessRecord
 from workbench.rundir import process_alive, process_record
 from workbench.runs.launching import processes
 
-LATE = ("CUDA_VISIBLE_DEVICES", "NCCL_", "PYTEST_CURRENT_TEST", "PYTHONPATH", "WANDB_", "WORKBENCH_")
+LATE = (
+    *("CUDA_VISIBLE_DEVICES", "NCCL_", "PYTEST_CURRENT_TEST", "PYTHONPATH", "TORCHINDUCTOR_CACHE_DIR", "WANDB_"),
+    "WORKBENCH_",
+)
 """Beginnings of the names of variables that are read when they are used: their values need not be the server's.
 
 Any other may have been read by a library while it was imported, as `OMP_NUM_THREADS` is.
@@ -51,6 +55,8 @@ The longest has two paths, of at most 4,096 bytes each.
 """
 ANSWER_S = 10.0
 """Seconds that a launch waits for the server, which answers in some 20 ms."""
+AHEAD_S = 60.0
+"""Seconds that a launch waits for a server that was started ahead: it is done before a new process would be."""
 LOOK_S = 1.0
 """Seconds between two looks whether the process that the server serves still lives."""
 WAIT_S = 0.02
@@ -195,7 +201,11 @@ def leave_server(environment: Mapping[str, str], import_ahead: Callable[[], None
     gc.disable()  # collecting while importing takes a fifth of the time
     with contextlib.suppress(Exception):  # the launcher tells what is wrong
         import_ahead()
-    set_by_imports = {name: value for name, value in os.environ.items() if environment.get(name) != value}
+    set_by_imports = {
+        name: value
+        for name, value in os.environ.items()
+        if environment.get(name) != value and not name.startswith(LATE)
+    }
     gc.freeze()  # otherwise the first collection of a fork would copy the pages of every object that it shares
     gc.enable()
     if child := os.fork():
@@ -297,6 +307,7 @@ class Client:
         self._socket: socket.socket | None = None
         self._facts: Mapping[str, Any] = {}
         self._is_ready = False
+        self._is_ahead = False
 
     @property
     def is_served(self) -> bool:
@@ -309,6 +320,12 @@ class Client:
         self._socket, self._facts = server, _facts({**os.environ, "OMP_NUM_THREADS": threads})
         with contextlib.suppress(OSError):
             self._is_ready = bool(server.recv(2**10))  # it is there, or notes which files it has imported
+
+    def start_ahead(self, module: str, *arguments: str, environment: Mapping[str, str], threads: str) -> None:
+        """Start a module that leaves a server and ends, unless there is one; the first launch waits for that server."""
+        if not self.is_served:
+            self.start(module, *arguments, log=Path(os.devnull), environment=environment, threads=threads)
+            self._is_ahead = True
 
     def start(
         self,
@@ -353,7 +370,8 @@ class Client:
         environment: Mapping[str, str],
         served: Mapping[str, str],
     ) -> int | None:
-        if self._socket is None or not (self._is_ready or select.select([self._socket], [], [], 0)[0]):
+        wait_s = AHEAD_S if self._is_ahead else 0
+        if self._socket is None or not (self._is_ready or select.select([self._socket], [], [], wait_s)[0]):
             return None
         with contextlib.suppress(OSError, ValueError):
             directory = os.getcwd()
@@ -375,7 +393,7 @@ class Client:
     def _forget(self) -> None:
         if self._socket is not None:
             self._socket.close()
-        self._socket, self._is_ready = None, False
+        self._socket, self._is_ready, self._is_ahead = None, False, False
 
 
 def _facts(environment: Mapping[str, str]) -> dict[str, Any]:

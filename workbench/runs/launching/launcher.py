@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 from workbench.data import data_fingerprint
 from workbench.errors import PlanInfeasible
+from workbench.measure.calibration import local_cluster
 from workbench.planning.runnable import CAPTURED_FIELDS, captured_model, check_runnable
 from workbench.rundir import (
     RunDir,
@@ -28,8 +29,9 @@ from workbench.rundir import (
 )
 from workbench.runs.launching import device_queue, fork_server, processes
 from workbench.runs.launching.run_directory import Attempt, code_of_clone, worker_path, written
-from workbench.runs.launching.supervisor import worker_environment
+from workbench.runs.launching.supervisor import AHEAD, worker_environment
 from workbench.runs.status import Status, runs_elsewhere, supervisor_record
+from workbench.user_code import user_path
 
 if TYPE_CHECKING:
     from workbench.capture.captured_model import CapturedModel
@@ -76,6 +78,20 @@ def launch(
         with contextlib.suppress(OSError), open(os.environ[LAUNCHES], "a") as file:
             file.write(f"{run.path}\n")
     return run
+
+
+def import_ahead() -> None:
+    """Start to import what the ranks of this process's first run will need, while the process still plans it.
+
+    JupyterLab calls it in the kernel of a template whose card was clicked. Ranks on GPUs are new processes, for which
+    nothing can be imported ahead.
+    """
+    cluster = local_cluster()
+    if cluster.device.type == "cpu":
+        environment = {**os.environ, "PYTHONPATH": os.pathsep.join(user_path())}
+        threads = worker_environment(environment, cluster.gpus, "cpu", ())["OMP_NUM_THREADS"]
+        command = (processes.SUPERVISOR, AHEAD, str(cluster.gpus))
+        fork_server.client().start_ahead(*command, environment=environment, threads=threads)
 
 
 def prepare(attempt: Attempt, captured: CapturedModel | None = None, *, progress: bool | None = None) -> RunDir:

@@ -53,6 +53,8 @@ TERMINATE_GRACE_S = 60.0
 """Seconds from SIGTERM to SIGKILL."""
 LONG_EVENTS_BYTES = 8 * 2**20
 """Size of the events of a run, of about 25,000 steps, from which their columns are kept beside them."""
+AHEAD = "--ahead"
+"""Argument in place of a run directory: leave a server, and see no run through."""
 ELASTIC_SHUTDOWN_S = "30"
 ELASTIC_ENDED = 1
 """Exit code of torchrun's launcher, also after SIGTERM; a rank that fails leaves its error file besides."""
@@ -167,6 +169,13 @@ def import_ahead(experiment: Mapping[str, Any], on_cpu: bool) -> None:
     if on_cpu:
         importlib.import_module(processes.WORKER)
         importlib.import_module("workbench.execution.build").preload(experiment)
+
+
+def leave_server_ahead(world: int) -> int:
+    """Leave a server for runs of `world` ranks on CPUs of which nothing else is known (`launcher.import_ahead`)."""
+    environment = worker_environment(dict(os.environ), world, "cpu", ())
+    fork_server.leave_server(environment, functools.partial(import_ahead, {}, on_cpu=True))
+    return 0
 
 
 def supervise(run: RunDir, launcher: LauncherRecord, nodes: Nodes) -> int:
@@ -464,4 +473,6 @@ def failure_grace_s() -> float:
 
 
 if __name__ == "__main__":
+    if sys.argv[1] == AHEAD:
+        fork_server.leave(leave_server_ahead(int(sys.argv[2])))
     fork_server.leave(reap(sys.argv[2]) if sys.argv[1] == "--reap" else main(sys.argv[1]))

@@ -1,10 +1,19 @@
-// Keeps the curve in view: the cell tagged `curve`, where JupyterLab's Run All scrolls to the end of the notebook.
+// Keeps the curve in view: the cell tagged `curve`, where JupyterLab's Run All scrolls to the end of the notebook. Until its
+// turn comes, that cell says which cell runs, because the progress of the others is out of view.
 
 const SETTLING_MS = 6000; // figures above the curve are drawn within this time and move it
 const EVERY_MS = 300;
 const OWN_SCROLLING = ['wheel', 'pointerdown', 'keydown'];
+const AHEAD = 'from workbench.runs.launching.launcher import import_ahead as _ahead; _ahead(); del _ahead';
+const SECONDS = 'workbench:cell-seconds'; // how long cells took in this browser, by their id
+const MOST_REMEMBERED = 200;
+const STYLE = `
+  .workbench-progress { padding: 4px 8px; margin: 4px 0; font-size: var(--jp-ui-font-size1); color: var(--jp-ui-font-color1);
+    background: var(--jp-layout-color2); border-left: 3px solid var(--jp-brand-color1); font-variant-numeric: tabular-nums; }
+`;
 
 const isCurve = cell => (cell.model.getMetadata('tags') ?? []).includes('curve');
+const pause = () => new Promise(resolve => setTimeout(resolve, EVERY_MS));
 
 // Holds the top of the cell at the top of the notebook until everything above is drawn, or the user scrolls.
 async function hold(notebook, cell) {
@@ -16,23 +25,105 @@ async function hold(notebook, cell) {
   notebook.activeCellIndex = notebook.widgets.indexOf(cell);
   for (const until = Date.now() + SETTLING_MS; Date.now() < until && !signal.aborted && !notebook.isDisposed; ) {
     await notebook.scrollToItem(notebook.widgets.indexOf(cell), 'start', 0).catch(() => {});
-    await new Promise(resolve => setTimeout(resolve, EVERY_MS));
+    await pause();
   }
   user.abort();
 }
 
+function remembered() {
+  try {
+    return JSON.parse(localStorage.getItem(SECONDS)) ?? {};
+  } catch {
+    return {};
+  }
+}
+
+// The name by which a cell is known in every copy of its template.
+const known = (notebook, cell) => `${notebook.widgets[0].model.sharedModel.getSource().split('\n')[0]}: ${cell.model.id}`;
+
+function remember(name, seconds) {
+  const {[name]: _, ...others} = remembered();
+  const kept = Object.entries({...others, [name]: Math.round(seconds)}).slice(-MOST_REMEMBERED);
+  localStorage.setItem(SECONDS, JSON.stringify(Object.fromEntries(kept)));
+}
+
+// The seconds that a cell takes: those of the last time in this browser, or those that its template states.
+const expected = (notebook, cell) => remembered()[known(notebook, cell)] ?? cell.model.getMetadata('expected_s') ?? 0;
+
+// What a cell does: the words of its call that waits, if there are any, or the heading above it.
+function doing(notebook, cell) {
+  const outputs = cell.outputArea.model;
+  for (let at = outputs.length - 1; at >= 0; at--) {
+    const {data} = outputs.get(at);
+    if (String(data['text/html'] ?? '').includes('workbench-waiting')) {
+      const words = String(data['text/plain']).replace(/ \([^()]*\)$/, '');
+      return words[0].toLowerCase() + words.slice(1);
+    }
+  }
+  const above = notebook.widgets.slice(0, notebook.widgets.indexOf(cell)).reverse();
+  const heading = above.map(({model}) => model.type === 'markdown' && /^#+ (.*)/m.exec(model.sharedModel.getSource())?.[1]);
+  return heading.find(Boolean) || 'running';
+}
+
+// Shows in the curve's cell what runs above it, from now on until its own turn is over.
+function tell(notebook, curve) {
+  if (curve.node.querySelector('.workbench-progress')) return;
+  const line = Object.assign(document.createElement('div'), {className: 'workbench-progress', textContent: 'starting the kernel'});
+  line.setAttribute('role', 'status');
+  curve.node.insertBefore(line, curve.node.querySelector('.jp-Cell-outputWrapper'));
+  const code = notebook.widgets.filter(({model}) => model.type === 'code'), before = code.slice(0, code.indexOf(curve) + 1);
+  let current, since = Date.now(), began = false, slower = 1;  // the factor by which this machine is slower than expected
+  const timer = setInterval(() => {
+    const running = before.find(({model}) => model.executionState === 'running');
+    const seconds = (Date.now() - since) / 1000;
+    if (running !== current) {
+      if (current && seconds >= 1) remember(known(notebook, current), seconds);
+      [current, since] = [running, Date.now()];
+    }
+    began ||= Boolean(running);
+    if (notebook.isDisposed || curve.isDisposed || (began && !running)) {
+      clearInterval(timer);
+      line.remove();
+      return;
+    }
+    const took = (Date.now() - since) / 1000, said = `${Math.floor(took)} s`;
+    if (!running) {
+      line.textContent = `starting the kernel, ${said}`;
+      return;
+    }
+    const own = expected(notebook, running);
+    if (own) slower = Math.max(slower, took / own);
+    const left = before.slice(before.indexOf(running)).reduce((sum, cell) =>
+      sum + Math.max(0, slower * expected(notebook, cell) - (cell === running ? took : 0)), 0);
+    const usual = slower * own > took ? `, about ${Math.ceil(slower * own)} s` : '';
+    line.textContent = `cell ${code.indexOf(running) + 1} of ${code.length}: ${doing(notebook, running)}${usual} (${said})`
+      + (left >= 1 && running !== curve ? `; training starts in about ${Math.ceil(left)} s` : '');
+  }, EVERY_MS);
+}
+
 export default function follow(NotebookActions) {
+  document.head.append(Object.assign(document.createElement('style'), {textContent: STYLE}));
+  NotebookActions.executionScheduled.connect((_, {notebook, cell}) => {
+    if (isCurve(cell)) tell(notebook, cell);
+  });
   NotebookActions.executed.connect((_, {notebook, cell, success}) => {
     if (success && isCurve(cell)) void hold(notebook, cell);
   });
   return {
     // Runs all cells of a notebook that has just been opened.
     runAll: async panel => {
-      await Promise.all([panel.context.ready, panel.revealed, panel.sessionContext.ready]);
-      await panel.sessionContext.session?.kernel?.info;
-      const notebook = panel.content;
+      await Promise.all([panel.context.ready, panel.revealed]);
+      const notebook = panel.content, curve = notebook.widgets.find(isCurve);
+      if (curve) {
+        tell(notebook, curve);
+        void notebook.scrollToItem(notebook.widgets.indexOf(curve), 'start', 0).catch(() => {});
+      }
+      await panel.sessionContext.ready;
+      const kernel = panel.sessionContext.session?.kernel;
+      await kernel?.info;
+      // Its answer does not matter: a kernel without Workbench says what is wrong in the notebook's first cell.
+      kernel?.requestExecute({code: AHEAD, silent: true, store_history: false, stop_on_error: false}).done.catch(() => {});
       void NotebookActions.runCells(notebook, notebook.widgets, panel.sessionContext);
-      const curve = notebook.widgets.find(isCurve);
       if (curve) await hold(notebook, curve);
     },
   };
