@@ -153,7 +153,7 @@ def test_a_row_stops_its_run_keeps_its_note_and_reads_no_html(lab_page: Any, ser
         assert time.monotonic() < deadline
         lab_page.wait_for_timeout(100)
     row = find(lab_page, "onerror")
-    assert row.locator(".wb-name").inner_text() == HOSTILE
+    assert row.locator(".wb-name").text_content() == HOSTILE
     row.locator(".wb-sparkline").dblclick()
     lab_page.locator(LINES).first.wait_for(state="attached")
     row.hover()

@@ -152,8 +152,9 @@ def _row(run: Run, has_changed: bool) -> dict[str, Any]:
         name: row[name]
         for name in ("state", "message", "step", "steps", "tokens_per_s", "eta_s", "time", "tags", "notes", "archived")
     }
-    loss = row["loss"]
-    shown["loss"] = loss if isinstance(loss, int | float) and math.isfinite(loss) else None
+    for name in ("loss", "eval_loss", "training_loss", "tokens", "mfu", "devices", "peak_bytes"):
+        value: Any = row[name]  # type: ignore[literal-required]
+        shown[name] = value if isinstance(value, int | float) and math.isfinite(value) else None
     shown["held_out"] = row["eval_loss"] is not None
     shown["words"] = state_in_words(row["state"], row["step"], row["training_loss"])
     pace = [] if row["state"] in FINAL_STATES else _pace(row)
@@ -167,7 +168,20 @@ def _row(run: Run, has_changed: bool) -> dict[str, Any]:
         shown["losses"] = [(step, float(f"{value:.4g}")) for step, value in known]
         basis = read_loss_basis(run.directory)
         shown["basis"] = [] if basis is None else basis.of(shown["held_out"])
+        shown["settings"] = _settings(run)
     return shown
+
+
+def _settings(run: Run) -> dict[str, Any]:
+    """Return the numbers and words of a run's experiment by their short names; they are columns of the table."""
+    from workbench.experiment import values_by_name
+
+    values = dict[str, Any]()
+    with contextlib.suppress(WorkbenchError, ValueError, AttributeError, TypeError):  # a damaged file
+        values = values_by_name(run.config)
+        for group in ("model", "data"):
+            values |= {f"{group}.{name}": value for name, value in (values.get(group) or {}).items()}
+    return {k: v for k, v in values.items() if isinstance(v, str) or (isinstance(v, int | float) and math.isfinite(v))}
 
 
 def _pace(row: RunRow) -> list[str]:

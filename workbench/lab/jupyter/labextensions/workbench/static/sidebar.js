@@ -1,9 +1,12 @@
 // The sidebar of runs. It needs no kernel: the server reads the runs' files, and this module draws the rows that show.
 import connect from './server.js';
 import curvePanels from './curves.js';
+import {badge, columnsOf, comparison, NAME, USUAL} from './columns.js';
 import {age, element, sparkline} from './drawing.js';
 
-const ROW_PX = 68;
+const ROW_PX = 68, TABLE_ROW_PX = 28;
+const WIDE_PX = 640;  // from this width on the list is a table
+const TAIL = 6;  // letters at the end of a name that are never cut: they tell runs of one experiment apart
 const POLL_MS = 2000;
 const HIDDEN_POLL_MS = 20000;
 const STATES = ['running', 'queued', 'starting', 'stalled', 'finished', 'stopped', 'failed'];
@@ -12,6 +15,7 @@ const last = nothing => value => value ?? nothing;
 const ORDERS = {  // label, and comparison of two rows
   newest: ['newest first', (a, b) => b.created - a.created],
   name: ['by name', (a, b) => a.name.localeCompare(b.name, undefined, {numeric: true})],
+  heldout: ['lowest held-out loss', (a, b) => last(Infinity)(a.eval_loss) - last(Infinity)(b.eval_loss) || b.created - a.created],
   loss: ['lowest loss', (a, b) => last(Infinity)(a.loss) - last(Infinity)(b.loss) || b.created - a.created],  // in groups
   speed: ['fastest', (a, b) => last(0)(b.tokens_per_s) - last(0)(a.tokens_per_s)],
   left: ['next to end', (a, b) => last(1e12)(a.eta_s) - last(1e12)(b.eta_s)],
@@ -80,7 +84,10 @@ class RunList {
     this.drawn = new Map();
     this.shown = [];
     this.pending = new Map();
-    this.settings = {order: 'newest', archived: false, details: true, ...stored()};
+    this.settings = {order: 'newest', archived: false, details: true, columns: USUAL, ...stored()};
+    this.chosen = new Set(this.settings.columns);
+    this.sorted = this.settings.sorted ?? null;  // {name, down}: the column of the table by which rows are ordered
+    this.wide = false;
     this.node = element('div', 'wb-runs');
     this.search = element('input', 'wb-search jp-mod-styled');
     this.search.type = 'search';
@@ -105,23 +112,31 @@ class RunList {
     this.scroller = element('div', 'wb-scroller');
     this.scroller.tabIndex = -1;
     this.space = element('div', 'wb-space');
-    this.space.setAttribute('role', 'list');
-    this.scroller.append(this.space);
+    this.empty = element('div', 'wb-empty');
+    this.scroller.append(this.empty, this.space);
+    this.head = element('div', 'wb-head');
+    this.head.setAttribute('role', 'row');
+    this.table = element('div', 'wb-table', this.head, this.scroller);
+    this.columns = element('details', 'wb-columns', element('summary', 'jp-mod-styled', 'Columns'), element('div'));
     this.details = element('details', 'wb-devices');
     this.details.open = this.settings.details;
     this.details.append(element('summary', '', 'Devices and queue'), element('div'));
     this.node.append(
       element('div', 'wb-bar', this.search, this.move),
       element('div', 'wb-bar', this.state, this.tag, this.order, archive),
-      element('div', 'wb-bar', this.count, this.compare),
+      element('div', 'wb-bar', this.count, this.columns, this.compare),
       this.apart,
-      this.scroller,
+      this.table,
       this.details,
     );
     this.search.addEventListener('input', () => this.update(true));
     for (const control of [this.state, this.tag, this.order, this.archived]) {
-      control.addEventListener('change', () => this.update(true));
+      control.addEventListener('change', () => {
+        if (control === this.order && this.order.value in ORDERS) this.sorted = null;
+        this.update(true);
+      });
     }
+    this.node.addEventListener('click', ({target}) => this.columns.contains(target) || (this.columns.open = false));
     this.details.addEventListener('toggle', () => this.store());
     this.scroller.addEventListener('scroll', () => this.draw());
     this.resized = new ResizeObserver(() => this.draw());
@@ -158,7 +173,10 @@ class RunList {
   }
 
   store() {
-    const settings = {order: this.order.value, archived: this.archived.checked, details: this.details.open};
+    const settings = {
+      order: this.order.value, archived: this.archived.checked, details: this.details.open,
+      columns: [...this.chosen], sorted: this.sorted,
+    };
     localStorage.setItem(SETTINGS, JSON.stringify({...stored(), ...settings}));
   }
 
@@ -179,8 +197,14 @@ class RunList {
       && (!this.state.value || row.state === this.state.value)
       && (!this.tag.value || row.tags.includes(this.tag.value))
       && words.every(word => row.text.includes(word)));
-    this.shown.sort(ORDERS[this.order.value][1]);
-    const apart = this.order.value === 'loss' ? whyNotCompared(this.shown) : '';
+    this.known = columnsOf(all);
+    const by = this.sorted && {name: NAME, ...this.known}[this.sorted.name];
+    const orders = Object.fromEntries(Object.entries(ORDERS).map(([name, [label]]) => [name, label]));
+    this.fill(this.order, by ? {...orders, column: `by ${by.label}`} : orders);
+    if (by) this.order.value = 'column';
+    this.shown.sort(by ? comparison(by, this.sorted.down) : ORDERS[this.order.value][1]);
+    const isByLoss = by ? this.sorted.name.endsWith('_loss') : ['loss', 'heldout'].includes(this.order.value);
+    const apart = isByLoss ? whyNotCompared(this.shown) : '';
     if (apart) {  // a group begins where its best run stands
       const groups = Map.groupBy(this.shown, basisOf);
       this.shown = [...groups.values()].flat();
@@ -193,22 +217,90 @@ class RunList {
       || (!all.length ? 'No run yet. wb.launch starts one.'
         : !this.shown.length ? `None of ${all.length} runs matches.`
         : `${this.shown.length} runs${hidden ? `, ${hidden} not shown` : ''}`);
-    this.space.style.height = `${this.shown.length * ROW_PX}px`;
+    this.tellEmpty(all.length);
     this.drawDevices();
     this.draw();
   }
 
+  // Says in the place of the rows why there are none, and offers to show all.
+  tellEmpty(count) {
+    this.empty.hidden = Boolean(this.shown.length);
+    if (this.shown.length) return;
+    const words = this.search.value.trim();
+    const chosen = [words && `the search “${words}”`, this.state.value && `the state “${this.state.value}”`,
+      this.tag.value && `the tag “${this.tag.value}”`].filter(Boolean).join(', ');
+    const all = this.button('Show all', 'Show all runs', () => {
+      [this.search.value, this.state.value, this.tag.value] = ['', '', ''];
+      this.archived.checked ||= !chosen;
+      this.update(true);
+    });
+    this.empty.replaceChildren(...!count ? ['No run yet. A run appears here when wb.launch starts it.']
+      : [chosen ? `None of ${count} runs matches ${chosen}.` : `All ${count} runs are archived.`, ' ', all]);
+  }
+
+  // Chooses between cards, which are narrow, and a table; draws the table's head.
+  arrange() {
+    const wide = this.scroller.clientWidth >= WIDE_PX;
+    this.rowPx = wide ? TABLE_ROW_PX : ROW_PX;
+    this.visible = wide ? Object.entries(this.known ?? {}).filter(([name]) => this.chosen.has(name)) : [];
+    const arranged = JSON.stringify([wide, this.visible.map(([name]) => name), this.sorted]);
+    this.space.style.height = `${this.shown.length * this.rowPx}px`;
+    this.head.hidden = this.columns.hidden = !wide;
+    this.space.setAttribute('role', wide ? 'rowgroup' : 'list');
+    if (wide) this.table.setAttribute('role', 'table'); else this.table.removeAttribute('role');
+    const choices = Object.entries(this.known ?? {});
+    if (String(choices.map(([name]) => name)) !== this.offered) {
+      this.offered = String(choices.map(([name]) => name));
+      this.columns.lastChild.replaceChildren(...choices.map(([name, column]) => this.columnChoice(name, column)));
+    }
+    if (arranged === this.arranged) return;
+    this.arranged = arranged;
+    this.wide = wide;
+    this.drawn.forEach(({node}) => node.remove());
+    this.drawn = new Map();
+    const widths = ['20px', ...[['name', NAME], ...this.visible].map(([, {width}]) => width)];
+    this.table.style.setProperty('--wb-columns', widths.join(' '));
+    this.head.replaceChildren(element('span'), ...[['name', NAME], ...this.visible].map(([name, column]) => this.header(name, column)));
+  }
+
+  columnChoice(name, {label, setting}) {
+    const tick = Object.assign(element('input'), {type: 'checkbox', checked: this.chosen.has(name)});
+    tick.addEventListener('change', () => {
+      if (tick.checked) this.chosen.add(name); else this.chosen.delete(name);
+      this.store();
+      this.draw();
+    });
+    return element('label', setting ? 'wb-setting' : '', tick, label);
+  }
+
+  header(name, column) {
+    const by = this.sorted?.name === name ? this.sorted.down : null;
+    const button = element('button', 'wb-header', `${column.label}${by === null ? '' : by ? ' ▼' : ' ▲'}`);
+    button.title = column.value ? `Order by ${column.label}` : column.label;
+    button.disabled = !column.value;
+    button.addEventListener('click', () => {
+      this.sorted = {name, down: by === null ? Boolean(column.down) : !by};
+      this.update(true);
+    });
+    const cell = element('span', column.number ? 'wb-cell wb-number' : 'wb-cell', button);
+    cell.setAttribute('role', 'columnheader');
+    if (by !== null) cell.setAttribute('aria-sort', by ? 'descending' : 'ascending');
+    return cell;
+  }
+
   draw() {
+    this.arrange();
     this.compare.textContent = this.ticked.size ? `Compare ${this.ticked.size}` : 'Tick to compare';
     this.compare.disabled = !this.ticked.size;
-    const first = Math.max(0, Math.floor(this.scroller.scrollTop / ROW_PX) - 3);
-    const visible = this.shown.slice(first, first + Math.ceil(this.scroller.clientHeight / ROW_PX) + 7);
+    const first = Math.max(0, Math.floor(this.scroller.scrollTop / this.rowPx) - 3);
+    const visible = this.shown.slice(first, first + Math.ceil(this.scroller.clientHeight / this.rowPx) + 7);
     const kept = new Map();
     visible.forEach((row, index) => {
       const before = this.drawn.get(row.path);
       const node = before?.row === row ? before.node : this.row(row);
-      node.style.top = `${(first + index) * ROW_PX}px`;
-      node.querySelector('.wb-age').textContent = age(row.time || row.created);
+      node.style.top = `${(first + index) * this.rowPx}px`;
+      const since = node.querySelector('.wb-age');
+      if (since) since.textContent = age(row.time || row.created);
       node.querySelector('.wb-tick').checked = this.ticked.has(row.path);
       if (before && before.node !== node) before.node.replaceWith(node);
       else if (!before) this.space.append(node);
@@ -219,8 +311,7 @@ class RunList {
   }
 
   row(row) {
-    const {path, name, words = '', step, steps, loss, pace = '', facts = 'reading …', message, notes, tags} = row;
-    const ended = ENDED.includes(row.state);
+    const {path, name, message, notes} = row;
     const tick = element('input', 'wb-tick');
     tick.type = 'checkbox';
     tick.setAttribute('aria-label', `Compare ${name}`);
@@ -228,21 +319,52 @@ class RunList {
       if (tick.checked) this.ticked.add(path); else this.ticked.delete(path);
       this.draw();
     });
-    const title = element('button', 'wb-name', name);
+    const title = element('button', 'wb-name', element('span', '', name.slice(0, -TAIL)), element('span', '', name.slice(-TAIL)));
     title.title = `${name}\n${path}\nOpen its dashboard`;
     title.addEventListener('click', () => this.actions.open([path]));
-    const badge = element('span', 'wb-badge', words.split(', ').at(-1));
-    badge.dataset.state = words.includes('not finite') ? 'failed' : row.state ?? '';
+    const note = [message && row.state !== 'finished' ? message : '', notes].filter(Boolean).join(' · ');
+    const node = element('div', 'wb-run', ...this.wide ? this.cells(row, tick, title) : this.lines(row, tick, title, note));
+    if (this.wide) node.title = [row.facts, note].filter(Boolean).join('\n');
+    node.setAttribute('role', this.wide ? 'row' : 'listitem');
+    node.addEventListener('dblclick', ({target}) => target.closest('button, input') || this.actions.open([path]));
+    node.dataset.path = path;
+    if (row.archived) node.classList.add('wb-archived');
+    return node;
+  }
+
+  // A row of the table.
+  cells(row, tick, title) {
+    const shown = this.visible.map(([name, {show, number}]) => {
+      const cell = element('span', number ? 'wb-cell wb-number' : 'wb-cell', show(row));
+      cell.setAttribute('role', 'cell');
+      if (name === 'age') cell.classList.add('wb-age');
+      return cell;
+    });
+    return [tick, title, ...shown, this.buttons(row)];
+  }
+
+  // A card of three lines.
+  lines(row, tick, title, note) {
+    const {step, steps, loss, pace = '', facts = 'reading …', tags} = row;
     const of = steps ? ` of ${steps.toLocaleString()}` : '';
-    const progress = step === undefined ? facts : `${step.toLocaleString()}${of}${loss === null ? '' : ` · ${row.held_out ? '◆ ' : ''}${Number(loss.toPrecision(4))}`}`;
+    const reached = loss == null ? '' : `${row.held_out ? '◆ ' : ''}${Number(loss.toPrecision(4))} · `;
+    const progress = step === undefined ? facts : `${reached}${step.toLocaleString()}${of}`;
     const said = element('span', 'wb-said', progress);
-    said.title = facts;
-    const below = element('span', 'wb-below');
+    said.title = row.held_out ? `${facts}\n◆ the last held-out loss` : facts;
+    const below = element('span', 'wb-below', element('span', 'wb-age'));
     if (pace) below.append(element('span', 'wb-note', pace));
     tags.forEach(tag => below.append(element('span', 'wb-tag', tag)));
-    const note = [message && row.state !== 'finished' ? message : '', notes].filter(Boolean).join(' · ');
     below.append(element('span', 'wb-note', note));
     below.title = [pace, tags.join(', '), note].filter(Boolean).join('\n');
+    return [
+      element('div', 'wb-line', tick, title),
+      element('div', 'wb-line', badge(row), sparkline(row.losses ?? []), said),
+      element('div', 'wb-line', below, this.buttons(row)),
+    ];
+  }
+
+  buttons(row) {
+    const {path, name} = row, ended = ENDED.includes(row.state);
     const buttons = element('span', 'wb-actions');
     const pending = this.pending.get(path);
     if (pending && pending.state === row.state) {
@@ -258,15 +380,7 @@ class RunList {
       this.button(row.archived ? 'Unarchive' : 'Archive', row.archived ? `List ${name} again` : `Hide ${name} from the list`,
         () => this.actions.act(path, 'archive', !row.archived)),
     );
-    const node = element('div', 'wb-run',
-      element('div', 'wb-line', tick, title, element('span', 'wb-age')),
-      element('div', 'wb-line', badge, sparkline(row.losses ?? []), said),
-      element('div', 'wb-line', below, buttons));
-    node.setAttribute('role', 'listitem');
-    node.addEventListener('dblclick', ({target}) => target.closest('button, input') || this.actions.open([path]));
-    node.dataset.path = path;
-    if (row.archived) node.classList.add('wb-archived');
-    return node;
+    return buttons;
   }
 
   acting(row, text, action, title) {

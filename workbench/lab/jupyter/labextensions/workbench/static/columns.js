@@ -1,0 +1,63 @@
+// The columns of the table of runs: what each says of a row, and how rows are ordered by it.
+import {age, element, sparkline} from './drawing.js';
+
+const digits = (value, count = 4) => value == null ? '' : String(Number(value.toPrecision(count)));
+const large = value => value == null ? '' : new Intl.NumberFormat('en', {notation: 'compact', maximumSignificantDigits: 3}).format(value);
+const gib = bytes => bytes == null ? '' : `${digits(bytes / 2 ** 30, 3)} GiB`;
+
+export function badge({words = '', state = ''}) {
+  const node = element('span', 'wb-badge', words.split(', ').at(-1));
+  node.dataset.state = words.includes('not finite') ? 'failed' : state;
+  return node;
+}
+
+// For each column its name, width as CSS, the value by which it orders, what it shows, and whether larger values come first.
+const FIXED = {
+  state: {label: 'State', width: '86px', value: row => row.state, show: badge},
+  curve: {label: 'Loss curve', width: '92px', show: row => sparkline(row.losses ?? [])},
+  eval_loss: {label: 'Held-out loss', width: '104px', number: true, value: row => row.eval_loss, show: row => digits(row.eval_loss)},
+  training_loss: {label: 'Training loss', width: '104px', number: true, value: row => row.training_loss, show: row => digits(row.training_loss)},
+  step: {
+    label: 'Step', width: '112px', number: true, value: row => row.step,
+    show: ({step, steps}) => step === undefined ? '' : `${step.toLocaleString()}${steps ? ` of ${steps.toLocaleString()}` : ''}`,
+  },
+  tokens: {label: 'Tokens', width: '80px', number: true, down: true, value: row => row.tokens, show: row => large(row.tokens)},
+  tokens_per_s: {label: 'Tokens/s', width: '80px', number: true, down: true, value: row => row.tokens_per_s, show: row => large(row.tokens_per_s)},
+  mfu: {label: 'MFU', width: '60px', number: true, down: true, value: row => row.mfu, show: row => row.mfu == null ? '' : `${digits(100 * row.mfu, 3)} %`},
+  left: {label: 'Left', width: '80px', number: true, value: row => row.eta_s, show: row => /([^·]*) left/.exec(row.pace ?? '')?.[1].trim() ?? ''},
+  devices: {label: 'Devices', width: '76px', number: true, value: row => row.devices, show: row => row.devices ?? ''},
+  peak: {label: 'Peak memory', width: '100px', number: true, value: row => row.peak_bytes, show: row => gib(row.peak_bytes)},
+  age: {label: 'Age', width: '64px', number: true, value: row => -row.created, show: row => age(row.time || row.created)},
+  tags: {label: 'Tags', width: 'minmax(60px, 1fr)', value: row => row.tags.join(', '), show: row => row.tags.join(', ')},
+  notes: {label: 'Notes', width: 'minmax(80px, 1.5fr)', value: row => row.notes, show: row => row.notes ?? ''},
+};
+export const NAME = {label: 'Name', width: 'minmax(180px, 2.5fr)', value: row => row.name};
+export const USUAL = ['state', 'curve', 'eval_loss', 'training_loss', 'step', 'tokens_per_s', 'age', 'tags'];
+const MARK = 'set:';  // begins the name of a column that holds a value of the experiment
+
+// All columns by name: the fixed ones, then each value of the experiments that is not the same in all of these rows.
+export function columnsOf(rows) {
+  const found = new Map();
+  for (const {settings = {}} of rows) {
+    for (const [name, value] of Object.entries(settings)) (found.get(name) ?? found.set(name, new Set()).get(name)).add(value);
+  }
+  const differ = [...found].filter(([name, values]) => name !== 'name' && values.size > 1).map(([name]) => name).sort();
+  return {...FIXED, ...Object.fromEntries(differ.map(name => [MARK + name, settingColumn(name)]))};
+}
+
+function settingColumn(name) {
+  const value = row => row.settings?.[name];
+  const show = row => typeof value(row) === 'number' ? digits(value(row), 6) : String(value(row) ?? '');
+  return {label: name, width: 'minmax(72px, 1fr)', setting: true, value, show};
+}
+
+// Returns the comparison of two rows by a column; a row without a value comes last in both directions.
+export function comparison({value}, down) {
+  return (a, b) => {
+    const [first, second] = [value(a), value(b)], missing = one => one == null || one === '';
+    if (missing(first) || missing(second)) return missing(first) - missing(second) || b.created - a.created;
+    const order = typeof first === 'number' && typeof second === 'number' ? first - second
+      : String(first).localeCompare(String(second), undefined, {numeric: true});
+    return (down ? -order : order) || b.created - a.created;
+  };
+}
