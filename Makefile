@@ -8,8 +8,13 @@
 # make durations        all tests, which records in tests/durations.json how long each takes
 # A fresh machine needs Python 3.11 or newer and make; everything else is installed into .venv.
 
+# On Linux x86-64 the usual index has torch with CUDA, which is larger by gigabytes; for a machine without a GPU:
+#     make demo TORCH_INDEX=https://download.pytorch.org/whl/cpu
+# A torch that $(VENV) has already is kept if pyproject.toml allows its version: it may fit the driver of this node.
+
 PYTHON ?= python3
 VENV := .venv
+TORCH_INDEX ?=
 BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip --disable-pip-version-check --quiet
 REPORTS ?= reports
@@ -19,13 +24,21 @@ unexport PYTHONDONTWRITEBYTECODE
 
 .PHONY: demo test test-all test-exhaustive durations tests-elsewhere tests-in-browser docs wheel lab lint clean
 
+HAS_TORCH := import re, importlib.util as u, importlib.metadata as m; \
+	need = re.search(r"torch>=([0-9.]+)", open("pyproject.toml").read())[1]; \
+	key = lambda text: [int(part) for part in re.findall("[0-9]+", text)[:2]]; \
+	raise SystemExit(not u.find_spec("torch") or key(m.version("torch")) < key(need))
+
 # Modules are compiled when they are first imported (--no-compile): compiling all of every package takes longer than that.
 # The stamps hold what was installed: a second make starts at once, a changed lock installs again.
 $(VENV)/.installed: requirements.lock pyproject.toml
 	@echo "Installing into $(VENV) (a few minutes the first time) …"
 	$(PYTHON) -c 'import sys; sys.exit(0 if sys.version_info >= (3, 11) else "Python 3.11 or newer is needed; this is " + sys.version.split()[0] + ". Try: make PYTHON=python3.12")'
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
-	$(PIP) install --no-compile --requirement requirements.lock
+	test -z "$(TORCH_INDEX)" || $(PIP) install --no-compile --index-url $(TORCH_INDEX) $$(grep '^torch==' requirements.lock)
+	if $(BIN)/python -c '$(HAS_TORCH)'; then grep -v '^torch==' requirements.lock; else cat requirements.lock; fi > $@.lock
+	$(PIP) install --no-compile --requirement $@.lock
+	$(PIP) --quiet uninstall --yes workbench
 	$(PIP) install --no-deps --editable .
 	touch $@
 
@@ -40,9 +53,10 @@ $(VENV)/.documented: $(VENV)/.tested requirements-docs.lock
 demo: $(VENV)/.installed
 	$(BIN)/workbench execute templates/bert_scaling.ipynb --to $(REPORTS)
 
-# The extension is taken from this checkout, as it stands. In a container there is often no user but root.
+# The extension is taken from this checkout, as it stands. In a container there is often no user but root. An environment
+# that has JupyterLab stays as it is; what is missing in it, `workbench doctor` says.
 LAB_EXTENSION := $(CURDIR)/workbench/lab/jupyter
-lab: $(VENV)/.installed
+lab: $(if $(wildcard $(BIN)/jupyter-lab),,$(VENV)/.installed)
 	JUPYTER_PATH=$(LAB_EXTENSION) JUPYTER_CONFIG_PATH=$(LAB_EXTENSION) \
 		$(BIN)/jupyter lab --ip=127.0.0.1 $(if $(filter 0,$(shell id -u)),--allow-root)
 
@@ -84,7 +98,7 @@ tests-in-browser: $(VENV)/.tested
 docs: $(VENV)/.documented
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict
 
-# The wheel is installed by the same lock, so that a build of torch for CPUs stays one.
+# The wheel is installed by the same lock.
 wheel: $(VENV)/.documented
 	rm -rf dist .wheel
 	$(BIN)/python -m build --wheel --outdir dist . > /dev/null

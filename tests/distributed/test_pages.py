@@ -14,16 +14,14 @@ from tests.distributed.documents import ROOT, run_script
 
 DOCS = ROOT / "docs"
 GIVEN = """
-import torch, workbench as wb
+import workbench as wb
 sizes = {"hidden_size": 32, "num_layers": 2, "num_heads": 2, "vocab_size": 512, "max_positions": 32}
 experiment = wb.Experiment(
     model=wb.models.gpt2(**sizes), data=wb.data.corpus("demo", vocab_size=512), steps=10, global_batch=512, seq_len=16
 )
-class Net(torch.nn.Linear):
-    def __init__(self): super().__init__(256, 10)
-    def forward(self, x, labels): return torch.nn.functional.cross_entropy(super().forward(x), labels)
-my_dataset = [{"x": torch.ones(256) * n, "labels": torch.tensor(n % 10)} for n in range(512)]
 """
+COMPLETE = ("own-data", "own-model")
+"""How-tos that take nothing as given: a reader copies them as they stand."""
 FURTHER_GIVEN = {
     "runs": "experiment = experiment.replace(global_batch=8)\nplan = wb.plan(experiment, wb.measure.local_cluster(1))",
 }
@@ -58,7 +56,8 @@ def test_every_block_of_the_how_tos_runs_in_order(tmp_path: Path, monkeypatch: p
     pages = {page.stem: blocks for page in sorted(DOCS.glob("how-to/*.md")) if (blocks := blocks_of(page.read_text()))}
     assert len(pages) >= 5
     for name, blocks in pages.items():
-        script = [GIVEN, FURTHER_GIVEN.get(name, ""), *blocks, AFTERWARDS.get(name, "")]
+        given = "" if name in COMPLETE else GIVEN
+        script = [given, FURTHER_GIVEN.get(name, ""), *blocks, AFTERWARDS.get(name, "")]
         run_script("\n".join(script), tmp_path, monkeypatch)
 
 

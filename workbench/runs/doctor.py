@@ -23,6 +23,8 @@ from workbench.runs.tracking.wandb_run import logged_in
 from workbench.tables import html_table
 from workbench.units import gib
 
+DISTRIBUTION, IMPORT_NAME = "training-workbench", "workbench"
+"""The name by which pip knows this project, and that of its package, which another project on PyPI is called."""
 SHOWN_PACKAGES = ("accelerate", "transformers", "datasets", "plotly", "wandb", "jupyterlab", "papermill")
 TEMPLATES = Path("share/jupyter/notebook_templates/workbench")
 LITTLE_DISK_BYTES = 10 * 2**30
@@ -80,7 +82,22 @@ def doctor(data: bool = False) -> Report:
     python = Finding("Python", True, f"{platform.python_version()} ({sys.executable})")
     packages = [_package(name) for name in SHOWN_PACKAGES]
     texts = (_texts(),) if data else ()
-    return Report((python, _torch(), _gpus(), _machine(), _disk(), *packages, _wandb(), _templates(), _cache(), *texts))
+    machine = (python, _name(), _torch(), _gpus(), _machine(), _disk())
+    return Report((*machine, *packages, _wandb(), _templates(), _cache(), *texts))
+
+
+def _name() -> Finding:
+    """Look for the other project whose package is called `workbench`: pip writes both into one folder."""
+    here = Path(__file__).parents[1]
+    for found in metadata.distributions(name=IMPORT_NAME):
+        if any(str(file) == f"{IMPORT_NAME}/__init__.py" for file in found.files or ()):
+            remedy = (
+                f"Run pip uninstall --yes {IMPORT_NAME} {DISTRIBUTION}, then install this project again, or give it an "
+                "environment of its own."
+            )
+            what = f"another project, {IMPORT_NAME} {found.version} of PyPI, is installed under the same import name"
+            return Finding("Package", False, what, remedy)
+    return Finding("Package", True, f"{IMPORT_NAME} from {here}")
 
 
 def _torch() -> Finding:
@@ -158,7 +175,7 @@ def _package(name: str) -> Finding:
 def _needed(name: str) -> SpecifierSet:
     """Return the versions of a package that this installation needs; any version for a bare checkout."""
     try:
-        requirements = map(Requirement, metadata.requires("workbench") or [])
+        requirements = map(Requirement, metadata.requires(DISTRIBUTION) or [])
     except metadata.PackageNotFoundError:
         return SpecifierSet()
     asked = (each.specifier for each in requirements if each.name == name and each.marker is None)
