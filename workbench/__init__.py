@@ -17,21 +17,11 @@ import sys
 from functools import partial
 from typing import Any
 
-import lazy_loader
+from workbench.errors import lazy_names
 
 __version__ = "0.1.0"
 
-_imported, __dir__, __all__ = lazy_loader.attach_stub(__name__, __file__)
-
-
-def __getattr__(name: str) -> Any:
-    """Import a public name; an unknown one is answered with the nearest known one."""
-    if name in __all__ or name.startswith("_"):
-        return _imported(name)
-    from workbench.errors import suggestion
-
-    raise AttributeError(f"workbench has no {name!r}. {suggestion(name, __all__)}", name=name)
-
+__getattr__, __dir__, __all__ = lazy_names(__name__, __file__)
 
 _DISPLAYS = {
     "workbench.planning.plan:Plan": "workbench.figures.plan_view:plan_mimebundle",

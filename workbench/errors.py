@@ -15,6 +15,8 @@ import typing
 from collections.abc import Callable, Iterable
 from typing import Any, ParamSpec, TypeVar
 
+import lazy_loader
+
 P = ParamSpec("P")
 R = TypeVar("R")
 
@@ -139,6 +141,22 @@ def suggestion(word: object, known: Iterable[str]) -> str:
     if close:
         return f"Did you mean {close[0]!r}?"
     return "Known names: " + ", ".join(names) + "."
+
+
+def lazy_names(package: str, file: str) -> tuple[Callable[[str], Any], Callable[[], list[str]], list[str]]:
+    """Return `__getattr__`, `__dir__` and `__all__` of a package whose public names stand in its `__init__.pyi`.
+
+    Each name is imported when it is first used; an unknown one is answered with the nearest known one. The arguments
+    are the package's `__name__` and `__file__`.
+    """
+    imported, listed, known = lazy_loader.attach_stub(package, file)
+
+    def get(name: str) -> Any:
+        if name in known or name.startswith("_"):
+            return imported(name)
+        raise AttributeError(f"{package} has no {name!r}. {suggestion(name, known)}", name=name)
+
+    return get, listed, known
 
 
 def checked_keywords(function: Callable[P, R]) -> Callable[P, R]:

@@ -28,7 +28,11 @@ LAST_X = """() => {
     const lines = document.querySelector('.js-plotly-plot')._fullData.filter(trace => trace.meta === 'line');
     return lines.map(trace => trace.x[trace.x.length - 1]);
 }"""
-
+RANGES = """() => {
+    const {xaxis, yaxis} = document.querySelector('.js-plotly-plot')._fullLayout;
+    return [[...xaxis.range], [...yaxis.range]];
+}"""
+"""Script that returns the ranges that the x axis and the y axis show."""
 UNREADABLE = """() => [...document.querySelectorAll('.js-plotly-plot')].flatMap((graph, at) => {
     const edge = graph.getBoundingClientRect(), found = [], lines = [];
     for (const text of graph.querySelectorAll('.main-svg text')) {
@@ -74,9 +78,19 @@ def test_an_exported_page_is_interactive_without_a_network(page: Any, tmp_path: 
     assert (page.locator(".hoverlayer").text_content() or "").count("loss") == 2
     picture(page, "exported-hover")
 
+    whole = page.evaluate(RANGES)
+    page.mouse.down()
+    page.mouse.move(box["x"] + 0.7 * box["width"], box["y"] + 0.9 * box["height"], steps=4)
+    page.mouse.up()
+    page.wait_for_function(
+        f"whole => ({RANGES})().every((range, at) => String(range) !== String(whole[at]))", arg=whole
+    )
     page.locator(".updatemenu-header").first.click()
     page.locator(".updatemenu-dropdown-button", has_text="FLOPs").click()
     page.wait_for_function(f"() => ({LAST_X})()[0] === 2")
+    (low, high), y_range = page.evaluate(RANGES)
+    assert low < 0.1 < 1.9 < high, "choosing an axis ends the zoom"
+    assert y_range == whole[1], "of both axes"
     page.locator(".updatemenu-button", has_text="log loss").click()
     page.wait_for_function("() => document.querySelector('.js-plotly-plot').layout.yaxis.type === 'log'")
     picture(page, "exported-flops-log")

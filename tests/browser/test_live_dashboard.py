@@ -20,6 +20,7 @@ from workbench.runs.registry import load_run
 from workbench.widgets import live
 live([load_run(path) for path in {paths!r}])
 """
+LAYOUT = "document.querySelector('.js-plotly-plot')._fullLayout"
 POINTS = """() => {
     const graph = document.querySelector('.js-plotly-plot');
     return graph && graph.data ? graph.data.filter(t => t.meta === 'line').map(t => t.y ? t.y.length : 0) : [];
@@ -150,6 +151,12 @@ def test_a_dashboard_survives_kernel_restart_and_reload_and_keeps_the_users_zoom
     picture(page, "live-zoomed")
     after = page.evaluate("() => document.querySelector('.js-plotly-plot').layout.xaxis.range.slice()")
     assert after == pytest.approx(zoomed)
+    drag_over_plot(page, down=0.3)
+    zoomed_y = page.evaluate(f"() => String({LAYOUT}.yaxis.range)")
+    page.locator(".jupyter-widgets select").first.select_option(label="step")
+    ended = f"y => {LAYOUT}.xaxis.autorange && String({LAYOUT}.yaxis.range) !== y"
+    page.wait_for_function(ended, arg=zoomed_y)  # choosing an axis ends the zoom of both
+    page.get_by_text("Step", exact=True).first.wait_for()
 
 
 def test_stop_answers_while_a_cell_runs(lab_page: Any, server: lab.Server, start: Any) -> None:
@@ -172,14 +179,14 @@ def test_stop_answers_while_a_cell_runs(lab_page: Any, server: lab.Server, start
     assert page.locator(".jp-InputPrompt").nth(1).inner_text() == "[*]:"
 
 
-def drag_over_plot(page: Any) -> None:
-    """Zoom by dragging over the left half of the plot."""
+def drag_over_plot(page: Any, down: float = 0.0) -> None:
+    """Zoom by dragging over the left half of the plot, and down by a share of its height."""
     box = page.locator(".js-plotly-plot .nsewdrag").first.bounding_box()
     assert box is not None
     middle = box["y"] + box["height"] / 2
     page.mouse.move(box["x"] + 0.1 * box["width"], middle)
     page.mouse.down()
     page.mouse.move(box["x"] + 0.3 * box["width"], middle, steps=4)
-    page.mouse.move(box["x"] + 0.5 * box["width"], middle, steps=4)
+    page.mouse.move(box["x"] + 0.5 * box["width"], middle + down * box["height"], steps=4)
     page.mouse.up()
     page.wait_for_timeout(300)

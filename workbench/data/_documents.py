@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import os
 import re
@@ -12,6 +13,7 @@ from typing import Any
 from workbench.data._store import writing_to
 from workbench.errors import DataError
 from workbench.home import cache_home
+from workbench.waiting import waiting
 
 PIECE = 1 << 16
 """Characters that are written at a time."""
@@ -25,14 +27,14 @@ def write_documents(documents: Iterable[str], name: str, progress: bool) -> Path
     Each line of a document becomes a paragraph. One document at a time is in memory. Raises `DataError` for a document
     that is no text, for an iterable without any word, and for a disk that is full.
     """
-    from tqdm.auto import tqdm
-
     folder, digest = cache_home() / "texts", hashlib.sha256()
     part = folder / f"{os.getpid()}.part"
     with writing_to(folder, "cache of texts"):
         try:
-            with part.open("wb") as file:
-                for number, document in enumerate(tqdm(documents, "Writing", unit=" documents", disable=not progress)):
+            shown = waiting(f"writing {name}") if progress else contextlib.nullcontext(lambda _: None)
+            with part.open("wb") as file, shown as say:
+                for number, document in enumerate(documents):
+                    say(f"{number + 1:,} documents")
                     for piece in _pieces(document, number):
                         file.write(piece)
                         digest.update(piece)

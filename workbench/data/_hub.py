@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import hashlib
+from collections.abc import Iterator
 from dataclasses import KW_ONLY
 from pathlib import Path
 from typing import Any
@@ -13,6 +15,7 @@ from workbench.data._source import SampleRequest
 from workbench.data._text import Rows
 from workbench.errors import DataError, in_words
 from workbench.validation import Line, checked_value
+from workbench.waiting import waiting
 
 
 @checked_value(error_type=DataError)
@@ -40,7 +43,8 @@ class HubText(TextData):
         import datasets
 
         try:
-            builder = datasets.load_dataset_builder(self.repository, self.config, revision=self.revision)
+            with _as_text(self.repository):
+                builder = datasets.load_dataset_builder(self.repository, self.config, revision=self.revision)
         except Exception as error:
             raise self._unavailable(error) from error
         splits = builder.info.splits or {}
@@ -64,7 +68,8 @@ class HubText(TextData):
         import datasets
 
         try:
-            dataset = datasets.load_dataset(self.repository, self.config, split=self.split, revision=self.revision)
+            with _as_text(self.repository):
+                dataset = datasets.load_dataset(self.repository, self.config, split=self.split, revision=self.revision)
         except Exception as error:  # the client raises many types, none of them ours
             raise self._unavailable(error) from error
         self._require_column(dataset.features)
@@ -84,3 +89,21 @@ class HubText(TextData):
             f"The dataset {self.repository!r} cannot be loaded ({in_words(error)}). "
             "Check its name and that the hub is reachable from here, or use local text: wb.data.corpus(path)."
         )
+
+
+@contextlib.contextmanager
+def _as_text(repository: str) -> Iterator[None]:
+    """Say that a dataset is read, without the progress bars of its libraries: their widgets are broken when saved."""
+    import datasets
+    from huggingface_hub import utils
+
+    libraries = (datasets, datasets.is_progress_bar_enabled()), (utils, not utils.are_progress_bars_disabled())
+    shown = [library for library, is_shown in libraries if is_shown]
+    for library in shown:
+        library.disable_progress_bars()
+    try:
+        with waiting(f"reading the dataset {repository}"):
+            yield
+    finally:
+        for library in shown:
+            library.enable_progress_bars()

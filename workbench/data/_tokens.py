@@ -36,6 +36,8 @@ from workbench.data._vocabulary import train_byte_level_bpe, train_wordpiece
 from workbench.errors import DataError
 from workbench.home import cache_home
 from workbench.machine import available_cores
+from workbench.units import count as count_text
+from workbench.waiting import waiting
 
 FORMAT = 4
 """Version of the folder's format; part of its name."""
@@ -196,10 +198,16 @@ def _training_sample(source: TextSource, progress: bool) -> list[str]:
 
 @contextlib.contextmanager
 def _bar(title: str, total: int, unit: str, progress: bool, done: int = 0) -> Iterator[Advance]:
+    """Show how much of `total` is done: as text, because the widget of a progress bar is broken in a saved notebook."""
     if not progress:
         yield lambda _: None
         return
-    from tqdm.auto import tqdm
+    with waiting(title) as say:
+        reached = done
 
-    with tqdm(desc=title, total=total, unit=unit, unit_scale=True, initial=done) as bar:
-        yield bar.update
+        def advance(count: int) -> None:
+            nonlocal reached
+            reached += count
+            say(f"{reached / max(total, 1):.0%} of {count_text(total)}{unit}")
+
+        yield advance

@@ -160,7 +160,7 @@ def seed_differences(contrast: SeedContrast) -> Figure:
     first = theme.text(theme.short(contrast.differences[0].names[1]))
     figure.update_xaxes(title_text=f"{contrast.loss} minus that of<br>{theme.broken(first, 2 * NAME_LETTERS)}")
     figure.update_yaxes(type="multicategory", autorange="reversed")
-    words = f"{CONFIDENCE:.0%} intervals over the seeds; pale: too close to call"
+    words = f"left of zero: lower, so better; {CONFIDENCE:.0%} intervals over the seeds; pale: too close to call"
     return figure.laid_out(
         height=188 + 34 * len(contrast.differences),
         title=theme.title(f"Difference in {contrast.loss.lower()}", words),

@@ -5,6 +5,7 @@ from __future__ import annotations
 import base64
 import copy
 import html
+import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -40,6 +41,8 @@ figure {{ margin: 0 0 2rem 0; }}
 </body>
 </html>
 """
+NO_ALTERNATIVE = "No description has been provided for this image"
+"""Words that nbconvert gives to those who cannot see a picture."""
 ANSWER = "answer"
 """Tag of cells whose outputs stand first on the page of a notebook."""
 FOLDED = "folded.html.j2"
@@ -122,12 +125,26 @@ def notebook_to_html(notebook_path: str | Path, html_path: str | Path) -> Path:
     except OSError:  # a text names a picture that cannot be read, such as a folder
         exporter.embed_images = False
         page, _ = exporter.from_notebook_node(notebook, resources)
-    page = harmless_page(page)
+    page = _with_alternatives(harmless_page(page))
     for number, figure in enumerate(figures):
         page = page.replace(_place(nonce, number), figure_html(figure, nonce), 1)
     script = f'<script nonce="{nonce}">{plotly_js()}</script>' if figures else ""
     page = page.replace("<head>", f"<head>{policy(nonce)}{script}", 1)
     return written(Path(html_path), page.encode())
+
+
+def _with_alternatives(page: str) -> str:
+    """Say in which section a picture stands, in place of nbconvert's sentence that it has no description."""
+    section = "this notebook"
+
+    def told(found: re.Match[str]) -> str:
+        nonlocal section
+        if found["heading"] is None:
+            return f'alt="Picture in {html.escape(section)}"'
+        section = html.unescape(re.sub("<[^>]*>|¶", "", found["heading"])).strip()
+        return found[0]
+
+    return re.sub(rf'<h[1-6][^>]*>(?P<heading>.*?)</h[1-6]>|alt="{NO_ALTERNATIVE}"', told, page, flags=re.DOTALL)
 
 
 def _place(nonce: str, number: int) -> str:

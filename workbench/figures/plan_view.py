@@ -384,6 +384,15 @@ def _headline(plan: Plan) -> list[tuple[str, str]]:
     if plan.pipeline > 1:
         own = predicted.bubble_ms / predicted.step_ms
         rows.insert(-1, ("bubble", f"{predicted.bubble_fraction:.1%} of all ranks, {own:.1%} of the busiest"))
+    parts = {
+        "compute": predicted.compute_ms,
+        "waiting for the host": predicted.host_ms,
+        "exposed communication": predicted.communication_ms,
+        "the bubble": predicted.bubble_ms,
+        "the update": predicted.optimizer_ms,
+    }
+    longest = max(parts, key=parts.__getitem__)
+    rows.insert(1, ("bound by", f"{longest}, {parts[longest] / predicted.step_ms:.0%} of the busiest device's step"))
     return rows
 
 

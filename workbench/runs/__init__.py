@@ -3,6 +3,6 @@
 The public names stand in `__init__.pyi`; each is imported when it is first used.
 """
 
-import lazy_loader
+from workbench.errors import lazy_names
 
-__getattr__, __dir__, __all__ = lazy_loader.attach_stub(__name__, __file__)
+__getattr__, __dir__, __all__ = lazy_names(__name__, __file__)

@@ -117,6 +117,8 @@ def _row(run: Run, tail: HistoryTail, metrics: Sequence[str], sparse: Mapping[st
     sharding = f", ZeRO {plan.zero}" if plan.zero else ""
     recompute = ", recompute" if plan.recompute != "none" else ""
     division = f"PP {plan.pipeline} × DP {plan.data}{sharding}, {plan.num_microbatches} × {plan.micro_batch}{recompute}"
+    # On CPUs a process is measured, whose libraries take many times the memory of a small model's tensors.
+    of_process, of_tensors = (" of a process", " of tensors") if plan.cluster.device.type == "cpu" else ("", "")
     before = {
         "run": run.name,
         "parameters": count(start["parameters"]) if start else "–",
@@ -135,8 +137,8 @@ def _row(run: Run, tail: HistoryTail, metrics: Sequence[str], sparse: Mapping[st
         "waiting for data": _number(100 * data_wait(history), "{:.1f} %"),
         "step, measured": _number(measured["step_ms"], "{:.1f} ms"),
         "step, predicted": f"{plan.prediction.step_ms:.1f} ms",
-        "peak, measured": "–" if peak is None else gib(peak),
-        "peak, predicted": gib(plan.peak_bytes),
+        "peak, measured": "–" if peak is None else gib(peak) + of_process,
+        "peak, predicted": gib(plan.peak_bytes) + of_tensors,
     }
     return [*before.items(), *computed, *after.items()]
 

@@ -58,7 +58,7 @@ export default async function curvePanels(library, request) {
       this.runs = runs;
       this.id = `workbench-curves-${paths.join('|')}`;
       this.title.label = paths.length === 1 ? paths[0].split('/').at(-1) : `${paths.length} runs`;
-      this.title.caption = paths.join('\n');
+      this.title.caption = paths.map(path => path.split('/').slice(-2).join('/')).join('\n');
       this.title.closable = true;
       this.addClass('wb-curves');
       this.facts = element('div', 'wb-curve-facts');

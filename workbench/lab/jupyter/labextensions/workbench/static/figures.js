@@ -25,11 +25,23 @@ ${DARK} ${FIGURE}:not(:has(.heatmaplayer image, .parcoords)) .legend > .bg { fil
 ${all(FIGURE, KEPT)}, ${DARK} img.workbench-figure { filter: invert(1) hue-rotate(180deg); }
 ${all(HEAT_MAP, KEPT_OF_HEAT_MAP)} { filter: invert(1); /* a rotation of hues cannot be undone for bright colours */ }`;
 
+// Draws a figure that stays in view. One that is only scrolled past keeps its picture: drawing takes a tenth of a second,
+// and JupyterLab would remove the figure while plotly.js still draws.
+const STAYS_MS = 150;
+const waits = new WeakMap();
 const seen = new IntersectionObserver(entries => entries.forEach(({target, isIntersecting}) => {
+  clearTimeout(waits.get(target));
   if (!isIntersecting) return;
-  seen.unobserve(target);
-  target.dispatchEvent(new MouseEvent('mouseenter'));  // which Plotly's renderer answers by drawing
+  waits.set(target, setTimeout(() => {
+    if (!target.isConnected) return;
+    seen.unobserve(target);
+    target.dispatchEvent(new MouseEvent('mouseenter'));  // which Plotly's renderer answers by drawing
+  }, STAYS_MS));
 }), {threshold: 0.1});
+
+// Where a figure is removed all the same, plotly.js ends its drawing with an error about the figure that is gone.
+const GONE = '_redrawFromAutoMarginCount';
+const isOfGoneFigure = ({reason}) => reason instanceof TypeError && reason.message.includes(GONE);
 
 // The words that a notebook stores beside a figure for those who cannot see it.
 const words = (app, picture) => {
@@ -63,6 +75,7 @@ export default async function figures() {
       const style = document.createElement('style');
       style.textContent = STYLE;
       document.head.append(style);
+      window.addEventListener('unhandledrejection', event => isOfGoneFigure(event) && event.preventDefault());
       document.addEventListener('load', ({target}) => recognise(app, target), true);  // an image's event does not bubble
       // A cell out of sight is rendered before it is on the page, which then hears nothing of its images' loading.
       document.addEventListener('animationstart', ({target, animationName}) => {

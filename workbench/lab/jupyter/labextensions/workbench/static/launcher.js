@@ -16,14 +16,20 @@ const STYLE = `
   .workbench-form .jp-select-wrapper { margin: 0; }
   .workbench-form small { color: var(--jp-ui-font-color2); }
 `;
-const CURVE = `<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 24 24" fill="none" stroke-width="2">
-  <path class="jp-icon3" stroke="#616161" d="M3 3v18h18"/>
-  <path class="jp-icon-brand0" stroke="#0072b2" d="M6 6c2 9 6 11 14 11"/>
-</svg>`;
-const SLIDERS = `<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 24 24" fill="none" stroke-width="2">
-  <path class="jp-icon3" stroke="#616161" d="M3 7h8m6 0h4M3 17h3m6 0h9"/>
-  <path class="jp-icon-brand0" stroke="#0072b2" d="M11 4h6v6h-6zM6 14h6v6H6z"/>
-</svg>`;
+const drawn = inside => `<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 24 24" fill="none" stroke-width="2">${inside}</svg>`;
+const gray = path => `<path class="jp-icon3" stroke="#616161" d="${path}"/>`;
+const blue = path => `<path class="jp-icon-brand0" stroke="#0072b2" d="${path}"/>`;
+const AXES = gray('M3 3v18h18');
+const CURVE = drawn(AXES + blue('M6 6c2 9 6 11 14 11'));
+const ICONS = {  // by the name of the template
+  bert_scaling: drawn(AXES + gray('M6 5c2 7 6 8 14 8') + blue('M6 6c2 9 6 12 14 12')),  // two curves
+  gpt_sweep: drawn(gray('M3 3h18v18H3zM3 9h18M3 15h18M9 3v18M15 3v18') + blue('M9 9h6v6H9z')),  // a grid of plans
+  opt_zero: drawn(gray('M4 21V5h4v16zM10 21v-8h4v8') + blue('M16 21v-4h4v4zM10 21v-8h4v8z')),  // memory that is sharded
+  scaling_ladder: drawn(AXES + blue('M6 6l14 11') + gray('M7 5v4M12 9v4M17 13v4')),  // a law through points
+  sparse_pareto: drawn(gray('M3 3h18v18H3z') + blue('M4 4h5v5H4zM15 9h5v5h-5zM9 15h5v5H9z')),  // blocks of a matrix
+  sweep: drawn(AXES + blue('M6 5c2 16 9 16 14 2')),  // a loss with its best rate
+};
+const SLIDERS = drawn(gray('M3 7h8m6 0h4M3 17h3m6 0h9') + blue('M11 4h6v6h-6zM6 14h6v6H6z'));
 
 export default async function launcher(library) {
   const [{ILauncher}, apputils, {LabIcon}, {IDefaultFileBrowser}, {NotebookActions}, {Widget}, request] =
@@ -72,13 +78,12 @@ export default async function launcher(library) {
         }
       };
 
-      const icon = new LabIcon({name: 'workbench:curve', svgstr: CURVE});
       templates.forEach((template, rank) => {
         const command = `workbench:start-${template.name}`;
         app.commands.addCommand(command, {
           label: template.title,
           caption: `${template.description}\nRight-click to change its parameters.`,
-          icon,
+          icon: new LabIcon({name: `workbench:${template.name}`, svgstr: ICONS[template.name] ?? CURVE}),
           execute: ({cwd}) => start(template, cwd).catch(error => refuse(template, error)),
         });
         launcher?.add({command, category: CATEGORY, rank});
