@@ -153,7 +153,7 @@ def _row(run: Run, has_changed: bool) -> dict[str, Any]:
         for name in ("state", "message", "step", "steps", "tokens_per_s", "eta_s", "time", "tags", "notes", "archived")
     }
     for name in ("loss", "eval_loss", "training_loss", "tokens", "mfu", "devices", "peak_bytes"):
-        value: Any = row[name]  # type: ignore[literal-required]
+        value: Any = row[name]
         shown[name] = value if isinstance(value, int | float) and math.isfinite(value) else None
     shown["held_out"] = row["eval_loss"] is not None
     shown["words"] = state_in_words(row["state"], row["step"], row["training_loss"])
