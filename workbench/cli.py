@@ -617,6 +617,7 @@ def model_from(text: str) -> Any:
         "bert-large": models.bert_large,
         "gpt2": models.gpt2,
         "opt": models.opt,
+        "pretrained": models.pretrained,
     }
     gpt3_sizes = {f"gpt3-{size.lower()}": size for size in models.GPT3_SIZES}
     key = name.lower().replace("_", "-")

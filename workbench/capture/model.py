@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import warnings
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -39,7 +40,9 @@ from workbench.tensors import TensorSpec
 def build_meta(factory: Callable[[], nn.Module]) -> nn.Module:
     """Build a model without its weights, in train mode; on the CPU if its constructor needs real numbers."""
     try:
-        with torch.device("meta"):
+        # A constructor that loads weights is told for each of them that nothing is loaded, which is what is wanted.
+        with torch.device("meta"), warnings.catch_warnings():
+            warnings.filterwarnings("ignore", r"(?s).*copying from a non-meta parameter.*no-op")
             return built_by(factory().train(), factory)
     except Exception:  # the constructor read a meta tensor's numbers; every other error comes again
         return factory().train()

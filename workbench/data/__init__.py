@@ -6,10 +6,10 @@ that every plan trains on the same samples.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, TypedDict, Unpack
+from typing import TYPE_CHECKING, Any, TypedDict, Unpack
 
 from workbench.arguments import checked_arguments
 from workbench.data._corpora import DEMO
@@ -25,7 +25,10 @@ from workbench.data._user_data import UserData as UserData
 from workbench.data._user_data import as_data as as_data
 from workbench.errors import DataError
 
-__all__ = ["corpus", "documents", "hub"]
+if TYPE_CHECKING:
+    from workbench.data._labelled_texts import LabelledTexts
+
+__all__ = ["classification", "corpus", "documents", "hub"]
 
 
 def __dir__() -> list[str]:
@@ -163,6 +166,36 @@ def documents(
     chosen, entries = _chosen_tokenizer(tokenizer, vocab_size)
     described = Corpus(path="", vocab_size=entries, tokenizer=chosen, **options)
     return replace(described, path=str(write_documents(texts, name, progress).absolute()))
+
+
+class LabelledOptions(TypedDict, total=False):
+    """Columns of the rows of a classification set."""
+
+    text: str
+    """Name of the column with the text; `text` by default."""
+    pair: str | None
+    """Name of a column with a second text, for tasks on pairs of sentences."""
+    label: str
+    """Name of the column with the class; `label` by default."""
+    labels: Sequence[Any] | None
+    """Names of the classes in the order of their numbers; by default those of the rows, in their order."""
+
+
+@checked_arguments
+def classification(source: Any, tokenizer: Any, length: int = 128, **options: Unpack[LabelledOptions]) -> LabelledTexts:
+    """Return rows of text with a class each, tokenised, as the data of a model for classification.
+
+    `source` is a `.csv` or `.tsv` file with a line of column names, a dataset of Hugging Face, or an iterable of dicts.
+    `tokenizer` is one that `corpus` takes, such as the folder of the pretrained model. Rows are cut to `length` tokens,
+    or filled with padding that the attention mask hides; `length` is the experiment's `seq_len`. The names of the
+    classes are `.labels` of the result. Give the held-out set `labels=train.labels`.
+
+    Raises `DataError` for rows without these columns, for an unknown label, and for a tokeniser without padding.
+    """
+    from workbench.data._labelled_texts import labelled_texts
+
+    columns: dict[str, Any] = {"text": "text", "pair": None, "label": "label", "labels": None, **options}
+    return labelled_texts(source, tokenizer, length=length, **columns)
 
 
 def from_json(value: Mapping[str, Any], dataset: Any = None) -> Corpus | HubText | UserData:

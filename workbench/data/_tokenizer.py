@@ -113,7 +113,7 @@ class TextTokenizer:
         """Load the tokeniser that `write` left in a folder."""
         if (folder / FAST).exists():
             return cls(Tokenizer.from_file(str(folder / FAST)))
-        return cls(_auto_tokenizer(folder))
+        return cls(named_tokenizer(folder))
 
     def for_text(self) -> TextTokenizer:
         """Return the tokeniser set to read text, in which a `[SEP]` is text, whole and one by one."""
@@ -209,7 +209,10 @@ class TextTokenizer:
             added = {str(token.content) for token in self.library.get_added_tokens_decoder().values() if token.special}
             present = {role: [name for name in names if name in added] for role, names in ROLES.items()}
             roles = {role: names[0] for role, names in present.items() if names}
-            described = {"tokenizer_class": "TokenizersBackend", "clean_up_tokenization_spaces": False, **roles}
+            inputs = ["input_ids", "attention_mask"]
+            if any(self.library.encode("a", "a").type_ids):  # it tells two segments apart, and so does its model
+                inputs.insert(1, "token_type_ids")
+            described = {"tokenizer_class": "TokenizersBackend", "model_input_names": inputs, **roles}
             (folder / CONFIG).write_text(json.dumps(described, indent=2) + "\n")
         if not self.is_fast:
             (folder / FAST).unlink(missing_ok=True)  # it would lack what is written in Python
@@ -358,7 +361,7 @@ def _loaded(path: str) -> tuple[TextTokenizer, Any]:
             return TextTokenizer(Tokenizer.from_file(str(file))), None
         if CONFIG not in files and "config.json" not in files:
             return TextTokenizer(_from_merges(str(files["vocab.json"]), str(files["merges.txt"]))), None
-        named = _auto_tokenizer(Path(path))
+        named = named_tokenizer(Path(path))
     except Exception as error:  # the libraries raise every type
         raise DataError(f"{path} cannot be loaded as a tokeniser: {first_line(error)}. {REMEDY}") from error
     backend = getattr(named, "backend_tokenizer", None)
@@ -368,7 +371,8 @@ def _loaded(path: str) -> tuple[TextTokenizer, Any]:
         return TextTokenizer(named), named
 
 
-def _auto_tokenizer(folder: Path) -> Any:
+def named_tokenizer(folder: Path) -> Any:
+    """Return the tokeniser of a folder as `transformers` loads it."""
     import transformers
 
     return transformers.AutoTokenizer.from_pretrained(str(folder), local_files_only=True, trust_remote_code=False)

@@ -6,6 +6,7 @@ import sys
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from workbench.data._corpora import Corpus
@@ -119,6 +120,9 @@ class UserData(DataSource):
             f"{batch // items + 1} times and the others {batch // items}: its loss is no mean over the items. A batch "
             f"of {items:,}, or of a multiple of that, reads all equally often."
         )
+
+    def tokenizer_folder(self, request: SampleRequest) -> Path | None:  # noqa: ARG002
+        return getattr(self.dataset_or_factory, "tokenizer_folder", None)
 
     def encoded(self, request: SampleRequest, prompts: Sequence[str]) -> EncodedPrompts:  # noqa: ARG002
         raise DataError(

@@ -1,26 +1,29 @@
-"""Descriptions of models: named configurations of `transformers` architectures, and user-defined callables.
+"""Descriptions of models: named configurations of `transformers`, pretrained weights, and user-defined callables.
 
-A `Model` or a `UserModel` is no module but knows how to build one, so that every rank can build its own.
+A `Model`, a `Pretrained` or a `UserModel` is no module but knows how to build one, so that every rank can build its
+own.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
 from typing import Any, TypedDict, Unpack
 
 from workbench.arguments import checked_arguments
 from workbench.errors import InvalidExperiment, suggestion
 from workbench.models._named import Model as Model
+from workbench.models._pretrained import Pretrained as Pretrained
 from workbench.models._scaling import Rule as Rule
 from workbench.models._scaling import Scaling as Scaling
 from workbench.models._scaling import scaling
 from workbench.models._user_model import UserModel as UserModel
 from workbench.models._user_model import as_model as as_model
 
-__all__ = ["bert", "bert_large", "gpt2", "gpt3", "opt", "scaling"]
+__all__ = ["bert", "bert_large", "gpt2", "gpt3", "opt", "pretrained", "scaling"]
 
 
-ModelSource = Model | UserModel
+ModelSource = Model | Pretrained | UserModel
 """A description of a model, from which every rank builds the same module."""
 
 
@@ -141,12 +144,49 @@ def gpt3(size: str = "1.3B", dropout: float = 0.1, max_positions: int = 2048) ->
     return gpt2(hidden_size, num_layers, num_heads, max_positions=max_positions, dropout=dropout, name=name)
 
 
-def from_json(value: Mapping[str, Any], factory: Callable[[], Any] | None = None) -> Model | UserModel:
+class PretrainedOptions(TypedDict, total=False):
+    """Options of a pretrained model."""
+
+    frozen: Sequence[str]
+    """Patterns (`fnmatch`) of the parameters that training leaves as they are, such as `"bert.embeddings.*"`."""
+    dropout: float | None
+    """Dropout inside the model; that of its configuration by default."""
+    name: str | None
+    """Name for tables and run directories; by default that of the folder, and the task."""
+
+
+@checked_arguments
+def pretrained(
+    folder_or_name: str | Path,
+    task: str | None = None,
+    labels: int | None = None,
+    revision: str | None = None,
+    **options: Unpack[PretrainedOptions],
+) -> Pretrained:
+    """Describe a model of `transformers` with its weights: an export of a run, a folder, or a name of the hub.
+
+    `task` is what it learns from now on: `mlm`, `mlm_nsp`, `clm` or `seq2seq` on text, or `classification`, for which
+    `labels` is the number of classes. By default it is that of the folder. What the folder does not have, such as a new
+    head, begins with fresh weights, which the experiment's seed decides. Rates by group are the optimiser's
+    `rate_scale`. Every rank loads the weights, in fp32; no code from the folder is executed.
+
+    Raises `InvalidExperiment` for a folder or name without a model, and for a task that does not suit it.
+    """
+    from workbench.models._pretrained import described
+
+    frozen = tuple(options.pop("frozen", ()))
+    return described(folder_or_name, task, labels, revision, frozen=frozen, **options)
+
+
+def from_json(value: Mapping[str, Any], factory: Callable[[], Any] | None = None) -> Model | Pretrained | UserModel:
     """Rebuild the model that `to_json` described; `factory` supplies the user's callable, which JSON only names.
 
     Without it, a user-defined model shows its name and source, and raises `InvalidExperiment` when it is built.
     """
     fields = dict(value)
-    if fields.pop("type") == "user_defined":
+    model_type = fields.pop("type")
+    if model_type == "user_defined":
         return UserModel(factory=factory, name=fields["name"], source=fields["source"])
+    if model_type == "pretrained":
+        return Pretrained(**{**fields, "frozen": tuple(fields["frozen"])})
     return Model(**fields)

@@ -88,7 +88,7 @@ class Model:
             "max_position_embeddings": self.max_positions,
             "use_cache": False,
         }
-        with _quiet():
+        with quiet():
             module = {"bert": _bert, "gpt2": _gpt2, "opt": _opt}[self.family](self, sizes)
         if self.initial_scale is not None:
             _scale_initial_values(module, self.initial_scale, self.name)
@@ -179,13 +179,17 @@ def _opt(model: Model, sizes: dict[str, Any]) -> Any:
 
 
 @contextlib.contextmanager
-def _quiet() -> Iterator[None]:
+def quiet() -> Iterator[None]:
+    """Silence the warnings and progress bars of `transformers`."""
     import transformers
 
     logging = transformers.utils.logging
-    before = logging.get_verbosity()
+    before, shows_progress = logging.get_verbosity(), logging.is_progress_bar_enabled()
     logging.set_verbosity_error()
+    logging.disable_progress_bar()
     try:
         yield
     finally:
         logging.set_verbosity(before)
+        if shows_progress:
+            logging.enable_progress_bar()

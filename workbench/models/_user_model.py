@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 from workbench.errors import InvalidExperiment, in_words
 from workbench.models._named import Model
+from workbench.models._pretrained import Pretrained
 from workbench.user_code import name_of, required_arguments, source_of
 
 if TYPE_CHECKING:
@@ -74,12 +75,12 @@ class UserModel:
         return {"type": "user_defined", "name": self.name, "source": self.source}
 
 
-def as_model(value: Any) -> Model | UserModel:
+def as_model(value: Any) -> Model | Pretrained | UserModel:
     """Return `value` if it is one of `wb.models.…`, else wrap the user's callable in a `UserModel`.
 
     Raises `InvalidExperiment` if the value cannot build a model on another rank.
     """
-    if isinstance(value, Model | UserModel):
+    if isinstance(value, Model | Pretrained | UserModel):
         return value
     torch = sys.modules.get("torch")  # A module cannot exist before torch was imported.
     if torch is not None and isinstance(value, torch.nn.Module):

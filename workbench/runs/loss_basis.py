@@ -136,7 +136,7 @@ def _objective(model: Mapping[str, Any]) -> str | None:
     """Return the objective of a named model, as `workbench.models.Model.objective` does; None for a user's."""
     family = model.get("family")
     if family is None:
-        return None
+        return str(model["task"]) if model.get("type") == "pretrained" else None
     return "clm" if family != "bert" else "mlm_nsp" if model.get("next_sentence") else "mlm"
 
 
@@ -145,6 +145,7 @@ OBJECTIVES = {
     "mlm": "masked tokens",
     "mlm_nsp": "masked tokens and next sentence",
     "seq2seq": "hidden spans",
+    "classification": "class of a text",
 }
 
 

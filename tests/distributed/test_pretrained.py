@@ -1,0 +1,178 @@
+"""Pretrained weights that are trained on: text, classes, frozen parts and rates by group, beside a plain loop."""
+
+from __future__ import annotations
+
+import warnings
+from pathlib import Path
+from typing import Any
+
+import datasets
+import pytest
+import torch
+import transformers
+
+import workbench as wb
+from tests.distributed import real_worker
+from workbench.errors import DataError, InvalidExperiment
+
+ROWS = [
+    {"text": f"{word} {n} of the {word}", "label": kind}
+    for n in range(24)
+    for word, kind in (("good", "yes"), ("bad", "no"))
+]
+SIZES = {"vocab_size": 300, "max_positions": 32, "dropout": 0.0}
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Return a BERT that was trained for a few steps here, with its tokeniser."""
+    root = tmp_path_factory.mktemp("pretrained")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("WORKBENCH_HOME", str(root / "home"))
+        (root / "text.txt").write_text("\n\n".join(row["text"] for row in ROWS * 4))
+        experiment = wb.Experiment(
+            model=wb.models.bert(32, 3, 2, **SIZES),
+            data=wb.data.corpus(root / "text.txt", vocab_size=300),
+            steps=2,
+            global_batch=4,
+            seq_len=16,
+            checkpoints=wb.Checkpoints(every=2),
+        )
+        run = wb.runs.debug(experiment, real_worker.plan(experiment), directory=root / "run", progress=False)
+        run.export(root / "model")
+    return root / "model"
+
+
+def fine_tuning(folder: Path, **changes: Any) -> wb.Experiment:
+    rows = wb.data.classification(ROWS, folder, length=16)
+    model = wb.models.pretrained(folder, labels=2, frozen=["bert.embeddings.*"])
+    optimizer = wb.Optimizer(lr_schedule="constant", warmup_steps=0, rate_scale={"bert.*": 0.1}, weight_decay=0.0)
+    fields = {"steps": 4, "global_batch": 8, "seq_len": 16, "learning_rate": 1e-2, **changes}
+    return wb.Experiment(model=model, data=rows, optimizer=optimizer, **fields)
+
+
+@pytest.mark.usefixtures("home")
+@pytest.mark.parametrize("stages", [1, 2])
+def test_fine_tuning_a_new_head_is_that_of_a_plain_loop(folder: Path, tmp_path: Path, stages: int) -> None:
+    experiment = fine_tuning(folder)
+    model = experiment.build()
+    assert torch.equal(
+        model.bert.encoder.layer[1].output.dense.weight, loaded(folder).bert.encoder.layer[1].output.dense.weight
+    )
+    dataset, losses = experiment.data.dataset(experiment), []
+    trained = [(name, parameter) for name, parameter in model.named_parameters() if parameter.requires_grad]
+    assert {name.split(".")[1] for name, _ in trained} == {"encoder", "pooler", "weight", "bias"}
+    groups = [
+        {"params": [p for n, p in trained if n.startswith("bert.") == is_body], "lr": rate}
+        for is_body, rate in ((True, 1e-3), (False, 1e-2))
+    ]
+    update = torch.optim.AdamW(groups, betas=(0.9, 0.98), eps=1e-8, weight_decay=0.0)
+    for step in range(4):
+        batch = dataset.collate([dataset[index] for index in range(8 * step, 8 * step + 8)])
+        loss = model(**batch).loss
+        losses.append(loss.item())
+        update.zero_grad()
+        loss.backward()
+        torch.nn.utils.clip_grad_norm_([parameter for _, parameter in trained], 1.0)
+        update.step()
+    plan = real_worker.plan(experiment, pipeline=stages)
+    run = wb.runs.debug(experiment, plan, directory=tmp_path / "run", progress=False)
+    assert run.history().loss.tolist() == pytest.approx(losses, abs=2e-5)
+    run.export(tmp_path / "tuned")
+    pipeline = transformers.pipeline("text-classification", str(tmp_path / "tuned"))
+    tuned = transformers.AutoModelForSequenceClassification.from_pretrained(tmp_path / "tuned")
+    [answer] = pipeline("good 3 of the good")
+    [share] = tuned(**pipeline.tokenizer("good 3 of the good", return_tensors="pt")).logits.softmax(-1).max(-1).values
+    assert answer["score"] == pytest.approx(float(share), abs=1e-5)
+    assert wb.Experiment.from_json(experiment.to_json(), {"data": experiment.data.dataset_or_factory}) == experiment
+
+
+def loaded(folder: Path) -> Any:
+    return transformers.AutoModelForMaskedLM.from_pretrained(folder)
+
+
+@pytest.fixture
+def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("WORKBENCH_HOME", str(tmp_path / "home"))
+
+
+@pytest.mark.usefixtures("home")
+def test_pretraining_goes_on_from_the_weights_of_a_folder(folder: Path, tmp_path: Path) -> None:
+    text = wb.data.documents([row["text"] for row in ROWS * 8], tokenizer=folder, progress=False)
+    model = wb.models.pretrained(folder)
+    assert (model.task, model.vocab_size, model.max_positions) == ("mlm_nsp", 300, 32)
+    experiment = wb.Experiment(model=model, data=text, steps=2, global_batch=4, seq_len=16, learning_rate=1e-9)
+    batch = experiment.data.dataset(experiment)
+    batch = batch.collate([batch[index] for index in range(4)])
+    original = transformers.AutoModelForPreTraining.from_pretrained(folder)
+    run = wb.runs.debug(experiment, real_worker.plan(experiment), directory=tmp_path / "run", progress=False)
+    assert run.history().loss[0] == pytest.approx(original(**batch).loss.item(), abs=1e-5)
+
+
+@pytest.mark.usefixtures("home")
+def test_rows_of_a_file_of_a_dataset_and_of_a_list_are_the_same(folder: Path, tmp_path: Path) -> None:
+    import csv
+
+    with (tmp_path / "rows.csv").open("w", newline="") as file:
+        writer = csv.DictWriter(file, ["text", "label"])
+        writer.writeheader()
+        writer.writerows(ROWS)
+    features = datasets.Features({"text": datasets.Value("string"), "label": datasets.ClassLabel(names=["no", "yes"])})
+    sources = (ROWS, tmp_path / "rows.csv", datasets.Dataset.from_list(ROWS, features=features))
+    sets = [wb.data.classification(source, folder, length=8) for source in sources]
+    reader = transformers.AutoTokenizer.from_pretrained(folder)
+    for rows in sets:
+        assert (len(rows), rows.labels) == (48, ("no", "yes"))
+        assert [rows[n]["labels"].item() for n in range(4)] == [1, 0, 1, 0]
+        for index in (0, 17):
+            expected = reader(ROWS[index]["text"], padding="max_length", truncation=True, max_length=8)
+            assert {name: field.tolist() for name, field in rows[index].items() if name != "labels"} == dict(expected)
+    pairs = wb.data.classification(
+        [{"a": "good 1", "b": "bad 2", "c": n} for n in (10, 9)], folder, text="a", pair="b", label="c"
+    )
+    assert pairs.labels == ("9", "10"), "numbers are sorted as numbers"
+    assert pairs[0]["token_type_ids"].sum() > 2
+
+
+@pytest.mark.usefixtures("home")
+def test_what_cannot_be_loaded_or_read_is_refused_with_a_way_out(folder: Path, tmp_path: Path) -> None:
+    for words, arguments in (
+        (r"There is no model of transformers at .*nothing", (tmp_path / "nothing",)),
+        ("needs labels, the number of classes", (folder, "classification")),
+        ("labels are of classification", (folder, "mlm", 2)),
+    ):
+        with pytest.raises(InvalidExperiment, match=words):
+            wb.models.pretrained(*arguments)
+    with pytest.raises(InvalidExperiment, match=r"matches none of the \d+ parameters"):
+        wb.models.pretrained(folder, frozen=["roberta.*"]).build()
+    gpt = transformers.GPT2Config(vocab_size=300, n_embd=32, n_layer=2, n_head=2)
+    gpt.save_pretrained(tmp_path / "mixed")
+    (tmp_path / "mixed/model.safetensors").write_bytes((folder / "model.safetensors").read_bytes())
+    with pytest.raises(InvalidExperiment, match="most of it would be trained from the beginning"):
+        wb.models.pretrained(tmp_path / "mixed", "clm").build()
+    for words, rows in (
+        ("Row 0 of rows has no 'label'. It has: text", [{"text": "a"}]),
+        ("is empty", []),
+        ("has the label 'maybe', which is none of no, yes", [{"text": "a", "label": "maybe"}]),
+    ):
+        with pytest.raises(DataError, match=words):
+            wb.data.classification(rows, folder, labels=["no", "yes"])
+
+
+def tiny(path: str) -> torch.nn.Module:
+    model = torch.nn.Linear(4, 1)
+    model.load_state_dict(torch.load(path))
+    return model
+
+
+def test_planning_a_model_that_loads_weights_warns_of_nothing(tmp_path: Path) -> None:
+    import functools
+
+    from workbench.capture.model import build_meta
+
+    torch.save(torch.nn.Linear(4, 1).state_dict(), tmp_path / "weights.pt")
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        model = build_meta(functools.partial(tiny, str(tmp_path / "weights.pt")))
+    assert not [str(each.message) for each in caught]
+    assert next(model.parameters()).is_meta

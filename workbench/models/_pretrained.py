@@ -1,0 +1,190 @@
+"""`Pretrained`: a model of `transformers` with the weights of a folder or of the hub, as a value."""
+
+from __future__ import annotations
+
+import fnmatch
+import functools
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar, cast
+
+from pydantic import Field, PlainValidator
+
+from workbench.errors import InvalidExperiment, first_line
+from workbench.models._named import quiet
+from workbench.validation import Line, Share, Text, Whole, checked_value, known
+
+if TYPE_CHECKING:
+    from torch import nn
+
+AUTO_CLASSES = {
+    "mlm": "AutoModelForMaskedLM",
+    "mlm_nsp": "AutoModelForPreTraining",
+    "clm": "AutoModelForCausalLM",
+    "seq2seq": "AutoModelForSeq2SeqLM",
+    "classification": "AutoModelForSequenceClassification",
+}
+"""Class of `transformers` that loads a model for each task."""
+ENDINGS = {
+    "ForMaskedLM": "mlm",
+    "ForPreTraining": "mlm_nsp",
+    "ForCausalLM": "clm",
+    "LMHeadModel": "clm",
+    "ForConditionalGeneration": "seq2seq",
+    "ForSequenceClassification": "classification",
+}
+"""Task that the end of the name of an architecture in `config.json` stands for."""
+DROPOUTS = (
+    *("hidden_dropout_prob", "attention_probs_dropout_prob", "resid_pdrop", "embd_pdrop", "attn_pdrop"),
+    *("dropout", "attention_dropout", "activation_dropout", "dropout_rate"),
+)
+"""Fields of configurations that are probabilities of dropout inside the model."""
+LEAST_LOADED = 0.5
+"""Least share of a model's parameters that must come from the folder; below, its names are those of another model."""
+
+
+@checked_value()
+class Pretrained:
+    """A model of `transformers` whose weights are loaded where it is built. `wb.models.pretrained` makes it."""
+
+    name: Line
+    path: Text
+    """Absolute path of a folder, or a name of the hub."""
+    task: Annotated[str, PlainValidator(known(AUTO_CLASSES))]
+    labels: Annotated[Whole, Field(ge=2, le=2**20)] | None = None
+    """Number of classes, of a model for classification."""
+    frozen: tuple[Line, ...] = ()
+    """Patterns (`fnmatch`) of the parameters that training leaves as they are."""
+    dropout: Share | None = None
+    """Dropout inside the model; None is that of its configuration."""
+    revision: Line | None = None
+    is_user_defined: ClassVar[bool] = False
+    is_loaded: ClassVar[bool] = True
+
+    @property
+    def objective(self) -> str | None:
+        """Training objective, from which text chooses the fields of a sample; None for classification."""
+        return None if self.task == "classification" else self.task
+
+    @property
+    def vocab_size(self) -> int | None:
+        """Rows of the embedding."""
+        return cast("int | None", getattr(configuration(self.path, self.revision), "vocab_size", None))
+
+    @property
+    def max_positions(self) -> int | None:
+        """Longest sequence in tokens, None for a model without learned positions."""
+        config = configuration(self.path, self.revision)
+        longest = getattr(config, "max_position_embeddings", None)
+        # RoBERTa and what derives from it number positions from 2 on, after that of padding.
+        offset = 2 if "roberta" in config.model_type or config.model_type in ("camembert", "longformer") else 0
+        return None if longest is None else int(longest) - offset
+
+    def build(self) -> nn.Module:
+        """Return the module in train mode with the loaded weights in fp32, on the ambient device.
+
+        What the folder has not, such as a new head, has fresh weights. Under `with torch.device("meta")` nothing is
+        loaded. Raises `InvalidExperiment` for a folder that does not hold the weights of such a model, and for a
+        pattern of `frozen` that matches no parameter.
+        """
+        import torch
+        import transformers
+
+        config = configuration(self.path, self.revision)
+        config.use_cache = False
+        if self.labels is not None:
+            config.num_labels, config.problem_type = self.labels, "single_label_classification"
+            if config.pad_token_id is None:  # causal models look for the last token that is no padding
+                config.pad_token_id = config.eos_token_id
+        for field in DROPOUTS if self.dropout is not None else ():
+            if isinstance(getattr(config, field, None), float | int):
+                setattr(config, field, self.dropout)
+        auto = getattr(transformers, AUTO_CLASSES[self.task])
+        with quiet():
+            if torch.get_default_device().type == "meta":
+                module = auto.from_config(config, dtype=torch.float32)
+            else:
+                module = self._loaded(auto, config)
+        self._freeze(module)
+        return cast("nn.Module", module.train())
+
+    def _loaded(self, auto: Any, config: Any) -> Any:
+        import torch
+
+        options = {"config": config, "dtype": torch.float32, "revision": self.revision or "main"}
+        try:
+            module, info = auto.from_pretrained(self.path, **options, output_loading_info=True)
+        except Exception as error:  # the library raises every type
+            raise InvalidExperiment(
+                f"{self.path} cannot be loaded as a model for {self.task!r}: {first_line(error)}. Give a folder that "
+                "run.export or save_pretrained wrote, or another task."
+            ) from error
+        parameters = dict(module.named_parameters())
+        missing = sum(parameters[name].numel() for name in info["missing_keys"] if name in parameters)
+        total = sum(parameter.numel() for parameter in parameters.values())
+        if missing > (1 - LEAST_LOADED) * total:
+            raise InvalidExperiment(
+                f"{self.path} holds {total - missing:,} of the {total:,} parameters of {type(module).__name__}, so "
+                "that most of it would be trained from the beginning. Give the folder of a model of that architecture."
+            )
+        return module
+
+    def _freeze(self, module: nn.Module) -> None:
+        names = [name for name, _ in module.named_parameters()]
+        for pattern in self.frozen:
+            if not fnmatch.filter(names, pattern):
+                raise InvalidExperiment(
+                    f"frozen has the pattern {pattern!r}, which matches none of the {len(names)} parameters of "
+                    f"{self.name}, such as {names[0]} and {names[-1]}. Remove or correct it."
+                )
+        for name, parameter in module.named_parameters():
+            if any(fnmatch.fnmatch(name, pattern) for pattern in self.frozen):
+                parameter.requires_grad_(False)
+
+    def to_json(self) -> dict[str, Any]:
+        return {"type": "pretrained", **vars(self), "frozen": list(self.frozen)}
+
+
+def configuration(path: str, revision: str | None) -> Any:
+    """Return the configuration of a model; a copy, which may be changed."""
+    from copy import deepcopy
+
+    return deepcopy(_read_configuration(path, revision))
+
+
+@functools.cache
+def _read_configuration(path: str, revision: str | None) -> Any:
+    import transformers
+
+    try:
+        return transformers.AutoConfig.from_pretrained(
+            path, revision=revision or "main", local_files_only=Path(path).is_dir(), trust_remote_code=False
+        )
+    except Exception as error:  # the library raises every type
+        raise InvalidExperiment(
+            f"There is no model of transformers at {path}: {first_line(error)}. Give a folder that run.export or "
+            "save_pretrained wrote, or a name of the hub that can be reached from here."
+        ) from error
+
+
+def described(
+    folder_or_name: str | Path, task: str | None, labels: int | None, revision: str | None, **options: Any
+) -> Pretrained:
+    """Return the value for a folder or a name; the task is that of its configuration unless it is given."""
+    given = Path(folder_or_name).expanduser()
+    path = str(given.absolute()) if given.is_dir() else str(folder_or_name)
+    config = configuration(path, revision)
+    if task is None and labels is not None:
+        task = "classification"
+    if task is None:
+        names = config.architectures or [""]
+        task = next((task for ending, task in ENDINGS.items() if names[0].endswith(ending)), None)
+        if task is None:
+            raise InvalidExperiment(
+                f"{path} holds a {names[0] or 'model'} and does not say what it learns. Give task, one of "
+                f"{', '.join(AUTO_CLASSES)}."
+            )
+    if (task == "classification") != (labels is not None):
+        what = "needs labels, the number of classes" if labels is None else "and labels are of classification"
+        raise InvalidExperiment(f"The task {task!r} {what}. Write wb.models.pretrained(…, labels=2), or another task.")
+    name = options.pop("name", None) or f"{Path(path).name}-{task}"
+    return Pretrained(name=name, path=path, task=task, labels=labels, revision=revision, **options)
