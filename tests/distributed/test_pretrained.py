@@ -83,7 +83,7 @@ def test_fine_tuning_a_new_head_is_that_of_a_plain_loop(folder: Path, tmp_path: 
     tuned = transformers.AutoModelForSequenceClassification.from_pretrained(tmp_path / "tuned")
     [answer] = pipeline("good 3 of the good")
     [share] = tuned(**pipeline.tokenizer("good 3 of the good", return_tensors="pt")).logits.softmax(-1).max(-1).values
-    assert answer["score"] == pytest.approx(float(share), abs=1e-5)
+    assert answer["score"] == pytest.approx(share.item(), abs=1e-5)
     assert wb.Experiment.from_json(experiment.to_json(), {"data": experiment.data.dataset_or_factory}) == experiment
 
 
