@@ -26,8 +26,8 @@ from torch.nn.modules.batchnorm import _BatchNorm
 
 from benchmarks.pages import MODELS_PAGE, fill, read_rows, versions, write_rows
 from tests.distributed.handed_over import MODELS, Batch
-from tests.distributed.harness import CPU, LINK, launch
-from tests.distributed.test_every_plan import loss_of, part_of, trainer_of
+from tests.distributed.harness import CPU, LINK, launch, loss_of, part_of
+from tests.distributed.test_every_plan import trainer_of
 from workbench.capture import Graph
 from workbench.capture.captured_model import CapturedModel
 from workbench.capture.torch_internals import differentiable

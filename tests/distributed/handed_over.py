@@ -309,10 +309,6 @@ def _fields(**fields: Callable[[int], torch.Tensor]) -> Callable[[int], Batch]:
     return lambda count: {name: make(count) for name, make in fields.items()}
 
 
-def _collated(name: str) -> Callable[[int], Batch]:
-    return lambda count: default_collate(samples_for(name, count))
-
-
 _TOKENS = _whole(VOCAB, SEQ, low=2)
 _TEXT = _fields(input_ids=_TOKENS, labels=_TOKENS)
 _ROWS = _fields(x=_normal(8), labels=_whole(5))
@@ -322,7 +318,10 @@ _OBJECTS = _fields(pixel_values=_normal(3, 64, 64), classes=_whole(4, 2), boxes=
 _VIDEOS = _fields(pixel_values=_normal(4, 3, 16, 16), bool_masked_pos=_chosen(2, 8))
 
 MODELS: Mapping[str, Handed] = {
-    **{name: Handed(build, _collated(name)) for name, build in {**COUPLED, **WEIGHTED}.items() if name != "a sum"},
+    **{
+        name: Handed(build, lambda count, name=name: default_collate(samples_for(name, count)))
+        for name, build in {**COUPLED, **WEIGHTED}.items() if name != "a sum"
+    },
     "Wav2Vec2ForCTC": Handed(wav2vec2, _fields(input_values=_normal(160), labels=_whole(12, 3, low=1))),
     "DETR with its loss": Handed(lambda: _spread(detr()), _OBJECTS),
     "RT-DETR with its loss": Handed(lambda: _spread(rt_detr()), _OBJECTS),

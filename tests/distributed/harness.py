@@ -5,6 +5,7 @@ On gloo, or with `device="cuda"` on NCCL, one GPU each.
 
 from __future__ import annotations
 
+import copy
 import dataclasses
 import functools
 import gc
@@ -13,6 +14,7 @@ import multiprocessing
 import os
 import tempfile
 from collections.abc import Callable, Mapping
+from contextlib import nullcontext
 from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
@@ -41,6 +43,7 @@ Tensors = dict[str, torch.Tensor]
 NOTHING = Memory(0, 0, 0, 0, 0)
 CPU = Device("CPU", "cpu", 4 << 30, {"fp32": 5e10}, 1e10)
 LINK = Link(1e9, 1e-5)
+HALF = functools.partial(torch.autocast, "cpu", torch.bfloat16)
 FREE = Prediction(0, 0, 0, 0, 0, 0, 0, None)
 
 
@@ -233,12 +236,76 @@ def trainer_of(
         schedule="interleaved" if division.chunks > 1 else "1f1b",
         **choices,
     )
-    here = coordinate(division.pipeline, division.data, division.tensor, device)
     place = torch.device("cuda", torch.cuda.current_device()) if device == "cuda" else torch.device("cpu")
-    context = StepContext(seed=7, device=place)
-    compact = block_sparse_parameters(experiment, plan, here, graph, context.device)
-    stages = build_stage(plan, here, model, graph, context, compact=compact)
+    return trainer_for(experiment, model, graph, plan, place, seed=7)
+
+
+def trainer_for(
+    experiment: Experiment,
+    model: nn.Module,
+    graph: Graph,
+    plan: Plan,
+    device: torch.device | None = None,
+    *,
+    seed: int = 0,
+    compiles: bool = False,
+) -> Trainer:
+    """Return the trainer of this rank for a plan, on the device where the model is by default."""
+    device = device or next(model.parameters()).device
+    here = coordinate(plan.pipeline, plan.data, plan.tensor, device.type)
+    context = StepContext(seed=seed, device=device)
+    compact = block_sparse_parameters(experiment, plan, here, graph, device)
+    half = functools.partial(torch.autocast, device.type, torch.bfloat16)
+    autocast = half if plan.precision == "bf16" else nullcontext
+    stages = build_stage(plan, here, model, graph, context, compile=compiles, autocast=autocast, compact=compact)
     return Trainer(experiment, plan, graph, stages, context, here)
+
+
+def plain_step(model: nn.Module, batch: Tensors, micro_batch: int | None = None) -> tuple[float, nn.Module]:
+    """Return the loss of one step of plain PyTorch, and a copy of the model with its gradients and buffers.
+
+    With BatchNorm, whose statistics are those of a micro-batch, gradients of micro-batches accumulate.
+    """
+    model, batch = copy.deepcopy((model, batch))  # a forward may write into a field
+    size = len(next(iter(batch.values())))
+    step, total = micro_batch or size, 0.0
+    for first in range(0, size, step):
+        loss = loss_of(model(**{key: value[first : first + step] for key, value in batch.items()})) * step / size
+        loss.backward()
+        total += loss.item()
+    return total, model
+
+
+def loss_of(output: Any) -> torch.Tensor:
+    """Return the loss among what a model returned: the only scalar of a tuple."""
+    if isinstance(output, tuple):
+        return next(value for value in output if value.ndim == 0)
+    if isinstance(output, torch.Tensor):
+        return output
+    return output["loss"] if isinstance(output, dict) else output.loss
+
+
+def unlike_plain(
+    trainer: Trainer, batch: Tensors, loss: float, plain: nn.Module, floor: float = 1e-4
+) -> tuple[float, float]:
+    """Return the largest relative differences of a step's loss, and of a gradient, from those of `plain_step`.
+
+    The norm of a gradient counts as at least `floor` of the largest element of all gradients.
+    """
+    found = trainer.gradients(0, part_of(trainer, batch))
+    dist.all_reduce(found)
+    expected = {
+        name: parameter.grad.to_dense() for name, parameter in plain.named_parameters() if parameter.grad is not None
+    }
+    least = floor * max(gradient.abs().max().item() for gradient in expected.values())
+    worst = torch.zeros((), device=found.device)
+    for name in trainer.stages.model_parameters():
+        gradient, right = trainer.full_gradient(name), expected.get(name)
+        assert (gradient is None) == (right is None), f"{trainer.plan}: {name} is {gradient}, and {right} in PyTorch"
+        if gradient is not None and right is not None:
+            worst = torch.maximum(worst, (gradient - right).norm() / max(right.norm().item(), least))
+    dist.all_reduce(worst, op=dist.ReduceOp.MAX)
+    return abs(found.item() - loss) / abs(loss), worst.item()
 
 
 def part_of(trainer: Trainer, batch: Tensors) -> Tensors:

@@ -10,7 +10,8 @@ import pytest
 from wandb_log import offline_history
 
 from tests.distributed import real_worker
-from tests.distributed.real_worker import eventually, experiment, plan, trained
+from tests.distributed.own_machine import eventually
+from tests.distributed.real_worker import experiment, plan, trained
 from workbench.analysis.curve import X_AXES, Curve
 from workbench.errors import PlanInfeasible
 from workbench.execution.step_timeline import FIRST_RECORDED

@@ -10,14 +10,14 @@ import gc
 import multiprocessing
 import os
 import signal
-import time
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 
 from tests.distributed.harness import environment, meeting, start_method
+from tests.distributed.own_machine import eventually
 from workbench import models
 from workbench.cost.cluster import Cluster
 from workbench.cost.device import Device, Link
@@ -129,17 +129,16 @@ def reach(run: RunDir, step: int) -> None:
     eventually(lambda: last_step(run) >= step)
 
 
-def eventually(truth: Callable[[], Any], seconds: float = 120.0) -> Any:
-    """Wait for something that the ranks are about to do, and return it."""
-    deadline = time.monotonic() + seconds
-    while not (value := truth()):
-        assert time.monotonic() < deadline, "it did not happen in time"
-        time.sleep(0.01)  # each look reads every event
-    return value
-
-
 def last_step(run: RunDir) -> int:
     return max((int(event["step"]) for event in read_events(run.events) if event["type"] == "step"), default=0)
+
+
+def assert_goes_on(run: RunDir, whole: RunDir) -> None:
+    """Assert that a run that went on under another plan has the curve of the run that never stopped, up to rounding."""
+    found, expected = curve(run), curve(whole)
+    assert found.keys() == expected.keys()
+    for step, (loss, norm, rate) in expected.items():
+        assert found[step] == (pytest.approx(loss, rel=1e-5), pytest.approx(norm, rel=1e-4), rate), step
 
 
 def curve(run: RunDir) -> dict[int, tuple[float, float, float]]:

@@ -8,7 +8,6 @@ from __future__ import annotations
 import copy
 import dataclasses
 import functools
-from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -19,14 +18,11 @@ from torch import nn
 
 import workbench as wb
 from tests.distributed import zoo
-from tests.distributed.harness import coordinate, forced_plan, launch
-from tests.distributed.test_every_plan import BACKEND, HALF, compiler
+from tests.distributed.harness import forced_plan, launch, trainer_for
+from tests.distributed.test_every_plan import BACKEND, compiler
 from workbench.capture import Graph, capture, spec_of
 from workbench.execution.blocks.block_sparse import INDEX, multiply_by_stored_blocks
-from workbench.execution.blocks.context import StepContext
-from workbench.execution.build import block_sparse_parameters, build_stage
 from workbench.execution.sparse_weights import BlockSparseWeights
-from workbench.execution.trainer import Trainer
 from workbench.experiment import Experiment
 from workbench.sparsity import Dynamic
 
@@ -99,13 +95,8 @@ def outcome(case: Case, block_sparse: bool) -> Outcome:
         clip_norm=0.5,
         sparsity=Dynamic(sparsity=0.5, block=16, updates=2, scope=case.scope),
     )
-    here, context = coordinate(1, 1), StepContext(seed=0, device=torch.device("cpu"))
-    compact = block_sparse_parameters(experiment, plan, here, graph, context.device)
-    autocast = HALF if case.precision == "bf16" else nullcontext
-    stages = build_stage(
-        plan, here, copy.deepcopy(model), graph, context, compile=case.compiles, autocast=autocast, compact=compact
-    )
-    trainer = Trainer(experiment, plan, graph, stages, context, here)
+    trainer = trainer_for(experiment, copy.deepcopy(model), graph, plan, compiles=case.compiles)
+    stages = trainer.stages
     assert isinstance(trainer.sparse_weights, BlockSparseWeights) == block_sparse
     buffers = stages.model_buffers()  # the very indices that a moving pattern overwrites
     assert all(

@@ -27,7 +27,6 @@ from workbench.execution.build import FREE_SHARE, build_lock
 from workbench.execution.checkpoint.model_export import export_step
 from workbench.execution.parallel.alike import LARGE, digests
 from workbench.experiment import Experiment
-from workbench.rundir import RunDir
 from workbench.runs.records.history import read_tail
 
 MODEL_BYTES = 10 << 30
@@ -134,10 +133,6 @@ def _whole_batch(asked: Experiment) -> dict[str, torch.Tensor]:
     return asked.data.dataset(asked).__getitems__(list(range(GLOBAL_BATCH)))
 
 
-def _exported(run: RunDir, folder: Path) -> dict[str, torch.Tensor]:
-    return load_file(next(path for path in export_step(run.checkpoints, folder) if path.suffix == ".safetensors"))
-
-
 @pytest.mark.parametrize("division", [{"data": 2, "zero": 0}, {"pipeline": 2}, {"data": 2, "zero": 3}])
 def test_the_seed_decides_what_a_constructor_draws_from_any_generator_on_every_rank(
     division: dict[str, int], tmp_path: Path
@@ -180,7 +175,8 @@ def test_the_held_out_loss_of_replicas_is_that_of_the_model_in_the_checkpoint(tm
     asked = _asked(Averaged, data=_items(2.0), eval_data=_items(1.0), eval_every=2, steps=4, learning_rate=1e-2)
     run = trained(tmp_path / "run", asked, plan(asked, data=2, zero=0))
     model = asked.build().eval()
-    model.load_state_dict(_exported(run, tmp_path / "model"))
+    [weights] = [path for path in export_step(run.checkpoints, tmp_path / "model") if path.suffix == ".safetensors"]
+    model.load_state_dict(load_file(weights))
     held_out = {name: torch.stack([item[name] for item in _items(1.0)]) for name in ("x", "y")}
     found = read_tail(run.events).evaluations.eval_loss
     assert found[-1] == pytest.approx(model(**held_out).item(), rel=1e-5)

@@ -19,6 +19,7 @@ from torch.distributed.checkpoint.metadata import _MEM_FORMAT_ENCODING
 from torch.nn import functional
 
 from tests.distributed import real_worker
+from tests.distributed.own_machine import eventually
 from tests.distributed.real_worker import Ranks, curve, directory, experiment, plan, trained
 from tests.exhaustive import EXHAUSTIVE
 from workbench.errors import CheckpointError, PlanMismatch
@@ -200,14 +201,11 @@ def test_a_run_goes_on_under_one_plan_after_another(legs: str, unbroken: RunDir,
         ranks = Ranks(run, chosen.world)
         if number < len(LEGS[legs]) - 1:
             saved = run.checkpoint(3 * number + 3)
-            real_worker.eventually(lambda path=saved: path in complete_checkpoints(path.parent))
+            eventually(lambda path=saved: path in complete_checkpoints(path.parent))
             ranks.kill(first=0)
         else:
             ranks.wait()
-    found, expected = curve(run), curve(whole)
-    assert found.keys() == expected.keys()
-    for step, (loss, norm, rate) in expected.items():
-        assert found[step] == (pytest.approx(loss, rel=1e-5), pytest.approx(norm, rel=1e-4), rate), step
+    real_worker.assert_goes_on(run, whole)
 
 
 def copied(unbroken: RunDir, path: Path) -> RunDir:

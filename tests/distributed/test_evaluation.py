@@ -61,11 +61,7 @@ class Squared(nn.Module):
         return functional.mse_loss(self.layers(x), x)
 
 
-MODELS: dict[str, Any] = {
-    "bert": lambda: zoo.bert_pretraining(0.1),
-    "normalised": Normalised,
-    "squared": Squared,
-}
+MODELS: dict[str, Any] = {"bert": lambda: zoo.bert_pretraining(0.1), "normalised": Normalised, "squared": Squared}
 
 
 def batch_of(name: str, size: int, seed: int) -> Tensors:

@@ -13,7 +13,7 @@ import gc
 import itertools
 from collections import Counter
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -27,12 +27,15 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from tests.distributed import zoo
 from tests.distributed.harness import (
     CPU,
+    HALF,
     LINK,
     Division,
-    coordinate,
     forced_plan,
     launch,
     part_of,
+    plain_step,
+    trainer_for,
+    unlike_plain,
     whole_parameters,
     worst,
 )
@@ -42,8 +45,6 @@ from workbench.capture import Graph, capture, spec_of
 from workbench.capture.tensor_parallel import plan_tensor_parallel
 from workbench.cost.cluster import Cluster
 from workbench.cost.graph_profiler import profile_graph
-from workbench.execution.blocks.context import StepContext
-from workbench.execution.build import build_stage
 from workbench.execution.parallel.sharding import local
 from workbench.execution.trainer import Trainer
 from workbench.optimizers.adamw import OffloadedAdamW, ShardedAdamW
@@ -53,7 +54,6 @@ from workbench.planning.search import what_if
 TOLERANCE = 1e-5
 BACKEND = "aot_eager_decomp_partition"
 """Traces blocks and decides what the backward computes again as the default compiler does, and generates no code."""
-HALF = functools.partial(torch.autocast, "cpu", torch.bfloat16)
 MICRO_BATCH = 2
 
 
@@ -147,54 +147,18 @@ def plan_of(graph: Graph, case: Case) -> Plan:
 
 
 def trainer_of(model: nn.Module, graph: Graph, plan: Plan, compiles: bool = False) -> Trainer:
-    """Return a trainer of a model on the device where the model is."""
-    device = next(model.parameters()).device
-    here = coordinate(plan.pipeline, plan.data, plan.tensor, device.type)
-    context = StepContext(seed=0, device=device)
-    autocast = HALF if plan.precision == "bf16" else nullcontext
-    stage = build_stage(plan, here, model, graph, context, compile=compiles, autocast=autocast)
-    return Trainer(experiment_of("bert"), plan, graph, stage, context, here)
+    return trainer_for(experiment_of("bert"), model, graph, plan, compiles=compiles)
 
 
 def _difference(name: str, model: nn.Module, graph: Graph, plan: Plan, compiles: bool) -> Difference:
     batch = zoo.batch(name, plan.global_batch)
-    expected_loss, expected = _plainly(name, copy.deepcopy(model), batch)
+    plain = plain_step(model, batch, MICRO_BATCH if name in zoo.NORMALISED_BY_BATCH else None)
     trainer = trainer_of(model, graph, plan, compiles)
-    part = trainer.gradients(0, part_of(trainer, batch))
+    found = Difference(*unlike_plain(trainer, batch, *plain))
     assert not plan.cuda_graphs or (
         trainer.context.cuda_graphs is not None and trainer.context.cuda_graphs.num_forwards
     )
-    torch.distributed.all_reduce(part)
-    scale = max(gradient.abs().max().item() for gradient in expected.values())
-    worst = torch.zeros(())
-    for key in trainer.stages.model_parameters():
-        found = trainer.full_gradient(key)
-        assert (found is None) == (key not in expected), f"{key}: {found}, and plain PyTorch gives {expected.get(key)}"
-        if found is None:
-            continue
-        error = (found - expected[key]).norm() / max(expected[key].norm().item(), 1e-4 * scale)
-        worst = torch.maximum(worst, error)
-    torch.distributed.all_reduce(worst, op=torch.distributed.ReduceOp.MAX)
-    return Difference(abs(part.item() - expected_loss) / abs(expected_loss), worst.item())
-
-
-def _plainly(name: str, model: nn.Module, batch: zoo.Batch) -> tuple[float, dict[str, torch.Tensor]]:
-    """Return loss and gradients over the whole batch; with BatchNorm, one micro-batch at a time."""
-    size = len(next(iter(batch.values())))
-    step = MICRO_BATCH if name in zoo.NORMALISED_BY_BATCH else size
-    total = 0.0
-    for first in range(0, size, step):
-        output = model(**{key: value[first : first + step] for key, value in batch.items()})
-        loss = loss_of(output)
-        (loss * step / size).backward()
-        total += loss.item() * step / size
-    return total, {key: p.grad for key, p in model.named_parameters() if p.grad is not None}
-
-
-def loss_of(output: Any) -> torch.Tensor:
-    if isinstance(output, tuple):
-        return output[0]
-    return output if isinstance(output, torch.Tensor) else output["loss"]
+    return found
 
 
 EQUAL: dict[str, list[Case]] = {
@@ -230,16 +194,12 @@ if EXHAUSTIVE:
     EQUAL["bert-half-frozen"] += [Case(pipeline=2, data=2, zero=1), Case(pipeline=4, compile=True)]
 
 
-def worlds_of(name: str) -> list[int]:
-    return sorted({case.world for case in EQUAL[name]})
-
-
 @pytest.mark.parametrize(
     ("name", "world"),
     [
         pytest.param(name, world, marks=[pytest.mark.representative] if (name, world) == ("bert", 2) else [])
         for name in EQUAL
-        for world in worlds_of(name)
+        for world in sorted({case.world for case in EQUAL[name]})
     ],
 )
 def test_loss_and_every_gradient_equal_those_of_plain_pytorch(name: str, world: int) -> None:
@@ -413,9 +373,11 @@ def test_reductions_are_those_of_the_analysis_and_selective_recomputation_repeat
 def _in_bf16(_rank: int) -> dict[str, Any]:
     """Return the error of gradients under autocast, on one device and on two tensor-parallel devices."""
     (model, graph), batch = ONE_BERT(), zoo.batch("bert", MICRO_BATCH)
-    _, exact = _plainly("bert", copy.deepcopy(model), batch)
+    _, exactly = plain_step(model, batch)
+    exact = {key: p.grad for key, p in exactly.named_parameters()}
     with HALF():
-        _, alone = _plainly("bert", copy.deepcopy(model), batch)
+        _, halved = plain_step(model, batch)
+    alone = {key: p.grad for key, p in halved.named_parameters()}
     plan = plan_of(graph, Case(tensor=2, num_microbatches=1))
     trainer = trainer_of(copy.deepcopy(model), graph, dataclasses.replace(plan, precision="bf16"))
     with _AllReduces() as counted:

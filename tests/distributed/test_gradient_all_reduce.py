@@ -156,14 +156,11 @@ def _reduced_in_a_trainer(_rank: int) -> tuple[list[list[tuple[list[str], int]]]
             trainer.gradients(step, part_of(trainer, batch))
         for name, parameter in overlapped.stages.model_parameters().items():
             assert parameter.grad is not None
-            worst = max(worst, float((parameter.grad - _gradient(late.stages.model_parameters()[name])).abs().max()))
+            other = late.stages.model_parameters()[name].grad
+            assert other is not None
+            worst = max(worst, float((parameter.grad - other).abs().max()))
     assert any(buffer() is not None for buffer in held)
     overlapped.optimizer.zero_grad(set_to_none=True)
     graphs.begin_step()
     own = [name for block in stage.block_modules() if block.is_capturable for name in block.own_parameters]
     return backwards, own, worst, all(buffer() is None for buffer in held)
-
-
-def _gradient(parameter: nn.Parameter) -> torch.Tensor:
-    assert parameter.grad is not None
-    return parameter.grad

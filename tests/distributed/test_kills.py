@@ -15,7 +15,8 @@ from pathlib import Path
 import psutil
 import pytest
 
-from tests.distributed.test_launch import HERE, ROOT, eventually, start
+from tests.distributed.own_machine import eventually, own_machine
+from tests.distributed.test_launch import HERE, ROOT, start
 from tests.exhaustive import EXHAUSTIVE
 from workbench.rundir import process_alive, process_record, read_events
 from workbench.runs.launching import device_queue, processes
@@ -40,15 +41,10 @@ KERNEL = f"""
 
 @pytest.fixture(autouse=True)
 def node(tmp_path, monkeypatch):
-    """Give the test a device queue and a runs folder of its own, and kill every process that it leaves."""
-    monkeypatch.setenv("WORKBENCH_HOME", str(tmp_path / "home"))
-    monkeypatch.setenv("WORKBENCH_RUNS", str(tmp_path / "runs"))
-    monkeypatch.setenv("OMP_NUM_THREADS", "1")
-    monkeypatch.setenv("WORKBENCH_STANDIN_STEP_S", "0.02")
-    monkeypatch.setenv("WORKBENCH_STANDIN_CHECKPOINT_EVERY", "10")
+    for name, value in (("STANDIN_STEP_S", "0.02"), ("STANDIN_CHECKPOINT_EVERY", "10")):
+        monkeypatch.setenv(f"WORKBENCH_{name}", value)
     monkeypatch.setenv("PYTHONPATH", str(ROOT))
-    monkeypatch.syspath_prepend(str(HERE))
-    yield tmp_path
+    yield from own_machine(tmp_path, monkeypatch)
     for process in of_this_test(tmp_path):
         process.kill()
 

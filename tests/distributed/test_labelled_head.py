@@ -8,8 +8,8 @@ import functools
 import torch
 
 from tests.distributed import zoo
-from tests.distributed.harness import launch, worst
-from tests.distributed.test_every_plan import MICRO_BATCH, TOLERANCE, Case, captured_once, part_of, plan_of, trainer_of
+from tests.distributed.harness import launch, plain_step, unlike_plain
+from tests.distributed.test_every_plan import MICRO_BATCH, TOLERANCE, Case, captured_once, plan_of, trainer_of
 from workbench.execution.blocks.labelled_head import LabelledRows
 from workbench.execution.trainer import Trainer
 
@@ -43,19 +43,12 @@ def _measured(_rank: int, cases: list[tuple[str, Case]]) -> list[tuple[float, fl
         model, graph = captured_once(name)
         plan = plan_of(graph, case)
         batch = batch_of(name, plan.global_batch)
-        plain = copy.deepcopy(model)
-        expected = plain(**batch).loss
-        expected.backward()
+        plain = plain_step(model, batch)
         trainer = trainer_of(copy.deepcopy(model), graph, plan)
-        part = trainer.gradients(0, part_of(trainer, batch))
-        torch.distributed.all_reduce(part)
-        gradients = {key: trainer.full_gradient(key) for key in trainer.stages.model_parameters()}
-        right = {key: value.grad for key, value in plain.named_parameters() if key in gradients}
-        errors: list[float] = [None] * case.world  # type: ignore[list-item]
-        torch.distributed.all_gather_object(errors, worst(gradients, right))
+        errors = unlike_plain(trainer, batch, *plain)
         of_ranks: list[set[int | None]] = [set()] * case.world
         torch.distributed.all_gather_object(of_ranks, row_counts(trainer))
-        found.append((abs(part.item() / expected.item() - 1), max(errors), set().union(*of_ranks)))
+        found.append((*errors, set().union(*of_ranks)))
     return found
 
 

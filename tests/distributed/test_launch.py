@@ -1,17 +1,24 @@
 """Launches with real processes: detached supervisors, Accelerate's launcher, two ranks on gloo."""
 
+from __future__ import annotations
+
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
 import textwrap
 import time
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import psutil
 import pytest
 
+from tests.distributed.own_machine import eventually, own_machine
+from tests.unit.figure_values import plan as hand_made_plan
 from workbench import data, models
 from workbench.cost.cluster import Cluster
 from workbench.cost.device import Device, Link
@@ -25,10 +32,12 @@ from workbench.errors import (
     WorkbenchError,
 )
 from workbench.experiment import Experiment
-from workbench.planning.plan import Memory, Plan, Prediction, Stage
-from workbench.rundir import RunDir, process_alive, read_events, read_json, write_json
+from workbench.planning.plan import Plan
+from workbench.rundir import RunDir, process_alive, process_record, read_events, read_json, write_json
 from workbench.runs.launching import launcher, processes
+from workbench.runs.launching.processes import wait_gone
 from workbench.runs.launching.run_directory import Attempt
+from workbench.runs.launching.supervisor import Nodes, _accelerate_config, accelerate_command, worker_environment
 from workbench.runs.registry import load_run
 from workbench.runs.run import Run
 
@@ -37,29 +46,17 @@ HERE = Path(__file__).resolve().parent
 
 
 def plan_for(experiment: Experiment, world: int = 2, device_type: str = "cpu") -> Plan:
-    device = Device("CPU", device_type, 2**33, {"fp32": 1e11}, 1e10)
-    memory = Memory(1, 1, 1, 1, 1)
-    stages = tuple(Stage(i, i, i + 1, 100, 1.0, 2.0, 64, "none", memory) for i in range(world))
-    link = Link(1e9, 1e-5)
-    return Plan(
+    device, link = Device("CPU", device_type, 2**33, {"fp32": 1e11}, 1e10), Link(1e9, 1e-5)
+    return replace(
+        hand_made_plan(world, 2 * world),
         model=str(experiment.name),
-        signature="none",
         cluster=Cluster(device, world, world, link, link),
         global_batch=experiment.global_batch,
         seq_len=experiment.seq_len,
         precision="fp32",
-        pipeline=world,
-        data=1,
-        tensor=1,
-        zero=0,
-        schedule="1f1b",
         micro_batch=1,
         num_microbatches=experiment.global_batch,
-        block_names=tuple(f"block{i}" for i in range(world)),
-        stages=stages,
         flops_per_step=10**6,
-        memory_limit_bytes=None,
-        prediction=Prediction(3.0, 3.0, 0.0, 0.0, 0.0, 0.0, 1e3, None),
     )
 
 
@@ -71,16 +68,7 @@ def experiment(steps: int = 3) -> Experiment:
 
 @pytest.fixture(autouse=True)
 def node(tmp_path, monkeypatch):
-    """Give the test a device queue and a runs folder of its own, and end the processes that it leaves."""
-    monkeypatch.setenv("WORKBENCH_HOME", str(tmp_path / "home"))
-    monkeypatch.setenv("WORKBENCH_RUNS", str(tmp_path / "runs"))
-    monkeypatch.setenv("OMP_NUM_THREADS", "1")
-    monkeypatch.syspath_prepend(str(HERE))
-    yield tmp_path
-    for path in (tmp_path / "runs").glob("*"):
-        run = Run(path)
-        supervisor = processes.launcher_record(run.directory).get("supervisor")
-        processes.kill_trees([*([supervisor] if supervisor else []), *processes.live_workers(run.directory)])
+    yield from own_machine(tmp_path, monkeypatch)
 
 
 def launch(*args, worker: str = processes.WORKER, **kwargs) -> Run:
@@ -91,14 +79,6 @@ def launch(*args, worker: str = processes.WORKER, **kwargs) -> Run:
 def start(steps: int = 3, world: int = 2, **kwargs) -> Run:
     asked = experiment(steps)
     return launch(asked, plan_for(asked, world), worker="standin_worker", **kwargs)
-
-
-def eventually(truth, seconds: float = 100.0):
-    deadline = time.monotonic() + seconds
-    while not (value := truth()):
-        assert time.monotonic() < deadline, "it did not happen in time"
-        time.sleep(0.05)
-    return value
 
 
 def first_step(run: Run) -> None:
@@ -281,18 +261,14 @@ def test_what_has_its_launcher_is_no_survivor_though_no_file_knows_it(tmp_path, 
     run = RunDir(tmp_path / "run")
     write_json(run.launcher, {"worker": "node"})
     launcher = subprocess.Popen([sys.executable, "-m", "node", str(run.path)])
-    rank = [record["pid"] for record in eventually(lambda: two_strays(run)) if record["pid"] != launcher.pid]
+    eventually(lambda: len(processes.strays(run)) == 2)
+    rank = [record["pid"] for record in processes.strays(run) if record["pid"] != launcher.pid]
     assert [record["pid"] for record in processes.survivors(run)] == [launcher.pid]
     launcher.kill()
     launcher.wait()
     assert [record["pid"] for record in processes.survivors(run)] == rank
     processes.kill_trees(processes.survivors(run))
     assert processes.strays(run) == []
-
-
-def two_strays(run):
-    found = processes.strays(run)
-    return found if len(found) == 2 else None
 
 
 def test_ranks_that_hang_are_ended_by_force_after_a_stop(monkeypatch):
@@ -380,3 +356,96 @@ def test_a_plan_for_another_batch_or_machine_is_refused_before_any_process_start
         launch(asked, plan_for(asked, 4, device_type="cuda"))
     assert not (node / "runs").exists()
     assert not any(str(node) in " ".join(p.info["cmdline"] or ()) for p in psutil.process_iter(["cmdline"]))
+
+
+RANK = """
+import ctypes, os, signal, sys, time
+from pathlib import Path
+import transformers
+
+if __name__ == "__main__":
+    rank = os.environ.get("RANK", "0")
+    death = ctypes.c_int()
+    ctypes.CDLL(None).prctl(2, ctypes.byref(death))  # PR_GET_PDEATHSIG
+    handlers = [signal.getsignal(number) == signal.SIG_DFL for number in (signal.SIGTERM, signal.SIGHUP)]
+    print(f"rank {rank} {os.getpid()} {os.getpgrp() == os.getpid()} {all(handlers)} {death.value}", flush=True)
+    while not Path(sys.argv[1], "leave").exists() and not (rank == "0" and Path(sys.argv[1], "first").exists()):
+        time.sleep(0.05)
+    sys.exit(3 if rank == "0" and Path(sys.argv[1], "fail").exists() else 0)
+"""
+LISTENING = """
+import os, sys, psutil, torch, torch.distributed as dist
+from workbench.execution.worker import _complete_environment
+
+if __name__ == "__main__":  # the launcher imports it, too
+    _complete_environment()
+    dist.init_process_group("gloo", rank=int(os.environ["RANK"]), world_size=int(os.environ["WORLD_SIZE"]))
+    dist.all_reduce(torch.ones(1))
+    processes = psutil.Process(), psutil.Process(os.getppid()) if dist.get_world_size() > 1 else psutil.Process()
+    listening = {c.laddr.ip for p in processes for c in p.net_connections() if c.status == "LISTEN"}
+    print("listens on " + " ".join(listening), flush=True)
+    dist.barrier()
+    dist.destroy_process_group()
+"""
+"""Ranks that print the addresses on which they and their launcher listen."""
+
+
+def launched(folder: Path, world: int, script: str = RANK) -> subprocess.Popen[str]:
+    plan: Any = {"world": world, "device_type": "cpu", "precision": "fp32"}
+    config, worker = folder / "accelerate.yaml", folder / "scripted_rank.py"
+    config.write_text(_accelerate_config(plan, Nodes()))
+    worker.write_text(script)
+    environment = worker_environment(dict(os.environ), world, "cpu", ("cpu",)) | {"OMP_NUM_THREADS": "1"}
+    environment["PYTHONPATH"] = os.pathsep.join(filter(None, [str(folder), *sys.path]))
+    command = [*accelerate_command(config, plan), "-m", worker.stem, str(folder)]
+    pipe = subprocess.PIPE
+    return subprocess.Popen(command, env=environment, stdout=pipe, stderr=subprocess.STDOUT, text=True)
+
+
+@pytest.mark.parametrize("world", [1, 2])
+def test_a_forked_rank_leads_its_session_and_has_no_handler_of_its_launcher(world: int, tmp_path: Path) -> None:
+    launcher = launched(tmp_path, world)
+    assert launcher.stdout is not None
+    said = sorted(launcher.stdout.readline().split() for _ in range(world))
+    assert [line[3:] for line in said] == [["True", "True", "0"]] * world, said
+    ranks = [psutil.Process(int(line[2])) for line in said]
+    assert {rank.ppid() for rank in ranks} == {launcher.pid}
+    for rank in ranks:
+        age = rank.create_time() - psutil.Process(launcher.pid).create_time()
+        used = sum(rank.cpu_times()[:2])
+        assert used < age / 2, "what the launcher imported is not imported again"
+    (tmp_path / "fail").touch()
+    (tmp_path / "leave").touch()
+    output = launcher.stdout.read()
+    assert launcher.wait(60) == 1
+    assert re.search(r"exitcode\s*:\s*3|non-zero exit status 3", output), output
+
+
+def test_forked_ranks_outlive_a_launcher_that_was_killed_but_not_their_work(tmp_path: Path) -> None:
+    launcher = launched(tmp_path, 2)
+    assert launcher.stdout is not None
+    ranks = [process_record(int(launcher.stdout.readline().split()[2])) for _ in range(2)]
+    launcher.send_signal(signal.SIGKILL)
+    launcher.wait(60)
+    assert not wait_gone(ranks, 1.0), "the supervisor ends them, after a checkpoint"
+    (tmp_path / "leave").touch()
+    assert wait_gone(ranks, 30.0)
+
+
+def test_a_forked_rank_that_has_ended_its_work_dies_with_its_launcher(tmp_path: Path) -> None:
+    (tmp_path / "first").touch()
+    launcher = launched(tmp_path, 2)
+    assert launcher.stdout is not None
+    ranks = [process_record(int(launcher.stdout.readline().split()[2])) for _ in range(2)]
+    assert not wait_gone(ranks, 1.0), "the first rank waits for the second, which works on"
+    launcher.send_signal(signal.SIGKILL)
+    (tmp_path / "leave").touch()
+    assert wait_gone(ranks, 30.0)
+
+
+@pytest.mark.parametrize("world", [1, 2])
+def test_the_store_and_gloo_of_one_node_listen_on_the_loopback_interface_only(world: int, tmp_path: Path) -> None:
+    output, _ = launched(tmp_path, world, LISTENING).communicate(timeout=100)
+    told = re.findall("listens on (.*?)(?=listens|$)", output, re.MULTILINE)  # two ranks may share a line
+    assert told == ["127.0.0.1"] * world, output
+    assert "master_addr" not in output, output

@@ -9,16 +9,8 @@ import threading
 
 import pytest
 
-from tests.distributed.test_launch import (
-    HERE,
-    ROOT,
-    eventually,
-    first_step,
-    launch,
-    node,
-    plan_for,
-    start,
-)
+from tests.distributed.own_machine import eventually
+from tests.distributed.test_launch import HERE, ROOT, first_step, launch, node, plan_for, start
 from workbench.errors import CheckpointError, RunExists, WorkbenchError
 from workbench.runs.launching import launcher, processes, run_directory
 from workbench.runs.registry import list_runs, load_run

@@ -15,16 +15,24 @@ import torch
 from torch import nn
 
 from tests.distributed import zoo
-from tests.distributed.harness import CPU, LINK, Division, coordinate, forced_plan, launch
+from tests.distributed.harness import (
+    CPU,
+    LINK,
+    Division,
+    forced_plan,
+    launch,
+    part_of,
+    plain_step,
+    trainer_for,
+    unlike_plain,
+)
+from tests.distributed.test_every_plan import captured_once
 from tests.exhaustive import EXHAUSTIVE
 from workbench.capture import Graph, build_meta, capture, spec_of
 from workbench.cost.cluster import Cluster
 from workbench.cost.graph_profiler import profile_graph
 from workbench.cost.profile import Profile
 from workbench.errors import PlanInfeasible
-from workbench.execution.blocks.context import StepContext
-from workbench.execution.build import build_stage
-from workbench.execution.trainer import Trainer
 from workbench.experiment import Experiment
 from workbench.planning.plan import Plan
 from workbench.planning.search import what_if
@@ -59,13 +67,6 @@ class Difference:
         return max(self.loss, self.gradient, self.buffer)
 
 
-@functools.cache
-def built(name: str) -> tuple[nn.Module, Graph]:
-    torch.manual_seed(0)
-    model = zoo.MODELS[name]().train()
-    return model, captured(name, model)
-
-
 def captured(name: str, model: nn.Module) -> Graph:
     batch = zoo.batch(name, MICRO_BATCH)
     return capture(model, {key: spec_of(key, value) for key, value in batch.items()}, name=name)
@@ -98,7 +99,9 @@ def differences(name: str, cases: tuple[Degrees, ...]) -> dict[Degrees, Differen
     """Measure differences on real processes; all cases use the same number."""
     [world] = {degrees.world for degrees in cases}
     plans = {degrees: planned(name, degrees) if offers(name, degrees) else _forced(name, degrees) for degrees in cases}
-    found: dict[Degrees, Difference] = launch(_measured, world, name, plans, ahead=functools.partial(built, name))
+    found: dict[Degrees, Difference] = launch(
+        _measured, world, name, plans, ahead=functools.partial(captured_once, name)
+    )
     return found
 
 
@@ -121,67 +124,27 @@ def _forced(name: str, degrees: Degrees) -> Plan:
 
 
 def _measured(_rank: int, name: str, plans: dict[Degrees, Plan]) -> dict[Degrees, Difference]:
-    model, graph = built(name)
-    return {degrees: _difference(name, copy.deepcopy(model), graph, plan) for degrees, plan in plans.items()}
+    model, graph = captured_once(name)
+    return {degrees: _difference(name, model, graph, plan) for degrees, plan in plans.items()}
 
 
 def _difference(name: str, model: nn.Module, graph: Graph, plan: Plan) -> Difference:
     assert graph.signature == plan.signature
     assert tuple(block.name for block in graph.blocks) == plan.block_names
-    here = coordinate(plan.pipeline, plan.data, plan.tensor)
     batch = zoo.batch(name, plan.global_batch)
-    size = MICRO_BATCH * MICRO_BATCHES
-    mine = {key: value[here.data_rank * size : (here.data_rank + 1) * size] for key, value in batch.items()}
-    plain, alone = copy.deepcopy(model), copy.deepcopy(model)
-    micro_batch = MICRO_BATCH if name in zoo.NORMALISED_BY_BATCH else plan.global_batch
-    expected_loss = _trained_plainly(plain, batch, micro_batch)
-    _trained_plainly(alone, mine, micro_batch)
-
-    context = StepContext(seed=0, device=torch.device("cpu"))
-    stage = build_stage(plan, here, model, graph, context)
     experiment = Experiment(model=zoo.MODELS[name], data=lambda: None, steps=1, global_batch=plan.global_batch)
-    trainer = Trainer(experiment, plan, graph, stage, context, here)
-    loss = trainer.gradients(0, mine)
-    torch.distributed.all_reduce(loss)
-
-    gradients = {key: parameter.grad for key, parameter in plain.named_parameters()}
-    scale = max(gradient.abs().max().item() for gradient in gradients.values() if gradient is not None)
-    worst = torch.zeros(2)
-    for key in stage.model_parameters():
-        expected, found = gradients[key], trainer.full_gradient(key)
-        assert (found is None) == (expected is None), f"{key}: {found} in the pipeline, {expected} in plain PyTorch"
-        if expected is not None and found is not None:
-            error = (found - expected).norm() / max(expected.norm().item(), 1e-4 * scale)
-            worst[0] = torch.maximum(worst[0], error)
-    buffers = dict(alone.named_buffers())  # replicas see their own samples only, as under DistributedDataParallel
-    for key, buffer in stage.model_buffers().items():
+    micro_batch = MICRO_BATCH if name in zoo.NORMALISED_BY_BATCH else None
+    plain = plain_step(model, batch, micro_batch)
+    trainer = trainer_for(experiment, copy.deepcopy(model), graph, plan)
+    of_loss, of_gradient = unlike_plain(trainer, batch, *plain)
+    _, alone = plain_step(model, part_of(trainer, batch), micro_batch)  # replicas see their own samples only, as in DDP
+    buffers, worst = dict(alone.named_buffers()), torch.zeros(())
+    for key, buffer in trainer.stages.model_buffers().items():
         if key in buffers:
             error = (buffer.float() - buffers[key].float()).norm() / buffers[key].float().norm().clamp_min(1e-6)
-            worst[1] = torch.maximum(worst[1], error)
+            worst = torch.maximum(worst, error)
     torch.distributed.all_reduce(worst, op=torch.distributed.ReduceOp.MAX)
-    return Difference(abs(loss.item() - expected_loss) / abs(expected_loss), worst[0].item(), worst[1].item())
-
-
-def _trained_plainly(model: nn.Module, batch: zoo.Batch, micro_batch: int) -> float:
-    """Run forward and backward of plain PyTorch over a whole batch, and return the loss.
-
-    A model with BatchNorm runs in micro-batches and accumulates gradients, since its statistics are a micro-batch's.
-    """
-    samples = len(batch["labels"])
-    pieces = [range(first, min(first + micro_batch, samples)) for first in range(0, samples, micro_batch)]
-    total = 0.0
-    for piece in pieces:
-        loss = loss_of(model, {key: value[piece.start : piece.stop] for key, value in batch.items()}) / len(pieces)
-        loss.backward()
-        total += loss.item()
-    return total
-
-
-def loss_of(model: nn.Module, batch: zoo.Batch) -> torch.Tensor:
-    output = model(**batch)
-    if isinstance(output, torch.Tensor):
-        return output
-    return output[0] if isinstance(output, tuple) else output["loss"]
+    return Difference(of_loss, of_gradient, worst.item())
 
 
 ON_TWO = (

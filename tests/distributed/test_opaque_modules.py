@@ -16,7 +16,8 @@ from torch.utils.checkpoint import checkpoint
 
 from tests.distributed.harness import launch
 from tests.distributed.test_every_plan import MICRO_BATCH, Case, part_of, plan_of, trainer_of
-from tests.distributed.test_unusual_models import WIDTH, Residual, batch_of, captured, difference, spec_of
+from tests.distributed.test_unusual_models import WIDTH, batch_of, captured, difference, spec_of
+from tests.unit.capture_models import Net
 from workbench.capture import Graph, build_meta, capture
 from workbench.capture.opaque import is_opaque
 
@@ -41,12 +42,12 @@ class Cubed(torch.autograd.Function):
         return 2.5 * ctx.saved_tensors[0] ** 2 * gradient  # not the derivative: export would take that
 
 
-class OwnFunction(Residual):
+class OwnFunction(Net):
     def body(self, x: torch.Tensor) -> torch.Tensor:
         return super().body(x + 0.1 * Cubed.apply(x))
 
 
-class Layered(Residual):
+class Layered(Net):
     """A residual network whose layers are of the class `Layer`."""
 
     class Layer(nn.Module):
@@ -111,7 +112,7 @@ class Loss(nn.Module):
         return torch.stack([functional.cross_entropy(logits[row], labels[row]) for row in rows]).mean()
 
 
-class OwnLoss(Residual):
+class OwnLoss(Net):
     def __init__(self) -> None:
         super().__init__()
         self.loss = Loss()
@@ -129,7 +130,7 @@ class Assigned(nn.Module):
         return torch.tensor([int(row.argmax()) for row in sizes], device=sizes.device)
 
 
-class Matched(Residual):
+class Matched(Net):
     """Makes the module of its loss in forward, as DETR does."""
 
     def forward(self, x: torch.Tensor, labels: torch.Tensor) -> object:

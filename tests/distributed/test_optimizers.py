@@ -20,6 +20,7 @@ from torch import nn
 from tests.distributed import harness, zoo
 from tests.distributed.harness import CPU, LINK, Division, Tensors, everywhere, launch, part_of, whole_parameters, worst
 from tests.exhaustive import EXHAUSTIVE
+from tests.unit.test_optimizer import in_plain_fp32
 from workbench.capture import Graph, capture, spec_of
 from workbench.cost.device import Link
 from workbench.cost.graph_profiler import profile_graph
@@ -29,7 +30,6 @@ from workbench.execution.checkpoint.save_load import CheckpointStore, TrainingPr
 from workbench.execution.parallel.sharding import local
 from workbench.execution.trainer import Trainer
 from workbench.experiment import Experiment
-from workbench.optimizers.muon import COEFFICIENTS
 from workbench.rundir import RunDir
 from workbench.strategy import Strategy
 
@@ -86,15 +86,6 @@ class Counted(torch.optim.Optimizer):
                 x.add_(state["sum"], alpha=-group["lr"] / state["count"] ** 0.5)
 
 
-def by_polar_express(matrix: torch.Tensor, *_torchs: Any) -> torch.Tensor:
-    """Orthogonalise one matrix in fp32, in the place of torch's function, without any code of Workbench."""
-    x = matrix / (matrix.norm() * 1.01 + 1e-7)
-    for a, b, c in COEFFICIENTS:
-        gram = x @ x.T
-        x = a * x + (b * gram + c * gram @ gram) @ x
-    return x
-
-
 class MuonAndAdamW:
     """`torch.optim.Muon` for the matrices but embeddings and heads, `torch.optim.AdamW` for the other parameters.
 
@@ -113,7 +104,7 @@ class MuonAndAdamW:
         self.param_groups = [next(muon if mine else adamw) for mine in hidden]
 
     def step(self) -> None:
-        with mock.patch("torch.optim._muon._zeropower_via_newtonschulz", by_polar_express):
+        with mock.patch("torch.optim._muon._zeropower_via_newtonschulz", in_plain_fp32):
             self.muon.step()
         self.adamw.step()
 
@@ -136,10 +127,6 @@ def factor_of(step: int) -> float:
     return 1.0 - step / 40
 
 
-def scale_of(name: str) -> float:
-    return 0.5 if "embeddings" in name else 1.0 if name.endswith(".weight") else 2.0
-
-
 def reference(optimizer: str) -> tuple[nn.Module, Any]:
     """Return a model as every plan begins with it, and the optimiser of plain PyTorch."""
     torch.manual_seed(0)
@@ -147,7 +134,7 @@ def reference(optimizer: str) -> tuple[nn.Module, Any]:
     groups = [
         {
             "params": [parameter],
-            "lr": RATES[optimizer] * scale_of(name),
+            "lr": RATES[optimizer] * (0.5 if "embeddings" in name else 1.0 if name.endswith(".weight") else 2.0),
             "weight_decay": DECAY if parameter.ndim >= 2 else 0.0,
             "is_outer": "embeddings" in name or "seq_relationship" in name,
         }

@@ -23,7 +23,7 @@ experiment = wb.Experiment(
 COMPLETE = ("own-data", "own-model")
 """How-tos that take nothing as given: a reader copies them as they stand."""
 FURTHER_GIVEN = {
-    "runs": "experiment = experiment.replace(global_batch=8)\nplan = wb.plan(experiment, wb.measure.local_cluster(1))",
+    "runs": "experiment = experiment.replace(global_batch=8)\nplan = wb.plan(experiment, wb.measure.local_cluster(1))"
 }
 """What else a how-to takes as given."""
 AFTERWARDS = {

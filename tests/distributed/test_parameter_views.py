@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import copy
 import functools
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 
 import pytest
 import torch
@@ -12,9 +11,9 @@ from torch import nn
 from torch.nn import functional
 
 from tests.distributed import zoo
-from tests.distributed.harness import launch
-from tests.distributed.test_every_plan import MICRO_BATCH, Case, part_of, plan_of, trainer_of
-from tests.distributed.test_unusual_models import difference
+from tests.distributed.harness import launch, part_of
+from tests.distributed.test_every_plan import MICRO_BATCH, Case, plan_of, trainer_of
+from tests.distributed.test_unusual_models import wrong_in
 from workbench.capture import Graph, capture, dataflow, spec_of
 from workbench.errors import CaptureError, root_exception
 
@@ -131,14 +130,14 @@ CASES = {
 }
 
 
-def batch_of(size: int) -> zoo.Batch:
+def batch_of(_name: str, size: int) -> zoo.Batch:
     generator = torch.Generator().manual_seed(0)
     labels = torch.randint(0, zoo.CLASSES, (size,), generator=generator)
     return {"x": torch.randn(size, LENGTH, 8, generator=generator).double(), "labels": labels}
 
 
 def captured(model: nn.Module) -> Graph:
-    return capture(model, {key: spec_of(key, value) for key, value in batch_of(MICRO_BATCH).items()})
+    return capture(model, {key: spec_of(key, value) for key, value in batch_of("", MICRO_BATCH).items()})
 
 
 def built(name: str) -> nn.Module:
@@ -152,20 +151,9 @@ def capture_all() -> dict[str, tuple[nn.Module, Graph]]:
     return {name: (model, captured(model)) for name, model in models.items()}
 
 
-def _compared(_rank: int, cases: Iterable[Case]) -> dict[tuple[str, Case], float]:
-    found = {}
-    for name, (model, graph) in capture_all().items():
-        for case in cases:
-            plan = plan_of(graph, case)
-            found[name, case] = difference(copy.deepcopy(model), graph, plan, batch_of(plan.global_batch))
-    return found
-
-
 @pytest.mark.parametrize("world", CASES)
 def test_views_of_parameters_that_many_blocks_read_equal_plain_pytorch(world: int) -> None:
-    found = launch(_compared, world, CASES[world], ahead=capture_all)
-    wrong = {key: error for key, error in found.items() if not error <= TOLERANCE}
-    assert not wrong, wrong
+    assert not (wrong := wrong_in(world, capture_all, CASES[world], batch_of, TOLERANCE)), wrong
 
 
 def _with_a_planted_view(_rank: int) -> str:
@@ -177,7 +165,7 @@ def _with_a_planted_view(_rank: int) -> str:
     trainer = trainer_of(model, graph, plan)
     before = [parameter.clone() for parameter in trainer.stages.model_parameters().values()]
     with pytest.raises(RuntimeError) as caught:
-        trainer.step(0, part_of(trainer, batch_of(plan.global_batch)))
+        trainer.step(0, part_of(trainer, batch_of("", plan.global_batch)))
     assert all(map(torch.equal, before, trainer.stages.model_parameters().values()))
     error = root_exception(caught.value)
     assert isinstance(error, CaptureError)

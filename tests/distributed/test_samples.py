@@ -13,7 +13,7 @@ import torch
 from torch import nn
 
 import workbench as wb
-from tests.distributed.harness import Division, Tensors, launch, trainer_of
+from tests.distributed.harness import Division, launch, trainer_of
 from tests.distributed.test_evaluation import DIVISIONS, whole_tensors
 from tests.exhaustive import EXHAUSTIVE
 from workbench.capture import Graph
@@ -143,12 +143,8 @@ def both_ways(_rank: int, divisions: list[Division], folder: Path) -> None:
         if seed is not None:
             others, _, _, without = train(name, division, folder, seed, False)
             assert losses == others
-            assert_same(parameters, without)
-
-
-def assert_same(one: Tensors, other: Tensors) -> None:
-    assert one.keys() == other.keys()
-    assert all(torch.equal(one[key], other[key]) for key in one)
+            assert parameters.keys() == without.keys()
+            assert all(torch.equal(parameters[key], without[key]) for key in parameters)
 
 
 CHOSEN = ["one process", "PP 2", "DP 2", "ZeRO 3", "TP 2", "PP 2 × DP 2"]

@@ -9,12 +9,9 @@ import pytest
 import torch
 from torch import nn
 
-from tests.distributed.harness import coordinate, forced_plan, launch
+from tests.distributed.harness import forced_plan, launch, part_of, trainer_for
 from workbench import data, models
 from workbench.capture import capture, spec_of
-from workbench.execution.blocks.context import StepContext
-from workbench.execution.build import build_stage
-from workbench.execution.trainer import Trainer
 from workbench.experiment import Experiment
 
 STEPS, MICRO_BATCH, GLOBAL_BATCH, SEQ_LEN, VOCABULARY = 30, 2, 4, 12, 60
@@ -110,14 +107,10 @@ def train(_rank: int, family: str, eps: float, division: dict[str, int]) -> tupl
     layout = {"pipeline": 1, "data": 1, "tensor": 1, "zero": 0, **division}
     counted = {"micro_batch": MICRO_BATCH, "num_microbatches": GLOBAL_BATCH // MICRO_BATCH // layout["data"]}
     plan = forced_plan(graph, **layout, **counted)
-    here = coordinate(layout["pipeline"], layout["data"], layout["tensor"])
-    context = StepContext(seed=7, device=torch.device("cpu"))
-    trainer = Trainer(experiment, plan, graph, build_stage(plan, here, model, graph, context), context, here)
+    trainer = trainer_for(experiment, model, graph, plan)
     losses, norms = [], []
     for step in range(STEPS):
-        first = here.data_rank * trainer.samples
-        batch = {key: value[first : first + trainer.samples] for key, value in batch_of(family, step).items()}
-        loss, squared_norm, _ = trainer.step(step, batch).scalars.tolist()
+        loss, squared_norm, _ = trainer.step(step, part_of(trainer, batch_of(family, step))).scalars.tolist()
         losses.append(loss)
         norms.append(squared_norm**0.5)
     return losses, norms

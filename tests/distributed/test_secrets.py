@@ -15,7 +15,8 @@ from pathlib import Path
 import nbformat
 import pytest
 
-from tests.distributed.test_launch import HERE, ROOT, eventually
+from tests.distributed.own_machine import eventually
+from tests.distributed.test_launch import HERE, ROOT
 from workbench import notebooks
 from workbench.runs.tracking import wandb_run as tracking
 

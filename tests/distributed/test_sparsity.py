@@ -55,10 +55,6 @@ class Outcome:
 # The reference
 
 
-def is_sparse(name: str, parameter: nn.Parameter) -> bool:
-    return ".encoder." in name and parameter.ndim == 2
-
-
 def plain_sums(matrix: torch.Tensor, block: int) -> list[float]:
     rows = [row.split(block, 1) for row in matrix.abs().split(block, 0)]
     return [piece.sum().item() for row in rows for piece in row]
@@ -79,7 +75,7 @@ def plain(sparsity: Static) -> Outcome:
     torch.manual_seed(0)
     model, block = zoo.bert_pretraining().train(), sparsity.block
     named = dict(model.named_parameters())
-    sparse = {name: parameter for name, parameter in named.items() if is_sparse(name, parameter)}
+    sparse = {name: parameter for name, parameter in named.items() if ".encoder." in name and parameter.ndim == 2}
     decayed = [parameter for parameter in named.values() if parameter.ndim >= 2]
     others = [parameter for parameter in named.values() if parameter.ndim < 2]
     optimizer = torch.optim.AdamW(

@@ -11,7 +11,8 @@ from pathlib import Path
 
 import pytest
 
-from tests.distributed.real_worker import eventually, experiment, plan
+from tests.distributed.own_machine import eventually, own_machine
+from tests.distributed.real_worker import experiment, plan
 from workbench.rundir import read_json
 from workbench.runs.launching import processes
 from workbench.runs.launching.launcher import launch
@@ -26,17 +27,10 @@ ROOT = Path(__file__).parents[2]
 
 @pytest.fixture
 def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
-    """Return a folder of runs whose processes are killed afterwards."""
-    settings = {"HOME": "home", "RUNS": "runs", "STALL_S": "2", "STALL_LIMIT_S": "8"}
-    for name, value in settings.items():
-        monkeypatch.setenv(f"WORKBENCH_{name}", str(tmp_path / value) if name in ("HOME", "RUNS") else value)
-    monkeypatch.setenv("OMP_NUM_THREADS", "1")
-    monkeypatch.setenv("PYTHONPATH", str(ROOT))
-    yield tmp_path
-    for path in (tmp_path / "runs").glob("*"):
-        run = Run(path)
-        supervisor = processes.launcher_record(run.directory).get("supervisor")
-        processes.kill_trees([*([supervisor] if supervisor else []), *processes.live_workers(run.directory)])
+    """Return a folder of runs that stall after 2 s, and end after 8."""
+    for name, value in (("WORKBENCH_STALL_S", 2), ("WORKBENCH_STALL_LIMIT_S", 8), ("PYTHONPATH", ROOT)):
+        monkeypatch.setenv(name, str(value))
+    yield from own_machine(tmp_path, monkeypatch)
 
 
 @pytest.mark.usefixtures("folder")

@@ -18,6 +18,7 @@ from torch.utils.data import IterableDataset
 import workbench as wb
 from tests.distributed import real_worker
 from tests.distributed.harness import launch
+from tests.distributed.own_machine import eventually
 from tests.distributed.real_worker import Ranks, Words, curve, directory, plan, trained
 from tests.exhaustive import EXHAUSTIVE
 from workbench.execution.checkpoint.files import complete_checkpoints, read_manifest
@@ -72,7 +73,7 @@ def killed(text: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     experiment = asked(text, streaming=True, checkpoint_every=5)
     run = directory(tmp_path_factory.mktemp("killed"), experiment, plan(experiment))
     ranks = Ranks(run, 1)
-    real_worker.eventually(lambda: complete_checkpoints(run.checkpoints) != [])
+    eventually(lambda: complete_checkpoints(run.checkpoints) != [])
     ranks.kill(first=0)
     return complete_checkpoints(run.checkpoints)[-1]
 
@@ -105,10 +106,7 @@ def test_a_streamed_run_goes_on_under_every_plan_as_that_of_the_stored_text(
     division: str, text: Path, stored: RunDir, killed: Path, tmp_path: Path
 ) -> None:
     run = continued(killed, tmp_path / "run", asked(text, streaming=True), PLANS[division])
-    found, expected = curve(run), curve(stored)
-    assert found.keys() == expected.keys()
-    for step, (loss, norm, rate) in expected.items():
-        assert found[step] == (pytest.approx(loss, rel=1e-5), pytest.approx(norm, rel=1e-4), rate), step
+    real_worker.assert_goes_on(run, stored)
 
 
 def read_by(rank: int, experiment: Experiment, state: Any, first: int, end: int) -> Any:
@@ -172,7 +170,7 @@ def test_an_iterable_dataset_killed_with_9_goes_on_to_the_last_bit(tmp_path: Pat
     whole = trained(tmp_path / "whole", experiment, chosen)
     run = directory(tmp_path / "killed", experiment, chosen)
     ranks = Ranks(run, 1)
-    real_worker.eventually(lambda: len(complete_checkpoints(run.checkpoints)) > 0)
+    eventually(lambda: len(complete_checkpoints(run.checkpoints)) > 0)
     ranks.kill(first=0)
     newest = complete_checkpoints(run.checkpoints)[-1]
     manifest = read_manifest(newest)

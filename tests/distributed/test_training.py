@@ -72,11 +72,7 @@ class Normalised(nn.Module):
         return functional.cross_entropy(self.head(x), labels)[None]
 
 
-MODELS = {
-    "bert": zoo.bert_pretraining,
-    "dropout": lambda: zoo.bert_pretraining(0.1),
-    "normalised": Normalised,
-}
+MODELS = {"bert": zoo.bert_pretraining, "dropout": lambda: zoo.bert_pretraining(0.1), "normalised": Normalised}
 
 
 def batch_of(name: str, step: int) -> Tensors:

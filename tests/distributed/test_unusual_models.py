@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import copy
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import pytest
 import torch
@@ -14,8 +15,9 @@ from torch import nn
 from torch.nn import functional
 
 from tests.distributed import zoo
-from tests.distributed.harness import CPU, LINK, launch
-from tests.distributed.test_every_plan import MICRO_BATCH, Case, loss_of, part_of, plan_of, trainer_of
+from tests.distributed.harness import CPU, LINK, launch, plain_step, unlike_plain
+from tests.distributed.test_every_plan import MICRO_BATCH, Case, plan_of, trainer_of
+from tests.unit.capture_models import Net
 from workbench.capture import Graph, build_meta, capture, spec_of
 from workbench.cost.cluster import Cluster
 from workbench.cost.graph_profiler import profile_graph
@@ -26,28 +28,7 @@ TOLERANCE = 1e-5
 WIDTH = 16
 
 
-class Residual(nn.Module):
-    """A stem, four residual layers and a head; the models below change one thing about it."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.stem = nn.Linear(8, WIDTH)
-        self.layers = nn.ModuleList(nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.GELU()) for _ in range(4))
-        self.head = nn.Linear(WIDTH, zoo.CLASSES)
-
-    def body(self, x: torch.Tensor) -> torch.Tensor:
-        for layer in self.layers:
-            x = x + layer(x)
-        return x
-
-    def logits(self, x: torch.Tensor) -> torch.Tensor:
-        return self.head(self.body(self.stem(x)))
-
-    def forward(self, x: torch.Tensor, labels: torch.Tensor) -> object:
-        return functional.cross_entropy(self.logits(x), labels)
-
-
-class WritesIntoViews(Residual):
+class WritesIntoViews(Net):
     """Halves of a layer's output are written into an empty tensor: no operation takes them as its input."""
 
     class Layer(nn.Module):
@@ -66,7 +47,7 @@ class WritesIntoViews(Residual):
         self.layers = nn.ModuleList(self.Layer() for _ in range(4))
 
 
-class OddParameters(Residual):
+class OddParameters(Net):
     """A scalar that all layers use, two dtypes in one layer, complex numbers, a transposed matrix, a lone vector."""
 
     def __init__(self) -> None:
@@ -86,7 +67,7 @@ class OddParameters(Residual):
         return x + self.project(self.query)
 
 
-class Routed(Residual):
+class Routed(Net):
     """A router that is trained by nothing: only its choice is used; of another value, only the sign. The target is
     made in forward."""
 
@@ -103,7 +84,7 @@ class Routed(Residual):
         return functional.cross_entropy(self.logits(x), made) + functional.cross_entropy(self.logits(x), labels)
 
 
-class Branches(Residual):
+class Branches(Net):
     """Takes one of two ways, by a parameter; values of an attention are wider than its queries and keys."""
 
     def __init__(self) -> None:
@@ -159,7 +140,7 @@ class Gpt(nn.Module):
         return Output(logits, functional.cross_entropy(logits, labels.view(batch * length)))
 
 
-class LoopsOverExperts(Residual):
+class LoopsOverExperts(Net):
     """Layers that select the rows of each expert in turn: their numbers depend on the router's choice."""
 
     class Layer(nn.Module):
@@ -220,43 +201,40 @@ def capture_all() -> dict[str, tuple[nn.Module, Graph]]:
     return found
 
 
-def _compared(_rank: int) -> dict[tuple[str, Case], float]:
-    """The largest relative difference of a loss or gradient to plain PyTorch's, for every model and case."""
+Captured = Callable[[], dict[str, tuple[nn.Module, Graph]]]
+
+
+def wrong_in(
+    world: int,
+    models: Captured,
+    cases: Sequence[Case],
+    batch_of: Callable[[str, int], zoo.Batch],
+    tolerance: float = TOLERANCE,
+) -> dict[tuple[str, Case], float]:
+    """Return the differences of models from plain PyTorch that are too large, measured on so many processes."""
+    found = launch(_compared, world, models, cases, batch_of, ahead=models)
+    return {key: error for key, error in found.items() if not error <= tolerance}
+
+
+def _compared(
+    _rank: int, models: Captured, cases: Sequence[Case], batch_of: Callable[[str, int], zoo.Batch]
+) -> dict[tuple[str, Case], float]:
     found = {}
-    for name, (model, graph) in capture_all().items():
-        for case in CASES:
+    for name, (model, graph) in models().items():
+        for case in cases:
             plan = plan_of(graph, case)
-            batch = batch_of(name, plan.global_batch)
-            found[name, case] = difference(copy.deepcopy(model), graph, plan, batch)
+            found[name, case] = difference(copy.deepcopy(model), graph, plan, batch_of(name, plan.global_batch))
     return found
 
 
 def difference(model: nn.Module, graph: Graph, plan: Plan, batch: zoo.Batch) -> float:
     """Return the largest relative difference of the loss and of the gradients of one step to plain PyTorch's."""
-    plain = copy.deepcopy(model)
-    output = plain(**batch)
-    expected = output.loss if isinstance(output, Output) else loss_of(output)
-    expected.backward()
-    gradients = {key: p.grad for key, p in plain.named_parameters()}
-    trainer = trainer_of(model, graph, plan)
-    loss = trainer.gradients(0, part_of(trainer, batch))
-    torch.distributed.all_reduce(loss)
-    worst = abs(loss - expected.detach()) / abs(expected.detach())
-    scale = max(g.norm() for g in gradients.values() if g is not None)
-    for key in trainer.stages.model_parameters():
-        gradient, other = trainer.full_gradient(key), gradients[key]
-        assert (gradient is None) == (other is None), f"{plan}: {key} is {gradient}, and {other} in PyTorch"
-        if gradient is not None and other is not None:
-            other = other.to_dense()
-            worst = torch.maximum(worst, (gradient - other).norm() / max(other.norm(), 1e-4 * scale))
-    torch.distributed.all_reduce(worst, op=torch.distributed.ReduceOp.MAX)
-    return worst.item()
+    plain = plain_step(model, batch)
+    return max(unlike_plain(trainer_of(model, graph, plan), batch, *plain))
 
 
 def test_models_written_in_unusual_ways_equal_plain_pytorch() -> None:
-    found = launch(_compared, 2, ahead=capture_all)
-    wrong = {key: error for key, error in found.items() if not error <= TOLERANCE}
-    assert not wrong, wrong
+    assert not (wrong := wrong_in(2, capture_all, CASES, batch_of)), wrong
 
 
 @pytest.mark.parametrize("name", MODELS)
@@ -274,7 +252,7 @@ def test_models_written_in_unusual_ways_are_planned_from_the_meta_device(name: s
     assert plan.pipeline == 2
 
 
-class Noisy(Residual):
+class Noisy(Net):
     """Numbers that are drawn in place, dropout inside of a recurrent layer, and a power iteration on buffers."""
 
     class Layer(nn.Module):
@@ -313,3 +291,91 @@ def test_every_kind_of_noise_is_drawn_again_in_a_recomputation_and_buffers_advan
             assert one.keys() == other.keys()
             different = [key for key in one if not torch.allclose(one[key], other[key], rtol=1e-5, atol=1e-7)]
             assert not different, f"{recompute}: {different}"
+
+
+LENGTH = 6
+LOSS_CASES = (Case(pipeline=2), Case(data=2, num_microbatches=2), Case(data=2, zero=3, num_microbatches=2))
+
+
+class FieldsOfTheSchedule(Net):
+    """Fields of the batch have the names of arguments of the schedule's `step`."""
+
+    def forward(self, x: torch.Tensor, target: torch.Tensor, losses: torch.Tensor, return_outputs: torch.Tensor) -> Any:
+        logits = self.logits(x) * return_outputs[:, None, None]
+        return functional.cross_entropy(logits.flatten(0, 1), target.flatten()) + (logits.mean((1, 2)) * losses).mean()
+
+
+class LastOfATuple(Net):
+    def forward(self, x: torch.Tensor, labels: torch.Tensor) -> Any:
+        logits = self.logits(x)
+        return logits, functional.cross_entropy(logits.flatten(0, 1), labels.flatten(), ignore_index=-1)
+
+
+class OverASelection(Net):
+    """A mean over the elements that the batch selects, as many of which as there are differs between samples."""
+
+    def __init__(self, loss: Callable[..., torch.Tensor]) -> None:
+        super().__init__()
+        self.loss = loss
+
+    def forward(self, x: torch.Tensor, y: torch.Tensor, keep: torch.Tensor) -> torch.Tensor:
+        return self.loss(self.logits(x)[keep], y[keep])
+
+
+class ClassesOfASelection(Net):
+    def forward(self, x: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+        keep = labels >= 0
+        return functional.cross_entropy(self.logits(x)[keep], labels[keep])
+
+
+class WritesIntoAField(Net):
+    """Changes its input in place, before and after a layer reads it, as preprocessing in forward does."""
+
+    def forward(self, x: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+        x -= x.mean(-1, keepdim=True)
+        x.mul_(0.1)
+        hidden = self.layers[1](self.layers[0](self.stem(x)) + x.repeat(1, 1, 2))
+        logits = self.head(self.layers[3](self.layers[2](hidden) + x.sum(-1, keepdim=True)))
+        return functional.cross_entropy(logits.flatten(0, 1), labels.flatten(), ignore_index=-1)
+
+
+LOSSES: dict[str, Callable[[], nn.Module]] = {
+    "fields of the schedule": FieldsOfTheSchedule,
+    "last of a tuple": LastOfATuple,
+    "writes": WritesIntoAField,
+    "cross-entropy": ClassesOfASelection,
+    "mse": lambda: OverASelection(functional.mse_loss),
+    "l1": lambda: OverASelection(functional.l1_loss),
+    "smooth l1": lambda: OverASelection(functional.smooth_l1_loss),
+    "huber": lambda: OverASelection(functional.huber_loss),
+}
+
+
+def batch_for(name: str, size: int) -> dict[str, torch.Tensor]:
+    generator = torch.Generator().manual_seed(1)
+    x = torch.randn(size, LENGTH, 8, generator=generator)
+    chance = torch.linspace(0.2, 0.95, size)[:, None]
+    keep = torch.rand(size, LENGTH, generator=generator) < chance
+    keep[:, 0] = True
+    labels = torch.randint(0, zoo.CLASSES, (size, LENGTH), generator=generator)
+    if name == "fields of the schedule":
+        weights = torch.rand(2, size, generator=generator)
+        return {"x": x, "target": labels, "losses": weights[0], "return_outputs": weights[1]}
+    if name in ("last of a tuple", "cross-entropy", "writes"):
+        return {"x": x, "labels": labels.where(keep, -1)}
+    return {"x": x, "y": torch.randn(size, LENGTH, zoo.CLASSES, generator=generator), "keep": keep}
+
+
+@functools.cache
+def capture_losses() -> dict[str, tuple[nn.Module, Graph]]:
+    found = {}
+    for name, make in LOSSES.items():
+        torch.manual_seed(0)
+        model = make().train()
+        specs = {key: spec_of(key, value) for key, value in batch_for(name, MICRO_BATCH).items()}
+        found[name] = model, capture(model, specs, name=name)
+    return found
+
+
+def test_losses_as_people_return_and_compute_them_equal_plain_pytorch() -> None:
+    assert not (wrong := wrong_in(2, capture_losses, LOSS_CASES, batch_for)), wrong

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 from pathlib import Path
 from typing import Any
 
@@ -12,8 +11,8 @@ from torch import nn
 from torch.utils.data import default_collate
 
 import workbench as wb
-from tests.distributed.harness import forced_plan, launch
-from tests.distributed.test_every_plan import part_of, trainer_of
+from tests.distributed.harness import forced_plan, launch, plain_step, unlike_plain
+from tests.distributed.test_every_plan import trainer_of
 from tests.unit.coupled_models import COUPLED, WEIGHTED, WIDTH, Mixup, samples_for
 from workbench.capture import capture, spec_of
 from workbench.errors import RunFailed
@@ -47,21 +46,9 @@ def _difference(name: str, choices: dict[str, Any]) -> float:
     batch = default_collate(samples_for(name, BATCH))
     size = BATCH // choices["num_microbatches"] // choices.get("data", 1)
     graph = capture(model, {key: spec_of(key, field[:size]) for key, field in batch.items()}, name=name)
-    plain = copy.deepcopy(model)
-    expected = plain(**batch)
-    expected.backward()
+    plain = plain_step(model, batch)
     trainer = trainer_of(model, graph, forced_plan(graph, micro_batch=size, **choices))
-    loss = trainer.gradients(0, part_of(trainer, batch))
-    torch.distributed.all_reduce(loss)
-    worst = abs(loss - expected.detach()) / abs(expected.detach())
-    gradients = {key: p.grad for key, p in plain.named_parameters() if p.grad is not None}
-    scale = torch.stack([gradient.norm() for gradient in gradients.values()]).norm()
-    for key in trainer.stages.model_parameters():
-        found = trainer.full_gradient(key)
-        if found is not None and key in gradients:
-            worst = torch.maximum(worst, (found - gradients[key]).norm() / scale)
-    torch.distributed.all_reduce(worst, op=torch.distributed.ReduceOp.MAX)
-    return worst.item()
+    return max(unlike_plain(trainer, batch, *plain, floor=1.0))
 
 
 def test_losses_that_count_or_compare_samples_equal_plain_pytorch_of_the_whole_batch() -> None:

@@ -189,10 +189,7 @@ def _repeated(_rank: int) -> dict[str, tuple[float, ...]]:
 
 
 def trainer_of(
-    case: Case,
-    captured: bool,
-    change: Callable[[Any], None] | None = None,
-    experiment: wb.Experiment = EXPERIMENT,
+    case: Case, captured: bool, change: Callable[[Any], None] | None = None, experiment: wb.Experiment = EXPERIMENT
 ) -> Trainer:
     """Return a trainer of a plan with CUDA graphs; unless `captured`, its blocks are launched all the same."""
     model = build_model(MODEL.build, 0, here(), seed=0)

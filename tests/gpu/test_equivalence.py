@@ -15,13 +15,12 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from tests.distributed.harness import coordinate, launch
+from tests.distributed.harness import launch, trainer_for
 from tests.distributed.test_every_plan import MICRO_BATCH, Case, part_of, plan_of
 from tests.distributed.test_training import GLOBAL_BATCH, MODELS, Outcome, batch_of, experiment_of, plain
 from tests.gpu.machine import DEVICE, DEVICES, here, needs
 from workbench.capture import Graph, capture, spec_of
-from workbench.execution.blocks.context import StepContext
-from workbench.execution.build import build_model, build_stage
+from workbench.execution.build import build_model
 from workbench.execution.parallel.sharding import local
 from workbench.execution.trainer import Trainer
 from workbench.optimizers.adamw import OffloadedAdamW, ShardedAdamW
@@ -141,11 +140,7 @@ def trainer_on_device(chosen: Case) -> Trainer:
 
 
 def _trainer(chosen: Case, model: nn.Module, graph: Graph) -> Trainer:
-    plan = plan_of(graph, chosen)
-    where = coordinate(plan.pipeline, plan.data, plan.tensor, DEVICE)
-    context = StepContext(seed=0, device=here())
-    stage = build_stage(plan, where, model, graph, context)
-    return Trainer(experiment_of("bert"), plan, graph, stage, context, where)
+    return trainer_for(experiment_of("bert"), model, graph, plan_of(graph, chosen), here())
 
 
 def _check_offload(trainer: Trainer) -> None:

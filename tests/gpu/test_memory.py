@@ -8,16 +8,14 @@ import pytest
 import torch
 
 import workbench as wb
-from tests.distributed.harness import coordinate, launch
+from tests.distributed.harness import launch, trainer_for
 from tests.distributed.test_every_plan import MICRO_BATCH, Case, part_of, plan_of
 from tests.distributed.test_training import batch_of
 from tests.gpu.machine import DEVICE, here, needs
 from tests.gpu.test_equivalence import case, trainer_on_device
 from workbench.capture import capture
-from workbench.execution.blocks.context import StepContext
-from workbench.execution.build import build_model, build_stage
+from workbench.execution.build import build_model
 from workbench.execution.parallel.sharding import local
-from workbench.execution.trainer import Trainer
 
 pytestmark = needs(2)
 DEFAULT_STREAM = 0
@@ -42,11 +40,12 @@ def _streams_of_gradients(_rank: int, zero: int) -> set[int]:
     gradients = [
         local(parameter.grad) for parameter in trainer.stages.model_parameters().values() if parameter.grad is not None
     ]
-    return {segment["stream"] for segment in segments for gradient in gradients if _lies_in(gradient, segment)}
-
-
-def _lies_in(tensor: torch.Tensor, segment: dict[str, Any]) -> bool:
-    return 0 <= tensor.data_ptr() - int(segment["address"]) < int(segment["total_size"])
+    return {
+        segment["stream"]
+        for segment in segments
+        for gradient in gradients
+        if 0 <= gradient.data_ptr() - int(segment["address"]) < int(segment["total_size"])
+    }
 
 
 @pytest.mark.skipif(DEVICE != "cuda", reason="only CUDA counts allocated memory")
@@ -71,9 +70,6 @@ def _built(_rank: int, division: Case, on_host: bool) -> tuple[float, float]:
     size = sum(weight.nbytes for weight in model.parameters())
     specs = EXPERIMENT.data.batch_specs(EXPERIMENT)
     graph = capture(model, {name: spec.batched(MICRO_BATCH) for name, spec in specs.items()}, name="bert")
-    plan = plan_of(graph, division)
-    where = coordinate(plan.pipeline, plan.data, plan.tensor, DEVICE)
-    context = StepContext(seed=0, device=here())
-    trainer = Trainer(EXPERIMENT, plan, graph, build_stage(plan, where, model, graph, context), context, where)
+    trainer = trainer_for(EXPERIMENT, model, graph, plan_of(graph, division), here())
     assert {weight.device for weight in trainer.stages.model_parameters().values()} == {here()}
     return torch.cuda.max_memory_allocated() / size, torch.cuda.memory_allocated() / size

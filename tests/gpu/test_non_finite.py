@@ -7,24 +7,17 @@ import copy
 import pytest
 import torch
 
-from tests.distributed.harness import coordinate, launch
+from tests.distributed.harness import launch, trainer_for
 from tests.distributed.test_every_plan import Case, part_of, plan_of
 from tests.distributed.test_non_finite import BROKEN, MICRO_BATCH, Fragile, fields
 from tests.gpu.machine import DEVICE, here, needs
 from workbench.capture import capture, spec_of
-from workbench.execution.blocks.context import StepContext
 from workbench.execution.blocks.cuda_graphs import WARM_UP_STEPS
-from workbench.execution.build import build_stage
 from workbench.execution.non_finite import BACKWARD, FORWARD, locate
-from workbench.execution.trainer import Trainer
 from workbench.experiment import Experiment
 
 STEPS = WARM_UP_STEPS + 2
-CASES = (
-    Case(cuda_graphs=True),
-    Case(recompute="full"),
-    Case(offload_optimizer=True),
-)
+CASES = (Case(cuda_graphs=True), Case(recompute="full"), Case(offload_optimizer=True))
 
 
 @pytest.mark.parametrize("optimizer", ["adamw", "lamb", "muon", "sgd"])
@@ -43,10 +36,10 @@ def _located(_rank: int, case: Case, optimizer: str) -> list[str]:
     [broken] = [block.index for block in graph.blocks if f"layers.{BROKEN}" in block.name]
     plan = plan_of(graph, case)
     for changed, place in (("divisor", FORWARD), ("root", BACKWARD)):
-        context, where = StepContext(seed=0, device=here()), coordinate(1, 1, device=DEVICE)
-        stages = build_stage(plan, where, copy.deepcopy(model).to(here()), graph, context, compile=True)
         asked = Experiment(model=Fragile, data=lambda: None, steps=99, global_batch=plan.global_batch)
-        trainer = Trainer(asked.replace(optimizer=optimizer), plan, graph, stages, context, where)
+        asked = asked.replace(optimizer=optimizer)
+        trainer = trainer_for(asked, copy.deepcopy(model).to(here()), graph, plan, here(), compiles=True)
+        context, stages = trainer.context, trainer.stages
         whole = {name: value.to(here()) for name, value in fields(plan.global_batch).items()}
         bad = {**whole, changed: whole[changed].clone()}
         bad[changed][-1] = 0.0

@@ -99,6 +99,7 @@ def test_every_choice_of_a_plan_can_be_fixed():
 def test_a_plan_keeps_fixed_choices_and_is_shown_with_table_and_explanation(tmp_path, workbench):
     model = "bert:hidden_size=64,num_layers=4,num_heads=4"
     asked = ("plan", model, "--set", "seq_len=32", "--set", "clip_norm=null", "--cluster", "h200:gpus=4,nodes=2")
+    asked += ("--memory-limit-gib", "100")
     choices = ("tensor=2", "schedule=interleaved", "chunks=2", "recompute=full")
     fixed = [word for choice in choices for word in ("--fix", choice)]
     answer = workbench(*asked, *fixed, "--show", "table", "--show", "explanation", "--save", "plan.json")
@@ -107,7 +108,7 @@ def test_a_plan_keeps_fixed_choices_and_is_shown_with_table_and_explanation(tmp_
     assert "Binding constraint" in answer.stdout
     plan = Plan.load(tmp_path / "plan.json")
     assert (plan.tensor, plan.schedule, plan.recompute, plan.pipeline) == (2, "interleaved", "full", 2)
-    assert plan.cluster.nodes == 2
+    assert (plan.cluster.nodes, plan.memory_limit_bytes) == (2, 100 << 30)
     both = workbench("run", "bert-large", "--plan", "plan.json", "--fix", "zero=1")
     assert (both.returncode, "Remove --fix" in both.stderr) == (2, True)
 

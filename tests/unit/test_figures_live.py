@@ -88,6 +88,10 @@ def test_facts_name_step_loss_speed_mfu_and_time_left(directory: RunDir) -> None
     snapshot = RunReader(directory.path).read()
     assert snapshot.facts == "step 40 of 100 · loss 0.2506 · 2 k tokens/s · MFU 41.0% · 30 s left"
     assert snapshot.progress == 0.4
+    sparse = start_run(directory.path.parent / "every tenth step")
+    for step in (10, 20, 30, 40):
+        append_event(sparse.events, "step", step=step, loss=1.0, seconds=0.5 * step)
+    assert RunReader(sparse.path).read().eta_s == pytest.approx(0.5 * 60), "steps are left, not lines of the log"
     train(directory, 41, 80, data_wait=0.25)
     assert "MFU 41.0% · waiting for data 25% ·" in RunReader(directory.path).read().facts
     assert data_wait(Run(directory.path).history()) == pytest.approx(0.25)

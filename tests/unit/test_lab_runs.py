@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import json
 import os
+from collections import namedtuple
 from pathlib import Path
 
+import psutil
 import pytest
 from figure_values import plan
 
@@ -171,6 +173,15 @@ def test_the_sidebar_shows_how_busy_the_gpus_of_the_server_are(folder: Path, mon
         {"name": "GPU 0", "share": 0.83, "used_bytes": 2**30},
         {"name": "GPU 1", "share": None, "used_bytes": None},
     ]
+
+
+def test_the_share_of_the_cpu_is_that_of_the_time_in_which_it_was_not_idle(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    times = namedtuple("Times", "user idle")
+    monkeypatch.setattr(psutil, "cpu_times", iter([times(0.0, 0.0), times(9.0, 3.0)]).__next__)
+    [cpu, *_] = RunIndex().read([folder])["devices"]
+    assert (cpu["name"], cpu["share"]) == ("CPU", 0.75)
 
 
 def test_the_endpoints_show_and_change_own_runs_and_refuse_paths_outside(

@@ -266,6 +266,8 @@ def test_runs_that_share_devices_are_spread_over_all_of_them(tmp_path, monkeypat
     tickets[0].leave()
     tickets[3].leave()
     assert ticket(5, count=2).try_start() == ("a", "b"), "the emptiest two, in the order of the pool"
+    alone = {"pool": ("a", "b", "c"), "count": 1, "supervisor": this_process()}
+    assert device_queue.take_ticket(make_run(tmp_path, "alone"), **alone).try_start() is None, "each is used in part"
 
 
 @pytest.mark.skipif(os.getuid() != 0, reason="only root can give a file to another user")

@@ -1,4 +1,4 @@
-"""On a GPU, dropout's backward and a bias's gradient are computed in kernels that are there anyway."""
+"""On a GPU, kernels that are there anyway compute the tail of a backward, and torch's grouped products are right."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ from torch._inductor import config, metrics
 from torch.nn import functional
 
 from tests.gpu.machine import DEVICE
+from workbench.capture import experts
 from workbench.execution.blocks.compiled import prepare
 from workbench.execution.blocks.dropout import hashed_dropout
 
@@ -49,3 +50,36 @@ def test_a_layers_backward_has_two_kernels_fewer_and_the_same_gradients() -> Non
     assert kernels == more - 2
     for one, other in zip(ours, plain, strict=True):
         torch.testing.assert_close(one, other, rtol=1e-2, atol=1e-2 * other.abs().max().item())
+
+
+ROWS, INSIDE, OUTSIDE = 4096, 512, 1024
+CASES = {"even": (1024, 2048, 3072, 4096), "uneven": (3, 1500, 1501, 4096), "some without rows": (0, 4096, 4096, 4096)}
+
+
+@pytest.mark.parametrize("transposed", [True, False])
+@pytest.mark.parametrize("case", CASES)
+def test_the_kernel_gives_what_single_products_give(
+    case: str, transposed: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    ends = torch.tensor(CASES[case], dtype=torch.int32, device="cuda")
+
+    def computed(kernel: bool) -> list[torch.Tensor]:
+        torch.manual_seed(0)
+        rows = torch.randn(ROWS, INSIDE, device="cuda", requires_grad=True)
+        weights = torch.randn(4, OUTSIDE, INSIDE, device="cuda", requires_grad=True)
+        turned = weights.transpose(1, 2) if transposed else weights.transpose(1, 2).contiguous()
+        if not kernel:
+            monkeypatch.setattr(experts, "_has_kernel", lambda *_: False)
+        with torch.autocast("cuda", torch.bfloat16):
+            product = experts.grouped_mm(rows, turned, ends)
+        assert product.dtype == torch.bfloat16
+        product.float().pow(2).mean().backward()
+        monkeypatch.undo()
+        assert rows.grad is not None
+        assert weights.grad is not None
+        return [product.float(), rows.grad, weights.grad]
+
+    assert experts._has_kernel(torch.empty(8, 8, device="cuda", dtype=torch.bfloat16), torch.empty(4, 8, 8))
+    for found, expected in zip(computed(kernel=True), computed(kernel=False), strict=True):
+        torch.testing.assert_close(found, expected, rtol=2e-2, atol=2e-2 * float(expected.abs().max()))
+        assert float((found - expected).norm() / expected.norm()) < 5e-3

@@ -1,0 +1,35 @@
+"""What tests of runs share, and kernels that they start import: no library of tensors."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from workbench.rundir import RunDir, read_json
+from workbench.runs.launching import processes
+
+
+def own_machine(folder: Path, patch: pytest.MonkeyPatch) -> Iterator[Path]:
+    """Give a test a device queue and a folder of runs of its own, and end the processes that it leaves."""
+    runs = folder / "runs"
+    for name, value in (("WORKBENCH_HOME", folder / "home"), ("WORKBENCH_RUNS", runs), ("OMP_NUM_THREADS", 1)):
+        patch.setenv(name, str(value))
+    patch.syspath_prepend(str(Path(__file__).parent))  # of the stand-in workers
+    yield folder
+    processes.kill_trees([read_json(file) for file in runs.glob("*/supervisor.json")])
+    for path in (*runs.glob("*"), *runs.glob("*/runs/*")):
+        supervisor = processes.launcher_record(RunDir(path)).get("supervisor")
+        processes.kill_trees([*([supervisor] if supervisor else []), *processes.live_workers(RunDir(path))])
+
+
+def eventually(truth: Callable[[], Any], seconds: float = 120.0) -> Any:
+    """Wait for something that the ranks are about to do, and return it."""
+    deadline = time.monotonic() + seconds
+    while not (value := truth()):
+        assert time.monotonic() < deadline, "it did not happen in time"
+        time.sleep(0.01)  # each look reads every event
+    return value
