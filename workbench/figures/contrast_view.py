@@ -65,7 +65,8 @@ def differences(items: Sequence[Difference]) -> Figure:
         figure.add_traces(_difference_traces(item, index, scale))
     first = theme.text(theme.short(items[0].names[1], AXIS_CHARACTERS))
     y_range = _settled_range(items)
-    figure.update_yaxes(range=y_range, title_text=f"{items[0].loss} minus that of<br>{first}")
+    minuend = f" of {theme.text(theme.short(items[0].names[0], AXIS_CHARACTERS))}" if len(items) == 1 else ""
+    figure.update_yaxes(range=y_range, title_text=f"{items[0].loss}{minuend}<br>minus that of {first}")
     figure.update_xaxes(title_text=x_title, rangemode="tozero")
     lines = [theme.text(item.verdict) for item in items]
     names = [item.names[0] for item in items]

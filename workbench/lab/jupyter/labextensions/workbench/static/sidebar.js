@@ -6,6 +6,7 @@ import {age, element, sparkline} from './drawing.js';
 
 const ROW_PX = 68, TABLE_ROW_PX = 28;
 const WIDE_PX = 640;  // from this width on the list is a table
+const GAP_PX = 10;  // between two columns
 const TAIL = 6;  // letters at the end of a name that are never cut: they tell runs of one experiment apart
 const POLL_MS = 2000;
 const HIDDEN_POLL_MS = 20000;
@@ -141,6 +142,7 @@ class RunList {
     this.scroller.addEventListener('scroll', () => this.draw());
     this.resized = new ResizeObserver(() => this.draw());
     this.resized.observe(this.scroller);
+    this.resized.observe(this.table);
     runs.listeners.add(() => this.update());
   }
 
@@ -240,7 +242,7 @@ class RunList {
 
   // Chooses between cards, which are narrow, and a table; draws the table's head.
   arrange() {
-    const wide = this.scroller.clientWidth >= WIDE_PX;
+    const wide = this.table.clientWidth >= WIDE_PX;
     this.rowPx = wide ? TABLE_ROW_PX : ROW_PX;
     this.visible = wide ? Object.entries(this.known ?? {}).filter(([name]) => this.chosen.has(name)) : [];
     const arranged = JSON.stringify([wide, this.visible.map(([name]) => name), this.sorted]);
@@ -260,6 +262,8 @@ class RunList {
     this.drawn = new Map();
     const widths = ['20px', ...[['name', NAME], ...this.visible].map(([, {width}]) => width)];
     this.table.style.setProperty('--wb-columns', widths.join(' '));
+    const least = widths.reduce((sum, width) => sum + Number(/(\d+)px/.exec(width)[1]) + GAP_PX, 2 * GAP_PX);
+    this.table.style.setProperty('--wb-least', wide ? `${least}px` : '0');
     this.head.replaceChildren(element('span'), ...[['name', NAME], ...this.visible].map(([name, column]) => this.header(name, column)));
   }
 
