@@ -67,6 +67,10 @@ KNOWN: tuple[tuple[str, str], ...] = (
     ("wandb", r"\bwandb_v1_\w{20,}|\bwandb login (?:--relogin )?[0-9a-f]{40}\b"),
     ("pypi-", r"\bpypi-[\w-]{20,}"),
     ("npm_", r"\bnpm_[A-Za-z0-9]{30,}"),
+    ("gsk_", r"\bgsk_[A-Za-z0-9]{40,}"),
+    ("r8_", r"\br8_[A-Za-z0-9]{30,}"),
+    ("xai-", r"\bxai-[A-Za-z0-9]{40,}"),
+    (":aa", r"\b\d{8,10}:AA[\w-]{32,}"),  # a bot of Telegram
     ("k_", r"\b[sr]k_(?:live|test)_[A-Za-z0-9]{10,}"),
     ("whsec_", r"\bwhsec_[A-Za-z0-9]{20,}"),
     ("eyj", r"\beyJ[\w-]{8,}\.eyJ[\w-]{8,}\.[\w-]{8,}"),
@@ -106,6 +110,7 @@ BESIDE = tuple(
         r"""\b(?:set-)?cookie:\s*(?P<value>[^\s"'<>][^"'\n<>]*=[^"'\n<>]{8,})""",
         r"""\blogin\s+[^\s/]\S*\s+(?:account\s+\S+\s+)?password\s+(?P<value>\S+)""",  # a line of .netrc
         r"""[{]\s*"auth"\s*:\s*"(?P<value>[a-z0-9+/]{12,}={0,2})\"""",  # Docker's config.json
+        r"""\bauthtoken\s+(?P<value>[\w-]{20,})""",  # of ngrok
         r"""\bmachine\s+\S+\s+password\s+(?P<value>\S+)""",
         r"""\b(?:sshpass|mysql|mysqldump|redis-cli|(?:docker|podman|az)\s+login)\b[^\n|;]*?\s-(?:p|a)\s?(?P<value>[^\s"'-]\S{3,})""",
         r"""\bcurl\b[^\n|;]*?\s(?:-u|--user)[ =]?["']?[^\s:"']+:(?P<value>[^\s"'$]{3,})""",

@@ -62,7 +62,9 @@ def captured(model: nn.Module) -> Graph:
     return capture(model, {name: spec_of(name, value) for name, value in BATCH.items()}, name="model")
 
 
-@pytest.mark.parametrize(("made", "place"), [(Scale, "self.scale"), (InADict, "self.state"), (InAList, "self.rates")])
+@pytest.mark.parametrize(
+    ("made", "place"), [(Scale, "self.scale"), (InADict, r"self.state\['step'\]"), (InAList, r"self.rates\[0\]")]
+)
 def test_a_number_that_forward_changes_and_computes_with_is_refused(made: type[Changing], place: str) -> None:
     model = made()
     before = (model.scale, dict(model.state), list(model.rates))
@@ -82,6 +84,60 @@ def test_a_number_that_forward_changes_and_computes_with_is_refused(made: type[C
 
     with pytest.raises(CaptureError, match=f"self.parts.inner.{place.removeprefix('self.')} and computes"):
         captured(Outer())
+
+
+COUNTS = {"forwards": 0}
+
+
+class Counter:
+    forwards = 0
+
+
+class InAnObject(Changing):
+    def change(self) -> None:
+        self.counter.forwards += 1
+        self.scale = 1 + self.counter.forwards / 10
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.counter = Counter()
+
+
+class InAGlobal(Changing):
+    def change(self) -> None:
+        COUNTS["forwards"] += 1
+        self.scale = 1 + COUNTS["forwards"] / 10
+
+
+class OnTheClass(Changing):
+    def change(self) -> None:
+        OnTheClass.forwards = getattr(OnTheClass, "forwards", 0) + 1
+        self.scale = 1 + OnTheClass.forwards / 10
+
+
+class AsWritten(Changing):
+    """Changes a number in code that export cannot follow."""
+
+    def change(self) -> None:
+        if self.layer(self.count.expand(4)).isfinite().all():
+            self.average = 0.9 * getattr(self, "average", 1.0) + 0.2
+            self.scale = self.average * 1.5
+
+
+@pytest.mark.parametrize(
+    ("made", "place"),
+    [
+        (InAnObject, "self.counter.forwards"),
+        (InAGlobal, r"COUNTS\['forwards'\]"),
+        (OnTheClass, "OnTheClass.forwards"),
+        (AsWritten, "self.scale, self.average"),
+    ],
+)
+def test_a_number_outside_of_the_attributes_is_refused_as_well(made: type[Changing], place: str) -> None:
+    with pytest.raises(CaptureError, match=rf"changes .*{place}.* and computes with it.*register_buffer"):
+        captured(made())
+    assert COUNTS["forwards"] == Counter.forwards == 0
+    assert not hasattr(OnTheClass, "forwards"), "numbers are as they were"
 
 
 def test_a_counter_is_mentioned_and_numbers_that_stay_are_not() -> None:

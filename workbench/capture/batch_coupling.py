@@ -204,7 +204,7 @@ class Follower:
         As the indices of rows they may undo one another, as those of a dropless mixture of experts do.
         """
         if any(source in self._running for source in node.all_input_nodes):
-            if is_float(node) or _is_truth(node):
+            if is_float(node) or is_truth(node):
                 self._coupled += [node] * self._is_elementwise(node, _name(node))
             else:
                 self._running.add(node)
@@ -301,7 +301,7 @@ class Follower:
         varying = [source for source in node.all_input_nodes if self._states[source] != NONE]
         if name in _FINITE_CHECKS:
             return NONE
-        is_fixed_choice = name in ("where", "masked_fill") and not any(_is_truth(source) for source in varying)
+        is_fixed_choice = name in ("where", "masked_fill") and not any(is_truth(source) for source in varying)
         is_sum = (name in LINEAR or is_fixed_choice) and all(self._states[source] == SUM for source in varying)
         is_product = name in ("mul", "div", *_PRODUCTS)
         if is_sum and (not is_product or (len(varying) == 1 and (name != "div" or node.args[0] in varying))):
@@ -391,7 +391,7 @@ def is_float(node: fx.Node) -> bool:
     return dtype is not None and (dtype.is_floating_point or dtype.is_complex)
 
 
-def _is_truth(node: fx.Node) -> bool:
+def is_truth(node: fx.Node) -> bool:
     return dtype_of(node) == torch.bool
 
 

@@ -19,6 +19,7 @@ from workbench.capture.batch_coupling import (
     LINEAR,
     MADE_ANEW,
     NONE,
+    OF_COUNT,
     OF_SUM,
     RESHAPES,
     SELECTED,
@@ -28,6 +29,7 @@ from workbench.capture.batch_coupling import (
     Coupling,
     Follower,
     is_float,
+    is_truth,
 )
 from workbench.capture.dataflow import Dataflow
 from workbench.capture.opaque import OpaqueCall, call_of
@@ -80,7 +82,7 @@ class _AssumingFollower(Follower):
             return self._given[node]
         if (call := call_of(node)) is not None and call.recording is not None:
             return self._inside(node, call)
-        if node.target is ITEM and is_float(node.args[0]) and self._states[node.args[0]] in (SUM, OF_SUM):  # type: ignore[index, arg-type]
+        if node.target is ITEM and self._is_chosen_by(node.args[0]):  # type: ignore[arg-type]
             self._coupled.append(node)
         sample = self._sample_of(node)
         if sample is not None or node in self._apart:
@@ -92,6 +94,16 @@ class _AssumingFollower(Follower):
         if state == NONE and any(source in self._samples_in for source in node.all_input_nodes):
             return self._of_loop(node)
         return self._assumed(node) if state == UNKNOWN and node.op == "call_function" else state
+
+    def _is_chosen_by(self, read: fx.Node) -> bool:
+        """Return True if a value that Python reads may decide by all samples: a mean, their rows, or a number of them.
+
+        Whether there are any at all has the same answer for nearly every micro-batch.
+        """
+        state = self._states[read]
+        if is_float(read):
+            return state in (SUM, OF_SUM) or (0 <= state < len(shape_of(read)) and shape_of(read)[state] > 1)
+        return state == OF_COUNT and is_truth(read) and read.args[1:] not in ((0,), (0.0,))
 
     # Code that runs as written
 

@@ -125,7 +125,7 @@ def _export_on(
         passed_checks() as checks,
         members_renamed(model, name) as renamed,
         _quiet_failure(),
-        (numbers or Numbers({})).held_by(model),
+        (numbers or Numbers({}, {})).held_by(model),
     ):
         before = _random_states()
         try:
@@ -152,7 +152,7 @@ def _export_on(
     notes, changed = tuple(checks), held.changes_to(after[-1])
     if numbers is None and changed.values:
         second = _export_on(device, search, batch, choice, returns, changed)
-        notes = (*notes, note_of_changes(changed, module.graph, second.module.graph, name))
+        notes = (*notes, *note_of_changes(changed, held, module.graph, second.module.graph, name))
     return Exported(module, values[0], notes, templates[0], bool(kept))
 
 

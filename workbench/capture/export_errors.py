@@ -90,6 +90,12 @@ def _by_message(error: Exception, reason: str, fields: str, line: SourceLine) ->
         return f"what it does{line.where or ' in its forward'} depends on the values of a tensor. {way}"
     if "unexpected keyword" in reason or ("missing" in reason and "argument" in reason):
         return f"{reason}. The batch has the fields {fields}: let forward take exactly these as keyword arguments."
+    if "fake tensor in the exported program" in reason:
+        return (
+            f"its forward computes with a tensor{line.where} that an earlier forward left outside of the model, such "
+            "as in a global. Register it, self.register_buffer('state', torch.zeros(8)), and write to it in place, "
+            "self.state.copy_(new)."
+        )
     if mixes_devices(error):
         return (
             f"tensors of two devices meet{line.where}. Make tensors in forward where its inputs are, "

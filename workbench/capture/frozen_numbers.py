@@ -1,14 +1,22 @@
-"""Python numbers that forward changes: capture runs forward once, and repeats the numbers of that run in every step."""
+"""Python numbers that forward changes: capture runs forward once, and repeats the numbers of that run in every step.
+
+Attributes may hold them, also in lists, dicts and plain objects, and so may the model's classes and the globals of the
+user's code that the methods of these read.
+"""
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from types import FunctionType
 from typing import Any
 
 from torch import fx, nn
 
+from workbench.capture.kept_tensors import DEPTH, items_of
+from workbench.capture.source_lines import is_users
 from workbench.errors import CaptureError
 
 Number = int | float
@@ -16,61 +24,110 @@ Number = int | float
 
 @dataclass(frozen=True)
 class Numbers:
-    """The Python numbers that the modules of a model hold as attributes, also in lists and dicts, at one moment."""
+    """The Python numbers that the forward of a model may change, at one moment."""
 
-    values: Mapping[tuple[str, str, Any], Number]
-    """Number by path of its module, attribute, and key or index in the attribute (None for a bare number)."""
+    values: Mapping[str, Number]
+    """Number by the expression that a user would write: `self.layer.state['step']`."""
+    holders: Mapping[str, tuple[Any, Any]]
+    """Module, object, list or dict that holds the number, and its attribute, key or index there."""
 
     @staticmethod
     def of(model: nn.Module) -> Numbers:
         """Return the present numbers of a model."""
-        return Numbers(
-            {
-                (path, attribute, key): number
-                for path, module in model.named_modules()
-                for attribute, value in vars(module).items()
-                if not attribute.startswith("_") and attribute != "training"
-                for key, number in _numbers_in(value)
-            }
-        )
+        found: dict[str, tuple[Number, Any, Any]] = {}
+        seen: set[int] = set()
+
+        def search(holder: Any, key: Any, value: Any, place: str, depth: int) -> None:
+            if isinstance(value, Number):
+                if not isinstance(holder, (tuple, set)):
+                    found[place] = value, holder, key
+            elif depth and id(value) not in seen and _may_change(value):
+                seen.add(id(value))
+                items = items_of(value, place) or ()
+                keys = list(value) if isinstance(value, dict) else None
+                for at, (inner, item) in enumerate(items):
+                    name = keys[at] if keys is not None else inner.rpartition(".")[2]
+                    search(value, at if isinstance(value, (list, tuple)) else name, item, inner, depth - 1)
+
+        for path, module in model.named_modules():
+            prefix = f"self.{path}" if path else "self"
+            for name, value in vars(module).items():
+                if not name.startswith("_") and name != "training":
+                    search(module, name, value, f"{prefix}.{name}", DEPTH)
+        for holder, name, value, place in _shared(model):
+            search(holder, name, value, place, DEPTH)
+        return Numbers({place: each[0] for place, each in found.items()}, {p: each[1:] for p, each in found.items()})
 
     def changes_to(self, later: Numbers) -> Numbers:
-        """Return the later numbers that differ."""
-        return Numbers({place: n for place, n in later.values.items() if self.values.get(place, n) != n})
+        """Return the later numbers that differ, with those that were not there before."""
+        changed = {place: n for place, n in later.values.items() if place not in self.values or self.values[place] != n}
+        return Numbers(changed, {place: later.holders[place] for place in changed})
+
+    def known_in(self, earlier: Numbers) -> Numbers:
+        """Return these numbers without those that were not there earlier."""
+        return replace(self, values={place: n for place, n in self.values.items() if place in earlier.values})
 
     @contextmanager
     def held_by(self, model: nn.Module) -> Iterator[None]:
-        """Return a context in which the model has these numbers instead of its own."""
-        own = {place: number for place, number in Numbers.of(model).values.items() if place in self.values}
-        _assign(model, self.values)
+        """Return a context in which the model has these numbers; afterwards it has its own again."""
+        own = Numbers.of(model)
+        for place, number in self.values.items():  # an export may put a copy of a list or dict in its place
+            _set(*own.holders.get(place, self.holders[place]), number)
         try:
             yield
         finally:
-            _assign(model, own)
+            own.restore(model)
+
+    def restore(self, model: nn.Module) -> None:
+        """Give the model these numbers again, and no others."""
+        present = Numbers.of(model)
+        for place, (holder, key) in present.holders.items():
+            if place in self.values:
+                if present.values[place] != self.values[place]:
+                    _set(holder, key, self.values[place])
+            elif isinstance(holder, dict):
+                del holder[key]
+            elif not isinstance(holder, list):
+                delattr(holder, key)
 
     def __str__(self) -> str:
-        places = (f"{path}.{name}" if path else name for path, name, _ in self.values)
-        return ", ".join(dict.fromkeys(f"self.{place}" for place in places))
+        return ", ".join(self.values)
 
 
-def _numbers_in(value: Any) -> Iterator[tuple[Any, Number]]:
-    items = value.items() if type(value) is dict else enumerate(value) if type(value) is list else [(None, value)]
-    return ((key, item) for key, item in items if isinstance(item, Number))
+def _may_change(value: Any) -> bool:
+    """Return True for what may hold numbers that forward changes: objects of a library's classes are left out."""
+    if isinstance(value, (list, tuple, set, dict)):
+        return True
+    module = sys.modules.get(type(value).__module__)
+    return module is not None and is_users(getattr(module, "__file__", None) or "")
 
 
-def _assign(model: nn.Module, values: Mapping[tuple[str, str, Any], Number]) -> None:
-    for (path, attribute, key), number in values.items():
-        module = model.get_submodule(path)
-        if key is None:
-            setattr(module, attribute, number)
-        else:
-            getattr(module, attribute)[key] = number
+def _shared(model: nn.Module) -> Iterator[tuple[Any, str, Any, str]]:
+    """Return what the user's classes of modules hold, and the globals that their methods read, with holder and name."""
+    kinds = {kind for module in model.modules() for kind in type(module).__mro__}
+    for kind in sorted(kinds, key=lambda kind: kind.__qualname__):
+        methods = [each for each in vars(kind).values() if isinstance(each, FunctionType)]
+        methods = [each for each in methods if is_users(each.__code__.co_filename)]
+        if not methods:
+            continue
+        yield from ((kind, name, value, f"{kind.__name__}.{name}") for name, value in vars(kind).items())
+        names = dict.fromkeys(name for each in methods for name in each.__code__.co_names)
+        space = methods[0].__globals__
+        yield from ((space, name, space[name], name) for name in names if name in space)
 
 
-def note_of_changes(changed: Numbers, first: fx.Graph, second: fx.Graph, model: str) -> str:
+def _set(holder: Any, key: Any, number: Number) -> None:
+    if isinstance(holder, (list, dict)):
+        holder[key] = number
+    else:
+        setattr(holder, key, number)
+
+
+def note_of_changes(changed: Numbers, known: Numbers, first: fx.Graph, second: fx.Graph, model: str) -> tuple[str, ...]:
     """Return a sentence on numbers that forward changes and whose new values make no difference to the next forward.
 
-    `first` and `second` are two captures in a row. Raises `CaptureError` if they differ.
+    There is none on numbers that forward makes anew: `known` were there before. `first` and `second` are two captures
+    in a row. Raises `CaptureError` if they differ.
     """
     if _text(first) != _text(second):
         raise CaptureError(
@@ -78,9 +135,11 @@ def note_of_changes(changed: Numbers, first: fx.Graph, second: fx.Graph, model: 
             "value in every step. Register it as a buffer, self.register_buffer('count', torch.zeros(())), and change "
             "it in place: self.count += 1."
         )
+    if not (known_ones := changed.known_in(known)).values:
+        return ()
     return (
-        f"The forward changes {changed}, which stays as it was at capture. Its next value made no difference; a branch "
-        "that a later value would take is never taken."
+        f"The forward changes {known_ones}, which stays as it was at capture. Its next value made no difference; a "
+        "branch that a later value would take is never taken.",
     )
 
 

@@ -46,7 +46,7 @@ class Held:
         if isinstance(value, torch.Tensor):
             if not isinstance(value, nn.Parameter):
                 self.tensors[place] = value
-        elif depth and id(value) not in self._seen and (items := _items(value, place)) is not None:
+        elif depth and id(value) not in self._seen and (items := items_of(value, place)) is not None:
             self._seen.add(id(value))
             content = value if isinstance(value, (list, dict, set)) else _entries(value)
             self._contents.append((value, copy.copy(content)))
@@ -75,7 +75,7 @@ def _entries(value: Any) -> Any:
     return value if isinstance(value, tuple) else vars(value)
 
 
-def _items(value: Any, place: str) -> Iterator[tuple[str, Any]] | None:
+def items_of(value: Any, place: str) -> Iterator[tuple[str, Any]] | None:
     """Return what a list, dict or plain object holds, each with its place; None for anything else."""
     if isinstance(value, (list, tuple, set)):
         return ((f"{place}[{at}]", item) for at, item in enumerate(value)) if len(value) <= MOST_ITEMS else None

@@ -29,6 +29,7 @@ import torch
 import torch.utils._pytree as pytree
 from torch import fx, nn
 
+from workbench.capture.frozen_numbers import Numbers
 from workbench.capture.kept_tensors import Held
 from workbench.capture.recording import Recorder, Recording
 from workbench.capture.source_lines import SourceLine
@@ -93,6 +94,8 @@ class OpaqueCall:
     """Entries of `written` on whose former values the results depend, unlike on running averages of BatchNorm."""
     keeps_tensors: bool = False
     """True if the code left a tensor on its modules that was not there before."""
+    numbers: Numbers | None = None
+    """Python numbers that the code changed on its modules, with their new values."""
     takes_derivatives: bool = False
     """True if forward itself needs a graph, since it takes derivatives."""
     flops: float = 0.0
@@ -138,6 +141,7 @@ class OpaqueCall:
         with self._placed(given), alone(), differentiable():
             is_first = bool(self.modules) and not self.specs
             before = Held(self.modules[0]) if is_first else None
+            numbers = Numbers.of(self.modules[0]) if is_first else None
             versions = list(map(_version, given))
             result = self.function(*args, **kwargs)
             after = [place.value() for place in self.places]
@@ -147,6 +151,9 @@ class OpaqueCall:
             if before is not None:
                 self.keeps_tensors = self.keeps_tensors or bool(before.new_in(Held(self.modules[0])))
                 before.restore()
+            if numbers is not None:
+                self.numbers = numbers.changes_to(Numbers.of(self.modules[0]))
+                numbers.restore(self.modules[0])
             if then is not None:
                 then(outputs)
         found = sorted(set(changed))
@@ -218,17 +225,36 @@ class OpaqueCall:
         self.result_leaves = [_TENSOR if isinstance(leaf, torch.Tensor) else leaf for leaf in leaves]
         self.specs = specs
 
+    def _results(self, tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+        """Run the code with the same random numbers each time, and return the tensors that it returns."""
+        torch.manual_seed(0)
+        _seed_host(0)
+        given = [tensor.clone() for tensor in tensors]
+        with torch.set_grad_enabled(self.takes_derivatives):
+            return self.compute(self._leaves(given) if self.takes_derivatives else given)[1]
+
+    def _refuse_read_numbers(self, tensors: Sequence[torch.Tensor]) -> None:
+        """Raise `NotOpaque` if the results depend on Python numbers that the code changes."""
+        if self.numbers is None or not self.numbers.values:
+            return
+        before = self._results(tensors)
+        with self.numbers.held_by(self.modules[0]):
+            later = self._results(tensors)
+        if not all(map(torch.equal, before, later)):
+            raise NotOpaque(
+                f"{self.label} changes {self.numbers} and computes with it, and each step would start from its present "
+                "value. Register it as a buffer, self.register_buffer('count', torch.zeros(())), and change it in "
+                "place: self.count += 1."
+            )
+
     def _find_read_again(self, tensors: Sequence[torch.Tensor]) -> None:
         """Note the written buffers on which the results depend, by running the code with other values in them."""
 
         def results(changed: Sequence[int]) -> list[torch.Tensor]:
-            given = [tensor.clone() for tensor in tensors]
+            given = list(tensors)
             for index in changed:
                 given[index] = 1.25 * given[index] + 0.25 if given[index].is_floating_point() else 1 - given[index]
-            torch.manual_seed(0)
-            _seed_host(0)
-            with torch.set_grad_enabled(self.takes_derivatives):
-                return self.compute(self._leaves(given) if self.takes_derivatives else given)[1]
+            return self._results(given)
 
         def is_read(changed: Sequence[int]) -> bool:
             try:
@@ -273,6 +299,7 @@ class OpaqueCall:
                             self._try(given, values, device, seed, kind, grad)
                         failure.clear()
                         tensors = [_real(*pair, device, 0, kind) for pair in zip(given, values, strict=True)]
+                        self._refuse_read_numbers(tensors)
                         if self.written:
                             self._find_read_again(tensors)
                         self._count_recomputed(tensors)

@@ -47,7 +47,7 @@ class SourceLine:
     @property
     def is_of_library(self) -> bool:
         """True if the line is in an installed library."""
-        return bool(self.file) and not _is_users(self.file)
+        return bool(self.file) and not is_users(self.file)
 
     def error(self, model: str, message: str, **facts: Any) -> CaptureError:
         """Return a `CaptureError` that blames this line; the message continues the model's name."""
@@ -69,7 +69,7 @@ def line_of_frames(frames: Iterable[traceback.FrameSummary]) -> SourceLine:
     every = list(frames)
     inside = [index for index, frame in enumerate(every) if frame.name == FORWARD and frame.filename.startswith(_OWN)]
     model = [frame for frame in every[inside[-1] + 1 if inside else 0 :] if frame.name != "<module>"]
-    users = [f for f in model if _is_users(f.filename)]
+    users = [f for f in model if is_users(f.filename)]
     candidates = [f for f in model if f in users or _is_of_library_model(f.filename)]
     if not candidates:
         return SourceLine()
@@ -85,14 +85,15 @@ def line_of_running_code() -> SourceLine:
     frame: Any = sys._getframe(1)
     while frame is not None:
         file = frame.f_code.co_filename
-        if _is_users(file) or _is_of_library_model(file):
+        if is_users(file) or _is_of_library_model(file):
             return line_at(file, frame.f_lineno)
         frame = frame.f_back
     return SourceLine()
 
 
 @functools.cache
-def _is_users(file: str) -> bool:
+def is_users(file: str) -> bool:
+    """Return True for a file that is neither an installed library's nor of this package."""
     return not file.startswith((*_INSTALLED, _OWN, "<frozen", "<string>"))
 
 

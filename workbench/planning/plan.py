@@ -176,7 +176,7 @@ class Plan(Strategy):
     notes: tuple[str, ...] = ()
     """Sentences on the model that a user may not expect: coupled samples, statistics of BatchNorm."""
     loss_depends: tuple[str, ...] = ()
-    """Those of `notes` that say how the loss depends on the number of micro-batches: state that forward carries on."""
+    """The sentences of `notes` on how the loss depends on the number of micro-batches: state that forward carries."""
     computation: Computation | None = field(default=None, repr=False)
     """Computation of the forward that the plan was made for; None for plans that do not say."""
     chunks: int = field(init=False)
