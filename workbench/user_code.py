@@ -6,6 +6,7 @@ been edited since. `functions_of` tells what they hold in this process, and whet
 
 from __future__ import annotations
 
+import ast
 import contextlib
 import dis
 import functools
@@ -15,6 +16,7 @@ import json
 import os
 import sys
 import sysconfig
+import textwrap
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from importlib.machinery import SourceFileLoader
@@ -25,6 +27,9 @@ from typing import Any
 from workbench.errors import InvalidExperiment, in_words
 from workbench.home import current_folder
 from workbench.tracebacks import place
+
+LONGEST_LAMBDA = 60
+"""Letters of a lambda's text that name it."""
 
 
 def pickled(name: str, value: Any) -> bytes:
@@ -95,6 +100,56 @@ def name_of(function: Callable[..., Any]) -> str:
     """Return the name of a callable, or of its type."""
     inner = innermost(function)
     return str(getattr(inner, "__name__", None) or type(inner).__name__)
+
+
+def telling_name(function: Callable[..., Any]) -> str:
+    """Return a name for tables that tells a callable from others of its code, by the plain values that it is bound to.
+
+    `functools.partial(build, width=32)` and a function in whose closure `width` is 32 are `build(width=32)`. A lambda
+    is named by the variable that it was assigned to, or else by its own text.
+    """
+    bound: dict[str, Any] = {}
+    while isinstance(function, functools.partial):
+        with contextlib.suppress(TypeError, ValueError):
+            bound = {**inspect.signature(function.func).bind_partial(*function.args).arguments, **bound}
+        bound, function = {**function.keywords, **bound}, function.func
+    name = name_of(function)
+    if isinstance(function, FunctionType):
+        bound |= inspect.getclosurevars(function).nonlocals
+        if name == "<lambda>":
+            parameters = inspect.signature(function).parameters.values()
+            bound |= {each.name: each.default for each in parameters if each.default is not each.empty}
+            name = _lambda_name(function)
+    plain = ", ".join(f"{key}={value}" for key, value in bound.items() if isinstance(value, bool | int | float | str))
+    if not plain:
+        return name
+    return f"{name}; {plain}" if name.startswith("lambda ") else f"{name}({plain})"
+
+
+def _lambda_name(function: FunctionType) -> str:
+    """Return the variable that a lambda was assigned to, or its text; `lambda` where its source cannot be found."""
+    try:
+        tree = ast.parse(textwrap.dedent(inspect.getsource(function)).strip().rstrip(","))
+    except (OSError, TypeError, SyntaxError):
+        return "lambda"
+    found = [node for node in ast.walk(tree) if isinstance(node, ast.Lambda)]
+    if len(found) > 1:
+        own = (function.__code__.co_code, function.__code__.co_names, function.__code__.co_varnames)
+        codes = {node: compile(ast.Expression(node), "lambda", "eval").co_consts[0] for node in found}
+        constants = function.__code__.co_consts
+        found = [
+            node
+            for node, code in codes.items()
+            if (code.co_code, code.co_names, code.co_varnames) == own and code.co_consts == constants
+        ]
+    if not found:
+        return "lambda"
+    for statement in ast.walk(tree):
+        if isinstance(statement, ast.Assign) and statement.value is found[0]:
+            return ast.unparse(statement.targets[0])
+    found[0].args.defaults = []  # they are named with their values
+    text = ast.unparse(found[0])
+    return text if len(text) <= LONGEST_LAMBDA else f"{text[: LONGEST_LAMBDA - 1]}…"
 
 
 def source_of(function: Callable[..., Any]) -> str | None:

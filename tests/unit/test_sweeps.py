@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 from typing import Any
 
 import numpy as np
@@ -24,7 +25,7 @@ from workbench.runs.launching.run_directory import Attempt
 from workbench.runs.records.history import History, read_tail
 from workbench.runs.tracking.recorder import config_of
 from workbench.sweeps import queue, start
-from workbench.sweeps.axes import Axes
+from workbench.sweeps.axes import Axes, label
 from workbench.sweeps.directory import Entry, QueueDir, Result, plan_key, profile_key
 from workbench.sweeps.rules import FIRST_RUNS, Diverged, objective, reports, rule_from_json
 from workbench.sweeps.study import Study
@@ -384,3 +385,35 @@ def test_the_best_so_far_falls_with_what_every_ended_run_has_spent(sweep):
     np.testing.assert_allclose(hours.x, 0.5 * np.array([1, 2, 3, 5, 6, 7]))
     with pytest.raises(UnknownParameter, match="gpu_hours"):
         wb.figures.best_so_far(sweep, x="gpu_hour")
+
+
+def decay(step: int, power: float = 1.0) -> float:
+    return 1 / (1 + step) ** power
+
+
+def test_callables_on_an_axis_are_labelled_by_their_names_and_by_what_they_are_bound_to() -> None:
+    def of_power(power: float) -> Any:
+        def scheduled(step: int) -> float:
+            return decay(step, power)
+
+        return scheduled
+
+    halved = lambda step: decay(step) / 2  # noqa: E731
+    schedules = [
+        *("cosine", decay, functools.partial(decay, power=2.0), of_power(0.5), of_power(0.7), halved),
+        *(lambda step, rate=rate: rate / (1 + step) for rate in (1, 2)),
+        *[lambda step: 2.0 + step, lambda step: 0.5 + step],
+    ]
+    axes = Axes(experiment().replace(warmup_steps=None), {"lr_schedule": schedules})
+    assert [label(value) for value in axes.json_values("lr_schedule")] == [
+        *("cosine", "decay", "decay(power=2.0)", "scheduled(power=0.5)", "scheduled(power=0.7)", "halved"),
+        *("lambda step, rate: rate / (1 + step); rate=1", "lambda step, rate: rate / (1 + step); rate=2"),
+        *("lambda step: 2.0 + step", "lambda step: 0.5 + step"),
+    ]
+    chosen = axes.experiment_of({"lr_schedule": 4})
+    assert chosen.optimizer.lr_schedule(3) == decay(3, 0.7)
+    models = [functools.partial(torch.nn.Linear, 2, width) for width in (3, 4)]
+    axes = Axes(experiment(), {"model": models})
+    assert [label(value) for value in axes.json_values("model")] == [
+        f"Linear(in_features=2, out_features={n})" for n in (3, 4)
+    ]

@@ -6,12 +6,16 @@ import dataclasses
 import itertools
 import json
 from collections.abc import Iterator, Mapping, Sequence
+from types import FunctionType
 from typing import Any
 
+from workbench.data import UserData
 from workbench.errors import InvalidExperiment, UnknownParameter, suggestion
 from workbench.experiment import GROUPS, PATHS, Experiment, json_value
+from workbench.models import UserModel
 from workbench.sparsity import TYPES as SPARSITIES
 from workbench.sparsity import from_json as sparsity_from_json
+from workbench.user_code import UserFunction, innermost, source_of, telling_name
 
 OTHERWISE = {
     "seed": "Give the number of seeds: seeds=3",
@@ -44,7 +48,8 @@ class Axes:
             _check_axis(name, values)
         if not self.values:
             raise InvalidExperiment("A sweep needs an axis. Give one, such as learning_rate=[1e-4, 3e-4].")
-        object.__setattr__(self, "values", {name: tuple(values) for name, values in self.values.items()})
+        named = {name: tuple(_named(name, value) for value in values) for name, values in self.values.items()}
+        object.__setattr__(self, "values", named)
         size = len(list(itertools.islice(self.choices(), LARGEST_GRID + 1)))
         if size > LARGEST_GRID:
             raise InvalidExperiment(f"The axes have more than {LARGEST_GRID:,} combinations. Give fewer values.")
@@ -72,6 +77,16 @@ class Axes:
         one_axis = ({**first, name: position} for position in range(len(self.values[name])))
         given = zip(one_axis, self.values[name], strict=True)
         return [json_value(self.experiment_of(choice), name, value) for choice, value in given]
+
+
+def _named(axis: str, value: Any) -> Any:
+    """Return a value of an axis; a function or class of the user gets a name that tells it from others of its code."""
+    if not isinstance(innermost(value), FunctionType | type):
+        return value
+    name = telling_name(value)
+    if axis == "model":
+        return UserModel(value, name)
+    return UserData(value, name) if axis in ("data", "eval_data") else UserFunction(value, name, source_of(value))
 
 
 def _check_axis(name: str, values: Any) -> None:
