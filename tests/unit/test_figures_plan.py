@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 from figure_values import in_one_line, plan
+from plan_values import plan_of
 
 from workbench.errors import UnknownParameter
 from workbench.figures import theme
@@ -49,6 +50,20 @@ def test_blocks_of_a_row_touch_and_never_overlap(stages: int, blocks: int) -> No
         for cells in rows.values():
             for (start, width), (following, _) in itertools.pairwise(cells):
                 assert start + width == pytest.approx(following)
+
+
+def test_a_block_is_as_wide_as_its_share_of_the_stages_compute() -> None:
+    plain, again = (plan_of(pipeline=2, schedule="1f1b", recompute=mode) for mode in ("none", "full"))
+    first, last = parts(partition(plain), "blocks")
+    layer = first.x[1]
+    assert first.text[0] == "emb"
+    assert first.x[0] < layer / 2
+    assert [*first.x[1:], *last.x[:-1]] == pytest.approx([layer] * (len(first.x) + len(last.x) - 2), rel=0.02)
+    again = plan_of(pipeline=2, schedule="1f1b", recompute="full")
+    assert (
+        again.stages[0].block_shares[0]
+        < plan_of(pipeline=2, schedule="1f1b", recompute="none").stages[0].block_shares[0]
+    )
 
 
 def test_a_stages_row_is_as_long_as_its_forward_and_backward() -> None:
@@ -286,7 +301,7 @@ def test_one_figure_sets_a_measured_step_below_its_prediction_and_beside_it_time
     assert titles[2].startswith("<b>predicted</b>")
     assert titles[3].startswith("<b>measured</b>")
     assert sum(len(trace.x) for trace in parts(figure, "actions")) == 2 * 2 * 4 * 4
-    times = [axis.range for axis in figure.select_xaxes() if axis.title.text == "time (ms)"]
+    times = [axis.range for axis in figure.select_xaxes() if str(axis.title.text).startswith("time (ms)")]
     assert len(times) == 2
     assert times[0] == times[1]
     named = [trace.name for trace in figure.data if trace.showlegend is not False]

@@ -104,13 +104,34 @@ def drawn(_index: int) -> float:
     return random.random() + float(np.random.rand()) + float(torch.rand(()))
 
 
+def drawing_from_its_own() -> Any:
+    """Return a function that draws from generators it closes over, of every type, one of them made late."""
+    others = [np.random.default_rng(3), np.random.RandomState(3), {"python": random.Random(3)}]
+    torchs, late = torch.Generator().manual_seed(3), list[np.random.Generator]()
+
+    def draw(_index: int) -> float:
+        late[:] = late or [np.random.default_rng()]
+        numbers = others[0].random() + others[1].rand() + others[2]["python"].random() + late[0].random()
+        return numbers + float(torch.rand((), generator=torchs))
+
+    return draw
+
+
+GLOBAL = np.random.default_rng(3)
+
+
 @pytest.mark.parametrize("seed", [0, 1])
-def test_items_that_draw_are_the_same_however_the_samples_are_divided(seed: int) -> None:
-    experiment = asked(drawn, seed=seed, steps=60)
+@pytest.mark.parametrize(
+    "made",
+    [lambda: drawn, drawing_from_its_own, lambda: lambda _: GLOBAL.random()],
+    ids=["shared", "its own", "global"],
+)
+def test_items_that_draw_are_the_same_however_the_samples_are_divided(seed: int, made: Callable[[], Any]) -> None:
+    experiment = asked(made(), seed=seed, steps=60)
     whole = experiment.data.dataset(experiment)
     at_once = whole.__getitems__(range(240))["weight"]
     for parts in (1, 3, 4):
-        dataset = asked(drawn, seed=seed, steps=60).data.dataset(experiment)
+        dataset = asked(made(), seed=seed, steps=60).data.dataset(experiment)
         replicas = [dataset.__getitems__(range(first, 240, parts))["weight"] for first in range(parts)]
         assert torch.equal(torch.stack(replicas, 1).flatten(), at_once)
     ids = whole.__getitems__(range(240))["input_ids"].flatten()

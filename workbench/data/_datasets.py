@@ -3,8 +3,13 @@
 from __future__ import annotations
 
 import contextlib
+import functools
+import inspect
+import itertools
+import pickle
 import random
 import traceback
+import types
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
@@ -89,24 +94,29 @@ class StreamedDataset(TrainingDataset):
 class UserDataset(TrainingDataset):
     """User-defined items: in a new order each epoch, or without a `seed` in their own, spread evenly over all.
 
-    Items may draw from Python's, NumPy's and torch's generators (a crop, a noise). These are seeded before each item by
-    the seed and the number of the sample in the training, so that a sample is the same under every plan, and another in
-    each epoch. Seeding takes longer than reading a tensor: the first batch in which an item draws is read again for it.
+    Items may draw from Python's, NumPy's and torch's generators (a crop, a noise), and from generators that the dataset
+    holds. These are seeded before each item by the seed and the number of the sample in the training, so that a sample
+    is the same under every plan, and another in each epoch. Seeding takes longer than reading a tensor: the first batch
+    in which an item draws is read again for it.
     """
 
     def __init__(self, items: Any, length: int, seed: int | None) -> None:
         super().__init__(length)
         self.items, self.seed = items, seed
         self._draws = False
+        self._held: list[Any] = []
+        """Generators that the items hold, as far as they were found."""
 
     def _batch(self, index_B: np.ndarray[Any, np.dtype[np.int64]]) -> Batch:
         size = len(self.items)
         order_B = index_B * size // self.length if self.seed is None else shuffled(self.seed, index_B, size)
         with untouched_generators():
             if not self._draws:
-                before = generator_states()
+                held = generators_in(self.items)
+                before = generator_states(held)
                 items = [item_at(self.items, index) for index in order_B.tolist()]
-                self._draws = generator_states() != before
+                self._held = generators_in(self.items)  # an item may have made one
+                self._draws = len(self._held) > len(held) or generator_states(held) != before
             if self._draws:
                 seeds = hashed(EVALUATION_SEED if self.seed is None else self.seed, ITEM, index_B)
                 items = [self._seeded(*each) for each in zip(order_B.tolist(), seeds.tolist(), strict=True)]
@@ -114,7 +124,7 @@ class UserDataset(TrainingDataset):
 
     def _seeded(self, index: int, seed: int) -> Batch:
         """Return an item that is read after the generators have been seeded."""
-        seed_generators(seed)
+        seed_generators(seed, self._held)
         return item_at(self.items, index)
 
 
@@ -205,14 +215,81 @@ def untouched_generators(device: torch.device = CPU) -> Iterator[None]:
         np.random.set_state(numpy)
 
 
-def generator_states() -> tuple[Any, ...]:
-    """Return the states of the host's random generators, in a form that can be compared."""
+GENERATORS = (random.Random, np.random.RandomState, np.random.Generator, torch.Generator)
+LEAVES = (str, bytes, int, float, complex, type(None), torch.Tensor, np.ndarray, type, types.ModuleType)
+MOST_OBJECTS = 10_000
+"""Objects among which generators are looked for: a list of a million samples is not read for it."""
+
+
+def generators_in(items: Any) -> list[Any]:
+    """Return the random generators that the code of a dataset reaches.
+
+    They are looked for in attributes and containers, in datasets that it wraps, and in what its functions close over or
+    name as globals.
+    """
+    found, seen, left = list[Any](), dict[int, Any](), [items]
+    while left and len(seen) < MOST_OBJECTS:
+        one = left.pop()
+        if isinstance(one, LEAVES) or id(one) in seen:
+            continue
+        seen[id(one)] = one  # which keeps it, so that no other object has its address
+        if isinstance(one, GENERATORS):
+            found += [] if isinstance(one, random.SystemRandom) else [one]
+        else:
+            left += itertools.islice(_parts(one), MOST_OBJECTS)
+    return found
+
+
+def _parts(one: Any) -> Iterator[Any]:
+    """Yield what an object is made of."""
+    if isinstance(one, Mapping):
+        yield from one.values()
+    elif isinstance(one, list | tuple | set | frozenset):
+        yield from one
+    elif isinstance(one, functools.partial):
+        yield from (one.func, *one.args, *one.keywords.values())
+    elif isinstance(one, types.MethodType):
+        yield from (one.__self__, one.__func__)
+    elif isinstance(one, types.FunctionType):
+        with contextlib.suppress(ValueError):  # of a variable that has no value yet
+            yield from inspect.getclosurevars(one).nonlocals.values()
+        yield from (one.__globals__[name] for name in one.__code__.co_names if name in one.__globals__)
+        yield from (*(one.__defaults__ or ()), *(one.__kwdefaults__ or {}).values())
+    else:
+        yield from getattr(one, "__dict__", {}).values()
+        for base in type(one).__mro__[:-1]:
+            yield from (getattr(one, name, None) for name in getattr(base, "__slots__", ()) if isinstance(name, str))
+            yield from (each for each in vars(base).values() if isinstance(each, types.FunctionType))
+
+
+def generator_states(held: Sequence[Any] = ()) -> tuple[Any, ...]:
+    """Return the states of the host's random generators and of others, in a form that can be compared."""
     name, keys, *rest = np.random.get_state()
-    return random.getstate(), name, np.asarray(keys).tobytes(), rest, torch.get_rng_state().numpy().tobytes()
+    states = [pickle.dumps(_state(one)) for one in held]
+    return random.getstate(), name, np.asarray(keys).tobytes(), rest, torch.get_rng_state().numpy().tobytes(), states
 
 
-def seed_generators(seed: int) -> None:
-    """Seed Python's, NumPy's and torch's random generators alike, and those of the ambient device if it is a GPU."""
+def _state(generator: Any) -> Any:
+    if isinstance(generator, np.random.Generator):
+        return generator.bit_generator.state
+    if isinstance(generator, torch.Generator):
+        return generator.get_state().cpu().numpy()
+    return generator.getstate() if isinstance(generator, random.Random) else generator.get_state()
+
+
+def seed_generators(seed: int, held: Sequence[Any] = ()) -> None:
+    """Seed Python's, NumPy's and torch's random generators alike, and those of the ambient device if it is a GPU.
+
+    Each of the generators `held` gets a seed of its own.
+    """
+    for number, generator in enumerate(held, start=1):
+        own = (seed ^ number) % 2**32
+        if isinstance(generator, np.random.Generator):
+            generator.bit_generator.state = type(generator.bit_generator)(own).state
+        elif isinstance(generator, torch.Generator):
+            generator.manual_seed(own)
+        else:
+            generator.seed(own)
     random.seed(seed)
     np.random.seed(seed % 2**32)
     torch.default_generator.manual_seed(seed)

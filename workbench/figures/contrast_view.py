@@ -68,7 +68,7 @@ def differences(items: Sequence[Difference]) -> Figure:
     minuend = f" of {theme.text(theme.short(items[0].names[0], AXIS_CHARACTERS))}" if len(items) == 1 else ""
     figure.update_yaxes(range=y_range, title_text=f"{items[0].loss}{minuend}<br>minus that of {first}")
     figure.update_xaxes(title_text=x_title, rangemode="tozero")
-    lines = [theme.text(item.verdict) for item in items]
+    lines = [*(theme.text(item.verdict) for item in items), theme.text(_marks_in_words(items))]
     names = [item.names[0] for item in items]
     inside, below = fits_inside(names), height_below(names)
     return figure.laid_out(
@@ -81,6 +81,18 @@ def differences(items: Sequence[Difference]) -> Figure:
             **(place_legend(figure.data, y_range=y_range) if inside else theme.LEGEND_BELOW),
         },
     )
+
+
+def _marks_in_words(items: Sequence[Difference]) -> str:
+    """Return what the marks of differences mean, and which side of zero is better."""
+    words = [f"above zero: {items[0].names[1]} is lower, so better"]
+    if any(" ± " in item.verdict for item in items):
+        words.append(f"± and band: {CONFIDENCE:.0%} of the noise along the curves, not between seeds")
+    if any(item.margin is not None for item in items):
+        words.append("bar at the end: how far seeds alone part two runs")
+    if any(item.crossover is not None for item in items):
+        words.append("diamond: where the curves last cross")
+    return "; ".join(words)
 
 
 def _difference_traces(item: Difference, index: int, scale: float) -> list[go.Scatter]:
@@ -161,9 +173,12 @@ def seed_differences(contrast: SeedContrast) -> Figure:
     first = theme.text(theme.short(contrast.differences[0].names[1]))
     figure.update_xaxes(title_text=f"{contrast.loss} minus that of<br>{theme.broken(first, 2 * NAME_LETTERS)}")
     figure.update_yaxes(type="multicategory", autorange="reversed")
-    words = f"left of zero: lower, so better; {CONFIDENCE:.0%} intervals over the seeds; pale: too close to call"
+    fewest, most = (pick(number for item in contrast.differences for number in item.seeds) for pick in (min, max))
+    seeds = f"{fewest}" if fewest == most else f"{fewest} to {most}"
+    words = f"left of zero: lower, so better; {CONFIDENCE:.0%} intervals over {seeds} seeds; pale: too close to call"
+    lines = max(str(trace.y[0]).count("<br>") + 1 for trace in figure.data)
     return figure.laid_out(
-        height=188 + 34 * len(contrast.differences),
+        height=188 + max(34, 18 * (lines + 1)) * len(contrast.differences),
         title=theme.title(f"Difference in {contrast.loss.lower()}", words),
         margin={"t": 84},
     )

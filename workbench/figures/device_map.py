@@ -149,11 +149,13 @@ def add_map(figure: Figure, plan: Plan, cells: Sequence[Cell], row: int) -> None
     names = ("GPU", "node") if lying else ("node", "GPU")
     if len(cells) < plan.cluster.gpus:
         names = ("node", "")
-    dotted = " Dotted: links that cross nodes." if crossing_hops(plan) else ""
+    numbers = " Numbers are stages." if plan.chunks == 1 else " Numbers are pipeline ranks, each with several stages."
+    lines = f" Lines join stages{', of the first replica' if count > 1 else ''}" if plan.pipeline > 1 else ""
+    lines += (", and are dotted between nodes." if crossing_hops(plan) else ".") if lines else ""
     # A cell may be 9 pixels wide, and the label of the first one is as wide as four.
     ticks = [0, columns - 1] if columns > 4 else [0]
     figure.update_xaxes(
-        title_text=theme.broken(theme.text(f"{links_in_words(plan)}{dotted}"), WORDS_LETTERS),
+        title_text=theme.broken(theme.text(f"{links_in_words(plan)}{numbers}{lines}"), WORDS_LETTERS),
         range=[-0.7, max(columns, 16) - 0.4],
         tickvals=ticks,
         ticktext=[f"{names[0]} {column}" if column == 0 else str(column) for column in ticks],

@@ -99,12 +99,15 @@ def partition_height(plan: Plan) -> int:
 
 def _cells(stage: Stage, rows: int) -> list[BlockRectangle]:
     """Return the stage's blocks laid out left to right, wrapped into `rows` rows of equal numbers."""
-    indices = range(stage.first_block, stage.end_block)
-    width, per_row = (stage.forward_ms + stage.backward_ms) / len(indices), math.ceil(len(indices) / rows)
-    return [
-        BlockRectangle(index, position // per_row, position % per_row * width, width)
-        for position, index in enumerate(indices)
-    ]
+    count = stage.end_block - stage.first_block
+    shares, per_row = stage.block_shares or (1 / count,) * count, math.ceil(count / rows)
+    cells, start = [], 0.0
+    for position, share in enumerate(shares):
+        start = start if position % per_row else 0.0
+        width = share * (stage.forward_ms + stage.backward_ms)
+        cells.append(BlockRectangle(stage.first_block + position, position // per_row, start, width))
+        start += width
+    return cells
 
 
 def add_partition(figure: Figure, plan: Plan) -> None:
@@ -374,7 +377,7 @@ def _headline(plan: Plan) -> list[tuple[str, str]]:
     predicted = plan.prediction
     limit, _ = limit_of(plan)
     rows = [
-        ("step", duration(predicted.step_ms / 1e3)),
+        ("predicted step", duration(predicted.step_ms / 1e3)),
         ("tokens/s", count(predicted.tokens_per_s)),
         ("peak", f"{gib(plan.peak_bytes)} of {gib(limit)} a device"),
         ("batch", _batch_in_words(plan)),

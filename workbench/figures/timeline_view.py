@@ -107,7 +107,8 @@ def add_timeline(figure: Figure, step: Timeline, *, row: int | None = None, col:
     one_stage_each = all(len({action.stage for action in lane}) <= 1 for lane in lanes)
     word = "stage" if one_stage_each else "rank"
     ends = [0, step.end_ms * 1.005]
-    figure.update_xaxes(title_text="time (ms)", tickformat=",", range=ends, showgrid=False, **place)
+    title = "time (ms)" if one_stage_each else "time (ms); the paler a bar, the later its stage among those of the rank"
+    figure.update_xaxes(title_text=title, tickformat=",", range=ends, showgrid=False, **place)
     names = [f"<b>{word} {rank}</b>" for rank in range(len(lanes))]
     ticks = {"tickmode": "array", "tickvals": list(range(len(lanes))), "ticktext": names, "ticklabelstandoff": 6}
     figure.update_yaxes(range=[len(lanes) - 0.5, -0.5], showgrid=False, **ticks, **place)

@@ -126,11 +126,16 @@ def _stages(costs: StrategyCosts, cut: Cut, elements: Array) -> tuple[Stage, ...
     pipeline = costs.strategy.pipeline
     at_peak = [cutter.fullest_moment(rank, cut)[0] for rank in range(pipeline)]
     crossing, state, hidden = costs.profile.crossing_bytes, cutter.state, overlapped(costs, cut.stages)
+    again = {"full": costs.blocks.full_recompute_ms, "selective": costs.blocks.selective_recompute_ms}
     stages = []
     for s, (i, j) in enumerate(pairwise(cut.cuts)):
         recomputed = int(mixed.middle[s]) - i
         is_mixed = 0 < recomputed < j - i
         to_come = cutter.gradients_to_come(cut, s)
+        block_ms = costs.blocks.forward_ms[i:j] + costs.blocks.backward_ms[i:j]
+        for mode, part in ((mixed.heavier[s], slice(recomputed)), (mixed.lighter[s], slice(recomputed, None))):
+            if modes[mode] in again:
+                block_ms[part] += again[modes[mode]][i:j][part]
         stages.append(
             Stage(
                 index=s,
@@ -157,6 +162,7 @@ def _stages(costs: StrategyCosts, cut: Cut, elements: Array) -> tuple[Stage, ...
                 overlapped_ms=(float(hidden[0][s]), float(hidden[1][s]), float(hidden[2][s])),
                 end_wait_ms=float(times.step_wait[s]),
                 optimizer_ms=float(times.optimizer[s]),
+                block_shares=tuple((block_ms / block_ms.sum()).round(6).tolist()),
             )
         )
     return tuple(stages)

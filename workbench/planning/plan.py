@@ -98,6 +98,8 @@ class Stage:
     """Exposed communication once a step, after the last backward; None in plans that did not store it."""
     optimizer_ms: float | None = None
     """The optimiser's update, once a step; None in plans that did not store it."""
+    block_shares: tuple[float, ...] = ()
+    """Share of each of its blocks in its compute; empty in plans that did not store it."""
 
     def recompute_of(self, block: int) -> str:
         """Return the activation checkpointing of one of its blocks, given by its index in the model."""
