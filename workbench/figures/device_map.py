@@ -117,6 +117,16 @@ def links_in_words(plan: Plan) -> str:
     return f"{said[:1].upper()}{said[1:]}."
 
 
+def words_below(plan: Plan) -> str:
+    """Return what the map shows, in lines of Plotly markup."""
+    said = [links_in_words(plan)]
+    said.append("Numbers are stages." if plan.chunks == 1 else "Numbers are pipeline ranks, each with several stages.")
+    if plan.pipeline > 1:
+        replica = ", of the first replica" if _per_rank(plan) > 1 else ""
+        said.append(f"Lines join stages{replica}{', and are dotted between nodes' if crossing_hops(plan) else ''}.")
+    return theme.broken(theme.text(" ".join(said)), WORDS_LETTERS)
+
+
 def add_map(figure: Figure, plan: Plan, cells: Sequence[Cell], row: int) -> None:
     """Draw the map into the subplot of a row, column 1."""
     place = {"row": row, "col": 1}
@@ -149,13 +159,10 @@ def add_map(figure: Figure, plan: Plan, cells: Sequence[Cell], row: int) -> None
     names = ("GPU", "node") if lying else ("node", "GPU")
     if len(cells) < plan.cluster.gpus:
         names = ("node", "")
-    numbers = " Numbers are stages." if plan.chunks == 1 else " Numbers are pipeline ranks, each with several stages."
-    lines = f" Lines join stages{', of the first replica' if count > 1 else ''}" if plan.pipeline > 1 else ""
-    lines += (", and are dotted between nodes." if crossing_hops(plan) else ".") if lines else ""
     # A cell may be 9 pixels wide, and the label of the first one is as wide as four.
     ticks = [0, columns - 1] if columns > 4 else [0]
     figure.update_xaxes(
-        title_text=theme.broken(theme.text(f"{links_in_words(plan)}{numbers}{lines}"), WORDS_LETTERS),
+        title_text=words_below(plan),
         range=[-0.7, max(columns, 16) - 0.4],
         tickvals=ticks,
         ticktext=[f"{names[0]} {column}" if column == 0 else str(column) for column in ticks],

@@ -10,7 +10,7 @@ from typing import Any
 import plotly.graph_objects as go
 
 from workbench.figures import theme
-from workbench.figures.device_map import add_map, device_cells, map_height, place_in_words
+from workbench.figures.device_map import add_map, device_cells, map_height, place_in_words, words_below
 from workbench.figures.figure import Figure, mimebundle, subplots
 from workbench.figures.timeline_view import add_timeline, timeline_height
 from workbench.pipeline_schedules import SCHEDULES
@@ -324,10 +324,11 @@ def show_plan(plan: Plan, fewer: Plan | None = None) -> Figure:
     alert = "The loss depends on this division of the batch: see plan.notes" if plan.loss_depends else None
     below = [line for line in (_gain_in_words(plan, fewer), alert and _alert(alert), facts) if line]
     further = 18 * max(0, len(below) - 2)
+    words = 18 * words_below(plan).count("<br>") if cells else 0
     return figure.laid_out(
-        height=inner + (156 if cells else 180) + further,
+        height=inner + (138 + words if cells else 180) + further,
         title=theme.title(theme.text(_heading(plan)), "<br>".join(below)),
-        margin={"t": 104 + further, "b": 52 if cells else 76, "r": 16},
+        margin={"t": 104 + further, "b": 34 + words if cells else 76, "r": 16},
         barmode="stack",
         uniformtext={"mode": "hide", "minsize": 8},
         legend=_legend_at(1 - (upper + BELOW_TITLES_PX) / inner),
