@@ -126,6 +126,12 @@ ACCEPTED: Mapping[str, Mapping[str, Mapping[tuple[str, ...], str]]] = {
     "Grid.cell": {"zero": {("0", "True"): "a cell of the grid"}},
     "MeasuredGrid": {"path": {FILES: "a handle, which is read when it is used"}},
     "tokenize": {"progress": {("True",): "a choice"}},
+    "pretrained": {
+        "revision": {("unknown name", "long text"): "of the hub: a folder has none"},
+        "frozen": {("[]",): "nothing is frozen"},
+        "dropout": {("0",): "a share"},
+        "name": {("unknown name", "long text"): "a name"},
+    },
     "scaling": {"depth_rule": {("True",): "a choice"}},
     "left_plateau": {"level": {("1.5", "10**18"): "a loss"}},
     "expected_difference": {"tokens": {("1.5", "10**18"): "a number of tokens"}},
@@ -227,6 +233,7 @@ def world(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, Any]]:
         patch.setenv("WORKBENCH_HOME", str(folder / "home"))
         patch.setenv("WORKBENCH_RUNS", str(folder / "runs"))
         patch.chdir(folder)
+        patch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
         for module, name in (
             (launcher, "_start_supervisor"),
             (in_process, "train_here"),
@@ -251,7 +258,9 @@ def world(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, Any]]:
         captured = wb.planning.graph(experiment)
         patch.setattr(importlib.import_module("workbench.analysis.pareto"), "graph", lambda _: captured)
         plan = wb.plan(experiment, cluster)
-        yield {"experiment": experiment, "cluster": cluster, "plan": plan, "run": _run(folder, experiment, plan)}
+        experiment.model.build().save_pretrained(folder / "model")
+        shared = {"cluster": cluster, "plan": plan, "run": _run(folder, experiment, plan), "model": folder / "model"}
+        yield {"experiment": experiment, "tokenizer": experiment.data.tokenizer_folder(experiment), **shared}
 
 
 def _interrupt(*_: Any) -> None:
@@ -337,6 +346,18 @@ def _targets(world: Mapping[str, Any]) -> list[Target]:
         ("data.corpus", wb.data.corpus, {}, ()),
         ("data.hub", wb.data.hub, {"name": "some/text"}, ()),
         ("models.gpt3", wb.models.gpt3, {}, ()),
+        (
+            "pretrained",
+            wb.models.pretrained,
+            {"folder_or_name": world["model"]},
+            ("folder_or_name", "task", "labels", "revision", "frozen", "dropout", "name"),
+        ),
+        (
+            "classification",
+            wb.data.classification,
+            {"source": [{"text": f"a fox {i}", "label": i % 2} for i in range(4)], "tokenizer": world["tokenizer"]},
+            ("source", "tokenizer", "length", "text", "pair", "label", "labels"),
+        ),
         *((f"models.{kind}", getattr(wb.models, kind), {}, MODEL) for kind in ("bert", "bert_large", "gpt2", "opt")),
         ("data.held_out", wb.data.held_out, {"request": experiment}, ()),
         ("data.documents", wb.data.documents, {"texts": ["one text"]}, ()),

@@ -52,7 +52,7 @@ def test_this_machine_is_measured_once_and_then_planned_with(measured: Calibrati
     assert measured.product_flops > 1e9
     assert 0 < measured.attention_forward <= 1
     assert measured.link is not None
-    assert 0.05 < measured.beside < 2, "two processes copy at once"
+    assert 0.05 < measured.beside < 10, "two processes copy at once, and others may take the cores meanwhile"
     assert 0 <= measured.circumstances["others"] <= 1
     assert measured.link.bandwidth > 1e6
     here = local_cluster()

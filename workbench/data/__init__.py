@@ -24,6 +24,7 @@ from workbench.data._source import held_out as held_out
 from workbench.data._user_data import UserData as UserData
 from workbench.data._user_data import as_data as as_data
 from workbench.errors import DataError
+from workbench.validation import checked_items
 
 if TYPE_CHECKING:
     from workbench.data._labelled_texts import LabelledTexts
@@ -194,7 +195,8 @@ def classification(source: Any, tokenizer: Any, length: int = 128, **options: Un
     """
     from workbench.data._labelled_texts import labelled_texts
 
-    columns: dict[str, Any] = {"text": "text", "pair": None, "label": "label", "labels": None, **options}
+    checked = checked_items(LabelledOptions, options, DataError)
+    columns: dict[str, Any] = {"text": "text", "pair": None, "label": "label", "labels": None, **checked}
     return labelled_texts(source, tokenizer, length=length, **columns)
 
 

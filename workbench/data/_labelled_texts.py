@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import csv
+import os
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -15,6 +16,10 @@ from workbench.errors import DataError
 
 if TYPE_CHECKING:
     import torch
+
+
+SHORTEST, LONGEST = 3, 2**20
+"""Smallest and largest number of tokens of a row, of which two are special."""
 
 
 class LabelledTexts:
@@ -46,6 +51,12 @@ def labelled_texts(
     source: Any, tokenizer: Any, text: str, pair: str | None, label: str, labels: Sequence[Any] | None, length: int
 ) -> LabelledTexts:
     """Read and tokenise rows; see `workbench.data.classification`."""
+    if not SHORTEST <= length <= LONGEST:
+        raise DataError(f"length={length:.3g} is no number of tokens between {SHORTEST} and {LONGEST:,}. Give another.")
+    if labels is not None and len(set(map(str, labels))) < 2:
+        raise DataError(
+            f"labels={labels!r:.60} names fewer than two classes. Give labels=['no', 'yes'], or leave it out."
+        )
     name, rows, names = _rows(source, label)
     wanted = [column for column in (text, pair, label) if column is not None]
     columns: dict[str, list[Any]] = {column: [] for column in wanted}
@@ -86,7 +97,7 @@ def _rows(source: Any, label: str) -> tuple[str, Iterable[Any], Sequence[Any] | 
     """Return the name of a source, its rows, and the names of its classes if it says them."""
     if isinstance(source, str | Path):
         path = Path(source).expanduser()
-        if not path.is_file():
+        if not os.path.isfile(path):
             raise DataError(
                 f"There is no file of rows at {path}. Give a .csv or .tsv file with a line of column names."
             )

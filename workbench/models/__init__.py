@@ -19,6 +19,7 @@ from workbench.models._scaling import Scaling as Scaling
 from workbench.models._scaling import scaling
 from workbench.models._user_model import UserModel as UserModel
 from workbench.models._user_model import as_model as as_model
+from workbench.validation import Line, checked_items
 
 __all__ = ["bert", "bert_large", "gpt2", "gpt3", "opt", "pretrained", "scaling"]
 
@@ -151,7 +152,7 @@ class PretrainedOptions(TypedDict, total=False):
     """Patterns (`fnmatch`) of the parameters that training leaves as they are, such as `"bert.embeddings.*"`."""
     dropout: float | None
     """Dropout inside the model; that of its configuration by default."""
-    name: str | None
+    name: Line | None
     """Name for tables and run directories; by default that of the folder, and the task."""
 
 
@@ -174,8 +175,8 @@ def pretrained(
     """
     from workbench.models._pretrained import described
 
-    frozen = tuple(options.pop("frozen", ()))
-    return described(folder_or_name, task, labels, revision, frozen=frozen, **options)
+    checked = checked_items(PretrainedOptions, options, InvalidExperiment)
+    return described(folder_or_name, task, labels, revision, **checked)
 
 
 def from_json(value: Mapping[str, Any], factory: Callable[[], Any] | None = None) -> Model | Pretrained | UserModel:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import fnmatch
 import functools
+import os
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, ClassVar, cast
 
@@ -171,7 +172,7 @@ def described(
 ) -> Pretrained:
     """Return the value for a folder or a name; the task is that of its configuration unless it is given."""
     given = Path(folder_or_name).expanduser()
-    path = str(given.absolute()) if given.is_dir() else str(folder_or_name)
+    path = str(given.absolute()) if os.path.isdir(given) else str(folder_or_name)
     config = configuration(path, revision)
     if task is None and labels is not None:
         task = "classification"
@@ -186,5 +187,7 @@ def described(
     if (task == "classification") != (labels is not None):
         what = "needs labels, the number of classes" if labels is None else "and labels are of classification"
         raise InvalidExperiment(f"The task {task!r} {what}. Write wb.models.pretrained(…, labels=2), or another task.")
-    name = options.pop("name", None) or f"{Path(path).name}-{task}"
-    return Pretrained(name=name, path=path, task=task, labels=labels, revision=revision, **options)
+    if options.get("name") is None:
+        options["name"] = f"{Path(path).name}-{task}"
+    frozen = tuple(options.pop("frozen", ()))
+    return Pretrained(path=path, task=task, labels=labels, revision=revision, frozen=frozen, **options)

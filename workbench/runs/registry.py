@@ -111,7 +111,7 @@ def list_runs(
         archived: list archived runs too.
 
     Examples:
-        >>> wb.list_runs(state="finished", sort="loss").rows()[0]["step"]
+        >>> wb.list_runs(state="finished", sort="-step").rows()[0]["step"]
         40
     """
     by = sort and sort.removeprefix("-")
