@@ -2,7 +2,7 @@
 
 `durations.json` holds the seconds of every test of half a second or more, measured in a whole run. Where a test uses
 fixtures of its file or of the session, a second number is what these took, whichever test was the first to need them: a
-test is as long as the longer of the two.
+test is as long as its own seconds and its part of those that it shares.
 
     python -m pytest tests/unit/test_data.py --record-durations      # records those of one file anew
     make durations                                                   # those of all files
@@ -17,7 +17,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Generator, Iterable, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -49,10 +49,6 @@ class Duration(NamedTuple):
     own: float
     shared: float = 0.0
 
-    @property
-    def seconds(self) -> float:
-        return max(self)
-
 
 def read(file: Path) -> dict[str, Duration]:
     """Return the recorded duration of each test, by its node id; nothing where there is no record."""
@@ -72,7 +68,7 @@ def write(file: Path, measured: Mapping[str, Duration], collected: Iterable[str]
     with file.open("a") as lock:  # the run of JupyterLab's tests may end at the same time
         fcntl.flock(lock, fcntl.LOCK_EX)
         kept = {test: duration for test, duration in read(file).items() if is_known(test)}
-        merged = {test: each for test, each in {**kept, **measured}.items() if each.seconds >= RECORDED_S}
+        merged = {test: each for test, each in {**kept, **measured}.items() if max(each) >= RECORDED_S}
         lines = [f"{json.dumps(test)}: {_written(each)}" for test, each in sorted(merged.items())]
         file.write_text("{\n" + ",\n".join(lines) + "\n}\n")
 
@@ -80,6 +76,14 @@ def write(file: Path, measured: Mapping[str, Duration], collected: Iterable[str]
 def _written(duration: Duration) -> str:
     own, shared = (round(seconds, 1) for seconds in duration)
     return str([own, shared] if shared >= RECORDED_S else own)
+
+
+def lengths(durations: Mapping[str, Duration]) -> dict[str, float]:
+    """Return the seconds of each test, with equal parts of a file's fixtures for the tests that share them."""
+    users = Counter((test.partition("::")[0], each.shared) for test, each in durations.items())
+    return {
+        test: each.own + each.shared / users[test.partition("::")[0], each.shared] for test, each in durations.items()
+    }
 
 
 def total(durations: Iterable[Duration]) -> float:
@@ -118,6 +122,7 @@ class Durations:
     def __init__(self, config: pytest.Config) -> None:
         self.config = config
         self.recorded = read(FILE)
+        self.lengths = lengths(self.recorded)
         self.measured: dict[str, Duration] = {}
         """Duration of each test that passed."""
         self.in_short_run: set[str] = set()
@@ -135,7 +140,7 @@ class Durations:
         return self.recorded.get(test, Duration(UNRECORDED_S))
 
     def is_long(self, item: pytest.Item) -> bool:
-        return self._record(item.nodeid).seconds > LONG_S
+        return self.lengths.get(item.nodeid, UNRECORDED_S) > LONG_S
 
     def pytest_itemcollected(self, item: pytest.Item) -> None:
         self.collected.add(item.nodeid)
@@ -196,7 +201,7 @@ class Durations:
     def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
         if report.when == "call" and report.passed:
             self.measured[report.nodeid] = Duration(report.duration)
-            if MARK not in report.keywords and self._record(report.nodeid).seconds <= LONG_S:
+            if MARK not in report.keywords and self.lengths.get(report.nodeid, UNRECORDED_S) <= LONG_S:
                 self.in_short_run.add(report.nodeid)
         if report.when == "teardown" and report.nodeid in self.measured:
             self.measured[report.nodeid] = Duration(*dict(report.user_properties)[TAKEN])
@@ -227,15 +232,16 @@ class Durations:
         test that was only in the way of others is no longer one of these.
         """
         limit = LONG_S * slowness(self.measured, self.recorded)
-        suspects = sorted(test for test in self.in_short_run if self.measured[test].seconds > limit)
+        measured = lengths(self.measured)
+        suspects = sorted(test for test in self.in_short_run if measured[test] > limit)
         if not suspects:
             return {}
         with tempfile.TemporaryDirectory() as folder:
             again = Path(folder) / "again.json"
             command = [sys.executable, "-m", "pytest", f"--record-durations={again}", *suspects]
             subprocess.run(command, cwd=self.config.rootpath, capture_output=True, check=False)
-            alone = read(again)
-        return {test: alone[test].seconds for test in suspects if test in alone and alone[test].seconds > limit}
+            alone = {test: each.own + measured[test] - self.measured[test].own for test, each in read(again).items()}
+        return {test: alone[test] for test in suspects if alone.get(test, 0.0) > limit}
 
     def pytest_terminal_summary(self, terminalreporter: Any) -> None:
         say = terminalreporter.write_line

@@ -111,6 +111,16 @@ def test_fixtures_that_the_tests_of_a_file_share_count_once() -> None:
     assert durations.total([Duration(1.0, 20.0), Duration(2.0, 20.0), Duration(3.0)]) == 26.0
 
 
+def test_tests_that_share_a_fixture_share_its_seconds() -> None:
+    recorded = {
+        "a::x": Duration(1.0, 20.0),
+        "a::y": Duration(2.0, 20.0),
+        "a::z": Duration(3.0),
+        "b::x": Duration(0.0, 20.0),
+    }
+    assert durations.lengths(recorded) == {"a::x": 11.0, "a::y": 12.0, "a::z": 3.0, "b::x": 20.0}
+
+
 def test_longest_files_start_first() -> None:
     assert durations.in_order({"b": 1.0, "a": 1.0, "c": 7.0}) == ["c", "a", "b"]
 
