@@ -242,7 +242,7 @@ def generators_in(items: Any) -> list[Any]:
 
 def _parts(one: Any) -> Iterator[Any]:
     """Yield what an object is made of."""
-    if isinstance(one, Mapping):
+    if isinstance(one, dict):  # another mapping may read a file for each of its values
         yield from one.values()
     elif isinstance(one, list | tuple | set | frozenset):
         yield from one
