@@ -120,7 +120,6 @@ def test_one_click_on_a_card_draws_the_curve_in_view_while_all_cores_are_busy(
 
 
 @pytest.mark.representative
-@pytest.mark.timeout(900)
 def test_from_the_launcher_to_a_page_for_a_colleague(
     lab_page: Any, server: lab.Server, folder: Path, tmp_path: Path, picture: Any
 ) -> None:

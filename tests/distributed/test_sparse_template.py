@@ -12,7 +12,6 @@ from workbench.sparsity import learning_rate
 STATIC, DYNAMIC = "90 % static 1×1", "90 % dynamic 1×1"
 
 
-@pytest.mark.timeout(600)  # ten trainings, beside other tests
 def test_the_template_trains_a_family_and_says_what_the_losses_show(tmp_path, monkeypatch):
     small = {"steps": 6, "global_batch": 8, "moving_blocks": [1], "dense_layers": [1, 2], "seeds": 2}
     document = executed("sparse_pareto", tmp_path, monkeypatch, **small)
