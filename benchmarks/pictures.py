@@ -1,7 +1,7 @@
 """Draw the figures of the documentation anew into docs/pictures/.
 
     python benchmarks/pictures.py [cost planning figures curves evaluation samples optimizers
-                                   sweep-heat-map sweep-bands sweep-contrast ladder pair-difference sparse-pareto]
+                                   sweep-heat-map sweep-bands ladder pair-difference sparse-pareto]
 
 Without a name it draws all of them. It needs kaleido and a Chrome or Chromium, but no GPU. The curves are those of the
 runs under notebooks/recorded. Evaluation, samples and sweep are those of benchmarks/results/gpt-sweep, which
@@ -33,7 +33,6 @@ from workbench.cost.graph_profiler import profile_graph
 from workbench.cost.optimizer_cost import with_optimizer
 from workbench.cost.profile import BlockTypeCost, Profile
 from workbench.figures import theme
-from workbench.figures.contrast_view import contrast
 from workbench.figures.figure import save
 from workbench.figures.pages import PLOTLY_MIME, decoded
 from workbench.figures.plan_view import show_plan
@@ -202,7 +201,8 @@ def planning() -> go.Figure:
         y=math.log10(fastest),
         text=f"<b>chosen</b>: {plan.division()}",
         ax=-30,
-        ay=34,
+        ay=24,
+        yanchor="top",
         arrowcolor=theme.INK,
         yshift=-6,
     )
@@ -368,7 +368,6 @@ PICTURES: Mapping[str, Callable[[], go.Figure]] = {
     "optimizers": optimizers,
     "sweep-heat-map": lambda: wb.figures.heat_map(recorded_sweep()),
     "sweep-bands": lambda: wb.figures.seed_bands(recorded_sweep()),
-    "sweep-contrast": lambda: contrast(wb.contrast(recorded_sweep())),
     "ladder": lambda: kept_figure("scaling_ladder_4xH200", "wb.figures.ladder(law, points)"),
     "pair-difference": lambda: kept_figure("scaling_ladder_4xH200", "wb.figures.pair_difference("),
     "sparse-pareto": lambda: kept_figure("sparse_pareto_2cores", "wb.figures.pareto(runs)"),

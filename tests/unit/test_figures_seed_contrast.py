@@ -45,7 +45,8 @@ def test_a_difference_larger_than_the_seeds_spread_is_told_from_one_that_is_not(
     assert "c and a are too close to call" in repr(found)
     assert found.to_html().count("too close to call") == 3
     points = [trace for trace in contrast(found).data if trace.error_x.array is not None]
-    assert [trace.x[0] for trace in points] == pytest.approx([item.value for item in found.differences])
+    assert [trace.x[0] for trace in points] == pytest.approx([item.value for item in found.differences[:2]])
+    assert {trace.y[1][0] for trace in points} == {"equal tokens, FLOPs, device-hours"}, "one row where they are equal"
     assert points[0].error_x.array[0] == pytest.approx(half)
     assert points[0].marker.color != points[1].marker.color, "an unclear difference is pale"
 

@@ -12,7 +12,7 @@ import plotly.graph_objects as go
 from workbench.analysis.contrast import Contrast, Difference
 from workbench.analysis.curve import X_AXES
 from workbench.analysis.noise import CONFIDENCE
-from workbench.analysis.seed_contrast import AXES, SeedContrast
+from workbench.analysis.seed_contrast import SeedContrast, SeedDifference
 from workbench.figures import theme
 from workbench.figures.figure import Figure
 from workbench.figures.legend_placement import fits_inside, height_below, place_legend
@@ -150,26 +150,29 @@ def _settled_range(items: Sequence[Difference]) -> list[float]:
 
 
 def seed_differences(contrast: SeedContrast) -> Figure:
-    """Draw each difference as a point with its interval; an interval that crosses the line at zero is pale."""
+    """Draw each difference as a point with its interval; an interval that crosses the line at zero is pale.
+
+    Runs of one model have the same difference at equal tokens and at equal FLOPs, which is one row.
+    """
     figure = Figure()
     figure.add_vline(x=0, line={"color": theme.AXIS, "width": 1.5})
-    axes = [axis for axis in AXES if any(item.axis == axis for item in contrast.differences)]
-    for index, axis in enumerate(axes):
-        items = [item for item in contrast.differences if item.axis == axis]
-        color = theme.series_color(index)
-        colors = [color if item.distinguishable else theme.pale(color) for item in items]
-        name = f"equal {X_AXES[axis].label}"
-        names = [theme.broken(theme.text(theme.short(item.names[0])), NAME_LETTERS) for item in items]
-        for item, label, shade in zip(items, names, colors, strict=True):
-            figure.add_scatter(
-                x=[item.value],
-                y=[[label], [name]],
-                error_x=_bar(shade, item.margin if item.scatter else 0.0),
-                mode="markers",
-                marker={"color": shade, "size": 9},
-                hovertemplate=f"{theme.text(item.describe())}<extra></extra>",
-                showlegend=False,
-            )
+    same = dict[tuple[Any, ...], list[SeedDifference]]()
+    for item in contrast.differences:
+        same.setdefault((item.names, f"{item.value:.6g}", f"{item.margin:.6g}"), []).append(item)
+    axes = [", ".join(X_AXES[item.axis].label for item in items) for items in same.values()]
+    colors = {axis: theme.series_color(index) for index, axis in enumerate(dict.fromkeys(axes))}
+    rows = sorted(zip(axes, same.values(), strict=True), key=lambda row: list(colors).index(row[0]))
+    for axis, items in rows:
+        shade = colors[axis] if items[0].distinguishable else theme.pale(colors[axis])
+        figure.add_scatter(
+            x=[items[0].value],
+            y=[[theme.broken(theme.text(theme.short(items[0].names[0])), NAME_LETTERS)], [f"equal {axis}"]],
+            error_x=_bar(shade, items[0].margin if items[0].scatter else 0.0),
+            mode="markers",
+            marker={"color": shade, "size": 9},
+            hovertemplate="<br>".join(theme.text(item.describe()) for item in items) + "<extra></extra>",
+            showlegend=False,
+        )
     first = theme.text(theme.short(contrast.differences[0].names[1]))
     figure.update_xaxes(title_text=f"{contrast.loss} minus that of<br>{theme.broken(first, 2 * NAME_LETTERS)}")
     figure.update_yaxes(type="multicategory", autorange="reversed")
@@ -178,7 +181,7 @@ def seed_differences(contrast: SeedContrast) -> Figure:
     words = f"left of zero: lower, so better; {CONFIDENCE:.0%} intervals over {seeds} seeds; pale: too close to call"
     lines = max(str(trace.y[0]).count("<br>") + 1 for trace in figure.data)
     return figure.laid_out(
-        height=188 + max(34, 18 * (lines + 1)) * len(contrast.differences),
+        height=188 + max(34, 18 * (lines + 1)) * len(rows),
         title=theme.title(f"Difference in {contrast.loss.lower()}", words),
         margin={"t": 84},
     )
