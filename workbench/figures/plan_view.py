@@ -283,7 +283,7 @@ def _add_true_scale(figure: Figure, plan: Plan, unit: float, thick: float) -> No
         x=[peak / unit for peak in peaks],
         y=[rank - thick * (MAGNIFIED + 0.1) / 2 for rank in range(plan.pipeline)],
         width=thick * (0.9 - MAGNIFIED),
-        marker={"color": theme.INK, "line": {"width": 0}},
+        marker={"color": theme.MUTED, "line": {"width": 0}},
         hovertext=[f"{rank_name(plan, rank)}: {gib(peak, max(peaks))}" for rank, peak in enumerate(peaks)],
         hoverinfo="text",
         name="peak, to scale",
