@@ -17,11 +17,12 @@ SERVER = {"cliVersionInfo": VERSIONS, "latestLocalVersionInfo": None, "features"
 class FakeWandb:
     """A server that listens on `url` until `close`; `histories` maps a run's id to the rows uploaded for it.
 
-    `delay_s` is the delay of every answer, `refuses` the HTTP status that answers every upload of steps.
+    `delay_s` is the delay of every answer, `refuses` the HTTP status that answers every upload of steps, `rewinds` says
+    whether it can take a run back to an earlier step, and rows of the steps that it `drops` are lost.
     """
 
-    def __init__(self, delay_s: float = 0.0, refuses: int | None = None) -> None:
-        self.delay_s, self.refuses = delay_s, refuses
+    def __init__(self, delay_s: float = 0.0, refuses: int | None = None, rewinds: bool = True, drops=()) -> None:
+        self.delay_s, self.refuses, self.rewinds, self.drops = delay_s, refuses, rewinds, drops
         self.histories = defaultdict(list)
         self.buckets = {}
         self.complete = set()
@@ -55,7 +56,13 @@ class FakeWandb:
         known = self.buckets[run]
         project = {"id": "UHJq", "name": known.get("project") or "p", "entity": {"id": "RW50", "name": "tester"}}
         fields = {"displayName": known.get("displayName", run), "sweepName": None, "description": None}
-        return {"id": f"B_{run}", "name": run, "project": project, "historyLineCount": 0, "config": "{}", **fields}
+        lines = len(self.histories[run])
+        return {"id": f"B_{run}", "name": run, "project": project, "historyLineCount": lines, "config": "{}", **fields}
+
+    def _RewindRun(self, variables: dict) -> dict:  # noqa: N802
+        run, step = variables["runName"], variables["metricValue"]
+        self.histories[run] = [row for row in self.histories[run] if row["_step"] <= step]
+        return {"rewindRun": {"rewoundRun": self._bucket(run)}}
 
     def _RunResumeStatus(self, variables: dict) -> dict:  # noqa: N802
         model = {"id": "UHJq", "name": "p", "entity": {"id": "RW50", "name": "tester"}, "bucket": None}
@@ -135,8 +142,9 @@ class FakeWandb:
 
     def receive(self, run: str, update: dict) -> None:
         for name, content in (update.get("files") or {}).items():
-            if name == "wandb-history.jsonl":
-                self.histories[run] += [json.loads(line) for line in content["content"]]
+            if name == "wandb-history.jsonl":  # lines from an offset on, which replace those that are there
+                rows, first = [json.loads(line) for line in content["content"]], content["offset"]
+                self.histories[run][first : first + len(rows)] = [row for row in rows if row["_step"] not in self.drops]
         if update.get("complete"):
             self.complete.add(run)
 
@@ -161,7 +169,10 @@ def _handler_of(fake: FakeWandb) -> type[BaseHTTPRequestHandler]:
             stream = re.match(r"/files/[^/]+/[^/]+/([^/]+)/file_stream", self.path)
             if self.path.endswith("/graphql"):
                 asked = json.loads(body)
-                self._reply({"data": fake.answer(asked["query"], asked.get("variables") or {})})
+                if "mutation RewindRun" in asked["query"] and not fake.rewinds:
+                    self._reply({"errors": [{"message": 'Cannot query field "rewindRun" on type "Mutation".'}]}, 400)
+                else:
+                    self._reply({"data": fake.answer(asked["query"], asked.get("variables") or {})})
             elif stream and fake.refuses:
                 self._reply({"error": "refused"}, fake.refuses)
             elif stream:

@@ -10,13 +10,15 @@ from types import SimpleNamespace
 
 import pytest
 from fake_wandb import FakeWandb
-from wandb_log import offline_history
+from wandb_log import offline_config, offline_history, offline_summary
 
 from workbench.errors import RunNotFound, WorkbenchError
 from workbench.experiment import Tracking
 from workbench.rundir import RunDir, append_event, read_events, read_json, this_process, write_json, write_record
 from workbench.runs.registry import load_run
+from workbench.runs.run import Run
 from workbench.runs.tracking import wandb_run as tracking
+from workbench.runs.tracking.recorder import RowTail
 
 ROOT = Path(__file__).resolve().parents[2]
 EXPERIMENT = SimpleNamespace(name="bert", tracking=Tracking(project="bert-scaling", tags=("trial",)))
@@ -61,11 +63,21 @@ def server():
         one.close()
 
 
-def train(run: RunDir, first: int = 1, last: int = 30, state: str | None = "finished") -> None:
+def train(run: RunDir, first: int = 1, last: int = 30, state: str | None = "finished", loss: float = 7) -> None:
     for step in range(first, last + 1):
-        append_event(run.events, "step", step=step, loss=7 / step, tokens=64 * step, seconds=step / 10, mfu=None)
+        append_event(run.events, "step", step=step, loss=loss / step, tokens=64 * step, seconds=step / 10, mfu=None)
     if state:
         append_event(run.events, "status", state=state, message="")
+
+
+def go_on_from(run: RunDir, step: int) -> None:
+    """Queue the run again from a checkpoint."""
+    write_json(run.resume, {"checkpoint": f"checkpoints/step-{step:08}", "step": step})
+    append_event(run.events, "status", state="queued", message="")
+
+
+def start_from(run: RunDir, step: int) -> None:
+    append_event(run.events, "start", devices=2, resumed_from=f"checkpoints/step-{step:08}")
 
 
 def recorder(run: RunDir, **environment: str) -> subprocess.Popen:
@@ -98,23 +110,39 @@ def test_runs_of_an_experiment_are_a_group_and_tracking_can_be_switched_off(run,
     assert tracking.tracker_settings(run, EXPERIMENT) is None
 
 
-def test_without_a_key_every_step_is_in_the_offline_file_once_also_after_a_resumption(run):
-    train(run, 1, 20, state="stopped")
+def test_without_a_key_a_resumed_run_is_in_the_offline_file_once_and_wandb_sync_uploads_it(run, server):
+    train(run, 1, 20, state="stopped", loss=70)
     assert recorder(run).wait(ENDS_S) == 0
-    write_json(run.resume, {"checkpoint": "checkpoints/step-00000010", "step": 10})
-    append_event(run.events, "status", state="queued", message="")
+    go_on_from(run, 10)
     again = recorder(run)
-    append_event(run.events, "start", devices=2, resumed_from="checkpoints/step-00000010")
+    start_from(run, 10)
     train(run, 11, 30)
     assert again.wait(ENDS_S) == 0
     (file,) = run.tracking.glob("wandb/offline-run-*/run-*.wandb")
-    assert losses(offline_history(file)) == EXPECTED
-    torn = file.with_name("torn")
+    expected = [70 / step for step in range(1, 11)] + EXPECTED[10:]
+    rows = offline_history(file)
+    assert [row["_step"] for row in rows] == list(range(1, 31))
+    assert losses(rows) == expected
+    summary = offline_summary(file)
+    assert (summary["_step"], summary["loss"], summary["tokens"]) == (30, EXPECTED[-1], 64 * 30)
+    config = offline_config(file)
+    assert (config["learning_rate"], config["environment"]) == (1e-3, {"packages": {"torch": "2.13.0"}})
+    torn = run.path / "torn"
     torn.write_bytes(file.read_bytes()[: file.stat().st_size // 2])
     survived = losses(offline_history(torn))
     assert 0 < len(survived) < 30
-    assert survived == EXPECTED[: len(survived)]
+    assert survived == expected[: len(survived)]
     assert states(run) == ["offline", "offline"]
+
+    fake = server()
+    environment = {**os.environ, "WANDB_BASE_URL": fake.url, "WANDB_API_KEY": KEY}
+    synced = subprocess.run(
+        [sys.executable, "-m", "wandb", "sync", str(file.parent)], env=environment, capture_output=True, text=True
+    )
+    assert synced.returncode == 0, synced.stderr
+    identity = read_json(run.tracker)["id"]
+    assert losses(fake.histories[identity]) == expected
+    assert identity in fake.complete
 
 
 def test_logged_in_the_server_has_steps_config_and_plan_and_a_resumed_run_continues_the_same_one(run, server):
@@ -122,18 +150,21 @@ def test_logged_in_the_server_has_steps_config_and_plan_and_a_resumed_run_contin
     environment = {"WANDB_BASE_URL": fake.url, "WANDB_API_KEY": KEY}
     write_json(run.plan, {"pipeline": 2})
     first = recorder(run, **environment)
-    train(run, 1, 20, state="stopped")
+    train(run, 1, 20, state=None)
+    append_event(run.events, "evaluation", step=20, loss=0.5)
+    append_event(run.events, "status", state="stopped", message="")
     assert first.wait(ENDS_S) == 0
-    write_json(run.resume, {"checkpoint": "checkpoints/step-00000020", "step": 20})
-    append_event(run.events, "status", state="queued", message="")
+    go_on_from(run, 20)
     second = recorder(run, **environment)
-    append_event(run.events, "start", devices=2, resumed_from="checkpoints/step-00000020")
+    start_from(run, 20)
     train(run, 21, 30)
     assert second.wait(ENDS_S) == 0
     assert states(run) == ["syncing", "synced"] * 2
     (identity,) = fake.histories
     assert identity == read_json(run.tracker)["id"]
     assert losses(fake.histories[identity]) == EXPECTED
+    assert [row["_step"] for row in fake.histories[identity] if "eval/loss" in row] == [20]
+    assert tracking.delivery(run).message.startswith("http"), "nothing was rewound"
     bucket = fake.buckets[identity]
     config = {key: value["value"] for key, value in json.loads(bucket["config"]).items() if "value" in value}
     assert bucket["groupName"] == "bert"
@@ -144,6 +175,101 @@ def test_logged_in_the_server_has_steps_config_and_plan_and_a_resumed_run_contin
     )
     assert "command" not in config["environment"]
     assert fake.artifacts == {f"plan-{identity}": {"type": "plan", "state": "COMMITTED"}}
+
+
+def test_steps_that_are_repeated_replace_those_on_the_server_also_while_the_recorder_follows(run, server):
+    fake = server()
+    environment = {"WANDB_BASE_URL": fake.url, "WANDB_API_KEY": KEY}
+    first = recorder(run, **environment)
+    train(run, 1, 20, state="stopped", loss=70)
+    assert first.wait(ENDS_S) == 0
+    go_on_from(run, 10)
+    second = recorder(run, **environment)
+    start_from(run, 10)
+    train(run, 11, 25, state=None, loss=700)
+    identity = read_json(run.tracker)["id"]
+    deadline = time.monotonic() + ENDS_S
+    while len(fake.histories[identity]) != 24 and time.monotonic() < deadline:  # the last row is still open
+        time.sleep(0.1)
+    assert losses(fake.histories[identity]) == [*(70 / s for s in range(1, 11)), *(700 / s for s in range(11, 25))]
+    assert "rewound to step 10" in tracking.tracking_note(run)
+    append_event(run.events, "status", state="failed", message="")
+    go_on_from(run, 15)
+    start_from(run, 15)
+    train(run, 16, 30)
+    assert second.wait(ENDS_S) == 0
+    rows = fake.histories[identity]
+    assert [row["_step"] for row in rows] == list(range(1, 31))
+    assert losses(rows) == [*(70 / s for s in range(1, 11)), *(700 / s for s in range(11, 16)), *EXPECTED[15:]]
+    assert "synced: " in tracking.tracking_note(run)
+    assert "rewound to step 15" in tracking.tracking_note(run)
+
+
+def test_where_the_server_cannot_rewind_the_attempt_is_a_run_of_its_own_in_the_group(run, server, monkeypatch):
+    fake = server(rewinds=False)
+    login(monkeypatch, fake.url)
+    train(run, 1, 20, state="stopped", loss=70)
+    assert tracking.sync(run).state == "synced"
+    old = read_json(run.tracker)["id"]
+    go_on_from(run, 10)
+    start_from(run, 10)
+    train(run, 11, 25, state="stopped")
+    told = tracking.sync(run)
+    assert (told.state, told.step) == ("synced", 25)
+    assert f"a run of its own, because W&B could not rewind run {old} to step 10" in told.message
+    new = read_json(run.tracker)["id"]
+    assert losses(fake.histories[old]) == [70 / step for step in range(1, 21)], "W&B keeps what it has"
+    assert losses(fake.histories[new]) == [*(70 / step for step in range(1, 11)), *EXPECTED[10:25]]
+    assert fake.buckets[new]["groupName"] == fake.buckets[old]["groupName"] == "bert"
+    assert fake.buckets[new]["displayName"] == "bert-1 from step 10"
+    assert fake.buckets[new]["notes"].startswith(f"W&B could not rewind run {old} to step 10")
+
+    write_json(run.tracker, tracking.tracker_settings(run, EXPERIMENT))  # as a resumption does
+    go_on_from(run, 25)
+    start_from(run, 25)
+    train(run, 26, 30)
+    assert tracking.sync(run).state == "synced"
+    assert set(fake.histories) == {old, new}
+    assert losses(fake.histories[new])[25:] == EXPECTED[25:]
+    assert fake.buckets[new]["displayName"] == "bert-1 from step 10"
+
+
+def test_rows_are_folded_as_the_history_is(run):
+    """Steps repeated without a start replace earlier ones; a line in the wrong place, or there twice, says no more."""
+    train(run, 1, 12, state=None, loss=70)
+    repeated, twice = run.events.read_bytes().splitlines(keepends=True)[-9:-7]
+    train(run, 10, 11, state=None)
+    append_event(run.events, "evaluation", step=11, loss=0.5, seconds=1.1)
+    lines = run.events.read_bytes().splitlines(keepends=True)
+    run.events.write_bytes(b"".join([*(line for line in lines if line != repeated), repeated, twice, lines[1]]))
+    tail = RowTail(run)
+    steps = [(step, event["loss"]) for step, event in tail.backlog if event["type"] == "step"]
+    assert steps == [(step, (7 if step > 9 else 70) / step) for step in range(1, 12)]
+    assert [loss for _, loss in steps] == Run(run.path).history().loss.tolist()
+    assert [(step, event["loss"]) for step, event in tail.backlog if event["type"] == "evaluation"] == [(11, 0.5)]
+    assert tail.resumptions == {9}
+    train(run, 12, 13, state=None)
+    assert [step for step, _ in tail.read()] == [12, 13]
+    assert not tail.is_outdated
+    start_from(run, 13)
+    train(run, 14, 14, state=None)
+    assert [step for step, _ in tail.read()] == [14]
+    start_from(run, 12)
+    train(run, 13, 13, state=None)
+    assert tail.read() == []
+    assert tail.is_outdated
+
+
+def test_a_step_that_the_server_drops_is_named_and_the_next_upload_repairs_it(run, server, monkeypatch):
+    fake = server(drops=(7, 9))
+    login(monkeypatch, fake.url)
+    monkeypatch.setenv("WORKBENCH_SYNC_LIMIT_S", "3")
+    train(run)
+    assert "the server has 28 of 30 steps; it dropped 7, 9" in tracking.sync(run, limit_s=60).message
+    assert "failed: the server has 28 of 30 steps" in tracking.tracking_note(run)
+    fake.drops = ()
+    assert tracking.sync(run, limit_s=60).state == "synced"
+    assert losses(fake.histories[read_json(run.tracker)["id"]]) == EXPECTED
 
 
 def test_a_dead_port_costs_no_point_and_sync_delivers_them_later_with_the_notebook(run, server, monkeypatch):
@@ -177,7 +303,7 @@ def test_a_server_that_refuses_the_steps_is_noticed_and_never_called_synced(run,
     train(run)
     told = tracking.sync(run, limit_s=60)
     assert told.state == "failed"
-    assert "the server has 0 of 30 steps" in told.message
+    assert "the server has 0 of 30 steps; it dropped 1, 2, 3, 4, 5 and 25 more" in told.message
     fake.refuses = None
     assert tracking.sync(run, limit_s=60).state == "synced"
     assert losses(fake.histories[read_json(run.tracker)["id"]]) == EXPECTED

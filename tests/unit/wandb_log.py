@@ -1,4 +1,4 @@
-"""Reading the logged rows of a `.wandb` file without a server, also after a crash."""
+"""Reading a `.wandb` file without a server, also after a crash; W&B's Python client has no reader of its own."""
 
 from __future__ import annotations
 
@@ -11,16 +11,35 @@ from typing import Any
 
 def offline_history(path: Path) -> list[dict[str, Any]]:
     """Return the rows that were logged to a `.wandb` file, also while it is being written or after a crash."""
+    return [_items(record.history.item) for record in _of_type(path, "history")]
+
+
+def offline_summary(path: Path) -> dict[str, Any]:
+    """Return the last value of each figure in a `.wandb` file."""
+    found: dict[str, Any] = {}
+    for record in _of_type(path, "summary"):
+        found |= _items(record.summary.update)
+    return found
+
+
+def offline_config(path: Path) -> dict[str, Any]:
+    """Return the config that a `.wandb` file begins with."""
+    (run, *_) = _of_type(path, "run")
+    return _items(run.run.config.update)
+
+
+def _of_type(path: Path, record_type: str) -> Iterator[Any]:
     from wandb.proto import wandb_internal_pb2
 
-    rows = []
     for body in _records(path.read_bytes()):
         record = wandb_internal_pb2.Record()
         record.ParseFromString(body)
-        if record.WhichOneof("record_type") == "history":
-            items = record.history.item
-            rows.append({"/".join(item.nested_key) or item.key: json.loads(item.value_json) for item in items})
-    return rows
+        if record.WhichOneof("record_type") == record_type:
+            yield record
+
+
+def _items(items: Any) -> dict[str, Any]:
+    return {"/".join(item.nested_key) or item.key: json.loads(item.value_json) for item in items}
 
 
 _BLOCK = 32768

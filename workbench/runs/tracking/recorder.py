@@ -16,14 +16,24 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Iterator, Sequence
+import uuid
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from workbench.columns import wandb_name
 from workbench.errors import first_line
 from workbench.events import EvaluationEvent, SamplesEvent, StepEvent
-from workbench.rundir import FINAL_STATES, EventTail, RunDir, append_event, read_events, read_json, read_record
+from workbench.rundir import (
+    FINAL_STATES,
+    EventTail,
+    RunDir,
+    append_event,
+    read_events,
+    read_json,
+    read_record,
+    write_json,
+)
 from workbench.runs.launching.processes import run_alive
 from workbench.runs.records.history import resumed_step
 from workbench.runs.records.text_samples import answer
@@ -42,6 +52,11 @@ FLUSH_S = 1.0
 INIT_LIMIT_S = 60.0
 CONFIRM_LIMIT_S = 15.0
 """Seconds that the server has to count the last rows."""
+ANSWER_LIMIT_S = 30
+SAME_S = 1e-3
+"""Difference, in seconds, up to which the time of a row on the server is that of an event."""
+SHOWN_STEPS = 5
+"""Number of missing steps that a message lists."""
 PICTURE_LIMIT_S = 120.0
 POLL_S = 0.5
 LARGEST_EXPONENT = 700.0
@@ -60,12 +75,13 @@ def main(directory: str, upload: bool) -> int:
             return 0
         problem = ""
         if uploads:
+            tail = RowTail(run)
             try:
-                session = _open(run, "online")
+                session, how = _open_online(run, tail)
             except Exception as error:  # the client fails in many classes: no server, refused, a broken installation
                 problem = f"W&B did not answer ({first_line(error)}); {_remedy(run)}"
             else:
-                return 0 if _deliver(run, session, follow=not upload) else 1
+                return 0 if _deliver(run, session, how, tail, follow=not upload) else 1
         if upload:
             _report(run, "failed", problem)
             return 1
@@ -84,33 +100,48 @@ def _wait_for_lock(run: RunDir, patience_s: float) -> Iterator[bool]:
         time.sleep(POLL_S)
 
 
-def _deliver(run: RunDir, session: Any, follow: bool) -> bool:
-    """Upload; return False, after a `tracking` event with the reason, if the server lacks something in the end."""
-    _report(run, "syncing", session.url or "")
+def _deliver(run: RunDir, session: Any, how: str, tail: RowTail, follow: bool) -> bool:
+    """Upload; return False, after a `tracking` event with the reason, if the server lacks something in the end.
+
+    `how` says what became of rows that no longer hold, for the reports.
+    """
     give_up = _deadline(run)
     try:
-        last = _log_steps(run, session, follow)
+        while True:
+            _report(run, "syncing", _words(session, how))
+            if not _log_rows(run, session, tail, follow):
+                break
+            session.finish()
+            tail = RowTail(run)
+            session, how = _open_online(run, tail)
         give_up.start()
         files = _finish(run, session)
-        _confirm(session, last)
+        _confirm(f"{session.entity}/{session.project}/{session.id}", tail)
     except Exception as error:
         _report(run, "failed", f"{first_line(error)}; {_remedy(run)}")
         return False
     finally:
         give_up.cancel()
-    _report(run, "synced", session.url or "", step=last, files=files)
+    _report(run, "synced", _words(session, how), step=max(tail.times, default=0), files=files)
     return True
+
+
+def _words(session: Any, how: str) -> str:
+    return "; ".join(filter(None, (session.url, how)))
 
 
 def write_offline(run: RunDir, message: str) -> int:
     """Record into a `.wandb` file, without asking a server."""
-    session = _open(run, "offline")
-    _report(run, "offline", message)
-    _log_steps(run, session, follow=True)
-    _finish(run, session)
-    # The newest file holds every step; an older one would upload the replaced steps of an earlier attempt.
-    for folder in sorted(run.tracking.glob("wandb/offline-run-*"))[:-1]:
-        shutil.rmtree(folder, ignore_errors=True)
+    is_outdated = True
+    while is_outdated:
+        tail = RowTail(run)
+        session = _open(run, "offline", read_json(run.tracker))
+        _report(run, "offline", message)
+        is_outdated = _log_rows(run, session, tail, follow=True)
+        _finish(run, session)
+        # The newest file holds every step; an older one would upload the replaced steps of an earlier attempt.
+        for folder in sorted(run.tracking.glob("wandb/offline-run-*"))[:-1]:
+            shutil.rmtree(folder, ignore_errors=True)
     return 0
 
 
@@ -139,7 +170,78 @@ def _remedy(run: RunDir) -> str:
     return f"`workbench sync {run.path.name}` uploads it."
 
 
-def _open(run: RunDir, mode: str) -> Any:
+def _open_online(run: RunDir, tail: RowTail) -> tuple[Any, str]:
+    """Open the run on the server for the rows of `tail`, and say what became of rows there that no longer hold.
+
+    A run that went on from an earlier step is rewound to it where the server can do so. Otherwise it goes on as a run
+    of its own in the same group, which gets every step: W&B's history only grows, so the old run keeps the old rows.
+    """
+    import wandb
+
+    known = read_json(run.tracker)
+    was_online = any(event["type"] == "tracking" and event["state"] == "syncing" for event in read_events(run.events))
+    agreed = _agreed_step(known, tail) if was_online else None
+    if agreed is None:
+        return _open(run, "online", known, resume="allow"), ""
+    try:
+        session = _open(run, "online", known, resume_from=f"{known['id']}?_step={agreed}")
+    except wandb.Error as error:
+        why = f"W&B could not rewind run {known['id']} to step {agreed:,} ({first_line(error)})"
+    else:
+        return session, f"rewound to step {agreed:,}"
+    new = {**known, "id": uuid.uuid4().hex[:8], "name": f"{run.path.name} from step {agreed:,}", "notes": f"{why}."}
+    session = _open(run, "online", new, resume="allow")
+    write_json(run.tracker, new)
+    return session, f"a run of its own, because {why}"
+
+
+def _agreed_step(known: Mapping[str, Any], tail: RowTail) -> int | None:
+    """Return the last step up to which the server's rows are those of the events; None if all its rows are, or none is.
+
+    A row is known by its time. Rows up to a resumption whose row agrees are taken to agree: they were sent in order.
+    """
+    remote = _remote(f"{known['project']}/{known['id']}")
+    if remote is None or int(remote.lastHistoryStep) < 0:
+        return None
+    steps = sorted(tail.times)
+    expected = sum(step <= int(remote.lastHistoryStep) for step in steps)
+    if not tail.resumptions and _lines(remote, expected) >= expected:
+        return None
+
+    def holds(step: int) -> bool:
+        rows = remote.scan_history(use_cache=False, min_step=step, max_step=step + 1)
+        return any(tail.holds(row) for row in rows)
+
+    before = [max((step for step in steps if step <= resumed), default=0) for resumed in tail.resumptions]
+    agreed = next((step for step in sorted(before, reverse=True) if step and holds(step)), 0)
+    ours = [step for step in steps if step > agreed]
+    for row, step in zip(remote.scan_history(use_cache=False, min_step=agreed + 1), [*ours, None], strict=False):
+        if step is None or row["_step"] != step or not tail.holds(row):
+            return agreed
+        agreed = step
+    return None
+
+
+def _remote(path: str) -> Any:
+    """Return the run at `path` as the server has it now, None if it has no such run."""
+    import wandb
+
+    try:
+        return wandb.Api(timeout=ANSWER_LIMIT_S).run(path)
+    except (wandb.Error, ValueError) as error:
+        if "ould not find run" in str(error):
+            return None
+        raise
+
+
+def _lines(remote: Any, unknown: int) -> int:
+    """Return the number of rows that the server has of a run, or `unknown` where it does not tell."""
+    count = remote.historyLineCount
+    return unknown if count is None else int(count)
+
+
+def _open(run: RunDir, mode: str, known: Mapping[str, Any], **branch: Any) -> Any:
+    """Start the client on the run with the settings `known`; `branch` says how it continues what the server has."""
     import wandb
 
     settings = wandb.Settings(
@@ -156,13 +258,13 @@ def _open(run: RunDir, mode: str) -> Any:
         x_save_requirements=False,
     )
     return wandb.init(
-        **read_json(run.tracker),
+        **known,
         job_type="train",
         dir=str(run.tracking),
         config=config_of(run),
         mode=mode,  # type: ignore[arg-type, unused-ignore]
-        resume="allow" if mode == "online" else None,
         settings=settings,
+        **branch,
     )
 
 
@@ -179,42 +281,44 @@ def config_of(run: RunDir) -> dict[str, Any]:
     return {**read_record(run.experiment), "plan": plan, "environment": shown}
 
 
-def _log_steps(run: RunDir, session: Any, follow: bool) -> int:
-    """Log every step once, in order, until the run has ended; return the last step.
+def _log_rows(run: RunDir, session: Any, tail: RowTail, follow: bool) -> bool:
+    """Log every row once, in order, until the run has ended; return True if rows that were logged no longer hold.
 
-    Steps of a continued run that the server already has stay there: W&B's history only grows.
+    Rows that the server has stay there. W&B closes a row when the next one begins, so that what a step is evaluated to
+    still enters the row of that step.
     """
-    steps, first = StepTail(run), int(session.step)
+    first = int(session.step)
+    events = tail.backlog
     while True:
         over = not follow or not run_alive(run)
-        for row in steps.read():
-            held_out, written = steps.unreported_before(row["step"])
-            if row["step"] >= first:
-                figures = {key: value for key, value in row.items() if key not in _NOT_METRICS and value is not None}
-                metrics = {wandb_name(key): value for key, value in figures.items()}
-                metrics |= _evaluation_metrics(held_out, session) | samples_table(written)
-                session.log({**metrics, "_timestamp": row["time"]}, step=row["step"], commit=True)
-        if over or steps.ended:
-            held_out, written = steps.unreported_before(steps.last + 1)
-            if (held_out or written) and steps.last + 1 >= first:
-                last = _evaluation_metrics(held_out, session) | samples_table(written)
-                session.log(last, step=steps.last + 1, commit=True)
-            return steps.last
+        for step, event in events:
+            if step >= first:
+                session.log(_metrics(event, session, opens=event["time"] == tail.times[step]), step=step)
+        if tail.is_outdated or over or tail.ended:
+            return tail.is_outdated
         time.sleep(POLL_S)
+        events = tail.read()
 
 
-def _evaluation_metrics(evaluations: Sequence[EvaluationEvent], session: Any) -> dict[str, float]:
-    """Return the metrics of the last of some evaluations, whose x axis is the step that was evaluated.
+def _metrics(event: RowEvent, session: Any, opens: bool) -> dict[str, Any]:
+    """Return what an event adds to its row on W&B; the event that opens the row gives it its time."""
+    if event["type"] == "step":
+        figures = {key: value for key, value in event.items() if key not in _NOT_METRICS and value is not None}
+        metrics: dict[str, Any] = {wandb_name(key): value for key, value in figures.items()}
+    elif event["type"] == "evaluation":
+        metrics = _evaluation_metrics(event, session)
+    else:
+        metrics = samples_table([event])
+    return {**metrics, "_timestamp": event["time"]} if opens else metrics
 
-    W&B's rows only grow, and the row of that step was sent before it was evaluated: the next row takes them.
-    """
-    if not evaluations:
-        return {}
+
+def _evaluation_metrics(evaluation: EvaluationEvent, session: Any) -> dict[str, float]:
+    """Return the metrics of an evaluation, whose x axis is the step that was evaluated."""
     session.define_metric("eval/*", step_metric="eval/step")
-    loss = evaluations[-1]["loss"]
+    loss = evaluation["loss"]
     perplexity = math.exp(loss) if loss < LARGEST_EXPONENT else math.inf
-    own = {f"eval/{name}": value for name, value in evaluations[-1].get("metrics", {}).items() if value is not None}
-    return {"eval/loss": loss, "eval/perplexity": perplexity, "eval/step": evaluations[-1]["step"], **own}
+    own = {f"eval/{name}": value for name, value in evaluation.get("metrics", {}).items() if value is not None}
+    return {"eval/loss": loss, "eval/perplexity": perplexity, "eval/step": evaluation["step"], **own}
 
 
 def samples_table(written: Sequence[SamplesEvent]) -> dict[str, Any]:
@@ -225,49 +329,83 @@ def samples_table(written: Sequence[SamplesEvent]) -> dict[str, Any]:
     return {"samples": wandb.Table(columns=["step", "prompt", "what the model wrote"], data=rows)} if rows else {}
 
 
-class StepTail:
-    """A reader of the logged steps as they arrive, each once: a resumption replaces those after its checkpoint."""
+RowEvent = StepEvent | EvaluationEvent | SamplesEvent
+
+
+class RowTail:
+    """A reader of the events that become rows on W&B, as they arrive: each once, in the order of their rows.
+
+    What has arrived when it is made is `backlog`, in which the attempts so far are folded into one sequence: a
+    resumption replaces what came after its checkpoint. A resumption that replaces rows which were returned before makes
+    the reader outdated: nothing more comes from it, and a new one folds anew.
+    """
 
     def __init__(self, run: RunDir) -> None:
         self._run = run
         self._tail = EventTail(run.events)
-        self._caught_up = False
-        self._evaluations: dict[int, EvaluationEvent] = {}
-        self._samples: dict[int, SamplesEvent] = {}
-        self.last = 0
-        self.ended = False
+        self._waiting: list[tuple[int, RowEvent]] = []
+        self._started_at: set[float] = set()
+        self._last, self._returned = -1, -1  # steps of the last row so far, and of the last one that was returned
+        self._last_step, self._stepped_at = -1, 0.0  # the last `step` event, and the latest time of any
+        self.times: dict[int, float] = {}
+        """Time of each row so far, by its step."""
+        self.resumptions: set[int] = set()
+        """Steps from which the training went on although later ones had been logged."""
+        self.ended = self.is_outdated = False
+        self.backlog = self.read()
 
-    def read(self) -> list[StepEvent]:
-        """Return the step events since the last call; the first call folds earlier attempts into one sequence."""
-        rows: list[StepEvent] = []
+    def read(self) -> list[tuple[int, RowEvent]]:
+        """Return what has arrived since the last call, each with the step of its row."""
         for event in self._tail.read():
             if event["type"] == "status":
                 self.ended = event["state"] in FINAL_STATES
-                if event["state"] == "queued" and not self._caught_up and self._run.resume.exists():
-                    rows = _up_to(rows, int(read_json(self._run.resume)["step"]))
+                if event["state"] == "queued" and self._run.resume.exists():
+                    self._go_back(int(read_json(self._run.resume)["step"]))
             elif event["type"] == "start":
-                rows = _up_to(rows, resumed_step(event.get("resumed_from"))) if not self._caught_up else rows
+                if event["time"] not in self._started_at:  # else the line stands in the file twice
+                    self._started_at.add(event["time"])
+                    self._go_back(resumed_step(event.get("resumed_from")))
             elif event["type"] == "step":
-                if rows and event["step"] <= rows[-1]["step"]:
-                    rows = _up_to(rows, event["step"] - 1)
-                rows.append(event)
-            elif event["type"] == "evaluation":
-                self._evaluations[event["step"]] = event
-            elif event["type"] == "samples":
-                self._samples[event["step"]] = event
-        self._caught_up = True
-        rows = [row for row in rows if row["step"] > self.last]
-        self.last = rows[-1]["step"] if rows else self.last
+                self._add_step(event)
+            elif event["type"] == "evaluation" or event["type"] == "samples":
+                self._add(max(event["step"], self._last), event)
+        if self.is_outdated:
+            return []
+        rows, self._waiting = self._waiting, []
+        self._returned = self._last
         return rows
 
-    def unreported_before(self, step: int) -> tuple[list[EvaluationEvent], list[SamplesEvent]]:
-        """Return the evaluations and the samples of text of earlier steps that no call has returned yet, in order."""
-        evaluations = [self._evaluations.pop(number) for number in sorted(self._evaluations) if number < step]
-        return evaluations, [self._samples.pop(number) for number in sorted(self._samples) if number < step]
+    def holds(self, row: Mapping[str, Any]) -> bool:
+        """Return True if a row of the server was made from these events."""
+        time_s = self.times.get(int(row["_step"]))
+        return time_s is not None and abs(float(row.get("_timestamp") or 0) - time_s) < SAME_S
 
+    def _add(self, step: int, event: RowEvent) -> None:
+        self.times.setdefault(step, event["time"])
+        self._last = max(self._last, step)
+        self._waiting.append((step, event))
 
-def _up_to(rows: list[StepEvent], step: int) -> list[StepEvent]:
-    return [row for row in rows if row["step"] <= step]
+    def _add_step(self, event: StepEvent) -> None:
+        """Add a step; one that does not rise was repeated without a `start`, or its line stands in the wrong place."""
+        step = event["step"]
+        if step <= self._last_step and event["time"] > self._stepped_at:
+            self._go_back(step - 1)
+        if step >= self._last:
+            self._add(step, event)
+        elif step not in self.times:
+            self.times[step] = event["time"]
+            if step > self._returned:  # W&B would drop it otherwise, which `_confirm` finds
+                self._waiting = sorted([*self._waiting, (step, event)], key=lambda row: row[0])
+        self._last_step, self._stepped_at = max(self._last_step, step), max(self._stepped_at, event["time"])
+
+    def _go_back(self, step: int) -> None:
+        if step >= self._last:
+            return
+        self.resumptions.add(step)
+        self.times = {known: time_s for known, time_s in self.times.items() if known <= step}
+        self._waiting = [row for row in self._waiting if row[0] <= step]
+        self._last, self._last_step = max(self.times, default=-1), min(self._last_step, step)
+        self.is_outdated |= step < self._returned
 
 
 def _attach(run: RunDir, session: Any) -> dict[str, float]:
@@ -298,16 +436,25 @@ def _draw_plan(run: RunDir) -> None:
         subprocess.run(command, stdin=subprocess.DEVNULL, timeout=PICTURE_LIMIT_S, check=False)
 
 
-def _confirm(session: Any, last: int) -> None:
-    """Raise unless the server has the last step: the client gives up on a refused row without an error."""
-    import wandb
+def _confirm(path: str, tail: RowTail) -> None:
+    """Raise unless the server has every row: the client gives up on a refused one, and drops others, without an error.
 
-    path = f"{session.entity}/{session.project}/{session.id}"
+    The message names the steps that are missing.
+    """
+    last, count = max(tail.times, default=0), len(tail.times)
     deadline = time.monotonic() + min(CONFIRM_LIMIT_S, sync_limit_s())
-    while (delivered := int(wandb.Api(timeout=30).run(path).lastHistoryStep)) < last:
+    while True:
+        remote = _remote(path)
+        if remote is not None and int(remote.lastHistoryStep) >= last and _lines(remote, count) >= count:
+            return
         if time.monotonic() > deadline:
-            raise RuntimeError(f"the server has {max(delivered, 0)} of {last} steps")
+            break
         time.sleep(POLL_S)
+    rows = remote.scan_history(use_cache=False) if remote is not None and int(remote.lastHistoryStep) >= 0 else ()
+    missing = sorted(set(tail.times) - {int(row["_step"]) for row in rows})
+    shown = ", ".join(f"{step:,}" for step in missing[:SHOWN_STEPS])
+    more = f" and {len(missing) - SHOWN_STEPS:,} more" if len(missing) > SHOWN_STEPS else ""
+    raise RuntimeError(f"the server has {count - len(missing):,} of {count:,} steps; it dropped {shown}{more}")
 
 
 def _deadline(run: RunDir) -> threading.Timer:

@@ -43,20 +43,23 @@ class Delivery:
 
 
 def tracker_settings(run: RunDir, experiment: Any) -> dict[str, Any] | None:
-    """Return project, id, name, group and tags of the run on W&B; None when tracking is switched off.
+    """Return project, id, name, group, tags and notes of the run on W&B; None when tracking is switched off.
 
-    `WANDB_MODE=disabled` or `project=""` switches it off. A run that is continued keeps its id. Runs of one
-    experiment (of the same name) are a group.
+    `WANDB_MODE=disabled` or `project=""` switches it off. A run that is continued keeps its id, its name and its notes.
+    Runs of one experiment (of the same name) are a group.
     """
     if os.environ.get("WANDB_MODE") == "disabled" or not experiment.tracking.project:
         return None
-    known = read_object(run.tracker).get("id")
-    return {
+    settings = {
         "project": experiment.tracking.project,
-        "id": known if isinstance(known, str) and known else uuid.uuid4().hex[:8],
+        "id": uuid.uuid4().hex[:8],
         "name": run.path.name,
         "group": str(experiment.name),
         "tags": list(experiment.tracking.tags),
+    }
+    known = read_object(run.tracker)
+    return settings | {
+        key: known[key] for key in ("id", "name", "notes") if known.get(key) and isinstance(known[key], str)
     }
 
 
