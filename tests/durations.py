@@ -115,6 +115,8 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 
 def pytest_configure(config: pytest.Config) -> None:
+    if (file := config.option.record_durations) and not file.endswith(".json"):
+        raise pytest.UsageError(f"--record-durations would overwrite {file}. Give the tests before this option.")
     config.addinivalue_line("markers", f"{MARK}: stays in the short run although it takes over {LONG_S:g} s")
     config.pluginmanager.register(Durations(config), "workbench-durations")
 

@@ -67,7 +67,7 @@ def test_one_of_many_runs_that_explodes_leaves_the_axis_with_an_arrow_and_a_note
     [arrow] = [trace for trace in figure.data if trace.meta == "end" and trace.name == "wild &amp; long"]
     assert arrow.y[0] == high
     assert arrow.text[0].startswith("<b>↑ ")
-    assert "leaves the axis: wild &amp; long (up to 7.2e+10)" in figure.layout.title.subtitle.text
+    assert "leaves the axis: wild &amp; long (up to 7.20e+10)" in figure.layout.title.subtitle.text
 
 
 def test_a_spike_and_a_high_beginning_stay_within_the_axis() -> None:

@@ -443,7 +443,8 @@ def mark_key(prepared: Sequence[PreparedCurve]) -> str | None:
     words += ["✕ NaN or infinite"] if any(len(curve.gaps) for curve in prepared) else []
     if (y_range := settled_range(prepared, False)) is not None:
         peaks = [(curve.name, float(np.nanmax(curve.raw))) for curve in prepared if np.isfinite(curve.raw).any()]
-        beyond = [f"{theme.text(theme.short(name))} (up to {peak:.2g})" for name, peak in peaks if peak > y_range[1]]
+        high = [(theme.text(theme.short(name)), _describe_loss(peak)) for name, peak in peaks if peak > y_range[1]]
+        beyond = [f"{name} (up to {peak})" for name, peak in high]
         words.append(f"↑ leaves the axis: {', '.join(beyond[:3])}{' …' if len(beyond) > 3 else ''}")
     return "<br>".join(filter(None, (_not_compared(prepared), " · ".join(words)))) or None
 
@@ -496,6 +497,8 @@ def _end_symbol(curve: PreparedCurve) -> str:
 
 def _describe_loss(value: float) -> str:
     """Write a loss with two decimals from 1 to 100, where losses mostly are, else with three significant digits."""
+    if 100 <= abs(value) < 1e5:
+        return f"{value:,.0f}"
     return f"{value:.2f}" if 1 <= abs(value) < 100 else f"{value:#.3g}"
 
 

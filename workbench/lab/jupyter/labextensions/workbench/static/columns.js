@@ -1,7 +1,7 @@
 // The columns of the table of runs: what each says of a row, and how rows are ordered by it.
 import {age, element, sparkline} from './drawing.js';
 
-const digits = (value, count = 4) => value == null ? '' : String(Number(value.toPrecision(count)));
+export const digits = (value, count = 4) => value == null ? '' : String(Number(value.toPrecision(count)));
 const large = value => value == null ? '' : new Intl.NumberFormat('en', {notation: 'compact', maximumSignificantDigits: 3}).format(value);
 const gib = bytes => bytes == null ? '' : `${digits(bytes / 2 ** 30, 3)} GiB`;
 

@@ -1,7 +1,7 @@
 // The sidebar of runs. It needs no kernel: the server reads the runs' files, and this module draws the rows that show.
 import connect from './server.js';
 import curvePanels from './curves.js';
-import {badge, columnsOf, comparison, NAME, USUAL} from './columns.js';
+import {badge, columnsOf, comparison, digits, NAME, USUAL} from './columns.js';
 import {age, element, sparkline} from './drawing.js';
 
 const ROW_PX = 68, TABLE_ROW_PX = 28;
@@ -351,14 +351,14 @@ class RunList {
   lines(row, tick, title, note) {
     const {step, steps, loss, pace = '', facts = 'reading …', tags} = row;
     const of = steps ? ` of ${steps.toLocaleString()}` : '';
-    const reached = loss == null ? '' : `${row.held_out ? '◆ ' : ''}${Number(loss.toPrecision(4))} · `;
-    const progress = step === undefined ? facts : `${reached}${step.toLocaleString()}${of}`;
-    const said = element('span', 'wb-said', progress);
+    const reached = loss == null ? '' : `${row.held_out ? '◆ ' : ''}${digits(loss)}`;
+    const said = element('span', 'wb-said', step === undefined ? facts : reached);
     said.title = row.held_out ? `${facts}\n◆ the last held-out loss` : facts;
     const below = element('span', 'wb-below', element('span', 'wb-age'));
+    if (step !== undefined) below.append(element('span', 'wb-note', `${step.toLocaleString()}${of}`));
     if (pace) below.append(element('span', 'wb-note', pace));
     tags.forEach(tag => below.append(element('span', 'wb-tag', tag)));
-    below.append(element('span', 'wb-note', note));
+    if (note) below.append(element('span', 'wb-note', note));
     below.title = [pace, tags.join(', '), note].filter(Boolean).join('\n');
     return [
       element('div', 'wb-line', tick, title),
