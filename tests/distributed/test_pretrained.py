@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+import shutil
 import warnings
 from pathlib import Path
 from typing import Any
@@ -14,6 +16,7 @@ import transformers
 import workbench as wb
 from tests.distributed import real_worker
 from workbench.errors import DataError, InvalidExperiment
+from workbench.rundir import read_json
 
 ROWS = [
     {"text": f"{word} {n} of the {word}", "label": kind}
@@ -44,7 +47,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def fine_tuning(folder: Path, **changes: Any) -> wb.Experiment:
-    rows = wb.data.classification(ROWS, folder, length=16)
+    rows = changes.pop("data", None) or wb.data.classification(ROWS, folder, length=16)
     model = wb.models.pretrained(folder, labels=2, frozen=["bert.embeddings.*"])
     optimizer = wb.Optimizer(lr_schedule="constant", warmup_steps=0, rate_scale={"bert.*": 0.1}, weight_decay=0.0)
     fields = {"steps": 4, "global_batch": 8, "seq_len": 16, "learning_rate": 1e-2, **changes}
@@ -81,10 +84,36 @@ def test_fine_tuning_a_new_head_is_that_of_a_plain_loop(folder: Path, tmp_path: 
     run.export(tmp_path / "tuned")
     pipeline = transformers.pipeline("text-classification", str(tmp_path / "tuned"))
     tuned = transformers.AutoModelForSequenceClassification.from_pretrained(tmp_path / "tuned")
-    [answer] = pipeline("good 3 of the good")
-    [share] = tuned(**pipeline.tokenizer("good 3 of the good", return_tensors="pt")).logits.softmax(-1).max(-1).values
-    assert answer["score"] == pytest.approx(share.item(), abs=1e-5)
+    answer = pipeline("good 3 of the good", top_k=None)
+    shares = tuned(**pipeline.tokenizer("good 3 of the good", return_tensors="pt")).logits.softmax(-1)[0].tolist()
+    expected = dict(zip(experiment.data.class_names, shares, strict=True))
+    assert {each["label"]: each["score"] for each in answer} == pytest.approx(expected, abs=1e-5)
+    assert set(expected) == {"no", "yes"}
+    again = wb.models.pretrained(tmp_path / "tuned")
+    assert (again.task, again.labels) == ("classification", 2)
     assert wb.Experiment.from_json(experiment.to_json(), {"data": experiment.data.dataset_or_factory}) == experiment
+
+
+@pytest.mark.usefixtures("home")
+def test_a_run_goes_on_and_is_planned_after_its_pretrained_folder_has_gone(folder: Path, tmp_path: Path) -> None:
+    own = shutil.copytree(folder, tmp_path / "own")
+    # A part of a set keeps its tokeniser and the names of its classes.
+    part = torch.utils.data.Subset(wb.data.classification(ROWS, own, length=16), range(40))
+    experiment = fine_tuning(own, data=part, checkpoints=wb.Checkpoints(every=2))
+    whole = wb.runs.debug(experiment, real_worker.plan(experiment), directory=tmp_path / "whole", progress=False)
+    shutil.rmtree(own)
+    shutil.rmtree(tmp_path / "home")  # with the tokeniser's files in the cache
+    described = wb.Experiment.from_json(read_json(whole.directory.experiment), {"data": part})
+    assert described.model == experiment.model
+    plan = real_worker.plan(described, pipeline=2)
+    middle = whole.checkpoints[0].path
+    run = wb.runs.debug(described, plan, directory=tmp_path / "on", resume=middle, progress=False)
+    assert run.history().loss.tolist() == pytest.approx(whole.history().loss[2:].tolist(), abs=2e-5)
+    whole.export(tmp_path / "tuned")
+    assert transformers.AutoConfig.from_pretrained(tmp_path / "tuned").id2label == {0: "no", 1: "yes"}
+    for start in (lambda: wb.launch(described, plan), lambda: wb.sweep(described, learning_rate=[1e-3]), whole.clone):
+        with pytest.raises(InvalidExperiment, match=r"starts from the weights in .*own, and no file .* is there any"):
+            start()
 
 
 def loaded(folder: Path) -> Any:
@@ -145,6 +174,8 @@ def test_what_cannot_be_loaded_or_read_is_refused_with_a_way_out(folder: Path, t
             wb.models.pretrained(*arguments)
     with pytest.raises(InvalidExperiment, match=r"matches none of the \d+ parameters"):
         wb.models.pretrained(folder, frozen=["roberta.*"]).build()
+    with pytest.raises(InvalidExperiment, match=r"holds \d+ parameters of other shapes than its config.json says"):
+        wb.models.pretrained(resized(folder, tmp_path / "resized", hidden_size=16)).build()
     gpt = transformers.GPT2Config(vocab_size=300, n_embd=32, n_layer=2, n_head=2)
     gpt.save_pretrained(tmp_path / "mixed")
     (tmp_path / "mixed/model.safetensors").write_bytes((folder / "model.safetensors").read_bytes())
@@ -157,6 +188,23 @@ def test_what_cannot_be_loaded_or_read_is_refused_with_a_way_out(folder: Path, t
     ):
         with pytest.raises(DataError, match=words):
             wb.data.classification(rows, folder, labels=["no", "yes"])
+
+
+def resized(folder: Path, to: Path, **changes: Any) -> Path:
+    """Copy a model's folder, and change its `config.json`."""
+    shutil.copytree(folder, to)
+    (to / "config.json").write_text(json.dumps({**json.loads((to / "config.json").read_text()), **changes}))
+    return to
+
+
+@pytest.mark.usefixtures("home")
+def test_a_head_of_as_many_classes_goes_on_and_one_of_others_begins_anew(folder: Path, tmp_path: Path) -> None:
+    model = transformers.AutoModelForSequenceClassification.from_pretrained(folder, num_labels=3)
+    model.save_pretrained(tmp_path / "three")
+    goes_on, anew = (wb.models.pretrained(tmp_path / "three", labels=labels).build() for labels in (None, 5))
+    assert torch.equal(goes_on.classifier.weight, model.classifier.weight)
+    assert anew.classifier.weight.shape == (5, 32)
+    assert torch.equal(anew.bert.pooler.dense.weight, model.bert.pooler.dense.weight)
 
 
 def tiny(path: str) -> torch.nn.Module:

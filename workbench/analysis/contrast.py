@@ -306,10 +306,12 @@ def is_known_at(x: Array, at: float) -> bool:
     return after < len(x) and bool(x[after] == at or (after > 0 and x[after] - x[after - 1] <= SPARSE * at))
 
 
-def points_of(curve: Curve, axis: str) -> tuple[Array, Array]:
-    """Return the finite positions and losses of a curve over an axis: its held-out losses if it has any."""
-    held_out = column(curve, "eval_loss")
-    return finite_points(column(curve, X_AXES[axis].column), held_out if len(held_out) else column(curve, "loss"))
+def points_of(curve: Curve, axis: str, y: str | None = None) -> tuple[Array, Array]:
+    """Return the finite positions and values of column `y` over an axis; by default the held-out losses, if any."""
+    values = column(curve, y or "eval_loss")
+    if y is None and not len(values):
+        values = column(curve, "loss")
+    return finite_points(column(curve, X_AXES[axis].column), values)
 
 
 def points_until(x: Array, loss: Array, end: float) -> tuple[Array, Array]:

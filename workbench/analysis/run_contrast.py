@@ -10,7 +10,14 @@ from workbench.analysis.contrast import Contrast, compared_curves, points_of
 from workbench.analysis.contrast import contrast as contrast_curves
 from workbench.analysis.curve import Curve, curves_of, is_held_out
 from workbench.analysis.noise import Scatter, scatter_of, usual_scatter
-from workbench.analysis.seed_contrast import SeedContrast, contrast_seeds, ends_at, group_names, seed_groups
+from workbench.analysis.seed_contrast import (
+    SeedContrast,
+    contrast_seeds,
+    ends_at,
+    group_names,
+    metric_curve,
+    seed_groups,
+)
 from workbench.analysis.smoothing import SMOOTHING
 from workbench.arguments import checked_arguments
 from workbench.errors import InvalidArgument, InvalidExperiment
@@ -24,7 +31,7 @@ from workbench.units import count
 
 @checked_arguments
 def contrast(
-    runs: Runs | Sweep, x: str = "tokens", *, scatter: float | Runs | Sweep | None = None
+    runs: Runs | Sweep, x: str = "tokens", *, y: str | None = None, scatter: float | Runs | Sweep | None = None
 ) -> Contrast | SeedContrast:
     """Return a comparison of runs at equal tokens, FLOPs, device-hours and time.
 
@@ -39,12 +46,16 @@ def contrast(
     Args:
         runs: the runs to compare, or a sweep.
         x: name of the x axis.
+        y: name of a metric of the held-out samples, such as `accuracy`, which is compared over the seeds instead of the
+            loss.
         scatter: standard deviation of one run's last loss between seeds, or runs that show it, such as
             `wb.list_runs()`: of those that differ in their seed alone, the ones nearest in parameters are taken.
 
     Raises:
         InvalidArgument: `scatter` is no positive number, or none of its runs differ in their seed alone.
-        InvalidExperiment: a sweep has fewer than two configurations with two finished seeds.
+        InvalidExperiment: a sweep has fewer than two configurations with two finished seeds, or `y` is given for runs
+            without several seeds.
+        UnknownParameter: a run has no such metric.
 
     Examples:
         >>> contrast = wb.contrast(runs, scatter=0.05)
@@ -54,13 +65,19 @@ def contrast(
     handles = load_runs(_finished(runs) if isinstance(runs, Sweep) else runs)
     described = _described(handles)
     groups, curves = seed_groups(described), curves_of(handles)
-    known = _scatter(scatter, described)
+    known = _scatter(scatter, described, y)
     if len(groups) > 1 and all(len(group) > 1 for group in groups):
         groups = [sorted(group, key=lambda at: str(described[at]["experiment"].get("seed"))) for group in groups]
         seeds = {tuple(described[at]["experiment"].get("seed") for at in group) for group in groups}
         names = group_names([described[group[0]] for group in groups])
         by_name = {name: [curves[at] for at in group] for name, group in zip(names, groups, strict=True)}
-        return contrast_seeds(by_name, len(seeds) == 1, known)
+        return contrast_seeds(by_name, len(seeds) == 1, known, y)
+    if y is not None:
+        raise InvalidExperiment(
+            f"y={y!r} is compared over seeds, and these {len(handles)} runs are {len(groups)} configurations with "
+            f"{min(map(len, groups))} seed{'s' * (min(map(len, groups)) > 1)} or more each. Give two configurations "
+            f"with two seeds or more, or draw the curves: wb.compare(runs, y={y!r})."
+        )
     if known is None:
         ends = [_last_losses([curves[at] for at in group]) for group in groups]
         known = scatter_of(ends, "in the runs with several seeds")
@@ -77,7 +94,9 @@ def _described(runs: Sequence[Run]) -> list[dict[str, Any]]:
     ]
 
 
-def _scatter(scatter: float | Runs | Sweep | None, described: Sequence[Mapping[str, Any]]) -> Scatter | None:
+def _scatter(
+    scatter: float | Runs | Sweep | None, described: Sequence[Mapping[str, Any]], metric: str | None
+) -> Scatter | None:
     """Return the scatter that is given, or that of other runs whose size is nearest to that of `described`."""
     if scatter is None:
         return None
@@ -102,7 +121,7 @@ def _scatter(scatter: float | Runs | Sweep | None, described: Sequence[Mapping[s
     wanted = {size for each in described if (size := _parameters(each))}
     nearest = {min(filter(None, sizes), key=lambda size: abs(math.log(size / own))) for own in wanted if any(sizes)}
     chosen = [group for group, size in zip(groups, sizes, strict=True) if size in nearest] or groups
-    ends = [_last_losses(curves_of([runs[at] for at in group])) for group in chosen]
+    ends = [_last_losses(curves_of([runs[at] for at in group]), metric) for group in chosen]
     words = " and ".join(count(size) for size in sorted(nearest))
     number = f"in {sum(map(len, ends))} other runs" + (f" of {words} parameters" if words else "")
     return usual_scatter(ends, number)
@@ -113,10 +132,10 @@ def _parameters(facts: Mapping[str, Any]) -> int:
     return sum(stage["parameters"] for stage in facts["plan"].get("stages", ()))
 
 
-def _last_losses(curves: Sequence[Curve]) -> list[float]:
-    """Return the smoothed loss of each run where all of them have taken the same number of tokens."""
-    chosen = compared_curves(curves)
-    points = [points_of(curve, "tokens") for curve in chosen]
+def _last_losses(curves: Sequence[Curve], metric: str | None = None) -> list[float]:
+    """Return the smoothed loss, or the metric, of each run where all of them have taken the same number of tokens."""
+    chosen = compared_curves(curves) if metric is None else [metric_curve(curve, metric) for curve in curves]
+    points = [points_of(curve, "tokens", metric) for curve in chosen]
     if not all(len(x) for x, _ in points):
         return []
     return ends_at(points, min(float(x[-1]) for x, _ in points), 0.0 if is_held_out(chosen[0]) else SMOOTHING)

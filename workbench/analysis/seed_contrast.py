@@ -1,5 +1,7 @@
 """Contrast of configurations that were trained with several seeds: is the difference larger than the seeds' own?
 
+What is compared is the loss, of which the lower is better, or a metric of the held-out samples, such as an accuracy.
+
 The interval of a difference of means is Student's, with the scatter between seeds pooled over the two configurations
 and, with fewer degrees of freedom, over the others (`workbench.analysis.noise`). Runs of equal seeds are paired
 where enough degrees of freedom are left.
@@ -11,7 +13,7 @@ import html
 import itertools
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -27,7 +29,17 @@ from workbench.analysis.contrast import (
     setting_differences,
     with_margin,
 )
-from workbench.analysis.curve import X_AXES, Array, Curve, is_held_out, why_curves_do_not_compare
+from workbench.analysis.curve import (
+    X_AXES,
+    Array,
+    Curve,
+    column,
+    evaluations_of,
+    finite_points,
+    is_held_out,
+    metrics_of,
+    why_curves_do_not_compare,
+)
 from workbench.analysis.noise import (
     CONFIDENCE,
     Scatter,
@@ -49,7 +61,7 @@ Points = tuple[Array, Array]
 
 @dataclass(frozen=True)
 class SeedDifference:
-    """Mean loss of one configuration minus that of another where all of their runs have spent the same."""
+    """Mean of one configuration minus that of another where all of their runs have spent the same."""
 
     names: tuple[str, str]
     axis: str
@@ -60,6 +72,8 @@ class SeedDifference:
     """Number of runs of each configuration."""
     scatter: Scatter | None
     """Scatter of the ends of such runs between seeds; None if all seeds of each configuration ended alike."""
+    metric: str | None = None
+    """Name of the metric that is compared; None for a loss."""
 
     @property
     def value(self) -> float:
@@ -90,9 +104,9 @@ class SeedDifference:
         """Return the difference in words."""
         axis, (first, second) = X_AXES[self.axis], self.names
         seeds = f"{self.seeds[0]} and {self.seeds[1]} seeds"
-        better, other = self.names if self.value < 0 else (second, first)
+        below, above = self.names if self.value < 0 else (second, first)
         if self.distinguishable:
-            told = f"{better} is lower than {other}"
+            told = f"{below} is lower than {above}" if self.metric is None else f"{above} is higher than {below}"
         elif self.scatter:
             told = f"{first} and {second} are too close to call"
         else:
@@ -107,7 +121,7 @@ class SeedContrast:
     """Contrast of configurations with several seeds; a notebook shows it as a figure and a table."""
 
     loss: str
-    """`Held-out loss` or `Training loss`."""
+    """What is compared: `Held-out loss`, `Training loss`, or `Held-out` and the name of a metric."""
     differences: tuple[SeedDifference, ...]
     """Difference of each other configuration to the first, at equal tokens, FLOPs and device-hours."""
     incomparable: str | None = None
@@ -152,7 +166,10 @@ def seed_groups(described: Sequence[Mapping[str, object]]) -> list[list[int]]:
 
 
 def group_names(described: Sequence[Mapping[str, Any]]) -> list[str]:
-    """Return a name for each configuration from the fields of the experiment that differ between them."""
+    """Return the names of the experiments, where each has its own, else the fields that differ between them."""
+    own = [str((facts.get("experiment") or {}).get("name")) for facts in described]
+    if len(set(own)) == len(own) > 1:
+        return own
     experiments = [dict(facts.get("experiment") or {}) for facts in described]
     for fields in experiments:
         if "sparsity" in fields:  # a label stands for its fields
@@ -165,23 +182,29 @@ def group_names(described: Sequence[Mapping[str, Any]]) -> list[str]:
 
 
 def contrast_seeds(
-    groups: Mapping[str, Sequence[Curve]], paired: bool = False, scatter: Scatter | None = None
+    groups: Mapping[str, Sequence[Curve]],
+    paired: bool = False,
+    scatter: Scatter | None = None,
+    metric: str | None = None,
 ) -> SeedContrast:
     """Compare each configuration with the first at equal cost; each has at least two runs, which differ in their seed.
 
     The held-out losses are compared if every run has some where they all end, else the training losses. Losses that
-    are measured on different things (`Curve.basis`) are not compared.
+    are measured on different things (`Curve.basis`) are not compared, and neither are their metrics.
 
     Args:
         groups: the runs of each configuration.
         paired: the configurations have the same seeds, and their runs the same order.
         scatter: how far seeds moved the ends of other runs.
+        metric: name of a metric of the held-out samples, which is compared instead of the loss.
 
     Raises:
-        UnknownParameter: the runs of two configurations share no stretch of any axis.
+        UnknownParameter: the runs of two configurations share no stretch of any axis, or a run lacks the metric.
     """
-    chosen = compared_curves(list(itertools.chain(*groups.values())))
+    chosen = list(itertools.chain(*groups.values()))
+    chosen = list(compared_curves(chosen)) if metric is None else [metric_curve(curve, metric) for curve in chosen]
     loss, width = loss_name(chosen[0]), 0.0 if is_held_out(chosen[0]) else SMOOTHING
+    loss = loss if metric is None else f"Held-out {metric}"
     if incomparable := why_curves_do_not_compare(chosen):
         return SeedContrast(loss, (), incomparable)
     curves = iter(chosen)
@@ -191,12 +214,24 @@ def contrast_seeds(
     for axis in AXES:
         for other in others:
             rest = [runs for name, runs in compared.items() if name not in (other, first)]
-            table = [[points_of(curve, axis) for curve in runs] for runs in (compared[other], compared[first], *rest)]
+            table = [
+                [points_of(curve, axis, metric) for curve in runs] for runs in (compared[other], compared[first], *rest)
+            ]
             difference = _difference((other, first), axis, table, width, paired, scatter)
-            differences += [] if difference is None else [difference]
+            differences += [] if difference is None else [replace(difference, metric=metric)]
     if not differences:
         raise UnknownParameter("The runs share no stretch of tokens, FLOPs or device-hours. Train them further.")
     return SeedContrast(loss, tuple(differences))
+
+
+def metric_curve(curve: Curve, metric: str) -> Curve:
+    """Return the evaluations of a run as a curve of their own; raise `UnknownParameter` if it lacks a metric."""
+    found = evaluations_of(curve)
+    if found is None or not len(finite_points(column(found, "step"), column(found, metric))[0]):
+        has = metrics_of([curve])
+        told = f"It has: {', '.join(has)}" if has else "It has none: give metrics={…} to wb.Evaluation"
+        raise UnknownParameter(f"{curve.name} has no metric {metric!r} of held-out samples. {told}.")
+    return found
 
 
 def _difference(

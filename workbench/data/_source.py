@@ -149,6 +149,11 @@ class DataSource(ABC):
         """Return the folder with the files of the tokeniser, after training one if need be; None for data without."""
         return None
 
+    @property
+    def class_names(self) -> tuple[str, ...]:
+        """Names of the classes of labelled texts, in the order of their numbers; empty for other data."""
+        return ()
+
     @abstractmethod
     def to_json(self) -> dict[str, Any]:
         """Return a description from which `workbench.data.from_json` rebuilds this value."""

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 from workbench.data._corpora import Corpus
 from workbench.data._hub import HubText
+from workbench.data._labelled_texts import LabelledTexts
 from workbench.data._source import DataSource, Prepared, SampleRequest
 from workbench.errors import DataError, in_words
 from workbench.tensors import TensorSpec
@@ -25,6 +26,8 @@ EXAMPLES = 16
 """Upper limit of the items in `UserData.examples`."""
 EXAMPLES_BYTES = 64 << 20
 """Upper limit of their size in bytes."""
+MOST_SUBSETS = 8
+"""Depth to which a part of a part of a dataset is followed to the whole (`torch.utils.data.Subset`)."""
 DATASET_SEED = 0
 """Seed of the generators while a callable makes a dataset, so that every rank and every experiment has the same."""
 
@@ -122,7 +125,11 @@ class UserData(DataSource):
         )
 
     def tokenizer_folder(self, request: SampleRequest) -> Path | None:  # noqa: ARG002
-        return getattr(self.dataset_or_factory, "tokenizer_folder", None)
+        return None if self._labelled_texts is None else self._labelled_texts.tokenizer_folder
+
+    @property
+    def class_names(self) -> tuple[str, ...]:
+        return () if self._labelled_texts is None else self._labelled_texts.labels
 
     def encoded(self, request: SampleRequest, prompts: Sequence[str]) -> EncodedPrompts:  # noqa: ARG002
         raise DataError(
@@ -132,6 +139,16 @@ class UserData(DataSource):
 
     def to_json(self) -> dict[str, Any]:
         return {"type": "user_defined", "name": self.name}
+
+    @property
+    def _labelled_texts(self) -> LabelledTexts | None:
+        """The texts with classes that the dataset is, or of which it is a part, such as `random_split` makes."""
+        value = self._items
+        for _ in range(MOST_SUBSETS):
+            if isinstance(value, LabelledTexts):
+                return value
+            value = getattr(value, "dataset", None)
+        return None
 
     @cached_property
     def _examples(self) -> Batch:

@@ -20,7 +20,6 @@ from accelerate.utils import send_to_device
 
 from workbench.data._datasets import StreamedDataset, untouched_generators
 from workbench.errors import WorkbenchError
-from workbench.execution.build import build_model
 from workbench.execution.local_launch import LOOPBACK, loopback_interface, new_loopback_store
 from workbench.execution.worker import TrainingWorker, train
 from workbench.rundir import RunDir
@@ -52,7 +51,7 @@ class _WorkerHere(TrainingWorker):
         else:
             samples = dataset.collate([dataset[index] for index in range(self.plan.micro_batch)])
         if samples is not None:
-            model = build_model(self.experiment.model.build, self.plan.model_bytes, self.device, self.experiment.seed)
+            model = self._built_model()
             with self.accelerator.autocast():
                 model(**send_to_device(dict(samples), self.device))
 

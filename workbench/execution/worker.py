@@ -17,6 +17,7 @@ import traceback
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -64,6 +65,7 @@ from workbench.execution.step_timeline import Timestamp, record_actions
 from workbench.execution.trainer import Trainer
 from workbench.execution.user_data import check_user_data
 from workbench.experiment import USER_PARTS, Experiment
+from workbench.models import Pretrained
 from workbench.planning.plan import Plan
 from workbench.planning.runnable import check_numbers, check_runnable
 from workbench.rundir import (
@@ -280,6 +282,13 @@ class TrainingWorker:
             between.append(Sampler(trainer, sampled, events))
         return trainer, extras, between
 
+    def _built_model(self) -> torch.nn.Module:
+        """Build the model, without loading weights that a checkpoint will replace: their folder may have gone."""
+        build = self.experiment.model.build
+        if isinstance(self.experiment.model, Pretrained) and requested_checkpoint(self.run_dir) is not None:
+            build = partial(build, loads=False)
+        return build_model(build, self.plan.model_bytes, self.device, self.experiment.seed)
+
     def _build_stages(
         self, context: StepContext, compile: bool, is_together: bool
     ) -> tuple[Graph, Graph | None, list[Graph], RankStages, CheckpointExtras]:
@@ -289,7 +298,7 @@ class TrainingWorker:
         """
         plan, experiment = self.plan, self.experiment
         with self._timed_phase("build"):
-            model = build_model(experiment.model.build, plan.model_bytes, self.device, experiment.seed)
+            model = self._built_model()
         captured = CapturedModel(experiment, plan.micro_batch, model)
         with self._timed_phase("capture"):
             gathered = plan.gathered_samples
@@ -304,7 +313,8 @@ class TrainingWorker:
             if self.is_main:
                 check_numbers(experiment, plan, captured.graph, model)
                 write_tokenizer(experiment, self.run_dir)
-            extras = _checkpoint_extras(model, graph) if self.is_main else CheckpointExtras()
+            names = experiment.data.class_names
+            extras = _checkpoint_extras(model, graph, names) if self.is_main else CheckpointExtras()
             stages = build_stage(
                 plan,
                 self.coordinate,
@@ -466,10 +476,10 @@ def _require_specs(batch: Mapping[str, torch.Tensor], specs: Mapping[str, Tensor
             )
 
 
-def _checkpoint_extras(model: torch.nn.Module, graph: Graph) -> CheckpointExtras:
+def _checkpoint_extras(model: torch.nn.Module, graph: Graph, class_names: Sequence[str]) -> CheckpointExtras:
     """Return the description of the model, and the tensors that no block uses, for the checkpoints of rank 0."""
     used = {name for block in graph.blocks for name in (*block.parameters, *block.buffers)}
-    description, tensors = describe_model(model)
+    description, tensors = describe_model(model, class_names)
     return CheckpointExtras(description, {name: t.detach().cpu() for name, t in tensors.items() if name not in used})
 
 

@@ -178,7 +178,9 @@ def seed_differences(contrast: SeedContrast) -> Figure:
     figure.update_yaxes(type="multicategory", autorange="reversed")
     fewest, most = (pick(number for item in contrast.differences for number in item.seeds) for pick in (min, max))
     seeds = f"{fewest}" if fewest == most else f"{fewest} to {most}"
-    words = f"left of zero: lower, so better; {CONFIDENCE:.0%} intervals over {seeds} seeds; pale: too close to call"
+    is_loss = contrast.differences[0].metric is None
+    side = "left of zero: lower, so better" if is_loss else "right of zero: higher"
+    words = f"{side}; {CONFIDENCE:.0%} intervals over {seeds} seeds; pale: too close to call"
     lines = max(str(trace.y[0]).count("<br>") + 1 for trace in figure.data)
     return figure.laid_out(
         height=188 + max(34, 18 * (lines + 1)) * len(rows),

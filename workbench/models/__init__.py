@@ -167,9 +167,10 @@ def pretrained(
     """Describe a model of `transformers` with its weights: an export of a run, a folder, or a name of the hub.
 
     `task` is what it learns from now on: `mlm`, `mlm_nsp`, `clm` or `seq2seq` on text, or `classification`, for which
-    `labels` is the number of classes. By default it is that of the folder. What the folder does not have, such as a new
-    head, begins with fresh weights, which the experiment's seed decides. Rates by group are the optimiser's
-    `rate_scale`. Every rank loads the weights, in fp32; no code from the folder is executed.
+    `labels` is the number of classes. By default both are those of the folder. What the folder does not have, such as a
+    new head or one of another number of classes, begins with fresh weights, which the experiment's seed decides. Rates
+    by group are the optimiser's `rate_scale`. Every rank loads the weights, in fp32, at the start of a run; one that
+    goes on from a checkpoint does not need the folder. No code from the folder is executed.
 
     Raises `InvalidExperiment` for a folder or name without a model, and for a task that does not suit it.
     """
@@ -189,5 +190,5 @@ def from_json(value: Mapping[str, Any], factory: Callable[[], Any] | None = None
     if model_type == "user_defined":
         return UserModel(factory=factory, name=fields["name"], source=fields["source"])
     if model_type == "pretrained":
-        return Pretrained(**{**fields, "frozen": tuple(fields["frozen"])})
+        return Pretrained.from_json(fields)
     return Model(**fields)

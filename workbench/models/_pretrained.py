@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import fnmatch
 import functools
+import json
 import os
+from collections.abc import Mapping
+from dataclasses import field
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, ClassVar, cast
 
@@ -39,6 +42,8 @@ DROPOUTS = (
     *("dropout", "attention_dropout", "activation_dropout", "dropout_rate"),
 )
 """Fields of configurations that are probabilities of dropout inside the model."""
+WEIGHTS = ("*.safetensors", "*.bin")
+"""Files of weights in a folder that `transformers` loads."""
 LEAST_LOADED = 0.5
 """Least share of a model's parameters that must come from the folder; below, its names are those of another model."""
 
@@ -50,6 +55,8 @@ class Pretrained:
     name: Line
     path: Text
     """Absolute path of a folder, or a name of the hub."""
+    config: Text = field(repr=False)
+    """Its `config.json` as it was read, so that a run needs the folder for the weights alone, and only at its start."""
     task: Annotated[str, PlainValidator(known(AUTO_CLASSES))]
     labels: Annotated[Whole, Field(ge=2, le=2**20)] | None = None
     """Number of classes, of a model for classification."""
@@ -69,39 +76,50 @@ class Pretrained:
     @property
     def vocab_size(self) -> int | None:
         """Rows of the embedding."""
-        return cast("int | None", getattr(configuration(self.path, self.revision), "vocab_size", None))
+        return cast("int | None", getattr(_configuration(self.config), "vocab_size", None))
 
     @property
     def max_positions(self) -> int | None:
         """Longest sequence in tokens, None for a model without learned positions."""
-        config = configuration(self.path, self.revision)
+        config = _configuration(self.config)
         longest = getattr(config, "max_position_embeddings", None)
         # RoBERTa and what derives from it number positions from 2 on, after that of padding.
         offset = 2 if "roberta" in config.model_type or config.model_type in ("camembert", "longformer") else 0
         return None if longest is None else int(longest) - offset
 
-    def build(self) -> nn.Module:
+    def check_weights(self) -> None:
+        """Raise `InvalidExperiment` if the folder of the weights has gone; a name of the hub is not asked for."""
+        folder = Path(self.path)
+        if folder.is_absolute() and not any(any(folder.glob(pattern)) for pattern in WEIGHTS):
+            raise InvalidExperiment(
+                f"{self.name} starts from the weights in {folder}, and no file {' or '.join(WEIGHTS)} is there any "
+                "more. Put the folder back, or describe the model anew with wb.models.pretrained(other_folder). A run "
+                "that has a checkpoint goes on without the folder: run.resume()."
+            )
+
+    def build(self, loads: bool = True) -> nn.Module:
         """Return the module in train mode with the loaded weights in fp32, on the ambient device.
 
-        What the folder has not, such as a new head, has fresh weights. Under `with torch.device("meta")` nothing is
-        loaded. Raises `InvalidExperiment` for a folder that does not hold the weights of such a model, and for a
-        pattern of `frozen` that matches no parameter.
+        What the folder has not, such as a new head, has fresh weights. Under `with torch.device("meta")`, and with
+        `loads=False` for weights that a checkpoint will replace, nothing is loaded and the folder is not needed. Raises
+        `InvalidExperiment` for a folder that does not hold the weights of such a model, and for a pattern of `frozen`
+        that matches no parameter.
         """
         import torch
         import transformers
 
-        config = configuration(self.path, self.revision)
+        config = _configuration(self.config)
         config.use_cache = False
         if self.labels is not None:
             config.num_labels, config.problem_type = self.labels, "single_label_classification"
             if config.pad_token_id is None:  # causal models look for the last token that is no padding
                 config.pad_token_id = config.eos_token_id
-        for field in DROPOUTS if self.dropout is not None else ():
-            if isinstance(getattr(config, field, None), float | int):
-                setattr(config, field, self.dropout)
+        for name in DROPOUTS if self.dropout is not None else ():
+            if isinstance(getattr(config, name, None), float | int):
+                setattr(config, name, self.dropout)
         auto = getattr(transformers, AUTO_CLASSES[self.task])
         with quiet():
-            if torch.get_default_device().type == "meta":
+            if torch.get_default_device().type == "meta" or not loads:
                 module = auto.from_config(config, dtype=torch.float32)
             else:
                 module = self._loaded(auto, config)
@@ -112,15 +130,23 @@ class Pretrained:
         import torch
 
         options = {"config": config, "dtype": torch.float32, "revision": self.revision or "main"}
+        options |= {"ignore_mismatched_sizes": True, "output_loading_info": True}
         try:
-            module, info = auto.from_pretrained(self.path, **options, output_loading_info=True)
+            module, info = auto.from_pretrained(self.path, **options)
         except Exception as error:  # the library raises every type
             raise InvalidExperiment(
                 f"{self.path} cannot be loaded as a model for {self.task!r}: {first_line(error)}. Give a folder that "
                 "run.export or save_pretrained wrote, or another task."
             ) from error
         parameters = dict(module.named_parameters())
-        missing = sum(parameters[name].numel() for name in info["missing_keys"] if name in parameters)
+        other = [name for name, *_ in sorted(info["mismatched_keys"])]
+        body = [name for name in other if name.startswith(f"{module.base_model_prefix}.")]
+        if body:
+            raise InvalidExperiment(
+                f"{self.path} holds {len(body)} parameters of other shapes than its config.json says, such as "
+                f"{body[0]}. Give a folder whose files belong together."
+            )
+        missing = sum(parameters[name].numel() for name in {*info["missing_keys"], *other} if name in parameters)
         total = sum(parameter.numel() for parameter in parameters.values())
         if missing > (1 - LEAST_LOADED) * total:
             raise InvalidExperiment(
@@ -142,18 +168,38 @@ class Pretrained:
                 parameter.requires_grad_(False)
 
     def to_json(self) -> dict[str, Any]:
-        return {"type": "pretrained", **vars(self), "frozen": list(self.frozen)}
+        return {"type": "pretrained", **vars(self), "config": json.loads(self.config), "frozen": list(self.frozen)}
+
+    @classmethod
+    def from_json(cls, fields: Mapping[str, Any]) -> Pretrained:
+        """Rebuild the value from the fields that `to_json` wrote."""
+        own = {"config": json.dumps(fields["config"], sort_keys=True), "frozen": tuple(fields["frozen"])}
+        return cls(**{**fields, **own})
 
 
-def configuration(path: str, revision: str | None) -> Any:
-    """Return the configuration of a model; a copy, which may be changed."""
+def _configuration(text: str) -> Any:
+    """Return the configuration of `transformers` that a `config.json` describes; a copy, which may be changed."""
     from copy import deepcopy
 
-    return deepcopy(_read_configuration(path, revision))
+    return deepcopy(_parsed(text))
 
 
 @functools.cache
+def _parsed(text: str) -> Any:
+    from transformers import CONFIG_MAPPING
+
+    described = json.loads(text)
+    try:
+        return CONFIG_MAPPING[described["model_type"]].from_dict(described)
+    except Exception as error:  # the library raises every type
+        raise InvalidExperiment(
+            f"The stored configuration of a pretrained model cannot be read: {first_line(error)}. Describe the model "
+            "anew: wb.models.pretrained(folder)."
+        ) from error
+
+
 def _read_configuration(path: str, revision: str | None) -> Any:
+    """Return the configuration in a folder or of a name of the hub."""
     import transformers
 
     try:
@@ -173,21 +219,23 @@ def described(
     """Return the value for a folder or a name; the task is that of its configuration unless it is given."""
     given = Path(folder_or_name).expanduser()
     path = str(given.absolute()) if os.path.isdir(given) else str(folder_or_name)
-    config = configuration(path, revision)
-    if task is None and labels is not None:
-        task = "classification"
+    config = _read_configuration(path, revision)
+    names = config.architectures or [""]
+    learned = next((task for ending, task in ENDINGS.items() if names[0].endswith(ending)), None)
     if task is None:
-        names = config.architectures or [""]
-        task = next((task for ending, task in ENDINGS.items() if names[0].endswith(ending)), None)
-        if task is None:
-            raise InvalidExperiment(
-                f"{path} holds a {names[0] or 'model'} and does not say what it learns. Give task, one of "
-                f"{', '.join(AUTO_CLASSES)}."
-            )
+        task = learned if labels is None else "classification"
+    if task is None:
+        raise InvalidExperiment(
+            f"{path} holds a {names[0] or 'model'} and does not say what it learns. Give task, one of "
+            f"{', '.join(AUTO_CLASSES)}."
+        )
+    if task == learned == "classification" and labels is None:
+        labels = config.num_labels
     if (task == "classification") != (labels is not None):
         what = "needs labels, the number of classes" if labels is None else "and labels are of classification"
         raise InvalidExperiment(f"The task {task!r} {what}. Write wb.models.pretrained(…, labels=2), or another task.")
     if options.get("name") is None:
         options["name"] = f"{Path(path).name}-{task}"
-    frozen = tuple(options.pop("frozen", ()))
-    return Pretrained(path=path, task=task, labels=labels, revision=revision, frozen=frozen, **options)
+    options["frozen"] = tuple(options.get("frozen", ()))
+    described = json.dumps(json.loads(config.to_json_string(use_diff=False)), sort_keys=True)
+    return Pretrained(path=path, config=described, task=task, labels=labels, revision=revision, **options)

@@ -15,6 +15,7 @@ from workbench.cost.profile import Profile
 from workbench.errors import InvalidExperiment, PlanInfeasible
 from workbench.experiment import Experiment
 from workbench.measure.calibration import local_cluster
+from workbench.models import Pretrained
 from workbench.planning.plan import Plan
 from workbench.planning.planner import plan_profiled
 from workbench.planning.profiling import profile
@@ -78,6 +79,8 @@ def sweep(
     asked = [grid.experiment_of(choice) for choice in choices]
     needed: dict[str, tuple[Choice, Experiment]] = {}
     for choice, chosen in zip(choices, asked, strict=True):
+        if isinstance(chosen.model, Pretrained):
+            chosen.model.check_weights()
         chosen.data.check(chosen)
         needed.setdefault(plan_key(choice), (choice, chosen))
     for _, chosen in needed.values():

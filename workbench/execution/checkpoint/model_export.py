@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import shutil
 import warnings
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -31,11 +32,12 @@ FILE_BYTES = 5 * 10**9
 """Largest size of one file; a larger model becomes several files with an index, as `from_pretrained` reads them."""
 
 
-def describe_model(model: nn.Module) -> tuple[dict[str, Any], dict[str, torch.Tensor]]:
+def describe_model(model: nn.Module, class_names: Sequence[str] = ()) -> tuple[dict[str, Any], dict[str, torch.Tensor]]:
     """Return what an export needs to know of a built model, as JSON, and its persistent tensors by name.
 
     `persistent` names the parameters and buffers of a saved model, tied ones once, under their first name; `ties` has
-    the other names of these; `config` is the content of `config.json`, if the model is one of `transformers`.
+    the other names of these; `config` is the content of `config.json`, if the model is one of `transformers`. It has
+    the names of the data's classes if its head has as many outputs.
     """
     state = model.state_dict(keep_vars=True)
     every = {name: value for name, value in state.items() if isinstance(value, torch.Tensor)}  # not extra state
@@ -45,6 +47,9 @@ def describe_model(model: nn.Module) -> tuple[dict[str, Any], dict[str, torch.Te
     text = config.to_json_string() if hasattr(config, "to_json_string") else None
     architecture = {"architectures": [type(model).__name__], "dtype": "float32"}
     full_config = None if text is None else {**json.loads(text), **architecture}
+    if full_config is not None and class_names and getattr(config, "num_labels", None) == len(class_names):
+        full_config["id2label"] = {str(number): name for number, name in enumerate(class_names)}
+        full_config["label2id"] = {name: number for number, name in enumerate(class_names)}
     return {"class": type(model).__name__, "persistent": list(tensors), "ties": ties, "config": full_config}, tensors
 
 
@@ -52,6 +57,11 @@ def write_tokenizer(experiment: Experiment, run: RunDir) -> None:
     """Copy the tokeniser of the experiment's text into the run's folder, from which exports take it."""
     source = experiment.data.tokenizer_folder(experiment)
     if source is None:
+        return
+    before = files.requested_checkpoint(run)
+    if before is not None and not source.is_dir():  # the cache was emptied, and the run that goes on holds the files
+        source = RunDir(before.parent.parent).tokenizer
+    if source == run.tokenizer:
         return
     run.tokenizer.mkdir(exist_ok=True)
     for name in tokenizer_files(source):

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 from workbench.data import data_fingerprint
 from workbench.errors import PlanInfeasible
 from workbench.measure.calibration import local_cluster
+from workbench.models import Pretrained
 from workbench.planning.runnable import CAPTURED_FIELDS, captured_model, check_runnable
 from workbench.rundir import (
     RunDir,
@@ -108,6 +109,8 @@ def _checked(attempt: Attempt, captured: CapturedModel | None, progress: bool | 
 
     It has the fingerprint of its data if they were checked here.
     """
+    if attempt.resume is None and isinstance(attempt.experiment.model, Pretrained):
+        attempt.experiment.model.check_weights()
     check_runnable(attempt.experiment, attempt.plan, captured, progress=progress)
     for note in attempt.plan.loss_depends:
         warnings.warn(note, stacklevel=6)
