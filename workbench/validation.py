@@ -11,7 +11,7 @@ import functools
 import numbers
 import sys
 from collections.abc import Callable, Collection, Mapping
-from dataclasses import fields, is_dataclass
+from dataclasses import field, fields, is_dataclass
 from typing import Annotated, Any, TypeVar, cast, dataclass_transform, get_args, get_type_hints
 
 from pydantic import AfterValidator as AfterValidator
@@ -135,7 +135,7 @@ WRITTEN = PlainSerializer(lambda value: value.to_json() if hasattr(value, "to_js
 """Writes a value that has a `to_json` by it."""
 
 
-@dataclass_transform(frozen_default=True)
+@dataclass_transform(frozen_default=True, field_specifiers=(field,))
 def checked_value(
     elsewhere: Callable[[str], str | None] = lambda _: None, error_type: type[WorkbenchError] = InvalidExperiment
 ) -> Callable[[type[T]], type[T]]:

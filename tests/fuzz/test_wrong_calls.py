@@ -324,7 +324,7 @@ def _targets(world: Mapping[str, Any]) -> list[Target]:
         ("load_run", wb.load_run, {}, ()),
         ("load_sweep", wb.sweeps.load_sweep, {}, ()),
         ("heat_map", wb.figures.heat_map, {}, ("sweep",)),
-        ("seed_bands", wb.figures.seed_bands, {}, ("sweep",)),
+        ("seed_bands", wb.figures.seed_bands, {}, ("runs",)),
         ("scaling_efficiency", wb.figures.scaling_efficiency, {}, ("points",)),
         ("diverged", wb.sweeps.diverged, {"above": 6.5}, ()),
         ("calibrate", wb.measure.calibrate, {}, ()),

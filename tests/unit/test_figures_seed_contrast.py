@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 
@@ -63,6 +65,25 @@ def test_runs_are_compared_where_all_have_spent_the_same_and_by_their_held_out_l
         contrast_seeds({"a": [Curve("a", {"step": [1.0], "loss": [4.0]})] * 2, "b": small})
 
 
+def test_a_metric_is_compared_over_seeds_with_the_interval_of_its_own_ends_and_more_is_not_called_better() -> None:
+    def with_accuracy(last: float) -> Curve:
+        curve = run(4.0, held_out=3.0)
+        assert curve.evaluations is not None
+        return replace(curve, evaluations={**curve.evaluations, "accuracy": np.array([0.5, 0.6, last])})
+
+    ends = {"a": [0.80, 0.82, 0.81], "b": [0.90, 0.91, 0.92]}
+    found = contrast_seeds({name: list(map(with_accuracy, each)) for name, each in ends.items()}, metric="accuracy")
+    tokens = found.differences[0]
+    assert found.loss == "Held-out accuracy"
+    half = 2.132 * 0.01 * (2 / 3) ** 0.5  # Student's t of four degrees of freedom holds 90 % within 2.132
+    assert (tokens.value, tokens.margin) == pytest.approx((0.1, half), rel=0.1)
+    assert "b is higher than a (+0.100 ±" in repr(found)
+    assert "better" not in str(contrast(found).layout.title.text)
+    assert "Held-out accuracy minus that of" in contrast(found).layout.xaxis.title.text
+    with pytest.raises(UnknownParameter, match=r"run has no metric 'f1' of held-out samples. It has none"):
+        contrast_seeds({"a": [run(4.0, held_out=3.0)] * 2, "b": [run(4.0)] * 2}, metric="f1")
+
+
 def test_seeds_that_ended_alike_cannot_tell_and_no_interval_is_invented() -> None:
     found = contrast_seeds({"a": [run(4.0)] * 2, "b": [run(5.0)] * 2})
     assert not any(item.distinguishable for item in found.differences)
@@ -78,7 +99,9 @@ def test_runs_that_differ_in_their_seed_alone_are_one_configuration() -> None:
         for rate, seed, zero in ((1e-3, 0, 0), (1e-4, 0, 0), (1e-3, 1, 0), (1e-4, 1, 0), (1e-4, 1, 3), (1e-3, 0, 0))
     ]
     assert seed_groups(described) == [[0, 2], [1, 3], [4], [5]], "neither another plan nor the same seed again"
-    assert group_names([described[0], described[1]]) == ["learning_rate 0.001", "learning_rate 0.0001"]
+    named = [{"experiment": {**each["experiment"], "name": "a"}} for each in described[:2]]
+    assert group_names(named) == ["learning_rate 0.001", "learning_rate 0.0001"]
+    assert group_names(described[:2]) == ["0.0010", "0.00010"], "configurations that have names keep them"
 
 
 def test_configurations_that_differ_in_their_sparsity_are_named_by_its_label() -> None:

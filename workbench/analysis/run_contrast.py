@@ -63,7 +63,7 @@ def contrast(
         1
     """
     handles = load_runs(_finished(runs) if isinstance(runs, Sweep) else runs)
-    described = _described(handles)
+    described = described_runs(handles)
     groups, curves = seed_groups(described), curves_of(handles)
     known = _scatter(scatter, described, y)
     if len(groups) > 1 and all(len(group) > 1 for group in groups):
@@ -85,7 +85,7 @@ def contrast(
     return contrast_curves(curves, full, x, known)
 
 
-def _described(runs: Sequence[Run]) -> list[dict[str, Any]]:
+def described_runs(runs: Sequence[Run]) -> list[dict[str, Any]]:
     """Return the experiment and the plan of each run as nested JSON."""
     plans = [run.directory.plan for run in runs]
     return [
@@ -109,7 +109,7 @@ def _scatter(
         return Scatter(float(scatter), math.inf)
     given = scatter.runs if isinstance(scatter, Sweep) else load_runs(scatter)
     runs = [run for run in given if run.status.state == "finished"]
-    facts = _described(runs)
+    facts = described_runs(runs)
     groups = [group for group in seed_groups(facts) if len(group) > 1]
     if not groups:
         raise InvalidArgument(

@@ -284,9 +284,9 @@ class TrainingWorker:
 
     def _built_model(self) -> torch.nn.Module:
         """Build the model, without loading weights that a checkpoint will replace: their folder may have gone."""
-        build = self.experiment.model.build
-        if isinstance(self.experiment.model, Pretrained) and requested_checkpoint(self.run_dir) is not None:
-            build = partial(build, loads=False)
+        build, model = self.experiment.model.build, self.experiment.model
+        if isinstance(model, Pretrained) and requested_checkpoint(self.run_dir) is not None:
+            build = partial(model.build, loads=False)
         return build_model(build, self.plan.model_bytes, self.device, self.experiment.seed)
 
     def _build_stages(

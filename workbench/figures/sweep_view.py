@@ -13,6 +13,8 @@ import numpy as np
 import plotly.graph_objects as go
 
 from workbench.analysis.curve import X_AXES, Array, check_axis, finite_points
+from workbench.analysis.run_contrast import described_runs
+from workbench.analysis.seed_contrast import group_names, seed_groups
 from workbench.arguments import checked_arguments
 from workbench.errors import UnknownParameter, suggestion
 from workbench.figures import theme
@@ -20,6 +22,7 @@ from workbench.figures.curves_view import robust_range
 from workbench.figures.figure import Figure
 from workbench.figures.legend_placement import LETTERS_INSIDE
 from workbench.runs.records.history import Evaluations, History, read_tail
+from workbench.runs.registry import Runs, load_runs
 from workbench.runs.run import Run
 from workbench.sweeps.grid import Cell, Grid, largest_loss
 from workbench.sweeps.sweep import Row, Sweep
@@ -37,10 +40,12 @@ POINTS = 300
 """Largest number of points of a curve."""
 AXES_LETTERS = 18
 """Letters of a line of the legend's title, beside which a narrow figure has room for the curves."""
+MOST_DOTS = 60
+"""Largest number of held-out values of a configuration that are dots on its line."""
 MAX_CONFIGURATIONS = 24
 """Largest number of configurations with a curve."""
 LOSSES = {"loss": "Training loss", "eval_loss": "Held-out loss"}
-"""Title of the y axis by the name that `y=` takes."""
+"""Title of the y axis by the name of a loss that `y=` takes."""
 Losses = tuple[History, Evaluations]
 """Training losses and held-out losses of one run."""
 Line = tuple[Array, Array]
@@ -237,21 +242,40 @@ def _text(cell: Cell) -> str:
 
 
 @checked_arguments
-def seed_bands(sweep: Sweep, x: str = "tokens", y: str | None = None) -> Figure:
-    """Draw the mean loss curve of each configuration of a sweep, with a band from its lowest to its highest seed.
+def seed_bands(runs: Sweep | Runs, x: str = "tokens", y: str | None = None) -> Figure:
+    """Draw the mean curve of each configuration with a band from its lowest to its highest seed.
 
     The mean is over the finished runs, up to the end of the shortest. Other runs are thin lines in the colour of
-    their configuration. Of more than 24 configurations, those at work and the best are drawn.
+    their configuration. A few held-out values are dots on the line. Of more than 24 configurations, those at work and
+    the best are drawn.
 
     Args:
-        sweep: the sweep, at work or complete.
+        runs: a sweep, at work or complete, or runs, of which those that differ in their seed alone are one
+            configuration.
         x: x axis: `step`, `tokens`, `samples`, `time`, `flops` or `gpu_hours`.
-        y: `loss` or `eval_loss`; by default the held-out loss if the experiment evaluates.
+        y: `loss`, `eval_loss`, or a metric of the held-out samples; by default the held-out loss if there is one.
 
-    Raises `UnknownParameter` for another axis.
+    Raises `UnknownParameter` for another axis or metric.
     """
     check_axis(x)
-    return draw_seed_bands(sweep, sweep.rows(), read_losses, x, y)
+    if isinstance(runs, Sweep):
+        return draw_seed_bands(runs, runs.rows(), read_losses, x, y)
+    return draw_seed_bands(None, _rows_of(load_runs(runs)), read_losses, x, y)
+
+
+def _rows_of(runs: Sequence[Run]) -> list[Row]:
+    """Return a row for each configuration of some runs, in their order."""
+    described = described_runs(runs)
+    groups = seed_groups(described)
+    named = group_names([described[group[0]] for group in groups])
+    rows = []
+    for index, (group, name) in enumerate(zip(groups, named, strict=True)):
+        own = tuple(runs[at] for at in group)
+        states = tuple(run.status.state for run in own)
+        finished = tuple(run for run, state in zip(own, states, strict=True) if state == "finished")
+        at_work = tuple(run for run in own if not run.status.final)
+        rows.append(Row(index, {"": name}, own, finished, at_work, states, ()))
+    return rows
 
 
 def read_losses(run: Run) -> Losses:
@@ -261,16 +285,20 @@ def read_losses(run: Run) -> Losses:
 
 
 def draw_seed_bands(
-    sweep: Sweep,
+    sweep: Sweep | None,
     rows: Sequence[Row],
     read: Callable[[Run], Losses] = read_losses,
     x: str = "tokens",
     y: str | None = None,
 ) -> Figure:
-    """Draw the figure of `seed_bands` from rows of the sweep and a function that returns the losses of a run."""
-    y = y or ("eval_loss" if sweep.evaluates else "loss")
-    if y not in LOSSES:
-        raise UnknownParameter(f"y={y!r} is not a loss. {suggestion(y, LOSSES)}")
+    """Draw the figure of `seed_bands` from its rows and a function that returns the losses of a run."""
+    configs = [run.config for row in rows for run in row.runs]
+    configs += [] if sweep is None else [sweep.directory.settings["experiment"]]
+    evaluations = [config["evaluation"] for config in configs if config.get("evaluation")]
+    y = y or ("eval_loss" if len(evaluations) == len(configs) else "loss")
+    metrics = {name for each in evaluations for name in each.get("metrics") or {}}
+    if y not in {*LOSSES, *metrics}:
+        raise UnknownParameter(f"y={y!r} is no loss and no metric of these runs. {suggestion(y, {*LOSSES, *metrics})}")
     shown = sorted(rows, key=lambda row: not row.at_work)[:MAX_CONFIGURATIONS]
     shown = [row for row in rows if row in shown]
     lines = {run.path: _line(read(run), X_AXES[x].column, y) for row in shown for run in row.runs}
@@ -281,13 +309,18 @@ def draw_seed_bands(
         finished = [lines[run.path] for run in row.finished if len(lines[run.path][0]) > 1]
         others = [lines[run.path] for run in row.runs if run not in row.finished and len(lines[run.path][0]) > 1]
         figure.add_traces(_traces(row, finished, others, scale))
+        if y != "loss" and finished and len(finished[0][0]) <= MOST_DOTS:
+            figure.data[-1 - len(others)].update(mode="lines+markers", marker={"size": 6})
     figure.update_xaxes(title_text=x_title, rangemode="tozero")
-    y_range = robust_range([line[1] for line in lines.values() if len(line[1])])
+    y_range = robust_range([line[1] for line in lines.values() if len(line[1])]) if y in LOSSES else None
     beyond = sum(bool(len(loss)) and float(loss.max()) > (y_range or (0, np.inf))[1] for _, loss in lines.values())
-    figure.update_yaxes(title_text=LOSSES[y], range=y_range)
+    quantity = LOSSES.get(y, f"Held-out {theme.text(y)}")
+    figure.update_yaxes(title_text=quantity, range=y_range)
     left_out = f"; {beyond} of {len(lines)} runs leave the axis" if beyond else ""
     left_out += f"; {len(rows) - len(shown)} configurations are left out" if len(rows) > len(shown) else ""
     words = f"Mean over the finished seeds, whose band holds them all; thin lines: other runs{left_out}"
+    if sweep is None:
+        return figure.laid_out(height=460, title=theme.title(quantity, words), hovermode="x unified", margin={"t": 84})
     main = theme.title(theme.text(sweep.name), words)
     axes = theme.broken(theme.text(" · ".join(sweep.axes)), AXES_LETTERS)
     legend = {"title": {"text": axes, "font": {"size": theme.FONT_PX}}}
@@ -296,8 +329,12 @@ def draw_seed_bands(
 
 def _line(losses: Losses, column: str, y: str) -> Line:
     """Return the finite points of a run's curve; of more than `POINTS`, averages of neighbours."""
-    table: Any = losses[1] if y == "eval_loss" else losses[0]
-    return finite_points(table[column], table[y], POINTS)
+    history, evaluations = losses
+    if y == "loss":
+        return finite_points(history[column], history[y], POINTS)
+    if y not in LOSSES and y not in evaluations.metrics:  # nothing has been evaluated yet
+        return np.empty(0), np.empty(0)
+    return finite_points(evaluations[column], evaluations[y], POINTS)
 
 
 def _traces(row: Row, finished: Sequence[Line], others: Sequence[Line], scale: float) -> list[go.Scatter]:
