@@ -121,7 +121,7 @@ class SeedContrast:
     """Contrast of configurations with several seeds; a notebook shows it as a figure and a table."""
 
     loss: str
-    """What is compared: `Held-out loss`, `Training loss`, or `Held-out` and the name of a metric."""
+    """The compared quantity: `Held-out loss`, `Training loss`, or `Held-out` and the name of a metric."""
     differences: tuple[SeedDifference, ...]
     """Difference of each other configuration to the first, at equal tokens, FLOPs and device-hours."""
     incomparable: str | None = None

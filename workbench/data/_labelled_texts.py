@@ -11,7 +11,6 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from numpy.typing import NDArray
 
-from workbench.data._tokenizer import folder_of, named_tokenizer, saved
 from workbench.errors import DataError
 
 if TYPE_CHECKING:
@@ -51,6 +50,8 @@ def labelled_texts(
     source: Any, tokenizer: Any, text: str, pair: str | None, label: str, labels: Sequence[Any] | None, length: int
 ) -> LabelledTexts:
     """Read and tokenise rows; see `workbench.data.classification`."""
+    from workbench.data._tokenizer import folder_of, named_tokenizer, saved
+
     if not SHORTEST <= length <= LONGEST:
         raise DataError(f"length={length:.3g} is no number of tokens between {SHORTEST} and {LONGEST:,}. Give another.")
     if labels is not None and len(set(map(str, labels))) < 2:

@@ -21,7 +21,7 @@ from accelerate.utils import send_to_device
 from workbench.data._datasets import StreamedDataset, untouched_generators
 from workbench.errors import WorkbenchError
 from workbench.execution.local_launch import LOOPBACK, loopback_interface, new_loopback_store
-from workbench.execution.worker import TrainingWorker, train
+from workbench.execution.worker import TrainingWorker, build_model_of, train
 from workbench.rundir import RunDir
 from workbench.user_code import user_path
 
@@ -51,7 +51,7 @@ class _WorkerHere(TrainingWorker):
         else:
             samples = dataset.collate([dataset[index] for index in range(self.plan.micro_batch)])
         if samples is not None:
-            model = self._built_model()
+            model = build_model_of(self)
             with self.accelerator.autocast():
                 model(**send_to_device(dict(samples), self.device))
 

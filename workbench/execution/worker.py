@@ -282,13 +282,6 @@ class TrainingWorker:
             between.append(Sampler(trainer, sampled, events))
         return trainer, extras, between
 
-    def _built_model(self) -> torch.nn.Module:
-        """Build the model, without loading weights that a checkpoint will replace: their folder may have gone."""
-        build, model = self.experiment.model.build, self.experiment.model
-        if isinstance(model, Pretrained) and requested_checkpoint(self.run_dir) is not None:
-            build = partial(model.build, loads=False)
-        return build_model(build, self.plan.model_bytes, self.device, self.experiment.seed)
-
     def _build_stages(
         self, context: StepContext, compile: bool, is_together: bool
     ) -> tuple[Graph, Graph | None, list[Graph], RankStages, CheckpointExtras]:
@@ -298,7 +291,7 @@ class TrainingWorker:
         """
         plan, experiment = self.plan, self.experiment
         with self._timed_phase("build"):
-            model = self._built_model()
+            model = build_model_of(self)
         captured = CapturedModel(experiment, plan.micro_batch, model)
         with self._timed_phase("capture"):
             gathered = plan.gathered_samples
@@ -474,6 +467,14 @@ def _require_specs(batch: Mapping[str, torch.Tensor], specs: Mapping[str, Tensor
                 f"of the dataset has {spec.dtype} {list(spec.shape[1:])}. Let every item have the same types and "
                 "shapes, by .to(dtype) in the dataset for instance."
             )
+
+
+def build_model_of(worker: TrainingWorker) -> torch.nn.Module:
+    """Build a rank's model, without loading weights that a checkpoint will replace: their folder may have gone."""
+    build, model = worker.experiment.model.build, worker.experiment.model
+    if isinstance(model, Pretrained) and requested_checkpoint(worker.run_dir) is not None:
+        build = partial(model.build, loads=False)
+    return build_model(build, worker.plan.model_bytes, worker.device, worker.experiment.seed)
 
 
 def _checkpoint_extras(model: torch.nn.Module, graph: Graph, class_names: Sequence[str]) -> CheckpointExtras:

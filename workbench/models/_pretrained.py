@@ -56,7 +56,7 @@ class Pretrained:
     path: Text
     """Absolute path of a folder, or a name of the hub."""
     config: Text = field(repr=False)
-    """Its `config.json` as it was read, so that a run needs the folder for the weights alone, and only at its start."""
+    """Content of `config.json`. A run therefore needs the folder for the weights alone, and only at its start."""
     task: Annotated[str, PlainValidator(known(AUTO_CLASSES))]
     labels: Annotated[Whole, Field(ge=2, le=2**20)] | None = None
     """Number of classes, of a model for classification."""
