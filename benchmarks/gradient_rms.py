@@ -22,7 +22,7 @@ from typing import Any
 import torch
 
 import workbench as wb
-from workbench.execution.trainer import clip_factor, scale_gradients, squared_norm
+from workbench.execution.gradient_norms import clip_factor, scale_gradients, squared_norm
 from workbench.optimizers.building import build_optimizer
 from workbench.optimizers.schedules import learning_rate_factor
 from workbench.validation import factor_of

@@ -3,14 +3,21 @@
 To add a column, add one row to `COLUMNS`. The log writes it into each `step` event, `run.history()` reads it as a NumPy
 column, `y=` draws it, a `Panel` shows it beside the loss, an `Axis` makes it a choice of `x=`, and no metric of an
 experiment may have its name.
+
+A model, its loss function and callbacks add columns of their own to a run by `log_scalar`.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+import re
+import sys
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from contextvars import ContextVar
 from dataclasses import dataclass, field
-from typing import Literal, NamedTuple
+from typing import Any, Literal, NamedTuple
 
+from workbench.errors import InvalidExperiment, suggestion
 from workbench.units import count, duration
 
 
@@ -39,6 +46,8 @@ class FinishedStep:
     """Sum over the ranks of what `Column.share` returned, by column."""
     world: int = 1
     """Number of ranks."""
+    scalars: Mapping[str, float] = field(default_factory=dict)
+    """Figures of the scalars that the run logs, by name (`log_scalar`)."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -229,14 +238,95 @@ def shared_columns() -> dict[str, Callable[[], float]]:
     return {name: column.share for name, column in COLUMNS.items() if column.share is not None}
 
 
-def logged_columns(step: FinishedStep) -> dict[str, float | None]:
-    """Return the figures of a step as its event holds them."""
+def logged_columns(step: FinishedStep) -> dict[str, Any]:
+    """Return the figures of a step as its event holds them; those of the run's own are in `scalars`."""
     shares = {
         name: share / (step.world if COLUMNS[name].over_ranks == "mean" else 1) for name, share in step.shares.items()
     }
-    return {name: column.value(step) for name, column in COLUMNS.items() if column.value is not None} | shares
+    figures = {name: column.value(step) for name, column in COLUMNS.items() if column.value is not None}
+    return figures | shares | ({"scalars": dict(step.scalars)} if step.scalars else {})
 
 
 def wandb_name(name: str) -> str:
     """Return the name that a field of a step has on W&B."""
     return COLUMNS[name].wandb[0] if name in COLUMNS and COLUMNS[name].wandb else name
+
+
+# Scalars of the user's own
+
+NAME = re.compile(r"[A-Za-z_][A-Za-z0-9_-]*")
+"""Names that metrics and scalars may have."""
+REDUCTIONS = ("mean", "sum", "max", "min", "last")
+"""Choices of `log_scalar(reduce=…)`."""
+
+
+def reserved_names() -> tuple[str, ...]:
+    """Return the names of columns and panels, which neither metrics nor scalars may have."""
+    return tuple(sorted({*COLUMNS, *EVALUATION_LABELS, "eval_seconds", "utilization", "memory"}))
+
+
+@dataclass(frozen=True)
+class LoggedScalar:
+    """A scalar that user-defined code has logged."""
+
+    name: str
+    reduce: str
+    value: Any
+    """A tensor without dims, or a float."""
+
+
+_LOGGED: ContextVar[list[LoggedScalar] | None] = ContextVar("scalars that are logged", default=None)
+
+
+def log_scalar(name: str, value: Any, reduce: str = "mean") -> None:
+    """Log a number of this step under a name, from a model's forward, its loss function or a callback.
+
+    The run then has a column of this name: `run.history()[name]`, `y=name` in figures, a panel and a metric on W&B.
+    Where no run trains (in a notebook cell, in evaluations), the arguments are checked and nothing is logged.
+
+    A model computes the value once for each micro-batch. Those of a step are reduced over its micro-batches, replicas
+    and stages, and over calls with the same name: `mean` weights each micro-batch as the loss does, by its labels where
+    the loss is a mean over labels, and equally otherwise. A recomputation of activations does not count again. In a
+    callback, the value of rank 0 is logged as it is.
+
+    Args:
+        name: a word of letters, digits, `-` and `_` that no recorded column has.
+        value: a tensor without dims or a number. No gradient flows through it.
+        reduce: `mean`, `sum`, `max`, `min`, or `last` for that of the last micro-batch of the last replica.
+
+    Raises:
+        InvalidExperiment: the name is reserved or no word, the value has dims, or there is no such reduction.
+    """
+    if not isinstance(name, str) or not NAME.fullmatch(name) or name in reserved_names():
+        raise InvalidExperiment(
+            f"{name!r} cannot be the name of a scalar. Choose a word of letters, digits, '-' and '_' that no recorded "
+            f"column has ({', '.join(reserved_names())})."
+        )
+    if reduce not in REDUCTIONS:
+        raise InvalidExperiment(f"The scalar {name!r} has reduce={reduce!r}. {suggestion(reduce, REDUCTIONS)}")
+    is_number = isinstance(value, float) or (isinstance(value, int) and abs(value) <= sys.float_info.max)
+    is_number = is_number or getattr(value, "shape", None) == ()
+    if not is_number or "complex" in str(getattr(value, "dtype", "")):
+        shape = getattr(value, "shape", None)
+        said = f"a {type(value).__name__}" if shape is None else f"a value of shape {list(shape)}"
+        raise InvalidExperiment(
+            f"The scalar {name!r} was given {said}. Log one real number: a tensor without dims, such as value.mean(), "
+            "or a number."
+        )
+    logged = _LOGGED.get()
+    if logged is None:
+        return
+    # A copy, so that it keeps its value if the model changes the tensor in place afterwards.
+    own = value.detach().float().clone() if hasattr(value, "detach") else float(value)
+    logged.append(LoggedScalar(name, reduce, own))
+
+
+@contextmanager
+def logging_scalars() -> Iterator[list[LoggedScalar]]:
+    """Return a context in which `log_scalar` adds to a list, which is its value."""
+    logged = list[LoggedScalar]()
+    token = _LOGGED.set(logged)
+    try:
+        yield logged
+    finally:
+        _LOGGED.reset(token)

@@ -56,6 +56,8 @@ class StepEvent(_Timed):
     step: int
     loss: float | None
     step_ms: NotRequired[float | None]
+    scalars: NotRequired[dict[str, float | None]]
+    """Scalars that user-defined code has logged (`workbench.log_scalar`)."""
 
 
 class _EvaluationFields(_Timed):

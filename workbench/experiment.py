@@ -10,7 +10,6 @@ from __future__ import annotations
 import copy
 import dataclasses
 import math
-import re
 from collections.abc import Callable, Mapping
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Annotated, Any, ClassVar, cast
@@ -19,7 +18,7 @@ from pydantic import BeforeValidator, Field, PlainSerializer, PlainValidator, Ty
 
 from workbench import data as _data
 from workbench import models as _models
-from workbench.columns import COLUMNS, EVALUATION_LABELS
+from workbench.columns import NAME, reserved_names
 from workbench.data import LARGEST_MASKED_SHARE, DataSource
 from workbench.errors import InvalidExperiment, UnknownParameter, suggestion
 from workbench.models import ModelSource
@@ -58,9 +57,6 @@ PRECISIONS = ("auto", "fp32", "bf16")
 OPTIMIZERS = ("adamw", "lamb", "muon", "sgd")
 MUON_SCALES = ("adamw_rms", "spectral")
 LR_SCHEDULES = ("linear", "cosine", "constant", "wsd", "inverse_sqrt")
-METRIC_NAME = re.compile(r"[A-Za-z_][A-Za-z0-9_-]*")
-RESERVED_NAMES = frozenset({*COLUMNS, *EVALUATION_LABELS, "eval_seconds", "utilization", "memory"})
-"""Names of columns and panels, which a metric cannot have."""
 DEFAULT_STEPS = 1000
 LENGTHS = ("steps", "epochs", "tokens")
 """The length of a training: one of them is given."""
@@ -102,14 +98,50 @@ def _metrics(value: Any) -> Any:
             'metrics={"accuracy": lambda outputs, batch: (correct.sum(), correct.numel())}.'
         )
     for name in functions:
-        if not isinstance(name, str) or not METRIC_NAME.fullmatch(name) or name in RESERVED_NAMES:
+        if not isinstance(name, str) or not NAME.fullmatch(name) or name in reserved_names():
             raise refused(
                 "has {name}, which is no name for a metric. Choose a word of letters, digits, '-' and '_' that no "
                 "recorded column has ({taken}).",
                 name=repr(name),
-                taken=", ".join(sorted(RESERVED_NAMES)),
+                taken=", ".join(reserved_names()),
             )
     return functions or None
+
+
+def _clip_norm(value: Any) -> Any:
+    """Return a limit, limits by pattern, or None."""
+    if value is None:
+        return None
+    limits = list(value.items()) if isinstance(value, Mapping) else [("*", value)]
+    are_limits = all(isinstance(pattern, str) and is_factor(limit) and limit > 0 for pattern, limit in limits)
+    if not limits or not are_limits:
+        raise refused(
+            "is no limit of a norm. Give a finite number greater than 0, such a limit for each group of parameters "
+            "({example}), or None to clip nothing.",
+            example='clip_norm={"*embed*": 0.1, "*": 1.0}',
+        )
+    return dict(limits) if isinstance(value, Mapping) else float(value)
+
+
+def _spans(value: Any) -> Any:
+    """Return the first and the end step of training by pattern."""
+    if value is None:
+        return None
+    spans = dict(value) if isinstance(value, Mapping) else {}
+    pairs = [tuple(span) if isinstance(span, list | tuple) else () for span in spans.values()]
+    are_steps = all(
+        len(pair) == 2
+        and is_count(pair[0] + 1 if isinstance(pair[0], int) else None)
+        and (pair[1] is None or (is_count(pair[1]) and pair[1] > pair[0]))
+        for pair in pairs
+    )
+    if not pairs or not are_steps or not all(isinstance(pattern, str) for pattern in spans):
+        raise refused(
+            "does not map patterns of parameter names to steps. Write, for instance, {example}: a first step, counted "
+            "from 0, and an end after it or None.",
+            example='trained_during={"bert.*": (100, None), "*embed*": (0, 500)}',
+        )
+    return dict(zip(spans, pairs, strict=True))
 
 
 def _prompts(value: Any) -> Any:
@@ -177,8 +209,21 @@ class Optimizer:
     eps: Positive = 1e-8
     weight_decay: Annotated[Real, Field(ge=0)] = 0.01
     """Weight decay of AdamW; not applied to biases and normalisation weights (tensors of fewer than two dims)."""
-    clip_norm: Positive | None = 1.0
-    """Limit of the gradient's global norm over all parameters, each tied parameter once; `None` clips nothing."""
+    clip_norm: Annotated[float | Mapping[str, float] | None, PlainValidator(_clip_norm)] = 1.0
+    """Limit of the gradient's global norm over all parameters, each tied parameter once; `None` clips nothing. A
+    mapping gives limits by pattern of the parameter's name: the parameters for which a pattern is the first that
+    matches are a group, whose own norm is limited, and those that none matches are not clipped."""
+    trained_during: Annotated[
+        Mapping[str, tuple[int, int | None]] | None, PlainValidator(_spans), PlainSerializer(lambda spans: spans)
+    ] = None
+    """Steps in which parameters are trained, by pattern of their name: `(first, end)`, counted from 0, with None for an
+    open end; the first pattern that matches counts, and a parameter that none matches is always trained. In other steps
+    a parameter, its decay and its optimiser state stay as they are, and its gradient counts in no norm. It is computed
+    nevertheless, so that plans are priced as if all were trained."""
+    ema_decay: Share | None = None
+    """Decay of an exponential moving average of the trained weights, taken after each update: the first one copies
+    them, as `torch.optim.swa_utils.AveragedModel` does. Evaluations, samples and exports then use the average; training
+    and `grad_norm` do not. Checkpoints hold both. Buffers are those of the training."""
 
     def __post_init__(self) -> None:
         if isinstance(self.lr_schedule, UserFunction) and self.warmup_steps is not None:
@@ -654,6 +699,12 @@ def _check_parts(experiment: Experiment) -> None:
             "which has another tokeniser or none. Give a dataset with the same fields as the evaluation's data.",
             parameter="eval_data",
         )
+    if experiment.optimizer.ema_decay is not None and experiment.sparsity is not None:
+        raise InvalidExperiment(
+            f"ema_decay={experiment.optimizer.ema_decay} averages weights, and sparsity takes blocks of them away and "
+            "back, whose averages would be of different steps. Give one of the two.",
+            parameter="ema_decay",
+        )
     if experiment.samples is not None and data.is_user_defined:
         raise InvalidExperiment(
             f"samples need a tokeniser, and data is a user-defined dataset ({data.name}), which has none. "
@@ -684,6 +735,12 @@ def _check_steps(experiment: Experiment, steps: int) -> None:
             f"warmup_steps={warmup} lies outside the {steps} steps of the experiment. "
             f"Choose 0 to {steps}, or None for a tenth."
         )
+    for pattern, (first, _) in (experiment.optimizer.trained_during or {}).items():
+        if first >= steps:
+            raise InvalidExperiment(
+                f"trained_during trains {pattern!r} from step {first:,} on, and the experiment has {steps:,} steps, "
+                "counted from 0. Begin earlier, or freeze these parameters: requires_grad_(False) in the model."
+            )
     updates = getattr(experiment.sparsity, "updates", 0)
     if updates > steps:
         raise InvalidExperiment(

@@ -10,7 +10,7 @@ import fnmatch
 import functools
 import numbers
 import sys
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import field, fields, is_dataclass
 from typing import Annotated, Any, TypeVar, cast, dataclass_transform, get_args, get_type_hints
 
@@ -110,9 +110,15 @@ def _factors(least: str, is_fitting: Callable[[Mapping[str, float]], bool]) -> P
     return PlainValidator(check)
 
 
+def first_match(name: str, patterns: Iterable[str]) -> str | None:
+    """Return the first pattern (`fnmatch`) that matches a parameter's name, None if none does."""
+    return next((pattern for pattern in patterns if fnmatch.fnmatchcase(name, pattern)), None)
+
+
 def factor_of(name: str, factors: Mapping[str, float]) -> float:
-    """Return the factor of the first pattern (`fnmatch`) that matches a parameter's name, or 1."""
-    return next((factor for pattern, factor in factors.items() if fnmatch.fnmatchcase(name, pattern)), 1.0)
+    """Return the factor of the first pattern that matches a parameter's name, or 1."""
+    pattern = first_match(name, factors)
+    return 1.0 if pattern is None else factors[pattern]
 
 
 Factors = Annotated[Mapping[str, float], _factors("finite numbers of at least 0", lambda _: True)]

@@ -13,9 +13,9 @@ from tests.distributed import real_worker
 from tests.distributed.own_machine import eventually
 from tests.distributed.real_worker import experiment, plan, trained
 from workbench.analysis.curve import X_AXES, Curve
+from workbench.columns import reserved_names
 from workbench.errors import PlanInfeasible
 from workbench.execution.step_timeline import FIRST_RECORDED
-from workbench.experiment import RESERVED_NAMES
 from workbench.figures.curves_view import loss_curves
 from workbench.figures.panels_view import panels
 from workbench.figures.run_views import measured_timeline
@@ -47,7 +47,7 @@ def check_column(run: RunDir, project: str) -> None:
     """The column was logged, is read, drawn and named on W&B, and no metric may have its name."""
     history = HistoryTail(run.events).read()
     assert history.ranks_seen.tolist() == [6.0] * (FIRST_RECORDED + 2)
-    assert "ranks_seen" in RESERVED_NAMES
+    assert "ranks_seen" in reserved_names()
     assert X_AXES["ranks_seen"].label == "threes"
     curve = Curve("run", history)
     figure = panels([curve], x="step", smoothing=0.0)

@@ -132,6 +132,10 @@ ACCEPTED: Mapping[str, Mapping[str, Mapping[tuple[str, ...], str]]] = {
         "dropout": {("0",): "a share"},
         "name": {("unknown name", "long text"): "a name"},
     },
+    "log_scalar": {
+        "name": {("unknown name", "long text"): "a name"},
+        "value": {("nan", "inf", "-inf", "-1", "0", "-0.5", "1.5", "10**18", "2**70", "True"): "a number"},
+    },
     "scaling": {"depth_rule": {("True",): "a choice"}},
     "left_plateau": {"level": {("1.5", "10**18"): "a loss"}},
     "expected_difference": {"tokens": {("1.5", "10**18"): "a number of tokens"}},
@@ -343,6 +347,7 @@ def _targets(world: Mapping[str, Any]) -> list[Target]:
         ("Run.logs", run.logs, {}, ()),
         ("Run.note", run.note, {}, ()),
         ("Run.archive", run.archive, {}, ()),
+        ("log_scalar", wb.log_scalar, {"name": "accuracy", "value": 0.5}, ()),
         ("data.corpus", wb.data.corpus, {}, ()),
         ("data.hub", wb.data.hub, {"name": "some/text"}, ()),
         ("models.gpt3", wb.models.gpt3, {}, ()),

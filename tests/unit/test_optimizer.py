@@ -23,7 +23,7 @@ from workbench.cost.optimizer_cost import matrices_of, optimizer_cost
 from workbench.cost.orthogonalisation import PRODUCTS, ROUND_ELEMENTS, orthogonalisation_s, shares_out
 from workbench.cost.profile import ADAMW
 from workbench.errors import InvalidExperiment, PlanInfeasible, PlanMismatch
-from workbench.execution.trainer import squared_norm
+from workbench.execution.gradient_norms import squared_norm
 from workbench.optimizers import muon
 from workbench.optimizers.adamw import BATCH_ELEMENTS, OffloadedAdamW, ShardedAdamW
 from workbench.optimizers.building import build_optimizer
@@ -140,6 +140,9 @@ def test_a_pattern_without_a_parameter_is_refused_before_planning() -> None:
         optimizer = "muon" if field == "fused_projections" else "adamw"
         with pytest.raises(InvalidExperiment, match=rf"The pattern '\*attentoin\*' of {field} matches none"):
             wb.plan(tiny(optimizer=optimizer, **{field: {"*attentoin*": 2.0, "*": 1.0}}), wb.Cluster.of("h200", gpus=1))
+    for field, value in (("clip_norm", 1.0), ("trained_during", (0, 1))):
+        with pytest.raises(InvalidExperiment, match=rf"of {field} matches none"):
+            wb.plan(tiny(**{field: {"*attentoin*": value}}), wb.Cluster.of("h200", gpus=1))
 
 
 def test_only_adamw_can_be_offloaded() -> None:

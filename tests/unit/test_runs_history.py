@@ -20,15 +20,16 @@ from plan_values import plan_of
 from workbench.analysis.contrast import contrast as contrast_curves
 from workbench.analysis.curve import Curve, curves_of
 from workbench.analysis.smoothing import smoothed
-from workbench.errors import NonFiniteLoss
+from workbench.errors import NonFiniteLoss, UnknownParameter
 from workbench.execution.step_log import StepLog
 from workbench.execution.step_timeline import Timestamp
 from workbench.execution.trainer import StepResult
 from workbench.experiment import Experiment
 from workbench.figures.curves_view import loss_curves
+from workbench.figures.panels_view import panel_names
 from workbench.figures.run_views import compare
 from workbench.rundir import RunDir, append_event, event_line, read_events, this_process, write_json, write_record
-from workbench.runs.records import event_lines
+from workbench.runs.records import event_lines, kept_blocks
 from workbench.runs.records.history import History, HistoryTail, final_loss, latest_events, recent_pace
 from workbench.runs.registry import list_runs
 from workbench.runs.run import Run
@@ -60,6 +61,35 @@ def test_unknown_figures_are_nan(events):
     assert np.isnan(history.mfu).all()
     assert np.isnan(history["grad_norm"]).all()
     assert history.loss.tolist() == [7.0, 3.5]
+
+
+@pytest.mark.parametrize("bulk_bytes", [1, 1 << 30], ids=["in bulk", "line by line"])
+def test_logged_scalars_are_columns_in_memory_and_kept_and_nan_where_a_step_logs_none(events, monkeypatch, bulk_bytes):
+    monkeypatch.setattr(event_lines, "BULK_BYTES", bulk_bytes)
+    monkeypatch.setattr(kept_blocks, "KEPT_BYTES", 1)
+    append_event(events, "start", devices=1, world=1, resumed_from=None)
+    for step in range(1, 7):
+        log_steps(events, step, step, **({"scalars": {"accuracy": step / 10, "b-2": None}} if step % 2 else {}))
+    first = HistoryTail(events).read()
+    again = HistoryTail(events)  # reads the kept columns
+    assert events.with_suffix(".columns").exists()
+    known = [0.1, np.nan, 0.3, np.nan, 0.5, np.nan]
+    for history in (first, again.read()):
+        assert history.scalars == ("accuracy", "b-2")
+        np.testing.assert_array_equal(history["accuracy"], known)
+        np.testing.assert_array_equal(history.last("accuracy", 2), known[-2:])
+        assert np.isnan(history["b-2"]).all()
+    append_event(events, "start", devices=1, world=1, resumed_from="checkpoints/step-00000003")
+    log_steps(events, 4, 5, scalars={"late": 2.0})
+    for tail in (again, HistoryTail(events)):
+        history = tail.read()
+        np.testing.assert_array_equal(history.accuracy, [*known[:3], np.nan, np.nan])
+        np.testing.assert_array_equal(history["late"], [np.nan, np.nan, np.nan, 2.0, 2.0])
+    drawn = loss_curves([Curve("run", history)], "step", 0.0, y="accuracy")
+    assert [trace.y.tolist() for trace in drawn.data if trace.meta == "line"] == [[0.1, 0.3]]
+    assert "accuracy" in panel_names([Curve("run", history)])
+    with pytest.raises(UnknownParameter, match="accuracy"):
+        loss_curves([Curve("run", history)], y="acuracy")
 
 
 def test_gpu_hours_count_each_stretch_with_its_own_devices(events):

@@ -65,7 +65,8 @@ def server():
 
 def train(run: RunDir, first: int = 1, last: int = 30, state: str | None = "finished", loss: float = 7) -> None:
     for step in range(first, last + 1):
-        append_event(run.events, "step", step=step, loss=loss / step, tokens=64 * step, seconds=step / 10, mfu=None)
+        figures = {"loss": loss / step, "tokens": 64 * step, "seconds": step / 10, "mfu": None}
+        append_event(run.events, "step", step=step, **figures, scalars={"accuracy": step / 30})
     if state:
         append_event(run.events, "status", state=state, message="")
 
@@ -123,6 +124,7 @@ def test_without_a_key_a_resumed_run_is_in_the_offline_file_once_and_wandb_sync_
     rows = offline_history(file)
     assert [row["_step"] for row in rows] == list(range(1, 31))
     assert losses(rows) == expected
+    assert [row["accuracy"] for row in rows] == [step / 30 for step in range(1, 31)]
     summary = offline_summary(file)
     assert (summary["_step"], summary["loss"], summary["tokens"]) == (30, EXPECTED[-1], 64 * 30)
     config = offline_config(file)
@@ -281,6 +283,7 @@ def test_a_dead_port_costs_no_point_and_sync_delivers_them_later_with_the_notebo
     assert "W&B did not answer" in tracking.delivery(run).message
     (file,) = run.tracking.glob("wandb/offline-run-*/run-*.wandb")
     assert losses(offline_history(file)) == EXPECTED
+    assert [row["accuracy"] for row in offline_history(file)] == [step / 30 for step in range(1, 31)]
 
     fake = server(delay_s=0.1)
     login(monkeypatch, fake.url)

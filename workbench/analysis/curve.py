@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, Protocol
 
 import numpy as np
@@ -95,6 +95,19 @@ def metrics_of(curves: Iterable[Curve]) -> tuple[str, ...]:
     """Return the names of the metrics that evaluations of some runs computed, each once."""
     found = (getattr(curve.evaluations, "metrics", {}) for curve in curves)
     return tuple(dict.fromkeys(name for metrics in found for name in metrics))
+
+
+def scalars_of(curves: Iterable[Curve]) -> tuple[str, ...]:
+    """Return the names of the scalars that some runs logged (`workbench.log_scalar`), each once."""
+    return tuple(dict.fromkeys(name for curve in curves for name in getattr(curve.columns, "scalars", ())))
+
+
+def where_logged(curve: Curve, scalar: str) -> Curve:
+    """Return a run at the steps at which it logged a scalar, which need not be all."""
+    known = ~np.isnan(column(curve, scalar))
+    names = dict.fromkeys(("step", *(axis.column for axis in X_AXES.values()), scalar))
+    columns = {name: values[known] for name in names if len(values := column(curve, name)) == len(known)}
+    return replace(curve, columns=columns, evaluations=None)
 
 
 def finite_points(x: Array, y: Array, most: int | None = None) -> tuple[Array, Array]:

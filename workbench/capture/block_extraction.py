@@ -15,7 +15,7 @@ from workbench.capture.context_managers import restore_regions
 from workbench.capture.dataflow import Dataflow
 from workbench.capture.export import Exported
 from workbench.capture.graph import Block
-from workbench.capture.losses import MeanLoss, Quotient, emit_sum_over_count
+from workbench.capture.losses import MeanLoss, OwnMean, Quotient, emit_sum_over_count
 from workbench.capture.opaque import call_of
 from workbench.capture.operations import tensor_at
 
@@ -28,7 +28,7 @@ class BlockExtractor:
         exported: Exported,
         flow: Dataflow,
         names: Mapping[int, str],
-        losses: Sequence[MeanLoss | Quotient],
+        losses: Sequence[MeanLoss | Quotient | OwnMean],
         outputs: Collection[fx.Node] = (),
     ) -> None:
         """Take the graph and its facts; `names` are the canonical names of parameters and buffers by `id`."""
@@ -37,7 +37,8 @@ class BlockExtractor:
         self._names = names
         self._outputs = dict.fromkeys(outputs)
         self._losses = {mean.node: index for index, mean in enumerate(losses)}
-        self._counted = ["total" if isinstance(mean, Quotient) else "count" for mean in losses]
+        names_of_counts = {MeanLoss: "count", Quotient: "total", OwnMean: "ratio"}
+        self._counted = [names_of_counts[type(mean)] for mean in losses]
         self._codes: dict[str, fx.GraphModule] = {}
         self.constants: dict[str, torch.Tensor] = {}
         """Tensors that the model's forward creates from Python numbers; they have no name in the model."""

@@ -229,7 +229,7 @@ class CapturedModel:
 
     def _capture(self, batch: Mapping[str, TensorSpec], gathers: bool = False) -> Graph:
         model, name = self._built(), self._source.name
-        return capture(model, batch, name=name, loss=self._loss, gathers=gathers, examples=self._examples)
+        return capture(model, batch, name=name, loss=self._loss, gathers=gathers, logs=True, examples=self._examples)
 
     def _built(self) -> nn.Module:
         return build_meta(self._experiment.build) if self._model is None else self._model

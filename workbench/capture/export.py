@@ -25,7 +25,7 @@ from workbench.capture.frozen_numbers import Numbers, note_of_changes
 from workbench.capture.kept_tensors import Held, read_again
 from workbench.capture.opaque import keep_calls
 from workbench.capture.opaque_search import OpaqueSearch
-from workbench.capture.operations import schema_of
+from workbench.capture.operations import scalar_tensor, schema_of
 from workbench.capture.outputs import flattened
 from workbench.capture.returned_loss import LossChoice, find_loss
 from workbench.capture.torch_internals import (
@@ -37,6 +37,7 @@ from workbench.capture.torch_internals import (
     without_traces,
 )
 from workbench.capture.value_checks import passed_checks
+from workbench.columns import logging_scalars
 from workbench.errors import CaptureError, WorkbenchError
 from workbench.tensors import TensorSpec
 
@@ -51,6 +52,8 @@ class Exported:
     """Sentences on what was left out of the graph."""
     template: Any = None
     """Structure of what forward returned, with a `Slot` for each tensor, where that was asked for."""
+    logged: tuple[tuple[str, str], ...] = ()
+    """Name and reduction of each call of `log_scalar`, in order."""
     keeps_tensors: bool = False
     """True if forward left a tensor on its modules, outside of buffers, that was not there before."""
 
@@ -61,17 +64,26 @@ class Exported:
         values: Any = output.args[0]
         return tuple(values[1:])
 
+    @property
+    def scalars(self) -> tuple[tuple[str, str, fx.Node], ...]:
+        """Name, reduction and node of each call of `log_scalar`; the nodes are the last of those that are returned."""
+        nodes = self.returned[-len(self.logged) :] if self.logged else ()
+        return tuple((*named, node) for named, node in zip(self.logged, nodes, strict=True))
+
 
 def load_export() -> None:
     """Import what torch imports when it exports for the first time, which is half of the time of a small capture."""
     torch.export.export(torch.nn.Identity(), (torch.empty(1, device="meta"),))
 
 
-def export(search: OpaqueSearch, batch: Mapping[str, TensorSpec], loss: LossChoice, returns: bool) -> Exported:
+def export(
+    search: OpaqueSearch, batch: Mapping[str, TensorSpec], loss: LossChoice, returns: bool, logs: bool = False
+) -> Exported:
     """Export `model(**batch)` of the model in `search`, on the device of its parameters.
 
-    `loss` chooses among what forward returns. With `returns`, the graph computes all that forward returns. `search` has
-    the calls that are opaque already, and others become so one after the other where export cannot follow them.
+    `loss` chooses among what forward returns. With `returns`, the graph computes all that forward returns, and if it
+    `logs`, the scalars that forward logs. `search` has the calls that are opaque already, and others become so one
+    after the other where export cannot follow them.
 
     Raises:
         CaptureError: the model cannot be exported; names the line of the user's code that stops it.
@@ -81,7 +93,7 @@ def export(search: OpaqueSearch, batch: Mapping[str, TensorSpec], loss: LossChoi
     failure: CaptureError | None = None
     while True:
         try:
-            exported = _export_on(device, search, batch, loss, returns)
+            exported = _export_on(device, search, batch, loss, returns, logs)
         except CaptureError as error:
             failure = failure or error
             if search.adds(error):
@@ -101,6 +113,7 @@ def _export_on(
     batch: Mapping[str, TensorSpec],
     choice: LossChoice,
     returns: bool,
+    logs: bool,
     numbers: Numbers | None = None,
 ) -> Exported:
     """Export on a device; `numbers` replace those that the modules hold, in a second export of the same model."""
@@ -112,11 +125,11 @@ def _export_on(
     def loss_of(result: Any, batch: Mapping[str, torch.Tensor]) -> Any:
         after.append(Numbers.of(model))  # export restores them when forward has returned
         kept.update(tensors_before.new_in(Held(model)))
-        loss = find_loss(result, choice, batch, name)
-        if not returns:
-            return loss
-        templates[0], tensors = flattened(result)
-        return (loss, *tensors)
+        loss, tensors = find_loss(result, choice, batch, name), list[torch.Tensor]()
+        if returns:
+            templates[0], tensors = flattened(result)
+        tensors += [scalar_tensor(scalar.value) for scalar in logged if logs]
+        return (loss, *tensors) if returns or tensors else loss
 
     with (
         search.applied(),
@@ -125,6 +138,7 @@ def _export_on(
         passed_checks() as checks,
         members_renamed(model, name) as renamed,
         _quiet_failure(),
+        logging_scalars() as logged,
         (numbers or Numbers({}, {})).held_by(model),
     ):
         before = _random_states()
@@ -141,19 +155,26 @@ def _export_on(
                 f"The forward of {name} draws from Python's or NumPy's random numbers, and capture would repeat the "
                 f"drawn numbers in every step. Draw from torch's: torch.rand(…), and choose by torch.where."
             )
+    module = _module_of(program, renamed, name)
+    [output] = module.graph.find_nodes(op="output")
+    named = tuple((scalar.name, scalar.reduce) for scalar in logged if logs)
+    values: Any = output.args[0] if returns or named else output.all_input_nodes
+    notes, changed = tuple(checks), held.changes_to(after[-1])
+    if numbers is None and changed.values:
+        second = _export_on(device, search, batch, choice, returns, logs, changed)
+        notes = (*notes, *note_of_changes(changed, held, module.graph, second.module.graph, name))
+    return Exported(module, values[0], notes, templates[0], named, bool(kept))
+
+
+def _module_of(program: torch.export.ExportedProgram, renamed: Mapping[str, str], name: str) -> fx.GraphModule:
+    """Return the graph of an export, prepared for capture; `renamed` are members that had other names meanwhile."""
     refuse_unpriced(program.graph, name)
     module = remove_checks(program.module(check_guards=False))
     rename_in_stacks(module.graph, renamed)
     inline_regions(module)
     keep_calls(module.graph)
     _make_gradients_dense(module)
-    [output] = module.graph.find_nodes(op="output")
-    values: Any = output.args[0] if returns else output.all_input_nodes
-    notes, changed = tuple(checks), held.changes_to(after[-1])
-    if numbers is None and changed.values:
-        second = _export_on(device, search, batch, choice, returns, changed)
-        notes = (*notes, *note_of_changes(changed, held, module.graph, second.module.graph, name))
-    return Exported(module, values[0], notes, templates[0], bool(kept))
+    return module
 
 
 def _example(batch: Mapping[str, TensorSpec], device: torch.device) -> dict[str, torch.Tensor]:

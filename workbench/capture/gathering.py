@@ -19,6 +19,7 @@ from workbench.capture.graph import Graph, Rows
 from workbench.capture.losses import MeanLoss
 from workbench.capture.opaque import call_of
 from workbench.capture.operations import (
+    LOGS,
     MOVED,
     ancestors,
     arguments_of,
@@ -52,7 +53,8 @@ def split_tail(
     """
     follower = _RowFollower(flow, ancestors([loss, *outputs]), frozenset(mean.node for mean in means))
     computed = [node for group in groups for node in group.nodes]
-    tail = {*follower.mixing(computed, loss), *(node for node in outputs if node in computed)}
+    mixing = (node for node in follower.mixing(computed, loss) if LOGS not in node.meta)
+    tail = {*mixing, *(node for node in outputs if node in computed)}
     if not in_training:
         tail |= {node for node in groups[-1].nodes if op_name(node) == "batch_norm"}
     for node in list(tail):

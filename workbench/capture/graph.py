@@ -47,7 +47,8 @@ class Block:
     sends: tuple[str, ...]
     """Values that later blocks read, and the loss if this block computes it."""
     returned: tuple[str, ...] = ()
-    """Values of `sends` that no later block reads: forward returned them beside the loss (`Graph.outputs`)."""
+    """Values of `sends` that no later block reads: forward returned them beside the loss (`Graph.outputs`), or logs
+    them (`Graph.scalars`)."""
     code: fx.GraphModule = field(repr=False, compare=False, kw_only=True)
     """`code(*parameters, *buffers, *receives, *inputs, *counts) -> tuple of sends`; nodes carry `meta["val"]`."""
 
@@ -62,6 +63,8 @@ class LabelCount:
     """`code(**inputs)` returns the number of labels in this batch, or part of a batch, that are not ignored."""
     of_total: fx.GraphModule | None = field(default=None, repr=False, compare=False)
     """`of_total(count of the global batch)` returns the divisor, where that is another number than the count."""
+    is_ratio: bool = False
+    """True if blocks are given the divisor over that of their micro-batch alone, with which they multiply the loss."""
 
     def divisor(self, total: torch.Tensor) -> torch.Tensor:
         """Return what the loss is divided by, given the count of the global batch."""
@@ -75,6 +78,18 @@ class Rows:
     name: str
     dim: int
     groups: int = 1
+
+
+@dataclass(frozen=True)
+class ScalarValue:
+    """One call of `workbench.log_scalar` in a captured forward."""
+
+    name: str
+    reduce: str
+    value: str
+    """Value of the graph that the call was given, computed for each micro-batch."""
+    count: int | None
+    """The mean loss (an index into `Graph.label_counts`) by whose labels micro-batches are weighted; None: equally."""
 
 
 @dataclass(frozen=True)
@@ -119,6 +134,8 @@ class Graph:
     """The `loss` that capture was given, so that the model is captured again in the same way."""
     outputs: Outputs | None = field(default=None, repr=False, compare=False)
     """Structure and values that forward returned beside its loss, where an evaluation reads them."""
+    scalars: tuple[ScalarValue, ...] = ()
+    """Calls of `workbench.log_scalar`, where they were asked for."""
     tower_and_tail: Callable[[], Graph] | None = field(default=None, repr=False, compare=False)
     """Returns this graph with the part of its loss that compares samples as the last block, without another export;
     raises `CaptureError`. None if no operation mixes samples as far as is known."""

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 import operator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -53,6 +53,24 @@ class Quotient:
     """The sum."""
     divisor: fx.Node
     """The number by which is divided, made of the sum."""
+
+
+@dataclass(frozen=True)
+class OwnMean:
+    """A product of a mean loss with 1, which a scalar reads in place of the loss: the mean of its micro-batch alone.
+
+    The loss is divided by the labels of the global batch; the runtime supplies what to multiply that with instead of 1.
+    """
+
+    node: fx.Node
+    of: MeanLoss | Quotient
+
+
+def normaliser(loss: MeanLoss | Quotient) -> tuple[object, ...]:
+    """Return a key that is equal for losses which are divided by the same number."""
+    if isinstance(loss, Quotient):
+        return loss.total, loss.divisor
+    return loss.target, loss.weight, loss.ignore_index
 
 
 def mean_losses(flow: Dataflow) -> tuple[MeanLoss, ...]:
@@ -110,9 +128,9 @@ def _before_broadcast(target: fx.Node) -> fx.Node:
 def emit_sum_over_count(graph: fx.Graph, loss: fx.Node, count: fx.Node) -> fx.Node:
     """Make the mean loss, which was copied to the end of `graph`, a sum, and return the sum over `count`.
 
-    A quotient is divided by `count` in place of its own divisor.
+    A quotient is divided by `count` in place of its own divisor, and an `OwnMean` multiplied with it.
     """
-    if loss.target is aten.div.Tensor:
+    if loss.target in (aten.div.Tensor, aten.mul.Tensor):
         loss.update_arg(1, count)
         return loss
     if loss.target is aten.mean.default:
@@ -127,8 +145,10 @@ def emit_sum_over_count(graph: fx.Graph, loss: fx.Node, count: fx.Node) -> fx.No
     return quotient
 
 
-def label_count(module: fx.GraphModule, flow: Dataflow, loss: MeanLoss | Quotient) -> LabelCount:
+def label_count(module: fx.GraphModule, flow: Dataflow, loss: MeanLoss | Quotient | OwnMean) -> LabelCount:
     """Return the graph `batch -> number (or weight) of the labels that count` of one loss."""
+    if isinstance(loss, OwnMean):
+        return replace(label_count(module, flow, loss.of), is_ratio=True)
     if isinstance(loss, Quotient):
         ends = [loss.total]
     else:

@@ -6,7 +6,7 @@ import hashlib
 import warnings
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
 
@@ -24,10 +24,11 @@ from workbench.capture.dataflow import Dataflow, analyse_dataflow
 from workbench.capture.experts import unify_grouped_matmuls
 from workbench.capture.export import Exported, export
 from workbench.capture.gathering import split_tail
-from workbench.capture.graph import Graph, Rows, spec_of
-from workbench.capture.losses import MeanLoss, Quotient, label_count, mean_losses
+from workbench.capture.graph import Graph, Rows, ScalarValue, spec_of
+from workbench.capture.logged_scalars import Scalar, scalars_of
+from workbench.capture.losses import MeanLoss, OwnMean, Quotient, label_count, mean_losses
 from workbench.capture.opaque_search import SIZES, OpaqueSearch, built_by
-from workbench.capture.operations import descendants, reachable, storage_of
+from workbench.capture.operations import ancestors, descendants, reachable, storage_of
 from workbench.capture.outputs import Outputs
 from workbench.capture.returned_loss import LossChoice
 from workbench.capture.rewrites import cast_written_values, clamp_to_bf16_range, place_buffer_updates
@@ -66,6 +67,7 @@ def capture(
     loss: LossChoice = None,
     returns: Callable[[Any], Mapping[int, str]] | None = None,
     gathers: bool = False,
+    logs: bool = False,
     examples: Mapping[str, torch.Tensor] | None = None,
 ) -> Graph:
     """Capture `model(**batch)` as a graph of blocks.
@@ -84,6 +86,7 @@ def capture(
             compute beside the loss, each with the name of who reads it.
         gathers: cut the part of the loss that compares samples off, as the last block (`workbench.capture.gathering`).
             It computes the returned slots, too, of the whole batch.
+        logs: compute what forward logs (`workbench.log_scalar`), too.
         examples: samples of the data, which tell how many items of each sample a mask selects.
 
     Raises:
@@ -97,7 +100,7 @@ def capture(
     move_meta_to_cpu(model)
     search = OpaqueSearch(model, name, examples)
     while True:
-        exported = export(search, batch, loss, returns is not None)
+        exported = export(search, batch, loss, returns is not None, logs)
         try:
             return _graph_of(exported, model, batch, name, loss, returns, gathers)
         except CaptureError as error:
@@ -126,7 +129,13 @@ def _graph_of(
     means = mean_losses(flow)
     coupling = batch_coupling(flow, exported.loss, [mean.node for mean in means])
     _check_outputs(outputs, readers, (*means, *coupling.quotients), flow)
-    analysis = _Analysis(model, name, batch, loss, exported, flow, outputs, means, coupling, model.training)
+    scalars = scalars_of(exported, flow, (*means, *coupling.quotients), outputs.values())
+    if scalars:
+        needed = ancestors([exported.loss, *outputs.values()])  # other means are those of a micro-batch
+        means = tuple(mean for mean in means if mean.node in needed)
+        coupling = replace(coupling, quotients=tuple(each for each in coupling.quotients if each.node in needed))
+        flow = analyse_dataflow(exported.module, exported.loss, [*outputs.values(), *(s.node for s in scalars)])
+    analysis = _Analysis(model, name, batch, loss, exported, flow, outputs, means, coupling, scalars, model.training)
     return analysis.tower_and_tail() if gathers else analysis.graph(analysis.groups)
 
 
@@ -166,6 +175,7 @@ class _Analysis:
     outputs: Mapping[int, fx.Node]
     means: Sequence[MeanLoss]
     coupling: Coupling
+    scalars: Sequence[Scalar]
     in_training: bool
 
     @cached_property
@@ -193,13 +203,15 @@ class _Analysis:
                 f"The loss of {self.name} depends on no trainable parameter. Give at least one requires_grad=True, and "
                 f"compute the loss outside torch.no_grad() and without detach()."
             )
-        losses: tuple[MeanLoss | Quotient, ...] = (*self.means, *coupling.quotients)
+        own_means = {mean.node: mean for scalar in self.scalars for mean in scalar.own_means}
+        losses: tuple[MeanLoss | Quotient | OwnMean, ...] = (*self.means, *coupling.quotients, *own_means.values())
         group_of = {node: index for index, group in enumerate(groups) for node in group.nodes}
-        extractor = BlockExtractor(exported, flow, names, losses, outputs.values())
+        logged = [scalar.node for scalar in self.scalars]
+        extractor = BlockExtractor(exported, flow, names, losses, [*outputs.values(), *logged])
         blocks = tuple(extractor.extract(index, group, group_of) for index, group in enumerate(groups))
         used = {parameter for block in blocks for parameter in block.parameters}
         buffers = {key: spec_of(key, b) for key, b in [*model.named_buffers(), *extractor.constants.items()]}
-        nodes = {node.name: node for node in (*group_of, *outputs.values())}
+        nodes = {node.name: node for node in (*group_of, *outputs.values(), *logged)}
         values = {value: _sent_value(nodes[value], self.name) for block in blocks for value in block.sends}
         return Graph(
             model=self.name,
@@ -224,6 +236,10 @@ class _Analysis:
             notes_if_accumulated=_notes_if_accumulated(state),
             loss_choice=self.loss_choice,
             outputs=Outputs(exported.template, {at: node.name for at, node in outputs.items()}) if outputs else None,
+            scalars=tuple(
+                ScalarValue(s.name, s.reduce, s.node.name, None if s.loss is None else losses.index(s.loss))
+                for s in self.scalars
+            ),
             tower_and_tail=self.tower_and_tail if (coupling.lines or coupling.unknown) and not gathered else None,
         )
 

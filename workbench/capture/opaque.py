@@ -31,9 +31,11 @@ from torch import fx, nn
 
 from workbench.capture.frozen_numbers import Numbers
 from workbench.capture.kept_tensors import Held
+from workbench.capture.operations import scalar_tensor
 from workbench.capture.recording import Recorder, Recording
 from workbench.capture.source_lines import SourceLine
 from workbench.capture.torch_internals import alone, differentiable, originals
+from workbench.columns import log_scalar, logging_scalars
 from workbench.data._datasets import untouched_generators
 from workbench.errors import CaptureError, in_words
 
@@ -396,7 +398,7 @@ def opaque_call(
             # Its parameters would be no arguments of the operation, and get no gradient.
             raise NotOpaque(f"{label} is given a module or a function, whose parameters it may use.")
         tensors = [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)]
-        call = OpaqueCall(label, function, inside, reason, line, places, structure)
+        call = OpaqueCall(label, _with_scalars(function), inside, reason, line, places, structure)
         call.leaves = [_TENSOR if isinstance(leaf, torch.Tensor) else leaf for leaf in leaves]
         call.training = [owner.training for owner in inside]
         own = [place.value() for place in places]
@@ -414,9 +416,23 @@ def opaque_call(
             own[index].copy_(value)
         values = iter(outputs)
         filled = [next(values) if leaf is _TENSOR else leaf for leaf in call.result_leaves]
-        return pytree.tree_unflatten(filled, call.results)
+        result, logged = pytree.tree_unflatten(filled, call.results)
+        for scalar in logged:
+            log_scalar(*scalar)
+        return result
 
     return called
+
+
+def _with_scalars(function: Callable[..., Any]) -> Callable[..., Any]:
+    """Return a function that returns what `function` does, and the arguments of its calls of `log_scalar`."""
+
+    def logging(*args: Any, **kwargs: Any) -> Any:
+        with logging_scalars() as logged:
+            result = function(*args, **kwargs)
+        return result, tuple((scalar.name, scalar_tensor(scalar.value), scalar.reduce) for scalar in logged)
+
+    return logging
 
 
 def call_of(node: fx.Node) -> OpaqueCall | None:

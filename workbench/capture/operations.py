@@ -20,8 +20,15 @@ T = TypeVar("T")
 ATTENTION = aten.scaled_dot_product_attention.default
 DROPOUT = aten.dropout.default
 EMBEDDING = aten.embedding.default
+LOGS = "workbench_logs"
+"""Key in `fx.Node.meta` of operations that only logged scalars need; tensor parallelism gives them whole values."""
 GROUPED_MATMUL = "workbench::grouped_mm"
 """Name of the operation that `workbench.capture.experts` registers."""
+
+
+def scalar_tensor(value: torch.Tensor | float) -> torch.Tensor:
+    """Return a scalar that was logged as a tensor without dims."""
+    return value if isinstance(value, torch.Tensor) else torch.full((), value)
 
 
 def names(text: str) -> frozenset[str]:

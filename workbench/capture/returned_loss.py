@@ -10,6 +10,7 @@ import torch
 
 from workbench.capture.graph import spec_of
 from workbench.capture.operations import reachable
+from workbench.columns import log_scalar
 from workbench.errors import CaptureError
 
 LossChoice = str | int | Callable[..., Any] | None
@@ -25,6 +26,10 @@ def find_loss(result: Any, choice: LossChoice, batch: Mapping[str, torch.Tensor]
     Without a choice it is `.loss`, `["loss"]`, the output itself, the first item of a tuple if no other scalar in
     it applies parameters that the first does not, or else the only scalar that a gradient reaches, wherever it stands.
 
+    The scalars of a dict beside the loss are logged (`log_scalar`): of `(loss, {"accuracy": …})` that forward or a
+    callable choice returns, and of a dict that holds the loss itself. What has dims in such a dict of forward is left
+    to metrics.
+
     Args:
         result: what forward returned.
         batch: the arguments of forward, for a choice that is a callable.
@@ -32,9 +37,31 @@ def find_loss(result: Any, choice: LossChoice, batch: Mapping[str, torch.Tensor]
 
     Raises:
         CaptureError: there is no such scalar, or there are several; names them and the `loss=` that chooses each.
+        InvalidExperiment: a scalar in a dict beside the loss cannot be logged.
     """
+    if callable(choice):
+        result = choice(result, batch)
+        loss, beside = result if _has_dict_beside(result) else (result, {})
+        for key, value in beside.items():
+            log_scalar(key, *value) if isinstance(value, tuple) else log_scalar(key, value)
+        return _checked(loss, result, batch, name)
+    loss = _returned_loss(result, choice, batch, name)
+    beside = result[1] if _has_dict_beside(result) else result if type(result) is dict else {}
+    for key, value in beside.items():
+        if isinstance(value, torch.Tensor) and not value.ndim and value is not loss and not value.is_complex():
+            log_scalar(key, value)
+    return loss
+
+
+def _has_dict_beside(result: Any) -> bool:
+    """Return True for a loss and a dict."""
+    is_pair = isinstance(result, (tuple, list)) and len(result) == 2
+    return is_pair and isinstance(result[0], torch.Tensor) and type(result[1]) is dict
+
+
+def _returned_loss(result: Any, choice: LossChoice, batch: Mapping[str, torch.Tensor], name: str) -> torch.Tensor:
     if choice is not None:
-        return _checked(_chosen(result, choice, batch, name), result, batch, name)
+        return _checked(_chosen(result, choice, name), result, batch, name)
     named = result.get("loss", _MISSING) if isinstance(result, Mapping) else getattr(result, "loss", _MISSING)
     if named is not _MISSING:
         return _checked(named, result, batch, name)
@@ -127,10 +154,8 @@ def _as_choice(path: Path) -> str:
     return f"loss=lambda outputs, batch: outputs{''.join(f'[{key!r}]' for key in path)}"
 
 
-def _chosen(result: Any, choice: Any, batch: Mapping[str, torch.Tensor], name: str) -> Any:
+def _chosen(result: Any, choice: Any, name: str) -> Any:
     """Return what `choice` takes out of `result`; raise `CaptureError` if there is no such entry."""
-    if callable(choice):
-        return choice(result, batch)
     is_sequence = isinstance(result, (tuple, list))
     if isinstance(choice, str) and isinstance(result, Mapping) and choice in result:
         return result[choice]

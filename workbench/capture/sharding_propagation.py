@@ -18,6 +18,7 @@ from workbench.capture.graph import Block
 from workbench.capture.operations import (
     DROPOUT,
     GROUPED_MATMUL,
+    LOGS,
     MOVED,
     arguments_of,
     holds_integers,
@@ -81,6 +82,7 @@ class Propagation:
         self._weights: dict[fx.Node, tuple[Sharding, set[fx.Node], frozenset[fx.Node]]] = {}
         self._entering: dict[fx.Node, dict[fx.Node, None]] = {}
         self._sliced: dict[tuple[fx.Node, fx.Node], Sharding] = {}
+        self._whole: dict[tuple[fx.Node, fx.Node], Sharding] = {}
         self._reduced: dict[fx.Node, int] = {}
         self._trained = _trained(block)
 
@@ -88,9 +90,11 @@ class Propagation:
         """Return the sharding of the block; raises `DeadEnd` with the columns to give up."""
         for node in self._block.code.graph.nodes:
             self._visit(node)
-        for weight, (_, users, columns) in self._weights.items():
-            if set(weight.users) != users:
+        for weight, (sharding, users, columns) in self._weights.items():
+            others = [user for user in weight.users if user not in users]
+            if any(LOGS not in user.meta for user in others):
                 raise DeadEnd(columns)
+            self._whole |= {(user, weight): sharding for user in others}
         # What is not sharded must be drawn alike by all devices, and only dropout can be made to.
         random = [node for node in self._block.code.graph.nodes if is_random(node)]
         sharded = [node for node in random if node in self._layouts]
@@ -110,6 +114,7 @@ class Propagation:
                 if all((product := product_of(node)) is not None and product.value is source for node in nodes)
             ),
             sliced={(node.name, source.name): sharding for (node, source), sharding in self._sliced.items()},
+            whole={(node.name, source.name): sharding for (node, source), sharding in self._whole.items()},
             reduced=frozenset(node.name for node in self._reduced),
             forward_elements=tuple(self._reduced.values()),
             backward_elements=tuple(math.prod(shape_of(source)) for source in readers),
@@ -121,6 +126,12 @@ class Propagation:
         if not sharded:
             if node in self._columns:
                 self._column(node)
+            return
+        if LOGS in node.meta:
+            for source in sharded:
+                if source not in self._layouts:
+                    raise self.items[source][0].dead_end()
+                self._whole[node, source] = self._layouts[source].sharding
             return
         if node.op == "output":
             sent: Any = node.args[0]

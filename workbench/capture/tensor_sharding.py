@@ -59,6 +59,8 @@ class BlockSharding:
     """Entering values that only matrix products read, as their left operand: autocast casts them for all readers."""
     sliced: Mapping[tuple[str, str], Sharding] = field(default_factory=dict)
     """(operation, whole operand) -> the part of the operand that the operation reads on each device."""
+    whole: Mapping[tuple[str, str], Sharding] = field(default_factory=dict)
+    """(operation, sharded operand) of operations that only logged scalars need, which read the whole operand."""
     reduced: frozenset[str] = frozenset()
     """Operations whose results are partial: the forward all-reduces them."""
     forward_elements: tuple[int, ...] = ()

@@ -19,7 +19,8 @@ micro-batch's backward, so that only one block's are ever whole. In a step of a 
 ZeRO 1 too, and gradients appear block by block while activations are freed: at the last block's backward, usually the
 peak, the stage has no gradients but that block's. DistributedDataParallel's buckets exist all the time. Offloaded
 optimiser state takes on the device only the part in transit. Gradients of weights that have bf16 copies stay in bf16
-where `keeps_bf16_gradients` says so. (ZeRO: arXiv:1910.02054; FSDP2:
+where `keeps_bf16_gradients` says so. A moving average of the weights is one more fp32 copy of the trained ones, sharded
+as they are. (ZeRO: arXiv:1910.02054; FSDP2:
 torch.distributed.fsdp.fully_shard.)
 """
 
@@ -186,6 +187,7 @@ class UpdateTable:
 
         self.state_bytes = with_own(profile.optimizer_state_bytes, lambda update: update.state_bytes)
         self.traffic_bytes = with_own(profile.optimizer_update_bytes, lambda update: update.update_bytes)
+        self.traffic_bytes += 3 * profile.average_bytes * elements  # read with the weight, and written
         whole = {name: update for name, update in updates.items() if update.whole_elements}
         sizes = {name: float(update.whole_elements) for name, update in whole.items()}
         flops = {name: update.whole_flops for name, update in whole.items()}
@@ -218,7 +220,7 @@ def _spans(uses: Mapping[str, list[int]], sizes: Mapping[str, float], blocks: in
 def stage_state(profile: Profile, table: ParameterTable, strategy: Strategy) -> StageState:
     """Return the state of every stage under one strategy."""
     compute_bytes = BF16 if profile.precision == "bf16" else FP32
-    parameters = FP32 * table.elements / strategy.shard_count
+    parameters = (FP32 * table.elements + profile.average_bytes * table.trained) / strategy.shard_count
     if strategy.shards_parameters:
         parameters = parameters + PREFETCHED_BLOCKS * compute_bytes * table.largest
     elif strategy.shards:

@@ -27,8 +27,11 @@ SIDE = 128
 
 def with_optimizer(profile: Profile, experiment: Experiment, captured: Graph) -> Profile:
     """Return the profile with the cost of the experiment's optimiser; AdamW's is that of its fused kernel."""
+    if experiment.optimizer.ema_decay is not None:
+        profile = replace(profile, average_bytes=float(torch.float32.itemsize))
     if experiment.optimizer.algorithm == "adamw":
-        return profile
+        by_group = isinstance(experiment.optimizer.clip_norm, Mapping)  # whose gradients are scaled before the kernel
+        return replace(profile, optimizer_in_one_pass=False) if by_group else profile
     if experiment.optimizer.algorithm == "muon":
         updates = _muon_updates(experiment, captured)
         return replace(profile, optimizer_in_one_pass=False, parameter_updates=updates)

@@ -276,6 +276,8 @@ class Profile:
     """Bytes that one update of the optimiser reads and writes per trained element."""
     optimizer_in_one_pass: bool = True
     """True if an update on a GPU clips gradients and writes the weights' bf16 copies, as AdamW's kernel does."""
+    average_bytes: float = 0.0
+    """Bytes of the moving average of weights per trained element, which is sharded as the weights are."""
     parameter_updates: Mapping[str, ParameterUpdate] = field(default_factory=dict, hash=False)
     """Parameters by name that the optimiser treats otherwise than these two figures say."""
     sparse: SparseCosts | None = None

@@ -87,7 +87,6 @@ class Evaluator:
 
     def evaluate(self) -> tuple[float, dict[str, float | None]]:
         """Return the mean loss over the whole set and each metric, None for one whose count is 0; a collective."""
-        self.trainer.prepare_forward()
         with self._forward.untouched_training():
             if self._denominators is None:
                 self._denominators = self._count_denominators()

@@ -7,7 +7,7 @@ parallelism, shared parameters and weight copies are those of the training. Noth
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 
 import torch
 import torch.distributed as dist
@@ -55,7 +55,18 @@ class ForwardPass:
 
     @contextmanager
     def untouched_training(self) -> Iterator[None]:
-        """Run the graph's code meanwhile, without gradients; afterwards everything that training reads is as before."""
+        """Run the graph's code meanwhile, without gradients; afterwards everything that training reads is as before.
+
+        Where the experiment averages weights, the code computes with the average.
+        """
+        average = self.trainer.average
+        with nullcontext() if average is None else average.in_place_of_weights():
+            self.trainer.prepare_forward()
+            with self._untouched_state():
+                yield
+
+    @contextmanager
+    def _untouched_state(self) -> Iterator[None]:
         context, stages, coordinate = self.context, self.trainer.stages.stages, self.trainer.coordinate
         modules = [list(stage.block_modules()) for stage in stages]
         before = [(stage.graph, [module.program for module in own]) for stage, own in zip(stages, modules, strict=True)]
@@ -68,7 +79,7 @@ class ForwardPass:
                 value = held[name].contiguous()
                 dist.broadcast(value, group=coordinate.data_group, group_src=0)
                 held[name].copy_(value)
-        context.first_microbatch, context.cuda_graphs, context.action_log = 0, None, None
+        context.first_microbatch, context.cuda_graphs, context.action_log, context.scalars = 0, None, None, None
         try:
             for stage, own, programs in zip(stages, modules, self.programs, strict=True):
                 stage.use(self.graph)

@@ -77,7 +77,7 @@ def with_origin(error: NonFiniteLoss, trainer: Trainer, batches: Batches) -> Non
     except Exception as failure:  # such as a lack of memory; why training ended must not be hidden by it
         return NonFiniteLoss(f"{error} Its block is not known: {type(failure).__name__}: {failure}", **error.facts)
     facts = {**error.facts, **({} if origin is None else origin.facts)}
-    if any(not float(divisor) for divisor in trainer.context.loss_denominators):
+    if any(not float(divisor) for divisor in trainer.context.loss_denominators if not divisor.ndim):
         return NonFiniteLoss(
             f"Step {step + 1:,} has loss {error.facts['loss']:g}, because none of its batch's labels counts: each "
             "is ignored, as -100 is, or has a weight of 0, and a mean over none is not a number. Checkpoints of "
@@ -96,7 +96,7 @@ def locate(
     """
     observer = _Observer(trainer)
     with observer.observing():
-        loss, squared_norm, _ = trainer.measure(step, batch, label_counts=label_counts).tolist()
+        loss, squared_norm, *_ = trainer.measure(step, batch, label_counts=label_counts).tolist()
     origin = observer.origin()
     if origin is not None:
         return origin, origin.sentence

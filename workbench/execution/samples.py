@@ -66,7 +66,6 @@ class Sampler:
 
     def samples(self) -> list[TextSample]:
         """Return the answer to each prompt; a collective."""
-        self.trainer.prepare_forward()
         answers: dict[int, TextSample] = {}
         for group, forward in zip(self._groups, self._passes, strict=True):
             with forward.untouched_training():

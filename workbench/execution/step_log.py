@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -38,13 +39,20 @@ class StepLog:
     """Logs each step after the next one was launched, so that reading its scalars does not idle the device.
 
     `events` is the file to log to, or None on ranks that only follow the stop flag. `seconds` is the training time
-    so far.
+    so far. `names` are those of the scalars that the model logs.
     """
 
     def __init__(
-        self, experiment: Experiment, plan: Plan, device: torch.device, events: Path | None, seconds: float
+        self,
+        experiment: Experiment,
+        plan: Plan,
+        device: torch.device,
+        events: Path | None,
+        seconds: float,
+        names: Sequence[str] = (),
     ) -> None:
         self._experiment, self._plan, self._device, self._events = experiment, plan, device, events
+        self._names = tuple(names)
         self.seconds = seconds
         self._pending: _PendingStep | None = None
         self._previous_end = Timestamp.now(device)
@@ -73,7 +81,8 @@ class StepLog:
         if pending is None:
             return False
         pending.ended.wait()
-        loss, squared_norm, stops, *shares = pending.scalars.tolist()
+        loss, squared_norm, stops, *others = pending.scalars.tolist()
+        shares, own = others[: len(others) - len(self._names)], others[len(others) - len(self._names) :]
         step_s = pending.ended.seconds_since(self._previous_end)
         waited_s = None if pending.arrived is None else pending.arrived.seconds_since(self._previous_end)
         self._previous_end = pending.ended
@@ -98,6 +107,7 @@ class StepLog:
                 peak_flops=peak_flops(plan),
                 shares=dict(zip(shared_columns(), shares, strict=True)),
                 world=plan.world,
+                scalars=dict(zip(self._names, own, strict=True)),
             )
             log_event(self._events, "step", **logged_columns(finished))
         if experiment.numerics.stop_on_non_finite and not is_finite:

@@ -6,7 +6,7 @@ sparse weights → norm and clipping → optimiser → mask and, where due, move
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -21,8 +21,11 @@ from workbench.capture.label_counting import count_labels, on_device
 from workbench.columns import shared_columns
 from workbench.cost.optimizer_cost import matrices_of
 from workbench.cost.orthogonalisation import shares_out
+from workbench.execution.averaged_weights import AveragedWeights
 from workbench.execution.blocks.context import StepContext
 from workbench.execution.blocks.labelled_head import LabelCounter, LabelCounts
+from workbench.execution.blocks.step_scalars import StepScalars
+from workbench.execution.gradient_norms import GradientNorms
 from workbench.execution.parallel.forward_only import ForwardOnly
 from workbench.execution.parallel.gradient_all_reduce import GradientAllReduce
 from workbench.execution.parallel.matrix_exchange import ReplicaExchange
@@ -37,7 +40,6 @@ from workbench.optimizers.adamw import ShardedAdamW
 from workbench.optimizers.building import build_optimizer
 from workbench.optimizers.schedules import learning_rate_factor
 from workbench.planning.plan import Plan
-from workbench.validation import factor_of
 
 
 @dataclass(frozen=True)
@@ -45,8 +47,8 @@ class StepResult:
     """The scalars of one step, equal on all ranks and still on the device: reading them waits for the step."""
 
     scalars: torch.Tensor
-    """Loss over the global batch, squared norm of its gradient, the number of ranks that want to stop, and the sums of
-    `workbench.columns.shared_columns`."""
+    """Loss over the global batch, squared norm of its gradient, the number of ranks that want to stop, the sums of
+    `workbench.columns.shared_columns`, and what the model logs (`Trainer.scalar_names`)."""
     learning_rate: float
 
 
@@ -75,11 +77,14 @@ class Trainer:
         if experiment.sparsity is not None:
             execution = BlockSparseWeights if plan.block_sparse else MaskedWeights
             self.sparse_weights = execution(experiment, graph, self._parameters, self.whole, coordinate, self.optimizer)
+        decay = experiment.optimizer.ema_decay
+        self.average = None if decay is None else AveragedWeights(self._parameters, decay)
         self._copied: Mapping[nn.Parameter, int] = {}
         """The weights whose bf16 copies the last update has written, with their version at that time."""
         if isinstance(self.optimizer, ShardedAdamW):
             self.optimizer.copies = {w: copy for copies in stages.weight_copies for w, copy in copies.copies.items()}
-            if plan.makes_gradients_once and self.optimizer.reads_bf16_gradients and self.sparse_weights is None:
+            is_alone = self.sparse_weights is None and not isinstance(experiment.optimizer.clip_norm, Mapping)
+            if plan.makes_gradients_once and self.optimizer.reads_bf16_gradients and is_alone:
                 for copies in stages.weight_copies:
                     copies.keep_gradients()
         self._peak_rates = [float(group["lr"]) for group in self.optimizer.param_groups]
@@ -95,13 +100,20 @@ class Trainer:
             context.cuda_graphs.on_last_backward = self._all_reduce.start
 
         self._duplicates = stages.duplicated_parameters()
-        self._in_norm = self._parameters_in_norm()
+        self._norms = GradientNorms(experiment.optimizer, self._parameters, self._holders(), context.device)
 
         modules = [module for stage in stages.stages for module in stage.block_modules()]
-        counts = graph.label_counts if any(module.block.counts for module in modules) else ()
+        logs = StepScalars(graph, plan.num_microbatches, plan.data, plan.tensor, context.device)
+        self._scalars = context.scalars = logs if graph.scalars else None
+        counts = graph.label_counts if graph.scalars or any(module.block.counts for module in modules) else ()
         self._label_counts = [on_device(count, context.device) for count in counts]
         selecting = {loss: graph.label_counts[loss] for each in modules if (loss := each.selecting_loss) is not None}
         self._host_counter = LabelCounter(selecting, plan.micro_batch)
+
+    @property
+    def scalar_names(self) -> tuple[str, ...]:
+        """Names of the scalars that the model logs, in the order of a step's result."""
+        return () if self._scalars is None else self._scalars.names
 
     def _pipe_stage(self, stage: StageModule, index: int) -> PipeStage:
         """Prepare this rank's `index`-th stage for the data-parallel axis and place it in the pipeline."""
@@ -117,19 +129,16 @@ class Trainer:
             zero=plan.zero,
         )
 
-    def _parameters_in_norm(self) -> list[tuple[nn.Parameter, float]]:
-        """Return the parameters that this rank adds to the norm, each with what its squares are divided by.
+    def _holders(self) -> dict[str, int]:
+        """Return the number of ranks that hold the same, for the parameters that this rank adds to the norm.
 
-        That is the number of ranks that hold the same, over the square of the experiment's `grad_norm_scale`. A tied
-        parameter counts once: on the first pipeline rank that holds it.
+        A tied parameter counts once: on the first pipeline rank that holds it.
         """
-        counted: list[tuple[nn.Parameter, float]] = []
-        scales = self.experiment.optimizer.grad_norm_scale or {}
+        counted = {}
         for name, parameter in self._parameters.items():
             if name not in self._ties or self.owns(name):
                 replicas = 1 if is_sharded(parameter) else self.plan.data
-                holders = replicas * (1 if name in self.stages.shardings else self.plan.tensor)
-                counted.append((parameter, holders / factor_of(name, scales) ** 2))
+                counted[name] = replicas * (1 if name in self.stages.shardings else self.plan.tensor)
         return counted
 
     def owns(self, name: str) -> bool:
@@ -159,8 +168,7 @@ class Trainer:
         """
         scalars = self.measure(step, batch, stop, label_counts)
         experiment = self.experiment
-        if experiment.optimizer.clip_norm is not None:
-            self._clip(clip_factor(scalars[1].sqrt(), experiment.optimizer.clip_norm))
+        self._norms.clip(self.optimizer, scalars[1], self._squared_of_groups)
         factor = learning_rate_factor(step, experiment.warmup, experiment.total_steps, experiment.optimizer.lr_schedule)
         for group, rate in zip(self.optimizer.param_groups, self._peak_rates, strict=True):
             group["lr"] = rate * factor
@@ -172,13 +180,9 @@ class Trainer:
             self.sparse_weights.mask_weights()
             if self.sparse_weights.is_due(step) and not (self._diverged is not None and bool(self._diverged)):
                 self.sparse_weights.move(step)
+        if self.average is not None:
+            self.average.update(step)
         return StepResult(scalars, experiment.learning_rate * factor)
-
-    def _clip(self, factor: torch.Tensor) -> None:
-        if isinstance(self.optimizer, ShardedAdamW):
-            self.optimizer.gradient_factor = factor
-        else:
-            scale_gradients(self._parameters.values(), factor)
 
     def measure(
         self,
@@ -189,11 +193,17 @@ class Trainer:
     ) -> torch.Tensor:
         """Compute the gradients of a step and return the scalars of its `StepResult`; `step` explains the arguments."""
         loss = self.gradients(step, batch, label_counts)
-        gradients = ((p.grad, divisor) for p, divisor in self._in_norm if p.grad is not None)
-        norm = squared_norm(gradients, self.context.device)
+        self._norms.free_untrained(step)
+        norm, *groups = self._norms.squared()
         shares = [float(stop), *(share() for share in shared_columns().values())]
-        scalars = torch.stack([loss.float(), norm, *(torch.full_like(norm, share) for share in shares)])
+        logged, coordinate = self._scalars, self.coordinate
+        is_last = coordinate.data_rank == self.plan.data - 1
+        own = [] if logged is None else logged.shares(is_last)
+        scalars = torch.stack([loss.float(), norm, *(torch.full_like(norm, share) for share in shares), *own, *groups])
         dist.all_reduce(scalars)
+        scalars, self._squared_of_groups = scalars.split([len(scalars) - len(groups), len(groups)])
+        if logged is not None and logged.num_sums < len(logged.names):
+            scalars = torch.cat([scalars, logged.extremes()])
         return scalars
 
     def _may_update(self, scalars: torch.Tensor) -> bool:
@@ -273,14 +283,16 @@ class Trainer:
         """
         if not self._label_counts:
             return
-        counts = [count_labels(count, batch, self.plan.micro_batch).sum() for count in self._label_counts]
-        labels = torch.stack(counts).float()
+        own = [count_labels(count, batch, self.plan.micro_batch) for count in self._label_counts]
+        labels = torch.stack([count.sum() for count in own]).float()
         if self.plan.data > 1:
             dist.all_reduce(labels, group=self.coordinate.data_group)
         microbatches = 1 if self.plan.gathers else self.plan.num_microbatches * self.plan.data
         self.context.loss_denominators = [
             count.divisor(total) / microbatches for count, total in zip(self._label_counts, labels, strict=True)
         ]
+        if self._scalars is not None:
+            self._scalars.weigh(self.context.loss_denominators, self._label_counts, own, self.plan.gathers)
 
     def _reduce_tied_gradients(self) -> None:
         """Sum the gradients of a tied parameter over this rank's duplicates, then over the ranks that hold it."""
@@ -306,36 +318,6 @@ def _build_optimizer(trainer: Trainer) -> torch.optim.Optimizer:
     return build_optimizer(
         parameters, experiment, whole=whole, matrices=matrices, exchange=exchange, apart=trainer._ties
     )
-
-
-@torch.no_grad()  # With autograd, reading the shards of DTensors would take 5 times the host's time.
-def squared_norm(gradients: Iterable[tuple[torch.Tensor, float]], device: torch.device) -> torch.Tensor:
-    """Return this rank's share of the squared global norm, which is the sum of the shares of all ranks.
-
-    Each gradient (or this rank's shard of it) comes with what its squares are divided by, such as the number of ranks
-    that hold the same values.
-    """
-    alike: dict[tuple[float, torch.dtype], list[torch.Tensor]] = {}
-    for gradient, divisor in gradients:
-        alike.setdefault((divisor, gradient.dtype), []).append(local(gradient))
-    total = torch.zeros((), device=device)
-    for (divisor, dtype), shards in alike.items():
-        norms = torch._foreach_norm(shards, dtype=torch.float32 if dtype == torch.bfloat16 else None)
-        total = total + torch.stack(norms).float().square().sum() / divisor
-    return total
-
-
-def clip_factor(norm: torch.Tensor, limit: float) -> torch.Tensor:
-    """Return the factor of gradients whose norm may exceed the limit (Pascanu et al., arXiv:1211.5063)."""
-    return torch.clamp(limit / (norm + 1e-6), max=1.0)
-
-
-@torch.no_grad()
-def scale_gradients(parameters: Iterable[nn.Parameter], factor: torch.Tensor) -> None:
-    """Multiply every gradient, or this rank's shard of it, by a factor."""
-    gradients = [local(p.grad) for p in parameters if p.grad is not None]
-    if gradients:
-        torch._foreach_mul_(gradients, factor)
 
 
 def _gradient(parameter: nn.Parameter) -> torch.Tensor:

@@ -333,7 +333,7 @@ class TrainingWorker:
         self._stream_state = progress.stream_state
         steps, every = self.experiment.total_steps, self.experiment.checkpoints.every
         events = self.run_dir.events if self.is_main else None
-        log = StepLog(self.experiment, self.plan, self.device, events, progress.seconds)
+        log = StepLog(self.experiment, self.plan, self.device, events, progress.seconds, trainer.scalar_names)
         step, begin = progress.step, self.heartbeat.begin
         for observation in between if step == 0 else ():
             observation.run(step, log)

@@ -19,7 +19,9 @@ from workbench.analysis.curve import (
     column,
     evaluations_of,
     metrics_of,
+    scalars_of,
     shared_axes,
+    where_logged,
 )
 from workbench.analysis.smoothing import SMOOTHING, check_smoothing
 from workbench.columns import COLUMNS, EVALUATION_LABELS, AxisUnit
@@ -87,7 +89,7 @@ def loss_curves(
         smoothing: width of the centred exponential average (`smoothed`) as a share of the longest run, measured in
             tokens and equal for all runs, so that runs are compared after the same averaging on every axis; 0 draws
             the raw line alone.
-        y: recorded column, or metric of the experiments, to draw.
+        y: recorded column, logged scalar, or metric of the experiments, to draw.
         log_y: begin with a logarithmic y axis.
         title: title of the figure.
         log_x: begin with a logarithmic x axis.
@@ -98,6 +100,9 @@ def loss_curves(
     metrics = metrics_of(curves)
     if y in EVALUATION_LABELS or y in metrics:
         curves, smoothing = _held_out(curves, y), 0.0
+    scalars = scalars_of(curves)
+    if y in scalars:
+        curves = [where_logged(curve, y) for curve in curves]
     axes = shared_axes(curves)
     check_axis(x)
     check_smoothing(smoothing)
@@ -105,7 +110,7 @@ def loss_curves(
         raise UnknownParameter(f"x={x!r} was not recorded by every run. Choose one of: {', '.join(axes)}.")
     begun = [curve for curve in curves if len(column(curve, "step"))]
     if begun and not any(len(column(curve, y)) for curve in begun):
-        raise UnknownParameter(f"y={y!r} was not recorded. {suggestion(y, [*Y_LABELS, *metrics])}")
+        raise UnknownParameter(f"y={y!r} was not recorded. {suggestion(y, [*Y_LABELS, *metrics, *scalars])}")
     scales = {name: unit.scale for name, unit in axes.items()}
     preparation = Preparation.of(curves, smoothing, scales)
     prepared = preparation.prepare_all(curves, y)
@@ -369,7 +374,7 @@ def _traces(
     before = " (raw %{customdata[0]:.4g})" if smooth else ""
     tokens = " · %{customdata[2]:.3s} tokens" if np.isfinite(curve.hover[:, 2]).any() else ""
     pale = {"color": theme.pale(curve.color, 0.62), "width": 1}
-    few = y not in COLUMNS or np.isfinite(curve.raw).sum() == 1
+    few = (y not in COLUMNS and not smooth) or np.isfinite(curve.raw).sum() == 1
     fields: dict[str, dict[str, Any]] = {
         "raw": {"x": curve.x[x][at], "y": curve.raw[at], "mode": "lines", "line": pale, "hoverinfo": "skip"},
         "line": {

@@ -11,7 +11,17 @@ from typing import Any
 import numpy as np
 import plotly.graph_objects as go
 
-from workbench.analysis.curve import X_AXES, Array, Curve, column, evaluations_of, metrics_of, shared_axes
+from workbench.analysis.curve import (
+    X_AXES,
+    Array,
+    Curve,
+    column,
+    evaluations_of,
+    metrics_of,
+    scalars_of,
+    shared_axes,
+    where_logged,
+)
 from workbench.analysis.smoothing import SMOOTHING
 from workbench.columns import COLUMNS
 from workbench.figures import theme
@@ -28,7 +38,7 @@ MAX_NAMED = 8
 Usage = Sequence[Utilization | None]
 """Samples of each run; None for a run without samples."""
 PANELS = {name: column.panel for name, column in COLUMNS.items() if column.panel is not None}
-"""Panels of one column each; the experiments' metrics, utilisation and memory come after them."""
+"""Panels of one column each; logged scalars, metrics, utilisation and memory come after them."""
 MAX_COLUMNS = 3
 ROW_PX = 150
 GAP_PX = 64
@@ -146,7 +156,7 @@ def panel_names(curves: Sequence[Curve], peaks: Peaks = (), usage: Usage = ()) -
     names = [
         name for name, panel in PANELS.items() if any(_shows(column(curve, name), panel.least) for curve in curves)
     ]
-    names += metrics_of(curves)
+    names += [*scalars_of(curves), *metrics_of(curves)]
     names += ["utilization"] if any(samples is not None and len(samples.time) for samples in usage) else []
     return [*names, "memory"] if any(peaks) else names
 
@@ -188,10 +198,10 @@ def panels(
     preparation = Preparation.of(curves, smoothing, {x: axes[x].scale}, PANEL_POINTS)
     columns = 2 if len(names) == 4 else min(MAX_COLUMNS, max(1, len(names)))
     rows = max(1, math.ceil(len(names) / columns))
-    metrics = metrics_of(curves)
+    own = (*scalars_of(curves), *metrics_of(curves))
     titles = {
         **{name: panel.title or COLUMNS[name].label for name, panel in PANELS.items()},
-        **{name: theme.text(name) for name in metrics},
+        **{name: theme.text(name) for name in own},
         "utilization": utilization_title(usage),
         "memory": "Peak memory (GiB)",
     }
@@ -245,6 +255,9 @@ def panel(
         return traces, {"range": [0, 105], "nticks": 6}
     if name in metrics_of(curves):
         return metric_traces(curves, name, x, preparation, window), {"nticks": 6}
+    if name in scalars_of(curves):
+        prepared: Sequence[PreparedCurve] = preparation.prepare_all([where_logged(c, name) for c in curves], name)
+        return rate_traces(prepared, name, x, preparation.width > 0, window), {"nticks": 6}
     prepared = prepare(name) if prepare else preparation.prepare_all(curves, name)
     traces = rate_traces(prepared, name, x, preparation.width > 0, window)
     return traces, {"rangemode": "tozero", **_rate_axis(prepared, name)}

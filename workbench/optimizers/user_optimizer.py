@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
 from typing import Any
 
@@ -125,6 +125,15 @@ def create_state(optimizer: torch.optim.Optimizer) -> None:
     optimizer.zero_grad(set_to_none=True)
     for group, values in zip(optimizer.param_groups, saved, strict=True):
         group.update(values)
+
+
+def forget_state(optimizer: torch.optim.Optimizer, parameters: Iterable[nn.Parameter]) -> None:
+    """Remove the state of parameters that were not trained yet, so that their first update is a first one."""
+    for parameter in parameters:
+        if not isinstance(optimizer, ShardedUserOptimizer):
+            optimizer.state.pop(parameter, None)
+        elif parameter in optimizer._shards:
+            optimizer._inner.state.pop(optimizer._shards[parameter], None)
 
 
 def reach_of_update(experiment: Experiment, shapes: Mapping[str, Sequence[int]]) -> str:

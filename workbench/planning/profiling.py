@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import fnmatch
+from collections.abc import Mapping
 from contextlib import ExitStack
 from dataclasses import replace
 from functools import partial
@@ -165,10 +166,12 @@ def _with_division(captured: CapturedModel, is_allowed: bool) -> Graph:
 
 
 def _check_patterns(experiment: Experiment, graph: Graph) -> None:
-    """Raise `InvalidExperiment` for a pattern of the optimiser's factors that matches no parameter of the model."""
+    """Raise `InvalidExperiment` for a pattern of the optimiser that matches no parameter of the model."""
     names = list(graph.parameters)
-    for field in ("rate_scale", "decay_scale", "eps_scale", "grad_norm_scale", "fused_projections"):
-        for pattern in getattr(experiment.optimizer, field) or {}:
+    factors = ("rate_scale", "decay_scale", "eps_scale", "grad_norm_scale", "fused_projections")
+    for field in (*factors, "clip_norm", "trained_during"):
+        patterns = getattr(experiment.optimizer, field)
+        for pattern in patterns if isinstance(patterns, Mapping) else ():
             if not fnmatch.filter(names, pattern):
                 raise InvalidExperiment(
                     f"The pattern {pattern!r} of {field} matches none of the {len(names)} parameters of "

@@ -8,7 +8,7 @@ import warnings
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-from workbench.errors import CaptureError, DataError, PlanMismatch
+from workbench.errors import CaptureError, DataError, InvalidExperiment, PlanMismatch
 from workbench.experiment import Experiment
 from workbench.planning.data_supply import supply_of
 from workbench.planning.optimizer_limits import check_optimizer
@@ -264,5 +264,10 @@ def check_between_steps(experiment: Experiment, plan: Plan, captured: CapturedMo
     if experiment.evaluation is not None:
         training = captured.graph if gathered is None else captured.gathered(gathered)
         require_same_stages(training, captured.evaluation(experiment, gathered), cuts, plan.tensor)
+        if both := sorted({scalar.name for scalar in training.scalars} & experiment.metrics.keys()):
+            raise InvalidExperiment(
+                f"{', '.join(both)} is a metric of the experiment and a scalar that {experiment.model.name} logs. Give "
+                "one of them another name."
+            )
     for graph in captured.samples(experiment):
         require_same_stages(captured.graph, graph, cuts, plan.tensor, same_shapes=False)

@@ -92,7 +92,7 @@ class BlockModule(nn.Module):
 
     def forward(self, shared: Mapping[str, torch.Tensor], values: Values) -> Values:
         context = self._context
-        denominators = tuple(context.loss_denominators[index] for index in self.block.counts)
+        denominators = tuple(context.denominator(index) for index in self.block.counts)
         seed = context.block_seed(self.block.index) if self._is_random else None
         run, loss = self.program.run, self.selecting_loss
         labels = None if loss is None else context.num_labels(loss)

@@ -14,6 +14,7 @@ import torch
 
 from workbench.execution.blocks.cuda_graphs import CudaGraphs
 from workbench.execution.blocks.labelled_head import LabelCounts
+from workbench.execution.blocks.step_scalars import StepScalars
 
 _MASK = (1 << 64) - 1
 
@@ -42,13 +43,16 @@ class StepContext:
     """Index of this replica's micro-batch 0 in the global batch."""
     microbatch: int = 0
     loss_denominators: list[torch.Tensor] = field(default_factory=list)
-    """One scalar per mean loss: labels of the global batch / (micro-batches × replicas)."""
+    """One scalar per mean loss: labels of the global batch / (micro-batches × replicas). Where a logged scalar reads
+    one, a vector with that number over the labels of each micro-batch."""
     label_counts: LabelCounts = field(default_factory=dict)
     """Number of labels in each micro-batch, for the mean losses whose blocks select rows by labels."""
     action_log: Callable[[str, int, int], AbstractContextManager[None]] | None = None
     """Factory of a context that logs one action (`workbench.execution.step_timeline`); None in most steps."""
     autocast: Callable[[], AbstractContextManager[None]] = nullcontext
     """Factory of the context in which blocks run forward."""
+    scalars: StepScalars | None = None
+    """Scalars that this rank's blocks log in a step; None where nothing is logged, as in evaluations."""
     cuda_graphs: CudaGraphs | None = None
     """CUDA graphs of this rank's blocks, or None if its blocks are launched kernel by kernel."""
 
@@ -59,6 +63,11 @@ class StepContext:
     def num_labels(self, loss: int) -> int | None:
         """Return the number of labels of mean loss `loss` in this micro-batch, or None if the host has not counted."""
         return self.label_counts[loss][self.microbatch] if loss in self.label_counts else None
+
+    def denominator(self, loss: int) -> torch.Tensor:
+        """Return what this micro-batch's mean loss `loss` is divided by."""
+        value = self.loss_denominators[loss]
+        return value[self.microbatch] if value.ndim else value
 
     def block_seed(self, block: int) -> int:
         return mix(self.seed, self.step, self.first_microbatch + self.microbatch, block)

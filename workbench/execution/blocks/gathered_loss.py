@@ -63,7 +63,9 @@ class GatheredLoss:
         self._rows = [rows[name] for name in block.receives] + [Rows(name, 0) for name in block.inputs]
         self._collected: list[Values] | None = None
         self._trains, self._is_checked = True, False
-        self._loss = torch.zeros(())
+        self._at = next(at for at, name in enumerate(block.sends) if name not in block.returned)
+        """Position of the loss among what the block computes; scalars that are logged stand beside it."""
+        self._loss, self._scalars = torch.zeros(()), list[torch.Tensor]()
         self._gradients: list[list[torch.Tensor | None]] = []
         """Gradients of the loss for the block's arguments, by micro-batch."""
 
@@ -96,9 +98,14 @@ class GatheredLoss:
                 return self._run(*arguments[:first], *whole, *arguments[end:])
             self._compute(arguments[:weights], arguments[weights:first], whole, arguments[end:])
         if self._collected is not None:
-            return (self._loss,)
+            return self._beside_scalars(self._loss)
         gradients, self._gradients[self._context.microbatch] = self._gradients[self._context.microbatch], []
-        return (_GivenGradients.apply(self._loss, gradients, *arguments[:weights], *arguments[first:end]),)
+        loss = _GivenGradients.apply(self._loss, gradients, *arguments[:weights], *arguments[first:end])
+        return self._beside_scalars(loss)
+
+    def _beside_scalars(self, loss: torch.Tensor) -> Values:
+        """Return what the block computes: the loss and the scalars of the whole batch."""
+        return (*self._scalars[: self._at], loss, *self._scalars[self._at :])
 
     def _gather(self, rows: Rows, parts: Sequence[torch.Tensor]) -> torch.Tensor:
         """Return a value of the whole batch, given the micro-batches of this replica; a collective."""
@@ -137,11 +144,12 @@ class GatheredLoss:
         given = [weight.detach().requires_grad_(yes) for weight, yes in zip(weights, trained, strict=True)]
         values = [value.requires_grad_(value.is_floating_point()) for value in whole]
         with torch.enable_grad():
-            [loss] = self._run(*given, *buffers, *values, *counts)
+            computed = list(self._run(*given, *buffers, *values, *counts))
+            loss = computed.pop(self._at)
             leaves = [leaf for leaf in (*given, *values) if leaf.requires_grad]
             with torch.autocast(self._context.device.type, enabled=False):
                 found = iter(torch.autograd.grad(loss.float().sum(), leaves, allow_unused=True, materialize_grads=True))
-        self._loss = loss.detach().float().reshape(())
+        self._loss, self._scalars = loss.detach().float().reshape(()), computed
         of_weights = [next(found) if weight.requires_grad else None for weight in given]
         replicas = self._group.size()
         first = dist.get_rank(self._group) * self._parts

@@ -15,7 +15,7 @@ import torch.distributed as dist
 from torch import fx
 from torch.nn import functional
 
-from workbench.capture.operations import DROPOUT, EMBEDDING, arguments_of, overloads
+from workbench.capture.operations import DROPOUT, EMBEDDING, LOGS, arguments_of, overloads
 from workbench.capture.tensor_sharding import BlockSharding, Product, Sharding, product_of
 from workbench.execution.blocks.dropout import hashed_dropout
 from workbench.execution.blocks.graph_rewriter import GraphRewriter
@@ -210,7 +210,7 @@ class _TensorParallelRewriter(GraphRewriter):
             return self._embedding(node) if node.target is EMBEDDING else self._cross_entropy(node)
         if node.target is DROPOUT and self._division.random and node.name not in self._division.sharded:
             return self._dropout(node)
-        if node.target in _SPLITS and self._sharding(node.args[0]) is not None:
+        if node.target in _SPLITS and self._sharding(node.args[0]) is not None and LOGS not in node.meta:
             return self._split(node)
         copied = self.copy(node, lambda source: self._operand(node, source))
         sharding = self._division.sharded.get(node.name)
@@ -221,6 +221,9 @@ class _TensorParallelRewriter(GraphRewriter):
     def _operand(self, node: fx.Node, source: Any) -> fx.Node:
         """Return what `node` reads of `source`: a copy that enters the divided region and is sliced where needed."""
         operand = self.copies[source]
+        if (whole := self._division.whole.get((node.name, source.name))) is not None:
+            detached = self.call(aten.detach.default, operand)
+            return self.call(gather, detached, *_gathering(whole), self._group)
         if source.name in self._division.entering.get(node.name, ()):
             if source not in self._entered:
                 function = enter_products if source.name in self._division.multiplied else enter

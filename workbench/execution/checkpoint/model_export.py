@@ -135,15 +135,16 @@ def _tokens_of_text(tokenizer: Path) -> dict[str, int]:
 
 
 def _read_tensors(checkpoint: Path, names: list[str]) -> dict[str, torch.Tensor]:
-    """Read the whole tensors of those names into the host's memory."""
+    """Read the whole tensors of those names into the host's memory: the averages of weights, where there are any."""
     reader = GuardedReader(checkpoint)
     index = reader.read_metadata().state_dict_metadata
     tensors: dict[str, torch.Tensor] = {}
-    for name in names:
-        entry = index.get(f"model.{name}")
+    keys = {name: f"average.{name}" if f"average.{name}" in index else f"model.{name}" for name in names}
+    for name, key in keys.items():
+        entry = index.get(key)
         if not isinstance(entry, TensorStorageMetadata):
             raise CheckpointError(f"{checkpoint} lacks the tensor {name} of its model. Export another checkpoint.")
-        tensors[f"model.{name}"] = torch.empty(entry.size, dtype=entry.properties.dtype)
+        tensors[key] = torch.empty(entry.size, dtype=entry.properties.dtype)
     with warnings.catch_warnings(action="ignore"):  # torch warns that no process group exists.
         dcp_load(tensors, storage_reader=reader, no_dist=True)
-    return {name: tensors[f"model.{name}"] for name in names}
+    return {name: tensors[key] for name, key in keys.items()}

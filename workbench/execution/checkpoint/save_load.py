@@ -1,8 +1,9 @@
 """Save and load checkpoints under the model's own parameter names, whatever the plan (`torch.distributed.checkpoint`).
 
-Keys are `model.<parameter or buffer>`, `optim.<parameter>.<state>` and, for the pattern of a sparse weight,
-`sparsity.<parameter>`. A tied parameter is stored once, and one that tensor parallelism divides is stored whole. A save
-copies the state to the host's memory and continues in a thread with its own gloo group, so that training goes on.
+Keys are `model.<parameter or buffer>`, `optim.<parameter>.<state>`, `average.<parameter>` where weights are averaged
+and, for the pattern of a sparse weight, `sparsity.<parameter>`. A tied parameter is stored once, and one that tensor
+parallelism divides is stored whole. A save copies the state to the host's memory and continues in a thread with its own
+gloo group, so that training goes on.
 `workbench.execution.checkpoint.files` describes the files.
 """
 
@@ -30,7 +31,7 @@ from workbench.execution.checkpoint import files
 from workbench.execution.checkpoint.guarded_reader import GuardedReader
 from workbench.execution.parallel.sharding import local
 from workbench.execution.trainer import Trainer
-from workbench.optimizers.user_optimizer import create_state
+from workbench.optimizers.user_optimizer import create_state, forget_state
 from workbench.rundir import RunDir, write_json
 
 T = TypeVar("T")
@@ -224,7 +225,10 @@ class CheckpointStore:
         stored = GuardedReader(path).read_metadata().state_dict_metadata  # raises before anything is changed
         self._check_patterns(path, stored)
         create_state(self._trainer.optimizer)
-        live = list(_entries(self._trainer))
+        parameters = self._trainer.stages.model_parameters()
+        begun = {name for name in parameters if any(key.startswith(f"optim.{name}.") for key in stored)}
+        forget_state(self._trainer.optimizer, [p for name, p in parameters.items() if name not in begun])
+        live = [entry for entry in _entries(self._trainer) if entry[0] in stored or not entry[0].startswith("average.")]
         divided = {key for key, name, value in live if self._is_divided(name, value)}
         targets = {
             key: torch.empty(self._trainer.graph.parameters[name].shape, dtype=value.dtype) if key in divided else value
@@ -242,6 +246,8 @@ class CheckpointStore:
                     local(value).copy_(self._trainer.whole.own_shard(name, whole, value))
         if self._trainer.sparse_weights is not None:
             self._trainer.sparse_weights.mask_weights()
+        if self._trainer.average is not None and not any(key.startswith("average.") for key, _, _ in live):
+            self._trainer.average.restart()  # the checkpoint was written without an average, which begins here
         return TrainingProgress(int(manifest["step"]), float(manifest["seconds"]), manifest.get("stream_state"))
 
     def load_newest(self, path: Path, rejected: Callable[[Path, str], None]) -> tuple[TrainingProgress, Path]:
@@ -289,6 +295,8 @@ def _entries(trainer: Trainer) -> Iterator[tuple[str, str, torch.Tensor]]:
     for name, parameter in trainer.stages.model_parameters().items():
         names[parameter] = name
         yield f"model.{name}", name, parameter.detach()
+    for name, average in ({} if trainer.average is None else trainer.average.values).items():
+        yield f"average.{name}", name, average
     for name, buffer in trainer.stages.model_buffers().items():
         if not name.startswith(("_constant.", INDEX)):
             yield f"model.{name}", name, buffer

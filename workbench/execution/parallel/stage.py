@@ -131,6 +131,8 @@ class StageModule(nn.Module):
                 borrowed = {name: shared[name] for name in module.borrowed_parameters}
                 sent = dict(zip(block.sends, module(borrowed, arguments), strict=True))
                 _require_memory(block, sent)
+                if self._context.scalars is not None:
+                    self._context.scalars.collect(self._context.microbatch, sent)
                 values |= sent
                 for name in finished:  # autograd keeps what the backward needs of it
                     del values[name]

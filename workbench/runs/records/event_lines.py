@@ -37,6 +37,7 @@ RECENT_BYTES = 2**20
 SPREAD_BYTES = 2**12
 """Bytes in which `spread_steps` looks for a step."""
 _STEP = b'{"type": "step"'
+_SCALARS = b'"scalars": {'
 _ACTIONS = b'{"type": "actions"'
 """Beginning of long events that only the timeline reads, from the file itself."""
 _DEVICE = b'{"type": "device"'
@@ -59,7 +60,7 @@ class EventBlock:
 
     num_bytes: int
     steps: Array | Rows
-    """One column a logged step and one row for each of `LOGGED`."""
+    """One column a logged step and one row for each of `LOGGED` and of `scalars`."""
     samples: Array
     """One column a sample of one device: number of its line, time, index in `names`, utilisation, bytes in use."""
     names: tuple[str, ...]
@@ -69,6 +70,8 @@ class EventBlock:
     """Every other event but `actions`, each after the number of its line and of the steps before it."""
     damaged: int = 0
     """Number of lines that differ from what was written."""
+    scalars: tuple[str, ...] = ()
+    """Names of the scalars that the steps log (`workbench.log_scalar`), whose rows follow those of `LOGGED`."""
 
 
 def blocks(path: Path, offset: int = 0) -> Iterator[bytes]:
@@ -159,12 +162,12 @@ def _in_bulk(block: bytes, with_columns: bool) -> EventBlock:
             raise _Unusual  # another program wrote it, with its fields in another order
         if event is not None:
             others.append((line, int(steps_before[line]), event))
-    samples, steps = _Samples(), np.empty((len(LOGGED), 0))
+    samples, steps, scalars = _Samples(), np.empty((len(LOGGED), 0)), tuple[str, ...]()
     if with_columns:
         for line in np.flatnonzero(intact & is_device).tolist():
             samples.add(line, parse_event(block[starts[line] : ends[line]], is_checked=True))
-        steps = _columns(_cut_out(block, starts, ends, is_step & intact), int((is_step & intact).sum()))
-    return EventBlock(len(block), steps, *samples.of_block(), tuple(others), damaged)
+        steps, scalars = _columns(_cut_out(block, starts, ends, is_step & intact), int((is_step & intact).sum()))
+    return EventBlock(len(block), steps, *samples.of_block(), tuple(others), damaged, scalars)
 
 
 def _intact(block: bytes, text: NDArray[np.uint8], starts: Lines, ends: Lines) -> NDArray[np.bool_]:
@@ -194,28 +197,34 @@ def _cut_out(block: bytes, starts: Lines, ends: Lines, wanted: NDArray[np.bool_]
     return b"".join(block[starts[a] : ends[b] + 1] for a, b in zip(first, last, strict=True))
 
 
-def _columns(lines: bytes, count: int) -> Array:
+def _columns(lines: bytes, count: int) -> tuple[Array, tuple[str, ...]]:
+    """Return the rows of some steps, and the names of the last rows: those of scalars."""
     import pyarrow as arrow
     from pyarrow import json as arrow_json
 
     if not count:
-        return np.empty((len(LOGGED), 0))
+        return np.empty((len(LOGGED), 0)), ()
     if b": NaN" in lines:  # JSON does not know NaN; a missing value becomes NaN as well
         lines = lines.replace(b": NaN", b": null")
     schema = arrow.schema([(name, arrow.float64()) for name in LOGGED])
+    unexpected = "infer" if _SCALARS in lines else "ignore"
     try:
         table = arrow_json.read_json(
             arrow.BufferReader(arrow.py_buffer(lines)),
-            parse_options=arrow_json.ParseOptions(explicit_schema=schema, unexpected_field_behavior="ignore"),
+            parse_options=arrow_json.ParseOptions(explicit_schema=schema, unexpected_field_behavior=unexpected),
         )
-    except arrow.ArrowException as error:
+        rows = {name: table[name] for name in LOGGED}
+        if "scalars" in table.column_names:
+            scalars = table["scalars"].combine_chunks()
+            rows |= dict(zip((field.name for field in scalars.type), scalars.flatten(), strict=True))
+        columns = np.empty((len(rows), count))
+        for row, values in enumerate(rows.values()):
+            columns[row] = values.cast(arrow.float64()).to_numpy(zero_copy_only=False)
+    except (arrow.ArrowException, TypeError, ValueError) as error:
         raise _Unusual from error
     if table.num_rows != count or table["step"].null_count:
         raise _Unusual
-    columns = np.empty((len(LOGGED), count))
-    for row, name in enumerate(LOGGED):
-        columns[row] = table[name].to_numpy()
-    return columns
+    return columns, tuple(rows)[len(LOGGED) :]
 
 
 class _Samples:
@@ -242,7 +251,7 @@ class _Samples:
 
 
 def _line_by_line(block: bytes) -> EventBlock:
-    rows, samples = list[list[float]](), _Samples()
+    rows, samples, scalars = list[list[float]](), _Samples(), list[dict[str, float]]()
     others, damaged = list[tuple[int, int, Event]](), 0
     for number_of_line, line in enumerate(block.splitlines()):
         event = parse_event(line)
@@ -253,10 +262,15 @@ def _line_by_line(block: bytes) -> EventBlock:
         elif event["type"] == "step":
             if event.get("step") is not None:
                 with contextlib.suppress(TypeError, ValueError):  # a word where a number belongs
-                    rows.append([number(event.get(name)) for name in LOGGED])
+                    row = [number(event.get(name)) for name in LOGGED]
+                    scalars.append({name: number(value) for name, value in dict(event.get("scalars") or {}).items()})
+                    rows.append(row)
         elif event["type"] != "actions":
             others.append((number_of_line, len(rows), event))
-    return EventBlock(len(block), columns_of(rows, len(LOGGED)), *samples.of_block(), tuple(others), damaged)
+    names = tuple(dict.fromkeys(name for logged in scalars for name in logged))
+    of_scalars = ([logged.get(name, math.nan) for name in names] for logged in scalars)
+    steps = columns_of([[*row, *own] for row, own in zip(rows, of_scalars, strict=True)], len(LOGGED) + len(names))
+    return EventBlock(len(block), steps, *samples.of_block(), tuple(others), damaged, names)
 
 
 def columns_of(rows: Sequence[Sequence[float]], width: int) -> Array:

@@ -8,6 +8,7 @@ import threading
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -82,9 +83,9 @@ def recent_pace(seconds: Sequence[float] | Column, steps: Sequence[float] | Colu
 class History:
     """The logged steps of a run: read-only float64 columns of equal length, in order of `step`, NaN where unknown.
 
-    `history.loss` and `history["loss"]` are the same column; `workbench.columns.COLUMNS` describes each. `tokens`,
-    `samples`, `flops`, `seconds` and `gpu_hours` count from the start of training, over all devices and over every
-    resumption.
+    `history.loss` and `history["loss"]` are the same column; `workbench.columns.COLUMNS` describes each. Those that
+    user-defined code logs by `workbench.log_scalar` follow; `scalars` names them. `tokens`, `samples`, `flops`,
+    `seconds` and `gpu_hours` count from the start of training, over all devices and over every resumption.
 
     `begins_after` is the step that the first logged one follows: 0, or that of a checkpoint; None if it is not known.
     """
@@ -95,7 +96,7 @@ class History:
 
     def __getattr__(self, name: str) -> Column:
         if name.startswith("_") or name not in self._columns:
-            raise AttributeError(f"A history has no column {name!r}. {suggestion(name, COLUMNS)}")
+            raise AttributeError(f"A history has no column {name!r}. {suggestion(name, self)}")
         return self._columns[name]
 
     def __getitem__(self, name: str) -> Column:
@@ -133,6 +134,11 @@ class History:
         if isinstance(self._columns, _RunColumns):
             return self._columns.last(name, count)
         return self[name][-count:]
+
+    @property
+    def scalars(self) -> tuple[str, ...]:
+        """Names of the columns that user-defined code has logged, in order of their first appearance."""
+        return tuple(name for name in self if name not in COLUMNS)
 
     @property
     def final_loss(self) -> float:
@@ -271,9 +277,16 @@ class _KeptPart(NamedTuple):
     end: int
     attempt: _Attempt
 
-    def row(self, row: int) -> Column:
+    scalars: tuple[str, ...] = ()
+
+    def row(self, row: int | str) -> Column:
+        """Return a figure by its row, or a scalar by its name."""
         if row == _GPU_HOURS:
             return np.asarray(self.attempt.hours(self.row(_SECONDS)))
+        if isinstance(row, str):
+            if row not in self.scalars:
+                return np.full(self.end - self.first, math.nan)
+            row = len(LOGGED) + self.scalars.index(row)
         return self.steps[row][self.first : self.end]
 
 
@@ -284,20 +297,33 @@ class _Steps:
     object.
     """
 
-    def __init__(self, kept: Sequence[_KeptPart] = (), memory: Column | None = None) -> None:
+    def __init__(
+        self,
+        kept: Sequence[_KeptPart] = (),
+        memory: Column | None = None,
+        scalars: Mapping[str, Column] = MappingProxyType({}),
+    ) -> None:
         self._kept, self._num_kept = list(kept), sum(part.end - part.first for part in kept)
-        self._memory, self._read = _Table(len(_ROWS)), dict[int, _Table]()
+        self._memory, self._read = _Table(len(_ROWS)), dict[int | str, _Table]()
+        self._scalars: dict[str, _Table] = {}
+        """Scalars of the steps in memory, NaN where a step has none."""
         self._lock = threading.Lock()  # threads draw what another one follows
         if memory is not None:
             self._memory.append(memory)
+            self._append_scalars(scalars)
 
     def __len__(self) -> int:
         return self._num_kept + self._memory.length
 
-    def row(self, row: int, length: int | None = None) -> Column:
-        """Return one row, by default of all steps."""
+    @property
+    def scalars(self) -> tuple[str, ...]:
+        """Names of all scalars."""
+        return tuple(dict.fromkeys((*(name for part in self._kept for name in part.scalars), *self._scalars)))
+
+    def row(self, row: int | str, length: int | None = None) -> Column:
+        """Return one row, by default of all steps; a scalar goes by its name."""
         if not self._kept:
-            return self._memory.view()[row, :length]
+            return self._in_memory(row)[:length]
         with self._lock:
             if row not in self._read:
                 self._read[row] = _Table(1)
@@ -307,10 +333,10 @@ class _Steps:
                 if start >= read.length:
                     read.append(part.row(row)[None])
                 start += part.end - part.first
-            read.append(self._memory.view()[None, row, read.length - start :])
+            read.append(self._in_memory(row)[None, read.length - start :])
             return read.view()[0, :length]
 
-    def last(self, row: int, count: int, length: int) -> Column:
+    def last(self, row: int | str, count: int, length: int) -> Column:
         """Return the last values of a row of the first `length` steps, at most `count`."""
         in_memory = length - self._num_kept
         if self._kept and in_memory < count:
@@ -318,13 +344,27 @@ class _Steps:
             if row not in {_STEP, *self._read} and in_memory == 0 and part.end - part.first >= count:
                 return part.row(row)[-count:]
             return self.row(row, length)[-count:]
-        return self._memory.view()[row, max(0, in_memory - count) : in_memory]
+        return self._in_memory(row)[max(0, in_memory - count) : in_memory]
+
+    def _in_memory(self, row: int | str) -> Column:
+        if isinstance(row, str) and row not in self._scalars:
+            return np.full(self._memory.length, math.nan)
+        return np.asarray(self._scalars[row].view()[0] if isinstance(row, str) else self._memory.view()[row])
 
     def reserve(self, steps: int) -> None:
         self._memory.reserve(steps)
 
-    def append(self, steps: Column, hours: Column) -> None:
+    def append(self, steps: Column, hours: Column, scalars: Mapping[str, Column]) -> None:
         self._memory.append(steps, hours[None])
+        self._append_scalars(scalars)
+
+    def _append_scalars(self, scalars: Mapping[str, Column]) -> None:
+        """Let scalars follow the steps in memory, of which these are the last."""
+        for name in {**self._scalars, **scalars}:
+            table = self._scalars.setdefault(name, _Table(1))
+            new = scalars.get(name, np.empty(0))
+            missing = self._memory.length - table.length - len(new)
+            table.append(np.concatenate([np.full(missing, math.nan), new])[None])
 
     def keep(self, part: _KeptPart) -> bool:
         """Append kept steps; return False if steps in memory come before them."""
@@ -341,14 +381,18 @@ class _Steps:
             if left > 0:
                 kept.append(part._replace(end=min(part.end, part.first + left)))
             left -= part.end - part.first
-        return _Steps(kept, self._memory.view()[:, : max(0, left)])
+        left = max(0, left)
+        scalars = {name: table.view()[0, :left] for name, table in self._scalars.items()}
+        return _Steps(kept, self._memory.view()[:, :left], scalars)
 
-    def with_inserted(self, step: Column) -> _Steps:
+    def with_inserted(self, step: Column, scalars: Mapping[str, float]) -> _Steps:
         """Return all steps in memory and one more in its place, unless one of this number exists."""
         at = int(np.searchsorted(self.row(_STEP), step[_STEP]))
         if self.row(_STEP)[at] == step[_STEP]:
             return self
-        return _Steps(memory=np.insert([self.row(row) for row in _ROWS.values()], at, step, axis=1))
+        names = dict.fromkeys((*self.scalars, *scalars))
+        own = {name: np.insert(self.row(name), at, scalars.get(name, math.nan)) for name in names}
+        return _Steps(memory=np.insert([self.row(row) for row in _ROWS.values()], at, step, axis=1), scalars=own)
 
 
 class _RunColumns(Mapping[str, Column]):
@@ -356,21 +400,23 @@ class _RunColumns(Mapping[str, Column]):
 
     def __init__(self, steps: _Steps) -> None:
         self._steps, self._length = steps, len(steps)
+        self._rows: dict[str, int | str] = {name: _ROWS[name] for name in COLUMNS}
+        self._rows |= {name: name for name in steps.scalars}
 
     def __getitem__(self, name: str) -> Column:
-        return self._steps.row(_ROWS[name], self._length)
+        return self._steps.row(self._rows[name], self._length)
 
     def last(self, name: str, count: int) -> Column:
-        return self._steps.last(_ROWS[name], count, self._length)
+        return self._steps.last(self._rows[name], count, self._length)
 
     def __contains__(self, name: object) -> bool:
-        return name in COLUMNS
+        return name in self._rows
 
     def __iter__(self) -> Iterator[str]:
-        return iter(COLUMNS)
+        return iter(self._rows)
 
     def __len__(self) -> int:
-        return len(COLUMNS)
+        return len(self._rows)
 
 
 class HistoryTail:
@@ -448,14 +494,14 @@ class HistoryTail:
             elif event["type"] == "sparsity":
                 self._patterns[int(event["step"])] = event
             elif event["type"] == "start":
-                self._append(block.steps, taken, steps_before)
+                self._append(block.steps, taken, steps_before, block.scalars)
                 taken, sampled = steps_before, self._append_samples(block, sampled, line)
                 self._restart(event)
             elif event["type"] == "end" or (event["type"] == "status" and event["state"] not in GOING_ON):
                 sampled = self._append_samples(block, sampled, line)
                 self._training = False
             self.events.append(event)
-        self._append(block.steps, taken, block.steps.shape[1])
+        self._append(block.steps, taken, block.steps.shape[1], block.scalars)
         self._append_samples(block, sampled)
 
     def _restart(self, event: StartEvent) -> None:
@@ -483,27 +529,31 @@ class HistoryTail:
     def _evaluated(self, event: EvaluationEvent | DataEvaluationEvent) -> list[float]:
         return [*(number(event.get(name)) for name in EVALUATED), self._attempt.hours(event["seconds"])]
 
-    def _append(self, steps: Column | Rows, first: int, end: int) -> None:
-        """Append steps; those whose numbers do not rise were repeated without a `start` and replace earlier ones.
+    def _append(self, steps: Column | Rows, first: int, end: int, names: tuple[str, ...]) -> None:
+        """Append steps, whose last rows are the scalars `names`.
 
-        A line that stands in the wrong place is older than the line before it. It fills a gap or says nothing new.
+        Those whose numbers do not rise were repeated without a `start` and replace earlier ones. A line that stands in
+        the wrong place is older than the line before it. It fills a gap or says nothing new.
         """
         if first == end:
             return
         numbers = steps[_STEP][first:end]
         repeats = np.flatnonzero(np.diff(numbers) <= 0) + 1
         rises = not len(repeats) and (not len(self._steps) or numbers[0] > self._last(_STEP))
-        if isinstance(steps, KeptSteps) and rises and self._steps.keep(_KeptPart(steps, first, end, self._attempt)):
+        part = _KeptPart(steps, first, end, self._attempt, names) if isinstance(steps, KeptSteps) else None
+        if part is not None and rises and self._steps.keep(part):
             return
-        matrix = steps if isinstance(steps, np.ndarray) else np.array([steps[row] for row in range(len(LOGGED))])
-        for rising in np.split(matrix[:, first:end], repeats, axis=1):
+        matrix = steps if isinstance(steps, np.ndarray) else np.array([steps[row] for row in range(steps.shape[0])])
+        for every in np.split(matrix[:, first:end], repeats, axis=1):
+            rising, scalars = every[: len(LOGGED)], every[len(LOGGED) :]
             hours = self._attempt.hours(rising[_SECONDS])
             while rising.shape[1] and self._is_misplaced(rising[_STEP, 0], rising[_TIME, 0]):
-                self._steps = self._steps.with_inserted(np.append(rising[:, 0], hours[0]))
-                rising, hours = rising[:, 1:], hours[1:]
+                own = dict(zip(names, scalars[:, 0].tolist(), strict=True))
+                self._steps = self._steps.with_inserted(np.append(rising[:, 0], hours[0]), own)
+                rising, hours, scalars = rising[:, 1:], hours[1:], scalars[:, 1:]
             if rising.shape[1]:
                 self._forget_after(int(np.ceil(rising[_STEP, 0])) - 1)
-                self._steps.append(rising, hours)
+                self._steps.append(rising, hours, dict(zip(names, scalars, strict=True)))
 
     def _is_misplaced(self, step: float, time: float) -> bool:
         """Return True for a step that is neither after the last one nor written later than that."""

@@ -31,7 +31,7 @@ KEPT_BYTES = 2**20
 """Size of a block from which it is kept; a smaller one is parsed in the time that it takes to look for it."""
 SETTLED_S = 2.0
 """Age of the last change from which a later one must have another time: file systems count in steps."""
-_MAGIC = b"WBevent2"
+_MAGIC = b"WBevent3"
 _HEAD = struct.Struct("<8sII")
 """Magic, length and CRC-32 of the header."""
 _NOTHING = parsed(b"")
@@ -39,7 +39,7 @@ _NOTHING = parsed(b"")
 
 
 class KeptSteps:
-    """The logged steps of a kept block; `steps[row]` reads one of `LOGGED` and compares its checksum.
+    """The logged steps of a kept block; `steps[row]` reads one row of `EventBlock.steps` and compares its checksum.
 
     A damaged column is taken from the events, and the file with the kept columns is removed: the next reader writes it
     anew. Raises `OSError` if the events are no longer those that were kept.
@@ -47,7 +47,7 @@ class KeptSteps:
 
     def __init__(self, events: Path, head: dict[str, Any], offset: int) -> None:
         self._events, self._head, self._offset = events, head, offset
-        self.shape = (len(LOGGED), int(head["steps"]))
+        self.shape = (_width(head), int(head["steps"]))
 
     def __getitem__(self, row: int) -> Array:
         values = np.empty(self.shape[1])
@@ -131,10 +131,11 @@ def _kept_blocks(path: Path, kept: Path, with_columns: bool) -> Iterator[tuple[E
                 file.readinto(samples.data)
                 if zlib.crc32(samples.data) != head["samples_crc32"]:
                     return
-                steps = KeptSteps(path, head, end - samples.nbytes - 8 * len(LOGGED) * head["steps"])
+                steps = KeptSteps(path, head, end - samples.nbytes - 8 * _width(head) * head["steps"])
             others = tuple((line, steps, event) for line, steps, event in head["others"])
-            names = tuple(head["names"])
-            block = EventBlock(head["bytes"], steps, samples, names, head["device_type"], others, head["damaged"])
+            names, scalars = tuple(head["names"]), tuple(head["scalars"]) if with_columns else ()
+            facts = (head["device_type"], others, head["damaged"], scalars)
+            block = EventBlock(head["bytes"], steps, samples, names, *facts)
             yield block, end, is_same
 
 
@@ -148,21 +149,27 @@ def _headers(file: BinaryIO) -> Iterator[tuple[dict[str, Any], int]]:
         if len(text) != length or zlib.crc32(text) != crc:
             return
         head = json.loads(text)
-        position += _HEAD.size + length + 8 * (len(LOGGED) * head["steps"] + SAMPLE_ROWS * head["samples"])
+        position += _HEAD.size + length + 8 * (_width(head) * head["steps"] + SAMPLE_ROWS * head["samples"])
         if head["columns"] != list(LOGGED) or head["start"] != start or position > size:
             return
         start += head["bytes"]
         yield head, position
 
 
+def _width(head: dict[str, Any]) -> int:
+    """Return the number of rows of a record's steps."""
+    return len(LOGGED) + len(head["scalars"])
+
+
 def _record(identity: list[int] | None, start: int, text: bytes, block: EventBlock) -> bytes:
-    steps, samples = [block.steps[row].tobytes() for row in range(len(LOGGED))], block.samples.tobytes()
+    steps, samples = [block.steps[row].tobytes() for row in range(block.steps.shape[0])], block.samples.tobytes()
     head = {
         "file": identity,
         "start": start,
         "bytes": len(text),
         "crc32": zlib.crc32(text),
         "columns": LOGGED,
+        "scalars": block.scalars,
         "steps": block.steps.shape[1],
         "samples": block.samples.shape[1],
         "steps_crc32": [zlib.crc32(row) for row in steps],

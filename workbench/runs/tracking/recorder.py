@@ -61,7 +61,7 @@ PICTURE_LIMIT_S = 120.0
 POLL_S = 0.5
 LARGEST_EXPONENT = 700.0
 """Loss from which the perplexity exceeds the largest float64."""
-_NOT_METRICS = ("type", "step", "time")
+_NOT_METRICS = ("type", "step", "time", "scalars")
 
 
 def main(directory: str, upload: bool) -> int:
@@ -303,7 +303,8 @@ def _log_rows(run: RunDir, session: Any, tail: RowTail, follow: bool) -> bool:
 def _metrics(event: RowEvent, session: Any, opens: bool) -> dict[str, Any]:
     """Return what an event adds to its row on W&B; the event that opens the row gives it its time."""
     if event["type"] == "step":
-        figures = {key: value for key, value in event.items() if key not in _NOT_METRICS and value is not None}
+        figures = {**event, **(event.get("scalars") or {})}
+        figures = {key: value for key, value in figures.items() if key not in _NOT_METRICS and value is not None}
         metrics: dict[str, Any] = {wandb_name(key): value for key, value in figures.items()}
     elif event["type"] == "evaluation":
         metrics = _evaluation_metrics(event, session)

@@ -12,7 +12,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from workbench.columns import COLUMNS
+from workbench.columns import COLUMNS, NAME
 from workbench.errors import RunNotFound, WorkbenchError, first_line
 from workbench.home import cache_home
 from workbench.rundir import RunDir, append_event, event_line, write_json, write_record
@@ -92,7 +92,9 @@ def _step(row: Mapping[str, Any]) -> dict[str, Any]:
         for name, column in COLUMNS.items()
         if column.wandb
     }
-    return {**metrics, **renamed, "step": int(row["_step"]), "time": row.get("_timestamp")}
+    other = {key: value for key, value in metrics.items() if NAME.fullmatch(key) and key not in COLUMNS}
+    scalars = {"scalars": other} if any(value is not None for value in other.values()) else {}
+    return {**metrics, **renamed, **scalars, "step": int(row["_step"]), "time": row.get("_timestamp")}
 
 
 def _number(value: Any) -> float | None:

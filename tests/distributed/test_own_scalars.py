@@ -1,0 +1,208 @@
+"""Scalars that a model logs: the same figures as in a plain loop, under every division of a step."""
+
+from __future__ import annotations
+
+import functools
+from collections import defaultdict
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional
+
+import workbench as wb
+from tests.distributed.harness import Division, launch, part_of, trainer_of
+from workbench.capture.model import capture
+from workbench.columns import REDUCTIONS, logging_scalars
+from workbench.errors import InvalidExperiment
+from workbench.execution.trainer import Trainer
+from workbench.tensors import TensorSpec
+
+GLOBAL, MICRO, SEQ, VOCAB = 8, 2, 6, 40
+
+
+class Layer(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm, self.up, self.down = nn.LayerNorm(16), nn.Linear(16, 32), nn.Linear(32, 16)
+
+    def forward(self, hidden: torch.Tensor) -> torch.Tensor:
+        inner = functional.gelu(self.up(self.norm(hidden)))
+        wb.log_scalar("inner", inner.norm())
+        for reduce in REDUCTIONS:
+            wb.log_scalar(f"{reduce}_of_layers", inner.square().mean(), reduce)
+        wb.log_scalar("weight", self.up.weight.norm(), "last")
+        return hidden + self.down(inner)
+
+
+class Logging(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding, self.head = nn.Embedding(VOCAB, 16), nn.Linear(16, VOCAB)
+        self.layers = nn.ModuleList([Layer() for _ in range(4)])
+
+    def forward(self, input_ids: torch.Tensor, labels: torch.Tensor) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+        wb.log_scalar("fields", (labels != -100).sum(), "sum")
+        hidden = self.embedding(input_ids)
+        inputs = []
+        for layer in self.layers:
+            inputs.append(hidden)
+            hidden = layer(hidden)
+        for index, value in enumerate(inputs):  # a list of what layers were given, read at the end
+            wb.log_scalar(f"input_{index}", value.abs().mean())
+        logits = self.head(hidden).flatten(0, 1)
+        loss = functional.cross_entropy(logits, labels.flatten())
+        wb.log_scalar("perplexity_of_step", loss.exp())
+        kept = labels.flatten() != -100
+        right = ((logits.argmax(-1) >= labels.flatten()) & kept).sum() / kept.sum()
+        total = hidden.detach().mean()
+        wb.log_scalar("total", total)
+        total.mul_(2.0)  # a scalar keeps the value that it had
+        return loss + 1e-3 * logits.square().mean(), {"accuracy": right, "cross_entropy": loss, "logits": logits}
+
+
+def batch() -> dict[str, torch.Tensor]:
+    torch.manual_seed(3)
+    ids = torch.randint(0, VOCAB, (GLOBAL, SEQ))
+    labels = ids.roll(1, 1).masked_fill(torch.rand(GLOBAL, SEQ) < torch.linspace(0.1, 0.8, GLOBAL)[:, None], -100)
+    labels[:, 0] = 1
+    return {"input_ids": ids, "labels": labels}
+
+
+def model() -> Logging:
+    torch.manual_seed(1)
+    return Logging()
+
+
+def expected() -> dict[str, float]:
+    """Return the scalars of a plain loop over the micro-batches, weighted by their labels."""
+    whole, values, weights = batch(), defaultdict(list), []
+    how = {}
+    for first in range(0, GLOBAL, MICRO):
+        part = {name: value[first : first + MICRO] for name, value in whole.items()}
+        with logging_scalars() as logged, torch.no_grad():
+            _, beside = model()(**part)
+        for scalar in logged:
+            how[scalar.name] = scalar.reduce
+            values[scalar.name].append(scalar.value)
+        for name in ("accuracy", "cross_entropy"):
+            values[name].append(beside[name])
+        weights.append(float((part["labels"] != -100).sum()))
+    found, weight = {}, torch.tensor(weights) / sum(weights)
+    for name, each in values.items():
+        calls = torch.stack(each).reshape(len(weights), -1)
+        figures = {"sum": calls.sum(), "max": calls.max(), "min": calls.min(), "last": calls[-1, -1]}
+        found[name] = float(figures.get(how.get(name, "mean"), (calls.mean(1) * weight).sum()))
+    return found
+
+
+@functools.cache
+def graph() -> object:
+    return capture(
+        model(), {name: TensorSpec(name, (MICRO, SEQ), "int64") for name in ("input_ids", "labels")}, logs=True
+    )
+
+
+def experiment() -> wb.Experiment:
+    return wb.Experiment(model=Logging, data=[batch()], steps=3, global_batch=GLOBAL, seq_len=SEQ)
+
+
+def scalars(trainer: Trainer) -> dict[str, float]:
+    result = trainer.measure(0, part_of(trainer, batch())).tolist()
+    return dict(zip(trainer.scalar_names, result[-len(trainer.scalar_names) :], strict=True))
+
+
+DIVISIONS = [
+    Division(pipeline=2),
+    Division(data=2),
+    Division(tensor=2),
+    Division(data=2, zero=3),
+    Division(pipeline=2, chunks=2),
+]
+
+
+def twice_under_each(_rank: int) -> list[list[dict[str, float]]]:
+    """Return the scalars of a step and of its repetition under each division, with activations recomputed."""
+    trainers = (trainer_of(experiment(), model(), graph(), each, MICRO, recompute="full") for each in DIVISIONS)
+    return [[scalars(trainer), scalars(trainer)] for trainer in trainers]
+
+
+def test_scalars_that_a_model_logs_are_those_of_a_plain_loop() -> None:
+    for division, found in zip(DIVISIONS, launch(twice_under_each, 2, ahead=graph), strict=True):
+        for each in found:
+            assert each == pytest.approx(expected(), rel=1e-6), division
+
+
+class Opaque(nn.Module):
+    """A model whose layer runs as written, because it reads a number of a tensor."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding, self.layer, self.head = nn.Embedding(VOCAB, 16), Reading(), nn.Linear(16, VOCAB)
+
+    def forward(self, input_ids: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+        logits = self.head(self.layer(self.embedding(input_ids))).flatten(0, 1)
+        return functional.cross_entropy(logits, labels.flatten())
+
+
+class Reading(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(16, 16)
+
+    def forward(self, hidden: torch.Tensor) -> torch.Tensor:
+        found = self.linear(hidden)
+        wb.log_scalar("inside", found.norm(), "sum")
+        return found.tanh() if float(hidden.norm()) > 0 else found
+
+
+def inside_an_opaque_module(_rank: int) -> tuple[dict[str, float], float]:
+    torch.manual_seed(1)
+    model = Opaque()
+    expected = 0.0
+    for first in range(0, GLOBAL, MICRO):
+        with logging_scalars() as logged:
+            model(**{name: value[first : first + MICRO] for name, value in batch().items()})
+        expected += float(logged[0].value)
+    specs = {name: TensorSpec(name, (MICRO, SEQ), "int64") for name in ("input_ids", "labels")}
+    graph = capture(model, specs, logs=True)
+    assert any("aten" not in str(node.target) for node in graph.blocks[0].code.graph.nodes if node.op != "placeholder")
+    trainer = trainer_of(experiment(), model, graph, Division(), MICRO, recompute="full")
+    return scalars(trainer), expected
+
+
+def test_a_module_that_runs_as_written_logs_each_micro_batch_once() -> None:
+    found, expected = launch(inside_an_opaque_module, 1)
+    assert found == {"inside": pytest.approx(expected, rel=1e-6)}
+
+
+def test_wrong_names_values_and_reductions_are_refused_in_a_sentence() -> None:
+    for arguments, said in [
+        (("loss", 1.0), "'loss' cannot be the name of a scalar"),
+        (("two words", 1.0), "Choose a word of letters"),
+        (("norms", torch.ones(3)), r"a value of shape \[3\]"),
+        (("text", "1.0"), "a str"),
+        (("norm", 1.0, "median"), "mean"),
+    ]:
+        with pytest.raises(InvalidExperiment, match=said):
+            wb.log_scalar(*arguments)
+
+
+class Twice(nn.Module):
+    def __init__(self, second: str) -> None:
+        super().__init__()
+        self.linear, self.second = nn.Linear(SEQ, 1), second
+
+    def forward(self, input_ids: torch.Tensor, labels: torch.Tensor) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+        found = self.linear(input_ids.float()).sub(labels.float().mean(1, keepdim=True))
+        wb.log_scalar("size", found.abs().max(), "max")
+        return found.square().mean(), {self.second: found.abs().mean()}
+
+
+@pytest.mark.parametrize(
+    ("name", "said"), [("size", "with reduce='max' and with reduce='mean'"), ("tokens", "'tokens'")]
+)
+def test_a_model_that_logs_what_it_cannot_is_refused_where_it_is_captured(name: str, said: str) -> None:
+    specs = {field: TensorSpec(field, (MICRO, SEQ), "int64") for field in ("input_ids", "labels")}
+    with pytest.raises(InvalidExperiment, match=said):
+        capture(Twice(name), specs, logs=True)
