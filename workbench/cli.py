@@ -258,6 +258,22 @@ def evaluate(
     typer.echo(f"loss {result.loss:.6g}{metrics} on {result.count:,} samples after {result.step:,} steps")
 
 
+@app.command()
+def bisect(
+    source: Source,
+    plan_a: Annotated[Path, typer.Argument(help="A plan that `workbench plan --save` wrote, or a run directory.")],
+    plan_b: Annotated[Path, typer.Argument(help="Another plan for the same experiment.")],
+    settings: Settings = None,
+    steps: Annotated[int, typer.Option(help="Number of steps that both plans train.")] = 2,
+    as_json: AsJson = False,
+) -> None:
+    """Say whether two plans differ by rounding or by a fault, and where it begins; exit code 1 for a fault."""
+    found = wb.bisect(experiment_from(source, settings or ()), wb.Plan.load(plan_a), wb.Plan.load(plan_b), steps=steps)
+    typer.echo(json.dumps(found.to_json(), indent=2) if as_json else repr(found))
+    if found.is_fault:
+        raise typer.Exit(1)
+
+
 def _print_started(started: Run, wait: bool, as_json: bool) -> None:
     if wait:
         started.wait()

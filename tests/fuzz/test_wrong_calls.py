@@ -314,6 +314,7 @@ def _targets(world: Mapping[str, Any]) -> list[Target]:
         ("launch", wb.launch, {"experiment": experiment, "plan": plan}, ()),
         ("prepare", wb.runs.prepare, {"experiment": experiment, "plan": plan}, ()),
         ("debug", wb.runs.debug, {"experiment": experiment, "plan": plan}, ()),
+        ("bisect", wb.bisect, {"experiment": experiment, "plan_a": plan, "plan_b": plan}, ()),
         ("partition", wb.figures.partition, {"experiment": experiment, "plan": plan}, ()),
         ("what_if", wb.what_if, planned, ()),
         ("timeline", wb.figures.timeline, {"run": run}, ()),

@@ -175,6 +175,35 @@ def retarget(code: fx.GraphModule, device: torch.device) -> None:
     code.recompile()
 
 
+def drop_nothing(code: fx.GraphModule) -> None:
+    """Set the rate of every dropout to 0, that of attention and recurrent layers too."""
+    for node in code.graph.nodes:
+        if not is_random(node):
+            continue
+        for index, formal in enumerate(node.target._schema.arguments):
+            if formal.name.startswith("dropout") or (formal.name == "p" and "dropout" in op_name(node)):
+                if index < len(node.args):
+                    node.update_arg(index, 0.0)
+                else:
+                    node.update_kwarg(formal.name, 0.0)
+    code.recompile()
+
+
+def use_float64(code: fx.GraphModule) -> None:
+    """Let casts and factory calls, which capture fixed to a type, make float64 of every floating-point type."""
+
+    def widened(value: Any) -> Any:
+        return torch.float64 if isinstance(value, torch.dtype) and value.is_floating_point else value
+
+    for module in code.modules():  # the code of nested regions, such as a loop, is a module of its own
+        if isinstance(module, fx.GraphModule):
+            for node in module.graph.nodes:
+                node.args = fx.node.map_aggregate(node.args, widened)
+                node.kwargs = fx.node.map_aggregate(node.kwargs, widened)
+            module.recompile()
+    code.double()
+
+
 def is_random(node: fx.Node) -> bool:
     """Return True if the node draws random numbers (attention, recurrent layers and dropouts: at a rate above 0)."""
     if schema_of(node) is None or torch.Tag.nondeterministic_seeded not in node.target.tags:  # type: ignore[union-attr]

@@ -6,10 +6,8 @@ Therefore the weights are still those of that step, and its batch, dropout and s
 
 from __future__ import annotations
 
-import functools
 import math
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -17,14 +15,10 @@ import torch
 import torch.distributed as dist
 
 from workbench.errors import NonFiniteLoss
-from workbench.execution.blocks.block_module import BlockModule
 from workbench.execution.blocks.labelled_head import LabelCounts
+from workbench.execution.observation import BACKWARD, BATCH, FORWARD, GRADIENT, SOURCES, WEIGHT, BlockObserver
 from workbench.execution.trainer import Trainer
 from workbench.optimizers.shards import local
-
-BATCH, WEIGHT, FORWARD, BACKWARD, GRADIENT = SOURCES = range(5)
-"""Sources of a number that is not finite: a batch field that a block reads, its weights, a value that it sends, a
-gradient that it passes on, the gradient of its weights."""
 
 
 @dataclass(frozen=True)
@@ -105,29 +99,18 @@ def locate(
     return None, "Every value and gradient of a second pass is finite, and only their sum exceeds the range of fp32."
 
 
-class _Observer:
-    """Hooks on the blocks of one rank, which note the first micro-batch of each source that is not finite.
+class _Observer(BlockObserver):
+    """Notes the first micro-batch of each source that is not finite.
 
     Everything is noted on the device, so that the schedule of the pipeline runs as it does in training.
     """
 
     def __init__(self, trainer: Trainer) -> None:
-        self._trainer, self._plan, self._context = trainer, trainer.plan, trainer.context
-        self._modules = [module for stage in trainer.stages.stages for module in stage.block_modules()]
+        super().__init__(trainer)
+        self._plan = trainer.plan
         self._never = trainer.plan.num_microbatches * trainer.plan.data
         shape = (len(SOURCES), len(trainer.graph.blocks))
         self._first = torch.full(shape, self._never, dtype=torch.int64, device=trainer.context.device)
-
-    @contextmanager
-    def observing(self) -> Iterator[None]:
-        """Observe the passes over the stages that run in this context."""
-        handles = [module.register_forward_pre_hook(self._before) for module in self._modules]
-        handles += [module.register_forward_hook(self._after) for module in self._modules]
-        try:
-            yield
-        finally:
-            for handle in handles:
-                handle.remove()
 
     def origin(self) -> Origin | None:
         """Return the first source over all ranks; a collective."""
@@ -135,9 +118,10 @@ class _Observer:
             weights = stage.model_parameters()
             for module in stage.block_modules():
                 for name in module.block.parameters:
-                    self._note(WEIGHT, module.block.index, 0, weights[name])
-                    if name in module.own_parameters and weights[name].grad is not None:
-                        self._note(GRADIENT, module.block.index, 0, weights[name].grad)
+                    self.note(WEIGHT, module.block.index, name, 0, weights[name])
+                    gradient = weights[name].grad if name in module.own_parameters else None
+                    if gradient is not None:
+                        self.note(GRADIENT, module.block.index, name, 0, gradient)
         dist.all_reduce(self._first, op=dist.ReduceOp.MIN)
         first = self._first.tolist()
         for source in (BATCH, WEIGHT, FORWARD):
@@ -156,17 +140,19 @@ class _Observer:
         name, count = self._plan.block_names[block], len(self._plan.block_names)
         return Origin(source, block, name, stage, count, micro_batch if is_known else None)
 
-    @property
-    def _micro_batch(self) -> int:
-        """The micro-batch of the global batch whose forward runs."""
-        return self._context.first_microbatch + self._context.microbatch
-
-    def _note(self, source: int, block: int, micro_batch: int, value: Any) -> None:
+    def note(
+        self,
+        source: int,
+        block: int,
+        name: str,  # noqa: ARG002 - blocks are told apart, not their values
+        micro_batch: int,
+        value: torch.Tensor,
+    ) -> None:
         """Note the micro-batch if the value is not finite.
 
         Minus infinity in a value counts only where gradients flow, since masks of attention are made of it.
         """
-        if not isinstance(value, torch.Tensor) or not (value.is_floating_point() or value.is_complex()):
+        if not (value.is_floating_point() or value.is_complex()):
             return
         allows_minus = source in (BATCH, FORWARD) and not value.requires_grad
         value = local(value.detach())
@@ -178,24 +164,3 @@ class _Observer:
         is_finite = high.isfinite() | (high == -math.inf) if allows_minus else high.isfinite() & low.isfinite()
         found = torch.where(is_finite, self._never, micro_batch)
         self._first[source, block] = torch.minimum(self._first[source, block], found)
-
-    def _before(self, module: BlockModule, arguments: tuple[Any, ...]) -> tuple[Any, ...]:
-        """Note the batch fields of a block, and observe the gradients that it will pass on."""
-        shared, values = arguments
-        block, micro_batch = module.block, self._micro_batch
-        for value in values[len(block.receives) :]:
-            self._note(BATCH, block.index, micro_batch, value)
-
-        def observed(value: Any) -> Any:
-            if not (isinstance(value, torch.Tensor) and value.requires_grad and torch.is_grad_enabled()):
-                return value
-            own = value.view_as(value)  # the gradient of `value` itself is the sum over all blocks that read it
-            own.register_hook(functools.partial(self._note, BACKWARD, block.index, micro_batch))
-            return own
-
-        return {name: observed(value) for name, value in shared.items()}, tuple(map(observed, values))
-
-    def _after(self, module: BlockModule, _arguments: tuple[Any, ...], sent: tuple[torch.Tensor, ...]) -> None:
-        """Note what a block sends."""
-        for value in sent:
-            self._note(FORWARD, module.block.index, self._micro_batch, value)

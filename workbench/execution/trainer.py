@@ -166,7 +166,10 @@ class Trainer:
         The flag `stop` is summed over the ranks along with the loss; `batch` and `label_counts` are those of
         `gradients`.
         """
-        scalars = self.measure(step, batch, stop, label_counts)
+        return self.update(step, self.measure(step, batch, stop, label_counts))
+
+    def update(self, step: int, scalars: torch.Tensor) -> StepResult:
+        """Update the weights of step `step` (0-based) with the gradients in place; `scalars` are those of `measure`."""
         experiment = self.experiment
         self._norms.clip(self.optimizer, scalars[1], self._squared_of_groups)
         factor = learning_rate_factor(step, experiment.warmup, experiment.total_steps, experiment.optimizer.lr_schedule)
@@ -194,6 +197,10 @@ class Trainer:
         """Compute the gradients of a step and return the scalars of its `StepResult`; `step` explains the arguments."""
         loss = self.gradients(step, batch, label_counts)
         self._norms.free_untrained(step)
+        return self.scalars(loss, stop)
+
+    def scalars(self, loss: torch.Tensor, stop: bool = False) -> torch.Tensor:
+        """Return the scalars of a `StepResult` of the gradients in place; `loss` is this rank's share. A collective."""
         norm, *groups = self._norms.squared()
         shares = [float(stop), *(share() for share in shared_columns().values())]
         logged, coordinate = self._scalars, self.coordinate

@@ -308,17 +308,16 @@ class TrainingWorker:
                 write_tokenizer(experiment, self.run_dir)
             names = experiment.data.class_names
             extras = _checkpoint_extras(model, graph, names) if self.is_main else CheckpointExtras()
+            compact = block_sparse_parameters(experiment, plan, self.coordinate, graph, self.device)
+            code, autocast = self._code_to_run(graph), self.accelerator.autocast
             stages = build_stage(
-                plan,
-                self.coordinate,
-                model,
-                graph,
-                context,
-                compile=compile,
-                autocast=self.accelerator.autocast,
-                compact=block_sparse_parameters(experiment, plan, self.coordinate, graph, self.device),
+                plan, self.coordinate, model, code, context, compile=compile, autocast=autocast, compact=compact
             )
         return graph, evaluated, sampled, stages, extras
+
+    def _code_to_run(self, graph: Graph) -> Graph:
+        """Return the graph that is trained, which a worker of another purpose may change."""
+        return graph
 
     # Training
 

@@ -1,5 +1,6 @@
 """The public names of the room, listed once."""
 
+from .bisecting import Bisection as Bisection
 from .doctor import doctor as doctor
 from .records.history import History as History
 from .records.summary import Summary as Summary

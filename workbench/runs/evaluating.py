@@ -20,7 +20,7 @@ from workbench.runs.launching import processes
 from workbench.runs.launching.failure import log_tail, root_cause
 from workbench.runs.launching.launcher import launch, request_end
 from workbench.runs.launching.run_directory import Attempt, code_of_clone
-from workbench.runs.status import complete_checkpoints, read_experiment, read_status, wait_for_end
+from workbench.runs.status import Status, complete_checkpoints, read_experiment, read_status, wait_for_end
 
 if TYPE_CHECKING:
     from workbench.experiment import Experiment
@@ -123,10 +123,13 @@ def _evaluated_experiment(run: RunDir, data: Any) -> Experiment:
     return experiment
 
 
-def _result_event(child: RunDir, checkpoint: Path) -> dict[str, Any]:
-    """Wait until the processes of an evaluation have ended, and return its event."""
+def wait_for_child(child: RunDir) -> Status:
+    """Wait until the processes of an evaluation or a bisection have ended, which an interrupt ends.
+
+    Raises `DataError` if data ended them, and `RunFailed` for another failure.
+    """
     try:
-        status, _ = wait_for_end(child)
+        return wait_for_end(child)[0]
     except KeyboardInterrupt:
         request_end(child, child.kill_file, read_status(child)[0])
         wait_for_end(child)
@@ -136,6 +139,11 @@ def _result_event(child: RunDir, checkpoint: Path) -> dict[str, Any]:
         if root is not None and root.type == DataError.__name__:
             raise DataError(root.message) from failure
         raise
+
+
+def _result_event(child: RunDir, checkpoint: Path) -> dict[str, Any]:
+    """Wait until the processes of an evaluation have ended, and return its event."""
+    status = wait_for_child(child)
     events = [event for event in read_events(child.events) if event["type"] == "evaluation"]
     if not events:
         raise WorkbenchError(

@@ -193,7 +193,7 @@ class CheckpointStore:
         own_replica = coordinate.data_rank * coordinate.tensor + coordinate.tensor_rank
         staged: dict[str, torch.Tensor] = {}
         buffers = trainer.stages.model_buffers()
-        for index, (key, name, value) in enumerate(_entries(trainer)):
+        for index, (key, name, value) in enumerate(entries(trainer)):
             if self._is_divided(name, value):
                 value = trainer.full(name, value.to(trainer.context.device))
             if isinstance(value, DTensor):
@@ -228,7 +228,7 @@ class CheckpointStore:
         parameters = self._trainer.stages.model_parameters()
         begun = {name for name in parameters if any(key.startswith(f"optim.{name}.") for key in stored)}
         forget_state(self._trainer.optimizer, [p for name, p in parameters.items() if name not in begun])
-        live = [entry for entry in _entries(self._trainer) if entry[0] in stored or not entry[0].startswith("average.")]
+        live = [entry for entry in entries(self._trainer) if entry[0] in stored or not entry[0].startswith("average.")]
         divided = {key for key, name, value in live if self._is_divided(name, value)}
         targets = {
             key: torch.empty(self._trainer.graph.parameters[name].shape, dtype=value.dtype) if key in divided else value
@@ -289,7 +289,7 @@ class CheckpointStore:
         return (name in stages.shardings or name in stages.compact.indices) and value.ndim > 0
 
 
-def _entries(trainer: Trainer) -> Iterator[tuple[str, str, torch.Tensor]]:
+def entries(trainer: Trainer) -> Iterator[tuple[str, str, torch.Tensor]]:
     """Yield (key, the model's name, live tensor) of this rank's stages, in the same order on all their replicas."""
     names: dict[torch.Tensor, str] = {}
     for name, parameter in trainer.stages.model_parameters().items():

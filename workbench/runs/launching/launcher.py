@@ -68,11 +68,11 @@ def launch(
     attempt = _checked(attempt, captured, progress)
     devices = devices_for(attempt.plan)
     device_queue.queue_folder()
-    is_training = worker != processes.EVALUATOR
+    is_training = worker not in (processes.EVALUATOR, processes.BISECTOR)
     with written(attempt) as run:
         note_runs_root(run.path.parent)
         if not is_training:
-            run.tracker.unlink(missing_ok=True)  # the run that is evaluated has the result, not a run of its own on W&B
+            run.tracker.unlink(missing_ok=True)  # the result is not a run of its own on W&B
         append_event(run.events, "status", state="queued", message="")
         _start_supervisor(run, attempt.plan, devices, worker, share)
     if os.environ.get(LAUNCHES) and is_training:

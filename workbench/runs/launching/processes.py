@@ -19,6 +19,7 @@ from workbench.rundir import RunDir, process_alive, process_record, read_object
 POLL_S = 0.1
 SUPERVISOR, RECORDER = "workbench.runs.launching.supervisor", "workbench.runs.tracking.recorder"
 WORKER, EVALUATOR = "workbench.execution.worker", "workbench.execution.evaluation_worker"
+BISECTOR = "workbench.execution.bisection_worker"
 LAUNCHER, LOCAL_LAUNCHER = "accelerate.commands.launch", "workbench.execution.local_launch"
 """Accelerate's launcher, and the one for ranks of one node that meet on the loopback interface or are forked."""
 LEAVES_S = 5.0

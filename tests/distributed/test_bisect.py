@@ -1,0 +1,168 @@
+"""`wb.bisect` names the block where a fault begins, and calls right plans rounding, on real ranks and in numbers."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from typer.testing import CliRunner
+
+import workbench as wb
+from tests.distributed.faulty_tracer import FAULTS
+from tests.distributed.own_machine import own_machine
+from tests.distributed.real_worker import experiment, plan
+from workbench import cli
+from workbench.errors import InvalidArgument, PlanMismatch
+from workbench.execution.deviation import (
+    GRADIENT,
+    OUTPUT,
+    SAME,
+    UPDATE,
+    Deviation,
+    Distance,
+    Key,
+    Row,
+    compared,
+    first_fault,
+    from_json,
+    judged,
+    to_json,
+)
+from workbench.planning.plan import Plan
+from workbench.runs import bisecting
+
+ASKED = experiment(learning_rate=1e-3, warmup_steps=1)
+NAMES = ("embeddings", "layer.0", "layer.1", "head")
+
+
+@pytest.fixture
+def machine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+    yield from own_machine(tmp_path, monkeypatch)
+
+
+def in_bf16(chosen: Plan) -> Plan:
+    return dataclasses.replace(chosen, precision="bf16")
+
+
+def faults_of(plans: Sequence[Plan], **choices: Any) -> list[Deviation | None]:
+    """Return where the fault of each plan begins, after two steps of which one referee knows the right numbers."""
+    found, reference, _ = bisecting.compared(ASKED, plans, 2, **choices)
+    assert reference == "float64"
+    return [result["fault"] and from_json(result["fault"]) for result in found]
+
+
+@pytest.mark.usefixtures("machine")
+def test_a_planted_fault_is_named_to_step_block_and_tensor() -> None:
+    pipelined, replicated = plan(ASKED, pipeline=2), plan(ASKED, data=2)
+    plans = [replicated if fault.__name__ == "lone_replica" else pipelined for fault in FAULTS] + [in_bf16(pipelined)]
+    found = faults_of(plans, workers=["faulty_tracer"] * len(plans))
+    places = [fault and (fault.step, fault.part, fault.block_name, fault.rank) for fault in found]
+    head, layer = "cls.predictions", "bert.encoder.layer.1"
+    assert places == [
+        (1, "gradient", head, 1),  # of the scaled stage, the block whose gradients come first
+        (2, "output", layer, 1),
+        (1, "output", layer, 1),
+        (1, "output", layer, 1),
+        (1, "update", layer, 1),
+        (1, "gradient", head, 1),
+        (1, "gradient", head, 1),  # the same scale in bf16, below the noise of single elements
+    ]
+    scaled, _, _, _, faster, _, scaled_in_bf16 = found
+    for fault in (scaled, faster, scaled_in_bf16):
+        assert fault is not None
+        assert fault.factor == pytest.approx(1.01, abs=2e-3)
+    assert scaled_in_bf16 is not None
+    assert scaled_in_bf16.size < 6 * scaled_in_bf16.noise
+
+
+@pytest.mark.usefixtures("machine")
+def test_right_plans_of_both_precisions_are_called_rounding() -> None:
+    """Each of seven plans is as near to one device as roundings explain, and so is every pair of the 21."""
+    pipelined = plan(ASKED, pipeline=2)
+    interleaved = plan(ASKED, pipeline=2, schedule="interleaved", chunks=2, recompute="full")
+    divided, sharded = plan(ASKED, tensor=2), plan(ASKED, data=2, zero=3)
+    rights = [pipelined, divided, sharded, *map(in_bf16, (interleaved, divided, sharded, plan(ASKED, data=2)))]
+    assert faults_of(rights) == [None] * 7
+
+
+@pytest.mark.usefixtures("machine")
+def test_the_command_tells_plans_apart_that_draw_other_dropout_and_leaves_no_folder(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    plans = [plan(ASKED, pipeline=2).save(tmp_path / "a"), plan(ASKED, data=2, micro_batch=4).save(tmp_path / "b")]
+    monkeypatch.setattr(cli, "experiment_from", lambda *_: ASKED)
+    done = CliRunner().invoke(cli.app, ["bisect", "bert", *map(str, plans), "--steps", "1"], env={"COLUMNS": "300"})
+    assert done.exit_code == 0, done.output
+    assert "differ by the size of their micro-batches" in done.output
+    assert "Apart from that they differ by rounding." in done.output
+    assert not list((tmp_path / "runs").glob(".bisection-*"))
+
+
+@pytest.mark.usefixtures("machine")
+def test_what_cannot_be_compared_is_refused_before_a_process_starts(tmp_path: Path) -> None:
+    right, other = plan(ASKED), plan(ASKED.replace(global_batch=16))
+    with pytest.raises(InvalidArgument, match="steps=0 lies outside 1 to 40"):
+        wb.bisect(ASKED, right, right, steps=0)
+    with pytest.raises(PlanMismatch, match="global_batch=16"):
+        wb.bisect(ASKED, right, other)
+    large = dataclasses.replace(right, stages=(dataclasses.replace(right.stages[0], parameters=10**9),))
+    with pytest.raises(wb.errors.PlanInfeasible, match="fewer layers"):
+        wb.bisect(ASKED, right, large)
+    assert not (tmp_path / "runs").exists()
+
+
+def rows_of(
+    scales: dict[int, float], size: float = 1e-2, part: int = GRADIENT, elements: int = 4096, blocks: int = 4
+) -> list[Row]:
+    """Return a tensor of each block whose errors are independent: of repetitions, and of a plan with these scales."""
+    generator = torch.Generator().manual_seed(0)
+    rows = []
+    for block in range(blocks):
+        right = torch.randn(elements, generator=generator)
+
+        def repeated(scale: float = 0.0, right: torch.Tensor = right) -> Distance:
+            error = size * torch.randn(elements, generator=generator)
+            return Distance.of(right * (1 + scale) + error, right, right)
+
+        noise = tuple(repeated() for _ in range(3))
+        rows.append(Row((0, part, block, "weight", -1), 0, elements, repeated(scales.get(block, 0.0)), noise, ()))
+    return rows
+
+
+def test_a_scale_below_the_noise_of_elements_is_found_by_its_projection() -> None:
+    assert first_fault(judged(rows_of({}), "A", NAMES)) is None
+    fault = first_fault(judged(rows_of({1: 1e-2, 0: 1e-2}), "A", NAMES))
+    assert fault is not None
+    assert (fault.block_name, fault.measure) == ("layer.0", "scale"), "the backward comes to the later block first"
+    assert fault.factor == pytest.approx(1.01, abs=1e-3)
+    assert fault.size < 2 * fault.noise
+
+
+def test_a_small_tensor_before_the_fault_is_part_of_it() -> None:
+    rows = [*rows_of({1: 1e-2})[:2], *rows_of({2: 7e-4})[2:]]
+    found = judged(rows, "A", NAMES)
+    assert [each.block for each in found if each.excess > 1] == [1]
+    fault = first_fault(found)
+    assert fault is not None
+    assert fault.block == 2
+
+
+def test_masks_of_minus_infinity_are_equal_and_other_infinities_are_faults() -> None:
+    mask = torch.tensor([0.0, -math.inf, 1.0])
+    assert Distance.of(mask, mask, mask) == SAME
+    assert Distance.of(torch.tensor([0.0, math.nan, 1.0]), mask, mask).size == math.inf
+
+
+def test_numbers_that_no_rank_has_are_a_fault_and_survive_json() -> None:
+    key, value = (0, OUTPUT, 2, "hidden", 0), torch.ones(2)
+    other: Key = (0, UPDATE, 3, "model.weight", -1)
+    rows = compared({key: value, other: value}, [], [{other: value}], {}, lambda _rank, at: at[2])
+    fault = first_fault(judged(rows, "B", NAMES))
+    assert fault is not None
+    assert (fault.block_name, fault.tensor, fault.size) == ("layer.1", "hidden", math.inf)
+    assert from_json(to_json(fault)) == fault

@@ -1,0 +1,266 @@
+"""Distances of a plan's numbers from those of a reference, and whether roundings explain them.
+
+Of each tensor four distances are measured: its size, its largest element, its projection on the reference (a scale) and
+its mean (an offset). Roundings change the first two by as much as they change those of repetitions on one device. They
+hardly change the last two, where the errors of many elements cancel: by these a factor of 1.01 shows in bf16.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import asdict, dataclass, fields
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    import torch
+
+START, SAMPLES, OUTPUT, PASSED, GRADIENT, UPDATE = range(6)
+"""Parts of a step: the weights it begins with, batch fields that a block reads, values that it sends, gradients that it
+passes back, gradients of weights, weights and optimiser state after the update."""
+_ORDER = {START: 0, SAMPLES: 1, OUTPUT: 2, PASSED: 3, GRADIENT: 3, UPDATE: 4}
+"""Order in which they arise: a block's gradients arise together."""
+Key = tuple[int, int, int, str, int]
+"""Step (from 0), part, block, name, and micro-batch of the global batch (-1 where these are summed)."""
+Numbers = dict[Key, "torch.Tensor"]
+
+COARSE = 8
+"""Roundings that are so many times coarser show where numbers jump, as at the kink of a ReLU or where experts are
+chosen: there the noise does not grow with the size of roundings."""
+MOST_NOISE = 6.0
+"""Multiple of the noise up to which a size or an element counts as rounding. Of twenty right plans none exceeds 2."""
+MOST_JUMPS = 1.5
+"""Multiple of what roundings that are `COARSE` times coarser change, up to which a difference counts as rounding."""
+MOST_SIGMAS = 6.0
+"""Standard deviations up to which a scale or an offset counts as rounding. Of twenty right plans none exceeds 2.5."""
+FP32_ROUNDING = 2.0**-24
+"""Largest relative error of a rounding to fp32."""
+LEAST_UNITS = 8.0
+"""Number of such roundings up to which every distance counts as rounding."""
+SUSPECT = 0.5
+"""Fraction of a limit from which a block before the first fault is taken to be part of it."""
+
+
+@dataclass(frozen=True)
+class Distance:
+    """Distances of a tensor from a reference, relative to the reference."""
+
+    size: float
+    element: float
+    scale: float
+    offset: float
+
+    @staticmethod
+    def of(found: torch.Tensor, reference: torch.Tensor, base: torch.Tensor) -> Distance:
+        """Return the distances relative to `base`, which is the reference, or how far an update moved it.
+
+        They are absolute if the base is zero, and infinite if one of the tensors is not finite where the other is.
+        """
+        found, reference, base = (value.double().reshape(-1) for value in (found, reference, base))
+        same = (found == reference) | (found.isnan() & reference.isnan())  # such as the -inf of a mask
+        difference = (found - reference).masked_fill(same, 0.0)
+        if not bool(difference.isfinite().all()):
+            return Distance(*[math.inf] * 4)
+        base = base.masked_fill(~base.isfinite(), 0.0)
+        norm, largest = base.norm().item() or 1.0, base.abs().max().item() or 1.0
+        return Distance(
+            size=difference.norm().item() / norm,
+            element=difference.abs().max().item() / largest,
+            scale=difference.dot(base).item() / norm**2,
+            offset=difference.mean().item() * len(base) ** 0.5 / norm,
+        )
+
+
+MISSING = Distance(*[math.inf] * 4)
+SAME = Distance(0.0, 0.0, 0.0, 0.0)
+
+
+@dataclass(frozen=True)
+class Row:
+    """A tensor of one rank of a plan: its distance from the reference, and those of repetitions on one device."""
+
+    key: Key
+    rank: int
+    elements: int
+    found: Distance
+    noise: tuple[Distance, ...]
+    """Distances of repetitions with roundings of the plan's precision."""
+    coarse: tuple[Distance, ...]
+    """Distances of repetitions with roundings that are `COARSE` times coarser."""
+
+
+@dataclass(frozen=True)
+class Deviation:
+    """A tensor in which a plan differs from the reference."""
+
+    plan: str
+    step: int
+    """From 1."""
+    part: str
+    """`weights`, `samples`, `output`, `passed gradient`, `gradient` or `update`."""
+    block: int
+    block_name: str
+    tensor: str
+    micro_batch: int | None
+    """Micro-batch of the global batch, from 0; None where micro-batches are summed."""
+    rank: int
+    """The first rank that has these numbers."""
+    size: float
+    """Norm of the difference over that of the reference: of the tensor, or of how far the update moved a weight."""
+    noise: float
+    """The same for repetitions on one device in the plan's precision."""
+    factor: float
+    """The tensor's projection on the reference: 1.01 for one that is 1 % too large."""
+    excess: float
+    """The difference over the largest that roundings explain, in the distance where that is largest."""
+    measure: str
+    """That distance: `size`, `element`, `scale` or `offset`."""
+
+    @property
+    def order(self) -> tuple[int, int, int]:
+        """Position in the order in which the numbers of a training arise."""
+        part = _ORDER[PARTS.index(self.part)]
+        return self.step, part, -self.block if part == _ORDER[GRADIENT] else self.block
+
+
+PARTS = ("weights", "samples", "output", "passed gradient", "gradient", "update")
+
+
+def compared(
+    reference: Numbers,
+    repetitions: Sequence[tuple[int, Mapping[Key, Distance]]],
+    ranks: Sequence[Numbers],
+    before: Mapping[str, torch.Tensor],
+    own_block: Callable[[int, Key], int],
+) -> list[Row]:
+    """Return the rows of one step.
+
+    Args:
+        reference: the numbers of one device.
+        repetitions: the coarseness of the roundings of each repetition, 0 for none, with its distances.
+        ranks: the numbers of each rank that no rank before it has.
+        before: the state before the update, by the names of the keys.
+        own_block: returns the first block of a rank that has a tensor; several stages may hold a tied weight.
+    """
+    rows = []
+    seen = set[Key]()
+    for rank, numbers in enumerate(ranks):
+        for key, found in distances(reference, numbers, before).items():
+            noise = tuple(sample[key] for coarse, sample in repetitions if coarse < COARSE)
+            coarse = tuple(sample[key] for coarse, sample in repetitions if coarse == COARSE)
+            place = (*key[:2], own_block(rank, key), *key[3:])
+            rows.append(Row(place, rank, reference[key].numel(), found, noise, coarse))
+            seen.add(key)
+    lost = (key for key in reference if key not in seen and key[1] in (OUTPUT, GRADIENT, UPDATE))
+    return rows + [Row(key, 0, reference[key].numel(), MISSING, (), ()) for key in lost if reference[key].numel()]
+
+
+def distances(reference: Numbers, found: Numbers, before: Mapping[str, torch.Tensor]) -> dict[Key, Distance]:
+    """Return the distance of each tensor that is in the reference, too; `before` is the state before the update."""
+
+    def base(key: Key) -> torch.Tensor:
+        is_weight = key[1] == UPDATE and key[3] in before and key[3].startswith("model.")
+        return reference[key].double() - before[key[3]].double() if is_weight else reference[key]
+
+    return {
+        key: Distance.of(value, reference[key], base(key)) if value.shape == reference[key].shape else MISSING
+        for key, value in found.items()
+        if key in reference and reference[key].numel()
+    }
+
+
+def judged(rows: Iterable[Row], plan: str, block_names: Sequence[str]) -> list[Deviation]:
+    """Return every row with its excess over what roundings explain, in the order in which the numbers arise."""
+    groups: dict[tuple[object, ...], list[Row]] = defaultdict(list)
+    for row in rows:
+        groups[row.key[:2]].append(row)
+    found = [each for group in groups.values() for each in _judged_together(group, plan, block_names)]
+    return sorted(found, key=lambda each: (each.order, -each.excess))
+
+
+def _judged_together(rows: Sequence[Row], plan: str, block_names: Sequence[str]) -> Iterable[Deviation]:
+    """Judge the rows of one part of one step, whose errors are spread over elements alike."""
+    spread = {name: _spread(rows, name) for name in ("scale", "offset")}
+    same: dict[tuple[object, ...], list[Row]] = defaultdict(list)
+    for row in rows:
+        same[row.key[:4]].append(row)  # the micro-batches, and the ranks, of one tensor
+    for row in rows:
+        noise = [each for other in same[row.key[:4]] for each in other.noise]
+        coarse = [each for other in same[row.key[:4]] for each in other.coarse]
+        is_exact = row.key[1] in (START, SAMPLES)
+        floor = 0.0 if is_exact else LEAST_UNITS * FP32_ROUNDING
+        sizes = {name: max((getattr(each, name) for each in noise), default=0.0) for name in ("size", "element")}
+        jumps = {name: max((getattr(each, name) for each in coarse), default=0.0) for name in sizes}
+        limits = {name: max(floor, MOST_NOISE * sizes[name], MOST_JUMPS * jumps[name]) for name in sizes}
+        for name, how_spread in spread.items():
+            own = _rms([getattr(each, name) for each in noise])
+            limits[name] = max(floor, MOST_SIGMAS * max(own, how_spread * sizes["size"] / row.elements**0.5))
+        excess = {name: _over(abs(getattr(row.found, name)), limit) for name, limit in limits.items()}
+        measure = max(excess, key=lambda name: excess[name])
+        step, part, block, tensor, micro_batch = row.key
+        yield Deviation(
+            plan=plan,
+            step=step + 1,
+            part=PARTS[part],
+            block=block,
+            block_name=block_names[block],
+            tensor=tensor.removeprefix("model."),
+            micro_batch=None if micro_batch < 0 else micro_batch,
+            rank=row.rank,
+            size=row.found.size,
+            noise=sizes["size"],
+            factor=1 + row.found.scale,
+            excess=excess[measure],
+            measure=measure,
+        )
+
+
+def _spread(rows: Iterable[Row], name: str) -> float:
+    """Return how much larger a scale or an offset is than it would be if the errors of elements were independent."""
+    found = [
+        getattr(each, name) * row.elements**0.5 / each.size
+        for row in rows
+        for each in row.noise
+        if 0 < each.size < math.inf
+    ]
+    return _rms(found)
+
+
+def _rms(values: Sequence[float]) -> float:
+    return math.sqrt(sum(value * value for value in values) / len(values)) if values else 0.0
+
+
+def _over(value: float, limit: float) -> float:
+    return value / limit if limit else math.inf if value else 0.0
+
+
+def first_fault(found: Sequence[Deviation]) -> Deviation | None:
+    """Return where the deviations of a plan, in their order, first exceed what roundings explain; None if nowhere.
+
+    A block just before it that comes near the limit is part of the fault: a small tensor shows less of it than a large
+    one. Of the block where the fault begins, the tensor that shows most of it is returned.
+    """
+    first = next((each for each in found if each.excess > 1), None)
+    if first is None:
+        return None
+    worst: dict[tuple[int, int, int], Deviation] = {}
+    for each in found:
+        if each.order not in worst or each.excess > worst[each.order].excess:
+            worst[each.order] = each
+    orders = sorted(worst)
+    at = orders.index(first.order)
+    while at and orders[at - 1][:2] == first.order[:2] and worst[orders[at - 1]].excess > SUSPECT:
+        at -= 1
+    return worst[orders[at]]
+
+
+def to_json(deviation: Deviation) -> dict[str, Any]:
+    """Return the fields of a deviation, with infinite numbers as text."""
+    return {k: str(v) if isinstance(v, float) and not math.isfinite(v) else v for k, v in asdict(deviation).items()}
+
+
+def from_json(value: Mapping[str, Any]) -> Deviation:
+    """Return the deviation that `to_json` describes."""
+    floats = {each.name for each in fields(Deviation) if each.type == "float"}
+    return Deviation(**{name: float(each) if name in floats else each for name, each in value.items()})
