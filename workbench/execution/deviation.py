@@ -96,7 +96,7 @@ class Deviation:
 
     plan: str
     step: int
-    """From 1."""
+    """The step, from 1."""
     part: str
     """`weights`, `samples`, `output`, `passed gradient`, `gradient` or `update`."""
     block: int
@@ -113,9 +113,9 @@ class Deviation:
     factor: float
     """The tensor's projection on the reference: 1.01 for one that is 1 % too large."""
     excess: float
-    """The difference over the largest that roundings explain, in the distance where that is largest."""
+    """The difference over the largest that roundings explain, in one of the four distances."""
     measure: str
-    """That distance: `size`, `element`, `scale` or `offset`."""
+    """The distance in which the excess is largest: `size`, `element`, `scale` or `offset`."""
 
     @property
     def order(self) -> tuple[int, int, int]:
