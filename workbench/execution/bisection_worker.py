@@ -54,7 +54,7 @@ from workbench.execution.observation import BACKWARD, BATCH, FORWARD, BlockObser
 from workbench.execution.parallel.alike import digests
 from workbench.execution.trainer import Trainer
 from workbench.execution.worker import BetweenSteps, TrainingWorker, main
-from workbench.optimizers.user_optimizer import create_state
+from workbench.optimizers.user_optimizer import create_state, forget_state
 from workbench.planning.plan import Memory, Plan, Stage
 from workbench.rundir import RunDir, append_event, read_record, write_record
 
@@ -164,7 +164,6 @@ class Tracer(TrainingWorker):
     ) -> TrainingProgress:
         folder = self.run_dir.path / TRACES
         folder.mkdir(exist_ok=True)
-        create_state(trainer.optimizer)
         numbers, steps = state_of(trainer, 0, START), int(settings_of(self.run_dir)["steps"])
         for step, (batch, label_counts) in enumerate(itertools.islice(self._batches(trainer, 0), steps)):
             self.heartbeat.begin("step", step + 1)
@@ -303,7 +302,7 @@ class Referee(TrainingWorker):
         _set_state(trainer, before, rounding)
         recorder = Recorder(trainer, step, rounding)
         with recorder.observing():
-            trainer.gradients(step, fields, label_counts)
+            trainer.measure(step, fields, label_counts=label_counts)
         numbers = recorder.numbers | gradients_of(trainer, step)
 
         rounding = Rounding(coarse * torch.finfo(torch.float32).eps / 2, seed)  # updates are fp32 in every precision
@@ -315,6 +314,7 @@ class Referee(TrainingWorker):
             if gradient is not None:
                 own = gradient.to(parameter.device, parameter.dtype, copy=True)  # clipping changes it
                 parameter.grad = rounding.of(own)
+        trainer._diverged = None  # numbers of another plan, or of another repetition, may not have been finite
         trainer.update(step, trainer.scalars(torch.zeros((), device=trainer.context.device)))
         return numbers | state_of(trainer, step, UPDATE)
 
@@ -343,15 +343,18 @@ class Referee(TrainingWorker):
         context = StepContext(experiment.seed, self.device)
         autocast: Any = partial(torch.autocast, self.device.type, torch.bfloat16) if has_autocast else nullcontext
         stages = build_stage(plan, self.coordinate, model, graph, context, autocast=autocast)
-        trainer = Trainer(experiment, plan, graph, stages, context, self.coordinate)
-        create_state(trainer.optimizer)
-        return trainer
+        return Trainer(experiment, plan, graph, stages, context, self.coordinate)
 
 
 @torch.no_grad()
 def _set_state(trainer: Trainer, state: Numbers, rounding: Rounding) -> None:
     """Give a trainer on one device a state, with rounded weights."""
     values = {key[3]: value for key, value in state.items()}
+    parameters = trainer.stages.model_parameters()
+    begun = {name.removeprefix("optim.").rpartition(".")[0] for name in values if name.startswith("optim.")}
+    if begun - {name for key, name, _ in entries(trainer) if key.startswith("optim.")}:
+        create_state(trainer.optimizer)
+    forget_state(trainer.optimizer, [parameter for name, parameter in parameters.items() if name not in begun])
     for key, _, value in entries(trainer):
         value.copy_(values[key])
         if key.startswith("model."):
@@ -394,10 +397,9 @@ def _own_block(plan: Plan, graph: Graph, rank: int, key: Key) -> int:
     if part not in (START, GRADIENT, UPDATE):
         return first
     stages = plan.stages_of(rank // (plan.data * plan.tensor))
+    whole = name.partition(".")[2]  # behind `model.`, `average.` or `optim.`, which is followed by the slot
     for block in (graph.blocks[index] for stage in stages for index in range(stage.first_block, stage.end_block)):
-        if any(
-            name in (n, f"model.{n}") or name.startswith(f"optim.{n}.") for n in (*block.parameters, *block.buffers)
-        ):
+        if any(each in (name, whole) or whole.startswith(f"{each}.") for each in (*block.parameters, *block.buffers)):
             return block.index
     return first
 

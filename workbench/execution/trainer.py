@@ -252,7 +252,7 @@ class Trainer:
         self._schedule.step(target=target, losses=losses, return_outputs=False, **fields)
         if self._all_reduce is not None:
             self._all_reduce.finish(self._all_reduced)
-        self._reduce_tied_gradients()
+        _reduce_tied_gradients(self)
         if self.sparse_weights is not None:
             self.sparse_weights.mask_gradients(step)
         if not losses:
@@ -301,14 +301,15 @@ class Trainer:
         if self._scalars is not None:
             self._scalars.weigh(self.context.loss_denominators, self._label_counts, own, self.plan.gathers)
 
-    def _reduce_tied_gradients(self) -> None:
-        """Sum the gradients of a tied parameter over this rank's duplicates, then over the ranks that hold it."""
-        for first, *others in self._duplicates.values():
-            for other in others:
-                if other.grad is not None:
-                    local(_gradient(first)).add_(local(other.grad))
-        for name, group in self._ties.items():
-            dist.all_reduce(local(_gradient(self._parameters[name])), group=group)
+
+def _reduce_tied_gradients(trainer: Trainer) -> None:
+    """Sum the gradients of a tied parameter over a rank's duplicates, then over the ranks that hold it."""
+    for first, *others in trainer._duplicates.values():
+        for other in others:
+            if other.grad is not None:
+                local(_gradient(first)).add_(local(other.grad))
+    for name, group in trainer._ties.items():
+        dist.all_reduce(local(_gradient(trainer._parameters[name])), group=group)
 
 
 def _build_optimizer(trainer: Trainer) -> torch.optim.Optimizer:

@@ -161,11 +161,13 @@ class Bisection:
 
 def _tensor(each: Deviation) -> str:
     """Name a tensor, relative to its block where it lies in it."""
-    name = each.tensor.removeprefix("optim.").removeprefix(f"{each.block_name}.")
+    name = each.tensor.removeprefix("optim.").removeprefix("average.").removeprefix(f"{each.block_name}.")
     where = "" if each.micro_batch is None else f", micro-batch {each.micro_batch}"
     if each.tensor.startswith("optim."):
         name, _, slot = name.rpartition(".")
         return f"optimiser state {slot} of {name}"
+    if each.tensor.startswith("average."):
+        return f"average of {name}"
     words = {
         "weights": "first value of {}",
         "samples": "batch field {}",
