@@ -263,4 +263,5 @@ def to_json(deviation: Deviation) -> dict[str, Any]:
 def from_json(value: Mapping[str, Any]) -> Deviation:
     """Return the deviation that `to_json` describes."""
     floats = {each.name for each in fields(Deviation) if each.type == "float"}
-    return Deviation(**{name: float(each) if name in floats else each for name, each in value.items()})
+    plain: dict[str, Any] = {name: float(each) if name in floats else each for name, each in value.items()}
+    return Deviation(**plain)

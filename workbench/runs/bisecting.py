@@ -237,7 +237,7 @@ def compared(
         plan.tensor == 1 and not (plan.cluster.device.type == "cuda" if compiles is None else compiles)
         for plan in plans
     )
-    settings = {"steps": steps, "without_dropout": not draws_alike}
+    settings: dict[str, Any] = {"steps": steps, "without_dropout": not draws_alike}
     started: list[RunDir] = []
     with _folder() as folder:
         for index, (plan, worker) in enumerate(zip(plans, workers or [processes.BISECTOR] * len(plans), strict=True)):
@@ -302,7 +302,7 @@ def _bisection(
     (loss_a, *_), (loss_b, *_) = (result["reference_losses"] for result in results)
     unlike = abs(loss_a - loss_b) / max(abs(loss_a), abs(loss_b), 1e-30)
     return Bisection(
-        experiment=experiment.name,
+        experiment=experiment.name or experiment.model.name,
         plans=(plans[0].division(), plans[1].division()),
         steps=steps,
         reference=reference,
