@@ -188,6 +188,24 @@ class CheckpointEvent(_Timed):
     """Seconds until the checkpoint was on disk."""
 
 
+class PartUseFields(TypedDict):
+    """What was read of one source of a mixture."""
+
+    name: str
+    samples: int
+    tokens: int
+    epochs: float
+
+
+class DataUseEvent(_Timed):
+    """What the first `step` steps read of each source of a mixture, logged with each checkpoint and at both ends."""
+
+    type: Literal["data_use"]
+    step: int
+    """Number of completed steps, from 0."""
+    parts: list[PartUseFields]
+
+
 class CheckpointProblemEvent(_Timed):
     """A checkpoint could not be written, or a damaged one was skipped."""
 
@@ -231,6 +249,7 @@ Event = (
     | ActionsEvent
     | CheckpointEvent
     | CheckpointProblemEvent
+    | DataUseEvent
     | EndEvent
     | TrackingEvent
 )

@@ -451,6 +451,15 @@ class Experiment:
         return self.global_batch * self.seq_len
 
     @property
+    def total_samples(self) -> int:
+        """Samples of the whole training."""
+        return self.samples_before(self.total_steps)
+
+    def samples_before(self, step: int) -> int:
+        """Return the samples of the first `step` steps."""
+        return step * self.global_batch
+
+    @property
     def eval_data(self) -> DataSource | None:
         """Held-out data of the evaluation, None without one or where a part of the text is held out."""
         return None if self.evaluation is None else self.evaluation.data
@@ -607,7 +616,7 @@ def user_parts(experiment: Experiment) -> dict[str, Any]:
             parts[name] = value.function
         elif isinstance(value, _models.UserModel):
             parts[name] = value.factory
-        elif isinstance(value, _data.UserData):
+        elif isinstance(value, _data.UserData | _data.Mixture) and value.is_user_defined:
             parts[name] = value.dataset_or_factory
         elif isinstance(value, Mapping):
             functions = {metric: function.function for metric, function in value.items()}

@@ -44,6 +44,10 @@ class Training:
     evaluation: object = None
     eval_data: object = None
 
+    @property
+    def total_samples(self) -> int:
+        return self.total_steps * self.global_batch
+
 
 @pytest.fixture(scope="module")
 def home(tmp_path_factory):

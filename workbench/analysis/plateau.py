@@ -15,7 +15,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from workbench.arguments import checked_arguments
-from workbench.data._sampling import MASK_SHARE, RANDOM_SHARE, CausalSamples, SpanSamples
+from workbench.data._sampling import MASK_SHARE, RANDOM_SHARE, CausalSamples, SpanSamples, TokenSamples
 from workbench.data._split import SplicedTokens
 from workbench.errors import DataError, InvalidExperiment
 from workbench.experiment import Experiment
@@ -50,7 +50,7 @@ def context_free(experiment: Experiment) -> ContextFree:
 
     The text is prepared first if it has not been. Raises `DataError` for data that are no text.
     """
-    from workbench.data._datasets import StreamedDataset, TextDataset
+    from workbench.data._datasets import MixedDataset, StreamedDataset, TextDataset
 
     dataset = None if experiment.data.is_user_defined else experiment.data.dataset(experiment)
     if isinstance(dataset, StreamedDataset):
@@ -58,6 +58,10 @@ def context_free(experiment: Experiment) -> ContextFree:
             f"{experiment.data.name} is streamed, and its tokens are counted over all of it. Describe "
             "the text with streaming=False."
         )
+    parts, weights = [dataset], np.ones(1)
+    if isinstance(dataset, MixedDataset):  # of text, since it is not user-defined
+        parts, weights = [*dataset.parts], dataset.order.given(len(dataset)) / len(dataset)
+        dataset = parts[0]
     if not isinstance(dataset, TextDataset):
         raise DataError(
             f"{experiment.data.name} is a user-defined dataset, in which nothing says what the tokens are. Count them, "
@@ -68,18 +72,24 @@ def context_free(experiment: Experiment) -> ContextFree:
             f"{experiment.data.name} is read by a sequence-to-sequence model, whose decoder sees the tokens before "
             "each that it predicts. Only causal and masked models have a loss without context."
         )
-    store = dataset.samples.text
-    whole = store.store if isinstance(store, SplicedTokens) else store
-    counts = np.zeros(whole.vocabulary, dtype=np.int64)
-    for start in range(0, len(whole.ids), BLOCK):
-        counts += np.bincount(whole.ids[start : start + BLOCK].astype(np.int64), minlength=whole.vocabulary)
-    shares = counts / counts.sum()
+    shares = sum(w * _frequencies(part.samples) for part, w in zip(parts, weights, strict=True) if w)
     entropy = _entropy(shares)
     if not isinstance(dataset.samples, CausalSamples):
         words = np.zeros(len(shares), dtype=bool)
         words[dataset.samples.tokens.words] = True
         return ContextFree(entropy, masked_loss(shares, words))
     return ContextFree(entropy, entropy)
+
+
+def _frequencies(samples: TokenSamples) -> NDArray[Any]:
+    """Return the share of each token in the text of some samples, its held-out part included."""
+    store = samples.text
+    whole = store.store if isinstance(store, SplicedTokens) else store
+    counts = np.zeros(whole.vocabulary, dtype=np.int64)
+    for start in range(0, len(whole.ids), BLOCK):
+        counts += np.bincount(whole.ids[start : start + BLOCK].astype(np.int64), minlength=whole.vocabulary)
+    frequencies: NDArray[Any] = counts / counts.sum()
+    return frequencies
 
 
 def masked_loss(shares: NDArray[Any], words: NDArray[np.bool_]) -> float:

@@ -16,6 +16,7 @@ from workbench.data._corpora import DEMO
 from workbench.data._corpora import LARGEST_MASKED_SHARE as LARGEST_MASKED_SHARE
 from workbench.data._corpora import Corpus as Corpus
 from workbench.data._hub import HubText as HubText
+from workbench.data._mixture import Mixture as Mixture
 from workbench.data._source import DataSource as DataSource
 from workbench.data._source import Prepared as Prepared
 from workbench.data._source import SampleRequest as SampleRequest
@@ -29,7 +30,7 @@ from workbench.validation import checked_items
 if TYPE_CHECKING:
     from workbench.data._labelled_texts import LabelledTexts
 
-__all__ = ["classification", "corpus", "documents", "hub"]
+__all__ = ["classification", "corpus", "documents", "hub", "mixture"]
 
 
 def __dir__() -> list[str]:
@@ -200,13 +201,48 @@ def classification(source: Any, tokenizer: Any, length: int = 128, **options: Un
     return labelled_texts(source, tokenizer, length=length, **columns)
 
 
-def from_json(value: Mapping[str, Any], dataset: Any = None) -> Corpus | HubText | UserData:
+@checked_arguments
+def mixture(parts: Sequence[Any], changes: Mapping[int, Sequence[float]] | None = None) -> Mixture:
+    """Describe data that are mixed of several sources, each with a weight.
+
+    `parts` are pairs of a source and its weight: texts (`wb.data.corpus(…)`, `hub` or `documents`), or datasets of your
+    own with the same fields. Weights count in proportion: 7 and 3 are 70 % and 30 % of the samples. `changes` maps
+    steps, counted from 0, to the weights of all sources from that step on.
+
+    No number is drawn: after n samples with constant weights, each source has given within 1 of its share of n. (Shares
+    whose common denominator exceeds 65,536 are rounded to that.) Each source is read in its own shuffled order, again
+    and again; the plan says how many epochs of it are read.
+
+    All texts have one tokeniser. Those without a `tokenizer` are read with that of the first text, or with the
+    vocabulary that is trained on it. Evaluations read held-out samples of every text, mixed by the last weights, or, if
+    `Evaluation(data=…)` is one of the texts, those of this text. Raises `DataError` for weights or sources that do not
+    fit together.
+
+    Examples:
+        >>> data = wb.data.mixture([(web, 0.7), (books, 0.3)], changes={900: (0.2, 0.8)})
+    """
+    for number, pair in enumerate(parts, start=1):
+        if not isinstance(pair, tuple | list) or len(pair) != 2:
+            raise DataError(f"Part {number} of the mixture is no pair of a source and its weight. Write (source, 0.7).")
+    return Mixture(
+        tuple(as_data(source) for source, _ in parts),
+        tuple(weight for _, weight in parts),
+        tuple((step, tuple(weights)) for step, weights in (changes or {}).items()),
+    )
+
+
+def from_json(value: Mapping[str, Any], dataset: Any = None) -> DataSource:
     """Rebuild the data that `to_json` described; `dataset` supplies a user-defined one, which JSON only names.
 
     User-defined data that are rebuilt without it show their name and raise `DataError` when they are read.
     """
     fields = dict(value)
     data_type = fields.pop("type")
+    if data_type == "mixture":
+        datasets = [None] * len(fields["parts"]) if dataset is None else dataset
+        parts = tuple(from_json(part, own) for part, own in zip(fields["parts"], datasets, strict=True))
+        changes = tuple((step, tuple(weights)) for step, weights in fields["changes"])
+        return Mixture(parts, tuple(fields["weights"]), changes)
     if data_type == "user_defined":
         return UserData(dataset, **fields)
     if "tokenizer_file" in fields:  # as descriptions of older runs name it

@@ -19,7 +19,7 @@ import torch
 from torch.utils.data import Dataset
 
 from workbench.data._ring import Ring
-from workbench.data._sampling import EVALUATION_SEED, ITEM, TokenSamples, hashed, shuffled
+from workbench.data._sampling import EVALUATION_SEED, ITEM, MixedOrder, TokenSamples, hashed, shuffled
 from workbench.data._stream import SampleStream
 from workbench.errors import DataError, message_of
 from workbench.tensors import TensorSpec
@@ -126,6 +126,40 @@ class UserDataset(TrainingDataset):
         """Return an item that is read after the generators have been seeded."""
         seed_generators(seed, self._held)
         return item_at(self.items, index)
+
+
+class MixedDataset(TrainingDataset):
+    """Samples of several datasets with the same fields, in the order of a mixture."""
+
+    def __init__(
+        self, parts: Sequence[TrainingDataset], order: MixedOrder, length: int, *, spread: bool = False
+    ) -> None:
+        """With `spread`, what is read of a dataset is spread evenly over all of it."""
+        super().__init__(length)
+        self.parts, self.order = parts, order
+        self._read = order.given(length) if spread else None
+
+    def _batch(self, index_B: np.ndarray[Any, np.dtype[np.int64]]) -> Batch:
+        part_B, number_B = self.order.of(index_B)
+        batch: Batch = {}
+        wanted: Mapping[str, TensorSpec] = {}
+        for part in np.unique(part_B).tolist():
+            chosen, dataset = np.flatnonzero(part_B == part), self.parts[part]
+            number = number_B[chosen]
+            if self._read is not None:
+                number = number * len(dataset) // self._read[part]
+            own = dataset._batch(number)
+            specs = item_specs({name: field[0] for name, field in own.items()})
+            wanted = wanted or specs
+            if specs != wanted:
+                raise DataError(
+                    f"Items of the mixture's sources differ: {described_specs(wanted)} against "
+                    f"{described_specs(specs)}. Give all sources the same fields, shapes and types."
+                )
+            for name, field in own.items():
+                mixed = batch.setdefault(name, field.new_empty((len(index_B), *field.shape[1:])))
+                mixed[torch.from_numpy(chosen)] = field
+        return batch
 
 
 def item_at(items: Any, index: int) -> Batch:

@@ -103,7 +103,7 @@ class ExperimentText:
 
     def dataset(self) -> TextDataset | StreamedDataset:
         """Return the samples of the training in order."""
-        length = self.request.total_steps * self.request.global_batch
+        length = self.request.total_samples
         if not self.data.streaming:
             self.prepare(progress=False)
             return TextDataset(self._samples(self._trained_on(), buffer=self.data.shuffle_buffer), length)

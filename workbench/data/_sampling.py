@@ -6,9 +6,13 @@ Shapes: B samples of a batch, S tokens of a sequence, H hidden (masked) position
 
 from __future__ import annotations
 
+import functools
+import math
 from abc import ABC, abstractmethod
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from fractions import Fraction
+from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -32,7 +36,7 @@ MASK_SHARE, RANDOM_SHARE = 0.8, 0.1
 MEAN_SPAN = 3
 """Mean length of the spans that a sequence-to-sequence model restores (T5, arXiv:1910.10683, section 3.3.4)."""
 
-PERMUTE, SPLIT, CONTINUE, ELSEWHERE, SELECT, REPLACE, REPLACEMENT, BUFFER, ITEM, HIDDEN, SHOWN = range(11)
+PERMUTE, SPLIT, CONTINUE, ELSEWHERE, SELECT, REPLACE, REPLACEMENT, BUFFER, ITEM, HIDDEN, SHOWN, MIXED = range(12)
 """Purposes of the random numbers; each is part of the hash, so that no two share their numbers."""
 
 EVALUATION_SEED = 0x4556414C
@@ -114,6 +118,87 @@ def _feistel(value: U64, keys: list[U64], half_bits: int) -> U64:
     for key in keys:
         left, right = right, left ^ (mixed(right + key) & low)
     return (left << shift) | right
+
+
+@functools.lru_cache(maxsize=256)
+def _period(quotas: tuple[int, ...]) -> I64:
+    """Return the source of each sample of a period that has so many of each source.
+
+    Sample j of a source with share w may come from position (j - 1) / w on and must have come by j / w. Of those that
+    may come, the one that must come first is taken, which keeps every count within 1 of its share (Baruah et al.,
+    Algorithmica 15, 1996: proportionate progress).
+    """
+    size, given = sum(quotas), [0] * len(quotas)
+    order = np.empty(size, dtype=np.int64)
+    for position in range(size):
+        best, due = -1, size + 1
+        for part, quota in enumerate(quotas):
+            if given[part] * size < quota * (position + 1):
+                deadline = -((given[part] + 1) * size // -quota)
+                if deadline < due:
+                    best, due = part, deadline
+        order[position] = best
+        given[best] += 1
+    return order
+
+
+class _Stretch(NamedTuple):
+    """Consecutive samples of a mixture with the same weights."""
+
+    first: int
+    order: I64
+    """Source of each sample of a period."""
+    number: I64
+    """Samples of the same source before each sample of a period."""
+    quotas: I64
+    """Samples of each source in a period."""
+    before: I64
+    """Samples of each source before the stretch."""
+
+    def given(self, samples: int) -> I64:
+        """Return the samples of each source in the first `samples` of the stretch, and all before it."""
+        periods, rest = divmod(samples, len(self.order))
+        return self.before + periods * self.quotas + np.bincount(self.order[:rest], minlength=len(self.quotas))
+
+
+class MixedOrder:
+    """The source of every sample of a mixture, and its number among those of that source."""
+
+    def __init__(self, stretches: Sequence[tuple[int, Sequence[Fraction]]]) -> None:
+        """`stretches` are the first sample of each, ascending from 0, and the shares of the sources, of sum 1."""
+        self._stretches: list[_Stretch] = []
+        for first, shares in stretches:
+            size = math.lcm(*(share.denominator for share in shares))
+            quotas = tuple(int(share * size) for share in shares)
+            order = _period(quotas)
+            number = np.empty_like(order)
+            for part, quota in enumerate(quotas):
+                number[order == part] = np.arange(quota)
+            before = self.given(first) if self._stretches else np.zeros(len(quotas), dtype=np.int64)
+            self._stretches.append(_Stretch(first, order, number, np.asarray(quotas), before))
+        self._firsts = np.asarray([stretch.first for stretch in self._stretches])
+
+    def given(self, samples: int) -> I64:
+        """Return how many of the first `samples` come from each source."""
+        stretch = next(each for each in reversed(self._stretches) if each.first <= samples)
+        return stretch.given(samples - stretch.first)
+
+    def of(self, index_B: I64) -> tuple[I64, I64]:
+        """Return the source of each sample, and its number there."""
+        part_B, number_B = np.empty_like(index_B), np.empty_like(index_B)
+        stretch_B = np.searchsorted(self._firsts, index_B, side="right") - 1
+        for position in np.unique(stretch_B).tolist():
+            stretch, chosen = self._stretches[position], stretch_B == position
+            period, inside = np.divmod(index_B[chosen] - stretch.first, len(stretch.order))
+            part = stretch.order[inside]
+            part_B[chosen] = part
+            number_B[chosen] = stretch.before[part] + period * stretch.quotas[part] + stretch.number[inside]
+        return part_B, number_B
+
+
+def seeds_of_parts(seed: int, parts: int) -> list[int]:
+    """Return a seed for each source of a mixture, so that no two draw alike; that of the first is the training's."""
+    return [seed, *(hashed(seed, MIXED, np.arange(1, parts)) >> _S11).tolist()]
 
 
 @dataclass(frozen=True)

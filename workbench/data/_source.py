@@ -7,7 +7,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, ClassVar, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 from workbench.errors import DataError
 from workbench.tensors import TensorSpec
@@ -60,9 +60,12 @@ class SampleRequest(Protocol):
     @property
     def data(self) -> DataSource: ...
     @property
+    def total_samples(self) -> int: ...
+    @property
     def evaluation(self) -> HeldOutSamples | None: ...
     @property
     def eval_data(self) -> DataSource | None: ...
+    def samples_before(self, step: int) -> int: ...
 
 
 class DataSource(ABC):
@@ -71,8 +74,10 @@ class DataSource(ABC):
     Sample i depends on the experiment's seed and on i only, never on the plan.
     """
 
-    is_user_defined: ClassVar[bool] = False
-    """True for an object of the user, which JSON can only name."""
+    @property
+    def is_user_defined(self) -> bool:
+        """Return True for an object of the user, which JSON can only name."""
+        return False
 
     @property
     @abstractmethod
@@ -124,7 +129,7 @@ class DataSource(ABC):
 
     @abstractmethod
     def dataset(self, request: SampleRequest) -> TrainingDataset:
-        """Return every sample of the training in order, `steps * global_batch` of them, after preparing the data.
+        """Return every sample of the training in order, `total_samples` of them, after preparing the data.
 
         `DataLoader(ds, batch_size=b, collate_fn=ds.collate)` yields dicts of tensors with a leading batch dim.
         """
@@ -136,6 +141,10 @@ class DataSource(ABC):
         They are those that `dataset` leaves out, or all of this data if it is the `eval_data` of an experiment that is
         `trained_on` other data.
         """
+
+    def evaluated_on(self, request: SampleRequest) -> TrainingDataset:
+        """Return the held-out samples of an experiment that trains on this data and has an `evaluation`."""
+        return self.held_out(request) if request.eval_data is None else request.eval_data.held_out(request, self)
 
     def note(self, request: SampleRequest) -> str:  # noqa: ARG002
         """Return a sentence on how batches are filled that a user may not expect; empty if there is none."""
@@ -206,9 +215,7 @@ def held_out(request: SampleRequest) -> TrainingDataset:
             f"A value of type {type(request).__name__} has no held-out samples. Give an experiment with an evaluation: "
             "wb.Experiment(…, evaluation=wb.Evaluation(every=100))."
         )
-    if request.eval_data is not None:
-        return request.eval_data.held_out(request, request.data)
-    return request.data.held_out(request)
+    return request.data.evaluated_on(request)
 
 
 def data_fingerprint(request: SampleRequest) -> str | None:

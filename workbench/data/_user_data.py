@@ -7,10 +7,8 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import TYPE_CHECKING, Any
 
-from workbench.data._corpora import Corpus
-from workbench.data._hub import HubText
 from workbench.data._labelled_texts import LabelledTexts
 from workbench.data._source import DataSource, Prepared, SampleRequest
 from workbench.errors import DataError, in_words
@@ -45,13 +43,16 @@ class UserData(DataSource):
     """The dataset or callable; `None` if the data was only read from the description of a run."""
     name: str = ""
     """Name for tables and messages; defaults to that of the callable or of the dataset's class."""
-    is_user_defined: ClassVar[bool] = True
 
     def __post_init__(self) -> None:
         if not self.name and self.dataset_or_factory is not None:
             value = self.dataset_or_factory
             name = getattr(value, "__name__", type(value).__name__)
             object.__setattr__(self, "name", "dataset" if name == "<lambda>" else name)
+
+    @property
+    def is_user_defined(self) -> bool:
+        return True
 
     @property
     def is_loaded(self) -> bool:
@@ -90,7 +91,7 @@ class UserData(DataSource):
     def dataset(self, request: SampleRequest) -> UserDataset | StreamedDataset:
         from workbench.data._datasets import UserDataset
 
-        length = request.total_steps * request.global_batch
+        length = request.total_samples
         if self._iterable is not None:
             return self._iterable.dataset(length, request.seed)
         return UserDataset(self._items, length, request.seed)
@@ -206,9 +207,9 @@ class UserData(DataSource):
         return self._iterable.first(EXAMPLES, seed=0, room=EXAMPLES_BYTES)
 
 
-def as_data(value: Any) -> Corpus | HubText | UserData:
+def as_data(value: Any) -> DataSource:
     """Return `value` if it is one of `wb.data.…`, else wrap the user's dataset in a `UserData`."""
-    if isinstance(value, Corpus | HubText | UserData):
+    if isinstance(value, DataSource):
         return value
     if isinstance(value, str):
         raise DataError(f"The data is the string {value!r}. Write wb.data.corpus({value!r}) for text.")

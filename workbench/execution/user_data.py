@@ -19,9 +19,10 @@ def check_user_data(run: RunDir, experiment: Experiment) -> None:
     cannot be compared, and neither can one that raises. An experiment that names other data asks for the change. Does
     nothing if no dataset is user-defined.
     """
-    names = {name: data.to_json() for name in ("data", "eval_data") if (data := getattr(experiment, name)) is not None}
-    if not any(value["type"] == "user_defined" for value in names.values()):
+    read = {name: data for name in ("data", "eval_data") if (data := getattr(experiment, name)) is not None}
+    if not any(data.is_user_defined for data in read.values()):
         return
+    names = {name: data.to_json() for name, data in read.items()}
     source = run
     if run.resume.exists():
         source = RunDir(Path(read_json(run.resume)["checkpoint"]).parent.parent)

@@ -31,7 +31,7 @@ from accelerate.utils import ProjectConfiguration, send_to_device
 from workbench.capture import Graph, spec_of
 from workbench.capture.captured_model import CapturedModel
 from workbench.capture.sparse_matrices import absent_flops
-from workbench.data import held_out
+from workbench.data import Mixture, held_out
 from workbench.data._datasets import seed_generators
 from workbench.errors import DataError, NonFiniteLoss, PlanMismatch, message_of, root_exception
 from workbench.execution.blocks.context import StepContext
@@ -235,6 +235,7 @@ class TrainingWorker:
                 samples_per_step=self.experiment.global_batch,
                 resumed_from=None if resumed_from is None else str(resumed_from),
             )
+            self._log_data_use(progress.step)
         try:
             progress = self._train(trainer, checkpoints, progress, between)
             dist.barrier()
@@ -358,6 +359,7 @@ class TrainingWorker:
                     if self.experiment.checkpoints.keep:
                         begin("checkpoint")
                         checkpoints.save(TrainingProgress(step, log.seconds, self._stream_state_at(step)))
+                    self._log_data_use(step)
                     log.restart_clock()
                 if is_last:
                     break
@@ -393,6 +395,13 @@ class TrainingWorker:
         """Return the state from which a stream goes on with the first sample of a step, or None if none is known."""
         found = None if self._feed is None else self._feed.stream_state(step * self.experiment.global_batch)
         return found or self._stream_state
+
+    def _log_data_use(self, step: int) -> None:
+        """Log what the first `step` steps have read of each source of a mixture."""
+        data, experiment = self.experiment.data, self.experiment
+        if self.is_main and isinstance(data, Mixture):
+            parts = [use._asdict() for use in data.use(experiment, experiment.samples_before(step))]
+            log_event(self.run_dir.events, "data_use", step=step, parts=parts)
 
     def _on_stop_signal(self, *_: Any) -> None:
         self._stop_requested = True

@@ -7,6 +7,7 @@ the lower loss says nothing about the better model.
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -59,6 +60,9 @@ def loss_basis(experiment: Mapping[str, Any], coupled: bool = False) -> LossBasi
     """
     model, data = _part(experiment, "model"), _part(experiment, "data")
     evaluation = _part(experiment, "evaluation")
+    mixed = data
+    if data.get("type") == "mixture":  # whose sources have one tokeniser and one objective
+        data = {**data["parts"][0], "masked_share": _mixed_masked_share(data)}
     is_text = "vocab_size" in data
     objective = data.get("objective") or _objective(model)
     masked = is_text and objective in ("mlm", "mlm_nsp", "seq2seq")
@@ -75,10 +79,10 @@ def loss_basis(experiment: Mapping[str, Any], coupled: bool = False) -> LossBasi
         accents = " without accents" if data.get("strip_accents") else ""
         rest["text of the tokeniser"] = str(given or _source(data)) + accents
         rest |= {"masks": "whole words"} if data.get("whole_words") else {}
-    training = {**first, **_masking(training_masked), **rest, "data": _source(data)}
+    training = {**first, **_masking(training_masked), **rest, "data": _source(mixed)}
     if (dropout := model.get("dropout")) is not None:
         training["dropout"] = f"{dropout:g}"
-    held_out = {**first, **_masking(held_out_masked), **rest, "held-out set": _held_out_set(data, evaluation)}
+    held_out = {**first, **_masking(held_out_masked), **rest, "held-out set": _held_out_set(mixed, evaluation)}
     return LossBasis(tuple(training.items()), tuple(held_out.items()), training_masked, held_out_masked)
 
 
@@ -161,8 +165,24 @@ def _masking(share: float | None) -> dict[str, str]:
     return {} if share is None else {"masked share": f"{100 * share:.3g} %"}
 
 
+def _mixed_masked_share(mixture: Mapping[str, Any]) -> float:
+    """Return the mean masked share of a mixture, by its first weights."""
+    shares = [float(part.get("masked_share") or MASKED_SHARE) for part in mixture["parts"]]
+    return sum(map(operator.mul, mixture["weights"], shares)) / sum(mixture["weights"])
+
+
+def _mixed(mixture: Mapping[str, Any], weights: Sequence[float]) -> str:
+    """Return the sources of a mixture with their shares, which do not depend on the order in which they are given."""
+    total = sum(weights)
+    named = sorted(zip(map(_source, mixture["parts"]), weights, strict=True))
+    return " + ".join(f"{100 * weight / total:.4g} % {source}" for source, weight in named if weight)
+
+
 def _source(data: Mapping[str, Any]) -> str:
     """Return what tells the samples of two sources apart, whatever their order and their masks."""
+    if data.get("type") == "mixture":
+        later = [f", from step {step:,} on {_mixed(data, weights)}" for step, weights in data["changes"]]
+        return _mixed(data, data["weights"]) + "".join(later)
     ignored = {"type", "vocab_size", "objective", "masked_share", "tokenizer", "tokenizer_file", "whole_words"}
     ignored |= {"strip_accents", "streaming", "shuffle_buffer"}
     parts = [str(value) for name, value in data.items() if name not in ignored and value is not None]
@@ -171,5 +191,12 @@ def _source(data: Mapping[str, Any]) -> str:
 
 def _held_out_set(data: Mapping[str, Any], evaluation: Mapping[str, Any]) -> str:
     own = evaluation.get("data")
-    words = _source(own) if isinstance(own, Mapping) else f"a part of {_source(data)}"
+    if own in data.get("parts", ()):  # of which training reads the rest
+        words = f"a part of {_source(own)}"
+    elif isinstance(own, Mapping):
+        words = _source(own)
+    elif data.get("type") == "mixture":
+        words = f"parts of {_mixed(data, [data['weights'], *(weights for _, weights in data['changes'])][-1])}"
+    else:
+        words = f"a part of {_source(data)}"
     return f"{evaluation.get('samples')} samples of {words}"

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from workbench.arguments import checked_arguments
+from workbench.data._mixture import use_in_words
 from workbench.errors import PlanMismatch, RunFailed, RunNotFound, WorkbenchError
 from workbench.events import Event
 from workbench.rundir import RunDir, check_unedited, read_events
@@ -286,7 +287,8 @@ class Run(Labelled):
         from workbench.runs.tracking.wandb_run import tracking_note
 
         row = self.row()
-        return _run_html(row, self._progress.problems, tracking_note(self.directory))
+        use = self._progress.data_use
+        return _run_html(row, use_in_words(use), self._progress.problems, tracking_note(self.directory))
 
 
 def _in_words(row: RunRow) -> str:
@@ -356,13 +358,14 @@ def _figures(row: RunRow) -> list[str]:
     return figures
 
 
-def _run_html(row: RunRow, problems: Sequence[str], tracking: str) -> str:
+def _run_html(row: RunRow, data_use: str, problems: Sequence[str], tracking: str) -> str:
     done = min(1.0, row["step"] / row["steps"]) if row["steps"] else 0.0
     rows = [
         ("status", f"{row['state']}. {row['message']}" if row["message"] else row["state"]),
         ("step", Html(f"{step_text(row)} <progress value='{done:.4f}' max='1'></progress>")),
         ("now", ", ".join(_figures(row)) or "no step yet"),
         ("directory", Html(f"<code>{html.escape(row['path'])}</code>")),
+        *([("data", data_use)] if data_use else []),
         *(("checkpoints", problem) for problem in problems),
         ("W&B", tracking),
     ]

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any, TypedDict
 
 from workbench.errors import RunNotFound, in_words
-from workbench.events import EndEvent, EvaluationEvent, MemoryEvent, ProcessRecord, StartEvent, StepEvent
+from workbench.events import DataUseEvent, EndEvent, EvaluationEvent, MemoryEvent, ProcessRecord, StartEvent, StepEvent
 from workbench.execution.checkpoint import files
 from workbench.rundir import FINAL_STATES, KILLED, RunDir, is_elsewhere, process_alive, read_record
 from workbench.runs.labels import read_labels
@@ -118,6 +118,8 @@ class Progress:
     end: EndEvent | None = None
     evaluation: EvaluationEvent | None = None
     """Held-out loss after the most steps; None before the first step."""
+    data_use: DataUseEvent | None = None
+    """What was read of each source of a mixture, as far as the last checkpoint or the end."""
     memory: Mapping[int, MemoryEvent] = field(default_factory=dict)
     """Latest `memory` event of each rank."""
     problems: tuple[str, ...] = ()
@@ -136,7 +138,7 @@ def read_progress(run: RunDir, seen: Progress = Progress()) -> Progress:
     """Fold the events that arrived after `seen` into it."""
     events, offset, damaged = latest_events(run.events, seen.offset, RECENT_STEPS)
     status, start, steps, end = seen.status, seen.start, list(seen.steps), seen.end
-    memory, problems, evaluation = dict(seen.memory), list(seen.problems), seen.evaluation
+    memory, problems, evaluation, data_use = dict(seen.memory), list(seen.problems), seen.evaluation, seen.data_use
     for event in events:
         if event["type"] == "status":
             status = Status(event["state"], event.get("message", ""), event["time"])
@@ -161,11 +163,13 @@ def read_progress(run: RunDir, seen: Progress = Progress()) -> Progress:
                 evaluation = event
         elif event["type"] == "end":
             end = event
+        elif event["type"] == "data_use":
+            data_use = event
         elif event["type"] == "memory":
             memory[int(event["rank"])] = event
     steps.sort(key=lambda event: event["time"])  # a line may stand in the wrong place
     latest, damaged = tuple(steps[-RECENT_STEPS:]), seen.damaged + damaged
-    return Progress(status, start, latest, end, evaluation, memory, tuple(problems), offset, damaged)
+    return Progress(status, start, latest, end, evaluation, data_use, memory, tuple(problems), offset, damaged)
 
 
 def read_status(run: RunDir, seen: Progress = Progress()) -> tuple[Status, Progress]:

@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 
 from workbench.arguments import checked_arguments
+from workbench.data._mixture import use_in_words
 from workbench.events import Event
 from workbench.runs.records.history import History, HistoryTail, read_tail
 from workbench.runs.registry import Runs, load_runs
@@ -90,7 +91,13 @@ def summary(runs: Runs) -> Summary:
     sparse = SPARSE_COLUMNS if any(len(tail.patterns) for tail in tails) else {}
     rows = [_row(run, tail, list(metrics), sparse) for run, tail in zip(runs, tails, strict=True)]
     cells = tuple(tuple(cell for _, cell in row) for row in rows)
-    return Summary(tuple(column for column, _ in rows[0]), cells, machine(runs[0]), notes_of_plans(runs))
+    notes = (*notes_of_plans(runs), *(f"{run.name} {said}" for run in runs if (said := _data_use(run))))
+    return Summary(tuple(column for column, _ in rows[0]), cells, machine(runs[0]), notes)
+
+
+def _data_use(run: Run) -> str:
+    used = [event for event in run.milestones() if event["type"] == "data_use"]
+    return f"has read {use_in_words(used[-1])}." if used else ""
 
 
 def notes_of_plans(runs: Sequence[Run]) -> tuple[str, ...]:

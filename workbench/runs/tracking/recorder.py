@@ -159,6 +159,10 @@ def _write_offline_elsewhere(run: RunDir, problem: str) -> int:
 
 def _finish(run: RunDir, session: Any) -> dict[str, float]:
     """End the W&B run; return the attached files with the times of their last change."""
+    events = read_events(run.events)
+    used = [event for event in events if event["type"] == "data_use"]
+    for part in used[-1]["parts"] if used else ():
+        session.summary.update({f"data/{part['name']}/{name}": part[name] for name in ("tokens", "epochs")})
     try:
         return _attach(run, session)
     finally:

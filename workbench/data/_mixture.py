@@ -1,0 +1,370 @@
+"""`Mixture`: several sources of data in one training, each with its share of the samples.
+
+Which source sample n of the training comes from is a function of n and of the weights alone: no number is drawn. After
+n samples of a stretch of constant weights, each source has given within 1 of its share of n. Sample j of a source is
+that of a training on the source alone.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from fractions import Fraction
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from workbench.data._corpora import CHECKED_WHOLE_BYTES, TextData, check_sizes
+from workbench.data._source import DataSource, DescribedModel, HeldOutSamples, Prepared, SampleRequest
+from workbench.data._user_data import UserData
+from workbench.errors import DataError
+from workbench.events import DataUseEvent
+from workbench.tensors import TensorSpec
+from workbench.units import count, is_count
+from workbench.validation import is_factor
+
+if TYPE_CHECKING:
+    from workbench.data._datasets import Batch, MixedDataset, TrainingDataset
+    from workbench.data._prompts import EncodedPrompts
+    from workbench.data._sampling import MixedOrder
+
+LARGEST_PERIOD = 1 << 16
+"""Largest number of samples after which the order of the sources repeats: shares with a larger common denominator are
+rounded to multiples of its inverse."""
+
+
+class PartUse(NamedTuple):
+    """What a training reads of one source of its mixture."""
+
+    name: str
+    samples: int
+    tokens: int
+    """Tokens of these samples, `seq_len` each."""
+    epochs: float
+    """Samples over the different samples that the source has."""
+
+    def __str__(self) -> str:
+        again = ", read more than once" if self.epochs > 1 else ""
+        return f"{count(self.tokens)} tokens of {self.name} ({self.epochs:.3g} epochs{again})"
+
+
+def use_in_words(event: DataUseEvent | None) -> str:
+    """Return what a training has read of each source of its mixture; empty for other data."""
+    return "" if event is None else ", ".join(str(PartUse(**part)) for part in event["parts"])
+
+
+def shares_of(weights: Sequence[float]) -> list[Fraction]:
+    """Return the share of each weight in their sum, with a common denominator of at most `LARGEST_PERIOD`.
+
+    Shares are exact where their denominator allows it. Others are rounded by largest remainders, and none that is
+    greater than 0 to 0.
+    """
+    exact = [Fraction(str(weight)) for weight in weights]
+    shares = [weight / sum(exact) for weight in exact]
+    if math.lcm(*(share.denominator for share in shares)) <= LARGEST_PERIOD:
+        return shares
+    parts = [max(math.floor(share * LARGEST_PERIOD), 1 if share else 0) for share in shares]
+    by_remainder = sorted(range(len(parts)), key=lambda part: parts[part] - shares[part] * LARGEST_PERIOD)
+    for part in by_remainder[: max(0, LARGEST_PERIOD - sum(parts))]:
+        parts[part] += 1
+    parts[parts.index(max(parts))] += LARGEST_PERIOD - sum(parts)
+    return [Fraction(part, LARGEST_PERIOD) for part in parts]
+
+
+@dataclass(frozen=True)
+class _PartRequest:
+    """An experiment as one source of its mixture sees it: a training on that source alone."""
+
+    whole: SampleRequest
+    data: DataSource
+    seed: int
+    evaluation: HeldOutSamples | None
+    eval_data: DataSource | None = None
+
+    @property
+    def model(self) -> DescribedModel:
+        return self.whole.model
+
+    @property
+    def total_steps(self) -> int:
+        return self.whole.total_steps
+
+    @property
+    def global_batch(self) -> int:
+        return self.whole.global_batch
+
+    @property
+    def seq_len(self) -> int:
+        return self.whole.seq_len
+
+    @property
+    def total_samples(self) -> int:
+        return self.whole.total_samples
+
+    def samples_before(self, step: int) -> int:
+        return self.whole.samples_before(step)
+
+
+@dataclass(frozen=True)
+class Mixture(DataSource):
+    """Sources of data with weights, which may change at steps."""
+
+    parts: tuple[DataSource, ...]
+    weights: tuple[float, ...]
+    """Weight of each source at the first step; only their proportions count."""
+    changes: tuple[tuple[int, tuple[float, ...]], ...] = ()
+    """Steps (counted from 0), ascending, with the weights from that step on."""
+
+    def __post_init__(self) -> None:
+        if len(self.parts) < 2:
+            raise DataError(f"A mixture has at least two sources, and this one has {len(self.parts)}. Give more.")
+        steps = [step for step, _ in self.changes]
+        if not all(map(is_count, steps)) or sorted(set(steps)) != steps:
+            raise DataError(f"The weights change at the steps {steps}. Give ascending whole numbers from 1.")
+        for step, weights in self._stretches:
+            said = f"The weights from step {step} on are {list(weights)}"
+            if len(weights) != len(self.parts):
+                raise DataError(f"{said}, for {len(self.parts)} sources. Give one for each source.")
+            if not all(map(is_factor, weights)) or not sum(weights) > 0 or not is_factor(sum(weights)):
+                raise DataError(f"{said}. Give finite numbers of at least 0, not all of them 0.")
+        for number, part in enumerate(self.parts):
+            if not any(weights[number] for _, weights in self._stretches):
+                raise DataError(f"{part.name} has the weight 0 at every step. Leave it out of the mixture.")
+        if len({part.is_user_defined for part in self.parts}) > 1:
+            raise DataError(
+                "The mixture has text and user-defined datasets, and nothing says whether their tokens are the same. "
+                "Mix texts with texts, and datasets with datasets."
+            )
+        for number, part in enumerate(self.parts):
+            if isinstance(part, Mixture):
+                raise DataError(
+                    "A source of the mixture is a mixture itself. Give all sources with their weights in one."
+                )
+            if not isinstance(part, TextData):
+                continue
+            if part in self.parts[:number]:
+                raise DataError(f"{part.name} is given twice. Give it once, with the sum of its weights.")
+            if part.streaming:
+                raise DataError(
+                    f"{part.name} is streamed, and a mixture reads its sources by index. Remove streaming=True."
+                )
+
+    @property
+    def is_user_defined(self) -> bool:
+        return self.parts[0].is_user_defined
+
+    @property
+    def name(self) -> str:
+        """Sources with their shares at the first step, in per cent."""
+        shares = shares_of(self.weights)
+        return " + ".join(f"{float(100 * s):.3g} % {part.name}" for part, s in zip(self.parts, shares, strict=True))
+
+    @property
+    def is_loaded(self) -> bool:
+        return all(part.is_loaded for part in self.parts)
+
+    @property
+    def dataset_or_factory(self) -> list[Any] | None:
+        """The user-defined datasets; None unless all of them are here."""
+        return (
+            [part.dataset_or_factory for part in self.parts if isinstance(part, UserData)] if self.is_loaded else None
+        )
+
+    @property
+    def _stretches(self) -> list[tuple[int, tuple[float, ...]]]:
+        """First step of each stretch of constant weights, with the weights."""
+        return [(0, self.weights), *self.changes]
+
+    def order(self, request: SampleRequest) -> MixedOrder:
+        """Return the source of every sample of the training."""
+        from workbench.data._sampling import MixedOrder
+
+        return MixedOrder([(request.samples_before(step), shares_of(weights)) for step, weights in self._stretches])
+
+    def use(self, request: SampleRequest, samples: int) -> list[PartUse]:
+        """Return what the first `samples` of the training read of each source, after preparing the data."""
+        given = self.order(request).given(samples)
+        return [
+            PartUse(part.name, n, n * request.seq_len, n / part.samples_per_epoch(own))
+            for (part, own), n in zip(self._read(request), given.tolist(), strict=True)
+        ]
+
+    # What each source sees
+
+    def _read(self, request: SampleRequest, progress: bool = False) -> list[tuple[DataSource, SampleRequest]]:
+        """Return the sources as they are read, all text with one tokeniser, each with its own request."""
+        from workbench.data._sampling import seeds_of_parts
+
+        seeds = seeds_of_parts(request.seed, len(self.parts))
+        is_split = request.eval_data is None or request.eval_data in self._texts
+        evaluation = request.evaluation if is_split and not self.is_user_defined else None
+        own = [_PartRequest(request, part, seed, evaluation) for part, seed in zip(self.parts, seeds, strict=True)]
+        first = self.parts[0]
+        if not isinstance(first, TextData):
+            return list(zip(self.parts, own, strict=True))
+        folder: Path | None = None
+        read: list[tuple[DataSource, SampleRequest]] = [(first, own[0])]
+        for part, each in zip(self._texts[1:], own[1:], strict=True):
+            if part.tokenizer is None:
+                from workbench.data._tokenizer import SpecialTokens
+
+                folder = folder or first._of(own[0]).tokenizer_folder(progress)
+                found = SpecialTokens.of_folder(folder).vocabulary
+                part = replace(part, tokenizer=str(folder), vocab_size=found, strip_accents=False)
+            read.append((part, replace(each, data=part)))
+        return read
+
+    @property
+    def _texts(self) -> list[TextData]:
+        return [part for part in self.parts if isinstance(part, TextData)]
+
+    # `DataSource`
+
+    def check(self, request: SampleRequest) -> None:
+        if self.is_user_defined:
+            specs = self.parts[0].batch_specs(request)
+            for part in self.parts:
+                part.check(_PartRequest(request, part, request.seed, None))
+                self._require_specs(part, part.batch_specs(request), specs)
+                if isinstance(part, UserData) and part._iterable is not None:
+                    raise DataError(
+                        f"{part.name} has no index, and a mixture reads its sources by index. Give a dataset with "
+                        "__len__ and __getitem__."
+                    )
+            if request.eval_data is not None:
+                request.eval_data.held_out(request, self)
+            return
+        self._check_texts(request)
+        if all(part._source().text_bytes <= CHECKED_WHOLE_BYTES for part in self._texts):
+            self.prepare(request, progress=False)
+
+    def _check_texts(self, request: SampleRequest) -> None:
+        """Raise `DataError` unless all texts have one tokeniser, one objective, and samples of one shape."""
+        from workbench.data._tokenizer import digest_of
+
+        first, *others = self._texts
+        check_sizes(first, request)
+        for part in others:
+            if part.tokenizer is not None and (
+                first.tokenizer is None or digest_of(part.tokenizer) != digest_of(first.tokenizer)
+            ):
+                own = "one that is trained on it" if first.tokenizer is None else first.tokenizer
+                raise DataError(
+                    f"The sources of a mixture need one tokeniser: {part.name} has {part.tokenizer}, and {first.name} "
+                    f"has {own}. Give every source the same tokenizer, or only the first one: the others are read "
+                    "with it."
+                )
+            if first._objective(request) != part._objective(request):
+                raise DataError(
+                    f"{first.name} is prepared for {first._objective(request)!r} and {part.name} for "
+                    f"{part._objective(request)!r}. Give all sources of a mixture one objective."
+                )
+            read = replace(part, tokenizer=first.tokenizer, vocab_size=first.vocab_size)
+            check_sizes(read, request)
+            self._require_specs(part, read.batch_specs(request), first.batch_specs(request))
+
+    def _require_specs(
+        self, part: DataSource, found: Mapping[str, TensorSpec], wanted: Mapping[str, TensorSpec]
+    ) -> None:
+        from workbench.data._datasets import described_specs
+
+        if found != wanted:
+            raise DataError(
+                f"Samples of {part.name} have the fields {described_specs(found)}, and those of {self.parts[0].name} "
+                f"{described_specs(wanted)}. Give all sources of a mixture the same fields, shapes and types."
+            )
+
+    def prepare(self, request: SampleRequest, progress: bool = True, workers: int | None = None) -> Prepared:
+        prepared = [part.prepare(own, progress, workers) for part, own in self._read(request, progress)]
+        if request.evaluation is not None and request.eval_data is not None:
+            self.evaluated_on(request)
+        return Prepared(
+            name=self.name,
+            samples=None,  # an epoch of a mixture is none of its sources'
+            tokens=None if self.is_user_defined else sum(each.tokens or 0 for each in prepared),
+            documents=None if self.is_user_defined else sum(each.documents or 0 for each in prepared),
+            vocabulary=prepared[0].vocabulary,
+            folder=prepared[0].folder,
+            seconds=sum(each.seconds for each in prepared),
+            reused=all(each.reused for each in prepared),
+        )
+
+    def samples_per_epoch(self, request: SampleRequest) -> int:  # noqa: ARG002
+        raise DataError(
+            f"The data is a mixture ({self.name}), whose sources are read at different rates, so that epochs say "
+            "nothing about the length of a training. Give steps=… or tokens=…."
+        )
+
+    def batch_specs(self, request: SampleRequest) -> dict[str, TensorSpec]:
+        return self.parts[0].batch_specs(request)
+
+    def labelled_share(self, request: SampleRequest) -> float:
+        given = self.order(request).given(request.total_samples) / request.total_samples
+        return float(sum(n * part.labelled_share(request) for part, n in zip(self.parts, given, strict=True)))
+
+    def examples(self, request: SampleRequest) -> Batch | None:
+        if not self.is_user_defined:
+            return None
+        import torch
+
+        from workbench.data._sampling import MixedOrder
+
+        batches = [part.examples(request) for part in self.parts]
+        size = min(len(next(iter(batch.values()))) for batch in batches if batch)
+        given = MixedOrder([(0, shares_of(self.weights))]).given(size).tolist()
+        return {
+            name: torch.cat([batch[name][:n] for batch, n in zip(batches, given, strict=True) if batch])
+            for name in batches[0] or ()
+        }
+
+    def dataset(self, request: SampleRequest) -> MixedDataset:
+        from workbench.data._datasets import MixedDataset
+
+        datasets = [part.dataset(own) for part, own in self._read(request)]
+        return MixedDataset(datasets, self.order(request), request.total_samples)
+
+    def held_out(self, request: SampleRequest, trained_on: DataSource | None = None) -> MixedDataset:
+        """Return held-out samples of each source, mixed by the weights of the last stretch."""
+        from workbench.data._datasets import MixedDataset
+        from workbench.data._sampling import MixedOrder
+
+        assert request.evaluation is not None
+        if trained_on is None:
+            held = [part.held_out(own) for part, own in self._read(request)]
+        else:
+            held = [part.held_out(request, trained_on) for part in self.parts]
+        order, length = MixedOrder([(0, shares_of(self._stretches[-1][1]))]), request.evaluation.samples
+        while any(n > len(part) for n, part in zip(order.given(length), held, strict=True)):
+            length -= 1
+        return MixedDataset(held, order, length, spread=True)
+
+    def evaluated_on(self, request: SampleRequest) -> TrainingDataset:
+        if request.eval_data is None:
+            return self.held_out(request)
+        for part, (read, own) in zip(self.parts, self._read(request), strict=True):
+            if request.eval_data == part and not self.is_user_defined:
+                return read.held_out(own)  # the part of the source that training does not read
+        return request.eval_data.held_out(request, self.parts[0] if self._texts else self)
+
+    def note(self, request: SampleRequest) -> str:
+        """Return how often the training reads each source, where its samples have been counted."""
+        from workbench.data._tokens import is_tokenised
+
+        read = self._read(request) if all(is_tokenised(part._of(request).key) for part in self._texts[:1]) else []
+        if not read or not all(is_tokenised(part._of(own).key) for part, own in read if isinstance(part, TextData)):
+            return ""
+        return f"The mixture reads {', '.join(map(str, self.use(request, request.total_samples)))}."
+
+    def tokenizer_folder(self, request: SampleRequest) -> Path | None:
+        return self.parts[0].tokenizer_folder(request)
+
+    def encoded(self, request: SampleRequest, prompts: Sequence[str]) -> EncodedPrompts:
+        return self.parts[0].encoded(request, prompts)
+
+    def to_json(self) -> dict[str, Any]:
+        return {
+            "type": "mixture",
+            "parts": [part.to_json() for part in self.parts],
+            "weights": list(self.weights),
+            "changes": [[step, list(weights)] for step, weights in self.changes],
+        }
