@@ -189,7 +189,7 @@ class CheckpointEvent(_Timed):
 
 
 class PartUseFields(TypedDict):
-    """What was read of one source of a mixture."""
+    """Samples that were read of one source of a mixture."""
 
     name: str
     samples: int
@@ -198,7 +198,7 @@ class PartUseFields(TypedDict):
 
 
 class DataUseEvent(_Timed):
-    """What the first `step` steps read of each source of a mixture, logged with each checkpoint and at both ends."""
+    """Samples that `step` steps read of each source of a mixture, logged with each checkpoint and at both ends."""
 
     type: Literal["data_use"]
     step: int

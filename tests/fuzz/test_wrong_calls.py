@@ -366,6 +366,7 @@ def _targets(world: Mapping[str, Any]) -> list[Target]:
         ),
         *((f"models.{kind}", getattr(wb.models, kind), {}, MODEL) for kind in ("bert", "bert_large", "gpt2", "opt")),
         ("data.held_out", wb.data.held_out, {"request": experiment}, ()),
+        ("data.mixture", wb.data.mixture, {"parts": [(wb.data.corpus(), 1), (wb.data.hub("a/b"), 1)]}, ()),
         ("data.documents", wb.data.documents, {"texts": ["one text"]}, ()),
         ("doctor", wb.runs.doctor, {}, ()),
         ("Plans.frontier", wb.search(**planned).frontier, {}, ()),

@@ -58,9 +58,10 @@ def context_free(experiment: Experiment) -> ContextFree:
             f"{experiment.data.name} is streamed, and its tokens are counted over all of it. Describe "
             "the text with streaming=False."
         )
-    parts, weights = [dataset], np.ones(1)
+    parts: Sequence[Any] = [dataset]
+    weights: NDArray[Any] = np.ones(1)
     if isinstance(dataset, MixedDataset):  # of text, since it is not user-defined
-        parts, weights = [*dataset.parts], dataset.order.given(len(dataset)) / len(dataset)
+        parts, weights = dataset.parts, dataset.order.given(len(dataset)) / len(dataset)
         dataset = parts[0]
     if not isinstance(dataset, TextDataset):
         raise DataError(
@@ -72,7 +73,7 @@ def context_free(experiment: Experiment) -> ContextFree:
             f"{experiment.data.name} is read by a sequence-to-sequence model, whose decoder sees the tokens before "
             "each that it predicts. Only causal and masked models have a loss without context."
         )
-    shares = sum(w * _frequencies(part.samples) for part, w in zip(parts, weights, strict=True) if w)
+    shares: NDArray[Any] = weights @ np.stack([_frequencies(part.samples) for part in parts])
     entropy = _entropy(shares)
     if not isinstance(dataset.samples, CausalSamples):
         words = np.zeros(len(shares), dtype=bool)

@@ -134,7 +134,7 @@ class MixedDataset(TrainingDataset):
     def __init__(
         self, parts: Sequence[TrainingDataset], order: MixedOrder, length: int, *, spread: bool = False
     ) -> None:
-        """With `spread`, what is read of a dataset is spread evenly over all of it."""
+        """`spread` spreads what is read of a dataset evenly over all of it."""
         super().__init__(length)
         self.parts, self.order = parts, order
         self._read = order.given(length) if spread else None

@@ -34,7 +34,7 @@ rounded to multiples of its inverse."""
 
 
 class PartUse(NamedTuple):
-    """What a training reads of one source of its mixture."""
+    """Samples that a training reads of one source of its mixture."""
 
     name: str
     samples: int
@@ -116,38 +116,7 @@ class Mixture(DataSource):
     """Steps (counted from 0), ascending, with the weights from that step on."""
 
     def __post_init__(self) -> None:
-        if len(self.parts) < 2:
-            raise DataError(f"A mixture has at least two sources, and this one has {len(self.parts)}. Give more.")
-        steps = [step for step, _ in self.changes]
-        if not all(map(is_count, steps)) or sorted(set(steps)) != steps:
-            raise DataError(f"The weights change at the steps {steps}. Give ascending whole numbers from 1.")
-        for step, weights in self._stretches:
-            said = f"The weights from step {step} on are {list(weights)}"
-            if len(weights) != len(self.parts):
-                raise DataError(f"{said}, for {len(self.parts)} sources. Give one for each source.")
-            if not all(map(is_factor, weights)) or not sum(weights) > 0 or not is_factor(sum(weights)):
-                raise DataError(f"{said}. Give finite numbers of at least 0, not all of them 0.")
-        for number, part in enumerate(self.parts):
-            if not any(weights[number] for _, weights in self._stretches):
-                raise DataError(f"{part.name} has the weight 0 at every step. Leave it out of the mixture.")
-        if len({part.is_user_defined for part in self.parts}) > 1:
-            raise DataError(
-                "The mixture has text and user-defined datasets, and nothing says whether their tokens are the same. "
-                "Mix texts with texts, and datasets with datasets."
-            )
-        for number, part in enumerate(self.parts):
-            if isinstance(part, Mixture):
-                raise DataError(
-                    "A source of the mixture is a mixture itself. Give all sources with their weights in one."
-                )
-            if not isinstance(part, TextData):
-                continue
-            if part in self.parts[:number]:
-                raise DataError(f"{part.name} is given twice. Give it once, with the sum of its weights.")
-            if part.streaming:
-                raise DataError(
-                    f"{part.name} is streamed, and a mixture reads its sources by index. Remove streaming=True."
-                )
+        _check_values(self)
 
     @property
     def is_user_defined(self) -> bool:
@@ -225,7 +194,7 @@ class Mixture(DataSource):
             specs = self.parts[0].batch_specs(request)
             for part in self.parts:
                 part.check(_PartRequest(request, part, request.seed, None))
-                self._require_specs(part, part.batch_specs(request), specs)
+                _require_specs(part, part.batch_specs(request), self.parts[0], specs)
                 if isinstance(part, UserData) and part._iterable is not None:
                     raise DataError(
                         f"{part.name} has no index, and a mixture reads its sources by index. Give a dataset with "
@@ -234,45 +203,9 @@ class Mixture(DataSource):
             if request.eval_data is not None:
                 request.eval_data.held_out(request, self)
             return
-        self._check_texts(request)
+        _check_texts(self._texts, request)
         if all(part._source().text_bytes <= CHECKED_WHOLE_BYTES for part in self._texts):
             self.prepare(request, progress=False)
-
-    def _check_texts(self, request: SampleRequest) -> None:
-        """Raise `DataError` unless all texts have one tokeniser, one objective, and samples of one shape."""
-        from workbench.data._tokenizer import digest_of
-
-        first, *others = self._texts
-        check_sizes(first, request)
-        for part in others:
-            if part.tokenizer is not None and (
-                first.tokenizer is None or digest_of(part.tokenizer) != digest_of(first.tokenizer)
-            ):
-                own = "one that is trained on it" if first.tokenizer is None else first.tokenizer
-                raise DataError(
-                    f"The sources of a mixture need one tokeniser: {part.name} has {part.tokenizer}, and {first.name} "
-                    f"has {own}. Give every source the same tokenizer, or only the first one: the others are read "
-                    "with it."
-                )
-            if first._objective(request) != part._objective(request):
-                raise DataError(
-                    f"{first.name} is prepared for {first._objective(request)!r} and {part.name} for "
-                    f"{part._objective(request)!r}. Give all sources of a mixture one objective."
-                )
-            read = replace(part, tokenizer=first.tokenizer, vocab_size=first.vocab_size)
-            check_sizes(read, request)
-            self._require_specs(part, read.batch_specs(request), first.batch_specs(request))
-
-    def _require_specs(
-        self, part: DataSource, found: Mapping[str, TensorSpec], wanted: Mapping[str, TensorSpec]
-    ) -> None:
-        from workbench.data._datasets import described_specs
-
-        if found != wanted:
-            raise DataError(
-                f"Samples of {part.name} have the fields {described_specs(found)}, and those of {self.parts[0].name} "
-                f"{described_specs(wanted)}. Give all sources of a mixture the same fields, shapes and types."
-            )
 
     def prepare(self, request: SampleRequest, progress: bool = True, workers: int | None = None) -> Prepared:
         prepared = [part.prepare(own, progress, workers) for part, own in self._read(request, progress)]
@@ -368,3 +301,76 @@ class Mixture(DataSource):
             "weights": list(self.weights),
             "changes": [[step, list(weights)] for step, weights in self.changes],
         }
+
+
+def _check_values(mixture: Mixture) -> None:
+    """Raise `DataError` unless sources and weights fit together."""
+    if len(mixture.parts) < 2:
+        raise DataError(f"A mixture has at least two sources, and this one has {len(mixture.parts)}. Give more.")
+    steps = [step for step, _ in mixture.changes]
+    if not all(map(is_count, steps)) or sorted(set(steps)) != steps:
+        raise DataError(f"The weights change at the steps {steps}. Give ascending whole numbers from 1.")
+    for step, weights in mixture._stretches:
+        said = f"The weights from step {step} on are {list(weights)}"
+        if len(weights) != len(mixture.parts):
+            raise DataError(f"{said}, for {len(mixture.parts)} sources. Give one for each source.")
+        if not all(map(is_factor, weights)) or not sum(weights) > 0 or not is_factor(sum(weights)):
+            raise DataError(f"{said}. Give finite numbers of at least 0, not all of them 0.")
+    for number, part in enumerate(mixture.parts):
+        if not any(weights[number] for _, weights in mixture._stretches):
+            raise DataError(f"{part.name} has the weight 0 at every step. Leave it out of the mixture.")
+    if len({part.is_user_defined for part in mixture.parts}) > 1:
+        raise DataError(
+            "The mixture has text and user-defined datasets, and nothing says whether their tokens are the same. "
+            "Mix texts with texts, and datasets with datasets."
+        )
+    for number, part in enumerate(mixture.parts):
+        if isinstance(part, Mixture):
+            raise DataError("A source of the mixture is a mixture itself. Give all sources with their weights in one.")
+        if not isinstance(part, TextData):
+            continue
+        if part in mixture.parts[:number]:
+            raise DataError(f"{part.name} is given twice. Give it once, with the sum of its weights.")
+        if part.streaming:
+            raise DataError(
+                f"{part.name} is streamed, and a mixture reads its sources by index. Remove streaming=True."
+            )
+
+
+def _check_texts(texts: Sequence[TextData], request: SampleRequest) -> None:
+    """Raise `DataError` unless all texts have one tokeniser, one objective, and samples of one shape."""
+    from workbench.data._tokenizer import digest_of
+
+    first, *others = texts
+    check_sizes(first, request)
+    for part in others:
+        if part.tokenizer is not None and (
+            first.tokenizer is None or digest_of(part.tokenizer) != digest_of(first.tokenizer)
+        ):
+            own = "one that is trained on it" if first.tokenizer is None else first.tokenizer
+            raise DataError(
+                f"The sources of a mixture need one tokeniser: {part.name} has {part.tokenizer}, and {first.name} "
+                f"has {own}. Give every source the same tokenizer, or only the first one: the others are read "
+                "with it."
+            )
+        if first._objective(request) != part._objective(request):
+            raise DataError(
+                f"{first.name} is prepared for {first._objective(request)!r} and {part.name} for "
+                f"{part._objective(request)!r}. Give all sources of a mixture one objective."
+            )
+        read = replace(part, tokenizer=first.tokenizer, vocab_size=first.vocab_size)
+        check_sizes(read, request)
+        _require_specs(part, read.batch_specs(request), first, first.batch_specs(request))
+
+
+def _require_specs(
+    part: DataSource, found: Mapping[str, TensorSpec], first: DataSource, wanted: Mapping[str, TensorSpec]
+) -> None:
+    """Raise `DataError` unless samples of a source have the fields of those of the first one."""
+    from workbench.data._datasets import described_specs
+
+    if found != wanted:
+        raise DataError(
+            f"Samples of {part.name} have the fields {described_specs(found)}, and those of {first.name} "
+            f"{described_specs(wanted)}. Give all sources of a mixture the same fields, shapes and types."
+        )

@@ -215,13 +215,13 @@ class TrainingWorker:
             check_user_data(self.run_dir, self.experiment)
         trainer, extras, between = self._build()
         checkpoints = CheckpointStore(
-            trainer, self.run_dir, self.experiment.checkpoints.keep, extras, self._report_checkpoint
+            trainer, self.run_dir, self.experiment.checkpoints.keep, extras, partial(report_checkpoint, self.run_dir)
         )
         progress, resumed_from = TrainingProgress(0, 0.0), None
         requested = requested_checkpoint(self.run_dir)
         if requested is not None:
             with self._timed_phase("resume"):
-                progress, resumed_from = checkpoints.load_newest(requested, self._report_rejected)
+                progress, resumed_from = checkpoints.load_newest(requested, partial(report_rejected, self.run_dir))
         if self.is_main:
             log_event(
                 self.run_dir.events,
@@ -235,7 +235,7 @@ class TrainingWorker:
                 samples_per_step=self.experiment.global_batch,
                 resumed_from=None if resumed_from is None else str(resumed_from),
             )
-            self._log_data_use(progress.step)
+            log_data_use(self.run_dir, self.experiment, progress.step)
         try:
             progress = self._train(trainer, checkpoints, progress, between)
             dist.barrier()
@@ -359,7 +359,8 @@ class TrainingWorker:
                     if self.experiment.checkpoints.keep:
                         begin("checkpoint")
                         checkpoints.save(TrainingProgress(step, log.seconds, self._stream_state_at(step)))
-                    self._log_data_use(step)
+                    if self.is_main:
+                        log_data_use(self.run_dir, self.experiment, step)
                     log.restart_clock()
                 if is_last:
                     break
@@ -396,13 +397,6 @@ class TrainingWorker:
         found = None if self._feed is None else self._feed.stream_state(step * self.experiment.global_batch)
         return found or self._stream_state
 
-    def _log_data_use(self, step: int) -> None:
-        """Log what the first `step` steps have read of each source of a mixture."""
-        data, experiment = self.experiment.data, self.experiment
-        if self.is_main and isinstance(data, Mixture):
-            parts = [use._asdict() for use in data.use(experiment, experiment.samples_before(step))]
-            log_event(self.run_dir.events, "data_use", step=step, parts=parts)
-
     def _on_stop_signal(self, *_: Any) -> None:
         self._stop_requested = True
 
@@ -417,17 +411,6 @@ class TrainingWorker:
         started = time.perf_counter()
         yield
         self._phase_event(name, time.perf_counter() - started)
-
-    def _report_checkpoint(self, saved: SaveResult) -> None:
-        facts: dict[str, Any] = {"step": saved.step, "path": str(saved.path)}
-        if saved.error is None:
-            log_event(self.run_dir.events, "checkpoint", **facts, seconds=saved.pause_s, write_s=saved.write_s)
-        else:
-            log_event(self.run_dir.events, "checkpoint_problem", **facts, message=saved.error)
-
-    def _report_rejected(self, path: Path, reason: str) -> None:
-        print(f"skipped a checkpoint: {reason}", flush=True)
-        log_event(self.run_dir.events, "checkpoint_problem", step=step_of(path), path=str(path), message=reason)
 
 
 def _user_code(run_dir: RunDir) -> dict[str, Any]:
@@ -513,6 +496,28 @@ def error_message(cause: BaseException, plan: Plan) -> str:
         f"{said.splitlines()[0]} The plan predicts a peak of {gib(plan.peak_bytes)} and allows {gib(limit)} per "
         f"device. Plan with less, {suggested}, and launch that, or resume this run with run.resume(plan)."
     )
+
+
+def report_checkpoint(run_dir: RunDir, saved: SaveResult) -> None:
+    """Log a checkpoint that was written, or why it was not."""
+    facts: dict[str, Any] = {"step": saved.step, "path": str(saved.path)}
+    if saved.error is None:
+        log_event(run_dir.events, "checkpoint", **facts, seconds=saved.pause_s, write_s=saved.write_s)
+    else:
+        log_event(run_dir.events, "checkpoint_problem", **facts, message=saved.error)
+
+
+def report_rejected(run_dir: RunDir, path: Path, reason: str) -> None:
+    """Log that a damaged checkpoint was passed over."""
+    print(f"skipped a checkpoint: {reason}", flush=True)
+    log_event(run_dir.events, "checkpoint_problem", step=step_of(path), path=str(path), message=reason)
+
+
+def log_data_use(run_dir: RunDir, experiment: Experiment, step: int) -> None:
+    """Log what the first `step` steps have read of each source of a mixture."""
+    if isinstance(experiment.data, Mixture):
+        parts = [use._asdict() for use in experiment.data.use(experiment, experiment.samples_before(step))]
+        log_event(run_dir.events, "data_use", step=step, parts=parts)
 
 
 def log_memory(run_dir: RunDir, plan: Plan, coordinate: MeshCoordinate, initial_rss: int) -> None:

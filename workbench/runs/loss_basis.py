@@ -168,7 +168,7 @@ def _masking(share: float | None) -> dict[str, str]:
 def _mixed_masked_share(mixture: Mapping[str, Any]) -> float:
     """Return the mean masked share of a mixture, by its first weights."""
     shares = [float(part.get("masked_share") or MASKED_SHARE) for part in mixture["parts"]]
-    return sum(map(operator.mul, mixture["weights"], shares)) / sum(mixture["weights"])
+    return float(sum(map(operator.mul, mixture["weights"], shares)) / sum(mixture["weights"]))
 
 
 def _mixed(mixture: Mapping[str, Any], weights: Sequence[float]) -> str:
@@ -191,10 +191,8 @@ def _source(data: Mapping[str, Any]) -> str:
 
 def _held_out_set(data: Mapping[str, Any], evaluation: Mapping[str, Any]) -> str:
     own = evaluation.get("data")
-    if own in data.get("parts", ()):  # of which training reads the rest
-        words = f"a part of {_source(own)}"
-    elif isinstance(own, Mapping):
-        words = _source(own)
+    if isinstance(own, Mapping):  # of a source of the mixture, training reads the rest
+        words = f"{'a part of ' if own in data.get('parts', ()) else ''}{_source(own)}"
     elif data.get("type") == "mixture":
         words = f"parts of {_mixed(data, [data['weights'], *(weights for _, weights in data['changes'])][-1])}"
     else:

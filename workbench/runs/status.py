@@ -119,7 +119,7 @@ class Progress:
     evaluation: EvaluationEvent | None = None
     """Held-out loss after the most steps; None before the first step."""
     data_use: DataUseEvent | None = None
-    """What was read of each source of a mixture, as far as the last checkpoint or the end."""
+    """Samples that were read of each source of a mixture, up to the last checkpoint or the end."""
     memory: Mapping[int, MemoryEvent] = field(default_factory=dict)
     """Latest `memory` event of each rank."""
     problems: tuple[str, ...] = ()
