@@ -37,9 +37,15 @@ class FinishedStep:
     """Seconds of `step_s` before the step's batch was there."""
     seconds: float
     """Training time up to the end of the step."""
-    tokens_per_step: int
+    tokens_per_sample: int
     samples_per_step: int
+    """Samples of this step."""
+    samples: int
+    """Samples since the start of training."""
     flops_per_step: float
+    """The model's FLOPs of this step."""
+    flops: float
+    """The model's FLOPs since the start of training."""
     peak_flops: float | None
     """Peak of all devices in FLOP/s; None where it is unknown."""
     shares: Mapping[str, float] = field(default_factory=dict)
@@ -139,7 +145,7 @@ COLUMNS: dict[str, Column] = {
     "tokens_per_s": Column(
         words="tokens per second, over all devices",
         label="Tokens/s",
-        value=lambda step: step.tokens_per_step / step.step_s,
+        value=lambda step: step.samples_per_step * step.tokens_per_sample / step.step_s,
         panel=Panel(tick_format="~s"),
     ),
     "mfu": Column(
@@ -168,7 +174,7 @@ COLUMNS: dict[str, Column] = {
     ),
     "tokens": Column(
         words="tokens since the start of training",
-        value=lambda step: step.step * step.tokens_per_step,
+        value=lambda step: step.samples * step.tokens_per_sample,
         axis=Axis(
             "tokens",
             "tokens",
@@ -178,7 +184,7 @@ COLUMNS: dict[str, Column] = {
     ),
     "samples": Column(
         words="samples since the start of training",
-        value=lambda step: step.step * step.samples_per_step,
+        value=lambda step: step.samples,
         axis=Axis(
             "samples",
             "samples",
@@ -200,7 +206,7 @@ COLUMNS: dict[str, Column] = {
     ),
     "flops": Column(
         words="the model's FLOPs since the start of training",
-        value=lambda step: step.step * step.flops_per_step,
+        value=lambda step: step.flops,
         axis=Axis(
             "flops",
             "FLOPs",

@@ -31,12 +31,14 @@ from workbench.validation import (
     LARGEST_COUNT,
     WRITTEN,
     Count,
+    CountOrRamp,
     FromZero,
     LargeCount,
     Line,
     LineOrNothing,
     Positive,
     PositiveFactors,
+    Ramp,
     Real,
     Seed,
     Share,
@@ -347,6 +349,15 @@ class Tracking:
     tags: tuple[Text, ...] = ()
 
 
+def _one_length(value: Any) -> Any:
+    if isinstance(value, Mapping):
+        raise refused(
+            "changes with the step, and a model is captured for one length. Train at the first length, export the run, "
+            "and go on from wb.models.pretrained(folder) at the next."
+        )
+    return value
+
+
 def _as_optimizer(value: Any) -> Any:
     """Return the optimiser of an algorithm's name or of a callable that builds it."""
     return value if is_group("optimizer", value) else Optimizer(value)
@@ -378,8 +389,9 @@ class Experiment:
     """Passes over the data instead of `steps`; fractions are allowed."""
     tokens: LargeCount | None = None
     """Tokens to train on instead of `steps`, counted as `seq_len` for each sample."""
-    global_batch: Count = 64
-    seq_len: Count = 128
+    global_batch: Annotated[CountOrRamp, WRITTEN] = 64
+    """Samples of a step, or a table of them by the step from which they hold, counted from 0: `{0: 32, 1000: 64}`."""
+    seq_len: Annotated[Count, BeforeValidator(_one_length)] = 128
     """Tokens per sample. A user-defined dataset decides the length itself: give it here, since it counts tokens."""
     learning_rate: Positive = 1e-4
     optimizer: Annotated[Optimizer, BeforeValidator(_as_optimizer)] = Optimizer()
@@ -447,8 +459,19 @@ class Experiment:
         return self.total_steps // 10 if given is None else given
 
     @property
+    def batches(self) -> Ramp:
+        """Samples of each step."""
+        return self.global_batch if isinstance(self.global_batch, Ramp) else Ramp(((0, self.global_batch),))
+
+    @property
+    def largest_batch(self) -> int:
+        """Samples of the largest step, for which memory is planned."""
+        return self.batches.largest
+
+    @property
     def tokens_per_step(self) -> int:
-        return self.global_batch * self.seq_len
+        """Tokens of the largest step."""
+        return self.largest_batch * self.seq_len
 
     @property
     def total_samples(self) -> int:
@@ -457,7 +480,7 @@ class Experiment:
 
     def samples_before(self, step: int) -> int:
         """Return the samples of the first `step` steps."""
-        return step * self.global_batch
+        return self.batches.sum_before(step)
 
     @property
     def eval_data(self) -> DataSource | None:
@@ -505,7 +528,7 @@ class Experiment:
         if self.steps is not None or self.epochs is None:
             return self
         samples = round(self.epochs * self.data.samples_per_epoch(self))
-        return counted(self, max(1, math.ceil(samples / self.global_batch)))
+        return counted(self, max(1, self.batches.steps_for(samples)))
 
     @staticmethod
     def of(**values: Any) -> Experiment:
@@ -684,7 +707,7 @@ def _steps(experiment: Experiment) -> int | None:
         )
     if experiment.tokens is None:
         return experiment.steps if given else DEFAULT_STEPS
-    steps = math.ceil(experiment.tokens / experiment.tokens_per_step)
+    steps = experiment.batches.steps_for(math.ceil(experiment.tokens / experiment.seq_len))
     if steps > LARGEST_COUNT:
         raise InvalidExperiment(
             f"tokens={experiment.tokens:,} are {steps:,} steps, which must be at most {LARGEST_COUNT:,}. Give fewer.",

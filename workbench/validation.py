@@ -6,6 +6,7 @@ describe values import what they need of it from here.
 
 from __future__ import annotations
 
+import dataclasses
 import fnmatch
 import functools
 import numbers
@@ -22,11 +23,11 @@ from pydantic import PlainValidator as PlainValidator
 from pydantic import TypeAdapter as TypeAdapter
 from pydantic import ValidationError as ValidationError
 from pydantic.dataclasses import dataclass
-from pydantic_core import PydanticCustomError
+from pydantic_core import PydanticCustomError, PydanticKnownError
 
 from workbench.arguments import LARGEST_INTEGER
 from workbench.errors import InvalidExperiment, UnknownParameter, WorkbenchError, suggestion
-from workbench.units import plain
+from workbench.units import is_count, plain
 from workbench.user_code import UserFunction, as_user_function
 
 LARGEST_COUNT = 2**31 - 1
@@ -59,6 +60,70 @@ LargeCount = Annotated[Whole, Field(ge=1, le=LARGEST_INTEGER)]
 Share = Annotated[Real, Field(ge=0, lt=1)]
 Positive = Annotated[Real, Field(gt=0)]
 TrueOrFalse = Annotated[bool, Strict()]
+_COUNT = TypeAdapter(Count)
+
+
+@dataclasses.dataclass(frozen=True)
+class Ramp:
+    """A whole number that changes at steps, such as the samples of a batch."""
+
+    stretches: tuple[tuple[int, int], ...]
+    """First step of each stretch, ascending from 0, and the number there."""
+
+    @property
+    def largest(self) -> int:
+        return max(number for _, number in self.stretches)
+
+    def at(self, step: int) -> int:
+        """Return the number at a step, counted from 0."""
+        return next(number for first, number in reversed(self.stretches) if first <= step)
+
+    def sum_before(self, step: int) -> int:
+        """Return the sum over the first `step` steps."""
+        return sum(steps * number for number, steps in self.lengths(step))
+
+    def lengths(self, steps: int) -> list[tuple[int, int]]:
+        """Return the number of each stretch within so many steps, and how many steps it has."""
+        ends = [first for first, _ in self.stretches[1:]] + [steps]
+        pairs = zip(self.stretches, ends, strict=True)
+        return [(number, min(end, steps) - first) for (first, number), end in pairs if first < steps]
+
+    def steps_for(self, total: int) -> int:
+        """Return the fewest steps whose sum is at least `total`."""
+        first, number = next((f, n) for f, n in reversed(self.stretches) if self.sum_before(f) < total or f == 0)
+        return first + -((self.sum_before(first) - total) // number)
+
+    def to_json(self) -> dict[str, int]:
+        return {str(first): number for first, number in self.stretches}
+
+    def __repr__(self) -> str:
+        return repr(dict(self.stretches))
+
+
+def count_or_ramp(value: Any) -> Any:
+    """Return a count, or the `Ramp` of a table of counts by the step from which they hold."""
+    if isinstance(value, Ramp):
+        return value
+    if not isinstance(value, Mapping):
+        try:
+            return _COUNT.validate_python(value)
+        except ValidationError as error:
+            problem = error.errors()[0]
+            raise PydanticKnownError(problem["type"], problem.get("ctx")) from None  # type: ignore[arg-type]
+    try:  # JSON has the steps as text
+        table = {int(step) if isinstance(step, str) else plain(step): plain(number) for step, number in value.items()}
+    except ValueError:
+        table = {}
+    is_known = all(type(step) is int and is_count(number) and number <= LARGEST_COUNT for step, number in table.items())
+    if not table or not is_known or min(table) != 0 or max(table) > LARGEST_COUNT:
+        raise refused(
+            "is no table of whole numbers by the step from which they hold. Begin with step 0, as in {example}.",
+            example="{0: 32, 1000: 64}",
+        )
+    return Ramp(tuple(sorted(table.items())))
+
+
+CountOrRamp = Annotated[int | Ramp, PlainValidator(count_or_ramp)]
 
 
 def refused(sentence: str, **facts: Any) -> PydanticCustomError:

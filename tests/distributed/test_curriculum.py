@@ -58,6 +58,31 @@ def interrupted(path: Path, wanted: Experiment, first: dict[str, Any], second: d
     return trained(path, wanted, plan(wanted, **second), complete_checkpoints(run.checkpoints)[0])
 
 
+RAMP = {0: 4, 3: 8, 7: 16}
+
+
+@pytest.mark.parametrize("legs", [({"pipeline": 2}, {"data": 2, "zero": 2}), ({"data": 2, "zero": 0}, {"pipeline": 2})])
+def test_a_batch_that_grows_is_that_of_a_plain_loop_and_goes_on_under_another_plan(legs: Any, tmp_path: Path) -> None:
+    wanted = asked(global_batch=RAMP)
+    dataset = wanted.data.dataset(wanted)
+    first = [0, 4, 8, *(12 + 8 * n for n in range(4)), *(44 + 16 * n for n in range(6))]
+    assert len(dataset) == first[-1] == 124
+    run = interrupted(tmp_path / "run", wanted, *legs)
+    assert_losses(run, plain(wanted, lambda step: dataset.__getitems__(range(first[step], first[step + 1]))))
+    history = Run(run.path).history()
+    assert history.samples.tolist() == first[1:]
+    assert history.tokens.tolist() == [16 * samples for samples in first[1:]]
+    assert history.flops[-1] == pytest.approx(124 / 16 * Run(run.path).plan.flops_per_step)
+
+
+def test_an_interleaved_pipeline_runs_every_size_of_a_batch(tmp_path: Path) -> None:
+    wanted = asked(global_batch={0: 4, 2: 16, 9: 8}, steps=STEPS)
+    dataset = wanted.data.dataset(wanted)
+    first = [wanted.samples_before(step) for step in range(STEPS + 1)]
+    run = trained(tmp_path / "run", wanted, plan(wanted, pipeline=2, schedule="interleaved", chunks=2))
+    assert_losses(run, plain(wanted, lambda step: dataset.__getitems__(range(first[step], first[step + 1]))))
+
+
 def assert_losses(run: RunDir, losses: list[float]) -> None:
     found = curve(run)
     assert [found[step][0] for step in range(1, STEPS + 1)] == pytest.approx(losses, abs=2e-5)

@@ -111,6 +111,7 @@ PREPARED = {"directory": {("unknown name",): "a new directory"}, "progress": {("
 TEXT_NAME = {("unknown name", "long text"): "a name"}
 TEXT = {("unknown name", "long text"): "looked for when the experiment is planned"}
 ACCEPTED: Mapping[str, Mapping[str, Mapping[tuple[str, ...], str]]] = {
+    "data.mixture": {"changes": {("{}",): "weights that never change"}},
     "plan": PLANNED,
     "grid": {
         **PLANNED,
@@ -496,6 +497,7 @@ NOT_CALLED_BY_USERS: Mapping[str, str] = {
     "Cluster.from_json": "given what `to_json` of a plan wrote, which `Plan.from_json` checks",
     "Run.tag Run.untag": "take any number of words, and are tested with wrong ones beside the labels of runs",
     "Sweep.cells Grid.in_words Figure.laid_out Figure.with_legend_below": "make tables and pictures of what is shown",
+    "Experiment.samples_before": "asked by data and ranks, for steps of the training",
     "History.last": "asked by the dashboard, for rows of the run that it shows",
     "as_data as_model data_fingerprint data.from_json models.from_json sparsity.from_json": (
         "called with what an experiment has checked, or with what it wrote"

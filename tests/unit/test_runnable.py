@@ -14,7 +14,7 @@ from workbench import models
 from workbench.capture import model as capturing
 from workbench.cost.cluster import Cluster
 from workbench.cost.device import Device, Link
-from workbench.errors import CaptureError, PlanMismatch
+from workbench.errors import CaptureError, InvalidExperiment, PlanInfeasible, PlanMismatch
 from workbench.planning.plan import Plan
 from workbench.planning.runnable import captured_model, check_runnable
 from workbench.rundir import read_json
@@ -160,3 +160,46 @@ def test_a_model_that_is_only_described_is_left_to_the_ranks():
 def test_an_evaluation_that_skips_layers_is_refused_before_a_process_starts():
     with pytest.raises(CaptureError, match="in train mode and"):
         wb.launch(evaluated_and_sparse(lambda: Stack(skips=True)))
+
+
+def test_a_batch_that_changes_counts_its_samples_and_has_steps_for_tokens():
+    ramp = experiment(global_batch={0: 4, 3: 8, 10: 16}, steps=20)
+    sizes = [4] * 3 + [8] * 7 + [16] * 10
+    assert [ramp.batches.at(step) for step in range(20)] == sizes
+    assert [ramp.samples_before(step) for step in range(21)] == [sum(sizes[:step]) for step in range(21)]
+    assert (ramp.largest_batch, ramp.total_samples) == (16, 228)
+    for samples in range(1, 300):
+        steps = ramp.replace(tokens=8 * samples).total_steps
+        assert ramp.samples_before(steps) >= samples > ramp.samples_before(steps - 1)
+    assert ramp.replace(epochs=1).resolved().total_steps == 10  # 12 + 7 × 8 samples, the last 4 of a second epoch
+    assert ramp.to_json()["global_batch"] == {"0": 4, "3": 8, "10": 16}
+    assert wb.Experiment.of(**{**vars(ramp), "global_batch": ramp.to_json()["global_batch"]}).batches == ramp.batches
+    for wrong in ({}, {1: 4}, {0: 4, 3: 0}, {0: 4, 2.5: 8}, {0: 4, -3: 8}, {0: True}, {"zero": 4}):
+        with pytest.raises(InvalidExperiment, match="no table of whole numbers by the step"):
+            experiment(global_batch=wrong)
+    with pytest.raises(InvalidExperiment, match="captured for one length"):
+        experiment(seq_len={0: 8, 2: 16})
+
+
+def test_a_plan_divides_every_size_of_a_batch_and_tells_the_time_of_all_steps():
+    ramp, cluster = experiment(global_batch={0: 4, 3: 8, 10: 16}, steps=20), replace(CLUSTER, gpus=2, gpus_per_node=2)
+    plan = wb.plan(ramp, cluster)
+    assert plan.global_batch == 16
+    assert 4 % (plan.data * plan.micro_batch) == 0
+    fixed = {"pipeline": plan.pipeline, "micro_batch": plan.micro_batch, "zero": plan.zero, "schedule": plan.schedule}
+    each = [wb.plan(ramp.replace(global_batch=size), cluster, **fixed).prediction.step_ms for size in (4, 8, 16)]
+    assert plan.prediction.step_ms == pytest.approx(each[2])
+    assert plan.prediction.training_s == pytest.approx((3 * each[0] + 7 * each[1] + 10 * each[2]) / 1e3, rel=1e-6)
+    assert any("3 of 4 samples in" in note and "10 of 16 samples" in note for note in plan.notes)
+    assert Plan.from_json(plan.to_json()).prediction == plan.prediction
+    check_runnable(ramp, plan, captured_model(ramp, plan))
+    for degrees in ({"pipeline": 2, "schedule": "1f1b"}, {"pipeline": 2, "schedule": "interleaved"}):
+        chosen = wb.plan(ramp.replace(global_batch={0: 6, 3: 8}), cluster, **degrees)
+        assert all(size // chosen.micro_batch >= 2 for size in (6, 8))
+    with pytest.raises(PlanInfeasible, match="A global batch of 4 samples cannot be divided into micro-batches of 8"):
+        wb.plan(ramp, cluster, micro_batch=8)
+    whole = wb.plan(ramp.replace(global_batch=16), cluster, data=2, micro_batch=8)
+    with pytest.raises(PlanMismatch, match="from step 0 on: 4 samples are no whole micro-batches of 8 on 2 replicas"):
+        wb.launch(ramp, whole)
+    with pytest.raises(PlanInfeasible, match="A global batch of 3 samples cannot be divided over data=2"):
+        wb.plan(ramp.replace(global_batch={0: 3, 3: 16}), cluster, data=2, pipeline=1)

@@ -117,7 +117,7 @@ class CapturedModel:
 
         The global batch itself is compared if that takes no longer than a few samples of a large model.
         """
-        parts, rest = divmod(self._experiment.global_batch, self._micro_batch)
+        parts, rest = divmod(self._experiment.largest_batch, self._micro_batch)
         if rest or parts * forward_flops(self.graph) > MOST_FLOPS:
             parts = PARTS[0]
         with waiting(f"comparing the gathered loss of {self._source.name}"):

@@ -90,8 +90,8 @@ class _PartRequest:
         return self.whole.total_steps
 
     @property
-    def global_batch(self) -> int:
-        return self.whole.global_batch
+    def largest_batch(self) -> int:
+        return self.whole.largest_batch
 
     @property
     def seq_len(self) -> int:
@@ -195,6 +195,11 @@ class Mixture(DataSource):
             for part in self.parts:
                 part.check(_PartRequest(request, part, request.seed, None))
                 _require_specs(part, part.batch_specs(request), self.parts[0], specs)
+                if part.class_names != self.class_names:
+                    raise DataError(
+                        f"{part.name} has the classes {', '.join(part.class_names)}, and {self.parts[0].name} "
+                        f"{', '.join(self.class_names)}. Give both the same labels=[…], in one order."
+                    )
                 if isinstance(part, UserData) and part._iterable is not None:
                     raise DataError(
                         f"{part.name} has no index, and a mixture reads its sources by index. Give a dataset with "
@@ -290,6 +295,10 @@ class Mixture(DataSource):
 
     def tokenizer_folder(self, request: SampleRequest) -> Path | None:
         return self.parts[0].tokenizer_folder(request)
+
+    @property
+    def class_names(self) -> tuple[str, ...]:
+        return self.parts[0].class_names
 
     def encoded(self, request: SampleRequest, prompts: Sequence[str]) -> EncodedPrompts:
         return self.parts[0].encoded(request, prompts)

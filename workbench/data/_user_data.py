@@ -116,7 +116,7 @@ class UserData(DataSource):
         return UserDataset(items, min(count, len(items)), seed=None)
 
     def note(self, request: SampleRequest) -> str:
-        items, batch = len(self._items) if hasattr(self._items, "__len__") else 0, request.global_batch
+        items, batch = len(self._items) if hasattr(self._items, "__len__") else 0, request.largest_batch
         if not items or items >= batch or batch % items == 0:
             return ""
         return (

@@ -21,7 +21,7 @@ from workbench.execution.blocks.block_module import BlockProgram
 from workbench.execution.blocks.labelled_head import LabelCounter
 from workbench.execution.forward_pass import ForwardPass
 from workbench.execution.parallel.forward_only import Batch
-from workbench.execution.step_log import StepLog
+from workbench.execution.step_log import StepLog, flops_of
 from workbench.execution.trainer import Trainer
 from workbench.rundir import log_event
 
@@ -176,6 +176,7 @@ class Evaluator:
         started = time.perf_counter()
         loss, metrics = self.evaluate()
         if self._events is not None:
+            samples = self.trainer.experiment.samples_before(step)
             log_event(
                 self._events,
                 "evaluation",
@@ -183,9 +184,9 @@ class Evaluator:
                 loss=loss,
                 **({"metrics": metrics} if metrics else {}),
                 evaluated=self.samples,
-                tokens=step * self.trainer.experiment.tokens_per_step,
-                samples=step * self.trainer.experiment.global_batch,
-                flops=step * self._plan.flops_per_step,
+                tokens=samples * self.trainer.experiment.seq_len,
+                samples=samples,
+                flops=flops_of(self._plan, samples),
                 seconds=log.seconds,
                 eval_seconds=time.perf_counter() - started,
             )

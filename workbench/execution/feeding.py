@@ -16,34 +16,56 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from accelerate.data_loader import BatchSamplerShard, DataLoaderShard
-from torch.utils.data import BatchSampler, SequentialSampler
+from accelerate.data_loader import DataLoaderShard
+from torch.utils.data import Sampler
 
 from workbench.data._datasets import StreamedDataset, TrainingDataset
 from workbench.data._feeder import Feeder, new_ring_file, ring_for
 from workbench.data._ring import Ring
 from workbench.execution.parallel.mesh import MeshCoordinate
+from workbench.experiment import Experiment
 
 LOADER_WORKERS = 2
 """Processes that assemble batches for a GPU; a rank on a CPU assembles its own."""
 
 
 def own_batches(
-    dataset: TrainingDataset, samples: int, coordinate: MeshCoordinate, device: torch.device
+    dataset: TrainingDataset,
+    experiment: Experiment,
+    first_step: int,
+    coordinate: MeshCoordinate,
+    device: torch.device,
 ) -> DataLoaderShard:
-    """Return a loader of this replica's share of every global batch, `samples` at a time, in the host's memory.
+    """Return a loader of this replica's share of the global batches from a step on, in the host's memory.
 
-    Accelerate's `prepare_data_loader` does the same for several replicas, but imports `datasets` and with it pandas.
+    Accelerate's `prepare_data_loader` does the same for batches of one size, but imports `datasets` and with it pandas.
     """
     on_gpu = device.type == "cuda"
-    batches = BatchSampler(SequentialSampler(dataset), samples, drop_last=False)
     return DataLoaderShard(
         dataset,
-        batch_sampler=BatchSamplerShard(batches, coordinate.data, coordinate.data_rank),
+        batch_sampler=_Shares(experiment, first_step, coordinate.data, coordinate.data_rank),
         collate_fn=dataset.collate,
         num_workers=LOADER_WORKERS if on_gpu else 0,
         pin_memory=on_gpu,
     )
+
+
+@dataclass(frozen=True)
+class _Shares(Sampler[range]):
+    """The numbers of the samples of one replica, a part of each batch."""
+
+    experiment: Experiment
+    first_step: int
+    replicas: int
+    rank: int
+
+    def __iter__(self) -> Iterator[range]:
+        for step in range(self.first_step, self.experiment.total_steps):
+            first, share = self.experiment.samples_before(step), self.experiment.batches.at(step) // self.replicas
+            yield range(first + self.rank * share, first + (self.rank + 1) * share)
+
+    def __len__(self) -> int:
+        return self.experiment.total_steps - self.first_step
 
 
 @dataclass(frozen=True)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from workbench.execution.step_log import StepLog
+from workbench.execution.step_log import StepLog, flops_of
 from workbench.execution.trainer import Trainer
 from workbench.rundir import log_event
 from workbench.sparsity import Dynamic
@@ -44,8 +44,8 @@ class SparsityLog:
                 update=sum(each <= step for each in self._update_steps),
                 prune_ratio=sparsity.ratio(step, experiment.total_steps) if isinstance(sparsity, Dynamic) else 0.0,
                 **counts,
-                tokens=step * experiment.tokens_per_step,
-                flops=step * self._trainer.plan.flops_per_step,
+                tokens=(samples := experiment.samples_before(step)) * experiment.seq_len,
+                flops=flops_of(self._trainer.plan, samples),
                 seconds=log.seconds,
                 weight=name,
                 pattern=["".join(".#"[block] for block in row) for row in corner_RC.tolist()],

@@ -24,6 +24,11 @@ def peak_flops(plan: Plan) -> float | None:
     return device.peak(plan.precision) * plan.world if device.type == "cuda" else None
 
 
+def flops_of(plan: Plan, samples: int) -> float:
+    """Return the model's FLOPs of so many samples, exactly those of `flops_per_step` for whole steps."""
+    return samples * plan.flops_per_step / plan.global_batch
+
+
 @dataclass(frozen=True)
 class _PendingStep:
     """A launched step whose scalars are being copied to the host."""
@@ -101,9 +106,11 @@ class StepLog:
                 step_s=step_s,
                 waited_s=waited_s,
                 seconds=self.seconds,
-                tokens_per_step=experiment.tokens_per_step,
-                samples_per_step=experiment.global_batch,
-                flops_per_step=plan.flops_per_step,
+                tokens_per_sample=experiment.seq_len,
+                samples_per_step=(batch := experiment.batches.at(pending.step)),
+                samples=(samples := experiment.samples_before(done)),
+                flops_per_step=flops_of(plan, batch),
+                flops=flops_of(plan, samples),
                 peak_flops=peak_flops(plan),
                 shares=dict(zip(shared_columns(), shares, strict=True)),
                 world=plan.world,

@@ -6,7 +6,8 @@ sparse weights → norm and clipping → optimiser → mask and, where due, move
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -67,7 +68,8 @@ class Trainer:
         self.experiment, self.plan, self.graph = experiment, plan, graph
         self.stages, self.context, self.coordinate = stages, context, coordinate
         pipe_stages = [self._pipe_stage(stage, index) for index, stage in enumerate(stages.stages)]
-        self._schedule = schedule_runtime(plan.schedule, pipe_stages, plan.num_microbatches)
+        self._schedules = {plan.num_microbatches: schedule_runtime(plan.schedule, pipe_stages, plan.num_microbatches)}
+        self._pipe_stages = pipe_stages
         self.forward_only = ForwardOnly(stages, plan, context, coordinate)
         self._parameters = stages.model_parameters()  # after sharding, which replaces parameters
         self.whole = ShardedTensors(stages, coordinate)
@@ -236,20 +238,21 @@ class Trainer:
         over all ranks is the loss. `label_counts` is the result of `count_labels_on_host`, taken before the batch was
         sent to the device; without it, the host waits for a batch on a device.
         """
-        context = self.context
+        context, count = self.context, len(next(iter(batch.values()))) // self.plan.micro_batch
         context.label_counts = self.count_labels_on_host(batch) if label_counts is None else label_counts
         context.step = step
-        context.first_microbatch = self.coordinate.data_rank * self.plan.num_microbatches
-        self._compute_loss_denominators(batch)
+        context.first_microbatch = self.coordinate.data_rank * count
+        self._compute_loss_denominators(batch, count)
         self.prepare_forward()
         if context.cuda_graphs is not None:
             context.cuda_graphs.begin_step()
         if self.plan.runs_forward_twice:
             self.forward_only.over_whole_batch(batch, trains=True)
         losses: list[torch.Tensor] = []
-        target = torch.empty(self.samples, device="meta") if self.stages.computes_loss else None
+        target = torch.empty(count * self.plan.micro_batch, device="meta") if self.stages.computes_loss else None
         fields: dict[str, Any] = {f"{FIELD}{name}": value for name, value in batch.items()}
-        self._schedule.step(target=target, losses=losses, return_outputs=False, **fields)
+        with self._divided_by(count) as schedule:
+            schedule.step(target=target, losses=losses, return_outputs=False, **fields)
         if self._all_reduce is not None:
             self._all_reduce.finish(self._all_reduced)
         _reduce_tied_gradients(self)
@@ -258,6 +261,17 @@ class Trainer:
         if not losses:
             return torch.zeros((), device=context.device)
         return torch.stack([loss.detach() for loss in losses]).sum() / (self.plan.data * self.plan.tensor)
+
+    @contextmanager
+    def _divided_by(self, count: int) -> Iterator[Any]:
+        """Return the schedule of so many micro-batches, by which stages divide the loss meanwhile."""
+        if count not in self._schedules:
+            self._schedules[count] = schedule_runtime(self.plan.schedule, self._pipe_stages, count)
+        for stage in self.stages.stages:
+            stage.num_microbatches = count
+        yield self._schedules[count]
+        for stage in self.stages.stages:
+            stage.num_microbatches = self.plan.num_microbatches
 
     def prepare_forward(self) -> None:
         """Update every copy of a parameter after the last update or a loaded checkpoint, and free the gradients."""
@@ -282,7 +296,7 @@ class Trainer:
         """Gather a parameter, or a tensor sharded like it, from its shards (a collective)."""
         return self.whole.all_gathered(name, tensor.detach())
 
-    def _compute_loss_denominators(self, batch: Mapping[str, torch.Tensor]) -> None:
+    def _compute_loss_denominators(self, batch: Mapping[str, torch.Tensor], num_microbatches: int) -> None:
         """Divide the labels of the global batch by the number of its micro-batches, for each mean loss.
 
         A micro-batch's loss is its sum over this number; the mean over all micro-batches is that of the global batch.
@@ -294,7 +308,7 @@ class Trainer:
         labels = torch.stack([count.sum() for count in own]).float()
         if self.plan.data > 1:
             dist.all_reduce(labels, group=self.coordinate.data_group)
-        microbatches = 1 if self.plan.gathers else self.plan.num_microbatches * self.plan.data
+        microbatches = 1 if self.plan.gathers else num_microbatches * self.plan.data
         self.context.loss_denominators = [
             count.divisor(total) / microbatches for count, total in zip(self._label_counts, labels, strict=True)
         ]

@@ -25,7 +25,6 @@ import psutil
 import torch
 import torch.distributed as dist
 from accelerate import Accelerator
-from accelerate.data_loader import skip_first_batches
 from accelerate.utils import ProjectConfiguration, send_to_device
 
 from workbench.capture import Graph, spec_of
@@ -232,7 +231,7 @@ class TrainingWorker:
                 flops_per_step=self.plan.flops_per_step,
                 peak_flops=peak_flops(self.plan),
                 tokens_per_step=self.experiment.tokens_per_step,
-                samples_per_step=self.experiment.global_batch,
+                samples_per_step=self.experiment.largest_batch,
                 resumed_from=None if resumed_from is None else str(resumed_from),
             )
             log_data_use(self.run_dir, self.experiment, progress.step)
@@ -263,7 +262,7 @@ class TrainingWorker:
             graph, evaluated, sampled, stages, extras = self._build_stages(context, compile, is_together)
         if not is_together:  # the models are freed, so that a difference can only be told
             share(self.experiment.model.name, self._digests, {}, self.device)
-        absent = round(absent_flops(graph, self.experiment.sparsity) * self.experiment.global_batch)
+        absent = round(absent_flops(graph, self.experiment.sparsity) * self.experiment.largest_batch)
         self.plan = replace(self.plan, flops_per_step=self.plan.flops_per_step - absent)
         trainer = Trainer(self.experiment, self.plan, graph, stages, context, self.coordinate)
         if _on_gpu():
@@ -384,17 +383,18 @@ class TrainingWorker:
 
         Labels are counted while the batch is still in the host's memory, where counting does not wait for the device.
         """
-        dataset, batch = self.experiment.data.dataset(self.experiment), self.experiment.global_batch
-        with feed(dataset, first_step * batch, batch, self._stream_state_at(first_step)) as self._feed:
-            sharded = own_batches(self._feed.dataset, trainer.samples, self.coordinate, self.device)
-            for step, own in enumerate(skip_first_batches(sharded, first_step), first_step):
-                self._feed.release((step + 1) * batch)
+        experiment, before = self.experiment, self.experiment.samples_before
+        dataset, state = experiment.data.dataset(experiment), self._stream_state_at(first_step)
+        with feed(dataset, before(first_step), experiment.largest_batch, state) as self._feed:
+            loader = own_batches(self._feed.dataset, experiment, first_step, self.coordinate, self.device)
+            for step, own in enumerate(loader, first_step):
+                self._feed.release(before(step + 1))
                 _require_specs(own, trainer.graph.batch, step + 1)
                 yield send_to_device(own, self.device, non_blocking=True), trainer.count_labels_on_host(own)
 
     def _stream_state_at(self, step: int) -> Mapping[str, Any] | None:
         """Return the state from which a stream goes on with the first sample of a step, or None if none is known."""
-        found = None if self._feed is None else self._feed.stream_state(step * self.experiment.global_batch)
+        found = None if self._feed is None else self._feed.stream_state(self.experiment.samples_before(step))
         return found or self._stream_state
 
     def _on_stop_signal(self, *_: Any) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from itertools import pairwise
 
 import numpy as np
@@ -10,7 +11,7 @@ import numpy as np
 from workbench.cost.memory import Array, ParameterTable
 from workbench.cost.profile import Profile, SparseCosts
 from workbench.planning.options import Option
-from workbench.planning.plan import Candidate, Memory, Plan, Stage, common_recompute
+from workbench.planning.plan import Candidate, Memory, Plan, Prediction, Stage, common_recompute
 from workbench.planning.prediction import predict
 from workbench.planning.refusals import apart, host_need
 from workbench.planning.request import Request, no_kernels, unknown_rates
@@ -45,6 +46,10 @@ def assemble(
     choices = dict(vars(best.strategy))
     del choices["chunks"], choices["recompute"]
     loss_depends = _notes_of_state(profile, best)
+    prediction = predict(costs, cut, costs.times(cut.stages), request)
+    stretches = _stretches(best, cut, request)
+    if stretches:
+        prediction = replace(prediction, training_s=sum(steps * step_ms for _, steps, step_ms in stretches) / 1e3)
     plan = Plan(
         model=profile.model,
         signature=profile.signature,
@@ -56,7 +61,7 @@ def assemble(
         stages=_stages(costs, cut, ParameterTable(divided).elements),
         memory_limit_bytes=request.memory_limit_bytes,
         flops_per_step=round(profile.flops_per_sample * request.global_batch),
-        prediction=predict(costs, cut, costs.times(cut.stages), request),
+        prediction=prediction,
         coupled=bool(profile.coupled),
         notes=(
             *profile.notes,
@@ -65,6 +70,7 @@ def assemble(
             *_opaque_note(divided, costs),
             *(_coupling_note(operation, best, request) for operation in profile.coupled),
             *weights_note(profile, request, best, other),
+            *_ramp_note(stretches, prediction),
         ),
         loss_depends=loss_depends,
         candidates=_rows(best, options, request),
@@ -73,6 +79,28 @@ def assemble(
     )
     object.__setattr__(plan, "origin", (profile, request))
     return plan
+
+
+def _stretches(best: Option, cut: Cut, request: Request) -> list[tuple[int, int, float]]:
+    """Return samples, steps and predicted milliseconds of a step for each stretch of a batch that changes."""
+    found = []
+    for batch, steps in request.ramp:
+        strategy = best.strategy
+        count = batch // strategy.data // strategy.micro_batch
+        costs = best.costs.model.of(replace(strategy, num_microbatches=count))
+        predicted = predict(costs, cut, costs.times(cut.stages), replace(request, global_batch=batch))
+        found.append((batch, steps, predicted.step_ms))
+    return found
+
+
+def _ramp_note(stretches: Sequence[tuple[int, int, float]], prediction: Prediction) -> tuple[str, ...]:
+    if not stretches:
+        return ()
+    each = [f"{steps:,} of {batch:,} samples in {duration(step_ms / 1e3)} each" for batch, steps, step_ms in stretches]
+    return (
+        f"The batch changes: {', '.join(each)}, {duration(prediction.training_s)} together. Memory and all other "
+        "figures are those of the largest batch.",
+    )
 
 
 def _notes_of_division(profile: Profile, best: Option) -> tuple[str, ...]:

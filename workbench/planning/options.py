@@ -80,7 +80,7 @@ def options(profile: Profile, request: Request) -> Iterator[StrategyCosts]:
             if is_block_sparse and not strategy.can_be_block_sparse:
                 continue
             without = costs.of(replace(strategy, block_sparse=True) if is_block_sparse else strategy)
-            if asked is not False and without.can_capture and (asked or without.is_host_bound):
+            if asked is not False and not request.ramp and without.can_capture and (asked or without.is_host_bound):
                 yield costs.of(replace(without.strategy, cuda_graphs=True))
             if not asked:
                 yield without
@@ -99,15 +99,18 @@ def options(profile: Profile, request: Request) -> Iterator[StrategyCosts]:
 def _strategies(profile: Profile, request: Request) -> Iterator[Strategy]:
     """Yield every strategy without CUDA graphs."""
     fixed, batch = request.fixed, request.global_batch
+    others = request.batches[1:]
     offloads = (False,) if request.cluster.device.type == "cpu" else (False, True)
     if fixed.offload_optimizer is not None:
         offloads = (fixed.offload_optimizer,)
     for pipeline, data, tensor in _meshes(profile, request):
-        for micro_batch in [fixed.micro_batch] if fixed.micro_batch else divisors(batch // data):
-            num_microbatches, rest = divmod(batch // data, micro_batch)
-            if rest or (profile.coupled and micro_batch < batch):
+        for micro_batch in [fixed.micro_batch] if fixed.micro_batch else divisors(request.common_batch // data):
+            num_microbatches = batch // data // micro_batch
+            if request.common_batch % (data * micro_batch) or (profile.coupled and micro_batch < batch):
                 continue
             for schedule, chunks in _schedules(profile, request, pipeline, num_microbatches):
+                if not all(SCHEDULES[schedule].runs(pipeline, other // data // micro_batch) for other in others):
+                    continue
                 for zero in _zero_stages(request, data, num_microbatches):
                     for offload in offloads:
                         yield Strategy(
@@ -136,7 +139,7 @@ def _meshes(profile: Profile, request: Request) -> Iterator[tuple[int, int, int]
         for pipeline in divisors(gpus // tensor):
             data = gpus // tensor // pipeline
             wanted = fixed.pipeline in (None, pipeline) and fixed.data in (None, data)
-            if wanted and pipeline <= len(profile.blocks) and request.global_batch % data == 0:
+            if wanted and pipeline <= len(profile.blocks) and request.common_batch % data == 0:
                 yield pipeline, data, tensor
 
 

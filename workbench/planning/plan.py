@@ -130,6 +130,8 @@ class Prediction:
     """Sentence that says what the times are based on."""
     evaluation_s: float = 0.0
     """Seconds of one evaluation of the held-out loss, which is no part of `step_ms`; 0 without `evaluate`."""
+    training_s: float = 0.0
+    """Seconds of all steps of a training whose batch changes, each with its own; 0 for a batch that does not."""
     orthogonalisation_ms: float = 0.0
     """Part of `optimizer_ms` in which Muon orthogonalises matrices, and ranks exchange them; 0 for other optimisers."""
 

@@ -72,7 +72,7 @@ def search(
     limit, fixed = memory_limit_bytes(memory_limit_gib), checked_choices(experiment, choices)
     with waiting(f"planning {experiment.model.name}"):
         costs, cluster = profile_and_cluster(experiment, cluster)  # last, because capture takes seconds
-        request = Request(experiment.global_batch, experiment.seq_len, cluster, limit, fixed)
+        request = Request.of(experiment, cluster, limit, fixed)
         return weigh(costs, costs.precision, request)
 
 
@@ -86,7 +86,7 @@ def plan_profiled(
 ) -> Plan:
     """Return what `plan` returns for a model whose profile is there, without another capture."""
     fixed = checked_choices(experiment, {})
-    request = Request(experiment.global_batch, experiment.seq_len, cluster, memory_limit_bytes, fixed)
+    request = Request.of(experiment, cluster, memory_limit_bytes, fixed)
     return with_evaluation(experiment, weigh(costs, costs.precision, request).best)
 
 

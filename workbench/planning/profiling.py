@@ -87,7 +87,7 @@ def profile_and_cluster(experiment: Experiment, cluster: Cluster | None) -> tupl
                 probes = stack.enter_context(BlockProbes())
                 probes.ask(request, cluster.device)
             with waiting(f"measuring the blocks of {experiment.model.name} on this machine"):
-                measured = measure_blocks(probes, costs, cluster, experiment.global_batch)
+                measured = measure_blocks(probes, costs, cluster, experiment.largest_batch)
     return (corrected_profile(costs, cluster.device, measured) if measured else costs), cluster
 
 
@@ -125,10 +125,10 @@ def analytic_profile(experiment: Experiment, cluster: Cluster) -> Profile:
         return costs
     if obstacle := _gathering_obstacle(experiment, captured):
         return replace(costs, not_gathered=obstacle)
-    part, whole = captured.tower_and_tail(CAPTURE_BATCH), captured.tower_and_tail(experiment.global_batch)
+    part, whole = captured.tower_and_tail(CAPTURE_BATCH), captured.tower_and_tail(experiment.largest_batch)
     towers = with_optimizer(costed(part), experiment, graph)
     is_compared = captured.is_gathering_compared
-    return with_gathered(costs, towers, costed(whole), part, experiment.global_batch, is_compared)
+    return with_gathered(costs, towers, costed(whole), part, experiment.largest_batch, is_compared)
 
 
 def _gathering_obstacle(experiment: Experiment, captured: CapturedModel) -> str:
@@ -139,9 +139,9 @@ def _gathering_obstacle(experiment: Experiment, captured: CapturedModel) -> str:
     if asked:
         return f"Its samples are not gathered over micro-batches in an experiment with {' or '.join(asked)}."
     try:
-        graph = captured.gathered(experiment.global_batch)
+        graph = captured.gathered(experiment.largest_batch)
         if experiment.evaluation is not None:
-            require_same_stages(graph, captured.evaluation(experiment, experiment.global_batch), (), 1)
+            require_same_stages(graph, captured.evaluation(experiment, experiment.largest_batch), (), 1)
         fault = captured.gathering_fault if captured.is_gathering_compared else ""
     except InvalidExperiment:  # a metric that no plan computes
         raise
@@ -194,7 +194,7 @@ def probe_request(experiment: Experiment, cluster: Cluster) -> ProbeRequest:
         resolved_precision(experiment, cluster),
         _is_compiled(experiment, cluster),
         experiment.numerics.deterministic,
-        likely_micro_batches(cluster, experiment.global_batch),
+        likely_micro_batches(cluster, experiment.largest_batch),
         experiment.data.examples(experiment),
         experiment.loss,
     )

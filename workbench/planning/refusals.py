@@ -75,7 +75,7 @@ def _division(profile: Profile, request: Request) -> str:
     if fixed.micro_batch is not None:
         micro, share = f" in micro-batches of {fixed.micro_batch}", f"{share} in whole micro-batches"
     return (
-        f"No division of {request.cluster.gpus} devices{words} suits a global batch of {request.global_batch} samples"
+        f"No division of {request.cluster.gpus} devices{words} suits a global batch of {request.batch_in_words} samples"
         f"{micro} and {len(profile.blocks)} blocks: every replica needs {share}, and every stage a block."
     )
 
@@ -87,7 +87,7 @@ def _schedule(profile: Profile, request: Request, works: Works) -> str:
     ranks = [degree for degree in wanted if works(free.fixing(pipeline=degree))]
     blocks, schedule = len(profile.blocks), SCHEDULES[fixed.schedule or interleaving()[0]]
     micro = "" if fixed.micro_batch is None else f" in micro-batches of {fixed.micro_batch}"
-    batch = f"a global batch of {request.global_batch}{micro}"
+    batch = f"a global batch of {request.batch_in_words}{micro}"
     if schedule.interleaves:
         chunks, ranks = fixed.chunks or schedule.chunks[0], [degree for degree in ranks if degree > 1]
         if not ranks:

@@ -11,6 +11,7 @@ from workbench.cost.cluster import Cluster
 from workbench.cost.device import FRAGMENTATION, Device
 from workbench.cost.profile import Profile
 from workbench.errors import PlanInfeasible
+from workbench.experiment import Experiment
 from workbench.pipeline_schedules import SCHEDULES, interleaving
 from workbench.strategy import RECOMPUTE, Choices, Fixed, Strategy
 from workbench.units import GIB, gib, plain
@@ -38,6 +39,32 @@ class Request:
     cluster: Annotated[Cluster, PlainValidator(checked_cluster)]
     memory_limit_bytes: LargeCount | None = None
     fixed: Fixed = field(default_factory=Fixed)
+    ramp: tuple[tuple[int, int], ...] = ()
+    """Samples of each stretch of a batch that changes, of which `global_batch` is the largest, and its steps."""
+
+    @staticmethod
+    def of(experiment: Experiment, cluster: Cluster, memory_limit_bytes: int | None, fixed: Fixed) -> Request:
+        """Return the search for an experiment's plan."""
+        batches = experiment.batches
+        # Epochs that have not been counted have as many steps as the table tells, and one of the last stretch.
+        steps = batches.stretches[-1][0] + 1 if experiment.steps is None else experiment.steps
+        ramp = tuple(batches.lengths(steps)) if len(batches.stretches) > 1 else ()
+        return Request(experiment.largest_batch, experiment.seq_len, cluster, memory_limit_bytes, fixed, ramp)
+
+    @property
+    def batches(self) -> tuple[int, ...]:
+        """All sizes of a batch, each once; every strategy must divide all of them."""
+        return tuple(dict.fromkeys((self.global_batch, *(batch for batch, _ in self.ramp))))
+
+    @property
+    def common_batch(self) -> int:
+        """Greatest common divisor of all sizes of a batch."""
+        return math.gcd(*self.batches)
+
+    @property
+    def batch_in_words(self) -> str:
+        """Sizes of a batch for sentences: `"16"`, or `"4, 8 and 16"`."""
+        return listed(sorted(self.batches), last=" and ")
 
     def fixing(self, **choices: Unpack[Choices]) -> Request:
         """Return this request with some choices fixed to other values, or left to the search where they are None."""
@@ -94,6 +121,12 @@ def check(request: Request, profile: Profile) -> None:
             + "".join(f" {note}" for note in profile.notes if note.startswith(whole))
         )
     _check_batch(request)
+    if request.ramp and profile.coupled:
+        raise PlanInfeasible(
+            f"The loss of {profile.model} compares samples of one batch ({profile.coupled[0]}), and a step has "
+            f"{request.batch_in_words} samples: such a loss is computed over a batch of one size. Give one "
+            "global_batch, or accept a loss that depends on the plan: batch_coupling='allow' in the experiment."
+        )
 
 
 def _check_words(request: Request, profile: Profile) -> None:
@@ -115,6 +148,7 @@ def _check_words(request: Request, profile: Profile) -> None:
         "the code that the compiler made is captured, and compile is False": not profile.compiled,
         f"under zero={fixed.zero} FSDP2 moves weights from step to step": bool(fixed.zero),
     }
+    obstacles["graphs are captured for one number of micro-batches, and the batch changes"] = bool(request.ramp)
     for obstacle, applies in obstacles.items():
         if fixed.cuda_graphs and applies:
             raise PlanInfeasible(
@@ -207,7 +241,8 @@ def _check_degrees(request: Request, profile: Profile) -> None:
 
 
 def _check_batch(request: Request) -> None:
-    batch, micro, data = request.global_batch, request.fixed.micro_batch, request.fixed.data
+    micro, data = request.fixed.micro_batch, request.fixed.data
+    batch = max(request.batches, key=lambda each: each % ((micro or 1) * (data or 1)))  # one that cannot be divided
     if data is not None and batch % data:
         raise PlanInfeasible(
             f"A global batch of {batch} samples cannot be divided over data={data} replicas. Choose a global batch "

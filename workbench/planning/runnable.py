@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 
 from workbench.errors import CaptureError, DataError, InvalidExperiment, PlanMismatch
 from workbench.experiment import Experiment
+from workbench.pipeline_schedules import SCHEDULES
 from workbench.planning.data_supply import supply_of
 from workbench.planning.optimizer_limits import check_optimizer
 from workbench.planning.plan import Plan
@@ -93,13 +94,15 @@ def _has_loaded_data(experiment: Experiment) -> bool:
 
 def _check_division(experiment: Experiment, plan: Plan) -> None:
     """Raise `PlanMismatch` unless the plan divides this experiment's batch and sequence, in its precision."""
-    for name, unit in (("global_batch", "samples a step"), ("seq_len", "tokens a sample")):
-        asked, planned = getattr(experiment, name), getattr(plan, name)
+    sizes = {"global_batch": experiment.largest_batch, "seq_len": experiment.seq_len}
+    for (name, asked), unit in zip(sizes.items(), ("samples a step", "tokens a sample"), strict=True):
+        planned = getattr(plan, name)
         if asked != planned:
             raise PlanMismatch(
                 f"The plan for {plan.model} divides {name}={count(planned)} ({unit}), but the experiment "
                 f"{experiment.name} has {name}={count(asked)}. Plan it anew: wb.plan(experiment)."
             )
+    _check_ramp(experiment, plan)
     if experiment.precision not in ("auto", plan.precision):
         raise PlanMismatch(
             f"The plan for {plan.model} computes in {plan.precision}, but the experiment {experiment.name} asks for "
@@ -111,6 +114,25 @@ def _check_division(experiment: Experiment, plan: Plan) -> None:
             f"{experiment.name} trains with {experiment.optimizer.name}, whose state stays on the device. Plan it "
             "anew: wb.plan(experiment)."
         )
+
+
+def _check_ramp(experiment: Experiment, plan: Plan) -> None:
+    """Raise `PlanMismatch` unless the plan divides each size of a batch that changes."""
+    stretches, schedule = experiment.batches.stretches, SCHEDULES[plan.schedule]
+    for step, batch in stretches if len(stretches) > 1 else ():
+        divided, rest = divmod(batch, plan.data * plan.micro_batch)
+        obstacle = ""
+        if plan.cuda_graphs or plan.gathers:
+            obstacle = "CUDA graphs and gathered losses need one number of micro-batches"
+        elif rest:
+            obstacle = f"{batch} samples are no whole micro-batches of {plan.micro_batch} on {plan.data} replicas"
+        elif not schedule.runs(plan.pipeline, divided):
+            obstacle = f"{schedule.needs_in_words()}, and {batch} samples are {divided} micro-batches"
+        if obstacle:
+            raise PlanMismatch(
+                f"The plan for {plan.model} does not divide the batch of {experiment.name} from step {step:,} on: "
+                f"{obstacle}. Plan it anew: wb.plan(experiment)."
+            )
 
 
 def check_signature(experiment: Experiment, plan: Plan, captured: CapturedModel) -> None:

@@ -303,7 +303,7 @@ def _predicted(
 ) -> Cell:
     try:
         fixed = checked_choices(experiment, {**choices})  # type: ignore[typeddict-item]
-        request = Request(experiment.global_batch, experiment.seq_len, cluster, limit, fixed)
+        request = Request.of(experiment, cluster, limit, fixed)
         plan = checked_search(profile, profile.precision, request, advises=False).plan()
     except PlanInfeasible as error:
         return _without_plan(choices, error, cluster)

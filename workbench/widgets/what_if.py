@@ -156,7 +156,7 @@ def what_if(experiment: Experiment, cluster: Cluster | None = None) -> WhatIf:
         >>> sliders.close()
     """
     profile, cluster = profile_and_cluster(experiment, cluster)
-    return WhatIf(profile, cluster, experiment.global_batch, experiment.seq_len)
+    return WhatIf(profile, cluster, experiment.largest_batch, experiment.seq_len)
 
 
 def _without_title(figure: go.Figure) -> go.Figure:
