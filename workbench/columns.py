@@ -54,6 +54,8 @@ class FinishedStep:
     """Number of ranks."""
     scalars: Mapping[str, float] = field(default_factory=dict)
     """Figures of the scalars that the run logs, by name (`log_scalar`)."""
+    spikes: int | None = None
+    """Loss spikes so far; None without a rule for them."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -165,6 +167,12 @@ COLUMNS: dict[str, Column] = {
         label="Gradient norm",
         value=lambda step: step.grad_norm,
         panel=Panel(tick_format=",~g", logarithmic=True),
+    ),
+    "spikes": Column(
+        words="loss spikes so far",
+        label="Loss spikes",
+        value=lambda step: step.spikes,
+        panel=Panel(least=1e-9),
     ),
     "learning_rate": Column(
         words="learning rate",

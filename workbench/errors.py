@@ -90,6 +90,10 @@ class NonFiniteLoss(WorkbenchError):
     """A training whose loss or gradient norm is not a finite number; carries the step and both values."""
 
 
+class LossSpikes(WorkbenchError):
+    """A training with more loss spikes than its experiment allows."""
+
+
 def root_exception(error: BaseException) -> BaseException:
     """Return the first of several exceptions that were raised because of each other: the one to report.
 

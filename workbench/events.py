@@ -206,6 +206,23 @@ class DataUseEvent(_Timed):
     parts: list[PartUseFields]
 
 
+class SpikeEvent(_Timed):
+    """The loss or the gradient norm of step `step` leapt, and its update was left out or the run went back."""
+
+    type: Literal["spike"]
+    step: int
+    """Number of the step, from 1."""
+    loss: float
+    grad_norm: float
+    number: int
+    """Number of the spike in the run, from 1."""
+    action: Literal["skipped", "rewound"]
+    to: NotRequired[int]
+    """Step of the checkpoint from which training went on."""
+    skipped_samples: NotRequired[int]
+    """Samples between that checkpoint and the end of the spike's step, which are not trained on again."""
+
+
 class CheckpointProblemEvent(_Timed):
     """A checkpoint could not be written, or a damaged one was skipped."""
 
@@ -250,6 +267,7 @@ Event = (
     | CheckpointEvent
     | CheckpointProblemEvent
     | DataUseEvent
+    | SpikeEvent
     | EndEvent
     | TrackingEvent
 )

@@ -55,6 +55,7 @@ if TYPE_CHECKING:
     from torch import nn
 
 BATCH_COUPLING = ("keep", "gather", "allow")
+ON_SPIKE = ("skip", "rewind")
 PRECISIONS = ("auto", "fp32", "bf16")
 OPTIMIZERS = ("adamw", "lamb", "muon", "sgd")
 MUON_SCALES = ("adamw_rms", "spectral")
@@ -331,6 +332,17 @@ class Numerics:
     stop_on_non_finite: TrueOrFalse = True
     """End the run as failed at the first step whose loss or gradient norm is NaN or infinite, before a checkpoint of
     its weights is written. False trains on."""
+    spike_factor: Annotated[Real, Field(gt=1)] | None = None
+    """Multiple of the running median from which a step's loss or gradient norm is a spike; a step that is not finite is
+    one, too. None looks for no spikes."""
+    on_spike: Annotated[str, PlainValidator(known(ON_SPIKE))] = "skip"
+    """Treatment of a spike: `skip` leaves out its update; `rewind` goes back to the last checkpoint and trains on with
+    the samples after the spike (PaLM, arXiv:2204.02311, section 5.1), or skips it if there is no checkpoint yet."""
+    spike_window: Count = 100
+    """Number of last steps, spikes left out, over which the median is taken; no step is a leap before there are so
+    many."""
+    spike_limit: Count = 10
+    """Number of spikes that a run may have; one more ends it as failed."""
     batch_coupling: Annotated[str, PlainValidator(known(BATCH_COUPLING))] = "keep"
     """Treatment of a loss that compares samples of one batch: `keep` compares all of them, gathered over micro-batches
     and replicas or in one micro-batch on one replica; `gather` does so even where nothing tells that samples are
@@ -424,6 +436,7 @@ class Experiment:
             object.__setattr__(self, "name", self.model.name)
         object.__setattr__(self, "steps", _steps(self))
         _check_parts(self)
+        _check_spikes(self)
         if self.steps is not None:
             _check_steps(self, self.steps)
         limit = self.model.max_positions
@@ -742,6 +755,18 @@ def _check_parts(experiment: Experiment) -> None:
             f"samples need a tokeniser, and data is a user-defined dataset ({data.name}), which has none. "
             "Train on text (wb.data.corpus or wb.data.hub), or remove samples.",
             parameter="samples",
+        )
+
+
+def _check_spikes(experiment: Experiment) -> None:
+    """Raise `InvalidExperiment` unless there are checkpoints to which a rewind can go back."""
+    numerics, checkpoints = experiment.numerics, experiment.checkpoints
+    rewinds = numerics.spike_factor is not None and numerics.on_spike == "rewind"
+    if rewinds and (checkpoints.every is None or not checkpoints.keep):
+        raise InvalidExperiment(
+            "on_spike='rewind' goes back to the last checkpoint, and none is written while the run trains. Give "
+            "checkpoints=wb.Checkpoints(every=100), or on_spike='skip'.",
+            parameter="on_spike",
         )
 
 

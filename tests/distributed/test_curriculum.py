@@ -2,20 +2,28 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import json
+import math
+from collections.abc import Callable, Collection, Sequence
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
 import workbench as wb
 from tests.distributed.own_machine import eventually
-from tests.distributed.real_worker import Ranks, Words, curve, directory, experiment, plan, trained
+from tests.distributed.real_worker import VOCAB, Ranks, Words, curve, directory, experiment, plan, trained
+from workbench.data._sampling import shuffled
+from workbench.errors import InvalidExperiment, LossSpikes
 from workbench.execution.checkpoint.files import complete_checkpoints
+from workbench.execution.spikes import Spikes
 from workbench.experiment import Experiment
 from workbench.rundir import RunDir, read_events
+from workbench.runs.records.history import resumed_step
 from workbench.runs.run import Run
+from workbench.widgets.run_reader import RunReader
 
 STEPS = 12
 
@@ -81,6 +89,132 @@ def test_an_interleaved_pipeline_runs_every_size_of_a_batch(tmp_path: Path) -> N
     first = [wanted.samples_before(step) for step in range(STEPS + 1)]
     run = trained(tmp_path / "run", wanted, plan(wanted, pipeline=2, schedule="interleaved", chunks=2))
     assert_losses(run, plain(wanted, lambda step: dataset.__getitems__(range(first[step], first[step + 1]))))
+
+
+class Broken(Words):
+    """Words of which some have a loss fifty times as high."""
+
+    def __getitem__(self, index: int) -> dict[str, torch.Tensor]:
+        item = super().__getitem__(index)
+        return {**item, "scale": torch.tensor(50.0 if index in self.broken else 1.0)}
+
+    def __init__(self, broken: Sequence[int] = ()) -> None:
+        self.broken = frozenset(broken)
+
+
+class Scaled(torch.nn.Module):
+    """A model that multiplies the loss of each sample by a field of the batch."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.table, self.head = torch.nn.Embedding(VOCAB, 16), torch.nn.Linear(16, VOCAB)
+        self.layers = torch.nn.ModuleList(torch.nn.Linear(16, 16) for _ in range(3))
+
+    def forward(self, input_ids: torch.Tensor, labels: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
+        hidden = self.table(input_ids)
+        for layer in self.layers:
+            hidden = hidden + layer(hidden).tanh()
+        each = torch.nn.functional.cross_entropy(self.head(hidden).mT, labels, reduction="none").mean(1)
+        return (each * scale).mean()
+
+
+def spiking(step: int, **changes: Any) -> tuple[Experiment, Any]:
+    """Return an experiment whose loss is fifty times as high in one step (from 0), and its samples."""
+    wanted = asked(model=Scaled, data=Broken(), checkpoint_every=3, spike_factor=4.0, spike_window=4, **changes)
+    items = wanted.data.dataset(wanted.replace(steps=2 * STEPS))
+    order = [int(index) for index in shuffled(wanted.seed, np.arange(8 * step, 8 * step + 8), 1000)]
+    return wanted.replace(data=Broken(order)), items
+
+
+def plain_with(wanted: Experiment, batches: Sequence[Any], skipped: Collection[int] = ()) -> list[float]:
+    """Return the losses of a plain loop that leaves out the updates of some steps."""
+    model, losses = wanted.build(), []
+    update = torch.optim.AdamW(model.parameters(), lr=wanted.learning_rate, betas=(0.9, 0.98), weight_decay=0.0)
+    for step, batch in enumerate(batches):
+        loss = model(**batch)
+        losses.append(loss.item())
+        update.zero_grad()
+        loss.backward()
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        if step not in skipped:
+            update.step()
+    return losses
+
+
+def of_type(run: RunDir, name: str) -> list[dict[str, Any]]:
+    return [dict(event) for event in read_events(run.events) if event["type"] == name]
+
+
+@pytest.mark.parametrize("degrees", [{}, {"pipeline": 2}, {"data": 2, "zero": 3}])
+def test_the_update_of_a_spike_is_left_out_as_in_a_plain_loop(degrees: dict[str, Any], tmp_path: Path) -> None:
+    wanted, _ = spiking(6)
+    dataset = wanted.data.dataset(wanted)
+    batches = [dataset.__getitems__(range(8 * step, 8 * step + 8)) for step in range(STEPS)]
+    run = trained(tmp_path / "run", wanted, plan(wanted, **degrees))
+    assert_losses(run, plain_with(wanted, batches, skipped={6}))
+    [spike] = of_type(run, "spike")
+    assert (spike["step"], spike["number"], spike["action"]) == (7, 1, "skipped")
+    assert spike["loss"] == curve(run)[7][0] > 50
+    history = Run(run.path).history()
+    assert history.spikes.tolist() == [0] * 6 + [1] * 6
+    assert [mark.step for mark in RunReader(run.path).read().marks if mark.type == "spike"] == [7]
+    whole = asked(model=Scaled, data=Broken())
+    assert plain_with(whole, batches)[8:] != pytest.approx(plain_with(whole, batches, skipped={6})[8:], abs=1e-3)
+
+
+@pytest.mark.parametrize("degrees", [{"pipeline": 2}, {"data": 2, "zero": 2}])
+def test_a_run_goes_back_from_a_spike_and_trains_on_with_the_samples_after_it(
+    degrees: dict[str, Any], tmp_path: Path
+) -> None:
+    """The spike is step 8 of 12, counted from 1, and the last checkpoint that of step 6."""
+    wanted, _ = spiking(7, on_spike="rewind")
+    longer = wanted.replace(steps=2 * STEPS)
+    dataset = longer.data.dataset(longer)
+    numbers = [*range(6), *range(8, 14)]
+    batches = [dataset.__getitems__(range(8 * number, 8 * number + 8)) for number in numbers]
+    run = trained(tmp_path / "run", wanted, plan(wanted, **degrees))
+    assert_losses(run, plain_with(wanted, batches))
+    [spike] = of_type(run, "spike")
+    assert {name: spike[name] for name in ("step", "action", "to", "skipped_samples", "number")} == {
+        "step": 8, "action": "rewound", "to": 6, "skipped_samples": 16, "number": 1,
+    }  # fmt: skip
+    assert [resumed_step(start["resumed_from"]) for start in of_type(run, "start")] == [0, 6]
+    assert [mark.step for mark in RunReader(run.path).read().marks if mark.type == "spike"] == [8]
+    # A run that stops after the spike goes on with the samples left out, under another plan.
+    again = directory(tmp_path / "run", wanted, plan(wanted), run.checkpoint(9))
+    Ranks(again, 1).wait()
+    assert_losses(again, plain_with(wanted, batches))
+
+
+def test_a_spike_before_the_first_checkpoint_is_skipped_and_too_many_end_the_run(tmp_path: Path) -> None:
+    early, _ = spiking(4, on_spike="rewind")
+    early = early.replace(checkpoint_every=6)
+    run = wb.runs.debug(early, plan(early), directory=tmp_path / "early", progress=False)
+    assert [spike["action"] for spike in of_type(run.directory, "spike")] == ["skipped"]
+    many = early.replace(data=Broken(range(1000)), spike_factor=1.0001, spike_limit=2, on_spike="skip")
+    with pytest.raises(LossSpikes, match="It is spike 3 of the run"):
+        wb.runs.debug(many, plan(many), directory=tmp_path / "many", progress=False)
+    with pytest.raises(InvalidExperiment, match="goes back to the last checkpoint, and none is written"):
+        early.replace(checkpoint_every=None)
+
+
+def test_the_rule_compares_with_the_median_of_steps_that_were_no_spikes() -> None:
+    """A plain rule beside it, over losses with leaps, NaN and infinity; the state of a checkpoint goes on alike."""
+    numerics = experiment(spike_factor=2.0, spike_window=5).numerics
+    rule, draw = Spikes(numerics, torch.device("cpu")), np.random.default_rng(0)
+    kept: list[tuple[float, float]] = []
+    for step in range(200):
+        loss, norm = (float(np.float32(value)) for value in np.exp(draw.normal(0, 0.5, 2)))
+        loss = {50: math.nan, 60: math.inf}.get(step, loss)
+        median = [sorted(values)[2] for values in zip(*kept[-5:], strict=True)] if len(kept) >= 5 else [math.inf] * 2
+        expected = not math.isfinite(loss) or loss > 2 * median[0] or math.sqrt(norm) > 2 * median[1]
+        if step % 37 == 0:
+            state = json.loads(json.dumps(rule.state()))
+            rule = Spikes(numerics, torch.device("cpu"))
+            rule.load(state)
+        assert bool(rule.seen(torch.tensor([loss, norm]))) is expected, step
+        kept += [] if expected else [(loss, float(torch.tensor(norm).sqrt()))]
+    assert 100 < len(kept) < 190
 
 
 def assert_losses(run: RunDir, losses: list[float]) -> None:

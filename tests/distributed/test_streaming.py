@@ -22,7 +22,7 @@ from tests.distributed.own_machine import eventually
 from tests.distributed.real_worker import Ranks, Words, curve, directory, plan, trained
 from tests.exhaustive import EXHAUSTIVE
 from workbench.execution.checkpoint.files import complete_checkpoints, read_manifest
-from workbench.execution.worker import TrainingWorker
+from workbench.execution.feeding import TrainingSamples
 from workbench.experiment import Experiment
 from workbench.rundir import RunDir, read_events
 
@@ -112,20 +112,20 @@ def test_a_streamed_run_goes_on_under_every_plan_as_that_of_the_stored_text(
 def read_by(rank: int, experiment: Experiment, state: Any, first: int, end: int) -> Any:
     """Return what every rank reads of some steps as the worker does it, and the state of the stream after them."""
     world = torch.distributed.get_world_size()
-    worker: Any = TrainingWorker.__new__(TrainingWorker)
-    worker.experiment, worker._feed, worker._stream_state = experiment, None, state
-    worker.coordinate, worker.device = SimpleNamespace(data=world, data_rank=rank), torch.device("cpu")
+    coordinate: Any = SimpleNamespace(data=world, data_rank=rank)
+    samples = TrainingSamples(experiment, coordinate, torch.device("cpu"))
+    samples.go_on(state, 0)
     graph = SimpleNamespace(batch={})
-    trainer: Any = SimpleNamespace(samples=BATCH // world, graph=graph, count_labels_on_host=lambda _: None)
+    trainer: Any = SimpleNamespace(graph=graph, count_labels_on_host=lambda _: None)
     windows = []
-    for step, (batch, _) in enumerate(worker._batches(trainer, first), first):
+    for step, (batch, _) in enumerate(samples.batches(trainer, first), first):
         windows.append(batch["input_ids"].tolist())
         if step == end - 1:
             break
     everyone: list[Any] = [None] * world
     torch.distributed.all_gather_object(everyone, windows)
     by_step = zip(*everyone, strict=True)
-    return [window for shares in by_step for share in shares for window in share], worker._stream_state_at(end)
+    return [window for shares in by_step for share in shares for window in share], samples.stream_state(end)
 
 
 def test_no_sample_is_lost_or_seen_twice_when_two_replicas_go_on_after_one(text: Path) -> None:

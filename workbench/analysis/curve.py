@@ -33,7 +33,7 @@ class Columns(Protocol):
 
 @dataclass(frozen=True)
 class Mark:
-    """An event of a run at a step; `type` is `checkpoint`, `resume` or `divergence`, `text` the hover text."""
+    """An event of a run at a step; `type` is `checkpoint`, `resume`, `spike` or `divergence`, `text` the hover text."""
 
     type: str
     step: float

@@ -9,7 +9,6 @@ from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from workbench.data._labelled_texts import LabelledTexts
 from workbench.data._source import DataSource, Prepared, SampleRequest
 from workbench.errors import DataError, in_words
 from workbench.tensors import TensorSpec
@@ -18,6 +17,7 @@ from workbench.user_code import required_arguments
 if TYPE_CHECKING:
     from workbench.data._datasets import Batch, StreamedDataset, UserDataset
     from workbench.data._iterable import IterableItems
+    from workbench.data._labelled_texts import LabelledTexts
     from workbench.data._prompts import EncodedPrompts
 
 EXAMPLES = 16
@@ -144,6 +144,8 @@ class UserData(DataSource):
     @property
     def _labelled_texts(self) -> LabelledTexts | None:
         """The texts with classes that the dataset is, or of which it is a part, such as `random_split` makes."""
+        from workbench.data._labelled_texts import LabelledTexts
+
         value = self._items
         for _ in range(MOST_SUBSETS):
             if isinstance(value, LabelledTexts):

@@ -17,37 +17,22 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from accelerate.data_loader import DataLoaderShard
+from accelerate.utils import send_to_device
 from torch.utils.data import Sampler
 
+from workbench.capture import spec_of
 from workbench.data._datasets import StreamedDataset, TrainingDataset
 from workbench.data._feeder import Feeder, new_ring_file, ring_for
 from workbench.data._ring import Ring
+from workbench.errors import DataError
+from workbench.execution.blocks.labelled_head import LabelCounts
 from workbench.execution.parallel.mesh import MeshCoordinate
+from workbench.execution.trainer import Trainer
 from workbench.experiment import Experiment
+from workbench.tensors import TensorSpec
 
 LOADER_WORKERS = 2
 """Processes that assemble batches for a GPU; a rank on a CPU assembles its own."""
-
-
-def own_batches(
-    dataset: TrainingDataset,
-    experiment: Experiment,
-    first_step: int,
-    coordinate: MeshCoordinate,
-    device: torch.device,
-) -> DataLoaderShard:
-    """Return a loader of this replica's share of the global batches from a step on, in the host's memory.
-
-    Accelerate's `prepare_data_loader` does the same for batches of one size, but imports `datasets` and with it pandas.
-    """
-    on_gpu = device.type == "cuda"
-    return DataLoaderShard(
-        dataset,
-        batch_sampler=_Shares(experiment, first_step, coordinate.data, coordinate.data_rank),
-        collate_fn=dataset.collate,
-        num_workers=LOADER_WORKERS if on_gpu else 0,
-        pin_memory=on_gpu,
-    )
 
 
 @dataclass(frozen=True)
@@ -56,13 +41,15 @@ class _Shares(Sampler[range]):
 
     experiment: Experiment
     first_step: int
-    replicas: int
-    rank: int
+    skipped: int
+    coordinate: MeshCoordinate
 
     def __iter__(self) -> Iterator[range]:
-        for step in range(self.first_step, self.experiment.total_steps):
-            first, share = self.experiment.samples_before(step), self.experiment.batches.at(step) // self.replicas
-            yield range(first + self.rank * share, first + (self.rank + 1) * share)
+        experiment, rank = self.experiment, self.coordinate.data_rank
+        for step in range(self.first_step, experiment.total_steps):
+            first, share = experiment.samples_before(step) + self.skipped, experiment.batches.at(step)
+            share //= self.coordinate.data
+            yield range(first + rank * share, first + (rank + 1) * share)
 
     def __len__(self) -> int:
         return self.experiment.total_steps - self.first_step
@@ -133,3 +120,68 @@ def _shared_ring(dataset: StreamedDataset, first: int, global_batch: int) -> Ite
         yield ring, reader
     finally:
         os.close(descriptor)
+
+
+class TrainingSamples:
+    """The samples of a training as one rank reads them, from any step on."""
+
+    def __init__(self, experiment: Experiment, coordinate: MeshCoordinate, device: torch.device) -> None:
+        self._experiment, self._coordinate, self._device = experiment, coordinate, device
+        self._feed: Feed | None = None
+        self._state: Mapping[str, Any] | None = None
+        self.skipped = 0
+        """Samples that have been left out so far, after loss spikes."""
+
+    def go_on(self, state: Mapping[str, Any] | None, skipped: int) -> None:
+        """Take up the state of a stream, and the number of samples left out, of a checkpoint."""
+        self._state, self.skipped = state, skipped
+
+    def batches(self, trainer: Trainer, first_step: int) -> Iterator[tuple[Mapping[str, torch.Tensor], LabelCounts]]:
+        """Yield this replica's share of every global batch, in training order, on its device, with its label counts.
+
+        Labels are counted while the batch is still in the host's memory, where counting does not wait for the device.
+        """
+        experiment, state = self._experiment, self.stream_state(first_step)
+        dataset, first = experiment.data.dataset(experiment), self._first_sample(first_step)
+        with feed(dataset, first, experiment.largest_batch, state) as self._feed:
+            self._feed.dataset.length += self.skipped
+            for step, own in enumerate(self._loader(self._feed.dataset, first_step), first_step):
+                self._feed.release(self._first_sample(step + 1))
+                _require_specs(own, trainer.graph.batch, step + 1)
+                yield send_to_device(own, self._device, non_blocking=True), trainer.count_labels_on_host(own)
+
+    def stream_state(self, step: int) -> Mapping[str, Any] | None:
+        """Return the state from which a stream goes on with the first sample of a step, or None if none is known."""
+        found = None if self._feed is None else self._feed.stream_state(self._first_sample(step))
+        return found or self._state
+
+    def _first_sample(self, step: int) -> int:
+        """Return the number of the first sample of a step, counted from 0."""
+        return self._experiment.samples_before(step) + self.skipped
+
+    def _loader(self, dataset: TrainingDataset, first_step: int) -> DataLoaderShard:
+        """Return a loader of this replica's share of the global batches from a step on, in the host's memory.
+
+        Accelerate's `prepare_data_loader` does the same for batches of one size, but imports `datasets` and with it
+        pandas.
+        """
+        on_gpu = self._device.type == "cuda"
+        return DataLoaderShard(
+            dataset,
+            batch_sampler=_Shares(self._experiment, first_step, self.skipped, self._coordinate),
+            collate_fn=dataset.collate,
+            num_workers=LOADER_WORKERS if on_gpu else 0,
+            pin_memory=on_gpu,
+        )
+
+
+def _require_specs(batch: Mapping[str, torch.Tensor], specs: Mapping[str, TensorSpec], step: int) -> None:
+    """Raise `DataError` if items have fields of other types or shapes than those that the model was captured with."""
+    for name, spec in specs.items():
+        found = spec_of(name, batch[name])
+        if (found.dtype, found.shape[1:]) != (spec.dtype, spec.shape[1:]):
+            raise DataError(
+                f"The items of step {step:,} have {name} as {found.dtype} {list(found.shape[1:])}, and the first item "
+                f"of the dataset has {spec.dtype} {list(spec.shape[1:])}. Let every item have the same types and "
+                "shapes, by .to(dtype) in the dataset for instance."
+            )

@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 
 from workbench.columns import FinishedStep, logged_columns, shared_columns
 from workbench.errors import NonFiniteLoss
+from workbench.execution.spikes import Spikes
 from workbench.execution.step_timeline import Timestamp
 from workbench.execution.trainer import StepResult
 from workbench.experiment import Experiment
@@ -55,9 +57,11 @@ class StepLog:
         events: Path | None,
         seconds: float,
         names: Sequence[str] = (),
+        spikes: Spikes | None = None,
     ) -> None:
+        """`names` are those of the scalars that the model logs; `spikes` is the rule for loss spikes."""
         self._experiment, self._plan, self._device, self._events = experiment, plan, device, events
-        self._names = tuple(names)
+        self._names, self._spikes = tuple(names), spikes
         self.seconds = seconds
         self._pending: _PendingStep | None = None
         self._previous_end = Timestamp.now(device)
@@ -70,9 +74,12 @@ class StepLog:
         """
         stop = self.flush()
         scalars = result.scalars
+        if result.spiked is not None:
+            scalars = torch.cat([scalars, result.spiked.to(scalars.dtype)[None]])
         if self._device.type == "cuda":
-            scalars = torch.empty(scalars.shape, dtype=scalars.dtype, pin_memory=True)
-            scalars.copy_(result.scalars, non_blocking=True)
+            on_device = scalars
+            scalars = torch.empty(on_device.shape, dtype=on_device.dtype, pin_memory=True)
+            scalars.copy_(on_device, non_blocking=True)
         self._pending = _PendingStep(step, result.learning_rate, scalars, arrived, Timestamp.now(self._device))
         return stop
 
@@ -80,44 +87,31 @@ class StepLog:
         """Wait for the pending step, if there is one, and log it. Returns True if a rank asked in it to stop.
 
         Raises `NonFiniteLoss` on every rank if the experiment says so and the loss or the gradient norm is NaN or
-        infinite: the update with such a gradient has already destroyed the weights.
+        infinite: the update with such a gradient has already destroyed the weights. With a rule for spikes, raises what
+        `Spikes.report` raises.
         """
         pending, self._pending = self._pending, None
         if pending is None:
             return False
         pending.ended.wait()
         loss, squared_norm, stops, *others = pending.scalars.tolist()
+        spiked = self._spikes is not None and bool(others.pop())
         shares, own = others[: len(others) - len(self._names)], others[len(others) - len(self._names) :]
         step_s = pending.ended.seconds_since(self._previous_end)
         waited_s = None if pending.arrived is None else pending.arrived.seconds_since(self._previous_end)
         self._previous_end = pending.ended
         self.seconds += step_s
-        done, experiment, plan = pending.step + 1, self._experiment, self._plan
+        done, experiment = pending.step + 1, self._experiment
         is_finite = math.isfinite(loss) and math.isfinite(squared_norm)
-        is_logged = (
-            done % experiment.tracking.log_every == 0 or done == experiment.total_steps or stops > 0 or not is_finite
-        )
+        is_last = done == experiment.total_steps or stops > 0
+        is_logged = done % experiment.tracking.log_every == 0 or is_last or not is_finite or spiked
         if self._events is not None and is_logged:
-            finished = FinishedStep(
-                step=done,
-                loss=loss,
-                grad_norm=squared_norm**0.5,
-                learning_rate=pending.learning_rate,
-                step_s=step_s,
-                waited_s=waited_s,
-                seconds=self.seconds,
-                tokens_per_sample=experiment.seq_len,
-                samples_per_step=(batch := experiment.batches.at(pending.step)),
-                samples=(samples := experiment.samples_before(done)),
-                flops_per_step=flops_of(plan, batch),
-                flops=flops_of(plan, samples),
-                peak_flops=peak_flops(plan),
-                shares=dict(zip(shared_columns(), shares, strict=True)),
-                world=plan.world,
-                scalars=dict(zip(self._names, own, strict=True)),
-            )
-            log_event(self._events, "step", **logged_columns(finished))
-        if experiment.numerics.stop_on_non_finite and not is_finite:
+            spikes = None if self._spikes is None else self._spikes.found + spiked
+            self._log_step(pending, loss, squared_norm**0.5, (step_s, waited_s), shares, own, spikes)
+        if self._spikes is not None:
+            if spiked:
+                self._spikes.report(done, loss, squared_norm**0.5, self._log_spike)
+        elif experiment.numerics.stop_on_non_finite and not is_finite:
             grad_norm = squared_norm**0.5
             raise NonFiniteLoss(
                 f"Step {done:,} has loss {loss:g} and gradient norm {grad_norm:g}, so training has diverged. "
@@ -128,6 +122,45 @@ class StepLog:
                 grad_norm=grad_norm,
             )
         return bool(stops > 0)
+
+    def _log_step(
+        self,
+        pending: _PendingStep,
+        loss: float,
+        grad_norm: float,
+        times: tuple[float, float | None],
+        shares: Sequence[float],
+        scalars: Sequence[float],
+        spikes: int | None,
+    ) -> None:
+        """Log a step that took the first of `times` in seconds, and waited the second for its batch."""
+        assert self._events is not None
+        experiment, plan, done = self._experiment, self._plan, pending.step + 1
+        batch, samples = experiment.batches.at(pending.step), experiment.samples_before(done)
+        finished = FinishedStep(
+            step=done,
+            loss=loss,
+            grad_norm=grad_norm,
+            learning_rate=pending.learning_rate,
+            step_s=times[0],
+            waited_s=times[1],
+            seconds=self.seconds,
+            tokens_per_sample=experiment.seq_len,
+            samples_per_step=batch,
+            samples=samples,
+            flops_per_step=flops_of(plan, batch),
+            flops=flops_of(plan, samples),
+            peak_flops=peak_flops(plan),
+            shares=dict(zip(shared_columns(), shares, strict=True)),
+            world=plan.world,
+            scalars=dict(zip(self._names, scalars, strict=True)),
+            spikes=spikes,
+        )
+        log_event(self._events, "step", **logged_columns(finished))
+
+    def _log_spike(self, facts: Mapping[str, Any]) -> None:
+        if self._events is not None:
+            log_event(self._events, "spike", **facts)
 
     def restart_clock(self) -> None:
         """Leave the time since the last step, such as the pause for a checkpoint, out of the next step's time."""

@@ -6,8 +6,7 @@ sparse weights → norm and clipping → optimiser → mask and, where due, move
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -31,11 +30,12 @@ from workbench.execution.parallel.forward_only import ForwardOnly
 from workbench.execution.parallel.gradient_all_reduce import GradientAllReduce
 from workbench.execution.parallel.matrix_exchange import ReplicaExchange
 from workbench.execution.parallel.mesh import MeshCoordinate
-from workbench.execution.parallel.pipeline import FIELD, PipeStage, schedule_runtime
+from workbench.execution.parallel.pipeline import FIELD, PipeStage, Schedules
 from workbench.execution.parallel.sharding import distribute, is_sharded, local
 from workbench.execution.parallel.stage import RankStages, StageModule
 from workbench.execution.parallel.whole_tensors import ShardedTensors
 from workbench.execution.sparse_weights import BlockSparseWeights, MaskedWeights, SparseWeights
+from workbench.execution.spikes import NonFinite, Spikes
 from workbench.experiment import Experiment
 from workbench.optimizers.adamw import ShardedAdamW
 from workbench.optimizers.building import build_optimizer
@@ -51,6 +51,8 @@ class StepResult:
     """Loss over the global batch, squared norm of its gradient, the number of ranks that want to stop, the sums of
     `workbench.columns.shared_columns`, and what the model logs (`Trainer.scalar_names`)."""
     learning_rate: float
+    spiked: torch.Tensor | None = None
+    """True, on the device, for a loss spike, whose update was left out; None without a rule for spikes."""
 
 
 class Trainer:
@@ -68,8 +70,7 @@ class Trainer:
         self.experiment, self.plan, self.graph = experiment, plan, graph
         self.stages, self.context, self.coordinate = stages, context, coordinate
         pipe_stages = [self._pipe_stage(stage, index) for index, stage in enumerate(stages.stages)]
-        self._schedules = {plan.num_microbatches: schedule_runtime(plan.schedule, pipe_stages, plan.num_microbatches)}
-        self._pipe_stages = pipe_stages
+        self._schedules = Schedules(plan.schedule, pipe_stages, stages.stages, plan.num_microbatches)
         self.forward_only = ForwardOnly(stages, plan, context, coordinate)
         self._parameters = stages.model_parameters()  # after sharding, which replaces parameters
         self.whole = ShardedTensors(stages, coordinate)
@@ -90,7 +91,9 @@ class Trainer:
                 for copies in stages.weight_copies:
                     copies.keep_gradients()
         self._peak_rates = [float(group["lr"]) for group in self.optimizer.param_groups]
-        self._diverged: torch.Tensor | None = None
+        numerics = experiment.numerics
+        self.spikes = None if numerics.spike_factor is None else Spikes(numerics, context.device)
+        self._skips_after = self.spikes or (NonFinite() if numerics.stop_on_non_finite else None)
 
         # The wrappers of the data-parallel axis reduce all gradients but these.
         parameters = [parameter for stage in stages.stages for parameter in stage.parameters()]
@@ -177,17 +180,18 @@ class Trainer:
         factor = learning_rate_factor(step, experiment.warmup, experiment.total_steps, experiment.optimizer.lr_schedule)
         for group, rate in zip(self.optimizer.param_groups, self._peak_rates, strict=True):
             group["lr"] = rate * factor
-        if not experiment.numerics.stop_on_non_finite or self._may_update(scalars):
+        skips = None if self._skips_after is None else self._skips_after.seen(scalars[:2])
+        if skips is None or self._may_update(skips):
             self.optimizer.step()
             if isinstance(self.optimizer, ShardedAdamW):
                 self._copied = self.optimizer.copied
         if self.sparse_weights is not None:
             self.sparse_weights.mask_weights()
-            if self.sparse_weights.is_due(step) and not (self._diverged is not None and bool(self._diverged)):
+            if self.sparse_weights.is_due(step) and not (skips is not None and bool(skips)):
                 self.sparse_weights.move(step)
-        if self.average is not None:
+        if self.average is not None and not (self.spikes is not None and bool(skips)):
             self.average.update(step)
-        return StepResult(scalars, experiment.learning_rate * factor)
+        return StepResult(scalars, experiment.learning_rate * factor, None if self.spikes is None else skips)
 
     def measure(
         self,
@@ -215,18 +219,12 @@ class Trainer:
             scalars = torch.cat([scalars, logged.extremes()])
         return scalars
 
-    def _may_update(self, scalars: torch.Tensor) -> bool:
-        """Return False once the loss or the norm of a step has not been finite: the weights stay those of that step.
-
-        The next step is launched before the scalars of this one are read. AdamW on a GPU is told on the device, so that
-        the host does not wait; it waits for the other optimisers.
-        """
-        is_bad = ~scalars[:2].isfinite().all()
-        self._diverged = is_bad if self._diverged is None else self._diverged | is_bad
+    def _may_update(self, skips: torch.Tensor) -> bool:
+        """Return False if the update is left out; AdamW on a GPU is told on the device, so that no host waits."""
         if isinstance(self.optimizer, ShardedAdamW) and self.optimizer.defaults["fused"]:
-            self.optimizer.skips_update = self._diverged.float()
+            self.optimizer.skips_update = skips.float()
             return True
-        return not bool(self._diverged)
+        return not bool(skips)
 
     def gradients(
         self, step: int, batch: Mapping[str, torch.Tensor], label_counts: LabelCounts | None = None
@@ -241,6 +239,8 @@ class Trainer:
         context, count = self.context, len(next(iter(batch.values()))) // self.plan.micro_batch
         context.label_counts = self.count_labels_on_host(batch) if label_counts is None else label_counts
         context.step = step
+        if self._scalars is not None:
+            self._scalars.divide(count)
         context.first_microbatch = self.coordinate.data_rank * count
         self._compute_loss_denominators(batch, count)
         self.prepare_forward()
@@ -251,7 +251,7 @@ class Trainer:
         losses: list[torch.Tensor] = []
         target = torch.empty(count * self.plan.micro_batch, device="meta") if self.stages.computes_loss else None
         fields: dict[str, Any] = {f"{FIELD}{name}": value for name, value in batch.items()}
-        with self._divided_by(count) as schedule:
+        with self._schedules.dividing_by(count) as schedule:
             schedule.step(target=target, losses=losses, return_outputs=False, **fields)
         if self._all_reduce is not None:
             self._all_reduce.finish(self._all_reduced)
@@ -261,17 +261,6 @@ class Trainer:
         if not losses:
             return torch.zeros((), device=context.device)
         return torch.stack([loss.detach() for loss in losses]).sum() / (self.plan.data * self.plan.tensor)
-
-    @contextmanager
-    def _divided_by(self, count: int) -> Iterator[Any]:
-        """Return the schedule of so many micro-batches, by which stages divide the loss meanwhile."""
-        if count not in self._schedules:
-            self._schedules[count] = schedule_runtime(self.plan.schedule, self._pipe_stages, count)
-        for stage in self.stages.stages:
-            stage.num_microbatches = count
-        yield self._schedules[count]
-        for stage in self.stages.stages:
-            stage.num_microbatches = self.plan.num_microbatches
 
     def prepare_forward(self) -> None:
         """Update every copy of a parameter after the last update or a loaded checkpoint, and free the gradients."""

@@ -14,7 +14,7 @@ import signal
 import sys
 import time
 import traceback
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import replace
 from functools import partial
@@ -25,9 +25,9 @@ import psutil
 import torch
 import torch.distributed as dist
 from accelerate import Accelerator
-from accelerate.utils import ProjectConfiguration, send_to_device
+from accelerate.utils import ProjectConfiguration
 
-from workbench.capture import Graph, spec_of
+from workbench.capture import Graph
 from workbench.capture.captured_model import CapturedModel
 from workbench.capture.sparse_matrices import absent_flops
 from workbench.data import Mixture, held_out
@@ -35,7 +35,6 @@ from workbench.data._datasets import seed_generators
 from workbench.errors import DataError, NonFiniteLoss, PlanMismatch, message_of, root_exception
 from workbench.execution.blocks.context import StepContext
 from workbench.execution.blocks.cuda_graphs import NCCL_SETTING
-from workbench.execution.blocks.labelled_head import LabelCounts
 from workbench.execution.build import (
     NO_DETERMINISTIC_KERNEL,
     block_sparse_parameters,
@@ -50,7 +49,7 @@ from workbench.execution.checkpoint.files import requested_checkpoint, step_of
 from workbench.execution.checkpoint.model_export import describe_model, write_tokenizer
 from workbench.execution.checkpoint.save_load import CheckpointExtras, CheckpointStore, SaveResult, TrainingProgress
 from workbench.execution.evaluate import Evaluator
-from workbench.execution.feeding import Feed, feed, own_batches
+from workbench.execution.feeding import TrainingSamples
 from workbench.execution.heartbeat import Heartbeat
 from workbench.execution.local_launch import LOOPBACK, loopback_store
 from workbench.execution.non_finite import with_origin
@@ -59,6 +58,7 @@ from workbench.execution.parallel.mesh import MeshCoordinate, parallelism_config
 from workbench.execution.parallel.stage import RankStages
 from workbench.execution.samples import Sampler
 from workbench.execution.sparsity_log import SparsityLog
+from workbench.execution.spikes import Rewind
 from workbench.execution.step_log import StepLog, peak_flops
 from workbench.execution.step_timeline import Timestamp, record_actions
 from workbench.execution.trainer import Trainer
@@ -80,7 +80,6 @@ from workbench.rundir import (
     write_record,
 )
 from workbench.secrets import masked_words
-from workbench.tensors import TensorSpec
 from workbench.tracebacks import CELLS, formatted, know_cells
 from workbench.units import GIB, gib
 from workbench.user_code import changed_between, functions_of, read_functions
@@ -197,8 +196,7 @@ class TrainingWorker:
         self.heartbeat = Heartbeat(run_dir, dist.get_rank())
         self._stop_requested = False
         self._digests: Digests = {}
-        self._feed: Feed | None = None
-        self._stream_state: Mapping[str, Any] | None = None
+        self.samples = TrainingSamples(self.experiment, self.coordinate, self.device)
         self._initial_rss = psutil.Process().memory_info().rss
         torch.set_float32_matmul_precision("high" if plan.precision == "bf16" else "highest")
         self._phase_event("start", time.perf_counter() - started)
@@ -221,22 +219,10 @@ class TrainingWorker:
         if requested is not None:
             with self._timed_phase("resume"):
                 progress, resumed_from = checkpoints.load_newest(requested, partial(report_rejected, self.run_dir))
-        if self.is_main:
-            log_event(
-                self.run_dir.events,
-                "start",
-                devices=self.plan.world,
-                world=self.plan.world,
-                parameters=trainer.graph.parameter_count,
-                flops_per_step=self.plan.flops_per_step,
-                peak_flops=peak_flops(self.plan),
-                tokens_per_step=self.experiment.tokens_per_step,
-                samples_per_step=self.experiment.largest_batch,
-                resumed_from=None if resumed_from is None else str(resumed_from),
-            )
-            log_data_use(self.run_dir, self.experiment, progress.step)
+        if trainer.spikes is not None:
+            trainer.spikes.can_rewind = lambda step: checkpoints.newest(step - 1) is not None
         try:
-            progress = self._train(trainer, checkpoints, progress, between)
+            progress = self._train_on(trainer, checkpoints, progress, resumed_from, between)
             dist.barrier()
         finally:
             self.heartbeat.begin("leaving")
@@ -321,6 +307,36 @@ class TrainingWorker:
 
     # Training
 
+    def _train_on(
+        self,
+        trainer: Trainer,
+        checkpoints: CheckpointStore,
+        progress: TrainingProgress,
+        resumed_from: Path | None,
+        between: Sequence[BetweenSteps],
+    ) -> TrainingProgress:
+        """Train to the end, and go back to a checkpoint as often as a spike asks for it."""
+        before, spike = self.experiment.samples_before, None
+        while True:
+            self.samples.go_on(progress.stream_state, progress.skipped_samples)
+            if trainer.spikes is not None and progress.spikes is not None:
+                trainer.spikes.load(progress.spikes)
+            if self.is_main:
+                log_start(self.run_dir, self.experiment, self.plan, trainer.graph.parameter_count, resumed_from)
+                log_data_use(self.run_dir, self.experiment, progress)
+                if spike is not None:  # after the start, by which readers drop the steps that are repeated
+                    log_event(self.run_dir.events, "spike", **spike)
+            try:
+                return self._train(trainer, checkpoints, progress, between)
+            except Rewind as rewind:
+                self.heartbeat.begin("rewinding")
+                newest = checkpoints.newest(rewind.step - 1)
+                assert newest is not None
+                loaded, resumed_from = checkpoints.load_newest(newest, partial(report_rejected, self.run_dir))
+                between_them = before(rewind.step) - before(loaded.step)
+                progress = replace(loaded, skipped_samples=self.samples.skipped + between_them)
+                spike = {**rewind.facts, "action": "rewound", "to": loaded.step, "skipped_samples": between_them}
+
     def _train(
         self,
         trainer: Trainer,
@@ -329,16 +345,16 @@ class TrainingWorker:
         between: Sequence[BetweenSteps],
     ) -> TrainingProgress:
         """Train from `progress` to the last step or to a request to stop, and write the checkpoints that are due."""
-        self._stream_state = progress.stream_state
         steps, every = self.experiment.total_steps, self.experiment.checkpoints.every
         events = self.run_dir.events if self.is_main else None
-        log = StepLog(self.experiment, self.plan, self.device, events, progress.seconds, trainer.scalar_names)
+        names, spikes = trainer.scalar_names, trainer.spikes
+        log = StepLog(self.experiment, self.plan, self.device, events, progress.seconds, names, spikes)
         step, begin = progress.step, self.heartbeat.begin
         for observation in between if step == 0 else ():
             observation.run(step, log)
         try:
             begin("batch", step + 1)
-            for batch, label_counts in self._batches(trainer, progress.step):
+            for batch, label_counts in self.samples.batches(trainer, progress.step):
                 arrived = Timestamp.now(self.device)
                 begin("step")
                 with record_actions(trainer.context, self.coordinate, self.run_dir, step, progress.step):
@@ -357,9 +373,9 @@ class TrainingWorker:
                     log.flush()
                     if self.experiment.checkpoints.keep:
                         begin("checkpoint")
-                        checkpoints.save(TrainingProgress(step, log.seconds, self._stream_state_at(step)))
+                        checkpoints.save(self._progress_at(step, log.seconds, trainer))
                     if self.is_main:
-                        log_data_use(self.run_dir, self.experiment, step)
+                        log_data_use(self.run_dir, self.experiment, self._progress_at(step, log.seconds, trainer))
                     log.restart_clock()
                 if is_last:
                     break
@@ -371,31 +387,16 @@ class TrainingWorker:
             begin("locating")
             checkpoints.wait()
             with self._timed_phase("locate"):
-                located = with_origin(error, trainer, lambda first_step: self._batches(trainer, first_step))
+                located = with_origin(error, trainer, partial(self.samples.batches, trainer))
             raise located from None
         begin("ending")
         checkpoints.finish()
         log_memory(self.run_dir, self.plan, self.coordinate, self._initial_rss)
         return TrainingProgress(step, log.seconds)
 
-    def _batches(self, trainer: Trainer, first_step: int) -> Iterator[tuple[Mapping[str, torch.Tensor], LabelCounts]]:
-        """Yield this replica's share of every global batch, in training order, on its device, with its label counts.
-
-        Labels are counted while the batch is still in the host's memory, where counting does not wait for the device.
-        """
-        experiment, before = self.experiment, self.experiment.samples_before
-        dataset, state = experiment.data.dataset(experiment), self._stream_state_at(first_step)
-        with feed(dataset, before(first_step), experiment.largest_batch, state) as self._feed:
-            loader = own_batches(self._feed.dataset, experiment, first_step, self.coordinate, self.device)
-            for step, own in enumerate(loader, first_step):
-                self._feed.release(before(step + 1))
-                _require_specs(own, trainer.graph.batch, step + 1)
-                yield send_to_device(own, self.device, non_blocking=True), trainer.count_labels_on_host(own)
-
-    def _stream_state_at(self, step: int) -> Mapping[str, Any] | None:
-        """Return the state from which a stream goes on with the first sample of a step, or None if none is known."""
-        found = None if self._feed is None else self._feed.stream_state(self.experiment.samples_before(step))
-        return found or self._stream_state
+    def _progress_at(self, step: int, seconds: float, trainer: Trainer) -> TrainingProgress:
+        spikes = None if trainer.spikes is None else trainer.spikes.state()
+        return TrainingProgress(step, seconds, self.samples.stream_state(step), self.samples.skipped, spikes)
 
     def _on_stop_signal(self, *_: Any) -> None:
         self._stop_requested = True
@@ -446,18 +447,6 @@ def _ended_early(step: int, steps: int) -> DataError:
         f"The data ended after {step:,} of {steps:,} steps. Let the dataset return as many items as its __len__ says, "
         "and raise StopIteration nowhere but in an iterator."
     )
-
-
-def _require_specs(batch: Mapping[str, torch.Tensor], specs: Mapping[str, TensorSpec], step: int) -> None:
-    """Raise `DataError` if items have fields of other types or shapes than those that the model was captured with."""
-    for name, spec in specs.items():
-        found = spec_of(name, batch[name])
-        if (found.dtype, found.shape[1:]) != (spec.dtype, spec.shape[1:]):
-            raise DataError(
-                f"The items of step {step:,} have {name} as {found.dtype} {list(found.shape[1:])}, and the first item "
-                f"of the dataset has {spec.dtype} {list(spec.shape[1:])}. Let every item have the same types and "
-                "shapes, by .to(dtype) in the dataset for instance."
-            )
 
 
 def build_model_of(worker: TrainingWorker) -> torch.nn.Module:
@@ -513,11 +502,28 @@ def report_rejected(run_dir: RunDir, path: Path, reason: str) -> None:
     log_event(run_dir.events, "checkpoint_problem", step=step_of(path), path=str(path), message=reason)
 
 
-def log_data_use(run_dir: RunDir, experiment: Experiment, step: int) -> None:
-    """Log what the first `step` steps have read of each source of a mixture."""
+def log_start(run_dir: RunDir, experiment: Experiment, plan: Plan, parameters: int, resumed_from: Path | None) -> None:
+    """Log that the ranks are about to train, from the start or from a checkpoint."""
+    log_event(
+        run_dir.events,
+        "start",
+        devices=plan.world,
+        world=plan.world,
+        parameters=parameters,
+        flops_per_step=plan.flops_per_step,
+        peak_flops=peak_flops(plan),
+        tokens_per_step=experiment.tokens_per_step,
+        samples_per_step=experiment.largest_batch,
+        resumed_from=None if resumed_from is None else str(resumed_from),
+    )
+
+
+def log_data_use(run_dir: RunDir, experiment: Experiment, progress: TrainingProgress) -> None:
+    """Log what a training has read so far of each source of a mixture."""
     if isinstance(experiment.data, Mixture):
-        parts = [use._asdict() for use in experiment.data.use(experiment, experiment.samples_before(step))]
-        log_event(run_dir.events, "data_use", step=step, parts=parts)
+        samples = experiment.samples_before(progress.step) + progress.skipped_samples
+        parts = [use._asdict() for use in experiment.data.use(experiment, samples)]
+        log_event(run_dir.events, "data_use", step=progress.step, parts=parts)
 
 
 def log_memory(run_dir: RunDir, plan: Plan, coordinate: MeshCoordinate, initial_rss: int) -> None:

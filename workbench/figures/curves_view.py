@@ -50,6 +50,7 @@ class MarkLook(NamedTuple):
 MARK_LOOKS: Mapping[str, MarkLook] = {
     "checkpoint": MarkLook("circle", 6, "white", None, "○ checkpoint"),
     "resume": MarkLook("triangle-right", 11, "white", None, "▷ resumed"),
+    "spike": MarkLook("star-triangle-up", 11, theme.ALERT, "white", "△ spike, skipped or rewound"),
     "divergence": MarkLook("triangle-up", 12, theme.ALERT, "white", "▲ diverges from here"),
 }
 FLATTENING = 4.0

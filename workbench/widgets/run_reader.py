@@ -204,6 +204,11 @@ class RunReader:
         elif event["type"] == "checkpoint":
             step = int(event["step"])
             self._marks = (*self._marks, Mark("checkpoint", step, f"checkpoint at step {step:,}"))
+        elif event["type"] == "spike":
+            step, back = int(event["step"]), event.get("to")
+            did = "update skipped" if back is None else f"rewound to step {back:,}"
+            words = f"spike at step {step:,}: loss {event['loss']:.4g}, norm {event['grad_norm']:.4g}, {did}"
+            self._marks = (*self._marks, Mark("spike", step, words))
         elif event["type"] == "memory":
             if self._memory_is_old:
                 self._memory, self._memory_is_old = {}, False

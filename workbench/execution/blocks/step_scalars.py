@@ -22,7 +22,7 @@ class StepScalars:
         """`graph` is the model's; the step has `num_microbatches` on each replica of `tensor` devices a stage."""
         self._calls, self._replicas, self._tensor = graph.scalars, replicas, tensor
         self._rows = {call.value: row for row, call in enumerate(self._calls)}
-        self._values = torch.zeros(len(self._calls), num_microbatches, device=device)
+        self._table = self._values = torch.zeros(len(self._calls), num_microbatches, device=device)
         self._own = torch.zeros(len(self._calls), dtype=torch.bool)
         """True for the calls that this rank's blocks make."""
         self._weights: list[torch.Tensor] = []
@@ -35,6 +35,10 @@ class StepScalars:
         """Names of the figures, those that are the largest or smallest value last."""
         self.num_sums = len(names) - len(largest)
         """Number of figures that are sums over the ranks."""
+
+    def divide(self, num_microbatches: int) -> None:
+        """Prepare a step that has so many micro-batches on each replica, at most those of the plan."""
+        self._values = self._table[:, :num_microbatches]
 
     def collect(self, microbatch: int, sent: Mapping[str, torch.Tensor]) -> None:
         """Keep what a block sends and logs for a micro-batch."""

@@ -47,6 +47,10 @@ class TrainingProgress:
     seconds: float
     stream_state: Mapping[str, Any] | None = None
     """Value from which streamed data go on with the next step; None for data that are read by their index."""
+    skipped_samples: int = 0
+    """Samples that rewinds have left out so far."""
+    spikes: Mapping[str, Any] | None = None
+    """State of the rule for loss spikes; None without one."""
 
 
 @dataclass(frozen=True)
@@ -160,6 +164,8 @@ class CheckpointStore:
         manifest = {"step": progress.step, "seconds": progress.seconds, "signature": signature, "files": dict(digests)}
         if progress.stream_state is not None:
             manifest["stream_state"] = dict(progress.stream_state)
+        if progress.spikes is not None:
+            manifest |= {"spikes": dict(progress.spikes), "skipped_samples": progress.skipped_samples}
         write_json(path / files.COMPLETE, {**manifest, "digest": files.digest_of(manifest)})
         files.prune(self._run.checkpoints, self._keep, progress.step)
 
@@ -248,7 +254,13 @@ class CheckpointStore:
             self._trainer.sparse_weights.mask_weights()
         if self._trainer.average is not None and not any(key.startswith("average.") for key, _, _ in live):
             self._trainer.average.restart()  # the checkpoint was written without an average, which begins here
-        return TrainingProgress(int(manifest["step"]), float(manifest["seconds"]), manifest.get("stream_state"))
+        return TrainingProgress(
+            int(manifest["step"]),
+            float(manifest["seconds"]),
+            manifest.get("stream_state"),
+            int(manifest.get("skipped_samples", 0)),
+            manifest.get("spikes"),
+        )
 
     def load_newest(self, path: Path, rejected: Callable[[Path, str], None]) -> tuple[TrainingProgress, Path]:
         """Restore from `path` or, if that is damaged, from the newest undamaged checkpoint before it.
@@ -269,6 +281,12 @@ class CheckpointStore:
         raise CheckpointError(
             f"No checkpoint in {path.parent} can be resumed from. {reasons[0]} Launch the experiment anew."
         )
+
+    def newest(self, step: int) -> Path | None:
+        """Return the run's last complete checkpoint of at most `step` steps, the same on every rank; None without."""
+        self.wait()
+        saved = self._together(lambda: files.complete_checkpoints(self._run.checkpoints))[0]
+        return next((path for path in reversed(saved) if files.step_of(path) <= step), None)
 
     def _check_patterns(self, path: Path, stored: Mapping[str, Any]) -> None:
         """Raise `CheckpointError` unless a sparse training finds patterns of its own blocks in a checkpoint."""

@@ -13,7 +13,8 @@ from __future__ import annotations
 
 import itertools
 import pkgutil
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -130,3 +131,27 @@ def schedule_runtime(
         held, num_microbatches, loss_fn=lambda output, _target: output, scale_grads=False
     )
     return built
+
+
+class Schedules:
+    """The schedules of one rank: one for each number of micro-batches that a step is divided into."""
+
+    def __init__(
+        self, name: str, pipe_stages: Sequence[PipeStage], stages: Sequence[StageModule], num_microbatches: int
+    ) -> None:
+        """`stages` are those of the model in `pipe_stages`; `num_microbatches` is the plan's number."""
+        self._name, self._pipe_stages, self._stages, self._planned = name, pipe_stages, stages, num_microbatches
+        self._built = {num_microbatches: schedule_runtime(name, pipe_stages, num_microbatches)}
+
+    @contextmanager
+    def dividing_by(self, num_microbatches: int) -> Iterator[Any]:
+        """Return the schedule of so many micro-batches, by which the stages divide the loss meanwhile."""
+        if num_microbatches not in self._built:
+            self._built[num_microbatches] = schedule_runtime(self._name, self._pipe_stages, num_microbatches)
+        for stage in self._stages:
+            stage.num_microbatches = num_microbatches
+        try:
+            yield self._built[num_microbatches]
+        finally:
+            for stage in self._stages:
+                stage.num_microbatches = self._planned
