@@ -56,6 +56,8 @@ if TYPE_CHECKING:
 
 BATCH_COUPLING = ("keep", "gather", "allow")
 ON_SPIKE = ("skip", "rewind")
+LARGEST_WINDOW = 100_000
+"""Most steps over which a running median is taken: the device holds them."""
 PRECISIONS = ("auto", "fp32", "bf16")
 OPTIMIZERS = ("adamw", "lamb", "muon", "sgd")
 MUON_SCALES = ("adamw_rms", "spectral")
@@ -283,7 +285,7 @@ class Evaluation:
     generalises."""
     data: Data | None = None
     """Held-out data, of the same kinds and with the same fields as the experiment's `data`; by default about 5 % of the
-    documents of its text."""
+    documents of its text. One of the texts of a mixture is read as far as training does not read it."""
     metrics: Annotated[
         Mapping[str, Callable[[Any, Mapping[str, Any]], Any] | UserFunction] | None,
         PlainValidator(_metrics),
@@ -338,7 +340,7 @@ class Numerics:
     on_spike: Annotated[str, PlainValidator(known(ON_SPIKE))] = "skip"
     """Treatment of a spike: `skip` leaves out its update; `rewind` goes back to the last checkpoint and trains on with
     the samples after the spike (PaLM, arXiv:2204.02311, section 5.1), or skips it if there is no checkpoint yet."""
-    spike_window: Count = 100
+    spike_window: Annotated[Count, Field(le=LARGEST_WINDOW)] = 100
     """Number of last steps, spikes left out, over which the median is taken; no step is a leap before there are so
     many."""
     spike_limit: Count = 10

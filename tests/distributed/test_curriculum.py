@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Callable, Collection, Sequence
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -38,17 +39,25 @@ class Reversed(Words):
         return {name: field.flip(0) for name, field in super().__getitem__(index).items()}
 
 
-def plain(asked: Experiment, batches: Callable[[int], dict[str, torch.Tensor]]) -> list[float]:
-    """Return the losses of a loop without any of the project's runtime."""
-    model, losses = asked.build(), []
-    update = torch.optim.AdamW(model.parameters(), lr=asked.learning_rate, betas=(0.9, 0.98), weight_decay=0.0)
-    for step in range(STEPS):
-        loss = model(**batches(step)).loss
+def plain(
+    wanted: Experiment,
+    batches: Sequence[dict[str, torch.Tensor]],
+    skipped: Collection[int] = (),
+    look: Callable[[Any, dict[str, torch.Tensor]], Any] = lambda _model, _batch: None,
+) -> list[float]:
+    """Return the losses of a loop without any of the project's runtime, which leaves out the updates of some steps."""
+    model, losses = wanted.build(), []
+    update = torch.optim.AdamW(model.parameters(), lr=wanted.learning_rate, betas=(0.9, 0.98), weight_decay=0.0)
+    for step, batch in enumerate(batches):
+        look(model, batch)
+        found = model(**batch)
+        loss = getattr(found, "loss", found)
         losses.append(loss.item())
         update.zero_grad()
         loss.backward()
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-        update.step()
+        if step not in skipped:
+            update.step()
     return losses
 
 
@@ -64,31 +73,6 @@ def interrupted(path: Path, wanted: Experiment, first: dict[str, Any], second: d
     eventually(lambda: complete_checkpoints(run.checkpoints) != [])
     ranks.kill(first=0)
     return trained(path, wanted, plan(wanted, **second), complete_checkpoints(run.checkpoints)[0])
-
-
-RAMP = {0: 4, 3: 8, 7: 16}
-
-
-@pytest.mark.parametrize("legs", [({"pipeline": 2}, {"data": 2, "zero": 2}), ({"data": 2, "zero": 0}, {"pipeline": 2})])
-def test_a_batch_that_grows_is_that_of_a_plain_loop_and_goes_on_under_another_plan(legs: Any, tmp_path: Path) -> None:
-    wanted = asked(global_batch=RAMP)
-    dataset = wanted.data.dataset(wanted)
-    first = [0, 4, 8, *(12 + 8 * n for n in range(4)), *(44 + 16 * n for n in range(6))]
-    assert len(dataset) == first[-1] == 124
-    run = interrupted(tmp_path / "run", wanted, *legs)
-    assert_losses(run, plain(wanted, lambda step: dataset.__getitems__(range(first[step], first[step + 1]))))
-    history = Run(run.path).history()
-    assert history.samples.tolist() == first[1:]
-    assert history.tokens.tolist() == [16 * samples for samples in first[1:]]
-    assert history.flops[-1] == pytest.approx(124 / 16 * Run(run.path).plan.flops_per_step)
-
-
-def test_an_interleaved_pipeline_runs_every_size_of_a_batch(tmp_path: Path) -> None:
-    wanted = asked(global_batch={0: 4, 2: 16, 9: 8}, steps=STEPS)
-    dataset = wanted.data.dataset(wanted)
-    first = [wanted.samples_before(step) for step in range(STEPS + 1)]
-    run = trained(tmp_path / "run", wanted, plan(wanted, pipeline=2, schedule="interleaved", chunks=2))
-    assert_losses(run, plain(wanted, lambda step: dataset.__getitems__(range(first[step], first[step + 1]))))
 
 
 class Broken(Words):
@@ -110,10 +94,16 @@ class Scaled(torch.nn.Module):
         self.table, self.head = torch.nn.Embedding(VOCAB, 16), torch.nn.Linear(16, VOCAB)
         self.layers = torch.nn.ModuleList(torch.nn.Linear(16, 16) for _ in range(3))
 
-    def forward(self, input_ids: torch.Tensor, labels: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
+    def hidden(self, input_ids: torch.Tensor) -> torch.Tensor:
         hidden = self.table(input_ids)
         for layer in self.layers:
             hidden = hidden + layer(hidden).tanh()
+        return hidden
+
+    def forward(self, input_ids: torch.Tensor, labels: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
+        hidden = self.hidden(input_ids)
+        wb.log_scalar("height", hidden.square().mean())
+        wb.log_scalar("largest", hidden.max(), "max")
         each = torch.nn.functional.cross_entropy(self.head(hidden).mT, labels, reduction="none").mean(1)
         return (each * scale).mean()
 
@@ -126,23 +116,41 @@ def spiking(step: int, **changes: Any) -> tuple[Experiment, Any]:
     return wanted.replace(data=Broken(order)), items
 
 
-def plain_with(wanted: Experiment, batches: Sequence[Any], skipped: Collection[int] = ()) -> list[float]:
-    """Return the losses of a plain loop that leaves out the updates of some steps."""
-    model, losses = wanted.build(), []
-    update = torch.optim.AdamW(model.parameters(), lr=wanted.learning_rate, betas=(0.9, 0.98), weight_decay=0.0)
-    for step, batch in enumerate(batches):
-        loss = model(**batch)
-        losses.append(loss.item())
-        update.zero_grad()
-        loss.backward()
-        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-        if step not in skipped:
-            update.step()
-    return losses
-
-
 def of_type(run: RunDir, name: str) -> list[dict[str, Any]]:
     return [dict(event) for event in read_events(run.events) if event["type"] == name]
+
+
+RAMP = {0: 4, 3: 8, 7: 16}
+
+
+@pytest.mark.parametrize("legs", [({"pipeline": 2}, {"data": 2, "zero": 2}), ({"data": 2, "zero": 0}, {"pipeline": 2})])
+def test_a_batch_that_grows_is_that_of_a_plain_loop_and_goes_on_under_another_plan(legs: Any, tmp_path: Path) -> None:
+    wanted = asked(global_batch=RAMP)
+    dataset = wanted.data.dataset(wanted)
+    first = [0, 4, 8, *(12 + 8 * n for n in range(4)), *(44 + 16 * n for n in range(6))]
+    assert len(dataset) == first[-1] == 124
+    run = interrupted(tmp_path / "run", wanted, *legs)
+    assert_losses(run, plain(wanted, [dataset.__getitems__(range(*ends)) for ends in pairwise(first)]))
+    history = Run(run.path).history()
+    assert history.samples.tolist() == first[1:]
+    assert history.tokens.tolist() == [16 * samples for samples in first[1:]]
+    assert history.flops[-1] == pytest.approx(124 / 16 * Run(run.path).plan.flops_per_step)
+
+
+def test_an_interleaved_pipeline_runs_every_size_of_a_batch(tmp_path: Path) -> None:
+    wanted = asked(model=Scaled, data=Broken(), global_batch={0: 4, 2: 16, 9: 8})
+    dataset = wanted.data.dataset(wanted)
+    first = [wanted.samples_before(step) for step in range(STEPS + 1)]
+    run = trained(tmp_path / "run", wanted, plan(wanted, pipeline=2, schedule="interleaved", chunks=2))
+    batches, heights = [dataset.__getitems__(range(*ends)) for ends in pairwise(first)], []
+
+    def look(model: Scaled, batch: dict[str, torch.Tensor]) -> None:
+        hidden = model.hidden(batch["input_ids"])
+        heights.append((hidden.square().mean().item(), hidden.max().item()))
+
+    assert_losses(run, plain(wanted, batches, look=look))
+    logged = [(event["scalars"]["height"], event["scalars"]["largest"]) for event in of_type(run, "step")]
+    assert np.array(logged) == pytest.approx(np.array(heights), rel=1e-4)
 
 
 @pytest.mark.parametrize("degrees", [{}, {"pipeline": 2}, {"data": 2, "zero": 3}])
@@ -151,7 +159,7 @@ def test_the_update_of_a_spike_is_left_out_as_in_a_plain_loop(degrees: dict[str,
     dataset = wanted.data.dataset(wanted)
     batches = [dataset.__getitems__(range(8 * step, 8 * step + 8)) for step in range(STEPS)]
     run = trained(tmp_path / "run", wanted, plan(wanted, **degrees))
-    assert_losses(run, plain_with(wanted, batches, skipped={6}))
+    assert_losses(run, plain(wanted, batches, skipped={6}))
     [spike] = of_type(run, "spike")
     assert (spike["step"], spike["number"], spike["action"]) == (7, 1, "skipped")
     assert spike["loss"] == curve(run)[7][0] > 50
@@ -159,7 +167,7 @@ def test_the_update_of_a_spike_is_left_out_as_in_a_plain_loop(degrees: dict[str,
     assert history.spikes.tolist() == [0] * 6 + [1] * 6
     assert [mark.step for mark in RunReader(run.path).read().marks if mark.type == "spike"] == [7]
     whole = asked(model=Scaled, data=Broken())
-    assert plain_with(whole, batches)[8:] != pytest.approx(plain_with(whole, batches, skipped={6})[8:], abs=1e-3)
+    assert plain(whole, batches)[8:] != pytest.approx(plain(whole, batches, skipped={6})[8:], abs=1e-3)
 
 
 @pytest.mark.parametrize("degrees", [{"pipeline": 2}, {"data": 2, "zero": 2}])
@@ -173,7 +181,7 @@ def test_a_run_goes_back_from_a_spike_and_trains_on_with_the_samples_after_it(
     numbers = [*range(6), *range(8, 14)]
     batches = [dataset.__getitems__(range(8 * number, 8 * number + 8)) for number in numbers]
     run = trained(tmp_path / "run", wanted, plan(wanted, **degrees))
-    assert_losses(run, plain_with(wanted, batches))
+    assert_losses(run, plain(wanted, batches))
     [spike] = of_type(run, "spike")
     assert {name: spike[name] for name in ("step", "action", "to", "skipped_samples", "number")} == {
         "step": 8, "action": "rewound", "to": 6, "skipped_samples": 16, "number": 1,
@@ -183,7 +191,7 @@ def test_a_run_goes_back_from_a_spike_and_trains_on_with_the_samples_after_it(
     # A run that stops after the spike goes on with the samples left out, under another plan.
     again = directory(tmp_path / "run", wanted, plan(wanted), run.checkpoint(9))
     Ranks(again, 1).wait()
-    assert_losses(again, plain_with(wanted, batches))
+    assert_losses(again, plain(wanted, batches))
 
 
 def test_a_spike_before_the_first_checkpoint_is_skipped_and_too_many_end_the_run(tmp_path: Path) -> None:
@@ -238,7 +246,7 @@ def test_a_mixture_whose_weights_change_is_that_of_a_plain_loop_and_goes_on_unde
         return {name: torch.stack([item[name] for item in items]) for name in items[0]}
 
     run = interrupted(tmp_path / "run", wanted, {"data": 2, "zero": 1}, {"pipeline": 2})
-    assert_losses(run, plain(wanted, batch))
+    assert_losses(run, plain(wanted, list(map(batch, range(STEPS)))))
     used = [event for event in read_events(run.events) if event["type"] == "data_use"]
     assert used[-1]["step"] == STEPS
     assert [(part["samples"], part["epochs"]) for part in used[-1]["parts"]] == [(62, 0.062), (34, 34 / 7)]

@@ -72,6 +72,7 @@ OF_EXPERIMENT: Mapping[str, Mapping[tuple[str, ...], str]] = {
     "eps": FINITE,
     "weight_decay": {("0", *NUMBERS): "finite: a run that diverges ends at its first step"},
     "clip_norm": {("None", *NUMBERS): "no limit, or one that is never reached"},
+    "spike_factor": FINITE,
     "steps": {("None",): "the default"},
     "keep_checkpoints": {("0",): "no checkpoint is kept"},
     "epochs": {("1.5",): "one pass and a half"},

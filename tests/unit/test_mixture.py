@@ -18,6 +18,7 @@ from workbench.data._mixture import LARGEST_PERIOD, Mixture, PartUse, shares_of
 from workbench.data._sampling import MixedOrder
 from workbench.errors import DataError
 from workbench.runs.loss_basis import loss_basis, why_not_compared
+from workbench.sweeps.axes import Axes, label
 
 SEQ, BATCH = 16, 8
 SIZES: dict[str, Any] = {"hidden_size": 16, "num_layers": 1, "num_heads": 2, "vocab_size": 400, "max_positions": SEQ}
@@ -151,7 +152,9 @@ def test_other_text_is_held_out_whole_and_a_mixture_of_other_texts_by_its_weight
 def test_a_mixture_survives_json_and_other_weights_are_another_training(texts: Any) -> None:
     experiment = asked(wb.data.mixture([(texts[0], 0.7), (texts[1], 0.3)], changes={9: (1, 2)}))
     assert wb.Experiment.from_json(experiment.to_json()) == experiment
-    assert experiment.data.name == "70 % sea + 30 % shore"
+    assert experiment.data.name == "70 % sea + 30 % shore, from step 9 on 33.3 % sea + 66.7 % shore"
+    axes = Axes(experiment, {"data": [experiment.data, other(texts)]})
+    assert list(map(label, axes.json_values("data"))) == [experiment.data.name, other(texts).name]
     assert data_fingerprint(experiment) == data_fingerprint(experiment) != data_fingerprint(asked(other(texts)))
     frequencies = [context_free(asked(data)).unigram_entropy for data in (*texts, other(texts))]
     assert frequencies[2] > 0

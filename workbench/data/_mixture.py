@@ -124,9 +124,15 @@ class Mixture(DataSource):
 
     @property
     def name(self) -> str:
-        """Sources with their shares at the first step, in per cent."""
-        shares = shares_of(self.weights)
-        return " + ".join(f"{float(100 * s):.3g} % {part.name}" for part, s in zip(self.parts, shares, strict=True))
+        """Sources with their shares in per cent, at first and from each step at which they change."""
+        each = [
+            " + ".join(
+                f"{float(100 * s):.3g} % {p.name}" for p, s in zip(self.parts, shares_of(weights), strict=True) if s
+            )
+            for _, weights in self._stretches
+        ]
+        later = [f"from step {step:,} on {words}" for (step, _), words in zip(self.changes, each[1:], strict=True)]
+        return ", ".join([each[0], *later])
 
     @property
     def is_loaded(self) -> bool:

@@ -10,6 +10,7 @@ from types import FunctionType
 from typing import Any
 
 from workbench.data import UserData
+from workbench.data import from_json as data_from_json
 from workbench.errors import InvalidExperiment, UnknownParameter, suggestion
 from workbench.experiment import GROUPS, PATHS, Experiment, json_value
 from workbench.models import UserModel
@@ -29,6 +30,7 @@ PLAN_FREE = frozenset(
     {"learning_rate", "warmup_steps", "lr_schedule", "betas", "eps", "weight_decay", "steps", "log_every"}
     | {"rate_scale", "decay_scale", "eps_scale", "grad_norm_scale"}
     | {"epochs", "tokens", "checkpoint_every", "keep_checkpoints", "checkpoints", "stop_on_non_finite"}
+    | {"spike_factor", "on_spike", "spike_window", "spike_limit"}
 )
 """Values of an experiment that change no plan; runs that differ in no other value share one."""
 LARGEST_GRID = 10_000
@@ -107,6 +109,8 @@ def label(value: Any) -> Any:
         return value
     if isinstance(value, Mapping) and value.get("type") in SPARSITIES:
         return sparsity_from_json(value).label
+    if isinstance(value, Mapping) and value.get("type") == "mixture":
+        return data_from_json(value).name
     if isinstance(value, Mapping):
         return str(value.get("name") or ", ".join(f"{key}={item}" for key, item in value.items()))
     return ", ".join(map(str, value)) if isinstance(value, Sequence) else str(value)
