@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import csv
 import json
+import random
+import re
 import shutil
 import warnings
 from pathlib import Path
@@ -15,6 +18,7 @@ import transformers
 
 import workbench as wb
 from tests.distributed import real_worker
+from tests.distributed.documents import executed
 from workbench.errors import DataError, InvalidExperiment
 from workbench.rundir import read_json
 
@@ -140,8 +144,6 @@ def test_pretraining_goes_on_from_the_weights_of_a_folder(folder: Path, tmp_path
 
 @pytest.mark.usefixtures("home")
 def test_rows_of_a_file_of_a_dataset_and_of_a_list_are_the_same(folder: Path, tmp_path: Path) -> None:
-    import csv
-
     with (tmp_path / "rows.csv").open("w", newline="") as file:
         writer = csv.DictWriter(file, ["text", "label"])
         writer.writeheader()
@@ -205,6 +207,42 @@ def test_a_head_of_as_many_classes_goes_on_and_one_of_others_begins_anew(folder:
     assert torch.equal(goes_on.classifier.weight, model.classifier.weight)
     assert anew.classifier.weight.shape == (5, 32)
     assert torch.equal(anew.bert.pooler.dense.weight, model.bert.pooler.dense.weight)
+
+
+def test_the_template_fine_tunes_a_pair_and_its_accuracies_are_those_of_a_plain_loop(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    document = executed("fine_tuning", tmp_path, monkeypatch, preset="rehearsal")
+    scope: dict[str, Any] = {"csv": csv, "random": random, "re": re, "Path": Path, "rows": None}
+    scope |= {"corpus": str(tmp_path / "addresses"), "text_column": "text", "label_column": "label"}
+    scope["chosen"] = {"sentences": 400}
+    exec(document.cell("def rows_of_corpus").source, scope)
+    train, held_out = scope["train_rows"], scope["held_out_rows"]
+    assert scope["labels"] == ["earlier", "later"]
+    assert not {row["text"] for row in train} & {row["text"] for row in held_out}
+
+    tuned = [run for run in document.runs if run.experiment.model.name.endswith("-mini") and "seed=" in run.name]
+    ends: dict[str, list[float]] = {}
+    for run in tuned:
+        ends.setdefault(run.experiment.model.name, []).append(float(run.evaluations()["accuracy"][-1]))
+    assert {name: len(values) for name, values in ends.items()} == {"bert-large-mini": 2, "bert-scaled-mini": 2}
+    [best] = {file.parent for file in (tmp_path / "runs").rglob("exported") if "seed=" in file.parent.name}
+    assert wb.load_run(best).evaluations()["accuracy"][-1] == max(map(max, ends.values()))
+    answers = transformers.pipeline("text-classification", str(best / "exported"))
+    said = answers([row["text"] for row in held_out], truncation=True, max_length=16)
+    right = sum(answer["label"] == row["label"] for answer, row in zip(said, held_out, strict=True))
+    assert right / len(held_out) == pytest.approx(max(map(max, ends.values())))
+
+    [curves] = document.figures("figure = wb.figures.seed_bands")
+    means = {trace["name"]: trace for trace in curves["data"] if trace["meta"] == "mean"}
+    for name, values in ends.items():
+        assert means[name]["mode"] == "lines+markers"
+        assert document.printed("titles =").count(f"| {name} |") == 1
+        assert f"{sum(values) / 2:.1%}" in document.printed("titles =")
+        assert f"{name} classifies {sum(values) / 2:.1%}" in document.printed("told = []")
+    assert "At equal tokens" not in document.printed("told = []")
+    assert "Accuracy at equal tokens" in document.printed("told = []")
+    assert "Held-out accuracy" in str(document.cell('compared = wb.contrast(runs, y="accuracy")').outputs)
 
 
 def tiny(path: str) -> torch.nn.Module:

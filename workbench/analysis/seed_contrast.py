@@ -166,10 +166,11 @@ def seed_groups(described: Sequence[Mapping[str, object]]) -> list[list[int]]:
 
 
 def group_names(described: Sequence[Mapping[str, Any]]) -> list[str]:
-    """Return the names of the experiments, where each has its own, else the fields that differ between them."""
-    own = [str((facts.get("experiment") or {}).get("name")) for facts in described]
-    if len(set(own)) == len(own) > 1:
-        return own
+    """Return the names of the models, or of the experiments, where each has its own, else the fields that differ."""
+    named = [facts.get("experiment") or {} for facts in described]
+    for own in ([(each.get("model") or {}).get("name") for each in named], [each.get("name") for each in named]):
+        if None not in own and len(set(own)) == len(own) > 1:
+            return list(map(str, own))
     experiments = [dict(facts.get("experiment") or {}) for facts in described]
     for fields in experiments:
         if "sparsity" in fields:  # a label stands for its fields

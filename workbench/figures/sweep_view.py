@@ -304,13 +304,12 @@ def draw_seed_bands(
     lines = {run.path: _line(read(run), X_AXES[x].column, y) for row in shown for run in row.runs}
     longest = max((float(line[0][-1]) for line in lines.values() if len(line[0])), default=1.0)
     scale, x_title = X_AXES[x].unit(longest)
-    figure = Figure()
+    figure, seeds, unfinished = Figure(), set[int](), 0
     for row in shown:
         finished = [lines[run.path] for run in row.finished if len(lines[run.path][0]) > 1]
         others = [lines[run.path] for run in row.runs if run not in row.finished and len(lines[run.path][0]) > 1]
-        figure.add_traces(_traces(row, finished, others, scale))
-        if y != "loss" and finished and len(finished[0][0]) <= MOST_DOTS:
-            figure.data[-1 - len(others)].update(mode="lines+markers", marker={"size": 6})
+        figure.add_traces(_traces(row, finished, others, scale, y))
+        seeds, unfinished = seeds | {len(finished)}, unfinished + len(others)
     figure.update_xaxes(title_text=x_title, rangemode="tozero")
     y_range = robust_range([line[1] for line in lines.values() if len(line[1])]) if y in LOSSES else None
     beyond = sum(bool(len(loss)) and float(loss.max()) > (y_range or (0, np.inf))[1] for _, loss in lines.values())
@@ -318,7 +317,9 @@ def draw_seed_bands(
     figure.update_yaxes(title_text=quantity, range=y_range)
     left_out = f"; {beyond} of {len(lines)} runs leave the axis" if beyond else ""
     left_out += f"; {len(rows) - len(shown)} configurations are left out" if len(rows) > len(shown) else ""
-    words = f"Mean over the finished seeds, whose band holds them all; thin lines: other runs{left_out}"
+    number = "the finished" if seeds <= {0} or len(seeds) > 1 else max(seeds)
+    thin = "; thin lines: other runs" if unfinished else ""
+    words = f"Mean over {number} seed{'s' * (number != 1)}, whose band holds them all{thin}{left_out}"
     if sweep is None:
         return figure.laid_out(height=460, title=theme.title(quantity, words), hovermode="x unified", margin={"t": 84})
     main = theme.title(theme.text(sweep.name), words)
@@ -337,7 +338,7 @@ def _line(losses: Losses, column: str, y: str) -> Line:
     return finite_points(evaluations[column], evaluations[y], POINTS)
 
 
-def _traces(row: Row, finished: Sequence[Line], others: Sequence[Line], scale: float) -> list[go.Scatter]:
+def _traces(row: Row, finished: Sequence[Line], others: Sequence[Line], scale: float, y: str) -> list[go.Scatter]:
     """Return the band and the mean of the finished runs of a configuration, and its other runs as thin lines."""
     color = theme.series_color(row.index)
     values = theme.short(" · ".join(map(str, row.values.values())), LETTERS_INSIDE)
@@ -349,6 +350,8 @@ def _traces(row: Row, finished: Sequence[Line], others: Sequence[Line], scale: f
         x, mean, low, high = _mean(finished)
         traces.append(theme.band(x / scale, low, high, color, **shared))
         traces.append(theme.curve(x / scale, mean, meta="mean", **look))
+        if y != "loss" and len(x) <= MOST_DOTS:
+            traces[-1].update(mode="lines+markers", marker={"size": 6, "color": color})
     for at, (x, loss) in enumerate(others):
         quiet = {"hoverinfo": "skip", "showlegend": not finished and at == 0, "meta": "other"}
         traces.append(theme.curve(x / scale, loss, width=1, **quiet, **look))
