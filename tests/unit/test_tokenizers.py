@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 import transformers
 from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers, processors, trainers
+from transformers.convert_slow_tokenizer import import_protobuf
 
 import workbench as wb
 from workbench.data import _vocabulary
@@ -274,6 +275,76 @@ def test_the_tokens_of_a_trained_vocabulary_are_known_before_it_is_trained() -> 
             file.unlink()
         trained.write(folder)
         assert SpecialTokens.of_folder(folder) == _vocabulary.special_tokens_of(kind, trained.vocabulary)
+
+
+def sentence_piece(path: Path, kind: int, pieces: dict[str, float]) -> Path:
+    """Write a file as SentencePiece writes it (1: Unigram, 2: BPE), with a mask that its user defined."""
+    proto = import_protobuf().ModelProto()
+    proto.trainer_spec.model_type, proto.trainer_spec.unk_id = kind, 0
+    for piece, score, role in [
+        *[("<unk>", 0.0, 2), ("<s>", 0.0, 3), ("</s>", 0.0, 3), ("<mask>", 0.0, 4)],
+        *((piece, score, 1) for piece, score in pieces.items()),
+    ]:
+        proto.pieces.add(piece=piece, score=score, type=role)
+    path.write_bytes(proto.SerializeToString())
+    return path
+
+
+def likeliest(word: str, scores: dict[str, float]) -> list[str]:
+    """Return the pieces of a word with the largest sum of scores, of all ways to cut it."""
+    cuts = [list(cut) for n in range(len(word)) for cut in itertools.combinations(range(1, len(word)), n)]
+    ways = [[word[a:b] for a, b in itertools.pairwise([0, *cut, len(word)])] for cut in cuts]
+    known = [way for way in ways if all(piece in scores for piece in way)]
+    return max(known, key=lambda way: sum(scores[piece] for piece in way))
+
+
+def merged(word: str, scores: dict[str, float]) -> list[str]:
+    """Return the pieces of a word after the neighbours whose union has the best score are joined, until none has."""
+    pieces = list(word)
+    while found := [(scores[a + b], -at) for at, (a, b) in enumerate(itertools.pairwise(pieces)) if a + b in scores]:
+        at = -max(found)[1]
+        pieces[at : at + 2] = [pieces[at] + pieces[at + 1]]
+    return pieces
+
+
+@pytest.mark.parametrize(("kind", "by_hand"), [(1, likeliest), (2, merged)])
+def test_a_bare_file_of_sentencepiece_cuts_words_as_its_model_says(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: int, by_hand: Any
+) -> None:
+    monkeypatch.setenv("WORKBENCH_HOME", str(tmp_path / "home"))
+    joined = ["er", "▁l", "▁lo", "low", "▁low", "es", "est", "▁n", "new", "▁new", "we", "ow", "lower"]
+    scores = {piece: -2.0 - at / 7 for at, piece in enumerate([*joined, *"▁ lowernst".replace(" ", "")])}
+    if kind == 2:  # ranks of merges
+        scores = {piece: -float(at) for at, piece in enumerate(scores)}
+    text, words = "lower  slow newest lowest", ["▁lower", "▁slow", "▁newest", "▁lowest"]
+    folder = tmp_path / "folder"
+    folder.mkdir()
+    (tmp_path / "text.txt").write_text(f"{text}\n" * 100)
+    numbers = {piece: number for number, piece in enumerate(["<unk>", "<s>", "</s>", "<mask>", *scores])}
+    expected = [numbers[piece] for word in words for piece in by_hand(word, scores)]
+    file = sentence_piece(folder / "spiece.model", kind, scores)
+    for tokenizer in (file, folder):
+        data = wb.data.corpus(tmp_path / "text.txt", tokenizer=tokenizer, objective="mlm")
+        reader = data.text_tokenizer(experiment(data, "mlm"))
+        assert reader.encode(text) == expected
+        assert reader.encode("slow <mask> lowest") == [
+            *(numbers[piece] for piece in by_hand("▁slow", scores)),
+            *(numbers[piece] for piece in ("▁", "<mask>")),
+            *(numbers[piece] for piece in by_hand("▁lowest", scores)),
+        ]
+        assert reader.encode("?!") == [numbers["▁"], numbers["<unk>"]]
+        assert reader.decode(expected) == "lower slow newest lowest"
+        tokens = SpecialTokens.of_folder(data.tokenizer_folder(experiment(data, "mlm")))
+        assert (tokens.vocabulary, tokens.mask, tokens.end, tokens.frame[0]) == (len(numbers), 3, 2, (1,))
+
+
+def test_a_file_that_is_no_model_of_sentencepiece_is_refused_with_a_way_out(tmp_path: Path) -> None:
+    for name, content in (("tiktoken", b"IQ== 0\nIg== 1\n"), ("empty", b""), ("garbage", bytes(range(256)))):
+        (tmp_path / f"{name}.model").write_bytes(content)
+        with pytest.raises(DataError, match=r"holds no Unigram or BPE model of SentencePiece.* transformers makes"):
+            wb.data.corpus("demo", tokenizer=tmp_path / f"{name}.model")
+    with pytest.raises(DataError, match=r"holds no tokenizer.json.*or a model of SentencePiece"):
+        wb.data.corpus("demo", tokenizer=tmp_path)  # of three files, none is the one
 
 
 def test_options_that_do_not_suit_the_objective_are_refused(text: Path) -> None:

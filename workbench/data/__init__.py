@@ -73,10 +73,10 @@ def corpus(
     `objective` (`mlm`, `mlm_nsp`, `clm`, `seq2seq`) defaults to the model's; a model of your own needs one here.
 
     `tokenizer` is a tokeniser of `transformers`, the folder into which `save_pretrained` wrote one, a `tokenizer.json`,
-    or a folder with `vocab.json` and `merges.txt`. Samples take its special tokens. Without, a vocabulary is trained on
-    the text itself, of at most `vocab_size` entries, 30,522 by default: WordPiece for `mlm` and `mlm_nsp`, whose text
-    is normalised (NFKC) and lower-cased and loses accents only if `strip_accents`; byte-level BPE for `clm` and
-    `seq2seq`.
+    a folder with `vocab.json` and `merges.txt`, or a `.model` of SentencePiece. Samples take its special tokens.
+    Without, a vocabulary is trained on the text itself, of at most `vocab_size` entries, 30,522 by default: WordPiece
+    for `mlm` and `mlm_nsp`, whose text is normalised (NFKC) and lower-cased and loses accents only if `strip_accents`;
+    byte-level BPE for `clm` and `seq2seq`.
     `masked_share` is the fraction of the positions that a masked model predicts in training: 0.15 as published, and 0.3
     or more where each sample is to teach more (arXiv:2202.08005). Held-out samples hide 0.15 unless the
     evaluation has another `masked_share`. `whole_words=True` hides all tokens of a word together.

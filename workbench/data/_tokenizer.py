@@ -10,6 +10,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import hashlib
+import itertools
 import json
 import os
 import shutil
@@ -22,7 +23,7 @@ from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
-from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers
 
 from workbench.data._store import TOKENIZER_FACTS as FACTS
 from workbench.data._store import only_process, writing_to
@@ -51,9 +52,13 @@ ROLES = {
 vocabulary has is used."""
 SENTINEL = "<extra_id_{}>"
 """Token that stands for a hidden span in T5 (arXiv:1910.10683), numbered from 0."""
+SENTENCE_PIECE = (".model", ".spm")
+"""Endings of a file that SentencePiece wrote (https://github.com/google/sentencepiece)."""
+CONTROL, USER_DEFINED = 3, 4
+"""Types of a piece in SentencePiece's file: symbols that text never is, and those that are tokens in every text."""
 REMEDY = (
-    "Give a tokeniser of transformers, the folder into which save_pretrained wrote one, a tokenizer.json, or a folder "
-    "with vocab.json and merges.txt."
+    "Give a tokeniser of transformers, the folder into which save_pretrained wrote one, a tokenizer.json, a folder "
+    "with vocab.json and merges.txt, or a model of SentencePiece (*.model)."
 )
 
 
@@ -291,7 +296,8 @@ def files_of(path: str) -> tuple[Path, ...]:
         raise DataError(f"There is no tokeniser at {path}. {REMEDY}")
     files = tuple(sorted(file for file in given.iterdir() if file.is_file() and file.name.endswith(TEXT_FILES)))
     names = {file.name for file in files}
-    if not names & {FAST, CONFIG, "config.json"} and not {"vocab.json", "merges.txt"} <= names:
+    is_known = bool(names & {FAST, CONFIG, "config.json"}) or {"vocab.json", "merges.txt"} <= names
+    if not is_known and len(_sentence_pieces(names)) != 1:
         raise DataError(f"The folder {path} holds no {FAST}. {REMEDY}")
     return files
 
@@ -356,6 +362,9 @@ def _loaded(path: str) -> tuple[TextTokenizer, Any]:
     files = {file.name: file for file in files_of(path)}
     is_alone = os.path.isfile(path)
     try:
+        pieces = [] if {FAST, CONFIG, "config.json", "merges.txt"} & files.keys() else _sentence_pieces(files)
+        if pieces:
+            return TextTokenizer(_from_sentence_piece(files[pieces[0]])), None
         if is_alone or (FAST in files and CONFIG not in files):
             file = next(iter(files.values())) if is_alone else files[FAST]
             return TextTokenizer(Tokenizer.from_file(str(file))), None
@@ -376,6 +385,60 @@ def named_tokenizer(folder: Path) -> Any:
     import transformers
 
     return transformers.AutoTokenizer.from_pretrained(str(folder), local_files_only=True, trust_remote_code=False)
+
+
+def _sentence_pieces(names: Iterable[str]) -> list[str]:
+    return sorted(name for name in names if name.endswith(SENTENCE_PIECE))
+
+
+def _from_sentence_piece(path: Path) -> Tokenizer:
+    """Return the tokeniser of `tokenizers` with the pieces, scores and normalisation of a file of SentencePiece.
+
+    SentencePiece begins each text with a blank and joins blanks; symbols that its user defined are tokens wherever they
+    stand. A Unigram model of `tokenizers` finds control symbols, such as `</s>`, in a text as well.
+    """
+    from transformers.convert_slow_tokenizer import generate_merges, import_protobuf
+
+    proto = import_protobuf().ModelProto()
+    try:
+        proto.ParseFromString(path.read_bytes())
+    except Exception:  # protobuf's two implementations raise different types
+        proto.Clear()
+    trained, normal, pieces = proto.trainer_spec, proto.normalizer_spec, proto.pieces
+    if not pieces or trained.model_type not in (1, 2):
+        raise ValueError(
+            "it holds no Unigram or BPE model of SentencePiece. A file of ranks (tiktoken's) says neither how text is "
+            "split nor which tokens are special: transformers makes a tokenizer.json of the whole folder by "
+            "AutoTokenizer.from_pretrained(folder).save_pretrained(other)"
+        )
+    fallback = bool(trained.byte_fallback)
+    if trained.model_type == 1:
+        vocabulary = [(piece.piece, piece.score) for piece in pieces]
+        tokenizer = Tokenizer(models.Unigram(vocabulary, trained.unk_id, fallback))
+    else:
+        numbers = {piece.piece: number for number, piece in enumerate(pieces)}
+        others = {piece.piece for piece in pieces if piece.type != 1}
+        merges = generate_merges(numbers, {piece.piece: piece.score for piece in pieces}, others)
+        options = {"unk_token": trained.unk_piece, "fuse_unk": True, "byte_fallback": fallback}
+        tokenizer = Tokenizer(models.BPE(numbers, merges, **options))
+    defined = [piece.piece for piece in pieces if piece.type == USER_DEFINED]
+    steps: list[Any] = [normalizers.Precompiled(normal.precompiled_charsmap)] if normal.precompiled_charsmap else []
+    if normal.remove_extra_whitespaces:
+        # Between two symbols a blank at an end is one inside the text.
+        steps += [] if defined else [normalizers.Strip()]
+        steps.append(normalizers.Replace(Regex(" {2,}"), " "))
+    tokenizer.normalizer = normalizers.Sequence(steps)
+    # A text that symbols divide has one blank at its beginning, not one in each part.
+    first = ("first" if defined else "always") if normal.add_dummy_prefix else "never"
+    is_split = not any("▁" in piece.piece[1:] for piece in pieces if piece.type != USER_DEFINED)
+    tokenizer.pre_tokenizer = pre_tokenizers.Metaspace(prepend_scheme=first, split=is_split)
+    parts = [decoders.ByteFallback(), decoders.Fuse()] if fallback else []
+    tokenizer.decoder = decoders.Sequence([*parts, decoders.Metaspace(prepend_scheme=first)])
+    roles = set(itertools.chain(*ROLES.values()))
+    special = [piece.piece for piece in pieces if piece.type == CONTROL or piece.piece in roles]
+    tokenizer.add_special_tokens([AddedToken(each, normalized=False) for each in special])
+    tokenizer.add_tokens([AddedToken(each, normalized=False) for each in defined if each not in special])
+    return tokenizer
 
 
 def _from_merges(vocabulary: str, merges: str) -> Tokenizer:
