@@ -209,6 +209,7 @@ def test_a_head_of_as_many_classes_goes_on_and_one_of_others_begins_anew(folder:
     assert torch.equal(anew.bert.pooler.dense.weight, model.bert.pooler.dense.weight)
 
 
+@pytest.mark.timeout(300)  # six trainings, beside other tests
 def test_the_template_fine_tunes_a_pair_and_its_accuracies_are_those_of_a_plain_loop(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -237,5 +237,7 @@ def described(
     if options.get("name") is None:
         options["name"] = f"{Path(path).name}-{task}"
     options["frozen"] = tuple(options.get("frozen", ()))
-    described = json.dumps(json.loads(config.to_json_string(use_diff=False)), sort_keys=True)
+    values = json.loads(config.to_json_string(use_diff=False))
+    values.pop("_name_or_path", None)  # which is not of the model
+    described = json.dumps(values, sort_keys=True)
     return Pretrained(path=path, config=described, task=task, labels=labels, revision=revision, **options)
