@@ -26,7 +26,7 @@ from workbench.sparsity import Static
 from workbench.sparsity import from_json as sparsity_from_json
 from workbench.tables import facts_html
 from workbench.units import is_count
-from workbench.user_code import UserFunction, as_user_function
+from workbench.user_code import UserFunction, as_user_function, required_arguments
 from workbench.validation import (
     LARGEST_COUNT,
     WRITTEN,
@@ -147,6 +147,18 @@ def _spans(value: Any) -> Any:
             example='trained_during={"bert.*": (100, None), "*embed*": (0, 500)}',
         )
     return dict(zip(spans, pairs, strict=True))
+
+
+def _callbacks(value: Any) -> Any:
+    """Return functions of one argument as `UserFunction`s."""
+    functions = tuple(map(as_user_function, value)) if isinstance(value, list | tuple) else ()
+    fits = isinstance(value, list | tuple) and all(isinstance(each, UserFunction) for each in functions)
+    if not fits or any(len(required_arguments(f.function)) > 1 for f in functions if f.function is not None):
+        raise refused(
+            "is no list of functions of one argument. Write, for instance, {example}.",
+            example="callbacks=[lambda state: state.step % 100 or print(state.metrics['loss'])]",
+        )
+    return functions
 
 
 def _prompts(value: Any) -> Any:
@@ -427,6 +439,13 @@ class Experiment:
     checkpoints: Checkpoints = Checkpoints()
     numerics: Numerics = Numerics()
     tracking: Tracking = Tracking()
+    callbacks: Annotated[
+        tuple[Callable[[Any], None] | UserFunction, ...],
+        PlainValidator(_callbacks),
+        PlainSerializer(lambda functions: [function.to_json() for function in functions]),
+    ] = ()
+    """Functions that are called after each step, on every rank, with a `workbench.execution.callbacks.StepView`: its
+    step, its metrics and copies of the weights. They may log scalars, ask for a checkpoint, and stop the training."""
     name: Line | None = None
     """Name of the run directory, and of the run for people; by default that of the model."""
 
@@ -614,7 +633,7 @@ PATHS: Mapping[str, tuple[str, ...]] = {
 }
 """Fields that lead to a value, by its short name: `("optimizer", "weight_decay")` of `weight_decay`."""
 Experiment.REPLACED = frozenset(PATHS)
-USER_PARTS = ("model", "data", "eval_data", "lr_schedule", "loss", "optimizer", "metrics")
+USER_PARTS = ("model", "data", "eval_data", "lr_schedule", "loss", "optimizer", "metrics", "callbacks")
 """Short names of what may be user-defined, whose code travels to the workers in `code/<name>.pkl`."""
 _COUNTED_FROM = {"model", "data", "seq_len", "global_batch", "evaluation", "eval_samples", "eval_data"}
 """Values that the number of steps of an epoch depends on."""
@@ -656,7 +675,9 @@ def user_parts(experiment: Experiment) -> dict[str, Any]:
             parts[name] = value.factory
         elif isinstance(value, _data.UserData | _data.Mixture) and value.is_user_defined:
             parts[name] = value.dataset_or_factory
-        elif isinstance(value, Mapping):
+        elif name == "callbacks" and value:
+            parts[name] = None if any(each.function is None for each in value) else [each.function for each in value]
+        elif isinstance(value, Mapping) and name == "metrics":
             functions = {metric: function.function for metric, function in value.items()}
             parts[name] = None if None in functions.values() else functions
     return parts
@@ -708,6 +729,8 @@ def _rebuilt(name: str, described: Any, own: Any) -> Any:
         return _data.from_json(described, dataset=own)
     if name == "metrics":
         return {metric: as_user_function(item, own.get(metric)) for metric, item in described.items()}
+    if name == "callbacks":
+        return [as_user_function(*pair) for pair in zip(described, own, strict=True)]
     return as_user_function(described, own)
 
 

@@ -12,7 +12,11 @@ from torch.nn import functional
 
 import workbench as wb
 from tests.distributed.harness import Division, launch, part_of, trainer_of
+from workbench.capture import Graph, spec_of
+from workbench.capture.evaluation import require_same_stages
+from workbench.capture.gathering import with_tail_of
 from workbench.capture.model import capture
+from workbench.capture.tensor_parallel import plan_tensor_parallel
 from workbench.columns import REDUCTIONS, logging_scalars
 from workbench.errors import InvalidExperiment
 from workbench.execution.trainer import Trainer
@@ -96,11 +100,12 @@ def expected() -> dict[str, float]:
     return found
 
 
+SPECS = {name: TensorSpec(name, (MICRO, SEQ), "int64") for name in ("input_ids", "labels")}
+
+
 @functools.cache
-def graph() -> object:
-    return capture(
-        model(), {name: TensorSpec(name, (MICRO, SEQ), "int64") for name in ("input_ids", "labels")}, logs=True
-    )
+def graph() -> Graph:
+    return capture(model(), SPECS, logs=True)
 
 
 def experiment() -> wb.Experiment:
@@ -131,6 +136,12 @@ def test_scalars_that_a_model_logs_are_those_of_a_plain_loop() -> None:
     for division, found in zip(DIVISIONS, launch(twice_under_each, 2, ahead=graph), strict=True):
         for each in found:
             assert each == pytest.approx(expected(), rel=1e-6), division
+
+
+def test_scalars_change_neither_what_stages_exchange_nor_what_tensor_parallelism_divides() -> None:
+    silent = capture(model(), SPECS)
+    require_same_stages(graph(), silent, range(1, len(silent.blocks)), tensor=2)
+    assert plan_tensor_parallel(graph(), 2).parameters == plan_tensor_parallel(silent, 2).parameters != {}
 
 
 class Opaque(nn.Module):
@@ -164,8 +175,7 @@ def inside_an_opaque_module(_rank: int) -> tuple[dict[str, float], float]:
         with logging_scalars() as logged:
             model(**{name: value[first : first + MICRO] for name, value in batch().items()})
         expected += float(logged[0].value)
-    specs = {name: TensorSpec(name, (MICRO, SEQ), "int64") for name in ("input_ids", "labels")}
-    graph = capture(model, specs, logs=True)
+    graph = capture(model, SPECS, logs=True)
     assert any("aten" not in str(node.target) for node in graph.blocks[0].code.graph.nodes if node.op != "placeholder")
     trainer = trainer_of(experiment(), model, graph, Division(), MICRO, recompute="full")
     return scalars(trainer), expected
@@ -203,6 +213,45 @@ class Twice(nn.Module):
     ("name", "said"), [("size", "with reduce='max' and with reduce='mean'"), ("tokens", "'tokens'")]
 )
 def test_a_model_that_logs_what_it_cannot_is_refused_where_it_is_captured(name: str, said: str) -> None:
-    specs = {field: TensorSpec(field, (MICRO, SEQ), "int64") for field in ("input_ids", "labels")}
     with pytest.raises(InvalidExperiment, match=said):
-        capture(Twice(name), specs, logs=True)
+        capture(Twice(name), SPECS, logs=True)
+
+
+class Towers(nn.Module):
+    """Two towers whose loss compares all samples of a step."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.towers = nn.ModuleList([nn.Sequential(nn.Linear(SEQ, 16), nn.Tanh(), nn.Linear(16, 8)) for _ in range(2)])
+
+    def forward(self, input_ids: torch.Tensor, labels: torch.Tensor) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+        values = (field.float() / VOCAB for field in (input_ids, labels))
+        one, other = (functional.normalize(tower(v), dim=1) for tower, v in zip(self.towers, values, strict=True))
+        wb.log_scalar("of_tower", one.abs().mean())
+        similarities = 3.0 * one @ other.T
+        target = torch.arange(len(one), device=one.device)
+        loss = functional.cross_entropy(similarities, target)
+        wb.log_scalar("compared", torch.ones_like(target).sum(), "sum")
+        return loss, {"accuracy": (similarities.argmax(1) == target).float().mean(), "contrast": loss.exp()}
+
+
+def towers() -> Towers:
+    torch.manual_seed(1)
+    return Towers()
+
+
+def of_gathered_losses(_rank: int) -> list[dict[str, float]]:
+    parts = [{key: spec_of(key, value[:size]) for key, value in batch().items()} for size in (MICRO, GLOBAL)]
+    graph = with_tail_of(*(capture(towers(), specs, gathers=True, logs=True) for specs in parts))
+    asked, divisions = experiment(), (Division(pipeline=2), Division(data=2))
+    return [scalars(trainer_of(asked, towers(), graph, each, MICRO, gathers=True)) for each in divisions]
+
+
+def test_scalars_beside_a_loss_over_all_samples_are_those_of_all_samples() -> None:
+    whole, model = batch(), towers()
+    with logging_scalars() as logged, torch.no_grad():
+        loss, beside = model(**whole)
+    expected = {scalar.name: float(scalar.value) for scalar in logged}
+    expected |= {"accuracy": float(beside["accuracy"]), "contrast": float(loss.exp())}
+    for found in launch(of_gathered_losses, 2):
+        assert found == pytest.approx(expected, rel=1e-6)

@@ -91,6 +91,8 @@ OF_EXPERIMENT: Mapping[str, Mapping[tuple[str, ...], str]] = {
     "name": {("unknown name", "long text"): "a name; the directory's is cut"},
     "project": {("unknown name", "long text"): "a name", ("empty text",): "switches tracking off"},
     "tags": {("[]",): "no tag"},
+    "callbacks": {("[]",): "no callback"},
+    "ema_decay": {("0",): "the average is the last weights"},
 }
 """Reasons why a wrong value of a field of an experiment is accepted."""
 PLANNED = {

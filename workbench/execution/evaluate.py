@@ -175,6 +175,7 @@ class Evaluator:
         log.flush()
         started = time.perf_counter()
         loss, metrics = self.evaluate()
+        log.evaluated = {"eval_loss": loss, **{name: value for name, value in metrics.items() if value is not None}}
         if self._events is not None:
             samples = self.trainer.experiment.samples_before(step)
             log_event(

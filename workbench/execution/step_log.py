@@ -62,6 +62,9 @@ class StepLog:
         """`names` are those of the scalars that the model logs; `spikes` is the rule for loss spikes."""
         self._experiment, self._plan, self._device, self._events = experiment, plan, device, events
         self._names, self._spikes = tuple(names), spikes
+        self._scalars, self._figures = dict[str, float](), dict[str, float]()
+        self.evaluated: Mapping[str, float] = {}
+        """Held-out loss and metrics of the last evaluation, equal on all ranks."""
         self.seconds = seconds
         self._pending: _PendingStep | None = None
         self._previous_end = Timestamp.now(device)
@@ -83,6 +86,29 @@ class StepLog:
         self._pending = _PendingStep(step, result.learning_rate, scalars, arrived, Timestamp.now(self._device))
         return stop
 
+    def add_scalars(self, scalars: Mapping[str, float]) -> None:
+        """Add what callbacks log to the row of the pending step, which is then written in any case."""
+        self._scalars |= scalars
+
+    @property
+    def latest(self) -> dict[str, float]:
+        """The figures of the pending step, or of the last one, that are equal on all ranks; waits for the step."""
+        if self._pending is not None:
+            self._read(self._pending)
+        return self._figures
+
+    def _read(self, pending: _PendingStep) -> list[float]:
+        """Wait for a step and keep its figures; return its other scalars, from the number of ranks that stop on."""
+        pending.ended.wait()
+        loss, squared_norm, *others = pending.scalars.tolist()
+        if self._spikes is not None:  # the last scalar says whether it is one
+            others = [others[0], others[-1], *others[1:-1]]
+        split = len(others) - len(self._names)
+        own = dict(zip(self._names, others[split:], strict=True))
+        rate = pending.learning_rate
+        self._figures = {"loss": loss, "grad_norm": squared_norm**0.5, "learning_rate": rate, **own}
+        return others[:split]
+
     def flush(self) -> bool:
         """Wait for the pending step, if there is one, and log it. Returns True if a rank asked in it to stop.
 
@@ -93,26 +119,25 @@ class StepLog:
         pending, self._pending = self._pending, None
         if pending is None:
             return False
-        pending.ended.wait()
-        loss, squared_norm, stops, *others = pending.scalars.tolist()
-        spiked = self._spikes is not None and bool(others.pop())
-        shares, own = others[: len(others) - len(self._names)], others[len(others) - len(self._names) :]
+        stops, *shares = self._read(pending)
+        spiked = self._spikes is not None and bool(shares.pop(0))
+        loss, grad_norm = self._figures["loss"], self._figures["grad_norm"]
         step_s = pending.ended.seconds_since(self._previous_end)
         waited_s = None if pending.arrived is None else pending.arrived.seconds_since(self._previous_end)
         self._previous_end = pending.ended
         self.seconds += step_s
         done, experiment = pending.step + 1, self._experiment
-        is_finite = math.isfinite(loss) and math.isfinite(squared_norm)
+        is_finite = math.isfinite(loss) and math.isfinite(grad_norm)
         is_last = done == experiment.total_steps or stops > 0
-        is_logged = done % experiment.tracking.log_every == 0 or is_last or not is_finite or spiked
-        if self._events is not None and is_logged:
+        is_due = done % experiment.tracking.log_every == 0 or is_last or not is_finite or spiked
+        if self._events is not None and (is_due or self._scalars):
             spikes = None if self._spikes is None else self._spikes.found + spiked
-            self._log_step(pending, loss, squared_norm**0.5, (step_s, waited_s), shares, own, spikes)
+            self._log_step(pending, (step_s, waited_s), shares, spikes)
+        self._scalars = {}
         if self._spikes is not None:
             if spiked:
-                self._spikes.report(done, loss, squared_norm**0.5, self._log_spike)
+                self._spikes.report(done, loss, grad_norm, self._log_spike)
         elif experiment.numerics.stop_on_non_finite and not is_finite:
-            grad_norm = squared_norm**0.5
             raise NonFiniteLoss(
                 f"Step {done:,} has loss {loss:g} and gradient norm {grad_norm:g}, so training has diverged. "
                 "Checkpoints of earlier steps are kept. Train with a lower learning rate or a longer warm-up: "
@@ -126,11 +151,8 @@ class StepLog:
     def _log_step(
         self,
         pending: _PendingStep,
-        loss: float,
-        grad_norm: float,
         times: tuple[float, float | None],
         shares: Sequence[float],
-        scalars: Sequence[float],
         spikes: int | None,
     ) -> None:
         """Log a step that took the first of `times` in seconds, and waited the second for its batch."""
@@ -139,8 +161,8 @@ class StepLog:
         batch, samples = experiment.batches.at(pending.step), experiment.samples_before(done)
         finished = FinishedStep(
             step=done,
-            loss=loss,
-            grad_norm=grad_norm,
+            loss=self._figures["loss"],
+            grad_norm=self._figures["grad_norm"],
             learning_rate=pending.learning_rate,
             step_s=times[0],
             waited_s=times[1],
@@ -153,7 +175,7 @@ class StepLog:
             peak_flops=peak_flops(plan),
             shares=dict(zip(shared_columns(), shares, strict=True)),
             world=plan.world,
-            scalars=dict(zip(self._names, scalars, strict=True)),
+            scalars={name: self._figures[name] for name in self._names} | self._scalars,
             spikes=spikes,
         )
         log_event(self._events, "step", **logged_columns(finished))

@@ -148,7 +148,7 @@ class Trainer:
 
     def owns(self, name: str) -> bool:
         """Return True if this pipeline rank is the first of those that hold a parameter."""
-        return _pipeline_ranks_with(name, self.plan, self.graph)[0] == self.coordinate.pipeline_rank
+        return pipeline_ranks_with(name, self.plan, self.graph)[0] == self.coordinate.pipeline_rank
 
     @property
     def samples(self) -> int:
@@ -338,7 +338,7 @@ def _gradient(parameter: nn.Parameter) -> torch.Tensor:
     return parameter.grad
 
 
-def _pipeline_ranks_with(name: str, plan: Plan, graph: Graph) -> tuple[int, ...]:
+def pipeline_ranks_with(name: str, plan: Plan, graph: Graph) -> tuple[int, ...]:
     """Return the pipeline ranks that hold a parameter, in ascending order."""
     return tuple(
         rank
@@ -361,7 +361,7 @@ def _tied_groups(plan: Plan, graph: Graph, coordinate: MeshCoordinate) -> dict[s
     groups: dict[tuple[int, ...], dist.ProcessGroup] = {}
     own: dict[str, dist.ProcessGroup] = {}
     for name in graph.parameters:
-        pipeline_ranks = _pipeline_ranks_with(name, plan, graph)
+        pipeline_ranks = pipeline_ranks_with(name, plan, graph)
         if len(pipeline_ranks) < 2 or name in graph.frozen:
             continue
         for inner in range(ranks_per_stage):

@@ -45,6 +45,7 @@ from workbench.execution.build import (
     prepare_compiler,
     use_deterministic_kernels,
 )
+from workbench.execution.callbacks import Callbacks
 from workbench.execution.checkpoint.files import requested_checkpoint, step_of
 from workbench.execution.checkpoint.model_export import describe_model, write_tokenizer
 from workbench.execution.checkpoint.save_load import CheckpointExtras, CheckpointStore, SaveResult, TrainingProgress
@@ -317,6 +318,7 @@ class TrainingWorker:
     ) -> TrainingProgress:
         """Train to the end, and go back to a checkpoint as often as a spike asks for it."""
         before, spike = self.experiment.samples_before, None
+        self.callbacks = Callbacks(trainer, self.run_dir, self.heartbeat.begin)
         while True:
             self.samples.go_on(progress.stream_state, progress.skipped_samples)
             if trainer.spikes is not None and progress.spikes is not None:
@@ -345,7 +347,7 @@ class TrainingWorker:
         between: Sequence[BetweenSteps],
     ) -> TrainingProgress:
         """Train from `progress` to the last step or to a request to stop, and write the checkpoints that are due."""
-        steps, every = self.experiment.total_steps, self.experiment.checkpoints.every
+        steps, checkpoint_every = self.experiment.total_steps, self.experiment.checkpoints.every or sys.maxsize
         events = self.run_dir.events if self.is_main else None
         names, spikes = trainer.scalar_names, trainer.spikes
         log = StepLog(self.experiment, self.plan, self.device, events, progress.seconds, names, spikes)
@@ -360,16 +362,15 @@ class TrainingWorker:
                 with record_actions(trainer.context, self.coordinate, self.run_dir, step, progress.step):
                     wants_stop = self._stop_requested or self.run_dir.stop_file.exists()
                     result = trainer.step(step, batch, wants_stop, label_counts)
-                stop = log.add(step, result, arrived)
-                step += 1
-                is_last = stop or step == steps
+                stop, step = log.add(step, result, arrived), step + 1
+                asks_stop, asks_checkpoint = self.callbacks.run(step, log)  # before an evaluation writes the row
                 if step == min(progress.step + WARM_STEPS, steps):
                     log_memory(self.run_dir, self.plan, self.coordinate, self._initial_rss)
                 for observation in between:  # before a checkpoint of this step, so that a resumption has the point
                     if observation.is_due(step):
                         begin("evaluation")
                         observation.run(step, log)
-                if is_last or (every is not None and step % every == 0):
+                if (is_last := stop or asks_stop or step == steps) or asks_checkpoint or step % checkpoint_every == 0:
                     log.flush()
                     if self.experiment.checkpoints.keep:
                         begin("checkpoint")

@@ -80,7 +80,7 @@ def captured_model(experiment: Experiment, plan: Plan) -> CapturedModel | None:
     """
     from workbench.capture.captured_model import CapturedModel
 
-    functions = (experiment.loss, experiment.optimizer.algorithm, *experiment.metrics.values())
+    functions = (experiment.loss, experiment.optimizer.algorithm, *experiment.metrics.values(), *experiment.callbacks)
     is_loaded = experiment.model.is_loaded and _has_loaded_data(experiment)
     if not is_loaded or any(not each.is_loaded for each in functions if isinstance(each, UserFunction)):
         return None

@@ -391,6 +391,8 @@ def worker_path(run: RunDir) -> Iterable[str]:
 
 def _source(value: Any) -> str:
     """Return the source of what was pickled, for people, where Python can find it."""
+    if isinstance(value, list):
+        return "\n\n".join(map(_source, value))
     if isinstance(value, dict):
         return "\n\n".join(f"# {name}\n{_source(function)}" for name, function in value.items())
     inner = innermost(value)

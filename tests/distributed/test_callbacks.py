@@ -1,0 +1,106 @@
+"""Functions that are called after each step see the training, and change nothing in it but what they ask for."""
+
+from __future__ import annotations
+
+import threading
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from safetensors.torch import load_file
+
+import workbench as wb
+from tests.distributed import real_worker
+from tests.distributed.harness import Division, launch, trainer_of
+from tests.distributed.test_optimizer_values import MICRO, experiment, graph, model
+from workbench.errors import InvalidExperiment, UnknownParameter
+from workbench.execution.callbacks import StepView, Weights
+from workbench.experiment import Experiment, user_parts
+
+STEPS, STOPPED = 8, 4
+
+
+def watch(state: StepView) -> None:
+    """Keep the weights, ask for a checkpoint and log at even steps, and stop before the end."""
+    if state.step % 2:
+        return
+    weights = dict(state.parameters)
+    wb.log_scalar("weight_norm", sum(weight.square().sum() for weight in weights.values()).sqrt())
+    wb.log_scalar("loss_seen", state.metrics["loss"])
+    if state.step == 2:
+        if state.is_main:
+            torch.save(weights, state.folder / "weights.pt")
+        with pytest.raises(UnknownParameter, match="has no parameter 'head'"):
+            state.parameters["head"]
+        state.checkpoint()
+    for weight in weights.values():
+        weight.zero_()
+    torch.manual_seed(0)
+    if state.step == STOPPED:
+        state.stop()
+
+
+class Two:
+    def __call__(self, one: Any, two: Any) -> None:
+        raise AssertionError((one, two))
+
+
+class Holding:
+    """A callback that cannot be pickled."""
+
+    def __init__(self, lock: Any) -> None:
+        self.lock = lock
+
+    def __call__(self, state: StepView) -> None:
+        self.lock.acquire(timeout=state.step)
+
+
+def asked(**changes: Any) -> Experiment:
+    return real_worker.experiment(steps=STEPS, warmup_steps=1, lr_schedule="constant", log_every=3, **changes)
+
+
+def test_a_callback_sees_weights_and_figures_logs_asks_for_a_checkpoint_and_stops(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("WORKBENCH_RUNS", str(tmp_path / "runs"))
+    stages = real_worker.plan(asked(), pipeline=2)
+    watched = wb.runs.debug(asked(callbacks=[watch], name="watched"), stages)
+    left_alone = wb.runs.debug(asked(name="alone").replace(log_every=1), stages)
+    history, plain = watched.history(), left_alone.history()
+    assert watched.status.state == "stopped"
+    assert history.step.tolist() == [2, 3, 4], "rows of steps in which something is logged, beside every third"
+    assert history.loss.tolist() == plain.loss[1:STOPPED].tolist()
+    np.testing.assert_allclose(history["loss_seen"], [plain.loss[1], np.nan, plain.loss[3]], rtol=1e-6)
+    assert sorted(path.name for path in watched.directory.checkpoints.iterdir()) == ["step-00000002", "step-00000004"]
+    watched.export(tmp_path / "exported", step=2)
+    exported = load_file(tmp_path / "exported" / "model.safetensors")
+    seen = torch.load(watched.path / "weights.pt")
+    assert all(torch.equal(seen[name], exported[name]) for name in seen)
+    norm = torch.stack([weight.square().sum() for weight in seen.values()]).sum().sqrt()
+    assert history["weight_norm"][0] == pytest.approx(float(norm), rel=1e-6)
+
+
+def weights_seen(_rank: int) -> list[dict[str, torch.Tensor]]:
+    divisions = (Division(pipeline=2), Division(data=2, zero=3), Division(tensor=2))
+    return [dict(Weights(trainer_of(experiment(), model(), graph(), division, MICRO))) for division in divisions]
+
+
+def test_weights_are_whole_on_every_rank_under_every_division() -> None:
+    for seen in launch(weights_seen, 2, ahead=graph):
+        assert seen.keys() == dict(model().named_parameters()).keys()
+        assert all(torch.equal(seen[name], parameter) for name, parameter in model().named_parameters())
+
+
+def test_callbacks_travel_as_user_code_and_what_is_none_is_refused() -> None:
+    given = asked(callbacks=[watch])
+    described = Experiment.from_json(given.to_json())
+    assert user_parts(described)["callbacks"] is None, "a description has no code"
+    assert Experiment.from_json(given.to_json(), user_parts(given)).callbacks == given.callbacks
+    for wrong in (watch, [1], [Two()], "watch"):
+        with pytest.raises(InvalidExperiment, match="is no list of functions of one argument"):
+            asked(callbacks=wrong)
+    lock = threading.Lock()
+    with pytest.raises(InvalidExperiment, match="The callbacks cannot be sent to the workers"):
+        wb.runs.prepare(asked(callbacks=[Holding(lock)]), real_worker.plan(asked()))
