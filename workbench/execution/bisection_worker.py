@@ -52,6 +52,7 @@ from workbench.execution.deviation import (
 )
 from workbench.execution.observation import BACKWARD, BATCH, FORWARD, BlockObserver
 from workbench.execution.parallel.alike import digests
+from workbench.execution.spikes import NonFinite
 from workbench.execution.trainer import Trainer
 from workbench.execution.worker import BetweenSteps, TrainingWorker, main
 from workbench.optimizers.user_optimizer import create_state, forget_state
@@ -165,7 +166,7 @@ class Tracer(TrainingWorker):
         folder = self.run_dir.path / TRACES
         folder.mkdir(exist_ok=True)
         numbers, steps = state_of(trainer, 0, START), int(settings_of(self.run_dir)["steps"])
-        for step, (batch, label_counts) in enumerate(itertools.islice(self._batches(trainer, 0), steps)):
+        for step, (batch, label_counts) in enumerate(itertools.islice(self.samples.batches(trainer, 0), steps)):
             self.heartbeat.begin("step", step + 1)
             recorder = Recorder(trainer, step)
             with recorder.observing():
@@ -247,7 +248,7 @@ class Referee(TrainingWorker):
         }
 
     def _batches_of(self, plan: Plan) -> Iterator[tuple[Mapping[str, torch.Tensor], LabelCounts]]:
-        return itertools.islice(self._batches(self._trainer(plan, exact=False), 0), self._steps)
+        return itertools.islice(self.samples.batches(self._trainer(plan, exact=False), 0), self._steps)
 
     def _start(self, plan: Plan) -> Numbers:
         """Return the weights that the experiment's seed gives, in which a plan begins."""
@@ -314,7 +315,8 @@ class Referee(TrainingWorker):
             if gradient is not None:
                 own = gradient.to(parameter.device, parameter.dtype, copy=True)  # clipping changes it
                 parameter.grad = rounding.of(own)
-        trainer._diverged = None  # numbers of another plan, or of another repetition, may not have been finite
+        if trainer.spikes is None:  # numbers of another plan, or of another repetition, may not have been finite
+            trainer._skips_after = NonFinite() if trainer.experiment.numerics.stop_on_non_finite else None
         trainer.update(step, trainer.scalars(torch.zeros((), device=trainer.context.device)))
         return numbers | state_of(trainer, step, UPDATE)
 
