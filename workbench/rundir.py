@@ -18,6 +18,8 @@ Everything that a run leaves lies in one folder, readable without importing torc
     ranks/<rank>.json    pid and created (`this_process()`), rank, stage and device of each rank
     ranks/<rank>.beat    what the rank does now: step, activity (`workbench.execution.heartbeat`)
     stacks/<rank>.txt    stacks of the rank's threads, once it was asked for them
+    stacks/<rank>.groups.json       the rank's process groups, and where it is asked for its collectives
+    stacks/<rank>.collectives.json  what it answered (`workbench.execution.flight_recorder`)
     logs/<rank>.log      what each rank printed; logs/launcher.log the launcher's own
     errors/<rank>.json   a dead rank's rank, stage, type, message, traceback, time
     STOP, KILL           ask the ranks to write a checkpoint and leave, or the supervisor to kill them
@@ -169,6 +171,9 @@ class RunDir:
 
     def stack(self, rank: int) -> Path:
         return self.stacks / f"{rank}.txt"
+
+    def groups(self, rank: int) -> Path:
+        return self.stacks / f"{rank}.groups.json"
 
     def log(self, rank: int | str) -> Path:
         return self.logs / f"{rank}.log"

@@ -49,6 +49,7 @@ def test_a_stopped_rank_is_named_with_what_waits_for_it_and_ends_the_run_after_t
     assert re.search(r"Waiting: rank 0 \(stage 0\) in \w+ at \w+/\w+\.py:\d+\.", message)
     assert "The run ends after 8.0 s without progress." in message
     assert "torch/distributed" in run.directory.stack(0).read_text()
+    assert (run.directory.stacks / "0.collectives.json").exists()
     facts = run.row()
     assert (facts["state"], facts["eta_s"]) == ("stalled", None)
     assert f"{run.name}  stalled" in repr(list_runs())

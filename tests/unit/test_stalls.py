@@ -1,4 +1,4 @@
-"""A stall is told from what takes long, and the rank that the others wait for is found in their stacks."""
+"""A stall is told from what takes long; the rank that others wait for is found in stacks and collectives."""
 
 from __future__ import annotations
 
@@ -9,14 +9,16 @@ import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 from test_runs import make_run
 
+from workbench.execution.flight_recorder import RankOperations, awaited, waits
 from workbench.execution.heartbeat import Heartbeat, read_beat
 from workbench.rundir import RunDir, append_event, process_record, read_json, this_process, write_json
 from workbench.runs.launching import stalls
-from workbench.runs.launching.stalls import StallWatch
+from workbench.runs.launching.stalls import StallWatch, in_words
 from workbench.runs.run import Run
 
 ROOT = Path(__file__).parents[2]
@@ -24,6 +26,7 @@ RANK = """
 import sys, time
 sys.path[:0] = {paths!r}
 from pathlib import Path
+from workbench.execution.flight_recorder import RankOperations, awaited, waits
 from workbench.execution.heartbeat import Heartbeat
 from workbench.rundir import RunDir
 beat = Heartbeat(RunDir(Path({run!r})), {rank})
@@ -152,3 +155,135 @@ def test_a_stalled_run_has_no_time_left_in_any_table(run: RunDir) -> None:
     facts = Run(run.path).row()
     assert (facts["state"], facts["eta_s"]) == ("stalled", None)
     assert "stalled, step 2 of 100" in repr(Run(run.path))
+
+
+WORLD = {
+    "0": {"name": "default_pg", "ranks": [0, 1, 2, 3]},
+    "7": {"name": "mesh_dp_shard", "ranks": [1, 3]},
+    "9": {"name": "mesh_tp", "ranks": [2, 3]},
+}
+
+
+def entry(name: str, number: int, group: str = "0", ended: bool = False, size: int = 8) -> dict[str, Any]:
+    """Return an entry of NCCL's recorder, as torch's server tells it."""
+    is_pair = "send" in name or "recv" in name or name == "coalesced"
+    return {
+        "process_group": [group, WORLD[group]["name"]],
+        "profiling_name": f"nccl:{name}",
+        "is_p2p": is_pair,
+        "p2p_seq_id": number if is_pair else 0,
+        "collective_seq_id": 0 if is_pair else number,
+        "input_sizes": [[size, 4]],
+        "input_dtypes": ["BFloat16"],
+        "output_sizes": [],
+        "output_dtypes": [],
+        "state": "completed" if ended else "scheduled",
+        "retired": ended,
+    }
+
+
+def told(rank: int, *entries: dict[str, Any]) -> RankOperations:
+    return RankOperations.read({name: group for name, group in WORLD.items() if rank in group["ranks"]}, entries)
+
+
+def test_the_rank_at_the_end_of_the_chain_of_waits_is_the_one_that_is_missing() -> None:
+    """Ranks 0 and 2 wait for 1, which waits for 3; 3 has entered nothing and waits for nobody."""
+    found = {
+        0: told(0, entry("all_reduce", 4, ended=True), entry("all_reduce", 5)),
+        1: told(1, entry("all_reduce", 4, ended=True), entry("_all_gather_base", 12, "7")),
+        2: told(2, entry("all_reduce", 4, ended=True), entry("all_reduce", 5)),
+        3: told(3, entry("all_reduce", 4, ended=True), entry("_all_gather_base", 11, "7", ended=True)),
+    }
+    assert awaited(waits(found)) == {3}
+    assert [in_words(wait, {3: "rank 3 (stage 1)"}) for wait in waits(found)] == [
+        "Rank 0, rank 2 wait in all-reduce 5 of 8 × 4 bf16 in the group of all ranks (ranks 0, 1, 2, 3), which "
+        "rank 1, rank 3 (stage 1) have not entered.",
+        "Rank 1 waits in all-gather 12 of 8 × 4 bf16 in the data-parallel group (ranks 1, 3), which "
+        "rank 3 (stage 1) has not entered.",
+    ]
+    del found[3]  # as one that is stopped
+    assert in_words(waits(found)[1], {}).endswith(
+        "in the data-parallel group (ranks 1, 3), and nothing is known of rank 3."
+    )
+
+
+def test_collectives_that_differ_and_those_that_all_have_entered_are_told_apart() -> None:
+    ranks = {rank: told(rank, entry("all_reduce", 5, size=8 if rank != 2 else 16)) for rank in range(4)}
+    (wait,) = waits(ranks)
+    assert "but rank 2 entered all-reduce 5 of 16 × 4 bf16: their code differs there" in in_words(wait, {})
+    (wait,) = waits({rank: told(rank, entry("all_reduce", 5)) for rank in range(4)})
+    assert "which all ranks have entered: a link or a device hangs" in in_words(wait, {})
+    assert awaited([wait]) == set()
+    assert waits({rank: told(rank, entry("all_reduce", 5, ended=True)) for rank in range(4)}) == []
+
+
+def test_a_receive_without_its_send_names_the_sender_and_transfers_enqueued_together_end_together() -> None:
+    """NCCL marks only the entry that closes a batch of transfers as ended; numbers in a name are those in the group."""
+    batch = [entry("send 0->1", 1, "9"), entry("recv 0<-1", 1, "9"), entry("coalesced", 1, "9", ended=True)]
+    receiver = told(2, *batch, entry("recv 0<-1", 2, "9"), entry("coalesced", 2, "9"), entry("send 0->1", 3, "9"))
+    sender = told(3, entry("send 1->0", 1, "9"), entry("coalesced", 1, "9", ended=True))
+    (wait,) = waits({2: receiver, 3: sender})
+    assert awaited([wait]) == {3}
+    names = {2: "rank 2 (stage 0)", 3: "rank 3 (stage 1)"}
+    begin = "Rank 2 (stage 0) waits to receive 8 × 4 bf16 from rank 3 (stage 1), which"
+    assert in_words(wait, names) == f"{begin} has not begun its side."
+    (wait,) = waits({2: receiver})
+    assert in_words(wait, names) == f"{begin} does not answer."
+    both = told(3, entry("send 1->0", 2, "9"), entry("coalesced", 2, "9"))
+    assert waits({2: receiver, 3: both}) == [], "both sides have entered"
+
+
+COLLECTIVES = """
+import sys, time
+sys.path[:0] = {paths!r}
+from pathlib import Path
+import torch, torch.distributed as dist
+from workbench.execution.flight_recorder import served
+from workbench.execution.heartbeat import Heartbeat
+from workbench.rundir import RunDir
+run, rank = RunDir(Path({run!r})), {rank}
+dist.init_process_group("gloo", init_method="file://{store}", rank=rank, world_size=3)
+last = dist.new_group([1, 2], group_desc="mesh_dp_replicate")
+beat = Heartbeat(run, rank)
+
+def loads_forever():
+    print("ready", flush=True)
+    time.sleep(600)
+
+with served(run, rank):
+    value = torch.ones(2, 3)
+    dist.all_reduce(value)
+    beat.begin("step", 7)
+    if rank == 2:
+        loads_forever()
+    print("ready", flush=True)
+    # The operation as C++ calls it holds the interpreter while it waits.
+    dist.all_reduce(value) if rank == 0 else torch.ops._c10d_functional.wait_tensor(
+        torch.ops._c10d_functional.all_reduce(value[:1], "sum", last.group_name))
+"""
+
+
+def test_real_ranks_tell_their_collectives_also_while_they_hold_the_interpreter(run: RunDir, tmp_path: Path) -> None:
+    found = []
+    for rank in range(3):
+        code = COLLECTIVES.format(paths=[str(ROOT)], run=str(run.path), rank=rank, store=tmp_path / "store")
+        found.append(subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True))
+        write_json(run.rank(rank), {**process_record(found[-1].pid), "rank": rank, "stage": rank})
+    try:
+        for process in found:
+            assert process.stdout is not None
+            assert process.stdout.readline() == "ready\n"
+        time.sleep(0.5)  # until the others are in their collectives
+        assert status_after(watched(run), run, 0.6) == "stalled"
+    finally:
+        for process in found:
+            process.kill()
+            process.wait()
+    message = Run(run.path).status.message
+    assert "Rank 2 (stage 2) is busy in loads_forever at " in message
+    assert (
+        "Rank 0 (stage 0) waits in all-reduce 2 of 2 × 3 fp32 in the group of all ranks (ranks 0, 1, 2), which "
+        "rank 1 (stage 1), rank 2 (stage 2) have not entered. Rank 1 (stage 1) waits in all-reduce 1 of 1 × 3 fp32 in "
+        "the data-parallel group (ranks 1, 2), which rank 2 (stage 2) has not entered."
+    ) in message
+    assert "`run.kill()`, and a launch begins anew." in message

@@ -33,6 +33,7 @@ from workbench.capture.sparse_matrices import absent_flops
 from workbench.data import Mixture, held_out
 from workbench.data._datasets import seed_generators
 from workbench.errors import DataError, NonFiniteLoss, PlanMismatch, message_of, root_exception
+from workbench.execution import flight_recorder
 from workbench.execution.blocks.context import StepContext
 from workbench.execution.blocks.cuda_graphs import NCCL_SETTING
 from workbench.execution.build import (
@@ -222,17 +223,18 @@ class TrainingWorker:
                 progress, resumed_from = checkpoints.load_newest(requested, partial(report_rejected, self.run_dir))
         if trainer.spikes is not None:
             trainer.spikes.can_rewind = lambda step: checkpoints.newest(step - 1) is not None
-        try:
-            progress = self._train_on(trainer, checkpoints, progress, resumed_from, between)
-            dist.barrier()
-        finally:
-            self.heartbeat.begin("leaving")
-            if trainer.context.cuda_graphs is not None:
-                with suppress(RuntimeError):  # a device that has failed cannot destroy them
-                    trainer.context.cuda_graphs.release()
-            self.accelerator.end_training()
-            if dist.is_initialized() and checkpoints.is_idle:  # A thread that still writes may use a group.
-                dist.destroy_process_group()
+        with flight_recorder.served(self.run_dir, dist.get_rank()):
+            try:
+                progress = self._train_on(trainer, checkpoints, progress, resumed_from, between)
+                dist.barrier()
+            finally:
+                self.heartbeat.begin("leaving")
+                if trainer.context.cuda_graphs is not None:
+                    with suppress(RuntimeError):  # a device that has failed cannot destroy them
+                        trainer.context.cuda_graphs.release()
+                self.accelerator.end_training()
+                if dist.is_initialized() and checkpoints.is_idle:  # A thread that still writes may use a group.
+                    dist.destroy_process_group()
         if self.is_main:
             append_event(self.run_dir.events, "end", steps=progress.step, seconds=progress.seconds)
         return progress.step

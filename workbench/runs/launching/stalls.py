@@ -1,6 +1,7 @@
 """Detection of ranks that hang: a step that takes far longer than the steps before it, and which rank it waits for.
 
-Ranks write what they do (`workbench.execution.heartbeat`). A step counts as stalled after `STALL_FACTOR` times the
+Ranks write what they do (`workbench.execution.heartbeat`), and torch what they communicate
+(`workbench.execution.flight_recorder`). A step counts as stalled after `STALL_FACTOR` times the
 median of the latest steps, and never before `STALL_S`. Only steps, waiting for their batches and leaving the process
 groups at the end are timed: loading, compiling before the first steps, evaluations and checkpoints may take any time.
 """
@@ -12,15 +13,18 @@ import re
 import statistics
 import time
 from collections import deque
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import psutil
 
 from workbench.events import RankRecord
+from workbench.execution import flight_recorder
+from workbench.execution.flight_recorder import RankOperations, Wait
 from workbench.execution.heartbeat import STACK_SIGNAL, TIMED, Beat, read_beat
 from workbench.rundir import RunDir, append_event, is_elsewhere, write_record
 from workbench.runs.launching import processes
+from workbench.runs.status import complete_checkpoints
 from workbench.units import duration
 
 STALL_FACTOR = 10.0
@@ -39,6 +43,16 @@ ANSWER_S = 5.0
 """Seconds that ranks have to write their stacks."""
 WAITS_IN = ("torch/distributed/", "torch/cuda/streams.py", "torch/autograd/graph.py")
 """Files of torch in whose code a rank waits for other ranks or for its device."""
+SHOWN_WAITS = 3
+"""Number of operations that a message names."""
+GROUPS = {
+    "default_pg": "the group of all ranks",
+    "mesh_pp": "the pipeline-parallel group",
+    "mesh_dp_replicate": "the data-parallel group",
+    "mesh_dp_shard": "the data-parallel group",
+    "mesh_tp": "the tensor-parallel group",
+}
+"""Words for groups by torch's description of them."""
 STOPPED = {
     psutil.STATUS_STOPPED: "its process is stopped (SIGSTOP)",
     psutil.STATUS_TRACING_STOP: "a debugger holds its process",
@@ -56,6 +70,13 @@ class RankState:
     """Stacks of its threads; None if the rank did not answer in time."""
     reason: str = ""
     """Why the process cannot answer, where the system tells."""
+    operations: RankOperations | None = None
+    """Collectives that torch recorded; None where it tells nothing."""
+
+    @property
+    def rank(self) -> int:
+        """Number of the rank."""
+        return int(self.record["rank"])
 
     @property
     def name(self) -> str:
@@ -79,6 +100,11 @@ class RankState:
         if files and files[0].endswith("torch/_ops.py"):  # an operation of torch that Python calls
             files = files[1:]
         return bool(files) and any(part in files[0] for part in WAITS_IN)
+
+    @property
+    def is_in_torch(self) -> bool:
+        """True if the innermost line of the main thread is torch's own."""
+        return bool(self.frames) and "/torch/" in self.frames[0][0]
 
     @property
     def place(self) -> str:
@@ -156,7 +182,8 @@ class StallWatch:
             rank = int(record["rank"])
             answered = self._size(record) > sizes[rank]
             stack = self._run.stack(rank).read_bytes()[sizes[rank] :].decode(errors="replace") if answered else None
-            states.append(RankState(record, beats[rank], stack, "" if answered else _process_state(record)))
+            told = RankOperations.asked(self._run, rank) if answered else None
+            states.append(RankState(record, beats[rank], stack, "" if answered else _process_state(record), told))
         return states
 
     def _size(self, record: RankRecord) -> int:
@@ -167,7 +194,15 @@ class StallWatch:
     def _culprits(self) -> list[RankState]:
         """Return the ranks that the others wait for: those that do not answer, or those that wait for nobody."""
         silent = [state for state in self._states if state.stack is None]
-        return silent or [state for state in self._states if not state.waits]
+        waits = self._waits()
+        blocked = {rank for wait in waits for rank in wait.waiting}
+        busy = [s for s in self._states if not (s.waits or (s.is_in_torch and s.rank in blocked))]
+        awaited = flight_recorder.awaited(waits)
+        return silent or busy or [state for state in self._states if state.rank in awaited]
+
+    def _waits(self) -> list[Wait]:
+        """Return what the ranks wait in, as torch recorded it."""
+        return flight_recorder.waits({s.rank: s.operations for s in self._states if s.operations is not None})
 
     def _message(self, lasted_s: float) -> str:
         culprits = self._culprits()
@@ -182,12 +217,19 @@ class StallWatch:
                 because = f": {state.reason}" if state.reason else ""
                 parts.append(f"{state.name.capitalize()} does not answer{because}.")
             else:
-                parts.append(f"{state.name.capitalize()} is busy in {state.place}.")
+                parts.append(f"{state.name.capitalize()} is {'' if state.waits else 'busy '}in {state.place}.")
         if self._states and not culprits:
             parts.append("Every rank of this node waits: for a rank of another node, or for a device that hangs.")
         if waiting:
             parts.append(f"Waiting: {', '.join(f'{state.name} in {state.place}' for state in waiting)}.")
+        waits, names = self._waits(), {state.rank: state.name for state in self._states}
+        awaited = {state.rank for state in culprits}
+        named = [wait for wait in waits if awaited & {*wait.missing, *wait.unknown} or wait.others] or waits
+        parts += [in_words(wait, names) for wait in named[:SHOWN_WAITS]]
         parts.append(f"Stacks are in {self._run.stacks}. The run ends after {duration(end_s())} without progress.")
+        saved = complete_checkpoints(self._run)
+        begin = f"`run.resume()` goes on from step {saved[-1].step:,}" if saved else "a launch begins anew"
+        parts.append(f"Do not wait if the cause is known: `run.kill()`, and {begin}.")
         return " ".join(parts)
 
     def _write_error(self, lasted_s: float) -> None:
@@ -196,6 +238,34 @@ class StallWatch:
         stacks = "\n".join(f"{state.name}:\n{state.stack or 'no answer'}" for state in self._states)
         fields = {"rank": rank, "stage": culprit.record.get("stage"), "type": "Stalled", "time": time.time()}
         write_record(self._run.error(rank), {**fields, "message": self._message(lasted_s), "traceback": stacks})
+
+
+def in_words(wait: Wait, names: Mapping[int, str]) -> str:
+    """Say in a sentence what ranks wait in, and for whom; `names` are those of the ranks of this node."""
+    operation = wait.operation
+
+    def named(ranks: Sequence[int]) -> str:
+        return ", ".join(names.get(rank, f"rank {rank}") for rank in ranks)
+
+    if operation.peer is not None:
+        does = f"receive {operation.sizes} from" if operation.name == "recv" else f"send {operation.sizes} to"
+        silent = "does not answer" if wait.unknown else "has not begun its side"
+        return f"{named(wait.waiting).capitalize()} waits to {does} {named([operation.peer])}, which {silent}."
+    where = f"{operation} in {GROUPS.get(wait.words, 'a group')} (ranks {', '.join(map(str, wait.ranks))})"
+    begin = f"{named(wait.waiting).capitalize()} {'waits' if len(wait.waiting) == 1 else 'wait'} in {where}"
+    if wait.others:
+        ((rank, entered), *_) = wait.others
+        return (
+            f"{begin}, but {named([rank])} entered {entered}: their code differs there, as a branch on the rank does."
+        )
+    if wait.missing:
+        return f"{begin}, which {named(wait.missing)} {'has' if len(wait.missing) == 1 else 'have'} not entered."
+    if wait.unknown:
+        return f"{begin}, and nothing is known of {named(wait.unknown)}."
+    return (
+        f"{begin}, which all ranks have entered: a link or a device hangs. `dmesg` and `nvidia-smi -q` show errors of "
+        "devices, and NCCL_DEBUG=INFO those of links."
+    )
 
 
 def end_s() -> float:
