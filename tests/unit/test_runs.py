@@ -359,6 +359,24 @@ def test_the_doctor_names_what_is_missing_with_its_remedy(monkeypatch, tmp_path)
     assert report._repr_html_().count("<tr>") == len(report.findings)
 
 
+def test_the_doctor_tells_another_project_of_the_same_import_name_from_this_one(monkeypatch, tmp_path):
+    def install(name: str, version: str) -> None:
+        folder = tmp_path / f"{name.replace('-', '_')}-{version}.dist-info"
+        folder.mkdir()
+        (folder / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {name}\nVersion: {version}\n")
+        (folder / "RECORD").write_text(f"workbench/__init__.py,,\n{folder.name}/METADATA,,\n")
+        importlib.invalidate_caches()
+
+    monkeypatch.syspath_prepend(tmp_path)
+    install("training-workbench", "0.1")
+    assert doctor_module._name().ok
+    install("workbench", "1.0.22")
+    found = doctor_module._name()
+    assert not found.ok
+    assert found.found == "another project, workbench 1.0.22 of PyPI, is installed under the same import name"
+    assert "pip uninstall --yes workbench training-workbench" in found.remedy
+
+
 def test_the_doctor_misses_no_package_where_all_that_was_asked_for_is_installed():
     packages = [doctor_module._package(name) for name in SHOWN_PACKAGES]
     assert all(package.ok for package in packages), packages
