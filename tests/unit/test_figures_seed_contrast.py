@@ -130,6 +130,18 @@ def sweep(tmp_path) -> Sweep:
     return wb.sweeps.load_sweep(directory.path)
 
 
+def test_bands_of_runs_are_those_of_their_configurations_over_the_seeds(sweep: Sweep) -> None:
+    figure = wb.figures.seed_bands(sweep.runs, x="step")
+    means = {trace.name: trace for trace in figure.data if trace.meta == "mean"}
+    ends = {name: trace.y[-1] for name, trace in means.items()}
+    assert ends == pytest.approx({"learning_rate 0.001": 5.005, "learning_rate 0.0001": 4.005})
+    band = next(trace for trace in figure.data if trace.meta == "band")
+    assert (min(band.y), max(band.y)) == (5.0, 5.01)
+    assert "Mean over 2 seeds, whose band holds them all" in figure.layout.title.subtitle.text
+    assert "thin lines" not in figure.layout.title.subtitle.text
+    assert {trace.mode for trace in means.values()} == {"lines"}, "training losses have no dots"
+
+
 def test_contrast_takes_a_sweep_and_runs_with_seeds_and_compares_with_the_best_and_the_first(sweep: Sweep) -> None:
     found = wb.contrast(sweep)
     assert isinstance(found, SeedContrast)
@@ -150,6 +162,11 @@ def test_contrast_takes_a_sweep_and_runs_with_seeds_and_compares_with_the_best_a
     for wrong, words in ((0.0, "no standard deviation"), ([first, other], "no two of the 2 finished runs")):
         with pytest.raises(InvalidArgument, match=words):
             wb.contrast([first, other], scatter=wrong)
+    with pytest.raises(InvalidExperiment, match="y='f1' is compared over seeds, and these 2 runs are 2 configurations"):
+        wb.contrast([first, other], y="f1")
+    for refused in (wb.contrast, wb.figures.seed_bands):
+        with pytest.raises(UnknownParameter, match=r"'f1'.* no metric|no metric 'f1'"):
+            refused(sweep.runs, y="f1")
     sweep.directory.result_file(sweep.directory.queue()[0]).unlink()
     with pytest.raises(InvalidExperiment, match="1 of 2 configurations"):
         wb.contrast(sweep)
