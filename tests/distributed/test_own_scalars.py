@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections import defaultdict
+from pathlib import Path
 
 import pytest
 import torch
@@ -13,7 +14,7 @@ from torch.nn import functional
 import workbench as wb
 from tests.distributed.harness import Division, launch, part_of, trainer_of
 from workbench.capture import Graph, spec_of
-from workbench.capture.evaluation import require_same_stages
+from workbench.capture.evaluation import capture_for_evaluation, require_same_stages
 from workbench.capture.gathering import with_tail_of
 from workbench.capture.model import capture
 from workbench.capture.tensor_parallel import plan_tensor_parallel
@@ -54,6 +55,7 @@ class Logging(nn.Module):
             hidden = layer(hidden)
         for index, value in enumerate(inputs):  # a list of what layers were given, read at the end
             wb.log_scalar(f"input_{index}", value.abs().mean())
+        wb.log_scalar("moved", (hidden - inputs[0]).norm())
         logits = self.head(hidden).flatten(0, 1)
         loss = functional.cross_entropy(logits, labels.flatten())
         wb.log_scalar("perplexity_of_step", loss.exp())
@@ -139,9 +141,38 @@ def test_scalars_that_a_model_logs_are_those_of_a_plain_loop() -> None:
 
 
 def test_scalars_change_neither_what_stages_exchange_nor_what_tensor_parallelism_divides() -> None:
-    silent = capture(model(), SPECS)
-    require_same_stages(graph(), silent, range(1, len(silent.blocks)), tensor=2)
+    silent, evaluated = capture(model(), SPECS), capture_for_evaluation(model(), graph())
+    further = [set(graph().crossing(cut)) - set(silent.crossing(cut)) for cut in range(1, len(silent.blocks))]
+    assert further == [set(), *[{"embedding"}] * 3], "all but `moved` are computed where their last operand is made"
+    require_same_stages(graph(), evaluated, range(1, len(evaluated.blocks)), tensor=2)
     assert plan_tensor_parallel(graph(), 2).parameters == plan_tensor_parallel(silent, 2).parameters != {}
+
+
+class Items:
+    """The samples of a batch, as a dataset."""
+
+    def __len__(self) -> int:
+        return GLOBAL
+
+    def __getitem__(self, index: int) -> dict[str, torch.Tensor]:
+        return {name: value[index] for name, value in batch().items()}
+
+
+def test_a_run_in_two_stages_has_a_column_for_each_scalar_and_evaluates(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("WORKBENCH_RUNS", str(tmp_path / "runs"))
+    lengths = {"steps": 1, "global_batch": GLOBAL, "seq_len": SEQ}
+    held_out = wb.Evaluation(data=Items(), metrics={"right": lambda outputs, fields: (fields["labels"].sum(), 1)})
+    asked = wb.Experiment(model=model, data=Items(), **lengths, evaluation=held_out, tracking=wb.Tracking(project=""))
+    run = wb.runs.debug(asked, wb.plan(asked, wb.measure.local_cluster(2), pipeline=2, micro_batch=MICRO))
+    history = run.history()  # of one step with all samples, in whatever order
+    assert {name: history[name][0] for name in ("mean_of_layers", "max_of_layers", "accuracy", "cross_entropy")} == {
+        name: pytest.approx(expected()[name], rel=1e-5)
+        for name in ("mean_of_layers", "max_of_layers", "accuracy", "cross_entropy")
+    }
+    assert set(history.scalars) == set(expected())
+    assert history.loss[0] == pytest.approx(run.evaluations().eval_loss[0], rel=1e-5)
 
 
 class Opaque(nn.Module):

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from functools import partial
 from types import MappingProxyType
 from typing import Any
 
@@ -37,8 +38,9 @@ def capture_for_evaluation(
         return {slot: f"The metric {metric!r}" for slot, metric in read_by(metrics, template, batch).items()}
 
     returns = read if metrics else None
+    options: dict[str, Any] = {"loss": loss, "returns": returns, "gathers": gathers, "examples": examples}
     with _eval_mode(model):
-        return capture(model, batch, name=name, loss=loss, returns=returns, gathers=gathers, examples=examples)
+        return _with_values_of(training, partial(capture, model, batch, name=name, **options))
 
 
 def capture_for_samples(model: nn.Module, training: Graph, batch: Mapping[str, TensorSpec], vocabulary: int) -> Graph:
@@ -68,8 +70,22 @@ def capture_for_samples(model: nn.Module, training: Graph, batch: Mapping[str, T
             )
         return {fitting[0].index: "samples"}
 
+    options: dict[str, Any] = {"loss": training.loss_choice, "returns": logits}
     with _eval_mode(model):
-        return capture(model, batch, name=training.model, loss=training.loss_choice, returns=logits)
+        return _with_values_of(training, partial(capture, model, batch, name=training.model, **options))
+
+
+def _with_values_of(training: Graph, captured: Callable[..., Graph]) -> Graph:
+    """Return the graph that `captured()` captures, and with what it logs, too, where stages exchange values for that.
+
+    Evaluations log nothing, but a scalar of two layers' values (`(last - first).norm()`) lets stages send one of them.
+    """
+    graph = captured()
+    numbers = [
+        [len(each.crossing(cut, with_outputs=False)) for cut in range(1, len(each.blocks))]
+        for each in (training, graph)
+    ]
+    return captured(logs=True) if training.scalars and numbers[0] != numbers[1] else graph
 
 
 @contextmanager
