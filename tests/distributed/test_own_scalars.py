@@ -163,7 +163,7 @@ def test_a_run_in_two_stages_has_a_column_for_each_scalar_and_evaluates(
 ) -> None:
     monkeypatch.setenv("WORKBENCH_RUNS", str(tmp_path / "runs"))
     lengths = {"steps": 1, "global_batch": GLOBAL, "seq_len": SEQ}
-    held_out = wb.Evaluation(data=Items(), metrics={"right": lambda outputs, fields: (fields["labels"].sum(), 1)})
+    held_out = wb.Evaluation(data=Items())
     asked = wb.Experiment(model=model, data=Items(), **lengths, evaluation=held_out, tracking=wb.Tracking(project=""))
     run = wb.runs.debug(asked, wb.plan(asked, wb.measure.local_cluster(2), pipeline=2, micro_batch=MICRO))
     history = run.history()  # of one step with all samples, in whatever order
