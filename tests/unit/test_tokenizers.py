@@ -345,6 +345,12 @@ def test_a_file_that_is_no_model_of_sentencepiece_is_refused_with_a_way_out(tmp_
             wb.data.corpus("demo", tokenizer=tmp_path / f"{name}.model")
     with pytest.raises(DataError, match=r"holds no tokenizer.json.*or a model of SentencePiece"):
         wb.data.corpus("demo", tokenizer=tmp_path)  # of three files, none is the one
+    folder = tmp_path / "described"
+    folder.mkdir()
+    (folder / "spiece.model").write_bytes(bytes(range(256)))
+    (folder / "tokenizer_config.json").write_text('{"tokenizer_class": "T5Tokenizer"}')
+    with pytest.raises(DataError, match=r"pip install sentencepiece, or give .*tokenizer='.*spiece.model'"):
+        wb.data.corpus("demo", tokenizer=folder)
 
 
 def test_options_that_do_not_suit_the_objective_are_refused(text: Path) -> None:

@@ -372,7 +372,10 @@ def _loaded(path: str) -> tuple[TextTokenizer, Any]:
             return TextTokenizer(_from_merges(str(files["vocab.json"]), str(files["merges.txt"]))), None
         named = named_tokenizer(Path(path))
     except Exception as error:  # the libraries raise every type
-        raise DataError(f"{path} cannot be loaded as a tokeniser: {first_line(error)}. {REMEDY}") from error
+        remedy, bare = REMEDY, [] if is_alone else _sentence_pieces(files)
+        if bare:  # transformers asks for tiktoken where it lacks the library sentencepiece
+            remedy = f"pip install sentencepiece, or give the bare file: tokenizer={str(files[bare[0]])!r}."
+        raise DataError(f"{path} cannot be loaded as a tokeniser: {first_line(error)}. {remedy}") from error
     backend = getattr(named, "backend_tokenizer", None)
     try:
         return TextTokenizer(named if backend is None else Tokenizer.from_str(backend.to_str())), named
