@@ -27,6 +27,7 @@ FURTHER_GIVEN = {
 }
 """What else a how-to takes as given."""
 AFTERWARDS = {
+    "bisect": "assert found.verdict.startswith('The plans differ by rounding'), found",
     "tutorial": "assert [run.status.state for run in runs] == ['finished'] * 2, runs",
     "runs": "assert [each.status.state for each in (run, other)] == ['stopped', 'finished']",
     "plan-elsewhere": "assert cluster.gpus == 8",

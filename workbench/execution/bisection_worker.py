@@ -52,6 +52,7 @@ from workbench.execution.deviation import (
 )
 from workbench.execution.observation import BACKWARD, BATCH, FORWARD, BlockObserver
 from workbench.execution.parallel.alike import digests
+from workbench.execution.parallel.stage import written_buffers
 from workbench.execution.spikes import NonFinite
 from workbench.execution.trainer import Trainer
 from workbench.execution.worker import BetweenSteps, TrainingWorker, main
@@ -199,6 +200,7 @@ class Referee(TrainingWorker):
         asked = settings_of(self.run_dir)
         self._steps, self._without_dropout = int(asked["steps"]), bool(asked["without_dropout"])
         self._trainers: dict[tuple[Any, ...], Trainer] = {}
+        self._starts: dict[tuple[int, bool], Numbers] = {}
         self._reference = torch.float64
         folders = [Path(trace) for trace in asked["traces"]]
         found = [self._compared(Plan.load(folder / "plan.json"), folder / TRACES) for folder in folders]
@@ -213,6 +215,8 @@ class Referee(TrainingWorker):
         here = on_one_device(plan)
         graph = self._trainer(here, exact=False).graph
         own_block = partial(_own_block, plan, graph)
+        # Each replica has running averages of its own micro-batches.
+        unlike = {f"model.{name}" for name in written_buffers(graph.blocks)} if plan.data > 1 else set[str]()
         rows, losses, exact_losses = [], [], []
         before: Numbers = {}
         for step, (batch, label_counts) in enumerate(self._batches_of(here)):
@@ -223,11 +227,11 @@ class Referee(TrainingWorker):
                 found |= numbers  # the first rank's, where several have another
             if step == 0:
                 before = {key: value for key, value in found.items() if key[1] == START}
-                start = self._start(here)
+                start = self._starts[here.micro_batch, here.gathers]
                 rows += compared(start, [(0, dict.fromkeys(start, SAME))], ranks, {}, own_block)
             held = {key[3]: value for key, value in before.items()}
             repeated = partial(self._repeated, here, step, batch, label_counts, before, found)
-            reference = repeated()
+            reference = {key: value for key, value in repeated().items() if key[3] not in unlike}
             repetitions = [
                 (coarse, distances(reference, repeated(coarse, index), held)) for index, coarse in enumerate(ROUNDINGS)
             ]
@@ -249,13 +253,6 @@ class Referee(TrainingWorker):
 
     def _batches_of(self, plan: Plan) -> Iterator[tuple[Mapping[str, torch.Tensor], LabelCounts]]:
         return itertools.islice(self.samples.batches(self._trainer(plan, exact=False), 0), self._steps)
-
-    def _start(self, plan: Plan) -> Numbers:
-        """Return the weights that the experiment's seed gives, in which a plan begins."""
-        model = build_model(self.experiment.model.build, plan.model_bytes, self.device, self.experiment.seed)
-        blocks = _first_blocks(self._trainer(plan, exact=False).graph)
-        weights = ((name, value) for name, value in model.named_parameters() if name in blocks)
-        return {(0, START, blocks[n], f"model.{n}", -1): value.detach().cpu() for n, value in weights}
 
     def _repeated(
         self,
@@ -307,7 +304,8 @@ class Referee(TrainingWorker):
         numbers = recorder.numbers | gradients_of(trainer, step)
 
         rounding = Rounding(coarse * torch.finfo(torch.float32).eps / 2, seed)  # updates are fp32 in every precision
-        _set_state(trainer, before, rounding)
+        buffers = {f"model.{name}" for name in trainer.stages.model_buffers()}  # the forward may have changed them
+        _set_state(trainer, {key: value for key, value in before.items() if key[3] not in buffers}, rounding)
         blocks = _first_blocks(trainer.graph)
         for name, parameter in parameters.items():
             gradient = found.get((step, GRADIENT, blocks[name], name, -1))
@@ -323,7 +321,8 @@ class Referee(TrainingWorker):
     def _trainer(self, plan: Plan, *, exact: bool) -> Trainer:
         """Return the trainer of a plan of one device, of the reference or of the plan's own precision."""
         dtype = self._reference if exact else torch.float32
-        has_autocast = plan.precision == "bf16" and not exact
+        plan = replace(plan, precision="fp32") if exact else plan  # without bf16 copies of weights
+        has_autocast = plan.precision == "bf16"
         key = (dtype, has_autocast, plan.precision, plan.micro_batch, plan.num_microbatches, plan.gathers)
         if key not in self._trainers:
             self._trainers[key] = self._built(plan, dtype, has_autocast)
@@ -345,7 +344,10 @@ class Referee(TrainingWorker):
         context = StepContext(experiment.seed, self.device)
         autocast: Any = partial(torch.autocast, self.device.type, torch.bfloat16) if has_autocast else nullcontext
         stages = build_stage(plan, self.coordinate, model, graph, context, autocast=autocast)
-        return Trainer(experiment, plan, graph, stages, context, self.coordinate)
+        trainer = Trainer(experiment, plan, graph, stages, context, self.coordinate)
+        if dtype == torch.float32:
+            self._starts.setdefault((plan.micro_batch, plan.gathers), state_of(trainer, 0, START))
+        return trainer
 
 
 @torch.no_grad()
@@ -358,6 +360,8 @@ def _set_state(trainer: Trainer, state: Numbers, rounding: Rounding) -> None:
         create_state(trainer.optimizer)
     forget_state(trainer.optimizer, [parameter for name, parameter in parameters.items() if name not in begun])
     for key, _, value in entries(trainer):
+        if key not in values:
+            continue
         value.copy_(values[key])
         if key.startswith("model."):
             value.copy_(rounding.of(value))

@@ -221,13 +221,14 @@ def compared(
     """Return how each plan differs from the reference, as its worker wrote it, the reference's type, and whether
     dropout was off. `workers` are the modules that the ranks of each plan execute.
     """
-    if not 1 <= steps <= min(MOST_STEPS, experiment.total_steps):
+    if 1 <= steps <= MOST_STEPS:
+        experiment.data.check(experiment)
+        experiment = experiment.replace(evaluation=None, samples=None).resolved()
+    most = min(MOST_STEPS, experiment.steps or MOST_STEPS)
+    if not 1 <= steps <= most:
         raise InvalidArgument(
-            f"steps={steps} lies outside 1 to {min(MOST_STEPS, experiment.total_steps)}. A fault shows within few "
-            "steps: 2 is the default."
+            f"steps={steps} lies outside 1 to {most}. A fault shows within few steps: 2 is the default."
         )
-    experiment.data.check(experiment)
-    experiment = experiment.replace(evaluation=None, samples=None)
     for plan in plans:
         check_runnable(experiment, plan, captured_model(experiment, plan), progress=progress)
         devices_for(plan)
