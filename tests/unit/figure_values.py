@@ -14,7 +14,7 @@ from workbench.units import GIB
 
 def in_one_line(words: str) -> str:
     """Return a text of a figure without its line breaks."""
-    return words.replace("<br>", " ").replace("\u00a0", " ")
+    return words.replace(" <br>", " ").replace("<br>", " ").replace("\u00a0", " ")
 
 
 def curve(name: str = "run", steps: int = 2000, seed: int = 0, tokens_per_step: int = 8192) -> Curve:

@@ -172,6 +172,13 @@ def test_every_label_of_a_logarithmic_axis_is_a_whole_number(
     assert axis.ticks(length)[1] == labels
 
 
+def test_a_title_that_is_broken_for_a_narrow_figure_has_one_line_in_a_wide_picture(tmp_path: Path) -> None:
+    title = "Loss of a run whose name is longer than a narrow figure, in one line"
+    figure = loss_curves([curve()], title=title)
+    assert figure.layout.title.text.count("<br>") == 1
+    assert f">{title}</text>" in figure.save(tmp_path / "wide.svg").read_text()
+
+
 def test_a_gap_in_a_curve_is_an_empty_cell(tmp_path: Path) -> None:
     loss = np.array([3.0, np.nan, 2.0])
     table = rows(loss_curves([Curve("a", {"step": np.arange(3), "loss": loss})], x="step").save(tmp_path / "gap.csv"))

@@ -46,8 +46,12 @@ MEMORY_LOOKS = {
 FONT_FAMILY = "Inter, system-ui, -apple-system, 'Segoe UI', Roboto, 'Helvetica Neue', Arial, sans-serif"
 FONT_PX = 12
 TITLE_PX = 15
+SOFT_BREAK = " <br>"
+"""Line break of a title that a wider picture does without: plotly.js draws the space as nothing."""
 TITLE_LETTERS, SUBTITLE_LETTERS = 48, 70
 """Letters of a line of a title and of its subtitle that fit into a figure of 500 pixels: plotly.js breaks no lines."""
+LINE_SPACING = 1.3
+"""Distance of two lines of a text in plotly.js, as a multiple of the font's size."""
 TITLE_LEFT_PX, TITLE_TOP_PX = 16, 28
 """Place of a title, below the buttons in the corner."""
 BOTTOM_PX = 52
@@ -200,25 +204,26 @@ def title(main: str, subtitle: str | None = None) -> dict[str, Any]:
 
     Both arguments may hold Plotly markup, so escape a user's text with `text`.
     """
-    value: dict[str, Any] = {"text": f"<b>{broken(main, TITLE_LETTERS)}</b>"}
+    value: dict[str, Any] = {"text": f"<b>{broken(main, TITLE_LETTERS, SOFT_BREAK)}</b>"}
     if "<br>" in value["text"]:  # plotly.js then begins higher, where its buttons are
         value["pad"] = {"l": TITLE_LEFT_PX, "t": TITLE_TOP_PX + 11}
     if subtitle:
-        value["subtitle"] = {"text": broken(subtitle, SUBTITLE_LETTERS)}
+        value["subtitle"] = {"text": broken(subtitle, SUBTITLE_LETTERS, SOFT_BREAK)}
     return value
 
 
-def broken(words: str, letters: int) -> str:
-    """Return a text in lines of at most so many letters, broken at spaces that are not in a tag."""
-    lines = []
+def broken(words: str, letters: int, at: str = "<br>") -> str:
+    """Return a text in lines of at most so many letters, broken by `at` at spaces that are not in a tag."""
+    broken_lines = []
     for line in words.split("<br>"):
-        lines.append("")
+        lines = [""]
         for word in re.split(r" (?![^<]*>)", line):
             longer = html.unescape(re.sub(r"<[^>]*>", "", f"{lines[-1]} {word}"))
             if lines[-1] and len(longer) > letters:
                 lines.append("")
             lines[-1] = f"{lines[-1]} {word}".lstrip(" ")
-    return "<br>".join(lines)
+        broken_lines.append(at.join(lines))
+    return "<br>".join(broken_lines)
 
 
 LOG_TICKS = ",~g"

@@ -37,9 +37,13 @@ class Twin:
         for x, y in pairs:
             self._panels[x, y] = TwinPanel(self._page.axes(0, 0, 1, 1), self._axes[x], self._axes[y])
         self._legends = TwinLegends.of(self._layout, self._traces, len(pairs) == 1, width)
-        title, width = self._layout.title, width - 32
-        self._title = [(f"<b>{line}</b>", theme.TITLE_PX) for line in wrapped(title.text, width, theme.TITLE_PX)]
-        self._title += [(line, theme.FONT_PX) for line in wrapped(title.subtitle.text, width, theme.FONT_PX)]
+        # Lines that were broken only for a narrow figure are joined, which leaves their height to the plots.
+        self._title, self._spared_px, title = list[tuple[str, int]](), 0.0, self._layout.title
+        for markup, size in ((title.text, theme.TITLE_PX), (title.subtitle.text, theme.FONT_PX)):
+            given = str(markup or "")
+            lines = wrapped(given.replace(theme.SOFT_BREAK, " "), width - 32, size)
+            self._title += [(f"<b>{line}</b>" if size == theme.TITLE_PX else line, size) for line in lines]
+            self._spared_px += max(0, given.count("<br>") + 1 - len(lines)) * theme.LINE_SPACING * size if given else 0
 
     def _axis(self, name: str) -> TwinAxis:
         which = "xy".index(name[0])
@@ -130,7 +134,7 @@ class Twin:
             if trace.type == "heatmap":
                 right = 48 + widest([trace.colorbar.title.text or "", "12.345", *(trace.colorbar.ticktext or ())])
         words_above = 12 + sum(size + 5 for _, size in self._title)
-        top = max(words_above + 12, 0 if menus else margin.t or 0)
+        top = max(words_above + 12, 0 if menus else (margin.t or 0) - self._spared_px)
         has_words = self._legends.ends and not self._legends.entries  # at the curves' ends, in place of a legend
         below = 0 if has_words else margin.b or 0
         return left, max(56, below, self._legends.below_px), self._page.width - right, self._page.height - top
