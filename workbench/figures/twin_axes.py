@@ -69,7 +69,7 @@ def wrapped(markup: Any, width_px: float, size: int) -> list[str]:
     lines: list[str] = []
     for line in re.split(r"<br\s*/?>", str(markup or "")):
         share = width_px / max(1.0, width_of(line, size))
-        lines += [line] if share >= 1 else textwrap.wrap(line, int(len(line) * share))
+        lines += [line] if share >= 1 else textwrap.wrap(line, int(len(line) * share), break_on_hyphens=False)
     return [line for line in lines if line]
 
 
