@@ -134,7 +134,9 @@ class Twin:
             if trace.type == "heatmap":
                 right = 48 + widest([trace.colorbar.title.text or "", "12.345", *(trace.colorbar.ticktext or ())])
         words_above = 12 + sum(size + 5 for _, size in self._title)
-        top = max(words_above + 12, 0 if menus else (margin.t or 0) - self._spared_px)
+        above = margin.t or 0  # which does not count a title's lines where `laid_out` has not made the figure
+        above = max(above - self._spared_px, min(above, theme.TEMPLATE.layout.margin.t))
+        top = max(words_above + 12, 0 if menus else above)
         has_words = self._legends.ends and not self._legends.entries  # at the curves' ends, in place of a legend
         below = 0 if has_words else margin.b or 0
         return left, max(56, below, self._legends.below_px), self._page.width - right, self._page.height - top
