@@ -29,11 +29,10 @@ from workbench.widgets.dashboard_row import (
     failures_html,
     fixed_width,
     name_width,
-    respond_while_busy,
     rows_html,
 )
 from workbench.widgets.live_figures import CurveSettings, LiveLossFigure, LivePanelsFigure, shared_axis
-from workbench.widgets.live_widget import LiveWidget
+from workbench.widgets.live_widget import LiveWidget, respond_while_busy
 from workbench.widgets.run_reader import RunReader, Snapshot
 from workbench.widgets.static_twin import HIDE_ROWS, WIDGET_CLASS
 

@@ -13,6 +13,7 @@ from workbench.errors import first_line
 from workbench.figures import theme
 from workbench.runs.status import state_in_words
 from workbench.tables import Html, html_table
+from workbench.widgets.live_widget import respond_while_busy
 from workbench.widgets.run_reader import RunReader, Snapshot
 from workbench.widgets.static_twin import ROWS_CLASS
 
@@ -123,18 +124,6 @@ def _describe(snapshot: Snapshot) -> str:
     status = snapshot.status
     repeats = status.state in ("failed", "finished") or status.message.startswith("Stopped at step")
     return snapshot.facts if repeats or not status.message else f"{snapshot.facts} · {status.message}"
-
-
-def respond_while_busy(*controls: widgets.Widget) -> None:
-    """Let controls respond while a cell runs; their callbacks then run in another thread than the cell's.
-
-    JupyterLab addresses a widget's messages to a subshell of the kernel for this reason, and ipykernel 7.1 to 7.3
-    deliver them there. ipykernel 7.4 delivers them to the shell that last published for the widget, which is the main
-    one and busy. Where it does so, the address that JupyterLab wrote is restored.
-    """
-    for control in controls:
-        if hasattr(control.comm, "_reply_subshell_for"):
-            control.comm._reply_subshell_for = lambda _data, address: address
 
 
 def fixed_width(width_px: int) -> dict[str, str]:

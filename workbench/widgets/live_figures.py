@@ -26,7 +26,7 @@ from workbench.figures.figure import Figure
 from workbench.figures.legend_placement import corner_of, place_legend
 from workbench.figures.panels_view import PANEL_POINTS, Window, panel, panel_names, panels
 from workbench.figures.prepared_curve import TRACE_ROLES, Preparation, PreparedCurve, map_in_threads, points_per_trace
-from workbench.widgets.dashboard_row import respond_while_busy
+from workbench.widgets.live_widget import respond_while_busy
 from workbench.widgets.plot import GrowingPlot, growing_plot
 from workbench.widgets.run_reader import Snapshot
 

@@ -180,3 +180,15 @@ class LiveWidget(widgets.VBox, metaclass=_Abstract):
         self._in_a_hurry = False
         self.twins.hasten()  # an update meanwhile was in a hurry, too
         self.wake()
+
+
+def respond_while_busy(*controls: widgets.Widget) -> None:
+    """Let controls respond while a cell runs; their callbacks then run in another thread than the cell's.
+
+    JupyterLab addresses a widget's messages to a subshell of the kernel for this reason, and ipykernel 7.1 to 7.3
+    deliver them there. ipykernel 7.4 delivers them to the shell that last published for the widget, which is the main
+    one and busy. Where it does so, the address that JupyterLab wrote is restored.
+    """
+    for control in controls:
+        if hasattr(control.comm, "_reply_subshell_for"):
+            control.comm._reply_subshell_for = lambda _data, address: address

@@ -28,8 +28,8 @@ from workbench.planning.profiling import profile_and_cluster
 from workbench.planning.search import uncollected
 from workbench.planning.search import what_if as plan_again
 from workbench.units import GIB
-from workbench.widgets.dashboard_row import fixed_width, respond_while_busy
-from workbench.widgets.live_widget import LiveWidget
+from workbench.widgets.dashboard_row import fixed_width
+from workbench.widgets.live_widget import LiveWidget, respond_while_busy
 from workbench.widgets.plot import Plot
 
 AUTO = "auto"
