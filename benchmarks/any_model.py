@@ -31,7 +31,7 @@ from tests.distributed.test_every_plan import trainer_of
 from workbench.capture import Graph
 from workbench.capture.captured_model import CapturedModel
 from workbench.capture.torch_internals import differentiable
-from workbench.cost.cluster import Cluster
+from workbench.cost.hardware import Cluster
 from workbench.cost.profile import Profile
 from workbench.errors import CaptureError, PlanInfeasible
 from workbench.experiment import Experiment

@@ -23,7 +23,7 @@ import torch
 import torch.distributed as dist
 
 import workbench as wb
-from workbench.cost.communication import all_gather_s, all_reduce_s, reduce_scatter_s
+from workbench.cost.hardware import all_gather_s, all_reduce_s, reduce_scatter_s
 from workbench.execution.blocks.tensor_parallel import leave
 
 SIZES_MIB = (0.001, 0.0625, 1, 4, 16, 32, 64, 128, 256, 512)

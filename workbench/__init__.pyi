@@ -14,7 +14,7 @@ from . import sparsity as sparsity
 from . import sweeps as sweeps
 from .analysis.run_contrast import contrast as contrast
 from .columns import log_scalar as log_scalar
-from .cost.cluster import Cluster as Cluster
+from .cost.hardware import Cluster as Cluster
 from .experiment import Checkpoints as Checkpoints
 from .experiment import Evaluation as Evaluation
 from .experiment import Experiment as Experiment

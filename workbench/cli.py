@@ -19,7 +19,7 @@ import workbench as wb
 from workbench.errors import InvalidExperiment, UnknownParameter, WorkbenchError, suggestion
 
 if TYPE_CHECKING:
-    from workbench.cost.cluster import Cluster
+    from workbench.cost.hardware import Cluster
     from workbench.experiment import Experiment
     from workbench.planning.plan import Plan
     from workbench.runs.run import Run
@@ -342,7 +342,7 @@ def sweep(
 def _start_sweep(file: Path) -> wb.sweeps.Sweep:
     """Start the sweep that a YAML file describes; raises what `wb.sweep` raises."""
     from workbench.sweeps.axes import Axes
-    from workbench.sweeps.file import read_sweep_file
+    from workbench.sweeps.start import read_sweep_file
 
     asked = read_sweep_file(file)
     experiment = experiment_from(asked.pop("experiment"), described(asked.pop("set", {})))
@@ -647,7 +647,7 @@ def model_from(text: str) -> Any:
 
 def cluster_from(text: str | None) -> Cluster | None:
     """Return the cluster that a text such as `h200:gpus=256` describes, or devices of this machine for `gpus=2`."""
-    from workbench.cost.cluster import Cluster
+    from workbench.cost.hardware import Cluster
     from workbench.measure.calibration import local_cluster
 
     if text is None:

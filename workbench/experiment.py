@@ -237,7 +237,7 @@ class Optimizer:
     open end; the first pattern that matches counts, and a parameter that none matches is always trained. In other steps
     a parameter, its decay and its optimiser state stay as they are, and its gradient counts in no norm. It is computed
     nevertheless, so that plans are priced as if all were trained."""
-    ema_decay: Share | None = None
+    ema_decay: Annotated[Positive, Field(lt=1)] | None = None
     """Decay of an exponential moving average of the trained weights, taken after each update: the first one copies
     them, as `torch.optim.swa_utils.AveragedModel` does. Evaluations, samples and exports then use the average; training
     and `grad_norm` do not. Checkpoints hold both. Buffers are those of the training."""

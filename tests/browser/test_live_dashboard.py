@@ -96,7 +96,7 @@ def test_a_notebook_saved_while_runs_train_shows_their_curves_without_its_kernel
     lab_page: Any, server: lab.Server, start: Any, picture: Any
 ) -> None:
     page, name = lab_page, "saved.ipynb"
-    cells = [f"from workbench.widgets import static_twin\nstatic_twin.TWIN_S = 0.5\n{LIVE_CELL}", "6 * 7"]
+    cells = [f"from workbench.widgets import live_widget\nlive_widget.TWIN_S = 0.5\n{LIVE_CELL}", "6 * 7"]
     lab.write_notebook(server.root / name, [cells[0].format(paths=[start("training", 5000)]), cells[1]])
     lab.open_notebook(page, server, name)
     lab.run_all(page)

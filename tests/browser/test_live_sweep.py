@@ -15,8 +15,8 @@ from tests.distributed.test_sweeps import HERE, experiment, prepare
 from workbench.sweeps.sweep import Sweep
 
 CELL = """
-from workbench.widgets import static_twin
-static_twin.TWIN_S = 1
+from workbench.widgets import live_widget
+live_widget.TWIN_S = 1
 import workbench as wb
 wb.sweeps.load_sweep({path!r})
 """

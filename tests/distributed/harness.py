@@ -28,8 +28,7 @@ from torch.distributed.device_mesh import init_device_mesh
 
 from tests import worlds
 from workbench.capture import Graph
-from workbench.cost.cluster import Cluster
-from workbench.cost.device import Device, Link
+from workbench.cost.hardware import Cluster, Device, Link
 from workbench.execution.blocks.context import StepContext
 from workbench.execution.build import block_sparse_parameters, build_stage
 from workbench.execution.parallel.mesh import MeshCoordinate

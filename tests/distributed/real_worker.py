@@ -19,8 +19,7 @@ import torch
 from tests.distributed.harness import environment, meeting, start_method
 from tests.distributed.own_machine import eventually
 from workbench import models
-from workbench.cost.cluster import Cluster
-from workbench.cost.device import Device, Link
+from workbench.cost.hardware import Cluster, Device, Link
 from workbench.experiment import Experiment
 from workbench.planning.plan import Plan
 from workbench.planning.planner import plan as make_plan

@@ -18,7 +18,7 @@ import torch
 import workbench as wb
 from tests.distributed.harness import CPU, LINK
 from tests.distributed.real_worker import Ranks, directory, plan
-from workbench.cost.cluster import Cluster
+from workbench.cost.hardware import Cluster
 from workbench.errors import InvalidExperiment, PlanMismatch
 from workbench.planning.planner import plan as make_plan
 from workbench.rundir import read_record

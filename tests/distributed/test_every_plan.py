@@ -43,8 +43,8 @@ from tests.distributed.test_training import Outcome, batch_of, experiment_of, pl
 from tests.exhaustive import EXHAUSTIVE, exhaustive
 from workbench.capture import Graph, capture, spec_of
 from workbench.capture.tensor_parallel import plan_tensor_parallel
-from workbench.cost.cluster import Cluster
 from workbench.cost.graph_profiler import profile_graph
+from workbench.cost.hardware import Cluster
 from workbench.execution.parallel.sharding import local
 from workbench.execution.trainer import Trainer
 from workbench.optimizers.adamw import OffloadedAdamW, ShardedAdamW

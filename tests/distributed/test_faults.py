@@ -20,7 +20,7 @@ import workbench as wb
 from tests.distributed.harness import CPU, LINK
 from tests.distributed.own_machine import eventually
 from tests.distributed.real_worker import Ranks, curve, directory, experiment, last_step, plan, reach, trained
-from workbench.cost.cluster import Cluster
+from workbench.cost.hardware import Cluster
 from workbench.errors import DataError, RunFailed
 from workbench.execution.checkpoint.files import complete_checkpoints, step_of
 from workbench.experiment import Experiment

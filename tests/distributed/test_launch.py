@@ -20,8 +20,7 @@ import pytest
 from tests.distributed.own_machine import eventually, own_machine
 from tests.unit.figure_values import plan as hand_made_plan
 from workbench import data, models
-from workbench.cost.cluster import Cluster
-from workbench.cost.device import Device, Link
+from workbench.cost.hardware import Cluster, Device, Link
 from workbench.errors import (
     InvalidExperiment,
     PlanInfeasible,

@@ -19,7 +19,7 @@ import pytest
 from tests.distributed import real_worker
 from tests.distributed.real_worker import DEVICE, LINK, curve, experiment, plan, trained
 from tests.exhaustive import EXHAUSTIVE, exhaustive
-from workbench.cost.cluster import Cluster
+from workbench.cost.hardware import Cluster
 from workbench.errors import PlanInfeasible
 from workbench.planning.plan import Plan
 from workbench.planning.planner import plan as make_plan

@@ -19,7 +19,7 @@ from workbench.runs.launching.launcher import launch
 from workbench.runs.launching.run_directory import Attempt
 from workbench.runs.registry import list_runs
 from workbench.runs.run import Run
-from workbench.widgets.dashboard_row import rows_html
+from workbench.widgets.dashboard import rows_html
 from workbench.widgets.run_reader import RunReader
 
 ROOT = Path(__file__).parents[2]

@@ -16,7 +16,7 @@ from optuna.storages.journal import JournalFileBackend
 import workbench as wb
 from tests.distributed.own_machine import eventually, own_machine
 from tests.distributed.real_worker import DEVICE, LINK, SEQ, VOCAB, Words
-from workbench.cost.cluster import Cluster
+from workbench.cost.hardware import Cluster
 from workbench.errors import (
     InvalidArgument,
     InvalidExperiment,

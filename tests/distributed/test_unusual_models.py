@@ -19,8 +19,8 @@ from tests.distributed.harness import CPU, LINK, launch, plain_step, unlike_plai
 from tests.distributed.test_every_plan import MICRO_BATCH, Case, plan_of, trainer_of
 from tests.unit.capture_models import Net
 from workbench.capture import Graph, build_meta, capture, spec_of
-from workbench.cost.cluster import Cluster
 from workbench.cost.graph_profiler import profile_graph
+from workbench.cost.hardware import Cluster
 from workbench.planning.plan import Plan
 from workbench.planning.search import what_if
 

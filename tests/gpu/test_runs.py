@@ -22,7 +22,7 @@ from tests.distributed.test_every_plan import part_of
 from tests.distributed.test_training import batch_of
 from tests.gpu.machine import DEVICE, DEVICES, here, needs
 from tests.gpu.test_equivalence import case, trainer_on_device
-from workbench.cost.device import Device
+from workbench.cost.hardware import Device
 from workbench.execution.checkpoint.files import complete_checkpoints
 from workbench.execution.checkpoint.save_load import CheckpointExtras, CheckpointStore, TrainingProgress
 from workbench.execution.step_timeline import FIRST_RECORDED, ActionLog

@@ -7,7 +7,7 @@ import itertools
 import numpy as np
 
 from workbench.analysis.curve import Curve
-from workbench.cost.cluster import Cluster
+from workbench.cost.hardware import Cluster
 from workbench.planning.plan import Memory, Plan, Prediction, Stage
 from workbench.units import GIB
 

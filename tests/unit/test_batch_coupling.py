@@ -20,8 +20,8 @@ from tests.unit.coupled_models import Capacity, DecisionTransformer, Reader, sam
 from workbench.capture import Graph, capture, spec_of
 from workbench.capture.captured_model import CapturedModel
 from workbench.capture.division import Division
-from workbench.cost.cluster import Cluster
 from workbench.cost.graph_profiler import profile_graph
+from workbench.cost.hardware import Cluster
 from workbench.errors import InvalidExperiment, PlanInfeasible, PlanMismatch
 from workbench.experiment import Experiment
 from workbench.planning import profiling

@@ -16,14 +16,22 @@ import torch
 from plan_values import PROFILE, plan_of
 
 from workbench.cost import Cluster, Link
-from workbench.cost.communication import all_reduce_s
-from workbench.cost.hardware import H100
+from workbench.cost.hardware import H100, all_reduce_s
 from workbench.errors import PlanInfeasible, PlanMismatch
 from workbench.machine import available_cores
 from workbench.measure.calibration import FORMAT, IN_TRAINING, Calibration, cached_calibration, calibrate, local_cluster
-from workbench.measure.detection import detected_cluster
-from workbench.measure.load import BUSY, MEASURED, OTHERS, LoadWatch, compare, in_words, is_doubtful
-from workbench.measure.microbenchmarks import fit_link, fit_products
+from workbench.measure.detection import (
+    BUSY,
+    MEASURED,
+    OTHERS,
+    LoadWatch,
+    compare,
+    detected_cluster,
+    fit_link,
+    fit_products,
+    in_words,
+    is_doubtful,
+)
 from workbench.planning.prediction import basis_of_times
 from workbench.rundir import EventTail, RunDir, read_json, write_json, write_record
 from workbench.runs.launching.supervisor import _compare_with_prediction, _Supervised

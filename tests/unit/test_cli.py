@@ -15,7 +15,7 @@ from typer.testing import CliRunner
 
 import workbench as wb
 from workbench import cli, notebooks
-from workbench.cost.cluster import Cluster
+from workbench.cost.hardware import Cluster
 from workbench.errors import InvalidArgument, InvalidExperiment, RunNotFound, UnknownParameter, WorkbenchError
 from workbench.planning.plan import Plan
 from workbench.rundir import RunDir, append_event, this_process, write_json, write_record

@@ -11,7 +11,7 @@ from torch import nn
 from tests.distributed.harness import CPU, LINK
 from workbench.capture.captured_model import CapturedModel
 from workbench.capture.computation import Computation, computation_of
-from workbench.cost.cluster import Cluster
+from workbench.cost.hardware import Cluster
 from workbench.errors import PlanMismatch
 from workbench.experiment import Experiment
 from workbench.planning.plan import Plan, _stored

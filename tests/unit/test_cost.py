@@ -16,9 +16,8 @@ from plan_values import strategy_of
 from tests.distributed import zoo
 from workbench.capture import Block, Graph, capture, spec_of
 from workbench.cost import Cluster, Link, Profile
-from workbench.cost.communication import all_gather_s, all_reduce_s, point_to_point_s, reduce_scatter_s
 from workbench.cost.graph_profiler import profile_graph
-from workbench.cost.hardware import NODES
+from workbench.cost.hardware import NODES, all_gather_s, all_reduce_s, point_to_point_s, reduce_scatter_s
 from workbench.cost.memory import Activations, ParameterTable, StageState, activations, stage_state
 from workbench.cost.profile import BlockTypeCost
 from workbench.errors import CaptureError, InvalidArgument, PlanInfeasible, UnknownParameter

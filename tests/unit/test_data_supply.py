@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 import workbench as wb
-from workbench.cost.cluster import Cluster
+from workbench.cost.hardware import Cluster
 from workbench.data import Prepared
 from workbench.errors import DataError
 from workbench.planning.data_supply import DataSupply, supply_of

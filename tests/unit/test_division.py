@@ -26,7 +26,7 @@ from workbench.capture.captured_model import CapturedModel
 from workbench.capture.division import PARTS, Division, division_fault, forward_flops
 from workbench.capture.model import build_meta
 from workbench.capture.opaque import opaque_calls
-from workbench.cost.cluster import Cluster
+from workbench.cost.hardware import Cluster
 from workbench.errors import CaptureError, PlanMismatch
 from workbench.experiment import Experiment
 from workbench.planning import runnable

@@ -17,7 +17,7 @@ from workbench.figures.plan_view import partition, show_plan
 from workbench.rundir import append_event, write_record
 from workbench.runs.registry import list_runs
 from workbench.runs.run import Run
-from workbench.widgets.dashboard_row import DashboardRow, rows_html
+from workbench.widgets.dashboard import DashboardRow, rows_html
 from workbench.widgets.run_reader import RunReader
 
 MARKUP, TEXT = "<img src=x onerror=alert(1)>", "&lt;img src=x onerror=alert(1)&gt;"

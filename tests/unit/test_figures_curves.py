@@ -10,8 +10,7 @@ import pytest
 from figure_values import curve
 
 from workbench.analysis.contrast import difference
-from workbench.analysis.curve import X_AXES, Curve, Mark
-from workbench.analysis.smoothing import CHUNK_POINTS, position_in_widths, smoothed
+from workbench.analysis.curve import CHUNK_POINTS, X_AXES, Curve, Mark, position_in_widths, smoothed
 from workbench.errors import UnknownParameter
 from workbench.figures.contrast_view import differences
 from workbench.figures.curves_view import _describe_loss, loss_curves

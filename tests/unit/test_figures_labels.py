@@ -25,7 +25,7 @@ from workbench.runs.registry import distinct_names
 from workbench.runs.run import Run
 from workbench.sweeps.measured import MeasuredCell
 from workbench.units import gib
-from workbench.widgets.dashboard_row import swatch
+from workbench.widgets.dashboard import swatch
 
 
 def run(folder: Path, name: str, **settings: object) -> Run:

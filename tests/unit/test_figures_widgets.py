@@ -11,14 +11,14 @@ import plotly.graph_objects as go
 from cost_values import layered_profile as profile
 from test_figures_live import end, eventually, start_run, train
 
-from workbench.cost.cluster import Cluster
+from workbench.cost.hardware import Cluster
 from workbench.figures.pages import plotly_js
 from workbench.planning.search import what_if
 from workbench.rundir import append_event
 from workbench.runs.records.follow import progress_line
 from workbench.runs.registry import list_runs
 from workbench.widgets import WhatIf, live
-from workbench.widgets.dashboard_row import STATE_COLORS
+from workbench.widgets.dashboard import STATE_COLORS
 from workbench.widgets.plot import Plot, growing_plot
 
 

@@ -17,7 +17,7 @@ from tests.unit.coupled_models import COUPLED, GATHERED, WIDTH, SupCon, TwoTower
 from workbench.capture import Rows, captured_model, division
 from workbench.capture.captured_model import CapturedModel
 from workbench.capture.gathering import TAIL, join_rows, part_rows
-from workbench.cost.cluster import Cluster
+from workbench.cost.hardware import Cluster
 from workbench.cost.memory import ParameterTable, stage_state
 from workbench.errors import CaptureError, DataError, PlanInfeasible, PlanMismatch
 from workbench.experiment import Experiment

@@ -26,7 +26,9 @@ from workbench.execution.block_probe import Probe, sampled_blocks
 from workbench.experiment import Experiment
 from workbench.measure import block_probes as probing
 from workbench.measure.block_probes import (
+    MAX_BLOCKS_PER_TYPE,
     BlockProbes,
+    ProbeRequest,
     cached_measurements,
     has_cached_measurements,
     likely_micro_batches,
@@ -35,7 +37,6 @@ from workbench.measure.block_probes import (
 )
 from workbench.measure.calibration import local_cluster
 from workbench.measure.detection import with_measured_rates
-from workbench.measure.probe_request import MAX_BLOCKS_PER_TYPE, ProbeRequest
 from workbench.planning import profiling
 from workbench.planning.explanation import explain
 from workbench.planning.plan import Plan

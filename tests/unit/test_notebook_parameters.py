@@ -10,8 +10,7 @@ import pytest
 
 from workbench import notebooks
 from workbench.errors import InvalidArgument, InvalidExperiment, UnknownParameter, WorkbenchError
-from workbench.notebooks.parameters import parameters, values_of, with_values
-from workbench.notebooks.templates import templates
+from workbench.notebooks.parameters import parameters, templates, values_of, with_values
 
 SOURCE = '''%matplotlib inline
 from typing import Literal

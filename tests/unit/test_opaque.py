@@ -18,8 +18,8 @@ from workbench.capture import build_meta, opaque
 from workbench.capture.captured_model import CapturedModel
 from workbench.capture.division import Division
 from workbench.capture.opaque import is_opaque
-from workbench.cost.cluster import Cluster
 from workbench.cost.graph_profiler import profile_graph
+from workbench.cost.hardware import Cluster
 from workbench.errors import CaptureError, PlanInfeasible
 from workbench.experiment import Experiment
 

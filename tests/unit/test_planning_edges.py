@@ -15,9 +15,7 @@ from plan_values import H200 as FOUR_H200
 from plan_values import PROFILE, costs_of, plan_of, strategy_of
 
 from workbench.cost import Cluster
-from workbench.cost.communication import all_reduce_s
-from workbench.cost.device import Link
-from workbench.cost.hardware import H200, V100
+from workbench.cost.hardware import H200, V100, Link, all_reduce_s
 from workbench.cost.memory import ParameterTable
 from workbench.cost.profile import Profile
 from workbench.errors import PlanInfeasible, PlanMismatch

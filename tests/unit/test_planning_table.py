@@ -16,7 +16,7 @@ from plan_values import H200, PROFILE, plan_of, with_host
 import workbench as wb
 from workbench.analysis.pareto import pareto_front
 from workbench.cost import Cluster
-from workbench.cost.device import FRAGMENTATION
+from workbench.cost.hardware import FRAGMENTATION
 from workbench.errors import InvalidArgument, PlanInfeasible, PlanMismatch
 from workbench.figures.figure import picture
 from workbench.planning import device_costs

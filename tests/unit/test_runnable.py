@@ -12,8 +12,7 @@ from torch import nn
 import workbench as wb
 from workbench import models
 from workbench.capture import model as capturing
-from workbench.cost.cluster import Cluster
-from workbench.cost.device import Device, Link
+from workbench.cost.hardware import Cluster, Device, Link
 from workbench.errors import CaptureError, InvalidExperiment, PlanInfeasible, PlanMismatch
 from workbench.planning.plan import Plan
 from workbench.planning.runnable import captured_model, check_runnable

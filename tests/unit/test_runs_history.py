@@ -18,8 +18,7 @@ from hypothesis import strategies as st
 from plan_values import plan_of
 
 from workbench.analysis.contrast import contrast as contrast_curves
-from workbench.analysis.curve import Curve, curves_of
-from workbench.analysis.smoothing import smoothed
+from workbench.analysis.curve import Curve, curves_of, smoothed
 from workbench.errors import NonFiniteLoss, UnknownParameter
 from workbench.execution.step_log import StepLog
 from workbench.execution.step_timeline import Timestamp

@@ -33,7 +33,7 @@ from workbench.execution.blocks.block_sparse import BlockSparseParameters
 from workbench.execution.checkpoint import save_load
 from workbench.execution.checkpoint.files import COMPLETE, DamagedCheckpoint, digest_of, digests
 from workbench.execution.checkpoint.guarded_reader import GuardedReader
-from workbench.notebooks.record import Record
+from workbench.notebooks.executing import Record
 from workbench.notebooks.reproducing import recorded_commit
 from workbench.notebooks.verdict import MAX_POINTS, LossCurve
 from workbench.planning.plan import Plan

@@ -10,9 +10,8 @@ from typing import Any
 import ipywidgets as widgets
 import pytest
 
-from workbench.widgets import live_widget, static_twin
-from workbench.widgets.live_widget import LiveWidget
-from workbench.widgets.static_twin import StaticTwins
+from workbench.widgets import live_widget
+from workbench.widgets.live_widget import LiveWidget, StaticTwins
 
 
 class Output:
@@ -34,7 +33,7 @@ def outputs(monkeypatch: pytest.MonkeyPatch) -> list[Output]:
         made.append(Output(bundle))
         return made[-1]
 
-    monkeypatch.setattr(static_twin, "display", display)
+    monkeypatch.setattr(live_widget, "display", display)
     return made
 
 
@@ -50,7 +49,7 @@ def test_twins_are_updated_at_most_every_half_minute_and_always_at_the_end(
     outputs: list[Output], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     now, state = [100.0], ["begun"]
-    monkeypatch.setattr(static_twin.time, "monotonic", lambda: now[0])
+    monkeypatch.setattr(live_widget.time, "monotonic", lambda: now[0])
     twins = StaticTwins(widgets.VBox(), lambda: (state[0],))
     twins.display()
     twins.update()
@@ -153,7 +152,7 @@ time.sleep(0.2)
 
 def test_an_output_is_emptied_before_it_gets_another_figure(outputs: list[Output]) -> None:
     """Plotly's renderer in JupyterLab draws the first figure of an output, and ignores the next ones."""
-    figures = [{static_twin.PLOTLY_MIME: {"data": number}, "text/html": f"figure {number}"} for number in (1, 2)]
+    figures = [{live_widget.PLOTLY_MIME: {"data": number}, "text/html": f"figure {number}"} for number in (1, 2)]
     twins = StaticTwins(widgets.VBox(), lambda: ("", figures[0]))
     twins.display()
     figures.pop(0)
@@ -164,7 +163,7 @@ def test_an_output_is_emptied_before_it_gets_another_figure(outputs: list[Output
 def test_a_figure_that_has_not_changed_is_not_sent_again_with_another_state(outputs: list[Output]) -> None:
     """A notebook that ends between the two messages of a figure would keep neither the old nor the new one."""
     state = ["begun"]
-    figure = {static_twin.PLOTLY_MIME: {"data": 1}, "text/html": "figure"}
+    figure = {live_widget.PLOTLY_MIME: {"data": 1}, "text/html": "figure"}
     twins = StaticTwins(widgets.VBox(), lambda: (state[0], dict(figure)))
     twins.every_s = 0
     twins.display()

@@ -17,7 +17,7 @@ import workbench as wb
 from tests.distributed.real_worker import DEVICE, LINK, SEQ, Words, experiment
 from workbench.capture import captured_model
 from workbench.columns import COLUMNS
-from workbench.cost.cluster import Cluster
+from workbench.cost.hardware import Cluster
 from workbench.errors import DataError, InvalidExperiment, UnknownParameter
 from workbench.rundir import RunDir, append_event, read_json, write_json, write_record
 from workbench.runs.launching import launcher

@@ -15,7 +15,7 @@ import workbench as wb
 from tests.distributed.harness import CPU, LINK
 from tests.unit.coupled_models import WIDTH, Regression, total
 from workbench import models
-from workbench.cost.cluster import Cluster
+from workbench.cost.hardware import Cluster
 from workbench.data._datasets import generator_states
 from workbench.errors import DataError
 from workbench.execution.user_data import check_user_data

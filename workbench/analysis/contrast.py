@@ -18,6 +18,7 @@ import numpy as np
 
 from workbench.analysis.curve import (
     COST_AXES,
+    SMOOTHING,
     X_AXES,
     Array,
     Curve,
@@ -30,7 +31,6 @@ from workbench.analysis.curve import (
     why_curves_do_not_compare,
 )
 from workbench.analysis.noise import END, RESOLUTION, Line, Scatter, smoothed_line
-from workbench.analysis.smoothing import SMOOTHING
 from workbench.errors import UnknownParameter
 from workbench.tables import html_table
 from workbench.units import gib

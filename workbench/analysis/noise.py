@@ -22,8 +22,7 @@ from functools import lru_cache
 
 import numpy as np
 
-from workbench.analysis.curve import Array, Indices
-from workbench.analysis.smoothing import position_in_widths
+from workbench.analysis.curve import Array, Indices, position_in_widths
 
 CONFIDENCE = 0.9
 """Share of equal pairs that an interval leaves without a verdict."""
@@ -180,7 +179,7 @@ class Line:
 
 
 def smoothed_line(x: Array, y: Array, width: float, points: slice = WHOLE) -> Line:
-    """Return the smoothed values of `workbench.analysis.smoothing.smoothed` at some points, with their noise."""
+    """Return the smoothed values of `workbench.analysis.curve.smoothed` at some points, with their noise."""
     position = position_in_widths(x, width) if width > 0 else 1e3 * np.arange(len(x))
     kernel = np.exp(-np.abs(position[points, None] - position))
     weight = kernel.sum(1)

@@ -47,8 +47,8 @@ def sample_flops(experiment: Experiment, scope: str = "encoder") -> SampleFlops:
     """
     from workbench.capture.operations import shape_of
     from workbench.capture.sparse_matrices import absent_flops, products_with, sparse_matrices
-    from workbench.cost.cluster import Cluster
     from workbench.cost.graph_profiler import profile_graph
+    from workbench.cost.hardware import Cluster
 
     sparsity = experiment.sparsity or Static(0.0, 1, scope)  # refuses a wrong scope before the model is captured
     captured = graph(experiment)

@@ -8,7 +8,7 @@ from typing import Any
 
 from workbench.analysis.contrast import Contrast, compared_curves, points_of
 from workbench.analysis.contrast import contrast as contrast_curves
-from workbench.analysis.curve import Curve, curves_of, is_held_out
+from workbench.analysis.curve import SMOOTHING, Curve, curves_of, is_held_out
 from workbench.analysis.noise import Scatter, scatter_of, usual_scatter
 from workbench.analysis.seed_contrast import (
     SeedContrast,
@@ -18,7 +18,6 @@ from workbench.analysis.seed_contrast import (
     metric_curve,
     seed_groups,
 )
-from workbench.analysis.smoothing import SMOOTHING
 from workbench.arguments import checked_arguments
 from workbench.errors import InvalidArgument, InvalidExperiment
 from workbench.experiment import values_by_name

@@ -30,6 +30,7 @@ from workbench.analysis.contrast import (
     with_margin,
 )
 from workbench.analysis.curve import (
+    SMOOTHING,
     X_AXES,
     Array,
     Curve,
@@ -48,7 +49,6 @@ from workbench.analysis.noise import (
     scatter_of,
     usual_scatter,
 )
-from workbench.analysis.smoothing import SMOOTHING
 from workbench.errors import UnknownParameter
 from workbench.sparsity import from_json
 from workbench.tables import html_table

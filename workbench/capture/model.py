@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import math
 import warnings
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -11,14 +12,15 @@ from functools import cached_property
 from typing import Any
 
 import torch
+import torch.utils._pytree as pytree
 from torch import fx, nn
+from torch.utils._pytree import tree_map
 
 from workbench.capture.attention import simplify_attention
-from workbench.capture.batch_coupling import Coupling, batch_norms
+from workbench.capture.batch_coupling import MADE_ANEW, Coupling, batch_norms, described
 from workbench.capture.bent_means import batch_coupling
 from workbench.capture.block_boundaries import NodeGroup, canonical_names, find_layers, group_nodes
 from workbench.capture.block_extraction import BlockExtractor
-from workbench.capture.carried_state import CarriedState, carried_state
 from workbench.capture.context_managers import passes_gradient
 from workbench.capture.dataflow import Dataflow, analyse_dataflow
 from workbench.capture.experts import unify_grouped_matmuls
@@ -27,15 +29,199 @@ from workbench.capture.gathering import split_tail
 from workbench.capture.graph import Graph, Rows, ScalarValue, spec_of
 from workbench.capture.logged_scalars import Scalar, scalars_of
 from workbench.capture.losses import MeanLoss, OwnMean, Quotient, label_count, mean_losses
+from workbench.capture.opaque import call_of
 from workbench.capture.opaque_search import SIZES, OpaqueSearch, built_by
-from workbench.capture.operations import ancestors, descendants, reachable, storage_of
+from workbench.capture.operations import (
+    ancestors,
+    arguments_of,
+    descendants,
+    dtype_of,
+    is_random,
+    mutated_arguments,
+    names,
+    op_name,
+    reachable,
+    schema_of,
+    shape_of,
+    storage_of,
+    tensor_at,
+)
 from workbench.capture.outputs import Outputs
 from workbench.capture.returned_loss import LossChoice
-from workbench.capture.rewrites import cast_written_values, clamp_to_bf16_range, place_buffer_updates
 from workbench.capture.source_lines import line_of_node
 from workbench.capture.torch_internals import move_meta_to_cpu, refuse_backward_hooks
 from workbench.errors import CaptureError, InvalidExperiment
 from workbench.tensors import TensorSpec
+
+# Rewrites of an exported graph: in-place writes, and what makes an fp32 capture valid under bf16 autocast.
+
+LARGEST = torch.finfo(torch.bfloat16).max
+_WRITE_VALUES = names(
+    "index_add index_copy index_put index_reduce masked_scatter scatter scatter_add scatter_reduce lerp"
+)
+"""Operations, in place or not, whose first operand and values must have one type."""
+_VALUES = ("source", "src", "values", "end")
+"""Argument names of the values that these operations write."""
+
+
+def place_buffer_updates(module: fx.GraphModule, name: str) -> None:
+    """Move each buffer update, which export puts at the end of the graph, to just after the last read of the old value.
+
+    Writes to batch fields go to copies.
+
+    The update of a buffer by itself is removed: the operation before it wrote in place.
+
+    Raises:
+        CaptureError: forward writes to a parameter, which an optimiser step on another device would not see.
+    """
+    _copy_written_fields(module)
+    owners = {node: storage_of(node) for node in module.graph.nodes}
+    for node in list(module.graph.nodes):
+        for written in mutated_arguments(node):
+            owner = owners[written]
+            if owner.op == "get_attr" and isinstance(tensor_at(module, str(owner.target)), nn.Parameter):
+                line = line_of_node(node)
+                way = "Make it a buffer, or compute a new tensor from it and leave the parameter to the optimiser."
+                if line.is_of_library:
+                    way = (
+                        "The line is a library's: give the module a class of your own that overrides the method that "
+                        "writes, or set the option of the model that leaves the write out."
+                    )
+                raise line.error(name, f"writes to its parameter {owner.target} in forward{line.where}. {way}")
+        if node.target is not torch.ops.aten.copy_.default or node.args[0].op != "get_attr" or node.users:
+            continue
+        buffer, value = node.args[:2]
+        if owners[value] is buffer:
+            module.graph.erase_node(node)
+            continue
+        readers = {value} | {
+            other for other in owners if other is not node and any(owners[s] is buffer for s in other.all_input_nodes)
+        }
+        next(other for other in reversed(module.graph.nodes) if other in readers).append(node)
+
+
+def _copy_written_fields(module: fx.GraphModule) -> None:
+    """Let forward write into a copy of each batch field that it writes to.
+
+    Every block that reads the field repeats the write, so that on the field itself it would happen several times.
+    """
+    written = {storage_of(argument) for node in module.graph.nodes for argument in mutated_arguments(node)}
+    for field in [node for node in module.graph.nodes if node.op == "placeholder" and node in written]:
+        with module.graph.inserting_after(field):
+            copy = module.graph.call_function(torch.ops.aten.clone.default, (field,))
+        copy.meta = dict(field.meta)
+        field.replace_all_uses_with(copy, delete_user_cb=lambda user, copy=copy: user is not copy)
+
+
+def clamp_to_bf16_range(module: fx.GraphModule) -> None:
+    """Bring constants that only fp32 holds into the range of bf16, in place."""
+
+    def clamped(value: Any) -> Any:
+        if isinstance(value, float) and math.isfinite(value) and abs(value) > LARGEST:
+            return math.copysign(LARGEST, value)
+        return value
+
+    for node in module.graph.nodes:
+        if node.op == "call_function" and dtype_of(node) == torch.float32:
+            node.args, node.kwargs = tree_map(clamped, (node.args, dict(node.kwargs)))
+
+
+def cast_written_values(module: fx.GraphModule) -> None:
+    """Cast the values that operations write into a tensor to that tensor's type, in place."""
+    for node in list(module.graph.nodes):
+        if schema_of(node) is None or op_name(node).rstrip("_") not in _WRITE_VALUES:
+            continue
+        given, target = arguments_of(node), node.args[0]
+        values: Any = next((given[name] for name in _VALUES if name in given), None)
+        dtype = dtype_of(values)
+        if dtype is None or not dtype.is_floating_point or values is target or dtype != dtype_of(target):
+            continue
+        with module.graph.inserting_before(node):
+            cast = module.graph.call_function(torch.ops.aten.to.other, (values, target))
+        cast.meta = {**node.meta, "val": values.meta["val"]}
+        node.replace_input_with(values, cast)
+
+
+# Buffers that carry a value from one forward to the next: forward writes them, and what they hold reaches its loss.
+
+_OVERWRITES = ("copy_", "fill_", "zero_")
+"""Operations that leave nothing of what their first operand held."""
+
+
+@dataclass(frozen=True)
+class CarriedState:
+    """The buffers through which a forward depends on those before it."""
+
+    of_samples: tuple[str, ...] = ()
+    """Name of each buffer that takes something of the batch, with the operation that writes it."""
+    of_forwards: tuple[str, ...] = ()
+    """Name of each buffer whose next value is known without the batch, with the operation that writes it."""
+
+
+def carried_state(flow: Dataflow, loss: fx.Node, names: Mapping[int, str], model: str) -> CarriedState:
+    """Return the state that a captured forward carries; `names` has the buffers' names by the ids of their tensors.
+
+    Raises `CaptureError` for a tensor of the model that is no buffer: no checkpoint has it.
+    """
+    reads: defaultdict[int, list[fx.Node]] = defaultdict(list)
+    for node, tensor in flow.tensors.items():
+        if not isinstance(tensor, nn.Parameter):
+            reads[id(tensor)].append(node)
+    needed = ancestors([loss])
+    found: dict[bool, list[str]] = {True: [], False: []}
+    for identity, nodes in reads.items():
+        writers = sorted((w for node in nodes for w in flow.writers.get(node, ())), key=flow.order.__getitem__)
+        users = [(user, node) for node in nodes for user in node.users if user in needed]
+        if writers and any(_reads(user, [node]) for user, node in users) and _reaches(flow, loss, nodes, writers):
+            if identity not in names:
+                raise line_of_node(writers[-1]).error(
+                    model,
+                    f"writes to the tensor {nodes[0].target}{line_of_node(writers[-1]).where}, which is no buffer, and "
+                    "the next forward computes with it: no checkpoint would hold it. Register it: "
+                    "self.register_buffer('state', tensor).",
+                )
+            name = names[identity]
+            takes = any(_takes_of_batch(writer) for writer in writers)
+            found[takes].append(f"the buffer {name}, written by {described(writers[-1])}")
+    return CarriedState(tuple(found[True]), tuple(found[False]))
+
+
+def _reaches(flow: Dataflow, loss: fx.Node, reads: list[fx.Node], writers: list[fx.Node]) -> bool:
+    """Return True if the loss depends on what a buffer held before this forward."""
+    old, holders = set(reads), set(reads)
+    """Nodes whose values depend on it, and owners of memory that hold it."""
+    for node in flow.order:
+        if node.op != "call_function" or op_name(node) in MADE_ANEW:
+            continue
+        sources = [source for source in node.all_input_nodes if source in old or storage_of(source) in holders]
+        is_whole = node in writers and op_name(node) in _OVERWRITES and shape_of(node.args[0]) == shape_of(reads[0])
+        if is_whole and not any(source in old and source is not node.args[0] for source in sources):
+            holders -= set(reads)
+            old -= set(reads)
+        elif _reads(node, sources):
+            old.add(node)
+            holders |= {storage_of(written) for written in mutated_arguments(node)}
+    return loss in old
+
+
+def _reads(node: fx.Node, sources: list[fx.Node]) -> bool:
+    """Return True if an operation computes with one of its operands, and does not only update it."""
+    if (call := call_of(node)) is not None:
+        given = pytree.tree_leaves(node.args[1])
+        unread = {given[at] for at in set(call.written) - set(call.read_again)}
+        return any(source not in unread for source in sources)
+    if op_name(node) == "batch_norm" and arguments_of(node)["training"]:
+        return any(source not in node.args[3:5] for source in sources)
+    return bool(sources)
+
+
+def _takes_of_batch(writer: fx.Node) -> bool:
+    """Return True if the value that is written depends on fields of the batch or on random numbers."""
+
+    def sources(node: fx.Node) -> Any:
+        return () if node.op == "call_function" and op_name(node) in MADE_ANEW else node.all_input_nodes
+
+    return any(node.op == "placeholder" or is_random(node) for node in reachable([writer], sources))
 
 
 def build_meta(factory: Callable[[], nn.Module]) -> nn.Module:

@@ -7,8 +7,7 @@
 Importing this loads no torch; `workbench.cost.graph_profiler` does, because it runs a graph on the meta device.
 """
 
-from workbench.cost.cluster import Cluster
-from workbench.cost.device import Device, Efficiency, Link
+from workbench.cost.hardware import Cluster, Device, Efficiency, Link
 from workbench.cost.profile import BlockCosts, Profile
 
 __all__ = ["BlockCosts", "Cluster", "Device", "Efficiency", "Link", "Profile"]

@@ -16,7 +16,7 @@ from typing import Any
 
 import numpy as np
 
-from workbench.cost.device import Device
+from workbench.cost.hardware import Device
 from workbench.cost.profile import BlockTypeCost, DividedCosts, Profile, TimeRatios
 
 

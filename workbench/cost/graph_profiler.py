@@ -16,7 +16,7 @@ from workbench.capture.tensor_parallel import plan_tensor_parallel
 from workbench.cost.block_sparse import SparseMatrices
 from workbench.cost.block_trace import BlockTrace, RowSelection
 from workbench.cost.block_type_cost import block_type_cost
-from workbench.cost.device import Device
+from workbench.cost.hardware import Device
 from workbench.cost.operations import Settings
 from workbench.cost.profile import BlockCost, BlockTypeCost, DividedCosts, Profile, TailCosts
 from workbench.tensors import TensorSpec

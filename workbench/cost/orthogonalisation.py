@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 
-from workbench.cost.cluster import Cluster
+from workbench.cost.hardware import Cluster
 from workbench.cost.memory import BF16, FP32, IN_TRANSIT_BYTES
 from workbench.cost.profile import ADAMW
 from workbench.strategy import Strategy

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 import numpy.typing as npt
 
-from workbench.cost.device import Device
+from workbench.cost.hardware import Device
 from workbench.strategy import RECOMPUTE
 
 if TYPE_CHECKING:

@@ -46,7 +46,7 @@ from workbench.execution.blocks.context import StepContext
 from workbench.execution.blocks.labelled_head import LabelCounter
 from workbench.execution.build import prepare_compiler, runners, use_deterministic_kernels
 from workbench.execution.step_timeline import Timestamp
-from workbench.measure.probe_request import MAX_BLOCKS_PER_TYPE, MICRO_BATCH, REQUEST, RESULT, ProbeRequest
+from workbench.measure.block_probes import MAX_BLOCKS_PER_TYPE, MICRO_BATCH, REQUEST, RESULT, ProbeRequest
 from workbench.rundir import read_json, write_json
 from workbench.tensors import TensorSpec
 from workbench.units import GIB

@@ -11,11 +11,13 @@ import numpy as np
 import plotly.graph_objects as go
 
 from workbench.analysis.curve import (
+    SMOOTHING,
     X_AXES,
     Array,
     Curve,
     Indices,
     check_axis,
+    check_smoothing,
     column,
     evaluations_of,
     metrics_of,
@@ -23,7 +25,6 @@ from workbench.analysis.curve import (
     shared_axes,
     where_logged,
 )
-from workbench.analysis.smoothing import SMOOTHING, check_smoothing
 from workbench.columns import COLUMNS, EVALUATION_LABELS, AxisUnit
 from workbench.errors import UnknownParameter, suggestion
 from workbench.figures import theme

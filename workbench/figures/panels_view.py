@@ -12,6 +12,7 @@ import numpy as np
 import plotly.graph_objects as go
 
 from workbench.analysis.curve import (
+    SMOOTHING,
     X_AXES,
     Array,
     Curve,
@@ -22,7 +23,6 @@ from workbench.analysis.curve import (
     shared_axes,
     where_logged,
 )
-from workbench.analysis.smoothing import SMOOTHING
 from workbench.columns import COLUMNS
 from workbench.figures import theme
 from workbench.figures.figure import Figure, subplots

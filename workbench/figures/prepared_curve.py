@@ -11,8 +11,19 @@ from typing import TypeVar
 
 import numpy as np
 
-from workbench.analysis.curve import X_AXES, Array, Curve, Indices, Mark, column, column_or_nan, evaluations_of
-from workbench.analysis.smoothing import smoothed, smoothing_axis, smoothing_width
+from workbench.analysis.curve import (
+    X_AXES,
+    Array,
+    Curve,
+    Indices,
+    Mark,
+    column,
+    column_or_nan,
+    evaluations_of,
+    smoothed,
+    smoothing_axis,
+    smoothing_width,
+)
 from workbench.figures import theme
 from workbench.machine import available_cores
 from workbench.runs.loss_basis import LossBasis

@@ -6,9 +6,8 @@ from collections.abc import Iterable, Mapping
 from operator import itemgetter
 from typing import Any
 
-from workbench.analysis.curve import curves_of
+from workbench.analysis.curve import SMOOTHING, curves_of
 from workbench.analysis.pareto import pareto_points
-from workbench.analysis.smoothing import SMOOTHING
 from workbench.arguments import checked_arguments
 from workbench.errors import InvalidArgument
 from workbench.experiment import Experiment

@@ -14,8 +14,7 @@ from jupyter_server.auth.decorator import authorized
 
 from workbench.errors import WorkbenchError, suggestion
 from workbench.lab.run_handlers import RUN_HANDLERS, Handler
-from workbench.notebooks.parameters import parameters, values_of, with_values
-from workbench.notebooks.templates import templates
+from workbench.notebooks.parameters import parameters, templates, values_of, with_values
 
 
 class Templates(Handler):

@@ -20,18 +20,22 @@ from pathlib import Path
 from typing import Annotated
 
 from workbench.arguments import checked_arguments
-from workbench.cost.cluster import Cluster
-from workbench.cost.device import CALIBRATED, FITTED, Link
+from workbench.cost.hardware import CALIBRATED, FITTED, Cluster, Link
 from workbench.errors import PlanMismatch
 from workbench.home import cache_home
 from workbench.machine import available_cores, cpu_model
-from workbench.measure.detection import CPU_PROCESSES, detected_cluster, known_gpu
-from workbench.measure.load import LoadWatch, in_words, is_doubtful, is_quiet
-from workbench.measure.microbenchmarks import (
+from workbench.measure.detection import (
+    CPU_PROCESSES,
+    LoadWatch,
     attention_rates,
     block_host_seconds,
     copy_rate,
+    detected_cluster,
     host_rate,
+    in_words,
+    is_doubtful,
+    is_quiet,
+    known_gpu,
     launch_seconds,
     measured_together,
     product_rates,
@@ -106,7 +110,7 @@ class Calibration:
     beside: Measured = 1.0
     """Rate of a copy of one CPU process while the others copy too, over its rate alone: they share the memory."""
     circumstances: Mapping[str, Share] = field(default_factory=dict, hash=False)
-    """When this was measured, and the share of the cores that other processes took (`workbench.measure.load`)."""
+    """When this was measured, and the share of the cores that other processes took (`workbench.measure.detection`)."""
 
     def cluster(self, gpus: int | None = None) -> Cluster:
         """Return the measured machine, or `gpus` devices like its own.

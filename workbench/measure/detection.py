@@ -1,29 +1,265 @@
 """The devices of this machine: GPUs by the name that torch reports, CPUs and unknown GPUs by a speed measured once.
 
 Rates are cached under `$WORKBENCH_HOME/devices` for each device and torch version, with the load that they were
-measured under; `workbench.measure.load` says when they are measured again.
+measured under; `workbench.measure.detection` says when they are measured again.
 """
 
 from __future__ import annotations
 
+import datetime
 import hashlib
+import json
+import os
 import platform
-from collections.abc import Callable, Mapping
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
+from typing import Any
 
+import numpy as np
 import psutil
 
-from workbench.cost.cluster import Cluster
-from workbench.cost.device import TIMED, Device, Efficiency, Link
-from workbench.cost.hardware import CARDS, NODES, PCIE
+from workbench.cost.hardware import CARDS, NODES, PCIE, TIMED, Cluster, Device, Efficiency, Link
 from workbench.errors import PlanInfeasible
 from workbench.home import cache_home
 from workbench.machine import available_cores, cpu_model
-from workbench.measure.load import LoadWatch, in_words, is_doubtful, is_quiet
-from workbench.measure.microbenchmarks import copy_rate, product_s
-from workbench.rundir import read_object, write_json
+from workbench.rundir import read_json, read_object, write_json
 from workbench.units import plain
+
+# The load of other processes while something was measured, and whether it should be measured again.
+
+BUSY = 0.2
+"""Share of the cores from which other work makes a measurement doubtful, and that a quiet machine stays below."""
+DISAGREEMENT = 2.0
+"""Ratio of a finished run's step to its prediction, either way, that contradicts what the prediction came from.
+
+Constants of CPUs are right to a factor of 1.5 on an idle machine.
+"""
+MEASURED, OTHERS = "measured_at", "others"
+"""Keys of a cached measurement: seconds since 1970, and the share of the cores that other processes took."""
+
+
+class LoadWatch:
+    """Counts, from its creation on, the processor time that other processes took."""
+
+    def __init__(self) -> None:
+        self._began = self._now()
+
+    def facts(self) -> dict[str, float]:
+        """Return when this was, and the share of the cores that other processes took, to be cached beside a result."""
+        began, now = self._began, self._now()
+        seconds, busy, own = (after - before for before, after in zip(began, now, strict=True))
+        others = max(0.0, busy - own) / max(seconds * (psutil.cpu_count() or 1), 1e-9)
+        return {MEASURED: time.time(), OTHERS: min(1.0, others)}
+
+    @staticmethod
+    def _now() -> tuple[float, float, float]:
+        every, own = psutil.cpu_times(), os.times()
+        idle = every.idle + getattr(every, "iowait", 0.0)
+        return time.monotonic(), sum(every) - idle - getattr(every, "guest", 0.0), sum(own[:4])
+
+
+def is_quiet() -> bool:
+    """Return True if fewer processes want a core than there are cores to spare for a measurement."""
+    return os.getloadavg()[0] < max(BUSY * available_cores(), 0.5)
+
+
+def is_doubtful(facts: Mapping[str, Any]) -> bool:
+    """Return True for a measurement that was made beside much other work, or before a run that contradicted it."""
+    return float(facts.get(OTHERS, 1.0)) > BUSY or float(facts.get(MEASURED, 0.0)) < contradicted_at()
+
+
+def in_words(facts: Mapping[str, Any]) -> str:
+    """Return when something was measured and beside how much other work; "" where that is not known."""
+    if MEASURED not in facts:
+        return ""
+    when = datetime.datetime.fromtimestamp(facts[MEASURED], datetime.UTC)
+    said = f" on {when.day} {when:%B %Y}"
+    said += f" while other processes took {facts[OTHERS]:.0%} of the cores" if facts[OTHERS] > BUSY else ""
+    contradicted = facts[MEASURED] < contradicted_at()
+    return said + (", and a run that has finished since contradicts them" if contradicted else "")
+
+
+def contradicted_at() -> float:
+    """Return when a finished run last contradicted its prediction, in seconds since 1970; 0 if none did."""
+    try:
+        return float(read_json(_path())["time"])
+    except (OSError, ValueError, KeyError, TypeError):
+        return 0.0
+
+
+def compare(predicted_ms: float, measured_ms: float) -> None:
+    """Note that a run has finished whose steps its prediction missed by far; others leave no trace."""
+    ratio = measured_ms / predicted_ms
+    if not 1 / DISAGREEMENT <= ratio <= DISAGREEMENT:
+        write_json(_path(), {"time": time.time(), "predicted_ms": predicted_ms, "measured_ms": measured_ms})
+
+
+def _path() -> Path:
+    return cache_home() / "contradicted.json"
+
+
+# Kernels, copies, launches and all-reduces timed alone on this machine; torch is loaded when a function is called.
+
+LINK_BENCHMARK = "workbench.measure.links"
+"""Module that each process of the all-reduce benchmark runs."""
+LINK_TIMEOUT_S = 120.0
+"""Seconds after which the all-reduce benchmark is given up."""
+
+
+def fastest_s(work: Callable[[], Any], device_type: str, *, repeats: int = 5, warm_ups: int = 2) -> float:
+    """Return the seconds of the fastest of `repeats` runs, after some that warm up."""
+    import torch
+
+    best = float("inf")
+    for attempt in range(warm_ups + repeats):
+        if device_type == "cuda":
+            torch.cuda.synchronize()
+        started = time.perf_counter()
+        work()
+        if device_type == "cuda":
+            torch.cuda.synchronize()
+        if attempt >= warm_ups:
+            best = min(best, time.perf_counter() - started)
+    return best
+
+
+def product_s(size: int, device_type: str, precision: str, *, warm_ups: int = 2) -> float:
+    """Return the seconds of a product of two square matrices with `size` rows."""
+    import torch
+
+    matrix = torch.randn(size, size, device=device_type, dtype=_dtype(precision))
+    return fastest_s(partial(torch.mm, matrix, matrix), device_type, warm_ups=warm_ups)
+
+
+def copy_rate(num_bytes: int, device_type: str, *, warm_ups: int = 2) -> float:
+    """Return the bytes per second, read plus written, of a copy in the device's memory."""
+    import torch
+
+    source = torch.ones(num_bytes // 4, device=device_type)
+    target = torch.zeros_like(source)
+    return 2 * source.nbytes / fastest_s(lambda: target.copy_(source), device_type, warm_ups=warm_ups)
+
+
+def product_rates(device_type: str, precision: str) -> tuple[float, float]:
+    """Return the peak FLOP/s of matrix products and the FLOPs of a product that reaches half of it."""
+    sizes = (512, 1024, 2048, 4096, 8192) if device_type == "cuda" else (64, 128, 256, 512, 1024)
+    return fit_products([(2.0 * size**3, product_s(size, device_type, precision)) for size in sizes])
+
+
+def fit_products(points: Sequence[tuple[float, float]]) -> tuple[float, float]:
+    """Return the peak FLOP/s and the FLOPs that reach half of it, from (FLOPs, seconds) of products.
+
+    rate = peak · f / (f + half) means seconds = f / peak + half / peak: a line, fitted by relative errors.
+    """
+    flops, seconds = np.array(points).T
+    slope, offset = np.polyfit(flops, seconds, 1, w=1 / seconds)
+    if slope <= 0 or offset < 0:  # noise hides the offset
+        return float((flops / seconds).max()), float(flops.min()) / 100
+    return float(1 / slope), float(offset / slope)
+
+
+def attention_rates(device_type: str, precision: str) -> tuple[float, float]:
+    """Return the FLOP/s of fused attention, forward and backward, at the shape of a large transformer."""
+    import torch
+    from torch.nn.functional import scaled_dot_product_attention
+
+    batch, heads, tokens, width = (8, 16, 1024, 64) if device_type == "cuda" else (1, 4, 256, 64)
+    make = partial(torch.randn, (batch, heads, tokens, width), device=device_type, dtype=_dtype(precision))
+    query, key, value = (make(requires_grad=True) for _ in range(3))
+    gradient = make()
+    flops = 4.0 * batch * heads * tokens * tokens * width
+
+    def both() -> None:
+        torch.autograd.grad(scaled_dot_product_attention(query, key, value), (query, key, value), gradient)
+
+    with torch.no_grad():
+        forward = fastest_s(lambda: scaled_dot_product_attention(query, key, value), device_type)
+    backward = max(fastest_s(both, device_type) - forward, forward)
+    return flops / forward, 2.5 * flops / backward
+
+
+def host_rate() -> float:
+    """Return the bytes per second from pinned host memory to the GPU."""
+    import torch
+
+    source = torch.ones(256 << 20, dtype=torch.uint8, pin_memory=True)
+    target = torch.empty_like(source, device="cuda")
+    return source.nbytes / fastest_s(lambda: target.copy_(source, non_blocking=True), "cuda")
+
+
+def launch_seconds(device_type: str) -> float:
+    """Return the seconds between two small operations that Python launches."""
+    import torch
+
+    value, launches = torch.zeros(8, device=device_type), 200
+    return fastest_s(lambda: [value.add_(1.0) for _ in range(launches)], device_type) / launches
+
+
+def block_host_seconds(device_type: str) -> tuple[float, float]:
+    """Return the host's seconds for forward and backward of a transformer layer that takes the device no time.
+
+    The layer is compiled on a GPU, because blocks run compiled there.
+    """
+    import torch
+    from torch import nn
+
+    layer: Any = nn.TransformerEncoderLayer(32, 2, 64, dropout=0.0, batch_first=True, device=device_type)
+    run = torch.compile(layer) if device_type == "cuda" else layer
+    value = torch.randn(1, 8, 32, device=device_type, requires_grad=True)
+    forward = fastest_s(lambda: run(value), device_type, repeats=20)
+    both = fastest_s(lambda: run(value).sum().backward(), device_type, repeats=20)
+    return forward, max(both - forward, 0.5 * forward)
+
+
+def measured_together(devices: int) -> dict[str, Any]:
+    """Return what all devices, run in one process each, reach together; nothing for one device or on failure.
+
+    The entries are `link`, the sums over CPU processes of `product_flops` and `memory_bandwidth`, and `beside`, the
+    rate of one process's copy while the others copy too, over its rate alone.
+    """
+    if devices < 2:
+        return {}
+    with tempfile.TemporaryDirectory() as folder:
+        result = Path(folder) / "times.json"
+        command = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={devices}"]
+        command += ["-m", LINK_BENCHMARK, str(result)]
+        package = str(Path(__file__).resolve().parents[2])
+        paths = os.pathsep.join(path for path in (package, os.environ.get("PYTHONPATH", "")) if path)
+        threads = str(max(1, available_cores() // devices))  # as the ranks of a run have
+        environment = {**os.environ, "PYTHONPATH": paths, "OMP_NUM_THREADS": threads}
+        try:
+            subprocess.run(command, env=environment, capture_output=True, timeout=LINK_TIMEOUT_S, check=True)
+            found = json.loads(result.read_text())
+            return {"link": fit_link(found.pop("all_reduce"), devices), **found}
+        except (OSError, subprocess.SubprocessError, json.JSONDecodeError):
+            return {}
+
+
+def fit_link(points: Sequence[tuple[float, float]], group: int) -> Link:
+    """Return latency and bus bandwidth from (bytes, seconds) of all-reduces over `group` devices.
+
+    The model is that of `workbench.cost.hardware`: t = 2 · steps · α + 2 (g - 1) / g · bytes / β. The smallest
+    message gives α, the largest β.
+    """
+    ordered = sorted(points)
+    steps = 2 * (group - 1).bit_length()
+    latency = ordered[0][1] / steps
+    size, seconds = ordered[-1]
+    moving = max(seconds - steps * latency, 0.5 * seconds)
+    return Link(2 * (group - 1) / group * size / moving, latency)
+
+
+def _dtype(precision: str) -> Any:
+    import torch
+
+    return torch.bfloat16 if precision == "bf16" else torch.float32
+
 
 CPU_PROCESSES = 2
 """Processes of a machine without GPUs, unless a number is given."""

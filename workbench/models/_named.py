@@ -25,6 +25,12 @@ from workbench.validation import (
 if TYPE_CHECKING:
     from torch import nn
 
+
+import dataclasses
+import functools
+
+from workbench.arguments import checked_arguments
+
 LAYOUTS = ("post_ln", "pre_ln")
 Size = Annotated[Whole, Field(ge=1, le=2**24)]
 """A size of a model; a larger one would only keep the planner busy."""
@@ -193,3 +199,26 @@ def quiet() -> Iterator[None]:
         logging.set_verbosity(before)
         if shows_progress:
             logging.enable_progress_bar()
+
+
+# The size of a model as scaling laws count it.
+
+
+@checked_arguments
+def parameters_without_embeddings(model: Model) -> int:
+    """Return the number of a model's parameters without its embedding tables: those of tokens, positions, segments.
+
+    A read-out that shares the table of the tokens is not counted either. Kaplan et al. (arXiv:2001.08361) count so,
+    because the losses of models of different depth lie on one curve only then.
+    """
+    return _count(dataclasses.replace(model, initial_scale=None))
+
+
+@functools.lru_cache(maxsize=256)
+def _count(model: Model) -> int:
+    import torch
+
+    with torch.device("meta"):
+        module = model.build()
+    tables = {id(part.weight) for part in module.modules() if isinstance(part, torch.nn.Embedding)}
+    return sum(each.numel() for each in module.parameters() if id(each) not in tables)

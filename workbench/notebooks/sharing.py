@@ -14,8 +14,7 @@ from workbench.errors import WorkbenchError
 from workbench.figures.figure import written
 from workbench.figures.pages import PLOTLY_MIME, WIDGET_MIME, add_pictures, notebook_to_html, read_notebook
 from workbench.figures.sanitizing import harmless_html, harmless_markdown, runs_something
-from workbench.notebooks.executing import check_not_overwritten
-from workbench.notebooks.record import KEY, Record, runs_shown_in
+from workbench.notebooks.executing import KEY, Record, check_not_overwritten, runs_shown_in
 from workbench.runs.registry import Runs, load_runs
 from workbench.secrets import MASK, masked_json, secrets
 
@@ -91,7 +90,7 @@ def _add_missing_record(notebook: Any, runs: Runs | None) -> list[str]:
 
 
 def _remove_widgets(notebook: Any) -> None:
-    from workbench.widgets.static_twin import HIDE_DEAD_WIDGET
+    from workbench.widgets.live_widget import HIDE_DEAD_WIDGET
 
     notebook.metadata.pop("widgets", None)
     for cell in notebook.cells:

@@ -12,15 +12,14 @@ from functools import lru_cache
 import numpy as np
 import numpy.typing as npt
 
-from workbench.cost.communication import all_gather_s, all_reduce_s, reduce_scatter_s
-from workbench.cost.device import Device, Link
+from workbench.cost.hardware import Device, Link, all_gather_s, all_reduce_s, reduce_scatter_s
 from workbench.cost.memory import BF16, FP32, ParameterTable, spans
 from workbench.cost.profile import ACCUMULATE_BYTES, BlockCosts, Profile
 from workbench.memo import memoised
 
 Array = npt.NDArray[np.float64]
 Collective = Callable[[Array, int, Link], Array]
-"""A function of `workbench.cost.communication`: seconds for so many bytes in a group over a link."""
+"""A function of `workbench.cost.hardware`: seconds for so many bytes in a group over a link."""
 
 RELAUNCHED = {"selective": 0.5, "full": 1.0}
 """Fraction of the host's time for a forward that activation checkpointing adds to a compiled backward in which it

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
 from workbench.arguments import checked_arguments
-from workbench.cost.device import FRAGMENTATION, Link
+from workbench.cost.hardware import FRAGMENTATION, Link
 from workbench.cost.profile import Profile
 from workbench.errors import PlanInfeasible, PlanMismatch
 from workbench.planning.plan import Plan

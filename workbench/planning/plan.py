@@ -18,7 +18,7 @@ from pydantic import ValidationError as Refusal
 
 from workbench.arguments import checked_arguments
 from workbench.capture.computation import Computation
-from workbench.cost.cluster import Cluster
+from workbench.cost.hardware import Cluster
 from workbench.cost.memory import FP32
 from workbench.cost.profile import Profile
 from workbench.errors import PlanMismatch, WorkbenchError, in_words

@@ -7,7 +7,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Unpack
 
 from workbench.arguments import checked_arguments
-from workbench.cost.cluster import Cluster
+from workbench.cost.hardware import Cluster
 from workbench.experiment import Experiment
 from workbench.planning.optimizer_limits import choices_for_optimizer
 from workbench.planning.plan import Plan

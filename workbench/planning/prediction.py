@@ -6,8 +6,7 @@ from dataclasses import replace
 
 import numpy as np
 
-from workbench.cost.communication import point_to_point_s
-from workbench.cost.device import CALIBRATED, DATA_SHEET, FITTED, TIMED, Device
+from workbench.cost.hardware import CALIBRATED, DATA_SHEET, FITTED, TIMED, Device, point_to_point_s
 from workbench.cost.profile import Profile
 from workbench.pipeline_schedules import build_schedule
 from workbench.planning.device_costs import Array

@@ -10,7 +10,7 @@ from functools import partial
 from typing import TYPE_CHECKING
 
 from workbench.arguments import checked_arguments
-from workbench.cost.cluster import Cluster
+from workbench.cost.hardware import Cluster
 from workbench.errors import CaptureError, InvalidArgument, InvalidExperiment, in_words, suggestion
 from workbench.experiment import Experiment
 from workbench.planning.request import checked_cluster
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from workbench.capture import Graph
     from workbench.capture.captured_model import CapturedModel
     from workbench.cost.profile import Profile
-    from workbench.measure.probe_request import ProbeRequest
+    from workbench.measure.block_probes import ProbeRequest
 
 
 NOT_GATHERED = ("samples", "sparsity")
@@ -182,8 +182,7 @@ def _check_patterns(experiment: Experiment, graph: Graph) -> None:
 
 def probe_request(experiment: Experiment, cluster: Cluster) -> ProbeRequest:
     """Return the request to the processes that measure the model's blocks on this machine."""
-    from workbench.measure.block_probes import likely_micro_batches
-    from workbench.measure.probe_request import ProbeRequest
+    from workbench.measure.block_probes import ProbeRequest, likely_micro_batches
 
     return ProbeRequest(
         experiment.model.name,

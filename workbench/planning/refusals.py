@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import replace
 from typing import Any
 
-from workbench.cost.device import FRAGMENTATION
+from workbench.cost.hardware import FRAGMENTATION
 from workbench.cost.profile import Profile
 from workbench.errors import PlanInfeasible
 from workbench.pipeline_schedules import SCHEDULES, interleaving

@@ -7,8 +7,7 @@ from collections.abc import Sequence
 from dataclasses import field, replace
 from typing import Annotated, Any, Unpack
 
-from workbench.cost.cluster import Cluster
-from workbench.cost.device import FRAGMENTATION, Device
+from workbench.cost.hardware import FRAGMENTATION, Cluster, Device
 from workbench.cost.profile import Profile
 from workbench.errors import PlanInfeasible
 from workbench.experiment import Experiment

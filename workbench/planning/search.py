@@ -15,7 +15,7 @@ from typing import Unpack
 
 import numpy as np
 
-from workbench.cost.cluster import Cluster
+from workbench.cost.hardware import Cluster
 from workbench.cost.profile import Profile
 from workbench.errors import PlanInfeasible, PlanMismatch, checked_keywords
 from workbench.planning.assembly import assemble

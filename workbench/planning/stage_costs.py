@@ -12,9 +12,7 @@ from functools import cached_property
 
 import numpy as np
 
-from workbench.cost.cluster import Cluster
-from workbench.cost.communication import all_gather_s, all_reduce_s, point_to_point_s
-from workbench.cost.device import Link
+from workbench.cost.hardware import Cluster, Link, all_gather_s, all_reduce_s, point_to_point_s
 from workbench.cost.memory import (
     BF16,
     FP32,

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 
-from workbench.cost.device import FRAGMENTATION
+from workbench.cost.hardware import FRAGMENTATION
 from workbench.cost.profile import Profile
 from workbench.errors import InvalidArgument, PlanInfeasible
 from workbench.pipeline_schedules import SCHEDULES

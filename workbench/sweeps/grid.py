@@ -15,8 +15,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from workbench.arguments import checked_arguments
-from workbench.cost.cluster import Cluster
-from workbench.cost.device import TIMED
+from workbench.cost.hardware import TIMED, Cluster
 from workbench.cost.profile import Profile
 from workbench.errors import InvalidArgument, PlanInfeasible, suggestion
 from workbench.experiment import Experiment

@@ -19,7 +19,7 @@ from workbench.runs.run import Run
 from workbench.sweeps.measured import MeasuredGrid
 from workbench.sweeps.sweep import Row, Sweep
 from workbench.tables import Html, html_table
-from workbench.widgets.dashboard_row import DashboardRow, name_width, swatch
+from workbench.widgets.dashboard import DashboardRow, name_width, swatch
 from workbench.widgets.live_widget import LiveWidget
 from workbench.widgets.plot import Plot
 from workbench.widgets.run_reader import RunReader

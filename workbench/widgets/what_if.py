@@ -16,7 +16,7 @@ import ipywidgets as widgets
 import plotly.graph_objects as go
 
 from workbench.arguments import checked_arguments
-from workbench.cost.cluster import Cluster
+from workbench.cost.hardware import Cluster
 from workbench.cost.profile import Profile
 from workbench.errors import WorkbenchError
 from workbench.experiment import Experiment
@@ -28,7 +28,7 @@ from workbench.planning.profiling import profile_and_cluster
 from workbench.planning.search import uncollected
 from workbench.planning.search import what_if as plan_again
 from workbench.units import GIB
-from workbench.widgets.dashboard_row import fixed_width
+from workbench.widgets.dashboard import fixed_width
 from workbench.widgets.live_widget import LiveWidget, respond_while_busy
 from workbench.widgets.plot import Plot
 

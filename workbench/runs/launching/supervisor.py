@@ -425,8 +425,8 @@ def _conclude(attempt: _Supervised, exit_code: int, launcher_output: str) -> int
 
 def _compare_with_prediction(attempt: _Supervised) -> None:
     """Note for the next plan of this machine whether the steps contradict what was measured of its speed."""
-    from workbench.cost.device import CALIBRATED, TIMED
-    from workbench.measure.load import compare
+    from workbench.cost.hardware import CALIBRATED, TIMED
+    from workbench.measure.detection import compare
 
     step_ms = attempt.stalls.usual_step_ms
     with contextlib.suppress(OSError, ValueError, LookupError, TypeError):  # a plan file of another version
