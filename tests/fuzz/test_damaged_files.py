@@ -124,7 +124,7 @@ class World:
         patch.setattr(processes, "strays", lambda _: [])  # they are looked for among all processes of the machine
         patch.setattr(launcher, "launch", self._launched)
         patch.setattr(save_load, "create_state", lambda _: None)
-        patch.setattr(save_load, "_entries", lambda _: self.entries)
+        patch.setattr(save_load, "entries", lambda _: self.entries)
         patch.setattr(dist, "new_group", lambda **_: dist.group.WORLD)  # each of its own would keep threads to the end
         self.model = torch.nn.Sequential(torch.nn.Linear(4, 3), torch.nn.LayerNorm(3))
         self.weights = {name: weight.detach() for name, weight in self.model.named_parameters()}

@@ -85,7 +85,7 @@ def resumed(path: Path, monkeypatch: pytest.MonkeyPatch) -> torch.Tensor:
         sparse_weights=None,
     )
     monkeypatch.setattr(save_load, "create_state", lambda _: None)
-    monkeypatch.setattr(save_load, "_entries", lambda _: [("model.weight", "weight", weight)])
+    monkeypatch.setattr(save_load, "entries", lambda _: [("model.weight", "weight", weight)])
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     try:
         save_load.CheckpointStore(trainer, RunDir(path.parent.parent)).load(path)  # type: ignore[arg-type]
