@@ -183,11 +183,14 @@ class World:
         trainer = SimpleNamespace(
             plan=self.plan,
             optimizer=None,
-            stages=SimpleNamespace(shardings={}, compact=BlockSparseParameters(), model_buffers=dict),
+            stages=SimpleNamespace(
+                shardings={}, compact=BlockSparseParameters(), model_buffers=dict, model_parameters=dict
+            ),
             graph=SimpleNamespace(parameters=self.weights),
             coordinate=SimpleNamespace(data=1, tensor=1, data_rank=0, tensor_rank=0),
             context=SimpleNamespace(device=torch.device("cpu")),
             sparse_weights=None,
+            average=None,
         )
         extras = CheckpointExtras(describe_model(self.model)[0])
         return CheckpointStore(trainer, run, extras=extras)  # type: ignore[arg-type]

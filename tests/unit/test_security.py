@@ -74,7 +74,7 @@ def complete(path: Path) -> None:
 def resumed(path: Path, monkeypatch: pytest.MonkeyPatch) -> torch.Tensor:
     """Return the weight that a rank loads when it resumes."""
     weight = torch.zeros(4)
-    stages = SimpleNamespace(shardings={}, compact=BlockSparseParameters())
+    stages = SimpleNamespace(shardings={}, compact=BlockSparseParameters(), model_parameters=dict)
     graph = SimpleNamespace(parameters={"weight": weight})
     trainer = SimpleNamespace(
         plan=SimpleNamespace(signature="abc"),
@@ -83,6 +83,7 @@ def resumed(path: Path, monkeypatch: pytest.MonkeyPatch) -> torch.Tensor:
         graph=graph,
         evaluator=None,
         sparse_weights=None,
+        average=None,
     )
     monkeypatch.setattr(save_load, "create_state", lambda _: None)
     monkeypatch.setattr(save_load, "entries", lambda _: [("model.weight", "weight", weight)])
