@@ -303,6 +303,11 @@ def log_scalar(name: str, value: Any, reduce: str = "mean") -> None:
     the loss is a mean over labels, and equally otherwise. A recomputation of activations does not count again. In a
     callback, the value of rank 0 is logged as it is.
 
+    >>> def forward(self, input_ids, labels):
+    ...     logits = self.layers(input_ids)
+    ...     wb.log_scalar("largest_logit", logits.max(), reduce="max")
+    ...     return torch.nn.functional.cross_entropy(logits.flatten(0, 1), labels.flatten())
+
     Args:
         name: a word of letters, digits, `-` and `_` that no recorded column has.
         value: a tensor without dims or a number. No gradient flows through it.
