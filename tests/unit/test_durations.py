@@ -17,6 +17,7 @@ TESTS = Path(durations.__file__).parent
 SUITE = """
 import time
 import pytest
+from tests import durations
 @pytest.fixture(scope="module")
 def made():
     time.sleep(0.4)
@@ -27,7 +28,7 @@ def test_grown(): time.sleep(1.8)
 def test_long(request):
     limit = request.node.get_closest_marker("timeout")
     is_recorded = '"test_it.py::test_long"' in (request.path.parent / "durations.json").read_text()
-    assert limit.args == (300,) if is_recorded else limit is None
+    assert limit.args == (durations.LONG_TIMEOUT_S,) if is_recorded else limit is None
 @pytest.mark.representative
 def test_long_and_representative(): pass
 """

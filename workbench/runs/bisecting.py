@@ -202,9 +202,12 @@ def bisect(experiment: Experiment, plan_a: Plan, plan_b: Plan, *, steps: int = 2
     before a process starts. Raises `RunFailed` if the ranks of a plan fail.
 
     Examples:
-        >>> print(wb.bisect(experiment, wb.plan(experiment, pipeline=2), wb.plan(experiment, tensor=2)).verdict)
-        The plans differ by rounding: 1,332 tensors of 2 steps lie as near to one device in float64 as roundings
-        explain. …
+        >>> stages, shards = wb.plan(experiment, pipeline=2), wb.plan(experiment, tensor=2)
+        >>> found = wb.bisect(experiment, stages, shards, progress=False)
+        >>> found.is_fault
+        False
+        >>> found.verdict[:29]
+        'The plans differ by rounding:'
     """
     results, reference, without_dropout = compared(experiment, (plan_a, plan_b), steps, progress=progress)
     return _bisection(experiment, (plan_a, plan_b), steps, results, reference, without_dropout)
