@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+from abc import ABC, abstractmethod
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -17,7 +18,7 @@ BATCH, WEIGHT, FORWARD, BACKWARD, GRADIENT = SOURCES = range(5)
 on, the gradient of its weights."""
 
 
-class BlockObserver:
+class BlockObserver(ABC):
     """Calls `note` for what each block of a rank reads of the batch, sends, and passes on in the backward.
 
     The schedule of the pipeline runs as it does in training.
@@ -27,12 +28,12 @@ class BlockObserver:
         self._trainer, self._context = trainer, trainer.context
         self._modules = [module for stage in trainer.stages.stages for module in stage.block_modules()]
 
+    @abstractmethod
     def note(self, source: int, block: int, name: str, micro_batch: int, value: torch.Tensor) -> torch.Tensor | None:
         """Take note of a value of a micro-batch of the global batch, and return what is used in its place.
 
         None leaves the value as it is. A batch field is never replaced.
         """
-        raise NotImplementedError
 
     @contextmanager
     def observing(self) -> Iterator[None]:
