@@ -8,9 +8,8 @@ import torch
 from torch.distributed.device_mesh import init_device_mesh
 
 import workbench as wb
-from workbench.capture.captured_model import CapturedModel
-from workbench.capture.random_batch import random_batch as random_tokens
-from workbench.capture.random_batch import repeated
+from workbench.capture.captured_model import CapturedModel, repeated
+from workbench.capture.captured_model import random_batch as random_tokens
 from workbench.execution.blocks.context import StepContext
 from workbench.execution.build import (
     block_sparse_parameters,

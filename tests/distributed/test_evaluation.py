@@ -18,7 +18,7 @@ from tests.distributed import zoo
 from tests.distributed.harness import Division, Tensors, launch, part_of, trainer_of, whole_parameters
 from tests.exhaustive import EXHAUSTIVE
 from workbench.capture import Graph, capture, spec_of
-from workbench.capture.evaluation import capture_for_evaluation, require_same_stages
+from workbench.capture.captured_model import capture_for_evaluation, require_same_stages
 from workbench.data import held_out as held_out_of
 from workbench.data._datasets import UserDataset
 from workbench.errors import CheckpointError, DataError, RunExists

@@ -21,8 +21,7 @@ from tests.distributed.harness import forced_plan, launch, part_of, plain_step, 
 from tests.distributed.test_every_plan import trainer_of
 from tests.unit.coupled_models import GATHERED, WIDTH, SupCon, TwoTower, samples_for
 from workbench.capture import Graph, capture, spec_of
-from workbench.capture.captured_model import CapturedModel
-from workbench.capture.evaluation import require_same_stages
+from workbench.capture.captured_model import CapturedModel, require_same_stages
 from workbench.capture.gathering import with_tail_of
 from workbench.data._datasets import UserDataset
 from workbench.errors import DataError, WorkbenchError

@@ -14,7 +14,7 @@ from torch.nn import functional
 import workbench as wb
 from tests.distributed.harness import Division, launch, part_of, trainer_of
 from workbench.capture import Graph, spec_of
-from workbench.capture.evaluation import capture_for_evaluation, require_same_stages
+from workbench.capture.captured_model import capture_for_evaluation, require_same_stages
 from workbench.capture.gathering import with_tail_of
 from workbench.capture.model import capture
 from workbench.capture.tensor_parallel import plan_tensor_parallel

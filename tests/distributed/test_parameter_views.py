@@ -14,7 +14,7 @@ from tests.distributed import zoo
 from tests.distributed.harness import launch, part_of
 from tests.distributed.test_every_plan import MICRO_BATCH, Case, plan_of, trainer_of
 from tests.distributed.test_unusual_models import wrong_in
-from workbench.capture import Graph, capture, dataflow, spec_of
+from workbench.capture import Graph, capture, operations, spec_of
 from workbench.errors import CaptureError, root_exception
 
 TOLERANCE = 1e-6
@@ -159,7 +159,7 @@ def test_views_of_parameters_that_many_blocks_read_equal_plain_pytorch(world: in
 def _with_a_planted_view(_rank: int) -> str:
     """Return how a step of ZeRO 3 ends if capture takes no operation for a view."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(dataflow, "_parameter_views", lambda *_: (set(), set()))
+        patch.setattr(operations, "_parameter_views", lambda *_: (set(), set()))
         graph = captured(model := built("LearnedPositions"))
     plan = plan_of(graph, Case(data=2, zero=3))
     trainer = trainer_of(model, graph, plan)

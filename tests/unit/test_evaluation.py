@@ -15,8 +15,7 @@ import workbench as wb
 from workbench.analysis.contrast import contrast
 from workbench.analysis.curve import Curve
 from workbench.capture import capture, spec_of
-from workbench.capture.captured_model import CapturedModel
-from workbench.capture.evaluation import capture_for_evaluation
+from workbench.capture.captured_model import CapturedModel, capture_for_evaluation
 from workbench.capture.outputs import flattened
 from workbench.data import held_out
 from workbench.errors import DataError, InvalidExperiment

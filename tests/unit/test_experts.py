@@ -16,7 +16,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from tests.distributed import zoo
 from tests.unit.capture_models import Batch, captured, copies, interpret, loss_of
-from workbench.capture import build_meta, capture, packed_sequences
+from workbench.capture import build_meta, capture, opaque_search
 from workbench.capture.captured_model import CapturedModel
 from workbench.capture.experts import grouped_mm
 from workbench.capture.opaque import opaque_calls
@@ -241,12 +241,12 @@ def test_steps_that_are_not_cut_are_refused_before_the_first_update(monkeypatch:
     batch = batch_of(*[2, 5, 3, 4] * 4)
     samples = [{name: field[index] for name, field in batch.items()} for index in range(16)]
     experiment = Experiment.of(model=Packs, data=samples, steps=1, global_batch=8, seq_len=1)
-    right = packed_sequences._pad
+    right = opaque_search._pad
 
     def uncut(value: torch.Tensor, sizes: torch.Tensor, *rest: Any) -> Any:
         total_length = STEPS  # noqa: F841  (which the caller's frame is asked for)
         return right(value, sizes, *rest)
 
-    monkeypatch.setattr(packed_sequences, "_pad", uncut)
+    monkeypatch.setattr(opaque_search, "_pad", uncut)
     with pytest.raises(CaptureError, match="does not compute the model's"):
         _ = CapturedModel(experiment, 2).division

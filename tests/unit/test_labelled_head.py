@@ -13,7 +13,7 @@ from torch.nn import functional
 
 from tests.distributed import zoo
 from workbench.capture import Block, Graph, capture, spec_of
-from workbench.capture.rowwise_head import MAX_ROW_FRACTION, ROW_STEPS, RowwiseHead, find_rowwise_head
+from workbench.capture.losses import MAX_ROW_FRACTION, ROW_STEPS, RowwiseHead, find_rowwise_head
 from workbench.cost.graph_profiler import profile_graph
 from workbench.cost.hardware import Device
 from workbench.execution.blocks.labelled_head import (

@@ -16,7 +16,7 @@ from torch._dynamo.utils import counters
 
 from tests.unit.cost_values import bert, layered_profile
 from workbench import data, models
-from workbench.capture.random_batch import IGNORED, random_batch
+from workbench.capture.captured_model import IGNORED, random_batch
 from workbench.cli import describe_plan
 from workbench.cost import Cluster
 from workbench.cost.correction import BlockMeasurement, corrected_profile

@@ -13,7 +13,7 @@ from torch.nn import functional
 
 from tests.unit.capture_models import Net, batch_for, interpret
 from workbench.capture import Graph, capture, spec_of
-from workbench.capture.returned_loss import LossChoice
+from workbench.capture.outputs import LossChoice
 from workbench.errors import CaptureError, InvalidExperiment
 from workbench.experiment import Experiment
 

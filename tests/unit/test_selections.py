@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from tests.unit.capture_models import Batch, copies, interpret, loss_of
-from workbench.capture import Graph, capture, selections, spec_of
+from workbench.capture import Graph, capture, opaque_search, spec_of
 from workbench.capture.captured_model import CapturedModel
 from workbench.capture.opaque import opaque_calls
 from workbench.errors import CaptureError
@@ -72,7 +72,7 @@ def assert_equal_to_plain_pytorch(examples: Batch, batch: Batch) -> None:
 def test_a_model_that_hides_as_many_patches_of_each_sample_is_captured_layer_by_layer() -> None:
     graph = captured(Masked(), batch_of(*[SEEN] * 4))
     assert {"layers.0", "layers.1"} < {block.name for block in graph.blocks}
-    assert set(labels(graph)) == {selections.SELECTION}
+    assert set(labels(graph)) == {opaque_search.SELECTION}
     assert all("it took 4 of each sample" in note for note in graph.notes)
     assert_equal_to_plain_pytorch(batch_of(*[SEEN] * 4), batch_of(SEEN, SEEN, seed=1))
 
@@ -98,7 +98,7 @@ def test_samples_that_hide_different_numbers_give_the_right_number_or_end_the_ru
     "hidden", [(4, 4, 3, 5), (0, 0, 0, 0), (8, 8, 8, 8)], ids=["different numbers", "nothing", "everything"]
 )
 def test_no_number_is_learnt_from_masks_that_differ_or_select_all_or_nothing(hidden: tuple[int, ...]) -> None:
-    assert not selections.selections_of(Masked().train(), batch_of(*hidden))
+    assert not opaque_search.selections_of(Masked().train(), batch_of(*hidden))
 
 
 def test_without_a_number_the_model_runs_as_written_or_not_at_all() -> None:
@@ -110,7 +110,7 @@ def test_without_a_number_the_model_runs_as_written_or_not_at_all() -> None:
     examples = batch_of(4, 4, 3, 5)
     model, same = copies(Uneven)
     graph = captured(same, examples)
-    assert selections.SELECTION not in labels(graph)
+    assert opaque_search.SELECTION not in labels(graph)
     batch = batch_of(2, 6, seed=1)
     torch.testing.assert_close(interpret(graph, same, batch), loss_of(model, batch))
 
@@ -128,7 +128,7 @@ def test_learning_the_numbers_leaves_the_model_as_it_was() -> None:
 
     model = Counting().train()
     state, attributes = torch.get_rng_state(), set(vars(model))
-    assert len(selections.selections_of(model, batch_of(*[SEEN] * 4))) == 2
+    assert len(opaque_search.selections_of(model, batch_of(*[SEEN] * 4))) == 2
     assert model.calls == 0
     assert set(vars(model)) == attributes
     assert torch.equal(torch.get_rng_state(), state)
@@ -138,11 +138,11 @@ def test_learning_the_numbers_leaves_the_model_as_it_was() -> None:
 def test_no_number_is_learnt_from_a_model_that_cannot_be_copied() -> None:
     model = Masked().train()
     model.lock = threading.Lock()
-    assert not selections.selections_of(model, batch_of(*[SEEN] * 4))
+    assert not opaque_search.selections_of(model, batch_of(*[SEEN] * 4))
 
 
 def test_a_wrong_selection_is_refused_before_the_first_update(monkeypatch: pytest.MonkeyPatch) -> None:
     experiment = experiment_of(functools.partial(Masked), *[SEEN] * 16)
-    monkeypatch.setattr(selections, "_taken", lambda values, mask: values[~mask])
+    monkeypatch.setattr(opaque_search, "_taken", lambda values, mask: values[~mask])
     with pytest.raises(CaptureError, match="does not compute the model's"):
         _ = CapturedModel(experiment, 2).division

@@ -14,8 +14,7 @@ from torch import nn
 from torch.nn import functional
 
 from workbench.capture import Graph, capture
-from workbench.capture.tensor_parallel import plan_tensor_parallel
-from workbench.capture.tensor_sharding import ModelSharding, Sharding
+from workbench.capture.tensor_parallel import ModelSharding, Sharding, plan_tensor_parallel
 from workbench.tensors import TensorSpec
 
 BATCH, SEQ, WIDTH, HEADS, VOCAB = 2, 8, 24, 6, 50

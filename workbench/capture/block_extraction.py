@@ -3,21 +3,245 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Collection, Mapping, Sequence
+from collections import Counter, defaultdict
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import takewhile
 from types import FunctionType
 from typing import Any
 
 import torch
 from torch import fx, nn
 
-from workbench.capture.block_boundaries import NodeGroup
 from workbench.capture.context_managers import restore_regions
-from workbench.capture.dataflow import Dataflow
 from workbench.capture.export import Exported
 from workbench.capture.graph import Block
 from workbench.capture.losses import MeanLoss, OwnMean, Quotient, emit_sum_over_count
 from workbench.capture.opaque import call_of
-from workbench.capture.operations import tensor_at
+from workbench.capture.operations import Dataflow, arguments_of, op_name, storage_of, tensor_at
+
+# The boundaries between blocks: repeated modules, and the runs of operations between them.
+
+_LISTS = (nn.ModuleList, nn.Sequential, nn.ModuleDict)
+_Run = tuple[tuple[str, str] | None, list[fx.Node]]
+"""The layer and call that consecutive nodes belong to (None between layers), and the nodes."""
+
+
+@dataclass(frozen=True)
+class NodeGroup:
+    """Consecutive live nodes of the exported graph that become one block."""
+
+    name: str
+    nodes: tuple[fx.Node, ...]
+
+
+def find_layers(model: nn.Module, flow: Dataflow) -> frozenset[str]:
+    """Return the paths of the layers.
+
+    Layers are the members with parameters of the outermost lists (`ModuleList`, `Sequential`, `ModuleDict`) of two
+    modules or more, composite modules that forward calls more than once (ALBERT's one layer), and modules that run as
+    written.
+
+    A module whose parameters lie mostly in a list of composite modules of one class (a stage of Swin or of a ResNet)
+    is opened instead: the members of that list are the layers. It stays whole if a residual connection goes around
+    that list, as in a bottleneck of a ResNet, unless its members have residual connections of their own.
+    """
+    return frozenset(_LayerSearch(model, flow).layers_below(model, ""))
+
+
+class _LayerSearch:
+    def __init__(self, model: nn.Module, flow: Dataflow) -> None:
+        self._flow = flow
+        self._nodes: dict[str, list[fx.Node]] = defaultdict(list)
+        calls: dict[str, set[str]] = defaultdict(set)
+        for node in flow.order:
+            for call, (called, _) in (node.meta.get("nn_module_stack") or {}).items():
+                path = called.partition("@")[0]
+                self._nodes[path].append(node)
+                calls[path].add(call)
+        repeated = (path for path, names in calls.items() if path and len(names) > 1)
+        self._repeated = {path for path in repeated if _is_composite(model.get_submodule(path))}
+        calls_as_written = filter(None, map(call_of, flow.order))
+        self._opaque = {call.label for call in calls_as_written if call.modules and _parameter_count(call.modules[0])}
+
+    def layers_below(self, module: nn.Module, path: str) -> Iterator[str]:
+        children = dict(module.named_children())
+        is_list = isinstance(module, _LISTS) and len(children) >= 2
+        for name, child in children.items():
+            child_path = _join(path, name)
+            is_member = (is_list and _parameter_count(child)) or child_path in self._repeated
+            if child_path in self._opaque or (is_member and not self._holds_layers(child, child_path)):
+                yield child_path
+            else:
+                yield from self.layers_below(child, child_path)
+
+    def _holds_layers(self, module: nn.Module, path: str) -> bool:
+        """Return True if most parameters lie in a list of two or more composite modules of one class."""
+        total = _parameter_count(module)
+        return any(
+            isinstance(inner, _LISTS)
+            and max(Counter(type(m) for m in inner.children() if _is_composite(m)).values(), default=0) >= 2
+            and 2 * _parameter_count(inner) > total
+            and not self._is_bypassed(path, _join(path, name), inner)
+            for name, inner in module.named_modules()
+        )
+
+    def _is_bypassed(self, path: str, list_path: str, members: nn.Module) -> bool:
+        """Return True if a residual connection goes around a list, and most of its members have none of their own.
+
+        The connection is an activation from before the list's first operation that the module at `path` reads after
+        its last one.
+        """
+        operations = [self._operations(_join(list_path, name)) for name, _ in members.named_children()]
+        operations = [nodes for nodes in operations if nodes]
+        positions = [self._flow.order[node] for nodes in operations for node in nodes]
+        if not positions:
+            return False
+        later = (node for node in self._operations(path) if self._flow.order[node] > max(positions))
+        first = min(positions)
+        around = any(self._flow.order[source] < first for node in later for source in self._activations(node))
+        return around and 2 * sum(map(self._branches, operations)) <= len(operations)
+
+    def _branches(self, operations: list[fx.Node]) -> bool:
+        """Return True if the operations read an activation from outside more than once."""
+        inside = set(operations)
+        reads = Counter(source for node in operations for source in self._activations(node) if source not in inside)
+        return max(reads.values(), default=0) > 1
+
+    def _operations(self, path: str) -> list[fx.Node]:
+        return [node for node in self._nodes[path] if node in self._flow.live and node.op == "call_function"]
+
+    def _activations(self, node: fx.Node) -> Iterator[fx.Node]:
+        flow = self._flow
+        return (s for s in node.all_input_nodes if s not in flow.recomputable and s not in flow.tensors)
+
+
+def _join(path: str, name: str) -> str:
+    return f"{path}.{name}" if path and name else path or name
+
+
+def _is_composite(module: nn.Module) -> bool:
+    return any(True for _ in module.children())
+
+
+def _parameter_count(module: nn.Module) -> int:
+    return sum(parameter.numel() for parameter in module.parameters())
+
+
+def group_nodes(
+    flow: Dataflow, layers: frozenset[str], loss: fx.Node, in_training: bool = True
+) -> tuple[NodeGroup, ...]:
+    """Group the live nodes that are not recomputable, in order, with a boundary wherever the layer changes.
+
+    Operations between two layers that read no parameter belong to the layer before them. Those that do (an embedding, a
+    head, a norm between stages) form a group of their own. Groups are joined where an in-place write reaches across
+    their boundary, in eval mode as in training, where BatchNorm writes. What follows the loss (a buffer's update) joins
+    its group, so that this is the last. Views of parameters belong to no group in the end: each that reads one makes it
+    again.
+    """
+    runs: list[_Run] = []
+    for node in flow.order:
+        if node not in flow.live or node in flow.recomputable or node.op != "call_function":
+            continue
+        key = _owner(node, layers)
+        # An item of a tuple stays with the operation that made it, since tuples never cross a boundary.
+        is_item = bool(runs) and "getitem" in str(node.target) and any(s in runs[-1][1] for s in node.all_input_nodes)
+        if runs and (runs[-1][0] == key or is_item):
+            runs[-1][1].append(node)
+        else:
+            runs.append((key, [node]))
+    grouped: list[_Run] = []
+    for key, nodes in runs:
+        reads_tensors = any(source in flow.tensors for node in nodes for source in node.all_input_nodes)
+        if grouped and (grouped[-1][0] == key if key is not None else not reads_tensors):
+            grouped[-1][1].extend(nodes)
+        else:
+            grouped.append((key, list(nodes)))
+    grouped = [(key, nodes) for key, nodes in grouped if not flow.views.issuperset(nodes)]
+    writers = dict(flow.writers)
+    for node in flow.order if not in_training else ():
+        if op_name(node) == "batch_norm" and isinstance(mean := arguments_of(node)["running_mean"], fx.Node):
+            writers.setdefault(storage_of(mean), (node,))
+    joined = _join_across_writes([nodes for _, nodes in grouped], flow, loss, writers)
+    owners = {nodes[0]: key[0] for key, nodes in grouped if key}
+    calls: Counter[str] = Counter()
+    groups = []
+    for nodes in joined:
+        name = owners.get(nodes[0]) or _common_path(nodes, flow)
+        calls[name] += 1
+        computed = tuple(node for node in nodes if node not in flow.views)
+        groups.append(NodeGroup(name if calls[name] == 1 else f"{name} (call {calls[name]})", computed))
+    return tuple(groups)
+
+
+def _owner(node: fx.Node, layers: frozenset[str]) -> tuple[str, str] | None:
+    """Return (path, call) of the layer that a node was traced in; the call tells repeated uses of one module apart.
+
+    If forward calls a method of a layer other than the layer itself, only the layer's members appear in the node's
+    stack: then the call is not known, and empty.
+    """
+    for call, (called, _) in (node.meta.get("nn_module_stack") or {}).items():
+        path = called.partition("@")[0]
+        if path in layers:
+            return path, call
+        parts = path.split(".")
+        outer = (".".join(parts[:count]) for count in range(1, len(parts)))
+        above = next((path for path in outer if path in layers), None)
+        if above is not None:
+            return above, ""
+    return None
+
+
+def _join_across_writes(
+    groups: list[list[fx.Node]], flow: Dataflow, loss: fx.Node, writers: Mapping[fx.Node, Sequence[fx.Node]]
+) -> list[list[fx.Node]]:
+    """Join neighbours whose boundary would part a value from a later write to it, or the uses of a changing buffer."""
+    with_loss = next((index for index, group in enumerate(groups) if loss in group), len(groups))
+    barred = set(range(with_loss + 1, len(groups)))
+    at = {node: index for index, group in enumerate(groups) for node in group}
+    uses: dict[int, set[int]] = defaultdict(set)
+    for node, index in at.items():
+        for used in (node, *node.all_input_nodes):
+            uses[flow.identity(storage_of(used))].add(index)
+    for owner, nodes in writers.items():
+        touched = uses[flow.identity(owner)]
+        if touched:
+            # From the first group that makes or uses it to the last that writes to it, or for a buffer uses it.
+            last = max(touched) if owner in flow.tensors else max((at[w] for w in nodes if w in at), default=0)
+            barred.update(range(min(touched) + 1, last + 1))
+    joined: list[list[fx.Node]] = []
+    for index, group in enumerate(groups):
+        if joined and index in barred:
+            joined[-1].extend(group)
+        else:
+            joined.append(list(group))
+    return joined
+
+
+def _common_path(nodes: Iterable[fx.Node], flow: Dataflow) -> str:
+    """Return the deepest module that holds every node that reads a parameter, or `first … last` of the outermost."""
+    readers = [n for n in nodes if any(source in flow.tensors for source in n.all_input_nodes)]
+    stacks = (node.meta.get("nn_module_stack") for node in readers or nodes)
+    paths = list(dict.fromkeys(path for s in stacks if s and (path := next(reversed(s.values()))[0].partition("@")[0])))
+    if not paths:  # operations of the model's own forward: name the modules whose parameters they read
+        tensors = (str(source.target) for n in readers for source in n.all_input_nodes if source in flow.tensors)
+        paths = list(dict.fromkeys(path for name in tensors if (path := name.rpartition(".")[0])))
+    if not paths:
+        return "loss"
+    levels = zip(*(path.split(".") for path in paths), strict=False)
+    shared = ".".join(level[0] for level in takewhile(lambda level: len(set(level)) == 1, levels))
+    return shared or f"{paths[0]} … {paths[-1]}"
+
+
+def canonical_names(named: Iterable[tuple[str, torch.Tensor]]) -> tuple[dict[int, str], dict[str, tuple[str, ...]]]:
+    """Return (id of each tensor -> canonical name, the first that it has; canonical name -> its other names)."""
+    canonical: dict[int, str] = {}
+    aliases: dict[str, list[str]] = {}
+    for name, tensor in named:
+        first = canonical.setdefault(id(tensor), name)
+        if first != name:
+            aliases.setdefault(first, []).append(name)
+    return canonical, {name: tuple(others) for name, others in aliases.items()}
 
 
 class BlockExtractor:

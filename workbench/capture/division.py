@@ -20,10 +20,10 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from workbench.capture.gathering import join_rows
 from workbench.capture.graph import Block, Graph
-from workbench.capture.label_counting import code_on, count_labels, on_device
+from workbench.capture.losses import code_on, count_labels, on_device
 from workbench.capture.opaque import opaque_calls, same_numbers
 from workbench.capture.operations import dtype_of, names, op_name, shape_of
-from workbench.capture.returned_loss import find_loss
+from workbench.capture.outputs import find_loss
 from workbench.capture.torch_internals import OpOverload, differentiable, enter_autocast, exit_autocast
 from workbench.data._datasets import untouched_generators
 from workbench.errors import CaptureError, in_words

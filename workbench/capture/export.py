@@ -21,13 +21,11 @@ from torch import fx
 
 from workbench.capture.context_managers import inline_regions
 from workbench.capture.export_errors import explained, refuse_unpriced
-from workbench.capture.frozen_numbers import Numbers, note_of_changes
-from workbench.capture.kept_tensors import Held, read_again
+from workbench.capture.frozen_numbers import Held, Numbers, note_of_changes, read_again
 from workbench.capture.opaque import keep_calls
 from workbench.capture.opaque_search import OpaqueSearch
 from workbench.capture.operations import scalar_tensor, schema_of
-from workbench.capture.outputs import flattened
-from workbench.capture.returned_loss import LossChoice, find_loss
+from workbench.capture.outputs import LossChoice, find_loss, flattened
 from workbench.capture.torch_internals import (
     SYMBOLIC_SHAPES_LOG,
     exportable,

@@ -13,14 +13,14 @@ import torch
 from torch import fx
 
 from workbench.capture.batch_coupling import NONE, Follower, described
-from workbench.capture.block_boundaries import NodeGroup
-from workbench.capture.dataflow import Dataflow
+from workbench.capture.block_extraction import NodeGroup
 from workbench.capture.graph import Graph, Rows
 from workbench.capture.losses import MeanLoss
 from workbench.capture.opaque import call_of
 from workbench.capture.operations import (
     LOGS,
     MOVED,
+    Dataflow,
     ancestors,
     arguments_of,
     descendants,

@@ -14,10 +14,17 @@ from dataclasses import dataclass
 import torch
 from torch import fx
 
-from workbench.capture.dataflow import Dataflow
 from workbench.capture.export import Exported
 from workbench.capture.losses import MeanLoss, OwnMean, Quotient, normaliser
-from workbench.capture.operations import LOGS, ancestors, descendants, is_random, mutated_arguments, storage_of
+from workbench.capture.operations import (
+    LOGS,
+    Dataflow,
+    ancestors,
+    descendants,
+    is_random,
+    mutated_arguments,
+    storage_of,
+)
 from workbench.errors import InvalidExperiment
 
 

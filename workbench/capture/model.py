@@ -17,12 +17,9 @@ from torch import fx, nn
 from torch.utils._pytree import tree_map
 
 from workbench.capture.attention import simplify_attention
-from workbench.capture.batch_coupling import MADE_ANEW, Coupling, batch_norms, described
-from workbench.capture.bent_means import batch_coupling
-from workbench.capture.block_boundaries import NodeGroup, canonical_names, find_layers, group_nodes
-from workbench.capture.block_extraction import BlockExtractor
+from workbench.capture.batch_coupling import MADE_ANEW, Coupling, batch_coupling, batch_norms, described
+from workbench.capture.block_extraction import BlockExtractor, NodeGroup, canonical_names, find_layers, group_nodes
 from workbench.capture.context_managers import passes_gradient
-from workbench.capture.dataflow import Dataflow, analyse_dataflow
 from workbench.capture.experts import unify_grouped_matmuls
 from workbench.capture.export import Exported, export
 from workbench.capture.gathering import split_tail
@@ -32,6 +29,8 @@ from workbench.capture.losses import MeanLoss, OwnMean, Quotient, label_count, m
 from workbench.capture.opaque import call_of
 from workbench.capture.opaque_search import SIZES, OpaqueSearch, built_by
 from workbench.capture.operations import (
+    Dataflow,
+    analyse_dataflow,
     ancestors,
     arguments_of,
     descendants,
@@ -46,8 +45,7 @@ from workbench.capture.operations import (
     storage_of,
     tensor_at,
 )
-from workbench.capture.outputs import Outputs
-from workbench.capture.returned_loss import LossChoice
+from workbench.capture.outputs import LossChoice, Outputs
 from workbench.capture.source_lines import line_of_node
 from workbench.capture.torch_internals import move_meta_to_cpu, refuse_backward_hooks
 from workbench.errors import CaptureError, InvalidExperiment

@@ -29,8 +29,7 @@ import torch
 import torch.utils._pytree as pytree
 from torch import fx, nn
 
-from workbench.capture.frozen_numbers import Numbers
-from workbench.capture.kept_tensors import Held
+from workbench.capture.frozen_numbers import Held, Numbers
 from workbench.capture.operations import scalar_tensor
 from workbench.capture.recording import Recorder, Recording
 from workbench.capture.source_lines import SourceLine

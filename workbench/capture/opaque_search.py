@@ -3,24 +3,205 @@
 from __future__ import annotations
 
 import contextlib
+import copy
 import functools
+import sys
 import traceback
 import weakref
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
+from types import FrameType
 from typing import Any
 
 import torch
 from torch import nn
 from torch.nn import functional
+from torch.nn.utils import rnn
+from torch.nn.utils.rnn import PackedSequence, pad_packed_sequence
 
 from workbench.capture.export_errors import PACKED_SHAPE, depends_on_values
 from workbench.capture.opaque import NotOpaque, OpaqueCall, opaque_call
-from workbench.capture.packed_sequences import PACKED, padded_sequences
-from workbench.capture.selections import SELECTION, Selections, opaque_selections, selections_of
 from workbench.capture.source_lines import FORWARD, SourceLine, line_at, line_of_frames
-from workbench.capture.torch_internals import DERIVATIVE, patched
+from workbench.capture.torch_internals import DERIVATIVE, VF, alone, patched
+from workbench.data._datasets import untouched_generators
 from workbench.errors import CaptureError, in_words
+
+# Selections by a mask (`x[mask]`), whose size depends on values: how many items they take is learnt from examples.
+#
+# A masked autoencoder hides the same number of patches of each sample and gives what is left a fixed shape. No export
+# knows that number. So forward runs once over a few samples of the data; a selection that takes as many items of each
+# of them becomes an opaque call with that many. A micro-batch of which it takes another number in all ends the run.
+# One with that number has its items where the whole batch has them, also where its samples differ among themselves.
+
+SELECTION = "x[mask]"
+"""Label of the opaque calls."""
+SAMPLES = 4
+"""Number of examples that forward runs over."""
+Key = tuple[str, int, torch.Size, torch.Size]
+Selections = Mapping[Key, tuple[torch.Tensor, int]]
+"""Line, and shapes of a sample of the values and of its mask -> the mask of an example, and how many items it takes."""
+
+
+def selections_of(model: nn.Module, examples: Mapping[str, torch.Tensor]) -> Selections:
+    """Return the selections of a forward over examples that take as many items of each, but not all.
+
+    A mask that hides nothing in the examples (of text without padding) may hide something in others. The model is as
+    before. The result is empty if its forward raises, or if it cannot be copied.
+    """
+    device = next((tensor.device for tensor in model.parameters()), torch.device("cpu"))
+    batch = {name: field[:SAMPLES].to(device) for name, field in examples.items()}
+    found: dict[Key, list[torch.Tensor]] = {}
+
+    def observed(key: Key, _values: torch.Tensor, mask: torch.Tensor) -> None:
+        found.setdefault(key, []).extend(mask)
+
+    try:
+        trial = copy.deepcopy(model, {id(parameter): parameter for parameter in model.parameters()})
+        with torch.no_grad(), untouched_generators(device), alone(), patched_selections(observed):
+            trial(**batch)
+    except Exception:  # no copy can be made, or the forward needs another device or samples of other values
+        return {}
+    selections = {}
+    for key, [mask, *others] in found.items():
+        taken = int(mask.sum())
+        if others and 0 < taken < mask.numel() and all(int(other.sum()) == taken for other in others):
+            selections[key] = mask, taken
+    return selections
+
+
+def opaque_selections(selections: Selections, calls: list[OpaqueCall]) -> Any:
+    """Return a context in which the selections are opaque; `calls` collects them."""
+
+    def selected(key: Key, values: torch.Tensor, mask: torch.Tensor) -> Any:
+        if key not in selections:
+            return None
+        example, taken = selections[key]
+        reason = (
+            f"how many items it takes depends on values (it took {taken:,} of each sample that was tried, and must)"
+        )
+        line = line_of_frames(traceback.extract_stack())
+        call = opaque_call(SELECTION, _taken, known=[None, example], reason=reason, line=line, calls=calls)
+        return call(values, mask)
+
+    return patched_selections(selected)
+
+
+def _taken(values: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
+    return values[mask]
+
+
+def patched_selections(select: Callable[[Key, torch.Tensor, torch.Tensor], Any]) -> Any:
+    """Return a context in which `x[mask]` is what `select` returns, or as ever if that is None."""
+    original: Any = torch.Tensor.__getitem__
+
+    def getitem(values: torch.Tensor, index: Any) -> Any:
+        is_mask = isinstance(index, torch.Tensor) and index.dtype == torch.bool and index.ndim > 1
+        if is_mask and values.shape[: index.ndim] == index.shape:
+            caller: FrameType = sys._getframe(1)
+            key = (caller.f_code.co_filename, caller.f_lineno, values.shape[1:], index.shape[1:])
+            if (result := select(key, values, index)) is not None:
+                return result
+        return original(values, index)
+
+    return patched(torch.Tensor, "__getitem__", getitem)
+
+
+# Packed sequences during an export: between modules, padded ones of a fixed shape stand for them.
+#
+# A packed sequence has as many rows as the lengths say, and no export knows these. So `pack_padded_sequence` leaves the
+# sequence padded, a recurrent module that is given it is one opaque call, which packs and pads again, and
+# `pad_packed_sequence` cuts what it returns to as many steps as the longest sequence has, in the graph.
+
+PACKED = "packed sequences"
+"""Target of the search for opaque calls: the recurrent modules that are given packed sequences."""
+
+
+@contextlib.contextmanager
+def padded_sequences(model: nn.Module, valued: nn.Module | None, make: Callable[..., Any]) -> Iterator[None]:
+    """Let padded sequences stand for packed ones while a model is exported; `make` is `opaque_call` for each module."""
+    with contextlib.ExitStack() as stack:
+        stack.enter_context(patched(rnn, "_packed_sequence_init", Padded))
+        stack.enter_context(patched(VF, "_pack_padded_sequence", _pack))
+        stack.enter_context(patched(VF, "_pad_packed_sequence", _pad))
+        for path, module in model.named_modules():
+            if isinstance(module, nn.RNNBase):
+                twin = None if valued is None else valued.get_submodule(path)
+                stack.enter_context(patched(module, "forward", _recurrent(path, module, twin, make)))
+        yield
+
+
+class Padded(PackedSequence):
+    """Padded sequences in place of a packed one, whose shape only `pad_packed_sequence` may read: it is another."""
+
+    @property
+    def data(self) -> Any:
+        return self._seen(0)
+
+    @property
+    def batch_sizes(self) -> Any:
+        return self._seen(1)
+
+    def __iter__(self) -> Any:
+        raise TypeError("a packed sequence is taken apart")
+
+    def _seen(self, field: int) -> Any:
+        if sys._getframe(2).f_code is not pad_packed_sequence.__code__:
+            raise TypeError("a packed sequence is read without pad_packed_sequence")
+        return tuple.__getitem__(self, field)
+
+
+def _pack(value: torch.Tensor, lengths: torch.Tensor, batch_first: bool) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return the padded sequences, steps first, and how many of them have each step; the longest come first."""
+    value = value.transpose(0, 1) if batch_first else value
+    steps = torch.arange(value.shape[0], device=lengths.device)
+    return value, (lengths[None, :] > steps[:, None]).sum(1)
+
+
+def _lengths(sizes: torch.Tensor, count: int) -> torch.Tensor:
+    """Return the lengths of `count` sequences, given how many have each step."""
+    return (sizes[None, :] > torch.arange(count, device=sizes.device)[:, None]).sum(1)
+
+
+def _pad(
+    value: torch.Tensor, sizes: torch.Tensor, batch_first: bool, padding: float, steps: int
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return the sequences with as many steps as the longest has, or as `total_length` says, and their lengths."""
+    lengths = _lengths(sizes, value.shape[1])
+    if padding:
+        is_there = torch.arange(value.shape[0], device=value.device)[:, None] < lengths.to(value.device)[None, :]
+        value = torch.where(is_there.reshape(*is_there.shape, *(1,) * (value.ndim - 2)), value, padding)
+    if sys._getframe(1).f_locals["total_length"] is None:
+        value = value[(sizes > 0).to(value.device)]
+    elif steps > value.shape[0]:
+        rest = value.new_full((steps - value.shape[0], *value.shape[1:]), padding)
+        value = torch.cat([value, rest])
+    return value.transpose(0, 1) if batch_first else value, lengths
+
+
+def _recurrent(path: str, module: nn.RNNBase, valued: nn.Module | None, make: Callable[..., Any]) -> Any:
+    """Return a forward that is one opaque call if it is given a packed sequence."""
+    original = module.forward
+
+    @functools.wraps(original)
+    def forward(value: Any, hx: Any = None) -> Any:
+        if not isinstance(value, PackedSequence):
+            return original(value, hx)
+        data, sizes, *indices = map(functools.partial(tuple.__getitem__, value), range(4))
+        known = (None, lambda shape: torch.full(shape, data.shape[1]))
+        called = make(path, functools.partial(_run, original), module, valued, known)
+        padded, hidden = called(data, sizes, hx, *indices)
+        return Padded(padded, sizes, *indices), hidden
+
+    return forward
+
+
+def _run(forward: Any, data: torch.Tensor, sizes: torch.Tensor, hx: Any, *indices: torch.Tensor | None) -> Any:
+    """Pack sequences, run a recurrent module over them, and return what it returns, padded, and its last states."""
+    lengths = _lengths(sizes.cpu(), data.shape[1])
+    found, hidden = forward(PackedSequence(*VF._pack_padded_sequence(data, lengths, False), *indices), hx)
+    padded, _ = VF._pad_packed_sequence(found.data, found.batch_sizes, False, 0.0, data.shape[0])
+    return padded, hidden
+
 
 _FUNCTIONS = {"ctc_loss": functional.ctc_loss}
 """Functions of `torch.nn.functional` that no export can follow."""

@@ -20,7 +20,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import flop_registry
 from torch.utils.weak import WeakTensorKeyDictionary
 
-from workbench.capture.dataflow import Dataflow
+from workbench.capture.operations import Dataflow
 from workbench.capture.source_lines import line_of_running_code
 
 _NUMBER = torch.ops.aten._local_scalar_dense.default

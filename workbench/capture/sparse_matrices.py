@@ -11,7 +11,7 @@ from torch import fx
 from workbench.capture.graph import Block, Graph
 from workbench.capture.hidden_matrices import hidden_matrices
 from workbench.capture.operations import shape_of
-from workbench.capture.tensor_sharding import Product, product_of
+from workbench.capture.tensor_parallel import Product, product_of
 from workbench.errors import InvalidExperiment
 from workbench.experiment import Experiment
 from workbench.sparsity import Dynamic, Static

@@ -12,10 +12,10 @@ import torch
 from torch import fx
 
 from workbench.capture.graph import Block, Graph
+from workbench.capture.losses import find_rowwise_head
 from workbench.capture.operations import op_name
-from workbench.capture.rowwise_head import find_rowwise_head
 from workbench.capture.source_lines import line_of_node
-from workbench.capture.tensor_sharding import BlockSharding
+from workbench.capture.tensor_parallel import BlockSharding
 from workbench.cost.operations import (
     META,
     Operation,

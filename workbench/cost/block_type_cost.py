@@ -13,8 +13,8 @@ from dataclasses import dataclass, field
 
 import torch
 
+from workbench.capture.losses import find_rowwise_head
 from workbench.capture.operations import is_replayable
-from workbench.capture.rowwise_head import find_rowwise_head
 from workbench.cost.block_trace import BlockTrace
 from workbench.cost.operations import Operation, identity, storage_bytes
 from workbench.cost.profile import ACCUMULATE_BYTES, ATTENTION, GEMM, STREAM, BlockTypeCost, Kernel

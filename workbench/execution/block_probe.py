@@ -37,8 +37,8 @@ import torch
 from torch import nn
 
 from workbench.capture import Graph, build_meta, capture
+from workbench.capture.captured_model import random_batch, repeated
 from workbench.capture.opaque import is_opaque
-from workbench.capture.random_batch import random_batch, repeated
 from workbench.cost.correction import BlockMeasurement
 from workbench.errors import WorkbenchError, root_exception
 from workbench.execution.blocks.block_module import BlockModule, BlockProgram

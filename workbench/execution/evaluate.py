@@ -15,7 +15,7 @@ from accelerate.utils import send_to_device
 from torch.utils.data import DataLoader
 
 from workbench.capture import Graph
-from workbench.capture.label_counting import count_labels, on_device
+from workbench.capture.losses import count_labels, on_device
 from workbench.capture.outputs import sum_and_count
 from workbench.execution.blocks.block_module import BlockProgram
 from workbench.execution.blocks.labelled_head import LabelCounter

@@ -17,7 +17,7 @@ from torch.distributed.tensor import DTensor
 
 from workbench.capture import Graph
 from workbench.capture.hidden_matrices import projections
-from workbench.capture.label_counting import count_labels, on_device
+from workbench.capture.losses import count_labels, on_device
 from workbench.columns import shared_columns
 from workbench.cost.optimizer_cost import matrices_of
 from workbench.cost.orthogonalisation import shares_out

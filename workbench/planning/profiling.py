@@ -94,7 +94,7 @@ def profile_and_cluster(experiment: Experiment, cluster: Cluster | None) -> tupl
 def analytic_profile(experiment: Experiment, cluster: Cluster) -> Profile:
     """Return the profile of the experiment's model by the device's constants, without measurements."""
     from workbench.capture.captured_model import CapturedModel
-    from workbench.capture.label_counting import labelled_share
+    from workbench.capture.losses import labelled_share
     from workbench.capture.sparse_matrices import block_sparse_obstacle
     from workbench.cost.block_sparse import SparseMatrices
     from workbench.cost.graph_profiler import profile_graph, with_gathered
@@ -133,7 +133,7 @@ def analytic_profile(experiment: Experiment, cluster: Cluster) -> Profile:
 
 def _gathering_obstacle(experiment: Experiment, captured: CapturedModel) -> str:
     """Return why the samples of a loss that compares them cannot be gathered over micro-batches; empty if they can."""
-    from workbench.capture.evaluation import require_same_stages
+    from workbench.capture.captured_model import require_same_stages
 
     asked = [name for name in NOT_GATHERED if getattr(experiment, name) is not None]
     if asked:

@@ -280,7 +280,7 @@ def _check_data(experiment: Experiment, plan: Plan, progress: bool) -> None:
 
 def check_between_steps(experiment: Experiment, plan: Plan, captured: CapturedModel) -> None:
     """Raise unless evaluations and samples can be computed in the plan's stages."""
-    from workbench.capture.evaluation import require_same_stages
+    from workbench.capture.captured_model import require_same_stages
 
     cuts, gathered = [stage.first_block for stage in plan.stages[1:]], plan.gathered_samples
     if experiment.evaluation is not None:

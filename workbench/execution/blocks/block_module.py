@@ -11,7 +11,7 @@ from torch import nn
 
 from workbench.capture import Block
 from workbench.capture.operations import is_random, is_replayable
-from workbench.capture.tensor_sharding import BlockSharding
+from workbench.capture.tensor_parallel import BlockSharding
 from workbench.execution.blocks.activation_checkpointing import checkpointed, supported_mode
 from workbench.execution.blocks.context import StepContext
 from workbench.execution.blocks.cuda_graphs import BlockInputs

@@ -1,6 +1,6 @@
 """Run a block's head and loss only on rows that have a label; the loss and all gradients stay the same.
 
-`workbench.capture.rowwise_head` finds the part of a block for which this is possible. The number of labels differs
+`workbench.capture.losses` finds the part of a block for which this is possible. The number of labels differs
 between micro-batches, whereas compiled code has fixed sizes. Therefore the rows are permuted, labelled ones first, and
 the smallest number of sixteenths that covers all labels is computed; rows without a label fill the last one. The host
 must know the number of labels before the device does: `LabelCounter` counts them.
@@ -17,9 +17,8 @@ import torch
 from torch import fx
 
 from workbench.capture.graph import LabelCount
-from workbench.capture.label_counting import count_labels, on_device
+from workbench.capture.losses import BINARY, MEAN, RowwiseHead, count_labels, on_device
 from workbench.capture.operations import descendants, shape_of
-from workbench.capture.rowwise_head import BINARY, MEAN, RowwiseHead
 from workbench.execution.blocks.graph_rewriter import GraphRewriter
 
 aten = torch.ops.aten

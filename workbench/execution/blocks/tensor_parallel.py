@@ -16,7 +16,7 @@ from torch import fx
 from torch.nn import functional
 
 from workbench.capture.operations import DROPOUT, EMBEDDING, LOGS, arguments_of, overloads
-from workbench.capture.tensor_sharding import BlockSharding, Product, Sharding, product_of
+from workbench.capture.tensor_parallel import BlockSharding, Product, Sharding, product_of
 from workbench.execution.blocks.dropout import hashed_dropout
 from workbench.execution.blocks.graph_rewriter import GraphRewriter
 

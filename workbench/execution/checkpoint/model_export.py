@@ -18,7 +18,7 @@ from torch import nn
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 from torch.distributed.checkpoint.state_dict_loader import load as dcp_load
 
-from workbench.capture.block_boundaries import canonical_names
+from workbench.capture.block_extraction import canonical_names
 from workbench.data._store import tokenizer_files
 from workbench.data._tokenizer import CONFIG, SpecialTokens
 from workbench.errors import CheckpointError

@@ -18,7 +18,7 @@ from torch import nn
 
 from workbench.capture import Block, Graph
 from workbench.capture.operations import mutated_arguments, storage_of
-from workbench.capture.tensor_sharding import Sharding
+from workbench.capture.tensor_parallel import Sharding
 from workbench.errors import CaptureError
 from workbench.execution.blocks.block_module import BlockModule, BlockProgram
 from workbench.execution.blocks.block_sparse import BlockSparseParameters
