@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from dataclasses import dataclass
 from math import prod
+from typing import Any
 
 
 @dataclass(frozen=True)
@@ -31,3 +32,8 @@ class TensorSpec:
     def batched(self, batch: int) -> TensorSpec:
         """Return this spec of one sample with a leading batch dim."""
         return TensorSpec(self.name, (batch, *self.shape), self.dtype)
+
+
+def spec_of(name: str, value: Any) -> TensorSpec:
+    """Return the `TensorSpec` of a real, meta or fake tensor."""
+    return TensorSpec(name, tuple(int(size) for size in value.shape), str(value.dtype).removeprefix("torch."))

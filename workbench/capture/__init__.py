@@ -9,7 +9,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from workbench.capture.graph import Block, Graph, LabelCount, Rows, spec_of
+from workbench.capture.graph import Block, Graph, LabelCount, Rows
+from workbench.tensors import spec_of
 
 if TYPE_CHECKING:
     from workbench.capture.model import build_meta, capture, signature

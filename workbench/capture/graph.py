@@ -196,8 +196,3 @@ class Graph:
 
         table = html_table(("block", "module", "type", "parameters", "sends"), map(words, self.blocks))
         return f"<b>{html.escape(repr(self))}</b>{table}"
-
-
-def spec_of(name: str, value: torch.Tensor | Any) -> TensorSpec:
-    """Return the `TensorSpec` of a real, meta or fake tensor."""
-    return TensorSpec(name, tuple(int(size) for size in value.shape), str(value.dtype).removeprefix("torch."))

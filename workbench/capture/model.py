@@ -23,7 +23,7 @@ from workbench.capture.context_managers import passes_gradient
 from workbench.capture.experts import unify_grouped_matmuls
 from workbench.capture.export import Exported, export
 from workbench.capture.gathering import split_tail
-from workbench.capture.graph import Graph, Rows, ScalarValue, spec_of
+from workbench.capture.graph import Graph, Rows, ScalarValue
 from workbench.capture.logged_scalars import Scalar, scalars_of
 from workbench.capture.losses import MeanLoss, OwnMean, Quotient, label_count, mean_losses
 from workbench.capture.opaque import call_of
@@ -49,7 +49,7 @@ from workbench.capture.outputs import LossChoice, Outputs
 from workbench.capture.source_lines import line_of_node
 from workbench.capture.torch_internals import move_meta_to_cpu, refuse_backward_hooks
 from workbench.errors import CaptureError, InvalidExperiment
-from workbench.tensors import TensorSpec
+from workbench.tensors import TensorSpec, spec_of
 
 # Rewrites of an exported graph: in-place writes, and what makes an fp32 capture valid under bf16 autocast.
 

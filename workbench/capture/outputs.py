@@ -18,11 +18,10 @@ import torch
 from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_leaves
 
-from workbench.capture.graph import spec_of
 from workbench.capture.operations import reachable
 from workbench.columns import log_scalar
 from workbench.errors import CaptureError, InvalidExperiment, in_words
-from workbench.tensors import TensorSpec
+from workbench.tensors import TensorSpec, spec_of
 
 Metric = Callable[..., Any]
 """Function of the outputs and the batch that returns a sum and a count."""
