@@ -33,8 +33,7 @@ from workbench.cost.hardware import Device
 from workbench.cost.optimizer_cost import with_optimizer
 from workbench.cost.profile import BlockTypeCost, Profile
 from workbench.figures import theme
-from workbench.figures.figure import save
-from workbench.figures.pages import PLOTLY_MIME, decoded
+from workbench.figures.figure import PLOTLY_MIME, decoded, save
 from workbench.figures.plan_view import show_plan
 from workbench.optimizers.schedules import learning_rate_factor
 from workbench.planning.plan import Plan

@@ -467,7 +467,7 @@ def compare(
     to: Annotated[Path, typer.Option(help="HTML file to write.")] = Path("comparison.html"),
 ) -> None:
     """Write the loss curves of several runs to one interactive HTML file, and print its path."""
-    from workbench.figures.pages import save_html
+    from workbench.figures.figure import save_html
 
     typer.echo(Path(save_html(wb.compare(list(runs), x=x), to, title="Runs compared")).absolute())
 
@@ -711,8 +711,7 @@ def describe_plan(plan: Plan) -> str:
 
 def plan_page(run: Run, to: Path, static: bool) -> Path:
     """Write the figures of a run's plan as one HTML page, with 4.5 MB of plotly unless `static`; return its path."""
-    from workbench.figures.figure import picture
-    from workbench.figures.pages import save_html
+    from workbench.figures.figure import picture, save_html
     from workbench.figures.plan_view import show_plan
 
     figure = show_plan(run.plan)

@@ -14,7 +14,7 @@ from typing import Any
 import lab
 import pytest
 
-from workbench.figures.pages import notebook_to_html
+from workbench.figures.figure import notebook_to_html
 from workbench.rundir import FINAL_STATES, read_events
 from workbench.runs.launching.processes import rank_records
 from workbench.runs.registry import list_runs

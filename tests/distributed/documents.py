@@ -27,7 +27,7 @@ from jupyter_client.provisioning import local_provisioner
 
 import workbench as wb
 from workbench import notebooks
-from workbench.figures.pages import PLOTLY_MIME
+from workbench.figures.figure import PLOTLY_MIME
 from workbench.runs.launching import fork_server, supervisor
 
 ROOT = Path(__file__).parents[2]

@@ -18,8 +18,7 @@ from workbench.errors import PlanInfeasible
 from workbench.execution.step_timeline import FIRST_RECORDED
 from workbench.figures.curves_view import loss_curves
 from workbench.figures.panels_view import panels
-from workbench.figures.run_views import measured_timeline
-from workbench.figures.timeline_view import timeline
+from workbench.figures.timeline_view import measured_timeline, timeline
 from workbench.pipeline_schedules import build_schedule
 from workbench.planning.prediction import timeline as predicted
 from workbench.planning.simulation import peak_holdings

@@ -19,8 +19,7 @@ from tests.distributed.real_worker import experiment, plan, trained
 from workbench.errors import NonFiniteLoss, WorkbenchError
 from workbench.execution.step_timeline import FIRST_RECORDED
 from workbench.experiment import Experiment
-from workbench.figures.run_views import measured_timeline
-from workbench.figures.timeline_view import timeline
+from workbench.figures.timeline_view import measured_timeline, timeline
 from workbench.planning.prediction import timeline as simulated
 from workbench.rundir import read_events
 from workbench.runs.launching import processes

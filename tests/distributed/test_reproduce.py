@@ -13,7 +13,7 @@ from tests.distributed.documents import fork_kernel
 from tests.distributed.test_launch import HERE, ROOT, experiment, plan_for
 from workbench import notebooks
 from workbench.cli import app
-from workbench.figures.pages import PLOTLY_MIME
+from workbench.figures.figure import PLOTLY_MIME
 from workbench.planning.plan import Plan
 from workbench.rundir import write_json
 from workbench.runs.launching.launcher import LAUNCHES, REPLAY, replayed_plan

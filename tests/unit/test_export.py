@@ -15,8 +15,7 @@ from figure_values import curve, plan
 import workbench as wb
 from workbench.errors import DataError
 from workbench.figures.curves_view import loss_curves
-from workbench.figures.figure import PLOTLY_MIME, mimebundle, save
-from workbench.figures.pages import WIDGET_MIME, notebook_to_html, save_html
+from workbench.figures.figure import PLOTLY_MIME, WIDGET_MIME, mimebundle, notebook_to_html, save, save_html
 from workbench.figures.panels_view import panels
 from workbench.figures.plan_view import show_plan
 

@@ -16,9 +16,9 @@ from workbench.experiment import Experiment
 from workbench.figures import theme
 from workbench.figures.contrast_view import differences
 from workbench.figures.curves_view import loss_curves
-from workbench.figures.grid_views import scaling_efficiency
 from workbench.figures.plan_view import show_plan
-from workbench.figures.prediction_view import prediction
+from workbench.figures.sweep_view import scaling_efficiency
+from workbench.figures.timeline_view import prediction
 from workbench.models import bert_large
 from workbench.rundir import RunDir, write_record
 from workbench.runs.registry import distinct_names

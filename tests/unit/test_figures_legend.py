@@ -6,7 +6,7 @@ import pytest
 
 from workbench.analysis.curve import Curve
 from workbench.figures.curves_view import loss_curves
-from workbench.figures.legend_placement import CORNERS, corner_of, place_legend
+from workbench.figures.theme import LEGEND_CORNERS, corner_of, place_legend
 
 STEPS = np.arange(1, 401, dtype=float)
 FALLING = 4 + 7 * np.exp(-STEPS / 60)
@@ -34,8 +34,8 @@ def test_a_legend_stands_where_no_curve_runs(losses: tuple[np.ndarray, ...], cor
 
 def test_a_legend_stays_in_its_corner_until_a_curve_runs_through_it() -> None:
     traces = drawn(FALLING).data
-    assert place_legend(traces, preferred="bottom left") == CORNERS["bottom left"]
-    assert place_legend(traces, preferred="top left") == CORNERS["top right"]
+    assert place_legend(traces, preferred="bottom left") == LEGEND_CORNERS["bottom left"]
+    assert place_legend(traces, preferred="top left") == LEGEND_CORNERS["top right"]
 
 
 def test_the_menu_for_a_logarithmic_axis_moves_the_legend_too() -> None:
@@ -49,4 +49,4 @@ def test_the_menu_for_a_logarithmic_axis_moves_the_legend_too() -> None:
 
 
 def test_a_plot_without_curves_has_its_legend_in_the_preferred_corner() -> None:
-    assert place_legend([]) == CORNERS["top right"]
+    assert place_legend([]) == LEGEND_CORNERS["top right"]

@@ -19,13 +19,11 @@ from workbench.analysis.pareto import ParetoPoint
 from workbench.figures import theme
 from workbench.figures.contrast_view import differences
 from workbench.figures.curves_view import loss_curves
-from workbench.figures.figure import NOTEBOOK_PX, has_twin, picture
-from workbench.figures.pages import PLOTLY_MIME, add_pictures
+from workbench.figures.figure import NOTEBOOK_PX, PLOTLY_MIME, add_pictures, has_twin, picture
 from workbench.figures.panels_view import panels
 from workbench.figures.plan_view import partition, show_plan
-from workbench.figures.prediction_view import prediction
-from workbench.figures.sparsity_views import LOOKS, pareto, pattern
-from workbench.figures.timeline_view import timeline
+from workbench.figures.run_views import LOOKS, draw_pareto, draw_pattern
+from workbench.figures.timeline_view import prediction, timeline
 from workbench.runs.records.patterns import Patterns
 
 CELLS = go.Heatmap(
@@ -163,7 +161,7 @@ POINTS = [
 
 
 def test_both_panels_of_the_pareto_figure_have_one_loss_axis_and_bars_over_the_seeds() -> None:
-    image = pixels(pareto(POINTS, published={"elsewhere": (10.0, 2.3)}))[:380]  # without the legend
+    image = pixels(draw_pareto(POINTS, published={"elsewhere": (10.0, 2.3)}))[:380]  # without the legend
     found = where(image, theme.series_color(0))
     for panel in (found[found[:, 1] < NOTEBOOK_PX // 2], found[found[:, 1] >= NOTEBOOK_PX // 2]):
         assert np.ptp(panel[:, 0]) > np.ptp(panel[:, 1]), "the bar is taller than the mark is wide"
@@ -178,7 +176,7 @@ def test_the_picture_of_a_pattern_has_its_blocks_where_they_are() -> None:
     step = np.array([0.0, 3.0])
     before, after = np.array([[True, False], [True, False]]), np.array([[True, True], [False, False]])
     moved = Patterns(*[step] * 8, "layer.0.weight", (before, after))
-    image = pixels(pattern(moved, "run"))
+    image = pixels(draw_pattern(moved, "run"))
     cells = image[:, : NOTEBOOK_PX * 3 // 4]  # without the colour bar
     places = {name: where(cells, color).mean(axis=0) for name, color in LOOKS.items()}
     assert places["stayed"][0] < places["pruned"][0], "rows are counted from above"

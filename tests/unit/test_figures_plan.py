@@ -16,10 +16,8 @@ from plan_values import plan_of
 from workbench.errors import UnknownParameter
 from workbench.figures import theme
 from workbench.figures.plan_view import CHARACTER_SHARE, partition, plan_mimebundle, show_plan
-from workbench.figures.prediction_view import prediction
-from workbench.figures.run_views import measured_timeline
 from workbench.figures.theme import SUBTITLE_LETTERS, TITLE_LETTERS
-from workbench.figures.timeline_view import NUMBERED_LANE, timeline
+from workbench.figures.timeline_view import NUMBERED_LANE, measured_timeline, prediction, timeline
 from workbench.pipeline_schedules import build_schedule
 from workbench.planning.plan import Memory
 from workbench.planning.prediction import timeline as simulated

@@ -21,9 +21,8 @@ from workbench.figures.curves_view import loss_curves
 from workbench.figures.figure import PLOTLY_MIME, Figure, picture, save
 from workbench.figures.panels_view import panels
 from workbench.figures.plan_view import partition, plan_mimebundle, show_plan
-from workbench.figures.prediction_view import prediction
-from workbench.figures.timeline_view import timeline
-from workbench.figures.twin_axes import TwinAxis, parted
+from workbench.figures.timeline_view import prediction, timeline
+from workbench.figures.twin_panel import TwinAxis, parted
 
 
 def rows(path: Path) -> list[dict[str, str]]:

@@ -12,7 +12,7 @@ from cost_values import layered_profile as profile
 from test_figures_live import end, eventually, start_run, train
 
 from workbench.cost.hardware import Cluster
-from workbench.figures.pages import plotly_js
+from workbench.figures.figure import plotly_js
 from workbench.planning.search import what_if
 from workbench.rundir import append_event
 from workbench.runs.records.follow import progress_line

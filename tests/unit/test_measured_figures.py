@@ -16,7 +16,7 @@ from raw_files import BENCHMARKS, README, ROOT, raw, shows, table, words
 import workbench as wb
 from benchmarks.coordinate_check import CHANGE, HIDDEN, STREAM, WIDTHS, coordinate_check, drift
 from tests.distributed import zoo
-from workbench.figures.pages import PLOTLY_MIME
+from workbench.figures.figure import PLOTLY_MIME
 
 
 def test_the_best_rates_of_the_width_rule_are_those_of_the_raw_file() -> None:

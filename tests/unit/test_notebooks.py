@@ -11,7 +11,7 @@ from PIL import Image
 
 import workbench as wb
 from workbench.figures import theme
-from workbench.figures.pages import PLOTLY_MIME
+from workbench.figures.figure import PLOTLY_MIME
 
 ROOT = Path(__file__).parents[2]
 NOTEBOOKS = sorted((ROOT / "notebooks").glob("*.ipynb"))

@@ -17,7 +17,7 @@ from workbench import notebooks
 from workbench.analysis.curve import Curve
 from workbench.errors import RunNotFound, WorkbenchError
 from workbench.figures.curves_view import loss_curves
-from workbench.figures.pages import PLOTLY_MIME, WIDGET_MIME
+from workbench.figures.figure import PLOTLY_MIME, WIDGET_MIME
 from workbench.notebooks import parameters, reproducing, sharing
 from workbench.notebooks.executing import Record, recorded_in
 from workbench.notebooks.verdict import BITWISE, DIFFERENT, NOISE, LossCurve, verdict

@@ -17,8 +17,7 @@ from workbench.analysis.pareto import ParetoPoint
 from workbench.capture.sparse_matrices import product_flops, sparse_matrices
 from workbench.errors import InvalidExperiment, UnknownParameter
 from workbench.experiment import Experiment
-from workbench.figures.sparsity_views import LOOKS, exploration, pareto
-from workbench.figures.sparsity_views import pattern as draw_pattern
+from workbench.figures.run_views import LOOKS, draw_exploration, draw_pareto, draw_pattern
 from workbench.planning.profiling import graph
 from workbench.planning.runnable import check_sparsity
 from workbench.rundir import event_line
@@ -253,7 +252,7 @@ def test_the_slider_shows_what_each_update_did(tmp_path: Path) -> None:
 
 
 def test_exploration_has_a_line_for_each_run_in_both_panels(tmp_path: Path) -> None:
-    figure = exploration({"one": patterns(tmp_path), "two": patterns(tmp_path)})
+    figure = draw_exploration({"one": patterns(tmp_path), "two": patterns(tmp_path)})
     assert [trace.name for trace in figure.data] == ["one", "one", "two", "two"]
     assert list(figure.data[0].y) == pytest.approx([0.1, 0.15, 0.175])
 
@@ -264,7 +263,7 @@ def test_the_pareto_front_joins_what_nothing_beats_in_both_cost_and_loss() -> No
         ParetoPoint("static", "static", 2.0, 60.0, (2.5,)),
         ParetoPoint("dynamic", "dynamic", 2.0, 55.0, (2.3,)),
     ]
-    figure = pareto(points, published={"dense Small": (10.07, 2.31)})
+    figure = draw_pareto(points, published={"dense Small": (10.07, 2.31)})
     fronts = [trace for trace in figure.data if trace.name == "Pareto front"]
     assert [list(front.x) for front in fronts] == [[2.0, 10.0], [50.0]]
     assert [list(front.y) for front in fronts] == [pytest.approx([2.3, 2.1]), pytest.approx([2.1])]

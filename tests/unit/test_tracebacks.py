@@ -12,7 +12,7 @@ from bs4 import BeautifulSoup
 from jupyter_client.manager import start_new_kernel
 from nbconvert import HTMLExporter
 
-from workbench.figures.pages import notebook_to_html
+from workbench.figures.figure import notebook_to_html
 
 REPOSITORY = Path(__file__).parents[2]
 MODEL = """

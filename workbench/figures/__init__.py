@@ -1,4 +1,5 @@
-"""Figures are pure: values in, a `plotly.graph_objects.Figure` out. `run_views` alone reads the runs that it draws.
+"""Figures are pure: values in, a `plotly.graph_objects.Figure` out. `run_views` and `sweep_view`
+alone read the runs that they draw.
 
 The public names stand in `__init__.pyi`; each is imported when it is first used.
 """

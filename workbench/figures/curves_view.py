@@ -29,7 +29,6 @@ from workbench.columns import COLUMNS, EVALUATION_LABELS, AxisUnit
 from workbench.errors import UnknownParameter, suggestion
 from workbench.figures import theme
 from workbench.figures.figure import Figure
-from workbench.figures.legend_placement import CORNERS, MAX_INSIDE, fits_inside, height_below, place_legend
 from workbench.figures.prepared_curve import TRACE_ROLES, Preparation, PreparedCurve
 from workbench.runs.loss_basis import why_not_compared
 
@@ -124,7 +123,7 @@ def loss_curves(
     figure.update_xaxes(type="log" if log_x else "linear", tickformat=theme.LOG_TICKS if log_x else None)
     inside = figure.layout.legend.orientation is None
     if inside:
-        figure.update_layout(legend=place_legend(figure.data, log_x=log_x, log_y=log_y, y_range=y_range))
+        figure.update_layout(legend=theme.place_legend(figure.data, log_x=log_x, log_y=log_y, y_range=y_range))
     menus = [_x_menu(figure, prepared, axes, x, y_range, log_y), _y_menu(figure, prepared, y, log_y, inside)]
     menus += [_log_x_button(log_x), *_smoothing_menu(figure, preparation, prepared, curves, smoothing, y)]
     figure.update_layout(updatemenus=menus)
@@ -202,8 +201,8 @@ def _lay_out(
     figure: Figure, x_title: str, y: str, log_y: bool, curves: Sequence[Curve] | Sequence[PreparedCurve]
 ) -> None:
     names = [theme.short(curve.name) for curve in curves]
-    below = 0 if fits_inside(names) else height_below(names)
-    legend = theme.LEGEND_BELOW if below else CORNERS["top right"]
+    below = 0 if theme.fits_inside(names) else theme.height_below(names)
+    legend = theme.LEGEND_BELOW if below else theme.LEGEND_CORNERS["top right"]
     figure.laid_out(
         height=480 + max(0, below - theme.BOTTOM_PX),
         margin={"t": 92, "r": 64, "b": below or theme.BOTTOM_PX},
@@ -294,7 +293,7 @@ def _y_menu(
     buttons = []
     for axis_type in ("linear", "log"):
         y_range, log = settled_range(prepared, axis_type == "log"), axis_type == "log"
-        place = place_legend(figure.data, log_y=log, y_range=y_range) if legend_inside else {}
+        place = theme.place_legend(figure.data, log_y=log, y_range=y_range) if legend_inside else {}
         changes = {f"legend.{key}": value for key, value in place.items()}
         changes["yaxis.tickformat"] = _ticks(y, log)
         args = [{"yaxis.type": axis_type, "yaxis.autorange": y_range is None, "yaxis.range": y_range, **changes}]
@@ -516,7 +515,7 @@ def _label_positions(prepared: Sequence[PreparedCurve], x: str, top: float | Non
         for index, curve in enumerate(prepared)
         if curve.end_value is not None
     }
-    if len(ends) > MAX_INSIDE:
+    if len(ends) > theme.MAX_INSIDE:
         beyond = [index for index, (_, end_y) in ends.items() if end_y == top]
         return ["bottom left" if index in beyond[:1] else None for index in range(len(prepared))]
     span_x = max((end_x for end_x, _ in ends.values()), default=0.0) or 1.0

@@ -1,26 +1,33 @@
-"""Figures that can be saved: as a picture, as vectors with text, or as a table of their data."""
+"""Figures that can be saved and shared: as a picture, vectors with text, a table of their data, or an offline page.
+
+Below the figure come the sanitiser of what strangers wrote, and the pages of figures and of whole notebooks.
+"""
 
 from __future__ import annotations
 
 import base64
+import copy
 import csv
+import functools
 import html
 import io
 import json
 import re
+import secrets
 import threading
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
+from html.parser import HTMLParser
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import plotly.graph_objects as go
+import plotly.io
 from plotly.subplots import make_subplots
 
 from workbench.arguments import checked_arguments
-from workbench.errors import DataError, InvalidArgument
+from workbench.errors import DataError, InvalidArgument, first_line
 from workbench.figures import theme
-from workbench.figures.legend_placement import height_below
 
 PLOTLY_MIME = "application/vnd.plotly.v1+json"
 NOTEBOOK_PX = 860
@@ -55,7 +62,7 @@ class Figure(go.Figure):
     def with_legend_below(self, height: int, main: str, words: str) -> Figure:
         """Set the layout of a figure with a legend in rows below it, which come on top of the height."""
         names = [trace.name for trace in self.data if trace.showlegend is not False]
-        below = height_below(names)
+        below = theme.height_below(names)
         title, margin = theme.title(main, words), {"t": 88, "b": below}
         return self.laid_out(height=height + below, title=title, margin=margin, legend=theme.LEGEND_BELOW)
 
@@ -206,7 +213,7 @@ def _csv(figure: go.Figure) -> str:
 
 def _rows(figure: go.Figure, trace: Any) -> Iterator[dict[str, Any]]:
     """Yield the points of a trace by the names of their columns."""
-    from workbench.figures.twin_axes import item_of, plain, words_of
+    from workbench.figures.twin_panel import item_of, plain, words_of
 
     if trace.type == "parcoords":
         columns = {plain(str(dimension.label))[0]: _words(dimension) for dimension in trace.dimensions}
@@ -255,7 +262,7 @@ def _finite(value: Any) -> Any:
 
 def _axis_name(figure: go.Figure, trace: Any, which: int) -> str:
     """Return an axis' title, or that of its panel, or that of the axis in another panel above or below it."""
-    from workbench.figures.twin_axes import plain
+    from workbench.figures.twin_panel import plain
 
     letter, other = "xy"[which], "yx"[which]
     names = [str(trace[f"{letter}axis"] or letter), str(trace[f"{other}axis"] or other)]
@@ -269,3 +276,383 @@ def _axis_name(figure: go.Figure, trace: Any, which: int) -> str:
         below = (other for other in figure.select_xaxes() if other.domain == axis.domain)
         title = next((other.title.text for other in below if other.title.text), None)
     return plain(title or letter)[0].replace("\n", ", ")
+
+
+# HTML from elsewhere is made harmless in two ways that hold at once. The sanitiser works on the HTML that a browser
+# would get, after Markdown was rendered, and keeps the tags, attributes, styles and addresses of a list. The policy
+# lets the browser run the page's own scripts, which bear a number that nobody could know before, and fetch nothing.
+
+TAGS = (
+    *("a", "abbr", "b", "blockquote", "br", "caption", "center", "code", "col", "colgroup", "dd", "del", "details"),
+    *("div", "dl", "dt", "em", "figcaption", "figure", "h1", "h2", "h3", "h4", "h5", "h6", "hr", "i", "img", "input"),
+    *("kbd", "li", "main", "mark", "ol", "p", "pre", "progress", "q", "s", "samp", "small", "span", "strong", "sub"),
+    *("summary", "sup", "table", "tbody", "td", "tfoot", "th", "thead", "tr", "tt", "u", "ul", "var"),
+)
+ATTRIBUTES: Mapping[str, frozenset[str]] = {
+    "*": frozenset(
+        {"class", "style", "title", "align", "colspan", "rowspan", "width", "height", "scope", "id", "role"}
+        | {"aria-label", "data-mime-type"}
+    ),
+    "a": frozenset({"href"}),
+    "img": frozenset({"src", "alt"}),
+    "input": frozenset({"type", "checked", "disabled"}),
+    "ol": frozenset({"start"}),
+    "progress": frozenset({"value", "max"}),
+}
+STYLES = (
+    *("background-color", "border", "border-bottom", "border-collapse", "border-left", "border-radius"),
+    *("border-right", "border-top", "color", "display", "flex", "flex-wrap", "float", "font-family", "font-size"),
+    *("font-style", "font-variant-numeric", "font-weight", "gap", "height", "line-height", "margin", "margin-bottom"),
+    *("margin-left", "margin-right", "margin-top", "max-height", "max-width", "min-width", "opacity", "overflow"),
+    *("padding", "padding-bottom", "padding-left", "padding-right", "padding-top", "text-align", "text-decoration"),
+    *("vertical-align", "white-space", "width"),
+)
+"""Properties of CSS that change only how the element looks."""
+LINK = re.compile(r"(?:https?|mailto):|[^:]*\Z", re.IGNORECASE)
+"""Addresses that a link may have: of the web, of mail, and relative ones."""
+EMBEDDED = re.compile(r"data:image/[\w.+-]+[;,]", re.IGNORECASE)
+"""Addresses of pictures that a page holds itself, in which no script runs."""
+RUNNING_TAGS = frozenset(
+    {"script", "iframe", "object", "embed", "form", "button", "link", "meta", "base", "style", "svg", "math"}
+    | {"template", "frame", "frameset", "applet", "audio", "video", "source", "textarea", "select", "portal"}
+)
+"""Tags that may run something, or load something from elsewhere."""
+STYLE = re.compile(r"<style\b[^>]*>([^<]*)</style\s*>", re.IGNORECASE)
+LOADING_STYLE = re.compile(r"@import|url\s*\(|\\", re.IGNORECASE)
+UNSHOWN = re.compile(r"<(script|style|template|noscript|iframe|title|textarea)\b[^>]*>.*?</\1\s*>", re.I | re.DOTALL)
+"""Elements whose content no browser shows as text."""
+
+
+def harmless_html(text: str) -> str:
+    """Return HTML, or Markdown, with the tags, attributes, styles and addresses that only format a text.
+
+    A picture of another address stays as its alternative text.
+    """
+    # `>` alone begins no tag, and Markdown needs it for quotations.
+    return str(_cleaner().clean(UNSHOWN.sub("", text))).replace("&gt;", ">")
+
+
+def harmless_markdown(text: str) -> str:
+    """Return Markdown that runs nothing once it is rendered; a text that runs nothing stays as it is."""
+    if not runs_something(_rendered(text)):
+        return text
+    cleaned = harmless_html(text)
+    return harmless_html(_rendered(text)) if runs_something(_rendered(cleaned)) else cleaned
+
+
+def _rendered(markdown: str) -> str:
+    from nbconvert.filters import markdown2html
+
+    return str(markdown2html(markdown))
+
+
+def harmless_page(page: str) -> str:
+    """Return a page without scripts, and with a body as `harmless_html` has it.
+
+    Its own style sheets stay; those of the body are put behind them, if they load nothing.
+    """
+    before, begin, rest = page.partition("<body")
+    start, _, body = rest.partition(">")
+    body, _, after = body.rpartition("</body>")
+    styles = [style for style in STYLE.findall(body) if not LOADING_STYLE.search(style)]
+    head = UNSHOWN.sub(lambda match: "" if match[1].lower() == "script" else match[0], before)
+    head = head.replace("</head>", "".join(f"<style>{style}</style>" for style in styles) + "</head>", 1)
+    return f"{head}{begin}{start}>{_cleaner().clean(UNSHOWN.sub('', body))}</body>{after}"
+
+
+def new_nonce() -> str:
+    """Return a number for the scripts of one page, which nobody can have written into its texts."""
+    return secrets.token_urlsafe(16)
+
+
+def policy(nonce: str, evaluates: bool = False) -> str:
+    """Return the tag that lets a page run the scripts of this number, fetch nothing and send nothing.
+
+    `evaluates` lets them make functions of text, which plotly.js does to draw by WebGL.
+    """
+    scripts = f"'nonce-{nonce}'" + (" 'unsafe-eval'" if evaluates else "")
+    rules = f"default-src 'none'; script-src {scripts}; style-src 'unsafe-inline'; img-src data: blob:; font-src data:"
+    return (
+        f"<meta http-equiv=\"Content-Security-Policy\" content=\"{rules}; base-uri 'none'; form-action 'none'\">"
+        '<meta http-equiv="x-dns-prefetch-control" content="off">'
+    )
+
+
+def runs_something(text: str) -> bool:
+    """Return True for HTML with a tag, an attribute or an address that may run something in a browser."""
+    finder = _RunningParts()
+    finder.feed(text)
+    finder.close()
+    return finder.found
+
+
+class _RunningParts(HTMLParser):
+    found = False
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        addresses = [value or "" for name, value in attrs if name in ("href", "src", "action", "xlink:href")]
+        is_kept = all(_is_link(value) or EMBEDDED.match(value) for value in addresses)
+        handles = any(name.startswith("on") or name in ("srcdoc", "formaction") for name, _ in attrs)
+        self.found = self.found or tag in RUNNING_TAGS or handles or not is_kept
+
+
+def _is_link(value: str) -> bool:
+    """Return True for the address of a link; browsers skip spaces and control characters, and read entities."""
+    seen = re.sub(r"[\x00-\x20\x7f-\xa0\u2028\u2029\ufffd]", "", html.unescape(value))
+    return LINK.match(seen) is not None
+
+
+def _is_kept(tag: str, name: str, value: str) -> bool:
+    """Return True for an attribute that the sanitiser keeps."""
+    if name not in ATTRIBUTES["*"] and name not in ATTRIBUTES.get(tag, ()):
+        return False
+    checks = {"href": _is_link(value), "src": EMBEDDED.match(html.unescape(value)) is not None}
+    return bool(checks.get(name, tag != "input" or name != "type" or value == "checkbox"))
+
+
+@functools.cache
+def _cleaner() -> Any:
+    from bleach.css_sanitizer import CSSSanitizer
+    from bleach.sanitizer import Cleaner
+
+    styles = CSSSanitizer(allowed_css_properties=STYLES)
+    protocols = {"http", "https", "mailto", "data"}  # `_is_kept` leaves `data:` to pictures
+    return Cleaner(tags=TAGS, attributes=_is_kept, protocols=protocols, strip=True, css_sanitizer=styles)
+
+
+# Pages to share: one HTML file that opens offline, and a notebook that shows its figures without a kernel.
+
+WIDGET_MIME = "application/vnd.jupyter.widget-view+json"
+PAGE = """<!DOCTYPE html>
+<html lang="en">
+<head>
+<meta charset="utf-8">
+<meta name="viewport" content="width=device-width, initial-scale=1">
+{policy}
+<title>{title}</title>
+<style>
+body {{ font-family: {font}; color: {ink}; background: white; margin: 2rem auto; max-width: 1100px; padding: 0 1rem; }}
+figure {{ margin: 0 0 2rem 0; }}
+</style>
+{script}
+</head>
+<body>
+<h1>{title}</h1>
+{body}
+</body>
+</html>
+"""
+NO_ALTERNATIVE = "No description has been provided for this image"
+"""Words that nbconvert gives to those who cannot see a picture."""
+ANSWER = "answer"
+"""Tag of cells whose outputs stand first on the page of a notebook."""
+FOLDED = "folded.html.j2"
+FOLDING = """{%- extends 'lab/index.html.j2' -%}
+{%- block input_group -%}
+{%- if cell.source -%}<details><summary>code</summary>{{ super() }}</details>{%- endif -%}
+{%- endblock input_group -%}
+"""
+"""Template of a page that shows a cell's code when its reader asks for it."""
+
+
+def figure_html(figure: go.Figure | Mapping[str, Any], nonce: str) -> str:
+    """Return a `<div>` that draws the figure on a page that has loaded plotly.js, with a name for screen readers.
+
+    `nonce` is the number that the page's policy asks of scripts.
+    """
+    value = figure if isinstance(figure, go.Figure) else {k: figure[k] for k in ("data", "layout") if k in figure}
+    layout = figure.layout.to_plotly_json() if isinstance(figure, go.Figure) else figure.get("layout", {})
+    options = {"full_html": False, "include_plotlyjs": False, "include_mathjax": False, "validate": False}
+    drawn = plotly.io.to_html(value, config={**theme.CONFIG, "responsive": True}, **options)
+    drawn = drawn.replace("<script", f'<script nonce="{nonce}"')  # its JSON writes `<` as \\u003c
+    return f'<div role="figure" aria-label="{html.escape(accessible_name(layout))}">{drawn}</div>'
+
+
+@checked_arguments
+def save_html(
+    figures: go.Figure | Sequence[go.Figure | str], path: str | Path, title: str = "Workbench", text: str = ""
+) -> Path:
+    """Write figures below one another as one self-contained page, which fetches nothing when it opens.
+
+    A `str` among `figures` is inserted as HTML, and a page of these alone is small: it has no script. `text` is plain
+    text above the figures.
+    """
+    parts = [figures] if isinstance(figures, go.Figure) else list(figures)
+    nonce = new_nonce()
+    drawn = [part if isinstance(part, str) else f"<figure>{figure_html(part, nonce)}</figure>\n" for part in parts]
+    body = "".join(drawn)
+    if text:
+        body = f'<p style="white-space: pre-line">{html.escape(text)}</p>\n{body}'
+    has_figure = not all(isinstance(part, str) for part in parts)
+    script = f'<script nonce="{nonce}">{plotly_js()}</script>' if has_figure else ""
+    shown = {"title": html.escape(title), "policy": policy(nonce), "script": script, "body": body}
+    page = PAGE.format(font=theme.FONT_FAMILY, ink=theme.INK, **shown)
+    return written(Path(path), page.encode())
+
+
+def plotly_js() -> str:
+    """Return the source of plotly.js, 4.5 MB, from the installed plotly."""
+    from plotly.offline import get_plotlyjs
+
+    return str(get_plotlyjs())
+
+
+def notebook_to_html(notebook_path: str | Path, html_path: str | Path) -> Path:
+    """Turn an executed notebook into one self-contained page with live figures, the answer first and the code folded.
+
+    Below the title come the outputs of cells tagged `answer`, text before figures, then the notebook as it is.
+    Figures stay interactive through a single embedded plotly.js. Widgets need a kernel: the HTML or picture stored
+    beside a widget takes its place, and its state is left out. The rest of what a cell holds is sanitised after it was
+    rendered, and the page's policy forbids its scripts but plotly.js, and everything that would be fetched.
+
+    Raises `DataError` if the file is no notebook.
+    """
+    from jinja2 import DictLoader
+    from nbconvert import HTMLExporter
+
+    notebook = read_notebook(Path(notebook_path))
+    notebook.cells = [*_opening(notebook), *notebook.cells]
+    nonce, figures = new_nonce(), list[Any]()
+    for output in (output for cell in notebook.cells for output in cell.get("outputs", ())):
+        _make_static(output, nonce, figures)
+    exporter = HTMLExporter(extra_loaders=[DictLoader({FOLDED: FOLDING})], template_file=FOLDED)
+    exporter.embed_images = True
+    for url in ("require_js_url", "jquery_url", "mathjax_url", "mermaid_js_url", "jupyter_widgets_base_url"):
+        if exporter.has_trait(url):
+            setattr(exporter, url, "")
+    resources = {"metadata": {"name": Path(notebook_path).stem}}
+    try:
+        page, _ = exporter.from_notebook_node(notebook, resources)
+    except OSError:  # a text names a picture that cannot be read, such as a folder
+        exporter.embed_images = False
+        page, _ = exporter.from_notebook_node(notebook, resources)
+    page = _with_alternatives(harmless_page(page))
+    for number, figure in enumerate(figures):
+        page = page.replace(_place(nonce, number), figure_html(figure, nonce), 1)
+    script = f'<script nonce="{nonce}">{plotly_js()}</script>' if figures else ""
+    page = page.replace("<head>", f"<head>{policy(nonce)}{script}", 1)
+    return written(Path(html_path), page.encode())
+
+
+def _with_alternatives(page: str) -> str:
+    """Say in which section a picture stands, in place of nbconvert's sentence that it has no description."""
+    section = "this notebook"
+
+    def told(found: re.Match[str]) -> str:
+        nonlocal section
+        if found["heading"] is None:
+            return f'alt="Picture in {html.escape(section)}"'
+        section = html.unescape(re.sub("<[^>]*>|¶", "", found["heading"])).strip()
+        return found[0]
+
+    return re.sub(rf'<h[1-6][^>]*>(?P<heading>.*?)</h[1-6]>|alt="{NO_ALTERNATIVE}"', told, page, flags=re.DOTALL)
+
+
+def _place(nonce: str, number: int) -> str:
+    """Return the HTML in whose place a figure is put, once the page around it was sanitised."""
+    return f'<div id="figure-{nonce}-{number}"></div>'
+
+
+def _opening(notebook: Any) -> list[Any]:
+    """Take the title from a notebook, and return it with the outputs of the cells that hold the answer."""
+    answers = [cell for cell in notebook.cells if ANSWER in cell.metadata.get("tags", ()) and cell.get("outputs")]
+    answers.sort(key=lambda cell: any(PLOTLY_MIME in output.get("data", {}) for output in cell.outputs))
+    if not answers:
+        return []
+    opening = [copy.deepcopy(cell) for cell in answers]
+    for cell in opening:
+        cell.source = ""
+    first = notebook.cells[0]
+    if first.cell_type == "markdown" and first.source.startswith("# "):
+        title = copy.deepcopy(first)
+        title.source, _, first.source = first.source.partition("\n")
+        opening.insert(0, title)
+    for number, cell in enumerate(opening):
+        cell.id = f"opening-{number}"  # a notebook has no two cells with one name
+    return opening
+
+
+def _make_static(output: Any, nonce: str, figures: list[Any]) -> None:
+    """Leave one representation in the output that a page can show: the place of a figure, which joins `figures`."""
+    data = output.get("data", {})
+    figure = data.get(PLOTLY_MIME)
+    if _is_figure(figure):
+        output["data"] = {"text/html": _place(nonce, len(figures))}
+        figures.append(figure)
+    elif WIDGET_MIME in data:
+        static = {key: value for key, value in data.items() if key in ("text/html", "image/png")}
+        output["data"] = static or {"text/plain": "(a widget: it shows while its notebook's kernel runs)"}
+
+
+def _is_figure(value: Any) -> bool:
+    """Return True for JSON of a Plotly figure; the notebook of a stranger may hold anything in its place."""
+    if not isinstance(value, Mapping) or not isinstance(value.get("layout", {}), Mapping):
+        return False
+    traces = value.get("data")
+    return isinstance(traces, list) and all(isinstance(trace, Mapping) for trace in traces)
+
+
+def read_notebook(path: Path) -> Any:
+    """Return the notebook in a file without the state of its widgets; raise `DataError` if the file is no notebook."""
+    import nbformat
+
+    try:
+        notebook = nbformat.read(path, as_version=4)
+        nbformat.validate(notebook)
+    except FileNotFoundError:
+        raise DataError(f"There is no notebook {path}. Give the path of an .ipynb file.") from None
+    except OSError as error:
+        raise DataError(f"{path} cannot be read: {error.strerror}. Give the path of an .ipynb file.") from None
+    # nbformat fails in its own ways on JSON that is no notebook, such as `{}`, or is nested too deeply
+    except (nbformat.ValidationError, ValueError, TypeError, AttributeError, LookupError, RecursionError) as error:
+        raise DataError(
+            f"{path} is not a notebook ({first_line(error)[:200]}). Give the path of an .ipynb file."
+        ) from None
+    notebook.metadata.pop("widgets", None)
+    return notebook
+
+
+def finish_notebook(notebook_path: str | Path) -> None:
+    """Rewrite an executed notebook for those who only read it: without its widgets, and with a picture of each figure.
+
+    The state of widgets is megabytes that only the notebook's kernel could show.
+    """
+    import nbformat
+
+    path = Path(notebook_path)
+    notebook = read_notebook(path)
+    for cell in notebook.cells:
+        if "outputs" in cell:
+            cell["outputs"] = [o for o in cell["outputs"] if WIDGET_MIME not in o.get("data", {})]
+    add_pictures(notebook)
+    nbformat.write(notebook, path)
+
+
+def add_pictures(notebook: Any) -> str:
+    """Put a PNG beside each Plotly figure of a notebook, which shows without a script.
+
+    The figures of this package are drawn without a browser; one with a trace of another type needs kaleido and a
+    Chrome or Chromium. Returns why a figure has no picture; an empty string if all have one.
+    """
+    reason = ""
+    outputs = [output for cell in notebook.cells for output in cell.get("outputs", [])]
+    for data in (output["data"] for output in outputs if _is_figure(output.get("data", {}).get(PLOTLY_MIME))):
+        if "image/png" not in data:
+            figure = decoded({key: data[PLOTLY_MIME].get(key, {}) for key in ("data", "layout")})
+            try:
+                drawn = picture(go.Figure(figure, skip_invalid=True), "png", NOTEBOOK_PX)
+                data["image/png"] = base64.b64encode(drawn).decode()
+            except DataError as error:
+                reason = str(error)
+    return reason
+
+
+def decoded(value: Any) -> Any:
+    """Return Plotly's JSON with its base64 columns as lists."""
+    if isinstance(value, Mapping):
+        if "bdata" in value:
+            column = np.frombuffer(base64.b64decode(value["bdata"]), value["dtype"])
+            shape = [int(size) for size in str(value.get("shape", len(column))).split(",")]
+            return column.reshape(shape).tolist()
+        return {key: decoded(item) for key, item in value.items()}
+    return [decoded(item) for item in value] if isinstance(value, list) else value

@@ -54,7 +54,7 @@ def figures_of(runs: Sequence[Run]) -> list[dict[str, Any]]:
     """
     from workbench.figures.curves_view import loss_curves
     from workbench.figures.panels_view import panel_names, panels
-    from workbench.figures.prediction_view import prediction
+    from workbench.figures.timeline_view import prediction
 
     tails = [read_tail(run.directory.events) for run in runs]
     named = zip(distinct_names(runs), tails, runs, strict=True)
@@ -177,7 +177,7 @@ class Plotly(_RunHandler):
     @authorized
     async def get(self) -> None:
         """Answer with the source of plotly.js."""
-        from workbench.figures.pages import plotly_js
+        from workbench.figures.figure import plotly_js
 
         self.finish({"source": await self.in_thread(plotly_js)})
 

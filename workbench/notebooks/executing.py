@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from workbench.errors import WorkbenchError, in_words
-from workbench.figures.pages import finish_notebook, notebook_to_html, read_notebook
+from workbench.figures.figure import finish_notebook, notebook_to_html, read_notebook
 from workbench.notebooks.parameters import check_values
 from workbench.notebooks.verdict import LossCurve
 from workbench.rundir import RunDir

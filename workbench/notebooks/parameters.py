@@ -18,7 +18,7 @@ from typing import Any
 
 from workbench import arguments
 from workbench.errors import InvalidArgument, RunNotFound, UnknownParameter, WorkbenchError, suggestion
-from workbench.figures.pages import read_notebook
+from workbench.figures.figure import read_notebook
 
 LONGEST_TEXT = 10_000
 """Largest number of characters of a value that a form may send."""

@@ -14,7 +14,7 @@ from typing import Any
 
 from workbench.arguments import checked_arguments
 from workbench.errors import WorkbenchError
-from workbench.figures.pages import read_notebook
+from workbench.figures.figure import read_notebook
 from workbench.notebooks.executing import Record, RecordedRun, check_not_overwritten, execute, recorded_in
 from workbench.notebooks.verdict import DIFFERENT, LossCurve, Verdict, verdict
 from workbench.rundir import write_json

@@ -11,9 +11,17 @@ from typing import Any
 
 from workbench.arguments import checked_arguments
 from workbench.errors import WorkbenchError
-from workbench.figures.figure import written
-from workbench.figures.pages import PLOTLY_MIME, WIDGET_MIME, add_pictures, notebook_to_html, read_notebook
-from workbench.figures.sanitizing import harmless_html, harmless_markdown, runs_something
+from workbench.figures.figure import (
+    PLOTLY_MIME,
+    WIDGET_MIME,
+    add_pictures,
+    harmless_html,
+    harmless_markdown,
+    notebook_to_html,
+    read_notebook,
+    runs_something,
+    written,
+)
 from workbench.notebooks.executing import KEY, Record, check_not_overwritten, runs_shown_in
 from workbench.runs.registry import Runs, load_runs
 from workbench.secrets import MASK, masked_json, secrets

@@ -23,7 +23,6 @@ from workbench.figures.curves_view import (
     settled_range,
 )
 from workbench.figures.figure import Figure
-from workbench.figures.legend_placement import corner_of, place_legend
 from workbench.figures.panels_view import PANEL_POINTS, Window, panel, panel_names, panels
 from workbench.figures.prepared_curve import TRACE_ROLES, Preparation, PreparedCurve, map_in_threads, points_per_trace
 from workbench.widgets.live_widget import respond_while_busy
@@ -150,8 +149,8 @@ class LiveLossFigure:
         self._update_layout(unit.title, settings)
         legend = self._layout.legend
         if legend.orientation is None and window is None:
-            preferred = corner_of(legend)  # the legend moves only if a curve has come to run through it
-            place = place_legend(self._traces, log_x=settings.log_x, log_y=settings.log_y, preferred=preferred)
+            preferred = theme.corner_of(legend)  # the legend moves only if a curve has come to run through it
+            place = theme.place_legend(self._traces, log_x=settings.log_x, log_y=settings.log_y, preferred=preferred)
             legend.update(place)
         self._x = x
         self.widget.tells_hover = any(len(snapshot.texts) for snapshot in snapshots)

@@ -13,8 +13,14 @@ import plotly.graph_objects as go
 from IPython.display import HTML, display
 
 from workbench.figures.figure import mimebundle
-from workbench.figures.grid_views import predictions
-from workbench.figures.sweep_view import Losses, axes_of_heat_map, draw_heat_map, draw_seed_bands, read_losses
+from workbench.figures.sweep_view import (
+    Losses,
+    axes_of_heat_map,
+    draw_heat_map,
+    draw_seed_bands,
+    predictions,
+    read_losses,
+)
 from workbench.runs.run import Run
 from workbench.sweeps.measured import MeasuredGrid
 from workbench.sweeps.sweep import Row, Sweep

@@ -27,8 +27,7 @@ import traitlets
 from plotly.utils import PlotlyJSONEncoder
 
 from workbench.figures import theme
-from workbench.figures.figure import accessible_name
-from workbench.figures.pages import plotly_js
+from workbench.figures.figure import accessible_name, plotly_js
 
 COLUMNS = ("x", "y", "customdata")
 """Fields of a trace that are sent as bytes where they are arrays of numbers."""
