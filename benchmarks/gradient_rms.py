@@ -24,7 +24,7 @@ import torch
 import workbench as wb
 from workbench.execution.gradient_norms import clip_factor, scale_gradients, squared_norm
 from workbench.optimizers.building import build_optimizer
-from workbench.optimizers.schedules import learning_rate_factor
+from workbench.optimizers.parameters import learning_rate_factor
 from workbench.validation import factor_of
 
 LARGE = {"hidden_size": 1024, "num_layers": 24, "num_heads": 16}

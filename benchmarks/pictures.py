@@ -35,7 +35,7 @@ from workbench.cost.profile import BlockTypeCost, Profile
 from workbench.figures import theme
 from workbench.figures.figure import PLOTLY_MIME, decoded, save
 from workbench.figures.plan_view import show_plan
-from workbench.optimizers.schedules import learning_rate_factor
+from workbench.optimizers.parameters import learning_rate_factor
 from workbench.planning.plan import Plan
 from workbench.planning.prediction import timeline
 from workbench.planning.profiling import CAPTURE_BATCH

@@ -36,7 +36,7 @@ from workbench.figures import theme
 from workbench.figures.figure import save
 from workbench.models import scaling
 from workbench.optimizers.building import build_optimizer
-from workbench.optimizers.schedules import learning_rate_factor
+from workbench.optimizers.parameters import learning_rate_factor
 from workbench.validation import factor_of
 
 ROOT = Path(__file__).resolve().parents[1]

@@ -25,7 +25,7 @@ from workbench.execution.parallel.sharding import full
 from workbench.execution.trainer import Trainer
 from workbench.experiment import Experiment
 from workbench.optimizers.building import build_optimizer
-from workbench.optimizers.schedules import learning_rate_factor
+from workbench.optimizers.parameters import learning_rate_factor
 from workbench.rundir import RunDir
 
 MICRO_BATCH, GLOBAL_BATCH, STEPS = 2, 8, 6

@@ -26,11 +26,9 @@ from workbench.errors import InvalidExperiment, PlanInfeasible, PlanMismatch
 from workbench.execution.gradient_norms import squared_norm
 from workbench.optimizers import muon
 from workbench.optimizers.adamw import BATCH_ELEMENTS, OffloadedAdamW, ShardedAdamW
-from workbench.optimizers.building import build_optimizer
-from workbench.optimizers.groups import parameter_groups
+from workbench.optimizers.building import ELEMENT, MODEL, TENSOR, build_optimizer, reach_of_update
 from workbench.optimizers.muon import COEFFICIENTS, orthogonalisation_flops, orthogonalised, shared_out
-from workbench.optimizers.schedules import learning_rate_factor
-from workbench.optimizers.user_optimizer import ELEMENT, MODEL, TENSOR, reach_of_update
+from workbench.optimizers.parameters import learning_rate_factor, parameter_groups
 from workbench.tensors import TensorSpec
 
 

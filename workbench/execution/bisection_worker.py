@@ -56,7 +56,7 @@ from workbench.execution.parallel.stage import written_buffers
 from workbench.execution.spikes import NonFinite
 from workbench.execution.trainer import Trainer
 from workbench.execution.worker import BetweenSteps, TrainingWorker, main
-from workbench.optimizers.user_optimizer import create_state, forget_state
+from workbench.optimizers.building import create_state, forget_state
 from workbench.planning.plan import Memory, Plan, Stage
 from workbench.rundir import RunDir, append_event, read_record, write_record
 

@@ -13,7 +13,7 @@ from torch import nn
 
 from workbench.experiment import Optimizer
 from workbench.optimizers.adamw import ShardedAdamW
-from workbench.optimizers.shards import local
+from workbench.optimizers.parameters import local
 from workbench.validation import factor_of, first_match
 
 

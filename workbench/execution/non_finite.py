@@ -18,7 +18,7 @@ from workbench.errors import NonFiniteLoss
 from workbench.execution.blocks.labelled_head import LabelCounts
 from workbench.execution.observation import BACKWARD, BATCH, FORWARD, GRADIENT, SOURCES, WEIGHT, BlockObserver
 from workbench.execution.trainer import Trainer
-from workbench.optimizers.shards import local
+from workbench.optimizers.parameters import local
 
 
 @dataclass(frozen=True)

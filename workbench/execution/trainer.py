@@ -39,7 +39,7 @@ from workbench.execution.spikes import NonFinite, Spikes
 from workbench.experiment import Experiment
 from workbench.optimizers.adamw import ShardedAdamW
 from workbench.optimizers.building import build_optimizer
-from workbench.optimizers.schedules import learning_rate_factor
+from workbench.optimizers.parameters import learning_rate_factor
 from workbench.planning.plan import Plan
 
 

@@ -27,7 +27,7 @@ from torch import nn
 
 from workbench.capture.hidden_matrices import Projections
 from workbench.optimizers.adamw import BATCH_ELEMENTS, ShardedAdamW
-from workbench.optimizers.shards import MatrixExchange, OneRank, local, momentum_of
+from workbench.optimizers.parameters import MatrixExchange, OneRank, local, momentum_of
 
 MOMENTUM = 0.95
 """Momentum of `torch.optim.Muon`, by default with Nesterov's look-ahead."""

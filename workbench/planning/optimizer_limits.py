@@ -67,7 +67,7 @@ def check_optimizer(experiment: Experiment, plan: Plan, trained_shapes: Callable
 
 def _needed_whole(experiment: Experiment, shapes: Shapes) -> dict[str, int]:
     """Return the degrees and ZeRO stage that plans must have for an optimiser of the user's."""
-    from workbench.optimizers.user_optimizer import ELEMENT, MODEL, reach_of_update
+    from workbench.optimizers.building import ELEMENT, MODEL, reach_of_update
 
     reach = reach_of_update(experiment, shapes)
     return {} if reach == ELEMENT else {"zero": 0, "tensor": 1, **({"pipeline": 1} if reach == MODEL else {})}

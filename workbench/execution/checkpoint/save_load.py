@@ -31,7 +31,7 @@ from workbench.execution.checkpoint import files
 from workbench.execution.checkpoint.guarded_reader import GuardedReader
 from workbench.execution.parallel.sharding import local
 from workbench.execution.trainer import Trainer
-from workbench.optimizers.user_optimizer import create_state, forget_state
+from workbench.optimizers.building import create_state, forget_state
 from workbench.rundir import RunDir, write_json
 
 T = TypeVar("T")

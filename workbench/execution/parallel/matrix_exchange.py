@@ -18,7 +18,7 @@ from workbench.execution.parallel.mesh import MeshCoordinate
 from workbench.execution.parallel.sharding import is_sharded
 from workbench.execution.parallel.stage import RankStages
 from workbench.optimizers.muon import working_type
-from workbench.optimizers.shards import Arriving, Owned
+from workbench.optimizers.parameters import Arriving, Owned
 
 
 class ReplicaExchange:

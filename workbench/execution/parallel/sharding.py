@@ -22,7 +22,7 @@ from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
 from workbench.execution.parallel.stage import StageModule
-from workbench.optimizers.shards import local as local
+from workbench.optimizers.parameters import local as local
 
 
 def distribute(stage: StageModule, mesh: DeviceMesh, zero: int, precision: str) -> nn.Module:
