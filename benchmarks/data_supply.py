@@ -28,7 +28,7 @@ ROUND = """
 import json, os, sys, time
 import psutil
 import workbench as wb
-from workbench.data._feeder import Feeder, new_ring_file, ring_for
+from workbench.data.streaming import Feeder, new_ring_file, ring_for
 cores = int(sys.argv[3])
 os.sched_setaffinity(0, sorted(os.sched_getaffinity(0))[:cores])
 data = wb.data.corpus(sys.argv[1], tokenizer=sys.argv[2], streaming=True, shuffle_buffer=1024)
@@ -71,8 +71,8 @@ def main() -> None:
     parser.add_argument("--text", type=Path, help="folder of .txt files; the packaged speeches by default")
     parser.add_argument("--out", type=Path)
     options = parser.parse_args()
-    from workbench.data._text import packaged_speeches
-    from workbench.data._vocabulary import train_byte_level_bpe
+    from workbench.data.text import packaged_speeches
+    from workbench.data.tokenizer import train_byte_level_bpe
 
     paths = sorted(options.text.glob("*.txt")) if options.text else packaged_speeches().paths
     documents = [path.read_text() for path in paths]

@@ -37,7 +37,7 @@ PREPARED = """
 import json, os, resource, sys, time
 import psutil
 import workbench as wb
-from workbench.data._feeder import Feeder, new_ring_file, ring_for
+from workbench.data.streaming import Feeder, new_ring_file, ring_for
 def cpu():
     used = [resource.getrusage(who) for who in (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN)]
     return sum(one.ru_utime + one.ru_stime for one in used)
@@ -179,8 +179,8 @@ def main() -> None:
     parser.add_argument("--text", type=Path, help="folder of .txt files; the packaged speeches by default")
     parser.add_argument("--out", type=Path)
     options = parser.parse_args()
-    from workbench.data._text import packaged_speeches
-    from workbench.data._vocabulary import train_byte_level_bpe
+    from workbench.data.text import packaged_speeches
+    from workbench.data.tokenizer import train_byte_level_bpe
 
     paths = sorted(options.text.glob("*.txt")) if options.text else packaged_speeches().paths
     documents = [path.read_text() for path in paths]

@@ -531,7 +531,7 @@ class Experiment:
 
         Python's, NumPy's and torch's generators are seeded with `seed` meanwhile, and restored afterwards.
         """
-        from workbench.data._datasets import seeded
+        from workbench.data.datasets import seeded
 
         with seeded(self.seed):
             return self.model.build()

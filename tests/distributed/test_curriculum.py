@@ -16,7 +16,7 @@ import torch
 import workbench as wb
 from tests.distributed.own_machine import eventually
 from tests.distributed.real_worker import VOCAB, Ranks, Words, curve, directory, experiment, plan, trained
-from workbench.data._sampling import shuffled
+from workbench.data.sampling import shuffled
 from workbench.errors import InvalidExperiment, LossSpikes
 from workbench.execution.checkpoint.files import complete_checkpoints
 from workbench.execution.spikes import Spikes

@@ -20,7 +20,7 @@ from tests.exhaustive import EXHAUSTIVE
 from workbench.capture import Graph, capture, spec_of
 from workbench.capture.captured_model import capture_for_evaluation, require_same_stages
 from workbench.data import held_out as held_out_of
-from workbench.data._datasets import UserDataset
+from workbench.data.datasets import UserDataset
 from workbench.errors import CheckpointError, DataError, RunExists
 from workbench.execution.build import evaluation_programs
 from workbench.execution.evaluate import Evaluator, micro_batches

@@ -23,7 +23,7 @@ from tests.unit.coupled_models import GATHERED, WIDTH, SupCon, TwoTower, samples
 from workbench.capture import Graph, capture, spec_of
 from workbench.capture.captured_model import CapturedModel, require_same_stages
 from workbench.capture.gathering import with_tail_of
-from workbench.data._datasets import UserDataset
+from workbench.data.datasets import UserDataset
 from workbench.errors import DataError, WorkbenchError
 from workbench.execution.blocks import gathered_loss
 from workbench.execution.build import evaluation_programs

@@ -6,9 +6,7 @@ import contextlib
 import os
 from collections.abc import Iterator
 
-from workbench.data._feeder import Feeder, new_ring_file, ring_for
-from workbench.data._ring import Ring
-from workbench.data._stream import SampleStream
+from workbench.data.streaming import Feeder, Ring, SampleStream, new_ring_file, ring_for
 
 
 @contextlib.contextmanager

@@ -20,8 +20,9 @@ import torch
 from torch.utils.data import DataLoader, Dataset, TensorDataset
 
 from workbench import data, models
-from workbench.data import _sampling, _store, _tokens, _vocabulary
-from workbench.data._tokenizer import TextTokenizer
+from workbench.data.sampling import masked, shuffled
+from workbench.data.store import TokenStore
+from workbench.data.tokenizer import TextTokenizer, special_tokens_of, train_byte_level_bpe, train_wordpiece
 from workbench.errors import DataError, InvalidArgument, UnknownParameter
 from workbench.experiment import Evaluation
 
@@ -75,7 +76,7 @@ def text(speeches, home) -> data.Corpus:
 uses_home = pytest.mark.usefixtures("home")
 
 
-def store_of(corpus: data.Corpus, training: Training) -> _store.TokenStore:
+def store_of(corpus: data.Corpus, training: Training) -> TokenStore:
     return corpus.dataset(training).samples.store
 
 
@@ -130,7 +131,7 @@ def test_a_sample_beyond_the_training_is_an_index_error(text):
 
 @pytest.mark.parametrize("size", [1, 2, 3, 17, 256, 1000])
 def test_each_item_comes_once_an_epoch_in_an_order_of_the_epochs_own(size):
-    epochs = _sampling.shuffled(5, np.arange(3 * size), size).reshape(3, size)
+    epochs = shuffled(5, np.arange(3 * size), size).reshape(3, size)
     for epoch in epochs:
         assert sorted(epoch.tolist()) == list(range(size))
     if size > 3:
@@ -140,7 +141,7 @@ def test_each_item_comes_once_an_epoch_in_an_order_of_the_epochs_own(size):
 
 
 def test_shuffling_scatters_neighbours():
-    order = _sampling.shuffled(0, np.arange(10_000), 10_000)
+    order = shuffled(0, np.arange(10_000), 10_000)
     assert abs(np.corrcoef(order, np.arange(10_000))[0, 1]) < 0.05
     assert np.mean(np.abs(np.diff(order))) == pytest.approx(10_000 / 3, rel=0.05)
 
@@ -158,8 +159,8 @@ def test_one_epoch_of_causal_windows_is_the_whole_stream(text):
 def test_labels_are_the_original_tokens_at_hidden_places_only():
     ids = np.full((64, 128), 7) + np.arange(128)
     ids[:, 0], ids[:, 50], ids[:, -1] = CLS, SEP, SEP
-    tokens = _vocabulary.special_tokens_of("wordpiece", 2000)
-    inputs, labels = _sampling.masked(ids, (ids != CLS) & (ids != SEP), np.arange(64), seed=0, tokens=tokens)
+    tokens = special_tokens_of("wordpiece", 2000)
+    inputs, labels = masked(ids, (ids != CLS) & (ids != SEP), np.arange(64), seed=0, tokens=tokens)
     hidden = labels != -100
     assert np.array_equal(labels[hidden], ids[hidden])
     assert np.array_equal(inputs[~hidden], ids[~hidden])
@@ -170,8 +171,8 @@ def test_labels_are_the_original_tokens_at_hidden_places_only():
 def test_hidden_places_are_spread_evenly_and_replaced_eighty_ten_ten():
     ids = np.full((4000, 64), 1999)
     ids[:, 0], ids[:, -1] = CLS, SEP
-    tokens = _vocabulary.special_tokens_of("wordpiece", 2000)
-    inputs, labels = _sampling.masked(ids, (ids != CLS) & (ids != SEP), np.arange(4000), seed=3, tokens=tokens)
+    tokens = special_tokens_of("wordpiece", 2000)
+    inputs, labels = masked(ids, (ids != CLS) & (ids != SEP), np.arange(4000), seed=3, tokens=tokens)
     hidden = labels != -100
     share = hidden[:, 1:-1].mean(axis=0)
     assert share.mean() == pytest.approx(0.16, abs=0.01)  # 10 of the 62 places that may be hidden
@@ -207,7 +208,7 @@ def pairs(text):
     index = np.arange(len(dataset))
     batch = dataset.samples.batch(index)
     ids = np.where(batch["labels"] >= 0, batch["labels"], batch["input_ids"])
-    starts = _sampling.shuffled(training.seed, index, store.tokens // dataset.samples.width) * dataset.samples.width
+    starts = shuffled(training.seed, index, store.tokens // dataset.samples.width) * dataset.samples.width
     rows = []
     for row, types, label, start in zip(
         ids, batch["token_type_ids"], batch["next_sentence_label"], starts, strict=True
@@ -286,9 +287,7 @@ def test_byte_level_tokens_give_the_text_back_exactly(text, speeches):
     assert store.ids[bounds[3] - 1] == 0  # the end of text
 
 
-@pytest.mark.parametrize(
-    "train", [_vocabulary.train_wordpiece, _vocabulary.train_byte_level_bpe], ids=["wordpiece", "bpe"]
-)
+@pytest.mark.parametrize("train", [train_wordpiece, train_byte_level_bpe], ids=["wordpiece", "bpe"])
 def test_training_twice_gives_the_same_vocabulary(speeches, train):
     vocabularies = [train(speeches, 600, lambda _: None).get_vocab() for _ in range(4)]
     assert all(vocabulary == vocabularies[0] for vocabulary in vocabularies)
@@ -297,7 +296,7 @@ def test_training_twice_gives_the_same_vocabulary(speeches, train):
 
 def test_a_small_wordpiece_vocabulary_keeps_to_its_size_whatever_the_script():
     text = ["".join(chr(0x3041 + (7 * n + k) % 86) for k in range(9)) + chr(0x4E00 + n) for n in range(900)]
-    tokenizer = _vocabulary.train_wordpiece(text, 100, lambda _: None)
+    tokenizer = train_wordpiece(text, 100, lambda _: None)
     assert tokenizer.get_vocab_size() <= 100
     assert tokenizer.token_to_id("[UNK]") == 1
 
@@ -309,7 +308,7 @@ def test_the_second_prepare_does_no_work(tmp_path, speeches, monkeypatch):
     corpus = data.corpus(path, vocab_size=300)
     training = Training(models.bert(vocab_size=300))
     first = corpus.prepare(training, progress=False)
-    monkeypatch.setattr(_tokens, "_fill", None)
+    monkeypatch.setattr("workbench.data.tokenizing._fill", None)
     second = corpus.prepare(training, progress=False)
     assert (first.reused, second.reused) == (False, True)
     assert (second.tokens, second.documents, second.vocabulary) == (first.tokens, first.documents, first.vocabulary)
@@ -547,9 +546,9 @@ def test_items_of_a_user_defined_dataset_come_once_per_epoch(value):
 def test_a_few_items_stand_for_the_rest_where_values_matter(monkeypatch):
     training = Training()
     assert data.as_data(Pictures()).examples(training)["label"].tolist() == list(range(10))
-    monkeypatch.setattr("workbench.data._user_data.EXAMPLES", 4)
+    monkeypatch.setattr("workbench.data.source.EXAMPLES", 4)
     assert data.as_data(Pictures()).examples(training)["label"].tolist() == [0, 2, 5, 7]
-    monkeypatch.setattr("workbench.data._user_data.EXAMPLES_BYTES", 2 * (24 + 8))
+    monkeypatch.setattr("workbench.data.source.EXAMPLES_BYTES", 2 * (24 + 8))
     assert data.as_data(Pictures()).examples(training)["label"].tolist() == [0, 5]
     assert data.corpus("demo").examples(training) is None
 

@@ -10,9 +10,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from workbench.data._store import TokenStore, tokenizer_files
-from workbench.data._text import Files
-from workbench.data._tokens import TokensKey, tokenised
+from workbench.data.store import TokenStore, tokenizer_files
+from workbench.data.text import Files
+from workbench.data.tokenizing import TokensKey, tokenised
 from workbench.runs.doctor import Finding, doctor
 
 doctor_module = importlib.import_module("workbench.runs.doctor")

@@ -18,7 +18,7 @@ from torch.utils.data import IterableDataset
 
 import workbench as wb
 from workbench.data import as_data, data_fingerprint, held_out
-from workbench.data._iterable import RecordLayout
+from workbench.data.datasets import RecordLayout
 from workbench.errors import DataError
 from workbench.execution.user_data import check_user_data
 from workbench.experiment import Experiment

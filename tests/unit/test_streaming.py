@@ -15,9 +15,9 @@ import pytest
 from streams import fed_alone
 
 import workbench as wb
-from workbench.data import _text, data_fingerprint, from_json, held_out
-from workbench.data._feeder import Feeder, new_ring_file, ring_for
-from workbench.data._text import Files
+from workbench.data import data_fingerprint, from_json, held_out
+from workbench.data.streaming import Feeder, new_ring_file, ring_for
+from workbench.data.text import Files
 from workbench.errors import DataError
 from workbench.experiment import Experiment
 
@@ -29,7 +29,7 @@ SIZES = {"hidden_size": 16, "num_layers": 2, "num_heads": 2, "vocab_size": 400, 
 def home(tmp_path_factory: pytest.TempPathFactory) -> Any:
     patch = pytest.MonkeyPatch()
     patch.setenv("WORKBENCH_HOME", str(tmp_path_factory.mktemp("home")))
-    patch.setattr(_text, "BLOCK_BYTES", 1 << 11)
+    patch.setattr("workbench.data.text.BLOCK_BYTES", 1 << 11)
     yield
     patch.undo()
 
@@ -96,8 +96,8 @@ def test_a_stream_holds_out_documents_of_the_beginning_as_the_stored_text_does(
 ) -> None:
     """The first 640 tokens are one document, so that a longer beginning is read."""
     monkeypatch.setenv("WORKBENCH_HOME", str(tmp_path))
-    monkeypatch.setattr("workbench.data._split.SMALLEST_BEGINNING", tokens)
-    monkeypatch.setattr("workbench.data._experiment_text.SMALL_BYTES", 0)
+    monkeypatch.setattr("workbench.data.store.SMALLEST_BEGINNING", tokens)
+    monkeypatch.setattr("workbench.data.tokenizing.SMALL_BYTES", 0)
     streamed, stored = (asked(text, streaming, 20, evaluation=wb.Evaluation(samples=2)) for streaming in (True, False))
     windows = held_out_windows(streamed)
     assert (windows == held_out_windows(stored)).all()
@@ -223,8 +223,8 @@ def test_epochs_of_a_small_text_are_exact_and_those_of_a_large_one_estimated(
     assert exact.resolved().steps == asked(text, False, 13, steps=None, epochs=2).resolved().steps
     large = tmp_path / "large.txt"
     large.write_text("\n\n".join(text.read_text() for _ in range(4)))
-    monkeypatch.setattr("workbench.data._experiment_text.SMALL_BYTES", 1 << 10)
-    monkeypatch.setattr(_text, "BLOCK_BYTES", 1 << 14)
+    monkeypatch.setattr("workbench.data.tokenizing.SMALL_BYTES", 1 << 10)
+    monkeypatch.setattr("workbench.data.text.BLOCK_BYTES", 1 << 14)
     estimated = asked(large, True, 13, steps=None, epochs=2)
     prepared = estimated.data.prepare(estimated, progress=False)
     assert "streamed, about" in repr(prepared)
@@ -234,7 +234,7 @@ def test_epochs_of_a_small_text_are_exact_and_those_of_a_large_one_estimated(
 
 
 def test_excerpts_come_from_everywhere(text: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(_text, "BLOCK_BYTES", 1 << 12)
+    monkeypatch.setattr("workbench.data.text.BLOCK_BYTES", 1 << 12)
     block, share = Files((text,), one_document_each=False).excerpts()
     written = sum(len(part.text) for part in block.parts)
     assert share == pytest.approx(written / text.stat().st_size)

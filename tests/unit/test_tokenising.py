@@ -20,10 +20,11 @@ import psutil
 import pyarrow
 import pytest
 
-from workbench.data import _encoding, _store, _text
-from workbench.data._documents import write_documents
-from workbench.data._text import Files
-from workbench.data._tokens import TokensKey, tokenised
+from workbench.data import text as texts
+from workbench.data.store import PartialTokens, write_documents
+from workbench.data.streaming import Encoder, encode_all
+from workbench.data.text import Files
+from workbench.data.tokenizing import TokensKey, tokenised
 from workbench.errors import DataError
 
 STORED = ("tokens.bin", "documents.bin", "runs.npy", "tokenizer.json", "tokenizer_config.json", "special_tokens.json")
@@ -43,7 +44,7 @@ def sentences(lines: int, seed: int = 0) -> str:
 @pytest.fixture
 def text(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.setenv("WORKBENCH_HOME", str(tmp_path / "home"))
-    monkeypatch.setattr(_text, "BLOCK_BYTES", 1 << 12)
+    monkeypatch.setattr(texts, "BLOCK_BYTES", 1 << 12)
     path = tmp_path / "text.txt"
     path.write_text(sentences(1200), newline="")
     return path
@@ -63,7 +64,7 @@ def stored(path: Path, kind: str = "bpe", workers: int = 0, key: str = "one") ->
 def test_processes_and_sizes_of_blocks_do_not_matter(text: Path, kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
     by_two = stored(text, kind, workers=2, key="two")
     assert by_two == stored(text, kind, key="one")
-    monkeypatch.setattr(_text, "BLOCK_BYTES", 1 << 20)
+    monkeypatch.setattr(texts, "BLOCK_BYTES", 1 << 20)
     assert by_two == stored(text, kind, key="large")
 
 
@@ -88,11 +89,11 @@ def test_a_line_of_any_length_is_read_in_blocks_and_cut_as_a_whole_one(tmp_path:
         path = tmp_path / "line.txt"
         path.write_text(f"before\n\n{line}\nafter")
         blocks = list(Files((path,), one_document_each=False).blocks())
-        assert max(len(part.text) for block in blocks for part in block.parts) <= 4 * _text.BLOCK_BYTES
+        assert max(len(part.text) for block in blocks for part in block.parts) <= 4 * texts.BLOCK_BYTES
         found = [paragraph for block in blocks for paragraph in block.paragraphs()]
-        pieces = [piece.decode().strip() for piece in _text._pieces(line.encode())]
+        pieces = [piece.decode().strip() for piece in texts._pieces(line.encode())]
         pieces = [piece for piece in pieces if piece]
-        assert max(map(len, pieces)) <= _text.LONGEST_LINE
+        assert max(map(len, pieces)) <= texts.LONGEST_LINE
         starts = [True] + [False] * len(pieces)
         assert found == [(True, "before"), *zip(starts, pieces, strict=False), (False, "after")]
 
@@ -100,10 +101,10 @@ def test_a_line_of_any_length_is_read_in_blocks_and_cut_as_a_whole_one(tmp_path:
 KILLED = """
 import sys
 from pathlib import Path
-from workbench.data import _text, _tokens
-_text.BLOCK_BYTES = 1 << 12
-source = _text.Files((Path(sys.argv[1]),), one_document_each=False)
-_tokens.tokenised(_tokens.TokensKey("killed", "bpe", 400), "text", lambda: source, False, 1)
+from workbench.data import text, tokenizing
+text.BLOCK_BYTES = 1 << 12
+source = text.Files((Path(sys.argv[1]),), one_document_each=False)
+tokenizing.tokenised(tokenizing.TokensKey("killed", "bpe", 400), "text", lambda: source, False, 1)
 """
 
 
@@ -133,7 +134,7 @@ def _lines(part: Path) -> int:
 
 def stopped(text: Path, monkeypatch: pytest.MonkeyPatch, error: BaseException, after: int = 5) -> Path:
     """Tokenise until a block cannot be written, and return the folder of what is left."""
-    calls, write = iter(range(1000)), _store.PartialTokens.append
+    calls, write = iter(range(1000)), PartialTokens.append
 
     def append(self: Any, *args: Any) -> None:
         if next(calls) == after:
@@ -141,7 +142,7 @@ def stopped(text: Path, monkeypatch: pytest.MonkeyPatch, error: BaseException, a
         write(self, *args)
 
     with monkeypatch.context() as patch:
-        patch.setattr(_store.PartialTokens, "append", append)
+        patch.setattr(PartialTokens, "append", append)
         with pytest.raises((DataError, KeyboardInterrupt)):
             stored(text)
     return TokensKey("one", "bpe", 400).folder.with_suffix(".part")
@@ -178,7 +179,7 @@ def test_interrupted_work_goes_on_and_does_nothing_twice(text: Path, monkeypatch
     read = Files.blocks
     monkeypatch.setattr(Files, "blocks", lambda self, after=(): begun.append(after) or read(self, after))
     assert stored(text) == whole
-    assert [position[1] > 4 * _text.BLOCK_BYTES for position in begun] == [True], "the vocabulary is not trained again"
+    assert [position[1] > 4 * texts.BLOCK_BYTES for position in begun] == [True], "the vocabulary is not trained again"
 
 
 def test_a_full_disk_is_one_sentence_and_what_is_done_is_kept(text: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -187,7 +188,7 @@ def test_a_full_disk_is_one_sentence_and_what_is_done_is_kept(text: Path, monkey
     part = stopped(text, monkeypatch, full)
     assert _lines(part) == 6
     with monkeypatch.context() as patch:
-        patch.setattr(_store.PartialTokens, "append", lambda *_: (_ for _ in ()).throw(full))
+        patch.setattr(PartialTokens, "append", lambda *_: (_ for _ in ()).throw(full))
         with pytest.raises(DataError, match=r"The disk of the token cache at .* is full \(.*GiB are free\)"):
             stored(text)
     assert stored(text) == whole
@@ -207,13 +208,13 @@ def test_bytes_that_are_no_text_are_named_by_their_line(text: Path, workers: int
 
 def test_a_worker_names_the_line_too_and_a_killed_one_is_reported(text: Path) -> None:
     stored(text)
-    encoder = _encoding.Encoder(TokensKey("one", "bpe", 400).folder, "uint16", 0)
+    encoder = Encoder(TokensKey("one", "bpe", 400).folder, "uint16", 0)
     blocks = list(Files((text,), one_document_each=False).blocks())
-    bad = _text.TextBlock((_text.Part("a.txt", 41, True, b"fine\ncaf\xe9"),), False, 0, ())
+    bad = texts.TextBlock((texts.Part("a.txt", 41, True, b"fine\ncaf\xe9"),), False, 0, ())
     with pytest.raises(DataError, match=r"a\.txt is not readable as text.*line 42"):
-        list(_encoding.encode_all([*blocks[:2], bad, *blocks[2:]], encoder, 1))
+        list(encode_all([*blocks[:2], bad, *blocks[2:]], encoder, 1))
     before = set(psutil.Process().children())
-    encoded = _encoding.encode_all(iter(blocks * 20), encoder, 1)
+    encoded = encode_all(iter(blocks * 20), encoder, 1)
     next(encoded)
     for child in set(psutil.Process().children()) - before:
         child.kill()
@@ -253,7 +254,7 @@ def test_a_hub_dataset_is_read_in_blocks_of_rows() -> None:
     import datasets
 
     rows = [f"row {number} " * 50 for number in range(300)]
-    source = _text.Rows(datasets.Dataset.from_dict({"text": [None, "", *rows]}), "text", "key")
+    source = texts.Rows(datasets.Dataset.from_dict({"text": [None, "", *rows]}), "text", "key")
     blocks = list(source.blocks())
     assert len(blocks) > 10
     assert sum(block.advance for block in blocks) == source.size
@@ -272,7 +273,7 @@ def test_newlines_alone_end_a_line_in_files_rows_and_documents(tmp_path: Path, m
     sources = (
         Files((file,), one_document_each=True),
         Files((write_documents([given], "text", False),), one_document_each=False),
-        _text.Rows(datasets.Dataset.from_dict({"text": [given]}), "text", "key"),
+        texts.Rows(datasets.Dataset.from_dict({"text": [given]}), "text", "key"),
     )
     for source in sources:
         assert [text for block in source.blocks() for _, text in block.paragraphs()] == lines
@@ -281,13 +282,13 @@ def test_newlines_alone_end_a_line_in_files_rows_and_documents(tmp_path: Path, m
 LIMITED = """
 import resource, sys
 from pathlib import Path
-from workbench.data import _text, _tokens
+from workbench.data import text, tokenizing
 from workbench.errors import DataError
-_text.BLOCK_BYTES = 1 << 12
-source = _text.Files((Path(sys.argv[1]),), one_document_each=False)
+text.BLOCK_BYTES = 1 << 12
+source = text.Files((Path(sys.argv[1]),), one_document_each=False)
 resource.setrlimit(resource.RLIMIT_FSIZE, (20_001, resource.RLIM_INFINITY))
 try:
-    _tokens.tokenised(_tokens.TokensKey("limited", "bpe", 400), "text", lambda: source, False, 0)
+    tokenizing.tokenised(tokenizing.TokensKey("limited", "bpe", 400), "text", lambda: source, False, 0)
 except DataError as error:
     print(error)
 """
@@ -307,12 +308,12 @@ def test_a_file_that_stops_growing_in_the_middle_of_a_block_is_taken_up_again(te
 
 def test_one_long_document_is_never_held_as_a_whole(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("WORKBENCH_HOME", str(tmp_path))
-    monkeypatch.setattr(_text, "BLOCK_BYTES", 1 << 16)
+    monkeypatch.setattr(texts, "BLOCK_BYTES", 1 << 16)
     for document in ("word  " * 1_000_000, "a line of words\n" * 400_000):
         tracemalloc.start()
         written = write_documents([document, " \u2028 "], "long", False)
         for block in Files((written,), one_document_each=False).blocks():
-            assert sum(len(paragraph) for _, paragraph in block.paragraphs()) <= 4 * _text.BLOCK_BYTES
+            assert sum(len(paragraph) for _, paragraph in block.paragraphs()) <= 4 * texts.BLOCK_BYTES
         peak = tracemalloc.get_traced_memory()[1]
         tracemalloc.stop()
         assert peak < len(document) / 2

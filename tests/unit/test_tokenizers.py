@@ -15,8 +15,14 @@ from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers,
 from transformers.convert_slow_tokenizer import import_protobuf
 
 import workbench as wb
-from workbench.data import _vocabulary
-from workbench.data._tokenizer import SpecialTokens, TextTokenizer, folder_of
+from workbench.data.tokenizer import (
+    SpecialTokens,
+    TextTokenizer,
+    folder_of,
+    special_tokens_of,
+    train_byte_level_bpe,
+    train_wordpiece,
+)
 from workbench.errors import DataError
 
 JAPANESE = """ガラスのコップと、ﾊﾟﾝの値段がひどく上がった。
@@ -253,10 +259,10 @@ def test_a_trained_vocabulary_reads_japanese_with_its_voiced_marks(text: Path) -
     assert read("हिन्दी двойка") == "हिन्दीдвойка", "no script loses its marks"
     assert read("Naïve CAFÉ Straße") == "naïvecaféstraße"
     decomposed = [unicodedata.normalize("NFD", line) for line in TEXTS]
-    both = [_vocabulary.train_wordpiece(lines * 30, 700, lambda _: None) for lines in (TEXTS, decomposed)]
+    both = [train_wordpiece(lines * 30, 700, lambda _: None) for lines in (TEXTS, decomposed)]
     assert both[0].get_vocab() == both[1].get_vocab()
     assert [both[0].encode(line).ids for line in TEXTS] == [both[0].encode(line).ids for line in decomposed]
-    plain = _vocabulary.train_wordpiece(TEXTS * 30, 300, lambda _: None, strip_accents=True)
+    plain = train_wordpiece(TEXTS * 30, 300, lambda _: None, strip_accents=True)
     assert plain.normalizer.normalize_str("Naïve CAFÉ Ångström") == "naive cafe angstrom"
     kept = "ガラスがﾊﾟﾝ हिन्दी 한국어"
     assert plain.normalizer.normalize_str(kept) == unicodedata.normalize("NFKC", kept)
@@ -265,16 +271,16 @@ def test_a_trained_vocabulary_reads_japanese_with_its_voiced_marks(text: Path) -
 @pytest.mark.usefixtures("text")
 def test_the_tokens_of_a_trained_vocabulary_are_known_before_it_is_trained() -> None:
     for kind, train in (
-        ("wordpiece", _vocabulary.train_wordpiece),
-        ("bpe", _vocabulary.train_byte_level_bpe),
-        ("span_bpe", lambda *given: _vocabulary.train_byte_level_bpe(*given, special="span_bpe")),
+        ("wordpiece", train_wordpiece),
+        ("bpe", train_byte_level_bpe),
+        ("span_bpe", lambda *given: train_byte_level_bpe(*given, special="span_bpe")),
     ):
         trained = TextTokenizer(train(TEXTS * 30, 420, lambda _: None))
         folder = Path(wb.data.documents(["a"], progress=False).path).parent
         for file in folder.iterdir():
             file.unlink()
         trained.write(folder)
-        assert SpecialTokens.of_folder(folder) == _vocabulary.special_tokens_of(kind, trained.vocabulary)
+        assert SpecialTokens.of_folder(folder) == special_tokens_of(kind, trained.vocabulary)
 
 
 def sentence_piece(path: Path, kind: int, pieces: dict[str, float]) -> Path:

@@ -16,7 +16,7 @@ from tests.distributed.harness import CPU, LINK
 from tests.unit.coupled_models import WIDTH, Regression, total
 from workbench import models
 from workbench.cost.hardware import Cluster
-from workbench.data._datasets import generator_states
+from workbench.data.datasets import generator_states
 from workbench.errors import DataError
 from workbench.execution.user_data import check_user_data
 from workbench.experiment import Experiment

@@ -14,8 +14,7 @@ from typer.testing import CliRunner
 
 import workbench as wb
 from workbench.cli import app, corpus_from
-from workbench.data._tokenizer import SpecialTokens, TextTokenizer
-from workbench.data._vocabulary import train_byte_level_bpe
+from workbench.data.tokenizer import SpecialTokens, TextTokenizer, train_byte_level_bpe
 from workbench.errors import DataError, InvalidArgument, UnknownParameter
 
 

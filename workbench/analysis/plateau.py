@@ -15,8 +15,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from workbench.arguments import checked_arguments
-from workbench.data._sampling import MASK_SHARE, RANDOM_SHARE, CausalSamples, SpanSamples, TokenSamples
-from workbench.data._split import SplicedTokens
+from workbench.data.sampling import MASK_SHARE, RANDOM_SHARE, CausalSamples, SpanSamples, TokenSamples
+from workbench.data.store import SplicedTokens
 from workbench.errors import DataError, InvalidExperiment
 from workbench.experiment import Experiment
 from workbench.runs.run import Run
@@ -50,7 +50,7 @@ def context_free(experiment: Experiment) -> ContextFree:
 
     The text is prepared first if it has not been. Raises `DataError` for data that are no text.
     """
-    from workbench.data._datasets import MixedDataset, StreamedDataset, TextDataset
+    from workbench.data.datasets import MixedDataset, StreamedDataset, TextDataset
 
     dataset = None if experiment.data.is_user_defined else experiment.data.dataset(experiment)
     if isinstance(dataset, StreamedDataset):

@@ -25,7 +25,7 @@ from workbench.capture.opaque import opaque_calls, same_numbers
 from workbench.capture.operations import dtype_of, names, op_name, shape_of
 from workbench.capture.outputs import find_loss
 from workbench.capture.torch_internals import OpOverload, differentiable, enter_autocast, exit_autocast
-from workbench.data._datasets import untouched_generators
+from workbench.data.datasets import untouched_generators
 from workbench.errors import CaptureError, in_words
 
 ALWAYS_FLOPS = 2e8

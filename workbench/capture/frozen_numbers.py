@@ -21,7 +21,7 @@ from torch import fx, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from workbench.capture.source_lines import SourceLine, is_users, line_of_frames
-from workbench.data._datasets import untouched_generators
+from workbench.data.datasets import untouched_generators
 from workbench.errors import CaptureError
 
 # Tensors that forward keeps on its modules outside of buffers: capture runs forward once, so each step starts without.

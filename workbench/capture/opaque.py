@@ -35,7 +35,7 @@ from workbench.capture.recording import Recorder, Recording
 from workbench.capture.source_lines import SourceLine
 from workbench.capture.torch_internals import alone, differentiable, originals
 from workbench.columns import log_scalar, logging_scalars
-from workbench.data._datasets import untouched_generators
+from workbench.data.datasets import untouched_generators
 from workbench.errors import CaptureError, in_words
 
 NAME = "workbench::opaque"

@@ -23,7 +23,7 @@ from workbench.capture.export_errors import PACKED_SHAPE, depends_on_values
 from workbench.capture.opaque import NotOpaque, OpaqueCall, opaque_call
 from workbench.capture.source_lines import FORWARD, SourceLine, line_at, line_of_frames
 from workbench.capture.torch_internals import DERIVATIVE, VF, alone, patched
-from workbench.data._datasets import untouched_generators
+from workbench.data.datasets import untouched_generators
 from workbench.errors import CaptureError, in_words
 
 # Selections by a mask (`x[mask]`), whose size depends on values: how many items they take is learnt from examples.

@@ -12,23 +12,23 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypedDict, Unpack
 
 from workbench.arguments import checked_arguments
-from workbench.data._corpora import DEMO
-from workbench.data._corpora import LARGEST_MASKED_SHARE as LARGEST_MASKED_SHARE
-from workbench.data._corpora import Corpus as Corpus
-from workbench.data._hub import HubText as HubText
-from workbench.data._mixture import Mixture as Mixture
-from workbench.data._source import DataSource as DataSource
-from workbench.data._source import Prepared as Prepared
-from workbench.data._source import SampleRequest as SampleRequest
-from workbench.data._source import data_fingerprint as data_fingerprint
-from workbench.data._source import held_out as held_out
-from workbench.data._user_data import UserData as UserData
-from workbench.data._user_data import as_data as as_data
+from workbench.data.corpora import DEMO
+from workbench.data.corpora import LARGEST_MASKED_SHARE as LARGEST_MASKED_SHARE
+from workbench.data.corpora import Corpus as Corpus
+from workbench.data.corpora import HubText as HubText
+from workbench.data.corpora import Mixture as Mixture
+from workbench.data.source import DataSource as DataSource
+from workbench.data.source import Prepared as Prepared
+from workbench.data.source import SampleRequest as SampleRequest
+from workbench.data.source import UserData as UserData
+from workbench.data.source import as_data as as_data
+from workbench.data.source import data_fingerprint as data_fingerprint
+from workbench.data.source import held_out as held_out
 from workbench.errors import DataError
 from workbench.validation import checked_items
 
 if TYPE_CHECKING:
-    from workbench.data._labelled_texts import LabelledTexts
+    from workbench.data.source import LabelledTexts
 
 __all__ = ["classification", "corpus", "documents", "hub", "mixture"]
 
@@ -105,7 +105,7 @@ def _chosen_tokenizer(tokenizer: Any, vocab_size: int | None) -> tuple[str | Non
     """Return the absolute path of a tokeniser and the size of its vocabulary, or None and that of one to train."""
     if tokenizer is None:
         return None, 30522 if vocab_size is None else vocab_size
-    from workbench.data._tokenizer import SpecialTokens, folder_of, saved
+    from workbench.data.tokenizer import SpecialTokens, folder_of, saved
 
     is_path = isinstance(tokenizer, str | Path)
     path = str(Path(tokenizer).expanduser().absolute() if is_path else saved(tokenizer))
@@ -161,7 +161,7 @@ def documents(
     documents are tokenised once. The other arguments are those of `corpus`. Raises `DataError` for a document that is
     no text.
     """
-    from workbench.data._documents import write_documents
+    from workbench.data.store import write_documents
 
     if not name or name != Path(name).name or "." in name:
         raise DataError(f"name={name!r} cannot be the name of a file here. Give a word without slashes and dots.")
@@ -194,7 +194,7 @@ def classification(source: Any, tokenizer: Any, length: int = 128, **options: Un
 
     Raises `DataError` for rows without these columns, for an unknown label, and for a tokeniser without padding.
     """
-    from workbench.data._labelled_texts import labelled_texts
+    from workbench.data.source import labelled_texts
 
     checked = checked_items(LabelledOptions, options, DataError)
     columns: dict[str, Any] = {"text": "text", "pair": None, "label": "label", "labels": None, **checked}

@@ -22,7 +22,7 @@ from workbench.capture.opaque import is_opaque
 from workbench.capture.operations import retarget
 from workbench.capture.sparse_matrices import sparse_matrices
 from workbench.capture.tensor_parallel import ModelSharding, plan_tensor_parallel
-from workbench.data._datasets import seed_generators
+from workbench.data.datasets import seed_generators
 from workbench.execution.blocks.activation_checkpointing import checkpointed_when_compiled, supported_mode
 from workbench.execution.blocks.block_module import BlockProgram
 from workbench.execution.blocks.block_sparse import DENSE, BlockSparseParameters, initial_pattern

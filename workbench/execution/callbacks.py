@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 
 from workbench.columns import logging_scalars
-from workbench.data._datasets import untouched_generators
+from workbench.data.datasets import untouched_generators
 from workbench.errors import UnknownParameter, suggestion
 from workbench.execution.step_log import StepLog
 from workbench.execution.trainer import Trainer, pipeline_ranks_with

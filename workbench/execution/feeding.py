@@ -21,9 +21,8 @@ from accelerate.utils import send_to_device
 from torch.utils.data import Sampler
 
 from workbench.capture import spec_of
-from workbench.data._datasets import StreamedDataset, TrainingDataset
-from workbench.data._feeder import Feeder, new_ring_file, ring_for
-from workbench.data._ring import Ring
+from workbench.data.datasets import StreamedDataset, TrainingDataset
+from workbench.data.streaming import Feeder, Ring, new_ring_file, ring_for
 from workbench.errors import DataError
 from workbench.execution.blocks.labelled_head import LabelCounts
 from workbench.execution.parallel.mesh import MeshCoordinate

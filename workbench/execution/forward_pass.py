@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 
 from workbench.capture import Graph
-from workbench.data._datasets import untouched_generators
+from workbench.data.datasets import untouched_generators
 from workbench.execution.blocks.block_module import BlockProgram
 from workbench.execution.parallel.forward_only import Batch, Values
 from workbench.execution.parallel.sharding import end_forward_only

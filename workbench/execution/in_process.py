@@ -18,7 +18,7 @@ import torch.distributed as dist
 from accelerate.state import AcceleratorState, GradientState, PartialState
 from accelerate.utils import send_to_device
 
-from workbench.data._datasets import StreamedDataset, untouched_generators
+from workbench.data.datasets import StreamedDataset, untouched_generators
 from workbench.errors import WorkbenchError
 from workbench.execution.local_launch import LOOPBACK, loopback_interface, new_loopback_store
 from workbench.execution.worker import TrainingWorker, build_model_of, train

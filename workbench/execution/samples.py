@@ -25,7 +25,7 @@ from workbench.execution.trainer import Trainer
 from workbench.rundir import log_event
 
 if TYPE_CHECKING:
-    from workbench.data._prompts import PromptGroup
+    from workbench.data.sampling import PromptGroup
 
 MOST_PROBABLE = 50
 """Number of tokens among which the next one is drawn; the default of `transformers` too."""

@@ -31,7 +31,7 @@ from workbench.capture import Graph
 from workbench.capture.captured_model import CapturedModel
 from workbench.capture.sparse_matrices import absent_flops
 from workbench.data import Mixture, held_out
-from workbench.data._datasets import seed_generators
+from workbench.data.datasets import seed_generators
 from workbench.errors import DataError, NonFiniteLoss, PlanMismatch, message_of, root_exception
 from workbench.execution import flight_recorder
 from workbench.execution.blocks.context import StepContext

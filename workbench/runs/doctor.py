@@ -208,7 +208,7 @@ def _cache() -> Finding:
 
 def _texts() -> Finding:
     """Read the tokenised texts of the cache, to the last byte."""
-    from workbench.data._store import cached_texts, damage_of
+    from workbench.data.store import cached_texts, damage_of
 
     texts = cached_texts()
     damaged = [problem for folder in texts if (problem := damage_of(folder)) is not None]

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from workbench.arguments import checked_arguments
-from workbench.data._mixture import use_in_words
+from workbench.data.corpora import use_in_words
 from workbench.errors import PlanMismatch, RunFailed, RunNotFound, WorkbenchError
 from workbench.events import Event
 from workbench.rundir import RunDir, check_unedited, read_events

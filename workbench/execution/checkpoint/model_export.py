@@ -19,8 +19,8 @@ from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 from torch.distributed.checkpoint.state_dict_loader import load as dcp_load
 
 from workbench.capture.block_extraction import canonical_names
-from workbench.data._store import tokenizer_files
-from workbench.data._tokenizer import CONFIG, SpecialTokens
+from workbench.data.store import tokenizer_files
+from workbench.data.tokenizer import CONFIG, SpecialTokens
 from workbench.errors import CheckpointError
 from workbench.execution.checkpoint import files
 from workbench.execution.checkpoint.guarded_reader import GuardedReader

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 
 from workbench.arguments import checked_arguments
-from workbench.data._mixture import use_in_words
+from workbench.data.corpora import use_in_words
 from workbench.events import Event
 from workbench.runs.records.history import History, HistoryTail, read_tail
 from workbench.runs.registry import Runs, load_runs

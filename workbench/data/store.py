@@ -16,25 +16,29 @@ import errno
 import fcntl
 import hashlib
 import json
+import os
+import re
 import shutil
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from functools import cached_property
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-from workbench.data._text import Position
+from workbench.data.text import Position
 from workbench.errors import DataError
 from workbench.home import cache_home
 from workbench.units import gib
+from workbench.waiting import waiting
 
 I64 = NDArray[np.int64]
 
 TOKENIZER_FACTS = "special_tokens.json"
-"""File beside those of a tokeniser: their names, and its special tokens (`workbench.data._tokenizer`)."""
+"""File beside those of a tokeniser: their names, and its special tokens (`workbench.data.tokenizer`)."""
 
 
 @dataclass(frozen=True)
@@ -269,3 +273,208 @@ def _digest_of_facts(facts: dict[str, Any]) -> str:
 def _digest_of_file(file: Path) -> str:
     with file.open("rb") as content:
         return hashlib.file_digest(content, "blake2b").hexdigest()
+
+
+# Held-out text, which training never reads. A run of consecutive documents is the unit of the split, because in many
+# texts each paragraph is a document. The runs with the lowest hashes are held out, so that the choice depends on the
+# text alone, and more samples hold out more of the same. A stream does not know the hashes of later documents: text
+# that is read in the order of a stream, be it streamed or stored, holds out the runs with the lowest hashes of its
+# beginning.
+
+HELD_OUT_SHARE = 0.05
+"""Fraction of the tokens that is held out, or more if the evaluation asks for more samples."""
+LARGEST_SHARE = 0.5
+"""Fraction of the tokens beyond which holding text out is refused."""
+RUN_TOKENS = 4096
+"""Smallest number of tokens of a run of documents in a large text."""
+SMALLEST_RUNS = 200
+"""Number of runs that a smaller text is divided into, if its documents are short enough."""
+SMALLEST_BEGINNING = 1 << 18
+"""Tokens of the beginning of a text in which a stream looks for documents to hold out, or more for many samples."""
+LONGER_BEGINNING = 16
+"""Factor by which the beginning is longer if its documents are too few."""
+
+
+class _SplicedIds:
+    """Token ids at positions of a stream that is spliced from segments of a store."""
+
+    def __init__(self, store: TokenStore, starts: I64, offsets: I64) -> None:
+        """`starts` are the segments' first tokens in the store, `offsets` their positions in the stream."""
+        self._store, self._starts, self._offsets = store, starts, offsets
+
+    def __getitem__(self, position: I64) -> NDArray[Any]:
+        segment = np.searchsorted(self._offsets, position, side="right") - 1
+        ids: NDArray[Any] = self._store.ids[self._starts[segment] + position - self._offsets[segment]]
+        return ids
+
+
+@dataclass(frozen=True, eq=False)
+class SplicedTokens:
+    """Segments of a tokenised text as one stream, with the properties of a `TokenStore` that samples read."""
+
+    store: TokenStore
+    starts: I64
+    """First token of each segment in the store, ascending."""
+    ends: I64
+    """Token after the last of each segment."""
+
+    @property
+    def vocabulary(self) -> int:
+        return self.store.vocabulary
+
+    @property
+    def tokens(self) -> int:
+        return int((self.ends - self.starts).sum())
+
+    @cached_property
+    def _offsets(self) -> I64:
+        """Offset of each segment in the stream."""
+        return np.asarray(np.cumsum(self.ends - self.starts) - (self.ends - self.starts))
+
+    @property
+    def ids(self) -> _SplicedIds:
+        return _SplicedIds(self.store, self.starts, self._offsets)
+
+    @cached_property
+    def document_starts(self) -> I64:
+        """Offsets of the documents in the stream, ascending, the first 0."""
+        documents = self.store.document_starts
+        segment = np.searchsorted(self.starts, documents, side="right") - 1
+        is_kept = (segment >= 0) & (documents < self.ends[segment])
+        kept = segment[is_kept]
+        return np.asarray(documents[is_kept] - self.starts[kept] + self._offsets[kept])
+
+
+def split(store: TokenStore, name: str, samples: int, width: int) -> tuple[SplicedTokens, SplicedTokens]:
+    """Return the text for training and the held-out text, which holds at least `samples` windows of `width` tokens.
+
+    Raises `DataError` if the text is too small for that, or has too few documents.
+    """
+    return _divided(store, name, samples, width, *store.runs)
+
+
+def split_of_stream(
+    read: Callable[[int], TokenStore], name: str, samples: int, width: int
+) -> tuple[SplicedTokens, SplicedTokens]:
+    """Return the two parts as `split` does, but hold out documents of the beginning only, as a stream can.
+
+    `read` returns the tokens of the text, all of them or more than it is asked for.
+    """
+    tokens = max(SMALLEST_BEGINNING, int(samples * width / HELD_OUT_SHARE))
+    for beginning in (tokens, LONGER_BEGINNING * tokens):
+        store = read(beginning)
+        is_whole = store.tokens <= beginning
+        after = np.searchsorted(store.document_starts, beginning, side="right") - 1
+        end = store.tokens if is_whole else int(store.document_starts[after]) or beginning
+        runs = document_runs(store.ids, store.document_starts[: store.documents if is_whole else max(1, after)], end)
+        try:
+            return _divided(store, name if is_whole else f"the beginning of {name}", samples, width, *runs)
+        except DataError:
+            if is_whole or beginning > tokens:
+                raise
+    raise AssertionError
+
+
+def _divided(
+    store: TokenStore, name: str, samples: int, width: int, edges: I64, hashes: NDArray[np.uint64]
+) -> tuple[SplicedTokens, SplicedTokens]:
+    """Hold out the runs of documents with the lowest hashes; the last edge may lie before the end of the text."""
+    sizes, total = np.diff(edges), int(edges[-1])
+    needed = max(samples * width, HELD_OUT_SHARE * total)
+    order = np.argsort(hashes, kind="stable")
+    count = int(np.searchsorted(np.cumsum(sizes[order]), needed)) + 1
+    if samples * width > LARGEST_SHARE * total:
+        most = int(LARGEST_SHARE * total) // width
+        raise DataError(
+            f"{samples:,} held-out samples of {width} tokens need {samples * width:,} of the {total:,} tokens of "
+            f"{name}, more than half. "
+            + (f"Ask for at most evaluation=wb.Evaluation(samples={most}), or give" if most else "Give")
+            + " other text as eval_data."
+        )
+    if count >= len(sizes) or int(sizes[order[:count]].sum()) > max(LARGEST_SHARE * total, 2 * needed):
+        documents = int(np.searchsorted(store.document_starts, total))
+        raise DataError(
+            f"{name} has {documents:,} document{'s' * (documents != 1)} of {total:,} tokens, too few to hold out "
+            f"{int(needed):,} tokens in whole documents. Separate its documents by empty lines, or give other text as "
+            "eval_data."
+        )
+    is_held = np.zeros(len(sizes), np.bool_)
+    is_held[order[:count]] = True
+    rest = np.append(edges, store.tokens), np.append(~is_held, total < store.tokens)
+    return _segments(store, *rest), _segments(store, edges, is_held)
+
+
+def _segments(store: TokenStore, edges: I64, is_wanted: NDArray[np.bool_]) -> SplicedTokens:
+    """Return some of the runs between edges, neighbours as one segment."""
+    change = np.diff(np.concatenate([[0], is_wanted.astype(np.int8), [0]]))
+    return SplicedTokens(store, edges[np.flatnonzero(change == 1)], edges[np.flatnonzero(change == -1)])
+
+
+def document_runs(ids: NDArray[Any], document_starts: I64, tokens: int) -> tuple[I64, NDArray[np.uint64]]:
+    """Return the edges of all runs of documents in the first `tokens` (one more than runs), and a hash of each run."""
+    least = max(1, min(RUN_TOKENS, tokens // SMALLEST_RUNS))
+    edges = [0]
+    while (after := np.searchsorted(document_starts, edges[-1] + least)) < len(document_starts):
+        edges.append(int(document_starts[after]))
+    if tokens - edges[-1] < least and len(edges) > 1:  # a short rest belongs to the last run
+        edges.pop()
+    edges.append(tokens)
+    digests = [hashlib.blake2b(ids[a:b].data, digest_size=8).digest() for a, b in pairwise(edges)]
+    return np.asarray(edges), np.asarray([int.from_bytes(digest, "little") for digest in digests], dtype=np.uint64)
+
+
+# Documents of an iterable are written to a text file of the cache.
+
+PIECE = 1 << 16
+"""Characters that are written at a time."""
+_LINE = re.compile(r"\S(?:[^\n]*\S)?")
+"""A line that is not blank, without blanks around it; only newlines end one."""
+
+
+def write_documents(documents: Iterable[str], name: str, progress: bool) -> Path:
+    """Write documents to `texts` of the cache, in a folder named by a hash of them, and return the file.
+
+    Each line of a document becomes a paragraph. One document at a time is in memory. Raises `DataError` for a document
+    that is no text, for an iterable without any word, and for a disk that is full.
+    """
+    folder, digest = cache_home() / "texts", hashlib.sha256()
+    part = folder / f"{os.getpid()}.part"
+    with writing_to(folder, "cache of texts"):
+        try:
+            shown = waiting(f"writing {name}") if progress else contextlib.nullcontext(lambda _: None)
+            with part.open("wb") as file, shown as say:
+                for number, document in enumerate(documents):
+                    say(f"{number + 1:,} documents")
+                    for piece in _pieces(document, number):
+                        file.write(piece)
+                        digest.update(piece)
+                if not file.tell():
+                    raise DataError("The documents are empty: they hold no word of text. Give at least one.")
+            path = folder / digest.hexdigest()[:16] / f"{name}.txt"
+            path.parent.mkdir(exist_ok=True)
+            return part.replace(path)
+        finally:
+            part.unlink(missing_ok=True)
+
+
+def _pieces(document: Any, number: int) -> Iterator[bytes]:
+    """Yield the lines of a document without blanks around them, and an empty line after it; a blank one gives none.
+
+    The pieces are short, so that no copy of a long document or line is in memory.
+    """
+    if not isinstance(document, str):
+        raise DataError(
+            f"Document {number} is of type {type(document).__name__} and must be text. Take the field that "
+            "holds it: (row['text'] for row in rows)."
+        )
+    end = b""
+    try:
+        for line in _LINE.finditer(document):
+            for at in range(line.start(), line.end(), PIECE):
+                yield document[at : min(at + PIECE, line.end())].encode()
+            yield (end := b"\n")
+    except UnicodeEncodeError as error:
+        raise DataError(
+            f"Document {number} cannot be written as UTF-8: {error}. Decode its bytes with errors='replace'."
+        ) from None
+    yield end

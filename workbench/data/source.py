@@ -1,0 +1,608 @@
+"""`DataSource`: the role that every kind of data plays for an experiment, and the values that it exchanges.
+
+`UserData` is that of a dataset of the user's own. `LabelledTexts` is such a dataset, made of rows of text with a class.
+"""
+
+from __future__ import annotations
+
+import csv
+import hashlib
+import os
+import sys
+from abc import ABC, abstractmethod
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Protocol
+
+from workbench.errors import DataError, in_words
+from workbench.tensors import TensorSpec
+from workbench.units import count, duration
+from workbench.user_code import required_arguments
+
+if TYPE_CHECKING:
+    import torch
+    from numpy.typing import NDArray
+
+    from workbench.data.datasets import Batch, IterableItems, StreamedDataset, TrainingDataset, UserDataset
+    from workbench.data.sampling import EncodedPrompts
+
+SAMPLED = 4
+"""Samples at each end of the training that enter the fingerprint of its data."""
+
+
+class DescribedModel(Protocol):
+    """The facts about a model that a data source reads."""
+
+    @property
+    def name(self) -> str: ...
+    @property
+    def objective(self) -> str | None: ...
+    @property
+    def vocab_size(self) -> int | None: ...
+
+
+class HeldOutSamples(Protocol):
+    """The field of an experiment's `Evaluation` that a data source reads."""
+
+    @property
+    def samples(self) -> int: ...
+    @property
+    def masked_share(self) -> float | None: ...
+
+
+class SampleRequest(Protocol):
+    """The fields of an `Experiment` that a data source reads."""
+
+    @property
+    def model(self) -> DescribedModel: ...
+    @property
+    def total_steps(self) -> int: ...
+    @property
+    def largest_batch(self) -> int: ...
+    @property
+    def seq_len(self) -> int: ...
+    @property
+    def seed(self) -> int: ...
+    @property
+    def data(self) -> DataSource: ...
+    @property
+    def total_samples(self) -> int: ...
+    @property
+    def evaluation(self) -> HeldOutSamples | None: ...
+    @property
+    def eval_data(self) -> DataSource | None: ...
+    def samples_before(self, step: int) -> int: ...
+
+
+class DataSource(ABC):
+    """A description of training data, from which every process makes the same samples.
+
+    Sample i depends on the experiment's seed and on i only, never on the plan.
+    """
+
+    @property
+    def is_user_defined(self) -> bool:
+        """Return True for an object of the user, which JSON can only name."""
+        return False
+
+    @property
+    @abstractmethod
+    def name(self) -> str:
+        """Short name for tables and messages."""
+
+    @property
+    def is_loaded(self) -> bool:
+        """Return True unless only the description of a user-defined object is here."""
+        return True
+
+    @abstractmethod
+    def check(self, request: SampleRequest) -> None:
+        """Raise `DataError` if the data cannot feed the experiment."""
+
+    @abstractmethod
+    def prepare(self, request: SampleRequest, progress: bool = True, workers: int | None = None) -> Prepared:
+        """Do all work that training needs once, such as tokenising, with so many processes; None chooses.
+
+        Text that the cache has is not tokenised again, unless it has changed. If several processes ask at once, one
+        works and the others wait. Raises `DataError` for data that cannot be read or hold less than one sample.
+        """
+
+    def samples_per_epoch(self, request: SampleRequest) -> int:
+        """Return the number of different samples, after preparing the data if they have not been.
+
+        That of a streamed text is estimated, unless the text is small or stored as well. Raises `DataError` for a
+        dataset that does not say its length.
+        """
+        samples = self.prepare(request).samples
+        if samples is None:
+            raise DataError(
+                f"{self.name} has no __len__, so that epochs say nothing about the length of a training. Give steps=… "
+                "or tokens=…, or the dataset a __len__."
+            )
+        return samples
+
+    @abstractmethod
+    def batch_specs(self, request: SampleRequest) -> dict[str, TensorSpec]:
+        """Return the fields of one sample, without a batch dim, in the order in which the model takes them."""
+
+    @abstractmethod
+    def labelled_share(self, request: SampleRequest) -> float:
+        """Return the fraction of labels, on average, that the loss does not ignore, or 1 if only the loss knows it."""
+
+    @abstractmethod
+    def examples(self, request: SampleRequest) -> Mapping[str, torch.Tensor] | None:
+        """Return a batch that stands for the rest in measurements, or None if random tokens do."""
+
+    @abstractmethod
+    def dataset(self, request: SampleRequest) -> TrainingDataset:
+        """Return every sample of the training in order, `total_samples` of them, after preparing the data.
+
+        `DataLoader(ds, batch_size=b, collate_fn=ds.collate)` yields dicts of tensors with a leading batch dim.
+        """
+
+    @abstractmethod
+    def held_out(self, request: SampleRequest, trained_on: DataSource | None = None) -> TrainingDataset:
+        """Return the samples for evaluation in a fixed order, the same in every experiment on this data.
+
+        They are those that `dataset` leaves out, or all of this data if it is the `eval_data` of an experiment that is
+        `trained_on` other data.
+        """
+
+    def evaluated_on(self, request: SampleRequest) -> TrainingDataset:
+        """Return the held-out samples of an experiment that trains on this data and has an `evaluation`."""
+        return self.held_out(request) if request.eval_data is None else request.eval_data.held_out(request, self)
+
+    def note(self, request: SampleRequest) -> str:  # noqa: ARG002
+        """Return a sentence on how batches are filled that a user may not expect; empty if there is none."""
+        return ""
+
+    @abstractmethod
+    def encoded(self, request: SampleRequest, prompts: Sequence[str]) -> EncodedPrompts:
+        """Return prompts as token ids; raise `DataError` for one that the model cannot read, or without a tokeniser."""
+
+    def tokenizer_folder(self, request: SampleRequest) -> Path | None:  # noqa: ARG002
+        """Return the folder with the files of the tokeniser, after training one if need be; None for data without."""
+        return None
+
+    @property
+    def class_names(self) -> tuple[str, ...]:
+        """Names of the classes of labelled texts, in the order of their numbers; empty for other data."""
+        return ()
+
+    @abstractmethod
+    def to_json(self) -> dict[str, Any]:
+        """Return a description from which `workbench.data.from_json` rebuilds this value."""
+
+
+@dataclass(frozen=True)
+class Prepared:
+    """The result of `DataSource.prepare`."""
+
+    name: str
+    samples: int | None
+    """Number of different samples in one epoch; None for a dataset that does not say how many items it has."""
+    tokens: int | None = None
+    documents: int | None = None
+    vocabulary: int | None = None
+    folder: Path | None = None
+    seconds: float = 0.0
+    """Time that tokenising took, now or when the cache was filled."""
+    reused: bool = False
+    streamed: bool = False
+    """True if the text is tokenised while training reads it; `tokens` is then an estimate, and so is `samples` unless
+    the text is small or stored as well."""
+    tokens_per_core_s: float | None = None
+    """Tokens of a streamed text that one core makes in a second, measured on excerpts of it."""
+
+    def __repr__(self) -> str:
+        if self.tokens is None:
+            known = "an unknown number of" if self.samples is None else count(self.samples)
+            return f"Prepared({self.name}: {known} samples)"
+        if self.streamed:
+            return (
+                f"Prepared({self.name}: streamed, about {count(self.tokens)} tokens, vocabulary {self.vocabulary:,}, "
+                f"{count(self.tokens_per_core_s or 0)} tokens/s a core)"
+            )
+        how = "from the cache" if self.reused else f"tokenised in {duration(self.seconds)}"
+        return (
+            f"Prepared({self.name}: {count(self.tokens)} tokens in {self.documents:,} documents, "
+            f"vocabulary {self.vocabulary:,}, {how})"
+        )
+
+
+def held_out(request: SampleRequest) -> TrainingDataset:
+    """Return the held-out samples of an experiment with an `evaluation`, in a fixed order.
+
+    They come from `eval_data`, or from the part of the text that training does not read. Raises `DataError` if there
+    are too few of them, if their fields differ from those of the training data, or without an `evaluation`.
+    """
+    if getattr(request, "evaluation", None) is None:
+        raise DataError(
+            f"A value of type {type(request).__name__} has no held-out samples. Give an experiment with an evaluation: "
+            "wb.Experiment(…, evaluation=wb.Evaluation(every=100))."
+        )
+    return request.data.evaluated_on(request)
+
+
+def data_fingerprint(request: SampleRequest) -> str | None:
+    """Return SHA-256 over the first and the last samples that training will see; None for data that raises.
+
+    Equal fingerprints mean the same text, tokenisation, order and masking at both ends of the training, and of the
+    held-out samples if there are any.
+    """
+    import numpy as np
+
+    digest = hashlib.sha256()
+    try:
+        for dataset in [request.data.dataset(request), *([] if request.evaluation is None else [held_out(request)])]:
+            size, identity = len(dataset), getattr(dataset, "identity", None)
+            digest.update(f"{size}{identity or ''}".encode())
+            indices = {*range(min(SAMPLED, size)), *range(max(0, size - SAMPLED), size)}
+            for index in sorted(indices) if identity is None else ():  # no sample of a stream is made before training
+                for name, value in sorted(dataset[index].items()):
+                    array = np.ascontiguousarray(value)
+                    digest.update(f"{name} {array.dtype} {array.shape}".encode() + array.tobytes())
+    except Exception:  # user-defined data may raise anything; training will report it
+        return None
+    return digest.hexdigest()
+
+
+# Rows of text with a class each, as the items that a model for classification trains on.
+
+SHORTEST, LONGEST = 3, 2**20
+"""Smallest and largest number of tokens of a row, of which two are special."""
+
+
+class LabelledTexts:
+    """Tokenised rows in memory: a map-style dataset whose items are `input_ids`, `attention_mask` and `labels`.
+
+    A tokeniser that tells two segments apart adds `token_type_ids`.
+    """
+
+    def __init__(
+        self, fields: Mapping[str, NDArray[Any]], labels: tuple[str, ...], name: str, tokenizer_folder: Path
+    ) -> None:
+        """`fields` have a row for each text; `labels` are the names of the classes, in the order of their numbers."""
+        self.fields, self.labels, self.__name__, self.tokenizer_folder = dict(fields), labels, name, tokenizer_folder
+
+    def __len__(self) -> int:
+        return len(self.fields["labels"])
+
+    def __getitem__(self, index: int) -> dict[str, torch.Tensor]:
+        import numpy as np
+        import torch
+
+        return {name: torch.from_numpy(np.asarray(rows[index], dtype=np.int64)) for name, rows in self.fields.items()}
+
+    def __repr__(self) -> str:
+        width = self.fields["input_ids"].shape[1]
+        return f"LabelledTexts({self.__name__}: {len(self):,} rows of {width} tokens, labels {', '.join(self.labels)})"
+
+
+def labelled_texts(
+    source: Any, tokenizer: Any, text: str, pair: str | None, label: str, labels: Sequence[Any] | None, length: int
+) -> LabelledTexts:
+    """Read and tokenise rows; see `workbench.data.classification`."""
+    import numpy as np
+
+    from workbench.data.tokenizer import folder_of, named_tokenizer, saved
+
+    if not SHORTEST <= length <= LONGEST:
+        raise DataError(f"length={length:.3g} is no number of tokens between {SHORTEST} and {LONGEST:,}. Give another.")
+    if labels is not None and len(set(map(str, labels))) < 2:
+        raise DataError(
+            f"labels={labels!r:.60} names fewer than two classes. Give labels=['no', 'yes'], or leave it out."
+        )
+    name, rows, names = _rows(source, label)
+    wanted = [column for column in (text, pair, label) if column is not None]
+    columns: dict[str, list[Any]] = {column: [] for column in wanted}
+    for number, row in enumerate(rows):
+        for column in wanted:
+            if not isinstance(row, Mapping) or row.get(column) is None:
+                has = ", ".join(map(str, row)) if isinstance(row, Mapping) else f"a {type(row).__name__}"
+                raise DataError(f"Row {number} of {name} has no {column!r}. It has: {has}. Name the columns.")
+            columns[column].append(row[column])
+    if not columns[label]:
+        raise DataError(f"{name} is empty: it holds no row. Give at least one.")
+    known = _names(columns[label], labels if labels is not None else names)
+    numbers = {value: number for number, value in enumerate(known)}
+    unknown = [value for value in columns[label] if str(value) not in numbers]
+    if unknown:
+        raise DataError(
+            f"{name} has the label {unknown[0]!r}, which is none of {', '.join(known)}. Give the labels of both sets, "
+            "labels=[…]."
+        )
+    is_path = isinstance(tokenizer, str | Path)
+    path = str(Path(tokenizer).expanduser().absolute()) if is_path else str(saved(tokenizer))
+    folder = folder_of(path)
+    reader = named_tokenizer(folder)
+    if reader.pad_token is None:
+        reader.pad_token = reader.eos_token
+    if reader.pad_token is None:
+        raise DataError(f"{path} has no token for padding (pad_token), with which rows are filled. Give it one.")
+    texts = [[str(value) for value in columns[column]] for column in wanted[:-1]]
+    encoded = reader(*texts, truncation=True, padding="max_length", max_length=length, return_attention_mask=True)
+    fields = {field: np.asarray(encoded[field], dtype=np.int32) for field in ("input_ids", "attention_mask")}
+    if "token_type_ids" in encoded:
+        fields["token_type_ids"] = np.asarray(encoded["token_type_ids"], dtype=np.int32)
+    fields["labels"] = np.asarray([numbers[str(value)] for value in columns[label]], dtype=np.int32)
+    return LabelledTexts(fields, known, name, folder)
+
+
+def _rows(source: Any, label: str) -> tuple[str, Iterable[Any], Sequence[Any] | None]:
+    """Return the name of a source, its rows, and the names of its classes if it says them."""
+    if isinstance(source, str | Path):
+        path = Path(source).expanduser()
+        if not os.path.isfile(path):
+            raise DataError(
+                f"There is no file of rows at {path}. Give a .csv or .tsv file with a line of column names."
+            )
+        try:
+            with path.open(newline="", encoding="utf-8-sig") as file:
+                rows = list(csv.DictReader(file, delimiter="\t" if path.suffix == ".tsv" else ","))
+        except (UnicodeDecodeError, csv.Error) as error:
+            raise DataError(f"{path} cannot be read as CSV: {error}. Give UTF-8 text with one row a line.") from None
+        return path.stem, rows, None
+    if hasattr(source, "features"):  # a dataset of Hugging Face, whose classes are numbers with names
+        feature = (source.features or {}).get(label)
+        named = getattr(feature, "names", None)
+        if named is not None:
+            return "rows", ({**row, label: named[row[label]]} for row in source), named
+        return "rows", source, None
+    if isinstance(source, Iterable):
+        return "rows", source, None
+    raise DataError(
+        f"source is a {type(source).__name__}. Give a .csv file, a dataset of Hugging Face or a list of dicts."
+    )
+
+
+def _names(values: Sequence[Any], given: Sequence[Any] | None) -> tuple[str, ...]:
+    """Return the names of the classes: those given, or the values in order, as numbers if they are."""
+    if given is not None:
+        return tuple(map(str, given))
+    found = set(map(str, values))
+    try:
+        return tuple(sorted(found, key=float))
+    except ValueError:
+        return tuple(sorted(found))
+
+
+# A user-defined dataset, read by index or in its own order, or a callable that returns one.
+
+EXAMPLES = 16
+"""Upper limit of the items in `UserData.examples`."""
+EXAMPLES_BYTES = 64 << 20
+"""Upper limit of their size in bytes."""
+MOST_SUBSETS = 8
+"""Depth to which a part of a part of a dataset is followed to the whole (`torch.utils.data.Subset`)."""
+DATASET_SEED = 0
+"""Seed of the generators while a callable makes a dataset, so that every rank and every experiment has the same."""
+
+
+@dataclass(frozen=True)
+class UserData(DataSource):
+    """A dataset whose items are dicts of tensors, keyed by the model's arguments; or a callable returning one.
+
+    A map-style dataset (`__len__` and `__getitem__`) is read by index, in a new seeded order each epoch. Any other that
+    can be iterated, such as a `torch.utils.data.IterableDataset` or a streaming dataset of Hugging Face, is read in its
+    own order, by one process for each node.
+    """
+
+    dataset_or_factory: Any = field(repr=False)
+    """The dataset or callable; `None` if the data was only read from the description of a run."""
+    name: str = ""
+    """Name for tables and messages; defaults to that of the callable or of the dataset's class."""
+
+    def __post_init__(self) -> None:
+        if not self.name and self.dataset_or_factory is not None:
+            value = self.dataset_or_factory
+            name = getattr(value, "__name__", type(value).__name__)
+            object.__setattr__(self, "name", "dataset" if name == "<lambda>" else name)
+
+    @property
+    def is_user_defined(self) -> bool:
+        return True
+
+    @property
+    def is_loaded(self) -> bool:
+        """Return True unless only the description of the dataset is here."""
+        return self.dataset_or_factory is not None
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {"dataset_or_factory": self.dataset_or_factory, "name": self.name}
+
+    def check(self, request: SampleRequest) -> None:
+        self.batch_specs(request)
+        if request.eval_data is not None:
+            request.eval_data.held_out(request, self)
+
+    def prepare(self, request: SampleRequest, progress: bool = True, workers: int | None = None) -> Prepared:  # noqa: ARG002
+        self.check(request)
+        return Prepared(name=self.name, samples=len(self._items) if hasattr(self._items, "__len__") else None)
+
+    def batch_specs(self, request: SampleRequest) -> dict[str, TensorSpec]:  # noqa: ARG002
+        from workbench.data.datasets import item_at, item_specs
+
+        return item_specs(self._first_items[0] if self._iterable is not None else item_at(self._items, 0))
+
+    def labelled_share(self, request: SampleRequest) -> float:  # noqa: ARG002
+        return 1.0
+
+    def examples(self, request: SampleRequest) -> Batch:  # noqa: ARG002
+        """Return a batch of evenly spaced items, since a dataset may be sorted, or the first of one without an index.
+
+        The batch has `EXAMPLES` items, or as many as fill `EXAMPLES_BYTES`. It stands for the whole dataset where
+        costs depend on values, such as which rows of a table are read or how many labels count. Raises `DataError`
+        if the items differ in fields or shapes.
+        """
+        return self._examples
+
+    def dataset(self, request: SampleRequest) -> UserDataset | StreamedDataset:
+        from workbench.data.datasets import UserDataset
+
+        length = request.total_samples
+        if self._iterable is not None:
+            return self._iterable.dataset(length, request.seed)
+        return UserDataset(self._items, length, request.seed)
+
+    def held_out(self, request: SampleRequest, trained_on: DataSource | None = None) -> UserDataset:
+        """Return items in their own order; raise `DataError` unless their fields are those of the training data.
+
+        Those of a dataset without an index are its first ones, which are kept in memory.
+        """
+        from workbench.data.datasets import UserDataset, described_specs
+
+        assert request.evaluation is not None
+        assert trained_on is not None
+        own, trained = (source.batch_specs(request) for source in (self, trained_on))
+        if own != trained:
+            raise DataError(
+                f"eval_data has the fields {described_specs(own)}, and data has {described_specs(trained)}. Give both "
+                "the same fields with the same shapes and types."
+            )
+        count = request.evaluation.samples
+        items = self._items if self._iterable is None else self._iterable.first(count, seed=0)
+        return UserDataset(items, min(count, len(items)), seed=None)
+
+    def note(self, request: SampleRequest) -> str:
+        items, batch = len(self._items) if hasattr(self._items, "__len__") else 0, request.largest_batch
+        if not items or items >= batch or batch % items == 0:
+            return ""
+        return (
+            f"{self.name} has {items:,} items, fewer than the {batch:,} samples of a batch, which reads some of them "
+            f"{batch // items + 1} times and the others {batch // items}: its loss is no mean over the items. A batch "
+            f"of {items:,}, or of a multiple of that, reads all equally often."
+        )
+
+    def tokenizer_folder(self, request: SampleRequest) -> Path | None:  # noqa: ARG002
+        return None if self._labelled_texts is None else self._labelled_texts.tokenizer_folder
+
+    @property
+    def class_names(self) -> tuple[str, ...]:
+        return () if self._labelled_texts is None else self._labelled_texts.labels
+
+    def encoded(self, request: SampleRequest, prompts: Sequence[str]) -> EncodedPrompts:  # noqa: ARG002
+        raise DataError(
+            f"Samples of text need a tokeniser, and {self.name} is a user-defined dataset, which has none. Train on "
+            "text (wb.data.corpus or wb.data.hub), or remove samples."
+        )
+
+    def to_json(self) -> dict[str, Any]:
+        return {"type": "user_defined", "name": self.name}
+
+    @property
+    def _labelled_texts(self) -> LabelledTexts | None:
+        """The texts with classes that the dataset is, or of which it is a part, such as `random_split` makes."""
+        value = self._items
+        for _ in range(MOST_SUBSETS):
+            if isinstance(value, LabelledTexts):
+                return value
+            value = getattr(value, "dataset", None)
+        return None
+
+    @cached_property
+    def _examples(self) -> Batch:
+        from workbench.data.datasets import item_at, stacked
+
+        if self._iterable is not None:
+            return stacked(self._first_items)
+        first = item_at(self._items, 0)
+        room = EXAMPLES_BYTES // max(1, sum(field.nbytes for field in first.values()))
+        count = max(1, min(EXAMPLES, len(self._items), room))
+        others = [index * len(self._items) // count for index in range(1, count)]
+        return stacked([first, *(item_at(self._items, index) for index in others)])
+
+    @cached_property
+    def _items(self) -> Any:
+        """The dataset itself; a callable is called once in each process, by the first access."""
+        value = self.dataset_or_factory
+        if value is None:
+            raise DataError(
+                f"Only the description of {self.name} is here, not the dataset itself. "
+                "Pass it: Experiment.from_json(…, data=my_dataset)."
+            )
+        if not _is_map_style(value) and not _is_iterable(value):
+            from workbench.data.datasets import seeded
+
+            try:
+                with seeded(DATASET_SEED):
+                    value = value()
+            except Exception as error:
+                raise DataError(
+                    f"{self.name}() raised {in_words(error)}. Call it by itself until it returns the dataset."
+                ) from error
+        _require_dataset(value, self.name)
+        try:
+            is_empty = hasattr(value, "__len__") and len(value) == 0
+        except Exception as error:  # more than Python can count, for instance
+            raise DataError(
+                f"len() of {self.name} raised {in_words(error)}. Let __len__ return the "
+                f"number of items that __getitem__ can return, below {sys.maxsize:,}."
+            ) from error
+        if is_empty:
+            raise DataError(f"{self.name} is empty: it has 0 items. Give it at least one.")
+        return value
+
+    @cached_property
+    def _iterable(self) -> IterableItems | None:
+        """The dataset if it has no index, which is begun anew for each pass over it."""
+        from workbench.data.datasets import IterableItems
+
+        return None if _is_map_style(self._items) else IterableItems(self.dataset_or_factory, self.name)
+
+    @cached_property
+    def _first_items(self) -> list[Batch]:
+        assert self._iterable is not None
+        return self._iterable.first(EXAMPLES, seed=0, room=EXAMPLES_BYTES)
+
+
+def as_data(value: Any) -> DataSource:
+    """Return `value` if it is one of `wb.data.…`, else wrap the user's dataset in a `UserData`."""
+    if isinstance(value, DataSource):
+        return value
+    if isinstance(value, str):
+        raise DataError(f"The data is the string {value!r}. Write wb.data.corpus({value!r}) for text.")
+    if not callable(value) or _is_map_style(value) or _is_iterable(value):
+        _require_dataset(value, f"The data, a {type(value).__name__},")
+        if isinstance(value, Iterator):
+            raise DataError(
+                f"The data is a {type(value).__name__}, which can be read only once, and a training begins it anew in "
+                "several processes. Pass the function that makes it: data=my_function."
+            )
+    elif required := required_arguments(value):
+        raise DataError(
+            f"The callable that returns the data needs {', '.join(required)}, but it is called without arguments. "
+            "Bind them with functools.partial or a lambda."
+        )
+    return UserData(value)
+
+
+def _is_map_style(value: Any) -> bool:
+    has_index = not isinstance(value, type) and hasattr(value, "__getitem__") and hasattr(value, "__len__")
+    return has_index and not _is_torch(value, "IterableDataset")  # which inherits an index that it does not have
+
+
+def _is_iterable(value: Any) -> bool:
+    is_other = isinstance(value, type | Mapping | str | bytes)
+    return hasattr(value, "__iter__") and not is_other and not _is_map_style(value)
+
+
+def _is_torch(value: Any, name: str) -> bool:
+    """Return True for an instance of a class of `torch.utils.data`, which is loaded if there is any."""
+    torch_data = sys.modules.get("torch.utils.data")
+    return torch_data is not None and isinstance(value, getattr(torch_data, name))
+
+
+def _require_dataset(value: Any, name: str) -> None:
+    if _is_torch(value, "DataLoader"):
+        raise DataError(
+            f"{name} is a DataLoader, which makes batches, and their size is a plan's to choose. Pass its dataset: "
+            "data=loader.dataset."
+        )
+    if not _is_iterable(value) and (not _is_map_style(value) or isinstance(value, dict | str)):
+        raise DataError(
+            f"{name} is no dataset: it has neither __len__ and __getitem__ nor __iter__. Pass a map-style dataset, one "
+            "that can be iterated, a callable that returns one, or wb.data.corpus(path) for text."
+        )
