@@ -17,8 +17,10 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-LONGEST_FUNCTION = 50
+LONGEST_FUNCTION = 80
 """Lines of a function, its docstring left out."""
+UNCOMMENTED = 50
+"""Lines from which on a function has a comment where its parts begin."""
 MOST_PARAMETERS = 8
 LONGEST_CLASS = 250
 """Lines of a class, from its first line to its last."""
@@ -62,6 +64,19 @@ class Package:
     def lines(self) -> int:
         return sum(len(path.read_text().splitlines()) for path in self.trees)
 
+    def lines_per_function(self) -> float:
+        return self.lines / sum(1 for _ in self._nodes((ast.FunctionDef, ast.AsyncFunctionDef)))
+
+    def import_lines(self) -> int:
+        """Lines of import statements, those inside functions included."""
+        nodes = (node for _, node in self._nodes((ast.Import, ast.ImportFrom)))
+        return sum(node.end_lineno - node.lineno + 1 for node in nodes)  # type: ignore[attr-defined]
+
+    def naming(self, pattern: str) -> Counter[str]:
+        """Count the files of each room that name a capability."""
+        found = (path for path in self.trees if re.search(pattern, path.read_text(), re.IGNORECASE))
+        return Counter(path.relative_to(self.root).parts[0].removesuffix(".py") for path in found)
+
     def long_functions(self) -> list[Place]:
         found = []
         for path, node in self._nodes((ast.FunctionDef, ast.AsyncFunctionDef)):
@@ -69,8 +84,12 @@ class Package:
             has_docstring = ast.get_docstring(node) is not None
             body = node.body[1:] if has_docstring and len(node.body) > 1 else node.body
             length = (node.end_lineno or 0) - body[0].lineno + 1
+            text = path.read_text().splitlines()[body[0].lineno - 1 : node.end_lineno]
             if length > LONGEST_FUNCTION:
                 found.append(Place(self._file(path), node.lineno, f"{node.name} has {length} lines"))
+            elif length > UNCOMMENTED and not any(line.lstrip().startswith("#") for line in text):
+                said = f"{node.name} has {length} lines and no comment where its parts begin"
+                found.append(Place(self._file(path), node.lineno, said))
         return found
 
     def many_parameters(self) -> list[Place]:
@@ -160,8 +179,11 @@ class Package:
     def table(self) -> dict[str, int | str]:
         once, total = self.used_once()
         return {
+            "files": len(self.trees),
             "lines": self.lines,
-            f"functions over {LONGEST_FUNCTION} lines": len(self.long_functions()),
+            "lines per function": f"{self.lines_per_function():.1f}",
+            "imports": f"{self.import_lines() / self.lines:.1%}",
+            f"functions over {LONGEST_FUNCTION} lines, or {UNCOMMENTED} without a comment": len(self.long_functions()),
             f"functions over {MOST_PARAMETERS} parameters": len(self.many_parameters()),
             f"classes over {LONGEST_CLASS} lines": len(self.long_classes()),
             "circles of imports": len(self.circles()),

@@ -1,4 +1,4 @@
-"""What every optimiser is given: parameter groups, the rate of each step, and this rank's shards of tensors.
+"""The inputs of every optimiser: parameter groups, the rate of each step, and this rank's shards of tensors.
 
 Optimisers that need whole tensors reach them through two protocols, which the ranks of a training implement: sums over
 the shards of a tensor (`WholeTensors`), and the way of a matrix to the rank that owns it (`MatrixExchange`).
