@@ -103,14 +103,56 @@ def _metrics(value: Any) -> Any:
             'metrics={"accuracy": lambda outputs, batch: (correct.sum(), correct.numel())}.'
         )
     for name in functions:
-        if not isinstance(name, str) or not NAME.fullmatch(name) or name in reserved_names():
-            raise refused(
-                "has {name}, which is no name for a metric. Choose a word of letters, digits, '-' and '_' that no "
-                "recorded column has ({taken}).",
-                name=repr(name),
-                taken=", ".join(reserved_names()),
-            )
+        _require_metric_name(name, "a metric")
     return functions or None
+
+
+def _require_metric_name(name: Any, what: str) -> None:
+    """Raise unless evaluations can log a number by this name."""
+    if not isinstance(name, str) or not NAME.fullmatch(name) or name in reserved_names():
+        raise refused(
+            "has {name}, which is no name for {what}. Choose a word of letters, digits, '-' and '_' that no "
+            "recorded column has ({taken}).",
+            name=repr(name),
+            what=what,
+            taken=", ".join(reserved_names()),
+        )
+
+
+def _held_out_sets(value: Any) -> Any:
+    """Return further held-out sets by name: fractions of masked positions, or descriptions of text."""
+    if value is None:
+        return None
+    example = 'also={"masked_30": 0.3, "manuals": wb.data.corpus("manuals.txt")}'
+    if not isinstance(value, Mapping):
+        raise refused("does not map names to held-out sets. Write, for instance, {example}.", example=example)
+    sets: dict[str, Any] = {}
+    for name, given in value.items():
+        _require_metric_name(name, "a held-out set")
+        if isinstance(given, int | float) and not isinstance(given, bool):
+            if not 0 < given <= LARGEST_MASKED_SHARE:
+                raise refused(
+                    "gives {name} {share}, and a fraction of masked positions lies above 0 and is at most {largest}.",
+                    name=repr(name),
+                    share=given,
+                    largest=LARGEST_MASKED_SHARE,
+                )
+            sets[name] = float(given)
+            continue
+        described = isinstance(given, Mapping) and "type" in given
+        sets[name] = _data.from_json(given) if described else _data.as_data(given)
+        if sets[name].is_user_defined:
+            raise refused(
+                "has {name}, a dataset of yours, and further sets are text (wb.data.corpus, wb.data.hub) or fractions "
+                "of masked positions. Evaluate a checkpoint on it when the run has ended: run.evaluate(my_dataset).",
+                name=repr(name),
+            )
+    return sets or None
+
+
+def _described_sets(sets: Mapping[str, Any] | None) -> Mapping[str, Any] | None:
+    """Return the JSON of further held-out sets."""
+    return sets and {name: each if isinstance(each, float) else each.to_json() for name, each in sets.items()}
 
 
 def _clip_norm(value: Any) -> Any:
@@ -305,6 +347,14 @@ class Evaluation:
     ] = None
     """Functions by name that evaluations compute beside the loss. Each is given the outputs of forward and the batch,
     and returns a sum and a count over the samples; the metric is the quotient over the whole set."""
+    also: Annotated[
+        Mapping[str, Any] | None,
+        PlainValidator(_held_out_sets),
+        PlainSerializer(_described_sets),
+    ] = None
+    """Further held-out sets by name, whose mean losses are logged as metrics of these names. A number is the fraction
+    of positions to predict in the same samples, such as that of the training, with whose loss it then compares; data
+    are other text, of which as many samples are read."""
 
 
 @checked_value(_elsewhere)
@@ -526,6 +576,16 @@ class Experiment:
         """Functions by name that evaluations compute beside the loss; none without an evaluation."""
         return (self.evaluation and self.evaluation.metrics) or {}
 
+    @property
+    def held_out_sets(self) -> dict[str, Experiment]:
+        """The further held-out sets of the evaluation by name, each as an experiment that is evaluated on it alone."""
+        sets: dict[str, Experiment] = {}
+        for name, given in ((self.evaluation and self.evaluation.also) or {}).items():
+            change = {"eval_masked_share" if isinstance(given, float) else "eval_data": given}
+            alone = self.replace(eval_also=None, metrics=None, samples=None, **change)
+            sets[name] = counted(alone, self.steps)
+        return sets
+
     def build(self) -> nn.Module:
         """Build the model in train mode, on the ambient device, as each rank and each capture of it does.
 
@@ -615,6 +675,7 @@ _SHORT: Mapping[tuple[str, ...], str] = {
     ("evaluation", "samples"): "eval_samples",
     ("evaluation", "masked_share"): "eval_masked_share",
     ("evaluation", "data"): "eval_data",
+    ("evaluation", "also"): "eval_also",
     ("samples", "every"): "sample_every",
     ("samples", "tokens"): "sample_tokens",
     ("samples", "seed"): "sample_seed",
@@ -768,6 +829,19 @@ def _check_parts(experiment: Experiment) -> None:
             f"The evaluation's data is the text {held_out.name}, but data is a user-defined dataset ({data.name}), "
             "which has another tokeniser or none. Give a dataset with the same fields as the evaluation's data.",
             parameter="eval_data",
+        )
+    further = (experiment.evaluation and experiment.evaluation.also) or {}
+    if both := sorted(further.keys() & experiment.metrics.keys()):
+        raise InvalidExperiment(
+            f"{', '.join(both)} is a metric and a held-out set of the evaluation. Give one of them another name.",
+            parameter="eval_also",
+        )
+    shares = {name: given for name, given in further.items() if isinstance(given, float)}
+    if shares and data.labelled_share(experiment) == 1:
+        raise InvalidExperiment(
+            f"also={shares} are fractions of masked positions, and {experiment.model.name} on {data.name} predicts "
+            "every position of its labels. Give text, such as wb.data.corpus(...), or leave them out.",
+            parameter="eval_also",
         )
     if experiment.optimizer.ema_decay is not None and experiment.sparsity is not None:
         raise InvalidExperiment(

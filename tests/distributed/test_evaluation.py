@@ -249,6 +249,8 @@ def test_a_run_records_its_held_out_losses_and_a_resumption_keeps_them(
         (folder / f"{index}.txt").write_text(
             f"Document {index} says that {index} birds sing in tree {index % 7}.\n" * 20
         )
+    (tmp_path / "other.txt").write_text("Birds sing in tree 5. Document 3 says so.\n\n" * 40)
+    other = wb.data.corpus(tmp_path / "other.txt")
     experiment = wb.Experiment.of(
         model=wb.models.bert(vocab_size=200, hidden_size=16, num_layers=2, num_heads=2, max_positions=32),
         data=wb.data.corpus(folder, vocab_size=200),
@@ -256,7 +258,7 @@ def test_a_run_records_its_held_out_losses_and_a_resumption_keeps_them(
         global_batch=4,
         seq_len=32,
         checkpoint_every=2,
-        evaluation=wb.Evaluation(every=2, samples=9),
+        evaluation=wb.Evaluation(every=2, samples=9, also={"masked_40": 0.4, "other": other}),
         metrics={"known": lambda outputs, batch: ((batch["labels"] >= 0).sum(), outputs.prediction_logits.shape[0])},
     )
     plan = wb.plan(experiment, pipeline=2, data=1, micro_batch=2)
@@ -289,13 +291,19 @@ def _check_evaluation_of_checkpoints(run: wb.Run, experiment: wb.Experiment) -> 
     """A checkpoint has the loss that the run computed, on its held-out samples and on equal samples that are given."""
     before = run.evaluations()
     again = run.evaluate(step=2)
-    assert (again.loss, again.count, again.step, again.metrics) == (before.eval_loss[1], 9, 2, {"known": 5.0})
+    further = {name: before[name][1] for name in ("known", "masked_40", "other")}
+    assert (again.loss, again.count, again.step, again.metrics) == (before.eval_loss[1], 9, 2, further)
     assert run.evaluations().eval_loss.tolist() == before.eval_loss.tolist()
     samples = held_out_of(experiment)
     given = run.evaluate([samples[index] for index in range(5)])
     assert (given.count, given.step, given.data) == (5, 6, "list")
     assert abs(given.loss - before.eval_loss[3]) < 0.5
     assert run.evaluations("list").eval_loss.tolist() == [given.loss]
+    for name, each in experiment.held_out_sets.items():
+        alone = held_out_of(each)
+        [shown] = {int((alone[index]["labels"] >= 0).sum()) for index in range(9)}
+        assert shown == {"masked_40": 13, "other": 5}[name]  # round(0.4 * 32) and round(0.15 * 32)
+        assert run.evaluate([alone[index] for index in range(9)]).loss == pytest.approx(before[name][3], abs=1e-6)
     assert run.evaluations().step.tolist() == [0, 2, 4, 6]
     assert run.status.state == "finished"
     assert not list((run.path / "evaluations").iterdir())

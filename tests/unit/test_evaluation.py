@@ -17,7 +17,7 @@ from workbench.analysis.curve import Curve
 from workbench.capture import capture, spec_of
 from workbench.capture.captured_model import CapturedModel, capture_for_evaluation
 from workbench.capture.outputs import flattened
-from workbench.data import held_out
+from workbench.data import data_fingerprint, held_out
 from workbench.errors import DataError, InvalidExperiment
 from workbench.execution.samples import drawn
 from workbench.figures.curves_view import loss_curves
@@ -96,6 +96,41 @@ def test_other_text_is_read_with_the_tokeniser_of_the_training_text(folder, tmp_
     asked = experiment(folder, eval_data=wb.data.corpus(other, vocab_size=200))
     ids = held_out(asked)[0]["input_ids"].tolist()
     assert "birds" in asked.data.text_tokenizer(asked).decode(ids)
+
+
+def test_further_sets_are_the_same_samples_with_other_masks_or_other_text(folder, tmp_path):
+    (tmp_path / "other.txt").write_text("Birds sing in tree 5.\n\n" * 100)
+    other = wb.data.corpus(tmp_path / "other.txt")
+    asked = experiment(folder, evaluation=wb.Evaluation(samples=16, also={"masked_40": 0.4, "other": other}))
+    sets = asked.held_out_sets
+    assert list(sets) == ["masked_40", "other"]
+    assert wb.Experiment.from_json(asked.to_json()).held_out_sets == sets
+    assert sets["other"].eval_data == other
+    assert sets["masked_40"].eval_data is None
+    first, masked = held_out(asked)[3], held_out(sets["masked_40"])[3]
+    hidden = [each["labels"] != -100 for each in (first, masked)]
+    assert [int(each.sum()) for each in hidden] == [5, 13]
+    shown = ~(hidden[0] | hidden[1])
+    assert first["input_ids"][shown].tolist() == masked["input_ids"][shown].tolist()
+    assert data_fingerprint(asked) != data_fingerprint(asked.replace(eval_also=None))
+
+
+def test_further_sets_that_cannot_be_evaluated_are_refused(folder):
+    for sets, said in (
+        ({"a b": 0.3}, "no name for a held-out set"),
+        ({"loss": 0.3}, "no name for a held-out set"),
+        ({"more": 1.5}, "gives 'more' 1.5, and a fraction of masked positions lies above 0"),
+        ({"mine": dataset(4)}, r"run\.evaluate\(my_dataset\)"),
+        ([0.3], "does not map names to held-out sets"),
+    ):
+        with pytest.raises(InvalidExperiment, match=said):
+            wb.Evaluation(also=sets)
+    both = wb.Evaluation(also={"known": 0.3}, metrics={"known": torch.add})
+    with pytest.raises(InvalidExperiment, match="known is a metric and a held-out set"):
+        experiment(folder, evaluation=both)
+    causal = wb.models.gpt3(vocab_size=200, hidden_size=16, num_layers=2, num_heads=2, max_positions=64)
+    with pytest.raises(InvalidExperiment, match="predicts every position of its labels"):
+        experiment(folder, model=causal, evaluation=wb.Evaluation(also={"more": 0.3}))
 
 
 def test_a_text_that_is_too_small_or_of_one_document_is_refused(folder, tmp_path):

@@ -76,6 +76,13 @@ class SampleRequest(Protocol):
     def samples_before(self, step: int) -> int: ...
 
 
+class EvaluatedRequest(SampleRequest, Protocol):
+    """An experiment with further held-out sets, each of which is a request, too."""
+
+    @property
+    def held_out_sets(self) -> Mapping[str, SampleRequest]: ...
+
+
 class DataSource(ABC):
     """A description of training data, from which every process makes the same samples.
 
@@ -226,7 +233,7 @@ def held_out(request: SampleRequest) -> TrainingDataset:
     return request.data.evaluated_on(request)
 
 
-def data_fingerprint(request: SampleRequest) -> str | None:
+def data_fingerprint(request: EvaluatedRequest) -> str | None:
     """Return SHA-256 over the first and the last samples that training will see; None for data that raises.
 
     Equal fingerprints mean the same text, tokenisation, order and masking at both ends of the training, and of the
@@ -236,7 +243,8 @@ def data_fingerprint(request: SampleRequest) -> str | None:
 
     digest = hashlib.sha256()
     try:
-        for dataset in [request.data.dataset(request), *([] if request.evaluation is None else [held_out(request)])]:
+        evaluated = [] if request.evaluation is None else [request, *request.held_out_sets.values()]
+        for dataset in [request.data.dataset(request), *map(held_out, evaluated)]:
             size, identity = len(dataset), getattr(dataset, "identity", None)
             digest.update(f"{size}{identity or ''}".encode())
             indices = {*range(min(SAMPLED, size)), *range(max(0, size - SAMPLED), size)}

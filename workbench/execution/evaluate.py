@@ -65,14 +65,16 @@ class Evaluator:
         programs: Sequence[Sequence[BlockProgram]],
         dataset: Any,
         metrics: Mapping[str, Callable[..., Any]] = MappingProxyType({}),
+        further: Mapping[str, Evaluator] = MappingProxyType({}),
         events: Path | None = None,
     ) -> None:
         """`graph` is the model in eval mode, and `programs` its code for each block of this rank's stages.
 
-        With `metrics`, the graph has the outputs that they read. `events` is None on all ranks but one.
+        With `metrics`, the graph has the outputs that they read. The losses of `further` sets are written as metrics
+        of these names. `events` is None on all ranks but one.
         """
         self.trainer, self._forward, self._dataset = trainer, ForwardPass(trainer, graph, programs), dataset
-        self._graph, self._metrics, self._events = graph, dict(metrics), events
+        self._graph, self._metrics, self._further, self._events = graph, dict(metrics), dict(further), events
         self._plan, self._context = trainer.plan, trainer.context
         coordinate = trainer.coordinate
         self._size, self.samples = self._plan.evaluation_batch, len(dataset)
@@ -175,6 +177,7 @@ class Evaluator:
         log.flush()
         started = time.perf_counter()
         loss, metrics = self.evaluate()
+        metrics |= {name: each.evaluate()[0] for name, each in self._further.items()}
         log.evaluated = {"eval_loss": loss, **{name: value for name, value in metrics.items() if value is not None}}
         if self._events is not None:
             samples = self.trainer.experiment.samples_before(step)

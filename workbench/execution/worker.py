@@ -263,8 +263,12 @@ class TrainingWorker:
             programs = evaluation_programs(
                 self.plan, self.coordinate, evaluated, context, compile=compile, compact=stages.compact
             )
-            held = held_out(self.experiment)
-            between.append(Evaluator(trainer, evaluated, programs, held, self.experiment.metrics, events))
+            further = {
+                name: Evaluator(trainer, evaluated, programs, held_out(each))
+                for name, each in self.experiment.held_out_sets.items()
+            }
+            held, metrics = held_out(self.experiment), self.experiment.metrics
+            between.append(Evaluator(trainer, evaluated, programs, held, metrics, further, events))
         if trainer.sparse_weights is not None:
             between.append(SparsityLog(trainer, self.run_dir.events))
         if sampled:

@@ -104,6 +104,7 @@ def with_evaluation(experiment: Experiment, plan: Plan) -> Plan:
         return plan
     is_counted = experiment.eval_data is not None and experiment.eval_data.is_user_defined
     samples = len(held_out(experiment)) if is_counted else experiment.evaluation.samples
+    samples *= 1 + len(experiment.held_out_sets)
     samples -= samples % plan.global_batch if plan.coupled else 0
     ticks = math.ceil(samples / plan.micro_batch / plan.data) + len(plan.stages) - 1
     tick_ms = max(sum(stage.forward_ms for stage in plan.stages_of(rank)) for rank in range(plan.pipeline))

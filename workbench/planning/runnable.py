@@ -268,14 +268,21 @@ def _check_data(experiment: Experiment, plan: Plan, progress: bool) -> None:
             warnings.warn(repr(supply), stacklevel=5)
     if experiment.evaluation is None:
         return
-    samples = len(held_out(experiment)) if is_loaded else experiment.evaluation.samples
-    if samples < plan.evaluation_batch:
-        why = "the global batch, whose samples the loss compares" if plan.coupled else "one micro-batch of the plan"
-        smaller = "train with a smaller global_batch" if plan.coupled else "plan with a smaller micro_batch"
-        raise DataError(
-            f"There are {samples:,} held-out samples, fewer than the {plan.evaluation_batch:,} of {why}. "
-            f"Give more eval_data, raise Evaluation.samples, or {smaller}."
-        )
+    sets = {"": experiment, **{f" in {name!r}": each for name, each in experiment.held_out_sets.items()}}
+    for where, each in sets.items():
+        samples = len(held_out(each)) if is_loaded else experiment.evaluation.samples
+        if samples < plan.evaluation_batch:
+            raise _too_few_held_out(samples, where, plan)
+
+
+def _too_few_held_out(samples: int, where: str, plan: Plan) -> DataError:
+    """Return the error of a held-out set that is smaller than one batch of an evaluation."""
+    why = "the global batch, whose samples the loss compares" if plan.coupled else "one micro-batch of the plan"
+    smaller = "train with a smaller global_batch" if plan.coupled else "plan with a smaller micro_batch"
+    return DataError(
+        f"There are {samples:,} held-out samples{where}, fewer than the {plan.evaluation_batch:,} of {why}. "
+        f"Give more eval_data, raise Evaluation.samples, or {smaller}."
+    )
 
 
 def check_between_steps(experiment: Experiment, plan: Plan, captured: CapturedModel) -> None:
@@ -286,7 +293,8 @@ def check_between_steps(experiment: Experiment, plan: Plan, captured: CapturedMo
     if experiment.evaluation is not None:
         training = captured.graph if gathered is None else captured.gathered(gathered)
         require_same_stages(training, captured.evaluation(experiment, gathered), cuts, plan.tensor)
-        if both := sorted({scalar.name for scalar in training.scalars} & experiment.metrics.keys()):
+        named = {*experiment.metrics, *experiment.held_out_sets}
+        if both := sorted({scalar.name for scalar in training.scalars} & named):
             raise InvalidExperiment(
                 f"{', '.join(both)} is a metric of the experiment and a scalar that {experiment.model.name} logs. Give "
                 "one of them another name."

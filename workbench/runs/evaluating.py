@@ -110,7 +110,7 @@ def _evaluated_experiment(run: RunDir, data: Any) -> Experiment:
 
     experiment = Experiment.from_json(read_experiment(run)).replace(samples=None)
     if data is not None:
-        given = counted(experiment.replace(eval_data=data), experiment.steps)
+        given = counted(experiment.replace(eval_data=data, eval_also=None), experiment.steps)
         if given.eval_data is None or not given.eval_data.is_user_defined:
             return given
         samples = given.eval_data.prepare(given).samples
