@@ -9,7 +9,7 @@ from torch._inductor import config, metrics
 from torch.nn import functional
 
 from tests.gpu.machine import DEVICE
-from workbench.capture import experts
+from workbench.capture import rewrites
 from workbench.execution.blocks.compiled import prepare
 from workbench.execution.blocks.dropout import hashed_dropout
 
@@ -69,9 +69,9 @@ def test_the_kernel_gives_what_single_products_give(
         weights = torch.randn(4, OUTSIDE, INSIDE, device="cuda", requires_grad=True)
         turned = weights.transpose(1, 2) if transposed else weights.transpose(1, 2).contiguous()
         if not kernel:
-            monkeypatch.setattr(experts, "_has_kernel", lambda *_: False)
+            monkeypatch.setattr(rewrites, "_has_kernel", lambda *_: False)
         with torch.autocast("cuda", torch.bfloat16):
-            product = experts.grouped_mm(rows, turned, ends)
+            product = rewrites.grouped_mm(rows, turned, ends)
         assert product.dtype == torch.bfloat16
         product.float().pow(2).mean().backward()
         monkeypatch.undo()
@@ -79,7 +79,7 @@ def test_the_kernel_gives_what_single_products_give(
         assert weights.grad is not None
         return [product.float(), rows.grad, weights.grad]
 
-    assert experts._has_kernel(torch.empty(8, 8, device="cuda", dtype=torch.bfloat16), torch.empty(4, 8, 8))
+    assert rewrites._has_kernel(torch.empty(8, 8, device="cuda", dtype=torch.bfloat16), torch.empty(4, 8, 8))
     for found, expected in zip(computed(kernel=True), computed(kernel=False), strict=True):
         torch.testing.assert_close(found, expected, rtol=2e-2, atol=2e-2 * float(expected.abs().max()))
         assert float((found - expected).norm() / expected.norm()) < 5e-3

@@ -9,8 +9,9 @@ import torch
 from torch import nn
 
 from tests.distributed.harness import CPU, LINK
+from workbench.capture.block_extraction import computation_of
 from workbench.capture.captured_model import CapturedModel
-from workbench.capture.computation import Computation, computation_of
+from workbench.capture.graph import Computation
 from workbench.cost.hardware import Cluster
 from workbench.errors import PlanMismatch
 from workbench.experiment import Experiment

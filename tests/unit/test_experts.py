@@ -18,8 +18,8 @@ from tests.distributed import zoo
 from tests.unit.capture_models import Batch, captured, copies, interpret, loss_of
 from workbench.capture import build_meta, capture, opaque_search
 from workbench.capture.captured_model import CapturedModel
-from workbench.capture.experts import grouped_mm
 from workbench.capture.opaque import opaque_calls
+from workbench.capture.rewrites import grouped_mm
 from workbench.cost import Cluster
 from workbench.cost.graph_profiler import profile_graph
 from workbench.errors import CaptureError

@@ -15,9 +15,8 @@ from plan_values import costs_of, plan_of, strategy_of
 
 import workbench as wb
 from workbench.capture import Graph
-from workbench.capture.sparse_matrices import block_sparse_obstacle, sparse_matrices
 from workbench.cost import Cluster
-from workbench.cost.block_sparse import SparseMatrices
+from workbench.cost.block_sparse import SparseMatrices, block_sparse_obstacle, sparse_matrices
 from workbench.cost.correction import BlockMeasurement, corrected_profile
 from workbench.cost.graph_profiler import profile_graph
 from workbench.cost.profile import GEMM, Profile

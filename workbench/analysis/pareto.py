@@ -46,7 +46,7 @@ def sample_flops(experiment: Experiment, scope: str = "encoder") -> SampleFlops:
     a dense experiment, of `scope`.
     """
     from workbench.capture.operations import shape_of
-    from workbench.capture.sparse_matrices import absent_flops, products_with, sparse_matrices
+    from workbench.cost.block_sparse import absent_flops, products_with, sparse_matrices
     from workbench.cost.graph_profiler import profile_graph
     from workbench.cost.hardware import Cluster
 

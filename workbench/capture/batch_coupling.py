@@ -21,6 +21,7 @@ import torch.utils._pytree as pytree
 from torch import fx
 
 from workbench.capture.losses import Quotient
+from workbench.capture.observed_forward import ITEM
 from workbench.capture.opaque import OpaqueCall, call_of
 from workbench.capture.operations import (
     MOVED,
@@ -36,7 +37,6 @@ from workbench.capture.operations import (
     shape_of,
     storage_of,
 )
-from workbench.capture.recording import ITEM
 from workbench.capture.source_lines import line_of_node
 
 Shape = tuple[int, ...]

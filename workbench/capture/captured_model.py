@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from workbench.capture.computation import Computation, computation_of, line_of_operation
+from workbench.capture.block_extraction import computation_of, line_of_operation
 from workbench.capture.division import (
     MOST_FLOPS,
     PARTS,
@@ -24,7 +24,7 @@ from workbench.capture.division import (
     samples_from,
 )
 from workbench.capture.gathering import with_tail_of
-from workbench.capture.graph import Graph
+from workbench.capture.graph import Computation, Graph
 from workbench.capture.model import build_meta, capture, signature
 from workbench.capture.outputs import Metric, read_by, slots_of
 from workbench.capture.source_lines import SourceLine

@@ -196,3 +196,40 @@ class Graph:
 
         table = html_table(("block", "module", "type", "parameters", "sends"), map(words, self.blocks))
         return f"<b>{html.escape(repr(self))}</b>{table}"
+
+
+@dataclass(frozen=True)
+class Computation:
+    """The operations of a forward for a number of samples."""
+
+    origin: str
+    """Digest of the experiment's model, loss and seed, of the version of torch and of the type of the device.
+
+    Of another origin, the operations may be others for good reason.
+    """
+    samples: int
+    parameters: str
+    """Digest of the parameters' names and shapes in any order."""
+    operations: tuple[str, ...]
+    """A word for each operation of a block, or for a block that computes what an earlier one does."""
+
+    def first_difference(self, other: Computation) -> int | None:
+        """Return the index of the first operation that differs, apart from sizes in proportion to the samples.
+
+        Returns None if there is none, or if the two are of other origins.
+        """
+        if self.origin != other.origin or self.operations == other.operations:
+            return None
+        pairs = zip(self.operations, other.operations, strict=False)
+        for index, (mine, others) in enumerate(pairs):
+            if mine != others and not self._in_proportion(mine, others, other.samples):
+                return index
+        lengths = len(self.operations), len(other.operations)
+        return min(lengths) if lengths[0] != lengths[1] else None
+
+    def _in_proportion(self, mine: str, others: str, samples: int) -> bool:
+        (operation, *sizes), (other, *theirs) = mine.split(":"), others.split(":")
+        if operation != other or len(sizes) != len(theirs):
+            return False
+        pairs = ((int(a), int(b)) for a, b in zip(sizes, theirs, strict=True))
+        return all(a == b or a * samples == b * self.samples for a, b in pairs)

@@ -29,9 +29,8 @@ import torch
 import torch.utils._pytree as pytree
 from torch import fx, nn
 
-from workbench.capture.frozen_numbers import Held, Numbers
+from workbench.capture.observed_forward import Held, Numbers, Recorder, Recording
 from workbench.capture.operations import scalar_tensor
-from workbench.capture.recording import Recorder, Recording
 from workbench.capture.source_lines import SourceLine
 from workbench.capture.torch_internals import alone, differentiable, originals
 from workbench.columns import log_scalar, logging_scalars

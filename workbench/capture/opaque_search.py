@@ -19,7 +19,6 @@ from torch.nn import functional
 from torch.nn.utils import rnn
 from torch.nn.utils.rnn import PackedSequence, pad_packed_sequence
 
-from workbench.capture.export_errors import PACKED_SHAPE, depends_on_values
 from workbench.capture.opaque import NotOpaque, OpaqueCall, opaque_call
 from workbench.capture.source_lines import FORWARD, SourceLine, line_at, line_of_frames
 from workbench.capture.torch_internals import DERIVATIVE, VF, alone, patched
@@ -112,6 +111,8 @@ def patched_selections(select: Callable[[Key, torch.Tensor, torch.Tensor], Any])
 # sequence padded, a recurrent module that is given it is one opaque call, which packs and pads again, and
 # `pad_packed_sequence` cuts what it returns to as many steps as the longest sequence has, in the graph.
 
+PACKED_SHAPE = "the shape of a packed sequence depends on values"
+"""Reason of opaque calls that are given packed sequences."""
 PACKED = "packed sequences"
 """Target of the search for opaque calls: the recurrent modules that are given packed sequences."""
 
@@ -367,6 +368,13 @@ class _Applied:
 
     def __call__(self, *args: Any) -> Any:
         return self.function.apply(*args)  # type: ignore[attr-defined]
+
+
+def depends_on_values(error: BaseException) -> bool:
+    """Return True if export failed because something depends on the values of a tensor."""
+    reason, error_type = str(error).lower(), type(error).__name__.lower()
+    is_named = "datadependent" in error_type or "dynamicoutputshape" in error_type
+    return is_named or "data-dependent" in reason or "unbacked" in reason
 
 
 def _of_instances(kind: type, make: Callable[..., Any]) -> Any:

@@ -1,19 +1,135 @@
-"""The costs of sparse weights: of all blocks where they are masked, of stored blocks where they are block-sparse."""
+"""Sparse weights: which of a captured model become sparse, whether their blocks can be stored alone, and the costs.
+
+Masked weights cost what dense ones do. Block-sparse ones have their present blocks stored and multiplied only; training
+with them is in `workbench.execution.sparse_weights`, their kernels are in `workbench.sparsity.kernels`.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import math
+from collections import Counter
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from math import prod
 
+from torch import fx
+
 from workbench.capture.graph import Block, Graph
-from workbench.capture.sparse_matrices import absent_flops, products_with, sparse_matrices
+from workbench.capture.hidden_matrices import hidden_matrices
+from workbench.capture.operations import shape_of
+from workbench.capture.tensor_parallel import Product, product_of
 from workbench.cost.block_trace import BlockTrace
 from workbench.cost.block_type_cost import block_type_cost
 from workbench.cost.profile import SparseCosts
-from workbench.sparsity import Static
+from workbench.errors import InvalidExperiment
+from workbench.experiment import Experiment
+from workbench.sparsity import Dynamic, Static
 from workbench.sparsity.kernels.index import BLOCKS, index_length
 from workbench.sparsity.kernels.speed import Products, break_even_sparsity, relative_rates
+
+# The weights of a captured model that a sparse training divides into blocks, and the FLOPs of their products.
+
+COMPACT_OPTIMIZERS = ("adamw", "sgd", "lamb")
+"""Optimisers whose update of a weight is that of its stored blocks: they look at its elements and norms only."""
+
+
+def sparse_matrices(graph: Graph, sparsity: Static) -> dict[str, tuple[int, int]]:
+    """Return the shapes of the weights that become sparse, by name in the model's order.
+
+    Raises `InvalidExperiment` if there are none, or if the blocks do not suit one of them.
+    """
+    hidden = hidden_matrices(graph)
+    names = [name for name in graph.parameters if name in hidden]
+    chosen = {name: graph.parameters[name].shape for name in names if sparsity.covers(name)}
+    if not chosen:
+        words = dict.fromkeys(word for name in names for word in name.split(".")[:-1] if not word.isdigit())
+        raise InvalidExperiment(
+            f"scope={sparsity.scope!r} matches none of the {len(names)} matrices of {graph.model} that can be sparse. "
+            f"Choose a word of their names ({', '.join(words)}), or '*' for all of them."
+        )
+    shapes = {name: (shape[0], shape[1]) for name, shape in chosen.items()}
+    block = sparsity.block
+    for name, (height, width) in shapes.items():
+        if height % block or width % block:
+            divisor = math.gcd(*(size for shape in shapes.values() for size in shape))
+            raise InvalidExperiment(
+                f"block={block} does not divide the {height} × {width} weight {name} into whole blocks. Choose a "
+                f"divisor of {divisor}, which divides all weights in the scope."
+            )
+        rows, columns = height // block, width // block
+        kept = sparsity.kept(rows * columns)
+        if kept < rows:
+            raise InvalidExperiment(
+                f"sparsity={sparsity.sparsity:g} leaves {kept:,} blocks of {block} × {block} in the {height} × {width} "
+                f"weight {name}, fewer than one for each of its {rows:,} rows of blocks. Choose a sparsity of at most "
+                f"{1 - 1 / columns:.4g}, or smaller blocks."
+            )
+    return shapes
+
+
+def product_flops(graph: Graph, names: Collection[str]) -> dict[str, float]:
+    """Return the forward FLOPs of one micro-batch in the products with each weight: 2 for each row and element."""
+    flops = dict.fromkeys(names, 0.0)
+    for block in graph.blocks:
+        for node, _, name in products_with(block, names):
+            flops[name] += 2.0 * math.prod(shape_of(node)[:-1]) * graph.parameters[name].numel
+    return flops
+
+
+def products_with(block: Block, names: Collection[str]) -> Iterator[tuple[fx.Node, Product, str]]:
+    """Yield each product of a block with one of the weights: its node, its operands, and the weight's name."""
+    weights = _arguments(block)
+    for node in block.code.graph.nodes:
+        product = product_of(node)
+        name = None if product is None else weights.get(product.weight)
+        if product is not None and name is not None and name in names:
+            yield node, product, name
+
+
+def _arguments(block: Block) -> dict[fx.Node, str]:
+    placeholders = [node for node in block.code.graph.nodes if node.op == "placeholder"]
+    return dict(zip(placeholders, block.parameters, strict=False))
+
+
+def block_sparse_obstacle(experiment: Experiment, graph: Graph) -> str:
+    """Return why the weights of an experiment cannot be stored and multiplied without their absent blocks.
+
+    The reason is a clause without a full stop, and empty if they can be.
+    """
+    sparsity = experiment.sparsity
+    if sparsity is None:
+        return "the experiment has dense weights"
+    if sparsity.block not in BLOCKS:
+        return f"there are kernels for blocks of {', '.join(map(str, BLOCKS))}, and none for blocks of {sparsity.block}"
+    if isinstance(sparsity, Dynamic) and sparsity.regrow == "gradient":
+        return "regrow='gradient' needs the gradients of absent blocks"
+    if experiment.optimizer.algorithm not in COMPACT_OPTIMIZERS:
+        return f"the update of {experiment.optimizer.name} may need the whole of a weight"
+    names = sparse_matrices(graph, sparsity)
+    readers = Counter(name for block in graph.blocks for name in block.parameters if name in names)
+    for block in graph.blocks:
+        multiplied = {name for _, _, name in products_with(block, names)}
+        for node, name in _arguments(block).items():
+            if name in names and (readers[name] > 1 or len(node.users) > 1 or name not in multiplied):
+                return f"the model reads {name} otherwise than in one matrix product"
+    return ""
+
+
+def absent_flops(graph: Graph, sparsity: Static | None) -> float:
+    """Return the FLOPs, forward and backward, that a sample saves because blocks of the weights are absent.
+
+    The backward of a product has two products of its size: one for the gradient of each factor. That of a weight has
+    as many FLOPs as the other, since gradients of absent blocks are not needed (arXiv:2108.06277).
+    """
+    if sparsity is None:
+        return 0.0
+    shapes = sparse_matrices(graph, sparsity)
+    total = 0.0
+    for name, flops in product_flops(graph, shapes).items():
+        blocks = math.prod(shapes[name]) // sparsity.block**2
+        total += 3 * flops * (1 - sparsity.kept(blocks) / blocks)
+    return total / graph.micro_batch
+
 
 INDEX_BYTES = 4
 """Bytes of one element of an index."""

@@ -20,8 +20,8 @@ from workbench.capture.export import load_export
 from workbench.capture.losses import find_rowwise_head
 from workbench.capture.opaque import is_opaque
 from workbench.capture.operations import retarget
-from workbench.capture.sparse_matrices import sparse_matrices
 from workbench.capture.tensor_parallel import ModelSharding, plan_tensor_parallel
+from workbench.cost.block_sparse import sparse_matrices
 from workbench.data.datasets import seed_generators
 from workbench.execution.blocks.activation_checkpointing import checkpointed_when_compiled, supported_mode
 from workbench.execution.blocks.block_module import BlockProgram

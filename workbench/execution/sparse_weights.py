@@ -16,7 +16,7 @@ import torch.distributed as dist
 from torch import nn
 
 from workbench.capture import Graph
-from workbench.capture.sparse_matrices import sparse_matrices
+from workbench.cost.block_sparse import sparse_matrices
 from workbench.execution.blocks.block_sparse import initial_pattern
 from workbench.execution.parallel.mesh import MeshCoordinate
 from workbench.execution.parallel.sharding import local

@@ -29,7 +29,7 @@ from accelerate.utils import ProjectConfiguration
 
 from workbench.capture import Graph
 from workbench.capture.captured_model import CapturedModel
-from workbench.capture.sparse_matrices import absent_flops
+from workbench.cost.block_sparse import absent_flops
 from workbench.data import Mixture, held_out
 from workbench.data.datasets import seed_generators
 from workbench.errors import DataError, NonFiniteLoss, PlanMismatch, message_of, root_exception

@@ -17,7 +17,7 @@ from pydantic import ConfigDict, TypeAdapter
 from pydantic import ValidationError as Refusal
 
 from workbench.arguments import checked_arguments
-from workbench.capture.computation import Computation
+from workbench.capture.graph import Computation
 from workbench.cost.hardware import Cluster
 from workbench.cost.memory import FP32
 from workbench.cost.profile import Profile

@@ -95,8 +95,7 @@ def analytic_profile(experiment: Experiment, cluster: Cluster) -> Profile:
     """Return the profile of the experiment's model by the device's constants, without measurements."""
     from workbench.capture.captured_model import CapturedModel
     from workbench.capture.losses import labelled_share
-    from workbench.capture.sparse_matrices import block_sparse_obstacle
-    from workbench.cost.block_sparse import SparseMatrices
+    from workbench.cost.block_sparse import SparseMatrices, block_sparse_obstacle
     from workbench.cost.graph_profiler import profile_graph, with_gathered
     from workbench.cost.optimizer_cost import with_optimizer
 

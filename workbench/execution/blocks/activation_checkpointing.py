@@ -15,7 +15,7 @@ import torch
 from torch import fx
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
-import workbench.capture.experts
+import workbench.capture.rewrites
 import workbench.sparsity.kernels.operators  # noqa: F401  (both register their operations)
 from workbench.capture.operations import mutated_arguments, mutates_buffers, op_name, overloads
 

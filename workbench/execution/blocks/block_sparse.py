@@ -15,7 +15,7 @@ import torch
 from torch import fx
 
 from workbench.capture import Block, Graph
-from workbench.capture.sparse_matrices import products_with
+from workbench.cost.block_sparse import products_with
 from workbench.execution.blocks.graph_rewriter import GraphRewriter
 from workbench.sparsity import Static
 from workbench.sparsity.kernels.index import BlockIndex
