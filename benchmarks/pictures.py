@@ -28,9 +28,8 @@ import workbench as wb
 from workbench import models
 from workbench.capture import Graph, build_meta, capture
 from workbench.cost import Cluster
-from workbench.cost.graph_profiler import profile_graph
+from workbench.cost.graph_profiler import profile_graph, with_optimizer
 from workbench.cost.hardware import Device
-from workbench.cost.optimizer_cost import with_optimizer
 from workbench.cost.profile import BlockTypeCost, Profile
 from workbench.figures import theme
 from workbench.figures.figure import PLOTLY_MIME, decoded, save

@@ -17,9 +17,8 @@ from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 import workbench as wb
 from tests.distributed.harness import CPU, Division, Tensors, everywhere, launch, part_of, trainer_of, whole_parameters
 from workbench.capture.model import capture
-from workbench.cost.graph_profiler import profile_graph
+from workbench.cost.graph_profiler import profile_graph, with_optimizer
 from workbench.cost.memory import ParameterTable, stage_state
-from workbench.cost.optimizer_cost import with_optimizer
 from workbench.errors import InvalidExperiment
 from workbench.execution.checkpoint.model_export import describe_model, export_checkpoint
 from workbench.execution.checkpoint.save_load import CheckpointExtras, CheckpointStore, TrainingProgress

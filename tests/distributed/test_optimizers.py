@@ -22,10 +22,9 @@ from tests.distributed.harness import CPU, LINK, Division, Tensors, everywhere, 
 from tests.exhaustive import EXHAUSTIVE
 from tests.unit.test_optimizer import in_plain_fp32
 from workbench.capture import Graph, capture, spec_of
-from workbench.cost.graph_profiler import profile_graph
+from workbench.cost.graph_profiler import profile_graph, with_optimizer
 from workbench.cost.hardware import Link
 from workbench.cost.memory import FP32, PREFETCHED_BLOCKS, ParameterTable, stage_state
-from workbench.cost.optimizer_cost import with_optimizer
 from workbench.execution.checkpoint.save_load import CheckpointStore, TrainingProgress
 from workbench.execution.parallel.sharding import local
 from workbench.execution.trainer import Trainer

@@ -19,8 +19,7 @@ from workbench import data, models
 from workbench.capture.captured_model import IGNORED, random_batch
 from workbench.cli import describe_plan
 from workbench.cost import Cluster
-from workbench.cost.correction import BlockMeasurement, corrected_profile
-from workbench.cost.profile import DividedCosts
+from workbench.cost.profile import BlockMeasurement, DividedCosts, corrected_profile
 from workbench.execution import block_probe
 from workbench.execution.block_probe import Probe, sampled_blocks
 from workbench.experiment import Experiment

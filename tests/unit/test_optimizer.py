@@ -19,8 +19,8 @@ from torch.utils.flop_counter import FlopCounterMode
 import workbench as wb
 from workbench.capture import capture
 from workbench.capture.hidden_matrices import Projections, hidden_matrices, projections
-from workbench.cost.optimizer_cost import matrices_of, optimizer_cost
-from workbench.cost.orthogonalisation import PRODUCTS, ROUND_ELEMENTS, orthogonalisation_s, shares_out
+from workbench.cost.graph_profiler import matrices_of, optimizer_cost
+from workbench.cost.memory import PRODUCTS, ROUND_ELEMENTS, orthogonalisation_s, shares_out
 from workbench.cost.profile import ADAMW
 from workbench.errors import InvalidExperiment, PlanInfeasible, PlanMismatch
 from workbench.execution.gradient_norms import squared_norm

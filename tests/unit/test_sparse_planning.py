@@ -17,9 +17,8 @@ import workbench as wb
 from workbench.capture import Graph
 from workbench.cost import Cluster
 from workbench.cost.block_sparse import SparseMatrices, block_sparse_obstacle, sparse_matrices
-from workbench.cost.correction import BlockMeasurement, corrected_profile
 from workbench.cost.graph_profiler import profile_graph
-from workbench.cost.profile import GEMM, Profile
+from workbench.cost.profile import GEMM, BlockMeasurement, Profile, corrected_profile
 from workbench.errors import PlanInfeasible, PlanMismatch
 from workbench.experiment import Experiment
 from workbench.planning.explanation import explain

@@ -18,8 +18,7 @@ from workbench.capture.graph import Block, Graph
 from workbench.capture.hidden_matrices import hidden_matrices
 from workbench.capture.operations import shape_of
 from workbench.capture.tensor_parallel import Product, product_of
-from workbench.cost.block_trace import BlockTrace
-from workbench.cost.block_type_cost import block_type_cost
+from workbench.cost.block_type_cost import BlockTrace, block_type_cost
 from workbench.cost.profile import SparseCosts
 from workbench.errors import InvalidExperiment
 from workbench.experiment import Experiment

@@ -39,7 +39,7 @@ from torch import nn
 from workbench.capture import Graph, build_meta, capture
 from workbench.capture.captured_model import random_batch, repeated
 from workbench.capture.opaque import is_opaque
-from workbench.cost.correction import BlockMeasurement
+from workbench.cost.profile import BlockMeasurement
 from workbench.errors import WorkbenchError, root_exception
 from workbench.execution.blocks.block_module import BlockModule, BlockProgram
 from workbench.execution.blocks.context import StepContext

@@ -19,8 +19,8 @@ from workbench.capture import Graph
 from workbench.capture.hidden_matrices import projections
 from workbench.capture.losses import count_labels, on_device
 from workbench.columns import shared_columns
-from workbench.cost.optimizer_cost import matrices_of
-from workbench.cost.orthogonalisation import shares_out
+from workbench.cost.graph_profiler import matrices_of
+from workbench.cost.memory import shares_out
 from workbench.execution.averaged_weights import AveragedWeights
 from workbench.execution.blocks.context import StepContext
 from workbench.execution.blocks.labelled_head import LabelCounter, LabelCounts

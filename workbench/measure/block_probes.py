@@ -23,7 +23,7 @@ from pathlib import Path
 from typing import Any
 
 from workbench.cost import Cluster, Device, Profile
-from workbench.cost.correction import BlockMeasurement
+from workbench.cost.profile import BlockMeasurement
 from workbench.home import cache_home
 from workbench.machine import available_cores
 from workbench.rundir import read_object, write_json

@@ -55,7 +55,7 @@ def profile_and_cluster(experiment: Experiment, cluster: Cluster | None) -> tupl
 
     The processes that measure start first, because they need as long as this process to import torch.
     """
-    from workbench.cost.correction import corrected_profile
+    from workbench.cost.profile import corrected_profile
     from workbench.measure.block_probes import (
         BlockProbes,
         cached_measurements,
@@ -96,8 +96,7 @@ def analytic_profile(experiment: Experiment, cluster: Cluster) -> Profile:
     from workbench.capture.captured_model import CapturedModel
     from workbench.capture.losses import labelled_share
     from workbench.cost.block_sparse import SparseMatrices, block_sparse_obstacle
-    from workbench.cost.graph_profiler import profile_graph, with_gathered
-    from workbench.cost.optimizer_cost import with_optimizer
+    from workbench.cost.graph_profiler import profile_graph, with_gathered, with_optimizer
 
     captured, examples = CapturedModel(experiment, CAPTURE_BATCH), experiment.data.examples(experiment)
     graph = _with_division(captured, experiment.numerics.batch_coupling == "allow")

@@ -18,15 +18,16 @@ from workbench.cost.memory import (
     FP32,
     MASK_BYTES,
     Activations,
+    Matrices,
     ParameterTable,
     StageState,
     activations,
     keeps_bf16_gradients,
+    orthogonalisation_s,
     spans,
     stage_gradients,
     stage_state,
 )
-from workbench.cost.orthogonalisation import Matrices, orthogonalisation_s
 from workbench.cost.profile import ADAMW, Profile
 from workbench.memo import memoised
 from workbench.planning.checkpointing import MixedStages, Stages
