@@ -28,7 +28,7 @@ _DISPLAYS = {
     "workbench.analysis.contrast:Contrast": "workbench.figures.contrast_view:show_contrast",
     "workbench.analysis.seed_contrast:SeedContrast": "workbench.figures.contrast_view:show_contrast",
     "workbench.sweeps.sweep:Sweep": "workbench.widgets.live_queues:show_queue",
-    "workbench.sweeps.measured:MeasuredGrid": "workbench.widgets.live_queues:show_queue",
+    "workbench.sweeps.grid:MeasuredGrid": "workbench.widgets.live_queues:show_queue",
 }
 """Function for each class that shows its values at the end of a notebook cell, or returns what is to be shown."""
 

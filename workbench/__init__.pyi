@@ -34,7 +34,7 @@ from .runs.registry import load_run as load_run
 from .runs.run import Run as Run
 from .runs.start import launch as launch
 from .sweeps.grid import grid as grid
-from .sweeps.start import sweep as sweep
+from .sweeps.sweep import sweep as sweep
 from .widgets.dashboard import live as live
 from .widgets.what_if import what_if as what_if
 

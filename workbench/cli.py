@@ -341,8 +341,7 @@ def sweep(
 
 def _start_sweep(file: Path) -> wb.sweeps.Sweep:
     """Start the sweep that a YAML file describes; raises what `wb.sweep` raises."""
-    from workbench.sweeps.axes import Axes
-    from workbench.sweeps.start import read_sweep_file
+    from workbench.sweeps.sweep import Axes, read_sweep_file
 
     asked = read_sweep_file(file)
     experiment = experiment_from(asked.pop("experiment"), described(asked.pop("set", {})))

@@ -29,7 +29,7 @@ from workbench.figures.figure import picture
 from workbench.rundir import read_json
 from workbench.runs.launching import processes
 from workbench.runs.run import Run
-from workbench.sweeps import start
+from workbench.sweeps import sweep as sweep_module
 from workbench.sweeps.rules import diverged
 from workbench.sweeps.study import RUN
 from workbench.sweeps.sweep import Sweep
@@ -46,7 +46,7 @@ def node(tmp_path, monkeypatch):
 def prepare(replace=setattr) -> None:
     """Let this process start the stand-in worker, on a machine of two processes whose speed need not be measured."""
     replace(processes, "WORKER", "sweep_worker")
-    replace(start, "local_cluster", lambda: Cluster(DEVICE, 2, 2, LINK, LINK))
+    replace(sweep_module, "local_cluster", lambda: Cluster(DEVICE, 2, 2, LINK, LINK))
 
 
 def experiment(**changes) -> wb.Experiment:

@@ -31,7 +31,7 @@ from workbench.rundir import append_event, write_record
 from workbench.runs.launching import launcher, processes
 from workbench.strategy import Choices
 from workbench.sweeps import queue as sweep_queue
-from workbench.sweeps import start as sweep_start
+from workbench.sweeps import sweep as sweep_start
 
 LIMIT_S = 1.0
 """Processor time that a wrong call may take."""

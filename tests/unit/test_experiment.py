@@ -31,7 +31,7 @@ from workbench.errors import (
     WorkbenchError,
 )
 from workbench.experiment import GROUPS, PATHS, Experiment
-from workbench.sweeps.axes import Axes
+from workbench.sweeps.sweep import Axes
 
 TINY = {"hidden_size": 16, "num_layers": 2, "num_heads": 2, "vocab_size": 400, "max_positions": 32}
 

@@ -23,7 +23,7 @@ from workbench.models import bert_large
 from workbench.rundir import RunDir, write_record
 from workbench.runs.registry import distinct_names
 from workbench.runs.run import Run
-from workbench.sweeps.measured import MeasuredCell
+from workbench.sweeps.grid import MeasuredCell
 from workbench.units import gib
 from workbench.widgets.dashboard import swatch
 

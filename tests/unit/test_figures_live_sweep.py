@@ -12,7 +12,7 @@ from test_figures_live import end, eventually, start_run, train
 
 import workbench as wb
 from workbench.rundir import RunDir, this_process, write_json, write_record
-from workbench.sweeps.directory import Entry, QueueDir, Result
+from workbench.sweeps.queue import Entry, QueueDir, Result
 from workbench.sweeps.sweep import Sweep
 from workbench.widgets import LiveSweep
 from workbench.widgets.live_queues import show_queue

@@ -20,7 +20,7 @@ from workbench.figures.contrast_view import contrast
 from workbench.figures.figure import picture
 from workbench.rundir import RunDir, append_event, write_json, write_record
 from workbench.sparsity import Dynamic, Static
-from workbench.sweeps.directory import Entry, QueueDir, Result
+from workbench.sweeps.queue import Entry, QueueDir, Result
 from workbench.sweeps.sweep import Sweep
 
 

@@ -14,8 +14,7 @@ import workbench as wb
 from workbench.errors import InvalidArgument, PlanInfeasible, PlanMismatch, UnknownParameter
 from workbench.figures.figure import picture
 from workbench.planning.plan import Plan
-from workbench.sweeps.grid import largest_loss
-from workbench.sweeps.measured import MeasuredCell, MeasuredGrid
+from workbench.sweeps.grid import MeasuredCell, MeasuredGrid, lost_time
 from workbench.units import GIB, gib
 
 MODEL = wb.models.gpt2(256, 4, 4, vocab_size=512, max_positions=128, name="tiny-gpt")
@@ -65,16 +64,16 @@ def test_a_cell_whose_degrees_do_not_divide_is_one_sentence(grid):
     assert cell.refusal.startswith(cell.reason)
 
 
-def test_the_reason_is_the_largest_loss(grid):
+def test_the_reason_is_the_part_that_costs_most_time(grid):
     plan = grid.best.plan
     for part, words in {"bubble_ms": "bubble", "host_ms": "host-bound", "communication_ms": "communication"}.items():
         parts = dict.fromkeys(("bubble_ms", "host_ms", "communication_ms", "optimizer_ms"), 0.0)
         lost = dataclasses.replace(plan.prediction, step_ms=100.0, compute_ms=57.0, **{**parts, part: 43.0})
-        assert largest_loss(dataclasses.replace(plan, prediction=lost)) == (words, 0.43)
+        assert lost_time(dataclasses.replace(plan, prediction=lost)) == (words, 0.43)
     even = dataclasses.replace(plan.prediction, step_ms=100.0, compute_ms=100.0, **parts | {"communication_ms": 0.0})
     slow, quick = (dataclasses.replace(plan.stages[0], forward_ms=ms, backward_ms=0.0) for ms in (3.0, 1.0))
     uneven = dataclasses.replace(plan, prediction=even, pipeline=2, stages=(quick, slow))
-    assert largest_loss(uneven) == ("uneven stages", pytest.approx(1 / 3))
+    assert lost_time(uneven) == ("uneven stages", pytest.approx(1 / 3))
 
 
 def test_the_sentences_name_the_best_and_the_worst(grid):

@@ -18,7 +18,8 @@ from workbench.data.corpora import LARGEST_PERIOD, Mixture, PartUse, shares_of
 from workbench.data.sampling import MixedOrder
 from workbench.errors import DataError
 from workbench.runs.loss_basis import loss_basis, why_not_compared
-from workbench.sweeps.axes import Axes, label
+from workbench.sweeps.queue import label
+from workbench.sweeps.sweep import Axes
 
 SEQ, BATCH = 16, 8
 SIZES: dict[str, Any] = {"hidden_size": 16, "num_layers": 1, "num_heads": 2, "vocab_size": 400, "max_positions": SEQ}

@@ -112,7 +112,7 @@ def test_a_plan_travels_without_its_graphs(captures):
 
 def test_a_sweep_captures_each_model_once(captures, monkeypatch):
     monkeypatch.setattr(import_module("workbench.sweeps.queue"), "start_supervisor", lambda _: None)
-    monkeypatch.setattr(import_module("workbench.sweeps.start"), "local_cluster", lambda: CLUSTER)
+    monkeypatch.setattr(import_module("workbench.sweeps.sweep"), "local_cluster", lambda: CLUSTER)
     wb.sweep(evaluated_and_sparse(), learning_rate=[1e-3, 2e-3], global_batch=[4, 8])
     assert captures == [True, False]
 

@@ -25,7 +25,8 @@ from workbench.runs.records.history import read_tail
 from workbench.runs.records.patterns import Patterns
 from workbench.sparsity import Dynamic, Static, learning_rate
 from workbench.sparsity.pattern import block_sums, expanded, initial, is_explored, is_present, largest, moved, uniform
-from workbench.sweeps.axes import Axes, label
+from workbench.sweeps.queue import label
+from workbench.sweeps.sweep import Axes
 
 SIZES = {"hidden_size": 32, "num_layers": 2, "num_heads": 4, "max_positions": 64}
 

@@ -24,12 +24,12 @@ from workbench.runs.launching import launcher
 from workbench.runs.launching.run_directory import Attempt
 from workbench.runs.records.history import History, read_tail
 from workbench.runs.tracking.recorder import config_of
-from workbench.sweeps import queue, start
-from workbench.sweeps.axes import Axes, label
-from workbench.sweeps.directory import Entry, QueueDir, Result, plan_key, profile_key
+from workbench.sweeps import queue
+from workbench.sweeps import sweep as sweep_module
+from workbench.sweeps.queue import Entry, QueueDir, Result, label, plan_key, profile_key, thread_limit
 from workbench.sweeps.rules import FIRST_RUNS, Diverged, objective, reports, rule_from_json
 from workbench.sweeps.study import Study
-from workbench.sweeps.supervisor import thread_limit
+from workbench.sweeps.sweep import Axes
 
 AXES = {"learning_rate": [1e-3, 2e-3, 4e-3], "betas": [[0.9, 0.98], [0.9, 0.95]]}
 
@@ -161,19 +161,19 @@ def test_the_objective_of_a_run_that_evaluates_is_its_last_held_out_loss(tmp_pat
 def test_the_packing_with_the_shortest_predicted_time_is_taken():
     asked = experiment(steps=100)
     cluster = Cluster(DEVICE, 2, 2, LINK, LINK)
-    best, why = start.choose_packing({"all": asked}, [("all", 100)] * 4, cluster, {"all": "all"})
+    best, why = sweep_module.choose_packing({"all": asked}, [("all", 100)] * 4, cluster, {"all": "all"})
     assert (best.side_by_side, best.devices_each) == (2, 1)
     assert "2 runs side by side on 1 device each" in why
     assert "4 runs one after another on 2 devices" in why
-    alone, _ = start.choose_packing({"all": asked}, [("all", 100)], cluster, {"all": "all"})
+    alone, _ = sweep_module.choose_packing({"all": asked}, [("all", 100)], cluster, {"all": "all"})
     assert alone.seconds <= best.seconds
 
 
 def test_runs_that_share_a_gpu_are_planned_for_their_part_of_its_memory():
     asked, cluster = experiment(steps=100), wb.Cluster.of("h100", gpus=1)
     runs = [("all", 100)] * 12
-    alone, _ = start.choose_packing({"all": asked}, runs, cluster, {"all": "all"})
-    best, why = start.choose_packing({"all": asked}, runs, cluster, {"all": "all"}, 3)
+    alone, _ = sweep_module.choose_packing({"all": asked}, runs, cluster, {"all": "all"})
+    best, why = sweep_module.choose_packing({"all": asked}, runs, cluster, {"all": "all"}, 3)
     assert (best.side_by_side, best.devices_each, best.share) == (3, 1, pytest.approx(1 / 3))
     assert best.seconds == alone.seconds
     limit = best.plans["all"].memory_limit_bytes
@@ -186,13 +186,15 @@ def test_runs_that_share_a_gpu_are_planned_for_their_part_of_its_memory():
 def test_a_run_that_shares_gpus_is_divided_over_as_few_as_its_memory_allows():
     asked, four = experiment(steps=100), wb.Cluster.of("h100", gpus=4)
     runs = [("all", 100)] * 9
-    best, why = start.choose_packing({"all": asked}, runs, four, {"all": "all"}, 9)
+    best, why = sweep_module.choose_packing({"all": asked}, runs, four, {"all": "all"}, 9)
     assert (best.side_by_side, best.devices_each) == (36, 1)
     assert "would not fit" not in why
     [alone] = best.plans["all"].stages
     least = alone.memory.total // 5  # more than micro-batches, checkpointing and the host's memory save
     part = dataclasses.replace(four.device, memory_bytes=9 * (least + four.device.reserved_bytes))
-    best, why = start.choose_packing({"all": asked}, runs, dataclasses.replace(four, device=part), {"all": "all"}, 9)
+    best, why = sweep_module.choose_packing(
+        {"all": asked}, runs, dataclasses.replace(four, device=part), {"all": "all"}, 9
+    )
     assert best.devices_each == 2
     assert "1 other division would not fit in memory" in why
 
@@ -211,7 +213,7 @@ def test_a_model_is_captured_once_for_all_batches_and_numbers_of_devices(monkeyp
     named = {plan_key(choice): choice for choice in axes.choices()}
     asked = {key: axes.experiment_of(choice) for key, choice in named.items()}
     profiled_as = {key: profile_key(choice) for key, choice in named.items()}
-    placed, _ = start.choose_packing(
+    placed, _ = sweep_module.choose_packing(
         asked, [(key, 10) for key in asked], Cluster(DEVICE, 2, 2, LINK, LINK), profiled_as
     )
     assert len(captured) == 2, "one for each length"
@@ -222,9 +224,9 @@ def test_a_model_is_captured_once_for_all_batches_and_numbers_of_devices(monkeyp
 
 def test_the_predicted_time_of_a_sweep_counts_the_evaluations():
     cluster, runs = Cluster(DEVICE, 1, 1, LINK, LINK), [("all", 100)] * 3
-    without, _ = start.choose_packing({"all": experiment()}, runs, cluster, {"all": "all"})
+    without, _ = sweep_module.choose_packing({"all": experiment()}, runs, cluster, {"all": "all"})
     asked = experiment(evaluation=wb.Evaluation(every=40), eval_data=Words())
-    placed, _ = start.choose_packing({"all": asked}, runs, cluster, {"all": "all"})
+    placed, _ = sweep_module.choose_packing({"all": asked}, runs, cluster, {"all": "all"})
     each = placed.plans["all"].prediction.evaluation_s
     assert each > 0
     assert placed.seconds == pytest.approx(without.seconds + 3 * 4 * each), "at the steps 0, 40, 80 and 100"
@@ -248,7 +250,7 @@ def no_processes(tmp_path, monkeypatch):
     """Let sweeps plan for two processes and start none."""
     monkeypatch.setenv("WORKBENCH_HOME", str(tmp_path / "home"))
     monkeypatch.delenv("WANDB_MODE", raising=False)
-    monkeypatch.setattr(start, "local_cluster", lambda: Cluster(DEVICE, 2, 2, LINK, LINK))
+    monkeypatch.setattr(sweep_module, "local_cluster", lambda: Cluster(DEVICE, 2, 2, LINK, LINK))
     monkeypatch.setattr(queue, "start_supervisor", lambda _: None)
 
 

@@ -30,8 +30,7 @@ from workbench.planning.table import Plans
 from workbench.runs.records.history import Evaluations, History, read_tail
 from workbench.runs.registry import Runs, load_runs
 from workbench.runs.run import Run
-from workbench.sweeps.grid import Cell, Grid, largest_loss
-from workbench.sweeps.measured import MeasuredCell, MeasuredGrid, contention
+from workbench.sweeps.grid import Cell, Grid, MeasuredCell, MeasuredGrid, contention, lost_time
 from workbench.sweeps.sweep import Row, Sweep
 from workbench.units import GIB, duration, gib
 
@@ -244,7 +243,7 @@ def _colored(x: list[str], y: list[str], words: list[list[str]], **fields: Any) 
 def _text(cell: Cell) -> str:
     if cell.plan is None:
         return "" if cell.overflow_bytes is None else f"+ {gib(cell.overflow_bytes)}"
-    name, share = largest_loss(cell.plan)
+    name, share = lost_time(cell.plan)
     return f"{duration(cell.step_ms / 1e3)}<br>{name} {100 * share:.0f} %"
 
 

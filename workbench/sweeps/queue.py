@@ -1,32 +1,221 @@
 """A run queue: (experiment, plan) pairs in one directory under one supervisor, which outlives every kernel.
 
-A sweep fills it with other values of the experiment, a grid with other choices of the plan.
+A sweep fills it with other values of the experiment, a grid with other choices of the plan. The directory is the only
+contract between a notebook and the supervisor:
+
+sweep.json           what fills the queue: experiment, axes, seeds, sampler, rule and packing, written once; a grid of
+                     plans writes grid.json, which has no axes
+queue.json           the runs to train, as (choices, seed); a sampler appends to it
+optuna.jsonl         Optuna's journal, where a sampler or a pruning rule has a state
+plans/<key>.json     plan of the runs whose choices have this key, without those that change no plan
+code/<key>/          the user's own model, dataset or functions, as in a run directory
+runs/<run>/          the run directories
+results/<index>.json how each run ended, and its objective
+interrupted/         directories of runs that were killed before they wrote a checkpoint
+supervisor.json      process record of the supervisor; supervisor.log what it printed
+STOP                 asks the supervisor to stop the runs and leave
+lock                 held by the supervisor
 """
 
 from __future__ import annotations
 
 import contextlib
+import json
 import os
+import re
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from functools import cached_property
 from pathlib import Path
 from typing import Any, ClassVar, Self
 
 import psutil
 
 from workbench.arguments import checked_arguments
+from workbench.data import from_json as data_from_json
 from workbench.errors import RunExists, RunNotFound, WorkbenchError
-from workbench.experiment import Experiment
+from workbench.experiment import USER_PARTS, Experiment, counted
+from workbench.machine import available_cores
 from workbench.planning.plan import Plan
 from workbench.rundir import locked, process_alive, read_json, runs_root, write_json
-from workbench.runs.launching import fork_server, processes
+from workbench.runs.launching import device_queue, fork_server, processes
 from workbench.runs.launching.run_directory import new_directory, user_code
+from workbench.runs.launching.supervisor import worker_environment
 from workbench.runs.run import Run
-from workbench.sweeps.directory import SWEEP, Entry, QueueDir, Result
-from workbench.sweeps.supervisor import ranks_environment
+from workbench.sparsity import TYPES as SPARSITIES
+from workbench.sparsity import from_json as sparsity_from_json
 from workbench.user_code import user_path
 from workbench.waiting import waiting
+
+# The directory: the names of everything in it, and the values of what was written once.
+
+PLAN_FREE = frozenset(
+    {"learning_rate", "warmup_steps", "lr_schedule", "betas", "eps", "weight_decay", "steps", "log_every"}
+    | {"rate_scale", "decay_scale", "eps_scale", "grad_norm_scale"}
+    | {"epochs", "tokens", "checkpoint_every", "keep_checkpoints", "checkpoints", "stop_on_non_finite"}
+    | {"spike_factor", "on_spike", "spike_window", "spike_limit"}
+)
+"""Values of an experiment that change no plan; runs that differ in no other value share one."""
+SWEEP, GRID = "sweep.json", "grid.json"
+"""Settings of a queue whose runs differ in fields of the experiment, and of one whose runs differ in their plan."""
+
+
+@dataclass(frozen=True)
+class Entry:
+    """One run of a queue: its position, what it differs in from the others, and its seed."""
+
+    index: int
+    choices: Mapping[str, Any]
+    """Position of the value on each axis of a sweep; value of each choice of the plan in a grid, which has no axes."""
+    seed: int
+
+
+@dataclass(frozen=True)
+class Result:
+    """The end of one run. `state` is finished, stopped early (by the rule), stopped (by hand) or failed."""
+
+    state: str
+    objective: float | None
+    steps: int
+    seconds: float
+    """Training time of the run."""
+    saved_steps: int = 0
+    saved_s: float = 0.0
+    """Steps that the rule spared, and their time at the speed of the run."""
+    reason: str = ""
+    gpu_hours: float = 0.0
+    """Devices of the run times its training time."""
+    ended: float = 0.0
+    """Time at which the supervisor noted the end, in seconds since 1970."""
+
+
+class QueueDir:
+    """The names of everything inside one queue's directory, and the values of what was written once."""
+
+    def __init__(self, path: Path, settings: str | None = None) -> None:
+        self.path = path
+        self.settings_file = path / (settings or (GRID if (path / GRID).exists() else SWEEP))
+        self.queue_file, self.journal = path / "queue.json", path / "optuna.jsonl"
+        self.stop_file, self.lock = path / "STOP", path / "lock"
+        self.supervisor, self.log = path / "supervisor.json", path / "supervisor.log"
+
+    @cached_property
+    def settings(self) -> dict[str, Any]:
+        value: dict[str, Any] = read_json(self.settings_file)
+        return value
+
+    def queue(self) -> list[Entry]:
+        try:
+            entries = read_json(self.queue_file)
+        except FileNotFoundError:
+            raise RunNotFound(f"There is no sweep and no grid at {self.path}.") from None
+        return [Entry(index, **entry) for index, entry in enumerate(entries)]
+
+    def write_queue(self, entries: list[Entry]) -> None:
+        write_json(self.queue_file, [{"choices": dict(entry.choices), "seed": entry.seed} for entry in entries])
+
+    def values(self, entry: Entry) -> dict[str, Any]:
+        """Return the value of a run on each axis, or each choice of its plan where there are no axes, as JSON."""
+        axes = self.settings.get("axes")
+        return {name: value if axes is None else axes[name][value] for name, value in entry.choices.items()}
+
+    def labels(self, entry: Entry) -> dict[str, Any]:
+        """Return the values of a run as plain values or short texts."""
+        return {name: label(value) for name, value in self.values(entry).items()}
+
+    def experiment(self, entry: Entry) -> Experiment:
+        """Return the experiment of a run; the user's own code is only named in it."""
+        chosen = self.values(entry) if "axes" in self.settings else {}
+        named = {"name": self.path.name, "seed": entry.seed}  # runs of one name are a group on W&B
+        experiment = Experiment.from_json(self.settings["experiment"]).replace(**chosen, **named)
+        return counted(experiment, self.settings.get("counted", {}).get(configuration_key(entry.choices)))
+
+    def run(self, entry: Entry) -> Path:
+        """Return the directory of a run."""
+        words = "-".join(f"{name}={value}" for name, value in (*self.labels(entry).items(), ("seed", entry.seed)))
+        return self.path / "runs" / f"{entry.index:04d}-{re.sub(r'[^A-Za-z0-9.=_+-]+', '_', words)[:120]}"
+
+    def plan_file(self, choices: Mapping[str, Any]) -> Path:
+        return self.path / "plans" / f"{plan_key(choices)}.json"
+
+    def plan(self, entry: Entry) -> Plan:
+        return Plan.load(self.plan_file(entry.choices))
+
+    def code_folder(self, choices: Mapping[str, Any]) -> Path:
+        return self.path / "code" / _key(choices, choices.keys() & set(USER_PARTS))
+
+    def code(self, entry: Entry) -> dict[str, bytes]:
+        """Return the files of `code/` for a run."""
+        return {file.name: file.read_bytes() for file in self.code_folder(entry.choices).glob("*")}
+
+    def result_file(self, entry: Entry) -> Path:
+        return self.path / "results" / f"{entry.index:04d}.json"
+
+    def result(self, entry: Entry) -> Result | None:
+        try:
+            return Result(**read_json(self.result_file(entry)))
+        except FileNotFoundError:
+            return None
+
+    def write_result(self, entry: Entry, result: Result) -> None:
+        write_json(self.result_file(entry), asdict(result))
+
+
+def plan_key(choices: Mapping[str, Any]) -> str:
+    """Return the name of the plan of a run with these choices: those that change a plan."""
+    return _key(choices, choices.keys() - PLAN_FREE)
+
+
+def profile_key(choices: Mapping[str, Any]) -> str:
+    """Return a text that is equal for choices whose models cost the same: a batch changes the plan only."""
+    return _key(choices, choices.keys() - PLAN_FREE - {"global_batch"})
+
+
+def _key(choices: Mapping[str, Any], names: set[str]) -> str:
+    return "-".join(f"{name}.{choices[name]}" for name in sorted(names)) or "all"
+
+
+def configuration_key(choices: Mapping[str, Any]) -> str:
+    """Return a text that is equal for the runs that differ in their seed only."""
+    return json.dumps(dict(choices), sort_keys=True)
+
+
+def label(value: Any) -> Any:
+    """Return a value of an axis, as JSON, for tables and figures: itself if it is plain, else a short text."""
+    if value is None or isinstance(value, bool | int | float | str):
+        return value
+    if isinstance(value, Mapping) and value.get("type") in SPARSITIES:
+        return sparsity_from_json(value).label
+    if isinstance(value, Mapping) and value.get("type") == "mixture":
+        return data_from_json(value).name
+    if isinstance(value, Mapping):
+        return str(value.get("name") or ", ".join(f"{key}={item}" for key, item in value.items()))
+    return ", ".join(map(str, value)) if isinstance(value, Sequence) else str(value)
+
+
+def first_plan(directory: QueueDir) -> Plan:
+    return Plan.load(min(directory.plan_file({}).parent.iterdir()))
+
+
+def ranks_environment(directory: QueueDir) -> dict[str, str]:
+    """Return the environment of the ranks of the queue's first run, on all devices of this node."""
+    plan = first_plan(directory)
+    device_type = plan.cluster.device.type
+    base = {**os.environ, **thread_limit(directory.settings["packing"], os.environ)}
+    return worker_environment(base, plan.world, device_type, device_queue.node_devices(device_type))
+
+
+def thread_limit(packing: Mapping[str, int | str], environment: Mapping[str, str]) -> dict[str, str]:
+    """Return `OMP_NUM_THREADS` such that runs side by side share the cores of the CPU, unless the user set it."""
+    if packing["side_by_side"] == 1 or "OMP_NUM_THREADS" in environment:
+        return {}
+    processes = int(packing["side_by_side"]) * int(packing["devices_each"])
+    return {"OMP_NUM_THREADS": str(max(1, available_cores() // processes))}
+
+
+# The handle of a queue, and what fills and starts one.
 
 POLL_S = 0.2
 STARTS_S = 60.0
@@ -184,7 +373,7 @@ def start_supervisor(directory: QueueDir) -> None:
     directory.supervisor.unlink(missing_ok=True)
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(user_path())}
     threads = ranks_environment(directory)["OMP_NUM_THREADS"]
-    command = ("workbench.sweeps.supervisor", str(directory.path))
+    command = ("workbench.sweeps.queue_supervisor", str(directory.path))
     start = fork_server.client().start
     pid = start(*command, log=directory.log, environment=environment, threads=threads, is_served=True)
     deadline = time.monotonic() + STARTS_S

@@ -20,7 +20,7 @@ from optuna.storages import JournalStorage
 from optuna.storages.journal import JournalFileBackend
 from optuna.trial import Trial, TrialState
 
-from workbench.sweeps.directory import Entry
+from workbench.sweeps.queue import Entry
 from workbench.sweeps.rules import FIRST_RUNS, Rule
 
 DRAWS = 100

@@ -22,7 +22,7 @@ from workbench.figures.sweep_view import (
     read_losses,
 )
 from workbench.runs.run import Run
-from workbench.sweeps.measured import MeasuredGrid
+from workbench.sweeps.grid import MeasuredGrid
 from workbench.sweeps.sweep import Row, Sweep
 from workbench.tables import Html, html_table
 from workbench.widgets.dashboard import DashboardRow, name_width, swatch

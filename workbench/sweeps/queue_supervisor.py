@@ -1,7 +1,7 @@
 """The process that sees a queue through: it launches the runs, ends the hopeless ones, and writes down how each ended.
 
-Started detached as `python -m workbench.sweeps.supervisor QUEUE_DIR`. Every decision is on disk before it takes effect,
-so that a supervisor that was killed is replaced by another, which adopts the runs that still train.
+Started detached as `python -m workbench.sweeps.queue_supervisor QUEUE_DIR`. Every decision is on disk before it takes
+effect, so that a supervisor that was killed is replaced by another, which adopts the runs that still train.
 """
 
 from __future__ import annotations
@@ -9,7 +9,6 @@ from __future__ import annotations
 import os
 import sys
 import time
-from collections.abc import Mapping
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -18,15 +17,13 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from workbench.errors import WorkbenchError
-from workbench.machine import available_cores
-from workbench.planning.plan import Plan
 from workbench.rundir import locked, this_process, write_json
-from workbench.runs.launching import device_queue, fork_server, launcher, processes
+from workbench.runs.launching import fork_server, launcher, processes
 from workbench.runs.launching.run_directory import Attempt
-from workbench.runs.launching.supervisor import import_ahead, worker_environment
+from workbench.runs.launching.supervisor import import_ahead
 from workbench.runs.records.history import Evaluations, History, HistoryTail
 from workbench.runs.run import Run
-from workbench.sweeps.directory import Entry, QueueDir, Result
+from workbench.sweeps.queue import Entry, QueueDir, Result, first_plan, ranks_environment, thread_limit
 from workbench.sweeps.rules import PRUNERS, Diverged, objective, reports, rule_from_json
 
 if TYPE_CHECKING:
@@ -53,7 +50,7 @@ class _Active:
         self.steps = self.run.experiment.total_steps
 
 
-class Supervisor:
+class QueueSupervisor:
     """One pass through a queue."""
 
     def __init__(self, directory: QueueDir) -> None:
@@ -219,33 +216,13 @@ def supervise(directory: QueueDir) -> int:
             os.environ.update(thread_limit(directory.settings["packing"], os.environ))
             if not fork_server.client().is_served:
                 fork_server.leave_server(environment, partial(_import_ahead, directory), is_served=True)
-            Supervisor(directory).work()
+            QueueSupervisor(directory).work()
     return 0
 
 
 def _import_ahead(directory: QueueDir) -> None:
     """Import what the launchers and the ranks of the queue's runs import."""
-    import_ahead(directory.settings["experiment"], on_cpu=_first_plan(directory).cluster.device.type == "cpu")
-
-
-def _first_plan(directory: QueueDir) -> Plan:
-    return Plan.load(min(directory.plan_file({}).parent.iterdir()))
-
-
-def ranks_environment(directory: QueueDir) -> dict[str, str]:
-    """Return the environment of the ranks of the queue's first run, on all devices of this node."""
-    plan = _first_plan(directory)
-    device_type = plan.cluster.device.type
-    base = {**os.environ, **thread_limit(directory.settings["packing"], os.environ)}
-    return worker_environment(base, plan.world, device_type, device_queue.node_devices(device_type))
-
-
-def thread_limit(packing: Mapping[str, int | str], environment: Mapping[str, str]) -> dict[str, str]:
-    """Return `OMP_NUM_THREADS` such that runs side by side share the cores of the CPU, unless the user set it."""
-    if packing["side_by_side"] == 1 or "OMP_NUM_THREADS" in environment:
-        return {}
-    processes = int(packing["side_by_side"]) * int(packing["devices_each"])
-    return {"OMP_NUM_THREADS": str(max(1, available_cores() // processes))}
+    import_ahead(directory.settings["experiment"], on_cpu=first_plan(directory).cluster.device.type == "cpu")
 
 
 if __name__ == "__main__":
