@@ -39,7 +39,7 @@ from workbench.planning.plan import Plan
 from workbench.planning.prediction import timeline
 from workbench.planning.profiling import CAPTURE_BATCH
 from workbench.planning.search import what_if
-from workbench.runs.records.text_samples import answer
+from workbench.runs.history import answer
 from workbench.tensors import TensorSpec
 from workbench.units import GIB
 

@@ -28,11 +28,11 @@ from .notebooks.sharing import share as share
 from .planning.plan import Plan as Plan
 from .planning.planner import plan as plan
 from .planning.planner import search as search
-from .runs.bisecting import bisect as bisect
+from .runs.evaluating import bisect as bisect
 from .runs.registry import list_runs as list_runs
 from .runs.registry import load_run as load_run
 from .runs.run import Run as Run
-from .runs.start import launch as launch
+from .runs.run import launch as launch
 from .sweeps.grid import grid as grid
 from .sweeps.sweep import sweep as sweep
 from .widgets.dashboard import live as live

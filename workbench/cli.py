@@ -416,7 +416,7 @@ def show(
 
 
 def _follow(runs: Sequence[Run], every_s: float = 5.0) -> None:
-    from workbench.runs.records.follow import follow
+    from workbench.runs.registry import follow
 
     try:
         for line in follow(runs, every_s):

@@ -23,8 +23,8 @@ from workbench.pipeline_schedules import build_schedule
 from workbench.planning.prediction import timeline as predicted
 from workbench.planning.simulation import peak_holdings
 from workbench.rundir import RunDir, read_events, write_json, write_record
-from workbench.runs.records.history import HistoryTail
-from workbench.runs.tracking.recorder import write_offline
+from workbench.runs.history import HistoryTail
+from workbench.runs.wandb_recorder import write_offline
 
 
 def check_schedule(run: RunDir, chosen: object) -> None:

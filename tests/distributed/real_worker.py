@@ -24,8 +24,8 @@ from workbench.experiment import Experiment
 from workbench.planning.plan import Plan
 from workbench.planning.planner import plan as make_plan
 from workbench.rundir import RunDir, read_events, write_json, write_record
-from workbench.runs.launching.run_directory import user_code
-from workbench.runs.records.history import HistoryTail
+from workbench.runs.history import HistoryTail
+from workbench.runs.launching.launcher import user_code
 
 VOCAB, SEQ = 96, 16
 DEVICE = Device("CPU", "cpu", 4 << 30, {"fp32": 5e10, "bf16": 5e10}, 1e10)

@@ -34,7 +34,7 @@ from workbench.execution.deviation import (
     to_json,
 )
 from workbench.planning.plan import Plan
-from workbench.runs import bisecting
+from workbench.runs import evaluating
 
 ASKED = experiment(learning_rate=1e-3, warmup_steps=1)
 NAMES = ("embeddings", "layer.0", "layer.1", "head")
@@ -51,7 +51,7 @@ def in_bf16(chosen: Plan) -> Plan:
 
 def faults_of(plans: Sequence[Plan], **choices: Any) -> list[Deviation | None]:
     """Return where the fault of each plan begins, after two steps of which one referee knows the right numbers."""
-    found, reference, _ = bisecting.compared(ASKED, plans, 2, **choices)
+    found, reference, _ = evaluating.compared(ASKED, plans, 2, **choices)
     assert reference == "float64"
     return [result["fault"] and from_json(result["fault"]) for result in found]
 

@@ -27,7 +27,7 @@ from workbench.execution.build import FREE_SHARE, build_lock
 from workbench.execution.checkpoint.model_export import export_step
 from workbench.execution.parallel.alike import LARGE, digests
 from workbench.experiment import Experiment
-from workbench.runs.records.history import read_tail
+from workbench.runs.history import read_tail
 
 MODEL_BYTES = 10 << 30
 CPU = torch.device("cpu")

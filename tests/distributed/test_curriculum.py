@@ -22,7 +22,7 @@ from workbench.execution.checkpoint.files import complete_checkpoints
 from workbench.execution.spikes import Spikes
 from workbench.experiment import Experiment
 from workbench.rundir import RunDir, read_events
-from workbench.runs.records.history import resumed_step
+from workbench.runs.history import resumed_step
 from workbench.runs.run import Run
 from workbench.widgets.run_reader import RunReader
 

@@ -27,9 +27,8 @@ from workbench.experiment import Experiment
 from workbench.planning.plan import Plan
 from workbench.planning.planner import plan as make_plan
 from workbench.rundir import RunDir, read_events, read_record
-from workbench.runs.launching import processes, run_directory
-from workbench.runs.launching.launcher import prepare
-from workbench.runs.launching.run_directory import Attempt
+from workbench.runs.launching import launcher, processes
+from workbench.runs.launching.launcher import Attempt, prepare
 from workbench.runs.run import Run
 
 FAULTY = 9
@@ -254,10 +253,10 @@ def test_a_run_that_was_rewound_never_returns_to_the_curve_that_it_abandoned(
     Ranks(run, 1).wait()
     whole = curve(run)
     with monkeypatch.context() as killed:  # between setting the later checkpoints aside and the rest
-        killed.setattr(run_directory, "what_was_started", lambda _: 1 / 0)
+        killed.setattr(launcher, "what_was_started", lambda _: 1 / 0)
         with pytest.raises(ZeroDivisionError):
             prepare(Attempt(asked, chosen, resume=run.checkpoint(3)))
-    assert run_directory.checkpoint_of(run.path) == run.checkpoint(3)
+    assert launcher.checkpoint_of(run.path) == run.checkpoint(3)
     prepare(Attempt(asked, chosen, resume=run.checkpoint(3)))
     ranks = Ranks(run, 1)
     eventually(lambda: 3 < max(curve(run)) < 12)

@@ -34,8 +34,8 @@ from workbench.experiment import Experiment
 from workbench.planning.plan import Plan
 from workbench.rundir import RunDir, process_alive, process_record, read_events, read_json, write_json
 from workbench.runs.launching import launcher, processes
+from workbench.runs.launching.launcher import Attempt
 from workbench.runs.launching.processes import wait_gone
-from workbench.runs.launching.run_directory import Attempt
 from workbench.runs.launching.supervisor import Nodes, _accelerate_config, accelerate_command, worker_environment
 from workbench.runs.registry import load_run
 from workbench.runs.run import Run

@@ -12,7 +12,7 @@ import pytest
 from tests.distributed.own_machine import eventually
 from tests.distributed.test_launch import HERE, ROOT, first_step, launch, node, plan_for, start
 from workbench.errors import CheckpointError, RunExists, WorkbenchError
-from workbench.runs.launching import launcher, processes, run_directory
+from workbench.runs.launching import launcher, processes
 from workbench.runs.registry import list_runs, load_run
 from workbench.runs.run import Run
 
@@ -21,13 +21,13 @@ __all__ = ["node"]  # a fixture of every test here, too
 
 def test_two_buttons_pressed_at_once_continue_a_run_once(monkeypatch):
     run = start(steps=2, world=1).wait(60)
-    asked_twice, described = threading.Barrier(2), run_directory.environment
+    asked_twice, described = threading.Barrier(2), launcher.environment
 
     def slowly():
         asked_twice.wait(30)
         return described()
 
-    monkeypatch.setattr(run_directory, "environment", slowly)
+    monkeypatch.setattr(launcher, "environment", slowly)
     first = threading.Thread(target=start, args=(4, 1), kwargs={"resume": run.path})
     first.start()
     eventually(lambda: (run.path / "attempts").exists() and not run.directory.launcher.exists())
@@ -44,8 +44,8 @@ def test_two_buttons_pressed_at_once_continue_a_run_once(monkeypatch):
 
 
 def test_a_run_is_listed_while_another_kernel_is_describing_it(monkeypatch):
-    listed, described = threading.Event(), run_directory.environment
-    monkeypatch.setattr(run_directory, "environment", lambda: (listed.wait(30), described())[1])
+    listed, described = threading.Event(), launcher.environment
+    monkeypatch.setattr(launcher, "environment", lambda: (listed.wait(30), described())[1])
     launching = threading.Thread(target=start, args=(1, 1))
     launching.start()
     (row,) = eventually(lambda: list_runs().rows())
@@ -73,7 +73,7 @@ def test_a_model_beside_the_notebook_is_found_when_its_run_goes_on_from_another_
     again = launch(asked, plan_for(asked, 1), resume=run.path, code={}, worker="standin_worker").wait(60)
     assert again.logs().count("built my net") == 2
     clone = Run(launcher.clone(run.directory, run.plan, {}, worker="standin_worker")).kill()
-    assert str(node / "project") in run_directory.worker_path(clone.directory)
+    assert str(node / "project") in launcher.worker_path(clone.directory)
 
 
 def test_a_home_that_cannot_be_written_is_told_before_anything_is_made(node, monkeypatch):

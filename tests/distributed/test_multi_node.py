@@ -25,7 +25,7 @@ from workbench.planning.plan import Plan
 from workbench.planning.planner import plan as make_plan
 from workbench.rundir import append_event, read_events, read_json, this_process, what_was_started, write_json
 from workbench.runs.launching import launcher
-from workbench.runs.launching.run_directory import Attempt
+from workbench.runs.launching.launcher import Attempt
 from workbench.runs.run import Run
 
 ROOT = Path(__file__).resolve().parents[2]

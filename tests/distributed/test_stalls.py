@@ -15,8 +15,7 @@ from tests.distributed.own_machine import eventually, own_machine
 from tests.distributed.real_worker import experiment, plan
 from workbench.rundir import read_json
 from workbench.runs.launching import processes
-from workbench.runs.launching.launcher import launch
-from workbench.runs.launching.run_directory import Attempt
+from workbench.runs.launching.launcher import Attempt, launch
 from workbench.runs.registry import list_runs
 from workbench.runs.run import Run
 from workbench.widgets.dashboard import rows_html

@@ -39,10 +39,10 @@ from workbench.execution.checkpoint.model_export import describe_model
 from workbench.execution.checkpoint.save_load import CheckpointExtras, CheckpointStore, TrainingProgress
 from workbench.planning.plan import Plan
 from workbench.rundir import RunDir, append_event, check_unedited, read_record, write_json, write_record
-from workbench.runs.launching import launcher, processes, run_directory
-from workbench.runs.launching.run_directory import Attempt
-from workbench.runs.records.environment import environment
-from workbench.runs.records.history import final_loss
+from workbench.runs.environment import environment
+from workbench.runs.history import final_loss
+from workbench.runs.launching import launcher, processes
+from workbench.runs.launching.launcher import Attempt
 
 MUTATIONS = 3000 if EXHAUSTIVE else 300
 STEPS, TRAINED, SAVED = 60, 40, (20, 40)
@@ -120,7 +120,7 @@ class World:
         self.plan = replace(hand_made_plan(2, 8, microbatches=1), seq_len=16, precision="fp32")
         self.fingerprint = data_fingerprint(self.experiment)
         machine = environment()
-        patch.setattr(run_directory, "environment", lambda: machine)  # asking git and the driver takes longer
+        patch.setattr(launcher, "environment", lambda: machine)  # asking git and the driver takes longer
         patch.setattr(processes, "strays", lambda _: [])  # they are looked for among all processes of the machine
         patch.setattr(launcher, "launch", self._launched)
         patch.setattr(save_load, "create_state", lambda _: None)

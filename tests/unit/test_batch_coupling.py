@@ -28,7 +28,7 @@ from workbench.planning import profiling
 from workbench.planning.plan import Plan
 from workbench.planning.runnable import check_coupling
 from workbench.planning.search import what_if
-from workbench.runs.records.summary import Summary, notes_of_plans
+from workbench.runs.registry import Summary, notes_of_plans
 
 Loss = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
 _GENERATOR = torch.Generator().manual_seed(0)

@@ -13,9 +13,9 @@ import pytest
 from workbench.data.store import TokenStore, tokenizer_files
 from workbench.data.text import Files
 from workbench.data.tokenizing import TokensKey, tokenised
-from workbench.runs.doctor import Finding, doctor
+from workbench.runs.environment import Finding, doctor
 
-doctor_module = importlib.import_module("workbench.runs.doctor")
+doctor_module = importlib.import_module("workbench.runs.environment")
 
 MUTATIONS = 40
 FILES = ("tokens.bin", "documents.bin", "runs.npy", "tokenizer.json", "special_tokens.json", "facts.json")

@@ -25,8 +25,8 @@ from workbench.figures.panels_view import panel_names, panels
 from workbench.planning import runnable
 from workbench.planning.runnable import check_runnable
 from workbench.rundir import append_event
-from workbench.runs.records.history import HistoryTail
-from workbench.runs.tracking.recorder import samples_table as wandb_table
+from workbench.runs.history import HistoryTail
+from workbench.runs.wandb_recorder import samples_table as wandb_table
 from workbench.widgets.dashboard import samples_at, samples_table
 
 BERT = wb.models.bert(vocab_size=200, hidden_size=16, num_layers=2, num_heads=2, max_positions=64)

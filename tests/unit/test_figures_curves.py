@@ -17,7 +17,7 @@ from workbench.figures.curves_view import _describe_loss, loss_curves
 from workbench.figures.figure import picture
 from workbench.figures.panels_view import panel_names, panels
 from workbench.figures.prepared_curve import MAX_POINTS, decimated, diverged_at, focused, gap_starts
-from workbench.runs.records.history import Utilization, final_loss
+from workbench.runs.history import Utilization, final_loss
 
 
 def parts(figure: Any, part: str) -> list[Any]:

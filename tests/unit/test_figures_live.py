@@ -18,7 +18,7 @@ from nbclient import NotebookClient
 from workbench.errors import UnknownParameter
 from workbench.figures.prepared_curve import MAX_POINTS
 from workbench.rundir import RunDir, append_event, this_process, write_json, write_record
-from workbench.runs.records.summary import data_wait
+from workbench.runs.registry import data_wait
 from workbench.runs.run import Run
 from workbench.widgets import dashboard, live, live_widget
 from workbench.widgets.run_reader import RunReader

@@ -24,7 +24,7 @@ from workbench.figures.panels_view import panels
 from workbench.figures.plan_view import partition, show_plan
 from workbench.figures.run_views import LOOKS, draw_pareto, draw_pattern
 from workbench.figures.timeline_view import prediction, timeline
-from workbench.runs.records.patterns import Patterns
+from workbench.runs.history import Patterns
 
 CELLS = go.Heatmap(
     x=["1e-3", "2e-3"], y=["8", "16"], z=[[1.0, 2.0], [3.0, None]], text=[["1", "2"], ["3", ""]], colorscale="Viridis"

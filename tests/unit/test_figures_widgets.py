@@ -15,8 +15,7 @@ from workbench.cost.hardware import Cluster
 from workbench.figures.figure import plotly_js
 from workbench.planning.search import what_if
 from workbench.rundir import append_event
-from workbench.runs.records.follow import progress_line
-from workbench.runs.registry import list_runs
+from workbench.runs.registry import list_runs, progress_line
 from workbench.widgets import WhatIf, live
 from workbench.widgets.dashboard import STATE_COLORS
 from workbench.widgets.plot import Plot, growing_plot

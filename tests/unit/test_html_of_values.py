@@ -12,7 +12,7 @@ from typer.testing import CliRunner
 import workbench as wb
 from workbench.cli import app
 from workbench.errors import UnknownParameter
-from workbench.runs.records.history import History
+from workbench.runs.history import History
 from workbench.runs.status import Status
 from workbench.tables import Html, html_table, text_table
 

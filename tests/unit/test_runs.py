@@ -26,17 +26,15 @@ from workbench.planning.plan import Plan
 from workbench.planning.refusals import too_large_to_build
 from workbench.planning.search import what_if
 from workbench.rundir import RunDir, append_event, process_alive, process_record, this_process, write_json, write_record
-from workbench.runs.doctor import SHOWN_PACKAGES, doctor
-from workbench.runs.launching import device_queue, run_directory
-from workbench.runs.launching.failure import record_silent_death, root_cause
-from workbench.runs.launching.launcher import prepare
-from workbench.runs.launching.run_directory import Attempt, continued_provenance
+from workbench.runs.environment import SHOWN_PACKAGES, doctor, environment, git_state
+from workbench.runs.launching import device_queue, launcher
+from workbench.runs.launching.launcher import Attempt, continued_provenance, prepare
+from workbench.runs.launching.processes import record_silent_death, root_cause
 from workbench.runs.launching.supervisor import accelerate_command, worker_environment
-from workbench.runs.records.environment import environment, git_state
 from workbench.runs.registry import list_runs, load_run
 from workbench.runs.run import Run
 
-doctor_module = importlib.import_module("workbench.runs.doctor")
+doctor_module = importlib.import_module("workbench.runs.environment")
 
 DEAD = {"pid": 2**22 + 1, "created": 0.0}
 
@@ -191,7 +189,7 @@ def test_only_checkpoints_that_are_complete_and_still_there_are_listed(tmp_path)
     run.checkpoint(30).mkdir(parents=True)  # still being written
     write_json(run.checkpoints / "step-old" / "complete.json", {})  # somebody's copy
     assert [(c.step, c.path) for c in Run(run.path).checkpoints] == [(20, run.checkpoint(20))]
-    assert run_directory.checkpoint_of(run.path) == run.checkpoint(20)
+    assert launcher.checkpoint_of(run.path) == run.checkpoint(20)
 
 
 def test_a_checkpoint_whose_deletion_was_interrupted_is_not_complete(tmp_path, monkeypatch):
@@ -385,7 +383,7 @@ def test_the_doctor_misses_no_package_where_all_that_was_asked_for_is_installed(
 def test_the_doctor_knows_packages_by_their_whole_names_and_refuses_old_ones(monkeypatch):
     asked = ["jupyterlab-templates>=0.5.3", "jupyterlab>=4.6", "wandb>=0.31,<1; extra == 'test'", "plotly (>=7.0)"]
     monkeypatch.setattr(doctor_module.metadata, "requires", lambda _: asked)
-    monkeypatch.setattr(doctor_module.environment, "package_version", {"jupyterlab": "4.6.0rc1", "plotly": "7.0.1"}.get)
+    monkeypatch.setattr(doctor_module, "package_version", {"jupyterlab": "4.6.0rc1", "plotly": "7.0.1"}.get)
     assert doctor_module._package("jupyterlab").remedy == "pip install 'jupyterlab>=4.6'."
     assert doctor_module._package("jupyterlab").found == "4.6.0rc1, >=4.6 needed"
     assert doctor_module._package("wandb").remedy == "pip install 'wandb'."

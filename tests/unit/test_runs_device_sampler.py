@@ -17,9 +17,9 @@ import pytest
 
 from workbench.machine import available_cores
 from workbench.rundir import EventTail, RunDir, append_event, read_events
-from workbench.runs.launching import device_sampler, supervisor
-from workbench.runs.launching.device_sampler import CpuMeter, GpuMeter, Sample, sampled, write_sample
-from workbench.runs.records.history import HistoryTail
+from workbench.runs.history import HistoryTail
+from workbench.runs.launching import device_queue, supervisor
+from workbench.runs.launching.device_queue import CpuMeter, GpuMeter, Sample, sampled, write_sample
 from workbench.runs.run import Run
 
 BUSY = "import subprocess, sys; subprocess.run([sys.executable, '-c', 'while True: pass'])"
@@ -68,7 +68,7 @@ def test_idle_and_departed_processes_keep_nothing_busy() -> None:
 
 
 def test_samples_are_recorded_while_the_processes_live(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(device_sampler, "SAMPLE_S", 0.1)
+    monkeypatch.setattr(device_queue, "SAMPLE_S", 0.1)
     run = RunDir(tmp_path)
     with process(BUSY) as busy, sampled(run, "cpu", ("cpu",), busy.pid):
         while not run.events.exists() or len(read_events(run.events)) < 3:
@@ -152,8 +152,8 @@ def _has_nvml() -> bool:
 
 
 def test_a_driver_that_hangs_does_not_hold_up_the_end(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(device_sampler, "open_meter", lambda *_: time.sleep(60))
-    monkeypatch.setattr(device_sampler, "LEAVES_S", 0.1)
+    monkeypatch.setattr(device_queue, "open_meter", lambda *_: time.sleep(60))
+    monkeypatch.setattr(device_queue, "LEAVES_S", 0.1)
     started = time.monotonic()
     with sampled(RunDir(tmp_path), "cuda", UUIDS, pid=1):
         pass

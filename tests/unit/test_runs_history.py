@@ -28,8 +28,8 @@ from workbench.figures.curves_view import loss_curves
 from workbench.figures.panels_view import panel_names
 from workbench.figures.run_views import compare
 from workbench.rundir import RunDir, append_event, event_line, read_events, this_process, write_json, write_record
-from workbench.runs.records import event_lines, kept_blocks
-from workbench.runs.records.history import History, HistoryTail, final_loss, latest_events, recent_pace
+from workbench.runs import event_blocks
+from workbench.runs.history import History, HistoryTail, final_loss, latest_events, recent_pace
 from workbench.runs.registry import list_runs
 from workbench.runs.run import Run
 from workbench.units import time_left
@@ -64,8 +64,8 @@ def test_unknown_figures_are_nan(events):
 
 @pytest.mark.parametrize("bulk_bytes", [1, 1 << 30], ids=["in bulk", "line by line"])
 def test_logged_scalars_are_columns_in_memory_and_kept_and_nan_where_a_step_logs_none(events, monkeypatch, bulk_bytes):
-    monkeypatch.setattr(event_lines, "BULK_BYTES", bulk_bytes)
-    monkeypatch.setattr(kept_blocks, "KEPT_BYTES", 1)
+    monkeypatch.setattr(event_blocks, "BULK_BYTES", bulk_bytes)
+    monkeypatch.setattr(event_blocks, "KEPT_BYTES", 1)
     append_event(events, "start", devices=1, world=1, resumed_from=None)
     for step in range(1, 7):
         log_steps(events, step, step, **({"scalars": {"accuracy": step / 10, "b-2": None}} if step % 2 else {}))
@@ -214,7 +214,7 @@ def test_the_time_left_is_told_from_minutes_and_in_one_step_of_its_size():
 
 
 STEPS = 6000
-"""Number of steps whose lines fill more than `event_lines.BULK_BYTES`."""
+"""Number of steps whose lines fill more than `event_blocks.BULK_BYTES`."""
 
 
 def step_line(step: int, **fields: Any) -> str:
@@ -242,7 +242,7 @@ def same(first: History, second: History) -> bool:
 
 def line_by_line(long_events: Path) -> History:
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(event_lines, "BULK_BYTES", sys.maxsize)
+        patch.setattr(event_blocks, "BULK_BYTES", sys.maxsize)
         return HistoryTail(long_events).read()
 
 
@@ -275,10 +275,10 @@ LINE = st.one_of(
 @given(st.lists(LINE, max_size=40))
 def test_lines_in_bulk_are_what_they_are_one_by_one(monkeypatch: pytest.MonkeyPatch, written: list[str]) -> None:
     block = "".join(f"{line}\n" for line in written).encode()
-    monkeypatch.setattr(event_lines, "BULK_BYTES", sys.maxsize)
-    slowly = event_lines.parsed(block)
-    monkeypatch.setattr(event_lines, "BULK_BYTES", 1)
-    quickly = event_lines.parsed(block)
+    monkeypatch.setattr(event_blocks, "BULK_BYTES", sys.maxsize)
+    slowly = event_blocks.parsed(block)
+    monkeypatch.setattr(event_blocks, "BULK_BYTES", 1)
+    quickly = event_blocks.parsed(block)
     assert np.array_equal(quickly.steps, slowly.steps, equal_nan=True)
     assert quickly.others == slowly.others
 
@@ -286,7 +286,7 @@ def test_lines_in_bulk_are_what_they_are_one_by_one(monkeypatch: pytest.MonkeyPa
 def test_lines_as_they_are_written_are_read_in_bulk(long_events: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     append_event(long_events, "checkpoint", step=3, path="p", seconds=0.1)
     write_steps(long_events, STEPS + 1, STEPS + 5, loss=float("nan"))
-    monkeypatch.setattr(event_lines, "_line_by_line", lambda _: pytest.fail("read line by line"))
+    monkeypatch.setattr(event_blocks, "_line_by_line", lambda _: pytest.fail("read line by line"))
     assert len(HistoryTail(long_events).read()) == STEPS + 5
 
 
@@ -295,8 +295,8 @@ def test_blocks_end_where_lines_do(long_events: Path, monkeypatch: pytest.Monkey
     with long_events.open("ab") as file:
         file.write(b'{"type": "ste')
     for size in (100, 1000, 10**6):  # the first below the length of a line
-        monkeypatch.setattr(event_lines, "BLOCK_BYTES", size)
-        found = list(event_lines.blocks(long_events))
+        monkeypatch.setattr(event_blocks, "BLOCK_BYTES", size)
+        found = list(event_blocks.blocks(long_events))
         assert b"".join(found) == whole
         assert all(block.endswith(b"\n") for block in found)
 

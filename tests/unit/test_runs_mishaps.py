@@ -28,11 +28,9 @@ from workbench.rundir import (
     write_json,
     write_record,
 )
-from workbench.runs import status
-from workbench.runs.launching import device_queue, processes, run_directory, supervisor
-from workbench.runs.records import environment
-from workbench.runs.records.follow import Follower
-from workbench.runs.registry import list_runs, load_run
+from workbench.runs import environment, status
+from workbench.runs.launching import device_queue, launcher, processes, supervisor
+from workbench.runs.registry import Follower, list_runs, load_run
 from workbench.runs.run import Run
 
 SLEEP = "import time; time.sleep({})"
@@ -82,11 +80,11 @@ def test_what_another_node_on_this_host_started_does_not_keep_the_first_from_res
         while not processes.strays(found):
             time.sleep(0.01)
         with pytest.raises(RunExists, match="still running"):
-            run_directory.clear_attempt(found)
-        run_directory.clear_attempt(found, among_nodes=True)
+            launcher.clear_attempt(found)
+        launcher.clear_attempt(found, among_nodes=True)
         begin("-m", processes.WORKER, str(found.path))  # nobody of the run's started it
         with pytest.raises(RunExists, match="still running"):
-            run_directory.clear_attempt(found, among_nodes=True)
+            launcher.clear_attempt(found, among_nodes=True)
     finally:
         processes.kill_trees([process_record(node.pid), *processes.strays(found)])
         node.wait()
@@ -126,22 +124,22 @@ def checkpointed(folder: Path, step: int = 2, **facts: Any) -> RunDir:
 def test_a_run_is_continued_at_once_though_its_supervisor_is_only_just_leaving(tmp_path, begin):
     last = begin(seconds=1)
     found = checkpointed(tmp_path, supervisor=process_record(last.pid))
-    assert run_directory.checkpoint_of(found.path) == found.checkpoint(2)
+    assert launcher.checkpoint_of(found.path) == found.checkpoint(2)
 
 
 def test_a_run_that_another_host_writes_is_not_continued_here(tmp_path):
     found = make_run(tmp_path, supervisor=FAR)
     with pytest.raises(RunExists, match="is still running"):
-        run_directory.checkpoint_of(found.path)
+        launcher.checkpoint_of(found.path)
     os.utime(found.events, (time.time() - 120,) * 2)  # its machine is gone
     with pytest.raises(CheckpointError, match="no checkpoint"):
-        run_directory.checkpoint_of(found.path)
+        launcher.checkpoint_of(found.path)
 
 
 def test_an_earlier_attempt_that_was_deleted_stops_no_later_one(tmp_path):
     found = checkpointed(tmp_path)
     (found.path / "attempts" / "2").mkdir(parents=True)
-    run_directory.clear_attempt(found)
+    launcher.clear_attempt(found)
     assert (found.path / "attempts" / "3" / "launcher.json").exists()
 
 
@@ -221,11 +219,11 @@ def test_a_run_that_nobody_could_end_says_that_its_disk_is_full(tmp_path, monkey
 
 def test_a_long_name_makes_a_directory_all_the_same_and_a_closed_folder_a_sentence(tmp_path, monkeypatch):
     monkeypatch.setenv("WORKBENCH_RUNS", str(tmp_path / "runs"))
-    assert run_directory.new_directory("x" * 300).is_dir()
+    assert launcher.new_directory("x" * 300).is_dir()
     (tmp_path / "file").touch()
     monkeypatch.setenv("WORKBENCH_RUNS", str(tmp_path / "file"))
     with pytest.raises(WorkbenchError, match="Set WORKBENCH_RUNS"):
-        run_directory.new_directory("x")
+        launcher.new_directory("x")
 
 
 @pytest.fixture
@@ -269,8 +267,8 @@ def test_visible_devices_are_read_as_cuda_does(nvidia_smi, monkeypatch):
 def test_the_modules_of_a_runs_own_code_are_found_from_wherever_it_goes_on(tmp_path):
     found = make_run(tmp_path)
     found.code.mkdir()
-    (found.code / run_directory.CODE_PATH).write_bytes(run_directory.path_json([str(tmp_path / "project")]))
-    assert list(run_directory.worker_path(found)) == [*run_directory.user_path(), str(tmp_path / "project")]
+    (found.code / launcher.CODE_PATH).write_bytes(launcher.path_json([str(tmp_path / "project")]))
+    assert list(launcher.worker_path(found)) == [*launcher.user_path(), str(tmp_path / "project")]
 
 
 def test_a_tilde_is_the_home_folder_in_every_verb(tmp_path, monkeypatch):

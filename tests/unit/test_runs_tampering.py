@@ -16,8 +16,7 @@ from workbench.experiment import Experiment
 from workbench.planning.plan import Plan
 from workbench.planning.planner import plan as make_plan
 from workbench.rundir import RunDir, check_unedited, read_json, write_json
-from workbench.runs.launching.launcher import prepare
-from workbench.runs.launching.run_directory import Attempt
+from workbench.runs.launching.launcher import Attempt, prepare
 
 
 def small(text: Path, **changes: Any) -> Experiment:

@@ -15,10 +15,10 @@ from wandb_log import offline_config, offline_history, offline_summary
 from workbench.errors import RunNotFound, WorkbenchError
 from workbench.experiment import Tracking
 from workbench.rundir import RunDir, append_event, read_events, read_json, this_process, write_json, write_record
+from workbench.runs import wandb_run as tracking
 from workbench.runs.registry import load_run
 from workbench.runs.run import Run
-from workbench.runs.tracking import wandb_run as tracking
-from workbench.runs.tracking.recorder import RowTail
+from workbench.runs.wandb_recorder import RowTail
 
 ROOT = Path(__file__).resolve().parents[2]
 EXPERIMENT = SimpleNamespace(name="bert", tracking=Tracking(project="bert-scaling", tags=("trial",)))
@@ -82,7 +82,7 @@ def start_from(run: RunDir, step: int) -> None:
 
 
 def recorder(run: RunDir, **environment: str) -> subprocess.Popen:
-    command = [sys.executable, "-m", "workbench.runs.tracking.recorder", str(run.path)]
+    command = [sys.executable, "-m", "workbench.runs.wandb_recorder", str(run.path)]
     return subprocess.Popen(command, env={**os.environ, **environment})
 
 

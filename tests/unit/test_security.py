@@ -38,10 +38,9 @@ from workbench.notebooks.reproducing import recorded_commit
 from workbench.notebooks.verdict import MAX_POINTS, LossCurve
 from workbench.planning.plan import Plan
 from workbench.rundir import RunDir, this_process, write_json
+from workbench.runs.environment import environment
 from workbench.runs.launching import device_queue
-from workbench.runs.launching.launcher import prepare
-from workbench.runs.launching.run_directory import Attempt
-from workbench.runs.records.environment import environment
+from workbench.runs.launching.launcher import Attempt, prepare
 from workbench.runs.run import Run
 from workbench.secrets import MASK, masked_json, masked_words, python_pattern, rules
 

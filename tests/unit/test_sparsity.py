@@ -21,8 +21,7 @@ from workbench.figures.run_views import LOOKS, draw_exploration, draw_pareto, dr
 from workbench.planning.profiling import graph
 from workbench.planning.runnable import check_sparsity
 from workbench.rundir import event_line
-from workbench.runs.records.history import read_tail
-from workbench.runs.records.patterns import Patterns
+from workbench.runs.history import Patterns, read_tail
 from workbench.sparsity import Dynamic, Static, learning_rate
 from workbench.sparsity.pattern import block_sums, expanded, initial, is_explored, is_present, largest, moved, uniform
 from workbench.sweeps.queue import label

@@ -20,10 +20,10 @@ from workbench.columns import COLUMNS
 from workbench.cost.hardware import Cluster
 from workbench.errors import DataError, InvalidExperiment, UnknownParameter
 from workbench.rundir import RunDir, append_event, read_json, write_json, write_record
+from workbench.runs.history import History, read_tail
 from workbench.runs.launching import launcher
-from workbench.runs.launching.run_directory import Attempt
-from workbench.runs.records.history import History, read_tail
-from workbench.runs.tracking.recorder import config_of
+from workbench.runs.launching.launcher import Attempt
+from workbench.runs.wandb_recorder import config_of
 from workbench.sweeps import queue
 from workbench.sweeps import sweep as sweep_module
 from workbench.sweeps.queue import Entry, QueueDir, Result, label, plan_key, profile_key, thread_limit

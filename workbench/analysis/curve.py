@@ -12,8 +12,8 @@ from numpy.typing import NDArray
 
 from workbench.columns import COLUMNS, AxisUnit
 from workbench.errors import InvalidArgument, UnknownParameter, suggestion
+from workbench.runs.history import History
 from workbench.runs.loss_basis import LossBasis, read_loss_basis, why_not_compared
-from workbench.runs.records.history import History
 from workbench.runs.registry import distinct_names
 from workbench.runs.run import Run
 

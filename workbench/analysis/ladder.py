@@ -26,7 +26,7 @@ from workbench.errors import InvalidArgument, InvalidExperiment
 from workbench.experiment import Experiment, values_by_name
 from workbench.models import Model
 from workbench.models._named import parameters_without_embeddings as parameters_without_embeddings
-from workbench.runs.records.history import Evaluations
+from workbench.runs.history import Evaluations
 from workbench.runs.registry import Runs, load_runs
 from workbench.runs.run import Run
 from workbench.sweeps.sweep import Sweep

@@ -27,7 +27,7 @@ from workbench.columns import COLUMNS
 from workbench.figures import theme
 from workbench.figures.figure import Figure, subplots
 from workbench.figures.prepared_curve import Preparation, PreparedCurve, decimated
-from workbench.runs.records.history import Utilization
+from workbench.runs.history import Utilization
 from workbench.units import GIB, gib
 
 MIN_DEVICE_POINTS = 50

@@ -26,8 +26,8 @@ from workbench.analysis.curve import (
 )
 from workbench.figures import theme
 from workbench.machine import available_cores
+from workbench.runs.history import final_loss, last_held_out
 from workbench.runs.loss_basis import LossBasis
-from workbench.runs.records.history import final_loss, last_held_out
 
 MAX_POINTS = 2000
 """Largest number of points of one trace: a browser redraws and a notebook stores so many without being noticed."""

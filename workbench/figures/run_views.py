@@ -22,9 +22,9 @@ from workbench.figures.timeline_view import measured_timeline, prediction
 from workbench.figures.timeline_view import timeline as drawn_timeline
 from workbench.planning.plan import Plan
 from workbench.planning.runnable import check_signature
-from workbench.runs.records.patterns import Patterns
-from workbench.runs.records.summary import measurements
-from workbench.runs.registry import OneRun, Runs, distinct_names, load_run, load_runs
+from workbench.runs.history import Patterns
+from workbench.runs.registry import Runs, distinct_names, load_run, load_runs, measurements
+from workbench.runs.run import OneRun
 from workbench.units import count
 
 

@@ -27,7 +27,7 @@ from workbench.figures.curves_view import robust_range
 from workbench.figures.figure import Figure
 from workbench.planning.plan import Plan
 from workbench.planning.table import Plans
-from workbench.runs.records.history import Evaluations, History, read_tail
+from workbench.runs.history import Evaluations, History, read_tail
 from workbench.runs.registry import Runs, load_runs
 from workbench.runs.run import Run
 from workbench.sweeps.grid import Cell, Grid, MeasuredCell, MeasuredGrid, contention, lost_time

@@ -20,10 +20,9 @@ from workbench.analysis.curve import Curve
 from workbench.errors import RunNotFound, WorkbenchError
 from workbench.lab.run_index import RunIndex, own_run
 from workbench.rundir import known_runs_roots, parsed
+from workbench.runs.history import read_tail
 from workbench.runs.loss_basis import read_loss_basis
-from workbench.runs.records.history import read_tail
-from workbench.runs.records.summary import measurements
-from workbench.runs.registry import distinct_names
+from workbench.runs.registry import distinct_names, measurements
 from workbench.runs.run import Run
 from workbench.runs.status import read_progress
 

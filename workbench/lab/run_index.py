@@ -16,10 +16,9 @@ import psutil
 
 from workbench.errors import RunNotFound, WorkbenchError
 from workbench.rundir import FINAL_STATES, RunDir
-from workbench.runs.launching.device_queue import waiting_and_training
-from workbench.runs.launching.device_sampler import GpuMeter
+from workbench.runs.event_blocks import spread_steps
+from workbench.runs.launching.device_queue import GpuMeter, waiting_and_training
 from workbench.runs.loss_basis import read_loss_basis
-from workbench.runs.records.event_lines import spread_steps
 from workbench.runs.registry import row_or_reason
 from workbench.runs.run import Run, progress_words, step_text
 from workbench.runs.status import RunRow, state_in_words

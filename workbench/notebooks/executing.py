@@ -20,12 +20,11 @@ from workbench.figures.figure import finish_notebook, notebook_to_html, read_not
 from workbench.notebooks.parameters import check_values
 from workbench.notebooks.verdict import LossCurve
 from workbench.rundir import RunDir
+from workbench.runs.environment import environment
 from workbench.runs.launching.launcher import LAUNCHES
-from workbench.runs.records.environment import environment
-from workbench.runs.records.follow import Follower
-from workbench.runs.registry import list_runs
+from workbench.runs.registry import Follower, list_runs
 from workbench.runs.run import Run
-from workbench.runs.tracking.wandb_run import start_recorder
+from workbench.runs.wandb_run import start_recorder
 from workbench.secrets import masked_json
 
 # The record of an executed notebook's runs, kept in its metadata: enough to run it again and compare the curves.

@@ -18,8 +18,8 @@ from workbench.figures.figure import read_notebook
 from workbench.notebooks.executing import Record, RecordedRun, check_not_overwritten, execute, recorded_in
 from workbench.notebooks.verdict import DIFFERENT, LossCurve, Verdict, verdict
 from workbench.rundir import write_json
+from workbench.runs.environment import environment
 from workbench.runs.launching.launcher import REPLAY
-from workbench.runs.records.environment import environment
 from workbench.runs.run import Run
 from workbench.tables import html_table
 

@@ -1,29 +1,33 @@
-"""`Run`: the handle of a training that lives in its own processes and its own directory."""
+"""`Run`, the handle of a training that lives in its own processes and directory, and the verbs that make one."""
 
 from __future__ import annotations
 
+import contextlib
+import fcntl
 import html
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import asdict, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Self
 
 from workbench.arguments import checked_arguments
 from workbench.data.corpora import use_in_words
-from workbench.errors import PlanMismatch, RunFailed, RunNotFound, WorkbenchError
+from workbench.errors import InvalidArgument, PlanMismatch, RunFailed, RunNotFound, WorkbenchError
 from workbench.events import Event
-from workbench.rundir import RunDir, check_unedited, read_events
-from workbench.runs.labels import Labelled
+from workbench.rundir import RunDir, check_unedited, read_events, remedy_for, write_json
 from workbench.runs.launching import processes
-from workbench.runs.launching.failure import log_tail, run_failed
+from workbench.runs.launching.processes import log_tail, run_failed
 from workbench.runs.status import (
     Checkpoint,
+    Labels,
     Progress,
     RunRow,
     Status,
     complete_checkpoints,
     read_described,
     read_experiment,
+    read_labels,
     read_status,
     row_of,
     wait_for_end,
@@ -32,16 +36,83 @@ from workbench.tables import Html, html_table
 from workbench.units import count, gib
 
 if TYPE_CHECKING:
+    from workbench.data import Prepared
     from workbench.experiment import Experiment
     from workbench.planning.plan import Plan
     from workbench.runs.evaluating import EvaluationResult
-    from workbench.runs.records.history import Evaluations, History, HistoryTail, Utilization
-    from workbench.runs.records.patterns import Patterns
-    from workbench.runs.records.text_samples import TextSamples
-    from workbench.runs.tracking.wandb_run import Delivery
+    from workbench.runs.history import Evaluations, History, HistoryTail, Patterns, TextSamples, Utilization
+    from workbench.runs.wandb_run import Delivery
 
+LONGEST_TAG, LONGEST_NOTE = 64, 10_000
+"""Most letters of a tag and of a note."""
 PLANNED_FIELDS = frozenset({"model", "data", "global_batch", "seq_len", "precision", "optimizer"})
 """Fields of an experiment that a plan depends on: a clone that changes one of them is planned anew."""
+
+
+class Labelled:
+    """The part of `Run` that keeps tags, a note and the archive in the run directory."""
+
+    directory: RunDir
+
+    if TYPE_CHECKING:
+
+        @property
+        def config(self) -> dict[str, Any]: ...
+
+    @property
+    def labels(self) -> Labels:
+        """Return the run's tags, its note, and whether it is archived."""
+        return read_labels(self.directory, {} if self.directory.labels.exists() else self.config)
+
+    @checked_arguments
+    def tag(self, *tags: str) -> Self:
+        """Add tags to the run: `run.tag("baseline", "paper")`. An experiment's own tags are there from the start."""
+        for tag in tags:
+            if not isinstance(tag, str) or not tag.strip() or len(tag) > LONGEST_TAG or not tag.isprintable():
+                raise InvalidArgument(f"{tag!r:.80} is no tag. Give one line of 1 to {LONGEST_TAG} letters.")
+        return self._relabel(tags=lambda labels: tuple(dict.fromkeys([*labels.tags, *map(str.strip, tags)])))
+
+    @checked_arguments
+    def untag(self, *tags: str) -> Self:
+        """Remove tags from the run, those of its experiment too; W&B keeps the tags with which the run began."""
+        return self._relabel(tags=lambda labels: tuple(tag for tag in labels.tags if tag not in tags))
+
+    @checked_arguments
+    def note(self, text: str) -> Self:
+        """Write a note about the run, in place of an earlier one; an empty text removes it."""
+        if len(text) > LONGEST_NOTE:
+            raise InvalidArgument(f"A note has at most {LONGEST_NOTE:,} letters, and this one {len(text):,}.")
+        return self._relabel(notes=lambda _: text)
+
+    @checked_arguments
+    def archive(self, archived: bool = True) -> Self:
+        """Hide the run from lists, which show it again with `archived=True`; `archive(False)` brings it back."""
+        return self._relabel(archived=lambda _: archived)
+
+    def _relabel(self, **changes: Any) -> Self:
+        try:
+            with _locked(self.directory):
+                labels = self.labels
+                new = replace(labels, **{name: change(labels) for name, change in changes.items()})
+                write_json(self.directory.labels, asdict(new))
+        except OSError as error:
+            raise WorkbenchError(
+                f"The labels of {self.directory.path.name} cannot be written in {self.directory.path}: "
+                f"{error.strerror}. They are as before. {remedy_for(error)}"
+            ) from None
+        return self
+
+
+@contextlib.contextmanager
+def _locked(run: RunDir) -> Iterator[None]:
+    """Hold a lock on the run's directory itself, so that two kernels that label a run at once lose nothing."""
+    descriptor = os.open(run.path, os.O_RDONLY)
+    try:
+        with contextlib.suppress(OSError):  # a file system without locks
+            fcntl.flock(descriptor, fcntl.LOCK_EX)
+        yield
+    finally:
+        os.close(descriptor)
 
 
 class Run(Labelled):
@@ -209,7 +280,7 @@ class Run(Labelled):
         environment and `$WORKBENCH_HOME` must be on a file system that every node sees. Raises `PlanInfeasible` where
         the plan's devices do not fill its nodes equally.
         """
-        from workbench.runs.launching.slurm import job_file
+        from workbench.runs.launching.multi_node import job_file
 
         words = {"time": time, "partition": partition, "account": account}
         return job_file(self.directory, self.plan, words, options, cpus_per_node)
@@ -219,7 +290,7 @@ class Run(Labelled):
 
         Raises `WorkbenchError` if the run is not tracked, nobody is logged in, or its recorder is still at work.
         """
-        from workbench.runs.tracking.wandb_run import sync
+        from workbench.runs.wandb_run import sync
 
         return sync(self.directory)
 
@@ -229,7 +300,7 @@ class Run(Labelled):
 
     def milestones(self) -> list[Event]:
         """Return every event so far but steps, device samples and `actions`: quick to read, however long the run."""
-        from workbench.runs.records.history import latest_events
+        from workbench.runs.history import latest_events
 
         return [event for event in latest_events(self.directory.events)[0] if event["type"] != "step"]
 
@@ -238,7 +309,7 @@ class Run(Labelled):
         return self._tail().read()
 
     def _tail(self) -> HistoryTail:
-        from workbench.runs.records.history import read_tail
+        from workbench.runs.history import read_tail
 
         return read_tail(self.directory.events)
 
@@ -284,7 +355,7 @@ class Run(Labelled):
         return f"Run({self.name}: {_in_words(self.row())})"
 
     def _repr_html_(self) -> str:
-        from workbench.runs.tracking.wandb_run import tracking_note
+        from workbench.runs.wandb_run import tracking_note
 
         row = self.row()
         use = self._progress.data_use
@@ -312,8 +383,7 @@ def _buildable_experiment(run: Run, changes: Mapping[str, Any]) -> Experiment:
 def _resume(run: Run, plan: Plan | None, steps: int | None, accept_changed_data: bool) -> None:
     """Launch the run again from its last checkpoint; what it passed before it started is not checked again."""
     from workbench.planning.runnable import captured_model
-    from workbench.runs.launching.launcher import launch
-    from workbench.runs.launching.run_directory import Attempt, continued_provenance, require_stored_code
+    from workbench.runs.launching.launcher import Attempt, continued_provenance, launch, require_stored_code
 
     check_unedited(run.directory)
     require_stored_code(run.directory)
@@ -371,3 +441,131 @@ def _run_html(row: RunRow, data_use: str, problems: Sequence[str], tracking: str
     ]
     titled = ((Html(f"<b>{html.escape(name)}</b>"), words) for name, words in rows)
     return f"<b>{html.escape(row['name'])}</b>{html_table((), titled)}"
+
+
+# The verbs that make a run
+
+PathLike = str | os.PathLike[str]
+OneRun = Run | str | os.PathLike[str]
+"""A run, or its directory or name."""
+MOST_WORKERS = 1024
+"""Largest number of processes that `tokenize` starts."""
+
+
+@checked_arguments
+def launch(
+    experiment: Experiment, plan: Plan | None = None, *, directory: PathLike | None = None, progress: bool = True
+) -> Run:
+    """Start a training in processes of its own, and return its `Run` at once.
+
+    The experiment and the plan are checked before a process starts. A corpus that was never tokenised is tokenised
+    here. Runs that need the same devices queue. A run outlives this process; `wb.load_run` finds it again.
+
+    Args:
+        experiment: what to train.
+        plan: how to divide a step; by default the fastest plan for this machine.
+        directory: the run directory; by default `<name>-<time>` in `$WORKBENCH_RUNS` or `./runs`.
+        progress: show a progress bar while a corpus is tokenised.
+
+    Raises `PlanMismatch` for a plan of another model, `PlanInfeasible` if no plan fits, `CaptureError` if the model
+    cannot be captured, and `DataError` if the data cannot feed it.
+
+    Examples:
+        >>> run = wb.launch(experiment.replace(seed=2))
+        >>> run.wait().status.state
+        'finished'
+        >>> len(run.history())
+        40
+    """
+    from workbench.planning.planner import plan as make_plan
+    from workbench.planning.runnable import captured_model
+    from workbench.runs.launching import launcher
+
+    experiment.data.check(experiment)
+    chosen = _recorded_plan(experiment) or plan or make_plan(experiment)
+    attempt = launcher.Attempt(experiment, chosen, directory)
+    return Run(launcher.launch(attempt, captured_model(experiment, chosen), progress=progress))
+
+
+def _recorded_plan(experiment: Experiment) -> Plan | None:
+    """Return the plan that `workbench reproduce` gives this run of a notebook, if it fits the model; else None."""
+    from workbench.planning.runnable import captured_model
+    from workbench.runs.launching import launcher
+
+    recorded = launcher.replayed_plan(experiment)
+    captured = None if recorded is None else captured_model(experiment, recorded)
+    return recorded if captured is not None and recorded and captured.signature == recorded.signature else None
+
+
+@checked_arguments
+def prepare(
+    experiment: Experiment,
+    plan: Plan,
+    *,
+    directory: PathLike | None = None,
+    resume: OneRun | None = None,
+    progress: bool = True,
+) -> Run:
+    """Write the run directory as `launch` does and start nothing, for a plan whose nodes are elsewhere.
+
+    `run.slurm()` makes a job file of it; `torchrun` and `accelerate launch` start it too. `resume` continues another
+    run or a checkpoint. The directory and `$WORKBENCH_HOME` must be on a file system that every node sees. The other
+    arguments and the errors are those of `launch`.
+    """
+    from workbench.planning.runnable import captured_model
+    from workbench.runs.launching import launcher
+
+    experiment.data.check(experiment)
+    continued = None if resume is None else resume.path if isinstance(resume, Run) else Path(resume).expanduser()
+    attempt = launcher.Attempt(experiment, plan, directory, continued)
+    return Run(launcher.prepare(attempt, captured_model(experiment, plan), progress=progress))
+
+
+@checked_arguments
+def debug(
+    experiment: Experiment,
+    plan: Plan | None = None,
+    *,
+    directory: PathLike | None = None,
+    resume: OneRun | None = None,
+    progress: bool = True,
+) -> Run:
+    """Train in this process, for debugging, and return the `Run` when the training has ended.
+
+    The model is called as it is with the first samples, then captured and trained. A breakpoint in it stops here, what
+    it prints appears here, and an exception is raised here with its own traceback, so that `%debug` opens it. Rank 0 is
+    this process; the other ranks of a plan are processes of their own. The run directory is that of `launch`, and the
+    figures in it have the same values to the last bit. Nobody supervises the run: it does not queue for its devices,
+    and an interrupt ends it without a checkpoint.
+
+    The arguments are those of `prepare`; `plan` is by default the fastest plan for one device of this machine. Raises
+    what `launch` raises, what the training raises, and `WorkbenchError` in a process that has a process group or an
+    `Accelerator`.
+
+    Examples:
+        >>> run = wb.runs.debug(experiment.replace(steps=2))
+        >>> run.status.state
+        'finished'
+    """
+    from workbench.execution.in_process import check_free, train_here
+    from workbench.measure.calibration import local_cluster
+    from workbench.planning.planner import plan as make_plan
+
+    check_free()
+    chosen = plan or make_plan(experiment, local_cluster(1))
+    run = prepare(experiment, chosen, directory=directory, resume=resume, progress=progress)
+    train_here(run.path, chosen.world, chosen.cluster.device.type)
+    return run
+
+
+@checked_arguments
+def tokenize(experiment: Experiment, *, workers: int | None = None, progress: bool = True) -> Prepared:
+    """Tokenise the text of an experiment now rather than when it is launched; nothing is done twice.
+
+    `workers` is the number of processes, one per core by default. Work that was killed goes on where it stopped. Raises
+    `DataError` for data that cannot feed the experiment.
+    """
+    if workers is not None and not 1 <= workers <= MOST_WORKERS:
+        raise InvalidArgument(f"workers={workers} lies outside 1 to {MOST_WORKERS:,}.")
+    experiment.data.check(experiment)
+    return experiment.data.prepare(experiment, progress=progress, workers=workers)

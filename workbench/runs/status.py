@@ -15,12 +15,11 @@ from typing import Any, TypedDict
 from workbench.errors import RunNotFound, in_words
 from workbench.events import DataUseEvent, EndEvent, EvaluationEvent, MemoryEvent, ProcessRecord, StartEvent, StepEvent
 from workbench.execution.checkpoint import files
-from workbench.rundir import FINAL_STATES, KILLED, RunDir, is_elsewhere, process_alive, read_record
-from workbench.runs.labels import read_labels
+from workbench.rundir import FINAL_STATES, KILLED, RunDir, is_elsewhere, process_alive, read_json, read_record
+from workbench.runs.event_blocks import recent_steps
+from workbench.runs.history import END_SHARE, final_loss, latest_events, recent_pace, resumed_step
 from workbench.runs.launching import processes
-from workbench.runs.launching.failure import run_failed
-from workbench.runs.records.event_lines import recent_steps
-from workbench.runs.records.history import END_SHARE, final_loss, latest_events, recent_pace, resumed_step
+from workbench.runs.launching.processes import run_failed
 from workbench.tables import facts_html
 from workbench.waiting import waiting
 
@@ -82,7 +81,7 @@ class RunRow(TypedDict):
     loss: float | None
     """The number by which the run is sorted and compared: `eval_loss` where there is one, else `training_loss`."""
     training_loss: float | None
-    """Training loss at the end so far, as the end of its curve (`workbench.runs.records.history.final_loss`)."""
+    """Training loss at the end so far, as the end of its curve (`workbench.runs.history.final_loss`)."""
     eval_loss: float | None
     """Last held-out loss after a step; None without one."""
     tokens: float | None
@@ -338,6 +337,27 @@ def _latest_steps(run: RunDir, progress: Progress) -> list[Any]:
         if not latest or event["step"] < latest[-1]["step"]:
             latest.append(event)
     return latest[::-1]
+
+
+@dataclass(frozen=True)
+class Labels:
+    """The content of `labels.json`."""
+
+    tags: tuple[str, ...] = ()
+    notes: str = ""
+    archived: bool = False
+
+
+def read_labels(run: RunDir, config: dict[str, Any]) -> Labels:
+    """Return what was said of a run; before anybody did, its tags are those of the experiment in `config`."""
+    try:
+        fields = read_json(run.labels)
+        tags, notes, archived = fields["tags"], fields["notes"], fields["archived"]
+    except (OSError, ValueError, KeyError, TypeError):  # nobody said anything, or another program wrote the file
+        tracking = config.get("tracking")
+        tags, notes, archived = tracking.get("tags") if isinstance(tracking, dict) else (), "", False
+    words = [tag for tag in tags if isinstance(tag, str)] if isinstance(tags, list | tuple) else []
+    return Labels(tuple(words), notes if isinstance(notes, str) else "", archived is True)
 
 
 def state_in_words(state: str, step: int, loss: float | None) -> str:

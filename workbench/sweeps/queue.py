@@ -41,7 +41,7 @@ from workbench.machine import available_cores
 from workbench.planning.plan import Plan
 from workbench.rundir import locked, process_alive, read_json, runs_root, write_json
 from workbench.runs.launching import device_queue, fork_server, processes
-from workbench.runs.launching.run_directory import new_directory, user_code
+from workbench.runs.launching.launcher import new_directory, user_code
 from workbench.runs.launching.supervisor import worker_environment
 from workbench.runs.run import Run
 from workbench.sparsity import TYPES as SPARSITIES

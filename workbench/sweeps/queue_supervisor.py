@@ -18,10 +18,10 @@ import numpy as np
 
 from workbench.errors import WorkbenchError
 from workbench.rundir import locked, this_process, write_json
+from workbench.runs.history import Evaluations, History, HistoryTail
 from workbench.runs.launching import fork_server, launcher, processes
-from workbench.runs.launching.run_directory import Attempt
+from workbench.runs.launching.launcher import Attempt
 from workbench.runs.launching.supervisor import import_ahead
-from workbench.runs.records.history import Evaluations, History, HistoryTail
 from workbench.runs.run import Run
 from workbench.sweeps.queue import Entry, QueueDir, Result, first_plan, ranks_environment, thread_limit
 from workbench.sweeps.rules import PRUNERS, Diverged, objective, reports, rule_from_json

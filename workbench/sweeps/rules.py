@@ -9,7 +9,7 @@ import math
 from collections.abc import Mapping
 from typing import Any
 
-from workbench.runs.records.history import Evaluations, History
+from workbench.runs.history import Evaluations, History
 from workbench.validation import FromZero, Real, checked_value
 
 TAIL = 0.1

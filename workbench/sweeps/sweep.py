@@ -36,7 +36,7 @@ from workbench.planning.planner import plan_profiled
 from workbench.planning.profiling import profile
 from workbench.planning.request import divisors
 from workbench.planning.runnable import captured_model, check_runnable
-from workbench.runs.records.follow import Follower
+from workbench.runs.registry import Follower
 from workbench.runs.run import Run
 from workbench.sweeps.queue import (
     POLL_S,

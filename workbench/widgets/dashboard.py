@@ -22,7 +22,7 @@ from workbench.figures.curves_view import loss_curves
 from workbench.figures.figure import Figure
 from workbench.figures.prepared_curve import map_in_threads
 from workbench.rundir import runs_root
-from workbench.runs.records.text_samples import table_html
+from workbench.runs.history import table_html
 from workbench.runs.registry import Runs, distinct_names, load_runs
 from workbench.runs.run import Run
 from workbench.runs.status import state_in_words

@@ -16,18 +16,18 @@ import numpy as np
 from workbench.analysis.curve import Curve, Mark
 from workbench.errors import RunFailed
 from workbench.rundir import read_record
-from workbench.runs.loss_basis import LossBasis, read_loss_basis
-from workbench.runs.records.history import (
+from workbench.runs.history import (
     END_SHARE,
     Evaluations,
     History,
     HistoryTail,
+    TextSamples,
     Utilization,
     last_held_out,
     recent_pace,
     resumed_step,
 )
-from workbench.runs.records.text_samples import TextSamples
+from workbench.runs.loss_basis import LossBasis, read_loss_basis
 from workbench.runs.run import Run, progress_words, step_text
 from workbench.runs.status import Status
 from workbench.units import time_left

@@ -3,36 +3,77 @@
 from __future__ import annotations
 
 import contextlib
+import errno
+import inspect
 import json
 import os
+import re
+import shutil
 import signal
+import time
 import warnings
-from collections.abc import Mapping
-from dataclasses import replace
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from workbench.data import data_fingerprint
-from workbench.errors import PlanInfeasible
+from workbench.errors import (
+    CheckpointError,
+    DataError,
+    InvalidExperiment,
+    PlanInfeasible,
+    PlanMismatch,
+    RunExists,
+    RunNotFound,
+    WorkbenchError,
+)
+from workbench.execution.checkpoint.files import step_of
+from workbench.experiment import USER_PARTS, user_parts
 from workbench.measure.calibration import local_cluster
 from workbench.models import Pretrained
 from workbench.planning.runnable import CAPTURED_FIELDS, captured_model, check_runnable
 from workbench.rundir import (
+    NO_ROOM,
     RunDir,
     append_event,
     check_unedited,
+    locked,
     note_runs_root,
     process_alive,
     process_record,
     read_json,
     read_record,
+    runs_root,
+    what_was_started,
     write_json,
+    write_record,
 )
+from workbench.runs.environment import environment
 from workbench.runs.launching import device_queue, fork_server, processes
-from workbench.runs.launching.run_directory import Attempt, code_of_clone, worker_path, written
 from workbench.runs.launching.supervisor import AHEAD, worker_environment
-from workbench.runs.status import Status, runs_elsewhere, supervisor_record
-from workbench.user_code import user_path
+from workbench.runs.status import (
+    Status,
+    complete_checkpoints,
+    read_status,
+    runs_elsewhere,
+    supervisor_record,
+    written_elsewhere,
+)
+from workbench.runs.wandb_run import tracker_settings
+from workbench.tracebacks import CELLS, sent_cells
+from workbench.user_code import (
+    FUNCTIONS,
+    Function,
+    changed_on_disk,
+    functions_json,
+    functions_of,
+    innermost,
+    pickled,
+    read_functions,
+    source_of,
+    user_path,
+)
 
 if TYPE_CHECKING:
     from workbench.capture.captured_model import CapturedModel
@@ -47,6 +88,22 @@ LAUNCHES = "WORKBENCH_LAUNCHES"
 REPLAY = "WORKBENCH_REPLAY"
 """Environment variable that names a JSON list of `{experiment, plan}`: the launches that a notebook is to repeat."""
 _SAME_PLAN = ("model", "global_batch", "seq_len", "precision", "optimizer")
+
+
+@dataclass(frozen=True)
+class Attempt:
+    """One attempt to train an experiment under a plan, and what its run directory is made of."""
+
+    experiment: Experiment
+    plan: Plan
+    directory: str | os.PathLike[str] | None = None
+    """The run directory; by default that of the continued run, or `<name>-<date>-<time>` among the runs."""
+    resume: str | os.PathLike[str] | None = None
+    """The run, or one of its checkpoints, from which the training goes on."""
+    code: Mapping[str, bytes] | None = None
+    """Files of `code/`; by default the experiment's own model, datasets and functions."""
+    provenance: Mapping[str, Any] = field(default_factory=dict)
+    """Fields of `environment.json` beside the machine's: the data's fingerprint, the run that was cloned, the sweep."""
 
 
 def launch(
@@ -214,3 +271,329 @@ def replayed_plan(experiment: Experiment) -> Plan | None:
     except PlanInfeasible:
         return None
     return plan
+
+
+# The run directory: claimed for one run, described, and cleared of an earlier attempt when the run goes on
+
+OWNER_ONLY = 0o700
+"""Mode of a run directory: experiments, commands and logs are for nobody else, unless the owner says so by chmod."""
+LONGEST_NAME = 100
+"""Letters of an experiment's name that its directory takes over; file systems end at 255."""
+CODE_PATH = "path.json"
+"""File in `code/` that lists where the modules of a model or dataset lie; the run may be continued from elsewhere."""
+
+
+@contextlib.contextmanager
+def written(attempt: Attempt) -> Iterator[RunDir]:
+    """Write a run directory that ranks can start from; nobody else can start them while the block runs."""
+    experiment, resume = attempt.experiment, attempt.resume
+    code = user_code(experiment) if attempt.code is None else attempt.code
+    with _unwritable_named():
+        checkpoint = None if resume is None else checkpoint_of(Path(resume))
+    step = 0 if checkpoint is None else step_of(checkpoint)
+    if step > experiment.total_steps:
+        raise CheckpointError(
+            f"{checkpoint} is of step {step:,}, after the {experiment.total_steps:,} steps asked for. Ask for more "
+            "steps, or launch the experiment anew."
+        )
+    if checkpoint is not None:
+        _check_data(RunDir(checkpoint.parent.parent), experiment, attempt.provenance)
+    with _unwritable_named(), _own_directory(attempt, checkpoint) as run:
+        write_record(run.experiment, experiment.to_json())
+        write_record(run.plan, attempt.plan.to_json())
+        write_record(run.environment, {**environment(), **attempt.provenance})
+        settings = tracker_settings(run, experiment)
+        if settings is None:
+            run.tracker.unlink(missing_ok=True)
+        else:
+            run.tracking.mkdir(exist_ok=True)
+            write_json(run.tracker, settings)
+        for name, content in code.items():
+            (run.code / name).write_bytes(content)
+        write_json(run.started, what_was_started(run))
+        if checkpoint is not None:
+            write_json(run.resume, {"checkpoint": str(checkpoint), "step": step})
+        for file in (run.experiment, run.plan, run.environment, run.started, run.tracker, *run.code.iterdir()):
+            with contextlib.suppress(OSError):  # the tracker's file may be absent
+                file.chmod(OWNER_ONLY & 0o600)
+        yield run
+
+
+def checkpoint_of(path: Path) -> Path:
+    """Return the checkpoint at `path`, which is a checkpoint's directory, or a run's: then its newest complete one."""
+    path = path.absolute()
+    if re.fullmatch(r"step-\d+", path.name):
+        if not path.is_dir():
+            raise CheckpointError(f"There is no checkpoint {path}. Its run lists those it has: run.checkpoints.")
+        return path
+    run = RunDir(path)
+    if not run.experiment.is_file():
+        raise RunNotFound(f"There is no run in {path}. wb.list_runs() shows those that there are.")
+    status, _ = read_status(run)
+    if status.final:
+        processes.wait_left(run)
+    if processes.run_alive(run) or written_elsewhere(run, read_status(run)[0]):
+        raise RunExists(f"Run {path.name} is still {status.state}. Stop it first: run.stop(wait=True).")
+    checkpoints = complete_checkpoints(run)
+    if not checkpoints:
+        raise CheckpointError(
+            f"Run {path.name} has no checkpoint to continue from. Launch the experiment anew, with checkpoint_every "
+            "set if it may be interrupted."
+        )
+    return checkpoints[-1].path
+
+
+@contextlib.contextmanager
+def _own_directory(attempt: Attempt, checkpoint: Path | None) -> Iterator[RunDir]:
+    """Make the run's directory, or clear the last attempt's traces from the one that is continued."""
+    continued = None if checkpoint is None else checkpoint.parent.parent
+    if attempt.directory is not None:
+        run = RunDir(Path(attempt.directory).expanduser().absolute())
+        continued = continued if continued is not None and continued.resolve() == run.path.resolve() else None
+    else:
+        run = RunDir(continued or new_directory(str(attempt.experiment.name)))
+    if continued is None:
+        if run.path.is_dir() and any(run.path.iterdir()):
+            raise _taken(run)
+        if run.path.exists() and not run.path.is_dir():
+            raise RunExists(f"{run.path} is a file. Choose a directory for the run.")
+        run.path.parent.mkdir(parents=True, exist_ok=True)
+        run.path.mkdir(mode=OWNER_ONLY, exist_ok=True)
+    try:
+        with _locked(run):
+            if continued is not None and checkpoint is not None:
+                _set_aside_later(run, clear_attempt(run), step_of(checkpoint))
+            elif run.experiment.exists():
+                raise _taken(run)
+            for folder in (run.logs, run.ranks, run.errors, run.code, run.checkpoints):
+                folder.mkdir(parents=True, exist_ok=True)
+            yield run
+    except OSError as error:
+        if continued is None and error.errno in NO_ROOM:
+            shutil.rmtree(run.path, ignore_errors=True)
+        raise
+
+
+@contextlib.contextmanager
+def _unwritable_named() -> Iterator[None]:
+    """Turn the error of a disk without room, or of a folder that cannot be used, into a sentence."""
+    try:
+        yield
+    except OSError as error:
+        if error.errno in NO_ROOM:
+            remedy = "Free some space there, or set WORKBENCH_RUNS to a folder on another disk."
+        elif error.errno in (errno.ENAMETOOLONG, errno.EACCES, errno.EPERM, errno.EROFS, errno.ENOTDIR):
+            remedy = f"Give another directory than {str(error.filename)[:100]}."
+        else:
+            raise
+        said = f"The run could not be written: {error.strerror}. {remedy}"
+        raise WorkbenchError(said) from None
+
+
+@contextlib.contextmanager
+def _locked(run: RunDir) -> Iterator[None]:
+    """Hold the run's lock: two kernels that started one run at once would train it twice, into the same files."""
+    try:
+        run.lock.touch()
+    except OSError as error:
+        raise WorkbenchError(
+            f"{run.path} cannot be written: {error.strerror}. run.clone() trains the same in a folder of your own."
+        ) from None
+    with locked(run.lock, wait=False) as alone:
+        if not alone:
+            raise RunExists(
+                f"{run.path} is being started by somebody else right now. Follow it: wb.load_run({str(run.path)!r})."
+            )
+        yield
+
+
+def new_directory(name: str) -> Path:
+    """Make `<runs>/<name>-<yyyymmdd-hhmmss>`, such that no two launches share one."""
+    plain = re.sub(r"[^A-Za-z0-9._-]+", "-", name)[:LONGEST_NAME].strip("-.") or "run"
+    stem = f"{plain}-{time.strftime('%Y%m%d-%H%M%S')}"
+    root = runs_root()
+    try:
+        root.mkdir(parents=True, exist_ok=True)
+        for attempt in range(1, 1000):
+            path = root / (stem if attempt == 1 else f"{stem}-{attempt}")
+            with contextlib.suppress(FileExistsError):
+                path.mkdir(mode=OWNER_ONLY)
+                return path
+    except OSError as error:
+        raise WorkbenchError(
+            f"No run can be written to {root}: {error.strerror}. Set WORKBENCH_RUNS to a folder that can be written."
+        ) from None
+    raise AssertionError("a thousand runs in one second")
+
+
+def _taken(run: RunDir) -> RunExists:
+    what = "holds a run" if run.experiment.exists() else "is not empty"
+    return RunExists(
+        f"{run.path} {what}. Choose another directory, leave it out, or continue that run with "
+        f"resume={str(run.path)!r}."
+    )
+
+
+def clear_attempt(run: RunDir, *, among_nodes: bool = False) -> Path:
+    """Move the files of the last attempt (who ran it, what failed) to `attempts/<n>`; the events go on.
+
+    Set `among_nodes` for a multi-node launch, where other nodes, perhaps on this host, may already have begun the next
+    attempt. Returns that folder. Raises `RunExists` for a run that still has processes.
+    """
+    if not processes.run_alive(run):
+        processes.wait_left(run)  # its last status belongs to this attempt
+    left = [*processes.survivors(run), *processes.supervisors(run)] if among_nodes else processes.strays(run)
+    if processes.run_alive(run) or left:
+        raise RunExists(f"{run.path} is still running. Stop it first: run.stop(wait=True).")
+    number = max((int(path.name) for path in run.path.glob("attempts/*") if path.name.isdigit()), default=0) + 1
+    aside = run.path / "attempts" / str(number)
+    aside.mkdir(parents=True)
+    for path in (run.experiment, run.plan, run.environment, run.tracker):
+        if path.exists():  # copied, because the directory must be a readable run at every moment
+            shutil.copy2(path, aside)
+    for path in (run.launcher, run.resume, run.ranks, run.stacks, run.errors, run.stop_file, run.kill_file):
+        if path.exists():
+            path.rename(aside / path.name)
+    return aside
+
+
+def _set_aside_later(run: RunDir, aside: Path, step: int) -> None:
+    """Move the checkpoints after `step` to `aside`: they belong to a curve that the run is about to abandon.
+
+    The latest goes first, so that after an interruption the newest one that is left is still of one curve.
+    """
+    for checkpoint in reversed(complete_checkpoints(run)):
+        if checkpoint.step > step:
+            (aside / "checkpoints").mkdir(exist_ok=True)
+            checkpoint.path.rename(aside / "checkpoints" / checkpoint.path.name)
+
+
+def _check_data(run: RunDir, experiment: Experiment, provenance: Mapping[str, Any]) -> None:
+    """Raise `DataError` if the files that the run was trained on hold another text now.
+
+    An experiment that names other data asks for the change. User-defined data are not executed here.
+    """
+    from workbench.experiment import Experiment as Read
+
+    recorded = None
+    with contextlib.suppress(OSError, ValueError, AttributeError):  # a run that does not say what it was trained on
+        recorded, then = read_record(run.environment).get("data_fingerprint"), read_record(run.experiment)
+    if not recorded or provenance.get("accepted_changed_data") or experiment.data.is_user_defined:
+        return
+    if then.get("data") != json.loads(json.dumps(experiment.data.to_json())):
+        return
+    before = Read.from_json(then)
+    is_named = not any(data is not None and data.is_user_defined for data in (before.data, before.eval_data))
+    found = data_fingerprint(before) if is_named else None
+    if found is not None and found != recorded:
+        raise DataError(
+            f"{experiment.data.name} has changed since {run.path.name} was trained on it: its first and last samples "
+            f"have the fingerprint {found[:12]} instead of {recorded[:12]}. Restore the text, or continue with the new "
+            "one: run.resume(accept_changed_data=True)."
+        )
+
+
+def user_code(experiment: Experiment) -> dict[str, bytes]:
+    """Return the files of `code/`: the user-defined parts that are here, pickled, their source, and their functions.
+
+    Raises `InvalidExperiment` if a module on disk holds other functions than this process.
+    """
+    files, functions = dict[str, bytes](), dict[str, dict[str, Function]]()
+    for name, value in user_parts(experiment).items():
+        if value is not None:
+            files[f"{name}.pkl"] = pickled(name, value)
+            files[f"{name}.py"] = _source(value).encode()
+            functions[name] = {} if name in ("data", "eval_data") else functions_of(value)
+    for part, of_part in functions.items():
+        if changed := changed_on_disk(of_part):
+            raise InvalidExperiment(
+                f"The {part} would be another in the workers, which import its files: {changed[0]} is not what the "
+                f"file of its module holds{_and_more(changed)}. It was edited after it was imported, or replaced here. "
+                "Restart the kernel, or importlib.reload the module and make the experiment anew; what you replaced, "
+                "write into the file, or define it in a cell."
+            )
+    if files:
+        files[FUNCTIONS] = functions_json(functions)
+        files[CELLS] = sent_cells(content for name, content in files.items() if name.endswith(".pkl"))
+        files[CODE_PATH] = path_json(user_path())
+    return files
+
+
+def code_of_clone(run: RunDir, experiment: Experiment) -> dict[str, bytes]:
+    """Return the files of `code/` for a clone: those that the run stored of the parts that are only described here."""
+    described = [name for name, value in user_parts(experiment).items() if value is None]
+    names = [f"{part}.{ending}" for part in described for ending in ("pkl", "py")]
+    code = {name: path.read_bytes() for name in names if (path := run.code / name).exists()}
+    stored = read_functions(run.code)
+    require_stored_code(run, described)
+    code |= user_code(experiment)
+    if code:
+        own = json.loads(code.get(FUNCTIONS, b"{}"))
+        code[FUNCTIONS] = functions_json({part: stored[part] for part in described if part in stored}, own)
+        code[CODE_PATH] = path_json([*_code_path(run), *user_path()])
+    return code
+
+
+def require_stored_code(run: RunDir, parts: Iterable[str] = USER_PARTS) -> None:
+    """Raise `PlanMismatch` if a file that the stored parts import holds other functions than when the run was started.
+
+    Nothing of them is executed.
+    """
+    functions = read_functions(run.code)
+    changed = [each for part in parts for each in changed_on_disk(functions.get(part, {}))]
+    if changed:
+        raise PlanMismatch(
+            f"The code of {run.path.name} was edited since it was started: {changed[0]} is not what the file of its "
+            f"module holds now{_and_more(changed)}. Undo the edit to go on with the code that was started, or train "
+            "the edited one from the start: wb.launch(experiment)."
+        )
+
+
+def _and_more(changed: list[str]) -> str:
+    return f", and {len(changed) - 1} functions more" if len(changed) > 1 else ""
+
+
+def continued_provenance(run: RunDir, experiment: Experiment, accepts_changed_data: bool = False) -> dict[str, Any]:
+    """Return what `environment.json` says beside the machine, for a continuation of the run as `experiment`.
+
+    A user-defined dataset is not read here, so its fingerprint is dropped when the last samples change.
+    """
+    before: dict[str, Any] = {}
+    with contextlib.suppress(OSError, ValueError):  # a continuation needs none of it
+        before = read_record(run.environment)
+    provenance: dict[str, Any] = {name: before[name] for name in ("cloned_from", "data_fingerprint") if name in before}
+    if not experiment.data.is_user_defined:
+        provenance["data_fingerprint"] = data_fingerprint(experiment)
+    elif experiment.total_steps != read_record(run.experiment)["steps"]:
+        provenance["data_fingerprint"] = None
+    if accepts_changed_data:
+        provenance["accepted_changed_data"] = True
+    return provenance
+
+
+def path_json(entries: Iterable[str]) -> bytes:
+    """Return the content of `CODE_PATH`."""
+    return json.dumps(list(dict.fromkeys(entries)), indent=2).encode()
+
+
+def _code_path(run: RunDir) -> list[str]:
+    try:
+        return [str(entry) for entry in read_json(run.code / CODE_PATH)]
+    except (OSError, ValueError):
+        return []
+
+
+def worker_path(run: RunDir) -> Iterable[str]:
+    """Return the module search path of the ranks: this process's, then that of the run's own code."""
+    return dict.fromkeys([*user_path(), *_code_path(run)])
+
+
+def _source(value: Any) -> str:
+    """Return the source of what was pickled, for people, where Python can find it."""
+    if isinstance(value, list):
+        return "\n\n".join(map(_source, value))
+    if isinstance(value, dict):
+        return "\n\n".join(f"# {name}\n{_source(function)}" for name, function in value.items())
+    inner = innermost(value)
+    described = inner if inspect.isroutine(inner) or inspect.isclass(inner) else type(inner)
+    return source_of(described) or f"# {described!r}: its source was not found\n"

@@ -33,14 +33,13 @@ from workbench.rundir import (
     write_json,
 )
 from workbench.runs.launching import fork_server, processes
-from workbench.runs.launching.device_queue import Ticket
-from workbench.runs.launching.device_sampler import sampled
-from workbench.runs.launching.failure import record_silent_death, root_cause
+from workbench.runs.launching.device_queue import Ticket, sampled
+from workbench.runs.launching.processes import record_silent_death, root_cause
 from workbench.runs.launching.stalls import StallWatch
-from workbench.runs.tracking.wandb_run import start_recorder
+from workbench.runs.wandb_run import start_recorder
 
 if TYPE_CHECKING:
-    from workbench.runs.records.kept_blocks import ColumnKeeper
+    from workbench.runs.event_blocks import ColumnKeeper
 
 POLL_S = 0.2
 LONGEST_POLL_S = 10.0
@@ -128,7 +127,7 @@ class _Supervised:
         """Leave the columns of a long run beside its events, so that it opens quickly at any time."""
         with contextlib.suppress(OSError):
             if self.columns is None and self.run.events.stat().st_size >= LONG_EVENTS_BYTES:
-                from workbench.runs.records.kept_blocks import ColumnKeeper
+                from workbench.runs.event_blocks import ColumnKeeper
 
                 self.columns = ColumnKeeper(self.run.events)
             if self.columns is not None:

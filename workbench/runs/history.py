@@ -16,12 +16,26 @@ from numpy.typing import NDArray
 
 from workbench.columns import COLUMNS
 from workbench.errors import suggestion
-from workbench.events import DataEvaluationEvent, EvaluationEvent, Event, SamplesEvent, SparsityEvent, StartEvent
-from workbench.runs.records.event_lines import LOGGED, EventBlock, Rows, columns_of, number, recent_steps
-from workbench.runs.records.kept_blocks import KeptSteps, read_blocks
-from workbench.runs.records.patterns import Patterns, patterns_of
-from workbench.runs.records.text_samples import TextSamples
-from workbench.tables import html_table
+from workbench.events import (
+    DataEvaluationEvent,
+    EvaluationEvent,
+    Event,
+    SamplesEvent,
+    SparsityEvent,
+    StartEvent,
+    TextSample,
+)
+from workbench.runs.event_blocks import (
+    LOGGED,
+    EventBlock,
+    KeptSteps,
+    Rows,
+    columns_of,
+    number,
+    read_blocks,
+    recent_steps,
+)
+from workbench.tables import STYLE, html_table
 
 Column = NDArray[np.float64]
 _ROWS = {name: row for row, name in enumerate((*LOGGED, "gpu_hours"))}
@@ -221,6 +235,125 @@ class Utilization:
 
     def __len__(self) -> int:
         return len(self.time)
+
+
+@dataclass(frozen=True, eq=False)
+class Patterns:
+    """The patterns of a run: float64 columns of equal length, in order of `step`, which begins at 0.
+
+    There is one row before the first step and one after each update; a dense run has none.
+    """
+
+    step: Column
+    tokens: Column
+    flops: Column
+    """FLOPs so far, without the products of absent blocks."""
+    seconds: Column
+    prune_ratio: Column
+    """Share of the present blocks that an update at this step prunes."""
+    present: Column
+    """Share of the blocks of all sparse weights that are present."""
+    explored: Column
+    """Share of the blocks that are or once were present."""
+    moved: Column
+    """Share of the present blocks that the last update replaced."""
+    weight: str
+    """Name of the weight that `pictures` show; empty for a dense run."""
+    pictures: tuple[NDArray[np.bool_], ...]
+    """Upper left corner of that weight's pattern at each row: True for a block that is present."""
+
+    def __len__(self) -> int:
+        return len(self.step)
+
+    def __getitem__(self, name: str) -> Column:
+        return np.asarray(getattr(self, name))
+
+    def __repr__(self) -> str:
+        if not len(self):
+            return "Patterns(none: the weights are dense)"
+        return (
+            f"Patterns({100 * self.present[-1]:.3g} % of the blocks present, {len(self) - 1:,} updates, "
+            f"{100 * self.explored[-1]:.3g} % explored)"
+        )
+
+
+def patterns_of(events: Sequence[SparsityEvent]) -> Patterns:
+    """Return the columns of events that are in order of their steps."""
+
+    def column(values: Sequence[float]) -> Column:
+        return np.array(values, dtype=np.float64)
+
+    return Patterns(
+        step=column([event["step"] for event in events]),
+        tokens=column([event["tokens"] for event in events]),
+        flops=column([event["flops"] for event in events]),
+        seconds=column([event["seconds"] for event in events]),
+        prune_ratio=column([event["prune_ratio"] for event in events]),
+        present=column([event["present"] / event["blocks"] for event in events]),
+        explored=column([event["explored"] / event["blocks"] for event in events]),
+        moved=column([event["moved"] / max(1, event["present"]) for event in events]),
+        weight=events[0]["weight"] if events else "",
+        pictures=tuple(np.array([[block == "#" for block in row] for row in event["pattern"]]) for event in events),
+    )
+
+
+SHOWN_STEPS = 5
+"""Number of steps that the table of a notebook shows: the first, the last, and some between."""
+
+
+@dataclass(frozen=True, repr=False)
+class TextSamples:
+    """Samples of text of one run, in order of the step after which they were written."""
+
+    events: tuple[SamplesEvent, ...] = field(repr=False, default=())
+
+    @property
+    def steps(self) -> list[int]:
+        """Return the steps after which samples were written."""
+        return [event["step"] for event in self.events]
+
+    def at(self, step: float) -> SamplesEvent | None:
+        """Return the last samples that were written at or before a step; None if there are none."""
+        return next((event for event in reversed(self.events) if event["step"] <= step), None)
+
+    def __len__(self) -> int:
+        return len(self.events)
+
+    def __iter__(self) -> Iterator[SamplesEvent]:
+        return iter(self.events)
+
+    def __getitem__(self, index: int) -> SamplesEvent:
+        return self.events[index]
+
+    def __repr__(self) -> str:
+        if not self.events:
+            return "TextSamples(none yet)"
+        written = ((event["step"], each) for event in self.events for each in event["samples"])
+        return "\n".join(f"step {step:,}: {sample['prompt']} | {answer(sample)}" for step, sample in written)
+
+    def _repr_html_(self) -> str:
+        last = len(self.events) - 1
+        shown = sorted({round(index * last / (SHOWN_STEPS - 1)) for index in range(SHOWN_STEPS)}) if last >= 0 else []
+        return table_html([self.events[index] for index in shown])
+
+
+def answer(sample: TextSample) -> str:
+    """Return what the model wrote: a text, or the tokens for each mask with their probabilities in percent."""
+    if "masks" not in sample:
+        return sample.get("text", "")
+    guesses = (", ".join(f"{token} {probability:.1%}" for token, probability in mask) for mask in sample["masks"])
+    return "; ".join(guesses)
+
+
+def table_html(events: list[SamplesEvent]) -> str:
+    """Return a table of samples for a notebook; a rising step from top to bottom."""
+    rows = [(f"{event['step']:,}", sample["prompt"], answer(sample)) for event in events for sample in event["samples"]]
+    if not rows:
+        return "no samples yet"
+    return html_table(("step", "prompt", "what the model wrote"), rows, f"{STYLE};white-space:pre-wrap")
+
+
+# Reading the events
 
 
 class _Table:

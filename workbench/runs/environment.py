@@ -1,16 +1,22 @@
-"""The doctor: a report of what this machine has for training, and of what is missing, with a remedy for each."""
+"""The machine for training: what is recorded of it at each launch, and what the doctor finds missing.
+
+Neither imports torch.
+"""
 
 from __future__ import annotations
 
+import hashlib
 import os
 import platform
 import shutil
+import socket
 import subprocess
 import sys
 from collections.abc import Iterator
 from dataclasses import dataclass
 from importlib import metadata
 from pathlib import Path
+from typing import Any
 
 import psutil
 from packaging.requirements import Requirement
@@ -18,8 +24,8 @@ from packaging.specifiers import SpecifierSet
 
 from workbench.arguments import checked_arguments
 from workbench.machine import available_cores, cpu_model
-from workbench.runs.records import environment
-from workbench.runs.tracking.wandb_run import logged_in
+from workbench.runs.wandb_run import logged_in
+from workbench.secrets import masked_command, masked_words
 from workbench.tables import html_table
 from workbench.units import gib
 
@@ -102,7 +108,7 @@ def _name() -> Finding:
 
 def _torch() -> Finding:
     """Examine PyTorch in another process, because it takes seconds to import and may claim a GPU."""
-    if environment.package_version("torch") is None:
+    if package_version("torch") is None:
         return Finding("PyTorch", False, "not installed", "pip install 'torch>=2.11'.")
     try:
         answer = subprocess.run(
@@ -115,21 +121,21 @@ def _torch() -> Finding:
         return Finding("PyTorch", False, reason[0], "Install it again: pip install --force-reinstall torch.")
     version, cuda, available = answer.stdout.split()
     if cuda == "None":
-        remedy = "Install a CUDA build to use the GPUs." if environment.gpus() else ""
+        remedy = "Install a CUDA build to use the GPUs." if gpus() else ""
         return Finding("PyTorch", not remedy, f"{version}, built for CPUs", remedy)
     if available != "True":
-        remedy = "Update the driver, or see CUDA_VISIBLE_DEVICES." if environment.gpus() else ""
+        remedy = "Update the driver, or see CUDA_VISIBLE_DEVICES." if gpus() else ""
         return Finding("PyTorch", not remedy, f"{version}, built for CUDA {cuda}, sees no GPU", remedy)
     return Finding("PyTorch", True, f"{version}, CUDA {cuda}")
 
 
 def _gpus() -> Finding:
-    gpus = environment.gpus()
-    if not gpus:
+    found = gpus()
+    if not found:
         return Finding("GPUs", True, "none: training runs on CPU processes")
     users = _gpu_users()
     shown = []
-    for gpu in gpus:
+    for gpu in found:
         uses = users.get(gpu["uuid"])
         state = f"used by {uses}" if uses else "idle"
         shown.append(f"{gpu['index']}: {gpu['name']}, {gib(gpu['memory_bytes'] - gpu['used_bytes'])} free, {state}")
@@ -139,7 +145,7 @@ def _gpus() -> Finding:
 def _gpu_users() -> dict[str, str]:
     """Return `"alice (pid 4711), ..."` by GPU UUID, as far as this user may know."""
     users: dict[str, list[str]] = {}
-    for uuid, pid in environment.nvidia_smi("--query-compute-apps=gpu_uuid,pid"):
+    for uuid, pid in nvidia_smi("--query-compute-apps=gpu_uuid,pid"):
         try:
             name = psutil.Process(int(pid)).username()
         except (psutil.Error, ValueError):
@@ -163,7 +169,7 @@ def _disk() -> Finding:
 
 def _package(name: str) -> Finding:
     needed = _needed(name)
-    version = environment.package_version(name)
+    version = package_version(name)
     install = f"pip install '{name}{needed}'."
     if version is None:
         return Finding(name, False, "not installed", install)
@@ -216,3 +222,88 @@ def _texts() -> Finding:
         return Finding("Token cache", True, f"{len(texts)} texts, every file as it was written")
     damage = f"{len(damaged)} of {len(texts)} texts are damaged: {' '.join(damaged)}".removesuffix(".")
     return Finding("Token cache", False, damage, "Delete the folder: the text is then tokenised again.")
+
+
+# What a launch records: machine, versions and git state
+
+PACKAGES = ("workbench", "torch", "accelerate", "transformers", "datasets", "tokenizers", "numpy", "wandb")
+DIFF_LIMIT = 20_000
+"""Characters of `git diff --stat` that are recorded."""
+
+
+def environment() -> dict[str, Any]:
+    """Return machine, versions and git state of this process, as JSON."""
+    return {
+        "host": socket.gethostname(),
+        "platform": platform.platform(),
+        "cpu": cpu_model(),
+        "cores": available_cores(),
+        "load_average": os.getloadavg()[0],  # of the minute before: what else the machine was doing
+        "memory_bytes": psutil.virtual_memory().total,
+        "gpus": gpus(),
+        "python": platform.python_version(),
+        "executable": sys.executable,
+        "packages": {name: package_version(name) for name in PACKAGES},
+        "command": masked_command(sys.argv),
+        "directory": masked_words(os.getcwd()),
+        "git": git_state(Path.cwd()),
+    }
+
+
+def package_version(name: str) -> str | None:
+    """Return the installed version, or None."""
+    try:
+        return metadata.version(name)
+    except metadata.PackageNotFoundError:
+        return None
+
+
+def gpus() -> list[dict[str, Any]]:
+    """Return index, name, driver and memory of every NVIDIA GPU of the machine, visible to this process or not."""
+    listed = []
+    for row in nvidia_smi("--query-gpu=index,name,uuid,driver_version,memory.total,memory.used"):
+        if len(row) == 6:  # other lines are error messages about a GPU that is lost
+            index, name, uuid, driver, total_mib, used_mib = row
+            memory = {"memory_bytes": _bytes(total_mib), "used_bytes": _bytes(used_mib)}
+            listed.append({"index": int(index), "name": name, "uuid": uuid, "driver": driver, **memory})
+    return listed
+
+
+def _bytes(mib: str) -> int:
+    """Return bytes; 0 for a GPU that reports `[N/A]`: one that shares the host's memory, or a slice of a GPU."""
+    return int(mib) * 2**20 if mib.isdigit() else 0
+
+
+def nvidia_smi(query: str) -> list[list[str]]:
+    """Return the rows of an `nvidia-smi` query; none where there is no driver."""
+    if shutil.which("nvidia-smi") is None:
+        return []
+    command = ["nvidia-smi", query, "--format=csv,noheader,nounits"]
+    try:
+        answer = subprocess.run(command, capture_output=True, text=True, check=False, timeout=60)
+    except (OSError, subprocess.TimeoutExpired):  # a driver that hangs
+        return []
+    if answer.returncode != 0:
+        return []
+    return [[cell.strip() for cell in line.split(",")] for line in answer.stdout.splitlines() if line.strip()]
+
+
+def git_state(directory: Path) -> dict[str, Any] | None:
+    """Return the commit, and the changes on top of it with their SHA-256; None outside a repository."""
+    commit = _git(directory, "rev-parse", "HEAD")
+    if commit is None:
+        return None
+    status = _git(directory, "status", "--porcelain", "--untracked-files=no") or ""
+    diff = _git(directory, "diff", "--stat", "HEAD") or ""
+    changes = _git(directory, "diff", "HEAD") if status else None
+    digest = hashlib.sha256(changes.encode()).hexdigest() if changes else None
+    return {"commit": commit, "dirty": bool(status), "diff_stat": diff[:DIFF_LIMIT], "diff_sha256": digest}
+
+
+def _git(directory: Path, *arguments: str) -> str | None:
+    try:
+        command = ["git", "-C", str(directory), *arguments]
+        answer = subprocess.run(command, capture_output=True, text=True, errors="replace", check=False, timeout=20)
+    except (OSError, subprocess.TimeoutExpired):
+        return None
+    return answer.stdout.strip() if answer.returncode == 0 else None

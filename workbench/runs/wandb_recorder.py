@@ -1,6 +1,6 @@
 """The process that reports one run to Weights & Biases.
 
-Started as `python -m workbench.runs.tracking.recorder [--upload] RUN_DIR`, it reads what the ranks append to
+Started as `python -m workbench.runs.wandb_recorder [--upload] RUN_DIR`, it reads what the ranks append to
 `events.jsonl` and logs it as one W&B run, online when somebody is logged in and offline otherwise. The training neither
 waits for it nor knows of it: a server that is slow, refuses or is gone delays nothing, and since the events hold
 everything, `--upload` delivers later whatever is missing.
@@ -34,10 +34,9 @@ from workbench.rundir import (
     read_record,
     write_json,
 )
+from workbench.runs.history import answer, resumed_step
 from workbench.runs.launching.processes import run_alive
-from workbench.runs.records.history import resumed_step
-from workbench.runs.records.text_samples import answer
-from workbench.runs.tracking.wandb_run import (
+from workbench.runs.wandb_run import (
     NICENESS,
     attachments,
     may_upload,
@@ -149,7 +148,7 @@ def _write_offline_elsewhere(run: RunDir, problem: str) -> int:
     """Record offline in another process: this one's client still tries to reach the server, and holds the run's id."""
     code = (
         "import pathlib, sys; from workbench.rundir import RunDir; "
-        "from workbench.runs.tracking.recorder import write_offline; "
+        "from workbench.runs.wandb_recorder import write_offline; "
         "write_offline(RunDir(pathlib.Path(sys.argv[1])), sys.argv[2])"
     )
     command = [sys.executable, "-c", code, str(run.path), problem]
