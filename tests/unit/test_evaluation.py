@@ -128,9 +128,9 @@ def test_further_sets_that_cannot_be_evaluated_are_refused(folder):
     both = wb.Evaluation(also={"known": 0.3}, metrics={"known": torch.add})
     with pytest.raises(InvalidExperiment, match="known is a metric and a held-out set"):
         experiment(folder, evaluation=both)
-    causal = wb.models.gpt3(vocab_size=200, hidden_size=16, num_layers=2, num_heads=2, max_positions=64)
+    causal = wb.models.opt(vocab_size=200, hidden_size=16, num_layers=2, num_heads=2, max_positions=64)
     with pytest.raises(InvalidExperiment, match="predicts every position of its labels"):
-        experiment(folder, model=causal, evaluation=wb.Evaluation(also={"more": 0.3}))
+        experiment(folder).replace(model=causal, evaluation=wb.Evaluation(also={"more": 0.3}))
 
 
 def test_a_text_that_is_too_small_or_of_one_document_is_refused(folder, tmp_path):
