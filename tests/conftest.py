@@ -13,7 +13,7 @@ from hypothesis import settings
 from tests import durations, worlds
 from tests.durations import pytest_addoption
 from tests.exhaustive import EXHAUSTIVE
-from workbench.home import cache_home
+from workbench.machine import cache_home
 
 __all__ = ["pytest_addoption"]
 

@@ -1,4 +1,4 @@
-"""Checks of what a user passes to the functions of the API, by the annotations of their parameters."""
+"""Decorators of functions: checks of what a user passes, by the parameters and their annotations; and a cache."""
 
 from __future__ import annotations
 
@@ -11,12 +11,13 @@ import types
 import typing
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from numbers import Integral, Real
-from typing import Any, ParamSpec, TypeVar
+from typing import Any, Concatenate, ParamSpec, TypeVar
 
-from workbench.errors import InvalidArgument, checked_keywords
+from workbench.errors import InvalidArgument, UnknownParameter, suggestion
 
 P = ParamSpec("P")
 R = TypeVar("R")
+Owner = TypeVar("Owner")
 LARGEST_INTEGER = 2**63 - 1
 """Largest whole number that files, tensors and operating systems store."""
 WORDS = {
@@ -40,6 +41,42 @@ WORDS = {
     "Mapping": "a dict",
 }
 """Descriptions of the types of parameters, by the name of the type."""
+
+
+def checked_keywords(function: Callable[P, R]) -> Callable[P, R]:
+    """Make a function answer an unknown keyword with the nearest known one instead of a bare `TypeError`."""
+    parameters = inspect.signature(function).parameters.values()
+    known = {p.name for p in parameters if p.kind is not p.POSITIONAL_ONLY and p.name != "self"}
+    for parameter in (p for p in parameters if p.kind is p.VAR_KEYWORD):
+        known = known - {parameter.name} | _keys_of(parameter.annotation, function)
+    name = function.__qualname__.removesuffix(".__init__")
+
+    @functools.wraps(function)
+    def checked(*args: P.args, **kwargs: P.kwargs) -> R:
+        for word in kwargs:
+            if word not in known:
+                hint = _replaced(word, [*args, *kwargs.values()]) or suggestion(word, known)
+                raise UnknownParameter(f"{name} has no parameter {word!r}. {hint}")
+        return function(*args, **kwargs)
+
+    return checked
+
+
+def _replaced(word: str, arguments: Iterable[Any]) -> str:
+    """Return how to change a value that one of the arguments holds, such as the steps of an experiment."""
+    holders = (type(one).__name__.lower() for one in arguments if word in getattr(type(one), "REPLACED", ()))
+    return next((f"It is a value of the {holder}: give {holder}.replace({word}=…)." for holder in holders), "")
+
+
+def _keys_of(annotation: Any, function: Callable[..., Any]) -> frozenset[str]:
+    """Return the keys of the `TypedDict` in the annotation `Unpack[…]` of a function's `**` parameter."""
+    holder = types.SimpleNamespace(__annotations__={"unpacked": annotation})
+    hint = typing.get_type_hints(holder, function.__globals__)["unpacked"]
+    if typing.get_origin(hint) is not typing.Unpack:
+        raise AssertionError(f"{function.__qualname__} takes any keyword; there is nothing to check")
+    [keywords] = typing.get_args(hint)
+    keys: frozenset[str] = keywords.__required_keys__ | keywords.__optional_keys__
+    return keys
 
 
 def checked_arguments(function: Callable[P, R]) -> Callable[P, R]:
@@ -153,3 +190,27 @@ def _short(value: Any) -> str:
     except Exception:
         text = f"<{type(value).__name__}>"
     return text if len(text) <= 80 else f"{text[:80]}…"
+
+
+def memoised(
+    method: Callable[Concatenate[Owner, P], R],
+) -> Callable[Concatenate[Owner, P], R]:
+    """Cache the results of a method in its object, by its hashable arguments.
+
+    `functools.cache` would keep the object itself alive: a search prices hundreds of options, whose matrices must be
+    freed as soon as it has weighed them.
+    """
+
+    name = f"_results_of_{method.__name__}"
+
+    @functools.wraps(method)
+    def cached(self: Owner, /, *args: P.args, **kwargs: P.kwargs) -> R:
+        results: dict[Any, R] = vars(self).setdefault(name, {})
+        key = (args, tuple(kwargs.items())) if kwargs else args
+        try:
+            return results[key]
+        except KeyError:
+            results[key] = result = method(self, *args, **kwargs)
+            return result
+
+    return cached

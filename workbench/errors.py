@@ -7,19 +7,11 @@ keeps working). The sentence is the error; `facts` carries what code reads. Our 
 from __future__ import annotations
 
 import difflib
-import functools
-import inspect
 import re
-import types
-import typing
 from collections.abc import Callable, Iterable
-from typing import Any, ParamSpec, TypeVar
+from typing import Any
 
 import lazy_loader
-
-P = ParamSpec("P")
-R = TypeVar("R")
-
 
 _TO_AUTHORS = re.compile(r"\b(file|open|report|submit|raise|create)\b.*\b(issue|bug)s?\b", re.IGNORECASE)
 """Sentences of a library that ask its users to write to its authors, for whom an error of ours is no news."""
@@ -34,7 +26,7 @@ class WorkbenchError(ValueError):
 
     def _render_traceback_(self) -> list[str]:
         """Return the lines that IPython prints for this error."""
-        from workbench.tracebacks import in_notebook
+        from workbench.display import in_notebook
 
         return in_notebook(self)
 
@@ -161,39 +153,3 @@ def lazy_names(package: str, file: str) -> tuple[Callable[[str], Any], Callable[
         raise AttributeError(f"{package} has no {name!r}. {suggestion(name, known)}", name=name)
 
     return get, listed, known
-
-
-def checked_keywords(function: Callable[P, R]) -> Callable[P, R]:
-    """Make a function answer an unknown keyword with the nearest known one instead of a bare `TypeError`."""
-    parameters = inspect.signature(function).parameters.values()
-    known = {p.name for p in parameters if p.kind is not p.POSITIONAL_ONLY and p.name != "self"}
-    for parameter in (p for p in parameters if p.kind is p.VAR_KEYWORD):
-        known = known - {parameter.name} | _keys_of(parameter.annotation, function)
-    name = function.__qualname__.removesuffix(".__init__")
-
-    @functools.wraps(function)
-    def checked(*args: P.args, **kwargs: P.kwargs) -> R:
-        for word in kwargs:
-            if word not in known:
-                hint = _replaced(word, [*args, *kwargs.values()]) or suggestion(word, known)
-                raise UnknownParameter(f"{name} has no parameter {word!r}. {hint}")
-        return function(*args, **kwargs)
-
-    return checked
-
-
-def _replaced(word: str, arguments: Iterable[Any]) -> str:
-    """Return how to change a value that one of the arguments holds, such as the steps of an experiment."""
-    holders = (type(one).__name__.lower() for one in arguments if word in getattr(type(one), "REPLACED", ()))
-    return next((f"It is a value of the {holder}: give {holder}.replace({word}=…)." for holder in holders), "")
-
-
-def _keys_of(annotation: Any, function: Callable[..., Any]) -> frozenset[str]:
-    """Return the keys of the `TypedDict` in the annotation `Unpack[…]` of a function's `**` parameter."""
-    holder = types.SimpleNamespace(__annotations__={"unpacked": annotation})
-    hint = typing.get_type_hints(holder, function.__globals__)["unpacked"]
-    if typing.get_origin(hint) is not typing.Unpack:
-        raise AssertionError(f"{function.__qualname__} takes any keyword; there is nothing to check")
-    [keywords] = typing.get_args(hint)
-    keys: frozenset[str] = keywords.__required_keys__ | keywords.__optional_keys__
-    return keys

@@ -20,11 +20,11 @@ from workbench import data as _data
 from workbench import models as _models
 from workbench.columns import NAME, reserved_names
 from workbench.data import LARGEST_MASKED_SHARE, DataSource
+from workbench.display import facts_html
 from workbench.errors import InvalidExperiment, UnknownParameter, suggestion
 from workbench.models import ModelSource
 from workbench.sparsity import Static
 from workbench.sparsity import from_json as sparsity_from_json
-from workbench.tables import facts_html
 from workbench.units import is_count
 from workbench.user_code import UserFunction, as_user_function, required_arguments
 from workbench.validation import (

@@ -1,10 +1,13 @@
-"""The processor of this machine, read without starting a process."""
+"""This machine, as far as it is known without starting a process: its processor, and the folders of its user."""
 
 from __future__ import annotations
 
 import os
 import platform
+import sys
 from pathlib import Path
+
+from workbench.errors import WorkbenchError
 
 
 def available_cores() -> int:
@@ -23,3 +26,26 @@ def cpu_model() -> str:
     except OSError:
         pass
     return platform.machine()
+
+
+def cache_home() -> Path:
+    """Return the cache folder, for everything that can be made again: tokenised text, measurements, the device queue.
+
+    It is `$WORKBENCH_HOME`, or the user's cache folder by the custom of the platform.
+    """
+    if home := os.environ.get("WORKBENCH_HOME"):
+        return Path(home).expanduser()
+    if sys.platform == "darwin":
+        return Path.home() / "Library" / "Caches" / "workbench"
+    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "workbench"
+
+
+def current_folder() -> Path:
+    """Return the current folder; raises `WorkbenchError` if it was deleted or may not be read."""
+    try:
+        return Path.cwd()
+    except OSError as error:
+        raise WorkbenchError(
+            f"The current folder cannot be used: {error.strerror}. It was deleted or closed to you while this process "
+            "was in it. Change to another one, os.chdir(...), or %cd in a notebook."
+        ) from None

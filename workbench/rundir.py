@@ -58,7 +58,7 @@ import psutil
 
 from workbench.errors import PlanMismatch
 from workbench.events import Event, ProcessRecord
-from workbench.home import cache_home, current_folder
+from workbench.machine import cache_home, current_folder
 
 STATES = ("queued", "starting", "running", "stalled", "finished", "stopped", "failed")
 FINAL_STATES = ("finished", "stopped", "failed")

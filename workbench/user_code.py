@@ -24,9 +24,9 @@ from pathlib import Path
 from types import CodeType, FunctionType, MappingProxyType, MethodType, ModuleType
 from typing import Any
 
+from workbench.display import place
 from workbench.errors import InvalidExperiment, in_words
-from workbench.home import current_folder
-from workbench.tracebacks import place
+from workbench.machine import current_folder
 
 LONGEST_LAMBDA = 60
 """Letters of a lambda's text that name it."""

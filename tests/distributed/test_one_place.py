@@ -1,7 +1,7 @@
 """A schedule and a column are each added in one place: a module with one record and one row, and nothing else.
 
 The test runs `one_place.py` in a process of its own, in which that module is imported first, as if its two statements
-stood in `workbench/pipeline_schedules.py` and `workbench/columns.py`.
+stood in `workbench/strategy.py` and `workbench/columns.py`.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ ADDITIONS = '''
 import os
 
 from workbench.columns import COLUMNS, Axis, Column, Panel
-from workbench.pipeline_schedules import SCHEDULES, Action, PipelineSchedule
+from workbench.strategy import SCHEDULES, Action, PipelineSchedule
 
 
 def breadth_first(ranks, num_microbatches, chunks):

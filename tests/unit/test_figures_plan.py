@@ -18,10 +18,10 @@ from workbench.figures import theme
 from workbench.figures.plan_view import CHARACTER_SHARE, partition, plan_mimebundle, show_plan
 from workbench.figures.theme import SUBTITLE_LETTERS, TITLE_LETTERS
 from workbench.figures.timeline_view import NUMBERED_LANE, measured_timeline, prediction, timeline
-from workbench.pipeline_schedules import build_schedule
 from workbench.planning.plan import Memory
 from workbench.planning.prediction import timeline as simulated
 from workbench.planning.simulation import MicroBatchTimes, simulate
+from workbench.strategy import build_schedule
 from workbench.tensors import TensorSpec
 from workbench.units import GIB, gib
 

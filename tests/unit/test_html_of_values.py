@@ -11,10 +11,10 @@ from typer.testing import CliRunner
 
 import workbench as wb
 from workbench.cli import app
+from workbench.display import Html, html_table, text_table
 from workbench.errors import UnknownParameter
 from workbench.runs.history import History
 from workbench.runs.status import Status
-from workbench.tables import Html, html_table, text_table
 
 NAME = "<script>alert(1)</script>"
 

@@ -19,14 +19,13 @@ from plan_values import H200, PROFILE, costs_of, divided_profile, plan_of, strat
 from workbench.cost import Cluster
 from workbench.cost.hardware import FRAGMENTATION
 from workbench.cost.memory import activations
-from workbench.pipeline_schedules import build_schedule
 from workbench.planning import stage_costs
 from workbench.planning.checkpointing import MixedStages
 from workbench.planning.device_costs import RELAUNCHED
 from workbench.planning.plan import Plan
 from workbench.planning.stage_costs import StrategyCosts
 from workbench.planning.stage_cuts import Cutter, partition
-from workbench.strategy import RECOMPUTE, Strategy
+from workbench.strategy import RECOMPUTE, Strategy, build_schedule
 
 MODES = tuple(RECOMPUTE)
 

@@ -11,8 +11,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from workbench.errors import PlanInfeasible
-from workbench.pipeline_schedules import SCHEDULES, Action, Schedule, build_schedule
 from workbench.planning.simulation import MicroBatchTimes, _in_order, most_in_flight, peak_holdings, simulate, step_ms
+from workbench.strategy import SCHEDULES, Action, Schedule, build_schedule
 
 pipelines = st.integers(1, 6)
 milliseconds = st.floats(0.5, 20.0)

@@ -31,8 +31,8 @@ from workbench.analysis.curve import (
     why_curves_do_not_compare,
 )
 from workbench.analysis.noise import END, RESOLUTION, Line, Scatter, smoothed_line
+from workbench.display import html_table
 from workbench.errors import UnknownParameter
-from workbench.tables import html_table
 from workbench.units import gib
 
 MAX_POINTS = 1000

@@ -22,6 +22,7 @@ from workbench.analysis.contrast import Interval
 from workbench.analysis.laws import FORMS, KAPLAN, Array, ChinchillaLaw, Form, KaplanLaw, Law, fit
 from workbench.analysis.noise import CONFIDENCE, scatter_of
 from workbench.arguments import checked_arguments
+from workbench.display import html_table, text_table
 from workbench.errors import InvalidArgument, InvalidExperiment
 from workbench.experiment import Experiment, values_by_name
 from workbench.models import Model
@@ -30,7 +31,6 @@ from workbench.runs.history import Evaluations
 from workbench.runs.registry import Runs, load_runs
 from workbench.runs.run import Run
 from workbench.sweeps.sweep import Sweep
-from workbench.tables import html_table, text_table
 from workbench.units import count
 
 RESAMPLES = 200

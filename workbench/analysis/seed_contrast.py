@@ -49,9 +49,9 @@ from workbench.analysis.noise import (
     scatter_of,
     usual_scatter,
 )
+from workbench.display import html_table
 from workbench.errors import UnknownParameter
 from workbench.sparsity import from_json
-from workbench.tables import html_table
 
 AXES = ("tokens", "flops", "gpu_hours")
 """Axes at whose equal values configurations are compared."""

@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from workbench.arguments import memoised
 from workbench.capture.block_extraction import computation_of, line_of_operation
 from workbench.capture.division import (
     MOST_FLOPS,
@@ -29,12 +30,11 @@ from workbench.capture.model import build_meta, capture, signature
 from workbench.capture.outputs import Metric, read_by, slots_of
 from workbench.capture.source_lines import SourceLine
 from workbench.capture.tensor_parallel import plan_tensor_parallel
+from workbench.display import waiting
 from workbench.errors import CaptureError, InvalidExperiment, PlanMismatch
 from workbench.experiment import Experiment
-from workbench.memo import memoised
 from workbench.tensors import TensorSpec
 from workbench.user_code import Function, UserFunction, changed_between, functions_of
-from workbench.waiting import waiting
 
 # Comparison of a model captured in eval mode with the same model captured in train mode.
 

@@ -12,7 +12,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
-from workbench.tables import html_table
+from workbench.display import html_table
 from workbench.tensors import TensorSpec
 from workbench.units import count, gib
 

@@ -15,8 +15,8 @@ from typing import Any
 import torch
 from torch import fx
 
+from workbench.display import place
 from workbench.errors import CaptureError
-from workbench.tracebacks import place
 
 _INSTALLED = tuple(
     str(Path(path)) for path in {sys.prefix, sys.base_prefix, str(Path(torch.__file__).parent)} if path != "/"

@@ -12,8 +12,8 @@ from typing import Annotated, Any, NamedTuple, TypeVar
 import numpy as np
 import numpy.typing as npt
 
+from workbench.display import facts_html
 from workbench.errors import PlanInfeasible, UnknownParameter, suggestion
-from workbench.tables import facts_html
 from workbench.units import GIB, gib, is_count, plain
 from workbench.validation import Field, Whole, checked_value
 

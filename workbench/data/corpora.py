@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING, Annotated, Any, NamedTuple
 
 from workbench.data.source import DataSource, DescribedModel, HeldOutSamples, Prepared, SampleRequest, UserData
 from workbench.data.text import Files, Rows, TextSource, local_text, packaged_speeches
+from workbench.display import waiting
 from workbench.errors import DataError, in_words
 from workbench.events import DataUseEvent
 from workbench.tensors import TensorSpec
@@ -35,7 +36,6 @@ from workbench.validation import (
     is_factor,
     known,
 )
-from workbench.waiting import waiting
 
 if TYPE_CHECKING:
     from workbench.data.datasets import Batch, MixedDataset, StreamedDataset, TextDataset, TrainingDataset

@@ -30,9 +30,9 @@ from torch.utils.data import Dataset
 
 from workbench.data.sampling import EVALUATION_SEED, ITEM, MixedOrder, TokenSamples, hashed, shuffled
 from workbench.data.streaming import OF_A_RANK, Chunk, Ring, SampleStream
+from workbench.display import place
 from workbench.errors import DataError, in_words, message_of
 from workbench.tensors import TensorSpec
-from workbench.tracebacks import place
 
 Batch = dict[str, torch.Tensor]
 CPU = torch.device("cpu")

@@ -30,10 +30,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from workbench.data.text import Position
+from workbench.display import waiting
 from workbench.errors import DataError
-from workbench.home import cache_home
+from workbench.machine import cache_home
 from workbench.units import gib
-from workbench.waiting import waiting
 
 I64 = NDArray[np.int64]
 

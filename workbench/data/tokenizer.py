@@ -31,7 +31,7 @@ from workbench.data.store import TOKENIZER_FACTS as FACTS
 from workbench.data.store import only_process, writing_to
 from workbench.data.text import Advance
 from workbench.errors import DataError, first_line
-from workbench.home import cache_home
+from workbench.machine import cache_home
 
 Ids = tuple[int, ...]
 

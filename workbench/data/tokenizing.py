@@ -49,11 +49,10 @@ from workbench.data.tokenizer import (
     train_byte_level_bpe,
     train_wordpiece,
 )
+from workbench.display import waiting
 from workbench.errors import DataError
-from workbench.home import cache_home
-from workbench.machine import available_cores
+from workbench.machine import available_cores, cache_home
 from workbench.units import count as count_text
-from workbench.waiting import waiting
 
 FORMAT = 4
 """Version of the folder's format; part of its name."""

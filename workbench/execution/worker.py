@@ -32,6 +32,7 @@ from workbench.capture.captured_model import CapturedModel
 from workbench.cost.block_sparse import absent_flops
 from workbench.data import Mixture, held_out
 from workbench.data.datasets import seed_generators
+from workbench.display import CELLS, formatted, know_cells
 from workbench.errors import DataError, NonFiniteLoss, PlanMismatch, message_of, root_exception
 from workbench.execution import flight_recorder
 from workbench.execution.blocks.context import StepContext
@@ -82,7 +83,6 @@ from workbench.rundir import (
     write_record,
 )
 from workbench.secrets import masked_words
-from workbench.tracebacks import CELLS, formatted, know_cells
 from workbench.units import GIB, gib
 from workbench.user_code import changed_between, functions_of, read_functions
 

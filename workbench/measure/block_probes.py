@@ -24,8 +24,7 @@ from typing import Any
 
 from workbench.cost import Cluster, Device, Profile
 from workbench.cost.profile import BlockMeasurement
-from workbench.home import cache_home
-from workbench.machine import available_cores
+from workbench.machine import available_cores, cache_home
 from workbench.rundir import read_object, write_json
 from workbench.tensors import TensorSpec
 from workbench.user_code import pickled, user_path

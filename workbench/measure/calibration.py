@@ -22,8 +22,7 @@ from typing import Annotated
 from workbench.arguments import checked_arguments
 from workbench.cost.hardware import CALIBRATED, FITTED, Cluster, Link
 from workbench.errors import PlanMismatch
-from workbench.home import cache_home
-from workbench.machine import available_cores, cpu_model
+from workbench.machine import available_cores, cache_home, cpu_model
 from workbench.measure.detection import (
     CPU_PROCESSES,
     LoadWatch,

@@ -26,8 +26,7 @@ import psutil
 
 from workbench.cost.hardware import CARDS, NODES, PCIE, TIMED, Cluster, Device, Efficiency, Link
 from workbench.errors import PlanInfeasible
-from workbench.home import cache_home
-from workbench.machine import available_cores, cpu_model
+from workbench.machine import available_cores, cache_home, cpu_model
 from workbench.rundir import read_json, read_object, write_json
 from workbench.units import plain
 

@@ -8,9 +8,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from workbench.display import html_table, text_table
 from workbench.errors import InvalidExperiment
 from workbench.models._named import Model
-from workbench.tables import html_table, text_table
 from workbench.validation import factor_of
 
 EMBEDDING, LOGITS_BIAS, READ_OUT_NORM, READ_OUT = "embedding", "bias of logits", "norm before the read-out", "read-out"

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from workbench.arguments import checked_arguments
+from workbench.display import html_table
 from workbench.errors import WorkbenchError
 from workbench.figures.figure import read_notebook
 from workbench.notebooks.executing import Record, RecordedRun, check_not_overwritten, execute, recorded_in
@@ -21,7 +22,6 @@ from workbench.rundir import write_json
 from workbench.runs.environment import environment
 from workbench.runs.launching.launcher import REPLAY
 from workbench.runs.run import Run
-from workbench.tables import html_table
 
 PathLike = str | os.PathLike[str]
 PLAN_FIELDS = ("pipeline", "data", "tensor", "zero", "schedule", "micro_batch", "num_microbatches", "precision")

@@ -12,10 +12,10 @@ from functools import lru_cache
 import numpy as np
 import numpy.typing as npt
 
+from workbench.arguments import memoised
 from workbench.cost.hardware import Device, Link, all_gather_s, all_reduce_s, reduce_scatter_s
 from workbench.cost.memory import BF16, FP32, ParameterTable, spans
 from workbench.cost.profile import ACCUMULATE_BYTES, BlockCosts, Profile
-from workbench.memo import memoised
 
 Array = npt.NDArray[np.float64]
 Collective = Callable[[Array, int, Link], Array]

@@ -6,12 +6,11 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
 from workbench.cost.profile import Profile
-from workbench.pipeline_schedules import SCHEDULES
 from workbench.planning.device_costs import device_costs
 from workbench.planning.request import Request, divisors, no_kernels, unknown_rates
 from workbench.planning.stage_costs import ClusterCosts, StrategyCosts
 from workbench.planning.stage_cuts import Cut
-from workbench.strategy import RECOMPUTE, ZERO, Strategy
+from workbench.strategy import RECOMPUTE, SCHEDULES, ZERO, Strategy
 
 
 @dataclass

@@ -21,12 +21,11 @@ from workbench.capture.graph import Computation
 from workbench.cost.hardware import Cluster
 from workbench.cost.memory import FP32
 from workbench.cost.profile import Profile
+from workbench.display import facts_html, html_table
 from workbench.errors import PlanMismatch, WorkbenchError, in_words
-from workbench.pipeline_schedules import SCHEDULES
 from workbench.planning.request import Request
 from workbench.rundir import read_json, write_json
-from workbench.strategy import RECOMPUTE, Strategy
-from workbench.tables import facts_html, html_table
+from workbench.strategy import RECOMPUTE, SCHEDULES, Strategy
 from workbench.units import count, duration, gib
 from workbench.validation import first_problem
 

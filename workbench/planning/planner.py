@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Unpack
 
 from workbench.arguments import checked_arguments
 from workbench.cost.hardware import Cluster
+from workbench.display import waiting
 from workbench.experiment import Experiment
 from workbench.planning.optimizer_limits import choices_for_optimizer
 from workbench.planning.plan import Plan
@@ -15,7 +16,6 @@ from workbench.planning.profiling import profile_and_cluster
 from workbench.planning.request import Request, memory_limit_bytes
 from workbench.planning.table import Plans, weigh
 from workbench.strategy import Choices, Fixed
-from workbench.waiting import waiting
 
 if TYPE_CHECKING:
     from workbench.cost.profile import Profile

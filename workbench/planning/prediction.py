@@ -8,14 +8,13 @@ import numpy as np
 
 from workbench.cost.hardware import CALIBRATED, DATA_SHEET, FITTED, TIMED, Device, point_to_point_s
 from workbench.cost.profile import Profile
-from workbench.pipeline_schedules import build_schedule
 from workbench.planning.device_costs import Array
 from workbench.planning.plan import Plan, Prediction
 from workbench.planning.request import Request
 from workbench.planning.simulation import MicroBatchTimes, TimedAction, Timeline, simulate, step_ms
 from workbench.planning.stage_costs import StageTimes, StrategyCosts, boundary_link
 from workbench.planning.stage_cuts import Cut
-from workbench.strategy import Strategy
+from workbench.strategy import Strategy, build_schedule
 
 
 def bound_ms(costs: StrategyCosts, cut: Cut, times: StageTimes) -> float:

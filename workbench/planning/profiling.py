@@ -11,11 +11,11 @@ from typing import TYPE_CHECKING
 
 from workbench.arguments import checked_arguments
 from workbench.cost.hardware import Cluster
+from workbench.display import waiting
 from workbench.errors import CaptureError, InvalidArgument, InvalidExperiment, in_words, suggestion
 from workbench.experiment import Experiment
 from workbench.planning.request import checked_cluster
 from workbench.validation import LARGEST_COUNT
-from workbench.waiting import waiting
 
 if TYPE_CHECKING:
     from workbench.capture import Graph

@@ -10,10 +10,9 @@ from typing import Any
 from workbench.cost.hardware import FRAGMENTATION
 from workbench.cost.profile import Profile
 from workbench.errors import PlanInfeasible
-from workbench.pipeline_schedules import SCHEDULES, interleaving
 from workbench.planning.plan import Plan
 from workbench.planning.request import Request, divisors, listed
-from workbench.strategy import ZERO, Strategy
+from workbench.strategy import SCHEDULES, ZERO, Strategy, interleaving
 from workbench.units import GIB, gib
 
 Works = Callable[[Request], bool]

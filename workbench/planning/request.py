@@ -11,8 +11,7 @@ from workbench.cost.hardware import FRAGMENTATION, Cluster, Device
 from workbench.cost.profile import Profile
 from workbench.errors import PlanInfeasible
 from workbench.experiment import Experiment
-from workbench.pipeline_schedules import SCHEDULES, interleaving
-from workbench.strategy import RECOMPUTE, Choices, Fixed, Strategy
+from workbench.strategy import RECOMPUTE, SCHEDULES, Choices, Fixed, Strategy, interleaving
 from workbench.units import GIB, gib, plain
 from workbench.validation import Count, LargeCount, PlainValidator, checked_value
 

@@ -10,12 +10,12 @@ from typing import TYPE_CHECKING
 
 from workbench.errors import CaptureError, DataError, InvalidExperiment, PlanMismatch
 from workbench.experiment import Experiment
-from workbench.pipeline_schedules import SCHEDULES
 from workbench.planning.data_supply import supply_of
 from workbench.planning.optimizer_limits import check_optimizer
 from workbench.planning.plan import Plan
 from workbench.planning.profiling import CAPTURE_BATCH, NOT_GATHERED
 from workbench.planning.refusals import too_large_to_build
+from workbench.strategy import SCHEDULES
 from workbench.units import count
 from workbench.user_code import UserFunction
 

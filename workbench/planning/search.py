@@ -15,9 +15,11 @@ from typing import Unpack
 
 import numpy as np
 
+from workbench.arguments import checked_keywords
 from workbench.cost.hardware import Cluster
 from workbench.cost.profile import Profile
-from workbench.errors import PlanInfeasible, PlanMismatch, checked_keywords
+from workbench.display import Say
+from workbench.errors import PlanInfeasible, PlanMismatch
 from workbench.planning.assembly import assemble
 from workbench.planning.options import Option, has_options, options
 from workbench.planning.plan import Plan
@@ -26,7 +28,6 @@ from workbench.planning.refusals import coupled_samples, host_too_small, no_opti
 from workbench.planning.request import Request, check, memory_limit_bytes
 from workbench.planning.stage_cuts import Cutter
 from workbench.strategy import Choices, Fixed, Strategy
-from workbench.waiting import Say
 
 MAX_SETTLED = 80
 """Number of options that are weighed after the best is known, so that a table of the fastest has steps, not bounds."""

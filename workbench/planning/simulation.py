@@ -9,7 +9,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 
-from workbench.pipeline_schedules import SCHEDULES, Action, Schedule, build_schedule, rounds
+from workbench.strategy import SCHEDULES, Action, Schedule, build_schedule, rounds
 
 EXACT_ACTIONS = 12_000
 """Number of actions up to which a whole step is simulated. Of a longer step as many are simulated, and the rest is

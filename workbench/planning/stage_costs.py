@@ -12,6 +12,7 @@ from functools import cached_property
 
 import numpy as np
 
+from workbench.arguments import memoised
 from workbench.cost.hardware import Cluster, Link, all_gather_s, all_reduce_s, point_to_point_s
 from workbench.cost.memory import (
     BF16,
@@ -29,7 +30,6 @@ from workbench.cost.memory import (
     stage_state,
 )
 from workbench.cost.profile import ADAMW, Profile
-from workbench.memo import memoised
 from workbench.planning.checkpointing import MixedStages, Stages
 from workbench.planning.device_costs import Array, Compute, DeviceCosts, without_accumulation
 from workbench.strategy import Strategy

@@ -10,9 +10,9 @@ from itertools import pairwise
 import numpy as np
 import numpy.typing as npt
 
+from workbench.arguments import memoised
 from workbench.cost.memory import Activations, StageState, pending_gradients
 from workbench.cost.profile import ADAMW
-from workbench.memo import memoised
 from workbench.planning.checkpointing import Indices, MixedStages, StageRange, levelled_activations, levelled_stages
 from workbench.planning.device_costs import Array
 from workbench.planning.simulation import peak_holdings

@@ -10,15 +10,13 @@ from dataclasses import dataclass, field, replace
 
 from workbench.cost.hardware import FRAGMENTATION
 from workbench.cost.profile import Profile
+from workbench.display import STYLE, Html, html_table, text_table, waiting
 from workbench.errors import InvalidArgument, PlanInfeasible
-from workbench.pipeline_schedules import SCHEDULES
 from workbench.planning.plan import Candidate, Plan
 from workbench.planning.request import Request
 from workbench.planning.search import Search, checked_search, uncollected
-from workbench.strategy import RECOMPUTE
-from workbench.tables import STYLE, Html, html_table, text_table
+from workbench.strategy import RECOMPUTE, SCHEDULES
 from workbench.units import MIB, gib, is_count, milliseconds
-from workbench.waiting import waiting
 
 FASTEST_SHOWN = 14
 """Number of rows shown of options that fit, fastest first."""

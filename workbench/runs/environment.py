@@ -23,10 +23,10 @@ from packaging.requirements import Requirement
 from packaging.specifiers import SpecifierSet
 
 from workbench.arguments import checked_arguments
+from workbench.display import html_table
 from workbench.machine import available_cores, cpu_model
 from workbench.runs.wandb_run import logged_in
 from workbench.secrets import masked_command, masked_words
-from workbench.tables import html_table
 from workbench.units import gib
 
 DISTRIBUTION, IMPORT_NAME = "training-workbench", "workbench"
@@ -205,7 +205,7 @@ def _templates() -> Finding:
 
 
 def _cache() -> Finding:
-    from workbench.home import cache_home
+    from workbench.machine import cache_home
 
     home = cache_home()
     size = sum(path.stat().st_size for path in home.rglob("*") if path.is_file())

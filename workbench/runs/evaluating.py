@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from workbench.arguments import checked_arguments
+from workbench.display import facts_html, html_table, text_table
 from workbench.errors import (
     CheckpointError,
     DataError,
@@ -37,7 +38,6 @@ from workbench.runs.launching import processes
 from workbench.runs.launching.launcher import Attempt, code_of_clone, devices_for, launch, request_end
 from workbench.runs.launching.processes import log_tail, root_cause
 from workbench.runs.status import Status, complete_checkpoints, read_experiment, read_status, wait_for_end
-from workbench.tables import facts_html, html_table, text_table
 from workbench.units import count, gib
 
 CARRIED = ("step", "loss", "metrics", "evaluated", "tokens", "samples", "flops", "seconds", "eval_seconds")

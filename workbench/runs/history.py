@@ -15,6 +15,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from workbench.columns import COLUMNS
+from workbench.display import STYLE, html_table
 from workbench.errors import suggestion
 from workbench.events import (
     DataEvaluationEvent,
@@ -35,7 +36,6 @@ from workbench.runs.event_blocks import (
     read_blocks,
     recent_steps,
 )
-from workbench.tables import STYLE, html_table
 
 Column = NDArray[np.float64]
 _ROWS = {name: row for row, name in enumerate((*LOGGED, "gpu_hours"))}

@@ -16,6 +16,7 @@ import numpy as np
 
 from workbench.arguments import checked_arguments
 from workbench.data.corpora import use_in_words
+from workbench.display import STYLE, html_table, text_table
 from workbench.errors import InvalidArgument, RunNotFound, suggestion
 from workbench.events import Event
 from workbench.rundir import FINAL_STATES, STATES, RunDir, runs_root
@@ -23,7 +24,6 @@ from workbench.runs.history import History, HistoryTail, read_tail
 from workbench.runs.loss_basis import read_loss_basis, why_not_compared
 from workbench.runs.run import OneRun, Run, progress_words, step_text
 from workbench.runs.status import RunRow, created_at, read_labels, state_in_words, unreadable_row
-from workbench.tables import STYLE, html_table, text_table
 from workbench.units import count, duration, gib, time_left
 
 if TYPE_CHECKING:

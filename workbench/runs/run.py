@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any, Self
 
 from workbench.arguments import checked_arguments
 from workbench.data.corpora import use_in_words
+from workbench.display import Html, html_table
 from workbench.errors import InvalidArgument, PlanMismatch, RunFailed, RunNotFound, WorkbenchError
 from workbench.events import Event
 from workbench.rundir import RunDir, check_unedited, read_events, remedy_for, write_json
@@ -32,7 +33,6 @@ from workbench.runs.status import (
     row_of,
     wait_for_end,
 )
-from workbench.tables import Html, html_table
 from workbench.units import count, gib
 
 if TYPE_CHECKING:

@@ -12,6 +12,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, TypedDict
 
+from workbench.display import facts_html, waiting
 from workbench.errors import RunNotFound, in_words
 from workbench.events import DataUseEvent, EndEvent, EvaluationEvent, MemoryEvent, ProcessRecord, StartEvent, StepEvent
 from workbench.execution.checkpoint import files
@@ -20,8 +21,6 @@ from workbench.runs.event_blocks import recent_steps
 from workbench.runs.history import END_SHARE, final_loss, latest_events, recent_pace, resumed_step
 from workbench.runs.launching import processes
 from workbench.runs.launching.processes import run_failed
-from workbench.tables import facts_html
-from workbench.waiting import waiting
 
 RECENT_STEPS = 20
 """Number of latest steps over which the median speed is taken."""

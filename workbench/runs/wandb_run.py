@@ -22,7 +22,7 @@ from typing import Any
 
 from workbench.columns import COLUMNS, NAME
 from workbench.errors import RunNotFound, WorkbenchError, first_line
-from workbench.home import cache_home
+from workbench.machine import cache_home
 from workbench.rundir import (
     RunDir,
     append_event,

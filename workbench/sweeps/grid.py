@@ -20,6 +20,7 @@ import numpy as np
 from workbench.arguments import checked_arguments
 from workbench.cost.hardware import TIMED, Cluster
 from workbench.cost.profile import Profile
+from workbench.display import html_table, text_table, waiting
 from workbench.errors import InvalidArgument, PlanInfeasible, suggestion
 from workbench.experiment import Experiment
 from workbench.planning.plan import Plan
@@ -32,9 +33,7 @@ from workbench.runs.launching.launcher import devices_for
 from workbench.runs.run import Run
 from workbench.strategy import Choices, Fixed
 from workbench.sweeps.queue import GRID, Entry, Queue, find_queue, new_queue, start_queue
-from workbench.tables import html_table, text_table
 from workbench.units import duration, gib, plain
-from workbench.waiting import waiting
 
 MOST_CELLS = 5_000
 MAY_BE_FASTEST = 1.27

@@ -35,6 +35,7 @@ import psutil
 
 from workbench.arguments import checked_arguments
 from workbench.data import from_json as data_from_json
+from workbench.display import waiting
 from workbench.errors import RunExists, RunNotFound, WorkbenchError
 from workbench.experiment import USER_PARTS, Experiment, counted
 from workbench.machine import available_cores
@@ -47,7 +48,6 @@ from workbench.runs.run import Run
 from workbench.sparsity import TYPES as SPARSITIES
 from workbench.sparsity import from_json as sparsity_from_json
 from workbench.user_code import user_path
-from workbench.waiting import waiting
 
 # The directory: the names of everything in it, and the values of what was written once.
 

@@ -27,6 +27,7 @@ from workbench.arguments import checked_arguments
 from workbench.cost.hardware import Cluster
 from workbench.cost.profile import Profile
 from workbench.data import UserData
+from workbench.display import html_table, text_table
 from workbench.errors import InvalidArgument, InvalidExperiment, PlanInfeasible, UnknownParameter, suggestion
 from workbench.experiment import GROUPS, PATHS, Experiment, json_value
 from workbench.measure.calibration import local_cluster
@@ -50,7 +51,6 @@ from workbench.sweeps.queue import (
     start_queue,
 )
 from workbench.sweeps.rules import HELD_OUT, PRUNERS, TRAINING, Diverged, Rule, diverged, rule_from_json, why_none
-from workbench.tables import html_table, text_table
 from workbench.units import duration, is_count
 from workbench.user_code import UserFunction, innermost, source_of, telling_name
 

@@ -16,6 +16,7 @@ import ipywidgets as widgets
 
 from workbench.analysis.curve import SMOOTHING, X_AXES, check_axis, check_smoothing
 from workbench.arguments import checked_arguments
+from workbench.display import Html, html_table
 from workbench.errors import first_line
 from workbench.figures import theme
 from workbench.figures.curves_view import loss_curves
@@ -26,7 +27,6 @@ from workbench.runs.history import table_html
 from workbench.runs.registry import Runs, distinct_names, load_runs
 from workbench.runs.run import Run
 from workbench.runs.status import state_in_words
-from workbench.tables import Html, html_table
 from workbench.widgets.live_figures import CurveSettings, LiveLossFigure, LivePanelsFigure, shared_axis
 from workbench.widgets.live_widget import HIDE_ROWS, ROWS_CLASS, WIDGET_CLASS, LiveWidget, respond_while_busy
 from workbench.widgets.run_reader import RunReader, Snapshot

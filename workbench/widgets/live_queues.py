@@ -12,6 +12,7 @@ import ipywidgets as widgets
 import plotly.graph_objects as go
 from IPython.display import HTML, display
 
+from workbench.display import Html, html_table
 from workbench.figures.figure import mimebundle
 from workbench.figures.sweep_view import (
     Losses,
@@ -24,7 +25,6 @@ from workbench.figures.sweep_view import (
 from workbench.runs.run import Run
 from workbench.sweeps.grid import MeasuredGrid
 from workbench.sweeps.sweep import Row, Sweep
-from workbench.tables import Html, html_table
 from workbench.widgets.dashboard import DashboardRow, name_width, swatch
 from workbench.widgets.live_widget import LiveWidget
 from workbench.widgets.plot import Plot

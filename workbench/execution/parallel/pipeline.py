@@ -27,7 +27,7 @@ from torch.distributed.pipelining.schedules import PipelineScheduleMulti, Pipeli
 
 from workbench.execution.blocks.context import StepContext
 from workbench.execution.parallel.stage import StageModule
-from workbench.pipeline_schedules import SCHEDULES
+from workbench.strategy import SCHEDULES
 from workbench.tensors import TensorSpec
 
 FIELD = "field "

@@ -31,8 +31,7 @@ import psutil
 
 from workbench.errors import WorkbenchError, in_words
 from workbench.events import ProcessRecord
-from workbench.home import cache_home
-from workbench.machine import available_cores
+from workbench.machine import available_cores, cache_home
 from workbench.rundir import RunDir, locked, log_event, process_alive, read_json, write_json
 from workbench.runs.launching.processes import run_alive
 

@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from workbench.data import data_fingerprint
+from workbench.display import CELLS, sent_cells
 from workbench.errors import (
     CheckpointError,
     DataError,
@@ -61,7 +62,6 @@ from workbench.runs.status import (
     written_elsewhere,
 )
 from workbench.runs.wandb_run import tracker_settings
-from workbench.tracebacks import CELLS, sent_cells
 from workbench.user_code import (
     FUNCTIONS,
     Function,
