@@ -19,13 +19,13 @@ from workbench.runs.launching import supervisor
 REPOSITORY = Path(__file__).parents[2]
 WAITS = """
 import time
-from workbench import waiting
-waiting.SHOWN_AFTER_S, waiting.EVERY_S, waiting.LOOK_S = 0.3, 0.05, 0.05
+from workbench import display
+display.SHOWN_AFTER_S, display.EVERY_S, display.LOOK_S = 0.3, 0.05, 0.05
 
 def work(seconds, **options):
-    with waiting.waiting("planning <b>", **options) as say:
+    with display.waiting("planning <b>", **options) as say:
         say("first")
-        with waiting.waiting("capturing it") as nested:
+        with display.waiting("capturing it") as nested:
             nested("half")
             time.sleep(seconds)
         say("last")
@@ -66,7 +66,7 @@ def test_a_plan_and_a_grid_say_how_many_plans_they_have_weighed() -> None:
     seen = in_terminal(
         """
 import workbench as wb
-waiting.SHOWN_AFTER_S, waiting.EVERY_S = 0.01, 0.01
+display.SHOWN_AFTER_S, display.EVERY_S = 0.01, 0.01
 model = wb.models.gpt2(256, 4, 4, vocab_size=512, max_positions=128, name="tiny")
 small = wb.Experiment(model=model, data=wb.data.corpus("demo", vocab_size=512), global_batch=64, seq_len=128)
 wb.plan(small, wb.Cluster.of("h200", gpus=256))
