@@ -1,4 +1,4 @@
-"""What a terminal or a notebook shows beside values and figures: words while a call lasts, tables, and errors.
+"""Output of a terminal or a notebook beside values and figures: words while a call lasts, tables, and errors.
 
 `waiting` says what a long call is doing, while it lasts longer than a second; the words are gone when it returns. A
 notebook shows them below the cell, in place; a terminal as one line of stderr; where neither is, nothing is shown.

@@ -1,4 +1,4 @@
-"""This machine, as far as it is known without starting a process: its processor, and the folders of its user."""
+"""The processor of this machine, read without starting a process, and the folders of its user."""
 
 from __future__ import annotations
 
