@@ -22,7 +22,7 @@ from typing import Any
 import torch
 
 import workbench as wb
-from workbench.execution.gradient_norms import clip_factor, scale_gradients, squared_norm
+from workbench.execution.gradients import clip_factor, scale_gradients, squared_norm
 from workbench.optimizers.building import build_optimizer
 from workbench.optimizers.parameters import learning_rate_factor
 from workbench.validation import factor_of

@@ -10,7 +10,7 @@ from torch.distributed.device_mesh import init_device_mesh
 import workbench as wb
 from workbench.capture.captured_model import CapturedModel, repeated
 from workbench.capture.captured_model import random_batch as random_tokens
-from workbench.execution.blocks.context import StepContext
+from workbench.execution.blocks import StepContext
 from workbench.execution.build import (
     block_sparse_parameters,
     build_model,
@@ -18,7 +18,7 @@ from workbench.execution.build import (
     prepare_compiler,
     use_deterministic_kernels,
 )
-from workbench.execution.parallel.mesh import MeshCoordinate
+from workbench.execution.parallel import MeshCoordinate
 from workbench.execution.trainer import Trainer
 from workbench.planning.plan import Plan
 

@@ -31,7 +31,7 @@ from plotly.subplots import make_subplots
 import workbench as wb
 from workbench import data
 from workbench.capture.hidden_matrices import projections
-from workbench.execution.gradient_norms import clip_factor, scale_gradients, squared_norm
+from workbench.execution.gradients import clip_factor, scale_gradients, squared_norm
 from workbench.figures import theme
 from workbench.figures.figure import save
 from workbench.models import scaling

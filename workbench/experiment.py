@@ -494,7 +494,7 @@ class Experiment:
         PlainValidator(_callbacks),
         PlainSerializer(lambda functions: [function.to_json() for function in functions]),
     ] = ()
-    """Functions that are called after each step, on every rank, with a `workbench.execution.callbacks.StepView`: its
+    """Functions that are called after each step, on every rank, with a `workbench.execution.step_log.StepView`: its
     step, its metrics and copies of the weights. They may log scalars, ask for a checkpoint, and stop the training."""
     name: Line | None = None
     """Name of the run directory, and of the run for people; by default that of the model."""

@@ -19,7 +19,7 @@ Everything that a run leaves lies in one folder, readable without importing torc
     ranks/<rank>.beat    what the rank does now: step, activity (`workbench.execution.heartbeat`)
     stacks/<rank>.txt    stacks of the rank's threads, once it was asked for them
     stacks/<rank>.groups.json       the rank's process groups, and where it is asked for its collectives
-    stacks/<rank>.collectives.json  what it answered (`workbench.execution.flight_recorder`)
+    stacks/<rank>.collectives.json  what it answered (`workbench.execution.heartbeat`)
     logs/<rank>.log      what each rank printed; logs/launcher.log the launcher's own
     errors/<rank>.json   a dead rank's rank, stage, type, message, traceback, time
     STOP, KILL           ask the ranks to write a checkpoint and leave, or the supervisor to kill them

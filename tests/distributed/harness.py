@@ -29,9 +29,9 @@ from torch.distributed.device_mesh import init_device_mesh
 from tests import worlds
 from workbench.capture import Graph
 from workbench.cost.hardware import Cluster, Device, Link
-from workbench.execution.blocks.context import StepContext
+from workbench.execution.blocks import StepContext
 from workbench.execution.build import block_sparse_parameters, build_stage
-from workbench.execution.parallel.mesh import MeshCoordinate
+from workbench.execution.parallel import MeshCoordinate
 from workbench.execution.trainer import Trainer
 from workbench.experiment import Experiment
 from workbench.planning.plan import Memory, Plan, Prediction, Stage

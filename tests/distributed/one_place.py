@@ -15,7 +15,7 @@ from tests.distributed.real_worker import experiment, plan, trained
 from workbench.analysis.curve import X_AXES, Curve
 from workbench.columns import reserved_names
 from workbench.errors import PlanInfeasible
-from workbench.execution.step_timeline import FIRST_RECORDED
+from workbench.execution.blocks import FIRST_RECORDED
 from workbench.figures.curves_view import loss_curves
 from workbench.figures.panels_view import panels
 from workbench.figures.timeline_view import measured_timeline, timeline

@@ -21,8 +21,7 @@ from tests.distributed import zoo
 from tests.distributed.harness import forced_plan, launch, trainer_for
 from tests.distributed.test_every_plan import BACKEND, compiler
 from workbench.capture import Graph, capture, spec_of
-from workbench.execution.blocks.block_sparse import INDEX, multiply_by_stored_blocks
-from workbench.execution.sparse_weights import BlockSparseWeights
+from workbench.execution.blocks.sparse_weights import INDEX, BlockSparseWeights, multiply_by_stored_blocks
 from workbench.experiment import Experiment
 from workbench.sparsity import Dynamic
 

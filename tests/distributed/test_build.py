@@ -23,9 +23,8 @@ from tests.distributed.harness import launch
 from tests.distributed.real_worker import Ranks, curve, directory, plan, trained
 from workbench.errors import CaptureError
 from workbench.execution import build
-from workbench.execution.build import FREE_SHARE, build_lock
+from workbench.execution.build import FREE_SHARE, LARGE, build_lock, digests
 from workbench.execution.checkpoint.model_export import export_step
-from workbench.execution.parallel.alike import LARGE, digests
 from workbench.experiment import Experiment
 from workbench.runs.history import read_tail
 

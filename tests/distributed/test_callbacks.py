@@ -16,7 +16,7 @@ from tests.distributed import real_worker
 from tests.distributed.harness import Division, launch, trainer_of
 from tests.distributed.test_optimizer_values import MICRO, experiment, graph, model
 from workbench.errors import InvalidExperiment, UnknownParameter
-from workbench.execution.callbacks import StepView, Weights
+from workbench.execution.step_log import StepView, Weights
 from workbench.experiment import Experiment, user_parts
 
 STEPS, STOPPED = 8, 4

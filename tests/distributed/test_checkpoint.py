@@ -23,17 +23,17 @@ from tests.distributed.own_machine import eventually
 from tests.distributed.real_worker import Ranks, curve, directory, experiment, plan, trained
 from tests.exhaustive import EXHAUSTIVE
 from workbench.errors import CheckpointError, PlanMismatch
-from workbench.execution.checkpoint import guarded_reader
-from workbench.execution.checkpoint import model_export as export
-from workbench.execution.checkpoint.files import (
+from workbench.execution.checkpoint import (
     COMPLETE,
     DamagedCheckpoint,
     complete_checkpoints,
     digest_of,
     find_damage,
+    model_export,
     prune,
     read_manifest,
 )
+from workbench.execution.checkpoint import model_export as export
 from workbench.execution.checkpoint.model_export import export_checkpoint
 from workbench.experiment import Experiment
 from workbench.planning.plan import Plan
@@ -415,7 +415,7 @@ class Named:
 
 def test_members_of_enumerations_are_read_however_python_writes_them_and_nothing_else_is_reached() -> None:
     def read(owner: type, name: str) -> Any:
-        return guarded_reader._IndexUnpickler(io.BytesIO(pickle.dumps(Named(owner, name)))).load()
+        return model_export._IndexUnpickler(io.BytesIO(pickle.dumps(Named(owner, name)))).load()
 
     assert read(_MEM_FORMAT_ENCODING, "TORCH_CHANNELS_LAST") is _MEM_FORMAT_ENCODING.TORCH_CHANNELS_LAST
     for owner, name in ((torch.Size, "__subclasses__"), (_MEM_FORMAT_ENCODING, "__init_subclass__")):

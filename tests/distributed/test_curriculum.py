@@ -18,8 +18,8 @@ from tests.distributed.own_machine import eventually
 from tests.distributed.real_worker import VOCAB, Ranks, Words, curve, directory, experiment, plan, trained
 from workbench.data.sampling import shuffled
 from workbench.errors import InvalidExperiment, LossSpikes
-from workbench.execution.checkpoint.files import complete_checkpoints
-from workbench.execution.spikes import Spikes
+from workbench.execution.checkpoint import complete_checkpoints
+from workbench.execution.trainer import Spikes
 from workbench.experiment import Experiment
 from workbench.rundir import RunDir, read_events
 from workbench.runs.history import resumed_step

@@ -17,7 +17,7 @@ import workbench as wb
 from tests.distributed import real_worker
 from tests.distributed.real_worker import experiment, plan, trained
 from workbench.errors import NonFiniteLoss, WorkbenchError
-from workbench.execution.step_timeline import FIRST_RECORDED
+from workbench.execution.blocks import FIRST_RECORDED
 from workbench.experiment import Experiment
 from workbench.figures.timeline_view import measured_timeline, timeline
 from workbench.planning.prediction import timeline as simulated

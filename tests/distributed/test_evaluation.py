@@ -22,8 +22,8 @@ from workbench.capture.captured_model import capture_for_evaluation, require_sam
 from workbench.data import held_out as held_out_of
 from workbench.data.datasets import UserDataset
 from workbench.errors import CheckpointError, DataError, RunExists
+from workbench.execution.between_steps import Evaluator, micro_batches
 from workbench.execution.build import evaluation_programs
-from workbench.execution.evaluate import Evaluator, micro_batches
 from workbench.execution.trainer import Trainer
 from workbench.experiment import Experiment
 

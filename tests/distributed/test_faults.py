@@ -22,7 +22,7 @@ from tests.distributed.own_machine import eventually
 from tests.distributed.real_worker import Ranks, curve, directory, experiment, last_step, plan, reach, trained
 from workbench.cost.hardware import Cluster
 from workbench.errors import DataError, RunFailed
-from workbench.execution.checkpoint.files import complete_checkpoints, step_of
+from workbench.execution.checkpoint import complete_checkpoints, step_of
 from workbench.experiment import Experiment
 from workbench.planning.plan import Plan
 from workbench.planning.planner import plan as make_plan

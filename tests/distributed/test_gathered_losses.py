@@ -25,9 +25,8 @@ from workbench.capture.captured_model import CapturedModel, require_same_stages
 from workbench.capture.gathering import with_tail_of
 from workbench.data.datasets import UserDataset
 from workbench.errors import DataError, WorkbenchError
-from workbench.execution.blocks import gathered_loss
+from workbench.execution.between_steps import Evaluator
 from workbench.execution.build import evaluation_programs
-from workbench.execution.evaluate import Evaluator
 from workbench.experiment import Experiment
 from workbench.planning.plan import Plan
 
@@ -312,7 +311,10 @@ def _message_of_first_step(rank: int, planted: str) -> str:
         if planted == "order" and rank == 1:
             patch.setattr(dist, "all_gather", lambda values, own, group: gather(values[::-1], own, group=group))
         if planted == "rule":
-            patch.setattr(gathered_loss, "join_rows", lambda rows, parts: torch.cat(list(parts), rows.dim))
+            patch.setattr(
+                "workbench.execution.blocks.loss_runners.join_rows",
+                lambda rows, parts: torch.cat(list(parts), rows.dim),
+            )
         try:
             trainer.step(0, part_of(trainer, batch))
         except WorkbenchError as error:

@@ -24,8 +24,8 @@ from tests.distributed.test_every_plan import (
     plan_of,
     trainer_of,
 )
-from workbench.execution.parallel import gradient_all_reduce
-from workbench.execution.parallel.gradient_all_reduce import GradientAllReduce
+from workbench.execution import gradients as reducing
+from workbench.execution.gradients import GradientAllReduce
 
 EVERY_BUFFER_ALONE, BOTH_BUFFERS, ALL_TOGETHER = 0, 70, 1 << 30
 STEPS = 2
@@ -41,7 +41,7 @@ def test_gradients_are_replaced_by_their_means_over_the_replicas(bucket_bytes: i
 
 
 def _reduced(rank: int, bucket_bytes: int) -> list[tuple[torch.Tensor, torch.Tensor]]:
-    gradient_all_reduce.OVERLAPPED_BUCKET_BYTES = bucket_bytes
+    reducing.OVERLAPPED_BUCKET_BYTES = bucket_bytes
     group = dist.group.WORLD
     assert group is not None
     all_reduce, found = GradientAllReduce(group), []
@@ -70,17 +70,17 @@ def _reduced(rank: int, bucket_bytes: int) -> list[tuple[torch.Tensor, torch.Ten
 
 def test_the_number_of_buckets_with_copied_gradients_is_limited() -> None:
     most, wrong = launch(_many_small_buffers, 2)
-    assert 0 < most <= gradient_all_reduce.MAX_COPIED_BUCKETS
+    assert 0 < most <= reducing.MAX_COPIED_BUCKETS
     assert wrong == 0
 
 
 def _many_small_buffers(rank: int) -> tuple[int, int]:
     """Return the largest number of copied buckets at once, and the number of wrong means."""
-    gradient_all_reduce.OVERLAPPED_BUCKET_BYTES = 2 * FP32_BYTES
+    reducing.OVERLAPPED_BUCKET_BYTES = 2 * FP32_BYTES
     group = dist.group.WORLD
     assert group is not None
     all_reduce, most = GradientAllReduce(group), 0
-    parameters = [nn.Parameter(torch.zeros(())) for _ in range(6 * gradient_all_reduce.MAX_COPIED_BUCKETS + 1)]
+    parameters = [nn.Parameter(torch.zeros(())) for _ in range(6 * reducing.MAX_COPIED_BUCKETS + 1)]
     for index, parameter in enumerate(parameters):
         buffer = _in_a_buffer([parameter])
         buffer.fill_(index + rank)
@@ -126,7 +126,7 @@ def _reduced_in_a_trainer(_rank: int) -> tuple[list[list[tuple[list[str], int]]]
     """
     (model, graph), batch = captured("bert"), zoo.batch("bert", 4 * MICRO_BATCH)
     plan = plan_of(graph, Case(data=2, num_microbatches=2, compile=True, cuda_graphs=True))
-    gradient_all_reduce.OVERLAPPED_BUCKET_BYTES = EVERY_BUFFER_ALONE
+    reducing.OVERLAPPED_BUCKET_BYTES = EVERY_BUFFER_ALONE
     overlapped, late = (trainer_of(copy.deepcopy(model), graph, plan, compiles=True) for _ in range(2))
     graphs = overlapped.context.cuda_graphs
     assert graphs is not None

@@ -23,8 +23,8 @@ from tests.distributed.test_every_plan import MICRO_BATCH, Case, captured_once, 
 from tests.distributed.test_training import experiment_of
 from tests.exhaustive import EXHAUSTIVE
 from workbench.capture import Graph
-from workbench.execution.blocks.gradient_accumulation import GradientAccumulator
-from workbench.execution.blocks.weight_copies import WeightCopies, read_only_by_products
+from workbench.execution.blocks.block_module import WeightCopies, read_only_by_products
+from workbench.execution.gradients import GradientAccumulator
 from workbench.experiment import Experiment
 from workbench.optimizers.adamw import ShardedAdamW
 from workbench.planning.plan import Plan

@@ -10,7 +10,7 @@ import torch
 from tests.distributed import zoo
 from tests.distributed.harness import launch, plain_step, unlike_plain
 from tests.distributed.test_every_plan import MICRO_BATCH, TOLERANCE, Case, captured_once, plan_of, trainer_of
-from workbench.execution.blocks.labelled_head import LabelledRows
+from workbench.execution.blocks.loss_runners import LabelledRows
 from workbench.execution.trainer import Trainer
 
 

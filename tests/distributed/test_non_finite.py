@@ -18,10 +18,9 @@ from tests.distributed.test_every_plan import MICRO_BATCH, Case, part_of, plan_o
 from tests.exhaustive import exhaustive
 from workbench.capture import capture, spec_of
 from workbench.errors import NonFiniteLoss
-from workbench.execution.checkpoint.files import complete_checkpoints, step_of
+from workbench.execution.checkpoint import complete_checkpoints, step_of
 from workbench.execution.checkpoint.model_export import export_checkpoint
-from workbench.execution.non_finite import Origin, locate, with_origin
-from workbench.execution.observation import BACKWARD, BATCH, FORWARD, WEIGHT
+from workbench.execution.observation import BACKWARD, BATCH, FORWARD, WEIGHT, Origin, locate, with_origin
 from workbench.experiment import Experiment
 from workbench.rundir import read_json
 from workbench.runs.run import Run

@@ -18,8 +18,8 @@ from tests.distributed.test_evaluation import DIVISIONS, whole_tensors
 from tests.exhaustive import EXHAUSTIVE
 from workbench.capture import Graph
 from workbench.capture.captured_model import CapturedModel
-from workbench.execution.blocks.context import mix
-from workbench.execution.samples import Sampler
+from workbench.execution.between_steps import Sampler
+from workbench.execution.blocks import mix
 from workbench.execution.trainer import Trainer
 
 SEQ, STEPS, TOKENS = 24, 2, 9

@@ -20,9 +20,9 @@ from tests.distributed.harness import Tensors, everywhere, launch, part_of, whol
 from tests.exhaustive import EXHAUSTIVE
 from workbench.capture import Graph, capture, spec_of
 from workbench.errors import CheckpointError
+from workbench.execution.blocks.sparse_weights import MaskedWeights
 from workbench.execution.checkpoint.save_load import CheckpointStore, TrainingProgress
 from workbench.execution.parallel.sharding import local
-from workbench.execution.sparse_weights import MaskedWeights
 from workbench.execution.trainer import Trainer
 from workbench.experiment import Experiment
 from workbench.rundir import RunDir

@@ -21,7 +21,7 @@ from tests.distributed.harness import launch
 from tests.distributed.own_machine import eventually
 from tests.distributed.real_worker import Ranks, Words, curve, directory, plan, trained
 from tests.exhaustive import EXHAUSTIVE
-from workbench.execution.checkpoint.files import complete_checkpoints, read_manifest
+from workbench.execution.checkpoint import complete_checkpoints, read_manifest
 from workbench.execution.feeding import TrainingSamples
 from workbench.experiment import Experiment
 from workbench.rundir import RunDir, read_events

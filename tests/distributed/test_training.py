@@ -18,8 +18,8 @@ from tests.distributed import harness, zoo
 from tests.distributed.harness import Tensors, launch, part_of, worst
 from workbench.capture import Graph, capture, spec_of
 from workbench.errors import CheckpointError
-from workbench.execution.blocks.context import StepContext
-from workbench.execution.checkpoint.files import COMPLETE
+from workbench.execution.blocks import StepContext
+from workbench.execution.checkpoint import COMPLETE
 from workbench.execution.checkpoint.save_load import CheckpointStore, TrainingProgress
 from workbench.execution.parallel.sharding import full
 from workbench.execution.trainer import Trainer

@@ -33,8 +33,8 @@ from tests.unit.test_runs_event_damage import delete, digit, flip, insert
 from tests.unit.test_runs_tampering import small
 from workbench.data import data_fingerprint
 from workbench.errors import WorkbenchError
-from workbench.execution.blocks.block_sparse import BlockSparseParameters
-from workbench.execution.checkpoint import files, save_load
+from workbench.execution.blocks.sparse_weights import BlockSparseParameters
+from workbench.execution.checkpoint import requested_checkpoint, save_load, step_of
 from workbench.execution.checkpoint.model_export import describe_model
 from workbench.execution.checkpoint.save_load import CheckpointExtras, CheckpointStore, TrainingProgress
 from workbench.planning.plan import Plan
@@ -259,7 +259,7 @@ class World:
         wanted = {"plan": decisive(self.plan), "experiment": json.loads(json.dumps(self.experiment.to_json()))}
         differing = [name for name in found if found[name] != wanted[name]]
         _ = wb.load_run(self.run.path).experiment
-        start = files.requested_checkpoint(self.run)
+        start = requested_checkpoint(self.run)
         if start not in (self.run.checkpoint(SAVED[0]), None) and start.exists():
             differing.append("resume.json")
         return f"{differing}" if differing else None
@@ -283,13 +283,13 @@ class World:
     def resumed(self) -> str | None:
         """Return what is silently wrong in a continuation, if anything; it changes the run directory."""
         wrong = self._would_train(wb.load_run(self.run.path).resume)
-        start = files.requested_checkpoint(self.run)
+        start = requested_checkpoint(self.run)
         assert start is not None
         self._fill(-1.0)
         rejected: list[Path] = []
         progress, used = self.checkpoints(self.run).load_newest(start, lambda path, _: rejected.append(path))
         step = progress.step
-        if step != files.step_of(used) or (step != SAVED[-1] and start == used and start.name == "step-00000040"):
+        if step != step_of(used) or (step != SAVED[-1] and start == used and start.name == "step-00000040"):
             return f"step {step} of {used}"
         different = [key for key, _, tensor in self.entries if not (tensor == step).all()]
         return wrong or (f"{different[:3]} of step {step}" if different else None)

@@ -23,7 +23,7 @@ import pytest
 import workbench as wb
 from tests.unit.test_runs import make_run
 from workbench.errors import WorkbenchError
-from workbench.execution import in_process
+from workbench.execution import worker
 from workbench.experiment import GROUPS, PATHS
 from workbench.measure import calibration
 from workbench.notebooks import reproducing
@@ -244,7 +244,7 @@ def world(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, Any]]:
         patch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
         for module, name in (
             (launcher, "_start_supervisor"),
-            (in_process, "train_here"),
+            (worker, "train_here"),
             (processes, "start_detached"),
             (sweep_queue, "start_supervisor"),
             (sweep_start, "new_queue"),

@@ -22,11 +22,10 @@ from tests.distributed.test_every_plan import MICRO_BATCH, Case, part_of, plan_o
 from tests.gpu.machine import DEVICE, here, needs
 from workbench.capture import capture
 from workbench.capture.captured_model import random_batch
-from workbench.execution.blocks import gradient_accumulation
-from workbench.execution.blocks.context import StepContext
+from workbench.execution import gradients as reducing
+from workbench.execution.blocks import StepContext
 from workbench.execution.blocks.cuda_graphs import NCCL_SETTING, WARM_UP_STEPS
 from workbench.execution.build import build_model, build_stage, use_deterministic_kernels
-from workbench.execution.parallel import gradient_all_reduce
 from workbench.execution.trainer import Trainer
 from workbench.tensors import TensorSpec
 
@@ -147,8 +146,8 @@ def outcomes(world: int) -> Mapping[Case, tuple[Outcome, Outcome]]:
 
 def _outcomes(_rank: int, world: int) -> dict[Case, tuple[Outcome, Outcome]]:
     os.environ.setdefault(*NCCL_SETTING)  # workers do the same
-    gradient_all_reduce.OVERLAPPED_BUCKET_BYTES = 0  # reduce each block alone
-    gradient_accumulation.MIN_COMPILED_ELEMENTS = 0
+    reducing.OVERLAPPED_BUCKET_BYTES = 0  # reduce each block alone
+    reducing.MIN_COMPILED_ELEMENTS = 0
     use_deterministic_kernels()
     cases = ALONE if world == 1 else TWO
     return {case: (_outcome(trainer_of(case, False)), _outcome(trainer_of(case, True))) for case in cases}

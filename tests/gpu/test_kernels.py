@@ -11,7 +11,7 @@ from torch.nn import functional
 from tests.gpu.machine import DEVICE
 from workbench.capture import rewrites
 from workbench.execution.blocks.compiled import prepare
-from workbench.execution.blocks.dropout import hashed_dropout
+from workbench.execution.blocks.rewriting import hashed_dropout
 
 pytestmark = pytest.mark.skipif(DEVICE != "cuda", reason="the pass leaves a CPU's graphs as they are")
 

@@ -13,7 +13,7 @@ from tests.distributed.test_non_finite import BROKEN, MICRO_BATCH, Fragile, fiel
 from tests.gpu.machine import DEVICE, here, needs
 from workbench.capture import capture, spec_of
 from workbench.execution.blocks.cuda_graphs import WARM_UP_STEPS
-from workbench.execution.non_finite import BACKWARD, FORWARD, locate
+from workbench.execution.observation import BACKWARD, FORWARD, locate
 from workbench.experiment import Experiment
 
 STEPS = WARM_UP_STEPS + 2

@@ -23,9 +23,9 @@ from tests.distributed.test_training import batch_of
 from tests.gpu.machine import DEVICE, DEVICES, here, needs
 from tests.gpu.test_equivalence import case, trainer_on_device
 from workbench.cost.hardware import Device
-from workbench.execution.checkpoint.files import complete_checkpoints
+from workbench.execution.blocks import FIRST_RECORDED, ActionLog
+from workbench.execution.checkpoint import complete_checkpoints
 from workbench.execution.checkpoint.save_load import CheckpointExtras, CheckpointStore, TrainingProgress
-from workbench.execution.step_timeline import FIRST_RECORDED, ActionLog
 from workbench.execution.trainer import Trainer
 from workbench.execution.worker import cap_memory, error_message
 from workbench.experiment import Experiment

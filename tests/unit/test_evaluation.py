@@ -19,7 +19,7 @@ from workbench.capture.captured_model import CapturedModel, capture_for_evaluati
 from workbench.capture.outputs import flattened
 from workbench.data import data_fingerprint, held_out
 from workbench.errors import DataError, InvalidExperiment
-from workbench.execution.samples import drawn
+from workbench.execution.between_steps import drawn
 from workbench.figures.curves_view import loss_curves
 from workbench.figures.panels_view import panel_names, panels
 from workbench.planning import runnable

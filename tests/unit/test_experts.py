@@ -23,7 +23,7 @@ from workbench.capture.rewrites import grouped_mm
 from workbench.cost import Cluster
 from workbench.cost.graph_profiler import profile_graph
 from workbench.errors import CaptureError
-from workbench.execution.blocks.weight_copies import read_only_by_products
+from workbench.execution.blocks.block_module import read_only_by_products
 from workbench.experiment import Experiment
 from workbench.tensors import TensorSpec
 

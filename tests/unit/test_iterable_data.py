@@ -20,7 +20,7 @@ import workbench as wb
 from workbench.data import as_data, data_fingerprint, held_out
 from workbench.data.datasets import RecordLayout
 from workbench.errors import DataError
-from workbench.execution.user_data import check_user_data
+from workbench.execution.feeding import check_user_data
 from workbench.experiment import Experiment
 from workbench.rundir import RunDir, write_json
 from workbench.tensors import TensorSpec

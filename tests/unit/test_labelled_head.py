@@ -16,7 +16,7 @@ from workbench.capture import Block, Graph, capture, spec_of
 from workbench.capture.losses import MAX_ROW_FRACTION, ROW_STEPS, RowwiseHead, find_rowwise_head
 from workbench.cost.graph_profiler import profile_graph
 from workbench.cost.hardware import Device
-from workbench.execution.blocks.labelled_head import (
+from workbench.execution.blocks.loss_runners import (
     LabelCounter,
     LabelledRows,
     labelled_first,

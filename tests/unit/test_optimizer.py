@@ -23,7 +23,7 @@ from workbench.cost.graph_profiler import matrices_of, optimizer_cost
 from workbench.cost.memory import PRODUCTS, ROUND_ELEMENTS, orthogonalisation_s, shares_out
 from workbench.cost.profile import ADAMW
 from workbench.errors import InvalidExperiment, PlanInfeasible, PlanMismatch
-from workbench.execution.gradient_norms import squared_norm
+from workbench.execution.gradients import squared_norm
 from workbench.optimizers import muon
 from workbench.optimizers.adamw import BATCH_ELEMENTS, OffloadedAdamW, ShardedAdamW
 from workbench.optimizers.building import ELEMENT, MODEL, TENSOR, build_optimizer, reach_of_update

@@ -18,8 +18,8 @@ from tests.unit.cost_values import layered_profile
 from workbench.cost import Cluster
 from workbench.data import data_fingerprint
 from workbench.errors import PlanInfeasible, RunFailed, RunNotFound, root_exception
+from workbench.execution import checkpoint
 from workbench.execution.build import CUBLAS_SETTING, use_deterministic_kernels
-from workbench.execution.checkpoint import files
 from workbench.execution.worker import error_message
 from workbench.experiment import Experiment
 from workbench.planning.plan import Plan
@@ -196,8 +196,8 @@ def test_a_checkpoint_whose_deletion_was_interrupted_is_not_complete(tmp_path, m
     run = make_run(tmp_path)
     for step in (1, 2):
         write_json(run.checkpoint(step) / "complete.json", {})
-    monkeypatch.setattr(files.shutil, "rmtree", lambda *_, **__: None)  # killed before the first file was gone
-    files.prune(run.checkpoints, keep=1, step=2)
+    monkeypatch.setattr(checkpoint.shutil, "rmtree", lambda *_, **__: None)  # killed before the first file was gone
+    checkpoint.prune(run.checkpoints, keep=1, step=2)
     assert [checkpoint.step for checkpoint in Run(run.path).checkpoints] == [2]
 
 

@@ -20,8 +20,8 @@ from plan_values import plan_of
 from workbench.analysis.contrast import contrast as contrast_curves
 from workbench.analysis.curve import Curve, curves_of, smoothed
 from workbench.errors import NonFiniteLoss, UnknownParameter
+from workbench.execution.blocks import Timestamp
 from workbench.execution.step_log import StepLog
-from workbench.execution.step_timeline import Timestamp
 from workbench.execution.trainer import StepResult
 from workbench.experiment import Experiment
 from workbench.figures.curves_view import loss_curves

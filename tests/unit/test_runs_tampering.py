@@ -11,7 +11,7 @@ import pytest
 import workbench as wb
 from workbench.data import data_fingerprint
 from workbench.errors import CheckpointError, DataError, PlanMismatch
-from workbench.execution.checkpoint.files import DamagedCheckpoint, digest_of, read_manifest
+from workbench.execution.checkpoint import DamagedCheckpoint, digest_of, read_manifest
 from workbench.experiment import Experiment
 from workbench.planning.plan import Plan
 from workbench.planning.planner import plan as make_plan

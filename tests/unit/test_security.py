@@ -29,10 +29,9 @@ from torch.distributed.checkpoint.state_dict_saver import save as dcp_save
 from tests.unit.test_runs_tampering import plan, small, text  # noqa: F401  (fixtures)
 from workbench import notebooks
 from workbench.errors import InvalidArgument, WorkbenchError
-from workbench.execution.blocks.block_sparse import BlockSparseParameters
-from workbench.execution.checkpoint import save_load
-from workbench.execution.checkpoint.files import COMPLETE, DamagedCheckpoint, digest_of, digests
-from workbench.execution.checkpoint.guarded_reader import GuardedReader
+from workbench.execution.blocks.sparse_weights import BlockSparseParameters
+from workbench.execution.checkpoint import COMPLETE, DamagedCheckpoint, digest_of, digests, save_load
+from workbench.execution.checkpoint.model_export import GuardedReader
 from workbench.notebooks.executing import Record
 from workbench.notebooks.reproducing import recorded_commit
 from workbench.notebooks.verdict import MAX_POINTS, LossCurve

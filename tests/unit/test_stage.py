@@ -22,14 +22,11 @@ from tests.distributed import zoo
 from tests.unit.capture_models import captured
 from workbench.capture import Block, Graph, capture, spec_of
 from workbench.capture.operations import DROPOUT
-from workbench.execution.blocks import gradient_accumulation
-from workbench.execution.blocks.activation_checkpointing import checkpointed_when_compiled
-from workbench.execution.blocks.block_module import BlockProgram
-from workbench.execution.blocks.context import StepContext
-from workbench.execution.blocks.dropout import has_active_dropout, hashed_dropout, use_hashed_dropout
-from workbench.execution.blocks.gradient_accumulation import GradientAccumulator
-from workbench.execution.blocks.weight_copies import GradientTransfer
+from workbench.execution.blocks import StepContext
+from workbench.execution.blocks.block_module import BlockProgram, GradientTransfer, checkpointed_when_compiled
+from workbench.execution.blocks.rewriting import has_active_dropout, hashed_dropout, use_hashed_dropout
 from workbench.execution.build import runners
+from workbench.execution.gradients import GradientAccumulator
 from workbench.execution.parallel.stage import StageModule
 
 CPU = torch.device("cpu")
@@ -222,7 +219,9 @@ def allocate(weights: Sequence[nn.Parameter]) -> None:
 @pytest.mark.parametrize("compiles", [False, True])
 def test_bf16_gradients_are_added_in_fp32_to_the_last_bit(compiles: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     compiled = []
-    monkeypatch.setattr(gradient_accumulation, "MIN_COMPILED_ELEMENTS", sum(math.prod(shape) for shape in SHAPES))
+    monkeypatch.setattr(
+        "workbench.execution.gradients.MIN_COMPILED_ELEMENTS", sum(math.prod(shape) for shape in SHAPES)
+    )
     monkeypatch.setattr(torch, "compile", lambda code, **given: compiled.append(code) or COMPILE(code, **given))
     weights = [nn.Parameter(torch.zeros(shape)) for shape in SHAPES]
     accumulator = GradientAccumulator(compiles)

@@ -14,8 +14,7 @@ from typing import Any
 import pytest
 from test_runs import make_run
 
-from workbench.execution.flight_recorder import RankOperations, awaited, waits
-from workbench.execution.heartbeat import Heartbeat, read_beat
+from workbench.execution.heartbeat import Heartbeat, RankOperations, awaited, read_beat, waits
 from workbench.rundir import RunDir, append_event, process_record, read_json, this_process, write_json
 from workbench.runs.launching import stalls
 from workbench.runs.launching.stalls import StallWatch, in_words
@@ -26,7 +25,7 @@ RANK = """
 import sys, time
 sys.path[:0] = {paths!r}
 from pathlib import Path
-from workbench.execution.flight_recorder import RankOperations, awaited, waits
+from workbench.execution.heartbeat import RankOperations, awaited, waits
 from workbench.execution.heartbeat import Heartbeat
 from workbench.rundir import RunDir
 beat = Heartbeat(RunDir(Path({run!r})), {rank})
@@ -238,7 +237,7 @@ import sys, time
 sys.path[:0] = {paths!r}
 from pathlib import Path
 import torch, torch.distributed as dist
-from workbench.execution.flight_recorder import served
+from workbench.execution.heartbeat import served
 from workbench.execution.heartbeat import Heartbeat
 from workbench.rundir import RunDir
 run, rank = RunDir(Path({run!r})), {rank}

@@ -18,7 +18,7 @@ from workbench import models
 from workbench.cost.hardware import Cluster
 from workbench.data.datasets import generator_states
 from workbench.errors import DataError
-from workbench.execution.user_data import check_user_data
+from workbench.execution.feeding import check_user_data
 from workbench.experiment import Experiment
 from workbench.rundir import RunDir, read_json, write_json, write_record
 

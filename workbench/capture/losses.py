@@ -216,7 +216,7 @@ def _label_weights(graph: fx.Graph, loss: MeanLoss, copies: dict[fx.Node, fx.Nod
 # computes each row from that row alone, between the last one that mixes rows (or draws random numbers) and the
 # cross-entropy, may run on the labelled rows only: the loss and every gradient are the same.
 #
-# Analysis only: `workbench.execution.blocks.labelled_head` rewrites the blocks.
+# Analysis only: `workbench.execution.blocks.loss_runners` rewrites the blocks.
 
 aten = torch.ops.aten
 ROW_STEPS = 16

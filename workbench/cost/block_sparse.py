@@ -1,7 +1,7 @@
 """Sparse weights: which of a captured model become sparse, whether their blocks can be stored alone, and the costs.
 
 Masked weights cost what dense ones do. Block-sparse ones have their present blocks stored and multiplied only; training
-with them is in `workbench.execution.sparse_weights`, their kernels are in `workbench.sparsity.kernels`.
+with them is in `workbench.execution.blocks.sparse_weights`, their kernels are in `workbench.sparsity.kernels`.
 """
 
 from __future__ import annotations

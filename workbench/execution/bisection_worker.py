@@ -29,9 +29,8 @@ from torch import fx
 from workbench.capture import Graph
 from workbench.capture.captured_model import CapturedModel
 from workbench.capture.operations import drop_nothing, use_float64
-from workbench.execution.blocks.context import StepContext, mix
-from workbench.execution.blocks.labelled_head import LabelCounts
-from workbench.execution.build import build_model, build_stage
+from workbench.execution.blocks import LabelCounts, StepContext, mix
+from workbench.execution.build import build_model, build_stage, digests
 from workbench.execution.checkpoint.save_load import CheckpointStore, TrainingProgress, entries
 from workbench.execution.deviation import (
     COARSE,
@@ -51,10 +50,8 @@ from workbench.execution.deviation import (
     to_json,
 )
 from workbench.execution.observation import BACKWARD, BATCH, FORWARD, BlockObserver
-from workbench.execution.parallel.alike import digests
 from workbench.execution.parallel.stage import written_buffers
-from workbench.execution.spikes import NonFinite
-from workbench.execution.trainer import Trainer
+from workbench.execution.trainer import NonFinite, Trainer
 from workbench.execution.worker import BetweenSteps, TrainingWorker, main
 from workbench.optimizers.building import create_state, forget_state
 from workbench.planning.plan import Memory, Plan, Stage

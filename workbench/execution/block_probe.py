@@ -41,11 +41,10 @@ from workbench.capture.captured_model import random_batch, repeated
 from workbench.capture.opaque import is_opaque
 from workbench.cost.profile import BlockMeasurement
 from workbench.errors import WorkbenchError, root_exception
+from workbench.execution.blocks import StepContext, Timestamp
 from workbench.execution.blocks.block_module import BlockModule, BlockProgram
-from workbench.execution.blocks.context import StepContext
-from workbench.execution.blocks.labelled_head import LabelCounter
+from workbench.execution.blocks.loss_runners import LabelCounter
 from workbench.execution.build import prepare_compiler, runners, use_deterministic_kernels
-from workbench.execution.step_timeline import Timestamp
 from workbench.measure.block_probes import MAX_BLOCKS_PER_TYPE, MICRO_BATCH, REQUEST, RESULT, ProbeRequest
 from workbench.rundir import read_json, write_json
 from workbench.tensors import TensorSpec

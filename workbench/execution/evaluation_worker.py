@@ -5,8 +5,8 @@ from __future__ import annotations
 import sys
 from collections.abc import Sequence
 
+from workbench.execution.between_steps import Evaluator
 from workbench.execution.checkpoint.save_load import CheckpointStore, TrainingProgress
-from workbench.execution.evaluate import Evaluator
 from workbench.execution.step_log import StepLog
 from workbench.execution.trainer import Trainer
 from workbench.execution.worker import BetweenSteps, TrainingWorker, main

@@ -11,11 +11,12 @@ import os
 import pickle
 import re
 import signal
+import subprocess
 import sys
 import time
 import traceback
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -25,47 +26,44 @@ import psutil
 import torch
 import torch.distributed as dist
 from accelerate import Accelerator
-from accelerate.utils import ProjectConfiguration
+from accelerate.state import AcceleratorState, GradientState, PartialState
+from accelerate.utils import ProjectConfiguration, send_to_device
 
 from workbench.capture import Graph
 from workbench.capture.captured_model import CapturedModel
 from workbench.cost.block_sparse import absent_flops
 from workbench.data import Mixture, held_out
-from workbench.data.datasets import seed_generators
+from workbench.data.datasets import StreamedDataset, seed_generators, untouched_generators
 from workbench.display import CELLS, formatted, know_cells
-from workbench.errors import DataError, NonFiniteLoss, PlanMismatch, message_of, root_exception
-from workbench.execution import flight_recorder
-from workbench.execution.blocks.context import StepContext
+from workbench.errors import DataError, NonFiniteLoss, PlanMismatch, WorkbenchError, message_of, root_exception
+from workbench.execution.between_steps import Evaluator, Sampler, SparsityLog
+from workbench.execution.blocks import StepContext, Timestamp, record_actions
 from workbench.execution.blocks.cuda_graphs import NCCL_SETTING
 from workbench.execution.build import (
     NO_DETERMINISTIC_KERNEL,
+    Digests,
     block_sparse_parameters,
     build_lock,
     build_model,
     build_stage,
+    digests,
     evaluation_programs,
+    held_tensors,
     prepare_compiler,
+    share,
     use_deterministic_kernels,
 )
-from workbench.execution.callbacks import Callbacks
-from workbench.execution.checkpoint.files import requested_checkpoint, step_of
+from workbench.execution.checkpoint import requested_checkpoint, step_of
 from workbench.execution.checkpoint.model_export import describe_model, write_tokenizer
 from workbench.execution.checkpoint.save_load import CheckpointExtras, CheckpointStore, SaveResult, TrainingProgress
-from workbench.execution.evaluate import Evaluator
-from workbench.execution.feeding import TrainingSamples
-from workbench.execution.heartbeat import Heartbeat
-from workbench.execution.local_launch import LOOPBACK, loopback_store
-from workbench.execution.non_finite import with_origin
-from workbench.execution.parallel.alike import Digests, digests, held_tensors, share
-from workbench.execution.parallel.mesh import MeshCoordinate, parallelism_config
+from workbench.execution.feeding import TrainingSamples, check_user_data
+from workbench.execution.heartbeat import Heartbeat, serving_collectives
+from workbench.execution.local_launch import LOOPBACK, loopback_interface, loopback_store, new_loopback_store
+from workbench.execution.observation import with_origin
+from workbench.execution.parallel import MeshCoordinate, parallelism_config
 from workbench.execution.parallel.stage import RankStages
-from workbench.execution.samples import Sampler
-from workbench.execution.sparsity_log import SparsityLog
-from workbench.execution.spikes import Rewind
-from workbench.execution.step_log import StepLog, peak_flops
-from workbench.execution.step_timeline import Timestamp, record_actions
-from workbench.execution.trainer import Trainer
-from workbench.execution.user_data import check_user_data
+from workbench.execution.step_log import Callbacks, StepLog, peak_flops
+from workbench.execution.trainer import Rewind, Trainer
 from workbench.experiment import USER_PARTS, Experiment
 from workbench.models import Pretrained
 from workbench.planning.plan import Plan
@@ -84,7 +82,7 @@ from workbench.rundir import (
 )
 from workbench.secrets import masked_words
 from workbench.units import GIB, gib
-from workbench.user_code import changed_between, functions_of, read_functions
+from workbench.user_code import changed_between, functions_of, read_functions, user_path
 
 BetweenSteps = Evaluator | Sampler | SparsityLog
 """Computation or observation of the model between two steps, when it is due."""
@@ -223,7 +221,7 @@ class TrainingWorker:
                 progress, resumed_from = checkpoints.load_newest(requested, partial(report_rejected, self.run_dir))
         if trainer.spikes is not None:
             trainer.spikes.can_rewind = lambda step: checkpoints.newest(step - 1) is not None
-        with flight_recorder.served(self.run_dir, dist.get_rank()):
+        with serving_collectives(self.run_dir, dist.get_rank()):
             try:
                 progress = self._train_on(trainer, checkpoints, progress, resumed_from, between)
                 dist.barrier()
@@ -577,6 +575,120 @@ def _device_name(rank: int) -> str:
 
 def _on_gpu() -> bool:
     return torch.cuda.is_available() and os.environ.get("ACCELERATE_USE_CPU", "false").lower() not in ("1", "true")
+
+
+# Rank 0 in the calling process, where a breakpoint in the model stops; further ranks are processes as always.
+#
+# A rank changes much of the process that it is: its environment, random numbers, torch's settings, process groups. All
+# of that is as before when the training has ended.
+
+LEAVES_S = 60.0
+"""Seconds in which the other ranks must have left once this one has ended in order."""
+
+
+class _WorkerHere(TrainingWorker):
+    """A rank in a process that lives on."""
+
+    def run(self) -> int:
+        """Call the model as it is, then train; return the number of completed steps."""
+        try:
+            self._call_model()
+            return super().run()
+        finally:
+            self.heartbeat.close()
+
+    def _call_model(self) -> None:
+        """Build the model and call it with the first samples of the training.
+
+        The training runs blocks that were captured from the model: only here does its own code compute.
+        """
+        dataset = self.experiment.data.dataset(self.experiment)
+        if isinstance(dataset, StreamedDataset):
+            samples = self.experiment.data.examples(self.experiment)
+        else:
+            samples = dataset.collate([dataset[index] for index in range(self.plan.micro_batch)])
+        if samples is not None:
+            model = build_model_of(self)
+            with self.accelerator.autocast():
+                model(**send_to_device(dict(samples), self.device))
+
+
+def check_free() -> None:
+    """Raise `WorkbenchError` if this process cannot be a rank, because it has process groups or an `Accelerator`."""
+    if dist.is_initialized() or PartialState._shared_state:
+        raise WorkbenchError(
+            "This process has process groups or an Accelerator already, and a rank makes its own. Restart it, or "
+            "launch the run in processes of its own: wb.launch(experiment, plan)."
+        )
+
+
+def train_here(path: Path, world: int, device_type: str) -> None:
+    """Train a prepared run of `world` ranks to its end, with rank 0 in this process; raises what the rank raises."""
+    run = RunDir(path)
+    store = new_loopback_store()
+    meeting = {
+        "MASTER_ADDR": LOOPBACK,
+        "MASTER_PORT": str(store.port),
+        "GLOO_SOCKET_IFNAME": loopback_interface(),
+        "WORLD_SIZE": str(world),
+        "LOCAL_WORLD_SIZE": str(world),
+        "ACCELERATE_USE_CPU": str(device_type == "cpu"),
+        "TORCHELASTIC_USE_AGENT_STORE": "True",
+        "TORCHELASTIC_RESTART_COUNT": "0",
+    }
+    with _as_before(torch.device(device_type)), ExitStack() as others:
+        os.environ |= meeting
+        processes = [others.enter_context(_rank(run, rank)) for rank in range(1, world)]
+        os.environ |= {"RANK": "0", "LOCAL_RANK": "0"}
+        try:
+            train(run, _WorkerHere)
+            for process in processes:
+                process.wait(LEAVES_S)
+        finally:
+            run.rank(0).unlink(missing_ok=True)  # this process lives on, but the rank does not
+
+
+@contextmanager
+def _rank(run: RunDir, rank: int) -> Iterator[subprocess.Popen[bytes]]:
+    """Run another rank in a process of its own, which is ended with the block."""
+    environment = {
+        **os.environ,
+        "RANK": str(rank),
+        "LOCAL_RANK": str(rank),
+        "PYTHONPATH": os.pathsep.join(user_path()),
+    }
+    command = [sys.executable, "-m", "workbench.execution.worker", str(run.path)]
+    process = subprocess.Popen(command, env=environment, stdin=subprocess.DEVNULL, start_new_session=True)
+    try:
+        yield process
+    finally:
+        process.kill()
+        process.wait()
+
+
+@contextmanager
+def _as_before(device: torch.device) -> Iterator[None]:
+    """Give this process back what a rank changes: environment, random numbers, torch's settings, process groups."""
+    environment = dict(os.environ)
+    precision = torch.get_float32_matmul_precision()
+    deterministic = torch.are_deterministic_algorithms_enabled()
+    warns = torch.is_deterministic_algorithms_warn_only_enabled()
+    fills = torch.utils.deterministic.fill_uninitialized_memory  # type: ignore[attr-defined]
+    try:
+        with untouched_generators(device):
+            yield
+    finally:
+        if dist.is_initialized():
+            dist.destroy_process_group()
+        AcceleratorState._reset_state(reset_partial_state=True)
+        GradientState._reset_state()
+        torch.use_deterministic_algorithms(deterministic, warn_only=warns)
+        torch.utils.deterministic.fill_uninitialized_memory = fills  # type: ignore[attr-defined]
+        torch.set_float32_matmul_precision(precision)
+        if torch.cuda.is_initialized():
+            torch.cuda.set_per_process_memory_fraction(1.0)
+        os.environ.clear()
+        os.environ |= environment
 
 
 if __name__ == "__main__":

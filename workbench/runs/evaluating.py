@@ -28,7 +28,7 @@ from workbench.errors import (
     RunFailed,
     WorkbenchError,
 )
-from workbench.execution.checkpoint.files import step_of
+from workbench.execution.checkpoint import step_of
 from workbench.execution.deviation import Deviation, from_json, to_json
 from workbench.experiment import Experiment, counted
 from workbench.planning.plan import Plan

@@ -547,7 +547,7 @@ def debug(
         >>> run.status.state
         'finished'
     """
-    from workbench.execution.in_process import check_free, train_here
+    from workbench.execution.worker import check_free, train_here
     from workbench.measure.calibration import local_cluster
     from workbench.planning.planner import plan as make_plan
 

@@ -15,7 +15,7 @@ from typing import Any, TypedDict
 from workbench.display import facts_html, waiting
 from workbench.errors import RunNotFound, in_words
 from workbench.events import DataUseEvent, EndEvent, EvaluationEvent, MemoryEvent, ProcessRecord, StartEvent, StepEvent
-from workbench.execution.checkpoint import files
+from workbench.execution import checkpoint as stored
 from workbench.rundir import FINAL_STATES, KILLED, RunDir, is_elsewhere, process_alive, read_json, read_record
 from workbench.runs.event_blocks import recent_steps
 from workbench.runs.history import END_SHARE, final_loss, latest_events, recent_pace, resumed_step
@@ -258,7 +258,7 @@ def complete_checkpoints(run: RunDir) -> tuple[Checkpoint, ...]:
     The disk is asked and not the events: a rank may be killed after it has completed a checkpoint and before it could
     report it.
     """
-    return tuple(Checkpoint(files.step_of(path), path) for path in files.complete_checkpoints(run.checkpoints))
+    return tuple(Checkpoint(stored.step_of(path), path) for path in stored.complete_checkpoints(run.checkpoints))
 
 
 def read_experiment(run: RunDir) -> dict[str, Any]:

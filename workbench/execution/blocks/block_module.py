@@ -1,22 +1,42 @@
-"""A captured block as a module that runs: its weights, its random seeds and its activation checkpointing."""
+"""A captured block as a module that runs: its weights, their bf16 copies, its seeds and activation checkpointing."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+import functools
+import weakref
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, cast
 
 import torch
-from torch import nn
+from torch import fx, nn
+from torch.autograd.graph import get_gradient_edge
+from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
+import workbench.capture.rewrites
+import workbench.sparsity.kernels.operators  # noqa: F401  (both register their operations)
 from workbench.capture import Block
-from workbench.capture.operations import is_random, is_replayable
+from workbench.capture.operations import (
+    EMBEDDING,
+    GROUPED_MATMUL,
+    dtype_of,
+    is_random,
+    is_replayable,
+    mutated_arguments,
+    mutates_buffers,
+    names,
+    op_name,
+    overloads,
+)
 from workbench.capture.tensor_parallel import BlockSharding
-from workbench.execution.blocks.activation_checkpointing import checkpointed, supported_mode
-from workbench.execution.blocks.context import StepContext
+from workbench.execution.blocks import StepContext
 from workbench.execution.blocks.cuda_graphs import BlockInputs
-from workbench.execution.blocks.dropout import has_active_dropout
-from workbench.execution.blocks.labelled_head import LabelledRows, Runner
+from workbench.execution.blocks.loss_runners import LabelledRows, Runner
+from workbench.execution.blocks.rewriting import GraphRewriter, has_active_dropout
+from workbench.execution.blocks.sparse_weights import multiply_by_stored_blocks
+from workbench.execution.blocks.tensor_parallel import parallel_embedding
+from workbench.execution.gradients import GradientAccumulator
 
 Values = tuple[torch.Tensor, ...]
 
@@ -48,7 +68,7 @@ class BlockModule(nn.Module):
     `run` receives the seeds it needs after all other arguments. If the tensor-parallel part of a block draws random
     numbers, its devices seed their generators differently, and `run` is given the seed they have in common, for what
     they must draw alike. A compiled block with dropout is then given its device's seed
-    (`workbench.execution.blocks.dropout`).
+    (`workbench.execution.blocks.rewriting`).
     """
 
     def __init__(
@@ -63,7 +83,7 @@ class BlockModule(nn.Module):
         block = program.block
         self._context = context
         self.weight_copies: Mapping[str, torch.Tensor] = {}
-        """bf16 copies that are read in place of parameters (`workbench.execution.blocks.weight_copies`)."""
+        """bf16 copies that are read in place of parameters (`WeightCopies`)."""
         self.use(program)
         self._static: tuple[list[torch.Tensor], list[nn.Parameter | None], list[torch.Tensor]] | None = None
         """Arguments of a captured block that are the same in every step: weights, their owners, buffers."""
@@ -150,3 +170,236 @@ class BlockModule(nn.Module):
             yield seed
         if self._hashes_dropout:
             yield own
+
+
+# Activation checkpointing: store everything, nothing, or only the results of expensive operations.
+#
+# Selective checkpointing stores the results of matrix products, convolutions and attention, and recomputes the rest
+# (norms, activations, dropout). The idea is from Korthikanti et al., arXiv:2205.05198; here, as in torch, the choice is
+# made per operation.
+
+aten = torch.ops.aten
+_PRODUCTS = overloads("mm addmm bmm baddbmm convolution") | {
+    torch.ops.workbench.grouped_mm.default,
+    torch.ops.workbench.block_sparse_product.default,
+    torch.ops._c10d_functional.all_reduce.default,
+    torch.ops._c10d_functional.wait_tensor.default,
+}
+"""Matrix products, and the all-reduces that sum partial products over tensor-parallel devices."""
+_ATTENTION: dict[Any, int] = {
+    aten._scaled_dot_product_flash_attention.default: 3,
+    aten._scaled_dot_product_flash_attention_for_cpu.default: 3,
+    aten._scaled_dot_product_efficient_attention.default: 5,
+    aten._scaled_dot_product_cudnn_attention.default: 5,
+}
+"""Attention kernels, with the position of the dropout rate among their arguments."""
+_RECURRENT = ("lstm", "gru", "rnn_")
+"""First letters of recurrent operations, which on a CPU add in place to the products they compute."""
+
+
+def supported_mode(code: fx.GraphModule, requested: str) -> str:
+    """Return the checkpointing mode ("none", "selective" or "full") that a block supports, given the requested one.
+
+    A block that updates buffers (BatchNorm's statistics) is never recomputed: the update would happen twice. A block
+    with in-place operations is only recomputed in full, because one of them might overwrite a stored result. The same
+    holds for a block with `torch.cond`, which selective checkpointing cannot look into.
+    """
+    if mutates_buffers(code):
+        return "none"
+    if requested == "selective" and any(
+        mutated_arguments(node)
+        or op_name(node).startswith(_RECURRENT)
+        or isinstance(node.target, torch._ops.HigherOrderOperator)
+        for node in code.graph.nodes
+    ):
+        return "full"
+    return requested
+
+
+def checkpointed(mode: str, function: Callable[..., Any], *arguments: Any) -> Any:
+    """Return `function(*arguments)` and recompute its intermediate results in the backward.
+
+    `mode` is "full" or "selective". `function` must seed its own random numbers: no generator state is saved.
+    """
+    options: dict[str, Any] = {"context_fn": _selective_contexts} if mode == "selective" else {}
+    return checkpoint(function, *arguments, use_reentrant=False, preserve_rng_state=False, **options)
+
+
+def checkpointed_when_compiled(mode: str, function: Callable[..., Any], *arguments: Any) -> Any:
+    """Return what `checkpointed` returns, inside compiled code: the compiler saves and replays the random numbers."""
+    if mode == "full":
+        return checkpoint(function, *arguments, use_reentrant=False)
+    return checkpoint(function, *arguments, use_reentrant=False, context_fn=_selective_contexts_when_compiled)
+
+
+def _policy(replays_random: bool, _context: Any, operation: Any, *arguments: Any, **_: Any) -> CheckpointPolicy:
+    """Decide whether an operation's results are stored.
+
+    In eager mode, attention with dropout is recomputed: if it were skipped, the later draws of the recomputation would
+    differ from those of the forward.
+    """
+    if operation in _PRODUCTS:
+        return CheckpointPolicy.MUST_SAVE
+    if operation in _ATTENTION:
+        position = _ATTENTION[operation]
+        rate = arguments[position] if len(arguments) > position else 0.0
+        if replays_random or not rate:
+            return CheckpointPolicy.MUST_SAVE
+    return CheckpointPolicy.PREFER_RECOMPUTE
+
+
+_selective_contexts = functools.partial(create_selective_checkpoint_contexts, functools.partial(_policy, False))
+_selective_contexts_when_compiled = functools.partial(
+    create_selective_checkpoint_contexts, functools.partial(_policy, True)
+)
+
+
+# Weights in bf16: copies made once per step, and blocks whose weights arrive in bf16.
+#
+# FSDP2 all-gathers weights in bf16. Autocast casts only the operands of matrix products: norms, added biases and
+# embedding tables are read in fp32. A block with bf16 weights alone would continue in bf16 wherever no operation forces
+# fp32, for example in the whole residual stream of a GPT or a ViT. The same model would then train with other numbers
+# under ZeRO 1 to 3, and each layer would be compiled for two input types. Therefore weights that only matrix products
+# read stay bf16, and the others are cast back to fp32; rows of an embedding table are cast after the lookup
+# (`match_autocast_types`).
+#
+# Stages held by neither FSDP2 nor `DistributedDataParallel` have copies (`WeightCopies`). Plain autocast casts the
+# weights of matrix products in every micro-batch, and compiled code stores each cast for its backward: 2 bytes per
+# weight for each micro-batch in flight. Here the blocks read bf16 copies instead, and the copies' gradients are added
+# to those of the fp32 weights as soon as all of a block have arrived. The numbers equal autocast's to the last bit.
+# Where a step makes each gradient once and the optimiser reads bf16, gradients stay as they are
+# (`WeightCopies.keep_gradients`).
+
+PRODUCTS = {*names("linear matmul mm bmm addmm baddbmm conv1d conv2d conv3d convolution"), GROUPED_MATMUL}
+"""Names of the operations whose operands autocast casts to bf16."""
+VIEWS = names("t transpose permute view reshape unsqueeze squeeze")
+"""Names of the operations that may lie between a weight and the product that reads it."""
+
+
+def read_only_by_products(code: fx.GraphModule, count: int) -> list[bool]:
+    """Return, for each of the first `count` arguments, True if only matrix products read it or its views."""
+    arguments = [node for node in code.graph.nodes if node.op == "placeholder"][:count]
+    return [bool(node.users) and _feeds_only_products(node) for node in arguments]
+
+
+def _feeds_only_products(node: fx.Node) -> bool:
+    return all(is_product(user) or (op_name(user) in VIEWS and _feeds_only_products(user)) for user in node.users)
+
+
+def is_product(node: fx.Node) -> bool:
+    return op_name(node) in PRODUCTS or node.target is multiply_by_stored_blocks
+
+
+def match_autocast_types(code: fx.GraphModule, num_weights: int) -> fx.GraphModule:
+    """Rewrite `code` so that its first `num_weights` arguments may be bf16 although it was captured with fp32."""
+    weights = code.graph.find_nodes(op="placeholder")[:num_weights]
+    for_products = read_only_by_products(code, num_weights)
+    others = (weight for weight, only in zip(weights, for_products, strict=True) if not only)
+    fp32 = {weight for weight in others if dtype_of(weight) == torch.float32}
+    if not fp32:
+        return code
+    rewriter = GraphRewriter(code)
+    casts: dict[fx.Node, fx.Node] = {}
+
+    def to_fp32(value: fx.Node) -> fx.Node:
+        return rewriter.call(torch.ops.aten.to.dtype, value, torch.float32)
+
+    def operand(source: fx.Node) -> fx.Node:
+        if source in fp32 and source not in casts:
+            casts[source] = to_fp32(rewriter.copies[source])
+        return casts.get(source, rewriter.copies[source])
+
+    def rule(node: fx.Node) -> fx.Node:
+        looks_up = node.target in (EMBEDDING, parallel_embedding) and node.args[0] in fp32
+        copied = rewriter.copy(node, None if looks_up or is_product(node) else operand)
+        return to_fp32(copied) if looks_up else copied
+
+    return rewriter.rewrite(rule)
+
+
+class WeightCopies:
+    """The bf16 copies of one stage's weights; constructing them makes the stage's blocks read the copies."""
+
+    def __init__(
+        self,
+        modules: Sequence[BlockModule],
+        parameters: Mapping[str, nn.Parameter],
+        codes: Mapping[str, fx.GraphModule],
+        accumulator: GradientAccumulator,
+    ) -> None:
+        """`parameters` are the stage's, by the model's names; `codes` is the code that runs, by block type."""
+        uses = Counter(name for module in modules for name in module.block.parameters)
+        copies: dict[str, torch.Tensor] = {}
+        for module in modules:
+            names = module.block.parameters
+            products_only = read_only_by_products(codes[module.block.block_type], len(names))
+            for name, for_products in zip(names, products_only, strict=True):
+                weight = parameters[name]
+                # A weight that several blocks read (a tied embedding) is left to autocast, which adds the gradients of
+                # all blocks in fp32 before it adds their sum to those of other micro-batches.
+                if for_products and uses[name] == 1 and weight.dtype == torch.float32:
+                    copies[name] = weight.detach().to(torch.bfloat16).requires_grad_(weight.requires_grad)
+        self.copies = {parameters[name]: copy.detach() for name, copy in copies.items()}
+        """The copy of each parameter that has one."""
+        for module in modules:
+            module.weight_copies = {name: copies[name] for name in module.block.parameters if name in copies}
+        self._transfers = [
+            GradientTransfer(
+                [(copy, parameters[name]) for name, copy in module.weight_copies.items() if copy.requires_grad],
+                accumulator,
+            )
+            for module in modules
+        ]
+
+    def keep_gradients(self) -> None:
+        """Keep gradients in bf16, as the backward makes them, instead of adding them to others in fp32."""
+        for weight in self.copies:
+            weight.grad_dtype = torch.bfloat16
+
+    @torch.no_grad()
+    def refresh(self, copied: Mapping[nn.Parameter, int]) -> None:
+        """Copy the weights' present values; call it before the first forward of each step.
+
+        `copied` names weights whose copies the optimiser has written, with their version then: an operation that
+        changes a weight in place, such as loading a checkpoint, gives it another.
+        """
+        stale = {weight: copy for weight, copy in self.copies.items() if copied.get(weight) != weight._version}
+        if stale:
+            torch._foreach_copy_([*stale.values()], [*stale])
+
+
+class GradientTransfer:
+    """Adds the gradients of one block's copies to its weights when the last of them has arrived."""
+
+    def __init__(self, copies: Sequence[tuple[torch.Tensor, nn.Parameter]], accumulator: GradientAccumulator) -> None:
+        self._weights = dict(copies)
+        self._edges = [get_gradient_edge(copy).node for copy in self._weights]
+        self._accumulator = accumulator
+        self._arrived: list[torch.Tensor] = []
+        self._expected = 0
+        # A strong reference would make each copy hold itself through its hook, a cycle that Python cannot collect.
+        transfer = weakref.ref(self)
+
+        def on_gradient(copy: torch.Tensor) -> None:
+            this = transfer()
+            assert this is not None
+            this._receive(copy)
+
+        for copy in self._weights:
+            copy.register_post_accumulate_grad_hook(on_gradient)
+
+    def _receive(self, copy: torch.Tensor) -> None:
+        if not self._arrived:  # autograd knows how many copies this backward will reach
+            self._expected = sum(map(torch._C._will_engine_execute_node, self._edges))
+        self._arrived.append(copy)
+        if len(self._arrived) == self._expected:
+            arrived, self._arrived = self._arrived, []
+            gradients = [copy.grad for copy in arrived if copy.grad is not None]
+            self._accumulator.add([self._weights[copy] for copy in arrived], gradients, _allocate)
+            for copy in arrived:
+                copy.grad = None
+
+
+def _allocate(weights: Sequence[nn.Parameter]) -> None:
+    for weight in weights:
+        weight.grad = torch.empty_like(weight)

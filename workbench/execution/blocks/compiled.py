@@ -1,20 +1,30 @@
-"""Configure PyTorch's compiler (Inductor): kernels of long rows, GELU in low precision, random numbers."""
+"""PyTorch's compiler (Inductor): how it is configured for blocks, and what is changed in their code before it compiles.
+
+Importing this module imports Inductor, which takes seconds; a rank that compiles nothing leaves it out.
+"""
 
 from __future__ import annotations
 
+import copy
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
+from torch import fx
 from torch._functorch import config as functorch
 from torch._inductor import config
 from torch._inductor.async_compile import maybe_warm_pool
 from torch._inductor.choices import InductorChoices
+from torch._inductor.custom_graph_pass import CustomGraphPass, get_hash_for_files
 from torch._inductor.decomposition import decompositions, fast_random_decomps
+from torch._inductor.inductor_prims import force_stride_order
 from torch._inductor.runtime.hints import ReductionHint
+from torch.fx.subgraph_rewriter import replace_pattern_with_filters
 
-from workbench.execution.blocks.fused_backward import FuseBackward
+from workbench.capture.block_extraction import digest
+from workbench.execution.blocks.loss_runners import Runner
+from workbench.execution.blocks.rewriting import GraphRewriter
 
 LONGEST_ROW = 2048
 """Largest number of elements per row that a kernel keeps in registers. Inductor's own limit is 1,024: it reads longer
@@ -38,7 +48,10 @@ class LongRowChoices(InductorChoices):
         return f"workbench: rows of {LONGEST_ROW}"
 
 
-GELU, GELU_BACKWARD = torch.ops.aten.gelu.default, torch.ops.aten.gelu_backward.default
+_ATEN = torch.ops.aten
+_VIEWS = (_ATEN.view.default, _ATEN.reshape.default)
+_PRODUCTS = (_ATEN.mm.default, _ATEN.addmm.default)
+GELU, GELU_BACKWARD = _ATEN.gelu.default, _ATEN.gelu_backward.default
 LOW_PRECISION = (torch.bfloat16, torch.float16)
 """Dtypes for which GELU is computed as written here: its kernels read and write so little in these dtypes that the
 error function, about 30 instructions, would be their bottleneck."""
@@ -120,3 +133,211 @@ def _tanh_share(value: torch.Tensor) -> torch.Tensor:
     power = value * (_TANH_POWER + _TANH_POWER * _TANH_CUBE * value * value)
     root = torch.rsqrt(1 + torch.exp2(power))
     return root * root
+
+
+# Fusions of a layer's backward.
+#
+# A linear layer over (samples, positions, features) multiplies a view of two dims. Inductor computes what it reads
+# in two dims too, and then finds neither of two fusions: with the kernel before it, such as the backward of a LayerNorm
+# whose gradient a dropout masks, and with the sum over all rows that is the gradient of a bias. Each costs another pass
+# over a tensor of the size of the activations.
+
+FEWEST_SUMS = 1 << 16
+"""Number of sums, samples times features, below which the compiler sums rows as it does: with fewer, a GPU of more than
+a hundred multiprocessors has too little to do at once."""
+
+
+class FuseBackward(CustomGraphPass):
+    """Computes what a product reads through a view in its own shape, and sums it sample by sample if there are many.
+
+    The numbers stay the same, except that sums in fp32 add up in another order.
+    """
+
+    def __call__(self, graph: fx.Graph) -> None:
+        for target in _VIEWS:
+            for view in graph.find_nodes(op="call_function", target=target):
+                made = view.args[0]
+                if _is_pointwise(made) and set(made.users) == {view} and _is_multiplied(view):
+                    _compute_in_its_shape(made, view)
+        graph.lint()
+
+    def uuid(self) -> Any:
+        """Return a part of the key under which Inductor caches compiled code."""
+        return get_hash_for_files((__file__,))
+
+
+def _is_pointwise(node: fx.Node) -> bool:
+    """Return True for an elementwise result on a GPU with more than two dims of known sizes, contiguous in memory."""
+    value = node.meta.get("val")
+    if torch.Tag.pointwise not in getattr(node.target, "tags", ()) or not isinstance(value, torch.Tensor):
+        return False
+    is_known = all(isinstance(size, int) for size in value.shape)
+    return is_known and value.device.type == "cuda" and value.dim() > 2 and value.is_contiguous()
+
+
+def _is_multiplied(node: fx.Node) -> bool:
+    """Return True if a matrix product reads the node or its transpose."""
+    return any(
+        user.target in _PRODUCTS or (user.target is _ATEN.permute.default and _is_multiplied(user))
+        for user in node.users
+    )
+
+
+def _compute_in_its_shape(made: fx.Node, view: fx.Node) -> None:
+    graph, value = view.graph, made.meta["val"]
+    with graph.inserting_after(made):
+        stored = graph.call_function(force_stride_order, (made, list(value.stride())))
+    stored.meta = dict(made.meta)
+    view.replace_input_with(made, stored)
+    sums = value.shape[0] * value.shape[-1]
+    if value.shape[-1:] == view.meta["val"].shape[1:] and sums >= FEWEST_SUMS:
+        for user in list(view.users):
+            if _is_sum_over_rows(user):
+                _sum_by_sample(user, stored)
+
+
+def _is_sum_over_rows(node: fx.Node) -> bool:
+    """Return True for a sum over the first dim whose partial sums are not rounded."""
+    is_sum = node.target is _ATEN.sum.dim_IntList
+    return is_sum and list(node.args[1]) == [0] and node.meta["val"].dtype == torch.float32  # type: ignore[arg-type]
+
+
+def _sum_by_sample(total: fx.Node, rows: fx.Node) -> None:
+    """Replace a sum over all rows by a sum over each sample's and one over the samples."""
+    graph, value = total.graph, rows.meta["val"]
+    with graph.inserting_before(total):
+        inner = (rows, list(range(1, value.dim() - 1)))
+        by_sample = graph.call_function(_ATEN.sum.dim_IntList, inner, total.kwargs)
+        by_sample.meta = {"val": _ATEN.sum.dim_IntList(value, inner[1], **total.kwargs)}
+        again = graph.call_function(_ATEN.sum.dim_IntList, (by_sample, *total.args[1:]), total.kwargs)
+    again.meta = dict(total.meta)
+    total.replace_all_uses_with(again)
+    graph.erase_node(total)
+
+
+# GELU as GPT-2 and models after it write it out (`gelu_new` in Hugging Face's library), in elementary operations:
+# 0.5 x (1 + tanh(√(2/π) (x + 0.044715 x³))). The compiler fuses that, and its tanh and a backward operation by
+# operation are then the bottleneck of the kernels. PyTorch's GELU with `approximate="tanh"` is the same function
+# (arXiv:1606.08415), and `_gelu` above computes it and its derivative in few instructions.
+
+_READERS = (*_PRODUCTS, _ATEN.linear.default, _ATEN.matmul.default)
+"""Matrix products as captured blocks have them, which the compiler decomposes to `_PRODUCTS`."""
+
+
+def use_gelu(code: fx.GraphModule) -> fx.GraphModule:
+    """Return the code with `gelu` in the place of what it writes out, where only matrix products read the result.
+
+    Autocast computes the third power in fp32 and so the result too; products round it to bf16, as `gelu` does.
+    """
+    if not code.graph.find_nodes(op="call_function", target=_ATEN.tanh.default):
+        return code
+    rewritten = fx.GraphModule(code, copy.deepcopy(code.graph))
+    replaced = replace_pattern_with_filters(
+        rewritten, _written_out, _one_operation, match_filters=[_only_products_read]
+    )
+    for [gelu] in (one.replacements for one in replaced):
+        gelu.meta = dict(gelu.all_input_nodes[0].meta)
+    return rewritten
+
+
+def _written_out(value: Any) -> Any:
+    cubic = _ATEN.add.Tensor(value, _ATEN.mul.Tensor(_ATEN.pow.Tensor_Scalar(value, 3.0), 0.044715))
+    share = _ATEN.add.Tensor(_ATEN.tanh.default(_ATEN.mul.Tensor(cubic, math.sqrt(2 / math.pi))), 1.0)
+    return _ATEN.mul.Tensor(_ATEN.mul.Tensor(value, 0.5), share)
+
+
+def _one_operation(value: Any) -> Any:
+    return _ATEN.gelu.default(value, approximate="tanh")
+
+
+def _only_products_read(match: Any, _: fx.Graph, __: fx.Graph) -> bool:
+    [result] = match.returning_nodes
+    return _is_read_by_products(result)
+
+
+def _is_read_by_products(node: fx.Node) -> bool:
+    return all(user.target in _READERS or (user.target in _VIEWS and _is_read_by_products(user)) for user in node.users)
+
+
+# One compiled code for blocks that differ in numbers only, such as the rates of stochastic depth. The compiler takes
+# numbers for constants, and would compile a Swin of 24 layers 24 times. The numbers in which blocks differ become an
+# argument of their code here: a tensor of one dim.
+
+_TAKES_TENSORS = (_ATEN.add.Tensor, _ATEN.sub.Tensor, _ATEN.mul.Tensor, _ATEN.div.Tensor)
+"""Operations whose second argument is a number or a tensor."""
+
+
+def finish_alike(
+    codes: Mapping[str, fx.GraphModule],
+    finish: Callable[[str, fx.GraphModule], Runner],
+    device: torch.device,
+) -> dict[str, Runner]:
+    """Return what `finish` makes of each code, by block type.
+
+    It is called once for codes that differ in numbers only, where tensors can stand for them.
+    """
+    alike: dict[str, list[str]] = {}
+    for block_type, code in codes.items():
+        alike.setdefault(digest(code.graph, code, of_cost=True), []).append(block_type)
+    found: dict[str, Runner] = {}
+    for first, *others in alike.values():
+        of_each = [list(codes[block_type].graph.nodes) for block_type in (first, *others)]
+        places = _different_numbers(of_each) if others else []
+        if not places:
+            found |= {block_type: finish(block_type, codes[block_type]) for block_type in (first, *others)}
+            continue
+        run = finish(first, _with_argument(codes[first], [of_each[0][at] for at in places]))
+        arguments = len(codes[first].graph.find_nodes(op="placeholder"))
+        for block_type, nodes in zip((first, *others), of_each, strict=True):
+            numbers = torch.tensor([nodes[at].args[1] for at in places], dtype=torch.float64, device=device)
+            found[block_type] = _bound(run, arguments, numbers)
+    return found
+
+
+def _different_numbers(of_each: Sequence[Sequence[fx.Node]]) -> list[int]:
+    """Return the places of the nodes whose numbers differ; none if one of them cannot be a tensor."""
+    places = []
+    for at, nodes in enumerate(zip(*of_each, strict=True)):
+        numbers = [_numbers(node) for node in nodes]
+        if any(each != numbers[0] for each in numbers):
+            node = nodes[0]
+            if node.target not in _TAKES_TENSORS or len(numbers[0]) > 1 or not isinstance(node.args[1], float):
+                return []
+            places.append(at)
+    return places
+
+
+def _numbers(node: fx.Node) -> list[float]:
+    found: list[float] = []
+
+    def note(leaf: Any) -> Any:
+        if isinstance(leaf, float):
+            found.append(leaf)
+        return leaf
+
+    fx.node.map_aggregate((node.args, node.kwargs), note)
+    return found
+
+
+def _with_argument(code: fx.GraphModule, takers: Sequence[fx.Node]) -> fx.GraphModule:
+    """Return the code with a last argument, from which `takers` take their numbers in this order."""
+    rewriter = GraphRewriter(code)
+
+    def rule(node: fx.Node) -> fx.Node:
+        if node not in takers:
+            return rewriter.copy(node)
+        number = rewriter.call(_ATEN.select.int, rewriter.new_argument, 0, takers.index(node))
+        copied = rewriter.copy(node)
+        copied.args = (copied.args[0], number, *copied.args[2:])
+        return copied
+
+    return rewriter.rewrite(rule, "numbers")
+
+
+def _bound(run: Runner, arguments: int, numbers: torch.Tensor) -> Runner:
+    """Return a runner that has its numbers, which follow the captured arguments; a seed may come behind them."""
+
+    def bound(*values: Any) -> tuple[torch.Tensor, ...]:
+        return run(*values[:arguments], numbers, *values[arguments:])
+
+    return bound

@@ -9,7 +9,7 @@ The numbers equal those of blocks that are launched kernel by kernel, to the las
 
 Graphs cannot be combined with FSDP2, which moves weights between steps, or with `DistributedDataParallel`, which must
 see every gradient arrive. The gradients of a block's own weights lie in one buffer per dtype, which replicas reduce
-(`workbench.execution.parallel.gradient_all_reduce`) once the block's last backward of a step has been launched.
+(`workbench.execution.gradients`) once the block's last backward of a step has been launched.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from torch import nn
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 
 from workbench.errors import WorkbenchError
-from workbench.execution.blocks.gradient_accumulation import GradientAccumulator
+from workbench.execution.gradients import GradientAccumulator
 
 WARM_UP_STEPS = 2
 """Steps before the captured one: the first compiles everything, the second fills all caches."""

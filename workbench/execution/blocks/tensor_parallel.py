@@ -17,8 +17,7 @@ from torch.nn import functional
 
 from workbench.capture.operations import DROPOUT, EMBEDDING, LOGS, arguments_of, overloads
 from workbench.capture.tensor_parallel import BlockSharding, Product, Sharding, product_of
-from workbench.execution.blocks.dropout import hashed_dropout
-from workbench.execution.blocks.graph_rewriter import GraphRewriter
+from workbench.execution.blocks.rewriting import GraphRewriter, hashed_dropout
 
 aten = torch.ops.aten
 _RESHAPES = overloads("view reshape _unsafe_view flatten.using_ints unflatten.int")

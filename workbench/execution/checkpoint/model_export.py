@@ -1,31 +1,101 @@
-"""Export a checkpoint as `safetensors` under the model's own names, as `from_pretrained` loads it.
+"""Read a checkpoint that somebody else may have written, and export it as `safetensors`, as `from_pretrained` loads it.
 
 A checkpoint describes its model (`model.json`), so that it is exported without building the model. Nothing of the
-user's code is imported or unpickled.
+user's code is imported or unpickled, and nothing that the checkpoint's index names is executed.
 """
 
 from __future__ import annotations
 
 import json
+import pickle
 import shutil
 import warnings
 from collections.abc import Sequence
+from enum import Enum
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import nn
-from torch.distributed.checkpoint.metadata import TensorStorageMetadata
+from torch.distributed.checkpoint.filesystem import FileSystemReader
+from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
 from torch.distributed.checkpoint.state_dict_loader import load as dcp_load
 
 from workbench.capture.block_extraction import canonical_names
 from workbench.data.store import tokenizer_files
 from workbench.data.tokenizer import CONFIG, SpecialTokens
-from workbench.errors import CheckpointError
-from workbench.execution.checkpoint import files
-from workbench.execution.checkpoint.guarded_reader import GuardedReader
+from workbench.errors import CheckpointError, in_words
+from workbench.execution.checkpoint import (
+    MODEL,
+    DamagedCheckpoint,
+    complete_checkpoints,
+    find_damage,
+    read_manifest,
+    requested_checkpoint,
+    step_of,
+)
 from workbench.experiment import Experiment
 from workbench.rundir import RunDir, read_json, remedy_for, write_json
+
+# Reading
+
+
+class GuardedReader(FileSystemReader):
+    """Reads the index of a checkpoint, which is a pickle, without executing anything that the pickle names.
+
+    Entries that are no tensors are refused, because `torch.distributed.checkpoint` would unpickle their content.
+    """
+
+    def read_metadata(self, *_args: Any, **_kwargs: Any) -> Metadata:
+        file = Path(self.path) / ".metadata"
+        try:
+            with file.open("rb") as stream:
+                metadata: Metadata = _IndexUnpickler(stream).load()
+            entries = dict(metadata.state_dict_metadata)
+        except DamagedCheckpoint:
+            raise
+        except Exception as error:  # bytes that are no pickle raise errors of many types
+            raise DamagedCheckpoint(f"{file} is no index of a checkpoint ({in_words(error)}).") from None
+        for name, entry in entries.items():
+            if not isinstance(entry, TensorStorageMetadata):
+                raise DamagedCheckpoint(f"{file} says that {name} is no tensor. Workbench stores tensors only.")
+        return metadata
+
+
+class _IndexUnpickler(pickle.Unpickler):
+    """Unpickles the types of values that `torch.distributed.checkpoint` writes into its index, and no others."""
+
+    KNOWN = (
+        *(("torch", name) for name in ("Size", "device")),
+        *(("torch.serialization", name) for name in ("_get_layout", "_get_dtype")),
+        *((module, name) for module in ("pathlib", "pathlib._local") for name in ("PosixPath", "WindowsPath")),
+        ("collections", "OrderedDict"),
+    )
+    MODULES = ("torch.distributed.checkpoint.metadata", "torch.distributed.checkpoint.filesystem")
+
+    def find_class(self, module: str, name: str) -> Any:
+        if (module, name) == ("builtins", "getattr"):
+            return _member
+        value = getattr(torch, name, None) if module == "torch" else None
+        is_plain = isinstance(value, torch.dtype | torch.layout | torch.memory_format)
+        if is_plain or module in self.MODULES or (module, name) in self.KNOWN:
+            return super().find_class(module, name)
+        raise DamagedCheckpoint(f"The checkpoint's index names {module}.{name}, which does not belong there.")
+
+
+def _member(enumeration: Any, name: str) -> Enum:
+    """Return a member of an enumeration, in place of `getattr`, which would reach any attribute of any object.
+
+    Python 3.11.0 to 3.11.3 (Debian 12 has 3.11.2) pickle a member as `getattr(enumeration, name)`.
+    """
+    if not (isinstance(enumeration, type) and issubclass(enumeration, Enum) and name in enumeration.__members__):
+        raise DamagedCheckpoint(
+            f"The checkpoint's index asks for {name} of {enumeration!r}, which does not belong there."
+        )
+    return enumeration[name]
+
+
+# The export, under the model's own names
 
 _ROOM = "Give a folder on a disk with more room."
 FILE_BYTES = 5 * 10**9
@@ -58,7 +128,7 @@ def write_tokenizer(experiment: Experiment, run: RunDir) -> None:
     source = experiment.data.tokenizer_folder(experiment)
     if source is None:
         return
-    before = files.requested_checkpoint(run)
+    before = requested_checkpoint(run)
     if before is not None and not source.is_dir():  # the cache was emptied, and the run that goes on holds the files
         source = RunDir(before.parent.parent).tokenizer
     if source == run.tokenizer:
@@ -73,7 +143,7 @@ def write_tokenizer(experiment: Experiment, run: RunDir) -> None:
 
 def export_step(folder: Path, to: Path, step: int | None = None) -> tuple[Path, ...]:
     """Export the last checkpoint in a run's folder of checkpoints, or that of `step`; see `export_checkpoint`."""
-    known = {files.step_of(path): path for path in files.complete_checkpoints(folder)}
+    known = {step_of(path): path for path in complete_checkpoints(folder)}
     if step is None and known:
         step = max(known)
     if step not in known:
@@ -94,17 +164,16 @@ def export_checkpoint(checkpoint: Path, to: Path) -> tuple[Path, ...]:
     from huggingface_hub import save_torch_state_dict
     from safetensors import SafetensorError
 
-    problem = files.find_damage(checkpoint, files.read_manifest(checkpoint).get("files", {}))
+    problem = find_damage(checkpoint, read_manifest(checkpoint).get("files", {}))
     if problem is not None:
-        raise files.DamagedCheckpoint(f"The checkpoint {checkpoint.name} is damaged: {problem} Export an earlier one.")
-    if not (checkpoint / files.MODEL).exists():
+        raise DamagedCheckpoint(f"The checkpoint {checkpoint.name} is damaged: {problem} Export an earlier one.")
+    if not (checkpoint / MODEL).exists():
         raise CheckpointError(
-            f"{checkpoint} has no {files.MODEL}, so the model's names are unknown. Export a checkpoint that wb.launch "
-            "wrote."
+            f"{checkpoint} has no {MODEL}, so the model's names are unknown. Export a checkpoint that wb.launch wrote."
         )
     if to.exists() and (not to.is_dir() or any(to.glob("*.safetensors"))):
         raise CheckpointError(f"{to} holds a model already. Export into another folder.")
-    model, before = read_json(checkpoint / files.MODEL), set(to.iterdir()) if to.is_dir() else None
+    model, before = read_json(checkpoint / MODEL), set(to.iterdir()) if to.is_dir() else None
     tensors, tokenizer = _read_tensors(checkpoint, model["persistent"]), RunDir(checkpoint.parent.parent).tokenizer
     try:
         to.mkdir(parents=True, exist_ok=True)

@@ -4,7 +4,7 @@ Keys are `model.<parameter or buffer>`, `optim.<parameter>.<state>`, `average.<p
 and, for the pattern of a sparse weight, `sparsity.<parameter>`. A tied parameter is stored once, and one that tensor
 parallelism divides is stored whole. A save copies the state to the host's memory and continues in a thread with its own
 gloo group, so that training goes on.
-`workbench.execution.checkpoint.files` describes the files.
+`workbench.execution.checkpoint` describes the files.
 """
 
 from __future__ import annotations
@@ -26,9 +26,22 @@ from torch.distributed.checkpoint.state_dict_saver import save as dcp_save
 from torch.distributed.tensor import DTensor
 
 from workbench.errors import CheckpointError
-from workbench.execution.blocks.block_sparse import INDEX
-from workbench.execution.checkpoint import files
-from workbench.execution.checkpoint.guarded_reader import GuardedReader
+from workbench.execution.blocks.sparse_weights import INDEX
+from workbench.execution.checkpoint import (
+    COMPLETE,
+    MODEL,
+    THREADS,
+    DamagedCheckpoint,
+    complete_checkpoints,
+    digest_of,
+    digests,
+    find_damage,
+    prune,
+    read_manifest,
+    remove,
+    step_of,
+)
+from workbench.execution.checkpoint.model_export import GuardedReader
 from workbench.execution.parallel.sharding import local
 from workbench.execution.trainer import Trainer
 from workbench.optimizers.building import create_state, forget_state
@@ -137,14 +150,14 @@ class CheckpointStore:
         error = None
         try:
             self._together(lambda: _empty_folder(path) if self._is_main else None)
-            writer = FileSystemWriter(path, thread_count=files.THREADS)
+            writer = FileSystemWriter(path, thread_count=THREADS)
             dcp_save(dict(staged), storage_writer=writer, process_group=self._group)
-            digests = {name: file for each in self._together(lambda: self._digests(path)) for name, file in each}
-            self._together(lambda: self._mark_complete(path, progress, digests) if self._is_main else None)
+            written = {name: file for each in self._together(lambda: self._digests(path)) for name, file in each}
+            self._together(lambda: self._mark_complete(path, progress, written) if self._is_main else None)
         except Exception as failure:
             error = _sentence(failure)
             if self._is_main:
-                files.remove(path)  # Nobody writes there any more, and a full disk gets its room back.
+                remove(path)  # Nobody writes there any more, and a full disk gets its room back.
             with contextlib.suppress(OSError):  # The log may lie on the same full disk.
                 print(f"checkpoint of step {progress.step} failed: {error}", flush=True)
         self._last = SaveResult(progress.step, path, pause_s, time.perf_counter() - began, error)
@@ -155,19 +168,19 @@ class CheckpointStore:
         """Return the digests of the files that this rank wrote."""
         mine = list(path.glob(f"__{dist.get_rank()}_*"))
         if self._is_main:
-            write_json(path / files.MODEL, dict(self._extras.model))
-            mine += [path / ".metadata", path / files.MODEL]
-        return list(files.digests(mine).items())
+            write_json(path / MODEL, dict(self._extras.model))
+            mine += [path / ".metadata", path / MODEL]
+        return list(digests(mine).items())
 
-    def _mark_complete(self, path: Path, progress: TrainingProgress, digests: Mapping[str, Any]) -> None:
+    def _mark_complete(self, path: Path, progress: TrainingProgress, written: Mapping[str, Any]) -> None:
         signature = self._trainer.plan.signature
-        manifest = {"step": progress.step, "seconds": progress.seconds, "signature": signature, "files": dict(digests)}
+        manifest = {"step": progress.step, "seconds": progress.seconds, "signature": signature, "files": dict(written)}
         if progress.stream_state is not None:
             manifest["stream_state"] = dict(progress.stream_state)
         if progress.spikes is not None:
             manifest |= {"spikes": dict(progress.spikes), "skipped_samples": progress.skipped_samples}
-        write_json(path / files.COMPLETE, {**manifest, "digest": files.digest_of(manifest)})
-        files.prune(self._run.checkpoints, self._keep, progress.step)
+        write_json(path / COMPLETE, {**manifest, "digest": digest_of(manifest)})
+        prune(self._run.checkpoints, self._keep, progress.step)
 
     @property
     def _is_main(self) -> bool:
@@ -217,17 +230,17 @@ class CheckpointStore:
         Raises `CheckpointError`, before anything is changed, if the checkpoint is incomplete, damaged or of another
         model.
         """
-        manifest = files.read_manifest(path)
+        manifest = read_manifest(path)
         if manifest["signature"] != self._trainer.plan.signature:
             raise CheckpointError(
                 f"{path} was saved from a model of other parameters (signature {manifest['signature']}, this model has "
                 f"{self._trainer.plan.signature}). Resume with the experiment that wrote it."
             )
-        digests, rank, world = manifest["files"], dist.get_rank(), dist.get_world_size()
-        mine = {name: digests[name] for name in sorted(digests)[rank::world]}  # each rank reads some of the files
-        for problem in self._together(lambda: files.find_damage(path, mine)):
+        written, rank, world = manifest["files"], dist.get_rank(), dist.get_world_size()
+        mine = {name: written[name] for name in sorted(written)[rank::world]}  # each rank reads some of the files
+        for problem in self._together(lambda: find_damage(path, mine)):
             if problem is not None:
-                raise files.DamagedCheckpoint(f"The checkpoint {path.name} is damaged: {problem}", path=str(path))
+                raise DamagedCheckpoint(f"The checkpoint {path.name} is damaged: {problem}", path=str(path))
         stored = GuardedReader(path).read_metadata().state_dict_metadata  # raises before anything is changed
         self._check_patterns(path, stored)
         create_state(self._trainer.optimizer)
@@ -268,13 +281,13 @@ class CheckpointStore:
         `rejected` is called on rank 0 with each skipped checkpoint and the reason. Also returns the
         checkpoint that was used.
         """
-        complete = files.complete_checkpoints(path.parent)
-        before = [other for other in complete if files.step_of(other) < files.step_of(path)]
+        complete = complete_checkpoints(path.parent)
+        before = [other for other in complete if step_of(other) < step_of(path)]
         reasons = []
         for candidate in (path, *reversed(before)):
             try:
                 return self.load(candidate), candidate
-            except files.DamagedCheckpoint as error:
+            except DamagedCheckpoint as error:
                 reasons.append(str(error))
                 if self._is_main:
                     rejected(candidate, str(error))
@@ -285,8 +298,8 @@ class CheckpointStore:
     def newest(self, step: int) -> Path | None:
         """Return the run's last complete checkpoint of at most `step` steps, the same on every rank; None without."""
         self.wait()
-        saved = self._together(lambda: files.complete_checkpoints(self._run.checkpoints))[0]
-        return next((path for path in reversed(saved) if files.step_of(path) <= step), None)
+        saved = self._together(lambda: complete_checkpoints(self._run.checkpoints))[0]
+        return next((path for path in reversed(saved) if step_of(path) <= step), None)
 
     def _check_patterns(self, path: Path, stored: Mapping[str, Any]) -> None:
         """Raise `CheckpointError` unless a sparse training finds patterns of its own blocks in a checkpoint."""

@@ -20,11 +20,10 @@ from workbench.capture import Block, Graph
 from workbench.capture.operations import mutated_arguments, storage_of
 from workbench.capture.tensor_parallel import Sharding
 from workbench.errors import CaptureError
-from workbench.execution.blocks.block_module import BlockModule, BlockProgram
-from workbench.execution.blocks.block_sparse import BlockSparseParameters
-from workbench.execution.blocks.context import StepContext
-from workbench.execution.blocks.gathered_loss import GatheredLoss
-from workbench.execution.blocks.weight_copies import WeightCopies
+from workbench.execution.blocks import StepContext
+from workbench.execution.blocks.block_module import BlockModule, BlockProgram, WeightCopies
+from workbench.execution.blocks.loss_runners import GatheredLoss
+from workbench.execution.blocks.sparse_weights import BlockSparseParameters
 from workbench.tensors import TensorSpec
 
 CARRIER = "float64"

@@ -29,7 +29,7 @@ from workbench.errors import (
     RunNotFound,
     WorkbenchError,
 )
-from workbench.execution.checkpoint.files import step_of
+from workbench.execution.checkpoint import step_of
 from workbench.experiment import USER_PARTS, user_parts
 from workbench.measure.calibration import local_cluster
 from workbench.models import Pretrained

@@ -26,7 +26,7 @@ from typing import TYPE_CHECKING
 
 from workbench.errors import InvalidArgument, PlanInfeasible
 from workbench.events import LauncherRecord
-from workbench.execution.checkpoint.files import complete_checkpoints, step_of
+from workbench.execution.checkpoint import complete_checkpoints, step_of
 from workbench.machine import cache_home
 from workbench.rundir import FINAL_STATES, EventTail, RunDir, read_json, redirect_output, this_process, write_json
 from workbench.runs.launching import processes, supervisor

@@ -1,7 +1,7 @@
 """Detection of ranks that hang: a step that takes far longer than the steps before it, and which rank it waits for.
 
 Ranks write what they do (`workbench.execution.heartbeat`), and torch what they communicate
-(`workbench.execution.flight_recorder`). A step counts as stalled after `STALL_FACTOR` times the
+(`workbench.execution.heartbeat`). A step counts as stalled after `STALL_FACTOR` times the
 median of the latest steps, and never before `STALL_S`. Only steps, waiting for their batches and leaving the process
 groups at the end are timed: loading, compiling before the first steps, evaluations and checkpoints may take any time.
 """
@@ -19,9 +19,8 @@ from dataclasses import dataclass
 import psutil
 
 from workbench.events import RankRecord
-from workbench.execution import flight_recorder
-from workbench.execution.flight_recorder import RankOperations, Wait
-from workbench.execution.heartbeat import STACK_SIGNAL, TIMED, Beat, read_beat
+from workbench.execution import heartbeat
+from workbench.execution.heartbeat import STACK_SIGNAL, TIMED, Beat, RankOperations, Wait, read_beat
 from workbench.rundir import RunDir, append_event, is_elsewhere, write_record
 from workbench.runs.launching import processes
 from workbench.runs.status import complete_checkpoints
@@ -197,12 +196,12 @@ class StallWatch:
         waits = self._waits()
         blocked = {rank for wait in waits for rank in wait.waiting}
         busy = [s for s in self._states if not (s.waits or (s.is_in_torch and s.rank in blocked))]
-        awaited = flight_recorder.awaited(waits)
+        awaited = heartbeat.awaited(waits)
         return silent or busy or [state for state in self._states if state.rank in awaited]
 
     def _waits(self) -> list[Wait]:
         """Return what the ranks wait in, as torch recorded it."""
-        return flight_recorder.waits({s.rank: s.operations for s in self._states if s.operations is not None})
+        return heartbeat.waits({s.rank: s.operations for s in self._states if s.operations is not None})
 
     def _message(self, lasted_s: float) -> str:
         culprits = self._culprits()

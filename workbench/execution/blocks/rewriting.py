@@ -1,13 +1,8 @@
-"""Dropout for compiled blocks: masks are hashes of element positions instead of draws from a generator.
-
-Element `i` is kept or dropped by a hash of (seed, salt, i). The seed is a tensor, so that compiled code serves every
-step; the salt tells the dropouts of a block apart. A hash costs a dozen integer instructions and the backward computes
-it again, whereas a GPU's generator (Philox, ten rounds) takes a third of a fused LayerNorm's time on an H200 and its
-masks must be stored for the backward. Devices that share a seed draw the same mask, which tensor parallelism needs.
-"""
+"""Copy a block's graph node by node, with changes: the base of all passes that rewrite blocks, and hashed dropout."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from itertools import count
 from typing import Any
 
@@ -15,7 +10,48 @@ import torch
 from torch import fx
 
 from workbench.capture.operations import DROPOUT
-from workbench.execution.blocks.graph_rewriter import GraphRewriter
+
+NodeMap = Callable[[fx.Node], fx.Node]
+
+
+class GraphRewriter:
+    """A graph under construction; `copies` maps each node of the old code to its counterpart in the new graph."""
+
+    def __init__(self, code: fx.GraphModule) -> None:
+        self.code = code
+        self.graph = fx.Graph()
+        self.copies: dict[fx.Node, fx.Node] = {}
+        self.new_argument: fx.Node | None = None
+
+    def call(self, function: Callable[..., Any], *arguments: Any) -> fx.Node:
+        """Append a call of `function`; nodes among the arguments belong to the new graph."""
+        return self.graph.call_function(function, arguments)
+
+    def copy(self, node: fx.Node, operand: NodeMap | None = None) -> fx.Node:
+        """Append a copy of an old node; `operand` gives the new node for each one it reads (default: its copy)."""
+        return self.graph.node_copy(node, operand or self.copies.__getitem__)
+
+    def rewrite(self, rule: NodeMap, new_argument: str | None = None) -> fx.GraphModule:
+        """Replace every node by what `rule` makes of it, in order; `new_argument` becomes the code's last argument."""
+        for node in self.code.graph.nodes:
+            if new_argument and self.new_argument is None and node.op not in ("placeholder", "get_attr"):
+                self.new_argument = self.graph.placeholder(new_argument)
+            self.copies[node] = rule(node)
+        return self.finish()
+
+    def finish(self) -> fx.GraphModule:
+        """Return the new graph as a module with the old module's children and buffers."""
+        self.graph.lint()
+        return fx.GraphModule(dict(self.code.named_children()) | dict(self.code.named_buffers()), self.graph)
+
+
+# Dropout whose masks are hashes of element positions instead of draws from a generator.
+#
+# Element `i` is kept or dropped by a hash of (seed, salt, i). The seed is a tensor, so that compiled code serves
+# every step; the salt tells the dropouts of a block apart. A hash costs a dozen integer instructions and the backward
+# computes it again, whereas a GPU's generator (Philox, ten rounds) takes a third of a fused LayerNorm's time on an
+# H200 and its masks must be stored for the backward. Devices that share a seed draw the same mask, which tensor
+# parallelism needs.
 
 _GOLDEN = 0x9E3779B9
 _INT32_RANGE = 1 << 31
