@@ -1,4 +1,4 @@
-"""What a training computes with its model between two steps: held-out loss, samples of text, sparsity.
+"""Computations with a model between two steps of its training: held-out loss, samples of text, sparsity.
 
 Evaluations and samples are forwards in eval mode, in the stages and over the parameters of the training. The model is
 captured again in eval mode. Meanwhile the blocks of the stages run that code, so that sharding, tensor parallelism,

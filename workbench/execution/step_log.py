@@ -1,4 +1,4 @@
-"""What becomes of a step that was launched: its scalars are read and logged, and the user's callbacks see them."""
+"""Read and log the scalars of steps that were launched, and call the user's functions with them."""
 
 from __future__ import annotations
 

@@ -12,7 +12,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from math import prod
-from typing import TYPE_CHECKING
+from typing import Protocol
 
 import torch
 import torch.distributed as dist
@@ -22,18 +22,12 @@ from workbench.capture import Block, Graph
 from workbench.cost.block_sparse import products_with, sparse_matrices
 from workbench.execution.blocks.rewriting import GraphRewriter
 from workbench.execution.parallel import MeshCoordinate
-from workbench.optimizers.parameters import local
-from workbench.sparsity import Static
-from workbench.sparsity.kernels.index import BlockIndex
-from workbench.sparsity.kernels.operators import block_sparse_linear
-from workbench.sparsity.pattern import initial
-
-if TYPE_CHECKING:
-    from workbench.execution.parallel.sharding import ShardedTensors
 from workbench.experiment import Experiment
-from workbench.sparsity import Dynamic
-from workbench.sparsity.kernels.index import move
-from workbench.sparsity.pattern import Move, block_sums, expanded, is_explored, is_present, moved, uniform
+from workbench.optimizers.parameters import local
+from workbench.sparsity import Dynamic, Static
+from workbench.sparsity.kernels.index import BlockIndex, move
+from workbench.sparsity.kernels.operators import block_sparse_linear
+from workbench.sparsity.pattern import Move, block_sums, expanded, initial, is_explored, is_present, moved, uniform
 
 # Captured blocks that multiply by sparse weights without the absent blocks of these.
 #
@@ -131,6 +125,16 @@ def multiply_by_stored_blocks(
 # Patterns and their moves
 
 
+class WholeTensors(Protocol):
+    """The part of `workbench.execution.parallel.sharding.ShardedTensors` that patterns need; it stands above this module."""
+
+    indices: Mapping[str, BlockIndex]
+
+    def all_gathered(self, name: str, tensor: torch.Tensor) -> torch.Tensor: ...
+
+    def own_shard(self, name: str, whole: torch.Tensor, like: torch.Tensor) -> torch.Tensor: ...
+
+
 class SparseWeights(ABC):
     """The patterns of this rank's sparse weights, and their moves.
 
@@ -142,7 +146,7 @@ class SparseWeights(ABC):
         experiment: Experiment,
         graph: Graph,
         parameters: Mapping[str, nn.Parameter],
-        whole: ShardedTensors,
+        whole: WholeTensors,
         coordinate: MeshCoordinate,
         optimizer: torch.optim.Optimizer,
     ) -> None:
