@@ -237,7 +237,7 @@ import sys, time
 sys.path[:0] = {paths!r}
 from pathlib import Path
 import torch, torch.distributed as dist
-from workbench.execution.heartbeat import served
+from workbench.execution.heartbeat import serving_collectives
 from workbench.execution.heartbeat import Heartbeat
 from workbench.rundir import RunDir
 run, rank = RunDir(Path({run!r})), {rank}
@@ -249,7 +249,7 @@ def loads_forever():
     print("ready", flush=True)
     time.sleep(600)
 
-with served(run, rank):
+with serving_collectives(run, rank):
     value = torch.ones(2, 3)
     dist.all_reduce(value)
     beat.begin("step", 7)

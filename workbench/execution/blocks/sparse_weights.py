@@ -126,7 +126,7 @@ def multiply_by_stored_blocks(
 
 
 class WholeTensors(Protocol):
-    """The part of `workbench.execution.parallel.sharding.ShardedTensors` that patterns need; it stands above this module."""
+    """The part of `ShardedTensors`, which stands above this module, that patterns need."""
 
     indices: Mapping[str, BlockIndex]
 
