@@ -12,7 +12,7 @@ from . import planning as planning
 from . import runs as runs
 from . import sparsity as sparsity
 from . import sweeps as sweeps
-from .analysis.run_contrast import contrast as contrast
+from .analysis.seed_contrast import contrast as contrast
 from .columns import log_scalar as log_scalar
 from .cost.hardware import Cluster as Cluster
 from .experiment import Checkpoints as Checkpoints
@@ -23,7 +23,7 @@ from .experiment import Samples as Samples
 from .experiment import Tracking as Tracking
 from .figures.run_views import compare as compare
 from .figures.run_views import show as show
-from .notebooks.reproducing import reproduce as reproduce
+from .notebooks.sharing import reproduce as reproduce
 from .notebooks.sharing import share as share
 from .planning.plan import Plan as Plan
 from .planning.planner import plan as plan

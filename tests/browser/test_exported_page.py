@@ -17,7 +17,7 @@ import workbench as wb
 from tests.unit.figure_values import plan
 from tests.unit.test_grids import AXES, EXPERIMENT, SMALL
 from workbench.analysis.curve import Curve
-from workbench.figures.contrast_view import contrast
+from workbench.figures.contrast_view import draw_contrast
 from workbench.figures.curves_view import loss_curves
 from workbench.figures.figure import PLOTLY_MIME, notebook_to_html, save_html
 from workbench.figures.panels_view import panels
@@ -133,7 +133,7 @@ def test_no_words_of_a_figure_are_cut_or_lie_on_others_in_narrow_and_wide_window
         *(loss_curves(curves) for curves in (many[:2], many)),
         panels(many[:2], [{}, {}]),
         *(draw(sweep) for draw in (wb.figures.heat_map, wb.figures.best_so_far, wb.figures.seed_bands)),
-        contrast(wb.contrast(sweep)),
+        draw_contrast(wb.contrast(sweep)),
         wb.figures.heat_map(wb.grid(EXPERIMENT, SMALL, **AXES)),
         wb.figures.scaling_efficiency([plan(1), plan(1, data=2)]),
     ]

@@ -6,7 +6,7 @@ import pytest
 
 import workbench as wb
 from tests.distributed.documents import executed
-from workbench.analysis.noise import scatter_of
+from workbench.analysis.curve import scatter_of
 from workbench.sparsity import learning_rate
 
 STATIC, DYNAMIC = "90 % static 1×1", "90 % dynamic 1×1"

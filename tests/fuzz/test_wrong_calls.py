@@ -26,7 +26,7 @@ from workbench.errors import WorkbenchError
 from workbench.execution import worker
 from workbench.experiment import GROUPS, PATHS
 from workbench.measure import calibration
-from workbench.notebooks import reproducing
+from workbench.notebooks import sharing
 from workbench.rundir import append_event, write_record
 from workbench.runs.launching import launcher, processes
 from workbench.strategy import Choices
@@ -248,7 +248,7 @@ def world(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, Any]]:
             (processes, "start_detached"),
             (sweep_queue, "start_supervisor"),
             (sweep_start, "new_queue"),
-            (reproducing, "execute"),
+            (sharing, "execute"),
             (calibration, "_measured"),
         ):
             patch.setattr(module, name, _start)

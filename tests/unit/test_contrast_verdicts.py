@@ -16,9 +16,16 @@ import numpy as np
 import pytest
 from raw_files import raw
 
-from workbench.analysis.contrast import contrast
-from workbench.analysis.curve import Curve
-from workbench.analysis.noise import Scatter, combined, paired_scatter, scatter_of, student_quantile, usual_scatter
+from workbench.analysis.contrast import contrast_curves
+from workbench.analysis.curve import (
+    Curve,
+    Scatter,
+    combined,
+    paired_scatter,
+    scatter_of,
+    student_quantile,
+    usual_scatter,
+)
 from workbench.analysis.seed_contrast import contrast_seeds, ends_at
 
 PAIRS = 40
@@ -104,7 +111,7 @@ def shares_of_verdicts(runs: list[Curve], seeds: int, known: Scatter | None, noi
     for pair in range(PAIRS):
         both = runs[2 * seeds * pair : 2 * seeds * (pair + 1)]
         if seeds == 1:
-            [difference] = contrast(both, scatter=known).differences
+            [difference] = contrast_curves(both, scatter=known).differences
             lower = replace(difference, value=difference.value - 2 * noise)
         else:
             [difference] = contrast_seeds({"a": both[:seeds], "b": both[seeds:]}, scatter=known).differences

@@ -12,7 +12,7 @@ from torch import nn
 from torch.nn import functional
 
 import workbench as wb
-from workbench.analysis.contrast import contrast
+from workbench.analysis.contrast import contrast_curves
 from workbench.analysis.curve import Curve
 from workbench.capture import capture, spec_of
 from workbench.capture.captured_model import CapturedModel, capture_for_evaluation
@@ -229,10 +229,10 @@ def test_held_out_losses_have_markers_in_front_of_a_pale_training_loss():
 
 
 def test_runs_are_contrasted_by_their_held_out_losses_where_all_have_them():
-    both = contrast([curve("a", -0.1), curve("b", 0.1)])
+    both = contrast_curves([curve("a", -0.1), curve("b", 0.1)])
     assert {standing.best for standing in both.standings} == {"b"}  # b has the higher training loss
     without = Curve("c", curve("c", 0.3).columns)
-    assert {standing.best for standing in contrast([curve("a", -0.1), without]).standings} == {"a"}
+    assert {standing.best for standing in contrast_curves([curve("a", -0.1), without]).standings} == {"a"}
 
 
 SIZES = {"vocab_size": 320, "hidden_size": 16, "num_layers": 2, "num_heads": 2, "max_positions": 32}

@@ -8,13 +8,12 @@ import numpy as np
 import pytest
 from figure_values import curve, in_one_line
 
-from workbench.analysis.contrast import Interval, contrast, difference, setting_differences, standings
-from workbench.analysis.curve import Curve
-from workbench.analysis.noise import Scatter
+from workbench.analysis.contrast import Interval, contrast_curves, difference, setting_differences, standings
+from workbench.analysis.curve import Curve, Scatter
 from workbench.analysis.seed_contrast import contrast_seeds
 from workbench.errors import UnknownParameter
-from workbench.figures.contrast_view import contrast as drawn
 from workbench.figures.contrast_view import differences
+from workbench.figures.contrast_view import draw_contrast as drawn
 from workbench.figures.curves_view import loss_curves
 from workbench.runs.loss_basis import loss_basis, why_not_compared
 
@@ -97,7 +96,7 @@ def test_one_seed_each_is_told_apart_only_by_how_far_seeds_scatter() -> None:
         (Scatter(0.1, np.inf), True, "a is lower"),
         (Scatter(0.3, np.inf), False, "too close to call"),
     ):
-        found = contrast(runs, scatter=scatter)
+        found = contrast_curves(runs, scatter=scatter)
         [standing, _] = found.standings
         assert standing.sure is found.differences[0].distinguishable is sure
         assert words in str(standing)
@@ -121,9 +120,9 @@ def test_runs_are_compared_where_they_meet_though_on_another_axis_they_never_do(
     small, large = line("small", 1.0, 5.0), line("large", 1.0, 6.0)
     large = Curve("large", {**large.columns, "flops": 1e6 * np.asarray(large.columns["flops"])})
     assert [standing.axis for standing in standings([small, large])] == ["tokens"]
-    assert [standing.axis for standing in contrast([small, large]).standings] == ["tokens"]
+    assert [standing.axis for standing in contrast_curves([small, large]).standings] == ["tokens"]
     with pytest.raises(UnknownParameter, match="share no stretch of x='flops'"):
-        contrast([small, large], x="flops")
+        contrast_curves([small, large], x="flops")
 
 
 def test_the_same_seed_gives_the_same_numbers() -> None:
@@ -156,7 +155,7 @@ def test_what_differs_is_named_by_its_place_and_nothing_else_is() -> None:
 
 
 def test_a_contrast_shows_itself_without_markup_of_the_users() -> None:
-    found = contrast([curve("<b>a"), curve("c", seed=1)], [{"x": "<i>"}, {"x": "y"}])
+    found = contrast_curves([curve("<b>a"), curve("c", seed=1)], [{"x": "<i>"}, {"x": "y"}])
     page = found.to_html()
     assert "&lt;b&gt;a" in page
     assert "<i>" not in page
@@ -215,7 +214,7 @@ def test_losses_that_are_measured_on_different_things_get_no_verdict_anywhere(sa
         return dataclasses.replace(drawn, evaluations=evaluated, basis=loss_basis(experiment))
 
     runs = [run("a", BERT, 5.0), run("b", {**BERT, **changes}, 8.0)]
-    found = contrast(runs, scatter=Scatter(0.01, np.inf))
+    found = contrast_curves(runs, scatter=Scatter(0.01, np.inf))
     assert said in repr(found).splitlines()[0]
     assert said in found.to_html().partition("</p>")[0]
     assert found.differences == ()
@@ -226,7 +225,7 @@ def test_losses_that_are_measured_on_different_things_get_no_verdict_anywhere(sa
     seeds = contrast_seeds({"one": [runs[0], runs[0]], "other": [runs[1], runs[1]]})
     assert said in repr(seeds)
     assert said in in_one_line(drawn(seeds).layout.title.subtitle.text)
-    same = contrast([runs[0], run("c", {**BERT, "global_batch": 32, "precision": "bf16"}, 8.0)])
+    same = contrast_curves([runs[0], run("c", {**BERT, "global_batch": 32, "precision": "bf16"}, 8.0)])
     assert same.incomparable is None
     assert len(same.differences) == 1
 
@@ -263,8 +262,8 @@ def test_sparse_held_out_losses_are_not_read_where_there_are_none() -> None:
         return dataclasses.replace(whole, evaluations={**evaluated, "eval_loss": evaluated["loss"]})
 
     short, long, same = run("short", 300, [0, 299]), run("long", 1500, [0, 1499]), run("same", 300, [0, 299])
-    assert contrast([short, long]).loss == "Training loss"
-    assert contrast([short, same]).loss == "Held-out loss"
+    assert contrast_curves([short, long]).loss == "Training loss"
+    assert contrast_curves([short, same]).loss == "Held-out loss"
 
 
 def test_dozens_of_factors_of_a_rule_are_one_row() -> None:

@@ -9,8 +9,7 @@ import numpy as np
 import pytest
 
 import workbench as wb
-from workbench.analysis.ladder import LadderPoint, ScalingLaw, scaling_law
-from workbench.analysis.laws import KAPLAN, KaplanLaw
+from workbench.analysis.ladder import KAPLAN, KaplanLaw, LadderPoint, ScalingLaw, scaling_law
 from workbench.errors import InvalidArgument
 
 TRUE = KaplanLaw(3e6, 0.15, 3e7, 0.25)

@@ -16,7 +16,7 @@ from workbench.analysis.seed_contrast import (
     seed_groups,
 )
 from workbench.errors import InvalidArgument, InvalidExperiment, UnknownParameter
-from workbench.figures.contrast_view import contrast
+from workbench.figures.contrast_view import draw_contrast
 from workbench.figures.figure import picture
 from workbench.rundir import RunDir, append_event, write_json, write_record
 from workbench.sparsity import Dynamic, Static
@@ -46,7 +46,7 @@ def test_a_difference_larger_than_the_seeds_spread_is_told_from_one_that_is_not(
     assert "a is lower than b" in repr(found)
     assert "c and a are too close to call" in repr(found)
     assert found.to_html().count("too close to call") == 3
-    points = [trace for trace in contrast(found).data if trace.error_x.array is not None]
+    points = [trace for trace in draw_contrast(found).data if trace.error_x.array is not None]
     assert [trace.x[0] for trace in points] == pytest.approx([item.value for item in found.differences[:2]])
     assert {trace.y[1][0] for trace in points} == {"equal tokens, FLOPs, device-hours"}, "one row where they are equal"
     assert points[0].error_x.array[0] == pytest.approx(half)
@@ -78,8 +78,8 @@ def test_a_metric_is_compared_over_seeds_with_the_interval_of_its_own_ends_and_m
     half = 2.132 * 0.01 * (2 / 3) ** 0.5  # Student's t of four degrees of freedom holds 90 % within 2.132
     assert (tokens.value, tokens.margin) == pytest.approx((0.1, half), rel=0.1)
     assert "b is higher than a (+0.100 ±" in repr(found)
-    assert "better" not in str(contrast(found).layout.title.text)
-    assert "Held-out accuracy minus that of" in contrast(found).layout.xaxis.title.text
+    assert "better" not in str(draw_contrast(found).layout.title.text)
+    assert "Held-out accuracy minus that of" in draw_contrast(found).layout.xaxis.title.text
     with pytest.raises(UnknownParameter, match=r"run has no metric 'f1' of held-out samples. It has none"):
         contrast_seeds({"a": [run(4.0, held_out=3.0)] * 2, "b": [run(4.0)] * 2}, metric="f1")
 
@@ -90,7 +90,7 @@ def test_seeds_that_ended_alike_cannot_tell_and_no_interval_is_invented() -> Non
     assert "the seeds of b and of a ended alike: cannot tell" in repr(found)
     assert "(+1, 90% interval" not in repr(found)
     assert "±" not in found.to_html()
-    assert picture(contrast(found)).startswith(b"\x89PNG")
+    assert picture(draw_contrast(found)).startswith(b"\x89PNG")
 
 
 def test_runs_that_differ_in_their_seed_alone_are_one_configuration() -> None:
@@ -147,7 +147,7 @@ def test_contrast_takes_a_sweep_and_runs_with_seeds_and_compares_with_the_best_a
     assert isinstance(found, SeedContrast)
     assert {item.names for item in found.differences} == {("learning_rate 0.001", "learning_rate 0.0001")}
     assert found.differences[0].value == pytest.approx(1.0)
-    assert picture(contrast(found)).startswith(b"\x89PNG")
+    assert picture(draw_contrast(found)).startswith(b"\x89PNG")
     by_hand = wb.contrast(sweep.runs)
     assert isinstance(by_hand, SeedContrast)
     assert by_hand.differences[0].value == pytest.approx(-1.0)

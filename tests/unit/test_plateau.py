@@ -12,8 +12,17 @@ import pytest
 
 import workbench as wb
 from workbench.analysis import ladder
-from workbench.analysis.ladder import LadderPoint, ScalingLaw, scaling_law
-from workbench.analysis.laws import FORMS, KAPLAN, ChinchillaLaw, KaplanLaw, Law, fit
+from workbench.analysis.ladder import (
+    FORMS,
+    KAPLAN,
+    ChinchillaLaw,
+    KaplanLaw,
+    LadderPoint,
+    Law,
+    ScalingLaw,
+    fit,
+    scaling_law,
+)
 from workbench.analysis.plateau import MARGIN, left_plateau, masked_loss, stop_on_plateau
 from workbench.errors import DataError, InvalidArgument, InvalidExperiment, WorkbenchError
 from workbench.runs.run import Run

@@ -17,7 +17,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from plan_values import plan_of
 
-from workbench.analysis.contrast import contrast as contrast_curves
+from workbench.analysis.contrast import contrast_curves
 from workbench.analysis.curve import Curve, curves_of, smoothed
 from workbench.errors import NonFiniteLoss, UnknownParameter
 from workbench.execution.blocks import Timestamp

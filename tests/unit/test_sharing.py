@@ -18,9 +18,9 @@ from workbench.analysis.curve import Curve
 from workbench.errors import RunNotFound, WorkbenchError
 from workbench.figures.curves_view import loss_curves
 from workbench.figures.figure import PLOTLY_MIME, WIDGET_MIME
-from workbench.notebooks import parameters, reproducing, sharing
-from workbench.notebooks.executing import Record, recorded_in
-from workbench.notebooks.verdict import BITWISE, DIFFERENT, NOISE, LossCurve, verdict
+from workbench.notebooks import parameters, sharing
+from workbench.notebooks.executing import LossCurve, Record, recorded_in
+from workbench.notebooks.sharing import BITWISE, DIFFERENT, NOISE, verdict
 from workbench.rundir import RunDir, append_event, write_json, write_record
 from workbench.runs.run import Run
 from workbench.widgets.live_widget import EMPTY, HIDE_DEAD_WIDGET
@@ -208,7 +208,7 @@ def test_what_differs_is_named(tmp_path):
     doubled = {"micro_batch": 2 * plan["micro_batch"], "num_microbatches": plan["num_microbatches"] // 2}
     write_json(second.directory.plan, {**plan, **doubled})
     record = Record.of([first])
-    found = {d.subject: (d.recorded, d.here) for d in reproducing.differences(record, [second])}
+    found = {d.subject: (d.recorded, d.here) for d in sharing.differences(record, [second])}
     assert found == {
         "git commit": ("a" * 10, "b" * 10),
         "uncommitted changes": ("none", "some (3333333333)"),
@@ -222,7 +222,7 @@ def test_what_differs_is_named(tmp_path):
             for of in (plan, {**plan, **doubled})
         ),
     }
-    assert reproducing.differences(record, [first]) == []
+    assert sharing.differences(record, [first]) == []
 
 
 def test_the_recorded_commit_is_checked_out_aside_and_removed_again(tmp_path, monkeypatch):
@@ -241,16 +241,16 @@ def test_the_recorded_commit_is_checked_out_aside_and_removed_again(tmp_path, mo
         git("add", "model.py")
         git("commit", "-q", "-m", content)
     record = Record(0.0, {"git": {"commit": git("rev-parse", "HEAD~1")}}, ())
-    with reproducing._work_tree(record, tmp_path, wanted=True) as tree:
+    with sharing._work_tree(record, tmp_path, wanted=True) as tree:
         assert (tree / "model.py").read_text() == "first"
     assert not tree.exists()
     assert (repository / "model.py").read_text() == "second"
-    with reproducing._work_tree(record, tmp_path, wanted=False) as tree:
+    with sharing._work_tree(record, tmp_path, wanted=False) as tree:
         assert tree is None
     lost = Record(0.0, {"git": {"commit": "f" * 40}}, ())
     with (
         pytest.raises(WorkbenchError, match="Commit ffffffffff cannot be checked out here"),
-        reproducing._work_tree(lost, tmp_path, wanted=True),
+        sharing._work_tree(lost, tmp_path, wanted=True),
     ):
         pass
 

@@ -1,6 +1,9 @@
 """The public names of the room, listed once."""
 
 from .contrast import Contrast as Contrast
+from .ladder import KAPLAN as KAPLAN
+from .ladder import ChinchillaLaw as ChinchillaLaw
+from .ladder import KaplanLaw as KaplanLaw
 from .ladder import LadderPoint as LadderPoint
 from .ladder import PairExpectation as PairExpectation
 from .ladder import ScalingLaw as ScalingLaw
@@ -8,9 +11,6 @@ from .ladder import expected_difference as expected_difference
 from .ladder import ladder_points as ladder_points
 from .ladder import parameters_without_embeddings as parameters_without_embeddings
 from .ladder import scaling_law as scaling_law
-from .laws import KAPLAN as KAPLAN
-from .laws import ChinchillaLaw as ChinchillaLaw
-from .laws import KaplanLaw as KaplanLaw
 from .pareto import SampleFlops as SampleFlops
 from .pareto import sample_flops as sample_flops
 from .plateau import ContextFree as ContextFree

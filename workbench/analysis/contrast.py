@@ -1,6 +1,6 @@
 """Comparison of single runs at equal cost: which is lower and by how much, where two curves cross, what else differs.
 
-Two kinds of noise are told apart (`workbench.analysis.noise`). The noise along a curve makes the band of a difference
+Two kinds of noise are told apart (`workbench.analysis.curve`). The noise along a curve makes the band of a difference
 and holds for these two runs. Whether their recipes differ depends on how far another seed would move the end of a run:
 without that, one seed each cannot tell, and nothing is called lower.
 """
@@ -18,21 +18,25 @@ import numpy as np
 
 from workbench.analysis.curve import (
     COST_AXES,
+    END,
+    RESOLUTION,
     SMOOTHING,
     X_AXES,
     Array,
     Curve,
+    Line,
+    Scatter,
     check_axis,
     column,
     evaluations_of,
     finite_points,
     is_held_out,
     shared_axes,
+    smoothed_line,
     why_curves_do_not_compare,
 )
-from workbench.analysis.noise import END, RESOLUTION, Line, Scatter, smoothed_line
-from workbench.display import html_table
 from workbench.errors import UnknownParameter
+from workbench.tables import html_table
 from workbench.units import gib
 
 MAX_POINTS = 1000
@@ -246,7 +250,7 @@ def _width(curve: Curve, end: float) -> float:
 def end_of(x: Array, loss: Array, width: float) -> Line:
     """Return the loss at the end of a stretch with its noise: the number that labels and tables show of a run.
 
-    Of a training loss it is `workbench.runs.history.final_loss`, of held-out losses (a width of 0) the last.
+    Of a training loss it is `workbench.runs.records.history.final_loss`, of held-out losses (a width of 0) the last.
     """
     return smoothed_line(x, loss, width, END)
 
@@ -394,7 +398,7 @@ class Contrast:
         return f"{page}{settings}"
 
 
-def contrast(
+def contrast_curves(
     curves: Sequence[Curve],
     described: Sequence[Mapping[str, Any]] = (),
     x: str = "tokens",

@@ -15,10 +15,8 @@ import numpy as np
 import plotly.graph_objects as go
 
 from workbench.analysis.contrast import Contrast, Difference
-from workbench.analysis.curve import X_AXES, Array
-from workbench.analysis.ladder import LadderPoint, ScalingLaw
-from workbench.analysis.laws import KAPLAN
-from workbench.analysis.noise import CONFIDENCE
+from workbench.analysis.curve import CONFIDENCE, X_AXES, Array
+from workbench.analysis.ladder import KAPLAN, LadderPoint, ScalingLaw
 from workbench.analysis.seed_contrast import SeedContrast, SeedDifference
 from workbench.arguments import checked_arguments
 from workbench.errors import InvalidArgument
@@ -32,7 +30,7 @@ NAME_CHARACTERS, AXIS_CHARACTERS = 32, 18
 """Largest number of characters of a run's name in a sentence, which holds two names, and in the y axis' title."""
 
 
-def contrast(compared: Contrast | SeedContrast) -> Figure:
+def draw_contrast(compared: Contrast | SeedContrast) -> Figure:
     """Draw what `wb.contrast` computed: the difference of each run, or configuration, to the first."""
     if compared.incomparable:
         return _not_compared(compared.incomparable)
@@ -52,14 +50,14 @@ def show_contrast(compared: Contrast | SeedContrast) -> None:
     from IPython.display import HTML, display
 
     if compared.differences or compared.incomparable:
-        display(contrast(compared))
+        display(draw_contrast(compared))
     display(HTML(compared.to_html()))
 
 
 def differences(items: Sequence[Difference]) -> Figure:
     """Draw the smoothed loss of each run minus that of the first: below zero, the run is the lower of the two.
 
-    The band is the 90 % interval of the noise along the curves (`workbench.analysis.noise`). A bar at the end reaches
+    The band is the 90 % interval of the noise along the curves (`workbench.analysis.curve`). A bar at the end reaches
     as far as seeds alone part two runs, if that is known. A diamond marks where two curves last cross; its bar is the
     interval of that point.
     """

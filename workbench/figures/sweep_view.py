@@ -18,8 +18,7 @@ import plotly.graph_objects as go
 
 from workbench.analysis.curve import X_AXES, Array, check_axis, finite_points
 from workbench.analysis.pareto import pareto_front
-from workbench.analysis.run_contrast import described_runs
-from workbench.analysis.seed_contrast import group_names, seed_groups
+from workbench.analysis.seed_contrast import described_runs, group_names, seed_groups
 from workbench.arguments import checked_arguments
 from workbench.errors import InvalidArgument, PlanMismatch, UnknownParameter, suggestion
 from workbench.figures import theme

@@ -2,8 +2,8 @@ from .executing import Executed as Executed
 from .executing import execute as execute
 from .parameters import new as new
 from .parameters import template_path as template_path
-from .reproducing import Reproduction as Reproduction
-from .reproducing import reproduce as reproduce
-from .reproducing import what_runs as what_runs
+from .sharing import Reproduction as Reproduction
 from .sharing import Shared as Shared
+from .sharing import reproduce as reproduce
 from .sharing import share as share
+from .sharing import what_runs as what_runs

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import base64
 import contextlib
+import hashlib
 import logging
 import os
 import re
@@ -10,15 +12,18 @@ import sys
 import tempfile
 import threading
 import time
+import zlib
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+from numpy.typing import NDArray
+
 from workbench.errors import WorkbenchError, in_words
 from workbench.figures.figure import finish_notebook, notebook_to_html, read_notebook
 from workbench.notebooks.parameters import check_values
-from workbench.notebooks.verdict import LossCurve
 from workbench.rundir import RunDir
 from workbench.runs.environment import environment
 from workbench.runs.launching.launcher import LAUNCHES
@@ -35,6 +40,61 @@ KEY = "workbench"
 """Name of the record in the notebook's metadata."""
 PRIVATE = ("command", "directory", "executable", "host")
 """Facts of an environment that are left out, because they describe only the machine of the author."""
+MAX_POINTS = 20_000
+"""Largest number of points of a curve that a notebook holds; the curve's digest covers all points."""
+Column = NDArray[np.float64]
+
+
+@dataclass(frozen=True, eq=False)
+class LossCurve:
+    """Loss by step, as exact numbers."""
+
+    step: Column
+    loss: Column
+    steps: int
+    """Number of logged steps of the whole run; more than `len(step)` if points were left out."""
+    digest: str
+    """SHA-256 over every step and loss."""
+
+    @staticmethod
+    def of(run: Run) -> LossCurve:
+        """Return the curve of a run."""
+        history = run.history()
+        step, loss = np.array(history.step), np.array(history.loss)
+        digest = hashlib.sha256(step.astype("<f8").tobytes() + loss.astype("<f8").tobytes()).hexdigest()
+        every = max(1, -(-len(step) // MAX_POINTS))
+        return LossCurve(step[::every], loss[::every], len(step), digest)
+
+    def to_json(self) -> dict[str, Any]:
+        """Return the curve as JSON that `from_json` reads without losing a bit."""
+        return {"step": _pack(self.step), "loss": _pack(self.loss), "steps": self.steps, "digest": self.digest}
+
+    @staticmethod
+    def from_json(value: Mapping[str, Any]) -> LossCurve:
+        """Return the curve that `to_json` wrote."""
+        return LossCurve(_unpack(value["step"]), _unpack(value["loss"]), int(value["steps"]), value["digest"])
+
+
+def _pack(column: Column) -> str:
+    return base64.b64encode(zlib.compress(column.astype("<f8").tobytes(), 9)).decode()
+
+
+def _unpack(text: str) -> Column:
+    """Return a packed column; raises `WorkbenchError` for one that is damaged, or that expands to more than is written.
+
+    A record of a few kilobytes could otherwise expand to gigabytes.
+    """
+    most = 8 * (MAX_POINTS + 1)
+    try:
+        decompressor = zlib.decompressobj()
+        content = decompressor.decompress(base64.b64decode(text), most)
+        if not decompressor.eof or len(content) % 8:
+            raise ValueError(f"it is larger than {MAX_POINTS:,} points, or not whole")
+        return np.frombuffer(content, "<f8")
+    except (TypeError, ValueError, zlib.error) as error:
+        raise WorkbenchError(
+            f"The curve in the notebook's record is damaged: {error}. Share the notebook again."
+        ) from None
 
 
 @dataclass(frozen=True)
