@@ -106,7 +106,7 @@ def test_a_device_with_several_stages_shows_what_all_of_them_hold() -> None:
     stacks = parts(figure, "memory")
     for rank in range(4):
         assert sum(trace.x[rank] for trace in stacks) * GIB == pytest.approx(held[rank])
-    assert figure.layout.yaxis2.ticktext[3] == f"<b>rank 3</b>: {gib(value.device_bytes(3))}<br>stages 3, 7"
+    assert figure.layout.yaxis2.ticktext[3] == f"{gib(value.device_bytes(3))}<br>stages 3, 7"
     assert f"{value.peak_bytes / GIB:.1f} GiB of" in in_one_line(figure.layout.title.subtitle.text)
 
 
@@ -230,7 +230,7 @@ def test_one_figure_shows_the_whole_plan() -> None:
     assert {trace.meta for trace in figure.data} == metas
     subtitle = in_one_line(figure.layout.title.subtitle.text)
     assert all(fact in subtitle for fact in ("step 800 ms", "MFU 43.0%"))
-    assert "bubble 8.6% of all ranks, 10.0% of the busiest" in subtitle
+    assert "bubble 8.6% of all pipeline ranks, 10.0% of the busiest" in subtitle
     assert "batch 64 samples = 1 replica × 8 micro-batches × 8 samples" in subtitle
 
 
@@ -287,7 +287,7 @@ def test_predicted_memory_of_a_device_is_that_of_all_its_stages() -> None:
     assert list(found.y) == [10.0, 20.0]
     assert predicted.y[0] * GIB == value.stages[0].memory.total + value.stages[2].memory.total
     [ticks] = [axis.ticktext for axis in figure.select_xaxes()]
-    assert ticks[1].startswith("rank 1<br>stages 1, 3<br>")
+    assert ticks[1].startswith("stages 1, 3<br>")
 
 
 def test_one_figure_sets_a_measured_step_below_its_prediction_and_beside_it_time_and_memory() -> None:
@@ -443,6 +443,14 @@ def test_a_map_says_which_devices_hold_each_stage_and_which_links_cross_nodes(st
     assert dotted == [
         any((s * data + i) // size != ((s + 1) * data + i) // size for i in range(data)) for s in range(stages - 1)
     ]
+
+
+def test_a_map_of_processes_on_cpus_names_no_gpu() -> None:
+    value = plan(2, 8)
+    cpu = replace(value.cluster, device=replace(value.cluster.device, type="cpu"))
+    figure = show_plan(replace(value, cluster=cpu))
+    assert figure.layout.xaxis4.ticktext[0] == "process 0"
+    assert all("node 0, process" in words for trace in parts(figure, "map") for words in trace.hovertext)
 
 
 def test_a_plan_whose_batch_is_too_small_for_its_devices_says_so_first() -> None:

@@ -11,11 +11,12 @@ import plotly.graph_objects as go
 
 from workbench.figures import theme
 from workbench.figures.figure import Figure, mimebundle, subplots
-from workbench.figures.timeline_view import add_timeline, rank_name, stages_held, timeline_height
+from workbench.figures.timeline_view import add_timeline, stages_held, timeline_height
+from workbench.pipeline_schedules import SCHEDULES
 from workbench.planning.plan import Plan, Stage
 from workbench.planning.prediction import timeline as simulated
 from workbench.planning.search import on_fewer_devices
-from workbench.strategy import RECOMPUTE, SCHEDULES
+from workbench.strategy import RECOMPUTE
 from workbench.tensors import TensorSpec
 from workbench.units import GIB, MIB, count, duration, gib
 
@@ -238,7 +239,7 @@ def add_memory(figure: Figure, plan: Plan) -> None:
             marker={"color": color, "line": {"color": "white", "width": 0.5}},
             text=[text if length >= CHARACTER_SHARE * end * len(text) else "" for length, text in texts],
             textfont={"color": theme.ink_on(color), "size": 10},
-            hovertext=[f"{rank_name(plan, rank)}: {label} {gib(values[rank], peak)}" for rank in ranks],
+            hovertext=[f"{stages_held(plan, rank)}: {label} {gib(values[rank], peak)}" for rank in ranks],
             hoverinfo="text",
             meta="memory",
             **theme.TEXT_INSIDE,
@@ -252,7 +253,7 @@ def add_memory(figure: Figure, plan: Plan) -> None:
     figure.add_annotation(x=limit / unit, text=words, font={"color": theme.ALERT, "size": 11}, **above, **place)
     names = [gib(plan.device_bytes(rank), peak) for rank in ranks]
     if plan.chunks > 1:
-        names = [f"<b>{rank_name(plan, rank)}</b>: {names[rank]}<br>{stages_held(plan, rank)}" for rank in ranks]
+        names = [f"{names[rank]}<br>{stages_held(plan, rank)}" for rank in ranks]
     ticks = {"tickmode": "array", "tickvals": ranks, "ticktext": names, "ticks": ""}
     figure.update_yaxes(range=[plan.pipeline - 0.5, -0.5], showgrid=False, side="right", **ticks, **place)
 
@@ -272,7 +273,7 @@ def _add_true_scale(figure: Figure, plan: Plan, unit: float, thick: float) -> No
         y=[rank - thick * (MAGNIFIED + 0.1) / 2 for rank in range(plan.pipeline)],
         width=thick * (0.9 - MAGNIFIED),
         marker={"color": theme.MUTED, "line": {"width": 0}},
-        hovertext=[f"{rank_name(plan, rank)}: {gib(peak, max(peaks))}" for rank, peak in enumerate(peaks)],
+        hovertext=[f"{stages_held(plan, rank)}: {gib(peak, max(peaks))}" for rank, peak in enumerate(peaks)],
         hoverinfo="text",
         name="peak, to scale",
         meta="scale",
@@ -332,12 +333,17 @@ def place_in_words(plan: Plan, rank: int) -> str:
     """Return the devices of a pipeline rank, such as `"GPUs 0–3"`, `"node 1, GPUs 0–3"` or `"nodes 0–3"`."""
     size, count = plan.cluster.gpus_per_node, _per_rank(plan)
     first, last = rank * count, (rank + 1) * count - 1
-    word = "process" if plan.cluster.device.type == "cpu" else "GPU"
+    word = _device_word(plan)
     if plan.cluster.nodes == 1:
         return _numbered(word, first, last)
     if first // size == last // size and count < size:
         return f"node {first // size}, {_numbered(word, first % size, last % size)}"
     return _numbered("node", first // size, last // size)
+
+
+def _device_word(plan: Plan) -> str:
+    """Return what a device of the plan is called: all CPU processes share the cores of their machine."""
+    return "process" if plan.cluster.device.type == "cpu" else "GPU"
 
 
 def _numbered(word: str, first: int, last: int) -> str:
@@ -424,7 +430,8 @@ def add_map(figure: Figure, plan: Plan, cells: Sequence[Cell], row: int) -> None
     _add_links(figure, plan, {cell.device: cell for cell in cells}, place)
     columns, rows = 1 + max(cell.column for cell in cells), 1 + max(cell.row for cell in cells)
     lying = plan.cluster.nodes <= LYING_NODES
-    names = ("GPU", "node") if lying else ("node", "GPU")
+    device = _device_word(plan)
+    names = (device, "node") if lying else ("node", device)
     if len(cells) < plan.cluster.gpus:
         names = ("node", "")
     # A cell may be 9 pixels wide, and the label of the first one is as wide as four.
@@ -464,9 +471,8 @@ def _add_links(figure: Figure, plan: Plan, at: Mapping[int, Cell], place: Mappin
 
 def _hover(plan: Plan, device: int, stages: str) -> str:
     count, size = _per_rank(plan), plan.cluster.gpus_per_node
-    within = device % count
-    several = "stages" if "," in stages else "stage"
-    words = [f"<b>node {device // size}, device {device % size}</b>", f"rank {device}: {several} {stages}"]
+    within, place = device % count, f"node {device // size}, {_device_word(plan)} {device % size}"
+    words = [f"<b>{place}</b>", f"rank {device}: {'stages' if ',' in stages else 'stage'} {stages}"]
     words += [f"replica {within // plan.tensor}"] if plan.data > 1 else []
     words += [f"tensor-parallel rank {within % plan.tensor}"] if plan.tensor > 1 else []
     return "<br>".join(words)
@@ -542,7 +548,7 @@ def _heading(plan: Plan) -> str:
     """Return model, cluster and parallel degrees in words."""
     parts = []
     if plan.pipeline > 1:
-        ranks = "" if plan.chunks == 1 else f" on {plan.pipeline} ranks"
+        ranks = "" if plan.chunks == 1 else f" on {plan.pipeline} pipeline ranks"
         parts.append(f"{len(plan.stages)}-stage pipeline{ranks} ({SCHEDULES[plan.schedule].words})")
     if plan.tensor > 1:
         parts.append(f"tensor parallel {plan.tensor}")
@@ -570,7 +576,7 @@ def _headline(plan: Plan) -> list[tuple[str, str]]:
         rows.insert(2, ("MFU", f"{predicted.mfu:.1%}"))
     if plan.pipeline > 1:
         own = predicted.bubble_ms / predicted.step_ms
-        rows.insert(-1, ("bubble", f"{predicted.bubble_fraction:.1%} of all ranks, {own:.1%} of the busiest"))
+        rows.insert(-1, ("bubble", f"{predicted.bubble_fraction:.1%} of all pipeline ranks, {own:.1%} of the busiest"))
     parts = {
         "compute": predicted.compute_ms,
         "waiting for the host": predicted.host_ms,

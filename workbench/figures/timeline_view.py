@@ -53,14 +53,10 @@ BAR_LAYOUT: Mapping[str, Any] = {"barmode": "overlay", "bargap": 0.0, "uniformte
 """Layout of a figure whose only bars are those of timelines."""
 
 
-def rank_name(plan: Plan, pipeline_rank: int) -> str:
-    """Return `stage 2`, or `rank 2` if a pipeline rank has several stages."""
-    return f"{'stage' if plan.chunks == 1 else 'rank'} {pipeline_rank}"
-
-
 def stages_held(plan: Plan, pipeline_rank: int) -> str:
-    """Return the stages of a pipeline rank, such as `stages 2, 6`."""
-    return "stages " + ", ".join(str(stage.index) for stage in plan.stages_of(pipeline_rank))
+    """Return the stages of a pipeline rank, such as `stage 2`, or `stages 2, 6` if it has several."""
+    held = [str(stage.index) for stage in plan.stages_of(pipeline_rank)]
+    return f"stage{'s' * (len(held) > 1)} {', '.join(held)}"
 
 
 def describe(step: Timeline) -> str:
@@ -119,13 +115,13 @@ def add_timeline(figure: Figure, step: Timeline, *, row: int | None = None, col:
     figure.add_traces(_action_traces(lanes, split), **places)
     figure.add_traces(_around_traces(step, split), **places)
     one_stage_each = all(len({action.stage for action in lane}) <= 1 for lane in lanes)
-    word = "stage" if one_stage_each else "rank"
     ends = [0, step.end_ms * 1.005]
-    title = "time (ms)" if one_stage_each else "time (ms); the paler a bar, the later its stage among those of the rank"
+    title = "time (ms)" if one_stage_each else "time (ms); the paler a bar, the later its stage"
     figure.update_xaxes(title_text=title, tickformat=",", range=ends, showgrid=False, **place)
-    names = [f"<b>{word} {rank}</b>" for rank in range(len(lanes))]
+    names = [f"<b>stage {rank}</b>" if one_stage_each else f"<b>{rank}</b>" for rank in range(len(lanes))]
     ticks = {"tickmode": "array", "tickvals": list(range(len(lanes))), "ticktext": names, "ticklabelstandoff": 6}
-    figure.update_yaxes(range=[len(lanes) - 0.5, -0.5], showgrid=False, **ticks, **place)
+    lane = None if one_stage_each else "pipeline rank"
+    figure.update_yaxes(title_text=lane, range=[len(lanes) - 0.5, -0.5], showgrid=False, **ticks, **place)
     return list(figure.data[before:])
 
 
@@ -431,8 +427,7 @@ def _memory_panel(plan: Plan, peaks: Mapping[int, float] | float) -> tuple[str, 
     pairs = []
     for rank in range(plan.pipeline):
         if rank in peaks:
-            stages = f"<br>{stages_held(plan, rank)}" if plan.chunks > 1 else ""
-            pairs.append(pair(f"{rank_name(plan, rank)}{stages}", plan.device_bytes(rank), peaks[rank]))
+            pairs.append(pair(stages_held(plan, rank), plan.device_bytes(rank), peaks[rank]))
     return title, pairs
 
 

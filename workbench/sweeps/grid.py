@@ -362,7 +362,7 @@ def _reason(plan: Plan, name: str, share: float) -> str:
     if name == "communication":
         return f"exposed communication {percent}"
     if name == "uneven stages":
-        return f"uneven stages {percent}: rank {_unevenness(plan)[0]} of the pipeline is the slowest"
+        return f"uneven stages {percent}: pipeline rank {_unevenness(plan)[0]} is the slowest"
     recomputed = f", {plan.recompute_words()}" if name == "compute" and plan.recompute != "none" else ""
     return f"{name} {percent}{recomputed}"
 
