@@ -27,8 +27,8 @@ _DISPLAYS = {
     "workbench.planning.plan:Plan": "workbench.figures.plan_view:plan_mimebundle",
     "workbench.analysis.contrast:Contrast": "workbench.figures.contrast_view:show_contrast",
     "workbench.analysis.seed_contrast:SeedContrast": "workbench.figures.contrast_view:show_contrast",
-    "workbench.sweeps.sweep:Sweep": "workbench.widgets.live_queues:show_queue",
-    "workbench.sweeps.grid:MeasuredGrid": "workbench.widgets.live_queues:show_queue",
+    "workbench.sweeps.sweep:Sweep": "workbench.widgets.dashboard:show_queue",
+    "workbench.sweeps.grid:MeasuredGrid": "workbench.widgets.dashboard:show_queue",
 }
 """Function for each class that shows its values at the end of a notebook cell, or returns what is to be shown."""
 

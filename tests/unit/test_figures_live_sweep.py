@@ -15,7 +15,7 @@ from workbench.rundir import RunDir, this_process, write_json, write_record
 from workbench.sweeps.queue import Entry, QueueDir, Result
 from workbench.sweeps.sweep import Sweep
 from workbench.widgets import LiveSweep
-from workbench.widgets.live_queues import show_queue
+from workbench.widgets.dashboard import show_queue
 
 
 @pytest.fixture
@@ -120,7 +120,7 @@ def test_a_sweep_that_has_ended_is_shown_without_a_widget(sweep: Sweep, monkeypa
     finish(sweep, 0, 4.5)
     sweep.directory.supervisor.unlink()
     shown: list[Any] = []
-    monkeypatch.setattr("workbench.widgets.live_queues.display", lambda value, **_: shown.append(value))
+    monkeypatch.setattr("workbench.widgets.dashboard.display", lambda value, **_: shown.append(value))
     show_queue(sweep)
     table, heat_map, curves = shown
     assert "1 of 4 runs have ended, not at work" in table.data

@@ -15,7 +15,7 @@ from tests.unit.test_figures_live import end, eventually, start_run, train
 from tests.unit.test_lab import ask, server  # noqa: F401
 from workbench.errors import RunNotFound
 from workbench.lab import run_index
-from workbench.lab.run_handlers import failures_of, figures_of
+from workbench.lab.run_handlers import dashboard_of
 from workbench.lab.run_index import RunIndex, own_run
 from workbench.rundir import RunDir, append_event, known_runs_roots, note_runs_root, write_json, write_record
 from workbench.runs.event_blocks import BULK_BYTES, spread_steps
@@ -37,10 +37,11 @@ def names(answer: dict) -> set[str]:
 
 
 def test_a_reading_holds_what_changed_since_the_last_one(folder: Path) -> None:
-    index = RunIndex()
+    index = RunIndex(folder.parent)
     first = index.read([folder])
     rows = {row["name"]: row for row in first["rows"]}
     assert (rows["b"]["state"], rows["b"]["step"], rows["b"]["losses"][-1]) == ("finished", 100, (100, 0.1))
+    assert (rows["b"]["place"], rows["b"]["written"]["step"]) == ("runs/b", "100 of 100")
     assert "2 k tokens/s" in rows["a <img src=x>"]["facts"]
     assert names(index.read([folder], first["version"])) == set()
     train(RunDir(folder / "a <img src=x>"), 41, 50)
@@ -131,7 +132,7 @@ def test_curves_are_named_by_what_differs_and_a_diverged_run_flattens_none(tmp_p
         runs.append(Run(run.path))
     for step in range(201, 260):
         append_event(runs[0].directory.events, "step", step=step, loss=2.0 ** min(step - 200, 40), tokens=step * 1000)
-    figure, panels = figures_of(runs)
+    figure, panels = map(json.loads, dashboard_of(runs)["figures"])
     names = {trace["name"] for trace in figure["data"] if trace["showlegend"]}
     assert names == {
         "learning_rate 0.001 · seed 0",
@@ -152,14 +153,14 @@ def test_the_dashboard_of_one_run_has_its_gpus_its_prediction_and_why_it_failed(
         write_sample(run, "cuda", Sample(("GPU 0", "GPU 3"), (share, None), (2**30, None)))
     train(run, 81, 120)
     end(run, "failed", "rank 1 vanished")
-    curves, panels, prediction = figures_of([Run(run.path)])
+    dashboard = dashboard_of([Run(run.path)])
+    curves, panels, prediction = map(json.loads, dashboard["figures"])
     assert curves["data"]
     titles = [annotation["text"] for annotation in panels["layout"]["annotations"]]
     assert any("GPU" in title for title in titles), titles
     assert any(trace.get("meta") == "utilization" and trace["y"] for trace in panels["data"])
     assert "Predicted and measured" in prediction["layout"]["title"]["text"]
-    assert "rank 1 vanished" in failures_of([Run(run.path)])
-    assert failures_of([]) == ""
+    assert "rank 1 vanished" in dashboard["failures"]
 
 
 def test_the_sidebar_shows_how_busy_the_gpus_of_the_server_are(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -207,7 +208,7 @@ def test_the_endpoints_show_and_change_own_runs_and_refuse_paths_outside(
         assert status in (400, 409), answer
     status, answer = ask(f"{url}/workbench/curves", {"paths": [str(run.path)]})
     assert status == 200
-    assert answer["figures"][0]["data"]
+    assert json.loads(answer["figures"][0])["data"]
     status, answer = ask(f"{url}/workbench/curves", {"paths": [str(run.path)], "seen": answer["seen"]})
     assert answer["figures"] is None
     assert ask(f"{url}/workbench/run", {"path": str(run.path), "action": "stop"})[0] == 200

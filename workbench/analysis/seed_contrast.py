@@ -54,6 +54,7 @@ from workbench.analysis.curve import (
     why_curves_do_not_compare,
 )
 from workbench.arguments import checked_arguments
+from workbench.display import html_table
 from workbench.errors import InvalidArgument, InvalidExperiment, UnknownParameter
 from workbench.experiment import values_by_name
 from workbench.rundir import read_json
@@ -61,7 +62,6 @@ from workbench.runs.registry import Runs, load_runs
 from workbench.runs.run import Run
 from workbench.sparsity import from_json
 from workbench.sweeps.sweep import Sweep
-from workbench.tables import html_table
 from workbench.units import count
 
 AXES = ("tokens", "flops", "gpu_hours")

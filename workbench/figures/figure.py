@@ -153,6 +153,15 @@ def mimebundle(figure: go.Figure, with_picture: bool = True) -> dict[str, Any]:
     return {**config, **static, "text/plain": accessible_name(config[PLOTLY_MIME]["layout"])}
 
 
+def page_json(figure: go.Figure, **config: Any) -> str:
+    """Return a figure as JSON for the page (`plot.js`): data, layout, name for screen readers, options of plotly.js.
+
+    `config` holds options that override those of `theme.CONFIG`.
+    """
+    value = json.loads(figure.to_json())
+    return json.dumps({**value, "config": {**theme.CONFIG, **config}, "name": accessible_name(value["layout"])})
+
+
 def accessible_name(layout: Mapping[str, Any]) -> str:
     """Return what a screen reader says of a figure with this layout: its title, or those of its panels or axes."""
     axes = [layout.get(axis, {}).get("title") for axis in ("yaxis", "xaxis")]

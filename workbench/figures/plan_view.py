@@ -12,11 +12,10 @@ import plotly.graph_objects as go
 from workbench.figures import theme
 from workbench.figures.figure import Figure, mimebundle, subplots
 from workbench.figures.timeline_view import add_timeline, stages_held, timeline_height
-from workbench.pipeline_schedules import SCHEDULES
 from workbench.planning.plan import Plan, Stage
 from workbench.planning.prediction import timeline as simulated
 from workbench.planning.search import on_fewer_devices
-from workbench.strategy import RECOMPUTE
+from workbench.strategy import RECOMPUTE, SCHEDULES
 from workbench.tensors import TensorSpec
 from workbench.units import GIB, MIB, count, duration, gib
 

@@ -9,6 +9,7 @@ import asyncio
 import contextlib
 import json
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -16,15 +17,11 @@ import tornado.web
 from jupyter_server.auth.decorator import authorized
 from jupyter_server.base.handlers import APIHandler
 
-from workbench.analysis.curve import Curve
 from workbench.errors import RunNotFound, WorkbenchError
 from workbench.lab.run_index import RunIndex, own_run
 from workbench.rundir import known_runs_roots, parsed
-from workbench.runs.history import read_tail
-from workbench.runs.loss_basis import read_loss_basis
 from workbench.runs.registry import distinct_names, measurements
 from workbench.runs.run import Run
-from workbench.runs.status import read_progress
 
 Result = TypeVar("Result")
 MOST_CURVES = 50
@@ -40,37 +37,31 @@ ACTIONS: dict[str, Callable[[Run, Any], Any]] = {
 }
 
 
-def failures_of(runs: Sequence[Run]) -> str:
-    """Return why those runs failed that did, each with the root exception, where it arose and a remedy."""
-    errors = [(run.name, run.error()) for run in runs]
-    return "\n\n".join(f"{name}: {error}" for name, error in errors if error is not None)
+def dashboard_of(runs: Sequence[Run]) -> dict[str, Any]:
+    """Return the dashboard of runs: its `figures` as `plot.js` draws them, and why those `failures` failed that did.
 
-
-def figures_of(runs: Sequence[Run]) -> list[dict[str, Any]]:
-    """Return the dashboard of runs as figures in JSON: loss curves, and panels of speed, devices and memory.
-
-    Of a single run with a plan, what was predicted beside what was measured follows.
+    The figures are the loss curves, and panels of speed, devices and memory. Of a single run with a plan, what was
+    predicted beside what was measured follows. A failure has its root exception, where it arose and a remedy.
     """
     from workbench.figures.curves_view import loss_curves
+    from workbench.figures.figure import page_json
     from workbench.figures.panels_view import panel_names, panels
     from workbench.figures.timeline_view import prediction
+    from workbench.widgets.run_reader import RunReader, panel_inputs
 
-    tails = [read_tail(run.directory.events) for run in runs]
-    named = zip(distinct_names(runs), tails, runs, strict=True)
-    curves = [
-        Curve(name, tail.read(), evaluations=tail.evaluations, basis=read_loss_basis(run.directory))
-        for name, tail, run in named
-    ]
-    peaks = [read_progress(run.directory).memory for run in runs]
-    usage = [tail.utilization for tail in tails]
-    title = runs[0].name if len(runs) == 1 else f"Loss of {len(runs)} runs"
-    figures = [loss_curves(curves, title=title)]
+    named = zip(distinct_names(runs), runs, strict=True)
+    snapshots = [replace(RunReader(run.path).read(), name=name) for name, run in named]
+    curves, peaks, usage = panel_inputs(snapshots)
+    figures = [loss_curves(curves, title=runs[0].name if len(runs) == 1 else f"Loss of {len(runs)} runs")]
     if panel_names(curves, peaks, usage):
         figures.append(panels(curves, peaks, usage=usage))
     if len(runs) == 1:
         with contextlib.suppress(WorkbenchError):  # it has no plan, or one that this version cannot read
             figures.append(prediction(runs[0].plan, measurements(runs[0]), "Predicted and measured"))
-    return [json.loads(figure.to_json()) for figure in figures]
+    for figure in figures:
+        figure.layout.uirevision = "kept"  # a zoom stays when the curves grow
+    failures = (f"{snapshot.name}: {snapshot.failure}" for snapshot in snapshots if snapshot.failure is not None)
+    return {"figures": list(map(page_json, figures)), "failures": "\n\n".join(failures)}
 
 
 class Handler(APIHandler):
@@ -96,14 +87,18 @@ class _RunHandler(Handler):
     @property
     def roots(self) -> list[Path]:
         """The folders of runs of this user, and `runs` beside the notebooks."""
-        beside = Path(self.settings.get("server_root_dir") or ".").expanduser().absolute() / "runs"
-        return list(dict.fromkeys([*known_runs_roots(), beside]))
+        return list(dict.fromkeys([*known_runs_roots(), self.folder / "runs"]))
+
+    @property
+    def folder(self) -> Path:
+        """The folder of the server's files."""
+        return Path(self.settings.get("server_root_dir") or ".").expanduser().absolute()
 
     @property
     def index(self) -> RunIndex:
         """The server's only index of runs."""
         if "workbench_run_index" not in self.settings:
-            self.settings["workbench_run_index"] = RunIndex()
+            self.settings["workbench_run_index"] = RunIndex(self.folder)
         index: RunIndex = self.settings["workbench_run_index"]
         return index
 
@@ -164,7 +159,7 @@ class RunCurves(_RunHandler):
             sizes = [run.directory.events.stat().st_size if run.directory.events.exists() else 0 for run in runs]
             if sizes == asked.get("seen"):
                 return {"seen": sizes, "figures": None}
-            return {"seen": sizes, "figures": figures_of(runs), "failures": failures_of(runs)}
+            return {"seen": sizes, **dashboard_of(runs)}
 
         self.finish(await self.in_thread(drawn))
 

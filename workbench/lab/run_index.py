@@ -22,7 +22,7 @@ from workbench.runs.loss_basis import read_loss_basis
 from workbench.runs.registry import row_or_reason
 from workbench.runs.run import Run, progress_words, step_text
 from workbench.runs.status import RunRow, state_in_words
-from workbench.units import time_left
+from workbench.units import count, gib, time_left
 
 SPARKLINE_POINTS = 60
 READING_S = 0.3
@@ -43,9 +43,13 @@ class _Entry:
 
 
 class RunIndex:
-    """Rows of all runs below some folders; one index serves every page of a server."""
+    """Rows of all runs below some folders; one index serves every page of a server.
 
-    def __init__(self) -> None:
+    `folder` is the user's, in relation to which a page names a run's place.
+    """
+
+    def __init__(self, folder: Path | None = None) -> None:
+        self._folder = folder or Path.cwd()
         self._entries: dict[Path, _Entry] = {}
         self._gone: dict[str, int] = {}
         self._version = 0
@@ -82,7 +86,10 @@ class RunIndex:
                 self._version += 1
                 self._gone.pop(str(path), None)
                 entry = self._entries[path] = _Entry(Run(path), self._version)
-                entry.row = {"path": str(path), "name": path.name, "created": signature[0][1] / 1e9}
+                inside = path.is_relative_to(self._folder)
+                place = path.relative_to(self._folder) if inside else Path("…", *path.parts[-2:])
+                made = {"path": str(path), "name": path.name, "created": signature[0][1] / 1e9}
+                entry.row = {**made, "place": str(place)}
             # Nothing but a change of its files can change the row of a run that has ended.
             if signature != entry.signature or entry.row.get("state") not in FINAL_STATES:
                 waiting.append((entry, signature))
@@ -159,6 +166,10 @@ def _row(run: Run, has_changed: bool) -> dict[str, Any]:
     pace = [] if row["state"] in FINAL_STATES else _pace(row)
     shown["pace"] = " · ".join([*(word for word in progress_words(row) if "tokens" in word), *pace])
     shown["facts"] = " · ".join([f"step {step_text(row)}", *progress_words(row), *pace])
+    spelt = {"tokens": count, "tokens_per_s": count, "mfu": "{:.1%}".format, "peak_bytes": gib, "eta_s": time_left}
+    spelt |= dict.fromkeys(("loss", "eval_loss", "training_loss"), "{:.4g}".format)
+    shown["written"] = {"step": step_text(row)}
+    shown["written"] |= {n: spell(shown[n]) for n, spell in spelt.items() if shown[n] is not None}
     shown["resumable"] = row["state"] in ("stopped", "failed") and bool(run.checkpoints)
     if has_changed:
         events: list[Any] = list(spread_steps(run.directory.events, SPARKLINE_POINTS))

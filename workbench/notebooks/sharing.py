@@ -22,6 +22,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from workbench.arguments import checked_arguments
+from workbench.display import html_table
 from workbench.errors import WorkbenchError
 from workbench.figures.figure import (
     PLOTLY_MIME,
@@ -46,12 +47,11 @@ from workbench.notebooks.executing import (
     runs_shown_in,
 )
 from workbench.rundir import write_json
+from workbench.runs.environment import environment
 from workbench.runs.launching.launcher import REPLAY
-from workbench.runs.records.environment import environment
 from workbench.runs.registry import Runs, load_runs
 from workbench.runs.run import Run
 from workbench.secrets import MASK, masked_json, secrets
-from workbench.tables import html_table
 
 PathLike = str | os.PathLike[str]
 MAX_BYTES = 5_000_000

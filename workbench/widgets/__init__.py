@@ -1,7 +1,8 @@
-"""Widgets that need a running kernel. Importing this package imports ipywidgets and plotly."""
+"""Widgets that need a running kernel, and the reader of runs behind them, which JupyterLab's server uses too.
 
-from workbench.widgets.dashboard import Live, live
-from workbench.widgets.live_queues import LiveSweep
-from workbench.widgets.what_if import WhatIf
+The public names stand in `__init__.pyi`; each is imported, with ipywidgets, when it is first used.
+"""
 
-__all__ = ["Live", "LiveSweep", "WhatIf", "live"]
+from workbench.errors import lazy_names
+
+__getattr__, __dir__, __all__ = lazy_names(__name__, __file__)

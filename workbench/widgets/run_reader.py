@@ -6,7 +6,7 @@ import html
 import math
 import os
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -123,6 +123,13 @@ class Snapshot:
         traceback = html.escape(rest.strip())
         folded = f"<details><summary>traceback</summary><pre>{traceback}</pre></details>" if traceback else ""
         return f"<b>{html.escape(self.name)}</b>: <span>{html.escape(first)}</span>{folded}"
+
+
+def panel_inputs(
+    snapshots: Sequence[Snapshot],
+) -> tuple[list[Curve], list[Mapping[int, Mapping[str, Any]]], list[Utilization | None]]:
+    """Return what the figures of a dashboard draw: the curve, the peak memory and the utilisation of each run."""
+    return [s.curve for s in snapshots], [s.memory for s in snapshots], [s.utilization for s in snapshots]
 
 
 class RunReader:

@@ -29,8 +29,7 @@ from workbench.planning.search import uncollected
 from workbench.planning.search import what_if as plan_again
 from workbench.units import GIB
 from workbench.widgets.dashboard import fixed_width
-from workbench.widgets.live_widget import LiveWidget, respond_while_busy
-from workbench.widgets.plot import Plot
+from workbench.widgets.live_widget import LiveWidget, Plot, respond_while_busy
 
 AUTO = "auto"
 """Position of the micro-batch slider that leaves the micro-batch to the planner."""

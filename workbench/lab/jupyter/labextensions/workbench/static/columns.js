@@ -1,9 +1,8 @@
 // The columns of the table of runs: what each says of a row, and how rows are ordered by it.
 import {age, element, sparkline} from './drawing.js';
 
-export const digits = (value, count = 4) => value == null ? '' : String(Number(value.toPrecision(count)));
-const large = value => value == null ? '' : new Intl.NumberFormat('en', {notation: 'compact', maximumSignificantDigits: 3}).format(value);
-const gib = bytes => bytes == null ? '' : `${digits(bytes / 2 ** 30, 3)} GiB`;
+// Returns how the server spells a number of a row, such as "82.1 k".
+export const written = (row, name) => row.written?.[name] ?? '';
 
 export function badge({words = '', state = ''}) {
   const node = element('span', 'wb-badge', words.split(', ').at(-1));
@@ -11,22 +10,22 @@ export function badge({words = '', state = ''}) {
   return node;
 }
 
+const number = (label, width, name, down = false) =>
+  ({label, width, down, number: true, value: row => row[name], show: row => written(row, name)});
+
 // For each column its name, width as CSS, the value by which it orders, what it shows, and whether larger values come first.
 const FIXED = {
   state: {label: 'State', width: '86px', value: row => row.state, show: badge},
   curve: {label: 'Loss curve', width: '92px', show: row => sparkline(row.losses ?? [])},
-  eval_loss: {label: 'Held-out loss', width: '104px', number: true, value: row => row.eval_loss, show: row => digits(row.eval_loss)},
-  training_loss: {label: 'Training loss', width: '104px', number: true, value: row => row.training_loss, show: row => digits(row.training_loss)},
-  step: {
-    label: 'Step', width: '112px', number: true, value: row => row.step,
-    show: ({step, steps}) => step === undefined ? '' : `${step.toLocaleString()}${steps ? ` of ${steps.toLocaleString()}` : ''}`,
-  },
-  tokens: {label: 'Tokens', width: '80px', number: true, down: true, value: row => row.tokens, show: row => large(row.tokens)},
-  tokens_per_s: {label: 'Tokens/s', width: '80px', number: true, down: true, value: row => row.tokens_per_s, show: row => large(row.tokens_per_s)},
-  mfu: {label: 'MFU', width: '60px', number: true, down: true, value: row => row.mfu, show: row => row.mfu == null ? '' : `${digits(100 * row.mfu, 3)} %`},
-  left: {label: 'Left', width: '80px', number: true, value: row => row.eta_s, show: row => /([^·]*) left/.exec(row.pace ?? '')?.[1].trim() ?? ''},
+  eval_loss: number('Held-out loss', '104px', 'eval_loss'),
+  training_loss: number('Training loss', '104px', 'training_loss'),
+  step: number('Step', '112px', 'step'),
+  tokens: number('Tokens', '80px', 'tokens', true),
+  tokens_per_s: number('Tokens/s', '80px', 'tokens_per_s', true),
+  mfu: number('MFU', '60px', 'mfu', true),
+  left: number('Left', '80px', 'eta_s'),
   devices: {label: 'Devices', width: '76px', number: true, value: row => row.devices, show: row => row.devices ?? ''},
-  peak: {label: 'Peak memory', width: '100px', number: true, value: row => row.peak_bytes, show: row => gib(row.peak_bytes)},
+  peak: number('Peak memory', '100px', 'peak_bytes'),
   age: {label: 'Age', width: '64px', number: true, value: row => -row.created, show: row => age(row.time || row.created)},
   tags: {label: 'Tags', width: 'minmax(60px, 1fr)', value: row => row.tags.join(', '), show: row => row.tags.join(', ')},
   notes: {label: 'Notes', width: 'minmax(80px, 1.5fr)', value: row => row.notes, show: row => row.notes ?? ''},
@@ -47,7 +46,7 @@ export function columnsOf(rows) {
 
 function settingColumn(name) {
   const value = row => row.settings?.[name];
-  const show = row => typeof value(row) === 'number' ? digits(value(row), 6) : String(value(row) ?? '');
+  const show = row => typeof value(row) === 'number' ? String(Number(value(row).toPrecision(6))) : String(value(row) ?? '');
   return {label: name, width: 'minmax(72px, 1fr)', setting: true, value, show};
 }
 

@@ -1,7 +1,7 @@
 // The sidebar of runs. It needs no kernel: the server reads the runs' files, and this module draws the rows that show.
 import connect from './server.js';
 import curvePanels from './curves.js';
-import {badge, columnsOf, comparison, digits, NAME, USUAL} from './columns.js';
+import {badge, columnsOf, comparison, NAME, USUAL, written} from './columns.js';
 import {age, element, sparkline} from './drawing.js';
 
 const ROW_PX = 68, TABLE_ROW_PX = 28;
@@ -324,7 +324,7 @@ class RunList {
       this.draw();
     });
     const title = element('button', 'wb-name', element('span', '', name.slice(0, -TAIL)), element('span', '', name.slice(-TAIL)));
-    title.title = `${name}\n${path}\nOpen its dashboard`;
+    title.title = `${name}\n${row.place}\nOpen its dashboard`;
     title.addEventListener('click', () => this.actions.open([path]));
     const note = [message && row.state !== 'finished' ? message : '', notes].filter(Boolean).join(' · ');
     const node = element('div', 'wb-run', ...this.wide ? this.cells(row, tick, title) : this.lines(row, tick, title, note));
@@ -349,13 +349,12 @@ class RunList {
 
   // A card of three lines.
   lines(row, tick, title, note) {
-    const {step, steps, loss, pace = '', facts = 'reading …', tags} = row;
-    const of = steps ? ` of ${steps.toLocaleString()}` : '';
-    const reached = loss == null ? '' : `${row.held_out ? '◆ ' : ''}${digits(loss)}`;
+    const {step, loss, pace = '', facts = 'reading …', tags} = row;
+    const reached = loss == null ? '' : `${row.held_out ? '◆ ' : ''}${written(row, 'loss')}`;
     const said = element('span', 'wb-said', step === undefined ? facts : reached);
     said.title = row.held_out ? `${facts}\n◆ the last held-out loss` : facts;
     const below = element('span', 'wb-below', element('span', 'wb-age'));
-    if (step !== undefined) below.append(element('span', 'wb-note', `${step.toLocaleString()}${of}`));
+    if (step !== undefined) below.append(element('span', 'wb-note', written(row, 'step')));
     if (pace) below.append(element('span', 'wb-note', pace));
     tags.forEach(tag => below.append(element('span', 'wb-tag', tag)));
     if (note) below.append(element('span', 'wb-note', note));

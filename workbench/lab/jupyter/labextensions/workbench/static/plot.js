@@ -1,22 +1,36 @@
-// Draws the state of a `Plot` (plot.py): `figure` is JSON with `layout`, `config`, the `name` that a screen reader says, and
-// either `data` (all traces) or `traces` (their number; each one is then a state of its own, `trace_0`, `trace_1`, ...).
+// Draws figures whose state changes, in a notebook and in the pages of the sidebar. A figure is a model as anywidget has it:
+// `get`, `set`, `save_changes`, `on` and `off`. Its states come from a kernel over a comm (`Plot` of live_widget.py) or from
+// the server in answers over HTTP (`Polled`). `figure` is JSON with `layout`, `config`, the `name` that a screen reader says,
+// and either `data` (all traces) or `traces` (their number; each is then a state of its own, `trace_0`, `trace_1`, ...).
 
-// plotly.js comes from the model that `library` names. The first plot of a page loads it, and all others wait for that
-// one. They wait in `render`: anywidget allows a module two seconds to load, which a busy machine exceeds.
-function plotly(model) {
-  globalThis.workbenchPlotly ??= load(model).catch(error => {
-    globalThis.workbenchPlotly = undefined;  // the next plot tries again
+// The model of a figure that a page asks for: `update` takes an answer.
+export class Polled {
+  listeners = new Map();
+  constructor(states) { this.states = states; }
+  get(name) { return this.states[name]; }
+  set(name, value) { this.states[name] = value; }
+  save_changes() {}
+  on(event, listener) { this.listeners.set(event, listener); }
+  off(event) { this.listeners.delete(event); }
+  update(states) {
+    Object.assign(this.states, states);
+    Object.keys(states).forEach(name => this.listeners.get(`change:${name}`)?.());
+  }
+}
+
+// Returns plotly.js, which the first figure of a page loads from its source. All others wait for that one, in `render`:
+// anywidget allows a module two seconds to load, which a busy machine exceeds.
+function plotly(source) {
+  globalThis.workbenchPlotly ??= load(source).catch(error => {
+    globalThis.workbenchPlotly = undefined;  // the next figure tries again
     throw error;
   });
   return globalThis.workbenchPlotly;
 }
 
-async function load(model) {
-  const library = await model.widget_manager.get_model(model.get("library").slice("IPY_MODEL_".length));
-  const unpacked = new Blob([library.get("packed")]).stream().pipeThrough(new DecompressionStream("gzip"));
-  const source = await new Response(unpacked).blob();
+async function load(source) {
   // a page with a module loader of its own would otherwise be given plotly.js instead of the window
-  const parts = ["const module = undefined, exports = undefined, define = undefined;\n", source];
+  const parts = ["const module = undefined, exports = undefined, define = undefined;\n", await source()];
   const url = URL.createObjectURL(new Blob(parts, { type: "text/javascript" }));
   try {
     await import(/* @vite-ignore */ /* webpackIgnore: true */ url);
@@ -24,6 +38,13 @@ async function load(model) {
     URL.revokeObjectURL(url);
   }
   return globalThis.Plotly;
+}
+
+// Returns the source of plotly.js out of the kernel's model that `library` names.
+async function packed(model) {
+  const library = await model.widget_manager.get_model(model.get("library").slice("IPY_MODEL_".length));
+  const unpacked = new Blob([library.get("packed")]).stream().pipeThrough(new DecompressionStream("gzip"));
+  return new Response(unpacked).blob();
 }
 
 function bytes(text) {
@@ -43,8 +64,9 @@ function decoded(trace) {
   return trace;
 }
 
-async function render({ model, el }) {
-  const Plotly = await plotly(model);
+// Draws the figure of a model into an element from now on; returns the function that ends it.
+export async function render({ model, el }, source = () => packed(model)) {
+  const Plotly = await plotly(source);
   const node = document.createElement("div");
   node.setAttribute("role", "figure");
   el.append(node);
