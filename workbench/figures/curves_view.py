@@ -484,21 +484,18 @@ def _end_fields(curve: PreparedCurve, x: str, position: str | None, top: float |
     values = [] if value is None else [value]
     above = top is not None and value is not None and value > top
     sign = "↑ " * above + "◆ " * curve.ends_held_out
+    symbol, size = ("diamond", 9) if curve.ends_held_out else ("circle", 6)
     return {
         "x": at[: len(values)],
         "y": np.full(len(values), top) if above else np.array(values),
         "mode": "markers" if position is None else "markers+text",
-        "marker": {"color": curve.color, "size": 9 if curve.ends_held_out else 6, "symbol": _end_symbol(curve)},
+        "marker": {"color": curve.color, "size": size, "symbol": symbol},
         "text": [f"<b>{sign}{_describe_loss(each)}</b>" for each in values],
         "textposition": position or "middle right",
         "textfont": {"color": theme.as_text(curve.color), "size": theme.FONT_PX},
         "cliponaxis": False,
         "hoverinfo": "skip",
     }
-
-
-def _end_symbol(curve: PreparedCurve) -> str:
-    return "diamond" if curve.ends_held_out else "circle"
 
 
 def _describe_loss(value: float) -> str:

@@ -108,7 +108,8 @@ def timeline_height(step: Timeline) -> int:
 
 def add_timeline(figure: Figure, step: Timeline, *, row: int | None = None, col: int | None = None) -> list[Any]:
     """Draw a step into a figure or into one of its subplots, and return the traces as the figure holds them."""
-    before, lanes, split = len(figure.data), step.lanes, _has_communication(step)
+    before, lanes = len(figure.data), step.lanes
+    split = any(action.type in "OE" for lane in step.around for action in lane)  # a lane of communication below compute
     place = {} if row is None else {"row": row, "col": col}
     figure.add_trace(_idle_trace(step, split), **place)
     places = {} if row is None else {"rows": row, "cols": col}
@@ -138,10 +139,6 @@ def add_stacked_timelines(figure: Figure, steps: Sequence[Timeline], *, first_ro
 
 Place = tuple[float, float]
 """Centre of a bar below its lane's centre, and its height, as shares of the distance between two lanes."""
-
-
-def _has_communication(step: Timeline) -> bool:
-    return any(action.type in "OE" for lane in step.around for action in lane)
 
 
 def _compute_place(split: bool) -> Place:

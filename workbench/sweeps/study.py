@@ -38,7 +38,14 @@ class Study:
     def __init__(self, journal: Path, settings: Mapping[str, Any], rule: Rule, interval: int) -> None:
         optuna.logging.set_verbosity(optuna.logging.WARNING)
         Path(f"{journal}.lock").unlink(missing_ok=True)  # left by a supervisor that was killed
-        self._axes = {name: [_plain(value) for value in values] for name, values in settings["axes"].items()}
+        # Optuna's categories take plain values as they are, and others as JSON text.
+        self._axes = {
+            name: [
+                v if v is None or isinstance(v, bool | int | float | str) else json.dumps(v, sort_keys=True)
+                for v in values
+            ]
+            for name, values in settings["axes"].items()
+        }
         self._space: dict[str, BaseDistribution] = {n: CategoricalDistribution(v) for n, v in self._axes.items()}
         self._space[SEED] = IntDistribution(min(settings["seeds"]), max(settings["seeds"]))
         storage = JournalStorage(JournalFileBackend(str(journal)))
@@ -120,8 +127,3 @@ class Study:
             self._study.tell(trial, state=TrialState.FAIL)
         else:
             self._study.tell(trial, value)
-
-
-def _plain(value: Any) -> Any:
-    """Return a value that Optuna's categories accept: plain values as they are, others as JSON text."""
-    return value if value is None or isinstance(value, bool | int | float | str) else json.dumps(value, sort_keys=True)

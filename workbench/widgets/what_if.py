@@ -71,7 +71,9 @@ class WhatIf(LiveWidget):
             readout_format=".1f",
             **SLIDER_STYLE,
         )
-        self.global_batch = _slider("global batch", _batches(global_batch), global_batch)
+        halves = [global_batch >> power for power in range(1, 6) if global_batch % (1 << power) == 0]
+        batches = sorted({global_batch, *halves, *(global_batch << power for power in range(1, 6))})
+        self.global_batch = _slider("global batch", batches, global_batch)
         self.micro_batch = _slider("micro-batch", (AUTO, *MICRO_BATCHES), AUTO)
         self._controls = (self.gpus, self.memory_gib, self.global_batch, self.micro_batch)
         for control in self._controls:
@@ -167,9 +169,3 @@ def _without_title(figure: go.Figure) -> go.Figure:
 
 def _slider(name: str, options: Sequence[Any], value: Any) -> widgets.SelectionSlider:
     return widgets.SelectionSlider(options=options, value=value, description=name, **SLIDER_STYLE)
-
-
-def _batches(own: int) -> list[int]:
-    """Return the experiment's own global batch, and up to five halvings and five doublings of it."""
-    smaller = [own >> power for power in range(1, 6) if own % (1 << power) == 0]
-    return sorted({own, *smaller, *(own << power for power in range(1, 6))})
