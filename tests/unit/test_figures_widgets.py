@@ -17,8 +17,8 @@ from workbench.planning.search import what_if
 from workbench.rundir import append_event
 from workbench.runs.registry import list_runs, progress_line
 from workbench.widgets import WhatIf, live
-from workbench.widgets.dashboard import STATE_COLORS
 from workbench.widgets.live_widget import Plot, growing_plot
+from workbench.widgets.run_reader import STATE_COLORS
 
 
 def test_the_panel_shows_what_the_planner_answers_for_the_sliders() -> None:

@@ -23,6 +23,7 @@ from workbench.runs.registry import row_or_reason
 from workbench.runs.run import Run, progress_words, step_text
 from workbench.runs.status import RunRow, state_in_words
 from workbench.units import count, gib, time_left
+from workbench.widgets.run_reader import state_color
 
 SPARKLINE_POINTS = 60
 READING_S = 0.3
@@ -163,6 +164,7 @@ def _row(run: Run, has_changed: bool) -> dict[str, Any]:
         shown[name] = value if isinstance(value, int | float) and math.isfinite(value) else None
     shown["held_out"] = row["eval_loss"] is not None
     shown["words"] = state_in_words(row["state"], row["step"], row["training_loss"])
+    shown["color"], shown["ended"] = state_color(shown["words"]), row["state"] in FINAL_STATES
     pace = [] if row["state"] in FINAL_STATES else _pace(row)
     shown["pace"] = " · ".join([*(word for word in progress_words(row) if "tokens" in word), *pace])
     shown["facts"] = " · ".join([f"step {step_text(row)}", *progress_words(row), *pace])

@@ -52,19 +52,10 @@ from workbench.widgets.live_widget import (
     respond_while_busy,
     shared_axis,
 )
-from workbench.widgets.run_reader import RunReader, Snapshot
+from workbench.widgets.run_reader import STATE_COLORS, RunReader, Snapshot, state_color
 
 # One run as a row of a dashboard: state, progress, a button that stops or resumes the run, and facts.
 
-STATE_COLORS = {
-    "queued": "#6B7280",
-    "starting": "#9A6B00",
-    "running": "#0072B2",
-    "stalled": "#A04000",
-    "finished": "#00785A",
-    "stopped": "#5B6472",
-    "failed": theme.ALERT,
-}
 TRACK = "var(--jp-layout-color2, #EEEEEE)"
 """Colour of what a run still has to do."""
 ONE_LINE = "display:block;overflow:hidden;text-overflow:ellipsis;white-space:nowrap"
@@ -186,11 +177,10 @@ def _state_of(snapshot: Snapshot) -> str:
 
 def badge(state: str) -> str:
     """Return a state in words as a coloured pill, which is red and says `not finite` for such a loss."""
-    word = state.rpartition(", ")[2]
-    return (
-        f'<span title="{html.escape(state)}" style="background:{STATE_COLORS.get(word, theme.ALERT)};color:white;'
-        f'border-radius:8px;padding:1px 8px;font-size:11px;font-weight:600">{html.escape(word)}</span>'
+    look = (
+        f"background:{state_color(state)};color:white;border-radius:8px;padding:1px 8px;font-size:11px;font-weight:600"
     )
+    return f'<span title="{html.escape(state)}" style="{look}">{html.escape(state.rpartition(", ")[2])}</span>'
 
 
 def name_width(names: Sequence[str]) -> int:

@@ -39,6 +39,22 @@ SHOWN_WAIT = 0.02
 STATUS_S = 0.5
 """Seconds between two looks at which processes are alive; events are read each time."""
 
+STATE_COLORS = {
+    "queued": "#6B7280",
+    "starting": "#9A6B00",
+    "running": "#0072B2",
+    "stalled": "#A04000",
+    "finished": "#00785A",
+    "stopped": "#5B6472",
+    "failed": "#B3261E",
+}
+"""Colour of a run's state, in notebooks and in the sidebar."""
+
+
+def state_color(words: str) -> str:
+    """Return the colour of a state in words (`state_in_words`); a loss that is not finite has that of a failure."""
+    return STATE_COLORS.get(words.rpartition(", ")[2], STATE_COLORS["failed"])
+
 
 @dataclass(frozen=True)
 class Snapshot:

@@ -4,9 +4,9 @@ import {age, element, sparkline} from './drawing.js';
 // Returns how the server spells a number of a row, such as "82.1 k".
 export const written = (row, name) => row.written?.[name] ?? '';
 
-export function badge({words = '', state = ''}) {
+export function badge({words = '', color = ''}) {
   const node = element('span', 'wb-badge', words.split(', ').at(-1));
-  node.dataset.state = words.includes('not finite') ? 'failed' : state;
+  node.style.background = color;
   return node;
 }
 

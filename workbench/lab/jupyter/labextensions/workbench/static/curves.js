@@ -4,7 +4,6 @@ import {Polled, render} from './plot.js';
 
 const REFRESH_MS = 2000;
 const COMMAND = 'workbench:curves';
-const ENDED = ['finished', 'stopped', 'failed'];
 
 export default async function curvePanels(library, request) {
   const [{Widget}, {WidgetTracker}] = await Promise.all([library('@lumino/widgets'), library('@jupyterlab/apputils')]);
@@ -55,7 +54,7 @@ export default async function curvePanels(library, request) {
           this.note.textContent = error.message;
         }
       }
-      const ended = this.seen && this.paths.every(path => ENDED.includes(this.runs.rows.get(path)?.state));
+      const ended = this.seen && this.paths.every(path => this.runs.rows.get(path)?.ended);
       this.timer = setTimeout(() => this.follow(), ended ? 5 * REFRESH_MS : REFRESH_MS);
     }
 

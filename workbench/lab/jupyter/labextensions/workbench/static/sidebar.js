@@ -11,7 +11,6 @@ const TAIL = 6;  // letters at the end of a name that are never cut: they tell r
 const POLL_MS = 2000;
 const HIDDEN_POLL_MS = 20000;
 const STATES = ['running', 'queued', 'starting', 'stalled', 'finished', 'stopped', 'failed'];
-const ENDED = ['finished', 'stopped', 'failed'];
 const last = nothing => value => value ?? nothing;
 const ORDERS = {  // label, and comparison of two rows
   newest: ['newest first', (a, b) => b.created - a.created],
@@ -367,14 +366,14 @@ class RunList {
   }
 
   buttons(row) {
-    const {path, name} = row, ended = ENDED.includes(row.state);
+    const {path, name} = row;
     const buttons = element('span', 'wb-actions');
     const pending = this.pending.get(path);
     if (pending && pending.state === row.state) {
       buttons.append(element('span', '', pending.label));
     } else {
       this.pending.delete(path);
-      if (row.state && !ended) buttons.append(this.acting(row, 'Stop', 'stop', 'Write a checkpoint and end this run'));
+      if (row.state && !row.ended) buttons.append(this.acting(row, 'Stop', 'stop', 'Write a checkpoint and end this run'));
       if (row.resumable) buttons.append(this.acting(row, 'Resume', 'resume', 'Continue from the last checkpoint'));
     }
     buttons.append(
