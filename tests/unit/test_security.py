@@ -32,9 +32,8 @@ from workbench.errors import InvalidArgument, WorkbenchError
 from workbench.execution.blocks.sparse_weights import BlockSparseParameters
 from workbench.execution.checkpoint import COMPLETE, DamagedCheckpoint, digest_of, digests, save_load
 from workbench.execution.checkpoint.model_export import GuardedReader
-from workbench.notebooks.executing import Record
-from workbench.notebooks.reproducing import recorded_commit
-from workbench.notebooks.verdict import MAX_POINTS, LossCurve
+from workbench.notebooks.executing import MAX_POINTS, LossCurve, Record
+from workbench.notebooks.sharing import recorded_commit
 from workbench.planning.plan import Plan
 from workbench.rundir import RunDir, this_process, write_json
 from workbench.runs.environment import environment

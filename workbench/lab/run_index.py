@@ -7,7 +7,7 @@ import math
 import os
 import threading
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -168,7 +168,13 @@ def _row(run: Run, has_changed: bool) -> dict[str, Any]:
     pace = [] if row["state"] in FINAL_STATES else _pace(row)
     shown["pace"] = " · ".join([*(word for word in progress_words(row) if "tokens" in word), *pace])
     shown["facts"] = " · ".join([f"step {step_text(row)}", *progress_words(row), *pace])
-    spelt = {"tokens": count, "tokens_per_s": count, "mfu": "{:.1%}".format, "peak_bytes": gib, "eta_s": time_left}
+    spelt: dict[str, Callable[[float], str]] = {
+        "tokens": count,
+        "tokens_per_s": count,
+        "mfu": "{:.1%}".format,
+        "peak_bytes": gib,
+        "eta_s": time_left,
+    }
     spelt |= dict.fromkeys(("loss", "eval_loss", "training_loss"), "{:.4g}".format)
     shown["written"] = {"step": step_text(row)}
     shown["written"] |= {n: spell(shown[n]) for n, spell in spelt.items() if shown[n] is not None}
