@@ -47,36 +47,27 @@ def checked_keywords(function: Callable[P, R]) -> Callable[P, R]:
     """Make a function answer an unknown keyword with the nearest known one instead of a bare `TypeError`."""
     parameters = inspect.signature(function).parameters.values()
     known = {p.name for p in parameters if p.kind is not p.POSITIONAL_ONLY and p.name != "self"}
-    for parameter in (p for p in parameters if p.kind is p.VAR_KEYWORD):
-        known = known - {parameter.name} | _keys_of(parameter.annotation, function)
+    for parameter in (p for p in parameters if p.kind is p.VAR_KEYWORD):  # the keys of the `TypedDict` in `Unpack[…]`
+        holder = types.SimpleNamespace(__annotations__={"unpacked": parameter.annotation})
+        hint = typing.get_type_hints(holder, function.__globals__)["unpacked"]
+        if typing.get_origin(hint) is not typing.Unpack:
+            raise AssertionError(f"{function.__qualname__} takes any keyword; there is nothing to check")
+        [keywords] = typing.get_args(hint)
+        known = known - {parameter.name} | keywords.__required_keys__ | keywords.__optional_keys__
     name = function.__qualname__.removesuffix(".__init__")
 
     @functools.wraps(function)
     def checked(*args: P.args, **kwargs: P.kwargs) -> R:
         for word in kwargs:
-            if word not in known:
-                hint = _replaced(word, [*args, *kwargs.values()]) or suggestion(word, known)
+            if word not in known:  # it may be a value of one of the arguments, such as the steps of an experiment
+                given = (type(one) for one in [*args, *kwargs.values()])
+                holders = (one.__name__.lower() for one in given if word in getattr(one, "REPLACED", ()))
+                hints = (f"It is a value of the {one}: give {one}.replace({word}=…)." for one in holders)
+                hint = next(hints, None) or suggestion(word, known)
                 raise UnknownParameter(f"{name} has no parameter {word!r}. {hint}")
         return function(*args, **kwargs)
 
     return checked
-
-
-def _replaced(word: str, arguments: Iterable[Any]) -> str:
-    """Return how to change a value that one of the arguments holds, such as the steps of an experiment."""
-    holders = (type(one).__name__.lower() for one in arguments if word in getattr(type(one), "REPLACED", ()))
-    return next((f"It is a value of the {holder}: give {holder}.replace({word}=…)." for holder in holders), "")
-
-
-def _keys_of(annotation: Any, function: Callable[..., Any]) -> frozenset[str]:
-    """Return the keys of the `TypedDict` in the annotation `Unpack[…]` of a function's `**` parameter."""
-    holder = types.SimpleNamespace(__annotations__={"unpacked": annotation})
-    hint = typing.get_type_hints(holder, function.__globals__)["unpacked"]
-    if typing.get_origin(hint) is not typing.Unpack:
-        raise AssertionError(f"{function.__qualname__} takes any keyword; there is nothing to check")
-    [keywords] = typing.get_args(hint)
-    keys: frozenset[str] = keywords.__required_keys__ | keywords.__optional_keys__
-    return keys
 
 
 def checked_arguments(function: Callable[P, R]) -> Callable[P, R]:
@@ -143,8 +134,11 @@ def fits(value: Any, kind: Any) -> bool:
         return isinstance(value, bool) or type(value).__name__ in ("bool", "bool_")
     if kind in (int, float):
         return _is_number(value, Integral if kind is int else Real)
-    if origin in (Sequence, Iterable):
-        return _holds(value, origin, *typing.get_args(kind))
+    if origin in (Sequence, Iterable):  # a text is no container of its letters
+        if isinstance(value, str | bytes) or not isinstance(value, origin):
+            return False
+        [item] = typing.get_args(kind) or [Any]
+        return not isinstance(value, Sequence) or all(fits(one, item) for one in value)
     kind = origin or kind
     if kind is Any or not isinstance(kind, type):
         return True
@@ -159,13 +153,6 @@ def _is_number(value: Any, kind: type) -> bool:
     if isinstance(value, Integral):
         return abs(int(value)) <= LARGEST_INTEGER
     return not math.isnan(float(typing.cast(float, value)))
-
-
-def _holds(value: Any, container: type, item: Any = Any) -> bool:
-    """Return True if a value is a container of fitting items; a text is no container of its letters."""
-    if isinstance(value, str | bytes) or not isinstance(value, container):
-        return False
-    return not isinstance(value, Sequence) or all(fits(one, item) for one in value)
 
 
 def _words(kind: Any) -> Iterator[str]:

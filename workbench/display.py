@@ -256,15 +256,9 @@ def in_notebook(error: BaseException) -> list[str]:
         error.is_folded = True  # type: ignore[attr-defined]
         shell.events.register("post_run_cell", show)
     sentence = str(error).partition("\n\n")[0]
-    frames = list(
-        dict.fromkeys(_frames(whole))
-    )  # the message of a failed run holds those of its ranks, and its log too
-    return [f"\x1b[31m{type(error).__name__}\x1b[39m: {sentence}", *(["", *frames] if frames else [])]
-
-
-def _frames(text: str) -> Iterator[str]:
-    """Yield the user's own frames of a traceback, each as two lines."""
-    for file, cell, line, function, quoted in _FRAME.findall(text):
-        if cell or not file.startswith(_INSTALLED):
+    frames = dict[str, None]()  # the message of a failed run holds those of its ranks, and its log too
+    for file, cell, line, function, quoted in _FRAME.findall(whole):
+        if cell or not file.startswith(_INSTALLED):  # the user's own
             where = "" if function == "<module>" else f", in {function}"
-            yield f"\x1b[36m{cell or file}, line {line}\x1b[39m{where}\n    {quoted.strip()}"
+            frames[f"\x1b[36m{cell or file}, line {line}\x1b[39m{where}\n    {quoted.strip()}"] = None
+    return [f"\x1b[31m{type(error).__name__}\x1b[39m: {sentence}", *(["", *frames] if frames else [])]

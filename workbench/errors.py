@@ -109,13 +109,13 @@ def message_of(error: BaseException) -> str:
         said = str(error)
     except Exception as failure:
         return f"its message cannot be read, because {type(error).__name__}.__str__ raises {type(failure).__name__}"
-    return said if isinstance(error, WorkbenchError) else "\n".join(map(_without_requests, said.splitlines()))
-
-
-def _without_requests(line: str) -> str:
-    if not _TO_AUTHORS.search(line):
-        return line
-    return " ".join(each for each in re.split(r"(?<=[.!?])\s+", line) if not _TO_AUTHORS.search(each))
+    if isinstance(error, WorkbenchError):
+        return said
+    lines = said.splitlines()
+    for at, line in enumerate(lines):
+        if _TO_AUTHORS.search(line):
+            lines[at] = " ".join(each for each in re.split(r"(?<=[.!?])\s+", line) if not _TO_AUTHORS.search(each))
+    return "\n".join(lines)
 
 
 def first_line(error: BaseException) -> str:

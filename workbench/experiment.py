@@ -507,7 +507,6 @@ class Experiment:
             object.__setattr__(self, "name", self.model.name)
         object.__setattr__(self, "steps", _steps(self))
         _check_parts(self)
-        _check_spikes(self)
         if self.steps is not None:
             _check_steps(self, self.steps)
         limit = self.model.max_positions
@@ -816,7 +815,7 @@ def _steps(experiment: Experiment) -> int | None:
 
 
 def _check_parts(experiment: Experiment) -> None:
-    """Raise `InvalidExperiment` unless evaluation and samples fit the data."""
+    """Raise `InvalidExperiment` unless the parts fit together: evaluation, samples and data, spikes and checkpoints."""
     data, held_out = experiment.data, experiment.eval_data
     if experiment.evaluation is not None and held_out is None and data.is_user_defined:
         raise InvalidExperiment(
@@ -855,10 +854,6 @@ def _check_parts(experiment: Experiment) -> None:
             "Train on text (wb.data.corpus or wb.data.hub), or remove samples.",
             parameter="samples",
         )
-
-
-def _check_spikes(experiment: Experiment) -> None:
-    """Raise `InvalidExperiment` unless there are checkpoints to which a rewind can go back."""
     numerics, checkpoints = experiment.numerics, experiment.checkpoints
     rewinds = numerics.spike_factor is not None and numerics.on_spike == "rewind"
     if rewinds and (checkpoints.every is None or not checkpoints.keep):

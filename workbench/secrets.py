@@ -264,20 +264,20 @@ def masked_json(value: Any) -> Any:
     Pictures and columns of numbers, at keys such as `image/png` and `bdata`, stay as they are.
     """
     if isinstance(value, Mapping):
-        kept: Any = type(value)  # a notebook's nodes stay nodes
-        return kept({key: _masked_item(str(key), item) for key, item in value.items()})
+        kept: dict[Any, Any] = {}
+        for key, item in value.items():
+            if str(key).startswith("image/") or key == "bdata":
+                kept[key] = item
+            else:
+                is_secret_value = isinstance(item, str) and _is_secret_value(str(key), item)
+                kept[key] = MASK if is_secret_value else masked_json(item)
+        return type(value)(kept)  # type: ignore[call-arg]  # a notebook's nodes stay nodes
     if isinstance(value, list) and value and all(isinstance(item, str) for item in value):
         whole = masked_words(BETWEEN.join(value)).split(BETWEEN)  # thousands of labels of a figure, at once
         return whole if len(whole) == len(value) else [masked_words(item) for item in value]
     if isinstance(value, list | tuple):
         return [masked_json(item) for item in value]
     return masked_words(value) if isinstance(value, str) else value
-
-
-def _masked_item(key: str, item: Any) -> Any:
-    if key.startswith("image/") or key == "bdata":
-        return item
-    return MASK if isinstance(item, str) and _is_secret_value(key, item) else masked_json(item)
 
 
 def masked_command(arguments: Sequence[str]) -> list[str]:

@@ -254,7 +254,7 @@ def test_a_hub_dataset_is_read_in_blocks_of_rows() -> None:
     import datasets
 
     rows = [f"row {number} " * 50 for number in range(300)]
-    source = texts.Rows(datasets.Dataset.from_dict({"text": [None, "", *rows]}), "text", "key")
+    source = texts.DatasetColumn(datasets.Dataset.from_dict({"text": [None, "", *rows]}), "text", "key")
     blocks = list(source.blocks())
     assert len(blocks) > 10
     assert sum(block.advance for block in blocks) == source.size
@@ -273,7 +273,7 @@ def test_newlines_alone_end_a_line_in_files_rows_and_documents(tmp_path: Path, m
     sources = (
         Files((file,), one_document_each=True),
         Files((write_documents([given], "text", False),), one_document_each=False),
-        texts.Rows(datasets.Dataset.from_dict({"text": [given]}), "text", "key"),
+        texts.DatasetColumn(datasets.Dataset.from_dict({"text": [given]}), "text", "key"),
     )
     for source in sources:
         assert [text for block in source.blocks() for _, text in block.paragraphs()] == lines

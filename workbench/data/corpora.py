@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, NamedTuple
 
 from workbench.data.source import DataSource, DescribedModel, HeldOutSamples, Prepared, SampleRequest, UserData
-from workbench.data.text import Files, Rows, TextSource, local_text, packaged_speeches
+from workbench.data.text import DatasetColumn, Files, TextSource, local_text, packaged_speeches
 from workbench.display import waiting
 from workbench.errors import DataError, in_words
 from workbench.events import DataUseEvent
@@ -172,40 +172,17 @@ class TextData(DataSource):
 
 
 def check_sizes(data: TextData, request: SampleRequest) -> None:
-    """Raise `DataError` if the sequence length or the vocabulary does not suit the model."""
-    tokenizer_type = data._tokenizer_type(request)
-    model, least = request.model, SMALLEST_VOCABULARY[tokenizer_type]
-    if data.streaming and data._objective(request) == "mlm_nsp":
+    """Raise `DataError` if the sequence length, the vocabulary or the tokeniser does not suit the model."""
+    from workbench.data.sampling import SAMPLES, SpanSamples
+
+    model, objective = request.model, data._objective(request)
+    least = SMALLEST_VOCABULARY[TOKENIZER_OF_OBJECTIVE[objective]]
+    if data.streaming and objective == "mlm_nsp":
         raise DataError(
             f"{data.name} is streamed, and {model.name} predicts next sentences, whose other half may stand "
             "anywhere in the text. Train without (next_sentence=False), or remove streaming=True."
         )
-    _check_tokenizer(data, request)
-    if request.seq_len < SHORTEST_SEQUENCE:
-        raise DataError(
-            f"seq_len={request.seq_len} is too short for a sample of text. Give at least {SHORTEST_SEQUENCE}."
-        )
-    if model.vocab_size is not None and data.vocab_size > model.vocab_size:
-        if isinstance(data, Corpus):
-            data._source()  # a file that is missing matters first
-        raise DataError(
-            f"{data.name} is tokenised into a vocabulary of {data.vocab_size:,}, but {model.name} embeds "
-            f"{model.vocab_size:,} tokens. Give "
-            + ("" if data.tokenizer else f"the data vocab_size={model.vocab_size}, or ")
-            + f"the model vocab_size={data.vocab_size}."
-        )
-    if data.tokenizer is None and data.vocab_size < least:
-        raise DataError(
-            f"vocab_size={data.vocab_size} is less than the {least} that byte-level tokens need. "
-            f"Give the data at least vocab_size={least}."
-        )
-
-
-def _check_tokenizer(data: TextData, request: SampleRequest) -> None:
-    """Raise `DataError` if the tokeniser has changed, or lacks what the samples of the objective need."""
-    from workbench.data.sampling import SAMPLES, SpanSamples
-
-    objective = data._objective(request)
+    # The tokeniser: it may have changed, or lack what the samples of the objective need.
     tokens = data._special_tokens(objective)
     if data.tokenizer is not None:
         if tokens.vocabulary != data.vocab_size:
@@ -235,6 +212,26 @@ def _check_tokenizer(data: TextData, request: SampleRequest) -> None:
                 f"Held-out samples of a sequence-to-sequence model have the shapes of training, and hide "
                 f"{data.masked_share:g} of the text too. Remove masked_share={share:g} from the evaluation."
             )
+
+    # Sizes that do not suit the model.
+    if request.seq_len < SHORTEST_SEQUENCE:
+        raise DataError(
+            f"seq_len={request.seq_len} is too short for a sample of text. Give at least {SHORTEST_SEQUENCE}."
+        )
+    if model.vocab_size is not None and data.vocab_size > model.vocab_size:
+        if isinstance(data, Corpus):
+            data._source()  # a file that is missing matters first
+        raise DataError(
+            f"{data.name} is tokenised into a vocabulary of {data.vocab_size:,}, but {model.name} embeds "
+            f"{model.vocab_size:,} tokens. Give "
+            + ("" if data.tokenizer else f"the data vocab_size={model.vocab_size}, or ")
+            + f"the model vocab_size={data.vocab_size}."
+        )
+    if data.tokenizer is None and data.vocab_size < least:
+        raise DataError(
+            f"vocab_size={data.vocab_size} is less than the {least} that byte-level tokens need. "
+            f"Give the data at least vocab_size={least}."
+        )
 
 
 @checked_value(error_type=DataError)
@@ -304,7 +301,7 @@ class HubText(TextData):
             parts += [f"{path} {path.stat().st_size} {path.stat().st_mtime_ns}" for path in files]
         return hashlib.sha256(repr(parts).encode()).hexdigest()
 
-    def _source(self) -> Rows:
+    def _source(self) -> DatasetColumn:
         """Return the rows of the split, downloaded on first use."""
         import datasets
 
@@ -316,7 +313,7 @@ class HubText(TextData):
         self._require_column(dataset.features)
         if len(dataset) == 0:
             raise DataError(f"Split {self.split!r} of {self.repository} is empty. Choose another.")
-        return Rows(dataset, self.text_column, self._fingerprint())
+        return DatasetColumn(dataset, self.text_column, self._fingerprint())
 
     def _require_column(self, features: Any) -> None:
         if self.text_column not in features:
@@ -442,7 +439,38 @@ class Mixture(DataSource):
     """Steps (counted from 0), ascending, with the weights from that step on."""
 
     def __post_init__(self) -> None:
-        _check_values(self)
+        if len(self.parts) < 2:
+            raise DataError(f"A mixture has at least two sources, and this one has {len(self.parts)}. Give more.")
+        steps = [step for step, _ in self.changes]
+        if not all(map(is_count, steps)) or sorted(set(steps)) != steps:
+            raise DataError(f"The weights change at the steps {steps}. Give ascending whole numbers from 1.")
+        for step, weights in self._stretches:
+            said = f"The weights from step {step} on are {list(weights)}"
+            if len(weights) != len(self.parts):
+                raise DataError(f"{said}, for {len(self.parts)} sources. Give one for each source.")
+            if not all(map(is_factor, weights)) or not sum(weights) > 0 or not is_factor(sum(weights)):
+                raise DataError(f"{said}. Give finite numbers of at least 0, not all of them 0.")
+        for number, part in enumerate(self.parts):
+            if not any(weights[number] for _, weights in self._stretches):
+                raise DataError(f"{part.name} has the weight 0 at every step. Leave it out of the self.")
+        if len({part.is_user_defined for part in self.parts}) > 1:
+            raise DataError(
+                "The mixture has text and user-defined datasets, and nothing says whether their tokens are the same. "
+                "Mix texts with texts, and datasets with datasets."
+            )
+        for number, part in enumerate(self.parts):
+            if isinstance(part, Mixture):
+                raise DataError(
+                    "A source of the mixture is a mixture itself. Give all sources with their weights in one."
+                )
+            if not isinstance(part, TextData):
+                continue
+            if part in self.parts[:number]:
+                raise DataError(f"{part.name} is given twice. Give it once, with the sum of its weights.")
+            if part.streaming:
+                raise DataError(
+                    f"{part.name} is streamed, and a mixture reads its sources by index. Remove streaming=True."
+                )
 
     @property
     def is_user_defined(self) -> bool:
@@ -642,40 +670,6 @@ class Mixture(DataSource):
             "weights": list(self.weights),
             "changes": [[step, list(weights)] for step, weights in self.changes],
         }
-
-
-def _check_values(mixture: Mixture) -> None:
-    """Raise `DataError` unless sources and weights fit together."""
-    if len(mixture.parts) < 2:
-        raise DataError(f"A mixture has at least two sources, and this one has {len(mixture.parts)}. Give more.")
-    steps = [step for step, _ in mixture.changes]
-    if not all(map(is_count, steps)) or sorted(set(steps)) != steps:
-        raise DataError(f"The weights change at the steps {steps}. Give ascending whole numbers from 1.")
-    for step, weights in mixture._stretches:
-        said = f"The weights from step {step} on are {list(weights)}"
-        if len(weights) != len(mixture.parts):
-            raise DataError(f"{said}, for {len(mixture.parts)} sources. Give one for each source.")
-        if not all(map(is_factor, weights)) or not sum(weights) > 0 or not is_factor(sum(weights)):
-            raise DataError(f"{said}. Give finite numbers of at least 0, not all of them 0.")
-    for number, part in enumerate(mixture.parts):
-        if not any(weights[number] for _, weights in mixture._stretches):
-            raise DataError(f"{part.name} has the weight 0 at every step. Leave it out of the mixture.")
-    if len({part.is_user_defined for part in mixture.parts}) > 1:
-        raise DataError(
-            "The mixture has text and user-defined datasets, and nothing says whether their tokens are the same. "
-            "Mix texts with texts, and datasets with datasets."
-        )
-    for number, part in enumerate(mixture.parts):
-        if isinstance(part, Mixture):
-            raise DataError("A source of the mixture is a mixture itself. Give all sources with their weights in one.")
-        if not isinstance(part, TextData):
-            continue
-        if part in mixture.parts[:number]:
-            raise DataError(f"{part.name} is given twice. Give it once, with the sum of its weights.")
-        if part.streaming:
-            raise DataError(
-                f"{part.name} is streamed, and a mixture reads its sources by index. Remove streaming=True."
-            )
 
 
 def _check_texts(texts: Sequence[TextData], request: SampleRequest) -> None:

@@ -412,7 +412,8 @@ class IterableItems:
         Raises `DataError` if there are none, if reading them fails, or if they are not dicts of tensors.
         """
         items: list[Batch] = []
-        with _alone():
+        ranks = {name: os.environ.pop(name) for name in OF_A_RANK if name in os.environ}
+        with untouched_generators():
             try:
                 for item in itertools.islice(self.begun(0, seed)[1], count):
                     items.append(require_tensors(item, len(items)))
@@ -426,6 +427,8 @@ class IterableItems:
                     f"Reading item {len(items)} of {self.name} raised {in_words(error)}. Iterate over it "
                     "by itself until it gives its items."
                 ) from error
+            finally:
+                os.environ.update(ranks)
         if not items:
             raise DataError(f"{self.name} is empty: it gives no item. Let it give at least one.")
         return items
@@ -568,14 +571,3 @@ def _dataset_state(dataset: Any, generators: str) -> Any:
 def _generators() -> str:
     """Return a digest of the state of the random generators that a dataset may draw from without asking."""
     return hashlib.blake2b(repr(generator_states()).encode(), digest_size=16).hexdigest()
-
-
-@contextlib.contextmanager
-def _alone() -> Iterator[None]:
-    """Give the body random generators of its own, and an environment that names no rank."""
-    ranks = {name: os.environ.pop(name) for name in OF_A_RANK if name in os.environ}
-    try:
-        with untouched_generators():
-            yield
-    finally:
-        os.environ.update(ranks)

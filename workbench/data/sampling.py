@@ -326,8 +326,20 @@ class PairedSamples(TokenSamples):
         quarter = max(1, self.width // 4)
         span = np.full(len(index_B), self.width - 2 * quarter + 1, dtype=np.int64)
         length_B = quarter + below(hashed(self.seed, SPLIT, index_B), span)
-        second_B, random_B = self._second(index_B, starts_B, length_B)
+        split_B, rest_B = starts_B + length_B, self.width - length_B
 
+        # B avoids the document in which A ends or, in a corpus of one document, the window of A.
+        starts = self.text.document_starts
+        after_B = np.searchsorted(starts, split_B - 1, side="right")
+        after_last_B = np.where(after_B < len(starts), starts[np.minimum(after_B, len(starts) - 1)], self.text.tokens)
+        coin_B = hashed(self.seed, CONTINUE, index_B) & np.uint64(1)
+        wanted_B = coin_B.astype(bool) | (after_last_B == split_B)
+        other_B, has_other_B = self._clear_of(starts[after_B - 1], after_last_B, rest_B, index_B)
+        apart_B, has_apart_B = self._clear_of(starts_B, starts_B + self.width, rest_B, index_B)
+        random_B = wanted_B & (has_other_B | has_apart_B)
+        second_B = np.where(random_B, np.where(has_other_B, other_B, apart_B), split_B)
+
+        # The ids of both segments, with the special tokens around and between them.
         prefix, between, suffix = self.tokens.frame
         position_S = np.arange(self.seq_len)
         first_end_B1 = (len(prefix) + length_B)[:, None]
@@ -349,21 +361,6 @@ class PairedSamples(TokenSamples):
             "labels": labels,
             "next_sentence_label": random_B.astype(np.int64),
         }
-
-    def _second(self, index_B: I64, starts_B: I64, length_B: I64) -> tuple[I64, NDArray[np.bool_]]:
-        """Return the offset of each second segment, and True for those that do not continue the first."""
-        split_B = starts_B + length_B
-        length_B = self.width - length_B
-        starts = self.text.document_starts
-        after_B = np.searchsorted(starts, split_B - 1, side="right")
-        after_last_B = np.where(after_B < len(starts), starts[np.minimum(after_B, len(starts) - 1)], self.text.tokens)
-        coin_B = hashed(self.seed, CONTINUE, index_B) & np.uint64(1)
-        wanted_B = coin_B.astype(bool) | (after_last_B == split_B)
-        # B avoids the document in which A ends or, in a corpus of one document, the window of A.
-        other_B, has_other_B = self._clear_of(starts[after_B - 1], after_last_B, length_B, index_B)
-        apart_B, has_apart_B = self._clear_of(starts_B, starts_B + self.width, length_B, index_B)
-        random_B = wanted_B & (has_other_B | has_apart_B)
-        return np.where(random_B, np.where(has_other_B, other_B, apart_B), split_B), random_B
 
     def _clear_of(self, first_B: I64, end_B: I64, length_B: I64, index_B: I64) -> tuple[I64, NDArray[np.bool_]]:
         """Return a random offset whose `length_B` tokens do not touch first … end - 1, and True if there is one."""
@@ -388,9 +385,11 @@ class SpanSamples(TokenSamples):
         # One more token of text is at most one more of the input, so that the largest window fills the input exactly.
         room = seq_len - len(tokens.prefix) - len(tokens.suffix)
         width = max(room, 2)
-        while _shown_length(width + 1, masked_share) <= room:
+        while True:
+            hidden, spans = _spans(width + 1, masked_share)
+            if width + 1 - hidden + spans > room:
+                return width
             width += 1
-        return width
 
     @staticmethod
     def spans(seq_len: int, tokens: SpecialTokens, masked_share: float) -> int:
@@ -440,11 +439,6 @@ def _spans(width: int, share: float) -> tuple[int, int]:
     """Return the number of hidden tokens and of spans in a window, as T5's `random_spans_noise_mask` counts them."""
     hidden = min(max(round(width * share), 1), width - 1)
     return hidden, max(1, min(round(hidden / MEAN_SPAN), width - hidden))
-
-
-def _shown_length(width: int, share: float) -> int:
-    hidden, spans = _spans(width, share)
-    return width - hidden + spans
 
 
 def _segments(bits_BN: U64, count: int) -> I64:

@@ -433,30 +433,25 @@ class Ring:
         last, looked = int(index_B.max()), time.monotonic()
         while self._get(_PRODUCED) <= last:
             time.sleep(_POLL_S)
-            if time.monotonic() - looked > _ALIVE_S:
-                looked = time.monotonic()
-                self._require_writer(last)
+            if time.monotonic() - looked <= _ALIVE_S or self._get(_PRODUCED) == _STARTED:
+                continue
+            looked = time.monotonic()
+            try:  # the writer's lock, which is free only if it has ended
+                fcntl.lockf(self.descriptor, fcntl.LOCK_SH | fcntl.LOCK_NB, 1)
+            except OSError:
+                continue
+            with contextlib.suppress(OSError):
+                fcntl.lockf(self.descriptor, fcntl.LOCK_UN, 1)
+            if self._get(_PRODUCED) <= last:
+                size = struct.unpack("<H", os.pread(self.descriptor, 2, _MESSAGE))[0]
+                message = os.pread(self.descriptor, size, _MESSAGE + 2).decode(errors="replace")
+                raise DataError(message or WRITER_LOST)
         rows = b"".join(os.pread(self.descriptor, self.record_bytes, self._offset(index)) for index in index_B.tolist())
         return np.frombuffer(rows, np.uint8).reshape(len(index_B), self.record_bytes)
 
     def windows(self, index_B: NDArray[np.int64]) -> NDArray[Any]:
         """Return the token ids of some samples of text, shape `(B, width)`."""
         return self.read(index_B).view(self.dtype)
-
-    def _require_writer(self, index: int) -> None:
-        """Raise `DataError` if the writer has begun and has ended before that sample."""
-        if self._get(_PRODUCED) == _STARTED:
-            return
-        try:
-            fcntl.lockf(self.descriptor, fcntl.LOCK_SH | fcntl.LOCK_NB, 1)
-        except OSError:
-            return
-        with contextlib.suppress(OSError):
-            fcntl.lockf(self.descriptor, fcntl.LOCK_UN, 1)
-        if self._get(_PRODUCED) <= index:
-            size = struct.unpack("<H", os.pread(self.descriptor, 2, _MESSAGE))[0]
-            message = os.pread(self.descriptor, size, _MESSAGE + 2).decode(errors="replace")
-            raise DataError(message or WRITER_LOST)
 
     def _offset(self, index: int) -> int:
         return HEADER_BYTES + index % self.capacity * self.record_bytes

@@ -211,7 +211,7 @@ class Files:
 
 
 @dataclass(frozen=True)
-class Rows:
+class DatasetColumn:
     """A column of a Hugging Face dataset: each row is one document, and each of its lines one paragraph."""
 
     dataset: Any
@@ -259,7 +259,7 @@ class Rows:
         return Part(self.column, 1, True, (text or "").encode())
 
 
-TextSource = Files | Rows
+TextSource = Files | DatasetColumn
 
 
 def packaged_speeches() -> Files:

@@ -8,7 +8,6 @@ is written in Python, such as those with a morphological analyser, is loaded by 
 from __future__ import annotations
 
 import dataclasses
-import functools
 import hashlib
 import itertools
 import json
@@ -182,7 +181,11 @@ class TextTokenizer:
         marks_words = any(token.startswith("▁") for token in tokens)
         ending = parts["model"].get("end_of_word_suffix")
         prefix = parts["model"].get("continuing_subword_prefix") or "##"
-        of_byte = {character: byte for byte, character in _bytes_to_unicode().items()} if byte_level else {}
+        # Byte-level vocabularies write a byte as itself where it prints, else as a character from 256 on: GPT-2's table
+        # (https://github.com/openai/gpt-2, `encoder.py`).
+        printed = [*range(33, 127), *range(161, 173), *range(174, 256)]
+        others = (byte for byte in range(256) if byte not in printed)
+        of_byte = {chr(byte): byte for byte in printed} | {chr(256 + at): byte for at, byte in enumerate(others)}
         for token, number in tokens.items():
             if number in added:
                 continue
@@ -277,17 +280,6 @@ def _kind(character: str) -> int:
         return 0
     category = unicodedata.category(character)[0]
     return {"L": 1, "N": 2}.get(category, 1 if character == "\ufffd" else 4)
-
-
-@functools.cache
-def _bytes_to_unicode() -> dict[int, str]:
-    """Return the character by which byte-level vocabularies write each byte: itself where it prints, else from 256 on.
-
-    GPT-2's table (https://github.com/openai/gpt-2, `encoder.py`).
-    """
-    printed = [*range(33, 127), *range(161, 173), *range(174, 256)]
-    others = (byte for byte in range(256) if byte not in printed)
-    return {byte: chr(byte) for byte in printed} | {byte: chr(256 + at) for at, byte in enumerate(others)}
 
 
 def files_of(path: str) -> tuple[Path, ...]:

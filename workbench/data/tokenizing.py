@@ -190,17 +190,7 @@ def _write_tokenizer(folder: Path, key: TokensKey, source: TextSource, progress:
         for name in tokenizer_files(given):
             shutil.copyfile(given / name, folder / name)
         return
-    sample = _training_sample(source, progress)
-    with _bar("Training the vocabulary", len(sample), " paragraphs", progress) as advance:
-        if key.tokenizer_type == "wordpiece":
-            trained = train_wordpiece(sample, key.vocab_size, advance, strip_accents=key.strip_accents)
-        else:
-            trained = train_byte_level_bpe(sample, key.vocab_size, advance, special=key.tokenizer_type)
-    TextTokenizer(trained).write(folder)
-
-
-def _training_sample(source: TextSource, progress: bool) -> list[str]:
-    """Return paragraphs taken evenly from the text, about `TRAINING_BYTES` of them at most."""
+    # The sample: paragraphs taken evenly from the text, about `TRAINING_BYTES` of them at most.
     stride = max(1, round(source.text_bytes / TRAINING_BYTES))
     sample: list[str] = []
     number = itertools.count()
@@ -208,7 +198,12 @@ def _training_sample(source: TextSource, progress: bool) -> list[str]:
         for block in source.blocks():
             sample += [text for _, text in block.paragraphs() if next(number) % stride == 0]
             advance(block.advance)
-    return sample
+    with _bar("Training the vocabulary", len(sample), " paragraphs", progress) as advance:
+        if key.tokenizer_type == "wordpiece":
+            trained = train_wordpiece(sample, key.vocab_size, advance, strip_accents=key.strip_accents)
+        else:
+            trained = train_byte_level_bpe(sample, key.vocab_size, advance, special=key.tokenizer_type)
+    TextTokenizer(trained).write(folder)
 
 
 @contextlib.contextmanager
@@ -272,7 +267,7 @@ class ExperimentText:
         return SAMPLES[self.objective].width_of(self.request.seq_len, self.tokens, self.data.masked_share)
 
     @property
-    def has_own_split(self) -> bool:
+    def holds_out(self) -> bool:
         """True if evaluations read a part of this text."""
         return self.request.evaluation is not None and self.request.eval_data is None
 
@@ -332,7 +327,7 @@ class ExperimentText:
         source = self.data._source()
         encoder, _ = encoder_of(self.tokenizer_folder(), self.key.tokenizer_type)
         held_out: tuple[tuple[int, int], ...] = ()
-        if self.has_own_split:
+        if self.holds_out:
             part = self._parts()[1]
             held_out = tuple(zip(part.starts.tolist(), part.ends.tolist(), strict=True))
         workers = 0 if source.text_bytes <= SMALL_BYTES else available_cores()
@@ -384,7 +379,7 @@ class ExperimentText:
 
     def _trained_on(self) -> TokenStore | SplicedTokens:
         """Return the text that training reads: all of it, unless a part is held out."""
-        return self._parts()[0] if self.has_own_split else self.store()[0]
+        return self._parts()[0] if self.holds_out else self.store()[0]
 
     def _parts(self, progress: bool = False) -> tuple[SplicedTokens, SplicedTokens]:
         """Return the text for training and the held-out text; raise `DataError` if either is too small."""
@@ -411,7 +406,7 @@ class ExperimentText:
         folder = self.tokenizer_folder(progress)
         encoder, vocabulary = encoder_of(folder, self.key.tokenizer_type)
         tokens, tokens_per_core_s = _tokenizing_rate(self.key.folder, self.data._source, encoder)
-        held_out = self._parts(progress)[1].tokens if self.has_own_split else 0
+        held_out = self._parts(progress)[1].tokens if self.holds_out else 0
         return Prepared(
             name=self.data.name,
             samples=max(1, (tokens - held_out) // self.width) if samples is None else samples,
