@@ -1,4 +1,7 @@
-"""Groups of nodes of an exported graph -> functional `Block`s; equal computations share one `code`."""
+"""Groups of nodes of an exported graph -> functional `Block`s; equal computations share one `code`.
+
+Layers are found in the model, nodes are grouped by layer, each group becomes a block, and digests tell equal ones.
+"""
 
 from __future__ import annotations
 
@@ -111,13 +114,12 @@ class _LayerSearch:
         later = (node for node in self._operations(path) if self._flow.order[node] > max(positions))
         first = min(positions)
         around = any(self._flow.order[source] < first for node in later for source in self._activations(node))
-        return around and 2 * sum(map(self._branches, operations)) <= len(operations)
-
-    def _branches(self, operations: list[fx.Node]) -> bool:
-        """Return True if the operations read an activation from outside more than once."""
-        inside = set(operations)
-        reads = Counter(source for node in operations for source in self._activations(node) if source not in inside)
-        return max(reads.values(), default=0) > 1
+        branching = 0  # members that read an activation from outside more than once: residual connections of their own
+        for nodes in operations:
+            inside = set(nodes)
+            reads = Counter(s for node in nodes for s in self._activations(node) if s not in inside)
+            branching += max(reads.values(), default=0) > 1
+        return around and 2 * branching <= len(operations)
 
     def _operations(self, path: str) -> list[fx.Node]:
         return [node for node in self._nodes[path] if node in self._flow.live and node.op == "call_function"]
@@ -255,6 +257,9 @@ def canonical_names(named: Iterable[tuple[str, torch.Tensor]]) -> tuple[dict[int
     return canonical, {name: tuple(others) for name, others in aliases.items()}
 
 
+# A block of one group of nodes.
+
+
 class BlockExtractor:
     """Makes blocks of groups of nodes; holds the code of each block type, and the constants met on the way."""
 
@@ -281,6 +286,7 @@ class BlockExtractor:
     def extract(self, index: int, group: NodeGroup, group_of: Mapping[fx.Node, int]) -> Block:
         """Return the block of one group; `group_of` gives the index of the group that computes a node."""
         flow, loss = self._flow, self._exported.loss
+        # What the block reads and returns, and what it computes again because every block may.
         inside = set(group.nodes)
         recomputed = [node for node in self._outputs if loss in inside and node not in group_of]
         needed = (flow.recomputable_sources((*group.nodes, *recomputed)) | set(recomputed)) - inside
@@ -288,15 +294,21 @@ class BlockExtractor:
         read -= flow.recomputable | flow.views
         receives = [node for node in flow.order if node in read and node.op == "call_function"]
         read_later = [n for n in group.nodes if any(group_of.get(user, -1) > index for user in n.users)]
-        results = {loss, *self._outputs, *read_later}
-        sends = [node for node in group.nodes if node in results] + recomputed
+        sends = [node for node in group.nodes if node in {loss, *self._outputs, *read_later}] + recomputed
         returned = [n.name for n in sends if n is not loss and n not in read_later]
-        names = {node: self._name(node) for node in flow.order if node in needed and node in flow.tensors}
+        names = {}
+        for node in flow.order:
+            if node in needed and node in flow.tensors:
+                tensor = flow.tensors[node]
+                names[node] = self._names.get(id(tensor), f"_constant.{node.target}")
+                if id(tensor) not in self._names:
+                    self.constants[names[node]] = tensor
         is_parameter = {name: isinstance(flow.tensors[node], nn.Parameter) for node, name in names.items()}
         parameters = tuple(name for name, yes in is_parameter.items() if yes)
         buffers = tuple(name for name, yes in is_parameter.items() if not yes)
         inputs = [n for n in flow.order if n.op == "placeholder" and n in needed]
         counts = [index for node, index in self._losses.items() if node in inside or node in needed]
+        # Its arguments, in the order of the fields of `Block`.
         graph, root = fx.Graph(), nn.Module()
         by_name = {name: graph.placeholder(f"p{i}") for i, name in enumerate((*parameters, *buffers))}
         copies = {node: by_name[name] for node, name in names.items()}
@@ -305,12 +317,25 @@ class BlockExtractor:
         divisors = {count: graph.placeholder(f"{self._counted[count]}{count}") for count in counts}
         for node, placeholder in (*copies.items(), *((loss, divisor) for divisor in divisors.values())):
             placeholder.meta = {"val": node.meta["val"]}
+        # Its operations, with mean losses as sums over the counts that it is given.
         for node in flow.order:
-            if node not in copies and (node in inside or node in needed):
-                self._copy(node, graph, root, copies)
-                if node in self._losses:
-                    copies[node] = emit_sum_over_count(graph, copies[node], divisors[self._losses[node]])
-        graph.output(tuple(self._sent(node, graph, copies) for node in sends))
+            if node in copies or (node not in inside and node not in needed):
+                continue
+            if node.op == "get_attr":  # the graph of a branch, which becomes a child of the block's code
+                name = str(node.target).replace(".", "_")
+                root.add_module(name, tensor_at(self._exported.module, str(node.target)))
+                copies[node] = graph.get_attr(name)
+            else:
+                copies[node] = graph.node_copy(node, copies.__getitem__)
+            if node in self._losses:
+                copies[node] = emit_sum_over_count(graph, copies[node], divisors[self._losses[node]])
+        results = []
+        for node in sends:
+            results.append(copies[node])
+            if node in flow.aliases:  # it shares memory with a parameter, which ZeRO 3 frees after the block
+                results[-1] = graph.call_function(torch.ops.aten.clone.default, (copies[node],))
+                results[-1].meta = dict(node.meta)
+        graph.output(tuple(results))
         restore_regions(graph)
         block_type = digest(graph, root, [at for at, node in enumerate(sends) if node.name in returned])
         if block_type not in self._codes:
@@ -331,30 +356,8 @@ class BlockExtractor:
             code=self._codes[block_type],
         )
 
-    def _copy(self, node: fx.Node, graph: fx.Graph, root: nn.Module, copies: dict[fx.Node, fx.Node]) -> None:
-        """Append a copy of a node to a block's graph; the graph that an attribute holds becomes a child of `root`."""
-        if node.op == "get_attr":
-            name = str(node.target).replace(".", "_")
-            root.add_module(name, tensor_at(self._exported.module, str(node.target)))
-            copies[node] = graph.get_attr(name)
-        else:
-            copies[node] = graph.node_copy(node, copies.__getitem__)
 
-    def _sent(self, node: fx.Node, graph: fx.Graph, copies: Mapping[fx.Node, fx.Node]) -> fx.Node:
-        """Return what a block sends for a node: a copy if it shares memory with a parameter, which ZeRO 3 frees."""
-        if node not in self._flow.aliases:
-            return copies[node]
-        clone = graph.call_function(torch.ops.aten.clone.default, (copies[node],))
-        clone.meta = dict(node.meta)
-        return clone
-
-    def _name(self, node: fx.Node) -> str:
-        tensor = self._flow.tensors[node]
-        if id(tensor) in self._names:
-            return self._names[id(tensor)]
-        name = f"_constant.{node.target}"
-        self.constants[name] = tensor
-        return name
+# Digests of a block: what is equal in them has one code, or one cost.
 
 
 def digest(graph: fx.Graph, root: nn.Module, returned: Sequence[int] = (), of_cost: bool = False) -> str:
@@ -381,8 +384,10 @@ def line_of_digest(
 
     `given` are arguments in place of its own, but for those of an opaque call.
     """
-    own = _arguments(node, of_cost), node.kwargs
-    written = (_canonical(each, position, of_cost) for each in (own if given is None or call_of(node) else given))
+    arguments = (node.args, node.kwargs) if given is None else given
+    if (call := call_of(node)) is not None:  # by a name that other processes share
+        arguments = (call.cost_digest if of_cost else call.digest, *node.args[1:]), node.kwargs
+    written = (_canonical(each, position, of_cost) for each in arguments)
     return f"{node.op} {_target(node, root)} {' '.join(written)}"
 
 
@@ -395,12 +400,6 @@ def _target(node: fx.Node, root: nn.Module) -> str:
     if isinstance(node.target, FunctionType):
         return f"{node.target.__module__}.{node.target.__qualname__}"
     return str(node.target)
-
-
-def _arguments(node: fx.Node, of_cost: bool) -> Any:
-    """Return a node's arguments; those of an opaque call name it in a way that other processes share."""
-    call = call_of(node)
-    return node.args if call is None else (call.cost_digest if of_cost else call.digest, *node.args[1:])
 
 
 def _canonical(value: Any, position: Mapping[fx.Node, int], of_cost: bool) -> str:
@@ -469,18 +468,14 @@ def _words(graph: Graph) -> Iterator[tuple[str, fx.Node | None]]:
         is_new = block.block_type not in types
         known = types.setdefault(block.block_type, len(types))
         yield f"{known} {_digest(str((block.parameters, reads, block.inputs)))}", None
-        yield from _of_block(block) if is_new else ()
-
-
-def _of_block(block: Block) -> Iterator[tuple[str, fx.Node]]:
-    position = {node: index for index, node in enumerate(block.code.graph.nodes)}
-    for node in block.code.graph.nodes:
-        sizes: list[int] = []
-        text = line_of_digest(node, block.code, position, given=_without_sizes(node, sizes))
-        if call_of(node) is not None:  # whose shapes stand in its text
-            sizes += map(int, _NUMBER.findall(text))
-            text = _NUMBER.sub("size", text)
-        yield ":".join([_digest(text), *map(str, sizes)]), node
+        position = {node: index for index, node in enumerate(block.code.graph.nodes)}
+        for node in block.code.graph.nodes if is_new else ():
+            sizes: list[int] = []
+            text = line_of_digest(node, block.code, position, given=_without_sizes(node, sizes))
+            if call_of(node) is not None:  # whose shapes stand in its text
+                sizes += map(int, _NUMBER.findall(text))
+                text = _NUMBER.sub("size", text)
+            yield ":".join([_digest(text), *map(str, sizes)]), node
 
 
 def _without_sizes(node: fx.Node, sizes: list[int]) -> tuple[tuple[Any, ...], dict[str, Any]]:

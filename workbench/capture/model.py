@@ -1,4 +1,9 @@
-"""Capture of a model as a graph of blocks, step by step. `docs/capture.md` describes each step."""
+"""Capture of a model as a graph of blocks, step by step. `docs/capture.md` describes each step.
+
+`torch.export` runs the model's own Python once (`export`), the graph is rewritten in place (`rewrites`), its mean
+losses, couplings and scalars are found (`losses`, `batch_coupling`), and its nodes are cut into blocks
+(`block_extraction`).
+"""
 
 from __future__ import annotations
 
@@ -48,87 +53,6 @@ from workbench.capture.source_lines import line_of_node
 from workbench.capture.torch_internals import move_meta_to_cpu, refuse_backward_hooks
 from workbench.errors import CaptureError, InvalidExperiment
 from workbench.tensors import TensorSpec, spec_of
-
-# Buffers that carry a value from one forward to the next: forward writes them, and what they hold reaches its loss.
-
-_OVERWRITES = ("copy_", "fill_", "zero_")
-"""Operations that leave nothing of what their first operand held."""
-
-
-@dataclass(frozen=True)
-class CarriedState:
-    """The buffers through which a forward depends on those before it."""
-
-    of_samples: tuple[str, ...] = ()
-    """Name of each buffer that takes something of the batch, with the operation that writes it."""
-    of_forwards: tuple[str, ...] = ()
-    """Name of each buffer whose next value is known without the batch, with the operation that writes it."""
-
-
-def carried_state(flow: Dataflow, loss: fx.Node, names: Mapping[int, str], model: str) -> CarriedState:
-    """Return the state that a captured forward carries; `names` has the buffers' names by the ids of their tensors.
-
-    Raises `CaptureError` for a tensor of the model that is no buffer: no checkpoint has it.
-    """
-    reads: defaultdict[int, list[fx.Node]] = defaultdict(list)
-    for node, tensor in flow.tensors.items():
-        if not isinstance(tensor, nn.Parameter):
-            reads[id(tensor)].append(node)
-    needed = ancestors([loss])
-    found: dict[bool, list[str]] = {True: [], False: []}
-    for identity, nodes in reads.items():
-        writers = sorted((w for node in nodes for w in flow.writers.get(node, ())), key=flow.order.__getitem__)
-        users = [(user, node) for node in nodes for user in node.users if user in needed]
-        if writers and any(_reads(user, [node]) for user, node in users) and _reaches(flow, loss, nodes, writers):
-            if identity not in names:
-                raise line_of_node(writers[-1]).error(
-                    model,
-                    f"writes to the tensor {nodes[0].target}{line_of_node(writers[-1]).where}, which is no buffer, and "
-                    "the next forward computes with it: no checkpoint would hold it. Register it: "
-                    "self.register_buffer('state', tensor).",
-                )
-            name = names[identity]
-            takes = any(_takes_of_batch(writer) for writer in writers)
-            found[takes].append(f"the buffer {name}, written by {described(writers[-1])}")
-    return CarriedState(tuple(found[True]), tuple(found[False]))
-
-
-def _reaches(flow: Dataflow, loss: fx.Node, reads: list[fx.Node], writers: list[fx.Node]) -> bool:
-    """Return True if the loss depends on what a buffer held before this forward."""
-    old, holders = set(reads), set(reads)
-    """Nodes whose values depend on it, and owners of memory that hold it."""
-    for node in flow.order:
-        if node.op != "call_function" or op_name(node) in MADE_ANEW:
-            continue
-        sources = [source for source in node.all_input_nodes if source in old or storage_of(source) in holders]
-        is_whole = node in writers and op_name(node) in _OVERWRITES and shape_of(node.args[0]) == shape_of(reads[0])
-        if is_whole and not any(source in old and source is not node.args[0] for source in sources):
-            holders -= set(reads)
-            old -= set(reads)
-        elif _reads(node, sources):
-            old.add(node)
-            holders |= {storage_of(written) for written in mutated_arguments(node)}
-    return loss in old
-
-
-def _reads(node: fx.Node, sources: list[fx.Node]) -> bool:
-    """Return True if an operation computes with one of its operands, and does not only update it."""
-    if (call := call_of(node)) is not None:
-        given = pytree.tree_leaves(node.args[1])
-        unread = {given[at] for at in set(call.written) - set(call.read_again)}
-        return any(source not in unread for source in sources)
-    if op_name(node) == "batch_norm" and arguments_of(node)["training"]:
-        return any(source not in node.args[3:5] for source in sources)
-    return bool(sources)
-
-
-def _takes_of_batch(writer: fx.Node) -> bool:
-    """Return True if the value that is written depends on fields of the batch or on random numbers."""
-
-    def sources(node: fx.Node) -> Any:
-        return () if node.op == "call_function" and op_name(node) in MADE_ANEW else node.all_input_nodes
-
-    return any(node.op == "placeholder" or is_random(node) for node in reachable([writer], sources))
 
 
 def build_meta(factory: Callable[[], nn.Module]) -> nn.Module:
@@ -210,19 +134,41 @@ def _graph_of(
     returns: Callable[[Any], Mapping[int, str]] | None,
     gathers: bool,
 ) -> Graph:
-    """Return the graph of blocks of an exported model."""
+    """Return the graph of blocks of an exported model.
+
+    Raises `InvalidExperiment` if an evaluation reads a parameter, or a value that was computed from a mean loss.
+    """
     place_buffer_updates(exported.module, name)
     for rewrite in (simplify_attention, unify_grouped_matmuls, clamp_to_bf16_range, cast_written_values):
         rewrite(exported.module)
     readers = {} if returns is None else returns(exported.template)
     outputs = {index: exported.returned[index] for index in readers}
-    if gathers:
-        outputs = {index: _in_tail(node) for index, node in outputs.items()}
+    graph = exported.module.graph
+    for index, node in outputs.items() if gathers else ():
+        if (
+            node.op == "call_function"
+        ):  # an alias at the end of the graph belongs to the tail, which has the whole batch
+            with graph.inserting_before(graph.output_node()):
+                alias = graph.call_function(torch.ops.aten.alias.default, (node,))
+            alias.meta = {key: value for key, value in node.meta.items() if key != "nn_module_stack"}
+            outputs[index] = alias
     flow = analyse_dataflow(exported.module, exported.loss, outputs.values())
     means = mean_losses(flow)
     coupling = batch_coupling(flow, exported.loss, [mean.node for mean in means])
-    _check_outputs(outputs, readers, (*means, *coupling.quotients), flow)
-    scalars = scalars_of(exported, flow, (*means, *coupling.quotients), outputs.values())
+    losses: tuple[MeanLoss | Quotient, ...] = (*means, *coupling.quotients)
+    after_losses = set().union(*(descendants(mean.node) | {mean.node} for mean in losses))
+    for index, node in outputs.items():
+        if node in after_losses:  # mean losses are divided by the labels of the whole set, not of one micro-batch
+            raise InvalidExperiment(
+                f"{readers[index]} reads a loss that forward returned, and evaluations compute it over the whole set "
+                "only (run.evaluations().eval_loss). Let it read the logits instead."
+            )
+        if node in flow.tensors:
+            raise InvalidExperiment(
+                f"{readers[index]} reads a parameter or buffer that forward returned, which evaluations do not "
+                "gather. Let forward return a value that it computes."
+            )
+    scalars = scalars_of(exported, flow, losses, outputs.values())
     if scalars:
         needed = ancestors([exported.loss, *outputs.values()])  # other means are those of a micro-batch
         means = tuple(mean for mean in means if mean.node in needed)
@@ -289,8 +235,7 @@ class _Analysis:
         every = [*model.named_parameters(remove_duplicate=False), *model.named_buffers(remove_duplicate=False)]
         names, ties = canonical_names(every)
         state = carried_state(flow, exported.loss, names, self.name)
-        passed = _reached_by_gradient(exported.loss, flow)
-        trained = [node for node in passed if node in flow.tensors and flow.tensors[node].requires_grad]
+        trained, differentiated = _with_gradients(exported.loss, flow)
         if not trained:
             raise CaptureError(
                 f"The loss of {self.name} depends on no trainable parameter. Give at least one requires_grad=True, and "
@@ -306,6 +251,20 @@ class _Analysis:
         buffers = {key: spec_of(key, b) for key, b in [*model.named_buffers(), *extractor.constants.items()]}
         nodes = {node.name: node for node in (*group_of, *outputs.values(), *logged)}
         values = {value: _sent_value(nodes[value], self.name) for block in blocks for value in block.sends}
+        notes_if_divided: tuple[str, ...] = ()
+        notes_if_accumulated: tuple[str, ...] = ()
+        if norms := batch_norms(flow, exported.loss):
+            notes_if_divided = (
+                f"BatchNorm ({norms} layer{'s' * (norms > 1)}) takes its statistics from one micro-batch, as plain "
+                "PyTorch does that accumulates gradients.",
+            )
+        if state.of_forwards:
+            more = f" (and {len(state.of_forwards) - 1} more)" if len(state.of_forwards) > 1 else ""
+            notes_if_accumulated = (
+                f"The loss depends on how often forward has run: {state.of_forwards[0]}{more}, advances with each "
+                "micro-batch, as in plain PyTorch that accumulates gradients. With one micro-batch a replica it "
+                "advances once a step.",
+            )
         return Graph(
             model=self.name,
             signature=signature(model, self.batch),
@@ -319,14 +278,14 @@ class _Analysis:
             loss=exported.loss.name,
             label_counts=tuple(label_count(exported.module, flow, mean) for mean in losses),
             frozen=frozenset(used - {names[id(flow.tensors[node])] for node in trained}),
-            differentiated=frozenset(values) & _computed_from(trained, passed, flow),
+            differentiated=frozenset(values) & differentiated,
             constants=dict(extractor.constants),
             coupled=(*coupling.lines, *(f"{each}, and read again by the next forward" for each in state.of_samples)),
             unknown_coupling=coupling.unknown,
             gathered=gathered,
             notes=exported.notes,
-            notes_if_divided=_notes_if_divided(flow, exported.loss),
-            notes_if_accumulated=_notes_if_accumulated(state),
+            notes_if_divided=notes_if_divided,
+            notes_if_accumulated=notes_if_accumulated,
             loss_choice=self.loss_choice,
             outputs=Outputs(exported.template, {at: node.name for at, node in outputs.items()}) if outputs else None,
             scalars=tuple(
@@ -337,75 +296,97 @@ class _Analysis:
         )
 
 
-def _in_tail(output: fx.Node) -> fx.Node:
-    """Return a node at the end of the graph with the value of one that forward returned."""
-    if output.op != "call_function":
-        return output
-    graph = output.graph
-    with graph.inserting_before(graph.output_node()):
-        alias = graph.call_function(torch.ops.aten.alias.default, (output,))
-    alias.meta = {key: value for key, value in output.meta.items() if key != "nn_module_stack"}
-    return alias
+# Buffers that carry a value from one forward to the next: forward writes them, and what they hold reaches its loss.
+
+_OVERWRITES = ("copy_", "fill_", "zero_")
+"""Operations that leave nothing of what their first operand held."""
 
 
-def _check_outputs(
-    outputs: Mapping[int, fx.Node], readers: Mapping[int, str], losses: Sequence[MeanLoss | Quotient], flow: Dataflow
-) -> None:
-    """Raise `InvalidExperiment` if an evaluation reads a parameter, or a value that was computed from a mean loss.
+@dataclass(frozen=True)
+class CarriedState:
+    """The buffers through which a forward depends on those before it."""
 
-    Mean losses are divided by the labels of the whole set, not by those of one micro-batch.
+    of_samples: tuple[str, ...] = ()
+    """Name of each buffer that takes something of the batch, with the operation that writes it."""
+    of_forwards: tuple[str, ...] = ()
+    """Name of each buffer whose next value is known without the batch, with the operation that writes it."""
+
+
+def carried_state(flow: Dataflow, loss: fx.Node, names: Mapping[int, str], model: str) -> CarriedState:
+    """Return the state that a captured forward carries; `names` has the buffers' names by the ids of their tensors.
+
+    Raises `CaptureError` for a tensor of the model that is no buffer: no checkpoint has it.
     """
-    after = set().union(*(descendants(loss.node) | {loss.node} for loss in losses))
-    for index, node in outputs.items():
-        if node in after:
-            raise InvalidExperiment(
-                f"{readers[index]} reads a loss that forward returned, and evaluations compute it over the whole set "
-                "only (run.evaluations().eval_loss). Let it read the logits instead."
-            )
-        if node in flow.tensors:
-            raise InvalidExperiment(
-                f"{readers[index]} reads a parameter or buffer that forward returned, which evaluations do not "
-                "gather. Let forward return a value that it computes."
-            )
+    reads: defaultdict[int, list[fx.Node]] = defaultdict(list)
+    for node, tensor in flow.tensors.items():
+        if not isinstance(tensor, nn.Parameter):
+            reads[id(tensor)].append(node)
+
+    def sources(node: fx.Node) -> Iterable[fx.Node]:
+        return () if node.op == "call_function" and op_name(node) in MADE_ANEW else node.all_input_nodes
+
+    needed = ancestors([loss])
+    found: dict[bool, list[str]] = {True: [], False: []}
+    for identity, nodes in reads.items():
+        writers = sorted((w for node in nodes for w in flow.writers.get(node, ())), key=flow.order.__getitem__)
+        users = [(user, node) for node in nodes for user in node.users if user in needed]
+        if writers and any(_reads(user, [node]) for user, node in users) and _reaches(flow, loss, nodes, writers):
+            if identity not in names:
+                raise line_of_node(writers[-1]).error(
+                    model,
+                    f"writes to the tensor {nodes[0].target}{line_of_node(writers[-1]).where}, which is no buffer, and "
+                    "the next forward computes with it: no checkpoint would hold it. Register it: "
+                    "self.register_buffer('state', tensor).",
+                )
+            name = names[identity]
+            # What is written comes from samples if fields of the batch or random numbers lie before it.
+            is_of_samples = any(node.op == "placeholder" or is_random(node) for node in reachable(writers, sources))
+            found[is_of_samples].append(f"the buffer {name}, written by {described(writers[-1])}")
+    return CarriedState(tuple(found[True]), tuple(found[False]))
 
 
-def _notes_if_divided(flow: Dataflow, loss: fx.Node) -> tuple[str, ...]:
-    """Return the sentences of `Graph.notes_if_divided`."""
-    count = batch_norms(flow, loss)
-    if not count:
-        return ()
-    return (
-        f"BatchNorm ({count} layer{'s' * (count > 1)}) takes its statistics from one micro-batch, as plain "
-        "PyTorch does that accumulates gradients.",
-    )
+def _reaches(flow: Dataflow, loss: fx.Node, reads: list[fx.Node], writers: list[fx.Node]) -> bool:
+    """Return True if the loss depends on what a buffer held before this forward."""
+    old, holders = set(reads), set(reads)  # nodes whose values depend on it, and owners of memory that hold it
+    for node in flow.order:
+        if node.op != "call_function" or op_name(node) in MADE_ANEW:
+            continue
+        sources = [source for source in node.all_input_nodes if source in old or storage_of(source) in holders]
+        is_whole = node in writers and op_name(node) in _OVERWRITES and shape_of(node.args[0]) == shape_of(reads[0])
+        if is_whole and not any(source in old and source is not node.args[0] for source in sources):
+            holders -= set(reads)
+            old -= set(reads)
+        elif _reads(node, sources):
+            old.add(node)
+            holders |= {storage_of(written) for written in mutated_arguments(node)}
+    return loss in old
 
 
-def _notes_if_accumulated(state: CarriedState) -> tuple[str, ...]:
-    """Return the sentences of `Graph.notes_if_accumulated`."""
-    if not state.of_forwards:
-        return ()
-    first, *others = state.of_forwards
-    more = f" (and {len(others)} more)" if others else ""
-    return (
-        f"The loss depends on how often forward has run: {first}{more}, advances with each micro-batch, as in plain "
-        "PyTorch that accumulates gradients. With one micro-batch a replica it advances once a step.",
-    )
+def _reads(node: fx.Node, sources: list[fx.Node]) -> bool:
+    """Return True if an operation computes with one of its operands, and does not only update it."""
+    if (call := call_of(node)) is not None:
+        given = pytree.tree_leaves(node.args[1])
+        unread = {given[at] for at in set(call.written) - set(call.read_again)}
+        return any(source not in unread for source in sources)
+    if op_name(node) == "batch_norm" and arguments_of(node)["training"]:
+        return any(source not in node.args[3:5] for source in sources)
+    return bool(sources)
 
 
-def _reached_by_gradient(loss: fx.Node, flow: Dataflow) -> set[fx.Node]:
-    """Return the nodes that the loss reaches through differentiable operations, in-place writes included."""
+# Gradients, and the values that blocks send.
+
+
+def _with_gradients(loss: fx.Node, flow: Dataflow) -> tuple[list[fx.Node], set[str]]:
+    """Return the trained parameters that a gradient of the loss reaches, and the names of the nodes on its way.
+
+    In-place writes pass it on, too: a node that shares memory with a written one counts as computed from it.
+    """
 
     def sources(node: fx.Node) -> Iterator[fx.Node]:
         return filter(passes_gradient, (*node.all_input_nodes, *flow.writers.get(storage_of(node), ())))
 
-    return reachable(filter(passes_gradient, [loss]), sources)
-
-
-def _computed_from(trained: Iterable[fx.Node], passed: set[fx.Node], flow: Dataflow) -> set[str]:
-    """Return the names of the nodes in `passed` that are computed from `trained` ones.
-
-    A node that shares memory with a written one counts as computed from it.
-    """
+    passed = reachable(filter(passes_gradient, [loss]), sources)
+    trained = [node for node in passed if node in flow.tensors and flow.tensors[node].requires_grad]
     sharing: defaultdict[fx.Node, list[fx.Node]] = defaultdict(list)
     for node in passed:
         sharing[storage_of(node)].append(node)
@@ -414,7 +395,7 @@ def _computed_from(trained: Iterable[fx.Node], passed: set[fx.Node], flow: Dataf
         owner = storage_of(node)
         return filter(passed.__contains__, (*node.users, *(sharing[owner] if flow.writers.get(owner) else ())))
 
-    return {node.name for node in reachable(trained, results)}
+    return trained, {node.name for node in reachable(trained, results)}
 
 
 def _sent_value(node: fx.Node, name: str) -> TensorSpec:
@@ -425,22 +406,15 @@ def _sent_value(node: fx.Node, name: str) -> TensorSpec:
     value = node.meta["val"]
     if isinstance(value, torch.Tensor) and all(isinstance(size, int) for size in value.shape):
         return spec_of(node.name, value)
+    # The module around the operation and all its readers, the innermost last, may run as written instead.
+    readers = [each for each in (node, *node.users) if each.op == "call_function"]
+    stacks = [[path for path, _ in (each.meta.get("nn_module_stack") or {}).values()] for each in readers]
     line = line_of_node(node)
     what = "the size of a tensor" if isinstance(value, torch.Tensor) else "a Python number"
     raise line.error(
         name,
         f"makes {what} depend on the values of a tensor in one layer{line.where} and uses it in another. Replace a "
         f"selection by a mask, and keep a number (.item()) a tensor.",
-        inside=_around(node),
+        inside=[path for path in stacks[0] if all(path in stack for stack in stacks)],
         reason=SIZES,
     )
-
-
-def _around(node: fx.Node) -> list[str]:
-    """Return the paths of the modules that an operation and all its readers lie in, the outermost first."""
-    stacks = [
-        [path for path, _ in (each.meta.get("nn_module_stack") or {}).values()]
-        for each in (node, *node.users)
-        if each.op == "call_function"
-    ]
-    return [path for path in stacks[0] if all(path in stack for stack in stacks)]
