@@ -29,7 +29,7 @@ from workbench.capture.opaque import FLEX_ATTENTION, keep_calls
 from workbench.capture.opaque_search import PACKED_SHAPE, OpaqueSearch, depends_on_values
 from workbench.capture.operations import inline_regions, scalar_tensor, schema_of
 from workbench.capture.outputs import LossChoice, find_loss, flattened
-from workbench.capture.source_lines import SourceLine, line_at, line_of_frames, line_of_node
+from workbench.capture.source_lines import line_at, line_of_frames, line_of_node
 from workbench.capture.torch_internals import (
     SYMBOLIC_SHAPES_LOG,
     exportable,
@@ -43,114 +43,187 @@ from workbench.columns import logging_scalars
 from workbench.errors import CaptureError, WorkbenchError, first_line, in_words
 from workbench.tensors import TensorSpec
 
-# Why an export failed, in one sentence that names the line of the model's code and a way out.
 
-WITHOUT_META = frozenset({"istft"})
-"""Operations that torch 2.13 exports although they read values, which a tensor of the meta device has not."""
+@dataclass(frozen=True)
+class Exported:
+    """A flat ATen graph whose `get_attr` tensors are the model's own parameters and buffers."""
+
+    module: fx.GraphModule
+    loss: fx.Node
+    notes: tuple[str, ...] = ()
+    """Sentences on what was left out of the graph."""
+    template: Any = None
+    """Structure of what forward returned, with a `Slot` for each tensor, where that was asked for."""
+    logged: tuple[tuple[str, str], ...] = ()
+    """Name and reduction of each call of `log_scalar`, in order."""
+    keeps_tensors: bool = False
+    """True if forward left a tensor on its modules, outside of buffers, that was not there before."""
+
+    @property
+    def returned(self) -> tuple[fx.Node, ...]:
+        """The nodes of the tensors in `template`, by the index of their slots."""
+        [output] = self.module.graph.find_nodes(op="output")
+        values: Any = output.args[0]
+        return tuple(values[1:])
+
+    @property
+    def scalars(self) -> tuple[tuple[str, str, fx.Node], ...]:
+        """Name, reduction and node of each call of `log_scalar`; the nodes are the last of those that are returned."""
+        nodes = self.returned[-len(self.logged) :] if self.logged else ()
+        return tuple((*named, node) for named, node in zip(self.logged, nodes, strict=True))
 
 
-def mixes_devices(error: BaseException) -> bool:
-    """Return True if export failed because tensors of two devices meet."""
-    message = str(error)
-    return "on the same device" in message or "found two different devices" in message
+def load_export() -> None:
+    """Import what torch imports when it exports for the first time, which is half of the time of a small capture."""
+    torch.export.export(torch.nn.Identity(), (torch.empty(1, device="meta"),))
 
 
-def explained(error: Exception, model: nn.Module, name: str, batch: Mapping[str, TensorSpec]) -> CaptureError:
-    """Return the `CaptureError` that says why an export failed, and what to do."""
-    line = line_of_frames(traceback.extract_tb(error.__traceback__))
-    reason = first_line(error)
-    fields = ", ".join(f"{key} {list(spec.shape)}" for key, spec in batch.items())
-    known = _known_cause(error, model, line)
-    message, facts = known or (_by_message(error, reason, fields, line), {})
-    return line.error(name, f"cannot be captured: {message}", **facts)
+def export(
+    search: OpaqueSearch, batch: Mapping[str, TensorSpec], loss: LossChoice, returns: bool, logs: bool = False
+) -> Exported:
+    """Export `model(**batch)` of the model in `search`, on the device of its parameters.
 
+    `loss` chooses among what forward returns. With `returns`, the graph computes all that forward returns, and if it
+    `logs`, the scalars that forward logs. `search` has the calls that are opaque already, and others become so one
+    after the other where export cannot follow them.
 
-def _known_cause(error: Exception, model: nn.Module, line: SourceLine) -> tuple[str, dict[str, str]] | None:
-    """Return the message for a feature of torch that export does not know, found in the frames of the failure.
-
-    Beside it stands why a call of it would be opaque, if it can be.
+    Raises:
+        CaptureError: the model cannot be exported; names the line of the user's code that stops it.
     """
-    frames = list(traceback.walk_tb(error.__traceback__))
-    files = [frame.f_code.co_filename.replace("\\", "/") for frame, _ in frames]
-    scripted = next(
-        (path for path, module in model.named_modules() if isinstance(module, torch.jit.ScriptModule)), None
-    )
-    if any("flex_attention" in file for file in files):
-        return (
-            f"it calls FlexAttention{line.where}, which capture cannot follow. Call scaled_dot_product_attention with "
-            f"an attn_mask instead (attn_implementation='sdpa' of a transformers model)."
-        ), {"reason": FLEX_ATTENTION}
-    if "ctc_loss" in str(error):
-        return (
-            f"the memory that the CTC loss{line.where} needs depends on the values of the lengths. Register a function "
-            f"that calls it by torch.library.custom_op, with register_fake and register_autograd."
-        ), {"reason": "the memory of a CTC loss depends on values"}
-    if any(isinstance(value, PackedSequence) for frame, _ in frames for value in frame.f_locals.values()) or any(
-        file.endswith("nn/utils/rnn.py") for file in files
+    model = search.model
+    device = next((tensor.device for tensor in model.parameters()), torch.device("cpu"))
+    failure: CaptureError | None = None
+    while True:
+        try:
+            exported = _export_on(device, search, batch, loss, returns, logs)
+        except CaptureError as error:
+            failure = failure or error
+            if search.adds(error):
+                continue
+            if reason := next(reversed(search.refused.values()), ""):
+                said = f"{failure} It cannot run as it is either: {reason}"
+                raise type(failure)(said, **failure.facts) from failure.__cause__
+            raise failure from failure.__cause__
+        break
+    if exported.keeps_tensors or any(call.keeps_tensors for call in search.calls):
+        # Does the loss depend on one of them in the next forward?
+        kept_by = search.model if search.valued is None else search.valued
+        example = _example(batch, next((parameter.device for parameter in kept_by.parameters()), device))
+        found = read_again(kept_by, example, lambda result: find_loss(result, loss, example, search.name))
+        if found is not None:
+            place, line = found
+            raise line.error(
+                search.name,
+                f"keeps a tensor in {place} and computes with it in the next forward{line.where}. Outside of "
+                "buffers it would start every step as the constructor left it. Register it, "
+                "self.register_buffer('state', torch.zeros(8)), and write to it in place, self.state.copy_(new); "
+                "what belongs to samples is a field of the batch.",
+            )
+    return replace(exported, notes=(*exported.notes, *search.notes))
+
+
+def _export_on(
+    device: torch.device,
+    search: OpaqueSearch,
+    batch: Mapping[str, TensorSpec],
+    choice: LossChoice,
+    returns: bool,
+    logs: bool,
+    numbers: Numbers | None = None,
+) -> Exported:
+    """Export on a device; `numbers` replace those that the modules hold, in a second export of the same model."""
+    model, name, example = search.model, search.name, _example(batch, device)
+    templates: list[Any] = [None]
+    held, after = Numbers.of(model), list[Numbers]()
+    tensors_before, kept = Held(model), dict[str, torch.Tensor]()
+
+    def loss_of(result: Any, batch: Mapping[str, torch.Tensor]) -> Any:
+        after.append(Numbers.of(model))  # export restores them when forward has returned
+        kept.update(tensors_before.new_in(Held(model)))
+        loss, tensors = find_loss(result, choice, batch, name), list[torch.Tensor]()
+        if returns:
+            templates[0], tensors = flattened(result)
+        tensors += [scalar_tensor(scalar.value) for scalar in logged if logs]
+        return (loss, *tensors) if returns or tensors else loss
+
+    with (
+        search.applied(),
+        without_traces(model),
+        exportable(model, name, loss_of),
+        passed_checks() as checks,
+        members_renamed(model, name) as renamed,
+        _quiet_failure(),
+        logging_scalars() as logged,
+        (numbers or Numbers({}, {})).held_by(model),
     ):
-        return (
-            f"the shape of a packed sequence{line.where} depends on the values of the lengths. Give the padded "
-            f"sequence to the recurrent layer, and take the last states by x[torch.arange(len(x)), lengths - 1]."
-        ), {"reason": PACKED_SHAPE}
-    if scripted is not None:
-        return (
-            f"torch.jit.script compiled {f'its module {scripted}' if scripted else 'it'}, which torch.export cannot "
-            f"follow. Give the module as it was before torch.jit.script; compile=True of the experiment compiles it."
-        ), {}
-    return None
-
-
-def _by_message(error: Exception, reason: str, fields: str, line: SourceLine) -> str:
-    if depends_on_values(error):
-        way = (
-            "Replace a branch by torch.where or torch.cond and a selection by a mask, or decide before training."
-            if not line.caller
-            else "The line is a library's: put the call that leads to it into a module of your own that returns "
-            "tensors of fixed shapes, such as the loss, and it runs as written."
-        )
-        return f"what it does{line.where or ' in its forward'} depends on the values of a tensor. {way}"
-    if "unexpected keyword" in reason or ("missing" in reason and "argument" in reason):
-        return f"{reason}. The batch has the fields {fields}: let forward take exactly these as keyword arguments."
-    if "fake tensor in the exported program" in reason:
-        return (
-            f"its forward computes with a tensor{line.where} that an earlier forward left outside of the model, such "
-            "as in a global. Register it, self.register_buffer('state', torch.zeros(8)), and write to it in place, "
-            "self.state.copy_(new)."
-        )
-    if mixes_devices(error):
-        return (
-            f"tensors of two devices meet{line.where}. Make tensors in forward where its inputs are, "
-            f"torch.arange(…, device=x.device), and register those made in the constructor as buffers."
-        )
-    return f"{in_words(error, line.where)}. It was called with {fields}: see that model(**batch) runs on such a batch."
-
-
-def refuse_unpriced(graph: fx.Graph, name: str) -> None:
-    """Raise `CaptureError` for an operation that is exported but runs on no meta tensors, and for `torch.vmap`.
-
-    Of `torch.vmap`, export leaves the bookkeeping in the graph, cut in pieces. The module around either runs as
-    written.
-    """
-    for node in graph.nodes:
-        operation = getattr(node.target, "_opname", "")
-        if operation in WITHOUT_META:
-            line = line_of_node(node)
-            raise line.error(
-                name,
-                f"calls torch.{operation}{line.where}, which PyTorch cannot run without values, so that its shapes "
-                f"and its cost are unknown. Put it into a module of your own, which then runs as written.",
-                inside=[path for path, _ in (node.meta.get("nn_module_stack") or {}).values()],
-                reason=f"torch.{operation} does not run without values",
+        before = _random_states()
+        try:
+            program = torch.export.export(model, (), example, strict=False)
+        except WorkbenchError:
+            raise
+        except Exception as error:
+            raise explained(error, model, name, batch) from error
+        finally:
+            tensors_before.restore()
+        if _random_states() != before:
+            raise CaptureError(
+                f"The forward of {name} draws from Python's or NumPy's random numbers, and capture would repeat the "
+                f"drawn numbers in every step. Draw from torch's: torch.rand(…), and choose by torch.where."
             )
-        if node.op == "call_function" and getattr(node.target, "__name__", "") == "_vmap_increment_nesting":
-            line = line_of_node(node)
-            raise line.error(
-                name,
-                f"calls torch.vmap{line.where}, whose operations cannot be divided into blocks. Write the dims that it "
-                f"maps over by broadcasting, for a mask i[:, None] >= i[None, :].",
-                inside=[path for path, _ in (node.meta.get("nn_module_stack") or {}).values()],
-                reason="the operations of torch.vmap cannot be divided into blocks",
-            )
+    module = _module_of(program, renamed, name)
+    [output] = module.graph.find_nodes(op="output")
+    named = tuple((scalar.name, scalar.reduce) for scalar in logged if logs)
+    values: Any = output.args[0] if returns or named else output.all_input_nodes
+    notes, changed = tuple(checks), held.changes_to(after[-1])
+    if numbers is None and changed.values:
+        second = _export_on(device, search, batch, choice, returns, logs, changed)
+        notes = (*notes, *note_of_changes(changed, held, module.graph, second.module.graph, name))
+    return Exported(module, values[0], notes, templates[0], named, bool(kept))
+
+
+def _module_of(program: torch.export.ExportedProgram, renamed: Mapping[str, str], name: str) -> fx.GraphModule:
+    """Return the graph of an export, prepared for capture; `renamed` are members that had other names meanwhile."""
+    refuse_unpriced(program.graph, name)
+    module = remove_checks(program.module(check_guards=False))
+    rename_in_stacks(module.graph, renamed)
+    inline_regions(module)
+    keep_calls(module.graph)
+    for node in module.graph.nodes:
+        schema = schema_of(node)
+        names = [argument.name for argument in schema.arguments] if schema is not None else []
+        # `sparse=True` of embeddings is ignored: neither an all-reduce nor AdamW takes that form of a gradient.
+        if "sparse" in names[: len(node.args)]:
+            node.update_arg(names.index("sparse"), False)
+    return module
+
+
+def _example(batch: Mapping[str, TensorSpec], device: torch.device) -> dict[str, torch.Tensor]:
+    """Return a batch of zeros, which are valid indices and labels."""
+    return {
+        name: torch.zeros(spec.shape, dtype=getattr(torch, spec.dtype), device=device) for name, spec in batch.items()
+    }
+
+
+def _random_states() -> tuple[Any, ...]:
+    """Return the states of Python's and NumPy's random number generators, in a form that can be compared."""
+    numpy = sys.modules.get("numpy")
+    return random.getstate(), repr(numpy.random.get_state()) if numpy is not None else ""
+
+
+@contextlib.contextmanager
+def _quiet_failure() -> Iterator[None]:
+    """Discard what a failing export writes to stderr: dumped graphs would bury the one sentence of our error."""
+    log = logging.getLogger(SYMBOLIC_SHAPES_LOG)
+    level = log.level
+    log.setLevel(logging.ERROR)
+    written = io.StringIO()
+    try:
+        with contextlib.redirect_stderr(written), warnings.catch_warnings():
+            warnings.filterwarnings("ignore", "The tensor attributes? .* assigned during export")  # by recurrent layers
+            yield
+        sys.stderr.write(written.getvalue())
+    finally:
+        log.setLevel(level)
 
 
 # Checks of values in forward: `assert not torch.isnan(loss)`, `if labels.max() >= n: raise`.
@@ -220,190 +293,100 @@ def _outcomes(test: ast.expr, wanted: bool) -> set[bool]:
     return set() if is_python else {wanted}
 
 
-@dataclass(frozen=True)
-class Exported:
-    """A flat ATen graph whose `get_attr` tensors are the model's own parameters and buffers."""
+# Why an export failed, in one sentence that names the line of the model's code and a way out.
 
-    module: fx.GraphModule
-    loss: fx.Node
-    notes: tuple[str, ...] = ()
-    """Sentences on what was left out of the graph."""
-    template: Any = None
-    """Structure of what forward returned, with a `Slot` for each tensor, where that was asked for."""
-    logged: tuple[tuple[str, str], ...] = ()
-    """Name and reduction of each call of `log_scalar`, in order."""
-    keeps_tensors: bool = False
-    """True if forward left a tensor on its modules, outside of buffers, that was not there before."""
-
-    @property
-    def returned(self) -> tuple[fx.Node, ...]:
-        """The nodes of the tensors in `template`, by the index of their slots."""
-        [output] = self.module.graph.find_nodes(op="output")
-        values: Any = output.args[0]
-        return tuple(values[1:])
-
-    @property
-    def scalars(self) -> tuple[tuple[str, str, fx.Node], ...]:
-        """Name, reduction and node of each call of `log_scalar`; the nodes are the last of those that are returned."""
-        nodes = self.returned[-len(self.logged) :] if self.logged else ()
-        return tuple((*named, node) for named, node in zip(self.logged, nodes, strict=True))
+WITHOUT_META = frozenset({"istft"})
+"""Operations that torch 2.13 exports although they read values, which a tensor of the meta device has not."""
 
 
-def load_export() -> None:
-    """Import what torch imports when it exports for the first time, which is half of the time of a small capture."""
-    torch.export.export(torch.nn.Identity(), (torch.empty(1, device="meta"),))
+def explained(error: Exception, model: nn.Module, name: str, batch: Mapping[str, TensorSpec]) -> CaptureError:
+    """Return the `CaptureError` that says why an export failed, and what to do.
 
-
-def export(
-    search: OpaqueSearch, batch: Mapping[str, TensorSpec], loss: LossChoice, returns: bool, logs: bool = False
-) -> Exported:
-    """Export `model(**batch)` of the model in `search`, on the device of its parameters.
-
-    `loss` chooses among what forward returns. With `returns`, the graph computes all that forward returns, and if it
-    `logs`, the scalars that forward logs. `search` has the calls that are opaque already, and others become so one
-    after the other where export cannot follow them.
-
-    Raises:
-        CaptureError: the model cannot be exported; names the line of the user's code that stops it.
+    Its fact `reason` says why a call of what failed would be opaque, where that can be told.
     """
-    model = search.model
-    device = next((tensor.device for tensor in model.parameters()), torch.device("cpu"))
-    failure: CaptureError | None = None
-    while True:
-        try:
-            exported = _export_on(device, search, batch, loss, returns, logs)
-        except CaptureError as error:
-            failure = failure or error
-            if search.adds(error):
-                continue
-            if reason := next(reversed(search.refused.values()), ""):
-                said = f"{failure} It cannot run as it is either: {reason}"
-                raise type(failure)(said, **failure.facts) from failure.__cause__
-            raise failure from failure.__cause__
-        if exported.keeps_tensors or any(call.keeps_tensors for call in search.calls):
-            _refuse_kept_tensors(search, batch, loss)
-        return replace(exported, notes=(*exported.notes, *search.notes))
-
-
-def _export_on(
-    device: torch.device,
-    search: OpaqueSearch,
-    batch: Mapping[str, TensorSpec],
-    choice: LossChoice,
-    returns: bool,
-    logs: bool,
-    numbers: Numbers | None = None,
-) -> Exported:
-    """Export on a device; `numbers` replace those that the modules hold, in a second export of the same model."""
-    model, name, example = search.model, search.name, _example(batch, device)
-    templates: list[Any] = [None]
-    held, after = Numbers.of(model), list[Numbers]()
-    tensors_before, kept = Held(model), dict[str, torch.Tensor]()
-
-    def loss_of(result: Any, batch: Mapping[str, torch.Tensor]) -> Any:
-        after.append(Numbers.of(model))  # export restores them when forward has returned
-        kept.update(tensors_before.new_in(Held(model)))
-        loss, tensors = find_loss(result, choice, batch, name), list[torch.Tensor]()
-        if returns:
-            templates[0], tensors = flattened(result)
-        tensors += [scalar_tensor(scalar.value) for scalar in logged if logs]
-        return (loss, *tensors) if returns or tensors else loss
-
-    with (
-        search.applied(),
-        without_traces(model),
-        exportable(model, name, loss_of),
-        passed_checks() as checks,
-        members_renamed(model, name) as renamed,
-        _quiet_failure(),
-        logging_scalars() as logged,
-        (numbers or Numbers({}, {})).held_by(model),
-    ):
-        before = _random_states()
-        try:
-            program = torch.export.export(model, (), example, strict=False)
-        except WorkbenchError:
-            raise
-        except Exception as error:
-            raise explained(error, model, name, batch) from error
-        finally:
-            tensors_before.restore()
-        if _random_states() != before:
-            raise CaptureError(
-                f"The forward of {name} draws from Python's or NumPy's random numbers, and capture would repeat the "
-                f"drawn numbers in every step. Draw from torch's: torch.rand(…), and choose by torch.where."
-            )
-    module = _module_of(program, renamed, name)
-    [output] = module.graph.find_nodes(op="output")
-    named = tuple((scalar.name, scalar.reduce) for scalar in logged if logs)
-    values: Any = output.args[0] if returns or named else output.all_input_nodes
-    notes, changed = tuple(checks), held.changes_to(after[-1])
-    if numbers is None and changed.values:
-        second = _export_on(device, search, batch, choice, returns, logs, changed)
-        notes = (*notes, *note_of_changes(changed, held, module.graph, second.module.graph, name))
-    return Exported(module, values[0], notes, templates[0], named, bool(kept))
-
-
-def _module_of(program: torch.export.ExportedProgram, renamed: Mapping[str, str], name: str) -> fx.GraphModule:
-    """Return the graph of an export, prepared for capture; `renamed` are members that had other names meanwhile."""
-    refuse_unpriced(program.graph, name)
-    module = remove_checks(program.module(check_guards=False))
-    rename_in_stacks(module.graph, renamed)
-    inline_regions(module)
-    keep_calls(module.graph)
-    _make_gradients_dense(module)
-    return module
-
-
-def _example(batch: Mapping[str, TensorSpec], device: torch.device) -> dict[str, torch.Tensor]:
-    """Return a batch of zeros, which are valid indices and labels."""
-    return {
-        name: torch.zeros(spec.shape, dtype=getattr(torch, spec.dtype), device=device) for name, spec in batch.items()
-    }
-
-
-def _refuse_kept_tensors(search: OpaqueSearch, batch: Mapping[str, TensorSpec], choice: LossChoice) -> None:
-    """Raise `CaptureError` if the loss depends on a tensor that an earlier forward kept outside of buffers."""
-    model = search.model if search.valued is None else search.valued
-    example = _example(batch, next((parameter.device for parameter in model.parameters()), torch.device("cpu")))
-    found = read_again(model, example, lambda result: find_loss(result, choice, example, search.name))
-    if found is not None:
-        place, line = found
-        raise line.error(
-            search.name,
-            f"keeps a tensor in {place} and computes with it in the next forward{line.where}. Outside of buffers it "
-            "would start every step as the constructor left it. Register it, self.register_buffer('state', "
-            "torch.zeros(8)), and write to it in place, self.state.copy_(new); what belongs to samples is a field of "
-            "the batch.",
+    line = line_of_frames(traceback.extract_tb(error.__traceback__))
+    fields = ", ".join(f"{key} {list(spec.shape)}" for key, spec in batch.items())
+    said, facts = str(error), dict[str, str]()
+    # Features of torch that export does not know are told by the frames of the failure: their errors say other things.
+    frames = list(traceback.walk_tb(error.__traceback__))
+    files = [frame.f_code.co_filename.replace("\\", "/") for frame, _ in frames]
+    held = (value for frame, _ in frames for value in frame.f_locals.values())
+    scripted = [path for path, module in model.named_modules() if isinstance(module, torch.jit.ScriptModule)]
+    if any("flex_attention" in file for file in files):
+        message = (
+            f"it calls FlexAttention{line.where}, which capture cannot follow. Call scaled_dot_product_attention with "
+            f"an attn_mask instead (attn_implementation='sdpa' of a transformers model)."
         )
+        facts["reason"] = FLEX_ATTENTION
+    elif "ctc_loss" in said:
+        message = (
+            f"the memory that the CTC loss{line.where} needs depends on the values of the lengths. Register a function "
+            f"that calls it by torch.library.custom_op, with register_fake and register_autograd."
+        )
+        facts["reason"] = "the memory of a CTC loss depends on values"
+    elif any(isinstance(value, PackedSequence) for value in held) or any(f.endswith("nn/utils/rnn.py") for f in files):
+        message = (
+            f"the shape of a packed sequence{line.where} depends on the values of the lengths. Give the padded "
+            f"sequence to the recurrent layer, and take the last states by x[torch.arange(len(x)), lengths - 1]."
+        )
+        facts["reason"] = PACKED_SHAPE
+    elif scripted:
+        message = (
+            f"torch.jit.script compiled {f'its module {scripted[0]}' if scripted[0] else 'it'}, which torch.export "
+            "cannot follow. Give the module as it was before torch.jit.script; compile=True of the experiment compiles "
+            "it."
+        )
+    # The others are told by their message.
+    elif depends_on_values(error):
+        way = (
+            "Replace a branch by torch.where or torch.cond and a selection by a mask, or decide before training."
+            if not line.caller
+            else "The line is a library's: put the call that leads to it into a module of your own that returns "
+            "tensors of fixed shapes, such as the loss, and it runs as written."
+        )
+        message = f"what it does{line.where or ' in its forward'} depends on the values of a tensor. {way}"
+    elif "unexpected keyword" in (reason := first_line(error)) or ("missing" in reason and "argument" in reason):
+        message = f"{reason}. The batch has the fields {fields}: let forward take exactly these as keyword arguments."
+    elif "fake tensor in the exported program" in reason:
+        message = (
+            f"its forward computes with a tensor{line.where} that an earlier forward left outside of the model, such "
+            "as in a global. Register it, self.register_buffer('state', torch.zeros(8)), and write to it in place, "
+            "self.state.copy_(new)."
+        )
+    elif "on the same device" in said or "found two different devices" in said:
+        message = (
+            f"tensors of two devices meet{line.where}. Make tensors in forward where its inputs are, "
+            f"torch.arange(…, device=x.device), and register those made in the constructor as buffers."
+        )
+    else:
+        why = in_words(error, line.where)
+        message = f"{why}. It was called with {fields}: see that model(**batch) runs on such a batch."
+    return line.error(name, f"cannot be captured: {message}", **facts)
 
 
-def _random_states() -> tuple[Any, ...]:
-    """Return the states of Python's and NumPy's random number generators, in a form that can be compared."""
-    numpy = sys.modules.get("numpy")
-    return random.getstate(), repr(numpy.random.get_state()) if numpy is not None else ""
+def refuse_unpriced(graph: fx.Graph, name: str) -> None:
+    """Raise `CaptureError` for an operation that is exported but runs on no meta tensors, and for `torch.vmap`.
 
-
-def _make_gradients_dense(module: fx.GraphModule) -> None:
-    """Ignore `sparse=True` of embeddings: neither an all-reduce nor AdamW takes the sparse form of the gradient."""
-    for node in module.graph.nodes:
-        schema = schema_of(node)
-        names = [argument.name for argument in schema.arguments] if schema is not None else []
-        if "sparse" in names[: len(node.args)]:
-            node.update_arg(names.index("sparse"), False)
-
-
-@contextlib.contextmanager
-def _quiet_failure() -> Iterator[None]:
-    """Discard what a failing export writes to stderr: dumped graphs would bury the one sentence of our error."""
-    log = logging.getLogger(SYMBOLIC_SHAPES_LOG)
-    level = log.level
-    log.setLevel(logging.ERROR)
-    written = io.StringIO()
-    try:
-        with contextlib.redirect_stderr(written), warnings.catch_warnings():
-            warnings.filterwarnings("ignore", "The tensor attributes? .* assigned during export")  # by recurrent layers
-            yield
-        sys.stderr.write(written.getvalue())
-    finally:
-        log.setLevel(level)
+    Of `torch.vmap`, export leaves the bookkeeping in the graph, cut in pieces. The module around either runs as
+    written.
+    """
+    for node in graph.nodes:
+        operation = getattr(node.target, "_opname", "")
+        if operation in WITHOUT_META:
+            line = line_of_node(node)
+            said = (
+                f"calls torch.{operation}{line.where}, which PyTorch cannot run without values, so that its shapes "
+                "and its cost are unknown. Put it into a module of your own, which then runs as written."
+            )
+            reason = f"torch.{operation} does not run without values"
+        elif node.op == "call_function" and getattr(node.target, "__name__", "") == "_vmap_increment_nesting":
+            line = line_of_node(node)
+            said = (
+                f"calls torch.vmap{line.where}, whose operations cannot be divided into blocks. Write the dims that it "
+                "maps over by broadcasting, for a mask i[:, None] >= i[None, :]."
+            )
+            reason = "the operations of torch.vmap cannot be divided into blocks"
+        else:
+            continue
+        inside = [path for path, _ in (node.meta.get("nn_module_stack") or {}).values()]
+        raise line.error(name, said, inside=inside, reason=reason)
