@@ -1,7 +1,7 @@
-"""Python numbers that forward changes: capture runs forward once, and repeats the numbers of that run in every step.
+"""What only a run of the user's own code shows, since an export has no values and runs forward once.
 
-Attributes may hold them, also in lists, dicts and plain objects, and so may the model's classes and the globals of the
-user's code that the methods of these read.
+Tensors that forward keeps on its modules outside of buffers, Python numbers that it changes, and the operations of code
+that export cannot follow.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ import sys
 import traceback
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from types import FunctionType, MethodType, ModuleType
 from typing import Any
 
@@ -159,6 +159,11 @@ def _key(tensor: torch.Tensor) -> int:
     return int(tensor.untyped_storage()._cdata)
 
 
+# Python numbers that forward changes: capture runs forward once, and repeats the numbers of that run in every step.
+#
+# Attributes may hold them, also in lists, dicts and plain objects, and so may the model's classes and the globals of
+# the user's code that the methods of these read.
+
 Number = int | float
 
 
@@ -181,9 +186,14 @@ class Numbers:
             if isinstance(value, Number):
                 if not isinstance(holder, (tuple, set)):
                     found[place] = value, holder, key
-            elif depth and id(value) not in seen and _may_change(value):
+            elif depth and id(value) not in seen:
                 seen.add(id(value))
-                items = items_of(value, place) or ()
+                defined_in = getattr(sys.modules.get(type(value).__module__), "__file__", None)
+                # Objects of a library's classes are left out, but for containers.
+                is_plain = isinstance(value, (list, tuple, set, dict)) or (
+                    type(value).__module__ in sys.modules and is_users(defined_in or "")
+                )
+                items = (items_of(value, place) if is_plain else None) or ()
                 keys = list(value) if isinstance(value, dict) else None
                 for at, (inner, item) in enumerate(items):
                     name = keys[at] if keys is not None else inner.rpartition(".")[2]
@@ -202,10 +212,6 @@ class Numbers:
         """Return the later numbers that differ, with those that were not there before."""
         changed = {place: n for place, n in later.values.items() if place not in self.values or self.values[place] != n}
         return Numbers(changed, {place: later.holders[place] for place in changed})
-
-    def known_in(self, earlier: Numbers) -> Numbers:
-        """Return these numbers without those that were not there earlier."""
-        return replace(self, values={place: n for place, n in self.values.items() if place in earlier.values})
 
     @contextmanager
     def held_by(self, model: nn.Module) -> Iterator[None]:
@@ -234,23 +240,15 @@ class Numbers:
         return ", ".join(self.values)
 
 
-def _may_change(value: Any) -> bool:
-    """Return True for what may hold numbers that forward changes: objects of a library's classes are left out."""
-    if isinstance(value, (list, tuple, set, dict)):
-        return True
-    module = sys.modules.get(type(value).__module__)
-    return module is not None and is_users(getattr(module, "__file__", None) or "")
-
-
 def _shared(model: nn.Module) -> Iterator[tuple[Any, str, Any, str]]:
     """Return what the user's classes of modules hold, and the globals that their methods read, with holder and name."""
-    kinds = {kind for module in model.modules() for kind in type(module).__mro__}
-    for kind in sorted(kinds, key=lambda kind: kind.__qualname__):
-        methods = [each for each in vars(kind).values() if isinstance(each, FunctionType)]
+    classes = {each for module in model.modules() for each in type(module).__mro__}
+    for owner in sorted(classes, key=lambda each: each.__qualname__):
+        methods = [each for each in vars(owner).values() if isinstance(each, FunctionType)]
         methods = [each for each in methods if is_users(each.__code__.co_filename)]
         if not methods:
             continue
-        yield from ((kind, name, value, f"{kind.__name__}.{name}") for name, value in vars(kind).items())
+        yield from ((owner, name, value, f"{owner.__name__}.{name}") for name, value in vars(owner).items())
         names = dict.fromkeys(name for each in methods for name in each.__code__.co_names)
         space = methods[0].__globals__
         yield from ((space, name, space[name], name) for name in names if name in space)
@@ -275,10 +273,10 @@ def note_of_changes(changed: Numbers, known: Numbers, first: fx.Graph, second: f
             "value in every step. Register it as a buffer, self.register_buffer('count', torch.zeros(())), and change "
             "it in place: self.count += 1."
         )
-    if not (known_ones := changed.known_in(known)).values:
+    if not (before := ", ".join(place for place in changed.values if place in known.values)):
         return ()
     return (
-        f"The forward changes {known_ones}, which stays as it was at capture. Its next value made no difference; a "
+        f"The forward changes {before}, which stays as it was at capture. Its next value made no difference; a "
         "branch that a later value would take is never taken.",
     )
 

@@ -122,8 +122,8 @@ class OpaqueCall:
     @property
     def cost_digest(self) -> str:
         """Text that is equal for calls that cost the same: of modules of one class."""
-        kind = type(self.modules[0]).__qualname__ if self.modules else self.label
-        return f"{kind} {self.specs} {self.flops} {self.recomputed_bytes} {self.training[:1]}"
+        called = type(self.modules[0]).__qualname__ if self.modules else self.label
+        return f"{called} {self.specs} {self.flops} {self.recomputed_bytes} {self.training[:1]}"
 
     def compute(
         self, tensors: Sequence[torch.Tensor], then: Callable[[list[torch.Tensor]], None] | None = None
@@ -195,12 +195,12 @@ class OpaqueCall:
         values: Sequence[Value],
         device: torch.device,
         seed: int,
-        kind: Callable[[tuple[int, ...], torch.dtype, int], torch.Tensor],
+        centred: bool,
         grad: bool,
     ) -> None:
         """Run the code on real tensors and note its results; raise `NotOpaque` if an earlier run had others."""
         torch.manual_seed(seed)
-        tensors = [_real(t, v, device, seed, kind) for t, v in zip(given, values, strict=True)]
+        tensors = [_real(t, v, device, seed, centred) for t, v in zip(given, values, strict=True)]
         with torch.set_grad_enabled(grad):
             if grad:
                 tensors = self._leaves(tensors)
@@ -291,14 +291,14 @@ class OpaqueCall:
             # A new thread starts with the first GPU as its current device.
             current = torch.cuda.device(device) if device.type == "cuda" else contextlib.nullcontext()
             with current, originals(), untouched_generators(device):
-                for grad, kind in itertools.product((False, True), (_centred, _positive)):
+                for grad, centred in itertools.product((False, True), (True, False)):
                     try:
                         self.takes_derivatives = grad
                         self.specs, self.written = [], []
                         for seed in _SEEDS:
-                            self._try(given, values, device, seed, kind, grad)
+                            self._try(given, values, device, seed, centred, grad)
                         failure.clear()
-                        tensors = [_real(*pair, device, 0, kind) for pair in zip(given, values, strict=True)]
+                        tensors = [_real(*pair, device, 0, centred) for pair in zip(given, values, strict=True)]
                         self._refuse_read_numbers(tensors)
                         if self.written:
                             self._find_read_again(tensors)
@@ -331,12 +331,14 @@ def _real(
     value: Value,
     device: torch.device,
     seed: int,
-    kind: Callable[[tuple[int, ...], torch.dtype, int], torch.Tensor],
+    centred: bool,
 ) -> torch.Tensor:
     """Return a tensor with values of the shape of `given`: `value`, or that for each sample, if there is one.
 
-    Sizes that depend on values are 0. Masks are true at every second, third or fourth position of their last dim, so
-    that a selection by one has as many items in each row, and another number for each seed.
+    Others are random numbers around zero, or from 0.1 to 0.9 (such as the sizes of boxes) if they are not `centred`.
+    Whole numbers are zero then, a valid index and class, or else 1 and above, such as lengths. Sizes that depend on
+    values are 0. Masks are true at every second, third or fourth position of their last dim, so that a selection by one
+    has as many items in each row, and another number for each seed.
     """
     shape = tuple(size if isinstance(size, int) else 0 for size in given.shape)
     value = value(shape) if callable(value) else value
@@ -344,19 +346,11 @@ def _real(
         return value.detach().expand(shape).to(device, copy=True)
     if given.dtype == torch.bool and shape:
         return (torch.arange(shape[-1], device=device) % (2 + seed) == 0).expand(shape).clone()
-    return kind(shape, given.dtype, seed).to(device)
-
-
-def _centred(shape: tuple[int, ...], dtype: torch.dtype, _seed: int) -> torch.Tensor:
-    """Return numbers around zero; whole numbers are zero, a valid index and class."""
-    is_whole = not (dtype.is_floating_point or dtype.is_complex)
-    return torch.zeros(shape, dtype=dtype) if is_whole else 0.5 * torch.randn(shape, dtype=dtype)
-
-
-def _positive(shape: tuple[int, ...], dtype: torch.dtype, seed: int) -> torch.Tensor:
-    """Return numbers from 0.1 to 0.9, such as sizes of boxes; whole numbers are 1 and above, such as lengths."""
-    is_whole = not (dtype.is_floating_point or dtype.is_complex)
-    return torch.full(shape, 1 + seed, dtype=dtype) if is_whole else 0.1 + 0.8 * torch.rand(shape, dtype=dtype)
+    if not _has_gradient(given):
+        return torch.full(shape, 0 if centred else 1 + seed, dtype=given.dtype, device=device)
+    # Drawn on the host, so that the runs on a GPU have the same numbers.
+    drawn = 0.5 * torch.randn(shape, dtype=given.dtype) if centred else 0.1 + 0.8 * torch.rand(shape, dtype=given.dtype)
+    return drawn.to(device)
 
 
 # The operation
@@ -389,6 +383,12 @@ def opaque_call(
     twins = {} if valued is None else dict(zip(inside, valued.modules(), strict=True))
     held = [replace(place, module=twins[place.module]).value() if twins else None for place in places]
 
+    def logging(*args: Any, **kwargs: Any) -> Any:
+        """Run the function; return what it does, and the arguments of its calls of `log_scalar`."""
+        with logging_scalars() as logged:
+            result = function(*args, **kwargs)
+        return result, tuple((scalar.name, scalar_tensor(scalar.value), scalar.reduce) for scalar in logged)
+
     @functools.wraps(function)  # export names the batch's fields by the signature of the model's forward
     def called(*args: Any, **kwargs: Any) -> Any:
         leaves, structure = pytree.tree_flatten((args, kwargs))
@@ -396,7 +396,7 @@ def opaque_call(
             # Its parameters would be no arguments of the operation, and get no gradient.
             raise NotOpaque(f"{label} is given a module or a function, whose parameters it may use.")
         tensors = [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)]
-        call = OpaqueCall(label, _with_scalars(function), inside, reason, line, places, structure)
+        call = OpaqueCall(label, logging, inside, reason, line, places, structure)
         call.leaves = [_TENSOR if isinstance(leaf, torch.Tensor) else leaf for leaf in leaves]
         call.training = [owner.training for owner in inside]
         own = [place.value() for place in places]
@@ -420,17 +420,6 @@ def opaque_call(
         return result
 
     return called
-
-
-def _with_scalars(function: Callable[..., Any]) -> Callable[..., Any]:
-    """Return a function that returns what `function` does, and the arguments of its calls of `log_scalar`."""
-
-    def logging(*args: Any, **kwargs: Any) -> Any:
-        with logging_scalars() as logged:
-            result = function(*args, **kwargs)
-        return result, tuple((scalar.name, scalar_tensor(scalar.value), scalar.reduce) for scalar in logged)
-
-    return logging
 
 
 def call_of(node: fx.Node) -> OpaqueCall | None:
