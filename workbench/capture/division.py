@@ -21,6 +21,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from workbench.capture.gathering import join_rows
 from workbench.capture.graph import Block, Graph
 from workbench.capture.losses import code_on, count_labels, on_device
+from workbench.capture.model import capture
 from workbench.capture.opaque import opaque_calls, same_numbers
 from workbench.capture.operations import dtype_of, names, op_name, shape_of
 from workbench.capture.outputs import find_loss
@@ -183,35 +184,28 @@ def division_fault(
                 if trial == 0:
                     raise
                 break  # the model does not take samples that were changed
-            if (
-                fault
-                and not graph.gathered
-                and (wrong := comparison.fault({name: field[:size] for name, field in batch.items()}))
-            ):
-                _require_one_forward(graph, build)
+            if not fault:
+                continue
+            one = {name: field[:size] for name, field in batch.items()}
+            if graph.gathered or not (wrong := comparison.fault(one)):
+                return fault
+            # Not even one micro-batch has the loss of the graph: the model is another one each time, or we are wrong.
+            twice = (capture(build(), graph.batch, name=graph.model, loss=graph.loss_choice) for _ in range(2))
+            types = [[block.block_type for block in each.blocks] for each in twice]
+            if types[0] == types[1]:
                 raise CaptureError(
                     f"The captured graph of {graph.model} does not compute the model's loss: {wrong} of the graph. "
                     "This is a fault of the capture; please report it with the model."
                 )
-            if fault:
-                return fault
+            pairs = zip(graph.blocks, *types, strict=False)
+            unlike = next((block.name for block, *both in pairs if both[0] != both[1]), "loss")
+            raise CaptureError(
+                f"{graph.model} computes something else each time it is built, in its block {unlike}, although "
+                "Python's, NumPy's and torch's generators were seeded alike. Its constructor takes a number that no "
+                "seed decides, from random.SystemRandom(), numpy.random.default_rng() or the clock. Seed what it "
+                "draws, for instance by numpy.random.default_rng(torch.initial_seed())."
+            )
     return ""
-
-
-def _require_one_forward(graph: Graph, build: Callable[[], nn.Module]) -> None:
-    """Raise `CaptureError` if a model that is built twice computes something else each time."""
-    from workbench.capture.model import capture
-
-    twice = (capture(build(), graph.batch, name=graph.model, loss=graph.loss_choice) for _ in range(2))
-    types = [[block.block_type for block in each.blocks] for each in twice]
-    if types[0] != types[1]:
-        unlike = next((b.name for b, *both in zip(graph.blocks, *types, strict=False) if both[0] != both[1]), "loss")
-        raise CaptureError(
-            f"{graph.model} computes something else each time it is built, in its block {unlike}, although Python's, "
-            "NumPy's and torch's generators were seeded alike. Its constructor takes a number that no seed decides, "
-            "from random.SystemRandom(), numpy.random.default_rng() or the clock. Seed what it draws, for instance by "
-            "numpy.random.default_rng(torch.initial_seed())."
-        )
 
 
 @contextmanager
@@ -281,8 +275,7 @@ class _Comparison:
                     torch.randn_like(parameter), alpha=0.02
                 )
         if not graph.gathered and has_constants(graph):
-            from workbench.capture.model import capture  # the constants of a capture on the meta device have no values
-
+            # The constants of a capture on the meta device have no values.
             examples = samples(PARTS[0] * graph.micro_batch, 0)
             graph = capture(model, graph.batch, name=graph.model, loss=graph.loss_choice, examples=examples)
         self._graph = graph
@@ -292,7 +285,10 @@ class _Comparison:
         self._parameters = dict(model.named_parameters())
         self._trained = {name: self._parameters[name] for name in graph.parameters if name not in graph.frozen}
         self._buffers = {name: buffer.clone() for name, buffer in model.named_buffers()}
-        self._factor = _BF16_FACTOR if any(map(_is_of_low_precision, graph.blocks)) else 1
+        nodes = [node for block in graph.blocks for node in block.code.graph.nodes]
+        casts = (node.target in (enter_autocast, exit_autocast) for node in nodes)
+        is_low = any(casts) or any(dtype_of(node) in (torch.bfloat16, torch.float16) for node in nodes)
+        self._factor = _BF16_FACTOR if is_low else 1
 
     def fault(self, batch: Batch) -> str:
         batch = {name: field.to(self._device) for name, field in batch.items()}
@@ -435,23 +431,17 @@ class _same_for_each_sample(TorchDispatchMode):  # noqa: N801
 
 
 def _by_running_averages(name: str, args: tuple[Any, ...]) -> tuple[Any, ...]:
-    """Return the arguments of a BatchNorm that does not take its statistics from the batch."""
-    if name == "native_batch_norm":
-        value, weight, bias, mean, variance, _, *rest = args
-        return (value, weight, bias, *_averages(value, mean, variance), False, *rest)
-    gradient, value, weight, mean, variance, saved, inverse, _, *rest = args
-    return (gradient, value, weight, *_averages(value, mean, variance), saved, inverse, False, *rest)
+    """Return the arguments of a BatchNorm that does not take its statistics from the batch, but 0 and 1 if it has none.
 
-
-def _averages(value: torch.Tensor, mean: Any, variance: Any) -> tuple[torch.Tensor, torch.Tensor]:
+    These are the positional arguments of `aten::native_batch_norm` and of its backward.
+    """
+    is_forward = name == "native_batch_norm"
+    value, mean, variance = (args[0], *args[3:5]) if is_forward else (args[1], *args[3:5])
     channels = value.new_zeros(value.shape[1])
-    return (channels if mean is None else mean), (channels + 1 if variance is None else variance)
-
-
-def _is_of_low_precision(block: Block) -> bool:
-    autocast = (enter_autocast, exit_autocast)
-    nodes = block.code.graph.nodes
-    return any(dtype_of(node) in (torch.bfloat16, torch.float16) or node.target in autocast for node in nodes)
+    averages = channels if mean is None else mean, channels + 1 if variance is None else variance
+    if is_forward:
+        return (*args[:3], *averages, False, *args[6:])
+    return (*args[:3], *averages, *args[5:7], False, *args[8:])
 
 
 def _relative(one: torch.Tensor, other: torch.Tensor) -> float:
