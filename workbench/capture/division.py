@@ -436,7 +436,7 @@ def _by_running_averages(name: str, args: tuple[Any, ...]) -> tuple[Any, ...]:
     These are the positional arguments of `aten::native_batch_norm` and of its backward.
     """
     is_forward = name == "native_batch_norm"
-    value, mean, variance = (args[0], *args[3:5]) if is_forward else (args[1], *args[3:5])
+    value, (mean, variance) = args[0] if is_forward else args[1], args[3:5]
     channels = value.new_zeros(value.shape[1])
     averages = channels if mean is None else mean, channels + 1 if variance is None else variance
     if is_forward:

@@ -76,7 +76,9 @@ def projections(graph: Graph, fused: Mapping[str, float] | None = None) -> dict[
         for position, (node, name) in enumerate(zip(inputs, block.parameters, strict=False)):
             if name in hidden and name not in found:
                 if (block.block_type, position) not in alike:
-                    alike[block.block_type, position] = _projections(node)
+                    read = _read_by_a_product(node)
+                    each = Projections() if read is None else Projections(read[1], _read_apart(read[0]))
+                    alike[block.block_type, position] = each
                 found[name] = alike[block.block_type, position]
     for name in sorted(hidden):
         number = int(factor_of(name, {**(fused or {}), "?*": 0}))  # 0 where no pattern of the user matches
@@ -91,11 +93,6 @@ def projections(graph: Graph, fused: Mapping[str, float] | None = None) -> dict[
                 )
             found[name] = Projections(dim, (outputs // number,) * number if number > 1 else ())
     return found
-
-
-def _projections(weight: fx.Node) -> Projections:
-    read = _read_by_a_product(weight)
-    return Projections() if read is None else Projections(read[1], _read_apart(read[0]))
 
 
 def _read_by_a_product(weight: fx.Node) -> tuple[fx.Node, int] | None:
@@ -138,10 +135,11 @@ def _positions_read(node: fx.Node, positions: Any) -> Iterator[torch.Tensor]:
     """
     is_read = False
     for user in node.users:
-        name = op_name(user)
+        name, others = op_name(user), [each for each in user.all_input_nodes if each is not node]
+        adds_bias = name == "add" and shape_of(user) == shape_of(node) and [len(shape_of(o)) for o in others] == [1]
         if user.target is operator.getitem:
             yield from _positions_read(user, positions[user.args[1]])
-        elif name in CASTS or (name == "add" and shape_of(user) == shape_of(node) and _is_bias(user, node)):
+        elif name in CASTS or adds_bias:
             yield from _positions_read(user, positions)
         elif name in REARRANGES and schema_of(user) is not None and user.all_input_nodes == [node]:
             rearranged: Any = user.target
@@ -150,12 +148,6 @@ def _positions_read(node: fx.Node, positions: Any) -> Iterator[torch.Tensor]:
             is_read = True
     if is_read and isinstance(positions, torch.Tensor) and positions.numel():
         yield positions
-
-
-def _is_bias(add: fx.Node, node: fx.Node) -> bool:
-    """Return True if the other operand of a sum has one dim."""
-    others = [each for each in add.all_input_nodes if each is not node]
-    return len(others) == 1 and len(shape_of(others[0])) == 1
 
 
 def _heads(loss: fx.Node, parameters: dict[fx.Node, str]) -> set[str]:

@@ -94,26 +94,22 @@ def normaliser(loss: MeanLoss | Quotient) -> tuple[object, ...]:
 
 def mean_losses(flow: Dataflow) -> tuple[MeanLoss, ...]:
     """Return the means over integer labels, or over selected elements, that the batch determines."""
-    losses = (_mean_loss(node, flow) for node in flow.order if node.op == "call_function")
-    return tuple(loss for loss in losses if loss is not None)
-
-
-def _mean_loss(node: fx.Node, flow: Dataflow) -> MeanLoss | None:
-    if node.target is aten.mean.default:
-        mask = _mask_of(node, flow)
-        return None if mask is None else MeanLoss(node, mask, None, 0)
-    if node.target not in _OVER_LABELS | _OVER_ELEMENTS:
-        return None
-    given = arguments_of(node)
-    target, weight = _before_broadcast(given["target"]), given.get("weight")
-    if given["reduction"] != _MEAN or target not in flow.recomputable:
-        return None
-    if node.target in _OVER_ELEMENTS:
-        is_selected = any(not isinstance(size, int) for size in shape_of(target))
-        return MeanLoss(node, target, None, None) if is_selected else None
-    if target.meta["val"].is_floating_point() or (weight is not None and weight not in flow.recomputable):
-        return None
-    return MeanLoss(node, target, weight, int(given["ignore_index"]))
+    losses, known = [], _OVER_LABELS | _OVER_ELEMENTS
+    for node in flow.order:
+        if node.target is aten.mean.default and (mask := _mask_of(node, flow)) is not None:
+            losses.append(MeanLoss(node, mask, None, 0))
+        if node.target not in known:
+            continue
+        given = arguments_of(node)
+        target, weight = _before_broadcast(given["target"]), given.get("weight")
+        if given["reduction"] != _MEAN or target not in flow.recomputable:
+            continue
+        if node.target in _OVER_ELEMENTS:
+            if any(not isinstance(size, int) for size in shape_of(target)):
+                losses.append(MeanLoss(node, target, None, None))
+        elif not target.meta["val"].is_floating_point() and (weight is None or weight in flow.recomputable):
+            losses.append(MeanLoss(node, target, weight, int(given["ignore_index"])))
+    return tuple(losses)
 
 
 def _mask_of(mean: fx.Node, flow: Dataflow) -> fx.Node | None:
@@ -178,36 +174,30 @@ def label_count(module: fx.GraphModule, flow: Dataflow, loss: MeanLoss | Quotien
     copies = {node: graph.placeholder(str(node.target)) for node in inputs}
     copy_nodes(graph, (node for node in flow.order if node in needed), copies)
     if isinstance(loss, Quotient):
-        graph.output(copies[loss.total])
-    else:
-        graph.output(graph.call_function(aten.sum.default, (_label_weights(graph, loss, copies),)))
+        total = copies[loss.total]
+    else:  # how much each label counts, summed
+        target = copies[loss.target]
+        if loss.ignore_index is None:
+            counted = graph.call_function(aten.ones_like.default, (target,))
+        else:
+            counted = graph.call_function(aten.ne.Scalar, (target, loss.ignore_index))
+        if loss.weight is not None:  # of its class; an ignored label is no class, and looks up the first
+            label = graph.call_function(aten.mul.Tensor, (target, counted))
+            weight = graph.call_function(aten.index.Tensor, (copies[loss.weight], [label]))
+            counted = graph.call_function(aten.mul.Tensor, (weight, counted))
+        total = graph.call_function(aten.sum.default, (counted,))
+    graph.output(total)
     restore_regions(graph)
-    of_total = _of_total(module, flow, loss) if isinstance(loss, Quotient) and loss.total is not loss.divisor else None
+    of_total = None
+    if isinstance(loss, Quotient) and loss.total is not loss.divisor:  # the graph `total -> divisor`
+        after = fx.Graph()
+        copies = {loss.total: after.placeholder("total")}
+        needed = {loss.divisor} | flow.recomputable_sources([loss.divisor])
+        needed -= flow.recomputable_sources([loss.total])
+        copy_nodes(after, (node for node in flow.order if node in needed), copies)
+        after.output(copies[loss.divisor])
+        of_total = fx.GraphModule(module, after)
     return LabelCount(tuple(str(node.target) for node in inputs), fx.GraphModule(module, graph), of_total)
-
-
-def _of_total(module: fx.GraphModule, flow: Dataflow, quotient: Quotient) -> fx.GraphModule:
-    """Return the graph `total -> divisor` of a quotient."""
-    graph = fx.Graph()
-    copies = {quotient.total: graph.placeholder("total")}
-    needed = {quotient.divisor} | flow.recomputable_sources([quotient.divisor])
-    after = needed - flow.recomputable_sources([quotient.total])
-    copy_nodes(graph, (node for node in flow.order if node in after), copies)
-    graph.output(copies[quotient.divisor])
-    return fx.GraphModule(module, graph)
-
-
-def _label_weights(graph: fx.Graph, loss: MeanLoss, copies: dict[fx.Node, fx.Node]) -> fx.Node:
-    """Return the node that holds, for each label, how much it counts."""
-    target = copies[loss.target]
-    if loss.ignore_index is None:
-        return graph.call_function(aten.ones_like.default, (target,))
-    counted = graph.call_function(aten.ne.Scalar, (target, loss.ignore_index))
-    if loss.weight is None:
-        return counted
-    label = graph.call_function(aten.mul.Tensor, (target, counted))
-    weight = graph.call_function(aten.index.Tensor, (copies[loss.weight], [label]))
-    return graph.call_function(aten.mul.Tensor, (weight, counted))
 
 
 # The part of a block that need only run on labelled rows: a vocabulary head and its cross-entropy.
@@ -218,7 +208,6 @@ def _label_weights(graph: fx.Graph, loss: MeanLoss, copies: dict[fx.Node, fx.Nod
 #
 # Analysis only: `workbench.execution.blocks.loss_runners` rewrites the blocks.
 
-aten = torch.ops.aten
 ROW_STEPS = 16
 """Number of row counts a head is compiled for, at most: rows are kept in multiples of a sixteenth of all."""
 MAX_ROW_FRACTION = 0.75
@@ -320,26 +309,26 @@ def _row_operands(node: fx.Node, rows: int) -> tuple[fx.Node, ...]:
         whole = [arg for arg in operands if arg not in by_row]
         # A bias, a norm's weight or a scalar is the same for every row.
         possible = all(size == 1 for arg in whole for size in shape_of(arg)[:-1])
+    elif not node.all_input_nodes:
+        return ()
     else:
         by_row, whole = list(node.all_input_nodes[:1]), list(node.all_input_nodes[1:])
-        possible = _keeps_rows_apart(node, shape_of(by_row[0])) if by_row else False
+        arguments: Any = node.args
+        given = shape_of(by_row[0])
+        if node.target in _VIEWS:
+            possible = shape_of(node)[-1] == given[-1] and (
+                node.target is not aten.slice.Tensor or shape_of(node) == given
+            )
+        elif node.target in _ELEMENTWISE:
+            possible = shape_of(node) == given and "memory_format" not in node.kwargs
+        elif node.target in _NORMS:
+            possible = list(arguments[1]) == [given[-1]]
+        else:
+            is_mean = node.target is MEAN and list(arguments[1]) in ([-1], [len(given) - 1])
+            possible = is_mean and arguments[2:3] == (True,)
     if not possible or any(_row_count(operand) != rows or operand in whole for operand in by_row):
         return ()
     return tuple(by_row)
-
-
-def _keeps_rows_apart(node: fx.Node, given: tuple[int, ...]) -> bool:
-    """Return True if each row of the result needs one row only of the operand with rows, which has shape `given`."""
-    arguments: Any = node.args
-    if node.target in _VIEWS:
-        return shape_of(node)[-1] == given[-1] and (node.target is not aten.slice.Tensor or shape_of(node) == given)
-    if node.target in _ELEMENTWISE:
-        return shape_of(node) == given and "memory_format" not in node.kwargs
-    if node.target in _NORMS:
-        return list(arguments[1]) == [given[-1]]
-    if node.target is MEAN:
-        return list(arguments[1]) in ([-1], [len(given) - 1]) and arguments[2:3] == (True,)
-    return False
 
 
 def _row_count(node: Any) -> int | None:
@@ -447,30 +436,29 @@ def scalars_of(
         elif len({normaliser(loss) for loss in read}) > 1:
             scalars.append(Scalar(name, reduce, node))
         else:
-            means = tuple(_own_mean(loss) for loss in read)
             path = before & {later for loss in read for later in descendants(loss.node)}
-            copy = _with_own_means(node, [each for each in flow.order if each in path], means)
+            copy, means = _with_own_means(node, [each for each in flow.order if each in path], read)
             scalars.append(Scalar(name, reduce, copy, read[0], means))
     _move_to_operands(exported.module.graph, flow, needed, [scalar.node for scalar in scalars])
     return tuple(scalars)
 
 
-def _own_mean(loss: MeanLoss | Quotient) -> OwnMean:
-    graph = loss.node.graph
+def _with_own_means(
+    node: fx.Node, path: Sequence[fx.Node], losses: Sequence[MeanLoss | Quotient]
+) -> tuple[fx.Node, tuple[OwnMean, ...]]:
+    """Return a copy of a node that reads the means of a micro-batch in place of `losses`, and these means.
+
+    `path` has the nodes between.
+    """
+    graph, copies, means = node.graph, dict[fx.Node, fx.Node](), []
     with graph.inserting_before(graph.output_node()):
-        product = graph.call_function(torch.ops.aten.mul.Tensor, (loss.node, 1.0))
-    product.meta = dict(loss.node.meta)
-    return OwnMean(product, loss)
-
-
-def _with_own_means(node: fx.Node, path: Sequence[fx.Node], means: Sequence[OwnMean]) -> fx.Node:
-    """Return a copy of a node that reads the means of a micro-batch, through copies of the nodes of `path`."""
-    graph = node.graph
-    copies = {mean.of.node: mean.node for mean in means}
-    for each in path:
-        with graph.inserting_before(graph.output_node()):
+        for loss in losses:
+            copies[loss.node] = graph.call_function(aten.mul.Tensor, (loss.node, 1.0))
+            copies[loss.node].meta = dict(loss.node.meta)
+            means.append(OwnMean(copies[loss.node], loss))
+        for each in path:
             copies[each] = graph.node_copy(each, lambda source: copies.get(source, source))
-    return copies[node]
+    return copies[node], tuple(means)
 
 
 def _move_to_operands(graph: fx.Graph, flow: Dataflow, needed: set[fx.Node], scalars: Collection[fx.Node]) -> None:
