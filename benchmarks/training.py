@@ -8,8 +8,9 @@ import torch
 from torch.distributed.device_mesh import init_device_mesh
 
 import workbench as wb
-from workbench.capture.captured_model import CapturedModel, repeated
-from workbench.capture.captured_model import random_batch as random_tokens
+from workbench.capture.captured_model import CapturedModel
+from workbench.capture.division import random_batch as random_tokens
+from workbench.capture.division import repeated
 from workbench.execution.blocks import StepContext
 from workbench.execution.build import (
     block_sparse_parameters,

@@ -21,7 +21,7 @@ from tests.distributed.harness import coordinate, launch
 from tests.distributed.test_every_plan import MICRO_BATCH, Case, part_of, plan_of
 from tests.gpu.machine import DEVICE, here, needs
 from workbench.capture import capture
-from workbench.capture.captured_model import random_batch
+from workbench.capture.division import random_batch
 from workbench.execution import gradients as reducing
 from workbench.execution.blocks import StepContext
 from workbench.execution.blocks.cuda_graphs import NCCL_SETTING, WARM_UP_STEPS

@@ -16,10 +16,11 @@ from torch._dynamo.utils import counters
 
 from tests.unit.cost_values import bert, layered_profile
 from workbench import data, models
-from workbench.capture.captured_model import IGNORED, random_batch
+from workbench.capture.division import random_batch
 from workbench.cli import describe_plan
 from workbench.cost import Cluster
 from workbench.cost.profile import BlockMeasurement, DividedCosts, corrected_profile
+from workbench.data.sampling import IGNORED
 from workbench.execution import block_probe
 from workbench.execution.block_probe import Probe, sampled_blocks
 from workbench.experiment import Experiment

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping, Sequence
 from functools import cached_property, partial
 from types import MappingProxyType
 from typing import Any
@@ -22,6 +21,7 @@ from workbench.capture.division import (
     forward_flops,
     has_constants,
     is_compared_by_plan,
+    random_batch,
     samples_from,
 )
 from workbench.capture.gathering import with_tail_of
@@ -35,171 +35,6 @@ from workbench.errors import CaptureError, InvalidExperiment, PlanMismatch
 from workbench.experiment import Experiment
 from workbench.tensors import TensorSpec
 from workbench.user_code import Function, UserFunction, changed_between, functions_of
-
-# Comparison of a model captured in eval mode with the same model captured in train mode.
-
-
-def capture_for_evaluation(
-    model: nn.Module,
-    training: Graph,
-    metrics: Mapping[str, Metric] = MappingProxyType({}),
-    batch: Mapping[str, TensorSpec] | None = None,
-    gathers: bool = False,
-    examples: Mapping[str, torch.Tensor] | None = None,
-) -> Graph:
-    """Capture the model in eval mode, by default at the micro-batch of `training`, and leave it in train mode.
-
-    With `metrics`, the graph computes what they read of forward's outputs. `gathers` and `examples` are those of
-    `capture`. Raises `InvalidExperiment` for a metric that cannot be computed.
-    """
-    batch, name, loss = training.batch if batch is None else batch, training.model, training.loss_choice
-
-    def read(template: Any) -> dict[int, str]:
-        return {slot: f"The metric {metric!r}" for slot, metric in read_by(metrics, template, batch).items()}
-
-    returns = read if metrics else None
-    options: dict[str, Any] = {"loss": loss, "returns": returns, "gathers": gathers, "examples": examples}
-    with _eval_mode(model):
-        return _with_values_of(training, partial(capture, model, batch, name=name, **options))
-
-
-def capture_for_samples(model: nn.Module, training: Graph, batch: Mapping[str, TensorSpec], vocabulary: int) -> Graph:
-    """Capture the model in eval mode for a batch of prompts, with its logits as the only output.
-
-    `batch` has the fields of the training with P prompts of S tokens. The logits are the first tensor of shape
-    (P, S, V) or (P * S, V) that forward returns, with V at least `vocabulary`; one whose V is that of the embedding is
-    preferred. Raises `InvalidExperiment` if forward returns none. The model is left in train mode.
-    """
-    prompts, tokens = batch["input_ids"].shape
-    rows = {spec.shape[0] for spec in training.parameters.values() if len(spec.shape) == 2}
-
-    def logits(template: Any) -> dict[int, str]:
-        slots = [slot for slot in slots_of(template) if slot.spec.is_floating and len(slot.spec.shape) in (2, 3)]
-        fitting = [
-            slot
-            for slot in slots
-            if slot.spec.shape[:-1] in ((prompts, tokens), (prompts * tokens,)) and slot.spec.shape[-1] >= vocabulary
-        ]
-        fitting.sort(key=lambda slot: slot.spec.shape[-1] not in rows)
-        if not fitting:
-            shapes = ", ".join(str(list(slot.spec.shape)) for slot in slots_of(template))
-            raise InvalidExperiment(
-                f"samples need the logits of every token, a tensor of {prompts} × {tokens} × at least {vocabulary:,} "
-                f"for these prompts, and {training.model} returned {shapes or 'no tensor'}. Let forward return its "
-                "logits beside the loss, or remove samples."
-            )
-        return {fitting[0].index: "samples"}
-
-    options: dict[str, Any] = {"loss": training.loss_choice, "returns": logits}
-    with _eval_mode(model):
-        return _with_values_of(training, partial(capture, model, batch, name=training.model, **options))
-
-
-def _with_values_of(training: Graph, captured: Callable[..., Graph]) -> Graph:
-    """Return the graph that `captured()` captures, and with what it logs, too, where stages exchange values for that.
-
-    Evaluations log nothing, but a scalar of two layers' values (`(last - first).norm()`) lets stages send one of them.
-    """
-    graph = captured()
-    numbers = [
-        [len(each.crossing(cut, with_outputs=False)) for cut in range(1, len(each.blocks))]
-        for each in (training, graph)
-    ]
-    return captured(logs=True) if training.scalars and numbers[0] != numbers[1] else graph
-
-
-@contextmanager
-def _eval_mode(model: nn.Module) -> Iterator[None]:
-    model.eval()
-    try:
-        yield
-    finally:
-        model.train()
-
-
-def require_same_stages(
-    training: Graph, evaluation: Graph, cuts: Sequence[int], tensor: int, same_shapes: bool = True
-) -> None:
-    """Raise `CaptureError` unless the evaluation can run in stages of the training.
-
-    `cuts` are the first blocks of all stages but the first; `tensor` is the tensor-parallel degree. Each block may read
-    only parameters and buffers that the same block reads in training, and stages must exchange the same shapes, or with
-    `same_shapes=False` as many values.
-    """
-    name, counts = training.model, (len(training.blocks), len(evaluation.blocks))
-    if counts[0] != counts[1]:
-        raise _refused(name, f"it has {counts[0]} blocks in train mode and {counts[1]} in eval mode")
-    for block, other in zip(training.blocks, evaluation.blocks, strict=True):
-        extra = [p for p in other.parameters if p not in block.parameters]
-        extra += [b for b in other.buffers if b not in block.buffers and b not in evaluation.constants]
-        if extra:
-            raise _refused(name, f"block {block.name} reads {', '.join(extra[:3])} in eval mode only")
-    for cut in cuts:
-        sent, received = (
-            [
-                (spec.shape, spec.dtype)
-                for name in graph.crossing(cut, with_outputs=False)
-                for spec in [graph.values[name]]
-            ]
-            for graph in (training, evaluation)
-        )
-        if sent != received if same_shapes else len(sent) != len(received):
-            raise _refused(
-                name,
-                f"{len(sent)} values reach block {training.blocks[cut].name} in train mode, {len(received)} in eval",
-            )
-    shards, others = (plan_tensor_parallel(graph, tensor).parameters for graph in (training, evaluation))
-    if any(others.get(parameter) != sharding for parameter, sharding in shards.items() if parameter in others):
-        raise _refused(name, f"its {tensor} tensor-parallel devices would divide its parameters differently")
-    whole = [p for p in evaluation.parameters if p in shards and p not in others]
-    if whole:
-        raise _refused(name, f"eval mode needs the whole of {whole[0]}, which {tensor} devices divide")
-
-
-def _refused(name: str, reason: str) -> CaptureError:
-    return CaptureError(
-        f"{name} cannot be evaluated under this plan, because {reason}. Let its forward use the same layers in "
-        "train and eval mode, or train without evaluate, metrics and samples."
-    )
-
-
-# Batches for measurements of speed: random ones that need no data, or a few samples repeated.
-
-TOKEN_FIELDS = frozenset({"input_ids", "decoder_input_ids", "labels"})
-"""Names of the fields that hold token ids; integers of any other field are 0 or 1."""
-IGNORED = -100
-"""Label that cross-entropy ignores."""
-
-
-def random_batch(
-    samples: Mapping[str, TensorSpec],
-    count: int,
-    *,
-    vocab_size: int,
-    labelled_share: float,
-    device: torch.device,
-    seed: int = 0,
-) -> dict[str, torch.Tensor]:
-    """Return `count` random samples of the given specs; a fraction `labelled_share` of the labels is not ignored."""
-    generator = torch.Generator(device=device).manual_seed(seed)
-    batch = {}
-    for name, spec in samples.items():
-        shape, dtype = (count, *spec.shape), getattr(torch, spec.dtype)
-        if dtype.is_floating_point:
-            batch[name] = torch.randn(shape, device=device, generator=generator, dtype=torch.float32).to(dtype)
-        else:
-            high = vocab_size if name in TOKEN_FIELDS else 2
-            batch[name] = torch.randint(0, high, shape, device=device, generator=generator).to(dtype)
-    if labelled_share < 1 and "labels" in batch:
-        ignored = torch.rand(batch["labels"].shape, device=device, generator=generator) >= labelled_share
-        batch["labels"] = batch["labels"].masked_fill(ignored, IGNORED)
-    return batch
-
-
-def repeated(examples: Mapping[str, torch.Tensor], count: int, device: torch.device) -> dict[str, torch.Tensor]:
-    """Return `count` samples, which are those of the batch `examples` in turn."""
-    index = torch.arange(count) % len(next(iter(examples.values())))
-    return {name: field[index].to(device) for name, field in examples.items()}
 
 
 class CapturedModel:
@@ -410,3 +245,116 @@ def _functions(experiment: Experiment) -> dict[str, Function]:
 
 def _batch(experiment: Experiment, micro_batch: int) -> dict[str, TensorSpec]:
     return {name: spec.batched(micro_batch) for name, spec in experiment.data.batch_specs(experiment).items()}
+
+
+# Comparison of a model captured in eval mode with the same model captured in train mode.
+
+
+def capture_for_evaluation(
+    model: nn.Module,
+    training: Graph,
+    metrics: Mapping[str, Metric] = MappingProxyType({}),
+    batch: Mapping[str, TensorSpec] | None = None,
+    gathers: bool = False,
+    examples: Mapping[str, torch.Tensor] | None = None,
+) -> Graph:
+    """Capture the model in eval mode, by default at the micro-batch of `training`, and leave it in train mode.
+
+    With `metrics`, the graph computes what they read of forward's outputs. `gathers` and `examples` are those of
+    `capture`. Raises `InvalidExperiment` for a metric that cannot be computed.
+    """
+    batch = training.batch if batch is None else batch
+
+    def read(template: Any) -> dict[int, str]:
+        return {slot: f"The metric {metric!r}" for slot, metric in read_by(metrics, template, batch).items()}
+
+    returns = read if metrics else None
+    return _in_eval_mode(model, training, batch, returns=returns, gathers=gathers, examples=examples)
+
+
+def capture_for_samples(model: nn.Module, training: Graph, batch: Mapping[str, TensorSpec], vocabulary: int) -> Graph:
+    """Capture the model in eval mode for a batch of prompts, with its logits as the only output.
+
+    `batch` has the fields of the training with P prompts of S tokens. The logits are the first tensor of shape
+    (P, S, V) or (P * S, V) that forward returns, with V at least `vocabulary`; one whose V is that of the embedding is
+    preferred. Raises `InvalidExperiment` if forward returns none. The model is left in train mode.
+    """
+    prompts, tokens = batch["input_ids"].shape
+    rows = {spec.shape[0] for spec in training.parameters.values() if len(spec.shape) == 2}
+
+    def logits(template: Any) -> dict[int, str]:
+        slots = [slot for slot in slots_of(template) if slot.spec.is_floating and len(slot.spec.shape) in (2, 3)]
+        fitting = [
+            slot
+            for slot in slots
+            if slot.spec.shape[:-1] in ((prompts, tokens), (prompts * tokens,)) and slot.spec.shape[-1] >= vocabulary
+        ]
+        fitting.sort(key=lambda slot: slot.spec.shape[-1] not in rows)
+        if not fitting:
+            shapes = ", ".join(str(list(slot.spec.shape)) for slot in slots_of(template))
+            raise InvalidExperiment(
+                f"samples need the logits of every token, a tensor of {prompts} × {tokens} × at least {vocabulary:,} "
+                f"for these prompts, and {training.model} returned {shapes or 'no tensor'}. Let forward return its "
+                "logits beside the loss, or remove samples."
+            )
+        return {fitting[0].index: "samples"}
+
+    return _in_eval_mode(model, training, batch, returns=logits)
+
+
+def _in_eval_mode(model: nn.Module, training: Graph, batch: Mapping[str, TensorSpec], **options: Any) -> Graph:
+    """Return the graph of a model in eval mode, and with what it logs, too, where stages exchange values for that.
+
+    Evaluations log nothing, but a scalar of two layers' values (`(last - first).norm()`) lets stages send one of them.
+    """
+    captured = partial(capture, model, batch, name=training.model, loss=training.loss_choice, **options)
+    model.eval()
+    try:
+        graph = captured()
+        numbers = [
+            [len(each.crossing(cut, with_outputs=False)) for cut in range(1, len(each.blocks))]
+            for each in (training, graph)
+        ]
+        return captured(logs=True) if training.scalars and numbers[0] != numbers[1] else graph
+    finally:
+        model.train()
+
+
+def require_same_stages(
+    training: Graph, evaluation: Graph, cuts: Sequence[int], tensor: int, same_shapes: bool = True
+) -> None:
+    """Raise `CaptureError` unless the evaluation can run in stages of the training.
+
+    `cuts` are the first blocks of all stages but the first; `tensor` is the tensor-parallel degree. Each block may read
+    only parameters and buffers that the same block reads in training, and stages must exchange the same shapes, or with
+    `same_shapes=False` as many values.
+    """
+    reason = _difference(training, evaluation, cuts, tensor, same_shapes)
+    if reason:
+        raise CaptureError(
+            f"{training.model} cannot be evaluated under this plan, because {reason}. Let its forward use the same "
+            "layers in train and eval mode, or train without evaluate, metrics and samples."
+        )
+
+
+def _difference(training: Graph, evaluation: Graph, cuts: Sequence[int], tensor: int, same_shapes: bool) -> str:
+    """Return why an evaluation cannot run in stages of the training; empty if it can."""
+    counts = len(training.blocks), len(evaluation.blocks)
+    if counts[0] != counts[1]:
+        return f"it has {counts[0]} blocks in train mode and {counts[1]} in eval mode"
+    for block, other in zip(training.blocks, evaluation.blocks, strict=True):
+        extra = [p for p in other.parameters if p not in block.parameters]
+        extra += [b for b in other.buffers if b not in block.buffers and b not in evaluation.constants]
+        if extra:
+            return f"block {block.name} reads {', '.join(extra[:3])} in eval mode only"
+    for cut in cuts:
+        specs = [[g.values[name] for name in g.crossing(cut, with_outputs=False)] for g in (training, evaluation)]
+        sent, received = ([(spec.shape, spec.dtype) for spec in each] for each in specs)
+        if sent != received if same_shapes else len(sent) != len(received):
+            where = f"block {training.blocks[cut].name}"
+            return f"{len(sent)} values reach {where} in train mode, {len(received)} in eval"
+    shards, others = (plan_tensor_parallel(graph, tensor).parameters for graph in (training, evaluation))
+    if any(others.get(parameter) != sharding for parameter, sharding in shards.items() if parameter in others):
+        return f"its {tensor} tensor-parallel devices would divide its parameters differently"
+    whole = [p for p in evaluation.parameters if p in shards and p not in others]
+    return f"eval mode needs the whole of {whole[0]}, which {tensor} devices divide" if whole else ""

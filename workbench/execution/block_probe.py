@@ -37,7 +37,7 @@ import torch
 from torch import nn
 
 from workbench.capture import Graph, build_meta, capture
-from workbench.capture.captured_model import random_batch, repeated
+from workbench.capture.division import random_batch, repeated
 from workbench.capture.opaque import is_opaque
 from workbench.cost.profile import BlockMeasurement
 from workbench.errors import WorkbenchError, root_exception
