@@ -1,6 +1,7 @@
-"""Questions about single operations of an exported graph: arguments, shapes, random numbers, mutations and aliasing.
+"""Questions about the operations of an exported graph: arguments, shapes, random numbers, mutations and aliasing.
 
-The modules of this room and those of `workbench.execution` that rewrite blocks share them.
+First those about one operation, then those about a graph as a whole (`Dataflow`), then the context managers around
+operations. The modules of this room and those of `workbench.execution` that rewrite blocks share them.
 """
 
 from __future__ import annotations
@@ -235,20 +236,22 @@ def is_replayable(code: fx.GraphModule, recompute: str) -> bool:
     numbers of a seeded generator, so a block that draws numbers again in its recomputation is not replayable either.
     An operation that is missing from the list ends the run when the graph is captured.
     """
-    return not draws_again(code, recompute) and not any(_may_read_on_host(node) for node in code.graph.nodes)
-
-
-def _may_read_on_host(node: fx.Node) -> bool:
-    schema = schema_of(node)
-    if schema is None:
+    if draws_again(code, recompute):
         return False
-    space, name = schema.name.split("::")
-    if space == "aten" and name in ("index", "index_put", "index_put_"):
-        return any(dtype_of(index) in (torch.bool, torch.uint8) for index in pytree.tree_leaves(node.args[1]))
-    tags = node.target.tags  # type: ignore[union-attr]
-    if torch.Tag.dynamic_output_shape in tags or torch.Tag.data_dependent_output in tags:
-        return True
-    return space not in ("aten", "prims") or (name not in _NO_HOST_READS and any(word in name for word in _HOST_READS))
+    for node in code.graph.nodes:
+        if (schema := schema_of(node)) is None:
+            continue
+        space, name = schema.name.split("::")
+        if space == "aten" and name in ("index", "index_put", "index_put_"):  # a mask is counted on the host
+            if any(dtype_of(index) in (torch.bool, torch.uint8) for index in pytree.tree_leaves(node.args[1])):
+                return False
+            continue
+        tags, is_listed = node.target.tags, any(word in name for word in _HOST_READS) and name not in _NO_HOST_READS
+        if torch.Tag.dynamic_output_shape in tags or torch.Tag.data_dependent_output in tags:
+            return False
+        if is_listed or space not in ("aten", "prims"):
+            return False
+    return True
 
 
 def mutated_arguments(node: fx.Node) -> tuple[fx.Node, ...]:
@@ -344,10 +347,23 @@ def analyse_dataflow(module: fx.GraphModule, loss: fx.Node, outputs: Iterable[fx
         for node in nodes
         if node.op == "get_attr" and isinstance(value := tensor_at(module, str(node.target)), torch.Tensor)
     }
+    # A storage that a node writes to which is not recomputable belongs to one place, and so does all that reads it.
+    # What is left out for that may leave further writers behind, so the search is repeated until nothing changes.
     excluded: set[fx.Node] = set()
+    written_tensors = {id(tensors[owner]) for owner in writers if owner in tensors}
     while True:
-        recomputable = _recomputable(nodes, tensors, writers, excluded)
-        # A storage that some other node writes to belongs to one place, and so does all that reads it.
+        recomputable: set[fx.Node] = set()
+        for node in nodes:
+            if storage_of(node) in excluded:
+                continue
+            if node in tensors:
+                is_fixed = not isinstance(tensors[node], nn.Parameter) and id(tensors[node]) not in written_tensors
+            elif node.op == "call_function":
+                is_fixed = all(source in recomputable for source in node.all_input_nodes) and not is_random(node)
+            else:
+                is_fixed = node.op == "placeholder"
+            if is_fixed:
+                recomputable.add(node)
         bound = {o for o, by in writers.items() if o in recomputable and any(w not in recomputable for w in by)}
         if not bound:
             break
@@ -362,29 +378,6 @@ def analyse_dataflow(module: fx.GraphModule, loss: fx.Node, outputs: Iterable[fx
         live=frozenset(ancestors([loss, *outputs, *(node for node in nodes if mutated_arguments(node))])),
         writers={owner: tuple(nodes) for owner, nodes in writers.items()},
     )
-
-
-def _recomputable(
-    nodes: list[fx.Node],
-    tensors: Mapping[fx.Node, torch.Tensor],
-    writers: Mapping[fx.Node, list[fx.Node]],
-    excluded: set[fx.Node],
-) -> set[fx.Node]:
-    """Return the recomputable nodes if nothing that lies in the `excluded` storages is."""
-    included: set[fx.Node] = set()
-    written = {id(tensors[owner]) for owner in writers if owner in tensors}
-    for node in nodes:
-        if storage_of(node) in excluded:
-            continue
-        if node in tensors:
-            is_included = not isinstance(tensors[node], nn.Parameter) and id(tensors[node]) not in written
-        elif node.op == "call_function":
-            is_included = all(source in included for source in node.all_input_nodes) and not is_random(node)
-        else:
-            is_included = node.op == "placeholder"
-        if is_included:
-            included.add(node)
-    return included
 
 
 def _parameter_views(

@@ -1,7 +1,7 @@
-"""The outputs of forward beside its loss, and the functions of them that a user computes in evaluations.
+"""What forward returns: outputs that a user's metrics read in evaluations, and the loss among them.
 
-The tensors that such a function reads become values of the graph. The structure that held them (tuple, dict,
-dataclass) is kept without them, and is filled again with the values of each micro-batch.
+The tensors that a metric reads become values of the graph. The structure that held them (tuple, dict, dataclass) is
+kept without them, and is filled again with the values of each micro-batch.
 """
 
 from __future__ import annotations
@@ -105,19 +105,19 @@ def slots_of(template: Any) -> list[Slot]:
 def sum_and_count(name: str, metric: Metric, outputs: Any, batch: Mapping[str, torch.Tensor]) -> torch.Tensor:
     """Return a metric's sum and count as a tensor of two; raise `InvalidExperiment` for anything else."""
     result = metric(outputs, batch)
+
+    def is_number(value: Any) -> bool:
+        if isinstance(value, torch.Tensor):
+            return value.ndim == 0 and not value.is_complex()
+        return isinstance(value, Real) or getattr(value, "shape", None) == ()
+
     is_pair = isinstance(result, (tuple, list)) and len(result) == 2
-    if not is_pair or not all(_is_number(value) for value in result):
+    if not is_pair or not all(map(is_number, result)):
         raise InvalidExperiment(
             f"The metric {name!r} returned {_described(result)} instead of two scalars. Return the sum and the count "
             "over the samples of the batch, for instance (correct.sum(), correct.numel())."
         )
     return torch.stack([torch.as_tensor(value).detach().double() for value in result])
-
-
-def _is_number(value: Any) -> bool:
-    if isinstance(value, torch.Tensor):
-        return value.ndim == 0 and not value.is_complex()
-    return isinstance(value, Real) or getattr(value, "shape", None) == ()
 
 
 def _described(value: Any) -> str:
