@@ -42,13 +42,7 @@ from workbench.capture.operations import (
     storage_of,
 )
 from workbench.capture.outputs import LossChoice, Outputs
-from workbench.capture.rewrites import (
-    cast_written_values,
-    clamp_to_bf16_range,
-    place_buffer_updates,
-    simplify_attention,
-    unify_grouped_matmuls,
-)
+from workbench.capture.rewrites import rewrite
 from workbench.capture.source_lines import line_of_node
 from workbench.capture.torch_internals import move_meta_to_cpu, refuse_backward_hooks
 from workbench.errors import CaptureError, InvalidExperiment
@@ -138,9 +132,7 @@ def _graph_of(
 
     Raises `InvalidExperiment` if an evaluation reads a parameter, or a value that was computed from a mean loss.
     """
-    place_buffer_updates(exported.module, name)
-    for rewrite in (simplify_attention, unify_grouped_matmuls, clamp_to_bf16_range, cast_written_values):
-        rewrite(exported.module)
+    rewrite(exported.module, name)
     readers = {} if returns is None else returns(exported.template)
     outputs = {index: exported.returned[index] for index in readers}
     graph = exported.module.graph

@@ -6,6 +6,7 @@ their fast kernels.
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Iterator
 from typing import Any
@@ -35,7 +36,17 @@ from workbench.capture.operations import (
 from workbench.capture.source_lines import line_of_node
 from workbench.capture.torch_internals import grouped_mm_kernel
 
-# Rewrites of an exported graph: in-place writes, and what makes an fp32 capture valid under bf16 autocast.
+
+def rewrite(module: fx.GraphModule, name: str) -> None:
+    """Rewrite an exported graph of the model `name`, in place; raises `CaptureError` if it writes to a parameter."""
+    place_buffer_updates(module, name)
+    simplify_attention(module)
+    unify_grouped_matmuls(module)
+    clamp_to_bf16_range(module)
+    cast_written_values(module)
+
+
+# In-place writes, and what makes an fp32 capture valid under bf16 autocast.
 
 LARGEST = torch.finfo(torch.bfloat16).max
 _WRITE_VALUES = names(
@@ -49,14 +60,19 @@ _VALUES = ("source", "src", "values", "end")
 def place_buffer_updates(module: fx.GraphModule, name: str) -> None:
     """Move each buffer update, which export puts at the end of the graph, to just after the last read of the old value.
 
-    Writes to batch fields go to copies.
-
-    The update of a buffer by itself is removed: the operation before it wrote in place.
+    The update of a buffer by itself is removed: the operation before it wrote in place. Writes to batch fields go to
+    copies: every block that reads a field repeats the write, so that on the field itself it would happen several
+    times.
 
     Raises:
         CaptureError: forward writes to a parameter, which an optimiser step on another device would not see.
     """
-    _copy_written_fields(module)
+    fields = {storage_of(argument) for node in module.graph.nodes for argument in mutated_arguments(node)}
+    for field in [node for node in module.graph.nodes if node.op == "placeholder" and node in fields]:
+        with module.graph.inserting_after(field):
+            copy = module.graph.call_function(torch.ops.aten.clone.default, (field,))
+        copy.meta = dict(field.meta)
+        field.replace_all_uses_with(copy, delete_user_cb=lambda user, copy=copy: user is not copy)
     owners = {node: storage_of(node) for node in module.graph.nodes}
     for node in list(module.graph.nodes):
         for written in mutated_arguments(node):
@@ -80,19 +96,6 @@ def place_buffer_updates(module: fx.GraphModule, name: str) -> None:
             other for other in owners if other is not node and any(owners[s] is buffer for s in other.all_input_nodes)
         }
         next(other for other in reversed(module.graph.nodes) if other in readers).append(node)
-
-
-def _copy_written_fields(module: fx.GraphModule) -> None:
-    """Let forward write into a copy of each batch field that it writes to.
-
-    Every block that reads the field repeats the write, so that on the field itself it would happen several times.
-    """
-    written = {storage_of(argument) for node in module.graph.nodes for argument in mutated_arguments(node)}
-    for field in [node for node in module.graph.nodes if node.op == "placeholder" and node in written]:
-        with module.graph.inserting_after(field):
-            copy = module.graph.call_function(torch.ops.aten.clone.default, (field,))
-        copy.meta = dict(field.meta)
-        field.replace_all_uses_with(copy, delete_user_cb=lambda user, copy=copy: user is not copy)
 
 
 def clamp_to_bf16_range(module: fx.GraphModule) -> None:
@@ -151,10 +154,15 @@ def simplify_attention(module: fx.GraphModule) -> None:
             _replace_by(node, filled[0])
     for node in graph.find_nodes(op="call_function", target=aten.matmul.default):
         _fuse(node)
-    examined: dict[fx.Node, bool | None] = {}
+    is_causal = functools.cache(_is_causal)
     for node in graph.find_nodes(op="call_function", target=ATTENTION):
         _add_head_dim(graph, node)
-        _simplify_mask(node, examined)
+        mask = node.args[3] if len(node.args) > 3 else node.kwargs.get("attn_mask")
+        if isinstance(mask, fx.Node) and (flag := is_causal(mask)) is not None:
+            dropout = node.args[4] if len(node.args) > 4 else node.kwargs.get("dropout_p", 0.0)
+            node.args = (*node.args[:3], None, dropout, flag)
+            replaced = ("attn_mask", "dropout_p", "is_causal")
+            node.kwargs = {name: item for name, item in node.kwargs.items() if name not in replaced}
 
     def is_impure(node: fx.Node) -> bool:
         schema = schema_of(node)
@@ -233,27 +241,18 @@ def _add_head_dim(graph: fx.Graph, attention: fx.Node) -> None:
     attention.replace_all_uses_with(result, delete_user_cb=lambda user: user is not result)
 
 
-def _simplify_mask(attention: fx.Node, examined: dict[fx.Node, bool | None]) -> None:
-    """Replace a constant mask that masks nothing, or only later positions, by the flag `is_causal`."""
-    mask = attention.args[3] if len(attention.args) > 3 else attention.kwargs.get("attn_mask")
-    if not isinstance(mask, fx.Node):
-        return
-    if mask not in examined:
-        examined[mask] = _is_causal(mask)
-    is_causal = examined[mask]
-    if is_causal is None:
-        return
-    dropout = attention.args[4] if len(attention.args) > 4 else attention.kwargs.get("dropout_p", 0.0)
-    attention.args = (*attention.args[:3], None, dropout, is_causal)
-    replaced = ("attn_mask", "dropout_p", "is_causal")
-    attention.kwargs = {name: item for name, item in attention.kwargs.items() if name not in replaced}
-
-
 def _is_causal(mask: fx.Node) -> bool | None:
     """Return False for a constant mask that masks nothing, True for the causal mask, None for every other."""
     if not _is_constant(mask):
         return None
-    allowed = _computed(mask)
+    # Its value is computed on the CPU, whatever device it was captured for.
+    values, copies, needed = fx.Graph(), dict[fx.Node, fx.Node](), ancestors([mask])
+    copy_nodes(values, (node for node in mask.graph.nodes if node in needed), copies)
+    values.output(copies[mask])
+    code = fx.GraphModule({}, values)
+    retarget(code, torch.device("cpu"))
+    with torch.no_grad(), torch.device("cpu"):
+        allowed: torch.Tensor = code()
     if allowed.dtype != torch.bool:
         masked = allowed <= _MASKED_BELOW
         allowed = allowed == 0
@@ -273,20 +272,6 @@ def _is_constant(node: fx.Node) -> bool:
         source.op == "call_function" and not any(word in str(source.target) for word in _DRAWS)
         for source in ancestors([node])
     )
-
-
-def _computed(node: fx.Node) -> torch.Tensor:
-    """Return the value of a constant node, on the CPU whatever device it was captured for."""
-    graph = fx.Graph()
-    copies: dict[fx.Node, fx.Node] = {}
-    needed = ancestors([node])
-    copy_nodes(graph, (candidate for candidate in node.graph.nodes if candidate in needed), copies)
-    graph.output(copies[node])
-    code = fx.GraphModule({}, graph)
-    retarget(code, torch.device("cpu"))
-    with torch.no_grad(), torch.device("cpu"):
-        value: torch.Tensor = code()
-    return value
 
 
 # Grouped matrix products: one operation for mixtures of experts whose rows are sorted by expert.
