@@ -112,7 +112,7 @@ class Coupling:
     """The first operation after which it is not known whether samples mix, with its line; empty if it is known."""
 
 
-class Follower:
+class BatchWalk:
     """A walk over the nodes of one graph in order, with the rules by which operations hand on the batch dim.
 
     The batch dim of a tensor has `groups` × samples × any number of elements, in this order: one group, unless the
@@ -140,10 +140,20 @@ class Follower:
         for node in self._flow.order:
             self._states[node] = self._state(node)
             self._note_running(node)
-            if self._is_share(node):
+            # A value that was divided once by a sum over fields of the batch has a mean as its sum over samples.
+            shared = [source for source in node.all_input_nodes if source in self._shares]
+            is_share = len(shared) == 1 and _name(node) in ("mul", "div", "neg", "sum", *RESHAPES)
+            if is_share or any(quotient.node is node for quotient in self._quotients):
                 self._shares.add(node)
-            elif self._states[node] == SUM and self._is_total(node):
-                self._totals.add(node)
+            elif self._states[node] == SUM:
+                # A sum over samples may grow with their number, unless it is a mean or was divided by a count.
+                if any(self._states[source] == SUM for source in node.all_input_nodes):
+                    grows = any(source in self._totals for source in node.all_input_nodes)
+                else:
+                    is_mean = _name(node) in _LOSSES and arguments_of(node).get("reduction") != 2
+                    grows = _name(node) != "mean" and not is_mean
+                if grows:
+                    self._totals.add(node)
             self._sharing[storage_of(node)].append(node)
             for written in mutated_arguments(node) if "norm" not in _name(node) else ():  # running averages
                 self._write(storage_of(written), node)
@@ -163,19 +173,6 @@ class Follower:
         """Return what mixes samples, in words."""
         return described(node)
 
-    def _is_total(self, node: fx.Node) -> bool:
-        """Return True if a sum over samples may grow with their number: it is no mean, nor divided by a count."""
-        if SUM in (self._states[source] for source in node.all_input_nodes):
-            return any(source in self._totals for source in node.all_input_nodes)
-        return _name(node) != "mean" and (_name(node) not in _LOSSES or arguments_of(node).get("reduction") == 2)
-
-    def _is_share(self, node: fx.Node) -> bool:
-        """Return True if a value was divided once by a sum over fields, so that its sum over samples is a mean."""
-        if any(quotient.node is node for quotient in self._quotients):
-            return True
-        shared = [source for source in node.all_input_nodes if source in self._shares]
-        return len(shared) == 1 and _name(node) in ("mul", "div", "neg", "sum", *RESHAPES)
-
     def _write(self, owner: fx.Node, node: fx.Node) -> None:
         """Give everything that shares memory with a written value the state of what was written."""
         state = self._states[node]
@@ -189,6 +186,10 @@ class Follower:
     def _mixing(self, node: fx.Node) -> int:
         self._coupled.append(node)
         return UNKNOWN
+
+    def _of(self, nodes: Iterable[fx.Node]) -> set[int]:
+        """Return the states of those nodes that depend on the batch."""
+        return {self._states[node] for node in nodes} - {NONE}
 
     def _note_positions(self, node: fx.Node, dim: int) -> None:
         """Remember an operation that treats samples by their position in the batch, as weights `arange(batch)` do."""
@@ -396,7 +397,7 @@ def is_truth(node: fx.Node) -> bool:
     return dtype_of(node) == torch.bool
 
 
-def _recurrent(walk: Follower, node: fx.Node, _name: str) -> int:
+def _recurrent(walk: BatchWalk, node: fx.Node, _name: str) -> int:
     """Return the batch dim of a recurrent layer's sequence, and note that of its states, which have layers first."""
     given = arguments_of(node)
     sequence = node.all_input_nodes[0]
@@ -410,11 +411,7 @@ def _recurrent(walk: Follower, node: fx.Node, _name: str) -> int:
     return dim
 
 
-def _cell(walk: Follower, node: fx.Node, _name: str) -> int:
-    return 0 if {walk._states[source] for source in node.all_input_nodes} <= {0, NONE} else UNKNOWN
-
-
-def _repeated(walk: Follower, node: fx.Node, name: str) -> int:
+def _repeated(walk: BatchWalk, node: fx.Node, name: str) -> int:
     """Return the batch dim of a repetition: of each element by a number, or of the whole along other dims."""
     given, source = arguments_of(node), node.all_input_nodes[0]
     state, rank = walk._states[source], len(shape_of(source))
@@ -426,13 +423,8 @@ def _repeated(walk: Follower, node: fx.Node, name: str) -> int:
     return place if len(times) < rank - state or times[len(times) - rank + state] == 1 else UNKNOWN
 
 
-def _embedding(walk: Follower, node: fx.Node, _name: str) -> int:
-    weight, indices = node.all_input_nodes[0], node.all_input_nodes[-1]
-    return walk._states[indices] if walk._states[weight] == NONE else UNKNOWN
-
-
-def _cat(walk: Follower, node: fx.Node, name: str) -> int:
-    states = {walk._states[s] for s in node.all_input_nodes} - {NONE}
+def _cat(walk: BatchWalk, node: fx.Node, name: str) -> int:
+    states = walk._of(node.all_input_nodes)
     dim = arguments_of(node)["dim"] % len(shape_of(node))
     if len(states) != 1:
         return UNKNOWN
@@ -443,9 +435,9 @@ def _cat(walk: Follower, node: fx.Node, name: str) -> int:
     return state if dim != state else UNKNOWN
 
 
-def _gather(walk: Follower, node: fx.Node, _name: str) -> int:
+def _gather(walk: BatchWalk, node: fx.Node, _name: str) -> int:
     """Return the batch dim of a gather or scatter, whose operands have the same dims, along another dim."""
-    states = {walk._states[s] for s in node.all_input_nodes} - {NONE}
+    states = walk._of(node.all_input_nodes)
     dim = arguments_of(node)["dim"] % len(shape_of(node))
     if len(states) != 1 or dim in states:
         return UNKNOWN
@@ -454,7 +446,7 @@ def _gather(walk: Follower, node: fx.Node, _name: str) -> int:
     return state
 
 
-def _aligned(walk: Follower, node: fx.Node, name: str) -> int:
+def _aligned(walk: BatchWalk, node: fx.Node, name: str) -> int:
     """Return the batch dim of a pointwise operation or a broadcast, whose arguments are aligned at their last dims.
 
     The tensors that `broadcast_tensors` returns all have the same shape.
@@ -475,7 +467,7 @@ def _aligned(walk: Follower, node: fx.Node, name: str) -> int:
     return dim
 
 
-def _product(walk: Follower, node: fx.Node, name: str) -> int:
+def _product(walk: BatchWalk, node: fx.Node, name: str) -> int:
     left, right = node.args[1:3] if name in ("addmm", "baddbmm") else node.args[:2]
     if name in ("addmm", "baddbmm") and walk._states[node.args[0]] != NONE:  # type: ignore[index]
         return UNKNOWN
@@ -503,7 +495,7 @@ def _product(walk: Follower, node: fx.Node, name: str) -> int:
     return walk._mixing(node) if is_outer else UNKNOWN
 
 
-def _einsum(walk: Follower, node: fx.Node, _name: str) -> int:
+def _einsum(walk: BatchWalk, node: fx.Node, _name: str) -> int:
     equation, operands = str(node.args[0]).replace(" ", ""), node.args[1]
     terms, _, result = equation.partition("->")
     batch = {
@@ -519,9 +511,9 @@ def _einsum(walk: Follower, node: fx.Node, _name: str) -> int:
     return result.index(letter) if letter in result else SUM
 
 
-def _loss(walk: Follower, node: fx.Node, name: str) -> int:
+def _loss(walk: BatchWalk, node: fx.Node, name: str) -> int:
     given = arguments_of(node)
-    states = {walk._states[s] for s in node.all_input_nodes} - {NONE}
+    states = walk._of(node.all_input_nodes)
     rank = len(shape_of(node.all_input_nodes[0]))
     class_dim = min(1, rank - 1)
     if name in _OVER_CLASSES and walk._states[node.all_input_nodes[0]] == class_dim:
@@ -531,7 +523,7 @@ def _loss(walk: Follower, node: fx.Node, name: str) -> int:
     return states.pop() if given.get("reduction") == 0 else SUM
 
 
-def _reduction(walk: Follower, node: fx.Node, name: str) -> int:
+def _reduction(walk: BatchWalk, node: fx.Node, name: str) -> int:
     given = arguments_of(node)
     source = node.all_input_nodes[0]
     state, rank = walk._states[source], len(shape_of(source))
@@ -558,15 +550,17 @@ def _name(node: fx.Node) -> str:
     return op_name(node).rstrip("_") or op_name(node)
 
 
-_RULES: dict[str, Callable[[Follower, fx.Node, str], int]] = {
+_RULES: dict[str, Callable[[BatchWalk, fx.Node, str], int]] = {
     **dict.fromkeys(_PRODUCTS, _product),
     **dict.fromkeys(_LOSSES, _loss),
     **dict.fromkeys(_SUMS | _NORMALISATIONS | SELECTIONS, _reduction),
     **dict.fromkeys(_RECURRENT, _recurrent),
-    **dict.fromkeys(_CELLS, _cell),
+    **dict.fromkeys(_CELLS, lambda walk, node, _: 0 if walk._of(node.all_input_nodes) <= {0} else UNKNOWN),
     **dict.fromkeys(names("repeat repeat_interleave tile"), _repeated),
     "einsum": _einsum,
-    "embedding": _embedding,
+    "embedding": lambda walk, node, _: (
+        walk._states[node.all_input_nodes[-1]] if walk._states[node.all_input_nodes[0]] == NONE else UNKNOWN
+    ),
     "broadcast_tensors": _aligned,
     **dict.fromkeys(names("cat stack"), _cat),
     **dict.fromkeys(_GATHERS, _gather),
@@ -590,16 +584,16 @@ def batch_norms(flow: Dataflow, loss: fx.Node) -> int:
 def batch_coupling(flow: Dataflow, loss: fx.Node, means: Iterable[fx.Node] = ()) -> Coupling:
     """Follow the batch dim to the loss; `means` are the losses that the runtime divides by the labels of all."""
     needed, of_all = ancestors([loss]), frozenset(means)
-    found = Follower(flow, needed, of_all).coupling(loss)
+    found = BatchWalk(flow, needed, of_all).coupling(loss)
     if found.lines or not found.unknown:
         return found
-    walk = _AssumingFollower(flow, needed, of_all)
+    walk = _AssumingWalk(flow, needed, of_all)
     walk.behind = f"behind {found.unknown}"
     assumed = walk.coupling(loss)
     return Coupling(assumed.lines, assumed.quotients, found.unknown)
 
 
-class _AssumingFollower(Follower):
+class _AssumingWalk(BatchWalk):
     """A walk that takes each operation without a rule for one that keeps the samples apart.
 
     Its batch dim is the one that grows with those of its operands; where that is not known, the one of the same size.
@@ -661,7 +655,7 @@ class _AssumingFollower(Follower):
         """Follow the operations that a call was recorded to run, and note the states of what it returns."""
         recording, tensors = call.recording, node.args[1]
         assert recording is not None
-        inner = _AssumingFollower(recording.flow, set(recording.flow.order), frozenset())
+        inner = _AssumingWalk(recording.flow, set(recording.flow.order), frozenset())
         inner._samples, inner._size = self._samples, self._size
         for given, tensor in zip(recording.given, tensors, strict=True):  # type: ignore[arg-type]
             inner._given[given] = self._states[tensor]

@@ -12,7 +12,7 @@ from dataclasses import replace
 import torch
 from torch import fx
 
-from workbench.capture.batch_coupling import NONE, Follower, described
+from workbench.capture.batch_coupling import NONE, BatchWalk, described
 from workbench.capture.block_extraction import NodeGroup
 from workbench.capture.graph import Graph, Rows
 from workbench.capture.losses import MeanLoss
@@ -51,9 +51,9 @@ def split_tail(
     layers belongs to the tail also where it was not captured `in_training`, so that both graphs are cut alike. Raises
     `CaptureError` unless the tail is a part of the last group, so that no layer is computed over the whole batch.
     """
-    follower = _RowFollower(flow, ancestors([loss, *outputs]), frozenset(mean.node for mean in means))
+    walk = _RowWalk(flow, ancestors([loss, *outputs]), frozenset(mean.node for mean in means))
     computed = [node for group in groups for node in group.nodes]
-    mixing = (node for node in follower.mixing(computed, loss) if LOGS not in node.meta)
+    mixing = (node for node in walk.mixing(computed, loss) if LOGS not in node.meta)
     tail = {*mixing, *(node for node in outputs if node in computed)}
     if not in_training:
         tail |= {node for node in groups[-1].nodes if op_name(node) == "batch_norm"}
@@ -61,42 +61,31 @@ def split_tail(
         tail |= descendants(node).intersection(computed)
     for node in reversed(groups[-1].nodes):  # what is computed from parameters alone (a temperature), and views
         users = [user for user in node.users if user in flow.live]
-        is_light = follower.state(node) == NONE or op_name(node) in MOVED
+        is_light = walk.state(node) == NONE or op_name(node) in MOVED
         if node not in tail and is_light and users and tail.issuperset(users):
             tail.add(node)
     first = next((node for node in computed if node in tail), loss)
     obstacle, at = _obstacle(flow, tail, computed, groups)
     first = at or first
-    if obstacle and (mixer := _mixed_before(first, flow, follower)) is not None:
-        obstacle, first = "its first layers are given mixtures of samples, which other replicas have", mixer
+    if obstacle:  # fields of the batch may be mixed before any parameter is read, which says more
+        before = flow.recomputable & ancestors([first])
+        mixed = (node for node in flow.order if node in before and walk.state(node) < NONE)
+        mixers = (node for node in mixed if all(walk.state(source) >= NONE for source in node.all_input_nodes))
+        if (mixer := next(mixers, None)) is not None:
+            obstacle, first = "its first layers are given mixtures of samples, which other replicas have", mixer
     sources = dict.fromkeys(source for node in computed if node in tail for source in node.all_input_nodes)
     read = [s for s in sources if s in set(computed) - tail]
     if not obstacle and not any(s.meta["val"].is_floating_point() for s in read if shape_of(s)):
         obstacle = "its first operation compares samples"
-    if not obstacle and any(follower.state(source) < 0 or not shape_of(source) for source in read):
+    if not obstacle and any(walk.state(source) < 0 or not shape_of(source) for source in read):
         obstacle = "it mixes values of each sample with others"
     if obstacle:
         raise CaptureError(f"The samples of {model} cannot be gathered: {obstacle} ({described(first)}).")
     *before, last = groups
     rest = tuple(node for node in last.nodes if node not in tail)
     kept = [*before, NodeGroup(last.name, rest)] if rest else before
-    rows = tuple(Rows(source.name, follower.state(source), follower.groups[source]) for source in read)
+    rows = tuple(Rows(source.name, walk.state(source), walk.groups[source]) for source in read)
     return (*kept, NodeGroup(TAIL, tuple(node for node in last.nodes if node in tail))), rows
-
-
-def _mixed_before(first: fx.Node, flow: Dataflow, follower: _RowFollower) -> fx.Node | None:
-    """Return the operation on fields of the batch that mixes samples before any parameter is read, if there is one."""
-    before = flow.recomputable & ancestors([first])
-    return next(
-        (
-            node
-            for node in flow.order
-            if node in before
-            and follower.state(node) < NONE
-            and all(follower.state(source) >= NONE for source in node.all_input_nodes)
-        ),
-        None,
-    )
 
 
 def _obstacle(
@@ -121,7 +110,7 @@ def _obstacle(
     return "", None
 
 
-class _RowFollower(Follower):
+class _RowWalk(BatchWalk):
     """Finds the operations that mix samples, and those whose results have no rows of samples."""
 
     def state(self, node: fx.Node) -> int:
@@ -135,15 +124,14 @@ class _RowFollower(Follower):
         return [
             node
             for node in computed
-            if self._states[node] < NONE or node in marked or node not in self._needed or _is_batch_norm(node)
+            if self._states[node] < NONE
+            or node in marked
+            or node not in self._needed
+            or (op_name(node) == "batch_norm" and arguments_of(node)["training"])
         ]
 
 
-def _is_batch_norm(node: fx.Node) -> bool:
-    return op_name(node) == "batch_norm" and bool(arguments_of(node)["training"])
-
-
-# Rows
+# Rows of samples, joined over micro-batches and parted again.
 
 
 def join_rows(rows: Rows, parts: Sequence[torch.Tensor]) -> torch.Tensor:

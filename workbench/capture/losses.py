@@ -40,7 +40,7 @@ from workbench.capture.tensor_parallel import product_of
 from workbench.errors import InvalidExperiment
 
 aten = torch.ops.aten
-_MEAN, SUM = 1, 2
+_MEAN, _SUM = 1, 2
 """Numbers that torch gives to a loss's reductions."""
 _OVER_LABELS = overloads("cross_entropy_loss nll_loss_nd")
 """Losses over class labels."""
@@ -154,7 +154,7 @@ def emit_sum_over_count(graph: fx.Graph, loss: fx.Node, count: fx.Node) -> fx.No
         count = graph.call_function(aten.mul.Tensor, (count, per_choice))
         count.meta = meta
     else:
-        loss.args, loss.kwargs = tuple((arguments_of(loss) | {"reduction": SUM}).values()), {}
+        loss.args, loss.kwargs = tuple((arguments_of(loss) | {"reduction": _SUM}).values()), {}
     quotient = graph.call_function(aten.div.Tensor, (loss, count))
     quotient.meta = dict(loss.meta)
     return quotient
@@ -268,7 +268,7 @@ def _head(loss: fx.Node, nodes: list[fx.Node], counts: list[fx.Node]) -> Rowwise
     logits, target = given["self"], given["target"]
     users: list[Any] = [user.args[1] for user in loss.users if user.target is aten.div.Tensor]
     divisors: list[fx.Node] = [divisor for divisor in users if divisor in counts and "count" in str(divisor.target)]
-    if not divisors or given["reduction"] != SUM or given["weight"] is not None or given["label_smoothing"]:
+    if not divisors or given["reduction"] != _SUM or given["weight"] is not None or given["label_smoothing"]:
         return None
     rows = _row_count(logits)
     if rows is None or len(shape_of(logits)) != 2 or shape_of(target) != (rows,) or rows < ROW_STEPS:
