@@ -68,8 +68,8 @@ def split_tail(
     obstacle, at = _obstacle(flow, tail, computed, groups)
     first = at or first
     if obstacle:  # fields of the batch may be mixed before any parameter is read, which says more
-        before = flow.recomputable & ancestors([first])
-        mixed = (node for node in flow.order if node in before and walk.state(node) < NONE)
+        of_fields = flow.recomputable & ancestors([first])
+        mixed = (node for node in flow.order if node in of_fields and walk.state(node) < NONE)
         mixers = (node for node in mixed if all(walk.state(source) >= NONE for source in node.all_input_nodes))
         if (mixer := next(mixers, None)) is not None:
             obstacle, first = "its first layers are given mixtures of samples, which other replicas have", mixer

@@ -224,6 +224,7 @@ class _Analysis:
     def graph(self, groups: Sequence[NodeGroup], gathered: tuple[Rows, ...] = ()) -> Graph:
         """Return the graph whose blocks are these groups."""
         model, flow, exported, coupling, outputs = self.model, self.flow, self.exported, self.coupling, self.outputs
+        # Names and gradients of parameters and buffers.
         every = [*model.named_parameters(remove_duplicate=False), *model.named_buffers(remove_duplicate=False)]
         names, ties = canonical_names(every)
         state = carried_state(flow, exported.loss, names, self.name)
@@ -233,6 +234,7 @@ class _Analysis:
                 f"The loss of {self.name} depends on no trainable parameter. Give at least one requires_grad=True, and "
                 f"compute the loss outside torch.no_grad() and without detach()."
             )
+        # Blocks, and the values that they send.
         own_means = {mean.node: mean for scalar in self.scalars for mean in scalar.own_means}
         losses: tuple[MeanLoss | Quotient | OwnMean, ...] = (*self.means, *coupling.quotients, *own_means.values())
         group_of = {node: index for index, group in enumerate(groups) for node in group.nodes}
@@ -243,6 +245,7 @@ class _Analysis:
         buffers = {key: spec_of(key, b) for key, b in [*model.named_buffers(), *extractor.constants.items()]}
         nodes = {node.name: node for node in (*group_of, *outputs.values(), *logged)}
         values = {value: _sent_value(nodes[value], self.name) for block in blocks for value in block.sends}
+        # Sentences for plans that divide the batch.
         notes_if_divided: tuple[str, ...] = ()
         notes_if_accumulated: tuple[str, ...] = ()
         if norms := batch_norms(flow, exported.loss):

@@ -1,4 +1,4 @@
-"""What only a run of the user's own code shows, since an export has no values and runs forward once.
+"""Observations that only a run of the user's own code gives, since an export has no values and runs forward once.
 
 Tensors that forward keeps on its modules outside of buffers, Python numbers that it changes, and the operations of code
 that export cannot follow.

@@ -1,4 +1,4 @@
-"""What forward returns: outputs that a user's metrics read in evaluations, and the loss among them.
+"""The values that forward returns: outputs that a user's metrics read in evaluations, and the loss among them.
 
 The tensors that a metric reads become values of the graph. The structure that held them (tuple, dict, dataclass) is
 kept without them, and is filled again with the values of each micro-batch.

@@ -1,8 +1,9 @@
-"""The cost of one block type, from the trace of a block: kernels, memory, and all-reduces over the tensor axis.
+"""The cost of one block type: its operations run on the meta device, their trace, and what follows from that.
 
-Kernels are matrix products and attention as they are, and memory-bound operations fused. A compiler fuses those that
-lie between the same matrix products. A fused kernel reads what enters the group and writes what leaves it or is saved
-for the backward; without a compiler each operation is a group of its own.
+That is kernels, memory, and all-reduces over the tensor axis. Matrix products and attention are kernels as they are, and
+memory-bound operations are fused. A compiler fuses those that lie between the same matrix products. A fused kernel reads
+what enters the group and writes what leaves it or is saved for the backward; without a compiler each operation is a
+group of its own.
 """
 
 from __future__ import annotations
@@ -26,7 +27,6 @@ from workbench.capture.operations import GROUPED_MATMUL, is_replayable, names, o
 from workbench.capture.source_lines import line_of_node
 from workbench.capture.tensor_parallel import BlockSharding
 from workbench.cost.profile import ACCUMULATE_BYTES, ATTENTION, GEMM, STREAM, BlockTypeCost, Kernel
-from workbench.errors import CaptureError
 from workbench.sparsity.kernels.speed import Products
 from workbench.strategy import RECOMPUTE
 from workbench.tensors import TensorSpec
@@ -492,8 +492,17 @@ class BlockTrace:
             return args[0][args[1]]
         try:
             ran = self.runner.run(node, args, kwargs)
-        except (RuntimeError, TypeError) as error:
-            raise self._cannot_run(node, error) from error
+        except (RuntimeError, TypeError) as error:  # it ran in fp32 at capture, and cannot run in autocast's dtypes
+            name, precision = op_name(node), self.settings.precision
+            line, reason = line_of_node(node), str(error).partition("\n")[0].rstrip(".")
+            way_out = (
+                "Under autocast it is given bf16: cast what it reads in forward (.float()), or train with "
+                "precision='fp32'."
+                if precision == "bf16"
+                else "Replace it by operations that have a backward in this precision."
+            )
+            message = f"{name}{line.where} cannot run in {precision}: {reason}. {way_out}"
+            raise line.error(f"{self._model}:", message) from error
         step = len(self.operations)
         self.operations.append(ran)
         for source, copy in ran.casts:
@@ -515,16 +524,8 @@ class BlockTrace:
     def _value(self, tensor: torch.Tensor, step: int, *, batched: bool = False) -> Value:
         return self.values.setdefault(identity(tensor), Value(tensor, step, step, batched))
 
-    def _cannot_run(self, node: fx.Node, error: Exception) -> CaptureError:
-        """Return the error for an operation that ran in fp32 at capture and cannot run in autocast's dtypes."""
-        name, precision = op_name(node), self.settings.precision
-        line, reason = line_of_node(node), str(error).partition("\n")[0].rstrip(".")
-        way_out = (
-            "Under autocast it is given bf16: cast what it reads in forward (.float()), or train with precision='fp32'."
-            if precision == "bf16"
-            else "Replace it by operations that have a backward in this precision."
-        )
-        return line.error(f"{self._model}:", f"{name}{line.where} cannot run in {precision}: {reason}. {way_out}")
+
+# The cost of a traced block.
 
 
 def block_type_cost(trace: BlockTrace) -> BlockTypeCost:
@@ -535,7 +536,29 @@ def block_type_cost(trace: BlockTrace) -> BlockTypeCost:
     saved_bytes = sum(value.nbytes for value in saved)
     copies = [v for key, v in values.items() if v.first_saved is not None and key in trace.runner.weight_copies]
     cast = [values[identity(source)] for ran in trace.operations for source, _ in ran.casts]
-    reduced = _forward_reduced(trace)
+    # All-reduces of a forward, and True where recomputation repeats them; those of a backward.
+    steps = [step for step, ran in enumerate(trace.operations) if ran.node in trace.division.reduced]
+    reduced: list[tuple[float, bool]] = []
+    for step, elements in zip(steps, trace.division.forward_elements, strict=True):
+        result = trace.operations[step].output_tensors[0]
+        # The trace keeps every row of a selection by values, whose own number of rows is not known.
+        count = elements if isinstance(elements, int) else result.numel()
+        reduced.append((count * result.element_size() / samples, step in trace.recomputed))
+    backward_reduced: list[float] = []
+    for name in dict.fromkeys(name for read in trace.division.entering.values() for name in read):
+        tensor = trace.of_node[name][0]
+        if identity(tensor) in trace.runner.gradients:  # they are summed in the dtype that they have
+            is_cast = trace.settings.precision == "bf16" and tensor.dtype == torch.float32
+            size = torch.bfloat16.itemsize if is_cast and name in trace.division.multiplied else tensor.element_size()
+            backward_reduced.append(tensor.numel() * size / samples)
+    # Results of products and attention that the backward needs, which selective checkpointing keeps.
+    products: dict[int, float] = {}
+    for step in sorted(trace.recomputed):
+        ran = trace.operations[step]
+        if ran.family in (GEMM, ATTENTION):
+            products |= {identity(t): values[identity(t)].nbytes for t in ran.output_tensors}
+        if ran.family == ATTENTION:
+            products |= {identity(t): storage_bytes(t) * ran.share for t in ran.own_results}
     modes = tuple(mode for mode in RECOMPUTE if is_replayable(trace.block.code, mode))
     # A head that runs over labelled rows has another length in every batch and cannot be captured as a CUDA graph.
     has_labelled_rows = find_rowwise_head(trace.block) is not None and not trace.division.divided
@@ -549,10 +572,10 @@ def block_type_cost(trace: BlockTrace) -> BlockTypeCost:
         workspace_bytes=max(0, _peak_bytes(trace) - saved_bytes) / samples,
         weight_copy_bytes=sum(value.nbytes for value in copies),
         cast_elements=sum(value.elements for value in cast if value.weight),
-        products_bytes=_products_bytes(trace) / samples,
+        products_bytes=sum(products.values()) / samples,
         forward_reduced_bytes=tuple(nbytes for nbytes, _ in reduced),
         recompute_reduced_bytes=tuple(nbytes for nbytes, recomputed in reduced if recomputed),
-        backward_reduced_bytes=_backward_reduced(trace),
+        backward_reduced_bytes=tuple(backward_reduced),
         capturable=() if has_labelled_rows else modes,
     )
 
@@ -574,43 +597,7 @@ def _peak_bytes(trace: BlockTrace) -> float:
     return peak
 
 
-def _products_bytes(trace: BlockTrace) -> float:
-    """Return the bytes of results of products and attention that the backward needs."""
-    results: dict[int, float] = {}
-    for step in sorted(trace.recomputed):
-        ran = trace.operations[step]
-        if ran.family in (GEMM, ATTENTION):
-            results |= {identity(t): trace.values[identity(t)].nbytes for t in ran.output_tensors}
-        if ran.family == ATTENTION:
-            results |= {identity(t): storage_bytes(t) * ran.share for t in ran.own_results}
-    return sum(results.values())
-
-
-def _forward_reduced(trace: BlockTrace) -> list[tuple[float, bool]]:
-    """Return bytes per sample of each all-reduce of a forward, and True where recomputation repeats it."""
-    steps = [step for step, ran in enumerate(trace.operations) if ran.node in trace.division.reduced]
-    reduced = []
-    for step, elements in zip(steps, trace.division.forward_elements, strict=True):
-        result = trace.operations[step].output_tensors[0]
-        # The trace keeps every row of a selection by values, whose own number of rows is not known.
-        count = elements if isinstance(elements, int) else result.numel()
-        reduced.append((count * result.element_size() / trace.samples, step in trace.recomputed))
-    return reduced
-
-
-def _backward_reduced(trace: BlockTrace) -> tuple[float, ...]:
-    """Return bytes per sample of each all-reduce of a backward, in the dtype in which gradients are summed."""
-    reduced = []
-    for name in dict.fromkeys(name for read in trace.division.entering.values() for name in read):
-        tensor = trace.of_node[name][0]
-        if identity(tensor) not in trace.runner.gradients:
-            continue
-        is_cast = trace.settings.precision == "bf16" and tensor.dtype == torch.float32
-        is_cast = is_cast and name in trace.division.multiplied
-        size = torch.bfloat16.itemsize if is_cast else tensor.element_size()
-        reduced.append(tensor.numel() * size / trace.samples)
-    return tuple(reduced)
-
+# Its kernels, with memory-bound operations in groups that are fused.
 
 CAST_BYTES = 6
 """Bytes read and written per weight element to cast it from fp32 to bf16, or its gradient back."""

@@ -23,7 +23,6 @@ if TYPE_CHECKING:
 
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import Any
 
 Array = npt.NDArray[np.float64]
 
@@ -365,6 +364,10 @@ class Profile:
         rows = [[getattr(cost, figure) for figure in figures] for cost in self.block_types]
         saved, workspace, weight_copies, products, cast = np.array(rows).T[:, of]
         element_ms = 1e3 / (device.memory_bandwidth * device.efficiency.bandwidth)
+        capturable = {}
+        for mode in RECOMPUTE:
+            capturable[mode] = np.array([mode in cost.capturable for cost in self.block_types])[self._type_of_block]
+            capturable[mode][-1] = "none" in self.block_types[self.blocks[-1].block_type].capturable
         return BlockCosts(
             forward_ms=forward,
             backward_ms=backward,
@@ -381,16 +384,11 @@ class Profile:
             weight_copy_bytes=weight_copies,
             input_bytes=np.array([block.input_bytes for block in self.blocks]) * micro_batch,
             products_bytes=products * micro_batch,
-            capturable={mode: self._capturable(mode) for mode in RECOMPUTE},
+            capturable=capturable,
             forward_reduced=self._reduced("forward_reduced_bytes", micro_batch),
             recompute_reduced=(*self._reduced("recompute_reduced_bytes", micro_batch)[:-1], ()),
             backward_reduced=self._reduced("backward_reduced_bytes", micro_batch),
         )
-
-    def _capturable(self, mode: str) -> npt.NDArray[np.bool_]:
-        found = np.array([mode in cost.capturable for cost in self.block_types])[self._type_of_block]
-        found[-1] = "none" in self.block_types[self.blocks[-1].block_type].capturable
-        return found
 
     def analytic_ms(self, block_type: int, micro_batch: int, device: Device) -> tuple[float, float]:
         """Return forward and backward time of one block type by the device's constants alone."""
@@ -511,6 +509,13 @@ def corrected_profile(profile: Profile, device: Device, measurements: Sequence[B
         index: [(point.forward_host_ms, point.backward_host_ms) for point in points if point.forward_host_ms > 0]
         for index, points in points_of.items()
     }
+    ratios = {}
+    for index, points in points_of.items():
+        sizes = tuple(point.micro_batch for point in points)
+        analytic = [profile.analytic_ms(index, size, device) for size in sizes]
+        forward = (_ratio(point.forward_ms, ms) for point, (ms, _) in zip(points, analytic, strict=True))
+        backward = (_ratio(point.backward_ms, ms) for point, (_, ms) in zip(points, analytic, strict=True))
+        ratios[index] = TimeRatios(sizes, tuple(forward), tuple(backward))
     sparse = profile.sparse
     if sparse is not None:
         sparse = replace(sparse, block_types=parts(sparse.block_types, _sparse_memory))
@@ -526,18 +531,9 @@ def corrected_profile(profile: Profile, device: Device, measurements: Sequence[B
         divided=divided,
         sparse=sparse,
         measured_on=device.name,
-        time_ratios={index: _time_ratios(profile, index, points, device) for index, points in points_of.items()},
+        time_ratios=ratios,
         replayed=tuple(sorted({one.micro_batch: one.replayed for one in measurements}.items())),
         measured_host_ms={index: min(times, key=sum) for index, times in host_ms.items() if times},
-    )
-
-
-def _time_ratios(profile: Profile, index: int, points: Sequence[BlockMeasurement], device: Device) -> TimeRatios:
-    analytic = [profile.analytic_ms(index, point.micro_batch, device) for point in points]
-    return TimeRatios(
-        tuple(point.micro_batch for point in points),
-        tuple(_ratio(point.forward_ms, ms) for point, (ms, _) in zip(points, analytic, strict=True)),
-        tuple(_ratio(point.backward_ms, ms) for point, (_, ms) in zip(points, analytic, strict=True)),
     )
 
 
@@ -549,9 +545,14 @@ def _with_memory(cost: BlockTypeCost, points: Sequence[BlockMeasurement]) -> Blo
     """Return `cost` with measured memory, or as it is where no allocator was asked (on a CPU)."""
     if not any(point.held_bytes or point.workspace_bytes for point in points):
         return cost
-    samples = np.array([point.micro_batch for point in points], dtype=np.float64)
-    per_sample, offset = _line(samples, np.array([point.held_bytes for point in points]))
     largest = points[-1]
+    # The best line by relative errors; one through zero where there is one point, or where either were negative.
+    per_sample, offset = largest.held_bytes / largest.micro_batch, 0.0
+    if len(points) > 1:
+        samples = np.array([point.micro_batch for point in points], dtype=np.float64)
+        line = np.polyfit(samples, np.array([point.held_bytes for point in points]), 1, w=1 / samples)
+        is_plausible = line[0] > 0 and line[1] >= 0
+        per_sample, offset = (float(line[0]), float(line[1])) if is_plausible else (max(0.0, per_sample), 0.0)
     return replace(
         cost,
         saved_bytes=per_sample,
@@ -561,24 +562,22 @@ def _with_memory(cost: BlockTypeCost, points: Sequence[BlockMeasurement]) -> Blo
     )
 
 
-def _line(samples: Any, values: Any) -> tuple[float, float]:
-    """Return slope and offset of the best line by relative errors; a line through zero if either were negative."""
-    if len(samples) == 1:
-        return float(values[0] / samples[0]), 0.0
-    slope, offset = np.polyfit(samples, values, 1, w=1 / samples)
-    if offset < 0 or slope <= 0:
-        return max(0.0, float(values[-1] / samples[-1])), 0.0
-    return float(slope), float(offset)
-
-
 def _divided_memory(degree: int, counted: BlockTypeCost, part: BlockTypeCost, measured: BlockTypeCost) -> BlockTypeCost:
     """Return `part`, one of `degree` tensor-parallel ranks, with its memory corrected as the whole block's was.
 
-    Bytes change in proportion, but for saved bytes: see `_saved_by_rank`.
+    Bytes change in proportion, but for saved bytes. The values that a compiler does without lie between two products,
+    mostly in an activation function, where tensor parallelism divides the block. They are therefore taken off the
+    divided share first; the share that all ranks hold alike stays.
     """
+    divided = (counted.saved_bytes - part.saved_bytes) * degree / (degree - 1)
+    if divided <= 0 or not 0 < measured.saved_bytes < counted.saved_bytes:
+        saved_bytes = part.saved_bytes * _ratio(measured.saved_bytes, counted.saved_bytes)
+    else:
+        left_out = counted.saved_bytes - measured.saved_bytes
+        saved_bytes = part.saved_bytes - min(left_out, divided) / degree - max(0.0, left_out - divided)
     return replace(
         part,
-        saved_bytes=_saved_by_rank(degree, counted.saved_bytes, part.saved_bytes, measured.saved_bytes),
+        saved_bytes=saved_bytes,
         workspace_bytes=part.workspace_bytes * _ratio(measured.workspace_bytes, counted.workspace_bytes),
         products_bytes=part.products_bytes * _ratio(measured.products_bytes, counted.products_bytes),
         weight_copy_bytes=measured.weight_copy_bytes * _ratio(part.weight_copy_bytes, counted.weight_copy_bytes),
@@ -597,17 +596,3 @@ def _sparse_memory(counted: BlockTypeCost, part: BlockTypeCost, measured: BlockT
         products_bytes=measured.products_bytes,
         weight_copy_bytes=measured.weight_copy_bytes * _ratio(part.weight_copy_bytes, counted.weight_copy_bytes),
     )
-
-
-def _saved_by_rank(degree: int, counted: float, part: float, measured: float) -> float:
-    """Return the bytes that one of `degree` ranks saves, where a whole block saves `measured` instead of `counted`.
-
-    The values that a compiler does without lie between two products, mostly in an activation function, where tensor
-    parallelism divides the block. They are therefore taken off the divided share first; the share that all ranks hold
-    alike stays.
-    """
-    divided = (counted - part) * degree / (degree - 1)
-    if divided <= 0 or not 0 < measured < counted:
-        return part * _ratio(measured, counted)
-    left_out = counted - measured
-    return part - min(left_out, divided) / degree - max(0.0, left_out - divided)
