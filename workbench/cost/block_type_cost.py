@@ -1,9 +1,9 @@
 """The cost of one block type: its operations run on the meta device, their trace, and what follows from that.
 
-That is kernels, memory, and all-reduces over the tensor axis. Matrix products and attention are kernels as they are, and
-memory-bound operations are fused. A compiler fuses those that lie between the same matrix products. A fused kernel reads
-what enters the group and writes what leaves it or is saved for the backward; without a compiler each operation is a
-group of its own.
+That is kernels, memory, and all-reduces over the tensor axis. Matrix products and attention are kernels as they are,
+and memory-bound operations are fused. A compiler fuses those that lie between the same matrix products. A fused kernel
+reads what enters the group and writes what leaves it or is saved for the backward; without a compiler each operation is
+a group of its own.
 """
 
 from __future__ import annotations

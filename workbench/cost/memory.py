@@ -343,8 +343,19 @@ def orthogonalisation_s(matrices: Matrices, strategy: Strategy, cluster: Cluster
     ranks = strategy.data * strategy.tensor
     if ranks == 1:
         return alone
-    shared = _products_s(matrices, cluster, ranks) + _exchange_s(matrices, strategy, cluster)
-    return shared if strategy.shards or strategy.tensor > 1 else np.minimum(alone, shared)
+    # Shards reach their owners, and results all ranks that hold a shard. Of a matrix that `sources` ranks hold in
+    # parts, an owner receives all other parts of its own 1 / ranks of the matrices, and every rank its part of all that
+    # others own.
+    rows, is_divided = strategy.data if strategy.shards else 1, strategy.shards or strategy.tensor > 1
+    whole = (matrices.elements - matrices.divided_elements, rows), (matrices.divided_elements, rows * strategy.tensor)
+    moved = sum(
+        elements * ((sources - 1) / sources / ranks + (ranks - 1) / ranks / sources) for elements, sources in whole
+    )
+    link, each = cluster.group_link(ranks, 1), BF16 if cluster.device.type == "cuda" else FP32
+    collectives = (2 if is_divided else 1) * np.ceil(matrices.elements / ranks / ROUND_ELEMENTS)
+    exchange = collectives * (ranks - 1).bit_length() * link.latency_s + each * moved / link.bandwidth
+    shared = _products_s(matrices, cluster, ranks) + exchange
+    return shared if is_divided else np.minimum(alone, shared)
 
 
 def shares_out(matrices: Matrices, strategy: Strategy, cluster: Cluster) -> bool:
@@ -362,21 +373,3 @@ def _products_s(matrices: Matrices, cluster: Cluster, ranks: int) -> Any:
     batches = matrices.shapes + matrices.elements / ranks / ROUND_ELEMENTS
     half = PRODUCTS * batches * tuned.gemm_half_flops * (flops > 0)
     return (flops + half) / (device.peak("bf16" if device.type == "cuda" else "fp32") * tuned.gemm)
-
-
-def _exchange_s(matrices: Matrices, strategy: Strategy, cluster: Cluster) -> Any:
-    """Return the seconds in which shards reach their owners, and results all ranks that hold a shard.
-
-    Of a matrix that `sources` ranks hold in parts, an owner receives all other parts of its own 1 / ranks of the
-    matrices, and every rank its part of all that others own.
-    """
-    ranks, rows = strategy.data * strategy.tensor, strategy.data if strategy.shards else 1
-    link = cluster.group_link(ranks, 1)
-    whole = (matrices.elements - matrices.divided_elements, rows), (matrices.divided_elements, rows * strategy.tensor)
-    moved = sum(
-        elements * ((sources - 1) / sources / ranks + (ranks - 1) / ranks / sources) for elements, sources in whole
-    )
-    each = BF16 if cluster.device.type == "cuda" else FP32
-    rounds = np.ceil(matrices.elements / ranks / ROUND_ELEMENTS)
-    collectives = 2 if strategy.shards or strategy.tensor > 1 else 1
-    return collectives * rounds * (ranks - 1).bit_length() * link.latency_s + each * moved / link.bandwidth
