@@ -16,9 +16,9 @@ from plan_values import costs_of, plan_of, strategy_of
 import workbench as wb
 from workbench.capture import Graph
 from workbench.cost import Cluster
-from workbench.cost.block_sparse import SparseMatrices, block_sparse_obstacle, sparse_matrices
 from workbench.cost.graph_profiler import profile_graph
 from workbench.cost.profile import GEMM, BlockMeasurement, Profile, corrected_profile
+from workbench.cost.sparse_matrices import SparseMatrices, block_sparse_obstacle, sparse_matrices
 from workbench.errors import PlanInfeasible, PlanMismatch
 from workbench.experiment import Experiment
 from workbench.planning.explanation import explain

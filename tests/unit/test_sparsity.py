@@ -14,7 +14,7 @@ import torch
 import workbench as wb
 from tests.exhaustive import EXHAUSTIVE
 from workbench.analysis.pareto import ParetoPoint
-from workbench.cost.block_sparse import product_flops, sparse_matrices
+from workbench.cost.sparse_matrices import product_flops, sparse_matrices
 from workbench.errors import InvalidExperiment, UnknownParameter
 from workbench.experiment import Experiment
 from workbench.figures.run_views import LOOKS, draw_exploration, draw_pareto, draw_pattern

@@ -46,9 +46,9 @@ def sample_flops(experiment: Experiment, scope: str = "encoder") -> SampleFlops:
     a dense experiment, of `scope`.
     """
     from workbench.capture.operations import shape_of
-    from workbench.cost.block_sparse import absent_flops, products_with, sparse_matrices
     from workbench.cost.graph_profiler import profile_graph
     from workbench.cost.hardware import Cluster
+    from workbench.cost.sparse_matrices import absent_flops, products_with, sparse_matrices
 
     sparsity = experiment.sparsity or Static(0.0, 1, scope)  # refuses a wrong scope before the model is captured
     captured = graph(experiment)

@@ -396,7 +396,7 @@ class BlockTrace:
                 self.values[identity(copy)].share = self.values[identity(source)].share
 
     def leave_out(self, stored: Mapping[str, float], relative: Mapping[str, Products]) -> None:
-        """Set every share to that of block-sparse weights.
+        """Set every share to that of weights whose absent blocks are not stored.
 
         `stored` is the share of its blocks that a parameter stores, by name; `relative` are the times of the products
         with it, by node. `divide` undoes this.

@@ -19,11 +19,11 @@ from workbench.capture.graph import Graph
 from workbench.capture.hidden_matrices import Projections, projections
 from workbench.capture.opaque import opaque_calls
 from workbench.capture.tensor_parallel import plan_tensor_parallel
-from workbench.cost.block_sparse import SparseMatrices
 from workbench.cost.block_type_cost import BlockTrace, RowSelection, Settings, block_type_cost
 from workbench.cost.hardware import Device
 from workbench.cost.memory import Matrices
 from workbench.cost.profile import BlockCost, BlockTypeCost, DividedCosts, ParameterUpdate, Profile, TailCosts
+from workbench.cost.sparse_matrices import SparseMatrices
 from workbench.experiment import Experiment
 from workbench.optimizers.building import build_optimizer
 from workbench.optimizers.muon import orthogonalisation_flops

@@ -21,7 +21,7 @@ from workbench.capture.losses import find_rowwise_head
 from workbench.capture.opaque import is_opaque
 from workbench.capture.operations import retarget
 from workbench.capture.tensor_parallel import ModelSharding, plan_tensor_parallel
-from workbench.cost.block_sparse import sparse_matrices
+from workbench.cost.sparse_matrices import sparse_matrices
 from workbench.data.datasets import seed_generators
 from workbench.errors import PlanMismatch
 from workbench.execution.blocks import StepContext

@@ -31,7 +31,7 @@ from accelerate.utils import ProjectConfiguration, send_to_device
 
 from workbench.capture import Graph
 from workbench.capture.captured_model import CapturedModel
-from workbench.cost.block_sparse import absent_flops
+from workbench.cost.sparse_matrices import absent_flops
 from workbench.data import Mixture, held_out
 from workbench.data.datasets import StreamedDataset, seed_generators, untouched_generators
 from workbench.display import CELLS, formatted, know_cells

@@ -95,8 +95,8 @@ def analytic_profile(experiment: Experiment, cluster: Cluster) -> Profile:
     """Return the profile of the experiment's model by the device's constants, without measurements."""
     from workbench.capture.captured_model import CapturedModel
     from workbench.capture.losses import labelled_share
-    from workbench.cost.block_sparse import SparseMatrices, block_sparse_obstacle
     from workbench.cost.graph_profiler import profile_graph, with_gathered, with_optimizer
+    from workbench.cost.sparse_matrices import SparseMatrices, block_sparse_obstacle
 
     captured, examples = CapturedModel(experiment, CAPTURE_BATCH), experiment.data.examples(experiment)
     graph = _with_division(captured, experiment.numerics.batch_coupling == "allow")

@@ -240,7 +240,7 @@ def check_sparsity(experiment: Experiment, plan: Plan, graph: Graph) -> None:
 
     Raises `PlanMismatch` for a plan with block-sparse weights if the experiment's cannot be that.
     """
-    from workbench.cost.block_sparse import block_sparse_obstacle, sparse_matrices
+    from workbench.cost.sparse_matrices import block_sparse_obstacle, sparse_matrices
 
     if experiment.sparsity is not None:
         sparse_matrices(graph, experiment.sparsity)

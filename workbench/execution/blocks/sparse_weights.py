@@ -19,7 +19,7 @@ import torch.distributed as dist
 from torch import fx, nn
 
 from workbench.capture import Block, Graph
-from workbench.cost.block_sparse import products_with, sparse_matrices
+from workbench.cost.sparse_matrices import products_with, sparse_matrices
 from workbench.execution.blocks.rewriting import GraphRewriter
 from workbench.execution.parallel import MeshCoordinate
 from workbench.experiment import Experiment
