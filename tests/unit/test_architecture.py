@@ -188,10 +188,9 @@ MOST_FILES = 241
 
 REACH = {
     r"gathered[ _](loss|samples|bytes)|GatheredLoss|(graph|profile|captured)\.gathered\b|not_gathered"
-    r"|capture\.gathering|check_gathering|gathering_fault": {"capture": 4, "cost": 4, "execution": 7, "planning": 8},
+    r"|capture\.gathering|check_gathering|gathering_fault": {"capture": 4, "cost": 3, "execution": 7, "planning": 8},
     r"block[ _-]?sparse": {
-        "analysis": 1,
-        "cost": 4,
+        "cost": 2,
         "execution": 10,
         "figures": 1,
         "planning": 10,
