@@ -424,26 +424,16 @@ def _repeated(walk: BatchWalk, node: fx.Node, name: str) -> int:
 
 
 def _cat(walk: BatchWalk, node: fx.Node, name: str) -> int:
+    """Return the batch dim of operands with the same dims that are joined, gathered or scattered along another one."""
     states = walk._of(node.all_input_nodes)
     dim = arguments_of(node)["dim"] % len(shape_of(node))
-    if len(states) != 1:
+    if len(states) != 1 or (name in _GATHERS and dim in states):
         return UNKNOWN
     [state] = states
     walk._note_positions(node, state)
     if name == "stack":
         return state + int(dim <= state)
     return state if dim != state else UNKNOWN
-
-
-def _gather(walk: BatchWalk, node: fx.Node, _name: str) -> int:
-    """Return the batch dim of a gather or scatter, whose operands have the same dims, along another dim."""
-    states = walk._of(node.all_input_nodes)
-    dim = arguments_of(node)["dim"] % len(shape_of(node))
-    if len(states) != 1 or dim in states:
-        return UNKNOWN
-    [state] = states
-    walk._note_positions(node, state)
-    return state
 
 
 def _aligned(walk: BatchWalk, node: fx.Node, name: str) -> int:
@@ -562,8 +552,7 @@ _RULES: dict[str, Callable[[BatchWalk, fx.Node, str], int]] = {
         walk._states[node.all_input_nodes[-1]] if walk._states[node.all_input_nodes[0]] == NONE else UNKNOWN
     ),
     "broadcast_tensors": _aligned,
-    **dict.fromkeys(names("cat stack"), _cat),
-    **dict.fromkeys(_GATHERS, _gather),
+    **dict.fromkeys(names("cat stack") | _GATHERS, _cat),
 }
 
 
@@ -626,8 +615,16 @@ class _AssumingWalk(BatchWalk):
             return self._given[node]
         if (call := call_of(node)) is not None and call.recording is not None:
             return self._inside(node, call)
-        if node.target is ITEM and self._is_chosen_by(node.args[0]):  # type: ignore[arg-type]
-            self._coupled.append(node)
+        if node.target is ITEM:
+            # What Python reads may decide by all samples if it is a mean, their rows, or a number of them. Whether
+            # there are any at all has the same answer for nearly every micro-batch.
+            read: Any = node.args[0]
+            state = self._states[read]
+            if is_float(read):
+                decides = state in (SUM, OF_SUM) or (0 <= state < len(shape_of(read)) and shape_of(read)[state] > 1)
+            else:
+                decides = state == OF_COUNT and is_truth(read) and read.args[1:] not in ((0,), (0.0,))
+            self._coupled += [node] * decides
         sample = self._sample_of(node)
         if sample is not None or node in self._apart:
             if sample is not None:
@@ -638,16 +635,6 @@ class _AssumingWalk(BatchWalk):
         if state == NONE and any(source in self._samples_in for source in node.all_input_nodes):
             return self._of_loop(node)
         return self._assumed(node) if state == UNKNOWN and node.op == "call_function" else state
-
-    def _is_chosen_by(self, read: fx.Node) -> bool:
-        """Return True if a value that Python reads may decide by all samples: a mean, their rows, or a number of them.
-
-        Whether there are any at all has the same answer for nearly every micro-batch.
-        """
-        state = self._states[read]
-        if is_float(read):
-            return state in (SUM, OF_SUM) or (0 <= state < len(shape_of(read)) and shape_of(read)[state] > 1)
-        return state == OF_COUNT and is_truth(read) and read.args[1:] not in ((0,), (0.0,))
 
     # Code that runs as written
 

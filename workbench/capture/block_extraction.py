@@ -388,18 +388,14 @@ def line_of_digest(
     if (call := call_of(node)) is not None:  # by a name that other processes share
         arguments = (call.cost_digest if of_cost else call.digest, *node.args[1:]), node.kwargs
     written = (_canonical(each, position, of_cost) for each in arguments)
-    return f"{node.op} {_target(node, root)} {' '.join(written)}"
-
-
-def _target(node: fx.Node, root: nn.Module) -> str:
+    target = str(node.target)
     if node.op == "placeholder":
-        return str(node.target).rstrip("0123456789")
-    if node.op == "get_attr":  # the graph of an operation (a branch of `torch.cond`), with the graphs inside that one
-        modules = tensor_at(root, str(node.target)).modules()
-        return "\n".join(str(getattr(module, "code", "")) for module in modules)
-    if isinstance(node.target, FunctionType):
-        return f"{node.target.__module__}.{node.target.__qualname__}"
-    return str(node.target)
+        target = target.rstrip("0123456789")
+    elif node.op == "get_attr":  # the graph of an operation (a branch of `torch.cond`), with those inside that one
+        target = "\n".join(str(getattr(module, "code", "")) for module in tensor_at(root, target).modules())
+    elif isinstance(node.target, FunctionType):
+        target = f"{node.target.__module__}.{node.target.__qualname__}"
+    return f"{node.op} {target} {' '.join(written)}"
 
 
 def _canonical(value: Any, position: Mapping[fx.Node, int], of_cost: bool) -> str:

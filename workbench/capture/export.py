@@ -170,19 +170,7 @@ def _export_on(
                 f"The forward of {name} draws from Python's or NumPy's random numbers, and capture would repeat the "
                 f"drawn numbers in every step. Draw from torch's: torch.rand(…), and choose by torch.where."
             )
-    module = _module_of(program, renamed, name)
-    [output] = module.graph.find_nodes(op="output")
-    named = tuple((scalar.name, scalar.reduce) for scalar in logged if logs)
-    values: Any = output.args[0] if returns or named else output.all_input_nodes
-    notes, changed = tuple(checks), held.changes_to(after[-1])
-    if numbers is None and changed.values:
-        second = _export_on(device, search, batch, choice, returns, logs, changed)
-        notes = (*notes, *note_of_changes(changed, held, module.graph, second.module.graph, name))
-    return Exported(module, values[0], notes, templates[0], named, bool(kept))
-
-
-def _module_of(program: torch.export.ExportedProgram, renamed: Mapping[str, str], name: str) -> fx.GraphModule:
-    """Return the graph of an export, prepared for capture; `renamed` are members that had other names meanwhile."""
+    # The graph as a plain one: no checks, `with` blocks inlined, members under their own names.
     refuse_unpriced(program.graph, name)
     module = remove_checks(program.module(check_guards=False))
     rename_in_stacks(module.graph, renamed)
@@ -194,7 +182,15 @@ def _module_of(program: torch.export.ExportedProgram, renamed: Mapping[str, str]
         # `sparse=True` of embeddings is ignored: neither an all-reduce nor AdamW takes that form of a gradient.
         if "sparse" in names[: len(node.args)]:
             node.update_arg(names.index("sparse"), False)
-    return module
+    [output] = module.graph.find_nodes(op="output")
+    named = tuple((scalar.name, scalar.reduce) for scalar in logged if logs)
+    values: Any = output.args[0] if returns or named else output.all_input_nodes
+    # Python numbers that forward changed: would the next forward compute something else with the new ones?
+    notes, changed = tuple(checks), held.changes_to(after[-1])
+    if numbers is None and changed.values:
+        second = _export_on(device, search, batch, choice, returns, logs, changed)
+        notes = (*notes, *note_of_changes(changed, held, module.graph, second.module.graph, name))
+    return Exported(module, values[0], notes, templates[0], named, bool(kept))
 
 
 def _example(batch: Mapping[str, TensorSpec], device: torch.device) -> dict[str, torch.Tensor]:

@@ -233,42 +233,37 @@ class OpaqueCall:
         with torch.set_grad_enabled(self.takes_derivatives):
             return self.compute(self._leaves(given) if self.takes_derivatives else given)[1]
 
-    def _refuse_read_numbers(self, tensors: Sequence[torch.Tensor]) -> None:
-        """Raise `NotOpaque` if the results depend on Python numbers that the code changes."""
-        if self.numbers is None or not self.numbers.values:
-            return
-        before = self._results(tensors)
-        with self.numbers.held_by(self.modules[0]):
-            later = self._results(tensors)
-        if not all(map(torch.equal, before, later)):
-            raise NotOpaque(
-                f"{self.label} changes {self.numbers} and computes with it, and each step would start from its present "
-                "value. Register it as a buffer, self.register_buffer('count', torch.zeros(())), and change it in "
-                "place: self.count += 1."
-            )
+    def _examine(self, tensors: Sequence[torch.Tensor]) -> None:
+        """Note which written buffers the code reads again, and the bytes of its second forward, on given tensors.
 
-    def _find_read_again(self, tensors: Sequence[torch.Tensor]) -> None:
-        """Note the written buffers on which the results depend, by running the code with other values in them."""
+        Raises `NotOpaque` if the results depend on Python numbers that the code changes.
+        """
+        changes_numbers = self.numbers is not None and bool(self.numbers.values)
+        before = self._results(tensors) if changes_numbers or self.written else []
+        if self.numbers is not None and changes_numbers:
+            with self.numbers.held_by(self.modules[0]):
+                later = self._results(tensors)
+            if not all(map(torch.equal, before, later)):
+                raise NotOpaque(
+                    f"{self.label} changes {self.numbers} and computes with it, and each step would start from its "
+                    "present value. Register it as a buffer, self.register_buffer('count', torch.zeros(())), and "
+                    "change it in place: self.count += 1."
+                )
 
-        def results(changed: Sequence[int]) -> list[torch.Tensor]:
+        def is_read(changed: Sequence[int]) -> bool:
+            """Run the code with other values in some of the buffers that it writes."""
             given = list(tensors)
             for index in changed:
                 given[index] = 1.25 * given[index] + 0.25 if given[index].is_floating_point() else 1 - given[index]
-            return self._results(given)
-
-        def is_read(changed: Sequence[int]) -> bool:
             try:
-                pairs = zip(results(changed), before, strict=True)
+                pairs = zip(self._results(given), before, strict=True)
                 return any(not torch.equal(one, other) for one, other in pairs)
             except Exception:  # a value that the code does not take, such as another position in a queue
                 return True
 
-        before = results(())
-        if is_read(self.written):
+        if self.written and is_read(self.written):
             self.read_again = [index for index in self.written if is_read([index])] or list(self.written)
-
-    def _count_recomputed(self, tensors: Sequence[torch.Tensor]) -> None:
-        """Run the code with a graph and note the bytes of the tensors in it, but for those that it was given."""
+        # The tensors that a forward with a graph keeps, but for those that it was given.
         kept: dict[int, torch.UntypedStorage] = {}
 
         def keep(tensor: torch.Tensor) -> torch.Tensor:
@@ -298,11 +293,7 @@ class OpaqueCall:
                         for seed in _SEEDS:
                             self._try(given, values, device, seed, centred, grad)
                         failure.clear()
-                        tensors = [_real(*pair, device, 0, centred) for pair in zip(given, values, strict=True)]
-                        self._refuse_read_numbers(tensors)
-                        if self.written:
-                            self._find_read_again(tensors)
-                        self._count_recomputed(tensors)
+                        self._examine([_real(*pair, device, 0, centred) for pair in zip(given, values, strict=True)])
                         return
                     except NotOpaque as error:
                         failure[:] = [error]

@@ -239,37 +239,34 @@ def find_loss(result: Any, choice: LossChoice, batch: Mapping[str, torch.Tensor]
         for key, value in beside.items():
             log_scalar(key, *value) if isinstance(value, tuple) else log_scalar(key, value)
         return _checked(loss, result, batch, name)
-    loss = _returned_loss(result, choice, batch, name)
+    named = result.get("loss", _MISSING) if isinstance(result, Mapping) else getattr(result, "loss", _MISSING)
+    if choice is not None:
+        loss = _checked(_chosen(result, choice, name), result, batch, name)
+    elif named is not _MISSING:
+        loss = _checked(named, result, batch, name)
+    else:
+        loss = result[0] if isinstance(result, (tuple, list)) and result else result
+        candidates = _candidates(result)
+        is_first = _is_scalar(loss) and loss.ndim == 0
+        if not is_first or any(_is_apart(loss, other) for other in candidates.values()):
+            if len(candidates) > 1:
+                raise CaptureError(
+                    f"{name} returned {len(candidates)} scalars that could be its loss. Choose one in the experiment: "
+                    f"{', or '.join(_as_choice(path) for path in candidates)}; or combine them in a function of the "
+                    "outputs and the batch."
+                )
+            loss = _checked(next(iter(candidates.values()), loss), result, batch, name)
     beside = result[1] if _has_dict_beside(result) else result if type(result) is dict else {}
     for key, value in beside.items():
         if isinstance(value, torch.Tensor) and not value.ndim and value is not loss and not value.is_complex():
             log_scalar(key, value)
-    return loss
+    return loss  # type: ignore[no-any-return]
 
 
 def _has_dict_beside(result: Any) -> bool:
     """Return True for a loss and a dict."""
     is_pair = isinstance(result, (tuple, list)) and len(result) == 2
     return is_pair and isinstance(result[0], torch.Tensor) and type(result[1]) is dict
-
-
-def _returned_loss(result: Any, choice: LossChoice, batch: Mapping[str, torch.Tensor], name: str) -> torch.Tensor:
-    if choice is not None:
-        return _checked(_chosen(result, choice, name), result, batch, name)
-    named = result.get("loss", _MISSING) if isinstance(result, Mapping) else getattr(result, "loss", _MISSING)
-    if named is not _MISSING:
-        return _checked(named, result, batch, name)
-    first = result[0] if isinstance(result, (tuple, list)) and result else result
-    candidates = _candidates(result)
-    if _is_scalar(first) and first.ndim == 0 and not any(_is_apart(first, other) for other in candidates.values()):
-        return first  # type: ignore[no-any-return]
-    if len(candidates) > 1:
-        raise CaptureError(
-            f"{name} returned {len(candidates)} scalars that could be its loss. Choose one in the experiment: "
-            f"{', or '.join(_as_choice(path) for path in candidates)}; or combine them in a function of the outputs "
-            f"and the batch."
-        )
-    return _checked(next(iter(candidates.values()), first), result, batch, name)
 
 
 _MISSING = object()

@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import math
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, cast
 
@@ -221,7 +221,12 @@ class Propagation:
         self._sliced: dict[tuple[fx.Node, fx.Node], Sharding] = {}
         self._whole: dict[tuple[fx.Node, fx.Node], Sharding] = {}
         self._reduced: dict[fx.Node, int] = {}
-        self._trained = _trained(block)
+        # A gradient may flow to what descends from parameters and received values.
+        arguments = [node for node in block.code.graph.nodes if node.op == "placeholder"]
+        first = len(block.parameters) + len(block.buffers)
+        start = (*arguments[: len(block.parameters)], *arguments[first : first + len(block.receives)])
+        reached = reachable(start, lambda node: (user for user in node.users if not holds_integers(user)))
+        self._trained = {node for node in reached if not holds_integers(node)}
 
     def run(self) -> BlockSharding:
         """Return the sharding of the block; raises `DeadEnd` with the columns to give up."""
@@ -375,15 +380,6 @@ class Propagation:
             raise layout.dead_end()
 
 
-def _trained(block: Block) -> set[fx.Node]:
-    """Return the nodes that a gradient may flow to: those that descend from parameters and received values."""
-    placeholders = [node for node in block.code.graph.nodes if node.op == "placeholder"]
-    first = len(block.parameters) + len(block.buffers)
-    start = (*placeholders[: len(block.parameters)], *placeholders[first : first + len(block.receives)])
-    reached = reachable(start, lambda node: (user for user in node.users if not holds_integers(user)))
-    return {node for node in reached if not holds_integers(node)}
-
-
 _Result = Layout | tuple[Layout, ...] | None
 _Rule = Callable[[Propagation, fx.Node], _Result]
 _RULES: dict[str, _Rule] = {}
@@ -441,15 +437,10 @@ def _view(p: Propagation, node: fx.Node) -> _Result:
         return layout.at(at, [segment * inner for segment in segments] * lead)
     if lead > 1 or through % ends[at]:
         raise layout.dead_end()
-    return _split_dim(layout, after, at)
-
-
-def _split_dim(layout: Layout, after: tuple[int, ...], at: int) -> Layout:
-    """Return the layout of a view whose dim `at` is the outermost part of the sharded dim."""
-    segments, degree, size = layout.sharding.segments, layout.sharding.degree, after[at]
+    # The dim is split, and dim `at` is its outermost part.
+    degree, size, count, whole = layout.sharding.degree, after[at], len(segments), sum(segments)
     if len(set(segments)) > 1:
         raise layout.dead_end()
-    count = len(segments)
     if size % count == 0 and (size // count) % degree == 0:
         return layout.at(at, [size // count] * count)
     if size == count:  # the segments become a dim of their own; the dim after it is sharded
@@ -457,7 +448,6 @@ def _split_dim(layout: Layout, after: tuple[int, ...], at: int) -> Layout:
         if following is not None and after[following] % degree == 0 and segments[0] % after[following] == 0:
             return layout.at(following, [after[following]])
         raise layout.dead_end()
-    whole = sum(segments)
     raise layout.dead_end([whole // size] * size if count == 1 and size < whole else None)
 
 
@@ -666,7 +656,19 @@ def _shard_block(block: Block, degree: int, excluded: set[int]) -> BlockSharding
     """Try to shard all columns; as long as one leads to a dead end, give it up and try again."""
     placeholders = [node for node in block.code.graph.nodes if node.op == "placeholder"]
     parameters = {node: i for i, node in enumerate(placeholders[: len(block.parameters)]) if i not in excluded}
-    columns: dict[fx.Node, tuple[int, ...] | None] = dict.fromkeys(_candidates(block, parameters))
+    # Candidates are the products with a weight, and the lookup in an embedding that is most of the block's embeddings.
+    columns: dict[fx.Node, tuple[int, ...] | None] = {}
+    tables = [n.args[0] for n in block.code.graph.nodes if n.target is EMBEDDING and n.args[0] in parameters]
+    table_elements = sum(math.prod(shape_of(table)) for table in set(tables))
+    for node in block.code.graph.nodes:
+        product = product_of(node)
+        if product is not None:
+            if product.weight in parameters and (product.bias is None or product.bias in parameters):
+                columns[node] = None
+        elif node.target is EMBEDDING and node.args[0] in parameters:
+            scales_by_frequency = len(node.args) > 3 and bool(node.args[3])
+            if 2 * math.prod(shape_of(node.args[0])) > table_elements and not scales_by_frequency:
+                columns[node] = None
     while True:
         try:
             return Propagation(block, degree, parameters, columns).run()
@@ -677,18 +679,3 @@ def _shard_block(block: Block, degree: int, excluded: set[int]) -> BlockSharding
                     columns[column] = end.segments
                 else:
                     del columns[column]
-
-
-def _candidates(block: Block, parameters: Mapping[fx.Node, int]) -> Iterator[fx.Node]:
-    """Yield the products with a weight, and the lookup in an embedding that is most of the block's embeddings."""
-    tables = [n.args[0] for n in block.code.graph.nodes if n.target is EMBEDDING and n.args[0] in parameters]
-    table_elements = sum(math.prod(shape_of(table)) for table in set(tables))
-    for node in block.code.graph.nodes:
-        product = product_of(node)
-        if product is not None:
-            if product.weight in parameters and (product.bias is None or product.bias in parameters):
-                yield node
-        elif node.target is EMBEDDING and node.args[0] in parameters:
-            scales_by_frequency = len(node.args) > 3 and bool(node.args[3])
-            if 2 * math.prod(shape_of(node.args[0])) > table_elements and not scales_by_frequency:
-                yield node

@@ -161,10 +161,23 @@ def with_optimizer(profile: Profile, experiment: Experiment, captured: Graph) ->
         by_group = isinstance(experiment.optimizer.clip_norm, Mapping)  # whose gradients are scaled before the kernel
         return replace(profile, optimizer_in_one_pass=False) if by_group else profile
     if experiment.optimizer.algorithm == "muon":
-        updates = _muon_updates(experiment, captured)
+        cost, updates = optimizer_cost(experiment), {}  # AdamW updates the parameters that are no matrices
+        for name, matrix in projections(captured, experiment.optimizer.fused_projections).items():
+            spec = captured.parameters[name]
+            flops = orthogonalisation_flops(spec.shape, matrix)
+            updates[name] = replace(cost, whole_flops=flops, whole_elements=spec.numel)
         return replace(profile, optimizer_in_one_pass=False, parameter_updates=updates)
     if isinstance(experiment.optimizer.algorithm, UserFunction):
-        return _with_user_defined(profile, experiment, captured)
+        # Its update runs on the meta device; one that reads values, which that has not, on small tensors of the host.
+        shapes = {name: spec.shape for name, spec in captured.parameters.items() if name not in captured.frozen}
+        try:
+            states, traffic = _second_update(experiment, shapes, "meta")
+        except RuntimeError:  # the meta device raises it where an operation needs values
+            shapes = {name: tuple(min(size, SIDE) for size in shape) for name, shape in shapes.items()}
+            states, traffic = _second_update(experiment, shapes, "cpu")
+        update_bytes = traffic / max(1, sum(map(prod, shapes.values())))
+        updates = {name: ParameterUpdate(state / prod(shapes[name]), update_bytes) for name, state in states.items()}
+        return replace(profile, optimizer_in_one_pass=False, parameter_updates=updates)
     cost = optimizer_cost(experiment)
     return replace(
         profile,
@@ -172,16 +185,6 @@ def with_optimizer(profile: Profile, experiment: Experiment, captured: Graph) ->
         optimizer_update_bytes=cost.update_bytes,
         optimizer_in_one_pass=False,
     )
-
-
-def _muon_updates(experiment: Experiment, captured: Graph) -> dict[str, ParameterUpdate]:
-    """Return the cost of Muon's updates by name of the matrix; AdamW updates the other parameters."""
-    cost, updates = optimizer_cost(experiment), {}
-    for name, matrix in projections(captured, experiment.optimizer.fused_projections).items():
-        spec = captured.parameters[name]
-        flops = orthogonalisation_flops(spec.shape, matrix)
-        updates[name] = replace(cost, whole_flops=flops, whole_elements=spec.numel)
-    return updates
 
 
 def matrices_of(captured: Graph, matrices: Mapping[str, Projections], divided: Collection[str]) -> Matrices:
@@ -195,22 +198,6 @@ def matrices_of(captured: Graph, matrices: Mapping[str, Projections], divided: C
         largest_flops=max(flops.values(), default=0.0),
         shapes=len({(sizes[name], flops[name]) for name in matrices}),
     )
-
-
-def _with_user_defined(profile: Profile, experiment: Experiment, captured: Graph) -> Profile:
-    """Return the profile with the cost of a user-defined optimiser, found on the meta device.
-
-    An optimiser that reads values, which the meta device has not, updates small tensors in the host's memory instead.
-    """
-    shapes = {name: spec.shape for name, spec in captured.parameters.items() if name not in captured.frozen}
-    try:
-        states, traffic = _second_update(experiment, shapes, "meta")
-    except RuntimeError:  # the meta device raises it where an operation needs values
-        shapes = {name: tuple(min(size, SIDE) for size in shape) for name, shape in shapes.items()}
-        states, traffic = _second_update(experiment, shapes, "cpu")
-    update_bytes = traffic / max(1, sum(map(prod, shapes.values())))
-    updates = {name: ParameterUpdate(state / prod(shapes[name]), update_bytes) for name, state in states.items()}
-    return replace(profile, optimizer_in_one_pass=False, parameter_updates=updates)
 
 
 def _second_update(

@@ -355,15 +355,28 @@ class Profile:
 
     def at(self, micro_batch: int, device: Device) -> BlockCosts:
         """Return time and memory of each block for `micro_batch` samples on `device`."""
-        of, types = self._type_of_block, range(len(self.block_types))
-        device_ms = [self._device_ms(index, micro_batch, device) for index in types]
+        of, tuned, is_measured = self._type_of_block, device.efficiency, self.measured_on == device.name
+        device_ms, host_ms = [], []
+        for index, cost in enumerate(self.block_types):
+            # Analytic times, corrected by what was measured on this device.
+            times = self._analytic_ms(cost, micro_batch, device)
+            if is_measured and index in self.time_ratios:
+                ratios = self.time_ratios[index].at(micro_batch)
+                times = times[0] * ratios[0], times[1] * ratios[1], times[2] * ratios[0], times[3] * ratios[0]
+            device_ms.append(times)
+            launching = 1e3 * tuned.block_forward_s, 1e3 * tuned.block_backward_s
+            if is_measured and index in self.measured_host_ms:
+                launching = tuple(tuned.host_in_step * ms for ms in self.measured_host_ms[index])
+            each = 1e3 * tuned.collective_s
+            on_host = launching[0] + each * len(cost.forward_reduced_bytes)
+            host_ms.append((on_host, launching[1] + each * len(cost.backward_reduced_bytes) if cost.backward else 0.0))
         forward, backward, full, selective = np.array(device_ms).T[:, of]
         full[-1] = selective[-1] = 0.0  # the last block is not recomputed
-        host_forward, host_backward = np.array([self._host_ms(index, device) for index in types]).T[:, of]
+        host_forward, host_backward = np.array(host_ms).T[:, of]
         figures = ("saved_bytes", "workspace_bytes", "weight_copy_bytes", "products_bytes", "cast_elements")
         rows = [[getattr(cost, figure) for figure in figures] for cost in self.block_types]
         saved, workspace, weight_copies, products, cast = np.array(rows).T[:, of]
-        element_ms = 1e3 / (device.memory_bandwidth * device.efficiency.bandwidth)
+        element_ms = 1e3 / (device.memory_bandwidth * tuned.bandwidth)
         capturable = {}
         for mode in RECOMPUTE:
             capturable[mode] = np.array([mode in cost.capturable for cost in self.block_types])[self._type_of_block]
@@ -411,14 +424,6 @@ class Profile:
         """Return the share of its time alone that selective recomputation adds to a backward."""
         return device.efficiency.selective_recompute if self.compiled else 1.0
 
-    def _device_ms(self, index: int, micro_batch: int, device: Device) -> tuple[float, float, float, float]:
-        """Return `_analytic_ms`, corrected by what was measured on this device."""
-        times = self._analytic_ms(self.block_types[index], micro_batch, device)
-        if self.measured_on != device.name or index not in self.time_ratios:
-            return times
-        forward, backward = self.time_ratios[index].at(micro_batch)
-        return times[0] * forward, times[1] * backward, times[2] * forward, times[3] * forward
-
     def _analytic_ms(self, cost: BlockTypeCost, micro_batch: int, device: Device) -> tuple[float, float, float, float]:
         """Return the time of forward, backward, full and selective recomputation."""
 
@@ -435,17 +440,6 @@ class Profile:
             total(cost.backward, True),
             total(full, False),
             self.selective_recompute_share(device) * total(selective, False),
-        )
-
-    def _host_ms(self, index: int, device: Device) -> tuple[float, float]:
-        tuned = device.efficiency
-        forward, backward = 1e3 * tuned.block_forward_s, 1e3 * tuned.block_backward_s
-        if self.measured_on == device.name and index in self.measured_host_ms:
-            forward, backward = (tuned.host_in_step * host_ms for host_ms in self.measured_host_ms[index])
-        cost, each = self.block_types[index], 1e3 * tuned.collective_s
-        return (
-            forward + each * len(cost.forward_reduced_bytes),
-            backward + each * len(cost.backward_reduced_bytes) if cost.backward else 0.0,
         )
 
     def _reduced(self, name: str, micro_batch: int) -> tuple[tuple[float, ...], ...]:
