@@ -366,10 +366,11 @@ class Profile:
             device_ms.append(times)
             launching = 1e3 * tuned.block_forward_s, 1e3 * tuned.block_backward_s
             if is_measured and index in self.measured_host_ms:
-                launching = tuple(tuned.host_in_step * ms for ms in self.measured_host_ms[index])
+                measured = self.measured_host_ms[index]
+                launching = tuned.host_in_step * measured[0], tuned.host_in_step * measured[1]
             each = 1e3 * tuned.collective_s
-            on_host = launching[0] + each * len(cost.forward_reduced_bytes)
-            host_ms.append((on_host, launching[1] + each * len(cost.backward_reduced_bytes) if cost.backward else 0.0))
+            of_backward = launching[1] + each * len(cost.backward_reduced_bytes) if cost.backward else 0.0
+            host_ms.append((launching[0] + each * len(cost.forward_reduced_bytes), of_backward))
         forward, backward, full, selective = np.array(device_ms).T[:, of]
         full[-1] = selective[-1] = 0.0  # the last block is not recomputed
         host_forward, host_backward = np.array(host_ms).T[:, of]
