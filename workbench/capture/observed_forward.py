@@ -356,20 +356,6 @@ class Recorder(TorchDispatchMode):
         none: frozenset[fx.Node] = frozenset()
         return Recording(Dataflow(order, {}, none, none, none, none, {}), tuple(self._given), results)
 
-    def read(self, tensor: torch.Tensor) -> None:
-        """Note that Python takes the values of a tensor."""
-        if self._is_on:
-            self._call(ITEM, (tensor,), {})
-
-    @contextlib.contextmanager
-    def pausing(self) -> Iterator[None]:
-        """Record nothing inside a `with` block."""
-        before, self._is_on = self._is_on, False
-        try:
-            yield
-        finally:
-            self._is_on = before
-
     def _call(self, func: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> fx.Node:
         leaves, structure = pytree.tree_flatten((tuple(args), dict(kwargs)))
         nodes = [self._node(leaf) if isinstance(leaf, torch.Tensor) else leaf for leaf in leaves]
@@ -381,11 +367,6 @@ class Recorder(TorchDispatchMode):
         line = line_of_running_code()
         node.meta["stack_trace"] = f'File "{line.file}", line {line.number}\n  {line.text}' if line.file else ""
         return node
-
-    def _argument(self, leaf: Any) -> Any:
-        if isinstance(leaf, torch.Tensor):
-            return self._node(leaf)
-        return leaf if leaf is None or isinstance(leaf, fx.node.base_types) else str(leaf)
 
     def _node(self, tensor: torch.Tensor) -> fx.Node:
         """Return the node of a tensor; one that the code found elsewhere is a constant."""
@@ -422,7 +403,11 @@ class _Methods(TorchFunctionMode):
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func == torch.Tensor.data.__get__:  # type: ignore[attr-defined]
             return args[0].detach()  # with the version of the tensor, so that writes are noticed
-        if func in _READS:
-            self._recorder.read(args[0])
-        with self._recorder.pausing() if func in _HARMLESS else contextlib.nullcontext():
+        recorder, before = self._recorder, self._recorder._is_on
+        if func in _READS and before:
+            recorder._call(ITEM, (args[0],), {})
+        recorder._is_on = before and func not in _HARMLESS
+        try:
             return func(*args, **(kwargs or {}))
+        finally:
+            recorder._is_on = before

@@ -37,7 +37,6 @@ from workbench.columns import log_scalar, logging_scalars
 from workbench.data.datasets import untouched_generators
 from workbench.errors import CaptureError, in_words
 
-NAME = "workbench::opaque"
 Value = torch.Tensor | Callable[[tuple[int, ...]], torch.Tensor] | None
 """A tensor, a function that makes it of a shape, or None for random numbers."""
 FLEX_ATTENTION = "FlexAttention does not run while a model is exported"
