@@ -127,34 +127,49 @@ def differentiable() -> Iterator[None]:
 def exportable(model: nn.Module, name: str, loss_of: Callable[..., Any]) -> Iterator[None]:
     """Replace functions of torch, and `model.forward`, while a model is exported.
 
-    Three replacements refuse what export would silently drop or cannot follow. The others let it follow more:
-    `forward` returns its loss alone, since export knows few of the types in which models return it; `nn.Transformer`
-    does not read the values of its mask, which it does for a hint only; and see `_float_operations` and
-    `_without_layerdrop`.
+    Three replacements refuse what export would silently drop or cannot follow (`_refusals`). The others let it follow
+    more.
 
     Args:
         loss_of: returns the loss, or a tuple that begins with it, given what `forward` returned and its keyword
             arguments as `batch`.
     """
-    forward = model.forward
+    forward, make, draw = model.forward, torch.tensor, torch.rand
 
+    # Export knows few of the types in which models return their loss: it is given the loss alone.
     @functools.wraps(forward)
     def forward_loss(*args: Any, **kwargs: Any) -> Any:
         with _DataAsOperations(name):
             return loss_of(forward(*args, **kwargs), batch=kwargs)
 
+    # `nn.Transformer` reads the values of its mask for a hint only.
     def is_causal(_mask: Any, is_causal: bool | None = None, _size: int | None = None) -> bool:
         return is_causal is True
+
+    # A float becomes an operation, since a constant loses its value on meta. `transformers` before 5.20 builds masks
+    # from such constants, and a mask without values cannot be seen to mask nothing. Integers stay constants: DeBERTa
+    # slices by one, and export knows the size of a slice by a constant only.
+    def tensor(data: Any, **kwargs: Any) -> Any:
+        if isinstance(data, float) and set(kwargs) <= {"dtype", "device"}:
+            return torch.full((), data, **kwargs)
+        return make(data, **kwargs)
+
+    # `torch.rand([]) < layerdrop` is False wherever layerdrop is 0, as with a scalar of 1. The comparison depends on a
+    # value and stops the capture of OPT and BART in transformers before 5.20.
+    def rand(*size: Any, **kwargs: Any) -> Any:
+        if size in (([],), ((),), (torch.Size([]),)):
+            return torch.ones((), **kwargs) if kwargs else 1.0
+        return draw(*size, **kwargs)
 
     replacements: list[tuple[Any, str, Any]] = [
         (model, "forward", forward_loss),
         *_refusals(name),
-        (torch, "tensor", _float_operations()),
+        (torch, "tensor", tensor),
         (torch.nn.modules.transformer, "_detect_is_causal_mask", is_causal),
         (sys.modules["torch.distributed"], "is_initialized", lambda: False),  # as in `alone`
     ]
     if not any(getattr(module, "layerdrop", 0) for module in model.modules()):
-        replacements.append((torch, "rand", _without_layerdrop()))
+        replacements.append((torch, "rand", rand))
     with alone(), contextlib.ExitStack() as stack:
         for replacement in replacements:
             stack.enter_context(patched(*replacement))
@@ -272,38 +287,6 @@ def _refusals(name: str) -> list[tuple[Any, str, Any]]:
         (torch.Tensor, "register_hook", register_hook),
         (torch.autograd, "grad", grad),
     ]
-
-
-def _without_layerdrop() -> Any:
-    """Return a `torch.rand` whose scalar is 1, for models without layerdrop.
-
-    `torch.rand([]) < layerdrop` is False wherever layerdrop is 0. The comparison depends on a value and stops the
-    capture of OPT and BART in transformers before 5.20.
-    """
-    original = torch.rand
-
-    def rand(*size: Any, **kwargs: Any) -> Any:
-        if size in (([],), ((),), (torch.Size([]),)):
-            return torch.ones((), **kwargs) if kwargs else 1.0
-        return original(*size, **kwargs)
-
-    return rand
-
-
-def _float_operations() -> Any:
-    """Return a `torch.tensor` that makes a float by an operation, instead of a constant that loses its value on meta.
-
-    `transformers` before 5.20 builds masks from such constants, and a mask without values cannot be seen to mask
-    nothing. Integers stay constants: DeBERTa slices by one, and export knows the size of a slice by a constant only.
-    """
-    original = torch.tensor
-
-    def tensor(data: Any, **kwargs: Any) -> Any:
-        if isinstance(data, float) and set(kwargs) <= {"dtype", "device"}:
-            return torch.full((), data, **kwargs)
-        return original(data, **kwargs)
-
-    return tensor
 
 
 def remove_checks(module: Any) -> fx.GraphModule:
