@@ -14,7 +14,7 @@ from torch.nn import functional
 import workbench as wb
 from tests.distributed.harness import CPU, LINK
 from tests.unit.coupled_models import COUPLED, GATHERED, WIDTH, SupCon, TwoTower, samples_for
-from workbench.capture import Rows, captured_model, division
+from workbench.capture import SampleDim, captured_model, division
 from workbench.capture.captured_model import CapturedModel
 from workbench.capture.gathering import TAIL, join_rows, part_rows
 from workbench.cost.hardware import Cluster
@@ -40,7 +40,7 @@ def test_rows_of_groups_are_joined_and_parted_again() -> None:
     """`cat([x, y])` of a micro-batch holds its x and then its y; that of the whole batch, every x and then every y."""
     x, y = torch.arange(12.0).view(6, 2), -torch.arange(12.0).view(6, 2)
     parts = [torch.cat([x[at : at + 2], y[at : at + 2]]).T for at in (0, 2, 4)]
-    rows = Rows("both", dim=1, groups=2)
+    rows = SampleDim("both", dim=1, groups=2)
     whole = join_rows(rows, parts)
     torch.testing.assert_close(whole, torch.cat([x, y]).T)
     torch.testing.assert_close(part_rows(rows, whole, 3), parts)
@@ -103,7 +103,7 @@ def test_what_cannot_be_gathered_is_refused_with_its_operation(how: str) -> None
 
 
 def test_a_wrong_combination_of_gathered_rows_is_caught_before_a_plan_is_made(monkeypatch: pytest.MonkeyPatch) -> None:
-    def without_groups(rows: Rows, parts: list[torch.Tensor]) -> torch.Tensor:
+    def without_groups(rows: SampleDim, parts: list[torch.Tensor]) -> torch.Tensor:
         return torch.cat(parts, rows.dim)
 
     monkeypatch.setattr(division, "join_rows", without_groups)

@@ -9,13 +9,13 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from workbench.capture.graph import Block, Graph, LabelCount, Rows
+from workbench.capture.graph import Block, Graph, LabelCount, SampleDim
 from workbench.tensors import spec_of
 
 if TYPE_CHECKING:
     from workbench.capture.model import build_meta, capture, signature
 
-__all__ = ["Block", "Graph", "LabelCount", "Rows", "build_meta", "capture", "signature", "spec_of"]
+__all__ = ["Block", "Graph", "LabelCount", "SampleDim", "build_meta", "capture", "signature", "spec_of"]
 
 
 def __getattr__(name: str) -> object:

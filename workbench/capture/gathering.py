@@ -14,7 +14,7 @@ from torch import fx
 
 from workbench.capture.batch_coupling import NONE, BatchWalk, described
 from workbench.capture.block_extraction import NodeGroup
-from workbench.capture.graph import Graph, Rows
+from workbench.capture.graph import Graph, SampleDim
 from workbench.capture.losses import MeanLoss
 from workbench.capture.opaque import call_of
 from workbench.capture.operations import (
@@ -44,7 +44,7 @@ def split_tail(
     groups: Sequence[NodeGroup],
     model: str,
     in_training: bool,
-) -> tuple[tuple[NodeGroup, ...], tuple[Rows, ...]]:
+) -> tuple[tuple[NodeGroup, ...], tuple[SampleDim, ...]]:
     """Return the groups of a graph with its tail as the last one, and the values that it reads of each sample.
 
     The tail computes the loss and `outputs`. The graph was captured with two samples or more. BatchNorm outside of
@@ -84,7 +84,7 @@ def split_tail(
     *before, last = groups
     rest = tuple(node for node in last.nodes if node not in tail)
     kept = [*before, NodeGroup(last.name, rest)] if rest else before
-    rows = tuple(Rows(source.name, walk.state(source), walk.groups[source]) for source in read)
+    rows = tuple(SampleDim(source.name, walk.state(source), walk.groups[source]) for source in read)
     return (*kept, NodeGroup(TAIL, tuple(node for node in last.nodes if node in tail))), rows
 
 
@@ -134,13 +134,13 @@ class _RowWalk(BatchWalk):
 # Rows of samples, joined over micro-batches and parted again.
 
 
-def join_rows(rows: Rows, parts: Sequence[torch.Tensor]) -> torch.Tensor:
+def join_rows(rows: SampleDim, parts: Sequence[torch.Tensor]) -> torch.Tensor:
     """Return the value of the whole batch, given those of its micro-batches in order."""
     apart = [part.unflatten(rows.dim, (rows.groups, -1)) for part in parts]
     return torch.cat(apart, rows.dim + 1).flatten(rows.dim, rows.dim + 1)
 
 
-def part_rows(rows: Rows, whole: torch.Tensor, parts: int) -> list[torch.Tensor]:
+def part_rows(rows: SampleDim, whole: torch.Tensor, parts: int) -> list[torch.Tensor]:
     """Return the micro-batches of a value of the whole batch: the inverse of `join_rows`."""
     apart = whole.unflatten(rows.dim, (rows.groups, -1)).chunk(parts, rows.dim + 1)
     return [part.flatten(rows.dim, rows.dim + 1) for part in apart]

@@ -72,7 +72,7 @@ class LabelCount:
 
 
 @dataclass(frozen=True)
-class Rows:
+class SampleDim:
     """Place of the samples in a value: dim `dim` holds `groups` × samples × any number of elements, in this order."""
 
     name: str
@@ -122,7 +122,7 @@ class Graph:
     """Operations, with their lines, through which the samples of a batch influence one another's loss."""
     unknown_coupling: str = ""
     """The first operation, with its line, after which it is not known whether samples mix; empty if it is known."""
-    gathered: tuple[Rows, ...] = ()
+    gathered: tuple[SampleDim, ...] = ()
     """Values that the last block reads of the samples of all micro-batches together; none if it runs over each."""
     notes: tuple[str, ...] = ()
     """Sentences on what capture did that a user may not expect."""

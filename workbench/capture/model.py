@@ -23,7 +23,7 @@ from workbench.capture.batch_coupling import MADE_ANEW, Coupling, batch_coupling
 from workbench.capture.block_extraction import BlockExtractor, NodeGroup, canonical_names, find_layers, group_nodes
 from workbench.capture.export import Exported, export
 from workbench.capture.gathering import split_tail
-from workbench.capture.graph import Graph, Rows, ScalarValue
+from workbench.capture.graph import Graph, SampleDim, ScalarValue
 from workbench.capture.losses import MeanLoss, OwnMean, Quotient, Scalar, label_count, mean_losses, scalars_of
 from workbench.capture.opaque import call_of
 from workbench.capture.opaque_search import SIZES, OpaqueSearch, built_by
@@ -221,7 +221,7 @@ class _Analysis:
         of_loss = (self.exported.loss, self.means, outputs)
         return self.graph(*split_tail(self.flow, *of_loss, self.groups, self.name, self.in_training))
 
-    def graph(self, groups: Sequence[NodeGroup], gathered: tuple[Rows, ...] = ()) -> Graph:
+    def graph(self, groups: Sequence[NodeGroup], gathered: tuple[SampleDim, ...] = ()) -> Graph:
         """Return the graph whose blocks are these groups."""
         model, flow, exported, coupling, outputs = self.model, self.flow, self.exported, self.coupling, self.outputs
         # Names and gradients of parameters and buffers.

@@ -619,6 +619,9 @@ def _cross_entropy(p: Propagation, node: fx.Node) -> _Result:
     return None
 
 
+# The search: all columns are tried, and those are given up that lead to a dead end.
+
+
 def plan_tensor_parallel(graph: Graph, degree: int) -> ModelSharding:
     """Return the largest consistent sharding: a parameter that two blocks would shard differently stays whole."""
     if degree == 1:

@@ -81,6 +81,7 @@ class Kernel:
         flops = self.flops * micro_batch
         traffic = self.bytes * micro_batch + self.fixed_bytes
         share = tuned.gemm
+        # A small product does not fill the device: its rate rises with its size, to half the best at `gemm_half_flops`.
         if self.family == GEMM and flops > 0:
             each = flops / self.launches
             share = tuned.gemm * each / (each + tuned.gemm_half_flops)
