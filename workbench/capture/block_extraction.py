@@ -21,7 +21,7 @@ from torch import fx, nn
 
 from workbench.capture.export import Exported
 from workbench.capture.graph import Block, Computation, Graph
-from workbench.capture.losses import MeanLoss, OwnMean, Quotient, emit_sum_over_count
+from workbench.capture.losses import MeanLoss, MicroBatchMean, Quotient, emit_sum_over_count
 from workbench.capture.opaque import call_of
 from workbench.capture.operations import (
     Dataflow,
@@ -268,7 +268,7 @@ class BlockExtractor:
         exported: Exported,
         flow: Dataflow,
         names: Mapping[int, str],
-        losses: Sequence[MeanLoss | Quotient | OwnMean],
+        losses: Sequence[MeanLoss | Quotient | MicroBatchMean],
         outputs: Collection[fx.Node] = (),
     ) -> None:
         """Take the graph and its facts; `names` are the canonical names of parameters and buffers by `id`."""
@@ -277,7 +277,7 @@ class BlockExtractor:
         self._names = names
         self._outputs = dict.fromkeys(outputs)
         self._losses = {mean.node: index for index, mean in enumerate(losses)}
-        names_of_counts = {MeanLoss: "count", Quotient: "total", OwnMean: "ratio"}
+        names_of_counts = {MeanLoss: "count", Quotient: "total", MicroBatchMean: "ratio"}
         self._counted = [names_of_counts[type(mean)] for mean in losses]
         self._codes: dict[str, fx.GraphModule] = {}
         self.constants: dict[str, torch.Tensor] = {}

@@ -75,7 +75,7 @@ class Quotient:
 
 
 @dataclass(frozen=True)
-class OwnMean:
+class MicroBatchMean:
     """A product of a mean loss with 1, which a scalar reads in place of the loss: the mean of its micro-batch alone.
 
     The loss is divided by the labels of the global batch; the runtime supplies what to multiply that with instead of 1.
@@ -143,7 +143,7 @@ def _before_broadcast(target: fx.Node) -> fx.Node:
 def emit_sum_over_count(graph: fx.Graph, loss: fx.Node, count: fx.Node) -> fx.Node:
     """Make the mean loss, which was copied to the end of `graph`, a sum, and return the sum over `count`.
 
-    A quotient is divided by `count` in place of its own divisor, and an `OwnMean` multiplied with it.
+    A quotient is divided by `count` in place of its own divisor, and a `MicroBatchMean` multiplied with it.
     """
     if loss.target in (aten.div.Tensor, aten.mul.Tensor):
         loss.update_arg(1, count)
@@ -160,9 +160,9 @@ def emit_sum_over_count(graph: fx.Graph, loss: fx.Node, count: fx.Node) -> fx.No
     return quotient
 
 
-def label_count(module: fx.GraphModule, flow: Dataflow, loss: MeanLoss | Quotient | OwnMean) -> LabelCount:
+def label_count(module: fx.GraphModule, flow: Dataflow, loss: MeanLoss | Quotient | MicroBatchMean) -> LabelCount:
     """Return the graph `batch -> number (or weight) of the labels that count` of one loss."""
-    if isinstance(loss, OwnMean):
+    if isinstance(loss, MicroBatchMean):
         return replace(label_count(module, flow, loss.of), is_ratio=True)
     if isinstance(loss, Quotient):
         ends = [loss.total]
@@ -401,7 +401,7 @@ class Scalar:
     node: fx.Node
     loss: MeanLoss | Quotient | None = None
     """The mean loss by whose labels micro-batches are weighted; None weights them equally."""
-    own_means: tuple[OwnMean, ...] = ()
+    micro_batch_means: tuple[MicroBatchMean, ...] = ()
 
 
 def scalars_of(
@@ -437,15 +437,15 @@ def scalars_of(
             scalars.append(Scalar(name, reduce, node))
         else:
             path = before & {later for loss in read for later in descendants(loss.node)}
-            copy, means = _with_own_means(node, [each for each in flow.order if each in path], read)
+            copy, means = _with_micro_batch_means(node, [each for each in flow.order if each in path], read)
             scalars.append(Scalar(name, reduce, copy, read[0], means))
     _move_to_operands(exported.module.graph, flow, needed, [scalar.node for scalar in scalars])
     return tuple(scalars)
 
 
-def _with_own_means(
+def _with_micro_batch_means(
     node: fx.Node, path: Sequence[fx.Node], losses: Sequence[MeanLoss | Quotient]
-) -> tuple[fx.Node, tuple[OwnMean, ...]]:
+) -> tuple[fx.Node, tuple[MicroBatchMean, ...]]:
     """Return a copy of a node that reads the means of a micro-batch in place of `losses`, and these means.
 
     `path` has the nodes between.
@@ -455,7 +455,7 @@ def _with_own_means(
         for loss in losses:
             copies[loss.node] = graph.call_function(aten.mul.Tensor, (loss.node, 1.0))
             copies[loss.node].meta = dict(loss.node.meta)
-            means.append(OwnMean(copies[loss.node], loss))
+            means.append(MicroBatchMean(copies[loss.node], loss))
         for each in path:
             copies[each] = graph.node_copy(each, lambda source: copies.get(source, source))
     return copies[node], tuple(means)

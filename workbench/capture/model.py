@@ -24,7 +24,7 @@ from workbench.capture.block_extraction import BlockExtractor, NodeGroup, canoni
 from workbench.capture.export import Exported, export
 from workbench.capture.gathering import split_tail
 from workbench.capture.graph import Graph, SampleDim, ScalarValue
-from workbench.capture.losses import MeanLoss, OwnMean, Quotient, Scalar, label_count, mean_losses, scalars_of
+from workbench.capture.losses import MeanLoss, Quotient, Scalar, label_count, mean_losses, scalars_of
 from workbench.capture.opaque import call_of
 from workbench.capture.opaque_search import SIZES, OpaqueSearch, built_by
 from workbench.capture.operations import (
@@ -235,8 +235,8 @@ class _Analysis:
                 f"compute the loss outside torch.no_grad() and without detach()."
             )
         # Blocks, and the values that they send.
-        own_means = {mean.node: mean for scalar in self.scalars for mean in scalar.own_means}
-        losses: tuple[MeanLoss | Quotient | OwnMean, ...] = (*self.means, *coupling.quotients, *own_means.values())
+        of_micro_batch = {mean.node: mean for scalar in self.scalars for mean in scalar.micro_batch_means}
+        losses = (*self.means, *coupling.quotients, *of_micro_batch.values())
         group_of = {node: index for index, group in enumerate(groups) for node in group.nodes}
         logged = [scalar.node for scalar in self.scalars]
         extractor = BlockExtractor(exported, flow, names, losses, [*outputs.values(), *logged])

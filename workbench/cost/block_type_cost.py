@@ -90,7 +90,7 @@ class Operation:
     recomputed_bytes: int = 0
     """Bytes that exist during its backward only: an opaque call's second forward keeps them."""
     saved: list[torch.Tensor] = field(default_factory=list)
-    own_results: list[torch.Tensor] = field(default_factory=list)
+    hidden_results: list[torch.Tensor] = field(default_factory=list)
     """Results besides `outputs`, which only the backward reads."""
     differentiable: list[bool] = field(default_factory=list)
     """True for each of `inputs` that a gradient flows to."""
@@ -298,7 +298,7 @@ def _run_attention(ran: Operation, args: Any, kwargs: Any, settings: Settings) -
     ran.backward_flops = 2.5 * ran.forward_flops
     rows_lse = torch.empty((batch, heads, rows), dtype=torch.float32, device=META)
     ran.saved = [query, key, value, out, rows_lse]
-    ran.own_results = [rows_lse]
+    ran.hidden_results = [rows_lse]
     if mask is not None:
         ran.saved.append(torch.empty(mask.shape, dtype=query.dtype, device=META) if mask.dtype == torch.bool else mask)
 
@@ -389,7 +389,7 @@ class BlockTrace:
                 value = self.values[identity(tensor)]
                 if ran.node in division.sharded or (selects and value.born == step):
                     value.share = ran.share
-            for tensor in (*ran.saved, *ran.own_results):
+            for tensor in (*ran.saved, *ran.hidden_results):
                 if (selects or divided) and self.is_internal(tensor, step):
                     self.values[identity(tensor)].share = ran.share
             for source, copy in ran.casts:
@@ -430,7 +430,7 @@ class BlockTrace:
         for step, ran in reversed(list(enumerate(self.operations))):
             copies = {identity(copy): identity(source) for source, copy in ran.casts}
             internal = [] if ran.name in _RANDOM else [t for t in ran.saved if self.is_internal(t, step)]
-            made = {identity(tensor) for tensor in (*ran.output_tensors, *ran.own_results, *internal)} - set(copies)
+            made = {identity(tensor) for tensor in (*ran.output_tensors, *ran.hidden_results, *internal)} - set(copies)
             if made & needed:
                 steps.add(step)
                 needed |= {identity(tensor) for tensor in ran.sources}
@@ -558,7 +558,7 @@ def block_type_cost(trace: BlockTrace) -> BlockTypeCost:
         if ran.family in (GEMM, ATTENTION):
             products |= {identity(t): values[identity(t)].nbytes for t in ran.output_tensors}
         if ran.family == ATTENTION:
-            products |= {identity(t): storage_bytes(t) * ran.share for t in ran.own_results}
+            products |= {identity(t): storage_bytes(t) * ran.share for t in ran.hidden_results}
     modes = tuple(mode for mode in RECOMPUTE if is_replayable(trace.block.code, mode))
     # A head that runs over labelled rows has another length in every batch and cannot be captured as a CUDA graph.
     has_labelled_rows = find_rowwise_head(trace.block) is not None and not trace.division.divided
