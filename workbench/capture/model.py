@@ -236,7 +236,11 @@ class _Analysis:
             )
         # Blocks, and the values that they send.
         of_micro_batch = {mean.node: mean for scalar in self.scalars for mean in scalar.micro_batch_means}
-        losses = (*self.means, *coupling.quotients, *of_micro_batch.values())
+        losses: list[MeanLoss | Quotient | MicroBatchMean] = [
+            *self.means,
+            *coupling.quotients,
+            *of_micro_batch.values(),
+        ]
         group_of = {node: index for index, group in enumerate(groups) for node in group.nodes}
         logged = [scalar.node for scalar in self.scalars]
         extractor = BlockExtractor(exported, flow, names, losses, [*outputs.values(), *logged])
