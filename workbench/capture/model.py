@@ -24,7 +24,7 @@ from workbench.capture.block_extraction import BlockExtractor, NodeGroup, canoni
 from workbench.capture.export import Exported, export
 from workbench.capture.gathering import split_tail
 from workbench.capture.graph import Graph, SampleDim, ScalarValue
-from workbench.capture.losses import MeanLoss, Quotient, Scalar, label_count, mean_losses, scalars_of
+from workbench.capture.losses import MeanLoss, MicroBatchMean, Quotient, Scalar, label_count, mean_losses, scalars_of
 from workbench.capture.opaque import call_of
 from workbench.capture.opaque_search import SIZES, OpaqueSearch, built_by
 from workbench.capture.operations import (
