@@ -152,6 +152,7 @@ def group_nodes(
     its group, so that this is the last. Views of parameters belong to no group in the end: each that reads one makes it
     again.
     """
+    # Runs of nodes of one layer, and then those between layers that belong to the layer before them.
     runs: list[_Run] = []
     for node in flow.order:
         if node not in flow.live or node in flow.recomputable or node.op != "call_function":
@@ -176,6 +177,7 @@ def group_nodes(
         if op_name(node) == "batch_norm" and isinstance(mean := arguments_of(node)["running_mean"], fx.Node):
             writers.setdefault(storage_of(mean), (node,))
     joined = _join_across_writes([nodes for _, nodes in grouped], flow, loss, writers)
+    # Names: of the layer, or of what the nodes have in common.
     owners = {nodes[0]: key[0] for key, nodes in grouped if key}
     calls: Counter[str] = Counter()
     groups = []

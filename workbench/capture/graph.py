@@ -52,6 +52,11 @@ class Block:
     code: fx.GraphModule = field(repr=False, compare=False, kw_only=True)
     """`code(*parameters, *buffers, *receives, *inputs, *counts) -> tuple of sends`; nodes carry `meta["val"]`."""
 
+    @property
+    def parameter_nodes(self) -> dict[fx.Node, str]:
+        """The arguments of `code` that are parameters, in order, with the parameters' names."""
+        return dict(zip(self.code.graph.find_nodes(op="placeholder"), self.parameters, strict=False))
+
 
 @dataclass(frozen=True)
 class LabelCount:

@@ -49,7 +49,7 @@ def hidden_matrices(graph: Graph) -> frozenset[str]:
     """
     other: set[str] = set()
     for block in graph.blocks:
-        parameters = dict(zip(block.code.graph.find_nodes(op="placeholder"), block.parameters, strict=False))
+        parameters = block.parameter_nodes
         for node in block.code.graph.find_nodes(op="call_function", target=EMBEDDING):
             other |= {parameters[each] for each in ancestors([node.all_input_nodes[0]]) if each in parameters}
         if graph.loss in block.sends:
@@ -72,8 +72,7 @@ def projections(graph: Graph, fused: Mapping[str, float] | None = None) -> dict[
     found: dict[str, Projections] = {}
     alike: dict[tuple[str, int], Projections] = {}  # layers of one block type are searched once
     for block in graph.blocks:
-        inputs = block.code.graph.find_nodes(op="placeholder")
-        for position, (node, name) in enumerate(zip(inputs, block.parameters, strict=False)):
+        for position, (node, name) in enumerate(block.parameter_nodes.items()):
             if name in hidden and name not in found:
                 if (block.block_type, position) not in alike:
                     read = _read_by_a_product(node)

@@ -222,9 +222,9 @@ class Propagation:
         self._whole: dict[tuple[fx.Node, fx.Node], Sharding] = {}
         self._reduced: dict[fx.Node, int] = {}
         # A gradient may flow to what descends from parameters and received values.
-        arguments = [node for node in block.code.graph.nodes if node.op == "placeholder"]
         first = len(block.parameters) + len(block.buffers)
-        start = (*arguments[: len(block.parameters)], *arguments[first : first + len(block.receives)])
+        arguments = block.code.graph.find_nodes(op="placeholder")
+        start = (*block.parameter_nodes, *arguments[first : first + len(block.receives)])
         reached = reachable(start, lambda node: (user for user in node.users if not holds_integers(user)))
         self._trained = {node for node in reached if not holds_integers(node)}
 
@@ -657,8 +657,7 @@ def plan_tensor_parallel(graph: Graph, degree: int) -> ModelSharding:
 
 def _shard_block(block: Block, degree: int, excluded: set[int]) -> BlockSharding:
     """Try to shard all columns; as long as one leads to a dead end, give it up and try again."""
-    placeholders = [node for node in block.code.graph.nodes if node.op == "placeholder"]
-    parameters = {node: i for i, node in enumerate(placeholders[: len(block.parameters)]) if i not in excluded}
+    parameters = {node: i for i, node in enumerate(block.parameter_nodes) if i not in excluded}
     # Candidates are the products with a weight, and the lookup in an embedding that is most of the block's embeddings.
     columns: dict[fx.Node, tuple[int, ...] | None] = {}
     tables = [n.args[0] for n in block.code.graph.nodes if n.target is EMBEDDING and n.args[0] in parameters]

@@ -77,17 +77,12 @@ def product_flops(graph: Graph, names: Collection[str]) -> dict[str, float]:
 
 def products_with(block: Block, names: Collection[str]) -> Iterator[tuple[fx.Node, Product, str]]:
     """Yield each product of a block with one of the weights: its node, its operands, and the weight's name."""
-    weights = _arguments(block)
+    weights = block.parameter_nodes
     for node in block.code.graph.nodes:
         product = product_of(node)
         name = None if product is None else weights.get(product.weight)
         if product is not None and name is not None and name in names:
             yield node, product, name
-
-
-def _arguments(block: Block) -> dict[fx.Node, str]:
-    placeholders = [node for node in block.code.graph.nodes if node.op == "placeholder"]
-    return dict(zip(placeholders, block.parameters, strict=False))
 
 
 def block_sparse_obstacle(experiment: Experiment, graph: Graph) -> str:
@@ -108,7 +103,7 @@ def block_sparse_obstacle(experiment: Experiment, graph: Graph) -> str:
     readers = Counter(name for block in graph.blocks for name in block.parameters if name in names)
     for block in graph.blocks:
         multiplied = {name for _, _, name in products_with(block, names)}
-        for node, name in _arguments(block).items():
+        for node, name in block.parameter_nodes.items():
             if name in names and (readers[name] > 1 or len(node.users) > 1 or name not in multiplied):
                 return f"the model reads {name} otherwise than in one matrix product"
     return ""
