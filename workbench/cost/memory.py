@@ -20,8 +20,9 @@ ZeRO 1 too, and gradients appear block by block while activations are freed: at 
 peak, the stage has no gradients but that block's. DistributedDataParallel's buckets exist all the time. Offloaded
 optimiser state takes on the device only the part in transit. Gradients of weights that have bf16 copies stay in bf16
 where `keeps_bf16_gradients` says so. A moving average of the weights is one more fp32 copy of the trained ones, sharded
-as they are. (ZeRO: arXiv:1910.02054; FSDP2:
-torch.distributed.fsdp.fully_shard.)
+as they are. (ZeRO: arXiv:1910.02054; FSDP2: torch.distributed.fsdp.fully_shard.)
+
+The last section is the time in which a stage orthogonalises its matrices, in rounds of as many bytes as are in transit.
 """
 
 from __future__ import annotations
