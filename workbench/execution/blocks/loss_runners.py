@@ -19,7 +19,7 @@ import torch
 import torch.distributed as dist
 from torch import fx
 
-from workbench.capture import Block, Rows
+from workbench.capture import Block, SampleDim
 from workbench.capture.gathering import join_rows, part_rows
 from workbench.capture.graph import LabelCount
 from workbench.capture.losses import BINARY, MEAN, RowwiseHead, count_labels, on_device
@@ -232,7 +232,7 @@ class GatheredLoss:
         self,
         run: Runner,
         block: Block,
-        gathered: Sequence[Rows],
+        gathered: Sequence[SampleDim],
         context: StepContext,
         num_microbatches: int,
         group: dist.ProcessGroup,
@@ -240,7 +240,7 @@ class GatheredLoss:
         self._run, self._block, self._context = run, block, context
         self._parts, self._group = num_microbatches, group
         rows = {value.name: value for value in gathered}
-        self._rows = [rows[name] for name in block.receives] + [Rows(name, 0) for name in block.inputs]
+        self._rows = [rows[name] for name in block.receives] + [SampleDim(name, 0) for name in block.inputs]
         self._collected: list[Values] | None = None
         self._trains, self._is_checked = True, False
         self._at = next(at for at, name in enumerate(block.sends) if name not in block.returned)
@@ -287,7 +287,7 @@ class GatheredLoss:
         """Return what the block computes: the loss and the scalars of the whole batch."""
         return (*self._scalars[: self._at], loss, *self._scalars[self._at :])
 
-    def _gather(self, rows: Rows, parts: Sequence[torch.Tensor]) -> torch.Tensor:
+    def _gather(self, rows: SampleDim, parts: Sequence[torch.Tensor]) -> torch.Tensor:
         """Return a value of the whole batch, given the micro-batches of this replica; a collective."""
         own = join_rows(rows, parts).contiguous()
         if self._group.size() == 1:
@@ -297,7 +297,7 @@ class GatheredLoss:
         dist.all_gather(replicas, as_bytes, group=self._group)
         return join_rows(rows, [replica.view(own.dtype) for replica in replicas])
 
-    def _check(self, gathered: Sequence[tuple[Rows, Sequence[torch.Tensor], torch.Tensor]]) -> None:
+    def _check(self, gathered: Sequence[tuple[SampleDim, Sequence[torch.Tensor], torch.Tensor]]) -> None:
         """Raise `WorkbenchError` on every replica if a value was gathered in another order on one; a collective."""
         first, total = dist.get_rank(self._group) * self._parts, self._group.size() * self._parts
         is_wrong = torch.zeros(len(gathered), device=self._context.device)
