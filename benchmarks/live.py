@@ -212,7 +212,7 @@ def latency(folder: Path, updates: int = 60, every_s: float = 0.5) -> dict[str, 
 
 def write_long_runs(folder: Path, runs: int = RUNS, points: int = POINTS) -> list[Path]:
     """Runs of so many steps, whose columns were kept as each run's supervisor does while it goes on."""
-    from workbench.runs.event_blocks import ColumnKeeper
+    from workbench.runs.event_log import ColumnKeeper
 
     first = write_run(folder / "run-0", points)
     paths = [first]

@@ -18,7 +18,7 @@ from workbench.lab import run_index
 from workbench.lab.run_handlers import dashboard_of
 from workbench.lab.run_index import RunIndex, own_run
 from workbench.rundir import RunDir, append_event, known_runs_roots, note_runs_root, write_json, write_record
-from workbench.runs.event_blocks import BULK_BYTES, spread_steps
+from workbench.runs.event_log import BULK_BYTES, spread_steps
 from workbench.runs.launching.device_queue import Sample, write_sample
 from workbench.runs.run import Run
 

@@ -17,7 +17,7 @@ from tests.unit.figure_values import plan
 from tests.unit.test_runs import make_run
 from workbench.errors import WorkbenchError
 from workbench.rundir import RunDir, append_event, log_event, read_events
-from workbench.runs import event_blocks
+from workbench.runs import event_log
 from workbench.runs.history import HistoryTail
 from workbench.runs.launching import launcher
 from workbench.runs.registry import list_runs
@@ -96,7 +96,7 @@ def test_no_mutation_is_silent(
     mutate: Callable[..., bytes], in_bulk: bool, finished: RunDir, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     if in_bulk:
-        monkeypatch.setattr(event_blocks, "BULK_BYTES", 1)
+        monkeypatch.setattr(event_log, "BULK_BYTES", 1)
     whole = finished.events.read_bytes()
     dice, found = random.Random(mutate.__name__), 0
     for _ in range(MUTATIONS):
@@ -135,7 +135,7 @@ def test_the_edges_of_a_file_are_read_as_far_as_they_are_whole(
     damage: str, in_bulk: bool, finished: RunDir, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     if in_bulk:
-        monkeypatch.setattr(event_blocks, "BULK_BYTES", 1)
+        monkeypatch.setattr(event_log, "BULK_BYTES", 1)
     change, steps, damaged = ENDS[damage]
     finished.events.write_bytes(change(finished.events.read_bytes()))
     history, facts = HistoryTail(finished.events).read(), Run(finished.path).row()

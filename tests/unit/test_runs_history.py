@@ -7,6 +7,7 @@ import os
 import subprocess
 import sys
 import time
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -28,8 +29,9 @@ from workbench.figures.curves_view import loss_curves
 from workbench.figures.panels_view import panel_names
 from workbench.figures.run_views import compare
 from workbench.rundir import RunDir, append_event, event_line, read_events, this_process, write_json, write_record
-from workbench.runs import event_blocks
-from workbench.runs.history import History, HistoryTail, final_loss, latest_events, recent_pace
+from workbench.runs import event_log
+from workbench.runs.event_log import UNREAD, latest_events, mark_step, read_state
+from workbench.runs.history import History, HistoryTail, final_loss, recent_pace
 from workbench.runs.registry import list_runs
 from workbench.runs.run import Run
 from workbench.units import time_left
@@ -64,8 +66,8 @@ def test_unknown_figures_are_nan(events):
 
 @pytest.mark.parametrize("bulk_bytes", [1, 1 << 30], ids=["in bulk", "line by line"])
 def test_logged_scalars_are_columns_in_memory_and_kept_and_nan_where_a_step_logs_none(events, monkeypatch, bulk_bytes):
-    monkeypatch.setattr(event_blocks, "BULK_BYTES", bulk_bytes)
-    monkeypatch.setattr(event_blocks, "KEPT_BYTES", 1)
+    monkeypatch.setattr(event_log, "BULK_BYTES", bulk_bytes)
+    monkeypatch.setattr(event_log, "KEPT_BYTES", 1)
     append_event(events, "start", devices=1, world=1, resumed_from=None)
     for step in range(1, 7):
         log_steps(events, step, step, **({"scalars": {"accuracy": step / 10, "b-2": None}} if step % 2 else {}))
@@ -115,17 +117,59 @@ def test_steps_repeated_after_a_resumption_replace_the_earlier_ones(events):
 def test_a_tail_grows_by_what_arrived_and_never_changes_what_it_gave(events):
     tail = HistoryTail(events)
     log_steps(events, 1, 3)
-    first = tail.read()
-    assert tail.events == []
+    first, before = tail.read(), tail.state
+    assert not before.starts
     append_event(events, "start", devices=1, world=1, resumed_from=2)
     log_steps(events, 3, 2000, loss=0.5)
     second = tail.read()
-    assert [event["type"] for event in tail.events] == ["start"]
+    assert (len(tail.state.starts), before.starts) == (1, ())
     assert first.loss.tolist() == [7.0, 3.5, 7 / 3]
     assert second.step.tolist() == list(range(1, 2001))
     assert second.loss[2] == 0.5
+    state = tail.state
     assert len(tail.read()) == 2000
-    assert tail.events == []
+    assert tail.state == state
+
+
+def test_a_state_is_the_same_however_many_events_arrive_at_a_time(tmp_path):
+    path = tmp_path / "events.jsonl"
+    counts = {"tokens": 1.0, "samples": 1.0, "flops": 1.0, "seconds": 1.0, "eval_seconds": 0.1}
+
+    def attempt(first: int, last: int, **start: Any) -> None:
+        append_event(path, "status", state="starting", message="")
+        append_event(path, "phase", name="capture", seconds=1.0)
+        append_event(path, "start", devices=2, **start)
+        for step in range(first, last + 1):
+            log_steps(path, step, step)
+            append_event(path, "evaluation", step=step, loss=7.0 / step, **counts)
+            append_event(path, "samples", step=step, samples=[], seconds=0.1)
+            append_event(path, "checkpoint", step=step, path=f"step-{step:08d}", seconds=0.1)
+        for rank in range(last - first):
+            append_event(path, "memory", rank=rank, stage=0, device="cpu", peak_bytes=step + rank)
+        append_event(path, "checkpoint_problem", step=last, path="", message="The disk is full.")
+        append_event(path, "tracking", state="syncing", message="")
+
+    attempt(1, 6, resumed_from=None)
+    attempt(4, 5, resumed_from="checkpoints/step-00000003")
+    append_event(path, "status", state="failed", message="it was killed")
+    append_event(path, "data_evaluation", step=5, loss=1.0, data="other", **counts)
+    whole, tail = read_state(path), HistoryTail(path)
+    tail.read()
+    assert replace(whole, steps=()) == tail.state
+    assert (list(whole.evaluations), list(whole.texts)) == ([1, 2, 3, 4, 5], [1, 2, 3, 4, 5])
+    assert [mark_step(mark) for mark in whole.marks] == [1, 2, 3, 3, 4, 5], "the resumption is the second 3"
+    assert list(whole.memory) == [0], "the first attempt had five ranks"
+    assert (whole.evaluations[3].attempt, whole.evaluations[4].attempt) == (1, 2)
+    assert [step["step"] for step in whole.steps] == [1, 2, 3, 4, 5, 6, 4, 5]
+    assert whole.problems == ("The checkpoint of step 5 could not be written: The disk is full.",)
+    assert whole.status is not None
+    assert whole.status.message == "it was killed"
+    events = [event for event in read_events(path) if event["type"] != "step"]
+    for size in range(1, len(events) + 1):
+        state = UNREAD
+        for first in range(0, len(events), size):
+            state = state.after(events[first : first + size])
+        assert replace(state, offset=whole.offset, steps=whole.steps) == whole
 
 
 def test_columns_are_read_only_and_equally_long(events):
@@ -214,7 +258,7 @@ def test_the_time_left_is_told_from_minutes_and_in_one_step_of_its_size():
 
 
 STEPS = 6000
-"""Number of steps whose lines fill more than `event_blocks.BULK_BYTES`."""
+"""Number of steps whose lines fill more than `event_log.BULK_BYTES`."""
 
 
 def step_line(step: int, **fields: Any) -> str:
@@ -242,7 +286,7 @@ def same(first: History, second: History) -> bool:
 
 def line_by_line(long_events: Path) -> History:
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(event_blocks, "BULK_BYTES", sys.maxsize)
+        patch.setattr(event_log, "BULK_BYTES", sys.maxsize)
         return HistoryTail(long_events).read()
 
 
@@ -275,10 +319,10 @@ LINE = st.one_of(
 @given(st.lists(LINE, max_size=40))
 def test_lines_in_bulk_are_what_they_are_one_by_one(monkeypatch: pytest.MonkeyPatch, written: list[str]) -> None:
     block = "".join(f"{line}\n" for line in written).encode()
-    monkeypatch.setattr(event_blocks, "BULK_BYTES", sys.maxsize)
-    slowly = event_blocks.parsed(block)
-    monkeypatch.setattr(event_blocks, "BULK_BYTES", 1)
-    quickly = event_blocks.parsed(block)
+    monkeypatch.setattr(event_log, "BULK_BYTES", sys.maxsize)
+    slowly = event_log.parsed(block)
+    monkeypatch.setattr(event_log, "BULK_BYTES", 1)
+    quickly = event_log.parsed(block)
     assert np.array_equal(quickly.steps, slowly.steps, equal_nan=True)
     assert quickly.others == slowly.others
 
@@ -286,7 +330,7 @@ def test_lines_in_bulk_are_what_they_are_one_by_one(monkeypatch: pytest.MonkeyPa
 def test_lines_as_they_are_written_are_read_in_bulk(long_events: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     append_event(long_events, "checkpoint", step=3, path="p", seconds=0.1)
     write_steps(long_events, STEPS + 1, STEPS + 5, loss=float("nan"))
-    monkeypatch.setattr(event_blocks, "_line_by_line", lambda _: pytest.fail("read line by line"))
+    monkeypatch.setattr(event_log, "_line_by_line", lambda _: pytest.fail("read line by line"))
     assert len(HistoryTail(long_events).read()) == STEPS + 5
 
 
@@ -295,8 +339,8 @@ def test_blocks_end_where_lines_do(long_events: Path, monkeypatch: pytest.Monkey
     with long_events.open("ab") as file:
         file.write(b'{"type": "ste')
     for size in (100, 1000, 10**6):  # the first below the length of a line
-        monkeypatch.setattr(event_blocks, "BLOCK_BYTES", size)
-        found = list(event_blocks.blocks(long_events))
+        monkeypatch.setattr(event_log, "BLOCK_BYTES", size)
+        found = list(event_log.blocks(long_events))
         assert b"".join(found) == whole
         assert all(block.endswith(b"\n") for block in found)
 

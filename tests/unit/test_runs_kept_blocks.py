@@ -14,8 +14,9 @@ import numpy as np
 import pytest
 
 from workbench.rundir import append_event
-from workbench.runs import event_blocks
-from workbench.runs.history import HistoryTail, latest_events, read_tail
+from workbench.runs import event_log
+from workbench.runs.event_log import latest_events
+from workbench.runs.history import HistoryTail, read_tail
 
 STEPS = 400
 
@@ -23,9 +24,9 @@ STEPS = 400
 @pytest.fixture
 def events(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     """Return a run of many small blocks, which was resumed once and evaluated."""
-    monkeypatch.setattr(event_blocks, "BLOCK_BYTES", 8192)
-    monkeypatch.setattr(event_blocks, "KEPT_BYTES", 512)
-    monkeypatch.setattr(event_blocks, "SETTLED_S", -1.0)
+    monkeypatch.setattr(event_log, "BLOCK_BYTES", 8192)
+    monkeypatch.setattr(event_log, "KEPT_BYTES", 512)
+    monkeypatch.setattr(event_log, "SETTLED_S", -1.0)
     path = tmp_path / "events.jsonl"
     append_event(path, "start", devices=2, resumed_from=None)
     train(path, 1, STEPS)
@@ -55,19 +56,19 @@ def everything(path: Path) -> list[Any]:
     losses = [evaluations["eval_loss"], evaluations.metrics.get("accuracy", ()), evaluations["gpu_hours"]]
     milestones, offset, damaged = latest_events(path, 0, 20)
     arrays = [np.asarray(array).tobytes() for array in (*samples[2:], *losses)]
-    return [columns, samples[:2], arrays, repr(tail.events), repr(milestones), offset, damaged]
+    return [columns, samples[:2], arrays, tail.state, repr(milestones), offset, damaged]
 
 
 def unkept(path: Path) -> list[Any]:
     """Return the same without anything kept."""
     path.with_suffix(".columns").unlink(missing_ok=True)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(event_blocks, "KEPT_BYTES", 1 << 40)
+        patch.setattr(event_log, "KEPT_BYTES", 1 << 40)
         return everything(path)
 
 
 def forbid_parsing(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(event_blocks, "parsed", lambda *_: pytest.fail("lines were parsed again"))
+    monkeypatch.setattr(event_log, "parsed", lambda *_: pytest.fail("lines were parsed again"))
 
 
 def test_what_is_kept_says_what_the_lines_say_and_they_are_not_parsed_again(
@@ -102,15 +103,15 @@ def test_a_run_that_goes_on_adds_to_what_is_kept(events: Path, monkeypatch: pyte
 def test_what_is_kept_while_a_run_goes_on_is_all_that_its_first_reader_needs(
     events: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(event_blocks, "BLOCK_BYTES", 512)
-    keeper = event_blocks.ColumnKeeper(events)
+    monkeypatch.setattr(event_log, "BLOCK_BYTES", 512)
+    keeper = event_log.ColumnKeeper(events)
     keeper.keep()
     train(events, STEPS + 1, STEPS + 200)
     keeper.keep()
-    event_blocks.ColumnKeeper(events).keep()  # another supervisor, of a run that is resumed
+    event_log.ColumnKeeper(events).keep()  # another supervisor, of a run that is resumed
     with monkeypatch.context() as patch:
         forbid_parsing(patch)
-        found = [block.num_bytes for block in event_blocks.read_blocks(events, with_columns=False)]
+        found = [block.num_bytes for block in event_log.read_blocks(events, with_columns=False)]
     assert sum(found) == events.stat().st_size
     assert everything(events) == unkept(events)
 
@@ -119,14 +120,14 @@ def test_only_columns_that_are_asked_for_are_read(events: Path, monkeypatch: pyt
     expected = HistoryTail(events).read()  # in memory, because nothing was kept yet
     rows = list[int]()
 
-    class Noted(event_blocks.KeptSteps):
+    class Noted(event_log.KeptSteps):
         def __getitem__(self, row: int) -> Any:
             rows.append(row)
             return super().__getitem__(row)
 
-    monkeypatch.setattr(event_blocks, "KeptSteps", Noted)
+    monkeypatch.setattr(event_log, "KeptSteps", Noted)
     history = HistoryTail(events).read()
-    loss, grad_norm = (event_blocks.LOGGED.index(name) for name in ("loss", "grad_norm"))
+    loss, grad_norm = (event_log.LOGGED.index(name) for name in ("loss", "grad_norm"))
     assert {loss, grad_norm}.isdisjoint(rows)
     blocks_read = len(rows)
     assert np.array_equal(history.last("loss", 5), expected.loss[-5:])
@@ -168,7 +169,7 @@ def test_a_column_that_is_damaged_after_its_run_was_opened_comes_from_the_events
 
 def test_events_that_agreed_once_are_not_read_again(events: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with monkeypatch.context() as patch:
-        patch.setattr(event_blocks, "SETTLED_S", 60.0)  # what was written just now may change within its time stamp
+        patch.setattr(event_log, "SETTLED_S", 60.0)  # what was written just now may change within its time stamp
         expected = everything(events)
     assert everything(events) == expected
     summed = list[bytes]()
@@ -177,7 +178,7 @@ def test_events_that_agreed_once_are_not_read_again(events: Path, monkeypatch: p
         summed.append(bytes(data))
         return zlib.crc32(data, *start)
 
-    monkeypatch.setattr(event_blocks, "zlib", SimpleNamespace(crc32=noted))
+    monkeypatch.setattr(event_log, "zlib", SimpleNamespace(crc32=noted))
     assert everything(events) == expected
     assert summed
     assert not any(b'"type": "step"' in data for data in summed)
@@ -213,7 +214,7 @@ def test_a_folder_that_cannot_be_written_is_read(events: Path, monkeypatch: pyte
     def refused(*_: object) -> int:
         raise PermissionError
 
-    monkeypatch.setattr(event_blocks, "_append", refused)
+    monkeypatch.setattr(event_log, "_append", refused)
     assert everything(events) == expected
     assert not events.with_suffix(".columns").exists()
 

@@ -16,7 +16,7 @@ import psutil
 
 from workbench.errors import RunNotFound, WorkbenchError
 from workbench.rundir import FINAL_STATES, RunDir
-from workbench.runs.event_blocks import spread_steps
+from workbench.runs.event_log import spread_steps
 from workbench.runs.launching.device_queue import GpuMeter, waiting_and_training
 from workbench.runs.loss_basis import read_loss_basis
 from workbench.runs.registry import row_or_reason

@@ -33,11 +33,12 @@ from workbench.execution.deviation import Deviation, from_json, to_json
 from workbench.experiment import Experiment, counted
 from workbench.planning.plan import Plan
 from workbench.planning.runnable import captured_model, check_runnable
-from workbench.rundir import RunDir, append_event, read_events, read_record, runs_root
+from workbench.rundir import RunDir, append_event, read_record, runs_root
+from workbench.runs.event_log import Status, read_state
 from workbench.runs.launching import processes
 from workbench.runs.launching.launcher import Attempt, code_of_clone, devices_for, launch, request_end
 from workbench.runs.launching.processes import log_tail, root_cause
-from workbench.runs.status import Status, complete_checkpoints, read_experiment, read_status, wait_for_end
+from workbench.runs.status import complete_checkpoints, read_experiment, read_status, wait_for_end
 from workbench.units import count, gib
 
 CARRIED = ("step", "loss", "metrics", "evaluated", "tokens", "samples", "flops", "seconds", "eval_seconds")
@@ -154,18 +155,19 @@ def wait_for_child(child: RunDir) -> Status:
 def _result_event(child: RunDir, checkpoint: Path) -> dict[str, Any]:
     """Wait until the processes of an evaluation have ended, and return its event."""
     status = wait_for_child(child)
-    events = [event for event in read_events(child.events) if event["type"] == "evaluation"]
-    if not events:
+    evaluations = read_state(child.events).evaluations
+    if not evaluations:
         raise WorkbenchError(
             f"The evaluation of {checkpoint.name} ended without a result: {status.message or log_tail(child, 0, 100)} "
             "Evaluate again."
         )
-    if events[-1]["step"] != step_of(checkpoint):
+    evaluated = max(evaluations)
+    if evaluated != step_of(checkpoint):
         raise CheckpointError(
-            f"{checkpoint} is damaged. The newest checkpoint before it that is not is of step {events[-1]['step']:,}: "
-            "give that step to evaluate."
+            f"{checkpoint} is damaged. The newest checkpoint before it that is not is of step {evaluated:,}: give that "
+            "step to evaluate."
         )
-    return dict(events[-1])
+    return dict(evaluations[evaluated].event)
 
 
 # Bisection of two plans

@@ -18,23 +18,22 @@ from workbench.columns import COLUMNS
 from workbench.display import STYLE, html_table
 from workbench.errors import suggestion
 from workbench.events import (
-    DataEvaluationEvent,
-    EvaluationEvent,
-    Event,
     SamplesEvent,
     SparsityEvent,
     StartEvent,
     TextSample,
 )
-from workbench.runs.event_blocks import (
+from workbench.runs.event_log import (
     LOGGED,
     EventBlock,
     KeptSteps,
+    Noted,
     Rows,
+    RunState,
     columns_of,
     number,
     read_blocks,
-    recent_steps,
+    resumed_step,
 )
 
 Column = NDArray[np.float64]
@@ -553,31 +552,20 @@ class _RunColumns(Mapping[str, Column]):
 
 
 class HistoryTail:
-    """A reader of a growing `events.jsonl`; each `read()` costs only what has arrived since the last one.
-
-    After `read()`, `events` holds that call's new events except steps, device samples and `actions`.
-    """
+    """A reader of a growing `events.jsonl`; each `read()` costs only what has arrived since the last one."""
 
     def __init__(self, path: Path) -> None:
         self._path = path
-        self._offset = 0
+        self.state = RunState()
+        """What the events say so far, but for the steps and the samples of devices, which become columns."""
         self._steps, self._samples = _Steps(), _Table(_SAMPLE_ROWS)
-        self._attempt, self._training = _Attempt(), False
-        self._started_at = set[float]()
+        self._attempts, self._training = [_Attempt()], False
         self._begins_after: int | None = None  # the step of the checkpoint that the first step kept follows
         self._device_type, self._names = "", dict[str, int]()
-        self._evaluations: dict[int, list[float]] = {}
-        self._on_data: dict[str, dict[int, list[float]]] = {}
-        self._metrics: dict[int, Mapping[str, float | None]] = {}
-        self._texts: dict[int, SamplesEvent] = {}
-        self._patterns: dict[int, SparsityEvent] = {}
-        self.events: list[Event] = []
 
     def read(self) -> History:
         """Return the history so far; arrays that were handed out earlier never change."""
-        self.events = []
-        for block in read_blocks(self._path, self._offset):
-            self._offset += block.num_bytes
+        for block in read_blocks(self._path, self.state.offset):
             self._take(block)
         return History(_RunColumns(self._steps), self._begins_after)
 
@@ -589,59 +577,58 @@ class HistoryTail:
     @property
     def evaluations(self) -> Evaluations:
         """Return the held-out losses, as far as `read()` has come."""
-        steps = sorted(self._evaluations)
-        rows = [self._evaluations[step] for step in steps]
-        computed = [self._metrics.get(step, {}) for step in steps]
+        found = self.state.evaluations
+        computed = [found[step].event.get("metrics") or {} for step in sorted(found)]
         names = dict.fromkeys(name for values in computed for name in values)
         metrics = {name: np.array([number(values.get(name)) for values in computed]) for name in names}
-        return replace(_evaluations_of(rows), metrics=metrics)
+        return replace(self._columns_of(found), metrics=metrics)
 
     def evaluations_on(self, data: str) -> Evaluations:
         """Return the losses on data that `run.evaluate` was given, by its name, as far as `read()` has come."""
-        rows = [row for _, row in sorted(self._on_data.get(data, {}).items())]
-        return _evaluations_of(rows)
+        return self._columns_of({step: noted for (name, step), noted in self.state.on_data.items() if name == data})
+
+    def _columns_of(self, found: Mapping[int, Noted]) -> Evaluations:
+        rows = [
+            [*(number(event.get(name)) for name in EVALUATED), self._attempts[attempt].hours(event["seconds"])]
+            for _, (event, attempt) in sorted(found.items())
+        ]
+        return Evaluations(*columns_of(rows, len(EVALUATED) + 1))
 
     @property
     def texts(self) -> TextSamples:
         """Return the samples of text, as far as `read()` has come."""
-        return TextSamples(tuple(self._texts[step] for step in sorted(self._texts)))
+        return TextSamples(tuple(noted.event for _, noted in sorted(self.state.texts.items())))
 
     @property
     def patterns(self) -> Patterns:
         """Return the patterns of sparse weights, as far as `read()` has come."""
-        return patterns_of([self._patterns[step] for step in sorted(self._patterns)])
+        return patterns_of([noted.event for _, noted in sorted(self.state.patterns.items())])
 
     def _take(self, block: EventBlock) -> None:
+        end = self.state.offset + block.num_bytes
         if isinstance(block.steps, np.ndarray) and block.steps.shape[1] and not len(self._steps):
-            bytes_left = self._path.stat().st_size - self._offset
+            bytes_left = self._path.stat().st_size - end
             self._steps.reserve(int(block.steps.shape[1] * (1 + 1.05 * bytes_left / block.num_bytes)))
         taken = sampled = 0
+        fresh = list[Mapping[str, Any]]()
         for line, steps_before, event in block.others:
-            if event["type"] == "evaluation":
-                self._evaluations[int(event["step"])] = self._evaluated(event)
-                self._metrics[int(event["step"])] = event.get("metrics") or {}
-            elif event["type"] == "data_evaluation":
-                self._on_data.setdefault(event["data"], {})[int(event["step"])] = self._evaluated(event)
-            elif event["type"] == "samples":
-                self._texts[int(event["step"])] = event
-            elif event["type"] == "sparsity":
-                self._patterns[int(event["step"])] = event
-            elif event["type"] == "start":
+            fresh.append(event)
+            if event["type"] == "start":
                 self._append(block.steps, taken, steps_before, block.scalars)
                 taken, sampled = steps_before, self._append_samples(block, sampled, line)
-                self._restart(event)
+                self.state, fresh = self.state.after(fresh), []
+                if len(self.state.starts) == len(self._attempts):  # else the line stands in the file twice
+                    self._restart(event)
             elif event["type"] == "end" or (event["type"] == "status" and event["state"] not in GOING_ON):
                 sampled = self._append_samples(block, sampled, line)
                 self._training = False
-            self.events.append(event)
         self._append(block.steps, taken, block.steps.shape[1], block.scalars)
         self._append_samples(block, sampled)
+        state = self.state.after(fresh)
+        self.state = replace(state, offset=end, damaged=state.damaged + block.damaged)
 
     def _restart(self, event: StartEvent) -> None:
         """Drop the steps that the new attempt repeats: those after its checkpoint, or all in a fresh start."""
-        if event["time"] in self._started_at:  # the line stands in the file twice
-            return
-        self._started_at.add(event["time"])
         devices = event.get("devices")
         count = devices if isinstance(devices, int) else len(devices or ()) or int(event.get("world") or 1)
         self._training = True
@@ -649,18 +636,12 @@ class HistoryTail:
         self._forget_after(resumed)
         if not len(self._steps):
             self._begins_after = resumed
-        self._evaluations = {step: row for step, row in self._evaluations.items() if resumed and step <= resumed}
-        self._texts = {step: event for step, event in self._texts.items() if resumed and step <= resumed}
-        self._patterns = {step: event for step, event in self._patterns.items() if resumed and step <= resumed}
         hours = self._steps.row(_GPU_HOURS)
         finite = np.flatnonzero(np.isfinite(hours))
         before = (float(self._steps.row(_SECONDS)[finite[-1]]), float(hours[finite[-1]])) if len(finite) else (0.0, 0.0)
-        self._attempt = _Attempt(*before, count)
+        self._attempts.append(_Attempt(*before, count))
         last = self._last(_TIME) if len(self._steps) else -np.inf
         self._samples.cut(int(np.searchsorted(self._samples.view()[0], last, side="right")))
-
-    def _evaluated(self, event: EvaluationEvent | DataEvaluationEvent) -> list[float]:
-        return [*(number(event.get(name)) for name in EVALUATED), self._attempt.hours(event["seconds"])]
 
     def _append(self, steps: Column | Rows, first: int, end: int, names: tuple[str, ...]) -> None:
         """Append steps, whose last rows are the scalars `names`.
@@ -673,13 +654,13 @@ class HistoryTail:
         numbers = steps[_STEP][first:end]
         repeats = np.flatnonzero(np.diff(numbers) <= 0) + 1
         rises = not len(repeats) and (not len(self._steps) or numbers[0] > self._last(_STEP))
-        part = _KeptPart(steps, first, end, self._attempt, names) if isinstance(steps, KeptSteps) else None
+        part = _KeptPart(steps, first, end, self._attempts[-1], names) if isinstance(steps, KeptSteps) else None
         if part is not None and rises and self._steps.keep(part):
             return
         matrix = steps if isinstance(steps, np.ndarray) else np.array([steps[row] for row in range(steps.shape[0])])
         for every in np.split(matrix[:, first:end], repeats, axis=1):
             rising, scalars = every[: len(LOGGED)], every[len(LOGGED) :]
-            hours = self._attempt.hours(rising[_SECONDS])
+            hours = self._attempts[-1].hours(rising[_SECONDS])
             while rising.shape[1] and self._is_misplaced(rising[_STEP, 0], rising[_TIME, 0]):
                 own = dict(zip(names, scalars[:, 0].tolist(), strict=True))
                 self._steps = self._steps.with_inserted(np.append(rising[:, 0], hours[0]), own)
@@ -718,30 +699,8 @@ class HistoryTail:
         return end
 
 
-def latest_events(path: Path, offset: int = 0, steps: int = 0) -> tuple[list[Event], int, int]:
-    """Return the events from `offset` on without device samples, `actions` and all but the last `steps` steps.
-
-    The second value is the offset to go on from, the third one the number of damaged lines. The steps come last.
-    """
-    events, start, damaged = list[Event](), offset, 0
-    for block in read_blocks(path, offset, with_columns=False):
-        offset += block.num_bytes
-        events += [event for _, _, event in block.others]
-        damaged += block.damaged
-    return [*events, *(recent_steps(path, start, offset, steps) if steps else ())], offset, damaged
-
-
 def read_tail(path: Path) -> HistoryTail:
     """Return a reader that has read all of an `events.jsonl`."""
     tail = HistoryTail(path)
     tail.read()
     return tail
-
-
-def resumed_step(value: str | int | None) -> int:
-    """Return the step of `resumed_from`: a checkpoint's path (`.../step-00000400`), a step, or None for a new start."""
-    return int(value.rpartition("step-")[2]) if isinstance(value, str) else int(value or 0)
-
-
-def _evaluations_of(rows: Sequence[Sequence[float]]) -> Evaluations:
-    return Evaluations(*columns_of(rows, len(EVALUATED) + 1))

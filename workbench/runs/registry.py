@@ -18,7 +18,6 @@ from workbench.arguments import checked_arguments
 from workbench.data.corpora import use_in_words
 from workbench.display import STYLE, html_table, text_table
 from workbench.errors import InvalidArgument, RunNotFound, suggestion
-from workbench.events import Event
 from workbench.rundir import FINAL_STATES, STATES, RunDir, runs_root
 from workbench.runs.history import History, HistoryTail, read_tail
 from workbench.runs.loss_basis import read_loss_basis, why_not_compared
@@ -265,16 +264,16 @@ def measurements(run: Run) -> dict[str, Any]:
 
     `mfu` is NaN on CPUs; all medians are NaN for a run without steps.
     """
-    return _measured(run.history(), run.milestones())
+    return _measured(read_tail(run.directory.events))
 
 
-def _measured(history: History, milestones: Sequence[Event]) -> dict[str, Any]:
+def _measured(tail: HistoryTail) -> dict[str, Any]:
+    history = tail.read()
     columns = {name: history[name][_settled(history)] for name in ("step_ms", "tokens_per_s", "mfu")}
     medians: dict[str, Any] = {name: float(np.median(c)) if len(c) else float("nan") for name, c in columns.items()}
     peaks: dict[int, int] = {}
-    for event in milestones:
-        if event["type"] == "memory":
-            peaks[event["stage"]] = max(peaks.get(event["stage"], 0), int(event["peak_bytes"]))
+    for event in tail.state.memory.values():
+        peaks[event["stage"]] = max(peaks.get(event["stage"], 0), int(event["peak_bytes"]))
     return {**medians, "peak_bytes": peaks}
 
 
@@ -329,13 +328,9 @@ def summary(runs: Runs) -> Summary:
     sparse = SPARSE_COLUMNS if any(len(tail.patterns) for tail in tails) else {}
     rows = [_row(run, tail, list(metrics), sparse) for run, tail in zip(runs, tails, strict=True)]
     cells = tuple(tuple(cell for _, cell in row) for row in rows)
-    notes = (*notes_of_plans(runs), *(f"{run.name} {said}" for run in runs if (said := _data_use(run))))
+    uses = [(run.name, tail.state.data_use) for run, tail in zip(runs, tails, strict=True)]
+    notes = (*notes_of_plans(runs), *(f"{name} has read {use_in_words(use)}." for name, use in uses if use))
     return Summary(tuple(column for column, _ in rows[0]), cells, machine(runs[0]), notes)
-
-
-def _data_use(run: Run) -> str:
-    used = [event for event in run.milestones() if event["type"] == "data_use"]
-    return f"has read {use_in_words(used[-1])}." if used else ""
 
 
 def notes_of_plans(runs: Sequence[Run]) -> tuple[str, ...]:
@@ -354,9 +349,7 @@ def _last(values: Any) -> float:
 def _row(run: Run, tail: HistoryTail, metrics: Sequence[str], sparse: Mapping[str, str]) -> list[tuple[str, str]]:
     """Return column and cell of each figure of a run; a metric may be called like a column."""
     plan, history, evaluations, patterns = run.plan, tail.read(), tail.evaluations, tail.patterns
-    milestones = run.milestones()
-    start = next((event for event in milestones if event["type"] == "start"), None)
-    steps, measured = len(history), _measured(history, milestones)
+    start, steps, measured = tail.state.start, len(history), _measured(tail)
     peak = max(measured["peak_bytes"].values(), default=None)
     loss = history.final_loss
     sharding = f", ZeRO {plan.zero}" if plan.zero else ""
@@ -366,7 +359,7 @@ def _row(run: Run, tail: HistoryTail, metrics: Sequence[str], sparse: Mapping[st
     of_process, of_tensors = (" of a process", " of tensors") if plan.cluster.device.type == "cpu" else ("", "")
     before = {
         "run": run.name,
-        "parameters": count(start["parameters"]) if start else "–",
+        "parameters": count(start["parameters"]) if start and "parameters" in start else "–",
         "plan": division,
         "tokens": count(history.tokens[-1]) if steps else "–",
         "FLOPs": f"{history.flops[-1]:.3g}" if steps else "–",

@@ -17,14 +17,13 @@ from workbench.display import Html, html_table
 from workbench.errors import InvalidArgument, PlanMismatch, RunFailed, RunNotFound, WorkbenchError
 from workbench.events import Event
 from workbench.rundir import RunDir, check_unedited, read_events, remedy_for, write_json
+from workbench.runs.event_log import UNREAD, Status, latest_events
 from workbench.runs.launching import processes
 from workbench.runs.launching.processes import log_tail, run_failed
 from workbench.runs.status import (
     Checkpoint,
     Labels,
-    Progress,
     RunRow,
-    Status,
     complete_checkpoints,
     read_described,
     read_experiment,
@@ -122,7 +121,7 @@ class Run(Labelled):
     def __init__(self, path: str | os.PathLike[str]) -> None:
         self.directory = RunDir(Path(path).absolute())
         """The names of everything inside the run directory."""
-        self._progress = Progress()
+        self._progress = UNREAD
 
     @property
     def path(self) -> Path:
@@ -300,8 +299,6 @@ class Run(Labelled):
 
     def milestones(self) -> list[Event]:
         """Return every event so far but steps, device samples and `actions`: quick to read, however long the run."""
-        from workbench.runs.history import latest_events
-
         return [event for event in latest_events(self.directory.events)[0] if event["type"] != "step"]
 
     def history(self) -> History:

@@ -5,25 +5,22 @@ from __future__ import annotations
 import contextlib
 import math
 import shutil
-import statistics
 import time
 from collections.abc import Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, TypedDict
 
-from workbench.display import facts_html, waiting
+from workbench.display import waiting
 from workbench.errors import RunNotFound, in_words
-from workbench.events import DataUseEvent, EndEvent, EvaluationEvent, MemoryEvent, ProcessRecord, StartEvent, StepEvent
+from workbench.events import ProcessRecord
 from workbench.execution import checkpoint as stored
-from workbench.rundir import FINAL_STATES, KILLED, RunDir, is_elsewhere, process_alive, read_json, read_record
-from workbench.runs.event_blocks import recent_steps
-from workbench.runs.history import END_SHARE, final_loss, latest_events, recent_pace, resumed_step
+from workbench.rundir import KILLED, RunDir, is_elsewhere, process_alive, read_json, read_record
+from workbench.runs.event_log import UNREAD, RunState, Status, read_state, recent_steps
+from workbench.runs.history import END_SHARE, final_loss, recent_pace
 from workbench.runs.launching import processes
 from workbench.runs.launching.processes import run_failed
 
-RECENT_STEPS = 20
-"""Number of latest steps over which the median speed is taken."""
 VANISHED = "The launcher vanished."
 DISK_FULL = " Its disk is full, so nobody could write why. Free some space, then resume the run."
 DISK_FULL_BYTES = 2**20
@@ -36,27 +33,6 @@ SILENCE_S = 60.0
 
 The supervisor of a healthy run samples devices every two seconds.
 """
-
-
-@dataclass(frozen=True)
-class Status:
-    """A run's state (queued, starting, running, stalled, finished, stopped or failed), with a message for people."""
-
-    state: str
-    message: str = ""
-    time: float = 0.0
-    """Unix seconds of the last change."""
-
-    @property
-    def final(self) -> bool:
-        """Return True if the run has ended."""
-        return self.state in FINAL_STATES
-
-    def __str__(self) -> str:
-        return f"{self.state}: {self.message}" if self.message else self.state
-
-    def _repr_html_(self) -> str:
-        return facts_html(self.state, [("", self.message)] if self.message else [])
 
 
 @dataclass(frozen=True)
@@ -103,81 +79,14 @@ class RunRow(TypedDict):
     archived: bool
 
 
-@dataclass(frozen=True)
-class Progress:
-    """The latest event of each type and the latest steps, read from the first `offset` bytes of the events.
-
-    Immutable, because several threads may read through one `Run`.
-    """
-
-    status: Status | None = None
-    start: StartEvent | None = None
-    steps: tuple[StepEvent, ...] = ()
-    end: EndEvent | None = None
-    evaluation: EvaluationEvent | None = None
-    """Held-out loss after the most steps; None before the first step."""
-    data_use: DataUseEvent | None = None
-    """Samples that were read of each source of a mixture, up to the last checkpoint or the end."""
-    memory: Mapping[int, MemoryEvent] = field(default_factory=dict)
-    """Latest `memory` event of each rank."""
-    problems: tuple[str, ...] = ()
-    """Sentences about checkpoints that failed since the last launch."""
-    offset: int = 0
-    damaged: int = 0
-    """Lines of the events that differ from what was written, and were skipped."""
-
-    def median(self, figure: str) -> float | None:
-        """Return the median of a figure over the latest steps; a single step may have waited for a checkpoint."""
-        values: list[Any] = [value for event in self.steps if (value := event.get(figure)) is not None]
-        return float(statistics.median(values)) if values else None
-
-
-def read_progress(run: RunDir, seen: Progress = Progress()) -> Progress:
-    """Fold the events that arrived after `seen` into it."""
-    events, offset, damaged = latest_events(run.events, seen.offset, RECENT_STEPS)
-    status, start, steps, end = seen.status, seen.start, list(seen.steps), seen.end
-    memory, problems, evaluation, data_use = dict(seen.memory), list(seen.problems), seen.evaluation, seen.data_use
-    for event in events:
-        if event["type"] == "status":
-            status = Status(event["state"], event.get("message", ""), event["time"])
-            if event["state"] in ("queued", "starting"):
-                end, problems = None, []
-        elif event["type"] == "start":
-            start, resumed_from = event, event.get("resumed_from")
-            if evaluation is not None and evaluation["step"] > resumed_step(resumed_from):
-                evaluation = None  # the new attempt repeats those steps
-            if problems and resumed_from:
-                problems[-1] += f" Training goes on from {Path(str(resumed_from)).name}."
-            if status is not None and not status.final:  # the supervisor reports the new state a moment later
-                status = Status("running", "", event["time"])
-        elif event["type"] == "checkpoint_problem":
-            training = status is not None and status.state == "running"
-            failed = f"The checkpoint of step {event['step']} could not be written: "
-            problems.append((failed if training else "") + event["message"])
-        elif event["type"] == "step":
-            steps.append(event)
-        elif event["type"] == "evaluation":
-            if event["step"] > 0 and (evaluation is None or event["step"] >= evaluation["step"]):
-                evaluation = event
-        elif event["type"] == "end":
-            end = event
-        elif event["type"] == "data_use":
-            data_use = event
-        elif event["type"] == "memory":
-            memory[int(event["rank"])] = event
-    steps.sort(key=lambda event: event["time"])  # a line may stand in the wrong place
-    latest, damaged = tuple(steps[-RECENT_STEPS:]), seen.damaged + damaged
-    return Progress(status, start, latest, end, evaluation, data_use, memory, tuple(problems), offset, damaged)
-
-
-def read_status(run: RunDir, seen: Progress = Progress()) -> tuple[Status, Progress]:
+def read_status(run: RunDir, seen: RunState = UNREAD) -> tuple[Status, RunState]:
     """Return the last recorded state, corrected by the processes that are really there, and the progress read for it.
 
     `seen` is the progress of an earlier call, so that only new events are read.
     """
     supervised = any(map(process_alive, supervisor_record(run)))  # asked before the events are read
     workers = bool(processes.live_workers(run))
-    progress = read_progress(run, seen)
+    progress = read_state(run.events, seen)
     recorded = progress.status or Status("queued")
     if recorded.state == "running" and progress.problems:
         recorded = replace(recorded, message=recorded.message or progress.problems[-1])
@@ -192,7 +101,7 @@ def read_status(run: RunDir, seen: Progress = Progress()) -> tuple[Status, Progr
     return _status_without_processes(run, progress, recorded), progress
 
 
-def wait_for_end(run: RunDir, seen: Progress = Progress(), timeout: float | None = None) -> tuple[Status, Progress]:
+def wait_for_end(run: RunDir, seen: RunState = UNREAD, timeout: float | None = None) -> tuple[Status, RunState]:
     """Block until a run has ended and its processes have left, or until `timeout` seconds have passed.
 
     Returns what `read_status` does. Raises `RunFailed`, with the worker's own traceback, if the run failed.
@@ -214,7 +123,7 @@ def wait_for_end(run: RunDir, seen: Progress = Progress(), timeout: float | None
     return status, seen
 
 
-def _status_without_processes(run: RunDir, progress: Progress, recorded: Status) -> Status:
+def _status_without_processes(run: RunDir, progress: RunState, recorded: Status) -> Status:
     """Deduce how a run ended that has no process left and no final status; the ranks' `end` event may tell."""
     begun = recorded.time or created_at(run.path)
     if not run.launcher.exists() and time.time() - begun < LAUNCH_LIMIT_S:
@@ -282,7 +191,7 @@ def read_described(path: Path) -> dict[str, Any]:
         raise RunNotFound(f"{path} cannot be read: {error}.") from None
 
 
-def row_of(run: RunDir, status: Status, progress: Progress) -> RunRow:
+def row_of(run: RunDir, status: Status, progress: RunState) -> RunRow:
     """Return the figures that are shown of a run."""
     steps = _steps_asked_for(run)
     labels = read_labels(run, read_experiment(run))
@@ -321,7 +230,7 @@ def row_of(run: RunDir, status: Status, progress: Progress) -> RunRow:
     }
 
 
-def _latest_steps(run: RunDir, progress: Progress) -> list[Any]:
+def _latest_steps(run: RunDir, progress: RunState) -> list[Any]:
     """Return the last tenth of the logged steps in order, or more; none before the first."""
     if not progress.steps:
         return []
@@ -378,7 +287,7 @@ def unreadable_row(run: RunDir, error: Exception) -> RunRow:
     return {**dict.fromkeys(RunRow.__annotations__), **readable, **numbers, **said}  # type: ignore[typeddict-item]
 
 
-def _device_count(run: RunDir, progress: Progress) -> int | None:
+def _device_count(run: RunDir, progress: RunState) -> int | None:
     devices = progress.start["devices"] if progress.start else None
     if devices:
         return devices if isinstance(devices, int) else len(devices)

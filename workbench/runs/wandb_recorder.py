@@ -29,12 +29,12 @@ from workbench.rundir import (
     EventTail,
     RunDir,
     append_event,
-    read_events,
     read_json,
     read_record,
     write_json,
 )
-from workbench.runs.history import answer, resumed_step
+from workbench.runs.event_log import read_state, resumed_step
+from workbench.runs.history import answer
 from workbench.runs.launching.processes import run_alive
 from workbench.runs.wandb_run import (
     NICENESS,
@@ -158,15 +158,14 @@ def _write_offline_elsewhere(run: RunDir, problem: str) -> int:
 
 def _finish(run: RunDir, session: Any) -> dict[str, float]:
     """End the W&B run; return the attached files with the times of their last change."""
-    events = read_events(run.events)
-    used = [event for event in events if event["type"] == "data_use"]
-    for part in used[-1]["parts"] if used else ():
+    use = read_state(run.events).data_use
+    for part in use["parts"] if use else ():
         session.summary.update({f"data/{part['name']}/{name}": part[name] for name in ("tokens", "epochs")})
     try:
         return _attach(run, session)
     finally:
-        states = [event["state"] for event in read_events(run.events) if event["type"] == "status"]
-        session.finish(exit_code=0 if states[-1:] in (["finished"], ["stopped"]) else 1)
+        status = read_state(run.events).status
+        session.finish(exit_code=0 if status is not None and status.state in ("finished", "stopped") else 1)
 
 
 def _remedy(run: RunDir) -> str:
@@ -182,7 +181,7 @@ def _open_online(run: RunDir, tail: RowTail) -> tuple[Any, str]:
     import wandb
 
     known = read_json(run.tracker)
-    was_online = any(event["type"] == "tracking" and event["state"] == "syncing" for event in read_events(run.events))
+    was_online = any(event["state"] == "syncing" for event in read_state(run.events).tracking)
     agreed = _agreed_step(known, tail) if was_online else None
     if agreed is None:
         return _open(run, "online", known, resume="allow"), ""

@@ -28,11 +28,11 @@ from workbench.rundir import (
     append_event,
     event_line,
     locked,
-    read_events,
     read_object,
     write_json,
     write_record,
 )
+from workbench.runs.event_log import read_state
 from workbench.runs.launching import processes
 
 LOGIN_LIMIT_S = 30.0
@@ -129,8 +129,8 @@ def sync(run: RunDir, limit_s: float | None = None) -> Delivery:
 
 def delivery(run: RunDir) -> Delivery:
     """Return the last report of the recorder."""
-    events = [event for event in read_events(run.events) if event["type"] == "tracking"]
-    last = events[-1] if events else {"state": "offline"}
+    events = read_state(run.events).tracking
+    last: Any = events[-1] if events else {"state": "offline"}
     step = max((int(event.get("step") or 0) for event in events), default=0)
     return Delivery(run.path.name, last["state"], last.get("message", ""), step)
 
@@ -139,10 +139,12 @@ def pending(run: RunDir) -> bool:
     """Return True if W&B lacks something of a tracked run: its upload failed, or files were added after it."""
     if not run.tracker.exists():
         return False
-    events = [event for event in read_events(run.events) if event["type"] in ("tracking", "step", "status")]
-    if not events or events[-1]["type"] != "tracking" or events[-1]["state"] != "synced":
+    state = read_state(run.events)
+    last = state.tracking[-1] if state.tracking else None
+    changed = max([step["time"] for step in state.steps] + ([state.status.time] if state.status else []), default=0.0)
+    if last is None or last["state"] != "synced" or changed > last["time"]:
         return True
-    uploaded = events[-1].get("files", {})
+    uploaded = last.get("files", {})
     return any(path.stat().st_mtime != uploaded.get(name) for name, path in attachments(run).items())
 
 

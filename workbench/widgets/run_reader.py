@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import html
 import math
 import os
@@ -16,6 +17,7 @@ import numpy as np
 from workbench.analysis.curve import Curve, Mark
 from workbench.errors import RunFailed
 from workbench.rundir import read_record
+from workbench.runs.event_log import Status, mark_step
 from workbench.runs.history import (
     END_SHARE,
     Evaluations,
@@ -25,11 +27,11 @@ from workbench.runs.history import (
     Utilization,
     last_held_out,
     recent_pace,
-    resumed_step,
 )
+from workbench.runs.launching.processes import run_failed
 from workbench.runs.loss_basis import LossBasis, read_loss_basis
 from workbench.runs.run import Run, progress_words, step_text
-from workbench.runs.status import Status
+from workbench.runs.status import read_status
 from workbench.units import time_left
 
 RECENT_STEPS = 20
@@ -149,26 +151,16 @@ def panel_inputs(
 
 
 class RunReader:
-    """Reads one run through a `Run` of its own, so that no other reader of the run interferes."""
+    """Reads one run through a tail of its own, so that no other reader of the run interferes."""
 
     def __init__(self, path: Path) -> None:
         self.run = Run(path)
         self._directory = self.run.directory
         self._tail = HistoryTail(self._directory.events)
-        self._steps, self._basis = self._read_num_steps(), read_loss_basis(self._directory)
-        self._phase = ""
-        self._size = 0
-        self._marks: tuple[Mark, ...] = ()
-        self._memory: dict[int, dict[str, Any]] = {}
-        self._memory_is_old = False
-        self._read_events()  # stores what it read beside the events, from where `Run` then continues
-        self._read_status()
-
-    def _read_num_steps(self) -> int | None:
-        try:
-            return int(read_record(self._directory.experiment)["steps"])
-        except (OSError, ValueError, KeyError, TypeError):
-            return None
+        self._basis, self._starts, self._size = read_loss_basis(self._directory), -1, 0
+        self._steps: int | None = None
+        self._tail.read()
+        self._look()
 
     @property
     def name(self) -> str:
@@ -176,26 +168,26 @@ class RunReader:
         return self.run.name
 
     def read(self) -> Snapshot:
-        """Return the present state. The status is read before the steps, so that a final state has all its steps."""
+        """Return the present state; a final one has all its steps."""
         self._size = self._present_size()  # before the events are read: what comes meanwhile is news
-        if time.monotonic() - self._status_at >= STATUS_S:
-            self._read_status()
-        history = self._read_events()
-        if any(event["type"] in ("status", "start") for event in self._tail.events):
-            self._read_status()
+        before, history = self._tail.state, self._tail.read()
+        state = self._tail.state
+        is_news = state.status is not before.status or len(state.starts) != len(before.starts)
+        if is_news or time.monotonic() - self._looked_at >= STATUS_S:
+            self._look()
             if self._status.final:
                 history = self._tail.read()
-        status = self._status
+        status, marks = self._status, tuple(map(_mark, self._tail.state.marks))
         return Snapshot(
             name=self.name,
             status=status,
             steps=self._steps,
             history=history,
-            phase=self._phase,
-            failure=self.run.error() if status.state == "failed" else None,
-            marks=self._marks,
-            memory=dict(self._memory),
-            resumable=status.final and self._can_resume(history),
+            phase="" if self._tail.state.phase is None else self._tail.state.phase["name"],
+            failure=run_failed(self._directory, status.message) if status.state == "failed" else None,
+            marks=marks,
+            memory=self._tail.state.memory,
+            resumable=status.final and self._can_resume(history, marks),
             utilization=self._tail.utilization,
             evaluations=self._tail.evaluations,
             basis=self._basis,
@@ -212,40 +204,29 @@ class RunReader:
         except OSError:
             return 0
 
-    def _read_status(self) -> None:
-        self._status, self._status_at = self.run.status, time.monotonic()
+    def _look(self) -> None:
+        """Look which processes are alive, and how many steps were asked for: a new attempt may have another number."""
+        state = self._tail.state
+        self._status, self._looked_at = read_status(self._directory, state)[0], time.monotonic()
+        if len(state.starts) != self._starts:
+            self._starts, self._steps = len(state.starts), None
+            with contextlib.suppress(OSError, ValueError, KeyError, TypeError):
+                self._steps = int(read_record(self._directory.experiment)["steps"])
 
-    def _read_events(self) -> History:
-        history = self._tail.read()
-        for event in self._tail.events:
-            self._note(event)
-        return history
-
-    def _note(self, event: Mapping[str, Any]) -> None:
-        if event["type"] == "phase":
-            self._phase = str(event["name"])
-        elif event["type"] == "checkpoint":
-            step = int(event["step"])
-            self._marks = (*self._marks, Mark("checkpoint", step, f"checkpoint at step {step:,}"))
-        elif event["type"] == "spike":
-            step, back = int(event["step"]), event.get("to")
-            did = "update skipped" if back is None else f"rewound to step {back:,}"
-            words = f"spike at step {step:,}: loss {event['loss']:.4g}, norm {event['grad_norm']:.4g}, {did}"
-            self._marks = (*self._marks, Mark("spike", step, words))
-        elif event["type"] == "memory":
-            if self._memory_is_old:
-                self._memory, self._memory_is_old = {}, False
-            self._memory[int(event["rank"])] = dict(event)
-        elif event["type"] == "start":
-            # The new attempt repeats everything after its checkpoint, and may have another number of steps.
-            self._steps, resumed_from = self._read_num_steps(), event.get("resumed_from")
-            step = resumed_step(resumed_from)
-            earlier = tuple(mark for mark in self._marks if mark.step <= step)
-            self._marks = (*earlier, Mark("resume", step, f"resumed at step {step:,}")) if resumed_from else ()
-            self._memory_is_old = True  # it stays on show until the new attempt has measured its own
-
-    def _can_resume(self, history: History) -> bool:
+    def _can_resume(self, history: History, marks: Sequence[Mark]) -> bool:
         step = int(history.step[-1]) if len(history) else 0
         unfinished = self._steps is not None and step < self._steps
-        checkpoints = (int(mark.step) for mark in reversed(self._marks) if mark.type == "checkpoint")
+        checkpoints = (int(mark.step) for mark in reversed(marks) if mark.type == "checkpoint")
         return unfinished and any(self._directory.checkpoint(step).is_dir() for step in checkpoints)
+
+
+def _mark(event: Mapping[str, Any]) -> Mark:
+    """Return a mark as figures draw it."""
+    step = mark_step(event)
+    if event["type"] == "start":
+        return Mark("resume", step, f"resumed at step {step:,}")
+    if event["type"] == "checkpoint":
+        return Mark("checkpoint", step, f"checkpoint at step {step:,}")
+    did = "update skipped" if event.get("to") is None else f"rewound to step {event['to']:,}"
+    words = f"spike at step {step:,}: loss {event['loss']:.4g}, norm {event['grad_norm']:.4g}, {did}"
+    return Mark("spike", step, words)

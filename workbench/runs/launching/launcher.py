@@ -51,10 +51,10 @@ from workbench.rundir import (
     write_record,
 )
 from workbench.runs.environment import environment
+from workbench.runs.event_log import Status
 from workbench.runs.launching import device_queue, fork_server, processes
 from workbench.runs.launching.supervisor import AHEAD, worker_environment
 from workbench.runs.status import (
-    Status,
     complete_checkpoints,
     read_status,
     runs_elsewhere,

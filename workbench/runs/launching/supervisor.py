@@ -39,7 +39,7 @@ from workbench.runs.launching.stalls import StallWatch
 from workbench.runs.wandb_run import start_recorder
 
 if TYPE_CHECKING:
-    from workbench.runs.event_blocks import ColumnKeeper
+    from workbench.runs.event_log import ColumnKeeper
 
 POLL_S = 0.2
 LONGEST_POLL_S = 10.0
@@ -127,7 +127,7 @@ class _Supervised:
         """Leave the columns of a long run beside its events, so that it opens quickly at any time."""
         with contextlib.suppress(OSError):
             if self.columns is None and self.run.events.stat().st_size >= LONG_EVENTS_BYTES:
-                from workbench.runs.event_blocks import ColumnKeeper
+                from workbench.runs.event_log import ColumnKeeper
 
                 self.columns = ColumnKeeper(self.run.events)
             if self.columns is not None:

@@ -1,4 +1,6 @@
-"""Reading `events.jsonl` in blocks: logged steps and device samples to NumPy columns, everything else to dicts.
+"""The log of a run, `events.jsonl`: read in blocks, kept in binary, and folded into one state.
+
+Logged steps and device samples become NumPy columns, everything else dicts.
 
 Nearly all lines of a long run are steps, written alike. Arrow parses all steps of a block at once. A block that Arrow
 refuses (an infinity, a word where a number belongs) is parsed line by line, with the same result. Lines that differ
@@ -13,20 +15,35 @@ import io
 import json
 import math
 import os
+import statistics
 import struct
 import time
 import zlib
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping, Sequence
+from copy import copy
+from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any, BinaryIO, Protocol
+from types import SimpleNamespace
+from typing import Any, BinaryIO, NamedTuple, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
 
 from workbench.columns import COLUMNS
-from workbench.events import Event
-from workbench.rundir import CHECKSUM, is_intact, parse_event
+from workbench.display import facts_html
+from workbench.events import (
+    CheckpointEvent,
+    DataUseEvent,
+    EndEvent,
+    Event,
+    MemoryEvent,
+    PhaseEvent,
+    SpikeEvent,
+    StartEvent,
+    StepEvent,
+    TrackingEvent,
+)
+from workbench.rundir import CHECKSUM, FINAL_STATES, is_intact, parse_event
 
 Array = NDArray[np.float64]
 Lines = NDArray[np.int64]
@@ -472,3 +489,173 @@ def _append(kept: Path, known: int, record: bytes) -> int:
         file.seek(known)
         file.write(record)
     return known + len(record)
+
+
+def latest_events(path: Path, offset: int = 0, steps: int = 0) -> tuple[list[Event], int, int]:
+    """Return the events from `offset` on without device samples, `actions` and all but the last `steps` steps.
+
+    The second value is the offset to go on from, the third one the number of damaged lines. The steps come last.
+    """
+    events, start, damaged = list[Event](), offset, 0
+    for block in read_blocks(path, offset, with_columns=False):
+        offset += block.num_bytes
+        events += [event for _, _, event in block.others]
+        damaged += block.damaged
+    return [*events, *(recent_steps(path, start, offset, steps) if steps else ())], offset, damaged
+
+
+# The state of a run, folded from its events
+
+
+RECENT_STEPS = 20
+"""Number of latest steps over which the median speed is taken."""
+
+
+@dataclass(frozen=True)
+class Status:
+    """A run's state (queued, starting, running, stalled, finished, stopped or failed), with a message for people."""
+
+    state: str
+    message: str = ""
+    time: float = 0.0
+    """Unix seconds of the last change."""
+
+    @property
+    def final(self) -> bool:
+        """Return True if the run has ended."""
+        return self.state in FINAL_STATES
+
+    def __str__(self) -> str:
+        return f"{self.state}: {self.message}" if self.message else self.state
+
+    def _repr_html_(self) -> str:
+        return facts_html(self.state, [("", self.message)] if self.message else [])
+
+
+class Noted(NamedTuple):
+    """An event, and the attempt that wrote it."""
+
+    event: Any
+    attempt: int
+    """Number of starts before it."""
+
+
+@dataclass(frozen=True)
+class RunState:
+    """The state of a run, as the first `offset` bytes of its events tell it.
+
+    This is the one place that knows what a later event makes of earlier ones: a new attempt repeats all steps after its
+    checkpoint, and forgets what was said of them. Immutable, because several threads may read through one `Run`.
+    """
+
+    status: Status | None = None
+    starts: tuple[float, ...] = ()
+    """Times of the starts, one an attempt."""
+    start: StartEvent | None = None
+    phase: PhaseEvent | None = None
+    end: EndEvent | None = None
+    steps: tuple[StepEvent, ...] = ()
+    """The latest steps, at most `RECENT_STEPS`, in order of time; none in a `HistoryTail`, which has them all."""
+    evaluations: Mapping[int, Noted] = field(default_factory=dict)
+    """Evaluations on held-out samples, by the number of completed steps."""
+    on_data: Mapping[tuple[str, int], Noted] = field(default_factory=dict)
+    """Evaluations on data that `run.evaluate` was given, by the data's name and the number of completed steps."""
+    texts: Mapping[int, Noted] = field(default_factory=dict)
+    patterns: Mapping[int, Noted] = field(default_factory=dict)
+    data_use: DataUseEvent | None = None
+    """Samples that were read of each source of a mixture, up to the last checkpoint or the end."""
+    memory: Mapping[int, MemoryEvent] = field(default_factory=dict)
+    """Latest `memory` event of each rank, in the last attempt that measured any: the number of `memory_attempt`."""
+    memory_attempt: int = 0
+    marks: tuple[CheckpointEvent | SpikeEvent | StartEvent, ...] = ()
+    """Checkpoints, spikes and resumptions, in order."""
+    problems: tuple[str, ...] = ()
+    """Sentences about checkpoints that failed since the last launch."""
+    tracking: tuple[TrackingEvent, ...] = ()
+    """Every report of the W&B recorder."""
+    offset: int = 0
+    damaged: int = 0
+    """Lines of the events that differ from what was written, and were skipped."""
+
+    @property
+    def evaluation(self) -> Mapping[str, Any] | None:
+        """Return the `evaluation` event after the most steps; None before the first step."""
+        last = max(self.evaluations, default=0)
+        return dict(self.evaluations[last].event) if last > 0 else None
+
+    def median(self, figure: str) -> float | None:
+        """Return the median of a figure over the latest steps; a single step may have waited for a checkpoint."""
+        values: list[Any] = [value for event in self.steps if (value := event.get(figure)) is not None]
+        return float(statistics.median(values)) if values else None
+
+    def after(self, events: Sequence[Mapping[str, Any]]) -> RunState:
+        """Return the state after further events."""
+        if not events:
+            return self
+        fields = vars(self).items()
+        now: Any = SimpleNamespace(**{name: list(v) if isinstance(v, tuple) else copy(v) for name, v in fields})
+        for event in events:
+            event_type, noted = event["type"], Noted(event, len(now.starts))
+            if event_type in _BY_STEP:
+                getattr(now, _BY_STEP[event_type])[int(event["step"])] = noted
+            elif event_type == "data_evaluation":
+                now.on_data[event["data"], int(event["step"])] = noted
+            elif event_type in _IN_ORDER:
+                getattr(now, _IN_ORDER[event_type]).append(event)
+            elif event_type in ("phase", "data_use", "end"):
+                setattr(now, event_type, event)
+            elif event_type == "memory":
+                if now.memory_attempt != len(now.starts):  # the last attempt's stay until this one has measured its own
+                    now.memory, now.memory_attempt = {}, len(now.starts)
+                now.memory[int(event["rank"])] = event
+            elif event_type == "checkpoint_problem":
+                training = now.status is not None and now.status.state == "running"
+                failed = f"The checkpoint of step {event['step']} could not be written: "
+                now.problems.append((failed if training else "") + event["message"])
+            elif event_type == "status":
+                now.status = Status(event["state"], event.get("message", ""), event["time"])
+                if event["state"] in ("queued", "starting"):
+                    now.end, now.problems = None, []
+            elif event_type == "start" and event["time"] not in now.starts:  # else the line stands in the file twice
+                _restart(now, event)
+        # A line may stand in the wrong place, where several processes write.
+        now.steps = sorted(now.steps, key=lambda event: event["time"])[-RECENT_STEPS:]
+        changed: Any = {name: tuple(v) if isinstance(v, list) else v for name, v in vars(now).items()}
+        return RunState(**changed)
+
+
+_BY_STEP = {"evaluation": "evaluations", "samples": "texts", "sparsity": "patterns"}
+_IN_ORDER = {"step": "steps", "checkpoint": "marks", "spike": "marks", "tracking": "tracking"}
+"""Fields of a state that hold the events of a type, all or the latest of each step."""
+UNREAD = RunState()
+"""The state before the first event."""
+
+
+def _restart(now: Any, start: Mapping[str, Any]) -> None:
+    """Let a new attempt begin: what was said of steps after its checkpoint, of all in a fresh start, is forgotten."""
+    now.starts.append(start["time"])
+    now.start, resumed_from = start, start.get("resumed_from")
+    step = resumed_step(resumed_from)
+    for name in _BY_STEP.values():
+        setattr(now, name, {at: noted for at, noted in getattr(now, name).items() if step and at <= step})
+    now.marks = [*(mark for mark in now.marks if mark_step(mark) <= step), start] if resumed_from else []
+    if now.problems and resumed_from:
+        now.problems[-1] += f" Training goes on from {Path(str(resumed_from)).name}."
+    if now.status is not None and not now.status.final:  # the supervisor reports the new state a moment later
+        now.status = Status("running", "", start["time"])
+
+
+def mark_step(mark: Mapping[str, Any]) -> int:
+    """Return the step of a mark; that of a resumption is the checkpoint's."""
+    return resumed_step(mark.get("resumed_from")) if mark["type"] == "start" else int(mark["step"])
+
+
+def resumed_step(value: str | int | None) -> int:
+    """Return the step of `resumed_from`: a checkpoint's path (`.../step-00000400`), a step, or None for a new start."""
+    return int(value.rpartition("step-")[2]) if isinstance(value, str) else int(value or 0)
+
+
+def read_state(path: Path, seen: RunState = UNREAD) -> RunState:
+    """Return the state of the run with these events; `seen` is an earlier one, after which only new events are read."""
+    events, offset, damaged = latest_events(path, seen.offset, RECENT_STEPS)
+    return replace(seen.after(events), offset=offset, damaged=seen.damaged + damaged)
