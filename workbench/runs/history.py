@@ -562,6 +562,7 @@ class HistoryTail:
         self._attempts, self._training = [_Attempt()], False
         self._begins_after: int | None = None  # the step of the checkpoint that the first step kept follows
         self._device_type, self._names = "", dict[str, int]()
+        self._evaluated: tuple[Any, Evaluations] = (None, self._columns_of({}))
 
     def read(self) -> History:
         """Return the history so far; arrays that were handed out earlier never change."""
@@ -578,10 +579,13 @@ class HistoryTail:
     def evaluations(self) -> Evaluations:
         """Return the held-out losses, as far as `read()` has come."""
         found = self.state.evaluations
+        if self._evaluated[0] is found:  # a live view asks several times a second
+            return self._evaluated[1]
         computed = [found[step].event.get("metrics") or {} for step in sorted(found)]
         names = dict.fromkeys(name for values in computed for name in values)
         metrics = {name: np.array([number(values.get(name)) for values in computed]) for name in names}
-        return replace(self._columns_of(found), metrics=metrics)
+        self._evaluated = found, replace(self._columns_of(found), metrics=metrics)
+        return self._evaluated[1]
 
     def evaluations_on(self, data: str) -> Evaluations:
         """Return the losses on data that `run.evaluate` was given, by its name, as far as `read()` has come."""

@@ -160,6 +160,7 @@ class RunReader:
         self._basis, self._starts, self._size = read_loss_basis(self._directory), -1, 0
         self._steps: int | None = None
         self._tail.read()
+        self._marks = tuple(map(_mark, self._tail.state.marks))
         self._look()
 
     @property
@@ -172,22 +173,24 @@ class RunReader:
         self._size = self._present_size()  # before the events are read: what comes meanwhile is news
         before, history = self._tail.state, self._tail.read()
         state = self._tail.state
-        is_news = state.status is not before.status or len(state.starts) != len(before.starts)
+        is_news = state.status != before.status or state.starts != before.starts
         if is_news or time.monotonic() - self._looked_at >= STATUS_S:
             self._look()
             if self._status.final:
                 history = self._tail.read()
-        status, marks = self._status, tuple(map(_mark, self._tail.state.marks))
+        state, status = self._tail.state, self._status
+        if state.marks != before.marks:
+            self._marks = tuple(map(_mark, state.marks))
         return Snapshot(
             name=self.name,
             status=status,
             steps=self._steps,
             history=history,
-            phase="" if self._tail.state.phase is None else self._tail.state.phase["name"],
+            phase="" if state.phase is None else state.phase["name"],
             failure=run_failed(self._directory, status.message) if status.state == "failed" else None,
-            marks=marks,
-            memory=self._tail.state.memory,
-            resumable=status.final and self._can_resume(history, marks),
+            marks=self._marks,
+            memory=state.memory,
+            resumable=status.final and self._can_resume(history),
             utilization=self._tail.utilization,
             evaluations=self._tail.evaluations,
             basis=self._basis,
@@ -213,10 +216,10 @@ class RunReader:
             with contextlib.suppress(OSError, ValueError, KeyError, TypeError):
                 self._steps = int(read_record(self._directory.experiment)["steps"])
 
-    def _can_resume(self, history: History, marks: Sequence[Mark]) -> bool:
+    def _can_resume(self, history: History) -> bool:
         step = int(history.step[-1]) if len(history) else 0
         unfinished = self._steps is not None and step < self._steps
-        checkpoints = (int(mark.step) for mark in reversed(marks) if mark.type == "checkpoint")
+        checkpoints = (int(mark.step) for mark in reversed(self._marks) if mark.type == "checkpoint")
         return unfinished and any(self._directory.checkpoint(step).is_dir() for step in checkpoints)
 
 
