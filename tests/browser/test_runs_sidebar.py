@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import math
 import os
 import time
@@ -10,7 +11,9 @@ from pathlib import Path
 from typing import Any
 
 import lab
+import numpy as np
 import pytest
+from PIL import Image
 
 from workbench.rundir import RunDir, event_line, this_process, write_json, write_record
 
@@ -138,6 +141,9 @@ def test_ticked_runs_are_compared_in_both_themes_and_a_diverged_one_flattens_non
     dark = "() => getComputedStyle(document.querySelector('.wb-plot .main-svg')).backgroundColor.match(/\\d+/g)[0] < 60"
     lab_page.wait_for_function(dark)
     picture(lab_page, "runs-compared-dark")
+    for plot in lab_page.locator(".wb-plot").all():
+        seen = Image.open(io.BytesIO(plot.screenshot())).convert("L")
+        assert np.median(np.asarray(seen)) < 60, "most of a figure is its ground, which is that of the theme"
     lab.change_theme(lab_page, "Light")
 
 

@@ -30,7 +30,7 @@ from workbench.runs.history import Evaluations, History, read_tail
 from workbench.runs.registry import Runs, load_runs
 from workbench.runs.run import Run
 from workbench.sweeps.grid import Cell, Grid, MeasuredCell, MeasuredGrid, contention, lost_time
-from workbench.sweeps.sweep import Row, Sweep
+from workbench.sweeps.sweep import Configuration, Sweep
 from workbench.units import GIB, duration, gib
 
 BUDGETS = ("step", "gpu_hours")
@@ -93,7 +93,7 @@ def axes_of_heat_map(axes: Sequence[str], x: str | None = None, y: str | None = 
     return x, y or next((name for name in axes if name != x), None)
 
 
-def draw_heat_map(sweep: Sweep, rows: Sequence[Row], x: str, y: str | None) -> Figure:
+def draw_heat_map(sweep: Sweep, rows: Sequence[Configuration], x: str, y: str | None) -> Figure:
     """Draw the figure of `heat_map` from rows of the sweep."""
     columns = _in_order([row.values[x] for row in rows])
     lines = [""] if y is None else _in_order([row.values[y] for row in rows])
@@ -268,7 +268,7 @@ def seed_bands(runs: Sweep | Runs, x: str = "tokens", y: str | None = None) -> F
     return draw_seed_bands(None, _rows_of(load_runs(runs)), read_losses, x, y)
 
 
-def _rows_of(runs: Sequence[Run]) -> list[Row]:
+def _rows_of(runs: Sequence[Run]) -> list[Configuration]:
     """Return a row for each configuration of some runs, in their order."""
     described = described_runs(runs)
     groups = seed_groups(described)
@@ -279,7 +279,7 @@ def _rows_of(runs: Sequence[Run]) -> list[Row]:
         states = tuple(run.status.state for run in own)
         finished = tuple(run for run, state in zip(own, states, strict=True) if state == "finished")
         at_work = tuple(run for run in own if not run.status.final)
-        rows.append(Row(index, {"": name}, own, finished, at_work, states, ()))
+        rows.append(Configuration(index, {"": name}, own, finished, at_work, states, ()))
     return rows
 
 
@@ -291,7 +291,7 @@ def read_losses(run: Run) -> Losses:
 
 def draw_seed_bands(
     sweep: Sweep | None,
-    rows: Sequence[Row],
+    rows: Sequence[Configuration],
     read: Callable[[Run], Losses] = read_losses,
     x: str = "tokens",
     y: str | None = None,
@@ -343,7 +343,9 @@ def _line(losses: Losses, column: str, y: str) -> Line:
     return finite_points(evaluations[column], evaluations[y], POINTS)
 
 
-def _traces(row: Row, finished: Sequence[Line], others: Sequence[Line], scale: float, y: str) -> list[go.Scatter]:
+def _traces(
+    row: Configuration, finished: Sequence[Line], others: Sequence[Line], scale: float, y: str
+) -> list[go.Scatter]:
     """Return the band and the mean of the finished runs of a configuration, and its other runs as thin lines."""
     color = theme.series_color(row.index)
     values = theme.short(" · ".join(map(str, row.values.values())), theme.LETTERS_INSIDE)

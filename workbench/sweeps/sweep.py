@@ -434,7 +434,7 @@ def _rule(path: Path, value: Any) -> Diverged | str | None:
 
 
 @dataclass(frozen=True)
-class Row:
+class Configuration:
     """One configuration of a sweep: its values, and the runs of its seeds."""
 
     index: int
@@ -486,7 +486,7 @@ class Sweep(Queue):
         """Return True if the objective is the held-out loss."""
         return bool(self.directory.settings["experiment"].get("evaluation"))
 
-    def rows(self) -> list[Row]:
+    def rows(self) -> list[Configuration]:
         """Return a row for each configuration, the best first; those without a finished run keep their order."""
         groups: dict[str, list[Entry]] = {}
         for entry in self.directory.queue():
@@ -494,7 +494,7 @@ class Sweep(Queue):
         rows = [self._row(index, entries) for index, entries in enumerate(groups.values())]
         return sorted(rows, key=lambda row: float("inf") if row.mean is None else row.mean)
 
-    def _row(self, index: int, entries: list[Entry]) -> Row:
+    def _row(self, index: int, entries: list[Entry]) -> Configuration:
         ended = {entry.index: self.directory.result(entry) for entry in entries}
         launched = {entry.index: Run(path) for entry in entries if (path := self.directory.run(entry)).exists()}
         states, objectives = [], []
@@ -504,7 +504,7 @@ class Sweep(Queue):
             if result and result.objective is not None:
                 objectives.append(result.objective)
         complete = {at for at, result in ended.items() if result and result.state == "finished"}
-        return Row(
+        return Configuration(
             index,
             self.directory.labels(entries[0]),
             runs=tuple(launched.values()),
@@ -554,12 +554,12 @@ class Sweep(Queue):
         """Return what is compared, how the runs share the devices, and what early stopping saved."""
         return f"Objective: {self.objective}. {self.why} {self.saved}"
 
-    def cells(self, rows: Sequence[Row]) -> list[tuple[str, ...]]:
+    def cells(self, rows: Sequence[Configuration]) -> list[tuple[str, ...]]:
         """Return a table of rows as text, with a line of titles first."""
         return [(*self.axes, "objective", "± over seeds", "runs"), *map(_row_cells, rows)]
 
 
-def _row_cells(row: Row) -> tuple[str, ...]:
+def _row_cells(row: Configuration) -> tuple[str, ...]:
     counts = {state: row.states.count(state) for state in dict.fromkeys(row.states)}
     return (
         *map(str, row.values.values()),

@@ -39,7 +39,7 @@ from workbench.runs.registry import Runs, distinct_names, load_runs
 from workbench.runs.run import Run
 from workbench.runs.status import state_in_words
 from workbench.sweeps.grid import MeasuredGrid
-from workbench.sweeps.sweep import Row, Sweep
+from workbench.sweeps.sweep import Configuration, Sweep
 from workbench.widgets.live_widget import (
     HIDE_ROWS,
     ROWS_CLASS,
@@ -418,7 +418,7 @@ class LiveSweep(LiveWidget):
         self._readers: dict[tuple[Path, int], tuple[RunReader, DashboardRow]] = {}
         self._ended: set[Path] = set()
         self._losses: dict[Path, Losses] = {}
-        self._rows: Sequence[Row] = ()
+        self._rows: Sequence[Configuration] = ()
         self._head, self._foot = widgets.HTML(), widgets.HTML()
         self._at_work = widgets.VBox()
         self._table = widgets.HTML(layout={"flex": "1 1 360px", "margin": "0 16px 0 0"})
@@ -455,7 +455,7 @@ class LiveSweep(LiveWidget):
         """Return True if the sweep has ended."""
         return not self._sweep.alive
 
-    def _read(self, row: Row, run: Run) -> widgets.HBox:
+    def _read(self, row: Configuration, run: Run) -> widgets.HBox:
         """Read a run at work, and return its row with the button that stops it.
 
         A run that was set aside and begun again has another reader. One that has ended, but whose end the sweep has not
@@ -484,24 +484,24 @@ class LiveSweep(LiveWidget):
         return sweep_html(self._sweep, self._rows), *map(self.bundle, self._figures())
 
 
-def _name(row: Row, run: Run) -> str:
+def _name(row: Configuration, run: Run) -> str:
     """Return the values of a configuration, and the seed of a run, in words."""
     return ", ".join(f"{name} {value}" for name, value in {**row.values, "seed": run.config["seed"]}.items())
 
 
-def sweep_figures(sweep: Sweep, rows: Sequence[Row], read: Any = read_losses) -> tuple[go.Figure, go.Figure]:
+def sweep_figures(sweep: Sweep, rows: Sequence[Configuration], read: Any = read_losses) -> tuple[go.Figure, go.Figure]:
     """Return the heat map of a sweep and its curves."""
     x, y = axes_of_heat_map(list(sweep.axes))
     return draw_heat_map(sweep, rows, x, y), draw_seed_bands(sweep, rows, read)
 
 
-def sweep_html(sweep: Sweep, rows: Sequence[Row]) -> str:
+def sweep_html(sweep: Sweep, rows: Sequence[Configuration]) -> str:
     """Return state, table and notes of a sweep as HTML."""
     head = f"<b>{html.escape(sweep.headline())}</b>"
     return f"<div>{head}{sweep_table(sweep, rows)}{_small(sweep.footline())}</div>"
 
 
-def sweep_table(sweep: Sweep, rows: Sequence[Row]) -> str:
+def sweep_table(sweep: Sweep, rows: Sequence[Configuration]) -> str:
     """Return the best configurations as an HTML table, each with the colour of its curve."""
     head, *cells = sweep.cells(rows[:MAX_ROWS])
     keys = [Html(swatch(row.index)) for row in rows]
