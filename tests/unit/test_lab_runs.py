@@ -15,7 +15,7 @@ from tests.unit.test_figures_live import end, eventually, start_run, train
 from tests.unit.test_lab import ask, server  # noqa: F401
 from workbench.errors import RunNotFound
 from workbench.lab import run_index
-from workbench.lab.run_handlers import dashboard_of
+from workbench.lab.handlers import dashboard_of
 from workbench.lab.run_index import RunIndex, own_run
 from workbench.rundir import RunDir, append_event, known_runs_roots, note_runs_root, write_json, write_record
 from workbench.runs.event_log import BULK_BYTES, spread_steps
