@@ -1,4 +1,6 @@
 // A button beside the last state of a view whose kernel has ended. It runs, in a new cell, the call that the words name.
+import {addStyle, element} from './drawing.js';
+
 const CALL = '.workbench-saved-last code';
 const OURS = /^wb\.(live|sweeps\.load_(sweep|grid))\([^()\n]*\)$/;  // nothing else that a stranger's notebook holds is run
 const ARRIVED = 'workbench-last-state-arrived';
@@ -10,7 +12,7 @@ export default async function attach(library) {
     id: 'workbench:attach',
     autoStart: true,
     activate: app => {
-      document.head.append(Object.assign(document.createElement('style'), {textContent: STYLE}));
+      addStyle(STYLE);
       const run = (call, button) => {
         const holds = ({node}) => node.contains(button);
         const panel = [...app.shell.widgets('main')].find(({content}) => content?.widgets?.some?.(holds));
@@ -24,9 +26,8 @@ export default async function attach(library) {
       document.addEventListener('animationstart', ({target, animationName}) => {
         if (animationName !== ARRIVED || target.parentElement.querySelector('button')) return;
         if (!OURS.test(target.textContent)) return;
-        const button = Object.assign(document.createElement('button'), {
-          textContent: 'Attach', className: 'jp-mod-styled jp-mod-accept', title: 'Run this call in a new cell.',
-        });
+        const button = element('button', 'jp-mod-styled jp-mod-accept', 'Attach');
+        button.title = 'Run this call in a new cell.';
         button.addEventListener('click', () => void run(target.textContent, button));
         target.after(' ', button);
       });

@@ -1,5 +1,6 @@
 // Keeps the curve in view: the cell tagged `curve`, where JupyterLab's Run All scrolls to the end of the notebook. Until its
 // turn comes, that cell says which cell runs, because the progress of the others is out of view.
+import {addStyle, element, stored} from './drawing.js';
 
 const SETTLING_MS = 6000; // figures above the curve are drawn within this time and move it
 const EVERY_MS = 300;
@@ -30,25 +31,17 @@ async function hold(notebook, cell) {
   user.abort();
 }
 
-function remembered() {
-  try {
-    return JSON.parse(localStorage.getItem(SECONDS)) ?? {};
-  } catch {
-    return {};
-  }
-}
-
 // The name by which a cell is known in every copy of its template.
 const known = (notebook, cell) => `${notebook.widgets[0].model.sharedModel.getSource().split('\n')[0]}: ${cell.model.id}`;
 
 function remember(name, seconds) {
-  const {[name]: _, ...others} = remembered();
+  const {[name]: _, ...others} = stored(SECONDS);
   const kept = Object.entries({...others, [name]: Math.round(seconds)}).slice(-MOST_REMEMBERED);
   localStorage.setItem(SECONDS, JSON.stringify(Object.fromEntries(kept)));
 }
 
 // The seconds that a cell takes: those of the last time in this browser, or those that its template states.
-const expected = (notebook, cell) => remembered()[known(notebook, cell)] ?? cell.model.getMetadata('expected_s') ?? 0;
+const expected = (notebook, cell) => stored(SECONDS)[known(notebook, cell)] ?? cell.model.getMetadata('expected_s') ?? 0;
 
 // What a cell does: the words of its call that waits, if there are any, or the heading above it.
 function doing(notebook, cell) {
@@ -68,7 +61,7 @@ function doing(notebook, cell) {
 // Shows in the curve's cell what runs above it, from now on until its own turn is over.
 function tell(notebook, curve) {
   if (curve.node.querySelector('.workbench-progress')) return;
-  const line = Object.assign(document.createElement('div'), {className: 'workbench-progress', textContent: 'starting the kernel'});
+  const line = element('div', 'workbench-progress', 'starting the kernel');
   line.setAttribute('role', 'status');
   curve.node.insertBefore(line, curve.node.querySelector('.jp-Cell-outputWrapper'));
   const code = notebook.widgets.filter(({model}) => model.type === 'code'), before = code.slice(0, code.indexOf(curve) + 1);
@@ -102,7 +95,7 @@ function tell(notebook, curve) {
 }
 
 export default function follow(NotebookActions) {
-  document.head.append(Object.assign(document.createElement('style'), {textContent: STYLE}));
+  addStyle(STYLE);
   NotebookActions.executionScheduled.connect((_, {notebook, cell}) => {
     if (isCurve(cell)) tell(notebook, cell);
   });

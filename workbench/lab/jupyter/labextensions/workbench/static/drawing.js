@@ -8,6 +8,20 @@ export function element(tag, className = '', ...children) {
   return node;
 }
 
+// Adds rules of CSS to the page.
+export function addStyle(rules) {
+  document.head.append(element('style', '', rules));
+}
+
+// Returns the object that this browser remembers under a name.
+export function stored(name) {
+  try {
+    return JSON.parse(localStorage.getItem(name)) ?? {};
+  } catch {
+    return {};
+  }
+}
+
 export function age(seconds) {
   if (!seconds) return '';
   const past = Math.max(0, Date.now() / 1000 - seconds);

@@ -2,6 +2,8 @@
 //
 // A saved figure holds a PNG, which Plotly's renderer shows until the pointer enters it. Therefore a figure that arrives
 // in a hidden tab is right there; plotly.js would draw it 0 pixels high.
+import {addStyle} from './drawing.js';
+
 const PAPER = '254, 255, 255';  // `theme.PAPER`, which figures of other libraries do not have
 
 // Lightness is inverted and hues are kept. The paper is transparent, and blending replaces what else has its colour by the
@@ -75,9 +77,7 @@ export default async function figures() {
     id: 'workbench:figures',
     autoStart: true,
     activate: app => {
-      const style = document.createElement('style');
-      style.textContent = STYLE;
-      document.head.append(style);
+      addStyle(STYLE);
       window.addEventListener('unhandledrejection', event => isOfGoneFigure(event) && event.preventDefault());
       document.addEventListener('load', ({target}) => recognise(app, target), true);  // an image's event does not bubble
       // A cell out of sight is rendered before it is on the page, which then hears nothing of its images' loading.

@@ -1,8 +1,8 @@
 // The form of a template's parameters. Every text goes into a text node or a value, never into HTML.
+import {element} from './drawing.js';
 
 export default function form(Widget, parameters, given, refusal) {
-  const node = document.createElement('div');
-  node.className = 'workbench-form';
+  const node = element('div', 'workbench-form');
   const add = (tag, properties) => node.appendChild(Object.assign(document.createElement(tag), properties));
   if (refusal) add('div', {className: 'workbench-refused', role: 'alert', textContent: refusal});
   const fields = parameters.map(({name, default: standard, help, choices}) => {

@@ -2,6 +2,7 @@
 // it, and keeps the cell tagged `curve` in view. A form changes the parameters of a copy before it runs.
 import connect from './server.js';
 import follow from './curve.js';
+import {addStyle} from './drawing.js';
 import form from './form.js';
 
 const CATEGORY = 'Workbench';
@@ -49,7 +50,7 @@ export default async function launcher(library) {
     autoStart: true,
     optional: [ILauncher, IDefaultFileBrowser, apputils.ICommandPalette],
     activate: async (app, launcher, browser, palette) => {
-      document.head.append(Object.assign(document.createElement('style'), {textContent: STYLE}));
+      addStyle(STYLE);
       const curve = follow(NotebookActions);
       const {templates} = await request('templates');
 

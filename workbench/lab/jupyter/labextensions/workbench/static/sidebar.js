@@ -2,7 +2,7 @@
 import connect from './server.js';
 import curvePanels from './curves.js';
 import {badge, columnsOf, comparison, NAME, USUAL, written} from './columns.js';
-import {age, element, sparkline} from './drawing.js';
+import {age, element, sparkline, stored} from './drawing.js';
 
 const ROW_PX = 68, TABLE_ROW_PX = 28;
 const WIDE_PX = 640;  // from this width on the list is a table
@@ -84,7 +84,7 @@ class RunList {
     this.drawn = new Map();
     this.shown = [];
     this.pending = new Map();
-    this.settings = {order: 'newest', archived: false, details: true, columns: USUAL, ...stored()};
+    this.settings = {order: 'newest', archived: false, details: true, columns: USUAL, ...stored(SETTINGS)};
     this.chosen = new Set(this.settings.columns);
     this.sorted = this.settings.sorted ?? null;  // {name, down}: the column of the table by which rows are ordered
     this.wide = false;
@@ -178,7 +178,7 @@ class RunList {
       order: this.order.value, archived: this.archived.checked, details: this.details.open,
       columns: [...this.chosen], sorted: this.sorted,
     };
-    localStorage.setItem(SETTINGS, JSON.stringify({...stored(), ...settings}));
+    localStorage.setItem(SETTINGS, JSON.stringify({...stored(SETTINGS), ...settings}));
   }
 
   update(byUser = false) {
@@ -414,14 +414,6 @@ class RunList {
   }
 }
 
-function stored() {
-  try {
-    return JSON.parse(localStorage.getItem(SETTINGS)) ?? {};
-  } catch {
-    return {};
-  }
-}
-
 export default async function sidebar(library) {
   const [{ILayoutRestorer}, {Widget}, {ICommandPalette, InputDialog, showErrorMessage}, {LabIcon}, request] = await Promise.all([
     library('@jupyterlab/application'),
@@ -471,7 +463,7 @@ export default async function sidebar(library) {
       };
       const panel = new Panel();
       const move = area => {
-        localStorage.setItem(SETTINGS, JSON.stringify({...stored(), area}));
+        localStorage.setItem(SETTINGS, JSON.stringify({...stored(SETTINGS), area}));
         panel.title.label = area === 'main' ? 'Runs' : '';
         panel.title.closable = area === 'main';
         list.move.textContent = area === 'main' ? '⇲' : '⇱';
@@ -479,7 +471,7 @@ export default async function sidebar(library) {
         app.shell.add(panel, area, {rank: 150});
         app.shell.activateById(panel.id);
       };
-      const toggle = () => move(stored().area === 'main' ? 'left' : 'main');
+      const toggle = () => move(stored(SETTINGS).area === 'main' ? 'left' : 'main');
       const list = new RunList(runs, {open, tag, note, act: guarded, move: toggle});
       panel.toSide = () => move('left');
       panel.id = 'workbench-runs';
@@ -490,7 +482,7 @@ export default async function sidebar(library) {
       list.move.title = 'Move to the main area';
       app.shell.add(panel, 'left', {rank: 150});
       restorer?.add(panel, panel.id);
-      if (stored().area === 'main') app.restored.then(() => move('main'));
+      if (stored(SETTINGS).area === 'main') app.restored.then(() => move('main'));
       app.commands.addCommand('workbench:show-runs', {
         label: 'Workbench: show the runs',
         execute: () => app.shell.activateById(panel.id),
