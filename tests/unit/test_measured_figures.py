@@ -98,7 +98,7 @@ def test_what_a_published_law_expects_of_the_pair_is_what_the_pages_say() -> Non
         wb.analysis.parameters_without_embeddings(wb.models.bert(**one, vocab_size=64, **options)) for one in each
     )
     ratios = f"{1.536e6 / many:.0f} and {1.536e6 / few:.0f} tokens a parameter in place of"
-    assert f"with {ratios} {30e6 / scaled:.2f} and {30e6 / large:.1f}" in words(README)
+    assert f"with {ratios} {66e6 / scaled:.2f} and {66e6 / large:.1f}" in words(README)
     shares = []
     for layers, width in ((4, 128), (54, 1920)):
         model = wb.models.bert(hidden_size=width, num_layers=layers, num_heads=width // 64, **options)
@@ -198,35 +198,60 @@ def test_the_pairs_figures_are_those_of_the_recorded_runs() -> None:
     page = words(BENCHMARKS)
     assert f"BERT-Large by {eps[0]:.3f} with the same seed" in page
     assert f"scaled BERT by {eps[1]:.3f} against another" in page
-    speeds = [
-        [float(np.median(run.history().tokens_per_s)) for run in each]
-        for each in (runs[:3] + runs[6:7], runs[3:6] + runs[7:])
-    ]
-    large, scaled = ("{:.0f} to {:.0f} k tokens/s".format(*sorted((min(s) / 1e3, max(s) / 1e3))) for s in speeds)
-    assert f"(335 M parameters, {large})" in words(README)
-    assert f"(2.45 B, {scaled})" in words(README)
     template = (ROOT / "templates" / "scaling_ladder.ipynb").read_text()
     assert [float(each) for each in re.findall(r"\(30e6 / real_sizes\[1\], -([\d.]+)\)", template)] == [
         round(each, 3) for each in behind
     ]
     width, depth, _, again = (f"{each:.2f}" for each in behind)
     assert depth == again
-    assert f"by {depth} nats of held-out loss in both pairs by the rule of width and depth" in words(README)
-    assert f"by {width} by the rule of width alone" in words(README)
-    assert f"two seeds of BERT-Large are {abs(ends[0] - ends[1]):.2f} apart" in words(README)
+    assert f"with AdamW it ended {depth} behind in two pairs" in words(README)
+    page = words("docs/scaling.md")
+    assert f"ended {depth} nats behind BERT-Large with the rule in two pairs" in page
+    assert f"and {width} behind with `depth_rule=False`" in page
+    assert f"two seeds of BERT-Large are {abs(ends[0] - ends[1]):.2f} apart" in page
     assert "from 8 to 11 M tokens, and from 13 M on it changes by less than 0.04" in words("docs/scaling.md")
-    ahead = [
-        standing.losses["bert-scaled"].value
-        for large, scaled in pairs
-        for standing in wb.contrast([runs[large], runs[scaled]]).standings
-        if standing.axis in ("flops", "gpu_hours")
-    ]
-    assert f"the scaled one is at {min(ahead):.1f} to {max(ahead):.1f} nats" in words(README)
     for large, scaled in ((runs[first], runs[second]) for first, second in pairs):
         tokens = large.evaluations().tokens / 1e6
         behind = scaled.evaluations().eval_loss - large.evaluations().eval_loss
         assert 7.5 < tokens[behind.argmax()] < 11.5
         assert np.ptp(behind[tokens > 12.5]) < 0.04
+
+
+def test_the_pair_with_muon_is_as_its_recorded_runs_say() -> None:
+    names = ("large-20261127-193809", "scaled-20261127-193814")
+    runs = [wb.load_run(ROOT / "notebooks" / "recorded" / f"bert-{name}") for name in names]
+    known = [run.evaluations() for run in runs]
+    rows = {name: cells for name, *cells in table(BENCHMARKS, "| held-out loss after |")}
+    columns = {"": "eval_loss", " with 30 % masked": "masked_30", " on held-out prose": "prose"}
+    columns |= {" on held-out manuals": "manuals"}
+    for at, tokens in enumerate((8e6, 16e6, 30e6, 48e6, 66e6)):
+        large, scaled = (int(abs(each.tokens - tokens).argmin()) for each in known)
+        assert shows(rows["BERT-Large"][at], known[0].eval_loss[large])
+        assert shows(rows["scaled BERT"][at], known[1].eval_loss[scaled])
+        for row, column in columns.items():
+            assert shows(rows[f"difference{row}"][at], known[1][column][scaled] - known[0][column][large]), row
+    page = words(BENCHMARKS)
+    histories = [run.history() for run in runs]
+    late = [float(each.loss[(each.tokens > 60e6) & (each.tokens < 66.75e6)].mean()) for each in histories]
+    told = f"from 60 to 66.7 M tokens is {late[0]:.3f} and {late[1]:.3f}, so that scaled BERT is"
+    assert f"{told} {late[0] - late[1]:.3f}" in page
+    rows = {name: cells for name, *cells in table(BENCHMARKS, "| | plan | step, measured (predicted) | tokens/s |")}
+    for name, run in zip(("BERT-Large", "scaled BERT"), runs, strict=True):
+        found = wb.runs.summary(run)
+        summary = dict(zip(found.columns, found.rows[0], strict=True))
+        step, peak = (
+            [summary[f"{what}, {how}"].split()[0] for how in ("measured", "predicted")] for what in ("step", "peak")
+        )
+        minutes = f"{60 * run.history().gpu_hours[-1]:.1f}"
+        shown = ["{} ({}) ms".format(*step), summary["tokens/s"], summary["MFU"], "{} ({}) GiB".format(*peak), minutes]
+        assert rows[name][1:] == shown
+    contrast = wb.contrast(runs, scatter=0.03)
+    [ahead] = [re.search(r"by ([\d.]+ ± [\d.]+)", each.describe())[1] for each in contrast.differences]
+    for shown_in in (README, BENCHMARKS, "docs/scaling.md"):
+        assert ahead in words(shown_in)
+    flops = next(each for each in contrast.standings if each.axis == "flops").losses
+    ended = f"({flops['bert-large'].value:.2f} nats when it had ended, the scaled one {flops['bert-scaled'].value:.1f})"
+    assert ended in words(README)
 
 
 def test_losses_of_the_ladder_are_those_of_its_executed_notebook() -> None:

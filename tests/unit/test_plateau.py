@@ -311,5 +311,12 @@ def test_kaplans_law_expects_of_the_pair_what_the_paper_gives() -> None:
         expected = wb.analysis.expected_difference(small, large, tokens)
         assert expected.difference.value == pytest.approx(nats, abs=0.005)
     assert "bert-54x1920 (2.39 B) is expected 0.26 nats below bert-large (303 M)" in str(expected)
+    flops = expected.equal_flops_from
+    assert flops == pytest.approx(3.39e19, rel=0.01)
+    few, many = expected.parameters
+    law = wb.analysis.KAPLAN
+    assert law.loss(few, flops / 6 / few) == pytest.approx(law.loss(many, flops / 6 / many), abs=1e-6)
+    assert "At equal FLOPs it is ahead from 3.4e+19 on, or 18.7 B tokens of bert-large." in str(expected)
+    assert wb.analysis.expected_difference(small, small, 1e9).equal_flops_from is None
     chinchilla = ChinchillaLaw(1.8172, 482.0, 2085.43, 0.3478, 0.3658)
     assert chinchilla.difference(303e6, 2.39e9, 1e9) == pytest.approx(0.277, abs=0.005)

@@ -397,16 +397,23 @@ class PairExpectation:
     difference: Interval
     """Nats by which the larger model is lower; the ends are the value if the law has no interval."""
     source: str
+    equal_flops_from: float | None = None
+    """FLOPs, as 6 N D, from which on the larger model is expected below the smaller one at equal FLOPs; None if it is
+    never, or always."""
 
     def __str__(self) -> str:
         (small, large), (few, many) = self.names, self.parameters
         low, high, at = self.difference.low, self.difference.high, self.difference.value
         size, words = f"{abs(at):.2g} nats", "below" if at >= 0 else "above"
         interval = f" ({CONFIDENCE:.0%} interval {low:+.2g} to {high:+.2g})" if low < high else ""
+        turn = "."
+        if self.equal_flops_from is not None:
+            seen = count(self.equal_flops_from / (6 * few))
+            turn = f". At equal FLOPs it is ahead from {self.equal_flops_from:.2g} on, or {seen} tokens of {small}."
         return (
             f"After {count(self.tokens)} tokens ({count(self.tokens / few)} and {count(self.tokens / many)} for each "
             f"parameter without embeddings), {large} ({count(many)}) is expected {size} {words} {small} ({count(few)})"
-            f"{interval}, by {self.source}."
+            f"{interval}, by {self.source}{turn}"
         )
 
 
@@ -430,7 +437,23 @@ def expected_difference(
     else:
         value = float(law.difference(few, many, tokens))
         difference, source = Interval(value, value, value), f"the law of {law.source}"
-    return PairExpectation((small.name, large.name), (few, many), tokens, difference, source)
+    turn = _equal_flops_from(law.law if isinstance(law, ScalingLaw) else law, few, many)
+    return PairExpectation((small.name, large.name), (few, many), tokens, difference, source, turn)
+
+
+def _equal_flops_from(law: Law, few: float, many: float) -> float | None:
+    """Return the FLOPs from which on `many` parameters have the lower loss, each model with FLOPs / 6 N tokens."""
+
+    def ahead(flops: float) -> bool:
+        return bool(law.loss(few, flops / (6 * few)) > law.loss(many, flops / (6 * many)))
+
+    low, high = 1e6, 1e36
+    if ahead(low) or not ahead(high):
+        return None
+    while high / low > 1 + 1e-9:
+        middle = math.sqrt(low * high)
+        low, high = (low, middle) if ahead(middle) else (middle, high)
+    return high
 
 
 @checked_arguments
