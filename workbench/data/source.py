@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import csv
 import hashlib
 import os
@@ -314,7 +315,12 @@ def labelled_texts(
             columns[column].append(row[column])
     if not columns[label]:
         raise DataError(f"{name} is empty: it holds no row. Give at least one.")
-    known = _names(columns[label], labels if labels is not None else names)
+    # The classes: those that were given, or the values in order, as numbers if they are.
+    given = labels if labels is not None else names
+    known = tuple(map(str, given if given is not None else sorted(set(map(str, columns[label])))))
+    if given is None:
+        with contextlib.suppress(ValueError):
+            known = tuple(sorted(known, key=float))
     numbers = {value: number for number, value in enumerate(known)}
     unknown = [value for value in columns[label] if str(value) not in numbers]
     if unknown:
@@ -322,6 +328,7 @@ def labelled_texts(
             f"{name} has the label {unknown[0]!r}, which is none of {', '.join(known)}. Give the labels of both sets, "
             "labels=[…]."
         )
+    # The tokeniser, and the rows as ids.
     is_path = isinstance(tokenizer, str | Path)
     path = str(Path(tokenizer).expanduser().absolute()) if is_path else str(saved(tokenizer))
     folder = folder_of(path)
@@ -364,17 +371,6 @@ def _rows(source: Any, label: str) -> tuple[str, Iterable[Any], Sequence[Any] | 
     raise DataError(
         f"source is a {type(source).__name__}. Give a .csv file, a dataset of Hugging Face or a list of dicts."
     )
-
-
-def _names(values: Sequence[Any], given: Sequence[Any] | None) -> tuple[str, ...]:
-    """Return the names of the classes: those given, or the values in order, as numbers if they are."""
-    if given is not None:
-        return tuple(map(str, given))
-    found = set(map(str, values))
-    try:
-        return tuple(sorted(found, key=float))
-    except ValueError:
-        return tuple(sorted(found))
 
 
 # A user-defined dataset, read by index or in its own order, or a callable that returns one.

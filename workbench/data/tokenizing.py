@@ -350,16 +350,10 @@ class ExperimentText:
             text = tokenised(key, self.data.name, self.data._source, progress=False)[0]
             self._require_a_sequence(text, trained.width)
         count = min(request.evaluation.samples, text.tokens // trained.width)
-        samples = trained._samples(text, seed=EVALUATION_SEED, masked_share=trained.held_out_share, in_order=count)
-        return TextDataset(samples, count)
-
-    @property
-    def held_out_share(self) -> float:
-        """Fraction of the positions that a held-out sample hides."""
-        assert self.request.evaluation is not None
-        if self.objective == "seq2seq":  # whose shapes depend on it
-            return float(self.data.masked_share)
-        return self.request.evaluation.masked_share or MASKED_SHARE
+        share = request.evaluation.masked_share or MASKED_SHARE
+        if trained.objective == "seq2seq":  # whose shapes depend on it
+            share = trained.data.masked_share
+        return TextDataset(trained._samples(text, seed=EVALUATION_SEED, masked_share=share, in_order=count), count)
 
     @property
     def _buffer(self) -> int:
@@ -387,14 +381,15 @@ class ExperimentText:
         samples = self.request.evaluation.samples
         if not self.data.streaming and self.data.shuffle_buffer is None:
             return split(self.store(progress)[0], self.data.name, samples, self.width)
-        return split_of_stream(lambda first: self._beginning(first, progress), self.data.name, samples, self.width)
 
-    def _beginning(self, first: int, progress: bool) -> TokenStore:
-        """Return the tokenised text, or of a streamed one that is not stored more than its `first` tokens."""
-        if not self.data.streaming or is_tokenised(self.key):
-            return self.store(progress)[0]
-        key = replace(self.key, first=first, tokenizer_of=self.tokenizer_folder(progress))
-        return tokenised(key, self.data.name, self.data._source, progress)[0]
+        def beginning(first: int) -> TokenStore:
+            """Return the tokenised text, or of a streamed one that is not stored more than its `first` tokens."""
+            if not self.data.streaming or is_tokenised(self.key):
+                return self.store(progress)[0]
+            key = replace(self.key, first=first, tokenizer_of=self.tokenizer_folder(progress))
+            return tokenised(key, self.data.name, self.data._source, progress)[0]
+
+        return split_of_stream(beginning, self.data.name, samples, self.width)
 
     def _prepare_stream(self, progress: bool) -> Prepared:
         """Make the vocabulary and the held-out samples; count samples exactly if the text is small or also stored."""
