@@ -82,6 +82,7 @@ OF_EXPERIMENT: Mapping[str, Mapping[tuple[str, ...], str]] = {
     "deterministic": {("True",): "a choice"},
     "stop_on_non_finite": {("True",): "a choice"},
     "metrics": {("{}",): "no metric"},
+    "eval_also": {("{}",): "no further held-out set"},
     "optimizer": {("function",): "a function that builds an optimiser", ("{}",): "the defaults of the group"},
     "lr_schedule": {("function",): "a schedule; it is called once the number of steps is known"},
     "eval_data": {("bytes", "[]", "[None]"): "a dataset is read when it is planned, and refused then"},

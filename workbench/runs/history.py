@@ -557,7 +557,7 @@ class HistoryTail:
     def __init__(self, path: Path) -> None:
         self._path = path
         self.state = RunState()
-        """What the events say so far, but for the steps and the samples of devices, which become columns."""
+        """State of the run by its events so far, without the steps and the samples of devices, which become columns."""
         self._steps, self._samples = _Steps(), _Table(_SAMPLE_ROWS)
         self._attempts, self._training = [_Attempt()], False
         self._begins_after: int | None = None  # the step of the checkpoint that the first step kept follows
