@@ -77,6 +77,16 @@ def held_out(name: str) -> list[Tensors]:
     return [{key: value[index] for key, value in batch.items()} for index in range(HELD_OUT)]
 
 
+class Counted(list[Tensors]):
+    """Items that count how often one of them is read."""
+
+    reads = 0
+
+    def __getitem__(self, index: Any) -> Any:
+        self.reads += 1
+        return super().__getitem__(index)
+
+
 def accuracy(outputs: Any, batch: Tensors) -> tuple[torch.Tensor, torch.Tensor]:
     labelled = batch["labels"] != -100
     return ((outputs.prediction_logits.argmax(-1) == batch["labels"]) & labelled).sum(), labelled.sum()
@@ -115,7 +125,9 @@ def train(
     plan = trainer.plan
     require_same_stages(graph, evaluated, [stage.first_block for stage in plan.stages[1:]], plan.tensor)
     programs = evaluation_programs(plan, trainer.coordinate, evaluated, trainer.context)
-    evaluator = Evaluator(trainer, evaluated, programs, UserDataset(held_out(name), HELD_OUT, seed=None), metrics)
+    held = Counted(held_out(name))
+    evaluator = Evaluator(trainer, evaluated, programs, UserDataset(held, HELD_OUT, seed=None), metrics)
+    reads: set[int] = set()
     losses: list[float] = []
     found: list[Any] = []
     expected: list[Any] = []
@@ -124,10 +136,12 @@ def train(
             state = torch.get_rng_state()
             loss, values = evaluator.evaluate()
             found += [loss, *values.values()]
+            reads.add(held.reads)
             assert torch.equal(state, torch.get_rng_state())
             expected += plain_evaluation(name, trainer, metrics)
         part = part_of(trainer, batch_of(name, GLOBAL_BATCH, seed=step))
         losses.append(trainer.step(step, part).scalars[0].item())
+    assert len(reads) == 1  # a set that fits into memory is read once
     return losses, found, expected, whole_tensors(trainer)
 
 

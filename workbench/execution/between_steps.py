@@ -20,7 +20,6 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
-from accelerate.utils import send_to_device
 from torch.utils.data import DataLoader
 
 from workbench.capture import Graph
@@ -126,6 +125,10 @@ class ForwardPass:
                 buffer.copy_(value)
 
 
+IN_MEMORY = 2**28
+"""Largest size in bytes of a rank's held-out samples that stay in memory between two evaluations."""
+
+
 @dataclass(frozen=True)
 class WeightedMicroBatch:
     """Samples of one micro-batch, and the weight of its loss in the sum over the set; a weight of 0 is padding."""
@@ -186,6 +189,7 @@ class Evaluator:
         first = 0 if self._plan.coupled else coordinate.data_rank * share
         self._micro_batches = divided[first : first + share]
         self._denominators: list[list[torch.Tensor]] | None = None
+        self._in_memory: list[Batch] | None = None
 
     def evaluate(self) -> tuple[float, dict[str, float | None]]:
         """Return the mean loss over the whole set and each metric, None for one whose count is 0; a collective."""
@@ -241,15 +245,28 @@ class Evaluator:
     # Batches
 
     def _host_batches(self) -> Iterator[Batch]:
-        on_gpu = self._context.device.type == "cuda"
-        yield from DataLoader(
+        """Yield this replica's micro-batches; those of a set of up to `IN_MEMORY` are made once and stay in memory.
+
+        Starting the processes that make them takes longer than the forward of a small set.
+        """
+        if self._in_memory is not None:
+            yield from self._in_memory
+            return
+        on_gpu, made, size = self._context.device.type == "cuda", list[Batch](), 0
+        for batch in DataLoader(
             self._dataset,
             batch_sampler=[list(item.samples) for item in self._micro_batches],
             collate_fn=self._dataset.collate,
             num_workers=2 if on_gpu else 0,
             pin_memory=on_gpu,
             generator=torch.Generator(),  # its seed would be drawn from the generator that training uses
-        )
+        ):
+            size += sum(field.nbytes for field in batch.values())
+            if size <= IN_MEMORY:
+                made.append(batch)
+            yield batch
+        if size <= IN_MEMORY:
+            self._in_memory = made
 
     def _device_batches(self) -> Iterator[Batch]:
         """Yield this replica's micro-batches on its device; the labels that select rows are counted before."""
@@ -263,7 +280,9 @@ class Evaluator:
         for batch in self._host_batches():
             for loss, counts in counter.count(batch).items():
                 counted[loss] += counts
-            yield send_to_device(batch, self._context.device, non_blocking=True)
+            # A copy on CPUs, too: a forward may change what it is given.
+            device = self._context.device
+            yield {name: field.to(device, non_blocking=True, copy=True) for name, field in batch.items()}
 
     # Events
 
