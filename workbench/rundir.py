@@ -423,6 +423,8 @@ def _append(path: Path, lines: bytes) -> None:
 
     A line that a killed process left unfinished is ended first, because it would spoil the next one as well.
     """
+    # O_APPEND alone keeps two writers of one host apart, as long as each write is taken whole. A network file system
+    # promises neither, and a nearly full disk takes a part: hence the lock, the loop, and the way back.
     descriptor = os.open(path, os.O_RDWR | os.O_APPEND | os.O_CREAT, 0o600)
     try:
         with contextlib.suppress(OSError):  # a file system without locks

@@ -28,7 +28,7 @@ from workbench.planning.plan import Plan
 from workbench.planning.planner import plan as make_plan
 from workbench.rundir import RunDir, read_events, read_record
 from workbench.runs.launching import launcher, processes
-from workbench.runs.launching.launcher import Attempt, prepare
+from workbench.runs.launching.launcher import Attempt, write_attempt
 from workbench.runs.run import Run
 
 FAULTY = 9
@@ -249,20 +249,20 @@ def test_a_run_that_was_rewound_never_returns_to_the_curve_that_it_abandoned(
 ) -> None:
     monkeypatch.setenv("WORKBENCH_RUNS", str(tmp_path))
     asked = experiment(steps=12, checkpoint_every=3, keep_checkpoints=9)
-    run = prepare(Attempt(asked, chosen, directory=tmp_path / "run"))
+    run = write_attempt(Attempt(asked, chosen, directory=tmp_path / "run"))
     Ranks(run, 1).wait()
     whole = curve(run)
     with monkeypatch.context() as killed:  # between setting the later checkpoints aside and the rest
         killed.setattr(launcher, "what_was_started", lambda _: 1 / 0)
         with pytest.raises(ZeroDivisionError):
-            prepare(Attempt(asked, chosen, resume=run.checkpoint(3)))
+            write_attempt(Attempt(asked, chosen, resume=run.checkpoint(3)))
     assert launcher.checkpoint_of(run.path) == run.checkpoint(3)
-    prepare(Attempt(asked, chosen, resume=run.checkpoint(3)))
+    write_attempt(Attempt(asked, chosen, resume=run.checkpoint(3)))
     ranks = Ranks(run, 1)
     eventually(lambda: 3 < max(curve(run)) < 12)
     ranks.kill(0)
     assert run.checkpoint(12) not in complete_checkpoints(run.checkpoints)
     assert (run.path / "attempts" / "1" / "checkpoints" / "step-00000012" / "complete.json").exists()
-    prepare(Attempt(asked, chosen, resume=run.path))
+    write_attempt(Attempt(asked, chosen, resume=run.path))
     Ranks(run, 1).wait()
     assert curve(run) == whole

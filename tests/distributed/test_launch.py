@@ -72,7 +72,7 @@ def node(tmp_path, monkeypatch):
 
 def launch(*args, worker: str = processes.WORKER, **kwargs) -> Run:
     """Return the handle of a run that the launcher has started."""
-    return Run(launcher.launch(Attempt(*args, **kwargs), worker=worker))
+    return Run(launcher.start_attempt(Attempt(*args, **kwargs), worker=worker))
 
 
 def start(steps: int = 3, world: int = 2, **kwargs) -> Run:

@@ -66,7 +66,7 @@ def _remove(names: tuple[str, ...]) -> None:
 
 def prepare(*args, **kwargs) -> Run:
     """Return the handle of a run directory that nobody has started."""
-    return Run(launcher.prepare(Attempt(*args, **kwargs)))
+    return Run(launcher.write_attempt(Attempt(*args, **kwargs)))
 
 
 def two_nodes(steps: int) -> Plan:

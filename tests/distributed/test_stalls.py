@@ -15,7 +15,7 @@ from tests.distributed.own_machine import eventually, own_machine
 from tests.distributed.real_worker import experiment, plan
 from workbench.rundir import read_json
 from workbench.runs.launching import processes
-from workbench.runs.launching.launcher import Attempt, launch
+from workbench.runs.launching.launcher import Attempt, start_attempt
 from workbench.runs.registry import list_runs
 from workbench.runs.run import Run
 from workbench.widgets.dashboard import rows_html
@@ -35,7 +35,7 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
 @pytest.mark.usefixtures("folder")
 def test_a_stopped_rank_is_named_with_what_waits_for_it_and_ends_the_run_after_the_limit() -> None:
     asked = experiment(steps=1_000_000, checkpoint_every=None)
-    run = Run(launch(Attempt(asked, plan(asked, pipeline=2))))
+    run = Run(start_attempt(Attempt(asked, plan(asked, pipeline=2))))
     eventually(lambda: run.row()["step"] >= 5 or run.status.final)
     assert run.status.state == "running", run.logs("launcher")
     pids = {record["rank"]: record["pid"] for record in processes.rank_records(run.directory)}

@@ -147,14 +147,14 @@ class World:
         if attempt.resume is None:
             attempt = replace(attempt, directory=self.folder / "runs" / "clone")
             shutil.rmtree(self.folder / "runs" / "clone", ignore_errors=True)
-        run = launcher.prepare(attempt)
+        run = launcher.write_attempt(attempt)
         self.launched.append((attempt.experiment.to_json(), decisive(attempt.plan)))
         return run
 
     def _written(self) -> RunDir:
         directory = self.folder / "runs" / "small"
         facts = {"data_fingerprint": self.fingerprint}
-        run = launcher.prepare(Attempt(self.experiment, self.plan, directory, provenance=facts))
+        run = launcher.write_attempt(Attempt(self.experiment, self.plan, directory, provenance=facts))
         write_json(run.launcher, {"supervisor": DEAD, "plan": {"world": 2}, "devices": ["cpu"]})
         write_json(run.rank(0), {**DEAD, "rank": 0, "stage": 0, "device": "CPU process 0"})
         error = {"rank": 0, "stage": 0, "type": "RuntimeError", "message": "no more", "traceback": "T", "time": 1.0}

@@ -28,7 +28,7 @@ from workbench.planning.search import what_if
 from workbench.rundir import RunDir, append_event, process_alive, process_record, this_process, write_json, write_record
 from workbench.runs.environment import SHOWN_PACKAGES, doctor, environment, git_state
 from workbench.runs.launching import device_queue, launcher
-from workbench.runs.launching.launcher import Attempt, continued_provenance, prepare
+from workbench.runs.launching.launcher import Attempt, continued_provenance, write_attempt
 from workbench.runs.launching.processes import record_silent_death, root_cause
 from workbench.runs.launching.supervisor import accelerate_command, worker_environment
 from workbench.runs.registry import list_runs, load_run
@@ -412,7 +412,7 @@ def test_a_model_that_neither_gpu_nor_host_can_hold_whole_is_refused_before_a_pr
     small = replace(plan, cluster=replace(plan.cluster, device=gpu, host_bytes=1 << 29))
     experiment = Experiment(model=wb.models.bert_large(), data=lambda: None, steps=1, global_batch=64, seq_len=512)
     with pytest.raises(PlanInfeasible) as refused:
-        prepare(Attempt(experiment, small, directory=tmp_path / "run"))
+        write_attempt(Attempt(experiment, small, directory=tmp_path / "run"))
     message = str(refused.value)
     assert "the whole model, 2.5 GiB in fp32: on its GPU up to 2.4 GiB" in message
     assert "of which 2.0 GiB fall to the 4 ranks of a node" in message

@@ -30,7 +30,7 @@ from workbench.rundir import (
 )
 from workbench.runs import environment, status
 from workbench.runs.launching import device_queue, launcher, processes, supervisor
-from workbench.runs.registry import Follower, list_runs, load_run
+from workbench.runs.registry import ProgressReporter, list_runs, load_run
 from workbench.runs.run import Run
 
 SLEEP = "import time; time.sleep({})"
@@ -202,7 +202,7 @@ def test_a_run_that_is_just_being_launched_is_listed_as_queued(tmp_path):
 
 def test_followers_are_told_that_a_run_was_deleted_and_go_on(tmp_path):
     found, other = (Run(make_run(tmp_path, name, supervisor=this_process()).path) for name in ("gone", "there"))
-    follower = Follower(0.0)
+    follower = ProgressReporter(0.0)
     assert len(list(follower.lines([found, other]))) == 2
     shutil.rmtree(found.path)
     append_event(other.directory.events, "step", step=1, loss=2.0)

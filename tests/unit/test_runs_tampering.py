@@ -16,7 +16,7 @@ from workbench.experiment import Experiment
 from workbench.planning.plan import Plan
 from workbench.planning.planner import plan as make_plan
 from workbench.rundir import RunDir, check_unedited, read_json, write_json
-from workbench.runs.launching.launcher import Attempt, prepare
+from workbench.runs.launching.launcher import Attempt, write_attempt
 
 
 def small(text: Path, **changes: Any) -> Experiment:
@@ -44,7 +44,7 @@ def plan(text: Path) -> Plan:
 def started(text: Path, plan: Plan) -> RunDir:
     """Return a run that has a checkpoint of step 2."""
     asked = small(text)
-    run = prepare(Attempt(asked, plan, provenance={"data_fingerprint": data_fingerprint(asked)}))
+    run = write_attempt(Attempt(asked, plan, provenance={"data_fingerprint": data_fingerprint(asked)}))
     facts = {"step": 2, "seconds": 1.0, "signature": plan.signature, "files": {}}
     write_json(run.checkpoint(2) / "complete.json", {**facts, "digest": digest_of(facts)})
     return run
@@ -76,13 +76,13 @@ def test_a_text_that_has_changed_is_refused_until_the_change_is_accepted(text: P
     run, before = started(text, plan), text.read_text()
     text.write_text(before.replace("quick", "slow"))
     with pytest.raises(DataError, match="accept_changed_data=True"):
-        prepare(Attempt(small(text), plan, resume=run.path))
+        write_attempt(Attempt(small(text), plan, resume=run.path))
     with pytest.raises(DataError, match="has changed since"):  # the number of steps does not hide it
-        prepare(Attempt(small(text, steps=6), plan, resume=run.path))
+        write_attempt(Attempt(small(text, steps=6), plan, resume=run.path))
     text.write_text(before)
-    prepare(Attempt(small(text, steps=6), plan, resume=run.path))
+    write_attempt(Attempt(small(text, steps=6), plan, resume=run.path))
     text.write_text(before.replace("quick", "slow"))
-    prepare(Attempt(small(text), plan, resume=run.path, provenance={"accepted_changed_data": True}))
+    write_attempt(Attempt(small(text), plan, resume=run.path, provenance={"accepted_changed_data": True}))
     assert read_json(run.environment)["accepted_changed_data"] is True
 
 

@@ -38,7 +38,7 @@ from workbench.planning.plan import Plan
 from workbench.rundir import RunDir, this_process, write_json
 from workbench.runs.environment import environment
 from workbench.runs.launching import device_queue
-from workbench.runs.launching.launcher import Attempt, prepare
+from workbench.runs.launching.launcher import Attempt, write_attempt
 from workbench.runs.run import Run
 from workbench.secrets import MASK, masked_json, masked_words, python_pattern, rules
 
@@ -331,11 +331,11 @@ def test_a_command_line_is_recorded_without_its_secrets(monkeypatch: pytest.Monk
 
 
 def test_a_run_directory_is_its_owners(text: Path, plan: Plan) -> None:  # noqa: F811
-    run = prepare(Attempt(small(text), plan))
+    run = write_attempt(Attempt(small(text), plan))
     assert stat.S_IMODE(run.path.stat().st_mode) == 0o700
     for file in (run.experiment, run.plan, run.environment, run.started, run.events):
         assert stat.S_IMODE(file.stat().st_mode) == 0o600, file
-    chosen = prepare(Attempt(small(text), plan, directory=run.path.parent / "own"))
+    chosen = write_attempt(Attempt(small(text), plan, directory=run.path.parent / "own"))
     assert stat.S_IMODE(chosen.path.stat().st_mode) == 0o700
 
 
@@ -345,7 +345,7 @@ def test_a_job_file_takes_no_value_that_begins_a_line_or_an_option(
     plan: Plan,  # noqa: F811
     value: str,
 ) -> None:
-    run = Run(prepare(Attempt(small(text), plan)).path)
+    run = Run(write_attempt(Attempt(small(text), plan)).path)
     for name in ("time", "partition", "account"):
         with pytest.raises(InvalidArgument, match=name):
             run.slurm(**{name: value})  # type: ignore[arg-type]

@@ -269,7 +269,9 @@ def test_on_weights_and_biases_the_runs_of_a_sweep_are_one_group_whose_configs_h
     runs = []
     for entry in directory.queue():
         at, facts = directory.run(entry), {"sweep": directory.path.name}
-        runs.append(launcher.prepare(Attempt(directory.experiment(entry), directory.plan(entry), at, provenance=facts)))
+        runs.append(
+            launcher.write_attempt(Attempt(directory.experiment(entry), directory.plan(entry), at, provenance=facts))
+        )
     assert {(run["project"], run["group"]) for run in (read_json(run.tracker) for run in runs)} == {("trials", "rates")}
     assert len({read_json(run.tracker)["id"] for run in runs}) == 4
     configs = [config_of(run) for run in runs]

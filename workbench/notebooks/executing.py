@@ -27,7 +27,7 @@ from workbench.notebooks.parameters import check_values
 from workbench.rundir import RunDir
 from workbench.runs.environment import environment
 from workbench.runs.launching.launcher import LAUNCHES
-from workbench.runs.registry import Follower, list_runs
+from workbench.runs.registry import ProgressReporter, list_runs
 from workbench.runs.run import Run
 from workbench.runs.wandb_run import start_recorder
 from workbench.secrets import masked_json
@@ -366,9 +366,9 @@ def _progress_reports(launches: Path, report: Callable[[str], None] | None) -> I
     done = threading.Event()
 
     def follow() -> None:
-        follower = Follower(REPORT_EVERY_S)
+        reporter = ProgressReporter(REPORT_EVERY_S)
         while not done.wait(POLL_S):
-            for line in follower.lines(launched_runs(launches)):
+            for line in reporter.lines(launched_runs(launches)):
                 report(line)
 
     thread = threading.Thread(target=follow, daemon=True)

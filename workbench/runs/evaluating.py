@@ -36,7 +36,7 @@ from workbench.planning.runnable import captured_model, check_runnable
 from workbench.rundir import RunDir, append_event, read_record, runs_root
 from workbench.runs.event_log import Status, read_state
 from workbench.runs.launching import processes
-from workbench.runs.launching.launcher import Attempt, code_of_clone, devices_for, launch, request_end
+from workbench.runs.launching.launcher import Attempt, code_of_clone, devices_for, request_end, start_attempt
 from workbench.runs.launching.processes import log_tail, root_cause
 from workbench.runs.status import complete_checkpoints, read_experiment, read_status, wait_for_end
 from workbench.units import count, gib
@@ -73,7 +73,7 @@ def evaluate(run: RunDir, data: Any, step: int | None) -> EvaluationResult:
         second = data is not None and own is not None and own.is_user_defined
         provenance = {"accepted_changed_data": True} if second else {}
         attempt = Attempt(experiment, plan, directory, resume=checkpoint, code=code, provenance=provenance)
-        child = launch(attempt, progress=False, worker=processes.EVALUATOR)
+        child = start_attempt(attempt, progress=False, worker=processes.EVALUATOR)
         event = _result_event(child, checkpoint)
     finally:
         shutil.rmtree(directory, ignore_errors=True)
@@ -389,13 +389,13 @@ def compared(
     with _folder() as folder:
         for index, (plan, worker) in enumerate(zip(plans, workers or [processes.BISECTOR] * len(plans), strict=True)):
             attempt = Attempt(experiment, plan, folder / f"plan-{index}", provenance={"bisection": settings})
-            started.append(launch(attempt, worker=worker))
+            started.append(start_attempt(attempt, worker=worker))
             wait_for_child(started[-1])  # the next ranks are forked from a process that has imported what they need
         settings = {**settings, "traces": [str(run.path) for run in started]}
         from workbench.execution.bisection_worker import RESULT, on_one_device
 
         attempt = Attempt(experiment, on_one_device(plans[0]), folder / "reference", provenance={"bisection": settings})
-        started.append(launch(attempt, worker=processes.BISECTOR))
+        started.append(start_attempt(attempt, worker=processes.BISECTOR))
         wait_for_child(started[-1])
         found = read_record(started[-1].path / RESULT)
     return list(found["plans"]), str(found["reference"]), not draws_alike
@@ -421,16 +421,13 @@ def _check_room(plan: Plan, steps: int) -> None:
             f"The reference of {plan.model} needs {gib(parameters * REFERENCE_BYTES)} on one {device.name}, which has "
             f"{gib(device.memory_bytes)}. Bisect the same plan of the model with fewer layers."
         )
-    needed, free = parameters * TRACE_BYTES * steps, shutil.disk_usage(_existing(runs_root())).free
+    existing = next(folder for folder in (runs_root(), *runs_root().parents) if folder.exists())
+    needed, free = parameters * TRACE_BYTES * steps, shutil.disk_usage(existing).free
     if needed > free:
         raise PlanInfeasible(
             f"The numbers of {steps} steps of {plan.model} take {gib(needed)} on disk, and {runs_root()} has "
             f"{gib(free)}. Bisect fewer steps or fewer layers, or set WORKBENCH_RUNS to a larger disk."
         )
-
-
-def _existing(folder: Path) -> Path:
-    return next(each for each in (folder, *folder.parents) if each.exists())
 
 
 def _bisection(

@@ -24,7 +24,7 @@ from copy import copy
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any, BinaryIO, NamedTuple, Protocol
+from typing import Any, BinaryIO, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -67,22 +67,13 @@ _DEVICE = b'{"type": "device"'
 _HEX_DIGIT = np.array([int(chr(byte), 16) if chr(byte) in "0123456789abcdef" else 1 << 40 for byte in range(256)])
 
 
-class Rows(Protocol):
-    """A matrix of which a row is read when it is asked for."""
-
-    @property
-    def shape(self) -> tuple[int, ...]: ...
-
-    def __getitem__(self, row: int, /) -> Array: ...
-
-
 @dataclass(frozen=True)
 class EventBlock:
     """The events of some whole lines, which are numbered from 0."""
 
     num_bytes: int
-    steps: Array | Rows
-    """One column a logged step and one row for each of `LOGGED` and of `scalars`."""
+    steps: Array | KeptSteps
+    """One column a logged step and one row for each of `LOGGED` and of `scalars`; kept ones are read row by row."""
     samples: Array
     """One column a sample of one device: number of its line, time, index in `names`, utilisation, bytes in use."""
     names: tuple[str, ...]
@@ -194,6 +185,8 @@ def _in_bulk(block: bytes, with_columns: bool) -> EventBlock:
 
 def _intact(block: bytes, text: NDArray[np.uint8], starts: Lines, ends: Lines) -> NDArray[np.bool_]:
     """Return which lines are intact, as `is_intact` says it of one line."""
+    # The last bytes of all lines are compared as one matrix. Only the checksums themselves need a loop, in which the C
+    # code of zlib takes nearly all of the time: a CRC-32 depends on every byte before, so that lines cannot share one.
     suffix = text.take(ends[:, None] + np.arange(-len(CHECKSUM) - 10, 0), mode="clip")
     frame = np.frombuffer(CHECKSUM + b'"}', np.uint8)
     has_sum = (suffix[:, [*range(len(CHECKSUM)), -2, -1]] == frame).all(axis=1)
@@ -411,7 +404,7 @@ def _kept_blocks(path: Path, kept: Path, with_columns: bool) -> Iterator[tuple[E
                 length = events.readinto(text[: head["bytes"]])  # new memory for each block would take longer to map
                 if length != head["bytes"] or zlib.crc32(text[:length]) != head["crc32"]:
                     return
-            steps: Array | Rows = np.empty((len(LOGGED), 0))
+            steps: Array | KeptSteps = np.empty((len(LOGGED), 0))
             samples = np.empty((SAMPLE_ROWS, head["samples"] if with_columns else 0))
             if with_columns:
                 file.seek(end - samples.nbytes)

@@ -28,7 +28,6 @@ from workbench.runs.event_log import (
     EventBlock,
     KeptSteps,
     Noted,
-    Rows,
     RunState,
     columns_of,
     number,
@@ -647,7 +646,7 @@ class HistoryTail:
         last = self._last(_TIME) if len(self._steps) else -np.inf
         self._samples.cut(int(np.searchsorted(self._samples.view()[0], last, side="right")))
 
-    def _append(self, steps: Column | Rows, first: int, end: int, names: tuple[str, ...]) -> None:
+    def _append(self, steps: Column | KeptSteps, first: int, end: int, names: tuple[str, ...]) -> None:
         """Append steps, whose last rows are the scalars `names`.
 
         Those whose numbers do not rise were repeated without a `start` and replace earlier ones. A line that stands in
@@ -665,19 +664,18 @@ class HistoryTail:
         for every in np.split(matrix[:, first:end], repeats, axis=1):
             rising, scalars = every[: len(LOGGED)], every[len(LOGGED) :]
             hours = self._attempts[-1].hours(rising[_SECONDS])
-            while rising.shape[1] and self._is_misplaced(rising[_STEP, 0], rising[_TIME, 0]):
+            # A line in the wrong place is neither of a later step than the last one nor written later than that.
+            while (
+                rising.shape[1]
+                and len(self._steps)
+                and all(rising[row, 0] <= self._last(row) for row in (_STEP, _TIME))
+            ):
                 own = dict(zip(names, scalars[:, 0].tolist(), strict=True))
                 self._steps = self._steps.with_inserted(np.append(rising[:, 0], hours[0]), own)
                 rising, hours, scalars = rising[:, 1:], hours[1:], scalars[:, 1:]
             if rising.shape[1]:
                 self._forget_after(int(np.ceil(rising[_STEP, 0])) - 1)
                 self._steps.append(rising, hours, dict(zip(names, scalars, strict=True)))
-
-    def _is_misplaced(self, step: float, time: float) -> bool:
-        """Return True for a step that is neither after the last one nor written later than that."""
-        if not len(self._steps):
-            return False
-        return bool(step <= self._last(_STEP) and time <= self._last(_TIME))
 
     def _last(self, row: int) -> float:
         return float(self._steps.last(row, 1, len(self._steps))[0])

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import difflib
 import html
-import math
 import os
 import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -132,7 +131,8 @@ def list_runs(
         and (text or "").casefold() in "\n".join((row["name"], *row["tags"], row["notes"])).casefold()
     ]
     if by is not None:
-        known = [pair for pair in chosen if _is_known(pair[0][by])]  # type: ignore[literal-required]
+        figures: list[Any] = [row[by] for row, _ in chosen]  # type: ignore[literal-required]
+        known = [pair for pair, x in zip(chosen, figures, strict=True) if x is not None and x == x]  # NaN is not itself
         known.sort(key=lambda pair: pair[0][by], reverse=by != sort)  # type: ignore[literal-required]
         chosen = known + [pair for pair in chosen if pair not in known]
     note = None
@@ -140,10 +140,6 @@ def list_runs(
         held_out = [by == "eval_loss" or (by == "loss" and row["eval_loss"] is not None) for row, _ in known]
         note = why_not_compared([read_loss_basis(run.directory) for _, run in known], held_out)
     return RunTable(folder, tuple(run for _, run in chosen), note)
-
-
-def _is_known(figure: Any) -> bool:
-    return not (figure is None or (isinstance(figure, float) and math.isnan(figure)))
 
 
 @checked_arguments
@@ -410,7 +406,7 @@ def machine(run: Run) -> str:
 POLL_S = 0.2
 
 
-class Follower:
+class ProgressReporter:
     """A reporter of runs that prints only what is new since its last line about each run."""
 
     def __init__(self, every_s: float) -> None:
@@ -437,10 +433,10 @@ def follow(runs: Sequence[Run], every_s: float = 5.0) -> Iterator[str]:
 
     Only the runs' directories are read, so that any number of followers cost the training nothing.
     """
-    follower = Follower(every_s)
+    reporter = ProgressReporter(every_s)
     while True:
-        yield from follower.lines(runs)
-        if all(follower.reported.get(str(run.path), ("",))[0] in FINAL_STATES for run in runs):
+        yield from reporter.lines(runs)
+        if all(reporter.reported.get(str(run.path), ("",))[0] in FINAL_STATES for run in runs):
             return
         time.sleep(POLL_S)
 

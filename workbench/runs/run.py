@@ -380,7 +380,7 @@ def _buildable_experiment(run: Run, changes: Mapping[str, Any]) -> Experiment:
 def _resume(run: Run, plan: Plan | None, steps: int | None, accept_changed_data: bool) -> None:
     """Launch the run again from its last checkpoint; what it passed before it started is not checked again."""
     from workbench.planning.runnable import captured_model
-    from workbench.runs.launching.launcher import Attempt, continued_provenance, launch, require_stored_code
+    from workbench.runs.launching.launcher import Attempt, continued_provenance, require_stored_code, start_attempt
 
     check_unedited(run.directory)
     require_stored_code(run.directory)
@@ -399,7 +399,7 @@ def _resume(run: Run, plan: Plan | None, steps: int | None, accept_changed_data:
         )
     provenance = continued_provenance(run.directory, experiment, accept_changed_data)
     attempt = Attempt(experiment, plan or run.plan, resume=run.path, code={}, provenance=provenance)
-    launch(attempt, captured, progress=None if plan is None else False)
+    start_attempt(attempt, captured, progress=None if plan is None else False)
 
 
 def step_text(row: RunRow) -> str:
@@ -481,7 +481,7 @@ def launch(
     experiment.data.check(experiment)
     chosen = _recorded_plan(experiment) or plan or make_plan(experiment)
     attempt = launcher.Attempt(experiment, chosen, directory)
-    return Run(launcher.launch(attempt, captured_model(experiment, chosen), progress=progress))
+    return Run(launcher.start_attempt(attempt, captured_model(experiment, chosen), progress=progress))
 
 
 def _recorded_plan(experiment: Experiment) -> Plan | None:
@@ -515,7 +515,7 @@ def prepare(
     experiment.data.check(experiment)
     continued = None if resume is None else resume.path if isinstance(resume, Run) else Path(resume).expanduser()
     attempt = launcher.Attempt(experiment, plan, directory, continued)
-    return Run(launcher.prepare(attempt, captured_model(experiment, plan), progress=progress))
+    return Run(launcher.write_attempt(attempt, captured_model(experiment, plan), progress=progress))
 
 
 @checked_arguments

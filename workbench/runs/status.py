@@ -205,6 +205,10 @@ def row_of(run: RunDir, status: Status, progress: RunState) -> RunRow:
         pace_s = (progress.median("step_ms") or math.nan) / 1e3
     if status.state == "running" and math.isfinite(pace_s) and steps is not None:
         eta_s = max(0.0, (steps - step["step"]) * pace_s)
+    # A run has the devices of its last start; before that, its plan tells how many it waits for.
+    devices = progress.start["devices"] if progress.start else None
+    planned = processes.launcher_record(run).get("plan")
+    num_devices = (devices if isinstance(devices, int) else len(devices)) if devices else planned and planned["world"]
     return {
         "name": run.path.name,
         "path": str(run.path),
@@ -219,7 +223,7 @@ def row_of(run: RunDir, status: Status, progress: RunState) -> RunRow:
         "tokens_per_s": progress.median("tokens_per_s"),
         "mfu": progress.median("mfu"),
         "eta_s": eta_s,
-        "devices": _device_count(run, progress),
+        "devices": num_devices,
         "gpus": [] if status.final else _gpu_indices(run),
         "peak_bytes": max((int(event["peak_bytes"]) for event in progress.memory.values()), default=None),
         "damaged_lines": progress.damaged,
@@ -285,14 +289,6 @@ def unreadable_row(run: RunDir, error: Exception) -> RunRow:
     said = {"tags": list(labels.tags), "notes": labels.notes, "archived": labels.archived}
     numbers = {"step": 0, "gpus": [], "damaged_lines": 0, "time": 0.0}
     return {**dict.fromkeys(RunRow.__annotations__), **readable, **numbers, **said}  # type: ignore[typeddict-item]
-
-
-def _device_count(run: RunDir, progress: RunState) -> int | None:
-    devices = progress.start["devices"] if progress.start else None
-    if devices:
-        return devices if isinstance(devices, int) else len(devices)
-    planned = processes.launcher_record(run).get("plan")
-    return planned["world"] if planned else None
 
 
 def _gpu_indices(run: RunDir) -> list[int]:

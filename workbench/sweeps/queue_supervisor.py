@@ -146,7 +146,7 @@ class QueueSupervisor:
             code={} if resume else self.directory.code(entry),
             provenance={"sweep": self.directory.path.name},
         )
-        launcher.launch(attempt, worker=settings["worker"], share=settings["packing"]["share"])
+        launcher.start_attempt(attempt, worker=settings["worker"], share=settings["packing"]["share"])
 
     def _set_aside(self, run: Run) -> None:
         """Move the directory of a run that was killed before its first checkpoint out of the way."""

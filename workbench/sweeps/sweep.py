@@ -37,7 +37,7 @@ from workbench.planning.planner import plan_profiled
 from workbench.planning.profiling import profile
 from workbench.planning.request import divisors
 from workbench.planning.runnable import captured_model, check_runnable
-from workbench.runs.registry import Follower
+from workbench.runs.registry import ProgressReporter
 from workbench.runs.run import Run
 from workbench.sweeps.queue import (
     POLL_S,
@@ -580,10 +580,10 @@ def follow(sweep: Sweep, every_s: float = 5.0) -> Iterator[str]:
 
     Ends when the supervisor of the sweep has left.
     """
-    follower, ended = Follower(every_s), len(sweep.results())
+    reporter, ended = ProgressReporter(every_s), len(sweep.results())
     while True:
         alive = sweep.alive  # asked before the last look at the runs
-        yield from follower.lines(sweep.runs)
+        yield from reporter.lines(sweep.runs)
         if len(sweep.results()) > ended:
             ended = len(sweep.results())
             best = sweep.rows()[0]

@@ -106,7 +106,7 @@ class Attempt:
     """Fields of `environment.json` beside the machine's: the data's fingerprint, the run that was cloned, the sweep."""
 
 
-def launch(
+def start_attempt(
     attempt: Attempt,
     captured: CapturedModel | None = None,
     *,
@@ -152,8 +152,8 @@ def import_ahead() -> None:
         fork_server.client().start_ahead(*command, environment=environment, threads=threads)
 
 
-def prepare(attempt: Attempt, captured: CapturedModel | None = None, *, progress: bool | None = None) -> RunDir:
-    """Write the run directory as `launch` does and start nothing: Slurm, `torchrun` or `accelerate launch` will."""
+def write_attempt(attempt: Attempt, captured: CapturedModel | None = None, *, progress: bool | None = None) -> RunDir:
+    """Write the run directory as `start_attempt` does and start nothing: Slurm, `torchrun` or Accelerate will."""
     with written(_checked(attempt, captured, progress)) as run:
         note_runs_root(run.path.parent)
         write_json(run.launcher, {})  # an empty record says that somebody else will start the run
@@ -195,7 +195,7 @@ def clone(run: RunDir, plan: Plan, changes: Mapping[str, Any], *, worker: str = 
     captured = None if is_checked else captured_model(experiment, plan)
     code = code_of_clone(run, experiment)
     attempt = Attempt(experiment, plan, code=code, provenance={"cloned_from": run.path.name})
-    return launch(attempt, captured, progress=None if is_checked else False, worker=worker)
+    return start_attempt(attempt, captured, progress=None if is_checked else False, worker=worker)
 
 
 def devices_for(plan: Plan) -> tuple[str, ...]:
@@ -362,7 +362,13 @@ def _own_directory(attempt: Attempt, checkpoint: Path | None) -> Iterator[RunDir
     try:
         with _locked(run):
             if continued is not None and checkpoint is not None:
-                _set_aside_later(run, clear_attempt(run), step_of(checkpoint))
+                aside = clear_attempt(run)
+                # Checkpoints after this one belong to a curve that the run is about to abandon. The latest goes first,
+                # so that after an interruption the newest one that is left is still of one curve.
+                for later in reversed(complete_checkpoints(run)):
+                    if later.step > step_of(checkpoint):
+                        (aside / "checkpoints").mkdir(exist_ok=True)
+                        later.path.rename(aside / "checkpoints" / later.path.name)
             elif run.experiment.exists():
                 raise _taken(run)
             for folder in (run.logs, run.ranks, run.errors, run.code, run.checkpoints):
@@ -455,17 +461,6 @@ def clear_attempt(run: RunDir, *, among_nodes: bool = False) -> Path:
         if path.exists():
             path.rename(aside / path.name)
     return aside
-
-
-def _set_aside_later(run: RunDir, aside: Path, step: int) -> None:
-    """Move the checkpoints after `step` to `aside`: they belong to a curve that the run is about to abandon.
-
-    The latest goes first, so that after an interruption the newest one that is left is still of one curve.
-    """
-    for checkpoint in reversed(complete_checkpoints(run)):
-        if checkpoint.step > step:
-            (aside / "checkpoints").mkdir(exist_ok=True)
-            checkpoint.path.rename(aside / "checkpoints" / checkpoint.path.name)
 
 
 def _check_data(run: RunDir, experiment: Experiment, provenance: Mapping[str, Any]) -> None:
