@@ -104,6 +104,7 @@ def test_what_is_kept_while_a_run_goes_on_is_all_that_its_first_reader_needs(
     events: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(event_log, "BLOCK_BYTES", 512)
+    monkeypatch.setattr(event_log, "KEPT_BYTES", 1)
     keeper = event_log.ColumnKeeper(events)
     keeper.keep()
     train(events, STEPS + 1, STEPS + 200)

@@ -28,7 +28,7 @@ from workbench.rundir import (
     write_json,
     write_record,
 )
-from workbench.runs import environment, status
+from workbench.runs import environment, event_log, status
 from workbench.runs.launching import device_queue, launcher, processes, supervisor
 from workbench.runs.registry import ProgressReporter, list_runs, load_run
 from workbench.runs.run import Run
@@ -162,16 +162,16 @@ def test_events_after_a_line_that_a_full_disk_cut_short_are_read(tmp_path):
 
 def test_two_threads_may_read_one_handle(tmp_path, monkeypatch):
     found = make_run(tmp_path, supervisor=this_process())
-    handle, known = Run(found.path), status.Status
+    handle, known = Run(found.path), event_log.Status
 
-    def interrupted(*fields: Any) -> status.Status:
+    def interrupted(*fields: Any) -> event_log.Status:
         """The other thread's turn comes while this one digests what it has read."""
-        monkeypatch.setattr(status, "Status", known)
+        monkeypatch.setattr(event_log, "Status", known)
         append_event(found.events, "status", state="finished", message="")
         _ = handle.status
         return known(*fields)
 
-    monkeypatch.setattr(status, "Status", interrupted)
+    monkeypatch.setattr(event_log, "Status", interrupted)
     _ = handle.status
     assert handle.status.state == "finished"
 
