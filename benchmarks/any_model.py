@@ -36,10 +36,9 @@ from workbench.cost.profile import Profile
 from workbench.errors import CaptureError, PlanInfeasible
 from workbench.experiment import Experiment
 from workbench.planning.plan import Plan
-from workbench.planning.planner import checked_choices
+from workbench.planning.planner import checked_choices, weigh
 from workbench.planning.profiling import analytic_profile
 from workbench.planning.request import Request
-from workbench.planning.table import weigh
 
 BATCH = 8
 TOLERANCE = 1e-5

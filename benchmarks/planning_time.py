@@ -31,9 +31,9 @@ from workbench.cost import Cluster, Profile
 from workbench.cost.graph_profiler import profile_graph
 from workbench.errors import PlanInfeasible
 from workbench.models import Model
+from workbench.planning.planner import weigh
 from workbench.planning.request import Request
 from workbench.planning.search import uncollected, what_if
-from workbench.planning.table import weigh
 from workbench.tensors import TensorSpec
 
 Result = TypeVar("Result")

@@ -117,9 +117,9 @@ def main() -> int:
 def outcome(case: Case) -> dict[str, Any]:
     """Return the plan, the table's rows and the explanation of one search, or its refusal."""
     from workbench.errors import WorkbenchError
+    from workbench.planning.planner import weigh
     from workbench.planning.prediction import timeline
     from workbench.planning.request import Request
-    from workbench.planning.table import weigh
 
     costs, cluster = profile_of(case.model, case.seq_len, case.cluster, case.compiled), cluster_of(case)
     limit = None if case.memory_limit_gib is None else int(case.memory_limit_gib * GIB)

@@ -19,8 +19,8 @@ from workbench.execution.blocks import FIRST_RECORDED
 from workbench.figures.curves_view import loss_curves
 from workbench.figures.panels_view import panels
 from workbench.figures.timeline_view import measured_timeline, timeline
+from workbench.planning.prediction import peak_holdings
 from workbench.planning.prediction import timeline as predicted
-from workbench.planning.simulation import peak_holdings
 from workbench.rundir import RunDir, read_events, write_json, write_record
 from workbench.runs.history import HistoryTail
 from workbench.runs.wandb_recorder import write_offline

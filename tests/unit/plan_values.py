@@ -13,11 +13,10 @@ from hypothesis import settings
 from workbench.cost import Cluster
 from workbench.cost.graph_profiler import profile_graph
 from workbench.cost.profile import Profile
-from workbench.planning.device_costs import DeviceCosts
 from workbench.planning.plan import Plan
 from workbench.planning.request import Request
 from workbench.planning.search import checked_search
-from workbench.planning.stage_costs import ClusterCosts
+from workbench.planning.stage_costs import ClusterCosts, DeviceCosts
 from workbench.strategy import RECOMPUTE, Fixed, Strategy
 
 settings.register_profile("no deadline", deadline=None)

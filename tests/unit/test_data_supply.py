@@ -13,9 +13,8 @@ import workbench as wb
 from workbench.cost.hardware import Cluster
 from workbench.data import Prepared
 from workbench.errors import DataError
-from workbench.planning.data_supply import DataSupply, supply_of
 from workbench.planning.plan import Plan
-from workbench.planning.runnable import _check_data
+from workbench.planning.runnable import DataSupply, _check_data, supply_of
 
 SIZES = {"hidden_size": 16, "num_layers": 2, "num_heads": 2, "vocab_size": 400, "max_positions": 64}
 

@@ -19,9 +19,8 @@ from workbench.figures.plan_view import CHARACTER_SHARE, partition, plan_mimebun
 from workbench.figures.theme import SUBTITLE_LETTERS, TITLE_LETTERS
 from workbench.figures.timeline_view import NUMBERED_LANE, measured_timeline, prediction, timeline
 from workbench.planning.plan import Memory
+from workbench.planning.prediction import MicroBatchTimes, simulate
 from workbench.planning.prediction import timeline as simulated
-from workbench.planning.simulation import MicroBatchTimes, simulate
-from workbench.strategy import build_schedule
 from workbench.tensors import TensorSpec
 from workbench.units import GIB, gib
 

@@ -40,10 +40,10 @@ from workbench.measure.detection import with_measured_rates
 from workbench.planning import profiling
 from workbench.planning.explanation import explain
 from workbench.planning.plan import Plan
+from workbench.planning.planner import weigh
 from workbench.planning.prediction import basis_of_times
 from workbench.planning.request import Request as PlanRequest
 from workbench.planning.search import what_if
-from workbench.planning.table import weigh
 from workbench.tensors import TensorSpec
 
 H200 = Cluster.of("h200", gpus=4)

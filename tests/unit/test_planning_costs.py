@@ -14,10 +14,9 @@ from workbench.cost.memory import ParameterTable, activations, keeps_bf16_gradie
 from workbench.cost.profile import Profile, SparseCosts
 from workbench.errors import PlanInfeasible
 from workbench.planning import stage_costs
-from workbench.planning.device_costs import RELAUNCHED
 from workbench.planning.explanation import explain
 from workbench.planning.prediction import timeline
-from workbench.planning.stage_costs import StrategyCosts
+from workbench.planning.stage_costs import RELAUNCHED, StrategyCosts
 from workbench.strategy import RECOMPUTE
 from workbench.units import GIB
 

@@ -20,10 +20,8 @@ from workbench.cost import Cluster
 from workbench.cost.hardware import FRAGMENTATION
 from workbench.cost.memory import activations
 from workbench.planning import stage_costs
-from workbench.planning.checkpointing import MixedStages
-from workbench.planning.device_costs import RELAUNCHED
 from workbench.planning.plan import Plan
-from workbench.planning.stage_costs import StrategyCosts
+from workbench.planning.stage_costs import RELAUNCHED, MixedStages, StrategyCosts
 from workbench.planning.stage_cuts import Cutter, partition
 from workbench.strategy import RECOMPUTE, Strategy, build_schedule
 

@@ -20,13 +20,13 @@ from workbench.cost.memory import ParameterTable
 from workbench.cost.profile import Profile
 from workbench.errors import PlanInfeasible, PlanMismatch
 from workbench.measure.detection import with_memory
-from workbench.planning.device_costs import DeviceCosts
 from workbench.planning.explanation import explain
 from workbench.planning.plan import Plan
+from workbench.planning.planner import weigh
+from workbench.planning.prediction import peak_holdings
 from workbench.planning.request import Request, memory_limit_bytes
 from workbench.planning.search import what_if
-from workbench.planning.simulation import peak_holdings
-from workbench.planning.table import weigh
+from workbench.planning.stage_costs import DeviceCosts
 from workbench.units import GIB, count, duration, flops_per_s
 
 # Clusters

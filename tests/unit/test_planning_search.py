@@ -18,13 +18,11 @@ from plan_values import CAPTURABLE, PROFILE, costs_of, plan_of, with_host
 
 from workbench.cost import Cluster
 from workbench.errors import PlanInfeasible, PlanMismatch, UnknownParameter
-from workbench.planning.checkpointing import MixedStages
-from workbench.planning.options import Option, options
 from workbench.planning.plan import Plan
 from workbench.planning.prediction import bound_ms, predict, timeline
-from workbench.planning.refusals import apart
-from workbench.planning.request import Request
-from workbench.planning.search import Search
+from workbench.planning.request import Request, apart
+from workbench.planning.search import Option, Search, options
+from workbench.planning.stage_costs import MixedStages
 from workbench.planning.stage_cuts import Cutter
 from workbench.units import GIB
 

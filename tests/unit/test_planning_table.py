@@ -19,12 +19,12 @@ from workbench.cost import Cluster
 from workbench.cost.hardware import FRAGMENTATION
 from workbench.errors import InvalidArgument, PlanInfeasible, PlanMismatch
 from workbench.figures.figure import picture
-from workbench.planning import device_costs
+from workbench.planning import stage_costs
 from workbench.planning.explanation import explain
 from workbench.planning.plan import Plan
+from workbench.planning.planner import FASTEST_SHOWN, weigh
 from workbench.planning.request import Request
 from workbench.planning.search import uncollected, what_if
-from workbench.planning.table import FASTEST_SHOWN, weigh
 from workbench.units import GIB
 
 
@@ -213,7 +213,7 @@ def test_what_earlier_moves_left_behind_changes_no_answer() -> None:
     moves += [{"memory_limit_gib": float(limit)} for limit in (5, 6, 8, 12, 80)]
     warm = [what_if(profile, H200, **{**settings, **move}) for move in moves]
     for move, found in zip(moves, warm, strict=True):
-        device_costs.device_costs.cache_clear()
+        stage_costs.device_costs.cache_clear()
         limit = move.get("memory_limit_gib")
         asked = {**settings, "micro_batch": move.get("micro_batch"), "cluster": H200.resized(move.get("gpus", 4))}
         cold = plan_of(profile, **asked, memory_limit_bytes=None if limit is None else int(limit * GIB))

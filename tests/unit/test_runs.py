@@ -23,7 +23,7 @@ from workbench.execution.build import CUBLAS_SETTING, use_deterministic_kernels
 from workbench.execution.worker import error_message
 from workbench.experiment import Experiment
 from workbench.planning.plan import Plan
-from workbench.planning.refusals import too_large_to_build
+from workbench.planning.runnable import too_large_to_build
 from workbench.planning.search import what_if
 from workbench.rundir import RunDir, append_event, process_alive, process_record, this_process, write_json, write_record
 from workbench.runs.environment import SHOWN_PACKAGES, doctor, environment, git_state

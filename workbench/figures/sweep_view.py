@@ -25,7 +25,7 @@ from workbench.figures import theme
 from workbench.figures.curves_view import robust_range
 from workbench.figures.figure import Figure
 from workbench.planning.plan import Plan
-from workbench.planning.table import Plans
+from workbench.planning.planner import Plans
 from workbench.runs.history import Evaluations, History, read_tail
 from workbench.runs.registry import Runs, load_runs
 from workbench.runs.run import Run

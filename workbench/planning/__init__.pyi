@@ -1,9 +1,9 @@
 """The public names of the room, listed once."""
 
-from .data_supply import DataSupply as DataSupply
-from .data_supply import data_supply as data_supply
 from .explanation import Explanation as Explanation
 from .explanation import explain as explain
+from .planner import Plans as Plans
 from .profiling import graph as graph
 from .profiling import profile as profile
-from .table import Plans as Plans
+from .runnable import DataSupply as DataSupply
+from .runnable import data_supply as data_supply

@@ -1,20 +1,272 @@
-"""The predicted step of one cut of one option, what its times are based on, and the timeline of a finished plan."""
+"""The predicted step: a pipeline schedule simulated with the times of its stages, and what follows the last backward.
+
+A rank holds one stage, or under an interleaved schedule several: those with `stage % ranks == rank`.
+"""
 
 from __future__ import annotations
 
-from dataclasses import replace
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, replace
+from functools import lru_cache
 
 import numpy as np
 
 from workbench.cost.hardware import CALIBRATED, DATA_SHEET, FITTED, TIMED, Device, point_to_point_s
 from workbench.cost.profile import Profile
-from workbench.planning.device_costs import Array
 from workbench.planning.plan import Plan, Prediction
 from workbench.planning.request import Request
-from workbench.planning.simulation import MicroBatchTimes, TimedAction, Timeline, simulate, step_ms
-from workbench.planning.stage_costs import StageTimes, StrategyCosts, boundary_link
-from workbench.planning.stage_cuts import Cut
-from workbench.strategy import Strategy, build_schedule
+from workbench.planning.stage_costs import Array, Cut, StageTimes, StrategyCosts, boundary_link
+from workbench.strategy import SCHEDULES, Action, Schedule, Strategy, build_schedule, rounds
+
+# A schedule, simulated: its time, and the micro-batches that ranks hold.
+
+EXACT_ACTIONS = 12_000
+"""Number of actions up to which a whole step is simulated. Of a longer step as many are simulated, and the rest is
+extrapolated."""
+AROUND = {
+    "O": "communication beside compute",
+    "E": "exposed communication",
+    "H": "waiting for the host",
+    "U": "update",
+}
+"""Names of all that a step does besides forward and backward, by type of action."""
+
+
+@dataclass(frozen=True, slots=True)
+class TimedAction:
+    """An action with its start and end, in ms from the start of the step.
+
+    The type is `F` for a forward, `B` for a backward, or one of `AROUND`.
+    """
+
+    type: str
+    stage: int
+    micro_batch: int
+    start_ms: float
+    end_ms: float
+
+
+@dataclass(frozen=True)
+class Timeline:
+    """A simulated step: one lane per pipeline rank."""
+
+    lanes: tuple[tuple[TimedAction, ...], ...]
+    step_ms: float
+    """Time from the first forward to the end of the last backward."""
+    busy_ms: tuple[float, ...]
+    """Time that each rank computes."""
+    in_flight: tuple[int, ...]
+    """Largest number of micro-batches whose activations each rank holds at once, summed over its stages."""
+    around: tuple[tuple[TimedAction, ...], ...] = ()
+    """Actions of the types of `AROUND`, in and after those of each rank. Empty if they are not known."""
+
+    @property
+    def end_ms(self) -> float:
+        """Return the end of the whole step, with what follows the last backward."""
+        return max([self.step_ms, *(action.end_ms for lane in self.around for action in lane)])
+
+    @property
+    def bubble_fraction(self) -> float:
+        """Return the bubble: the idle share of all ranks' time, from the first forward to the last backward."""
+        if self.step_ms <= 0:
+            return 0.0
+        return 1 - sum(self.busy_ms) / (self.step_ms * len(self.busy_ms))
+
+
+@dataclass(frozen=True)
+class MicroBatchTimes:
+    """Milliseconds of one micro-batch in every stage, as a simulation needs them."""
+
+    forward_ms: Sequence[float]
+    backward_ms: Sequence[float]
+    send_ms: Sequence[float]
+    """Time from stage `s` to `s + 1`: activations one way, gradients the other. It delays the receiver only."""
+
+    @property
+    def lengths(self) -> list[float]:
+        """Return the forwards of all stages, then their backwards."""
+        return [*self.forward_ms, *self.backward_ms]
+
+
+def simulate(schedule: Schedule, times: MicroBatchTimes, *, queued: bool = False) -> Timeline:
+    """Run a schedule: a rank does its actions in order, each as soon as what it needs has arrived.
+
+    `queued` sends everything that a rank sends and receives through one queue, in the order in which torch's runtime
+    for several stages per rank (interleaved schedules) posts it.
+    """
+    order = _in_order(schedule, len(times.forward_ms), queued)
+    ends, lengths = (_queued_ends if queued else _ends)(order, times), times.lengths
+    lanes: list[list[TimedAction]] = [[] for _ in schedule]
+    for action, rank, which, end in zip(order.actions, order.ranks, order.length_of, ends, strict=False):
+        lanes[rank].append(TimedAction(action.type, action.stage, action.micro_batch, end - lengths[which], end))
+    return Timeline(
+        lanes=tuple(map(tuple, lanes)),
+        step_ms=max(ends),
+        busy_ms=tuple(sum(action.end_ms - action.start_ms for action in lane) for lane in lanes),
+        in_flight=tuple(most_in_flight(actions) for actions in schedule),
+    )
+
+
+@dataclass(frozen=True)
+class _Order:
+    """A schedule's actions in an order in which each follows what it needs; positions refer to that order."""
+
+    actions: tuple[Action, ...]
+    ranks: tuple[int, ...]
+    before: tuple[int, ...]
+    """Position of the action before it on its rank; the position past the end, where there is none."""
+    needs: tuple[int, ...]
+    """Position of the action whose result it receives; the position past the end, where there is none."""
+    boundary: tuple[int, ...]
+    """Index of the send between the two; past the last send where nothing is sent."""
+    length_of: tuple[int, ...]
+    """Index into `MicroBatchTimes.lengths`."""
+
+
+@lru_cache(maxsize=64)
+def _in_order(schedule: Schedule, stages: int, queued: bool) -> _Order:
+    """Order a schedule's actions. With `queued`, ranks alternate after each action, as torch's runtime posts sends."""
+    total = sum(map(len, schedule))
+    done: dict[tuple[str, int, int], int] = {}
+    position = [0] * len(schedule)
+    last = [total] * len(schedule)
+    actions: list[Action] = []
+    columns: list[tuple[int, int, int, int, int]] = []
+    while len(actions) < total:
+        ordered = len(actions)
+        for rank, lane in enumerate(schedule):
+            while position[rank] < len(lane):
+                action = lane[position[rank]]
+                needed, boundary = _needs(action, stages)
+                if needed is not None and needed not in done:
+                    break
+                index = len(actions)
+                done[action.type, action.stage, action.micro_batch] = index
+                which = "FB".index(action.type) * stages + action.stage
+                columns.append((rank, last[rank], done[needed] if needed else total, boundary, which))
+                actions.append(action)
+                last[rank] = index
+                position[rank] += 1
+                if queued:
+                    break
+        assert len(actions) > ordered, "the schedule waits for itself"
+    ranks, before, needs, boundaries, length_of = zip(*columns, strict=True)
+    return _Order(tuple(actions), ranks, before, needs, boundaries, length_of)
+
+
+def _needs(action: Action, stages: int) -> tuple[tuple[str, int, int] | None, int]:
+    """Return the result that an action waits for, and the boundary over which it comes (`stages`: none)."""
+    stage, i = action.stage, action.micro_batch
+    if action.type == "F":
+        return (("F", stage - 1, i), stage - 1) if stage else (None, stages)
+    return (("B", stage + 1, i), stage) if stage < stages - 1 else (("F", stage, i), stages)
+
+
+def _ends(order: _Order, times: MicroBatchTimes) -> list[float]:
+    """Return the end of each action, and one more entry, 0.0, which stands before the first actions."""
+    ends = [0.0] * (len(order.actions) + 1)
+    lengths, sends = times.lengths, [*times.send_ms[: len(times.forward_ms)], 0.0]
+    columns = zip(order.before, order.needs, order.boundary, order.length_of, strict=True)
+    for index, (before, needed, boundary, which) in enumerate(columns):
+        free, arrived = ends[before], ends[needed] + sends[boundary]
+        ends[index] = (free if free > arrived else arrived) + lengths[which]
+    return ends
+
+
+def _queued_ends(order: _Order, times: MicroBatchTimes) -> list[float]:
+    """Return what `_ends` returns, where one queue per rank carries everything that it sends and receives.
+
+    A transfer begins when both ranks' queues have come to it and both have computed what they were told before: NCCL's
+    batched sends and receives share one stream per communicator, which waits for the computing stream when an
+    operation is posted.
+    """
+    stages, ranks = len(times.forward_ms), max(order.ranks) + 1
+    ends = [0.0] * (len(order.actions) + 1)
+    lengths, sends = times.lengths, times.send_ms
+    computed, queue = [0.0] * ranks, [0.0] * ranks
+    arrived: dict[tuple[str, int, int], float] = {}
+    for index, (action, rank, which) in enumerate(zip(order.actions, order.ranks, order.length_of, strict=True)):
+        stage, i = action.stage, action.micro_batch
+        start = max(computed[rank], arrived.pop((action.type, stage, i), 0.0))
+        ends[index] = computed[rank] = start + lengths[which]
+        receiver = stage + 1 if action.type == "F" else stage - 1
+        if not 0 <= receiver < stages or receiver % ranks == rank:
+            continue
+        other = receiver % ranks
+        begun = max(queue[rank], queue[other], computed[rank], computed[other])
+        queue[rank] = queue[other] = begun + sends[min(stage, receiver)]
+        arrived[action.type, receiver, i] = queue[other]
+    return ends
+
+
+def most_in_flight(actions: Sequence[Action | TimedAction]) -> int:
+    """Return the largest number of micro-batches, over all stages of a rank, between their forward and backward."""
+    held = most = 0
+    for action in actions:
+        held += 1 if action.type == "F" else -1
+        most = max(most, held)
+    return most
+
+
+@lru_cache(maxsize=256)
+def peak_holdings(name: str, ranks: int, num_microbatches: int, chunks: int) -> tuple[tuple[tuple[int, ...], ...], ...]:
+    """Return, for each rank, what it holds at the forwards and backwards that can be its fullest moment.
+
+    An entry has, for each of the rank's stages in order, the micro-batches held, and last the chunk that runs. Only
+    entries that no other exceeds in every number are listed. A schedule repeats itself, so that few micro-batches
+    show what many do.
+    """
+    group = num_microbatches // rounds(ranks, num_microbatches)
+    until_steady = max(1, -(-4 * ranks * chunks // group)) * group
+    shown = min(num_microbatches, until_steady)
+    every = num_microbatches if SCHEDULES[name].holds_every_microbatch else shown
+    holdings = []
+    for lane in build_schedule(name, ranks, shown, chunks):
+        held = [0] * chunks
+        entries: set[tuple[int, ...]] = set()
+        for action in lane:
+            chunk = action.stage // ranks
+            held[chunk] += action.type == "F"
+            entries.add((*(every if count == shown else count for count in held), chunk))
+            held[chunk] -= action.type == "B"
+        holdings.append(tuple(sorted(entry for entry in entries if not _is_exceeded(entry, entries))))
+    return tuple(holdings)
+
+
+def _is_exceeded(entry: tuple[int, ...], entries: Iterable[tuple[int, ...]]) -> bool:
+    """Return True if another entry with the same chunk running holds as many micro-batches of every chunk."""
+    alike = (other for other in entries if other[-1] == entry[-1] and other != entry)
+    return any(all(b >= a for a, b in zip(entry, other, strict=True)) for other in alike)
+
+
+def step_ms(
+    name: str, ranks: int, num_microbatches: int, times: MicroBatchTimes, exact_actions: int = EXACT_ACTIONS
+) -> tuple[float, float]:
+    """Return length and bubble fraction of a step; a step of many micro-batches is extended at its steady rate.
+
+    After warm-up a schedule repeats itself, so the rate is that of the later half of what was simulated.
+    """
+    stages = len(times.forward_ms)
+    chunks = stages // ranks
+    group = num_microbatches // rounds(ranks, num_microbatches)
+    queued = SCHEDULES[name].interleaves
+
+    def simulated_ms(count: int) -> float:
+        order = _in_order(build_schedule(name, ranks, count, chunks), stages, queued)
+        return max((_queued_ends if queued else _ends)(order, times))
+
+    shown = max(4 * ranks, exact_actions // (2 * stages))
+    half = max(1, shown // (2 * group)) * group
+    if num_microbatches <= 2 * half:
+        length = simulated_ms(num_microbatches)
+    else:
+        length = simulated_ms(2 * half)
+        length += (length - simulated_ms(half)) / half * (num_microbatches - 2 * half)
+    busy = num_microbatches * (sum(times.forward_ms) + sum(times.backward_ms))
+    return length, 1 - busy / (length * ranks) if length > 0 else 0.0
+
+
+# The step of one cut of one option: its bound, and its prediction.
 
 
 def bound_ms(costs: StrategyCosts, cut: Cut, times: StageTimes) -> float:
@@ -95,6 +347,9 @@ def basis_of_times(profile: Profile, device: Device) -> str:
         DATA_SHEET: f"Times come from the data sheet of {device.name} and the efficiency of other GPUs; nothing was "
         f"measured: enough to rank plans. {BLOCKS_FIRST}",
     }[device.basis]
+
+
+# The timeline of a finished plan.
 
 
 def timeline(plan: Plan) -> Timeline:

@@ -4,19 +4,22 @@ from __future__ import annotations
 
 import copy
 import gc
+import math
 import warnings
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from workbench.errors import CaptureError, DataError, InvalidExperiment, PlanMismatch
+from workbench.arguments import checked_arguments
+from workbench.data import Prepared
+from workbench.errors import CaptureError, DataError, InvalidExperiment, PlanInfeasible, PlanMismatch
 from workbench.experiment import Experiment
-from workbench.planning.data_supply import supply_of
-from workbench.planning.optimizer_limits import check_optimizer
+from workbench.machine import available_cores
 from workbench.planning.plan import Plan
 from workbench.planning.profiling import CAPTURE_BATCH, NOT_GATHERED
-from workbench.planning.refusals import too_large_to_build
+from workbench.planning.request import NEEDED_WHOLE, Shapes, apart, needed_whole
 from workbench.strategy import SCHEDULES
-from workbench.units import count
+from workbench.units import count, gib
 from workbench.user_code import UserFunction
 
 if TYPE_CHECKING:
@@ -24,6 +27,7 @@ if TYPE_CHECKING:
 
     from workbench.capture import Graph
     from workbench.capture.captured_model import CapturedModel
+
 
 CAPTURED_FIELDS = (
     *("model", "data", "eval_data", "seq_len", "loss", "batch_coupling"),
@@ -135,6 +139,25 @@ def _check_ramp(experiment: Experiment, plan: Plan) -> None:
             )
 
 
+def too_large_to_build(plan: Plan) -> PlanInfeasible | None:
+    """Return the refusal where neither a GPU nor its host has room to initialise the whole model, as each rank does."""
+    cluster, whole = plan.cluster, plan.model_bytes
+    if cluster.device.type == "cpu" or cluster.host_bytes is None:
+        return None
+    ranks = min(plan.world, cluster.gpus_per_node)
+    offered = ranks * cluster.host_bytes  # ranks build one after the other where memory is scarce
+    if whole <= max(offered, plan.built_on_device_bytes):
+        return None
+    need, offer = apart(whole, offered)
+    return PlanInfeasible(
+        f"Every rank of {plan.model} first initialises the whole model, {need} in fp32: on its GPU up to "
+        f"{gib(plan.built_on_device_bytes)}, otherwise in the host's memory, of which {offer} fall to the {ranks} "
+        f"ranks of a node. Use hosts with more memory.",
+        needed_bytes=whole,
+        offered_bytes=offered,
+    )
+
+
 def check_signature(experiment: Experiment, plan: Plan, captured: CapturedModel) -> None:
     """Raise `PlanMismatch` unless the plan was made for this model and these batch fields."""
     signature, planned = captured.signature, plan.computation
@@ -169,6 +192,19 @@ def check_signature(experiment: Experiment, plan: Plan, captured: CapturedModel)
         )
 
 
+def check_gathering(experiment: Experiment, plan: Plan, captured: CapturedModel) -> None:
+    """Raise `PlanMismatch` unless the plan's way to gather samples suits the experiment and its model."""
+    asked = [name for name in NOT_GATHERED if getattr(experiment, name) is not None]
+    blocks = [block.name for block in captured.gathered(plan.global_batch).blocks]
+    if asked or blocks != list(plan.block_names):
+        reason = f"the experiment has {' and '.join(asked)}, which" if asked else "the model's forward has changed"
+        reason = f"{reason} a gathered loss is not computed for" if asked else reason
+        raise PlanMismatch(
+            f"The plan for {plan.model} gathers the samples of its loss over micro-batches, and {reason}. Plan the "
+            "experiment anew: wb.plan(experiment)."
+        )
+
+
 def check_coupling(experiment: Experiment, plan: Plan, coupled: Sequence[str]) -> None:
     """Raise `PlanMismatch` if the plan divides a batch whose samples the loss compares, which nobody allowed.
 
@@ -182,57 +218,20 @@ def check_coupling(experiment: Experiment, plan: Plan, coupled: Sequence[str]) -
         )
 
 
-def check_numbers(experiment: Experiment, plan: Plan, graph: Graph, model: nn.Module) -> None:
-    """Raise `PlanMismatch` if the micro-batches of a plan do not compute the loss of the whole batch.
+def check_optimizer(experiment: Experiment, plan: Plan, trained_shapes: Callable[[], Shapes]) -> None:
+    """Raise `PlanMismatch` if the plan divides what an optimiser of the user's needs whole.
 
-    The loss and its gradients of four and six samples are compared on the model's device, if `graph`, that of a
-    micro-batch of the plan, has an operation that capture does not know, or the plan gathers samples, and the model was
-    too large for `wb.plan` to compare them. The captures and the copy of the model that this takes are freed again.
+    `trained_shapes` returns those of the trained parameters, by name. Raises `InvalidExperiment` for an optimiser that
+    cannot train.
     """
-    from workbench.capture.captured_model import CapturedModel
-    from workbench.capture.division import forward_flops, is_compared_by_plan
-
-    is_whole = plan.micro_batch == plan.global_batch or experiment.numerics.batch_coupling == "allow"
-    is_known = not plan.gathers and not graph.unknown_coupling
-    if is_whole or is_known or is_compared_by_plan(graph, CAPTURE_BATCH):
+    if not isinstance(experiment.optimizer.algorithm, UserFunction):
         return
-    flops = forward_flops(graph) * CAPTURE_BATCH / graph.micro_batch
-    told = f"the loss of micro-batches with that of a whole batch ({flops / 1e9:,.0f} GFLOP a forward)"
-    if flops > MOST_FLOPS_ON_CPU and next(model.parameters()).device.type == "cpu":
-        print(f"Not comparing {told}: that takes a GPU.", flush=True)
-        return
-    print(f"Comparing {told}.", flush=True)
-    try:
-        fault = CapturedModel(experiment, CAPTURE_BATCH).fault_of(copy.deepcopy(model), plan.gathers)
-    except CaptureError:
-        raise
-    except Exception as error:  # such as too little memory for the whole model on one device
-        print(f"This comparison failed, and the run goes on without: {error}", flush=True)
-        return
-    finally:
-        gc.collect()
-    if fault:
-        unknown = f" Its batch is not followed past {graph.unknown_coupling}." if graph.unknown_coupling else ""
-        way = f"Plan the batch whole, wb.plan(experiment, micro_batch={plan.global_batch})"
-        if not plan.gathers:
-            way = "Plan again with batch_coupling='gather' in the experiment, which keeps the batch whole"
-        raise PlanMismatch(
-            f"The loss of {plan.model} compares samples of one batch, and the plan divides them: {fault}.{unknown} "
-            f"Nothing was updated. {way}, or accept a loss that depends on the plan: batch_coupling='allow'."
-        )
-
-
-def check_gathering(experiment: Experiment, plan: Plan, captured: CapturedModel) -> None:
-    """Raise `PlanMismatch` unless the plan's way to gather samples suits the experiment and its model."""
-    asked = [name for name in NOT_GATHERED if getattr(experiment, name) is not None]
-    blocks = [block.name for block in captured.gathered(plan.global_batch).blocks]
-    if asked or blocks != list(plan.block_names):
-        reason = f"the experiment has {' and '.join(asked)}, which" if asked else "the model's forward has changed"
-        reason = f"{reason} a gathered loss is not computed for" if asked else reason
-        raise PlanMismatch(
-            f"The plan for {plan.model} gathers the samples of its loss over micro-batches, and {reason}. Plan the "
-            "experiment anew: wb.plan(experiment)."
-        )
+    for name, needed in needed_whole(experiment, trained_shapes()).items():
+        if getattr(plan, name) > needed and plan.world > 1:
+            raise PlanMismatch(
+                f"The plan has {name}={getattr(plan, name)}, which divides what the optimizer of "
+                f"{experiment.optimizer.name} needs whole: {NEEDED_WHOLE[name]}. Plan again with wb.plan(experiment)."
+            )
 
 
 def check_sparsity(experiment: Experiment, plan: Plan, graph: Graph) -> None:
@@ -285,6 +284,46 @@ def _too_few_held_out(samples: int, where: str, plan: Plan) -> DataError:
     )
 
 
+def check_numbers(experiment: Experiment, plan: Plan, graph: Graph, model: nn.Module) -> None:
+    """Raise `PlanMismatch` if the micro-batches of a plan do not compute the loss of the whole batch.
+
+    The loss and its gradients of four and six samples are compared on the model's device, if `graph`, that of a
+    micro-batch of the plan, has an operation that capture does not know, or the plan gathers samples, and the model was
+    too large for `wb.plan` to compare them. The captures and the copy of the model that this takes are freed again.
+    """
+    from workbench.capture.captured_model import CapturedModel
+    from workbench.capture.division import forward_flops, is_compared_by_plan
+
+    is_whole = plan.micro_batch == plan.global_batch or experiment.numerics.batch_coupling == "allow"
+    is_known = not plan.gathers and not graph.unknown_coupling
+    if is_whole or is_known or is_compared_by_plan(graph, CAPTURE_BATCH):
+        return
+    flops = forward_flops(graph) * CAPTURE_BATCH / graph.micro_batch
+    told = f"the loss of micro-batches with that of a whole batch ({flops / 1e9:,.0f} GFLOP a forward)"
+    if flops > MOST_FLOPS_ON_CPU and next(model.parameters()).device.type == "cpu":
+        print(f"Not comparing {told}: that takes a GPU.", flush=True)
+        return
+    print(f"Comparing {told}.", flush=True)
+    try:
+        fault = CapturedModel(experiment, CAPTURE_BATCH).fault_of(copy.deepcopy(model), plan.gathers)
+    except CaptureError:
+        raise
+    except Exception as error:  # such as too little memory for the whole model on one device
+        print(f"This comparison failed, and the run goes on without: {error}", flush=True)
+        return
+    finally:
+        gc.collect()
+    if fault:
+        unknown = f" Its batch is not followed past {graph.unknown_coupling}." if graph.unknown_coupling else ""
+        way = f"Plan the batch whole, wb.plan(experiment, micro_batch={plan.global_batch})"
+        if not plan.gathers:
+            way = "Plan again with batch_coupling='gather' in the experiment, which keeps the batch whole"
+        raise PlanMismatch(
+            f"The loss of {plan.model} compares samples of one batch, and the plan divides them: {fault}.{unknown} "
+            f"Nothing was updated. {way}, or accept a loss that depends on the plan: batch_coupling='allow'."
+        )
+
+
 def check_between_steps(experiment: Experiment, plan: Plan, captured: CapturedModel) -> None:
     """Raise unless evaluations and samples can be computed in the plan's stages."""
     from workbench.capture.captured_model import require_same_stages
@@ -301,3 +340,78 @@ def check_between_steps(experiment: Experiment, plan: Plan, captured: CapturedMo
             )
     for graph in captured.samples(experiment):
         require_same_stages(captured.graph, graph, cuts, plan.tensor, same_shapes=False)
+
+
+# Whether text that is tokenised while it trains is tokenised as fast as a plan trains on it.
+
+
+@dataclass(frozen=True)
+class DataSupply:
+    """The tokens that a plan is predicted to train on in a second, beside those that a node can make."""
+
+    needed_tokens_per_s: float
+    """Predicted tokens per second of the training, over all devices; each node makes all of them."""
+    tokens_per_core_s: float
+    """Tokens that one core makes in a second, measured on excerpts of the text."""
+    cores: int
+    """Cores of this machine that its ranks leave, at least one."""
+
+    @property
+    def tokens_per_s(self) -> float:
+        """Tokens that the cores make in a second."""
+        return self.cores * self.tokens_per_core_s
+
+    @property
+    def cores_needed(self) -> int:
+        """Cores that would make the tokens as fast as they are trained on."""
+        return math.ceil(self.needed_tokens_per_s / self.tokens_per_core_s)
+
+    @property
+    def keeps_up(self) -> bool:
+        """True if training need not wait for tokens."""
+        return self.cores >= self.cores_needed
+
+    @property
+    def waiting_share(self) -> float:
+        """Predicted share of the time that training waits for tokens."""
+        return max(0.0, 1 - self.tokens_per_s / self.needed_tokens_per_s)
+
+    def __repr__(self) -> str:
+        cores = f"{self.cores} core{'s' * (self.cores > 1)}"
+        said = (
+            f"Tokenising makes {count(self.tokens_per_s)} tokens/s on the {cores} that the ranks leave, and the plan "
+            f"trains on {count(self.needed_tokens_per_s)} tokens/s"
+        )
+        if self.keeps_up:
+            return f"{said}: it keeps up, for which {self.cores_needed} would do."
+        return (
+            f"{said}: training will wait for {self.waiting_share:.0%} of the time. {self.cores_needed} cores would "
+            "keep up; or tokenise the text beforehand, with streaming=False."
+        )
+
+
+@checked_arguments
+def data_supply(experiment: Experiment, plan: Plan) -> DataSupply:
+    """Say whether streamed text is tokenised as fast as a plan trains on it, and how many cores that takes.
+
+    It compares the plan's predicted tokens per second with those that the cores of this machine make, measured on
+    excerpts of the text. `launch` warns of a training that would wait. Raises `DataError` for data that are not
+    streamed.
+    """
+    experiment.data.check(experiment)
+    supply = supply_of(experiment.data.prepare(experiment), plan)
+    if supply is None:
+        raise DataError(
+            f"{experiment.data.name} is not tokenised while it trains, so that training does not wait for it. Streamed "
+            "text is wb.data.corpus(path, streaming=True)."
+        )
+    return supply
+
+
+def supply_of(prepared: Prepared, plan: Plan) -> DataSupply | None:
+    """Compare a plan with text that was prepared for it; None for data that are not tokenised while training."""
+    if prepared.tokens_per_core_s is None:
+        return None
+    ranks = min(plan.world, plan.cluster.gpus_per_node)
+    cores = max(1, available_cores() - ranks)
+    return DataSupply(plan.prediction.tokens_per_s, prepared.tokens_per_core_s, cores)

@@ -1,4 +1,4 @@
-"""The search: the best cut of every option, and the fastest option that fits.
+"""The search: every strategy, its best cut, and the fastest one that fits, as a `Plan`.
 
 Nothing is sampled. An option is cut and simulated unless a lower bound of its step already exceeds the best step.
 """
@@ -8,26 +8,207 @@ from __future__ import annotations
 import functools
 import gc
 import heapq
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import replace
+from dataclasses import dataclass, replace
+from itertools import pairwise
 from typing import Unpack
 
 import numpy as np
 
 from workbench.arguments import checked_keywords
 from workbench.cost.hardware import Cluster
-from workbench.cost.profile import Profile
+from workbench.cost.memory import Array, ParameterTable
+from workbench.cost.profile import Profile, SparseCosts
 from workbench.display import Say
 from workbench.errors import PlanInfeasible, PlanMismatch
-from workbench.planning.assembly import assemble
-from workbench.planning.options import Option, has_options, options
-from workbench.planning.plan import Plan
+from workbench.planning.plan import Candidate, Memory, Plan, Prediction, Stage, common_recompute
 from workbench.planning.prediction import bound_ms, predict
-from workbench.planning.refusals import coupled_samples, host_too_small, no_options, too_large
-from workbench.planning.request import Request, check, memory_limit_bytes
+from workbench.planning.request import (
+    Request,
+    apart,
+    check,
+    coupled_samples,
+    divisors,
+    host_need,
+    host_too_small,
+    memory_limit_bytes,
+    no_kernels,
+    no_options,
+    too_large,
+    unknown_rates,
+)
+from workbench.planning.stage_costs import ClusterCosts, Cut, StrategyCosts, device_costs, overlapped
 from workbench.planning.stage_cuts import Cutter
-from workbench.strategy import Choices, Fixed, Strategy
+from workbench.strategy import RECOMPUTE, SCHEDULES, ZERO, Choices, Fixed, Strategy
+from workbench.units import duration, gib
+
+# Options: every strategy that the runtime runs and the request allows.
+
+
+@dataclass
+class Option:
+    """One strategy in a search: its best cut, or why it has none."""
+
+    costs: StrategyCosts
+    bound_ms: float
+    """Lower bound of the option's step."""
+    least_bytes: float
+    """Lower bound of the fullest device, whatever the cut."""
+    cut: Cut | None = None
+    step_ms: float | None = None
+    bubble_fraction: float | None = None
+    weighed: bool = False
+    """True once the best cut was looked for."""
+
+    @property
+    def strategy(self) -> Strategy:
+        return self.costs.strategy
+
+    @property
+    def may_fit(self) -> bool:
+        return self.cut is not None or not self.weighed
+
+    @property
+    def least_ms(self) -> float:
+        """The option's step, or a lower bound of it."""
+        return self.bound_ms if self.step_ms is None else self.step_ms
+
+    @staticmethod
+    def of(costs: StrategyCosts) -> Option:
+        """Return an option with the bounds that are known before it is cut."""
+        whole, strategy = costs.whole, costs.strategy
+        ranks, count, busy = strategy.pipeline, strategy.num_microbatches, float(whole.busy)
+        length = count * busy / ranks
+        if not strategy.interleaves:
+            # Stage s cannot start before the first micro-batch has passed the stages above, nor end before its last
+            # one goes back up: busy_0 + … + busy_{s-1} + m · busy_s. The least that this can be for every s at once:
+            length = busy / (1 - (1 - 1 / count) ** ranks)
+        return Option(costs, length + float(whole.ending) / ranks, costs.state_bytes / ranks)
+
+
+def has_options(profile: Profile, request: Request) -> bool:
+    """Return True if any strategy satisfies the request, whether or not it fits in memory."""
+    return next(options(profile, request), None) is not None
+
+
+def options(profile: Profile, request: Request) -> Iterator[StrategyCosts]:
+    """Yield the costs of every strategy.
+
+    CUDA graphs take memory: unless the user asked for them, they are tried only where the host may hold up its device,
+    and for the best of all the others in the end.
+    """
+    modes = tuple(RECOMPUTE) if request.fixed.recompute is None else (request.fixed.recompute,)
+    cluster, fixed = request.cluster, request.fixed
+    asked, sparse = fixed.cuda_graphs, fixed.block_sparse
+    obstacle = no_kernels(cluster.device) or ("" if sparse else unknown_rates(profile.precision))
+    forms = [] if sparse else [profile]  # of dense or masked weights, and of block-sparse ones
+    if sparse is not False and profile.block_sparse is not None and not obstacle:
+        forms.append(profile.block_sparse)
+    costs_of_forms = [ClusterCosts(device_costs(form, cluster.device), cluster, modes) for form in forms]
+    for strategy in _strategies(profile, request):
+        for costs in costs_of_forms:
+            is_block_sparse = costs.profile.is_block_sparse
+            if is_block_sparse and not strategy.can_be_block_sparse:
+                continue
+            without = costs.of(replace(strategy, block_sparse=True) if is_block_sparse else strategy)
+            if asked is not False and not request.ramp and without.can_capture and (asked or without.is_host_bound):
+                yield costs.of(replace(without.strategy, cuda_graphs=True))
+            if not asked:
+                yield without
+
+    gathered = profile.gathered
+    if gathered is None or asked or sparse:
+        return
+    costs = ClusterCosts(device_costs(gathered, cluster.device), cluster, modes)
+    for strategy in _strategies(gathered, request):
+        # One sample has no dim of its own in every operation, and one micro-batch needs no gathering.
+        is_divided = 1 < strategy.micro_batch < request.global_batch
+        if is_divided and strategy.tensor == 1 and not strategy.interleaves:
+            yield costs.of(replace(strategy, gathers=True))
+
+
+def _strategies(profile: Profile, request: Request) -> Iterator[Strategy]:
+    """Yield every strategy without CUDA graphs."""
+    fixed, batch = request.fixed, request.global_batch
+    others = request.batches[1:]
+    offloads = (False,) if request.cluster.device.type == "cpu" else (False, True)
+    if fixed.offload_optimizer is not None:
+        offloads = (fixed.offload_optimizer,)
+    for pipeline, data, tensor in _meshes(profile, request):
+        for micro_batch in [fixed.micro_batch] if fixed.micro_batch else divisors(request.common_batch // data):
+            num_microbatches = batch // data // micro_batch
+            if request.common_batch % (data * micro_batch) or (profile.coupled and micro_batch < batch):
+                continue
+            for schedule, chunks in _schedules(profile, request, pipeline, num_microbatches):
+                if not all(SCHEDULES[schedule].runs(pipeline, other // data // micro_batch) for other in others):
+                    continue
+                for zero in _zero_stages(request, data, num_microbatches):
+                    for offload in offloads:
+                        yield Strategy(
+                            pipeline=pipeline,
+                            data=data,
+                            tensor=tensor,
+                            zero=zero,
+                            schedule=schedule,
+                            chunks=chunks,
+                            micro_batch=micro_batch,
+                            num_microbatches=num_microbatches,
+                            recompute=fixed.recompute or "any",
+                            offload_optimizer=offload,
+                        )
+
+
+def _meshes(profile: Profile, request: Request) -> Iterator[tuple[int, int, int]]:
+    """Yield degrees that use all devices and leave each replica an equal share of the batch.
+
+    Tensor parallelism stays within a node, unless the user fixed its degree.
+    """
+    fixed, gpus = request.fixed, request.cluster.gpus
+    near = divisors(min(gpus, request.cluster.gpus_per_node))
+    tensors = [d for d in near if gpus % d == 0 and profile.divides(d)] if fixed.tensor is None else [fixed.tensor]
+    for tensor in tensors:
+        for pipeline in divisors(gpus // tensor):
+            data = gpus // tensor // pipeline
+            wanted = fixed.pipeline in (None, pipeline) and fixed.data in (None, data)
+            if wanted and pipeline <= len(profile.blocks) and request.common_batch % data == 0:
+                yield pipeline, data, tensor
+
+
+def _schedules(profile: Profile, request: Request, pipeline: int, num_microbatches: int) -> Iterator[tuple[str, int]]:
+    """Yield the schedules that torch runs with so many micro-batches, and the stages per pipeline rank.
+
+    Unless the user asked for several stages on a rank, these have two blocks or more on average.
+    """
+    fixed = request.fixed
+    for name in SCHEDULES if fixed.schedule is None else (fixed.schedule,):
+        schedule = SCHEDULES[name]
+        preferred = SCHEDULES.get(schedule.stands_in_for or "") if fixed.schedule is None else None
+        if not schedule.runs(pipeline, num_microbatches) or (preferred and preferred.runs(pipeline, num_microbatches)):
+            continue
+        if not schedule.interleaves:
+            if fixed.chunks in (None, 1):
+                yield name, 1
+            continue
+        asked = fixed.chunks or fixed.schedule
+        most = len(profile.blocks) // (1 if asked else 2)
+        for chunks in schedule.chunks if fixed.chunks is None else (fixed.chunks,):
+            if pipeline > 1 and chunks * pipeline <= most:
+                yield name, chunks
+
+
+def _zero_stages(request: Request, data: int, num_microbatches: int) -> tuple[int, ...]:
+    """Return the ZeRO stages to try: none but 0 on one replica, where nothing can be sharded.
+
+    In a step of one micro-batch ZeRO 1 and 2 are the same, and 2 is left out.
+    """
+    wanted = tuple(ZERO) if request.fixed.zero is None else (request.fixed.zero,)
+    if data == 1:
+        return tuple(stage for stage in wanted if stage == 0)
+    if num_microbatches == 1 and 1 in wanted:
+        return tuple(stage for stage in wanted if stage != 2)
+    return wanted
+
 
 MAX_SETTLED = 80
 """Number of options that are weighed after the best is known, so that a table of the fastest has steps, not bounds."""
@@ -36,69 +217,6 @@ CUDA_GRAPHS_SLACK = 0.02
 a host that is slower than when it was measured."""
 CUDA_GRAPHS_GAIN = 0.01
 """Least fraction of the step time that CUDA graphs must save a plan whose host holds nothing up: they take memory."""
-
-
-FEWER = 4
-"""Divisor of the number of devices by which a plan is compared with one on fewer of them."""
-
-
-def on_fewer_devices(plan: Plan) -> Plan | None:
-    """Return the best plan on a quarter of the devices, with the same choices fixed; None where there is none.
-
-    The search runs again, so that a plan that was read from a file has none either.
-    """
-    if plan.origin is None or plan.cluster.gpus % FEWER:
-        return None
-    profile, request = plan.origin
-    with suppress(PlanInfeasible):
-        return Search(profile, replace(request, cluster=request.cluster.resized(plan.cluster.gpus // FEWER))).plan()
-    return None
-
-
-@checked_keywords
-def what_if(
-    profile: Profile,
-    cluster: Cluster,
-    *,
-    global_batch: int,
-    seq_len: int,
-    gpus: int | None = None,
-    memory_limit_gib: float | None = None,
-    **choices: Unpack[Choices],
-) -> Plan:
-    """Return the best plan for one position of some sliders; a position seen before is answered from a cache.
-
-    Make the profile once and call this function for every move:
-
-        profile = wb.planning.profile(experiment, cluster)             # captures the model: seconds
-        plan = what_if(profile, cluster, global_batch=256, seq_len=512, gpus=8, memory_limit_gib=32)
-        show_plan(plan)
-
-    `gpus` plans for as many of the cluster's devices (in nodes of their usual size), None for the cluster as it is.
-    Costs of blocks are shared between calls. Raises `PlanInfeasible` where nothing fits: show its sentence in place of
-    the picture.
-    """
-    cluster = cluster if gpus is None else cluster.resized(gpus)
-    request = Request(global_batch, seq_len, cluster, memory_limit_bytes(memory_limit_gib), Fixed(**choices))
-    with uncollected():
-        return _what_if(profile, request)
-
-
-@functools.lru_cache(maxsize=512)
-def _what_if(profile: Profile, request: Request) -> Plan:
-    return checked_search(profile, profile.precision, request).plan()
-
-
-@contextmanager
-def uncollected() -> Iterator[None]:
-    """Suspend garbage collection: where a model has been captured, a full collection takes longer than a plan."""
-    was_enabled = gc.isenabled()
-    gc.disable()
-    try:
-        yield
-    finally:
-        if was_enabled:
-            gc.enable()
 
 
 def checked_search(profile: Profile, precision: str, request: Request, advises: bool = True) -> Search:
@@ -256,3 +374,330 @@ class Search:
         with suppress(PlanInfeasible):
             return self._advises and bool(Search(self.profile, other, advises=False).plan())
         return False
+
+
+@checked_keywords
+def what_if(
+    profile: Profile,
+    cluster: Cluster,
+    *,
+    global_batch: int,
+    seq_len: int,
+    gpus: int | None = None,
+    memory_limit_gib: float | None = None,
+    **choices: Unpack[Choices],
+) -> Plan:
+    """Return the best plan for one position of some sliders; a position seen before is answered from a cache.
+
+    Make the profile once and call this function for every move:
+
+        profile = wb.planning.profile(experiment, cluster)             # captures the model: seconds
+        plan = what_if(profile, cluster, global_batch=256, seq_len=512, gpus=8, memory_limit_gib=32)
+        show_plan(plan)
+
+    `gpus` plans for as many of the cluster's devices (in nodes of their usual size), None for the cluster as it is.
+    Costs of blocks are shared between calls. Raises `PlanInfeasible` where nothing fits: show its sentence in place of
+    the picture.
+    """
+    cluster = cluster if gpus is None else cluster.resized(gpus)
+    request = Request(global_batch, seq_len, cluster, memory_limit_bytes(memory_limit_gib), Fixed(**choices))
+    with uncollected():
+        return _what_if(profile, request)
+
+
+@functools.lru_cache(maxsize=512)
+def _what_if(profile: Profile, request: Request) -> Plan:
+    return checked_search(profile, profile.precision, request).plan()
+
+
+@contextmanager
+def uncollected() -> Iterator[None]:
+    """Suspend garbage collection: where a model has been captured, a full collection takes longer than a plan."""
+    was_enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if was_enabled:
+            gc.enable()
+
+
+FEWER = 4
+"""Divisor of the number of devices by which a plan is compared with one on fewer of them."""
+
+
+def on_fewer_devices(plan: Plan) -> Plan | None:
+    """Return the best plan on a quarter of the devices, with the same choices fixed; None where there is none.
+
+    The search runs again, so that a plan that was read from a file has none either.
+    """
+    if plan.origin is None or plan.cluster.gpus % FEWER:
+        return None
+    profile, request = plan.origin
+    with suppress(PlanInfeasible):
+        return Search(profile, replace(request, cluster=request.cluster.resized(plan.cluster.gpus // FEWER))).plan()
+    return None
+
+
+# The best option as a `Plan`: its stages, its notes, and the rows of its table.
+
+UNCONFIRMED = (
+    "which follows from the operations alone: the model is too large to compare numbers here. A run compares them on "
+    "its first device before the first update."
+)
+"""End of the sentence on a gathered loss that no numbers confirm."""
+
+
+MAX_ROWS = 400
+"""Number of options that a plan lists, nearest to the chosen one first."""
+MAX_OPAQUE = 5
+"""Number of opaque calls whose shares a plan lists, the largest first."""
+MAX_REJECTED = 60
+"""Number of these that do not fit, nearest to fitting first."""
+
+
+def assemble(
+    profile: Profile, request: Request, best: Option, options: Sequence[Option], other: Option | None = None
+) -> Plan:
+    """Return the plan of the best option, with all options as its candidates.
+
+    `other` is the best option that executes sparse weights in the other way.
+    """
+    costs, cut = best.costs, best.cut
+    assert cut is not None
+    # The last block of a gathered loss is its tail; the profile of block-sparse weights counts those present alone.
+    divided = profile if costs.profile.tail is None else costs.profile
+    choices = dict(vars(best.strategy))
+    del choices["chunks"], choices["recompute"]
+    loss_depends = _notes_of_state(profile, best)
+    prediction = predict(costs, cut, costs.times(cut.stages), request)
+    stretches = _stretches(best, cut, request)
+    if stretches:
+        prediction = replace(prediction, training_s=sum(steps * step_ms for _, steps, step_ms in stretches) / 1e3)
+    plan = Plan(
+        model=profile.model,
+        signature=profile.signature,
+        cluster=request.cluster,
+        global_batch=request.global_batch,
+        seq_len=request.seq_len,
+        precision=profile.precision,
+        block_names=tuple(block.name for block in divided.blocks),
+        stages=_stages(costs, cut, ParameterTable(divided).elements),
+        memory_limit_bytes=request.memory_limit_bytes,
+        flops_per_step=round(profile.flops_per_sample * request.global_batch),
+        prediction=prediction,
+        coupled=bool(profile.coupled),
+        notes=(
+            *profile.notes,
+            *_notes_of_division(profile, best),
+            *loss_depends,
+            *_opaque_note(divided, costs),
+            *(_coupling_note(operation, best, request) for operation in profile.coupled),
+            *weights_note(profile, request, best, other),
+            *_ramp_note(stretches, prediction),
+        ),
+        loss_depends=loss_depends,
+        candidates=_rows(best, options, request),
+        computation=None if profile.captured is None else profile.captured.computation,
+        **choices,
+    )
+    object.__setattr__(plan, "origin", (profile, request))
+    return plan
+
+
+def _stretches(best: Option, cut: Cut, request: Request) -> list[tuple[int, int, float]]:
+    """Return samples, steps and predicted milliseconds of a step for each stretch of a batch that changes."""
+    found = []
+    for batch, steps in request.ramp:
+        strategy = best.strategy
+        count = batch // strategy.data // strategy.micro_batch
+        costs = best.costs.model.of(replace(strategy, num_microbatches=count))
+        predicted = predict(costs, cut, costs.times(cut.stages), replace(request, global_batch=batch))
+        found.append((batch, steps, predicted.step_ms))
+    return found
+
+
+def _ramp_note(stretches: Sequence[tuple[int, int, float]], prediction: Prediction) -> tuple[str, ...]:
+    if not stretches:
+        return ()
+    each = [f"{steps:,} of {batch:,} samples in {duration(step_ms / 1e3)} each" for batch, steps, step_ms in stretches]
+    return (
+        f"The batch changes: {', '.join(each)}, {duration(prediction.training_s)} together. Memory and all other "
+        "figures are those of the largest batch.",
+    )
+
+
+def _notes_of_division(profile: Profile, best: Option) -> tuple[str, ...]:
+    """Return the sentences that hold for a batch that is divided as in the best option."""
+    strategy = best.strategy
+    is_whole = strategy.gathers or strategy.data * strategy.num_microbatches == 1
+    return () if is_whole else profile.notes_if_divided
+
+
+def _notes_of_state(profile: Profile, best: Option) -> tuple[str, ...]:
+    """Return the sentences on state that each micro-batch of a step changes for the next."""
+    strategy = best.strategy
+    return profile.notes_if_accumulated if strategy.num_microbatches > 1 and not strategy.gathers else ()
+
+
+def _opaque_note(profile: Profile, costs: StrategyCosts) -> tuple[str, ...]:
+    """Return a sentence on the share of the step that blocks with opaque calls take; none for other models."""
+    block_ms = costs.blocks.forward_ms + costs.blocks.backward_ms
+    shares = {
+        labels: sum(block_ms[at] for at, block in enumerate(profile.blocks) if block.opaque == labels) / block_ms.sum()
+        for labels in dict.fromkeys(block.opaque for block in profile.blocks if block.opaque)
+    }
+    if not shares:
+        return ()
+    largest = sorted(shares.items(), key=lambda item: -item[1])
+    each = [f"{' and '.join(labels)} {share:.1%}" for labels, share in largest[:MAX_OPAQUE]]
+    rest = [f"{len(largest) - MAX_OPAQUE} others the rest"] if len(largest) > MAX_OPAQUE else []
+    return (
+        f"Of the predicted time of forward and backward, {sum(shares.values()):.1%} goes to the layers that run as "
+        f"written, with what stands beside them in their blocks: {', '.join([*each, *rest])}.",
+    )
+
+
+def _coupling_note(operation: str, best: Option, request: Request) -> str:
+    strategy, tail = best.strategy, best.costs.profile.tail
+    said = f"The loss compares samples of one batch ({operation}), so that the plan"
+    if tail is None:
+        return f"{said} keeps the global batch in one micro-batch on one replica."
+    count, size = strategy.num_microbatches, gib(tail.gathered_bytes)
+    micro = f"{count} micro-batches, each of which runs forward twice" if count > 1 else "one micro-batch"
+    replicas = f", on each of {strategy.data} replicas" if strategy.data > 1 else ""
+    return (
+        f"{said} gathers what lies before the comparison, {size} of {request.global_batch} samples in {micro}"
+        f"{replicas}: loss and gradients are those of the whole batch, "
+        + ("as numbers confirm." if tail.is_compared else UNCONFIRMED)
+    )
+
+
+def _stages(costs: StrategyCosts, cut: Cut, elements: Array) -> tuple[Stage, ...]:
+    times, cutter, mixed, modes = costs.times(cut.stages), Cutter(costs), cut.stages, costs.model.modes
+    pipeline = costs.strategy.pipeline
+    at_peak = [cutter.fullest_moment(rank, cut)[0] for rank in range(pipeline)]
+    crossing, state, hidden = costs.profile.crossing_bytes, cutter.state, overlapped(costs, cut.stages)
+    again = {"full": costs.blocks.full_recompute_ms, "selective": costs.blocks.selective_recompute_ms}
+    stages = []
+    for s, (i, j) in enumerate(pairwise(cut.cuts)):
+        recomputed = int(mixed.middle[s]) - i
+        is_mixed = 0 < recomputed < j - i
+        to_come = cutter.gradients_to_come(cut, s)
+        block_ms = costs.blocks.forward_ms[i:j] + costs.blocks.backward_ms[i:j]
+        for mode, part in ((mixed.heavier[s], slice(recomputed)), (mixed.lighter[s], slice(recomputed, None))):
+            if modes[mode] in again:
+                block_ms[part] += again[modes[mode]][i:j][part]
+        stages.append(
+            Stage(
+                index=s,
+                first_block=i,
+                end_block=j,
+                parameters=int(elements[i, j]),
+                forward_ms=float(times.forward[s] + times.forward_wait[s]),
+                backward_ms=float(times.backward[s] + times.backward_wait[s]),
+                send_bytes=int(crossing[j] * costs.strategy.micro_batch) if j < len(crossing) - 1 else 0,
+                recompute=modes[mixed.heavier[s]],
+                memory=Memory(
+                    parameters=int(state.parameters[i, j]),
+                    gradients=int(state.gradients[i, j] - to_come),
+                    optimizer=int(state.optimizer[i, j]),
+                    activations=int(at_peak[s % pipeline][s // pipeline] - state.total[i, j] + to_come),
+                    workspace=int(state.workspace[i, j]),
+                ),
+                recompute_first=recomputed if is_mixed else None,
+                recompute_rest=modes[mixed.lighter[s]] if is_mixed else "none",
+                host_bytes=cutter.host_bytes(i, j),
+                forward_wait_ms=float(times.forward_wait[s]),
+                backward_wait_ms=float(times.backward_wait[s]),
+                host_wait_ms=float(times.host_wait[s]),
+                overlapped_ms=(float(hidden[0][s]), float(hidden[1][s]), float(hidden[2][s])),
+                end_wait_ms=float(times.step_wait[s]),
+                optimizer_ms=float(times.optimizer[s]),
+                block_shares=tuple((block_ms / block_ms.sum()).round(6).tolist()),
+            )
+        )
+    return tuple(stages)
+
+
+def _rows(best: Option, options: Sequence[Option], request: Request) -> tuple[Candidate, ...]:
+    fitting = sorted((o for o in options if o.may_fit), key=lambda option: (option is not best, option.least_ms))
+    rejected = sorted((o for o in options if not o.may_fit), key=lambda option: option.least_bytes)
+    rejected = rejected[:MAX_REJECTED]
+    return tuple(_row(option, best, request) for option in (*fitting[: MAX_ROWS - len(rejected)], *rejected))
+
+
+def _row(option: Option, best: Option, request: Request) -> Candidate:
+    recomputed: dict[str, int] = {}
+    choices = dict(vars(option.strategy))
+    if option.cut is not None:
+        mixed, modes = option.cut.stages, option.costs.model.modes
+        blocks = np.zeros(len(modes), dtype=int)
+        np.add.at(blocks, mixed.heavier, mixed.middle - mixed.first)
+        np.add.at(blocks, mixed.lighter, mixed.end - mixed.middle)
+        recomputed = dict(zip(modes, blocks.tolist(), strict=True))
+        choices["recompute"] = common_recompute(recomputed)
+    return Candidate(
+        step_ms=option.least_ms if option.may_fit else None,
+        peak_bytes=int(option.least_bytes) if option.weighed and np.isfinite(option.least_bytes) else None,
+        verdict=_verdict(option, best, request),
+        bubble_fraction=option.bubble_fraction,
+        selective_blocks=recomputed.get("selective", 0),
+        full_blocks=recomputed.get("full", 0),
+        **choices,
+    )
+
+
+def _verdict(option: Option, best: Option, request: Request) -> str:
+    if option is best:
+        return "chosen"
+    if not option.may_fit and not np.isfinite(option.least_bytes):
+        return f"{host_need(Cutter(option.costs).least_host, request)} fall to one"
+    if not option.may_fit:
+        needed, offered = apart(option.least_bytes, request.offered_bytes)
+        return f"needs at least {needed} of {offered}"
+    assert best.step_ms is not None
+    if option.step_ms is not None and option.step_ms < best.step_ms:
+        return f"{1 - option.step_ms / best.step_ms:.1%} faster, if its host keeps up"
+    step, least = (option.step_ms, "") if option.step_ms is not None else (option.bound_ms, "at least ")
+    return f"{least}{step / best.step_ms - 1:.1%} slower"
+
+
+def weights_note(profile: Profile, request: Request, best: Option, other: Option | None) -> tuple[str, ...]:
+    """Return one note for a model with sparse weights, none for others.
+
+    `other` is the best option that executes the weights in the other way than `best`, if one was found.
+    """
+    sparse = profile.sparse
+    if sparse is None:
+        return ()
+    block = f"{sparse.block} × {sparse.block}"
+    what = f"Of the {block} blocks of the sparse weights, {100 * sparse.sparsity:.3g} % are absent. The weights are"
+    if best.strategy.block_sparse:
+        how = "block-sparse (only present blocks are stored, multiplied and optimised)"
+    else:
+        how = "dense and masked"
+    why = _reason(profile, sparse, request, best)
+    if other is not None:
+        name = "dense and masked" if best.strategy.block_sparse else "block-sparse"
+        why = f": {_figures(best)} are predicted, and {_figures(other)} for the best plan with {name} ones"
+    break_even = ""
+    if sparse.break_even_sparsity is not None:
+        break_even = (
+            f" By rates measured on one H200, products with blocks of {sparse.block} are faster than dense ones from a "
+            f"sparsity of {sparse.break_even_sparsity:.2f}."
+        )
+    return (f"{what} {how}{why}.{break_even}",)
+
+
+def _figures(option: Option) -> str:
+    return f"{duration(option.least_ms / 1e3)} a step and {gib(option.least_bytes)} a device"
+
+
+def _reason(profile: Profile, sparse: SparseCosts, request: Request, best: Option) -> str:
+    if best.strategy.block_sparse:
+        return ", because block_sparse is True" if request.fixed.block_sparse else ", because no other plan fits"
+    if request.fixed.block_sparse is False:
+        return ", because block_sparse is False"
+    obstacle = sparse.obstacle or no_kernels(request.cluster.device) or unknown_rates(profile.precision)
+    return f", because {obstacle or 'every plan that fits divides them over devices'}"

@@ -1,19 +1,32 @@
-"""Time and memory of every possible stage under one strategy, per micro-batch and per step.
+"""Time and memory of every possible stage: on one device, on a cluster, and under one strategy.
 
-Matrices are indexed `[i, j]`: the stage made of blocks `i … j - 1`. On the device mesh tensor-parallel ranks are
-neighbours, and stages are `data * tensor` devices apart.
+Matrices are indexed `[i, j]`: the stage made of blocks `i … j - 1`. A search weighs thousands of strategies, so that
+each figure is made as few times as possible: `DeviceCosts` holds what all searches of a profile share, `ClusterCosts`
+what all strategies of a search share, and `StrategyCosts` what one strategy adds.
+
+On the device mesh tensor-parallel ranks are neighbours, and stages are `data * tensor` devices apart.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from functools import cached_property
+from functools import cached_property, lru_cache
+from typing import Any, Protocol
 
 import numpy as np
+import numpy.typing as npt
 
 from workbench.arguments import memoised
-from workbench.cost.hardware import Cluster, Link, all_gather_s, all_reduce_s, point_to_point_s
+from workbench.cost.hardware import (
+    Cluster,
+    Device,
+    Link,
+    all_gather_s,
+    all_reduce_s,
+    point_to_point_s,
+    reduce_scatter_s,
+)
 from workbench.cost.memory import (
     BF16,
     FP32,
@@ -29,11 +42,18 @@ from workbench.cost.memory import (
     stage_gradients,
     stage_state,
 )
-from workbench.cost.profile import ADAMW, Profile
-from workbench.planning.checkpointing import MixedStages, Stages
-from workbench.planning.device_costs import Array, Compute, DeviceCosts, without_accumulation
+from workbench.cost.profile import ACCUMULATE_BYTES, ADAMW, BlockCosts, Profile
 from workbench.strategy import Strategy
 
+Array = npt.NDArray[np.float64]
+Collective = Callable[[Array, int, Link], Array]
+"""A function of `workbench.cost.hardware`: seconds for so many bytes in a group over a link."""
+
+RELAUNCHED = {"selective": 0.5, "full": 1.0}
+"""Fraction of the host's time for a forward that activation checkpointing adds to a compiled backward in which it
+computes all of the forward again. Selective: launches, without what surrounds a compiled block (0.55 of 1.2 ms in one
+profile of 14 layers of BERT-1920 on an H200). Full: also the random generator's state, which is saved and restored
+around attention with dropout (0.2 to 1 ms more; selective checkpointing keeps attention's results)."""
 OVERLAP = 0.8
 """Fraction of a block's compute time that collectives can hide behind; at its edges they wait for each other."""
 INTERFERENCE = 0.3
@@ -64,6 +84,265 @@ CLIP_BYTES = 2 * FP32
 MASKING_BYTES = 2 * (2 * FP32 + MASK_BYTES)
 """Bytes read and written in a step for each element of a masked weight: its gradient and then its value are read,
 multiplied by the mask and written."""
+
+
+# Stages and their activation checkpointing.
+#
+# Level 0 recomputes every block of a stage in the first mode (none, say). Each further level moves one block to the
+# next mode: the first block, then the second, …; after all of them, the first again to the mode after that (selective,
+# then full). So a stage has at most two modes, the heavier one in its first blocks: their own worst moment comes when
+# the blocks after them are freed. (Megatron-LM's `--recompute-num-layers` counts from the first layer, too.)
+#
+# For time and bytes, which add up along a stage, consecutive blocks of one mode are a stage of their own: `[i, j]` with
+# two modes is `[i, middle]` in one mode and `[middle, j]` in the other.
+
+
+class Stages(Protocol):
+    """Stages that costs are summed over, in whatever arrangement: one number for each."""
+
+    def whole(self, matrix: Array) -> Array:
+        """Return, for each stage, a value of `matrix[i, j]` that does not depend on recomputation."""
+
+    def sum(self, matrices: Array) -> Array:
+        """Return, for each stage, the sum over its blocks of `matrices[mode, i, j]`."""
+
+
+@dataclass(frozen=True)
+class MixedStages:
+    """Stages as arrays of one shape: blocks `first … middle - 1` of each are recomputed in mode `heavier`, and blocks
+    `middle … end - 1` in mode `lighter`. Plain numbers make one stage."""
+
+    first: Any
+    middle: Any
+    end: Any
+    heavier: Any
+    lighter: Any
+
+    @staticmethod
+    def at(first: Any, end: Any, level: Any) -> MixedStages:
+        """Return stages `[first, end]` at their levels."""
+        blocks = end - first
+        lighter = np.maximum(level - 1, 0) // blocks
+        middle = first + level - lighter * blocks
+        return MixedStages(first, middle, end, np.where(middle > first, lighter + 1, lighter), lighter)
+
+    @staticmethod
+    def whole_model(blocks: int) -> MixedStages:
+        """Return all blocks as one stage in the first mode."""
+        return MixedStages(0, blocks, blocks, 0, 0)
+
+    @staticmethod
+    def every(blocks: int) -> MixedStages:
+        """Return every stage `[i, j]` with all of its blocks in the first mode: matrices as they are."""
+        first, end = np.indices((blocks + 1, blocks + 1))
+        return MixedStages(first, end, end, 0, 0)
+
+    def whole(self, matrix: Array) -> Array:
+        return np.asarray(matrix[self.first, self.end])
+
+    def sum(self, matrices: Array) -> Array:
+        early, late = self.positions(matrices.shape[-1])
+        return np.asarray(matrices.take(early) + matrices.take(late))
+
+    def activations(self, of_modes: Activations) -> Activations:
+        return joined(of_modes, *self.positions(of_modes.held.shape[-1]))
+
+    def positions(self, ends: int) -> tuple[Any, Any]:
+        """Return the flat positions in matrices `[mode, i, j]` of each stage's earlier and later blocks."""
+        early = (self.heavier * ends + self.first) * ends + self.middle
+        return early, (self.lighter * ends + self.middle) * ends + self.end
+
+
+def joined(of_modes: Activations, early: Any, late: Any) -> Activations:
+    """Return the activations of stages in two modes.
+
+    While the later blocks run backward, the earlier ones hold their activations; when those run, the later ones are
+    freed.
+    """
+    early_held = of_modes.held.take(early)
+    return Activations(
+        held=early_held + of_modes.held.take(late),
+        newest=np.maximum(of_modes.newest.take(early), early_held + of_modes.newest.take(late)),
+    )
+
+
+@dataclass(frozen=True)
+class Cut:
+    """The stages of one option."""
+
+    cuts: tuple[int, ...]
+    levels: tuple[int, ...]
+    """Level of activation checkpointing of each stage: see `workbench.planning.stage_costs`."""
+    peaks: tuple[float, ...] = ()
+    """Bytes of one device of each pipeline rank."""
+
+    @cached_property
+    def stages(self) -> MixedStages:
+        return MixedStages.at(np.array(self.cuts[:-1]), np.array(self.cuts[1:]), np.array(self.levels))
+
+
+# One device: times of a micro-batch, which all searches of a profile share.
+
+
+@dataclass(frozen=True)
+class Compute:
+    """Milliseconds of one micro-batch in every stage `[i, j]`, with no communication but the tensor axis's.
+
+    Matrices `[mode, i, j]` have one layer for each mode of activation checkpointing.
+    """
+
+    forward: Array
+    backward: Array
+    """Backward with recomputation, `[mode, i, j]`."""
+    host: Array
+    """Host's time for a forward and a backward, `[mode, i, j]`; 0 on a CPU, which is its own host."""
+    forward_reduced: Array
+    """All-reduces over the tensor axis in the forward; nothing runs beside them."""
+    backward_reduced: Array
+    """All-reduces over the tensor axis in the backward, `[mode, i, j]`."""
+
+
+def without_accumulation(compute: Compute, table: ParameterTable, device: Device) -> Compute:
+    """Return the times if backwards do not add gradients of weights with bf16 copies, which are bf16, in fp32."""
+    saved = (ACCUMULATE_BYTES - BF16) * spans(table.own_cast)
+    byte_ms = 1e3 / (device.memory_bandwidth * device.efficiency.bandwidth)
+    return replace(compute, backward=np.maximum(0.0, compute.backward - saved * byte_ms))
+
+
+@dataclass(frozen=True, eq=False)
+class DeviceCosts:
+    """A profile priced on one device. Every method caches its results."""
+
+    profile: Profile
+    device: Device
+
+    @memoised
+    def blocks(self, micro_batch: int, tensor: int) -> BlockCosts:
+        """Return the costs of each block."""
+        return self.profile.on_tensor_axis(tensor).at(micro_batch, self.device)
+
+    @memoised
+    def table(self, tensor: int) -> ParameterTable:
+        """Return the parameters of every stage."""
+        return ParameterTable(self.profile.on_tensor_axis(tensor))
+
+    @memoised
+    def compute(
+        self,
+        micro_batch: int,
+        tensor: int,
+        modes: tuple[str, ...],
+        hooks_ms: tuple[float, float] | None,
+        link: Link,
+        *,
+        low_precision: bool,
+        cuda_graphs: bool,
+        devices: int,
+    ) -> Compute:
+        """Return the times of one micro-batch.
+
+        `modes` are those of activation checkpointing; `hooks_ms` the host's time for FSDP2's hooks around a block's
+        forward and backward, None where FSDP2 does not accumulate gradients; `link` joins tensor-parallel ranks. With
+        `low_precision` blocks receive bf16 weights; with `cuda_graphs` blocks are captured where they can be;
+        `devices` are those of the step.
+        """
+        costs = self.blocks(micro_batch, tensor)
+        pace = self.profile.in_step(self.device, devices=devices)
+        replayed = self.profile.replayed_share(micro_batch, self.device) if cuda_graphs else 1.0
+        costs = _paced(costs, pace * np.where(costs.capturable["none"], replayed, 1.0))
+        if low_precision:
+            costs = _without_casts(costs)
+        if hooks_ms is not None:
+            # FSDP2 adds gradients to earlier ones by itself.
+            byte_ms = 1e3 / (self.device.memory_bandwidth * self.device.efficiency.bandwidth)
+            accumulation_ms = ACCUMULATE_BYTES * self.table(tensor).block_trained * byte_ms
+            costs = replace(costs, backward_ms=np.maximum(0.0, costs.backward_ms - accumulation_ms))
+        nothing = np.zeros_like(costs.forward_ms)
+        again = {"none": nothing, "selective": costs.selective_recompute_ms, "full": costs.full_recompute_ms}
+        hooks = hooks_ms or (0.0, 0.0)
+        host_forward, host_backward = (ms + more for ms, more in zip(costs.host_ms, hooks, strict=True))
+        host = host_forward + host_backward
+        launches = np.where(costs.full_recompute_ms > 0, costs.host_ms[0], 0.0)
+        relaunched = {
+            "none": nothing,
+            "selective": self.profile.selective_recompute_share(self.device) * RELAUNCHED["selective"] * launches,
+            "full": RELAUNCHED["full"] * launches,
+        }
+        if self.device.type == "cpu":
+            costs = replace(costs, forward_ms=costs.forward_ms + host_forward)
+            again = {mode: added + host_backward for mode, added in again.items()}
+            host, relaunched = nothing, dict.fromkeys(relaunched, nothing)
+        hosts = {mode: host + relaunched[mode] for mode in modes}
+        if cuda_graphs:
+            replays_ms = 1e3 * self.device.efficiency.captured_block_s * np.where(costs.backward_ms > 0, 2.0, 1.0)
+            hosts = {mode: np.where(costs.capturable[mode], replays_ms, ms) for mode, ms in hosts.items()}
+        reduced = _tensor_reductions(costs.backward_reduced, tensor, link)
+        repeated = _tensor_reductions(costs.recompute_reduced, tensor, link)
+        reduced_again = {"none": nothing, "selective": nothing, "full": repeated}
+        return Compute(
+            forward=spans(costs.forward_ms),
+            backward=np.stack([spans(costs.backward_ms + again[mode]) for mode in modes]),
+            host=np.stack([spans(hosts[mode]) for mode in modes]),
+            forward_reduced=spans(_tensor_reductions(costs.forward_reduced, tensor, link)),
+            backward_reduced=np.stack([spans(reduced + reduced_again[mode]) for mode in modes]),
+        )
+
+    @memoised
+    def collectives(self, data: int, tensor: int, link: Link) -> tuple[Array, Array, Array, Array]:
+        """Return the milliseconds of the data axis's collectives over every stage's parameters.
+
+        They are the all-reduce, the all-gather of a forward, the all-gather of a backward, and the reduce-scatter.
+        """
+        table = self.table(tensor)
+        compute_bytes = BF16 if self.profile.precision == "bf16" else FP32
+
+        def times(collective: Collective, elements: Array, of_blocks: Array, each_bytes: int) -> Array:
+            # Every block with parameters starts a collective; what several blocks of a stage share moves once.
+            start_s = collective(np.zeros(1), data, link)
+            moving_s = collective(each_bytes * elements, data, link) - start_s
+            return np.asarray(1e3 * (spans(np.where(of_blocks > 0, start_s, 0.0)) + moving_s))
+
+        return (
+            times(all_reduce_s, table.trained, table.block_trained, FP32),
+            times(all_gather_s, table.elements, table.block_elements, compute_bytes),
+            times(all_gather_s, table.elements_again, table.block_elements_again, compute_bytes),
+            times(reduce_scatter_s, table.trained, table.block_trained, FP32),
+        )
+
+
+@lru_cache(maxsize=8)
+def device_costs(profile: Profile, device: Device) -> DeviceCosts:
+    """Return the costs that all searches of one profile on one device share, so that a slider answers quickly."""
+    return DeviceCosts(profile, device)
+
+
+def _paced(costs: BlockCosts, pace: Array) -> BlockCosts:
+    """Return the costs of blocks whose device takes `pace` times as long."""
+    names = ("forward_ms", "backward_ms", "full_recompute_ms", "selective_recompute_ms")
+    return replace(costs, **{name: pace * getattr(costs, name) for name in names})
+
+
+def _without_casts(costs: BlockCosts) -> BlockCosts:
+    """Return the costs of blocks that receive their weights in bf16."""
+    in_forward, in_backward, in_recompute = costs.casts_ms
+    return replace(
+        costs,
+        forward_ms=np.maximum(0.0, costs.forward_ms - in_forward),
+        backward_ms=np.maximum(0.0, costs.backward_ms - in_backward),
+        full_recompute_ms=np.maximum(0.0, costs.full_recompute_ms - in_forward),
+        selective_recompute_ms=np.maximum(0.0, costs.selective_recompute_ms - in_recompute),
+    )
+
+
+def _tensor_reductions(sizes: tuple[tuple[float, ...], ...], tensor: int, link: Link) -> Array:
+    """Return the milliseconds of each block's all-reduces, of so many bytes each, over the tensor axis."""
+    if tensor == 1:
+        return np.zeros(len(sizes))
+    times = {block: 1e3 * sum(all_reduce_s(size, tensor, link) for size in block) for block in set(sizes)}
+    return np.array([times[block] for block in sizes])
+
+
+# One cluster, and one strategy on it.
 
 
 @dataclass(frozen=True)

@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache
 from itertools import pairwise
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -13,10 +14,8 @@ import numpy.typing as npt
 from workbench.arguments import memoised
 from workbench.cost.memory import Activations, StageState, pending_gradients
 from workbench.cost.profile import ADAMW
-from workbench.planning.checkpointing import Indices, MixedStages, StageRange, levelled_activations, levelled_stages
-from workbench.planning.device_costs import Array
-from workbench.planning.simulation import peak_holdings
-from workbench.planning.stage_costs import StrategyCosts
+from workbench.planning.prediction import peak_holdings
+from workbench.planning.stage_costs import Array, Cut, MixedStages, StrategyCosts, joined
 
 # A row of blocks cut into stages whose largest cost is as small as can be, by dynamic programming over NumPy arrays.
 
@@ -84,26 +83,103 @@ def min_max(cost: Sequence[Array]) -> tuple[float, tuple[int, ...] | None]:
     return best, tuple(reversed(cuts))
 
 
+Indices = npt.NDArray[np.intp]
+
+
+class LevelledStages:
+    """Every stage of at most `longest` blocks that a cut into `stages` may have, at every level.
+
+    Values are flat arrays: a stage's levels in a row, stages ordered by their first block.
+    """
+
+    def __init__(self, blocks: int, modes: int, stages: int, longest: int) -> None:
+        first, end = np.triu_indices(blocks + 1, 1)
+        possible = end - first <= longest
+        if stages <= 2:  # there are no stages between the first and the last
+            possible &= (first == 0) | (end == blocks)
+        self._blocks, self._stages = blocks, stages
+        self._first, self._end = first[possible], end[possible]
+        self._sizes = (modes - 1) * (self._end - self._first) + 1
+        self._starts = np.concatenate([[0], np.cumsum(self._sizes)])
+        level = np.arange(self._starts[-1]) - np.repeat(self._starts[:-1], self._sizes)
+        every = MixedStages.at(np.repeat(self._first, self._sizes), np.repeat(self._end, self._sizes), level)
+        self._positions = every.positions(blocks + 1)
+
+    def whole(self, matrix: Array) -> Array:
+        return np.repeat(matrix[self._first, self._end], self._sizes)
+
+    def sum(self, matrices: Array) -> Array:
+        early, late = self._positions
+        return np.asarray(matrices.take(early) + matrices.take(late))
+
+    def activations(self, of_modes: Activations) -> Activations:
+        return joined(of_modes, *self._positions)
+
+    def between(self, earliest: int, latest: int) -> StageRange:
+        """Return those that can be stage `earliest` … `latest` of the cut, by the block that they begin with."""
+        last = self._blocks - self._stages + latest if latest else 0
+        begin, end = np.searchsorted(self._first, [earliest, last + 1])
+        starts = self._starts[begin : end + 1]
+        return StageRange(
+            self._blocks, self._first[begin:end], self._end[begin:end], slice(starts[0], starts[-1]), starts
+        )
+
+
+@dataclass(frozen=True)
+class StageRange:
+    """Some of the stages of `LevelledStages`: one slice of its flat arrays."""
+
+    blocks: int
+    first: Indices
+    end: Indices
+    flat: slice
+    ends: Indices
+
+    @cached_property
+    def _starts(self) -> Indices:
+        return np.asarray(self.ends[:-1] - self.ends[0])
+
+    @cached_property
+    def _last(self) -> Indices:
+        return np.asarray(self.ends[1:] - self.ends[0] - 1)
+
+    def least(self, values: Array) -> Array:
+        """Return `[i, j]`: the least of each stage's flat values; infinity for other stages."""
+        return self.matrix(np.minimum.reduceat(values, self._starts))
+
+    def lowest(self, values: Array, cap: float) -> tuple[Indices, Array, Array]:
+        """Return the lowest level of each stage at which its value is at most `cap`.
+
+        The result is the position in this slice's flat arrays (of the highest level, where none fits), and as matrices
+        `[i, j]` these levels and their values: infinity where none fits.
+        """
+        fitting = np.append(np.flatnonzero(values <= cap), len(values))
+        nearest = fitting[np.searchsorted(fitting, self._starts)]
+        position = np.minimum(nearest, self._last)
+        fitted = np.where(nearest <= self._last, values[position], np.inf)
+        return position, self.matrix(position - self._starts), self.matrix(fitted)
+
+    def matrix(self, values: npt.NDArray[Any]) -> Array:
+        """Return `[i, j]`: one value for each stage; infinity for other stages."""
+        matrix = np.full((self.blocks + 1, self.blocks + 1), np.inf)
+        matrix[self.first, self.end] = values
+        return matrix
+
+
+levelled_stages = lru_cache(maxsize=32)(LevelledStages)
+
+
+@lru_cache(maxsize=32)
+def levelled_activations(of_modes: Activations, levels: LevelledStages) -> Activations:
+    """Return cached activations, which options that differ in what they shard have in common."""
+    return levels.activations(of_modes)
+
+
 CAP_STEPS = 3
 """Number of times that the cap on each of a rank's several stages is halved, where they exceed its memory together."""
 LONGER_THAN_EQUAL = 1.5
 """Length of stages, relative to equal ones, up to which all levels are priced first; longer ones if they can be
 faster."""
-
-
-@dataclass(frozen=True)
-class Cut:
-    """The stages of one option."""
-
-    cuts: tuple[int, ...]
-    levels: tuple[int, ...]
-    """Level of activation checkpointing of each stage: see `workbench.planning.checkpointing`."""
-    peaks: tuple[float, ...] = ()
-    """Bytes of one device of each pipeline rank."""
-
-    @cached_property
-    def stages(self) -> MixedStages:
-        return MixedStages.at(np.array(self.cuts[:-1]), np.array(self.cuts[1:]), np.array(self.levels))
 
 
 class Cutter:
