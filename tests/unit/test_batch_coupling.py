@@ -22,11 +22,12 @@ from workbench.capture.captured_model import CapturedModel
 from workbench.capture.division import Division
 from workbench.cost.graph_profiler import profile_graph
 from workbench.cost.hardware import Cluster
+from workbench.cost.profile import Facts
 from workbench.errors import InvalidExperiment, PlanInfeasible, PlanMismatch
 from workbench.experiment import Experiment
 from workbench.planning import profiling
 from workbench.planning.plan import Plan
-from workbench.planning.runnable import check_coupling
+from workbench.planning.runnable import check_facts
 from workbench.planning.search import what_if
 from workbench.runs.registry import Summary, notes_of_plans
 
@@ -277,11 +278,12 @@ def test_a_plan_that_divides_a_coupled_batch_is_refused_when_the_model_is_built(
     """The plan was made for another loss, whose model has the same parameters."""
     graph = graph_of(clip)
     divided = plan_of(replace(graph, coupled=()), 2, data=2)
+    known = Facts(graph.signature, reach="element", coupled=graph.coupled)
     with pytest.raises(PlanMismatch, match=r"compares samples of one batch \(matmul at .*batch_coupling='allow'"):
-        check_coupling(_experiment(), divided, graph.coupled)
-    check_coupling(_experiment(batch_coupling="allow"), divided, graph.coupled)
-    check_coupling(_experiment(), divided, ())
-    check_coupling(_experiment(), plan_of(graph, 2), graph.coupled)
+        check_facts(_experiment(), divided, known)
+    check_facts(_experiment(batch_coupling="allow"), divided, known)
+    check_facts(_experiment(), divided, replace(known, coupled=()))
+    check_facts(_experiment(), plan_of(graph, 2), known)
 
 
 def test_a_summary_of_runs_shows_the_notes_of_their_plans_once() -> None:

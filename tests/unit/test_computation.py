@@ -17,7 +17,8 @@ from workbench.errors import PlanMismatch
 from workbench.experiment import Experiment
 from workbench.planning.plan import Plan, _stored
 from workbench.planning.planner import plan as make_plan
-from workbench.planning.runnable import check_signature
+from workbench.planning.profiling import facts_of
+from workbench.planning.runnable import check_facts
 
 
 class Net(nn.Module):
@@ -105,5 +106,5 @@ def test_a_constructor_that_goes_through_a_set_is_told_to_sort_it_and_not_to_pla
         f"layers.{name}.{part}" for name in FromASet.names for part in ("weight", "bias")
     }
     with pytest.raises(PlanMismatch, match=r"another order in this process .* sorted\(names\)") as refused:
-        check_signature(experiment, plan, captured)
+        check_facts(experiment, plan, facts_of(experiment, captured))
     assert "Plan" not in str(refused.value)

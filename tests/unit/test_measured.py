@@ -340,7 +340,7 @@ def test_user_defined_data_are_measured_with_its_samples_and_priced_for_its_labe
     """The micro-batch has one sample more than the data, so the first is repeated."""
     gpt = models.gpt2(64, 2, 4, vocab_size=512)
     experiment = Experiment(model=gpt, data=Answers(), seq_len=16, global_batch=8)
-    request = profiling.probe_request(experiment, local_cluster(1))
+    request = ProbeRequest.of(experiment, local_cluster(1))
     probe = Probe(request, 4, torch.device("cpu"))
     assert probe._batch["input_ids"][:, 0].tolist() == [0, 100, 200, 0]
     assert profiling.profile(experiment, H200).labelled_share == pytest.approx((3 + 1) / 32)
@@ -349,7 +349,7 @@ def test_user_defined_data_are_measured_with_its_samples_and_priced_for_its_labe
 def test_only_blocks_before_the_first_that_cannot_be_captured_run_in_the_graph() -> None:
     gpt = models.gpt2(64, 2, 4, vocab_size=512)
     experiment = Experiment(model=gpt, data=Answers(), seq_len=16, global_batch=8)
-    probe = Probe(profiling.probe_request(experiment, local_cluster(1)), 4, torch.device("cpu"))
+    probe = Probe(ProbeRequest.of(experiment, local_cluster(1)), 4, torch.device("cpu"))
     chain, modules = probe._chain, [*probe._chain._modules.values()]
     assert chain.num_capturable == 0, "nothing is compiled here"
     for module in modules[:-1]:
@@ -378,7 +378,7 @@ class Everything(torch.nn.Module):
 def test_a_custom_model_is_measured_with_its_corpus_vocabulary() -> None:
     corpus = data.corpus("demo", vocab_size=512, objective="clm")
     experiment = Experiment(model=models.gpt2(64, 2, 4, vocab_size=512).build, data=corpus, seq_len=16, global_batch=8)
-    probe = Probe(profiling.probe_request(experiment, local_cluster(1)), 4, torch.device("cpu"))
+    probe = Probe(ProbeRequest.of(experiment, local_cluster(1)), 4, torch.device("cpu"))
     assert int(probe._batch["input_ids"].max()) > 256
 
 

@@ -104,10 +104,10 @@ def test_a_plan_from_a_file_needs_a_capture_only_where_the_experiment_does(captu
 def test_a_plan_travels_without_its_graphs(captures):
     plan = wb.plan(evaluated_and_sparse())
     assert captures == [True]
-    assert plan.origin[0].captured.is_captured
+    assert plan.origin[0].facts.captured.is_captured
     there = pickle.loads(cloudpickle.dumps(plan))
     assert there == plan
-    assert there.origin[0].captured is None
+    assert there.origin[0].facts.captured is None
 
 
 def test_a_sweep_captures_each_model_once(captures, monkeypatch):

@@ -19,6 +19,8 @@ from workbench.strategy import RECOMPUTE
 
 if TYPE_CHECKING:
     from workbench.capture.captured_model import CapturedModel
+    from workbench.capture.graph import Computation
+    from workbench.experiment import Experiment, Optimizer
 
 
 from collections.abc import Callable, Sequence
@@ -243,6 +245,36 @@ class BlockCosts:
 
 
 @dataclass(frozen=True)
+class Facts:
+    """What is known of an experiment's captured model beside its costs; found once.
+
+    The plan reads it, and the gate before a training and every rank compare it with the plan. What only a capture
+    shows is None while the model has not been captured, and what only a plan asks is None elsewhere.
+    """
+
+    signature: str
+    """Digest of the model's parameters and of the fields of its batch."""
+    reach: str
+    """What an update reads for the new value of one element: that `element` alone, its `tensor`, or the `model`."""
+    computation: Computation | None = None
+    """Operations of the forward of a step."""
+    blocks: tuple[str, ...] | None = None
+    """Names of its blocks."""
+    coupled: tuple[str, ...] | None = None
+    """Reasons why its batch must stay whole: operations that mix samples, or numbers that differ."""
+    labelled_share: float = 1.0
+    """Average share of labels that its loss does not ignore, of those that a head computes."""
+    not_gathered: str | None = None
+    """Sentence that says why the samples of a coupled loss cannot be gathered; empty if they can be."""
+    not_block_sparse: str | None = None
+    """Clause that says why sparse weights can only be masked; empty if they can be block-sparse."""
+    optimizer: Optimizer | None = field(default=None, repr=False, compare=False)
+    """The optimiser whose `reach` it is."""
+    captured: CapturedModel | None = field(default=None, repr=False, compare=False)
+    """The model itself with its graphs, in the process that captured it."""
+
+
+@dataclass(frozen=True)
 class Profile:
     """The costs of one captured model under one precision."""
 
@@ -301,10 +333,8 @@ class Profile:
     """Costs with a loss over all micro-batches and replicas; None where it cannot be gathered, or need not be."""
     tail: TailCosts | None = field(default=None, repr=False, hash=False)
     """Costs of the last block of a gathered loss, which are no part of `block_types`; None in other profiles."""
-    not_gathered: str = ""
-    """Sentence that says why the samples of a coupled loss cannot be gathered."""
-    captured: CapturedModel | None = field(default=None, repr=False, compare=False)
-    """The model that the costs are of, captured in this process."""
+    facts: Facts | None = field(default=None, repr=False, compare=False)
+    """What else is known of the model; None for costs of a graph that no experiment describes."""
 
     @property
     def parameter_count(self) -> int:
@@ -447,6 +477,16 @@ class Profile:
     def _reduced(self, name: str, micro_batch: int) -> tuple[tuple[float, ...], ...]:
         of_types = [tuple(size * micro_batch for size in getattr(cost, name)) for cost in self.block_types]
         return tuple(of_types[block.block_type] for block in self.blocks)
+
+
+def computed_on(device: Device, experiment: Experiment) -> tuple[str, bool]:
+    """Return the precision that an experiment computes in on a device, and whether its blocks are compiled there.
+
+    Unless the experiment says otherwise, GPUs compute in bf16 and compile, and CPUs do neither.
+    """
+    on_gpu, asked, compiles = device.type == "cuda", experiment.precision, experiment.numerics.compile
+    precision = asked if asked != "auto" else "bf16" if on_gpu else "fp32"
+    return precision, on_gpu if compiles is None else compiles
 
 
 # A profile corrected by blocks that were measured; `workbench.measure.block_probes` obtains the measurements.

@@ -13,6 +13,7 @@ import plotly.graph_objects as go
 from workbench.analysis.curve import SMOOTHING, curves_of
 from workbench.analysis.pareto import ParetoPoint, pareto_front, pareto_points
 from workbench.arguments import checked_arguments
+from workbench.cost.profile import Facts
 from workbench.errors import InvalidArgument
 from workbench.experiment import Experiment
 from workbench.figures import plan_view, theme
@@ -21,7 +22,7 @@ from workbench.figures.figure import Figure, subplots
 from workbench.figures.timeline_view import measured_timeline, prediction
 from workbench.figures.timeline_view import timeline as drawn_timeline
 from workbench.planning.plan import Plan
-from workbench.planning.runnable import check_signature
+from workbench.planning.runnable import check_facts
 from workbench.runs.history import Patterns
 from workbench.runs.registry import Runs, distinct_names, load_run, load_runs, measurements
 from workbench.runs.run import OneRun
@@ -80,7 +81,7 @@ def partition(plan: Plan, experiment: Experiment) -> Figure:
     from workbench.capture.captured_model import CapturedModel
 
     captured = CapturedModel(experiment, plan.micro_batch)
-    check_signature(experiment, plan, captured)
+    check_facts(experiment, plan, Facts(captured.signature, reach="element"))
     graph = captured.graph
     crossing = {
         stage.index: [graph.values[name] for name in graph.crossing(stage.end_block)] for stage in plan.stages[:-1]

@@ -16,15 +16,20 @@ import sys
 import tempfile
 import warnings
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from importlib import metadata
 from pathlib import Path
 from typing import Any
 
 from workbench.cost import Cluster, Device, Profile
-from workbench.cost.profile import BlockMeasurement
+from workbench.cost.profile import BlockMeasurement, computed_on, corrected_profile
+from workbench.display import waiting
+from workbench.experiment import Experiment
 from workbench.machine import available_cores, cache_home
+from workbench.measure import calibration
+from workbench.measure.detection import local_gpu
 from workbench.rundir import read_object, write_json
 from workbench.tensors import TensorSpec
 from workbench.user_code import pickled, user_path
@@ -64,6 +69,24 @@ class ProbeRequest:
     loss: Any = None
     """Loss among what forward returns: a name, an index, a function of the outputs and the batch, or None."""
 
+    @staticmethod
+    def of(experiment: Experiment, cluster: Cluster) -> ProbeRequest:
+        """Return the request for the blocks of an experiment's model on a device of the cluster."""
+        precision, compiled = computed_on(cluster.device, experiment)
+        return ProbeRequest(
+            experiment.model.name,
+            experiment.model.build,
+            dict(experiment.data.batch_specs(experiment)),
+            experiment.model.vocab_size or int(getattr(experiment.data, "vocab_size", 0)),
+            experiment.data.labelled_share(experiment),
+            precision,
+            compiled,
+            experiment.numerics.deterministic,
+            likely_micro_batches(cluster, experiment.largest_batch),
+            experiment.data.examples(experiment),
+            experiment.loss,
+        )
+
 
 FORMAT = 9
 """Version of the cached files."""
@@ -77,6 +100,49 @@ SIZES = 3
 """Number of micro-batches that are probed, each a quarter of the one before."""
 HELPERS = 2
 """Processes beside each probe that compile some block types for it; fewer if they would take over half of the cores."""
+
+
+@contextmanager
+def measured_blocks(experiment: Experiment, cluster: Cluster | None) -> Iterator[Measured]:
+    """Start to measure the blocks of an experiment's model if it is planned for this machine's GPU.
+
+    The processes that measure start first, because they need as long as this process to import torch; they capture and
+    compile while the body of the `with` statement captures and prices the model.
+    """
+    with ExitStack() as stack:
+        early = cluster is None and has_nvidia_gpus() and not has_cached_measurements(experiment.model.name)
+        probes = stack.enter_context(BlockProbes()) if early else None
+        if cluster is None:
+            cluster = calibration.local_cluster()
+        request = None
+        if cluster.device.type == "cuda" and local_gpu() == cluster.device.name:
+            request = ProbeRequest.of(experiment, cluster)
+        if probes is not None and request is not None:
+            probes.ask(request, cluster.device)
+        elif probes is not None:
+            stack.close()
+
+        def correct(costs: Profile) -> Profile:
+            found = cached_measurements(costs, cluster) if cluster.device.type == "cuda" else ()
+            if not found and request is not None:
+                asked = probes
+                if asked is None:
+                    asked = stack.enter_context(BlockProbes())
+                    asked.ask(request, cluster.device)
+                with waiting(f"measuring the blocks of {request.name} on this machine"):
+                    found = measure_blocks(asked, costs, cluster, experiment.largest_batch)
+            return corrected_profile(costs, cluster.device, found) if found else costs
+
+        yield Measured(cluster, correct)
+
+
+@dataclass(frozen=True)
+class Measured:
+    """The cluster that a model is planned for, and what measurements make of its profile."""
+
+    cluster: Cluster
+    correct: Callable[[Profile], Profile]
+    """Return the profile corrected by cached measurements, or by new ones, for which it waits."""
 
 
 def cached_measurements(profile: Profile, cluster: Cluster) -> tuple[BlockMeasurement, ...]:

@@ -18,7 +18,7 @@ from workbench.errors import InvalidArgument, PlanInfeasible
 from workbench.experiment import Experiment
 from workbench.planning.plan import Candidate, Plan
 from workbench.planning.profiling import profile_and_cluster
-from workbench.planning.request import Request, choices_for_optimizer, memory_limit_bytes
+from workbench.planning.request import Request, memory_limit_bytes
 from workbench.planning.search import Search, checked_search, uncollected
 from workbench.strategy import RECOMPUTE, SCHEDULES, Choices, Fixed
 from workbench.units import MIB, gib, is_count, milliseconds
@@ -72,24 +72,17 @@ def search(
         >>> plans[1].prediction.step_ms >= 0
         True
     """
-    limit, fixed = memory_limit_bytes(memory_limit_gib), checked_choices(experiment, choices)
+    limit, fixed = memory_limit_bytes(memory_limit_gib), Fixed(**choices)
     with waiting(f"planning {experiment.model.name}"):
         costs, cluster = profile_and_cluster(experiment, cluster)  # last, because capture takes seconds
-        request = Request.of(experiment, cluster, limit, fixed)
-        return weigh(costs, costs.precision, request)
-
-
-def checked_choices(experiment: Experiment, choices: Choices) -> Fixed:
-    """Return the checked choices, and those that follow from the experiment's optimiser."""
-    return Fixed(**choices_for_optimizer(experiment, choices))
+        return weigh(costs, costs.precision, Request.of(experiment, cluster, limit, fixed, costs.facts))
 
 
 def plan_profiled(
     experiment: Experiment, costs: Profile, cluster: Cluster, memory_limit_bytes: int | None = None
 ) -> Plan:
     """Return what `plan` returns for a model whose profile is there, without another capture."""
-    fixed = checked_choices(experiment, {})
-    request = Request.of(experiment, cluster, memory_limit_bytes, fixed)
+    request = Request.of(experiment, cluster, memory_limit_bytes, Fixed(), costs.facts)
     return with_evaluation(experiment, weigh(costs, costs.precision, request).best)
 
 

@@ -4,24 +4,22 @@ from __future__ import annotations
 
 import fnmatch
 from collections.abc import Mapping
-from contextlib import ExitStack
 from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING
 
 from workbench.arguments import checked_arguments
 from workbench.cost.hardware import Cluster
-from workbench.display import waiting
 from workbench.errors import CaptureError, InvalidArgument, InvalidExperiment, in_words, suggestion
 from workbench.experiment import Experiment
 from workbench.planning.request import checked_cluster
+from workbench.user_code import UserFunction
 from workbench.validation import LARGEST_COUNT
 
 if TYPE_CHECKING:
     from workbench.capture import Graph
     from workbench.capture.captured_model import CapturedModel
-    from workbench.cost.profile import Profile
-    from workbench.measure.block_probes import ProbeRequest
+    from workbench.cost.profile import Facts, Profile
 
 
 NOT_GATHERED = ("samples", "sparsity")
@@ -51,82 +49,93 @@ def graph(experiment: Experiment, micro_batch: int = CAPTURE_BATCH) -> Graph:
 
 
 def profile_and_cluster(experiment: Experiment, cluster: Cluster | None) -> tuple[Profile, Cluster]:
-    """Return the profile, and the cluster that it is for: this machine if none was given.
-
-    The processes that measure start first, because they need as long as this process to import torch.
-    """
-    from workbench.cost.profile import corrected_profile
-    from workbench.measure.block_probes import (
-        BlockProbes,
-        cached_measurements,
-        has_cached_measurements,
-        has_nvidia_gpus,
-        measure_blocks,
-    )
-    from workbench.measure.calibration import local_cluster
-    from workbench.measure.detection import local_gpu
+    """Return the profile, and the cluster that it is for: this machine if none was given."""
+    from workbench.measure.block_probes import measured_blocks
 
     experiment.data.check(experiment)
-    with ExitStack() as stack:
-        early = cluster is None and has_nvidia_gpus() and not has_cached_measurements(experiment.model.name)
-        probes = stack.enter_context(BlockProbes()) if early else None
-        if cluster is None:
-            cluster = local_cluster()
+    if cluster is not None:
         checked_cluster(cluster)
-        is_here = cluster.device.type == "cuda" and local_gpu() == cluster.device.name
-        request = probe_request(experiment, cluster) if is_here else None
-        if request is None:
-            probes = None
-            stack.close()
-        elif probes is not None:
-            probes.ask(request, cluster.device)
-        costs = analytic_profile(experiment, cluster)
-        measured = cached_measurements(costs, cluster) if cluster.device.type == "cuda" else ()
-        if not measured and request is not None:
-            if probes is None:
-                probes = stack.enter_context(BlockProbes())
-                probes.ask(request, cluster.device)
-            with waiting(f"measuring the blocks of {experiment.model.name} on this machine"):
-                measured = measure_blocks(probes, costs, cluster, experiment.largest_batch)
-    return (corrected_profile(costs, cluster.device, measured) if measured else costs), cluster
+    with measured_blocks(experiment, cluster) as measured:
+        return measured.correct(analytic_profile(experiment, measured.cluster)), measured.cluster
 
 
 def analytic_profile(experiment: Experiment, cluster: Cluster) -> Profile:
     """Return the profile of the experiment's model by the device's constants, without measurements."""
     from workbench.capture.captured_model import CapturedModel
-    from workbench.capture.losses import labelled_share
+    from workbench.cost.sparse_matrices import SparseMatrices
     from workbench.cost.graph_profiler import profile_graph, with_gathered, with_optimizer
-    from workbench.cost.sparse_matrices import SparseMatrices, block_sparse_obstacle
+    from workbench.cost.profile import computed_on
 
-    captured, examples = CapturedModel(experiment, CAPTURE_BATCH), experiment.data.examples(experiment)
-    graph = _with_division(captured, experiment.numerics.batch_coupling == "allow")
-    if note := experiment.data.note(experiment):
-        graph = replace(graph, notes=(*graph.notes, note))
-    pattern = experiment.sparsity
+    captured = CapturedModel(experiment, CAPTURE_BATCH)
+    facts = facts_to_plan(experiment, captured)
+    graph = _with_notes(captured, experiment)
     _check_patterns(experiment, graph)
+    pattern, gathers = experiment.sparsity, facts.not_gathered == ""
+    towers = [captured.tower_and_tail(samples) for samples in (CAPTURE_BATCH, experiment.largest_batch) if gathers]
+
+    precision, compiled = computed_on(cluster.device, experiment)
     costed = partial(
         profile_graph,
         device=cluster.device,
-        precision=resolved_precision(experiment, cluster),
-        compiled=_is_compiled(experiment, cluster),
+        precision=precision,
+        compiled=compiled,
         deterministic=experiment.numerics.deterministic,
     )
     costs = costed(
         graph,
+        labelled_share=facts.labelled_share,
+        sparse=None if pattern is None else SparseMatrices.of(graph, pattern, facts.not_block_sparse or ""),
+    )
+    costs = replace(with_optimizer(costs, experiment, graph), facts=facts)
+    if not towers:
+        return costs
+    part, whole = towers
+    at_parts, is_compared = with_optimizer(costed(part), experiment, graph), captured.is_gathering_compared
+    return with_gathered(costs, at_parts, costed(whole), part, experiment.largest_batch, is_compared)
+
+
+def facts_to_plan(experiment: Experiment, captured: CapturedModel) -> Facts:
+    """Capture the experiment's model, and return all that a plan asks of it."""
+    from workbench.capture.losses import labelled_share
+    from workbench.cost.sparse_matrices import block_sparse_obstacle
+
+    facts, graph = facts_of(experiment, captured, captures=True), captured.graph
+    examples = experiment.data.examples(experiment)
+    may_gather = facts.coupled and experiment.numerics.batch_coupling != "allow"
+    return replace(
+        facts,
         labelled_share=(
             experiment.data.labelled_share(experiment) if examples is None else labelled_share(graph, examples)
         ),
-        sparse=None if pattern is None else SparseMatrices.of(graph, pattern, block_sparse_obstacle(experiment, graph)),
+        not_gathered=_gathering_obstacle(experiment, captured) if may_gather else None,
+        not_block_sparse=None if experiment.sparsity is None else block_sparse_obstacle(experiment, graph),
     )
-    costs = replace(with_optimizer(costs, experiment, graph), captured=captured)
-    if not costs.coupled:
-        return costs
-    if obstacle := _gathering_obstacle(experiment, captured):
-        return replace(costs, not_gathered=obstacle)
-    part, whole = captured.tower_and_tail(CAPTURE_BATCH), captured.tower_and_tail(experiment.largest_batch)
-    towers = with_optimizer(costed(part), experiment, graph)
-    is_compared = captured.is_gathering_compared
-    return with_gathered(costs, towers, costed(whole), part, experiment.largest_batch, is_compared)
+
+
+def facts_of(experiment: Experiment, captured: CapturedModel, *, captures: bool = False) -> Facts:
+    """Return what the gate before a training, and every rank, compare with a plan.
+
+    The model is captured if it was not only where `captures` is True. Raises `InvalidExperiment` for an optimiser of
+    the user's that cannot train.
+    """
+    from workbench.cost.profile import Facts
+
+    reach = "element"
+    if isinstance(experiment.optimizer.algorithm, UserFunction):
+        from workbench.optimizers.building import reach_of_update
+
+        reach = reach_of_update(experiment, captured.trained_shapes)
+    if not captures and not captured.is_captured:
+        return Facts(captured.signature, reach, optimizer=experiment.optimizer, captured=captured)
+    return Facts(
+        captured.graph.signature,
+        reach,
+        computation=captured.computation,
+        blocks=tuple(block.name for block in captured.graph.blocks),
+        coupled=captured.division.coupled,
+        optimizer=experiment.optimizer,
+        captured=captured,
+    )
 
 
 def _gathering_obstacle(experiment: Experiment, captured: CapturedModel) -> str:
@@ -150,17 +159,19 @@ def _gathering_obstacle(experiment: Experiment, captured: CapturedModel) -> str:
     return f"Gathered over micro-batches, it would be another loss: {fault}." if fault else ""
 
 
-def _with_division(captured: CapturedModel, is_allowed: bool) -> Graph:
-    """Return the graph with what numbers say of its samples; with a note where they mix and that `is_allowed`."""
+def _with_notes(captured: CapturedModel, experiment: Experiment) -> Graph:
+    """Return the graph of a step as it is planned: coupled where its batch must stay whole, with a note where not."""
     graph, division = captured.graph, captured.division
-    notes = (*graph.notes, division.note) if division.note else graph.notes
-    if not division.coupled or not is_allowed:
-        return replace(graph, coupled=division.coupled, notes=notes)
-    note = (
-        f"The loss compares samples of one batch ({division.coupled[0]}) and batch_coupling is 'allow': it compares "
-        f"those of one micro-batch, so that its value depends on the plan."
-    )
-    return replace(graph, coupled=(), notes=(*notes, note))
+    notes, coupled = [*graph.notes, *([division.note] if division.note else [])], division.coupled
+    if coupled and experiment.numerics.batch_coupling == "allow":
+        notes.append(
+            f"The loss compares samples of one batch ({coupled[0]}) and batch_coupling is 'allow': it compares those "
+            f"of one micro-batch, so that its value depends on the plan."
+        )
+        coupled = ()
+    if note := experiment.data.note(experiment):
+        notes.append(note)
+    return replace(graph, coupled=coupled, notes=tuple(notes))
 
 
 def _check_patterns(experiment: Experiment, graph: Graph) -> None:
@@ -176,33 +187,3 @@ def _check_patterns(experiment: Experiment, graph: Graph) -> None:
                     f"{experiment.model.name}. {suggestion(pattern, names)} They are in "
                     "wb.planning.graph(experiment).parameters."
                 )
-
-
-def probe_request(experiment: Experiment, cluster: Cluster) -> ProbeRequest:
-    """Return the request to the processes that measure the model's blocks on this machine."""
-    from workbench.measure.block_probes import ProbeRequest, likely_micro_batches
-
-    return ProbeRequest(
-        experiment.model.name,
-        experiment.model.build,
-        dict(experiment.data.batch_specs(experiment)),
-        experiment.model.vocab_size or int(getattr(experiment.data, "vocab_size", 0)),
-        experiment.data.labelled_share(experiment),
-        resolved_precision(experiment, cluster),
-        _is_compiled(experiment, cluster),
-        experiment.numerics.deterministic,
-        likely_micro_batches(cluster, experiment.largest_batch),
-        experiment.data.examples(experiment),
-        experiment.loss,
-    )
-
-
-def resolved_precision(experiment: Experiment, cluster: Cluster) -> str:
-    """Return the experiment's precision; `auto` is bf16 on GPUs and fp32 on CPUs."""
-    if experiment.precision != "auto":
-        return experiment.precision
-    return "bf16" if cluster.device.type == "cuda" else "fp32"
-
-
-def _is_compiled(experiment: Experiment, cluster: Cluster) -> bool:
-    return cluster.device.type == "cuda" if experiment.numerics.compile is None else experiment.numerics.compile

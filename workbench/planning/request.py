@@ -6,17 +6,16 @@ A refusal says what happened, with numbers, and then the ways out, which were tr
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import field, replace
-from typing import Annotated, Any, Unpack, cast
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Annotated, Any, Unpack
 
 from workbench.cost.hardware import FRAGMENTATION, Cluster, Device
-from workbench.cost.profile import Profile
+from workbench.cost.profile import Facts, Profile
 from workbench.errors import PlanInfeasible
 from workbench.experiment import Experiment
 from workbench.strategy import RECOMPUTE, SCHEDULES, ZERO, Choices, Fixed, Strategy, interleaving
 from workbench.units import GIB, gib, plain
-from workbench.user_code import UserFunction
 from workbench.validation import Count, LargeCount, PlainValidator, checked_value
 
 DEGREES = ("pipeline", "data", "tensor")
@@ -45,8 +44,14 @@ class Request:
     """Samples of each stretch of a batch that changes, of which `global_batch` is the largest, and its steps."""
 
     @staticmethod
-    def of(experiment: Experiment, cluster: Cluster, memory_limit_bytes: int | None, fixed: Fixed) -> Request:
-        """Return the search for an experiment's plan."""
+    def of(
+        experiment: Experiment, cluster: Cluster, memory_limit_bytes: int | None, fixed: Fixed, facts: Facts | None
+    ) -> Request:
+        """Return the search for an experiment's plan, with the choices that its optimiser leaves no choice about.
+
+        Raises `PlanInfeasible` for a choice that the optimiser rules out.
+        """
+        fixed = within_limits_of_optimizer(experiment, fixed, "element" if facts is None else facts.reach)
         batches = experiment.batches
         # Epochs that have not been counted have as many steps as the table tells, and one of the last stretch.
         steps = batches.stretches[-1][0] + 1 if experiment.steps is None else experiment.steps
@@ -124,107 +129,141 @@ def listed(values: Sequence[Any], last: str = ", ") -> str:
     return last.join([", ".join(shown[:-1]), shown[-1]]) if len(shown) > 1 else "".join(shown)
 
 
-# Requests that no search can satisfy.
+# Rules: what no search can satisfy, in the order in which they are looked at.
+
+Words = Mapping[str, Any]
+
+
+@dataclass(frozen=True)
+class Rule:
+    """Something that must not be asked for: when it is, the sentence that says so, and a way out."""
+
+    when: Callable[..., Words | bool | None]
+    """Return the words of the sentence and of the way out, or True, if the rule is broken."""
+    sentence: str
+    way_out: str
+
+
+def first_broken(rules: Iterable[Rule], *case: Any, **words: Any) -> str | None:
+    """Return the sentence of the first rule that a case breaks, with its way out; None if it breaks none."""
+    for rule in rules:
+        if found := rule.when(*case):
+            return f"{rule.sentence} {rule.way_out}".format_map({**words, **({} if found is True else found)})
+    return None
 
 
 def check(request: Request, profile: Profile) -> None:
     """Raise `PlanInfeasible` for a request that no search can satisfy, with the way out."""
-    _check_words(request, profile)
-    _check_schedule(request)
-    _check_degrees(request, profile)
-    _check_sharding(request)
-    _check_block_sparse(request, profile)
-    pipeline, blocks = request.fixed.pipeline, len((profile.gathered or profile).blocks)  # a tail is one more
-    if pipeline and pipeline > blocks:
-        whole = f"{profile.model} is one block"  # the beginning of a note of capture
-        raise PlanInfeasible(
-            f"pipeline={pipeline} asks for more stages than the {blocks} block{'s' * (blocks > 1)} of "
-            f"{profile.model}. Choose at most {blocks}."
-            + "".join(f" {note}" for note in profile.notes if note.startswith(whole))
-        )
-    _check_batch(request)
-    if request.ramp and profile.coupled:
-        raise PlanInfeasible(
-            f"The loss of {profile.model} compares samples of one batch ({profile.coupled[0]}), and a step has "
-            f"{request.batch_in_words} samples: such a loss is computed over a batch of one size. Give one "
-            "global_batch, or accept a loss that depends on the plan: batch_coupling='allow' in the experiment."
-        )
+    words = dict.fromkeys(Choices.__annotations__) | request.fixed
+    words |= {"model": profile.model, "device": request.cluster.device.name, "gpus": request.cluster.gpus}
+    if (said := first_broken(RULES, request, profile, **words)) is not None:
+        raise PlanInfeasible(said)
 
 
-def _check_words(request: Request, profile: Profile) -> None:
-    """Raise for a choice that the model or the device rules out."""
+def _undivided_model(request: Request, profile: Profile) -> Words | None:
+    tensor, degrees = request.fixed.tensor, [1, *profile.divided]
+    if tensor is None or profile.divides(tensor):
+        return None
+    return {"degrees": "1" if degrees == [1] else "one of " + listed(degrees)}
+
+
+def _uncaptured_graphs(request: Request, profile: Profile) -> Words | None:
     fixed, device = request.fixed, request.cluster.device
-    if fixed.tensor is not None and not profile.divides(fixed.tensor):
-        degrees = [1, *profile.divided]
-        raise PlanInfeasible(
-            f"tensor={fixed.tensor} does not divide most of {profile.model}: attention heads and widths must be "
-            f"multiples of it. Choose {'1' if degrees == [1] else 'one of ' + listed(degrees)}."
-        )
-    if fixed.offload_optimizer and device.type == "cpu":
-        raise PlanInfeasible(
-            f"offload_optimizer=True moves the optimiser's state to the host's memory, where a {device.name} has it "
-            f"already. Leave it out."
-        )
     obstacles = {
         f"a {device.name} has no CUDA": device.type != "cuda",
         "the code that the compiler made is captured, and compile is False": not profile.compiled,
         f"under zero={fixed.zero} FSDP2 moves weights from step to step": bool(fixed.zero),
+        "graphs are captured for one number of micro-batches, and the batch changes": bool(request.ramp),
     }
-    obstacles["graphs are captured for one number of micro-batches, and the batch changes"] = bool(request.ramp)
-    for obstacle, applies in obstacles.items():
-        if fixed.cuda_graphs and applies:
-            raise PlanInfeasible(
-                f"cuda_graphs=True does not run here: {obstacle}. Remove cuda_graphs=True to search plans without."
-            )
+    obstacle = next((obstacle for obstacle, applies in obstacles.items() if applies), None)
+    return {"obstacle": obstacle} if fixed.cuda_graphs and obstacle else None
 
 
-def _check_schedule(request: Request) -> None:
-    schedule, chunks, gpus = request.fixed.schedule, request.fixed.chunks or 1, request.cluster.gpus
-    interleaves = chunks > 1 if schedule is None else SCHEDULES[schedule].interleaves
-    if chunks > 1 and not interleaves:
-        raise PlanInfeasible(
-            f"chunks={chunks} needs an interleaved schedule, and {schedule} has one stage on each pipeline rank. "
-            f"Leave chunks out, or choose schedule={' or '.join(map(repr, interleaving()))}."
-        )
+def _interleaves(request: Request) -> bool:
     fixed = request.fixed
+    return (fixed.chunks or 1) > 1 if fixed.schedule is None else SCHEDULES[fixed.schedule].interleaves
+
+
+def _one_rank_interleaved(request: Request, _: Profile) -> Words | None:
+    fixed, gpus = request.fixed, request.cluster.gpus
     all_data = fixed.data is not None and fixed.pipeline is None and fixed.data * (fixed.tensor or 1) == gpus
-    if interleaves and (gpus == 1 or fixed.pipeline == 1 or all_data):
-        what = f"schedule={schedule!r}" if schedule else f"chunks={chunks}"
-        why = "this cluster has one device" if gpus == 1 else "these degrees make one"
-        raise PlanInfeasible(
-            f"{what} interleaves the stages of several pipeline ranks, and {why}. Leave {what.split('=')[0]} out, or "
-            f"give the plan a pipeline of at least 2."
-        )
+    if not _interleaves(request) or not (gpus == 1 or fixed.pipeline == 1 or all_data):
+        return None
+    choice = "schedule" if fixed.schedule else "chunks"
+    why = "this cluster has one device" if gpus == 1 else "these degrees make one"
+    return {"choice": choice, "value": repr(fixed[choice]), "why": why}
 
 
-def _check_sharding(request: Request) -> None:
-    """Raise for ZeRO on a single replica, which has nothing to shard over."""
+def _uneven_degree(request: Request, _: Profile) -> Words | None:
+    gpus = request.cluster.gpus
+    uneven = ((name, request.fixed[name]) for name in DEGREES if name in request.fixed and gpus % request.fixed[name])
+    return next(({"name": name, "degree": d, "degrees": listed(divisors(gpus))} for name, d in uneven), None)
+
+
+def _other_devices(request: Request, profile: Profile) -> Words | None:
+    gpus = request.cluster.gpus
+    fixed = {name: request.fixed[name] for name in DEGREES if name in request.fixed}
+    product = math.prod(fixed.values())
+    complete = len(fixed) == 3 or ({"pipeline", "data"} <= set(fixed) and not profile.divides(gpus // product))
+    if gpus % product == 0 and (not complete or product == gpus):
+        return None
+    last = "data" if "data" in fixed else next(iter(fixed))
+    others = product // fixed[last]
+    rest = f"{last}={gpus // others}" if gpus % others == 0 else "degrees whose product divides it"
+    return {"given": _product_in_words(fixed), "product": product, "rest": rest}
+
+
+def _product_in_words(degrees: Mapping[str, int]) -> str:
+    return " × ".join(f"{name}={degree}" for name, degree in degrees.items())
+
+
+def _one_replica_sharded(request: Request, _: Profile) -> Words | None:
     fixed, gpus = request.fixed, request.cluster.gpus
     if not fixed.zero or (fixed.data != 1 and (fixed.pipeline or 1) * (fixed.tensor or 1) != gpus):
-        return
-    names = " × ".join(f"{name}={fixed[name]}" for name in ("pipeline", "tensor") if fixed.get(name))
+        return None
+    names = _product_in_words({name: fixed[name] for name in ("pipeline", "tensor") if fixed.get(name)})
     left = f"{names} on {gpus} devices leaves one" if gpus > 1 else "one device holds one"
-    why = "data=1 makes one" if fixed.data == 1 else left
-    raise PlanInfeasible(
-        f"zero={fixed.zero} shards over data-parallel replicas, and {why}. Leave zero out, or make room for data=2."
-    )
+    return {"why": "data=1 makes one" if fixed.data == 1 else left}
 
 
-def _check_block_sparse(request: Request, profile: Profile) -> None:
-    """Raise for block-sparse weights that the experiment, the device or another choice rules out."""
+def _masked_weights(request: Request, profile: Profile) -> Words | None:
     fixed = request.fixed
-    if not fixed.block_sparse:
-        return
     obstacle = "the experiment has dense weights" if profile.sparse is None else profile.sparse.obstacle
     obstacle = obstacle or no_kernels(request.cluster.device)
-    for name in ("zero", "tensor"):
-        if (fixed.get(name) or 0) > (name == "tensor"):
+    for name, undivided in (("zero", 0), ("tensor", 1)):
+        if (fixed.get(name) or 0) > undivided:
             obstacle = obstacle or f"{name}={fixed[name]} divides each weight over devices, which hold whole ones then"
-    if obstacle:
-        raise PlanInfeasible(
-            f"block_sparse=True does not run here: {obstacle}. Remove block_sparse=True to search plans with masked "
-            f"weights."
-        )
+    return {"obstacle": obstacle} if fixed.block_sparse and obstacle else None
+
+
+def _more_stages_than_blocks(request: Request, profile: Profile) -> Words | None:
+    blocks = len((profile.gathered or profile).blocks)  # a tail is one more
+    if (request.fixed.pipeline or 0) <= blocks:
+        return None
+    whole = f"{profile.model} is one block"  # the beginning of a note of capture
+    notes = "".join(f" {note}" for note in profile.notes if note.startswith(whole))
+    return {"blocks": f"{blocks} block{'s' * (blocks > 1)}", "most": blocks, "notes": notes}
+
+
+def _uneven_replicas(request: Request, _: Profile) -> Words | None:
+    batch, data = _least_even_batch(request), request.fixed.data
+    return {"batch": batch, "even": _multiple(batch, data)} if data is not None and batch % data else None
+
+
+def _uneven_micro_batches(request: Request, _: Profile) -> Words | None:
+    batch, data, micro = _least_even_batch(request), request.fixed.data, request.fixed.micro_batch
+    least = micro * (data or 1) if micro is not None else 1
+    if batch % least == 0:
+        return None
+    replicas = f" on each of {data} replicas" if data and data > 1 else ""
+    choices = listed(divisors(batch // data if data else batch))
+    return {"batch": batch, "replicas": replicas, "choices": choices, "even": _multiple(batch, least)}
+
+
+def _least_even_batch(request: Request) -> int:
+    """Return, of the sizes of a batch, one that the replicas' micro-batches do not divide if there is any."""
+    share = (request.fixed.micro_batch or 1) * (request.fixed.data or 1)
+    return max(request.batches, key=lambda batch: batch % share)
 
 
 def no_kernels(device: Device) -> str:
@@ -242,92 +281,126 @@ def unknown_rates(precision: str) -> str:
     return "" if is_measured else f"the rates of block-sparse products are measured in bf16 and not in {precision}"
 
 
-def _check_degrees(request: Request, profile: Profile) -> None:
-    gpus = request.cluster.gpus
-    fixed = {name: request.fixed[name] for name in DEGREES if name in request.fixed}
-    for name, degree in fixed.items():
-        if gpus % degree:
-            raise PlanInfeasible(
-                f"{name}={degree} does not divide {gpus} devices. Choose one of {listed(divisors(gpus))}."
-            )
-    product = math.prod(fixed.values())
-    complete = len(fixed) == 3 or ({"pipeline", "data"} <= set(fixed) and not profile.divides(gpus // product))
-    if gpus % product or (complete and product != gpus):
-        given = " × ".join(f"{name}={degree}" for name, degree in fixed.items())
-        last = "data" if "data" in fixed else next(iter(fixed))
-        others = product // fixed[last]
-        rest = f"{last}={gpus // others}" if gpus % others == 0 else "degrees whose product divides it"
-        raise PlanInfeasible(
-            f"{given} uses {product} of {gpus} devices. Give {rest}, or plan for a cluster of {product}."
-        )
-
-
-def _check_batch(request: Request) -> None:
-    micro, data = request.fixed.micro_batch, request.fixed.data
-    batch = max(request.batches, key=lambda each: each % ((micro or 1) * (data or 1)))  # one that cannot be divided
-    if data is not None and batch % data:
-        raise PlanInfeasible(
-            f"A global batch of {batch} samples cannot be divided over data={data} replicas. Choose a global batch "
-            f"that is a multiple of {data}, such as {_multiple(batch, data)}."
-        )
-    least = micro * (data or 1) if micro is not None else 1
-    if batch % least:
-        replicas = f" on each of {data} replicas" if data and data > 1 else ""
-        choices = listed(divisors(batch // data if data else batch))
-        raise PlanInfeasible(
-            f"A global batch of {batch} samples cannot be divided into micro-batches of {micro}{replicas}. Choose one "
-            f"of {choices}, or a global batch of {_multiple(batch, least)}."
-        )
+RULES = (
+    Rule(
+        _undivided_model,
+        "tensor={tensor} does not divide most of {model}: attention heads and widths must be multiples of it.",
+        "Choose {degrees}.",
+    ),
+    Rule(
+        lambda request, _: request.fixed.offload_optimizer and request.cluster.device.type == "cpu",
+        "offload_optimizer=True moves the optimiser's state to the host's memory, where a {device} has it already.",
+        "Leave it out.",
+    ),
+    Rule(
+        _uncaptured_graphs,
+        "cuda_graphs=True does not run here: {obstacle}.",
+        "Remove cuda_graphs=True to search plans without.",
+    ),
+    Rule(
+        lambda request, _: (
+            (request.fixed.chunks or 1) > 1
+            and not _interleaves(request)
+            and {"others": " or ".join(map(repr, interleaving()))}
+        ),
+        "chunks={chunks} needs an interleaved schedule, and {schedule} has one stage on each pipeline rank.",
+        "Leave chunks out, or choose schedule={others}.",
+    ),
+    Rule(
+        _one_rank_interleaved,
+        "{choice}={value} interleaves the stages of several pipeline ranks, and {why}.",
+        "Leave {choice} out, or give the plan a pipeline of at least 2.",
+    ),
+    Rule(_uneven_degree, "{name}={degree} does not divide {gpus} devices.", "Choose one of {degrees}."),
+    Rule(
+        _other_devices,
+        "{given} uses {product} of {gpus} devices.",
+        "Give {rest}, or plan for a cluster of {product}.",
+    ),
+    Rule(
+        _one_replica_sharded,
+        "zero={zero} shards over data-parallel replicas, and {why}.",
+        "Leave zero out, or make room for data=2.",
+    ),
+    Rule(
+        _masked_weights,
+        "block_sparse=True does not run here: {obstacle}.",
+        "Remove block_sparse=True to search plans with masked weights.",
+    ),
+    Rule(
+        _more_stages_than_blocks,
+        "pipeline={pipeline} asks for more stages than the {blocks} of {model}.",
+        "Choose at most {most}.{notes}",
+    ),
+    Rule(
+        _uneven_replicas,
+        "A global batch of {batch} samples cannot be divided over data={data} replicas.",
+        "Choose a global batch that is a multiple of {data}, such as {even}.",
+    ),
+    Rule(
+        _uneven_micro_batches,
+        "A global batch of {batch} samples cannot be divided into micro-batches of {micro_batch}{replicas}.",
+        "Choose one of {choices}, or a global batch of {even}.",
+    ),
+    Rule(
+        lambda request, profile: (
+            bool(request.ramp and profile.coupled)
+            and {"operation": (profile.coupled or [""])[0], "batches": request.batch_in_words}
+        ),
+        "The loss of {model} compares samples of one batch ({operation}), and a step has {batches} samples: such a "
+        "loss is computed over a batch of one size.",
+        "Give one global_batch, or accept a loss that depends on the plan: batch_coupling='allow' in the experiment.",
+    ),
+)
+"""Requests that no search can satisfy: each raises `PlanInfeasible`."""
 
 
 # Limits that the optimiser sets: its state may have to stay on the device, and its tensors undivided.
 
-NEEDED_WHOLE = {
-    "zero": "its update of a tensor differs from its updates of the tensor's halves",
-    "tensor": "its update of a tensor differs from its updates of the tensor's halves",
-    "pipeline": "its update of one parameter depends on other parameters",
+NEEDED_WHOLE: Mapping[str, Mapping[str, int]] = {
+    "element": {},
+    "tensor": {"zero": 0, "tensor": 1},
+    "model": {"zero": 0, "tensor": 1, "pipeline": 1},
 }
+"""Degrees and ZeRO stage that a plan must have, by what an update of one element reads (`Facts.reach`)."""
 
 
-Shapes = Mapping[str, Sequence[int]]
+def divided_in_spite_of(reach: str, strategy: Strategy | Fixed) -> Words | None:
+    """Return the first degree or stage by which a plan, or choices for one, divide what the optimiser needs whole."""
+    for name, needed in NEEDED_WHOLE[reach].items():
+        if (given := getattr(strategy, name) or 0) > needed:
+            why = "its update of a tensor differs from its updates of the tensor's halves"
+            why = "its update of one parameter depends on other parameters" if name == "pipeline" else why
+            return {"name": name, "given": given, "needed": needed, "why": why}
+    return None
 
 
-def choices_for_optimizer(experiment: Experiment, choices: Choices) -> Choices:
-    """Return the choices with those that the experiment's optimiser leaves no choice about.
+OPTIMIZER_RULES = (
+    Rule(
+        lambda _, fixed, reach: divided_in_spite_of(reach, fixed),
+        "{name}={given} divides what the optimizer of {optimizer} needs whole: {why}.",
+        "Choose {name}={needed}, or leave it out.",
+    ),
+    Rule(
+        lambda experiment, fixed, _: fixed.offload_optimizer and experiment.optimizer.algorithm != "adamw",
+        "offload_optimizer=True keeps AdamW's moments in the host's memory, and the experiment trains with "
+        "{optimizer}, whose state stays on the device.",
+        "Leave offload_optimizer out, or choose optimizer='adamw'.",
+    ),
+)
+"""Choices that the experiment's optimiser rules out: each raises `PlanInfeasible`."""
 
-    Raises `PlanInfeasible` for a choice that it rules out, and `InvalidExperiment` for an optimiser of the user's that
-    cannot train.
+
+def within_limits_of_optimizer(experiment: Experiment, fixed: Fixed, reach: str) -> Fixed:
+    """Return the choices with those that the optimiser leaves no choice about; raise `PlanInfeasible` if they differ.
+
+    `reach` is that of an update (`Facts.reach`).
     """
-    chosen: dict[str, Any] = dict(choices)
-    if isinstance(experiment.optimizer.algorithm, UserFunction):
-        from workbench.capture import build_meta
-
-        named = build_meta(experiment.build).named_parameters()
-        whole = needed_whole(experiment, {name: tuple(p.shape) for name, p in named if p.requires_grad})
-        for name, needed in whole.items():
-            if chosen.get(name) not in (None, needed):
-                raise PlanInfeasible(
-                    f"{name}={chosen[name]} divides what the optimizer of {experiment.optimizer.name} needs whole: "
-                    f"{NEEDED_WHOLE[name]}. Choose {name}={needed}, or leave it out."
-                )
-        chosen |= whole
-    if experiment.optimizer.algorithm != "adamw":
-        if chosen.get("offload_optimizer") is True:
-            raise PlanInfeasible(
-                f"offload_optimizer=True keeps AdamW's moments in the host's memory, and the experiment trains with "
-                f"{experiment.optimizer.name}, whose state stays on the device. Leave offload_optimizer out, or choose "
-                "optimizer='adamw'."
-            )
-        chosen["offload_optimizer"] = False
-    return cast(Choices, chosen)
-
-
-def needed_whole(experiment: Experiment, shapes: Shapes) -> dict[str, int]:
-    """Return the degrees and ZeRO stage that plans must have for an optimiser of the user's."""
-    from workbench.optimizers.building import ELEMENT, MODEL, reach_of_update
-
-    reach = reach_of_update(experiment, shapes)
-    return {} if reach == ELEMENT else {"zero": 0, "tensor": 1, **({"pipeline": 1} if reach == MODEL else {})}
+    said = first_broken(OPTIMIZER_RULES, experiment, fixed, reach, optimizer=experiment.optimizer.name)
+    if said is not None:
+        raise PlanInfeasible(said)
+    on_device = {} if experiment.optimizer.algorithm == "adamw" else {"offload_optimizer": False}
+    return Fixed(**{**fixed, **NEEDED_WHOLE[reach], **on_device})
 
 
 # Refusals of a search that found nothing.
@@ -359,7 +432,8 @@ def coupled_samples(profile: Profile, request: Request, outcome: str, works: Wor
         ways += [f"give the plan {_devices(devices)}"] if devices else []
         smaller = next((n for n in divisors(batch)[-2::-1] if works(replace(request, global_batch=n))), None)
         ways += [f"choose a global batch of {smaller}"] if smaller else []
-    gathering = f" {profile.not_gathered}" if profile.not_gathered else ""
+    not_gathered = profile.facts and profile.facts.not_gathered
+    gathering = f" {not_gathered}" if not_gathered else ""
     if profile.gathered is not None:
         gathering = (
             " They are gathered only with tensor=1 and one stage on each pipeline rank, over micro-batches of two or "

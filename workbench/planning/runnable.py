@@ -6,7 +6,7 @@ import copy
 import gc
 import math
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -16,9 +16,8 @@ from workbench.errors import CaptureError, DataError, InvalidExperiment, PlanInf
 from workbench.experiment import Experiment
 from workbench.machine import available_cores
 from workbench.planning.plan import Plan
-from workbench.planning.profiling import CAPTURE_BATCH, NOT_GATHERED
-from workbench.planning.request import NEEDED_WHOLE, Shapes, apart, needed_whole
-from workbench.strategy import SCHEDULES
+from workbench.planning.profiling import CAPTURE_BATCH, NOT_GATHERED, facts_of
+from workbench.planning.request import Rule, Words, apart, divided_in_spite_of, first_broken
 from workbench.units import count, gib
 from workbench.user_code import UserFunction
 
@@ -27,6 +26,7 @@ if TYPE_CHECKING:
 
     from workbench.capture import Graph
     from workbench.capture.captured_model import CapturedModel
+    from workbench.cost.profile import Facts
 
 
 CAPTURED_FIELDS = (
@@ -59,16 +59,11 @@ def check_runnable(
         CaptureError: the model cannot be captured, or its evaluation cannot run in the plan's stages.
         DataError: the data cannot feed it, a prompt cannot be read, or too few samples are held out.
     """
-    _check_division(experiment, plan)
+    _raise_broken(PLAN_RULES, experiment, plan)
     if (refusal := too_large_to_build(plan)) is not None:
         raise refusal
     if captured is not None:
-        check_signature(experiment, plan, captured)
-        if plan.gathers:
-            check_gathering(experiment, plan, captured)
-        elif captured.is_captured:
-            check_coupling(experiment, plan, captured.division.coupled)
-        check_optimizer(experiment, plan, lambda: captured.trained_shapes)
+        check_facts(experiment, plan, _facts(experiment, plan, captured))
         if experiment.sparsity is not None or plan.block_sparse:
             check_sparsity(experiment, plan, captured.graph)
     if progress is not None:
@@ -88,7 +83,8 @@ def captured_model(experiment: Experiment, plan: Plan) -> CapturedModel | None:
     is_loaded = experiment.model.is_loaded and _has_loaded_data(experiment)
     if not is_loaded or any(not each.is_loaded for each in functions if isinstance(each, UserFunction)):
         return None
-    planned = None if plan.origin is None else plan.origin[0].captured
+    facts = None if plan.origin is None else plan.origin[0].facts
+    planned = None if facts is None else facts.captured
     return planned if planned is not None and planned.is_of(experiment) else CapturedModel(experiment, CAPTURE_BATCH)
 
 
@@ -96,32 +92,42 @@ def _has_loaded_data(experiment: Experiment) -> bool:
     return experiment.data.is_loaded and (experiment.eval_data is None or experiment.eval_data.is_loaded)
 
 
-def _check_division(experiment: Experiment, plan: Plan) -> None:
-    """Raise `PlanMismatch` unless the plan divides this experiment's batch and sequence, in its precision."""
-    sizes = {"global_batch": experiment.largest_batch, "seq_len": experiment.seq_len}
-    for (name, asked), unit in zip(sizes.items(), ("samples a step", "tokens a sample"), strict=True):
-        planned = getattr(plan, name)
-        if asked != planned:
-            raise PlanMismatch(
-                f"The plan for {plan.model} divides {name}={count(planned)} ({unit}), but the experiment "
-                f"{experiment.name} has {name}={count(asked)}. Plan it anew: wb.plan(experiment)."
-            )
-    _check_ramp(experiment, plan)
-    if experiment.precision not in ("auto", plan.precision):
-        raise PlanMismatch(
-            f"The plan for {plan.model} computes in {plan.precision}, but the experiment {experiment.name} asks for "
-            f"{experiment.precision}. Plan it anew: wb.plan(experiment)."
-        )
-    if plan.offload_optimizer and experiment.optimizer.algorithm != "adamw":
-        raise PlanMismatch(
-            f"The plan for {plan.model} keeps AdamW's moments in the host's memory, and the experiment "
-            f"{experiment.name} trains with {experiment.optimizer.name}, whose state stays on the device. Plan it "
-            "anew: wb.plan(experiment)."
-        )
+def _facts(experiment: Experiment, plan: Plan, captured: CapturedModel) -> Facts:
+    """Return what is known of the experiment's model: what its plan has found, if the optimiser is the same."""
+    made_for = plan.origin[0].facts if plan.origin is not None else None
+    is_same = made_for is not None and made_for.captured is captured and made_for.optimizer == experiment.optimizer
+    return made_for if made_for is not None and is_same else facts_of(experiment, captured)
 
 
-def _check_ramp(experiment: Experiment, plan: Plan) -> None:
-    """Raise `PlanMismatch` unless the plan divides each size of a batch that changes."""
+def check_facts(experiment: Experiment, plan: Plan, facts: Facts) -> None:
+    """Raise `PlanMismatch` unless a plan suits what is known of the experiment's model."""
+    _raise_broken(MODEL_RULES, experiment, plan, facts)
+
+
+def _raise_broken(rules: Sequence[Rule], experiment: Experiment, plan: Plan, *facts: Facts) -> None:
+    words = {"model": plan.model, "experiment": experiment.name, "optimizer": experiment.optimizer.name}
+    if (said := first_broken(rules, experiment, plan, *facts, **words)) is not None:
+        raise PlanMismatch(said)
+
+
+# Rules: what a plan must have in common with the experiment, and with what is known of its model.
+
+PLAN_ANEW, PLAN_AGAIN = "Plan it anew: wb.plan(experiment).", "Plan again with wb.plan(experiment)."
+
+
+def _other_sizes(experiment: Experiment, plan: Plan) -> Words | None:
+    sizes = (
+        ("global_batch", experiment.largest_batch, "samples a step"),
+        ("seq_len", experiment.seq_len, "tokens a sample"),
+    )
+    for size, asked, unit in sizes:
+        if asked != (planned := getattr(plan, size)):
+            return {"size": size, "planned": count(planned), "asked": count(asked), "unit": unit}
+    return None
+
+
+def _undivided_batch(experiment: Experiment, plan: Plan) -> Words | None:
+    """Return the first size of a batch that changes which the plan does not divide."""
     stretches, schedule = experiment.batches.stretches, SCHEDULES[plan.schedule]
     for step, batch in stretches if len(stretches) > 1 else ():
         divided, rest = divmod(batch, plan.data * plan.micro_batch)
@@ -133,10 +139,134 @@ def _check_ramp(experiment: Experiment, plan: Plan) -> None:
         elif not schedule.runs(plan.pipeline, divided):
             obstacle = f"{schedule.needs_in_words()}, and {batch} samples are {divided} micro-batches"
         if obstacle:
-            raise PlanMismatch(
-                f"The plan for {plan.model} does not divide the batch of {experiment.name} from step {step:,} on: "
-                f"{obstacle}. Plan it anew: wb.plan(experiment)."
-            )
+            return {"step": f"{step:,}", "obstacle": obstacle}
+    return None
+
+
+PLAN_RULES = (
+    Rule(
+        _other_sizes,
+        "The plan for {model} divides {size}={planned} ({unit}), but the experiment {experiment} has {size}={asked}.",
+        PLAN_ANEW,
+    ),
+    Rule(
+        _undivided_batch,
+        "The plan for {model} does not divide the batch of {experiment} from step {step} on: {obstacle}.",
+        PLAN_ANEW,
+    ),
+    Rule(
+        lambda experiment, plan: (
+            experiment.precision not in ("auto", plan.precision)
+            and {"planned": plan.precision, "asked": experiment.precision}
+        ),
+        "The plan for {model} computes in {planned}, but the experiment {experiment} asks for {asked}.",
+        PLAN_ANEW,
+    ),
+    Rule(
+        lambda experiment, plan: plan.offload_optimizer and experiment.optimizer.algorithm != "adamw",
+        "The plan for {model} keeps AdamW's moments in the host's memory, and the experiment {experiment} trains with "
+        "{optimizer}, whose state stays on the device.",
+        PLAN_ANEW,
+    ),
+)
+"""Mismatches of a plan and an experiment that show without its model."""
+
+
+def _reordered(_: Experiment, plan: Plan, facts: Facts) -> bool:
+    planned, found = plan.computation, facts.computation
+    is_known = facts.signature != plan.signature and planned is not None and found is not None
+    return is_known and planned.parameters == found.parameters  # type: ignore[union-attr]
+
+
+def _other_model(experiment: Experiment, plan: Plan, facts: Facts) -> Words | None:
+    if facts.signature == plan.signature:
+        return None
+    found = {"found": experiment.model.name, "length": experiment.seq_len, "signature": facts.signature}
+    return {**found, "planned_length": plan.seq_len, "planned": plan.signature}
+
+
+def _other_forward(_: Experiment, plan: Plan, facts: Facts) -> Words | None:
+    captured = facts.captured
+    if facts.computation is None or plan.computation is None or captured is None:
+        return None
+    if (line := captured.difference_from(plan.computation)) is None:
+        return None
+    if not captured.is_on_rank:
+        return {"than": f"than the one that was planned{line.where}", "way": PLAN_ANEW}
+    return {
+        "than": f"in the workers than where it was planned{line.where}",
+        "way": "They import files as they are now, and read the environment and what the constructor reads there. "
+        "Restart the kernel if one of these has changed since, and do not replace functions of modules in the kernel: "
+        "define what differs in a cell, or in the file.",
+    }
+
+
+def _other_blocks(_: Experiment, plan: Plan, facts: Facts) -> Words | None:
+    if facts.blocks is None or plan.gathers or len(facts.blocks) == len(plan.block_names):
+        return None
+    return {"planned": len(plan.block_names), "blocks": len(facts.blocks)}
+
+
+def _ungathered(experiment: Experiment, plan: Plan, facts: Facts) -> Words | None:
+    if not plan.gathers or facts.captured is None:
+        return None
+    if asked := [name for name in NOT_GATHERED if getattr(experiment, name) is not None]:
+        return {"reason": f"the experiment has {' and '.join(asked)}, which a gathered loss is not computed for"}
+    blocks = tuple(block.name for block in facts.captured.gathered(plan.global_batch).blocks)
+    return None if blocks == plan.block_names else {"reason": "the model's forward has changed"}
+
+
+def _divided_in_spite_of_coupling(experiment: Experiment, plan: Plan, facts: Facts) -> Words | None:
+    """Return the operation that compares samples which the plan divides, and nobody allowed it to.
+
+    The plan may have been made for another loss, or for an experiment with `batch_coupling="allow"`.
+    """
+    is_whole = plan.gathers or plan.micro_batch == plan.global_batch
+    if not facts.coupled or is_whole or experiment.numerics.batch_coupling == "allow":
+        return None
+    return {"operation": facts.coupled[0], "batch": plan.global_batch, "micro_batch": plan.micro_batch}
+
+
+MODEL_RULES = (
+    Rule(
+        _reordered,
+        "The parameters of {model} have another order in this process than where it was planned.",
+        "Its constructor goes through a set, whose order each process draws anew: give it an order, such as "
+        "`for name in sorted(names)`.",
+    ),
+    Rule(
+        _other_model,
+        "The plan was made for {model} at sequence length {planned_length} (signature {planned}), and this is {found} "
+        "at {length} ({signature}).",
+        PLAN_AGAIN,
+    ),
+    Rule(_other_forward, "The forward of {model} computes something else {than}.", "{way}"),
+    Rule(
+        _other_blocks,
+        "The plan was made for {model} of {planned} blocks, and this model has {blocks}: its forward has changed.",
+        PLAN_AGAIN,
+    ),
+    Rule(
+        _ungathered,
+        "The plan for {model} gathers the samples of its loss over micro-batches, and {reason}.",
+        "Plan the experiment anew: wb.plan(experiment).",
+    ),
+    Rule(
+        _divided_in_spite_of_coupling,
+        "The loss of {model} compares samples of one batch ({operation}), and the plan divides the {batch} samples "
+        "into micro-batches of {micro_batch}.",
+        "Plan this experiment again with wb.plan(experiment), or give it batch_coupling='allow'.",
+    ),
+    Rule(
+        lambda _, plan, facts: plan.world > 1 and divided_in_spite_of(facts.reach, plan),
+        "The plan has {name}={given}, which divides what the optimizer of {optimizer} needs whole: {why}.",
+        PLAN_AGAIN,
+    ),
+)
+"""Mismatches of a plan with what is known of the experiment's model."""
+
+
+# What takes more than a comparison: memory to build the model, its data, evaluations, and numbers.
 
 
 def too_large_to_build(plan: Plan) -> PlanInfeasible | None:
@@ -156,82 +286,6 @@ def too_large_to_build(plan: Plan) -> PlanInfeasible | None:
         needed_bytes=whole,
         offered_bytes=offered,
     )
-
-
-def check_signature(experiment: Experiment, plan: Plan, captured: CapturedModel) -> None:
-    """Raise `PlanMismatch` unless the plan was made for this model and these batch fields."""
-    signature, planned = captured.signature, plan.computation
-    if signature != plan.signature:
-        if planned is not None and captured.is_captured and planned.parameters == captured.computation.parameters:
-            raise PlanMismatch(
-                f"The parameters of {plan.model} have another order in this process than where it was planned. Its "
-                "constructor goes through a set, whose order each process draws anew: give it an order, such as "
-                "`for name in sorted(names)`."
-            )
-        raise PlanMismatch(
-            f"The plan was made for {plan.model} at sequence length {plan.seq_len} (signature {plan.signature}), and "
-            f"this is {experiment.model.name} at {experiment.seq_len} ({signature}). Plan again with "
-            "wb.plan(experiment)."
-        )
-    if captured.is_captured and planned is not None and (line := captured.difference_from(planned)) is not None:
-        if not captured.is_on_rank:
-            raise PlanMismatch(
-                f"The forward of {plan.model} computes something else than the one that was planned{line.where}. Plan "
-                "it anew: wb.plan(experiment)."
-            )
-        raise PlanMismatch(
-            f"The forward of {plan.model} computes something else in the workers than where it was planned"
-            f"{line.where}. They import files as they are now, and read the environment and what the constructor reads "
-            "there. Restart the kernel if one of these has changed since, and do not replace functions of modules in "
-            "the kernel: define what differs in a cell, or in the file."
-        )
-    if captured.is_captured and not plan.gathers and (blocks := len(captured.graph.blocks)) != len(plan.block_names):
-        raise PlanMismatch(
-            f"The plan was made for {plan.model} of {len(plan.block_names)} blocks, and this model has {blocks}: its "
-            "forward has changed. Plan again with wb.plan(experiment)."
-        )
-
-
-def check_gathering(experiment: Experiment, plan: Plan, captured: CapturedModel) -> None:
-    """Raise `PlanMismatch` unless the plan's way to gather samples suits the experiment and its model."""
-    asked = [name for name in NOT_GATHERED if getattr(experiment, name) is not None]
-    blocks = [block.name for block in captured.gathered(plan.global_batch).blocks]
-    if asked or blocks != list(plan.block_names):
-        reason = f"the experiment has {' and '.join(asked)}, which" if asked else "the model's forward has changed"
-        reason = f"{reason} a gathered loss is not computed for" if asked else reason
-        raise PlanMismatch(
-            f"The plan for {plan.model} gathers the samples of its loss over micro-batches, and {reason}. Plan the "
-            "experiment anew: wb.plan(experiment)."
-        )
-
-
-def check_coupling(experiment: Experiment, plan: Plan, coupled: Sequence[str]) -> None:
-    """Raise `PlanMismatch` if the plan divides a batch whose samples the loss compares, which nobody allowed.
-
-    The plan may have been made for another loss, or for an experiment with `batch_coupling="allow"`.
-    """
-    if coupled and experiment.numerics.batch_coupling != "allow" and plan.micro_batch < plan.global_batch:
-        raise PlanMismatch(
-            f"The loss of {plan.model} compares samples of one batch ({coupled[0]}), and the plan divides the "
-            f"{plan.global_batch} samples into micro-batches of {plan.micro_batch}. Plan this experiment again with "
-            f"wb.plan(experiment), or give it batch_coupling='allow'."
-        )
-
-
-def check_optimizer(experiment: Experiment, plan: Plan, trained_shapes: Callable[[], Shapes]) -> None:
-    """Raise `PlanMismatch` if the plan divides what an optimiser of the user's needs whole.
-
-    `trained_shapes` returns those of the trained parameters, by name. Raises `InvalidExperiment` for an optimiser that
-    cannot train.
-    """
-    if not isinstance(experiment.optimizer.algorithm, UserFunction):
-        return
-    for name, needed in needed_whole(experiment, trained_shapes()).items():
-        if getattr(plan, name) > needed and plan.world > 1:
-            raise PlanMismatch(
-                f"The plan has {name}={getattr(plan, name)}, which divides what the optimizer of "
-                f"{experiment.optimizer.name} needs whole: {NEEDED_WHOLE[name]}. Plan again with wb.plan(experiment)."
-            )
 
 
 def check_sparsity(experiment: Experiment, plan: Plan, graph: Graph) -> None:

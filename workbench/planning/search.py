@@ -498,7 +498,7 @@ def assemble(
         ),
         loss_depends=loss_depends,
         candidates=_rows(best, options, request),
-        computation=None if profile.captured is None else profile.captured.computation,
+        computation=None if profile.facts is None else profile.facts.computation,
         **choices,
     )
     object.__setattr__(plan, "origin", (profile, request))

@@ -24,7 +24,6 @@ from workbench.display import html_table, text_table, waiting
 from workbench.errors import InvalidArgument, PlanInfeasible, suggestion
 from workbench.experiment import Experiment
 from workbench.planning.plan import Plan
-from workbench.planning.planner import checked_choices
 from workbench.planning.profiling import profile_and_cluster
 from workbench.planning.request import Request, memory_limit_bytes
 from workbench.planning.runnable import captured_model, check_runnable
@@ -304,8 +303,7 @@ def _predicted(
     experiment: Experiment, profile: Profile, cluster: Cluster, limit: int | None, choices: Mapping[str, Any]
 ) -> Cell:
     try:
-        fixed = checked_choices(experiment, {**choices})  # type: ignore[typeddict-item]
-        request = Request.of(experiment, cluster, limit, fixed)
+        request = Request.of(experiment, cluster, limit, Fixed(**choices), profile.facts)
         plan = checked_search(profile, profile.precision, request, advises=False).plan()
     except PlanInfeasible as error:
         return _without_plan(choices, error, cluster)
