@@ -21,6 +21,7 @@ from workbench.figures.timeline_view import NUMBERED_LANE, measured_timeline, pr
 from workbench.planning.plan import Memory
 from workbench.planning.prediction import MicroBatchTimes, simulate
 from workbench.planning.prediction import timeline as simulated
+from workbench.strategy import build_schedule
 from workbench.tensors import TensorSpec
 from workbench.units import GIB, gib
 

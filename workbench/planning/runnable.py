@@ -18,6 +18,7 @@ from workbench.machine import available_cores
 from workbench.planning.plan import Plan
 from workbench.planning.profiling import CAPTURE_BATCH, NOT_GATHERED, facts_of
 from workbench.planning.request import Rule, Words, apart, divided_in_spite_of, first_broken
+from workbench.strategy import SCHEDULES
 from workbench.units import count, gib
 from workbench.user_code import UserFunction
 
