@@ -246,7 +246,7 @@ class BlockCosts:
 
 @dataclass(frozen=True)
 class Facts:
-    """What is known of an experiment's captured model beside its costs; found once.
+    """Facts of an experiment's captured model, beside its costs; found once.
 
     The plan reads it, and the gate before a training and every rank compare it with the plan. What only a capture
     shows is None while the model has not been captured, and what only a plan asks is None elsewhere.
@@ -255,7 +255,7 @@ class Facts:
     signature: str
     """Digest of the model's parameters and of the fields of its batch."""
     reach: str
-    """What an update reads for the new value of one element: that `element` alone, its `tensor`, or the `model`."""
+    """Extent of the tensors that decide the new value of an element: that `element` alone, its `tensor`, or the `model`."""
     computation: Computation | None = None
     """Operations of the forward of a step."""
     blocks: tuple[str, ...] | None = None
@@ -334,7 +334,7 @@ class Profile:
     tail: TailCosts | None = field(default=None, repr=False, hash=False)
     """Costs of the last block of a gathered loss, which are no part of `block_types`; None in other profiles."""
     facts: Facts | None = field(default=None, repr=False, compare=False)
-    """What else is known of the model; None for costs of a graph that no experiment describes."""
+    """Facts of the model; None for costs of a graph that no experiment describes."""
 
     @property
     def parameter_count(self) -> int:

@@ -17,8 +17,8 @@ from workbench.figures import theme
 from workbench.figures.figure import Figure, subplots
 from workbench.planning.plan import Plan
 from workbench.planning.prediction import AROUND, TimedAction, Timeline, most_in_flight
-from workbench.strategy import SCHEDULES
 from workbench.planning.prediction import timeline as simulated
+from workbench.strategy import SCHEDULES
 from workbench.units import GIB, count, duration
 
 ACTION_LOOKS = {"F": ("forward", theme.FORWARD), "B": ("backward", theme.BACKWARD)}
