@@ -31,7 +31,7 @@ from workbench.capture.outputs import Metric, read_by, slots_of
 from workbench.capture.source_lines import SourceLine
 from workbench.capture.tensor_parallel import plan_tensor_parallel
 from workbench.display import waiting
-from workbench.errors import CaptureError, InvalidExperiment, PlanMismatch
+from workbench.errors import CaptureError, InvalidExperiment, PlanMismatch, in_words
 from workbench.experiment import Experiment
 from workbench.tensors import TensorSpec
 from workbench.user_code import Function, UserFunction, changed_between, functions_of
@@ -124,6 +124,26 @@ class CapturedModel:
             parts = PARTS[0]
         with waiting(f"comparing the gathered loss of {self._source.name}"):
             return self._gathering_fault(self._experiment.build().train(), parts)
+
+    @cached_property
+    def gathering_obstacle(self) -> str:
+        """Sentence that says why a loss that compares samples cannot gather them over micro-batches; empty if it can.
+
+        Raises `InvalidExperiment` for a metric that no plan computes.
+        """
+        experiment, samples = self._experiment, self._experiment.largest_batch
+        try:
+            graph = self.gathered(samples)
+            if experiment.evaluation is not None:
+                require_same_stages(graph, self.evaluation(experiment, samples), (), 1)
+            fault = self.gathering_fault if self.is_gathering_compared else ""
+        except InvalidExperiment:
+            raise
+        except CaptureError as error:
+            return str(error)
+        except Exception as error:  # such as a forward that cannot take so many samples; the batch can still stay whole
+            return f"Whether its samples can be gathered is not known: {in_words(error)}."
+        return f"Gathered over micro-batches, it would be another loss: {fault}." if fault else ""
 
     def _gathering_fault(self, model: nn.Module, parts: int) -> str:
         graph = self.gathered(parts * self._micro_batch)

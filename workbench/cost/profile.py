@@ -255,7 +255,7 @@ class Facts:
     signature: str
     """Digest of the model's parameters and of the fields of its batch."""
     reach: str
-    """Extent of the tensors that decide the new value of an element: that `element` alone, its `tensor`, or the `model`."""
+    """All that decides the new value of an element in an update: that `element`, its `tensor`, or the whole `model`."""
     computation: Computation | None = None
     """Operations of the forward of a step."""
     blocks: tuple[str, ...] | None = None
@@ -266,6 +266,8 @@ class Facts:
     """Average share of labels that its loss does not ignore, of those that a head computes."""
     not_gathered: str | None = None
     """Sentence that says why the samples of a coupled loss cannot be gathered; empty if they can be."""
+    is_gathering_compared: bool = False
+    """True if numbers were compared with those of the gathered loss; the model is too large for it otherwise."""
     not_block_sparse: str | None = None
     """Clause that says why sparse weights can only be masked; empty if they can be block-sparse."""
     optimizer: Optimizer | None = field(default=None, repr=False, compare=False)

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import fnmatch
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING
 
 from workbench.arguments import checked_arguments
 from workbench.cost.hardware import Cluster
-from workbench.errors import CaptureError, InvalidArgument, InvalidExperiment, in_words, suggestion
+from workbench.errors import InvalidArgument, InvalidExperiment, suggestion
 from workbench.experiment import Experiment
 from workbench.planning.request import checked_cluster
 from workbench.user_code import UserFunction
@@ -61,18 +61,11 @@ def profile_and_cluster(experiment: Experiment, cluster: Cluster | None) -> tupl
 
 def analytic_profile(experiment: Experiment, cluster: Cluster) -> Profile:
     """Return the profile of the experiment's model by the device's constants, without measurements."""
-    from workbench.capture.captured_model import CapturedModel
     from workbench.cost.sparse_matrices import SparseMatrices
     from workbench.cost.graph_profiler import profile_graph, with_gathered, with_optimizer
     from workbench.cost.profile import computed_on
 
-    captured = CapturedModel(experiment, CAPTURE_BATCH)
-    facts = facts_to_plan(experiment, captured)
-    graph = _with_notes(captured, experiment)
-    _check_patterns(experiment, graph)
-    pattern, gathers = experiment.sparsity, facts.not_gathered == ""
-    towers = [captured.tower_and_tail(samples) for samples in (CAPTURE_BATCH, experiment.largest_batch) if gathers]
-
+    facts, graph, towers = capture_to_plan(experiment)
     precision, compiled = computed_on(cluster.device, experiment)
     costed = partial(
         profile_graph,
@@ -81,101 +74,34 @@ def analytic_profile(experiment: Experiment, cluster: Cluster) -> Profile:
         compiled=compiled,
         deterministic=experiment.numerics.deterministic,
     )
-    costs = costed(
-        graph,
-        labelled_share=facts.labelled_share,
-        sparse=None if pattern is None else SparseMatrices.of(graph, pattern, facts.not_block_sparse or ""),
-    )
+    sparse = None
+    if experiment.sparsity is not None:
+        sparse = SparseMatrices.of(graph, experiment.sparsity, facts.not_block_sparse or "")
+    costs = costed(graph, labelled_share=facts.labelled_share, sparse=sparse)
     costs = replace(with_optimizer(costs, experiment, graph), facts=facts)
     if not towers:
         return costs
     part, whole = towers
-    at_parts, is_compared = with_optimizer(costed(part), experiment, graph), captured.is_gathering_compared
-    return with_gathered(costs, at_parts, costed(whole), part, experiment.largest_batch, is_compared)
+    in_parts = with_optimizer(costed(part), experiment, graph)
+    return with_gathered(costs, in_parts, costed(whole), part, experiment.largest_batch, facts.is_gathering_compared)
 
 
-def facts_to_plan(experiment: Experiment, captured: CapturedModel) -> Facts:
-    """Capture the experiment's model, and return all that a plan asks of it."""
+def capture_to_plan(experiment: Experiment) -> tuple[Facts, Graph, Sequence[Graph]]:
+    """Capture the experiment's model, and return all that is known of it, and its graph as it is planned.
+
+    The graph has the coupling and the notes of the facts. Where a loss that compares samples can gather them, further
+    graphs have that comparison as their last block: of the samples that the model is captured with, and of the batch.
+
+    Raises `CaptureError`, and `InvalidExperiment` for an optimiser that does not suit the model.
+    """
     from workbench.capture.losses import labelled_share
     from workbench.cost.sparse_matrices import block_sparse_obstacle
 
-    facts, graph = facts_of(experiment, captured, captures=True), captured.graph
-    examples = experiment.data.examples(experiment)
-    may_gather = facts.coupled and experiment.numerics.batch_coupling != "allow"
-    return replace(
-        facts,
-        labelled_share=(
-            experiment.data.labelled_share(experiment) if examples is None else labelled_share(graph, examples)
-        ),
-        not_gathered=_gathering_obstacle(experiment, captured) if may_gather else None,
-        not_block_sparse=None if experiment.sparsity is None else block_sparse_obstacle(experiment, graph),
-    )
+    facts, examples = facts_of(experiment), experiment.data.examples(experiment)
+    assert facts.captured is not None
+    captured, graph = facts.captured, facts.captured.graph
 
-
-def facts_of(experiment: Experiment, captured: CapturedModel, *, captures: bool = False) -> Facts:
-    """Return what the gate before a training, and every rank, compare with a plan.
-
-    The model is captured if it was not only where `captures` is True. Raises `InvalidExperiment` for an optimiser of
-    the user's that cannot train.
-    """
-    from workbench.cost.profile import Facts
-
-    reach = "element"
-    if isinstance(experiment.optimizer.algorithm, UserFunction):
-        from workbench.optimizers.building import reach_of_update
-
-        reach = reach_of_update(experiment, captured.trained_shapes)
-    if not captures and not captured.is_captured:
-        return Facts(captured.signature, reach, optimizer=experiment.optimizer, captured=captured)
-    return Facts(
-        captured.graph.signature,
-        reach,
-        computation=captured.computation,
-        blocks=tuple(block.name for block in captured.graph.blocks),
-        coupled=captured.division.coupled,
-        optimizer=experiment.optimizer,
-        captured=captured,
-    )
-
-
-def _gathering_obstacle(experiment: Experiment, captured: CapturedModel) -> str:
-    """Return why the samples of a loss that compares them cannot be gathered over micro-batches; empty if they can."""
-    from workbench.capture.captured_model import require_same_stages
-
-    asked = [name for name in NOT_GATHERED if getattr(experiment, name) is not None]
-    if asked:
-        return f"Its samples are not gathered over micro-batches in an experiment with {' or '.join(asked)}."
-    try:
-        graph = captured.gathered(experiment.largest_batch)
-        if experiment.evaluation is not None:
-            require_same_stages(graph, captured.evaluation(experiment, experiment.largest_batch), (), 1)
-        fault = captured.gathering_fault if captured.is_gathering_compared else ""
-    except InvalidExperiment:  # a metric that no plan computes
-        raise
-    except CaptureError as error:
-        return str(error)
-    except Exception as error:  # such as a forward that cannot take so many samples; the batch can still stay whole
-        return f"Whether its samples can be gathered is not known: {in_words(error)}."
-    return f"Gathered over micro-batches, it would be another loss: {fault}." if fault else ""
-
-
-def _with_notes(captured: CapturedModel, experiment: Experiment) -> Graph:
-    """Return the graph of a step as it is planned: coupled where its batch must stay whole, with a note where not."""
-    graph, division = captured.graph, captured.division
-    notes, coupled = [*graph.notes, *([division.note] if division.note else [])], division.coupled
-    if coupled and experiment.numerics.batch_coupling == "allow":
-        notes.append(
-            f"The loss compares samples of one batch ({coupled[0]}) and batch_coupling is 'allow': it compares those "
-            f"of one micro-batch, so that its value depends on the plan."
-        )
-        coupled = ()
-    if note := experiment.data.note(experiment):
-        notes.append(note)
-    return replace(graph, coupled=coupled, notes=tuple(notes))
-
-
-def _check_patterns(experiment: Experiment, graph: Graph) -> None:
-    """Raise `InvalidExperiment` for a pattern of the optimiser that matches no parameter of the model."""
+    # Patterns of the optimiser: a pattern that matches no parameter is a misspelt name.
     names = list(graph.parameters)
     factors = ("rate_scale", "decay_scale", "eps_scale", "grad_norm_scale", "fused_projections")
     for field in (*factors, "clip_norm", "trained_during"):
@@ -187,3 +113,58 @@ def _check_patterns(experiment: Experiment, graph: Graph) -> None:
                     f"{experiment.model.name}. {suggestion(pattern, names)} They are in "
                     "wb.planning.graph(experiment).parameters."
                 )
+
+    # Coupling: a batch whose samples the loss compares stays whole, or is gathered, unless the user allowed otherwise.
+    coupled, division = facts.coupled or (), captured.division
+    notes = [*graph.notes, *([division.note] if division.note else [])]
+    towers: Sequence[Graph] = ()
+    if coupled and experiment.numerics.batch_coupling == "allow":
+        notes.append(
+            f"The loss compares samples of one batch ({coupled[0]}) and batch_coupling is 'allow': it compares those "
+            f"of one micro-batch, so that its value depends on the plan."
+        )
+        coupled = ()
+    if coupled:
+        asked = [name for name in NOT_GATHERED if getattr(experiment, name) is not None]
+        fields = f"Its samples are not gathered over micro-batches in an experiment with {' or '.join(asked)}."
+        facts = replace(facts, not_gathered=fields if asked else captured.gathering_obstacle)
+        if not facts.not_gathered:
+            towers = [captured.tower_and_tail(samples) for samples in (CAPTURE_BATCH, experiment.largest_batch)]
+            facts = replace(facts, is_gathering_compared=captured.is_gathering_compared)
+
+    # Prices: labels that a head computes, blocks of sparse weights, and what the user's data add to the notes.
+    share = experiment.data.labelled_share(experiment) if examples is None else labelled_share(graph, examples)
+    sparse = None if experiment.sparsity is None else block_sparse_obstacle(experiment, graph)
+    notes += [note] if (note := experiment.data.note(experiment)) else []
+    planned = replace(graph, coupled=coupled, notes=tuple(notes))
+    return replace(facts, labelled_share=share, not_block_sparse=sparse), planned, towers
+
+
+def facts_of(experiment: Experiment, captured: CapturedModel | None = None) -> Facts:
+    """Return what the gate before a training, and every rank, compare with a plan.
+
+    The model is captured here if it is not given; one that is given and not captured stays so, and its facts are those
+    that need no capture. Raises `InvalidExperiment` for an optimiser of the user's that cannot train.
+    """
+    from workbench.capture.captured_model import CapturedModel
+    from workbench.cost.profile import Facts
+
+    captures = captured is None
+    captured = captured or CapturedModel(experiment, CAPTURE_BATCH)
+    reach = "element"
+    if isinstance(experiment.optimizer.algorithm, UserFunction):
+        from workbench.optimizers.building import reach_of_update
+
+        reach = reach_of_update(experiment, captured.trained_shapes)
+    if not captures and not captured.is_captured:
+        return Facts(captured.signature, reach, optimizer=experiment.optimizer, captured=captured)
+    graph = captured.graph
+    return Facts(
+        graph.signature,
+        reach,
+        computation=captured.computation,
+        blocks=tuple(block.name for block in graph.blocks),
+        coupled=captured.division.coupled,
+        optimizer=experiment.optimizer,
+        captured=captured,
+    )

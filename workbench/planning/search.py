@@ -221,9 +221,10 @@ CUDA_GRAPHS_GAIN = 0.01
 
 def checked_search(profile: Profile, precision: str, request: Request, advises: bool = True) -> Search:
     """Return a search of a checked request; raises what `search` raises before anything is searched."""
+    search = Search(profile, request, advises)
     check_profile(profile, precision, request.cluster)
     check(request, profile)
-    return Search(profile, request, advises)
+    return search
 
 
 def check_profile(profile: Profile, precision: str, cluster: Cluster) -> None:
