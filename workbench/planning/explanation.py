@@ -149,22 +149,19 @@ def _parts(plan: Plan) -> tuple[StepPart, ...]:
     muon = predicted.orthogonalisation_ms
     matrices = f", {milliseconds(muon)} ({muon / step:.1%}) of it to orthogonalise Muon's matrices" if muon else ""
     copies = ", and FSDP2's copies, casts and gradient accumulation around it" if plan.shards else ""
+    idle = ""  # of all devices, which is longer than the busiest one waits where stages are uneven
+    if plan.pipeline > 1:
+        share = plan.prediction.bubble_fraction
+        idle = f"; from the first forward to the last backward, all devices are idle {share:.1%}"
     rows = (
         ("Compute", predicted.compute_ms, "forward and backward of the busiest device"),
         *([("Waiting for the host", predicted.host_ms, HOST + graphs)] if predicted.host_ms > NOTHING * step else []),
         ("Exposed communication", predicted.communication_ms, f"what overlap with compute does not hide{copies}"),
-        ("Bubble", predicted.bubble_ms, f"the busiest device waits for the other stages{_idle(plan)}"),
+        ("Bubble", predicted.bubble_ms, f"the busiest device waits for the other stages{idle}"),
         ("Optimiser", predicted.optimizer_ms, f"the update, after the last backward{matrices}"),
     )
     shown = ((name, ms if abs(ms) > NOTHING * step else 0.0, meaning) for name, ms, meaning in rows)
     return tuple(StepPart(name, ms, ms / step, meaning) for name, ms, meaning in shown)
-
-
-def _idle(plan: Plan) -> str:
-    """Return how long all devices wait, which is longer than the busiest one does where stages are uneven."""
-    if plan.pipeline == 1:
-        return ""
-    return f"; from the first forward to the last backward, all devices are idle {plan.prediction.bubble_fraction:.1%}"
 
 
 def _changes(plan: Plan, profile: Profile | None) -> list[Change]:

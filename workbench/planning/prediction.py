@@ -5,7 +5,8 @@ A rank holds one stage, or under an interleaved schedule several: those with `st
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+import operator
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
 
@@ -19,6 +20,14 @@ from workbench.planning.stage_costs import Array, Cut, StageTimes, StrategyCosts
 from workbench.strategy import SCHEDULES, Action, Schedule, Strategy, build_schedule, rounds
 
 # A schedule, simulated: its time, and the micro-batches that ranks hold.
+#
+# Why pipelines have bubbles: with p equal stages, and F and B the forward and backward of a micro-batch, the last rank
+# waits for p - 1 forwards before its first micro-batch arrives, and for p - 1 backwards after its last one has left.
+# The other ranks wait as long, earlier or later: (p - 1) · (F + B). Their m micro-batches take m · (F + B), so that
+# waiting over computing is (p - 1) / m, and the idle share of the step (p - 1) / (m + p - 1), whatever F and B are.
+# GPipe and 1F1B are alike in this; 1F1B saves memory, because rank r begins a backward after p - r forwards and never
+# holds more micro-batches than that, where GPipe holds all m. With v stages on a rank (interleaved) stages are v times
+# as short, and so is the wait (arXiv:2104.04473). Real stages are uneven and sends take time: so steps are simulated.
 
 EXACT_ACTIONS = 12_000
 """Number of actions up to which a whole step is simulated. Of a longer step as many are simulated, and the rest is
@@ -137,7 +146,15 @@ def _in_order(schedule: Schedule, stages: int, queued: bool) -> _Order:
         for rank, lane in enumerate(schedule):
             while position[rank] < len(lane):
                 action = lane[position[rank]]
-                needed, boundary = _needs(action, stages)
+                # A forward needs that of the stage above, and a backward that of the stage below, over the boundary
+                # between the two; the first forward needs nothing, and the last backward its own stage's forward.
+                stage, i, boundary = action.stage, action.micro_batch, stages
+                needed: tuple[str, int, int] | None = None
+                if action.type == "F" and stage:
+                    needed, boundary = ("F", stage - 1, i), stage - 1
+                elif action.type == "B":
+                    is_last = stage == stages - 1
+                    needed, boundary = (("F", stage, i), stages) if is_last else (("B", stage + 1, i), stage)
                 if needed is not None and needed not in done:
                     break
                 index = len(actions)
@@ -152,14 +169,6 @@ def _in_order(schedule: Schedule, stages: int, queued: bool) -> _Order:
         assert len(actions) > ordered, "the schedule waits for itself"
     ranks, before, needs, boundaries, length_of = zip(*columns, strict=True)
     return _Order(tuple(actions), ranks, before, needs, boundaries, length_of)
-
-
-def _needs(action: Action, stages: int) -> tuple[tuple[str, int, int] | None, int]:
-    """Return the result that an action waits for, and the boundary over which it comes (`stages`: none)."""
-    stage, i = action.stage, action.micro_batch
-    if action.type == "F":
-        return (("F", stage - 1, i), stage - 1) if stage else (None, stages)
-    return (("B", stage + 1, i), stage) if stage < stages - 1 else (("F", stage, i), stages)
 
 
 def _ends(order: _Order, times: MicroBatchTimes) -> list[float]:
@@ -229,14 +238,13 @@ def peak_holdings(name: str, ranks: int, num_microbatches: int, chunks: int) -> 
             held[chunk] += action.type == "F"
             entries.add((*(every if count == shown else count for count in held), chunk))
             held[chunk] -= action.type == "B"
-        holdings.append(tuple(sorted(entry for entry in entries if not _is_exceeded(entry, entries))))
+        not_exceeded = [
+            entry
+            for entry in entries
+            if not any(o[-1] == entry[-1] and o != entry and all(map(operator.ge, o, entry)) for o in entries)
+        ]
+        holdings.append(tuple(sorted(not_exceeded)))
     return tuple(holdings)
-
-
-def _is_exceeded(entry: tuple[int, ...], entries: Iterable[tuple[int, ...]]) -> bool:
-    """Return True if another entry with the same chunk running holds as many micro-batches of every chunk."""
-    alike = (other for other in entries if other[-1] == entry[-1] and other != entry)
-    return any(all(b >= a for a, b in zip(entry, other, strict=True)) for other in alike)
 
 
 def step_ms(

@@ -326,17 +326,12 @@ def _check_data(experiment: Experiment, plan: Plan, progress: bool) -> None:
     for where, each in sets.items():
         samples = len(held_out(each)) if is_loaded else experiment.evaluation.samples
         if samples < plan.evaluation_batch:
-            raise _too_few_held_out(samples, where, plan)
-
-
-def _too_few_held_out(samples: int, where: str, plan: Plan) -> DataError:
-    """Return the error of a held-out set that is smaller than one batch of an evaluation."""
-    why = "the global batch, whose samples the loss compares" if plan.coupled else "one micro-batch of the plan"
-    smaller = "train with a smaller global_batch" if plan.coupled else "plan with a smaller micro_batch"
-    return DataError(
-        f"There are {samples:,} held-out samples{where}, fewer than the {plan.evaluation_batch:,} of {why}. "
-        f"Give more eval_data, raise Evaluation.samples, or {smaller}."
-    )
+            why = "the global batch, whose samples the loss compares" if plan.coupled else "one micro-batch of the plan"
+            smaller = "train with a smaller global_batch" if plan.coupled else "plan with a smaller micro_batch"
+            raise DataError(
+                f"There are {samples:,} held-out samples{where}, fewer than the {plan.evaluation_batch:,} of {why}. "
+                f"Give more eval_data, raise Evaluation.samples, or {smaller}."
+            )
 
 
 def check_numbers(experiment: Experiment, plan: Plan, graph: Graph, model: nn.Module) -> None:

@@ -22,7 +22,7 @@ from workbench.cost.memory import Array, ParameterTable
 from workbench.cost.profile import Profile, SparseCosts
 from workbench.display import Say
 from workbench.errors import PlanInfeasible, PlanMismatch
-from workbench.planning.plan import Candidate, Memory, Plan, Prediction, Stage, common_recompute
+from workbench.planning.plan import Candidate, Memory, Plan, Stage, common_recompute
 from workbench.planning.prediction import bound_ms, predict
 from workbench.planning.request import (
     Request,
@@ -82,7 +82,9 @@ class Option:
         length = count * busy / ranks
         if not strategy.interleaves:
             # Stage s cannot start before the first micro-batch has passed the stages above, nor end before its last
-            # one goes back up: busy_0 + … + busy_{s-1} + m · busy_s. The least that this can be for every s at once:
+            # one goes back up, so that the step takes at least busy_0 + … + busy_{s-1} + m · busy_s for every s. A cut
+            # that makes all of these equal to L gives stage s a share 1 / m of what the stages above leave of L, so
+            # that p stages together take L · (1 - (1 - 1 / m)^p): that is the busy time of the whole model.
             length = busy / (1 - (1 - 1 / count) ** ranks)
         return Option(costs, length + float(whole.ending) / ranks, costs.state_bytes / ranks)
 
@@ -284,7 +286,12 @@ class Search:
         return assemble(self.profile, self.request, best, by_bound, other)
 
     def _fastest(self, by_bound: list[Option]) -> Option | None:
-        """Return the fastest option that fits, of options in the order of their bounds."""
+        """Return the fastest option that fits, of options in the order of their bounds.
+
+        This is branch and bound. A bound never exceeds the step that it stands for, and options come in its order: as
+        soon as one is no less than the best simulated step, neither that option nor any after it can be faster. Most
+        options are ruled out so by the time of the whole model as one stage, before a cut is looked for.
+        """
         best: Option | None = None
         best_ms = np.inf
         for option in by_bound:
@@ -468,13 +475,29 @@ def assemble(
     assert cut is not None
     # The last block of a gathered loss is its tail; the profile of block-sparse weights counts those present alone.
     divided = profile if costs.profile.tail is None else costs.profile
-    choices = dict(vars(best.strategy))
+    strategy, choices = best.strategy, dict(vars(best.strategy))
     del choices["chunks"], choices["recompute"]
-    loss_depends = _notes_of_state(profile, best)
     prediction = predict(costs, cut, costs.times(cut.stages), request)
-    stretches = _stretches(best, cut, request)
-    if stretches:
-        prediction = replace(prediction, training_s=sum(steps * step_ms for _, steps, step_ms in stretches) / 1e3)
+
+    # A batch that changes has a step of its own in each stretch, in the same stages.
+    ramp_notes, each, training_ms = list[str](), list[str](), 0.0
+    for batch, steps in request.ramp:
+        count = batch // strategy.data // strategy.micro_batch
+        of_stretch = costs.model.of(replace(strategy, num_microbatches=count))
+        predicted = predict(of_stretch, cut, of_stretch.times(cut.stages), replace(request, global_batch=batch))
+        each.append(f"{steps:,} of {batch:,} samples in {duration(predicted.step_ms / 1e3)} each")
+        training_ms += steps * predicted.step_ms
+    if each:
+        prediction = replace(prediction, training_s=training_ms / 1e3)
+        ramp_notes = [
+            f"The batch changes: {', '.join(each)}, {duration(prediction.training_s)} together. Memory and all other "
+            "figures are those of the largest batch."
+        ]
+
+    # Sentences of capture hold where the batch is divided, or state goes from one micro-batch to the next.
+    is_divided = not strategy.gathers and strategy.data * strategy.num_microbatches > 1
+    carries_state = not strategy.gathers and strategy.num_microbatches > 1
+    loss_depends = profile.notes_if_accumulated if carries_state else ()
     plan = Plan(
         model=profile.model,
         signature=profile.signature,
@@ -490,12 +513,12 @@ def assemble(
         coupled=bool(profile.coupled),
         notes=(
             *profile.notes,
-            *_notes_of_division(profile, best),
+            *(profile.notes_if_divided if is_divided else ()),
             *loss_depends,
             *_opaque_note(divided, costs),
             *(_coupling_note(operation, best, request) for operation in profile.coupled),
             *weights_note(profile, request, best, other),
-            *_ramp_note(stretches, prediction),
+            *ramp_notes,
         ),
         loss_depends=loss_depends,
         candidates=_rows(best, options, request),
@@ -504,41 +527,6 @@ def assemble(
     )
     object.__setattr__(plan, "origin", (profile, request))
     return plan
-
-
-def _stretches(best: Option, cut: Cut, request: Request) -> list[tuple[int, int, float]]:
-    """Return samples, steps and predicted milliseconds of a step for each stretch of a batch that changes."""
-    found = []
-    for batch, steps in request.ramp:
-        strategy = best.strategy
-        count = batch // strategy.data // strategy.micro_batch
-        costs = best.costs.model.of(replace(strategy, num_microbatches=count))
-        predicted = predict(costs, cut, costs.times(cut.stages), replace(request, global_batch=batch))
-        found.append((batch, steps, predicted.step_ms))
-    return found
-
-
-def _ramp_note(stretches: Sequence[tuple[int, int, float]], prediction: Prediction) -> tuple[str, ...]:
-    if not stretches:
-        return ()
-    each = [f"{steps:,} of {batch:,} samples in {duration(step_ms / 1e3)} each" for batch, steps, step_ms in stretches]
-    return (
-        f"The batch changes: {', '.join(each)}, {duration(prediction.training_s)} together. Memory and all other "
-        "figures are those of the largest batch.",
-    )
-
-
-def _notes_of_division(profile: Profile, best: Option) -> tuple[str, ...]:
-    """Return the sentences that hold for a batch that is divided as in the best option."""
-    strategy = best.strategy
-    is_whole = strategy.gathers or strategy.data * strategy.num_microbatches == 1
-    return () if is_whole else profile.notes_if_divided
-
-
-def _notes_of_state(profile: Profile, best: Option) -> tuple[str, ...]:
-    """Return the sentences on state that each micro-batch of a step changes for the next."""
-    strategy = best.strategy
-    return profile.notes_if_accumulated if strategy.num_microbatches > 1 and not strategy.gathers else ()
 
 
 def _opaque_note(profile: Profile, costs: StrategyCosts) -> tuple[str, ...]:

@@ -202,13 +202,6 @@ class Compute:
     """All-reduces over the tensor axis in the backward, `[mode, i, j]`."""
 
 
-def without_accumulation(compute: Compute, table: ParameterTable, device: Device) -> Compute:
-    """Return the times if backwards do not add gradients of weights with bf16 copies, which are bf16, in fp32."""
-    saved = (ACCUMULATE_BYTES - BF16) * spans(table.own_cast)
-    byte_ms = 1e3 / (device.memory_bandwidth * device.efficiency.bandwidth)
-    return replace(compute, backward=np.maximum(0.0, compute.backward - saved * byte_ms))
-
-
 @dataclass(frozen=True, eq=False)
 class DeviceCosts:
     """A profile priced on one device. Every method caches its results."""
@@ -249,7 +242,9 @@ class DeviceCosts:
         costs = self.blocks(micro_batch, tensor)
         pace = self.profile.in_step(self.device, devices=devices)
         replayed = self.profile.replayed_share(micro_batch, self.device) if cuda_graphs else 1.0
-        costs = _paced(costs, pace * np.where(costs.capturable["none"], replayed, 1.0))
+        pace = pace * np.where(costs.capturable["none"], replayed, 1.0)
+        on_device = ("forward_ms", "backward_ms", "full_recompute_ms", "selective_recompute_ms")
+        costs = replace(costs, **{name: pace * getattr(costs, name) for name in on_device})
         if low_precision:
             costs = _without_casts(costs)
         if hooks_ms is not None:
@@ -314,12 +309,6 @@ class DeviceCosts:
 def device_costs(profile: Profile, device: Device) -> DeviceCosts:
     """Return the costs that all searches of one profile on one device share, so that a slider answers quickly."""
     return DeviceCosts(profile, device)
-
-
-def _paced(costs: BlockCosts, pace: Array) -> BlockCosts:
-    """Return the costs of blocks whose device takes `pace` times as long."""
-    names = ("forward_ms", "backward_ms", "full_recompute_ms", "selective_recompute_ms")
-    return replace(costs, **{name: pace * getattr(costs, name) for name in names})
 
 
 def _without_casts(costs: BlockCosts) -> BlockCosts:
@@ -566,11 +555,18 @@ class StrategyCosts:
             cuda_graphs=strategy.cuda_graphs,
             devices=strategy.world,
         )
-        keeps = keeps_bf16_gradients(self.profile, strategy)
-        return without_accumulation(compute, self.table, self.cluster.device) if keeps else compute
+        if not keeps_bf16_gradients(self.profile, strategy):
+            return compute
+        # One backward makes each gradient: those of weights with bf16 copies stay in bf16, and are added to nothing.
+        device, saved = self.cluster.device, (ACCUMULATE_BYTES - BF16) * spans(self.table.own_cast)
+        byte_ms = 1e3 / (device.memory_bandwidth * device.efficiency.bandwidth)
+        return replace(compute, backward=np.maximum(0.0, compute.backward - saved * byte_ms))
 
     def _optimizer(self, stages: Stages) -> Array:
-        """Return the milliseconds of the optimiser's update, with the casts of weight copies that are kept."""
+        """Return the milliseconds of the optimiser's update, with the casts of weight copies that are kept.
+
+        An update is bound by memory: it takes as long as its bytes take at the device's bandwidth.
+        """
         device = self.cluster.device
         traffic = _update_bytes(stages, self.profile, self.table, self.strategy)
         seconds = traffic / (device.memory_bandwidth * device.efficiency.bandwidth)

@@ -30,6 +30,8 @@ def partition(cost: Sequence[Array], memory: Sequence[Array], limit: float) -> t
     Every stage must stay within `limit`. Both arguments have one (n + 1, n + 1) matrix per stage. The result is None
     when no cut fits. Time: O(stages · n²), twice.
     """
+    # Twice, because the slowest stage alone sets the pace: many cuts are as fast as the best, and of these the one with
+    # the leanest stages recomputes least.
     not_empty = _not_empty(len(cost[0]))
     within = _each(lambda c, m: np.where(not_empty & (m <= limit), c, np.inf), cost, memory)
     bottleneck, cuts = min_max(within)
@@ -183,7 +185,13 @@ faster."""
 
 
 class Cutter:
-    """Cuts one option. Matrices are made when they are needed, and once for stages that share them."""
+    """Cuts one option. Matrices are made when they are needed, and once for stages that share them.
+
+    A device of a stage holds what stays for the whole step (`state`: fp32 parameters, gradients, the optimiser's
+    moments, copies and buffers, each divided as ZeRO and the tensor axis divide it), what the forward of each
+    micro-batch in flight keeps for its backward (`held`), and for the one that runs also the largest temporary
+    (`newest`): state + (count - 1) · held + newest. The number of micro-batches in flight is the schedule's.
+    """
 
     def __init__(self, costs: StrategyCosts) -> None:
         self.costs = costs
