@@ -32,7 +32,7 @@ from workbench.capture.source_lines import SourceLine
 from workbench.capture.tensor_parallel import plan_tensor_parallel
 from workbench.display import waiting
 from workbench.errors import CaptureError, InvalidExperiment, PlanMismatch, in_words
-from workbench.experiment import Experiment
+from workbench.experiment import Experiment, Optimizer
 from workbench.tensors import TensorSpec
 from workbench.user_code import Function, UserFunction, changed_between, functions_of
 
@@ -177,6 +177,11 @@ class CapturedModel:
         if self._micro_batch != planned.samples:
             return CapturedModel(self._experiment, planned.samples, self._model).difference_from(planned)
         return line_of_operation(self.graph, at)
+
+    @property
+    def optimizer(self) -> Optimizer:
+        """The optimiser of the experiment that the model was captured for."""
+        return self._experiment.optimizer
 
     @property
     def is_on_rank(self) -> bool:

@@ -20,7 +20,7 @@ from workbench.strategy import RECOMPUTE
 if TYPE_CHECKING:
     from workbench.capture.captured_model import CapturedModel
     from workbench.capture.graph import Computation
-    from workbench.experiment import Experiment, Optimizer
+    from workbench.experiment import Experiment
 
 
 from collections.abc import Callable, Sequence
@@ -270,8 +270,6 @@ class Facts:
     """True if numbers were compared with those of the gathered loss; the model is too large for it otherwise."""
     not_block_sparse: str | None = None
     """Clause that says why sparse weights can only be masked; empty if they can be block-sparse."""
-    optimizer: Optimizer | None = field(default=None, repr=False, compare=False)
-    """The optimiser whose `reach` it is."""
     captured: CapturedModel | None = field(default=None, repr=False, compare=False)
     """The model itself with its graphs, in the process that captured it."""
 

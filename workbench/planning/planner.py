@@ -18,7 +18,7 @@ from workbench.errors import InvalidArgument, PlanInfeasible
 from workbench.experiment import Experiment
 from workbench.planning.plan import Candidate, Plan
 from workbench.planning.profiling import profile_and_cluster
-from workbench.planning.request import Request, memory_limit_bytes
+from workbench.planning.request import Request, memory_limit_bytes, within_limits_of_optimizer
 from workbench.planning.search import Search, checked_search, uncollected
 from workbench.strategy import RECOMPUTE, SCHEDULES, Choices, Fixed
 from workbench.units import MIB, gib, is_count, milliseconds
@@ -73,6 +73,7 @@ def search(
         True
     """
     limit, fixed = memory_limit_bytes(memory_limit_gib), Fixed(**choices)
+    within_limits_of_optimizer(experiment, fixed, "element")  # refused at once, whatever the capture will show
     with waiting(f"planning {experiment.model.name}"):
         costs, cluster = profile_and_cluster(experiment, cluster)  # last, because capture takes seconds
         return weigh(costs, costs.precision, Request.of(experiment, cluster, limit, fixed, costs.facts))

@@ -157,7 +157,7 @@ def facts_of(experiment: Experiment, captured: CapturedModel | None = None) -> F
 
         reach = reach_of_update(experiment, captured.trained_shapes)
     if not captures and not captured.is_captured:
-        return Facts(captured.signature, reach, optimizer=experiment.optimizer, captured=captured)
+        return Facts(captured.signature, reach, captured=captured)
     graph = captured.graph
     return Facts(
         graph.signature,
@@ -165,6 +165,5 @@ def facts_of(experiment: Experiment, captured: CapturedModel | None = None) -> F
         computation=captured.computation,
         blocks=tuple(block.name for block in graph.blocks),
         coupled=captured.division.coupled,
-        optimizer=experiment.optimizer,
         captured=captured,
     )

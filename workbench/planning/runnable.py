@@ -96,7 +96,7 @@ def _has_loaded_data(experiment: Experiment) -> bool:
 def _facts(experiment: Experiment, plan: Plan, captured: CapturedModel) -> Facts:
     """Return what is known of the experiment's model: what its plan has found, if the optimiser is the same."""
     made_for = plan.origin[0].facts if plan.origin is not None else None
-    is_same = made_for is not None and made_for.captured is captured and made_for.optimizer == experiment.optimizer
+    is_same = made_for is not None and made_for.captured is captured and captured.optimizer == experiment.optimizer
     return made_for if made_for is not None and is_same else facts_of(experiment, captured)
 
 
