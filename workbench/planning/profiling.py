@@ -61,9 +61,9 @@ def profile_and_cluster(experiment: Experiment, cluster: Cluster | None) -> tupl
 
 def analytic_profile(experiment: Experiment, cluster: Cluster) -> Profile:
     """Return the profile of the experiment's model by the device's constants, without measurements."""
-    from workbench.cost.sparse_matrices import SparseMatrices
     from workbench.cost.graph_profiler import profile_graph, with_gathered, with_optimizer
     from workbench.cost.profile import computed_on
+    from workbench.cost.sparse_matrices import SparseMatrices
 
     facts, graph, towers = capture_to_plan(experiment)
     precision, compiled = computed_on(cluster.device, experiment)
