@@ -122,7 +122,7 @@ class World:
         machine = environment()
         patch.setattr(launcher, "environment", lambda: machine)  # asking git and the driver takes longer
         patch.setattr(processes, "strays", lambda _: [])  # they are looked for among all processes of the machine
-        patch.setattr(launcher, "launch", self._launched)
+        patch.setattr(launcher, "start_attempt", self._launched)
         patch.setattr(save_load, "create_state", lambda _: None)
         patch.setattr(save_load, "entries", lambda _: self.entries)
         patch.setattr(dist, "new_group", lambda **_: dist.group.WORLD)  # each of its own would keep threads to the end
