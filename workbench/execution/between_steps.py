@@ -89,40 +89,37 @@ class ForwardPass:
         average = self.trainer.average
         with nullcontext() if average is None else average.in_place_of_weights():
             self.trainer.prepare_forward()
-            with self._untouched_state():
-                yield
-
-    @contextmanager
-    def _untouched_state(self) -> Iterator[None]:
-        context, stages, coordinate = self.context, self.trainer.stages.stages, self.trainer.coordinate
-        modules = [list(stage.block_modules()) for stage in stages]
-        before = [(stage.graph, [module.program for module in own]) for stage, own in zip(stages, modules, strict=True)]
-        saved, held = dict(vars(context)), self.trainer.stages.model_buffers()
-        trained = sorted(written_buffers(module.block for own in modules for module in own))
-        names = {*trained, *(name for name in written_buffers(self.blocks) if name in held)}
-        buffers = [(held[name], held[name].clone()) for name in names]
-        if coordinate.data > 1:  # each replica has running averages of its own, and a checkpoint those of the first
-            for name in trained:
-                value = held[name].contiguous()
-                dist.broadcast(value, group=coordinate.data_group, group_src=0)
-                held[name].copy_(value)
-        context.first_microbatch, context.cuda_graphs, context.action_log, context.scalars = 0, None, None, None
-        try:
-            for stage, own, programs in zip(stages, modules, self.programs, strict=True):
-                stage.use(self.graph)
-                for module, program in zip(own, programs, strict=True):
-                    module.use(program)
-            with untouched_generators(context.device), torch.no_grad():
-                yield
-        finally:
-            vars(context).update(saved)
-            for stage, own, (graph, programs) in zip(stages, modules, before, strict=True):
-                stage.use(graph)
-                for module, program in zip(own, programs, strict=True):
-                    module.use(program)
-                end_forward_only(stage)
-            for buffer, value in buffers:
-                buffer.copy_(value)
+            context, stages, coordinate = self.context, self.trainer.stages.stages, self.trainer.coordinate
+            modules = [list(stage.block_modules()) for stage in stages]
+            before = [
+                (stage.graph, [module.program for module in own]) for stage, own in zip(stages, modules, strict=True)
+            ]
+            saved, held = dict(vars(context)), self.trainer.stages.model_buffers()
+            trained = sorted(written_buffers(module.block for own in modules for module in own))
+            names = {*trained, *(name for name in written_buffers(self.blocks) if name in held)}
+            buffers = [(held[name], held[name].clone()) for name in names]
+            if coordinate.data > 1:  # each replica has running averages of its own, and a checkpoint those of the first
+                for name in trained:
+                    value = held[name].contiguous()
+                    dist.broadcast(value, group=coordinate.data_group, group_src=0)
+                    held[name].copy_(value)
+            context.first_microbatch, context.cuda_graphs, context.action_log, context.scalars = 0, None, None, None
+            try:
+                for stage, own, programs in zip(stages, modules, self.programs, strict=True):
+                    stage.use(self.graph)
+                    for module, program in zip(own, programs, strict=True):
+                        module.use(program)
+                with untouched_generators(context.device), torch.no_grad():
+                    yield
+            finally:
+                vars(context).update(saved)
+                for stage, own, (graph, programs) in zip(stages, modules, before, strict=True):
+                    stage.use(graph)
+                    for module, program in zip(own, programs, strict=True):
+                        module.use(program)
+                    end_forward_only(stage)
+                for buffer, value in buffers:
+                    buffer.copy_(value)
 
 
 IN_MEMORY = 2**28
@@ -157,8 +154,7 @@ class Evaluator:
     """Computes the mean loss over a dataset, the same number on every rank and under every plan; writes it when due.
 
     A loss that compares samples is computed over each `global_batch` samples in order, and the mean of these losses is
-    taken; samples that fill no such batch are left out. The time of an evaluation counts neither as training time nor
-    as time of a step.
+    taken; samples that fill no such batch are left out.
     """
 
     def __init__(
@@ -242,8 +238,6 @@ class Evaluator:
                     total[2 * index + 1 : 2 * index + 3] += weight * pair.to(total.device)
         return total
 
-    # Batches
-
     def _host_batches(self) -> Iterator[Batch]:
         """Yield this replica's micro-batches; those of a set of up to `IN_MEMORY` are made once and stay in memory.
 
@@ -283,8 +277,6 @@ class Evaluator:
             # A copy on CPUs, too: a forward may change what it is given.
             device = self._context.device
             yield {name: field.to(device, non_blocking=True, copy=True) for name, field in batch.items()}
-
-    # Events
 
     def is_due(self, step: int) -> bool:
         """Return True if the loss is to be computed after `step` steps."""
@@ -328,10 +320,7 @@ GUESSES = 5
 
 
 class Sampler:
-    """Lets the model answer the prompts of its experiment; the same texts on every rank. Writes them when they are due.
-
-    Their time counts neither as training time nor as time of a step.
-    """
+    """Lets the model answer the prompts of its experiment, the same on every rank, and writes the answers when due."""
 
     def __init__(self, trainer: Trainer, graphs: Sequence[Graph], events: Path | None = None) -> None:
         """`graphs` are those of `CapturedModel.samples`; `events` is None on all ranks but one."""

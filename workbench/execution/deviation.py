@@ -173,47 +173,48 @@ def distances(reference: Numbers, found: Numbers, before: Mapping[str, torch.Ten
 def judged(rows: Iterable[Row], plan: str, block_names: Sequence[str]) -> list[Deviation]:
     """Return every row with its excess over what roundings explain, in the order in which the numbers arise."""
     groups: dict[tuple[object, ...], list[Row]] = defaultdict(list)
-    for row in rows:
-        groups[row.key[:2]].append(row)
-    found = [each for group in groups.values() for each in _judged_together(group, plan, block_names)]
-    return sorted(found, key=lambda each: (each.order, -each.excess))
-
-
-def _judged_together(rows: Sequence[Row], plan: str, block_names: Sequence[str]) -> Iterable[Deviation]:
-    """Judge the rows of one part of one step, whose errors are spread over elements alike."""
-    spread = {name: _spread(rows, name) for name in ("scale", "offset")}
     same: dict[tuple[object, ...], list[Row]] = defaultdict(list)
     for row in rows:
+        groups[row.key[:2]].append(
+            row
+        )  # the tensors of one part of one step, whose errors are spread over elements alike
         same[row.key[:4]].append(row)  # the micro-batches, and the ranks, of one tensor
-    for row in rows:
+    spreads = {key: {name: _spread(group, name) for name in ("scale", "offset")} for key, group in groups.items()}
+    found = []
+    for row in (row for group in groups.values() for row in group):
+        # How large roundings make each distance: those of repetitions, and of a scale or an offset also what the size
+        # of the errors lets expect of the sum of so many elements.
         noise = [each for other in same[row.key[:4]] for each in other.noise]
         coarse = [each for other in same[row.key[:4]] for each in other.coarse]
-        is_exact = row.key[1] in (START, SAMPLES)
-        floor = 0.0 if is_exact else LEAST_UNITS * FP32_ROUNDING
+        floor = 0.0 if row.key[1] in (START, SAMPLES) else LEAST_UNITS * FP32_ROUNDING
         sizes = {name: max((getattr(each, name) for each in noise), default=0.0) for name in ("size", "element")}
         jumps = {name: max((getattr(each, name) for each in coarse), default=0.0) for name in sizes}
         limits = {name: max(floor, MOST_NOISE * sizes[name], MOST_JUMPS * jumps[name]) for name in sizes}
-        for name, how_spread in spread.items():
-            own = _rms([getattr(each, name) for each in noise])
-            limits[name] = max(floor, MOST_SIGMAS * max(own, how_spread * sizes["size"] / row.elements**0.5))
-        excess = {name: _over(abs(getattr(row.found, name)), limit) for name, limit in limits.items()}
+        for name, how_spread in spreads[row.key[:2]].items():
+            repeated = _rms([getattr(each, name) for each in noise])
+            limits[name] = max(floor, MOST_SIGMAS * max(repeated, how_spread * sizes["size"] / row.elements**0.5))
+        distances = {name: abs(getattr(row.found, name)) for name in limits}
+        excess = {n: d / limits[n] if limits[n] else math.inf if d else 0.0 for n, d in distances.items()}
         measure = max(excess, key=lambda name: excess[name])
         step, part, block, tensor, micro_batch = row.key
-        yield Deviation(
-            plan=plan,
-            step=step + 1,
-            part=PARTS[part],
-            block=block,
-            block_name=block_names[block],
-            tensor=tensor.removeprefix("model."),
-            micro_batch=None if micro_batch < 0 else micro_batch,
-            rank=row.rank,
-            size=row.found.size,
-            noise=sizes["size"],
-            factor=1 + row.found.scale,
-            excess=excess[measure],
-            measure=measure,
+        found.append(
+            Deviation(
+                plan=plan,
+                step=step + 1,
+                part=PARTS[part],
+                block=block,
+                block_name=block_names[block],
+                tensor=tensor.removeprefix("model."),
+                micro_batch=None if micro_batch < 0 else micro_batch,
+                rank=row.rank,
+                size=row.found.size,
+                noise=sizes["size"],
+                factor=1 + row.found.scale,
+                excess=excess[measure],
+                measure=measure,
+            )
         )
+    return sorted(found, key=lambda each: (each.order, -each.excess))
 
 
 def _spread(rows: Iterable[Row], name: str) -> float:
@@ -229,10 +230,6 @@ def _spread(rows: Iterable[Row], name: str) -> float:
 
 def _rms(values: Sequence[float]) -> float:
     return math.sqrt(sum(value * value for value in values) / len(values)) if values else 0.0
-
-
-def _over(value: float, limit: float) -> float:
-    return value / limit if limit else math.inf if value else 0.0
 
 
 def first_fault(found: Sequence[Deviation]) -> Deviation | None:

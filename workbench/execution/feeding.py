@@ -32,7 +32,6 @@ from workbench.execution.parallel import MeshCoordinate
 from workbench.execution.trainer import Trainer
 from workbench.experiment import Experiment
 from workbench.rundir import RunDir, read_json, read_object, write_json
-from workbench.tensors import TensorSpec
 
 LOADER_WORKERS = 2
 """Processes that assemble batches for a GPU; a rank on a CPU assembles its own."""
@@ -90,18 +89,7 @@ def feed(dataset: TrainingDataset, first: int, global_batch: int, state: Mapping
         return
     if state is not None and (state["of"] != dataset.identity or state["first"] > first):
         state = None
-    with _shared_ring(dataset, first, global_batch) as (ring, reader):
-        feeder = Feeder(dataset.stream, ring, first, state) if reader == 0 else None
-        try:
-            yield Feed(dataset.reading(ring), dataset.identity, ring, reader, feeder)
-        finally:
-            if feeder is not None:
-                feeder.close()
-
-
-@contextlib.contextmanager
-def _shared_ring(dataset: StreamedDataset, first: int, global_batch: int) -> Iterator[tuple[Ring, int]]:
-    """Open one file on every rank of a node; also return the position of this rank among them."""
+    # The ranks of a node share one file: those that see the same folder for temporary files, on a host of one name.
     folder = os.stat(tempfile.gettempdir())
     node = (socket.gethostname(), folder.st_dev, folder.st_ino)
     nodes: list[Any] = [None] * dist.get_world_size()
@@ -113,15 +101,19 @@ def _shared_ring(dataset: StreamedDataset, first: int, global_batch: int) -> Ite
     dist.all_gather_object(paths, str(path))
     if descriptor is None:
         descriptor = os.open(paths[mine[0]], os.O_RDWR)
+    feeder = None
     try:
         ring = ring_for(dataset.stream, descriptor, global_batch, len(mine), dataset.vocabulary)
         if reader == 0:
             ring.clear(first)
-        dist.barrier()
+        dist.barrier()  # every rank has opened the file, which loses its name now
         if path is not None:
             path.unlink()
-        yield ring, reader
+        feeder = Feeder(dataset.stream, ring, first, state) if reader == 0 else None
+        yield Feed(dataset.reading(ring), dataset.identity, ring, reader, feeder)
     finally:
+        if feeder is not None:
+            feeder.close()
         os.close(descriptor)
 
 
@@ -143,14 +135,32 @@ class TrainingSamples:
         """Yield this replica's share of every global batch, in training order, on its device, with its label counts.
 
         Labels are counted while the batch is still in the host's memory, where counting does not wait for the device.
+        Raises `DataError` for items of other types or shapes than those that the model was captured with.
         """
         experiment, state = self._experiment, self.stream_state(first_step)
         dataset, first = experiment.data.dataset(experiment), self._first_sample(first_step)
         with feed(dataset, first, experiment.largest_batch, state) as self._feed:
             self._feed.dataset.length += self.skipped
-            for step, own in enumerate(self._loader(self._feed.dataset, first_step), first_step):
+            on_gpu = self._device.type == "cuda"
+            # Accelerate's `prepare_data_loader` does the same for batches of one size, but imports `datasets` and with
+            # it pandas.
+            loader = DataLoaderShard(
+                self._feed.dataset,
+                batch_sampler=_Shares(experiment, first_step, self.skipped, self._coordinate),
+                collate_fn=self._feed.dataset.collate,
+                num_workers=LOADER_WORKERS if on_gpu else 0,
+                pin_memory=on_gpu,
+            )
+            for step, own in enumerate(loader, first_step):
                 self._feed.release(self._first_sample(step + 1))
-                _require_specs(own, trainer.graph.batch, step + 1)
+                for name, spec in trainer.graph.batch.items():
+                    found = spec_of(name, own[name])
+                    if (found.dtype, found.shape[1:]) != (spec.dtype, spec.shape[1:]):
+                        raise DataError(
+                            f"The items of step {step + 1:,} have {name} as {found.dtype} {list(found.shape[1:])}, and "
+                            f"the first item of the dataset has {spec.dtype} {list(spec.shape[1:])}. Let every item "
+                            "have the same types and shapes, by .to(dtype) in the dataset for instance."
+                        )
                 yield send_to_device(own, self._device, non_blocking=True), trainer.count_labels_on_host(own)
 
     def stream_state(self, step: int) -> Mapping[str, Any] | None:
@@ -161,33 +171,6 @@ class TrainingSamples:
     def _first_sample(self, step: int) -> int:
         """Return the number of the first sample of a step, counted from 0."""
         return self._experiment.samples_before(step) + self.skipped
-
-    def _loader(self, dataset: TrainingDataset, first_step: int) -> DataLoaderShard:
-        """Return a loader of this replica's share of the global batches from a step on, in the host's memory.
-
-        Accelerate's `prepare_data_loader` does the same for batches of one size, but imports `datasets` and with it
-        pandas.
-        """
-        on_gpu = self._device.type == "cuda"
-        return DataLoaderShard(
-            dataset,
-            batch_sampler=_Shares(self._experiment, first_step, self.skipped, self._coordinate),
-            collate_fn=dataset.collate,
-            num_workers=LOADER_WORKERS if on_gpu else 0,
-            pin_memory=on_gpu,
-        )
-
-
-def _require_specs(batch: Mapping[str, torch.Tensor], specs: Mapping[str, TensorSpec], step: int) -> None:
-    """Raise `DataError` if items have fields of other types or shapes than those that the model was captured with."""
-    for name, spec in specs.items():
-        found = spec_of(name, batch[name])
-        if (found.dtype, found.shape[1:]) != (spec.dtype, spec.shape[1:]):
-            raise DataError(
-                f"The items of step {step:,} have {name} as {found.dtype} {list(found.shape[1:])}, and the first item "
-                f"of the dataset has {spec.dtype} {list(spec.shape[1:])}. Let every item have the same types and "
-                "shapes, by .to(dtype) in the dataset for instance."
-            )
 
 
 # User-defined datasets, whose code only ranks execute: are their samples still those of the start of the run?
@@ -203,35 +186,25 @@ def check_user_data(run: RunDir, experiment: Experiment) -> None:
     read = {name: data for name in ("data", "eval_data") if (data := getattr(experiment, name)) is not None}
     if not any(data.is_user_defined for data in read.values()):
         return
+
+    def fingerprint(of: Experiment) -> str | None:
+        first, second = (data_fingerprint(of) for _ in range(2))
+        return first if first == second else None  # two readings may differ
+
     names = {name: data.to_json() for name, data in read.items()}
-    source = run
     if run.resume.exists():
         source = RunDir(Path(read_json(run.resume)["checkpoint"]).parent.parent)
         recorded = read_object(source.user_data)
         accepted = read_object(run.environment).get("accepted_changed_data")
         if recorded.get("names") == json.loads(json.dumps(names)) and not accepted:
-            _compare(source, experiment, recorded)
+            before = recorded["fingerprint"]
+            found = None if before is None else fingerprint(experiment.replace(steps=recorded["steps"]))
+            if found is not None and found != before:
+                raise DataError(
+                    f"{experiment.data.name} gives other samples than when {source.path.name} was started: its first "
+                    f"and last samples have the fingerprint {found[:12]} instead of {before[:12]}. Restore what it "
+                    "reads, or continue with the new samples: run.resume(accept_changed_data=True)."
+                )
             if source.path.resolve() == run.path.resolve():
                 return
-    write_json(
-        run.user_data, {"names": names, "steps": experiment.total_steps, "fingerprint": _fingerprint(experiment)}
-    )
-
-
-def _compare(source: RunDir, experiment: Experiment, recorded: dict[str, Any]) -> None:
-    """Raise `DataError` unless the samples are those recorded, as far as both are known."""
-    before = recorded["fingerprint"]
-    found = None if before is None else _fingerprint(experiment.replace(steps=recorded["steps"]))
-    if found is not None and found != before:
-        name = experiment.data.name
-        raise DataError(
-            f"{name} gives other samples than when {source.path.name} was started: its first and last samples have the "
-            f"fingerprint {found[:12]} instead of {before[:12]}. Restore what it reads, or continue with the new "
-            "samples: run.resume(accept_changed_data=True)."
-        )
-
-
-def _fingerprint(experiment: Experiment) -> str | None:
-    """Return the fingerprint of the data, or None if two readings differ."""
-    first, second = (data_fingerprint(experiment) for _ in range(2))
-    return first if first == second else None
+    write_json(run.user_data, {"names": names, "steps": experiment.total_steps, "fingerprint": fingerprint(experiment)})

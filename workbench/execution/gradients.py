@@ -68,17 +68,16 @@ class GradientAccumulator:
         tensors = totals + values
         key = tuple((tensor.shape, tensor.stride(), tensor.dtype) for tensor in tensors)
         if key not in self._compiled:
-            self._compiled[key] = torch.compile(_additions(len(totals)), dynamic=False, fullgraph=True)
+            # A graph module of its own, because the compiler keeps one cache per module.
+            graph = fx.Graph()
+            into, added = (
+                [graph.placeholder(f"{name}{at}") for at in range(len(totals))] for name in ("into", "value")
+            )
+            graph.call_function(torch.ops.aten._foreach_add_.List, (into, added))
+            graph.output(())
+            additions = fx.GraphModule(nn.Module(), graph)
+            self._compiled[key] = torch.compile(additions, dynamic=False, fullgraph=True)
         self._compiled[key](*tensors)
-
-
-def _additions(count: int) -> fx.GraphModule:
-    """Return a new graph module that adds `count` pairs; it is new because the compiler keeps one cache per module."""
-    graph = fx.Graph()
-    totals, values = ([graph.placeholder(f"{name}{index}") for index in range(count)] for name in ("into", "value"))
-    graph.call_function(torch.ops.aten._foreach_add_.List, (totals, values))
-    graph.output(())
-    return fx.GraphModule(nn.Module(), graph)
 
 
 # All-reduce over the replicas, where neither DistributedDataParallel nor FSDP2 does it.
@@ -214,12 +213,9 @@ class GradientNorms:
 
     def squared(self) -> list[torch.Tensor]:
         """Return this rank's share of the squared norm of all gradients, and of those of each group."""
-        return [self._squared(parameters) for parameters in (self._parameters.values(), *self._groups.values())]
-
-    def _squared(self, parameters: Iterable[nn.Parameter]) -> torch.Tensor:
-        divisors = self._divisors
-        counted = ((p.grad, divisors[p]) for p in parameters if p in divisors and p.grad is not None)
-        return squared_norm(counted, self._device)
+        divisors, groups = self._divisors, (self._parameters.values(), *self._groups.values())
+        counted = ([(p.grad, divisors[p]) for p in group if p in divisors and p.grad is not None] for group in groups)
+        return [squared_norm(gradients, self._device) for gradients in counted]
 
     def clip(self, optimizer: torch.optim.Optimizer, squared: torch.Tensor, of_groups: torch.Tensor) -> None:
         """Clip the gradients, or let the optimiser's kernel do so; the squared norms are those over all ranks."""

@@ -179,7 +179,12 @@ def export_checkpoint(checkpoint: Path, to: Path) -> tuple[Path, ...]:
         to.mkdir(parents=True, exist_ok=True)
         save_torch_state_dict(tensors, to, max_shard_size=FILE_BYTES)
         if model["config"] is not None:
-            config = {**model["config"], **_tokens_of_text(tokenizer)}
+            config = dict(model["config"])
+            if tokenizer.is_dir():
+                tokens = SpecialTokens.of_folder(tokenizer)
+                begin = tokens.end if tokens.begin is None else tokens.begin
+                if tokens.end is not None and begin is not None:
+                    config |= {"bos_token_id": begin, "eos_token_id": tokens.end}
             (to / "config.json").write_text(json.dumps(config, indent=2) + "\n")
         for name in tokenizer_files(tokenizer)[:-1] if tokenizer.is_dir() else ():
             shutil.copyfile(tokenizer / name, to / name)
@@ -191,16 +196,6 @@ def export_checkpoint(checkpoint: Path, to: Path) -> tuple[Path, ...]:
         why, remedy = (error.strerror, remedy_for(error)) if isinstance(error, OSError) else (str(error), _ROOM)
         raise CheckpointError(f"The model cannot be written to {to}: {why}. {remedy}") from None
     return tuple(sorted(set(to.iterdir()) - (before or set())))
-
-
-def _tokens_of_text(tokenizer: Path) -> dict[str, int]:
-    """Return the fields of `config.json` that follow from a tokeniser, if the folder has one."""
-    if not tokenizer.is_dir():
-        return {}
-    tokens = SpecialTokens.of_folder(tokenizer)
-    end = tokens.end
-    begin = tokens.begin if tokens.begin is not None else end
-    return {} if end is None or begin is None else {"bos_token_id": begin, "eos_token_id": end}
 
 
 def _read_tensors(checkpoint: Path, names: list[str]) -> dict[str, torch.Tensor]:

@@ -117,10 +117,18 @@ class StageModule(nn.Module):
         }
 
     def forward(self, *received: torch.Tensor, **batch: torch.Tensor) -> Any:
-        values = {
-            name: _from_carrier(value, self.graph.values[name], name in self.graph.differentiated)
-            for name, value in zip(self._receives, received, strict=True)
-        }
+        # The pipeline carries floating-point numbers only, and asks for a gradient of all that it carries. What no
+        # parameter before this stage reaches is detached again.
+        values: dict[str, torch.Tensor] = {}
+        for name, value in zip(self._receives, received, strict=True):
+            spec = self.graph.values[name]
+            if not spec.is_floating:
+                values[name] = value.detach().view(torch.int64).to(getattr(torch, spec.dtype))
+            elif name not in self.graph.differentiated:
+                values[name] = value.detach()
+            else:
+                values[name] = _ContiguousGradient.apply(value) if value.requires_grad else value
+
         shared = {name: getattr(self, attribute) for name, attribute in self._shared.items()}
         with self._context.autocast():
             for module, finished in zip(self.block_modules(), self._finished, strict=True):
@@ -129,17 +137,33 @@ class StageModule(nn.Module):
                 # A block gets only the shared parameters it reads: FSDP2 makes a gradient for every tensor it is given.
                 borrowed = {name: shared[name] for name in module.borrowed_parameters}
                 sent = dict(zip(block.sends, module(borrowed, arguments), strict=True))
-                _require_memory(block, sent)
+                for name, value in sent.items():
+                    # Capture sends no views of weights that it knows. This check stands for operations that hide one:
+                    # ZeRO 3 has freed the weight by now, and to read its view would end the process.
+                    if value.numel() and not value.untyped_storage().nbytes():
+                        raise CaptureError(
+                            f"{block.name} passes {name!r} {tuple(value.shape)} to later layers. It shares the memory "
+                            "of a weight, which ZeRO 3 frees when the layer has run. Write .clone() behind the "
+                            "operation that makes it, or plan with zero=2."
+                        )
                 if self._context.scalars is not None:
                     self._context.scalars.collect(self._context.microbatch, sent)
                 values |= sent
                 for name in finished:  # autograd keeps what the backward needs of it
                     del values[name]
         if self.is_last:
+            # Divided here and not by the schedule (`scale_grads`), which would pass over all gradients once more.
             loss = values[self.graph.loss].float().reshape(()) / self.num_microbatches
             outputs = self.graph.outputs
             return loss if outputs is None else (loss, *(values[name] for name in outputs.names))
-        return tuple(_to_carrier(values[name], self.graph.values[name]) for name in self._sends)
+        # Contiguous copies, which share no memory with the stage's values.
+        sent = {}
+        for name in self._sends:
+            spec = self.graph.values[name]
+            dtype = getattr(torch, spec.dtype) if spec.is_floating else torch.int64
+            carried = values[name].to(dtype, copy=True, memory_format=torch.contiguous_format)
+            sent[name] = carried if spec.is_floating else carried.view(getattr(torch, CARRIER))
+        return tuple(sent.values())
 
 
 def written_buffers(blocks: Iterable[Block]) -> set[str]:
@@ -151,20 +175,6 @@ def written_buffers(blocks: Iterable[Block]) -> set[str]:
         written = {storage_of(argument) for node in nodes for argument in mutated_arguments(node)}
         names |= {name for name, node in zip(block.buffers, placeholders, strict=False) if node in written}
     return names
-
-
-def _require_memory(block: Block, sent: Mapping[str, torch.Tensor]) -> None:
-    """Raise `CaptureError` if a block sends a view of a weight that FSDP2 has freed: to read it ends the process.
-
-    Capture sends no views of weights that it knows. This check stands for operations that hide one.
-    """
-    for name, value in sent.items():
-        if value.numel() and not value.untyped_storage().nbytes():
-            raise CaptureError(
-                f"{block.name} passes {name!r} {tuple(value.shape)} to later layers. It shares the memory of a weight, "
-                "which ZeRO 3 frees when the layer has run. Write .clone() behind the operation that makes it, or plan "
-                "with zero=2."
-            )
 
 
 @dataclass(frozen=True, eq=False)
@@ -212,22 +222,3 @@ class RankStages:
 
 def _carrier_spec(spec: TensorSpec) -> TensorSpec:
     return spec if spec.is_floating else TensorSpec(spec.name, spec.shape, CARRIER)
-
-
-def _to_carrier(value: torch.Tensor, spec: TensorSpec) -> torch.Tensor:
-    """Return a contiguous copy in the dtype that is sent, which shares no memory with the stage's values."""
-    if not spec.is_floating:
-        return value.to(torch.int64, copy=True, memory_format=torch.contiguous_format).view(getattr(torch, CARRIER))
-    return value.to(getattr(torch, spec.dtype), copy=True, memory_format=torch.contiguous_format)
-
-
-def _from_carrier(value: torch.Tensor, spec: TensorSpec, is_learned: bool) -> torch.Tensor:
-    """Return a received value in its own dtype.
-
-    torch asks for a gradient of every received value; it is detached if no parameter before it is trained.
-    """
-    if not spec.is_floating:
-        return value.detach().view(torch.int64).to(getattr(torch, spec.dtype))
-    if not is_learned:
-        return value.detach()
-    return _ContiguousGradient.apply(value) if value.requires_grad else value
