@@ -15,7 +15,7 @@ from __future__ import annotations
 import copy
 import itertools
 import sys
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import replace
 from functools import partial
@@ -63,9 +63,6 @@ ROUNDINGS = (0, 1, 1, COARSE)
 """Coarseness of the random roundings of each repetition of a step; 0 for the roundings of the arithmetic alone."""
 MOST_TOLD = 200
 """Number of deviations of a plan that are kept: those from where its fault begins, or the largest."""
-
-
-Settings = Mapping[str, Any]
 
 
 def settings_of(run: RunDir) -> dict[str, Any]:
@@ -172,22 +169,15 @@ class Tracer(TrainingWorker):
             numbers |= recorder.numbers | gradients_of(trainer, step)
             trainer.update(step, scalars)
             numbers |= state_of(trainer, step, UPDATE)
-            torch.save(self._owned(numbers), folder / f"{step}-{dist.get_rank()}.pt")
+            # Only what no rank before this one has to the last bit is written.
+            mine = digests({str(key): value for key, value in numbers.items()}, ())
+            everyone: list[Any] = [None] * dist.get_world_size()
+            dist.all_gather_object(everyone, mine)
+            before = everyone[: dist.get_rank()]
+            numbers = {k: v for k, v in numbers.items() if all(each.get(str(k)) != mine[str(k)] for each in before)}
+            torch.save(numbers, folder / f"{step}-{dist.get_rank()}.pt")
             numbers = {}
         return replace(progress, step=steps)
-
-    @staticmethod
-    def _owned(numbers: Numbers) -> Numbers:
-        """Return those that no rank before this one has to the last bit; a collective."""
-        mine = digests({str(key): value for key, value in numbers.items()}, ())
-        everyone: list[Any] = [None] * dist.get_world_size()
-        dist.all_gather_object(everyone, mine)
-        before = everyone[: dist.get_rank()]
-        return {
-            key: value
-            for key, value in numbers.items()
-            if all(other.get(str(key)) != mine[str(key)] for other in before)
-        }
 
 
 class Referee(TrainingWorker):
@@ -210,15 +200,19 @@ class Referee(TrainingWorker):
     def _compared(self, plan: Plan, folder: Path) -> dict[str, Any]:
         """Return where a plan deviates, and the loss of each step."""
         here = on_one_device(plan)
-        graph = self._trainer(here, exact=False).graph
+        trainer = self._trainer(here, exact=False)
+        graph, batches = trainer.graph, self.samples.batches(trainer, 0)
         own_block = partial(_own_block, plan, graph)
         # Each replica has running averages of its own micro-batches.
         unlike = {f"model.{name}" for name in written_buffers(graph.blocks)} if plan.data > 1 else set[str]()
         rows, losses, exact_losses = [], [], []
         before: Numbers = {}
-        for step, (batch, label_counts) in enumerate(self._batches_of(here)):
+        for step, (batch, label_counts) in enumerate(itertools.islice(batches, self._steps)):
             self.heartbeat.begin("step", step + 1)
-            ranks = [torch.load(file, mmap=True) for file in sorted(folder.glob(f"{step}-*.pt"), key=_rank_of)]
+            ranks = [
+                torch.load(file, mmap=True)
+                for file in sorted(folder.glob(f"{step}-*.pt"), key=lambda file: int(file.stem.partition("-")[2]))
+            ]
             found: Numbers = {}
             for numbers in reversed(ranks):
                 found |= numbers  # the first rank's, where several have another
@@ -247,9 +241,6 @@ class Referee(TrainingWorker):
             "losses": losses,
             "reference_losses": exact_losses,
         }
-
-    def _batches_of(self, plan: Plan) -> Iterator[tuple[Mapping[str, torch.Tensor], LabelCounts]]:
-        return itertools.islice(self.samples.batches(self._trainer(plan, exact=False), 0), self._steps)
 
     def _repeated(
         self,
@@ -407,14 +398,6 @@ def _own_block(plan: Plan, graph: Graph, rank: int, key: Key) -> int:
     return first
 
 
-def _rank_of(file: Path) -> int:
-    return int(file.stem.partition("-")[2])
-
-
-def worker_of(run: RunDir) -> type[TrainingWorker]:
-    """Return the worker that a run directory asks for."""
-    return Referee if "traces" in settings_of(run) else Tracer
-
-
 if __name__ == "__main__":
-    sys.exit(main(sys.argv[1], worker_of(RunDir(Path(sys.argv[1])))))
+    compares = "traces" in settings_of(RunDir(Path(sys.argv[1])))
+    sys.exit(main(sys.argv[1], Referee if compares else Tracer))

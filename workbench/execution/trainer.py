@@ -30,7 +30,7 @@ from workbench.execution.gradients import GradientAllReduce, GradientNorms
 from workbench.execution.parallel import MeshCoordinate
 from workbench.execution.parallel.pipeline import FIELD, ForwardOnly, PipeStage, Schedules
 from workbench.execution.parallel.sharding import ReplicaExchange, ShardedTensors, distribute, is_sharded, local
-from workbench.execution.parallel.stage import RankStages, StageModule
+from workbench.execution.parallel.stage import RankStages
 from workbench.experiment import Experiment, Numerics
 from workbench.optimizers.adamw import ShardedAdamW
 from workbench.optimizers.building import build_optimizer
@@ -64,7 +64,19 @@ class Trainer:
     ) -> None:
         self.experiment, self.plan, self.graph = experiment, plan, graph
         self.stages, self.context, self.coordinate = stages, context, coordinate
-        pipe_stages = [self._pipe_stage(stage, index) for index, stage in enumerate(stages.stages)]
+        is_prepared = plan.all_reduces_gradients or plan.shards  # FSDP2 sharded the stages when they were built
+        pipe_stages = [
+            PipeStage(
+                stage if is_prepared else distribute(stage, coordinate.data_mesh, plan.zero, plan.precision),
+                stage,
+                coordinate.pipeline_rank + index * plan.pipeline,
+                len(plan.stages),
+                group=coordinate.pipeline_group,
+                context=context,
+                zero=plan.zero,
+            )
+            for index, stage in enumerate(stages.stages)
+        ]
         self._schedules = Schedules(plan.schedule, pipe_stages, stages.stages, plan.num_microbatches)
         self.forward_only = ForwardOnly(stages, plan, context, coordinate)
         self._parameters = stages.model_parameters()  # after sharding, which replaces parameters
@@ -100,7 +112,12 @@ class Trainer:
             context.cuda_graphs.on_last_backward = self._all_reduce.start
 
         self._duplicates = stages.duplicated_parameters()
-        self._norms = GradientNorms(experiment.optimizer, self._parameters, self._holders(), context.device)
+        holders = {}
+        for name, parameter in self._parameters.items():
+            if name not in self._ties or self.owns(name):  # a tied parameter counts once, on the first that holds it
+                replicas = 1 if is_sharded(parameter) else plan.data
+                holders[name] = replicas * (1 if name in stages.shardings else plan.tensor)
+        self._norms = GradientNorms(experiment.optimizer, self._parameters, holders, context.device)
 
         modules = [module for stage in stages.stages for module in stage.block_modules()]
         logs = StepScalars(graph, plan.num_microbatches, plan.data, plan.tensor, context.device)
@@ -114,32 +131,6 @@ class Trainer:
     def scalar_names(self) -> tuple[str, ...]:
         """Names of the scalars that the model logs, in the order of a step's result."""
         return () if self._scalars is None else self._scalars.names
-
-    def _pipe_stage(self, stage: StageModule, index: int) -> PipeStage:
-        """Prepare this rank's `index`-th stage for the data-parallel axis and place it in the pipeline."""
-        plan, coordinate = self.plan, self.coordinate
-        is_prepared = plan.all_reduces_gradients or plan.shards  # FSDP2 sharded the stage when it was built.
-        return PipeStage(
-            stage if is_prepared else distribute(stage, coordinate.data_mesh, plan.zero, plan.precision),
-            stage,
-            coordinate.pipeline_rank + index * plan.pipeline,
-            len(plan.stages),
-            group=coordinate.pipeline_group,
-            context=self.context,
-            zero=plan.zero,
-        )
-
-    def _holders(self) -> dict[str, int]:
-        """Return the number of ranks that hold the same, for the parameters that this rank adds to the norm.
-
-        A tied parameter counts once: on the first pipeline rank that holds it.
-        """
-        counted = {}
-        for name, parameter in self._parameters.items():
-            if name not in self._ties or self.owns(name):
-                replicas = 1 if is_sharded(parameter) else self.plan.data
-                counted[name] = replicas * (1 if name in self.stages.shardings else self.plan.tensor)
-        return counted
 
     def owns(self, name: str) -> bool:
         """Return True if this pipeline rank is the first of those that hold a parameter."""
@@ -176,7 +167,14 @@ class Trainer:
         for group, rate in zip(self.optimizer.param_groups, self._peak_rates, strict=True):
             group["lr"] = rate * factor
         skips = None if self._skips_after is None else self._skips_after.seen(scalars[:2])
-        if skips is None or self._may_update(skips):
+        # To read `skips` would make the host wait for the whole step before it could launch the next one. AdamW's
+        # kernel on a GPU reads it on the device instead, and leaves the update out there.
+        if skips is not None and isinstance(self.optimizer, ShardedAdamW) and self.optimizer.defaults["fused"]:
+            self.optimizer.skips_update = skips.float()
+            may_update = True
+        else:
+            may_update = skips is None or not bool(skips)
+        if may_update:
             self.optimizer.step()
             if isinstance(self.optimizer, ShardedAdamW):
                 self._copied = self.optimizer.copied
@@ -214,13 +212,6 @@ class Trainer:
             scalars = torch.cat([scalars, logged.extremes()])
         return scalars
 
-    def _may_update(self, skips: torch.Tensor) -> bool:
-        """Return False if the update is left out; AdamW on a GPU is told on the device, so that no host waits."""
-        if isinstance(self.optimizer, ShardedAdamW) and self.optimizer.defaults["fused"]:
-            self.optimizer.skips_update = skips.float()
-            return True
-        return not bool(skips)
-
     def gradients(
         self, step: int, batch: Mapping[str, torch.Tensor], label_counts: LabelCounts | None = None
     ) -> torch.Tensor:
@@ -237,7 +228,23 @@ class Trainer:
         if self._scalars is not None:
             self._scalars.divide(count)
         context.first_microbatch = self.coordinate.data_rank * count
-        self._compute_loss_denominators(batch, count)
+
+        # A mean loss is divided by the labels of the global batch over the number of its micro-batches, and not by
+        # those of its own micro-batch: the mean over the micro-batches is then the mean over the global batch, however
+        # the labels are spread. A loss that is gathered over the micro-batches is the only one.
+        if self._label_counts:
+            counted = [count_labels(each, batch, self.plan.micro_batch) for each in self._label_counts]
+            labels = torch.stack([each.sum() for each in counted]).float()
+            if self.plan.data > 1:
+                dist.all_reduce(labels, group=self.coordinate.data_group)
+            microbatches = 1 if self.plan.gathers else count * self.plan.data
+            context.loss_denominators = [
+                each.divisor(total) / microbatches for each, total in zip(self._label_counts, labels, strict=True)
+            ]
+            if self._scalars is not None:
+                self._scalars.weigh(context.loss_denominators, self._label_counts, counted, self.plan.gathers)
+
+        # Forwards and backwards, in the order of the schedule
         self.prepare_forward()
         if context.cuda_graphs is not None:
             context.cuda_graphs.begin_step()
@@ -250,7 +257,20 @@ class Trainer:
             schedule.step(target=target, losses=losses, return_outputs=False, **fields)
         if self._all_reduce is not None:
             self._all_reduce.finish(self._all_reduced)
-        _reduce_tied_gradients(self)
+
+        # A tied parameter: the sum over this rank's copies, then over the ranks that hold it. Every one of these takes
+        # part, also where the backward left no gradient.
+        for first, *others in self._duplicates.values():
+            for other in others:
+                if other.grad is not None:
+                    if first.grad is None:
+                        first.grad = torch.zeros_like(first)
+                    local(first.grad).add_(local(other.grad))
+        for name, group in self._ties.items():
+            parameter = self._parameters[name]
+            if parameter.grad is None:
+                parameter.grad = torch.zeros_like(parameter)
+            dist.all_reduce(local(parameter.grad), group=group)
         if self.sparse_weights is not None:
             self.sparse_weights.mask_gradients(step)
         if not losses:
@@ -280,35 +300,6 @@ class Trainer:
         """Gather a parameter, or a tensor sharded like it, from its shards (a collective)."""
         return self.whole.all_gathered(name, tensor.detach())
 
-    def _compute_loss_denominators(self, batch: Mapping[str, torch.Tensor], num_microbatches: int) -> None:
-        """Divide the labels of the global batch by the number of its micro-batches, for each mean loss.
-
-        A micro-batch's loss is its sum over this number; the mean over all micro-batches is that of the global batch.
-        A loss that is gathered over the micro-batches is the only one.
-        """
-        if not self._label_counts:
-            return
-        own = [count_labels(count, batch, self.plan.micro_batch) for count in self._label_counts]
-        labels = torch.stack([count.sum() for count in own]).float()
-        if self.plan.data > 1:
-            dist.all_reduce(labels, group=self.coordinate.data_group)
-        microbatches = 1 if self.plan.gathers else num_microbatches * self.plan.data
-        self.context.loss_denominators = [
-            count.divisor(total) / microbatches for count, total in zip(self._label_counts, labels, strict=True)
-        ]
-        if self._scalars is not None:
-            self._scalars.weigh(self.context.loss_denominators, self._label_counts, own, self.plan.gathers)
-
-
-def _reduce_tied_gradients(trainer: Trainer) -> None:
-    """Sum the gradients of a tied parameter over a rank's duplicates, then over the ranks that hold it."""
-    for first, *others in trainer._duplicates.values():
-        for other in others:
-            if other.grad is not None:
-                local(_gradient(first)).add_(local(other.grad))
-    for name, group in trainer._ties.items():
-        dist.all_reduce(local(_gradient(trainer._parameters[name])), group=group)
-
 
 def _build_optimizer(trainer: Trainer) -> torch.optim.Optimizer:
     """Return the optimiser of a rank's parameters; a collective of all ranks where they share Muon's matrices out."""
@@ -324,13 +315,6 @@ def _build_optimizer(trainer: Trainer) -> torch.optim.Optimizer:
     return build_optimizer(
         parameters, experiment, whole=whole, matrices=matrices, exchange=exchange, apart=trainer._ties
     )
-
-
-def _gradient(parameter: nn.Parameter) -> torch.Tensor:
-    """Return the gradient of a parameter, which is set to zeros if the backward left none."""
-    if parameter.grad is None:
-        parameter.grad = torch.zeros_like(parameter)
-    return parameter.grad
 
 
 def pipeline_ranks_with(name: str, plan: Plan, graph: Graph) -> tuple[int, ...]:

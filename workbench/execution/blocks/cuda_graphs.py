@@ -196,7 +196,11 @@ class CudaGraphs:
 
 
 class _StaticTensor:
-    """A tensor that has the same memory of the pool in every step, without keeping that memory from later captures."""
+    """A tensor that has the same memory of the pool in every step, without keeping that memory from later captures.
+
+    A graph replays kernels with the addresses that they were captured with. What it reads must therefore be copied to
+    where its inputs lay then, and what it returns lies where it lay then, until another replay overwrites it.
+    """
 
     def __init__(self, tensor: torch.Tensor) -> None:
         self.address = tensor.data_ptr()

@@ -127,7 +127,13 @@ def _meta(spec: TensorSpec) -> torch.Tensor:
 def schedule_runtime(
     name: str, stages: Sequence[PipeStage], num_microbatches: int
 ) -> PipelineScheduleSingle | PipelineScheduleMulti:
-    """Return torch's schedule over this rank's stages, several if interleaved; the last stage's output is the loss."""
+    """Return torch's schedule over this rank's stages, several if interleaved; the last stage's output is the loss.
+
+    Under 1F1B, stage s of p warms up with p - s forwards: the first gradient reaches it only after a micro-batch has
+    gone to the last stage and back. In the steady phase it runs one backward and one forward by turns, so that at most
+    p - s micro-batches hold activations, whatever their number (GPipe holds all). In the cool-down it runs the
+    backwards that are left. With equal stages, none waits in the steady phase.
+    """
     schedule = SCHEDULES[name]
     runtime: Any = pkgutil.resolve_name(schedule.runtime)
     held = list(stages) if schedule.interleaves else stages[0]

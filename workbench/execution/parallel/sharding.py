@@ -48,7 +48,17 @@ def distribute(stage: StageModule, mesh: DeviceMesh, zero: int, precision: str) 
             replica = DistributedDataParallel(
                 stage, process_group=mesh.get_group(), broadcast_buffers=False, gradient_as_bucket_view=True
             )
-        _fix_buckets(replica)
+        # DDP begins with one bucket and divides it once, in the order in which its first backward makes gradients
+        # ready. The order in which three or more replicas add a gradient depends on its position in a bucket, so that
+        # the first step after a restart would differ in its last bits from the same step of an uninterrupted run.
+        # Therefore it chooses its buckets now, in a backward of zeros. Autograd runs first what was computed last, so
+        # the order is that of a real backward: the last block first, shared parameters last.
+        parameters = [parameter for parameter in replica.parameters() if parameter.requires_grad]
+        replica.reducer.prepare_for_backward([])
+        (0.0 * torch.stack([parameter.sum().real for parameter in parameters]).sum()).backward()
+        for parameter in parameters:
+            parameter.grad = None
+        replica.reducer._rebuild_buckets()
         return replica
     blocks = [block for block in stage.block_modules() if any(True for _ in block.parameters())]
     policy = MixedPrecisionPolicy(
@@ -112,22 +122,6 @@ def _unshardable(parameters: Iterable[nn.Parameter]) -> list[nn.Parameter]:
     for parameter in group:
         bytes_of[parameter.dtype] += parameter.nbytes
     return [p for p in group if p.ndim == 0 or not p.numel() or p.dtype != bytes_of.most_common(1)[0][0]]
-
-
-def _fix_buckets(replica: DistributedDataParallel) -> None:
-    """Make DDP choose its buckets now, in a backward of zeros, instead of after the first step.
-
-    DDP begins with one bucket and divides it once, in the order in which its first backward makes gradients ready. The
-    order in which three or more replicas add a gradient depends on its position in a bucket. Without this function, the
-    first step after a restart would differ in its last bits from the same step of an uninterrupted run. Autograd runs
-    first what was computed last, so the order is that of a real backward: the last block first, shared parameters last.
-    """
-    parameters = [parameter for parameter in replica.parameters() if parameter.requires_grad]
-    replica.reducer.prepare_for_backward([])
-    (0.0 * torch.stack([parameter.sum().real for parameter in parameters]).sum()).backward()
-    for parameter in parameters:
-        parameter.grad = None
-    replica.reducer._rebuild_buckets()
 
 
 def end_forward_only(stage: StageModule) -> None:
@@ -231,7 +225,14 @@ class ReplicaExchange:
         self._rows = {name for name, parameter in parameters.items() if is_sharded(parameter)}
         """Matrices whose rows the data-parallel axis divides, or those of their tensor-parallel shard."""
         self._shapes = {name: self.whole_shape(name, parameter) for name, parameter in parameters.items()}
-        self._group, device = _group(coordinate), coordinate.data_mesh.device_type
+        size, device = coordinate.data * coordinate.tensor, coordinate.data_mesh.device_type
+        if coordinate.tensor == 1 or coordinate.data == 1:
+            self._group = coordinate.data_group if coordinate.tensor == 1 else coordinate.tensor_group
+        else:  # every rank creates every group, as `torch.distributed` demands
+            groups: list[dist.ProcessGroup] = [
+                dist.new_group(list(range(first, first + size))) for first in range(0, coordinate.pipeline * size, size)
+            ]
+            self._group = groups[coordinate.pipeline_rank]
         self._nothing = torch.empty(0, device=device, dtype=working_type(torch.device(device)))
 
     def whole_shape(self, name: str, parameter: nn.Parameter) -> torch.Size:
@@ -370,16 +371,3 @@ class ReplicaExchange:
             }
 
         return wait
-
-
-def _group(coordinate: MeshCoordinate) -> dist.ProcessGroup:
-    """Return the group of the ranks that hold the same stages as this one."""
-    if coordinate.tensor == 1:
-        return coordinate.data_group
-    if coordinate.data == 1:
-        return coordinate.tensor_group
-    size = coordinate.data * coordinate.tensor
-    groups: list[dist.ProcessGroup] = [
-        dist.new_group(list(range(first, first + size))) for first in range(0, coordinate.pipeline * size, size)
-    ]
-    return groups[coordinate.pipeline_rank]
