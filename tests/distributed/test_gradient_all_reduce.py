@@ -162,5 +162,5 @@ def _reduced_in_a_trainer(_rank: int) -> tuple[list[list[tuple[list[str], int]]]
     assert any(buffer() is not None for buffer in held)
     overlapped.optimizer.zero_grad(set_to_none=True)
     graphs.begin_step()
-    own = [name for block in stage.block_modules() if block.is_capturable for name in block.own_parameters]
+    own = [name for block in stage.block_modules() if block.is_capturable for name in block.exclusive_parameters]
     return backwards, own, worst, all(buffer() is None for buffer in held)

@@ -374,7 +374,7 @@ def unlike_torchs(
         for step in range(FEW):
             gradients = _given_gradients(step, shapes)
             for name, parameter in own.items():
-                shard = trainer.whole.own_shard(name, gradients[name].to(parameter.device), parameter)
+                shard = trainer.whole.as_stored(name, gradients[name].to(parameter.device), parameter)
                 parameter.grad = torch.zeros_like(parameter)
                 local(parameter.grad).copy_(shard)
             trainer.optimizer.step()

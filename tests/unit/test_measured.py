@@ -356,7 +356,7 @@ def test_only_blocks_before_the_first_that_cannot_be_captured_run_in_the_graph()
         module.is_capturable = True
     assert chain.num_capturable == len(modules) - 1
     chain.run_first(2, probe._batch)
-    own = [[getattr(module, attribute) for attribute in module.own_parameters.values()] for module in modules]
+    own = [[getattr(module, attribute) for attribute in module.exclusive_parameters.values()] for module in modules]
     made = [any(bool(weight.grad.any()) for weight in weights) for weights in own if weights]
     assert made == [*([True] * 2), *([False] * (len(made) - 2))]
 

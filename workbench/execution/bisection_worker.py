@@ -202,7 +202,7 @@ class Referee(TrainingWorker):
         here = on_one_device(plan)
         trainer = self._trainer(here, exact=False)
         graph, batches = trainer.graph, self.samples.batches(trainer, 0)
-        own_block = partial(_own_block, plan, graph)
+        block_on_rank = partial(_block_on_rank, plan, graph)
         # Each replica has running averages of its own micro-batches.
         unlike = {f"model.{name}" for name in written_buffers(graph.blocks)} if plan.data > 1 else set[str]()
         rows, losses, exact_losses = [], [], []
@@ -219,14 +219,14 @@ class Referee(TrainingWorker):
             if step == 0:
                 before = {key: value for key, value in found.items() if key[1] == START}
                 start = self._starts[here.micro_batch, here.gathers]
-                rows += compared(start, [(0, dict.fromkeys(start, SAME))], ranks, {}, own_block)
+                rows += compared(start, [(0, dict.fromkeys(start, SAME))], ranks, {}, block_on_rank)
             held = {key[3]: value for key, value in before.items()}
             repeated = partial(self._repeated, here, step, batch, label_counts, before, found)
             reference = {key: value for key, value in repeated().items() if key[3] not in unlike}
             repetitions = [
                 (coarse, distances(reference, repeated(coarse, index), held)) for index, coarse in enumerate(ROUNDINGS)
             ]
-            rows += compared(reference, repetitions, ranks, held, own_block)
+            rows += compared(reference, repetitions, ranks, held, block_on_rank)
             losses.append(_loss(found, graph.loss))
             exact_losses.append(_loss(reference, graph.loss))
             before = {key: value for key, value in found.items() if key[1] == UPDATE}
@@ -385,7 +385,7 @@ def on_one_device(plan: Plan) -> Plan:
     )
 
 
-def _own_block(plan: Plan, graph: Graph, rank: int, key: Key) -> int:
+def _block_on_rank(plan: Plan, graph: Graph, rank: int, key: Key) -> int:
     """Return the first block of a rank that has the tensor of a key."""
     _, part, first, name, _ = key
     if part not in (START, GRADIENT, UPDATE):

@@ -97,11 +97,11 @@ def build_lock(model_bytes: int, device: torch.device, local_rank: int) -> Itera
     agreed = torch.tensor([fitting, -(local_rank + 1)], device=device)
     dist.all_reduce(agreed, op=dist.ReduceOp.MIN)  # Each rank reads another number of free bytes.
     ranks_at_once, local_ranks = int(agreed[0]), -int(agreed[1])
-    num_rounds, own_round = -(-local_ranks // ranks_at_once), local_rank // ranks_at_once
-    for _ in range(own_round):
+    num_rounds, round_here = -(-local_ranks // ranks_at_once), local_rank // ranks_at_once
+    for _ in range(round_here):
         dist.barrier()
     yield num_rounds == 1
-    for _ in range(own_round + 1, num_rounds):
+    for _ in range(round_here + 1, num_rounds):
         dist.barrier()
 
 
@@ -200,8 +200,8 @@ def evaluation_programs(
     def program(block: Block) -> BlockProgram:
         products_only = read_only_by_products(code.codes[block.block_type], len(block.parameters))
         copied = frozenset(name for name, only in zip(block.parameters, products_only, strict=True) if only)
-        own_constants = {name: constants[name] for name in block.buffers if name in constants}
-        return replace(code.program(block, "none"), constants=own_constants, copied=copied)
+        constants_read = {name: constants[name] for name in block.buffers if name in constants}
+        return replace(code.program(block, "none"), constants=constants_read, copied=copied)
 
     stages = plan.stages_of(coordinate.pipeline_rank)
     return [[program(block) for block in graph.blocks[stage.first_block : stage.end_block]] for stage in stages]
@@ -450,7 +450,7 @@ def _words(data: torch.Tensor) -> torch.Tensor:
     return torch.cat([words, rest]) if len(rest) else words
 
 
-def share(model: str, own: Digests, tensors: Mapping[str, torch.Tensor], device: torch.device) -> list[str]:
+def take_from_rank_0(model: str, own: Digests, tensors: Mapping[str, torch.Tensor], device: torch.device) -> list[str]:
     """Give every rank the values of rank 0 in those tensors that differ, and return their names; a collective.
 
     `own` are the digests of this rank. `tensors` may lack some of them, because they have been freed. Raises

@@ -132,7 +132,7 @@ def compared(
     repetitions: Sequence[tuple[int, Mapping[Key, Distance]]],
     ranks: Sequence[Numbers],
     before: Mapping[str, torch.Tensor],
-    own_block: Callable[[int, Key], int],
+    block_on_rank: Callable[[int, Key], int],
 ) -> list[Row]:
     """Return the rows of one step.
 
@@ -141,7 +141,7 @@ def compared(
         repetitions: the coarseness of the roundings of each repetition, 0 for none, with its distances.
         ranks: the numbers of each rank that no rank before it has.
         before: the state before the update, by the names of the keys.
-        own_block: returns the first block of a rank that has a tensor; several stages may hold a tied weight.
+        block_on_rank: returns the first block of a rank that has a tensor; several stages may hold a tied weight.
     """
     rows = []
     seen = set[Key]()
@@ -149,7 +149,7 @@ def compared(
         for key, found in distances(reference, numbers, before).items():
             noise = tuple(sample[key] for coarse, sample in repetitions if coarse < COARSE)
             coarse = tuple(sample[key] for coarse, sample in repetitions if coarse == COARSE)
-            place = (*key[:2], own_block(rank, key), *key[3:])
+            place = (*key[:2], block_on_rank(rank, key), *key[3:])
             rows.append(Row(place, rank, reference[key].numel(), found, noise, coarse))
             seen.add(key)
     lost = (key for key in reference if key not in seen and key[1] in (OUTPUT, GRADIENT, UPDATE))

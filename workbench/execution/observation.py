@@ -193,7 +193,7 @@ class _Observer(BlockObserver):
             for module in stage.block_modules():
                 for name in module.block.parameters:
                     self.note(WEIGHT, module.block.index, name, 0, weights[name])
-                    gradient = weights[name].grad if name in module.own_parameters else None
+                    gradient = weights[name].grad if name in module.exclusive_parameters else None
                     if gradient is not None:
                         self.note(GRADIENT, module.block.index, name, 0, gradient)
         dist.all_reduce(self._first, op=dist.ReduceOp.MIN)

@@ -50,7 +50,7 @@ from workbench.execution.build import (
     evaluation_programs,
     held_tensors,
     prepare_compiler,
-    share,
+    take_from_rank_0,
     use_deterministic_kernels,
 )
 from workbench.execution.checkpoint import requested_checkpoint, step_of
@@ -248,7 +248,7 @@ class TrainingWorker:
         with build_lock(self.plan.model_bytes, self.device, self.accelerator.local_process_index) as is_together:
             graph, evaluated, sampled, stages, extras = self._build_stages(context, compile, is_together)
         if not is_together:  # the models are freed, so that a difference can only be told
-            share(self.experiment.model.name, self._digests, {}, self.device)
+            take_from_rank_0(self.experiment.model.name, self._digests, {}, self.device)
         absent = round(absent_flops(graph, self.experiment.sparsity) * self.experiment.largest_batch)
         self.plan = replace(self.plan, flops_per_step=self.plan.flops_per_step - absent)
         trainer = Trainer(self.experiment, self.plan, graph, stages, context, self.coordinate)
@@ -442,7 +442,7 @@ def _shared_digests(
     """Return the digests of what a model holds; if all ranks have built it, take from rank 0 what differs."""
     tensors = held_tensors(model, graphs)
     found = digests(tensors, graphs)
-    if is_together and (taken := share(name, found, tensors, device)):
+    if is_together and (taken := take_from_rank_0(name, found, tensors, device)):
         print(f"Every rank has the values of rank 0 in what differed: {', '.join(taken)}.", flush=True)
     return found
 

@@ -31,6 +31,7 @@ from workbench.rundir import RunDir, log_event
 
 LabelCounts = Mapping[int, Sequence[int]]
 """Index into `Graph.label_counts` -> number of labels in each micro-batch of a replica."""
+Values = tuple[torch.Tensor, ...]
 _MASK = (1 << 64) - 1
 
 

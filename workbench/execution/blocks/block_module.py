@@ -30,15 +30,13 @@ from workbench.capture.operations import (
     overloads,
 )
 from workbench.capture.tensor_parallel import BlockSharding
-from workbench.execution.blocks import StepContext
+from workbench.execution.blocks import StepContext, Values
 from workbench.execution.blocks.cuda_graphs import BlockInputs
 from workbench.execution.blocks.loss_runners import LabelledRows, Runner
 from workbench.execution.blocks.rewriting import GraphRewriter, has_active_dropout
 from workbench.execution.blocks.sparse_weights import multiply_by_stored_blocks
 from workbench.execution.blocks.tensor_parallel import parallel_embedding
 from workbench.execution.gradients import GradientAccumulator
-
-Values = tuple[torch.Tensor, ...]
 
 
 @dataclass(frozen=True)
@@ -87,13 +85,13 @@ class BlockModule(nn.Module):
         self.use(program)
         self._static: tuple[list[torch.Tensor], list[nn.Parameter | None], list[torch.Tensor]] | None = None
         """Arguments of a captured block that are the same in every step: weights, their owners, buffers."""
-        self.own_parameters = {name: f"p{i}" for i, name in enumerate(block.parameters) if name in parameters}
+        self.exclusive_parameters = {name: f"p{i}" for i, name in enumerate(block.parameters) if name in parameters}
         """The model's names of the block's own parameters -> attributes of this module."""
         self.borrowed_parameters = tuple(name for name in block.parameters if name not in parameters)
         """The model's names of the stage's shared parameters that the block reads."""
         self.model_buffers = {name: f"b{i}" for i, name in enumerate(block.buffers)}
         """The model's names of the block's buffers -> attributes of this module."""
-        for name, attribute in self.own_parameters.items():
+        for name, attribute in self.exclusive_parameters.items():
             self.register_parameter(attribute, parameters[name])
         for name, attribute in self.model_buffers.items():
             self.register_buffer(attribute, buffers[name], persistent=False)
@@ -139,13 +137,13 @@ class BlockModule(nn.Module):
 
     def _graph_inputs(self, seed: int | None, shared: Mapping[str, torch.Tensor], values: Values) -> BlockInputs:
         if self._static is None:  # nothing replaces the parameters of a stage that uses CUDA graphs
-            attributes = [self.own_parameters.get(name) for name in self.block.parameters]
+            attributes = [self.exclusive_parameters.get(name) for name in self.block.parameters]
             owners = [None if attribute is None else getattr(self, attribute) for attribute in attributes]
             self._static = self._read_weights(shared), owners, self._read_buffers()
         return BlockInputs(*self._static, values, tuple(self._seeds(seed)))
 
     def _read_weights(self, shared: Mapping[str, torch.Tensor]) -> list[torch.Tensor]:
-        own = {name: getattr(self, attribute) for name, attribute in self.own_parameters.items()}
+        own = {name: getattr(self, attribute) for name, attribute in self.exclusive_parameters.items()}
         copied = self.program.copied
         copies = {name: copy for name, copy in self.weight_copies.items() if copied is None or name in copied}
         weights = {**shared, **own, **copies}

@@ -25,7 +25,7 @@ from workbench.capture.graph import LabelCount
 from workbench.capture.losses import BINARY, MEAN, RowwiseHead, count_labels, on_device
 from workbench.capture.operations import descendants, shape_of
 from workbench.errors import WorkbenchError
-from workbench.execution.blocks import LabelCounts, StepContext
+from workbench.execution.blocks import LabelCounts, StepContext, Values
 from workbench.execution.blocks.rewriting import GraphRewriter
 
 aten = torch.ops.aten
@@ -200,8 +200,6 @@ class _LabelledRowsRewriter(GraphRewriter):
 # stage. The loss and its gradient with respect to these are computed there once, over the whole batch, on every
 # replica. Then each micro-batch runs forward again, with the same random numbers, and backward from its part of that
 # gradient. The only micro-batch of a replica runs forward once.
-
-Values = tuple[torch.Tensor, ...]
 
 
 class _GivenGradients(torch.autograd.Function):

@@ -132,7 +132,7 @@ class WholeTensors(Protocol):
 
     def all_gathered(self, name: str, tensor: torch.Tensor) -> torch.Tensor: ...
 
-    def own_shard(self, name: str, whole: torch.Tensor, like: torch.Tensor) -> torch.Tensor: ...
+    def as_stored(self, name: str, whole: torch.Tensor, like: torch.Tensor) -> torch.Tensor: ...
 
 
 class SparseWeights(ABC):
@@ -273,7 +273,7 @@ class MaskedWeights(SparseWeights):
     def _mask(self, name: str, blocks_RC: torch.Tensor) -> torch.Tensor:
         """Return this rank's shard of a mask of the weight, True where its block is."""
         mask = expanded(blocks_RC, self.sparsity.block)
-        return self._whole.own_shard(name, mask, self._parameters[name]).contiguous()
+        return self._whole.as_stored(name, mask, self._parameters[name]).contiguous()
 
 
 class BlockSparseWeights(SparseWeights):

@@ -8,6 +8,7 @@ all-reduce forward and the identity backward. Suffixes of tensor names: N rows, 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import partial
 from typing import Any, cast
 
 import torch
@@ -16,7 +17,7 @@ from torch import fx
 from torch.nn import functional
 
 from workbench.capture.operations import DROPOUT, EMBEDDING, LOGS, arguments_of, overloads
-from workbench.capture.tensor_parallel import BlockSharding, Product, Sharding, product_of
+from workbench.capture.tensor_parallel import BlockSharding, Sharding, product_of
 from workbench.execution.blocks.rewriting import GraphRewriter, hashed_dropout
 
 aten = torch.ops.aten
@@ -199,22 +200,65 @@ class _TensorParallelRewriter(GraphRewriter):
         self._salt = 0
 
     def rule(self, node: fx.Node) -> fx.Node:
-        if node.op == "output":
-            return self._output(node)
-        is_reduced = node.name in self._division.reduced
-        product = product_of(node) if is_reduced else None
+        """Return what one device computes in the place of a node of the whole code."""
+        division, sharding = self._division, self._division.sharded.get(node.name)
+        operand = partial(self._operand, node)
+        if node.op == "output":  # whole values are sent: a sharded one, which forward returned, is gathered
+            whole = []
+            sent: Any = node.args[0]
+            for source in sent:
+                held, value = self._sharding(source), self.copies[source]
+                whole.append(value if held is None else self.call(gather, value, *_gathering(held), self._group))
+            return cast(fx.Node, self.graph.output(tuple(whole)))
+
+        # Partial results, which `leave` sums over the devices: products over a divided dim, lookups in a divided table
+        # and losses over divided classes.
+        product = product_of(node) if node.name in division.reduced else None
+        if product is not None and product.experts:
+            return self.call(leave, self.copy(node, operand), self._group)
         if product is not None:
-            return self._row(node, product)
-        if is_reduced:
-            return self._embedding(node) if node.target is EMBEDDING else self._cross_entropy(node)
-        if node.target is DROPOUT and self._division.random and node.name not in self._division.sharded:
-            return self._dropout(node)
-        if node.target in _SPLITS and self._sharding(node.args[0]) is not None and LOGS not in node.meta:
-            return self._split(node)
-        copied = self.copy(node, lambda source: self._operand(node, source))
-        sharding = self._division.sharded.get(node.name)
-        if sharding is not None:
-            self._fit_sizes(node, copied, sharding)
+            multiply = aten.matmul.default if product.transposed else aten.linear.default
+            partial_sum = self.call(multiply, operand(product.value), operand(product.weight))
+            result = self.call(leave, partial_sum, self._group)  # to which the bias is added once
+            return result if product.bias is None else self.call(aten.add.Tensor, result, operand(product.bias))
+        if node.name in division.reduced and node.target is EMBEDDING:
+            given = arguments_of(node)
+            degree = next(iter(division.parameters.values())).degree
+            [(start, length)] = Sharding(0, (given["weight"].meta["val"].shape[0],), degree).pieces(self._rank)
+            operands = self.copies[given["weight"]], self.copies[given["indices"]]
+            return self.call(parallel_embedding, *operands, given["padding_idx"], start, length, self._group)
+        if node.name in division.reduced:
+            given = arguments_of(node)
+            [(start, _)] = division.sharded[given["self"].name].pieces(self._rank)
+            operands, ignored = (operand(given["self"]), operand(given["target"])), given["ignore_index"]
+            return self.call(parallel_cross_entropy, *operands, given["reduction"], ignored, start, self._group)
+
+        # Operations that read their own sizes or draw random numbers
+        if node.target is DROPOUT and division.random and sharding is None:
+            value, rate, training = cast(Any, node.args)
+            if not training or not rate:
+                return self.copies[value]
+            self._salt += 1
+            return self.call(hashed_dropout, self.copies[value], rate, self.new_argument, self._salt)
+        if node.target in _SPLITS and LOGS not in node.meta and (held := self._sharding(node.args[0])) is not None:
+            values, remaining = node.meta["val"], list(held.segments)
+            dim = arguments_of(node)["dim"] % values[0].dim()
+            sizes = [int(value.shape[dim]) for value in values]
+            if dim == held.dim:  # each part takes the segments that make up its size, of which a device holds a share
+                for at, size in enumerate(sizes):
+                    taken: list[int] = []
+                    while sum(taken) < size:
+                        taken.append(remaining.pop(0))
+                    sizes[at] = Sharding(0, tuple(taken), held.degree).size(self._rank)
+            return self.call(aten.split_with_sizes.default, operand(cast(Any, node.args[0])), sizes, dim)
+        copied = self.copy(node, operand)
+        if sharding is not None and (node.target in _RESHAPES or node.target is aten.expand.default):
+            written: Any = node.meta["val"].shape if node.target in _RESHAPES else node.args[1]
+            shape = list(written)  # literal sizes, in place of which this device's stand
+            if shape[sharding.dim] != -1:
+                shape[sharding.dim] = sharding.size(self._rank)
+            copied.target = aten.reshape.default if node.target in _RESHAPES else node.target
+            copied.args, copied.kwargs = (copied.args[0], shape), {}
         return copied
 
     def _operand(self, node: fx.Node, source: Any) -> fx.Node:
@@ -233,75 +277,3 @@ class _TensorParallelRewriter(GraphRewriter):
 
     def _sharding(self, node: Any) -> Sharding | None:
         return self._division.sharded.get(node.name) if isinstance(node, fx.Node) else None
-
-    def _output(self, node: fx.Node) -> fx.Node:
-        """Send whole values: a sharded one, which forward returned, is gathered."""
-        sent: Any = node.args[0]
-        whole = []
-        for source in sent:
-            sharding, value = self._sharding(source), self.copies[source]
-            whole.append(value if sharding is None else self.call(gather, value, *_gathering(sharding), self._group))
-        return cast(fx.Node, self.graph.output(tuple(whole)))
-
-    def _row(self, node: fx.Node, product: Product) -> fx.Node:
-        """Sum the partial results of a product whose contracted dim is divided, then add the bias once."""
-        if product.experts:
-            return self.call(leave, self.copy(node, lambda source: self._operand(node, source)), self._group)
-        value, weight = self._operand(node, product.value), self._operand(node, product.weight)
-        multiply = aten.matmul.default if product.transposed else aten.linear.default
-        result = self.call(leave, self.call(multiply, value, weight), self._group)
-        return result if product.bias is None else self.call(aten.add.Tensor, result, self._operand(node, product.bias))
-
-    def _embedding(self, node: fx.Node) -> fx.Node:
-        given = arguments_of(node)
-        degree = next(iter(self._division.parameters.values())).degree
-        [(start, length)] = Sharding(0, (given["weight"].meta["val"].shape[0],), degree).pieces(self._rank)
-        operands = self.copies[given["weight"]], self.copies[given["indices"]]
-        return self.call(parallel_embedding, *operands, given["padding_idx"], start, length, self._group)
-
-    def _cross_entropy(self, node: fx.Node) -> fx.Node:
-        given = arguments_of(node)
-        [(start, _)] = self._division.sharded[given["self"].name].pieces(self._rank)
-        operands = self._operand(node, given["self"]), self._operand(node, given["target"])
-        reduction, ignored = given["reduction"], given["ignore_index"]
-        return self.call(parallel_cross_entropy, *operands, reduction, ignored, start, self._group)
-
-    def _dropout(self, node: fx.Node) -> fx.Node:
-        value, rate, training = cast(Any, node.args)
-        if not training or not rate:
-            return self.copies[value]
-        self._salt += 1
-        return self.call(hashed_dropout, self.copies[value], rate, self.new_argument, self._salt)
-
-    def _split(self, node: fx.Node) -> fx.Node:
-        """Split a divided value into this device's shards of the parts."""
-        source: Any = node.args[0]
-        sharding, values = self._division.sharded[source.name], node.meta["val"]
-        dim = arguments_of(node)["dim"] % values[0].dim()
-        sizes = [int(value.shape[dim]) for value in values]
-        if dim == sharding.dim:
-            remaining = list(sharding.segments)
-            sizes = [_local_size(remaining, size, sharding.degree, self._rank) for size in sizes]
-        return self.call(aten.split_with_sizes.default, self._operand(node, source), sizes, dim)
-
-    def _fit_sizes(self, node: fx.Node, copied: fx.Node, sharding: Sharding) -> None:
-        """Replace the literal sizes of a reshape or expand by this device's."""
-        if node.target in _RESHAPES:
-            shape = list(node.meta["val"].shape)
-        elif node.target is aten.expand.default:
-            given: Any = node.args[1]
-            shape = list(given)
-        else:
-            return
-        if shape[sharding.dim] != -1:
-            shape[sharding.dim] = sharding.size(self._rank)
-        copied.target = aten.reshape.default if node.target in _RESHAPES else node.target
-        copied.args, copied.kwargs = (copied.args[0], shape), {}
-
-
-def _local_size(remaining: list[int], size: int, degree: int, rank: int) -> int:
-    """Take the segments that make up the next `size` of a divided dim; return the length a device holds of them."""
-    taken: list[int] = []
-    while sum(taken) < size:
-        taken.append(remaining.pop(0))
-    return Sharding(0, tuple(taken), degree).size(rank)

@@ -209,7 +209,7 @@ class CheckpointStore:
         if trainer.context.device.type == "cuda":
             torch.cuda.synchronize()  # Offloaded moments may still be on their way to the host.
         replicas = coordinate.data * coordinate.tensor
-        own_replica = coordinate.data_rank * coordinate.tensor + coordinate.tensor_rank
+        replica = coordinate.data_rank * coordinate.tensor + coordinate.tensor_rank
         staged: dict[str, torch.Tensor] = {}
         buffers = trainer.stages.model_buffers()
         for index, (key, name, value) in enumerate(entries(trainer)):
@@ -218,7 +218,7 @@ class CheckpointStore:
             if isinstance(value, DTensor):
                 if coordinate.tensor_rank == index % coordinate.tensor:
                     staged[key] = DTensor(local(value).to("cpu", copy=True), value._spec, requires_grad=False)
-            elif own_replica == (0 if name in buffers else index % replicas):
+            elif replica == (0 if name in buffers else index % replicas):
                 staged[key] = value.to("cpu", copy=True)
         if self._is_main:
             staged |= {f"model.{name}": tensor.clone() for name, tensor in self._extras.unused.items()}
@@ -262,7 +262,7 @@ class CheckpointStore:
             if key in divided:  # this rank's shard, or stored blocks, of the whole tensor
                 whole = targets[key].to(self._trainer.context.device) if isinstance(value, DTensor) else targets[key]
                 with torch.no_grad():
-                    local(value).copy_(self._trainer.whole.own_shard(name, whole, value))
+                    local(value).copy_(self._trainer.whole.as_stored(name, whole, value))
         if self._trainer.sparse_weights is not None:
             self._trainer.sparse_weights.mask_weights()
         if self._trainer.average is not None and not any(key.startswith("average.") for key, _, _ in live):

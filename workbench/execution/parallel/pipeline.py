@@ -26,7 +26,7 @@ from torch.distributed.pipelining import PipelineStage
 from torch.distributed.pipelining._backward import stage_backward
 from torch.distributed.pipelining.schedules import PipelineScheduleMulti, PipelineScheduleSingle
 
-from workbench.execution.blocks import StepContext
+from workbench.execution.blocks import StepContext, Values
 from workbench.execution.parallel import MeshCoordinate
 from workbench.execution.parallel.sharding import end_forward_only
 from workbench.execution.parallel.stage import RankStages, StageModule
@@ -173,7 +173,6 @@ class Schedules:
 # DistributedDataParallel are left out.
 
 Batch = Mapping[str, torch.Tensor]
-Values = tuple[torch.Tensor, ...]
 
 
 class ForwardOnly:

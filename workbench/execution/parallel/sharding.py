@@ -191,7 +191,7 @@ class ShardedTensors:
             return whole
         return all_gather_shards(whole, sharding, self._coordinate.tensor_group)
 
-    def own_shard(self, name: str, whole: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
+    def as_stored(self, name: str, whole: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
         """Return what this rank stores of a whole tensor, as a plain tensor; `like` is sharded as the result is."""
         if name in self.indices:
             index = self.indices[name]

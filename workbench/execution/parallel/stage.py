@@ -105,7 +105,7 @@ class StageModule(nn.Module):
         """Map the model's parameter names to the present parameter objects (sharding replaces them)."""
         parameters = {name: getattr(self, attribute) for name, attribute in self._shared.items()}
         for block in self.block_modules():
-            parameters |= {name: getattr(block, attribute) for name, attribute in block.own_parameters.items()}
+            parameters |= {name: getattr(block, attribute) for name, attribute in block.exclusive_parameters.items()}
         return parameters
 
     def model_buffers(self) -> dict[str, torch.Tensor]:
