@@ -188,7 +188,7 @@ MOST_FILES = 186
 
 REACH = {
     r"gathered[ _](loss|samples|bytes)|GatheredLoss|(graph|profile|captured)\.gathered\b|not_gathered"
-    r"|capture\.gathering|check_gathering|gathering_fault": {"capture": 4, "cost": 3, "execution": 7, "planning": 6},
+    r"|capture\.gathering|check_gathering|gathering_fault": {"capture": 4, "cost": 3, "execution": 6, "planning": 6},
     r"block[ _-]?sparse": {
         "cost": 2,
         "execution": 7,

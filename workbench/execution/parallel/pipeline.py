@@ -27,6 +27,7 @@ from torch.distributed.pipelining._backward import stage_backward
 from torch.distributed.pipelining.schedules import PipelineScheduleMulti, PipelineScheduleSingle
 
 from workbench.execution.blocks import StepContext, Values
+from workbench.execution.blocks.loss_runners import GatheredLoss
 from workbench.execution.parallel import MeshCoordinate
 from workbench.execution.parallel.sharding import end_forward_only
 from workbench.execution.parallel.stage import RankStages, StageModule
@@ -221,11 +222,12 @@ class ForwardOnly:
         On the ranks of the last stage, return what it returns for the last micro-batch: the loss, and the outputs of an
         evaluation. If it `trains`, the gradient of the loss is computed, too (`GatheredLoss`).
         """
-        loss, count, size = self._stages.gathered_loss, self._plan.num_microbatches, self._plan.micro_batch
+        count, size = self._plan.num_microbatches, self._plan.micro_batch
+        last_block = list(self._stages.stages[-1].block_modules())[-1].program.run
         parts = (
             {name: field[index * size : (index + 1) * size] for name, field in batch.items()} for index in range(count)
         )
-        with nullcontext() if loss is None else loss.collecting(trains):
+        with last_block.collecting(trains) if isinstance(last_block, GatheredLoss) else nullcontext():
             last = deque(self.run(parts, [self._context.loss_denominators] * count), maxlen=1)
         for stage in self._stages.stages:
             end_forward_only(stage)

@@ -22,7 +22,6 @@ from workbench.capture.tensor_parallel import Sharding
 from workbench.errors import CaptureError
 from workbench.execution.blocks import StepContext
 from workbench.execution.blocks.block_module import BlockModule, BlockProgram, WeightCopies
-from workbench.execution.blocks.loss_runners import GatheredLoss
 from workbench.execution.blocks.sparse_weights import BlockSparseParameters
 from workbench.tensors import TensorSpec
 
@@ -212,12 +211,6 @@ class RankStages:
     @property
     def computes_loss(self) -> bool:
         return self.stages[-1].is_last
-
-    @property
-    def gathered_loss(self) -> GatheredLoss | None:
-        """The runner of a loss over all micro-batches and replicas, or None if each micro-batch has its own."""
-        last = list(self.stages[-1].block_modules())[-1].program.run
-        return last if isinstance(last, GatheredLoss) else None
 
 
 def _carrier_spec(spec: TensorSpec) -> TensorSpec:
