@@ -185,8 +185,19 @@ class RankOperations:
         known = read_object(run.groups(rank))
         found: dict[str, Any] = {}
         for handler in HANDLERS:
-            with contextlib.suppress(OSError, ValueError, http.client.HTTPException):
-                found[handler] = _answer(str(known.get("socket")), handler)
+            connection = http.client.HTTPConnection("localhost", timeout=ANSWER_S)
+            with (
+                contextlib.suppress(OSError, ValueError, http.client.HTTPException),
+                socket.socket(socket.AF_UNIX) as connection.sock,
+            ):
+                connection.sock.settimeout(ANSWER_S)
+                connection.sock.connect(str(known.get("socket")))
+                connection.request("POST", f"/handler/{handler}", headers={"Connection": "close"})
+                response = connection.getresponse()
+                text = response.read()
+                if response.status == http.client.OK:
+                    answer = json.loads(text)
+                    found[handler] = answer if isinstance(answer, dict) else {}
         if not found:
             return None
         write_json(run.stacks / f"{rank}.collectives.json", found)
@@ -310,17 +321,3 @@ def _sizes(entry: Mapping[str, Any]) -> str:
     shown = [" × ".join(map(str, size)) or "1" for size in sizes[:3]]
     more = f" and {len(sizes) - 3} more" if len(sizes) > 3 else ""
     return f"{', '.join(shown)}{more} {_DTYPES.get(types[0], types[0]) if types else ''}".strip() if shown else ""
-
-
-def _answer(path: str, handler: str) -> dict[str, Any]:
-    connection = http.client.HTTPConnection("localhost", timeout=ANSWER_S)
-    with socket.socket(socket.AF_UNIX) as connection.sock:
-        connection.sock.settimeout(ANSWER_S)
-        connection.sock.connect(path)
-        connection.request("POST", f"/handler/{handler}", headers={"Connection": "close"})
-        response = connection.getresponse()
-        text = response.read()
-    if response.status != http.client.OK:
-        raise ValueError(text.decode(errors="replace"))
-    answer = json.loads(text)
-    return answer if isinstance(answer, dict) else {}

@@ -590,27 +590,23 @@ class _WorkerHere(TrainingWorker):
     """A rank in a process that lives on."""
 
     def run(self) -> int:
-        """Call the model as it is, then train; return the number of completed steps."""
-        try:
-            self._call_model()
-            return super().run()
-        finally:
-            self.heartbeat.close()
-
-    def _call_model(self) -> None:
-        """Build the model and call it with the first samples of the training.
+        """Call the model with the first samples, then train; return the number of completed steps.
 
         The training runs blocks that were captured from the model: only here does its own code compute.
         """
-        dataset = self.experiment.data.dataset(self.experiment)
-        if isinstance(dataset, StreamedDataset):
-            samples = self.experiment.data.examples(self.experiment)
-        else:
-            samples = dataset.collate([dataset[index] for index in range(self.plan.micro_batch)])
-        if samples is not None:
-            model = build_model_of(self)
-            with self.accelerator.autocast():
-                model(**send_to_device(dict(samples), self.device))
+        try:
+            dataset = self.experiment.data.dataset(self.experiment)
+            if isinstance(dataset, StreamedDataset):
+                samples = self.experiment.data.examples(self.experiment)
+            else:
+                samples = dataset.collate([dataset[index] for index in range(self.plan.micro_batch)])
+            if samples is not None:
+                model = build_model_of(self)
+                with self.accelerator.autocast():
+                    model(**send_to_device(dict(samples), self.device))
+            return super().run()
+        finally:
+            self.heartbeat.close()
 
 
 def check_free() -> None:
@@ -638,7 +634,14 @@ def train_here(path: Path, world: int, device_type: str) -> None:
     }
     with _as_before(torch.device(device_type)), ExitStack() as others:
         os.environ |= meeting
-        processes = [others.enter_context(_rank(run, rank)) for rank in range(1, world)]
+        processes = []
+        for rank in map(str, range(1, world)):  # the others are processes, which end with this block
+            environment = {**os.environ, "RANK": rank, "LOCAL_RANK": rank, "PYTHONPATH": os.pathsep.join(user_path())}
+            command = [sys.executable, "-m", "workbench.execution.worker", str(run.path)]
+            process = subprocess.Popen(command, env=environment, stdin=subprocess.DEVNULL, start_new_session=True)
+            others.callback(process.wait)
+            others.callback(process.kill)
+            processes.append(process)
         os.environ |= {"RANK": "0", "LOCAL_RANK": "0"}
         try:
             train(run, _WorkerHere)
@@ -646,24 +649,6 @@ def train_here(path: Path, world: int, device_type: str) -> None:
                 process.wait(LEAVES_S)
         finally:
             run.rank(0).unlink(missing_ok=True)  # this process lives on, but the rank does not
-
-
-@contextmanager
-def _rank(run: RunDir, rank: int) -> Iterator[subprocess.Popen[bytes]]:
-    """Run another rank in a process of its own, which is ended with the block."""
-    environment = {
-        **os.environ,
-        "RANK": str(rank),
-        "LOCAL_RANK": str(rank),
-        "PYTHONPATH": os.pathsep.join(user_path()),
-    }
-    command = [sys.executable, "-m", "workbench.execution.worker", str(run.path)]
-    process = subprocess.Popen(command, env=environment, stdin=subprocess.DEVNULL, start_new_session=True)
-    try:
-        yield process
-    finally:
-        process.kill()
-        process.wait()
 
 
 @contextmanager
