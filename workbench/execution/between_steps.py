@@ -258,9 +258,9 @@ class Evaluator:
             size += sum(field.nbytes for field in batch.values())
             if size <= IN_MEMORY:
                 made.append(batch)
+            if len(made) == len(self._micro_batches):  # before the last one, after which nobody asks for another
+                self._in_memory = made
             yield batch
-        if size <= IN_MEMORY:
-            self._in_memory = made
 
     def _device_batches(self) -> Iterator[Batch]:
         """Yield this replica's micro-batches on its device; the labels that select rows are counted before."""
