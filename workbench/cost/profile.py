@@ -6,9 +6,9 @@ and accumulated). `Profile.at` turns them into time and memory for one micro-bat
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from functools import cached_property
+from functools import cached_property, partial
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -21,10 +21,6 @@ if TYPE_CHECKING:
     from workbench.capture.captured_model import CapturedModel
     from workbench.capture.graph import Computation
     from workbench.experiment import Experiment
-
-
-from collections.abc import Callable, Sequence
-from functools import partial
 
 Array = npt.NDArray[np.float64]
 

@@ -37,13 +37,11 @@ from workbench.execution.parallel.stage import written_buffers
 from workbench.execution.step_log import StepLog, flops_of
 from workbench.execution.trainer import Trainer
 from workbench.rundir import log_event
+from workbench.sparsity import Dynamic
+from workbench.sparsity.pattern import is_present
 
 if TYPE_CHECKING:
     from workbench.data.sampling import PromptGroup
-
-
-from workbench.sparsity import Dynamic
-from workbench.sparsity.pattern import is_present
 
 # Forward passes
 

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import fnmatch
+import functools
 from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING, Annotated, Any, ClassVar, cast
 
 from pydantic import Field, PlainValidator
 
+from workbench.arguments import checked_arguments
 from workbench.errors import InvalidExperiment
 from workbench.validation import (
     Factors,
@@ -24,12 +27,6 @@ from workbench.validation import (
 
 if TYPE_CHECKING:
     from torch import nn
-
-
-import dataclasses
-import functools
-
-from workbench.arguments import checked_arguments
 
 LAYOUTS = ("post_ln", "pre_ln")
 Size = Annotated[Whole, Field(ge=1, le=2**24)]

@@ -12,14 +12,11 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 from torch.optim.adamw import adamw
 
-from workbench.optimizers.parameters import local
+from workbench.optimizers.parameters import WholeTensors, local
 from workbench.sparsity.kernels.operators import runs_triton
 
 if TYPE_CHECKING:
     from workbench.optimizers.adamw_kernel import TensorTable
-
-
-from workbench.optimizers.parameters import WholeTensors
 
 MOMENTS = ("exp_avg", "exp_avg_sq")
 BATCH_ELEMENTS = 32 << 20

@@ -6,8 +6,9 @@ the same dropout masks under every plan with the same micro-batch size, in a rec
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
@@ -16,18 +17,12 @@ import torch.distributed as dist
 
 from workbench.capture import Graph
 from workbench.capture.graph import LabelCount
-
-if TYPE_CHECKING:
-    from workbench.execution.blocks.cuda_graphs import CudaGraphs
-
-
-import time
-from collections.abc import Iterator
-from contextlib import contextmanager
-
 from workbench.events import ActionRow
 from workbench.execution.parallel import MeshCoordinate
 from workbench.rundir import RunDir, log_event
+
+if TYPE_CHECKING:
+    from workbench.execution.blocks.cuda_graphs import CudaGraphs
 
 LabelCounts = Mapping[int, Sequence[int]]
 """Index into `Graph.label_counts` -> number of labels in each micro-batch of a replica."""
