@@ -36,9 +36,10 @@ from workbench.cost.profile import Profile
 from workbench.errors import CaptureError, PlanInfeasible
 from workbench.experiment import Experiment
 from workbench.planning.plan import Plan
-from workbench.planning.planner import checked_choices, weigh
+from workbench.planning.planner import weigh
 from workbench.planning.profiling import analytic_profile
 from workbench.planning.request import Request
+from workbench.strategy import Fixed
 
 BATCH = 8
 TOLERANCE = 1e-5
@@ -69,7 +70,7 @@ def measured(name: str) -> dict[str, Any]:
     plans, found = {}, {}
     for title, degrees in DIVISIONS.items():
         try:
-            plans[title] = _plan(experiment, profile, degrees)
+            plans[title] = _plan(profile, degrees)
         except PlanInfeasible as error:
             found[title] = str(error)
     for world in (1, 2):
@@ -92,14 +93,14 @@ def _cluster(world: int) -> Cluster:
     return Cluster(CPU, world, world, LINK, LINK)
 
 
-def _plan(experiment: Experiment, profile: Profile, degrees: dict[str, Any]) -> Plan:
+def _plan(profile: Profile, degrees: dict[str, Any]) -> Plan:
     """Return the best plan of the degrees with micro-batches of 2, or of any size if that leaves none."""
     cluster = _cluster(degrees["pipeline"] * degrees["data"])
     try:
-        fixed = checked_choices(experiment, {**degrees, "tensor": 1, "micro_batch": 2})
+        fixed = Fixed(**{**degrees, "tensor": 1, "micro_batch": 2})
         return weigh(profile, profile.precision, Request(BATCH, 1, cluster, None, fixed)).best
     except PlanInfeasible:
-        fixed = checked_choices(experiment, {**degrees, "tensor": 1})
+        fixed = Fixed(**{**degrees, "tensor": 1})
         return weigh(profile, profile.precision, Request(BATCH, 1, cluster, None, fixed)).best
 
 
