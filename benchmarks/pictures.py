@@ -233,7 +233,7 @@ def curves() -> go.Figure:
         cols=2,
         column_widths=[0.6, 0.4],
         horizontal_spacing=0.09,
-        subplot_titles=("held-out loss, Muon", "scaled BERT − BERT-Large"),
+        subplot_titles=("loss on held-out prose, Muon", "scaled BERT − BERT-Large"),
     )
     for index, (optimizer, names) in enumerate(PAIRS.items()):
         runs = [wb.load_run(ROOT / "notebooks" / "recorded" / name) for name in names]

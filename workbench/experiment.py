@@ -814,6 +814,31 @@ def _steps(experiment: Experiment) -> int | None:
     return steps
 
 
+def _check_further_sets(experiment: Experiment) -> None:
+    """Raise `InvalidExperiment` unless the further held-out sets have names of their own and suit the data."""
+    data = experiment.data
+    further = (experiment.evaluation and experiment.evaluation.also) or {}
+    if both := sorted(further.keys() & experiment.metrics.keys()):
+        raise InvalidExperiment(
+            f"{', '.join(both)} is a metric and a held-out set of the evaluation. Give one of them another name.",
+            parameter="eval_also",
+        )
+    if further and data.is_user_defined:
+        raise InvalidExperiment(
+            f"also has the held-out sets {', '.join(further)}, and data is a user-defined dataset ({data.name}), which "
+            "has neither masks nor a tokeniser. Leave also out, and evaluate a checkpoint on another dataset when the "
+            "run has ended: run.evaluate(my_dataset).",
+            parameter="eval_also",
+        )
+    shares = {name: given for name, given in further.items() if isinstance(given, float)}
+    if shares and data.labelled_share(experiment) == 1:
+        raise InvalidExperiment(
+            f"also={shares} are fractions of masked positions, and {experiment.model.name} on {data.name} predicts "
+            "every position of its labels. Give text, such as wb.data.corpus(...), or leave them out.",
+            parameter="eval_also",
+        )
+
+
 def _check_parts(experiment: Experiment) -> None:
     """Raise `InvalidExperiment` unless the parts fit together: evaluation, samples and data, spikes and checkpoints."""
     data, held_out = experiment.data, experiment.eval_data
@@ -829,19 +854,7 @@ def _check_parts(experiment: Experiment) -> None:
             "which has another tokeniser or none. Give a dataset with the same fields as the evaluation's data.",
             parameter="eval_data",
         )
-    further = (experiment.evaluation and experiment.evaluation.also) or {}
-    if both := sorted(further.keys() & experiment.metrics.keys()):
-        raise InvalidExperiment(
-            f"{', '.join(both)} is a metric and a held-out set of the evaluation. Give one of them another name.",
-            parameter="eval_also",
-        )
-    shares = {name: given for name, given in further.items() if isinstance(given, float)}
-    if shares and data.labelled_share(experiment) == 1:
-        raise InvalidExperiment(
-            f"also={shares} are fractions of masked positions, and {experiment.model.name} on {data.name} predicts "
-            "every position of its labels. Give text, such as wb.data.corpus(...), or leave them out.",
-            parameter="eval_also",
-        )
+    _check_further_sets(experiment)
     if experiment.optimizer.ema_decay is not None and experiment.sparsity is not None:
         raise InvalidExperiment(
             f"ema_decay={experiment.optimizer.ema_decay} averages weights, and sparsity takes blocks of them away and "

@@ -128,6 +128,9 @@ def test_further_sets_that_cannot_be_evaluated_are_refused(folder):
     both = wb.Evaluation(also={"known": 0.3}, metrics={"known": torch.add})
     with pytest.raises(InvalidExperiment, match="known is a metric and a held-out set"):
         experiment(folder, evaluation=both)
+    for sets in ({"more": 0.3}, {"other": wb.data.corpus(folder)}):
+        with pytest.raises(InvalidExperiment, match="which has neither masks nor a tokeniser"):
+            wb.Experiment(build, dataset(8), evaluation=wb.Evaluation(data=dataset(8), also=sets))
     causal = wb.models.opt(vocab_size=200, hidden_size=16, num_layers=2, num_heads=2, max_positions=64)
     with pytest.raises(InvalidExperiment, match="predicts every position of its labels"):
         experiment(folder).replace(model=causal, evaluation=wb.Evaluation(also={"more": 0.3}))

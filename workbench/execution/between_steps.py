@@ -239,7 +239,7 @@ class Evaluator:
     def _host_batches(self) -> Iterator[Batch]:
         """Yield this replica's micro-batches; those of a set of up to `IN_MEMORY` are made once and stay in memory.
 
-        Starting the processes that make them takes longer than the forward of a small set.
+        So only the first evaluation starts processes that make them.
         """
         if self._in_memory is not None:
             yield from self._in_memory
