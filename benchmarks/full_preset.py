@@ -27,7 +27,7 @@ PARAMETERS, PLANS, TIMES = "preset = ", "large_plan = ", "def predicted_minutes"
 
 
 def main() -> None:
-    names = executed()
+    names = executed({"preset": "full"}, after=TIMES)
     plans = {each.name: plan_facts(each, plan) for each, plan in names["pairs"]}
     minutes = {name: round(value, 2) for name, value in names["minutes"].items()}
     pilots = {"rates": names["rates_tried"], "steps": names["short_steps"]}
@@ -37,8 +37,11 @@ def main() -> None:
     print(json.dumps(found, indent=1, ensure_ascii=False))
 
 
-def executed() -> dict[str, Any]:
-    """Return the names of the template after its cell of predicted times, with the full preset on 4 × H200."""
+def executed(parameters: dict[str, Any], after: str) -> dict[str, Any]:
+    """Return the names of the template after the cell that begins with `after`, with other parameters.
+
+    The cell of plans plans for four H200.
+    """
     notebook = nbformat.read(ROOT / "templates" / "bert_scaling.ipynb", 4)
     names: dict[str, Any] = {}
     for source in (cell.source for cell in notebook.cells if cell.cell_type == "code"):
@@ -49,10 +52,10 @@ def executed() -> dict[str, Any]:
             continue
         exec(source, names)
         if source.startswith(PARAMETERS):
-            names["preset"] = "full"
-        if source.startswith(TIMES):
+            names |= parameters
+        if source.startswith(after):
             return names
-    raise ValueError("The template has no cell that predicts the times.")
+    raise ValueError(f"The template has no cell that begins with {after!r}.")
 
 
 def plan_facts(experiment: wb.Experiment, plan: wb.Plan) -> dict[str, Any]:
