@@ -32,17 +32,14 @@ NAME_CHARACTERS, AXIS_CHARACTERS = 32, 18
 
 def draw_contrast(compared: Contrast | SeedContrast) -> Figure:
     """Draw what `wb.contrast` computed: the difference of each run, or configuration, to the first."""
-    if compared.incomparable:
-        return _not_compared(compared.incomparable)
+    if why := compared.incomparable:
+        figure = Figure()
+        for update in (figure.update_xaxes, figure.update_yaxes):
+            update(showticklabels=False, showgrid=False, zeroline=False, showline=False, range=[0, 1])
+        return figure.laid_out(
+            height=110, title=theme.title("No difference in loss", theme.text(why)), margin={"t": 84}
+        )
     return seed_differences(compared) if isinstance(compared, SeedContrast) else differences(compared.differences)
-
-
-def _not_compared(why: str) -> Figure:
-    """Return a figure that holds nothing but why the losses do not compare."""
-    figure = Figure()
-    for update in (figure.update_xaxes, figure.update_yaxes):
-        update(showticklabels=False, showgrid=False, zeroline=False, showline=False, range=[0, 1])
-    return figure.laid_out(height=110, title=theme.title("No difference in loss", theme.text(why)), margin={"t": 84})
 
 
 def show_contrast(compared: Contrast | SeedContrast) -> None:
@@ -71,11 +68,27 @@ def differences(items: Sequence[Difference]) -> Figure:
     for index, item in enumerate(items, start=1):
         figure.add_traces(_difference_traces(item, index, scale))
     first = theme.text(theme.short(items[0].names[1], AXIS_CHARACTERS))
-    y_range = _settled_range(items)
+    # The y axis holds the bands after the first twentieth, whose steep fall would flatten all the rest.
+    values = [np.array([0.0])]
+    for item in items:
+        late = item.x >= item.x[0] + 0.05 * (item.x[-1] - item.x[0])
+        values += [edge[late] for edge in (item.value, item.low, item.high)]
+        values.append(item.value[-1] + np.array([-1.0, 1.0]) * (item.margin or 0.0))
+    low, high = float(np.nanmin(np.concatenate(values))), float(np.nanmax(np.concatenate(values)))
+    room = 0.12 * ((high - low) or 1.0)
+    y_range = [low - room, high + room]
     minuend = f" of {theme.text(theme.short(items[0].names[0], AXIS_CHARACTERS))}" if len(items) == 1 else ""
     figure.update_yaxes(range=y_range, title_text=f"{items[0].loss}{minuend}<br>minus that of {first}")
     figure.update_xaxes(title_text=x_title, rangemode="tozero")
-    lines = [*(theme.text(item.verdict) for item in items), theme.text(_marks_in_words(items))]
+    # Below the verdicts stands which side of zero is better, and what the marks mean.
+    words = [f"above zero: {items[0].names[1]} is lower, so better"]
+    if any(" ± " in item.verdict for item in items):
+        words.append(f"± and band: {CONFIDENCE:.0%} of the noise along the curves, not between seeds")
+    if any(item.margin is not None for item in items):
+        words.append("bar at the end: how far seeds alone part two runs")
+    if any(item.crossover is not None for item in items):
+        words.append("diamond: where the curves last cross")
+    lines = [*(theme.text(item.verdict) for item in items), theme.text("; ".join(words))]
     names = [item.names[0] for item in items]
     inside, below = theme.fits_inside(names), theme.height_below(names)
     return figure.laid_out(
@@ -88,18 +101,6 @@ def differences(items: Sequence[Difference]) -> Figure:
             **(theme.place_legend(figure.data, y_range=y_range) if inside else theme.LEGEND_BELOW),
         },
     )
-
-
-def _marks_in_words(items: Sequence[Difference]) -> str:
-    """Return what the marks of differences mean, and which side of zero is better."""
-    words = [f"above zero: {items[0].names[1]} is lower, so better"]
-    if any(" ± " in item.verdict for item in items):
-        words.append(f"± and band: {CONFIDENCE:.0%} of the noise along the curves, not between seeds")
-    if any(item.margin is not None for item in items):
-        words.append("bar at the end: how far seeds alone part two runs")
-    if any(item.crossover is not None for item in items):
-        words.append("diamond: where the curves last cross")
-    return "; ".join(words)
 
 
 def _difference_traces(item: Difference, index: int, scale: float) -> list[go.Scatter]:
@@ -141,19 +142,6 @@ def _bar(color: str, up: float, down: float | None = None) -> dict[str, Any]:
     """Return an error bar, which reaches as far down as up by default."""
     sides = {} if down is None else {"symmetric": False, "arrayminus": [down]}
     return {"type": "data", "array": [up], "color": color, "thickness": 2, "width": 6, **sides}
-
-
-def _settled_range(items: Sequence[Difference]) -> list[float]:
-    """Return the y range of the bands after the first twentieth, whose steep fall would flatten all the rest."""
-    settled = [item.x >= item.x[0] + 0.05 * (item.x[-1] - item.x[0]) for item in items]
-    edges = [
-        edge[late] for item, late in zip(items, settled, strict=True) for edge in (item.value, item.low, item.high)
-    ]
-    ends = [item.value[-1] + np.array([-1.0, 1.0]) * (item.margin or 0.0) for item in items]
-    values = np.concatenate([*edges, *ends, [0.0]])
-    low, high = float(np.nanmin(values)), float(np.nanmax(values))
-    room = 0.12 * ((high - low) or 1.0)
-    return [low - room, high + room]
 
 
 def seed_differences(contrast: SeedContrast) -> Figure:

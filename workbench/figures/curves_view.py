@@ -65,6 +65,15 @@ SMOOTHED_AGAIN = 300_000
 """Number of values of all runs together up to which a figure holds their averages of other widths."""
 LABEL_ROOM = 0.06
 """Size of an end label, as a share of the plot's width or height."""
+MENU_LOOK = {
+    "x": 0.0,
+    "y": 1.02,
+    "yanchor": "bottom",
+    "xanchor": "left",
+    "bgcolor": "white",
+    "bordercolor": theme.AXIS,
+    "font": {"size": 11, "color": theme.INK},
+}
 
 
 def loss_curves(
@@ -100,7 +109,14 @@ def loss_curves(
     """
     metrics = metrics_of(curves)
     if y in EVALUATION_LABELS or y in metrics:
-        curves, smoothing = _held_out(curves, y), 0.0
+        found = [evaluations_of(curve) for curve in curves]
+        without = [curve.name for curve, held_out in zip(curves, found, strict=True) if held_out is None]
+        if without:
+            raise UnknownParameter(
+                f"y={y!r} was not recorded by {', '.join(without)}. Compare runs that were launched with "
+                "evaluation=wb.Evaluation(), or draw y='loss'."
+            )
+        curves, smoothing = [held_out for held_out in found if held_out is not None], 0.0
     scalars = scalars_of(curves)
     if y in scalars:
         curves = [where_logged(curve, y) for curve in curves]
@@ -124,27 +140,37 @@ def loss_curves(
     inside = figure.layout.legend.orientation is None
     if inside:
         figure.update_layout(legend=theme.place_legend(figure.data, log_x=log_x, log_y=log_y, y_range=y_range))
-    menus = [_x_menu(figure, prepared, axes, x, y_range, log_y), _y_menu(figure, prepared, y, log_y, inside)]
-    menus += [_log_x_button(log_x), *_smoothing_menu(figure, preparation, prepared, curves, smoothing, y)]
+    label = Y_LABELS.get(y, y)
+    # The buttons for a linear and a logarithmic y axis each move the legend to a free corner, too.
+    y_buttons = []
+    for log, axis_type in enumerate(("linear", "log")):
+        own_range = settled_range(prepared, bool(log))
+        place = theme.place_legend(figure.data, log_y=bool(log), y_range=own_range) if inside else {}
+        changes = {f"legend.{key}": value for key, value in place.items()}
+        changes["yaxis.tickformat"] = _ticks(y, bool(log))
+        args = [{"yaxis.type": axis_type, "yaxis.autorange": own_range is None, "yaxis.range": own_range, **changes}]
+        button = {"label": f"{axis_type} {label.split(' (')[0].lower()}", "method": "relayout", "args": args}
+        y_buttons.append(button)
+    y_look = {"type": "buttons", "direction": "right", "pad": {"b": 4, "l": 140}, **MENU_LOOK}
+    # One button switches the x axis between linear and logarithmic.
+    x_changes = [
+        {"xaxis.type": axis_type, "xaxis.autorange": True, "xaxis.tickformat": ticks}
+        for axis_type, ticks in (("log", theme.LOG_TICKS), ("linear", None))
+    ]
+    log_x_button = {"label": "log x", "method": "relayout", "args": [x_changes[log_x]], "args2": [x_changes[not log_x]]}
+    menus = [
+        _x_menu(figure, prepared, axes, x, y_range, log_y),
+        {"buttons": y_buttons, "active": int(log_y), **y_look},
+        {"buttons": [log_x_button], "type": "buttons", "pad": {"b": 4, "l": 306}, "active": -1, **MENU_LOOK},
+        *_smoothing_menu(figure, preparation, prepared, curves, smoothing, y),
+    ]
     figure.update_layout(updatemenus=menus)
-    key, name = mark_key(prepared), theme.text(title or f"{_label(y)} of each run")
+    key, name = mark_key(prepared), theme.text(title or f"{label} of each run")
     figure.laid_out(title=theme.title(name, key), margin={"t": 118 if key else 92})
     if not any(len(curve.raw) for curve in prepared):
         middle = {"x": 0.5, "y": 0.5, "xref": "paper", "yref": "paper", "showarrow": False}
         figure.add_annotation(text="no step recorded yet", font={"color": theme.MUTED}, **middle)
     return figure
-
-
-def _held_out(curves: Sequence[Curve], y: str) -> list[Curve]:
-    """Return the held-out losses of runs as their curves; raise `UnknownParameter` if one of the runs has none."""
-    found = [evaluations_of(curve) for curve in curves]
-    without = [curve.name for curve, held_out in zip(curves, found, strict=True) if held_out is None]
-    if without:
-        raise UnknownParameter(
-            f"y={y!r} was not recorded by {', '.join(without)}. Compare runs that were launched with "
-            "evaluation=wb.Evaluation(), or draw y='loss'."
-        )
-    return [held_out for held_out in found if held_out is not None]
 
 
 def settled_range(prepared: Sequence[PreparedCurve], log_y: bool) -> list[float] | None:
@@ -209,7 +235,11 @@ def _lay_out(
         hovermode="x unified",
         legend={"groupclick": "togglegroup", "tracegroupgap": 0, **legend},
         xaxis={"title": {"text": x_title}, "rangemode": "tozero", "unifiedhovertitle": {"text": hover_title(x_title)}},
-        yaxis={"title": {"text": _label(y)}, "tickformat": _ticks(y, log_y), "type": "log" if log_y else "linear"},
+        yaxis={
+            "title": {"text": Y_LABELS.get(y, y)},
+            "tickformat": _ticks(y, log_y),
+            "type": "log" if log_y else "linear",
+        },
         uirevision="keep",
     )
 
@@ -221,21 +251,6 @@ def hover_title(x_title: str) -> str:
 
 def _ticks(y: str, log: bool) -> str | None:
     return "," if y.endswith("_ms") else theme.LOG_TICKS if log else None
-
-
-def _label(y: str) -> str:
-    return Y_LABELS.get(y, y)
-
-
-MENU_LOOK = {
-    "x": 0.0,
-    "y": 1.02,
-    "yanchor": "bottom",
-    "xanchor": "left",
-    "bgcolor": "white",
-    "bordercolor": theme.AXIS,
-    "font": {"size": 11, "color": theme.INK},
-}
 
 
 def _x_menu(
@@ -283,33 +298,6 @@ def _x_menu(
         for name, unit in axes.items()
     ]
     return {"buttons": buttons, "active": list(axes).index(x), "direction": "down", "pad": {"b": 4}, **MENU_LOOK}
-
-
-def _y_menu(
-    figure: Figure, prepared: Sequence[PreparedCurve], y: str, log_y: bool, legend_inside: bool
-) -> dict[str, Any]:
-    """Return the buttons for a linear and a logarithmic y axis; each also moves the legend to a free corner."""
-    label = _label(y).split(" (")[0].lower()
-    buttons = []
-    for axis_type in ("linear", "log"):
-        y_range, log = settled_range(prepared, axis_type == "log"), axis_type == "log"
-        place = theme.place_legend(figure.data, log_y=log, y_range=y_range) if legend_inside else {}
-        changes = {f"legend.{key}": value for key, value in place.items()}
-        changes["yaxis.tickformat"] = _ticks(y, log)
-        args = [{"yaxis.type": axis_type, "yaxis.autorange": y_range is None, "yaxis.range": y_range, **changes}]
-        buttons.append({"label": f"{axis_type} {label}", "method": "relayout", "args": args})
-    look = {"type": "buttons", "direction": "right", "pad": {"b": 4, "l": 140}, **MENU_LOOK}
-    return {"buttons": buttons, "active": int(log_y), **look}
-
-
-def _log_x_button(log_x: bool) -> dict[str, Any]:
-    """Return the button that switches the x axis between linear and logarithmic."""
-    args = [
-        {"xaxis.type": axis_type, "xaxis.autorange": True, "xaxis.tickformat": ticks}
-        for axis_type, ticks in (("log", theme.LOG_TICKS), ("linear", None))
-    ]
-    button = {"label": "log x", "method": "relayout", "args": [args[log_x]], "args2": [args[not log_x]]}
-    return {"buttons": [button], "type": "buttons", "pad": {"b": 4, "l": 306}, "active": -1, **MENU_LOOK}
 
 
 def _smoothing_menu(
@@ -385,14 +373,14 @@ def _traces(
             "mode": "lines+markers" if few else "lines",
             "line": {"color": curve.color, "width": 2.2, "dash": curve.dash},
             "marker": {"color": curve.color, "size": 7},
-            "hovertemplate": f"{_label(y).lower()} %{{y:.4g}}{before} · step %{{customdata[1]:,.0f}}{tokens}",
+            "hovertemplate": f"{Y_LABELS.get(y, y).lower()} %{{y:.4g}}{before} · step %{{customdata[1]:,.0f}}{tokens}",
         },
         "nan": {
             "x": curve.x[x][curve.gaps],
             "y": _height_before(curve.raw, curve.gaps),
             "mode": "markers",
             "marker": {"symbol": "x", "size": 9, "color": theme.ALERT, "line": {"color": "white", "width": 1}},
-            "hovertemplate": f"{_label(y).lower()} is NaN or infinite from here",
+            "hovertemplate": f"{Y_LABELS.get(y, y).lower()} is NaN or infinite from here",
         },
         "evaluation": {
             "x": curve.positions(x, "evaluation"),
@@ -442,31 +430,23 @@ def _mark_fields(curve: PreparedCurve, x: str, line: Array) -> dict[str, Any]:
 
 def mark_key(prepared: Sequence[PreparedCurve]) -> str | None:
     """Return the explanation of the symbols on the curves and of what the axis leaves out; None if there is neither."""
-    held_out = any(curve.evaluations for curve in prepared)
     types = {mark.type for curve in prepared for mark in curve.marks}
     words = [look.words for mark_type, look in MARK_LOOKS.items() if mark_type in types]
-    words += [f"◆ held-out loss{_of_held_out(prepared)}"] if held_out else []
+    evaluated = [curve for curve in prepared if curve.evaluations]
+    # In what the held-out loss differs from the training loss of the same weights, where all agree in it.
+    differs = {curve.basis.held_out_in_words for curve in evaluated if curve.basis is not None}
+    aside = differs.pop() if len(differs) == 1 else None
+    words += [f"◆ held-out loss{'' if aside is None else f' ({aside})'}"] if evaluated else []
     words += ["✕ NaN or infinite"] if any(len(curve.gaps) for curve in prepared) else []
     if (y_range := settled_range(prepared, False)) is not None:
         peaks = [(curve.name, float(np.nanmax(curve.raw))) for curve in prepared if np.isfinite(curve.raw).any()]
         high = [(theme.text(theme.short(name)), _describe_loss(peak)) for name, peak in peaks if peak > y_range[1]]
         beyond = [f"{name} (up to {peak})" for name, peak in high]
         words.append(f"↑ leaves the axis: {', '.join(beyond[:3])}{' …' if len(beyond) > 3 else ''}")
-    return "<br>".join(filter(None, (_not_compared(prepared), " · ".join(words)))) or None
-
-
-def _of_held_out(prepared: Sequence[PreparedCurve]) -> str:
-    """Return in what the held-out loss differs from the training loss of the same weights, where all agree in it."""
-    found = {curve.basis.held_out_in_words for curve in prepared if curve.evaluations and curve.basis is not None}
-    words = found.pop() if len(found) == 1 else None
-    return "" if words is None else f" ({words})"
-
-
-def _not_compared(prepared: Sequence[PreparedCurve]) -> str | None:
-    """Return why the losses of the runs do not compare, as a sentence in the colour of alerts; None if they do."""
     held_out = [curve.ends_held_out or not curve.is_loss for curve in prepared]
     why = why_not_compared([curve.basis for curve in prepared], held_out)
-    return why and f"<b><span style='color:{theme.ALERT}'>{theme.text(why)}</span></b>"
+    alert = why and f"<b><span style='color:{theme.ALERT}'>{theme.text(why)}</span></b>"
+    return "<br>".join(filter(None, (alert, " · ".join(words)))) or None
 
 
 def _height_before(values: Array, at: Indices) -> Array:
@@ -520,32 +500,22 @@ def _label_positions(prepared: Sequence[PreparedCurve], x: str, top: float | Non
     finite = shown[np.isfinite(shown) & (shown <= (math.inf if top is None else top))]
     span_y = (float(np.ptp(finite)) if len(finite) else 0.0) or 1.0
     positions: list[str | None] = ["middle right"] * len(prepared)
-    for index, (_, end_y) in ends.items():
-        near = [
-            other_y - end_y or float(index - other)
-            for other, other_y in _heights_beside(prepared, ends, index, x, LABEL_ROOM * span_x)
-            if abs(other_y - end_y) < LABEL_ROOM * span_y
-        ]
+    room = LABEL_ROOM * span_x
+    for index, (end_x, end_y) in ends.items():
+        # What would stand where the label does: other ends beside this one, and curves that pass it.
+        beside = []
+        for other, (other_x, other_y) in ends.items():
+            if other != index and abs(other_x - end_x) < room:
+                beside.append((other, other_y))
+            elif other != index and other_x > end_x:
+                at = prepared[other].line_index
+                known = at[np.isfinite(prepared[other].line[at])]
+                passing = np.interp(end_x + room / 2, prepared[other].x[x][known], prepared[other].line[known])
+                beside.append((other, float(passing)))
+        near = [y - end_y or float(index - other) for other, y in beside if abs(y - end_y) < LABEL_ROOM * span_y]
         above, below = sum(d > 0 for d in near), sum(d < 0 for d in near)
         if above and below:
             positions[index] = "middle right" if above == below == 1 else None
         elif near:
             positions[index] = "bottom right" if above else "top right"
     return positions
-
-
-def _heights_beside(
-    prepared: Sequence[PreparedCurve], ends: Mapping[int, tuple[float, float]], index: int, x: str, room: float
-) -> list[tuple[int, float]]:
-    """Return (curve, height) of everything where the label of curve `index` would stand: ends and passing curves."""
-    end_x = ends[index][0]
-    beside = []
-    for other, (other_x, other_y) in ends.items():
-        if other != index and abs(other_x - end_x) < room:
-            beside.append((other, other_y))
-        elif other != index and other_x > end_x:
-            at = prepared[other].line_index
-            known = at[np.isfinite(prepared[other].line[at])]
-            passing = np.interp(end_x + room / 2, prepared[other].x[x][known], prepared[other].line[known])
-            beside.append((other, float(passing)))
-    return beside

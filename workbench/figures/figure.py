@@ -110,8 +110,16 @@ def save(figure: go.Figure, path: str | Path, width: int = theme.ASSUMED_WIDTH_P
             f"{target.name!r} does not end in {', '.join(SUFFIXES[:-1])} or {SUFFIXES[-1]}. "
             "Choose one of these endings; wb.figures.save_html writes an interactive page."
         )
-    content = _csv(figure).encode() if suffix == ".csv" else picture(figure, suffix[1:], width, scale)
-    return written(target, content)
+    if suffix != ".csv":
+        return written(target, picture(figure, suffix[1:], width, scale))
+    rows = [row for trace in figure.data if trace.visible in (None, True) for row in _rows(figure, trace)]
+    names = dict.fromkeys(name for row in rows for name in row)
+    shown = [name for name in names if any(row.get(name) not in (None, "") for row in rows)]
+    table = io.StringIO()
+    writer = csv.DictWriter(table, shown, extrasaction="ignore", lineterminator="\n")
+    writer.writeheader()
+    writer.writerows(rows)
+    return written(target, table.getvalue().encode())
 
 
 def written(target: Path, content: bytes) -> Path:
@@ -127,18 +135,23 @@ def written(target: Path, content: bytes) -> Path:
 
 
 def has_twin(figure: go.Figure) -> bool:
-    """Return True if a picture of a figure needs no browser."""
-    return all(trace.type in DRAWN and _is_complete(trace) for trace in figure.data)
+    """Return True if a picture of a figure needs no browser.
 
-
-def _is_complete(trace: Any) -> bool:
-    """Return whether a trace leaves neither its colours nor the places of its cells to Plotly."""
-    if trace.type == "heatmap":
-        return all(part is not None for part in (trace.colorscale, trace.x, trace.y))
-    if trace.type == "parcoords":
-        return trace.line.colorscale is not None
-    colors = trace.marker.color
-    return isinstance(colors, str | None) or all(isinstance(color, str) for color in colors)
+    Traces of other types need one, and traces that leave their colours or the places of their cells to Plotly.
+    """
+    for trace in figure.data:
+        if trace.type == "heatmap":
+            given = all(part is not None for part in (trace.colorscale, trace.x, trace.y))
+        elif trace.type == "parcoords":
+            given = trace.line.colorscale is not None
+        elif trace.type in DRAWN:
+            colors = trace.marker.color
+            given = isinstance(colors, str | None) or all(isinstance(color, str) for color in colors)
+        else:
+            given = False
+        if not given:
+            return False
+    return True
 
 
 def mimebundle(figure: go.Figure, with_picture: bool = True) -> dict[str, Any]:
@@ -180,7 +193,15 @@ def picture(figure: go.Figure, form: str = "png", width: int = NOTEBOOK_PX, scal
     from workbench.figures.twin import Twin
 
     if not has_twin(figure):
-        return _drawn_by_a_browser(figure, form, width, scale)
+        try:
+            return bytes(figure.to_image(format=form, width=width, height=figure.layout.height, scale=scale))
+        except Exception as error:  # kaleido and its browser fail in a dozen classes, some of them private
+            words = str(error.args[0] if error.args else error).strip() or type(error).__name__
+            raise DataError(
+                f"No picture could be drawn: {words.splitlines()[0].rstrip('.')}. "
+                "Run `pip install kaleido`, install Chrome or Chromium, and point BROWSER_PATH at it if it is not "
+                "found; save_html needs neither."
+            ) from error
     file, twin = io.BytesIO(), Twin(figure, width).draw()
     if form == "png":
         twin.set_dpi(72 * scale)
@@ -197,35 +218,15 @@ def picture(figure: go.Figure, form: str = "png", width: int = NOTEBOOK_PX, scal
     return file.getvalue().replace(*fonts) if form == "svg" else file.getvalue()
 
 
-def _drawn_by_a_browser(figure: go.Figure, form: str, width: int, scale: float) -> bytes:
-    try:
-        return bytes(figure.to_image(format=form, width=width, height=figure.layout.height, scale=scale))
-    except Exception as error:  # kaleido and its browser fail in a dozen classes, some of them private
-        words = str(error.args[0] if error.args else error).strip() or type(error).__name__
-        raise DataError(
-            f"No picture could be drawn: {words.splitlines()[0].rstrip('.')}. "
-            "Run `pip install kaleido`, install Chrome or Chromium, and point BROWSER_PATH at it if it is not found; "
-            "save_html needs neither."
-        ) from error
-
-
-def _csv(figure: go.Figure) -> str:
-    rows = [row for trace in figure.data if trace.visible in (None, True) for row in _rows(figure, trace)]
-    names = dict.fromkeys(name for row in rows for name in row)
-    shown = [name for name in names if any(row.get(name) not in (None, "") for row in rows)]
-    file = io.StringIO()
-    writer = csv.DictWriter(file, shown, extrasaction="ignore", lineterminator="\n")
-    writer.writeheader()
-    writer.writerows(rows)
-    return file.getvalue()
-
-
 def _rows(figure: go.Figure, trace: Any) -> Iterator[dict[str, Any]]:
     """Yield the points of a trace by the names of their columns."""
     from workbench.figures.twin_panel import item_of, plain, words_of
 
     if trace.type == "parcoords":
-        columns = {plain(str(dimension.label))[0]: _words(dimension) for dimension in trace.dimensions}
+        columns = {}
+        for axis in trace.dimensions:  # words in place of numbers, where the axis has them
+            words = {} if axis.ticktext is None else dict(zip(axis.tickvals, axis.ticktext, strict=True))
+            columns[plain(str(axis.label))[0]] = [words.get(value, value) for value in axis.values]
         yield from (dict(zip(columns, row, strict=True)) for row in zip(*columns.values(), strict=True))
         return
     x_name, y_name = _axis_name(figure, trace, 0), _axis_name(figure, trace, 1)
@@ -255,14 +256,6 @@ def _rows(figure: go.Figure, trace: Any) -> Iterator[dict[str, Any]]:
                 below = spread.array if spread.arrayminus is None else spread.arrayminus
                 row |= {f"{name}, low": row[name] - below[at], f"{name}, high": row[name] + spread.array[at]}
         yield row
-
-
-def _words(dimension: Any) -> list[Any]:
-    """Return the values of an axis of parallel coordinates, as words where it has them."""
-    if dimension.ticktext is None:
-        return list(dimension.values)
-    words = dict(zip(dimension.tickvals, dimension.ticktext, strict=True))
-    return [words.get(value, value) for value in dimension.values]
 
 
 def _finite(value: Any) -> Any:
@@ -522,8 +515,16 @@ def notebook_to_html(notebook_path: str | Path, html_path: str | Path) -> Path:
     notebook = read_notebook(Path(notebook_path))
     notebook.cells = [*_opening(notebook), *notebook.cells]
     nonce, figures = new_nonce(), list[Any]()
+    place = f'<div id="figure-{nonce}-{{}}"></div>'  # a figure is put there once the page around it was sanitised
+    # Of each output one representation stays: the place of a figure, or what is stored beside a widget.
     for output in (output for cell in notebook.cells for output in cell.get("outputs", ())):
-        _make_static(output, nonce, figures)
+        data = output.get("data", {})
+        if _is_figure(data.get(PLOTLY_MIME)):
+            output["data"] = {"text/html": place.format(len(figures))}
+            figures.append(data[PLOTLY_MIME])
+        elif WIDGET_MIME in data:
+            static = {key: value for key, value in data.items() if key in ("text/html", "image/png")}
+            output["data"] = static or {"text/plain": "(a widget: it shows while its notebook's kernel runs)"}
     exporter = HTMLExporter(extra_loaders=[DictLoader({FOLDED: FOLDING})], template_file=FOLDED)
     exporter.embed_images = True
     for url in ("require_js_url", "jquery_url", "mathjax_url", "mermaid_js_url", "jupyter_widgets_base_url"):
@@ -535,31 +536,23 @@ def notebook_to_html(notebook_path: str | Path, html_path: str | Path) -> Path:
     except OSError:  # a text names a picture that cannot be read, such as a folder
         exporter.embed_images = False
         page, _ = exporter.from_notebook_node(notebook, resources)
-    page = _with_alternatives(harmless_page(page))
-    for number, figure in enumerate(figures):
-        page = page.replace(_place(nonce, number), figure_html(figure, nonce), 1)
-    script = f'<script nonce="{nonce}">{plotly_js()}</script>' if figures else ""
-    page = page.replace("<head>", f"<head>{policy(nonce)}{script}", 1)
-    return written(Path(html_path), page.encode())
-
-
-def _with_alternatives(page: str) -> str:
-    """Say in which section a picture stands, in place of nbconvert's sentence that it has no description."""
     section = "this notebook"
 
-    def told(found: re.Match[str]) -> str:
+    def described(found: re.Match[str]) -> str:
         nonlocal section
         if found["heading"] is None:
             return f'alt="Picture in {html.escape(section)}"'
         section = html.unescape(re.sub("<[^>]*>|¶", "", found["heading"])).strip()
         return found[0]
 
-    return re.sub(rf'<h[1-6][^>]*>(?P<heading>.*?)</h[1-6]>|alt="{NO_ALTERNATIVE}"', told, page, flags=re.DOTALL)
-
-
-def _place(nonce: str, number: int) -> str:
-    """Return the HTML in whose place a figure is put, once the page around it was sanitised."""
-    return f'<div id="figure-{nonce}-{number}"></div>'
+    # A picture is described by the section that it stands in, where nbconvert says that it has no description.
+    headings_and_pictures = rf'<h[1-6][^>]*>(?P<heading>.*?)</h[1-6]>|alt="{NO_ALTERNATIVE}"'
+    page = re.sub(headings_and_pictures, described, harmless_page(page), flags=re.DOTALL)
+    for number, figure in enumerate(figures):
+        page = page.replace(place.format(number), figure_html(figure, nonce), 1)
+    script = f'<script nonce="{nonce}">{plotly_js()}</script>' if figures else ""
+    page = page.replace("<head>", f"<head>{policy(nonce)}{script}", 1)
+    return written(Path(html_path), page.encode())
 
 
 def _opening(notebook: Any) -> list[Any]:
@@ -579,18 +572,6 @@ def _opening(notebook: Any) -> list[Any]:
     for number, cell in enumerate(opening):
         cell.id = f"opening-{number}"  # a notebook has no two cells with one name
     return opening
-
-
-def _make_static(output: Any, nonce: str, figures: list[Any]) -> None:
-    """Leave one representation in the output that a page can show: the place of a figure, which joins `figures`."""
-    data = output.get("data", {})
-    figure = data.get(PLOTLY_MIME)
-    if _is_figure(figure):
-        output["data"] = {"text/html": _place(nonce, len(figures))}
-        figures.append(figure)
-    elif WIDGET_MIME in data:
-        static = {key: value for key, value in data.items() if key in ("text/html", "image/png")}
-        output["data"] = static or {"text/plain": "(a widget: it shows while its notebook's kernel runs)"}
 
 
 def _is_figure(value: Any) -> bool:

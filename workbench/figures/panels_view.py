@@ -153,19 +153,17 @@ class _PlacedSamples:
 
 def panel_names(curves: Sequence[Curve], peaks: Peaks = (), usage: Usage = ()) -> list[str]:
     """Return the panels that have something to show: a column that no run recorded, or a small wait, has no panel."""
-    names = [
-        name for name, panel in PANELS.items() if any(_shows(column(curve, name), panel.least) for curve in curves)
-    ]
+    names = []
+    for name, panel in PANELS.items():
+        for values in (column(curve, name) for curve in curves):
+            known = np.isfinite(values)
+            later = values[1:][known[1:]]  # the first step waits for what is made only once
+            if known.any() if panel.least is None else len(later) and later.mean() >= panel.least:
+                names.append(name)
+                break
     names += [*scalars_of(curves), *metrics_of(curves)]
     names += ["utilization"] if any(samples is not None and len(samples.time) for samples in usage) else []
     return [*names, "memory"] if any(peaks) else names
-
-
-def _shows(values: Array, least: float | None) -> bool:
-    known = np.isfinite(values)
-    if least is None or not known[1:].any():
-        return bool(known.any()) and least is None
-    return bool(values[1:][known[1:]].mean() >= least)
 
 
 def panels(
@@ -259,19 +257,15 @@ def panel(
         prepared: Sequence[PreparedCurve] = preparation.prepare_all([where_logged(c, name) for c in curves], name)
         return rate_traces(prepared, name, x, preparation.width > 0, window), {"nticks": 6}
     prepared = prepare(name) if prepare else preparation.prepare_all(curves, name)
-    traces = rate_traces(prepared, name, x, preparation.width > 0, window)
-    return traces, {"rangemode": "tozero", **_rate_axis(prepared, name)}
-
-
-def _rate_axis(curves: Sequence[PreparedCurve], name: str) -> dict[str, Any]:
-    """Return the y axis of a rate; ticks on a logarithmic axis depend on how many decades it spans."""
-    options: dict[str, Any] = {"exponentformat": "e", "nticks": 6, "tickformat": PANELS[name].tick_format}
-    if not PANELS[name].logarithmic:
-        return {"type": "linear", **options}
-    values = np.concatenate([np.empty(0), *(curve.raw[curve.raw_index] for curve in curves)])  # holds their extremes
+    traces, look = rate_traces(prepared, name, x, preparation.width > 0, window), PANELS[name]
+    axis: dict[str, Any] = {"exponentformat": "e", "nticks": 6, "tickformat": look.tick_format}
+    if not look.logarithmic:
+        return traces, {"rangemode": "tozero", "type": "linear", **axis}
+    # Ticks on a logarithmic axis depend on how many decades it spans; `raw_index` holds the curves' extremes.
+    values = np.concatenate([np.empty(0), *(curve.raw[curve.raw_index] for curve in prepared)])
     known = values[np.isfinite(values) & (values > 0)]
     decades = math.log10(known.max() / known.min()) if len(known) else 0.0
-    return {"type": "log", "dtick": "D2" if decades < 2.5 else 1, **options}
+    return traces, {"rangemode": "tozero", "type": "log", "dtick": "D2" if decades < 2.5 else 1, **axis}
 
 
 def rate_traces(
@@ -306,12 +300,17 @@ def memory_traces(curves: Sequence[Curve], peaks: Peaks) -> list[go.Bar | go.Sca
     bars: list[go.Bar | go.Scatter] = []
     limits: dict[int, float] = {}
     for index, (curve, run_peaks) in enumerate(zip(curves, peaks, strict=True)):
-        ranks = sorted(run_peaks)
+        ranks, y, words = sorted(run_peaks), [], []
         for rank in ranks:
-            if limit := run_peaks[rank].get("limit_bytes"):
+            event = run_peaks[rank]
+            used, limit = float(event.get("peak_bytes") or 0), event.get("limit_bytes")
+            if limit:
                 limits[rank] = min(limits.get(rank, math.inf), float(limit))
-        y = [float(run_peaks[rank].get("peak_bytes") or 0) / GIB for rank in ranks]
-        words = [[_describe_peak(run_peaks[rank]), str(run_peaks[rank].get("device") or "")] for rank in ranks]
+            y.append(used / GIB)
+            # Such as "61.2 GiB of 139.8 GiB (44%), 70.1 GiB reserved".
+            said = f"{gib(used)} of {gib(limit)} ({used / limit:.0%})" if limit else gib(used)
+            reserved = event.get("reserved_bytes")
+            words.append([f"{said}, {gib(reserved)} reserved" if reserved else said, str(event.get("device") or "")])
         look = {
             "name": theme.text(curve.name),
             "marker": {"color": theme.series_color(index)},
@@ -323,10 +322,3 @@ def memory_traces(curves: Sequence[Curve], peaks: Peaks) -> list[go.Bar | go.Sca
     heights = [height for _, limit in sorted(limits.items()) for height in (limit / GIB, limit / GIB, None)]
     hover = "limit %{y:.1f} GiB<extra></extra>"
     return [*bars, theme.curve(positions, heights, "limit", theme.ALERT, meta="limit", hovertemplate=hover)]
-
-
-def _describe_peak(event: Mapping[str, Any]) -> str:
-    """Write a rank's peak and what else is known, such as `"61.2 GiB of 139.8 GiB (44%), 70.1 GiB reserved"`."""
-    used, limit, reserved = float(event.get("peak_bytes") or 0), event.get("limit_bytes"), event.get("reserved_bytes")
-    words = f"{gib(used)} of {gib(limit)} ({used / limit:.0%})" if limit else gib(used)
-    return f"{words}, {gib(reserved)} reserved" if reserved else words

@@ -124,7 +124,15 @@ def add_partition(figure: Figure, plan: Plan) -> None:
         row=1,
         col=1,
     )
-    names = [_lane_label(plan, stage) for stage in plan.stages]
+    names = []
+    for stage in plan.stages:
+        num_blocks = stage.end_block - stage.first_block
+        facts = f"{num_blocks} block{'s' * (num_blocks > 1)} · {count(stage.parameters)}"
+        name, facts = f"<b>stage {stage.index}</b>", f"<span style='color:{theme.MUTED}'>{facts}</span>"
+        if len(plan.stages) > 10:  # one line is too short for the devices, which the map and the hover box name
+            names.append(f"{name} {facts}")
+        else:
+            names.append(f"{name} · {place_in_words(plan, stage.index % plan.pipeline)}<br>{facts}")
     ticks = {"tickmode": "array", "tickvals": list(range(len(names))), "ticktext": names, "ticklabelstandoff": 6}
     figure.update_yaxes(range=[len(names) - 0.5, -0.5], showgrid=False, **ticks, row=1, col=1)
 
@@ -146,22 +154,28 @@ def _add_crossing(figure: Figure, plan: Plan, crossing: Mapping[int, Sequence[Te
     figure.add_trace(go.Scatter(x=x, y=y, mode="markers", marker=marker, **words), row=1, col=1)
 
 
-def _lane_label(plan: Plan, stage: Stage) -> str:
-    num_blocks = stage.end_block - stage.first_block
-    facts = f"{num_blocks} block{'s' * (num_blocks > 1)} · {count(stage.parameters)}"
-    name = f"<b>stage {stage.index}</b>"
-    if len(plan.stages) > 10:  # on one line, which is too short for the devices: the map and the hover box name them
-        return f"{name} <span style='color:{theme.MUTED}'>{facts}</span>"
-    place = place_in_words(plan, stage.index % plan.pipeline)
-    return f"{name} · {place}<br><span style='color:{theme.MUTED}'>{facts}</span>"
-
-
 def _stage_trace(plan: Plan, stage: Stage, laid: Sequence[BlockRectangle], rows: int) -> go.Bar:
     lane = 0.86
     thick = lane / rows
     color = theme.series_color(stage.index)
     shades = [theme.pale(color, 0.18 if cell.index % 2 else 0.0) for cell in laid]
     top = stage.index - lane / 2
+    facts = (
+        f"stage: {count(stage.parameters)} parameters, {duration(stage.forward_ms / 1e3)} forward, "
+        f"{duration(stage.backward_ms / 1e3)} backward"
+    )
+    is_last = stage.index == len(plan.stages) - 1
+    sends = [] if is_last else [f"sends {gib(stage.send_bytes)} a micro-batch to stage {stage.index + 1}"]
+    labels, hover = [], []
+    for index in (cell.index for cell in laid):
+        # The layer's number if the module path holds one (`bert.encoder.layer.12` → `12`), else its last word.
+        words = plan.block_names[index].split(" … ")[0].split(".")
+        number = next((word for word in reversed(words) if word.isdigit()), None)
+        word = words[-1] or str(index)
+        labels.append(number or theme.text(SHORT_WORDS.get(word, word)))
+        lines = [f"<b>{theme.text(plan.block_names[index])}</b>", f"block {index} · stage {stage.index}", facts]
+        lines += [RECOMPUTE[recompute]] if (recompute := stage.recompute_of(index)) != "none" else []
+        hover.append("<br>".join(lines + sends))
     return go.Bar(
         orientation="h",
         x=[cell.width for cell in laid],
@@ -169,38 +183,15 @@ def _stage_trace(plan: Plan, stage: Stage, laid: Sequence[BlockRectangle], rows:
         y=[top + thick * (cell.row + 0.5) for cell in laid],
         width=[thick * (0.96 if rows == 1 else 0.9)] * len(laid),
         marker={"color": shades, "line": {"color": "white", "width": 1}},
-        text=[_short_name(plan.block_names[cell.index], cell.index) for cell in laid],
+        text=labels,
         **theme.TEXT_INSIDE,
         textfont={"color": [theme.ink_on(shade) for shade in shades], "size": 10},
-        hovertext=[_block_hover(plan, stage, cell.index) for cell in laid],
+        hovertext=hover,
         hoverinfo="text",
         name=f"stage {stage.index}",
         showlegend=False,
         meta="blocks",
     )
-
-
-def _short_name(name: str, index: int) -> str:
-    """Return the layer's number if the module path holds one (`bert.encoder.layer.12` → `12`), else its last word."""
-    words = name.split(" … ")[0].split(".")
-    for word in reversed(words):
-        if word.isdigit():
-            return word
-    word = words[-1] or str(index)
-    return theme.text(SHORT_WORDS.get(word, word))
-
-
-def _block_hover(plan: Plan, stage: Stage, index: int) -> str:
-    lines = [f"<b>{theme.text(plan.block_names[index])}</b>", f"block {index} · stage {stage.index}"]
-    lines.append(
-        f"stage: {count(stage.parameters)} parameters, {duration(stage.forward_ms / 1e3)} forward, "
-        f"{duration(stage.backward_ms / 1e3)} backward"
-    )
-    if (recompute := stage.recompute_of(index)) != "none":
-        lines.append(RECOMPUTE[recompute])
-    if stage.index < len(plan.stages) - 1:
-        lines.append(f"sends {gib(stage.send_bytes)} a micro-batch to stage {stage.index + 1}")
-    return "<br>".join(lines)
 
 
 def limit_of(plan: Plan) -> tuple[int, str]:
@@ -222,7 +213,10 @@ def add_memory(figure: Figure, plan: Plan) -> None:
     peak, (limit, limit_name) = plan.peak_bytes, limit_of(plan)
     unit, unit_name = (MIB, "MiB") if peak < 0.1 * GIB else (GIB, "GiB")  # The unit in which `gib` writes the totals.
     end = MEMORY_ROOM * max(peak, limit) / unit
-    factor = 1 if peak > MUCH * limit else _magnification(limit / peak)
+    factor = 1
+    if peak <= MUCH * limit:  # the largest of 2, 5, 10, 20, 50, … with which the bars fit
+        power = 10 ** math.floor(math.log10(limit / peak))
+        factor = max(times * power for times in (1, 2, 5) if times * power <= limit / peak)
     thick = 0.62 if plan.chunks == 1 else 0.45
     if factor > 1:
         _add_true_scale(figure, plan, unit, thick)
@@ -255,12 +249,6 @@ def add_memory(figure: Figure, plan: Plan) -> None:
         names = [f"{names[rank]}<br>{stages_held(plan, rank)}" for rank in ranks]
     ticks = {"tickmode": "array", "tickvals": ranks, "ticktext": names, "ticks": ""}
     figure.update_yaxes(range=[plan.pipeline - 0.5, -0.5], showgrid=False, side="right", **ticks, **place)
-
-
-def _magnification(ratio: float) -> int:
-    """Return the largest of 2, 5, 10, 20, 50, … that is no larger than a ratio."""
-    power = 10 ** math.floor(math.log10(ratio))
-    return int(max(factor * power for factor in (1, 2, 5) if factor * power <= ratio))
 
 
 def _add_true_scale(figure: Figure, plan: Plan, unit: float, thick: float) -> None:
@@ -403,13 +391,20 @@ def words_below(plan: Plan) -> str:
 def add_map(figure: Figure, plan: Plan, cells: Sequence[Cell], row: int) -> None:
     """Draw the map into the subplot of a row, column 1."""
     place = {"row": row, "col": 1}
-    count = _per_rank(plan)
+    count, device = _per_rank(plan), _device_word(plan)
     by_rank: dict[int, list[Cell]] = {}
     for cell in cells:
         by_rank.setdefault(min(cell.device // count, plan.pipeline - 1), []).append(cell)
     for rank, own in by_rank.items():
         color = theme.series_color(rank)
-        stages = ", ".join(str(stage.index) for stage in plan.stages_of(rank))
+        stages, hover = ", ".join(str(stage.index) for stage in plan.stages_of(rank)), []
+        for cell in own:
+            within, size = cell.device % count, plan.cluster.gpus_per_node
+            words = [f"<b>node {cell.device // size}, {device} {cell.device % size}</b>"]
+            words += [f"rank {cell.device}: {'stages' if ',' in stages else 'stage'} {stages}"]
+            words += [f"replica {within // plan.tensor}"] if plan.data > 1 else []
+            words += [f"tensor-parallel rank {within % plan.tensor}"] if plan.tensor > 1 else []
+            hover.append("<br>".join(words))
         bars = go.Bar(
             orientation="h",
             base=[cell.column - CELL_WIDTH / 2 for cell in own],
@@ -419,17 +414,27 @@ def add_map(figure: Figure, plan: Plan, cells: Sequence[Cell], row: int) -> None
             marker={"color": color, "line": {"width": 0}},
             text=[stages if len(stages) < 4 else str(rank)] * len(own),
             textfont={"color": theme.ink_on(color), "size": 10},
-            hovertext=[_hover(plan, cell.device, stages) for cell in own],
+            hovertext=hover,
             hoverinfo="text",
             showlegend=False,
             meta="map",
             **theme.TEXT_INSIDE,
         )
         figure.add_trace(bars, **place)
-    _add_links(figure, plan, {cell.device: cell for cell in cells}, place)
+    # A line joins the first device of each pipeline rank to that of the next, between the cells.
+    at, crossing = {cell.device: cell for cell in cells}, crossing_hops(plan)
+    for here, there in _hops(plan):
+        ends = [at[rank * count] for rank in (here, there) if rank * count in at]
+        if len(ends) == 2:
+            crosses = (here, there) in crossing
+            look = {"color": theme.ALERT if crosses else theme.INK, "width": 2, "dash": "dot" if crosses else "solid"}
+            said = f"stage {here} → {there}: {'between nodes' if crosses else 'inside a node'}"
+            along_row = ends[0].row == ends[1].row
+            x, y = [cell.column - 0.5 * (not along_row) for cell in ends], [cell.row - 0.5 * along_row for cell in ends]
+            line = go.Scatter(x=x, y=y, mode="lines+markers", line=look, marker={"size": 6, "color": look["color"]})
+            figure.add_trace(line.update(hovertext=said, hoverinfo="text", showlegend=False, meta="link"), **place)
     columns, rows = 1 + max(cell.column for cell in cells), 1 + max(cell.row for cell in cells)
     lying = plan.cluster.nodes <= LYING_NODES
-    device = _device_word(plan)
     names = (device, "node") if lying else ("node", device)
     if len(cells) < plan.cluster.gpus:
         names = ("node", "")
@@ -450,31 +455,6 @@ def add_map(figure: Figure, plan: Plan, cells: Sequence[Cell], row: int) -> None
         showgrid=False,
         **place,
     )
-
-
-def _add_links(figure: Figure, plan: Plan, at: Mapping[int, Cell], place: Mapping[str, int]) -> None:
-    """Draw a line from the first device of each pipeline rank to that of the next, between the cells."""
-    count = _per_rank(plan)
-    crossing = set(crossing_hops(plan))
-    for here, there in _hops(plan):
-        ends = [at[rank * count] for rank in (here, there) if rank * count in at]
-        if len(ends) == 2:
-            crosses = (here, there) in crossing
-            look = {"color": theme.ALERT if crosses else theme.INK, "width": 2, "dash": "dot" if crosses else "solid"}
-            words = f"stage {here} → {there}: {'between nodes' if crosses else 'inside a node'}"
-            along_row = ends[0].row == ends[1].row
-            x, y = [cell.column - 0.5 * (not along_row) for cell in ends], [cell.row - 0.5 * along_row for cell in ends]
-            line = go.Scatter(x=x, y=y, mode="lines+markers", line=look, marker={"size": 6, "color": look["color"]})
-            figure.add_trace(line.update(hovertext=words, hoverinfo="text", showlegend=False, meta="link"), **place)
-
-
-def _hover(plan: Plan, device: int, stages: str) -> str:
-    count, size = _per_rank(plan), plan.cluster.gpus_per_node
-    within, place = device % count, f"node {device // size}, {_device_word(plan)} {device % size}"
-    words = [f"<b>{place}</b>", f"rank {device}: {'stages' if ',' in stages else 'stage'} {stages}"]
-    words += [f"replica {within // plan.tensor}"] if plan.data > 1 else []
-    words += [f"tensor-parallel rank {within % plan.tensor}"] if plan.tensor > 1 else []
-    return "<br>".join(words)
 
 
 # All of them in one figure, which is what a notebook shows of a plan.
@@ -510,7 +490,15 @@ def show_plan(plan: Plan, fewer: Plan | None = None) -> Figure:
         add_map(figure, plan, cells, row=3)
     facts = theme.text(theme.listed(f"{name} {value}" for name, value in _headline(plan)))
     alert = "The loss depends on this division of the batch: see plan.notes" if plan.loss_depends else None
-    below = [line for line in (_gain_in_words(plan, fewer), alert and _alert(alert), facts) if line]
+    gain_in_words = None
+    if fewer is not None:  # how much faster the plan is than that on fewer devices, in red where it is little
+        few, many = fewer.cluster.gpus, plan.cluster.gpus
+        gain, times = plan.prediction.tokens_per_s / fewer.prediction.tokens_per_s, many // few
+        gain_in_words = f"from {few} to {many} devices (× {times}): {gain:.2g} times the tokens/s"
+        if gain <= POOR * times:
+            poor = f"The batch is too small for {many} devices: {gain:.2g} times the tokens/s of {few}"
+            gain_in_words = _alert(poor)
+    below = [line for line in (gain_in_words, alert and _alert(alert), facts) if line]
     further = 18 * max(0, len(below) - 2)
     words = 18 * words_below(plan).count("<br>") if cells else 0
     return figure.laid_out(
@@ -526,17 +514,6 @@ def show_plan(plan: Plan, fewer: Plan | None = None) -> Figure:
 
 def _legend_at(y: float) -> dict[str, Any]:
     return {**theme.LEGEND_BELOW, "y": y, "yref": "paper", "yanchor": "top"}
-
-
-def _gain_in_words(plan: Plan, fewer: Plan | None) -> str | None:
-    """Return how much faster a plan is than one on fewer devices; in the colour of alerts where that is little."""
-    if fewer is None:
-        return None
-    gain, times = plan.prediction.tokens_per_s / fewer.prediction.tokens_per_s, plan.cluster.gpus // fewer.cluster.gpus
-    few, many = fewer.cluster.gpus, plan.cluster.gpus
-    if gain > POOR * times:
-        return f"from {few} to {many} devices (× {times}): {gain:.2g} times the tokens/s"
-    return _alert(f"The batch is too small for {many} devices: {gain:.2g} times the tokens/s of {few}")
 
 
 def _alert(words: str) -> str:
@@ -565,11 +542,18 @@ def _headline(plan: Plan) -> list[tuple[str, str]]:
     """Return the most important numbers of a plan as (name, value)."""
     predicted = plan.prediction
     limit, _ = limit_of(plan)
+    # Such as "512 samples = 32 replicas × 4 micro-batches × 4 samples".
+    factors = (
+        (plan.data, "replica", "s"),
+        (plan.num_microbatches, "micro-batch", "es"),
+        (plan.micro_batch, "sample", "s"),
+    )
+    divided = " × ".join(f"{number} {one}{more if number > 1 else ''}" for number, one, more in factors)
     rows = [
         ("predicted step", duration(predicted.step_ms / 1e3)),
         ("tokens/s", count(predicted.tokens_per_s)),
         ("peak", f"{gib(plan.peak_bytes)} of {gib(limit)} a device"),
-        ("batch", _batch_in_words(plan)),
+        ("batch", f"{plan.global_batch} samples = {divided}"),
     ]
     if predicted.mfu is not None:
         rows.insert(2, ("MFU", f"{predicted.mfu:.1%}"))
@@ -586,17 +570,6 @@ def _headline(plan: Plan) -> list[tuple[str, str]]:
     longest = max(parts, key=parts.__getitem__)
     rows.insert(1, ("bound by", f"{longest}, {parts[longest] / predicted.step_ms:.0%} of the busiest device's step"))
     return rows
-
-
-def _batch_in_words(plan: Plan) -> str:
-    """Return, for instance, `"512 samples = 32 replicas × 4 micro-batches × 4 samples"`."""
-    parts = (
-        (plan.data, "replica", "s"),
-        (plan.num_microbatches, "micro-batch", "es"),
-        (plan.micro_batch, "sample", "s"),
-    )
-    words = [f"{number} {one}{more if number > 1 else ''}" for number, one, more in parts]
-    return f"{plan.global_batch} samples = {' × '.join(words)}"
 
 
 def plan_mimebundle(plan: Plan) -> dict[str, Any]:

@@ -229,6 +229,21 @@ class Preparation:
         """
         raw, position = column(curve, y), column(curve, self.along)
         line = smoothed(position, raw, self.width) if len(position) == len(raw) else raw
+        is_loss, evaluations = y == "loss", dict[str, Array]()
+        marks: tuple[Mark, ...] = ()
+        if is_loss and len(raw):  # at most `MAX_MARKS` events of the run, and the divergence of its loss
+            every = -(-len(curve.marks) // MAX_MARKS) or 1
+            marks = curve.marks[::-1][::every][::-1]
+            if (lowest := diverged_at(raw, line)) is not None:
+                step = float(column_or_nan(curve, "step", len(raw))[lowest])
+                marks = (*marks, Mark("divergence", step, f"diverges after step {step:,.0f}"))
+        if is_loss and (held_out := evaluations_of(curve)) is not None:
+            losses = column(held_out, "eval_loss")
+            evaluations = {
+                axis: column_or_nan(held_out, X_AXES[axis].column, len(losses)) / scale
+                for axis, scale in self.scales.items()
+            }
+            evaluations = {"eval_loss": losses, **evaluations}
         line_points = self.max_points if self.width <= 0 else max(self.max_points // 2, 2 * CONTEXT_POINTS)
         return PreparedCurve(
             name=curve.name,
@@ -247,10 +262,10 @@ class Preparation:
             },
             step=column_or_nan(curve, "step", len(raw)),
             tokens=column_or_nan(curve, "tokens", len(raw)),
-            marks=_marks(curve, raw, line) if y == "loss" and len(raw) else (),
-            evaluations=self._evaluations(curve) if y == "loss" else {},
-            ends_held_out=self.held_out and y == "loss",
-            is_loss=y == "loss",
+            marks=marks,
+            evaluations=evaluations,
+            ends_held_out=self.held_out and is_loss,
+            is_loss=is_loss,
             basis=curve.basis if y in ("loss", "eval_loss", "perplexity") else None,
         )
 
@@ -258,17 +273,6 @@ class Preparation:
         """Return the smoothed column `y` of every curve."""
         pairs = [(column(curve, self.along), column(curve, y)) for curve in curves]
         return [smoothed(x, raw, self.width) if len(x) == len(raw) else raw for x, raw in pairs]
-
-    def _evaluations(self, curve: Curve) -> dict[str, Array]:
-        held_out = evaluations_of(curve)
-        if held_out is None:
-            return {}
-        losses = column(held_out, "eval_loss")
-        positions = {
-            axis: column_or_nan(held_out, X_AXES[axis].column, len(losses)) / scale
-            for axis, scale in self.scales.items()
-        }
-        return {"eval_loss": losses, **positions}
 
     def prepare_all(self, curves: Sequence[Curve], y: str) -> list[PreparedCurve]:
         """Return column `y` of every curve, ready to draw."""
@@ -281,17 +285,6 @@ def map_in_threads(function: Callable[[int], Result], indices: Sequence[int]) ->
         return [function(index) for index in indices]
     with ThreadPoolExecutor(min(len(indices), available_cores()), "workbench-draw") as pool:
         return list(pool.map(function, indices))
-
-
-def _marks(curve: Curve, raw: Array, line: Array) -> tuple[Mark, ...]:
-    """Return at most `MAX_MARKS` recorded events of a run, and the divergence of its loss if there is one."""
-    every = -(-len(curve.marks) // MAX_MARKS) or 1
-    marks = curve.marks[::-1][::every][::-1]
-    lowest = diverged_at(raw, line)
-    if lowest is None:
-        return marks
-    step = float(column_or_nan(curve, "step", len(raw))[lowest])
-    return (*marks, Mark("divergence", step, f"diverges after step {step:,.0f}"))
 
 
 def diverged_at(raw: Array, line: Array) -> int | None:

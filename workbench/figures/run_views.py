@@ -143,34 +143,27 @@ def draw_pareto(points: Sequence[ParetoPoint], published: Mapping[str, tuple[flo
         mark = {"x": gflop, "y": losses, "text": names, "mode": "markers", "marker": grey, "name": "published"}
         figure.add_trace(go.Scatter(**mark, hovertemplate="%{text}<br>%{x} GFLOP<br>%{y}<extra></extra>"), row=1, col=1)
     for panel, cost in enumerate(("gflop", "seconds"), start=1):
-        figure.add_trace(_front(points, cost, showlegend=panel == 1), row=1, col=panel)
-        for index, point in enumerate(points):
-            figure.add_trace(_marker(point, getattr(point, cost), index, showlegend=panel == 1), row=1, col=panel)
+        place, costs = {"row": 1, "col": panel}, [getattr(point, cost) for point in points]
+        front = pareto_front([(x, point.loss) for x, point in zip(costs, points, strict=True)])
+        x, y = ([pair[which] for pair in front] for which in (0, 1))
+        shown = {"legendgroup": "front", "showlegend": panel == 1, "hoverinfo": "skip"}
+        figure.add_trace(theme.curve(x, y, "Pareto front", theme.MUTED, "dot", 1, **shown), **place)
+        for index, (at, point) in enumerate(zip(costs, points, strict=True)):
+            name, loss = theme.text(point.name), point.loss
+            ends = {"array": [max(point.losses) - loss], "arrayminus": [loss - min(point.losses)], "symmetric": False}
+            bars = {**ends, "visible": len(point.losses) > 1, "thickness": 2}
+            marker = {"color": theme.series_color(index), "symbol": SYMBOLS[point.group], "size": 11}
+            shown = {"legendgroup": point.name, "showlegend": panel == 1, "name": name, "error_y": bars}
+            hover = f"{name}<br>%{{x:.4g}}<br>%{{y:.4g}}<extra></extra>"
+            mark = go.Scatter(x=[at], y=[loss], mode="markers", marker=marker, hovertemplate=hover, **shown)
+            figure.add_trace(mark, **place)
     words = "GFLOP of a sequence: layers, and head at labelled positions"
-    costs = (words, [*gflop, *(point.gflop for point in points)]), ("Training time (s)", [at.seconds for at in points])
-    for column, (words, values) in enumerate(costs, start=1):
+    axes = (words, [*gflop, *(point.gflop for point in points)]), ("Training time (s)", [at.seconds for at in points])
+    for column, (words, values) in enumerate(axes, start=1):
         figure.update_xaxes(**theme.log_axis(values), title_text=words, col=column)
     figure.update_yaxes(title_text="Held-out loss", col=1)
     words = "Where weights are masked, absent blocks are computed too, and fewer FLOPs take no fewer seconds"
     return figure.with_legend_below(400, "Loss against cost: FLOPs and wall time", words)
-
-
-def _marker(point: ParetoPoint, cost: float, index: int, showlegend: bool) -> go.Scatter:
-    name, loss = theme.text(point.name), point.loss
-    ends = {"array": [max(point.losses) - loss], "arrayminus": [loss - min(point.losses)], "symmetric": False}
-    bars = {**ends, "visible": len(point.losses) > 1, "thickness": 2}
-    marker = {"color": theme.series_color(index), "symbol": SYMBOLS[point.group], "size": 11}
-    shown = {"legendgroup": point.name, "showlegend": showlegend, "name": name, "error_y": bars, "marker": marker}
-    hover = f"{name}<br>%{{x:.4g}}<br>%{{y:.4g}}<extra></extra>"
-    return go.Scatter(x=[cost], y=[loss], mode="markers", hovertemplate=hover, **shown)
-
-
-def _front(points: Sequence[ParetoPoint], cost: str, showlegend: bool) -> go.Scatter:
-    """Return the line through the points that no other beats in both cost and loss."""
-    front = pareto_front([(getattr(point, cost), point.loss) for point in points])
-    x, y = ([pair[which] for pair in front] for which in (0, 1))
-    shown = {"legendgroup": "front", "showlegend": showlegend, "hoverinfo": "skip"}
-    return theme.curve(x, y, "Pareto front", theme.MUTED, "dot", 1, **shown)
 
 
 def draw_pattern(patterns: Patterns, name: str) -> Figure:

@@ -11,6 +11,7 @@ import itertools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -29,7 +30,7 @@ from workbench.planning.planner import Plans
 from workbench.runs.history import Evaluations, History, read_tail
 from workbench.runs.registry import Runs, load_runs
 from workbench.runs.run import Run
-from workbench.sweeps.grid import Cell, Grid, MeasuredCell, MeasuredGrid, contention, lost_time
+from workbench.sweeps.grid import Grid, MeasuredCell, MeasuredGrid, contention, lost_time
 from workbench.sweeps.sweep import Configuration, Sweep
 from workbench.units import GIB, duration, gib
 
@@ -123,25 +124,18 @@ def parallel_coordinates(sweep: Sweep) -> Figure:
     """
     rows = [row for row in sweep.rows() if row.mean is not None]
     means = [row.mean for row in rows]
-    dimensions = [_dimension(name, [row.values[name] for row in rows]) for name in sweep.axes]
+    dimensions: list[dict[str, Any]] = []
+    for name in sweep.axes:  # each value that was tried has a tick, and ticks have equal distances
+        values = [row.values[name] for row in rows]
+        ticks = _in_order(values)
+        axis = {"label": theme.text(name), "values": [ticks.index(str(value)) for value in values]}
+        words = {"tickvals": list(range(len(ticks))), "ticktext": [theme.text(theme.short(tick, 18)) for tick in ticks]}
+        dimensions.append({**axis, **words, "range": [-0.1, max(1, len(ticks) - 1) + 0.1]})
     dimensions.append({"label": "objective", "values": means})
     line = {"color": means, "colorscale": "Viridis", "reversescale": True, "showscale": False}
     figure = Figure(go.Parcoords(dimensions=dimensions, line=line, labelfont={"size": theme.FONT_PX}))
-    words = f"{sweep.objective}, mean over the seeds"
-    main = theme.title(theme.text(sweep.name), theme.text(words))
+    main = theme.title(theme.text(sweep.name), theme.text(f"{sweep.objective}, mean over the seeds"))
     return figure.laid_out(height=440, title=main, margin={"t": 134, "b": 36, "l": 80, "r": 80})
-
-
-def _dimension(name: str, values: Sequence[Any]) -> dict[str, Any]:
-    """Return an axis of parallel coordinates: each value that was tried has a tick, and ticks have equal distances."""
-    ticks = _in_order(values)
-    return {
-        "label": theme.text(name),
-        "values": [ticks.index(str(value)) for value in values],
-        "tickvals": list(range(len(ticks))),
-        "ticktext": [theme.text(theme.short(tick, 18)) for tick in ticks],
-        "range": [-0.1, max(1, len(ticks) - 1) + 0.1],
-    }
 
 
 @checked_arguments
@@ -192,18 +186,28 @@ def draw_grid(grid: Grid, x: str) -> Figure:
     found = {tuple(cell.choices[name] for name in (*others, x)): cell for cell in grid.cells}
     cells = [[found[(*row, value)] for value in grid.axes[x]] for row in rows]
     best = grid.best.step_ms if grid.feasible else np.inf
-
-    def hover(cell: Cell) -> str:
-        return f"{cell.name}: {'' if cell.plan is None else f'{cell.plan.describe()}, '}{cell.reason}"
-
+    words: list[list[str]] = []
+    for line in cells:
+        words.append([])
+        for cell in line:
+            if cell.plan is None:
+                words[-1].append("" if cell.overflow_bytes is None else f"+ {gib(cell.overflow_bytes)}")
+            else:
+                name, share = lost_time(cell.plan)
+                words[-1].append(f"{duration(cell.step_ms / 1e3)}<br>{name} {100 * share:.0f} %")
+    plans = [["" if cell.plan is None else f"{cell.plan.describe()}, " for cell in line] for line in cells]
+    hover = [
+        [theme.text(f"{cell.name}: {plan}{cell.reason}") for cell, plan in zip(*pair, strict=True)]
+        for pair in zip(cells, plans, strict=True)
+    ]
     figure = _colored(
         [str(value) for value in grid.axes[x]],
         [theme.text(" · ".join(f"{n} {v}" for n, v in zip(short, row, strict=True))) for row in rows],
-        [[_text(cell) for cell in line] for line in cells],
+        words,
         z=[[best / cell.step_ms if cell.plan is not None else np.nan for cell in line] for line in cells],
         zmin=0,
         zmax=1,
-        customdata=[[theme.text(hover(cell)) for cell in line] for line in cells],
+        customdata=hover,
         hovertemplate="%{customdata}<extra></extra>",
         colorbar={"title": {"text": "speed"}, "tickformat": ".0%"},
     )
@@ -239,13 +243,6 @@ def _colored(x: list[str], y: list[str], words: list[list[str]], **fields: Any) 
     return figure.laid_out()
 
 
-def _text(cell: Cell) -> str:
-    if cell.plan is None:
-        return "" if cell.overflow_bytes is None else f"+ {gib(cell.overflow_bytes)}"
-    name, share = lost_time(cell.plan)
-    return f"{duration(cell.step_ms / 1e3)}<br>{name} {100 * share:.0f} %"
-
-
 @checked_arguments
 def seed_bands(runs: Sweep | Runs, x: str = "tokens", y: str | None = None) -> Figure:
     """Draw the mean curve of each configuration with a band from its lowest to its highest seed.
@@ -265,22 +262,18 @@ def seed_bands(runs: Sweep | Runs, x: str = "tokens", y: str | None = None) -> F
     check_axis(x)
     if isinstance(runs, Sweep):
         return draw_seed_bands(runs, runs.rows(), read_losses, x, y)
-    return draw_seed_bands(None, _rows_of(load_runs(runs)), read_losses, x, y)
-
-
-def _rows_of(runs: Sequence[Run]) -> list[Configuration]:
-    """Return a row for each configuration of some runs, in their order."""
-    described = described_runs(runs)
+    handles = load_runs(runs)
+    described = described_runs(handles)
     groups = seed_groups(described)
     named = group_names([described[group[0]] for group in groups])
     rows = []
     for index, (group, name) in enumerate(zip(groups, named, strict=True)):
-        own = tuple(runs[at] for at in group)
+        own = tuple(handles[at] for at in group)
         states = tuple(run.status.state for run in own)
         finished = tuple(run for run, state in zip(own, states, strict=True) if state == "finished")
         at_work = tuple(run for run in own if not run.status.final)
         rows.append(Configuration(index, {"": name}, own, finished, at_work, states, ()))
-    return rows
+    return draw_seed_bands(None, rows, read_losses, x, y)
 
 
 def read_losses(run: Run) -> Losses:
@@ -306,7 +299,12 @@ def draw_seed_bands(
         raise UnknownParameter(f"y={y!r} is no loss and no metric of these runs. {suggestion(y, {*LOSSES, *metrics})}")
     shown = sorted(rows, key=lambda row: not row.at_work)[:MAX_CONFIGURATIONS]
     shown = [row for row in rows if row in shown]
-    lines = {run.path: _line(read(run), X_AXES[x].column, y) for row in shown for run in row.runs}
+    lines: dict[Path, Line] = {}
+    for run in (run for row in shown for run in row.runs):
+        history, evaluated = read(run)
+        along, source = X_AXES[x].column, history if y == "loss" else evaluated
+        begun = y in LOSSES or y in evaluated.metrics
+        lines[run.path] = finite_points(source[along], source[y], POINTS) if begun else (np.empty(0), np.empty(0))
     longest = max((float(line[0][-1]) for line in lines.values() if len(line[0])), default=1.0)
     scale, x_title = X_AXES[x].unit(longest)
     figure, seeds, unfinished = Figure(), set[int](), 0
@@ -333,16 +331,6 @@ def draw_seed_bands(
     return figure.laid_out(height=460, title=main, hovermode="x unified", margin={"t": 84}, legend=legend)
 
 
-def _line(losses: Losses, column: str, y: str) -> Line:
-    """Return the finite points of a run's curve; of more than `POINTS`, averages of neighbours."""
-    history, evaluations = losses
-    if y == "loss":
-        return finite_points(history[column], history[y], POINTS)
-    if y not in LOSSES and y not in evaluations.metrics:  # nothing has been evaluated yet
-        return np.empty(0), np.empty(0)
-    return finite_points(evaluations[column], evaluations[y], POINTS)
-
-
 def _traces(
     row: Configuration, finished: Sequence[Line], others: Sequence[Line], scale: float, y: str
 ) -> list[go.Scatter]:
@@ -354,26 +342,20 @@ def _traces(
     look = {**shared, "color": color, "dash": theme.series_dash(row.index)}
     traces = []
     if finished:
-        x, mean, low, high = _mean(finished)
-        traces.append(theme.band(x / scale, low, high, color, **shared))
-        traces.append(theme.curve(x / scale, mean, meta="mean", **look))
+        # Mean, lowest and highest loss over the runs, where all of them have been.
+        first, last = max(float(x[0]) for x, _ in finished), min(float(x[-1]) for x, _ in finished)
+        places = np.unique(np.concatenate([x for x, _ in finished]))
+        x = places[(places >= first) & (places <= last)]
+        x = np.linspace(first, last, POINTS) if len(x) > POINTS else x
+        losses = np.array([np.interp(x, at, loss) for at, loss in finished])
+        traces.append(theme.band(x / scale, losses.min(axis=0), losses.max(axis=0), color, **shared))
+        traces.append(theme.curve(x / scale, losses.mean(axis=0), meta="mean", **look))
         if y != "loss" and len(x) <= MOST_DOTS:
             traces[-1].update(mode="lines+markers", marker={"size": 6, "color": color})
     for at, (x, loss) in enumerate(others):
         quiet = {"hoverinfo": "skip", "showlegend": not finished and at == 0, "meta": "other"}
         traces.append(theme.curve(x / scale, loss, width=1, **quiet, **look))
     return traces
-
-
-def _mean(lines: Sequence[Line]) -> tuple[Array, Array, Array, Array]:
-    """Return positions, and mean, lowest and highest loss over the runs, where all of them have been."""
-    first, last = max(float(x[0]) for x, _ in lines), min(float(x[-1]) for x, _ in lines)
-    places = np.unique(np.concatenate([x for x, _ in lines]))
-    grid = places[(places >= first) & (places <= last)]
-    if len(grid) > POINTS:
-        grid = np.linspace(first, last, POINTS)
-    losses = np.array([np.interp(grid, x, loss) for x, loss in lines])
-    return grid, losses.mean(axis=0), losses.min(axis=0), losses.max(axis=0)
 
 
 # Plans and grids of plans: efficiency against linear scaling, predicted and measured steps, memory and speed.
@@ -410,17 +392,38 @@ def scaling_efficiency(points: Sequence[Plan | MeasuredCell]) -> Figure:
     Raises `InvalidArgument` without a point, and `PlanMismatch` for plans of several models.
     """
     plans = [point if isinstance(point, Plan) else point.plan for point in points]
-    _check(plans)
+    if not plans:
+        raise InvalidArgument("No plan is given. Give a list, the plan on one device first.")
+    other = next((plan for plan in plans if plan.signature != plans[0].signature), None)
+    if other is not None:
+        raise PlanMismatch(
+            f"The plans are of two models, {plans[0].model} and {other.model} (signatures {plans[0].signature} and "
+            f"{other.signature}). Draw a figure for each."
+        )
     base = device_ms_per_token(plans[0], plans[0].prediction.step_ms)
     gaps = np.cumsum([0, *(plan.world != before.world for before, plan in pairwise(plans))])
     places = [float(at + GAP * gap) for at, gap in enumerate(gaps)]
-    figure = Figure([bar for part in PARTS for bar in _bars(plans, places, part, base)])
+    # The bars of each part of the steps, but of those that are nothing in all of them.
+    figure = Figure()
+    for part, (name, color) in PARTS.items():
+        parts = [float(getattr(plan.prediction, part)) for plan in plans]
+        shares = [ms / plan.prediction.step_ms for plan, ms in zip(plans, parts, strict=True)]
+        if max(map(abs, shares)) >= WORTH_A_LEGEND:
+            y = [device_ms_per_token(plan, ms) / base for plan, ms in zip(plans, parts, strict=True)]
+            words = [
+                f"{theme.text(plan.describe())}<br>{name}: {duration(ms / 1e3)}, {share:.1%}"
+                for plan, ms, share in zip(plans, parts, shares, strict=True)
+            ]
+            look = {"name": name, "width": 0.7, "marker": {"color": color}}
+            figure.add_bar(x=places, y=y, customdata=words, hovertemplate="%{customdata}<extra></extra>", **look)
     heights = [device_ms_per_token(plan, plan.prediction.step_ms) / base for plan in plans]
-    marks, states = _measured(points), [getattr(point, "state", "") for point in points]
-    failed = [at for at, state in enumerate(states) if state == "failed"]
-    steps = {at: point.step_ms or 0.0 for at, point in enumerate(points) if isinstance(point, MeasuredCell)}
+    # What was measured is drawn relative to the first point, and so only where that was measured, too.
+    cells = {at: point for at, point in enumerate(points) if isinstance(point, MeasuredCell)}
+    steps = {at: cell.step_ms for at, cell in cells.items() if cell.step_ms is not None}
+    times = {at: device_ms_per_token(plans[at], ms) for at, ms in steps.items()}
+    marks = {at: value / times[0] for at, value in times.items()} if 0 in times else {}
     told = {at: f"measured {duration(steps[at] / 1e3)} a step, efficiency {1 / h:.0%}" for at, h in marks.items()}
-    reasons = {at: theme.text(getattr(points[at], "reason", "")) for at in failed}
+    reasons = {at: theme.text(cell.reason) for at, cell in cells.items() if cell.state == "failed"}
     diamond = {"symbol": "diamond", "size": 10, "color": theme.INK}
     cross = {"symbol": "x", "size": 11, "color": theme.ALERT}
     for name, marker, height_of, texts in (
@@ -437,66 +440,27 @@ def scaling_efficiency(points: Sequence[Plan | MeasuredCell]) -> Figure:
         note = {"text": f"{1 / height:.0%}", "font": {"size": 11, "color": theme.INK}, "showarrow": False}
         figure.add_annotation(x=places[at], y=height + 0.025 * top, yanchor="bottom", xref="x", yref="y", **note)
     figure.add_hline(1.0, line={"color": theme.INK, "dash": "dash", "width": 1})
-    labels = [_label(plan) for plan in plans]
+    labels = [str(plan.world) for plan in plans]  # the devices, and below them how they divide a step
+    for at, plan in enumerate(plans):
+        if plan.pipeline * plan.tensor > 1:
+            labels[at] += f"<br>{theme.text(plan.division().partition(',')[0])}"
+        elif plan.data > 1:
+            labels[at] += f"<br>ZeRO {plan.zero}"
     figure.update_xaxes(tickmode="array", tickvals=places, ticktext=labels, ticks="", showgrid=False)
     figure.update_yaxes(title_text=f"device time of a token, {plans[0].world} × {plans[0].cluster.device.name} = 1")
     figure.update_yaxes(range=[0, top])
     subtitle = "bars: predicted, and the efficiency that follows; dashed: linear scaling"
     subtitle += "; diamonds: measured, and their efficiency" if marks else ""
-    if warning := contention([point for point in points if isinstance(point, MeasuredCell)]):
+    if warning := contention(list(cells.values())):
         subtitle += f"<br>{warning}"
-    words = f"{plans[0].model} on {plans[0].cluster.device.name}: efficiency against linear scaling"
-    title, margin = theme.title(theme.text(words), subtitle), {"b": 100, "t": 84}
+    headline = f"{plans[0].model} on {plans[0].cluster.device.name}: efficiency against linear scaling"
+    title, margin = theme.title(theme.text(headline), subtitle), {"b": 100, "t": 84}
     return figure.laid_out(height=470, title=title, margin=margin, barmode="stack", legend=theme.LEGEND_BELOW)
-
-
-def _bars(plans: Sequence[Plan], places: Sequence[float], part: str, base: float) -> list[go.Bar]:
-    """Return the bars of one part of the steps; none where it is nothing in all of them."""
-    name, color = PARTS[part]
-    parts = [float(getattr(plan.prediction, part)) for plan in plans]
-    shares = [ms / plan.prediction.step_ms for plan, ms in zip(plans, parts, strict=True)]
-    if max(map(abs, shares)) < WORTH_A_LEGEND:
-        return []
-    y = [device_ms_per_token(plan, ms) / base for plan, ms in zip(plans, parts, strict=True)]
-    words = [
-        f"{theme.text(plan.describe())}<br>{name}: {duration(ms / 1e3)}, {share:.1%}"
-        for plan, ms, share in zip(plans, parts, shares, strict=True)
-    ]
-    look = {"name": name, "width": 0.7, "marker": {"color": color}}
-    return [go.Bar(x=places, y=y, customdata=words, hovertemplate="%{customdata}<extra></extra>", **look)]
 
 
 def device_ms_per_token(plan: Plan, ms: float) -> float:
     """Return a time of each step of a plan, in ms, as the time of all devices together for one token."""
     return ms * plan.world / (plan.global_batch * plan.seq_len)
-
-
-def _check(plans: Sequence[Plan]) -> None:
-    if not plans:
-        raise InvalidArgument("No plan is given. Give a list, the plan on one device first.")
-    other = next((plan for plan in plans if plan.signature != plans[0].signature), None)
-    if other is not None:
-        raise PlanMismatch(
-            f"The plans are of two models, {plans[0].model} and {other.model} (signatures {plans[0].signature} and "
-            f"{other.signature}). Draw a figure for each."
-        )
-
-
-def _measured(points: Sequence[Plan | MeasuredCell]) -> dict[int, float]:
-    """Return the height of each measured point by its position; none where the first was not measured."""
-    known = {
-        at: device_ms_per_token(point.plan, point.step_ms)
-        for at, point in enumerate(points)
-        if isinstance(point, MeasuredCell) and point.step_ms is not None
-    }
-    return {at: value / known[0] for at, value in known.items()} if 0 in known else {}
-
-
-def _label(plan: Plan) -> str:
-    """Return the devices of a plan and how they divide a step, for below a bar."""
-    if plan.pipeline * plan.tensor > 1:
-        return f"{plan.world}<br>{theme.text(plan.division().partition(',')[0])}"
-    return f"{plan.world}<br>ZeRO {plan.zero}" if plan.data > 1 else str(plan.world)
 
 
 @checked_arguments
@@ -523,19 +487,16 @@ def predictions(measured: MeasuredGrid) -> Figure:
         (failed, [least] * len(failed), "failed", {"color": theme.ALERT, "symbol": "x", "size": 9}),
     ):
         if shown or name == "measured":
-            words = [theme.text(_seen(cell)) for cell in shown]
+            words = []
+            for cell in shown:
+                found = cell.reason if cell.step_ms is None else f"measured {duration(cell.step_ms / 1e3)}"
+                words.append(theme.text(f"{cell.name}: predicted {duration(cell.predicted_ms / 1e3)}, {found}"))
             figure.add_trace(theme.marks([cell.predicted_ms for cell in shown], heights, name, marker, words))
     figure.update_xaxes(**theme.log_axis((least, most)), title_text="predicted step (ms)")
     figure.update_yaxes(**theme.log_axis((least, most)), title_text="measured step (ms)")
     lines = [theme.text(line) for line in measured.sentences()[:3]]
     title = theme.title(theme.text(measured.path.name), "<br>".join(lines))
     return figure.laid_out(height=510, title=title, margin={"t": 90, "b": 92}, legend=theme.LEGEND_BELOW)
-
-
-def _seen(cell: MeasuredCell) -> str:
-    """Return what was predicted of a cell, and what was measured or why it was not."""
-    found = cell.reason if cell.step_ms is None else f"measured {duration(cell.step_ms / 1e3)}"
-    return f"{cell.name}: predicted {duration(cell.predicted_ms / 1e3)}, {found}"
 
 
 @dataclass(frozen=True)

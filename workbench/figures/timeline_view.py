@@ -114,7 +114,16 @@ def add_timeline(figure: Figure, step: Timeline, *, row: int | None = None, col:
     figure.add_trace(_idle_trace(step, split), **place)
     places = {} if row is None else {"rows": row, "cols": col}
     figure.add_traces(_action_traces(lanes, split), **places)
-    figure.add_traces(_around_traces(step, split), **places)
+    # A trace for each type of `AROUND`: communication in its own lane, the rest in that of compute.
+    compute, below = _compute_place(split), ((LANE - COMMUNICATION) / 2, COMMUNICATION)
+    dense = max(map(len, step.around), default=0) > DENSE_LANE
+    for type_, label in AROUND.items():
+        rows = [(rank, action) for rank, lane in enumerate(step.around) for action in lane if action.type == type_]
+        if rows:
+            make = _area_trace if dense else partial(_bar_trace, numbered=False)
+            trace = make(label, AROUND_COLORS[type_], rows, below if type_ in "OE" else compute).update(meta="around")
+            # Bars have a text for the reason given at the idle time.
+            figure.add_traces(trace if dense else trace.update(text=FIGURE_SPACE), **places)
     one_stage_each = all(len({action.stage for action in lane}) <= 1 for lane in lanes)
     ends = [0, step.end_ms * 1.005]
     title = "time (ms)" if one_stage_each else "time (ms); the paler a bar, the later its stage"
@@ -144,22 +153,6 @@ Place = tuple[float, float]
 def _compute_place(split: bool) -> Place:
     """Return where compute is drawn: above the lane of communication, if there is one."""
     return (-(LANE - COMPUTE) / 2, COMPUTE) if split else (0.0, LANE)
-
-
-def _around_traces(step: Timeline, split: bool) -> list[go.Bar | go.Scatter]:
-    """Return a trace for each type of `AROUND`: communication in its own lane, the rest in that of compute."""
-    compute, below = _compute_place(split), ((LANE - COMMUNICATION) / 2, COMMUNICATION)
-    most = max(map(len, step.around), default=0)
-    traces = []
-    for type_, label in AROUND.items():
-        rows = [(rank, action) for rank, lane in enumerate(step.around) for action in lane if action.type == type_]
-        if rows:
-            make = _area_trace if most > DENSE_LANE else partial(_bar_trace, numbered=False)
-            traces.append(make(label, AROUND_COLORS[type_], rows, below if type_ in "OE" else compute))
-            traces[-1].update(meta="around")
-            if isinstance(traces[-1], go.Bar):  # for the reason given at the idle time
-                traces[-1].update(text=FIGURE_SPACE)
-    return traces
 
 
 def _action_traces(lanes: Sequence[Sequence[TimedAction]], split: bool) -> list[go.Bar | go.Scatter]:

@@ -170,7 +170,12 @@ class TwinLegends:
     def _write_at_ends(self, page: TwinPage, panel: TwinPanel) -> None:
         box = panel.axes.get_window_extent()
         most = int((box.height + 30) / LABEL_PX)
-        ends = np.array([_end_of(panel, self.marks.get(trace.legendgroup, trace)) for trace, _ in self.ends[:most]])
+        lasts = []  # the last point of each curve that has a value, in pixels
+        for trace, _ in self.ends[:most]:
+            points = panel.points(self.marks.get(trace.legendgroup, trace))
+            known = points[np.isfinite(points).all(axis=1)]
+            lasts.append(panel.pixels(known[-1] if len(known) else (panel.x.high, panel.y.low)))
+        ends = np.array(lasts)
         ends[:, 1] = np.clip(ends[:, 1], box.y0, box.y1)
         heights = parted(ends[:, 1], LABEL_PX, box.y0 - 15, box.y1 + 15)
         for (trace, words), (x, y), height in zip(self.ends, ends, heights, strict=False):
@@ -189,13 +194,6 @@ def _is_beside(legend: Any) -> bool:
     return bool(legend.orientation != "h" and (legend.x is None or legend.x > 1))
 
 
-def _end_of(panel: TwinPanel, trace: Any) -> Any:
-    """Return the pixel of the last point of a curve that has a value."""
-    points = panel.points(trace)
-    known = points[np.isfinite(points).all(axis=1)]
-    return panel.pixels(known[-1] if len(known) else (panel.x.high, panel.y.low))
-
-
 class Twin:
     """The twin of a figure, which `draw` returns as matplotlib can save it in any format."""
 
@@ -203,7 +201,12 @@ class Twin:
         self._layout, self._page = figure.layout, TwinPage(width, int(figure.layout.height or 480))
         self._traces = [trace for trace in figure.data if trace.visible in (None, True)]
         pairs = list(dict.fromkeys(map(_axes_of, self._traces))) or [("x", "y")]
-        self._axes = {name: self._axis(name) for pair in pairs for name in pair}
+        self._axes: dict[str, TwinAxis] = {}
+        for name in dict.fromkeys(name for pair in pairs for name in pair):
+            which = "xy".index(name[0])
+            own = [trace for trace in self._traces if _axes_of(trace)[which] == name and trace.type != "parcoords"]
+            layout = self._layout[f"{name[0]}axis{name[1:]}"]
+            self._axes[name] = TwinAxis.of(layout, which == 1, [words_of((trace.x, trace.y)[which]) for trace in own])
         self._panels: dict[tuple[str, str], TwinPanel] = {}
         for x, y in pairs:
             self._panels[x, y] = TwinPanel(self._page.axes(0, 0, 1, 1), self._axes[x], self._axes[y])
@@ -215,12 +218,6 @@ class Twin:
             lines = wrapped(given.replace(theme.SOFT_BREAK, " "), width - 32, size)
             self._title += [(f"<b>{line}</b>" if size == theme.TITLE_PX else line, size) for line in lines]
             self._spared_px += max(0, given.count("<br>") + 1 - len(lines)) * theme.LINE_SPACING * size if given else 0
-
-    def _axis(self, name: str) -> TwinAxis:
-        which = "xy".index(name[0])
-        own = [trace for trace in self._traces if _axes_of(trace)[which] == name and trace.type != "parcoords"]
-        layout = self._layout[f"{name[0]}axis{name[1:]}"]
-        return TwinAxis.of(layout, which == 1, [words_of((trace.x, trace.y)[which]) for trace in own])
 
     def draw(self) -> Figure:
         """Draw everything: first what sets the ends of the axes, then what needs their place on the picture."""
@@ -236,9 +233,29 @@ class Twin:
             for act in panel.later:
                 act()
         for shape in self._layout.shapes:
-            self._draw_shape(shape)
+            xs = [self._pixel(str(shape.xref or "x"), value, 0) for value in (shape.x0, shape.x1)]
+            ys = [self._pixel(str(shape.yref or "y"), value, 1) for value in (shape.y0, shape.y1)]
+            if shape.type == "line":
+                self._page.line(xs, ys, **line_look(shape.line))
+            elif shape.type == "rect":
+                area = Rectangle((min(xs), min(ys)), np.ptp(xs), np.ptp(ys), transform=self._page.px)
+                area.set(facecolor=color_of(shape.fillcolor) if shape.fillcolor else "none")
+                area.set(edgecolor=color_of(shape.line.color), linewidth=shape.line.width or 0)
+                self._page.picture.add_artist(area)
         for note in self._layout.annotations:
-            self._draw_annotation(note)
+            refs = ((str(note.xref or "x"), note.x), (str(note.yref or "y"), note.y))
+            logs = [ref in self._axes and self._axes[ref].log for ref, _ in refs]  # there Plotly takes powers of ten
+            along = zip(refs, logs, (0, 1), strict=True)
+            x, y = (self._pixel(ref, 10.0**value if log else value, which) for (ref, value), log, which in along)
+            x, y, size = x + (note.xshift or 0), y + (note.yshift or 0), int(note.font.size or theme.FONT_PX)
+            if note.showarrow is not False:
+                tip, (x, y) = (x, y), (x + (note.ax or 0), y - (note.ay or 0))
+                self._page.line([tip[0], x], [tip[1], y], color=theme.MUTED, linewidth=1.2, linestyle="-", marker="")
+            va = {"middle": "center", "top": "top", "bottom": "bottom"}.get(str(note.yanchor), "center")
+            y += {"bottom": 3, "top": -3}.get(va, 0)
+            ha = {"left": "left", "right": "right"}.get(str(note.xanchor), "center")
+            self._page.write(x, y, note.text, note.font.color, size, ha=ha, va=va)
+        # The lines of the title stand above one another, from the upper edge down.
         at = self._page.height - 12.0
         for line, size in self._title:
             self._page.write(16, at, line, theme.INK if size == theme.TITLE_PX else theme.MUTED, size, va="top")
@@ -356,31 +373,6 @@ class Twin:
         axis = (panels[0].x, panels[0].y)[which]
         number = axis.numbers([value])[0] if isinstance(value, str) else float(value)
         return float(panels[0].pixels((number, panels[0].y.low) if which == 0 else (panels[0].x.low, number))[which])
-
-    def _draw_shape(self, shape: Any) -> None:
-        x = [self._pixel(str(shape.xref or "x"), value, 0) for value in (shape.x0, shape.x1)]
-        y = [self._pixel(str(shape.yref or "y"), value, 1) for value in (shape.y0, shape.y1)]
-        if shape.type == "line":
-            self._page.line(x, y, **line_look(shape.line))
-        elif shape.type == "rect":
-            area = Rectangle((min(x), min(y)), np.ptp(x), np.ptp(y), transform=self._page.px)
-            area.set(facecolor=color_of(shape.fillcolor) if shape.fillcolor else "none")
-            area.set(edgecolor=color_of(shape.line.color), linewidth=shape.line.width or 0)
-            self._page.picture.add_artist(area)
-
-    def _draw_annotation(self, note: Any) -> None:
-        ends = ((str(note.xref or "x"), note.x), (str(note.yref or "y"), note.y))
-        logs = [ref in self._axes and self._axes[ref].log for ref, _ in ends]  # there Plotly takes powers of ten
-        at = zip(ends, logs, (0, 1), strict=True)
-        x, y = (self._pixel(ref, 10.0**value if log else value, which) for (ref, value), log, which in at)
-        x, y, size = x + (note.xshift or 0), y + (note.yshift or 0), int(note.font.size or theme.FONT_PX)
-        if note.showarrow is not False:
-            tip, (x, y) = (x, y), (x + (note.ax or 0), y - (note.ay or 0))
-            self._page.line([tip[0], x], [tip[1], y], color=theme.MUTED, linewidth=1.2, linestyle="-", marker="")
-        va = {"middle": "center", "top": "top", "bottom": "bottom"}.get(str(note.yanchor), "center")
-        y += {"bottom": 3, "top": -3}.get(va, 0)
-        ha = {"left": "left", "right": "right"}.get(str(note.xanchor), "center")
-        self._page.write(x, y, note.text, note.font.color, size, ha=ha, va=va)
 
     def _draw_color_bar(self, panel: TwinPanel, trace: Any, mesh: Any) -> None:
         def draw() -> None:

@@ -171,25 +171,23 @@ class TwinAxis:
             most = 99 if self.vertical else max(6, int(length_px / len(self.names) / 8))
             values, labels = list(map(float, range(len(self.names)))), [theme.short(n, most) for n in self.names]
         else:
-            values = self._round_values(low, high, length_px)
+            gap_px = TICK_PX[self.vertical]
+            if self.log and high / low >= 3:
+                decade_px = length_px / math.log10(high / low)
+                room = [m for m in MANTISSAS if np.diff(np.log10([*m, 10])).min() * decade_px >= 0.8 * gap_px]
+                every, digits = max(1, math.ceil(gap_px / decade_px)), (*room, MANTISSAS[-1])[0]
+                powers = range(math.floor(math.log10(low)), math.ceil(math.log10(high)) + 1)
+                values = [m * 10.0**power for power in powers if power % every == 0 for m in digits]
+            else:
+                bins = min(max(2, int(length_px / gap_px)), int(layout.nticks or 7))
+                steps = MaxNLocator(bins, steps=[1, 2, 5, 10], integer=layout.dtick == 1, min_n_ticks=1)
+                values = [float(value) for value in steps.tick_values(low, high)]
             labels = [written(value, str(layout.tickformat or "")) for value in values]
         if layout.showticklabels is False:
             labels = [""] * len(values)
         margin = 1e-9 * (high - low)
         inside = [at for at, value in enumerate(values) if low - margin <= value <= high + margin]
         return [values[at] for at in inside], [labels[at] for at in inside]
-
-    def _round_values(self, low: float, high: float, length_px: float) -> list[float]:
-        gap_px = TICK_PX[self.vertical]
-        if self.log and high / low >= 3:
-            decade_px = length_px / math.log10(high / low)
-            room = [m for m in MANTISSAS if np.diff(np.log10([*m, 10])).min() * decade_px >= 0.8 * gap_px]
-            every = max(1, math.ceil(gap_px / decade_px))
-            powers = range(math.floor(math.log10(low)), math.ceil(math.log10(high)) + 1)
-            return [m * 10.0**power for power in powers if power % every == 0 for m in (*room, MANTISSAS[-1])[0]]
-        bins = min(max(2, int(length_px / gap_px)), int(self.layout.nticks or 7))
-        steps = MaxNLocator(bins, steps=[1, 2, 5, 10], integer=self.layout.dtick == 1, min_n_ticks=1)
-        return [float(value) for value in steps.tick_values(low, high)]
 
 
 def written(value: float, tick_format: str = "") -> str:
