@@ -30,8 +30,8 @@ from torch import Tensor
 from torch.nn import functional
 
 from workbench.cost.hardware import H200
+from workbench.cost.sparse_matrices import break_even_sparsity, sparse_flops_per_s
 from workbench.sparsity.kernels import BlockIndex, block_sparse_linear, to_compact, to_dense
-from workbench.sparsity.kernels.speed import break_even_sparsity, sparse_flops_per_s
 
 BLOCKS = (64, 32, 16)
 SPARSITIES = (0.8, 0.9, 0.95)

@@ -332,6 +332,17 @@ class Strategy:
         """Return True if ranks hold whole weights, as block-sparse ones need: they are not divided over devices yet."""
         return self.tensor == 1 and not self.shards
 
+    @property
+    def features(self) -> tuple[str, ...]:
+        """Words for all that a plan does beside dividing its step."""
+        words = {
+            "optimiser state on the host": self.offload_optimizer,
+            "CUDA graphs": self.cuda_graphs,
+            "block-sparse weights": self.block_sparse,
+            "gathered loss": self.gathers,
+        }
+        return tuple(name for name, applies in words.items() if applies)
+
     def keeps_weight_copies(self, precision: str) -> bool:
         """Return True if ranks keep bf16 copies of their weights for a whole step.
 

@@ -258,7 +258,7 @@ class OnlyLoss(nn.Module):
 
 def test_prompts_that_a_model_cannot_answer_are_refused(folder):
     def check_between_steps(asked: wb.Experiment) -> None:
-        plan = SimpleNamespace(stages=(), tensor=1, gathered_samples=None)
+        plan = SimpleNamespace(stages=(), tensor=1, loss_samples=None)
         runnable.check_between_steps(asked, plan, CapturedModel(asked, 2))
 
     with pytest.raises(DataError, match=r"has \d+ tokens, and the model reads 16 \(seq_len\)"):

@@ -19,6 +19,7 @@ from torch import nn
 
 from tests.exhaustive import exhaustive
 from tests.unit.sparse_kernel_cases import Case, differences, mask_of, miniature, random_mask
+from workbench.cost.sparse_matrices import break_even_sparsity, sparse_flops_per_s
 from workbench.errors import InvalidArgument
 from workbench.sparsity.kernels import (
     BlockIndex,
@@ -29,7 +30,6 @@ from workbench.sparsity.kernels import (
     to_compact,
     to_dense,
 )
-from workbench.sparsity.kernels.speed import break_even_sparsity, sparse_flops_per_s
 
 ROOT = Path(__file__).parents[2]
 CASE = Case(16, 128, 64, 0.5)

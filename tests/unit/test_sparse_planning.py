@@ -15,18 +15,24 @@ from plan_values import costs_of, plan_of, strategy_of
 
 import workbench as wb
 from workbench.capture import Graph
+from workbench.capture.captured_model import CapturedModel
 from workbench.cost import Cluster
 from workbench.cost.graph_profiler import profile_graph
 from workbench.cost.profile import GEMM, BlockMeasurement, Profile, corrected_profile
-from workbench.cost.sparse_matrices import SparseMatrices, block_sparse_obstacle, sparse_matrices
+from workbench.cost.sparse_matrices import (
+    SparseMatrices,
+    block_sparse_obstacle,
+    break_even_sparsity,
+    check_sparsity,
+    relative_rates,
+    sparse_matrices,
+)
 from workbench.errors import PlanInfeasible, PlanMismatch
 from workbench.experiment import Experiment
 from workbench.planning.explanation import explain
 from workbench.planning.plan import Plan
-from workbench.planning.runnable import check_sparsity
 from workbench.sparsity import Dynamic, Static
 from workbench.sparsity.kernels import BlockIndex
-from workbench.sparsity.kernels.speed import break_even_sparsity, relative_rates
 from workbench.sparsity.pattern import initial, is_present
 
 ONE, FOUR, V100 = Cluster.of("h200", gpus=1), Cluster.of("h200", gpus=4), Cluster.of("v100", gpus=1)
@@ -41,7 +47,8 @@ def captured() -> Graph:
 
 @cache
 def profile_of(block: int, sparsity: float, precision: str = "bf16", obstacle: str = "") -> Profile:
-    sparse = SparseMatrices.of(captured(), Static(sparsity, block), obstacle)
+    static = Static(sparsity, block)
+    sparse = SparseMatrices(captured(), static, sparse_matrices(captured(), static), obstacle)
     return profile_graph(captured(), ONE.device, precision, compiled=True, sparse=sparse)
 
 
@@ -234,7 +241,7 @@ def test_a_block_sparse_plan_of_another_experiment_is_refused_before_a_process_s
     block_sparse = replace(plan(64, 0.9), block_sparse=True)
     for changes, message in (({"sparsity": None}, "dense weights"), ({"sparsity": Static(0.5, 8)}, "blocks of 8")):
         with pytest.raises(PlanMismatch, match=message):
-            check_sparsity(experiment(**changes), block_sparse, wb.planning.graph(experiment(**changes)))
-    check_sparsity(experiment(), block_sparse, wb.planning.graph(experiment()))
+            check_sparsity(experiment(**changes), block_sparse, CapturedModel(experiment(**changes), 2))
+    check_sparsity(experiment(), block_sparse, CapturedModel(experiment(), 2))
     with pytest.raises(PlanMismatch, match="parts of weights"):
-        check_sparsity(experiment(), replace(block_sparse, tensor=2), wb.planning.graph(experiment()))
+        check_sparsity(experiment(), replace(block_sparse, tensor=2), CapturedModel(experiment(), 2))

@@ -14,12 +14,12 @@ import torch
 import workbench as wb
 from tests.exhaustive import EXHAUSTIVE
 from workbench.analysis.pareto import ParetoPoint
-from workbench.cost.sparse_matrices import product_flops, sparse_matrices
+from workbench.capture.captured_model import CapturedModel
+from workbench.cost.sparse_matrices import check_sparsity, product_flops, sparse_matrices
 from workbench.errors import InvalidExperiment, UnknownParameter
 from workbench.experiment import Experiment
 from workbench.figures.run_views import LOOKS, draw_exploration, draw_pareto, draw_pattern
 from workbench.planning.profiling import graph
-from workbench.planning.runnable import check_sparsity
 from workbench.rundir import event_line
 from workbench.runs.history import Patterns, read_tail
 from workbench.sparsity import Dynamic, Static, learning_rate
@@ -164,7 +164,7 @@ def test_more_updates_than_steps_and_other_types_are_refused() -> None:
 def test_blocks_that_do_not_suit_the_model_are_refused_before_a_process_starts(sparsity: Static, message: str) -> None:
     asked = experiment(sparsity=sparsity)
     with pytest.raises(InvalidExperiment, match=message):
-        check_sparsity(asked, SimpleNamespace(block_sparse=False), graph(asked))
+        check_sparsity(asked, SimpleNamespace(block_sparse=False), CapturedModel(asked, 2))
 
 
 PUBLISHED = {

@@ -104,6 +104,10 @@ class CapturedModel:
         with waiting(f"capturing {source.name} for a loss over {samples:,} samples"):
             return self._capture(batch, gathers=True)
 
+    def step_graph(self, loss_samples: int | None) -> Graph:
+        """Return the graph of a step whose loss is over so many samples, gathered; over a micro-batch's if None."""
+        return self.graph if loss_samples is None else self.gathered(loss_samples)
+
     def gathered(self, samples: int) -> Graph:
         """Return the graph of a micro-batch whose last block computes the loss of so many samples."""
         return with_tail_of(self.tower_and_tail(self._micro_batch), self.tower_and_tail(samples))

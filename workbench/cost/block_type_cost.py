@@ -13,7 +13,7 @@ from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import fx
@@ -27,7 +27,6 @@ from workbench.capture.operations import GROUPED_MATMUL, is_replayable, names, o
 from workbench.capture.source_lines import line_of_node
 from workbench.capture.tensor_parallel import BlockSharding
 from workbench.cost.profile import ACCUMULATE_BYTES, ATTENTION, GEMM, STREAM, BlockTypeCost, Kernel
-from workbench.sparsity.kernels.speed import Products
 from workbench.strategy import RECOMPUTE
 from workbench.tensors import TensorSpec
 
@@ -57,6 +56,16 @@ CPU_KEEPS_DTYPE = names("layer_norm softmax log_softmax rms_norm group_norm sum 
 WEIGHTED_LOSSES = names("binary_cross_entropy binary_cross_entropy_with_logits cross_entropy_loss nll_loss nll_loss_nd")
 """Losses with weights as their third and fourth argument, which have no gradient."""
 FUSED_ATTENTION = "scaled_dot_product_attention"
+
+
+class Products(NamedTuple):
+    """One number for each of the three products of a linear layer."""
+
+    forward: float
+    to_input: float
+    """Gradient to the input."""
+    to_weight: float
+    """Gradient to the weight."""
 
 
 @dataclass(frozen=True)

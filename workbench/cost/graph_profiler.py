@@ -22,7 +22,7 @@ from workbench.capture.tensor_parallel import plan_tensor_parallel
 from workbench.cost.block_type_cost import BlockTrace, RowSelection, Settings, block_type_cost
 from workbench.cost.hardware import Device
 from workbench.cost.memory import Matrices
-from workbench.cost.profile import BlockCost, BlockTypeCost, DividedCosts, ParameterUpdate, Profile, TailCosts
+from workbench.cost.profile import BlockCost, BlockTypeCost, DividedCosts, ParameterUpdate, Profile
 from workbench.cost.sparse_matrices import SparseMatrices
 from workbench.experiment import Experiment
 from workbench.optimizers.building import build_optimizer
@@ -98,28 +98,6 @@ def profile_graph(
         deterministic=deterministic,
         code=hashlib.sha256("".join(block.block_type for block in graph.blocks).encode()).hexdigest()[:16],
     )
-
-
-def with_gathered(
-    whole: Profile, towers: Profile, at_once: Profile, part: Graph, samples: int, is_compared: bool
-) -> Profile:
-    """Return a profile with the costs of gathering its loss over micro-batches and replicas.
-
-    `towers` is the profile of `part`, whose last block is the tail of the loss, and `at_once` that of the whole batch
-    of `samples` samples; `is_compared` says that numbers confirmed them.
-    """
-    free = BlockTypeCost(part.blocks[-1].block_type, (), (), 0.0, 0.0, 0.0, 0.0)
-    last = replace(towers.blocks[-1], block_type=len(towers.block_types), input_bytes=0.0)
-    gathered_bytes = samples * _per_sample((part.values[rows.name] for rows in part.gathered), part)
-    gathered = replace(
-        towers,
-        blocks=(*towers.blocks[:-1], last),
-        block_types=(*towers.block_types, free),
-        coupled=(),
-        divided={},
-        tail=TailCosts(at_once, samples, gathered_bytes, is_compared),
-    )
-    return replace(whole, gathered=gathered)
 
 
 def _divided(graph: Graph, traces: Sequence[BlockTrace], whole: Sequence[BlockTypeCost]) -> dict[int, DividedCosts]:

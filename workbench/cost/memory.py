@@ -236,7 +236,7 @@ def stage_state(profile: Profile, table: ParameterTable, strategy: Strategy) -> 
     patterns = MASK_BYTES * table.masked / strategy.shard_count + table.pattern_bytes
     gathered = np.zeros(len(profile.blocks) + 1)
     if profile.tail is not None:
-        gathered[-1] = 2 * profile.tail.gathered_bytes  # values and their gradients, in the last stage
+        gathered[-1] = profile.tail.held_bytes
     # Receive buffers: torch's stages allocate one per micro-batch, for inputs and gradients.
     crossing = np.array(profile.crossing_bytes) * strategy.micro_batch
     received = (crossing[:, None] + crossing[None, :]) * (strategy.num_microbatches + 1)

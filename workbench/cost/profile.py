@@ -14,12 +14,12 @@ from typing import TYPE_CHECKING
 import numpy as np
 import numpy.typing as npt
 
-from workbench.cost.hardware import Device
+from workbench.cost.hardware import Device, Link, all_gather_s
 from workbench.strategy import RECOMPUTE
 
 if TYPE_CHECKING:
     from workbench.capture.captured_model import CapturedModel
-    from workbench.capture.graph import Computation
+    from workbench.capture.graph import Computation, Graph
     from workbench.experiment import Experiment
 
 Array = npt.NDArray[np.float64]
@@ -167,6 +167,20 @@ class SparseCosts:
     index_bytes: Mapping[str, float] = field(default_factory=dict, hash=False)
     """Bytes of the index of each sparse weight by name."""
 
+    def obstacle_on(self, device: Device, precision: str = "bf16") -> str:
+        """Return why plans for a device do not store the weights without absent blocks, as a clause; empty if they may.
+
+        `precision` is that of plans which nobody asked for: the rates of block-sparse products are known in bf16 alone.
+        """
+        if self.obstacle:
+            return self.obstacle
+        if device.type != "cuda":
+            return f"block-sparse kernels need a CUDA device, and a {device.name} is none"
+        if "bf16" not in device.peak_flops:
+            return f"block-sparse kernels need a GPU that multiplies in bf16, and a {device.name} does not"
+        is_measured = precision == "bf16"
+        return "" if is_measured else f"the rates of block-sparse products are measured in bf16 and not in {precision}"
+
 
 @dataclass(frozen=True)
 class TailCosts:
@@ -186,6 +200,38 @@ class TailCosts:
         return float(costs.forward_ms[-1] + costs.backward_ms[-1]), float(
             costs.saved_bytes[-1] + costs.workspace_bytes[-1]
         )
+
+    def exchange_ms(self, replicas: int, link: Link) -> float:
+        """Return the time in which replicas all-gather the values, once a step."""
+        return 1e3 * all_gather_s(self.gathered_bytes, replicas, link) if replicas > 1 else 0.0
+
+    @property
+    def held_bytes(self) -> float:
+        """Bytes that the last stage holds of the values and of their gradients."""
+        return 2 * self.gathered_bytes
+
+
+def with_gathered(
+    whole: Profile, towers: Profile, at_once: Profile, part: Graph, samples: int, is_compared: bool
+) -> Profile:
+    """Return a profile with the costs of gathering its loss over micro-batches and replicas.
+
+    `towers` is the profile of `part`, whose last block is the tail of the loss, and `at_once` that of the whole batch
+    of `samples` samples; `is_compared` says that numbers confirmed them.
+    """
+    # The tail runs once over the whole batch, and is priced by `TailCosts`: as a block of a micro-batch it is free.
+    free = BlockTypeCost(part.blocks[-1].block_type, (), (), 0.0, 0.0, 0.0, 0.0)
+    last = replace(towers.blocks[-1], block_type=len(towers.block_types), input_bytes=0.0)
+    of_part = sum(part.values[rows.name].nbytes for rows in part.gathered)
+    gathered = replace(
+        towers,
+        blocks=(*towers.blocks[:-1], last),
+        block_types=(*towers.block_types, free),
+        coupled=(),
+        divided={},
+        tail=TailCosts(at_once, samples, samples * (of_part / part.micro_batch), is_compared),
+    )
+    return replace(whole, gathered=gathered)
 
 
 @dataclass(frozen=True)
@@ -264,8 +310,6 @@ class Facts:
     """Sentence that says why the samples of a coupled loss cannot be gathered; empty if they can be."""
     is_gathering_compared: bool = False
     """True if numbers were compared with those of the gathered loss; the model is too large for it otherwise."""
-    not_block_sparse: str | None = None
-    """Clause that says why sparse weights can only be masked; empty if they can be block-sparse."""
     captured: CapturedModel | None = field(default=None, repr=False, compare=False)
     """The model itself with its graphs, in the process that captured it."""
 
@@ -364,6 +408,32 @@ class Profile:
         return replace(
             self, block_types=costs.block_types, parameters=costs.parameters, divided={}, is_block_sparse=True
         )
+
+    def forms(self, device: Device, block_sparse: bool | None) -> list[Profile]:
+        """Return the profiles that plans for a device may choose from: of dense or masked weights, and of block-sparse.
+
+        `block_sparse` is what the user fixed.
+        """
+        forms = [] if block_sparse else [self]
+        if block_sparse is not False and self.sparse is not None and self.block_sparse is not None:
+            obstacle = self.sparse.obstacle_on(device, "bf16" if block_sparse else self.precision)
+            forms += [] if obstacle else [self.block_sparse]
+        return forms
+
+    @property
+    def most_stages(self) -> int:
+        """Blocks that can be stages of their own; the tail of a gathered loss is one more than the model has."""
+        return len((self.gathered or self).blocks)
+
+    @property
+    def undivided_because(self) -> str:
+        """Sentence that says why a loss that compares samples cannot gather them, or cannot in every plan."""
+        if self.gathered is not None:
+            return (
+                "They are gathered only with tensor=1 and one stage on each pipeline rank, over micro-batches of two "
+                "or more samples."
+            )
+        return (self.facts and self.facts.not_gathered) or ""
 
     def divides(self, tensor: int) -> bool:
         """Return True if the model can be divided over `tensor` tensor-parallel ranks."""

@@ -14,17 +14,18 @@ from math import prod
 
 from torch import fx
 
+from workbench.capture.captured_model import CapturedModel
 from workbench.capture.graph import Block, Graph
 from workbench.capture.hidden_matrices import hidden_matrices
 from workbench.capture.operations import shape_of
 from workbench.capture.tensor_parallel import Product, product_of
-from workbench.cost.block_type_cost import BlockTrace, block_type_cost
+from workbench.cost.block_type_cost import BlockTrace, Products, block_type_cost
 from workbench.cost.profile import SparseCosts
-from workbench.errors import InvalidExperiment
+from workbench.errors import InvalidExperiment, PlanMismatch
 from workbench.experiment import Experiment
 from workbench.sparsity import Dynamic, Static
 from workbench.sparsity.kernels.index import BLOCKS, index_length
-from workbench.sparsity.kernels.speed import Products, break_even_sparsity, relative_rates
+from workbench.strategy import Strategy
 
 # The weights of a captured model that a sparse training divides into blocks, and the FLOPs of their products.
 
@@ -109,6 +110,22 @@ def block_sparse_obstacle(experiment: Experiment, graph: Graph) -> str:
     return ""
 
 
+def check_sparsity(experiment: Experiment, strategy: Strategy, captured: CapturedModel) -> None:
+    """Raise `InvalidExperiment` unless the blocks of a sparse experiment suit the weights of its model.
+
+    Raises `PlanMismatch` for a strategy with block-sparse weights if the experiment's cannot be that.
+    """
+    if experiment.sparsity is not None:
+        sparse_matrices(captured.graph, experiment.sparsity)
+    obstacle = block_sparse_obstacle(experiment, captured.graph) if strategy.block_sparse else ""
+    if strategy.block_sparse and not strategy.can_be_block_sparse:
+        obstacle = obstacle or "its devices hold parts of weights (ZeRO or tensor parallelism)"
+    if obstacle:
+        raise PlanMismatch(
+            f"The plan has block-sparse weights, and that is not possible: {obstacle}. Plan again: wb.plan(experiment)."
+        )
+
+
 def absent_flops(graph: Graph, sparsity: Static | None) -> float:
     """Return the FLOPs, forward and backward, that a sample saves because blocks of the weights are absent.
 
@@ -129,6 +146,39 @@ INDEX_BYTES = 4
 """Bytes of one element of an index."""
 
 
+# Rates of block-sparse products, fitted to one profile of one layer on one H200
+# (benchmarks/results/sparse_profile_1xH200.json). They are relative to the rate of dense products, so that they price
+# other GPUs and other shapes by the same proportion.
+
+TOKENS, ROWS, COLS, SPARSITY = 16_384, 7680, 1920, 0.9
+"""The product that was profiled: so many tokens times a weight [rows, cols] with this share of absent blocks."""
+DENSE_MS = 0.69
+"""Milliseconds of each of its three products with the dense weight (cuBLAS, bf16, one H200)."""
+BLOCK_MS = {
+    64: Products(0.191, 0.160, 0.153),
+    32: Products(0.306, 0.263, 0.285),
+    16: Products(0.745, 0.644, 1.38),
+}
+"""Milliseconds of the three products by block, on the same H200; the middle where the profile gave a range."""
+DENSE_FLOPS_PER_S = 2 * TOKENS * ROWS * COLS / (DENSE_MS / 1e3)
+"""Rate of the dense product that was profiled, in FLOP/s."""
+
+
+def relative_rates(block: int) -> Products:
+    """Return the rate of products with stored blocks over that of dense ones; absent blocks count no FLOPs."""
+    return Products(*((1 - SPARSITY) * DENSE_MS / ms for ms in BLOCK_MS[block]))
+
+
+def sparse_flops_per_s(block: int, dense_flops_per_s: float = DENSE_FLOPS_PER_S) -> float:
+    """Return the predicted rate of the three products together, in FLOP/s; absent blocks count no FLOPs."""
+    return dense_flops_per_s * 3 / sum(1 / rate for rate in relative_rates(block))
+
+
+def break_even_sparsity(block: int, dense_flops_per_s: float = DENSE_FLOPS_PER_S) -> float:
+    """Return the sparsity from which the three products together are predicted to be faster than dense ones."""
+    return 1 - sparse_flops_per_s(block, dense_flops_per_s) / dense_flops_per_s
+
+
 @dataclass(frozen=True)
 class SparseMatrices:
     """The sparse weights of a captured model."""
@@ -140,8 +190,12 @@ class SparseMatrices:
     """Clause that says why the weights can only be masked; empty if they can be block-sparse."""
 
     @staticmethod
-    def of(graph: Graph, sparsity: Static, obstacle: str) -> SparseMatrices:
-        return SparseMatrices(graph, sparsity, sparse_matrices(graph, sparsity), obstacle)
+    def of(experiment: Experiment, graph: Graph) -> SparseMatrices | None:
+        """Return the sparse weights of an experiment, None if it has dense ones; raises what `sparse_matrices` does."""
+        if experiment.sparsity is None:
+            return None
+        shapes = sparse_matrices(graph, experiment.sparsity)
+        return SparseMatrices(graph, experiment.sparsity, shapes, block_sparse_obstacle(experiment, graph))
 
     def positions(self, block: Block) -> tuple[int, ...]:
         """Return the positions of a block's sparse weights among its parameters: they tell block types apart."""

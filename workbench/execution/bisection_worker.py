@@ -320,8 +320,7 @@ class Referee(TrainingWorker):
         experiment = self.experiment
         model = build_model(experiment.model.build, plan.model_bytes, self.device, experiment.seed)
         captured = CapturedModel(experiment, plan.micro_batch, model)
-        gathered = plan.gathered_samples
-        graph = captured.graph if gathered is None else captured.gathered(gathered)
+        graph = captured.step_graph(plan.loss_samples)
         if self._without_dropout:
             graph = with_changed_code(graph, drop_nothing)
         if dtype == torch.float64:

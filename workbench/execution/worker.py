@@ -285,9 +285,8 @@ class TrainingWorker:
             model = build_model_of(self)
         captured = CapturedModel(experiment, plan.micro_batch, model)
         with self._timed_phase("capture"):
-            gathered = plan.gathered_samples
-            graph = captured.graph if gathered is None else captured.gathered(gathered)
-            evaluated = None if experiment.evaluation is None else captured.evaluation(experiment, gathered)
+            graph = captured.step_graph(plan.loss_samples)
+            evaluated = None if experiment.evaluation is None else captured.evaluation(experiment, plan.loss_samples)
             sampled = captured.samples(experiment)
         with self._timed_phase("stage"):
             if plan.world > 1:

@@ -533,9 +533,7 @@ def _heading(plan: Plan) -> str:
         parts.append(f"data parallel {plan.data}{sharding}")
     words = [" × ".join(parts) or "one device"]
     words += [plan.recompute_words()] if plan.recompute != "none" else []
-    words += ["CUDA graphs"] if plan.cuda_graphs else []
-    words += ["block-sparse weights"] if plan.block_sparse else []
-    return f"{plan.model} on {plan.cluster.describe()}: {', '.join(words)}"
+    return f"{plan.model} on {plan.cluster.describe()}: {', '.join([*words, *plan.features])}"
 
 
 def _headline(plan: Plan) -> list[tuple[str, str]]:

@@ -192,7 +192,7 @@ class Plan(Strategy):
         object.__setattr__(self, "recompute", common_recompute(self.recomputed_blocks))
 
     @property
-    def gathered_samples(self) -> int | None:
+    def loss_samples(self) -> int | None:
         """Samples of the loss that is computed over all micro-batches and replicas; None if each has its own."""
         return self.global_batch if self.gathers else None
 
@@ -303,16 +303,13 @@ class Plan(Strategy):
         sharding = f" (ZeRO {self.zero})" if self.zero else ""
         chunks = f" × {self.chunks}" if self.chunks > 1 else ""
         extras = [self.recompute_words()] if self.recompute != "none" else []
-        extras += ["optimiser state on the host"] if self.offload_optimizer else []
-        extras += ["CUDA graphs"] if self.cuda_graphs else []
-        extras += ["block-sparse weights"] if self.block_sparse else []
-        extras += ["gathered loss"] if self.gathers else []
         return ", ".join(
             (
                 f"PP {self.pipeline} × DP {self.data}{tensor}{sharding}",
                 f"{SCHEDULES[self.schedule].words}{chunks}",
                 f"{self.num_microbatches} × {self.micro_batch} samples",
                 *extras,
+                *self.features,
             )
         )
 

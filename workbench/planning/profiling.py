@@ -61,8 +61,8 @@ def profile_and_cluster(experiment: Experiment, cluster: Cluster | None) -> tupl
 
 def analytic_profile(experiment: Experiment, cluster: Cluster) -> Profile:
     """Return the profile of the experiment's model by the device's constants, without measurements."""
-    from workbench.cost.graph_profiler import profile_graph, with_gathered, with_optimizer
-    from workbench.cost.profile import computed_on
+    from workbench.cost.graph_profiler import profile_graph, with_optimizer
+    from workbench.cost.profile import computed_on, with_gathered
     from workbench.cost.sparse_matrices import SparseMatrices
 
     facts, graph, towers = capture_to_plan(experiment)
@@ -74,10 +74,7 @@ def analytic_profile(experiment: Experiment, cluster: Cluster) -> Profile:
         compiled=compiled,
         deterministic=experiment.numerics.deterministic,
     )
-    sparse = None
-    if experiment.sparsity is not None:
-        sparse = SparseMatrices.of(graph, experiment.sparsity, facts.not_block_sparse or "")
-    costs = costed(graph, labelled_share=facts.labelled_share, sparse=sparse)
+    costs = costed(graph, labelled_share=facts.labelled_share, sparse=SparseMatrices.of(experiment, graph))
     costs = replace(with_optimizer(costs, experiment, graph), facts=facts)
     if not towers:
         return costs
@@ -95,7 +92,6 @@ def capture_to_plan(experiment: Experiment) -> tuple[Facts, Graph, Sequence[Grap
     Raises `CaptureError`, and `InvalidExperiment` for an optimiser that does not suit the model.
     """
     from workbench.capture.losses import labelled_share
-    from workbench.cost.sparse_matrices import block_sparse_obstacle
 
     facts, examples = facts_of(experiment), experiment.data.examples(experiment)
     assert facts.captured is not None
@@ -132,12 +128,11 @@ def capture_to_plan(experiment: Experiment) -> tuple[Facts, Graph, Sequence[Grap
             towers = [captured.tower_and_tail(samples) for samples in (CAPTURE_BATCH, experiment.largest_batch)]
             facts = replace(facts, is_gathering_compared=captured.is_gathering_compared)
 
-    # Prices: labels that a head computes, blocks of sparse weights, and what the user's data add to the notes.
+    # Prices: labels that a head computes, and what the user's data add to the notes.
     share = experiment.data.labelled_share(experiment) if examples is None else labelled_share(graph, examples)
-    sparse = None if experiment.sparsity is None else block_sparse_obstacle(experiment, graph)
     notes += [note] if (note := experiment.data.note(experiment)) else []
     planned = replace(graph, coupled=coupled, notes=tuple(notes))
-    return replace(facts, labelled_share=share, not_block_sparse=sparse), planned, towers
+    return replace(facts, labelled_share=share), planned, towers
 
 
 def facts_of(experiment: Experiment, captured: CapturedModel | None = None) -> Facts:

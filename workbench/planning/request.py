@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Annotated, Any, Unpack
 
-from workbench.cost.hardware import FRAGMENTATION, Cluster, Device
+from workbench.cost.hardware import FRAGMENTATION, Cluster
 from workbench.cost.profile import Facts, Profile
 from workbench.errors import PlanInfeasible
 from workbench.experiment import Experiment
@@ -228,8 +228,8 @@ def _one_replica_sharded(request: Request, _: Profile) -> Words | None:
 
 def _masked_weights(request: Request, profile: Profile) -> Words | None:
     fixed = request.fixed
-    obstacle = "the experiment has dense weights" if profile.sparse is None else profile.sparse.obstacle
-    obstacle = obstacle or no_kernels(request.cluster.device)
+    sparse = profile.sparse
+    obstacle = "the experiment has dense weights" if sparse is None else sparse.obstacle_on(request.cluster.device)
     for name, undivided in (("zero", 0), ("tensor", 1)):
         if (fixed.get(name) or 0) > undivided:
             obstacle = obstacle or f"{name}={fixed[name]} divides each weight over devices, which hold whole ones then"
@@ -237,7 +237,7 @@ def _masked_weights(request: Request, profile: Profile) -> Words | None:
 
 
 def _more_stages_than_blocks(request: Request, profile: Profile) -> Words | None:
-    blocks = len((profile.gathered or profile).blocks)  # a tail is one more
+    blocks = profile.most_stages
     if (request.fixed.pipeline or 0) <= blocks:
         return None
     whole = f"{profile.model} is one block"  # the beginning of a note of capture
@@ -264,21 +264,6 @@ def _least_even_batch(request: Request) -> int:
     """Return, of the sizes of a batch, one that the replicas' micro-batches do not divide if there is any."""
     share = (request.fixed.micro_batch or 1) * (request.fixed.data or 1)
     return max(request.batches, key=lambda batch: batch % share)
-
-
-def no_kernels(device: Device) -> str:
-    """Return why a device has no block-sparse kernels, as a clause; empty if it has."""
-    if device.type != "cuda":
-        return f"block-sparse kernels need a CUDA device, and a {device.name} is none"
-    if "bf16" not in device.peak_flops:
-        return f"block-sparse kernels need a GPU that multiplies in bf16, and a {device.name} does not"
-    return ""
-
-
-def unknown_rates(precision: str) -> str:
-    """Return why block-sparse plans are only made if they are asked for, as a clause; empty if they are searched."""
-    is_measured = precision == "bf16"
-    return "" if is_measured else f"the rates of block-sparse products are measured in bf16 and not in {precision}"
 
 
 RULES = (
@@ -432,13 +417,7 @@ def coupled_samples(profile: Profile, request: Request, outcome: str, works: Wor
         ways += [f"give the plan {_devices(devices)}"] if devices else []
         smaller = next((n for n in divisors(batch)[-2::-1] if works(replace(request, global_batch=n))), None)
         ways += [f"choose a global batch of {smaller}"] if smaller else []
-    not_gathered = profile.facts and profile.facts.not_gathered
-    gathering = f" {not_gathered}" if not_gathered else ""
-    if profile.gathered is not None:
-        gathering = (
-            " They are gathered only with tensor=1 and one stage on each pipeline rank, over micro-batches of two or "
-            "more samples."
-        )
+    gathering = f" {profile.undivided_because}" if profile.undivided_because else ""
     text = ", or ".join([*ways, "accept a loss that depends on the plan: batch_coupling='allow' in the experiment"])
     return PlanInfeasible(
         f"The loss of {profile.model} compares samples of one batch ({profile.coupled[0]}), so that all {batch} must "

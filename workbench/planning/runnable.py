@@ -60,13 +60,14 @@ def check_runnable(
         CaptureError: the model cannot be captured, or its evaluation cannot run in the plan's stages.
         DataError: the data cannot feed it, a prompt cannot be read, or too few samples are held out.
     """
+    from workbench.cost.sparse_matrices import check_sparsity
+
     _raise_broken(PLAN_RULES, experiment, plan)
     if (refusal := too_large_to_build(plan)) is not None:
         raise refusal
     if captured is not None:
         check_facts(experiment, plan, _facts(experiment, plan, captured))
-        if experiment.sparsity is not None or plan.block_sparse:
-            check_sparsity(experiment, plan, captured.graph)
+        check_sparsity(experiment, plan, captured)
     if progress is not None:
         _check_data(experiment, plan, progress)
     if captured is not None:
@@ -213,7 +214,7 @@ def _ungathered(experiment: Experiment, plan: Plan, facts: Facts) -> Words | Non
         return None
     if asked := [name for name in NOT_GATHERED if getattr(experiment, name) is not None]:
         return {"reason": f"the experiment has {' and '.join(asked)}, which a gathered loss is not computed for"}
-    blocks = tuple(block.name for block in facts.captured.gathered(plan.global_batch).blocks)
+    blocks = tuple(block.name for block in facts.captured.step_graph(plan.loss_samples).blocks)
     return None if blocks == plan.block_names else {"reason": "the model's forward has changed"}
 
 
@@ -289,24 +290,6 @@ def too_large_to_build(plan: Plan) -> PlanInfeasible | None:
     )
 
 
-def check_sparsity(experiment: Experiment, plan: Plan, graph: Graph) -> None:
-    """Raise `InvalidExperiment` unless the blocks of a sparse experiment suit the weights of its model.
-
-    Raises `PlanMismatch` for a plan with block-sparse weights if the experiment's cannot be that.
-    """
-    from workbench.cost.sparse_matrices import block_sparse_obstacle, sparse_matrices
-
-    if experiment.sparsity is not None:
-        sparse_matrices(graph, experiment.sparsity)
-    obstacle = block_sparse_obstacle(experiment, graph) if plan.block_sparse else ""
-    if plan.block_sparse and not plan.can_be_block_sparse:
-        obstacle = obstacle or "its devices hold parts of weights (ZeRO or tensor parallelism)"
-    if obstacle:
-        raise PlanMismatch(
-            f"The plan has block-sparse weights, and that is not possible: {obstacle}. Plan again: wb.plan(experiment)."
-        )
-
-
 def _check_data(experiment: Experiment, plan: Plan, progress: bool) -> None:
     """Prepare the data, and raise `DataError` if the held-out samples do not fill one batch of an evaluation.
 
@@ -378,10 +361,10 @@ def check_between_steps(experiment: Experiment, plan: Plan, captured: CapturedMo
     """Raise unless evaluations and samples can be computed in the plan's stages."""
     from workbench.capture.captured_model import require_same_stages
 
-    cuts, gathered = [stage.first_block for stage in plan.stages[1:]], plan.gathered_samples
+    cuts = [stage.first_block for stage in plan.stages[1:]]
     if experiment.evaluation is not None:
-        training = captured.graph if gathered is None else captured.gathered(gathered)
-        require_same_stages(training, captured.evaluation(experiment, gathered), cuts, plan.tensor)
+        training = captured.step_graph(plan.loss_samples)
+        require_same_stages(training, captured.evaluation(experiment, plan.loss_samples), cuts, plan.tensor)
         named = {*experiment.metrics, *experiment.held_out_sets}
         if both := sorted({scalar.name for scalar in training.scalars} & named):
             raise InvalidExperiment(

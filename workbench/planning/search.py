@@ -33,10 +33,8 @@ from workbench.planning.request import (
     host_need,
     host_too_small,
     memory_limit_bytes,
-    no_kernels,
     no_options,
     too_large,
-    unknown_rates,
 )
 from workbench.planning.stage_costs import ClusterCosts, Cut, StrategyCosts, device_costs, overlapped
 from workbench.planning.stage_cuts import Cutter
@@ -103,10 +101,7 @@ def options(profile: Profile, request: Request) -> Iterator[StrategyCosts]:
     modes = tuple(RECOMPUTE) if request.fixed.recompute is None else (request.fixed.recompute,)
     cluster, fixed = request.cluster, request.fixed
     asked, sparse = fixed.cuda_graphs, fixed.block_sparse
-    obstacle = no_kernels(cluster.device) or ("" if sparse else unknown_rates(profile.precision))
-    forms = [] if sparse else [profile]  # of dense or masked weights, and of block-sparse ones
-    if sparse is not False and profile.block_sparse is not None and not obstacle:
-        forms.append(profile.block_sparse)
+    forms = profile.forms(cluster.device, sparse)
     costs_of_forms = [ClusterCosts(device_costs(form, cluster.device), cluster, modes) for form in forms]
     for strategy in _strategies(profile, request):
         for costs in costs_of_forms:
@@ -688,5 +683,5 @@ def _reason(profile: Profile, sparse: SparseCosts, request: Request, best: Optio
         return ", because block_sparse is True" if request.fixed.block_sparse else ", because no other plan fits"
     if request.fixed.block_sparse is False:
         return ", because block_sparse is False"
-    obstacle = sparse.obstacle or no_kernels(request.cluster.device) or unknown_rates(profile.precision)
+    obstacle = sparse.obstacle_on(request.cluster.device, profile.precision)
     return f", because {obstacle or 'every plan that fits divides them over devices'}"

@@ -519,7 +519,7 @@ class StrategyCosts:
         if (tail := self.profile.tail) is not None:  # while the last stage computes the loss, the others wait
             backward = backward + tail.ms_and_bytes(self.cluster.device)[0] / self.strategy.num_microbatches
             data, link = self.strategy.data, self.cluster.group_link(self.strategy.data, self.strategy.tensor)
-            step_wait = step_wait + (1e3 * all_gather_s(tail.gathered_bytes, data, link) if data > 1 else 0.0)
+            step_wait = step_wait + tail.exchange_ms(data, link)
         # The host runs ahead of its GPU, from one micro-batch into the next: where it takes longer over all of them,
         # the GPU waits for it in both directions.
         busy = forward + backward + forward_wait + backward_wait + step_wait / self.strategy.num_microbatches
