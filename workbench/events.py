@@ -39,6 +39,8 @@ class StartEvent(_Timed):
     samples_per_step: NotRequired[int]
     resumed_from: NotRequired[str | int | None]
     """Path of the checkpoint that training continues from, or its step."""
+    held_out: NotRequired[str]
+    """Sentences on what training leaves out of its text for evaluations."""
 
 
 class PhaseEvent(_Timed):

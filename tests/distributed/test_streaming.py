@@ -25,6 +25,7 @@ from workbench.execution.checkpoint import complete_checkpoints, read_manifest
 from workbench.execution.feeding import TrainingSamples
 from workbench.experiment import Experiment
 from workbench.rundir import RunDir, read_events
+from workbench.runs.run import Run
 
 SEQ, BUFFER, BATCH, STEPS = 16, 24, 8, 30
 PLANS: dict[str, dict[str, int]] = {
@@ -40,9 +41,8 @@ DEFAULT = tuple(PLANS) if EXHAUSTIVE else ("two stages of two shards",)
 @pytest.fixture(scope="module")
 def text(tmp_path_factory: pytest.TempPathFactory) -> Path:
     path = tmp_path_factory.mktemp("text") / "numbers.txt"
-    path.write_text(
-        "\n\n".join(f"Document {i}: the square of {i} is {i * i}.\nIts cube is {i**3}." for i in range(160))
-    )
+    lines = [f"Document {i}: the square of {i} is {i * i}.\nIts cube is {i**3}." for i in range(160)]
+    path.write_text("\n\n".join(["\n".join(lines[:40]), *lines[40:]]))  # the first document is long, and is cut
     return path
 
 
@@ -99,6 +99,7 @@ def test_a_streamed_run_killed_with_9_has_the_curve_of_the_stored_text_to_the_la
         for of in (run, stored)
     ]
     assert evaluations[0] == evaluations[1]
+    assert "parts of 1 of 121 documents" in Run(run.path)._repr_html_()
 
 
 @pytest.mark.parametrize("division", DEFAULT)

@@ -18,6 +18,7 @@ from workbench.capture import capture, spec_of
 from workbench.capture.captured_model import CapturedModel, capture_for_evaluation
 from workbench.capture.outputs import flattened
 from workbench.data import data_fingerprint, held_out
+from workbench.data.store import TokenStore, document_runs, split, split_of_stream
 from workbench.errors import DataError, InvalidExperiment
 from workbench.execution.between_steps import drawn
 from workbench.figures.curves_view import loss_curves
@@ -30,12 +31,13 @@ from workbench.runs.wandb_recorder import samples_table as wandb_table
 from workbench.widgets.dashboard import samples_at, samples_table
 
 BERT = wb.models.bert(vocab_size=200, hidden_size=16, num_layers=2, num_heads=2, max_positions=64)
+CAUSAL = wb.models.opt(vocab_size=300, hidden_size=16, num_layers=2, num_heads=2, max_positions=64)
 
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
     folder = tmp_path_factory.mktemp("texts")
-    for index in range(60):
+    for index in range(120):
         (folder / f"{index}.txt").write_text(
             f"Document {index} says that {index} birds sing in tree {index % 7}.\n" * 20
         )
@@ -136,13 +138,123 @@ def test_further_sets_that_cannot_be_evaluated_are_refused(folder):
         experiment(folder).replace(model=causal, evaluation=wb.Evaluation(also={"more": 0.3}))
 
 
-def test_a_text_that_is_too_small_or_of_one_document_is_refused(folder, tmp_path):
+def test_a_text_that_is_too_small_is_refused_with_a_way_out(folder, tmp_path):
     with pytest.raises(DataError, match=r"5,000 held-out samples of 29 tokens need 145,000 of the .* more than half"):
         held_out(experiment(folder, evaluation=wb.Evaluation(samples=5000)))
-    one = tmp_path / "one.txt"
-    one.write_text("\n".join(f"Paragraph {index} of one document." for index in range(2000)))
-    with pytest.raises(DataError, match=r"1 document of .* too few to hold out"):
-        held_out(experiment(one))
+    with pytest.raises(DataError, match=r"2 documents of 80 tokens, too few to hold out 40 tokens in samples of 40"):
+        split(store_of(tmp_path, [58, 22]), "small", 1, 40)
+
+
+def store_of(folder, sizes):
+    """Write a tokenised text with documents of these sizes."""
+    starts = np.cumsum([0, *sizes[:-1]])
+    ids = np.random.default_rng(0).integers(0, 60000, sum(sizes)).astype(np.uint16)
+    edges, hashes = document_runs(ids, starts, len(ids))
+    ids.tofile(folder / "tokens.bin")
+    starts.astype(np.int64).tofile(folder / "documents.bin")
+    np.save(folder / "runs.npy", np.stack([edges.astype(np.uint64), np.append(hashes, np.uint64(0))]))
+    return TokenStore(folder, len(ids), len(sizes), 60000, 0.0)
+
+
+def positions(part):
+    """Return the tokens of the text that a part of it has."""
+    return np.concatenate([np.arange(begin, end) for begin, end in zip(part.starts, part.ends, strict=True)])
+
+
+UNEQUAL = {
+    "two files": [270_000, 730_000],
+    "one document": [500_000],
+    "a huge document behind small ones": [100] * 2000 + [800_000],
+    "a huge document before small ones": [800_000] + [100] * 2000,
+    "giant rows": [30] * 9000 + [40_000] * 3 + [30] * 9000,
+    "each twice as long": [2**power * 2000 for power in range(8)],
+    "few": [9000] * 60,
+    "one of many is long": [100] * 9500 + [50_000],
+}
+
+
+@pytest.mark.parametrize("samples", [16, 3000])
+@pytest.mark.parametrize("kind", UNEQUAL)
+def test_long_documents_are_held_out_in_pieces_at_the_asked_share_and_from_each_of_them(kind, samples, tmp_path):
+    sizes, width = UNEQUAL[kind], 64
+    store = store_of(tmp_path, sizes)
+    parts = split(store, kind, samples, width)
+    asked = max(0.05, samples * width / store.tokens)
+    assert asked <= parts.held_out.tokens / store.tokens < asked + 0.01
+    segments = sorted(
+        (begin, end)
+        for each in (parts.training, parts.held_out)
+        for begin, end in zip(each.starts, each.ends, strict=True)
+    )
+    assert [begin for begin, _ in segments] == [0, *(end for _, end in segments[:-1])], (
+        "no token is in both, or neither"
+    )
+    is_held = np.zeros(store.tokens, bool)
+    for begin, end in zip(parts.held_out.starts, parts.held_out.ends, strict=True):
+        is_held[begin:end] = True
+    for begin, size in zip(store.document_starts, sizes, strict=True):
+        own = is_held[begin : begin + size]
+        if size > store.tokens / 10:
+            assert own.mean() == pytest.approx(asked, rel=0.3)
+        if size > store.tokens / 50:
+            assert own.any()
+        if size < store.tokens / 200:
+            assert own.all() or not own.any(), "short documents are not cut"
+    again = split(store, kind, samples, width)
+    assert np.array_equal(again.held_out.starts, parts.held_out.starts)
+    if samples > 16:
+        assert is_held[positions(split(store, kind, 16, width).held_out)].all(), "more samples, more of the same"
+    assert f"{parts.documents[1]:,} of {len(sizes):,} document" in str(parts)
+
+
+def test_of_many_documents_the_runs_with_the_lowest_hashes_are_held_out_whole(tmp_path):
+    sizes = np.random.default_rng(1).integers(50, 3000, 400).tolist()
+    store = store_of(tmp_path, sizes)
+    edges, hashes = store.runs
+    expected, tokens = [], 0
+    for run in sorted(range(len(hashes)), key=lambda run: hashes[run]):
+        if tokens < 0.05 * store.tokens:
+            tokens += edges[run + 1] - edges[run]
+            expected += range(edges[run], edges[run + 1])
+    parts = split(store, "many", 4, 64)
+    found = [
+        t for begin, end in zip(parts.held_out.starts, parts.held_out.ends, strict=True) for t in range(begin, end)
+    ]
+    assert found == sorted(expected)
+    assert parts.documents[1] == 0
+    assert " whole of 400 documents" in str(parts)
+
+
+@pytest.mark.parametrize(
+    ("sizes", "end"), [([900_000, 100_000], 262_144), ([1000] * 900, 262_000), ([100] * 200 + [500_000], 262_144)]
+)
+def test_a_stream_holds_out_its_share_of_the_beginning_whatever_document_goes_on_behind_it(sizes, end, tmp_path):
+    store = store_of(tmp_path, sizes)
+    parts = split_of_stream(lambda _: store, "text", 16, 64)
+    assert parts.among == end
+    assert 0.05 * end <= parts.held_out.tokens < 0.07 * end
+    assert parts.held_out.ends[-1] <= end
+    assert parts.training.ends[-1] == store.tokens
+    assert "of the first 262 k tokens are held out" in str(parts)
+
+
+def test_what_is_held_out_of_long_documents_is_said_by_the_data_and_the_plan(tmp_path):
+    """A folder of two files is two documents, whatever empty lines stand in them."""
+    for name, words, lines in (("a", "Birds sing in tree", 300), ("b", "Set the option to", 900)):
+        (tmp_path / f"{name}.txt").write_text("\n\n".join(f"{words} {line}." for line in range(lines)))
+    for model, options in ((BERT, {"vocab_size": 200}), (CAUSAL, {"vocab_size": 300, "shuffle_buffer": 64})):
+        asked = experiment(tmp_path).replace(model=model, data=wb.data.corpus(tmp_path, **options))
+        prepared = asked.data.prepare(asked)
+        assert " tokens are held out (" in prepared.held_out
+        assert "parts of 2 of 2 documents" in prepared.held_out
+        assert prepared.held_out.removesuffix(".") in repr(prepared)
+        assert asked.data.note(asked) == f"Of {prepared.name}, {prepared.held_out}"
+        tokeniser = asked.data.text_tokenizer(asked)
+        held = [tokeniser.decode(ids) for ids in held_out(asked).__getitems__(range(16))["input_ids"].tolist()]
+        assert {kind for kind in ("tree", "option") if any(kind in text for text in held)} == {"tree", "option"}
+    assert asked.data.note(asked) in wb.plan(asked).notes
+    whole = experiment(tmp_path, evaluation=None)
+    assert whole.data.prepare(whole).held_out == ""
 
 
 def dataset(size: int, name: str = "x") -> list[dict[str, torch.Tensor]]:

@@ -80,8 +80,13 @@ def held_out_windows(experiment: Experiment) -> Any:
     return found.__getitems__(range(len(found)))["input_ids"]
 
 
-def test_a_small_text_holds_out_the_same_documents_however_it_is_read(text: Path) -> None:
+@pytest.mark.parametrize("documents", ["many", "one"])
+def test_a_small_text_holds_out_the_same_however_it_is_read(text: Path, documents: str, tmp_path: Path) -> None:
     evaluate = wb.Evaluation(samples=40)
+    if documents == "one":
+        single = tmp_path / "single.txt"
+        single.write_text(text.read_text().replace("\n\n", "\n"))
+        text = single
     streamed, in_chunks, stored = (
         held_out_windows(asked(text, streaming, buffer, evaluation=evaluate))
         for streaming, buffer in ((True, 5), (False, 5), (False, None))
@@ -94,7 +99,7 @@ def test_a_small_text_holds_out_the_same_documents_however_it_is_read(text: Path
 def test_a_stream_holds_out_documents_of_the_beginning_as_the_stored_text_does(
     text: Path, tokens: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The first 640 tokens are one document, so that a longer beginning is read."""
+    """The first 640 tokens are a part of one document, which is cut."""
     monkeypatch.setenv("WORKBENCH_HOME", str(tmp_path))
     monkeypatch.setattr("workbench.data.store.SMALLEST_BEGINNING", tokens)
     monkeypatch.setattr("workbench.data.tokenizing.SMALL_BYTES", 0)
@@ -105,11 +110,11 @@ def test_a_stream_holds_out_documents_of_the_beginning_as_the_stored_text_does(
     chunks = itertools.takewhile(lambda chunk: chunk.first < count, dataset(streamed).stream.chunks(None))
     found = np.concatenate([chunk.records for chunk in chunks])
     assert (found == dataset(stored).samples.batch(np.arange(count))["input_ids"]).all()
-    [*beginnings, whole] = sorted(
-        json.loads(file.read_text())["tokens"] for file in tmp_path.glob("tokens/*/facts.json")
-    )
-    assert len(beginnings) == (2 if tokens == 640 else 1)
-    assert beginnings[-1] < 0.7 * whole
+    beginning, whole = sorted(json.loads(file.read_text())["tokens"] for file in tmp_path.glob("tokens/*/facts.json"))
+    assert tokens < beginning < 0.3 * whole
+    said = streamed.data.prepare(streamed, progress=False).held_out
+    assert "Later text is trained on alone" in said
+    assert said == stored.data.prepare(stored).held_out
 
 
 def test_blank_files_and_long_documents_of_a_folder_are_streamed_as_they_are_stored(text: Path, tmp_path: Path) -> None:
@@ -190,16 +195,12 @@ def test_readers_learn_that_the_writer_is_gone_or_why(text: Path, tmp_path: Path
         found.reading(ring)[399]
 
 
-def test_what_cannot_be_streamed_is_refused_with_a_way_out(text: Path, tmp_path: Path) -> None:
+def test_what_cannot_be_streamed_is_refused_with_a_way_out(text: Path) -> None:
     paired = asked(text, True).replace(model=wb.models.bert(**SIZES))
     with pytest.raises(DataError, match=r"next_sentence=False\), or remove streaming=True"):
         paired.data.check(paired)
     with pytest.raises(DataError, match="shuffle_buffer=0 must be 1 or more"):
         wb.data.corpus(text, shuffle_buffer=0)
-    single = tmp_path / "single.txt"
-    single.write_text(text.read_text().replace("\n\n", "\n"))
-    with pytest.raises(DataError, match="too few to hold out"):
-        held_out(asked(single, True, evaluation=wb.Evaluation(samples=8)))
     with pytest.raises(DataError, match="streaming=False"):
         dataset(asked(text, True))[0]
     both = asked(text, False, evaluation=wb.Evaluation(samples=8), eval_data=asked(text, True).data)

@@ -11,7 +11,7 @@ import dataclasses
 import hashlib
 import math
 from abc import abstractmethod
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import KW_ONLY, dataclass, replace
 from fractions import Fraction
 from pathlib import Path
@@ -122,6 +122,12 @@ class TextData(DataSource):
 
     def held_out(self, request: SampleRequest, trained_on: DataSource | None = None) -> TextDataset:
         return self._of(request).held_out(trained_on)
+
+    def held_out_in_words(self, request: SampleRequest) -> str:
+        return self._of(request).held_out_in_words()
+
+    def note(self, request: SampleRequest) -> str:
+        return self._of(request).note()
 
     def text_tokenizer(self, request: SampleRequest) -> TextTokenizer:
         """Return the tokeniser, whose `encode` and `decode` turn text into ids and samples back into text."""
@@ -585,6 +591,7 @@ class Mixture(DataSource):
             folder=prepared[0].folder,
             seconds=sum(each.seconds for each in prepared),
             reused=all(each.reused for each in prepared),
+            held_out=_of_parts((each.name, each.held_out) for each in prepared),
         )
 
     def samples_per_epoch(self, request: SampleRequest) -> int:  # noqa: ARG002
@@ -645,13 +652,17 @@ class Mixture(DataSource):
         return request.eval_data.held_out(request, self.parts[0] if self._texts else self)
 
     def note(self, request: SampleRequest) -> str:
-        """Return how often the training reads each source, where its samples have been counted."""
+        """Return how often the training reads each source, where its samples have been counted, and their notes."""
         from workbench.data.tokenizing import is_tokenised
 
         read = self._read(request) if all(is_tokenised(part._of(request).key) for part in self._texts[:1]) else []
         if not read or not all(is_tokenised(part._of(own).key) for part, own in read if isinstance(part, TextData)):
             return ""
-        return f"The mixture reads {', '.join(map(str, self.use(request, request.total_samples)))}."
+        used = f"The mixture reads {', '.join(map(str, self.use(request, request.total_samples)))}."
+        return " ".join([used, *filter(None, (part.note(own) for part, own in read))])
+
+    def held_out_in_words(self, request: SampleRequest) -> str:
+        return _of_parts((part.name, part.held_out_in_words(own)) for part, own in self._read(request))
 
     def tokenizer_folder(self, request: SampleRequest) -> Path | None:
         return self.parts[0].tokenizer_folder(request)
@@ -670,6 +681,11 @@ class Mixture(DataSource):
             "weights": list(self.weights),
             "changes": [[step, list(weights)] for step, weights in self.changes],
         }
+
+
+def _of_parts(held_out: Iterable[tuple[str, str]]) -> str:
+    """Return what is held out of each source of a mixture, of those that are divided."""
+    return " ".join(f"Of {name}, {said}" for name, said in held_out if said)
 
 
 def _check_texts(texts: Sequence[TextData], request: SampleRequest) -> None:

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 import numpy as np
 from numpy.typing import NDArray
 
-from workbench.data.store import SplicedTokens, TokenStore
+from workbench.data.store import GOLDEN_RATIO, SplicedTokens, TokenStore
 from workbench.data.tokenizer import SpecialTokens, TextTokenizer
 from workbench.errors import DataError
 from workbench.tensors import TensorSpec
@@ -46,7 +46,6 @@ PERMUTE, SPLIT, CONTINUE, ELSEWHERE, SELECT, REPLACE, REPLACEMENT, BUFFER, ITEM,
 EVALUATION_SEED = 0x4556414C
 """Seed of the masks of held-out samples, the same in every experiment."""
 
-_GAMMA = np.uint64(0x9E3779B97F4A7C15)
 _M1, _M2 = np.uint64(0xBF58476D1CE4E5B9), np.uint64(0x94D049BB133111EB)
 _S30, _S27, _S31, _S11 = np.uint64(30), np.uint64(27), np.uint64(31), np.uint64(11)
 
@@ -60,8 +59,8 @@ def mixed(value: U64) -> U64:
 
 def hashed(seed: int, purpose: int, counter: I64 | U64) -> U64:
     """Return 64 random bits for each entry of `counter`."""
-    key = mixed(np.asarray([(seed * 64 + purpose) & 0xFFFFFFFFFFFFFFFF], dtype=np.uint64) + _GAMMA)
-    return mixed(mixed(counter.astype(np.uint64) * _GAMMA + key) + key)
+    key = mixed(np.asarray([(seed * 64 + purpose) & 0xFFFFFFFFFFFFFFFF], dtype=np.uint64) + GOLDEN_RATIO)
+    return mixed(mixed(counter.astype(np.uint64) * GOLDEN_RATIO + key) + key)
 
 
 def unit(bits: U64) -> NDArray[np.float64]:

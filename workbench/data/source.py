@@ -162,8 +162,12 @@ class DataSource(ABC):
         """Return the held-out samples of an experiment that trains on this data and has an `evaluation`."""
         return self.held_out(request) if request.eval_data is None else request.eval_data.held_out(request, self)
 
+    def held_out_in_words(self, request: SampleRequest) -> str:  # noqa: ARG002
+        """Return sentences with the numbers of what training leaves out for evaluations; empty if it reads all."""
+        return ""
+
     def note(self, request: SampleRequest) -> str:  # noqa: ARG002
-        """Return a sentence on how batches are filled that a user may not expect; empty if there is none."""
+        """Return a sentence on what batches or held-out samples are that a user may not expect; empty if none is."""
         return ""
 
     @abstractmethod
@@ -203,20 +207,23 @@ class Prepared:
     the text is small or stored as well."""
     tokens_per_core_s: float | None = None
     """Tokens of a streamed text that one core makes in a second, measured on excerpts of it."""
+    held_out: str = ""
+    """Sentences on what training leaves out for evaluations: how many tokens, of which documents."""
 
     def __repr__(self) -> str:
+        held_out = f"; {self.held_out.removesuffix('.')}" if self.held_out else ""
         if self.tokens is None:
             known = "an unknown number of" if self.samples is None else count(self.samples)
             return f"Prepared({self.name}: {known} samples)"
         if self.streamed:
             return (
                 f"Prepared({self.name}: streamed, about {count(self.tokens)} tokens, vocabulary {self.vocabulary:,}, "
-                f"{count(self.tokens_per_core_s or 0)} tokens/s a core)"
+                f"{count(self.tokens_per_core_s or 0)} tokens/s a core{held_out})"
             )
         how = "from the cache" if self.reused else f"tokenised in {duration(self.seconds)}"
         return (
             f"Prepared({self.name}: {count(self.tokens)} tokens in {self.documents:,} documents, "
-            f"vocabulary {self.vocabulary:,}, {how})"
+            f"vocabulary {self.vocabulary:,}, {how}{held_out})"
         )
 
 

@@ -33,6 +33,7 @@ from workbench.data.text import Position
 from workbench.display import waiting
 from workbench.errors import DataError
 from workbench.machine import cache_home
+from workbench.units import count as count_text
 from workbench.units import gib
 
 I64 = NDArray[np.int64]
@@ -276,23 +277,36 @@ def _digest_of_file(file: Path) -> str:
 
 
 # Held-out text, which training never reads. A run of consecutive documents is the unit of the split, because in many
-# texts each paragraph is a document. The runs with the lowest hashes are held out, so that the choice depends on the
-# text alone, and more samples hold out more of the same. A stream does not know the hashes of later documents: text
-# that is read in the order of a stream, be it streamed or stored, holds out the runs with the lowest hashes of its
-# beginning.
+# texts each paragraph is a document. The runs with the lowest keys are held out. The key of a run is a hash of its
+# tokens, so that the choice depends on the text alone, equal documents stay together, and more samples hold out more of
+# the same.
+#
+# A few long documents would be held out as a whole, or not at all: the share would be wrong, and the text perhaps of
+# another kind. Therefore long runs are cut into pieces of whole windows. The key of piece i is that of its run plus
+# i times the golden ratio, modulo 1: of all such sequences, this one spreads the lowest keys most evenly over the run
+# (Knuth, The Art of Computer Programming 3, section 6.4). At 5 %, one of any 34 consecutive pieces is held out.
+#
+# A stream does not know the hashes of later documents: text that is read in the order of a stream, be it streamed or
+# stored, holds out text of its beginning.
 
 HELD_OUT_SHARE = 0.05
 """Fraction of the tokens that is held out, or more if the evaluation asks for more samples."""
 LARGEST_SHARE = 0.5
 """Fraction of the tokens beyond which holding text out is refused."""
 RUN_TOKENS = 4096
-"""Smallest number of tokens of a run of documents in a large text."""
+"""Smallest number of tokens of a run of documents, and of a piece of a long one, in a large text."""
 SMALLEST_RUNS = 200
 """Number of runs that a smaller text is divided into, if its documents are short enough."""
+SMALLEST_PIECES = 2000
+"""Number of pieces that all of a smaller text would be cut into, if its samples are short enough."""
+LONGEST_SHARE = 0.02
+"""Fraction of the text beyond which a run of documents is cut."""
+MANY_RUNS = 100
+"""Number of runs below which shorter ones are cut, too: too few whole ones would be held out to stand for the text."""
+GOLDEN_RATIO = np.uint64(0x9E3779B97F4A7C15)
+"""Fraction of the golden ratio, (√5 - 1) / 2, in units of 2**-64."""
 SMALLEST_BEGINNING = 1 << 18
-"""Tokens of the beginning of a text in which a stream looks for documents to hold out, or more for many samples."""
-LONGER_BEGINNING = 16
-"""Factor by which the beginning is longer if its documents are too few."""
+"""Tokens of the beginning of a text in which a stream holds out, or more for many samples."""
 
 
 class _SplicedIds:
@@ -337,52 +351,86 @@ class SplicedTokens:
 
     @cached_property
     def document_starts(self) -> I64:
-        """Offsets of the documents in the stream, ascending, the first 0."""
+        """Offsets of the documents in the stream, ascending, the first 0; a segment begins one, too."""
         documents = self.store.document_starts
         segment = np.searchsorted(self.starts, documents, side="right") - 1
         is_kept = (segment >= 0) & (documents < self.ends[segment])
         kept = segment[is_kept]
-        return np.asarray(documents[is_kept] - self.starts[kept] + self._offsets[kept])
+        return np.union1d(self._offsets, documents[is_kept] - self.starts[kept] + self._offsets[kept])
 
 
-def split(store: TokenStore, name: str, samples: int, width: int) -> tuple[SplicedTokens, SplicedTokens]:
-    """Return the text for training and the held-out text, which holds at least `samples` windows of `width` tokens.
+@dataclass(frozen=True, eq=False)
+class Split:
+    """A text in two parts that share no token."""
 
-    Raises `DataError` if the text is too small for that, or has too few documents.
+    training: SplicedTokens
+    held_out: SplicedTokens
+    among: int
+    """Tokens of the text, or of its beginning, among which some are held out."""
+
+    @property
+    def is_whole(self) -> bool:
+        """True if text is held out of all of the text, and not of its beginning only."""
+        return self.among == self.held_out.store.tokens
+
+    @cached_property
+    def documents(self) -> tuple[int, int, int]:
+        """Number of documents that are held out as a whole, of those that are cut, and of all `among` the tokens."""
+        starts = self.held_out.store.document_starts
+        every = int(np.searchsorted(starts, self.among))
+        edges = np.concatenate([self.held_out.starts, self.held_out.ends])
+        after = np.searchsorted(starts, edges)
+        is_inside = (edges < self.held_out.store.tokens) & (starts[np.minimum(after, len(starts) - 1)] != edges)
+        cut = np.unique(after[is_inside] - 1)
+        first, last = np.split(after, 2)  # documents that begin in a segment
+        ends_inside = is_inside[len(first) :]
+        return int((last - first - (ends_inside & (last > first))).sum()), len(cut), every
+
+    def __str__(self) -> str:
+        """Return `"2.07 M of 41.4 M tokens are held out (5 %): parts of 2 of 2 documents, in 505 places."`."""
+        tokens, (whole, cut, every) = self.held_out.tokens, self.documents
+        words = [f"{whole:,} whole"] if whole else []
+        words += [f"parts of {cut:,}"] if cut else []
+        places = len(self.held_out.starts)
+        beginning = "" if self.is_whole else "the first "
+        said = (
+            f"{count_text(tokens)} of {beginning}{count_text(self.among)} tokens are held out "
+            f"({100 * tokens / self.among:.2g} %): {' and '.join(words)} of {every:,} document"
+            f"{'s' * (every != 1)}, in {places:,} place{'s' * (places != 1)}."
+        )
+        if self.is_whole:
+            return said
+        return f"{said} Later text is trained on alone: text that is sorted by kind is judged by its beginning."
+
+
+def split(store: TokenStore, name: str, samples: int, width: int) -> Split:
+    """Divide a text into one for training and one that is held out, of at least `samples` windows of `width` tokens.
+
+    Raises `DataError` if the text is too small for that.
     """
     return _divided(store, name, samples, width, *store.runs)
 
 
-def split_of_stream(
-    read: Callable[[int], TokenStore], name: str, samples: int, width: int
-) -> tuple[SplicedTokens, SplicedTokens]:
-    """Return the two parts as `split` does, but hold out documents of the beginning only, as a stream can.
+def split_of_stream(read: Callable[[int], TokenStore], name: str, samples: int, width: int) -> Split:
+    """Divide a text as `split` does, but hold out text of the beginning only, as a stream can.
 
     `read` returns the tokens of the text, all of them or more than it is asked for.
     """
-    tokens = max(SMALLEST_BEGINNING, int(samples * width / HELD_OUT_SHARE))
-    for beginning in (tokens, LONGER_BEGINNING * tokens):
-        store = read(beginning)
-        is_whole = store.tokens <= beginning
-        after = np.searchsorted(store.document_starts, beginning, side="right") - 1
-        end = store.tokens if is_whole else int(store.document_starts[after]) or beginning
-        runs = document_runs(store.ids, store.document_starts[: store.documents if is_whole else max(1, after)], end)
-        try:
-            return _divided(store, name if is_whole else f"the beginning of {name}", samples, width, *runs)
-        except DataError:
-            if is_whole or beginning > tokens:
-                raise
-    raise AssertionError
+    beginning = max(SMALLEST_BEGINNING, int(samples * width / HELD_OUT_SHARE))
+    store = read(beginning)
+    starts, end = store.document_starts, store.tokens
+    if end > beginning:  # without the document that goes on behind it, unless that is long
+        last = int(starts[np.searchsorted(starts, beginning, side="right") - 1])
+        end = beginning if beginning - last > LONGEST_SHARE * beginning else last
+        name = f"the beginning of {name}"
+    runs = document_runs(store.ids, starts[: np.searchsorted(starts, end)], end)
+    return _divided(store, name, samples, width, *runs)
 
 
-def _divided(
-    store: TokenStore, name: str, samples: int, width: int, edges: I64, hashes: NDArray[np.uint64]
-) -> tuple[SplicedTokens, SplicedTokens]:
-    """Hold out the runs of documents with the lowest hashes; the last edge may lie before the end of the text."""
-    sizes, total = np.diff(edges), int(edges[-1])
+def _divided(store: TokenStore, name: str, samples: int, width: int, edges: I64, keys: NDArray[np.uint64]) -> Split:
+    """Hold out the runs of documents with the lowest keys; the last edge may lie before the end of the text."""
+    total = int(edges[-1])
     needed = max(samples * width, HELD_OUT_SHARE * total)
-    order = np.argsort(hashes, kind="stable")
-    count = int(np.searchsorted(np.cumsum(sizes[order]), needed)) + 1
     if samples * width > LARGEST_SHARE * total:
         most = int(LARGEST_SHARE * total) // width
         raise DataError(
@@ -391,17 +439,38 @@ def _divided(
             + (f"Ask for at most evaluation=wb.Evaluation(samples={most}), or give" if most else "Give")
             + " other text as eval_data."
         )
-    if count >= len(sizes) or int(sizes[order[:count]].sum()) > max(LARGEST_SHARE * total, 2 * needed):
-        documents = int(np.searchsorted(store.document_starts, total))
+    # Edges inside of long runs. Of such a run, only one document is long, so that the others stay whole.
+    piece = max(1, min(RUN_TOKENS, total // SMALLEST_PIECES) // width) * width
+    longest = LONGEST_SHARE * total if len(keys) >= MANY_RUNS else 2 * min(RUN_TOKENS, total // SMALLEST_RUNS)
+    all_edges, all_keys = [edges[:-1]], [keys]
+    for run in np.flatnonzero(np.diff(edges) > longest).tolist():
+        own = slice(*np.searchsorted(store.document_starts, edges[run : run + 2]))
+        documents = np.append(store.document_starts[own], edges[run + 1])
+        at = int(np.argmax(np.diff(documents)))
+        first, end = documents[at : at + 2]
+        inside = np.arange(first, end - piece + 1, piece)
+        all_edges.append(inside := inside[inside > edges[run]])
+        all_keys.append(keys[run] + np.arange(1, len(inside) + 1, dtype=np.uint64) * GOLDEN_RATIO)
+    in_order = np.argsort(np.concatenate(all_edges))
+    edges = np.append(np.concatenate(all_edges)[in_order], total)
+    keys = np.concatenate(all_keys)[in_order]
+
+    # The lowest keys.
+    sizes = np.diff(edges)
+    order = np.argsort(keys, kind="stable")
+    taken = order[: int(np.searchsorted(np.cumsum(sizes[order]), needed)) + 1]
+    held = int(sizes[taken].sum())
+    if held > max(LARGEST_SHARE * total, 2 * needed) or total - held < width:
+        count = int(np.searchsorted(store.document_starts, total))
         raise DataError(
-            f"{name} has {documents:,} document{'s' * (documents != 1)} of {total:,} tokens, too few to hold out "
-            f"{int(needed):,} tokens in whole documents. Separate its documents by empty lines, or give other text as "
-            "eval_data."
+            f"{name} has {count:,} document{'s' * (count != 1)} of {total:,} tokens, too few to hold out "
+            f"{int(needed):,} tokens in samples of {width}, and to train on the others. Give more text, a shorter "
+            "seq_len, or other text as eval_data."
         )
     is_held = np.zeros(len(sizes), np.bool_)
-    is_held[order[:count]] = True
+    is_held[taken] = True
     rest = np.append(edges, store.tokens), np.append(~is_held, total < store.tokens)
-    return _segments(store, *rest), _segments(store, edges, is_held)
+    return Split(_segments(store, *rest), _segments(store, edges, is_held), total)
 
 
 def _segments(store: TokenStore, edges: I64, is_wanted: NDArray[np.bool_]) -> SplicedTokens:

@@ -28,6 +28,7 @@ from workbench.data.store import (
     TOKENIZER_FACTS,
     PartialTokens,
     SplicedTokens,
+    Split,
     TokenStore,
     can_go_on,
     document_runs,
@@ -289,6 +290,7 @@ class ExperimentText:
             folder=store.folder,
             seconds=store.seconds,
             reused=reused,
+            held_out=self.held_out_in_words(),
         )
 
     def store(self, progress: bool = False, workers: int | None = None) -> tuple[TokenStore, bool]:
@@ -328,7 +330,7 @@ class ExperimentText:
         encoder, _ = encoder_of(self.tokenizer_folder(), self.key.tokenizer_type)
         held_out: tuple[tuple[int, int], ...] = ()
         if self.holds_out:
-            part = self._parts()[1]
+            part = self._parts().held_out
             held_out = tuple(zip(part.starts.tolist(), part.ends.tolist(), strict=True))
         workers = 0 if source.text_bytes <= SMALL_BYTES else available_cores()
         return TextStream(source, encoder, self.width, self._buffer, self.request.seed, held_out, workers)
@@ -339,7 +341,7 @@ class ExperimentText:
         assert request.evaluation is not None
         trained = self if trained_on is None else ExperimentText(trained_on, request)
         if trained_on is None:
-            text: TokenStore | SplicedTokens = self._parts()[1]
+            text: TokenStore | SplicedTokens = self._parts().held_out
         else:
             if self.data.streaming:
                 raise DataError(
@@ -373,9 +375,27 @@ class ExperimentText:
 
     def _trained_on(self) -> TokenStore | SplicedTokens:
         """Return the text that training reads: all of it, unless a part is held out."""
-        return self._parts()[0] if self.holds_out else self.store()[0]
+        return self._parts().training if self.holds_out else self.store()[0]
 
-    def _parts(self, progress: bool = False) -> tuple[SplicedTokens, SplicedTokens]:
+    def held_out_in_words(self) -> str:
+        """Return the numbers of what is held out, as sentences; empty if training reads all of the text."""
+        return str(self._parts()) if self.holds_out else ""
+
+    def note(self) -> str:
+        """Return what is held out if that is something else than whole documents of all of the text.
+
+        The numbers of a text that is not tokenised yet are not known.
+        """
+        if not self.holds_out:
+            return ""
+        if is_tokenised(self.key):
+            parts = self._parts()
+            return "" if parts.is_whole and not parts.documents[1] else f"Of {self.data.name}, {parts}"
+        if not self.data.streaming:
+            return ""
+        return f"{self.data.name} is streamed: held-out samples are text of its beginning, whatever comes later."
+
+    def _parts(self, progress: bool = False) -> Split:
         """Return the text for training and the held-out text; raise `DataError` if either is too small."""
         assert self.request.evaluation is not None
         samples = self.request.evaluation.samples
@@ -401,7 +421,8 @@ class ExperimentText:
         folder = self.tokenizer_folder(progress)
         encoder, vocabulary = encoder_of(folder, self.key.tokenizer_type)
         tokens, tokens_per_core_s = _tokenizing_rate(self.key.folder, self.data._source, encoder)
-        held_out = self._parts(progress)[1].tokens if self.holds_out else 0
+        parts = self._parts(progress) if self.holds_out else None
+        held_out = 0 if parts is None else parts.held_out.tokens
         return Prepared(
             name=self.data.name,
             samples=max(1, (tokens - held_out) // self.width) if samples is None else samples,
@@ -410,6 +431,7 @@ class ExperimentText:
             folder=folder,
             streamed=True,
             tokens_per_core_s=tokens_per_core_s,
+            held_out=str(parts or ""),
         )
 
     def _require_a_sequence(self, store: TokenStore, width: int) -> None:

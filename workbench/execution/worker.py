@@ -519,6 +519,7 @@ def log_start(run_dir: RunDir, experiment: Experiment, plan: Plan, parameters: i
         tokens_per_step=experiment.tokens_per_step,
         samples_per_step=experiment.largest_batch,
         resumed_from=None if resumed_from is None else str(resumed_from),
+        **({"held_out": said} if (said := experiment.data.held_out_in_words(experiment)) else {}),
     )
 
 

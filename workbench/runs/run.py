@@ -355,8 +355,9 @@ class Run(Labelled):
         from workbench.runs.wandb_run import tracking_note
 
         row = self.row()
-        use = self._progress.data_use
-        return _run_html(row, use_in_words(use), self._progress.problems, tracking_note(self.directory))
+        used, start = use_in_words(self._progress.data_use), self._progress.start
+        data = {"data": used, "held out": start.get("held_out", "") if start else ""}
+        return _run_html(row, data, self._progress.problems, tracking_note(self.directory))
 
 
 def _in_words(row: RunRow) -> str:
@@ -425,14 +426,14 @@ def _figures(row: RunRow) -> list[str]:
     return figures
 
 
-def _run_html(row: RunRow, data_use: str, problems: Sequence[str], tracking: str) -> str:
+def _run_html(row: RunRow, data: Mapping[str, str], problems: Sequence[str], tracking: str) -> str:
     done = min(1.0, row["step"] / row["steps"]) if row["steps"] else 0.0
     rows = [
         ("status", f"{row['state']}. {row['message']}" if row["message"] else row["state"]),
         ("step", Html(f"{step_text(row)} <progress value='{done:.4f}' max='1'></progress>")),
         ("now", ", ".join(_figures(row)) or "no step yet"),
         ("directory", Html(f"<code>{html.escape(row['path'])}</code>")),
-        *([("data", data_use)] if data_use else []),
+        *((name, words) for name, words in data.items() if words),
         *(("checkpoints", problem) for problem in problems),
         ("W&B", tracking),
     ]
