@@ -14,7 +14,7 @@ import os
 import sys
 import time
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -55,6 +55,10 @@ class Row:
     """Sizes that a sweep tries, in this order, until one does not fit."""
     ours: Mapping[str, Any]
     """What `wb.plan` is told besides."""
+    trained: Mapping[str, Any] = field(default_factory=dict)
+    """What the experiment is told besides: its optimiser."""
+    masked_share: float | None = None
+    """Share of the masked tokens; None for the data's own."""
 
     def at(self, gpus: int, tiny: bool) -> wb.Experiment:
         """Return the experiment on so many GPUs; a tiny one has the same family and is of no other interest."""
@@ -62,9 +66,10 @@ class Row:
         if tiny:
             sizes = {"hidden_size": 64, "num_layers": 4, "num_heads": 4, "intermediate_size": 256}
             model = replace(model, **sizes, vocab_size=512, max_positions=64)
-        data = wb.data.corpus("demo", vocab_size=model.vocab_size)
+        masked = {} if self.masked_share is None else {"masked_share": self.masked_share}
+        data = wb.data.corpus("demo", vocab_size=model.vocab_size, **masked)
         batch, seq_len = (4 * gpus, 32) if tiny else (self.batch_of_4 * gpus // 4, self.seq_len)
-        return wb.Experiment(model=model, data=data, steps=1000, global_batch=batch, seq_len=seq_len)
+        return wb.Experiment(model=model, data=data, steps=1000, global_batch=batch, seq_len=seq_len, **self.trained)
 
     def sizes(self, tiny: bool) -> tuple[int, ...]:
         return (1, 2, 4) if tiny else self.micro_batches
@@ -96,6 +101,18 @@ def _gpt3_13b() -> Any:
     return wb.models.gpt2(5120, 40, 40, vocab_size=50304, max_positions=2048)
 
 
+def _pair(hidden_size: int, num_layers: int, num_heads: int) -> Any:
+    """Return a model of the pair that `templates/bert_scaling.ipynb` trains in full."""
+    layout: dict[str, Any] = {"layout": "pre_ln", "next_sentence": False, "dropout": 0.0}
+    return wb.models.bert(hidden_size, num_layers, num_heads, **layout)
+
+
+MUON: Mapping[str, Any] = {
+    "learning_rate": 1.2e-2,
+    "optimizer": wb.Optimizer("muon", adamw_rate=4e-4, eps=1e-6, weight_decay=0.0, muon_scale="spectral"),
+}
+"""The template's recipe of its full preset."""
+PAIR = ("ddp+muon+sdpa", "fsdp+muon+sdpa")
 PIPELINED = (4, 8, 16, 32)
 LIBRARIES = ("deepspeed1", "deepspeed3", "megatron", "megatron-tp2", "megatron-pp2", "megatron-tp2pp2", "megatron-tp4")
 ROWS = {
@@ -104,6 +121,8 @@ ROWS = {
     "large-128": Row(wb.models.bert_large, 128, 2048, ("ddp", "fsdp", "deepspeed1", "megatron"), (128, 256, 512), {}),
     "scaled": Row(_scaled, 512, 256, ("ddp", "fsdp", "deepspeed1", "megatron"), (16, 32, 64), {}),
     "scaled-128": Row(_scaled, 128, 1024, ("ddp", "fsdp", "deepspeed1", "megatron"), (64, 128, 256), {}),
+    "pair-large": Row(partial(_pair, 1024, 24, 16), 128, 256, PAIR, (32, 64), {}, MUON, 0.3),
+    "pair-scaled": Row(partial(_pair, 1920, 54, 30), 128, 256, PAIR, (32, 64), {}, MUON, 0.3),
     "scaled-pp2": Row(_scaled, 512, 256, ("pp2",), PIPELINED, {"pipeline": 2}),
     "scaled-pp4": Row(_scaled, 512, 256, ("pp4",), PIPELINED, {"pipeline": 4}),
     "scaled-pp2dp2": Row(_scaled, 512, 256, ("pp2dp2",), PIPELINED, {"pipeline": 2}),
@@ -137,12 +156,26 @@ class Ours:
         self.trainer = trainer_for(experiment, plan, device)
         self.data, self.replica = plan.data, self.trainer.coordinate.data_rank
         self.tokens, self._step = 0, 0
+        self._counted: tuple[Mapping[str, torch.Tensor] | None, Any] = (None, None)
+        self.enter: Callable[[str], None] = lambda _phase: None
+        """Called with the name of each phase of a step when its first kernel is about to be launched."""
 
     def step(self, batch: Mapping[str, torch.Tensor]) -> torch.Tensor:
-        result = self.trainer.step(self._step, batch)
+        if batch is not self._counted[0]:  # a data loader counts while the step before runs
+            self._counted = batch, self.trainer.count_labels_on_host(batch)
+        self.trainer.context.action_log = self._action
+        scalars = self.trainer.measure(self._step, batch, label_counts=self._counted[1])
+        self.enter("update")
+        result = self.trainer.update(self._step, scalars)
         self._step += 1
         self.tokens = batch["input_ids"].numel()
         return result.scalars[0]
+
+    @contextlib.contextmanager
+    def _action(self, action_type: str, _stage: int, _micro_batch: int) -> Iterator[None]:
+        self.enter({"F": "forward", "B": "backward"}[action_type])
+        yield
+        self.enter("between")
 
 
 FAMILIES: Mapping[str, Any] = {"deepspeed": peers_deepspeed, "megatron": peers_megatron}
@@ -217,9 +250,18 @@ def _settings(turn: Turn) -> Iterator[None]:
 
 
 def measured(
-    turn: Turn, experiment: wb.Experiment, steps: int, limit_gib: float | None, device: torch.device, profile: bool
+    turn: Turn,
+    experiment: wb.Experiment,
+    steps: int,
+    limit_gib: float | None,
+    device: torch.device,
+    profile: bool,
+    folder: Path | None = None,
 ) -> dict[str, Any]:
-    """Return every step's time and loss of one contender, what it counted, and its peak of memory."""
+    """Return every step's time and loss of one contender, what it counted, and its peak of memory.
+
+    Each of the steps is waited for; then as many run in a row, with one wait at their end (`in_a_row_ms`).
+    """
     _limit(device, limit_gib)
     begun = time.perf_counter()
     contender = _built(turn, experiment, device)
@@ -237,18 +279,24 @@ def measured(
         if step == 0:
             first_s = time.perf_counter() - begun
     ended = time.time()
+    before = time.perf_counter()
+    for _ in range(steps):
+        contender.step(batch)
+    _wait(device)
+    in_a_row_ms = (time.perf_counter() - before) * 1e3 / steps
     seen = torch.stack(losses)
     dist.all_reduce(seen, op=dist.ReduceOp.MAX)
     found = {
         "warm_up_ms": times[:WARM_UP],
         "step_ms": times[WARM_UP:],
+        "in_a_row_ms": in_a_row_ms,
         "losses": seen.tolist(),
         "tokens_per_step": _counted(contender, experiment, device),
         "build_to_first_step_s": first_s,
         "timed": [started, ended],
         **_memory(device),
     }
-    return found | (_profile(partial(contender.step, batch), device) if profile else {})
+    return found | (_profile(contender, batch, folder) if profile else {})
 
 
 def _counted(contender: Any, experiment: wb.Experiment, device: torch.device) -> int:
@@ -261,17 +309,38 @@ def _counted(contender: Any, experiment: wb.Experiment, device: torch.device) ->
     return counted
 
 
-def _profile(step: Callable[[], Any], device: torch.device) -> dict[str, Any]:
-    """Return where one more step goes, on the first and the last rank, once the profiler has been started."""
-    seen: list[kernels.Kernel] = []
-    if dist.get_rank() in {0, dist.get_world_size() - 1}:
-        seen = kernels.profiled(step)
-    else:
-        step()
-    _wait(device)
+def _profile(contender: Any, batch: Mapping[str, torch.Tensor], folder: Path | None) -> dict[str, Any]:
+    """Return where a step goes on each rank: the second of three in a row, as the host runs ahead in training.
+
+    Every kernel of that step is written to `folder`.
+    """
+    phases: list[str] = []
+
+    def enter(name: str) -> None:
+        phases.append(name)
+        kernels.mark()
+
+    def steps() -> None:
+        for _ in range(3):
+            enter("before")
+            contender.step(batch)
+
+    contender.enter = enter
+    profiled = kernels.profiled(steps)
+    contender.enter = lambda _phase: None
+    step = kernels.marked_step(profiled, phases, 1)
+    if folder is not None and step.kernels:
+        kernels.write(folder / f"kernels-{dist.get_rank()}.json.gz", step)
     of_ranks: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(of_ranks, (kernels.summary(seen), kernels.longest(seen), kernels.gaps(seen)))
-    return {"profile": [of_ranks[0][0], of_ranks[-1][0]], "longest": of_ranks[0][1], "gaps": of_ranks[0][2]}
+    dist.all_gather_object(of_ranks, step)
+    first = of_ranks[0].kernels
+    return {
+        "profile": [kernels.summary(each.kernels) for each in of_ranks],
+        "phases": [kernels.phases(each) for each in of_ranks],
+        "collectives": kernels.collectives(of_ranks),
+        "longest": kernels.longest(first),
+        "gaps": kernels.gaps(first),
+    }
 
 
 def _limit(device: torch.device, limit_gib: float | None) -> None:
@@ -334,7 +403,8 @@ def main(folder: Path) -> None:
         dist.init_process_group(backend, store=store, rank=rank, world_size=world, timeout=PATIENCE)
         try:
             with _settings(turn):
-                found = measured(turn, experiment, asked["steps"], asked["limit_gib"], device, asked["profile"])
+                profile = asked["profile"]
+                found = measured(turn, experiment, asked["steps"], asked["limit_gib"], device, profile, folder)
         except Exception as error:
             cause = root_exception(error)
             full = isinstance(cause, torch.OutOfMemoryError)

@@ -65,19 +65,24 @@ class Clocks:
     def __exit__(self, *_: object) -> None:
         self._stop.set()
 
-    def between(self, start: float, end: float) -> list[dict[str, Any]] | None:
-        """Return median, least and most of each quantity of each GPU between two times; None without samples."""
+    def between(self, start: float, end: float, busy: bool = False) -> list[dict[str, Any]] | None:
+        """Return median, least and most of each quantity of each GPU between two times; None without samples.
+
+        With `busy`, samples count in which a GPU takes at least half of the power that it may take.
+        """
         chosen = [gpus for at, gpus in self._samples if start <= at <= end]
         if not chosen:
             return None
-        return [
-            {
-                name: {"median": statistics.median(values), "min": min(values), "max": max(values)}
-                for name in chosen[0][gpu]
-                if (values := [gpus[gpu][name] for gpus in chosen if name in gpus[gpu]])
-            }
-            for gpu in range(len(self._handles))
-        ]
+        found = []
+        for gpu in range(len(self._handles)):
+            samples = [gpus[gpu] for gpus in chosen if not busy or _is_busy(gpus[gpu])]
+            names = dict.fromkeys(name for sample in samples for name in sample)
+            told: dict[str, Any] = {"samples": len(samples)}
+            for name in names:
+                values = [sample[name] for sample in samples if name in sample]
+                told[name] = {"median": statistics.median(values), "min": min(values), "max": max(values)}
+            found.append(told)
+        return found
 
     def _sample(self) -> None:
         while not self._stop.wait(EVERY_S):
@@ -98,6 +103,10 @@ class Clocks:
             except nvml.NVMLError:  # this GPU or slice of a GPU does not say
                 continue
         return found
+
+
+def _is_busy(sample: dict[str, float]) -> bool:
+    return sample.get("power_w", 0.0) >= 0.5 * sample.get("power_limit_w", 0.0)
 
 
 def _handles(nvml: Any, gpus: int) -> list[Any]:

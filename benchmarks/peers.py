@@ -10,7 +10,9 @@ a name in `OPTIONS`, so that the gain of each can be measured.
 from __future__ import annotations
 
 import contextlib
+from collections import defaultdict
 from collections.abc import Callable, Container, Iterator, Mapping, Sequence
+from functools import partial
 from typing import Any, cast
 
 import torch
@@ -20,12 +22,18 @@ from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoi
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.distributed.pipelining import PipelineStage, Schedule1F1B
+from torch.distributed.tensor import DTensor
 from torch.nn import functional
 from torch.nn.parallel import DistributedDataParallel
 
 Batch = Mapping[str, torch.Tensor]
 CLIP_NORM = 1.0
 LEARNING_RATE = 1e-4
+MUON_RATE, MOMENTUM, NEWTON_SCHULZ_STEPS = 1e-2, 0.95, 5
+NEWTON_SCHULZ = (3.4445, -4.7750, 2.0315)
+"""Momentum, iterations and coefficients of `torch.optim.Muon`, by default."""
+MATRICES_A_RANK = 8
+"""Matrices of one shape that a rank orthogonalises in one batch, while earlier results return."""
 IGNORED = -100
 """Label of a position that does not count."""
 MASKED_SHARE = 0.15
@@ -42,14 +50,16 @@ OPTIONS = {
     "recompute": "Every layer is checkpointed.",
     "recompute-half": "Every second layer is checkpointed.",
     "graphs": "The model is compiled whole, in the mode that records CUDA graphs.",
+    "sdpa": "Attention that the library spells out (the pre-LN BERT) calls PyTorch's fused kernel instead.",
+    "muon": "Hidden matrices are trained by Muon: each is orthogonalised by one of the ranks (`DividedMuon`).",
 }
 CHECKPOINTING = ("", "recompute-half", "recompute")
 """Options that a sweep tries, from the fastest to the leanest; the empty one checkpoints nothing."""
 ENVIRONMENT: Mapping[str, str] = {}
 """Environment variables that the peers' processes need besides."""
 _ALLOWED = {
-    "ddp": {"labelled-head", "recompute", "recompute-half", "graphs"},
-    "fsdp": {"labelled-head", "one-reduction", "recompute", "recompute-half"},
+    "ddp": {"labelled-head", "recompute", "recompute-half", "graphs", "muon", "sdpa"},
+    "fsdp": {"labelled-head", "one-reduction", "recompute", "recompute-half", "muon", "sdpa"},
     "fsdp3": {"labelled-head", "one-reduction", "recompute", "recompute-half"},
     "pp": {"labelled-head", "balanced", "recompute", "recompute-half"},
 }
@@ -126,6 +136,8 @@ class Peer:
     replica: int
     tokens: int
     """Tokens that the replica trained on in the last step."""
+    enter: Callable[[str], None] = staticmethod(lambda _phase: None)
+    """Called with the name of each phase of a step when its first kernel is about to be launched."""
 
     def step(self, batch: Batch) -> torch.Tensor:
         raise NotImplementedError
@@ -138,6 +150,7 @@ class _DataParallel(Peer):
         self.data, self.replica, self.tokens = dist.get_world_size(), dist.get_rank(), 0
         self.graphs = "graphs" in self.options and device.type == "cuda"
         model, self.labelled = prepared(build, self.options, not self.graphs, device)
+        self.counted: Batch | None = None
         if self.graphs:
             model.compile(mode="reduce-overhead")
         self.sharded = base.startswith("fsdp")
@@ -150,26 +163,30 @@ class _DataParallel(Peer):
             self.model: Any = model
         else:
             self.model = DistributedDataParallel(model, gradient_as_bucket_view=True)
-        self.optimizer = adamw(model, device)
+        self.optimizer: Any = DividedMuon(model, device) if "muon" in self.options else adamw(model, device)
 
     def step(self, batch: Batch) -> torch.Tensor:
         self.optimizer.zero_grad(set_to_none=True)
         parts = list(micro_batches(batch, self.micro_batch))
-        if self.labelled is not None:
-            self.labelled.capacity = capacity(parts)
+        if self.labelled is not None and batch is not self.counted:
+            self.labelled.capacity, self.counted = capacity(parts), batch
         total, self.tokens = torch.zeros((), device=self.device), 0
         for index, part in enumerate(parts):
             if self.graphs:
                 torch.compiler.cudagraph_mark_step_begin()
             with self._synchronised(index == len(parts) - 1):
                 # FSDP2 casts the weights itself; autocast keeps softmax and losses in fp32 either way.
+                self.enter("forward")
                 with _autocast(self.device):
                     output = self.model(**part)
                     loss = (output if self.labelled is not None else output.loss) / len(parts)
+                self.enter("backward")
                 loss.backward()
             total += loss.detach()
             self.tokens += part["input_ids"].numel()
+        self.enter("norm")
         nn.utils.clip_grad_norm_(self.model.parameters(), CLIP_NORM)
+        self.enter("update")
         self.optimizer.step()
         return total
 
@@ -203,14 +220,14 @@ class _Pipelined(Peer):
         self.tied = _tied_group(self.mesh)
         self.optimizer = adamw(self.part, device)
         self.schedule: Schedule1F1B | None = None
-        self.capacity = 0
+        self.capacity, self.counted = 0, None
 
     def step(self, batch: Batch) -> torch.Tensor:
         self.optimizer.zero_grad(set_to_none=True)
         schedule = self._scheduled(batch)
         losses: list[torch.Tensor] = []
-        if self.part.words is not None:
-            self.capacity = capacity(list(micro_batches(batch, self.micro_batch)))
+        if self.part.words is not None and batch is not self.counted:
+            self.capacity, self.counted = capacity(list(micro_batches(batch, self.micro_batch))), batch
         with _autocast(self.device):
             if self.rank == 0:
                 schedule.step(batch["input_ids"], token_type_ids=batch["token_type_ids"], return_outputs=False)
@@ -310,7 +327,7 @@ class _Stage(nn.Module):
 
 
 class _LabelledPretraining(nn.Module):
-    """A `BertForPreTraining` that returns its loss and computes the vocabulary head where a label stands only."""
+    """A BERT with a vocabulary head that returns its loss and computes that head where a label stands only."""
 
     def __init__(self, model: Any) -> None:
         super().__init__()
@@ -322,13 +339,15 @@ class _LabelledPretraining(nn.Module):
     def forward(
         self,
         input_ids: torch.Tensor,
-        token_type_ids: torch.Tensor,
         labels: torch.Tensor,
-        next_sentence_label: torch.Tensor,
+        token_type_ids: torch.Tensor | None = None,
+        next_sentence_label: torch.Tensor | None = None,
     ) -> torch.Tensor:
         seen = self.bert(input_ids=input_ids, token_type_ids=token_type_ids)
-        sentence = self.cls.seq_relationship(seen.pooler_output)
         words = self.words(seen.last_hidden_state, labels, labelled_places(labels, self.capacity))
+        if next_sentence_label is None:
+            return words
+        sentence = self.cls.seq_relationship(seen.pooler_output)
         return words + functional.cross_entropy(sentence.float(), next_sentence_label)
 
 
@@ -381,8 +400,8 @@ def labelled_places(labels: torch.Tensor, capacity: int) -> torch.Tensor:
 def capacity(parts: Sequence[Batch]) -> int:
     """Return the rows of the labelled head: the most labels of any micro-batch, rounded up by `HEAD_GRAIN`.
 
-    The host waits for the device once, at the beginning of a step, when the device has nothing to do; a data loader
-    would know the number.
+    The host waits for the device, once for each batch that it has not seen in the step before; a data loader would
+    know the number.
     """
     most = int(torch.stack([(part["labels"] != IGNORED).sum() for part in parts]).max())
     grain = -(-parts[0]["labels"].numel() // HEAD_GRAIN)
@@ -446,11 +465,31 @@ def prepared(
     """
     model = built(build, device)
     layers = _layers(model)
+    if "sdpa" in options:
+        _fuse_attention(model)
     _checkpoint(layers, options)
     labelled = _labelled(model) if "labelled-head" in options else None
     if is_compiled:
         _compile([*layers, *([labelled.words] if labelled else [])], device)
     return labelled or model, labelled
+
+
+def _fuse_attention(model: nn.Module) -> None:
+    """Let the attention of a `MegatronBert` call PyTorch's kernel; samples have no padding, so there is no mask."""
+    from transformers.models.megatron_bert.modeling_megatron_bert import MegatronBertSelfAttention
+
+    for module in model.modules():
+        if isinstance(module, MegatronBertSelfAttention):
+            module.forward = partial(_fused_attention, module)  # type: ignore[method-assign]
+
+
+def _fused_attention(attention: Any, hidden_BSH: torch.Tensor, *_: Any, **__: Any) -> tuple[torch.Tensor, None]:
+    shape = (*hidden_BSH.shape[:2], attention.num_attention_heads, attention.attention_head_size)
+    projections = (attention.query, attention.key, attention.value)
+    q_BNSD, k_BNSD, v_BNSD = (each(hidden_BSH).view(shape).transpose(1, 2) for each in projections)
+    dropout = attention.dropout.p if attention.training else 0.0
+    mixed_BNSD = functional.scaled_dot_product_attention(q_BNSD, k_BNSD, v_BNSD, dropout_p=dropout)
+    return mixed_BNSD.transpose(1, 2).flatten(2), None
 
 
 def _compile(modules: Sequence[nn.Module], device: torch.device) -> None:
@@ -472,6 +511,119 @@ def _autocast(device: torch.device) -> Any:
 def adamw(model: nn.Module, device: torch.device) -> torch.optim.AdamW:
     """Return the optimiser of every peer; its update is one fused kernel on GPUs."""
     return torch.optim.AdamW(model.parameters(), lr=LEARNING_RATE, fused=device.type == "cuda")
+
+
+class DividedMuon:
+    """Muon for the matrices of linear layers, and fused AdamW for all other parameters.
+
+    The update of a matrix is that of `torch.optim.Muon`, in bf16. Each matrix is orthogonalised by one rank, in batches
+    of its shape, while others travel. Under DDP, which leaves every gradient on every rank, the results are
+    all-gathered (Keller Jordan's `MuonWithAuxAdam`); under FSDP2 an all-to-all brings the shards of a matrix to its
+    rank and a second one takes the shards of the result back (microsoft/dion). Momentum is stored where it is read.
+    """
+
+    def __init__(self, model: nn.Module, device: torch.device) -> None:
+        tables = {id(module.weight) for module in model.modules() if isinstance(module, nn.Embedding)}
+        linear = (module.weight for module in model.modules() if isinstance(module, nn.Linear))
+        matrices = list(dict.fromkeys(weight for weight in linear if id(weight) not in tables))
+        hidden = set(matrices)
+        others = [parameter for parameter in model.parameters() if parameter not in hidden]
+        self.adamw = torch.optim.AdamW(others, lr=LEARNING_RATE, fused=device.type == "cuda")
+        self.rank, self.ranks = dist.get_rank(), dist.get_world_size()
+        shapes: dict[torch.Size, list[nn.Parameter]] = defaultdict(list)
+        for matrix in matrices:
+            if isinstance(matrix, DTensor) and matrix.shape[0] % self.ranks:
+                raise ValueError(f"The {matrix.shape[0]} rows of a matrix do not divide among {self.ranks} ranks.")
+            shapes[matrix.shape].append(matrix)
+        size = MATRICES_A_RANK * self.ranks
+        self.chunks = [same[first : first + size] for same in shapes.values() for first in range(0, len(same), size)]
+        self.momentum: dict[nn.Parameter, torch.Tensor] = {}
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        self.adamw.zero_grad(set_to_none)
+        for matrix in (matrix for chunk in self.chunks for matrix in chunk):
+            matrix.grad = None
+
+    @torch.no_grad()
+    def step(self) -> None:
+        arriving = [self._to_owners(chunk) for chunk in self.chunks]
+        self.adamw.step()
+        returning = [self._from_owners(chunk, coming()) for chunk, coming in zip(self.chunks, arriving, strict=True)]
+        for chunk, coming in zip(self.chunks, returning, strict=True):
+            rows, columns = chunk[0].shape
+            rate = MUON_RATE * max(1.0, rows / columns) ** 0.5
+            updates = coming()[: len(chunk)].unbind()
+            torch._foreach_add_([_local(matrix) for matrix in chunk], [u.float() for u in updates], alpha=-rate)
+
+    def _to_owners(self, chunk: Sequence[nn.Parameter]) -> Callable[[], torch.Tensor]:
+        """Start to bring together the matrices of this rank, and return what waits for them: [matrices, rows, columns].
+
+        A rank that has fewer than another gets zeros in place of the rest.
+        """
+        each = -(-len(chunk) // self.ranks)
+        if not isinstance(chunk[0], DTensor):
+            directions = self._directions(chunk[self.rank * each : (self.rank + 1) * each])
+            own = chunk[0].new_zeros(each, *chunk[0].shape, dtype=torch.bfloat16)
+            for index, direction in enumerate(directions):
+                own[index] = direction
+            return lambda: own
+        rows, columns = chunk[0].shape[0] // self.ranks, chunk[0].shape[1]
+        sent = _local(chunk[0]).new_zeros(self.ranks * each, rows, columns, dtype=torch.bfloat16)
+        torch._foreach_copy_(list(sent[: len(chunk)].unbind()), self._directions(chunk))
+        arrived = torch.empty_like(sent)
+        work = dist.all_to_all_single(arrived, sent, async_op=True)
+
+        def wait(_alive: torch.Tensor = sent) -> torch.Tensor:
+            work.wait()
+            return arrived.view(self.ranks, each, rows, columns).transpose(0, 1).reshape(each, -1, columns)
+
+        return wait
+
+    def _from_owners(self, chunk: Sequence[nn.Parameter], own: torch.Tensor) -> Callable[[], torch.Tensor]:
+        """Orthogonalise this rank's matrices, start to send them, and return what waits for this rank's of all."""
+        found = _orthogonalised(own)
+        each, rows, columns = found.shape
+        if not isinstance(chunk[0], DTensor):
+            arrived = found.new_empty(self.ranks * each, rows, columns)
+            work = dist.all_gather_into_tensor(arrived, found, async_op=True)
+        else:
+            found = found.view(each, self.ranks, -1, columns).transpose(0, 1).contiguous()
+            arrived = torch.empty_like(found)
+            work = dist.all_to_all_single(arrived, found, async_op=True)
+
+        def wait(_alive: torch.Tensor = found) -> torch.Tensor:
+            work.wait()
+            return arrived.view(self.ranks * each, -1, columns)
+
+        return wait
+
+    def _directions(self, matrices: Sequence[nn.Parameter]) -> list[torch.Tensor]:
+        """Return the gradients with momentum and Nesterov's look-ahead, of the shards that this rank has."""
+        if not matrices:
+            return []
+        gradients = [_local(cast(torch.Tensor, matrix.grad)) for matrix in matrices]
+        for matrix, gradient in zip(matrices, gradients, strict=True):
+            if matrix not in self.momentum:
+                self.momentum[matrix] = torch.zeros_like(gradient)
+        momenta = [self.momentum[matrix] for matrix in matrices]
+        torch._foreach_lerp_(momenta, gradients, 1 - MOMENTUM)
+        return list(torch._foreach_lerp(gradients, momenta, MOMENTUM))
+
+
+def _orthogonalised(matrices: torch.Tensor) -> torch.Tensor:
+    """Return what `torch.optim.Muon` makes of each matrix of a batch [matrices, rows, columns], in bf16."""
+    a, b, c = NEWTON_SCHULZ
+    is_tall = matrices.shape[1] > matrices.shape[2]
+    x = matrices.mT.contiguous() if is_tall else matrices
+    x = x / torch.linalg.vector_norm(x, dim=(1, 2), keepdim=True).clamp(min=1e-7)
+    for _ in range(NEWTON_SCHULZ_STEPS):
+        gram = torch.bmm(x, x.mT)
+        x = torch.baddbmm(x, torch.baddbmm(gram, gram, gram, beta=b, alpha=c), x, beta=a)
+    return x.mT.contiguous() if is_tall else x
+
+
+def _local(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
 def _divisor(batch: Batch, size: int) -> int:

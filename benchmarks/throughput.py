@@ -22,8 +22,9 @@ compiler is PyTorch's own, without what we change.
 by name whatever else `wb.plan` takes), `--peer fsdp,64` a peer without options as it is written, at that micro-batch
 and unswept, `--ablate ddp,fsdp` the peers whose names begin so without one of their options after another and without
 all, at the winner's micro-batch, and `--deterministic` the planner's choice with deterministic kernels. `--skip
-deepspeed,megatron` leaves out the peers whose names begin so. `--profile` writes where one more step of the first
-round goes, by type of kernel, on the first and the last rank. The same command goes on where it stopped.
+deepspeed,megatron` leaves out the peers whose names begin so. `--profile` writes where a step in a row of three goes
+on every rank, by phase and by type of kernel, and every kernel of it into a file beside the raw one. The same command
+goes on where it stopped.
 """
 
 from __future__ import annotations
@@ -32,6 +33,8 @@ import argparse
 import itertools
 import json
 import os
+import re
+import shutil
 import signal
 import statistics
 import subprocess
@@ -151,9 +154,12 @@ class Bench:
         written = self.raw["predictions"].setdefault(name, {})
         for label, fixed in wanted.items():
             if label not in written:
-                plan = wb.plan(ROWS[name].at(self.arguments.gpus, self.arguments.tiny), cluster, **fixed)
+                begun = time.time()
+                with machine.Clocks(self.arguments.gpus) as clocks:
+                    plan = wb.plan(ROWS[name].at(self.arguments.gpus, self.arguments.tiny), cluster, **fixed)
                 written[label] = {
                     "date": machine.now(),
+                    "gpus": clocks.between(begun, time.time(), busy=True),
                     "start": self.start,
                     "plan": plan.describe(),
                     "step_ms": plan.prediction.step_ms,
@@ -253,9 +259,16 @@ class Bench:
             waiting = list(turns)
             for line in self._run(folder, turns[0]):
                 found = json.loads(line)
-                yield waiting.pop(0), found | {"gpus": clocks.between(*found.pop("timed"))}
+                for file in folder.glob("kernels-*"):
+                    shutil.move(file, self._beside(name, waiting[0], file))
+                yield waiting.pop(0), found | {"gpus": clocks.between(*found["timed"])}
             if waiting:
                 yield waiting[0], {"error": _failure(folder, self.arguments.minutes)}
+
+    def _beside(self, name: str, turn: Turn, file: Path) -> Path:
+        """Return where the kernels of a profiled step stay, beside the raw file."""
+        label = re.sub(r"[^A-Za-z0-9+.]+", "-", turn.label).strip("-")
+        return self.arguments.out.with_name(f"{self.arguments.out.stem}-{name}-{label}-{file.name}")
 
     def _run(self, folder: Path, turn: Turn) -> Iterator[str]:
         """Start the processes and yield their results until they end, or until one takes too long."""

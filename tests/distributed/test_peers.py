@@ -24,6 +24,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "benchmarks"))
 
 import by_hand
 import contenders
+import kernels
 import peers
 import peers_deepspeed
 import peers_megatron
@@ -48,6 +49,8 @@ KINDS = (
     "pp2",
     "pp2+labelled-head+balanced+recompute",
 )
+PAIR = wb.models.bert(32, 4, 2, layout="pre_ln", next_sentence=False, intermediate_size=64, **SIZES)
+WITH_MUON = ("ddp+muon", "fsdp+muon+labelled-head+one-reduction", "ddp+muon+sdpa+labelled-head+recompute")
 
 
 def experiment(model: Any = MODEL) -> wb.Experiment:
@@ -60,20 +63,26 @@ def global_batch(model: Any = MODEL) -> dict[str, torch.Tensor]:
     return random_batch(specs, SAMPLES, vocab_size=model.vocab_size, labelled_share=share, device=CPU)
 
 
-def plain_losses(model: Any = MODEL) -> list[float]:
+def plain_losses(model: Any = MODEL, muon: bool = False) -> list[float]:
     """Return the losses of plain PyTorch in one process: the mean over micro-batches, as every peer accumulates."""
     torch.manual_seed(0)
     module, batch, losses = model.build(), global_batch(model), []
-    optimizer = torch.optim.AdamW(module.parameters(), lr=1e-4)
+    hidden = [each.weight for each in module.modules() if isinstance(each, nn.Linear) and each.out_features != 256]
+    hidden = hidden if muon else []
+    others = [each for each in module.parameters() if not any(each is one for one in hidden)]
+    optimizers: list[torch.optim.Optimizer] = [torch.optim.AdamW(others, lr=1e-4)]
+    if muon:
+        optimizers.append(torch.optim.Muon(hidden, lr=peers.MUON_RATE, weight_decay=0.0))
     for _ in range(STEPS):
-        optimizer.zero_grad()
+        module.zero_grad()
         total = 0.0
         for start in range(0, SAMPLES, MICRO_BATCH):
             loss = module(**{name: value[start : start + MICRO_BATCH] for name, value in batch.items()}).loss
             (loss / (SAMPLES // MICRO_BATCH)).backward()
             total += loss.item() / (SAMPLES // MICRO_BATCH)
         nn.utils.clip_grad_norm_(module.parameters(), 1.0)
-        optimizer.step()
+        for optimizer in optimizers:
+            optimizer.step()
         losses.append(total)
     return losses
 
@@ -93,15 +102,16 @@ class Collectives(TorchDispatchMode):
 
 def _trained(_rank: int) -> dict[str, Any]:
     found: dict[str, Any] = {kind: _one(kind) for kind in KINDS}
+    found |= {kind: _one(kind, PAIR) for kind in WITH_MUON}
     turn = contenders.Turn("fsdp", contenders.strongest("fsdp"), MICRO_BATCH)
     found["timed"] = contenders.measured(turn, experiment(), 2, None, CPU, False)
     return found
 
 
-def _one(kind: str) -> dict[str, Any]:
-    peer = peers.Peer(kind, MODEL.build, MICRO_BATCH, CPU)
-    share = SAMPLES // peer.data
-    batch = {name: value[peer.replica * share : (peer.replica + 1) * share] for name, value in global_batch().items()}
+def _one(kind: str, model: Any = MODEL) -> dict[str, Any]:
+    peer = peers.Peer(kind, model.build, MICRO_BATCH, CPU)
+    share, whole = SAMPLES // peer.data, global_batch(model)
+    batch = {name: value[peer.replica * share : (peer.replica + 1) * share] for name, value in whole.items()}
     losses = []
     for step in range(STEPS):
         with Collectives() as seen:
@@ -124,6 +134,44 @@ def test_every_peer_has_the_losses_of_plain_pytorch(trained: dict[str, Any]) -> 
     for kind in KINDS:
         assert trained[kind]["losses"] == pytest.approx(expected, rel=2e-4), kind
         assert trained[kind]["losses"][-1] < trained[kind]["losses"][0], kind
+
+
+def test_muon_shared_out_over_the_ranks_has_the_losses_of_torch_muon(trained: dict[str, Any]) -> None:
+    expected = plain_losses(PAIR, muon=True)
+    assert expected[-1] < expected[0] - 0.05
+    for kind in WITH_MUON:
+        assert trained[kind]["losses"] == pytest.approx(expected, rel=2e-3), kind
+
+
+def test_the_phases_of_a_profiled_step_are_those_between_its_marks() -> None:
+    def kernel(name: str, start: float, end: float, stream: int = 7) -> kernels.Kernel:
+        return kernels.Kernel(name, 1e3 * start, 1e3 * end, stream)
+
+    def step(at: float) -> list[kernels.Kernel]:
+        marks = [kernel(f"void spin_kernel({i})", at + 10 * i, at + 10 * i + 0.001) for i in range(3)]
+        return [
+            *marks,
+            kernel("nvjet_tst", at + 1, at + 9),
+            kernel("ncclDevKernel_AllGather_RING_LL", at + 5, at + 15, 20),
+            kernel("flash_bwd", at + 12, at + 18),
+            kernel("multi_tensor_apply", at + 21, at + 25),
+        ]
+
+    names = ["before", "backward", "update"] * 3
+    found = kernels.marked_step([each for at in (0, 30, 60) for each in step(at)], names, 1)
+    assert len(found.kernels) == 4
+    phases = kernels.phases(found)
+    assert [phases[name]["in all"] for name in names[:3]] == pytest.approx([10, 10, 10])
+    before, backward = phases["before"], phases["backward"]
+    assert (before["matrix products"], before["communication"], before["communication alone"]) == (8, 5, 1)
+    assert (backward["communication"], backward["attention"], backward["communication alone"]) == (5, 6, 2)
+    assert (backward["idle"], phases["update"]["idle"]) == pytest.approx((2, 6))
+    assert backward["collectives"] == {"ncclDevKernel_AllGather_RING_LL": {"calls": 1, "ms": 5.0, "alone ms": 2.0}}
+    late = kernels.Step(tuple(kernel(k.name, k.start_us / 1e3, k.end_us / 1e3 - 4) for k in found.kernels[1:2]))
+    told = kernels.collectives([found, late])["ncclDevKernel_AllGather_RING_LL"]
+    assert told == pytest.approx({"calls": 1, "longest rank ms": 10, "without waiting ms": 6})
+    with pytest.raises(RuntimeError, match="has 9 marks, and 8 phases"):
+        kernels.marked_step([each for at in (0, 30, 60) for each in step(at)], names[:8], 1)
 
 
 def test_every_peer_trains_on_all_tokens_of_the_batch(trained: dict[str, Any]) -> None:
