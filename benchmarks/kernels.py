@@ -54,7 +54,10 @@ def mark() -> None:
 
 
 def profiled(step: Callable[[], object]) -> list[Kernel]:
-    """Kernels and copies of this process's GPU while `step` ran."""
+    """Kernels and copies of this process's GPU while `step` ran; none without a GPU."""
+    if not torch.cuda.is_available():
+        step()
+        return []
     with profile(activities=[ProfilerActivity.CUDA], acc_events=True) as seen:
         step()
         torch.cuda.synchronize()
