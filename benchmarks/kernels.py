@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gzip
+import itertools
 import json
 import re
 from collections.abc import Callable, Iterable, Sequence
@@ -79,14 +80,16 @@ def marked_step(kernels: Iterable[Kernel], names: Sequence[str], number: int) ->
     """Return step `number` (0-based) of several that were profiled together; empty where there was no GPU.
 
     `names` are those of all phases, in the order of their marks; each step begins with the first of them. A kernel of a
-    communication stream belongs to the step that runs on the computing stream when the kernel starts.
+    communication stream belongs to the step that runs on the computing stream when the kernel starts. A profile that
+    has lost marks, or has others, is one phase that says so, of all steps.
     """
     listed = sorted(kernels, key=lambda kernel: kernel.start_us)
-    marks = [kernel.start_us for kernel in listed if MARK in kernel.name]
-    if not marks:
+    if not listed:
         return Step()
+    marks = [kernel.start_us for kernel in listed if MARK in kernel.name]
     if len(marks) != len(names):
-        raise RuntimeError(f"The profile has {len(marks)} marks, and {len(names)} phases were entered.")
+        told = f"all steps, with {len(marks)} marks of {len(names)}"
+        return Step(tuple(listed), ((told, listed[0].start_us),), max(kernel.end_us for kernel in listed))
     steps = [index for index, name in enumerate(names) if name == names[0]]
     first, after = steps[number], steps[number + 1]
     inside = (kernel for kernel in listed if marks[first] <= kernel.start_us < marks[after] and MARK not in kernel.name)
@@ -100,8 +103,8 @@ def phases(step: Step) -> dict[str, dict[str, Any]]:
     A kernel counts in each phase as long as it runs there.
     """
     parts: dict[str, list[tuple[float, float]]] = {}
-    ends = [at for _, at in step.begins_us[1:]] + [step.end_us]
-    for (name, begin), end in zip(step.begins_us, ends, strict=True):
+    moments = [*step.begins_us, ("", step.end_us)]
+    for (name, begin), (_, end) in itertools.pairwise(moments):
         parts.setdefault(name, []).append((begin, end))
     found: dict[str, dict[str, Any]] = {}
     for name, spans in parts.items():
