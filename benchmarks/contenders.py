@@ -260,19 +260,21 @@ def measured(
 ) -> dict[str, Any]:
     """Return every step's time and loss of one contender, what it counted, and its peak of memory.
 
-    Each of the steps is waited for; then as many run in a row, with one wait at their end (`in_a_row_ms`).
+    Each of the steps is waited for, so that its host is not ahead when it begins; `host_ms` is the time until the host
+    has launched it. Then as many run in a row, with one wait at their end (`in_a_row_ms`), as in training.
     """
     _limit(device, limit_gib)
     begun = time.perf_counter()
     contender = _built(turn, experiment, device)
     batch = random_batch(experiment, experiment.global_batch // contender.data, contender.replica, device)
-    times, losses, started = [], [], 0.0
+    times, hosts, losses, started = [], list[float](), [], 0.0
     for step in range(WARM_UP + steps):
         _wait(device)
         if step == WARM_UP:
             started = time.time()
         before = time.perf_counter()
         loss = contender.step(batch)
+        hosts.append((time.perf_counter() - before) * 1e3)
         _wait(device)
         times.append((time.perf_counter() - before) * 1e3)
         losses.append(loss.detach().float().clone())
@@ -289,6 +291,7 @@ def measured(
     found = {
         "warm_up_ms": times[:WARM_UP],
         "step_ms": times[WARM_UP:],
+        "host_ms": hosts[WARM_UP:],
         "in_a_row_ms": in_a_row_ms,
         "losses": seen.tolist(),
         "tokens_per_step": _counted(contender, experiment, device),
