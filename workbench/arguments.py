@@ -118,9 +118,14 @@ def check(callee: str, name: str, value: Any, kind: Any) -> None:
         if typing.get_origin(kind) in (Sequence, Iterable) and isinstance(value, list | tuple):
             for number, item in enumerate(value):  # name the one that is wrong
                 check(callee, f"{name}[{number}]", item, *typing.get_args(kind)[:1])
-        raise InvalidArgument(
-            f"{callee} cannot use {name}={_short(value)}. Give {_listed(dict.fromkeys(_words(kind)))}."
-        )
+        try:
+            text = repr(value)
+        except Exception:  # of a user's class
+            text = f"<{type(value).__name__}>"
+        text = text if len(text) <= 80 else f"{text[:80]}…"
+        *others, last = dict.fromkeys(_words(kind))
+        listed = f"{', '.join(others)} or {last}" if others else last
+        raise InvalidArgument(f"{callee} cannot use {name}={text}. Give {listed}.")
 
 
 def fits(value: Any, kind: Any) -> bool:
@@ -133,7 +138,11 @@ def fits(value: Any, kind: Any) -> bool:
     if kind is bool:
         return isinstance(value, bool) or type(value).__name__ in ("bool", "bool_")
     if kind in (int, float):
-        return _is_number(value, Integral if kind is int else Real)
+        if isinstance(value, bool) or not isinstance(value, Integral if kind is int else Real):
+            return False
+        if isinstance(value, Integral):
+            return abs(int(value)) <= LARGEST_INTEGER
+        return not math.isnan(float(value))
     if origin in (Sequence, Iterable):  # a text is no container of its letters
         if isinstance(value, str | bytes) or not isinstance(value, origin):
             return False
@@ -147,14 +156,6 @@ def fits(value: Any, kind: Any) -> bool:
     return not (isinstance(value, str | os.PathLike) and "\0" in os.fspath(value))  # no file can have such a name
 
 
-def _is_number(value: Any, kind: type) -> bool:
-    if isinstance(value, bool) or not isinstance(value, kind):
-        return False
-    if isinstance(value, Integral):
-        return abs(int(value)) <= LARGEST_INTEGER
-    return not math.isnan(float(typing.cast(float, value)))
-
-
 def _words(kind: Any) -> Iterator[str]:
     """Yield the descriptions of the types in an annotation."""
     if typing.get_origin(kind) in (typing.Union, types.UnionType):
@@ -163,20 +164,6 @@ def _words(kind: Any) -> Iterator[str]:
         return
     name = str(getattr(typing.get_origin(kind) or kind, "__name__", kind))
     yield WORDS.get(name, name)
-
-
-def _listed(words: Iterable[str]) -> str:
-    *others, last = words
-    return f"{', '.join(others)} or {last}" if others else last
-
-
-def _short(value: Any) -> str:
-    """Return the beginning of a value's `repr`; a value whose `repr` raises is named by its type."""
-    try:
-        text = repr(value)
-    except Exception:
-        text = f"<{type(value).__name__}>"
-    return text if len(text) <= 80 else f"{text[:80]}…"
 
 
 def memoised(

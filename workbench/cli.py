@@ -320,11 +320,23 @@ def sweep(
 
     The sweep goes on when this shell is closed. docs/sweeps.md describes the file.
     """
+    from workbench.sweeps.sweep import Axes, read_sweep_file
     from workbench.sweeps.sweep import follow as progress
 
     if (file is None) == (resume is None):
         raise WorkbenchError("Give either a YAML file, which starts a sweep, or --resume DIR, which goes on with one.")
-    started = _start_sweep(file) if file is not None else wb.sweeps.load_sweep(resume or "").resume()
+    if file is None:
+        started = wb.sweeps.load_sweep(resume or "").resume()
+    else:
+        asked = read_sweep_file(file)
+        experiment = experiment_from(asked.pop("experiment"), described(asked.pop("set", {})))
+        axes: dict[str, Any] = {
+            name: [described({name: value})[name] for value in values] if isinstance(values, list) else values
+            for name, values in asked.pop("axes").items()
+        }
+        Axes(experiment, axes)  # an axis must not be taken for an argument of `wb.sweep`
+        options: dict[str, Any] = {**asked, **axes}
+        started = wb.sweep(experiment, **options)
     typer.echo(f"{started.path}\n{started.why}")
     if not follow:
         return
@@ -337,21 +349,6 @@ def sweep(
     typer.echo(repr(started))
     if any(result.state == "failed" for _, result in started.results()) or not started.complete:
         raise typer.Exit(1)
-
-
-def _start_sweep(file: Path) -> wb.sweeps.Sweep:
-    """Start the sweep that a YAML file describes; raises what `wb.sweep` raises."""
-    from workbench.sweeps.sweep import Axes, read_sweep_file
-
-    asked = read_sweep_file(file)
-    experiment = experiment_from(asked.pop("experiment"), described(asked.pop("set", {})))
-    axes = {
-        name: [described({name: value})[name] for value in values] if isinstance(values, list) else values
-        for name, values in asked.pop("axes").items()
-    }
-    Axes(experiment, axes)  # an axis must not be taken for an argument of `wb.sweep`
-    options: dict[str, Any] = {**asked, **axes}
-    return wb.sweep(experiment, **options)
 
 
 @app.command()

@@ -89,13 +89,31 @@ def waiting(words: str, look: Look | None = None) -> Iterator[Say]:
         finally:
             outer.details = before
         return
-    paint = _paint() if threading.current_thread() is threading.main_thread() else None
-    if paint is None:
+    handles = list[Any]()  # of the output in the notebook
+
+    def in_cell(line: str, page: str) -> None:
+        from IPython.display import display
+
+        bundle = {"text/plain": line, "text/html": page}
+        if handles:
+            handles[0].update(bundle, raw=True)
+        else:
+            handles.append(display(bundle, raw=True, display_id=True))
+
+    def in_terminal(line: str, _: str) -> None:
+        sys.stderr.write("\r\x1b[2K" + line[: shutil.get_terminal_size().columns - 1])
+        sys.stderr.flush()
+
+    is_notebook = hasattr(_shell(), "kernel")
+    shows = is_notebook or (sys.stderr is not None and sys.stderr.isatty())  # a file would keep every line
+    if not shows or threading.current_thread() is not threading.main_thread():
         yield lambda _: None
         return
     wait, ended = _Wait(words, look), threading.Event()
     context = contextvars.copy_context()  # a kernel finds the cell of an output by its context
-    thread = threading.Thread(target=context.run, args=(wait.show_in, paint, ended), daemon=True)
+    thread = threading.Thread(
+        target=context.run, args=(wait.show_in, in_cell if is_notebook else in_terminal, ended), daemon=True
+    )
     token = _CURRENT.set(wait)
     thread.start()
     try:
@@ -108,33 +126,6 @@ def waiting(words: str, look: Look | None = None) -> Iterator[Say]:
 
 def _shell() -> Any:
     return sys.modules["IPython"].get_ipython() if "IPython" in sys.modules else None
-
-
-def _paint() -> Paint | None:
-    """Return how this process shows a line that changes; None where it would leave a trail in a file."""
-    if hasattr(_shell(), "kernel"):
-        return _notebook()
-    return _terminal if sys.stderr is not None and sys.stderr.isatty() else None
-
-
-def _terminal(line: str, _: str) -> None:
-    sys.stderr.write("\r\x1b[2K" + line[: shutil.get_terminal_size().columns - 1])
-    sys.stderr.flush()
-
-
-def _notebook() -> Paint:
-    from IPython.display import DisplayHandle, display
-
-    handles = list[DisplayHandle]()
-
-    def paint(line: str, page: str) -> None:
-        bundle = {"text/plain": line, "text/html": page}
-        if handles:
-            handles[0].update(bundle, raw=True)
-        else:
-            handles.append(display(bundle, raw=True, display_id=True))
-
-    return paint
 
 
 # Tables of words, as aligned lines for a terminal, and as HTML with every cell escaped.

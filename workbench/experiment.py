@@ -150,11 +150,6 @@ def _held_out_sets(value: Any) -> Any:
     return sets or None
 
 
-def _described_sets(sets: Mapping[str, Any] | None) -> Mapping[str, Any] | None:
-    """Return the JSON of further held-out sets."""
-    return sets and {name: each if isinstance(each, float) else each.to_json() for name, each in sets.items()}
-
-
 def _clip_norm(value: Any) -> Any:
     """Return a limit, limits by pattern, or None."""
     if value is None:
@@ -350,7 +345,11 @@ class Evaluation:
     also: Annotated[
         Mapping[str, Any] | None,
         PlainValidator(_held_out_sets),
-        PlainSerializer(_described_sets),
+        PlainSerializer(
+            lambda sets: (
+                sets and {name: each if isinstance(each, float) else each.to_json() for name, each in sets.items()}
+            )
+        ),
     ] = None
     """Further held-out sets by name, whose mean losses are logged as metrics of these names. A number is the fraction
     of positions to predict in the same samples, such as that of the training, with whose loss it then compares; data
@@ -434,11 +433,6 @@ def _one_length(value: Any) -> Any:
     return value
 
 
-def _as_optimizer(value: Any) -> Any:
-    """Return the optimiser of an algorithm's name or of a callable that builds it."""
-    return value if is_group("optimizer", value) else Optimizer(value)
-
-
 @checked_value(_elsewhere)
 class Experiment:
     """A model, its data, and the optimisation that trains the one on the other.
@@ -470,7 +464,9 @@ class Experiment:
     seq_len: Annotated[Count, BeforeValidator(_one_length)] = 128
     """Tokens per sample. A user-defined dataset decides the length itself: give it here, since it counts tokens."""
     learning_rate: Positive = 1e-4
-    optimizer: Annotated[Optimizer, BeforeValidator(_as_optimizer)] = Optimizer()
+    optimizer: Annotated[
+        Optimizer, BeforeValidator(lambda given: given if is_group("optimizer", given) else Optimizer(given))
+    ] = Optimizer()
     """An `Optimizer`, or just its algorithm: `"lamb"`, or a callable that builds it."""
     precision: Annotated[str, PlainValidator(known(PRECISIONS))] = "auto"
     """`fp32`, `bf16` (autocast over fp32 weights), or `auto`: bf16 on GPUs, fp32 on CPUs."""
@@ -650,8 +646,20 @@ class Experiment:
         for name, own in code.items():
             *group, last = PATHS[name]
             holder = described[group[0]] if group else described
-            if own is not None and holder:
-                holder[last] = _rebuilt(name, holder[last], own)
+            if own is None or not holder:
+                continue
+            # The object with the name and the source that its JSON says.
+            said = holder[last]
+            if name == "model":
+                holder[last] = _models.from_json(said, factory=own)
+            elif name in ("data", "eval_data"):
+                holder[last] = _data.from_json(said, dataset=own)
+            elif name == "metrics":
+                holder[last] = {metric: as_user_function(item, own.get(metric)) for metric, item in said.items()}
+            elif name == "callbacks":
+                holder[last] = [as_user_function(*pair) for pair in zip(said, own, strict=True)]
+            else:
+                holder[last] = as_user_function(said, own)
         steps = None
         if described.get("epochs") is not None or described.get("tokens") is not None:
             steps = described.pop("steps", None)  # as it was counted, so that the data need not be here
@@ -781,19 +789,6 @@ def _grouped(fields: Mapping[str, Any], changes: Mapping[str, Any]) -> dict[str,
     return grouped
 
 
-def _rebuilt(name: str, described: Any, own: Any) -> Any:
-    """Return a part that the user's object `own` makes, with the name and the source that its JSON says."""
-    if name == "model":
-        return _models.from_json(described, factory=own)
-    if name in ("data", "eval_data"):
-        return _data.from_json(described, dataset=own)
-    if name == "metrics":
-        return {metric: as_user_function(item, own.get(metric)) for metric, item in described.items()}
-    if name == "callbacks":
-        return [as_user_function(*pair) for pair in zip(described, own, strict=True)]
-    return as_user_function(described, own)
-
-
 def _steps(experiment: Experiment) -> int | None:
     """Return the number of steps, None if epochs must be counted first; raises unless at most one length is given."""
     given = [name for name in LENGTHS if getattr(experiment, name) is not None]
@@ -814,9 +809,22 @@ def _steps(experiment: Experiment) -> int | None:
     return steps
 
 
-def _check_further_sets(experiment: Experiment) -> None:
-    """Raise `InvalidExperiment` unless the further held-out sets have names of their own and suit the data."""
-    data = experiment.data
+def _check_parts(experiment: Experiment) -> None:
+    """Raise `InvalidExperiment` unless the parts fit together: evaluation, samples and data, spikes and checkpoints."""
+    data, held_out = experiment.data, experiment.eval_data
+    if experiment.evaluation is not None and held_out is None and data.is_user_defined:
+        raise InvalidExperiment(
+            f"evaluation is given, but a user-defined dataset ({data.name}) is not split. "
+            "Give held-out samples: evaluation=wb.Evaluation(data=my_validation_dataset).",
+            parameter="eval_data",
+        )
+    if held_out is not None and data.is_user_defined and not held_out.is_user_defined:
+        raise InvalidExperiment(
+            f"The evaluation's data is the text {held_out.name}, but data is a user-defined dataset ({data.name}), "
+            "which has another tokeniser or none. Give a dataset with the same fields as the evaluation's data.",
+            parameter="eval_data",
+        )
+    # Further held-out sets have names of their own, and suit the data.
     further = (experiment.evaluation and experiment.evaluation.also) or {}
     if both := sorted(further.keys() & experiment.metrics.keys()):
         raise InvalidExperiment(
@@ -837,24 +845,7 @@ def _check_further_sets(experiment: Experiment) -> None:
             "every position of its labels. Give text, such as wb.data.corpus(...), or leave them out.",
             parameter="eval_also",
         )
-
-
-def _check_parts(experiment: Experiment) -> None:
-    """Raise `InvalidExperiment` unless the parts fit together: evaluation, samples and data, spikes and checkpoints."""
-    data, held_out = experiment.data, experiment.eval_data
-    if experiment.evaluation is not None and held_out is None and data.is_user_defined:
-        raise InvalidExperiment(
-            f"evaluation is given, but a user-defined dataset ({data.name}) is not split. "
-            "Give held-out samples: evaluation=wb.Evaluation(data=my_validation_dataset).",
-            parameter="eval_data",
-        )
-    if held_out is not None and data.is_user_defined and not held_out.is_user_defined:
-        raise InvalidExperiment(
-            f"The evaluation's data is the text {held_out.name}, but data is a user-defined dataset ({data.name}), "
-            "which has another tokeniser or none. Give a dataset with the same fields as the evaluation's data.",
-            parameter="eval_data",
-        )
-    _check_further_sets(experiment)
+    # An average of the weights, samples and rewinding each ask something of the rest.
     if experiment.optimizer.ema_decay is not None and experiment.sparsity is not None:
         raise InvalidExperiment(
             f"ema_decay={experiment.optimizer.ema_decay} averages weights, and sparsity takes blocks of them away and "

@@ -246,7 +246,13 @@ def masked(text: str) -> str:
     """Return a text without secrets of the environment of at least `SECRET_LENGTH`, and those of a known form."""
     for value in secrets():
         text = text.replace(value, MASK)
-    return _outside_data(text, _without_forms)
+
+    def without_forms(part: str) -> str:
+        lower = part.lower()
+        found = [rule for rule in rules() if any(keyword in lower for keyword in rule.keywords)]
+        return _without(part, [span for rule in found for span in rule.spans(part)])
+
+    return _outside_data(text, without_forms)
 
 
 def masked_words(text: str) -> str:
@@ -299,18 +305,17 @@ def _outside_data(text: str, mask: Callable[[str], str]) -> str:
     return "".join(part if number % 2 else mask(part) for number, part in enumerate(parts))
 
 
-def _without_forms(text: str) -> str:
-    lower = text.lower()
-    found = [rule for rule in rules() if any(keyword in lower for keyword in rule.keywords)]
-    return _without(text, [span for rule in found for span in rule.spans(text)])
-
-
 def _without_values(text: str) -> str:
     spans = list[tuple[int, int]]()
     for first, last in _windows(text):
         spans += [match.span("value") for pattern in BESIDE for match in pattern.finditer(text, first, last)]
-        named = (match for pattern in NAMED for match in pattern.finditer(text, first, last))
-        spans += [match.span("value") for match in named if _names_secret(match)]
+        for match in (match for pattern in NAMED for match in pattern.finditer(text, first, last)):
+            name, value = match["name"], match["value"]
+            if _is_secret_value(name, value):
+                is_told = name.isupper() and not text[text.rfind("\n", 0, match.start()) + 1 : match.start()].strip()
+                if "quote" in match.groupdict():
+                    is_told = match["between"].strip()[-1:] != "," or name.isupper()  # no list of names
+                spans += [match.span("value")] if is_told or not EXPRESSION.fullmatch(value) else []
     return _without(text, spans)
 
 
@@ -336,17 +341,6 @@ def _places(text: str, word: str) -> Iterator[int]:
         start = text.find(word, start + len(word))
 
 
-def _names_secret(match: re.Match[str]) -> bool:
-    name, value = match["name"], match["value"]
-    if not _is_secret_value(name, value):
-        return False
-    begins_line = match.string[match.string.rfind("\n", 0, match.start()) + 1 : match.start()].strip() == ""
-    is_told = name.isupper() and begins_line
-    if "quote" in match.groupdict():
-        is_told = match["between"].strip()[-1:] != "," or name.isupper()  # no list of names
-    return is_told or not EXPRESSION.fullmatch(value)
-
-
 def _without(text: str, spans: list[tuple[int, int]]) -> str:
     """Return a text with `MASK` in place of what lies between those letters; spans may overlap."""
     parts, end = list[str](), 0
@@ -367,20 +361,16 @@ def _is_secret_value(name: str, value: str) -> bool:
         return name.upper() not in NO_SECRETS
     if SURELY_IN_CAPITALS.fullmatch(words):
         return not NUMBER.fullmatch(value) and not EXPRESSION.fullmatch(value)
-    return bool(PERHAPS_SECRET.fullmatch(words.upper())) and _is_random(value)
+    if not PERHAPS_SECRET.fullmatch(words.upper()) or re.search(r"\s", value):
+        return False
+    # Such a value is a secret if it looks drawn at random: letters and digits mixed in one piece of it.
+    pieces = re.findall(r"[A-Za-z0-9+/=]{12,}", value)
+    return any(len(re.findall(r"\d", piece)) > 1 and _entropy(piece) > 2.8 for piece in pieces)
 
 
 def _words(name: str) -> str:
     """Return `api_Key` for `apiKey`, `api-Key` and `apiKey2`."""
     return re.sub(r"(?<=[a-z0-9])(?=[A-Z])|-", "_", name.rstrip("_0123456789"))
-
-
-def _is_random(value: str) -> bool:
-    """Return True for a value that looks drawn at random: letters and digits mixed in one piece of it."""
-    pieces = re.findall(r"[A-Za-z0-9+/=]{12,}", value)
-    return any(len(re.findall(r"\d", piece)) > 1 and _entropy(piece) > 2.8 for piece in pieces) and not re.search(
-        r"\s", value
-    )
 
 
 def _entropy(text: str) -> float:

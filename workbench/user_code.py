@@ -370,14 +370,25 @@ def changed_on_disk(functions: Mapping[str, Function]) -> list[str]:
 
     What the main module defines is pickled itself, but for methods that it replaced in classes of other modules.
     """
-    files = {each.file: _functions_in(Path(each.file)) for each in functions.values()}
+    files: dict[str, dict[str, set[str]] | None] = {}  # digests by name of each function in a file; None without it
+    for file in {each.file for each in functions.values()}:
+        found = dict[str, set[str]]()
+        try:
+            code = compile(Path(file).read_bytes(), file, "exec", dont_inherit=True)
+            for function in _nested(code):
+                found.setdefault(function.co_qualname, set()).add(_code_digest(function))
+            files[file] = found
+        except OSError:
+            files[file] = None
+        except (SyntaxError, ValueError):  # it is being edited
+            files[file] = {}
     return [
         f"{name} at {place(each.file, each.line)}"
         for name, each in functions.items()
         if not name.startswith("__main__.")
         and (
             each.module == "__main__"
-            or ((found := files[each.file]) is not None and each.digest not in found.get(each.qualname, ()))
+            or ((known := files[each.file]) is not None and each.digest not in known.get(each.qualname, ()))
         )
     ]
 
@@ -389,17 +400,3 @@ def changed_between(before: Mapping[str, Function], now: Mapping[str, Function])
         for name, function in before.items()
         if name in now and now[name].digest != function.digest
     ]
-
-
-def _functions_in(path: Path) -> dict[str, set[str]] | None:
-    """Return the digests of all functions in a file by their name; None if there is no such file."""
-    found: dict[str, set[str]] = {}
-    try:
-        code = compile(path.read_bytes(), str(path), "exec", dont_inherit=True)
-    except OSError:
-        return None
-    except (SyntaxError, ValueError):  # it is being edited
-        return found
-    for each in _nested(code):
-        found.setdefault(each.co_qualname, set()).add(_code_digest(each))
-    return found

@@ -168,8 +168,9 @@ def test_the_sidebar_shows_how_busy_the_gpus_of_the_server_are(folder: Path, mon
         def sample(self) -> Sample:
             return Sample(("GPU 0", "GPU 1"), (0.83, None), (2**30, None))
 
-    monkeypatch.setattr(run_index, "_gpu_meter", Two)
-    _, *gpus = RunIndex().read([folder])["devices"]
+    index = RunIndex()
+    monkeypatch.setattr(index, "_meter", Two())
+    _, *gpus = index.read([folder])["devices"]
     assert gpus == [
         {"name": "GPU 0", "share": 0.83, "used_bytes": 2**30},
         {"name": "GPU 1", "share": None, "used_bytes": None},

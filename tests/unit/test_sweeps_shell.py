@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -30,10 +31,15 @@ directory: here
 
 def test_a_file_starts_the_sweep_that_it_describes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     started: list[Any] = []
-    monkeypatch.setattr(wb, "sweep", lambda *args, **named: started.append((*args, named)))
+
+    def start(*args: Any, **named: Any) -> SimpleNamespace:
+        started.append((*args, named))
+        return SimpleNamespace(path=tmp_path, why="")
+
+    monkeypatch.setattr(wb, "sweep", start)
     file = tmp_path / "sweep.yaml"
     file.write_text(FILE)
-    cli._start_sweep(file)
+    cli.sweep(file, follow=False)
     [(asked, named)] = started
     model = wb.models.bert(hidden_size=64, num_layers=2, num_heads=4)
     assert asked == wb.Experiment(
@@ -66,7 +72,7 @@ def test_a_wrong_file_is_refused_in_a_sentence(tmp_path: Path, text: str, error:
     file = tmp_path / "sweep.yaml"
     file.write_text(text)
     with pytest.raises(error) as refused:
-        cli._start_sweep(file)
+        cli.sweep(file)
     assert words in str(refused.value)
     assert "\n" not in str(refused.value)
 

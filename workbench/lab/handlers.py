@@ -231,27 +231,20 @@ class Notebooks(Handler):
                 return
             cell = next(cell for cell in notebook.cells if "parameters" in cell.metadata.get("tags", ()))
             cell.source = with_values(cell.source, values)
-        path = await self._free_path(await self._known_folder(asked.get("folder", "")), template.stem)
-        await ensure_async(self.contents_manager.save({"type": "notebook", "content": notebook}, path))
-        self.set_status(201)
-        self.finish({"path": path})
-
-    async def _known_folder(self, name: Any) -> str:
-        """Return the name of a folder of the server's files; answers 400 to any other."""
         manager: Any = self.contents_manager
+        folder, is_known = asked.get("folder", ""), False
         with contextlib.suppress(OSError, ValueError):  # a name that no file can have
-            if isinstance(name, str) and await ensure_async(manager.dir_exists(name)):
-                return name
-        raise tornado.web.HTTPError(400, f"There is no folder {name!r:.200} among the server's files.")
-
-    async def _free_path(self, folder: str, name: str) -> str:
-        """Return the path of a notebook that does not exist: `name.ipynb`, `name-2.ipynb` and so on."""
-        manager: Any = self.contents_manager
-        number, path = 1, f"{folder}/{name}.ipynb".lstrip("/")
+            is_known = isinstance(folder, str) and await ensure_async(manager.dir_exists(folder))
+        if not is_known:
+            raise tornado.web.HTTPError(400, f"There is no folder {folder!r:.200} among the server's files.")
+        # The copy is called `name.ipynb`, or `name-2.ipynb` and so on where that exists.
+        number, path = 1, f"{folder}/{template.stem}.ipynb".lstrip("/")
         while await ensure_async(manager.exists(path)):
             number += 1
-            path = f"{folder}/{name}-{number}.ipynb".lstrip("/")
-        return path
+            path = f"{folder}/{template.stem}-{number}.ipynb".lstrip("/")
+        await ensure_async(manager.save({"type": "notebook", "content": notebook}, path))
+        self.set_status(201)
+        self.finish({"path": path})
 
 
 def known_template(name: Any) -> Path:

@@ -21,7 +21,7 @@ from workbench.runs.launching.device_queue import GpuMeter, waiting_and_training
 from workbench.runs.loss_basis import read_loss_basis
 from workbench.runs.registry import row_or_reason
 from workbench.runs.run import Run, progress_words, step_text
-from workbench.runs.status import RunRow, state_in_words
+from workbench.runs.status import state_in_words
 from workbench.units import count, gib, time_left
 from workbench.widgets.run_reader import state_color
 
@@ -55,7 +55,13 @@ class RunIndex:
         self._gone: dict[str, int] = {}
         self._version = 0
         self._lock = threading.Lock()
-        self._meter = _gpu_meter()
+        self._meter: GpuMeter | None = None
+        with contextlib.suppress(Exception):  # no driver, or one of another version
+            import pynvml
+
+            pynvml.nvmlInit()
+            if num_gpus := pynvml.nvmlDeviceGetCount():
+                self._meter = GpuMeter([str(index) for index in range(num_gpus)])
         self._cpu_times, self._cpu_share = psutil.cpu_times(), 0.0
 
     def read(self, roots: Iterable[Path], since: int = 0) -> dict[str, Any]:
@@ -65,13 +71,26 @@ class RunIndex:
         """
         with self._lock:
             unread = self._update(own_runs(roots))
+            times = psutil.cpu_times()  # psutil.cpu_percent() begins anew in each thread of the server
+            passed, idle = sum(times) - sum(self._cpu_times), times.idle - self._cpu_times.idle
+            if passed > 1.0:
+                self._cpu_times, self._cpu_share = times, max(0.0, 1 - idle / passed)
+            devices = [{"name": "CPU", "share": self._cpu_share, "used_bytes": None}]
+            if self._meter is not None:
+                sample = self._meter.sample()
+                columns = zip(sample.names, sample.shares, sample.used_bytes, strict=True)
+                devices += [{"name": name, "share": share, "used_bytes": used} for name, share, used in columns]
+            try:
+                queue = [row for row in waiting_and_training() if row["waits_for"] or row["devices"] is None]
+            except (OSError, WorkbenchError):  # no run was ever launched here, or the folder cannot be written
+                queue = []
             return {
                 "version": self._version,
                 "rows": [entry.row for entry in self._entries.values() if entry.version > since],
                 "gone": [path for path, version in self._gone.items() if version > since],
                 "unread": unread,
-                "queue": _queue(),
-                "devices": self._devices(),
+                "queue": queue,
+                "devices": devices,
             }
 
     def _update(self, found: Sequence[Path]) -> int:
@@ -81,8 +100,14 @@ class RunIndex:
             self._gone[str(path)] = self._version
         waiting = list[tuple[_Entry, Signature]]()
         for path in found:
-            signature = _signature(RunDir(path))
-            entry = self._entries.get(path)
+            directory, stats = RunDir(path), list[tuple[int, int]]()
+            for file in (directory.experiment, directory.events, directory.labels):
+                try:
+                    at = file.stat()
+                    stats.append((at.st_size, at.st_mtime_ns))
+                except OSError:
+                    stats.append((0, 0))
+            signature, entry = tuple(stats), self._entries.get(path)
             if entry is None:
                 self._version += 1
                 self._gone.pop(str(path), None)
@@ -107,18 +132,6 @@ class RunIndex:
                 break
         return sum(not entry.signature for entry, _ in waiting[read:])
 
-    def _devices(self) -> list[dict[str, Any]]:
-        times = psutil.cpu_times()  # psutil.cpu_percent() begins anew in each thread of the server
-        passed, idle = sum(times) - sum(self._cpu_times), times.idle - self._cpu_times.idle
-        if passed > 1.0:
-            self._cpu_times, self._cpu_share = times, max(0.0, 1 - idle / passed)
-        busy = [{"name": "CPU", "share": self._cpu_share, "used_bytes": None}]
-        if self._meter is not None:
-            sample = self._meter.sample()
-            columns = zip(sample.names, sample.shares, sample.used_bytes, strict=True)
-            busy += [{"name": name, "share": share, "used_bytes": used} for name, share, used in columns]
-        return busy
-
 
 def own_runs(roots: Iterable[Path]) -> list[Path]:
     """Return the directories of this user's runs in some folders; neither those of other users nor links."""
@@ -142,18 +155,10 @@ def own_run(path: str, roots: Iterable[Path]) -> Run:
     raise RunNotFound(f"You have no run {path!r:.200} in a folder of runs.")
 
 
-def _signature(run: RunDir) -> Signature:
-    signature = list[tuple[int, int]]()
-    for path in (run.experiment, run.events, run.labels):
-        try:
-            at = path.stat()
-            signature.append((at.st_size, at.st_mtime_ns))
-        except OSError:
-            signature.append((0, 0))
-    return tuple(signature)
-
-
 def _row(run: Run, has_changed: bool) -> dict[str, Any]:
+    """Return a run's row; its curve and its settings only if it `has_changed`."""
+    from workbench.experiment import values_by_name
+
     row = row_or_reason(run)
     shown: dict[str, Any] = {
         name: row[name]
@@ -165,7 +170,11 @@ def _row(run: Run, has_changed: bool) -> dict[str, Any]:
     shown["held_out"] = row["eval_loss"] is not None
     shown["words"] = state_in_words(row["state"], row["step"], row["training_loss"])
     shown["color"], shown["ended"] = state_color(shown["words"]), row["state"] in FINAL_STATES
-    pace = [] if row["state"] in FINAL_STATES else _pace(row)
+    pace = list[str]()  # time left, and devices
+    if row["state"] not in FINAL_STATES:
+        pace += [] if row["eta_s"] is None else [f"{time_left(row['eta_s'])} left"]
+        several = [f"{row['devices']} devices"] if (row["devices"] or 0) > 1 else []
+        pace += [f"GPU {', '.join(map(str, row['gpus']))}"] if row["gpus"] else several
     shown["pace"] = " · ".join([*(word for word in progress_words(row) if "tokens" in word), *pace])
     shown["facts"] = " · ".join([f"step {step_text(row)}", *progress_words(row), *pace])
     spelt: dict[str, Callable[[float], str]] = {
@@ -186,43 +195,15 @@ def _row(run: Run, has_changed: bool) -> dict[str, Any]:
         shown["losses"] = [(step, float(f"{value:.4g}")) for step, value in known]
         basis = read_loss_basis(run.directory)
         shown["basis"] = [] if basis is None else basis.of(shown["held_out"])
-        shown["settings"] = _settings(run)
+        # The numbers and words of the experiment by their short names are columns of the table.
+        values = dict[str, Any]()
+        with contextlib.suppress(WorkbenchError, ValueError, AttributeError, TypeError):  # a damaged file
+            values = values_by_name(run.config)
+            for group in ("model", "data"):
+                values |= {f"{group}.{name}": value for name, value in (values.get(group) or {}).items()}
+        shown["settings"] = {
+            name: value
+            for name, value in values.items()
+            if isinstance(value, str) or (isinstance(value, int | float) and math.isfinite(value))
+        }
     return shown
-
-
-def _settings(run: Run) -> dict[str, Any]:
-    """Return the numbers and words of a run's experiment by their short names; they are columns of the table."""
-    from workbench.experiment import values_by_name
-
-    values = dict[str, Any]()
-    with contextlib.suppress(WorkbenchError, ValueError, AttributeError, TypeError):  # a damaged file
-        values = values_by_name(run.config)
-        for group in ("model", "data"):
-            values |= {f"{group}.{name}": value for name, value in (values.get(group) or {}).items()}
-    return {k: v for k, v in values.items() if isinstance(v, str) or (isinstance(v, int | float) and math.isfinite(v))}
-
-
-def _pace(row: RunRow) -> list[str]:
-    """Return the time left and the devices of a run."""
-    left = [] if row["eta_s"] is None else [f"{time_left(row['eta_s'])} left"]
-    gpus = [f"GPU {', '.join(map(str, row['gpus']))}"] if row["gpus"] else []
-    several = [f"{row['devices']} devices"] if not gpus and (row["devices"] or 0) > 1 else []
-    return [*left, *gpus, *several]
-
-
-def _queue() -> list[dict[str, Any]]:
-    try:
-        return [row for row in waiting_and_training() if row["waits_for"] or row["devices"] is None]
-    except (OSError, WorkbenchError):  # no run was ever launched here, or the folder cannot be written
-        return []
-
-
-def _gpu_meter() -> GpuMeter | None:
-    try:
-        import pynvml
-
-        pynvml.nvmlInit()
-        count = pynvml.nvmlDeviceGetCount()
-        return GpuMeter([str(index) for index in range(count)]) if count else None
-    except Exception:  # no driver, or one of another version
-        return None

@@ -249,7 +249,11 @@ def execute(
     check_not_overwritten(notebook, to, "execute")
     executed, page = to.absolute() / notebook.name, to.absolute() / f"{notebook.stem}.html"
     with tempfile.TemporaryDirectory() as scratch:
-        source = _with_kernel(notebook, Path(scratch))
+        source, value = notebook, read_notebook(notebook)
+        if not value.metadata.get("kernelspec", {}).get("name"):  # as some editors leave it
+            source = Path(scratch) / notebook.name
+            value.metadata["kernelspec"] = nbformat.from_dict(KERNEL)
+            nbformat.write(value, source)
         check_values(source, parameters or {})
         to.mkdir(parents=True, exist_ok=True)
         launches = Path(scratch) / "launches"
@@ -319,21 +323,6 @@ def _run_papermill(
         else:
             break
     return None
-
-
-def _with_kernel(notebook: Path, scratch: Path) -> Path:
-    """Return the notebook, or a copy that names a kernel if the notebook names none, as some editors leave it.
-
-    Raises `DataError` for a file that is no notebook.
-    """
-    import nbformat
-
-    value = read_notebook(notebook)
-    if value.metadata.get("kernelspec", {}).get("name"):
-        return notebook
-    value.metadata["kernelspec"] = nbformat.from_dict(KERNEL)
-    nbformat.write(value, scratch / notebook.name)
-    return scratch / notebook.name
 
 
 def launched_runs(file: Path) -> list[Run]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import contextlib
 import io
 import json
 import math
@@ -134,10 +135,14 @@ def check_values(notebook: Path, values: Mapping[str, Any]) -> None:
     """Raise an error for the first value that a parameter of the notebook cannot have.
 
     A value must have the type of its default, or that of the annotation. One that is named as a field of an experiment
-    is checked as that field. Raises `UnknownParameter` for a name that the cell does not set, and the `InvalidArgument`
-    or `InvalidExperiment` that names the first wrong value.
+    is checked as that field, unless it is None or a list, which stands for several values. Raises `UnknownParameter`
+    for a name that the cell does not set, and the `InvalidArgument` or `InvalidExperiment` that names the first wrong
+    value.
     """
+    import workbench as wb
+
     declared = parameters(notebook) if values else {}
+    fields_of_experiment = {field.name for field in fields(wb.Experiment)}
     for name in values:
         if name not in declared:
             names = ", ".join(declared) or "none"
@@ -154,7 +159,9 @@ def check_values(notebook: Path, values: Mapping[str, Any]) -> None:
         arguments.check(notebook.stem, name, value, kind)
         if not _is_finite(value):
             raise InvalidArgument(f"{name}={value!r} is not finite. Give a finite number.")
-        _check_as_field(name, value)
+        if value is not None and not isinstance(value, list) and name in fields_of_experiment:
+            model = wb.models.bert_large(max_positions=LONGEST_SEQUENCE)  # the template's own model may take fewer
+            wb.Experiment(model=model, data=wb.data.corpus("demo"), **{name: value})
 
 
 def values_of(notebook: Path, texts: Mapping[str, str]) -> dict[str, Any]:
@@ -171,7 +178,14 @@ def _value(text: str, kind: Any) -> Any:
 
     A text that has no meaning for the type is returned as it is read without one, for `check_values` to refuse.
     """
-    literal = _literal(text)
+    literal: Any = text
+    try:
+        literal = ast.literal_eval(text)
+        repr(literal)  # ValueError for a number of thousands of digits, which nothing could show
+    except (ValueError, SyntaxError, MemoryError, RecursionError):
+        literal = text
+        with contextlib.suppress(ValueError, RecursionError):
+            literal = json.loads(text)
     kinds = typing.get_args(kind) if typing.get_origin(kind) is typing.Union else (kind,)
     if type(None) in kinds and (literal is None or text.lower() == "null"):
         return None
@@ -183,32 +197,10 @@ def _value(text: str, kind: Any) -> Any:
     return literal
 
 
-def _literal(text: str) -> Any:
-    try:
-        value = ast.literal_eval(text)
-        repr(value)  # ValueError for a number of thousands of digits, which nothing could show
-        return value
-    except (ValueError, SyntaxError, MemoryError, RecursionError):
-        pass
-    try:
-        return json.loads(text)
-    except (ValueError, RecursionError):
-        return text
-
-
 def _is_finite(value: Any) -> bool:
     if isinstance(value, list | tuple):
         return all(map(_is_finite, value))
     return not isinstance(value, float) or math.isfinite(value)
-
-
-def _check_as_field(name: str, value: Any) -> None:
-    """Raise `InvalidExperiment` if an experiment would refuse the value; None and lists stand for several values."""
-    import workbench as wb
-
-    if value is not None and not isinstance(value, list) and name in {field.name for field in fields(wb.Experiment)}:
-        model = wb.models.bert_large(max_positions=LONGEST_SEQUENCE)  # the template's own model may take fewer
-        wb.Experiment(model=model, data=wb.data.corpus("demo"), **{name: value})
 
 
 def with_values(source: str, values: Mapping[str, Any]) -> str:

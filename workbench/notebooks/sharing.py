@@ -19,7 +19,6 @@ from statistics import NormalDist
 from typing import Any
 
 import numpy as np
-from numpy.typing import NDArray
 
 from workbench.arguments import checked_arguments
 from workbench.display import html_table
@@ -92,12 +91,36 @@ def share(notebook: PathLike, to: PathLike = "shared", *, runs: Runs | None = No
         >>> shared.page.name
         'curves.html'
     """
+    import nbformat
+
+    from workbench.widgets.live_widget import HIDE_DEAD_WIDGET
+
     notebook, to = Path(notebook).expanduser(), Path(to).expanduser()
     check_not_overwritten(notebook, to, "share")
     target = (to / notebook.name).absolute()
     value = read_notebook(notebook)
-    notes = _add_missing_record(value, runs)
-    _remove_widgets(value)
+    known, notes = value.metadata.get(KEY), list[str]()
+    if runs is not None or not (isinstance(known, Mapping) and known.get("runs")):
+        recorded = runs_shown_in(value) if runs is None else load_runs(runs)
+        value.metadata[KEY] = nbformat.from_dict(Record.of(recorded).to_json())
+        if not recorded:
+            notes.append(
+                "No run of this notebook was found here, so it cannot be reproduced. Name its runs with --run."
+            )
+    # Of a widget nothing stays: what is left of its output may be the name of its class.
+    value.metadata.pop("widgets", None)
+    for cell in (cell for cell in value.cells if "outputs" in cell):
+        kept = []
+        for output in cell["outputs"]:
+            data = output.get("data", {})
+            data.pop(WIDGET_MIME, None)
+            if "text/html" in data:
+                data["text/html"] = "".join(data["text/html"]).replace(HIDE_DEAD_WIDGET, "")
+            shown = {mime: content for mime, content in data.items() if content not in ("", [], [""])}
+            text = "".join(shown.pop("text/plain", ""))
+            is_text = text != "" and not text.startswith(("FigureWidget(", "VBox(", "HBox(", "Output("))
+            kept += [output] if shown or is_text or "data" not in output else []
+        cell["outputs"] = kept
     reason = add_pictures(value)
     if reason:
         notes.append(f"Figures that only a browser draws have no picture beside them. {reason}")
@@ -108,41 +131,6 @@ def share(notebook: PathLike, to: PathLike = "shared", *, runs: Runs | None = No
         text = text.replace(secret, MASK)
     page = notebook_to_html(written(target, text.encode()), target.with_suffix(".html"))
     return Shared(target, page, tuple(notes))
-
-
-def _add_missing_record(notebook: Any, runs: Runs | None) -> list[str]:
-    """Add a record to a notebook that has none, or one of `runs`; return a note if there is no run to record."""
-    import nbformat
-
-    known = notebook.metadata.get(KEY)
-    if isinstance(known, Mapping) and known.get("runs") and runs is None:
-        return []
-    recorded = runs_shown_in(notebook) if runs is None else load_runs(runs)
-    notebook.metadata[KEY] = nbformat.from_dict(Record.of(recorded).to_json())
-    if recorded:
-        return []
-    return ["No run of this notebook was found here, so it cannot be reproduced. Name its runs with --run."]
-
-
-def _remove_widgets(notebook: Any) -> None:
-    from workbench.widgets.live_widget import HIDE_DEAD_WIDGET
-
-    notebook.metadata.pop("widgets", None)
-    for cell in notebook.cells:
-        for output in cell.get("outputs", ()):
-            if WIDGET_MIME in output.get("data", {}):
-                del output["data"][WIDGET_MIME]
-            if "text/html" in output.get("data", {}):
-                output["data"]["text/html"] = "".join(output["data"]["text/html"]).replace(HIDE_DEAD_WIDGET, "")
-        if "outputs" in cell:
-            cell["outputs"] = [o for o in cell["outputs"] if "data" not in o or _shows_something(o["data"])]
-
-
-def _shows_something(data: Any) -> bool:
-    """Return False for what is left of a widget: nothing, or the name of its class."""
-    shown = {mime: value for mime, value in data.items() if value not in ("", [], [""])}
-    text = "".join(shown.pop("text/plain", ""))
-    return bool(shown) or (not text.startswith(("FigureWidget(", "VBox(", "HBox(", "Output(")) and text != "")
 
 
 def _shrink(notebook: Any) -> list[str]:
@@ -261,10 +249,14 @@ def _compare_stretches(step: Column, old: Column, new: Column) -> Verdict:
     number = max(1, min(MAX_STRETCHES, len(step) // MIN_STRETCH))
     stretches = np.array_split(np.arange(len(step)), number)
     limit = NormalDist().inv_cdf(1 - SIGNIFICANCE / (2 * number))
-    ratios = [
-        _standard_errors(old[stretch], difference[stretch], noise)
-        for stretch, noise in zip(stretches, _noise(old, stretches), strict=True)
-    ]
+    ratios, jumps = list[float](), np.abs(np.diff(old))
+    for index, stretch in enumerate(stretches):
+        # The noise of one batch's loss, from the jumps of this stretch and its neighbours (see `verdict`).
+        near = jumps[stretches[max(0, index - NEIGHBOURS)][0] : stretches[index : index + NEIGHBOURS + 1][-1][-1]]
+        noise = float(np.median(near)) / (0.6745 * np.sqrt(2)) if len(near) else 0.0
+        mean, error = abs(float(difference[stretch].mean())), noise * float(np.sqrt(2 / len(stretch)))
+        is_rounding = mean <= ROUNDING * abs(float(old[stretch].mean()))
+        ratios.append(0.0 if is_rounding else mean / error if noise > 0 else float("inf"))
     worst = int(np.argmax(ratios))
     if ratios[worst] <= limit:
         reason = f"at most {ratios[worst]:.2g} standard errors apart in any stretch ({limit:.2g} allowed)"
@@ -272,23 +264,6 @@ def _compare_stretches(step: Column, old: Column, new: Column) -> Verdict:
     where = f"{step[stretches[worst]].mean():.0f}"
     reason = f"{ratios[worst]:.2g} standard errors apart around step {where} ({limit:.2g} allowed)"
     return Verdict(DIFFERENT, largest, first, reason)
-
-
-def _noise(losses: Column, stretches: Sequence[NDArray[np.int64]]) -> Iterator[float]:
-    """Yield the standard deviation of one batch's loss around each stretch."""
-    jumps = np.abs(np.diff(losses))
-    for index in range(len(stretches)):
-        first, last = stretches[max(0, index - NEIGHBOURS)][0], stretches[index : index + NEIGHBOURS + 1][-1][-1]
-        near = jumps[first:last]
-        yield float(np.median(near)) / (0.6745 * np.sqrt(2)) if len(near) else 0.0
-
-
-def _standard_errors(old: Column, difference: Column, noise: float) -> float:
-    """Return the mean difference of a stretch in units of its standard error."""
-    mean = abs(float(difference.mean()))
-    if mean <= ROUNDING * abs(float(old.mean())):
-        return 0.0
-    return mean / (noise * float(np.sqrt(2 / len(old)))) if noise > 0 else float("inf")
 
 
 # The reproduction executes the notebook a second time, and says what differed.
@@ -473,8 +448,18 @@ def differences(record: Record, again: Sequence[Run]) -> list[RecordedDifference
     subjects = [subject for subject in {**then, **here} if then.get(subject) != here.get(subject)]
     missing = "not installed"
     changed = [RecordedDifference(each, then.get(each, missing), here.get(each, missing)) for each in subjects]
-    for run, repeated in zip(record.runs, map(RecordedRun.of, again), strict=False):
-        changed += _run_differences(run, repeated)
+    for old, new in zip(record.runs, map(RecordedRun.of, again), strict=False):
+        for field in sorted(old.experiment.keys() | new.experiment.keys()):
+            left, right = old.experiment.get(field), new.experiment.get(field)
+            if left != right:
+                changed.append(RecordedDifference(f"{old.name}: {field}", str(left), str(right)))
+        if old.data_fingerprint != new.data_fingerprint:
+            prints = _short(old.data_fingerprint), _short(new.data_fingerprint)
+            changed.append(RecordedDifference(f"{old.name}: data", *prints))
+        other = [key for key in PLAN_FIELDS if old.plan.get(key) != new.plan.get(key)]
+        if other:
+            described = (", ".join(f"{key} {run.plan.get(key)}" for key in other) for run in (old, new))
+            changed.append(RecordedDifference(f"{old.name}: plan", *described))
     return changed
 
 
@@ -490,19 +475,6 @@ def _machine(environment: Mapping[str, Any]) -> dict[str, str]:
     hardware = {"processor": "cpu", "cores": "cores", "platform": "platform"}
     gpus = ", ".join(f"{gpu['name']} ({gpu['driver']})" for gpu in environment.get("gpus") or ())
     return {**said, **{name: str(environment.get(key)) for name, key in hardware.items()}, "GPUs": gpus or "none"}
-
-
-def _run_differences(then: RecordedRun, now: RecordedRun) -> Iterator[RecordedDifference]:
-    for field in sorted(then.experiment.keys() | now.experiment.keys()):
-        left, right = then.experiment.get(field), now.experiment.get(field)
-        if left != right:
-            yield RecordedDifference(f"{then.name}: {field}", str(left), str(right))
-    if then.data_fingerprint != now.data_fingerprint:
-        yield RecordedDifference(f"{then.name}: data", _short(then.data_fingerprint), _short(now.data_fingerprint))
-    changed = [key for key in PLAN_FIELDS if then.plan.get(key) != now.plan.get(key)]
-    if changed:
-        described = (", ".join(f"{key} {run.plan.get(key)}" for key in changed) for run in (then, now))
-        yield RecordedDifference(f"{then.name}: plan", *described)
 
 
 def _short(identity: Any) -> str:

@@ -473,11 +473,8 @@ class LiveSweep(LiveWidget):
         self._losses[run.path] = snapshot.history, snapshot.evaluations
         return shown.box
 
-    def _losses_of(self, run: Run) -> Losses:
-        return self._losses[run.path] if run.path in self._losses else read_losses(run)
-
     def _figures(self) -> tuple[go.Figure, go.Figure]:
-        return sweep_figures(self._sweep, self._rows, self._losses_of)
+        return sweep_figures(self._sweep, self._rows, lambda run: self._losses.get(run.path) or read_losses(run))
 
     def twin(self) -> tuple[Any, ...]:
         """Return the table, the heat map and the curves."""

@@ -283,7 +283,11 @@ class LiveWidget(widgets.VBox, metaclass=_Abstract):
     def _follow(self) -> None:
         pause_s, failures = self._every_s, 0
         while True:
-            is_news = self._await_news(pause_s)
+            # After the pause it waits for news, or until it is woken; without any it looks again after a while.
+            is_news = self._wake.wait(pause_s) or self.has_news()
+            until = time.monotonic() + IDLE_FACTOR * self._rarity * self._every_s
+            while not is_news and time.monotonic() < until:
+                is_news = self._wake.wait(LOOK_S * self._rarity) or self.has_news()
             self._wake.clear()
             if self._closed.is_set() or self.comm is None:
                 return
@@ -308,14 +312,6 @@ class LiveWidget(widgets.VBox, metaclass=_Abstract):
     @property
     def _rarity(self) -> float:
         return 1.0 if self._view_count else UNSEEN_FACTOR
-
-    def _await_news(self, pause_s: float) -> bool:
-        """Wait for a pause and then for news, or until the widget is woken; return False if nothing came for long."""
-        is_news = self._wake.wait(pause_s) or self.has_news()
-        until = time.monotonic() + IDLE_FACTOR * self._rarity * self._every_s
-        while not is_news and time.monotonic() < until:
-            is_news = self._wake.wait(LOOK_S * self._rarity) or self.has_news()
-        return is_news
 
     def _ipython_display_(self) -> None:
         self._in_a_hurry = self.following
@@ -657,7 +653,14 @@ class LivePanelsFigure:
             return self._cache.prepare(snapshots, name, x, unit, settings.smoothing, PANEL_POINTS)
 
         if names != self._names or self._widget is None:
-            self._rebuild(names, panels(curves, peaks, x, settings.smoothing, names, window, usage, prepare))
+            figure = panels(curves, peaks, x, settings.smoothing, names, window, usage, prepare)
+            old, self._names, self._widget, self.figure = self._widget, names, None, None
+            if names:
+                self.figure, self._widget = figure, growing_plot(figure.layout, figure.data, displayModeBar=False)
+                respond_while_busy(self._widget)
+            self.box.children = (self._widget,) if self._widget is not None else ()
+            if old is not None:
+                old.close()
         if self.figure is None or self._widget is None:
             return
         preparation = Preparation.of(curves, settings.smoothing, {x: unit.scale}, PANEL_POINTS)
@@ -667,28 +670,15 @@ class LivePanelsFigure:
                 if fresh[field] is not None:
                     trace[field] = fresh[field]
         for position, name in enumerate(names):
-            if name != "memory":
-                axis = self.figure.layout[f"xaxis{position + 1 if position else ''}"]
-                _update_axis(axis, unit.title, settings.log_x, window)
+            if name == "memory":  # whose bars stand over ranks
+                continue
+            axis = self.figure.layout[f"xaxis{position + 1 if position else ''}"]
+            if axis.title.text:
+                axis.title.text = unit.title
+            axis.type = "log" if settings.log_x else "linear"
+            axis.tickformat = theme.LOG_TICKS if settings.log_x else None
+            if window is None:
+                axis.autorange = True
+            else:
+                axis.range = [math.log10(max(end, 1e-12)) if settings.log_x else end for end in window]
         self._widget.redraw(self.figure.layout, dict(enumerate(self.figure.data)))
-
-    def _rebuild(self, names: list[str], figure: Figure) -> None:
-        self._names = names
-        old, self._widget, self.figure = self._widget, None, None
-        if names:
-            self.figure, self._widget = figure, growing_plot(figure.layout, figure.data, displayModeBar=False)
-            respond_while_busy(self._widget)
-        self.box.children = (self._widget,) if self._widget is not None else ()
-        if old is not None:
-            old.close()
-
-
-def _update_axis(axis: Any, title: str, log_x: bool, window: Window) -> None:
-    if axis.title.text:
-        axis.title.text = title
-    axis.type = "log" if log_x else "linear"
-    axis.tickformat = theme.LOG_TICKS if log_x else None
-    if window is None:
-        axis.autorange = True
-    else:
-        axis.range = [math.log10(max(end, 1e-12)) for end in window] if log_x else list(window)

@@ -181,6 +181,9 @@ class RunReader:
         state, status = self._tail.state, self._status
         if state.marks != before.marks:
             self._marks = tuple(map(_mark, state.marks))
+        step = int(history.step[-1]) if len(history) else 0
+        ended_early = status.final and self._steps is not None and step < self._steps
+        checkpoints = (int(mark.step) for mark in reversed(self._marks) if mark.type == "checkpoint")
         return Snapshot(
             name=self.name,
             status=status,
@@ -190,7 +193,7 @@ class RunReader:
             failure=run_failed(self._directory, status.message) if status.state == "failed" else None,
             marks=self._marks,
             memory=state.memory,
-            resumable=status.final and self._can_resume(history),
+            resumable=ended_early and any(self._directory.checkpoint(at).is_dir() for at in checkpoints),
             utilization=self._tail.utilization,
             evaluations=self._tail.evaluations,
             basis=self._basis,
@@ -215,12 +218,6 @@ class RunReader:
             self._starts, self._steps = len(state.starts), None
             with contextlib.suppress(OSError, ValueError, KeyError, TypeError):
                 self._steps = int(read_record(self._directory.experiment)["steps"])
-
-    def _can_resume(self, history: History) -> bool:
-        step = int(history.step[-1]) if len(history) else 0
-        unfinished = self._steps is not None and step < self._steps
-        checkpoints = (int(mark.step) for mark in reversed(self._marks) if mark.type == "checkpoint")
-        return unfinished and any(self._directory.checkpoint(step).is_dir() for step in checkpoints)
 
 
 def _mark(event: Mapping[str, Any]) -> Mark:
