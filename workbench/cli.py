@@ -515,7 +515,7 @@ def execute(
     Progress of the notebook's runs goes to standard error.
     """
     from workbench import notebooks
-    from workbench.notebooks.parameters import values_of
+    from workbench.notebooks.executing import values_of
 
     notebook = notebooks.template_path(template)
     values = values_of(notebook, dict(pairs_from(parameter or (), "-p")))

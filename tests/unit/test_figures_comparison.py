@@ -12,9 +12,9 @@ from workbench.analysis.contrast import Interval, contrast_curves, difference, s
 from workbench.analysis.curve import Curve, Scatter
 from workbench.analysis.seed_contrast import contrast_seeds
 from workbench.errors import UnknownParameter
-from workbench.figures.contrast_view import differences
-from workbench.figures.contrast_view import draw_contrast as drawn
 from workbench.figures.curves_view import loss_curves
+from workbench.figures.run_views import differences
+from workbench.figures.run_views import draw_contrast as drawn
 from workbench.runs.loss_basis import loss_basis, why_not_compared
 
 

@@ -14,9 +14,9 @@ from workbench.analysis.curve import Curve
 from workbench.data import corpus
 from workbench.experiment import Experiment
 from workbench.figures import theme
-from workbench.figures.contrast_view import differences
 from workbench.figures.curves_view import loss_curves
 from workbench.figures.plan_view import show_plan
+from workbench.figures.run_views import differences
 from workbench.figures.sweep_view import scaling_efficiency
 from workbench.figures.timeline_view import prediction
 from workbench.models import bert_large

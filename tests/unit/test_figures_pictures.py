@@ -17,12 +17,11 @@ from PIL import Image
 from workbench.analysis.contrast import difference
 from workbench.analysis.pareto import ParetoPoint
 from workbench.figures import theme
-from workbench.figures.contrast_view import differences
 from workbench.figures.curves_view import loss_curves
 from workbench.figures.figure import NOTEBOOK_PX, PLOTLY_MIME, add_pictures, has_twin, picture
 from workbench.figures.panels_view import panels
 from workbench.figures.plan_view import partition, show_plan
-from workbench.figures.run_views import LOOKS, draw_pareto, draw_pattern
+from workbench.figures.run_views import LOOKS, differences, draw_pareto, draw_pattern
 from workbench.figures.timeline_view import prediction, timeline
 from workbench.runs.history import Patterns
 

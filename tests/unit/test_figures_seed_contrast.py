@@ -16,8 +16,8 @@ from workbench.analysis.seed_contrast import (
     seed_groups,
 )
 from workbench.errors import InvalidArgument, InvalidExperiment, UnknownParameter
-from workbench.figures.contrast_view import draw_contrast
 from workbench.figures.figure import picture
+from workbench.figures.run_views import draw_contrast
 from workbench.rundir import RunDir, append_event, write_json, write_record
 from workbench.sparsity import Dynamic, Static
 from workbench.sweeps.queue import Entry, QueueDir, Result

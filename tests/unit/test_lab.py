@@ -22,7 +22,7 @@ from jupyter_server.serverapp import ServerWebApplication
 
 import workbench as wb
 from workbench.lab.handlers import HANDLERS
-from workbench.notebooks.parameters import templates
+from workbench.notebooks.executing import templates
 
 ROOT = Path(__file__).resolve().parents[2]
 JUPYTER = ROOT / "workbench" / "lab" / "jupyter"

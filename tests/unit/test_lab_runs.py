@@ -14,9 +14,8 @@ from figure_values import plan
 from tests.unit.test_figures_live import end, eventually, start_run, train
 from tests.unit.test_lab import ask, server  # noqa: F401
 from workbench.errors import RunNotFound
-from workbench.lab import run_index
-from workbench.lab.handlers import dashboard_of
-from workbench.lab.run_index import RunIndex, own_run
+from workbench.lab import handlers
+from workbench.lab.handlers import RunIndex, dashboard_of, own_run
 from workbench.rundir import RunDir, append_event, known_runs_roots, note_runs_root, write_json, write_record
 from workbench.runs.event_log import BULK_BYTES, spread_steps
 from workbench.runs.launching.device_queue import Sample, write_sample
@@ -57,7 +56,7 @@ def test_a_reading_holds_what_changed_since_the_last_one(folder: Path) -> None:
 def test_a_reading_that_takes_too_long_names_all_runs_and_the_next_ones_read_on(
     folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(run_index, "READING_S", 0.0)
+    monkeypatch.setattr(handlers, "READING_S", 0.0)
     index = RunIndex()
     first = index.read([folder])
     assert (len(first["rows"]), first["unread"]) == (2, 1)

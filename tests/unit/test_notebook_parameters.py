@@ -10,7 +10,7 @@ import pytest
 
 from workbench import notebooks
 from workbench.errors import InvalidArgument, InvalidExperiment, UnknownParameter, WorkbenchError
-from workbench.notebooks.parameters import parameters, templates, values_of, with_values
+from workbench.notebooks.executing import parameters, templates, values_of, with_values
 
 SOURCE = '''%matplotlib inline
 from typing import Literal

@@ -18,7 +18,7 @@ from workbench.analysis.curve import Curve
 from workbench.errors import RunNotFound, WorkbenchError
 from workbench.figures.curves_view import loss_curves
 from workbench.figures.figure import PLOTLY_MIME, WIDGET_MIME
-from workbench.notebooks import parameters, sharing
+from workbench.notebooks import executing, sharing
 from workbench.notebooks.executing import LossCurve, Record, recorded_in
 from workbench.notebooks.sharing import BITWISE, DIFFERENT, NOISE, verdict
 from workbench.rundir import RunDir, append_event, write_json, write_record
@@ -268,7 +268,7 @@ def test_a_template_is_copied_and_nothing_is_overwritten(tmp_path, monkeypatch):
 
 
 def test_templates_are_found_where_an_installed_wheel_puts_them(tmp_path, monkeypatch):
-    folder = tmp_path / "share" / "jupyter" / parameters.FOLDER
+    folder = tmp_path / "share" / "jupyter" / executing.FOLDER
     folder.mkdir(parents=True)
     (folder / "mine.ipynb").write_text("{}")
     monkeypatch.setenv("JUPYTER_PATH", str(tmp_path / "share" / "jupyter"))
@@ -280,5 +280,5 @@ def test_the_wheel_puts_the_templates_and_the_extension_where_jupyter_looks():
     settings = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["hatch"]["build"]["targets"]["wheel"]
     places = {"labextensions": "share/jupyter", "jupyter_server_config.d": "etc/jupyter"}
     extension = {f"workbench/lab/jupyter/{folder}": f"{place}/{folder}" for folder, place in places.items()}
-    assert settings["shared-data"] == {"templates": f"share/jupyter/{parameters.FOLDER}", **extension}
+    assert settings["shared-data"] == {"templates": f"share/jupyter/{executing.FOLDER}", **extension}
     assert all((ROOT / folder).is_dir() for folder in settings["shared-data"])

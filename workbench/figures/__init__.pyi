@@ -1,11 +1,11 @@
 """The public names of the room, listed once."""
 
-from .contrast_view import ladder as ladder
-from .contrast_view import pair_difference as pair_difference
 from .figure import Figure as Figure
 from .figure import save as save
 from .figure import save_html as save_html
 from .run_views import exploration as exploration
+from .run_views import ladder as ladder
+from .run_views import pair_difference as pair_difference
 from .run_views import pareto as pareto
 from .run_views import partition as partition
 from .run_views import pattern as pattern

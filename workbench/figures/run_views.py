@@ -1,17 +1,24 @@
-"""Figures of runs and plans as they are named: each reads what it draws, and hands it to a figure of its values.
+"""Figures of runs and plans as they are named, and of what is computed from several runs.
 
-The figures of sparse training, which are drawn for runs alone, stand here too.
+Each of the first reads what it draws, and hands it to a figure of its values. Those of sparse training, of contrasts
+and of scaling laws follow.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from itertools import cycle
+from typing import Any
 
 import numpy as np
 import plotly.graph_objects as go
 
-from workbench.analysis.curve import SMOOTHING, curves_of
+from workbench.analysis.contrast import Contrast, Difference
+from workbench.analysis.curve import CONFIDENCE, SMOOTHING, X_AXES, Array, curves_of
+from workbench.analysis.ladder import KAPLAN, LadderPoint, ScalingLaw
 from workbench.analysis.pareto import ParetoPoint, pareto_front, pareto_points
+from workbench.analysis.seed_contrast import SeedContrast, SeedDifference
 from workbench.arguments import checked_arguments
 from workbench.cost.profile import Facts
 from workbench.errors import InvalidArgument
@@ -220,3 +227,271 @@ def draw_exploration(patterns: Mapping[str, Patterns]) -> Figure:
     figure.update_yaxes(tickformat=".0%", rangemode="tozero")
     words = "Blocks that are or once were present, over all sparse weights"
     return figure.with_legend_below(380, "How the patterns explore", words)
+
+
+# A contrast has differences of curves with their bands, or differences of configurations over their seeds.
+
+NAME_LETTERS = 20
+"""Letters of a line of a name beside its differences."""
+NAME_CHARACTERS, AXIS_CHARACTERS = 32, 18
+"""Largest number of characters of a run's name in a sentence, which holds two names, and in the y axis' title."""
+
+
+def draw_contrast(compared: Contrast | SeedContrast) -> Figure:
+    """Draw what `wb.contrast` computed: the difference of each run, or configuration, to the first."""
+    if why := compared.incomparable:
+        figure = Figure()
+        for update in (figure.update_xaxes, figure.update_yaxes):
+            update(showticklabels=False, showgrid=False, zeroline=False, showline=False, range=[0, 1])
+        return figure.laid_out(
+            height=110, title=theme.title("No difference in loss", theme.text(why)), margin={"t": 84}
+        )
+    return seed_differences(compared) if isinstance(compared, SeedContrast) else differences(compared.differences)
+
+
+def show_contrast(compared: Contrast | SeedContrast) -> None:
+    """Show a contrast in a notebook: its figure and its tables."""
+    from IPython.display import HTML, display
+
+    if compared.differences or compared.incomparable:
+        display(draw_contrast(compared))
+    display(HTML(compared.to_html()))
+
+
+def differences(items: Sequence[Difference]) -> Figure:
+    """Draw the smoothed loss of each run minus that of the first: below zero, the run is the lower of the two.
+
+    The band is the 90 % interval of the noise along the curves (`workbench.analysis.curve`). A bar at the end reaches
+    as far as seeds alone part two runs, if that is known. A diamond marks where two curves last cross; its bar is the
+    interval of that point.
+    """
+    items = [
+        replace(item, names=(theme.short(item.names[0], NAME_CHARACTERS), theme.short(item.names[1], NAME_CHARACTERS)))
+        for item in items
+    ]
+    figure = Figure()
+    scale, x_title = X_AXES[items[0].axis].unit(max(float(item.x[-1]) for item in items))
+    figure.add_hline(y=0, line={"color": theme.AXIS, "width": 1.5})
+    for index, item in enumerate(items, start=1):
+        figure.add_traces(_difference_traces(item, index, scale))
+    first = theme.text(theme.short(items[0].names[1], AXIS_CHARACTERS))
+    # The y axis holds the bands after the first twentieth, whose steep fall would flatten all the rest.
+    values = [np.array([0.0])]
+    for item in items:
+        late = item.x >= item.x[0] + 0.05 * (item.x[-1] - item.x[0])
+        values += [edge[late] for edge in (item.value, item.low, item.high)]
+        values.append(item.value[-1] + np.array([-1.0, 1.0]) * (item.margin or 0.0))
+    low, high = float(np.nanmin(np.concatenate(values))), float(np.nanmax(np.concatenate(values)))
+    room = 0.12 * ((high - low) or 1.0)
+    y_range = [low - room, high + room]
+    minuend = f" of {theme.text(theme.short(items[0].names[0], AXIS_CHARACTERS))}" if len(items) == 1 else ""
+    figure.update_yaxes(range=y_range, title_text=f"{items[0].loss}{minuend}<br>minus that of {first}")
+    figure.update_xaxes(title_text=x_title, rangemode="tozero")
+    # Below the verdicts stands which side of zero is better, and what the marks mean.
+    words = [f"above zero: {items[0].names[1]} is lower, so better"]
+    if any(" ± " in item.verdict for item in items):
+        words.append(f"± and band: {CONFIDENCE:.0%} of the noise along the curves, not between seeds")
+    if any(item.margin is not None for item in items):
+        words.append("bar at the end: how far seeds alone part two runs")
+    if any(item.crossover is not None for item in items):
+        words.append("diamond: where the curves last cross")
+    lines = [*(theme.text(item.verdict) for item in items), theme.text("; ".join(words))]
+    names = [item.names[0] for item in items]
+    inside, below = theme.fits_inside(names), theme.height_below(names)
+    return figure.laid_out(
+        height=390 if inside else 338 + below,
+        title=theme.title(f"Difference in {items[0].loss.lower()}", "<br>".join(lines)),
+        margin={"t": 92} if inside else {"t": 92, "b": below},
+        hovermode="x unified",
+        legend={
+            "tracegroupgap": 0,
+            **(theme.place_legend(figure.data, y_range=y_range) if inside else theme.LEGEND_BELOW),
+        },
+    )
+
+
+def _difference_traces(item: Difference, index: int, scale: float) -> list[go.Scatter]:
+    name, color, x = theme.text(item.names[0]), theme.series_color(index), item.x / scale
+    band = theme.band(x, item.low, item.high, color, legendgroup=str(index))
+    known = bool((item.high - item.low > 0).any())  # no interval of zero width is written
+    hover = "%{y:+.3f}" + known * " (%{customdata[0]:+.3f} to %{customdata[1]:+.3f})"
+    words = {"customdata": np.column_stack([item.low, item.high]), "hovertemplate": hover, "meta": "difference"}
+    line = theme.curve(x, item.value, name, color, theme.series_dash(index), legendgroup=str(index), **words)
+    traces = [band, line]
+    shared = {"mode": "markers", "name": name, "legendgroup": str(index), "showlegend": False}
+    if item.margin is not None:
+        end = go.Scatter(
+            x=[x[-1]],
+            y=[item.value[-1]],
+            marker={"size": 7, "color": color},
+            error_y=_bar(color, item.margin),
+            hovertemplate=f"seeds alone part two runs by up to {item.margin:.2g} ({CONFIDENCE:.0%})",
+            meta="scatter",
+            **shared,
+        )
+        traces.append(end)
+    if item.crossover is None:
+        return traces
+    at = item.crossover
+    crossing = go.Scatter(
+        x=[at.value / scale],
+        y=[0.0],
+        marker={"symbol": "diamond", "size": 10, "color": color, "line": {"color": "white", "width": 1}},
+        error_x=_bar(color, max(0.0, at.high - at.value) / scale, max(0.0, at.value - at.low) / scale),
+        hovertemplate=f"they last cross here ({CONFIDENCE:.0%}: {at.low / scale:.4g} to {at.high / scale:.4g})",
+        meta="crossover",
+        **shared,
+    )
+    return [*traces, crossing]
+
+
+def _bar(color: str, up: float, down: float | None = None) -> dict[str, Any]:
+    """Return an error bar, which reaches as far down as up by default."""
+    sides = {} if down is None else {"symmetric": False, "arrayminus": [down]}
+    return {"type": "data", "array": [up], "color": color, "thickness": 2, "width": 6, **sides}
+
+
+def seed_differences(contrast: SeedContrast) -> Figure:
+    """Draw each difference as a point with its interval; an interval that crosses the line at zero is pale.
+
+    Runs of one model have the same difference at equal tokens and at equal FLOPs, which is one row.
+    """
+    figure = Figure()
+    figure.add_vline(x=0, line={"color": theme.AXIS, "width": 1.5})
+    same = dict[tuple[Any, ...], list[SeedDifference]]()
+    for item in contrast.differences:
+        same.setdefault((item.names, f"{item.value:.6g}", f"{item.margin:.6g}"), []).append(item)
+    axes = [", ".join(X_AXES[item.axis].label for item in items) for items in same.values()]
+    colors = {axis: theme.series_color(index) for index, axis in enumerate(dict.fromkeys(axes))}
+    rows = sorted(zip(axes, same.values(), strict=True), key=lambda row: list(colors).index(row[0]))
+    for axis, items in rows:
+        shade = colors[axis] if items[0].distinguishable else theme.pale(colors[axis])
+        figure.add_scatter(
+            x=[items[0].value],
+            y=[[theme.broken(theme.text(theme.short(items[0].names[0])), NAME_LETTERS)], [f"equal {axis}"]],
+            error_x=_bar(shade, items[0].margin if items[0].scatter else 0.0),
+            mode="markers",
+            marker={"color": shade, "size": 9},
+            hovertemplate="<br>".join(theme.text(item.describe()) for item in items) + "<extra></extra>",
+            showlegend=False,
+        )
+    first = theme.text(theme.short(contrast.differences[0].names[1]))
+    figure.update_xaxes(title_text=f"{contrast.loss} minus that of<br>{theme.broken(first, 2 * NAME_LETTERS)}")
+    figure.update_yaxes(type="multicategory", autorange="reversed")
+    fewest, most = (pick(number for item in contrast.differences for number in item.seeds) for pick in (min, max))
+    seeds = f"{fewest}" if fewest == most else f"{fewest} to {most}"
+    is_loss = contrast.differences[0].metric is None
+    side = "left of zero: lower, so better" if is_loss else "right of zero: higher"
+    words = f"{side}; {CONFIDENCE:.0%} intervals over {seeds} seeds; pale: too close to call"
+    lines = max(str(trace.y[0]).count("<br>") + 1 for trace in figure.data)
+    return figure.laid_out(
+        height=188 + max(34, 18 * (lines + 1)) * len(rows),
+        title=theme.title(f"Difference in {contrast.loss.lower()}", words),
+        margin={"t": 84},
+    )
+
+
+# Of a scaling law, points are ends of runs; lines and bands are the fitted law with its interval.
+
+POINTS = 60
+"""Number of points of a curve of the law."""
+OTHERS = ("square-open", "diamond-open", "circle-open", "triangle-up-open", "cross-open")
+"""Symbols of other results; open ones are seen where they lie on each other."""
+Pair = tuple[float, float]
+"""Parameters of a smaller and a larger model, without embeddings."""
+
+
+@checked_arguments
+def ladder(law: ScalingLaw, predicted: Sequence[LadderPoint] = ()) -> Figure:
+    """Draw the held-out loss over the tokens: ends of runs, and the law with its interval for each size.
+
+    Args:
+        law: the fitted law.
+        predicted: ends of runs that the law has not seen, as open diamonds; the lines of their sizes are dashed.
+    """
+    figure = Figure()
+    budgets = np.array([point.tokens for point in (*law.points, *predicted)])
+    tokens = np.geomspace(budgets.min() / 1.3, budgets.max() * 2, POINTS)
+    for index, size in enumerate(sorted({point.parameters for point in (*law.points, *predicted)})):
+        seen = [point for point in law.points if point.parameters == size]
+        color, group = theme.series_color(index), {"legendgroup": str(index)}
+        loss, low, high = law.losses(size, tokens)
+        figure.add_trace(theme.band(tokens, low, high, color, **group))
+        name = f"{count(size)} parameters{'' if seen else ', predicted'}"
+        figure.add_trace(theme.curve(tokens, loss, name, color, "solid" if seen else "dash", meta="line", **group))
+        shown = seen or [point for point in predicted if point.parameters == size]
+        marker = {"color": color, "size": 8 if seen else 10, "symbol": "circle" if seen else "diamond-open"}
+        x, y = [point.tokens for point in shown], [point.loss for point in shown]
+        marks = {"mode": "markers", "marker": marker, "name": f"{count(size)}, runs", "showlegend": False, **group}
+        figure.add_trace(go.Scatter(x=x, y=y, hovertemplate="%{x:.4g} tokens<br>%{y:.4g}<extra></extra>", **marks))
+    figure.update_xaxes(type="log", title_text="Tokens")
+    figure.update_yaxes(type="log", tickformat=theme.LOG_TICKS, title_text="Held-out loss in nats")
+    words = "Ends of runs, the law, and its 90 % interval"
+    words += "; dashed and open: predicted without these runs" if predicted else ""
+    return figure.with_legend_below(440, "The ladder: loss over tokens for each size", words)
+
+
+@checked_arguments
+def pair_difference(
+    law: ScalingLaw,
+    pairs: Mapping[str, Pair],
+    real: Mapping[str, Pair] | None = None,
+    others: Mapping[str, Pair] | None = None,
+    predicted: Sequence[LadderPoint] = (),
+) -> Figure:
+    """Draw by how many nats the larger model of each pair is lower, over the tokens per parameter of the larger model.
+
+    Args:
+        law: the fitted law.
+        pairs: parameters of the smaller and the larger model of each trained pair, by name; marks are means over runs
+            of equal tokens, and bars reach from the closest two runs to the farthest.
+        real: pairs that the law is extrapolated to, with its interval, beside Kaplan et al.'s published law.
+        others: other results by name: tokens per parameter of the larger model, and nats.
+        predicted: ends of runs that the law has not seen.
+    """
+    if not pairs:
+        raise InvalidArgument("pairs is empty. Give the parameters of a smaller and a larger model.")
+    figure = Figure()
+    for index, (name, (small, large)) in enumerate(pairs.items()):
+        of_size = [[p for p in (*law.points, *predicted) if p.parameters == size] for size in (small, large)]
+        budgets = sorted({p.tokens for p in of_size[0]} & {p.tokens for p in of_size[1]})
+        losses = [[[p.loss for p in side if p.tokens == at] for side in of_size] for at in budgets]
+        mean = np.array([np.mean(few) - np.mean(many) for few, many in losses])
+        up = np.array([max(few) - min(many) for few, many in losses]) - mean
+        down = mean - np.array([min(few) - max(many) for few, many in losses])
+        color, group = theme.series_color(index), {"legendgroup": str(index), "name": theme.text(name)}
+        bars = {"array": up, "arrayminus": down, "symmetric": False, "thickness": 1.5}
+        seen = any(point.parameters == large for point in law.points)
+        marker = {"color": color, "size": 9, "symbol": "circle" if seen else "diamond-open"}
+        at = np.array(budgets) / large
+        figure.add_trace(
+            go.Scatter(x=at, y=mean, error_y=bars, mode="markers", marker=marker, showlegend=False, **group)
+        )
+        if budgets:
+            tokens = np.geomspace(min(budgets) / 1.5, max(budgets) * 1.5, POINTS)
+            _add_law(figure, law, (small, large), tokens, color, "solid" if seen else "dash", group)
+    for index, (name, (small, large)) in enumerate((real or {}).items(), start=len(pairs)):
+        color, group = theme.series_color(index), {"legendgroup": str(index)}
+        tokens = np.geomspace(0.003, 100, POINTS) * large
+        extrapolated = {**group, "name": f"{theme.text(name)}, extrapolated"}
+        _add_law(figure, law, (small, large), tokens, color, "dash", extrapolated)
+        published = {"legendgroup": f"{index} published", "meta": "line"}
+        x, y, words = tokens / large, KAPLAN.difference(small, large, tokens), f"{theme.text(name)}, Kaplan et al."
+        figure.add_trace(theme.curve(x, y, words, color, "dot", 1.5, **published))
+    for symbol, (name, (tokens_each, nats)) in zip(cycle(OTHERS), (others or {}).items(), strict=False):
+        grey = {"color": theme.AXIS, "symbol": symbol, "size": 9, "line": {"width": 2}}
+        figure.add_trace(go.Scatter(x=[tokens_each], y=[nats], mode="markers", marker=grey, name=theme.text(name)))
+    figure.add_hline(y=0, line={"color": theme.AXIS, "width": 1})
+    figure.update_xaxes(type="log", title_text="Tokens for each parameter of the larger model, without embeddings")
+    figure.update_yaxes(title_text="Nats by which the larger model is lower")
+    words = "Marks: runs, bars from the closest two to the farthest; lines: the law, with its 90 % interval"
+    return figure.with_legend_below(440, "How much lower the larger model of a pair ends", words)
+
+
+def _add_law(
+    figure: Figure, law: ScalingLaw, pair: Pair, tokens: Array, color: str, dash: str, group: dict[str, str]
+) -> None:
+    value, low, high = law.differences(*pair, tokens)
+    x = tokens / pair[1]
+    figure.add_trace(theme.band(x, low, high, color, **group))
+    figure.add_trace(theme.curve(x, value, color=color, dash=dash, meta="line", **group))

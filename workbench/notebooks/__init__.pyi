@@ -1,7 +1,7 @@
 from .executing import Executed as Executed
 from .executing import execute as execute
-from .parameters import new as new
-from .parameters import template_path as template_path
+from .executing import new as new
+from .executing import template_path as template_path
 from .sharing import Reproduction as Reproduction
 from .sharing import Shared as Shared
 from .sharing import reproduce as reproduce
