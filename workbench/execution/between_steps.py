@@ -187,54 +187,46 @@ class Evaluator:
 
     def evaluate(self) -> tuple[float, dict[str, float | None]]:
         """Return the mean loss over the whole set and each metric, None for one whose count is 0; a collective."""
+        device, entries = self._context.device, self._graph.label_counts
         with self._forward.untouched_training():
             if self._denominators is None:
-                self._denominators = self._count_denominators()
-            total = self._weighted_sums(self._denominators)
+                # For each mean loss, the labels of the whole set per micro-batch; where samples are compared, the
+                # labels of each batch.
+                on_host = [on_device(entry, torch.device("cpu")) for entry in entries]
+                counts = torch.zeros(len(self._micro_batches), len(entries), dtype=torch.float64)
+                if entries and any(block.counts for block in self._forward.blocks):
+                    for row, item, batch in zip(counts, self._micro_batches, self._host_batches(), strict=True):
+                        for index, entry in enumerate(on_host):
+                            row[index] = item.weight * count_labels(entry, batch, self._plan.micro_batch).sum()
+                counts, per_loss = counts.to(device), 1.0
+                if not self._plan.coupled:
+                    counts, per_loss = counts.sum(0, keepdim=True), self._size / self.samples
+                    dist.all_reduce(counts, group=self.trainer.coordinate.data_group)
+                on_it = [on_device(entry, device) for entry in entries]
+                found = [
+                    [(entry.divisor(total) * per_loss).float() for entry, total in zip(on_it, row, strict=True)]
+                    for row in counts
+                ]
+                self._denominators = found if self._plan.coupled else found * len(self._micro_batches)
+
+            # This rank's share of the sums over micro-batches: of the loss, and of each metric's sum and count
+            total = torch.zeros(1 + 2 * len(self._metrics), dtype=torch.float64, device=device)
+            results = self._forward.run(self._device_batches(), self._denominators)
+            for number, batch, (part, *outputs) in results:
+                weight = self._micro_batches[number].weight
+                if not weight:
+                    continue
+                total[0] += weight * part.double() * self._plan.num_microbatches
+                if self._graph.outputs is not None and self._metrics:
+                    returned = self._graph.outputs.rebuilt(outputs)
+                    for index, (name, metric) in enumerate(self._metrics.items()):
+                        pair = sum_and_count(name, metric, returned, batch)
+                        total[2 * index + 1 : 2 * index + 3] += weight * pair.to(device)
         dist.all_reduce(total)
         loss, *sums = (total / self._plan.tensor / (self._plan.data if self._plan.coupled else 1)).tolist()
         pairs = zip(self._metrics, sums[::2], sums[1::2], strict=True)
         metrics = {name: value / count if count else None for name, value, count in pairs}
         return loss * self._size / self.samples, metrics
-
-    def _count_denominators(self) -> list[list[torch.Tensor]]:
-        """Return the denominators of each micro-batch: for each mean loss, the labels of the whole set per micro-batch.
-
-        Where samples are compared, they are the labels of each batch. The result is on the device.
-        """
-        device, number = self._context.device, len(self._micro_batches)
-        entries = [on_device(entry, torch.device("cpu")) for entry in self._graph.label_counts]
-        counts = torch.zeros(number, len(entries), dtype=torch.float64)
-        if entries and any(block.counts for block in self._forward.blocks):
-            for row, item, batch in zip(counts, self._micro_batches, self._host_batches(), strict=True):
-                for index, entry in enumerate(entries):
-                    row[index] = item.weight * count_labels(entry, batch, self._plan.micro_batch).sum()
-        counts, per_loss = counts.to(device), 1.0
-        if not self._plan.coupled:
-            counts, per_loss = counts.sum(0, keepdim=True), self._size / self.samples
-            dist.all_reduce(counts, group=self.trainer.coordinate.data_group)
-        on_it = [on_device(entry, device) for entry in entries]
-        found = [
-            [(entry.divisor(total) * per_loss).float() for entry, total in zip(on_it, row, strict=True)]
-            for row in counts
-        ]
-        return found if self._plan.coupled else found * number
-
-    def _weighted_sums(self, denominators: list[list[torch.Tensor]]) -> torch.Tensor:
-        """Return this rank's share of the sums over micro-batches of the loss and of each metric's sum and count."""
-        total = torch.zeros(1 + 2 * len(self._metrics), dtype=torch.float64, device=self._context.device)
-        results = self._forward.run(self._device_batches(), denominators)
-        for number, batch, (loss, *outputs) in results:
-            weight = self._micro_batches[number].weight
-            if not weight:
-                continue
-            total[0] += weight * loss.double() * self._plan.num_microbatches
-            if self._graph.outputs is not None and self._metrics:
-                returned = self._graph.outputs.rebuilt(outputs)
-                for index, (name, metric) in enumerate(self._metrics.items()):
-                    pair = sum_and_count(name, metric, returned, batch)
-                    total[2 * index + 1 : 2 * index + 3] += weight * pair.to(total.device)
-        return total
 
     def _host_batches(self) -> Iterator[Batch]:
         """Yield this replica's micro-batches; those of a set of up to `IN_MEMORY` are made once and stay in memory.

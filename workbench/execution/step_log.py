@@ -6,7 +6,6 @@ import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -115,7 +114,7 @@ class StepLog:
 
         Raises `NonFiniteLoss` on every rank if the experiment says so and the loss or the gradient norm is NaN or
         infinite: the update with such a gradient has already destroyed the weights. With a rule for spikes, raises what
-        `Spikes.report` raises.
+        `Spikes.reported` raises.
         """
         pending, self._pending = self._pending, None
         if pending is None:
@@ -128,16 +127,41 @@ class StepLog:
         self._previous_end = pending.ended
         self.seconds += step_s
         done, experiment = pending.step + 1, self._experiment
+
+        # The step's row in the log
         is_finite = math.isfinite(loss) and math.isfinite(grad_norm)
         is_last = done == experiment.total_steps or stops > 0
         is_due = done % experiment.tracking.log_every == 0 or is_last or not is_finite or spiked
         if self._events is not None and (is_due or self._scalars):
-            spikes = None if self._spikes is None else self._spikes.found + spiked
-            self._log_step(pending, (step_s, waited_s), shares, spikes)
+            plan, batch, samples = self._plan, experiment.batches.at(pending.step), experiment.samples_before(done)
+            finished = FinishedStep(
+                step=done,
+                loss=loss,
+                grad_norm=grad_norm,
+                learning_rate=pending.learning_rate,
+                step_s=step_s,
+                waited_s=waited_s,
+                seconds=self.seconds,
+                tokens_per_sample=experiment.seq_len,
+                samples_per_step=batch,
+                samples=samples,
+                flops_per_step=flops_of(plan, batch),
+                flops=flops_of(plan, samples),
+                peak_flops=peak_flops(plan),
+                shares=dict(zip(shared_columns(), shares, strict=True)),
+                world=plan.world,
+                scalars={name: self._figures[name] for name in self._names} | self._scalars,
+                spikes=None if self._spikes is None else self._spikes.found + spiked,
+            )
+            log_event(self._events, "step", **logged_columns(finished))
         self._scalars = {}
+
+        # What follows from a spike, or from a number that is not finite
         if self._spikes is not None:
             if spiked:
-                self._spikes.report(done, loss, grad_norm, self._log_spike)
+                facts = self._spikes.reported(done, loss, grad_norm)
+                if self._events is not None:
+                    log_event(self._events, "spike", **facts)
         elif experiment.numerics.stop_on_non_finite and not is_finite:
             raise NonFiniteLoss(
                 f"Step {done:,} has loss {loss:g} and gradient norm {grad_norm:g}, so training has diverged. "
@@ -148,42 +172,6 @@ class StepLog:
                 grad_norm=grad_norm,
             )
         return bool(stops > 0)
-
-    def _log_step(
-        self,
-        pending: _PendingStep,
-        times: tuple[float, float | None],
-        shares: Sequence[float],
-        spikes: int | None,
-    ) -> None:
-        """Log a step that took the first of `times` in seconds, and waited the second for its batch."""
-        assert self._events is not None
-        experiment, plan, done = self._experiment, self._plan, pending.step + 1
-        batch, samples = experiment.batches.at(pending.step), experiment.samples_before(done)
-        finished = FinishedStep(
-            step=done,
-            loss=self._figures["loss"],
-            grad_norm=self._figures["grad_norm"],
-            learning_rate=pending.learning_rate,
-            step_s=times[0],
-            waited_s=times[1],
-            seconds=self.seconds,
-            tokens_per_sample=experiment.seq_len,
-            samples_per_step=batch,
-            samples=samples,
-            flops_per_step=flops_of(plan, batch),
-            flops=flops_of(plan, samples),
-            peak_flops=peak_flops(plan),
-            shares=dict(zip(shared_columns(), shares, strict=True)),
-            world=plan.world,
-            scalars={name: self._figures[name] for name in self._names} | self._scalars,
-            spikes=spikes,
-        )
-        log_event(self._events, "step", **logged_columns(finished))
-
-    def _log_spike(self, facts: Mapping[str, Any]) -> None:
-        if self._events is not None:
-            log_event(self._events, "spike", **facts)
 
     def restart_clock(self) -> None:
         """Leave the time since the last step, such as the pause for a checkpoint, out of the next step's time."""

@@ -414,8 +414,8 @@ class Spikes:
         self._count = self._count + (~spiked).long()
         return spiked
 
-    def report(self, step: int, loss: float, grad_norm: float, log: Callable[[Mapping[str, Any]], None]) -> None:
-        """Tell of a spike, whose number counts from 1: `log` writes its event.
+    def reported(self, step: int, loss: float, grad_norm: float) -> dict[str, Any]:
+        """Count a spike whose update was left out, in a step that counts from 1, and return the fields of its event.
 
         Raises `Rewind` where training goes back, and `LossSpikes` after more spikes than the experiment allows.
         """
@@ -430,7 +430,7 @@ class Spikes:
             )
         if self._numerics.on_spike == "rewind" and self.can_rewind(step):
             raise Rewind(step, facts)
-        log({**facts, "action": "skipped"})
+        return {**facts, "action": "skipped"}
 
     def state(self) -> dict[str, Any]:
         """Return what a checkpoint holds: the values of the window, oldest first, and the number of spikes."""

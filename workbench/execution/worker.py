@@ -149,7 +149,8 @@ def train(run: RunDir, worker_type: type[TrainingWorker], *, heeds_signals: bool
     try:
         worker = worker_type(run, plan)
         if heeds_signals:
-            worker.heed_signals()
+            for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
+                signal.signal(number, worker.ask_to_stop)
         steps, target = worker.run(), worker.experiment.total_steps
     except BaseException as error:
         if run.was_deleted:  # and is not to be made again
@@ -175,48 +176,77 @@ class TrainingWorker:
         self.run_dir, self.plan = run_dir, plan
         check_unedited(run_dir)
         seed_generators(int(read_record(run_dir.experiment).get("seed", 0)))  # a module may draw when it is imported
-        self.experiment = Experiment.from_json(read_record(run_dir.experiment), _user_code(run_dir))
-        started = time.perf_counter()
-        if self.experiment.numerics.deterministic:
-            use_deterministic_kernels()
-        if plan.cuda_graphs:
-            os.environ.setdefault(*NCCL_SETTING)
-        self.accelerator = Accelerator(
-            cpu=not _on_gpu(),
-            mixed_precision="bf16" if plan.precision == "bf16" else "no",
-            parallelism_config=parallelism_config(plan.pipeline, plan.data, plan.zero, plan.tensor),
-            project_config=ProjectConfiguration(project_dir=str(run_dir.path)),
-            step_scheduler_with_optimizer=False,
-        )
-        if not dist.is_initialized():
-            dist.init_process_group("nccl" if _on_gpu() else "gloo", rank=0, world_size=1)
-        self.coordinate = MeshCoordinate.from_mesh(self.accelerator.torch_device_mesh)
-        self.device = self.accelerator.device
-        self.is_main = dist.get_rank() == 0
-        self.heartbeat = Heartbeat(run_dir, dist.get_rank())
-        self._stop_requested = False
-        self._digests: Digests = {}
-        self.samples = TrainingSamples(self.experiment, self.coordinate, self.device)
-        self._initial_rss = psutil.Process().memory_info().rss
-        torch.set_float32_matmul_precision("high" if plan.precision == "bf16" else "highest")
-        self._phase_event("start", time.perf_counter() - started)
+        self.experiment = experiment_of(run_dir)
+        with self._timed_phase("start"):
+            if self.experiment.numerics.deterministic:
+                use_deterministic_kernels()
+            if plan.cuda_graphs:
+                os.environ.setdefault(*NCCL_SETTING)
+            self.accelerator = Accelerator(
+                cpu=not _on_gpu(),
+                mixed_precision="bf16" if plan.precision == "bf16" else "no",
+                parallelism_config=parallelism_config(plan.pipeline, plan.data, plan.zero, plan.tensor),
+                project_config=ProjectConfiguration(project_dir=str(run_dir.path)),
+                step_scheduler_with_optimizer=False,
+            )
+            if not dist.is_initialized():
+                dist.init_process_group("nccl" if _on_gpu() else "gloo", rank=0, world_size=1)
+            self.coordinate = MeshCoordinate.from_mesh(self.accelerator.torch_device_mesh)
+            self.device = self.accelerator.device
+            self.is_main = dist.get_rank() == 0
+            self.heartbeat = Heartbeat(run_dir, dist.get_rank())
+            self._stop_requested = False
+            self._digests: Digests = {}
+            self.samples = TrainingSamples(self.experiment, self.coordinate, self.device)
+            self._initial_rss = psutil.Process().memory_info().rss
+            torch.set_float32_matmul_precision("high" if plan.precision == "bf16" else "highest")
 
-    def heed_signals(self) -> None:
-        """Write a checkpoint and leave when this process is asked to end."""
-        for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
-            signal.signal(number, self._on_stop_signal)
+    def ask_to_stop(self, *_: Any) -> None:
+        """Write a checkpoint after the step that runs, and leave: a handler of signals."""
+        self._stop_requested = True
 
     def run(self) -> int:
         """Train, and return the number of completed steps."""
+        experiment = self.experiment
         if self.is_main:
-            check_user_data(self.run_dir, self.experiment)
-        trainer, extras, between = self._build()
-        checkpoints = CheckpointStore(
-            trainer, self.run_dir, self.experiment.checkpoints.keep, extras, partial(report_checkpoint, self.run_dir)
-        )
+            check_user_data(self.run_dir, experiment)
+
+        # This rank's stages. The rest of the model is freed when they have been taken out of it.
+        context = StepContext(experiment.seed, self.device)
+        compile = experiment.numerics.compile if experiment.numerics.compile is not None else _on_gpu()
+        if compile:
+            prepare_compiler()
+        with build_lock(self.plan.model_bytes, self.device, self.accelerator.local_process_index) as is_together:
+            graph, evaluated, sampled, stages, extras = self._build_stages(context, compile, is_together)
+        if not is_together:  # the models are freed, so that a difference can only be told
+            take_from_rank_0(experiment.model.name, self._digests, {}, self.device)
+        absent = round(absent_flops(graph, experiment.sparsity) * experiment.largest_batch)
+        self.plan = replace(self.plan, flops_per_step=self.plan.flops_per_step - absent)
+        trainer = Trainer(experiment, self.plan, graph, stages, context, self.coordinate)
+        if _on_gpu():
+            torch.cuda.empty_cache()
+            torch.cuda.reset_peak_memory_stats()
+            cap_memory(self.plan, self.device)
+
+        # What is computed or observed between two steps
+        between, events = list[BetweenSteps](), self.run_dir.events if self.is_main else None
+        if evaluated is not None:
+            how: dict[str, Any] = {"compile": compile, "compact": stages.compact}
+            programs = evaluation_programs(self.plan, self.coordinate, evaluated, context, **how)
+            sets = experiment.held_out_sets.items()
+            further = {name: Evaluator(trainer, evaluated, programs, held_out(each)) for name, each in sets}
+            held, metrics = held_out(experiment), experiment.metrics
+            between.append(Evaluator(trainer, evaluated, programs, held, metrics, further, events))
+        if trainer.sparse_weights is not None:
+            between.append(SparsityLog(trainer, self.run_dir.events))
+        if sampled:
+            between.append(Sampler(trainer, sampled, events))
+
+        # From a checkpoint or from the start to the end
+        keep, report = experiment.checkpoints.keep, partial(report_checkpoint, self.run_dir)
+        checkpoints = CheckpointStore(trainer, self.run_dir, keep, extras, report)
         progress, resumed_from = TrainingProgress(0, 0.0), None
-        requested = requested_checkpoint(self.run_dir)
-        if requested is not None:
+        if (requested := requested_checkpoint(self.run_dir)) is not None:
             with self._timed_phase("resume"):
                 progress, resumed_from = checkpoints.load_newest(requested, partial(report_rejected, self.run_dir))
         if trainer.spikes is not None:
@@ -237,49 +267,10 @@ class TrainingWorker:
             append_event(self.run_dir.events, "end", steps=progress.step, seconds=progress.seconds)
         return progress.step
 
-    # Building
-
-    def _build(self) -> tuple[Trainer, CheckpointExtras, list[BetweenSteps]]:
-        """Build and capture the model, and return a trainer of this rank's stages; the rest of the model is freed."""
-        context = StepContext(self.experiment.seed, self.device)
-        compile = self.experiment.numerics.compile if self.experiment.numerics.compile is not None else _on_gpu()
-        if compile:
-            prepare_compiler()
-        with build_lock(self.plan.model_bytes, self.device, self.accelerator.local_process_index) as is_together:
-            graph, evaluated, sampled, stages, extras = self._build_stages(context, compile, is_together)
-        if not is_together:  # the models are freed, so that a difference can only be told
-            take_from_rank_0(self.experiment.model.name, self._digests, {}, self.device)
-        absent = round(absent_flops(graph, self.experiment.sparsity) * self.experiment.largest_batch)
-        self.plan = replace(self.plan, flops_per_step=self.plan.flops_per_step - absent)
-        trainer = Trainer(self.experiment, self.plan, graph, stages, context, self.coordinate)
-        if _on_gpu():
-            torch.cuda.empty_cache()
-            torch.cuda.reset_peak_memory_stats()
-            cap_memory(self.plan, self.device)
-        between, events = list[BetweenSteps](), self.run_dir.events if self.is_main else None
-        if evaluated is not None:
-            programs = evaluation_programs(
-                self.plan, self.coordinate, evaluated, context, compile=compile, compact=stages.compact
-            )
-            further = {
-                name: Evaluator(trainer, evaluated, programs, held_out(each))
-                for name, each in self.experiment.held_out_sets.items()
-            }
-            held, metrics = held_out(self.experiment), self.experiment.metrics
-            between.append(Evaluator(trainer, evaluated, programs, held, metrics, further, events))
-        if trainer.sparse_weights is not None:
-            between.append(SparsityLog(trainer, self.run_dir.events))
-        if sampled:
-            between.append(Sampler(trainer, sampled, events))
-        return trainer, extras, between
-
     def _build_stages(
         self, context: StepContext, compile: bool, is_together: bool
     ) -> tuple[Graph, Graph | None, list[Graph], RankStages, CheckpointExtras]:
-        """Build the model and take this rank's stages out of it. The model is freed when this function returns.
-
-        `is_together` says that all ranks do so at the same time.
-        """
+        """Build the model, `is_together` with all ranks, and take this rank's stages out of it; then it is freed."""
         plan, experiment = self.plan, self.experiment
         with self._timed_phase("build"):
             model = build_model_of(self)
@@ -291,13 +282,19 @@ class TrainingWorker:
         with self._timed_phase("stage"):
             if plan.world > 1:
                 graphs = [graph, *([] if evaluated is None else [evaluated]), *sampled]
-                self._digests = _shared_digests(experiment.model.name, model, graphs, self.device, is_together)
+                name, tensors = experiment.model.name, held_tensors(model, graphs)
+                self._digests = digests(tensors, graphs)
+                if is_together and (taken := take_from_rank_0(name, self._digests, tensors, self.device)):
+                    print(f"Every rank has the values of rank 0 in what differed: {', '.join(taken)}.", flush=True)
             check_runnable(experiment, plan, captured)
+            extras = CheckpointExtras()
             if self.is_main:
                 check_numbers(experiment, plan, captured.graph, model)
                 write_tokenizer(experiment, self.run_dir)
-            names = experiment.data.class_names
-            extras = _checkpoint_extras(model, graph, names) if self.is_main else CheckpointExtras()
+                used = {name for block in graph.blocks for name in (*block.parameters, *block.buffers)}
+                described, persistent = describe_model(model, experiment.data.class_names)
+                unused = {name: each.detach().cpu() for name, each in persistent.items() if name not in used}
+                extras = CheckpointExtras(described, unused)
             compact = block_sparse_parameters(experiment, plan, self.coordinate, graph, self.device)
             code, autocast = self._code_to_run(graph), self.accelerator.autocast
             stages = build_stage(
@@ -308,8 +305,6 @@ class TrainingWorker:
     def _code_to_run(self, graph: Graph) -> Graph:
         """Return the graph that is trained, which a worker of another purpose may change."""
         return graph
-
-    # Training
 
     def _train_on(
         self,
@@ -327,7 +322,20 @@ class TrainingWorker:
             if trainer.spikes is not None and progress.spikes is not None:
                 trainer.spikes.load(progress.spikes)
             if self.is_main:
-                log_start(self.run_dir, self.experiment, self.plan, trainer.graph.parameter_count, resumed_from)
+                said = self.experiment.data.held_out_in_words(self.experiment)
+                log_event(
+                    self.run_dir.events,
+                    "start",
+                    devices=self.plan.world,
+                    world=self.plan.world,
+                    parameters=trainer.graph.parameter_count,
+                    flops_per_step=self.plan.flops_per_step,
+                    peak_flops=peak_flops(self.plan),
+                    tokens_per_step=self.experiment.tokens_per_step,
+                    samples_per_step=self.experiment.largest_batch,
+                    resumed_from=None if resumed_from is None else str(resumed_from),
+                    **({"held_out": said} if said else {}),
+                )
                 log_data_use(self.run_dir, self.experiment, progress)
                 if spike is not None:  # after the start, by which readers drop the steps that are repeated
                     log_event(self.run_dir.events, "spike", **spike)
@@ -359,6 +367,7 @@ class TrainingWorker:
             observation.run(step, log)
         try:
             begin("batch", step + 1)
+            # The host launches a step and goes on: the scalars of the step before are read when this one is launched.
             for batch, label_counts in self.samples.batches(trainer, progress.step):
                 arrived = Timestamp.now(self.device)
                 begin("step")
@@ -375,18 +384,24 @@ class TrainingWorker:
                         observation.run(step, log)
                 if (is_last := stop or asks_stop or step == steps) or asks_checkpoint or step % checkpoint_every == 0:
                     log.flush()
+                    state = None if spikes is None else spikes.state()
+                    read = self.samples
+                    reached = TrainingProgress(step, log.seconds, read.stream_state(step), read.skipped, state)
                     if self.experiment.checkpoints.keep:
                         begin("checkpoint")
-                        checkpoints.save(self._progress_at(step, log.seconds, trainer))
+                        checkpoints.save(reached)
                     if self.is_main:
-                        log_data_use(self.run_dir, self.experiment, self._progress_at(step, log.seconds, trainer))
+                        log_data_use(self.run_dir, self.experiment, reached)
                     log.restart_clock()
                 if is_last:
                     break
                 begin("batch", step + 1)
             else:
                 if step < steps:
-                    raise _ended_early(step, steps)
+                    raise DataError(
+                        f"The data ended after {step:,} of {steps:,} steps. Let the dataset return as many items as "
+                        "its __len__ says, and raise StopIteration nowhere but in an iterator."
+                    )
         except NonFiniteLoss as error:  # Every rank raises it at the same step, so that all can act together.
             begin("locating")
             checkpoints.wait()
@@ -398,30 +413,19 @@ class TrainingWorker:
         log_memory(self.run_dir, self.plan, self.coordinate, self._initial_rss)
         return TrainingProgress(step, log.seconds)
 
-    def _progress_at(self, step: int, seconds: float, trainer: Trainer) -> TrainingProgress:
-        spikes = None if trainer.spikes is None else trainer.spikes.state()
-        return TrainingProgress(step, seconds, self.samples.stream_state(step), self.samples.skipped, spikes)
-
-    def _on_stop_signal(self, *_: Any) -> None:
-        self._stop_requested = True
-
-    # Events
-
-    def _phase_event(self, name: str, seconds: float) -> None:
-        if self.is_main:
-            log_event(self.run_dir.events, "phase", name=name, seconds=seconds)
-
     @contextmanager
     def _timed_phase(self, name: str) -> Iterator[None]:
         started = time.perf_counter()
         yield
-        self._phase_event(name, time.perf_counter() - started)
+        if self.is_main:
+            log_event(self.run_dir.events, "phase", name=name, seconds=time.perf_counter() - started)
 
 
-def _user_code(run_dir: RunDir) -> dict[str, Any]:
-    """Return the user's objects that the launcher pickled, by the name of the part.
+def experiment_of(run_dir: RunDir) -> Experiment:
+    """Return the experiment of a run with the user's objects, which the launcher pickled.
 
-    Raises `PlanMismatch` if a function of them has other code here than where the run was launched.
+    Those of a module that can be imported were pickled by reference, so that an edit of its file since the launch would
+    train other code than was planned. Raises `PlanMismatch` where that has happened.
     """
     files = {name: run_dir.code / f"{name}.pkl" for name in USER_PARTS}
     code = {name: pickle.loads(file.read_bytes()) for name, file in files.items() if file.exists()}
@@ -432,25 +436,7 @@ def _user_code(run_dir: RunDir) -> dict[str, Any]:
                 f"The {part} is another than the one that was launched: {changed[0]} has other code in this "
                 "process. Undo the edit of that file, or launch the edited code: wb.launch(experiment)."
             )
-    return code
-
-
-def _shared_digests(
-    name: str, model: torch.nn.Module, graphs: Sequence[Graph], device: torch.device, is_together: bool
-) -> Digests:
-    """Return the digests of what a model holds; if all ranks have built it, take from rank 0 what differs."""
-    tensors = held_tensors(model, graphs)
-    found = digests(tensors, graphs)
-    if is_together and (taken := take_from_rank_0(name, found, tensors, device)):
-        print(f"Every rank has the values of rank 0 in what differed: {', '.join(taken)}.", flush=True)
-    return found
-
-
-def _ended_early(step: int, steps: int) -> DataError:
-    return DataError(
-        f"The data ended after {step:,} of {steps:,} steps. Let the dataset return as many items as its __len__ says, "
-        "and raise StopIteration nowhere but in an iterator."
-    )
+    return Experiment.from_json(read_record(run_dir.experiment), code)
 
 
 def build_model_of(worker: TrainingWorker) -> torch.nn.Module:
@@ -459,13 +445,6 @@ def build_model_of(worker: TrainingWorker) -> torch.nn.Module:
     if isinstance(model, Pretrained) and requested_checkpoint(worker.run_dir) is not None:
         build = partial(model.build, loads=False)
     return build_model(build, worker.plan.model_bytes, worker.device, worker.experiment.seed)
-
-
-def _checkpoint_extras(model: torch.nn.Module, graph: Graph, class_names: Sequence[str]) -> CheckpointExtras:
-    """Return the description of the model, and the tensors that no block uses, for the checkpoints of rank 0."""
-    used = {name for block in graph.blocks for name in (*block.parameters, *block.buffers)}
-    description, tensors = describe_model(model, class_names)
-    return CheckpointExtras(description, {name: t.detach().cpu() for name, t in tensors.items() if name not in used})
 
 
 def error_message(cause: BaseException, plan: Plan) -> str:
@@ -504,23 +483,6 @@ def report_rejected(run_dir: RunDir, path: Path, reason: str) -> None:
     """Log that a damaged checkpoint was passed over."""
     print(f"skipped a checkpoint: {reason}", flush=True)
     log_event(run_dir.events, "checkpoint_problem", step=step_of(path), path=str(path), message=reason)
-
-
-def log_start(run_dir: RunDir, experiment: Experiment, plan: Plan, parameters: int, resumed_from: Path | None) -> None:
-    """Log that the ranks are about to train, from the start or from a checkpoint."""
-    log_event(
-        run_dir.events,
-        "start",
-        devices=plan.world,
-        world=plan.world,
-        parameters=parameters,
-        flops_per_step=plan.flops_per_step,
-        peak_flops=peak_flops(plan),
-        tokens_per_step=experiment.tokens_per_step,
-        samples_per_step=experiment.largest_batch,
-        resumed_from=None if resumed_from is None else str(resumed_from),
-        **({"held_out": said} if (said := experiment.data.held_out_in_words(experiment)) else {}),
-    )
 
 
 def log_data_use(run_dir: RunDir, experiment: Experiment, progress: TrainingProgress) -> None:
