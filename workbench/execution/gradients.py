@@ -41,9 +41,9 @@ class GradientAccumulator:
         self,
         weights: Sequence[nn.Parameter],
         gradients: Sequence[torch.Tensor],
-        allocate: Callable[[Sequence[nn.Parameter]], None],
+        allocate: Callable[[Sequence[nn.Parameter]], None] | None = None,
     ) -> None:
-        """Add one gradient to each weight's `grad`; `allocate` creates `grad`, uninitialised, for weights without.
+        """Add one gradient to each weight's `grad`; `allocate` creates those that are missing, uninitialised.
 
         A weight whose `grad_dtype` is not its dtype takes the gradient as it is, because a step makes only one.
         """
@@ -54,7 +54,11 @@ class GradientAccumulator:
         new = [(weight, gradient) for weight, gradient in pairs if weight.grad is None]
         later = [(weight.grad, gradient) for weight, gradient in pairs if weight.grad is not None]
         if new:
-            allocate([weight for weight, _ in new])
+            if allocate is not None:
+                allocate([weight for weight, _ in new])
+            else:
+                for weight, _ in new:
+                    weight.grad = torch.empty_like(weight)
             # Between two dtypes this is twice as fast as `copy_` for each, but not in a list of several dtypes.
             for dtype in dict.fromkeys(gradient.dtype for _, gradient in new):
                 alike = [(weight.grad, gradient) for weight, gradient in new if gradient.dtype == dtype]

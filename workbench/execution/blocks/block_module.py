@@ -117,7 +117,11 @@ class BlockModule(nn.Module):
         if labels is not None:  # chosen now: when the block is recomputed, the context names another micro-batch
             run = cast(LabelledRows, run).for_labels(labels)
         if context.cuda_graphs is not None and self.is_capturable:
-            inputs = self._graph_inputs(seed, shared, (*values, *denominators))
+            if self._static is None:  # nothing replaces the parameters of a stage that uses CUDA graphs
+                attributes = [self.exclusive_parameters.get(name) for name in self.block.parameters]
+                owners = [None if attribute is None else getattr(self, attribute) for attribute in attributes]
+                self._static = self._read_weights(shared), owners, self._read_buffers()
+            inputs = BlockInputs(*self._static, (*values, *denominators), tuple(self._seeds(seed)))
             return context.cuda_graphs.forward(self.block.index, context.microbatch, run, inputs)
         arguments: tuple[Any, ...] = (run, seed, shared, *values, *denominators)
         if self.recompute == "none":
@@ -134,13 +138,6 @@ class BlockModule(nn.Module):
         device = self._context.device
         seeds = (torch.full((), number, dtype=torch.int64, device=device) for number in self._seeds(seed))
         return run(*self._read_weights(shared), *self._read_buffers(), *values, *seeds)
-
-    def _graph_inputs(self, seed: int | None, shared: Mapping[str, torch.Tensor], values: Values) -> BlockInputs:
-        if self._static is None:  # nothing replaces the parameters of a stage that uses CUDA graphs
-            attributes = [self.exclusive_parameters.get(name) for name in self.block.parameters]
-            owners = [None if attribute is None else getattr(self, attribute) for attribute in attributes]
-            self._static = self._read_weights(shared), owners, self._read_buffers()
-        return BlockInputs(*self._static, values, tuple(self._seeds(seed)))
 
     def _read_weights(self, shared: Mapping[str, torch.Tensor]) -> list[torch.Tensor]:
         own = {name: getattr(self, attribute) for name, attribute in self.exclusive_parameters.items()}
@@ -381,23 +378,15 @@ class GradientTransfer:
         def on_gradient(copy: torch.Tensor) -> None:
             this = transfer()
             assert this is not None
-            this._receive(copy)
+            if not this._arrived:  # autograd knows how many copies this backward will reach
+                this._expected = sum(map(torch._C._will_engine_execute_node, this._edges))
+            this._arrived.append(copy)
+            if len(this._arrived) == this._expected:
+                arrived, this._arrived = this._arrived, []
+                gradients = [each.grad for each in arrived if each.grad is not None]
+                this._accumulator.add([this._weights[each] for each in arrived], gradients)
+                for each in arrived:
+                    each.grad = None
 
         for copy in self._weights:
             copy.register_post_accumulate_grad_hook(on_gradient)
-
-    def _receive(self, copy: torch.Tensor) -> None:
-        if not self._arrived:  # autograd knows how many copies this backward will reach
-            self._expected = sum(map(torch._C._will_engine_execute_node, self._edges))
-        self._arrived.append(copy)
-        if len(self._arrived) == self._expected:
-            arrived, self._arrived = self._arrived, []
-            gradients = [copy.grad for copy in arrived if copy.grad is not None]
-            self._accumulator.add([self._weights[copy] for copy in arrived], gradients, _allocate)
-            for copy in arrived:
-                copy.grad = None
-
-
-def _allocate(weights: Sequence[nn.Parameter]) -> None:
-    for weight in weights:
-        weight.grad = torch.empty_like(weight)

@@ -106,7 +106,8 @@ class CudaGraphs:
         self.accumulator = GradientAccumulator(compiles=not self._is_disabled)
         self._forwards: dict[tuple[int, int], _BlockMicroBatch] = {}
         self._gradients: dict[int, BlockGradients] = {}
-        self._output_addresses: set[int] = set()
+        self.output_addresses: set[int] = set()
+        """Addresses of graphs' results, which are the same in every step."""
         self.anchor = torch.zeros((), device=device, requires_grad=True)
         """A tensor that makes autograd track a block with trained weights but no differentiable values."""
 
@@ -186,13 +187,9 @@ class CudaGraphs:
                     captured.graph.reset()
         self._forwards, self._gradients = {}, {}
 
-    def add_outputs(self, tensors: Sequence[OptionalTensor]) -> None:
-        """Remember the addresses of graphs' results, which are the same in every step."""
-        self._output_addresses.update(tensor.data_ptr() for tensor in tensors if tensor is not None)
-
     def is_output(self, tensor: torch.Tensor) -> bool:
         """Return True if a graph has made the tensor."""
-        return tensor.data_ptr() in self._output_addresses
+        return tensor.data_ptr() in self.output_addresses
 
 
 class _StaticTensor:
@@ -290,23 +287,23 @@ class _BlockMicroBatch:
         before = len(self._gradients.parameters)
 
         def launch() -> None:
-            inner = [None if value is None else self._input(value) for value in given]
+            inner: list[OptionalTensor] = []
+            for value in given:
+                if value is None or self._graphs.is_output(value):  # where an earlier graph has left it
+                    inner.append(None if value is None else value.detach())
+                else:  # new memory, which is filled before each replay
+                    options: dict[str, Any] = {"dtype": value.dtype, "device": value.device}
+                    inner.append(torch.empty_strided(value.shape, value.stride(), **options))
             numbers = [torch.empty((), dtype=torch.int64, device=self._graphs.device) for _ in seeds]
             launched.extend((inner, numbers, compute(inner, numbers)))
 
         graph = self._graphs.capture(launch)
         inner, numbers, results = launched
-        self._graphs.add_outputs(results)
+        self._graphs.output_addresses.update(result.data_ptr() for result in results if result is not None)
         new = [(parameter, parameter.grad) for parameter in self._gradients.parameters[before:]]
         captured = _CapturedGraph(graph, _static(inner), _static(numbers), _static(results), new)
         captured.replay(given, seeds)
         return captured, list(results)
-
-    def _input(self, value: torch.Tensor) -> torch.Tensor:
-        """Return the tensor that a graph reads: the result of an earlier graph, or new memory that is filled later."""
-        if self._graphs.is_output(value):
-            return value.detach()
-        return torch.empty_strided(value.shape, value.stride(), dtype=value.dtype, device=value.device)
 
     def _compute(
         self, run: Run, inputs: BlockInputs, values: Sequence[torch.Tensor], seeds: Sequence[torch.Tensor]

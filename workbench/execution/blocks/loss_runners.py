@@ -13,6 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 import torch
@@ -160,22 +161,19 @@ class _LabelledRowsRewriter(GraphRewriter):
         self._position = self.call(labelled_first, target, part.ignore_index)
         self._rows = self.call(first_rows, self._position, num_rows)
         self._labels = self.call(aten.index_select.default, target, 0, self._rows)
-        for name in part.reads:
-            self._selected[nodes[name]] = self._row_wise(nodes[name])
+        for node in (nodes[name] for name in part.reads):  # operations of the part, on two-dimensional operands
+            if node.name in part.views:
+                self._selected[node] = self._rows_of(node.all_input_nodes[0])
+                continue
+            copied = self.copy(node, partial(self._operand, node))
+            copied.meta = {key: value for key, value in node.meta.items() if key != "val"}
+            if node.target is MEAN:
+                copied.update_arg(1, [-1])
+            self._selected[node] = copied
         self.copies[nodes[part.loss]] = self._selected[nodes[part.loss]]
         for node in nodes.values():
             if node in after_loss:
                 self.copies[node] = self.copy(node)
-
-    def _row_wise(self, node: fx.Node) -> fx.Node:
-        """Copy an operation of the part so that it works on two-dimensional operands."""
-        if node.name in self._part.views:
-            return self._rows_of(node.all_input_nodes[0])
-        copied = self.copy(node, lambda source: self._operand(node, source))
-        copied.meta = {key: value for key, value in node.meta.items() if key != "val"}
-        if node.target is MEAN:
-            copied.update_arg(1, [-1])
-        return copied
 
     def _operand(self, node: fx.Node, source: fx.Node) -> fx.Node:
         if source.name in self._part.reads[node.name]:
@@ -269,7 +267,16 @@ class GatheredLoss:
             if len(collected) < self._parts:
                 return tuple(torch.zeros((), device=self._context.device) for _ in self._block.sends)
             pairs = list(zip(self._rows, zip(*collected, strict=True), strict=True))
-            whole = [self._gather(*pair) for pair in pairs]
+            whole = []  # of every replica; a collective
+            for rows, parts in pairs:
+                own = join_rows(rows, parts).contiguous()
+                if self._group.size() == 1:
+                    whole.append(own)
+                    continue
+                as_bytes = own.view(torch.uint8) if own.dtype == torch.bool else own  # which gloo does not gather
+                replicas = [torch.empty_like(as_bytes) for _ in range(self._group.size())]
+                dist.all_gather(replicas, as_bytes, group=self._group)
+                whole.append(join_rows(rows, [replica.view(own.dtype) for replica in replicas]))
             if not self._is_checked:
                 self._check([(rows, parts, value) for (rows, parts), value in zip(pairs, whole, strict=True)])
             if not self._trains:
@@ -284,16 +291,6 @@ class GatheredLoss:
     def _beside_scalars(self, loss: torch.Tensor) -> Values:
         """Return what the block computes: the loss and the scalars of the whole batch."""
         return (*self._scalars[: self._at], loss, *self._scalars[self._at :])
-
-    def _gather(self, rows: SampleDim, parts: Sequence[torch.Tensor]) -> torch.Tensor:
-        """Return a value of the whole batch, given the micro-batches of this replica; a collective."""
-        own = join_rows(rows, parts).contiguous()
-        if self._group.size() == 1:
-            return own
-        as_bytes = own.view(torch.uint8) if own.dtype == torch.bool else own  # which gloo does not gather
-        replicas = [torch.empty_like(as_bytes) for _ in range(self._group.size())]
-        dist.all_gather(replicas, as_bytes, group=self._group)
-        return join_rows(rows, [replica.view(own.dtype) for replica in replicas])
 
     def _check(self, gathered: Sequence[tuple[SampleDim, Sequence[torch.Tensor], torch.Tensor]]) -> None:
         """Raise `WorkbenchError` on every replica if a value was gathered in another order on one; a collective."""

@@ -88,21 +88,14 @@ def hashed_dropout(value: torch.Tensor, rate: float, seed: torch.Tensor, salt: i
     # Positions start at the salt: a compiler that saw two dropouts share their positions would store a mask.
     positions = torch.arange(salt, salt + value.numel(), dtype=torch.int32, device=value.device).view(value.shape)
     low, high = _int32(_GOLDEN * salt), _int32(_GOLDEN * (salt + _INT32_RANGE))
-    bits = _hash(positions, seed.to(torch.int32) ^ low, (seed >> 32).to(torch.int32) ^ high)
-    return torch.where(bits >= _int32(round(rate * (1 << 32)) - _INT32_RANGE), value, 0) / (1 - rate)
-
-
-def _hash(positions: torch.Tensor, first_key: torch.Tensor, second_key: torch.Tensor) -> torch.Tensor:
-    """Return signed 32-bit integers whose high bits are uniform.
-
-    The hash is `triple32` (Wellons, https://github.com/skeeto/hash-prospector): three rounds of shift and multiply. The
-    keys are mixed in before the first and before the second round. The final shift is left out because it does not
-    change the high bits. Products wrap around.
-    """
-    bits = positions ^ first_key
+    # The high bits of these signed integers are uniform. The hash is `triple32` (Wellons,
+    # https://github.com/skeeto/hash-prospector), three rounds of shift and multiply, with a key mixed in before each of
+    # the first two. Its final shift would not change the high bits. Products wrap around.
+    bits = positions ^ (seed.to(torch.int32) ^ low)
     bits = _xor_shift(bits, 17) * _int32(0xED5AD4BB)
-    bits = (_xor_shift(bits, 11) ^ second_key) * _int32(0xAC4C1B51)
-    return _xor_shift(bits, 15) * _int32(0x31848BAB)
+    bits = (_xor_shift(bits, 11) ^ ((seed >> 32).to(torch.int32) ^ high)) * _int32(0xAC4C1B51)
+    bits = _xor_shift(bits, 15) * _int32(0x31848BAB)
+    return torch.where(bits >= _int32(round(rate * (1 << 32)) - _INT32_RANGE), value, 0) / (1 - rate)
 
 
 def _xor_shift(bits: torch.Tensor, by: int) -> torch.Tensor:

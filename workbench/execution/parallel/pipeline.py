@@ -125,25 +125,6 @@ def _meta(spec: TensorSpec) -> torch.Tensor:
     return torch.empty(spec.shape, dtype=getattr(torch, spec.dtype), device="meta", requires_grad=spec.is_floating)
 
 
-def schedule_runtime(
-    name: str, stages: Sequence[PipeStage], num_microbatches: int
-) -> PipelineScheduleSingle | PipelineScheduleMulti:
-    """Return torch's schedule over this rank's stages, several if interleaved; the last stage's output is the loss.
-
-    Under 1F1B, stage s of p warms up with p - s forwards: the first gradient reaches it only after a micro-batch has
-    gone to the last stage and back. In the steady phase it runs one backward and one forward by turns, so that at most
-    p - s micro-batches hold activations, whatever their number (GPipe holds all). In the cool-down it runs the
-    backwards that are left. With equal stages, none waits in the steady phase.
-    """
-    schedule = SCHEDULES[name]
-    runtime: Any = pkgutil.resolve_name(schedule.runtime)
-    held = list(stages) if schedule.interleaves else stages[0]
-    built: PipelineScheduleSingle | PipelineScheduleMulti = runtime(
-        held, num_microbatches, loss_fn=lambda output, _target: output, scale_grads=False
-    )
-    return built
-
-
 class Schedules:
     """The schedules of one rank: one for each number of micro-batches that a step is divided into."""
 
@@ -152,13 +133,22 @@ class Schedules:
     ) -> None:
         """`stages` are those of the model in `pipe_stages`; `num_microbatches` is the plan's number."""
         self._name, self._pipe_stages, self._stages, self._planned = name, pipe_stages, stages, num_microbatches
-        self._built = {num_microbatches: schedule_runtime(name, pipe_stages, num_microbatches)}
+        self._built: dict[int, PipelineScheduleSingle | PipelineScheduleMulti] = {}
 
     @contextmanager
     def dividing_by(self, num_microbatches: int) -> Iterator[Any]:
         """Return the schedule of so many micro-batches, by which the stages divide the loss meanwhile."""
         if num_microbatches not in self._built:
-            self._built[num_microbatches] = schedule_runtime(self._name, self._pipe_stages, num_microbatches)
+            # Under 1F1B, stage s of p warms up with p - s forwards: the first gradient reaches it only after a
+            # micro-batch has gone to the last stage and back. In the steady phase it runs one backward and one forward
+            # by turns, so that at most p - s micro-batches hold activations, whatever their number (GPipe holds all).
+            # In the cool-down it runs the backwards that are left. With equal stages, none waits in the steady phase.
+            schedule = SCHEDULES[self._name]
+            held = list(self._pipe_stages) if schedule.interleaves else self._pipe_stages[0]
+            runtime: Any = pkgutil.resolve_name(schedule.runtime)
+            self._built[num_microbatches] = runtime(
+                held, num_microbatches, loss_fn=lambda output, _target: output, scale_grads=False
+            )
         for stage in self._stages:
             stage.num_microbatches = num_microbatches
         try:

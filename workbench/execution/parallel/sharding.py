@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import warnings
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 import torch
 import torch.distributed as dist
@@ -40,9 +40,8 @@ def distribute(stage: StageModule, mesh: DeviceMesh, zero: int, precision: str) 
     FSDP2 cannot shard stay replicated, and `workbench.execution.gradients` reduces their gradients.
     Weights may still be in the host's memory: FSDP2 moves those of a block when it shards them.
     """
-    if mesh.size() == 1 or not any(parameter.requires_grad for parameter in stage.parameters()):
-        return _move_to_device(stage, mesh)
-    if zero == 0:
+    is_divided = mesh.size() > 1 and any(parameter.requires_grad for parameter in stage.parameters())
+    if is_divided and zero == 0:
         with warnings.catch_warnings():  # torch 2.13 deprecates `broadcast_buffers` without a substitute
             warnings.simplefilter("ignore", FutureWarning)
             replica = DistributedDataParallel(
@@ -60,36 +59,34 @@ def distribute(stage: StageModule, mesh: DeviceMesh, zero: int, precision: str) 
             parameter.grad = None
         replica.reducer._rebuild_buckets()
         return replica
-    blocks = [block for block in stage.block_modules() if any(True for _ in block.parameters())]
-    policy = MixedPrecisionPolicy(
-        param_dtype=torch.bfloat16 if precision == "bf16" else None,
-        reduce_dtype=torch.float32 if precision == "bf16" else None,
-        cast_forward_inputs=False,
-    )
-    replicated = set(_unshardable(stage.parameters(recurse=False)))
-    for block in blocks:
-        replicated.update(_unshardable(block.parameters()))
-    for block in blocks:
-        fully_shard(block, mesh=mesh, reshard_after_forward=zero == 3, mp_policy=policy, ignored_params=replicated)
-        _reuse_activation_memory(block, block.parameters())
-    fully_shard(stage, mesh=mesh, reshard_after_forward=False, mp_policy=policy, ignored_params=replicated)
-    _reuse_activation_memory(stage, stage.parameters(recurse=False))
-    return _move_to_device(stage, mesh)
-
-
-def _move_to_device(stage: StageModule, mesh: DeviceMesh) -> StageModule:
-    """Move the parameters that FSDP2 has not moved."""
-    for parameter in stage.parameters():
+    if is_divided:
+        policy = MixedPrecisionPolicy(
+            param_dtype=torch.bfloat16 if precision == "bf16" else None,
+            reduce_dtype=torch.float32 if precision == "bf16" else None,
+            cast_forward_inputs=False,
+        )
+        # One group of parameters for each block that has any, and last one of those that blocks share. A group has one
+        # dtype, that of most of its bytes, and FSDP2 shards neither scalars nor empty tensors.
+        groups = [*(block for block in stage.block_modules() if any(True for _ in block.parameters())), stage]
+        replicated = set[nn.Parameter]()
+        for module in groups:
+            bytes_of: Counter[torch.dtype] = Counter()
+            for p in module.parameters(recurse=False):
+                bytes_of[p.dtype] += p.nbytes
+            for p in module.parameters(recurse=False):
+                if p.ndim == 0 or not p.numel() or p.dtype != bytes_of.most_common(1)[0][0]:
+                    replicated.add(p)
+        for module in groups:
+            reshards = zero == 3 and module is not stage
+            fully_shard(module, mesh=mesh, reshard_after_forward=reshards, mp_policy=policy, ignored_params=replicated)
+            sharded = [p for p in module.parameters(recurse=False) if isinstance(p, DTensor)]
+            if sharded and mesh.device_type == "cuda":
+                assert isinstance(module, FSDPModule)
+                module.set_custom_reduce_scatter(_ReduceScatterToActivationMemory(sharded))
+    for parameter in stage.parameters():  # those that FSDP2 has not moved
         if parameter.device.type != mesh.device_type:
             parameter.data = parameter.data.to(mesh.device_type)
     return stage
-
-
-def _reuse_activation_memory(module: nn.Module, parameters: Iterable[nn.Parameter]) -> None:
-    sharded = [parameter for parameter in parameters if isinstance(parameter, DTensor)]
-    if sharded and sharded[0].device_mesh.device_type == "cuda":
-        assert isinstance(module, FSDPModule)
-        module.set_custom_reduce_scatter(_ReduceScatterToActivationMemory(sharded))
 
 
 class _ReduceScatterToActivationMemory(DefaultReduceScatter):
@@ -110,18 +107,6 @@ class _ReduceScatterToActivationMemory(DefaultReduceScatter):
         stream = torch.cuda.default_stream(device) if stays else torch.cuda.current_stream(device)
         with torch.cuda.stream(stream):
             return torch.empty(*size, dtype=dtype, device=device)
-
-
-def _unshardable(parameters: Iterable[nn.Parameter]) -> list[nn.Parameter]:
-    """Return those of one FSDP2 group that it cannot shard: scalars, empty ones, and all but the most common dtype.
-
-    The most common one is that of most bytes.
-    """
-    group = list(parameters)
-    bytes_of: Counter[torch.dtype] = Counter()
-    for parameter in group:
-        bytes_of[parameter.dtype] += parameter.nbytes
-    return [p for p in group if p.ndim == 0 or not p.numel() or p.dtype != bytes_of.most_common(1)[0][0]]
 
 
 def end_forward_only(stage: StageModule) -> None:
@@ -270,8 +255,32 @@ class ReplicaExchange:
     def from_owners(self, owned: Owned, whole: Mapping[str, torch.Tensor]) -> Arriving:
         mine = owned[self.rank]
         if not any(self._is_divided(name) for names in owned for name in names):
-            return self._all_gather(owned, whole)
-        outgoing = [[self._shard(name, whole[name], rank) for name in mine] for rank in range(self.ranks)]
+            # An all-gather, in which all ranks send as much as the one that owns most
+            sizes = [[self._shapes[name].numel() for name in names] for names in owned]
+            sending = self._nothing.new_empty(max(map(sum, sizes)))
+            torch.cat([whole[name].flatten() for name in mine] or [self._nothing], out=sending[: sum(sizes[self.rank])])
+            group = self._group.group_name
+            gathering = torch.ops._c10d_functional.all_gather_into_tensor(sending, self.ranks, group)
+
+            def gathered() -> dict[str, torch.Tensor]:
+                arrived = torch.ops._c10d_functional.wait_tensor(gathering).view(self.ranks, -1)
+                return {
+                    name: piece.view(self._shapes[name])
+                    for names, each, a in zip(owned, sizes, arrived, strict=True)
+                    for name, piece in zip(names, a[: sum(each)].split(each), strict=True)
+                }
+
+            return gathered
+        outgoing = []
+        for rank in range(self.ranks):
+            data, tensor = divmod(rank, self._here.tensor)
+            shards = []
+            for name in mine:
+                sharding = self._shardings.get(name)
+                shard = whole[name] if sharding is None else take_shard(whole[name], sharding, tensor)
+                chunk = -(-shard.shape[0] // self._here.data)
+                shards.append(shard[data * chunk : (data + 1) * chunk] if name in self._rows else shard)
+            outgoing.append(shards)
         counts = [[self._shard_shape(name, self.rank).numel() for name in names] for names in owned]
         arriving = self._all_to_all(outgoing, counts)
 
@@ -306,15 +315,6 @@ class ReplicaExchange:
             shape[0] = max(0, min((data + 1) * chunk, shape[0]) - data * chunk)
         return torch.Size(shape)
 
-    def _shard(self, name: str, whole: torch.Tensor, rank: int) -> torch.Tensor:
-        sharding = self._shardings.get(name)
-        data, tensor = divmod(rank, self._here.tensor)
-        mine = whole if sharding is None else take_shard(whole, sharding, tensor)
-        if name not in self._rows:
-            return mine
-        chunk = -(-mine.shape[0] // self._here.data)
-        return mine[data * chunk : (data + 1) * chunk]
-
     def _whole(self, name: str, pieces: Mapping[int, torch.Tensor]) -> torch.Tensor:
         """Return a matrix of flat shards by rank, which are all that make it whole."""
         shaped = {rank: piece.view(self._shard_shape(name, rank)) for rank, piece in pieces.items()}
@@ -348,26 +348,5 @@ class ReplicaExchange:
         def wait(_alive: torch.Tensor = sending) -> list[list[torch.Tensor]]:
             work.wait()
             return [list(a.split(list(each))) for a, each in zip(arrived.split(received), counts, strict=True)]
-
-        return wait
-
-    def _all_gather(self, owned: Owned, whole: Mapping[str, torch.Tensor]) -> Arriving:
-        """Start to send every rank the matrices that this rank owns; all ranks send as much as the one with most."""
-        counts = [[self._shapes[name].numel() for name in names] for names in owned]
-        sending = self._nothing.new_empty(max(map(sum, counts)))
-        torch.cat(
-            [whole[name].flatten() for name in owned[self.rank]] or [self._nothing],
-            out=sending[: sum(counts[self.rank])],
-        )
-        name = self._group.group_name
-        arriving = torch.ops._c10d_functional.all_gather_into_tensor(sending, self.ranks, name)
-
-        def wait() -> dict[str, torch.Tensor]:
-            arrived = torch.ops._c10d_functional.wait_tensor(arriving).view(self.ranks, -1)
-            return {
-                name: piece.view(self._shapes[name])
-                for names, each, a in zip(owned, counts, arrived, strict=True)
-                for name, piece in zip(names, a[: sum(each)].split(each), strict=True)
-            }
 
         return wait
