@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from workbench.capture.operations import ATTENTION
-from workbench.execution.bisection_worker import Tracer
+from workbench.execution.examining_worker import Tracer
 from workbench.execution.trainer import Trainer
 from workbench.execution.worker import main
 

@@ -231,7 +231,28 @@ class Propagation:
     def run(self) -> BlockSharding:
         """Return the sharding of the block; raises `DeadEnd` with the columns to give up."""
         for node in self._block.code.graph.nodes:
-            self._visit(node)
+            held = [source for source in node.all_input_nodes if source in self._layouts or source in self.items]
+            if not held:
+                if node in self._columns:
+                    self._column(node)
+            elif LOGS in node.meta:
+                for source in held:
+                    if source not in self._layouts:
+                        raise self.items[source][0].dead_end()
+                    self._whole[node, source] = self._layouts[source].sharding
+            elif node.op == "output":
+                names = dict(zip(node.args[0], self._block.sends, strict=True))
+                for source in held:  # what forward returns is gathered; what a later block reads must be whole
+                    if names[source] not in self._block.returned:
+                        raise (self._layouts.get(source) or self.items[source][0]).dead_end()
+            elif (rule := _RULES.get(op_name(node))) is None:
+                raise DeadEnd(self.columns_of(held))
+            elif isinstance(result := rule(self, node), Layout):
+                self._layouts[node] = result
+            elif result is not None:
+                self.items[node] = result
+
+        # Every reader of a sharded weight must have followed its shard, but for logged scalars, which read it whole.
         for weight, (sharding, users, columns) in self._weights.items():
             others = [user for user in weight.users if user not in users]
             if any(LOGS not in user.meta for user in others):
@@ -262,34 +283,6 @@ class Propagation:
             backward_elements=tuple(math.prod(shape_of(source)) for source in readers),
             random=bool(sharded),
         )
-
-    def _visit(self, node: fx.Node) -> None:
-        sharded = [source for source in node.all_input_nodes if source in self._layouts or source in self.items]
-        if not sharded:
-            if node in self._columns:
-                self._column(node)
-            return
-        if LOGS in node.meta:
-            for source in sharded:
-                if source not in self._layouts:
-                    raise self.items[source][0].dead_end()
-                self._whole[node, source] = self._layouts[source].sharding
-            return
-        if node.op == "output":
-            sent: Any = node.args[0]
-            names = dict(zip(sent, self._block.sends, strict=True))
-            for source in sharded:  # what forward returns is gathered; what a later block reads must be whole
-                if names[source] not in self._block.returned:
-                    raise (self._layouts.get(source) or self.items[source][0]).dead_end()
-            return
-        rule = _RULES.get(op_name(node))
-        if rule is None:
-            raise DeadEnd(self.columns_of(sharded))
-        result = rule(self, node)
-        if isinstance(result, Layout):
-            self._layouts[node] = result
-        elif result is not None:
-            self.items[node] = result
 
     # Columns, where a sharded dim begins, and rows, where it ends
 

@@ -286,7 +286,13 @@ class _Chain:
         ready = runners(graph, codes, device, request.compiled, "none")
         blocks = [graph.blocks[index] for index in chain]
         uses = Counter(name for block in blocks for name in block.parameters)
-        self._parameters = {name: _parameter(graph.parameters[name], name not in graph.frozen, device) for name in uses}
+        self._parameters: dict[str, nn.Parameter] = {}
+        for name in uses:
+            spec = graph.parameters[name]
+            value = torch.empty(spec.shape, dtype=getattr(torch, spec.dtype), device=device).normal_(0, 0.02)
+            self._parameters[name] = nn.Parameter(value, requires_grad=name not in graph.frozen)
+            if name not in graph.frozen:
+                self._parameters[name].grad = torch.zeros_like(value)  # accumulated from the second micro-batch on
         if request.compiled:
             for parameter in self._parameters.values():
                 torch._dynamo.mark_static_address(parameter, guard=False)
@@ -368,10 +374,12 @@ class _Chain:
                 position += 1
                 values |= dict(zip(block.sends, last_of[variant], strict=True))
             else:
-                passed = _passed_on(
-                    [value for name, value in values.items() if name in block.receives], last_of[variant]
-                )
-                values |= dict(zip(block.sends, passed, strict=True))
+                # In place of each value, the last unused one of those received that looks the same, or else itself
+                unused = [value for name, value in values.items() if name in block.receives]
+                for name, value in zip(block.sends, last_of[variant], strict=True):
+                    look = (value.shape, value.dtype, value.requires_grad)
+                    alike = [at for at, v in enumerate(unused) if (v.shape, v.dtype, v.requires_grad) == look]
+                    values[name] = unused.pop(alike[-1]) if alike else value
             for name in finished:
                 del values[name]
             if module is not None:
@@ -381,30 +389,8 @@ class _Chain:
         return values
 
 
-def _passed_on(received: Sequence[torch.Tensor], sent: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-    """Return, for each tensor of `sent`, the last unused one of `received` that looks the same, or else itself."""
-
-    def look(value: torch.Tensor) -> tuple[object, ...]:
-        return value.shape, value.dtype, value.requires_grad
-
-    unused = list(received)
-    passed = []
-    for value in sent:
-        alike = [index for index, other in enumerate(unused) if look(other) == look(value)]
-        passed.append(unused.pop(alike[-1]) if alike else value)
-    return passed
-
-
 def _bounded(value: torch.Tensor, log: _Log, position: int) -> torch.Tensor:
     return _Boundary.apply(value, log, position) if value.requires_grad else value
-
-
-def _parameter(spec: TensorSpec, trained: bool, device: torch.device) -> nn.Parameter:
-    value = torch.empty(spec.shape, dtype=getattr(torch, spec.dtype), device=device).normal_(0, 0.02)
-    parameter = nn.Parameter(value, requires_grad=trained)
-    if trained:
-        parameter.grad = torch.zeros_like(value)  # gradients accumulate from the second micro-batch on
-    return parameter
 
 
 def _buffer(spec: TensorSpec, device: torch.device) -> torch.Tensor:
@@ -503,7 +489,15 @@ def main() -> None:
         seconds[phase] = round(time.time() - begun, 2)
 
     note("imported")
-    device = _device(number)
+    device = torch.device("cpu")
+    if torch.cuda.is_available():  # probes are spread over the GPUs
+        device = torch.device("cuda", number % torch.cuda.device_count())
+        torch.cuda.set_device(device)
+        # CUDA starts while the compiler is imported, because each takes a second or more.
+        starting = threading.Thread(target=torch.cuda.synchronize)
+        starting.start()
+        prepare_compiler()
+        starting.join()
     request: ProbeRequest = pickle.loads(_wait_for_file(folder / REQUEST).read_bytes())
     note("asked")
     if request.deterministic:
@@ -538,22 +532,6 @@ def main() -> None:
     blocks = [vars(measurement) for measurement in probe.measure()]
     note("measured")
     write_json(folder / f"{number}{RESULT}", {"blocks": blocks, "seconds": seconds})
-
-
-def _device(number: int) -> torch.device:
-    """Return the probe's device; probes are spread over the GPUs.
-
-    CUDA starts while the compiler is imported, because each takes a second or more.
-    """
-    if not torch.cuda.is_available():
-        return torch.device("cpu")
-    device = torch.device("cuda", number % torch.cuda.device_count())
-    torch.cuda.set_device(device)
-    starting = threading.Thread(target=torch.cuda.synchronize)
-    starting.start()
-    prepare_compiler()
-    starting.join()
-    return device
 
 
 def _wait_for_file(file: Path) -> Path:

@@ -260,9 +260,43 @@ def waits(found: Mapping[int, RankOperations]) -> list[Wait]:
             for rank in group[1]
             if rank in found
         }
-        if (wait := _collective(word, group[1], told)) is not None:
-            result.append(wait)
-    return [*result, *(wait for rank in found for wait in _pairs(rank, found, words))]
+
+        # The earliest collective that has not ended on one of the ranks
+        open_ones = [operation.number for each in told.values() for operation in each if not operation.ended]
+        if not open_ones:
+            continue
+        number = min(open_ones)
+        inside = {rank: one for rank, each in told.items() for one in each[::-1] if one.number == number}
+        waiting = tuple(sorted(rank for rank, one in inside.items() if not one.ended))
+        latest = {rank: max((one.number for one in each), default=0) for rank, each in told.items()}
+        first = inside[waiting[0]]
+        result.append(
+            Wait(
+                first,
+                word,
+                group[1],
+                waiting,
+                missing=tuple(rank for rank in sorted(latest) if latest[rank] < number),
+                unknown=tuple(rank for rank in group[1] if rank not in told),
+                others=tuple((rank, inside[rank]) for rank in sorted(inside) if not _agree(inside[rank], first)),
+            )
+        )
+
+    # The first sends and receives of each rank that have not ended and that the other side has not entered
+    for rank, answer in found.items():
+        first_of: dict[Group, int] = {}
+        for one in answer.operations:
+            if one.peer is None or one.ended or first_of.setdefault(one.group, one.number) != one.number:
+                continue  # later ones wait for the first
+            has_told = one.peer in found
+            entered = has_told and any(
+                (other.group, other.peer, other.name, other.ended) == (one.group, rank, _OTHER_SIDE[one.name], False)
+                for other in found[one.peer].operations
+            )
+            if not entered:
+                missing, unknown = ((one.peer,), ()) if has_told else ((), (one.peer,))
+                result.append(Wait(one, words.get(one.group, ""), one.group[1], (rank,), missing, unknown))
+    return result
 
 
 def awaited(found: Sequence[Wait]) -> set[int]:
@@ -271,48 +305,10 @@ def awaited(found: Sequence[Wait]) -> set[int]:
     return {rank for wait in found for rank in wait.missing} - blocked
 
 
-def _collective(words: str, ranks: tuple[int, ...], told: Mapping[int, list[Operation]]) -> Wait | None:
-    """Return what the ranks of a group wait in: the earliest collective that has not ended on one of them."""
-    open_ones = [operation.number for operations in told.values() for operation in operations if not operation.ended]
-    if not open_ones:
-        return None
-    number = min(open_ones)
-    inside = {rank: one for rank, operations in told.items() for one in operations[::-1] if one.number == number}
-    waiting = tuple(sorted(rank for rank, one in inside.items() if not one.ended))
-    latest = {rank: max((one.number for one in operations), default=0) for rank, operations in told.items()}
-    first = inside[waiting[0]]
-    differing = [(rank, inside[rank]) for rank in sorted(inside) if _must_agree(inside[rank]) != _must_agree(first)]
-    return Wait(
-        first,
-        words,
-        ranks,
-        waiting,
-        missing=tuple(rank for rank in sorted(latest) if latest[rank] < number),
-        unknown=tuple(rank for rank in ranks if rank not in told),
-        others=tuple(differing),
-    )
-
-
-def _must_agree(operation: Operation) -> tuple[str, str]:
-    """Return what all ranks must give alike: the operation, and of some the sizes."""
-    has_equal_sizes = operation.name in ("all-reduce", "all-gather", "reduce-scatter", "broadcast")
-    return operation.name, operation.sizes if has_equal_sizes else ""
-
-
-def _pairs(rank: int, found: Mapping[int, RankOperations], words: Mapping[Group, str]) -> Iterator[Wait]:
-    """Yield the first sends and receives of a rank that have not ended and that the other side has not entered."""
-    first: dict[Group, int] = {}
-    for one in found[rank].operations:
-        if one.peer is None or one.ended or first.setdefault(one.group, one.number) != one.number:
-            continue  # later ones wait for the first
-        has_told = one.peer in found
-        entered = has_told and any(
-            (other.group, other.peer, other.name, other.ended) == (one.group, rank, _OTHER_SIDE[one.name], False)
-            for other in found[one.peer].operations
-        )
-        if not entered:
-            missing, unknown = ((one.peer,), ()) if has_told else ((), (one.peer,))
-            yield Wait(one, words.get(one.group, ""), one.group[1], (rank,), missing, unknown)
+def _agree(one: Operation, other: Operation) -> bool:
+    """Return True if two ranks are in the same operation, over the same sizes where all ranks must give equal ones."""
+    has_equal_sizes = one.name in ("all-reduce", "all-gather", "reduce-scatter", "broadcast")
+    return one.name == other.name and (one.sizes == other.sizes or not has_equal_sizes)
 
 
 def _sizes(entry: Mapping[str, Any]) -> str:

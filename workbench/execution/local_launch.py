@@ -91,37 +91,33 @@ class LoopbackRendezvous(StaticTCPRendezvous):
 
 
 def main(arguments: list[str]) -> None:
-    """Run `accelerate launch`, with the store and gloo on the loopback interface."""
+    """Run `accelerate launch`, with the store and gloo on the loopback interface.
+
+    Ranks on CPUs are forked from this process, which imports what each of them needs. Of several ranks, torchrun does
+    that, whose options `--run-path` and `--start-method` Accelerate's parser does not know but hands on. One rank is
+    started by a function of Accelerate's launcher, which is replaced.
+    """
     if interface := loopback_interface():
         os.environ.setdefault("GLOO_SOCKET_IFNAME", interface)
     rendezvous_handler_registry.register(BACKEND, LoopbackRendezvous)
     run.logger.setLevel(logging.ERROR)  # it warns that the address it was given has no use
     parsed = launch.launch_command_parser().parse_args(["--rdzv_backend", BACKEND, *arguments])
     if os.environ.get("ACCELERATE_USE_CPU") == "true":
-        _fork_ranks(parsed)
+        from workbench.execution.build import preload
+        from workbench.rundir import RunDir, read_object
+
+        rank = (str(os.getpid()), parsed.training_script, *parsed.training_script_args)
+        importlib.import_module(parsed.training_script)
+        preload(read_object(RunDir(Path(*parsed.training_script_args)).experiment))
+        gc.freeze()  # otherwise each rank's first collection would copy the pages of every object that it shares
+        atexit.register(gc.unfreeze)  # otherwise a launcher that fails would say that these objects leak
+        parsed.module, parsed.run_path, parsed.start_method = False, True, "fork"
+        parsed.training_script, parsed.training_script_args = __file__, [FORKED, *rank]
+        launch.simple_launcher = _fork_one
+        context = torch.multiprocessing
+        context.start_processes = _reporting(context.start_processes)  # type: ignore[attr-defined]  # exported implicitly
     gc.enable()
     launch.launch_command(parsed)
-
-
-def _fork_ranks(parsed: argparse.Namespace) -> None:
-    """Import what each rank needs, and make Accelerate fork the ranks from this process.
-
-    Of several ranks, torchrun does that, whose options `--run-path` and `--start-method` Accelerate's parser does not
-    know but hands on. One rank is started by a function of Accelerate's launcher, which is replaced.
-    """
-    from workbench.execution.build import preload
-    from workbench.rundir import RunDir, read_object
-
-    rank = (str(os.getpid()), parsed.training_script, *parsed.training_script_args)
-    importlib.import_module(parsed.training_script)
-    preload(read_object(RunDir(Path(*parsed.training_script_args)).experiment))
-    gc.freeze()  # otherwise each rank's first collection would copy the pages of every object that it shares
-    atexit.register(gc.unfreeze)  # otherwise a launcher that fails would say that these objects leak
-    parsed.module, parsed.run_path, parsed.start_method = False, True, "fork"
-    parsed.training_script, parsed.training_script_args = __file__, [FORKED, *rank]
-    launch.simple_launcher = _fork_one
-    context = torch.multiprocessing
-    context.start_processes = _reporting(context.start_processes)  # type: ignore[attr-defined]  # exported implicitly
 
 
 def _reporting(start: Callable[..., Any]) -> Callable[..., Any]:

@@ -3,7 +3,7 @@
 Both launch ranks in a run directory of their own, wait for the answer, and remove the directory. An evaluation loads a
 checkpoint under its own plan, in a folder in `evaluations/` of the run; the result becomes an event of the run. A
 bisection trains some steps under each plan, and one more process compares the numbers
-(`workbench.execution.bisection_worker`).
+(`workbench.execution.examining_worker`).
 """
 
 from __future__ import annotations
@@ -73,7 +73,7 @@ def evaluate(run: RunDir, data: Any, step: int | None) -> EvaluationResult:
         second = data is not None and own is not None and own.is_user_defined
         provenance = {"accepted_changed_data": True} if second else {}
         attempt = Attempt(experiment, plan, directory, resume=checkpoint, code=code, provenance=provenance)
-        child = start_attempt(attempt, progress=False, worker=processes.EVALUATOR)
+        child = start_attempt(attempt, progress=False, worker=processes.EXAMINER)
         event = _result_event(child, checkpoint)
     finally:
         shutil.rmtree(directory, ignore_errors=True)
@@ -387,15 +387,15 @@ def compared(
     settings: dict[str, Any] = {"steps": steps, "without_dropout": not draws_alike}
     started: list[RunDir] = []
     with _folder() as folder:
-        for index, (plan, worker) in enumerate(zip(plans, workers or [processes.BISECTOR] * len(plans), strict=True)):
+        for index, (plan, worker) in enumerate(zip(plans, workers or [processes.EXAMINER] * len(plans), strict=True)):
             attempt = Attempt(experiment, plan, folder / f"plan-{index}", provenance={"bisection": settings})
             started.append(start_attempt(attempt, worker=worker))
             wait_for_child(started[-1])  # the next ranks are forked from a process that has imported what they need
         settings = {**settings, "traces": [str(run.path) for run in started]}
-        from workbench.execution.bisection_worker import RESULT, on_one_device
+        from workbench.execution.examining_worker import RESULT, on_one_device
 
         attempt = Attempt(experiment, on_one_device(plans[0]), folder / "reference", provenance={"bisection": settings})
-        started.append(start_attempt(attempt, worker=processes.BISECTOR))
+        started.append(start_attempt(attempt, worker=processes.EXAMINER))
         wait_for_child(started[-1])
         found = read_record(started[-1].path / RESULT)
     return list(found["plans"]), str(found["reference"]), not draws_alike

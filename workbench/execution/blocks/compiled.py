@@ -154,25 +154,42 @@ class FuseBackward(CustomGraphPass):
     """
 
     def __call__(self, graph: fx.Graph) -> None:
-        for target in _VIEWS:
-            for view in graph.find_nodes(op="call_function", target=target):
-                made = view.args[0]
-                if _is_pointwise(made) and set(made.users) == {view} and _is_multiplied(view):
-                    _compute_in_its_shape(made, view)
+        for view in (node for target in _VIEWS for node in graph.find_nodes(op="call_function", target=target)):
+            # An elementwise result on a GPU with more than two dims of known sizes, contiguous in memory
+            made = view.args[0]
+            value = made.meta.get("val")
+            if torch.Tag.pointwise not in getattr(made.target, "tags", ()) or not isinstance(value, torch.Tensor):
+                continue
+            is_known = all(isinstance(size, int) for size in value.shape)
+            if not (is_known and value.device.type == "cuda" and value.dim() > 2 and value.is_contiguous()):
+                continue
+            if set(made.users) != {view} or not _is_multiplied(view):
+                continue
+            with graph.inserting_after(made):
+                stored = graph.call_function(force_stride_order, (made, list(value.stride())))
+            stored.meta = dict(made.meta)
+            view.replace_input_with(made, stored)
+
+            # Sums over all of its rows become sums over each sample's and one over the samples, unless that would leave
+            # a GPU with too little to do, or partial sums were rounded.
+            if value.shape[-1:] != view.meta["val"].shape[1:] or value.shape[0] * value.shape[-1] < FEWEST_SUMS:
+                continue
+            for total in [user for user in view.users if user.target is _ATEN.sum.dim_IntList]:
+                if list(total.args[1]) != [0] or total.meta["val"].dtype != torch.float32:
+                    continue
+                inner = list(range(1, value.dim() - 1))
+                with graph.inserting_before(total):
+                    by_sample = graph.call_function(_ATEN.sum.dim_IntList, (stored, inner), total.kwargs)
+                    by_sample.meta = {"val": _ATEN.sum.dim_IntList(value, inner, **total.kwargs)}
+                    again = graph.call_function(_ATEN.sum.dim_IntList, (by_sample, *total.args[1:]), total.kwargs)
+                again.meta = dict(total.meta)
+                total.replace_all_uses_with(again)
+                graph.erase_node(total)
         graph.lint()
 
     def uuid(self) -> Any:
         """Return a part of the key under which Inductor caches compiled code."""
         return get_hash_for_files((__file__,))
-
-
-def _is_pointwise(node: fx.Node) -> bool:
-    """Return True for an elementwise result on a GPU with more than two dims of known sizes, contiguous in memory."""
-    value = node.meta.get("val")
-    if torch.Tag.pointwise not in getattr(node.target, "tags", ()) or not isinstance(value, torch.Tensor):
-        return False
-    is_known = all(isinstance(size, int) for size in value.shape)
-    return is_known and value.device.type == "cuda" and value.dim() > 2 and value.is_contiguous()
 
 
 def _is_multiplied(node: fx.Node) -> bool:
@@ -181,38 +198,6 @@ def _is_multiplied(node: fx.Node) -> bool:
         user.target in _PRODUCTS or (user.target is _ATEN.permute.default and _is_multiplied(user))
         for user in node.users
     )
-
-
-def _compute_in_its_shape(made: fx.Node, view: fx.Node) -> None:
-    graph, value = view.graph, made.meta["val"]
-    with graph.inserting_after(made):
-        stored = graph.call_function(force_stride_order, (made, list(value.stride())))
-    stored.meta = dict(made.meta)
-    view.replace_input_with(made, stored)
-    sums = value.shape[0] * value.shape[-1]
-    if value.shape[-1:] == view.meta["val"].shape[1:] and sums >= FEWEST_SUMS:
-        for user in list(view.users):
-            if _is_sum_over_rows(user):
-                _sum_by_sample(user, stored)
-
-
-def _is_sum_over_rows(node: fx.Node) -> bool:
-    """Return True for a sum over the first dim whose partial sums are not rounded."""
-    is_sum = node.target is _ATEN.sum.dim_IntList
-    return is_sum and list(node.args[1]) == [0] and node.meta["val"].dtype == torch.float32  # type: ignore[arg-type]
-
-
-def _sum_by_sample(total: fx.Node, rows: fx.Node) -> None:
-    """Replace a sum over all rows by a sum over each sample's and one over the samples."""
-    graph, value = total.graph, rows.meta["val"]
-    with graph.inserting_before(total):
-        inner = (rows, list(range(1, value.dim() - 1)))
-        by_sample = graph.call_function(_ATEN.sum.dim_IntList, inner, total.kwargs)
-        by_sample.meta = {"val": _ATEN.sum.dim_IntList(value, inner[1], **total.kwargs)}
-        again = graph.call_function(_ATEN.sum.dim_IntList, (by_sample, *total.args[1:]), total.kwargs)
-    again.meta = dict(total.meta)
-    total.replace_all_uses_with(again)
-    graph.erase_node(total)
 
 
 # GELU as GPT-2 and models after it write it out (`gelu_new` in Hugging Face's library), in elementary operations:
@@ -232,9 +217,8 @@ def use_gelu(code: fx.GraphModule) -> fx.GraphModule:
     if not code.graph.find_nodes(op="call_function", target=_ATEN.tanh.default):
         return code
     rewritten = fx.GraphModule(code, copy.deepcopy(code.graph))
-    replaced = replace_pattern_with_filters(
-        rewritten, _written_out, _one_operation, match_filters=[_only_products_read]
-    )
+    filters = [lambda match, _, __: _is_read_by_products(match.returning_nodes[0])]
+    replaced = replace_pattern_with_filters(rewritten, _written_out, _one_operation, match_filters=filters)
     for [gelu] in (one.replacements for one in replaced):
         gelu.meta = dict(gelu.all_input_nodes[0].meta)
     return rewritten
@@ -248,11 +232,6 @@ def _written_out(value: Any) -> Any:
 
 def _one_operation(value: Any) -> Any:
     return _ATEN.gelu.default(value, approximate="tanh")
-
-
-def _only_products_read(match: Any, _: fx.Graph, __: fx.Graph) -> bool:
-    [result] = match.returning_nodes
-    return _is_read_by_products(result)
 
 
 def _is_read_by_products(node: fx.Node) -> bool:

@@ -174,7 +174,23 @@ def export_checkpoint(checkpoint: Path, to: Path) -> tuple[Path, ...]:
     if to.exists() and (not to.is_dir() or any(to.glob("*.safetensors"))):
         raise CheckpointError(f"{to} holds a model already. Export into another folder.")
     model, before = read_json(checkpoint / MODEL), set(to.iterdir()) if to.is_dir() else None
-    tensors, tokenizer = _read_tensors(checkpoint, model["persistent"]), RunDir(checkpoint.parent.parent).tokenizer
+
+    # Whole tensors in the host's memory: the averages of weights, where there are any
+    reader = GuardedReader(checkpoint)
+    index = reader.read_metadata().state_dict_metadata
+    read: dict[str, torch.Tensor] = {}
+    keys = {n: f"average.{n}" if f"average.{n}" in index else f"model.{n}" for n in model["persistent"]}
+    for name, key in keys.items():
+        entry = index.get(key)
+        if not isinstance(entry, TensorStorageMetadata):
+            raise CheckpointError(f"{checkpoint} lacks the tensor {name} of its model. Export another checkpoint.")
+        read[key] = torch.empty(entry.size, dtype=entry.properties.dtype)
+    with warnings.catch_warnings(action="ignore"):  # torch warns that no process group exists.
+        dcp_load(read, storage_reader=reader, no_dist=True)
+    tensors = {name: read[key] for name, key in keys.items()}
+
+    # The files; those of an export that fails are deleted.
+    tokenizer = RunDir(checkpoint.parent.parent).tokenizer
     try:
         to.mkdir(parents=True, exist_ok=True)
         save_torch_state_dict(tensors, to, max_shard_size=FILE_BYTES)
@@ -196,19 +212,3 @@ def export_checkpoint(checkpoint: Path, to: Path) -> tuple[Path, ...]:
         why, remedy = (error.strerror, remedy_for(error)) if isinstance(error, OSError) else (str(error), _ROOM)
         raise CheckpointError(f"The model cannot be written to {to}: {why}. {remedy}") from None
     return tuple(sorted(set(to.iterdir()) - (before or set())))
-
-
-def _read_tensors(checkpoint: Path, names: list[str]) -> dict[str, torch.Tensor]:
-    """Read the whole tensors of those names into the host's memory: the averages of weights, where there are any."""
-    reader = GuardedReader(checkpoint)
-    index = reader.read_metadata().state_dict_metadata
-    tensors: dict[str, torch.Tensor] = {}
-    keys = {name: f"average.{name}" if f"average.{name}" in index else f"model.{name}" for name in names}
-    for name, key in keys.items():
-        entry = index.get(key)
-        if not isinstance(entry, TensorStorageMetadata):
-            raise CheckpointError(f"{checkpoint} lacks the tensor {name} of its model. Export another checkpoint.")
-        tensors[key] = torch.empty(entry.size, dtype=entry.properties.dtype)
-    with warnings.catch_warnings(action="ignore"):  # torch warns that no process group exists.
-        dcp_load(tensors, storage_reader=reader, no_dist=True)
-    return {name: tensors[key] for name, key in keys.items()}

@@ -116,7 +116,26 @@ class CheckpointStore:
         """Start to write a checkpoint; waits for the previous save and for the copy to the host's memory."""
         began = time.perf_counter()
         self.wait()
-        staged = self._staged()
+
+        # This rank's share of the state. One rank stages what several hold alike; buffers are those of the first
+        # replica, since forward may have written others on each.
+        trainer, coordinate = self._trainer, self._trainer.coordinate
+        if trainer.context.device.type == "cuda":
+            torch.cuda.synchronize()  # Offloaded moments may still be on their way to the host.
+        replicas = coordinate.data * coordinate.tensor
+        replica = coordinate.data_rank * coordinate.tensor + coordinate.tensor_rank
+        staged: dict[str, torch.Tensor] = {}
+        buffers = trainer.stages.model_buffers()
+        for index, (key, name, value) in enumerate(entries(trainer)):
+            if self._is_divided(name, value):
+                value = trainer.full(name, value.to(trainer.context.device))
+            if isinstance(value, DTensor):
+                if coordinate.tensor_rank == index % coordinate.tensor:
+                    staged[key] = DTensor(local(value).to("cpu", copy=True), value._spec, requires_grad=False)
+            elif replica == (0 if name in buffers else index % replicas):
+                staged[key] = value.to("cpu", copy=True)
+        if self._is_main:
+            staged |= {f"model.{name}": tensor.clone() for name, tensor in self._extras.unused.items()}
         pause_s = time.perf_counter() - began
         # The thread is a daemon: a rank that dies must not wait for a save with ranks that no longer answer.
         self._thread = threading.Thread(
@@ -200,30 +219,6 @@ class CheckpointStore:
                 raise CheckpointError(failure)
         return [value for value, _ in everyone]
 
-    def _staged(self) -> dict[str, torch.Tensor]:
-        """Copy this rank's share of the state to the host's memory. One rank stages what several hold alike.
-
-        Buffers are those of the first replica, since forward may have written others on each.
-        """
-        trainer, coordinate = self._trainer, self._trainer.coordinate
-        if trainer.context.device.type == "cuda":
-            torch.cuda.synchronize()  # Offloaded moments may still be on their way to the host.
-        replicas = coordinate.data * coordinate.tensor
-        replica = coordinate.data_rank * coordinate.tensor + coordinate.tensor_rank
-        staged: dict[str, torch.Tensor] = {}
-        buffers = trainer.stages.model_buffers()
-        for index, (key, name, value) in enumerate(entries(trainer)):
-            if self._is_divided(name, value):
-                value = trainer.full(name, value.to(trainer.context.device))
-            if isinstance(value, DTensor):
-                if coordinate.tensor_rank == index % coordinate.tensor:
-                    staged[key] = DTensor(local(value).to("cpu", copy=True), value._spec, requires_grad=False)
-            elif replica == (0 if name in buffers else index % replicas):
-                staged[key] = value.to("cpu", copy=True)
-        if self._is_main:
-            staged |= {f"model.{name}": tensor.clone() for name, tensor in self._extras.unused.items()}
-        return staged
-
     def load(self, path: Path) -> TrainingProgress:
         """Restore the trainer from a checkpoint that this or another plan of the same model wrote.
 
@@ -241,8 +236,20 @@ class CheckpointStore:
         for problem in self._together(lambda: find_damage(path, mine)):
             if problem is not None:
                 raise DamagedCheckpoint(f"The checkpoint {path.name} is damaged: {problem}", path=str(path))
-        stored = GuardedReader(path).read_metadata().state_dict_metadata  # raises before anything is changed
-        self._check_patterns(path, stored)
+        # Nothing is changed before here.
+        stored: Mapping[str, Any] = GuardedReader(path).read_metadata().state_dict_metadata
+        sparse = self._trainer.sparse_weights
+        for name, pattern in ({} if sparse is None else sparse.patterns).items():
+            saved = stored.get(f"sparsity.{name}")
+            if saved is None or saved.size != pattern.shape:
+                found = "no pattern" if saved is None else f"a pattern of {' × '.join(map(str, saved.size))} blocks"
+                raise CheckpointError(
+                    f"{path} has {found} for the weight {name}, and the experiment divides it into "
+                    f"{' × '.join(map(str, pattern.shape))} blocks. Resume with the sparsity that wrote it, or launch "
+                    "the experiment anew."
+                )
+
+        # The live tensors are the targets of the reading, and whole ones those of what this rank holds a part of.
         create_state(self._trainer.optimizer)
         parameters = self._trainer.stages.model_parameters()
         begun = {name for name in parameters if any(key.startswith(f"optim.{name}.") for key in stored)}
@@ -256,15 +263,15 @@ class CheckpointStore:
         if self._is_main:
             targets |= {f"model.{name}": tensor for name, tensor in self._extras.unused.items()}
         dcp_load(targets, storage_reader=GuardedReader(path), process_group=self._group)
-        if self._trainer.sparse_weights is not None:
-            self._trainer.sparse_weights.restore_patterns()  # which say where the blocks of compact weights belong
+        if sparse is not None:
+            sparse.restore_patterns()  # which say where the blocks of compact weights belong
         for key, name, value in live:
             if key in divided:  # this rank's shard, or stored blocks, of the whole tensor
                 whole = targets[key].to(self._trainer.context.device) if isinstance(value, DTensor) else targets[key]
                 with torch.no_grad():
                     local(value).copy_(self._trainer.whole.as_stored(name, whole, value))
-        if self._trainer.sparse_weights is not None:
-            self._trainer.sparse_weights.mask_weights()
+        if sparse is not None:
+            sparse.mask_weights()
         if self._trainer.average is not None and not any(key.startswith("average.") for key, _, _ in live):
             self._trainer.average.restart()  # the checkpoint was written without an average, which begins here
         return TrainingProgress(
@@ -300,19 +307,6 @@ class CheckpointStore:
         self.wait()
         saved = self._together(lambda: complete_checkpoints(self._run.checkpoints))[0]
         return next((path for path in reversed(saved) if step_of(path) <= step), None)
-
-    def _check_patterns(self, path: Path, stored: Mapping[str, Any]) -> None:
-        """Raise `CheckpointError` unless a sparse training finds patterns of its own blocks in a checkpoint."""
-        sparse = self._trainer.sparse_weights
-        for name, pattern in ({} if sparse is None else sparse.patterns).items():
-            saved = stored.get(f"sparsity.{name}")
-            if saved is None or saved.size != pattern.shape:
-                found = "no pattern" if saved is None else f"a pattern of {' × '.join(map(str, saved.size))} blocks"
-                raise CheckpointError(
-                    f"{path} has {found} for the weight {name}, and the experiment divides it into "
-                    f"{' × '.join(map(str, pattern.shape))} blocks. Resume with the sparsity that wrote it, or launch "
-                    "the experiment anew."
-                )
 
     def _is_divided(self, name: str, value: torch.Tensor) -> bool:
         """Return True if this rank holds a tensor-parallel shard of a value, or only its stored blocks."""

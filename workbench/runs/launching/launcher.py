@@ -125,7 +125,7 @@ def start_attempt(
     attempt = _checked(attempt, captured, progress)
     devices = devices_for(attempt.plan)
     device_queue.queue_folder()
-    is_training = worker not in (processes.EVALUATOR, processes.BISECTOR)
+    is_training = worker != processes.EXAMINER
     with written(attempt) as run:
         note_runs_root(run.path.parent)
         if not is_training:

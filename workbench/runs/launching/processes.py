@@ -28,8 +28,8 @@ from workbench.secrets import masked_words
 
 POLL_S = 0.1
 SUPERVISOR, RECORDER = "workbench.runs.launching.supervisor", "workbench.runs.wandb_recorder"
-WORKER, EVALUATOR = "workbench.execution.worker", "workbench.execution.evaluation_worker"
-BISECTOR = "workbench.execution.bisection_worker"
+WORKER, EXAMINER = "workbench.execution.worker", "workbench.execution.examining_worker"
+"""Modules that ranks execute: those of a training, and those of an evaluation or a bisection."""
 LAUNCHER, LOCAL_LAUNCHER = "accelerate.commands.launch", "workbench.execution.local_launch"
 """Accelerate's launcher, and the one for ranks of one node that meet on the loopback interface or are forked."""
 LEAVES_S = 5.0

@@ -91,17 +91,25 @@ class BlockIndex:
         slot_of[mask] = by_row.slots
         by_column = by_column._replace(slots=slot_of.T[mask.T])
         num_blocks = len(by_row.others)
-        groups = _groups((by_column if rows > cols else by_row).starts, GROUP_COLUMNS // block)
+        starts, per_group = (by_column if rows > cols else by_row).starts, GROUP_COLUMNS // block
+        counts = (starts.diff() + per_group - 1) // per_group
+        lines = torch.arange(len(counts), device=starts.device).repeat_interleave(counts)
+        place = torch.arange(len(lines), device=starts.device) - (counts.cumsum(0) - counts)[lines]
+        groups = Groups(lines, starts[lines] + place * per_group)
         sizes = _sizes(rows, cols, block, num_blocks)
         data = torch.full((index_length(rows, cols, block, num_blocks),), -1, dtype=torch.int32, device=mask.device)
         parts = (*by_row, *by_column, *groups)
-        for part, place in zip(parts, data.split([_aligned(size) for size in sizes]), strict=True):
-            place[: len(part)] = part
+        for part, room in zip(parts, data.split([_aligned(size) for size in sizes]), strict=True):
+            room[: len(part)] = part
         return cls(rows, cols, block, num_blocks, data)
 
     @property
     def sections(self) -> Sections:
-        return sections_of(self.data, self.rows, self.cols, self.block, self.num_blocks)
+        """Views of the index arrays."""
+        sizes = _sizes(self.rows, self.cols, self.block, self.num_blocks)
+        rooms = self.data.split([_aligned(size) for size in sizes])
+        parts = [room[:size] for room, size in zip(rooms, sizes, strict=True)]
+        return Sections(Lines(*parts[:4]), Lines(*parts[4:8]), Groups(*parts[8:]))
 
     @property
     def coordinates(self) -> tuple[Tensor, Tensor]:
@@ -119,13 +127,6 @@ class BlockIndex:
 
     def to(self, device: torch.device | str) -> BlockIndex:
         return BlockIndex(self.rows, self.cols, self.block, self.num_blocks, self.data.to(device))
-
-
-def sections_of(data: Tensor, rows: int, cols: int, block: int, num_blocks: int) -> Sections:
-    """Return the views of an index tensor."""
-    sizes = _sizes(rows, cols, block, num_blocks)
-    parts = [place[:size] for place, size in zip(data.split([_aligned(size) for size in sizes]), sizes, strict=True)]
-    return Sections(Lines(*parts[:4]), Lines(*parts[4:8]), Groups(*parts[8:]))
 
 
 def index_length(rows: int, cols: int, block: int, num_blocks: int) -> int:
@@ -186,14 +187,6 @@ def _lines(mask: Tensor) -> Lines:
     others = mask.nonzero()[:, 1]
     slots = torch.arange(len(others), device=mask.device)
     return Lines(starts, others, slots, counts.argsort(descending=True, stable=True))
-
-
-def _groups(starts: Tensor, blocks_per_group: int) -> Groups:
-    counts = (starts.diff() + blocks_per_group - 1) // blocks_per_group
-    lines = torch.arange(len(counts), device=starts.device).repeat_interleave(counts)
-    earlier = counts.cumsum(0) - counts
-    place = torch.arange(len(lines), device=starts.device) - earlier[lines]
-    return Groups(lines, starts[lines] + place * blocks_per_group)
 
 
 def _sizes(rows: int, cols: int, block: int, num_blocks: int) -> list[int]:

@@ -265,8 +265,10 @@ def weight_gradient(gradient: Tensor, hidden: Tensor, sections: Sections, block:
     num_blocks, num_groups, tokens = len(lines.others), len(sections.groups.lines), len(hidden)
     if tokens == 0 or num_blocks == 0:
         return gradient.new_zeros(num_blocks, block, block)
-    input_bytes = gradient.nbytes + hidden.nbytes
-    splits = _splits(num_groups, num_blocks * block**2, tokens, input_bytes, _multiprocessors(hidden.device))
+    input_bytes, multiprocessors = gradient.nbytes + hidden.nbytes, MULTIPROCESSORS_WITHOUT_GPU
+    if hidden.device.type == "cuda":
+        multiprocessors = torch.cuda.get_device_properties(hidden.device).multi_processor_count
+    splits = _splits(num_groups, num_blocks * block**2, tokens, input_bytes, multiprocessors)
     split_tokens = triton.cdiv(triton.cdiv(tokens, splits), GRADIENT_TOKENS) * GRADIENT_TOKENS
     splits = triton.cdiv(tokens, split_tokens)
     dtype = gradient.dtype if splits == 1 else torch.float32
@@ -310,9 +312,3 @@ def _splits(num_groups: int, num_values: int, tokens: int, input_bytes: int, mul
 def _precision() -> str:
     """Return how fp32 numbers are multiplied: exactly, unless PyTorch itself may use TF32."""
     return "ieee" if torch.get_float32_matmul_precision() == "highest" else "tf32"
-
-
-def _multiprocessors(device: torch.device) -> int:
-    if device.type != "cuda":
-        return MULTIPROCESSORS_WITHOUT_GPU
-    return torch.cuda.get_device_properties(device).multi_processor_count

@@ -1,10 +1,11 @@
-"""The ranks of `wb.bisect`: those of a plan, which write their numbers down, and one that compares them.
+"""Ranks that examine a model in place of training it: those of `run.evaluate` and of `wb.bisect`.
 
-`Tracer` trains a few steps as every rank does, and stores what each block sends and passes back, the gradients, and the
-state before and after each update. `Referee` repeats every step on one device from the state that the ranks had: in
-float64, and several times in the plan's precision with other roundings, which is the noise that their numbers are
-measured against. Each step, and each update, begins with the numbers of the ranks, so that what rounding did in one
-step is no difference in the next.
+`Evaluation` loads a checkpoint and computes its loss. A bisection has ranks of each plan, which write their numbers
+down, and one more that compares them. `Tracer` trains a few steps as every rank does, and stores what each block sends
+and passes back, the gradients, and the state before and after each update. `Referee` repeats every step on one device
+from the state that the ranks had: in float64, and several times in the plan's precision with other roundings, which is
+the noise that their numbers are measured against. Each step, and each update, begins with the numbers of the ranks, so
+that what rounding did in one step is no difference in the next.
 
 TTrace (arXiv:2506.09280) finds its tolerances by perturbing a reference too; random roundings are those of Monte Carlo
 arithmetic (Parker, UCLA CSD-970002, 1997).
@@ -29,6 +30,7 @@ from torch import fx
 from workbench.capture import Graph
 from workbench.capture.captured_model import CapturedModel
 from workbench.capture.operations import drop_nothing, use_float64
+from workbench.execution.between_steps import Evaluator
 from workbench.execution.blocks import LabelCounts, StepContext, mix
 from workbench.execution.build import build_model, build_stage, digests
 from workbench.execution.checkpoint.save_load import CheckpointStore, TrainingProgress, entries
@@ -51,11 +53,12 @@ from workbench.execution.deviation import (
 )
 from workbench.execution.observation import BACKWARD, BATCH, FORWARD, BlockObserver
 from workbench.execution.parallel.stage import written_buffers
+from workbench.execution.step_log import StepLog
 from workbench.execution.trainer import NonFinite, Trainer
 from workbench.execution.worker import BetweenSteps, TrainingWorker, main
 from workbench.optimizers.building import create_state, forget_state
 from workbench.planning.plan import Memory, Plan, Stage
-from workbench.rundir import RunDir, append_event, read_record, write_record
+from workbench.rundir import RunDir, append_event, read_object, read_record, write_record
 
 TRACES, RESULT = "traces", "bisection.json"
 """Folder of the numbers of a plan's ranks, and file of the comparison, in a run directory."""
@@ -143,6 +146,26 @@ def with_changed_code(graph: Graph, change: Callable[[fx.GraphModule], None]) ->
     for code in codes.values():
         change(code)
     return replace(graph, blocks=tuple(replace(block, code=codes[block.block_type]) for block in graph.blocks))
+
+
+class Evaluation(TrainingWorker):
+    """A rank that evaluates the checkpoint that `resume.json` names, and writes no checkpoint."""
+
+    def _train(
+        self,
+        trainer: Trainer,  # noqa: ARG002 - its evaluators are in `between`
+        checkpoints: CheckpointStore,  # noqa: ARG002 - a training saves
+        progress: TrainingProgress,
+        between: Sequence[BetweenSteps],
+    ) -> TrainingProgress:
+        """Compute the loss of the held-out samples once."""
+        events = self.run_dir.events if self.is_main else None
+        log = StepLog(self.experiment, self.plan, self.device, events, progress.seconds)
+        self.heartbeat.begin("evaluation")
+        for each in between:
+            if isinstance(each, Evaluator):
+                each.run(progress.step, log)
+        return progress
 
 
 class Tracer(TrainingWorker):
@@ -312,11 +335,8 @@ class Referee(TrainingWorker):
         plan = replace(plan, precision="fp32") if exact else plan  # without bf16 copies of weights
         has_autocast = plan.precision == "bf16"
         key = (dtype, has_autocast, plan.precision, plan.micro_batch, plan.num_microbatches, plan.gathers)
-        if key not in self._trainers:
-            self._trainers[key] = self._built(plan, dtype, has_autocast)
-        return self._trainers[key]
-
-    def _built(self, plan: Plan, dtype: torch.dtype, has_autocast: bool) -> Trainer:
+        if key in self._trainers:
+            return self._trainers[key]
         experiment = self.experiment
         model = build_model(experiment.model.build, plan.model_bytes, self.device, experiment.seed)
         captured = CapturedModel(experiment, plan.micro_batch, model)
@@ -331,7 +351,7 @@ class Referee(TrainingWorker):
         context = StepContext(experiment.seed, self.device)
         autocast: Any = partial(torch.autocast, self.device.type, torch.bfloat16) if has_autocast else nullcontext
         stages = build_stage(plan, self.coordinate, model, graph, context, autocast=autocast)
-        trainer = Trainer(experiment, plan, graph, stages, context, self.coordinate)
+        trainer = self._trainers[key] = Trainer(experiment, plan, graph, stages, context, self.coordinate)
         if dtype == torch.float32:
             self._starts.setdefault((plan.micro_batch, plan.gathers), state_of(trainer, 0, START))
         return trainer
@@ -398,5 +418,5 @@ def _block_on_rank(plan: Plan, graph: Graph, rank: int, key: Key) -> int:
 
 
 if __name__ == "__main__":
-    compares = "traces" in settings_of(RunDir(Path(sys.argv[1])))
-    sys.exit(main(sys.argv[1], Referee if compares else Tracer))
+    asked = read_object(RunDir(Path(sys.argv[1])).environment).get("bisection")
+    sys.exit(main(sys.argv[1], Evaluation if asked is None else Referee if "traces" in asked else Tracer))
