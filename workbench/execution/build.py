@@ -196,15 +196,15 @@ def evaluation_programs(
     graph = compact.rewritten(graph)
     code = _RankCode(plan, coordinate, graph, context, compile)
     constants = {name: tensor.detach().to(context.device) for name, tensor in graph.constants.items()}
-
-    def program(block: Block) -> BlockProgram:
-        products_only = read_only_by_products(code.codes[block.block_type], len(block.parameters))
-        copied = frozenset(name for name, only in zip(block.parameters, products_only, strict=True) if only)
-        constants_read = {name: constants[name] for name in block.buffers if name in constants}
-        return replace(code.program(block, "none"), constants=constants_read, copied=copied)
-
-    stages = plan.stages_of(coordinate.pipeline_rank)
-    return [[program(block) for block in graph.blocks[stage.first_block : stage.end_block]] for stage in stages]
+    programs: list[list[BlockProgram]] = []
+    for stage in plan.stages_of(coordinate.pipeline_rank):
+        programs.append([])
+        for block in graph.blocks[stage.first_block : stage.end_block]:
+            products_only = read_only_by_products(code.codes[block.block_type], len(block.parameters))
+            copied = frozenset(name for name, only in zip(block.parameters, products_only, strict=True) if only)
+            constants_read = {name: constants[name] for name in block.buffers if name in constants}
+            programs[-1].append(replace(code.program(block, "none"), constants=constants_read, copied=copied))
+    return programs
 
 
 class _RankCode:

@@ -59,7 +59,7 @@ class _Shares(Sampler[range]):
 
 @dataclass(frozen=True)
 class Feed:
-    """The samples of a training, and what to tell the process that makes them."""
+    """The samples of a training, and what tells the process that makes them how far this rank has read."""
 
     dataset: TrainingDataset
     identity: str | None = None
@@ -67,22 +67,13 @@ class Feed:
     reader: int = 0
     feeder: Feeder | None = None
 
-    def release(self, below: int) -> None:
-        """Say that this rank needs no sample below that number any more."""
-        if self.ring is not None:
-            self.ring.release(self.reader, below)
-
-    def stream_state(self, sample: int) -> Mapping[str, Any] | None:
-        """Return the value for a checkpoint from which a stream goes on with that sample; None if nothing is known."""
-        found = None if self.feeder is None else self.feeder.state(sample)
-        return None if found is None else {"of": self.identity, **found}
-
 
 @contextlib.contextmanager
 def feed(dataset: TrainingDataset, first: int, global_batch: int, state: Mapping[str, Any] | None) -> Iterator[Feed]:
     """Give this rank the samples of a training from `first` on; every rank must call it at the same time.
 
-    `state` is what `Feed.stream_state` returned before, or None to find the sample from the beginning of the stream.
+    `state` is what `TrainingSamples.stream_state` returned before, or None to find the sample from the beginning of the
+    stream.
     """
     if not isinstance(dataset, StreamedDataset):
         yield Feed(dataset)
@@ -152,7 +143,8 @@ class TrainingSamples:
                 pin_memory=on_gpu,
             )
             for step, own in enumerate(loader, first_step):
-                self._feed.release(self._first_sample(step + 1))
+                if self._feed.ring is not None:  # no sample below that number is needed here any more
+                    self._feed.ring.release(self._feed.reader, self._first_sample(step + 1))
                 for name, spec in trainer.graph.batch.items():
                     found = spec_of(name, own[name])
                     if (found.dtype, found.shape[1:]) != (spec.dtype, spec.shape[1:]):
@@ -165,8 +157,10 @@ class TrainingSamples:
 
     def stream_state(self, step: int) -> Mapping[str, Any] | None:
         """Return the state from which a stream goes on with the first sample of a step, or None if none is known."""
-        found = None if self._feed is None else self._feed.stream_state(self._first_sample(step))
-        return found or self._state
+        if self._feed is None or self._feed.feeder is None:
+            return self._state
+        found = self._feed.feeder.state(self._first_sample(step))
+        return self._state if found is None else {"of": self._feed.identity, **found}
 
     def _first_sample(self, step: int) -> int:
         """Return the number of the first sample of a step, counted from 0."""

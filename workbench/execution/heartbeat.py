@@ -226,7 +226,15 @@ class RankOperations:
                 index = int(direction.replace("<-", "->").partition("->")[2])
                 peer = group[1][index] if index < len(group[1]) else index
             name = _WORDS.get(name, name.strip("_").replace("_", "-"))
-            operations.append(Operation(group, is_pair, number, name, peer, _sizes(entry), place(entry) in ended))
+            # Shape and dtype of the first inputs, in words
+            sizes, types = (
+                entry["input_sizes"] or entry["output_sizes"],
+                entry["input_dtypes"] or entry["output_dtypes"],
+            )
+            words = ", ".join(" × ".join(map(str, size)) or "1" for size in sizes[:3])
+            more = f" and {len(sizes) - 3} more" if len(sizes) > 3 else ""
+            words = f"{words}{more} {_DTYPES.get(types[0], types[0]) if types else ''}".strip() if sizes else ""
+            operations.append(Operation(group, is_pair, number, name, peer, words, place(entry) in ended))
         return RankOperations(
             {(name, ranks): str(groups[name]["name"]) for name, ranks in ranks_of.items()}, operations
         )
@@ -270,6 +278,10 @@ def waits(found: Mapping[int, RankOperations]) -> list[Wait]:
         waiting = tuple(sorted(rank for rank, one in inside.items() if not one.ended))
         latest = {rank: max((one.number for one in each), default=0) for rank, each in told.items()}
         first = inside[waiting[0]]
+        # All ranks must give the same operation, and of some the same sizes.
+        fixes_sizes = first.name in ("all-reduce", "all-gather", "reduce-scatter", "broadcast")
+        must_be = (first.name, first.sizes if fixes_sizes else "")
+        given = {rank: (one.name, one.sizes if fixes_sizes else "") for rank, one in inside.items()}
         result.append(
             Wait(
                 first,
@@ -278,7 +290,7 @@ def waits(found: Mapping[int, RankOperations]) -> list[Wait]:
                 waiting,
                 missing=tuple(rank for rank in sorted(latest) if latest[rank] < number),
                 unknown=tuple(rank for rank in group[1] if rank not in told),
-                others=tuple((rank, inside[rank]) for rank in sorted(inside) if not _agree(inside[rank], first)),
+                others=tuple((rank, inside[rank]) for rank in sorted(inside) if given[rank] != must_be),
             )
         )
 
@@ -303,17 +315,3 @@ def awaited(found: Sequence[Wait]) -> set[int]:
     """Return the ranks that others wait for and that wait for nobody themselves."""
     blocked = {rank for wait in found if wait.missing or wait.unknown for rank in wait.waiting}
     return {rank for wait in found for rank in wait.missing} - blocked
-
-
-def _agree(one: Operation, other: Operation) -> bool:
-    """Return True if two ranks are in the same operation, over the same sizes where all ranks must give equal ones."""
-    has_equal_sizes = one.name in ("all-reduce", "all-gather", "reduce-scatter", "broadcast")
-    return one.name == other.name and (one.sizes == other.sizes or not has_equal_sizes)
-
-
-def _sizes(entry: Mapping[str, Any]) -> str:
-    """Return shape and dtype of the first inputs, in words."""
-    sizes, types = entry["input_sizes"] or entry["output_sizes"], entry["input_dtypes"] or entry["output_dtypes"]
-    shown = [" × ".join(map(str, size)) or "1" for size in sizes[:3]]
-    more = f" and {len(sizes) - 3} more" if len(sizes) > 3 else ""
-    return f"{', '.join(shown)}{more} {_DTYPES.get(types[0], types[0]) if types else ''}".strip() if shown else ""

@@ -244,13 +244,11 @@ class ActionLog:
         Waits for the device.
         """
         self._synchronize()
-        return [
-            (action_type, stage, micro_batch, self._ms(start), self._ms(end))
-            for action_type, stage, micro_batch, start, end in self._actions
-        ]
-
-    def _ms(self, moment: Timestamp) -> float:
-        return round(1e3 * moment.seconds_since(self._origin), 4)
+        rows: list[ActionRow] = []
+        for action_type, stage, micro_batch, *moments in self._actions:
+            start, end = (round(1e3 * moment.seconds_since(self._origin), 4) for moment in moments)
+            rows.append((action_type, stage, micro_batch, start, end))
+        return rows
 
     def _synchronize(self) -> None:
         if self._device.type == "cuda":

@@ -281,16 +281,12 @@ class BlockSparseWeights(SparseWeights):
 
     def restore_patterns(self) -> None:
         for name, pattern in self.patterns.items():
-            self._index(name).data.copy_(self._indexed(pattern).data)
+            new = BlockIndex.from_mask(is_present(pattern), self.sparsity.block)
+            self._whole.indices[name].data.copy_(new.data)
 
     def _follow(self, name: str, parameter: nn.Parameter, result: Move) -> None:
-        old, new = self._index(name), self._indexed(result.pattern)
+        old = self._whole.indices[name]
+        new = BlockIndex.from_mask(is_present(result.pattern), self.sparsity.block)
         for value in (parameter.detach(), *self._state(parameter)):
             value.copy_(move(value.to(old.data.device), old, new))
         old.data.copy_(new.data)  # what compiled code and CUDA graphs read
-
-    def _index(self, name: str) -> BlockIndex:
-        return self._whole.indices[name]
-
-    def _indexed(self, pattern_RC: torch.Tensor) -> BlockIndex:
-        return BlockIndex.from_mask(is_present(pattern_RC), self.sparsity.block)

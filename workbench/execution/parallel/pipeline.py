@@ -66,13 +66,20 @@ class PipeStage(PipelineStage):
     ) -> None:
         """`module` is what runs: `stage` or its data-parallel wrapper, with ZeRO stage `zero`."""
         outputs = stage.sent if not stage.is_last else (TensorSpec("loss", (), "float32"),)
+        given, returned = (
+            tuple(
+                torch.empty(s.shape, dtype=getattr(torch, s.dtype), device="meta", requires_grad=s.is_floating)
+                for s in specs
+            )
+            for specs in (stage.received, outputs)
+        )
         super().__init__(
             _HiddenFsdpModule(module) if isinstance(module, FSDPModule) else module,
             index,
             num_stages,
             context.device,
-            input_args=tuple(map(_meta, stage.received)),
-            output_args=tuple(map(_meta, outputs)),
+            input_args=given,
+            output_args=returned,
             group=group,
         )
         self._module = module
@@ -119,10 +126,6 @@ class PipeStage(PipelineStage):
     def perform_reduce_grad(self, grad_scale_factor: int) -> None:
         """Do nothing: the last backward has reduced all gradients, and the loss carries its scale."""
         assert grad_scale_factor == 1
-
-
-def _meta(spec: TensorSpec) -> torch.Tensor:
-    return torch.empty(spec.shape, dtype=getattr(torch, spec.dtype), device="meta", requires_grad=spec.is_floating)
 
 
 class Schedules:
@@ -182,9 +185,11 @@ class ForwardOnly:
         the iterator.
         """
         plan, context, count = self._plan, self._context, len(denominators)
+        group, rank = self._coordinate.pipeline_group, self._coordinate.pipeline_rank
+        peers = [dist.get_global_rank(group, each) for each in range(plan.pipeline)]
         if not self._is_connected:
             # All ranks of the group must take part in its first operation; the first exchanges concern two ranks only.
-            dist.all_reduce(torch.zeros(1, device=context.device), group=self._coordinate.pipeline_group)
+            dist.all_reduce(torch.zeros(1, device=context.device), group=group)
             self._is_connected = True
         batch_of, received = dict[int, Batch](), dict[int, Values]()
         for tick in range(count + len(plan.stages) - 1):
@@ -193,7 +198,7 @@ class ForwardOnly:
             batch_of.pop(tick - len(plan.stages), None)
             sent: dict[int, Values] = {}
             for position, stage in enumerate(self._stages.stages):
-                index = self._coordinate.pipeline_rank + position * plan.pipeline
+                index = rank + position * plan.pipeline
                 number = tick - index
                 if not 0 <= number < count:
                     continue
@@ -204,7 +209,25 @@ class ForwardOnly:
                     sent[index] = result
                 else:
                     yield number, batch_of[number], result if isinstance(result, tuple) else (result,)
-            received = self._exchange(tick, sent, count)
+            # Results go to the next stages, and this rank's stages get what they need in the next tick.
+            if plan.pipeline == 1:
+                received = {index + 1: values for index, values in sent.items()}
+                continue
+            operations, received = list[dist.P2POp](), {}
+            for index, values in sent.items():
+                to = peers[(index + 1) % plan.pipeline]
+                operations += [dist.P2POp(dist.isend, value, to, group) for value in values]
+            for position, stage in enumerate(self._stages.stages):
+                index = rank + position * plan.pipeline
+                if index and 0 <= tick - (index - 1) < count:
+                    received[index] = tuple(
+                        torch.empty(spec.shape, dtype=getattr(torch, spec.dtype), device=context.device)
+                        for spec in stage.received
+                    )
+                    source = peers[(index - 1) % plan.pipeline]
+                    operations += [dist.P2POp(dist.irecv, value, source, group) for value in received[index]]
+            for work in dist.batch_isend_irecv(operations) if operations else []:
+                work.wait()
 
     def over_whole_batch(self, batch: Batch, *, trains: bool) -> Values | None:
         """Run every micro-batch of this replica's `batch`, and compute the loss that compares all samples of a step.
@@ -222,27 +245,3 @@ class ForwardOnly:
         for stage in self._stages.stages:
             end_forward_only(stage)
         return last[0][2] if last else None
-
-    def _exchange(self, tick: int, sent: Mapping[int, Values], count: int) -> dict[int, Values]:
-        """Send results to the next stages, and return what this rank's stages need in the next tick."""
-        plan, coordinate = self._plan, self._coordinate
-        if plan.pipeline == 1:
-            return {index + 1: values for index, values in sent.items()}
-        group, operations, received = coordinate.pipeline_group, [], {}
-
-        def peer(index: int) -> int:
-            return dist.get_global_rank(group, index % plan.pipeline)
-
-        for index, values in sent.items():
-            operations += [dist.P2POp(dist.isend, value, peer(index + 1), group) for value in values]
-        for position, stage in enumerate(self._stages.stages):
-            index = coordinate.pipeline_rank + position * plan.pipeline
-            if index and 0 <= tick - (index - 1) < count:
-                received[index] = tuple(
-                    torch.empty(spec.shape, dtype=getattr(torch, spec.dtype), device=self._context.device)
-                    for spec in stage.received
-                )
-                operations += [dist.P2POp(dist.irecv, value, peer(index - 1), group) for value in received[index]]
-        for work in dist.batch_isend_irecv(operations) if operations else []:
-            work.wait()
-        return received

@@ -82,6 +82,14 @@ class StageModule(nn.Module):
         self._receives = graph.crossing(self.first) if self.first else ()
         self._sends = graph.crossing(self.end) if self.end < len(graph.blocks) else ()
         self._finished = graph.last_uses(self.first, self.end)
+        # Specs of what the stage receives and sends, as it goes between ranks
+        self.received, self.sent = (
+            tuple(
+                spec if spec.is_floating else TensorSpec(spec.name, spec.shape, CARRIER)
+                for spec in (graph.values[name] for name in names)
+            )
+            for names in (self._receives, self._sends)
+        )
 
     def block_modules(self) -> Iterator[BlockModule]:
         return (cast(BlockModule, module) for module in self.blocks)
@@ -89,16 +97,6 @@ class StageModule(nn.Module):
     @property
     def is_last(self) -> bool:
         return self.end == len(self.graph.blocks)
-
-    @property
-    def received(self) -> tuple[TensorSpec, ...]:
-        """Specs of the values that the stage receives, as they are sent between ranks."""
-        return tuple(_carrier_spec(self.graph.values[name]) for name in self._receives)
-
-    @property
-    def sent(self) -> tuple[TensorSpec, ...]:
-        """Specs of the values that the stage sends, as they are sent between ranks."""
-        return tuple(_carrier_spec(self.graph.values[name]) for name in self._sends)
 
     def model_parameters(self) -> dict[str, nn.Parameter]:
         """Map the model's parameter names to the present parameter objects (sharding replaces them)."""
@@ -211,7 +209,3 @@ class RankStages:
     @property
     def computes_loss(self) -> bool:
         return self.stages[-1].is_last
-
-
-def _carrier_spec(spec: TensorSpec) -> TensorSpec:
-    return spec if spec.is_floating else TensorSpec(spec.name, spec.shape, CARRIER)
