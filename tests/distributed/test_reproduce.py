@@ -16,7 +16,8 @@ from workbench.cli import app
 from workbench.figures.figure import PLOTLY_MIME
 from workbench.planning.plan import Plan
 from workbench.rundir import write_json
-from workbench.runs.launching.launcher import LAUNCHES, REPLAY, replayed_plan
+from workbench.runs.launching.launcher import LAUNCHES
+from workbench.runs.run import REPLAY, replayed_plan
 
 CELL = f"""
     import sys

@@ -18,11 +18,10 @@ from tests.distributed.harness import CPU, LINK
 from tests.unit.capture_models import Net, ResNet, batch_for, captured
 from tests.unit.coupled_models import Capacity, DecisionTransformer, Reader, samples_for
 from workbench.capture import Graph, capture, spec_of
-from workbench.capture.captured_model import CapturedModel
+from workbench.capture.captured_model import CapturedModel, Facts
 from workbench.capture.division import Division
 from workbench.cost.graph_profiler import profile_graph
 from workbench.cost.hardware import Cluster
-from workbench.cost.profile import Facts
 from workbench.errors import InvalidExperiment, PlanInfeasible, PlanMismatch
 from workbench.experiment import Experiment
 from workbench.planning import profiling

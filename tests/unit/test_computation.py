@@ -9,8 +9,7 @@ import torch
 from torch import nn
 
 from tests.distributed.harness import CPU, LINK
-from workbench.capture.block_extraction import computation_of
-from workbench.capture.captured_model import CapturedModel
+from workbench.capture.captured_model import CapturedModel, computation_of
 from workbench.capture.graph import Computation
 from workbench.cost.hardware import Cluster
 from workbench.errors import PlanMismatch

@@ -14,7 +14,7 @@ from workbench.cost.hardware import Cluster
 from workbench.data import Prepared
 from workbench.errors import DataError
 from workbench.planning.plan import Plan
-from workbench.planning.runnable import DataSupply, _check_data, supply_of
+from workbench.planning.runnable import DataSupply, check_runnable, supply_of
 
 SIZES = {"hidden_size": 16, "num_layers": 2, "num_heads": 2, "vocab_size": 400, "max_positions": 64}
 
@@ -59,7 +59,7 @@ def test_a_launch_that_would_wait_warns_before_it_starts(text: Path) -> None:
     streamed = asked(text, streaming=True)
     plan = wb.plan(streamed, Cluster.of("h200", gpus=1))
     with pytest.warns(UserWarning, match="cores would keep up; or tokenise the text beforehand"):
-        _check_data(streamed, faster(plan, 1e12), progress=False)
+        check_runnable(streamed, faster(plan, 1e12), None, progress=False)
     assert wb.planning.data_supply(streamed, faster(plan, 1.0)).keeps_up
     with pytest.raises(DataError, match="streaming=True"):
         wb.planning.data_supply(asked(text), plan)

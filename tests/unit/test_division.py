@@ -21,10 +21,9 @@ from tests.distributed import zoo
 from tests.distributed.harness import CPU, LINK
 from tests.unit.capture_models import MODELS, Net, batch_for, captured, copies, interpret, loss_of
 from tests.unit.coupled_models import COUPLED, WEIGHTED, Capacity, DecisionTransformer, Regression, samples_for
-from workbench.capture import division
+from workbench.capture import build_meta, division
 from workbench.capture.captured_model import CapturedModel
 from workbench.capture.division import PARTS, Division, division_fault, forward_flops
-from workbench.capture.model import build_meta
 from workbench.capture.opaque import opaque_calls
 from workbench.cost.hardware import Cluster
 from workbench.errors import CaptureError, PlanMismatch

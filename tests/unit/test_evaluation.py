@@ -23,7 +23,6 @@ from workbench.errors import DataError, InvalidExperiment
 from workbench.execution.between_steps import drawn
 from workbench.figures.curves_view import loss_curves
 from workbench.figures.panels_view import panel_names, panels
-from workbench.planning import runnable
 from workbench.planning.runnable import check_runnable
 from workbench.rundir import append_event
 from workbench.runs.history import HistoryTail
@@ -370,8 +369,7 @@ class OnlyLoss(nn.Module):
 
 def test_prompts_that_a_model_cannot_answer_are_refused(folder):
     def check_between_steps(asked: wb.Experiment) -> None:
-        plan = SimpleNamespace(stages=(), tensor=1, loss_samples=None)
-        runnable.check_between_steps(asked, plan, CapturedModel(asked, 2))
+        CapturedModel(asked, 2).check_between_steps(asked, cuts=(), tensor=1, loss_samples=None)
 
     with pytest.raises(DataError, match=r"has \d+ tokens, and the model reads 16 \(seq_len\)"):
         check_between_steps(sampling(folder, ["birds sing in tree 7. " * 20]))

@@ -22,6 +22,7 @@ from workbench.cost.memory import ParameterTable, stage_state
 from workbench.errors import CaptureError, DataError, PlanInfeasible, PlanMismatch
 from workbench.experiment import Experiment
 from workbench.planning.plan import Plan
+from workbench.planning.profiling import facts_of
 from workbench.planning.runnable import check_numbers, check_runnable
 from workbench.sparsity import Static
 
@@ -128,7 +129,7 @@ def test_a_plan_that_gathers_says_so_and_is_priced_with_one_more_forward() -> No
     [twice], [alone] = plan.stages, once.stages
     assert once.gathers
     assert twice.forward_ms > 1.5 * alone.forward_ms * 2 / 4
-    assert check_runnable(experiment, plan, CapturedModel(experiment, 2)) is None
+    assert check_runnable(experiment, plan, facts_of(experiment, CapturedModel(experiment, 2))) is None
 
 
 def test_a_plan_says_whether_numbers_confirmed_that_samples_are_gathered_rightly(
@@ -174,7 +175,7 @@ def test_a_pipeline_over_replicas_gathers_in_its_last_stage_alone() -> None:
     plan = wb.plan(experiment, cluster(4), pipeline=2, data=2, micro_batch=2)
     assert plan.gathers
     assert (plan.block_names[plan.stages[-1].end_block - 1], plan.num_microbatches) == (TAIL, 2)
-    assert check_runnable(experiment, plan, CapturedModel(experiment, 2)) is None
+    assert check_runnable(experiment, plan, facts_of(experiment, CapturedModel(experiment, 2))) is None
     profile = plan.origin[0].gathered
     with_tail, without = (
         stage_state(each, ParameterTable(each), plan).workspace for each in (profile, replace(profile, tail=None))
@@ -210,7 +211,7 @@ def test_an_experiment_that_evaluates_is_gathered(how: str) -> None:
     assert plan.gathers
     assert plan.coupled
     assert plan.prediction.evaluation_s > 0
-    assert check_runnable(experiment, plan, CapturedModel(experiment, 2), progress=False) is None
+    assert check_runnable(experiment, plan, facts_of(experiment, CapturedModel(experiment, 2)), progress=False) is None
 
 
 @pytest.mark.parametrize("micro_batch", [2, BATCH])
@@ -218,18 +219,18 @@ def test_fewer_held_out_samples_than_the_loss_compares_are_refused(micro_batch: 
     experiment = experiment_of(GATHERED["SupCon"], samples_for("SupCon"), eval_data=samples_for("SupCon", BATCH - 1))
     plan = wb.plan(experiment, cluster(1), micro_batch=micro_batch)
     with pytest.raises(DataError, match=r"7 held-out samples, fewer than the 8 of the global batch.* smaller global_b"):
-        check_runnable(experiment, plan, CapturedModel(experiment, 2), progress=False)
+        check_runnable(experiment, plan, facts_of(experiment, CapturedModel(experiment, 2)), progress=False)
 
 
 def test_a_plan_that_gathers_does_not_start_another_experiment() -> None:
     experiment, plan = gathered_plan("SupCon")
     sparse = experiment.replace(sparsity=Static(0.5, block=4))
     with pytest.raises(PlanMismatch, match=r"gathers the samples of its loss.* experiment has sparsity"):
-        check_runnable(sparse, plan, CapturedModel(sparse, 2))
+        check_runnable(sparse, plan, facts_of(sparse, CapturedModel(sparse, 2)))
     other = experiment_of(lambda: _Encoder(nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, 8)), samples_for("SupCon"))
     named = experiment.replace(model=other.model)
     with pytest.raises((PlanMismatch, CaptureError)):
-        check_runnable(named, plan, CapturedModel(named, 2))
+        check_runnable(named, plan, facts_of(named, CapturedModel(named, 2)))
 
 
 def test_a_gathered_loss_of_a_large_model_is_compared_before_the_first_update(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -15,7 +15,7 @@ from workbench.capture import model as capturing
 from workbench.cost.hardware import Cluster, Device, Link
 from workbench.errors import CaptureError, InvalidExperiment, PlanInfeasible, PlanMismatch
 from workbench.planning.plan import Plan
-from workbench.planning.runnable import captured_model, check_runnable
+from workbench.planning.runnable import check_runnable, facts_for
 from workbench.rundir import read_json
 from workbench.runs.launching import launcher
 from workbench.sparsity import Static
@@ -149,7 +149,7 @@ def test_a_model_that_is_only_described_is_left_to_the_ranks():
     asked = experiment()
     plan = wb.plan(asked)
     described = wb.Experiment.from_json(asked.to_json())
-    assert captured_model(described, plan) is None
+    assert facts_for(described, plan) is None
     check_runnable(described, plan, None, progress=False)
     with pytest.raises(PlanMismatch, match="global_batch"):
         check_runnable(described, replace(plan, global_batch=4), None)
@@ -191,7 +191,7 @@ def test_a_plan_divides_every_size_of_a_batch_and_tells_the_time_of_all_steps():
     assert plan.prediction.training_s == pytest.approx((3 * each[0] + 7 * each[1] + 10 * each[2]) / 1e3, rel=1e-6)
     assert any("3 of 4 samples in" in note and "10 of 16 samples" in note for note in plan.notes)
     assert Plan.from_json(plan.to_json()).prediction == plan.prediction
-    check_runnable(ramp, plan, captured_model(ramp, plan))
+    check_runnable(ramp, plan, facts_for(ramp, plan))
     for degrees in ({"pipeline": 2, "schedule": "1f1b"}, {"pipeline": 2, "schedule": "interleaved"}):
         chosen = wb.plan(ramp.replace(global_batch={0: 6, 3: 8}), cluster, **degrees)
         assert all(size // chosen.micro_batch >= 2 for size in (6, 8))

@@ -9,18 +9,23 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from workbench.capture.graph import Block, Graph, LabelCount, SampleDim
+from workbench.capture.graph import Block, Graph, LabelCount, SampleDim, signature
 from workbench.tensors import spec_of
 
 if TYPE_CHECKING:
-    from workbench.capture.model import build_meta, capture, signature
+    from workbench.capture.captured_model import build_meta
+    from workbench.capture.model import capture
 
 __all__ = ["Block", "Graph", "LabelCount", "SampleDim", "build_meta", "capture", "signature", "spec_of"]
 
 
 def __getattr__(name: str) -> object:
-    if name in ("capture", "build_meta", "signature"):
-        from workbench.capture import model
+    if name == "capture":
+        from workbench.capture.model import capture
 
-        return getattr(model, name)
+        return capture
+    if name == "build_meta":
+        from workbench.capture.captured_model import build_meta
+
+        return build_meta
     raise AttributeError(name)

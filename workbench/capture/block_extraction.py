@@ -6,9 +6,6 @@ Layers are found in the model, nodes are grouped by layer, each group becomes a 
 from __future__ import annotations
 
 import hashlib
-import json
-import re
-import zlib
 from collections import Counter, defaultdict
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -20,7 +17,7 @@ import torch
 from torch import fx, nn
 
 from workbench.capture.export import Exported
-from workbench.capture.graph import Block, Computation, Graph
+from workbench.capture.graph import Block
 from workbench.capture.losses import MeanLoss, MicroBatchMean, Quotient, emit_sum_over_count
 from workbench.capture.opaque import call_of
 from workbench.capture.operations import (
@@ -28,11 +25,9 @@ from workbench.capture.operations import (
     arguments_of,
     op_name,
     restore_regions,
-    schema_of,
     storage_of,
     tensor_at,
 )
-from workbench.capture.source_lines import SourceLine, line_of_node
 
 # The boundaries between blocks: repeated modules, and the runs of operations between them.
 
@@ -424,72 +419,3 @@ def _shape(value: Any) -> str:
     if isinstance(value, (tuple, list)):
         return str([_shape(item) for item in value])
     return type(value).__name__
-
-
-# A forward as text that another process can compare: its operations with their numbers, and their wiring.
-#
-# A plan stores it, and each rank compares what it has captured. The two may have been captured for another number of
-# samples, so that sizes may be larger in proportion.
-
-_NUMBER = re.compile(r"(?<![\w.%-])-?\d+(?![\w.])")
-"""A whole number in the text of an opaque call: no node (`%3`), and no part of a name or of a fraction."""
-_SIZES = frozenset({"size", "shape", "split_size", "split_sizes", "repeats", "output_size", "start", "end", "length"})
-"""Names of the arguments of operations that may grow with the number of samples."""
-
-
-def computation_of(graph: Graph, described: object) -> Computation:
-    """Return what the forward of a captured model computes; `described` says what it is made of."""
-    values = (node.meta.get("val") for block in graph.blocks for node in block.code.graph.nodes)
-    tensor = next(value for value in values if isinstance(value, torch.Tensor))
-    named = sorted(f"{name} {spec.shape}" for name, spec in graph.parameters.items())
-    origin = _digest(json.dumps([described, torch.__version__, tensor.device.type], sort_keys=True, default=str))
-    return Computation(origin, graph.micro_batch, _digest(" ".join(named)), tuple(word for word, _ in _words(graph)))
-
-
-def line_of_operation(graph: Graph, index: int) -> SourceLine:
-    """Return the line of the operation of that index in `computation_of`; of the last one before it that has a line."""
-    nodes = [node for _, node in list(_words(graph))[: index + 1] if node is not None]
-    lines = (line for node in reversed(nodes) if (line := line_of_node(node)).file)
-    return next(lines, SourceLine())
-
-
-def _digest(text: str) -> str:
-    return f"{zlib.crc32(text.encode()):08x}"
-
-
-def _words(graph: Graph) -> Iterator[tuple[str, fx.Node | None]]:
-    """Yield each operation as a hash, with its sizes behind it, and its node."""
-    made = {name: index for index, name in enumerate(name for block in graph.blocks for name in block.sends)}
-    types: dict[str, int] = {}
-    for block in graph.blocks:
-        reads = [made[name] for name in block.receives]
-        is_new = block.block_type not in types
-        known = types.setdefault(block.block_type, len(types))
-        yield f"{known} {_digest(str((block.parameters, reads, block.inputs)))}", None
-        position = {node: index for index, node in enumerate(block.code.graph.nodes)}
-        for node in block.code.graph.nodes if is_new else ():
-            sizes: list[int] = []
-            text = line_of_digest(node, block.code, position, given=_without_sizes(node, sizes))
-            if call_of(node) is not None:  # whose shapes stand in its text
-                sizes += map(int, _NUMBER.findall(text))
-                text = _NUMBER.sub("size", text)
-            yield ":".join([_digest(text), *map(str, sizes)]), node
-
-
-def _without_sizes(node: fx.Node, sizes: list[int]) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """Return the arguments of a node without the sizes among them, which are appended to `sizes`."""
-
-    def taken(value: Any) -> Any:
-        if isinstance(value, int) and not isinstance(value, bool):
-            sizes.append(value)
-            return "size"
-        return value
-
-    schema = schema_of(node)
-    formals = [formal.name for formal in schema.arguments] if schema is not None else []
-    args = [
-        fx.node.map_aggregate(arg, taken) if name in _SIZES else arg
-        for arg, name in zip(node.args, formals, strict=False)
-    ]
-    kwargs = {name: fx.node.map_aggregate(arg, taken) if name in _SIZES else arg for name, arg in node.kwargs.items()}
-    return (*args, *node.args[len(args) :]), kwargs

@@ -2,16 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+import json
+import re
+import warnings
+import zlib
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from functools import cached_property, partial
 from types import MappingProxyType
 from typing import Any
 
 import torch
-from torch import nn
+from torch import fx, nn
 
 from workbench.arguments import memoised
-from workbench.capture.block_extraction import computation_of, line_of_operation
+from workbench.capture.block_extraction import line_of_digest
 from workbench.capture.division import (
     MOST_FLOPS,
     PARTS,
@@ -25,16 +30,60 @@ from workbench.capture.division import (
     samples_from,
 )
 from workbench.capture.gathering import with_tail_of
-from workbench.capture.graph import Computation, Graph
-from workbench.capture.model import build_meta, capture, signature
+from workbench.capture.graph import Computation, Graph, signature
+from workbench.capture.model import capture
+from workbench.capture.opaque import call_of
+from workbench.capture.opaque_search import FACTORIES
+from workbench.capture.operations import schema_of
 from workbench.capture.outputs import Metric, read_by, slots_of
-from workbench.capture.source_lines import SourceLine
+from workbench.capture.source_lines import SourceLine, line_of_node
 from workbench.capture.tensor_parallel import plan_tensor_parallel
 from workbench.display import waiting
 from workbench.errors import CaptureError, InvalidExperiment, PlanMismatch, in_words
 from workbench.experiment import Experiment, Optimizer
 from workbench.tensors import TensorSpec
 from workbench.user_code import Function, UserFunction, changed_between, functions_of
+
+
+@dataclass(frozen=True)
+class Facts:
+    """Facts of an experiment's captured model, beside its costs; found once.
+
+    The plan reads it, and the gate before a training and every rank compare it with the plan. What only a capture
+    shows is None while the model has not been captured, and what only a plan asks is None elsewhere.
+    """
+
+    signature: str
+    """Digest of the model's parameters and of the fields of its batch."""
+    reach: str
+    """All that decides the new value of an element in an update: that `element`, its `tensor`, or the whole `model`."""
+    computation: Computation | None = None
+    """Operations of the forward of a step."""
+    blocks: tuple[str, ...] | None = None
+    """Names of its blocks."""
+    coupled: tuple[str, ...] | None = None
+    """Reasons why its batch must stay whole: operations that mix samples, or numbers that differ."""
+    labelled_share: float = 1.0
+    """Average share of labels that its loss does not ignore, of those that a head computes."""
+    not_gathered: str | None = None
+    """Sentence that says why the samples of a coupled loss cannot be gathered; empty if they can be."""
+    is_gathering_compared: bool = False
+    """True if numbers were compared with those of the gathered loss; the model is too large for it otherwise."""
+    captured: CapturedModel | None = field(default=None, repr=False, compare=False)
+    """The model itself with its graphs, in the process that captured it."""
+
+
+def build_meta(factory: Callable[[], nn.Module]) -> nn.Module:
+    """Build a model without its weights, in train mode; on the CPU if its constructor needs real numbers."""
+    try:
+        # A constructor that loads weights is told for each of them that nothing is loaded, which is what is wanted.
+        with torch.device("meta"), warnings.catch_warnings():
+            warnings.filterwarnings("ignore", r"(?s).*copying from a non-meta parameter.*no-op")
+            model = factory().train()
+            FACTORIES[model] = factory  # which builds it again where a module that runs as written needs values
+            return model
+    except Exception:  # the constructor read a meta tensor's numbers; every other error comes again
+        return factory().train()
 
 
 class CapturedModel:
@@ -52,6 +101,16 @@ class CapturedModel:
         self._batch = _batch(experiment, micro_batch)
         self._micro_batch, self._experiment = micro_batch, experiment
         self._functions = _functions(experiment)
+
+    def facts(self, reach: str, *, captures: bool) -> Facts:
+        """Return what the plan, the gate and the ranks ask about the model; `reach` is that of its optimiser's update.
+
+        A model that has not been captured is captured with `captures`; without, its facts are those that need none.
+        """
+        if not captures and not self.is_captured:
+            return Facts(self.signature, reach, captured=self)
+        blocks = tuple(block.name for block in self.graph.blocks)
+        return Facts(self.signature, reach, self.computation, blocks, self.division.coupled, captured=self)
 
     @property
     def is_captured(self) -> bool:
@@ -233,6 +292,26 @@ class CapturedModel:
     def _sampling(self, batch: tuple[tuple[str, TensorSpec], ...], vocabulary: int) -> Graph:
         return capture_for_samples(self._built(), self.graph, dict(batch), vocabulary)
 
+    def check_between_steps(
+        self, experiment: Experiment, cuts: Sequence[int], tensor: int, loss_samples: int | None
+    ) -> None:
+        """Raise `CaptureError` unless evaluations and samples of the experiment run in a plan's stages.
+
+        `cuts` and `tensor` are those of `require_same_stages`, and `loss_samples` those of `step_graph`. Raises
+        `InvalidExperiment` for a metric that has the name of a scalar which the model logs.
+        """
+        if experiment.evaluation is not None:
+            training = self.step_graph(loss_samples)
+            require_same_stages(training, self.evaluation(experiment, loss_samples), cuts, tensor)
+            named = {*experiment.metrics, *experiment.held_out_sets}
+            if both := sorted({scalar.name for scalar in training.scalars} & named):
+                raise InvalidExperiment(
+                    f"{', '.join(both)} is a metric of the experiment and a scalar that {experiment.model.name} logs. "
+                    "Give one of them another name."
+                )
+        for graph in self.samples(experiment):
+            require_same_stages(self.graph, graph, cuts, tensor, same_shapes=False)
+
     def is_of(self, experiment: Experiment) -> bool:
         """Return True if the graph of a step is that of the experiment, whose model is built to see its parameters.
 
@@ -387,3 +466,72 @@ def _difference(training: Graph, evaluation: Graph, cuts: Sequence[int], tensor:
         return f"its {tensor} tensor-parallel devices would divide its parameters differently"
     whole = [p for p in evaluation.parameters if p in shards and p not in others]
     return f"eval mode needs the whole of {whole[0]}, which {tensor} devices divide" if whole else ""
+
+
+# A forward as text that another process can compare: its operations with their numbers, and their wiring.
+#
+# A plan stores it, and each rank compares what it has captured. The two may have been captured for another number of
+# samples, so that sizes may be larger in proportion.
+
+_NUMBER = re.compile(r"(?<![\w.%-])-?\d+(?![\w.])")
+"""A whole number in the text of an opaque call: no node (`%3`), and no part of a name or of a fraction."""
+_SIZES = frozenset({"size", "shape", "split_size", "split_sizes", "repeats", "output_size", "start", "end", "length"})
+"""Names of the arguments of operations that may grow with the number of samples."""
+
+
+def computation_of(graph: Graph, described: object) -> Computation:
+    """Return what the forward of a captured model computes; `described` says what it is made of."""
+    values = (node.meta.get("val") for block in graph.blocks for node in block.code.graph.nodes)
+    tensor = next(value for value in values if isinstance(value, torch.Tensor))
+    named = sorted(f"{name} {spec.shape}" for name, spec in graph.parameters.items())
+    origin = _digest(json.dumps([described, torch.__version__, tensor.device.type], sort_keys=True, default=str))
+    return Computation(origin, graph.micro_batch, _digest(" ".join(named)), tuple(word for word, _ in _words(graph)))
+
+
+def line_of_operation(graph: Graph, index: int) -> SourceLine:
+    """Return the line of the operation of that index in `computation_of`; of the last one before it that has a line."""
+    nodes = [node for _, node in list(_words(graph))[: index + 1] if node is not None]
+    lines = (line for node in reversed(nodes) if (line := line_of_node(node)).file)
+    return next(lines, SourceLine())
+
+
+def _digest(text: str) -> str:
+    return f"{zlib.crc32(text.encode()):08x}"
+
+
+def _words(graph: Graph) -> Iterator[tuple[str, fx.Node | None]]:
+    """Yield each operation as a hash, with its sizes behind it, and its node."""
+    made = {name: index for index, name in enumerate(name for block in graph.blocks for name in block.sends)}
+    types: dict[str, int] = {}
+    for block in graph.blocks:
+        reads = [made[name] for name in block.receives]
+        is_new = block.block_type not in types
+        known = types.setdefault(block.block_type, len(types))
+        yield f"{known} {_digest(str((block.parameters, reads, block.inputs)))}", None
+        position = {node: index for index, node in enumerate(block.code.graph.nodes)}
+        for node in block.code.graph.nodes if is_new else ():
+            sizes: list[int] = []
+            text = line_of_digest(node, block.code, position, given=_without_sizes(node, sizes))
+            if call_of(node) is not None:  # whose shapes stand in its text
+                sizes += map(int, _NUMBER.findall(text))
+                text = _NUMBER.sub("size", text)
+            yield ":".join([_digest(text), *map(str, sizes)]), node
+
+
+def _without_sizes(node: fx.Node, sizes: list[int]) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """Return the arguments of a node without the sizes among them, which are appended to `sizes`."""
+
+    def taken(value: Any) -> Any:
+        if isinstance(value, int) and not isinstance(value, bool):
+            sizes.append(value)
+            return "size"
+        return value
+
+    schema = schema_of(node)
+    formals = [formal.name for formal in schema.arguments] if schema is not None else []
+    args = [
+        fx.node.map_aggregate(arg, taken) if name in _SIZES else arg
+        for arg, name in zip(node.args, formals, strict=False)
+    ]
+    kwargs = {name: fx.node.map_aggregate(arg, taken) if name in _SIZES else arg for name, arg in node.kwargs.items()}
+    return (*args, *node.args[len(args) :]), kwargs

@@ -7,6 +7,7 @@ need, so that identical layers share one piece of code.
 
 from __future__ import annotations
 
+import hashlib
 import html
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
@@ -18,7 +19,7 @@ from workbench.units import count, gib
 
 if TYPE_CHECKING:
     import torch
-    from torch import fx
+    from torch import fx, nn
 
     from workbench.capture.outputs import Outputs
 
@@ -201,6 +202,16 @@ class Graph:
 
         table = html_table(("block", "module", "type", "parameters", "sends"), map(words, self.blocks))
         return f"<b>{html.escape(repr(self))}</b>{table}"
+
+
+def signature(model: nn.Module, batch: Mapping[str, TensorSpec]) -> str:
+    """Return a digest of the parameters' names, shapes and types and of the batch's fields without the micro-batch.
+
+    It needs no export: a plan carries it, so that a plan made for another model is refused at once.
+    """
+    lines = [f"{name} {tuple(p.shape)} {p.dtype}" for name, p in model.named_parameters()]
+    lines += [f"{name} {spec.shape[1:]} {spec.dtype}" for name, spec in batch.items()]
+    return hashlib.sha256("\n".join(lines).encode()).hexdigest()[:16]
 
 
 @dataclass(frozen=True)

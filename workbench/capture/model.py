@@ -7,8 +7,6 @@ losses, couplings and scalars are found (`losses`, `batch_coupling`), and its no
 
 from __future__ import annotations
 
-import hashlib
-import warnings
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -23,10 +21,10 @@ from workbench.capture.batch_coupling import MADE_ANEW, Coupling, batch_coupling
 from workbench.capture.block_extraction import BlockExtractor, NodeGroup, canonical_names, find_layers, group_nodes
 from workbench.capture.export import Exported, export
 from workbench.capture.gathering import split_tail
-from workbench.capture.graph import Graph, SampleDim, ScalarValue
+from workbench.capture.graph import Graph, SampleDim, ScalarValue, signature
 from workbench.capture.losses import MeanLoss, MicroBatchMean, Quotient, Scalar, label_count, mean_losses, scalars_of
 from workbench.capture.opaque import call_of
-from workbench.capture.opaque_search import SIZES, OpaqueSearch, built_by
+from workbench.capture.opaque_search import SIZES, OpaqueSearch
 from workbench.capture.operations import (
     Dataflow,
     analyse_dataflow,
@@ -47,27 +45,6 @@ from workbench.capture.source_lines import line_of_node
 from workbench.capture.torch_internals import move_meta_to_cpu, refuse_backward_hooks
 from workbench.errors import CaptureError, InvalidExperiment
 from workbench.tensors import TensorSpec, spec_of
-
-
-def build_meta(factory: Callable[[], nn.Module]) -> nn.Module:
-    """Build a model without its weights, in train mode; on the CPU if its constructor needs real numbers."""
-    try:
-        # A constructor that loads weights is told for each of them that nothing is loaded, which is what is wanted.
-        with torch.device("meta"), warnings.catch_warnings():
-            warnings.filterwarnings("ignore", r"(?s).*copying from a non-meta parameter.*no-op")
-            return built_by(factory().train(), factory)
-    except Exception:  # the constructor read a meta tensor's numbers; every other error comes again
-        return factory().train()
-
-
-def signature(model: nn.Module, batch: Mapping[str, TensorSpec]) -> str:
-    """Return a digest of the parameters' names, shapes and types and of the batch's fields without the micro-batch.
-
-    It needs no export: a plan carries it, so that a plan made for another model is refused at once.
-    """
-    lines = [f"{name} {tuple(p.shape)} {p.dtype}" for name, p in model.named_parameters()]
-    lines += [f"{name} {spec.shape[1:]} {spec.dtype}" for name, spec in batch.items()]
-    return hashlib.sha256("\n".join(lines).encode()).hexdigest()[:16]
 
 
 def capture(
@@ -106,8 +83,8 @@ def capture(
     name = name or type(model).__name__
     if not batch:
         raise CaptureError(f"{name} was given a batch without fields. Name its inputs.")
-    refuse_backward_hooks(model, name)
     _refuse_shared_memory(model, name)
+    refuse_backward_hooks(model, name)
     move_meta_to_cpu(model)
     search = OpaqueSearch(model, name, examples)
     while True:

@@ -42,13 +42,7 @@ Target = str | type
 
 MOST_BYTES = 2 << 30
 """Largest size of a model that is built with its values, to run a part of it."""
-_factories: weakref.WeakKeyDictionary[nn.Module, Callable[[], nn.Module]] = weakref.WeakKeyDictionary()
-
-
-def built_by(model: nn.Module, factory: Callable[[], nn.Module]) -> nn.Module:
-    """Return the model, and remember what built it without values."""
-    _factories[model] = factory
-    return model
+FACTORIES: weakref.WeakKeyDictionary[nn.Module, Callable[[], nn.Module]] = weakref.WeakKeyDictionary()
 
 
 @dataclass
@@ -68,11 +62,11 @@ class OpaqueSearch:
     def valued(self) -> nn.Module | None:
         """The model if its tensors have values, or a twin on the CPU; None if that would be too large."""
         tensors = (*self.model.parameters(), *self.model.buffers())
-        if self.model not in _factories:
+        if self.model not in FACTORIES:
             return None if any(tensor.is_meta for tensor in tensors) else self.model
         if sum(tensor.nbytes for tensor in tensors) > MOST_BYTES:
             return None
-        return _factories[self.model]().train()
+        return FACTORIES[self.model]().train()
 
     @functools.cached_property
     def selections(self) -> Selections:

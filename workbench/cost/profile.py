@@ -18,8 +18,8 @@ from workbench.cost.hardware import Device, Link, all_gather_s
 from workbench.strategy import RECOMPUTE
 
 if TYPE_CHECKING:
-    from workbench.capture.captured_model import CapturedModel
-    from workbench.capture.graph import Computation, Graph
+    from workbench.capture.captured_model import Facts
+    from workbench.capture.graph import Graph
     from workbench.experiment import Experiment
 
 Array = npt.NDArray[np.float64]
@@ -211,17 +211,16 @@ class TailCosts:
         return 2 * self.gathered_bytes
 
 
-def with_gathered(
-    whole: Profile, towers: Profile, at_once: Profile, part: Graph, samples: int, is_compared: bool
-) -> Profile:
+def with_gathered(whole: Profile, towers: Profile, at_once: Profile, part: Graph, samples: int) -> Profile:
     """Return a profile with the costs of gathering its loss over micro-batches and replicas.
 
     `towers` is the profile of `part`, whose last block is the tail of the loss, and `at_once` that of the whole batch
-    of `samples` samples; `is_compared` says that numbers confirmed them.
+    of `samples` samples.
     """
     # The tail runs once over the whole batch, and is priced by `TailCosts`: as a block of a micro-batch it is free.
     free = BlockTypeCost(part.blocks[-1].block_type, (), (), 0.0, 0.0, 0.0, 0.0)
     last = replace(towers.blocks[-1], block_type=len(towers.block_types), input_bytes=0.0)
+    is_compared = whole.facts is not None and whole.facts.is_gathering_compared
     of_part = sum(part.values[rows.name].nbytes for rows in part.gathered)
     gathered = replace(
         towers,
@@ -284,34 +283,6 @@ class BlockCosts:
     """Bytes of each all-reduce over the tensor-parallel axis, for each block."""
     recompute_reduced: tuple[tuple[float, ...], ...]
     backward_reduced: tuple[tuple[float, ...], ...]
-
-
-@dataclass(frozen=True)
-class Facts:
-    """Facts of an experiment's captured model, beside its costs; found once.
-
-    The plan reads it, and the gate before a training and every rank compare it with the plan. What only a capture
-    shows is None while the model has not been captured, and what only a plan asks is None elsewhere.
-    """
-
-    signature: str
-    """Digest of the model's parameters and of the fields of its batch."""
-    reach: str
-    """All that decides the new value of an element in an update: that `element`, its `tensor`, or the whole `model`."""
-    computation: Computation | None = None
-    """Operations of the forward of a step."""
-    blocks: tuple[str, ...] | None = None
-    """Names of its blocks."""
-    coupled: tuple[str, ...] | None = None
-    """Reasons why its batch must stay whole: operations that mix samples, or numbers that differ."""
-    labelled_share: float = 1.0
-    """Average share of labels that its loss does not ignore, of those that a head computes."""
-    not_gathered: str | None = None
-    """Sentence that says why the samples of a coupled loss cannot be gathered; empty if they can be."""
-    is_gathering_compared: bool = False
-    """True if numbers were compared with those of the gathered loss; the model is too large for it otherwise."""
-    captured: CapturedModel | None = field(default=None, repr=False, compare=False)
-    """The model itself with its graphs, in the process that captured it."""
 
 
 @dataclass(frozen=True)

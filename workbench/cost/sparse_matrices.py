@@ -194,8 +194,8 @@ class SparseMatrices:
         """Return the sparse weights of an experiment, None if it has dense ones; raises what `sparse_matrices` does."""
         if experiment.sparsity is None:
             return None
-        shapes = sparse_matrices(graph, experiment.sparsity)
-        return SparseMatrices(graph, experiment.sparsity, shapes, block_sparse_obstacle(experiment, graph))
+        obstacle = block_sparse_obstacle(experiment, graph)
+        return SparseMatrices(graph, experiment.sparsity, sparse_matrices(graph, experiment.sparsity), obstacle)
 
     def positions(self, block: Block) -> tuple[int, ...]:
         """Return the positions of a block's sparse weights among its parameters: they tell block types apart."""

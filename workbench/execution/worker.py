@@ -67,6 +67,7 @@ from workbench.execution.trainer import Rewind, Trainer
 from workbench.experiment import USER_PARTS, Experiment
 from workbench.models import Pretrained
 from workbench.planning.plan import Plan
+from workbench.planning.profiling import facts_of
 from workbench.planning.runnable import check_numbers, check_runnable
 from workbench.rundir import (
     RunDir,
@@ -286,7 +287,7 @@ class TrainingWorker:
                 self._digests = digests(tensors, graphs)
                 if is_together and (taken := take_from_rank_0(name, self._digests, tensors, self.device)):
                     print(f"Every rank has the values of rank 0 in what differed: {', '.join(taken)}.", flush=True)
-            check_runnable(experiment, plan, captured)
+            check_runnable(experiment, plan, facts_of(experiment, captured))
             extras = CheckpointExtras()
             if self.is_main:
                 check_numbers(experiment, plan, captured.graph, model)

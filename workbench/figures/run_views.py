@@ -20,7 +20,6 @@ from workbench.analysis.ladder import KAPLAN, LadderPoint, ScalingLaw
 from workbench.analysis.pareto import ParetoPoint, pareto_front, pareto_points
 from workbench.analysis.seed_contrast import SeedContrast, SeedDifference
 from workbench.arguments import checked_arguments
-from workbench.cost.profile import Facts
 from workbench.errors import InvalidArgument
 from workbench.experiment import Experiment
 from workbench.figures import plan_view, theme
@@ -88,7 +87,7 @@ def partition(plan: Plan, experiment: Experiment) -> Figure:
     from workbench.capture.captured_model import CapturedModel
 
     captured = CapturedModel(experiment, plan.micro_batch)
-    check_facts(experiment, plan, Facts(captured.signature, reach="element"))
+    check_facts(experiment, plan, captured.facts("element", captures=False))
     graph = captured.graph
     crossing = {
         stage.index: [graph.values[name] for name in graph.crossing(stage.end_block)] for stage in plan.stages[:-1]

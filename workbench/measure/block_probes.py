@@ -72,6 +72,7 @@ class ProbeRequest:
     @staticmethod
     def of(experiment: Experiment, cluster: Cluster) -> ProbeRequest:
         """Return the request for the blocks of an experiment's model on a device of the cluster."""
+        likely = likely_micro_batches(cluster, experiment.largest_batch)
         precision, compiled = computed_on(cluster.device, experiment)
         return ProbeRequest(
             experiment.model.name,
@@ -82,7 +83,7 @@ class ProbeRequest:
             precision,
             compiled,
             experiment.numerics.deterministic,
-            likely_micro_batches(cluster, experiment.largest_batch),
+            likely,
             experiment.data.examples(experiment),
             experiment.loss,
         )

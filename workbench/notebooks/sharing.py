@@ -47,9 +47,8 @@ from workbench.notebooks.executing import (
 )
 from workbench.rundir import write_json
 from workbench.runs.environment import environment
-from workbench.runs.launching.launcher import REPLAY
 from workbench.runs.registry import Runs, load_runs
-from workbench.runs.run import Run
+from workbench.runs.run import REPLAY, Run
 from workbench.secrets import MASK, masked_json, secrets
 
 PathLike = str | os.PathLike[str]

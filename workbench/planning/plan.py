@@ -37,6 +37,8 @@ on the host. Beside the model there is never more than one rank's part of one we
 
 
 if TYPE_CHECKING:
+    from workbench.capture.captured_model import Facts
+
     Origin = tuple[Profile, Request] | None
 else:
     Origin = Any  # is not stored, so that nothing checks it
@@ -190,6 +192,11 @@ class Plan(Strategy):
     def __post_init__(self) -> None:
         object.__setattr__(self, "chunks", len(self.stages) // self.pipeline)
         object.__setattr__(self, "recompute", common_recompute(self.recomputed_blocks))
+
+    @property
+    def facts(self) -> Facts | None:
+        """What is known of the model that the plan was made for, in the process that made it."""
+        return None if self.origin is None else self.origin[0].facts
 
     @property
     def loss_samples(self) -> int | None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import html
-import math
 import operator
 from collections.abc import Iterator
 from contextlib import suppress
@@ -50,7 +49,7 @@ def plan(
         >>> elsewhere.zero
         1
     """
-    return with_evaluation(experiment, search(experiment, cluster, memory_limit_gib=memory_limit_gib, **choices).best)
+    return search(experiment, cluster, memory_limit_gib=memory_limit_gib, **choices).best
 
 
 @checked_arguments
@@ -84,30 +83,7 @@ def plan_profiled(
 ) -> Plan:
     """Return what `plan` returns for a model whose profile is there, without another capture."""
     request = Request.of(experiment, cluster, memory_limit_bytes, Fixed(), costs.facts)
-    return with_evaluation(experiment, weigh(costs, costs.precision, request).best)
-
-
-def with_evaluation(experiment: Experiment, plan: Plan) -> Plan:
-    """Return the plan with the predicted seconds of one evaluation, if the experiment evaluates.
-
-    An evaluation is the forward of all held-out samples in the plan's stages. In each tick a pipeline rank runs each
-    of its stages once; the slowest rank sets the pace. The peak memory of an evaluation is not predicted, because it
-    lies below that of training: the same weights and optimiser state, no gradients, and the values of one micro-batch
-    between two blocks instead of all that the backward needs.
-    """
-    from workbench.data import held_out
-
-    if experiment.evaluation is None:
-        return plan
-    is_counted = experiment.eval_data is not None and experiment.eval_data.is_user_defined
-    samples = len(held_out(experiment)) if is_counted else experiment.evaluation.samples
-    samples *= 1 + len(experiment.held_out_sets)
-    samples -= samples % plan.global_batch if plan.coupled else 0
-    ticks = math.ceil(samples / plan.micro_batch / plan.data) + len(plan.stages) - 1
-    tick_ms = max(sum(stage.forward_ms for stage in plan.stages_of(rank)) for rank in range(plan.pipeline))
-    complete = replace(plan, prediction=replace(plan.prediction, evaluation_s=ticks * tick_ms / 1e3))
-    object.__setattr__(complete, "origin", plan.origin)
-    return complete
+    return weigh(costs, costs.precision, request).best
 
 
 # The table of a search, for a reader who has never seen one.

@@ -5,6 +5,7 @@ A rank holds one stage, or under an interleaved schedule several: those with `st
 
 from __future__ import annotations
 
+import math
 import operator
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -14,7 +15,7 @@ import numpy as np
 
 from workbench.cost.hardware import CALIBRATED, DATA_SHEET, FITTED, TIMED, Device, point_to_point_s
 from workbench.cost.profile import Profile
-from workbench.planning.plan import Plan, Prediction
+from workbench.planning.plan import Plan, Prediction, Stage
 from workbench.planning.request import Request
 from workbench.planning.stage_costs import Array, Cut, StageTimes, StrategyCosts, boundary_link
 from workbench.strategy import SCHEDULES, Action, Schedule, Strategy, build_schedule, rounds
@@ -325,6 +326,21 @@ def predict(costs: StrategyCosts, cut: Cut, times: StageTimes, request: Request)
         orthogonalisation_ms=float(_by_rank(times.orthogonalisation, strategy)[last]),
         basis=basis_of_times(costs.profile, costs.cluster.device),
     )
+
+
+def evaluation_s(stages: Sequence[Stage], strategy: Strategy, request: Request, coupled: bool) -> float:
+    """Return the seconds of one evaluation: the forward of all held-out samples in the plan's stages.
+
+    In each tick a pipeline rank runs each of its stages once; the slowest rank sets the pace. The peak memory of an
+    evaluation is not predicted, because it lies below that of training: the same weights and optimiser state, no
+    gradients, and the values of one micro-batch between two blocks instead of all that the backward needs.
+    """
+    # A loss that compares samples is evaluated over whole global batches; what is left over is not evaluated.
+    samples = request.evaluated - (request.evaluated % request.global_batch if coupled else 0)
+    ticks = math.ceil(samples / strategy.micro_batch / strategy.data) + len(stages) - 1
+    ranks = range(strategy.pipeline)
+    tick_ms = max(sum(stage.forward_ms for stage in stages[rank :: strategy.pipeline]) for rank in ranks)
+    return ticks * tick_ms / 1e3
 
 
 def _sends(costs: StrategyCosts, cut: Cut) -> Array:

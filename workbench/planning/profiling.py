@@ -18,8 +18,8 @@ from workbench.validation import LARGEST_COUNT
 
 if TYPE_CHECKING:
     from workbench.capture import Graph
-    from workbench.capture.captured_model import CapturedModel
-    from workbench.cost.profile import Facts, Profile
+    from workbench.capture.captured_model import CapturedModel, Facts
+    from workbench.cost.profile import Profile
 
 
 NOT_GATHERED = ("samples", "sparsity")
@@ -80,7 +80,7 @@ def analytic_profile(experiment: Experiment, cluster: Cluster) -> Profile:
         return costs
     part, whole = towers
     in_parts = with_optimizer(costed(part), experiment, graph)
-    return with_gathered(costs, in_parts, costed(whole), part, experiment.largest_batch, facts.is_gathering_compared)
+    return with_gathered(costs, in_parts, costed(whole), part, whole.micro_batch)
 
 
 def capture_to_plan(experiment: Experiment) -> tuple[Facts, Graph, Sequence[Graph]]:
@@ -93,7 +93,7 @@ def capture_to_plan(experiment: Experiment) -> tuple[Facts, Graph, Sequence[Grap
     """
     from workbench.capture.losses import labelled_share
 
-    facts, examples = facts_of(experiment), experiment.data.examples(experiment)
+    facts, examples = facts_of(experiment, captures=True), experiment.data.examples(experiment)
     assert facts.captured is not None
     captured, graph = facts.captured, facts.captured.graph
 
@@ -135,30 +135,19 @@ def capture_to_plan(experiment: Experiment) -> tuple[Facts, Graph, Sequence[Grap
     return replace(facts, labelled_share=share), planned, towers
 
 
-def facts_of(experiment: Experiment, captured: CapturedModel | None = None) -> Facts:
+def facts_of(experiment: Experiment, captured: CapturedModel | None = None, *, captures: bool = False) -> Facts:
     """Return what the gate before a training, and every rank, compare with a plan.
 
-    The model is captured here if it is not given; one that is given and not captured stays so, and its facts are those
-    that need no capture. Raises `InvalidExperiment` for an optimiser of the user's that cannot train.
+    The model is captured if `captures` says so; the facts of one that is not captured are those that need no capture.
+    `captured` is the experiment's model, if there is one. Raises `InvalidExperiment` for an optimiser of the user's
+    that cannot train.
     """
     from workbench.capture.captured_model import CapturedModel
-    from workbench.cost.profile import Facts
 
-    captures = captured is None
-    captured = captured or CapturedModel(experiment, CAPTURE_BATCH)
+    asked = captured or CapturedModel(experiment, CAPTURE_BATCH)
     reach = "element"
     if isinstance(experiment.optimizer.algorithm, UserFunction):
         from workbench.optimizers.building import reach_of_update
 
-        reach = reach_of_update(experiment, captured.trained_shapes)
-    if not captures and not captured.is_captured:
-        return Facts(captured.signature, reach, captured=captured)
-    graph = captured.graph
-    return Facts(
-        graph.signature,
-        reach,
-        computation=captured.computation,
-        blocks=tuple(block.name for block in graph.blocks),
-        coupled=captured.division.coupled,
-        captured=captured,
-    )
+        reach = reach_of_update(experiment, asked.trained_shapes)
+    return asked.facts(reach, captures=captures)

@@ -8,15 +8,18 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Annotated, Any, Unpack
+from typing import TYPE_CHECKING, Annotated, Any, Unpack
 
 from workbench.cost.hardware import FRAGMENTATION, Cluster
-from workbench.cost.profile import Facts, Profile
+from workbench.cost.profile import Profile
 from workbench.errors import PlanInfeasible
 from workbench.experiment import Experiment
 from workbench.strategy import RECOMPUTE, SCHEDULES, ZERO, Choices, Fixed, Strategy, interleaving
 from workbench.units import GIB, gib, plain
 from workbench.validation import Count, LargeCount, PlainValidator, checked_value
+
+if TYPE_CHECKING:
+    from workbench.capture.captured_model import Facts
 
 DEGREES = ("pipeline", "data", "tensor")
 
@@ -42,6 +45,8 @@ class Request:
     fixed: Fixed = field(default_factory=Fixed)
     ramp: tuple[tuple[int, int], ...] = ()
     """Samples of each stretch of a batch that changes, of which `global_batch` is the largest, and its steps."""
+    evaluated: int = 0
+    """Held-out samples of one evaluation, over all its sets; 0 without an evaluation."""
 
     @staticmethod
     def of(
@@ -51,12 +56,21 @@ class Request:
 
         Raises `PlanInfeasible` for a choice that the optimiser rules out.
         """
+        from workbench.data import held_out
+
         fixed = within_limits_of_optimizer(experiment, fixed, "element" if facts is None else facts.reach)
         batches = experiment.batches
         # Epochs that have not been counted have as many steps as the table tells, and one of the last stretch.
         steps = batches.stretches[-1][0] + 1 if experiment.steps is None else experiment.steps
         ramp = tuple(batches.lengths(steps)) if len(batches.stretches) > 1 else ()
-        return Request(experiment.largest_batch, experiment.seq_len, cluster, memory_limit_bytes, fixed, ramp)
+        evaluated = 0
+        if experiment.evaluation is not None:
+            is_counted = experiment.eval_data is not None and experiment.eval_data.is_user_defined
+            evaluated = len(held_out(experiment)) if is_counted else experiment.evaluation.samples
+            evaluated *= 1 + len(experiment.held_out_sets)
+        return Request(
+            experiment.largest_batch, experiment.seq_len, cluster, memory_limit_bytes, fixed, ramp, evaluated
+        )
 
     @property
     def batches(self) -> tuple[int, ...]:

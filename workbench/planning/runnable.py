@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 
 from workbench.arguments import checked_arguments
 from workbench.data import Prepared
-from workbench.errors import CaptureError, DataError, InvalidExperiment, PlanInfeasible, PlanMismatch
+from workbench.errors import CaptureError, DataError, PlanInfeasible, PlanMismatch
 from workbench.experiment import Experiment
 from workbench.machine import available_cores
 from workbench.planning.plan import Plan
@@ -26,8 +26,7 @@ if TYPE_CHECKING:
     from torch import nn
 
     from workbench.capture import Graph
-    from workbench.capture.captured_model import CapturedModel
-    from workbench.cost.profile import Facts
+    from workbench.capture.captured_model import Facts
 
 
 CAPTURED_FIELDS = (
@@ -39,18 +38,17 @@ MOST_FLOPS_ON_CPU = 3e11
 """Operations of the forward of two samples up to which a run on CPUs compares numbers: some minutes on two cores."""
 
 
-def check_runnable(
-    experiment: Experiment, plan: Plan, captured: CapturedModel | None, *, progress: bool | None = None
-) -> None:
+def check_runnable(experiment: Experiment, plan: Plan, facts: Facts | None, *, progress: bool | None = None) -> None:
     """Raise unless a training of this experiment can start under this plan.
 
     The kernel asks before it starts a process, and each rank once it has captured its model. Checks that take no time
-    come first; the model is captured only for an experiment that evaluates, writes samples or has sparse weights.
+    come first; the model is captured only for an experiment that evaluates, writes samples or has sparse weights. A
+    training that would wait for its text to be tokenised is warned of.
 
     Args:
         experiment: what is to be trained.
         plan: how its step is divided.
-        captured: the experiment's model; None if it was checked before, or is code that only the ranks load.
+        facts: what is known of its model (`facts_for`); None if it was checked before, or only the ranks load its code.
         progress: show a progress bar while data are tokenised that were not; None for data that were checked before.
 
     Raises:
@@ -61,44 +59,59 @@ def check_runnable(
         DataError: the data cannot feed it, a prompt cannot be read, or too few samples are held out.
     """
     from workbench.cost.sparse_matrices import check_sparsity
+    from workbench.data import held_out
 
     _raise_broken(PLAN_RULES, experiment, plan)
     if (refusal := too_large_to_build(plan)) is not None:
         raise refusal
-    if captured is not None:
-        check_facts(experiment, plan, _facts(experiment, plan, captured))
+    captured = None if facts is None else facts.captured
+    if facts is not None and captured is not None:
+        check_facts(experiment, plan, facts)
         check_sparsity(experiment, plan, captured)
-    if progress is not None:
-        _check_data(experiment, plan, progress)
+
+    # Data: prepared here, unless only the ranks load its code, apart from the number of samples that was asked for.
+    is_loaded = _has_loaded_data(experiment)
+    if progress is not None and is_loaded:
+        supply = supply_of(experiment.data.prepare(experiment, progress=progress), plan)
+        if supply is not None and not supply.keeps_up:
+            warnings.warn(repr(supply), stacklevel=4)
+    if progress is not None and experiment.evaluation is not None:
+        over = "the global batch, whose samples the loss compares" if plan.coupled else "one micro-batch of the plan"
+        smaller = "train with a smaller global_batch" if plan.coupled else "plan with a smaller micro_batch"
+        sets = {"": experiment, **{f" in {name!r}": each for name, each in experiment.held_out_sets.items()}}
+        for where, each in sets.items():
+            samples = len(held_out(each)) if is_loaded else experiment.evaluation.samples
+            if samples < plan.evaluation_batch:
+                raise DataError(
+                    f"There are {samples:,} held-out samples{where}, fewer than the {plan.evaluation_batch:,} of "
+                    f"{over}. Give more eval_data, raise Evaluation.samples, or {smaller}."
+                )
+
+    # Evaluations and samples run in the plan's stages; prompts need the tokeniser, which is made with the data.
     if captured is not None:
-        check_between_steps(experiment, plan, captured)
+        cuts = [stage.first_block for stage in plan.stages[1:]]
+        captured.check_between_steps(experiment, cuts, plan.tensor, plan.loss_samples)
 
 
-def captured_model(experiment: Experiment, plan: Plan) -> CapturedModel | None:
-    """Return the experiment's model for the gate: as the plan was made from it in this process, or not yet captured.
+def facts_for(experiment: Experiment, plan: Plan) -> Facts | None:
+    """Return the facts that the gate compares with a plan: those that it was made from in this process, if they hold.
 
-    Returns None for a model or data that are only described, because their code is stored with a run.
+    Otherwise the model is built without weights and not captured. Returns None for a model or data that are only
+    described, because their code is stored with a run.
     """
-    from workbench.capture.captured_model import CapturedModel
-
     functions = (experiment.loss, experiment.optimizer.algorithm, *experiment.metrics.values(), *experiment.callbacks)
     is_loaded = experiment.model.is_loaded and _has_loaded_data(experiment)
     if not is_loaded or any(not each.is_loaded for each in functions if isinstance(each, UserFunction)):
         return None
-    facts = None if plan.origin is None else plan.origin[0].facts
-    planned = None if facts is None else facts.captured
-    return planned if planned is not None and planned.is_of(experiment) else CapturedModel(experiment, CAPTURE_BATCH)
+    planned = plan.facts
+    if planned is None or planned.captured is None or not planned.captured.is_of(experiment):
+        return facts_of(experiment)
+    same_update = planned.captured.optimizer == experiment.optimizer
+    return planned if same_update else facts_of(experiment, planned.captured)
 
 
 def _has_loaded_data(experiment: Experiment) -> bool:
     return experiment.data.is_loaded and (experiment.eval_data is None or experiment.eval_data.is_loaded)
-
-
-def _facts(experiment: Experiment, plan: Plan, captured: CapturedModel) -> Facts:
-    """Return what is known of the experiment's model: what its plan has found, if the optimiser is the same."""
-    made_for = plan.origin[0].facts if plan.origin is not None else None
-    is_same = made_for is not None and made_for.captured is captured and captured.optimizer == experiment.optimizer
-    return made_for if made_for is not None and is_same else facts_of(experiment, captured)
 
 
 def check_facts(experiment: Experiment, plan: Plan, facts: Facts) -> None:
@@ -290,33 +303,6 @@ def too_large_to_build(plan: Plan) -> PlanInfeasible | None:
     )
 
 
-def _check_data(experiment: Experiment, plan: Plan, progress: bool) -> None:
-    """Prepare the data, and raise `DataError` if the held-out samples do not fill one batch of an evaluation.
-
-    Warns of streamed text that is tokenised more slowly than the plan trains on it. Code that only the ranks load is
-    left to them, apart from the number of samples that was asked for.
-    """
-    from workbench.data import held_out
-
-    is_loaded = _has_loaded_data(experiment)
-    if is_loaded:
-        supply = supply_of(experiment.data.prepare(experiment, progress=progress), plan)
-        if supply is not None and not supply.keeps_up:
-            warnings.warn(repr(supply), stacklevel=5)
-    if experiment.evaluation is None:
-        return
-    sets = {"": experiment, **{f" in {name!r}": each for name, each in experiment.held_out_sets.items()}}
-    for where, each in sets.items():
-        samples = len(held_out(each)) if is_loaded else experiment.evaluation.samples
-        if samples < plan.evaluation_batch:
-            why = "the global batch, whose samples the loss compares" if plan.coupled else "one micro-batch of the plan"
-            smaller = "train with a smaller global_batch" if plan.coupled else "plan with a smaller micro_batch"
-            raise DataError(
-                f"There are {samples:,} held-out samples{where}, fewer than the {plan.evaluation_batch:,} of {why}. "
-                f"Give more eval_data, raise Evaluation.samples, or {smaller}."
-            )
-
-
 def check_numbers(experiment: Experiment, plan: Plan, graph: Graph, model: nn.Module) -> None:
     """Raise `PlanMismatch` if the micro-batches of a plan do not compute the loss of the whole batch.
 
@@ -355,24 +341,6 @@ def check_numbers(experiment: Experiment, plan: Plan, graph: Graph, model: nn.Mo
             f"The loss of {plan.model} compares samples of one batch, and the plan divides them: {fault}.{unknown} "
             f"Nothing was updated. {way}, or accept a loss that depends on the plan: batch_coupling='allow'."
         )
-
-
-def check_between_steps(experiment: Experiment, plan: Plan, captured: CapturedModel) -> None:
-    """Raise unless evaluations and samples can be computed in the plan's stages."""
-    from workbench.capture.captured_model import require_same_stages
-
-    cuts = [stage.first_block for stage in plan.stages[1:]]
-    if experiment.evaluation is not None:
-        training = captured.step_graph(plan.loss_samples)
-        require_same_stages(training, captured.evaluation(experiment, plan.loss_samples), cuts, plan.tensor)
-        named = {*experiment.metrics, *experiment.held_out_sets}
-        if both := sorted({scalar.name for scalar in training.scalars} & named):
-            raise InvalidExperiment(
-                f"{', '.join(both)} is a metric of the experiment and a scalar that {experiment.model.name} logs. Give "
-                "one of them another name."
-            )
-    for graph in captured.samples(experiment):
-        require_same_stages(captured.graph, graph, cuts, plan.tensor, same_shapes=False)
 
 
 # Whether text that is tokenised while it trains is tokenised as fast as a plan trains on it.

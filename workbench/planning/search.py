@@ -23,7 +23,7 @@ from workbench.cost.profile import Profile, SparseCosts
 from workbench.display import Say
 from workbench.errors import PlanInfeasible, PlanMismatch
 from workbench.planning.plan import Candidate, Memory, Plan, Stage, common_recompute
-from workbench.planning.prediction import bound_ms, predict
+from workbench.planning.prediction import bound_ms, evaluation_s, predict
 from workbench.planning.request import (
     Request,
     apart,
@@ -489,6 +489,10 @@ def assemble(
             "figures are those of the largest batch."
         ]
 
+    stages = _stages(costs, cut, ParameterTable(divided).elements)
+    if request.evaluated:
+        prediction = replace(prediction, evaluation_s=evaluation_s(stages, strategy, request, bool(profile.coupled)))
+
     # Sentences of capture hold where the batch is divided, or state goes from one micro-batch to the next.
     is_divided = not strategy.gathers and strategy.data * strategy.num_microbatches > 1
     carries_state = not strategy.gathers and strategy.num_microbatches > 1
@@ -501,7 +505,7 @@ def assemble(
         seq_len=request.seq_len,
         precision=profile.precision,
         block_names=tuple(block.name for block in divided.blocks),
-        stages=_stages(costs, cut, ParameterTable(divided).elements),
+        stages=stages,
         memory_limit_bytes=request.memory_limit_bytes,
         flops_per_step=round(profile.flops_per_sample * request.global_batch),
         prediction=prediction,

@@ -32,11 +32,12 @@ from workbench.execution.checkpoint import step_of
 from workbench.execution.deviation import Deviation, from_json, to_json
 from workbench.experiment import Experiment, counted
 from workbench.planning.plan import Plan
-from workbench.planning.runnable import captured_model, check_runnable
+from workbench.planning.runnable import check_runnable, facts_for
 from workbench.rundir import RunDir, append_event, read_record, runs_root
 from workbench.runs.event_log import Status, read_state
 from workbench.runs.launching import processes
-from workbench.runs.launching.launcher import Attempt, code_of_clone, devices_for, request_end, start_attempt
+from workbench.runs.launching.device_queue import devices_for
+from workbench.runs.launching.launcher import Attempt, code_of_clone, request_end, start_attempt
 from workbench.runs.launching.processes import log_tail, root_cause
 from workbench.runs.status import complete_checkpoints, read_experiment, read_status, wait_for_end
 from workbench.units import count, gib
@@ -376,7 +377,7 @@ def compared(
             f"steps={steps} lies outside 1 to {most}. A fault shows within few steps: 2 is the default."
         )
     for plan in plans:
-        check_runnable(experiment, plan, captured_model(experiment, plan), progress=progress)
+        check_runnable(experiment, plan, facts_for(experiment, plan), progress=progress)
         devices_for(plan)
         _check_room(plan, steps)
     compiles = experiment.numerics.compile

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import fcntl
 import html
+import json
 import os
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, replace
@@ -14,11 +15,12 @@ from typing import TYPE_CHECKING, Any, Self
 from workbench.arguments import checked_arguments
 from workbench.data.corpora import use_in_words
 from workbench.display import Html, html_table
-from workbench.errors import InvalidArgument, PlanMismatch, RunFailed, RunNotFound, WorkbenchError
+from workbench.errors import InvalidArgument, PlanInfeasible, PlanMismatch, RunFailed, RunNotFound, WorkbenchError
 from workbench.events import Event
-from workbench.rundir import RunDir, check_unedited, read_events, remedy_for, write_json
+from workbench.rundir import RunDir, check_unedited, read_events, read_json, remedy_for, write_json
 from workbench.runs.event_log import UNREAD, Status, latest_events
 from workbench.runs.launching import processes
+from workbench.runs.launching.device_queue import devices_for
 from workbench.runs.launching.processes import log_tail, run_failed
 from workbench.runs.status import (
     Checkpoint,
@@ -380,14 +382,14 @@ def _buildable_experiment(run: Run, changes: Mapping[str, Any]) -> Experiment:
 
 def _resume(run: Run, plan: Plan | None, steps: int | None, accept_changed_data: bool) -> None:
     """Launch the run again from its last checkpoint; what it passed before it started is not checked again."""
-    from workbench.planning.runnable import captured_model
+    from workbench.planning.runnable import facts_for
     from workbench.runs.launching.launcher import Attempt, continued_provenance, require_stored_code, start_attempt
 
     check_unedited(run.directory)
     require_stored_code(run.directory)
     experiment = run.experiment if steps is None else run.experiment.replace(steps=steps)
-    captured = None if plan is None else captured_model(experiment, plan)
-    if plan is not None and captured is None and plan.signature != run.plan.signature:
+    facts = None if plan is None else facts_for(experiment, plan)
+    if plan is not None and facts is None and plan.signature != run.plan.signature:
         raise PlanMismatch(
             f"The plan was made for {plan.model} (signature {plan.signature}), and {run.name} trains "
             f"{run.plan.model} ({run.plan.signature}). Plan the run's own experiment."
@@ -400,7 +402,7 @@ def _resume(run: Run, plan: Plan | None, steps: int | None, accept_changed_data:
         )
     provenance = continued_provenance(run.directory, experiment, accept_changed_data)
     attempt = Attempt(experiment, plan or run.plan, resume=run.path, code={}, provenance=provenance)
-    start_attempt(attempt, captured, progress=None if plan is None else False)
+    start_attempt(attempt, facts, progress=None if plan is None else False)
 
 
 def step_text(row: RunRow) -> str:
@@ -443,6 +445,9 @@ def _run_html(row: RunRow, data: Mapping[str, str], problems: Sequence[str], tra
 
 # The verbs that make a run
 
+REPLAY = "WORKBENCH_REPLAY"
+"""Environment variable that names a JSON list of `{experiment, plan}`: the launches that a notebook is to repeat."""
+_SAME_PLAN = ("model", "global_batch", "seq_len", "precision", "optimizer")
 PathLike = str | os.PathLike[str]
 OneRun = Run | str | os.PathLike[str]
 """A run, or its directory or name."""
@@ -476,23 +481,37 @@ def launch(
         40
     """
     from workbench.planning.planner import plan as make_plan
-    from workbench.planning.runnable import captured_model
+    from workbench.planning.runnable import facts_for
     from workbench.runs.launching import launcher
 
     experiment.data.check(experiment)
-    chosen = _recorded_plan(experiment) or plan or make_plan(experiment)
+    chosen = replayed_plan(experiment) or plan or make_plan(experiment)
     attempt = launcher.Attempt(experiment, chosen, directory)
-    return Run(launcher.start_attempt(attempt, captured_model(experiment, chosen), progress=progress))
+    return Run(launcher.start_attempt(attempt, facts_for(experiment, chosen), progress=progress))
 
 
-def _recorded_plan(experiment: Experiment) -> Plan | None:
-    """Return the plan that `workbench reproduce` gives this run of a notebook, if it fits the model; else None."""
-    from workbench.planning.runnable import captured_model
-    from workbench.runs.launching import launcher
+def replayed_plan(experiment: Experiment) -> Plan | None:
+    """Return the plan that `workbench reproduce` gives this run of a notebook, if it fits model and machine."""
+    from workbench.planning.plan import Plan
+    from workbench.planning.runnable import facts_for
+    from workbench.runs.launching.launcher import LAUNCHES
 
-    recorded = launcher.replayed_plan(experiment)
-    captured = None if recorded is None else captured_model(experiment, recorded)
-    return recorded if captured is not None and recorded and captured.signature == recorded.signature else None
+    file, launches = os.environ.get(REPLAY), os.environ.get(LAUNCHES)
+    if not file or not launches:
+        return None
+    recorded = read_json(Path(file))
+    done = len(set(Path(launches).read_text().splitlines()))  # a run that was continued counts once
+    if done >= len(recorded):
+        return None
+    asked, then = json.loads(json.dumps(experiment.to_json())), recorded[done]["experiment"]
+    if any(asked.get(field) != then.get(field) for field in _SAME_PLAN):
+        return None
+    plan = Plan.from_json({**recorded[done]["plan"], "candidates": []})
+    with contextlib.suppress(PlanInfeasible):
+        devices_for(plan)
+        facts = facts_for(experiment, plan)
+        return plan if facts is not None and facts.signature == plan.signature else None
+    return None
 
 
 @checked_arguments
@@ -510,13 +529,13 @@ def prepare(
     run or a checkpoint. The directory and `$WORKBENCH_HOME` must be on a file system that every node sees. The other
     arguments and the errors are those of `launch`.
     """
-    from workbench.planning.runnable import captured_model
+    from workbench.planning.runnable import facts_for
     from workbench.runs.launching import launcher
 
     experiment.data.check(experiment)
     continued = None if resume is None else resume.path if isinstance(resume, Run) else Path(resume).expanduser()
     attempt = launcher.Attempt(experiment, plan, directory, continued)
-    return Run(launcher.write_attempt(attempt, captured_model(experiment, plan), progress=progress))
+    return Run(launcher.write_attempt(attempt, facts_for(experiment, plan), progress=progress))
 
 
 @checked_arguments

@@ -26,9 +26,9 @@ from workbench.experiment import Experiment
 from workbench.planning.plan import Plan
 from workbench.planning.profiling import profile_and_cluster
 from workbench.planning.request import Request, memory_limit_bytes
-from workbench.planning.runnable import captured_model, check_runnable
+from workbench.planning.runnable import check_runnable, facts_for
 from workbench.planning.search import checked_search, uncollected
-from workbench.runs.launching.launcher import devices_for
+from workbench.runs.launching.device_queue import devices_for
 from workbench.runs.run import Run
 from workbench.strategy import Choices, Fixed
 from workbench.sweeps.queue import GRID, Entry, Queue, find_queue, new_queue, start_queue
@@ -149,10 +149,10 @@ class Grid:
         changes: dict[str, Any] = {"evaluation": None, "samples": None, "checkpoint_every": None, "project": ""}
         short = self.experiment.replace(**changes, steps=steps, keep_checkpoints=0, warmup_steps=None, log_every=1)
         plans = [({n: cell.choices[n] for n in self.varied}, cell.plan) for cell in chosen if cell.plan is not None]
-        captured = captured_model(short, plans[0][1])
+        facts = facts_for(short, plans[0][1])
         for _, plan in plans:
             devices_for(plan)
-            check_runnable(short, plan, captured, progress=True)
+            check_runnable(short, plan, facts, progress=True)
         return start_measuring(short, plans, why, directory)
 
     def _chosen(self, cells: str | int | Sequence[Cell]) -> tuple[Sequence[Cell], str]:

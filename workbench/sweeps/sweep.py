@@ -36,7 +36,7 @@ from workbench.planning.plan import Plan
 from workbench.planning.planner import plan_profiled
 from workbench.planning.profiling import profile
 from workbench.planning.request import divisors
-from workbench.planning.runnable import captured_model, check_runnable
+from workbench.planning.runnable import check_runnable, facts_for
 from workbench.runs.registry import ProgressReporter
 from workbench.runs.run import Run
 from workbench.sweeps.queue import (
@@ -205,7 +205,7 @@ def sweep(
     profiled_as = {key: profile_key(choice) for key, (choice, _) in needed.items()}
     packed, why = choose_packing(experiments, runs, local_cluster(), profiled_as, runs_per_gpu)
     for key, plan in packed.plans.items():
-        check_runnable(experiments[key], plan, captured_model(experiments[key], plan), progress=True)
+        check_runnable(experiments[key], plan, facts_for(experiments[key], plan), progress=True)
     folder = new_queue(directory, f"{experiment.name}-sweep", Sweep.SETTINGS)
     settings = {
         "experiment": experiment.resolved().to_json(),

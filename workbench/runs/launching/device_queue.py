@@ -25,15 +25,18 @@ from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import psutil
 
-from workbench.errors import WorkbenchError, in_words
+from workbench.errors import PlanInfeasible, WorkbenchError, in_words
 from workbench.events import ProcessRecord
 from workbench.machine import available_cores, cache_home
 from workbench.rundir import RunDir, locked, log_event, process_alive, read_json, write_json
 from workbench.runs.launching.processes import run_alive
+
+if TYPE_CHECKING:
+    from workbench.planning.plan import Plan
 
 CPU = ("cpu",)
 LOCK = "lock"
@@ -62,6 +65,19 @@ def node_devices(device_type: str) -> tuple[str, ...]:
             break  # CUDA ignores everything after the first device that does not exist: "-1", Slurm's "NoDevFiles"
         devices[device] = None
     return tuple(devices)
+
+
+def devices_for(plan: Plan) -> tuple[str, ...]:
+    """Return the devices of this node that the run may be given; raises where the plan needs more."""
+    device_type = plan.cluster.device.type
+    devices = node_devices(device_type)
+    if device_type != "cpu" and len(devices) < plan.world:
+        raise PlanInfeasible(
+            f"The plan uses {plan.world} × {plan.cluster.device.name}, and this machine offers "
+            f"{len(devices) or 'no'} GPU{'s' * (len(devices) != 1)}. Plan for this machine: wb.plan(experiment), or "
+            "launch it there."
+        )
+    return devices
 
 
 def _visible_device(name: str, uuids: Sequence[str]) -> str | None:

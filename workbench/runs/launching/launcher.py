@@ -23,7 +23,6 @@ from workbench.errors import (
     CheckpointError,
     DataError,
     InvalidExperiment,
-    PlanInfeasible,
     PlanMismatch,
     RunExists,
     RunNotFound,
@@ -33,7 +32,7 @@ from workbench.execution.checkpoint import step_of
 from workbench.experiment import USER_PARTS, user_parts
 from workbench.measure.calibration import local_cluster
 from workbench.models import Pretrained
-from workbench.planning.runnable import CAPTURED_FIELDS, captured_model, check_runnable
+from workbench.planning.runnable import CAPTURED_FIELDS, check_runnable, facts_for
 from workbench.rundir import (
     NO_ROOM,
     RunDir,
@@ -76,7 +75,7 @@ from workbench.user_code import (
 )
 
 if TYPE_CHECKING:
-    from workbench.capture.captured_model import CapturedModel
+    from workbench.capture.captured_model import Facts
     from workbench.experiment import Experiment
     from workbench.planning.plan import Plan
 
@@ -85,9 +84,6 @@ LAUNCHES = "WORKBENCH_LAUNCHES"
 
 `workbench execute` learns from it which runs a notebook launched.
 """
-REPLAY = "WORKBENCH_REPLAY"
-"""Environment variable that names a JSON list of `{experiment, plan}`: the launches that a notebook is to repeat."""
-_SAME_PLAN = ("model", "global_batch", "seq_len", "precision", "optimizer")
 
 
 @dataclass(frozen=True)
@@ -108,7 +104,7 @@ class Attempt:
 
 def start_attempt(
     attempt: Attempt,
-    captured: CapturedModel | None = None,
+    facts: Facts | None = None,
     *,
     progress: bool | None = None,
     worker: str = processes.WORKER,
@@ -116,14 +112,14 @@ def start_attempt(
 ) -> RunDir:
     """Start training in processes of its own and return at once; the kernel stays free, and may go away.
 
-    Runs that need the same devices queue. `captured` and `progress` are those of `check_runnable`. `worker` is the
+    Runs that need the same devices queue. `facts` and `progress` are those of `check_runnable`. `worker` is the
     module that each rank executes. Runs train beside each other on a device as long as their `share`s of it add up to
     1; all processes of a run on CPUs are on one device.
 
     Raises what `check_runnable` raises, `RunExists`, `RunNotFound` and `CheckpointError` before any process starts.
     """
-    attempt = _checked(attempt, captured, progress)
-    devices = devices_for(attempt.plan)
+    attempt = _checked(attempt, facts, progress)
+    devices = device_queue.devices_for(attempt.plan)
     device_queue.queue_folder()
     is_training = worker != processes.EXAMINER
     with written(attempt) as run:
@@ -152,23 +148,23 @@ def import_ahead() -> None:
         fork_server.client().start_ahead(*command, environment=environment, threads=threads)
 
 
-def write_attempt(attempt: Attempt, captured: CapturedModel | None = None, *, progress: bool | None = None) -> RunDir:
+def write_attempt(attempt: Attempt, facts: Facts | None = None, *, progress: bool | None = None) -> RunDir:
     """Write the run directory as `start_attempt` does and start nothing: Slurm, `torchrun` or Accelerate will."""
-    with written(_checked(attempt, captured, progress)) as run:
+    with written(_checked(attempt, facts, progress)) as run:
         note_runs_root(run.path.parent)
         write_json(run.launcher, {})  # an empty record says that somebody else will start the run
         append_event(run.events, "status", state="queued", message="Prepared; start it on its nodes.")
     return run
 
 
-def _checked(attempt: Attempt, captured: CapturedModel | None, progress: bool | None) -> Attempt:
+def _checked(attempt: Attempt, facts: Facts | None, progress: bool | None) -> Attempt:
     """Return an attempt that may be started, with its length in steps.
 
     It has the fingerprint of its data if they were checked here.
     """
     if attempt.resume is None and isinstance(attempt.experiment.model, Pretrained):
         attempt.experiment.model.check_weights()
-    check_runnable(attempt.experiment, attempt.plan, captured, progress=progress)
+    check_runnable(attempt.experiment, attempt.plan, facts, progress=progress)
     for note in attempt.plan.loss_depends:
         warnings.warn(note, stacklevel=6)
     attempt = replace(attempt, experiment=attempt.experiment.resolved())
@@ -192,23 +188,10 @@ def clone(run: RunDir, plan: Plan, changes: Mapping[str, Any], *, worker: str = 
     is_checked = plan == Stored.load(run.plan) and all(
         value_of(before, name) == value_of(experiment, name) for name in CAPTURED_FIELDS
     )
-    captured = None if is_checked else captured_model(experiment, plan)
+    facts = None if is_checked else facts_for(experiment, plan)
     code = code_of_clone(run, experiment)
     attempt = Attempt(experiment, plan, code=code, provenance={"cloned_from": run.path.name})
-    return start_attempt(attempt, captured, progress=None if is_checked else False, worker=worker)
-
-
-def devices_for(plan: Plan) -> tuple[str, ...]:
-    """Return the devices of this node that the run may be given; raises where the plan needs more."""
-    device_type = plan.cluster.device.type
-    devices = device_queue.node_devices(device_type)
-    if device_type != "cpu" and len(devices) < plan.world:
-        raise PlanInfeasible(
-            f"The plan uses {plan.world} × {plan.cluster.device.name}, and this machine offers "
-            f"{len(devices) or 'no'} GPU{'s' * (len(devices) != 1)}. Plan for this machine: wb.plan(experiment), or "
-            "launch it there."
-        )
-    return devices
+    return start_attempt(attempt, facts, progress=None if is_checked else False, worker=worker)
 
 
 def _start_supervisor(run: RunDir, plan: Plan, devices: tuple[str, ...], worker: str, share: float) -> None:
@@ -249,28 +232,6 @@ def request_end(run: RunDir, request: Path, status: Status) -> None:
             processes.send_signal(processes.rank_records(run), signal.SIGTERM)
         command = (processes.SUPERVISOR, "--reap", str(run.path))
         processes.start_detached(*command, log=run.log("launcher"), environment=_environment(run))
-
-
-def replayed_plan(experiment: Experiment) -> Plan | None:
-    """Return the plan that `workbench reproduce` wants the next run to have, if this machine can run it."""
-    from workbench.planning.plan import Plan
-
-    file, launches = os.environ.get(REPLAY), os.environ.get(LAUNCHES)
-    if not file or not launches:
-        return None
-    recorded = read_json(Path(file))
-    done = len(set(Path(launches).read_text().splitlines()))  # a run that was continued counts once
-    if done >= len(recorded):
-        return None
-    asked, then = json.loads(json.dumps(experiment.to_json())), recorded[done]["experiment"]
-    if any(asked.get(field) != then.get(field) for field in _SAME_PLAN):
-        return None
-    plan = Plan.from_json({**recorded[done]["plan"], "candidates": []})
-    try:
-        devices_for(plan)
-    except PlanInfeasible:
-        return None
-    return plan
 
 
 # The run directory: claimed for one run, described, and cleared of an earlier attempt when the run goes on
