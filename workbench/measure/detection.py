@@ -1,5 +1,7 @@
 """The devices of this machine: GPUs by the name that torch reports, CPUs and unknown GPUs by a speed measured once.
 
+All devices are measured at once in a process each, which runs this module: `python -m workbench.measure.detection`.
+
 Rates are cached under `$WORKBENCH_HOME/devices` for each device and torch version, with the load that they were
 measured under; `workbench.measure.detection` says when they are measured again.
 """
@@ -19,7 +21,8 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import Any
+from statistics import fmean, median
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import psutil
@@ -29,6 +32,9 @@ from workbench.errors import PlanInfeasible
 from workbench.machine import available_cores, cache_home, cpu_model
 from workbench.rundir import read_json, read_object, write_json
 from workbench.units import plain
+
+if TYPE_CHECKING:
+    import torch
 
 # The load of other processes while something was measured, and whether it should be measured again.
 
@@ -105,10 +111,14 @@ def _path() -> Path:
 
 # Kernels, copies, launches and all-reduces timed alone on this machine; torch is loaded when a function is called.
 
-LINK_BENCHMARK = "workbench.measure.links"
-"""Module that each process of the all-reduce benchmark runs."""
 LINK_TIMEOUT_S = 120.0
 """Seconds after which the all-reduce benchmark is given up."""
+REPEATS, CPU_REPEATS = 8, 40
+"""Timed runs of each size, after two that warm up."""
+PRODUCT_SIZE, COPIED_ELEMENTS = 1024, 16 << 20
+"""Rows of the square products, and elements of the copies, that CPU processes compute at once."""
+LARGE_ELEMENTS = 1 << 20
+"""Size from which CPUs exchange `REPEATS` times, because it takes long."""
 
 
 def fastest_s(work: Callable[[], Any], device_type: str, *, repeats: int = 5, warm_ups: int = 2) -> float:
@@ -227,7 +237,7 @@ def measured_together(devices: int) -> dict[str, Any]:
     with tempfile.TemporaryDirectory() as folder:
         result = Path(folder) / "times.json"
         command = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={devices}"]
-        command += ["-m", LINK_BENCHMARK, str(result)]
+        command += ["-m", "workbench.measure.detection", str(result)]
         package = str(Path(__file__).resolve().parents[2])
         paths = os.pathsep.join(path for path in (package, os.environ.get("PYTHONPATH", "")) if path)
         threads = str(max(1, available_cores() // devices))  # as the ranks of a run have
@@ -238,6 +248,92 @@ def measured_together(devices: int) -> dict[str, Any]:
             return {"link": fit_link(found.pop("all_reduce"), devices), **found}
         except (OSError, subprocess.SubprocessError, json.JSONDecodeError):
             return {}
+
+
+def all_reduce_times(device: torch.device) -> list[tuple[int, float]]:
+    """Return bytes and seconds of an all-reduce for several sizes: the fastest run on GPUs, the mean of those on CPUs.
+
+    On CPUs a matrix product precedes each, as in training: the process that waits has then given its core away and must
+    be woken. That takes many times as long as an exchange of processes that do nothing else, and longer on a busy
+    machine.
+    """
+    import torch
+    import torch.distributed as dist
+
+    on_gpu = device.type == "cuda"
+    seconds_by_size = []
+    factor = torch.ones(256, 256, device=device)
+    for elements in (256, 1 << 14, 1 << 20, 1 << 24, *((1 << 27,) if on_gpu else ())):
+        tensor = torch.ones(elements, device=device)
+        times = []
+        for _ in range((REPEATS if on_gpu or elements >= LARGE_ELEMENTS else CPU_REPEATS) + 2):
+            tensor.fill_(1.0)
+            if on_gpu:
+                dist.barrier()
+                torch.cuda.synchronize(device)
+            else:
+                factor @ factor
+            started = time.perf_counter()
+            dist.all_reduce(tensor)
+            if on_gpu:
+                torch.cuda.synchronize(device)
+            times.append(time.perf_counter() - started)
+        seconds_by_size.append((tensor.nbytes, min(times[2:]) if on_gpu else fmean(times[2:])))
+    return seconds_by_size
+
+
+def shared_rates() -> dict[str, float]:
+    """Return what CPU processes reach while all of them work, and how much of its lone rate a copy keeps.
+
+    They share memory and caches. `product_flops` and `memory_bandwidth` are sums over all processes, and `beside` is
+    the rate of a copy beside the others over its rate alone.
+    """
+    import torch
+    import torch.distributed as dist
+
+    matrix, source = torch.randn(PRODUCT_SIZE, PRODUCT_SIZE), torch.ones(COPIED_ELEMENTS)
+    target = torch.zeros_like(source)
+
+    def rate(work: Callable[[], Any], amount: float) -> float:
+        """Return the amount per second of the middle one of some runs, which other processes disturb least."""
+        times = []
+        for _ in range(REPEATS + 2):
+            started = time.perf_counter()
+            work()
+            times.append(time.perf_counter() - started)
+        return amount / median(times[2:])
+
+    def copy_rate() -> float:
+        return rate(lambda: target.copy_(source), 2 * source.nbytes)
+
+    alone = copy_rate() if dist.get_rank() == 0 else 0.0  # the others wait at the barrier
+    dist.barrier()
+    copied = copy_rate()
+    dist.barrier()
+    product = rate(lambda: matrix @ matrix, 2 * PRODUCT_SIZE**3)
+    sums = torch.tensor([product, copied], dtype=torch.float64)
+    dist.all_reduce(sums)
+    return {"product_flops": float(sums[0]), "memory_bandwidth": float(sums[1]), "beside": copied / (alone or copied)}
+
+
+def measure_all_devices(result: Path) -> None:
+    """Write what all devices reach at once, in one of the processes that `torch.distributed.run` starts for them."""
+    import torch
+    import torch.distributed as dist
+
+    on_gpu = torch.cuda.is_available()
+    device = torch.device("cuda", int(os.environ["LOCAL_RANK"])) if on_gpu else torch.device("cpu")
+    if on_gpu:
+        torch.cuda.set_device(device)
+    dist.init_process_group("nccl" if on_gpu else "gloo")
+    try:
+        shared = dict.fromkeys(("product_flops", "memory_bandwidth", "beside"), 1.0) if on_gpu else shared_rates()
+        found = {"all_reduce": all_reduce_times(device), **shared}
+        if dist.get_rank() == 0:
+            result.write_text(json.dumps(found))
+        dist.barrier()
+    finally:
+        dist.destroy_process_group()
 
 
 def fit_link(points: Sequence[tuple[float, float]], group: int) -> Link:
@@ -431,3 +527,7 @@ def _cached(what: str, measure: Callable[[], dict[str, float]]) -> dict[str, flo
         rates = {**measure(), **watch.facts()}
         write_json(path, rates)
     return rates
+
+
+if __name__ == "__main__":
+    measure_all_devices(Path(sys.argv[1]))
