@@ -36,8 +36,7 @@ from workbench.cost.profile import Profile
 from workbench.errors import CaptureError, PlanInfeasible
 from workbench.experiment import Experiment
 from workbench.planning.plan import Plan
-from workbench.planning.planner import weigh
-from workbench.planning.profiling import analytic_profile
+from workbench.planning.planner import analytic_profile, weigh
 from workbench.planning.request import Request
 from workbench.strategy import Fixed
 

@@ -31,7 +31,7 @@ from training import random_batch, trainer_for
 import workbench as wb
 from workbench.execution.blocks.cuda_graphs import NCCL_SETTING, WARM_UP_STEPS
 from workbench.execution.trainer import Trainer
-from workbench.planning.profiling import analytic_profile
+from workbench.planning.planner import analytic_profile
 from workbench.planning.search import what_if
 from workbench.runs.launching.supervisor import ALLOCATOR, GROWING
 from workbench.units import GIB

@@ -36,8 +36,8 @@ from workbench.figures.figure import PLOTLY_MIME, decoded, save
 from workbench.figures.plan_view import show_plan
 from workbench.optimizers.parameters import learning_rate_factor
 from workbench.planning.plan import Plan
+from workbench.planning.planner import CAPTURE_BATCH
 from workbench.planning.prediction import timeline
-from workbench.planning.profiling import CAPTURE_BATCH
 from workbench.planning.search import what_if
 from workbench.runs.history import answer
 from workbench.tensors import TensorSpec

@@ -24,7 +24,7 @@ from workbench.cost.graph_profiler import profile_graph
 from workbench.cost.hardware import Cluster
 from workbench.errors import InvalidExperiment, PlanInfeasible, PlanMismatch
 from workbench.experiment import Experiment
-from workbench.planning import profiling
+from workbench.planning import planner
 from workbench.planning.plan import Plan
 from workbench.planning.runnable import check_facts
 from workbench.planning.search import what_if
@@ -325,8 +325,8 @@ def test_a_coupled_batch_that_suits_no_division_is_refused_with_devices_or_a_bat
 
 def test_a_coupled_batch_is_divided_where_the_experiment_allows_it() -> None:
     cluster = Cluster(CPU, 2, 2, LINK, LINK)
-    assert profiling.analytic_profile(_experiment(), cluster).coupled
-    profile = profiling.analytic_profile(_experiment(batch_coupling="allow"), cluster)
+    assert planner.analytic_profile(_experiment(), cluster).coupled
+    profile = planner.analytic_profile(_experiment(batch_coupling="allow"), cluster)
     assert profile.coupled == ()
     assert "its value depends on the plan" in profile.notes[-1]
     with pytest.raises(InvalidExperiment, match="batch_coupling"):

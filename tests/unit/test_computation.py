@@ -15,8 +15,8 @@ from workbench.cost.hardware import Cluster
 from workbench.errors import PlanMismatch
 from workbench.experiment import Experiment
 from workbench.planning.plan import Plan, _stored
+from workbench.planning.planner import facts_of
 from workbench.planning.planner import plan as make_plan
-from workbench.planning.profiling import facts_of
 from workbench.planning.runnable import check_facts
 
 

@@ -29,7 +29,7 @@ from workbench.cost.hardware import Cluster
 from workbench.errors import CaptureError, PlanMismatch
 from workbench.experiment import Experiment
 from workbench.planning import runnable
-from workbench.planning.profiling import analytic_profile
+from workbench.planning.planner import analytic_profile
 from workbench.planning.runnable import check_numbers
 
 

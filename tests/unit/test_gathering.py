@@ -22,7 +22,7 @@ from workbench.cost.memory import ParameterTable, stage_state
 from workbench.errors import CaptureError, DataError, PlanInfeasible, PlanMismatch
 from workbench.experiment import Experiment
 from workbench.planning.plan import Plan
-from workbench.planning.profiling import facts_of
+from workbench.planning.planner import facts_of
 from workbench.planning.runnable import check_numbers, check_runnable
 from workbench.sparsity import Static
 

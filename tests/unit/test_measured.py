@@ -37,7 +37,7 @@ from workbench.measure.block_probes import (
 )
 from workbench.measure.calibration import local_cluster
 from workbench.measure.detection import with_measured_rates
-from workbench.planning import profiling
+from workbench.planning import planner
 from workbench.planning.explanation import explain
 from workbench.planning.plan import Plan
 from workbench.planning.planner import weigh
@@ -343,7 +343,7 @@ def test_user_defined_data_are_measured_with_its_samples_and_priced_for_its_labe
     request = ProbeRequest.of(experiment, local_cluster(1))
     probe = Probe(request, 4, torch.device("cpu"))
     assert probe._batch["input_ids"][:, 0].tolist() == [0, 100, 200, 0]
-    assert profiling.profile(experiment, H200).labelled_share == pytest.approx((3 + 1) / 32)
+    assert planner.profile(experiment, H200).labelled_share == pytest.approx((3 + 1) / 32)
 
 
 def test_only_blocks_before_the_first_that_cannot_be_captured_run_in_the_graph() -> None:
@@ -363,7 +363,7 @@ def test_only_blocks_before_the_first_that_cannot_be_captured_run_in_the_graph()
 
 def test_all_labels_count_if_no_head_can_skip_rows() -> None:
     experiment = Experiment(model=Everything, data=Answers(), global_batch=8)
-    assert profiling.profile(experiment, H200).labelled_share == 1
+    assert planner.profile(experiment, H200).labelled_share == 1
 
 
 class Everything(torch.nn.Module):
@@ -485,6 +485,6 @@ def test_probes_end_if_this_machine_turns_out_to_have_no_gpu(monkeypatch: pytest
     monkeypatch.setattr(probing, "has_nvidia_gpus", lambda: True)
     model = models.bert(hidden_size=32, num_layers=2, num_heads=2, vocab_size=64, max_positions=32)
     corpus = data.corpus("demo", vocab_size=64)
-    profiling.profile(Experiment(model=model, data=corpus, global_batch=8, seq_len=32))
+    planner.profile(Experiment(model=model, data=corpus, global_batch=8, seq_len=32))
     [probes] = started
     assert [process.poll() is not None for process in probes._processes] == [True]

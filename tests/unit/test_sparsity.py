@@ -19,7 +19,7 @@ from workbench.cost.sparse_matrices import check_sparsity, product_flops, sparse
 from workbench.errors import InvalidExperiment, UnknownParameter
 from workbench.experiment import Experiment
 from workbench.figures.run_views import LOOKS, draw_exploration, draw_pareto, draw_pattern
-from workbench.planning.profiling import graph
+from workbench.planning.planner import graph
 from workbench.rundir import event_line
 from workbench.runs.history import Patterns, read_tail
 from workbench.sparsity import Dynamic, Static, learning_rate

@@ -13,7 +13,7 @@ from workbench.arguments import checked_arguments
 from workbench.errors import InvalidExperiment
 from workbench.experiment import Experiment, values_by_name
 from workbench.models import UserModel
-from workbench.planning.profiling import graph
+from workbench.planning.planner import graph
 from workbench.runs.run import Run
 from workbench.sparsity import Static
 

@@ -67,7 +67,7 @@ from workbench.execution.trainer import Rewind, Trainer
 from workbench.experiment import USER_PARTS, Experiment
 from workbench.models import Pretrained
 from workbench.planning.plan import Plan
-from workbench.planning.profiling import facts_of
+from workbench.planning.planner import facts_of
 from workbench.planning.runnable import check_numbers, check_runnable
 from workbench.rundir import (
     RunDir,

@@ -571,26 +571,24 @@ def apart(needed: float, offered: float) -> tuple[str, str]:
 
 def _more_memory(request: Request, least: Strategy, needed: float, fits: Works) -> str:
     """Return the sentence that says which changes make room."""
-    ways = []
     fixed, device, batch, gpus = request.fixed, request.cluster.device, request.global_batch, request.cluster.gpus
     even = -(-batch // gpus) * gpus
-    if even != batch and fits(replace(request, global_batch=even)):
-        ways.append(f"choose a global batch of {even}, a multiple of {gpus} devices")
-    if fixed.recompute in ("none", "selective"):
-        ways.append("allow activation checkpointing")
-    if fixed.zero is not None and fixed.zero < 3 and least.data > 1:
-        ways.append("allow ZeRO 3")
-    if fixed.offload_optimizer is False and device.type != "cpu":
-        ways.append("allow the optimiser's state on the host")
-    if fixed.micro_batch is not None and fixed.micro_batch > 1:
-        ways.append(f"allow micro-batches smaller than {fixed.micro_batch}")
-    if fixed.pipeline is not None or fixed.data is not None:
-        ways.append("leave the degrees to the search")
-    if request.memory_limit_bytes is not None and needed <= device.usable_bytes:
-        limit_gib = needed / (1 - FRAGMENTATION) / GIB
-        scale = 10 ** max(1, 1 - math.floor(math.log10(limit_gib)))
-        ways.append(f"raise the memory limit to at least {math.ceil(scale * limit_gib) / scale:g} GiB")
+    limit_gib = needed / (1 - FRAGMENTATION) / GIB
+    scale = 10 ** max(1, 1 - math.floor(math.log10(limit_gib)))  # at least one digit behind the point, rounded up
     words = ("process", "processes") if device.type == "cpu" else ("device", "devices")
-    ways.append(f"give the plan more than {gpus} {words[gpus > 1]}")
-    text = ", or ".join(ways)
+    ways = {
+        f"choose a global batch of {even}, a multiple of {gpus} devices": (
+            even != batch and fits(replace(request, global_batch=even))
+        ),
+        "allow activation checkpointing": fixed.recompute in ("none", "selective"),
+        "allow ZeRO 3": fixed.zero is not None and fixed.zero < 3 and least.data > 1,
+        "allow the optimiser's state on the host": fixed.offload_optimizer is False and device.type != "cpu",
+        f"allow micro-batches smaller than {fixed.micro_batch}": (fixed.micro_batch or 1) > 1,
+        "leave the degrees to the search": fixed.pipeline is not None or fixed.data is not None,
+        f"raise the memory limit to at least {math.ceil(scale * limit_gib) / scale:g} GiB": (
+            request.memory_limit_bytes is not None and needed <= device.usable_bytes
+        ),
+        f"give the plan more than {gpus} {words[gpus > 1]}": True,
+    }
+    text = ", or ".join(way for way, makes_room in ways.items() if makes_room)
     return text[0].upper() + text[1:] + "."

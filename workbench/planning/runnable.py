@@ -16,7 +16,7 @@ from workbench.errors import CaptureError, DataError, PlanInfeasible, PlanMismat
 from workbench.experiment import Experiment
 from workbench.machine import available_cores
 from workbench.planning.plan import Plan
-from workbench.planning.profiling import CAPTURE_BATCH, NOT_GATHERED, facts_of
+from workbench.planning.planner import CAPTURE_BATCH, NOT_GATHERED, facts_of
 from workbench.planning.request import Rule, Words, apart, divided_in_spite_of, first_broken
 from workbench.strategy import SCHEDULES
 from workbench.units import count, gib

@@ -24,7 +24,7 @@ from workbench.display import html_table, text_table, waiting
 from workbench.errors import InvalidArgument, PlanInfeasible, suggestion
 from workbench.experiment import Experiment
 from workbench.planning.plan import Plan
-from workbench.planning.profiling import profile_and_cluster
+from workbench.planning.planner import profile_and_cluster
 from workbench.planning.request import Request, memory_limit_bytes
 from workbench.planning.runnable import check_runnable, facts_for
 from workbench.planning.search import checked_search, uncollected

@@ -33,8 +33,7 @@ from workbench.experiment import GROUPS, PATHS, Experiment, json_value
 from workbench.measure.calibration import local_cluster
 from workbench.models import Pretrained, UserModel
 from workbench.planning.plan import Plan
-from workbench.planning.planner import plan_profiled
-from workbench.planning.profiling import profile
+from workbench.planning.planner import plan_profiled, profile
 from workbench.planning.request import divisors
 from workbench.planning.runnable import check_runnable, facts_for
 from workbench.runs.registry import ProgressReporter

@@ -24,7 +24,7 @@ from workbench.figures import theme
 from workbench.figures.figure import Figure
 from workbench.figures.plan_view import plan_mimebundle, show_plan
 from workbench.planning.plan import Plan
-from workbench.planning.profiling import profile_and_cluster
+from workbench.planning.planner import profile_and_cluster
 from workbench.planning.search import uncollected
 from workbench.planning.search import what_if as plan_again
 from workbench.units import GIB
