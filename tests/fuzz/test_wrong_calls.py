@@ -263,7 +263,7 @@ def world(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, Any]]:
         costs = wb.planning.profile(experiment, cluster)  # once, because a second call would take as long again
         names = ("planning.planner", "widgets.what_if", "sweeps.grid")
         for module in (importlib.import_module(f"workbench.{name}") for name in names):
-            patch.setattr(module, "profile_and_cluster", lambda _, given, *fixed: (costs, given or cluster))
+            patch.setattr(module, "profile_and_cluster", lambda _, given, *_fixed: (costs, given or cluster))
         captured = wb.planning.graph(experiment)
         patch.setattr(importlib.import_module("workbench.analysis.pareto"), "graph", lambda _: captured)
         plan = wb.plan(experiment, cluster)

@@ -19,7 +19,7 @@ import numpy as np
 from workbench.arguments import checked_keywords
 from workbench.cost.hardware import Cluster
 from workbench.cost.memory import Array, ParameterTable
-from workbench.cost.profile import Profile, SparseCosts
+from workbench.cost.profile import Profile
 from workbench.display import Say
 from workbench.errors import PlanInfeasible, PlanMismatch
 from workbench.planning.plan import Candidate, Memory, Plan, Stage, common_recompute
@@ -489,6 +489,11 @@ def assemble(
             "figures are those of the largest batch."
         ]
 
+    # Rows of the table: the options nearest to the best one, those that do not fit by the memory that they lack.
+    fitting = sorted((o for o in options if o.may_fit), key=lambda option: (option is not best, option.least_ms))
+    rejected = sorted((o for o in options if not o.may_fit), key=lambda option: option.least_bytes)[:MAX_REJECTED]
+    rows = (*fitting[: MAX_ROWS - len(rejected)], *rejected)
+
     stages = _stages(costs, cut, ParameterTable(divided).elements)
     if request.evaluated:
         prediction = replace(prediction, evaluation_s=evaluation_s(stages, strategy, request, bool(profile.coupled)))
@@ -520,7 +525,7 @@ def assemble(
             *ramp_notes,
         ),
         loss_depends=loss_depends,
-        candidates=_rows(best, options, request),
+        candidates=tuple(_row(option, best, request) for option in rows),
         computation=None if profile.facts is None else profile.facts.computation,
         **choices,
     )
@@ -608,13 +613,6 @@ def _stages(costs: StrategyCosts, cut: Cut, elements: Array) -> tuple[Stage, ...
     return tuple(stages)
 
 
-def _rows(best: Option, options: Sequence[Option], request: Request) -> tuple[Candidate, ...]:
-    fitting = sorted((o for o in options if o.may_fit), key=lambda option: (option is not best, option.least_ms))
-    rejected = sorted((o for o in options if not o.may_fit), key=lambda option: option.least_bytes)
-    rejected = rejected[:MAX_REJECTED]
-    return tuple(_row(option, best, request) for option in (*fitting[: MAX_ROWS - len(rejected)], *rejected))
-
-
 def _row(option: Option, best: Option, request: Request) -> Candidate:
     recomputed: dict[str, int] = {}
     choices = dict(vars(option.strategy))
@@ -665,7 +663,13 @@ def weights_note(profile: Profile, request: Request, best: Option, other: Option
         how = "block-sparse (only present blocks are stored, multiplied and optimised)"
     else:
         how = "dense and masked"
-    why = _reason(profile, sparse, request, best)
+    if best.strategy.block_sparse:
+        why = ", because block_sparse is True" if request.fixed.block_sparse else ", because no other plan fits"
+    elif request.fixed.block_sparse is False:
+        why = ", because block_sparse is False"
+    else:
+        obstacle = sparse.obstacle_on(request.cluster.device, profile.precision)
+        why = f", because {obstacle or 'every plan that fits divides them over devices'}"
     if other is not None:
         name = "dense and masked" if best.strategy.block_sparse else "block-sparse"
         why = f": {_figures(best)} are predicted, and {_figures(other)} for the best plan with {name} ones"
@@ -680,12 +684,3 @@ def weights_note(profile: Profile, request: Request, best: Option, other: Option
 
 def _figures(option: Option) -> str:
     return f"{duration(option.least_ms / 1e3)} a step and {gib(option.least_bytes)} a device"
-
-
-def _reason(profile: Profile, sparse: SparseCosts, request: Request, best: Option) -> str:
-    if best.strategy.block_sparse:
-        return ", because block_sparse is True" if request.fixed.block_sparse else ", because no other plan fits"
-    if request.fixed.block_sparse is False:
-        return ", because block_sparse is False"
-    obstacle = sparse.obstacle_on(request.cluster.device, profile.precision)
-    return f", because {obstacle or 'every plan that fits divides them over devices'}"

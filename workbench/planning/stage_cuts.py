@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache
 from itertools import pairwise
@@ -299,10 +299,23 @@ class Cutter:
 
     # Lower bounds of every cut
 
-    @property
+    @cached_property
     def least(self) -> float:
         """Lower bound of the fullest device of any cut: every block in the mode that holds least of it."""
-        return max(self._least_alone, self._least_together)
+        if self.strategy.chunks == 1:
+            return self._least_alone
+        # Each device has several stages. A weighted mean over devices is no more than their maximum, and its least is
+        # found stage by stage.
+        least = self._least_activations
+        fullest = [max(entries, key=lambda entry: sum(entry[:-1])) for entries in self._holdings]
+        weights = [sum(entry[:-1]) ** -0.5 for entry in fullest]
+        stages = []
+        for stage in range(self.strategy.num_stages):
+            rank, chunk = stage % self.strategy.pipeline, stage // self.strategy.pipeline
+            count, running = fullest[rank][chunk], fullest[rank][-1] == chunk
+            held = least.of(count) if running else count * least.held
+            stages.append(weights[rank] * (self._fitting_state + held))
+        return max(self._least_alone, float(least_sum(stages) / sum(weights)))
 
     @cached_property
     def _least_activations(self) -> Activations:
@@ -315,23 +328,6 @@ class Cutter:
         """Lower bound of the fullest stage of any cut."""
         each = {count: self._fitting_state + self._least_activations.of(count) for count in set(self._held)}
         return smallest([each[count] for count in self._held])
-
-    @cached_property
-    def _least_together(self) -> float:
-        """Lower bound of the fullest device where each has several stages: a weighted mean over devices is no more
-        than their maximum, and its least is found stage by stage."""
-        if self.strategy.chunks == 1:
-            return 0.0
-        least = self._least_activations
-        fullest = [max(entries, key=lambda entry: sum(entry[:-1])) for entries in self._holdings]
-        weights = [sum(entry[:-1]) ** -0.5 for entry in fullest]
-        stages = []
-        for stage in range(self.strategy.num_stages):
-            rank, chunk = stage % self.strategy.pipeline, stage // self.strategy.pipeline
-            count, running = fullest[rank][chunk], fullest[rank][-1] == chunk
-            held = least.of(count) if running else count * least.held
-            stages.append(weights[rank] * (self._fitting_state + held))
-        return float(least_sum(stages) / sum(weights))
 
     # Cuts
 
@@ -346,7 +342,14 @@ class Cutter:
         """Return the cut whose slowest stage is fastest, each stage within `cap` at the lowest level that fits."""
         if cap < self._least_alone * (1 - SLACK):
             return None
-        for longest in self._lengths():
+        # The best cuts have nearly equal stages. These are priced first, then stages up to twice as long, …, then all.
+        most = self._blocks - self.strategy.num_stages + 1
+        longest = int(LONGER_THAN_EQUAL * self._blocks / self.strategy.num_stages) + 1
+        limits = [most]
+        while self.strategy.num_stages > 2 and longest < most:
+            limits.insert(-1, longest)
+            longest *= 2
+        for longest in limits:
             cut, slowest = self._cut_of(self._priced_up_to(longest), cap)
             if cut is None:
                 continue
@@ -354,15 +357,6 @@ class Cutter:
             if float(least_longer) > slowest * (1 + 2 * SLACK):  # no longer stage is faster, whatever it recomputes
                 break
         return cut
-
-    def _lengths(self) -> Iterator[int]:
-        """Yield limits on a stage's blocks: a few more than equal stages have, then twice as many, …, then all."""
-        most = self._blocks - self.strategy.num_stages + 1
-        longest = int(LONGER_THAN_EQUAL * self._blocks / self.strategy.num_stages) + 1
-        while self.strategy.num_stages > 2 and longest < most:
-            yield longest
-            longest *= 2
-        yield most
 
     def _cut_of(self, priced: _Priced, cap: float) -> tuple[Cut | None, float]:
         """Return the best cut into the stages that were priced, and the milliseconds of its slowest stage."""

@@ -93,22 +93,15 @@ def _follow(run: RunDir, launcher: LauncherRecord, nodes: Nodes) -> int:
     with supervisor.sample_devices(run, launcher, nodes, process.pid):
         while (exit_code := process.wait(POLL_S)) is None:
             over = any(event["type"] == "status" and event["state"] in FINAL_STATES for event in events.read())
-            if doomed_at is None and (over or _failed_since(run, began)):
+            with contextlib.suppress(OSError):  # files of an earlier start, which may still be there, do not count
+                over = over or any(path.stat().st_mtime > began for path in run.errors.glob("*.json"))
+            if doomed_at is None and over:
                 doomed_at = time.monotonic() + supervisor.failure_grace_s()
             if doomed_at is not None and time.monotonic() > doomed_at:
                 processes.kill_trees(processes.descendants(process.pid))
     if exit_code and doomed_at is None:
         record_silent_death(run, log.read_text(errors="replace")[printed:])
     return exit_code
-
-
-def _failed_since(run: RunDir, began: float) -> bool:
-    """Return True if a rank reported an error after this start; files of an earlier start may still be there."""
-    for path in run.errors.glob("*.json"):
-        with contextlib.suppress(OSError):
-            if path.stat().st_mtime > began:
-                return True
-    return False
 
 
 # The job file of Slurm

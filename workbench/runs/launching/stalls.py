@@ -182,7 +182,12 @@ class StallWatch:
             answered = self._size(record) > sizes[rank]
             stack = self._run.stack(rank).read_bytes()[sizes[rank] :].decode(errors="replace") if answered else None
             told = RankOperations.asked(self._run, rank) if answered else None
-            states.append(RankState(record, beats[rank], stack, "" if answered else _process_state(record), told))
+            reason = ""
+            if not answered:
+                reason = "its process is gone"
+                with contextlib.suppress(psutil.Error):
+                    reason = STOPPED.get(psutil.Process(record["pid"]).status(), "")
+            states.append(RankState(record, beats[rank], stack, reason, told))
         return states
 
     def _size(self, record: RankRecord) -> int:
@@ -270,9 +275,3 @@ def in_words(wait: Wait, names: Mapping[int, str]) -> str:
 def end_s() -> float:
     """Return the seconds without progress after which a stalled run is ended."""
     return processes.seconds_of("WORKBENCH_STALL_LIMIT_S", STALL_LIMIT_S)
-
-
-def _process_state(record: RankRecord) -> str:
-    with contextlib.suppress(psutil.Error):
-        return STOPPED.get(psutil.Process(record["pid"]).status(), "")
-    return "its process is gone"

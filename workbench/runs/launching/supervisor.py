@@ -44,6 +44,8 @@ if TYPE_CHECKING:
 POLL_S = 0.2
 LONGEST_POLL_S = 10.0
 """Longest pause between two looks at the device queue; each look reads every ticket, so a long queue is read less."""
+QUEUED_WITHIN_S = 30.0
+"""Seconds from the start of this process until `launch` must have queued it."""
 FAILURE_GRACE_S = 10.0
 """Seconds that the other ranks have to leave by themselves after one rank has reported an error."""
 STOP_GRACE_S = 300.0
@@ -140,7 +142,12 @@ def main(directory: str) -> int:
         signal.signal(number, lambda *_: run.stop_file.touch())
     signal.signal(signal.SIGHUP, signal.SIG_IGN)
     signal.signal(signal.SIGCHLD, signal.SIG_DFL)  # otherwise nobody would learn how the launcher ended
-    _wait_until_known(run)
+    # `launch` writes launcher.json just after it has started this process.
+    deadline, me = time.monotonic() + QUEUED_WITHIN_S, os.getpid()
+    while (record := processes.launcher_record(run).get("supervisor")) is None or record["pid"] != me:
+        if time.monotonic() > deadline:
+            raise SystemExit("The kernel that launched this run went away before it was queued.")
+        time.sleep(0.02)
     with _last_words(run):
         launcher: LauncherRecord = read_json(run.launcher)
         ticket = Ticket(Path(launcher["ticket"]))
@@ -450,16 +457,6 @@ def _orderly_ending(attempt: _Supervised, exit_code: int) -> tuple[str, str] | N
     if attempt.stopping:
         return "stopped", "Stopped; the ranks did not leave by themselves and were ended."
     return None
-
-
-def _wait_until_known(run: RunDir) -> None:
-    """Wait for `launcher.json`, which `launch` writes just after starting this process."""
-    deadline = time.monotonic() + 30
-    me = os.getpid()
-    while (record := processes.launcher_record(run).get("supervisor")) is None or record["pid"] != me:
-        if time.monotonic() > deadline:
-            raise SystemExit("The kernel that launched this run went away before it was queued.")
-        time.sleep(0.02)
 
 
 def _status(run: RunDir, state: str, message: str) -> None:
