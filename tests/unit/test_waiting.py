@@ -119,14 +119,13 @@ def test_a_rank_that_reports_the_loss_of_a_killed_one_does_not_make_the_run_a_fa
 
     def report() -> None:
         write_record(run.error(1), {"rank": 1, "stage": 1, **words})
-        supervisor._enforce_failure(attempt)
+        supervisor._enforce(attempt)
 
     if failed_before:
         report()
     run.kill_file.touch()
-    supervisor._enforce_stop(attempt)
+    supervisor._enforce(attempt)
     report()
-    supervisor._enforce_stop(attempt)
     supervisor._conclude(attempt, 1, "")
     ended = read_events(run.events)[-1]
     assert ended["state"] == ("failed" if failed_before else "stopped"), ended

@@ -29,7 +29,7 @@ from workbench.display import waiting
 from workbench.experiment import Experiment
 from workbench.machine import available_cores, cache_home
 from workbench.measure import calibration
-from workbench.measure.detection import local_gpu
+from workbench.measure.detection import local_gpu_name
 from workbench.rundir import read_object, write_json
 from workbench.tensors import TensorSpec
 from workbench.user_code import pickled, user_path
@@ -116,7 +116,7 @@ def measured_blocks(experiment: Experiment, cluster: Cluster | None) -> Iterator
         if cluster is None:
             cluster = calibration.local_cluster()
         request = None
-        if cluster.device.type == "cuda" and local_gpu() == cluster.device.name:
+        if cluster.device.type == "cuda" and local_gpu_name() == cluster.device.name:
             request = ProbeRequest.of(experiment, cluster)
         if probes is not None and request is not None:
             probes.ask(request, cluster.device)

@@ -407,7 +407,7 @@ def _host_bytes() -> int:
     return min(allowed)
 
 
-def local_gpu() -> str | None:
+def local_gpu_name() -> str | None:
     """Return the `Device.name` of this machine's GPUs; None without one."""
     import torch
 

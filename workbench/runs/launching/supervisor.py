@@ -367,38 +367,35 @@ def _watch(process: fork_server.Forked, attempt: _Supervised, launcher: Launcher
         if attempt.stalls.look():
             attempt.forced = True
             processes.kill_trees(_ranks(attempt.run))
-        _enforce_failure(attempt)
-        _enforce_stop(attempt)
+        _enforce(attempt)
 
 
-def _enforce_failure(attempt: _Supervised) -> None:
-    """Kill the ranks a short while after one has reported an error; the others may wait for it in a collective."""
+def _enforce(attempt: _Supervised) -> None:
+    """Kill ranks that an error or the user ends, and that do not leave by themselves in time."""
+    run, now = attempt.run, time.monotonic()
+    # The others may wait for a rank that has failed in a collective, which nobody can cancel from outside.
     if attempt.failed_at is None:
-        if any(attempt.run.errors.glob("*.json")):
-            attempt.failed_at = time.monotonic()
-    elif time.monotonic() - attempt.failed_at > failure_grace_s():
+        if any(run.errors.glob("*.json")):
+            attempt.failed_at = now
+    elif now - attempt.failed_at > failure_grace_s():
         attempt.forced = True
-        processes.kill_trees(_ranks(attempt.run))
+        processes.kill_trees(_ranks(run))
 
-
-def _enforce_stop(attempt: _Supervised) -> None:
-    """Kill the ranks if KILL exists; if STOP does, send SIGTERM, then SIGKILL, to ranks that do not leave in time."""
-    if attempt.run.kill_file.exists():
+    # KILL is for now. STOP lets the ranks end their step and write a checkpoint, then SIGTERM asks for the same once
+    # more, and only ranks that answer neither are killed.
+    if run.kill_file.exists():
         attempt.forced, attempt.killed = True, attempt.killed or attempt.failed_at is None
-        processes.kill_trees(_ranks(attempt.run))
-        return
-    if not attempt.run.stop_file.exists():
-        return
-    now = time.monotonic()
-    if not attempt.stopping:
-        attempt.stopping, attempt.last_sign = True, now
-    if attempt.terminated_at is None:
-        if now - attempt.last_sign > processes.seconds_of("WORKBENCH_STOP_GRACE_S", STOP_GRACE_S):
-            processes.send_signal(_ranks(attempt.run), signal.SIGTERM)
-            attempt.terminated_at = now
-    elif now - attempt.terminated_at > processes.seconds_of("WORKBENCH_TERMINATE_GRACE_S", TERMINATE_GRACE_S):
-        attempt.forced = True
-        processes.kill_trees(_ranks(attempt.run))
+        processes.kill_trees(_ranks(run))
+    elif run.stop_file.exists():
+        if not attempt.stopping:
+            attempt.stopping, attempt.last_sign = True, now
+        if attempt.terminated_at is None:
+            if now - attempt.last_sign > processes.seconds_of("WORKBENCH_STOP_GRACE_S", STOP_GRACE_S):
+                processes.send_signal(_ranks(run), signal.SIGTERM)
+                attempt.terminated_at = now
+        elif now - attempt.terminated_at > processes.seconds_of("WORKBENCH_TERMINATE_GRACE_S", TERMINATE_GRACE_S):
+            attempt.forced = True
+            processes.kill_trees(_ranks(run))
 
 
 def _ranks(run: RunDir) -> list[ProcessRecord]:
