@@ -101,25 +101,20 @@ def survivors(run: RunDir) -> list[ProcessRecord]:
     Where two nodes of a run share a host, the other node's ranks do not count while the process that started them
     lives.
     """
-    left = [
-        record
-        for module, record in _named(run)
-        if module not in (SUPERVISOR, RECORDER) and not _has_its_parent(run, record["pid"])
-    ]
+    left = []
+    for module, record in _named(run):
+        is_watched = False  # by a process of the run that started it and has not died
+        with contextlib.suppress(psutil.Error):
+            parent = psutil.Process(record["pid"]).parent()
+            is_watched = parent is not None and str(run.path) in parent.cmdline()
+        if module not in (SUPERVISOR, RECORDER) and not is_watched:
+            left.append(record)
     return _distinct([*live_workers(run), *left])
 
 
 def _distinct(records: Iterable[ProcessRecord]) -> list[ProcessRecord]:
     """Return one record per process; ranks on other hosts may have the pids of those here."""
     return list({(record["pid"], record.get("host")): record for record in records}.values())
-
-
-def _has_its_parent(run: RunDir, pid: int) -> bool:
-    """Return True if the parent of a process of the run belongs to the run too, and has not died."""
-    with contextlib.suppress(psutil.Error):
-        parent = psutil.Process(pid).parent()
-        return parent is not None and str(run.path) in parent.cmdline()
-    return False
 
 
 def run_alive(run: RunDir) -> bool:
@@ -295,7 +290,14 @@ def record_silent_death(run: RunDir, launcher_output: str) -> bool:
     """
     reported = {int(path.stem) for path in run.errors.glob("*.json")}
     earliest = root_cause(run)
-    deaths = [(rank, code) for rank, code in _exits(launcher_output) if rank not in reported]
+    # Rank and exit code from each entry of torchrun's report, or of the one process that Accelerate started.
+    entries = re.findall(r"^\s*rank\s*:\s*(\d+).*\n\s*exitcode\s*:\s*(-?\d+)", launcher_output, flags=re.MULTILINE)
+    exits = [(int(rank), int(code)) for rank, code in entries]
+    if not exits and (killed := re.search(r"died with <Signals\.(\w+)", launcher_output)):
+        exits = [(0, -int(signal.Signals[killed[1]]))]
+    elif not exits and (status := re.search(r"non-zero exit status (\d+)", launcher_output)):
+        exits = [(0, int(status[1]))]
+    deaths = [(rank, code) for rank, code in exits if rank not in reported]
     silent = [(rank, code) for rank, code in deaths if code < 0 and code != -signal.SIGTERM]
     if not silent and earliest is not None and LOST_PEER.search(earliest.message):
         silent = [(rank, code) for rank, code in deaths if code >= 0]
@@ -304,7 +306,21 @@ def record_silent_death(run: RunDir, launcher_output: str) -> bool:
     rank, exit_code = next(iter(silent or deaths), (0, None))
     stages = {int(r["rank"]): r.get("stage") for r in rank_records(run)}
     when = time.time() if earliest is None else earliest.time - 1e-3
-    error_type, message = _exit_meaning(exit_code)
+    # What an exit code says of the cause; None means that not even that is known.
+    error_type, message = "Exit", "the process ended without a word."
+    if exit_code is not None and exit_code < 0:
+        error_type = signal.Signals(-exit_code).name
+        hint = {
+            "SIGKILL": "Usually the machine ran out of memory: take a smaller micro-batch, or fewer ranks.",
+            "SIGSEGV": "A compiled library crashed; the log of the rank ends with the Python lines that called it.",
+            "SIGBUS": "Usually /dev/shm is full.",
+        }.get(error_type, "")
+        message = f"the process was killed by {error_type}. {hint}".rstrip()
+    elif exit_code is not None:
+        message = (
+            f"the process ended with exit code {exit_code} before it could say why: the model, the data or a library "
+            f"called os._exit({exit_code})."
+        )
     beat = read_beat(run, rank)
     if beat is not None and (exit_code or 0) >= 0:
         message += f" Its last activity was {beat.activity!r}, in step {beat.step:,}."
@@ -324,33 +340,3 @@ def log_tail(run: RunDir, rank: int | str, lines: int | None = LOG_TAIL_LINES) -
     except OSError:
         return ""
     return text if lines is None else "".join(text.splitlines(keepends=True)[-lines or len(text) :])
-
-
-def _exits(output: str) -> list[tuple[int, int]]:
-    """Return rank and exit code from each entry of torchrun's report, or of the one process that Accelerate started."""
-    entries = re.findall(r"^\s*rank\s*:\s*(\d+).*\n\s*exitcode\s*:\s*(-?\d+)", output, flags=re.MULTILINE)
-    if entries:
-        return [(int(rank), int(code)) for rank, code in entries]
-    killed = re.search(r"died with <Signals\.(\w+)", output)
-    if killed:
-        return [(0, -int(signal.Signals[killed[1]]))]
-    status = re.search(r"non-zero exit status (\d+)", output)
-    return [(0, int(status[1]))] if status else []
-
-
-def _exit_meaning(exit_code: int | None) -> tuple[str, str]:
-    """Return an error type and a sentence for an exit code; None means that it is unknown."""
-    if exit_code is not None and exit_code < 0:
-        name = signal.Signals(-exit_code).name
-        hint = {
-            "SIGKILL": "Usually the machine ran out of memory: take a smaller micro-batch, or fewer ranks.",
-            "SIGSEGV": "A compiled library crashed; the log of the rank ends with the Python lines that called it.",
-            "SIGBUS": "Usually /dev/shm is full.",
-        }.get(name, "")
-        return name, f"the process was killed by {name}. {hint}".rstrip()
-    if exit_code is None:
-        return "Exit", "the process ended without a word."
-    return "Exit", (
-        f"the process ended with exit code {exit_code} before it could say why: the model, the data or a library "
-        f"called os._exit({exit_code})."
-    )
