@@ -15,6 +15,7 @@ from workbench import notebooks
 from workbench.cli import app
 from workbench.figures.figure import PLOTLY_MIME
 from workbench.planning.plan import Plan
+from workbench.planning.planner import facts_of
 from workbench.rundir import write_json
 from workbench.runs.launching.launcher import LAUNCHES
 from workbench.runs.run import REPLAY, replayed_plan
@@ -86,7 +87,7 @@ def test_a_repeated_launch_takes_the_recorded_plan_where_it_can_run(node, monkey
     asked = experiment(3)
     planned = plan_for(asked, 1).to_json()
     doubled = {"micro_batch": 2, "num_microbatches": planned["num_microbatches"] // 2}
-    recorded = Plan.from_json({**planned, **doubled})
+    recorded = Plan.from_json({**planned, **doubled, "signature": facts_of(asked).signature})
     entries = [{"experiment": asked.to_json(), "plan": recorded.to_json()}]
     entries.append({"experiment": asked.to_json(), "plan": plan_for(asked, 4, device_type="cuda").to_json()})
     write_json(node / "replay.json", entries)

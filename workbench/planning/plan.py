@@ -195,7 +195,7 @@ class Plan(Strategy):
 
     @property
     def facts(self) -> Facts | None:
-        """What is known of the model that the plan was made for, in the process that made it."""
+        """Facts of the model that the plan was made for, in the process that made it; None elsewhere."""
         return None if self.origin is None else self.origin[0].facts
 
     @property
