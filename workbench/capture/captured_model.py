@@ -131,25 +131,7 @@ class CapturedModel:
         if self._model is not None:
             return Division(self.graph.coupled)
         with waiting(f"checking whether the batch of {self._source.name} can be divided"):
-            return division_of(self.graph, self._experiment.build, self._samples)
-
-    @property
-    def _samples(self) -> Callable[[int, int], Mapping[str, torch.Tensor]]:
-        """The samples that numbers are compared for."""
-        experiment = self._experiment
-
-        def random(count: int, trial: int) -> dict[str, torch.Tensor]:
-            vocabulary = experiment.model.vocab_size or int(getattr(experiment.data, "vocab_size", 0)) or 2
-            return random_batch(
-                experiment.data.batch_specs(experiment),
-                count,
-                vocab_size=vocabulary,
-                labelled_share=min(0.7, experiment.data.labelled_share(experiment)),
-                device=torch.device("cpu"),
-                seed=trial,
-            )
-
-        return samples_from(self._examples, random)
+            return division_of(self.graph, self._experiment.build, _samples(self._experiment))
 
     @memoised
     def tower_and_tail(self, samples: int) -> Graph:
@@ -212,7 +194,7 @@ class CapturedModel:
         graph = self.gathered(parts * self._micro_batch)
         if has_constants(graph):
             graph = CapturedModel(self._experiment, self._micro_batch, model).gathered(parts * self._micro_batch)
-        return division_fault(graph, lambda: model, self._samples, [parts] * 2)
+        return division_fault(graph, lambda: model, _samples(self._experiment), [parts] * 2)
 
     def fault_of(self, model: nn.Module, gathers: bool) -> str:
         """Return how the loss of micro-batches differs from that of the whole batch on the device of a built model.
@@ -221,7 +203,7 @@ class CapturedModel:
         """
         if gathers:
             return self._gathering_fault(model, PARTS[0])
-        return division_fault(self.graph, lambda: model, self._samples, PARTS)
+        return division_fault(self.graph, lambda: model, _samples(self._experiment), PARTS)
 
     @cached_property
     def computation(self) -> Computation:
@@ -349,6 +331,23 @@ def _functions(experiment: Experiment) -> dict[str, Function]:
     """Return the user's functions that the model and the loss refer to, as they are now."""
     loss = experiment.loss.function if isinstance(experiment.loss, UserFunction) else None
     return functions_of((getattr(experiment.model, "factory", None), loss))
+
+
+def _samples(experiment: Experiment) -> Callable[[int, int], Mapping[str, torch.Tensor]]:
+    """Return what makes the samples that numbers are compared for."""
+
+    def random(count: int, trial: int) -> dict[str, torch.Tensor]:
+        vocabulary = experiment.model.vocab_size or int(getattr(experiment.data, "vocab_size", 0)) or 2
+        return random_batch(
+            experiment.data.batch_specs(experiment),
+            count,
+            vocab_size=vocabulary,
+            labelled_share=min(0.7, experiment.data.labelled_share(experiment)),
+            device=torch.device("cpu"),
+            seed=trial,
+        )
+
+    return samples_from(experiment.data.examples(experiment), random)
 
 
 def _batch(experiment: Experiment, micro_batch: int) -> dict[str, TensorSpec]:
