@@ -255,7 +255,7 @@ def tiny(path: str) -> torch.nn.Module:
 def test_planning_a_model_that_loads_weights_warns_of_nothing(tmp_path: Path) -> None:
     import functools
 
-    from workbench.capture.model import build_meta
+    from workbench.capture import build_meta
 
     torch.save(torch.nn.Linear(4, 1).state_dict(), tmp_path / "weights.pt")
     with warnings.catch_warnings(record=True) as caught:
