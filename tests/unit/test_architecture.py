@@ -183,7 +183,7 @@ def test_the_package_stays_within_the_limits_of_its_structure(limit: str) -> Non
     assert not [str(place) for place in getattr(STRUCTURE, limit)()]
 
 
-MOST_FILES = 177
+MOST_FILES = 170
 """Files of the package. The number only falls: a new file is paid for by one that goes."""
 
 REACH = {
@@ -195,7 +195,7 @@ REACH = {
         "planning": 3,
         "strategy": 1,
     },
-    r"block[ _-]?sparse": {"cost": 2, "execution": 7, "planning": 3, "sparsity": 5, "strategy": 1},
+    r"block[ _-]?sparse": {"cost": 2, "execution": 7, "planning": 3, "sparsity": 4, "strategy": 1},
 }
 """Pattern by which code names a capability, and how many files of each room do. The numbers only fall: what a
 capability is for capture, costs and the runtime belongs in its record, of at most eight files."""
