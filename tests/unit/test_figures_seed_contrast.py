@@ -98,7 +98,11 @@ def test_runs_that_differ_in_their_seed_alone_are_one_configuration() -> None:
         {"experiment": {"learning_rate": rate, "seed": seed, "name": f"{rate}{seed}"}, "plan": {"zero": zero}}
         for rate, seed, zero in ((1e-3, 0, 0), (1e-4, 0, 0), (1e-3, 1, 0), (1e-4, 1, 0), (1e-4, 1, 3), (1e-3, 0, 0))
     ]
-    assert seed_groups(described) == [[0, 2], [1, 3], [4], [5]], "neither another plan nor the same seed again"
+    assert seed_groups(described) == [[0, 2], [1, 3], [4], [5]], "the same seed again is none, whatever its plan"
+    seeds_of_plans = [{"experiment": {"seed": seed}, "plan": {"data": gpus}} for gpus, seed in ((4, 0), (1, 1), (1, 2))]
+    assert seed_groups(seeds_of_plans) == [[0, 1, 2]], "a seed that ran on other GPUs is one of the same training"
+    twice = [{"experiment": {"seed": seed}, "plan": {"data": gpus}} for gpus in (1, 4) for seed in (0, 1, 2)]
+    assert seed_groups([*twice, *seeds_of_plans[:1]]) == [[0, 1, 2], [3, 4, 5], [6]], "two plans with seeds stay apart"
     named = [{"experiment": {**each["experiment"], "name": "a"}} for each in described[:2]]
     assert group_names(named) == ["learning_rate 0.001", "learning_rate 0.0001"]
     assert group_names(described[:2]) == ["0.0010", "0.00010"], "configurations that have names keep them"

@@ -59,7 +59,7 @@ DO_NOT_COMPARE = "do not compare"
 ADVICE = "To tell recipes apart, train each with three seeds or more, or give scatter=, such as scatter=wb.list_runs()."
 """The way out where one seed each cannot tell."""
 IGNORED_SETTINGS = (
-    *("candidates", "prediction", "stages", "block_names", "signature", "flops_per_step"),
+    *("candidates", "prediction", "stages", "block_names", "signature", "computation", "flops_per_step"),
     *("load_average", "time", "started", "command", "directory", "executable", "name", "run"),
 )
 """Keys that are no settings: results of a search, facts that follow from the model, when and where a run started."""

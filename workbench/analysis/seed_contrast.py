@@ -163,17 +163,35 @@ class SeedContrast:
 def seed_groups(described: Sequence[Mapping[str, object]]) -> list[list[int]]:
     """Return the positions of runs that differ in their seed alone, a list for each configuration, in order.
 
-    `described` holds nested JSON for every run: its experiment and its plan.
+    `described` holds nested JSON for every run: its experiment and its plan. Plans divide the same training, so that a
+    run with a plan of its own, on another number of GPUs for instance, joins a configuration of its experiment that
+    lacks its seed. Configurations with several seeds each stay apart if their plans differ.
     """
     groups = dict[tuple[Any, int], list[int]]()
     times = Counter[Any]()
+    experiments, seeds = [], []
     for at, own in enumerate(described):
         settings = described_settings(own)
         seed = settings.pop("experiment.seed", None)
         others = frozenset(settings.items())
         groups.setdefault((others, times[others, seed]), []).append(at)  # the same seed again is no other seed
         times[others, seed] += 1
-    return list(groups.values())
+        experiments.append(frozenset(item for item in settings.items() if not item[0].startswith("plan.")))
+        seeds.append(seed)
+    joined = list[list[int]]()
+    for group in sorted(groups.values(), key=len, reverse=True):
+        lacking = (
+            other
+            for other in joined
+            if len(group) == 1
+            and experiments[other[0]] == experiments[group[0]]
+            and seeds[group[0]] not in [seeds[at] for at in other]
+        )
+        if (home := next(lacking, None)) is None:
+            joined.append(group)
+        else:
+            home += group
+    return sorted(sorted(group) for group in joined)
 
 
 def group_names(described: Sequence[Mapping[str, Any]]) -> list[str]:
