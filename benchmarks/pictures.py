@@ -21,6 +21,7 @@ from itertools import accumulate
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import plotly.graph_objects as go
 from plotly.subplots import make_subplots
 
@@ -46,11 +47,13 @@ from workbench.units import GIB
 ROOT = Path(__file__).resolve().parents[1]
 SEQ_LEN, GLOBAL_BATCH = 512, 256
 PAIRS = {
-    "Muon": ("bert-large-20261127-193809", "bert-scaled-20261127-193814"),
-    "AdamW": ("bert-large-20261125-230852", "bert-scaled-20261125-230858"),
-    "": ("bert-large-20261125-015021", "bert-scaled-20261125-015030"),  # AdamW, too, with other held-out documents
+    "Muon": (
+        ("bert-large-20261127-193809", *(f"bert-large-muon-seed{seed}" for seed in (1, 2, 3))),
+        ("bert-scaled-20261127-193814", "bert-scaled-muon-seed1"),
+    ),
+    "AdamW": (("bert-large-adamw-seed0",), ("bert-scaled-adamw-seed0",)),
 }
-"""The recorded runs of each pair: BERT-Large, and scaled BERT by the rule for its optimiser."""
+"""The recorded runs of one text on H200: the seeds of BERT-Large, and those of scaled BERT, by optimiser."""
 FAMILIES = {
     "gemm": ("matrix products", theme.FORWARD),
     "attention": ("attention", theme.BACKWARD),
@@ -228,38 +231,48 @@ def figures() -> go.Figure:
 
 
 def curves() -> go.Figure:
-    """Draw the README's picture: held-out losses of the pair with Muon, and the differences of all recorded pairs."""
+    """Draw the README's picture: held-out losses of all seeds, and scaled BERT's differences to BERT-Large's mean."""
     figure = make_subplots(
         cols=2,
-        column_widths=[0.6, 0.4],
+        column_widths=[0.58, 0.42],
         horizontal_spacing=0.09,
-        subplot_titles=("loss on held-out prose, Muon", "scaled BERT − BERT-Large"),
+        subplot_titles=("loss on held-out prose", "scaled BERT − BERT-Large"),
     )
-    for index, (optimizer, names) in enumerate(PAIRS.items()):
-        runs = [wb.load_run(ROOT / "notebooks" / "recorded" / name) for name in names]
-        large, scaled = (run.evaluations() for run in runs)
-        tokens = scaled.tokens[1:] / 1e6
-        both = len(tokens) + 1  # a run that was stopped has fewer
-        behind = scaled.eval_loss[1:] - large.eval_loss[1:both]
-        if index == 0:
-            for name, end, color in (("BERT-Large", large, 0), ("BERT 54 × 1920", scaled, 1)):
-                line = {"color": theme.series_color(color), "width": 2.5}
-                figure.add_scatter(x=end.tokens[1:] / 1e6, y=end.eval_loss[1:], name=name, line=line, row=1, col=1)
-        is_muon = optimizer == "Muon"
-        line = {"color": theme.series_color(1) if is_muon else "gray", "dash": "solid" if is_muon else "dot"}
-        figure.add_scatter(x=tokens, y=behind, line=line, showlegend=False, row=1, col=2)
-        if optimizer:
-            text = f"{optimizer} {behind[-1]:+.2f}".replace("-", "−")
-            aside = {"xanchor": "right", "yshift": -12} if is_muon else {"xanchor": "left", "xshift": 4}
-            figure.add_annotation(x=tokens[-1], y=behind[-1], text=text, showarrow=False, row=1, col=2, **aside)
-    figure.add_hline(0, line={"color": "gray", "width": 1}, row=1, col=2)
+    recorded = ROOT / "notebooks" / "recorded"
+    for optimizer, pair in PAIRS.items():
+        large, scaled = ([wb.load_run(recorded / name).evaluations() for name in names] for names in pair)
+        dash = "solid" if optimizer == "Muon" else "dot"
+        for runs, name, color in ((large, "BERT-Large", 0), (scaled, "BERT 54 × 1920", 1)):
+            for index, run in enumerate(runs):
+                line = {"color": theme.series_color(color), "width": 1.8, "dash": dash}
+                style = {"line": line, "name": f"{name}, {optimizer}", "showlegend": index == 0}
+                figure.add_scatter(x=run.tokens[1:] / 1e6, y=run.eval_loss[1:], row=1, col=1, **style)
+        mean = np.mean([run.eval_loss for run in large], axis=0)
+        if len(large) > 1:
+            tokens = large[0].tokens[4:] / 1e6
+            high, low = (end([run.eval_loss for run in large], axis=0)[4:] - mean[4:] for end in (np.max, np.min))
+            area = {"x": [*tokens, *tokens[::-1]], "y": [*high, *low[::-1]], "fill": "toself", "mode": "none"}
+            fill = theme.pale(theme.series_color(0), 0.5)
+            figure.add_scatter(**area, fillcolor=fill, showlegend=False, row=1, col=2)
+            place = {"x": tokens[-1], "y": float(high[-1]), "yshift": 14, "xanchor": "right"}
+            figure.add_annotation(text="seeds of BERT-Large", showarrow=False, row=1, col=2, **place)
+        for index, run in enumerate(scaled):
+            tokens = run.tokens[1:] / 1e6
+            behind = run.eval_loss[1:] - mean[1 : len(tokens) + 1]  # a run that was stopped has fewer
+            line = {"color": theme.series_color(1), "width": 1.8, "dash": dash}
+            figure.add_scatter(x=tokens, y=behind, line=line, showlegend=False, row=1, col=2)
+            if index == 0:
+                text = f"{optimizer} {behind[-1]:+.2f}".replace("-", "−")
+                aside = {"xanchor": "right", "yshift": -14} if optimizer == "Muon" else {"xanchor": "left", "xshift": 4}
+                figure.add_annotation(x=tokens[-1], y=behind[-1], text=text, showarrow=False, row=1, col=2, **aside)
     return figure.update_layout(
         template=theme.TEMPLATE,
         height=430,
-        margin={"t": 96, "r": 64},
-        title=theme.title("BERT-Large and BERT 54 × 1920 on four H200", "in nats of masked words"),
+        margin={"t": 96, "r": 24},
+        title=theme.title("BERT-Large and BERT 54 × 1920 on H200", "in nats of masked words; each line is a seed"),
         legend={"x": 0.55, "y": 1, "xanchor": "right"},
-        yaxis={"range": [3.9, 6.6]},
+        yaxis={"range": [3.9, 7.2]},
+        yaxis2={"range": [-0.19, 0.18]},
     ).update_xaxes(title="tokens (M)")
 
 

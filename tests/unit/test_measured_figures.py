@@ -204,7 +204,6 @@ def test_the_pairs_figures_are_those_of_the_recorded_runs() -> None:
     ]
     width, depth, _, again = (f"{each:.2f}" for each in behind)
     assert depth == again
-    assert f"with AdamW it ended {depth} behind in two pairs" in words(README)
     page = words("docs/scaling.md")
     assert f"ended {depth} nats behind BERT-Large with the rule in two pairs" in page
     assert f"and {width} behind with `depth_rule=False`" in page
@@ -247,11 +246,67 @@ def test_the_pair_with_muon_is_as_its_recorded_runs_say() -> None:
         assert rows[name][1:] == shown
     contrast = wb.contrast(runs, scatter=0.03)
     [ahead] = [re.search(r"by ([\d.]+ ± [\d.]+)", each.describe())[1] for each in contrast.differences]
-    for shown_in in (README, BENCHMARKS, "docs/scaling.md"):
+    for shown_in in (BENCHMARKS, "docs/scaling.md"):
         assert ahead in words(shown_in)
     flops = next(each for each in contrast.standings if each.axis == "flops").losses
     ended = f"({flops['bert-large'].value:.2f} nats when it had ended, the scaled one {flops['bert-scaled'].value:.1f})"
     assert ended in words(README)
+
+
+def test_the_seeds_of_the_pair_are_as_their_recorded_runs_say() -> None:
+    def at(name: str, tokens: float, held_out: str = "eval_loss") -> float:
+        known = runs[name].evaluations()
+        index = int(abs(known.tokens - tokens).argmin())
+        assert abs(known.tokens[index] - tokens) < 1e5
+        return float(known[held_out][index])
+
+    large = ("large-20261127-193809", *(f"large-muon-seed{seed}" for seed in (1, 2, 3)))
+    scaled = ("scaled-20261127-193814", "scaled-muon-seed1")
+    adamw = ("large-adamw-seed0", "scaled-adamw-seed0")
+    runs = {name: wb.load_run(ROOT / "notebooks" / "recorded" / f"bert-{name}") for name in (*large, *scaled, *adamw)}
+    rows = {name: cells for name, *cells in table(BENCHMARKS, "| loss on held-out prose after |")}
+    for index, tokens in enumerate((8e6, 16e6, 20e6, 22e6, 28e6, 48e6, 66e6, 76e6)):
+        ends = [at(name, tokens) for name in large]
+        assert shows(rows["BERT-Large, mean of four seeds"][index], statistics.mean(ends))
+        assert shows(rows["their standard deviation"][index], statistics.stdev(ends))
+        for row, name, base in (
+            ("scaled BERT, seed 0, to that mean", scaled[0], statistics.mean(ends)),
+            ("scaled BERT, seed 1, to that mean", scaled[1], statistics.mean(ends)),
+            ("BERT-Large, AdamW", adamw[0], 0.0),
+            ("scaled BERT, AdamW", adamw[1], 0.0),
+            ("difference, AdamW", adamw[1], at(adamw[0], tokens)),
+        ):
+            if rows[row][index]:
+                assert shows(rows[row][index], at(name, tokens) - base), row
+            else:
+                assert runs[name].row()["tokens"] < tokens
+    means = [statistics.mean(at(name, 66e6, held_out) for name in large) for held_out in ("eval_loss", "manuals")]
+    prose, manuals = (means[k] - at(scaled[0], 66e6, held_out) for k, held_out in enumerate(("eval_loss", "manuals")))
+    scatter = statistics.stdev(at(name, 66e6) for name in large)
+    first_page = words(README)
+    assert f"{prose:.3f} nats below the mean of four seeds of BERT-Large, which scatter by {scatter:.3f}" in first_page
+    assert f"and {manuals:.3f} on held-out manuals" in first_page
+    behind = at(adamw[1], 28e6) - at(adamw[0], 28e6)
+    assert f"With AdamW it is {behind:.2f} behind after 28 M tokens" in first_page
+    assert f"and {prose:.3f} below the mean of four seeds, which scatter by {scatter:.3f}" in words("docs/scaling.md")
+    found = wb.contrast([runs[name] for name in (*large, *scaled)])
+    assert "bert-scaled is lower than bert-large (-0.048 ± 0.022, 90% interval, 2 and 4 seeds" in repr(found)
+    page = words(BENCHMARKS)
+    assert "0.048 ± 0.022 at 22 M (two and four seeds)" in page
+    end = at(adamw[0], 76e6)
+    assert f"ends {end - statistics.mean(at(name, 76e6) for name in large):.2f} nats above its runs with Muon" in page
+    known = [runs[name].evaluations() for name in large]
+    passed = known[0].tokens[np.mean([each.eval_loss for each in known], axis=0) < end][0]
+    assert f"those pass AdamW's last loss after {passed / 1e6:.0f} M tokens" in page
+    rows = {name: cells for name, *cells in table(BENCHMARKS, "| | step, measured (predicted) | tokens/s | MFU |")}
+    told = (*((f"BERT-Large, Muon, seed {seed}", large[seed]) for seed in (1, 2, 3)), ("BERT-Large, AdamW", adamw[0]))
+    for row, name in (*told, ("scaled BERT, Muon", scaled[1]), ("scaled BERT, AdamW", adamw[1])):
+        summary = wb.runs.summary(runs[name])
+        own = dict(zip(summary.columns, summary.rows[0], strict=True))
+        step, peak = (
+            [own[f"{what}, {how}"].split()[0] for how in ("measured", "predicted")] for what in ("step", "peak")
+        )
+        assert rows[row] == ["{} ({}) ms".format(*step), own["tokens/s"], own["MFU"], "{} ({}) GiB".format(*peak)]
 
 
 def test_losses_of_the_ladder_are_those_of_its_executed_notebook() -> None:
