@@ -20,8 +20,11 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
 
+from workbench.capture.hidden_matrices import Projections
 from workbench.optimizers.adamw import ShardedAdamW
+from workbench.optimizers.muon import MuonAndAdamW
 
 ROOT = Path(__file__).parents[2]
 SHAPES = ((64, 64), (5,), (2048,), (3000,), (3, 2049), (0, 4))
@@ -163,7 +166,36 @@ def tables_follow_new_addresses() -> None:
     assert table.programs.tolist() == [[0, 0], [1, 0], [1, 1]]
 
 
+class NothingRead(TorchDispatchMode):
+    """Raises where the host reads a number from a tensor, for which it would wait for a GPU."""
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        assert func is not torch.ops.aten._local_scalar_dense.default, "the host reads a number"
+        return func(*args, **(kwargs or {}))
+
+
+def updates_that_the_host_does_not_wait_for() -> None:
+    """A host that reads a number of the step's launches nothing ahead, and the device waits for each launch."""
+    weights = weights_of()[:4]
+    names = [str(index) for index in range(len(weights))]
+    groups = [{"params": weights[:1], "names": names[:1], "weight_decay": 0.1, "orthogonal": True}]
+    groups.append({"params": weights[1:], "names": names[1:], "weight_decay": 0.0, "orthogonal": False})
+    for optimizer in (
+        ShardedAdamW(groups_of(weights), **OPTIONS),
+        MuonAndAdamW(groups, projections={"0": Projections()}, scale="spectral", **OPTIONS),
+    ):
+        optimizer.gradient_factor, optimizer.skips_update = torch.tensor(FACTOR), torch.tensor(0.0)
+        for step in range(2):
+            for weight, gradient in zip(weights, gradients_of(step, weights), strict=True):
+                weight.grad = gradient
+            before = [weight.detach().clone() for weight in weights]
+            with NothingRead():
+                optimizer.step()
+            assert not any(map(torch.equal, before, weights))
+
+
 CHECKS: tuple[Callable[[], None], ...] = (
+    updates_that_the_host_does_not_wait_for,
     updates_of_clipped_gradients,
     copies_of_new_weights,
     tensors_that_the_kernel_cannot_update,

@@ -85,7 +85,8 @@ def update(
     """
     factor = torch.ones_like(steps[0]) if factor is None else factor
     skips = torch.zeros_like(steps[0]) if skips is None else skips
-    torch._foreach_add_(list(steps), 1 - skips)
+    # Without `alpha`, PyTorch takes the scalar tensor for a number, which it reads: the host would wait for the device.
+    torch._foreach_add_(list(steps), 1 - skips, alpha=1)
     counts = torch.stack(list(steps)).double()
     corrections = torch.stack([1 - betas[0] ** counts, (1 - betas[1] ** counts).sqrt()], dim=1).float()
     if len(table.programs):
