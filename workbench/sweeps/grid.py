@@ -11,7 +11,7 @@ import itertools
 import math
 import os
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
 
@@ -25,7 +25,7 @@ from workbench.errors import InvalidArgument, PlanInfeasible, suggestion
 from workbench.experiment import Experiment
 from workbench.planning.plan import Plan
 from workbench.planning.planner import profile_and_cluster
-from workbench.planning.request import Request, memory_limit_bytes
+from workbench.planning.request import Request, memory_limit_bytes, within_limits_of_optimizer
 from workbench.planning.runnable import check_runnable, facts_for
 from workbench.planning.search import checked_search, uncollected
 from workbench.runs.launching.device_queue import devices_for
@@ -272,9 +272,10 @@ def grid(
     cells, count = list[Cell](), math.prod(map(len, values.values()))
     with uncollected(), waiting(f"planning a grid of {experiment.model.name}") as say:
         profile, cluster = profile_and_cluster(experiment, cluster)
+        request = Request.of(experiment, cluster, limit, Fixed(), profile.facts)  # counts held-out samples once
         for chosen in itertools.product(*values.values()):
             say(f"{len(cells):,} of {count:,} cells")
-            cells.append(_predicted(experiment, profile, cluster, limit, dict(zip(values, chosen, strict=True))))
+            cells.append(_predicted(experiment, profile, request, dict(zip(values, chosen, strict=True))))
     return Grid(experiment, cluster, values, tuple(cells))
 
 
@@ -299,14 +300,13 @@ def _checked_axes(axes: Mapping[str, Any]) -> dict[str, tuple[Any, ...]]:
     return checked
 
 
-def _predicted(
-    experiment: Experiment, profile: Profile, cluster: Cluster, limit: int | None, choices: Mapping[str, Any]
-) -> Cell:
+def _predicted(experiment: Experiment, profile: Profile, request: Request, choices: Mapping[str, Any]) -> Cell:
+    reach = "element" if profile.facts is None else profile.facts.reach
     try:
-        request = Request.of(experiment, cluster, limit, Fixed(**choices), profile.facts)
+        request = replace(request, fixed=within_limits_of_optimizer(experiment, Fixed(**choices), reach))
         plan = checked_search(profile, profile.precision, request, advises=False).plan()
     except PlanInfeasible as error:
-        return _without_plan(choices, error, cluster)
+        return _without_plan(choices, error, request.cluster)
     name, share = lost_time(plan)
     return Cell(choices, plan, _reason(plan, name, share))
 
