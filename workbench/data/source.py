@@ -222,8 +222,8 @@ class Prepared:
             )
         how = "from the cache" if self.reused else f"tokenised in {duration(self.seconds)}"
         return (
-            f"Prepared({self.name}: {count(self.tokens)} tokens in {self.documents:,} documents, "
-            f"vocabulary {self.vocabulary:,}, {how}{held_out})"
+            f"Prepared({self.name}: {count(self.tokens)} tokens in {self.documents:,} "
+            f"document{'s' * (self.documents != 1)}, vocabulary {self.vocabulary:,}, {how}{held_out})"
         )
 
 
