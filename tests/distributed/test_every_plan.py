@@ -21,6 +21,7 @@ import pytest
 import torch
 from torch import nn
 from torch.distributed.fsdp import fully_shard
+from torch.distributed.fsdp._fully_shard._fsdp_param_group import FSDPParamGroup
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -45,6 +46,7 @@ from workbench.capture import Graph, capture, spec_of
 from workbench.capture.tensor_parallel import plan_tensor_parallel
 from workbench.cost.graph_profiler import profile_graph
 from workbench.cost.hardware import Cluster
+from workbench.execution.blocks.block_module import BlockModule
 from workbench.execution.parallel.sharding import local
 from workbench.execution.trainer import Trainer
 from workbench.optimizers.adamw import OffloadedAdamW, ShardedAdamW
@@ -494,3 +496,38 @@ def test_a_blocks_whole_weights_are_let_go_before_the_next_is_sharded() -> None:
     assert len(found) > 4
     assert all(later < earlier for earlier, later in itertools.pairwise(found))
     assert found[-1] <= 2, "what several blocks share"
+
+
+def _gathers_and_forwards(_rank: int, zero: int) -> list[tuple[str, int]]:
+    """Return, of one forward, when the weights of each block are all-gathered and when the block runs."""
+    found: list[tuple[str, int]] = []
+    model, graph = captured("bert")
+    trainer = trainer_of(model, graph, plan_of(graph, Case(data=2, zero=zero)))
+    unshard, forward = FSDPParamGroup.unshard, BlockModule.forward
+
+    def gathering(group: FSDPParamGroup, *given: Any) -> None:
+        if group._all_gather_result is None and not group.is_unsharded:
+            found.extend(("gather", module.block.index) for module in group.modules if isinstance(module, BlockModule))
+        unshard(group, *given)
+
+    def running(module: BlockModule, *given: Any) -> Any:
+        found.append(("forward", module.block.index))
+        return forward(module, *given)
+
+    with pytest.MonkeyPatch.context() as patch, torch.no_grad():
+        patch.setattr(FSDPParamGroup, "unshard", gathering)
+        patch.setattr(BlockModule, "forward", running)
+        part = part_of(trainer, zoo.batch("bert", trainer.plan.global_batch))
+        trainer.context.label_counts = trainer.count_labels_on_host(part)
+        trainer.context.loss_denominators = [torch.ones(()) for _ in graph.label_counts]
+        trainer.stages.stages[0](**{name: field[: trainer.plan.micro_batch] for name, field in part.items()})
+    return found
+
+
+@pytest.mark.parametrize("zero", [1, 3])
+def test_a_blocks_weights_are_on_their_way_when_the_block_before_it_runs(zero: int) -> None:
+    found = launch(_gathers_and_forwards, 2, zero)
+    gathered = [block for event, block in found if event == "gather"]
+    assert gathered == sorted(gathered)
+    assert len(gathered) > 2
+    assert all(found.index(("gather", block)) < found.index(("forward", block - 1)) for block in gathered[1:])

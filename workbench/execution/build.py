@@ -24,15 +24,7 @@ from workbench.capture.tensor_parallel import ModelSharding, plan_tensor_paralle
 from workbench.cost.sparse_matrices import sparse_matrices
 from workbench.data.datasets import seed_generators
 from workbench.errors import PlanMismatch
-from workbench.execution.blocks import StepContext
-from workbench.execution.blocks.block_module import (
-    BlockProgram,
-    WeightCopies,
-    checkpointed_when_compiled,
-    match_autocast_types,
-    read_only_by_products,
-    supported_mode,
-)
+from workbench.execution.blocks import StepContext, block_module
 from workbench.execution.blocks.cuda_graphs import CudaGraphs
 from workbench.execution.blocks.loss_runners import GatheredLoss, LabelledRows, Runner
 from workbench.execution.blocks.rewriting import has_active_dropout, use_hashed_dropout
@@ -157,7 +149,9 @@ def build_stage(
         modules.append(module)
     accumulator = GradientAccumulator(compiles=compile and context.device.type == "cuda")
     copied = modules if plan.keeps_weight_copies(plan.precision) else []
-    copies = [WeightCopies([*m.block_modules()], m.model_parameters(), code.codes, accumulator) for m in copied]
+    copies = [
+        block_module.WeightCopies([*m.block_modules()], m.model_parameters(), code.codes, accumulator) for m in copied
+    ]
     return RankStages(modules, copies, compact, code.division.parameters)
 
 
@@ -187,7 +181,7 @@ def evaluation_programs(
     *,
     compile: bool = False,
     compact: BlockSparseParameters = DENSE,
-) -> list[list[BlockProgram]]:
+) -> list[list[block_module.BlockProgram]]:
     """Return the code of each block of this rank's stages for evaluation, in the order of `build_stage`.
 
     `graph` is the model captured in eval mode, which `require_same_stages` has compared with the training graph.
@@ -196,11 +190,11 @@ def evaluation_programs(
     graph = compact.rewritten(graph)
     code = _RankCode(plan, coordinate, graph, context, compile)
     constants = {name: tensor.detach().to(context.device) for name, tensor in graph.constants.items()}
-    programs: list[list[BlockProgram]] = []
+    programs: list[list[block_module.BlockProgram]] = []
     for stage in plan.stages_of(coordinate.pipeline_rank):
         programs.append([])
         for block in graph.blocks[stage.first_block : stage.end_block]:
-            products_only = read_only_by_products(code.codes[block.block_type], len(block.parameters))
+            products_only = block_module.read_only_by_products(code.codes[block.block_type], len(block.parameters))
             copied = frozenset(name for name, only in zip(block.parameters, products_only, strict=True) if only)
             constants_read = {name: constants[name] for name in block.buffers if name in constants}
             programs[-1].append(replace(code.program(block, "none"), constants=constants_read, copied=copied))
@@ -226,7 +220,7 @@ class _RankCode:
             for block_type, how in {block.block_type: how for block, how in pairs if how.divided}.items():
                 self.codes[block_type] = divide_block(self.codes[block_type], how, coordinate.tensor_rank, group)
 
-    def program(self, block: Block, recompute: str) -> BlockProgram:
+    def program(self, block: Block, recompute: str) -> block_module.BlockProgram:
         is_last = block is self._graph.blocks[-1]
         is_gathered = bool(self._graph.gathered) and is_last
         recompute = "none" if is_last else recompute  # its backward follows its forward
@@ -239,7 +233,7 @@ class _RankCode:
             count = self._plan.num_microbatches
             run = GatheredLoss(run, block, self._graph.gathered, self._context, count, self._group)
         compiled = self._compile and not is_opaque(block.code)
-        return BlockProgram(block, run, recompute, self.division.blocks[block.index], compiled)
+        return block_module.BlockProgram(block, run, recompute, self.division.blocks[block.index], compiled)
 
 
 class _ModelWeights:
@@ -319,19 +313,19 @@ def runners(
     # What a code becomes before it runs
     def finish(block_type: str, code: fx.GraphModule) -> Runner:
         if bf16_weights:
-            code = match_autocast_types(code, len(blocks[block_type].parameters))
+            code = block_module.match_autocast_types(code, len(blocks[block_type].parameters))
         if not compile or is_opaque(code):
             return code
         code = use_gelu(code)
         if has_active_dropout(blocks[block_type].code):
             code = use_hashed_dropout(code)
-        mode = supported_mode(code, recompute)
+        mode = block_module.supported_mode(code, recompute)
         if mode != "none":
             # The compiler caches by graph module, so that the checkpoint around the code is one of its own.
             graph = fx.Graph()
             inputs = [graph.placeholder(str(node.target)) for node in code.graph.nodes if node.op == "placeholder"]
             inner = graph.get_attr("block")
-            graph.output(graph.call_function(checkpointed_when_compiled, (mode, inner, *inputs)))
+            graph.output(graph.call_function(block_module.checkpointed_when_compiled, (mode, inner, *inputs)))
             code = fx.GraphModule({"block": code}, graph)
         return torch.compile(code, dynamic=False, fullgraph=True)
 

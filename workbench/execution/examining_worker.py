@@ -30,27 +30,10 @@ from torch import fx
 from workbench.capture import Graph
 from workbench.capture.captured_model import CapturedModel
 from workbench.capture.operations import drop_nothing, use_float64
+from workbench.execution import build, deviation
 from workbench.execution.between_steps import Evaluator
 from workbench.execution.blocks import LabelCounts, StepContext, mix
-from workbench.execution.build import build_model, build_stage, digests
 from workbench.execution.checkpoint.save_load import CheckpointStore, TrainingProgress, entries
-from workbench.execution.deviation import (
-    COARSE,
-    GRADIENT,
-    OUTPUT,
-    PASSED,
-    SAME,
-    SAMPLES,
-    START,
-    UPDATE,
-    Key,
-    Numbers,
-    compared,
-    distances,
-    first_fault,
-    judged,
-    to_json,
-)
 from workbench.execution.observation import BACKWARD, BATCH, FORWARD, BlockObserver
 from workbench.execution.parallel.stage import written_buffers
 from workbench.execution.step_log import StepLog
@@ -62,7 +45,7 @@ from workbench.rundir import RunDir, append_event, read_object, read_record, wri
 
 TRACES, RESULT = "traces", "bisection.json"
 """Folder of the numbers of a plan's ranks, and file of the comparison, in a run directory."""
-ROUNDINGS = (0, 1, 1, COARSE)
+ROUNDINGS = (0, 1, 1, deviation.COARSE)
 """Coarseness of the random roundings of each repetition of a step; 0 for the roundings of the arithmetic alone."""
 MOST_TOLD = 200
 """Number of deviations of a plan that are kept: those from where its fault begins, or the largest."""
@@ -100,23 +83,23 @@ class Recorder(BlockObserver):
     def __init__(self, trainer: Trainer, step: int, rounding: Rounding | None = None) -> None:
         super().__init__(trainer)
         self._step, self._rounding = step, rounding or Rounding()
-        self.numbers: Numbers = {}
+        self.numbers: deviation.Numbers = {}
 
     def note(self, source: int, block: int, name: str, micro_batch: int, value: torch.Tensor) -> torch.Tensor | None:
         if source == BACKWARD and name not in self._trainer.graph.blocks[block].receives:
             return None  # the part of a weight's gradient that stems from one of the blocks that share it
-        part = {BATCH: SAMPLES, FORWARD: OUTPUT, BACKWARD: PASSED}[source]
+        part = {BATCH: deviation.SAMPLES, FORWARD: deviation.OUTPUT, BACKWARD: deviation.PASSED}[source]
         used = value if source == BATCH else self._rounding.of(value)
         kept = used.detach()
-        if part == PASSED:
+        if part == deviation.PASSED:
             kept = kept.double() * self._trainer.plan.num_microbatches
         self.numbers[self._step, part, block, name, micro_batch] = kept.to("cpu", copy=True)
         return None if used is value else used
 
 
-def state_of(trainer: Trainer, step: int, part: int) -> Numbers:
+def state_of(trainer: Trainer, step: int, part: int) -> deviation.Numbers:
     """Return the weights, buffers and optimiser state of this rank, whole; a collective."""
-    found: Numbers = {}
+    found: deviation.Numbers = {}
     blocks = _first_blocks(trainer.graph)
     for key, name, value in entries(trainer):
         whole = trainer.full(name, value.to(trainer.context.device)) if value.ndim else value
@@ -124,14 +107,14 @@ def state_of(trainer: Trainer, step: int, part: int) -> Numbers:
     return found
 
 
-def gradients_of(trainer: Trainer, step: int) -> Numbers:
+def gradients_of(trainer: Trainer, step: int) -> deviation.Numbers:
     """Return the gradients of this rank's parameters, whole; a collective."""
-    found: Numbers = {}
+    found: deviation.Numbers = {}
     blocks = _first_blocks(trainer.graph)
     for name in trainer.stages.model_parameters():
         gradient = trainer.full_gradient(name)
         if gradient is not None:
-            found[step, GRADIENT, blocks[name], name, -1] = gradient.detach().to("cpu", copy=True)
+            found[step, deviation.GRADIENT, blocks[name], name, -1] = gradient.detach().to("cpu", copy=True)
     return found
 
 
@@ -183,7 +166,7 @@ class Tracer(TrainingWorker):
     ) -> TrainingProgress:
         folder = self.run_dir.path / TRACES
         folder.mkdir(exist_ok=True)
-        numbers, steps = state_of(trainer, 0, START), int(settings_of(self.run_dir)["steps"])
+        numbers, steps = state_of(trainer, 0, deviation.START), int(settings_of(self.run_dir)["steps"])
         for step, (batch, label_counts) in enumerate(itertools.islice(self.samples.batches(trainer, 0), steps)):
             self.heartbeat.begin("step", step + 1)
             recorder = Recorder(trainer, step)
@@ -191,9 +174,9 @@ class Tracer(TrainingWorker):
                 scalars = trainer.measure(step, batch, label_counts=label_counts)
             numbers |= recorder.numbers | gradients_of(trainer, step)
             trainer.update(step, scalars)
-            numbers |= state_of(trainer, step, UPDATE)
+            numbers |= state_of(trainer, step, deviation.UPDATE)
             # Only what no rank before this one has to the last bit is written.
-            mine = digests({str(key): value for key, value in numbers.items()}, ())
+            mine = build.digests({str(key): value for key, value in numbers.items()}, ())
             everyone: list[Any] = [None] * dist.get_world_size()
             dist.all_gather_object(everyone, mine)
             before = everyone[: dist.get_rank()]
@@ -210,7 +193,7 @@ class Referee(TrainingWorker):
         asked = settings_of(self.run_dir)
         self._steps, self._without_dropout = int(asked["steps"]), bool(asked["without_dropout"])
         self._trainers: dict[tuple[Any, ...], Trainer] = {}
-        self._starts: dict[tuple[int, bool], Numbers] = {}
+        self._starts: dict[tuple[int, bool], deviation.Numbers] = {}
         self._reference = torch.float64
         folders = [Path(trace) for trace in asked["traces"]]
         found = [self._compared(Plan.load(folder / "plan.json"), folder / TRACES) for folder in folders]
@@ -229,37 +212,38 @@ class Referee(TrainingWorker):
         # Each replica has running averages of its own micro-batches.
         unlike = {f"model.{name}" for name in written_buffers(graph.blocks)} if plan.data > 1 else set[str]()
         rows, losses, exact_losses = [], [], []
-        before: Numbers = {}
+        before: deviation.Numbers = {}
         for step, (batch, label_counts) in enumerate(itertools.islice(batches, self._steps)):
             self.heartbeat.begin("step", step + 1)
             ranks = [
                 torch.load(file, mmap=True)
                 for file in sorted(folder.glob(f"{step}-*.pt"), key=lambda file: int(file.stem.partition("-")[2]))
             ]
-            found: Numbers = {}
+            found: deviation.Numbers = {}
             for numbers in reversed(ranks):
                 found |= numbers  # the first rank's, where several have another
             if step == 0:
-                before = {key: value for key, value in found.items() if key[1] == START}
+                before = {key: value for key, value in found.items() if key[1] == deviation.START}
                 start = self._starts[here.micro_batch, here.gathers]
-                rows += compared(start, [(0, dict.fromkeys(start, SAME))], ranks, {}, block_on_rank)
+                rows += deviation.compared(start, [(0, dict.fromkeys(start, deviation.SAME))], ranks, {}, block_on_rank)
             held = {key[3]: value for key, value in before.items()}
             repeated = partial(self._repeated, here, step, batch, label_counts, before, found)
             reference = {key: value for key, value in repeated().items() if key[3] not in unlike}
             repetitions = [
-                (coarse, distances(reference, repeated(coarse, index), held)) for index, coarse in enumerate(ROUNDINGS)
+                (coarse, deviation.distances(reference, repeated(coarse, index), held))
+                for index, coarse in enumerate(ROUNDINGS)
             ]
-            rows += compared(reference, repetitions, ranks, held, block_on_rank)
+            rows += deviation.compared(reference, repetitions, ranks, held, block_on_rank)
             losses.append(_loss(found, graph.loss))
             exact_losses.append(_loss(reference, graph.loss))
-            before = {key: value for key, value in found.items() if key[1] == UPDATE}
-        deviations = judged(rows, plan.division(), plan.block_names)
-        fault = first_fault(deviations)
+            before = {key: value for key, value in found.items() if key[1] == deviation.UPDATE}
+        deviations = deviation.judged(rows, plan.division(), plan.block_names)
+        fault = deviation.first_fault(deviations)
         largest = sorted(deviations, key=lambda each: -each.excess)
         told = [each for each in deviations if each.excess > 1] if fault else largest
         return {
-            "fault": None if fault is None else to_json(fault),
-            "deviations": [to_json(each) for each in told[:MOST_TOLD]],
+            "fault": None if fault is None else deviation.to_json(fault),
+            "deviations": [deviation.to_json(each) for each in told[:MOST_TOLD]],
             "compared": len(deviations),
             "losses": losses,
             "reference_losses": exact_losses,
@@ -271,11 +255,11 @@ class Referee(TrainingWorker):
         step: int,
         batch: Mapping[str, torch.Tensor],
         label_counts: LabelCounts,
-        before: Numbers,
-        found: Numbers,
+        before: deviation.Numbers,
+        found: deviation.Numbers,
         coarse: int | None = None,
         seed: int = 0,
-    ) -> Numbers:
+    ) -> deviation.Numbers:
         """Return the numbers of a step from the state `before`, and those of the update with the gradients `found`.
 
         Without `coarse` they are the reference; with it they have random roundings of the plan's precision, which are
@@ -298,11 +282,11 @@ class Referee(TrainingWorker):
         step: int,
         batch: Mapping[str, torch.Tensor],
         label_counts: LabelCounts,
-        before: Numbers,
-        found: Numbers,
+        before: deviation.Numbers,
+        found: deviation.Numbers,
         coarse: int = 0,
         seed: int = 0,
-    ) -> Numbers:
+    ) -> deviation.Numbers:
         plan, parameters = trainer.plan, trainer.stages.model_parameters()
         is_wide = any(parameter.dtype == torch.float64 for parameter in parameters.values())
         fields = {n: v.double() if is_wide and v.is_floating_point() else v.clone() for n, v in batch.items()}
@@ -319,7 +303,7 @@ class Referee(TrainingWorker):
         _set_state(trainer, {key: value for key, value in before.items() if key[3] not in buffers}, rounding)
         blocks = _first_blocks(trainer.graph)
         for name, parameter in parameters.items():
-            gradient = found.get((step, GRADIENT, blocks[name], name, -1))
+            gradient = found.get((step, deviation.GRADIENT, blocks[name], name, -1))
             parameter.grad = None
             if gradient is not None:
                 own = gradient.to(parameter.device, parameter.dtype, copy=True)  # clipping changes it
@@ -327,7 +311,7 @@ class Referee(TrainingWorker):
         if trainer.spikes is None:  # numbers of another plan, or of another repetition, may not have been finite
             trainer._skips_after = NonFinite() if trainer.experiment.numerics.stop_on_non_finite else None
         trainer.update(step, trainer.scalars(torch.zeros((), device=trainer.context.device)))
-        return numbers | state_of(trainer, step, UPDATE)
+        return numbers | state_of(trainer, step, deviation.UPDATE)
 
     def _trainer(self, plan: Plan, *, exact: bool) -> Trainer:
         """Return the trainer of a plan of one device, of the reference or of the plan's own precision."""
@@ -338,7 +322,7 @@ class Referee(TrainingWorker):
         if key in self._trainers:
             return self._trainers[key]
         experiment = self.experiment
-        model = build_model(experiment.model.build, plan.model_bytes, self.device, experiment.seed)
+        model = build.build_model(experiment.model.build, plan.model_bytes, self.device, experiment.seed)
         captured = CapturedModel(experiment, plan.micro_batch, model)
         graph = captured.step_graph(plan.loss_samples)
         if self._without_dropout:
@@ -350,15 +334,15 @@ class Referee(TrainingWorker):
             graph = replace(graph, constants=constants)
         context = StepContext(experiment.seed, self.device)
         autocast: Any = partial(torch.autocast, self.device.type, torch.bfloat16) if has_autocast else nullcontext
-        stages = build_stage(plan, self.coordinate, model, graph, context, autocast=autocast)
+        stages = build.build_stage(plan, self.coordinate, model, graph, context, autocast=autocast)
         trainer = self._trainers[key] = Trainer(experiment, plan, graph, stages, context, self.coordinate)
         if dtype == torch.float32:
-            self._starts.setdefault((plan.micro_batch, plan.gathers), state_of(trainer, 0, START))
+            self._starts.setdefault((plan.micro_batch, plan.gathers), state_of(trainer, 0, deviation.START))
         return trainer
 
 
 @torch.no_grad()
-def _set_state(trainer: Trainer, state: Numbers, rounding: Rounding) -> None:
+def _set_state(trainer: Trainer, state: deviation.Numbers, rounding: Rounding) -> None:
     """Give a trainer on one device a state, with rounded weights."""
     values = {key[3]: value for key, value in state.items()}
     parameters = trainer.stages.model_parameters()
@@ -376,9 +360,9 @@ def _set_state(trainer: Trainer, state: Numbers, rounding: Rounding) -> None:
         trainer.sparse_weights.restore_patterns()
 
 
-def _loss(numbers: Numbers, name: str) -> float | None:
+def _loss(numbers: deviation.Numbers, name: str) -> float | None:
     """Return the loss of a step, the mean over its micro-batches; None if a rank did not write one down."""
-    losses = [float(value) for key, value in numbers.items() if key[1] == OUTPUT and key[3] == name]
+    losses = [float(value) for key, value in numbers.items() if key[1] == deviation.OUTPUT and key[3] == name]
     return sum(losses) / len(losses) if losses else None
 
 
@@ -404,10 +388,10 @@ def on_one_device(plan: Plan) -> Plan:
     )
 
 
-def _block_on_rank(plan: Plan, graph: Graph, rank: int, key: Key) -> int:
+def _block_on_rank(plan: Plan, graph: Graph, rank: int, key: deviation.Key) -> int:
     """Return the first block of a rank that has the tensor of a key."""
     _, part, first, name, _ = key
-    if part not in (START, GRADIENT, UPDATE):
+    if part not in (deviation.START, deviation.GRADIENT, deviation.UPDATE):
         return first
     stages = plan.stages_of(rank // (plan.data * plan.tensor))
     whole = name.partition(".")[2]  # behind `model.`, `average.` or `optim.`, which is followed by the slot

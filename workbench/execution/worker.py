@@ -36,23 +36,10 @@ from workbench.data import Mixture, held_out
 from workbench.data.datasets import StreamedDataset, seed_generators, untouched_generators
 from workbench.display import CELLS, formatted, know_cells
 from workbench.errors import DataError, NonFiniteLoss, PlanMismatch, WorkbenchError, message_of, root_exception
+from workbench.execution import build
 from workbench.execution.between_steps import Evaluator, Sampler, SparsityLog
 from workbench.execution.blocks import StepContext, Timestamp, record_actions
 from workbench.execution.blocks.cuda_graphs import NCCL_SETTING
-from workbench.execution.build import (
-    NO_DETERMINISTIC_KERNEL,
-    Digests,
-    block_sparse_parameters,
-    build_lock,
-    build_model,
-    build_stage,
-    digests,
-    evaluation_programs,
-    held_tensors,
-    prepare_compiler,
-    take_from_rank_0,
-    use_deterministic_kernels,
-)
 from workbench.execution.checkpoint import requested_checkpoint, step_of
 from workbench.execution.checkpoint.model_export import describe_model, write_tokenizer
 from workbench.execution.checkpoint.save_load import CheckpointExtras, CheckpointStore, SaveResult, TrainingProgress
@@ -180,7 +167,7 @@ class TrainingWorker:
         self.experiment = experiment_of(run_dir)
         with self._timed_phase("start"):
             if self.experiment.numerics.deterministic:
-                use_deterministic_kernels()
+                build.use_deterministic_kernels()
             if plan.cuda_graphs:
                 os.environ.setdefault(*NCCL_SETTING)
             self.accelerator = Accelerator(
@@ -197,7 +184,7 @@ class TrainingWorker:
             self.is_main = dist.get_rank() == 0
             self.heartbeat = Heartbeat(run_dir, dist.get_rank())
             self._stop_requested = False
-            self._digests: Digests = {}
+            self._digests: build.Digests = {}
             self.samples = TrainingSamples(self.experiment, self.coordinate, self.device)
             self._initial_rss = psutil.Process().memory_info().rss
             torch.set_float32_matmul_precision("high" if plan.precision == "bf16" else "highest")
@@ -216,11 +203,11 @@ class TrainingWorker:
         context = StepContext(experiment.seed, self.device)
         compile = experiment.numerics.compile if experiment.numerics.compile is not None else _on_gpu()
         if compile:
-            prepare_compiler()
-        with build_lock(self.plan.model_bytes, self.device, self.accelerator.local_process_index) as is_together:
+            build.prepare_compiler()
+        with build.build_lock(self.plan.model_bytes, self.device, self.accelerator.local_process_index) as is_together:
             graph, evaluated, sampled, stages, extras = self._build_stages(context, compile, is_together)
         if not is_together:  # the models are freed, so that a difference can only be told
-            take_from_rank_0(experiment.model.name, self._digests, {}, self.device)
+            build.take_from_rank_0(experiment.model.name, self._digests, {}, self.device)
         absent = round(absent_flops(graph, experiment.sparsity) * experiment.largest_batch)
         self.plan = replace(self.plan, flops_per_step=self.plan.flops_per_step - absent)
         trainer = Trainer(experiment, self.plan, graph, stages, context, self.coordinate)
@@ -233,7 +220,7 @@ class TrainingWorker:
         between, events = list[BetweenSteps](), self.run_dir.events if self.is_main else None
         if evaluated is not None:
             how: dict[str, Any] = {"compile": compile, "compact": stages.compact}
-            programs = evaluation_programs(self.plan, self.coordinate, evaluated, context, **how)
+            programs = build.evaluation_programs(self.plan, self.coordinate, evaluated, context, **how)
             sets = experiment.held_out_sets.items()
             further = {name: Evaluator(trainer, evaluated, programs, held_out(each)) for name, each in sets}
             held, metrics = held_out(experiment), experiment.metrics
@@ -283,9 +270,9 @@ class TrainingWorker:
         with self._timed_phase("stage"):
             if plan.world > 1:
                 graphs = [graph, *([] if evaluated is None else [evaluated]), *sampled]
-                name, tensors = experiment.model.name, held_tensors(model, graphs)
-                self._digests = digests(tensors, graphs)
-                if is_together and (taken := take_from_rank_0(name, self._digests, tensors, self.device)):
+                name, tensors = experiment.model.name, build.held_tensors(model, graphs)
+                self._digests = build.digests(tensors, graphs)
+                if is_together and (taken := build.take_from_rank_0(name, self._digests, tensors, self.device)):
                     print(f"Every rank has the values of rank 0 in what differed: {', '.join(taken)}.", flush=True)
             check_runnable(experiment, plan, facts_of(experiment, captured))
             extras = CheckpointExtras()
@@ -296,9 +283,9 @@ class TrainingWorker:
                 described, persistent = describe_model(model, experiment.data.class_names)
                 unused = {name: each.detach().cpu() for name, each in persistent.items() if name not in used}
                 extras = CheckpointExtras(described, unused)
-            compact = block_sparse_parameters(experiment, plan, self.coordinate, graph, self.device)
+            compact = build.block_sparse_parameters(experiment, plan, self.coordinate, graph, self.device)
             code, autocast = self._code_to_run(graph), self.accelerator.autocast
-            stages = build_stage(
+            stages = build.build_stage(
                 plan, self.coordinate, model, code, context, compile=compile, autocast=autocast, compact=compact
             )
         return graph, evaluated, sampled, stages, extras
@@ -442,20 +429,21 @@ def experiment_of(run_dir: RunDir) -> Experiment:
 
 def build_model_of(worker: TrainingWorker) -> torch.nn.Module:
     """Build a rank's model, without loading weights that a checkpoint will replace: their folder may have gone."""
-    build, model = worker.experiment.model.build, worker.experiment.model
+    model = worker.experiment.model
+    factory = model.build
     if isinstance(model, Pretrained) and requested_checkpoint(worker.run_dir) is not None:
-        build = partial(model.build, loads=False)
-    return build_model(build, worker.plan.model_bytes, worker.device, worker.experiment.seed)
+        factory = partial(model.build, loads=False)
+    return build.build_model(factory, worker.plan.model_bytes, worker.device, worker.experiment.seed)
 
 
 def error_message(cause: BaseException, plan: Plan) -> str:
     """Return the message of an exception, with numbers and a remedy for the errors whose own message has none."""
     said = message_of(cause)
-    if NO_DETERMINISTIC_KERNEL in said:
-        operation = said.partition(NO_DETERMINISTIC_KERNEL)[0].strip()
+    if build.NO_DETERMINISTIC_KERNEL in said:
+        operation = said.partition(build.NO_DETERMINISTIC_KERNEL)[0].strip()
         return (
-            f"{operation} {NO_DETERMINISTIC_KERNEL}, and the experiment asks for deterministic=True. Replace that "
-            "operation in the model, or remove deterministic=True: runs then repeat up to rounding."
+            f"{operation} {build.NO_DETERMINISTIC_KERNEL}, and the experiment asks for deterministic=True. Replace "
+            "that operation in the model, or remove deterministic=True: runs then repeat up to rounding."
         )
     for pattern, sentence in OUT_OF_RANGE.items():
         if found := re.search(pattern, said):

@@ -16,19 +16,7 @@ from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selectiv
 
 import workbench.capture.rewrites
 import workbench.sparsity.kernels.operators  # noqa: F401  (both register their operations)
-from workbench.capture import Block
-from workbench.capture.operations import (
-    EMBEDDING,
-    GROUPED_MATMUL,
-    dtype_of,
-    is_random,
-    is_replayable,
-    mutated_arguments,
-    mutates_buffers,
-    names,
-    op_name,
-    overloads,
-)
+from workbench.capture import Block, operations
 from workbench.capture.tensor_parallel import BlockSharding
 from workbench.execution.blocks import StepContext, Values
 from workbench.execution.blocks.cuda_graphs import BlockInputs
@@ -101,10 +89,10 @@ class BlockModule(nn.Module):
         self.program, self.block = program, program.block
         self.recompute = "none" if program.compiled else program.mode
         """Checkpointing around the code; compiled code has its recomputation inside."""
-        is_replayable_code = program.compiled and is_replayable(program.block.code, program.mode)
+        is_replayable_code = program.compiled and operations.is_replayable(program.block.code, program.mode)
         self.is_capturable = is_replayable_code and not isinstance(program.run, LabelledRows)
         """True if every step launches the same kernels, so that a CUDA graph can replay them."""
-        self._is_random = any(is_random(node) for node in program.block.code.graph.nodes)
+        self._is_random = any(operations.is_random(node) for node in program.block.code.graph.nodes)
         self._has_device_seed = program.division.random
         self._hashes_dropout = program.compiled and has_active_dropout(program.block.code)
 
@@ -174,7 +162,7 @@ class BlockModule(nn.Module):
 # made per operation.
 
 aten = torch.ops.aten
-_PRODUCTS = overloads("mm addmm bmm baddbmm convolution") | {
+_PRODUCTS = operations.overloads("mm addmm bmm baddbmm convolution") | {
     torch.ops.workbench.grouped_mm.default,
     torch.ops.workbench.block_sparse_product.default,
     torch.ops._c10d_functional.all_reduce.default,
@@ -199,11 +187,11 @@ def supported_mode(code: fx.GraphModule, requested: str) -> str:
     with in-place operations is only recomputed in full, because one of them might overwrite a stored result. The same
     holds for a block with `torch.cond`, which selective checkpointing cannot look into.
     """
-    if mutates_buffers(code):
+    if operations.mutates_buffers(code):
         return "none"
     if requested == "selective" and any(
-        mutated_arguments(node)
-        or op_name(node).startswith(_RECURRENT)
+        operations.mutated_arguments(node)
+        or operations.op_name(node).startswith(_RECURRENT)
         or isinstance(node.target, torch._ops.HigherOrderOperator)
         for node in code.graph.nodes
     ):
@@ -265,9 +253,12 @@ _selective_contexts_when_compiled = functools.partial(
 # Where a step makes each gradient once and the optimiser reads bf16, gradients stay as they are
 # (`WeightCopies.keep_gradients`).
 
-PRODUCTS = {*names("linear matmul mm bmm addmm baddbmm conv1d conv2d conv3d convolution"), GROUPED_MATMUL}
+PRODUCTS = {
+    *operations.names("linear matmul mm bmm addmm baddbmm conv1d conv2d conv3d convolution"),
+    operations.GROUPED_MATMUL,
+}
 """Names of the operations whose operands autocast casts to bf16."""
-VIEWS = names("t transpose permute view reshape unsqueeze squeeze")
+VIEWS = operations.names("t transpose permute view reshape unsqueeze squeeze")
 """Names of the operations that may lie between a weight and the product that reads it."""
 
 
@@ -278,11 +269,13 @@ def read_only_by_products(code: fx.GraphModule, count: int) -> list[bool]:
 
 
 def _feeds_only_products(node: fx.Node) -> bool:
-    return all(is_product(user) or (op_name(user) in VIEWS and _feeds_only_products(user)) for user in node.users)
+    return all(
+        is_product(user) or (operations.op_name(user) in VIEWS and _feeds_only_products(user)) for user in node.users
+    )
 
 
 def is_product(node: fx.Node) -> bool:
-    return op_name(node) in PRODUCTS or node.target is multiply_by_stored_blocks
+    return operations.op_name(node) in PRODUCTS or node.target is multiply_by_stored_blocks
 
 
 def match_autocast_types(code: fx.GraphModule, num_weights: int) -> fx.GraphModule:
@@ -290,7 +283,7 @@ def match_autocast_types(code: fx.GraphModule, num_weights: int) -> fx.GraphModu
     weights = code.graph.find_nodes(op="placeholder")[:num_weights]
     for_products = read_only_by_products(code, num_weights)
     others = (weight for weight, only in zip(weights, for_products, strict=True) if not only)
-    fp32 = {weight for weight in others if dtype_of(weight) == torch.float32}
+    fp32 = {weight for weight in others if operations.dtype_of(weight) == torch.float32}
     if not fp32:
         return code
     rewriter = GraphRewriter(code)
@@ -305,7 +298,7 @@ def match_autocast_types(code: fx.GraphModule, num_weights: int) -> fx.GraphModu
         return casts.get(source, rewriter.copies[source])
 
     def rule(node: fx.Node) -> fx.Node:
-        looks_up = node.target in (EMBEDDING, parallel_embedding) and node.args[0] in fp32
+        looks_up = node.target in (operations.EMBEDDING, parallel_embedding) and node.args[0] in fp32
         copied = rewriter.copy(node, None if looks_up or is_product(node) else operand)
         return to_fp32(copied) if looks_up else copied
 
@@ -326,9 +319,9 @@ class WeightCopies:
         uses = Counter(name for module in modules for name in module.block.parameters)
         copies: dict[str, torch.Tensor] = {}
         for module in modules:
-            names = module.block.parameters
-            products_only = read_only_by_products(codes[module.block.block_type], len(names))
-            for name, for_products in zip(names, products_only, strict=True):
+            block = module.block
+            products_only = read_only_by_products(codes[block.block_type], len(block.parameters))
+            for name, for_products in zip(block.parameters, products_only, strict=True):
                 weight = parameters[name]
                 # A weight that several blocks read (a tied embedding) is left to autocast, which adds the gradients of
                 # all blocks in fp32 before it adds their sum to those of other micro-batches.

@@ -25,15 +25,7 @@ from workbench.capture.block_extraction import canonical_names
 from workbench.data.store import tokenizer_files
 from workbench.data.tokenizer import CONFIG, SpecialTokens
 from workbench.errors import CheckpointError, in_words
-from workbench.execution.checkpoint import (
-    MODEL,
-    DamagedCheckpoint,
-    complete_checkpoints,
-    find_damage,
-    read_manifest,
-    requested_checkpoint,
-    step_of,
-)
+from workbench.execution import checkpoint as files
 from workbench.experiment import Experiment
 from workbench.rundir import RunDir, read_json, remedy_for, write_json
 
@@ -52,13 +44,13 @@ class GuardedReader(FileSystemReader):
             with file.open("rb") as stream:
                 metadata: Metadata = _IndexUnpickler(stream).load()
             entries = dict(metadata.state_dict_metadata)
-        except DamagedCheckpoint:
+        except files.DamagedCheckpoint:
             raise
         except Exception as error:  # bytes that are no pickle raise errors of many types
-            raise DamagedCheckpoint(f"{file} is no index of a checkpoint ({in_words(error)}).") from None
+            raise files.DamagedCheckpoint(f"{file} is no index of a checkpoint ({in_words(error)}).") from None
         for name, entry in entries.items():
             if not isinstance(entry, TensorStorageMetadata):
-                raise DamagedCheckpoint(f"{file} says that {name} is no tensor. Workbench stores tensors only.")
+                raise files.DamagedCheckpoint(f"{file} says that {name} is no tensor. Workbench stores tensors only.")
         return metadata
 
 
@@ -80,7 +72,7 @@ class _IndexUnpickler(pickle.Unpickler):
         is_plain = isinstance(value, torch.dtype | torch.layout | torch.memory_format)
         if is_plain or module in self.MODULES or (module, name) in self.KNOWN:
             return super().find_class(module, name)
-        raise DamagedCheckpoint(f"The checkpoint's index names {module}.{name}, which does not belong there.")
+        raise files.DamagedCheckpoint(f"The checkpoint's index names {module}.{name}, which does not belong there.")
 
 
 def _member(enumeration: Any, name: str) -> Enum:
@@ -89,7 +81,7 @@ def _member(enumeration: Any, name: str) -> Enum:
     Python 3.11.0 to 3.11.3 (Debian 12 has 3.11.2) pickle a member as `getattr(enumeration, name)`.
     """
     if not (isinstance(enumeration, type) and issubclass(enumeration, Enum) and name in enumeration.__members__):
-        raise DamagedCheckpoint(
+        raise files.DamagedCheckpoint(
             f"The checkpoint's index asks for {name} of {enumeration!r}, which does not belong there."
         )
     return enumeration[name]
@@ -128,7 +120,7 @@ def write_tokenizer(experiment: Experiment, run: RunDir) -> None:
     source = experiment.data.tokenizer_folder(experiment)
     if source is None:
         return
-    before = requested_checkpoint(run)
+    before = files.requested_checkpoint(run)
     if before is not None and not source.is_dir():  # the cache was emptied, and the run that goes on holds the files
         source = RunDir(before.parent.parent).tokenizer
     if source == run.tokenizer:
@@ -143,7 +135,7 @@ def write_tokenizer(experiment: Experiment, run: RunDir) -> None:
 
 def export_step(folder: Path, to: Path, step: int | None = None) -> tuple[Path, ...]:
     """Export the last checkpoint in a run's folder of checkpoints, or that of `step`; see `export_checkpoint`."""
-    known = {step_of(path): path for path in complete_checkpoints(folder)}
+    known = {files.step_of(path): path for path in files.complete_checkpoints(folder)}
     if step is None and known:
         step = max(known)
     if step not in known:
@@ -164,16 +156,17 @@ def export_checkpoint(checkpoint: Path, to: Path) -> tuple[Path, ...]:
     from huggingface_hub import save_torch_state_dict
     from safetensors import SafetensorError
 
-    problem = find_damage(checkpoint, read_manifest(checkpoint).get("files", {}))
+    problem = files.find_damage(checkpoint, files.read_manifest(checkpoint).get("files", {}))
     if problem is not None:
-        raise DamagedCheckpoint(f"The checkpoint {checkpoint.name} is damaged: {problem} Export an earlier one.")
-    if not (checkpoint / MODEL).exists():
+        raise files.DamagedCheckpoint(f"The checkpoint {checkpoint.name} is damaged: {problem} Export an earlier one.")
+    if not (checkpoint / files.MODEL).exists():
         raise CheckpointError(
-            f"{checkpoint} has no {MODEL}, so the model's names are unknown. Export a checkpoint that wb.launch wrote."
+            f"{checkpoint} has no {files.MODEL}, so the model's names are unknown. Export a checkpoint that wb.launch "
+            "wrote."
         )
     if to.exists() and (not to.is_dir() or any(to.glob("*.safetensors"))):
         raise CheckpointError(f"{to} holds a model already. Export into another folder.")
-    model, before = read_json(checkpoint / MODEL), set(to.iterdir()) if to.is_dir() else None
+    model, before = read_json(checkpoint / files.MODEL), set(to.iterdir()) if to.is_dir() else None
 
     # Whole tensors in the host's memory: the averages of weights, where there are any
     reader = GuardedReader(checkpoint)

@@ -26,21 +26,8 @@ from torch.distributed.checkpoint.state_dict_saver import save as dcp_save
 from torch.distributed.tensor import DTensor
 
 from workbench.errors import CheckpointError
+from workbench.execution import checkpoint as files
 from workbench.execution.blocks.sparse_weights import INDEX
-from workbench.execution.checkpoint import (
-    COMPLETE,
-    MODEL,
-    THREADS,
-    DamagedCheckpoint,
-    complete_checkpoints,
-    digest_of,
-    digests,
-    find_damage,
-    prune,
-    read_manifest,
-    remove,
-    step_of,
-)
 from workbench.execution.checkpoint.model_export import GuardedReader
 from workbench.execution.parallel.sharding import local
 from workbench.execution.trainer import Trainer
@@ -169,14 +156,14 @@ class CheckpointStore:
         error = None
         try:
             self._together(lambda: _empty_folder(path) if self._is_main else None)
-            writer = FileSystemWriter(path, thread_count=THREADS)
+            writer = FileSystemWriter(path, thread_count=files.THREADS)
             dcp_save(dict(staged), storage_writer=writer, process_group=self._group)
             written = {name: file for each in self._together(lambda: self._digests(path)) for name, file in each}
             self._together(lambda: self._mark_complete(path, progress, written) if self._is_main else None)
         except Exception as failure:
             error = _sentence(failure)
             if self._is_main:
-                remove(path)  # Nobody writes there any more, and a full disk gets its room back.
+                files.remove(path)  # Nobody writes there any more, and a full disk gets its room back.
             with contextlib.suppress(OSError):  # The log may lie on the same full disk.
                 print(f"checkpoint of step {progress.step} failed: {error}", flush=True)
         self._last = SaveResult(progress.step, path, pause_s, time.perf_counter() - began, error)
@@ -187,9 +174,9 @@ class CheckpointStore:
         """Return the digests of the files that this rank wrote."""
         mine = list(path.glob(f"__{dist.get_rank()}_*"))
         if self._is_main:
-            write_json(path / MODEL, dict(self._extras.model))
-            mine += [path / ".metadata", path / MODEL]
-        return list(digests(mine).items())
+            write_json(path / files.MODEL, dict(self._extras.model))
+            mine += [path / ".metadata", path / files.MODEL]
+        return list(files.digests(mine).items())
 
     def _mark_complete(self, path: Path, progress: TrainingProgress, written: Mapping[str, Any]) -> None:
         signature = self._trainer.plan.signature
@@ -198,8 +185,8 @@ class CheckpointStore:
             manifest["stream_state"] = dict(progress.stream_state)
         if progress.spikes is not None:
             manifest |= {"spikes": dict(progress.spikes), "skipped_samples": progress.skipped_samples}
-        write_json(path / COMPLETE, {**manifest, "digest": digest_of(manifest)})
-        prune(self._run.checkpoints, self._keep, progress.step)
+        write_json(path / files.COMPLETE, {**manifest, "digest": files.digest_of(manifest)})
+        files.prune(self._run.checkpoints, self._keep, progress.step)
 
     @property
     def _is_main(self) -> bool:
@@ -225,7 +212,7 @@ class CheckpointStore:
         Raises `CheckpointError`, before anything is changed, if the checkpoint is incomplete, damaged or of another
         model.
         """
-        manifest = read_manifest(path)
+        manifest = files.read_manifest(path)
         if manifest["signature"] != self._trainer.plan.signature:
             raise CheckpointError(
                 f"{path} was saved from a model of other parameters (signature {manifest['signature']}, this model has "
@@ -233,9 +220,9 @@ class CheckpointStore:
             )
         written, rank, world = manifest["files"], dist.get_rank(), dist.get_world_size()
         mine = {name: written[name] for name in sorted(written)[rank::world]}  # each rank reads some of the files
-        for problem in self._together(lambda: find_damage(path, mine)):
+        for problem in self._together(lambda: files.find_damage(path, mine)):
             if problem is not None:
-                raise DamagedCheckpoint(f"The checkpoint {path.name} is damaged: {problem}", path=str(path))
+                raise files.DamagedCheckpoint(f"The checkpoint {path.name} is damaged: {problem}", path=str(path))
         # Nothing is changed before here.
         stored: Mapping[str, Any] = GuardedReader(path).read_metadata().state_dict_metadata
         sparse = self._trainer.sparse_weights
@@ -288,13 +275,13 @@ class CheckpointStore:
         `rejected` is called on rank 0 with each skipped checkpoint and the reason. Also returns the
         checkpoint that was used.
         """
-        complete = complete_checkpoints(path.parent)
-        before = [other for other in complete if step_of(other) < step_of(path)]
+        complete = files.complete_checkpoints(path.parent)
+        before = [other for other in complete if files.step_of(other) < files.step_of(path)]
         reasons = []
         for candidate in (path, *reversed(before)):
             try:
                 return self.load(candidate), candidate
-            except DamagedCheckpoint as error:
+            except files.DamagedCheckpoint as error:
                 reasons.append(str(error))
                 if self._is_main:
                     rejected(candidate, str(error))
@@ -305,8 +292,8 @@ class CheckpointStore:
     def newest(self, step: int) -> Path | None:
         """Return the run's last complete checkpoint of at most `step` steps, the same on every rank; None without."""
         self.wait()
-        saved = self._together(lambda: complete_checkpoints(self._run.checkpoints))[0]
-        return next((path for path in reversed(saved) if step_of(path) <= step), None)
+        saved = self._together(lambda: files.complete_checkpoints(self._run.checkpoints))[0]
+        return next((path for path in reversed(saved) if files.step_of(path) <= step), None)
 
     def _is_divided(self, name: str, value: torch.Tensor) -> bool:
         """Return True if this rank holds a tensor-parallel shard of a value, or only its stored blocks."""
