@@ -158,16 +158,15 @@ def compared(
 
 def distances(reference: Numbers, found: Numbers, before: Mapping[str, torch.Tensor]) -> dict[Key, Distance]:
     """Return the distance of each tensor that is in the reference, too; `before` is the state before the update."""
-
-    def base(key: Key) -> torch.Tensor:
-        is_weight = key[1] == UPDATE and key[3] in before and key[3].startswith("model.")
-        return reference[key].double() - before[key[3]].double() if is_weight else reference[key]
-
-    return {
-        key: Distance.of(value, reference[key], base(key)) if value.shape == reference[key].shape else MISSING
-        for key, value in found.items()
-        if key in reference and reference[key].numel()
-    }
+    result: dict[Key, Distance] = {}
+    for key, value in found.items():
+        if key not in reference or not reference[key].numel():
+            continue
+        base = expected = reference[key]
+        if key[1] == UPDATE and key[3] in before and key[3].startswith("model."):
+            base = expected.double() - before[key[3]].double()  # of a weight, how far the update moved it
+        result[key] = Distance.of(value, expected, base) if value.shape == expected.shape else MISSING
+    return result
 
 
 def judged(rows: Iterable[Row], plan: str, block_names: Sequence[str]) -> list[Deviation]:

@@ -15,6 +15,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from workbench.experiment import Experiment
+from workbench.sparsity.kernels.index import BlockIndex
 from workbench.validation import factor_of
 
 # Parameter groups: which parameters decay, and the rate, decay and epsilon that patterns of names give them.
@@ -105,10 +106,19 @@ def momentum_of(optimizer: torch.optim.Optimizer, parameter: nn.Parameter) -> to
 
 
 class WholeTensors(Protocol):
-    """Access to the whole tensors of which this rank holds shards."""
+    """Access to the whole tensors of which this rank holds shards, or only the blocks that exist."""
+
+    indices: Mapping[str, BlockIndex]
+    """Index of each parameter that is stored without absent blocks, by name."""
 
     def summed(self, names: Sequence[str], parameters: Sequence[nn.Parameter], shares: torch.Tensor) -> torch.Tensor:
         """Return `shares` (…, one column for each parameter), each summed over the shards of its parameter."""
+
+    def all_gathered(self, name: str, tensor: torch.Tensor) -> torch.Tensor:
+        """Return the whole of a tensor that is stored like the parameter `name`."""
+
+    def as_stored(self, name: str, whole: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
+        """Return what this rank stores of a whole tensor, as a plain tensor; `like` is sharded as the result is."""
 
 
 Owned = Sequence[Sequence[str]]

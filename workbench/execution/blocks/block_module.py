@@ -289,18 +289,15 @@ def match_autocast_types(code: fx.GraphModule, num_weights: int) -> fx.GraphModu
     rewriter = GraphRewriter(code)
     casts: dict[fx.Node, fx.Node] = {}
 
-    def to_fp32(value: fx.Node) -> fx.Node:
-        return rewriter.call(torch.ops.aten.to.dtype, value, torch.float32)
-
     def operand(source: fx.Node) -> fx.Node:
         if source in fp32 and source not in casts:
-            casts[source] = to_fp32(rewriter.copies[source])
+            casts[source] = rewriter.call(torch.ops.aten.to.dtype, rewriter.copies[source], torch.float32)
         return casts.get(source, rewriter.copies[source])
 
     def rule(node: fx.Node) -> fx.Node:
         looks_up = node.target in (operations.EMBEDDING, parallel_embedding) and node.args[0] in fp32
         copied = rewriter.copy(node, None if looks_up or is_product(node) else operand)
-        return to_fp32(copied) if looks_up else copied
+        return rewriter.call(torch.ops.aten.to.dtype, copied, torch.float32) if looks_up else copied
 
     return rewriter.rewrite(rule)
 

@@ -58,12 +58,6 @@ class BlockInputs:
     seeds: Sequence[int]
     """The last arguments, passed as int64 scalars."""
 
-    @property
-    def differentiable(self) -> tuple[torch.Tensor, ...]:
-        """The tensors that autograd sees: weights shared with other blocks, and the values."""
-        shared = (w for w, owner in zip(self.weights, self.owners, strict=True) if owner is None)
-        return (*shared, *self.values)
-
 
 @dataclass
 class BlockGradients:
@@ -141,8 +135,10 @@ class CudaGraphs:
         if not self.replays:
             gradients = self._gradients.setdefault(block, BlockGradients())
             self._forwards[key] = _BlockMicroBatch(self, gradients)
+        # Autograd sees the values, and the weights that other blocks read too.
+        shared = (w for w, owner in zip(inputs.weights, inputs.owners, strict=True) if owner is None)
         outputs: tuple[torch.Tensor, ...] = _GraphedBlock.apply(
-            self.anchor, self._forwards[key], run, inputs, *inputs.differentiable
+            self.anchor, self._forwards[key], run, inputs, *shared, *inputs.values
         )
         return outputs
 

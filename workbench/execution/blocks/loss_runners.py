@@ -141,55 +141,52 @@ def select_rows(value: torch.Tensor, rows_K: torch.Tensor, position_N: torch.Ten
 
 
 def restrict_to_labelled_rows(code: fx.GraphModule, part: RowwiseHead, num_rows: int) -> fx.GraphModule:
-    """Rewrite a block's code to compute `part` over `num_rows` rows, labelled ones first."""
-    return _LabelledRowsRewriter(code, part, num_rows).finish()
+    """Rewrite a block's code to compute `part` over `num_rows` rows, labelled ones first.
 
+    Operations that the part does not need come first, then the part, then those that need its loss.
+    """
+    rewriter = GraphRewriter(code)
+    nodes = {node.name: node for node in code.graph.nodes}
+    after_loss = descendants(nodes[part.loss])
+    for node in nodes.values():
+        if node.name not in part.reads and node not in after_loss:
+            rewriter.copies[node] = rewriter.copy(node)
+    target = rewriter.copies[nodes[part.target]]
+    position = rewriter.call(labelled_first, target, part.ignore_index)
+    rows = rewriter.call(first_rows, position, num_rows)
+    labels = rewriter.call(aten.index_select.default, target, 0, rows)
+    selected: dict[fx.Node, fx.Node] = {}
 
-class _LabelledRowsRewriter(GraphRewriter):
-    """Orders the code so: operations that the part does not need, then the part, then those that need its loss."""
+    # Operations of the part work on two-dimensional operands: the computed rows of values.
+    def rows_of(source: fx.Node) -> fx.Node:
+        if source not in selected:
+            selected[source] = rewriter.call(select_rows, rewriter.copies[source], rows, position)
+        return selected[source]
 
-    def __init__(self, code: fx.GraphModule, part: RowwiseHead, num_rows: int) -> None:
-        super().__init__(code)
-        self._part = part
-        self._selected: dict[fx.Node, fx.Node] = {}
-        nodes = {node.name: node for node in code.graph.nodes}
-        after_loss = descendants(nodes[part.loss])
-        for node in nodes.values():
-            if node.name not in part.reads and node not in after_loss:
-                self.copies[node] = self.copy(node)
-        target = self.copies[nodes[part.target]]
-        self._position = self.call(labelled_first, target, part.ignore_index)
-        self._rows = self.call(first_rows, self._position, num_rows)
-        self._labels = self.call(aten.index_select.default, target, 0, self._rows)
-        for node in (nodes[name] for name in part.reads):  # operations of the part, on two-dimensional operands
-            if node.name in part.views:
-                self._selected[node] = self._rows_of(node.all_input_nodes[0])
-                continue
-            copied = self.copy(node, partial(self._operand, node))
-            copied.meta = {key: value for key, value in node.meta.items() if key != "val"}
-            if node.target is MEAN:
-                copied.update_arg(1, [-1])
-            self._selected[node] = copied
-        self.copies[nodes[part.loss]] = self._selected[nodes[part.loss]]
-        for node in nodes.values():
-            if node in after_loss:
-                self.copies[node] = self.copy(node)
-
-    def _operand(self, node: fx.Node, source: fx.Node) -> fx.Node:
-        if source.name in self._part.reads[node.name]:
-            return self._rows_of(source)
-        if node.name == self._part.loss:
-            return self._labels
-        copied = self.copies[source]
+    def operand(node: fx.Node, source: fx.Node) -> fx.Node:
+        if source.name in part.reads[node.name]:
+            return rows_of(source)
+        if node.name == part.loss:
+            return labels
+        copied = rewriter.copies[source]
         if node.target in BINARY and len(shape_of(source)) > 2:
-            return self.call(aten.reshape.default, copied, [1, shape_of(source)[-1]])
+            return rewriter.call(aten.reshape.default, copied, [1, shape_of(source)[-1]])
         return copied
 
-    def _rows_of(self, source: fx.Node) -> fx.Node:
-        """Return the computed rows of a value."""
-        if source not in self._selected:
-            self._selected[source] = self.call(select_rows, self.copies[source], self._rows, self._position)
-        return self._selected[source]
+    for node in (nodes[name] for name in part.reads):
+        if node.name in part.views:
+            selected[node] = rows_of(node.all_input_nodes[0])
+            continue
+        copied = rewriter.copy(node, partial(operand, node))
+        copied.meta = {key: value for key, value in node.meta.items() if key != "val"}
+        if node.target is MEAN:
+            copied.update_arg(1, [-1])
+        selected[node] = copied
+    rewriter.copies[nodes[part.loss]] = selected[nodes[part.loss]]
+    for node in nodes.values():
+        if node in after_loss:
+            rewriter.copies[node] = rewriter.copy(node)
+    return rewriter.finish()
 
 
 # A loss over the samples of all micro-batches and replicas of a step (GradCache, arXiv:2101.06983).

@@ -12,7 +12,6 @@ from abc import ABC, abstractmethod
 from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from math import prod
-from typing import Protocol
 
 import torch
 import torch.distributed as dist
@@ -23,7 +22,7 @@ from workbench.cost.sparse_matrices import products_with, sparse_matrices
 from workbench.execution.blocks.rewriting import GraphRewriter
 from workbench.execution.parallel import MeshCoordinate
 from workbench.experiment import Experiment
-from workbench.optimizers.parameters import local
+from workbench.optimizers.parameters import WholeTensors, local
 from workbench.sparsity import Dynamic, Static
 from workbench.sparsity.kernels.index import BlockIndex, move
 from workbench.sparsity.kernels.operators import block_sparse_linear
@@ -123,16 +122,6 @@ def multiply_by_stored_blocks(
 
 
 # Patterns and their moves
-
-
-class WholeTensors(Protocol):
-    """The part of `ShardedTensors`, which stands above this module, that patterns need."""
-
-    indices: Mapping[str, BlockIndex]
-
-    def all_gathered(self, name: str, tensor: torch.Tensor) -> torch.Tensor: ...
-
-    def as_stored(self, name: str, whole: torch.Tensor, like: torch.Tensor) -> torch.Tensor: ...
 
 
 class SparseWeights(ABC):
