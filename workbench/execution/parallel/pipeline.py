@@ -5,8 +5,8 @@
 - each forward tells the step's context which micro-batch runs (for dropout seeds), and each action is recorded;
 - under FSDP2, gradients are reduced during the backward that completes them, overlapped with it; the stock class turns
   the reduction off and runs it alone after the last backward;
-- schedules with several stages per rank do not see that a stage is sharded: FSDP2's own hooks all-gather each block
-  when it is needed, whereas torch's schedules would all-gather whole stages ahead.
+- schedules with several stages per rank do not see that a stage is sharded: FSDP2's own hooks all-gather each block,
+  one block ahead of the host's launches, whereas torch's schedules would all-gather whole stages ahead.
 """
 
 from __future__ import annotations
