@@ -71,15 +71,6 @@ class StepContext:
         """Return a context manager for one forward (`F`) or backward (`B`) of a stage."""
         return nullcontext() if self.action_log is None else self.action_log(action_type, stage, micro_batch)
 
-    def num_labels(self, loss: int) -> int | None:
-        """Return the number of labels of mean loss `loss` in this micro-batch, or None if the host has not counted."""
-        return self.label_counts[loss][self.microbatch] if loss in self.label_counts else None
-
-    def denominator(self, loss: int) -> torch.Tensor:
-        """Return what this micro-batch's mean loss `loss` is divided by."""
-        value = self.loss_denominators[loss]
-        return value[self.microbatch] if value.ndim else value
-
     def block_seed(self, block: int) -> int:
         return mix(self.seed, self.step, self.first_microbatch + self.microbatch, block)
 

@@ -98,12 +98,14 @@ class BlockModule(nn.Module):
 
     def forward(self, shared: Mapping[str, torch.Tensor], values: Values) -> Values:
         context = self._context
-        denominators = tuple(context.denominator(index) for index in self.block.counts)
+        # A denominator is one number for the step, or a vector with one for each micro-batch.
+        each = (context.loss_denominators[index] for index in self.block.counts)
+        denominators = tuple(value[context.microbatch] if value.ndim else value for value in each)
         seed = context.block_seed(self.block.index) if self._is_random else None
         run, loss = self.program.run, self.selecting_loss
-        labels = None if loss is None else context.num_labels(loss)
-        if labels is not None:  # chosen now: when the block is recomputed, the context names another micro-batch
-            run = cast(LabelledRows, run).for_labels(labels)
+        if loss is not None and loss in context.label_counts:
+            # Chosen now: when the block is recomputed, the context names another micro-batch.
+            run = cast(LabelledRows, run).for_labels(context.label_counts[loss][context.microbatch])
         if context.cuda_graphs is not None and self.is_capturable:
             if self._static is None:  # nothing replaces the parameters of a stage that uses CUDA graphs
                 attributes = [self.exclusive_parameters.get(name) for name in self.block.parameters]

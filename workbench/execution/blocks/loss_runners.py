@@ -46,22 +46,20 @@ class LabelledRows:
         self._runners: dict[int | None, Runner] = {}
 
     def __call__(self, *values: torch.Tensor) -> tuple[torch.Tensor, ...]:
-        return self._runner(None)(*values)
+        return self.for_labels(None)(*values)
 
-    def for_labels(self, labels: int) -> Runner:
-        """Return a runner for a micro-batch with at most `labels` labels."""
-        return self._runner(self.part.rows_to_compute(labels))
+    def for_labels(self, labels: int | None) -> Runner:
+        """Return a runner for a micro-batch with at most `labels` labels, or for all rows without that number."""
+        num_rows = None if labels is None else self.part.rows_to_compute(labels)
+        if num_rows not in self._runners:
+            code = self._code if num_rows is None else restrict_to_labelled_rows(self._code, self.part, num_rows)
+            self._runners[num_rows] = self._finish(code)
+        return self._runners[num_rows]
 
     @property
     def row_counts(self) -> frozenset[int | None]:
         """The numbers of computed rows that have occurred; None stands for all rows."""
         return frozenset(self._runners)
-
-    def _runner(self, num_rows: int | None) -> Runner:
-        if num_rows not in self._runners:
-            code = self._code if num_rows is None else restrict_to_labelled_rows(self._code, self.part, num_rows)
-            self._runners[num_rows] = self._finish(code)
-        return self._runners[num_rows]
 
 
 class LabelCounter:
