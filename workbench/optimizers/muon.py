@@ -175,8 +175,9 @@ class MuonAndAdamW(ShardedAdamW):
         if self.skips_update is not None:
             # Where an update is skipped, on the device, the momentum stands in for a gradient that may be NaN, and so
             # stays what it is. The host does not wait.
+            skips = self.skips_update.bool()
             for parameter, gradient in gradients.items():
-                torch.where(self.skips_update.bool(), momenta[parameter], gradient, out=gradient)
+                torch.where(skips, momenta[parameter], gradient, out=gradient)
         torch._foreach_lerp_(list(momenta.values()), list(gradients.values()), 1 - MOMENTUM)
         kept = None if self.skips_update is None else 1 - self.skips_update
         self._decay(matrices, kept)
