@@ -73,6 +73,7 @@ def block_sums(matrix: torch.Tensor, block: int) -> torch.Tensor:
 def largest(scores_RC: torch.Tensor, eligible_RC: torch.Tensor, count: int) -> torch.Tensor:
     """Return True for the `count` eligible blocks of the largest scores; of equal ones, the first counts as larger."""
     scores = torch.where(eligible_RC, scores_RC.double(), -torch.inf).flatten()
+    # Without `stable`, equal scores could come in another order on a GPU than on a CPU, and ranks would part.
     order = torch.sort(scores, descending=True, stable=True).indices[:count]
     chosen = torch.zeros(scores.shape, dtype=torch.bool, device=scores.device)
     chosen[order] = True
@@ -84,6 +85,7 @@ def uniform(key: str, shape: Sequence[int], device: torch.device | str = "cpu") 
 
     The hash is SplitMix64 (Steele et al., "Fast splittable pseudorandom number generators", 2014).
     """
+    # torch's own generators draw other numbers on a GPU than on a CPU from the same seed.
     seed = int.from_bytes(hashlib.blake2b(key.encode(), digest_size=8).digest(), "little")
     bits = np.arange(1, math.prod(shape) + 1, dtype=np.uint64) * np.uint64(_GOLDEN) + np.uint64(seed)
     for shift, factor in ((30, 0xBF58476D1CE4E5B9), (27, 0x94D049BB133111EB), (31, 1)):

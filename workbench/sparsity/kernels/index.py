@@ -116,6 +116,7 @@ class BlockIndex:
         """Row and column of blocks of every stored block, in the order of the compact weight."""
         starts, cols = self.sections.by_row[:2]
         lines = torch.arange(len(starts) - 1, device=self.data.device)
+        # Without `output_size`, the host would wait for the device to learn how long the result is.
         return lines.repeat_interleave(starts.diff(), output_size=self.num_blocks), cols.long()
 
     @property
