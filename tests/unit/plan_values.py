@@ -59,6 +59,7 @@ def with_host(block_s: float, action_s: float = 0.0, cluster: Cluster = H200) ->
         action_s=action_s,
         captured_action_s=action_s / 2,
         sharded_block_s=0.0,
+        sharded_collective_s=0.0,
         collective_s=0.0,
     )
     return replace(cluster, device=replace(cluster.device, efficiency=quick))

@@ -75,6 +75,16 @@ def test_a_measured_block_takes_its_measured_time_and_a_surcharge_in_a_step_of_s
     assert added == pytest.approx(H200.device.efficiency.in_step * alone / 2, rel=0.02)
 
 
+def test_a_device_whose_clock_fell_in_a_probe_is_slower_in_training() -> None:
+    points, tuned = layers_measured((4, 3.0, 7.0), (16, 11.0, 25.0)), H200.device.efficiency
+    for clocks, alone in (((1980, 1905), tuned.sustained), ((1980, 1965), 1.0), ((None, 1905), 1.0)):
+        seen = [replace(one, clock_mhz=clock) for one, clock in zip(points, clocks, strict=True)]
+        found = corrected_profile(layered_profile(), H200.device, seen)
+        assert found.in_step(H200.device, devices=1)[LAYER] == alone
+        assert found.in_step(H200.device, devices=2)[LAYER] == tuned.in_step
+        assert found.in_step(Cluster.of("h100").device, devices=1)[LAYER] == 1.0, "that device was not measured"
+
+
 def test_captured_blocks_take_the_measured_share_of_their_time() -> None:
     sizes, shares = ((4, 3.0, 7.0), (16, 11.0, 25.0)), (0.8, 1.0)
     points = [replace(one, replayed=share) for one, share in zip(layers_measured(*sizes), shares, strict=True)]

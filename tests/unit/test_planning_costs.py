@@ -11,7 +11,7 @@ from plan_values import CAPTURABLE, H200, PROFILE, costs_of, divided_profile, pl
 
 from workbench.cost import Cluster, Link
 from workbench.cost.memory import ParameterTable, activations, keeps_bf16_gradients
-from workbench.cost.profile import Profile, SparseCosts
+from workbench.cost.profile import ParameterUpdate, Profile, SparseCosts
 from workbench.errors import PlanInfeasible
 from workbench.planning import stage_costs
 from workbench.planning.explanation import explain
@@ -287,6 +287,28 @@ def test_the_graphs_of_a_tensor_parallel_block_take_more_memory_for_each_all_red
     )
     added = plans[0].stages[0].memory.workspace - plans[1].stages[0].memory.workspace
     assert added == pytest.approx(plans[0].num_microbatches * each, abs=1)
+
+
+def test_a_host_launches_the_collectives_of_shards_as_often_as_a_step_has_them() -> None:
+    launches = replace(with_host(0.0).device.efficiency, sharded_collective_s=1e-3)
+    cluster = replace(H200, device=replace(H200.device, efficiency=launches))
+    blocks, found = len(PROFILE.blocks), {}
+    for zero in (0, 1, 2, 3):
+        strategy = strategy_of(data=4, zero=zero, num_microbatches=4)
+        found[zero] = 4 * float(costs_of(PROFILE, cluster).of(strategy).whole.host)
+    assert found == {0: 0.0, 1: 2.0 * blocks, 2: 5.0 * blocks, 3: 8.0 * blocks}
+
+
+def test_an_update_that_launches_kernels_for_each_matrix_may_hold_up_the_step() -> None:
+    name = next(name for name in PROFILE.blocks[1].parameters)
+    muon = replace(PROFILE, parameter_updates={name: ParameterUpdate(4.0, 20.0, 1e6, PROFILE.parameters[name])})
+    idle = with_host(0.0)
+    slow = replace(idle, device=replace(idle.device, efficiency=replace(idle.device.efficiency, matrix_s=0.25)))
+    for profile, cluster, waits in ((PROFILE, slow, False), (muon, idle, False), (muon, slow, True)):
+        times = costs_of(profile, cluster).of(strategy_of(micro_batch=2, num_microbatches=2)).whole
+        assert bool(times.host_wait > 0) == waits
+        step_ms = 2 * float(times.busy) + float(times.ending)
+        assert not waits or step_ms == pytest.approx(250 + 2 * float(times.host)), "the host's time is the step's"
 
 
 def test_a_host_launches_every_all_reduce_of_the_tensor_axis() -> None:

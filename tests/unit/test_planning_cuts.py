@@ -137,9 +137,11 @@ class OneByOne:
         self.state = costs.state().total
         self.priced: dict[tuple[int, int], list[Priced]] = {}
         tuned = costs.cluster.device.efficiency
-        hooks = tuned.sharded_block_s * (strategy.zero > 0 and strategy.data > 1)
-        again = hooks / 2 if strategy.zero == 3 else 0.0
-        block_ms = 1e3 * (tuned.block_forward_s + tuned.block_backward_s + 2 * hooks + again)
+        count = strategy.num_microbatches
+        collectives = {0: 0.0, 1: 2 / count, 2: 1 / count + 1, 3: 2.0}[strategy.zero]
+        hooks = 2 * tuned.sharded_block_s + collectives * tuned.sharded_collective_s
+        hooks *= strategy.zero > 0 and strategy.data > 1
+        block_ms = 1e3 * (tuned.block_forward_s + tuned.block_backward_s + hooks)
         launches = {mode: share * 1e3 * tuned.block_forward_s for mode, share in RELAUNCHED.items()}
         selective = costs.profile.selective_recompute_share(costs.cluster.device)
         self.host_ms = {

@@ -203,6 +203,8 @@ class UpdateTable:
         of_blocks = [max((flops.get(name, 0.0) for name in block.parameters), default=0.0) for block in profile.blocks]
         self.largest_flops = _span_max(np.array(of_blocks))
         """FLOPs of the one among them that takes longest."""
+        self.matrices = total(dict.fromkeys(whole, 1.0))
+        """Number of them."""
         self.shapes = len({(update.whole_elements, update.whole_flops) for update in whole.values()})
         """Number of their different shapes in the model."""
 

@@ -31,6 +31,8 @@ ADAMW = 8
 """Bytes of AdamW's state per element: two fp32 moments."""
 ADAMW_UPDATE = 28
 """Bytes per element that AdamW's fused update moves: it reads parameter, gradient and two moments and writes three."""
+LIMITED_CLOCK = 0.98
+"""Ratio of a probe's clock to the highest of a model's probes below which the device is taken to be power-limited."""
 ACCUMULATE_BYTES = 12
 """Bytes of gradient accumulation per element and micro-batch: two fp32 reads and one write."""
 CASTS_FORWARD_BYTES, CASTS_BACKWARD_BYTES = 6, 3
@@ -338,6 +340,8 @@ class Profile:
     """Measured over analytic time by index of the block type."""
     replayed: tuple[tuple[int, float], ...] = ()
     """Measured time of captured blocks over that of others, at ascending micro-batches."""
+    is_power_limited: bool = False
+    """True if the device's clock fell while the largest micro-batches were measured."""
     measured_host_ms: Mapping[int, tuple[float, float]] = field(default_factory=dict, hash=False)
     """Milliseconds of the host for a forward and a backward by index of the block type, where measured."""
     gathered: Profile | None = field(default=None, repr=False, hash=False)
@@ -478,9 +482,9 @@ class Profile:
 
     def in_step(self, device: Device, *, devices: int) -> Array:
         """Return the ratio of each block's time in a step of so many devices to `at`'s: 1 unless it was measured."""
-        slows = devices > 1 and self.measured_on == device.name
-        measured = np.isin(self._type_of_block, list(self.time_ratios))
-        return np.where(measured & slows, device.efficiency.in_step, 1.0)
+        measured = np.isin(self._type_of_block, list(self.time_ratios)) & (self.measured_on == device.name)
+        alone = device.efficiency.sustained if self.is_power_limited else 1.0
+        return np.where(measured, device.efficiency.in_step if devices > 1 else alone, 1.0)
 
     def replayed_share(self, micro_batch: int, device: Device) -> float:
         """Return the ratio of captured blocks' time to `at`'s, interpolated over log2 of the micro-batch."""
@@ -589,6 +593,7 @@ def corrected_profile(profile: Profile, device: Device, measurements: Sequence[B
         forward = (_ratio(point.forward_ms, ms) for point, (ms, _) in zip(points, analytic, strict=True))
         backward = (_ratio(point.backward_ms, ms) for point, (_, ms) in zip(points, analytic, strict=True))
         ratios[index] = TimeRatios(sizes, tuple(forward), tuple(backward))
+    clocks = [one.clock_mhz for one in measurements if one.clock_mhz is not None]
     sparse = profile.sparse
     if sparse is not None:
         sparse = replace(sparse, block_types=parts(sparse.block_types, _sparse_memory))
@@ -606,6 +611,7 @@ def corrected_profile(profile: Profile, device: Device, measurements: Sequence[B
         measured_on=device.name,
         time_ratios=ratios,
         replayed=tuple(sorted({one.micro_batch: one.replayed for one in measurements}.items())),
+        is_power_limited=min(clocks, default=0) < LIMITED_CLOCK * max(clocks, default=0),
         measured_host_ms={index: min(times, key=sum) for index, times in host_ms.items() if times},
     )
 

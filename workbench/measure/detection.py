@@ -501,6 +501,8 @@ def _cpu_cluster(processes: int) -> Cluster:
             block_backward_s=60e-6,
             overlapped_link=1.0,
             sharded_block_s=2e-3,
+            sharded_collective_s=0.0,
+            matrix_s=0.0,
             collective_s=0.0,  # included in the link's latency
         ),
         basis=TIMED,

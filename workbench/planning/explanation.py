@@ -216,8 +216,9 @@ def _loosened(request: Request) -> Iterator[Loosened]:
     wider = on(memory_bandwidth=2 * device.memory_bandwidth)
     yield "memory bandwidth", "compute", "memory were read and written twice as fast", wider
     if device.type != "cpu":
-        of_blocks = ("block_forward_s", "block_backward_s", "host_in_step", "sharded_block_s", "captured_block_s")
-        times = (*of_blocks, "action_s", "captured_action_s", "collective_s")
+        of_blocks = ("block_forward_s", "block_backward_s", "host_in_step", "captured_block_s")
+        of_shards = ("sharded_block_s", "sharded_collective_s", "matrix_s")
+        times = (*of_blocks, *of_shards, "action_s", "captured_action_s", "collective_s")
         halved = {name: getattr(device.efficiency, name) / 2 for name in times}
         yield "host", "compute", "the host were twice as fast", on(efficiency=replace(device.efficiency, **halved))
     if request.memory_limit_bytes is not None:

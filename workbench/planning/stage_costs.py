@@ -520,13 +520,17 @@ class StrategyCosts:
             backward = backward + tail.ms_and_bytes(self.cluster.device)[0] / self.strategy.num_microbatches
             data, link = self.strategy.data, self.cluster.group_link(self.strategy.data, self.strategy.tensor)
             step_wait = step_wait + tail.exchange_ms(data, link)
-        # The host runs ahead of its GPU, from one micro-batch into the next: where it takes longer over all of them,
-        # the GPU waits for it in both directions.
+        # The host runs ahead of its GPU, from one micro-batch into the next and through the update: where it takes
+        # longer over all of them, the GPU waits for it in both directions. An update by Muon launches kernels for each
+        # matrix; that of AdamW takes the host no longer than the device.
+        optimizer, launched = self._optimizer(stages), 1e3 * self.cluster.device.efficiency.matrix_s
+        matrices = stages.whole(self.table.update.matrices)
+        update_wait = np.where(matrices > 0, launched * matrices - optimizer, 0.0) / self.strategy.num_microbatches
         busy = forward + backward + forward_wait + backward_wait + step_wait / self.strategy.num_microbatches
         tuned, acts = self.cluster.device.efficiency, self.strategy.pipeline > 1 and self.cluster.device.type != "cpu"
         action_s = tuned.captured_action_s if self.strategy.cuda_graphs else tuned.action_s
         host = (1 + runs) / 2 * stages.sum(compute.host) + (2e3 * action_s if acts else 0.0)
-        host_wait = np.maximum(0.0, host - busy)
+        host_wait = np.maximum(0.0, host + update_wait - busy)
         return StageTimes(
             forward=forward + host_wait / 2,
             backward=backward + host_wait / 2,
@@ -535,21 +539,23 @@ class StrategyCosts:
             forward_wait=forward_wait,
             backward_wait=backward_wait,
             step_wait=step_wait,
-            optimizer=self._optimizer(stages),
+            optimizer=optimizer,
             orthogonalisation=self._orthogonalisation(stages),
         )
 
     @cached_property
     def _compute(self) -> Compute:
         strategy = self.strategy
-        hooks = self.cluster.device.efficiency.sharded_block_s
-        all_gathered_again = hooks / 2 if strategy.shards_parameters else 0.0
+        tuned = self.cluster.device.efficiency
+        hooks, launched = 1e3 * tuned.sharded_block_s, 1e3 * tuned.sharded_collective_s
+        # Under ZeRO 1 and 2 one forward of a step all-gathers, and under ZeRO 1 one backward reduces.
+        gathers, scatters = (1 if strategy.zero >= least else 1 / strategy.num_microbatches for least in (3, 2))
         is_bf16 = self.profile.precision == "bf16"
         compute = self.model.device.compute(
             strategy.micro_batch,
             strategy.tensor,
             self.model.modes,
-            (1e3 * hooks, 1e3 * (hooks + all_gathered_again)) if strategy.shards else None,
+            (hooks + launched * gathers, hooks + launched * scatters) if strategy.shards else None,
             self.cluster.group_link(strategy.tensor),
             low_precision=is_bf16 and (strategy.shards or strategy.keeps_weight_copies(self.profile.precision)),
             cuda_graphs=strategy.cuda_graphs,
