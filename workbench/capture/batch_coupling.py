@@ -37,7 +37,7 @@ from workbench.capture.operations import (
     shape_of,
     storage_of,
 )
-from workbench.capture.source_lines import line_of_node
+from workbench.user_code import line_of_node
 
 Shape = tuple[int, ...]
 NONE, SUM, UNKNOWN, SELECTED, OF_SUM, OF_COUNT = -1, -2, -3, -4, -5, -6

@@ -36,13 +36,12 @@ from workbench.capture.opaque import call_of
 from workbench.capture.opaque_search import FACTORIES
 from workbench.capture.operations import schema_of
 from workbench.capture.outputs import Metric, read_by, slots_of
-from workbench.capture.source_lines import SourceLine, line_of_node
 from workbench.capture.tensor_parallel import plan_tensor_parallel
 from workbench.display import waiting
 from workbench.errors import CaptureError, InvalidExperiment, PlanMismatch, in_words
 from workbench.experiment import Experiment, Optimizer
 from workbench.tensors import TensorSpec
-from workbench.user_code import Function, UserFunction, changed_between, functions_of
+from workbench.user_code import Function, SourceLine, UserFunction, changed_between, functions_of, line_of_node
 
 
 @dataclass(frozen=True)

@@ -29,7 +29,6 @@ from workbench.capture.opaque import FLEX_ATTENTION, keep_calls
 from workbench.capture.opaque_search import PACKED_SHAPE, OpaqueSearch, depends_on_values
 from workbench.capture.operations import inline_regions, scalar_tensor, schema_of
 from workbench.capture.outputs import LossChoice, find_loss, flattened
-from workbench.capture.source_lines import line_at, line_of_frames, line_of_node
 from workbench.capture.torch_internals import (
     SYMBOLIC_SHAPES_LOG,
     exportable,
@@ -42,6 +41,7 @@ from workbench.capture.torch_internals import (
 from workbench.columns import logging_scalars
 from workbench.errors import CaptureError, WorkbenchError, first_line, in_words
 from workbench.tensors import TensorSpec
+from workbench.user_code import line_at, line_of_frames, line_of_node
 
 
 @dataclass(frozen=True)

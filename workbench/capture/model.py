@@ -41,10 +41,10 @@ from workbench.capture.operations import (
 )
 from workbench.capture.outputs import LossChoice, Outputs
 from workbench.capture.rewrites import rewrite
-from workbench.capture.source_lines import line_of_node
 from workbench.capture.torch_internals import move_meta_to_cpu, refuse_backward_hooks
 from workbench.errors import CaptureError, InvalidExperiment
 from workbench.tensors import TensorSpec, spec_of
+from workbench.user_code import line_of_node
 
 
 def capture(

@@ -26,9 +26,9 @@ from torch.utils.flop_counter import flop_registry
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from workbench.capture.operations import Dataflow
-from workbench.capture.source_lines import SourceLine, is_users, line_of_frames, line_of_running_code
 from workbench.data.datasets import untouched_generators
 from workbench.errors import CaptureError
+from workbench.user_code import SourceLine, is_users, line_of_frames, line_of_running_code
 
 # Tensors that forward keeps on its modules outside of buffers: capture runs forward once, so each step starts without.
 #

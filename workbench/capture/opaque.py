@@ -31,11 +31,11 @@ from torch import fx, nn
 
 from workbench.capture.observed_forward import Held, Numbers, Recorder, Recording
 from workbench.capture.operations import scalar_tensor
-from workbench.capture.source_lines import SourceLine
 from workbench.capture.torch_internals import alone, differentiable, originals
 from workbench.columns import log_scalar, logging_scalars
 from workbench.data.datasets import untouched_generators
 from workbench.errors import CaptureError, in_words
+from workbench.user_code import SourceLine
 
 Value = torch.Tensor | Callable[[tuple[int, ...]], torch.Tensor] | None
 """A tensor, a function that makes it of a shape, or None for random numbers."""

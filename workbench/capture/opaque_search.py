@@ -23,10 +23,10 @@ from torch.nn.utils import rnn
 from torch.nn.utils.rnn import PackedSequence, pad_packed_sequence
 
 from workbench.capture.opaque import NotOpaque, OpaqueCall, opaque_call
-from workbench.capture.source_lines import FORWARD, SourceLine, line_at, line_of_frames
 from workbench.capture.torch_internals import DERIVATIVE, VF, alone, patched
 from workbench.data.datasets import untouched_generators
 from workbench.errors import CaptureError, in_words
+from workbench.user_code import FORWARD, SourceLine, line_at, line_of_frames
 
 _FUNCTIONS = {"ctc_loss": functional.ctc_loss}
 """Functions of `torch.nn.functional` that no export can follow."""

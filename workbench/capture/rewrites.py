@@ -33,8 +33,8 @@ from workbench.capture.operations import (
     storage_of,
     tensor_at,
 )
-from workbench.capture.source_lines import line_of_node
 from workbench.capture.torch_internals import grouped_mm_kernel
+from workbench.user_code import line_of_node
 
 
 def rewrite(module: fx.GraphModule, name: str) -> None:

@@ -19,8 +19,8 @@ from torch.amp.autocast_mode import _enter_autocast as enter_autocast
 from torch.amp.autocast_mode import _exit_autocast as exit_autocast
 from torch.overrides import TorchFunctionMode
 
-from workbench.capture.source_lines import line_of_frames, line_of_running_code
 from workbench.errors import CaptureError
+from workbench.user_code import line_of_frames, line_of_running_code
 
 __all__ = [
     "VF",

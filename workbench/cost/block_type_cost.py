@@ -24,11 +24,11 @@ from workbench.capture.graph import Block, Graph
 from workbench.capture.losses import find_rowwise_head
 from workbench.capture.opaque import call_of
 from workbench.capture.operations import GROUPED_MATMUL, is_replayable, names, op_name, schema_of
-from workbench.capture.source_lines import line_of_node
 from workbench.capture.tensor_parallel import BlockSharding
 from workbench.cost.profile import ACCUMULATE_BYTES, ATTENTION, GEMM, STREAM, BlockTypeCost, Kernel
 from workbench.strategy import RECOMPUTE
 from workbench.tensors import TensorSpec
+from workbench.user_code import line_of_node
 
 # The cost of one operation: its FLOPs, the tensors that autograd saves, and the casts that autocast inserts.
 #
