@@ -71,52 +71,47 @@ class Explanation:
         return gaining[0].constraint if gaining else None
 
     def sentences(self) -> list[str]:
-        plan = self.plan
+        plan, usable = self.plan, self.plan.cluster.device.usable_bytes
         lines = [f"{plan.model} on {plan.cluster.describe()}: {plan.describe()}."]
         lines += [plan.prediction.basis] if plan.prediction.basis else []
         lines += plan.notes
         lines += [f"{part.name}: {milliseconds(part.ms)} ({part.share:.1%}), {part.meaning}." for part in self.parts]
-        lines.append(self._memory())
+        fullest, limit = max(range(plan.pipeline), key=plan.device_bytes), plan.memory_limit_bytes
+        offered = usable if limit is None else min(usable, limit * (1 - FRAGMENTATION))
+        lines.append(
+            f"Memory: {gib(plan.device_bytes(fullest))} of the {gib(offered)} that tensors may fill, on a device of "
+            f"pipeline rank {fullest}, the fullest."
+        )
         if not self.changes:
             lines.append("To learn what would change it, give the model's profile: wb.planning.explain(plan, profile).")
             return lines
-        lines.append(self._binds())
-        return [*lines, *(self._sentence(change) for change in self.changes), GLOSSARY]
 
-    def _binds(self) -> str:
-        """Return the sentence that names the binding constraint and the step without it."""
-        change = next((change for change in self.changes if change.constraint == self.binding), None)
-        if change is None:
-            return "Binding constraint: none; whatever is loosened, the step stays as long."
-        name = change.constraint
-        if name == MEMORY_LIMIT:
-            name = f"your memory limit of {gib(self.plan.memory_limit_bytes or 0)}"
-        elif change.set_by_user:
-            name = f"{name}, which you asked for"
-        elif name != change.category:
-            name = f"{name} ({change.category})"
-        step = change.plan.prediction.step_ms * self.plan.global_batch / change.plan.global_batch
-        return (
-            f"Binding constraint: {name}. If {change.loosened}, {self.plan.global_batch} samples would take "
-            f"{milliseconds(step)} instead of {milliseconds(self.plan.prediction.step_ms)}."
-        )
+        # The binding constraint, and the step without it.
+        bound = next((change for change in self.changes if change.constraint == self.binding), None)
+        if bound is None:
+            lines.append("Binding constraint: none; whatever is loosened, the step stays as long.")
+        else:
+            name = bound.constraint
+            if name == MEMORY_LIMIT:
+                name = f"your memory limit of {gib(plan.memory_limit_bytes or 0)}"
+            elif bound.set_by_user:
+                name = f"{name}, which you asked for"
+            elif name != bound.category:
+                name = f"{name} ({bound.category})"
+            step = bound.plan.prediction.step_ms * plan.global_batch / bound.plan.global_batch
+            lines.append(
+                f"Binding constraint: {name}. If {bound.loosened}, {plan.global_batch} samples would take "
+                f"{milliseconds(step)} instead of {milliseconds(plan.prediction.step_ms)}."
+            )
 
-    def _memory(self) -> str:
-        fullest = max(range(self.plan.pipeline), key=self.plan.device_bytes)
-        usable = self.plan.cluster.device.usable_bytes
-        limit = self.plan.memory_limit_bytes
-        offered = usable if limit is None else min(usable, limit * (1 - FRAGMENTATION))
-        return (
-            f"Memory: {gib(self.plan.device_bytes(fullest))} of the {gib(offered)} that tensors may fill, on a device "
-            f"of pipeline rank {fullest}, the fullest."
-        )
-
-    def _sentence(self, change: Change) -> str:
-        if change.gain <= WORTH_NAMING:
-            return f"If {change.loosened}: nothing to gain."
-        same = change.plan.division() == self.plan.division()
-        how = "with the same plan" if same else f"with {change.plan.division()}"
-        return f"If {change.loosened}: {change.gain:.1%} more tokens/s, {how}."
+        # What each constraint costs: the gain of the best plan without it.
+        for change in self.changes:
+            how = f"with {change.plan.division()}"
+            how = "with the same plan" if change.plan.division() == plan.division() else how
+            gains = change.gain > WORTH_NAMING
+            gain = f" {change.gain:.1%} more tokens/s, {how}." if gains else " nothing to gain."
+            lines.append(f"If {change.loosened}:{gain}")
+        return [*lines, GLOSSARY]
 
     def __repr__(self) -> str:
         return "\n".join(self.sentences())
