@@ -54,16 +54,30 @@ def node_devices(device_type: str) -> tuple[str, ...]:
     """
     if device_type == "cpu":
         return CPU
-    uuids = _gpu_uuids()
+    if shutil.which("nvidia-smi") is None:  # some containers have the driver only
+        files = sorted(Path("/proc/driver/nvidia/gpus").glob("*/information"))
+        uuids = re.findall(r"GPU UUID:\s*(\S+)", "\n".join(file.read_text() for file in files))
+    else:
+        listed = ""
+        with contextlib.suppress(OSError, subprocess.TimeoutExpired):  # a driver that hangs
+            command = ["nvidia-smi", "-L"]
+            listed = subprocess.run(command, capture_output=True, text=True, check=False, timeout=60).stdout
+        uuids = re.findall(r"^GPU \d+:.*UUID: ([^)]+)\)", listed, flags=re.MULTILINE)
     visible = os.environ.get("CUDA_VISIBLE_DEVICES")
     if visible is None:
-        return uuids
+        return tuple(uuids)
+    # Entries are indices, or the beginnings of UUIDs. CUDA ignores everything after the first that is no device: "-1",
+    # Slurm's "NoDevFiles".
     devices: dict[str, None] = {}
     for name in map(str.strip, visible.split(",")):
-        device = _visible_device(name, uuids)
-        if device is None:
-            break  # CUDA ignores everything after the first device that does not exist: "-1", Slurm's "NoDevFiles"
-        devices[device] = None
+        if name.isdigit() and uuids and int(name) >= len(uuids):
+            break
+        if name.isdigit():
+            devices[uuids[int(name)] if uuids else name] = None
+        elif name.startswith(("GPU-", "MIG-")):
+            devices[next((uuid for uuid in uuids if uuid.startswith(name)), name)] = None
+        else:
+            break
     return tuple(devices)
 
 
@@ -78,26 +92,6 @@ def devices_for(plan: Plan) -> tuple[str, ...]:
             "launch it there."
         )
     return devices
-
-
-def _visible_device(name: str, uuids: Sequence[str]) -> str | None:
-    """Return the whole UUID, where it is known, of an entry of `CUDA_VISIBLE_DEVICES`; None for what is no device."""
-    if name.isdigit():
-        return (uuids[int(name)] if int(name) < len(uuids) else None) if uuids else name
-    if not name.startswith(("GPU-", "MIG-")):
-        return None
-    return next((uuid for uuid in uuids if uuid.startswith(name)), name)
-
-
-def _gpu_uuids() -> tuple[str, ...]:
-    if shutil.which("nvidia-smi") is None:  # some containers have the driver only
-        files = sorted(Path("/proc/driver/nvidia/gpus").glob("*/information"))
-        return tuple(re.findall(r"GPU UUID:\s*(\S+)", "\n".join(file.read_text() for file in files)))
-    try:
-        listing = subprocess.run(["nvidia-smi", "-L"], capture_output=True, text=True, check=False, timeout=60).stdout
-    except (OSError, subprocess.TimeoutExpired):  # a driver that hangs
-        return ()
-    return tuple(re.findall(r"^GPU \d+:.*UUID: ([^)]+)\)", listing, flags=re.MULTILINE))
 
 
 @dataclass(frozen=True)
