@@ -314,7 +314,7 @@ _PACKAGE = str(Path(__file__).parent)
 def _installed_roots() -> tuple[str, ...]:
     """Return the folders of Python, its libraries and this package, and that of torch, which may lie elsewhere."""
     torch = importlib.util.find_spec("torch")
-    libraries = [Path(torch.origin).parent] if torch is not None and torch.origin else []
+    libraries = [str(Path(torch.origin).parent)] if torch is not None and torch.origin else []
     folders = {str(Path(path)) for path in (sys.prefix, sys.base_prefix, _PACKAGE, *libraries)}
     return (*(folder for folder in folders if folder != "/"), "<frozen", "<string>", "<attrs", "<__array")
 
