@@ -33,34 +33,12 @@ Say = Callable[[str], None]
 """A function that replaces the detail of the words: it only stores them, so that a fast loop may call it each time."""
 Look = Callable[[], tuple[str, str]]
 """A function that returns the detail of the words, and HTML to show below them in a notebook."""
-Paint = Callable[[str, str], None]
-"""A function that shows text, or HTML in its place where that is shown; two empty strings clear it."""
 
 
 class _Wait:
-    """The words of one call and of what it calls."""
+    """The words of one call, to which what it calls adds its own."""
 
-    def __init__(self, words: str, look: Look | None) -> None:
-        self.details, self._words, self._look = "", words, look
-        self._began = time.monotonic()
-
-    def line(self) -> str:
-        """Return `"Planning bert for 8 × H100: capturing the model (12 s)"`."""
-        detail = f": {self.details}" if self.details else ""
-        return f"{self._words[:1].upper()}{self._words[1:]}{detail} ({duration(time.monotonic() - self._began)})"
-
-    def show_in(self, paint: Paint, ended: threading.Event) -> None:
-        """Show the words from their second second on until the call has ended."""
-        if ended.wait(SHOWN_AFTER_S):
-            return
-        table = ""
-        while True:
-            with contextlib.suppress(OSError, ValueError):  # a file that is just being replaced
-                self.details, table = (self.details, "") if self._look is None else self._look()
-            paint(self.line(), f'<small class="workbench-waiting">{html.escape(self.line())}</small>{table}')
-            if ended.wait(EVERY_S if self._look is None else LOOK_S):
-                break
-        paint("", "")
+    details = ""
 
 
 _CURRENT: contextvars.ContextVar[_Wait | None] = contextvars.ContextVar("current wait", default=None)
@@ -89,9 +67,19 @@ def waiting(words: str, look: Look | None = None) -> Iterator[Say]:
         finally:
             outer.details = before
         return
+    is_notebook = hasattr(_shell(), "kernel")
+    shows = is_notebook or (sys.stderr is not None and sys.stderr.isatty())  # a file would keep every line
+    if not shows or threading.current_thread() is not threading.main_thread():
+        yield lambda _: None
+        return
+    wait, ended, began = _Wait(), threading.Event(), time.monotonic()
     handles = list[Any]()  # of the output in the notebook
 
-    def in_cell(line: str, page: str) -> None:
+    def paint(line: str, page: str) -> None:
+        if not is_notebook:
+            sys.stderr.write("\r\x1b[2K" + line[: shutil.get_terminal_size().columns - 1])
+            sys.stderr.flush()
+            return
         from IPython.display import display
 
         bundle = {"text/plain": line, "text/html": page}
@@ -100,20 +88,23 @@ def waiting(words: str, look: Look | None = None) -> Iterator[Say]:
         else:
             handles.append(display(bundle, raw=True, display_id=True))
 
-    def in_terminal(line: str, _: str) -> None:
-        sys.stderr.write("\r\x1b[2K" + line[: shutil.get_terminal_size().columns - 1])
-        sys.stderr.flush()
+    def show() -> None:
+        if ended.wait(SHOWN_AFTER_S):
+            return
+        table = ""
+        while True:
+            with contextlib.suppress(OSError, ValueError):  # a file that is just being replaced
+                wait.details, table = (wait.details, "") if look is None else look()
+            # Such as "Planning bert for 8 × H100: capturing the model (12 s)".
+            detail = f": {wait.details}" if wait.details else ""
+            line = f"{words[:1].upper()}{words[1:]}{detail} ({duration(time.monotonic() - began)})"
+            paint(line, f'<small class="workbench-waiting">{html.escape(line)}</small>{table}')
+            if ended.wait(EVERY_S if look is None else LOOK_S):
+                break
+        paint("", "")
 
-    is_notebook = hasattr(_shell(), "kernel")
-    shows = is_notebook or (sys.stderr is not None and sys.stderr.isatty())  # a file would keep every line
-    if not shows or threading.current_thread() is not threading.main_thread():
-        yield lambda _: None
-        return
-    wait, ended = _Wait(words, look), threading.Event()
     context = contextvars.copy_context()  # a kernel finds the cell of an output by its context
-    thread = threading.Thread(
-        target=context.run, args=(wait.show_in, in_cell if is_notebook else in_terminal, ended), daemon=True
-    )
+    thread = threading.Thread(target=context.run, args=(show,), daemon=True)
     token = _CURRENT.set(wait)
     thread.start()
     try:

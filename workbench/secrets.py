@@ -306,8 +306,18 @@ def _outside_data(text: str, mask: Callable[[str], str]) -> str:
 
 
 def _without_values(text: str) -> str:
+    lower = text.lower()
+    if len(lower) != len(text):  # a few letters of Unicode become two
+        lower = "".join(letter if len(small := letter.lower()) > 1 else small for letter in text)
+    at = sorted(start for word in TELLING for start in _places(lower, word) if not NO_NAME.match(lower, start))
+    stretches = list[tuple[int, int]]()  # of the text around the words that tell of secrets
+    for start in at:
+        first, last = max(0, start - NEAR), min(len(text), start + 4 * NEAR)
+        if stretches and first <= stretches[-1][1]:
+            first = stretches.pop()[0]
+        stretches.append((first, last))
     spans = list[tuple[int, int]]()
-    for first, last in _windows(text):
+    for first, last in stretches:
         spans += [match.span("value") for pattern in BESIDE for match in pattern.finditer(text, first, last)]
         for match in (match for pattern in NAMED for match in pattern.finditer(text, first, last)):
             name, value = match["name"], match["value"]
@@ -317,21 +327,6 @@ def _without_values(text: str) -> str:
                     is_told = match["between"].strip()[-1:] != "," or name.isupper()  # no list of names
                 spans += [match.span("value")] if is_told or not EXPRESSION.fullmatch(value) else []
     return _without(text, spans)
-
-
-def _windows(text: str) -> list[tuple[int, int]]:
-    """Return the stretches of a text around the words that tell of secrets."""
-    lower = text.lower()
-    if len(lower) != len(text):  # a few letters of Unicode become two
-        lower = "".join(letter if len(small := letter.lower()) > 1 else small for letter in text)
-    at = sorted(start for word in TELLING for start in _places(lower, word) if not NO_NAME.match(lower, start))
-    stretches = list[tuple[int, int]]()
-    for start in at:
-        first, last = max(0, start - NEAR), min(len(text), start + 4 * NEAR)
-        if stretches and first <= stretches[-1][1]:
-            first = stretches.pop()[0]
-        stretches.append((first, last))
-    return stretches
 
 
 def _places(text: str, word: str) -> Iterator[int]:

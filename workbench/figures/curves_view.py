@@ -144,11 +144,13 @@ def loss_curves(
     # The buttons for a linear and a logarithmic y axis each move the legend to a free corner, too.
     y_buttons = []
     for log, axis_type in enumerate(("linear", "log")):
-        own_range = settled_range(prepared, bool(log))
-        place = theme.place_legend(figure.data, log_y=bool(log), y_range=own_range) if inside else {}
+        button_range = settled_range(prepared, bool(log))
+        place = theme.place_legend(figure.data, log_y=bool(log), y_range=button_range) if inside else {}
         changes = {f"legend.{key}": value for key, value in place.items()}
         changes["yaxis.tickformat"] = _ticks(y, bool(log))
-        args = [{"yaxis.type": axis_type, "yaxis.autorange": own_range is None, "yaxis.range": own_range, **changes}]
+        args = [
+            {"yaxis.type": axis_type, "yaxis.autorange": button_range is None, "yaxis.range": button_range, **changes}
+        ]
         button = {"label": f"{axis_type} {label.split(' (')[0].lower()}", "method": "relayout", "args": args}
         y_buttons.append(button)
     y_look = {"type": "buttons", "direction": "right", "pad": {"b": 4, "l": 140}, **MENU_LOOK}

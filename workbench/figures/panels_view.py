@@ -53,12 +53,6 @@ Window = tuple[float, float] | None
 """Visible part of the x axis in the axis' unit; None is the whole axis."""
 
 
-def utilization_title(usage: Usage) -> str:
-    """Return the panel's title, such as `"GPU use (%)"`."""
-    types = {samples.device_type for samples in usage if samples is not None and len(samples.time)}
-    return f"{DEVICE_NAMES.get(types.pop(), 'Device') if len(types) == 1 else 'Device'} use (%)"
-
-
 def utilization_traces(
     curves: Sequence[Curve], usage: Usage, x: str, preparation: Preparation, window: tuple[float, float] | None
 ) -> list[go.Scatter]:
@@ -197,10 +191,12 @@ def panels(
     columns = 2 if len(names) == 4 else min(MAX_COLUMNS, max(1, len(names)))
     rows = max(1, math.ceil(len(names) / columns))
     own = (*scalars_of(curves), *metrics_of(curves))
+    types = {samples.device_type for samples in usage if samples is not None and len(samples.time)}
+    device = DEVICE_NAMES.get(types.pop(), "Device") if len(types) == 1 else "Device"
     titles = {
         **{name: panel.title or COLUMNS[name].label for name, panel in PANELS.items()},
         **{name: theme.text(name) for name in own},
-        "utilization": utilization_title(usage),
+        "utilization": f"{device} use (%)",
         "memory": "Peak memory (GiB)",
     }
     figure = subplots(
@@ -252,7 +248,13 @@ def panel(
         traces = utilization_traces(curves, usage, x, preparation, window)
         return traces, {"range": [0, 105], "nticks": 6}
     if name in metrics_of(curves):
-        return metric_traces(curves, name, x, preparation, window), {"nticks": 6}
+        # A metric has one value per evaluation, which is not averaged; the first trace of each run is empty.
+        held_out = [evaluations_of(curve) or Curve(curve.name, {}) for curve in curves]
+        metrics = replace(preparation, width=0.0).prepare_all(held_out, name)
+        traces = rate_traces(metrics, name, x, False, window)
+        for trace in traces:
+            trace.update(mode="lines+markers", marker={"color": trace.line.color, "size": 5, "symbol": "diamond"})
+        return traces, {"nticks": 6}
     if name in scalars_of(curves):
         prepared: Sequence[PreparedCurve] = preparation.prepare_all([where_logged(c, name) for c in curves], name)
         return rate_traces(prepared, name, x, preparation.width > 0, window), {"nticks": 6}
@@ -280,19 +282,6 @@ def rate_traces(
         mean = {"x": curve.x[x][line], "y": factor * (curve.line if smooth else curve.raw)[line]}
         traces += spread_and_mean(whole, spread, mean, "%{y:.4~g}")
     return traces
-
-
-def metric_traces(
-    curves: Sequence[Curve], name: str, x: str, preparation: Preparation, window: Window = None
-) -> list[go.Scatter]:
-    """Return two traces per run, of which the first is empty: a metric has one value per evaluation, not averaged."""
-    held_out = [evaluations_of(curve) or Curve(curve.name, {}) for curve in curves]
-    prepared = replace(preparation, width=0.0).prepare_all(held_out, name)
-    marker = {"size": 5, "symbol": "diamond"}
-    return [
-        trace.update(mode="lines+markers", marker={"color": trace.line.color, **marker})
-        for trace in rate_traces(prepared, name, x, False, window)
-    ]
 
 
 def memory_traces(curves: Sequence[Curve], peaks: Peaks) -> list[go.Bar | go.Scatter]:

@@ -65,8 +65,22 @@ def partition(plan: Plan, crossing: Mapping[int, Sequence[TensorSpec]] | None = 
     """
     figure = subplots(rows=1, cols=2, column_widths=COLUMN_WIDTHS, horizontal_spacing=COLUMN_SPACING)
     add_partition(figure, plan)
-    if crossing:
-        _add_crossing(figure, plan, crossing)
+    if crossing:  # a small arrow between two stages, whose hover text lists the tensors
+        sends = [stage for stage in plan.stages[:-1] if crossing.get(stage.index)]
+        rows = _rows_per_stage(plan)
+        longest = max(cell.start + cell.width for stage in plan.stages for cell in _cells(stage, rows))
+        hover, outline = [], {"color": "white", "width": 1.5}
+        for stage in sends:
+            specs = crossing[stage.index]
+            lines = [f"<b>stage {stage.index} → {stage.index + 1}</b>: {gib(stage.send_bytes)} a micro-batch"]
+            lines += [
+                f"{theme.text(spec.name)}  {spec.dtype} {' × '.join(map(str, spec.shape))}" for spec in specs[:12]
+            ]
+            hover.append("<br>".join(lines + ([f"and {len(specs) - 12} more"] if len(specs) > 12 else [])))
+        marker = {"symbol": "triangle-down", "size": 13, "color": theme.INK, "line": outline}
+        words = {"hovertext": hover, "hoverinfo": "text", "cliponaxis": False, "showlegend": False, "meta": "crossing"}
+        x, y = [0.5 * longest] * len(sends), [stage.index + 0.5 for stage in sends]
+        figure.add_trace(go.Scatter(x=x, y=y, mode="markers", marker=marker, **words), row=1, col=1)
     add_memory(figure, plan)
     return figure.laid_out(
         height=partition_height(plan) + MARGIN_TOP + MARGIN_BOTTOM,
@@ -137,23 +151,6 @@ def add_partition(figure: Figure, plan: Plan) -> None:
     figure.update_yaxes(range=[len(names) - 0.5, -0.5], showgrid=False, **ticks, row=1, col=1)
 
 
-def _add_crossing(figure: Figure, plan: Plan, crossing: Mapping[int, Sequence[TensorSpec]]) -> None:
-    """Draw a small arrow between two stages; its hover text lists the tensors that the upper one sends to the lower."""
-    rows = _rows_per_stage(plan)
-    sends = [stage for stage in plan.stages[:-1] if crossing.get(stage.index)]
-    longest = max(cell.start + cell.width for stage in plan.stages for cell in _cells(stage, rows))
-    hover, outline = [], {"color": "white", "width": 1.5}
-    for stage in sends:
-        specs = crossing[stage.index]
-        lines = [f"<b>stage {stage.index} → {stage.index + 1}</b>: {gib(stage.send_bytes)} a micro-batch"]
-        lines += [f"{theme.text(spec.name)}  {spec.dtype} {' × '.join(map(str, spec.shape))}" for spec in specs[:12]]
-        hover.append("<br>".join(lines + ([f"and {len(specs) - 12} more"] if len(specs) > 12 else [])))
-    marker = {"symbol": "triangle-down", "size": 13, "color": theme.INK, "line": outline}
-    words = {"hovertext": hover, "hoverinfo": "text", "cliponaxis": False, "showlegend": False, "meta": "crossing"}
-    x, y = [0.5 * longest] * len(sends), [stage.index + 0.5 for stage in sends]
-    figure.add_trace(go.Scatter(x=x, y=y, mode="markers", marker=marker, **words), row=1, col=1)
-
-
 def _stage_trace(plan: Plan, stage: Stage, laid: Sequence[BlockRectangle], rows: int) -> go.Bar:
     lane = 0.86
     thick = lane / rows
@@ -218,8 +215,21 @@ def add_memory(figure: Figure, plan: Plan) -> None:
         power = 10 ** math.floor(math.log10(limit / peak))
         factor = max(times * power for times in (1, 2, 5) if times * power <= limit / peak)
     thick = 0.62 if plan.chunks == 1 else 0.45
-    if factor > 1:
-        _add_true_scale(figure, plan, unit, thick)
+    if factor > 1:  # a thin bar as long as the device's peak, above the place of the magnified ones
+        peaks = [plan.device_bytes(rank) for rank in ranks]
+        bars = go.Bar(
+            orientation="h",
+            x=[each / unit for each in peaks],
+            y=[rank - thick * (MAGNIFIED + 0.1) / 2 for rank in ranks],
+            width=thick * (0.9 - MAGNIFIED),
+            marker={"color": theme.MUTED, "line": {"width": 0}},
+            hovertext=[f"{stages_held(plan, rank)}: {gib(each, peak)}" for rank, each in enumerate(peaks)],
+            hoverinfo="text",
+            name="peak, to scale",
+            meta="scale",
+        )
+        figure.add_trace(bars, **place)
+    # The categories, stacked.
     for category, (label, color) in theme.MEMORY_LOOKS.items():
         values = [sum(getattr(stage.memory, category) for stage in plan.stages_of(rank)) for rank in ranks]
         texts = [(factor * value / unit, f"{value / unit:.3g}") for value in values]
@@ -244,28 +254,12 @@ def add_memory(figure: Figure, plan: Plan) -> None:
     magnified = "" if factor == 1 else f"; thick bars × {factor}"
     words = f"{limit_name} ({peak / limit:.0%} used{magnified})"
     figure.add_annotation(x=limit / unit, text=words, font={"color": theme.ALERT, "size": 11}, **above, **place)
+    # The total of each rank stands at the right.
     names = [gib(plan.device_bytes(rank), peak) for rank in ranks]
     if plan.chunks > 1:
         names = [f"{names[rank]}<br>{stages_held(plan, rank)}" for rank in ranks]
     ticks = {"tickmode": "array", "tickvals": ranks, "ticktext": names, "ticks": ""}
     figure.update_yaxes(range=[plan.pipeline - 0.5, -0.5], showgrid=False, side="right", **ticks, **place)
-
-
-def _add_true_scale(figure: Figure, plan: Plan, unit: float, thick: float) -> None:
-    """Draw a thin bar as long as each device's peak, above the place of the magnified ones."""
-    peaks = [plan.device_bytes(rank) for rank in range(plan.pipeline)]
-    bars = go.Bar(
-        orientation="h",
-        x=[peak / unit for peak in peaks],
-        y=[rank - thick * (MAGNIFIED + 0.1) / 2 for rank in range(plan.pipeline)],
-        width=thick * (0.9 - MAGNIFIED),
-        marker={"color": theme.MUTED, "line": {"width": 0}},
-        hovertext=[f"{stages_held(plan, rank)}: {gib(peak, max(peaks))}" for rank, peak in enumerate(peaks)],
-        hoverinfo="text",
-        name="peak, to scale",
-        meta="scale",
-    )
-    figure.add_trace(bars, row=1, col=2)
 
 
 # The map of ranks: nodes and their devices, coloured by stage, with the links between stages. On the device mesh
@@ -304,11 +298,6 @@ def device_cells(plan: Plan) -> list[Cell]:
     if cluster.nodes <= LYING_NODES:
         return [Cell(device, place, node) for device, node, place in places]
     return [Cell(device, node, place) for device, node, place in places]
-
-
-def map_height(cells: Sequence[Cell]) -> int:
-    """Return the height of the map in pixels."""
-    return max(36, CELL_PX * (1 + max(cell.row for cell in cells)))
 
 
 def _per_rank(plan: Plan) -> int:
@@ -354,37 +343,30 @@ def _hops(plan: Plan) -> list[tuple[int, int]]:
     return [*hops, (plan.pipeline - 1, 0)] if plan.chunks > 1 and plan.pipeline > 1 else hops
 
 
-def links_in_words(plan: Plan) -> str:
-    """Return which links between stages cross nodes, and over how many nodes the replicas of a stage are spread."""
-    if plan.cluster.nodes == 1:
-        return "All devices are in one node."
-    words, crossing, hops = [], crossing_hops(plan), _hops(plan)
-    if hops and len(crossing) == len(hops):
-        words.append(
-            "every link between stages crosses nodes" if len(hops) > 1 else "the link between stages crosses nodes"
-        )
-    elif hops:
+def words_below(plan: Plan) -> str:
+    """Return what the map shows, in lines of Plotly markup."""
+    crossing, hops = crossing_hops(plan), _hops(plan)
+    size, count = plan.cluster.gpus_per_node, _per_rank(plan)
+    # Which links between stages cross nodes, and over how many nodes the replicas of a stage are spread.
+    words = ["all devices are in one node"] if plan.cluster.nodes == 1 else []
+    if not words and hops and len(crossing) == len(hops):
+        words.append(f"{'every' if len(hops) > 1 else 'the'} link between stages crosses nodes")
+    elif not words and hops:
         named = ", ".join(f"{here} → {there}" for here, there in crossing[:4]) + (", …" if len(crossing) > 4 else "")
         words.append(
             f"the links between stages {named} cross nodes" if crossing else "no link between stages crosses nodes"
         )
-    size, count = plan.cluster.gpus_per_node, _per_rank(plan)
     for name, degree, stride in (("replicas", plan.data, plan.tensor), ("tensor-parallel ranks", plan.tensor, 1)):
-        if degree > 1:
+        if degree > 1 and plan.cluster.nodes > 1:
             groups = range(0, plan.cluster.gpus - (degree - 1) * stride, stride if name != "replicas" else count)
             most = max(len({(first + k * stride) // size for k in range(degree)}) for first in groups)
             words.append(f"the {degree} {name} of a stage are in {'one node' if most == 1 else f'{most} nodes'}")
-    said = "; ".join(words)
-    return f"{said[:1].upper()}{said[1:]}."
-
-
-def words_below(plan: Plan) -> str:
-    """Return what the map shows, in lines of Plotly markup."""
-    said = [links_in_words(plan)]
+    links = "; ".join(words)
+    said = [f"{links[:1].upper()}{links[1:]}."]
     said.append("Numbers are stages." if plan.chunks == 1 else "Numbers are pipeline ranks, each with several stages.")
     if plan.pipeline > 1:
-        replica = ", of the first replica" if _per_rank(plan) > 1 else ""
-        said.append(f"Lines join stages{replica}{', and are dotted between nodes' if crossing_hops(plan) else ''}.")
+        replica = ", of the first replica" if count > 1 else ""
+        said.append(f"Lines join stages{replica}{', and are dotted between nodes' if crossing else ''}.")
     return theme.broken(theme.text(" ".join(said)), WORDS_LETTERS)
 
 
@@ -469,7 +451,8 @@ def show_plan(plan: Plan, fewer: Plan | None = None) -> Figure:
             (`workbench.planning.search.on_fewer_devices`).
     """
     step, cells = simulated(plan), device_cells(plan)
-    heights = [partition_height(plan), timeline_height(step), *([map_height(cells)] if cells else [])]
+    heights = [partition_height(plan), timeline_height(step)]
+    heights += [max(36, CELL_PX * (1 + max(cell.row for cell in cells)))] if cells else []
     gaps = [GAP_PX, *([GAP_PX] if cells else [])]
     inner = sum(heights) + sum(gaps)
     figure = subplots(

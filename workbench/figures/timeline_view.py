@@ -362,14 +362,32 @@ def prediction(
         horizontal_spacing=0.05,
         vertical_spacing=PANELS_GAP_PX / inner,
     )
+    looks = {"predicted": (theme.pale(theme.PALETTE[0], 0.55), -0.32), "measured": (theme.PALETTE[0], 0.02)}
     for col, (_, pairs) in enumerate(panels, start=1):
-        _add_panel(figure, pairs, col)
+        labels = [pair.label for pair in pairs]
+        for name, (color, offset) in looks.items():
+            values = [getattr(pair, name) for pair in pairs]
+            words = {
+                "text": [pair.write(value) for pair, value in zip(pairs, values, strict=True)],
+                "textposition": "outside",
+                "textangle": -90 if len(pairs) > MAX_UPRIGHT_PAIRS else 0,
+                "textfont": {"size": 11},
+                "hovertemplate": f"{name} %{{text}}<extra></extra>",
+            }
+            named = {"name": name, "legendgroup": name, "showlegend": col == 1, "marker": {"color": color}}
+            # An explicit offset parts these bars, since those of a timeline in the same figure must overlay.
+            bars = go.Bar(x=labels, y=values, offset=offset, width=0.3, **named, **words)
+            figure.add_trace(bars.update(constraintext="none", cliponaxis=False), row=1, col=col)
+        tallest = max(max(pair.predicted, pair.measured) for pair in pairs)
+        ticks = ["<br>".join(filter(None, (pair.label, pair.error))) for pair in pairs]
+        figure.update_xaxes(tickmode="array", tickvals=labels, ticktext=ticks, ticks="", row=1, col=col)
+        figure.update_yaxes(range=[0, 1.18 * tallest], showticklabels=False, showgrid=False, row=1, col=col)
     add_stacked_timelines(figure, [each for _, each in steps], first_row=2)
     figure.update_annotations(font={"size": theme.FONT_PX, "color": theme.MUTED})
-    words = f"{plan.describe()} · percentages: how far the prediction lies above (+) or below (−) the measurement"
+    facts = f"{plan.describe()} · percentages: how far the prediction lies above (+) or below (−) the measurement"
     return figure.laid_out(
         height=inner + above + 72,
-        title=theme.title(theme.text(title or f"{plan.model}: predicted and measured"), theme.text(words)),
+        title=theme.title(theme.text(title or f"{plan.model}: predicted and measured"), theme.text(facts)),
         margin={"t": above, "b": 72, "l": 32},
         barmode="overlay",
         uniformtext={"mode": "hide", "minsize": 8} if step is not None else None,
@@ -394,50 +412,19 @@ def _panels(plan: Plan, measured: Mapping[str, Any]) -> list[tuple[str, list[Pai
         if key in known and planned is not None:
             panels.append((title, [Pair("", scale * planned, scale * float(known[key]), write)]))
     if "peak_bytes" in known:
-        panels.append(_memory_panel(plan, known["peak_bytes"]))
+        # A run on GPUs measures the memory of tensors, which is what a plan predicts. A run on CPUs measures that of
+        # whole processes, libraries included.
+        comparable, peaks = plan.cluster.device.type != "cpu", known["peak_bytes"]
+        title = "Peak memory of a device (GiB)" if comparable else "Peak memory (GiB): of tensors, of processes"
+        rows = [("largest", plan.peak_bytes, peaks)]
+        if isinstance(peaks, Mapping):
+            ranks = [rank for rank in range(plan.pipeline) if rank in peaks]
+            rows = [(stages_held(plan, rank), plan.device_bytes(rank), peaks[rank]) for rank in ranks]
+        pairs = [
+            Pair(label, planned / GIB, float(peak) / GIB, lambda g: f"{g:.1f}" if g >= 1 else f"{g:.2g}", comparable)
+            for label, planned, peak in rows
+        ]
+        panels.append((title, pairs))
     if not panels:
         raise UnknownParameter(f"There is nothing measured to compare. Give one of: {', '.join(MEASURES)}.")
     return panels
-
-
-def _memory_panel(plan: Plan, peaks: Mapping[int, float] | float) -> tuple[str, list[Pair]]:
-    """Return title and pairs of the memory panel, in GiB.
-
-    A run on GPUs measures the memory of tensors, which is what a plan predicts. A run on CPUs measures that of whole
-    processes, libraries included.
-    """
-    comparable = plan.cluster.device.type != "cpu"
-
-    def pair(label: str, planned: int, peak: float) -> Pair:
-        return Pair(label, planned / GIB, float(peak) / GIB, lambda g: f"{g:.1f}" if g >= 1 else f"{g:.2g}", comparable)
-
-    title = "Peak memory of a device (GiB)" if comparable else "Peak memory (GiB): of tensors, of processes"
-    if not isinstance(peaks, Mapping):
-        return title, [pair("largest", plan.peak_bytes, peaks)]
-    pairs = []
-    for rank in range(plan.pipeline):
-        if rank in peaks:
-            pairs.append(pair(stages_held(plan, rank), plan.device_bytes(rank), peaks[rank]))
-    return title, pairs
-
-
-def _add_panel(figure: Figure, pairs: Sequence[Pair], col: int) -> None:
-    labels = [pair.label for pair in pairs]
-    looks = {"predicted": (theme.pale(theme.PALETTE[0], 0.55), -0.32), "measured": (theme.PALETTE[0], 0.02)}
-    for name, (color, offset) in looks.items():
-        values = [getattr(pair, name) for pair in pairs]
-        words = {
-            "text": [pair.write(value) for pair, value in zip(pairs, values, strict=True)],
-            "textposition": "outside",
-            "textangle": -90 if len(pairs) > MAX_UPRIGHT_PAIRS else 0,
-            "textfont": {"size": 11},
-            "hovertemplate": f"{name} %{{text}}<extra></extra>",
-        }
-        named = {"name": name, "legendgroup": name, "showlegend": col == 1, "marker": {"color": color}}
-        # An explicit offset parts these bars, since those of a timeline in the same figure must overlay.
-        bars = go.Bar(x=labels, y=values, offset=offset, width=0.3, **named, **words)
-        figure.add_trace(bars.update(constraintext="none", cliponaxis=False), row=1, col=col)
-    tallest = max(max(pair.predicted, pair.measured) for pair in pairs)
-    ticks = ["<br>".join(filter(None, (pair.label, pair.error))) for pair in pairs]
-    figure.update_xaxes(tickmode="array", tickvals=labels, ticktext=ticks, ticks="", row=1, col=col)
-    figure.update_yaxes(range=[0, 1.18 * tallest], showticklabels=False, showgrid=False, row=1, col=col)

@@ -278,7 +278,23 @@ class TwinPanel:
                 bars = LineCollection(list(ends.swapaxes(0, 1)), colors=[color], linewidths=spread.thickness or 2)
                 self.axes.add_collection(bars).set_zorder(order)
         if "markers" in mode:
-            shown += self._markers(trace.marker, points, trace.cliponaxis is not False)
+            marker, groups = trace.marker, defaultdict[str, list[int]](list)
+            for index in range(len(points)):
+                groups[str(item_of(marker.symbol, index) or "circle")].append(index)
+            for symbol, indices in groups.items():
+                sizes, edges = marker.size or 6, marker.line.color or marker.color
+                fills = [color_of(item_of(marker.color, at)) for at in indices]
+                marks = self.axes.scatter(
+                    points[indices, 0],
+                    points[indices, 1],
+                    s=[item_of(sizes, at) ** 2 * (0.6 if "diamond" in symbol else 1.0) for at in indices],
+                    marker=MARKERS.get(symbol.removesuffix("-open"), "o"),
+                    facecolors="none" if "-open" in symbol else fills,
+                    edgecolors=[color_of(item_of(edges, at)) for at in indices],
+                    linewidths=item_of(marker.line.width, 0) or ("-open" in symbol) * 1.0,
+                    clip_on=trace.cliponaxis is not False,
+                )
+                shown.append(marks)
         for artist in shown:
             artist.set_zorder(order)
         if words and "text" in mode and trace.text is not None:
@@ -289,25 +305,6 @@ class TwinPanel:
                 look = {"ha": ha, "va": va, "zorder": order}
                 self.write(points[at], item_of(trace.text, at), ink, int(size), (right, above), **look)
         return tuple(shown) if len(shown) > 1 else shown[0] if shown else None
-
-    def _markers(self, marker: Any, points: Array, clip: bool) -> list[Any]:
-        groups: dict[str, list[int]] = defaultdict(list)
-        symbols, sizes, colors, edges = marker.symbol, marker.size or 6, marker.color, marker.line.color or marker.color
-        for index in range(len(points)):
-            groups[str(item_of(symbols, index) or "circle")].append(index)
-        return [
-            self.axes.scatter(
-                points[indices, 0],
-                points[indices, 1],
-                s=[item_of(sizes, at) ** 2 * (0.6 if "diamond" in symbol else 1.0) for at in indices],
-                marker=MARKERS.get(symbol.removesuffix("-open"), "o"),
-                facecolors="none" if "-open" in symbol else [color_of(item_of(colors, at)) for at in indices],
-                edgecolors=[color_of(item_of(edges, at)) for at in indices],
-                linewidths=item_of(marker.line.width, 0) or ("-open" in symbol) * 1.0,
-                clip_on=clip,
-            )
-            for symbol, indices in groups.items()
-        ]
 
     def draw_bars(self, trace: Any, order: float, mode: str, position: int, number: int) -> Any:
         """Draw the bars of the trace at `position` among `number` traces of bars on these axes; `mode` is `barmode`."""

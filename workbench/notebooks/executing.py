@@ -423,17 +423,6 @@ def recorded_in(notebook: Any, name: str) -> Record:
         ) from None
 
 
-def add_record(path: Path, notebook_runs: Sequence[Run]) -> None:
-    """Write the record of these runs into a notebook's metadata; papermill's paths of this machine become names."""
-    import nbformat
-
-    notebook = nbformat.read(path, as_version=4)
-    papermill = notebook.metadata.get("papermill", {})
-    papermill |= {name: Path(papermill[name]).name for name in ("input_path", "output_path") if papermill.get(name)}
-    notebook.metadata[KEY] = nbformat.from_dict(Record.of(notebook_runs).to_json())
-    nbformat.write(notebook, path)
-
-
 def runs_shown_in(notebook: Any) -> list[Run]:
     """Return the runs whose names appear in the notebook's outputs, oldest first."""
     text = "\n".join(_texts(output) for cell in notebook.cells for output in cell.get("outputs", ()))
@@ -514,7 +503,11 @@ def execute(
             failure = _run_papermill(source, executed, parameters or {}, kernel, folder)
         runs = launched_runs(launches)
     finish_notebook(executed)
-    add_record(executed, runs)
+    written = nbformat.read(executed, as_version=4)
+    papermill = written.metadata.get("papermill", {})  # whose paths of this machine become names
+    papermill |= {name: Path(papermill[name]).name for name in ("input_path", "output_path") if papermill.get(name)}
+    written.metadata[KEY] = nbformat.from_dict(Record.of(runs).to_json())
+    nbformat.write(written, executed)
     notebook_to_html(executed, page)
     without_secrets = masked_json(read_notebook(executed))  # W&B gets what lies in a run's directory
     for run in runs:

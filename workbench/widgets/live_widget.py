@@ -566,7 +566,23 @@ class LiveLossFigure:
                 moved = ZOOMED_ROLES if before[run][1] != window else ("end",)  # labels leave those of others room
                 if grown[run] or old.meta in moved:
                     redrawn[at] = self._traces[at]
-        self._update_layout(unit.title, settings)
+        # plotly.js keeps a zoom as long as the `uirevision` of its axis stays the same.
+        self._x_title, x_ticks = unit.title, theme.LOG_TICKS if settings.log_x else None
+        self._layout.xaxis.update(
+            title={"text": unit.title},
+            unifiedhovertitle={"text": hover_title(unit.title)},
+            type="log" if settings.log_x else "linear",
+            tickformat=x_ticks,
+            uirevision=f"{unit.title}, {settings.log_x}",
+        )
+        y_range = settled_range(self._latest, settings.log_y)
+        self._layout.yaxis.update(
+            type="log" if settings.log_y else "linear",
+            uirevision=f"{unit.title}, {settings.log_y}",
+            range=y_range,
+            autorange=y_range is None,
+            tickformat=theme.LOG_TICKS if settings.log_y else None,
+        )
         legend = self._layout.legend
         if legend.orientation is None and window is None:
             preferred = theme.corner_of(legend)  # the legend moves only if a curve has come to run through it
@@ -575,22 +591,6 @@ class LiveLossFigure:
         self._x = x
         self.widget.tells_hover = any(len(snapshot.texts) for snapshot in snapshots)
         self.widget.redraw(self._layout, redrawn)
-
-    def _update_layout(self, x_title: str, settings: CurveSettings) -> None:
-        """Set titles and types of the axes; plotly.js keeps a zoom as long as `uirevision` stays the same."""
-        self._x_title = x_title
-        self._layout.xaxis.update(
-            title={"text": x_title},
-            unifiedhovertitle={"text": hover_title(x_title)},
-            type="log" if settings.log_x else "linear",
-            tickformat=theme.LOG_TICKS if settings.log_x else None,
-            uirevision=f"{x_title}, {settings.log_x}",
-        )
-        y_type = "log" if settings.log_y else "linear"
-        y_range = settled_range(self._latest, settings.log_y)
-        ticks = theme.LOG_TICKS if settings.log_y else None
-        look = {"range": y_range, "autorange": y_range is None, "tickformat": ticks}
-        self._layout.yaxis.update(type=y_type, uirevision=f"{x_title}, {settings.log_y}", **look)
 
     def static_figure(self, snapshots: Sequence[Snapshot], settings: CurveSettings) -> Figure:
         """Return a new figure with the whole curves as they were last drawn."""
