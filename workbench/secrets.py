@@ -139,7 +139,7 @@ OPTION = re.compile(
 
 
 @dataclass(frozen=True)
-class Rule:
+class SecretRule:
     """A rule of gitleaks: a pattern that is tried where one of `keywords` occurs, and what its secret must be like."""
 
     regex: str
@@ -167,12 +167,12 @@ class Rule:
 
 
 @functools.cache
-def rules() -> tuple[Rule, ...]:
+def rules() -> tuple[SecretRule, ...]:
     """Return the rules of gitleaks that look at texts: not those for certain files, and not the one for every key."""
     described = tomllib.loads(RULES.read_text())
     everywhere = described["allowlist"]["regexes"]
     return tuple(
-        Rule(
+        SecretRule(
             rule["regex"],
             tuple(rule["keywords"]),
             rule.get("entropy", 0.0),
@@ -181,7 +181,7 @@ def rules() -> tuple[Rule, ...]:
         )
         for rule in described["rules"]
         if "path" not in rule and rule["id"] != "generic-api-key"
-    ) + tuple(Rule(regex, (keyword,), 0.0, 0, ()) for keyword, regex in KNOWN)
+    ) + tuple(SecretRule(regex, (keyword,), 0.0, 0, ()) for keyword, regex in KNOWN)
 
 
 def python_pattern(pattern: str) -> str:

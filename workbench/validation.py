@@ -225,7 +225,7 @@ def checked_value(
             try:
                 unchecked(self, *args, **kwargs)
             except ValidationError as error:
-                raise in_words(error, made, elsewhere, error_type) from None
+                raise refusal(error, made, elsewhere, error_type) from None
 
         made.__init__ = init  # type: ignore[method-assign]
         if "__repr__" not in vars(cls):
@@ -247,7 +247,7 @@ def checked_items(choices: Any, given: Mapping[str, Any], error_type: type[Workb
     try:
         checked: dict[str, Any] = _model_of(choices)(**given).model_dump(exclude_unset=True)
     except ValidationError as error:
-        raise in_words(error, None, error_type=error_type) from None
+        raise refusal(error, None, error_type=error_type) from None
     return checked
 
 
@@ -264,7 +264,7 @@ def _repr(value: Any) -> str:
     return f"{type(value).__name__}({', '.join(shown)})"
 
 
-def in_words(
+def refusal(
     error: ValidationError,
     cls: Any,
     elsewhere: Callable[[str], str | None] = lambda _: None,

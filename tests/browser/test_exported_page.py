@@ -20,9 +20,9 @@ from workbench.analysis.curve import Curve
 from workbench.figures.curves_view import loss_curves
 from workbench.figures.figure import PLOTLY_MIME, notebook_to_html, save_html
 from workbench.figures.panels_view import panels
-from workbench.figures.plan_view import partition, show_plan
+from workbench.figures.plan_view import show_plan
 from workbench.figures.run_views import draw_contrast
-from workbench.figures.timeline_view import timeline
+from workbench.figures.timeline_view import draw_timeline
 
 LAST_X = """() => {
     const lines = document.querySelector('.js-plotly-plot')._fullData.filter(trace => trace.meta === 'line');
@@ -128,8 +128,8 @@ def test_no_words_of_a_figure_are_cut_or_lie_on_others_in_narrow_and_wide_window
     many[-1].columns["loss"][300:] = 1e9  # one has diverged
     large = plan(16, 98, 64, model="bert-1920x54-of-a-long-name")
     shown = [
-        *(draw(value) for value in (plan(4), large) for draw in (show_plan, partition)),
-        timeline(plan(4)),
+        *(draw(value) for value in (plan(4), large) for draw in (show_plan, draw_partition)),
+        draw_timeline(plan(4)),
         *(loss_curves(curves) for curves in (many[:2], many)),
         panels(many[:2], [{}, {}]),
         *(draw(sweep) for draw in (wb.figures.heat_map, wb.figures.best_so_far, wb.figures.seed_bands)),

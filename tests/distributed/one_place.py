@@ -18,7 +18,7 @@ from workbench.errors import PlanInfeasible
 from workbench.execution.blocks import FIRST_RECORDED
 from workbench.figures.curves_view import loss_curves
 from workbench.figures.panels_view import panels
-from workbench.figures.timeline_view import measured_timeline, timeline
+from workbench.figures.timeline_view import draw_timeline, measured_timeline
 from workbench.planning.prediction import peak_holdings
 from workbench.planning.prediction import timeline as predicted
 from workbench.rundir import RunDir, read_events, write_json, write_record
@@ -39,7 +39,7 @@ def check_schedule(run: RunDir, chosen: object) -> None:
     for planned_lane, measured_lane in zip(predicted(chosen).lanes, measured.lanes, strict=True):
         order = [(a.type, a.stage, a.micro_batch) for a in planned_lane]
         assert [(a.type, a.stage, a.micro_batch) for a in measured_lane] == order
-    assert "breadth-first pipelining, 4 micro-batches of 2" in timeline(chosen).layout.title.subtitle.text
+    assert "breadth-first pipelining, 4 micro-batches of 2" in draw_timeline(chosen).layout.title.subtitle.text
 
 
 def check_column(run: RunDir, project: str) -> None:

@@ -19,7 +19,7 @@ from tests.distributed.real_worker import experiment, plan, trained
 from workbench.errors import NonFiniteLoss, WorkbenchError
 from workbench.execution.blocks import FIRST_RECORDED
 from workbench.experiment import Experiment
-from workbench.figures.timeline_view import measured_timeline, timeline
+from workbench.figures.timeline_view import draw_timeline, measured_timeline
 from workbench.planning.prediction import timeline as simulated
 from workbench.rundir import read_events
 from workbench.runs.launching import processes
@@ -151,7 +151,7 @@ def test_a_recorded_step_ran_the_schedule_that_the_plan_draws(tmp_path: Path, sc
     found = ends(measured.lanes)
     for _, stage, micro_batch in (key for key in found if key[0] == "F" and key[1] > 0):
         assert found["F", stage - 1, micro_batch].end_ms <= found["F", stage, micro_batch].start_ms + 1.0
-    drawn = timeline(chosen, measured).data
+    drawn = draw_timeline(chosen, measured).data
     predicted, recorded_too = ({trace.name for trace in drawn if trace.yaxis == axis} for axis in ("y", "y2"))
     assert predicted == recorded_too | {"exposed communication", "update"}, "a recorded step has the schedule's actions"
     assert "forward" in predicted

@@ -13,7 +13,7 @@ from torch import nn
 from torch.nn import functional
 
 from workbench.capture import capture, spec_of
-from workbench.figures.plan_view import partition, show_plan
+from workbench.figures.plan_view import draw_partition, show_plan
 from workbench.rundir import append_event, write_record
 from workbench.runs.registry import list_runs
 from workbench.runs.run import Run
@@ -64,7 +64,7 @@ def test_a_dashboard_shows_them_as_text(failed: Run) -> None:
 def test_the_pages_of_a_plan_show_names_of_blocks_as_text() -> None:
     named = plan(2, 8, model=MARKUP)
     names = tuple(f"{MARKUP}{index}" for index in range(8))
-    for figure in (partition(replace(named, block_names=names)), show_plan(replace(named, block_names=names))):
+    for figure in (draw_partition(replace(named, block_names=names)), show_plan(replace(named, block_names=names))):
         shown = figure.to_json()
         assert r"\u003cimg" not in shown
         assert_is_text(shown, times=8)

@@ -20,9 +20,9 @@ from workbench.figures import theme
 from workbench.figures.curves_view import loss_curves
 from workbench.figures.figure import NOTEBOOK_PX, PLOTLY_MIME, add_pictures, has_twin, picture
 from workbench.figures.panels_view import panels
-from workbench.figures.plan_view import partition, show_plan
+from workbench.figures.plan_view import draw_partition, show_plan
 from workbench.figures.run_views import LOOKS, differences, draw_pareto, draw_pattern
-from workbench.figures.timeline_view import prediction, timeline
+from workbench.figures.timeline_view import draw_timeline, prediction
 from workbench.runs.history import Patterns
 
 CELLS = go.Heatmap(
@@ -49,8 +49,8 @@ def where(image: Any, color: str, tolerance: int = 12) -> Any:
     "figure",
     [
         panels([curve("a"), curve("b", seed=1)], [None, None]),
-        partition(plan()),
-        timeline(plan(stages=8, chunks=2, microbatches=16)),
+        draw_partition(plan()),
+        draw_timeline(plan(stages=8, chunks=2, microbatches=16)),
         prediction(plan(), {"step_ms": 790.0, "tokens_per_s": 1e5}),
         differences([difference(curve("a"), curve("b", seed=1))]),
         go.Figure(CELLS),

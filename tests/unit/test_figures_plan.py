@@ -15,9 +15,9 @@ from plan_values import plan_of
 
 from workbench.errors import UnknownParameter
 from workbench.figures import theme
-from workbench.figures.plan_view import CHARACTER_SHARE, partition, plan_mimebundle, show_plan
+from workbench.figures.plan_view import CHARACTER_SHARE, draw_partition, plan_mimebundle, show_plan
 from workbench.figures.theme import SUBTITLE_LETTERS, TITLE_LETTERS
-from workbench.figures.timeline_view import NUMBERED_LANE, measured_timeline, prediction, timeline
+from workbench.figures.timeline_view import NUMBERED_LANE, draw_timeline, measured_timeline, prediction
 from workbench.planning.plan import Memory
 from workbench.planning.prediction import MicroBatchTimes, simulate
 from workbench.planning.prediction import timeline as simulated
@@ -33,7 +33,7 @@ def parts(figure: Any, part: str) -> list[Any]:
 @pytest.mark.parametrize(("stages", "blocks"), [(1, 4), (1, 200), (2, 4), (4, 56), (16, 98)])
 def test_every_block_is_drawn_once_in_its_stage(stages: int, blocks: int) -> None:
     value = plan(stages, blocks)
-    traces = parts(partition(value), "blocks")
+    traces = parts(draw_partition(value), "blocks")
     assert [len(trace.x) for trace in traces] == [s.end_block - s.first_block for s in value.stages]
     names = [text.split("</b>")[0].removeprefix("<b>") for trace in traces for text in trace.hovertext]
     assert tuple(names) == value.block_names
@@ -41,7 +41,7 @@ def test_every_block_is_drawn_once_in_its_stage(stages: int, blocks: int) -> Non
 
 @pytest.mark.parametrize(("stages", "blocks"), [(4, 56), (1, 200)])
 def test_blocks_of_a_row_touch_and_never_overlap(stages: int, blocks: int) -> None:
-    for trace in parts(partition(plan(stages, blocks)), "blocks"):
+    for trace in parts(draw_partition(plan(stages, blocks)), "blocks"):
         rows: dict[float, list[tuple[float, float]]] = {}
         for y, start, width in zip(trace.y, trace.base, trace.x, strict=True):
             rows.setdefault(y, []).append((start, width))
@@ -52,7 +52,7 @@ def test_blocks_of_a_row_touch_and_never_overlap(stages: int, blocks: int) -> No
 
 def test_a_block_is_as_wide_as_its_share_of_the_stages_compute() -> None:
     plain, again = (plan_of(pipeline=2, schedule="1f1b", recompute=mode) for mode in ("none", "full"))
-    first, last = parts(partition(plain), "blocks")
+    first, last = parts(draw_partition(plain), "blocks")
     layer = first.x[1]
     assert first.text[0] == "emb"
     assert first.x[0] < layer / 2
@@ -66,7 +66,7 @@ def test_a_block_is_as_wide_as_its_share_of_the_stages_compute() -> None:
 
 def test_a_stages_row_is_as_long_as_its_forward_and_backward() -> None:
     value = plan(4, 56)
-    for stage, trace in zip(value.stages, parts(partition(value), "blocks"), strict=True):
+    for stage, trace in zip(value.stages, parts(draw_partition(value), "blocks"), strict=True):
         assert sum(trace.x) == pytest.approx(stage.forward_ms + stage.backward_ms)
 
 
@@ -82,7 +82,7 @@ def test_each_block_says_how_it_is_recomputed_and_the_heading_in_how_many() -> N
     first, second = value.stages
     some = replace(first, recompute="full", recompute_first=1, recompute_rest="selective")
     value = replace(value, stages=(some, replace(second, recompute="selective", recompute_first=2)))
-    texts = [text for trace in parts(partition(value), "blocks") for text in trace.hovertext]
+    texts = [text for trace in parts(draw_partition(value), "blocks") for text in trace.hovertext]
     found = [re.findall(r"(?:<br>|^)((?:selective )?activation checkpointing)", text) for text in texts]
     selective = ["selective activation checkpointing"]
     assert found == [["activation checkpointing"], selective, selective, selective, selective, selective, [], []]
@@ -93,7 +93,7 @@ def test_each_block_says_how_it_is_recomputed_and_the_heading_in_how_many() -> N
 
 def test_memory_is_stacked_by_category_up_to_each_stages_total() -> None:
     value = plan(4, 56, memory_limit_bytes=32 * GIB)
-    stacks = parts(partition(value), "memory")
+    stacks = parts(draw_partition(value), "memory")
     assert [trace.name for trace in stacks] == ["parameters", "gradients", "optimiser", "activations", "workspace"]
     for stage in value.stages:
         assert sum(trace.x[stage.index] for trace in stacks) * GIB == pytest.approx(stage.memory.total)
@@ -112,7 +112,7 @@ def test_a_device_with_several_stages_shows_what_all_of_them_hold() -> None:
 
 def test_the_users_memory_limit_takes_the_place_of_the_devices() -> None:
     value = plan(4, 56, memory_limit_bytes=32 * GIB)
-    figure = partition(value)
+    figure = draw_partition(value)
     assert [note.text for note in figure.layout.annotations] == [
         f"your limit 32.0 GiB ({value.peak_bytes / 32 / GIB:.0%} used)"
     ]
@@ -121,13 +121,16 @@ def test_the_users_memory_limit_takes_the_place_of_the_devices() -> None:
 
 def test_the_total_of_each_stage_stands_beside_the_axis_where_no_limit_crosses_it() -> None:
     value = plan(4, 56)
-    axis = partition(value).layout.yaxis2
+    axis = draw_partition(value).layout.yaxis2
     assert axis.side == "right"
     assert list(axis.ticktext) == [gib(stage.memory.total) for stage in value.stages]
 
 
 def test_memory_is_labelled_where_the_label_fits() -> None:
-    for figure, factor in ((partition(plan(4, 56, memory_limit_bytes=32 * GIB)), 1), (partition(plan(4, 8)), 10)):
+    for figure, factor in (
+        (draw_partition(plan(4, 56, memory_limit_bytes=32 * GIB)), 1),
+        (draw_partition(plan(4, 8)), 10),
+    ):
         end = figure.layout.xaxis2.range[1]
         pairs = [pair for t in parts(figure, "memory") for pair in zip(t.x, t.text, strict=True)]
         words = [f"{x / factor:.3g}" for x, _ in pairs]
@@ -139,7 +142,7 @@ def test_memory_is_labelled_where_the_label_fits() -> None:
 def test_a_small_models_memory_is_counted_in_the_unit_of_its_total() -> None:
     value = plan(2, 8)
     small = replace(value, stages=tuple(replace(s, memory=Memory(0, 0, 0, 3 << 20, 0)) for s in value.stages))
-    figure = partition(small)
+    figure = draw_partition(small)
     assert in_one_line(figure.layout.xaxis2.title.text) == "peak of one device (MiB)"
     assert list(parts(figure, "scale")[0].x) == [3.0, 3.0]
     assert figure.layout.yaxis2.ticktext[0] == "3.0 MiB"
@@ -148,7 +151,7 @@ def test_a_small_models_memory_is_counted_in_the_unit_of_its_total() -> None:
 def test_the_axis_of_memory_is_the_device_and_little_use_of_it_is_magnified() -> None:
     """Of 139 GiB, the fullest stage uses 9.2: the magnified bar ends before the device does, and says its factor."""
     value = plan(4, 8)
-    figure = partition(value)
+    figure = draw_partition(value)
     [limit], [scale], stacks = figure.layout.shapes, parts(figure, "scale"), parts(figure, "memory")
     device = value.cluster.device.memory_bytes / GIB
     assert limit.x0 == pytest.approx(device)
@@ -157,17 +160,17 @@ def test_the_axis_of_memory_is_the_device_and_little_use_of_it_is_magnified() ->
     [factor] = {round(sum(t.x[r] for t in stacks) / scale.x[r], 6) for r in range(4)}
     assert device / 2.6 < factor * max(scale.x) <= device
     assert f"used; thick bars × {factor:.0f})" in figure.layout.annotations[0].text
-    assert not parts(partition(plan(4, 56, memory_limit_bytes=32 * GIB)), "scale")
+    assert not parts(draw_partition(plan(4, 56, memory_limit_bytes=32 * GIB)), "scale")
 
 
 def test_stages_have_different_colours_from_their_neighbours() -> None:
-    colours = [trace.marker.color[0] for trace in parts(partition(plan(16, 98)), "blocks")]
+    colours = [trace.marker.color[0] for trace in parts(draw_partition(plan(16, 98)), "blocks")]
     assert all(a != b for a, b in itertools.pairwise(colours))
 
 
 @pytest.mark.parametrize(("stages", "microbatches"), [(1, 1), (2, 4), (4, 32), (8, 64)])
 def test_every_action_of_the_schedule_is_drawn_once(stages: int, microbatches: int) -> None:
-    figure = timeline(plan(stages, 56, microbatches))
+    figure = draw_timeline(plan(stages, 56, microbatches))
     for name in ("forward", "backward"):
         traces = [trace for trace in figure.data if trace.name == name]
         facts = [(round(rank), int(facts[1])) for t in traces for rank, facts in zip(t.y, t.customdata, strict=True)]
@@ -181,7 +184,7 @@ def test_every_action_of_the_schedule_is_drawn_once(stages: int, microbatches: i
 def test_actions_too_narrow_for_a_bar_are_areas_that_cover_their_time() -> None:
     value = plan(2, 8, microbatches=300)
     lanes = simulated(value).lanes
-    areas = parts(timeline(value), "actions")
+    areas = parts(draw_timeline(value), "actions")
     assert {(trace.name, trace.type) for trace in areas} == {("forward", "scatter"), ("backward", "scatter")}
     for rank, lane in enumerate(lanes):
         drawn = np.concatenate([np.array(trace.x)[np.isclose(trace.y, rank - 0.4)] for trace in areas])
@@ -192,7 +195,7 @@ def test_actions_too_narrow_for_a_bar_are_areas_that_cover_their_time() -> None:
 
 def test_hover_tells_when_an_action_ran_and_how_long() -> None:
     """plotly.js replaces %{x} of a bar by the bar's end."""
-    figure = timeline(plan(2, 8, microbatches=4))
+    figure = draw_timeline(plan(2, 8, microbatches=4))
     for trace in parts(figure, "actions"):
         assert trace.hovertemplate.count("%{base:") == trace.hovertemplate.count("%{x:") == 1
         assert [length for *_, length in trace.customdata] == list(trace.x)
@@ -203,7 +206,7 @@ def test_hover_tells_when_an_action_ran_and_how_long() -> None:
 
 def test_hatched_time_is_the_bubble_that_the_title_states() -> None:
     value = plan(4, 56, microbatches=8)
-    figure = timeline(value)
+    figure = draw_timeline(value)
     schedule = build_schedule("1f1b", 4, 8)
     times = [[getattr(s, name) for s in value.stages] for name in ("forward_ms", "backward_ms")]
     link = value.cluster.group_link(4)
@@ -215,7 +218,7 @@ def test_hatched_time_is_the_bubble_that_the_title_states() -> None:
 
 
 def test_no_line_of_a_title_is_wider_than_a_narrow_figure_and_the_figure_grows_for_more_lines() -> None:
-    short, long = partition(plan(4)), partition(plan(4, model=" ".join(["bert-large"] * 12)))
+    short, long = draw_partition(plan(4)), draw_partition(plan(4, model=" ".join(["bert-large"] * 12)))
     title = long.layout.title
     for lines, letters in ((title.text, TITLE_LETTERS), (title.subtitle.text, SUBTITLE_LETTERS)):
         assert max(len(re.sub("<[^>]*>", "", line).strip()) for line in lines.split("<br>")) <= letters
@@ -235,7 +238,7 @@ def test_one_figure_shows_the_whole_plan() -> None:
 
 
 def test_labels_in_narrow_bars_vanish_instead_of_shrinking() -> None:
-    for figure in (partition(plan()), show_plan(plan()), timeline(plan())):
+    for figure in (draw_partition(plan()), show_plan(plan()), draw_timeline(plan())):
         assert figure.layout.uniformtext.mode == "hide"
         last = [trace for trace in figure.data if trace.type == "bar"][-1]
         assert last.text is not None  # plotly.js applies the mode only if the last subplot's bars have text
@@ -331,7 +334,7 @@ def test_the_tensors_that_cross_a_cut_stand_between_its_stages_with_names_and_sh
         0: [TensorSpec("hidden", (8, 512, 1920), "bfloat16"), TensorSpec("bias<0>", (1, 30, 512, 512), "float32")],
         1: [TensorSpec("hidden", (8, 512, 1920), "bfloat16")],
     }
-    figure = partition(plan(stages=3), crossing=crossing)
+    figure = draw_partition(plan(stages=3), crossing=crossing)
     [marks] = [trace for trace in figure.data if trace.meta == "crossing"]
     assert list(marks.y) == [0.5, 1.5]
     assert "hidden  bfloat16 8 × 512 × 1920" in marks.hovertext[0]
@@ -355,7 +358,7 @@ def test_a_measured_step_is_drawn_below_its_prediction_on_the_same_axis() -> Non
     assert measured.lanes[0][0].start_ms == 0.0
     assert measured.lanes[1][0].start_ms == pytest.approx(simulated(chosen).lanes[1][0].start_ms + 1.0)
     assert measured.in_flight == (2, 1)
-    figure = timeline(chosen, measured)
+    figure = draw_timeline(chosen, measured)
     assert figure.layout.xaxis.range == figure.layout.xaxis2.range
     titles = [note.text for note in figure.layout.annotations]
     assert titles[0].startswith("<b>predicted</b>")
@@ -385,7 +388,7 @@ def test_the_picture_of_a_step_ends_where_the_step_does() -> None:
     )
     length = simulated(replace(value, stages=stages)).step_ms
     value = replace(value, stages=stages, prediction=replace(value.prediction, step_ms=length + 8.5))
-    figure = timeline(value)
+    figure = draw_timeline(value)
     assert figure.layout.xaxis.range[1] == pytest.approx(1.005 * (length + 8.5))
     exposed, beside = (
         seen_by_rank(figure, "exposed communication"),
@@ -405,7 +408,7 @@ def test_a_stored_plan_without_its_stages_ends_shows_them_from_its_prediction() 
     value = plan(1, 8, microbatches=2, data=4)
     length = simulated(value).step_ms
     value = replace(value, prediction=replace(value.prediction, step_ms=length + 9.0, optimizer_ms=4.0))
-    figure = timeline(value)
+    figure = draw_timeline(value)
     assert seen_by_rank(figure, "exposed communication")[0] == [pytest.approx((length, length + 5.0))]
     assert seen_by_rank(figure, "update")[0] == [pytest.approx((length + 5.0, length + 9.0))]
     assert list(parts(figure, "idle")[0].x) == []

@@ -20,8 +20,8 @@ from workbench.errors import DataError, InvalidArgument
 from workbench.figures.curves_view import loss_curves
 from workbench.figures.figure import PLOTLY_MIME, Figure, picture, save
 from workbench.figures.panels_view import panels
-from workbench.figures.plan_view import partition, plan_mimebundle, show_plan
-from workbench.figures.timeline_view import prediction, timeline
+from workbench.figures.plan_view import draw_partition, plan_mimebundle, show_plan
+from workbench.figures.timeline_view import draw_timeline, prediction
 from workbench.figures.twin_panel import TwinAxis, parted
 
 
@@ -103,13 +103,15 @@ def test_a_table_of_a_heat_map_has_a_row_for_each_cell(tmp_path: Path) -> None:
 
 
 def test_a_table_of_bars_says_where_each_starts_and_ends(tmp_path: Path) -> None:
-    table = rows(timeline(plan(stages=2, microbatches=2)).save(tmp_path / "step.csv"))
+    table = rows(draw_timeline(plan(stages=2, microbatches=2)).save(tmp_path / "step.csv"))
     ends = [(float(row["time (ms), from"]), float(row["time (ms)"])) for row in table if row["series"] == "forward"]
     assert ends[0][0] == 0
     assert all(start < end for start, end in ends)
 
 
-@pytest.mark.parametrize("make", [show_plan, partition, timeline, lambda p: prediction(p, {"step_ms": 700.0})])
+@pytest.mark.parametrize(
+    "make", [show_plan, draw_partition, draw_timeline, lambda p: prediction(p, {"step_ms": 700.0})]
+)
 def test_every_figure_can_be_saved(make: Any, tmp_path: Path) -> None:
     figure = make(plan())
     assert isinstance(figure, Figure)

@@ -15,7 +15,7 @@ from tests.unit.test_figures_live import end, eventually, start_run, train
 from tests.unit.test_lab import ask, server  # noqa: F401
 from workbench.errors import RunNotFound
 from workbench.lab import handlers
-from workbench.lab.handlers import RunIndex, dashboard_of, own_run
+from workbench.lab.handlers import RunIndex, dashboard_of, user_run
 from workbench.rundir import RunDir, append_event, known_runs_roots, note_runs_root, write_json, write_record
 from workbench.runs.event_log import BULK_BYTES, spread_steps
 from workbench.runs.launching.device_queue import Sample, write_sample
@@ -89,14 +89,14 @@ def test_steps_spread_over_a_long_file_are_those_of_the_last_attempt(tmp_path: P
 
 
 def test_only_a_users_own_runs_below_a_folder_of_runs_are_found(folder: Path, tmp_path: Path) -> None:
-    assert own_run(str(folder / "b"), [folder]).name == "b"
+    assert user_run(str(folder / "b"), [folder]).name == "b"
     outside = start_run(tmp_path / "outside" / "c")
     (folder / "link").symlink_to(outside.path)
     write_json(folder / "b" / "inner" / "experiment.json", {})
     refused = [outside.path, folder / "link", folder / "b" / "inner", folder / "b" / ".." / ".." / "outside" / "c"]
     for path in [*map(str, refused), str(folder), "/etc/passwd", "", "b\0", "none"]:
         with pytest.raises(RunNotFound):
-            own_run(path, [folder])
+            user_run(path, [folder])
     assert names(RunIndex().read([folder])) == {"a <img src=x>", "b"}
 
 
@@ -105,7 +105,7 @@ def test_runs_of_another_account_are_neither_listed_nor_found(folder: Path) -> N
     os.chown(folder / "b", 12345, 12345)
     assert names(RunIndex().read([folder])) == {"a <img src=x>"}
     with pytest.raises(RunNotFound):
-        own_run(str(folder / "b"), [folder])
+        user_run(str(folder / "b"), [folder])
 
 
 def test_folders_in_which_runs_were_launched_are_known_until_they_are_gone(

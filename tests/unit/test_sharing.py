@@ -208,7 +208,7 @@ def test_what_differs_is_named(tmp_path):
     doubled = {"micro_batch": 2 * plan["micro_batch"], "num_microbatches": plan["num_microbatches"] // 2}
     write_json(second.directory.plan, {**plan, **doubled})
     record = Record.of([first])
-    found = {d.subject: (d.recorded, d.here) for d in sharing.differences(record, [second])}
+    found = {d.subject: (d.recorded, d.here) for d in sharing.differences_from(record, [second])}
     assert found == {
         "git commit": ("a" * 10, "b" * 10),
         "uncommitted changes": ("none", "some (3333333333)"),
@@ -222,7 +222,7 @@ def test_what_differs_is_named(tmp_path):
             for of in (plan, {**plan, **doubled})
         ),
     }
-    assert sharing.differences(record, [first]) == []
+    assert sharing.differences_from(record, [first]) == []
 
 
 def test_the_recorded_commit_is_checked_out_aside_and_removed_again(tmp_path, monkeypatch):

@@ -220,24 +220,24 @@ def picture(figure: go.Figure, form: str = "png", width: int = NOTEBOOK_PX, scal
 
 def _rows(figure: go.Figure, trace: Any) -> Iterator[dict[str, Any]]:
     """Yield the points of a trace by the names of their columns."""
-    from workbench.figures.twin_panel import item_of, plain, words_of
+    from workbench.figures.twin_panel import item_of, text_of, words_of
 
     if trace.type == "parcoords":
         columns = {}
         for axis in trace.dimensions:  # words in place of numbers, where the axis has them
             words = {} if axis.ticktext is None else dict(zip(axis.tickvals, axis.ticktext, strict=True))
-            columns[plain(str(axis.label))[0]] = [words.get(value, value) for value in axis.values]
+            columns[text_of(str(axis.label))[0]] = [words.get(value, value) for value in axis.values]
         yield from (dict(zip(columns, row, strict=True)) for row in zip(*columns.values(), strict=True))
         return
     x_name, y_name = _axis_name(figure, trace, 0), _axis_name(figure, trace, 1)
     x, y = words_of(trace.x), words_of(trace.y)
     if trace.type == "heatmap":
-        value = plain(trace.colorbar.title.text or "value")[0]
+        value = text_of(trace.colorbar.title.text or "value")[0]
         for row, column in np.ndindex(len(y), len(x)):
             cell = {x_name: x[column], y_name: y[row], value: _finite(trace.z[row][column])}
             words = trace.text if trace.hovertext is None else trace.hovertext
             if words is not None:
-                cell["note"] = plain(str(words[row][column] or ""))[0].replace("\n", ", ")
+                cell["note"] = text_of(str(words[row][column] or ""))[0].replace("\n", ", ")
             yield cell
         return
     if trace.type not in ("scatter", "bar"):
@@ -247,7 +247,7 @@ def _rows(figure: go.Figure, trace: Any) -> Iterator[dict[str, Any]]:
     role = ROLES.get(str(trace.meta), str(trace.meta or ""))
     along = x_name if trace.type == "bar" and trace.orientation == "h" else y_name
     for at in range(len(x)):
-        row = {"series": plain(trace.name or "")[0], "shows": role, x_name: _finite(x[at]), y_name: _finite(y[at])}
+        row = {"series": text_of(trace.name or "")[0], "shows": role, x_name: _finite(x[at]), y_name: _finite(y[at])}
         if trace.type == "bar" and trace.base is not None:
             row[f"{along}, from"] = start = float(item_of(trace.base, at))
             row[along] = start + float(row[along] or 0)
@@ -264,7 +264,7 @@ def _finite(value: Any) -> Any:
 
 def _axis_name(figure: go.Figure, trace: Any, which: int) -> str:
     """Return an axis' title, or that of its panel, or that of the axis in another panel above or below it."""
-    from workbench.figures.twin_panel import plain
+    from workbench.figures.twin_panel import text_of
 
     letter, other = "xy"[which], "yx"[which]
     names = [str(trace[f"{letter}axis"] or letter), str(trace[f"{other}axis"] or other)]
@@ -277,7 +277,7 @@ def _axis_name(figure: go.Figure, trace: Any, which: int) -> str:
     if not title and which == 0:
         below = (other for other in figure.select_xaxes() if other.domain == axis.domain)
         title = next((other.title.text for other in below if other.title.text), None)
-    return plain(title or letter)[0].replace("\n", ", ")
+    return text_of(title or letter)[0].replace("\n", ", ")
 
 
 # HTML from elsewhere is made harmless in two ways that hold at once. The sanitiser works on the HTML that a browser
@@ -476,7 +476,7 @@ def save_html(
 ) -> Path:
     """Write figures below one another as one self-contained page, which fetches nothing when it opens.
 
-    A `str` among `figures` is inserted as HTML, and a page of these alone is small: it has no script. `text` is plain
+    A `str` among `figures` is inserted as HTML, and a page of these alone is small: it has no script. `text` is text_of
     text above the figures.
     """
     parts = [figures] if isinstance(figures, go.Figure) else list(figures)

@@ -51,7 +51,7 @@ class BlockRectangle:
     width: float
 
 
-def partition(plan: Plan, crossing: Mapping[int, Sequence[TensorSpec]] | None = None) -> Figure:
+def draw_partition(plan: Plan, crossing: Mapping[int, Sequence[TensorSpec]] | None = None) -> Figure:
     """Draw the model's blocks in a row per stage, as long as the stage's time, with a device's memory beside it.
 
     A stage whose row is longer than the others holds the pipeline up. Memory is the predicted peak of one device of
@@ -278,7 +278,7 @@ WORDS_LETTERS = 44
 
 
 @dataclass(frozen=True)
-class Cell:
+class MapCell:
     """One device, or the first of a node, in a column and a row of the map."""
 
     device: int
@@ -286,18 +286,18 @@ class Cell:
     row: int
 
 
-def device_cells(plan: Plan) -> list[Cell]:
+def device_cells(plan: Plan) -> list[MapCell]:
     """Return the cells of the map; none for a single device, or for more nodes than a map can show."""
     cluster = plan.cluster
     count, size = cluster.gpus, cluster.gpus_per_node
     if count == 1 or cluster.nodes > MOST_CELLS:
         return []
     if count > MOST_CELLS:
-        return [Cell(node * size, node % NODES_A_ROW, node // NODES_A_ROW) for node in range(cluster.nodes)]
+        return [MapCell(node * size, node % NODES_A_ROW, node // NODES_A_ROW) for node in range(cluster.nodes)]
     places = [(device, device // size, device % size) for device in range(count)]
     if cluster.nodes <= LYING_NODES:
-        return [Cell(device, place, node) for device, node, place in places]
-    return [Cell(device, node, place) for device, node, place in places]
+        return [MapCell(device, place, node) for device, node, place in places]
+    return [MapCell(device, node, place) for device, node, place in places]
 
 
 def _per_rank(plan: Plan) -> int:
@@ -370,11 +370,11 @@ def words_below(plan: Plan) -> str:
     return theme.broken(theme.text(" ".join(said)), WORDS_LETTERS)
 
 
-def add_map(figure: Figure, plan: Plan, cells: Sequence[Cell], row: int) -> None:
+def add_map(figure: Figure, plan: Plan, cells: Sequence[MapCell], row: int) -> None:
     """Draw the map into the subplot of a row, column 1."""
     place = {"row": row, "col": 1}
     count, device = _per_rank(plan), _device_word(plan)
-    by_rank: dict[int, list[Cell]] = {}
+    by_rank: dict[int, list[MapCell]] = {}
     for cell in cells:
         by_rank.setdefault(min(cell.device // count, plan.pipeline - 1), []).append(cell)
     for rank, own in by_rank.items():
@@ -471,7 +471,7 @@ def show_plan(plan: Plan, fewer: Plan | None = None) -> Figure:
         trace.legend = "legend2"
     if cells:
         add_map(figure, plan, cells, row=3)
-    facts = theme.text(theme.listed(f"{name} {value}" for name, value in _headline(plan)))
+    facts = theme.text(theme.in_one_line(f"{name} {value}" for name, value in _headline(plan)))
     alert = "The loss depends on this division of the batch: see plan.notes" if plan.loss_depends else None
     gain_in_words = None
     if fewer is not None:  # how much faster the plan is than that on fewer devices, in red where it is little

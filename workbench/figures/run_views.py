@@ -22,11 +22,11 @@ from workbench.analysis.seed_contrast import SeedContrast, SeedDifference
 from workbench.arguments import checked_arguments
 from workbench.errors import InvalidArgument
 from workbench.experiment import Experiment
-from workbench.figures import plan_view, theme
+from workbench.figures import theme
 from workbench.figures.curves_view import loss_curves
 from workbench.figures.figure import Figure, subplots
-from workbench.figures.timeline_view import measured_timeline, prediction
-from workbench.figures.timeline_view import timeline as drawn_timeline
+from workbench.figures.plan_view import draw_partition
+from workbench.figures.timeline_view import draw_timeline, measured_timeline, prediction
 from workbench.planning.plan import Plan
 from workbench.planning.runnable import check_facts
 from workbench.runs.history import Patterns
@@ -76,9 +76,9 @@ def show(run: OneRun) -> Figure:
 def timeline(run: OneRun | Plan) -> Figure:
     """Draw the schedule of one step: a plan's prediction, or a run's prediction above a step that it measured."""
     if isinstance(run, Plan):
-        return drawn_timeline(run)
+        return draw_timeline(run)
     handle = load_run(run)
-    return drawn_timeline(handle.plan, measured_timeline(handle.events()))
+    return draw_timeline(handle.plan, measured_timeline(handle.events()))
 
 
 @checked_arguments
@@ -92,7 +92,7 @@ def partition(plan: Plan, experiment: Experiment) -> Figure:
     crossing = {
         stage.index: [graph.values[name] for name in graph.crossing(stage.end_block)] for stage in plan.stages[:-1]
     }
-    return plan_view.partition(plan, crossing=crossing)
+    return draw_partition(plan, crossing=crossing)
 
 
 @checked_arguments

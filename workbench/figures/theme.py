@@ -184,7 +184,7 @@ def series_dash(index: int) -> str:
     return DASHES[index // len(PALETTE) % len(DASHES)]
 
 
-def listed(parts: Iterable[str]) -> str:
+def in_one_line(parts: Iterable[str]) -> str:
     """Return the parts of a list in one line, which breaks between them only (`broken`)."""
     return "\u00a0· ".join(part.replace(" ", "\u00a0") for part in parts)
 

@@ -66,7 +66,7 @@ def describe(step: Timeline) -> str:
     return f"{length}, bubble {step.bubble_fraction:.1%}"
 
 
-def timeline(plan: Plan, measured: Timeline | None = None) -> Figure:
+def draw_timeline(plan: Plan, measured: Timeline | None = None) -> Figure:
     """Draw one step of a plan as predicted and, below it on the same axis of time, as a run has measured it.
 
     Each pipeline rank has a lane. Forward and backward are numbered by micro-batch if there is room; the bubble is

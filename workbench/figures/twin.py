@@ -33,11 +33,11 @@ from workbench.figures.twin_panel import (
     font,
     line_look,
     parted,
-    plain,
+    text_of,
+    tick_label,
     widest,
     words_of,
     wrapped,
-    written,
 )
 
 # The page, its legends, and the words at the ends of curves, which may replace a legend.
@@ -78,7 +78,7 @@ class TwinPage:
         axes.set_position((left / self.width, bottom / self.height, width / self.width, height / self.height))
 
     def write(self, x: float, y: float, markup: Any, color: Any = None, size: int = theme.FONT_PX, **look: Any) -> None:
-        words, bold = plain(str(markup or ""))
+        words, bold = text_of(str(markup or ""))
         if words:
             text = self.picture.text(x, y, words, transform=self.px, fontproperties=font(size, bold), **look)
             text.set(color=color_of(color), parse_math=False, rotation_mode="anchor", linespacing=1.25)
@@ -156,13 +156,13 @@ class TwinLegends:
             up = {"bottom": "lower", "middle": "center"}.get(str(legend.yanchor), "upper") if inside else "lower"
             box = page.picture.legend(
                 [keys.get(id(trace)) or Line2D([], []) for trace in entries],
-                [plain(trace.name)[0].replace("$", r"\$") for trace in entries],
+                [text_of(trace.name)[0].replace("$", r"\$") for trace in entries],
                 loc=f"{up} {legend.xanchor or 'left'}",
                 bbox_to_anchor=(x / page.width, y / page.height),
                 ncols=self._columns(entries) if lying else 1,
                 frameon=not lying,
                 borderaxespad=0.0 if lying else 0.4,
-                title=plain(legend.title.text or "")[0] or None,
+                title=text_of(legend.title.text or "")[0] or None,
                 **LEGEND_LOOK,
             )
             box.set_zorder(4)
@@ -358,7 +358,7 @@ class Twin:
                 x, y = box.x0 - widest(labels) - 14, (box.y0 + box.y1) / 2
                 self._page.write(x, y, title, theme.MUTED, ha="center", va="bottom", rotation=90)
             else:
-                lines = max((plain(label)[0].count("\n") + 1 for label in labels if label), default=0)
+                lines = max((text_of(label)[0].count("\n") + 1 for label in labels if label), default=0)
                 x, y = (box.x0 + box.x1) / 2, box.y0 - 10 - 15 * lines
                 self._page.write(x, y, title, theme.MUTED, ha="center", va="top")
 
@@ -381,7 +381,7 @@ class Twin:
             bar = self._page.axes(left, box.y0, 12, height)
             bar.imshow(np.arange(256)[:, None], cmap=mesh.cmap, aspect="auto", origin="lower", interpolation="nearest")
             values = np.linspace(low, high, 5) if scale.tickvals is None else scale.tickvals
-            words = [written(float(f"{v:.3g}"), scale.tickformat or "") for v in values]
+            words = [tick_label(float(f"{v:.3g}"), scale.tickformat or "") for v in values]
             for value, word in zip(values, scale.ticktext or words, strict=True):
                 at = box.y0 + (value - low) / ((high - low) or 1.0) * height
                 self._page.write(left + 18, at, word, theme.MUTED, 11, va="center")

@@ -46,7 +46,7 @@ def _glyphs() -> frozenset[int]:
 
 
 @lru_cache(4096)
-def plain(markup: str) -> tuple[str, bool]:
+def text_of(markup: str) -> tuple[str, bool]:
     """Return the text of Plotly's markup, and True if most of it is bold; characters without a glyph become `?`."""
     bold = sum(map(len, re.findall(r"<b>(.*?)</b>", markup))) > 0.4 * len(re.sub(r"<[^>]*>", "", markup))
     text = html.unescape(re.sub(r"<[^>]*>", "", re.sub(r"<br\s*/?>", "\n", markup))).replace("\u200b", "")
@@ -56,7 +56,7 @@ def plain(markup: str) -> tuple[str, bool]:
 @lru_cache(4096)
 def width_of(markup: str, size: int = theme.FONT_PX) -> float:
     """Return the width of the widest line of a text, in pixels."""
-    text, bold = plain(markup)
+    text, bold = text_of(markup)
     face = get_font(findfont(font(size, bold)))
     face.set_size(size, 72)
     widths = []
@@ -182,7 +182,7 @@ class TwinAxis:
                 bins = min(max(2, int(length_px / gap_px)), int(layout.nticks or 7))
                 steps = MaxNLocator(bins, steps=[1, 2, 5, 10], integer=layout.dtick == 1, min_n_ticks=1)
                 values = [float(value) for value in steps.tick_values(low, high)]
-            labels = [written(value, str(layout.tickformat or "")) for value in values]
+            labels = [tick_label(value, str(layout.tickformat or "")) for value in values]
         if layout.showticklabels is False:
             labels = [""] * len(values)
         margin = 1e-9 * (high - low)
@@ -190,7 +190,7 @@ class TwinAxis:
         return [values[at] for at in inside], [labels[at] for at in inside]
 
 
-def written(value: float, tick_format: str = "") -> str:
+def tick_label(value: float, tick_format: str = "") -> str:
     """Return a tick's label: percent or a prefix such as k where the format asks for it, else six digits at most."""
     if tick_format.endswith("%"):
         return f"{100 * value:.3g}%"
@@ -253,7 +253,7 @@ class TwinPanel:
         self, at: Any, markup: Any, color: Any, size: int, shift: tuple[float, float] = (0, 0), **look: Any
     ) -> None:
         """Write words at a position, moved by some pixels; they may leave the axes."""
-        words, bold = plain(str(markup))
+        words, bold = text_of(str(markup))
         look |= {"xytext": shift, "textcoords": "offset points", "annotation_clip": False, "parse_math": False}
         self.axes.annotate(words, at, color=color_of(color), fontproperties=font(size, bold), **look)
 

@@ -84,7 +84,7 @@ class RunIndex:
         `unread` is the number of runs whose row has a name only, because there was no time to read more.
         """
         with self._lock:
-            unread = self._update(own_runs(roots))
+            unread = self._update(user_runs(roots))
             times = psutil.cpu_times()  # psutil.cpu_percent() begins anew in each thread of the server
             passed, idle = sum(times) - sum(self._cpu_times), times.idle - self._cpu_times.idle
             if passed > 1.0:
@@ -147,7 +147,7 @@ class RunIndex:
         return sum(not entry.signature for entry, _ in waiting[read:])
 
 
-def own_runs(roots: Iterable[Path]) -> list[Path]:
+def user_runs(roots: Iterable[Path]) -> list[Path]:
     """Return the directories of this user's runs in some folders; neither those of other users nor links."""
     found = []
     for root in roots:
@@ -160,11 +160,11 @@ def own_runs(roots: Iterable[Path]) -> list[Path]:
     return found
 
 
-def own_run(path: str, roots: Iterable[Path]) -> Run:
+def user_run(path: str, roots: Iterable[Path]) -> Run:
     """Return the run of this user at a path that a page names; raises `RunNotFound` for every other path."""
     with contextlib.suppress(OSError, ValueError):
         real = Path(path).resolve(strict=True)
-        if real.parent in {root.resolve() for root in roots} and real in own_runs([real.parent]):
+        if real.parent in {root.resolve() for root in roots} and real in user_runs([real.parent]):
             return Run(real)
     raise RunNotFound(f"You have no run {path!r:.200} in a folder of runs.")
 
@@ -340,7 +340,7 @@ class RunActions(_RunHandler):
         action = ACTIONS.get(str(asked.get("action")))
         if action is None:
             raise tornado.web.HTTPError(400, f"There is no action {asked.get('action')!r:.80}.")
-        await self.in_thread(lambda: action(own_run(str(asked.get("path")), self.roots), asked.get("value")))
+        await self.in_thread(lambda: action(user_run(str(asked.get("path")), self.roots), asked.get("value")))
         self.finish({})
 
 
@@ -357,7 +357,7 @@ class RunCurves(_RunHandler):
             raise tornado.web.HTTPError(400, f"Name 1 to {MOST_CURVES} runs.")
 
         def drawn() -> dict[str, Any]:
-            runs = [own_run(str(path), self.roots) for path in paths]
+            runs = [user_run(str(path), self.roots) for path in paths]
             sizes = [run.directory.events.stat().st_size if run.directory.events.exists() else 0 for run in runs]
             if sizes == asked.get("seen"):
                 return {"seen": sizes, "figures": None}

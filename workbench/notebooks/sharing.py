@@ -383,7 +383,7 @@ def reproduce(
     ]
     missing = Verdict(DIFFERENT, float("nan"), None, "the notebook did not launch it this time")
     comparisons += [Comparison(run.name, "nothing", missing) for run in record.runs[len(done.runs) :]]
-    return Reproduction(tuple(comparisons), tuple(differences(record, done.runs)), done.notebook, done.page)
+    return Reproduction(tuple(comparisons), tuple(differences_from(record, done.runs)), done.notebook, done.page)
 
 
 @contextlib.contextmanager
@@ -440,7 +440,7 @@ def what_runs(notebook: Path, at_commit: bool = False) -> str:
     return "\n".join("".join(c if c.isprintable() else "\N{REPLACEMENT CHARACTER}" for c in line) for line in lines)
 
 
-def differences(record: Record, again: Sequence[Run]) -> list[RecordedDifference]:
+def differences_from(record: Record, again: Sequence[Run]) -> list[RecordedDifference]:
     """Return what differs from the record: code, versions, machine, and each run's experiment, data and plan."""
     now = dict(again[0].environment) if again else environment()
     then, here = _machine(record.environment), _machine(now)
