@@ -49,7 +49,7 @@ import sys
 import threading
 import time
 import zlib
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, cast
@@ -122,6 +122,16 @@ class _Entry:
         return run.path / self._name
 
 
+class _Numbered:
+    """A path of each rank or step in a run directory, read as a method of `RunDir` that takes the number."""
+
+    def __init__(self, pattern: str) -> None:
+        self._pattern = pattern
+
+    def __get__(self, run: RunDir, owner: type[RunDir]) -> Callable[[int | str], Path]:
+        return lambda number: run.path / self._pattern.format(number)
+
+
 @dataclass(frozen=True)
 class RunDir:
     """The names of everything inside one run's directory."""
@@ -151,6 +161,13 @@ class RunDir:
     errors = _Entry("errors")
     logs = _Entry("logs")
     stacks = _Entry("stacks")
+    rank = _Numbered("ranks/{}.json")
+    beat = _Numbered("ranks/{}.beat")
+    stack = _Numbered("stacks/{}.txt")
+    groups = _Numbered("stacks/{}.groups.json")
+    log = _Numbered("logs/{}.log")
+    error = _Numbered("errors/{}.json")
+    checkpoint = _Numbered("checkpoints/step-{:08d}")
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "path", Path(self.path))
@@ -162,27 +179,6 @@ class RunDir:
     def was_deleted(self) -> bool:
         """True if a run that has started is gone; its folder stays if a file is written while others are deleted."""
         return not self.plan.is_file()
-
-    def rank(self, rank: int) -> Path:
-        return self.ranks / f"{rank}.json"
-
-    def beat(self, rank: int) -> Path:
-        return self.ranks / f"{rank}.beat"
-
-    def stack(self, rank: int) -> Path:
-        return self.stacks / f"{rank}.txt"
-
-    def groups(self, rank: int) -> Path:
-        return self.stacks / f"{rank}.groups.json"
-
-    def log(self, rank: int | str) -> Path:
-        return self.logs / f"{rank}.log"
-
-    def error(self, rank: int) -> Path:
-        return self.errors / f"{rank}.json"
-
-    def checkpoint(self, step: int) -> Path:
-        return self.checkpoints / f"step-{step:08d}"
 
 
 @contextlib.contextmanager

@@ -20,7 +20,7 @@ from workbench.analysis.curve import Curve
 from workbench.figures.curves_view import loss_curves
 from workbench.figures.figure import PLOTLY_MIME, notebook_to_html, save_html
 from workbench.figures.panels_view import panels
-from workbench.figures.plan_view import show_plan
+from workbench.figures.plan_view import draw_partition, show_plan
 from workbench.figures.run_views import draw_contrast
 from workbench.figures.timeline_view import draw_timeline
 

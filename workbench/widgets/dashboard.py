@@ -86,11 +86,6 @@ class DashboardRow:
         )
 
     @property
-    def name(self) -> str:
-        """The name of the run."""
-        return self._reader.name
-
-    @property
     def offers_resume(self) -> bool:
         """True if the button resumes the run."""
         return bool(self.button.description == "Resume")
@@ -98,7 +93,7 @@ class DashboardRow:
     def show(self, snapshot: Snapshot) -> None:
         """Update the row."""
         state = snapshot.status.state
-        name = f'title="{html.escape(self.name)}" style="{ONE_LINE};flex:0 0 {self._name_px}px;font-size:12px"'
+        name = f'title="{html.escape(self._reader.name)}" style="{ONE_LINE};flex:0 0 {self._name_px}px;font-size:12px"'
         done = f"width:{snapshot.progress:.1%};height:100%;background:{STATE_COLORS[state]}"
         self._head.value = (  # one widget, because each costs the kernel and the page some milliseconds
             '<div style="display:flex;flex-wrap:wrap;align-items:center;gap:4px 8px;line-height:1.7">'
@@ -300,7 +295,10 @@ class Live(LiveWidget):
 
     def twin(self) -> tuple[Any, ...]:
         """Return the rows of the runs with their curves and panels."""
-        rows = rows_html(self._snapshots, [reader.name for reader in self._readers]) + samples_table(self._snapshots)
+        rows = rows_html(self._snapshots, [reader.name for reader in self._readers])
+        for snapshot in self._snapshots:  # what each wrote at a few of its steps
+            if len(snapshot.texts):
+                rows += _titled(snapshot.name, len(self._snapshots), snapshot.texts._repr_html_())
         settings = self._controls.settings
         panels = None if self._panels.figure is None else self.bundle(self._panels.figure)
         if not self._all_ended():
@@ -316,7 +314,8 @@ class Live(LiveWidget):
 
     def remains(self) -> dict[str, Any]:
         """Return the rows with their buttons where a run can be resumed, and for a page without a kernel its call."""
-        names = [row.name for row in self._rows if row.offers_resume]
+        pairs = zip(self._rows, self._readers, strict=True)
+        names = [reader.name for row, reader in pairs if row.offers_resume]
         if not names:
             return super().remains()
         box = widgets.VBox([*(row.box for row in self._rows), widgets.HTML(HIDE_ROWS, layout={"display": "none"})])
@@ -389,12 +388,6 @@ def samples_at(snapshots: Sequence[Snapshot], step_of: Callable[[int], float]) -
         f"<small style='color:{theme.MUTED_CSS}'>point at the curves to read what was written at another step</small>"
     )
     return "".join([*parts, note]) if parts else ""
-
-
-def samples_table(snapshots: Sequence[Snapshot]) -> str:
-    """Return the samples of each run at a few of its steps, for a page without a kernel; as HTML."""
-    shown = [(snapshot.name, snapshot.texts) for snapshot in snapshots if len(snapshot.texts)]
-    return "".join(_titled(name, len(snapshots), texts._repr_html_()) for name, texts in shown)
 
 
 def _titled(name: str, runs: int, table: str) -> str:
