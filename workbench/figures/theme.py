@@ -231,10 +231,7 @@ LOG_TICKS = ",~g"
 
 
 def log_axis(values: Sequence[float]) -> dict[str, Any]:
-    """Return the layout of a logarithmic axis over positive values, whose ticks are written out.
-
-    Plotly itself writes 2 and 5 for 0.002 and 0.005.
-    """
+    """Return the layout of a logarithmic axis over positive values, whose ticks are written out."""
     low, high = math.log10(min(values)), math.log10(max(values))
     mantissas = (1,) if high - low > 3 else (1, 2, 5) if high - low > 0.7 else (1, 1.5, 2, 3, 4, 5, 6, 8)
     powers = range(math.floor(low) - 1, math.ceil(high) + 2)

@@ -38,13 +38,7 @@ from workbench.analysis.curve import Curve, shared_axes
 from workbench.columns import AxisUnit
 from workbench.errors import in_words
 from workbench.figures import theme
-from workbench.figures.curves_view import (
-    curve_traces,
-    hover_title,
-    loss_layout,
-    mark_key,
-    settled_range,
-)
+from workbench.figures.curves_view import curve_traces, hover_title, loss_layout, mark_key, settled_range
 from workbench.figures.figure import PLOTLY_MIME, Figure, accessible_name, mimebundle, page_json, plotly_js
 from workbench.figures.panels_view import PANEL_POINTS, Window, panel, panel_names, panels
 from workbench.figures.prepared_curve import TRACE_ROLES, Preparation, PreparedCurve, map_in_threads, points_per_trace
