@@ -35,7 +35,7 @@ data = wb.data.corpus(sys.argv[1], tokenizer=sys.argv[2], streaming=True, shuffl
 model = wb.models.opt(vocab_size=data.vocab_size)
 experiment = wb.Experiment(model=model, data=data, steps=1, global_batch=8, seq_len=128)
 prepared = wb.runs.tokenize(experiment, progress=False)
-dataset = data.dataset(experiment.replace(steps=prepared.tokens // 128 // 8))
+dataset = data.reads(experiment.replace(steps=prepared.tokens // 128 // 8)).dataset()
 descriptor, path = new_ring_file()
 path.unlink()
 ring = ring_for(dataset.stream, descriptor, 8, 1, dataset.vocabulary)

@@ -52,13 +52,13 @@ called, used = time.perf_counter(), cpu()
 STORED = f"""{PREPARED}
 prepared = wb.runs.tokenize(experiment, workers=workers, progress=False)
 used = cpu() - used
-batch = data.dataset(experiment).__getitems__(range(8))
+batch = data.reads(experiment).dataset().__getitems__(range(8))
 first_batch_s = time.perf_counter() - called
 found = {{"seconds": prepared.seconds, "tokens": prepared.tokens, "cpu_s": used}}
 print(json.dumps({{**found, "first_batch_s": first_batch_s}}))
 """
 STREAMED = f"""{PREPARED}
-dataset = data.dataset(experiment)
+dataset = data.reads(experiment).dataset()
 begun = time.perf_counter()
 ring = ring_for(dataset.stream, new_ring_file()[0], 8, 1, dataset.vocabulary)
 ring.clear(0)

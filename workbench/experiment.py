@@ -616,7 +616,7 @@ class Experiment:
         """
         if self.steps is not None or self.epochs is None:
             return self
-        samples = round(self.epochs * self.data.samples_per_epoch(self))
+        samples = round(self.epochs * self.data.reads(self).samples_per_epoch())
         return counted(self, max(1, self.batches.steps_for(samples)))
 
     @staticmethod
@@ -839,7 +839,7 @@ def _check_parts(experiment: Experiment) -> None:
             parameter="eval_also",
         )
     shares = {name: given for name, given in further.items() if isinstance(given, float)}
-    if shares and data.labelled_share(experiment) == 1:
+    if shares and data.reads(experiment).labelled_share() == 1:
         raise InvalidExperiment(
             f"also={shares} are fractions of masked positions, and {experiment.model.name} on {data.name} predicts "
             "every position of its labels. Give text, such as wb.data.corpus(...), or leave them out.",

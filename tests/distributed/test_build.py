@@ -129,7 +129,7 @@ def _asked(model: Any, **changes: Any) -> Experiment:
 
 
 def _whole_batch(asked: Experiment) -> dict[str, torch.Tensor]:
-    return asked.data.dataset(asked).__getitems__(list(range(GLOBAL_BATCH)))
+    return asked.data.reads(asked).dataset().__getitems__(list(range(GLOBAL_BATCH)))
 
 
 @pytest.mark.parametrize("division", [{"data": 2, "zero": 0}, {"pipeline": 2}, {"data": 2, "zero": 3}])

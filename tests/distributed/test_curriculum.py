@@ -111,7 +111,7 @@ class Scaled(torch.nn.Module):
 def spiking(step: int, **changes: Any) -> tuple[Experiment, Any]:
     """Return an experiment whose loss is fifty times as high in one step (from 0), and its samples."""
     wanted = asked(model=Scaled, data=Broken(), checkpoint_every=3, spike_factor=4.0, spike_window=4, **changes)
-    items = wanted.data.dataset(wanted.replace(steps=2 * STEPS))
+    items = wanted.data.reads(wanted.replace(steps=2 * STEPS)).dataset()
     order = [int(index) for index in shuffled(wanted.seed, np.arange(8 * step, 8 * step + 8), 1000)]
     return wanted.replace(data=Broken(order)), items
 
@@ -126,7 +126,7 @@ RAMP = {0: 4, 3: 8, 7: 16}
 @pytest.mark.parametrize("legs", [({"pipeline": 2}, {"data": 2, "zero": 2}), ({"data": 2, "zero": 0}, {"pipeline": 2})])
 def test_a_batch_that_grows_is_that_of_a_plain_loop_and_goes_on_under_another_plan(legs: Any, tmp_path: Path) -> None:
     wanted = asked(global_batch=RAMP)
-    dataset = wanted.data.dataset(wanted)
+    dataset = wanted.data.reads(wanted).dataset()
     first = [0, 4, 8, *(12 + 8 * n for n in range(4)), *(44 + 16 * n for n in range(6))]
     assert len(dataset) == first[-1] == 124
     run = interrupted(tmp_path / "run", wanted, *legs)
@@ -139,7 +139,7 @@ def test_a_batch_that_grows_is_that_of_a_plain_loop_and_goes_on_under_another_pl
 
 def test_an_interleaved_pipeline_runs_every_size_of_a_batch(tmp_path: Path) -> None:
     wanted = asked(model=Scaled, data=Broken(), global_batch={0: 4, 2: 16, 9: 8})
-    dataset = wanted.data.dataset(wanted)
+    dataset = wanted.data.reads(wanted).dataset()
     first = [wanted.samples_before(step) for step in range(STEPS + 1)]
     run = trained(tmp_path / "run", wanted, plan(wanted, pipeline=2, schedule="interleaved", chunks=2))
     batches, heights = [dataset.__getitems__(range(*ends)) for ends in pairwise(first)], []
@@ -156,7 +156,7 @@ def test_an_interleaved_pipeline_runs_every_size_of_a_batch(tmp_path: Path) -> N
 @pytest.mark.parametrize("degrees", [{}, {"pipeline": 2}, {"data": 2, "zero": 3}])
 def test_the_update_of_a_spike_is_left_out_as_in_a_plain_loop(degrees: dict[str, Any], tmp_path: Path) -> None:
     wanted, _ = spiking(6)
-    dataset = wanted.data.dataset(wanted)
+    dataset = wanted.data.reads(wanted).dataset()
     batches = [dataset.__getitems__(range(8 * step, 8 * step + 8)) for step in range(STEPS)]
     run = trained(tmp_path / "run", wanted, plan(wanted, **degrees))
     assert_losses(run, plain(wanted, batches, skipped={6}))
@@ -177,7 +177,7 @@ def test_a_run_goes_back_from_a_spike_and_trains_on_with_the_samples_after_it(
     """The spike is step 8 of 12, counted from 1, and the last checkpoint that of step 6."""
     wanted, _ = spiking(7, on_spike="rewind")
     longer = wanted.replace(steps=2 * STEPS)
-    dataset = longer.data.dataset(longer)
+    dataset = longer.data.reads(longer).dataset()
     numbers = [*range(6), *range(8, 14)]
     batches = [dataset.__getitems__(range(8 * number, 8 * number + 8)) for number in numbers]
     run = trained(tmp_path / "run", wanted, plan(wanted, **degrees))
@@ -234,9 +234,9 @@ def test_a_mixture_whose_weights_change_is_that_of_a_plain_loop_and_goes_on_unde
     words, others = Words(), Reversed()
     wanted = asked(data=wb.data.mixture([(words, 3), (others, 1)], changes={7: (1, 1)}))
     alone = [wanted.replace(data=source) for source in (words, others)]
-    seeds = [own.seed for _, own in wanted.data._read(wanted)]
+    seeds = [part.request.seed for part in wanted.data.reads(wanted).parts()]
     orders = [each.replace(seed=seed) for each, seed in zip(alone, seeds, strict=True)]
-    sources, taken = [each.data.dataset(each) for each in orders], [0, 0]
+    sources, taken = [each.data.reads(each).dataset() for each in orders], [0, 0]
 
     def batch(step: int) -> dict[str, torch.Tensor]:
         items = []

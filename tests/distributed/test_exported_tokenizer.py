@@ -71,7 +71,7 @@ def test_a_pipeline_fills_the_masks_of_an_exported_model(text: Path, tmp_path: P
     folder, experiment = exported(model, data, tmp_path)
     pipeline = transformers.pipeline("fill-mask", str(folder))
     prompt = f"{PROMPT}[MASK]。"
-    encoded = data.encoded(experiment, [prompt])
+    encoded = data.reads(experiment).encoded([prompt])
     assert pipeline.tokenizer(prompt).input_ids == list(encoded.ids[0])
     assert pipeline.tokenizer.decode(encoded.ids[0]).replace(" ", "").startswith("[CLS]ガラスのコップ")
     best = pipeline(prompt)
@@ -89,10 +89,10 @@ def test_a_pipeline_continues_text_with_an_exported_model_until_the_end_of_a_doc
     folder, experiment = exported(model, data, tmp_path)
     pipeline = transformers.pipeline("text-generation", str(folder))
     [answer] = pipeline(PROMPT, max_new_tokens=6, do_sample=False)
-    ids = list(data.encoded(experiment, [PROMPT]).ids[0])
+    ids = list(data.reads(experiment).encoded([PROMPT]).ids[0])
     for _ in range(6):
         ids.append(int(pipeline.model(torch.tensor([ids])).logits[0, -1].argmax()))
-    assert answer["generated_text"] == data.text_tokenizer(experiment).decode(ids)
+    assert answer["generated_text"] == data.reads(experiment).text_tokenizer().decode(ids)
     assert answer["generated_text"].startswith(PROMPT)
     assert pipeline.model.generation_config.eos_token_id == pipeline.tokenizer.eos_token_id == 0
 
@@ -104,7 +104,7 @@ def test_a_sequence_to_sequence_model_trains_on_text_and_restores_its_spans_with
     folder, experiment = exported(tiny_t5, data, tmp_path)
     loaded = transformers.AutoModelForSeq2SeqLM.from_pretrained(folder)
     tokenizer = transformers.AutoTokenizer.from_pretrained(folder)
-    batch = data.dataset(experiment)[3]
+    batch = data.reads(experiment).dataset()[3]
     shown = tokenizer.decode(batch["input_ids"], skip_special_tokens=False)
     assert "<extra_id_0>" in shown
     assert shown.endswith("</s>")

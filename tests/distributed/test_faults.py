@@ -152,7 +152,7 @@ def test_a_plan_that_is_offered_runs(model: Any, division: dict[str, int], tmp_p
     asked = _asked(Items(), model, steps=1)
     run = trained(tmp_path / "run", asked, plan(asked, **division))
     [(loss, _, _)] = curve(run).values()
-    batch = asked.data.dataset(asked).__getitems__(list(range(4)))
+    batch = asked.data.reads(asked).dataset().__getitems__(list(range(4)))
     assert loss == pytest.approx(asked.build()(**batch).item(), rel=1e-5)
 
 

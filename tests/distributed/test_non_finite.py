@@ -168,7 +168,7 @@ def test_a_run_that_diverges_names_step_stage_and_block_and_keeps_the_checkpoint
     asked = Experiment.of(
         model=Fragile, data=Fields(-1), steps=8, global_batch=8, seq_len=8, checkpoint_every=1, name="fragile"
     )
-    order = asked.data.dataset(asked)
+    order = asked.data.reads(asked).dataset()
     [broken] = [int(i) for i in range(64) if (order[37]["x"] == Fields(-1)[i]["x"]).all()]  # of step 5
     chosen = plan(asked, pipeline=2)
     run = directory(tmp_path / "run", asked, chosen)

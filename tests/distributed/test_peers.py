@@ -59,7 +59,7 @@ def experiment(model: Any = MODEL) -> wb.Experiment:
 
 
 def global_batch(model: Any = MODEL) -> dict[str, torch.Tensor]:
-    specs, share = experiment(model).data.batch_specs(experiment(model)), 1.0 if model in (GPT, OPT) else 0.3
+    specs, share = experiment(model).data.reads(experiment(model)).batch_specs(), 1.0 if model in (GPT, OPT) else 0.3
     return random_batch(specs, SAMPLES, vocab_size=model.vocab_size, labelled_share=share, device=CPU)
 
 

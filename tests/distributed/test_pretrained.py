@@ -66,7 +66,7 @@ def test_fine_tuning_a_new_head_is_that_of_a_plain_loop(folder: Path, tmp_path: 
     assert torch.equal(
         model.bert.encoder.layer[1].output.dense.weight, loaded(folder).bert.encoder.layer[1].output.dense.weight
     )
-    dataset, losses = experiment.data.dataset(experiment), []
+    dataset, losses = experiment.data.reads(experiment).dataset(), []
     trained = [(name, parameter) for name, parameter in model.named_parameters() if parameter.requires_grad]
     assert {name.split(".")[1] for name, _ in trained} == {"encoder", "pooler", "weight", "bias"}
     groups = [
@@ -135,7 +135,7 @@ def test_pretraining_goes_on_from_the_weights_of_a_folder(folder: Path, tmp_path
     model = wb.models.pretrained(folder)
     assert (model.task, model.vocab_size, model.max_positions) == ("mlm_nsp", 300, 32)
     experiment = wb.Experiment(model=model, data=text, steps=2, global_batch=4, seq_len=16, learning_rate=1e-9)
-    batch = experiment.data.dataset(experiment)
+    batch = experiment.data.reads(experiment).dataset()
     batch = batch.collate([batch[index] for index in range(4)])
     original = transformers.AutoModelForPreTraining.from_pretrained(folder)
     run = wb.runs.debug(experiment, real_worker.plan(experiment), directory=tmp_path / "run", progress=False)

@@ -73,7 +73,7 @@ def train(name: str, division: Division, folder: Path, seed: int | None, samples
     model, graph, graphs = captured(name, folder)
     trainer = trainer_of(asked, copy.deepcopy(model), graph, division, 2)
     sampler = Sampler(trainer, graphs)
-    dataset = asked.data.dataset(asked)
+    dataset = asked.data.reads(asked).dataset()
     losses, found, expected = [], list[Any](), list[Any]()
     for step in range(STEPS):
         if samples:
@@ -94,7 +94,7 @@ def plain_samples(asked: wb.Experiment, trainer: Trainer) -> list[dict[str, Any]
     with torch.random.fork_rng([]), torch.no_grad():
         model = asked.model.build().eval()
         model.load_state_dict(state, strict=False)
-        prompts = asked.data.encoded(asked, asked.samples.prompts)
+        prompts = asked.data.reads(asked).encoded(asked.samples.prompts)
         known = prompts.vocabulary
         answers = []
         for prompt, text in enumerate(prompts.texts):

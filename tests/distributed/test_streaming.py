@@ -132,12 +132,12 @@ def read_by(rank: int, experiment: Experiment, state: Any, first: int, end: int)
 def test_no_sample_is_lost_or_seen_twice_when_two_replicas_go_on_after_one(text: Path) -> None:
     experiment = asked(text, streaming=True, steps=10**6, evaluation=None)
     stored = asked(text, streaming=False, steps=10**6, evaluation=None)
-    windows = stored.data.samples_per_epoch(stored)
+    windows = stored.data.reads(stored).samples_per_epoch()
     middle, end = windows // 2 // BATCH, windows // BATCH
     one, state = launch(read_by, 1, experiment, None, 0, middle)
     assert state["first"] > 0, "the checkpoint is after the first chunk"
     two, _ = launch(read_by, 2, experiment, state, middle, end + 1)
-    dataset = stored.data.dataset(stored)
+    dataset = stored.data.reads(stored).dataset()
     expected = [row.tolist() for row in dataset.__getitems__(range(windows))["input_ids"]]
     seen = one + two
     of_epoch = sorted(seen[: end * BATCH])

@@ -269,7 +269,7 @@ def world(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, Any]]:
         plan = wb.plan(experiment, cluster)
         experiment.model.build().save_pretrained(folder / "model")
         shared = {"cluster": cluster, "plan": plan, "run": _run(folder, experiment, plan), "model": folder / "model"}
-        yield {"experiment": experiment, "tokenizer": experiment.data.tokenizer_folder(experiment), **shared}
+        yield {"experiment": experiment, "tokenizer": experiment.data.reads(experiment).tokenizer_folder(), **shared}
 
 
 def _interrupt(*_: Any) -> None:

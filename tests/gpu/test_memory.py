@@ -68,7 +68,7 @@ def _built(_rank: int, division: Case, on_host: bool) -> tuple[float, float]:
     torch.cuda.reset_peak_memory_stats()
     model = build_model(MODEL.build, 0, torch.device("cpu") if on_host else here(), seed=0)
     size = sum(weight.nbytes for weight in model.parameters())
-    specs = EXPERIMENT.data.batch_specs(EXPERIMENT)
+    specs = EXPERIMENT.data.reads(EXPERIMENT).batch_specs()
     graph = capture(model, {name: spec.batched(MICRO_BATCH) for name, spec in specs.items()}, name="bert")
     trainer = trainer_for(EXPERIMENT, model, graph, plan_of(graph, division), here())
     assert {weight.device for weight in trainer.stages.model_parameters().values()} == {here()}

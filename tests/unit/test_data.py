@@ -77,7 +77,7 @@ uses_home = pytest.mark.usefixtures("home")
 
 
 def store_of(corpus: data.Corpus, training: Training) -> TokenStore:
-    return corpus.dataset(training).samples.store
+    return corpus.reads(training).dataset().samples.store
 
 
 # Samples
@@ -86,7 +86,7 @@ def store_of(corpus: data.Corpus, training: Training) -> TokenStore:
 @pytest.mark.parametrize("model", [MLM_NSP, MLM, CLM], ids=lambda m: m.objective)
 def test_every_split_into_batches_sees_the_same_samples(text, model):
     training = Training(model)
-    dataset = text.dataset(training)
+    dataset = text.reads(training).dataset()
     whole = dataset.__getitems__(range(len(dataset)))
     for batch_size in (1, 3, 48):
         parts = list(DataLoader(dataset, batch_size=batch_size, collate_fn=dataset.collate))
@@ -98,7 +98,7 @@ def test_every_split_into_batches_sees_the_same_samples(text, model):
 @pytest.mark.parametrize("model", [MLM_NSP, MLM, CLM], ids=lambda m: m.objective)
 def test_specs_describe_the_samples(text, model):
     training = Training(model)
-    dataset, specs = text.dataset(training), text.batch_specs(training)
+    dataset, specs = text.reads(training).dataset(), text.reads(training).batch_specs()
     assert len(dataset) == training.total_steps * training.global_batch
     sample = dataset[0]
     assert list(specs) == list(sample)
@@ -109,12 +109,12 @@ def test_specs_describe_the_samples(text, model):
 
 
 def test_another_seed_is_another_training(text):
-    first, second = (text.dataset(Training(seed=seed)).__getitems__(range(8)) for seed in (0, 1))
+    first, second = (text.reads(Training(seed=seed)).dataset().__getitems__(range(8)) for seed in (0, 1))
     assert not torch.equal(first["input_ids"], second["input_ids"])
 
 
 def test_a_dataset_travels_to_another_process_without_its_tokens(text):
-    dataset = text.dataset(Training())
+    dataset = text.reads(Training()).dataset()
     expected = dataset[3]["input_ids"]
     travelled = pickle.dumps(dataset)
     assert len(travelled) < 2000
@@ -122,7 +122,7 @@ def test_a_dataset_travels_to_another_process_without_its_tokens(text):
 
 
 def test_a_sample_beyond_the_training_is_an_index_error(text):
-    dataset = text.dataset(Training())
+    dataset = text.reads(Training()).dataset()
     with pytest.raises(IndexError):
         dataset[len(dataset)]
     with pytest.raises(IndexError):
@@ -150,7 +150,7 @@ def test_one_epoch_of_causal_windows_is_the_whole_stream(text):
     training = Training(CLM, total_steps=1)
     store = store_of(text, training)
     windows = store.tokens // training.seq_len
-    dataset = text.dataset(replace(training, total_steps=windows, global_batch=1))
+    dataset = text.reads(replace(training, total_steps=windows, global_batch=1)).dataset()
     ids = dataset.__getitems__(range(windows))["input_ids"].numpy()
     stream = store.ids[: windows * training.seq_len].reshape(windows, -1)
     assert sorted(map(tuple, ids.tolist())) == sorted(map(tuple, stream.tolist()))
@@ -187,14 +187,14 @@ def test_hidden_places_are_spread_evenly_and_replaced_eighty_ten_ten():
 
 @pytest.mark.parametrize("seq_len", [8, 13])
 def test_the_shortest_sample_has_a_label(text, seq_len):
-    labels = text.dataset(Training(MLM, seq_len=seq_len)).__getitems__(range(48))["labels"]
+    labels = text.reads(Training(MLM, seq_len=seq_len)).dataset().__getitems__(range(48))["labels"]
     assert ((labels != -100).sum(dim=1) >= 1).all()
 
 
 def test_masking_differs_from_one_epoch_to_the_next(text):
     training = Training(MLM)
-    windows = text.prepare(training).samples
-    dataset = text.dataset(replace(training, total_steps=2 * windows, global_batch=1))
+    windows = text.reads(training).prepare().samples
+    dataset = text.reads(replace(training, total_steps=2 * windows, global_batch=1)).dataset()
     epochs = dataset.__getitems__(range(2 * windows))["labels"] != -100
     assert not torch.equal(epochs[:windows].sort(dim=0).values, epochs[windows:].sort(dim=0).values)
 
@@ -203,7 +203,7 @@ def test_masking_differs_from_one_epoch_to_the_next(text):
 def pairs(text):
     """512 unmasked pairs: A, B, label, and the offset of A in the stream."""
     training = Training(MLM_NSP, total_steps=64)
-    dataset = text.dataset(training)
+    dataset = text.reads(training).dataset()
     store = dataset.samples.store
     index = np.arange(len(dataset))
     batch = dataset.samples.batch(index)
@@ -263,8 +263,8 @@ def test_a_corpus_of_one_document_still_has_both_kinds_of_pairs(tmp_path, speech
     path.write_text("\n".join(speeches[:8]))
     corpus = data.corpus(path, vocab_size=500)
     training = Training(models.bert(vocab_size=500), total_steps=20)
-    assert corpus.prepare(training, progress=False).documents == 1
-    labels = corpus.dataset(training).__getitems__(range(160))["next_sentence_label"]
+    assert corpus.reads(training).prepare(progress=False).documents == 1
+    labels = corpus.reads(training).dataset().__getitems__(range(160))["next_sentence_label"]
     assert labels.float().mean().item() == pytest.approx(0.5, abs=0.15)
 
 
@@ -307,9 +307,9 @@ def test_the_second_prepare_does_no_work(tmp_path, speeches, monkeypatch):
     path.write_text("\n\n".join(speeches[:5]))
     corpus = data.corpus(path, vocab_size=300)
     training = Training(models.bert(vocab_size=300))
-    first = corpus.prepare(training, progress=False)
+    first = corpus.reads(training).prepare(progress=False)
     monkeypatch.setattr("workbench.data.tokenizing._fill", None)
-    second = corpus.prepare(training, progress=False)
+    second = corpus.reads(training).prepare(progress=False)
     assert (first.reused, second.reused) == (False, True)
     assert (second.tokens, second.documents, second.vocabulary) == (first.tokens, first.documents, first.vocabulary)
     assert {"tokens", "documents", "vocabulary"} <= set(repr(second).replace(",", "").split())
@@ -320,9 +320,9 @@ def test_a_changed_text_is_tokenised_anew(tmp_path, speeches):
     path = tmp_path / "a.txt"
     path.write_text("\n\n".join(speeches[:5]))
     corpus, training = data.corpus(path, vocab_size=300), Training(models.bert(vocab_size=300))
-    before = corpus.prepare(training, progress=False)
+    before = corpus.reads(training).prepare(progress=False)
     path.write_text("\n\n".join(speeches[:6]))
-    after = corpus.prepare(training, progress=False)
+    after = corpus.reads(training).prepare(progress=False)
     assert not after.reused
     assert after.documents == before.documents + 1
 
@@ -333,7 +333,7 @@ def test_processes_that_prepare_at_once_do_the_work_once(tmp_path, speeches):
     code = (
         "from workbench import data, models; from workbench.experiment import Experiment\n"
         f"e = Experiment(model=models.bert(vocab_size=500), data=data.corpus({str(path)!r}, vocab_size=500))\n"
-        "print(e.data.prepare(e, progress=False).reused, e.data.dataset(e)[0]['input_ids'].sum().item())"
+        "print(e.data.reads(e).prepare(progress=False).reused, e.data.reads(e).dataset()[0]['input_ids'].sum().item())"
     )
     environment = {**os.environ, "WORKBENCH_HOME": str(tmp_path / "home"), "OMP_NUM_THREADS": "1"}
     workers = [subprocess.Popen([sys.executable, "-c", code], env=environment, stdout=subprocess.PIPE) for _ in "abc"]
@@ -347,11 +347,11 @@ def test_the_remains_of_a_killed_process_are_deleted(tmp_path, speeches, monkeyp
     path = tmp_path / "a.txt"
     path.write_text("\n\n".join(speeches[:5]))
     corpus, training = data.corpus(path, vocab_size=300), Training(models.bert(vocab_size=300))
-    folder = corpus.prepare(training, progress=False).folder
+    folder = corpus.reads(training).prepare(progress=False).folder
     assert folder is not None
     folder.rename(folder.with_name(f"{folder.name}.part"))
     (folder.with_name(f"{folder.name}.part") / "facts.json").write_text("{")
-    assert not corpus.prepare(training, progress=False).reused
+    assert not corpus.reads(training).prepare(progress=False).reused
     assert [path.name for path in folder.parent.iterdir() if path.suffix == ".part"] == []
 
 
@@ -370,7 +370,7 @@ def test_each_file_of_a_folder_is_a_document(tmp_path, speeches):
     for number, speech in enumerate(speeches[:6]):
         (tmp_path / f"{number}.txt").write_text(speech.replace("\n", "\n\n"))
     corpus = data.corpus(tmp_path, vocab_size=500)
-    assert corpus.prepare(Training(models.bert(vocab_size=500)), progress=False).documents == 6
+    assert corpus.reads(Training(models.bert(vocab_size=500))).prepare(progress=False).documents == 6
 
 
 @uses_home
@@ -397,7 +397,7 @@ def test_the_demo_corpus_is_there_and_checking_it_writes_nothing(home):
     training = Training(models.bert_large(), seq_len=512)
     corpus = data.as_data(data.corpus())
     before = list(home.rglob("*"))
-    corpus.check(training)
+    corpus.reads(training).check()
     assert list(home.rglob("*")) == before
     assert sum("Lincoln" in str(path) for path in corpus._source().paths) == 4
 
@@ -413,17 +413,17 @@ def test_a_text_of_a_dataset_folder_reads_like_any_other(tmp_path, speeches):
     (tmp_path / "train.jsonl").write_text("\n".join(rows))
     corpus = data.hub(str(tmp_path), text_column="body", vocab_size=500)
     training = Training(models.bert(vocab_size=500))
-    corpus.check(training)
-    assert corpus.prepare(training, progress=False).documents == 6
-    assert corpus.dataset(training)[0]["input_ids"].shape == (64,)
+    corpus.reads(training).check()
+    assert corpus.reads(training).prepare(progress=False).documents == 6
+    assert corpus.reads(training).dataset()[0]["input_ids"].shape == (64,)
     with pytest.raises(DataError, match=r"no column 'text'.*body, year"):
-        replace(corpus, text_column="text").check(training)
+        replace(corpus, text_column="text").reads(training).check()
 
 
 @uses_home
 def test_a_dataset_that_cannot_be_loaded_is_one_sentence(tmp_path):
     with pytest.raises(DataError, match=r"cannot be loaded.*wb\.data\.corpus"):
-        data.hub(str(tmp_path / "nothing here")).check(Training(models.bert()))
+        data.hub(str(tmp_path / "nothing here")).reads(Training(models.bert())).check()
 
 
 # Data that cannot feed the experiment
@@ -431,7 +431,7 @@ def test_a_dataset_that_cannot_be_loaded_is_one_sentence(tmp_path):
 
 def check_of(path: Path, content: str | bytes, training: Training | None = None, **options: int) -> None:
     path.write_bytes(content.encode() if isinstance(content, str) else content)
-    data.corpus(path, **{"vocab_size": 2000, **options}).check(training or Training())
+    data.corpus(path, **{"vocab_size": 2000, **options}).reads(training or Training()).check()
 
 
 @uses_home
@@ -448,21 +448,21 @@ def test_text_shorter_than_one_sequence_is_refused_with_the_numbers(tmp_path):
 
 def test_a_missing_file_is_told_before_a_vocabulary_and_a_wrong_document_by_its_number(tmp_path):
     with pytest.raises(DataError, match=r"no text file or folder at .*gone\.txt"):
-        data.corpus(tmp_path / "gone.txt").check(Training(models.bert(vocab_size=512)))
+        data.corpus(tmp_path / "gone.txt").reads(Training(models.bert(vocab_size=512))).check()
     with pytest.raises(InvalidArgument, match=r"documents cannot use texts\[1\]=None\. Give text\."):
         data.documents(["a b c", None])
 
 
 def test_a_missing_file_is_refused(tmp_path):
     with pytest.raises(DataError, match=r"no text file or folder at .*nowhere\.txt"):
-        data.corpus(tmp_path / "nowhere.txt").check(Training(models.bert()))
+        data.corpus(tmp_path / "nowhere.txt").reads(Training(models.bert())).check()
     with pytest.raises(DataError, match="Did you mean 'demo'"):
-        data.corpus("dmeo").check(Training(models.bert()))
+        data.corpus("dmeo").reads(Training(models.bert())).check()
 
 
 def test_a_folder_without_text_is_refused(tmp_path):
     with pytest.raises(DataError, match=r"holds no \.txt"):
-        data.corpus(tmp_path).check(Training(models.bert()))
+        data.corpus(tmp_path).reads(Training(models.bert())).check()
 
 
 @uses_home
@@ -475,21 +475,21 @@ def test_a_file_that_is_no_text_is_refused(tmp_path):
 
 def test_a_vocabulary_larger_than_the_embedding_is_refused_with_both_numbers(text):
     with pytest.raises(DataError, match="vocabulary of 2,000, but bert-12x768 embeds 1,000"):
-        text.check(Training(models.bert(vocab_size=1000)))
+        text.reads(Training(models.bert(vocab_size=1000))).check()
 
 
 def test_text_for_a_model_without_objective_needs_one(text):
     training = Training(models.as_model(torch.nn.Identity))
     with pytest.raises(DataError, match="nothing says what Identity learns"):
-        text.check(training)
+        text.reads(training).check()
     told = replace(text, objective="mlm")
-    told.check(training)
-    assert list(told.batch_specs(training)) == ["input_ids", "labels"]
+    told.reads(training).check()
+    assert list(told.reads(training).batch_specs()) == ["input_ids", "labels"]
 
 
 def test_an_objective_that_contradicts_the_model_is_refused(text):
     with pytest.raises(DataError, match="prepared for 'clm', but bert-12x768 learns 'mlm_nsp'"):
-        replace(text, objective="clm").check(Training())
+        replace(text, objective="clm").reads(Training()).check()
 
 
 @pytest.mark.parametrize(
@@ -507,7 +507,7 @@ def test_a_misspelt_parameter_is_answered_with_the_nearest():
 
 def test_a_sequence_too_short_for_text_is_refused(text):
     with pytest.raises(DataError, match="seq_len=4 is too short"):
-        text.check(Training(seq_len=4))
+        text.reads(Training(seq_len=4)).check()
 
 
 # User-defined datasets
@@ -527,12 +527,12 @@ class Pictures(Dataset):
 @pytest.mark.parametrize("value", [Pictures(), Pictures, lambda: Pictures()], ids=["dataset", "class", "lambda"])
 def test_items_of_a_user_defined_dataset_come_once_per_epoch(value):
     custom, training = data.as_data(value), Training(total_steps=5, global_batch=4)
-    specs = custom.batch_specs(training)
+    specs = custom.reads(training).batch_specs()
     assert {name: (spec.shape, spec.dtype) for name, spec in specs.items()} == {
         "image": ((3, 2), "float32"),
         "label": ((), "int64"),
     }
-    dataset = custom.dataset(training)
+    dataset = custom.reads(training).dataset()
     assert len(dataset) == 20
     batches = list(DataLoader(dataset, batch_size=4, collate_fn=dataset.collate))
     labels = torch.cat([batch["label"] for batch in batches])
@@ -540,37 +540,37 @@ def test_items_of_a_user_defined_dataset_come_once_per_epoch(value):
     assert torch.equal(torch.cat([batch["image"][:, 0, 0] for batch in batches]), labels.float())
     assert sorted(labels[:10].tolist()) == sorted(labels[10:].tolist()) == list(range(10))
     assert labels[:10].tolist() != labels[10:].tolist()
-    assert custom.prepare(training).samples == 10
+    assert custom.reads(training).prepare().samples == 10
 
 
 def test_a_few_items_stand_for_the_rest_where_values_matter(monkeypatch):
     training = Training()
-    assert data.as_data(Pictures()).examples(training)["label"].tolist() == list(range(10))
+    assert data.as_data(Pictures()).reads(training).examples()["label"].tolist() == list(range(10))
     monkeypatch.setattr("workbench.data.source.EXAMPLES", 4)
-    assert data.as_data(Pictures()).examples(training)["label"].tolist() == [0, 2, 5, 7]
+    assert data.as_data(Pictures()).reads(training).examples()["label"].tolist() == [0, 2, 5, 7]
     monkeypatch.setattr("workbench.data.source.EXAMPLES_BYTES", 2 * (24 + 8))
-    assert data.as_data(Pictures()).examples(training)["label"].tolist() == [0, 5]
-    assert data.corpus("demo").examples(training) is None
+    assert data.as_data(Pictures()).reads(training).examples()["label"].tolist() == [0, 5]
+    assert data.corpus("demo").reads(training).examples() is None
 
 
 def test_a_described_dataset_shows_its_name_and_refuses_to_be_read():
     described = data.from_json(json.loads(json.dumps(data.as_data(Pictures()).to_json())))
     assert (described.name, described.is_user_defined) == ("Pictures", True)
     with pytest.raises(DataError, match="Only the description of Pictures"):
-        described.check(Training())
-    data.from_json(described.to_json(), dataset=Pictures()).check(Training())
+        described.reads(Training()).check()
+    data.from_json(described.to_json(), dataset=Pictures()).reads(Training()).check()
 
 
 def test_an_empty_dataset_is_refused():
     with pytest.raises(DataError, match="Pictures is empty: it has 0 items"):
-        data.as_data(Pictures(0)).check(Training())
+        data.as_data(Pictures(0)).reads(Training()).check()
 
 
 def test_items_that_are_not_dicts_of_tensors_are_shown():
     with pytest.raises(DataError, match=r"Item 0 of the dataset is a tuple of 1 \(Tensor\)"):
-        data.as_data(TensorDataset(torch.zeros(3, 2))).check(Training())
+        data.as_data(TensorDataset(torch.zeros(3, 2))).reads(Training()).check()
     with pytest.raises(DataError, match="Field 'a' of item 0 is of type int instead of a tensor"):
-        data.as_data([{"a": 1}]).check(Training())
+        data.as_data([{"a": 1}]).reads(Training()).check()
 
 
 @pytest.mark.parametrize(
@@ -582,11 +582,11 @@ def test_items_that_are_not_dicts_of_tensors_are_shown():
 )
 def test_a_field_that_is_no_tensor_is_refused_with_a_remedy(item, words):
     with pytest.raises(DataError, match=words):
-        data.as_data([item]).check(Training())
+        data.as_data([item]).reads(Training()).check()
 
 
 def test_items_of_different_shapes_name_the_field():
-    ragged = data.as_data([{"a": torch.zeros(n + 1)} for n in range(4)]).dataset(Training())
+    ragged = data.as_data([{"a": torch.zeros(n + 1)} for n in range(4)]).reads(Training()).dataset()
     with pytest.raises(DataError, match="differ in the shape of 'a'"):
         ragged.__getitems__([0, 1])
 
@@ -609,9 +609,9 @@ def test_a_value_that_is_no_dataset_is_refused(value, words):
 
 def test_a_callable_that_raises_or_returns_no_dataset_is_reported():
     with pytest.raises(DataError, match=r"dataset\(\) raised ZeroDivisionError"):
-        data.as_data(lambda: 1 // 0).check(Training())
+        data.as_data(lambda: 1 // 0).reads(Training()).check()
     with pytest.raises(DataError, match="is no dataset"):
-        data.as_data(lambda: 3).check(Training())
+        data.as_data(lambda: 3).reads(Training()).check()
 
 
 def test_describing_data_and_models_imports_nothing_heavy():
@@ -627,12 +627,12 @@ def test_a_larger_masked_share_hides_more_in_training_and_in_evaluations_what_th
     more = replace(text, masked_share=0.3)
     asked = Training(model=MLM, data=text, evaluation=Evaluation(every=1, samples=8))
     for corpus, hidden in ((text, 10), (more, 19)):  # 0.15 and 0.3 of 64 positions
-        labels = corpus.dataset(asked).__getitems__([0, 1])["labels"]
+        labels = corpus.reads(asked).dataset().__getitems__([0, 1])["labels"]
         assert (labels != -100).sum(dim=1).tolist() == [hidden, hidden]
-        assert corpus.labelled_share(asked) == corpus.masked_share
+        assert corpus.reads(asked).labelled_share() == corpus.masked_share
         for share, held_out_hidden in ((None, 10), (0.3, 19)):
             wanted = replace(asked, evaluation=Evaluation(every=1, samples=8, masked_share=share))
-            held_out = corpus.held_out(wanted).__getitems__([0, 1])["labels"]
+            held_out = corpus.reads(wanted).held_out().__getitems__([0, 1])["labels"]
             assert (held_out != -100).sum(dim=1).tolist() == [held_out_hidden] * 2
     assert data.from_json(json.loads(json.dumps(more.to_json()))) == more
     for wrong in (0, 0.9, -0.1):

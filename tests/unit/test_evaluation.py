@@ -55,7 +55,7 @@ def experiment(folder, **changes) -> wb.Experiment:
 
 def test_training_reads_no_held_out_document(folder):
     asked = experiment(folder)
-    training, evaluation = asked.data.dataset(asked).samples.store, held_out(asked).samples.store
+    training, evaluation = asked.data.reads(asked).dataset().samples.store, held_out(asked).samples.store
     read, kept = (
         {(begin, end) for begin, end in zip(part.starts, part.ends, strict=True)} for part in (training, evaluation)
     )
@@ -86,7 +86,7 @@ def test_held_out_samples_are_the_same_for_every_seed_and_length(folder):
 def test_without_evaluation_the_samples_are_those_of_the_whole_text(folder):
     plain, split = experiment(folder, evaluation=None), experiment(folder)
     own = experiment(folder, eval_data=wb.data.corpus(folder, vocab_size=200))
-    batches = [asked.data.dataset(asked).__getitems__(range(8))["input_ids"] for asked in (plain, own, split)]
+    batches = [asked.data.reads(asked).dataset().__getitems__(range(8))["input_ids"] for asked in (plain, own, split)]
     assert torch.equal(batches[0], batches[1])
     assert not torch.equal(batches[0], batches[2])
 
@@ -96,7 +96,7 @@ def test_other_text_is_read_with_the_tokeniser_of_the_training_text(folder, tmp_
     other.write_text("Birds sing in tree 5. Document 3 says so.\n" * 100)
     asked = experiment(folder, eval_data=wb.data.corpus(other, vocab_size=200))
     ids = held_out(asked)[0]["input_ids"].tolist()
-    assert "birds" in asked.data.text_tokenizer(asked).decode(ids)
+    assert "birds" in asked.data.reads(asked).text_tokenizer().decode(ids)
 
 
 def test_further_sets_are_the_same_samples_with_other_masks_or_other_text(folder, tmp_path):
@@ -243,17 +243,17 @@ def test_what_is_held_out_of_long_documents_is_said_by_the_data_and_the_plan(tmp
         (tmp_path / f"{name}.txt").write_text("\n\n".join(f"{words} {line}." for line in range(lines)))
     for model, options in ((BERT, {"vocab_size": 200}), (CAUSAL, {"vocab_size": 300, "shuffle_buffer": 64})):
         asked = experiment(tmp_path).replace(model=model, data=wb.data.corpus(tmp_path, **options))
-        prepared = asked.data.prepare(asked)
+        prepared = asked.data.reads(asked).prepare()
         assert " tokens are held out (" in prepared.held_out
         assert "parts of 2 of 2 documents" in prepared.held_out
         assert prepared.held_out.removesuffix(".") in repr(prepared)
-        assert asked.data.note(asked) == f"Of {prepared.name}, {prepared.held_out}"
-        tokeniser = asked.data.text_tokenizer(asked)
+        assert asked.data.reads(asked).note() == f"Of {prepared.name}, {prepared.held_out}"
+        tokeniser = asked.data.reads(asked).text_tokenizer()
         held = [tokeniser.decode(ids) for ids in held_out(asked).__getitems__(range(16))["input_ids"].tolist()]
         assert {kind for kind in ("tree", "option") if any(kind in text for text in held)} == {"tree", "option"}
-    assert asked.data.note(asked) in wb.plan(asked).notes
+    assert asked.data.reads(asked).note() in wb.plan(asked).notes
     whole = experiment(tmp_path, evaluation=None)
-    assert whole.data.prepare(whole).held_out == ""
+    assert whole.data.reads(whole).prepare().held_out == ""
 
 
 def dataset(size: int, name: str = "x") -> list[dict[str, torch.Tensor]]:
@@ -290,7 +290,7 @@ def test_bad_evaluations_are_refused_before_anything_starts():
         wb.Experiment(build, dataset(8), evaluation=100)
     other = wb.Experiment(build, dataset(8), evaluation=wb.Evaluation(data=dataset(4, "y")))
     with pytest.raises(DataError, match=r"eval_data has the fields y \[3\] float32, and data has x \[3\] float32"):
-        other.data.check(other)
+        other.data.reads(other).check()
     few = wb.Experiment(build, dataset(8), evaluation=wb.Evaluation(data=dataset(1)), global_batch=4, seq_len=3)
     plan = wb.plan(few, micro_batch=2)
     with pytest.raises(DataError, match=r"1 held-out samples, fewer than the 2 of one micro-batch"):
@@ -400,7 +400,7 @@ def test_values_that_make_no_samples_are_refused():
 
 def test_masked_prompts_pass_through_the_model_at_their_own_length(folder):
     asked = sampling(folder, ["Birds"], wb.models.bert(**SIZES))
-    prompts = asked.data.encoded(asked, ["a [MASK]", "[MASK]", "b [MASK]"])
+    prompts = asked.data.reads(asked).encoded(["a [MASK]", "[MASK]", "b [MASK]"])
     groups = prompts.groups(40, 16)
     assert sorted(at for group in groups for at in group.prompts) == [0, 1, 2]
     for group in groups:

@@ -271,7 +271,7 @@ def test_json_alone_names_ones_own_parts_and_refuses_to_make_them() -> None:
     described = Experiment.from_json(json.loads(json.dumps(own().to_json())))
     assert (described.model.name, described.data.name) == ("build_my_net", "Points")
     refused(InvalidExperiment, described.model.build, "model=build_my_net")
-    refused(DataError, lambda: described.data.check(described), "data=")
+    refused(DataError, lambda: described.data.reads(described).check(), "data=")
 
 
 def test_an_experiment_pickles_with_ones_own_parts() -> None:
@@ -370,7 +370,7 @@ def test_epochs_of_text_count_the_windows_that_are_not_held_out(tmp_path: Path) 
     path.write_text("\n\n".join(f"{i} is a number, and {i * i} is its square." for i in range(600)))
     data = wb.data.corpus(path, vocab_size=400)
     whole = wb.Experiment(model=wb.models.gpt2(**TINY), data=data, epochs=2, global_batch=4, seq_len=16)
-    windows = data.prepare(whole, progress=False).samples
+    windows = data.reads(whole).prepare(progress=False).samples
     steps = whole.resolved().total_steps
     assert steps == -(-2 * windows // 4)
     assert whole.replace(eval_samples=8).resolved().total_steps < steps

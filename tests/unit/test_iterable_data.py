@@ -123,7 +123,7 @@ def asked(data: Any, **changes: Any) -> Experiment:
 
 def stream_of(data: Any) -> Any:
     experiment = asked(data)
-    return experiment.data.dataset(experiment).stream
+    return experiment.data.reads(experiment).dataset().stream
 
 
 def chunks(data: Any, epochs: int = 2) -> list[Any]:
@@ -185,7 +185,7 @@ def test_a_process_hands_the_items_on_without_sharing_them_among_ranks(monkeypat
     monkeypatch.setenv("RANK", "1")
     monkeypatch.setenv("WORLD_SIZE", "2")
     experiment = asked(Shared())
-    dataset = experiment.data.dataset(experiment)
+    dataset = experiment.data.reads(experiment).dataset()
     with fed_alone(dataset.stream, 8, 0) as ring:
         batch = dataset.reading(ring).__getitems__([5, 0])
     assert batch.keys() == {"x", "weight", "odd"}
@@ -222,16 +222,16 @@ def test_the_planner_sees_the_first_items_and_the_callers_generators_stay() -> N
     random.seed(5)
     torch.manual_seed(5)
     before = random.getstate(), torch.get_rng_state().tolist()
-    specs = experiment.data.batch_specs(experiment)
+    specs = experiment.data.reads(experiment).batch_specs()
     assert {name: (spec.shape, spec.dtype) for name, spec in specs.items()} == {
         "x": ((2,), "int64"),
         "weight": ((), "float32"),
         "odd": ((), "bool"),
     }
-    assert experiment.data.examples(experiment)["x"].shape == (16, 2)
+    assert experiment.data.reads(experiment).examples()["x"].shape == (16, 2)
     assert (random.getstate(), torch.get_rng_state().tolist()) == before
     assert data.read == [], "the dataset that was given is not touched"
-    assert asked([item(1)] * 3).data.examples(experiment)["x"].shape == (3, 2), "a list is map-style"
+    assert asked([item(1)] * 3).data.reads(experiment).examples()["x"].shape == (3, 2), "a list is map-style"
 
 
 def test_held_out_items_are_the_first_ones() -> None:
@@ -243,7 +243,7 @@ def test_held_out_items_are_the_first_ones() -> None:
 
 
 def test_epochs_need_a_length() -> None:
-    assert "unknown number of samples" in repr(asked(generated).data.prepare(asked(generated)))
+    assert "unknown number of samples" in repr(asked(generated).data.reads(asked(generated)).prepare())
     with pytest.raises(DataError, match=r"generated has no __len__.*steps=… or tokens=…"):
         print(asked(generated, steps=None, epochs=2).resolved().steps)
     assert asked(generated, steps=None, tokens=8 * 4 * 7).steps == 7
@@ -314,4 +314,4 @@ def test_what_goes_wrong_later_is_one_sentence(data: Any, words: str) -> None:
 )
 def test_what_cannot_be_trained_on_is_refused_before_anything_starts(data: Any, words: str) -> None:
     with pytest.raises(DataError, match=words):
-        asked(data).data.check(asked(data))
+        asked(data).data.reads(asked(data)).check()

@@ -209,9 +209,9 @@ def test_expected_micro_batches_are_right_if_a_devices_share_is_quick_enough() -
 
 def request_of(model: models.Model, seq_len: int = 16) -> ProbeRequest:
     experiment = Experiment(model=model, data=data.corpus("demo", vocab_size=512), seq_len=seq_len, global_batch=8)
-    samples = experiment.data.batch_specs(experiment)
+    read = experiment.data.reads(experiment)
     return ProbeRequest(
-        model.name, model.build, samples, 512, experiment.data.labelled_share(experiment), "fp32", False, False, (1,)
+        model.name, model.build, read.batch_specs(), 512, read.labelled_share(), "fp32", False, False, (1,)
     )
 
 

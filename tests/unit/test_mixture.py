@@ -72,7 +72,7 @@ def test_shares_without_a_small_denominator_are_rounded_and_none_to_nothing() ->
 
 def test_weights_that_change_at_a_step_hold_from_that_step_on(texts: Any) -> None:
     data = wb.data.mixture([(texts[0], 1), (texts[1], 0)], changes={10: (1, 3), 30: (0, 1)})
-    part, number = data.order(asked(data)).of(np.arange(50 * BATCH))
+    part, number = data.reads(asked(data)).order.of(np.arange(50 * BATCH))
     by_step = part.reshape(50, BATCH).sum(1).tolist()
     assert by_step == [0] * 10 + [6] * 20 + [8] * 20
     for source in (0, 1):
@@ -84,30 +84,33 @@ def test_each_source_gives_the_samples_of_a_training_on_it_alone(texts: Any, mod
     """The plain way: take the next sample of the source whose turn it is."""
     data = wb.data.mixture([(texts[0], 0.7), (texts[1], 0.3)])
     experiment = asked(data, model)
-    folder = texts[0].tokenizer_folder(experiment)
-    second = replace(texts[1], tokenizer=str(folder), vocab_size=data.prepare(experiment).vocabulary)
-    [(_, own), (_, other)] = data._read(experiment)
+    folder = texts[0].reads(experiment).tokenizer_folder()
+    second = replace(texts[1], tokenizer=str(folder), vocab_size=data.reads(experiment).prepare().vocabulary)
+    own, other = [read.request for read in data.reads(experiment).parts()]
     assert (own.seed, other.seed != own.seed) == (experiment.seed, True)
     alone = [
-        source.dataset(experiment.replace(data=source, seed=seed))
+        source.reads(experiment.replace(data=source, seed=seed)).dataset()
         for source, seed in zip((texts[0], second), (own.seed, other.seed), strict=True)
     ]
-    dataset, taken = data.dataset(experiment), [0, 0]
+    dataset, taken = data.reads(experiment).dataset(), [0, 0]
     mixed = dataset.__getitems__(range(len(dataset)))
     assert len(dataset) == 50 * BATCH
-    for index, part in enumerate(data.order(experiment).of(np.arange(len(dataset)))[0].tolist()):
+    for index, part in enumerate(data.reads(experiment).order.of(np.arange(len(dataset)))[0].tolist()):
         expected = alone[part][taken[part]]
         taken[part] += 1
         assert all(torch.equal(mixed[name][index], field) for name, field in expected.items())
     assert taken == [280, 120]
     assert torch.equal(dataset[123]["input_ids"], mixed["input_ids"][123])
-    assert data.use(experiment, experiment.total_samples)[1].epochs == 120 / second.samples_per_epoch(experiment)
+    assert (
+        data.reads(experiment).use(experiment.total_samples)[1].epochs
+        == 120 / second.reads(experiment).samples_per_epoch()
+    )
 
 
 def test_the_plan_says_how_often_each_source_is_read(texts: Any) -> None:
     experiment = asked(wb.data.mixture([(texts[0], 0.5), (texts[1], 0.5)]), steps=200)
-    experiment.data.check(experiment)
-    note = experiment.data.note(experiment)
+    experiment.data.reads(experiment).check()
+    note = experiment.data.reads(experiment).note()
     assert note.startswith("The mixture reads 12.8 k tokens of sea (")
     assert note.endswith("epochs, read more than once).")
     assert str(PartUse("sea", 10, 160, 0.5)) == "160 tokens of sea (0.5 epochs)"
@@ -122,8 +125,8 @@ def test_held_out_samples_are_mixed_by_the_last_weights_or_those_of_a_source_alo
     assert sum(row in of_first for row in rows) == 2
     named = mixed.replace(eval_data=texts[0])
     assert held_out(named).__getitems__(range(8))["input_ids"].tolist() == of_first
-    trained = {tuple(row.tolist()) for row in data.dataset(mixed).__getitems__(range(400))["input_ids"]}
-    assert torch.equal(data.dataset(named)[5]["input_ids"], data.dataset(mixed)[5]["input_ids"])
+    trained = {tuple(row.tolist()) for row in data.reads(mixed).dataset().__getitems__(range(400))["input_ids"]}
+    assert torch.equal(data.reads(named).dataset()[5]["input_ids"], data.reads(mixed).dataset()[5]["input_ids"])
     assert not trained & set(map(tuple, rows))
     basis = [loss_basis(each.to_json()) for each in (named, alone)]
     assert why_not_compared(basis, held_out=True) is None
@@ -143,7 +146,9 @@ def test_other_text_is_held_out_whole_and_a_mixture_of_other_texts_by_its_weight
     experiment = asked(other(texts), evaluation=wb.Evaluation(samples=8, data=third))
     assert len(held_out(experiment)) == 8
     without = asked(other(texts))
-    assert torch.equal(experiment.data.dataset(experiment)[9]["labels"], without.data.dataset(without)[9]["labels"])
+    assert torch.equal(
+        experiment.data.reads(experiment).dataset()[9]["labels"], without.data.reads(without).dataset()[9]["labels"]
+    )
     mixed = experiment.replace(eval_data=wb.data.mixture([(third, 1), (text("fourth", 40, 3), 3)]))
     rows = held_out(mixed).__getitems__(range(8))["input_ids"].tolist()
     assert len(rows) == 8
@@ -176,22 +181,22 @@ class Numbers:
 
 def test_datasets_of_ones_own_are_mixed_too() -> None:
     experiment = asked(wb.data.mixture([(Numbers(1), 1), (Numbers(2, 5), 3)]), lambda: torch.nn.Linear(3, 1))
-    experiment.data.check(experiment)
-    rows = experiment.data.dataset(experiment).__getitems__(range(400))
+    experiment.data.reads(experiment).check()
+    rows = experiment.data.reads(experiment).dataset().__getitems__(range(400))
     assert (rows["x"][:, 0] == 2).sum() == 300
     assert sorted(rows["n"][rows["x"][:, 0] == 2][:5].tolist()) == [0, 1, 2, 3, 4]
-    assert experiment.data.examples(experiment)["x"].shape[1:] == (3,)
-    assert [use.epochs for use in experiment.data.use(experiment, 400)] == [10, 60]
+    assert experiment.data.reads(experiment).examples()["x"].shape[1:] == (3,)
+    assert [use.epochs for use in experiment.data.reads(experiment).use(400)] == [10, 60]
     described = wb.Experiment.from_json(experiment.to_json())
     assert not described.data.is_loaded
     wrong = asked(wb.data.mixture([(Numbers(1), 1), (Numbers(2, width=4), 3)]), lambda: torch.nn.Linear(3, 1))
     with pytest.raises(DataError, match="have the fields x \\[4\\]"):
-        wrong.data.check(wrong)
+        wrong.data.reads(wrong).check()
 
 
 def test_what_does_not_mix_is_refused(texts: Any) -> None:
     first, second = texts
-    folder = str(first.tokenizer_folder(asked(first)))
+    folder = str(first.reads(asked(first)).tokenizer_folder())
     for parts, words in (
         ([(first, 1)], "at least two sources"),
         ([(first, 1), (second, -1)], "finite numbers of at least 0"),
@@ -215,6 +220,6 @@ def test_what_does_not_mix_is_refused(texts: Any) -> None:
     ):
         mixed = wb.data.mixture(data)
         with pytest.raises(DataError, match=words):
-            mixed.check(asked(mixed))
+            mixed.reads(asked(mixed)).check()
     with pytest.raises(DataError, match="different rates"):
         asked(other(texts), steps=None, epochs=2).resolved()

@@ -159,7 +159,7 @@ def test_the_level_comes_from_the_text_of_the_experiment(tmp_path, monkeypatch):
     masked = wb.Experiment(model=wb.models.bert(32, 1, 4, next_sentence=False, **options), data=corpus, seq_len=16)
     causal = wb.Experiment(model=wb.models.gpt2(32, 1, 4, **options), data=corpus, seq_len=16)
     found = wb.analysis.context_free(masked)
-    words = np.bincount(masked.data.dataset(masked).samples.store.ids)
+    words = np.bincount(masked.data.reads(masked).dataset().samples.store.ids)
     p = words[words > 0] / words.sum()
     assert found.unigram_entropy == pytest.approx(float(-(p * np.log(p)).sum()))
     assert 0 < found.loss < found.unigram_entropy

@@ -53,7 +53,7 @@ def asked(path: Path, streaming: bool, buffer: int | None = None, model: str = "
 
 
 def dataset(experiment: Experiment) -> Any:
-    return experiment.data.dataset(experiment)
+    return experiment.data.reads(experiment).dataset()
 
 
 @pytest.mark.parametrize("evaluate", [None, wb.Evaluation(samples=40)], ids=["everything", "held out"])
@@ -62,7 +62,7 @@ def test_a_stream_gives_the_windows_of_the_store_over_two_epochs_from_any_state(
     text: Path, buffer: int, evaluate: Any
 ) -> None:
     streamed, stored = (asked(text, streaming, buffer, evaluation=evaluate) for streaming in (True, False))
-    windows = stored.data.samples_per_epoch(stored)
+    windows = stored.data.reads(stored).samples_per_epoch()
     chunks = list(itertools.takewhile(lambda chunk: chunk.first < 2 * windows, dataset(streamed).stream.chunks(None)))
     found = np.concatenate([chunk.records for chunk in chunks])
     assert [chunk.first for chunk in chunks] == np.cumsum([0, *(len(chunk.records) for chunk in chunks[:-1])]).tolist()
@@ -106,15 +106,15 @@ def test_a_stream_holds_out_documents_of_the_beginning_as_the_stored_text_does(
     streamed, stored = (asked(text, streaming, 20, evaluation=wb.Evaluation(samples=2)) for streaming in (True, False))
     windows = held_out_windows(streamed)
     assert (windows == held_out_windows(stored)).all()
-    count = stored.data.samples_per_epoch(stored)
+    count = stored.data.reads(stored).samples_per_epoch()
     chunks = itertools.takewhile(lambda chunk: chunk.first < count, dataset(streamed).stream.chunks(None))
     found = np.concatenate([chunk.records for chunk in chunks])
     assert (found == dataset(stored).samples.batch(np.arange(count))["input_ids"]).all()
     beginning, whole = sorted(json.loads(file.read_text())["tokens"] for file in tmp_path.glob("tokens/*/facts.json"))
     assert tokens < beginning < 0.3 * whole
-    said = streamed.data.prepare(streamed, progress=False).held_out
+    said = streamed.data.reads(streamed).prepare(progress=False).held_out
     assert "Later text is trained on alone" in said
-    assert said == stored.data.prepare(stored).held_out
+    assert said == stored.data.reads(stored).prepare().held_out
 
 
 def test_blank_files_and_long_documents_of_a_folder_are_streamed_as_they_are_stored(text: Path, tmp_path: Path) -> None:
@@ -124,7 +124,7 @@ def test_blank_files_and_long_documents_of_a_folder_are_streamed_as_they_are_sto
     for number, content in enumerate(["", " \n\n ", "one\n", long, "\n", "two words\n", long]):
         (folder / f"{number}.txt").write_text(content)
     streamed, stored = asked(folder, True, 50), asked(folder, False, 50)
-    windows = stored.data.samples_per_epoch(stored)
+    windows = stored.data.reads(stored).samples_per_epoch()
     chunks = itertools.takewhile(lambda chunk: chunk.first < windows, dataset(streamed).stream.chunks(None))
     found = np.concatenate([chunk.records for chunk in chunks])
     assert (found == dataset(stored).samples.batch(np.arange(windows))["input_ids"]).all()
@@ -198,7 +198,7 @@ def test_readers_learn_that_the_writer_is_gone_or_why(text: Path, tmp_path: Path
 def test_what_cannot_be_streamed_is_refused_with_a_way_out(text: Path) -> None:
     paired = asked(text, True).replace(model=wb.models.bert(**SIZES))
     with pytest.raises(DataError, match=r"next_sentence=False\), or remove streaming=True"):
-        paired.data.check(paired)
+        paired.data.reads(paired).check()
     with pytest.raises(DataError, match="shuffle_buffer=0 must be 1 or more"):
         wb.data.corpus(text, shuffle_buffer=0)
     with pytest.raises(DataError, match="streaming=False"):
@@ -227,7 +227,7 @@ def test_epochs_of_a_small_text_are_exact_and_those_of_a_large_one_estimated(
     monkeypatch.setattr("workbench.data.tokenizing.SMALL_BYTES", 1 << 10)
     monkeypatch.setattr("workbench.data.text.BLOCK_BYTES", 1 << 14)
     estimated = asked(large, True, 13, steps=None, epochs=2)
-    prepared = estimated.data.prepare(estimated, progress=False)
+    prepared = estimated.data.reads(estimated).prepare(progress=False)
     assert "streamed, about" in repr(prepared)
     monkeypatch.undo()
     stored = asked(large, False, 13, steps=None, epochs=2)

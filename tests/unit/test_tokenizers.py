@@ -125,7 +125,7 @@ def test_text_becomes_the_ids_that_transformers_gives(text: Path, tmp_path: Path
             wb.runs.tokenize(asked, progress=False)
         return
     store = wb.runs.tokenize(asked, progress=False)
-    found = np.asarray(data.dataset(asked).samples.store.ids)
+    found = np.asarray(data.reads(asked).dataset().samples.store.ids)
     reader = transformers.AutoTokenizer.from_pretrained(tmp_path / "saved")
     options = {"add_special_tokens": False, "split_special_tokens": True}
     break_ = "\n" if name == "byte-level" else ""
@@ -163,7 +163,7 @@ def test_an_object_its_folder_and_its_file_are_one_tokeniser(text: Path, tmp_pat
 def test_masked_samples_have_the_special_tokens_of_their_tokeniser(text: Path, name: str, objective: str) -> None:
     made = given(name, text.parent)
     asked = experiment(wb.data.corpus(text, objective=objective, tokenizer=made), objective, seq_len=32)
-    batch = asked.data.dataset(asked).samples.batch(np.arange(32))
+    batch = asked.data.reads(asked).dataset().samples.batch(np.arange(32))
     original = np.where(batch["labels"] == -100, batch["input_ids"], batch["labels"])
     special = {made.cls_token_id, made.sep_token_id, made.mask_token_id, made.pad_token_id, made.unk_token_id}
     assert (original[:, 0] == made.cls_token_id).all()
@@ -200,7 +200,7 @@ def test_whole_words_are_those_of_the_tokeniser(text: Path, name: str) -> None:
         return
     data = wb.data.corpus(text, objective="mlm", tokenizer=made, whole_words=True, masked_share=0.3)
     asked = experiment(data, "mlm", seq_len=64)
-    batch = asked.data.dataset(asked).samples.batch(np.arange(64))
+    batch = asked.data.reads(asked).dataset().samples.batch(np.arange(64))
     hidden = batch["labels"] != -100
     assert (hidden.sum(axis=1) == round(0.3 * 64)).all(), "the number of labels does not depend on the words"
     original = np.where(hidden, batch["labels"], batch["input_ids"])
@@ -215,8 +215,8 @@ def test_spans_and_what_is_left_of_a_window_make_the_window(text: Path, sentinel
     made = unigram() if sentinels else roberta()
     data = wb.data.corpus(text, objective="seq2seq", tokenizer=made, masked_share=0.2)
     asked = experiment(data, "seq2seq", seq_len=48, global_batch=16)
-    dataset = data.dataset(asked)
-    samples, specs = dataset.samples, data.batch_specs(asked)
+    dataset = data.reads(asked).dataset()
+    samples, specs = dataset.samples, data.reads(asked).batch_specs()
     batch = samples.batch(np.arange(16))
     assert {name: field.shape[1:] for name, field in batch.items()} == {n: spec.shape for n, spec in specs.items()}
     windows = samples.windows(np.arange(16))
@@ -249,7 +249,7 @@ def test_spans_and_what_is_left_of_a_window_make_the_window(text: Path, sentinel
 
 def test_a_trained_vocabulary_reads_japanese_with_its_voiced_marks(text: Path) -> None:
     asked = wb.Experiment(model=wb.models.bert(vocab_size=700), data=wb.data.corpus(text, vocab_size=700), seq_len=32)
-    tokenizer = asked.data.text_tokenizer(asked)
+    tokenizer = asked.data.reads(asked).text_tokenizer()
 
     def read(written: str) -> str:
         return "".join(tokenizer.decode(tokenizer.encode(written)).split())
@@ -331,7 +331,7 @@ def test_a_bare_file_of_sentencepiece_cuts_words_as_its_model_says(
     file = sentence_piece(folder / "spiece.model", kind, scores)
     for tokenizer in (file, folder):
         data = wb.data.corpus(tmp_path / "text.txt", tokenizer=tokenizer, objective="mlm")
-        reader = data.text_tokenizer(experiment(data, "mlm"))
+        reader = data.reads(experiment(data, "mlm")).text_tokenizer()
         assert reader.encode(text) == expected
         assert reader.encode("slow <mask> lowest") == [
             *(numbers[piece] for piece in by_hand("▁slow", scores)),
@@ -340,7 +340,7 @@ def test_a_bare_file_of_sentencepiece_cuts_words_as_its_model_says(
         ]
         assert reader.encode("?!") == [numbers["▁"], numbers["<unk>"]]
         assert reader.decode(expected) == "lower slow newest lowest"
-        tokens = SpecialTokens.of_folder(data.tokenizer_folder(experiment(data, "mlm")))
+        tokens = SpecialTokens.of_folder(data.reads(experiment(data, "mlm")).tokenizer_folder())
         assert (tokens.vocabulary, tokens.mask, tokens.end, tokens.frame[0]) == (len(numbers), 3, 2, (1,))
 
 

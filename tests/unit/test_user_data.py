@@ -128,10 +128,10 @@ GLOBAL = np.random.default_rng(3)
 )
 def test_items_that_draw_are_the_same_however_the_samples_are_divided(seed: int, made: Callable[[], Any]) -> None:
     experiment = asked(made(), seed=seed, steps=60)
-    whole = experiment.data.dataset(experiment)
+    whole = experiment.data.reads(experiment).dataset()
     at_once = whole.__getitems__(range(240))["weight"]
     for parts in (1, 3, 4):
-        dataset = asked(made(), seed=seed, steps=60).data.dataset(experiment)
+        dataset = asked(made(), seed=seed, steps=60).data.reads(experiment).dataset()
         replicas = [dataset.__getitems__(range(first, 240, parts))["weight"] for first in range(parts)]
         assert torch.equal(torch.stack(replicas, 1).flatten(), at_once)
     ids = whole.__getitems__(range(240))["input_ids"].flatten()
@@ -142,7 +142,7 @@ def test_items_that_draw_are_the_same_however_the_samples_are_divided(seed: int,
 
 def test_reading_items_leaves_the_generators_of_the_training_alone() -> None:
     experiment = asked(drawn)
-    dataset = experiment.data.dataset(experiment)
+    dataset = experiment.data.reads(experiment).dataset()
     before = generator_states()
     dataset.__getitems__(range(4))
     assert generator_states() == before
@@ -157,7 +157,7 @@ def test_a_dataset_that_is_read_once_is_read_once() -> None:
         return float(index)
 
     experiment = asked(counted)
-    experiment.data.dataset(experiment).__getitems__(range(8))
+    experiment.data.reads(experiment).dataset().__getitems__(range(8))
     assert len(read) == 8
 
 

@@ -60,7 +60,7 @@ def test_a_vocabulary_in_a_file_gives_its_own_ids(
     assert wb.data.from_json(json.loads(json.dumps(data.to_json()))) == data
     asked = experiment(data)
     assert wb.runs.tokenize(asked, progress=False).documents == len(speeches)
-    store = data.dataset(asked).samples.store
+    store = data.reads(asked).dataset().samples.store
     known = ByteLevelBPETokenizer(*map(str, sorted(files["opt"].iterdir(), reverse=True))) if name == "opt" else None
     bounds = [*store.document_starts, store.tokens]
     for number, speech in enumerate(speeches):
@@ -72,7 +72,7 @@ def test_a_vocabulary_in_a_file_gives_its_own_ids(
             paragraphs = [known.encode(line).ids for line in speech.replace("\n", "\n\0").split("\0")]
             assert len(ids) <= sum(map(len, paragraphs))
     assert SpecialTokens.of_folder(store.folder).end == end, "a learned </s> is no end of a document"
-    prompts = data.encoded(asked, ["The people"])
+    prompts = data.reads(asked).encoded(["The people"])
     assert prompts.continuation([*prompts.ids[0], end, 7]) == "The people"
 
 
@@ -139,7 +139,7 @@ def test_documents_of_an_iterable_are_read_once_and_tokenised_as_a_file(speeches
     assert wb.runs.tokenize(asked, progress=False).documents == len(speeches)
     same = experiment(wb.data.corpus(text, vocab_size=400))
     wb.runs.tokenize(same, progress=False)
-    assert (data.dataset(asked).samples.store.ids == same.data.dataset(same).samples.store.ids).all()
+    assert (data.reads(asked).dataset().samples.store.ids == same.data.reads(same).dataset().samples.store.ids).all()
     assert not list(Path(data.path).parents[1].glob("*.part"))
 
 

@@ -265,7 +265,7 @@ class CapturedModel:
         asked = experiment.samples
         if asked is None:
             return []
-        prompts = experiment.data.encoded(experiment, asked.prompts)
+        prompts = experiment.data.reads(experiment).encoded(asked.prompts)
         groups = prompts.groups(asked.tokens, experiment.seq_len)
         return [self._sampling(tuple(group.specs.items()), prompts.vocabulary) for group in groups]
 
@@ -316,7 +316,7 @@ class CapturedModel:
 
     @property
     def _examples(self) -> Mapping[str, torch.Tensor] | None:
-        return self._experiment.data.examples(self._experiment)
+        return self._experiment.data.reads(self._experiment).examples()
 
     def _capture(self, batch: Mapping[str, TensorSpec], gathers: bool = False) -> Graph:
         model, name = self._built(), self._source.name
@@ -338,19 +338,19 @@ def _samples(experiment: Experiment) -> Callable[[int, int], Mapping[str, torch.
     def random(count: int, trial: int) -> dict[str, torch.Tensor]:
         vocabulary = experiment.model.vocab_size or int(getattr(experiment.data, "vocab_size", 0)) or 2
         return random_batch(
-            experiment.data.batch_specs(experiment),
+            experiment.data.reads(experiment).batch_specs(),
             count,
             vocab_size=vocabulary,
-            labelled_share=min(0.7, experiment.data.labelled_share(experiment)),
+            labelled_share=min(0.7, experiment.data.reads(experiment).labelled_share()),
             device=torch.device("cpu"),
             seed=trial,
         )
 
-    return samples_from(experiment.data.examples(experiment), random)
+    return samples_from(experiment.data.reads(experiment).examples(), random)
 
 
 def _batch(experiment: Experiment, micro_batch: int) -> dict[str, TensorSpec]:
-    return {name: spec.batched(micro_batch) for name, spec in experiment.data.batch_specs(experiment).items()}
+    return {name: spec.batched(micro_batch) for name, spec in experiment.data.reads(experiment).batch_specs().items()}
 
 
 # Comparison of a model captured in eval mode with the same model captured in train mode.

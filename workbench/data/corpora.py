@@ -11,14 +11,23 @@ import dataclasses
 import hashlib
 import math
 from abc import abstractmethod
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import KW_ONLY, dataclass, replace
 from fractions import Fraction
+from functools import cached_property
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, NamedTuple
+from typing import TYPE_CHECKING, Annotated, Any, NamedTuple, cast
 
-from workbench.data.source import DataSource, DescribedModel, HeldOutSamples, Prepared, SampleRequest, UserData
-from workbench.data.text import DatasetColumn, Files, TextSource, local_text, packaged_speeches
+from workbench.data.source import DataSource, HeldOutSamples, Prepared, Reading, SampleRequest, UserData
+from workbench.data.text import (
+    SMALLEST_VOCABULARY,
+    TOKENIZER_OF_OBJECTIVE,
+    DatasetColumn,
+    Files,
+    TextSource,
+    local_text,
+    packaged_speeches,
+)
 from workbench.display import waiting
 from workbench.errors import DataError, in_words
 from workbench.events import DataUseEvent
@@ -38,17 +47,12 @@ from workbench.validation import (
 )
 
 if TYPE_CHECKING:
-    from workbench.data.datasets import Batch, MixedDataset, StreamedDataset, TextDataset, TrainingDataset
+    from workbench.data.datasets import Batch, MixedDataset, TrainingDataset
     from workbench.data.sampling import EncodedPrompts, MixedOrder
-    from workbench.data.tokenizer import SpecialTokens, TextTokenizer
-    from workbench.data.tokenizing import ExperimentText
+    from workbench.data.tokenizing import TextReading
 
 DEMO = "demo"
-TOKENIZER_OF_OBJECTIVE = {"mlm": "wordpiece", "mlm_nsp": "wordpiece", "clm": "bpe", "seq2seq": "span_bpe"}
-"""Type of tokeniser that is trained for each objective, unless the text comes with one."""
 LARGEST_VOCABULARY = 2**24
-SMALLEST_VOCABULARY = {"wordpiece": 64, "bpe": 300, "span_bpe": 400}
-SHORTEST_SEQUENCE = 8
 LARGEST_MASKED_SHARE = 0.8
 LARGEST_BUFFER = 2**24
 CHECKED_WHOLE_BYTES = 1 << 20
@@ -90,154 +94,15 @@ class TextData(DataSource):
         """Return a key that changes when the text changes."""
         return self._source().fingerprint()
 
-    def check(self, request: SampleRequest) -> None:
-        check_sizes(self, request)
+    def check_source(self, reading: TextReading) -> None:
+        """Raise `DataError` if the text cannot be read, as far as that is cheap to know."""
         if self._source().text_bytes <= CHECKED_WHOLE_BYTES:  # only small texts are tokenised to check an experiment
-            self.prepare(request, progress=False)
+            reading.prepare(progress=False)
 
-    def prepare(self, request: SampleRequest, progress: bool = True, workers: int | None = None) -> Prepared:
-        return self._of(request).prepare(progress, workers)
+    def reads(self, experiment: SampleRequest) -> TextReading:
+        from workbench.data.tokenizing import TextReading
 
-    def batch_specs(self, request: SampleRequest) -> dict[str, TensorSpec]:
-        shapes: dict[str, tuple[int, ...]] = {"input_ids": (request.seq_len,), "labels": (request.seq_len,)}
-        objective = self._objective(request)
-        if objective == "seq2seq":
-            from workbench.data.sampling import SpanSamples
-
-            tokens = self._special_tokens(objective)
-            shapes["labels"] = (SpanSamples.label_length(request.seq_len, tokens, self.masked_share),)
-        if objective == "mlm_nsp":
-            shapes = {"input_ids": shapes["input_ids"], "token_type_ids": (request.seq_len,), **shapes}
-            shapes["next_sentence_label"] = ()
-        return {name: TensorSpec(name, shape, "int64") for name, shape in shapes.items()}
-
-    def labelled_share(self, request: SampleRequest) -> float:
-        return 1.0 if self._objective(request) in ("clm", "seq2seq") else self.masked_share
-
-    def examples(self, request: SampleRequest) -> None:  # noqa: ARG002
-        return
-
-    def dataset(self, request: SampleRequest) -> TextDataset | StreamedDataset:
-        return self._of(request).dataset()
-
-    def held_out(self, request: SampleRequest, trained_on: DataSource | None = None) -> TextDataset:
-        return self._of(request).held_out(trained_on)
-
-    def held_out_in_words(self, request: SampleRequest) -> str:
-        return self._of(request).held_out_in_words()
-
-    def note(self, request: SampleRequest) -> str:
-        return self._of(request).note()
-
-    def text_tokenizer(self, request: SampleRequest) -> TextTokenizer:
-        """Return the tokeniser, whose `encode` and `decode` turn text into ids and samples back into text."""
-        from workbench.data.tokenizer import TextTokenizer
-
-        return TextTokenizer.of_folder(self.tokenizer_folder(request))
-
-    def tokenizer_folder(self, request: SampleRequest) -> Path:
-        return self._of(request).tokenizer_folder()
-
-    def encoded(self, request: SampleRequest, prompts: Sequence[str]) -> EncodedPrompts:
-        from workbench.data.sampling import encoded_prompts
-
-        objective, tokens = self._objective(request), self._of(request).tokens
-        return encoded_prompts(prompts, self.text_tokenizer(request), tokens, objective, request.seq_len)
-
-    def _objective(self, request: SampleRequest) -> str:
-        """Return the objective that the text is prepared for; raise `DataError` if it is unknown or contradictory."""
-        model = request.model
-        if self.objective and model.objective and self.objective != model.objective:
-            raise DataError(
-                f"{self.name} is prepared for {self.objective!r}, but {model.name} learns {model.objective!r}. "
-                "Remove the objective of the corpus, or change the model."
-            )
-        objective = self.objective or model.objective
-        if objective is None:
-            raise DataError(
-                f"{self.name} is text, and nothing says what {model.name} learns from it. "
-                'Give the corpus an objective ("mlm", "mlm_nsp", "clm" or "seq2seq"), or pass a dataset of tensors.'
-            )
-        return objective
-
-    def _tokenizer_type(self, request: SampleRequest) -> str:
-        return TOKENIZER_OF_OBJECTIVE[self._objective(request)]
-
-    def _special_tokens(self, objective: str) -> SpecialTokens:
-        """Return the special tokens of the tokeniser, without training one."""
-        from workbench.data.tokenizer import SpecialTokens, folder_of, special_tokens_of
-
-        if self.tokenizer is not None:
-            return SpecialTokens.of_folder(folder_of(self.tokenizer))
-        return special_tokens_of(TOKENIZER_OF_OBJECTIVE[objective], self.vocab_size)
-
-    def _of(self, request: SampleRequest) -> ExperimentText:
-        from workbench.data.tokenizing import ExperimentText
-
-        return ExperimentText(self, request)
-
-
-def check_sizes(data: TextData, request: SampleRequest) -> None:
-    """Raise `DataError` if the sequence length, the vocabulary or the tokeniser does not suit the model."""
-    from workbench.data.sampling import SAMPLES, SpanSamples
-
-    model, objective = request.model, data._objective(request)
-    least = SMALLEST_VOCABULARY[TOKENIZER_OF_OBJECTIVE[objective]]
-    if data.streaming and objective == "mlm_nsp":
-        raise DataError(
-            f"{data.name} is streamed, and {model.name} predicts next sentences, whose other half may stand "
-            "anywhere in the text. Train without (next_sentence=False), or remove streaming=True."
-        )
-    # The tokeniser: it may have changed, or lack what the samples of the objective need.
-    tokens = data._special_tokens(objective)
-    if data.tokenizer is not None:
-        if tokens.vocabulary != data.vocab_size:
-            raise DataError(
-                f"{data.tokenizer} had {data.vocab_size:,} ids and now has {tokens.vocabulary:,}. Describe the data "
-                "again, or restore the file."
-            )
-        if (lack := SAMPLES[objective].lack_of(tokens)) is not None:
-            raise DataError(
-                f"{data.tokenizer} has {lack}, which samples for {objective!r} need. Give the tokeniser one with "
-                "tokenizer.add_special_tokens({…}), or leave tokenizer out: one is trained on the text."
-            )
-    if data.whole_words and objective not in ("mlm", "mlm_nsp"):
-        raise DataError(
-            f"whole_words says how masked models hide words, and the objective is {objective!r}. Remove it."
-        )
-    if objective == "seq2seq" and request.seq_len >= SHORTEST_SEQUENCE:
-        spans = SpanSamples.spans(request.seq_len, tokens, data.masked_share)
-        if tokens.sentinels and spans > len(tokens.sentinels):
-            raise DataError(
-                f"seq_len={request.seq_len} and masked_share={data.masked_share:g} hide {spans} spans, and the "
-                f"tokeniser has {len(tokens.sentinels)} sentinels. Give shorter sequences or a smaller share."
-            )
-        share = None if request.evaluation is None else request.evaluation.masked_share
-        if share not in (None, data.masked_share):
-            raise DataError(
-                f"Held-out samples of a sequence-to-sequence model have the shapes of training, and hide "
-                f"{data.masked_share:g} of the text too. Remove masked_share={share:g} from the evaluation."
-            )
-
-    # Sizes that do not suit the model.
-    if request.seq_len < SHORTEST_SEQUENCE:
-        raise DataError(
-            f"seq_len={request.seq_len} is too short for a sample of text. Give at least {SHORTEST_SEQUENCE}."
-        )
-    if model.vocab_size is not None and data.vocab_size > model.vocab_size:
-        if isinstance(data, Corpus):
-            data._source()  # a file that is missing matters first
-        raise DataError(
-            f"{data.name} is tokenised into a vocabulary of {data.vocab_size:,}, but {model.name} embeds "
-            f"{model.vocab_size:,} tokens. Give "
-            + ("" if data.tokenizer else f"the data vocab_size={model.vocab_size}, or ")
-            + f"the model vocab_size={data.vocab_size}."
-        )
-    if data.tokenizer is None and data.vocab_size < least:
-        raise DataError(
-            f"vocab_size={data.vocab_size} is less than the {least} that byte-level tokens need. "
-            f"Give the data at least vocab_size={least}."
-        )
+        return TextReading(self, experiment)
 
 
 @checked_value(error_type=DataError)
@@ -278,11 +143,9 @@ class HubText(TextData):
     def name(self) -> str:
         return self.repository
 
-    def check(self, request: SampleRequest) -> None:
-        from workbench.data.tokenizing import is_tokenised
-
-        check_sizes(self, request)
-        if is_tokenised(self._of(request).key):
+    def check_source(self, reading: TextReading) -> None:
+        """Raise `DataError` unless the hub has the split and the column, or the cache the tokens."""
+        if reading.is_tokenised:
             return
         import datasets
 
@@ -410,28 +273,8 @@ class _PartRequest:
     evaluation: HeldOutSamples | None
     eval_data: DataSource | None = None
 
-    @property
-    def model(self) -> DescribedModel:
-        return self.whole.model
-
-    @property
-    def total_steps(self) -> int:
-        return self.whole.total_steps
-
-    @property
-    def largest_batch(self) -> int:
-        return self.whole.largest_batch
-
-    @property
-    def seq_len(self) -> int:
-        return self.whole.seq_len
-
-    @property
-    def total_samples(self) -> int:
-        return self.whole.total_samples
-
-    def samples_before(self, step: int) -> int:
-        return self.whole.samples_before(step)
+    def __getattr__(self, name: str) -> Any:
+        return getattr(object.__getattribute__(self, "whole"), name)
 
 
 @dataclass(frozen=True)
@@ -450,14 +293,14 @@ class Mixture(DataSource):
         steps = [step for step, _ in self.changes]
         if not all(map(is_count, steps)) or sorted(set(steps)) != steps:
             raise DataError(f"The weights change at the steps {steps}. Give ascending whole numbers from 1.")
-        for step, weights in self._stretches:
+        for step, weights in self.stretches:
             said = f"The weights from step {step} on are {list(weights)}"
             if len(weights) != len(self.parts):
                 raise DataError(f"{said}, for {len(self.parts)} sources. Give one for each source.")
             if not all(map(is_factor, weights)) or not sum(weights) > 0 or not is_factor(sum(weights)):
                 raise DataError(f"{said}. Give finite numbers of at least 0, not all of them 0.")
         for number, part in enumerate(self.parts):
-            if not any(weights[number] for _, weights in self._stretches):
+            if not any(weights[number] for _, weights in self.stretches):
                 raise DataError(f"{part.name} has the weight 0 at every step. Leave it out of the self.")
         if len({part.is_user_defined for part in self.parts}) > 1:
             raise DataError(
@@ -489,7 +332,7 @@ class Mixture(DataSource):
             " + ".join(
                 f"{float(100 * s):.3g} % {p.name}" for p, s in zip(self.parts, shares_of(weights), strict=True) if s
             )
-            for _, weights in self._stretches
+            for _, weights in self.stretches
         ]
         later = [f"from step {step:,} on {words}" for (step, _), words in zip(self.changes, each[1:], strict=True)]
         return ", ".join([each[0], *later])
@@ -506,173 +349,16 @@ class Mixture(DataSource):
         )
 
     @property
-    def _stretches(self) -> list[tuple[int, tuple[float, ...]]]:
+    def stretches(self) -> list[tuple[int, tuple[float, ...]]]:
         """First step of each stretch of constant weights, with the weights."""
         return [(0, self.weights), *self.changes]
-
-    def order(self, request: SampleRequest) -> MixedOrder:
-        """Return the source of every sample of the training."""
-        from workbench.data.sampling import MixedOrder
-
-        return MixedOrder([(request.samples_before(step), shares_of(weights)) for step, weights in self._stretches])
-
-    def use(self, request: SampleRequest, samples: int) -> list[PartUse]:
-        """Return what the first `samples` of the training read of each source, after preparing the data."""
-        given = self.order(request).given(samples)
-        return [
-            PartUse(part.name, n, n * request.seq_len, n / part.samples_per_epoch(own))
-            for (part, own), n in zip(self._read(request), given.tolist(), strict=True)
-        ]
-
-    # What each source sees
-
-    def _read(self, request: SampleRequest, progress: bool = False) -> list[tuple[DataSource, SampleRequest]]:
-        """Return the sources as they are read, all text with one tokeniser, each with its own request."""
-        from workbench.data.sampling import seeds_of_parts
-
-        seeds = seeds_of_parts(request.seed, len(self.parts))
-        is_split = request.eval_data is None or request.eval_data in self._texts
-        evaluation = request.evaluation if is_split and not self.is_user_defined else None
-        own = [_PartRequest(request, part, seed, evaluation) for part, seed in zip(self.parts, seeds, strict=True)]
-        first = self.parts[0]
-        if not isinstance(first, TextData):
-            return list(zip(self.parts, own, strict=True))
-        folder: Path | None = None
-        read: list[tuple[DataSource, SampleRequest]] = [(first, own[0])]
-        for part, each in zip(self._texts[1:], own[1:], strict=True):
-            if part.tokenizer is None:
-                from workbench.data.tokenizer import SpecialTokens
-
-                folder = folder or first._of(own[0]).tokenizer_folder(progress)
-                found = SpecialTokens.of_folder(folder).vocabulary
-                part = replace(part, tokenizer=str(folder), vocab_size=found, strip_accents=False)
-            read.append((part, replace(each, data=part)))
-        return read
-
-    @property
-    def _texts(self) -> list[TextData]:
-        return [part for part in self.parts if isinstance(part, TextData)]
-
-    # `DataSource`
-
-    def check(self, request: SampleRequest) -> None:
-        if self.is_user_defined:
-            specs = self.parts[0].batch_specs(request)
-            for part in self.parts:
-                part.check(_PartRequest(request, part, request.seed, None))
-                _require_specs(part, part.batch_specs(request), self.parts[0], specs)
-                if part.class_names != self.class_names:
-                    raise DataError(
-                        f"{part.name} has the classes {', '.join(part.class_names)}, and {self.parts[0].name} "
-                        f"{', '.join(self.class_names)}. Give both the same labels=[…], in one order."
-                    )
-                if isinstance(part, UserData) and part._iterable is not None:
-                    raise DataError(
-                        f"{part.name} has no index, and a mixture reads its sources by index. Give a dataset with "
-                        "__len__ and __getitem__."
-                    )
-            if request.eval_data is not None:
-                request.eval_data.held_out(request, self)
-            return
-        _check_texts(self._texts, request)
-        if all(part._source().text_bytes <= CHECKED_WHOLE_BYTES for part in self._texts):
-            self.prepare(request, progress=False)
-
-    def prepare(self, request: SampleRequest, progress: bool = True, workers: int | None = None) -> Prepared:
-        prepared = [part.prepare(own, progress, workers) for part, own in self._read(request, progress)]
-        if request.evaluation is not None and request.eval_data is not None:
-            self.evaluated_on(request)
-        return Prepared(
-            name=self.name,
-            samples=None,  # an epoch of a mixture is none of its sources'
-            tokens=None if self.is_user_defined else sum(each.tokens or 0 for each in prepared),
-            documents=None if self.is_user_defined else sum(each.documents or 0 for each in prepared),
-            vocabulary=prepared[0].vocabulary,
-            folder=prepared[0].folder,
-            seconds=sum(each.seconds for each in prepared),
-            reused=all(each.reused for each in prepared),
-            held_out=_of_parts((each.name, each.held_out) for each in prepared),
-        )
-
-    def samples_per_epoch(self, request: SampleRequest) -> int:  # noqa: ARG002
-        raise DataError(
-            f"The data is a mixture ({self.name}), whose sources are read at different rates, so that epochs say "
-            "nothing about the length of a training. Give steps=… or tokens=…."
-        )
-
-    def batch_specs(self, request: SampleRequest) -> dict[str, TensorSpec]:
-        return self.parts[0].batch_specs(request)
-
-    def labelled_share(self, request: SampleRequest) -> float:
-        given = self.order(request).given(request.total_samples) / request.total_samples
-        return float(sum(n * part.labelled_share(request) for part, n in zip(self.parts, given, strict=True)))
-
-    def examples(self, request: SampleRequest) -> Batch | None:
-        if not self.is_user_defined:
-            return None
-        import torch
-
-        from workbench.data.sampling import MixedOrder
-
-        batches = [part.examples(request) for part in self.parts]
-        size = min(len(next(iter(batch.values()))) for batch in batches if batch)
-        given = MixedOrder([(0, shares_of(self.weights))]).given(size).tolist()
-        return {
-            name: torch.cat([batch[name][:n] for batch, n in zip(batches, given, strict=True) if batch])
-            for name in batches[0] or ()
-        }
-
-    def dataset(self, request: SampleRequest) -> MixedDataset:
-        from workbench.data.datasets import MixedDataset
-
-        datasets = [part.dataset(own) for part, own in self._read(request)]
-        return MixedDataset(datasets, self.order(request), request.total_samples)
-
-    def held_out(self, request: SampleRequest, trained_on: DataSource | None = None) -> MixedDataset:
-        """Return held-out samples of each source, mixed by the weights of the last stretch."""
-        from workbench.data.datasets import MixedDataset
-        from workbench.data.sampling import MixedOrder
-
-        assert request.evaluation is not None
-        if trained_on is None:
-            held = [part.held_out(own) for part, own in self._read(request)]
-        else:
-            held = [part.held_out(request, trained_on) for part in self.parts]
-        order, length = MixedOrder([(0, shares_of(self._stretches[-1][1]))]), request.evaluation.samples
-        while any(n > len(part) for n, part in zip(order.given(length), held, strict=True)):
-            length -= 1
-        return MixedDataset(held, order, length, spread=True)
-
-    def evaluated_on(self, request: SampleRequest) -> TrainingDataset:
-        if request.eval_data is None:
-            return self.held_out(request)
-        for part, (read, own) in zip(self.parts, self._read(request), strict=True):
-            if request.eval_data == part and not self.is_user_defined:
-                return read.held_out(own)  # the part of the source that training does not read
-        return request.eval_data.held_out(request, self.parts[0] if self._texts else self)
-
-    def note(self, request: SampleRequest) -> str:
-        """Return how often the training reads each source, where its samples have been counted, and their notes."""
-        from workbench.data.tokenizing import is_tokenised
-
-        read = self._read(request) if all(is_tokenised(part._of(request).key) for part in self._texts[:1]) else []
-        if not read or not all(is_tokenised(part._of(own).key) for part, own in read if isinstance(part, TextData)):
-            return ""
-        used = f"The mixture reads {', '.join(map(str, self.use(request, request.total_samples)))}."
-        return " ".join([used, *filter(None, (part.note(own) for part, own in read))])
-
-    def held_out_in_words(self, request: SampleRequest) -> str:
-        return _of_parts((part.name, part.held_out_in_words(own)) for part, own in self._read(request))
-
-    def tokenizer_folder(self, request: SampleRequest) -> Path | None:
-        return self.parts[0].tokenizer_folder(request)
 
     @property
     def class_names(self) -> tuple[str, ...]:
         return self.parts[0].class_names
 
-    def encoded(self, request: SampleRequest, prompts: Sequence[str]) -> EncodedPrompts:
-        return self.parts[0].encoded(request, prompts)
+    def reads(self, experiment: SampleRequest) -> MixtureReading:
+        return MixtureReading(self, experiment)
 
     def to_json(self) -> dict[str, Any]:
         return {
@@ -683,35 +369,205 @@ class Mixture(DataSource):
         }
 
 
-def _of_parts(held_out: Iterable[tuple[str, str]]) -> str:
-    """Return what is held out of each source of a mixture, of those that are divided."""
-    return " ".join(f"Of {name}, {said}" for name, said in held_out if said)
+@dataclass(frozen=True, eq=False)
+class MixtureReading(Reading):
+    """A mixture as one experiment reads it."""
 
+    data: Mixture
+    request: SampleRequest
 
-def _check_texts(texts: Sequence[TextData], request: SampleRequest) -> None:
-    """Raise `DataError` unless all texts have one tokeniser, one objective, and samples of one shape."""
-    from workbench.data.tokenizer import digest_of
+    @cached_property
+    def order(self) -> MixedOrder:
+        """The source of every sample of the training."""
+        from workbench.data.sampling import MixedOrder
 
-    first, *others = texts
-    check_sizes(first, request)
-    for part in others:
-        if part.tokenizer is not None and (
-            first.tokenizer is None or digest_of(part.tokenizer) != digest_of(first.tokenizer)
-        ):
-            own = "one that is trained on it" if first.tokenizer is None else first.tokenizer
-            raise DataError(
-                f"The sources of a mixture need one tokeniser: {part.name} has {part.tokenizer}, and {first.name} "
-                f"has {own}. Give every source the same tokenizer, or only the first one: the others are read "
-                "with it."
-            )
-        if first._objective(request) != part._objective(request):
-            raise DataError(
-                f"{first.name} is prepared for {first._objective(request)!r} and {part.name} for "
-                f"{part._objective(request)!r}. Give all sources of a mixture one objective."
-            )
-        read = replace(part, tokenizer=first.tokenizer, vocab_size=first.vocab_size)
-        check_sizes(read, request)
-        _require_specs(part, read.batch_specs(request), first, first.batch_specs(request))
+        before = self.request.samples_before
+        return MixedOrder([(before(step), shares_of(weights)) for step, weights in self.data.stretches])
+
+    def use(self, samples: int) -> list[PartUse]:
+        """Return what the first `samples` of the training read of each source, after preparing the data."""
+        given, length = self.order.given(samples).tolist(), self.request.seq_len
+        return [
+            PartUse(part.data.name, n, n * length, n / part.samples_per_epoch())
+            for part, n in zip(self.parts(), given, strict=True)
+        ]
+
+    def parts(self, progress: bool = False) -> list[Reading]:
+        """Return the sources as they are read: each as by a training on it alone, all text with one tokeniser."""
+        from workbench.data.sampling import seeds_of_parts
+
+        request, sources = self.request, self.data.parts
+        seeds = seeds_of_parts(request.seed, len(sources))
+        is_split = request.eval_data is None or request.eval_data in self._texts
+        evaluation = request.evaluation if is_split and not self.data.is_user_defined else None
+        read = [self._alone(part, seed, evaluation) for part, seed in zip(sources, seeds, strict=True)]
+        if not self._texts or all(part.tokenizer is not None for part in self._texts[1:]):
+            return read
+        from workbench.data.tokenizer import SpecialTokens
+
+        folder = cast(Path, read[0].tokenizer_folder(progress))
+        vocabulary = SpecialTokens.of_folder(folder).vocabulary
+        for number, (part, seed) in enumerate(zip(self._texts, seeds, strict=True)):
+            if number and part.tokenizer is None:
+                given = replace(part, tokenizer=str(folder), vocab_size=vocabulary, strip_accents=False)
+                read[number] = self._alone(given, seed, evaluation)
+        return read
+
+    def _alone(self, part: DataSource, seed: int, evaluation: HeldOutSamples | None) -> Reading:
+        return part.reads(cast("SampleRequest", _PartRequest(self.request, part, seed, evaluation)))
+
+    @property
+    def _texts(self) -> list[TextData]:
+        return [part for part in self.data.parts if isinstance(part, TextData)]
+
+    def check(self) -> None:
+        if not self.data.is_user_defined:
+            self._check_texts()
+            if all(part._source().text_bytes <= CHECKED_WHOLE_BYTES for part in self._texts):
+                self.prepare(progress=False)
+            return
+        specs, class_names = self.batch_specs(), self.data.class_names
+        for part in self.data.parts:
+            read = self._alone(part, self.request.seed, None)
+            read.check()
+            _require_specs(part, read.batch_specs(), self.data.parts[0], specs)
+            if part.class_names != class_names:
+                raise DataError(
+                    f"{part.name} has the classes {', '.join(part.class_names)}, and {self.data.parts[0].name} "
+                    f"{', '.join(class_names)}. Give both the same labels=[…], in one order."
+                )
+            if isinstance(part, UserData) and part._iterable is not None:
+                raise DataError(
+                    f"{part.name} has no index, and a mixture reads its sources by index. Give a dataset with "
+                    "__len__ and __getitem__."
+                )
+        if self.request.eval_data is not None:
+            self.request.eval_data.reads(self.request).held_out(self)
+
+    def _check_texts(self) -> None:
+        """Raise `DataError` unless all texts have one tokeniser, one objective, and samples of one shape."""
+        from workbench.data.tokenizer import digest_of
+        from workbench.data.tokenizing import check_sizes
+
+        first, *others = self._texts
+        of_first = first.reads(self.request)
+        check_sizes(of_first)
+        for part in others:
+            if part.tokenizer is not None and (
+                first.tokenizer is None or digest_of(part.tokenizer) != digest_of(first.tokenizer)
+            ):
+                own = "one that is trained on it" if first.tokenizer is None else first.tokenizer
+                raise DataError(
+                    f"The sources of a mixture need one tokeniser: {part.name} has {part.tokenizer}, and {first.name} "
+                    f"has {own}. Give every source the same tokenizer, or only the first one: the others are read "
+                    "with it."
+                )
+            of_part = replace(part, tokenizer=first.tokenizer, vocab_size=first.vocab_size).reads(self.request)
+            if of_first.objective != of_part.objective:
+                raise DataError(
+                    f"{first.name} is prepared for {of_first.objective!r} and {part.name} for "
+                    f"{of_part.objective!r}. Give all sources of a mixture one objective."
+                )
+            check_sizes(of_part)
+            _require_specs(part, of_part.batch_specs(), first, of_first.batch_specs())
+
+    def prepare(self, progress: bool = True, workers: int | None = None) -> Prepared:
+        prepared = [part.prepare(progress, workers) for part in self.parts(progress)]
+        if self.request.evaluation is not None and self.request.eval_data is not None:
+            self.evaluated_on()
+        counted = not self.data.is_user_defined
+        return Prepared(
+            name=self.data.name,
+            samples=None,  # an epoch of a mixture is none of its sources'
+            tokens=sum(each.tokens or 0 for each in prepared) if counted else None,
+            documents=sum(each.documents or 0 for each in prepared) if counted else None,
+            vocabulary=prepared[0].vocabulary,
+            folder=prepared[0].folder,
+            seconds=sum(each.seconds for each in prepared),
+            reused=all(each.reused for each in prepared),
+            held_out=" ".join(f"Of {each.name}, {each.held_out}" for each in prepared if each.held_out),
+        )
+
+    def samples_per_epoch(self) -> int:
+        raise DataError(
+            f"The data is a mixture ({self.data.name}), whose sources are read at different rates, so that epochs say "
+            "nothing about the length of a training. Give steps=… or tokens=…."
+        )
+
+    @property
+    def _first(self) -> Reading:
+        """The first source, which answers what is the same for all of them."""
+        return self.data.parts[0].reads(self.request)
+
+    def batch_specs(self) -> dict[str, TensorSpec]:
+        return self._first.batch_specs()
+
+    def labelled_share(self) -> float:
+        given, total = self.order.given(self.request.total_samples), self.request.total_samples
+        shares = [part.reads(self.request).labelled_share() for part in self.data.parts]
+        return float(sum(n / total * share for n, share in zip(given, shares, strict=True)))
+
+    def examples(self) -> Batch | None:
+        if not self.data.is_user_defined:
+            return None
+        import torch
+
+        from workbench.data.sampling import MixedOrder
+
+        batches = [part.reads(self.request).examples() for part in self.data.parts]
+        size = min(len(next(iter(batch.values()))) for batch in batches if batch)
+        given = MixedOrder([(0, shares_of(self.data.weights))]).given(size).tolist()
+        return {
+            name: torch.cat([batch[name][:n] for batch, n in zip(batches, given, strict=True) if batch])
+            for name in batches[0] or ()
+        }
+
+    def dataset(self) -> MixedDataset:
+        from workbench.data.datasets import MixedDataset
+
+        return MixedDataset([part.dataset() for part in self.parts()], self.order, self.request.total_samples)
+
+    def held_out(self, trained_on: Reading | None = None) -> MixedDataset:
+        """Return held-out samples of each source, mixed by the weights of the last stretch."""
+        from workbench.data.datasets import MixedDataset
+        from workbench.data.sampling import MixedOrder
+
+        assert self.request.evaluation is not None
+        parts = self.parts() if trained_on is None else [part.reads(self.request) for part in self.data.parts]
+        held = [part.held_out(trained_on) for part in parts]
+        order, length = MixedOrder([(0, shares_of(self.data.stretches[-1][1]))]), self.request.evaluation.samples
+        while any(n > len(part) for n, part in zip(order.given(length), held, strict=True)):
+            length -= 1
+        return MixedDataset(held, order, length, spread=True)
+
+    def evaluated_on(self) -> TrainingDataset:
+        other = self.request.eval_data
+        if other is None:
+            return self.held_out()
+        for part, read in zip(self.data.parts, self.parts(), strict=True):
+            if other == part and not self.data.is_user_defined:
+                return read.held_out()  # the part of the source that training does not read
+        return other.reads(self.request).held_out(self._first if self._texts else self)
+
+    def held_out_in_words(self) -> str:
+        said = [(part.data.name, part.held_out_in_words()) for part in self.parts()]
+        return " ".join(f"Of {name}, {words}" for name, words in said if words)
+
+    def note(self) -> str:
+        """Return how often the training reads each source, where its samples have been counted, and their notes."""
+        if any(not text.reads(self.request).is_tokenised for text in self._texts[:1]):
+            return ""
+        read = self.parts()
+        if self._texts and not all(cast("TextReading", part).is_tokenised for part in read):
+            return ""
+        used = f"The mixture reads {', '.join(map(str, self.use(self.request.total_samples)))}."
+        return " ".join([used, *filter(None, (part.note() for part in read))])
+
+    def tokenizer_folder(self, progress: bool = False) -> Path | None:
+        return self._first.tokenizer_folder(progress)
+
+    def encoded(self, prompts: Sequence[str]) -> EncodedPrompts:
+        return self._first.encoded(prompts)
 
 
 def _require_specs(

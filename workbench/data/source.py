@@ -1,4 +1,4 @@
-"""`DataSource`: the role that every kind of data plays for an experiment, and the values that it exchanges.
+"""`DataSource` describes data, and `Reading` is what an experiment reads of them; the values that they exchange.
 
 `UserData` is that of a dataset of the user's own. `LabelledTexts` is such a dataset, made of rows of text with a class.
 """
@@ -87,7 +87,8 @@ class EvaluatedRequest(SampleRequest, Protocol):
 class DataSource(ABC):
     """A description of training data, from which every process makes the same samples.
 
-    Sample i depends on the experiment's seed and on i only, never on the plan.
+    Sample i depends on the experiment's seed and on i only, never on the plan. What an experiment asks of its data is
+    answered by the value that `reads` returns.
     """
 
     @property
@@ -105,92 +106,106 @@ class DataSource(ABC):
         """Return True unless only the description of a user-defined object is here."""
         return True
 
-    @abstractmethod
-    def check(self, request: SampleRequest) -> None:
-        """Raise `DataError` if the data cannot feed the experiment."""
-
-    @abstractmethod
-    def prepare(self, request: SampleRequest, progress: bool = True, workers: int | None = None) -> Prepared:
-        """Do all work that training needs once, such as tokenising, with so many processes; None chooses.
-
-        Text that the cache has is not tokenised again, unless it has changed. If several processes ask at once, one
-        works and the others wait. Raises `DataError` for data that cannot be read or hold less than one sample.
-        """
-
-    def samples_per_epoch(self, request: SampleRequest) -> int:
-        """Return the number of different samples, after preparing the data if they have not been.
-
-        That of a streamed text is estimated, unless the text is small or stored as well. Raises `DataError` for a
-        dataset that does not say its length.
-        """
-        samples = self.prepare(request).samples
-        if samples is None:
-            raise DataError(
-                f"{self.name} has no __len__, so that epochs say nothing about the length of a training. Give steps=… "
-                "or tokens=…, or the dataset a __len__."
-            )
-        return samples
-
-    @abstractmethod
-    def batch_specs(self, request: SampleRequest) -> dict[str, TensorSpec]:
-        """Return the fields of one sample, without a batch dim, in the order in which the model takes them."""
-
-    @abstractmethod
-    def labelled_share(self, request: SampleRequest) -> float:
-        """Return the fraction of labels, on average, that the loss does not ignore, or 1 if only the loss knows it."""
-
-    @abstractmethod
-    def examples(self, request: SampleRequest) -> Mapping[str, torch.Tensor] | None:
-        """Return a batch that stands for the rest in measurements, or None if random tokens do."""
-
-    @abstractmethod
-    def dataset(self, request: SampleRequest) -> TrainingDataset:
-        """Return every sample of the training in order, `total_samples` of them, after preparing the data.
-
-        `DataLoader(ds, batch_size=b, collate_fn=ds.collate)` yields dicts of tensors with a leading batch dim.
-        """
-
-    @abstractmethod
-    def held_out(self, request: SampleRequest, trained_on: DataSource | None = None) -> TrainingDataset:
-        """Return the samples for evaluation in a fixed order, the same in every experiment on this data.
-
-        They are those that `dataset` leaves out, or all of this data if it is the `eval_data` of an experiment that is
-        `trained_on` other data.
-        """
-
-    def evaluated_on(self, request: SampleRequest) -> TrainingDataset:
-        """Return the held-out samples of an experiment that trains on this data and has an `evaluation`."""
-        return self.held_out(request) if request.eval_data is None else request.eval_data.held_out(request, self)
-
-    def held_out_in_words(self, request: SampleRequest) -> str:  # noqa: ARG002
-        """Return sentences with the numbers of what training leaves out for evaluations; empty if it reads all."""
-        return ""
-
-    def note(self, request: SampleRequest) -> str:  # noqa: ARG002
-        """Return a sentence on what batches or held-out samples are that a user may not expect; empty if none is."""
-        return ""
-
-    @abstractmethod
-    def encoded(self, request: SampleRequest, prompts: Sequence[str]) -> EncodedPrompts:
-        """Return prompts as token ids; raise `DataError` for one that the model cannot read, or without a tokeniser."""
-
-    def tokenizer_folder(self, request: SampleRequest) -> Path | None:  # noqa: ARG002
-        """Return the folder with the files of the tokeniser, after training one if need be; None for data without."""
-        return None
-
     @property
     def class_names(self) -> tuple[str, ...]:
         """Names of the classes of labelled texts, in the order of their numbers; empty for other data."""
         return ()
 
     @abstractmethod
+    def reads(self, experiment: SampleRequest) -> Reading:
+        """Return the data as an experiment reads them, be they its training data or its `eval_data`."""
+
+    @abstractmethod
     def to_json(self) -> dict[str, Any]:
         """Return a description from which `workbench.data.from_json` rebuilds this value."""
 
 
+class Reading(ABC):
+    """Data as one experiment reads them."""
+
+    data: Any
+    """The `DataSource` that describes them."""
+    request: SampleRequest
+    """The experiment that decides which samples are made of them."""
+
+    @abstractmethod
+    def check(self) -> None:
+        """Raise `DataError` if the data cannot feed the experiment."""
+
+    @abstractmethod
+    def prepare(self, progress: bool = True, workers: int | None = None) -> Prepared:
+        """Do all work that training needs once, such as tokenising, with so many processes; None chooses.
+
+        Text that the cache has is not tokenised again, unless it has changed. If several processes ask at once, one
+        works and the others wait. Raises `DataError` for data that cannot be read or hold less than one sample.
+        """
+
+    def samples_per_epoch(self) -> int:
+        """Return the number of different samples, after preparing the data if they have not been.
+
+        That of a streamed text is estimated, unless the text is small or stored as well. Raises `DataError` for a
+        dataset that does not say its length.
+        """
+        samples = self.prepare().samples
+        if samples is None:
+            raise DataError(
+                f"{self.data.name} has no __len__, so that epochs say nothing about the length of a training. Give "
+                "steps=… or tokens=…, or the dataset a __len__."
+            )
+        return samples
+
+    @abstractmethod
+    def batch_specs(self) -> dict[str, TensorSpec]:
+        """Return the fields of one sample, without a batch dim, in the order in which the model takes them."""
+
+    def labelled_share(self) -> float:
+        """Return the fraction of labels, on average, that the loss does not ignore, or 1 if only the loss knows it."""
+        return 1.0
+
+    def examples(self) -> Mapping[str, torch.Tensor] | None:
+        """Return a batch that stands for the rest in measurements, or None if random tokens do."""
+        return None
+
+    @abstractmethod
+    def dataset(self) -> TrainingDataset:
+        """Return every sample of the training in order, `total_samples` of them, after preparing the data.
+
+        `DataLoader(ds, batch_size=b, collate_fn=ds.collate)` yields dicts of tensors with a leading batch dim.
+        """
+
+    @abstractmethod
+    def held_out(self, trained_on: Reading | None = None) -> TrainingDataset:
+        """Return the samples for evaluation in a fixed order, the same in every experiment on this data.
+
+        They are those that `dataset` leaves out, or all of this data if it is the `eval_data` of an experiment that is
+        `trained_on` other data.
+        """
+
+    def evaluated_on(self) -> TrainingDataset:
+        """Return the held-out samples of an experiment that trains on this data and has an `evaluation`."""
+        other = self.request.eval_data
+        return self.held_out() if other is None else other.reads(self.request).held_out(self)
+
+    def held_out_in_words(self) -> str:
+        """Return sentences with the numbers of what training leaves out for evaluations; empty if it reads all."""
+        return ""
+
+    def note(self) -> str:
+        """Return a sentence on what batches or held-out samples are that a user may not expect; empty if none is."""
+        return ""
+
+    @abstractmethod
+    def encoded(self, prompts: Sequence[str]) -> EncodedPrompts:
+        """Return prompts as token ids; raise `DataError` for one that the model cannot read, or without a tokeniser."""
+
+    def tokenizer_folder(self, progress: bool = False) -> Path | None:  # noqa: ARG002
+        """Return the folder with the files of the tokeniser, after training one if need be; None for data without."""
+        return None
+
+
 @dataclass(frozen=True)
 class Prepared:
-    """The result of `DataSource.prepare`."""
+    """The result of `Reading.prepare`."""
 
     name: str
     samples: int | None
@@ -238,7 +253,7 @@ def held_out(request: SampleRequest) -> TrainingDataset:
             f"A value of type {type(request).__name__} has no held-out samples. Give an experiment with an evaluation: "
             "wb.Experiment(…, evaluation=wb.Evaluation(every=100))."
         )
-    return request.data.evaluated_on(request)
+    return request.data.reads(request).evaluated_on()
 
 
 def data_fingerprint(request: EvaluatedRequest) -> str | None:
@@ -252,7 +267,7 @@ def data_fingerprint(request: EvaluatedRequest) -> str | None:
     digest = hashlib.sha256()
     try:
         evaluated = [] if request.evaluation is None else [request, *request.held_out_sets.values()]
-        for dataset in [request.data.dataset(request), *map(held_out, evaluated)]:
+        for dataset in [request.data.reads(request).dataset(), *map(held_out, evaluated)]:
             size, identity = len(dataset), getattr(dataset, "identity", None)
             digest.update(f"{size}{identity or ''}".encode())
             indices = {*range(min(SAMPLED, size)), *range(max(0, size - SAMPLED), size)}
@@ -383,7 +398,7 @@ def _rows(source: Any, label: str) -> tuple[str, Iterable[Any], Sequence[Any] | 
 # A user-defined dataset, read by index or in its own order, or a callable that returns one.
 
 EXAMPLES = 16
-"""Upper limit of the items in `UserData.examples`."""
+"""Upper limit of the items that stand for a dataset in measurements."""
 EXAMPLES_BYTES = 64 << 20
 """Upper limit of their size in bytes."""
 MOST_SUBSETS = 8
@@ -424,81 +439,12 @@ class UserData(DataSource):
     def __getstate__(self) -> dict[str, Any]:
         return {"dataset_or_factory": self.dataset_or_factory, "name": self.name}
 
-    def check(self, request: SampleRequest) -> None:
-        self.batch_specs(request)
-        if request.eval_data is not None:
-            request.eval_data.held_out(request, self)
-
-    def prepare(self, request: SampleRequest, progress: bool = True, workers: int | None = None) -> Prepared:  # noqa: ARG002
-        self.check(request)
-        return Prepared(name=self.name, samples=len(self._items) if hasattr(self._items, "__len__") else None)
-
-    def batch_specs(self, request: SampleRequest) -> dict[str, TensorSpec]:  # noqa: ARG002
-        from workbench.data.datasets import item_at, item_specs
-
-        return item_specs(self._first_items[0] if self._iterable is not None else item_at(self._items, 0))
-
-    def labelled_share(self, request: SampleRequest) -> float:  # noqa: ARG002
-        return 1.0
-
-    def examples(self, request: SampleRequest) -> Batch:  # noqa: ARG002
-        """Return a batch of evenly spaced items, since a dataset may be sorted, or the first of one without an index.
-
-        The batch has `EXAMPLES` items, or as many as fill `EXAMPLES_BYTES`. It stands for the whole dataset where
-        costs depend on values, such as which rows of a table are read or how many labels count. Raises `DataError`
-        if the items differ in fields or shapes.
-        """
-        return self._examples
-
-    def dataset(self, request: SampleRequest) -> UserDataset | StreamedDataset:
-        from workbench.data.datasets import UserDataset
-
-        length = request.total_samples
-        if self._iterable is not None:
-            return self._iterable.dataset(length, request.seed)
-        return UserDataset(self._items, length, request.seed)
-
-    def held_out(self, request: SampleRequest, trained_on: DataSource | None = None) -> UserDataset:
-        """Return items in their own order; raise `DataError` unless their fields are those of the training data.
-
-        Those of a dataset without an index are its first ones, which are kept in memory.
-        """
-        from workbench.data.datasets import UserDataset, described_specs
-
-        assert request.evaluation is not None
-        assert trained_on is not None
-        own, trained = (source.batch_specs(request) for source in (self, trained_on))
-        if own != trained:
-            raise DataError(
-                f"eval_data has the fields {described_specs(own)}, and data has {described_specs(trained)}. Give both "
-                "the same fields with the same shapes and types."
-            )
-        count = request.evaluation.samples
-        items = self._items if self._iterable is None else self._iterable.first(count, seed=0)
-        return UserDataset(items, min(count, len(items)), seed=None)
-
-    def note(self, request: SampleRequest) -> str:
-        items, batch = len(self._items) if hasattr(self._items, "__len__") else 0, request.largest_batch
-        if not items or items >= batch or batch % items == 0:
-            return ""
-        return (
-            f"{self.name} has {items:,} items, fewer than the {batch:,} samples of a batch, which reads some of them "
-            f"{batch // items + 1} times and the others {batch // items}: its loss is no mean over the items. A batch "
-            f"of {items:,}, or of a multiple of that, reads all equally often."
-        )
-
-    def tokenizer_folder(self, request: SampleRequest) -> Path | None:  # noqa: ARG002
-        return None if self._labelled_texts is None else self._labelled_texts.tokenizer_folder
-
     @property
     def class_names(self) -> tuple[str, ...]:
         return () if self._labelled_texts is None else self._labelled_texts.labels
 
-    def encoded(self, request: SampleRequest, prompts: Sequence[str]) -> EncodedPrompts:  # noqa: ARG002
-        raise DataError(
-            f"Samples of text need a tokeniser, and {self.name} is a user-defined dataset, which has none. Train on "
-            "text (wb.data.corpus or wb.data.hub), or remove samples."
-        )
+    def reads(self, experiment: SampleRequest) -> UserReading:
+        return UserReading(self, experiment)
 
     def to_json(self) -> dict[str, Any]:
         return {"type": "user_defined", "name": self.name}
@@ -515,6 +461,12 @@ class UserData(DataSource):
 
     @cached_property
     def _examples(self) -> Batch:
+        """Evenly spaced items, since a dataset may be sorted, or the first of one without an index.
+
+        They are `EXAMPLES`, or as many as fill `EXAMPLES_BYTES`, and stand for the whole dataset where costs depend on
+        values, such as which rows of a table are read or how many labels count. Raises `DataError` if they differ in
+        fields or shapes.
+        """
         from workbench.data.datasets import item_at, stacked
 
         if self._iterable is not None:
@@ -567,6 +519,80 @@ class UserData(DataSource):
     def _first_items(self) -> list[Batch]:
         assert self._iterable is not None
         return self._iterable.first(EXAMPLES, seed=0, room=EXAMPLES_BYTES)
+
+
+@dataclass(frozen=True)
+class UserReading(Reading):
+    """A user-defined dataset as one experiment reads it."""
+
+    data: UserData
+    request: SampleRequest
+
+    def check(self) -> None:
+        self.batch_specs()
+        if self.request.eval_data is not None:
+            self.evaluated_on()
+
+    def prepare(self, progress: bool = True, workers: int | None = None) -> Prepared:  # noqa: ARG002
+        self.check()
+        items = self.data._items
+        return Prepared(name=self.data.name, samples=len(items) if hasattr(items, "__len__") else None)
+
+    def batch_specs(self) -> dict[str, TensorSpec]:
+        from workbench.data.datasets import item_at, item_specs
+
+        data = self.data
+        return item_specs(data._first_items[0] if data._iterable is not None else item_at(data._items, 0))
+
+    def examples(self) -> Batch:
+        return self.data._examples
+
+    def dataset(self) -> UserDataset | StreamedDataset:
+        from workbench.data.datasets import UserDataset
+
+        length, seed = self.request.total_samples, self.request.seed
+        if self.data._iterable is not None:
+            return self.data._iterable.dataset(length, seed)
+        return UserDataset(self.data._items, length, seed)
+
+    def held_out(self, trained_on: Reading | None = None) -> UserDataset:
+        """Return items in their own order; raise `DataError` unless their fields are those of the training data.
+
+        Those of a dataset without an index are its first ones, which are kept in memory.
+        """
+        from workbench.data.datasets import UserDataset, described_specs
+
+        assert self.request.evaluation is not None
+        assert trained_on is not None
+        own, trained = self.batch_specs(), trained_on.batch_specs()
+        if own != trained:
+            raise DataError(
+                f"eval_data has the fields {described_specs(own)}, and data has {described_specs(trained)}. Give both "
+                "the same fields with the same shapes and types."
+            )
+        count, iterable = self.request.evaluation.samples, self.data._iterable
+        items = self.data._items if iterable is None else iterable.first(count, seed=0)
+        return UserDataset(items, min(count, len(items)), seed=None)
+
+    def note(self) -> str:
+        data, batch = self.data, self.request.largest_batch
+        items = len(data._items) if hasattr(data._items, "__len__") else 0
+        if not items or items >= batch or batch % items == 0:
+            return ""
+        return (
+            f"{data.name} has {items:,} items, fewer than the {batch:,} samples of a batch, which reads some of them "
+            f"{batch // items + 1} times and the others {batch // items}: its loss is no mean over the items. A batch "
+            f"of {items:,}, or of a multiple of that, reads all equally often."
+        )
+
+    def tokenizer_folder(self, progress: bool = False) -> Path | None:  # noqa: ARG002
+        return None if self.data._labelled_texts is None else self.data._labelled_texts.tokenizer_folder
+
+    def encoded(self, prompts: Sequence[str]) -> EncodedPrompts:  # noqa: ARG002
+        raise DataError(
+            f"Samples of text need a tokeniser, and {self.data.name} is a user-defined dataset, which has none. Train "
+            "on text (wb.data.corpus or wb.data.hub), or remove samples."
+        )
 
 
 def as_data(value: Any) -> DataSource:

@@ -54,6 +54,10 @@ LONGEST_LINE = 1 << 16
 HASHED_WHOLE_BYTES = 1 << 28
 """Size up to which a whole file is hashed; of a larger one, evenly spaced samples."""
 HASHED_SAMPLES, HASHED_SAMPLE_BYTES = 64, 1 << 20
+TOKENIZER_OF_OBJECTIVE = {"mlm": "wordpiece", "mlm_nsp": "wordpiece", "clm": "bpe", "seq2seq": "span_bpe"}
+"""Type of tokeniser that is trained for each objective, unless the text comes with one."""
+SMALLEST_VOCABULARY = {"wordpiece": 64, "bpe": 300, "span_bpe": 400}
+"""Smallest vocabulary that can be trained, for each type of tokeniser."""
 BYTE_ORDER_MARK = codecs.BOM_UTF8
 
 

@@ -1,4 +1,4 @@
-"""Tokenise a text once for all experiments that read it, or while an experiment trains (`ExperimentText`).
+"""Tokenise a text once for all experiments that read it, or while an experiment trains (`TextReading`).
 
 A vocabulary is trained on the text unless it comes with one, and its token ids are stored in the cache. One folder for
 each (text, tokeniser, vocabulary size) holds them, as `store.py` describes. Processes that want the same one wait for
@@ -13,17 +13,25 @@ import hashlib
 import itertools
 import shutil
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 
 from workbench.data.datasets import StreamedDataset, TextDataset
-from workbench.data.sampling import EVALUATION_SEED, MASKED_SHARE, SAMPLES, TokenSamples
-from workbench.data.source import DataSource, Prepared, SampleRequest
+from workbench.data.sampling import (
+    EVALUATION_SEED,
+    MASKED_SHARE,
+    SAMPLES,
+    EncodedPrompts,
+    SpanSamples,
+    TokenSamples,
+    encoded_prompts,
+)
+from workbench.data.source import Prepared, Reading, SampleRequest
 from workbench.data.store import (
     TOKENIZER_FACTS,
     PartialTokens,
@@ -41,24 +49,28 @@ from workbench.data.store import (
     write_facts,
 )
 from workbench.data.streaming import Encoder, EncodingProcess, TextStream, encode_all
-from workbench.data.text import Advance, TextSource
+from workbench.data.text import SMALLEST_VOCABULARY, TOKENIZER_OF_OBJECTIVE, Advance, TextSource
 from workbench.data.tokenizer import (
     SpecialTokens,
     TextTokenizer,
     digest_of,
     folder_of,
+    special_tokens_of,
     train_byte_level_bpe,
     train_wordpiece,
 )
 from workbench.display import waiting
 from workbench.errors import DataError
 from workbench.machine import available_cores, cache_home
+from workbench.tensors import TensorSpec
 from workbench.units import count as count_text
 
 FORMAT = 4
 """Version of the folder's format; part of its name."""
 SMALL_BYTES = 8 << 20
 """Size of a text up to which starting worker processes does not pay."""
+SHORTEST_SEQUENCE = 8
+"""Shortest sequence that a sample of text has room in."""
 TRAINING_BYTES = 64 << 20
 """Approximate size of the sample, taken evenly from the text, on which a vocabulary is trained."""
 
@@ -237,9 +249,9 @@ Fitted to `benchmarks/data_supply.py` on one text and two idle cores, where one 
 cores 1.34 times (`benchmarks/results/data_supply_encoding_alone_2cores.json`)."""
 
 
-@dataclass(frozen=True)
-class ExperimentText:
-    """A text, and the experiment that decides which samples are made of it."""
+@dataclass(frozen=True, eq=False)
+class TextReading(Reading):
+    """A text as one experiment reads it."""
 
     data: Any
     """`TextData` that describes it."""
@@ -247,20 +259,44 @@ class ExperimentText:
 
     @cached_property
     def objective(self) -> str:
-        return str(self.data._objective(self.request))
+        """What the text is prepared for; raises `DataError` if that is unknown or contradictory."""
+        model, data = self.request.model, self.data
+        if data.objective and model.objective and data.objective != model.objective:
+            raise DataError(
+                f"{data.name} is prepared for {data.objective!r}, but {model.name} learns {model.objective!r}. "
+                "Remove the objective of the corpus, or change the model."
+            )
+        if (objective := data.objective or model.objective) is None:
+            raise DataError(
+                f"{data.name} is text, and nothing says what {model.name} learns from it. "
+                'Give the corpus an objective ("mlm", "mlm_nsp", "clm" or "seq2seq"), or pass a dataset of tensors.'
+            )
+        return str(objective)
 
     @cached_property
     def key(self) -> TokensKey:
-        data, tokenizer_type = self.data, self.data._tokenizer_type(self.request)
+        data, tokenizer_type = self.data, TOKENIZER_OF_OBJECTIVE[self.objective]
         accents = tokenizer_type == "wordpiece" and data.strip_accents
         return TokensKey(
             data._fingerprint(), tokenizer_type, data.vocab_size, tokenizer=data.tokenizer, strip_accents=accents
         )
 
+    @property
+    def is_tokenised(self) -> bool:
+        """True if the cache holds the tokens."""
+        return is_tokenised(self.key)
+
     @cached_property
     def tokens(self) -> SpecialTokens:
         """Special tokens of the tokeniser; one is trained if there is none."""
         return SpecialTokens.of_folder(self.tokenizer_folder())
+
+    @cached_property
+    def _expected_tokens(self) -> SpecialTokens:
+        """Special tokens of the tokeniser that was given or will be trained."""
+        if self.data.tokenizer is not None:
+            return SpecialTokens.of_folder(folder_of(self.data.tokenizer))
+        return special_tokens_of(TOKENIZER_OF_OBJECTIVE[self.objective], self.data.vocab_size)
 
     @property
     def width(self) -> int:
@@ -272,15 +308,38 @@ class ExperimentText:
         """True if evaluations read a part of this text."""
         return self.request.evaluation is not None and self.request.eval_data is None
 
-    def prepare(self, progress: bool, workers: int | None = None) -> Prepared:
-        """Do what `DataSource.prepare` says."""
+    def check(self) -> None:
+        check_sizes(self)
+        self.data.check_source(self)
+
+    def batch_specs(self) -> dict[str, TensorSpec]:
+        length, objective = self.request.seq_len, self.objective
+        shapes: dict[str, tuple[int, ...]] = {"input_ids": (length,), "labels": (length,)}
+        if objective == "seq2seq":
+            shapes["labels"] = (SpanSamples.label_length(length, self._expected_tokens, self.data.masked_share),)
+        if objective == "mlm_nsp":
+            shapes = {"input_ids": (length,), "token_type_ids": (length,), "labels": (length,)}
+            shapes["next_sentence_label"] = ()
+        return {name: TensorSpec(name, shape, "int64") for name, shape in shapes.items()}
+
+    def labelled_share(self) -> float:
+        return 1.0 if self.objective in ("clm", "seq2seq") else float(self.data.masked_share)
+
+    def text_tokenizer(self) -> TextTokenizer:
+        """Return the tokeniser, whose `encode` and `decode` turn text into ids and samples back into text."""
+        return TextTokenizer.of_folder(self.tokenizer_folder())
+
+    def encoded(self, prompts: Sequence[str]) -> EncodedPrompts:
+        return encoded_prompts(prompts, self.text_tokenizer(), self.tokens, self.objective, self.request.seq_len)
+
+    def prepare(self, progress: bool = True, workers: int | None = None) -> Prepared:
         if self.data.streaming:
             return self._prepare_stream(progress)
         store, reused = self.store(progress, workers)
         self._require_a_sequence(store, self.width)
         text = self._trained_on()
         if self.request.eval_data is not None:
-            self.request.eval_data.held_out(self.request, self.data)
+            self.evaluated_on()
         return Prepared(
             name=self.data.name,
             samples=text.tokens // self.width,
@@ -335,11 +394,11 @@ class ExperimentText:
         workers = 0 if source.text_bytes <= SMALL_BYTES else available_cores()
         return TextStream(source, encoder, self.width, self._buffer, self.request.seed, held_out, workers)
 
-    def held_out(self, trained_on: DataSource | None = None) -> TextDataset:
+    def held_out(self, trained_on: Reading | None = None) -> TextDataset:
         """Return the held-out samples, spread evenly over the part of the text, or over another text."""
         request = self.request
         assert request.evaluation is not None
-        trained = self if trained_on is None else ExperimentText(trained_on, request)
+        trained = self if trained_on is None else cast(TextReading, trained_on)
         if trained_on is None:
             text: TokenStore | SplicedTokens = self._parts().held_out
         else:
@@ -370,7 +429,7 @@ class ExperimentText:
             seed=self.request.seed,
             tokens=self.tokens,
             masked_share=self.data.masked_share,
-            joints=TextTokenizer.of_folder(self.tokenizer_folder()).joints() if self.data.whole_words else None,
+            joints=self.text_tokenizer().joints() if self.data.whole_words else None,
         )
 
     def _trained_on(self) -> TokenStore | SplicedTokens:
@@ -388,7 +447,7 @@ class ExperimentText:
         """
         if not self.holds_out:
             return ""
-        if is_tokenised(self.key):
+        if self.is_tokenised:
             parts = self._parts()
             return "" if parts.is_whole and not parts.documents[1] else f"Of {self.data.name}, {parts}"
         if not self.data.streaming:
@@ -404,7 +463,7 @@ class ExperimentText:
 
         def beginning(first: int) -> TokenStore:
             """Return the tokenised text, or of a streamed one that is not stored more than its `first` tokens."""
-            if not self.data.streaming or is_tokenised(self.key):
+            if not self.data.streaming or self.is_tokenised:
                 return self.store(progress)[0]
             key = replace(self.key, first=first, tokenizer_of=self.tokenizer_folder(progress))
             return tokenised(key, self.data.name, self.data._source, progress)[0]
@@ -415,9 +474,9 @@ class ExperimentText:
         """Make the vocabulary and the held-out samples; count samples exactly if the text is small or also stored."""
         source = self.data._source()
         samples = None
-        if source.text_bytes <= SMALL_BYTES or is_tokenised(self.key):
+        if source.text_bytes <= SMALL_BYTES or self.is_tokenised:
             stored = replace(self.data, streaming=False, shuffle_buffer=self._buffer)
-            samples = ExperimentText(stored, self.request).prepare(progress).samples
+            samples = TextReading(stored, self.request).prepare(progress).samples
         folder = self.tokenizer_folder(progress)
         encoder, vocabulary = encoder_of(folder, self.key.tokenizer_type)
         tokens, tokens_per_core_s = _tokenizing_rate(self.key.folder, self.data._source, encoder)
@@ -441,6 +500,68 @@ class ExperimentText:
                 f"{self.data.name} holds {store.tokens} tokens, fewer than the {width} of one sequence "
                 f"(seq_len={self.request.seq_len}). Give more text, or a shorter seq_len."
             )
+
+
+def check_sizes(reading: TextReading) -> None:
+    """Raise `DataError` if the sequence length, the vocabulary or the tokeniser does not suit the model."""
+    data, request, objective = reading.data, reading.request, reading.objective
+    model = request.model
+    least = SMALLEST_VOCABULARY[TOKENIZER_OF_OBJECTIVE[objective]]
+    if data.streaming and objective == "mlm_nsp":
+        raise DataError(
+            f"{data.name} is streamed, and {model.name} predicts next sentences, whose other half may stand "
+            "anywhere in the text. Train without (next_sentence=False), or remove streaming=True."
+        )
+    # The tokeniser: it may have changed, or lack what the samples of the objective need.
+    tokens = reading._expected_tokens
+    if data.tokenizer is not None:
+        if tokens.vocabulary != data.vocab_size:
+            raise DataError(
+                f"{data.tokenizer} had {data.vocab_size:,} ids and now has {tokens.vocabulary:,}. Describe the "
+                "data again, or restore the file."
+            )
+        if (lack := SAMPLES[objective].lack_of(tokens)) is not None:
+            raise DataError(
+                f"{data.tokenizer} has {lack}, which samples for {objective!r} need. Give the tokeniser one with "
+                "tokenizer.add_special_tokens({…}), or leave tokenizer out: one is trained on the text."
+            )
+    if data.whole_words and objective not in ("mlm", "mlm_nsp"):
+        raise DataError(
+            f"whole_words says how masked models hide words, and the objective is {objective!r}. Remove it."
+        )
+    if objective == "seq2seq" and request.seq_len >= SHORTEST_SEQUENCE:
+        spans = SpanSamples.spans(request.seq_len, tokens, data.masked_share)
+        if tokens.sentinels and spans > len(tokens.sentinels):
+            raise DataError(
+                f"seq_len={request.seq_len} and masked_share={data.masked_share:g} hide {spans} spans, and the "
+                f"tokeniser has {len(tokens.sentinels)} sentinels. Give shorter sequences or a smaller share."
+            )
+        share = None if request.evaluation is None else request.evaluation.masked_share
+        if share not in (None, data.masked_share):
+            raise DataError(
+                f"Held-out samples of a sequence-to-sequence model have the shapes of training, and hide "
+                f"{data.masked_share:g} of the text too. Remove masked_share={share:g} from the evaluation."
+            )
+
+    # Sizes that do not suit the model.
+    if request.seq_len < SHORTEST_SEQUENCE:
+        raise DataError(
+            f"seq_len={request.seq_len} is too short for a sample of text. Give at least {SHORTEST_SEQUENCE}."
+        )
+    if model.vocab_size is not None and data.vocab_size > model.vocab_size:
+        if hasattr(data, "path"):
+            data._source()  # a file that is missing matters first
+        raise DataError(
+            f"{data.name} is tokenised into a vocabulary of {data.vocab_size:,}, but {model.name} embeds "
+            f"{model.vocab_size:,} tokens. Give "
+            + ("" if data.tokenizer else f"the data vocab_size={model.vocab_size}, or ")
+            + f"the model vocab_size={data.vocab_size}."
+        )
+    if data.tokenizer is None and data.vocab_size < least:
+        raise DataError(
+            f"vocab_size={data.vocab_size} is less than the {least} that byte-level tokens need. "
+            f"Give the data at least vocab_size={least}."
+        )
 
 
 @functools.lru_cache(maxsize=64)

@@ -310,7 +310,7 @@ class TrainingWorker:
             if trainer.spikes is not None and progress.spikes is not None:
                 trainer.spikes.load(progress.spikes)
             if self.is_main:
-                said = self.experiment.data.held_out_in_words(self.experiment)
+                said = self.experiment.data.reads(self.experiment).held_out_in_words()
                 log_event(
                     self.run_dir.events,
                     "start",
@@ -478,7 +478,7 @@ def log_data_use(run_dir: RunDir, experiment: Experiment, progress: TrainingProg
     """Log what a training has read so far of each source of a mixture."""
     if isinstance(experiment.data, Mixture):
         samples = experiment.samples_before(progress.step) + progress.skipped_samples
-        parts = [use._asdict() for use in experiment.data.use(experiment, samples)]
+        parts = [use._asdict() for use in experiment.data.reads(experiment).use(samples)]
         log_event(run_dir.events, "data_use", step=progress.step, parts=parts)
 
 
@@ -546,9 +546,9 @@ class _WorkerHere(TrainingWorker):
         The training runs blocks that were captured from the model: only here does its own code compute.
         """
         try:
-            dataset = self.experiment.data.dataset(self.experiment)
+            dataset = self.experiment.data.reads(self.experiment).dataset()
             if isinstance(dataset, StreamedDataset):
-                samples = self.experiment.data.examples(self.experiment)
+                samples = self.experiment.data.reads(self.experiment).examples()
             else:
                 samples = dataset.collate([dataset[index] for index in range(self.plan.micro_batch)])
             if samples is not None:

@@ -138,7 +138,7 @@ def profile_and_cluster(
     from workbench.measure.block_probes import measured_blocks
 
     within_limits_of_optimizer(experiment, fixed or Fixed(), "element")
-    experiment.data.check(experiment)
+    experiment.data.reads(experiment).check()
     if cluster is not None:
         checked_cluster(cluster)
     with measured_blocks(experiment, cluster) as measured:
@@ -179,7 +179,7 @@ def capture_to_plan(experiment: Experiment) -> tuple[Facts, Graph, Sequence[Grap
     """
     from workbench.capture.losses import labelled_share
 
-    facts, examples = facts_of(experiment, captures=True), experiment.data.examples(experiment)
+    facts, examples = facts_of(experiment, captures=True), experiment.data.reads(experiment).examples()
     assert facts.captured is not None
     captured, graph = facts.captured, facts.captured.graph
 
@@ -215,8 +215,8 @@ def capture_to_plan(experiment: Experiment) -> tuple[Facts, Graph, Sequence[Grap
             facts = replace(facts, is_gathering_compared=captured.is_gathering_compared)
 
     # Prices: labels that a head computes, and what the user's data add to the notes.
-    share = experiment.data.labelled_share(experiment) if examples is None else labelled_share(graph, examples)
-    notes += [note] if (note := experiment.data.note(experiment)) else []
+    share = experiment.data.reads(experiment).labelled_share() if examples is None else labelled_share(graph, examples)
+    notes += [note] if (note := experiment.data.reads(experiment).note()) else []
     planned = replace(graph, coupled=coupled, notes=tuple(notes))
     return replace(facts, labelled_share=share), planned, towers
 

@@ -125,7 +125,7 @@ def _evaluated_experiment(run: RunDir, data: Any) -> Experiment:
         given = counted(experiment.replace(eval_data=data, eval_also=None), experiment.steps)
         if given.eval_data is None or not given.eval_data.is_user_defined:
             return given
-        samples = given.eval_data.prepare(given).samples
+        samples = given.eval_data.reads(given).prepare().samples
         return given if samples is None else counted(given.replace(eval_samples=samples), experiment.steps)
     if experiment.evaluation is None:
         raise WorkbenchError(
@@ -369,7 +369,7 @@ def compared(
     dropout was off. `workers` are the modules that the ranks of each plan execute.
     """
     if 1 <= steps <= MOST_STEPS:
-        experiment.data.check(experiment)
+        experiment.data.reads(experiment).check()
         experiment = experiment.replace(evaluation=None, samples=None).resolved()
     most = min(MOST_STEPS, experiment.steps or MOST_STEPS)
     if not 1 <= steps <= most:

@@ -247,7 +247,7 @@ class Run(Labelled):
             from workbench.planning.planner import plan as make_plan
 
             experiment = _buildable_experiment(self, changes)
-            experiment.data.check(experiment)
+            experiment.data.reads(experiment).check()
             plan = make_plan(experiment)
         return Run(clone(self.directory, self.plan if plan is None else plan, changes))
 
@@ -484,7 +484,7 @@ def launch(
     from workbench.planning.runnable import facts_for
     from workbench.runs.launching import launcher
 
-    experiment.data.check(experiment)
+    experiment.data.reads(experiment).check()
     chosen = replayed_plan(experiment) or plan or make_plan(experiment)
     attempt = launcher.Attempt(experiment, chosen, directory)
     return Run(launcher.start_attempt(attempt, facts_for(experiment, chosen), progress=progress))
@@ -532,7 +532,7 @@ def prepare(
     from workbench.planning.runnable import facts_for
     from workbench.runs.launching import launcher
 
-    experiment.data.check(experiment)
+    experiment.data.reads(experiment).check()
     continued = None if resume is None else resume.path if isinstance(resume, Run) else Path(resume).expanduser()
     attempt = launcher.Attempt(experiment, plan, directory, continued)
     return Run(launcher.write_attempt(attempt, facts_for(experiment, plan), progress=progress))
@@ -584,5 +584,5 @@ def tokenize(experiment: Experiment, *, workers: int | None = None, progress: bo
     """
     if workers is not None and not 1 <= workers <= MOST_WORKERS:
         raise InvalidArgument(f"workers={workers} lies outside 1 to {MOST_WORKERS:,}.")
-    experiment.data.check(experiment)
-    return experiment.data.prepare(experiment, progress=progress, workers=workers)
+    experiment.data.reads(experiment).check()
+    return experiment.data.reads(experiment).prepare(progress=progress, workers=workers)
