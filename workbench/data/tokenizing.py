@@ -259,7 +259,7 @@ class TextReading(Reading):
 
     @cached_property
     def objective(self) -> str:
-        """What the text is prepared for; raises `DataError` if that is unknown or contradictory."""
+        """Objective that the text is prepared for; raises `DataError` if it is unknown or contradictory."""
         model, data = self.request.model, self.data
         if data.objective and model.objective and data.objective != model.objective:
             raise DataError(
