@@ -276,6 +276,7 @@ class BlockProbes:
         return Path(self._folder.name)
 
     def _start(self, slot: int, helper: int = 0, helpers: int = 0) -> subprocess.Popen[bytes]:
+        # Told to import the user's modules from where this process does, since the model is pickled by name.
         command = [sys.executable, "-m", PROBE, str(self._path), str(slot), str(helper), str(helpers)]
         environment: Mapping[str, str] = {**os.environ, "PYTHONPATH": os.pathsep.join(user_path())}
         with (self._path / f"{slot}{'.helper' * bool(helper)}.log").open("ab") as log:

@@ -97,6 +97,8 @@ def fork(command: Sequence[str], environment: Mapping[str, str], threads: str | 
     if pid := os.fork():
         return Forked(pid)
     try:
+        # An interrupt of a terminal goes to its whole foreground group: a session of one's own is out of its reach.
+        # Handlers are those of the process that was forked, which may ignore what ends this one.
         os.setsid()
         for number, handler in ((signal.SIGTERM, signal.SIG_DFL), (signal.SIGINT, signal.default_int_handler)):
             signal.signal(number, handler)
@@ -108,6 +110,7 @@ def fork(command: Sequence[str], environment: Mapping[str, str], threads: str | 
         if threads is not None:
             client().connect(socket.socket(fileno=SOCKET), threads)
         _, _, module, *sys.argv[1:] = command
+        # What follows runs as if Python had been started for the module, with all imports done.
         sys.modules.pop(module, None)  # `runpy` warns of a module that was imported
         runpy.run_module(module, run_name="__main__", alter_sys=True)
         leave(0)

@@ -118,6 +118,7 @@ def start_attempt(
 
     Raises what `check_runnable` raises, `RunExists`, `RunNotFound` and `CheckpointError` before any process starts.
     """
+    # All that can be refused is refused before a directory exists, so that a refused launch leaves nothing behind.
     attempt = _checked(attempt, facts, progress)
     devices = device_queue.devices_for(attempt.plan)
     device_queue.queue_folder()
@@ -185,6 +186,7 @@ def clone(run: RunDir, plan: Plan, changes: Mapping[str, Any], *, worker: str = 
     check_unedited(run)
     before = Experiment.from_json(read_record(run.experiment))
     experiment = before.replace(**changes)
+    # A clone with another rate, seed or number of steps has the graphs that were checked, and starts at once.
     is_checked = plan == Stored.load(run.plan) and all(
         value_of(before, name) == value_of(experiment, name) for name in CAPTURED_FIELDS
     )
