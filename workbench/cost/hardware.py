@@ -263,8 +263,8 @@ CARDS = {
 # The time of collectives on one link by the α–β model, t = steps · α + volume / bandwidth.
 #
 # An all-gather or reduce-scatter over g devices moves (g - 1) / g of the bytes whatever the algorithm. Steps are those
-# of recursive doubling and halving, log2 g (Thakur, Rabenseifner and Gropp, 2005); a ring takes g - 1, which matters for
-# small messages only.
+# of recursive doubling and halving, log2 g (Thakur, Rabenseifner and Gropp, 2005). A ring takes g - 1, which matters
+# for small messages only.
 
 Bytes = TypeVar("Bytes", float, npt.NDArray[np.float64])
 
