@@ -9,6 +9,7 @@ import contextlib
 import json
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import asdict
 from enum import StrEnum
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, cast
@@ -16,13 +17,10 @@ from typing import TYPE_CHECKING, Annotated, Any, cast
 import typer
 
 import workbench as wb
+from workbench import notebooks
 from workbench.errors import InvalidExperiment, UnknownParameter, WorkbenchError, suggestion
 
 if TYPE_CHECKING:
-    from workbench.cost.hardware import Cluster
-    from workbench.experiment import Experiment
-    from workbench.planning.plan import Plan
-    from workbench.runs.run import Run
     from workbench.strategy import Choices
 
 app = typer.Typer(
@@ -184,10 +182,8 @@ def prepare(
 
 
 def _choose_plan(
-    experiment: Experiment, plan_file: Path | None, memory_limit_gib: float | None, fix: Sequence[str]
-) -> Plan:
-    from workbench.planning.plan import Plan
-
+    experiment: wb.Experiment, plan_file: Path | None, memory_limit_gib: float | None, fix: Sequence[str]
+) -> wb.Plan:
     if plan_file is None:
         return wb.plan(experiment, memory_limit_gib=memory_limit_gib, **choices_from(fix))
     if fix or memory_limit_gib is not None:
@@ -195,7 +191,7 @@ def _choose_plan(
             f"The plan in {plan_file} is complete. Remove --fix and --memory-limit-gib, or give them to "
             "`workbench plan --save`."
         )
-    return Plan.load(plan_file)
+    return wb.Plan.load(plan_file)
 
 
 @app.command()
@@ -206,8 +202,6 @@ def tokenize(
     as_json: AsJson = False,
 ) -> None:
     """Tokenise the text of an experiment before it is run; an attempt that was killed goes on where it stopped."""
-    from dataclasses import asdict
-
     prepared = wb.runs.tokenize(experiment_from(source, settings or ()), workers=workers)
     typer.echo(json.dumps(asdict(prepared), indent=2, default=str) if as_json else repr(prepared))
 
@@ -226,9 +220,7 @@ def resume(
     as_json: AsJson = False,
 ) -> None:
     """Continue a run from its last checkpoint, in its own directory."""
-    from workbench.planning.plan import Plan
-
-    chosen = None if plan_file is None else Plan.load(plan_file)
+    chosen = None if plan_file is None else wb.Plan.load(plan_file)
     _print_started(wb.load_run(run).resume(chosen, steps=steps, accept_changed_data=accept_changed_data), wait, as_json)
 
 
@@ -248,8 +240,6 @@ def evaluate(
     as_json: AsJson = False,
 ) -> None:
     """Print the held-out loss of a checkpoint of a run that has ended."""
-    from dataclasses import asdict
-
     result = wb.load_run(run).evaluate(None if data is None else wb.data.corpus(data), step)
     if as_json:
         typer.echo(json.dumps(asdict(result), indent=2))
@@ -274,7 +264,7 @@ def bisect(
         raise typer.Exit(1)
 
 
-def _print_started(started: Run, wait: bool, as_json: bool) -> None:
+def _print_started(started: wb.Run, wait: bool, as_json: bool) -> None:
     if wait:
         started.wait()
     typer.echo(json.dumps(started.row(), indent=2) if as_json else f"{started!r}\n{started.path}")
@@ -412,7 +402,7 @@ def show(
             raise typer.Exit(1)
 
 
-def _follow(runs: Sequence[Run], every_s: float = 5.0) -> None:
+def _follow(runs: Sequence[wb.Run], every_s: float = 5.0) -> None:
     from workbench.runs.registry import follow
 
     try:
@@ -498,8 +488,6 @@ def new(
     path: Annotated[Path | None, typer.Argument(help="File or folder to write; the current folder by default.")] = None,
 ) -> None:
     """Copy a template notebook, and print the path of the copy."""
-    from workbench import notebooks
-
     typer.echo(notebooks.new(template, path))
 
 
@@ -514,7 +502,6 @@ def execute(
 
     Progress of the notebook's runs goes to standard error.
     """
-    from workbench import notebooks
     from workbench.notebooks.executing import values_of
 
     notebook = notebooks.template_path(template)
@@ -544,8 +531,6 @@ def reproduce(
     yes: Annotated[bool, typer.Option("--yes", help="Execute the cells without showing them and asking.")] = False,
 ) -> None:
     """Execute a notebook again and compare its curves with the recorded ones; exit code 1 if a run is different."""
-    from workbench import notebooks
-
     if not yes:
         typer.echo(notebooks.what_runs(notebook, at_commit))
         typer.confirm("Execute it?", abort=True)
@@ -559,27 +544,24 @@ def _report(line: str) -> None:
     print(line, file=sys.stderr, flush=True)
 
 
-def experiment_from(source: str, settings: Sequence[str] | Mapping[str, Any] = ()) -> Experiment:
+def experiment_from(source: str, settings: Sequence[str] | Mapping[str, Any] = ()) -> wb.Experiment:
     """Return the experiment of a JSON file or of a model's description, with the values that `settings` set.
 
     `settings` holds pairs such as `steps=40`, or values of the experiment by their short names.
     """
-    from workbench import data
-    from workbench.experiment import Experiment
-
     fields = dict(settings) if isinstance(settings, Mapping) else fields_from(settings)
     file = Path(source)
     if file.suffix != ".json" and not file.is_file():
         fields = {"model": model_from(source), **fields}
-        fields.setdefault("data", data.corpus())
-        return Experiment.of(**fields)
+        fields.setdefault("data", wb.data.corpus())
+        return wb.Experiment.of(**fields)
     try:
         value = json.loads(file.read_text())
     except OSError as error:
         raise InvalidExperiment(f"{file} cannot be read: {error.strerror}.") from None
     except ValueError as error:
         raise InvalidExperiment(f"{file} is not JSON: {error}.") from None
-    return Experiment.from_json(value).replace(**fields)
+    return wb.Experiment.from_json(value).replace(**fields)
 
 
 def choices_from(pairs: Sequence[str]) -> Choices:
@@ -611,46 +593,41 @@ def described(fields: Mapping[str, Any]) -> dict[str, Any]:
 
 def corpus_from(text: str) -> Any:
     """Return the text that `corpus.txt` or `corpus.txt:vocab_size=8000,objective=clm` describes."""
-    from workbench import data
-
     path, _, pairs = text.rpartition(":")
     if not path or "=" not in pairs or Path(text).exists():
-        return data.corpus(text)
-    return data.corpus(path, **values_from(pairs.split(","), "--set data"))
+        return wb.data.corpus(text)
+    return wb.data.corpus(path, **values_from(pairs.split(","), "--set data"))
 
 
 def model_from(text: str) -> Any:
     """Return the named model that a text such as `bert-large` or `bert:hidden_size=64,num_layers=4` describes."""
-    from workbench import models
-
     name, options = _name_and_options(text)
     builders: dict[str, Callable[..., Any]] = {
-        "bert": models.bert,
-        "bert-large": models.bert_large,
-        "gpt2": models.gpt2,
-        "opt": models.opt,
-        "pretrained": models.pretrained,
+        "bert": wb.models.bert,
+        "bert-large": wb.models.bert_large,
+        "gpt2": wb.models.gpt2,
+        "opt": wb.models.opt,
+        "pretrained": wb.models.pretrained,
     }
-    gpt3_sizes = {f"gpt3-{size.lower()}": size for size in models.GPT3_SIZES}
+    gpt3_sizes = {f"gpt3-{size.lower()}": size for size in wb.models.GPT3_SIZES}
     key = name.lower().replace("_", "-")
     if key in gpt3_sizes:
-        return models.gpt3(gpt3_sizes[key], **options)
+        return wb.models.gpt3(gpt3_sizes[key], **options)
     if key not in builders:
         near = suggestion(key, [*builders, *gpt3_sizes])
         raise InvalidExperiment(f"There is no model {name!r}, and no file of this name. {near}")
     return builders[key](**options)
 
 
-def cluster_from(text: str | None) -> Cluster | None:
+def cluster_from(text: str | None) -> wb.Cluster | None:
     """Return the cluster that a text such as `h200:gpus=256` describes, or devices of this machine for `gpus=2`."""
-    from workbench.cost.hardware import Cluster
     from workbench.measure.calibration import local_cluster
 
     if text is None:
         return None
     device, options = _name_and_options(text)
     if device:
-        return Cluster.of(device, **options)
+        return wb.Cluster.of(device, **options)
     if options.keys() != {"gpus"}:
         raise InvalidExperiment(
             f"--cluster {text} names no device, and only gpus can be chosen of this machine. Write --cluster "
@@ -689,7 +666,7 @@ def pairs_from(pairs: Sequence[str], option: str, example: str = "steps=40") -> 
         yield name, text
 
 
-def describe_plan(plan: Plan) -> str:
+def describe_plan(plan: wb.Plan) -> str:
     """Return a plan as text: its description, and a line for each stage."""
     from workbench.units import count, gib
 
@@ -705,7 +682,7 @@ def describe_plan(plan: Plan) -> str:
     return "\n".join(lines)
 
 
-def plan_page(run: Run, to: Path, static: bool) -> Path:
+def plan_page(run: wb.Run, to: Path, static: bool) -> Path:
     """Write the figures of a run's plan as one HTML page, with 4.5 MB of plotly unless `static`; return its path."""
     from workbench.figures.figure import picture, save_html
     from workbench.figures.plan_view import show_plan
