@@ -295,10 +295,7 @@ class Live(LiveWidget):
 
     def twin(self) -> tuple[Any, ...]:
         """Return the rows of the runs with their curves and panels."""
-        rows = rows_html(self._snapshots, [reader.name for reader in self._readers])
-        for snapshot in self._snapshots:  # what each wrote at a few of its steps
-            if len(snapshot.texts):
-                rows += _titled(snapshot.name, len(self._snapshots), snapshot.texts._repr_html_())
+        rows = rows_html(self._snapshots, [reader.name for reader in self._readers]) + samples_table(self._snapshots)
         settings = self._controls.settings
         panels = None if self._panels.figure is None else self.bundle(self._panels.figure)
         if not self._all_ended():
@@ -388,6 +385,12 @@ def samples_at(snapshots: Sequence[Snapshot], step_of: Callable[[int], float]) -
         f"<small style='color:{theme.MUTED_CSS}'>point at the curves to read what was written at another step</small>"
     )
     return "".join([*parts, note]) if parts else ""
+
+
+def samples_table(snapshots: Sequence[Snapshot]) -> str:
+    """Return the samples of each run at a few of its steps, for a page without a kernel; as HTML."""
+    shown = [(snapshot.name, snapshot.texts) for snapshot in snapshots if len(snapshot.texts)]
+    return "".join(_titled(name, len(snapshots), texts._repr_html_()) for name, texts in shown)
 
 
 def _titled(name: str, runs: int, table: str) -> str:
