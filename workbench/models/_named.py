@@ -13,17 +13,7 @@ from pydantic import Field, PlainValidator
 
 from workbench.arguments import checked_arguments
 from workbench.errors import InvalidExperiment
-from workbench.validation import (
-    Factors,
-    Line,
-    Positive,
-    Share,
-    TrueOrFalse,
-    Whole,
-    checked_value,
-    factor_of,
-    known,
-)
+from workbench.validation import Factors, Line, Positive, Share, TrueOrFalse, Whole, checked_value, factor_of, known
 
 if TYPE_CHECKING:
     from torch import nn
