@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import gzip
+import json
 import re
 import statistics
 from typing import Any
 
 import pytest
 from raw_files import BENCHMARKS, HISTORY, README, ROOT, raw, shows, table, words
+
+RESULTS = ROOT / "benchmarks" / "results"
 
 
 def error(row: dict[str, Any], unit: str) -> float:
@@ -203,6 +207,49 @@ def test_ratios_and_profiles_on_four_gpus_are_those_of_the_raw_file() -> None:
     page = words(BENCHMARKS)
     assert "**{:.3f}**, **{:.3f}**, **{:.3f}**".format(*ratios) in page
     assert f"**{statistics.median(errors):.1%}, {max(errors):.1%}**".replace("%", " %") in page
+
+
+def test_the_pair_with_muon_and_where_its_steps_go_are_those_of_the_raw_files() -> None:
+    files = ("pair_scaled_4xH200", "pair_large_4xH200", "pair_scaled_1xH200")
+    contents = [raw(f"throughput_{name}_e21906fd.json") for name in files]
+    rows = iter(table(BENCHMARKS, "| the pair, one round | contender |"))
+    steps = iter(table(BENCHMARKS, "| one step, a rank of four | rank |"))
+    for content in contents:
+        first_ms, (predictions,) = 0.0, content["predictions"].values()
+        for entry in content["measurements"]:
+            _, contender, *cells = next(rows)
+            ms, predicted = statistics.median(entry["step_ms"]), predictions.get(entry["contender"].split(": PP")[0])
+            first_ms = first_ms or ms
+            values = [ms, entry["in_a_row_ms"], predicted and predicted["step_ms"], entry["peak_gib"], ms / first_ms]
+            for text, value in zip(cells, values, strict=True):
+                assert shows(text, value) if text else value in (None, 1.0), (contender, text, value)
+            for rank in (0, 1) if "ZeRO 1" in contender else (0,):
+                name, shown, *spans = next(steps)
+                assert name.endswith(contender)
+                assert shown == str(rank)
+                for phase, text in zip(("forward", "backward", "update"), spans, strict=True):
+                    told = [entry["phases"][rank][phase][key] for key in ("in all", "idle", "communication alone")]
+                    assert all(map(shows, text.split(", "), told)), (name, phase)
+    assert not [*rows, *steps]
+    page, (zero_1, zero_0) = words(BENCHMARKS), contents[0]["measurements"][:2]
+    gathers = next(told for name, told in zero_1["collectives"].items() if "AllGather" in name)
+    longest, shortest = gathers["longest rank ms"], gathers["without waiting ms"]
+    assert f"all-gathers: {longest:.0f} ms of them, and {shortest:.0f} on the rank that comes last" in page
+    products = sorted(phases["update"]["matrix products"] for phases in zero_1["phases"])
+    assert f"whose products take {products[0]:.1f} to {products[-1]:.1f} ms" in page
+    clocks = sorted(gpu["sm_mhz"]["median"] for gpu in zero_0["gpus"])
+    assert f"ZeRO 0 trained at {clocks[0]:,.0f} to {clocks[-1]:,.0f} MHz" in page
+    one = contents[2]["measurements"][0]
+    assert f"one GPU at {one['gpus'][0]['sm_mhz']['median']:,.0f} MHz" in page
+    alone, (plan,) = one["phases"][0], contents[2]["predictions"]["pair-scaled"]["ours"]["json"]["stages"]
+    assert f"took {alone['forward']['in all']:.1f} + {alone['backward']['in all']:.1f} ms" in page
+    assert f"predicted with {plan['forward_ms']:.1f} + {plan['backward_ms']:.1f}" in page
+    assert f"priced {alone['update']['in all'] - plan['optimizer_ms']:.0f} ms too short" in page
+    profile = json.loads(gzip.decompress((RESULTS / "kernels_pair_scaled_1xH200_e21906fd.json.gz").read_bytes()))
+    begin = next(at for name, at in profile["phases"] if name == "update")
+    copies = [row for row in profile["kernels"] if "DtoH" in profile["names"][row[0]]]
+    assert len(copies) == 2, "one for each group of AdamW"
+    assert all(row[2] > begin for row in copies)
 
 
 def test_trials_of_communication_are_those_of_the_raw_file() -> None:

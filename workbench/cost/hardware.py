@@ -60,7 +60,7 @@ class Efficiency:
     """Ratio of a block's time in minutes of training on one device to its time in a probe, at the power limit.
 
     The chip warms and its clock falls below that of the probe's seconds: nine plans of 10 to 15 steps on one H200 at
-    690 W were predicted 1.9 to 4.2 % too short. Minutes of training take up to 4 % more (benchmarks/README.md).
+    690 W were predicted 1.9 to 4.2 % too short (benchmarks/README.md).
     """
     host_in_step: float = 0.95
     """Ratio of the host's time for a block in a training step to that in a probe.
