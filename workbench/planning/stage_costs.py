@@ -545,8 +545,7 @@ class StrategyCosts:
 
     @cached_property
     def _compute(self) -> Compute:
-        strategy = self.strategy
-        tuned = self.cluster.device.efficiency
+        strategy, tuned = self.strategy, self.cluster.device.efficiency
         hooks, launched = 1e3 * tuned.sharded_block_s, 1e3 * tuned.sharded_collective_s
         # Under ZeRO 1 and 2 one forward of a step all-gathers, and under ZeRO 1 one backward reduces.
         gathers, scatters = (1 if strategy.zero >= least else 1 / strategy.num_microbatches for least in (3, 2))
@@ -590,13 +589,9 @@ class StrategyCosts:
         update = self.table.update
         if not update.shapes:
             return np.zeros_like(stages.whole(update.flops))
-        matrices = Matrices(
-            stages.whole(update.flops),
-            stages.whole(update.whole_elements),
-            stages.whole(update.divided_elements),
-            stages.whole(update.largest_flops),
-            update.shapes,
-        )
+        sums = (update.flops, update.whole_elements, update.divided_elements, update.largest_flops)
+        flops, whole, divided, largest = map(stages.whole, sums)
+        matrices = Matrices(flops, whole, divided, largest, update.shapes)
         return np.asarray(1e3 * orthogonalisation_s(matrices, self.strategy, self.cluster))
 
     def _reduced_after_backward(self, stages: Stages) -> Array:
