@@ -498,8 +498,6 @@ class StrategyCosts:
         """Return True if a host that launches kernel by kernel may hold up its device."""
         return bool(self.whole.host > HOST_BOUND * (self.whole.busy - self.whole.host_wait))
 
-    # Time
-
     def times(self, stages: Stages) -> StageTimes:
         """Return the times of each of `stages`."""
         compute = self._compute
