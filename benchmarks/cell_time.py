@@ -26,7 +26,8 @@ from pathlib import Path
 import psutil
 
 import workbench as wb
-from workbench.rundir import read_events, read_json
+from workbench.rundir import read_json
+from workbench.runs.event_log import read_events
 
 ROOT = Path(__file__).resolve().parents[1]
 SIZES = {"vocab_size": 300, "max_positions": 64, "dropout": 0.0}

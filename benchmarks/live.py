@@ -88,16 +88,15 @@ def write_run(path: Path, steps: int, metrics: int = 0, state: str = "running") 
 
 def write_steps(events: Path, first: int, last: int, metrics: int = 0) -> None:
     """Steps `first` … `last` in one go, as a recorded run has them."""
-    from workbench.rundir import event_line
+    from workbench.step_table import log_steps
 
     random = np.random.default_rng(first)
     noise = random.normal(0, 0.1, last - first + 1)
     extra = {f"metric_{index}": 1.0 / (index + 1) for index in range(metrics)}
-    now = time.time()
-    with events.open("ab") as file:
-        for step, jitter in zip(range(first, last + 1), noise, strict=True):
-            row = step_row(step, 4 + 6 * float(np.exp(-step / 5e4)) + float(jitter))
-            file.write(event_line("step", time=now, **row, **extra))
+    losses = (
+        (step, 4 + 6 * float(np.exp(-step / 5e4)) + float(noise[step - first])) for step in range(first, last + 1)
+    )
+    log_steps(events.parent, [{**step_row(step, loss), "scalars": extra} for step, loss in losses])
 
 
 def step_row(step: int, loss: float) -> dict[str, Any]:
@@ -159,7 +158,7 @@ def first_curve(folder: Path) -> dict[str, Any]:
     """One click on the card of the demo; what is drawn is counted in the page, and the clicks too."""
     import lab
 
-    from workbench.rundir import read_events
+    from workbench.runs.event_log import read_events
     from workbench.runs.registry import list_runs
 
     with laboratory(folder / "lab") as (server, page):
@@ -184,7 +183,7 @@ def first_curve(folder: Path) -> dict[str, Any]:
 
 def latency(folder: Path, updates: int = 60, every_s: float = 0.5) -> dict[str, Any]:
     """Events are written by this process; the page notes when each was drawn. Both read this machine's clock."""
-    from workbench.rundir import append_event
+    from workbench.step_table import log_step
 
     run = write_run(folder / "latency", 500)
     with laboratory(folder / "lab") as (server, page):
@@ -202,7 +201,7 @@ def latency(folder: Path, updates: int = 60, every_s: float = 0.5) -> dict[str, 
         )
         written = {}
         for step in range(501, 501 + updates):
-            append_event(run / "events.jsonl", "step", **step_row(step, 4.0))
+            log_step(run, **step_row(step, 4.0))
             written[step] = time.time()
             time.sleep(every_s)
         page.wait_for_timeout(2000)
@@ -211,19 +210,15 @@ def latency(folder: Path, updates: int = 60, every_s: float = 0.5) -> dict[str, 
 
 
 def write_long_runs(folder: Path, runs: int = RUNS, points: int = POINTS) -> list[Path]:
-    """Runs of so many steps, whose columns were kept as each run's supervisor does while it goes on."""
-    from workbench.runs.event_log import ColumnKeeper
-
+    """Runs of so many steps."""
     first = write_run(folder / "run-0", points)
     paths = [first]
     for index in range(1, runs):
         path = folder / f"run-{index}"
         write_run(path, 0)
-        (path / "events.jsonl").unlink()
-        os.link(first / "events.jsonl", path / "events.jsonl")
+        for name in ("steps.table", "steps.tail"):
+            os.link(first / name, path / name)
         paths.append(path)
-    for path in paths:
-        ColumnKeeper(path / "events.jsonl").keep()
     return paths
 
 
@@ -246,16 +241,14 @@ def opening(folder: Path, rounds: int = 5) -> dict[str, Any]:
     from jupyter_client.manager import start_new_kernel
 
     paths = [str(path) for path in write_long_runs(folder)]
-    time.sleep(3)  # the files' times of change must have settled
     measured = list[list[float]]()
-    for round_ in range(rounds + 1):
+    for _ in range(rounds):
         manager, client = start_new_kernel(env={**os.environ, "PYTHONPATH": str(REPOSITORY)})
         said = list[str]()
         code = OPENING.format(paths=paths)
         client.execute_interactive(code, output_hook=lambda m, said=said: said.append(m["content"].get("text", "")))
         manager.shutdown_kernel(now=True)
-        if round_:  # the first writes that the columns agree with the events
-            measured.append(json.loads("".join(said)))
+        measured.append(json.loads("".join(said)))
     return dict(zip(("wall_s", "processor_s", "peak_mib"), zip(*measured, strict=True), strict=True))
 
 
@@ -351,13 +344,13 @@ def _heap(page: Any) -> float:
 
 def tracking(folder: Path, steps: int = 5000) -> dict[str, Any]:
     """Writing a step's event is all that tracking asks of a training; W&B is told by another process."""
-    from workbench.rundir import append_event
+    from workbench.step_table import log_step
 
-    row = {**step_row(1, 4.0), **{f"metric_{index}": 1.0 / (index + 1) for index in range(METRICS)}}
+    row = {**step_row(1, 4.0), "scalars": {f"metric_{index}": 1.0 / (index + 1) for index in range(METRICS)}}
     took_us = []
     for _ in range(steps):
         started = time.process_time_ns()
-        append_event(folder / "events.jsonl", "step", **row)
+        log_step(folder, **row)
         took_us.append((time.process_time_ns() - started) / 1e3)
     p50, p99 = np.percentile(took_us, [50, 99])
     return {"metrics": METRICS, "processor_us": {"p50": p50, "p99": p99}}

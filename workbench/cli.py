@@ -353,6 +353,13 @@ def export(
 
 
 @app.command()
+def export_events(run: OneRun) -> None:
+    """Print each event and each logged step of a run as a line of JSON; numbers that JSON lacks become null."""
+    for event in wb.load_run(run).events():
+        typer.echo(json.dumps(json.loads(json.dumps(event), parse_constant=lambda _: None)))
+
+
+@app.command()
 def runs(
     root: Annotated[Path | None, typer.Argument(help="Folder of runs; $WORKBENCH_RUNS or ./runs by default.")] = None,
     tag: Annotated[str | None, typer.Option(help="Only runs with this tag.")] = None,

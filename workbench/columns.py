@@ -119,6 +119,8 @@ class Column:
     """Reduction of the ranks' shares."""
     is_derived: bool = False
     """True for a column that no event holds."""
+    is_whole: bool = False
+    """True for a count, which events hold as an integer."""
     panel: Panel | None = None
     axis: Axis | None = None
     """The x axis whose values it holds."""
@@ -130,6 +132,7 @@ class Column:
 COLUMNS: dict[str, Column] = {
     "step": Column(
         words="number of the step, from 1",
+        is_whole=True,
         value=lambda step: step.step,
         axis=Axis("step", "step", ((1.0, "Step"),), lambda value: f"{count(value)} steps"),
     ),
@@ -170,6 +173,7 @@ COLUMNS: dict[str, Column] = {
     ),
     "spikes": Column(
         words="loss spikes so far",
+        is_whole=True,
         label="Loss spikes",
         value=lambda step: step.spikes,
         panel=Panel(least=1e-9),
@@ -182,6 +186,7 @@ COLUMNS: dict[str, Column] = {
     ),
     "tokens": Column(
         words="tokens since the start of training",
+        is_whole=True,
         value=lambda step: step.samples * step.tokens_per_sample,
         axis=Axis(
             "tokens",
@@ -192,6 +197,7 @@ COLUMNS: dict[str, Column] = {
     ),
     "samples": Column(
         words="samples since the start of training",
+        is_whole=True,
         value=lambda step: step.samples,
         axis=Axis(
             "samples",

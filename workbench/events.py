@@ -1,7 +1,8 @@
 """Types of the records in a run directory: events, process records and the launcher's record.
 
 The values are plain dicts, as `json.loads` returns them; the types say which keys each of them has. Every event has
-`type` and `time` (Unix seconds). `workbench.rundir` writes and reads them.
+`type` and `time` (Unix seconds). `workbench.rundir` writes and reads them, but for steps, which
+`workbench.step_table` keeps.
 """
 
 from __future__ import annotations
@@ -23,6 +24,8 @@ class StatusEvent(_Timed):
     type: Literal["status"]
     state: str
     message: str
+    rows: NotRequired[int]
+    """Number of steps that were logged before it, by all attempts; fewer in the table are lost."""
 
 
 class StartEvent(_Timed):
@@ -35,12 +38,14 @@ class StartEvent(_Timed):
     flops_per_step: NotRequired[float]
     peak_flops: NotRequired[float | None]
     """Sum over the devices in FLOP/s; None where it is unknown."""
+    rows: NotRequired[int]
+    """Number of steps that were logged before it, by all attempts; 0 by default."""
     tokens_per_step: NotRequired[int]
     samples_per_step: NotRequired[int]
     resumed_from: NotRequired[str | int | None]
     """Path of the checkpoint that training continues from, or its step."""
     held_out: NotRequired[str]
-    """Sentences on what training leaves out of its text for evaluations."""
+    """Sentences on what training leaves out of its text for evaluations; empty if it reads all."""
 
 
 class PhaseEvent(_Timed):

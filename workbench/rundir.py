@@ -13,7 +13,8 @@ Everything that a run leaves lies in one folder, readable without importing torc
     wandb.json           the W&B project and id of the run, for its recorder; absent when tracking is off
     resume.json          checkpoint (absolute path) and step to start from; absent for a fresh start
     events.jsonl         one JSON object a line, appended as it happens; live figures read it
-    events.columns       what was read of many of its lines, in binary; it may be deleted
+    steps.table          the logged steps in binary, but for the latest, which stand in steps.tail
+                         (`workbench.step_table`)
     launcher.json        process ids and start times of the supervisor, the launcher and the ranks
     ranks/<rank>.json    pid and created (`this_process()`), rank, stage and device of each rank
     ranks/<rank>.beat    what the rank does now: step, activity (`workbench.execution.heartbeat`)
@@ -49,7 +50,7 @@ import sys
 import threading
 import time
 import zlib
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, cast
@@ -144,6 +145,8 @@ class RunDir:
     user_data = _Entry("user_data.json")
     code = _Entry("code")
     events = _Entry("events.jsonl")
+    steps = _Entry("steps.table")
+    steps_tail = _Entry("steps.tail")
     tracker = _Entry("wandb.json")
     remote = _Entry("remote.json")
     labels = _Entry("labels.json")
@@ -179,6 +182,16 @@ class RunDir:
     def was_deleted(self) -> bool:
         """True if a run that has started is gone; its folder stays if a file is written while others are deleted."""
         return not self.plan.is_file()
+
+    @property
+    def log_stamp(self) -> str:
+        """A text that changes whenever an event or a step is written."""
+        stamps = list[int]()
+        for path in (self.events, self.steps_tail):
+            with contextlib.suppress(OSError):
+                at = path.stat()
+                stamps += [at.st_size, at.st_mtime_ns]
+        return "-".join(map(str, stamps))
 
 
 @contextlib.contextmanager
@@ -427,49 +440,59 @@ def _append(path: Path, lines: bytes) -> None:
             fcntl.flock(descriptor, fcntl.LOCK_EX)
         size = os.fstat(descriptor).st_size
         torn = size > 0 and os.pread(descriptor, 1, size - 1) != b"\n"
-        left = memoryview(b"\n" * torn + lines)
-        try:
-            while left:  # a disk with little room takes a part
-                left = left[os.write(descriptor, left) :]
-        except OSError:
-            os.ftruncate(descriptor, size)
-            raise
+        write_whole(descriptor, b"\n" * torn + lines, size)
     finally:
         os.close(descriptor)
+
+
+def write_whole(descriptor: int, data: bytes, size: int) -> None:
+    """Write at the end of a file of `size` bytes, all or nothing: a disk with little room takes a part."""
+    left = memoryview(data)
+    try:
+        while left:
+            left = left[os.write(descriptor, left) :]
+    except OSError:
+        os.ftruncate(descriptor, size)
+        raise
 
 
 class EventTail:
     """A reader of a growing events file."""
 
-    def __init__(self, path: Path) -> None:
-        self.path = path
-        self._offset = 0
+    def __init__(self, path: Path, offset: int = 0) -> None:
+        self.path, self.offset = path, offset
+        self.damaged = 0
+        """Number of lines that differ from what was written."""
 
-    def read(self) -> list[Event]:
-        """Return the events that arrived since the last call; a torn last line waits for the next call."""
+    def lines(self) -> list[bytes]:
+        """Return the intact lines that arrived since the last call; a torn last line waits for the next call."""
         try:
             with self.path.open("rb") as file:
-                file.seek(self._offset)
+                file.seek(self.offset)
                 chunk = file.read()
         except FileNotFoundError:
             return []
-        whole = chunk[: chunk.rfind(b"\n") + 1]
-        self._offset += len(whole)
-        return [event for line in whole.splitlines() if (event := parse_event(line)) is not None]
+        end = chunk.rfind(b"\n") + 1
+        self.offset += end
+        lines = [line for line in chunk[:end].splitlines() if line]
+        intact = [line for line in lines if is_intact(line)]
+        self.damaged += len(lines) - len(intact)
+        return intact
+
+    def read(self, without: Sequence[str] = ()) -> list[Event]:
+        """Return the events that arrived since the last call; those of the types `without` are not parsed."""
+        begins = tuple(type_prefix(name) for name in without)
+        events = [parse_event(line) for line in self.lines() if not line.startswith(begins)]
+        return [event for event in events if event is not None and event["type"] not in without]
 
 
-def read_events(path: Path) -> list[Event]:
-    """Return every complete event so far."""
-    return EventTail(path).read()
+def type_prefix(name: str) -> bytes:
+    """Return how the line of an event of this type begins."""
+    return b'{"type": "%s"' % name.encode()
 
 
-def parse_event(line: bytes, is_checked: bool = False) -> Event | None:
-    """Return the event in a line, or None for a line that is torn or differs from what was written.
-
-    `is_checked` says that the line is known to be intact.
-    """
-    if not (is_checked or is_intact(line)):
-        return None
+def parse_event(line: bytes) -> Event | None:
+    """Return the event in an intact line, or None if it holds none."""
     try:
         event: Any = parsed(line)
     except ValueError:

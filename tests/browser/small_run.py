@@ -10,7 +10,8 @@ import sys
 import time
 from pathlib import Path
 
-from workbench.rundir import RunDir, append_event, this_process, write_json, write_record
+from tests.logs import append_event
+from workbench.rundir import RunDir, this_process, write_json, write_record
 
 TOKENS_PER_STEP = 8192
 

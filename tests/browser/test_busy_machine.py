@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import subprocess
 import sys
@@ -14,6 +13,8 @@ from typing import Any
 import lab
 import numpy as np
 import pytest
+
+from workbench.runs.event_log import read_events
 
 HERE = Path(__file__).parent
 WATCHED_STEPS, SECONDS_PER_STEP = 60, 0.25
@@ -71,8 +72,7 @@ def test_every_step_is_on_the_page_within_two_seconds_while_all_cores_are_busy(
     page.wait_for_function(f"() => window.seen.length > {FIRST} && {enough}")
     picture(page, "live-busy-machine")
     seen = np.array(page.evaluate("() => window.seen"))
-    events = [json.loads(line) for line in (training / "events.jsonl").read_text().splitlines()]
-    at = {event["step"]: event["time"] for event in events if event["type"] == "step"}
+    at = {event["step"]: event["time"] for event in read_events(training / "events.jsonl") if event["type"] == "step"}
     later = [step for step in at if at[step] > seen[FIRST, 1] and step <= seen[-1, 0]]
     delays_s = np.array([seen[np.searchsorted(seen[:, 0], step), 1] - at[step] for step in later])
     measured = f"median {np.median(delays_s):.2f} s, largest {delays_s.max():.2f} s of {len(later)} steps"

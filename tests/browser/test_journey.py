@@ -15,7 +15,8 @@ import lab
 import pytest
 
 from workbench.figures.figure import notebook_to_html
-from workbench.rundir import FINAL_STATES, read_events
+from workbench.rundir import FINAL_STATES
+from workbench.runs.event_log import read_events
 from workbench.runs.launching.processes import rank_records
 from workbench.runs.registry import list_runs
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import shutil
 from pathlib import Path
 from typing import Any
@@ -10,7 +9,9 @@ from typing import Any
 import lab
 import pytest
 
-from workbench.rundir import RunDir, append_event, this_process, write_json
+from tests.logs import append_event
+from workbench.rundir import RunDir, this_process, write_json
+from workbench.runs.event_log import read_events
 
 RECORDED = Path(__file__).resolve().parents[2] / "notebooks" / "recorded"
 PAIR = ("bert-scaled-20261125-015030", "bert-large-20261125-015021")
@@ -74,12 +75,15 @@ def paused(server: lab.Server) -> Any:
     for name in PAIR:
         shutil.copytree(RECORDED / name, runs / name)
         run = RunDir(runs / name)
-        events = [json.loads(line) for line in run.events.read_text().splitlines()]
+        events: list[Any] = read_events(run.events)
         if name == PAIR[0]:
             steps = [event for event in events if event["type"] == "step"]
             moment = steps[int(REACHED * len(steps))]["time"]
-        kept = [event for event in events if event["time"] <= moment]
-        run.events.write_text("".join(json.dumps(event) + "\n" for event in kept))
+        run.events.unlink()
+        run.steps_tail.unlink()
+        for event in events:
+            if event["time"] <= moment:
+                append_event(run.events, event.pop("type"), **event)
     write_json(RunDir(runs / PAIR[0]).launcher, {"supervisor": this_process()})
     yield
     append_event(RunDir(runs / PAIR[0]).events, "status", state="stopped", message="")

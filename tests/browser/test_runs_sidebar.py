@@ -15,7 +15,9 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from workbench.rundir import RunDir, event_line, this_process, write_json, write_record
+from tests.logs import append_event
+from workbench.rundir import RunDir, this_process, write_json, write_record
+from workbench.step_table import log_steps
 
 REPOSITORY = Path(__file__).parents[2]
 OPEN_LIMIT_S, SEARCH_LIMIT_MS = 8.0, 1500.0
@@ -34,15 +36,16 @@ def write_run(path: Path, age_s: float, state: str = "finished", rate: float = 1
     write_json(
         run.launcher, {"supervisor": this_process() if state == "running" else {"pid": 2**22 + 1, "created": 0.0}}
     )
-    lines = [event_line("start", devices=["cpu"], world=1, resumed_from=None, time=begun)]
+    append_event(run.events, "start", devices=["cpu"], world=1, resumed_from=None, time=begun)
+    rows = []
     for step in range(1, steps + 1):
         loss = 2 - 0.2 * math.log10(rate) + 4 * math.exp(-step / 15) + 0.05 * math.sin(7 * step)
         loss *= 1.5 ** (step - 40) if diverges and step > 40 else 1.0
         counted = {"tokens": step * 1000, "samples": step, "flops": step * 1e9, "seconds": step / 2}
         speed = {"step_ms": 500.0, "tokens_per_s": 2000.0, "learning_rate": rate, "grad_norm": 1.0}
-        lines.append(event_line("step", step=step, loss=loss, time=begun + step, **counted, **speed))
-    lines.append(event_line("status", state=state, message="", time=begun + steps))
-    run.events.write_bytes(b"".join(lines))
+        rows.append({"step": step, "loss": loss, "time": begun + step, **counted, **speed})
+    log_steps(run.path, rows)
+    append_event(run.events, "status", state=state, message="", time=begun + steps)
     os.utime(run.experiment, (begun, begun))
     return run
 

@@ -8,7 +8,8 @@ import sys
 import time
 from pathlib import Path
 
-from workbench.rundir import RunDir, append_event, read_json, this_process, write_json, write_record
+from tests.logs import append_event
+from workbench.rundir import RunDir, read_json, this_process, write_json, write_record
 
 
 def main(run: RunDir) -> int:

@@ -21,7 +21,8 @@ from workbench.figures.panels_view import panels
 from workbench.figures.timeline_view import draw_timeline, measured_timeline
 from workbench.planning.prediction import peak_holdings
 from workbench.planning.prediction import timeline as predicted
-from workbench.rundir import RunDir, read_events, write_json, write_record
+from workbench.rundir import RunDir, write_json, write_record
+from workbench.runs.event_log import read_events
 from workbench.runs.history import HistoryTail
 from workbench.runs.wandb_recorder import write_offline
 from workbench.strategy import build_schedule

@@ -16,7 +16,8 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
-from workbench.rundir import RunDir, append_event, read_json, this_process, write_json, write_record
+from tests.logs import append_event
+from workbench.rundir import RunDir, read_json, this_process, write_json, write_record
 
 
 def main(run: RunDir) -> None:

@@ -9,7 +9,8 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from workbench.rundir import RunDir, append_event, this_process, write_json
+from tests.logs import append_event
+from workbench.rundir import RunDir, this_process, write_json
 
 
 def main(run: RunDir) -> None:

@@ -37,7 +37,8 @@ from workbench.execution.checkpoint import model_export as export
 from workbench.execution.checkpoint.model_export import export_checkpoint
 from workbench.experiment import Experiment
 from workbench.planning.plan import Plan
-from workbench.rundir import RunDir, read_events, read_json, write_json
+from workbench.rundir import RunDir, read_json, write_json
+from workbench.runs.event_log import read_events
 from workbench.runs.run import Run
 
 STEPS, EVERY = 40, 6

@@ -21,7 +21,8 @@ from workbench.errors import InvalidExperiment, LossSpikes
 from workbench.execution.checkpoint import complete_checkpoints
 from workbench.execution.trainer import Spikes
 from workbench.experiment import Experiment
-from workbench.rundir import RunDir, read_events
+from workbench.rundir import RunDir
+from workbench.runs.event_log import read_events
 from workbench.runs.history import resumed_step
 from workbench.runs.run import Run
 from workbench.widgets.run_reader import RunReader

@@ -21,7 +21,7 @@ from workbench.execution.blocks import FIRST_RECORDED
 from workbench.experiment import Experiment
 from workbench.figures.timeline_view import draw_timeline, measured_timeline
 from workbench.planning.prediction import timeline as simulated
-from workbench.rundir import read_events
+from workbench.runs.event_log import read_events
 from workbench.runs.launching import processes
 
 SEEN: list[tuple[int, str]] = []

@@ -26,7 +26,8 @@ from workbench.execution.checkpoint import complete_checkpoints, step_of
 from workbench.experiment import Experiment
 from workbench.planning.plan import Plan
 from workbench.planning.planner import plan as make_plan
-from workbench.rundir import RunDir, read_events, read_record
+from workbench.rundir import RunDir, read_record
+from workbench.runs.event_log import read_events
 from workbench.runs.launching import launcher, processes
 from workbench.runs.launching.launcher import Attempt, write_attempt
 from workbench.runs.run import Run

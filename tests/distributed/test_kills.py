@@ -18,7 +18,8 @@ import pytest
 from tests.distributed.own_machine import eventually, own_machine
 from tests.distributed.test_launch import HERE, ROOT, start
 from tests.exhaustive import EXHAUSTIVE
-from workbench.rundir import process_alive, process_record, read_events
+from workbench.rundir import process_alive, process_record
+from workbench.runs.event_log import read_events
 from workbench.runs.launching import device_queue, processes
 from workbench.runs.registry import load_run
 from workbench.runs.run import Run

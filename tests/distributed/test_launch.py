@@ -32,7 +32,8 @@ from workbench.errors import (
 )
 from workbench.experiment import Experiment
 from workbench.planning.plan import Plan
-from workbench.rundir import RunDir, process_alive, process_record, read_events, read_json, write_json
+from workbench.rundir import RunDir, process_alive, process_record, read_json, write_json
+from workbench.runs.event_log import read_events
 from workbench.runs.launching import launcher, processes
 from workbench.runs.launching.launcher import Attempt
 from workbench.runs.launching.processes import wait_gone

@@ -23,7 +23,8 @@ from workbench.cost.hardware import Cluster
 from workbench.errors import PlanInfeasible
 from workbench.planning.plan import Plan
 from workbench.planning.planner import plan as make_plan
-from workbench.rundir import append_event, read_events, read_json, this_process, what_was_started, write_json
+from workbench.rundir import append_event, read_json, this_process, what_was_started, write_json
+from workbench.runs.event_log import read_events
 from workbench.runs.launching import launcher
 from workbench.runs.launching.launcher import Attempt
 from workbench.runs.run import Run

@@ -24,7 +24,8 @@ from tests.exhaustive import EXHAUSTIVE
 from workbench.execution.checkpoint import complete_checkpoints, read_manifest
 from workbench.execution.feeding import TrainingSamples
 from workbench.experiment import Experiment
-from workbench.rundir import RunDir, read_events
+from workbench.rundir import RunDir
+from workbench.runs.event_log import read_events
 from workbench.runs.run import Run
 
 SEQ, BUFFER, BATCH, STEPS = 16, 24, 8, 30

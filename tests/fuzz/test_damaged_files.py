@@ -27,6 +27,7 @@ import torch.distributed as dist
 
 import workbench as wb
 from tests.exhaustive import EXHAUSTIVE
+from tests.logs import append_event
 from tests.unit.figure_values import plan as hand_made_plan
 from tests.unit.test_runs import DEAD
 from tests.unit.test_runs_event_damage import delete, digit, flip, insert
@@ -38,7 +39,7 @@ from workbench.execution.checkpoint import requested_checkpoint, save_load, step
 from workbench.execution.checkpoint.model_export import describe_model
 from workbench.execution.checkpoint.save_load import CheckpointExtras, CheckpointStore, TrainingProgress
 from workbench.planning.plan import Plan
-from workbench.rundir import RunDir, append_event, check_unedited, read_record, write_json, write_record
+from workbench.rundir import RunDir, check_unedited, read_record, write_json, write_record
 from workbench.runs.environment import environment
 from workbench.runs.history import final_loss
 from workbench.runs.launching import launcher, processes

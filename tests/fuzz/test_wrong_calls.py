@@ -21,13 +21,14 @@ from typing import Any
 import pytest
 
 import workbench as wb
+from tests.logs import append_event
 from tests.unit.test_runs import make_run
 from workbench.errors import WorkbenchError
 from workbench.execution import worker
 from workbench.experiment import GROUPS, PATHS
 from workbench.measure import calibration
 from workbench.notebooks import sharing
-from workbench.rundir import append_event, write_record
+from workbench.rundir import write_record
 from workbench.runs.launching import launcher, processes
 from workbench.strategy import Choices
 from workbench.sweeps import queue as sweep_queue

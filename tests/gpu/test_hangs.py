@@ -16,7 +16,7 @@ from tests.distributed.own_machine import eventually
 from tests.distributed.real_worker import Ranks, Words, directory, experiment, plan, reach
 from tests.gpu.machine import DEVICE, needs
 from tests.gpu.test_runs import MACHINE
-from workbench.rundir import read_events
+from workbench.runs.event_log import read_events
 from workbench.runs.launching import processes
 from workbench.runs.launching.stalls import StallWatch
 

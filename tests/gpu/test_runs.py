@@ -31,7 +31,8 @@ from workbench.execution.worker import cap_memory, error_message
 from workbench.experiment import Experiment
 from workbench.planning.plan import Plan
 from workbench.planning.prediction import timeline
-from workbench.rundir import RunDir, read_events
+from workbench.rundir import RunDir
+from workbench.runs.event_log import read_events
 from workbench.units import GIB
 
 STEPS, EVERY, LAST_LEG = 80, 20, 60

@@ -55,7 +55,7 @@ HOMES = {
     "bleach": {"figures"},
     "matplotlib": {"figures"},
     "cloudpickle": {"user_code"},
-    "pyarrow": {"runs", "data"},
+    "pyarrow": {"data"},
     "pydantic": {"validation", "experiment", "models", "sparsity", "planning"},
     "xxhash": {"runs"},
     "optuna": {"sweeps"},

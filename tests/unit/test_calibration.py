@@ -33,7 +33,8 @@ from workbench.measure.detection import (
     is_doubtful,
 )
 from workbench.planning.prediction import basis_of_times
-from workbench.rundir import EventTail, RunDir, read_json, write_json, write_record
+from workbench.rundir import RunDir, read_json, write_json, write_record
+from workbench.runs.event_log import LogTail
 from workbench.runs.launching.supervisor import _compare_with_prediction, _Supervised
 
 pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="written for a machine without GPUs")
@@ -261,7 +262,7 @@ def test_a_supervisor_compares_a_finished_run_with_its_plan_and_the_next_plan_sa
     run = RunDir(own_home / "run")
     run.path.mkdir()
     write_record(run.plan, plan.to_json())
-    attempt = _Supervised(run, EventTail(run.events))
+    attempt = _Supervised(run, LogTail(run.events))
     _compare_with_prediction(attempt)
     assert not (own_home / "contradicted.json").exists(), "no step was logged"
     for _ in range(5):

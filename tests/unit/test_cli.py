@@ -14,11 +14,12 @@ import pytest
 from typer.testing import CliRunner
 
 import workbench as wb
+from tests.logs import append_event
 from workbench import cli, notebooks
 from workbench.cost.hardware import Cluster
 from workbench.errors import InvalidArgument, InvalidExperiment, RunNotFound, UnknownParameter, WorkbenchError
 from workbench.planning.plan import Plan
-from workbench.rundir import RunDir, append_event, this_process, write_json, write_record
+from workbench.rundir import RunDir, this_process, write_json, write_record
 from workbench.runs.run import Run
 from workbench.strategy import Choices
 

@@ -12,6 +12,7 @@ from torch import nn
 from torch.nn import functional
 
 import workbench as wb
+from tests.logs import append_event
 from workbench.analysis.contrast import contrast_curves
 from workbench.analysis.curve import Curve
 from workbench.capture import capture, spec_of
@@ -24,7 +25,6 @@ from workbench.execution.between_steps import drawn
 from workbench.figures.curves_view import loss_curves
 from workbench.figures.panels_view import panel_names, panels
 from workbench.planning.runnable import check_runnable
-from workbench.rundir import append_event
 from workbench.runs.history import HistoryTail
 from workbench.runs.wandb_recorder import samples_table as wandb_table
 from workbench.widgets.dashboard import samples_at, samples_table

@@ -15,9 +15,10 @@ import plotly.graph_objects as go
 import pytest
 from nbclient import NotebookClient
 
+from tests.logs import append_event
 from workbench.errors import UnknownParameter
 from workbench.figures.prepared_curve import MAX_POINTS
-from workbench.rundir import RunDir, append_event, this_process, write_json, write_record
+from workbench.rundir import RunDir, this_process, write_json, write_record
 from workbench.runs.registry import data_wait
 from workbench.runs.run import Run
 from workbench.widgets import dashboard, live, live_widget

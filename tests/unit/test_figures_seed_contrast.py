@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 
 import workbench as wb
+from tests.logs import append_event
 from workbench.analysis.curve import Curve
 from workbench.analysis.seed_contrast import (
     SeedContrast,
@@ -18,7 +19,7 @@ from workbench.analysis.seed_contrast import (
 from workbench.errors import InvalidArgument, InvalidExperiment, UnknownParameter
 from workbench.figures.figure import picture
 from workbench.figures.run_views import draw_contrast
-from workbench.rundir import RunDir, append_event, write_json, write_record
+from workbench.rundir import RunDir, write_json, write_record
 from workbench.sparsity import Dynamic, Static
 from workbench.sweeps.queue import Entry, QueueDir, Result
 from workbench.sweeps.sweep import Sweep

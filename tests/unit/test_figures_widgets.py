@@ -11,10 +11,10 @@ import plotly.graph_objects as go
 from cost_values import layered_profile as profile
 from test_figures_live import end, eventually, start_run, train
 
+from tests.logs import append_event
 from workbench.cost.hardware import Cluster
 from workbench.figures.figure import plotly_js
 from workbench.planning.search import what_if
-from workbench.rundir import append_event
 from workbench.runs.registry import list_runs, progress_line
 from workbench.widgets import WhatIf, live
 from workbench.widgets.live_widget import Plot, growing_plot

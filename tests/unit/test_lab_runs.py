@@ -11,13 +11,13 @@ import psutil
 import pytest
 from figure_values import plan
 
+from tests.logs import append_event
 from tests.unit.test_figures_live import end, eventually, start_run, train
 from tests.unit.test_lab import ask, server  # noqa: F401
 from workbench.errors import RunNotFound
 from workbench.lab import handlers
 from workbench.lab.handlers import RunIndex, dashboard_of, user_run
-from workbench.rundir import RunDir, append_event, known_runs_roots, note_runs_root, write_json, write_record
-from workbench.runs.event_log import BULK_BYTES, spread_steps
+from workbench.rundir import RunDir, known_runs_roots, note_runs_root, write_json, write_record
 from workbench.runs.launching.device_queue import Sample, write_sample
 from workbench.runs.run import Run
 
@@ -76,13 +76,13 @@ def test_runs_without_a_finite_loss_and_damaged_ones_are_rows_that_json_can_hold
     assert "cannot be read" in rows["b"]["message"]
 
 
-def test_steps_spread_over_a_long_file_are_those_of_the_last_attempt(tmp_path: Path) -> None:
+def test_the_losses_of_a_row_are_spread_over_the_last_attempt(tmp_path: Path) -> None:
     run = start_run(tmp_path / "long")
     train(run, 1, 600)
     append_event(run.events, "start", devices=["cpu"], world=1, resumed_from="step-00000300")
     train(run, 301, 900)
-    assert run.events.stat().st_size > BULK_BYTES
-    steps = [event["step"] for event in spread_steps(run.events, 60)]  # type: ignore[typeddict-item]
+    [row] = RunIndex().read([tmp_path])["rows"]
+    steps = [step for step, _ in row["losses"]]
     assert steps == sorted(set(steps))
     assert 30 < len(steps) <= 61
     assert steps[-1] > 850

@@ -14,6 +14,7 @@ import torch
 from torch import fx, nn
 
 import workbench as wb
+from tests.logs import append_event
 from tests.unit.cost_values import layered_profile
 from workbench.cost import Cluster
 from workbench.data import data_fingerprint
@@ -25,7 +26,7 @@ from workbench.experiment import Experiment
 from workbench.planning.plan import Plan
 from workbench.planning.runnable import too_large_to_build
 from workbench.planning.search import what_if
-from workbench.rundir import RunDir, append_event, process_alive, process_record, this_process, write_json, write_record
+from workbench.rundir import RunDir, process_alive, process_record, this_process, write_json, write_record
 from workbench.runs.environment import SHOWN_PACKAGES, doctor, environment, git_state
 from workbench.runs.launching import device_queue, launcher
 from workbench.runs.launching.launcher import Attempt, continued_provenance, write_attempt

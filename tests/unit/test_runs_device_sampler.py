@@ -15,8 +15,10 @@ import numpy as np
 import psutil
 import pytest
 
+from tests.logs import append_event
 from workbench.machine import available_cores
-from workbench.rundir import EventTail, RunDir, append_event, read_events
+from workbench.rundir import RunDir
+from workbench.runs.event_log import LogTail, read_events
 from workbench.runs.history import HistoryTail
 from workbench.runs.launching import device_queue, supervisor
 from workbench.runs.launching.device_queue import CpuMeter, GpuMeter, Sample, sampled, write_sample
@@ -162,7 +164,7 @@ def test_a_driver_that_hangs_does_not_hold_up_the_end(tmp_path: Path, monkeypatc
 
 def test_a_busy_device_is_no_sign_of_life_of_the_ranks(tmp_path: Path) -> None:
     run = RunDir(tmp_path)
-    attempt = supervisor._Supervised(run, EventTail(run.events))
+    attempt = supervisor._Supervised(run, LogTail(run.events))
     attempt.last_sign = 0.0
     write_sample(run, "cuda", Sample(("GPU 0",), (1.0,), (1,)))
     attempt.read()

@@ -1,11 +1,8 @@
-"""The history of a run: steps written by a rank, kept as columns, and read in bulk as line by line, while it grows."""
+"""The history of a run: steps written by a rank, and read as columns while it grows."""
 
 from __future__ import annotations
 
 import math
-import os
-import subprocess
-import sys
 import time
 from dataclasses import replace
 from pathlib import Path
@@ -14,10 +11,10 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from hypothesis import HealthCheck, given, settings
-from hypothesis import strategies as st
 from plan_values import plan_of
 
+from tests.logs import append_event
+from workbench import step_table
 from workbench.analysis.contrast import contrast_curves
 from workbench.analysis.curve import Curve, curves_of, smoothed
 from workbench.errors import NonFiniteLoss, UnknownParameter
@@ -28,12 +25,12 @@ from workbench.experiment import Experiment
 from workbench.figures.curves_view import loss_curves
 from workbench.figures.panels_view import panel_names
 from workbench.figures.run_views import compare
-from workbench.rundir import RunDir, append_event, event_line, read_events, this_process, write_json, write_record
-from workbench.runs import event_log
-from workbench.runs.event_log import UNREAD, latest_events, mark_step, read_state
+from workbench.rundir import RunDir, this_process, write_json, write_record
+from workbench.runs.event_log import UNREAD, mark_step, read_events, read_state
 from workbench.runs.history import History, HistoryTail, final_loss, recent_pace
 from workbench.runs.registry import list_runs
 from workbench.runs.run import Run
+from workbench.step_table import StepTable
 from workbench.units import time_left
 from workbench.widgets.run_reader import RunReader
 
@@ -64,22 +61,19 @@ def test_unknown_figures_are_nan(events):
     assert history.loss.tolist() == [7.0, 3.5]
 
 
-@pytest.mark.parametrize("bulk_bytes", [1, 1 << 30], ids=["in bulk", "line by line"])
-def test_logged_scalars_are_columns_in_memory_and_kept_and_nan_where_a_step_logs_none(events, monkeypatch, bulk_bytes):
-    monkeypatch.setattr(event_log, "BULK_BYTES", bulk_bytes)
-    monkeypatch.setattr(event_log, "KEPT_BYTES", 1)
+@pytest.mark.parametrize("block_rows", [3, 4096])
+def test_logged_scalars_are_columns_and_nan_where_a_step_logs_none(events, monkeypatch, block_rows):
+    monkeypatch.setattr(step_table, "BLOCK_ROWS", block_rows)
     append_event(events, "start", devices=1, world=1, resumed_from=None)
     for step in range(1, 7):
         log_steps(events, step, step, **({"scalars": {"accuracy": step / 10, "b-2": None}} if step % 2 else {}))
     first = HistoryTail(events).read()
-    again = HistoryTail(events)  # reads the kept columns
-    assert events.with_suffix(".columns").exists()
+    again = HistoryTail(events)
     known = [0.1, np.nan, 0.3, np.nan, 0.5, np.nan]
     for history in (first, again.read()):
-        assert history.scalars == ("accuracy", "b-2")
+        assert history.scalars == ("accuracy",), "a scalar without a value is none"
         np.testing.assert_array_equal(history["accuracy"], known)
         np.testing.assert_array_equal(history.last("accuracy", 2), known[-2:])
-        assert np.isnan(history["b-2"]).all()
     append_event(events, "start", devices=1, world=1, resumed_from="checkpoints/step-00000003")
     log_steps(events, 4, 5, scalars={"late": 2.0})
     for tail in (again, HistoryTail(events)):
@@ -258,18 +252,17 @@ def test_the_time_left_is_told_from_minutes_and_in_one_step_of_its_size():
 
 
 STEPS = 6000
-"""Number of steps whose lines fill more than `event_log.BULK_BYTES`."""
+"""Number of steps of which the table has a block."""
 
 
-def step_line(step: int, **fields: Any) -> str:
-    figures = {"loss": 7.0 / step, "learning_rate": 1e-4, "grad_norm": 1.25, "step_ms": 250.5, "mfu": None}
+def figures(step: int, **fields: Any) -> dict[str, Any]:
+    row = {"loss": 7.0 / step, "learning_rate": 1e-4, "grad_norm": 1.25, "step_ms": 250.5, "mfu": None}
     totals = {"tokens": 64 * step, "samples": step, "flops": 1e9 * step, "seconds": 0.25 * step, "tokens_per_s": 256.0}
-    return event_line("step", **{"time": 1e9 + step / 4, "step": step, **figures, **totals, **fields}).decode()
+    return {"time": 1e9 + step / 4, "step": step, **row, **totals, **fields}
 
 
 def write_steps(long_events: Path, first: int, last: int, **fields: Any) -> None:
-    with long_events.open("a") as file:
-        file.writelines(step_line(step, **fields) for step in range(first, last + 1))
+    step_table.log_steps(long_events.parent, [figures(step, **fields) for step in range(first, last + 1)])
 
 
 @pytest.fixture
@@ -281,111 +274,44 @@ def long_events(tmp_path: Path) -> Path:
 
 
 def same(first: History, second: History) -> bool:
-    return all(np.array_equal(first[name], second[name], equal_nan=True) for name in first)
+    return list(first) == list(second) and all(np.array_equal(first[n], second[n], equal_nan=True) for n in first)
 
 
-def line_by_line(long_events: Path) -> History:
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(event_log, "BULK_BYTES", sys.maxsize)
-        return HistoryTail(long_events).read()
-
-
-ODD_LINES = (
-    '{"type": "step", "time": 1.0, "step": 7, "loss": NaN}',
-    '{"type": "step", "time": 1.0, "step": 8, "loss": Infinity}',
-    '{"type": "step", "time": 1.0, "step": 9, "loss": "0.5"}',
-    '{"type": "step", "time": 1.0, "step": 10, "loss": "much"}',
-    '{"type": "step", "time": 1.0, "loss": 3.0}',
-    '{"type": "step", "time": 1.0, "step": 11, "layers": [1, 2, {"a": "b"}], "note": "x"}',
-    '{"step": 12, "type": "step", "loss": 1}',
-    '{"type": "step", "ti',
-    '{"type": "st{"type": "step"}',
-    "",
-    "7",
-    '{"type": "start", "time": 2.0, "devices": 4, "resumed_from": "checkpoints/step-00000003"}',
-    '{"type": "start", "time": 2.0, "devices": ["cuda:0"], "resumed_from": null}',
-    '{"type": "checkpoint", "time": 2.0, "step": 4, "path": "p", "seconds": 0.1}',
-    '{"type": "status", "time": 2.0, "state": "running", "message": "step"}',
-    '{"type": "actions", "time": 2.0, "rank": 0, "step": 4, "actions": [["F", 0, 1, 0.0, 1.0]]}',
-)
-LINE = st.one_of(
-    st.sampled_from(ODD_LINES),
-    st.integers(1, 30).map(lambda step: step_line(step).rstrip()),
-    st.integers(1, 30).map(lambda step: step_line(step, grad_norm=None, extra=step).rstrip()),
-)
-
-
-@settings(max_examples=150, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
-@given(st.lists(LINE, max_size=40))
-def test_lines_in_bulk_are_what_they_are_one_by_one(monkeypatch: pytest.MonkeyPatch, written: list[str]) -> None:
-    block = "".join(f"{line}\n" for line in written).encode()
-    monkeypatch.setattr(event_log, "BULK_BYTES", sys.maxsize)
-    slowly = event_log.parsed(block)
-    monkeypatch.setattr(event_log, "BULK_BYTES", 1)
-    quickly = event_log.parsed(block)
-    assert np.array_equal(quickly.steps, slowly.steps, equal_nan=True)
-    assert quickly.others == slowly.others
-
-
-def test_lines_as_they_are_written_are_read_in_bulk(long_events: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    append_event(long_events, "checkpoint", step=3, path="p", seconds=0.1)
-    write_steps(long_events, STEPS + 1, STEPS + 5, loss=float("nan"))
-    monkeypatch.setattr(event_log, "_line_by_line", lambda _: pytest.fail("read line by line"))
-    assert len(HistoryTail(long_events).read()) == STEPS + 5
-
-
-def test_blocks_end_where_lines_do(long_events: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    whole = long_events.read_bytes()
-    with long_events.open("ab") as file:
-        file.write(b'{"type": "ste')
-    for size in (100, 1000, 10**6):  # the first below the length of a line
-        monkeypatch.setattr(event_log, "BLOCK_BYTES", size)
-        found = list(event_log.blocks(long_events))
-        assert b"".join(found) == whole
-        assert all(block.endswith(b"\n") for block in found)
-
-
-def test_a_tail_in_bulk_follows_resumptions_as_line_by_line(long_events: Path) -> None:
+def test_a_tail_follows_resumptions_as_a_reader_that_comes_later(long_events: Path) -> None:
     tail = HistoryTail(long_events)
-    tail.read()
+    before = tail.read()
     write_steps(long_events, STEPS + 1, STEPS + 10)
     append_event(long_events, "start", devices=4, world=4, resumed_from=f"checkpoints/step-{STEPS + 5:08d}")
     write_steps(long_events, STEPS + 6, STEPS + 8, loss=0.5)
     history = tail.read()
     assert history.step[-1] == STEPS + 8
-    assert same(history, line_by_line(long_events))
+    assert same(history, HistoryTail(long_events).read())
     write_steps(long_events, STEPS + 9, STEPS + 20)
-    assert same(tail.read(), line_by_line(long_events))
+    assert same(tail.read(), HistoryTail(long_events).read())
+    append_event(long_events, "start", devices=4, world=4, resumed_from="checkpoints/step-00000100")
+    write_steps(long_events, 101, 150, loss=0.25)
+    history = tail.read()
+    assert history.step.tolist() == list(range(1, 151))
+    assert np.array_equal(history.last("loss", 60), [*(7.0 / np.arange(91, 101)), *[0.25] * 50])
+    assert same(history, HistoryTail(long_events).read())
+    assert (len(before), before.loss[-1]) == (STEPS, 7.0 / STEPS), "a history stays as it was"
 
 
-def test_a_file_that_is_being_written_is_read_up_to_its_last_whole_line(long_events: Path) -> None:
-    line = step_line(STEPS + 1).encode()
-    with long_events.open("ab") as file:
-        file.write(line[:40])
-    tail = HistoryTail(long_events)
-    assert len(tail.read()) == STEPS
-    with long_events.open("ab") as file:
-        file.write(line[40:])
-    assert tail.read().step[-1] == STEPS + 1
-    assert same(tail.read(), line_by_line(long_events))
+def test_only_columns_that_are_asked_for_are_read(long_events: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    read, column = list[tuple[str, int]](), StepTable.column
 
+    def noted(table: StepTable, name: str, first: int = 0, end: int | None = None) -> Any:
+        read.append((name, (len(table) if end is None else end) - first))
+        return column(table, name, first, end)
 
-def test_readers_beside_a_writer_see_every_step_once(tmp_path: Path) -> None:
-    long_events = tmp_path / "events.jsonl"
-    code = (
-        "import sys, time; sys.path.insert(0, sys.argv[1]); from pathlib import Path\n"
-        "from test_runs_history import step_line\n"
-        "with open(sys.argv[2], 'a', buffering=5000) as file:\n"  # lines are torn at the edges of its buffer
-        "    for step in range(1, 30001): file.write(step_line(step))"
-    )
-    arguments = [sys.executable, "-c", code, str(Path(__file__).parent), str(long_events)]
-    writer = subprocess.Popen(arguments, env={**os.environ, "PYTHONPATH": str(Path(__file__).parents[2])})
-    while writer.poll() is None:
-        history = HistoryTail(long_events).read()
-        assert history.step.tolist() == list(range(1, len(history) + 1))
-    assert writer.returncode == 0
-    assert len(HistoryTail(long_events).read()) == 30000
-    assert same(HistoryTail(long_events).read(), line_by_line(long_events))
+    monkeypatch.setattr(StepTable, "column", noted)
+    history = HistoryTail(long_events).read()
+    assert {name for name, count in read if count} == {"step"}
+    read.clear()
+    assert history.last("loss", 20)[-1] == 7.0 / STEPS
+    assert read == [("loss", 20)], "the rest of it is not read"
+    assert len(history.loss) == len(history.loss) == STEPS
+    assert read == [("loss", 20), ("loss", STEPS)], "once"
 
 
 def test_the_latest_of_a_long_run_is_what_its_events_say(long_events: Path) -> None:
@@ -406,9 +332,8 @@ def test_the_latest_of_a_long_run_is_what_its_events_say(long_events: Path) -> N
     write_steps(long_events, STEPS + 31, STEPS + 31, loss=0.125)
     append_event(long_events, "end", steps=STEPS + 31, seconds=1.0)
     assert follower.row()["loss"] == pytest.approx(final_loss(range(1, STEPS + 32), [*losses, 0.125]))
-    events_now, offset, _ = latest_events(long_events)
-    assert offset == long_events.stat().st_size
-    assert [event["type"] for event in events_now if event["type"] != "step"] == ["start", "status", "memory", "end"]
+    assert read_state(long_events).offset == long_events.stat().st_size
+    assert [event["type"] for event in follower.milestones()] == ["start", "status", "memory", "end"]
 
 
 H200_BF16_FLOPS = 989e12
@@ -465,7 +390,8 @@ def test_the_wait_for_data_is_the_share_of_a_step_before_its_batch_came(
 @pytest.mark.parametrize(("loss", "norm"), [(math.nan, 1.0), (1.0, math.inf), (math.inf, math.nan)])
 def test_a_step_that_is_not_finite_is_logged_and_raised(tmp_path: Path, loss: float, norm: float) -> None:
     for stops in (True, False):
-        events = tmp_path / f"{stops}.jsonl"
+        events = tmp_path / str(stops) / "events.jsonl"
+        events.parent.mkdir()
         asked = ASKED.replace(stop_on_non_finite=stops, log_every=5)
         log = StepLog(asked, plan_of(pipeline=2, micro_batch=2), CPU, events, seconds=0.0)
         log.add(2, result(loss, norm))

@@ -16,19 +16,12 @@ import psutil
 import pytest
 
 import workbench as wb
+from tests.logs import append_event
 from tests.unit.test_runs import make_run
 from workbench.errors import CheckpointError, PlanMismatch, RunExists, RunNotFound, WorkbenchError
-from workbench.rundir import (
-    RunDir,
-    append_event,
-    process_alive,
-    process_record,
-    read_events,
-    this_process,
-    write_json,
-    write_record,
-)
+from workbench.rundir import RunDir, process_alive, process_record, this_process, write_json, write_record
 from workbench.runs import environment, event_log, status
+from workbench.runs.event_log import read_events
 from workbench.runs.launching import device_queue, launcher, processes, supervisor
 from workbench.runs.registry import ProgressReporter, list_runs, load_run
 from workbench.runs.run import Run

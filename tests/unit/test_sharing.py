@@ -13,6 +13,7 @@ import nbformat
 import numpy as np
 import pytest
 
+from tests.logs import append_event
 from workbench import notebooks
 from workbench.analysis.curve import Curve
 from workbench.errors import RunNotFound, WorkbenchError
@@ -21,7 +22,7 @@ from workbench.figures.figure import PLOTLY_MIME, WIDGET_MIME
 from workbench.notebooks import executing, sharing
 from workbench.notebooks.executing import LossCurve, Record, recorded_in
 from workbench.notebooks.sharing import BITWISE, DIFFERENT, NOISE, verdict
-from workbench.rundir import RunDir, append_event, write_json, write_record
+from workbench.rundir import RunDir, write_json, write_record
 from workbench.runs.run import Run
 from workbench.widgets.live_widget import EMPTY, HIDE_DEAD_WIDGET
 

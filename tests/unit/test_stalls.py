@@ -14,8 +14,9 @@ from typing import Any
 import pytest
 from test_runs import make_run
 
+from tests.logs import append_event
 from workbench.execution.heartbeat import Heartbeat, RankOperations, awaited, read_beat, waits
-from workbench.rundir import RunDir, append_event, process_record, read_json, this_process, write_json
+from workbench.rundir import RunDir, process_record, read_json, this_process, write_json
 from workbench.runs.launching import stalls
 from workbench.runs.launching.stalls import StallWatch, in_words
 from workbench.runs.run import Run

@@ -15,11 +15,12 @@ from optuna.storages.journal import JournalFileBackend
 
 import workbench as wb
 from tests.distributed.real_worker import DEVICE, LINK, SEQ, Words, experiment
+from tests.logs import append_event
 from workbench.capture import captured_model
 from workbench.columns import COLUMNS
 from workbench.cost.hardware import Cluster
 from workbench.errors import DataError, InvalidExperiment, UnknownParameter
-from workbench.rundir import RunDir, append_event, read_json, write_json, write_record
+from workbench.rundir import RunDir, read_json, write_json, write_record
 from workbench.runs.history import History, read_tail
 from workbench.runs.launching import launcher
 from workbench.runs.launching.launcher import Attempt

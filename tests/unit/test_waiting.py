@@ -13,7 +13,8 @@ from pathlib import Path
 import pytest
 from jupyter_client.manager import start_new_kernel
 
-from workbench.rundir import EventTail, RunDir, read_events, write_json, write_record
+from workbench.rundir import RunDir, write_json, write_record
+from workbench.runs.event_log import LogTail, read_events
 from workbench.runs.launching import supervisor
 
 REPOSITORY = Path(__file__).parents[2]
@@ -114,7 +115,7 @@ def test_a_rank_that_reports_the_loss_of_a_killed_one_does_not_make_the_run_a_fa
     run = RunDir(tmp_path)
     write_record(run.experiment, {"steps": 10})
     write_json(run.launcher, {})
-    attempt = supervisor._Supervised(run, EventTail(run.events))
+    attempt = supervisor._Supervised(run, LogTail(run.events))
     words = {"type": "RuntimeError", "message": "Connection reset by peer.", "traceback": "", "time": time.time()}
 
     def report() -> None:

@@ -18,6 +18,7 @@ from workbench.execution.trainer import Spikes, StepResult, Trainer, pipeline_ra
 from workbench.experiment import Experiment
 from workbench.planning.plan import Plan
 from workbench.rundir import RunDir, log_event
+from workbench.step_table import log_step
 
 
 def peak_flops(plan: Plan) -> float | None:
@@ -45,8 +46,8 @@ class _PendingStep:
 class StepLog:
     """Logs each step after the next one was launched, so that reading its scalars does not idle the device.
 
-    `events` is the file to log to, or None on ranks that only follow the stop flag. `seconds` is the training time
-    so far. `names` are those of the scalars that the model logs.
+    `events` is the `events.jsonl` of the run, or None on ranks that only follow the stop flag. `seconds` is the
+    training time so far. `names` are those of the scalars that the model logs.
     """
 
     def __init__(
@@ -153,7 +154,7 @@ class StepLog:
                 scalars={name: self._figures[name] for name in self._names} | self._scalars,
                 spikes=None if self._spikes is None else self._spikes.found + spiked,
             )
-            log_event(self._events, "step", **logged_columns(finished))
+            log_step(self._events.parent, **logged_columns(finished))
         self._scalars = {}
 
         # What follows from a spike, or from a number that is not finite

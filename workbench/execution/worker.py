@@ -69,6 +69,7 @@ from workbench.rundir import (
     write_record,
 )
 from workbench.secrets import masked_words
+from workbench.step_table import num_logged
 from workbench.units import GIB, gib
 from workbench.user_code import changed_between, functions_of, read_functions, user_path
 
@@ -120,7 +121,7 @@ def train(run: RunDir, worker_type: type[TrainingWorker], *, heeds_signals: bool
 
     def enter(state: str, message: str = "") -> None:
         if not is_supervised:
-            append_event(run.events, "status", state=state, message=message)
+            append_event(run.events, "status", state=state, message=message, rows=num_logged(run.path))
 
     try:
         plan = Plan.load(run.plan)
@@ -310,7 +311,6 @@ class TrainingWorker:
             if trainer.spikes is not None and progress.spikes is not None:
                 trainer.spikes.load(progress.spikes)
             if self.is_main:
-                said = self.experiment.data.reads(self.experiment).held_out_in_words()
                 log_event(
                     self.run_dir.events,
                     "start",
@@ -322,7 +322,8 @@ class TrainingWorker:
                     tokens_per_step=self.experiment.tokens_per_step,
                     samples_per_step=self.experiment.largest_batch,
                     resumed_from=None if resumed_from is None else str(resumed_from),
-                    **({"held_out": said} if said else {}),
+                    held_out=self.experiment.data.reads(self.experiment).held_out_in_words(),
+                    rows=num_logged(self.run_dir.path),
                 )
                 log_data_use(self.run_dir, self.experiment, progress)
                 if spike is not None:  # after the start, by which readers drop the steps that are repeated

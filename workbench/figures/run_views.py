@@ -29,6 +29,7 @@ from workbench.figures.plan_view import draw_partition
 from workbench.figures.timeline_view import draw_timeline, measured_timeline, prediction
 from workbench.planning.plan import Plan
 from workbench.planning.runnable import check_facts
+from workbench.rundir import EventTail
 from workbench.runs.history import Patterns
 from workbench.runs.registry import Runs, distinct_names, load_run, load_runs, measurements
 from workbench.runs.run import OneRun
@@ -68,8 +69,8 @@ def show(run: OneRun) -> Figure:
         True
     """
     handle = load_run(run)
-    title = f"{handle.name}: predicted and measured"
-    return prediction(handle.plan, measurements(handle), title, measured_timeline(handle.events()))
+    measured = measured_timeline(EventTail(handle.directory.events).read())
+    return prediction(handle.plan, measurements(handle), f"{handle.name}: predicted and measured", measured)
 
 
 @checked_arguments
@@ -78,7 +79,7 @@ def timeline(run: OneRun | Plan) -> Figure:
     if isinstance(run, Plan):
         return draw_timeline(run)
     handle = load_run(run)
-    return draw_timeline(handle.plan, measured_timeline(handle.events()))
+    return draw_timeline(handle.plan, measured_timeline(EventTail(handle.directory.events).read()))
 
 
 @checked_arguments

@@ -28,12 +28,12 @@ from jupyter_server.base.handlers import APIHandler
 from workbench.errors import RunNotFound, WorkbenchError, suggestion
 from workbench.notebooks.executing import parameters, templates, values_of, with_values
 from workbench.rundir import FINAL_STATES, RunDir, known_runs_roots, parsed
-from workbench.runs.event_log import spread_steps
 from workbench.runs.launching.device_queue import GpuMeter, waiting_and_training
 from workbench.runs.loss_basis import read_loss_basis
 from workbench.runs.registry import distinct_names, measurements, row_or_reason
 from workbench.runs.run import Run, progress_words, step_text
 from workbench.runs.status import state_in_words
+from workbench.step_table import StepTable
 from workbench.units import count, gib, time_left
 from workbench.widgets.run_reader import state_color
 
@@ -115,7 +115,7 @@ class RunIndex:
         waiting = list[tuple[_Entry, Signature]]()
         for path in found:
             directory, stats = RunDir(path), list[tuple[int, int]]()
-            for file in (directory.experiment, directory.events, directory.labels):
+            for file in (directory.experiment, directory.events, directory.steps_tail, directory.labels):
                 try:
                     at = file.stat()
                     stats.append((at.st_size, at.st_mtime_ns))
@@ -203,10 +203,7 @@ def _row(run: Run, has_changed: bool) -> dict[str, Any]:
     shown["written"] |= {n: spell(shown[n]) for n, spell in spelt.items() if shown[n] is not None}
     shown["resumable"] = row["state"] in ("stopped", "failed") and bool(run.checkpoints)
     if has_changed:
-        events: list[Any] = list(spread_steps(run.directory.events, SPARKLINE_POINTS))
-        losses = [(event["step"], event.get("loss")) for event in events]
-        known = [(step, value) for step, value in losses if isinstance(value, int | float) and math.isfinite(value)]
-        shown["losses"] = [(step, float(f"{value:.4g}")) for step, value in known]
+        shown["losses"] = _losses(run.directory)
         basis = read_loss_basis(run.directory)
         shown["basis"] = [] if basis is None else basis.of(shown["held_out"])
         # The numbers and words of the experiment by their short names are columns of the table.
@@ -221,6 +218,17 @@ def _row(run: Run, has_changed: bool) -> dict[str, Any]:
             if isinstance(value, str) or (isinstance(value, int | float) and math.isfinite(value))
         }
     return shown
+
+
+def _losses(run: RunDir) -> list[tuple[int, float]]:
+    """Return about `SPARKLINE_POINTS` losses spread evenly over a run; of steps that are repeated, the later ones."""
+    table, losses, first = StepTable(run.path), list[tuple[int, float]](), math.inf
+    for row in range(table.refresh() - 1, -1, -max(1, len(table) // SPARKLINE_POINTS)):
+        step, loss = (float(table.column(name, row, row + 1)[0]) for name in ("step", "loss"))
+        if step < first and math.isfinite(loss):
+            losses.append((int(step), float(f"{loss:.4g}")))
+        first = min(first, step)
+    return losses[::-1]
 
 
 class Handler(APIHandler):
@@ -350,7 +358,7 @@ class RunCurves(_RunHandler):
     @tornado.web.authenticated
     @authorized
     async def post(self) -> None:
-        """Answer with the figures and failures of the runs at `paths`, unless their events have the sizes `seen`."""
+        """Answer with the figures and failures of the runs at `paths`, unless their logs have the stamps `seen`."""
         asked = self.asked()
         paths = asked.get("paths")
         if not isinstance(paths, list) or not 1 <= len(paths) <= MOST_CURVES:
@@ -358,10 +366,10 @@ class RunCurves(_RunHandler):
 
         def drawn() -> dict[str, Any]:
             runs = [user_run(str(path), self.roots) for path in paths]
-            sizes = [run.directory.events.stat().st_size if run.directory.events.exists() else 0 for run in runs]
-            if sizes == asked.get("seen"):
-                return {"seen": sizes, "figures": None}
-            return {"seen": sizes, **dashboard_of(runs)}
+            stamps = [run.directory.log_stamp for run in runs]
+            if stamps == asked.get("seen"):
+                return {"seen": stamps, "figures": None}
+            return {"seen": stamps, **dashboard_of(runs)}
 
         self.finish(await self.in_thread(drawn))
 

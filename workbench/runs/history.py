@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import html
+import itertools
 import math
-import threading
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from types import MappingProxyType
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -23,23 +23,13 @@ from workbench.events import (
     StartEvent,
     TextSample,
 )
-from workbench.runs.event_log import (
-    LOGGED,
-    EventBlock,
-    KeptSteps,
-    Noted,
-    RunState,
-    columns_of,
-    number,
-    read_blocks,
-    resumed_step,
-)
+from workbench.rundir import EventTail, parse_event, type_prefix
+from workbench.runs.event_log import FREQUENT, Noted, RunState, resumed_step
+from workbench.step_table import GrowingTable, StepTable
 
 Column = NDArray[np.float64]
-_ROWS = {name: row for row, name in enumerate((*LOGGED, "gpu_hours"))}
-_STEP, _TIME, _SECONDS, _GPU_HOURS = (_ROWS[name] for name in ("step", "time", "seconds", "gpu_hours"))
 _SAMPLE_ROWS = 4  # time, device, share, used_bytes
-_FIRST_ROOM = 1024  # columns
+_SAMPLED = tuple(map(type_prefix, FREQUENT))
 GOING_ON = ("running", "stalled")
 """States of a run whose devices are sampled for it."""
 
@@ -127,10 +117,9 @@ class History:
         if not len(self):
             return "History(no step yet)"
         missing = f", {self.missing:,} missing" if self.missing else ""
-        return (
-            f"History({len(self):,} steps to step {self.step[-1]:.0f}{missing}, "
-            f"loss {self.loss[0]:.4g} → {self.final_loss:.4g})"
-        )
+        losses = f"loss {self.loss[0]:.4g} → {self.final_loss:.4g}"
+        damaged = "".join(f"; damaged: {place}" for place in getattr(self._columns, "damaged", ()))
+        return f"History({len(self):,} steps to step {self.step[-1]:.0f}{missing}, {losses}{damaged})"
 
     def _repr_html_(self) -> str:
         shown = {name: column[np.isfinite(column)] for name, column in self._columns.items() if name != "time"}
@@ -143,7 +132,7 @@ class History:
 
     def last(self, name: str, count: int = 1) -> Column:
         """Return the last values of a column, at most `count`; of a long run, the rest of it need not be read."""
-        if isinstance(self._columns, _RunColumns):
+        if isinstance(self._columns, _Steps):
             return self._columns.last(name, count)
         return self[name][-count:]
 
@@ -166,6 +155,16 @@ class History:
             return 0
         usual = float(np.median(distances[1:] if len(distances) > 1 else distances))
         return int(sum(distance // usual - 1 for distance in distances if distance > usual))
+
+
+def columns_of(rows: Sequence[Sequence[float]], width: int) -> Column:
+    """Return rows as the columns of a matrix with `width` rows, also if there are none."""
+    return np.array(rows, dtype=np.float64).reshape(-1, width).T
+
+
+def number(value: Any) -> float:
+    """Return a figure as a float, NaN if it is unknown."""
+    return float("nan") if value is None else float(value)
 
 
 EVALUATED = ("step", "loss", "tokens", "samples", "flops", "seconds", "eval_seconds")
@@ -351,42 +350,7 @@ def table_html(events: list[SamplesEvent]) -> str:
     return html_table(("step", "prompt", "what the model wrote"), rows, f"{STYLE};white-space:pre-wrap")
 
 
-# Reading the events
-
-
-class _Table:
-    """A matrix that grows by columns; arrays that were handed out never change."""
-
-    def __init__(self, rows: int) -> None:
-        self._values = np.empty((rows, _FIRST_ROOM))
-        self.length = 0
-
-    def view(self) -> Column:
-        columns = self._values[:, : self.length]
-        columns.flags.writeable = False
-        return columns
-
-    def reserve(self, columns: int) -> None:
-        """Make room for so many more columns without growing in between."""
-        if self.length + columns > self._values.shape[1]:
-            grown = np.empty((len(self._values), self.length + columns))
-            grown[:, : self.length] = self._values[:, : self.length]
-            self._values = grown
-
-    def append(self, *rows: Column) -> None:
-        """Append columns, given as matrices of some of their rows, from the first row on."""
-        count, first = rows[0].shape[1], 0
-        if self.length + count > self._values.shape[1]:
-            self.reserve(max(count, self.length))
-        for part in rows:
-            self._values[first : first + len(part), self.length : self.length + count] = part
-            first += len(part)
-        self.length += count
-
-    def cut(self, length: int) -> None:
-        if length < self.length:
-            self._values = self._values[:, :length].copy()  # columns handed out earlier keep their rows
-            self.length = length
+# Reading the log
 
 
 class _Attempt(NamedTuple):
@@ -400,179 +364,163 @@ class _Attempt(NamedTuple):
         return self.gpu_hours + (seconds - self.seconds) * self.devices / 3600
 
 
-class _KeptPart(NamedTuple):
-    """Some consecutive steps of one attempt that are kept beside the events."""
+class _Span(NamedTuple):
+    """Consecutive rows of the table, written by one attempt, whose steps rise."""
 
-    steps: KeptSteps
     first: int
     end: int
     attempt: _Attempt
 
-    scalars: tuple[str, ...] = ()
 
-    def row(self, row: int | str) -> Column:
-        """Return a figure by its row, or a scalar by its name."""
-        if row == _GPU_HOURS:
-            return np.asarray(self.attempt.hours(self.row(_SECONDS)))
-        if isinstance(row, str):
-            if row not in self.scalars:
-                return np.full(self.end - self.first, math.nan)
-            row = len(LOGGED) + self.scalars.index(row)
-        return self.steps[row][self.first : self.end]
+class _Steps(Mapping[str, Column]):
+    """The columns of a run's steps in order: spans of its table, read when they are asked for.
 
-
-class _Steps:
-    """The steps of a run in order: first kept ones, of which a row is read when it is asked for, then those in memory.
-
-    Steps are only added, so that whoever remembers a length finds the same steps later; `without` returns another
-    object.
+    Immutable, so that whoever has it finds the same steps later; those that it grows into share what was read.
     """
 
     def __init__(
-        self,
-        kept: Sequence[_KeptPart] = (),
-        memory: Column | None = None,
-        scalars: Mapping[str, Column] = MappingProxyType({}),
+        self, table: StepTable, spans: Sequence[_Span] = (), read: dict[str, GrowingTable] | None = None
     ) -> None:
-        self._kept, self._num_kept = list(kept), sum(part.end - part.first for part in kept)
-        self._memory, self._read = _Table(len(_ROWS)), dict[int | str, _Table]()
-        self._scalars: dict[str, _Table] = {}
-        """Scalars of the steps in memory, NaN where a step has none."""
-        self._lock = threading.Lock()  # threads draw what another one follows
-        if memory is not None:
-            self._memory.append(memory)
-            self._append_scalars(scalars)
-
-    def __len__(self) -> int:
-        return self._num_kept + self._memory.length
-
-    @property
-    def scalars(self) -> tuple[str, ...]:
-        """Names of all scalars."""
-        return tuple(dict.fromkeys((*(name for part in self._kept for name in part.scalars), *self._scalars)))
-
-    def row(self, row: int | str, length: int | None = None) -> Column:
-        """Return one row, by default of all steps; a scalar goes by its name."""
-        if not self._kept:
-            return self._in_memory(row)[:length]
-        with self._lock:
-            if row not in self._read:
-                self._read[row] = _Table(1)
-                self._read[row].reserve(len(self))
-            read, start = self._read[row], 0
-            for part in self._kept:
-                if start >= read.length:
-                    read.append(part.row(row)[None])
-                start += part.end - part.first
-            read.append(self._in_memory(row)[None, read.length - start :])
-            return read.view()[0, :length]
-
-    def last(self, row: int | str, count: int, length: int) -> Column:
-        """Return the last values of a row of the first `length` steps, at most `count`."""
-        in_memory = length - self._num_kept
-        if self._kept and in_memory < count:
-            part = self._kept[-1]
-            if row not in {_STEP, *self._read} and in_memory == 0 and part.end - part.first >= count:
-                return part.row(row)[-count:]
-            return self.row(row, length)[-count:]
-        return self._in_memory(row)[max(0, in_memory - count) : in_memory]
-
-    def _in_memory(self, row: int | str) -> Column:
-        if isinstance(row, str) and row not in self._scalars:
-            return np.full(self._memory.length, math.nan)
-        return np.asarray(self._scalars[row].view()[0] if isinstance(row, str) else self._memory.view()[row])
-
-    def reserve(self, steps: int) -> None:
-        self._memory.reserve(steps)
-
-    def append(self, steps: Column, hours: Column, scalars: Mapping[str, Column]) -> None:
-        self._memory.append(steps, hours[None])
-        self._append_scalars(scalars)
-
-    def _append_scalars(self, scalars: Mapping[str, Column]) -> None:
-        """Let scalars follow the steps in memory, of which these are the last."""
-        for name in {**self._scalars, **scalars}:
-            table = self._scalars.setdefault(name, _Table(1))
-            new = scalars.get(name, np.empty(0))
-            missing = self._memory.length - table.length - len(new)
-            table.append(np.concatenate([np.full(missing, math.nan), new])[None])
-
-    def keep(self, part: _KeptPart) -> bool:
-        """Append kept steps; return False if steps in memory come before them."""
-        if self._memory.length:
-            return False
-        self._kept.append(part)
-        self._num_kept += part.end - part.first
-        return True
-
-    def without(self, length: int) -> _Steps:
-        """Return the first `length` steps."""
-        kept, left = list[_KeptPart](), length
-        for part in self._kept:
-            if left > 0:
-                kept.append(part._replace(end=min(part.end, part.first + left)))
-            left -= part.end - part.first
-        left = max(0, left)
-        scalars = {name: table.view()[0, :left] for name, table in self._scalars.items()}
-        return _Steps(kept, self._memory.view()[:, :left], scalars)
-
-    def with_inserted(self, step: Column, scalars: Mapping[str, float]) -> _Steps:
-        """Return all steps in memory and one more in its place, unless one of this number exists."""
-        at = int(np.searchsorted(self.row(_STEP), step[_STEP]))
-        if self.row(_STEP)[at] == step[_STEP]:
-            return self
-        names = dict.fromkeys((*self.scalars, *scalars))
-        own = {name: np.insert(self.row(name), at, scalars.get(name, math.nan)) for name in names}
-        return _Steps(memory=np.insert([self.row(row) for row in _ROWS.values()], at, step, axis=1), scalars=own)
-
-
-class _RunColumns(Mapping[str, Column]):
-    """The columns of the first `length` steps of a run."""
-
-    def __init__(self, steps: _Steps) -> None:
-        self._steps, self._length = steps, len(steps)
-        self._rows: dict[str, int | str] = {name: _ROWS[name] for name in COLUMNS}
-        self._rows |= {name: name for name in steps.scalars}
-
-    def __getitem__(self, name: str) -> Column:
-        return self._steps.row(self._rows[name], self._length)
-
-    def last(self, name: str, count: int) -> Column:
-        return self._steps.last(self._rows[name], count, self._length)
-
-    def __contains__(self, name: object) -> bool:
-        return name in self._rows
+        self._table, self._spans, self._read = table, tuple(spans), {} if read is None else read
+        self.count = sum(span.end - span.first for span in spans)
+        """Number of steps."""
 
     def __iter__(self) -> Iterator[str]:
-        return iter(self._rows)
+        return iter((*COLUMNS, *(name for name in self._table.names if name not in COLUMNS)))
+
+    def __contains__(self, name: object) -> bool:
+        return name in COLUMNS or name in self._table.names
 
     def __len__(self) -> int:
-        return len(self._rows)
+        return len(list(iter(self)))
+
+    @property
+    def damaged(self) -> tuple[str, ...]:
+        """Places that differ from what was written, as far as they were read."""
+        return tuple(self._table.damaged)
+
+    def __getitem__(self, name: str) -> Column:
+        if name not in self:
+            raise KeyError(name)
+        with self._table.lock:  # threads draw what another one follows
+            read, start = self._read.setdefault(name, GrowingTable(1)), 0
+            for span in self._spans:
+                if start + span.end - span.first > read.length:
+                    read.append(self._values(name, span, span.first + read.length - start)[None])
+                start += span.end - span.first
+            return read.view()[0, : self.count]
+
+    def last(self, name: str, count: int) -> Column:
+        """Return the last values of a column, at most `count`; the rest of it is not read."""
+        if name in self._read:
+            return self[name][-count:]
+        parts = list[Column]()
+        for span in reversed(self._spans):
+            if count > 0:
+                parts.append(self._values(name, span, max(span.first, span.end - count)))
+                count -= len(parts[-1])
+        return np.concatenate([np.empty(0), *reversed(parts)])
+
+    def _values(self, name: str, span: _Span, first: int) -> Column:
+        if name == "gpu_hours":
+            return np.asarray(span.attempt.hours(self._table.column("seconds", first, span.end)))
+        return self._table.column(name, first, span.end)
+
+    def grown(self, span: _Span, steps: Column) -> _Steps:
+        """Return these steps and those of a span, whose column `step` was read."""
+        with self._table.lock:
+            read = self._read.setdefault("step", GrowingTable(1))
+            if read.length == self.count:
+                read.append(steps[None])
+        *before, last = self._spans or (span._replace(end=span.first),)
+        joins = last.end == span.first and last.attempt is span.attempt
+        return _Steps(
+            self._table, [*before, last._replace(end=span.end)] if joins else [*self._spans, span], self._read
+        )
+
+    def cut(self, length: int) -> _Steps:
+        """Return the first `length` steps."""
+        kept = list[_Span]()
+        for span in self._spans:
+            if length > 0:
+                kept.append(span._replace(end=min(span.end, span.first + length)))
+            length -= span.end - span.first
+        return _Steps(self._table, kept)
+
+
+class _Samples:
+    """The samples of devices, parsed when somebody asks for them: in a long run, most lines of `events.jsonl`."""
+
+    def __init__(self) -> None:
+        self._lines = list[bytes]()
+        self._rows, self._names, self._device_type = GrowingTable(_SAMPLE_ROWS), dict[str, int](), ""
+
+    def add(self, line: bytes) -> None:
+        self._lines.append(line)
+
+    def columns(self) -> Utilization:
+        """Return all samples; one that names no device or no utilisation says nothing."""
+        rows, lines = list[tuple[float, ...]](), self._lines
+        self._lines = []
+        for line in lines:
+            event: Any = parse_event(line)
+            with contextlib.suppress(KeyError, TypeError, ValueError):
+                prefix = f"node {event['node']}, " if event.get("node") is not None else ""
+                values = zip(event["names"], event["shares"], event["used_bytes"], strict=True)
+                found = [(f"{prefix}{name}", number(share), number(used)) for name, share, used in values]
+                at, self._device_type = float(event["time"]), event["device_type"]
+                rows += [(at, self._names.setdefault(n, len(self._names)), share, used) for n, share, used in found]
+        self._rows.append(columns_of(rows, _SAMPLE_ROWS))
+        return Utilization(self._device_type, tuple(self._names), *self._rows.view())
+
+    def cut_after(self, moment: float) -> None:
+        """Forget the samples after a moment."""
+        self._rows.cut(int(np.searchsorted(self.columns().time, moment, side="right")))
 
 
 class HistoryTail:
-    """A reader of a growing `events.jsonl`; each `read()` costs only what has arrived since the last one."""
+    """A reader of a growing log; each `read()` costs only what has arrived since the last one."""
 
     def __init__(self, path: Path) -> None:
-        self._path = path
+        """`path` is that of `events.jsonl`, beside which the table of the steps lies."""
         self.state = RunState()
         """State of the run by its events so far, without the steps and the samples of devices, which become columns."""
-        self._steps, self._samples = _Steps(), _Table(_SAMPLE_ROWS)
+        self._events, self._table = EventTail(path), StepTable(path.parent)
+        self._steps, self._samples, self._rows = _Steps(self._table), _Samples(), 0
         self._attempts, self._training = [_Attempt()], False
         self._begins_after: int | None = None  # the step of the checkpoint that the first step kept follows
-        self._device_type, self._names = "", dict[str, int]()
         self._evaluated: tuple[Any, Evaluations] = (None, self._columns_of({}))
 
     def read(self) -> History:
         """Return the history so far; arrays that were handed out earlier never change."""
-        for block in read_blocks(self._path, self.state.offset):
-            self._take(block)
-        return History(_RunColumns(self._steps), self._begins_after)
+        rows = self._table.refresh()  # before the events, so that the `start` of each of these rows is read
+        fresh = list[Mapping[str, Any]]()
+        for line in self._events.lines():
+            event = None if line.startswith(_SAMPLED) else parse_event(line)
+            if event is None or event["type"] == "device":
+                if self._training and line.startswith(_SAMPLED[0]):
+                    self._samples.add(line)
+                continue
+            fresh.append(event)
+            if event["type"] == "start":
+                before = event.get("rows", 0)
+                if before > rows:
+                    rows = min(before, self._table.refresh())
+                self._append(min(before, rows))
+                self.state, fresh = self.state.after(fresh), []
+                if len(self.state.starts) == len(self._attempts):  # else the line stands in the file twice
+                    self._restart(event)
+            elif event["type"] == "end" or (event["type"] == "status" and event["state"] not in GOING_ON):
+                self._training = False
+        self._append(rows)
+        state = self.state.after(fresh)
+        self.state = replace(state, offset=self._events.offset, damaged=self._events.damaged)
+        return History(self._steps, self._begins_after)
 
     @property
     def utilization(self) -> Utilization:
         """Return how busy the devices were, as far as `read()` has come."""
-        return Utilization(self._device_type, tuple(self._names), *self._samples.view())
+        return self._samples.columns()
 
     @property
     def evaluations(self) -> Evaluations:
@@ -607,29 +555,6 @@ class HistoryTail:
         """Return the patterns of sparse weights, as far as `read()` has come."""
         return patterns_of([noted.event for _, noted in sorted(self.state.patterns.items())])
 
-    def _take(self, block: EventBlock) -> None:
-        end = self.state.offset + block.num_bytes
-        if isinstance(block.steps, np.ndarray) and block.steps.shape[1] and not len(self._steps):
-            bytes_left = self._path.stat().st_size - end
-            self._steps.reserve(int(block.steps.shape[1] * (1 + 1.05 * bytes_left / block.num_bytes)))
-        taken = sampled = 0
-        fresh = list[Mapping[str, Any]]()
-        for line, steps_before, event in block.others:
-            fresh.append(event)
-            if event["type"] == "start":
-                self._append(block.steps, taken, steps_before, block.scalars)
-                taken, sampled = steps_before, self._append_samples(block, sampled, line)
-                self.state, fresh = self.state.after(fresh), []
-                if len(self.state.starts) == len(self._attempts):  # else the line stands in the file twice
-                    self._restart(event)
-            elif event["type"] == "end" or (event["type"] == "status" and event["state"] not in GOING_ON):
-                sampled = self._append_samples(block, sampled, line)
-                self._training = False
-        self._append(block.steps, taken, block.steps.shape[1], block.scalars)
-        self._append_samples(block, sampled)
-        state = self.state.after(fresh)
-        self.state = replace(state, offset=end, damaged=state.damaged + block.damaged)
-
     def _restart(self, event: StartEvent) -> None:
         """Drop the steps that the new attempt repeats: those after its checkpoint, or all in a fresh start."""
         devices = event.get("devices")
@@ -637,68 +562,33 @@ class HistoryTail:
         self._training = True
         resumed = resumed_step(event.get("resumed_from"))
         self._forget_after(resumed)
-        if not len(self._steps):
+        if not self._steps.count:
             self._begins_after = resumed
-        hours = self._steps.row(_GPU_HOURS)
-        finite = np.flatnonzero(np.isfinite(hours))
-        before = (float(self._steps.row(_SECONDS)[finite[-1]]), float(hours[finite[-1]])) if len(finite) else (0.0, 0.0)
+        seconds, hours = self._steps["seconds"], self._steps["gpu_hours"]
+        last = np.flatnonzero(np.isfinite(hours))[-1:]
+        before = (float(seconds[last[0]]), float(hours[last[0]])) if len(last) else (0.0, 0.0)
         self._attempts.append(_Attempt(*before, count))
-        last = self._last(_TIME) if len(self._steps) else -np.inf
-        self._samples.cut(int(np.searchsorted(self._samples.view()[0], last, side="right")))
+        self._samples.cut_after(self._last("time") if self._steps.count else -math.inf)
 
-    def _append(self, steps: Column | KeptSteps, first: int, end: int, names: tuple[str, ...]) -> None:
-        """Append steps, whose last rows are the scalars `names`.
+    def _append(self, end: int) -> None:
+        """Append the rows up to `end` that are not lost.
 
-        Those whose numbers do not rise were repeated without a `start` and replace earlier ones. A line that stands in
-        the wrong place is older than the line before it. It fills a gap or says nothing new.
+        Those whose numbers do not rise were repeated without a `start` and replace earlier ones.
         """
-        if first == end:
-            return
-        numbers = steps[_STEP][first:end]
-        repeats = np.flatnonzero(np.diff(numbers) <= 0) + 1
-        rises = not len(repeats) and (not len(self._steps) or numbers[0] > self._last(_STEP))
-        part = _KeptPart(steps, first, end, self._attempts[-1], names) if isinstance(steps, KeptSteps) else None
-        if part is not None and rises and self._steps.keep(part):
-            return
-        matrix = steps if isinstance(steps, np.ndarray) else np.array([steps[row] for row in range(steps.shape[0])])
-        for every in np.split(matrix[:, first:end], repeats, axis=1):
-            rising, scalars = every[: len(LOGGED)], every[len(LOGGED) :]
-            hours = self._attempts[-1].hours(rising[_SECONDS])
-            # A line in the wrong place is neither of a later step than the last one nor written later than that.
-            while (
-                rising.shape[1]
-                and len(self._steps)
-                and all(rising[row, 0] <= self._last(row) for row in (_STEP, _TIME))
-            ):
-                own = dict(zip(names, scalars[:, 0].tolist(), strict=True))
-                self._steps = self._steps.with_inserted(np.append(rising[:, 0], hours[0]), own)
-                rising, hours, scalars = rising[:, 1:], hours[1:], scalars[:, 1:]
-            if rising.shape[1]:
-                self._forget_after(int(np.ceil(rising[_STEP, 0])) - 1)
-                self._steps.append(rising, hours, dict(zip(names, scalars, strict=True)))
+        first, self._rows = self._rows, max(self._rows, end)
+        steps = self._table.column("step", first, self._rows)
+        edges = np.flatnonzero(~(steps[1:] > steps[:-1])) + 1  # also before and after a row that is lost, a NaN
+        for low, high in itertools.pairwise([0, *edges.tolist(), len(steps)]):
+            if low < high and np.isfinite(steps[low]):
+                self._forget_after(int(np.ceil(steps[low])) - 1)
+                self._steps = self._steps.grown(_Span(first + low, first + high, self._attempts[-1]), steps[low:high])
 
-    def _last(self, row: int) -> float:
-        return float(self._steps.last(row, 1, len(self._steps))[0])
+    def _last(self, name: str) -> float:
+        return float(self._steps.last(name, 1)[0])
 
     def _forget_after(self, step: int) -> None:
-        if len(self._steps) and self._last(_STEP) > step:
-            self._steps = self._steps.without(int(np.searchsorted(self._steps.row(_STEP), step, side="right")))
-
-    def _append_samples(self, block: EventBlock, first: int, line: float = math.inf) -> int:
-        """Append a block's samples of devices from `first` on up to a line, and return the index of the next.
-
-        Those before the first step of an attempt, or after its last, are left out.
-        """
-        end = int(np.searchsorted(block.samples[0], line))
-        if self._training and end > first:
-            self._device_type = block.device_type
-            samples = block.samples[1:, first:end].copy()
-            codes = samples[1].astype(int)
-            names = {code: block.names[code] for code in np.flatnonzero(np.bincount(codes)).tolist()}
-            known = {code: self._names.setdefault(name, len(self._names)) for code, name in names.items()}
-            samples[1] = np.array([known.get(code, 0) for code in range(len(block.names))])[codes]
-            self._samples.append(samples)
-        return end
+        if self._steps.count and self._last("step") > step:
+            self._steps = self._steps.cut(int(np.searchsorted(self._steps["step"], step, side="right")))
 
 
 def read_tail(path: Path) -> HistoryTail:

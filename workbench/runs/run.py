@@ -17,8 +17,8 @@ from workbench.data.corpora import use_in_words
 from workbench.display import Html, html_table
 from workbench.errors import InvalidArgument, PlanInfeasible, PlanMismatch, RunFailed, RunNotFound, WorkbenchError
 from workbench.events import Event
-from workbench.rundir import RunDir, check_unedited, read_events, read_json, remedy_for, write_json
-from workbench.runs.event_log import UNREAD, Status, latest_events
+from workbench.rundir import EventTail, RunDir, check_unedited, read_json, remedy_for, write_json
+from workbench.runs.event_log import FREQUENT, UNREAD, Status, read_events
 from workbench.runs.launching import processes
 from workbench.runs.launching.device_queue import devices_for
 from workbench.runs.launching.processes import log_tail, run_failed
@@ -296,12 +296,12 @@ class Run(Labelled):
         return sync(self.directory)
 
     def events(self) -> list[Event]:
-        """Return every event so far; `workbench.events` lists their fields."""
+        """Return every event and every logged step so far; `workbench.events` lists their fields."""
         return read_events(self.directory.events)
 
     def milestones(self) -> list[Event]:
         """Return every event so far but steps, device samples and `actions`: quick to read, however long the run."""
-        return [event for event in latest_events(self.directory.events)[0] if event["type"] != "step"]
+        return EventTail(self.directory.events).read(without=FREQUENT)
 
     def history(self) -> History:
         """Return the logged steps as NumPy columns, one row a step."""
@@ -424,7 +424,7 @@ def _figures(row: RunRow) -> list[str]:
     if row["peak_bytes"]:
         figures.append(f"{gib(row['peak_bytes'])} at most on a device")
     if row["damaged_lines"]:
-        figures.append(f"{row['damaged_lines']:,} damaged lines of events.jsonl skipped")
+        figures.append(f"{row['damaged_lines']:,} damaged events and steps skipped")
     return figures
 
 

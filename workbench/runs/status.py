@@ -11,15 +11,18 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, TypedDict
 
+import numpy as np
+
 from workbench.display import waiting
 from workbench.errors import RunNotFound, in_words
 from workbench.events import ProcessRecord
 from workbench.execution import checkpoint as stored
 from workbench.rundir import KILLED, RunDir, is_elsewhere, process_alive, read_json, read_record
-from workbench.runs.event_log import UNREAD, RunState, Status, read_state, recent_steps
+from workbench.runs.event_log import UNREAD, RunState, Status, read_state
 from workbench.runs.history import END_SHARE, final_loss, recent_pace
 from workbench.runs.launching import processes
 from workbench.runs.launching.processes import run_failed
+from workbench.step_table import Array, StepTable
 
 VANISHED = "The launcher vanished."
 DISK_FULL = " Its disk is full, so nobody could write why. Free some space, then resume the run."
@@ -71,7 +74,7 @@ class RunRow(TypedDict):
     peak_bytes: int | None
     """Highest peak memory of any rank."""
     damaged_lines: int
-    """Lines of `events.jsonl` that differ from what was written; the curve lacks what they held."""
+    """Events and steps that differ from what was written; the curve lacks what they held."""
     time: float
     """Unix seconds of the last step, or of the last change of state."""
     tags: list[str]
@@ -157,7 +160,8 @@ def written_elsewhere(run: RunDir, status: Status) -> bool:
     """Return True if another host has written to the run lately; its processes cannot be asked from here."""
     if not status.final and runs_elsewhere(run):
         with contextlib.suppress(OSError):
-            return time.time() - run.events.stat().st_mtime < SILENCE_S
+            written = [path.stat().st_mtime for path in (run.events, run.steps_tail) if path.exists()]
+            return time.time() - max(written) < SILENCE_S
     return False
 
 
@@ -196,11 +200,12 @@ def row_of(run: RunDir, status: Status, progress: RunState) -> RunRow:
     steps = _steps_asked_for(run)
     labels = read_labels(run, read_experiment(run))
     step: Mapping[str, Any] = progress.steps[-1] if progress.steps else {}
-    latest = _latest_steps(run, progress)
-    training_loss = final_loss([each["step"] for each in latest], [each.get("loss") for each in latest])
+    table = StepTable(run.path)
+    at, losses, seconds = _latest_steps(table, progress)
+    training_loss = final_loss(at, losses) if len(at) else None
     eval_loss = None if progress.evaluation is None else progress.evaluation["loss"]
-    timed = [each for each in latest if each.get("seconds") is not None]
-    pace_s, eta_s = recent_pace([each["seconds"] for each in timed], [each["step"] for each in timed]), None
+    timed = np.isfinite(seconds)
+    pace_s, eta_s = recent_pace(seconds[timed], at[timed]), None
     if not math.isfinite(pace_s):
         pace_s = (progress.median("step_ms") or math.nan) / 1e3
     if status.state == "running" and math.isfinite(pace_s) and steps is not None:
@@ -216,8 +221,8 @@ def row_of(run: RunDir, status: Status, progress: RunState) -> RunRow:
         "message": status.message,
         "step": int(step.get("step", 0)),
         "steps": steps,
-        "loss": eval_loss if eval_loss is not None else training_loss if latest else None,
-        "training_loss": training_loss if latest else None,
+        "loss": eval_loss if eval_loss is not None else training_loss,
+        "training_loss": training_loss,
         "eval_loss": eval_loss,
         "tokens": step.get("tokens"),
         "tokens_per_s": progress.median("tokens_per_s"),
@@ -226,7 +231,7 @@ def row_of(run: RunDir, status: Status, progress: RunState) -> RunRow:
         "devices": num_devices,
         "gpus": [] if status.final else _gpu_indices(run),
         "peak_bytes": max((int(event["peak_bytes"]) for event in progress.memory.values()), default=None),
-        "damaged_lines": progress.damaged,
+        "damaged_lines": progress.damaged + table.num_lost + max(0, progress.rows - len(table)),
         "time": step.get("time", status.time),
         "tags": list(labels.tags),
         "notes": labels.notes,
@@ -234,21 +239,17 @@ def row_of(run: RunDir, status: Status, progress: RunState) -> RunRow:
     }
 
 
-def _latest_steps(run: RunDir, progress: RunState) -> list[Any]:
-    """Return the last tenth of the logged steps in order, or more; none before the first."""
-    if not progress.steps:
-        return []
-    last = int(progress.steps[-1]["step"])
-    before = progress.steps[-2]["step"] if len(progress.steps) > 1 else 0
-    needed = math.ceil(END_SHARE * last / max(1, last - int(before))) + 1
-    events: list[Any] = list(progress.steps)
-    if needed > len(events):
-        events = recent_steps(run.events, 0, progress.offset, needed)
-    latest = list[Any]()
-    for event in sorted(events, key=lambda event: event["time"], reverse=True):  # a resumption repeats steps
-        if not latest or event["step"] < latest[-1]["step"]:
-            latest.append(event)
-    return latest[::-1]
+def _latest_steps(table: StepTable, progress: RunState) -> list[Array]:
+    """Return step, loss and seconds of the last tenth of the logged steps in order, or more."""
+    end, needed = table.refresh(), 0
+    if progress.steps:
+        last = progress.steps[-1]["step"]
+        before = progress.steps[-2]["step"] if len(progress.steps) > 1 else 0
+        needed = math.ceil(END_SHARE * last / max(1, last - before)) + 1
+    columns = [table.column(name, max(0, end - needed), end) for name in ("step", "loss", "seconds")]
+    backwards = columns[0][::-1]  # a resumption repeats steps, of which the later rows count
+    holds = backwards < np.fmin.accumulate(np.concatenate([[math.inf], backwards]))[:-1]
+    return [values[holds[::-1]] for values in columns]
 
 
 @dataclass(frozen=True)

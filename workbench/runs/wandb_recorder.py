@@ -26,14 +26,13 @@ from workbench.errors import first_line
 from workbench.events import EvaluationEvent, SamplesEvent, StepEvent
 from workbench.rundir import (
     FINAL_STATES,
-    EventTail,
     RunDir,
     append_event,
     read_json,
     read_record,
     write_json,
 )
-from workbench.runs.event_log import read_state, resumed_step
+from workbench.runs.event_log import LogTail, read_state, resumed_step
 from workbench.runs.history import answer
 from workbench.runs.launching.processes import run_alive
 from workbench.runs.wandb_run import (
@@ -345,11 +344,11 @@ class RowTail:
 
     def __init__(self, run: RunDir) -> None:
         self._run = run
-        self._tail = EventTail(run.events)
+        self._tail = LogTail(run.events)
         self._waiting: list[tuple[int, RowEvent]] = []
         self._started_at: set[float] = set()
         self._last, self._returned = -1, -1  # steps of the last row so far, and of the last one that was returned
-        self._last_step, self._stepped_at = -1, 0.0  # the last `step` event, and the latest time of any
+        self._last_step = -1  # that of the last `step` event
         self.times: dict[int, float] = {}
         """Time of each row so far, by its step."""
         self.resumptions: set[int] = set()
@@ -369,7 +368,10 @@ class RowTail:
                     self._started_at.add(event["time"])
                     self._go_back(resumed_step(event.get("resumed_from")))
             elif event["type"] == "step":
-                self._add_step(event)
+                if event["step"] <= self._last_step:  # repeated without a `start`
+                    self._go_back(event["step"] - 1)
+                self._last_step = event["step"]
+                self._add(event["step"], event)
             elif event["type"] == "evaluation" or event["type"] == "samples":
                 self._add(max(event["step"], self._last), event)
         if self.is_outdated:
@@ -387,19 +389,6 @@ class RowTail:
         self.times.setdefault(step, event["time"])
         self._last = max(self._last, step)
         self._waiting.append((step, event))
-
-    def _add_step(self, event: StepEvent) -> None:
-        """Add a step; one that does not rise was repeated without a `start`, or its line stands in the wrong place."""
-        step = event["step"]
-        if step <= self._last_step and event["time"] > self._stepped_at:
-            self._go_back(step - 1)
-        if step >= self._last:
-            self._add(step, event)
-        elif step not in self.times:
-            self.times[step] = event["time"]
-            if step > self._returned:  # W&B would drop it otherwise, which `_confirm` finds
-                self._waiting = sorted([*self._waiting, (step, event)], key=lambda row: row[0])
-        self._last_step, self._stepped_at = max(self._last_step, step), max(self._stepped_at, event["time"])
 
     def _go_back(self, step: int) -> None:
         if step >= self._last:

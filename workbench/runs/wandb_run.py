@@ -12,6 +12,7 @@ import json
 import math
 import os
 import re
+import shutil
 import subprocess
 import sys
 import uuid
@@ -26,7 +27,6 @@ from workbench.machine import cache_home
 from workbench.rundir import (
     RunDir,
     append_event,
-    event_line,
     locked,
     read_object,
     write_json,
@@ -34,6 +34,7 @@ from workbench.rundir import (
 )
 from workbench.runs.event_log import read_state
 from workbench.runs.launching import processes
+from workbench.step_table import LOGGED, log_steps
 
 LOGIN_LIMIT_S = 30.0
 SYNC_LIMIT_S = 600.0
@@ -269,16 +270,21 @@ def _write(run: RunDir, remote: Any, rows: list[dict[str, Any]]) -> None:
 
 
 def _write_events(run: RunDir, remote: Any, steps: list[dict[str, Any]], devices: int) -> None:
-    """Replace the events as a whole, so that a reader sees the old curve or the new one."""
-    part = run.events.with_suffix(".part")
-    part.unlink(missing_ok=True)
+    """Replace each file of the log as a whole, so that a reader sees the old curve or the new one."""
+    part = RunDir(run.path / "part")
+    shutil.rmtree(part.path, ignore_errors=True)
+    part.path.mkdir()
     begun = [step["time"] for step in steps if step.get("time")]
-    append_event(part, "status", state="starting", message="", **({"time": begun[0]} if begun else {}))
-    append_event(part, "start", devices=devices, resumed_from=None)
-    with part.open("ab") as file:
-        file.writelines(event_line("step", **step) for step in steps)
-    append_event(part, "status", state=_STATES.get(remote.state, "failed"), message=f"On W&B: {remote.state}.")
-    part.replace(run.events)
+    append_event(part.events, "status", state="starting", message="", **({"time": begun[0]} if begun else {}))
+    append_event(part.events, "start", devices=devices, resumed_from=None)
+    log_steps(part.path, steps)
+    append_event(part.events, "status", state=_STATES.get(remote.state, "failed"), message=f"On W&B: {remote.state}.")
+    for path in (run.steps_tail, run.steps, run.events):
+        if (part.path / path.name).exists():  # a run of few steps has no table
+            (part.path / path.name).replace(path)
+        else:
+            path.unlink(missing_ok=True)
+    part.path.rmdir()
 
 
 def _step(row: Mapping[str, Any]) -> dict[str, Any]:
@@ -291,7 +297,13 @@ def _step(row: Mapping[str, Any]) -> dict[str, Any]:
     }
     other = {key: value for key, value in metrics.items() if NAME.fullmatch(key) and key not in COLUMNS}
     scalars = {"scalars": other} if any(value is not None for value in other.values()) else {}
-    return {**metrics, **renamed, **scalars, "step": int(row["_step"]), "time": row.get("_timestamp")}
+    return {
+        **{name: metrics.get(name) for name in LOGGED},
+        **renamed,
+        **scalars,
+        "step": int(row["_step"]),
+        "time": row.get("_timestamp"),
+    }
 
 
 def _number(value: Any) -> float | None:

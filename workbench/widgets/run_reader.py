@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import html
 import math
-import os
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -157,7 +156,7 @@ class RunReader:
         self.run = Run(path)
         self._directory = self.run.directory
         self._tail = HistoryTail(self._directory.events)
-        self._basis, self._starts, self._size = read_loss_basis(self._directory), -1, 0
+        self._basis, self._starts, self._stamp = read_loss_basis(self._directory), -1, ""
         self._steps: int | None = None
         self._tail.read()
         self._marks = tuple(map(_mark, self._tail.state.marks))
@@ -170,7 +169,7 @@ class RunReader:
 
     def read(self) -> Snapshot:
         """Return the present state; a final one has all its steps."""
-        self._size = self._present_size()  # before the events are read: what comes meanwhile is news
+        self._stamp = self._directory.log_stamp  # before the events are read: what comes meanwhile is news
         before, history = self._tail.state, self._tail.read()
         state = self._tail.state
         is_news = state.status != before.status or state.starts != before.starts
@@ -202,13 +201,7 @@ class RunReader:
 
     def has_grown(self) -> bool:
         """Return True if events were written since the last `read`."""
-        return self._present_size() != self._size
-
-    def _present_size(self) -> int:
-        try:
-            return os.stat(self._directory.events).st_size
-        except OSError:
-            return 0
+        return self._directory.log_stamp != self._stamp
 
     def _look(self) -> None:
         """Look which processes are alive, and how many steps were asked for: a new attempt may have another number."""

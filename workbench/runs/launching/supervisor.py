@@ -16,14 +16,13 @@ import time
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from workbench.errors import in_words
 from workbench.events import LauncherRecord, PlanFacts, ProcessRecord
 from workbench.machine import available_cores
 from workbench.rundir import (
     KILLED,
-    EventTail,
     RunDir,
     append_event,
     process_record,
@@ -32,14 +31,13 @@ from workbench.rundir import (
     read_record,
     write_json,
 )
+from workbench.runs.event_log import LogTail
 from workbench.runs.launching import fork_server, processes
 from workbench.runs.launching.device_queue import Ticket, sampled
 from workbench.runs.launching.processes import record_silent_death, root_cause
 from workbench.runs.launching.stalls import StallWatch
 from workbench.runs.wandb_run import start_recorder
-
-if TYPE_CHECKING:
-    from workbench.runs.event_log import ColumnKeeper
+from workbench.step_table import num_logged
 
 POLL_S = 0.2
 LONGEST_POLL_S = 10.0
@@ -52,8 +50,6 @@ STOP_GRACE_S = 300.0
 """Seconds that the ranks may go without any event after a stop was asked for; they write a checkpoint."""
 TERMINATE_GRACE_S = 60.0
 """Seconds from SIGTERM to SIGKILL."""
-LONG_EVENTS_BYTES = 8 * 2**20
-"""Size of the events of a run, of about 25,000 steps, from which their columns are kept beside them."""
 AHEAD = "--ahead"
 """Argument in place of a run directory: leave a server, and see no run through."""
 ELASTIC_SHUTDOWN_S = "30"
@@ -93,7 +89,7 @@ class _Supervised:
     """The running attempt, as far as the supervisor has seen it."""
 
     run: RunDir
-    events: EventTail
+    events: LogTail
     last_sign: float = field(default_factory=time.monotonic)
     """Monotonic time at which the ranks last wrote an event, or were last asked for something."""
     started: bool = False
@@ -107,7 +103,6 @@ class _Supervised:
     steps: int | None = None
     """Steps in the ranks' `end` event; None unless the ranks have left in order."""
     stalls: StallWatch = field(init=False)
-    columns: ColumnKeeper | None = None
 
     def __post_init__(self) -> None:
         self.stalls = StallWatch(self.run)
@@ -124,16 +119,6 @@ class _Supervised:
                 self.stalls.note_step(event.get("step_ms"))
             if event["type"] == "end":
                 self.steps = int(event["steps"])
-
-    def keep_columns(self) -> None:
-        """Leave the columns of a long run beside its events, so that it opens quickly at any time."""
-        with contextlib.suppress(OSError):
-            if self.columns is None and self.run.events.stat().st_size >= LONG_EVENTS_BYTES:
-                from workbench.runs.event_log import ColumnKeeper
-
-                self.columns = ColumnKeeper(self.run.events)
-            if self.columns is not None:
-                self.columns.keep()
 
 
 def main(directory: str) -> int:
@@ -207,7 +192,7 @@ def _last_words(run: RunDir) -> Iterator[None]:
 def reap(directory: str) -> int:
     """End the ranks of a run whose supervisor is gone, and write the final status in its place."""
     run = RunDir(Path(directory))
-    attempt = _Supervised(run, EventTail(run.events), started=True)
+    attempt = _Supervised(run, LogTail(run.events), started=True)
     attempt.read()
     attempt.steps = None
     workers = processes.survivors(run)
@@ -249,7 +234,7 @@ def _asked_to_leave(run: RunDir) -> bool:
 def _train(run: RunDir, launcher: LauncherRecord, nodes: Nodes) -> int:
     log = run.log("launcher")
     log_start = log.stat().st_size if log.exists() else 0
-    events = EventTail(run.events)
+    events = LogTail(run.events)
     events.read()
     attempt = _Supervised(run, events)
     start_recorder(run)
@@ -363,7 +348,6 @@ def _watch(process: fork_server.Forked, attempt: _Supervised, launcher: Launcher
             if not {one["pid"] for one in workers} <= {one["pid"] for one in launcher.get("workers", ())}:
                 launcher["workers"] = workers
                 _save(attempt.run, launcher, nodes)
-            attempt.keep_columns()
         if attempt.stalls.look():
             attempt.forced = True
             processes.kill_trees(_ranks(attempt.run))
@@ -457,7 +441,7 @@ def _orderly_ending(attempt: _Supervised, exit_code: int) -> tuple[str, str] | N
 
 
 def _status(run: RunDir, state: str, message: str) -> None:
-    append_event(run.events, "status", state=state, message=message)
+    append_event(run.events, "status", state=state, message=message, rows=num_logged(run.path))
 
 
 def failure_grace_s() -> float:

@@ -1,0 +1,433 @@
+"""The logged steps of a run, in binary: rank 0 appends a row for each step, and everybody else reads columns.
+
+    steps.tail     a header, then the latest rows: a float64 for each name of the header, and the row's CRC-32
+    steps.table    blocks of rows that stood in the tail: a header each, then its columns, one after the other
+
+A header is the magic, its length, its CRC-32, and JSON: `first` is the number of its first row, counted from 0 over all
+attempts, and `names` are those of its columns. A block states its `rows` too, and the CRC-32 of each column.
+
+Rows stand in the order in which they were written: a resumption repeats steps in later rows, and its `start` event says
+how many rows were written before it. The table is only appended to. The tail is replaced as a whole, once its rows are
+in the table. Therefore whoever reads the tail first and the table afterwards misses no row. A process that is killed
+in between loses none either: the rows of the tail that the table has as well are passed over.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import fcntl
+import json
+import math
+import os
+import struct
+import threading
+import time
+import zlib
+from bisect import bisect_right
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from workbench.columns import COLUMNS
+from workbench.events import StepEvent
+from workbench.rundir import NO_ROOM, RunDir, write_whole
+
+Array = NDArray[np.float64]
+LOGGED = tuple(name for name, column in COLUMNS.items() if not column.is_derived)
+"""The figures of a step that are columns of every row; the scalars that a run logs follow them."""
+BLOCK_ROWS = 4096
+"""Number of rows from which the tail becomes a block."""
+UNKNOWN = struct.unpack("<d", struct.pack("<Q", 0x7FF8_0000_0000_0001))[0]
+"""A NaN for a figure that a row does not have: a loss that is NaN has other bits."""
+_UNKNOWN_BITS = 0x7FF8_0000_0000_0001
+_MAGIC = b"WBsteps1"
+_HEAD = struct.Struct("<8sII")
+"""Magic, length and CRC-32 of the JSON that follows, which is padded to whole float64s."""
+_HEADER_BYTES = 4096
+"""Bytes in which most headers fit."""
+
+
+class GrowingTable:
+    """A matrix that grows by columns; arrays that were handed out never change."""
+
+    def __init__(self, rows: int, room: int = 1024) -> None:
+        self._values = np.empty((rows, room))
+        self.length = 0
+
+    def view(self) -> Array:
+        """Return all columns so far."""
+        columns = self._values[:, : self.length]
+        columns.flags.writeable = False
+        return columns
+
+    def append(self, columns: Array) -> None:
+        """Append columns, given as a matrix."""
+        count = columns.shape[1]
+        if not self.length and count > self._values.shape[1]:
+            self._values = columns
+        elif self.length + count > self._values.shape[1]:
+            grown = np.empty((len(self._values), self.length + max(count, self.length)))
+            grown[:, : self.length] = self._values[:, : self.length]
+            self._values = grown
+        if self._values is not columns:
+            self._values[:, self.length : self.length + count] = columns
+        self.length += count
+
+    def cut(self, length: int) -> None:
+        """Forget all columns but the first `length`."""
+        if length < self.length:
+            self._values = self._values[:, :length].copy()  # columns handed out earlier keep their values
+            self.length = length
+
+
+def _header(fields: Mapping[str, Any]) -> bytes:
+    text = json.dumps(fields).encode()
+    text += b" " * (-len(text) % 8)
+    return _HEAD.pack(_MAGIC, len(text), zlib.crc32(text)) + text
+
+
+def _read_header(descriptor: int, position: int) -> tuple[dict[str, Any], int] | None:
+    """Return the header at a position of a file, and where it ends; None if there is none that is intact."""
+    text = os.pread(descriptor, _HEADER_BYTES, position)
+    if len(text) < _HEAD.size or not text.startswith(_MAGIC):
+        return None
+    _, length, checksum = _HEAD.unpack_from(text)
+    if length > len(text) - _HEAD.size:
+        text = os.pread(descriptor, _HEAD.size + length, position)
+    body = text[_HEAD.size : _HEAD.size + length]
+    if len(body) != length or zlib.crc32(body) != checksum:
+        return None
+    return json.loads(body), position + _HEAD.size + length
+
+
+# Writing
+
+
+class _Writer:
+    """Appends rows to the table of one run.
+
+    Nothing is assumed of the files but what stands in them: when a tail is not the one that this writer has left, or a
+    row has a figure that its header does not name, its rows become a block, and a new tail is begun.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        self._run, self._names = RunDir(folder), LOGGED
+        self._head, self._size = b"", -1
+        """First bytes of the tail, and its size, as this writer has left it; none yet."""
+        self._first = self._rows = 0
+        """Number of the first row of the tail, and of its rows."""
+        self.waiting: list[Mapping[str, float]] = []
+        """Rows that a full disk has not taken yet."""
+
+    def write_waiting(self) -> None:
+        """Append every waiting row, or raise `OSError` and leave the files as they are."""
+        while self.waiting:
+            descriptor = os.open(self._run.steps_tail, os.O_RDWR | os.O_APPEND | os.O_CREAT, 0o600)
+            try:
+                with contextlib.suppress(OSError):  # a file system without locks
+                    fcntl.flock(descriptor, fcntl.LOCK_EX)
+                at, head = os.fstat(descriptor), os.pread(descriptor, _HEAD.size, 0)
+                is_own = (head, at.st_size) == (self._head, self._size)
+                known = self._names if is_own else LOGGED
+                names = tuple(dict.fromkeys((*known, *(name for row in self.waiting for name in row))))
+                if is_own and names == self._names and self._rows < BLOCK_ROWS:
+                    self._append(descriptor)
+                elif at.st_nlink:  # else another process has just replaced it
+                    self._begin(names)
+            finally:
+                os.close(descriptor)
+
+    def _append(self, descriptor: int) -> None:
+        lines, room = list[bytes](), BLOCK_ROWS - self._rows
+        for number, row in enumerate(self.waiting[:room], self._first + self._rows):
+            values = struct.pack(f"<{len(self._names)}d", *(row.get(name, UNKNOWN) for name in self._names))
+            lines.append(values + struct.pack("<Q", _row_checksum(values, number)))
+        data = b"".join(lines)
+        write_whole(descriptor, data, self._size)
+        self._rows, self._size = self._rows + len(lines), self._size + len(data)
+        del self.waiting[:room]
+
+    def _begin(self, names: tuple[str, ...]) -> None:
+        """Move the rows of the tail into a block, and begin a tail with rows of these names."""
+        table = StepTable(self._run.path)
+        count = table.refresh()
+        first = max(table.num_in_blocks, table.first_in_tail)
+        if count > first:
+            self._append_block(table, first, count)
+        header = _header({"first": count, "names": names})
+        part = self._run.steps_tail.with_suffix(".part")
+        try:
+            part.touch(0o600)
+            part.write_bytes(header)
+            part.replace(self._run.steps_tail)
+        except OSError:
+            with contextlib.suppress(OSError):
+                part.unlink(missing_ok=True)
+            raise
+        self._head, self._size = header[: _HEAD.size], len(header)
+        self._names, self._first, self._rows = names, count, 0
+
+    def _append_block(self, table: StepTable, first: int, end: int) -> None:
+        columns = {name: table.column(name, first, end).tobytes() for name in table.tail_names}
+        checksums = [zlib.crc32(values) for values in columns.values()]
+        header = _header({"first": first, "rows": end - first, "names": list(columns), "crc32": checksums})
+        descriptor = os.open(self._run.steps, os.O_RDWR | os.O_CREAT, 0o600)
+        try:
+            if table.torn_at is not None:  # readers would take what follows for the rest of it
+                os.ftruncate(descriptor, table.torn_at)
+            size = os.lseek(descriptor, 0, os.SEEK_END)
+            write_whole(descriptor, header + b"".join(columns.values()), size)
+        finally:
+            os.close(descriptor)
+
+
+def _row_checksum(values: bytes | memoryview, number: int) -> int:
+    """Return the CRC-32 of a row and of its number, so that a row in the place of another is none."""
+    return zlib.crc32(values, number & 0xFFFF_FFFF)
+
+
+_WRITERS: dict[Path, _Writer] = {}
+_WRITERS_LOCK = threading.Lock()
+
+
+def log_step(folder: Path, /, **figures: Any) -> None:
+    """Append a step to the table of the run in a folder; `workbench.events.StepEvent` lists its fields.
+
+    On a full disk it waits in memory until a later step can be written: training goes on, and loses no step if the disk
+    gets room again before it ends. Raises `OSError` for every other reason.
+    """
+    log_steps(folder, [figures])
+
+
+def log_steps(folder: Path, steps: Sequence[Mapping[str, Any]]) -> None:
+    """Append steps as `log_step` does, at once."""
+    now = time.time()
+    rows = list[Mapping[str, float]]()
+    for figures in steps:
+        values = {"time": now, **figures, **(figures.get("scalars") or {})}
+        rows.append({name: float(v) for name, v in values.items() if name not in ("type", "scalars") and v is not None})
+    with _WRITERS_LOCK:
+        writer = _WRITERS.setdefault(folder, _Writer(folder))
+        writer.waiting += rows
+        try:
+            writer.write_waiting()
+        except OSError as error:
+            if error.errno not in NO_ROOM:
+                writer.waiting.clear()
+                raise
+
+
+def num_logged(folder: Path) -> int:
+    """Return the number of rows so far, which a `start` event states; those that wait for a full disk count too."""
+    with _WRITERS_LOCK:
+        writer = _WRITERS.get(folder)
+        return StepTable(folder).refresh() + (len(writer.waiting) if writer else 0)
+
+
+# Reading
+
+
+class _Block(NamedTuple):
+    """The header of a block, and where its columns stand."""
+
+    first: int
+    end: int
+    names: list[str]
+    checksums: list[int]
+    start: int
+    """Offset of its first column."""
+
+
+class StepTable:
+    """Reads the table of a run while it is written. Rows are found by `refresh`, and columns read when asked for.
+
+    A figure that is unknown is NaN, and so are all figures of a row that is lost: `step` tells which are.
+    """
+
+    def __init__(self, folder: Path, latest: int | None = None) -> None:
+        """Look for all rows, or for the last `latest`, and perhaps more."""
+        self._run, self._latest = RunDir(folder), latest
+        self._blocks: list[_Block] = []
+        self._scanned = self._size = 0
+        """End of the last whole block, and the size of the table that was looked through."""
+        self.torn_at: int | None = None
+        """Offset of a block that is not whole; None if there is none."""
+        self.first_in_tail, self.tail_names, self._tail = 0, list(LOGGED), GrowingTable(len(LOGGED))
+        """Number of the tail's first row, names of its figures, and its rows as far as they were read."""
+        self._is_headless = False
+        """True if the tail's header is damaged."""
+        self.names = dict.fromkeys(LOGGED)
+        """Names of all columns."""
+        self.lock = threading.RLock()
+        self.damaged: dict[str, None] = {}
+        """Places that differ from what was written, as far as read: `"loss of rows 4,096 to 8,191 of steps.table"`."""
+
+    @property
+    def num_in_blocks(self) -> int:
+        """The number of rows up to the end of the last block."""
+        return self._blocks[-1].end if self._blocks else 0
+
+    def __len__(self) -> int:
+        return max(self.num_in_blocks, self.first_in_tail + self._tail.length)
+
+    def refresh(self) -> int:
+        """Look for rows that were written since the last call, and return the number of all rows."""
+        with self.lock:
+            # Rows that leave the tail after it was read stand in a block by then.
+            try:
+                with self._run.steps_tail.open("rb", buffering=0) as file:
+                    self._read_tail(file.fileno())
+            except OSError as error:
+                if error.errno not in (errno.ENOENT, errno.ESTALE):  # stale: just replaced, on a network file system
+                    raise
+            if self._tail.length < (self._latest or math.inf):
+                with contextlib.suppress(FileNotFoundError), self._run.steps.open("rb", buffering=0) as file:
+                    self._find_blocks(file.fileno())
+            return len(self)
+
+    def _read_tail(self, descriptor: int) -> None:
+        found = _read_header(descriptor, 0)
+        self._is_headless = found is None and os.fstat(descriptor).st_size > 0
+        if found is None:
+            if self._is_headless:
+                self.damaged["the header of steps.tail"] = None
+            return
+        header, start = found
+        first, names, width = header["first"], header["names"], len(header["names"]) + 1
+        if self._latest is not None:
+            skipped = max(0, (os.fstat(descriptor).st_size - start) // (8 * width) - self._latest)
+            first, start = first + skipped, start + 8 * width * skipped
+        if (first, names) != (self.first_in_tail, self.tail_names):
+            self.first_in_tail, self.tail_names, self._tail = first, names, GrowingTable(width - 1)
+            self.names |= dict.fromkeys(names)
+        text = os.pread(descriptor, os.fstat(descriptor).st_size, start + 8 * width * self._tail.length)
+        rows = np.frombuffer(text[: len(text) // (8 * width) * 8 * width], np.float64).reshape(-1, width)
+        number, view, size = first + self._tail.length, memoryview(text), 8 * width
+        stated = enumerate(rows.view(np.uint64)[:, -1].tolist())
+        intact = [_row_checksum(view[at * size : (at + 1) * size - 8], number + at) == crc for at, crc in stated]
+        while intact and not intact[-1]:  # torn, or not written to its end yet
+            intact.pop()
+        if not intact:
+            return
+        columns = rows[: len(intact), :-1].T
+        if not all(intact):
+            columns = np.where(intact, columns, math.nan)
+            for lost in np.flatnonzero(~np.array(intact)).tolist():
+                self.damaged[f"row {number + lost:,} of steps.tail"] = None
+        self._tail.append(columns)
+
+    def _find_blocks(self, descriptor: int) -> None:
+        size = os.fstat(descriptor).st_size
+        if size == self._size:
+            return
+        self._size, position, self.torn_at = size, self._scanned, None
+        while position < size:
+            found = _read_header(descriptor, position)
+            if found is None:
+                begun, position = position, _next_magic(descriptor, position + 1)
+                if position < size:
+                    self.damaged[f"bytes {begun:,} to {position - 1:,} of steps.table"] = None
+                continue
+            head, start = found
+            end = start + 8 * head["rows"] * len(head["names"])
+            if end > size:
+                self.torn_at = position
+                return
+            if head["first"] >= self.num_in_blocks:
+                last = head["first"] + head["rows"]
+                self._blocks.append(_Block(head["first"], last, head["names"], head["crc32"], start))
+            self.names |= dict.fromkeys(head["names"])
+            self._scanned = position = end
+
+    @property
+    def num_lost(self) -> int:
+        """The number of rows that are in no block and not intact in the tail; a tail without a header counts as one."""
+        begins = [*(block.first for block in self._blocks), max(self.num_in_blocks, self.first_in_tail)]
+        ends = [0, *(block.end for block in self._blocks)]
+        skipped = max(0, self.num_in_blocks - self.first_in_tail)
+        in_tail = self._tail.view()[self.tail_names.index("step"), skipped:]
+        return sum(begins) - sum(ends) + int(np.count_nonzero(np.isnan(in_tail))) + self._is_headless
+
+    def column(self, name: str, first: int = 0, end: int | None = None) -> Array:
+        """Return one figure of the rows from `first` up to `end`, by default of all that `refresh` has found."""
+        with self.lock:
+            found = len(self)
+            end = found if end is None else end
+            values, at = np.empty(max(0, end - first)), first
+            values[max(0, found - first) :] = math.nan
+            end = min(end, found)
+            begin = bisect_right(self._blocks, first, key=lambda block: block.end)
+            if begin < len(self._blocks) and self._blocks[begin].first < end:
+                with self._run.steps.open("rb", buffering=0) as file:
+                    for block in self._blocks[begin:]:
+                        if block.first >= end:
+                            break
+                        low, high = max(block.first, first), min(block.end, end)
+                        values[at - first : low - first] = math.nan
+                        self._read_column(file.fileno(), block, name, low, values[low - first : high - first])
+                        at = high
+            in_tail = max(at, self.first_in_tail)
+            values[at - first : min(in_tail, end) - first] = math.nan
+            if in_tail < end:
+                rows = slice(in_tail - self.first_in_tail, end - self.first_in_tail)
+                names, table = self.tail_names, self._tail.view()
+                values[in_tail - first : end - first] = table[names.index(name), rows] if name in names else UNKNOWN
+            return values
+
+    def _read_column(self, descriptor: int, block: _Block, name: str, low: int, into: Array) -> None:
+        """Read the rows of a block's column from `low` on; the whole column is compared with its checksum."""
+        if name not in block.names:
+            into[:] = UNKNOWN
+            return
+        index, rows = block.names.index(name), block.end - block.first
+        values = into if len(into) == rows else np.empty(rows)
+        count = os.preadv(descriptor, [values.data.cast("B")], block.start + 8 * rows * index)
+        if count != values.nbytes or zlib.crc32(values.data) != block.checksums[index]:
+            self.damaged[f"{name} of rows {block.first:,} to {block.end - 1:,} of steps.table"] = None
+            values[:] = math.nan
+        if values is not into:
+            into[:] = values[low - block.first : low - block.first + len(into)]
+
+    def events(self, first: int = 0, end: int | None = None) -> list[StepEvent]:
+        """Return rows as `step` events, without those that are lost."""
+        fields, scalars = dict[str, list[Any]](), dict[str, list[Any]]()
+        for name in self.names:
+            values = self.column(name, first, end)
+            found: list[Any] = values.tolist()
+            if name in COLUMNS and COLUMNS[name].is_whole:
+                found = [int(value) if value.is_integer() else value for value in found]
+            for index in np.flatnonzero(values.view(np.uint64) == _UNKNOWN_BITS).tolist():
+                found[index] = None
+            (fields if name in LOGGED else scalars)[name] = found
+        events = list[Any]()
+        own = zip(*scalars.values(), strict=True) if scalars else None
+        for figures in zip(*fields.values(), strict=True):
+            event: dict[str, Any] = {"type": "step", **dict(zip(fields, figures, strict=True))}
+            if own is not None:
+                logged = {name: value for name, value in zip(scalars, next(own), strict=True) if value is not None}
+                event |= {"scalars": logged} if logged else {}
+            if event["step"] == event["step"]:  # not NaN: the row is not lost
+                events.append(event)
+        return events
+
+
+def latest_steps(folder: Path, count: int) -> list[StepEvent]:
+    """Return the last rows of a table as events, at most `count`; of a long table, the rest is not looked at."""
+    table = StepTable(folder, latest=count)
+    return table.events(max(0, table.refresh() - count))
+
+
+def _next_magic(descriptor: int, position: int) -> int:
+    """Return the next position at which a header may begin; the end of the file if there is none."""
+    size, overlap = os.fstat(descriptor).st_size, len(_MAGIC) - 1
+    while position < size:
+        text = os.pread(descriptor, 2**20, position)
+        found = text.find(_MAGIC)
+        if found >= 0:
+            return position + found
+        position += max(1, len(text) - overlap)
+    return size
