@@ -45,7 +45,7 @@ def main() -> None:
         train(QUEUES[given.queue], given, time.time() + 60 * given.minutes)
         return
     first = experiment(QUEUES[0][0], given)
-    first.data.reads(first).prepare()  # once, for all queues
+    wb.runs.tokenize(first)  # once, for all queues
     ends = time.time() + 60 * given.minutes
     children = []
     for number in range(len(QUEUES)):

@@ -108,7 +108,7 @@ def test_the_lines_of_the_first_page_describe_the_pair_of_the_full_preset(page):
     template: dict[str, Any] = {}
     exec(parameters, template)
     template |= {"preset": "full", "corpus": "texts.txt", "tokens": 30_000_000}
-    for code in (presets, large.replace("large.data.reads(large).prepare()", ""), scaled):
+    for code in (presets, large.replace("wb.runs.tokenize(large)", ""), scaled):
         exec(code, template)
     for name in ("large", "scaled"):
         mine, its = first[name], template[name].replace(evaluation=None)
