@@ -30,8 +30,7 @@ from workbench.rundir import read_json
 from workbench.runs.launching import processes
 from workbench.runs.run import Run
 from workbench.sweeps import sweep as sweep_module
-from workbench.sweeps.rules import diverged
-from workbench.sweeps.study import RUN
+from workbench.sweeps.rules import RUN, diverged
 from workbench.sweeps.sweep import Sweep
 
 HERE = Path(__file__).resolve().parent

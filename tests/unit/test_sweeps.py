@@ -28,8 +28,7 @@ from workbench.runs.wandb_recorder import config_of
 from workbench.sweeps import queue
 from workbench.sweeps import sweep as sweep_module
 from workbench.sweeps.queue import Entry, QueueDir, Result, label, plan_key, profile_key, thread_limit
-from workbench.sweeps.rules import FIRST_RUNS, Diverged, objective, reports, rule_from_json
-from workbench.sweeps.study import Study
+from workbench.sweeps.rules import FIRST_RUNS, Diverged, Study, objective, reports, rule_from_json
 from workbench.sweeps.sweep import Axes
 
 AXES = {"learning_rate": [1e-3, 2e-3, 4e-3], "betas": [[0.9, 0.98], [0.9, 0.95]]}

@@ -232,7 +232,14 @@ def difference(
     value, half = line.value.copy(), line.half_width()
     value[-1], half[-1] = last.value[0], last.half_width()[0]
     low, high = value - half, value + half
-    crossover = _crossover(grid, value, low, high)
+    # Where the value last passes through zero, between the places where the edges of its band do: the edge that faces
+    # zero before the crossing, and the one that faces it after.
+    crossover = None
+    if not math.isnan(cross := _last_crossing(grid, value)):
+        edges = (low, high) if value[-1] < 0 else (high, low)
+        early, late = (_last_crossing(grid, edge) for edge in edges)
+        early, late = early if early <= cross else float(begin), late if late >= cross else float(end)
+        crossover = Interval(cross, early, late)
     known = None if x in TIMED_AXES else scatter
     return Difference((first.name, second.name), x, grid, value, low, high, crossover, known, loss_name(first))
 
@@ -329,17 +336,6 @@ def points_until(x: Array, loss: Array, end: float) -> tuple[Array, Array]:
     else:
         x, loss = x[before], loss[before]
     return x, loss
-
-
-def _crossover(x: Array, value: Array, low: Array, high: Array) -> Interval | None:
-    """Return where the value last passes through zero, between the places where the edges of its band do."""
-    at = _last_crossing(x, value)
-    if math.isnan(at):
-        return None
-    # The edge that faces zero before the crossing, and the one that faces it after.
-    before, after = (low, high) if value[-1] < 0 else (high, low)
-    first, last = _last_crossing(x, before), _last_crossing(x, after)
-    return Interval(at, first if first <= at else float(x[0]), last if last >= at else float(x[-1]))
 
 
 def _last_crossing(x: Array, value: Array) -> float:
@@ -459,20 +455,14 @@ def setting_differences(described: Sequence[Mapping[str, Any]]) -> tuple[tuple[s
     if len(factors) <= MOST_FACTORS:
         return tuple(rows)
     rules = dict.fromkeys(_rule_of(name) for name in factors)
-    counted = tuple(_factors_in_words([item[name] for name in factors if name in item]) for item in settings)
+    each = [sorted(float(item[name]) for name in factors if name in item) for item in settings]
+    counted = tuple(f"{len(own)}, {own[0]:.3g} to {own[-1]:.3g}" if own else "–" for own in each)
     return *(row for row in rows if row[0] not in factors), (f"factors of {', '.join(map(str, rules))}", counted)
 
 
 def _rule_of(name: str) -> str | None:
     """Return the rule that a leaf is a factor of, such as `rate_scale`; None for other leaves."""
     return next((part for part in name.split(".") if part in FACTORS), None)
-
-
-def _factors_in_words(factors: Sequence[str]) -> str:
-    if not factors:
-        return "–"
-    values = sorted(map(float, factors))
-    return f"{len(values)}, {values[0]:.3g} to {values[-1]:.3g}"
 
 
 def described_settings(described: Mapping[str, Any]) -> dict[str, str]:

@@ -541,7 +541,15 @@ def _points(runs: Any) -> tuple[list[LadderPoint], list[str]]:
         raise InvalidArgument("Points and runs are mixed. Give either LadderPoint values or runs.")
     swept = [run for each in given if isinstance(each, Sweep) for row in each.rows() for run in row.runs]
     handles = swept + [run for each in given if not isinstance(each, Sweep) for run in load_runs(each)]
-    _check_comparable(handles)
+    known = [values_by_name(run.config) for run in handles]
+    for name in SAME:
+        different = [run for run, values in zip(handles, known, strict=True) if values.get(name) != known[0].get(name)]
+        if different:
+            raise InvalidExperiment(
+                f"{name} of {different[0].name} differs from that of {handles[0].name}, so that their losses do not "
+                "compare. Give handles that differ in the model's size, the length of the training and the seed.",
+                parameter=name,
+            )
     excluded: dict[str, list[str]] = {}
     for run in handles:
         experiment, ends = run.experiment, run.evaluations()
@@ -575,16 +583,3 @@ def _unfit(run: Run, experiment: Experiment, ends: Evaluations) -> str | None:
     if not len(ends) or ends.step[-1] < experiment.total_steps:
         return "there is no held-out loss at the end (train with evaluation=wb.Evaluation(every=…))"
     return None if np.isfinite(ends.eval_loss[-1]) else "the last held-out loss is not finite"
-
-
-def _check_comparable(runs: Sequence[Run]) -> None:
-    """Raise `InvalidExperiment` if losses of the runs mean different things: other data, lengths or vocabularies."""
-    known = [values_by_name(run.config) for run in runs]
-    for name in SAME:
-        different = [run for run, values in zip(runs, known, strict=True) if values.get(name) != known[0].get(name)]
-        if different:
-            raise InvalidExperiment(
-                f"{name} of {different[0].name} differs from that of {runs[0].name}, so that their losses do not "
-                "compare. Give runs that differ in the model's size, the length of the training and the seed.",
-                parameter=name,
-            )

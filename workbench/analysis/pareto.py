@@ -106,25 +106,24 @@ def pareto_points(runs: Sequence[Run]) -> list[ParetoPoint]:
             )
         fields = {name: value for name, value in values_by_name(run.config).items() if name not in NOT_COMPARED}
         groups.setdefault(json.dumps(fields, sort_keys=True), []).append(run)
-    return [_point(same) for same in groups.values()]
-
-
-def _point(runs: Sequence[Run]) -> ParetoPoint:
-    experiment = runs[0].experiment
-    if isinstance(experiment.model, UserModel) or experiment.data.is_user_defined:
-        raise InvalidExperiment(
-            f"{runs[0].name} trains a model or data of your own, which the run's description does not contain, so that "
-            "its FLOPs are unknown. Compare it with wb.compare(runs, x='flops')."
+    points = []
+    for same in groups.values():
+        experiment = same[0].experiment
+        if isinstance(experiment.model, UserModel) or experiment.data.is_user_defined:
+            raise InvalidExperiment(
+                f"{same[0].name} trains a model or data of your own, which the run's description does not contain, so "
+                "that its FLOPs are unknown. Compare it with wb.compare(runs, x='flops')."
+            )
+        sparsity = experiment.sparsity
+        point = ParetoPoint(
+            f"{experiment.model.name}, {'dense' if sparsity is None else sparsity.label}",
+            "dense" if sparsity is None else type(sparsity).__name__.lower(),
+            sample_flops(experiment).at_labels / 1e9,
+            float(np.mean([run.history().seconds[-1] for run in same])),
+            tuple(float(run.evaluations().eval_loss[-1]) for run in same),
         )
-    sparsity = experiment.sparsity
-    label = "dense" if sparsity is None else sparsity.label
-    return ParetoPoint(
-        f"{experiment.model.name}, {label}",
-        "dense" if sparsity is None else type(sparsity).__name__.lower(),
-        sample_flops(experiment).at_labels / 1e9,
-        float(np.mean([run.history().seconds[-1] for run in runs])),
-        tuple(float(run.evaluations().eval_loss[-1]) for run in runs),
-    )
+        points.append(point)
+    return points
 
 
 def pareto_front(points: Sequence[tuple[int, float]]) -> list[tuple[int, float]]:

@@ -15,7 +15,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from workbench.arguments import checked_arguments
-from workbench.data.sampling import MASK_SHARE, RANDOM_SHARE, CausalSamples, SpanSamples, TokenSamples
+from workbench.data.sampling import MASK_SHARE, RANDOM_SHARE, CausalSamples, SpanSamples
 from workbench.data.store import SplicedTokens
 from workbench.errors import DataError, InvalidExperiment
 from workbench.experiment import Experiment
@@ -73,24 +73,21 @@ def context_free(experiment: Experiment) -> ContextFree:
             f"{experiment.data.name} is read by a sequence-to-sequence model, whose decoder sees the tokens before "
             "each that it predicts. Only causal and masked models have a loss without context."
         )
-    shares: NDArray[Any] = weights @ np.stack([_frequencies(part.samples) for part in parts])
+    frequencies = []
+    for part in parts:  # of all of its text, the held-out part included
+        store = part.samples.text
+        whole = store.store if isinstance(store, SplicedTokens) else store
+        counts = np.zeros(whole.vocabulary, dtype=np.int64)
+        for start in range(0, len(whole.ids), BLOCK):
+            counts += np.bincount(whole.ids[start : start + BLOCK].astype(np.int64), minlength=whole.vocabulary)
+        frequencies.append(counts / counts.sum())
+    shares: NDArray[Any] = weights @ np.stack(frequencies)
     entropy = _entropy(shares)
     if not isinstance(dataset.samples, CausalSamples):
         words = np.zeros(len(shares), dtype=bool)
         words[dataset.samples.tokens.words] = True
         return ContextFree(entropy, masked_loss(shares, words))
     return ContextFree(entropy, entropy)
-
-
-def _frequencies(samples: TokenSamples) -> NDArray[Any]:
-    """Return the share of each token in the text of some samples, its held-out part included."""
-    store = samples.text
-    whole = store.store if isinstance(store, SplicedTokens) else store
-    counts = np.zeros(whole.vocabulary, dtype=np.int64)
-    for start in range(0, len(whole.ids), BLOCK):
-        counts += np.bincount(whole.ids[start : start + BLOCK].astype(np.int64), minlength=whole.vocabulary)
-    frequencies: NDArray[Any] = counts / counts.sum()
-    return frequencies
 
 
 def masked_loss(shares: NDArray[Any], words: NDArray[np.bool_]) -> float:

@@ -421,31 +421,26 @@ class MixtureReading(Reading):
         return [part for part in self.data.parts if isinstance(part, TextData)]
 
     def check(self) -> None:
-        if not self.data.is_user_defined:
-            self._check_texts()
-            if all(part._source().text_bytes <= CHECKED_WHOLE_BYTES for part in self._texts):
-                self.prepare(progress=False)
+        if self.data.is_user_defined:
+            specs, class_names = self.batch_specs(), self.data.class_names
+            for part in self.data.parts:
+                read = self._alone(part, self.request.seed, None)
+                read.check()
+                _require_specs(part, read.batch_specs(), self.data.parts[0], specs)
+                if part.class_names != class_names:
+                    raise DataError(
+                        f"{part.name} has the classes {', '.join(part.class_names)}, and {self.data.parts[0].name} "
+                        f"{', '.join(class_names)}. Give both the same labels=[…], in one order."
+                    )
+                if isinstance(part, UserData) and part._iterable is not None:
+                    raise DataError(
+                        f"{part.name} has no index, and a mixture reads its sources by index. Give a dataset with "
+                        "__len__ and __getitem__."
+                    )
+            if self.request.eval_data is not None:
+                self.request.eval_data.reads(self.request).held_out(self)
             return
-        specs, class_names = self.batch_specs(), self.data.class_names
-        for part in self.data.parts:
-            read = self._alone(part, self.request.seed, None)
-            read.check()
-            _require_specs(part, read.batch_specs(), self.data.parts[0], specs)
-            if part.class_names != class_names:
-                raise DataError(
-                    f"{part.name} has the classes {', '.join(part.class_names)}, and {self.data.parts[0].name} "
-                    f"{', '.join(class_names)}. Give both the same labels=[…], in one order."
-                )
-            if isinstance(part, UserData) and part._iterable is not None:
-                raise DataError(
-                    f"{part.name} has no index, and a mixture reads its sources by index. Give a dataset with "
-                    "__len__ and __getitem__."
-                )
-        if self.request.eval_data is not None:
-            self.request.eval_data.reads(self.request).held_out(self)
-
-    def _check_texts(self) -> None:
-        """Raise `DataError` unless all texts have one tokeniser, one objective, and samples of one shape."""
+        # All texts have one tokeniser, one objective, and samples of one shape.
         from workbench.data.tokenizer import digest_of
         from workbench.data.tokenizing import check_sizes
 
@@ -470,6 +465,8 @@ class MixtureReading(Reading):
                 )
             check_sizes(of_part)
             _require_specs(part, of_part.batch_specs(), first, of_first.batch_specs())
+        if all(part._source().text_bytes <= CHECKED_WHOLE_BYTES for part in self._texts):
+            self.prepare(progress=False)
 
     def prepare(self, progress: bool = True, workers: int | None = None) -> Prepared:
         prepared = [part.prepare(progress, workers) for part in self.parts(progress)]

@@ -128,13 +128,11 @@ class UserDataset(TrainingDataset):
                 self._draws = len(self._held) > len(held) or generator_states(held) != before
             if self._draws:
                 seeds = hashed(EVALUATION_SEED if self.seed is None else self.seed, ITEM, index_B)
-                items = [self._seeded(*each) for each in zip(order_B.tolist(), seeds.tolist(), strict=True)]
+                items = []
+                for index, seed in zip(order_B.tolist(), seeds.tolist(), strict=True):
+                    seed_generators(seed, self._held)
+                    items.append(item_at(self.items, index))
         return stacked(items)
-
-    def _seeded(self, index: int, seed: int) -> Batch:
-        """Return an item that is read after the generators have been seeded."""
-        seed_generators(seed, self._held)
-        return item_at(self.items, index)
 
 
 class MixedDataset(TrainingDataset):
@@ -232,18 +230,13 @@ def require_tensors(item: Any, index: int) -> Batch:
         )
     for name, value in item.items():
         if not isinstance(value, torch.Tensor):
-            raise DataError(
-                f"Field {name!r} of item {index} is {_described(value)} instead of a tensor. {_remedy(item, value)}"
-            )
+            remedy = "Convert it in the dataset: torch.as_tensor(…)."
+            if isinstance(value, str | bytes):
+                remedy = "Remove it, or turn it into numbers in the dataset."
+            elif isinstance(value, list) and not any(isinstance(field, torch.Tensor) for field in item.values()):
+                remedy = f"{remedy[:-1]}, or dataset.with_format('torch') of a Hugging Face one."
+            raise DataError(f"Field {name!r} of item {index} is {_described(value)} instead of a tensor. {remedy}")
     return dict(item)
-
-
-def _remedy(item: Mapping[str, Any], value: Any) -> str:
-    if isinstance(value, str | bytes):
-        return "Remove it, or turn it into numbers in the dataset."
-    if isinstance(value, list) and all(not isinstance(field, torch.Tensor) for field in item.values()):
-        return "Convert it in the dataset: torch.as_tensor(…), or dataset.with_format('torch') of a Hugging Face one."
-    return "Convert it in the dataset: torch.as_tensor(…)."
 
 
 @contextlib.contextmanager

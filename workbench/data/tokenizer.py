@@ -315,7 +315,13 @@ def folder_of(path: str) -> Path:
     if not (folder / FACTS).exists():
         with only_process(folder):
             if not (folder / FACTS).exists():
-                _written(folder, *_loaded(path))
+                tokenizer, named = _loaded(path)
+                part = folder.with_name(f"{folder.name}.part")
+                shutil.rmtree(part, ignore_errors=True)
+                part.mkdir()
+                tokenizer.write(part, named)
+                shutil.rmtree(folder, ignore_errors=True)
+                part.rename(folder)
     return folder
 
 
@@ -341,15 +347,6 @@ def saved(tokenizer: Any) -> Path:
             return folder
         finally:
             shutil.rmtree(part, ignore_errors=True)
-
-
-def _written(folder: Path, tokenizer: TextTokenizer, named: Any) -> None:
-    part = folder.with_name(f"{folder.name}.part")
-    shutil.rmtree(part, ignore_errors=True)
-    part.mkdir()
-    tokenizer.write(part, named)
-    shutil.rmtree(folder, ignore_errors=True)
-    part.rename(folder)
 
 
 def _loaded(path: str) -> tuple[TextTokenizer, Any]:

@@ -53,11 +53,12 @@ class Model:
     is_loaded: ClassVar[bool] = True
 
     def __post_init__(self) -> None:
-        if self.hidden_size % self.num_heads:
+        if self.hidden_size % (heads := self.num_heads):
+            near = (divisor for distance in range(heads) for divisor in (heads - distance, heads + distance))
             raise InvalidExperiment(
                 f"hidden_size={self.hidden_size} is not divisible by num_heads={self.num_heads}. "
                 f"Give hidden_size={self.num_heads * max(1, round(self.hidden_size / self.num_heads))}, or "
-                f"num_heads={_nearest_divisor(self.hidden_size, self.num_heads)}."
+                f"num_heads={next(divisor for divisor in near if self.hidden_size % divisor == 0)}."
             )
 
     @property
@@ -89,12 +90,6 @@ class Model:
 
     def to_json(self) -> dict[str, Any]:
         return {"type": "named", **vars(self)}
-
-
-def _nearest_divisor(number: int, wanted: int) -> int:
-    """Return the divisor of a number that is nearest to `wanted`, the smaller one of two."""
-    near = (divisor for distance in range(wanted) for divisor in (wanted - distance, wanted + distance))
-    return next(divisor for divisor in near if number % divisor == 0)
 
 
 def _scale_initial_values(module: Any, scales: Mapping[str, float], model: str) -> None:

@@ -123,7 +123,16 @@ class Pretrained:
                 module = auto.from_config(config, dtype=torch.float32)
             else:
                 module = self._loaded(auto, config)
-        self._freeze(module)
+        names = [name for name, _ in module.named_parameters()]
+        for pattern in self.frozen:
+            if not fnmatch.filter(names, pattern):
+                raise InvalidExperiment(
+                    f"frozen has the pattern {pattern!r}, which matches none of the {len(names)} parameters of "
+                    f"{self.name}, such as {names[0]} and {names[-1]}. Remove or correct it."
+                )
+        for name, parameter in module.named_parameters():
+            if any(fnmatch.fnmatch(name, pattern) for pattern in self.frozen):
+                parameter.requires_grad_(False)
         return cast("nn.Module", module.train())
 
     def _loaded(self, auto: Any, config: Any) -> Any:
@@ -154,18 +163,6 @@ class Pretrained:
                 "that most of it would be trained from the beginning. Give the folder of a model of that architecture."
             )
         return module
-
-    def _freeze(self, module: nn.Module) -> None:
-        names = [name for name, _ in module.named_parameters()]
-        for pattern in self.frozen:
-            if not fnmatch.filter(names, pattern):
-                raise InvalidExperiment(
-                    f"frozen has the pattern {pattern!r}, which matches none of the {len(names)} parameters of "
-                    f"{self.name}, such as {names[0]} and {names[-1]}. Remove or correct it."
-                )
-        for name, parameter in module.named_parameters():
-            if any(fnmatch.fnmatch(name, pattern) for pattern in self.frozen):
-                parameter.requires_grad_(False)
 
     def to_json(self) -> dict[str, Any]:
         return {"type": "pretrained", **vars(self), "config": json.loads(self.config), "frozen": list(self.frozen)}
@@ -198,12 +195,16 @@ def _parsed(text: str) -> Any:
         ) from error
 
 
-def _read_configuration(path: str, revision: str | None) -> Any:
-    """Return the configuration in a folder or of a name of the hub."""
+def described(
+    folder_or_name: str | Path, task: str | None, labels: int | None, revision: str | None, **options: Any
+) -> Pretrained:
+    """Return the value for a folder or a name; the task is that of its configuration unless it is given."""
+    given = Path(folder_or_name).expanduser()
+    path = str(given.absolute()) if os.path.isdir(given) else str(folder_or_name)
     import transformers
 
     try:
-        return transformers.AutoConfig.from_pretrained(
+        config = transformers.AutoConfig.from_pretrained(
             path, revision=revision or "main", local_files_only=Path(path).is_dir(), trust_remote_code=False
         )
     except Exception as error:  # the library raises every type
@@ -211,15 +212,6 @@ def _read_configuration(path: str, revision: str | None) -> Any:
             f"There is no model of transformers at {path}: {first_line(error)}. Give a folder that run.export or "
             "save_pretrained wrote, or a name of the hub that can be reached from here."
         ) from error
-
-
-def described(
-    folder_or_name: str | Path, task: str | None, labels: int | None, revision: str | None, **options: Any
-) -> Pretrained:
-    """Return the value for a folder or a name; the task is that of its configuration unless it is given."""
-    given = Path(folder_or_name).expanduser()
-    path = str(given.absolute()) if os.path.isdir(given) else str(folder_or_name)
-    config = _read_configuration(path, revision)
     names = config.architectures or [""]
     learned = next((task for ending, task in ENDINGS.items() if names[0].endswith(ending)), None)
     if task is None:

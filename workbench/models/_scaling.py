@@ -175,7 +175,14 @@ def scaling(base: Model, target: Model, *, depth_rule: bool | None = None, algor
         if rule.role in OUTPUTS:
             factor *= _published(base)
             if factor != 1 and target.num_layers != base.num_layers:
-                notes[_note(base, target, factor, rule.multiplier)] = None
+                branches = f", and multiplies its residual branches by {rule.multiplier:.4g}"
+                branches = branches if rule.multiplier != 1 else ""
+                note = (
+                    f"{base.name} starts its residual outputs at {factor:.4g} of the other matrices, and so does "
+                    f"{target.name}: the rule keeps what the base has{branches}. Do not divide by sqrt(2 L) "
+                    f"of its {target.num_layers} layers too."
+                )
+                notes[note] = None
             factor /= _published(target)
         initial[rule.pattern] = rule.initial * factor
     started = dataclasses.replace(target, initializer_range=base.initializer_range, initial_scale=initial)
@@ -220,15 +227,6 @@ def _published(model: Model) -> float:
     return (2 * model.num_layers) ** -0.5 if model.family == "gpt2" else 1.0
 
 
-def _note(base: Model, target: Model, factor: float, multiplier: float) -> str:
-    """Return what the rule makes of initial values that the base model gives its residual outputs."""
-    branches = f", and multiplies its residual branches by {multiplier:.4g}" if multiplier != 1 else ""
-    return (
-        f"{base.name} starts its residual outputs at {factor:.4g} of the other matrices, and so does {target.name}: "
-        f"the rule keeps what the base has{branches}. Do not divide by sqrt(2 L) of its {target.num_layers} layers too."
-    )
-
-
 def _own_factors(base: Model, patterns: list[str]) -> dict[str, float]:
     """Return the base model's own initial factor of each pattern; raise `InvalidExperiment` if it has several."""
     if base.initial_scale is None:
@@ -251,17 +249,13 @@ def _own_factors(base: Model, patterns: list[str]) -> dict[str, float]:
     return {pattern: factors.pop() if factors else 1.0 for pattern, factors in found.items()}
 
 
-def _check_models(*models: Any) -> None:
-    for model in models:
+def _check_pair(base: Model, target: Model, depth_rule: bool) -> None:
+    for model in (base, target):
         if not isinstance(model, Model):
             raise InvalidExperiment(
                 f"The rule knows the roles of the parameters of wb.models.bert, gpt2 and opt, and not those of "
                 f"{getattr(model, 'name', type(model).__name__)}. Give such models, or write rate_scale yourself."
             )
-
-
-def _check_pair(base: Model, target: Model, depth_rule: bool) -> None:
-    _check_models(base, target)
     if not isinstance(depth_rule, bool):
         raise InvalidExperiment(f"depth_rule={depth_rule!r} is neither True nor False. Give one of them.")
     for field in ("family", "layout"):

@@ -61,9 +61,10 @@ class UserModel:
         try:
             module = self.factory()
         except Exception as error:
+            frames = [f for f in traceback.extract_tb(error.__traceback__)[1:] if "site-packages" not in f.filename]
+            where = f" ({frames[-1].filename.rsplit('/', 1)[-1]}, line {frames[-1].lineno})" if frames else ""
             raise InvalidExperiment(
-                f"{self.name}() raised {in_words(error)}{_user_line(error)}. "
-                "Call it by itself until it returns the model."
+                f"{self.name}() raised {in_words(error)}{where}. Call it by itself until it returns the model."
             ) from error
         if not isinstance(module, nn.Module):
             raise InvalidExperiment(
@@ -106,12 +107,6 @@ def as_model(value: Any) -> Model | Pretrained | UserModel:
 def _name_of(factory: Callable[..., Any]) -> str:
     name = name_of(factory)
     return "model" if name == "<lambda>" else name
-
-
-def _user_line(error: BaseException) -> str:
-    """Return `" (net.py, line 12)"` for the innermost line of the user's code, or an empty string."""
-    frames = [f for f in traceback.extract_tb(error.__traceback__)[1:] if "site-packages" not in f.filename]
-    return f" ({frames[-1].filename.rsplit('/', 1)[-1]}, line {frames[-1].lineno})" if frames else ""
 
 
 def _described(value: Any) -> str:

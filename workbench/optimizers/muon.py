@@ -158,15 +158,13 @@ class MuonAndAdamW(ShardedAdamW):
             super()._update(parameters, group)
             return
         if parameters[0] not in self._matrices:
-            named = zip(group["params"], group["names"], strict=True)
-            self._matrices |= {parameter: self._matrix(name, parameter, group) for parameter, name in named}
+            for parameter, name in zip(group["params"], group["names"], strict=True):
+                rows, columns = self._exchange.whole_shape(name, parameter)
+                projections = self._projections[name]
+                scales = tuple(update_scale(part, self._scale) for part in _shapes((rows, columns), projections))
+                matrix = _Matrix(name, parameter, group, (rows, columns), projections, scales, name in self._apart)
+                self._matrices[parameter] = matrix
         self._due += [self._matrices[parameter] for parameter in parameters]
-
-    def _matrix(self, name: str, parameter: nn.Parameter, group: dict[str, Any]) -> _Matrix:
-        rows, columns = self._exchange.whole_shape(name, parameter)
-        projections = self._projections[name]
-        scales = tuple(update_scale(shape, self._scale) for shape in _shapes((rows, columns), projections))
-        return _Matrix(name, parameter, group, (rows, columns), projections, scales, name in self._apart)
 
     def _update_matrices(self, matrices: Sequence[_Matrix]) -> None:
         parameters = [matrix.parameter for matrix in matrices]
@@ -180,7 +178,12 @@ class MuonAndAdamW(ShardedAdamW):
                 torch.where(skips, momenta[parameter], gradient, out=gradient)
         torch._foreach_lerp_(list(momenta.values()), list(gradients.values()), 1 - MOMENTUM)
         kept = None if self.skips_update is None else 1 - self.skips_update
-        self._decay(matrices, kept)
+        decays: dict[float, list[torch.Tensor]] = defaultdict(list)
+        for matrix in matrices:
+            decays[matrix.group["lr"] * matrix.group["weight_decay"]].append(local(matrix.parameter))
+        for decay, shards in decays.items():
+            if decay:
+                torch._foreach_mul_(shards, 1 - (decay if kept is None else decay * kept))
         rounds, exchange = self._rounds_of(matrices), self._exchange
 
         def sent(members: list[list[_Matrix]]) -> Callable[[], dict[str, torch.Tensor]]:
@@ -208,14 +211,6 @@ class MuonAndAdamW(ShardedAdamW):
             returning = members, started
         if returning is not None:
             self._add(*returning)
-
-    def _decay(self, matrices: Sequence[_Matrix], kept: torch.Tensor | None) -> None:
-        decays: dict[float, list[torch.Tensor]] = defaultdict(list)
-        for matrix in matrices:
-            decays[matrix.group["lr"] * matrix.group["weight_decay"]].append(local(matrix.parameter))
-        for decay, shards in decays.items():
-            if decay:
-                torch._foreach_mul_(shards, 1 - (decay if kept is None else decay * kept))
 
     def _rounds_of(self, matrices: Sequence[_Matrix]) -> list[list[list[_Matrix]]]:
         """Return the matrices that each owner orthogonalises in each round; all ranks find the same."""

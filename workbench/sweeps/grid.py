@@ -223,13 +223,16 @@ class Grid:
 
     def _repr_html_(self) -> str:
         words = "<br>".join(html.escape(line) for line in (self.headline(), *self.sentences()))
-        return f"<p>{words}</p>{html_table((*self.varied, 'step', 'memory', 'reason'), map(self._row, self))}"
-
-    def _row(self, cell: Cell) -> list[str]:
-        values = [repr(cell.choices[name]) for name in self.varied]
-        if cell.plan is None:
-            return [*values, "", "", cell.reason]
-        return [*values, duration(cell.step_ms / 1e3), gib(cell.plan.peak_bytes), cell.reason]
+        rows = [
+            [
+                *(repr(cell.choices[name]) for name in self.varied),
+                "" if cell.plan is None else duration(cell.step_ms / 1e3),
+                "" if cell.plan is None else gib(cell.plan.peak_bytes),
+                cell.reason,
+            ]
+            for cell in self
+        ]
+        return f"<p>{words}</p>{html_table((*self.varied, 'step', 'memory', 'reason'), rows)}"
 
     def __iter__(self) -> Iterator[Cell]:
         """Yield the cells: those that have a plan, fastest first, then the others."""

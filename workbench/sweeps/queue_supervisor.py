@@ -12,7 +12,6 @@ import time
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import numpy as np
 
@@ -24,10 +23,7 @@ from workbench.runs.launching.launcher import Attempt
 from workbench.runs.launching.supervisor import import_ahead
 from workbench.runs.run import Run
 from workbench.sweeps.queue import Entry, QueueDir, Result, first_plan, ranks_environment, thread_limit
-from workbench.sweeps.rules import PRUNERS, Diverged, objective, reports, rule_from_json
-
-if TYPE_CHECKING:
-    from workbench.sweeps.study import Study
+from workbench.sweeps.rules import PRUNERS, Diverged, Study, objective, reports, rule_from_json
 
 POLL_S = 0.3
 
@@ -64,16 +60,19 @@ class QueueSupervisor:
         """Configurations that a sampler chooses; 0 without a sampler."""
         self.study: Study | None = None
         if self.trials or self.rule in PRUNERS:
-            from workbench.sweeps.study import Study  # Optuna would delay the start of the other queues
-
             interval = max(1, int(settings["experiment"]["steps"]) // 10)
             self.study = Study(directory.journal, settings, self.rule, interval)
         self.active: dict[int, _Active] = {}
 
     def work(self) -> None:
         """Train what is missing; return when every run has ended, or a stop was asked for."""
-        if self.study:
-            self._tell(self.study)
+        if self.study:  # a killed supervisor may have written down an end that it did not tell the study
+            concluded = self.study.ended()
+            for entry in self.directory.queue():
+                result = self.directory.result(entry)
+                if result and entry.index not in concluded and result.state in ("finished", "stopped early"):
+                    self.study.begin(entry)
+                    self.study.end(entry.index, result.objective, pruned=result.state == "stopped early")
         while not self.directory.stop_file.exists():
             self._look()
             if not self._fill() and not self.active:
@@ -84,15 +83,6 @@ class QueueSupervisor:
         while self.active:
             time.sleep(POLL_S)
             self._look(stopping=True)
-
-    def _tell(self, study: Study) -> None:
-        """Tell the study every end that a killed supervisor wrote down and did not tell it."""
-        concluded = study.ended()
-        for entry in self.directory.queue():
-            result = self.directory.result(entry)
-            if result is not None and entry.index not in concluded and result.state in ("finished", "stopped early"):
-                study.begin(entry)
-                study.end(entry.index, result.objective, pruned=result.state == "stopped early")
 
     def _fill(self) -> bool:
         """Launch runs while there is room; return True if more are to come."""
@@ -128,33 +118,25 @@ class QueueSupervisor:
         status, launched = run.status, run.directory.launcher.exists()
         if not launched or (status.final and status.state != "finished"):
             resume = run.path if launched and run.checkpoints else None
-            if resume is None:
-                self._set_aside(run)
-            self._launch(entry, resume)
+            if resume is None and run.path.exists():  # it was killed before its first checkpoint, and moves aside
+                processes.wait_left(run.directory)
+                folder = self.directory.path / "interrupted"
+                folder.mkdir(exist_ok=True)
+                run.path.rename(folder / f"{run.name}.{len(list(folder.iterdir())) + 1}")
+            settings = self.directory.settings
+            attempt = Attempt(
+                self.directory.experiment(entry),
+                self.directory.plan(entry),
+                self.directory.run(entry),
+                resume=resume,
+                code={} if resume else self.directory.code(entry),
+                provenance={"sweep": self.directory.path.name},
+            )
+            launcher.start_attempt(attempt, worker=settings["worker"], share=settings["packing"]["share"])
         if self.study:
             self.study.begin(entry)
         # A new handle: the old one remembers the status of a directory that may have been set aside.
         self.active[entry.index] = _Active(entry, Run(run.path))
-
-    def _launch(self, entry: Entry, resume: Path | None) -> None:
-        settings = self.directory.settings
-        attempt = Attempt(
-            self.directory.experiment(entry),
-            self.directory.plan(entry),
-            self.directory.run(entry),
-            resume=resume,
-            code={} if resume else self.directory.code(entry),
-            provenance={"sweep": self.directory.path.name},
-        )
-        launcher.start_attempt(attempt, worker=settings["worker"], share=settings["packing"]["share"])
-
-    def _set_aside(self, run: Run) -> None:
-        """Move the directory of a run that was killed before its first checkpoint out of the way."""
-        if run.path.exists():
-            processes.wait_left(run.directory)
-            folder = self.directory.path / "interrupted"
-            folder.mkdir(exist_ok=True)
-            run.path.rename(folder / f"{run.name}.{len(list(folder.iterdir())) + 1}")
 
     def _look(self, stopping: bool = False) -> None:
         for active in list(self.active.values()):
@@ -215,14 +197,11 @@ def supervise(directory: QueueDir) -> int:
             environment = ranks_environment(directory)
             os.environ.update(thread_limit(directory.settings["packing"], os.environ))
             if not fork_server.client().is_served:
-                fork_server.leave_server(environment, partial(_import_ahead, directory), is_served=True)
+                on_cpu = first_plan(directory).cluster.device.type == "cpu"
+                imports = partial(import_ahead, directory.settings["experiment"], on_cpu=on_cpu)
+                fork_server.leave_server(environment, imports, is_served=True)
             QueueSupervisor(directory).work()
     return 0
-
-
-def _import_ahead(directory: QueueDir) -> None:
-    """Import what the launchers and the ranks of the queue's runs import."""
-    import_ahead(directory.settings["experiment"], on_cpu=first_plan(directory).cluster.device.type == "cpu")
 
 
 if __name__ == "__main__":

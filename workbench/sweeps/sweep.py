@@ -77,7 +77,15 @@ class Axes:
 
     def __post_init__(self) -> None:
         for name, values in self.values.items():
-            _check_axis(name, values)
+            if name not in PATHS and name not in GROUPS:
+                hint = suggestion(name, {*PATHS, *GROUPS})
+                raise UnknownParameter(f"Experiment has no parameter {name!r} to sweep. {hint}")
+            if name in OTHERWISE:
+                raise InvalidExperiment(f"{name} is no axis of a sweep. {OTHERWISE[name]}.")
+            if isinstance(values, str | bytes) or not isinstance(values, Sequence):
+                raise InvalidExperiment(f"{name}={values!r} is not a list of values. Write {name}=[{values!r}].")
+            if not len(values):
+                raise InvalidExperiment(f"{name}=[] has no value. Give at least one, or leave the axis out.")
         if not self.values:
             raise InvalidExperiment("A sweep needs an axis. Give one, such as learning_rate=[1e-4, 3e-4].")
         named = {name: tuple(_named(name, value) for value in values) for name, values in self.values.items()}
@@ -119,18 +127,6 @@ def _named(axis: str, value: Any) -> Any:
     if axis == "model":
         return UserModel(value, name)
     return UserData(value, name) if axis in ("data", "eval_data") else UserFunction(value, name, source_of(value))
-
-
-def _check_axis(name: str, values: Any) -> None:
-    if name not in PATHS and name not in GROUPS:
-        hint = suggestion(name, {*PATHS, *GROUPS})
-        raise UnknownParameter(f"Experiment has no parameter {name!r} to sweep. {hint}")
-    if name in OTHERWISE:
-        raise InvalidExperiment(f"{name} is no axis of a sweep. {OTHERWISE[name]}.")
-    if isinstance(values, str | bytes) or not isinstance(values, Sequence):
-        raise InvalidExperiment(f"{name}={values!r} is not a list of values. Write {name}=[{values!r}].")
-    if not len(values):
-        raise InvalidExperiment(f"{name}=[] has no value. Give at least one, or leave the axis out.")
 
 
 # The start: plans are made for one run on all devices and for several side by side, and the fastest packing is taken.
@@ -414,19 +410,13 @@ def read_sweep_file(path: Path) -> dict[str, Any]:
         if not isinstance(value.get(key, {}), dict):
             raise InvalidExperiment(f"{path}: {key} is {value[key]!r}. Write one field of the experiment in each line.")
         value[key] = {str(name): item for name, item in value.get(key, {}).items()}
-    if "stop" in value:
-        value["stop"] = _rule(path, value["stop"])
-    return value
-
-
-def _rule(path: Path, value: Any) -> Diverged | str | None:
-    if isinstance(value, dict):
-        if not value.keys() <= {"above", "after"} or "above" not in value:
+    if isinstance(stop := value.get("stop"), dict):  # `wb.sweep` checks any other
+        if not stop.keys() <= {"above", "after"} or "above" not in stop:
             raise InvalidExperiment(
-                f"{path}: stop is {value!r}. Write stop: {{above: 6.5, after: 500}} or stop: median."
+                f"{path}: stop is {stop!r}. Write stop: {{above: 6.5, after: 500}} or stop: median."
             )
-        return diverged(**value)
-    return value  # type: ignore[no-any-return]  # `wb.sweep` checks it
+        value["stop"] = diverged(**stop)
+    return value
 
 
 # The handle: it works from any kernel, because everything that it says stands in the directory.
@@ -555,17 +545,14 @@ class Sweep(Queue):
 
     def cells(self, rows: Sequence[Configuration]) -> list[tuple[str, ...]]:
         """Return a table of rows as text, with a line of titles first."""
-        return [(*self.axes, "objective", "± over seeds", "runs"), *map(_row_cells, rows)]
-
-
-def _row_cells(row: Configuration) -> tuple[str, ...]:
-    counts = {state: row.states.count(state) for state in dict.fromkeys(row.states)}
-    return (
-        *map(str, row.values.values()),
-        "" if row.mean is None else f"{row.mean:.4g}",
-        "" if row.spread is None else f"{row.spread:.2g}",
-        ", ".join(f"{count} {state}" for state, count in counts.items()),
-    )
+        cells = [(*self.axes, "objective", "± over seeds", "runs")]
+        for row in rows:
+            mean = "" if row.mean is None else f"{row.mean:.4g}"
+            spread = "" if row.spread is None else f"{row.spread:.2g}"
+            counts = {state: row.states.count(state) for state in dict.fromkeys(row.states)}
+            states = ", ".join(f"{count} {state}" for state, count in counts.items())
+            cells.append((*map(str, row.values.values()), mean, spread, states))
+        return cells
 
 
 @checked_arguments
