@@ -67,8 +67,8 @@ def test_what_was_interrupted_is_gone_on_with(
 def stop_midway(runs: Path) -> None:
     """Stop the second of the two runs once it has trained for a few steps."""
     while True:
-        for path in runs.glob("bert-scaled*"):
-            run = wb.load_run(path)
+        for file in runs.glob("bert-scaled*/experiment.json"):  # a directory without it is no run yet
+            run = wb.load_run(file.parent)
             history = run.history()
             if len(history) and history.step[-1] >= 3:
                 run.stop()

@@ -100,7 +100,7 @@ class Stage:
     optimizer_ms: float | None = None
     """The optimiser's update, once a step; None in plans that did not store it."""
     block_shares: tuple[float, ...] = ()
-    """Share of each of its blocks in its compute; empty in plans that did not store it."""
+    """Share of each of its blocks in its compute; empty if none computes, and in plans that did not store it."""
 
     def recompute_of(self, block: int) -> str:
         """Return the activation checkpointing of one of its blocks, given by its index in the model."""

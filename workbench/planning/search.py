@@ -607,7 +607,7 @@ def _stages(costs: StrategyCosts, cut: Cut, elements: Array) -> tuple[Stage, ...
                 overlapped_ms=(float(hidden[0][s]), float(hidden[1][s]), float(hidden[2][s])),
                 end_wait_ms=float(times.step_wait[s]),
                 optimizer_ms=float(times.optimizer[s]),
-                block_shares=tuple((block_ms / block_ms.sum()).round(6).tolist()),
+                block_shares=tuple((block_ms / block_ms.sum()).round(6).tolist()) if block_ms.any() else (),
             )
         )
     return tuple(stages)
