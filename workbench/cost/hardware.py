@@ -57,10 +57,10 @@ class Efficiency:
     in_step: float = 1.05
     """Ratio of a block's time in a step of several devices to its time in a probe: a step waits for the slowest one."""
     sustained: float = 1.03
-    """Ratio of a block's time in minutes of training on one device to its time in a probe, at the power limit.
+    """Ratio of a block's time in training on one device to its time in a probe, at the power limit.
 
-    The chip warms and its clock falls below that of the probe's seconds: nine plans of 10 to 15 steps on one H200 at
-    690 W were predicted 1.9 to 4.2 % too short (benchmarks/README.md).
+    The clock falls below that of the probe's seconds: nine plans of 10 to 15 steps on one H200 were predicted 1.9 to
+    4.2 % too short (benchmarks/README.md). Trainings of minutes lose 3 to 5 % more, which is not priced.
     """
     host_in_step: float = 0.95
     """Ratio of the host's time for a block in a training step to that in a probe.
@@ -74,13 +74,14 @@ class Efficiency:
     sharded_collective_s: float = 1.2e-3
     """Host time in seconds that FSDP2 adds to a block for an all-gather before its forward, and for a reduce-scatter.
 
-    Fitted, with `sharded_block_s` and `matrix_s`, to the profile of a BERT of 2.5 B parameters under ZeRO 1 on 4 H200
+    Fitted, with `sharded_block_s`, to the profile of a BERT of 2.5 B parameters under ZeRO 1 on 4 H200
     (benchmarks/README.md); a second all-gather, under ZeRO 3, is prefetched and was not seen to add to it.
     """
     matrix_s: float = 0.15e-3
     """Host time in seconds of an update for each matrix that Muon orthogonalises: launches, stacks, exchange.
 
-    The update of 144 matrices took four hosts 22 ms each, with no device busy half of that time.
+    Fitted to BERT-Large under ZeRO 1 on 4 H200: the update of 144 matrices took four hosts 22 ms each, with no device
+    busy half of that time.
     """
     collective_s: float = 80e-6
     """Host time in seconds that an all-reduce inside a block adds: its launch and the synchronisation of streams.
