@@ -45,6 +45,7 @@ import others
 
 import workbench as wb
 from workbench.errors import PlanInfeasible, WorkbenchError
+from workbench.machine import end_elastic_launch
 from workbench.planning.plan import Plan
 from workbench.planning.search import what_if
 from workbench.runs.launching.supervisor import ALLOCATOR, GROWING
@@ -427,11 +428,7 @@ class _Workers:
         return self._last == self._first
 
     def stop(self) -> None:
-        self._process.terminate()
-        try:
-            self._process.wait(30)
-        except subprocess.TimeoutExpired:
-            self._process.kill()
+        end_elastic_launch(self._process)
 
 
 def _gate(file: Path, index: int) -> Path:

@@ -54,6 +54,7 @@ from contenders import ROWS, Turn
 import workbench as wb
 from workbench.execution.blocks.cuda_graphs import NCCL_SETTING
 from workbench.execution.build import CUBLAS_SETTING
+from workbench.machine import end_elastic_launch
 from workbench.runs.launching.supervisor import ALLOCATOR, GROWING
 from workbench.units import GIB
 
@@ -68,6 +69,7 @@ def main() -> None:
     arguments = _arguments()
     raw = _opened(arguments.out)
     if arguments.rows:
+        signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))  # what was launched is ended, too
         try:
             _refuse(arguments)
         except ValueError as error:
@@ -288,9 +290,7 @@ class Bench:
                 seen = len(results)
                 time.sleep(0 if ended else POLL_S)
         finally:
-            if process.poll() is None:
-                os.killpg(process.pid, signal.SIGKILL)
-                process.wait()
+            end_elastic_launch(process)
 
     def _environment(self, turn: Turn) -> dict[str, str]:
         """Return the settings of our runs' processes, which everybody gets, and those that a library's users set."""

@@ -1,13 +1,18 @@
-"""The processor of this machine, read without starting a process, and the folders of its user."""
+"""The processor of this machine, read without starting a process, its user's folders, and how a launch is ended."""
 
 from __future__ import annotations
 
+import contextlib
 import os
 import platform
+import subprocess
 import sys
 from pathlib import Path
 
 from workbench.errors import WorkbenchError
+
+ELASTIC_GRACE_S = 40.0
+"""Seconds in which `torch.distributed.run` ends its workers after SIGTERM: it kills after 30 s those that stay."""
 
 
 def available_cores() -> int:
@@ -49,3 +54,27 @@ def current_folder() -> Path:
             f"The current folder cannot be used: {error.strerror}. It was deleted or closed to you while this process "
             "was in it. Change to another one, os.chdir(...), or %cd in a notebook."
         ) from None
+
+
+def end_elastic_launch(launcher: subprocess.Popen[bytes]) -> None:
+    """End `torch.distributed.run` with all of its workers, and return when they are gone.
+
+    A signal to the launcher's process group misses the workers, each of which leads a session of its own, and SIGKILL
+    to the launcher leaves them running, with all that they hold on their GPUs. Nothing happens where the launcher has
+    already exited, since it ends its workers before.
+    """
+    import psutil  # the sidebar and the shell import this module, and end no launch
+
+    workers: list[psutil.Process] = []
+    with contextlib.suppress(psutil.Error):
+        workers = psutil.Process(launcher.pid).children(recursive=True)
+    launcher.terminate()  # does nothing after its end
+    with contextlib.suppress(subprocess.TimeoutExpired):
+        launcher.wait(ELASTIC_GRACE_S)
+    if launcher.poll() is None:
+        launcher.kill()
+        launcher.wait()
+    for worker in workers:
+        with contextlib.suppress(psutil.Error):
+            worker.kill()
+    psutil.wait_procs(workers, timeout=10)

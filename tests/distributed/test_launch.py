@@ -19,7 +19,7 @@ import pytest
 
 from tests.distributed.own_machine import eventually, own_machine
 from tests.unit.figure_values import plan as hand_made_plan
-from workbench import data, models
+from workbench import data, machine, models
 from workbench.cost.hardware import Cluster, Device, Link
 from workbench.errors import (
     InvalidExperiment,
@@ -388,6 +388,37 @@ if __name__ == "__main__":  # the launcher imports it, too
     dist.destroy_process_group()
 """
 """Ranks that print the addresses on which they and their launcher listen."""
+
+
+STUBBORN = """
+import os, pathlib, signal, sys, time
+
+if os.environ["RANK"] == "0":
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+folder = pathlib.Path(sys.argv[1])
+(folder / f"part-{os.getpid()}").touch()
+(folder / f"part-{os.getpid()}").rename(folder / f"pid-{os.getpid()}")
+time.sleep(600)
+"""
+"""A worker that is told its folder and, on the first rank, does not leave on SIGTERM."""
+
+
+@pytest.mark.parametrize("grace_s", [machine.ELASTIC_GRACE_S, 0.0])
+def test_no_worker_outlives_a_launch_that_is_ended(
+    grace_s: float, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(machine, "ELASTIC_GRACE_S", grace_s)
+    (tmp_path / "worker.py").write_text(STUBBORN)
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+    settings = os.environ | {"TORCH_ELASTIC_SHUTDOWN_TIMEOUT": "1"}
+    launcher = subprocess.Popen([*command, str(tmp_path / "worker.py"), str(tmp_path)], env=settings)
+    eventually(lambda: len([*tmp_path.glob("pid-*")]) == 2)
+    workers = [int(path.name.removeprefix("pid-")) for path in tmp_path.glob("pid-*")]
+    assert all(os.getsid(pid) == pid for pid in workers), "a signal to the launcher's group would do"
+    machine.end_elastic_launch(launcher)
+    assert launcher.poll() is not None
+    assert not [pid for pid in workers if psutil.pid_exists(pid)]
+    machine.end_elastic_launch(launcher)  # of one that has ended
 
 
 def launched(folder: Path, world: int, script: str = RANK) -> subprocess.Popen[str]:

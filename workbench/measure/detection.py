@@ -29,7 +29,7 @@ import psutil
 
 from workbench.cost.hardware import CARDS, NODES, PCIE, TIMED, Cluster, Device, Efficiency, Link
 from workbench.errors import PlanInfeasible
-from workbench.machine import available_cores, cache_home, cpu_model
+from workbench.machine import available_cores, cache_home, cpu_model, end_elastic_launch
 from workbench.rundir import read_json, read_object, write_json
 from workbench.units import plain
 
@@ -245,7 +245,12 @@ def measured_together(devices: int) -> dict[str, Any]:
         threads = str(max(1, available_cores() // devices))  # as the ranks of a run have
         environment = {**os.environ, "PYTHONPATH": paths, "OMP_NUM_THREADS": threads}
         try:
-            subprocess.run(command, env=environment, capture_output=True, timeout=LINK_TIMEOUT_S, check=True)
+            launcher = subprocess.Popen(command, env=environment, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+            try:
+                if launcher.wait(LINK_TIMEOUT_S):
+                    return {}
+            finally:
+                end_elastic_launch(launcher)
             found = json.loads(result.read_text())
             return {"link": fit_link(found.pop("all_reduce"), devices), **found}
         except (OSError, subprocess.SubprocessError, json.JSONDecodeError):
