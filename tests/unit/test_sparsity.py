@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import itertools
 import json
 import math
@@ -83,6 +84,20 @@ def test_regrowth_is_a_function_of_its_key_and_looks_uniform() -> None:
     assert drawn.max() < 1
     assert drawn.mean() == pytest.approx(0.5, abs=0.01)
     assert drawn.var() == pytest.approx(1 / 12, abs=0.003)
+
+
+def test_regrowth_is_splitmix64_of_the_position_in_exact_whole_numbers() -> None:
+    """Python's own integers are the oracle: torch has no unsigned ones, and repeats the sign in a shift."""
+
+    def by_hand(key: str, position: int) -> float:
+        seed = int.from_bytes(hashlib.blake2b(key.encode(), digest_size=8).digest(), "little")
+        bits = ((position + 1) * 0x9E3779B97F4A7C15 + seed) % 2**64
+        for shift, factor in ((30, 0xBF58476D1CE4E5B9), (27, 0x94D049BB133111EB), (31, 1)):
+            bits = (bits ^ (bits >> shift)) * factor % 2**64
+        return (bits >> 11) * 2.0**-53
+
+    for key in ("0/weight/0", "7/layer.0/3"):
+        assert uniform(key, (20, 50)).flatten().tolist() == [by_hand(key, position) for position in range(1000)]
 
 
 @pytest.mark.parametrize(("updates", "steps"), [(1, 10), (7, 100), (160, 1000), (50, 50)])

@@ -168,8 +168,8 @@ def block_sparse_parameters(
     indices = {}
     for name, shape in shapes.items():
         if name in names:
-            pattern = initial_pattern(sparsity, experiment.seed, name, shape)
-            indices[name] = BlockIndex.from_mask(is_present(pattern), sparsity.block).to(device)
+            pattern = initial_pattern(sparsity, experiment.seed, name, shape, device)
+            indices[name] = BlockIndex.from_mask(is_present(pattern), sparsity.block)
     return BlockSparseParameters(shapes, indices)
 
 

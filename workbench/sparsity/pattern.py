@@ -11,9 +11,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-import numpy as np
 import torch
-from numpy.typing import NDArray
 
 PRESENT, EXPLORED = 1, 2
 _GOLDEN = 0x9E3779B97F4A7C15
@@ -30,10 +28,12 @@ class Move:
     """Number of blocks that were pruned, and of those that regrew."""
 
 
-def initial(shape: tuple[int, int], block: int, kept: int, key: str) -> torch.Tensor:
+def initial(
+    shape: tuple[int, int], block: int, kept: int, key: str, device: torch.device | str = "cpu"
+) -> torch.Tensor:
     """Return a pattern with `kept` random blocks of a weight of `shape`, chosen by a hash of `key`."""
-    blocks = (shape[0] // block, shape[1] // block)
-    present_RC = largest(uniform(key, blocks), torch.ones(blocks, dtype=torch.bool), kept)
+    scores_RC = uniform(key, (shape[0] // block, shape[1] // block), device)
+    present_RC = largest(scores_RC, torch.ones_like(scores_RC, dtype=torch.bool), kept)
     return present_RC.to(torch.uint8) * (PRESENT | EXPLORED)
 
 
@@ -85,10 +85,20 @@ def uniform(key: str, shape: Sequence[int], device: torch.device | str = "cpu") 
 
     The hash is SplitMix64 (Steele et al., "Fast splittable pseudorandom number generators", 2014).
     """
-    # torch's own generators draw other numbers on a GPU than on a CPU from the same seed.
+    # torch's own generators draw other numbers on a GPU than on a CPU from the same seed. The hash is computed on the
+    # device, in whole numbers that wrap around alike everywhere: an update of BERT-Base hashes 85 million positions.
     seed = int.from_bytes(hashlib.blake2b(key.encode(), digest_size=8).digest(), "little")
-    bits = np.arange(1, math.prod(shape) + 1, dtype=np.uint64) * np.uint64(_GOLDEN) + np.uint64(seed)
+    bits = torch.arange(1, math.prod(shape) + 1, device=device).mul_(_signed(_GOLDEN)).add_(_signed(seed))
     for shift, factor in ((30, 0xBF58476D1CE4E5B9), (27, 0x94D049BB133111EB), (31, 1)):
-        bits = (bits ^ (bits >> np.uint64(shift))) * np.uint64(factor)
-    numbers: NDArray[np.float64] = (bits >> np.uint64(11)).astype(np.float64) * 2.0**-53
-    return torch.from_numpy(numbers).view(*shape).to(device)
+        bits.bitwise_xor_(_shifted(bits, shift)).mul_(_signed(factor))
+    return _shifted(bits, 11).double().mul_(2.0**-53).view(*shape)
+
+
+def _signed(bits: int) -> int:
+    """Return the int64 of the same 64 bits: torch computes with no other 64-bit numbers."""
+    return bits - (bits >> 63 << 64)
+
+
+def _shifted(bits: torch.Tensor, by: int) -> torch.Tensor:
+    """Return int64 bits shifted to the right with zeros from the left, where torch repeats the sign."""
+    return (bits >> by).bitwise_and_((1 << 64 - by) - 1)

@@ -38,9 +38,11 @@ INDEX = "_index."
 """First letters of the names of index buffers; the weight's name follows."""
 
 
-def initial_pattern(sparsity: Static, seed: int, name: str, shape: tuple[int, int]) -> torch.Tensor:
-    """Return the pattern with which a weight begins, on the CPU."""
-    return initial(shape, sparsity.block, sparsity.kept(prod(shape) // sparsity.block**2), f"{seed}/{name}")
+def initial_pattern(
+    sparsity: Static, seed: int, name: str, shape: tuple[int, int], device: torch.device
+) -> torch.Tensor:
+    """Return the pattern with which a weight begins, the same on every device."""
+    return initial(shape, sparsity.block, sparsity.kept(prod(shape) // sparsity.block**2), f"{seed}/{name}", device)
 
 
 @dataclass(frozen=True)
@@ -155,8 +157,7 @@ class SparseWeights(ABC):
         self.patterns: dict[str, torch.Tensor] = {}
         """Pattern of each whole weight of this rank; a loaded checkpoint overwrites it in place."""
         for name, parameter in self._parameters.items():
-            pattern = initial_pattern(self.sparsity, self._seed, name, shapes[name])
-            self.patterns[name] = pattern.to(parameter.device)
+            self.patterns[name] = initial_pattern(self.sparsity, self._seed, name, shapes[name], parameter.device)
         self.restore_patterns()
         self.mask_weights()
 
