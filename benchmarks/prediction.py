@@ -85,6 +85,10 @@ def _bert_medium() -> Any:
     return wb.models.bert(hidden_size=512, num_layers=8, num_heads=8, dropout=0.0)
 
 
+def _bert_base() -> Any:
+    return wb.models.bert(hidden_size=768, num_layers=12, num_heads=12, dropout=0.0)
+
+
 def _tiny() -> Any:
     return wb.models.bert(hidden_size=64, num_layers=6, num_heads=4, vocab_size=1024, max_positions=64)
 
@@ -118,20 +122,28 @@ OTHERS = {
     "swin-large": Case(lambda: others.swin_large, 1, 512, data=others.Images()),
 }
 """Models that nothing was fitted on, handed over as a user would."""
+
+
+def _sparse(model: Callable[[], Any], batch_of_4: int, block: int, sparsity: float = 0.9) -> Case:
+    return Case(model, 128, batch_of_4, sparsity=wb.sparsity.Static(sparsity=sparsity, block=block), steps=100)
+
+
 SPARSE = {
     "medium": Case(_bert_medium, 128, 4096, steps=100),
+    **{f"medium-sparse-{block}": _sparse(_bert_medium, 4096, block) for block in (16, 32)},
+    "base": Case(_bert_base, 128, 2048, steps=100),
+    **{f"base-sparse-{block}": _sparse(_bert_base, 2048, block) for block in (16, 32, 64)},
     **{
-        f"medium-sparse-{block}": Case(
-            _bert_medium, 128, 4096, sparsity=wb.sparsity.Static(sparsity=0.9, block=block), steps=100
-        )
-        for block in (16, 32)
+        f"base-sparse-{block}-at-{percent}": _sparse(_bert_base, 2048, block, percent / 100)
+        for block, percent in ((32, 80), (32, 95), (16, 95), (64, 80))
     },
 }
-"""BERT-Medium with dense weights, and with nine tenths of its encoder's blocks absent; without dropout, so that losses
-can be compared."""
+"""BERT-Medium and BERT-Base with dense weights, and with most of their encoder's blocks absent; without dropout, so
+that losses can be compared."""
 TRIAL = {
     "tiny": Case(_tiny, 64, 16),
-    "tiny-sparse": Case(_tiny, 64, 16, sparsity=wb.sparsity.Static(sparsity=0.5, block=16), steps=100),
+    "tiny-sparse": _sparse(_tiny, 16, 16, 0.5),
+    "tiny-sparse-at-75": _sparse(_tiny, 16, 16, 0.75),
 }
 """Of no interest but to see on any machine that this runs."""
 KNOWN = CASES | OTHERS | SPARSE | TRIAL
@@ -140,6 +152,8 @@ EXCEEDS = "exceeds"
 """Beside the choices of a plan: the share by which it is to need more memory than its limit offers."""
 _PLAIN = {"recompute": "none", "offload_optimizer": False, "cuda_graphs": False}
 _BOTH_FORMS = ({"block_sparse": False}, {"block_sparse": True})
+_LAUNCHED = {"micro_batch": 512, "cuda_graphs": False}
+"""Plans of which the form of the weights is all that differs."""
 SETS: dict[str, dict[str, tuple[Mapping[str, Any], ...]]] = {
     "unknown": {
         "llama-1b": ({}, {**_PLAIN, "micro_batch": 4, EXCEEDS: 0.05}),
@@ -157,9 +171,20 @@ SETS: dict[str, dict[str, tuple[Mapping[str, Any], ...]]] = {
         "swin-large": ({},),
     },
     "sparse": {"medium": ({},), "medium-sparse-16": _BOTH_FORMS, "medium-sparse-32": _BOTH_FORMS},
+    "sparse-base": {
+        "base": ({}, _LAUNCHED),
+        "base-sparse-32": tuple(_LAUNCHED | form for form in _BOTH_FORMS),
+        "base-sparse-16": tuple(_LAUNCHED | form for form in _BOTH_FORMS),
+        **{
+            name: (_LAUNCHED | {"block_sparse": True},)
+            for name in SPARSE
+            if name.startswith("base-sparse") and name not in ("base-sparse-32", "base-sparse-16")
+        },
+    },
     "trial": {
         "tiny": ({}, {**_PLAIN, "data": 2, "zero": 0, "micro_batch": 4, EXCEEDS: 0.05}),
-        "tiny-sparse": ({"block_sparse": False},),
+        "tiny-sparse": _BOTH_FORMS,
+        "tiny-sparse-at-75": ({"block_sparse": True},),
     },
 }
 """Cases, the most telling first, and what each of their plans is told; the planner chooses the rest."""
@@ -623,6 +648,7 @@ def report(content: Row) -> str:
         *_choices(rows),
         *_pipelines(rows),
         *_sparse_losses(rows),
+        *_break_even(rows),
     ]
     return "\n".join(lines)
 
@@ -655,6 +681,34 @@ def _sparse_losses(rows: list[Row]) -> Iterator[str]:
                 f"{row['case']}: block-sparse losses differ from masked ones by at most {largest:.2%} in {len(pairs)} "
                 f"steps, which took the masked loss from {first:.3f} to {last:.3f}"
             )
+
+
+def _break_even(rows: list[Row]) -> Iterator[str]:
+    """The sparsity from which stored blocks train faster than dense weights, where two sparsities were measured.
+
+    The time of a step is a line in the share of stored blocks.
+    """
+    groups: dict[tuple[str, int], list[Row]] = {}
+    for row in rows:
+        sparsity = KNOWN[row["case"]].sparsity if row["case"] in KNOWN else None
+        if sparsity is not None and row.get("plan", {}).get("block_sparse"):
+            groups.setdefault((row["case"].split("-")[0], sparsity.block), []).append(row)
+    for (model, block), stored in groups.items():
+        dense = [row for row in rows if row["case"] == model and row.get("plan", {}).get("cuda_graphs") is False]
+        for kind in ("measured_ms", "predicted_ms"):
+            points = [(1 - _sparsity(row), row[kind]) for row in stored if kind in row]
+            steps = [row[kind] for row in dense if kind in row]
+            if len({share for share, _ in points}) > 1 and steps:
+                slope, fixed = statistics.linear_regression(*zip(*points, strict=True))
+                at = 1 - (min(steps) - fixed) / slope
+                found = "never faster than dense" if at >= 1 else f"faster than dense from a sparsity of {at:.2f}"
+                yield f"{model} with stored blocks of {block}: {found}, {kind.removesuffix('_ms')}"
+
+
+def _sparsity(row: Row) -> float:
+    pattern = KNOWN[row["case"]].sparsity
+    assert pattern is not None
+    return pattern.sparsity
 
 
 def _line(row: Row) -> str:

@@ -2,6 +2,7 @@
 
     python benchmarks/sparse_kernels.py --out sparse_kernels.json             # everything, on one GPU
     python benchmarks/sparse_kernels.py --profile --out sparse_profile.json   # one layer, product by product
+    python benchmarks/sparse_kernels.py --fit sparse_kernels.json             # the constants of the cost model
     TRITON_INTERPRET=1 python benchmarks/sparse_kernels.py --rehearse --out rehearsal.json    # on a CPU
 
 All tensors are bf16, without bias. A contender's forward, and its forward with backward (gradients to input and
@@ -29,8 +30,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from workbench.cost.hardware import H200
-from workbench.cost.sparse_matrices import break_even_sparsity, sparse_flops_per_s
+from workbench.cost.sparse_matrices import break_even_sparsity, relative_times
 from workbench.sparsity.kernels import BlockIndex, block_sparse_linear, to_compact, to_dense
 
 BLOCKS = (64, 32, 16)
@@ -38,8 +38,7 @@ SPARSITIES = (0.8, 0.9, 0.95)
 GOALS = {64: 1.5, 32: 1.2}
 """Speed-up over dense, forward and backward, at sparsity 0.9 in the feed-forward layers of scaled BERT."""
 ROUNDS = 7
-DENSE_FLOPS_PER_S = H200.peak("bf16") * H200.efficiency.gemm
-"""Rate of dense products that predictions assume, as the planner does."""
+TIMES = ("forward_ms", "backward_ms")
 
 
 @dataclass(frozen=True)
@@ -110,13 +109,17 @@ def main() -> None:
     parser.add_argument("--seconds", type=float, default=420, help="start nothing new after this time")
     parser.add_argument("--profile", action="store_true", help="time each product and each configuration of one layer")
     parser.add_argument("--rehearse", action="store_true", help="tiny layers in the interpreter, to try the code")
+    parser.add_argument("--fit", type=Path, help="print the constants that a file of this command gives the cost model")
     arguments = parser.parse_args()
+    if arguments.fit:
+        print(*fitted(json.loads(arguments.fit.read_text())), sep="\n")
+        return
     device = "cuda" if torch.cuda.is_available() else "cpu"
     settings = Settings(device, arguments.tokens, ROUNDS, time.monotonic() + arguments.seconds)
     if arguments.rehearse:
         settings = _tiny(settings)
     elif device == "cpu":
-        print("There is no GPU here, so that nothing is measured. Predicted on an H200:")
+        print("There is no GPU here, so that nothing is measured. Predicted:")
         print(*predictions(), sep="\n")
         return
     facts = {name: importlib.metadata.version(name) for name in ("torch", "triton")}
@@ -134,13 +137,44 @@ def main() -> None:
 
 
 def predictions() -> list[str]:
-    """Return one line per block with the predicted rate and break-even sparsity."""
+    """Return one line per layer and block with the predicted speed-up at sparsity 0.9 and the break-even sparsity."""
     return [
-        f"block {block}: {sparse_flops_per_s(block, DENSE_FLOPS_PER_S) / 1e12:.0f} TFLOP/s beside "
-        f"{DENSE_FLOPS_PER_S / 1e12:.0f} TFLOP/s of dense products, "
-        f"faster than dense from sparsity {break_even_sparsity(block, DENSE_FLOPS_PER_S):.2f}"
+        f"{layer.name}, block {block}: {3 / sum(relative_times(block, layer.rows, layer.cols, 0.1)):.2f} × dense at "
+        f"0.9, faster than dense from sparsity {break_even_sparsity(block, [(layer.rows, layer.cols)]):.2f}"
+        for layer in LAYERS
         for block in BLOCKS
     ]
+
+
+def fitted(report: dict[str, Any]) -> list[str]:
+    """Return the parts of each product's time by block (`StoredProduct`), and how far they are from the measured steps.
+
+    Times are over a third of the layer's dense step. The forward reads inputs and writes outputs, the gradient to the
+    input the other way round, and the gradient to the weight reads both. Least squares of relative errors find the
+    forward first, as which the gradient to the input is computed, and then what is left of the backward.
+    """
+    dense = {row["layer"]: row["step_ms"] / 3 for row in report["rows"] if row["contender"] == "dense"}
+    lines = []
+    for block in BLOCKS:
+        found = [row for row in report["rows"] if row["contender"] == "block-sparse" and row["block"] == block]
+        values = [
+            (row["rows"], row["cols"], 1 - row["sparsity"], *(row[name] / dense[row["layer"]] for name in TIMES))
+            for row in found
+        ]
+        outputs, inputs, stored, forward, backward = torch.tensor(values, dtype=torch.double).T
+        parts = torch.stack([stored, 1 / outputs, 1 / inputs], 1)
+        product = torch.linalg.lstsq(parts / forward[:, None], torch.ones(len(found), 1).double()).solution
+        to_input = (parts[:, [0, 2, 1]] @ product).squeeze(1)
+        reads = torch.stack([stored, 1 / outputs + 1 / inputs], 1)
+        left = (1 - to_input / backward)[:, None]
+        gradient = torch.linalg.lstsq(reads / backward[:, None], left).solution
+        errors = ((parts @ product + reads @ gradient).squeeze(1) + to_input) / (forward + backward) - 1
+        numbers = [[round(value, 2) for value in each.flatten().tolist()] for each in (product, gradient)]
+        lines.append(
+            f"block {block}: product {numbers[0]}, gradient to the weight {numbers[1]}; {len(found)} steps, error "
+            f"{errors.square().mean().sqrt():.1%} rms, {errors.min():+.0%} to {errors.max():+.0%}"
+        )
+    return lines
 
 
 def compare(settings: Settings, report: dict[str, Any], write: Callable[[], None]) -> None:
@@ -325,7 +359,7 @@ def break_even(layer: Layer, rows: list[dict[str, Any]]) -> list[dict[str, Any]]
             slope, fixed = statistics.linear_regression(*zip(*points, strict=True))
             at = min(1.0, max(0.0, 1 - (dense - fixed) / slope)) if slope > 0 else None
         inside = at is not None and min(SPARSITIES) <= at <= max(SPARSITIES)
-        predicted = break_even_sparsity(block, DENSE_FLOPS_PER_S)
+        predicted = break_even_sparsity(block, [(layer.rows, layer.cols)])
         found.append(
             {"layer": layer.name, "block": block, "measured": at, "extrapolated": not inside, "predicted": predicted}
         )

@@ -11,6 +11,7 @@ import re
 import subprocess
 import sys
 from pathlib import Path
+from statistics import fmean
 from typing import Any
 
 import pytest
@@ -19,7 +20,7 @@ from torch import nn
 
 from tests.exhaustive import exhaustive
 from tests.unit.sparse_kernel_cases import Case, differences, mask_of, miniature, random_mask
-from workbench.cost.sparse_matrices import break_even_sparsity, sparse_flops_per_s
+from workbench.cost.sparse_matrices import break_even_sparsity, relative_times
 from workbench.errors import InvalidArgument
 from workbench.sparsity.kernels import (
     BlockIndex,
@@ -35,7 +36,7 @@ ROOT = Path(__file__).parents[2]
 CASE = Case(16, 128, 64, 0.5)
 
 
-PROFILE = ROOT / "benchmarks" / "results" / "sparse_profile_1xH200.json"
+MEASURED = ROOT / "benchmarks" / "results" / "sparse_kernels_1xH100_a4d6c56.json"
 
 
 def index_of(case: Case, seed: int = 0) -> BlockIndex:
@@ -253,12 +254,24 @@ def test_bad_input_is_refused_in_a_sentence() -> None:
             call()
 
 
-def test_break_even_sparsities_are_those_of_the_profiled_layer() -> None:
-    profile = json.loads(PROFILE.read_text())
-    dense_ms = 3 * profile["dense_cublas_ms_of_each_product"]
-    for row in profile["blocks"]:
-        times = [row["forward_ms"], row["to_input_ms"], row["to_weight_ms"]]
-        sparse_ms = sum(sum(ms) / len(ms) if isinstance(ms, list) else ms for ms in times)
-        by_hand = 1 - (1 - profile["sparsity"]) * dense_ms / sparse_ms
-        assert break_even_sparsity(row["block"]) == pytest.approx(by_hand, abs=1e-3)
-        assert sparse_flops_per_s(row["block"], 600e12) == pytest.approx(600e12 * (1 - by_hand), rel=5e-3)
+@pytest.mark.parametrize(("block", "rms"), [(64, 0.05), (32, 0.05), (16, 0.12)])
+def test_the_price_of_stored_blocks_is_that_of_the_measured_layers(block: int, rms: float) -> None:
+    content = json.loads(MEASURED.read_text())
+    dense = {row["layer"]: row["step_ms"] for row in content["rows"] if row["contender"] == "dense"}
+    measured = [row for row in content["rows"] if row["contender"] == "block-sparse" and row["block"] == block]
+    errors = []
+    for row in measured:
+        times = relative_times(block, row["rows"], row["cols"], 1 - row["sparsity"])
+        errors.append(sum(times) / 3 * dense[row["layer"]] / row["step_ms"] - 1)
+    assert len(errors) == 18
+    assert math.sqrt(fmean(error**2 for error in errors)) < rms
+    found = {row["layer"]: row["measured"] for row in content["break_even"] if row["block"] == block}
+    for row in measured:
+        assert break_even_sparsity(block, [(row["rows"], row["cols"])]) == pytest.approx(found[row["layer"]], abs=0.04)
+
+
+def test_narrow_layers_break_even_later_or_never() -> None:
+    points = [break_even_sparsity(32, [(width, width)]) for width in (1920, 768, 512, 64)]
+    assert points == sorted(points)
+    assert points[-1] == 1
+    assert break_even_sparsity(32, [(64, 64), (1920, 1920)]) == pytest.approx(points[0], abs=0.01)

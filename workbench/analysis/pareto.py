@@ -107,6 +107,7 @@ def pareto_points(runs: Sequence[Run]) -> list[ParetoPoint]:
         fields = {name: value for name, value in values_by_name(run.config).items() if name not in NOT_COMPARED}
         groups.setdefault(json.dumps(fields, sort_keys=True), []).append(run)
     points = []
+    several_optimizers = len({run.experiment.optimizer.name for run in runs}) > 1
     for same in groups.values():
         experiment = same[0].experiment
         if isinstance(experiment.model, UserModel) or experiment.data.is_user_defined:
@@ -116,7 +117,8 @@ def pareto_points(runs: Sequence[Run]) -> list[ParetoPoint]:
             )
         sparsity = experiment.sparsity
         point = ParetoPoint(
-            f"{experiment.model.name}, {'dense' if sparsity is None else sparsity.label}",
+            f"{experiment.model.name}, {'dense' if sparsity is None else sparsity.label}"
+            + (f", {experiment.optimizer.name}" if several_optimizers else ""),
             "dense" if sparsity is None else type(sparsity).__name__.lower(),
             sample_flops(experiment).at_labels / 1e9,
             float(np.mean([run.history().seconds[-1] for run in same])),

@@ -159,7 +159,8 @@ class SparseCosts:
     absent_flops: float
     """FLOPs per sample, forward and backward, of products with absent blocks."""
     break_even_sparsity: float | None = None
-    """Sparsity from which block-sparse products are faster than dense ones; None for blocks without kernels."""
+    """Sparsity from which block-sparse products are faster than dense ones, 1 if they never are; None without kernels
+    for such blocks."""
     obstacle: str = ""
     """Clause that says why the weights can only be masked; empty if they can be block-sparse."""
     block_types: tuple[BlockTypeCost, ...] = ()

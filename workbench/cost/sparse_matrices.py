@@ -8,9 +8,10 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from math import prod
+from typing import NamedTuple
 
 from torch import fx
 
@@ -146,37 +147,57 @@ INDEX_BYTES = 4
 """Bytes of one element of an index."""
 
 
-# Rates of block-sparse products, fitted to one profile of one layer on one H200
-# (benchmarks/results/sparse_profile_1xH200.json). They are relative to the rate of dense products, so that they price
-# other GPUs and other shapes by the same proportion.
+# Times of block-sparse products, fitted to 54 forwards and backwards of six layers on one H100
+# (benchmarks/results/sparse_kernels_1xH100_a4d6c56.json; `python benchmarks/sparse_kernels.py --fit FILE` fits them).
+# They are relative to the dense product of the same layer, so that they price other GPUs by the same proportion.
 
-TOKENS, ROWS, COLS, SPARSITY = 16_384, 7680, 1920, 0.9
-"""The product that was profiled: so many tokens times a weight [rows, cols] with this share of absent blocks."""
-DENSE_MS = 0.69
-"""Milliseconds of each of its three products with the dense weight (cuBLAS, bf16, one H200)."""
-BLOCK_MS = {
-    64: Products(0.191, 0.160, 0.153),
-    32: Products(0.306, 0.263, 0.285),
-    16: Products(0.745, 0.644, 1.38),
+
+class StoredProduct(NamedTuple):
+    """The parts of a product's time. Unlike those of a dense product, they do not overlap: they add up."""
+
+    arithmetic: float
+    """Time of the arithmetic over that of the dense product, if all blocks were stored."""
+    read: float
+    """Columns of a dense weight that are multiplied by a token in the time that reading one of its values takes."""
+    write: float
+    """Columns of a dense weight that are multiplied by a token in the time that writing one of its values takes."""
+
+
+STORED_PRODUCTS = {
+    64: (StoredProduct(1.80, 82, 216), StoredProduct(1.84, 227, 0)),
+    32: (StoredProduct(3.12, 115, 270), StoredProduct(3.79, 237, 0)),
+    16: (StoredProduct(10.4, 92, 325), StoredProduct(12.4, 222, 0)),
 }
-"""Milliseconds of the three products by block, on the same H200; the middle where the profile gave a range."""
-DENSE_FLOPS_PER_S = 2 * TOKENS * ROWS * COLS / (DENSE_MS / 1e3)
-"""Rate of the dense product that was profiled, in FLOP/s."""
+"""The forward, as which the gradient to the input is computed too, and the gradient to the weight, by block. The latter
+reads inputs and outputs of the layer, and writes few numbers."""
 
 
-def relative_rates(block: int) -> Products:
-    """Return the rate of products with stored blocks over that of dense ones; absent blocks count no FLOPs."""
-    return Products(*((1 - SPARSITY) * DENSE_MS / ms for ms in BLOCK_MS[block]))
+def relative_times(block: int, outputs: int, inputs: int, stored: float) -> Products:
+    """Return the times of a layer's three products over those of dense ones; `stored` is the share of its blocks.
+
+    What is read and written does not shrink with the stored blocks. A narrow layer has little arithmetic beside it, so
+    that stored blocks pay less there, or not at all.
+    """
+    product, gradient = STORED_PRODUCTS[block]
+    return Products(
+        product.arithmetic * stored + product.read / outputs + product.write / inputs,
+        product.arithmetic * stored + product.read / inputs + product.write / outputs,
+        gradient.arithmetic * stored + gradient.read * (1 / outputs + 1 / inputs),
+    )
 
 
-def sparse_flops_per_s(block: int, dense_flops_per_s: float = DENSE_FLOPS_PER_S) -> float:
-    """Return the predicted rate of the three products together, in FLOP/s; absent blocks count no FLOPs."""
-    return dense_flops_per_s * 3 / sum(1 / rate for rate in relative_rates(block))
+def break_even_sparsity(block: int, shapes: Iterable[tuple[int, int]]) -> float:
+    """Return the sparsity from which all products with weights of these shapes are predicted to be faster than dense.
 
-
-def break_even_sparsity(block: int, dense_flops_per_s: float = DENSE_FLOPS_PER_S) -> float:
-    """Return the sparsity from which the three products together are predicted to be faster than dense ones."""
-    return 1 - sparse_flops_per_s(block, dense_flops_per_s) / dense_flops_per_s
+    It is 1 where they are never faster.
+    """
+    elements = none = whole = 0.0
+    for shape, count in Counter(shapes).items():
+        size = float(prod(shape) * count)
+        elements += size
+        none += size * sum(relative_times(block, *shape, 0))
+        whole += size * sum(relative_times(block, *shape, 1))
+    return min(1.0, max(0.0, 1 - (3 * elements - none) / (whole - none)))
 
 
 @dataclass(frozen=True)
@@ -211,17 +232,19 @@ class SparseMatrices:
             block,
             blocks,
             absent,
-            break_even_sparsity=break_even_sparsity(block) if block in BLOCKS else None,
+            break_even_sparsity=break_even_sparsity(block, self.shapes.values()) if block in BLOCKS else None,
             obstacle=self.obstacle,
         )
         if self.obstacle:
             return costs
         kept = {name: self.sparsity.kept(count) for name, count in blocks.items()}
         stored = {name: kept[name] / count for name, count in blocks.items()}
-        types, rates = [], relative_rates(block)
+        types = []
         for trace in traces:
-            products = products_with(trace.block, self.shapes)
-            times = {node.name: Products(*(stored[name] / rate for rate in rates)) for node, _, name in products}
+            times = {}
+            for node, product, name in products_with(trace.block, self.shapes):
+                outputs, inputs = reversed(self.shapes[name]) if product.transposed else self.shapes[name]
+                times[node.name] = relative_times(block, outputs, inputs, stored[name])
             trace.leave_out(stored, times)
             types.append(block_type_cost(trace))
         elements = {name: spec.numel for name, spec in self.graph.parameters.items()}

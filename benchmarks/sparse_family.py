@@ -1,0 +1,125 @@
+"""Train the runs of templates/sparse_pareto.ipynb one on each GPU, without Jupyter, the most telling first.
+
+    python benchmarks/sparse_family.py TEXT --folder runs/family [--minutes M] [-p NAME=VALUE ...]
+    workbench execute sparse_pareto -p preset=full -p corpus=TEXT -p trained=runs/family    # shows them, on any machine
+
+It executes the template's own cells: rates are tried, the family and the pair with Muon are trained, and pairs that lie
+close get a second seed. A run that is predicted not to end within M minutes is not begun. A second start goes on: what
+has finished is not trained again, what still trains is waited for, and anything else begins anew. No checkpoints are
+written. `-p` gives further parameters of the template, as JSON: `-p preset='"rehearsal"'` trains tiny models, without
+GPUs as well.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import multiprocessing
+import os
+import statistics
+import time
+import traceback
+from concurrent.futures import ProcessPoolExecutor
+from functools import partial
+from multiprocessing.queues import Queue
+from pathlib import Path
+from typing import Any
+
+import nbformat
+import torch
+
+import workbench as wb
+
+TEMPLATE = Path(__file__).resolve().parents[1] / "templates" / "sparse_pareto.ipynb"
+PARAMETERS, TRAINS, LAST = "preset = ", "def train(", "\nsecond = "
+"""Words of three of the template's cells: parameters, the definition of `train`, and its last use."""
+BESIDE_S = 30.0
+"""Seconds that a run takes beside its steps, roughly: start, evaluations, and moves of the pattern."""
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("text", help="text file or folder to train on")
+    parser.add_argument("--folder", type=Path, required=True, help="folder of the run directories")
+    parser.add_argument("--minutes", type=float, default=60.0, help="time after which runs are stopped")
+    parser.add_argument("-p", action="append", default=[], metavar="NAME=VALUE", help="a parameter of the template")
+    given = parser.parse_args()
+    ends = time.time() + 60 * given.minutes
+    parameters = {"preset": "full", "corpus": given.text}
+    parameters |= {name: json.loads(value) for name, value in (item.split("=", 1) for item in given.p)}
+    spawn, gpus = multiprocessing.get_context("spawn"), torch.cuda.device_count()
+    numbers = spawn.Queue()
+    for number in range(gpus):
+        numbers.put(number)
+    names: dict[str, Any] = {}
+    with ProcessPoolExecutor(max(1, gpus), spawn, take_gpu, (numbers, gpus)) as pool:
+        for cell in nbformat.read(TEMPLATE, 4).cells:
+            if cell.cell_type != "code":
+                continue
+            exec(cell.source, names)
+            if cell.source.startswith(PARAMETERS):
+                names |= parameters
+            if TRAINS in cell.source:
+                wb.runs.tokenize(names["wanted"][0])  # once, for all runs
+                names["train"] = partial(train, names, pool, given.folder.absolute(), ends)
+            if LAST in cell.source:
+                return
+
+
+def take_gpu(numbers: Queue[int], gpus: int) -> None:
+    """Show a process of the pool the next GPU only, for the measurement of blocks and for its runs."""
+    if gpus:
+        os.environ["CUDA_VISIBLE_DEVICES"] = str(numbers.get())
+
+
+def train(
+    names: dict[str, Any],
+    pool: ProcessPoolExecutor,
+    folder: Path,
+    ends: float,
+    asked: list[tuple[wb.Experiment, list[float]]],
+    seeds: int = 1,
+) -> list[wb.Run]:
+    """Do what the template's `train` does, with as many runs at a time as the pool has processes."""
+    experiments = {folder / names["directory"](each): each for each in names["expanded"](asked, seeds)}
+    left = [(path, each) for path, each in experiments.items() if not has_finished(path)]
+    for future in [pool.submit(train_one, each.to_json(), path, ends) for path, each in left]:
+        future.result()
+    return [wb.load_run(path) for path in experiments if has_finished(path)]
+
+
+def has_finished(path: Path) -> bool:
+    """Return True if a run in this directory trained to its end."""
+    return path.exists() and wb.load_run(path).status.state == "finished"
+
+
+def train_one(experiment: dict[str, Any], path: Path, ends: float) -> None:
+    """Train an experiment, or wait for the run of it that an earlier start has left."""
+    try:
+        if path.exists():
+            wb.load_run(path).wait(timeout=max(1.0, ends - time.time()))
+            if has_finished(path):
+                return
+        settings = wb.Experiment.from_json(experiment).replace(checkpoints=wb.Checkpoints(keep=0))
+        planned = wb.plan(settings)
+        step_ms = planned.prediction.step_ms
+        seconds = BESIDE_S + settings.steps * step_ms / 1e3
+        if time.time() + seconds > ends:
+            print(f"{time.strftime('%T')} {path.name}: no time is left for {seconds:.0f} s", flush=True)
+            return
+        if path.exists():
+            path.rename(path.with_name(f"interrupted-{time.time_ns()}-{path.name}"))
+        print(f"{time.strftime('%T')} {path.name}: {planned}, {step_ms:.1f} ms predicted", flush=True)
+        run = wb.launch(settings, planned, directory=path, progress=False)
+        if not run.wait(timeout=max(1.0, ends - time.time())).status.final:
+            run.stop(wait=True)
+        steps_ms = run.history().step_ms.tolist()
+        measured = statistics.median(steps_ms[len(steps_ms) // 2 :] or [0.0])
+        print(f"{time.strftime('%T')} {path.name}: {run.status}, {measured:.1f} ms measured", flush=True)
+    except Exception:  # the other runs are still worth training
+        print(f"{time.strftime('%T')} {path.name} failed", flush=True)
+        traceback.print_exc()
+
+
+if __name__ == "__main__":
+    main()
