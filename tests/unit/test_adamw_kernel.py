@@ -1,4 +1,4 @@
-"""AdamW's kernel makes PyTorch's update of clipped gradients and writes bf16 copies, in Triton's interpreter.
+"""The kernels of AdamW and Muon make PyTorch's updates and write bf16 copies, in Triton's interpreter.
 
 TRITON_INTERPRET=1 python -m tests.unit.test_adamw_kernel    # trains on the CPU; raises where something differs
 python -m tests.unit.test_adamw_kernel      # compiles for Hopper, without a GPU; prints widths of loads and stores
@@ -16,6 +16,7 @@ import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -23,6 +24,7 @@ from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from workbench.capture.hidden_matrices import Projections
+from workbench.optimizers import muon
 from workbench.optimizers.adamw import ShardedAdamW
 from workbench.optimizers.muon import MuonAndAdamW
 
@@ -44,18 +46,22 @@ def run(**environment: str) -> str:
 
 
 @needs_triton
-def test_the_interpreted_kernel_trains_as_pytorch_does() -> None:
+def test_the_interpreted_kernels_train_as_pytorch_does() -> None:
     assert json.loads(run(TRITON_INTERPRET="1")) == [check.__name__ for check in CHECKS]
 
 
 @needs_triton
-def test_the_kernel_compiles_for_hopper_to_wide_loads_and_stores() -> None:
+def test_the_kernels_compile_for_hopper_to_wide_loads_and_stores() -> None:
     """A kernel that lost sight of its alignment would still be right, and several times slower."""
-    found = json.loads(run(TRITON_INTERPRET="0"))
-    assert found["ld.global.v4.b32"] == 4 * 2 + 1, (
+    adamw, direction, update = json.loads(run(TRITON_INTERPRET="0"))
+    assert adamw["ld.global.v4.b32"] == 4 * 2 + 1, (
         "32 bytes of parameter, gradient and both moments, or 16 of a bf16 one"
     )
-    assert found["st.global.v4.b32"] == 3 * 2 + 1, "and of all but the gradient, and 16 of the copy"
+    assert adamw["st.global.v4.b32"] == 3 * 2 + 1, "and of all but the gradient, and 16 of the copy"
+    assert direction["ld.global.v4.b32"] == 2 * 2 + 1, "32 bytes of gradient and momentum, or 16 of a bf16 gradient"
+    assert direction["st.global.v4.b32"] == 2 + 1, "32 bytes of the momentum, and 16 of the direction"
+    assert update["ld.global.v4.b32"] == 2 + 1, "32 bytes of the weight, and 16 of its update"
+    assert update["st.global.v4.b32"] == 2 + 1, "32 bytes of the weight, and 16 of its copy"
 
 
 # In the interpreter
@@ -144,25 +150,25 @@ def tensors_that_the_kernel_cannot_update() -> None:
 
 def tables_follow_new_addresses() -> None:
     """Gradients lie elsewhere in each step; the tables are made anew where an address or a size has changed."""
-    from workbench.optimizers.adamw_kernel import TensorTable
+    from workbench.optimizers.adamw_kernel import TensorTable, fill
 
     weights = [weight.detach() for weight in weights_of()]
     lists, table = [weights, gradients_of(0, weights_of()), weights, weights], TensorTable()
-    assert table.fill(lists, [None] * len(weights))
+    assert fill(table, lists, [None] * len(weights))
     before, programs = table.table, table.programs
     assert len(programs) == 2 + 1 + 1 + 2 + 4
-    assert table.fill(lists, [None] * len(weights))
+    assert fill(table, lists, [None] * len(weights))
     assert table.table is before
-    assert not table.fill([weights, [lists[1][0].T, *lists[1][1:]], weights, weights], [None] * len(weights))
+    assert not fill(table, [weights, [lists[1][0].T, *lists[1][1:]], weights, weights], [None] * len(weights))
     moved = [weights, gradients_of(1, weights_of()), weights, weights]
-    assert table.fill(moved, [None] * len(weights))
+    assert fill(table, moved, [None] * len(weights))
     assert table.table is not before
     assert table.table[:, 1].tolist() == [gradient.data_ptr() for gradient in moved[1]]
     assert table.programs is programs
     moved[1] = [gradient.bfloat16() for gradient in moved[1]]
-    assert table.fill(moved, [None] * len(weights))
+    assert fill(table, moved, [None] * len(weights))
     assert table.table[:, 5].tolist() == [1] * len(weights)
-    assert table.fill([each[2:4] for each in moved], [None] * 2)
+    assert fill(table, [each[2:4] for each in moved], [None] * 2)
     assert table.programs.tolist() == [[0, 0], [1, 0], [1, 1]]
 
 
@@ -194,7 +200,55 @@ def updates_that_the_host_does_not_wait_for() -> None:
             assert not any(map(torch.equal, before, weights))
 
 
+MATRICES = {"wide": (24, 64), "other": (24, 64), "tall": (64, 24), "square": (24, 24), "fused": (72, 24), "odd": (7, 9)}
+PROJECTIONS = dict.fromkeys(MATRICES, Projections()) | {"fused": Projections(sizes=(24, 24, 24))}
+
+
+def muon_of_two_groups(weights: dict[str, nn.Parameter]) -> MuonAndAdamW:
+    names = list(weights)
+    groups = [
+        {"params": [weights[name] for name in some], "names": some, "weight_decay": decay, "orthogonal": True}
+        for some, decay in ((names[:2], 0.1), (names[2:], 0.0))
+    ]
+    return MuonAndAdamW(groups, projections=PROJECTIONS, scale="spectral", **OPTIONS)
+
+
+def updates_by_muon_with_and_without_kernels() -> None:
+    """Gradients may be bf16, begin at any element or be missing, and an update may be left out on the device."""
+    generator = torch.Generator().manual_seed(0)
+    values = {name: torch.randn(shape, generator=generator) for name, shape in MATRICES.items()}
+    ours, theirs = ({name: nn.Parameter(value.clone()) for name, value in values.items()} for _ in range(2))
+    found, expected = muon_of_two_groups(ours), muon_of_two_groups(theirs)
+    found.copies = {ours["wide"]: torch.zeros(MATRICES["wide"], dtype=torch.bfloat16)}
+    for step in range(5):
+        for name, shape in MATRICES.items():
+            gradient = torch.randn(shape, generator=generator)
+            if step == 2:
+                gradient = gradient * torch.nan
+            if name == "tall":
+                gradient = gradient.bfloat16()
+                ours[name].grad_dtype = torch.bfloat16
+            begun = torch.empty(step + gradient.numel(), dtype=gradient.dtype)
+            is_missing = name == "square" and step == 3
+            ours[name].grad = None if is_missing else begun[step:].view(shape).copy_(gradient)
+            theirs[name].grad = None if is_missing else gradient.float()
+        for optimizer in (found, expected):
+            optimizer.gradient_factor = torch.tensor(FACTOR)
+            optimizer.skips_update = torch.tensor(float(step == 2))
+        found.step()
+        with mock.patch.object(muon, "runs_triton", return_value=False):
+            expected.step()
+        assert found.copied == {ours["wide"]: ours["wide"]._version}
+    assert not expected.copied
+    for name, weight in ours.items():
+        torch.testing.assert_close(weight, theirs[name], rtol=1e-4, atol=1e-6)
+        momenta = [each.state[of[name]]["momentum_buffer"] for each, of in ((found, ours), (expected, theirs))]
+        torch.testing.assert_close(*momenta, rtol=1e-5, atol=1e-6)
+    torch.testing.assert_close(found.copies[ours["wide"]].float(), ours["wide"].detach(), rtol=2**-7, atol=0)
+
+
 CHECKS: tuple[Callable[[], None], ...] = (
+    updates_by_muon_with_and_without_kernels,
     updates_that_the_host_does_not_wait_for,
     updates_of_clipped_gradients,
     copies_of_new_weights,
@@ -203,25 +257,31 @@ CHECKS: tuple[Callable[[], None], ...] = (
 )
 
 
-def compiled() -> dict[str, int]:
-    """Compile the kernel for Hopper and count its loads and stores by width."""
+def compiled() -> list[dict[str, int]]:
+    """Compile the kernels for Hopper and count the loads and stores of each by width."""
     import triton
+    import triton.language as tl
     from triton.backends.compiler import GPUTarget
     from triton.compiler import ASTSource
 
     from workbench.optimizers.adamw_kernel import ELEMENTS, WARPS, adamw_kernel
+    from workbench.optimizers.muon_kernel import direction_kernel, update_kernel
 
-    names = adamw_kernel.arg_names
-    pointers = {"table_ptr": "*i64", "programs_ptr": "*i32"}
-    types = {name: pointers.get(name, "*fp32" if name.endswith("_ptr") else "fp32") for name in names}
-    source = ASTSource(
-        fn=adamw_kernel,
-        signature=types | {"ELEMENTS": "constexpr"},
-        constexprs={(names.index("ELEMENTS"),): ELEMENTS},
-        attrs={(names.index(name),): [["tt.divisibility", 16]] for name in names if name.endswith("_ptr")},
-    )
-    code = triton.compile(source, target=GPUTarget("cuda", 90, 32), options={"num_warps": WARPS}).asm["ptx"]
-    return collections.Counter(re.findall(r"(?:ld|st)\.global\S*", code))
+    constants = {"ELEMENTS": ELEMENTS, "DTYPE": tl.bfloat16, "ITEM": 2}
+    pointers = {"table_ptr": "*i64", "programs_ptr": "*i32", "buffer": "i64", "count": "i32"}
+    found = []
+    for kernel in (adamw_kernel, direction_kernel, update_kernel):
+        names = kernel.arg_names
+        types = {name: pointers.get(name, "*fp32" if name.endswith("_ptr") else "fp32") for name in names}
+        source = ASTSource(
+            fn=kernel,
+            signature={name: "constexpr" if name in constants else kind for name, kind in types.items()},
+            constexprs={(names.index(name),): value for name, value in constants.items() if name in names},
+            attrs={(names.index(name),): [["tt.divisibility", 16]] for name in names if name.endswith("_ptr")},
+        )
+        code = triton.compile(source, target=GPUTarget("cuda", 90, 32), options={"num_warps": WARPS}).asm["ptx"]
+        found.append(collections.Counter(re.findall(r"(?:ld|st)\.global\S*", code)))
+    return found
 
 
 def main() -> None:

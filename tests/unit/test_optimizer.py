@@ -158,7 +158,7 @@ def test_only_adamw_can_be_offloaded() -> None:
     [
         ("sgd", 4, 44),  # 11 passes: weight decay 3, momentum 2 + 3, update 3
         ("lamb", 8, 132),
-        ("muon", 4, 64),  # momentum 3 passes, decay 2, direction 3, stacked and normalised 5, update 3
+        ("muon", 4, 76),  # momentum 3 passes, decay 2, direction 5, update 3; of square Gram matrices 6
     ],
 )
 def test_state_and_traffic_are_found_by_running_the_optimizer(optimizer: str, state: int, update: int) -> None:
@@ -220,11 +220,10 @@ def test_with_torchs_coefficients_matrices_are_orthogonalised_as_torch_does(
 ) -> None:
     monkeypatch.setattr(muon, "SAFETY", 1.0)
     batch = torch.randn(3, *shape, generator=torch.Generator().manual_seed(0))
-    wide = batch if shape[0] <= shape[1] else batch.mT
-    found = orthogonalised(wide, TORCHS)
+    found = orthogonalised(batch, TORCHS)
     with InFp32():
         expected = torch.stack([torch.optim._muon._zeropower_via_newtonschulz(m, TORCHS[0], 5, 1e-7) for m in batch])
-    torch.testing.assert_close(found if wide is batch else found.mT, expected, rtol=0, atol=1e-6)
+    torch.testing.assert_close(found, expected, rtol=0, atol=3e-6)
 
 
 def errors_of(dtype: torch.dtype, coefficients: Any) -> float:

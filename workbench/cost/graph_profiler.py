@@ -22,7 +22,7 @@ from workbench.capture.tensor_parallel import plan_tensor_parallel
 from workbench.cost.block_type_cost import BlockTrace, RowSelection, Settings, block_type_cost
 from workbench.cost.hardware import Device
 from workbench.cost.memory import Matrices
-from workbench.cost.profile import BlockCost, BlockTypeCost, DividedCosts, ParameterUpdate, Profile
+from workbench.cost.profile import MUON_UPDATE, BlockCost, BlockTypeCost, DividedCosts, ParameterUpdate, Profile
 from workbench.cost.sparse_matrices import SparseMatrices
 from workbench.experiment import Experiment
 from workbench.optimizers.building import build_optimizer
@@ -135,16 +135,18 @@ def with_optimizer(profile: Profile, experiment: Experiment, captured: Graph) ->
     """Return the profile with the cost of the experiment's optimiser; AdamW's is that of its fused kernel."""
     if experiment.optimizer.ema_decay is not None:
         profile = replace(profile, average_bytes=float(torch.float32.itemsize))
+    by_group = isinstance(experiment.optimizer.clip_norm, Mapping)  # whose gradients are scaled before the kernel
     if experiment.optimizer.algorithm == "adamw":
-        by_group = isinstance(experiment.optimizer.clip_norm, Mapping)  # whose gradients are scaled before the kernel
         return replace(profile, optimizer_in_one_pass=False) if by_group else profile
     if experiment.optimizer.algorithm == "muon":
         cost, updates = optimizer_cost(experiment), {}  # AdamW updates the parameters that are no matrices
+        if profile.device_type == "cuda":
+            cost = replace(cost, update_bytes=MUON_UPDATE)
         for name, matrix in projections(captured, experiment.optimizer.fused_projections).items():
             spec = captured.parameters[name]
             flops = orthogonalisation_flops(spec.shape, matrix)
             updates[name] = replace(cost, whole_flops=flops, whole_elements=spec.numel)
-        return replace(profile, optimizer_in_one_pass=False, parameter_updates=updates)
+        return replace(profile, optimizer_in_one_pass=not by_group, parameter_updates=updates)
     if isinstance(experiment.optimizer.algorithm, UserFunction):
         # Its update runs on the meta device; one that reads values, which that has not, on small tensors of the host.
         shapes = {name: spec.shape for name, spec in captured.parameters.items() if name not in captured.frozen}

@@ -63,7 +63,7 @@ def gradient_bytes(strategy: Strategy) -> float:
 def keeps_bf16_gradients(profile: Profile, strategy: Strategy) -> bool:
     """Return True if gradients of weights that have bf16 copies stay in bf16, in which the backward makes them.
 
-    They do where a step makes each once and AdamW's kernel, which reads bf16, makes the update.
+    They do where a step makes each once and our kernels, which read bf16, make the update.
     """
     copies = strategy.makes_gradients_once and strategy.keeps_weight_copies(profile.precision)
     by_kernel = profile.device_type == "cuda" and profile.optimizer_in_one_pass and not strategy.offload_optimizer

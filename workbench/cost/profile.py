@@ -31,6 +31,9 @@ ADAMW = 8
 """Bytes of AdamW's state per element: two fp32 moments."""
 ADAMW_UPDATE = 28
 """Bytes per element that AdamW's fused update moves: it reads parameter, gradient and two moments and writes three."""
+MUON_UPDATE = 24
+"""Bytes that Muon's two kernels read and write per element: 14 of gradient, momentum and direction, and 10 of weight
+and update."""
 LIMITED_CLOCK = 0.98
 """Ratio of a probe's clock to the highest of a model's probes below which the device is taken to be power-limited."""
 ACCUMULATE_BYTES = 12
@@ -326,7 +329,7 @@ class Profile:
     optimizer_update_bytes: float = ADAMW_UPDATE
     """Bytes that one update of the optimiser reads and writes per trained element."""
     optimizer_in_one_pass: bool = True
-    """True if an update on a GPU clips gradients and writes the weights' bf16 copies, as AdamW's kernel does."""
+    """True if an update on a GPU clips gradients and writes the weights' bf16 copies, as our kernels do."""
     average_bytes: float = 0.0
     """Bytes of the moving average of weights per trained element, which is sharded as the weights are."""
     parameter_updates: Mapping[str, ParameterUpdate] = field(default_factory=dict, hash=False)

@@ -55,14 +55,19 @@ class ShardedAdamW(torch.optim.AdamW):
 
     @property
     def reads_bf16_gradients(self) -> bool:
-        """True if our kernel updates all parameters: it reads gradients in bf16 as well as in fp32."""
-        parameters = [parameter for group in self.param_groups for parameter in group["params"]]
-        return type(self) is ShardedAdamW and bool(self.defaults["fused"]) and all(map(runs_triton, parameters))
+        """True if our kernels update all parameters: they read gradients in bf16 as well as in fp32."""
+        by_kernel = bool(self.defaults["fused"]) and not isinstance(self, OffloadedAdamW)
+        return by_kernel and all(runs_triton(parameter) for group in self.param_groups for parameter in group["params"])
 
     @cached_property
     def _tables(self) -> dict[int, TensorTable]:
-        """The tables of our kernel, by the identity of the parameter group."""
+        """The tables of our kernels, by the number of what they update."""
         return {}
+
+    def _table(self, number: int) -> TensorTable:
+        from workbench.optimizers.adamw_kernel import TensorTable
+
+        return self._tables.setdefault(number, TensorTable())
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
@@ -94,12 +99,12 @@ class ShardedAdamW(torch.optim.AdamW):
         """Return True if our kernel has updated the parameters, False if it cannot."""
         if not group["fused"] or not runs_triton(parameters[0]):
             return False
-        from workbench.optimizers.adamw_kernel import TensorTable, update
+        from workbench.optimizers.adamw_kernel import fill, update
 
-        table = self._tables.setdefault(id(group), TensorTable())
+        table = self._table(-id(group))
         shards, copies = [local(p) for p in parameters], [self.copies.get(p) for p in parameters]
         gradients = [local(p.grad) for p in parameters if p.grad is not None]
-        if not table.fill([shards, gradients, *moments], copies):
+        if not fill(table, [shards, gradients, *moments], copies):
             return False
         update(
             table,

@@ -27,43 +27,53 @@ and number of elements."""
 
 
 class TensorTable:
-    """The table of one list of tensors on its device. It is sent only when an address has changed."""
+    """What a kernel knows of the tensors of one list, on their device. It is sent only when an address has changed."""
 
     def __init__(self) -> None:
         self._rows: list[tuple[int, ...]] = []
         self.table = self.programs = torch.empty(0)
-        """The table, int64 [tensors, COLUMNS], and each program's tensor and part of it, int32 [programs, 2]."""
+        """The table, int64 [tensors, columns], and each program's tensor and part of it, int32 [programs, 2]."""
 
-    def fill(self, tensors: Sequence[Sequence[Tensor]], copies: Sequence[Tensor | None]) -> bool:
-        """Fill the table and return True, or return False if the kernel cannot update one of the tensors.
+    def has(self, rows: list[tuple[int, ...]]) -> bool:
+        return rows == self._rows
 
-        `tensors` are the parameters, their gradients in fp32 or bf16, and their first and second moments.
-        """
-        # A gradient may lie where the one before it did, in another order of dims.
-        if not all(gradient.is_contiguous() for gradient in tensors[1]):
-            return False
-        sizes = [parameter.numel() for parameter in tensors[0]]
-        copied = [0 if copy is None else copy.data_ptr() for copy in copies]
-        halves = [int(gradient.dtype == torch.bfloat16) for gradient in tensors[1]]
-        rows = list(zip(*([t.data_ptr() for t in each] for each in tensors), copied, halves, sizes, strict=True))
-        if rows == self._rows:
-            return True
-        if not all(gradient.dtype in (torch.float32, torch.bfloat16) for gradient in tensors[1]):
-            return False
-        if not all(t.dtype == torch.float32 and t.is_contiguous() for t in [*tensors[0], *tensors[2], *tensors[3]]):
-            return False
-        device = tensors[0][0].device
-        self.table = _sent(torch.tensor(rows), device)
+    def fill(self, rows: list[tuple[int, ...]], device: torch.device) -> None:
+        """Fill the table; the last column of each row is the number of elements of the tensor."""
+        if self.has(rows):
+            return
+        sizes = [row[-1] for row in rows]
+        self.table = sent(torch.tensor(rows), device)
         if sizes != [row[-1] for row in self._rows]:
             parts = -(-torch.tensor(sizes) // ELEMENTS)
             tensor = torch.repeat_interleave(torch.arange(len(sizes)), parts)
             part = torch.arange(len(tensor)) - (parts.cumsum(0) - parts)[tensor]
-            self.programs = _sent(torch.stack([tensor, part], dim=1).int(), device)
+            self.programs = sent(torch.stack([tensor, part], dim=1).int(), device)
         self._rows = rows
+
+
+def fill(table: TensorTable, tensors: Sequence[Sequence[Tensor]], copies: Sequence[Tensor | None]) -> bool:
+    """Fill a table and return True, or return False if the kernel cannot update one of the tensors.
+
+    `tensors` are the parameters, their gradients in fp32 or bf16, and their first and second moments.
+    """
+    # A gradient may lie where the one before it did, in another order of dims.
+    if not all(gradient.is_contiguous() for gradient in tensors[1]):
+        return False
+    sizes = [parameter.numel() for parameter in tensors[0]]
+    copied = [0 if copy is None else copy.data_ptr() for copy in copies]
+    halves = [int(gradient.dtype == torch.bfloat16) for gradient in tensors[1]]
+    rows = list(zip(*([t.data_ptr() for t in each] for each in tensors), copied, halves, sizes, strict=True))
+    if table.has(rows):
         return True
+    if not all(gradient.dtype in (torch.float32, torch.bfloat16) for gradient in tensors[1]):
+        return False
+    if not all(t.dtype == torch.float32 and t.is_contiguous() for t in [*tensors[0], *tensors[2], *tensors[3]]):
+        return False
+    table.fill(rows, tensors[0][0].device)
+    return True
 
 
-def _sent(tensor: Tensor, device: torch.device) -> Tensor:
+def sent(tensor: Tensor, device: torch.device) -> Tensor:
     """Return a tensor on a device; the host does not wait for it."""
     return tensor.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else tensor
 
@@ -158,14 +168,14 @@ def _update(
     """Update the elements behind `begin` of the tensors at these addresses; all of them are there if `WIDE`."""
     place = tl.arange(0, ELEMENTS)
     inside = None if WIDE else place < left
-    weights = _at(parameter, tl.float32, WIDE) + begin + place
-    firsts = _at(first, tl.float32, WIDE) + begin + place
-    seconds = _at(second, tl.float32, WIDE) + begin + place
+    weights = pointer_to(parameter, tl.float32, WIDE) + begin + place
+    firsts = pointer_to(first, tl.float32, WIDE) + begin + place
+    seconds = pointer_to(second, tl.float32, WIDE) + begin + place
     weight = tl.load(weights, mask=inside)
     if half != 0:
-        slope = tl.load(_at(gradient, tl.bfloat16, WIDE) + begin + place, mask=inside).to(tl.float32)
+        slope = tl.load(pointer_to(gradient, tl.bfloat16, WIDE) + begin + place, mask=inside).to(tl.float32)
     else:
-        slope = tl.load(_at(gradient, tl.float32, WIDE) + begin + place, mask=inside)
+        slope = tl.load(pointer_to(gradient, tl.float32, WIDE) + begin + place, mask=inside)
     slope *= factor
     mean = tl.load(firsts, mask=inside)
     variance = tl.load(seconds, mask=inside)
@@ -178,11 +188,11 @@ def _update(
     tl.store(firsts, mean, mask=inside)
     tl.store(seconds, variance, mask=inside)
     if copy != 0:
-        tl.store(_at(copy, tl.bfloat16, WIDE) + begin + place, weight.to(tl.bfloat16), mask=inside)
+        tl.store(pointer_to(copy, tl.bfloat16, WIDE) + begin + place, weight.to(tl.bfloat16), mask=inside)
 
 
 @triton.jit
-def _at(address, DTYPE: tl.constexpr, WIDE: tl.constexpr):
+def pointer_to(address, DTYPE: tl.constexpr, WIDE: tl.constexpr):
     """Return a pointer to an address, a multiple of `ALIGNMENT` if `WIDE`."""
     pointer = address.to(tl.pointer_type(DTYPE))
     return tl.multiple_of(pointer, ALIGNMENT) if WIDE else pointer

@@ -10,8 +10,11 @@ every matrix to every rank instead, which then orthogonalises all of them. To sh
 so that FSDP2's all-gather of updated weights brought the results along, would need another sharding than FSDP2's, for
 forwards and checkpoints too, and would save two bytes an element of the shard in a step.
 
-Matrices of one shape are orthogonalised in one batch, wide side out, so that the Gram matrix is the smaller one. An
-iteration is three batched products, with its sums in the products' epilogues: there is nothing to fuse for a compiler.
+Matrices of one shape are orthogonalised in one batch, by the Gram matrix of their shorter side. An iteration is three
+batched products, and all that is done beside them is done to Gram matrices, which are smaller: the norm is taken from
+the first of them, and each polynomial has its constant on its diagonal, so that the last product adds nothing. On a GPU
+two kernels move all else (`workbench.optimizers.muon_kernel`): one reads gradients and momenta and writes momenta and
+directions, those of one batch beside each other, and one adds the results to the weights.
 """
 
 from __future__ import annotations
@@ -27,7 +30,8 @@ from torch import nn
 
 from workbench.capture.hidden_matrices import Projections
 from workbench.optimizers.adamw import BATCH_ELEMENTS, ShardedAdamW
-from workbench.optimizers.parameters import MatrixExchange, OneRank, local, momentum_of
+from workbench.optimizers.parameters import Arriving, MatrixExchange, OneRank, local, momentum_of
+from workbench.sparsity.kernels.operators import runs_triton
 
 MOMENTUM = 0.95
 """Momentum of `torch.optim.Muon`, by default with Nesterov's look-ahead."""
@@ -62,13 +66,19 @@ def working_type(device: torch.device) -> torch.dtype:
 
 
 def orthogonalised(matrices: torch.Tensor, coefficients: Coefficients = COEFFICIENTS) -> torch.Tensor:
-    """Return the nearest semi-orthogonal matrix, approximately, of each matrix of a batch [B, m, n] with m <= n."""
-    norms = torch.linalg.vector_norm(matrices, dim=(1, 2), keepdim=True, dtype=torch.float32)
-    x: torch.Tensor = (matrices / (norms * SAFETY + EPS)).to(matrices.dtype)
+    """Return the nearest semi-orthogonal matrix, approximately, of each matrix of a batch [B, m, n]."""
+    x, is_wide, scales = matrices, matrices.shape[1] <= matrices.shape[2], None
     for a, b, c in coefficients:
-        gram = torch.bmm(x, x.mT)
+        gram = torch.bmm(x, x.mT) if is_wide else torch.bmm(x.mT, x)
+        if scales is None:  # the trace of the Gram matrix is the square of the norm
+            norms = gram.diagonal(dim1=1, dim2=2).sum(1, dtype=torch.float32).sqrt()
+            scales = (1 / (norms * SAFETY + EPS))[:, None, None]
+            gram.mul_(scales.square())
         polynomial = torch.baddbmm(gram, gram, gram, beta=b, alpha=c)
-        x = torch.baddbmm(x, polynomial, x, beta=a)
+        polynomial.diagonal(dim1=1, dim2=2).add_(a)
+        if x is matrices:
+            polynomial.mul_(scales)
+        x = torch.bmm(polynomial, x) if is_wide else torch.bmm(x, polynomial)
     return x
 
 
@@ -167,50 +177,70 @@ class MuonAndAdamW(ShardedAdamW):
         self._due += [self._matrices[parameter] for parameter in parameters]
 
     def _update_matrices(self, matrices: Sequence[_Matrix]) -> None:
-        parameters = [matrix.parameter for matrix in matrices]
-        gradients = dict(zip(parameters, self._scaled_gradients(parameters), strict=True))
-        momenta = {parameter: local(momentum_of(self, parameter)) for parameter in parameters}
-        if self.skips_update is not None:
-            # Where an update is skipped, on the device, the momentum stands in for a gradient that may be NaN, and so
-            # stays what it is. The host does not wait.
-            skips = self.skips_update.bool()
-            for parameter, gradient in gradients.items():
-                torch.where(skips, momenta[parameter], gradient, out=gradient)
-        torch._foreach_lerp_(list(momenta.values()), list(gradients.values()), 1 - MOMENTUM)
-        kept = None if self.skips_update is None else 1 - self.skips_update
-        decays: dict[float, list[torch.Tensor]] = defaultdict(list)
-        for matrix in matrices:
-            decays[matrix.group["lr"] * matrix.group["weight_decay"]].append(local(matrix.parameter))
-        for decay, shards in decays.items():
-            if decay:
-                torch._foreach_mul_(shards, 1 - (decay if kept is None else decay * kept))
         rounds, exchange = self._rounds_of(matrices), self._exchange
+        names = [[[matrix.name for matrix in owned] for owned in members] for members in rounds]
 
-        def sent(members: list[list[_Matrix]]) -> Callable[[], dict[str, torch.Tensor]]:
+        def sent(number: int) -> Arriving:
             """Start to bring one round's directions to their owners."""
-            needed = [
-                matrix
-                for owner, owned in enumerate(members)
-                for matrix in owned
-                if exchange.is_source(matrix.name, owner)
-            ]
-            own = [[values[matrix.parameter] for matrix in needed] for values in (gradients, momenta)]
-            directions = torch._foreach_lerp(own[0], own[1], MOMENTUM) if needed else []
-            named = {m.name: d.to(working_type(d.device)) for m, d in zip(needed, directions, strict=True)}
-            return exchange.to_owners([[matrix.name for matrix in owned] for owned in members], named)
+            return exchange.to_owners(names[number], self._directions(number, rounds[number]))
 
-        arriving, returning = sent(rounds[0]), None
-        for index, members in enumerate(rounds):
+        arriving, returning = sent(0), None
+        for number, members in enumerate(rounds):
             whole = arriving()
-            if index + 1 < len(rounds):
-                arriving = sent(rounds[index + 1])
-            results = self._orthogonalised(members[exchange.rank], whole, kept)
-            started = exchange.from_owners([[matrix.name for matrix in owned] for owned in members], results)
+            if number + 1 < len(rounds):
+                arriving = sent(number + 1)
+            started = exchange.from_owners(names[number], self._orthogonalised(members[exchange.rank], whole))
             if returning is not None:
                 self._add(*returning)
-            returning = members, started
+            returning = number, members, started
         if returning is not None:
             self._add(*returning)
+
+    def _directions(self, number: int, members: Sequence[Sequence[_Matrix]]) -> dict[str, torch.Tensor]:
+        """Move this rank's momenta of a round's matrices; return the directions that it sends, beside each other."""
+        sent = [m for owner, owned in enumerate(members) for m in owned if self._exchange.is_source(m.name, owner)]
+        others = [
+            m for owner, owned in enumerate(members) for m in owned if not self._exchange.is_source(m.name, owner)
+        ]
+        parameters = [matrix.parameter for matrix in (*sent, *others)]
+        momenta = [local(momentum_of(self, parameter)) for parameter in parameters]
+        sizes = [momentum.numel() for momentum in momenta[: len(sent)]]
+        device = momenta[0].device
+        buffer = torch.empty(sum(sizes), dtype=working_type(device), device=device)
+        directions = [part.view_as(momentum) for part, momentum in zip(buffer.split(sizes), momenta, strict=False)]
+        if not self._moved_by_kernel(number, parameters, momenta, buffer, sizes):
+            gradients = self._scaled_gradients(parameters)
+            if self.skips_update is not None:
+                # Where an update is skipped, on the device, the momentum stands in for a gradient that may be NaN, and
+                # so stays what it is. The host does not wait.
+                skips = self.skips_update.bool()
+                for momentum, gradient in zip(momenta, gradients, strict=True):
+                    torch.where(skips, momentum, gradient, out=gradient)
+            torch._foreach_lerp_(momenta, gradients, 1 - MOMENTUM)
+            if sent:
+                ahead = torch._foreach_lerp(gradients[: len(sent)], momenta[: len(sent)], MOMENTUM)
+                torch._foreach_copy_(directions, ahead)
+        return {matrix.name: direction for matrix, direction in zip(sent, directions, strict=True)}
+
+    def _moved_by_kernel(
+        self,
+        number: int,
+        parameters: Sequence[nn.Parameter],
+        momenta: Sequence[torch.Tensor],
+        buffer: torch.Tensor,
+        sizes: Sequence[int],
+    ) -> bool:
+        """Return True if our kernel has moved the momenta and written the directions, False if it cannot."""
+        if not runs_triton(buffer):
+            return False
+        from workbench.optimizers import muon_kernel
+
+        gradients = [local(p.grad) for p in parameters if p.grad is not None]
+        table = self._table(2 * number)
+        if not muon_kernel.fill_directions(table, gradients, momenta, sizes):
+            return False
+        muon_kernel.directions(table, buffer, MOMENTUM, factor=self.gradient_factor, skips=self.skips_update)
+        return True
 
     def _rounds_of(self, matrices: Sequence[_Matrix]) -> list[list[list[_Matrix]]]:
         """Return the matrices that each owner orthogonalises in each round; all ranks find the same."""
@@ -218,7 +248,7 @@ class MuonAndAdamW(ShardedAdamW):
         if names != self._rounds[0]:
             flops = {matrix.name: orthogonalisation_flops(matrix.shape, matrix.projections) for matrix in matrices}
             owners = shared_out(flops, self._exchange.ranks)
-            alike = sorted(matrices, key=lambda m: (sorted(m.shape), m.projections.sizes, names.index(m.name)))
+            alike = sorted(matrices, key=lambda m: (sorted(m.shape), m.shape, m.projections.sizes, names.index(m.name)))
             rounds: list[list[list[_Matrix]]] = []
             for owner in range(self._exchange.ranks):
                 number, elements = 0, 0
@@ -236,38 +266,75 @@ class MuonAndAdamW(ShardedAdamW):
         return self._rounds[1]
 
     def _orthogonalised(
-        self, matrices: Sequence[_Matrix], whole: Mapping[str, torch.Tensor], kept: torch.Tensor | None
+        self, matrices: Sequence[_Matrix], whole: Mapping[str, torch.Tensor]
     ) -> dict[str, torch.Tensor]:
-        """Return the updates of whole matrices for a rate of 1, by name; zeros where `kept` is 0."""
+        """Return the updates of whole matrices for a rate of 1, by name."""
         batches: dict[Any, list[tuple[_Matrix, int, torch.Tensor]]] = defaultdict(list)
         updates: dict[str, list[torch.Tensor]] = {}
         for matrix in matrices:
             held, sizes = whole[matrix.name], matrix.projections.sizes
             updates[matrix.name] = list(held.split(sizes, matrix.projections.output_dim)) if sizes else [held]
             for index, part in enumerate(updates[matrix.name]):
-                wide = part if part.shape[0] <= part.shape[1] else part.mT
-                batches[matrix.name if matrix.is_apart else None, wide.shape].append((matrix, index, wide))
+                batches[matrix.name if matrix.is_apart else None, part.shape].append((matrix, index, part))
         for members in batches.values():
-            found = orthogonalised(torch.stack([wide for _, _, wide in members]))
+            found = orthogonalised(_stacked([part for _, _, part in members]))
             factors = [matrix.scales[index] / matrix.scales[0] for matrix, index, _ in members]
             if any(factor != 1 for factor in factors):
                 found *= torch.tensor(factors, device=found.device, dtype=found.dtype)[:, None, None]
-            if kept is not None:
-                found *= kept.to(found.dtype)
-            for (matrix, index, wide), update in zip(members, found.unbind(), strict=True):
-                parts = updates[matrix.name]
-                parts[index] = update if wide.shape == parts[index].shape else update.mT
+            for (matrix, index, _), update in zip(members, found.unbind(), strict=True):
+                updates[matrix.name][index] = update
         return {
             matrix.name: torch.cat(parts, matrix.projections.output_dim) if len(parts) > 1 else parts[0]
             for matrix in matrices
             for parts in (updates[matrix.name],)
         }
 
-    def _add(self, members: Sequence[Sequence[_Matrix]], arriving: Callable[[], Mapping[str, torch.Tensor]]) -> None:
-        """Add one round's updates to this rank's shards."""
-        updates = arriving()
-        for matrix in (matrix for owned in members for matrix in owned):
-            local(matrix.parameter).add_(updates[matrix.name], alpha=-matrix.group["lr"] * matrix.scales[0])
+    def _add(self, number: int, members: Sequence[Sequence[_Matrix]], arriving: Arriving) -> None:
+        """Let this rank's shards of one round's matrices decay, and add their updates."""
+        arrived = arriving()
+        matrices = [matrix for owned in members for matrix in owned]
+        shards, updates = [local(m.parameter) for m in matrices], [arrived[m.name] for m in matrices]
+        rates = [matrix.group["lr"] * matrix.scales[0] for matrix in matrices]
+        decays = [matrix.group["lr"] * matrix.group["weight_decay"] for matrix in matrices]
+        if self._added_by_kernel(number, matrices, shards, updates, rates, decays):
+            return
+        kept = None if self.skips_update is None else 1 - self.skips_update
+        for shard, update, rate, decay in zip(shards, updates, rates, decays, strict=True):
+            if decay:
+                shard.mul_(1 - (decay if kept is None else decay * kept))
+            shard.add_(update if kept is None else update * kept.to(update.dtype), alpha=-rate)
+
+    def _added_by_kernel(
+        self,
+        number: int,
+        matrices: Sequence[_Matrix],
+        shards: Sequence[torch.Tensor],
+        updates: Sequence[torch.Tensor],
+        rates: Sequence[float],
+        decays: Sequence[float],
+    ) -> bool:
+        """Return True if our kernel has updated the shards, False if it cannot."""
+        if not runs_triton(shards[0]):
+            return False
+        from workbench.optimizers import muon_kernel
+
+        copies = [self.copies.get(matrix.parameter) for matrix in matrices]
+        table = self._table(2 * number + 1)
+        if not muon_kernel.fill_updates(table, shards, updates, copies):
+            return False
+        muon_kernel.add(table, rates, decays, dtype=updates[0].dtype, skips=self.skips_update)
+        written = {m.parameter: m.parameter._version for m, c in zip(matrices, copies, strict=True) if c is not None}
+        self.copied = {**self.copied, **written}
+        return True
+
+
+def _stacked(matrices: Sequence[torch.Tensor]) -> torch.Tensor:
+    """Return matrices of one shape as a batch [B, m, n]: a view of them where they lie beside each other."""
+    first, base = matrices[0], matrices[0].untyped_storage().data_ptr()
+    places = [(m.untyped_storage().data_ptr(), m.storage_offset()) if m.is_contiguous() else (0, 0) for m in matrices]
+    if places == [(base, first.storage_offset() + index * first.numel()) for index in range(len(matrices))]:
+        return first.as_strided((len(matrices), *first.shape), (first.numel(), *first.stride()))
+    return torch.stack(list(matrices))
 
 
 def update_scale(shape: tuple[int, int], scale: str) -> float:
