@@ -27,7 +27,7 @@ and number of elements."""
 
 
 class TensorTable:
-    """What a kernel knows of the tensors of one list, on their device. It is sent only when an address has changed."""
+    """The addresses of one list of tensors, on their device. They are sent only when one of them has changed."""
 
     def __init__(self) -> None:
         self._rows: list[tuple[int, ...]] = []
