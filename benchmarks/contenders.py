@@ -131,7 +131,7 @@ ROWS = {
     "opt-350m-512": Row(_opt, 512, 256, ("ddp", "fsdp", "deepspeed1", "deepspeed3"), (16, 32, 64), {}),
     "gpt3-1.3b": Row(_gpt3, 2048, 64, ("ddp", "fsdp", *LIBRARIES), (2, 4, 8, 16), {}),
     "gpt3-1.3b-512": Row(_gpt3, 512, 256, ("ddp", "fsdp", *LIBRARIES), (8, 16, 32, 64), {}),
-    "gpt3-13b": Row(_gpt3_13b, 2048, 64, ("fsdp3", *LIBRARIES[1:]), (1, 2, 4, 8), {}),
+    "gpt3-13b": Row(_gpt3_13b, 2048, 32, ("fsdp3", *LIBRARIES[1:]), (1, 2, 4, 8), {}),
     "4.8b": Row(_largest, 512, 256, ("fsdp", "fsdp3", "pp4"), (4, 8, 16, 32, 64), {}),
 }
 

@@ -30,7 +30,7 @@ from workbench.planning.planner import Plans
 from workbench.runs.history import Evaluations, History, read_tail
 from workbench.runs.registry import Runs, load_runs
 from workbench.runs.run import Run
-from workbench.sweeps.grid import Grid, MeasuredCell, MeasuredGrid, contention, lost_time
+from workbench.sweeps.grid import Cell, Grid, MeasuredCell, MeasuredGrid, contention, lost_time
 from workbench.sweeps.sweep import Configuration, Sweep
 from workbench.units import GIB, duration, gib
 
@@ -59,21 +59,22 @@ Line = tuple[Array, Array]
 
 
 @checked_arguments
-def heat_map(sweep: Sweep | Grid, x: str | None = None, y: str | None = None) -> Figure:
+def heat_map(sweep: Sweep | Grid | MeasuredGrid, x: str | None = None, y: str | None = None) -> Figure:
     """Draw the mean objective of a sweep over two of its axes; other axes show the best of their values.
 
-    Of a grid of plans it draws the predicted speed, with all other axes along the height.
+    Of a grid of plans it draws the predicted speed, and of a measured grid the measured one, with all other axes along
+    the height.
 
     Args:
-        sweep: the sweep, at work or complete, or a grid. A cell has no colour without a finished run or a plan; it says
-            whether its runs were stopped or failed, or by how much its plan overflows.
+        sweep: the sweep, at work or complete, a grid, or a measured grid. A cell has no colour without a finished run
+            or a plan; it says whether its runs were stopped or failed, or by how much its plan overflows.
         x: axis along the width; by default the first of a sweep, the last of a grid with several values.
         y: axis along the height; by default the second of a sweep, if there is one.
 
     Raises `UnknownParameter` for an axis that the sweep lacks.
     """
     axes = list(sweep.axes)
-    if isinstance(sweep, Grid):
+    if isinstance(sweep, Grid | MeasuredGrid):
         x = sweep.varied[-1] if x is None else x
         if x not in axes or y is not None:
             wrong = y if x in axes else x
@@ -173,55 +174,71 @@ def _in_order(values: Sequence[Any]) -> list[str]:
     return [str(value) for value in (sorted(set(values)) if numbers else sorted(set(values), key=str))]
 
 
-def draw_grid(grid: Grid, x: str) -> Figure:
+@dataclass(frozen=True)
+class _Tile:
+    """One cell of a heat map of plans, as it is drawn."""
+
+    step_ms: float = np.nan
+    words: str = ""
+    hover: str = ""
+
+
+def draw_grid(grid: Grid | MeasuredGrid, x: str) -> Figure:
     """Draw a cell for each combination: choice `x` along the width, all others along the height.
 
-    The colour is the speed as a share of the best cell's. A cell shows its step and what the step loses most to. The
-    best and the worst cell have a frame. A cell without a plan says by how much it overflows, or has a dash where its
-    degrees make no plan; the whole reason is under the mouse.
+    The colour is the speed as a share of the best cell's. A predicted cell shows its step and what the step loses most
+    to, a measured one its step and the prediction's error. The best and the worst cell have a frame. A cell without a
+    plan says by how much it overflows, or has a dash where its degrees make no plan; the whole reason is under the
+    mouse.
     """
     others = [name for name in grid.varied if name != x]
     short = [SHORT.get(name, name) for name in others]
     rows = list(itertools.product(*(grid.axes[name] for name in others)))
-    found = {tuple(cell.choices[name] for name in (*others, x)): cell for cell in grid.cells}
-    cells = [[found[(*row, value)] for value in grid.axes[x]] for row in rows]
-    best = grid.best.step_ms if grid.feasible else np.inf
-    words: list[list[str]] = []
-    for line in cells:
-        words.append([])
-        for cell in line:
-            if cell.plan is None:
-                words[-1].append("" if cell.overflow_bytes is None else f"+ {gib(cell.overflow_bytes)}")
-            else:
-                name, share = lost_time(cell.plan)
-                words[-1].append(f"{duration(cell.step_ms / 1e3)}<br>{name} {100 * share:.0f} %")
-    plans = [["" if cell.plan is None else f"{cell.plan.describe()}, " for cell in line] for line in cells]
-    hover = [
-        [theme.text(f"{cell.name}: {plan}{cell.reason}") for cell, plan in zip(*pair, strict=True)]
-        for pair in zip(cells, plans, strict=True)
-    ]
+    tile = _predicted_tile if isinstance(grid, Grid) else _measured_tile
+    cells = grid.cells if isinstance(grid, Grid) else grid.cells()
+    found = {tuple(cell.choices[name] for name in (*others, x)): tile(cell) for cell in cells}
+    tiles = [[found.get((*row, value), _Tile()) for value in grid.axes[x]] for row in rows]
+    steps_ms = np.array([[each.step_ms for each in line] for line in tiles])
+    has_step = bool(np.isfinite(steps_ms).any())
     figure = _colored(
         [str(value) for value in grid.axes[x]],
         [theme.text(" · ".join(f"{n} {v}" for n, v in zip(short, row, strict=True))) for row in rows],
-        words,
-        z=[[best / cell.step_ms if cell.plan is not None else np.nan for cell in line] for line in cells],
+        [[each.words for each in line] for line in tiles],
+        z=((np.nanmin(steps_ms) if has_step else np.nan) / steps_ms).tolist(),
         zmin=0,
         zmax=1,
-        customdata=hover,
+        customdata=[[each.hover for each in line] for line in tiles],
         hovertemplate="%{customdata}<extra></extra>",
         colorbar={"title": {"text": "speed"}, "tickformat": ".0%"},
     )
-    marked = ((grid.best, theme.INK), (grid.worst, theme.ALERT)) if grid.feasible else ()
-    for cell, color in marked:
-        row, column = next((at, line.index(cell)) for at, line in enumerate(cells) if cell in line)
+    for extreme, color in ((np.nanargmin, theme.INK), (np.nanargmax, theme.ALERT)) if has_step else ():
+        row, column = np.unravel_index(int(extreme(steps_ms)), steps_ms.shape)
         corners = {"x0": column - 0.5, "x1": column + 0.5, "y0": row - 0.5, "y1": row + 0.5}
         figure.add_shape(type="rect", line={"color": color, "width": 4}, **corners)
     figure.update_xaxes(title_text=theme.text(x))
     figure.update_yaxes(autorange="reversed")
+    headline = grid.headline() if isinstance(grid, Grid) else grid.name
     subtitle = "<br>".join(theme.text(line) for line in grid.sentences()[:3])
-    title = theme.title(theme.text(grid.headline()), subtitle)
+    title = theme.title(theme.text(headline), subtitle)
     height = ROOM_PX + ROW_PX * max(3, len(rows))
     return figure.laid_out(height=height, title=title, margin={"t": 90})
+
+
+def _predicted_tile(cell: Cell) -> _Tile:
+    if cell.plan is None:
+        words = "" if cell.overflow_bytes is None else f"+ {gib(cell.overflow_bytes)}"
+        return _Tile(words=words, hover=theme.text(f"{cell.name}: {cell.reason}"))
+    name, share = lost_time(cell.plan)
+    words = f"{duration(cell.step_ms / 1e3)}<br>{name} {100 * share:.0f} %"
+    return _Tile(cell.step_ms, words, theme.text(f"{cell.name}: {cell.plan.describe()}, {cell.reason}"))
+
+
+def _measured_tile(cell: MeasuredCell) -> _Tile:
+    hover = theme.text(f"{cell.name}: {cell.plan.describe()}{cell.reason and ', '}{cell.reason}")
+    if cell.step_ms is None:
+        return _Tile(words=theme.text(cell.state), hover=hover)
+    error = cell.predicted_ms / cell.step_ms - 1
+    return _Tile(cell.step_ms, f"{duration(cell.step_ms / 1e3)}<br>predicted {error:+.0%}", hover)
 
 
 def _colored(x: list[str], y: list[str], words: list[list[str]], **fields: Any) -> Figure:

@@ -414,6 +414,17 @@ class MeasuredGrid(Queue):
     def _plans(self) -> list[Plan]:
         return [self.directory.plan(entry) for entry in self.directory.queue()]
 
+    @property
+    def axes(self) -> Mapping[str, tuple[Any, ...]]:
+        """The choices of the cells with the values that occur, from the smallest."""
+        choices = [self.directory.values(entry) for entry in self.directory.queue()]
+        return {name: tuple(sorted({each[name] for each in choices})) for name in choices[0]}
+
+    @property
+    def varied(self) -> tuple[str, ...]:
+        """The axes with more than one value; all axes if none has more."""
+        return tuple(name for name, values in self.axes.items() if len(values) > 1) or tuple(self.axes)
+
     def cells(self) -> tuple[MeasuredCell, ...]:
         """Return the cells of the queue in its order, measured or not."""
         return tuple(map(self._cell, self.directory.queue(), self._plans))
