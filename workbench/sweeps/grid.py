@@ -416,9 +416,10 @@ class MeasuredGrid(Queue):
 
     @property
     def axes(self) -> Mapping[str, tuple[Any, ...]]:
-        """The choices of the cells with the values that occur, from the smallest."""
+        """The choices of the cells with the values that occur, from the smallest; None, which was searched, is last."""
         choices = [self.directory.values(entry) for entry in self.directory.queue()]
-        return {name: tuple(sorted({each[name] for each in choices})) for name in choices[0]}
+        found = {name: {each[name] for each in choices} for name in choices[0]}
+        return {name: (*sorted(values - {None}), *values & {None}) for name, values in found.items()}
 
     @property
     def varied(self) -> tuple[str, ...]:
