@@ -194,9 +194,8 @@ def draw_grid(grid: Grid | MeasuredGrid, x: str) -> Figure:
     others = [name for name in grid.varied if name != x]
     short = [SHORT.get(name, name) for name in others]
     rows = list(itertools.product(*(grid.axes[name] for name in others)))
-    tile = _predicted_tile if isinstance(grid, Grid) else _measured_tile
-    cells = grid.cells if isinstance(grid, Grid) else grid.cells()
-    found = {tuple(cell.choices[name] for name in (*others, x)): tile(cell) for cell in cells}
+    cells: Sequence[Cell | MeasuredCell] = grid.cells if isinstance(grid, Grid) else grid.cells()
+    found = {tuple(cell.choices[name] for name in (*others, x)): _tile(cell) for cell in cells}
     tiles = [[found.get((*row, value), _Tile()) for value in grid.axes[x]] for row in rows]
     steps_ms = np.array([[each.step_ms for each in line] for line in tiles])
     has_step = bool(np.isfinite(steps_ms).any())
@@ -224,21 +223,19 @@ def draw_grid(grid: Grid | MeasuredGrid, x: str) -> Figure:
     return figure.laid_out(height=height, title=title, margin={"t": 90})
 
 
-def _predicted_tile(cell: Cell) -> _Tile:
+def _tile(cell: Cell | MeasuredCell) -> _Tile:
+    if isinstance(cell, MeasuredCell):
+        hover = theme.text(f"{cell.name}: {cell.plan.describe()}{cell.reason and ', '}{cell.reason}")
+        if cell.step_ms is None:
+            return _Tile(words=theme.text(cell.state), hover=hover)
+        error = cell.predicted_ms / cell.step_ms - 1
+        return _Tile(cell.step_ms, f"{duration(cell.step_ms / 1e3)}<br>predicted {error:+.0%}", hover)
     if cell.plan is None:
         words = "" if cell.overflow_bytes is None else f"+ {gib(cell.overflow_bytes)}"
         return _Tile(words=words, hover=theme.text(f"{cell.name}: {cell.reason}"))
     name, share = lost_time(cell.plan)
     words = f"{duration(cell.step_ms / 1e3)}<br>{name} {100 * share:.0f} %"
     return _Tile(cell.step_ms, words, theme.text(f"{cell.name}: {cell.plan.describe()}, {cell.reason}"))
-
-
-def _measured_tile(cell: MeasuredCell) -> _Tile:
-    hover = theme.text(f"{cell.name}: {cell.plan.describe()}{cell.reason and ', '}{cell.reason}")
-    if cell.step_ms is None:
-        return _Tile(words=theme.text(cell.state), hover=hover)
-    error = cell.predicted_ms / cell.step_ms - 1
-    return _Tile(cell.step_ms, f"{duration(cell.step_ms / 1e3)}<br>predicted {error:+.0%}", hover)
 
 
 def _colored(x: list[str], y: list[str], words: list[list[str]], **fields: Any) -> Figure:
