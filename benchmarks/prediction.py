@@ -143,7 +143,6 @@ that losses can be compared."""
 TRIAL = {
     "tiny": Case(_tiny, 64, 16),
     "tiny-sparse": _sparse(_tiny, 16, 16, 0.5),
-    "tiny-sparse-at-75": _sparse(_tiny, 16, 16, 0.75),
 }
 """Of no interest but to see on any machine that this runs."""
 KNOWN = CASES | OTHERS | SPARSE | TRIAL
@@ -183,8 +182,7 @@ SETS: dict[str, dict[str, tuple[Mapping[str, Any], ...]]] = {
     },
     "trial": {
         "tiny": ({}, {**_PLAIN, "data": 2, "zero": 0, "micro_batch": 4, EXCEEDS: 0.05}),
-        "tiny-sparse": _BOTH_FORMS,
-        "tiny-sparse-at-75": ({"block_sparse": True},),
+        "tiny-sparse": ({"block_sparse": False},),
     },
 }
 """Cases, the most telling first, and what each of their plans is told; the planner chooses the rest."""

@@ -57,6 +57,8 @@ LAYERS = (
     Layer("BERT-Base, feed-forward in", 3072, 768),
     Layer("BERT-Base, feed-forward out", 768, 3072),
     Layer("BERT-Base, attention", 768, 768),
+    Layer("BERT-Medium, feed-forward in", 2048, 512),
+    Layer("BERT-Medium, attention", 512, 512),
 )
 
 
