@@ -142,7 +142,7 @@ SPARSE = {
 that losses can be compared."""
 TRIAL = {
     "tiny": Case(_tiny, 64, 16),
-    "tiny-sparse": _sparse(_tiny, 16, 16, 0.5),
+    "tiny-sparse": Case(_tiny, 64, 16, sparsity=wb.sparsity.Static(sparsity=0.5, block=16), steps=100),
 }
 """Of no interest but to see on any machine that this runs."""
 KNOWN = CASES | OTHERS | SPARSE | TRIAL
