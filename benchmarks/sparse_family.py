@@ -47,12 +47,14 @@ def main() -> None:
     ends = time.time() + 60 * given.minutes
     parameters = {"preset": "full", "corpus": given.text}
     parameters |= {name: json.loads(value) for name, value in (item.split("=", 1) for item in given.p)}
-    spawn, gpus = multiprocessing.get_context("spawn"), torch.cuda.device_count()
-    numbers = spawn.Queue()
-    for number in range(gpus):
-        numbers.put(number)
+    spawn, visible = multiprocessing.get_context("spawn"), os.environ.get("CUDA_VISIBLE_DEVICES")
+    count = torch.cuda.device_count()
+    gpus = visible.split(",")[:count] if visible else [str(number) for number in range(count)]
+    queue = spawn.Queue()
+    for gpu in gpus:
+        queue.put(gpu)
     names: dict[str, Any] = {}
-    with ProcessPoolExecutor(max(1, gpus), spawn, take_gpu, (numbers, gpus)) as pool:
+    with ProcessPoolExecutor(max(1, count), spawn, take_gpu if gpus else None, (queue,) if gpus else ()) as pool:
         for cell in nbformat.read(TEMPLATE, 4).cells:
             if cell.cell_type != "code":
                 continue
@@ -66,10 +68,9 @@ def main() -> None:
                 return
 
 
-def take_gpu(numbers: Queue[int], gpus: int) -> None:
+def take_gpu(queue: Queue[str]) -> None:
     """Show a process of the pool the next GPU only, for the measurement of blocks and for its runs."""
-    if gpus:
-        os.environ["CUDA_VISIBLE_DEVICES"] = str(numbers.get())
+    os.environ["CUDA_VISIBLE_DEVICES"] = queue.get()
 
 
 def train(
