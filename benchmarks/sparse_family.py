@@ -13,6 +13,7 @@ GPUs as well.
 from __future__ import annotations
 
 import argparse
+import contextlib
 import json
 import multiprocessing
 import os
@@ -29,6 +30,7 @@ import nbformat
 import torch
 
 import workbench as wb
+from workbench.errors import RunFailed
 
 TEMPLATE = Path(__file__).resolve().parents[1] / "templates" / "sparse_pareto.ipynb"
 PARAMETERS, TRAINS, LAST = "preset = ", "def train(", "\nsecond = "
@@ -98,7 +100,8 @@ def train_one(experiment: dict[str, Any], path: Path, ends: float) -> None:
     """Train an experiment, or wait for the run of it that an earlier start has left."""
     try:
         if path.exists():
-            wb.load_run(path).wait(timeout=max(1.0, ends - time.time()))
+            with contextlib.suppress(RunFailed):  # it was interrupted, or failed: train it anew
+                wb.load_run(path).wait(timeout=max(1.0, ends - time.time()))
             if has_finished(path):
                 return
         settings = wb.Experiment.from_json(experiment).replace(checkpoints=wb.Checkpoints(keep=0))
