@@ -1,11 +1,13 @@
 """The template of sparse training, executed in miniature with real trainings."""
 
 import shutil
+import time
 from statistics import fmean
 
 import pytest
 
 import workbench as wb
+from benchmarks import sparse_family
 from tests.distributed.documents import executed
 from workbench.analysis.curve import scatter_of
 from workbench.sparsity import learning_rate
@@ -62,9 +64,23 @@ def test_the_template_trains_a_family_and_says_what_the_losses_show(tmp_path, mo
         place = tmp_path / "trained" / f"{name}{pattern}-{settings.learning_rate:.2e}-seed{settings.seed}"
         place.parent.mkdir(exist_ok=True)
         place.symlink_to(run.path)
-    shutil.rmtree(tmp_path / "addresses")
+    (tmp_path / "addresses").rename(tmp_path / "text")
     (tmp_path / "addresses").mkdir()
     shown = executed("sparse_pareto", tmp_path, monkeypatch, **small, trained=str(tmp_path / "trained"))
     assert not shown.runs
     assert shown.printed("def times(row)") == table
     assert shown.printed("def verdict(") == claims
+    (tmp_path / "addresses").rmdir()
+    (tmp_path / "text").rename(tmp_path / "addresses")
+
+    # A run that a killed machine left is trained anew, and one that has finished is left as it is.
+    left, finished = tmp_path / "left", document.runs[0]
+    shutil.copytree(finished.path, left)
+    events = (left / "events.jsonl").read_bytes().splitlines(keepends=True)
+    (left / "events.jsonl").write_bytes(b"".join(events[: len(events) // 2]))
+    assert not sparse_family.has_finished(left)
+    for _ in range(2):
+        sparse_family.train_one(finished.experiment.to_json(), left, time.time() + 200)
+        assert sparse_family.has_finished(left)
+    assert wb.load_run(left).evaluations().eval_loss[-1] == pytest.approx(finished.evaluations().eval_loss[-1])
+    assert len(list(tmp_path.glob("interrupted-*-left"))) == 1
