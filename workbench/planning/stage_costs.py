@@ -250,8 +250,10 @@ class DeviceCosts:
         if hooks_ms is not None:
             # FSDP2 adds gradients to earlier ones by itself.
             byte_ms = 1e3 / (self.device.memory_bandwidth * self.device.efficiency.bandwidth)
-            accumulation_ms = ACCUMULATE_BYTES * self.table(tensor).block_trained * byte_ms
-            costs = replace(costs, backward_ms=np.maximum(0.0, costs.backward_ms - accumulation_ms))
+            accumulated = ACCUMULATE_BYTES * self.table(tensor).block_trained
+            if low_precision:  # in bf16, where weights are
+                accumulated = accumulated - (FP32 - BF16) * self.table(tensor).own_cast
+            costs = replace(costs, backward_ms=np.maximum(0.0, costs.backward_ms - accumulated * byte_ms))
         nothing = np.zeros_like(costs.forward_ms)
         again = {"none": nothing, "selective": costs.selective_recompute_ms, "full": costs.full_recompute_ms}
         hooks = hooks_ms or (0.0, 0.0)
