@@ -106,8 +106,7 @@ def pareto_points(runs: Sequence[Run]) -> list[ParetoPoint]:
             )
         fields = {name: value for name, value in values_by_name(run.config).items() if name not in NOT_COMPARED}
         groups.setdefault(json.dumps(fields, sort_keys=True), []).append(run)
-    points = []
-    several_optimizers = len({run.experiment.optimizer.name for run in runs}) > 1
+    points: list[ParetoPoint] = []
     for same in groups.values():
         experiment = same[0].experiment
         if isinstance(experiment.model, UserModel) or experiment.data.is_user_defined:
@@ -116,9 +115,9 @@ def pareto_points(runs: Sequence[Run]) -> list[ParetoPoint]:
                 "that its FLOPs are unknown. Compare it with wb.compare(runs, x='flops')."
             )
         sparsity = experiment.sparsity
+        name = f"{experiment.model.name}, {'dense' if sparsity is None else sparsity.label}"
         point = ParetoPoint(
-            f"{experiment.model.name}, {'dense' if sparsity is None else sparsity.label}"
-            + (f", {experiment.optimizer.name}" if several_optimizers else ""),
+            name + (f", {experiment.optimizer.name}" if name in {point.name for point in points} else ""),
             "dense" if sparsity is None else type(sparsity).__name__.lower(),
             sample_flops(experiment).at_labels / 1e9,
             float(np.mean([run.history().seconds[-1] for run in same])),
