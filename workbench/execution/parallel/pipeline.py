@@ -60,7 +60,8 @@ def channels(coordinate: MeshCoordinate, schedule: str) -> Channels:
         return found
     for replica, boundary, type_ in itertools.product(range(replicas), range(ranks), "FB"):
         pair = [replica + each % ranks * replicas for each in (boundary, boundary + 1)]
-        group = dist.new_group(pair)  # a collective call of all ranks, also of those that are not in the group
+        # A collective call of all ranks, also of those that are not in the group; a stall is told by its description.
+        group = dist.new_group(pair, group_desc="mesh_pp")
         if coordinate.rank in pair:
             found[type_, boundary] = group
     return found
