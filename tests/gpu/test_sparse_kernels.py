@@ -14,6 +14,7 @@ from torch import nn
 from tests.gpu.machine import DEVICE
 from tests.unit.sparse_kernel_cases import BERT_BASE, SCALED_BERT, Case, differences, miniature, random_mask
 from workbench.sparsity.kernels import BlockIndex, BlockSparseLinear, block_sparse_linear, to_compact
+from workbench.sparsity.pattern import initial, uniform
 
 pytestmark = pytest.mark.skipif(DEVICE != "cuda", reason="on a CPU the unit tests run these kernels in the interpreter")
 FULL_SIZE = [
@@ -138,3 +139,9 @@ def _output_and_gradients(case: Case) -> list[torch.Tensor]:
     assert weight.grad is not None
     assert hidden.grad is not None
     return [output.detach(), weight.grad, hidden.grad]
+
+
+def test_patterns_are_hashed_to_the_same_bits_on_a_gpu() -> None:
+    for key, shape in (("0/weight/0", (768, 3072)), ("7/layer.0/159", (33, 7))):
+        assert torch.equal(uniform(key, shape, "cuda").cpu(), uniform(key, shape))
+    assert torch.equal(initial((768, 768), 4, 3686, "0/weight", "cuda").cpu(), initial((768, 768), 4, 3686, "0/weight"))
