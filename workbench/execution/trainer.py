@@ -28,7 +28,7 @@ from workbench.execution.blocks.loss_runners import LabelCounter
 from workbench.execution.blocks.sparse_weights import BlockSparseWeights, MaskedWeights, SparseWeights
 from workbench.execution.gradients import GradientAllReduce, GradientNorms
 from workbench.execution.parallel import MeshCoordinate
-from workbench.execution.parallel.pipeline import FIELD, ForwardOnly, PipeStage, Schedules, channels
+from workbench.execution.parallel.pipeline import FIELD, ForwardOnly, PipeStage, Schedules
 from workbench.execution.parallel.sharding import ReplicaExchange, ShardedTensors, distribute, is_sharded, local
 from workbench.execution.parallel.stage import RankStages
 from workbench.experiment import Experiment, Numerics
@@ -65,7 +65,6 @@ class Trainer:
         self.experiment, self.plan, self.graph = experiment, plan, graph
         self.stages, self.context, self.coordinate = stages, context, coordinate
         is_prepared = plan.all_reduces_gradients or plan.shards  # FSDP2 sharded the stages when they were built
-        transfers = channels(coordinate, plan.schedule)
         pipe_stages = [
             PipeStage(
                 stage if is_prepared else distribute(stage, coordinate.data_mesh, plan.zero, plan.precision),
@@ -73,7 +72,6 @@ class Trainer:
                 coordinate.pipeline_rank + index * plan.pipeline,
                 len(plan.stages),
                 group=coordinate.pipeline_group,
-                channels=transfers,
                 context=context,
                 zero=plan.zero,
             )

@@ -6,8 +6,7 @@
 - under FSDP2, gradients are reduced during the backward that completes them, overlapped with it; the stock class turns
   the reduction off and runs it alone after the last backward;
 - schedules with several stages per rank do not see that a stage is sharded: FSDP2's own hooks all-gather each block,
-  one block ahead of the host's launches, whereas torch's schedules would all-gather whole stages ahead;
-- under these schedules each direction between two ranks has a process group of its own (`channels`).
+  one block ahead of the host's launches, whereas torch's schedules would all-gather whole stages ahead.
 """
 
 from __future__ import annotations
@@ -40,33 +39,6 @@ FIELD = "field "
 """Prefix of batch fields on their way through a schedule, whose `step` has arguments of its own: `target`, `losses`."""
 
 
-Channels = Mapping[tuple[str, int], dist.ProcessGroup]
-"""Process groups by type of action (`F` for activations, `B` for gradients) and boundary, where boundary `r` joins
-pipeline ranks `r` and `r + 1`, and the last one the last rank and the first."""
-
-
-def channels(coordinate: MeshCoordinate, schedule: str) -> Channels:
-    """Return a process group for each direction in which this rank of a pipeline sends or receives.
-
-    All ranks of the mesh must call this. The groups are for schedules with several stages per rank, whose runtime posts
-    each transfer alone and receives ahead of their use; `{}` for others, which post sends together with receives. NCCL
-    runs the operations of one group in one stream, in the order in which they are posted: in the pipeline's group a
-    receive whose sender still computes would hold up all that this rank has ready to send. In a group of one direction
-    both ranks post the same transfers in the same order, so that none waits for another.
-    """
-    found = dict[tuple[str, int], dist.ProcessGroup]()
-    ranks, replicas = coordinate.pipeline, coordinate.data * coordinate.tensor
-    if not SCHEDULES[schedule].interleaves or ranks == 1:
-        return found
-    for replica, boundary, type_ in itertools.product(range(replicas), range(ranks), "FB"):
-        pair = [replica + each % ranks * replicas for each in (boundary, boundary + 1)]
-        # A collective call of all ranks, also of those that are not in the group; a stall is told by its description.
-        group = dist.new_group(pair, group_desc="mesh_pp")
-        if coordinate.rank in pair:
-            found[type_, boundary] = group
-    return found
-
-
 class _HiddenFsdpModule(nn.Module):
     """Runs an FSDP2 module without being recognised as one."""
 
@@ -89,7 +61,6 @@ class PipeStage(PipelineStage):
         num_stages: int,
         *,
         group: dist.ProcessGroup,
-        channels: Channels,
         context: StepContext,
         zero: int,
     ) -> None:
@@ -111,7 +82,6 @@ class PipeStage(PipelineStage):
             output_args=returned,
             group=group,
         )
-        self._channels = channels
         self._module = module
         self._received = stage.received
         self._context = context
@@ -139,24 +109,6 @@ class PipeStage(PipelineStage):
                 else gradient
                 for gradient, spec in pairs
             )
-
-    def get_fwd_recv_ops(self, fwd_chunk_id: int) -> list[dist.P2POp]:
-        return self._through_channel("F", self.group_rank - 1, super().get_fwd_recv_ops(fwd_chunk_id))
-
-    def get_fwd_send_ops(self, fwd_chunk_id: int) -> list[dist.P2POp]:
-        return self._through_channel("F", self.group_rank, super().get_fwd_send_ops(fwd_chunk_id))
-
-    def get_bwd_recv_ops(self, bwd_chunk_id: int) -> list[dist.P2POp]:
-        return self._through_channel("B", self.group_rank, super().get_bwd_recv_ops(bwd_chunk_id))
-
-    def get_bwd_send_ops(self, bwd_chunk_id: int) -> list[dist.P2POp]:
-        return self._through_channel("B", self.group_rank - 1, super().get_bwd_send_ops(bwd_chunk_id))
-
-    def _through_channel(self, type_: str, boundary: int, operations: list[dist.P2POp]) -> list[dist.P2POp]:
-        if not self._channels:
-            return operations
-        channel = self._channels[type_, boundary % self.group_size]
-        return [dist.P2POp(each.op, each.tensor, each.peer, channel) for each in operations]
 
     def backward_maybe_with_nosync(
         self, backward_type: Any, bwd_kwargs: dict[str, Any], last_backward: bool = False
