@@ -69,12 +69,13 @@ def end_elastic_launch(launcher: subprocess.Popen[bytes]) -> None:
     with contextlib.suppress(psutil.Error):
         workers = psutil.Process(launcher.pid).children(recursive=True)
     launcher.terminate()  # does nothing after its end
-    with contextlib.suppress(subprocess.TimeoutExpired):
-        launcher.wait(ELASTIC_GRACE_S)
-    if launcher.poll() is None:
+    try:
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            launcher.wait(ELASTIC_GRACE_S)
+    finally:  # also where the user interrupts the wait
         launcher.kill()
         launcher.wait()
-    for worker in workers:
-        with contextlib.suppress(psutil.Error):
-            worker.kill()
-    psutil.wait_procs(workers, timeout=10)
+        for worker in workers:
+            with contextlib.suppress(psutil.Error):
+                worker.kill()
+        psutil.wait_procs(workers, timeout=10)
