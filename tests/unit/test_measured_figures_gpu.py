@@ -211,11 +211,9 @@ def test_ratios_and_profiles_on_four_gpus_are_those_of_the_raw_file() -> None:
     assert f"**{statistics.median(errors):.1%}, {max(errors):.1%}**".replace("%", " %") in page
 
 
-def test_the_pair_with_muon_and_where_its_steps_go_are_those_of_the_raw_files() -> None:
-    files = ("pair_scaled_4xH200", "pair_large_4xH200", "pair_scaled_1xH200")
-    contents = [raw(f"throughput_{name}_e21906fd.json") for name in files]
-    rows = iter(table(BENCHMARKS, "| the pair, one round | contender |"))
-    steps = iter(table(BENCHMARKS, "| one step, a rank of four | rank |"))
+def compare_rows(contents: list[dict[str, Any]], rows_of: str, steps_of: str) -> None:
+    """Compare every contender's times, memory and prediction, and where a profiled step goes, with two tables."""
+    rows, steps = iter(table(BENCHMARKS, rows_of)), iter(table(BENCHMARKS, steps_of))
     for content in contents:
         first_ms, (predictions,) = 0.0, content["predictions"].values()
         for entry in content["measurements"]:
@@ -233,6 +231,37 @@ def test_the_pair_with_muon_and_where_its_steps_go_are_those_of_the_raw_files() 
                     told = [entry["phases"][rank][phase][key] for key in ("in all", "idle", "communication alone")]
                     assert all(map(shows, text.split(", "), told)), (name, phase)
     assert not [*rows, *steps]
+
+
+def test_scaled_bert_with_muon_and_pipelines_on_h100_are_those_of_the_raw_files() -> None:
+    contents = [raw(f"throughput_pair_scaled_{gpus}xH100_5ae47b19.json") for gpus in (4, 1)]
+    compare_rows(contents, "| scaled BERT on H100, one round | contender |", "| one step on H100 | rank |")
+    page, (one,) = words(BENCHMARKS), contents[1]["measurements"]
+    ours, ddp = (contents[0]["measurements"][at]["step_ms"] for at in (0, -1))
+    told = contents[0]["predictions"]["pair-scaled"]["ours"]["step_ms"]
+    ratio = statistics.median(ddp) / statistics.median(ours)
+    assert f"{ratio:.3f} times; {told:.1f} for {statistics.median(ours):.1f} ms" in words("README.md")
+    assert f"trains at {one['gpus'][0]['sm_mhz']['median']:,.0f} MHz" in page
+    assert f"of which {one['phases'][0]['update']['matrix products']:.1f} are products" in page
+    pipelines = raw("throughput_pp4_4xH100_1df2e1af.json")
+    predicted = list(pipelines["predictions"]["scaled-pp4"].values())
+    rows = table(BENCHMARKS, "| pipeline on H100 | ms |")
+    for row, entry, told in zip(rows, pipelines["measurements"], predicted, strict=False):
+        values = [statistics.median(entry["step_ms"]), entry["in_a_row_ms"], told["step_ms"], entry["peak_gib"]]
+        assert all(map(shows, row[1:5], values)), row
+    muon = [entry for content in contents for entry in content["measurements"] if entry["contender"].startswith("ours")]
+    told_ms = [each["step_ms"] for content in contents for each in content["predictions"]["pair-scaled"].values()]
+    for entries, predictions in ((muon, told_ms), (pipelines["measurements"], [each["step_ms"] for each in predicted])):
+        measured = [statistics.median(entry["step_ms"]) for entry in entries]
+        errors = [abs(ms / found - 1) for ms, found in zip(predictions, measured, strict=False)]
+        shown = f"{statistics.median(errors):.1%}, {max(errors):.1%}".replace("%", " %")
+        assert any(cells[2].startswith(shown) for cells in table(BENCHMARKS, "| goal | target |")), shown
+
+
+def test_the_pair_with_muon_and_where_its_steps_go_are_those_of_the_raw_files() -> None:
+    files = ("pair_scaled_4xH200", "pair_large_4xH200", "pair_scaled_1xH200")
+    contents = [raw(f"throughput_{name}_e21906fd.json") for name in files]
+    compare_rows(contents, "| the pair, one round | contender |", "| one step, a rank of four | rank |")
     page, (zero_1, zero_0) = words(BENCHMARKS), contents[0]["measurements"][:2]
     gathers = next(told for name, told in zero_1["collectives"].items() if "AllGather" in name)
     longest, shortest = gathers["longest rank ms"], gathers["without waiting ms"]

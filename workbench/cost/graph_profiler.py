@@ -26,7 +26,7 @@ from workbench.cost.profile import MUON_UPDATE, BlockCost, BlockTypeCost, Divide
 from workbench.cost.sparse_matrices import SparseMatrices
 from workbench.experiment import Experiment
 from workbench.optimizers.building import build_optimizer
-from workbench.optimizers.muon import orthogonalisation_flops
+from workbench.optimizers.muon import gram_elements, orthogonalisation_flops
 from workbench.tensors import TensorSpec
 from workbench.user_code import UserFunction
 
@@ -145,7 +145,8 @@ def with_optimizer(profile: Profile, experiment: Experiment, captured: Graph) ->
         for name, matrix in projections(captured, experiment.optimizer.fused_projections).items():
             spec = captured.parameters[name]
             flops = orthogonalisation_flops(spec.shape, matrix)
-            updates[name] = replace(cost, whole_flops=flops, whole_elements=spec.numel)
+            gram = gram_elements(spec.shape, matrix)
+            updates[name] = replace(cost, whole_flops=flops, whole_elements=spec.numel, gram_elements=gram)
         return replace(profile, optimizer_in_one_pass=not by_group, parameter_updates=updates)
     if isinstance(experiment.optimizer.algorithm, UserFunction):
         # Its update runs on the meta device; one that reads values, which that has not, on small tensors of the host.
@@ -176,6 +177,7 @@ def matrices_of(captured: Graph, matrices: Mapping[str, Projections], divided: C
         elements=sum(sizes.values()),
         divided_elements=sum(size for name, size in sizes.items() if name in divided),
         largest_flops=max(flops.values(), default=0.0),
+        gram_elements=sum(gram_elements(captured.parameters[name].shape, matrices[name]) for name in matrices),
         shapes=len({(sizes[name], flops[name]) for name in matrices}),
     )
 

@@ -59,6 +59,8 @@ class ParameterUpdate:
     """FLOPs of matrix products over the whole tensor, which one of the devices that hold a part of it computes."""
     whole_elements: int = 0
     """Elements of the whole tensor, where these products need it whole."""
+    gram_elements: int = 0
+    """Elements of the Gram matrices that these products make."""
 
 
 @dataclass(frozen=True)

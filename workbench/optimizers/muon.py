@@ -91,6 +91,11 @@ def orthogonalisation_flops(shape: Sequence[int], projections: Projections) -> f
     return sum(len(COEFFICIENTS) * (4.0 * m * m * n + 2.0 * m**3) for m, n in sides)
 
 
+def gram_elements(shape: Sequence[int], projections: Projections) -> int:
+    """Return the elements of the Gram matrices of the projections of a matrix."""
+    return sum(min(each) ** 2 for each in _shapes(shape, projections))
+
+
 def _shapes(shape: Sequence[int], projections: Projections) -> list[tuple[int, int]]:
     """Return the shape of each projection of a matrix, outputs first."""
     outputs, inputs = shape[projections.output_dim], shape[1 - projections.output_dim]

@@ -32,7 +32,6 @@ from workbench.cost.memory import (
     FP32,
     MASK_BYTES,
     Activations,
-    Matrices,
     ParameterTable,
     StageState,
     activations,
@@ -589,10 +588,7 @@ class StrategyCosts:
         update = self.table.update
         if not update.shapes:
             return np.zeros_like(stages.whole(update.flops))
-        sums = (update.flops, update.whole_elements, update.divided_elements, update.largest_flops)
-        flops, whole, divided, largest = map(stages.whole, sums)
-        matrices = Matrices(flops, whole, divided, largest, update.shapes)
-        return np.asarray(1e3 * orthogonalisation_s(matrices, self.strategy, self.cluster))
+        return np.asarray(1e3 * orthogonalisation_s(update.matrices_of(stages.whole), self.strategy, self.cluster))
 
     def _reduced_after_backward(self, stages: Stages) -> Array:
         """Return the fraction of the gradients reduced once a step whose all-reduce waits for the last backward."""
