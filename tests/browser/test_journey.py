@@ -51,6 +51,14 @@ STEPS_SHOWN = f"""() => {{
 """Script that returns the number of points of the dashboard's longest curve: one per step, up to the most drawn."""
 
 
+REMEMBER_PROGRESS = """() => {
+  window.progress = [];
+  new MutationObserver(() => {
+    const line = document.querySelector('.workbench-progress');
+    if (line && window.progress.at(-1) !== line.textContent) window.progress.push(line.textContent);
+  }).observe(document.body, { subtree: true, childList: true, characterData: true });
+}"""
+"""Keeps all that the line of progress says: on busy cores its first words may be gone before a test looks."""
 OF_CURVE = """() => {
     const area = document.querySelector('.jp-WindowedPanel-outer').getBoundingClientRect();
     const line = document.querySelector('.workbench-progress').getBoundingClientRect();
@@ -102,11 +110,13 @@ def test_one_click_on_a_card_draws_the_curve_in_view_while_all_cores_are_busy(
     page = lab_page
     lab.open_launcher(page, server)
     picture(page, "lab-cards")
+    page.evaluate(REMEMBER_PROGRESS)
     began = time.monotonic()
     page.locator(lab.CARD, has_text="Scaled BERT").click()
-    page.locator(".workbench-progress", has_text="starting the kernel").wait_for()
     page.locator(".workbench-progress", has_text=re.compile(r"cell \d+ of \d+: planning bert-scaled-mini")).wait_for()
     assert page.evaluate(OF_CURVE), "the cell in view says it"
+    first = page.evaluate("window.progress[0]")
+    assert re.match(r"starting the kernel|cell \d+ of \d+", first), f"a kernel may be there at once: {first}"
     lab.wait_for_curve(page)
     assert page.locator(".workbench-progress").count() == 0
     print(f"1 click and {time.monotonic() - began:.1f} s to the first curve; load {os.getloadavg()[0]:.1f}")
