@@ -11,7 +11,7 @@ so that FSDP2's all-gather of updated weights brought the results along, would n
 forwards and checkpoints too, and would save two bytes an element of the shard in a step.
 
 Matrices of one shape are orthogonalised in one batch, by the Gram matrix of their shorter side. An iteration is three
-batched products, and all that is done beside them is done to Gram matrices, which are smaller: the norm is taken from
+batched products, and all that is done beside them is done to Gram matrices, none of them larger: the norm is taken from
 the first of them, and each polynomial has its constant on its diagonal, so that the last product adds nothing. On a GPU
 two kernels move all else (`workbench.optimizers.muon_kernel`): one reads gradients and momenta and writes momenta and
 directions, those of one batch beside each other, and one adds the results to the weights.
