@@ -151,8 +151,8 @@ EXCEEDS = "exceeds"
 """Beside the choices of a plan: the share by which it is to need more memory than its limit offers."""
 _PLAIN = {"recompute": "none", "offload_optimizer": False, "cuda_graphs": False}
 _BOTH_FORMS = ({"block_sparse": False}, {"block_sparse": True})
-_LAUNCHED = {"micro_batch": 512, "cuda_graphs": False}
 """Plans of which the form of the weights is all that differs."""
+_LAUNCHED, _CAPTURED = ({"micro_batch": 512, "cuda_graphs": graphs} for graphs in (False, True))
 SETS: dict[str, dict[str, tuple[Mapping[str, Any], ...]]] = {
     "unknown": {
         "llama-1b": ({}, {**_PLAIN, "micro_batch": 4, EXCEEDS: 0.05}),
@@ -172,10 +172,10 @@ SETS: dict[str, dict[str, tuple[Mapping[str, Any], ...]]] = {
     "sparse": {"medium": ({},), "medium-sparse-16": _BOTH_FORMS, "medium-sparse-32": _BOTH_FORMS},
     "sparse-base": {
         "base": ({}, _LAUNCHED),
-        "base-sparse-32": tuple(_LAUNCHED | form for form in _BOTH_FORMS),
-        "base-sparse-16": tuple(_LAUNCHED | form for form in _BOTH_FORMS),
+        "base-sparse-32": ({}, *(way | form for way in (_CAPTURED, _LAUNCHED) for form in _BOTH_FORMS)),
+        "base-sparse-16": tuple(_CAPTURED | form for form in _BOTH_FORMS),
         **{
-            name: (_LAUNCHED | {"block_sparse": True},)
+            name: (_CAPTURED | {"block_sparse": True},)
             for name in SPARSE
             if name.startswith("base-sparse") and name not in ("base-sparse-32", "base-sparse-16")
         },
