@@ -130,10 +130,28 @@ def in_words(error: BaseException, where: str = "") -> str:
     return f"{name}{where}" + (f": {said}" if said != name else " without a message")
 
 
+ELSEWHERE = {
+    **dict.fromkeys(("lr", "max_lr"), "learning_rate"),
+    **dict.fromkeys(("batch", "batch_size", "global_batch_size", "train_batch_size"), "global_batch"),
+    **dict.fromkeys(("max_steps", "num_steps", "train_steps", "iterations"), "steps"),
+    **dict.fromkeys(("num_epochs", "num_train_epochs"), "epochs"),
+    **dict.fromkeys(("max_length", "max_seq_length", "sequence_length", "block_size"), "seq_len"),
+    **dict.fromkeys(("max_grad_norm", "grad_clip", "gradient_clip_val"), "clip_norm"),
+    **dict.fromkeys(("micro_batch_size", "per_device_train_batch_size"), "micro_batch"),
+    **dict.fromkeys(("tp", "tensor_parallel", "tensor_model_parallel_size"), "tensor"),
+    **dict.fromkeys(("pp", "pipeline_parallel", "pipeline_model_parallel_size"), "pipeline"),
+    **dict.fromkeys(("dp", "data_parallel"), "data"),
+    **dict.fromkeys(("gradient_checkpointing", "activation_checkpointing"), "recompute"),
+}
+"""Names of parameters in other libraries (PyTorch Lightning, transformers, Megatron-LM), and ours of the same thing."""
+
+
 def suggestion(word: object, known: Iterable[str]) -> str:
-    """Return `"Did you mean 'global_batch'?"`, or the list of known names if none is close to a word."""
+    """Return `"Did you mean 'global_batch'?"`, or the list of known names if none is close to a word or means it."""
     names = sorted(known)
     close = difflib.get_close_matches(str(word)[:100], names, n=1, cutoff=0.6)
+    if (ours := ELSEWHERE.get(str(word))) in names:
+        return f"Did you mean {ours!r}?"
     if close:
         return f"Did you mean {close[0]!r}?"
     return "Known names: " + ", ".join(names) + "."

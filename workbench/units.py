@@ -16,11 +16,16 @@ def gib(num_bytes: float, like: float | None = None) -> str:
     `like` is the largest of the sizes that stand together, in whose unit all of them are written.
     """
     largest = abs(num_bytes if like is None else like)
-    if largest >= 0.1 * GIB:
+    if memory_unit(largest)[0] == GIB:
         return f"{num_bytes / GIB:.{1 if abs(num_bytes) >= 0.1 * GIB or not num_bytes else 3}f} GiB"
     if largest >= 0.1 * MIB:
         return f"{num_bytes / MIB:.1f} MiB"
     return f"{num_bytes / 1024:.1f} KiB"
+
+
+def memory_unit(largest: float) -> tuple[int, str]:
+    """Return the unit of an axis over sizes of at most `largest` bytes, in bytes and in words: GiB, or MiB if small."""
+    return (GIB, "GiB") if largest >= 0.1 * GIB else (MIB, "MiB")
 
 
 def count(number: float) -> str:

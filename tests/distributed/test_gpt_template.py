@@ -57,9 +57,9 @@ def test_a_second_execution_of_the_frontier_goes_on_with_the_first_and_sets_othe
     measured = wb.sweeps.load_grid(next((tmp_path / "runs").glob("ways-*")))
     assert not measured.complete
     assert "Plans of Workbench: did not run" in first.printed("def verdict")
-    timed = {"tokens_per_step": 16 * 64, "round": 0, "peak_gib": 1.0, "step_ms": [9e6]}
+    timed = {"tokens_per_step": 16 * 64, "round": 0, "peak_gib": 1.0, "step_ms": [95e3]}
     rounds = [{"contender": name, **timed} for name in ("deepspeed1, 1", "megatron-tp2, 1")]
-    rounds[1] |= {"step_ms": [8e6], "peak_gib": 2.0}
+    rounds[1] |= {"step_ms": [94e3], "peak_gib": 2.0}
     rounds += [{"contender": "deepspeed3, 1", "error": "out of memory"}]
     (tmp_path / "peers.json").write_text(json.dumps({"measurements": rounds}))
     second = executed("gpt_frontier", tmp_path, monkeypatch, **small, peers=str(tmp_path / "peers.json"))
@@ -67,9 +67,10 @@ def test_a_second_execution_of_the_frontier_goes_on_with_the_first_and_sets_othe
     assert measured.complete
     said = second.printed("found = ")
     for name in ("ZeRO 1", "ZeRO 3", "TP 2", "PP 2"):
-        assert re.search(rf"^{name}: [\d,]+ ms measured, [\d,]+ predicted .* GiB measured", said, re.MULTILINE)
+        memory = r"[\d.]+ MiB measured, [\d.]+ [KM]iB predicted; PP"
+        assert re.search(rf"^{name}: [\d.,]+ ms measured, [\d.,]+ ms predicted .*; {memory}", said, re.MULTILINE)
     assert second.figures("display(measured, ")
     assert "deepspeed3, 1: out of memory" in second.printed("others = {}")
     answer = second.printed("def verdict")
-    assert re.search(r"Plans of Workbench: (not )?confirmed: [\d,]+ ms and [\d.]+ GiB, against", answer)
-    assert "DeepSpeed beside Megatron-Core: confirmed: 9,000,000 ms and 1.0 GiB, against 8,000,000 ms" in answer
+    assert re.search(r"Plans of Workbench: (not )?confirmed: [\d.,]+ ms and [\d.]+ MiB, against", answer)
+    assert "DeepSpeed beside Megatron-Core: confirmed: 95,000 ms and 1.0 GiB, against 94,000 ms and 2.0 GiB" in answer

@@ -7,6 +7,7 @@ import sys
 import time
 from pathlib import Path
 
+import numpy as np
 import optuna
 import psutil
 import pytest
@@ -86,7 +87,7 @@ def test_a_sweep_survives_its_kernel_and_its_supervisor_and_trains_each_configur
     began = time.time()
     sweep = wb.sweeps.load_sweep(path)
     assert sweep.alive
-    assert "2 runs side by side on 1 device each" in sweep.why
+    assert ", 2 side by side on 1 device each, take" in sweep.why
     eventually(lambda: sweep.results())
     interrupted = eventually(lambda: next((run for run in reversed(sweep.runs) if not run.status.final), None))
     supervisor = psutil.Process(read_json(sweep.directory.supervisor)["pid"])
@@ -170,7 +171,11 @@ def test_a_run_that_diverges_is_stopped_and_what_that_saved_is_told(monkeypatch)
         ({"learning_rat": [1e-3]}, UnknownParameter, "Did you mean 'learning_rate'?"),
         ({"learning_rate": []}, InvalidExperiment, "has no value"),
         ({"learning_rate": ["fast"]}, InvalidExperiment, "is not a number"),
-        ({"learning_rate": 1e-3}, InvalidExperiment, "not a list of values"),
+        ({"learning_rate": 1e-3}, InvalidExperiment, "not a list of values. Write learning_rate=[0.001]."),
+        ({"learning_rate": "1e-3, 1e-4"}, InvalidExperiment, "Write learning_rate=[0.001, 0.0001]."),
+        ({"learning_rate": np.array([0.5, 1e-4])}, InvalidExperiment, "Write learning_rate=[0.5, 0.0001]."),
+        ({"optimizer": "muon"}, InvalidExperiment, "Write optimizer=['muon']."),
+        ({"pipeline": [1, 2]}, UnknownParameter, "choice of the plan: wb.grid(experiment, pipeline=[1, 2])."),
         ({"learning_rate": [1e-3, 0.001]}, InvalidExperiment, "more than once"),
         ({}, InvalidExperiment, "needs an axis"),
         ({"seed": [1, 2]}, InvalidExperiment, "seeds=3"),

@@ -453,6 +453,16 @@ def test_a_missing_file_is_told_before_a_vocabulary_and_a_wrong_document_by_its_
         data.documents(["a b c", None])
 
 
+@pytest.mark.parametrize(
+    ("name", "reader"), [("a.jsonl.gz", '"json"'), ("A.CSV", '"csv"'), ("a.tsv", 'delimiter="\\t"')]
+)
+def test_a_file_of_rows_is_not_read_as_plain_text(tmp_path, name, reader):
+    with pytest.raises(DataError, match=r"is a file of rows") as refused:
+        check_of(tmp_path / name, '{"id": 1, "text": "to be or not to be"}\n')
+    assert f"{reader}, data_files=" in str(refused.value)
+    assert str(refused.value).endswith('then wb.data.documents(row["text"] for row in rows).')
+
+
 def test_a_missing_file_is_refused(tmp_path):
     with pytest.raises(DataError, match=r"no text file or folder at .*nowhere\.txt"):
         data.corpus(tmp_path / "nowhere.txt").reads(Training(models.bert())).check()

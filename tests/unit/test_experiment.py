@@ -134,6 +134,8 @@ def test_a_misspelt_parameter_is_answered_with_the_one_that_was_meant(request_: 
 def test_a_misspelt_parameter_of_an_experiment_is_the_same_kind_of_error_everywhere() -> None:
     for request in (lambda: own(global_bach=8), lambda: own().replace(global_bach=8)):
         refused(UnknownParameter, request, "'global_bach'", "Did you mean 'global_batch'?")
+    refused(UnknownParameter, lambda: own(lr=1e-3), "'lr'", "Did you mean 'learning_rate'?")
+    refused(UnknownParameter, lambda: own(batch_size=8), "'batch_size'", "Did you mean 'global_batch'?")
 
 
 def test_an_experiment_has_at_most_twenty_fields_and_a_short_name_for_each_value() -> None:

@@ -103,7 +103,7 @@ def test_the_heat_map_frames_the_best_and_the_worst(grid):
     assert len(words) == sum(cell.plan is None for cell in grid.cells), "the others have a dash"
     assert set(words) >= {"–"}
     assert "uses 8 of 4 devices" in cells.customdata[5][0]
-    best, worst = figure.layout.shapes
+    _, best, _, worst = figure.layout.shapes
     assert cells.z[int(best.y0 + 0.5)][int(best.x0 + 0.5)] == 1.0
     assert cells.z[int(worst.y0 + 0.5)][int(worst.x0 + 0.5)] == pytest.approx(1 / grid.ratio)
     assert list(wb.figures.heat_map(grid, x="tensor").data[0].x) == ["1", "2"]
@@ -124,6 +124,10 @@ def test_a_grid_without_a_plan_is_drawn_and_has_no_best():
         ({}, "A grid needs an axis: "),
         ({"tensor": []}, "The axis 'tensor' has no values. Give a list, such as tensor="),
         ({"tenser": [1]}, "'tenser' is no choice of a plan. Did you mean 'tensor'?"),
+        (
+            {"learning_rate": [1e-3]},
+            "'learning_rate' is no choice of a plan. It is a value of the experiment: wb.sweep(",
+        ),
         ({"tensor": range(1, 80), "pipeline": range(1, 80)}, "The grid has 6,241 cells, more than 5,000."),
     ],
 )

@@ -259,6 +259,8 @@ def test_every_plan_of_a_grid_is_a_point_that_says_what_it_takes_of_the_host_and
         experiment, H200, zero=[0, 1, 3], offload_optimizer=[False, True], recompute=["none", "full"], tensor=1
     )
     figure = wb.figures.frontier(grid)
+    assert figure.layout.xaxis.title.text == "predicted memory of the fullest device (MiB)", "0.004 GiB says little"
+    assert figure.layout.yaxis.title.text == "predicted step (ms)"
     hovers = {word for trace in figure.data for word in trace.text or ()}
     assert len(hovers) == len(grid.feasible) == 12
     for cell in grid.feasible:

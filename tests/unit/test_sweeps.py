@@ -163,7 +163,7 @@ def test_the_packing_with_the_shortest_predicted_time_is_taken():
     cluster = Cluster(DEVICE, 2, 2, LINK, LINK)
     best, why = sweep_module.choose_packing({"all": asked}, [("all", 100)] * 4, cluster, {"all": "all"})
     assert (best.side_by_side, best.devices_each) == (2, 1)
-    assert "2 runs side by side on 1 device each" in why
+    assert ", 2 side by side on 1 device each, take" in why
     assert "4 runs one after another on 2 devices" in why
     alone, _ = sweep_module.choose_packing({"all": asked}, [("all", 100)], cluster, {"all": "all"})
     assert alone.seconds <= best.seconds

@@ -43,6 +43,13 @@ COMPRESSED: dict[str, Callable[[IO[bytes]], Any]] = {
     ".bz2": bz2.open,
     ".zst": _open_zstandard,
 }
+ROWS = {
+    **dict.fromkeys((".jsonl", ".ndjson", ".json"), '"json"'),
+    ".csv": '"csv"',
+    ".tsv": '"csv", delimiter="\\t"',
+    ".parquet": '"parquet"',
+}
+"""Endings of files of rows, which are no plain text, and what `datasets.load_dataset` is given to read them."""
 COMPRESSION_RATIO = 4
 """Approximate compression ratio of English prose; used only to size the vocabulary's sample."""
 BLOCK_BYTES = 1 << 20
@@ -294,6 +301,13 @@ def local_text(name: str) -> Files:
         if not paths:
             raise DataError(f"The folder {name} holds no {_listed(endings)} file.")
     else:
+        ending = next((e for e in reversed(path.suffixes) if e.lower() not in COMPRESSED), "").lower()
+        if ending in ROWS:
+            raise DataError(
+                f"{name} is a file of rows ({ending}): as plain text, its marks and its other columns would be learned "
+                f"too. Take the column with the text: rows = datasets.load_dataset({ROWS[ending]}, data_files="
+                f'"{name}", split="train"), then wb.data.documents(row["text"] for row in rows).'
+            )
         paths = (path,)
     files = Files(paths, one_document_each=path.is_dir())
     if next((paragraph for block in files.blocks() for paragraph in block.paragraphs()), None) is None:

@@ -17,7 +17,7 @@ from workbench.planning.prediction import timeline as simulated
 from workbench.planning.search import on_fewer_devices
 from workbench.strategy import RECOMPUTE, SCHEDULES
 from workbench.tensors import TensorSpec
-from workbench.units import GIB, MIB, count, duration, gib
+from workbench.units import count, duration, gib, memory_unit
 
 BLOCKS_PER_ROW, BLOCKS_PER_ROW_OF_HUNDREDS = 30, 24
 """Number of blocks above which a stage wraps into several rows; numbers of three digits need wider blocks than two."""
@@ -208,7 +208,7 @@ def add_memory(figure: Figure, plan: Plan) -> None:
     place: Any = {"row": 1, "col": 2}
     ranks = list(range(plan.pipeline))
     peak, (limit, limit_name) = plan.peak_bytes, limit_of(plan)
-    unit, unit_name = (MIB, "MiB") if peak < 0.1 * GIB else (GIB, "GiB")  # The unit in which `gib` writes the totals.
+    unit, unit_name = memory_unit(peak)  # in which `gib` writes the totals
     end = MEMORY_ROOM * max(peak, limit) / unit
     factor = 1
     if peak <= MUCH * limit:  # the largest of 2, 5, 10, 20, 50, … with which the bars fit

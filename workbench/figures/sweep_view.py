@@ -32,7 +32,7 @@ from workbench.runs.registry import Runs, load_runs
 from workbench.runs.run import Run
 from workbench.sweeps.grid import Cell, Grid, MeasuredCell, MeasuredGrid, contention, lost_time
 from workbench.sweeps.sweep import Configuration, Sweep
-from workbench.units import GIB, duration, gib
+from workbench.units import duration, gib, memory_unit
 
 BUDGETS = ("step", "gpu_hours")
 """Names of the x axes of `best_so_far`."""
@@ -213,6 +213,8 @@ def draw_grid(grid: Grid | MeasuredGrid, x: str) -> Figure:
     for extreme, color in ((np.nanargmin, theme.INK), (np.nanargmax, theme.ALERT)) if has_step else ():
         row, column = np.unravel_index(int(extreme(steps_ms)), steps_ms.shape)
         corners = {"x0": column - 0.5, "x1": column + 0.5, "y0": row - 0.5, "y1": row + 0.5}
+        # In a dark theme, a frame keeps its colour: without the pale one around it, it would not stand out there.
+        figure.add_shape(type="rect", line={"color": theme.PAPER, "width": 8}, **corners)
         figure.add_shape(type="rect", line={"color": color, "width": 4}, **corners)
     figure.update_xaxes(title_text=theme.text(x))
     figure.update_yaxes(autorange="reversed")
@@ -547,6 +549,8 @@ def frontier(plans: Plans | Grid | MeasuredGrid) -> Figure:
     """
     points, headline, words = _points(plans)
     front = pareto_front([(point.peak_bytes, point.step_ms) for point in points])
+    unit, unit_name = memory_unit(max((point.peak_bytes for point in points), default=0))
+    ms, time_name = (1e3, "s") if max((point.step_ms for point in points), default=0.0) >= 1e3 else (1.0, "ms")
     figure = Figure()
     shardings = sorted({(point.plan.zero, point.sharding) for point in points})
     for index, (_, name) in enumerate(shardings):
@@ -558,18 +562,18 @@ def frontier(plans: Plans | Grid | MeasuredGrid) -> Figure:
             "size": 11,
             "line": {"color": color, "width": 1.5},
         }
-        x, y = [point.peak_bytes / GIB for point in own], [point.step_ms / 1e3 for point in own]
+        x, y = [point.peak_bytes / unit for point in own], [point.step_ms / ms for point in own]
         figure.add_trace(theme.marks(x, y, name, marker, [point.words for point in own], showlegend=False))
         figure.add_trace(_explained(name, color, color, "circle"))
     if any(point.plan.offload_optimizer for point in points):
         figure.add_trace(_explained("optimiser on the host", theme.pale(theme.MUTED), theme.MUTED, "circle"))
     for kind in [kind for kind in SYMBOLS if any(point.plan.recompute == kind for point in points)]:
         figure.add_trace(_explained(CHECKPOINTING[kind], theme.MUTED, theme.MUTED, SYMBOLS[kind]))
-    x, y = [peak_bytes / GIB for peak_bytes, _ in front], [ms / 1e3 for _, ms in front]
+    x, y = [peak_bytes / unit for peak_bytes, _ in front], [step_ms / ms for _, step_ms in front]
     line = theme.curve(x, y, "Pareto front", theme.INK, width=1.5, line_shape="hv", hoverinfo="skip")
     figure.add_trace(line)
-    figure.update_xaxes(title_text=f"{words} memory of the fullest device (GiB)", rangemode="tozero")
-    figure.update_yaxes(title_text=f"{words} step (s)")
+    figure.update_xaxes(title_text=f"{words} memory of the fullest device ({unit_name})", rangemode="tozero")
+    figure.update_yaxes(title_text=f"{words} step ({time_name})")
     subtitle = f"{len(points)} plans, {words}; on the line no other plan is both leaner and faster"
     title = theme.title(theme.text(headline), subtitle)
     return figure.laid_out(height=520, title=title, legend=theme.LEGEND_BELOW, margin={"b": 120})

@@ -194,10 +194,10 @@ class Calibration:
     def __repr__(self) -> str:
         link = f", {gib(self.link.bandwidth)}/s between devices" if self.link else ""
         link += f", {self.beside:.2f} of a copy's rate beside the others" if self.device_type == "cpu" else ""
-        link += in_words(self.circumstances)
+        when = in_words(self.circumstances) or f" on {self.measured}"
         return (
-            f"Calibration({self.devices} × {self.device}, torch {self.torch}, {self.measured}: "
-            f"{flops_per_s(self.product_flops)} {self.precision}, {gib(self.memory_bandwidth)}/s memory{link})"
+            f"Calibration({self.devices} × {self.device}, torch {self.torch}: {flops_per_s(self.product_flops)} "
+            f"{self.precision}, {gib(self.memory_bandwidth)}/s memory{link}; measured{when})"
         )
 
 

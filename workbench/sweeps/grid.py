@@ -22,7 +22,7 @@ from workbench.cost.hardware import TIMED, Cluster
 from workbench.cost.profile import Profile
 from workbench.display import html_table, text_table, waiting
 from workbench.errors import InvalidArgument, PlanInfeasible, suggestion
-from workbench.experiment import Experiment
+from workbench.experiment import PATHS, Experiment
 from workbench.planning.plan import Plan
 from workbench.planning.planner import profile_and_cluster
 from workbench.planning.request import Request, memory_limit_bytes, within_limits_of_optimizer
@@ -173,7 +173,7 @@ class Grid:
         without = next((cell for cell in cells if cell.plan is None), None)
         if without is not None:
             raise InvalidArgument(f"The cell {without.name} has no plan ({without.reason}). Leave it out.")
-        return cells, f"Measured are {len(cells)} cells that were asked for."
+        return cells, f"{len(cells)} cells were asked for."
 
     def headline(self) -> str:
         """Return what the grid is of, in words."""
@@ -289,7 +289,9 @@ def _checked_axes(axes: Mapping[str, Any]) -> dict[str, tuple[Any, ...]]:
     checked: dict[str, tuple[Any, ...]] = {}
     for name, given in axes.items():
         if name not in Choices.__annotations__:
-            raise InvalidArgument(f"{name!r} is no choice of a plan. {suggestion(name, list(Choices.__annotations__))}")
+            trained = f"It is a value of the experiment: wb.sweep(experiment, {name}={given!r})."
+            hint = trained if name in PATHS else suggestion(name, list(Choices.__annotations__))
+            raise InvalidArgument(f"{name!r} is no choice of a plan. {hint}")
         is_list = isinstance(given, Sequence) and not isinstance(given, str | bytes)
         listed = list(map(plain, given)) if is_list else [given]
         if not listed:
@@ -480,7 +482,10 @@ class MeasuredGrid(Queue):
         if len(measured) > 1:
             chosen = self._choice(measured)
             lines.append(f"Rank correlation of predicted and measured steps: {self.rank_correlation:.2f}.")
-            lines.append(f"The planner's choice ({chosen.name}) is {self.regret:.1%} behind the fastest measured cell.")
+            behind = (
+                f"{self.regret:.1%} behind the fastest measured cell" if self.regret else "the fastest measured cell"
+            )
+            lines.append(f"The planner's choice ({chosen.name}) is {behind}.")
             lines.append(f"Fastest: {measured[0].name}; slowest: {measured[-1].name}, {self.ratio:.2f} times as long.")
         lines += [f"Failed: {cell.name}: {cell.reason}" for cell in cells if cell.state == "failed"]
         return lines

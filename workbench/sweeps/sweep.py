@@ -5,6 +5,8 @@ It lives in its own directory and under its own supervisor, so that every kernel
 
 from __future__ import annotations
 
+import ast
+import contextlib
 import dataclasses
 import heapq
 import html
@@ -38,6 +40,7 @@ from workbench.planning.request import divisors
 from workbench.planning.runnable import check_runnable, facts_for
 from workbench.runs.registry import ProgressReporter
 from workbench.runs.run import Run
+from workbench.strategy import Choices
 from workbench.sweeps.queue import (
     POLL_S,
     Entry,
@@ -78,12 +81,17 @@ class Axes:
     def __post_init__(self) -> None:
         for name, values in self.values.items():
             if name not in PATHS and name not in GROUPS:
-                hint = suggestion(name, {*PATHS, *GROUPS})
+                planned = f"It is a choice of the plan: wb.grid(experiment, {name}={values!r})."
+                hint = planned if name in Choices.__annotations__ else suggestion(name, {*PATHS, *GROUPS})
                 raise UnknownParameter(f"Experiment has no parameter {name!r} to sweep. {hint}")
             if name in OTHERWISE:
                 raise InvalidExperiment(f"{name} is no axis of a sweep. {OTHERWISE[name]}.")
             if isinstance(values, str | bytes) or not isinstance(values, Sequence):
-                raise InvalidExperiment(f"{name}={values!r} is not a list of values. Write {name}=[{values!r}].")
+                meant = values.tolist() if hasattr(values, "tolist") else values
+                with contextlib.suppress(ValueError, SyntaxError):  # "1e-3, 1e-4" was meant as two numbers
+                    meant = ast.literal_eval(f"[{values}]") if isinstance(values, str) else meant
+                meant = list(meant) if isinstance(meant, list | set | frozenset) else [meant]
+                raise InvalidExperiment(f"{name}={values!r} is not a list of values. Write {name}={meant}.")
             if not len(values):
                 raise InvalidExperiment(f"{name}=[] has no value. Give at least one, or leave the axis out.")
         if not self.values:
@@ -271,12 +279,12 @@ class Packing:
         return 1 / (self.side_by_side if on_cpu else self.runs_per_gpu)
 
     def describe(self, runs: int) -> str:
-        """Return words such as `"2 runs side by side on 1 device each take 3 min"`."""
+        """Return words such as `"4 runs, 2 side by side on 1 device each, take 3 min"`."""
         each = f"{self.devices_each} device{'s' * (self.devices_each > 1)}"
         apart = self.side_by_side // self.runs_per_gpu
         if apart == 1:
             return f"{runs} runs one after another on {each} take {duration(self.seconds)}"
-        return f"{apart} runs side by side on {each} each take {duration(self.seconds)}"
+        return f"{runs} runs, {apart} side by side on {each} each, take {duration(self.seconds)}"
 
 
 def choose_packing(

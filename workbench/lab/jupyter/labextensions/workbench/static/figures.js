@@ -26,6 +26,7 @@ ${DARK} ${FIGURE} .bglayer .bg { fill-opacity: 0 !important; }
 /* inverted, a pale grid and the pale colour of a chosen button would be darker than the page */
 ${DARK} ${FIGURE} .gridlayer path { stroke: #c8c8c8 !important; }
 ${DARK} ${FIGURE} .updatemenu-item-rect[style*="244, 250, 255"] { fill: #c0c0c0 !important; }
+.heatmaplayer text[style*="rgb(68, 68, 68)"] { fill: #000 !important; }  /* plotly.js writes in this grey, which is too pale on green */
 ${DARK} ${FIGURE}:not(:has(.heatmaplayer image, .parcoords)) .legend > .bg { fill: #eee !important; }
 ${all(FIGURE, KEPT)}, ${DARK} img.workbench-figure { filter: invert(1) hue-rotate(180deg); }
 ${all(HEAT_MAP, KEPT_OF_HEAT_MAP)} { filter: invert(1); /* a rotation of hues cannot be undone for bright colours */ }`;
