@@ -340,7 +340,7 @@ def test_a_taken_directory_is_refused_before_anything_is_written(node):
     taken = node / "taken"
     taken.mkdir()
     (taken / "thesis.txt").write_text("precious")
-    with pytest.raises(RunExists, match="is not empty"):
+    with pytest.raises(RunExists, match=r"is not empty\. Choose another directory, or leave it out\."):
         start(directory=taken)
     assert [p.name for p in taken.iterdir()] == ["thesis.txt"]
 

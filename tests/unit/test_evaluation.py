@@ -18,7 +18,7 @@ from workbench.analysis.curve import Curve
 from workbench.capture import capture, spec_of
 from workbench.capture.captured_model import CapturedModel, capture_for_evaluation
 from workbench.capture.outputs import flattened
-from workbench.data import data_fingerprint, held_out
+from workbench.data import data_fingerprint, held_out, held_out_fingerprint
 from workbench.data.store import TokenStore, document_runs, split, split_of_stream
 from workbench.errors import DataError, InvalidExperiment
 from workbench.execution.between_steps import drawn
@@ -81,6 +81,10 @@ def test_held_out_samples_are_the_same_for_every_seed_and_length(folder):
         assert torch.equal(field, second.__getitems__(range(16))[name])
     labels = first.__getitems__(range(16))["labels"]
     assert ((labels >= 0).sum(1) == round(0.15 * 32)).all()
+    prints = {held_out_fingerprint(experiment(folder, seed=seed, steps=7 + seed)) for seed in (0, 5)}
+    assert len(prints) == 1
+    assert held_out_fingerprint(experiment(folder, seq_len=16)) not in prints
+    assert held_out_fingerprint(experiment(folder, evaluation=None)) is None
 
 
 def test_without_evaluation_the_samples_are_those_of_the_whole_text(folder):

@@ -138,7 +138,7 @@ def test_a_million_points_are_compared_as_quickly_as_a_thousand() -> None:
 
 
 def test_runs_that_share_no_axis_are_refused_in_one_sentence() -> None:
-    with pytest.raises(UnknownParameter, match="has not recorded its loss over x='time'"):
+    with pytest.raises(UnknownParameter, match="recorded 0 finite losses over x='time'"):
         difference(line("a", 1.0, 5.0), line("b", 1.0, 5.0), x="time")
     with pytest.raises(UnknownParameter, match="Did you mean 'tokens'"):
         difference(line("a", 1.0, 5.0), line("b", 1.0, 5.0), x="tokns")
@@ -246,6 +246,14 @@ def test_a_loss_that_compares_the_samples_of_a_batch_depends_on_its_size() -> No
     assert why_not_compared([loss_basis(each) for each in sizes], held_out=True) is None
     coupled = [loss_basis(each, coupled=True) for each in sizes]
     assert "samples of one loss (8 and 32)" in (why_not_compared(coupled, held_out=True) or "")
+
+
+def test_held_out_losses_on_other_samples_under_the_same_description_do_not_compare() -> None:
+    """A file was edited between the runs, or another dataset of the same class and size was given."""
+    one, other, unknown = (dataclasses.replace(loss_basis(BERT), held_out_samples=s) for s in ("1f", "2e", None))
+    assert "the held-out samples are not the same" in (why_not_compared([one, other], held_out=True) or "")
+    assert why_not_compared([one, other], held_out=False) is None
+    assert why_not_compared([one, unknown], held_out=True) is None, "a run that does not say it has other samples"
 
 
 def test_held_out_and_training_losses_are_not_one_order() -> None:

@@ -402,6 +402,14 @@ def test_how_far_an_update_reaches_is_found_by_updating_parts(optimizer: Any, re
         (lambda _groups: None, "returned NoneType"),
         (lambda groups: torch.optim.SGD(groups[:1]), "ignores 1 of the model's parameters, among them bias."),
         (lambda groups: torch.optim.LBFGS([p for g in groups for p in g["params"]]), "step() is called without a"),
+        (
+            lambda groups: torch.optim.SGD(groups, lr=0.05),
+            "lr=0.05, and its parameter groups have lr=0.0001",
+        ),
+        (
+            lambda groups: torch.optim.AdamW(groups, weight_decay=0.3),
+            "to the experiment, weight_decay=0.3, and leave",
+        ),
         (Hidden, "goes on differently from a checkpoint"),
         (Noisy, "draws random numbers"),
     ],

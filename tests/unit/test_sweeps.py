@@ -352,6 +352,17 @@ def test_a_heat_map_has_a_cell_for_each_pair_of_values_and_leaves_out_what_was_n
         wb.figures.heat_map(sweep, x="learning_rat")
 
 
+def test_a_cell_of_fewer_seeds_says_how_many_it_is_the_mean_of_and_one_without_a_number_why(sweep):
+    queue = sweep.directory.queue()
+    sweep.directory.write_result(queue[4], Result("failed", None, 1, 1.0))
+    for entry in (queue[1], queue[5]):
+        sweep.directory.write_result(entry, Result("finished", None, 3, 1.0))
+    figure = wb.figures.heat_map(sweep)
+    assert [list(line) for line in figure.data[0].text] == [["6.5", "4<br>1 of 2 seeds"], ["", ""]]
+    assert {note.text for note in figure.layout.annotations} == {"stopped early", "not finite"}
+    assert "not finite" in repr(sweep)
+
+
 def test_the_band_of_a_mean_curve_holds_every_finished_seed_and_other_runs_are_thin_lines(sweep):
     figure = wb.figures.seed_bands(sweep)
     parts = {part: [trace for trace in figure.data if trace.meta == part] for part in ("band", "mean", "other")}

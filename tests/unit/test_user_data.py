@@ -161,6 +161,14 @@ def test_a_dataset_that_is_read_once_is_read_once() -> None:
     assert len(read) == 8
 
 
+def test_a_plan_says_that_tokens_are_miscounted_where_no_tensor_of_an_item_has_the_length() -> None:
+    data = [{"x": torch.randn(WIDTH), "y": torch.randn(1), "w": torch.ones(1)} for _ in range(8)]
+    for seq_len, is_said in ((1, False), (WIDTH, False), (128, True)):
+        asked_for = Experiment.of(model=lambda: Regression(total), data=data, steps=1, global_batch=8, seq_len=seq_len)
+        notes = wb.plan(asked_for, Cluster(CPU, 1, 1, LINK, LINK)).notes
+        assert any("A sample counts as seq_len=128 tokens, and no tensor" in note for note in notes) == is_said
+
+
 def test_a_plan_says_that_a_batch_reads_some_items_more_often_than_others() -> None:
     for items, is_said in ((3, True), (4, False), (8, False), (12, False)):
         data = [{"x": torch.randn(WIDTH), "y": torch.randn(1), "w": torch.ones(1)} for _ in range(items)]

@@ -294,7 +294,10 @@ def _shared_stretch(curves: Sequence[Curve], axis: str) -> tuple[float, float, l
     for curve in curves:
         x, loss = points_of(curve, axis)
         if len(x) < 2:
-            raise UnknownParameter(f"{curve.name} has not recorded its loss over x={axis!r}. Choose another axis.")
+            raise UnknownParameter(
+                f"{curve.name} has recorded {len(x)} finite losses over x={axis!r}, and a comparison needs two. "
+                "Leave the run out, or choose another axis."
+            )
         points.append((x, loss))
     begin, end = max(x[0] for x, _ in points), min(x[-1] for x, _ in points)
     if end <= begin:

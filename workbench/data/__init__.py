@@ -24,6 +24,7 @@ from workbench.data.source import UserData as UserData
 from workbench.data.source import as_data as as_data
 from workbench.data.source import data_fingerprint as data_fingerprint
 from workbench.data.source import held_out as held_out
+from workbench.data.source import held_out_fingerprint as held_out_fingerprint
 from workbench.errors import DataError
 from workbench.validation import checked_items
 

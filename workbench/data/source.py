@@ -11,7 +11,7 @@ import hashlib
 import os
 import sys
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
@@ -262,12 +262,25 @@ def data_fingerprint(request: EvaluatedRequest) -> str | None:
     Equal fingerprints mean the same text, tokenisation, order and masking at both ends of the training, and of the
     held-out samples if there are any.
     """
+
+    def datasets() -> list[Any]:
+        evaluated = [] if request.evaluation is None else [request, *request.held_out_sets.values()]
+        return [request.data.reads(request).dataset(), *map(held_out, evaluated)]
+
+    return _fingerprint(datasets)
+
+
+def held_out_fingerprint(request: EvaluatedRequest) -> str | None:
+    """Return SHA-256 over the first and the last held-out samples, which no seed changes; None where there are none."""
+    return None if request.evaluation is None else _fingerprint(lambda: [held_out(request)])
+
+
+def _fingerprint(datasets: Callable[[], list[Any]]) -> str | None:
     import numpy as np
 
     digest = hashlib.sha256()
     try:
-        evaluated = [] if request.evaluation is None else [request, *request.held_out_sets.values()]
-        for dataset in [request.data.reads(request).dataset(), *map(held_out, evaluated)]:
+        for dataset in datasets():
             size, identity = len(dataset), getattr(dataset, "identity", None)
             digest.update(f"{size}{identity or ''}".encode())
             indices = {*range(min(SAMPLED, size)), *range(max(0, size - SAMPLED), size)}
@@ -575,6 +588,21 @@ class UserReading(Reading):
         return UserDataset(items, min(count, len(items)), seed=None)
 
     def note(self) -> str:
+        return " ".join(filter(None, (self._note_on_length(), self._note_on_items())))
+
+    def _note_on_length(self) -> str:
+        """Return that tokens are miscounted where `seq_len` is the length of no tensor of an item."""
+        length, specs = self.request.seq_len, self.batch_specs().values()
+        if length == 1 or any(length in spec.shape for spec in specs):
+            return ""
+        listed = ", ".join(f"{spec.name} {tuple(spec.shape)}" for spec in specs)
+        return (
+            f"A sample counts as seq_len={length:,} tokens, and no tensor of an item of {self.data.name} is that long "
+            f"({listed}), so that tokens and tokens/s are off. Give the length of the items, or seq_len=1 to count "
+            "samples."
+        )
+
+    def _note_on_items(self) -> str:
         data, batch = self.data, self.request.largest_batch
         items = len(data._items) if hasattr(data._items, "__len__") else 0
         if not items or items >= batch or batch % items == 0:

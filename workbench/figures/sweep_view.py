@@ -102,10 +102,12 @@ def draw_heat_map(sweep: Sweep, rows: Sequence[Configuration], x: str, y: str | 
     grid, words = np.full((len(lines), len(columns)), np.nan), [[""] * len(columns) for _ in lines]
     for row in reversed(rows):  # the best comes last and is kept
         line, column = 0 if y is None else lines.index(str(row.values[y])), columns.index(str(row.values[x]))
+        ended = ", ".join(state for state in ENDED_EARLY if state in row.states)
         if row.mean is not None:
-            grid[line, column], words[line][column] = row.mean, f"{row.mean:.4g}"
-        else:  # a configuration none of whose runs finished says how they ended
-            ended = ", ".join(state for state in ENDED_EARLY if state in row.states)
+            survived = f"<br>{len(row.objectives)} of {len(row.states)} seeds" if ended else ""
+            grid[line, column], words[line][column] = row.mean, f"{row.mean:.4g}{survived}"
+        else:  # a configuration none of whose runs has an objective says how they ended
+            ended = ended or "not finite" * bool(row.finished)
             words[line][column] = theme.text(ended) or words[line][column]
     hover = f"{theme.text(x)} %{{x}}<br>{theme.text(y or '')} %{{y}}<br>%{{hovertext}}<extra></extra>"
     bar = {"title": {"text": "objective"}}

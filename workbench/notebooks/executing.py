@@ -389,7 +389,8 @@ class Record:
     def of(notebook_runs: Sequence[Run]) -> Record:
         """Return the record of a notebook that launched these runs."""
         machine = notebook_runs[0].environment if notebook_runs else environment()
-        public = {key: value for key, value in machine.items() if key not in (*PRIVATE, "data_fingerprint")}
+        of_data = ("data_fingerprint", "held_out_fingerprint")
+        public = {key: value for key, value in machine.items() if key not in (*PRIVATE, *of_data)}
         return Record(time.time(), public, tuple(map(RecordedRun.of, notebook_runs)))
 
     def to_json(self) -> dict[str, Any]:

@@ -6,6 +6,7 @@ plan divides a tensor, updates of small tensors show how far it may be divided.
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from functools import partial
 from types import MappingProxyType
@@ -138,7 +139,23 @@ def built_by_user(function: Callable[[list[Group]], Any], groups: list[Group]) -
             "schedule sets before each step. Return an optimizer whose groups have one.",
             parameter="optimizer",
         )
+    _require_values_of_experiment(optimizer, name)
     return optimizer
+
+
+def _require_values_of_experiment(optimizer: torch.optim.Optimizer, name: str) -> None:
+    """Raise `InvalidExperiment` for a rate or weight decay in the function, which those of the groups would replace."""
+    usual = inspect.signature(type(optimizer).__init__).parameters
+    for entry, ours in (("lr", "learning_rate"), ("weight_decay", "weight_decay")):
+        written = optimizer.defaults.get(entry)
+        used = {group.get(entry) for group in optimizer.param_groups}
+        if written is not None and written not in used and (entry not in usual or written != usual[entry].default):
+            raise InvalidExperiment(
+                f"The optimizer that {name} returned is built with {entry}={written}, and its parameter groups have "
+                f"{entry}={', '.join(map(str, used))}, which it uses instead. Give the value "
+                f"to the experiment, {ours}={written}, and leave it out of the function.",
+                parameter="optimizer",
+            )
 
 
 class ShardedUserOptimizer(torch.optim.Optimizer):

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from workbench.rundir import RunDir, read_json, read_record
@@ -32,6 +32,8 @@ class LossBasis:
     training_masked: float | None = None
     """Share of the positions of a training sample that a masked model predicts; None for other objectives."""
     held_out_masked: float | None = None
+    held_out_samples: str | None = None
+    """Fingerprint of the held-out samples; None where it was not recorded."""
 
     def of(self, held_out: bool) -> Facts:
         """Return the facts of the held-out loss or of the training loss."""
@@ -93,7 +95,8 @@ def read_loss_basis(run: RunDir) -> LossBasis | None:
     """
     try:
         coupled = run.plan.exists() and bool(read_json(run.plan).get("coupled"))
-        return loss_basis(read_record(run.experiment), coupled)
+        samples = read_record(run.environment).get("held_out_fingerprint") if run.environment.exists() else None
+        return replace(loss_basis(read_record(run.experiment), coupled), held_out_samples=samples)
     except (AttributeError, OSError, RecursionError, TypeError, ValueError):
         return None
 
@@ -116,6 +119,12 @@ def why_not_compared(bases: Iterable[LossBasis | None], held_out: bool | Sequenc
         values = list(dict.fromkeys(fact.get(what, "none") for fact in facts))
         if len(values) > 1:
             differing.append(f"{what} ({_listed(values)})")
+    samples = {basis.held_out_samples for basis, is_held_out in known if is_held_out} - {None}
+    if not differing and len(samples) > 1:
+        return (
+            "These losses do not compare: the held-out samples are not the same, although they are described alike. "
+            "The data were changed between the runs: evaluate both on the same, run.evaluate(data)."
+        )
     if not differing:
         return None
     if len(differing) > SHOWN_FACTS:

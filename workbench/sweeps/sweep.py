@@ -555,7 +555,7 @@ class Sweep(Queue):
         """Return a table of rows as text, with a line of titles first."""
         cells = [(*self.axes, "objective", "± over seeds", "runs")]
         for row in rows:
-            mean = "" if row.mean is None else f"{row.mean:.4g}"
+            mean = "not finite" * bool(row.finished) if row.mean is None else f"{row.mean:.4g}"
             spread = "" if row.spread is None else f"{row.spread:.2g}"
             counts = {state: row.states.count(state) for state in dict.fromkeys(row.states)}
             states = ", ".join(f"{count} {state}" for state, count in counts.items())

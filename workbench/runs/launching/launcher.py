@@ -17,7 +17,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from workbench.data import data_fingerprint
+from workbench.data import data_fingerprint, held_out_fingerprint
 from workbench.display import CELLS, sent_cells
 from workbench.errors import (
     CheckpointError,
@@ -79,6 +79,8 @@ if TYPE_CHECKING:
     from workbench.experiment import Experiment
     from workbench.planning.plan import Plan
 
+FINGERPRINTS = {"data_fingerprint": data_fingerprint, "held_out_fingerprint": held_out_fingerprint}
+"""What `environment.json` says of the samples of a run."""
 LAUNCHES = "WORKBENCH_LAUNCHES"
 """Environment variable that names a file to which `launch` adds the path of each run.
 
@@ -171,7 +173,8 @@ def _checked(attempt: Attempt, facts: Facts | None, progress: bool | None) -> At
     attempt = replace(attempt, experiment=attempt.experiment.resolved())
     if progress is None or "data_fingerprint" in attempt.provenance or not attempt.experiment.data.is_loaded:
         return attempt
-    provenance = {"data_fingerprint": data_fingerprint(attempt.experiment), **attempt.provenance}
+    prints = {name: read(attempt.experiment) for name, read in FINGERPRINTS.items()}
+    provenance = prints | dict(attempt.provenance)
     return replace(attempt, provenance=provenance)
 
 
@@ -396,10 +399,11 @@ def new_directory(name: str) -> Path:
 
 
 def _taken(run: RunDir) -> RunExists:
-    what = "holds a run" if run.experiment.exists() else "is not empty"
+    if not run.experiment.exists():
+        return RunExists(f"{run.path} is not empty. Choose another directory, or leave it out.")
     return RunExists(
-        f"{run.path} {what}. Choose another directory, leave it out, or continue that run with "
-        f"resume={str(run.path)!r}."
+        f"{run.path} holds a run. Choose another directory, leave it out, or continue that run: "
+        f"wb.load_run({str(run.path)!r}).resume()."
     )
 
 
@@ -519,9 +523,9 @@ def continued_provenance(run: RunDir, experiment: Experiment, accepts_changed_da
     before: dict[str, Any] = {}
     with contextlib.suppress(OSError, ValueError):  # a continuation needs none of it
         before = read_record(run.environment)
-    provenance: dict[str, Any] = {name: before[name] for name in ("cloned_from", "data_fingerprint") if name in before}
+    provenance: dict[str, Any] = {name: before[name] for name in ("cloned_from", *FINGERPRINTS) if name in before}
     if not experiment.data.is_user_defined:
-        provenance["data_fingerprint"] = data_fingerprint(experiment)
+        provenance |= {name: read(experiment) for name, read in FINGERPRINTS.items()}
     elif experiment.total_steps != read_record(run.experiment)["steps"]:
         provenance["data_fingerprint"] = None
     if accepts_changed_data:
