@@ -290,8 +290,8 @@ class Trainer:
     def full_gradient(self, name: str) -> torch.Tensor | None:
         """Return the whole gradient of a parameter of this rank, gathered from its shards (a collective).
 
-        After a step it is clipped, unless AdamW's kernel has made the update (`workbench.optimizers.adamw_kernel`), and
-        bf16 for weights of which `WeightCopies.keep_gradients` was called.
+        After a step it is clipped, unless AdamW's kernel has made the update (`workbench.optimizers.update_kernels`),
+        and bf16 for weights of which `WeightCopies.keep_gradients` was called.
         """
         gradient = self._parameters[name].grad
         return None if gradient is None else self.full(name, gradient)

@@ -16,7 +16,7 @@ from workbench.optimizers.parameters import WholeTensors, local
 from workbench.sparsity.kernels.operators import runs_triton
 
 if TYPE_CHECKING:
-    from workbench.optimizers.adamw_kernel import TensorTable
+    from workbench.optimizers.update_kernels import TensorTable
 
 MOMENTS = ("exp_avg", "exp_avg_sq")
 BATCH_ELEMENTS = 32 << 20
@@ -41,7 +41,7 @@ class ShardedAdamW(torch.optim.AdamW):
 
     The numbers are those of `torch.optim.AdamW`, in a fifth of the host's time, most of which the dispatch of hundreds
     of `DTensor`s would take. The moments of a `DTensor` are `DTensor`s, so that checkpoints know their placements. On a
-    GPU the formulas are the same, and a kernel of ours computes them (`workbench.optimizers.adamw_kernel`).
+    GPU the formulas are the same, and a kernel of ours computes them (`workbench.optimizers.update_kernels`).
     """
 
     skips_update: torch.Tensor | None = None
@@ -65,7 +65,7 @@ class ShardedAdamW(torch.optim.AdamW):
         return {}
 
     def _table(self, number: int) -> TensorTable:
-        from workbench.optimizers.adamw_kernel import TensorTable
+        from workbench.optimizers.update_kernels import TensorTable
 
         return self._tables.setdefault(number, TensorTable())
 
@@ -99,26 +99,25 @@ class ShardedAdamW(torch.optim.AdamW):
         """Return True if our kernel has updated the parameters, False if it cannot."""
         if not group["fused"] or not runs_triton(parameters[0]):
             return False
-        from workbench.optimizers.adamw_kernel import fill, update
+        from workbench.optimizers.update_kernels import adamw as by_kernel
 
-        table = self._table(-id(group))
-        shards, copies = [local(p) for p in parameters], [self.copies.get(p) for p in parameters]
-        gradients = [local(p.grad) for p in parameters if p.grad is not None]
-        if not fill(table, [shards, gradients, *moments], copies):
-            return False
-        update(
-            table,
+        is_updated = by_kernel(
+            self._table(-id(group)),
+            [local(p.grad) for p in parameters if p.grad is not None],
+            [[local(p) for p in parameters], *moments],
+            [self.copies.get(p) for p in parameters],
             [state["step"] for state in states],
+            group,
             factor=self.gradient_factor,
             skips=self.skips_update,
-            rate=group["lr"],
-            betas=group["betas"],
-            weight_decay=group["weight_decay"],
-            eps=group["eps"],
         )
-        written = {p: p._version for p, copy in zip(parameters, copies, strict=True) if copy is not None}
-        self.copied = {**self.copied, **written}
-        return True
+        if is_updated:
+            self._note_copies(parameters)
+        return is_updated
+
+    def _note_copies(self, parameters: Iterable[nn.Parameter]) -> None:
+        """Note that a kernel has written the copies of those of the parameters that have one."""
+        self.copied = {**self.copied, **{p: p._version for p in parameters if p in self.copies}}
 
     def _scaled_gradients(self, parameters: list[nn.Parameter]) -> list[torch.Tensor]:
         gradients = [local(p.grad).to(p.dtype) for p in parameters if p.grad is not None]

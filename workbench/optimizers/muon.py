@@ -13,8 +13,8 @@ forwards and checkpoints too, and would save two bytes an element of the shard i
 Matrices of one shape are orthogonalised in one batch, by the Gram matrix of their shorter side. An iteration is three
 batched products, and all that is done beside them is done to Gram matrices, none of them larger: the norm is taken from
 the first of them, and each polynomial has its constant on its diagonal, so that the last product adds nothing. On a GPU
-two kernels move all else (`workbench.optimizers.muon_kernel`): one reads gradients and momenta and writes momenta and
-directions, those of one batch beside each other, and one adds the results to the weights.
+two kernels move all else (`workbench.optimizers.update_kernels`): one reads gradients and momenta and writes momenta
+and directions, those of one batch beside each other, and one adds the results to the weights.
 """
 
 from __future__ import annotations
@@ -238,14 +238,11 @@ class MuonAndAdamW(ShardedAdamW):
         """Return True if our kernel has moved the momenta and written the directions, False if it cannot."""
         if not runs_triton(buffer):
             return False
-        from workbench.optimizers import muon_kernel
+        from workbench.optimizers.update_kernels import move_momenta
 
-        gradients = [local(p.grad) for p in parameters if p.grad is not None]
-        table = self._table(2 * number)
-        if not muon_kernel.fill_directions(table, gradients, momenta, sizes):
-            return False
-        muon_kernel.directions(table, buffer, MOMENTUM, factor=self.gradient_factor, skips=self.skips_update)
-        return True
+        table, gradients = self._table(2 * number), [local(p.grad) for p in parameters if p.grad is not None]
+        scalars = {"factor": self.gradient_factor, "skips": self.skips_update}
+        return move_momenta(table, gradients, momenta, buffer, sizes, MOMENTUM, **scalars)
 
     def _rounds_of(self, matrices: Sequence[_Matrix]) -> list[list[list[_Matrix]]]:
         """Return the matrices that each owner orthogonalises in each round; all ranks find the same."""
@@ -321,16 +318,14 @@ class MuonAndAdamW(ShardedAdamW):
         """Return True if our kernel has updated the shards, False if it cannot."""
         if not runs_triton(shards[0]):
             return False
-        from workbench.optimizers import muon_kernel
+        from workbench.optimizers.update_kernels import add_updates
 
-        copies = [self.copies.get(matrix.parameter) for matrix in matrices]
-        table = self._table(2 * number + 1)
-        if not muon_kernel.fill_updates(table, shards, updates, copies):
-            return False
-        muon_kernel.add(table, rates, decays, dtype=updates[0].dtype, skips=self.skips_update)
-        written = {m.parameter: m.parameter._version for m, c in zip(matrices, copies, strict=True) if c is not None}
-        self.copied = {**self.copied, **written}
-        return True
+        parameters = [matrix.parameter for matrix in matrices]
+        table, copies = self._table(2 * number + 1), [self.copies.get(parameter) for parameter in parameters]
+        is_added = add_updates(table, shards, updates, copies, rates, decays, skips=self.skips_update)
+        if is_added:
+            self._note_copies(parameters)
+        return is_added
 
 
 def _stacked(matrices: Sequence[torch.Tensor]) -> torch.Tensor:

@@ -1,7 +1,7 @@
 """The kernels of AdamW and Muon make PyTorch's updates and write bf16 copies, in Triton's interpreter.
 
-TRITON_INTERPRET=1 python -m tests.unit.test_adamw_kernel    # trains on the CPU; raises where something differs
-python -m tests.unit.test_adamw_kernel      # compiles for Hopper, without a GPU; prints widths of loads and stores
+TRITON_INTERPRET=1 python -m tests.unit.test_update_kernels    # trains on the CPU; raises where something differs
+python -m tests.unit.test_update_kernels      # compiles for Hopper, without a GPU; prints widths of loads and stores
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ needs_triton = pytest.mark.skipif(importlib.util.find_spec("triton") is None, re
 def run(**environment: str) -> str:
     """Run this module in a process of its own: Triton is interpreted only if a variable is set before its import."""
     answer = subprocess.run(
-        [sys.executable, "-m", "tests.unit.test_adamw_kernel"],
+        [sys.executable, "-m", "tests.unit.test_update_kernels"],
         capture_output=True, text=True, cwd=ROOT, env={**os.environ, "OMP_NUM_THREADS": "1", **environment},
     )  # fmt: skip
     assert answer.returncode == 0, answer.stderr
@@ -60,7 +60,7 @@ def test_the_kernels_compile_for_hopper_to_wide_loads_and_stores() -> None:
     assert adamw["st.global.v4.b32"] == 3 * 2 + 1, "and of all but the gradient, and 16 of the copy"
     assert direction["ld.global.v4.b32"] == 2 * 2 + 1, "32 bytes of gradient and momentum, or 16 of a bf16 gradient"
     assert direction["st.global.v4.b32"] == 2 + 1, "32 bytes of the momentum, and 16 of the direction"
-    assert update["ld.global.v4.b32"] == 2 + 1, "32 bytes of the weight, and 16 of its update"
+    assert update["ld.global.v4.b32"] == 2 * 2 + 1, "32 bytes of the weight and its update, or 16 of a bf16 update"
     assert update["st.global.v4.b32"] == 2 + 1, "32 bytes of the weight, and 16 of its copy"
 
 
@@ -150,25 +150,24 @@ def tensors_that_the_kernel_cannot_update() -> None:
 
 def tables_follow_new_addresses() -> None:
     """Gradients lie elsewhere in each step; the tables are made anew where an address or a size has changed."""
-    from workbench.optimizers.adamw_kernel import TensorTable, fill
+    from workbench.optimizers.update_kernels import TensorTable
 
     weights = [weight.detach() for weight in weights_of()]
-    lists, table = [weights, gradients_of(0, weights_of()), weights, weights], TensorTable()
-    assert fill(table, lists, [None] * len(weights))
+    gradients, nowhere, table = gradients_of(0, weights_of()), [None] * len(weights), TensorTable()
+    assert table.fill(gradients, nowhere, weights, weights, weights)
     before, programs = table.table, table.programs
     assert len(programs) == 2 + 1 + 1 + 2 + 4
-    assert fill(table, lists, [None] * len(weights))
+    assert table.fill(gradients, nowhere, weights, weights, weights)
     assert table.table is before
-    assert not fill(table, [weights, [lists[1][0].T, *lists[1][1:]], weights, weights], [None] * len(weights))
-    moved = [weights, gradients_of(1, weights_of()), weights, weights]
-    assert fill(table, moved, [None] * len(weights))
+    assert not table.fill([gradients[0].T, *gradients[1:]], nowhere, weights, weights, weights)
+    moved = gradients_of(1, weights_of())
+    assert table.fill(moved, nowhere, weights, weights, weights)
     assert table.table is not before
-    assert table.table[:, 1].tolist() == [gradient.data_ptr() for gradient in moved[1]]
+    assert table.table[:, 3].tolist() == [gradient.data_ptr() for gradient in moved]
     assert table.programs is programs
-    moved[1] = [gradient.bfloat16() for gradient in moved[1]]
-    assert fill(table, moved, [None] * len(weights))
-    assert table.table[:, 5].tolist() == [1] * len(weights)
-    assert fill(table, [each[2:4] for each in moved], [None] * 2)
+    assert table.fill([gradient.bfloat16() for gradient in moved], nowhere, weights, weights, weights)
+    assert table.table[:, 1].tolist() == [1] * len(weights)
+    assert table.fill(moved[2:4], nowhere[2:4], weights[2:4])
     assert table.programs.tolist() == [[0, 0], [1, 0], [1, 1]]
 
 
@@ -264,14 +263,12 @@ def compiled() -> list[dict[str, int]]:
     from triton.backends.compiler import GPUTarget
     from triton.compiler import ASTSource
 
-    from workbench.optimizers.adamw_kernel import ELEMENTS, WARPS, adamw_kernel
-    from workbench.optimizers.muon_kernel import direction_kernel, update_kernel
+    from workbench.optimizers.update_kernels import ELEMENTS, WARPS, adamw_kernel, direction_kernel, update_kernel
 
-    constants = {"ELEMENTS": ELEMENTS, "DTYPE": tl.bfloat16, "ITEM": 2}
     pointers = {"table_ptr": "*i64", "programs_ptr": "*i32", "buffer": "i64", "count": "i32"}
     found = []
-    for kernel in (adamw_kernel, direction_kernel, update_kernel):
-        names = kernel.arg_names
+    for kernel, columns in ((adamw_kernel, 7), (direction_kernel, 5), (update_kernel, 5)):
+        names, constants = kernel.arg_names, {"COLUMNS": columns, "ELEMENTS": ELEMENTS, "DTYPE": tl.bfloat16}
         types = {name: pointers.get(name, "*fp32" if name.endswith("_ptr") else "fp32") for name in names}
         source = ASTSource(
             fn=kernel,

@@ -1,0 +1,324 @@
+"""Triton kernels for what AdamW and Muon do to every element in an update, each in one pass over memory.
+
+PyTorch's fused AdamW moves 28 bytes per weight. Clipping in front of it reads and writes every gradient once more
+(8 bytes), and copying the new weights to bf16 reads them again (6 bytes). `adamw` multiplies gradients by a factor as
+it reads them and writes the copies beside the weights: 30 bytes in all, or 28 with gradients in bf16.
+
+Around Muon's matrix products, which are PyTorch's, its operations read and write a matrix some twenty times.
+`move_momenta` reads gradients and momenta, and writes momenta and, where this rank sends them, directions in the dtype
+of the products. `add_updates` reads weights and updates, and writes weights and their bf16 copies.
+
+Gradients are fp32 or bf16, and stay in memory as they were; all arithmetic is in fp32. One launch updates a list of
+tensors: each program finds the addresses of its tensor in a table on the device. What these functions cannot read or
+write they leave to PyTorch. With the environment variable `TRITON_INTERPRET=1`, set before Triton is imported, the
+kernels run on the CPU, for tests.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+ELEMENTS, WARPS = 2048, 8
+"""Elements that a program updates, and its warps: each thread reads 32 bytes of each fp32 tensor."""
+ALIGNMENT = tl.constexpr(16)
+"""Multiple of bytes at which tensors must begin for wide loads; a gradient in a bucket may begin elsewhere."""
+TYPES = {torch.float32: tl.float32, torch.bfloat16: tl.bfloat16}
+NOWHERE = -1
+"""Offset of a direction that is not written."""
+
+
+class TensorTable:
+    """The addresses of lists of tensors, on their device. They are sent only when one of them has changed."""
+
+    def __init__(self) -> None:
+        self._rows: list[tuple[int, ...]] = []
+        self.table = self.programs = torch.empty(0)
+        """The table, int64 [tensors, columns], and each program's tensor and part of it, int32 [programs, 2].
+
+        Columns are the number of elements, 1 if what is read is bf16, address of the copy or offset of the direction,
+        and addresses of what is read and of the state.
+        """
+
+    def fill(self, read: Sequence[Tensor], written: Sequence[Tensor | int | None], *state: Sequence[Tensor]) -> bool:
+        """Fill the table and return True, or return False if the kernels cannot read or write one of the tensors.
+
+        `read` are gradients or updates, in fp32 or bf16. `written` are weights' bf16 copies, None where there is none,
+        or offsets of directions. `state` are lists of the fp32 tensors that change, as weights and momenta.
+        """
+        # A gradient may lie where the one before it did, in another order of dims.
+        if not all(tensor.is_contiguous() for tensor in read):
+            return False
+        sizes = [tensor.numel() for tensor in state[0]]
+        halves = [int(tensor.dtype == torch.bfloat16) for tensor in read]
+        places = [place.data_ptr() if isinstance(place, Tensor) else place or 0 for place in written]
+        addresses = [[tensor.data_ptr() for tensor in tensors] for tensors in (read, *state)]
+        rows = list(zip(sizes, halves, places, *addresses, strict=True))
+        if rows == self._rows:
+            return True
+        if not all(tensor.dtype in TYPES for tensor in read):
+            return False
+        if not all(t.dtype == torch.float32 and t.is_contiguous() for tensors in state for t in tensors):
+            return False
+        device = state[0][0].device
+        self.table = sent(torch.tensor(rows), device)
+        if sizes != [row[0] for row in self._rows]:
+            parts = -(-torch.tensor(sizes) // ELEMENTS)
+            tensor = torch.repeat_interleave(torch.arange(len(sizes)), parts)
+            part = torch.arange(len(tensor)) - (parts.cumsum(0) - parts)[tensor]
+            self.programs = sent(torch.stack([tensor, part], dim=1).int(), device)
+        self._rows = rows
+        return True
+
+    def launch(self, kernel: Any, *arguments: Any, **constants: Any) -> None:
+        """Let a kernel pass over the tensors."""
+        if len(self.programs):
+            kernel[(len(self.programs),)](
+                self.table, self.programs, *arguments,
+                COLUMNS=self.table.shape[1], ELEMENTS=ELEMENTS, num_warps=WARPS, **constants,
+            )  # fmt: skip
+
+
+def sent(tensor: Tensor, device: torch.device) -> Tensor:
+    """Return a tensor on a device; the host does not wait for it."""
+    return tensor.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else tensor
+
+
+def scalar(given: Tensor | None, default: float, device: torch.device) -> Tensor:
+    """Return an fp32 scalar on the device: the given one, or one of the default."""
+    return torch.full((), default, dtype=torch.float32, device=device) if given is None else given
+
+
+def adamw(
+    table: TensorTable,
+    gradients: Sequence[Tensor],
+    state: Sequence[Sequence[Tensor]],
+    copies: Sequence[Tensor | None],
+    steps: Sequence[Tensor],
+    group: Mapping[str, Any],
+    *,
+    factor: Tensor | None,
+    skips: Tensor | None,
+) -> bool:
+    """Update parameters, first and second moments (`state`) by `torch.optim.AdamW`'s formulas, and count their `steps`.
+
+    Gradients are multiplied by `factor`. Where `skips` is 1, nothing changes. Both are fp32 scalars on the device.
+    Returns False, and does nothing, if the kernel cannot read or write one of the tensors.
+    """
+    if not table.fill(gradients, copies, *state):
+        return False
+    device = table.table.device
+    factor, skips = scalar(factor, 1, device), scalar(skips, 0, device)
+    # Without `alpha`, PyTorch takes the scalar tensor for a number, which it reads: the host would wait for the device.
+    torch._foreach_add_(list(steps), 1 - skips, alpha=1)
+    rate, betas, counts = group["lr"], group["betas"], torch.stack(list(steps)).double()
+    corrections = torch.stack([1 - betas[0] ** counts, (1 - betas[1] ** counts).sqrt()], dim=1).float()
+    table.launch(adamw_kernel, corrections, factor, skips, rate, *betas, rate * group["weight_decay"], group["eps"])
+    return True
+
+
+def move_momenta(
+    table: TensorTable,
+    gradients: Sequence[Tensor],
+    momenta: Sequence[Tensor],
+    buffer: Tensor,
+    sizes: Sequence[int],
+    momentum: float,
+    *,
+    factor: Tensor | None,
+    skips: Tensor | None,
+) -> bool:
+    """Move momenta towards gradients times `factor`, and write the directions ahead of them (Nesterov) to `buffer`.
+
+    `sizes` are the elements of the directions that are written one after another, those of the first momenta. Where
+    `skips` is 1, momenta stay, and are the directions. `factor` and `skips` are fp32 scalars on the device. Returns
+    False, and does nothing, if the kernel cannot read or write one of the tensors.
+    """
+    offsets = [buffer.itemsize * begin for begin in itertools.accumulate(sizes[:-1], initial=0)][: len(sizes)]
+    if not table.fill(gradients, offsets + [NOWHERE] * (len(momenta) - len(sizes)), momenta):
+        return False
+    scalars = scalar(factor, 1, buffer.device), scalar(skips, 0, buffer.device)
+    table.launch(direction_kernel, *scalars, buffer.data_ptr(), 1 - momentum, DTYPE=TYPES[buffer.dtype])
+    return True
+
+
+def add_updates(
+    table: TensorTable,
+    parameters: Sequence[Tensor],
+    updates: Sequence[Tensor],
+    copies: Sequence[Tensor | None],
+    rates: Sequence[float],
+    decays: Sequence[float],
+    *,
+    skips: Tensor | None,
+) -> bool:
+    """Take the part `decays` of each weight from it, and its update times its rate.
+
+    Where `skips`, an fp32 scalar on the device, is 1, nothing changes. Returns False, and does nothing, if the kernel
+    cannot read or write one of the tensors.
+    """
+    if not table.fill(updates, copies, parameters):
+        return False
+    device = table.table.device
+    scales = sent(torch.tensor([rates, decays]), device)
+    table.launch(update_kernel, scales, scalar(skips, 0, device), len(rates))
+    return True
+
+
+# Each kernel finds its program's elements and whether loads may be wide; the function behind it updates them.
+
+
+@triton.jit
+def adamw_kernel(
+    table_ptr, programs_ptr, corrections_ptr, factor_ptr, skips_ptr, rate, first_beta, second_beta, decay, eps,
+    COLUMNS: tl.constexpr, ELEMENTS: tl.constexpr,
+):  # fmt: skip
+    """Update `ELEMENTS` elements of one weight; `decay` is the part of it that weight decay takes."""
+    if tl.load(skips_ptr) == 0:
+        program = programs_ptr + 2 * tl.program_id(0)
+        tensor = tl.load(program).to(tl.int64)
+        begin = tl.load(program + 1).to(tl.int64) * ELEMENTS
+        row = table_ptr + tensor * COLUMNS
+        left, half, copy = tl.load(row) - begin, tl.load(row + 1), tl.load(row + 2)
+        gradient, parameter = tl.load(row + 3), tl.load(row + 4)
+        first, second = tl.load(row + 5), tl.load(row + 6)
+        step_size = rate / tl.load(corrections_ptr + 2 * tensor)
+        scale = 1 / tl.load(corrections_ptr + 2 * tensor + 1)
+        factor = tl.load(factor_ptr)
+        if left >= ELEMENTS and (parameter | gradient | first | second | copy) % ALIGNMENT == 0:
+            _update(
+                parameter, gradient, first, second, copy, half, begin, left, factor, step_size, scale,
+                first_beta, second_beta, decay, eps, True, ELEMENTS,
+            )  # fmt: skip
+        else:
+            _update(
+                parameter, gradient, first, second, copy, half, begin, left, factor, step_size, scale,
+                first_beta, second_beta, decay, eps, False, ELEMENTS,
+            )  # fmt: skip
+
+
+@triton.jit
+def _update(
+    parameter, gradient, first, second, copy, half, begin, left, factor, step_size, scale,
+    first_beta, second_beta, decay, eps, WIDE: tl.constexpr, ELEMENTS: tl.constexpr,
+):  # fmt: skip
+    inside = None if WIDE else tl.arange(0, ELEMENTS) < left
+    weights = pointers_to(parameter, begin, tl.float32, WIDE, ELEMENTS)
+    firsts = pointers_to(first, begin, tl.float32, WIDE, ELEMENTS)
+    seconds = pointers_to(second, begin, tl.float32, WIDE, ELEMENTS)
+    weight = tl.load(weights, mask=inside)
+    slope = loaded(gradient, half, begin, left, WIDE, ELEMENTS) * factor
+    mean = tl.load(firsts, mask=inside)
+    variance = tl.load(seconds, mask=inside)
+    square = slope * slope
+    weight -= decay * weight
+    mean = tl.fma(mean, first_beta, tl.fma(slope, -first_beta, slope))
+    variance = tl.fma(variance, second_beta, tl.fma(square, -second_beta, square))
+    weight -= step_size * mean / (tl.sqrt(variance) * scale + eps)
+    tl.store(weights, weight, mask=inside)
+    tl.store(firsts, mean, mask=inside)
+    tl.store(seconds, variance, mask=inside)
+    store(copy, weight, begin, left, tl.bfloat16, WIDE, ELEMENTS)
+
+
+@triton.jit
+def direction_kernel(
+    table_ptr, programs_ptr, factor_ptr, skips_ptr, buffer, part,
+    COLUMNS: tl.constexpr, DTYPE: tl.constexpr, ELEMENTS: tl.constexpr,
+):  # fmt: skip
+    """Move `ELEMENTS` elements of one momentum; `part` is what it takes of a gradient.
+
+    Directions are written to the address `buffer`.
+    """
+    program = programs_ptr + 2 * tl.program_id(0)
+    begin = tl.load(program + 1).to(tl.int64) * ELEMENTS
+    row = table_ptr + tl.load(program).to(tl.int64) * COLUMNS
+    left, half, offset = tl.load(row) - begin, tl.load(row + 1), tl.load(row + 2)
+    gradient, momentum = tl.load(row + 3), tl.load(row + 4)
+    direction = buffer + offset if offset >= 0 else offset * 0
+    factor, skips = tl.load(factor_ptr), tl.load(skips_ptr)
+    if left >= ELEMENTS and (gradient | momentum | direction) % ALIGNMENT == 0:
+        _move(gradient, momentum, direction, half, begin, left, factor, skips, part, DTYPE, True, ELEMENTS)
+    else:
+        _move(gradient, momentum, direction, half, begin, left, factor, skips, part, DTYPE, False, ELEMENTS)
+
+
+@triton.jit
+def _move(
+    gradient, momentum, direction, half, begin, left, factor, skips, part,
+    DTYPE: tl.constexpr, WIDE: tl.constexpr, ELEMENTS: tl.constexpr,
+):  # fmt: skip
+    inside = None if WIDE else tl.arange(0, ELEMENTS) < left
+    means = pointers_to(momentum, begin, tl.float32, WIDE, ELEMENTS)
+    mean = tl.load(means, mask=inside)
+    slope = loaded(gradient, half, begin, left, WIDE, ELEMENTS)
+    slope = tl.where(skips != 0, mean, slope * factor)
+    mean += part * (slope - mean)
+    tl.store(means, mean, mask=inside)
+    store(direction, mean - part * (mean - slope), begin, left, DTYPE, WIDE, ELEMENTS)
+
+
+@triton.jit
+def update_kernel(table_ptr, programs_ptr, rates_ptr, skips_ptr, count, COLUMNS: tl.constexpr, ELEMENTS: tl.constexpr):
+    """Add the update to `ELEMENTS` elements of one of `count` weights."""
+    if tl.load(skips_ptr) == 0:
+        program = programs_ptr + 2 * tl.program_id(0)
+        tensor = tl.load(program).to(tl.int64)
+        begin = tl.load(program + 1).to(tl.int64) * ELEMENTS
+        row = table_ptr + tensor * COLUMNS
+        left, half, copy = tl.load(row) - begin, tl.load(row + 1), tl.load(row + 2)
+        update, parameter = tl.load(row + 3), tl.load(row + 4)
+        rate, decay = tl.load(rates_ptr + tensor), tl.load(rates_ptr + count + tensor)
+        if left >= ELEMENTS and (parameter | update | copy) % ALIGNMENT == 0:
+            _add(parameter, update, copy, half, begin, left, rate, decay, True, ELEMENTS)
+        else:
+            _add(parameter, update, copy, half, begin, left, rate, decay, False, ELEMENTS)
+
+
+@triton.jit
+def _add(
+    parameter, update, copy, half, begin, left, rate, decay, WIDE: tl.constexpr, ELEMENTS: tl.constexpr
+):  # fmt: skip
+    inside = None if WIDE else tl.arange(0, ELEMENTS) < left
+    weights = pointers_to(parameter, begin, tl.float32, WIDE, ELEMENTS)
+    weight = tl.load(weights, mask=inside)
+    change = loaded(update, half, begin, left, WIDE, ELEMENTS)
+    weight -= decay * weight
+    weight -= rate * change
+    tl.store(weights, weight, mask=inside)
+    store(copy, weight, begin, left, tl.bfloat16, WIDE, ELEMENTS)
+
+
+# An address is that of a tensor's first element. If `WIDE`, it is a multiple of `ALIGNMENT`, and all `ELEMENTS` behind
+# `begin` belong to the tensor; otherwise only the first `left` of them.
+
+
+@triton.jit
+def pointers_to(address, begin, DTYPE: tl.constexpr, WIDE: tl.constexpr, ELEMENTS: tl.constexpr):
+    pointer = address.to(tl.pointer_type(DTYPE))
+    return (tl.multiple_of(pointer, ALIGNMENT) if WIDE else pointer) + begin + tl.arange(0, ELEMENTS)
+
+
+@triton.jit
+def loaded(address, half, begin, left, WIDE: tl.constexpr, ELEMENTS: tl.constexpr):
+    """Return elements of a gradient or an update in fp32; it is bf16 if `half` is 1."""
+    inside = None if WIDE else tl.arange(0, ELEMENTS) < left
+    if half != 0:
+        elements = tl.load(pointers_to(address, begin, tl.bfloat16, WIDE, ELEMENTS), mask=inside).to(tl.float32)
+    else:
+        elements = tl.load(pointers_to(address, begin, tl.float32, WIDE, ELEMENTS), mask=inside)
+    return elements
+
+
+@triton.jit
+def store(address, elements, begin, left, DTYPE: tl.constexpr, WIDE: tl.constexpr, ELEMENTS: tl.constexpr):
+    """Write elements in this dtype, unless the address is 0."""
+    if address != 0:
+        inside = None if WIDE else tl.arange(0, ELEMENTS) < left
+        tl.store(pointers_to(address, begin, DTYPE, WIDE, ELEMENTS), elements.to(DTYPE), mask=inside)
