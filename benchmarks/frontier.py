@@ -16,7 +16,7 @@ import workbench as wb
 
 ROOT = Path(__file__).resolve().parents[1]
 MODEL = wb.models.gpt2(5120, 40, 40, vocab_size=50304, max_positions=2048, name="gpt3-13b")
-EXPERIMENT = wb.Experiment(model=MODEL, data=wb.data.corpus("demo"), global_batch=64, seq_len=2048)
+EXPERIMENT = wb.Experiment(model=MODEL, data=wb.data.corpus("demo"), global_batch=32, seq_len=2048)
 CLUSTER = wb.Cluster.of("h200", gpus=4)
 
 
