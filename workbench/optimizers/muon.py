@@ -67,17 +67,21 @@ def working_type(device: torch.device) -> torch.dtype:
 
 def orthogonalised(matrices: torch.Tensor, coefficients: Coefficients = COEFFICIENTS) -> torch.Tensor:
     """Return the nearest semi-orthogonal matrix, approximately, of each matrix of a batch [B, m, n]."""
-    x, is_wide, scales = matrices, matrices.shape[1] <= matrices.shape[2], None
+    x, is_wide = matrices, matrices.shape[1] <= matrices.shape[2]
+    constant: float | torch.Tensor
     for a, b, c in coefficients:
         gram = torch.bmm(x, x.mT) if is_wide else torch.bmm(x.mT, x)
-        if scales is None:  # the trace of the Gram matrix is the square of the norm
+        constant, linear = a, b
+        if x is matrices:  # the trace of the Gram matrix is the square of the norm
             norms = gram.diagonal(dim1=1, dim2=2).sum(1, dtype=torch.float32).sqrt()
-            scales = (1 / (norms * SAFETY + EPS))[:, None, None]
-            gram.mul_(scales.square())
-        polynomial = torch.baddbmm(gram, gram, gram, beta=b, alpha=c)
-        polynomial.diagonal(dim1=1, dim2=2).add_(a)
-        if x is matrices:
-            polynomial.mul_(scales)
+            scales = (1 / (norms * SAFETY + EPS))[:, None]
+            # With the scale s on both sides of the Gram matrix G and on the result, the polynomial is a square,
+            # s (a + b s² G + c s⁴ G²) = c Q² + s (a - b² / 4c), where Q = s^2.5 G + s^0.5 b / 2c: of all elements, only
+            # those of G are multiplied, and none are copied for the product to add to.
+            gram.mul_(scales[:, :, None] ** 2.5).diagonal(dim1=1, dim2=2).add_(b / (2 * c) * scales.sqrt())
+            constant, linear = (a - b * b / (4 * c)) * scales, 0.0
+        polynomial = torch.baddbmm(gram, gram, gram, beta=linear, alpha=c)
+        polynomial.diagonal(dim1=1, dim2=2).add_(constant)
         x = torch.bmm(polynomial, x) if is_wide else torch.bmm(x, polynomial)
     return x
 
