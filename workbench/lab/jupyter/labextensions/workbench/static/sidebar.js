@@ -91,7 +91,8 @@ class RunList {
     this.node = element('div', 'wb-runs');
     this.search = element('input', 'wb-search jp-mod-styled');
     this.search.type = 'search';
-    this.search.placeholder = 'Search names, tags and notes';
+    this.search.placeholder = 'Search runs';
+    this.search.title = 'Search names, tags and notes';
     this.search.setAttribute('aria-label', 'Search runs');
     this.state = this.choice('State', {'': 'all states', ...Object.fromEntries(STATES.map(state => [state, state]))});
     this.tag = this.choice('Tag', {'': 'all tags'});
