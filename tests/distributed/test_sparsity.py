@@ -33,8 +33,8 @@ MICRO_BATCH, GLOBAL_BATCH, STEPS, HALF, FEW = 4, 8, 6, 3, 2
 RATE, EPS, DECAY, BETAS, CLIP = 5e-3, 1e-3, 0.1, (0.9, 0.98), 0.5
 RANDOM = Dynamic(sparsity=0.6, block=4, updates=3, prune_ratio=0.5)
 GRADIENT = dataclasses.replace(RANDOM, regrow="gradient", block=2)
-STATIC = Static(sparsity=0.6, block=4)
-LARGE = Dynamic(sparsity=0.5, block=16, updates=3, prune_ratio=0.5)
+STATIC = Static(sparsity=0.6, block=4, rescaled=True)
+LARGE = Dynamic(sparsity=0.5, block=16, updates=3, prune_ratio=0.5, rescaled=True)
 """Blocks for which there are kernels."""
 
 
@@ -89,6 +89,8 @@ def plain(sparsity: Static) -> Outcome:
         blocks = parameter.numel() // block**2
         pattern = initial(tuple(parameter.shape), block, round((1 - sparsity.sparsity) * blocks), f"0/{name}")
         present[name] = is_present(pattern).flatten().tolist()
+        if sparsity.rescaled:
+            parameter.data *= math.sqrt(blocks / sum(present[name]))
     updates = getattr(sparsity, "updates", 0)
     due = {math.ceil((number + 1) * STEPS / (updates + 1)): number for number in range(updates)}
 

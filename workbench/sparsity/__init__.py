@@ -19,7 +19,7 @@ from pydantic import Field, PlainValidator
 
 from workbench.arguments import checked_arguments
 from workbench.errors import InvalidExperiment
-from workbench.validation import LargeCount, Line, Positive, Share, checked_value, known
+from workbench.validation import LargeCount, Line, Positive, Share, TrueOrFalse, checked_value, known
 
 __all__ = ["Dynamic", "Static", "learning_rate"]
 
@@ -42,11 +42,15 @@ class Static:
     scope: Line = "encoder"
     """Weights that become sparse: matrices whose name contains this word between dots, or matches this pattern
     (`fnmatch`, such as `"*.mlp.*"`). Embedding tables and output heads always stay dense."""
+    rescaled: TrueOrFalse = False
+    """Whether the initial weights are divided by the square root of the present share, so that outputs of a layer vary
+    as they do with all weights (Evci et al., arXiv:2010.03533). Right for random weights, wrong for trained ones."""
 
     @property
     def label(self) -> str:
-        """Return a short description, such as `90 % static 16×16`."""
-        return f"{100 * self.sparsity:g} % {type(self).__name__.lower()} {self.block}×{self.block}"
+        """Return a short description, such as `90 % static 16×16`, or `90 % static 16×16, rescaled`."""
+        pattern = f"{100 * self.sparsity:g} % {type(self).__name__.lower()} {self.block}×{self.block}"
+        return pattern + (", rescaled" if self.rescaled else "")
 
     def covers(self, name: str) -> bool:
         """Return True if the parameter of this name is in the scope."""

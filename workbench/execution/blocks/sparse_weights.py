@@ -160,6 +160,10 @@ class SparseWeights(ABC):
             self.patterns[name] = initial_pattern(self.sparsity, self._seed, name, shapes[name], parameter.device)
         self.restore_patterns()
         self.mask_weights()
+        if self.sparsity.rescaled:
+            for name, pattern in self.patterns.items():
+                share = self.sparsity.kept(pattern.numel()) / pattern.numel()
+                local(self._parameters[name].detach()).mul_(share**-0.5)
 
     @abstractmethod
     def restore_patterns(self) -> None:
