@@ -2,12 +2,13 @@
 
     python benchmarks/sparse_family.py TEXT --folder runs/family [--minutes M] [-p NAME=VALUE ...]
     workbench execute sparse_pareto -p preset=full -p corpus=TEXT -p trained=runs/family    # shows them, on any machine
+    python benchmarks/sparse_family.py --folder runs/family                 # writes runs/family/losses.json only
 
-It executes the template's own cells: rates are tried, the family and the pair with Muon are trained, and pairs that lie
-close get a second seed. A run that is predicted not to end within M minutes is not begun. A second start goes on: what
-has finished is not trained again, what still trains is waited for, and anything else begins anew. No checkpoints are
-written. `-p` gives further parameters of the template, as JSON: `-p preset='"rehearsal"'` trains tiny models, without
-GPUs as well.
+It executes the template's own cells: rates are tried, the family is trained, and pairs that lie close get a second
+seed. `losses.json` has the held-out losses and the step of each finished run. A run that is predicted not to end within
+M minutes is not begun. A second start goes on: what has finished is not trained again, what still trains is waited for,
+and anything else begins anew. No checkpoints are written. `-p` gives further parameters of the template, as JSON:
+`-p preset='"rehearsal"'` trains tiny models, without GPUs as well.
 """
 
 from __future__ import annotations
@@ -41,11 +42,18 @@ BESIDE_S = 30.0
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("text", help="text file or folder to train on")
+    parser.add_argument("text", nargs="?", help="text file or folder to train on")
     parser.add_argument("--folder", type=Path, required=True, help="folder of the run directories")
     parser.add_argument("--minutes", type=float, default=60.0, help="time after which runs are stopped")
     parser.add_argument("-p", action="append", default=[], metavar="NAME=VALUE", help="a parameter of the template")
     given = parser.parse_args()
+    if given.text:
+        train_family(given)
+    write_losses(given.folder)
+
+
+def train_family(given: argparse.Namespace) -> None:
+    """Execute the template's cells until its last training."""
     ends = time.time() + 60 * given.minutes
     parameters = {"preset": "full", "corpus": given.text}
     parameters |= {name: json.loads(value) for name, value in (item.split("=", 1) for item in given.p)}
@@ -68,6 +76,22 @@ def main() -> None:
                 names["train"] = partial(train, names, pool, given.folder.absolute(), ends)
             if LAST in cell.source:
                 return
+
+
+def write_losses(folder: Path) -> None:
+    """Write what the finished runs of a folder learned: held-out losses by tokens, and medians of their later steps."""
+    found = {}
+    for path in sorted(path.parent for path in folder.glob("*/experiment.json") if has_finished(path.parent)):
+        run = wb.load_run(path)
+        evaluations, steps_ms = run.evaluations(), run.history().step_ms.tolist()
+        found[path.name] = {
+            "predicted_ms": round(run.plan.prediction.step_ms, 2),
+            "step_ms": round(statistics.median(steps_ms[len(steps_ms) // 2 :]), 2),
+            "tokens": evaluations.tokens.tolist(),
+            "held_out": [round(loss, 4) for loss in evaluations.eval_loss.tolist()],
+        }
+    lines = ",\n".join(f"{json.dumps(name)}: {json.dumps(each)}" for name, each in found.items())
+    (folder / "losses.json").write_text(f"{{\n{lines}\n}}\n")
 
 
 def take_gpu(queue: Queue[str]) -> None:

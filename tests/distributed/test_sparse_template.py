@@ -12,7 +12,7 @@ from tests.distributed.documents import executed
 from workbench.analysis.curve import scatter_of
 from workbench.sparsity import learning_rate
 
-STATIC, DYNAMIC = "90 % static 1×1", "90 % dynamic 1×1"
+STATIC, DYNAMIC = "90 % static 1×1, rescaled", "90 % dynamic 1×1, rescaled"
 
 
 def test_the_template_trains_a_family_and_says_what_the_losses_show(tmp_path, monkeypatch):
@@ -32,7 +32,7 @@ def test_the_template_trains_a_family_and_says_what_the_losses_show(tmp_path, mo
     )
     assert len(shapes) == 2
     assert [flops[name] / flops["Wide", STATIC] for name in shapes] == pytest.approx([1, 1], abs=0.08)
-    [pareto] = document.figures("wb.figures.pareto(runs, published=published)")
+    [pareto] = document.figures("        display(wb.figures.pareto(same, published=published)")
     marks = {trace["name"]: trace for trace in pareto["data"] if trace["mode"] == "markers" and trace["xaxis"] == "x"}
     assert len(marks.pop("published")["text"]) == 11
     expected = {f"{model}, {pattern}": flops[model, pattern] for model, pattern in flops}
