@@ -517,3 +517,23 @@ def test_figures_of_block_sparse_kernels_are_those_of_the_raw_files() -> None:
     dense, masked = cpu["dense"], cpu["masked"]
     assert f"predicted with {dense['predicted_ms']:.0f} ms and took {dense['measured_ms']:.0f} ms" in page
     assert f"predicted with {masked['predicted_ms']:.0f} ms and took {masked['measured_ms']:.0f} ms" in page
+
+
+def test_the_plateau_of_sparse_families_is_that_of_the_raw_file() -> None:
+    found = raw("sparse_family_unscaled_4xH200_4182f403.json")
+    assert len(found) == 36
+    ends: dict[str, tuple[float, float]] = {}
+    for name, run in found.items():
+        kind = name.split("-seed")[0].rsplit("-", 2)[0]  # without its rate, such as 3.20e-03
+        half = next(loss for tokens, loss in zip(run["tokens"], run["held_out"], strict=True) if tokens > 14e6)
+        ends[kind] = min(ends.get(kind, (9.0, 9.0)), (run["held_out"][-1], half))
+    for cells in table("benchmarks/README.md", "| held-out loss | at half the tokens |"):
+        size = cells[0].split(" ")[0].lower()
+        kinds = cells[0].removeprefix("dense ").split(", the best")[0].replace(" × ", "x").lower().split(", ")
+        if size in ("medium", "base"):
+            kind = cells[0].split(" ")[1]
+            kinds = [f"{size}-{kind}{block}" for block in (1, 4, 8, 16)]
+        for column, which, digits in ((1, 1, 2), (2, 0, 3)):
+            assert cells[column].split(", ") == [f"{ends[kind][which]:.{digits}f}" for kind in kinds]
+    small = found["2x400-1.28e-03-seed0"]
+    assert f"{small['step_ms']:.1f} ms for 2 × 400 ({small['predicted_ms']:.1f} predicted)" in words("benchmarks/README.md")
