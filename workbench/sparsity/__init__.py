@@ -43,8 +43,8 @@ class Static:
     """Weights that become sparse: matrices whose name contains this word between dots, or matches this pattern
     (`fnmatch`, such as `"*.mlp.*"`). Embedding tables and output heads always stay dense."""
     rescaled: TrueOrFalse = False
-    """Whether the initial weights are divided by the square root of the present share, so that outputs of a layer vary
-    as they do with all weights (Evci et al., arXiv:2010.03533). Right for random weights, wrong for trained ones."""
+    """True divides the initial weights by the square root of the present share, so that outputs of a layer vary as they
+    do with all weights (Evci et al., arXiv:2010.03533): right for random weights, wrong for trained ones."""
 
     @property
     def label(self) -> str:

@@ -80,7 +80,7 @@ if TYPE_CHECKING:
     from workbench.planning.plan import Plan
 
 FINGERPRINTS = {"data_fingerprint": data_fingerprint, "held_out_fingerprint": held_out_fingerprint}
-"""What `environment.json` says of the samples of a run."""
+"""Fields of `environment.json` that describe the samples of a run."""
 LAUNCHES = "WORKBENCH_LAUNCHES"
 """Environment variable that names a file to which `launch` adds the path of each run.
 
