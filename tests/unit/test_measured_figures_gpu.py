@@ -536,4 +536,5 @@ def test_the_plateau_of_sparse_families_is_that_of_the_raw_file() -> None:
         for column, which, digits in ((1, 1, 2), (2, 0, 3)):
             assert cells[column].split(", ") == [f"{ends[kind][which]:.{digits}f}" for kind in kinds]
     small = found["2x400-1.28e-03-seed0"]
-    assert f"{small['step_ms']:.1f} ms for 2 × 400 ({small['predicted_ms']:.1f} predicted)" in words("benchmarks/README.md")
+    sentence = f"{small['step_ms']:.1f} ms for 2 × 400 ({small['predicted_ms']:.1f} predicted)"
+    assert sentence in words("benchmarks/README.md")
