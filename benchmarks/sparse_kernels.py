@@ -2,7 +2,7 @@
 
     python benchmarks/sparse_kernels.py --out sparse_kernels.json             # everything, on one GPU
     python benchmarks/sparse_kernels.py --profile --out sparse_profile.json   # one layer, product by product
-    python benchmarks/sparse_kernels.py --fit sparse_kernels.json             # the constants of the cost model
+    python benchmarks/sparse_kernels.py --fit sparse_kernels_*.json           # the constants of the cost model
     TRITON_INTERPRET=1 python benchmarks/sparse_kernels.py --rehearse --out rehearsal.json    # on a CPU
 
 All tensors are bf16, without bias. A contender's forward, and its forward with backward (gradients to input and
@@ -20,7 +20,7 @@ import os
 import statistics
 import time
 import traceback
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -30,7 +30,9 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from workbench.cost.sparse_matrices import break_even_sparsity, relative_times
+from workbench.cost.hardware import Cluster, Device
+from workbench.cost.profile import break_even_sparsity
+from workbench.cost.sparse_matrices import none_and_all_stored, relative_times
 from workbench.sparsity.kernels import BlockIndex, block_sparse_linear, to_compact, to_dense
 
 BLOCKS = (64, 32, 16)
@@ -111,10 +113,10 @@ def main() -> None:
     parser.add_argument("--seconds", type=float, default=420, help="start nothing new after this time")
     parser.add_argument("--profile", action="store_true", help="time each product and each configuration of one layer")
     parser.add_argument("--rehearse", action="store_true", help="tiny layers in the interpreter, to try the code")
-    parser.add_argument("--fit", type=Path, help="print the constants that a file of this command gives the cost model")
+    parser.add_argument("--fit", type=Path, nargs="+", help="print the cost model's constants by such files")
     arguments = parser.parse_args()
     if arguments.fit:
-        print(*fitted(json.loads(arguments.fit.read_text())), sep="\n")
+        print(*fitted([json.loads(path.read_text()) for path in arguments.fit]), sep="\n")
         return
     device = "cuda" if torch.cuda.is_available() else "cpu"
     settings = Settings(device, arguments.tokens, ROUNDS, time.monotonic() + arguments.seconds)
@@ -141,42 +143,63 @@ def main() -> None:
 def predictions() -> list[str]:
     """Return one line per layer and block with the predicted speed-up at sparsity 0.9 and the break-even sparsity."""
     return [
-        f"{layer.name}, block {block}: {3 / sum(relative_times(block, layer.rows, layer.cols, 0.1)):.2f} × dense at "
-        f"0.9, faster than dense from sparsity {break_even_sparsity(block, [(layer.rows, layer.cols)]):.2f}"
+        f"{layer.name}, block {block}, {name}: {_speed_up(layer, block, device):.2f} × dense at 0.9, faster than dense "
+        f"from sparsity {break_even_sparsity(none_and_all_stored(block, [(layer.rows, layer.cols)]), device):.2f}"
+        for name in ("h100", "h200")
+        for device in [Cluster.of(name, gpus=1).device]
         for layer in LAYERS
         for block in BLOCKS
     ]
 
 
-def fitted(report: dict[str, Any]) -> list[str]:
+def _speed_up(layer: Layer, block: int, device: Device) -> float:
+    times = relative_times(block, layer.rows, layer.cols, 0.1)
+    return 3 / sum(time.on(device) for time in times)
+
+
+def fitted(reports: Sequence[dict[str, Any]]) -> list[str]:
     """Return the parts of each product's time by block (`StoredProduct`), and how far they are from the measured steps.
 
     Times are over a third of the layer's dense step. The forward reads inputs and writes outputs, the gradient to the
-    input the other way round, and the gradient to the weight reads both. Least squares of relative errors find the
-    forward first, as which the gradient to the input is computed, and then what is left of the backward.
+    input the other way round, and the gradient to the weight reads both, in times that the device's bandwidth gives.
+    Least squares of relative errors find the forward first, as which the gradient to the input is computed, and then
+    what is left of the backward.
     """
-    dense = {row["layer"]: row["step_ms"] / 3 for row in report["rows"] if row["contender"] == "dense"}
     lines = []
     for block in BLOCKS:
-        found = [row for row in report["rows"] if row["contender"] == "block-sparse" and row["block"] == block]
-        values = [
-            (row["rows"], row["cols"], 1 - row["sparsity"], *(row[name] / dense[row["layer"]] for name in TIMES))
-            for row in found
-        ]
+        values, devices = [], []
+        for report in reports:
+            device = _device(report)
+            dense = {row["layer"]: row["step_ms"] / 3 for row in report["rows"] if row["contender"] == "dense"}
+            found = [row for row in report["rows"] if row["contender"] == "block-sparse" and row["block"] == block]
+            devices += [device.name] * len(found)
+            for row in found:
+                moved = [device.flops_per_byte / row[name] for name in ("rows", "cols")]
+                times = [row[name] / dense[row["layer"]] for name in TIMES]
+                values.append((*moved, 1 - row["sparsity"], *times))
         outputs, inputs, stored, forward, backward = torch.tensor(values, dtype=torch.double).T
-        parts = torch.stack([stored, 1 / outputs, 1 / inputs], 1)
-        product = torch.linalg.lstsq(parts / forward[:, None], torch.ones(len(found), 1).double()).solution
+        parts = torch.stack([stored, outputs, inputs], 1)
+        ones = torch.ones(len(values), 1, dtype=torch.double)
+        product = torch.linalg.lstsq(parts / forward[:, None], ones).solution
         to_input = (parts[:, [0, 2, 1]] @ product).squeeze(1)
-        reads = torch.stack([stored, 1 / outputs + 1 / inputs], 1)
+        reads = torch.stack([stored, outputs + inputs], 1)
         left = (1 - to_input / backward)[:, None]
         gradient = torch.linalg.lstsq(reads / backward[:, None], left).solution
         errors = ((parts @ product + reads @ gradient).squeeze(1) + to_input) / (forward + backward) - 1
-        numbers = [[round(value, 2) for value in each.flatten().tolist()] for each in (product, gradient)]
-        lines.append(
-            f"block {block}: product {numbers[0]}, gradient to the weight {numbers[1]}; {len(found)} steps, error "
-            f"{errors.square().mean().sqrt():.1%} rms, {errors.min():+.0%} to {errors.max():+.0%}"
-        )
+        numbers = [[float(f"{value:.3g}") for value in each.flatten().tolist()] for each in (product, gradient)]
+        lines.append(f"block {block}: product {numbers[0]}, gradient to the weight {numbers[1]}")
+        for name in dict.fromkeys(devices):
+            of = errors[torch.tensor([device == name for device in devices])]
+            lines.append(
+                f"    {len(of)} steps on {name}: error {of.square().mean().sqrt():.1%} rms, "
+                f"{of.min():+.0%} to {of.max():+.0%}"
+            )
     return lines
+
+
+def _device(report: dict[str, Any]) -> Device:
+    """Return the device of the hardware table that a report was measured on; an H100 for what is not in it."""
+    return Cluster.of("h200" if "H200" in report["machine"] else "h100", gpus=1).device
 
 
 def compare(settings: Settings, report: dict[str, Any], write: Callable[[], None]) -> None:
@@ -188,7 +211,7 @@ def compare(settings: Settings, report: dict[str, Any], write: Callable[[], None
             continue
         rows = measured(layer, settings, report["failed"])
         report["rows"] += rows
-        report["break_even"] += break_even(layer, rows)
+        report["break_even"] += break_even(layer, rows, _device(report))
         write()
         _print_table(layer, rows)
     print("\nSparsity from which block-sparse is faster than dense, forward and backward")
@@ -346,7 +369,7 @@ def _milliseconds(call: Callable[[], None], repeats: int, device: str) -> float:
     return begin.elapsed_time(end) / repeats
 
 
-def break_even(layer: Layer, rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
+def break_even(layer: Layer, rows: list[dict[str, Any]], device: Device) -> list[dict[str, Any]]:
     """Return, for each block, the measured and the predicted sparsity at which sparse and dense take the same time.
 
     The time of a step is a line in the share of stored blocks, fitted to the measured sparsities; beyond these it is an
@@ -361,7 +384,7 @@ def break_even(layer: Layer, rows: list[dict[str, Any]]) -> list[dict[str, Any]]
             slope, fixed = statistics.linear_regression(*zip(*points, strict=True))
             at = min(1.0, max(0.0, 1 - (dense - fixed) / slope)) if slope > 0 else None
         inside = at is not None and min(SPARSITIES) <= at <= max(SPARSITIES)
-        predicted = break_even_sparsity(block, [(layer.rows, layer.cols)])
+        predicted = break_even_sparsity(none_and_all_stored(block, [(layer.rows, layer.cols)]), device)
         found.append(
             {"layer": layer.name, "block": block, "measured": at, "extrapolated": not inside, "predicted": predicted}
         )

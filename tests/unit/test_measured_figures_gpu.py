@@ -11,9 +11,12 @@ from typing import Any
 import pytest
 from raw_files import BENCHMARKS, HISTORY, README, ROOT, raw, shows, table, words
 
-from workbench.cost.sparse_matrices import STORED_PRODUCTS, break_even_sparsity
+from workbench.cost import Cluster
+from workbench.cost.profile import break_even_sparsity
+from workbench.cost.sparse_matrices import STORED_PRODUCTS, none_and_all_stored
 
 RESULTS = ROOT / "benchmarks" / "results"
+DEVICES = {name: Cluster.of(name, gpus=1).device for name in ("h100", "h200")}
 
 
 def error(row: dict[str, Any], unit: str) -> float:
@@ -489,30 +492,46 @@ def test_the_plans_of_the_full_preset_are_those_of_the_raw_file() -> None:
 
 
 def test_figures_of_block_sparse_kernels_are_those_of_the_raw_files() -> None:
-    content = raw("sparse_kernels_1xH100_a4d6c56.json")
-    found = {(row["layer"], row["block"]): row for row in content["break_even"]}
-    faster = {(row["layer"], row["block"]): row["speed_up"] for row in content["goals"]}
-    for name, *cells in table(BENCHMARKS, "| layer | blocks of 64: measured, predicted |"):
-        for cell, block in zip(cells[:3], (64, 32, 16), strict=True):
-            row = next(row for row in content["rows"] if row["layer"] == name)
-            predicted = break_even_sparsity(block, [(row["rows"], row["cols"])])
-            for shown, value in zip(cell.split(", "), (found[name, block]["measured"], predicted), strict=True):
-                assert shows(shown, value)
-        for cell, block in zip(cells[3:], (64, 32), strict=True):
-            assert bool(cell) == ((name, block) in faster)
-            assert not cell or shows(cell, faster[name, block])
+    for name, file in (("h100", "sparse_kernels_1xH100_a4d6c56.json"), ("h200", "sparse_kernels_1xH200_4182f403.json")):
+        content = raw(file)
+        found = {(row["layer"], row["block"]): row for row in content["break_even"]}
+        faster = {(row["layer"], row["block"]): row["speed_up"] for row in content["goals"]}
+        for layer, *cells in table(BENCHMARKS, f"| layer on one {name.upper()} | blocks of 64: measured, predicted |"):
+            row = next(row for row in content["rows"] if row["layer"] == layer)
+            for cell, block in zip(cells[:3], (64, 32, 16), strict=True):
+                products = none_and_all_stored(block, [(row["rows"], row["cols"])])
+                values = found[layer, block]["measured"], break_even_sparsity(products, DEVICES[name])
+                assert all(shows(shown, value) for shown, value in zip(cell.split(", "), values, strict=True))
+            for cell, block in zip(cells[3:], (64, 32), strict=True):
+                assert bool(cell) == ((layer, block) in faster)
+                assert not cell or shows(cell, faster[layer, block])
     shapes = ([(7680, 1920)], [(3072, 768)], [(768, 768)])
     for cells in table("docs/sparse_kernels.md", "| block | a, r, w |"):
         block = int(cells[0])
         product, gradient = STORED_PRODUCTS[block]
         assert [float(value) for value in cells[1].split(", ")] == list(product)
         assert [float(value) for value in cells[2].split(", ")] == list(gradient[:2])
-        assert [float(cell) for cell in cells[4:]] == [round(break_even_sparsity(block, each), 2) for each in shapes]
-    steps = raw("sparse_training_1xH100_a4d6c56.json")["rows"]
+        points = [
+            [round(break_even_sparsity(none_and_all_stored(block, each), device), 2) for device in DEVICES.values()]
+            for each in shapes
+        ]
+        assert [[float(value) for value in cell.split(", ")] for cell in cells[5:]] == points
     page = words("docs/sparsity.md")
-    for row in (steps[2], steps[4]):
-        assert f"{row['measured_ms']:.1f} ms" in page
-        assert f"{row['predicted_ms']:.1f}" in page
+    steps = raw("sparse_training_1xH100_a4d6c56.json")["rows"]
+    assert all(f"{row['measured_ms']:.1f} ms" in page for row in (steps[2], steps[4]))
+    steps = raw("sparse_training_1xH200_4182f403.json")["rows"]
+    shown = table(BENCHMARKS, "| BERT-Base on one H200 |")
+    assert len(shown) == len(steps)
+    for row, cells in zip(steps, shown, strict=True):
+        assert all(shows(cell, row[key]) for cell, key in zip(cells[1:3], ("predicted_ms", "measured_ms"), strict=True))
+    dense = steps[0]["measured_ms"]
+    faster = {row["case"]: dense / row["measured_ms"] for row in steps if row["plan"]["block_sparse"]}
+    launched = next(
+        row["measured_ms"] for row in steps if row["plan"]["block_sparse"] and not row["plan"]["cuda_graphs"]
+    )
+    assert f"{dense / steps[4]['measured_ms']:.2f} times as fast" in page
+    assert f"{faster['base-sparse-64']:.2f} times" in page
+    assert f"{launched:.1f} ms launched" in page
     cpu = raw("sparse_prediction_2cores.json")
     dense, masked = cpu["dense"], cpu["masked"]
     assert f"predicted with {dense['predicted_ms']:.0f} ms and took {dense['measured_ms']:.0f} ms" in page

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from dataclasses import replace
 from functools import cache
 from pathlib import Path
@@ -20,12 +21,12 @@ from workbench.capture import Graph
 from workbench.capture.captured_model import CapturedModel
 from workbench.cost import Cluster
 from workbench.cost.graph_profiler import profile_graph
-from workbench.cost.profile import GEMM, BlockMeasurement, Profile, corrected_profile
+from workbench.cost.profile import DENSE, GEMM, BlockMeasurement, Profile, break_even_sparsity, corrected_profile
 from workbench.cost.sparse_matrices import (
     SparseMatrices,
     block_sparse_obstacle,
-    break_even_sparsity,
     check_sparsity,
+    none_and_all_stored,
     relative_times,
     sparse_matrices,
 )
@@ -41,6 +42,7 @@ from workbench.sparsity.pattern import initial, is_present
 
 ONE, FOUR, V100 = Cluster.of("h200", gpus=1), Cluster.of("h200", gpus=4), Cluster.of("v100", gpus=1)
 LAYERS, WIDTH = 4, 1024
+BASE_BLOCKS = "blocks_bert_base_1xH200_4182f403.json"
 RESULTS = Path(__file__).parents[2] / "benchmarks" / "results"
 SPARSE_ELEMENTS = LAYERS * 12 * WIDTH**2
 
@@ -62,6 +64,11 @@ def dense() -> Profile:
     return profile_graph(captured(), ONE.device, "bf16", compiled=True)
 
 
+def break_even_at(block: int) -> float:
+    shapes = sparse_matrices(captured(), Static(0.9, block)).values()
+    return break_even_sparsity(none_and_all_stored(block, shapes), ONE.device)
+
+
 def plan(block: int, sparsity: float, **changes: Any) -> Plan:
     return plan_of(profile_of(block, sparsity), **{"cluster": ONE, **changes})
 
@@ -75,14 +82,14 @@ def experiment(**changes: Any) -> Experiment:
 @pytest.mark.parametrize("block", [16, 32, 64])
 def test_the_planner_changes_to_block_sparse_weights_beyond_the_break_even_sparsity(block: int) -> None:
     """They must also save 8 % of the step, of which the products are a part."""
-    at = break_even_sparsity(block, sparse_matrices(captured(), Static(0.9, block)).values())
+    at = break_even_at(block)
     assert not plan(block, at - 0.06).block_sparse
     assert not plan(block, at).block_sparse
     assert plan(block, min(0.99, at + (0.03 if block == 16 else 0.12))).block_sparse
 
 
 def test_stored_blocks_that_promise_less_than_the_price_is_exact_to_are_not_chosen() -> None:
-    at = break_even_sparsity(32, sparse_matrices(captured(), Static(0.9, 32)).values())
+    at = break_even_at(32)
     chosen, faster = plan(32, at + 0.02), plan(32, at + 0.02, block_sparse=True)
     assert 0.92 * chosen.prediction.step_ms < faster.prediction.step_ms < chosen.prediction.step_ms
     assert not chosen.block_sparse
@@ -116,6 +123,36 @@ def test_measured_trainings_with_stored_blocks_took_what_is_predicted_and_are_no
     assert chosen.prediction.step_ms == pytest.approx(masked["measured_ms"], rel=0.03)
 
 
+def test_measured_steps_of_bert_base_with_stored_blocks_took_what_is_predicted() -> None:
+    """One H200; the prices were fitted to layers alone. Of the launched plan the host's time is a fitted number."""
+    rows = json.loads((RESULTS / "sparse_training_1xH200_4182f403.json").read_text())["rows"]
+    blocks = [BlockMeasurement(**block) for block in json.loads((RESULTS / BASE_BLOCKS).read_text())["blocks"]]
+    stored = [row for row in rows if row["plan"]["block_sparse"]]
+    assert len(stored) == 9
+    for case in dict.fromkeys(row["case"] for row in stored):
+        block, percent = (*map(int, re.findall(r"\d+", case)), 90)[:2]
+        trained = Experiment.of(
+            model=wb.models.bert(hidden_size=768, num_layers=12, num_heads=12, dropout=0.0),
+            data=wb.data.corpus("demo", vocab_size=30522),
+            seq_len=128,
+            global_batch=512,
+            sparsity=Static(percent / 100, block),
+        )
+        costs = corrected_profile(profile(trained, ONE), ONE.device, blocks)
+        sizes = {"global_batch": 512, "seq_len": 128, "cluster": ONE}
+        for row in (row for row in stored if row["case"] == case):
+            captured_graphs = row["plan"]["cuda_graphs"]
+            found = what_if(costs, **sizes, micro_batch=512, cuda_graphs=captured_graphs, block_sparse=True)
+            error = found.prediction.step_ms / row["measured_ms"] - 1
+            if case == "base-sparse-16-at-95":
+                assert error == pytest.approx(-0.080, abs=0.002), "the one that misses the goal of 8 %"
+            else:
+                assert abs(error) < 0.08
+        chosen = what_if(costs, **sizes)
+        assert chosen.cuda_graphs
+        assert chosen.block_sparse == (case not in ("base-sparse-16", "base-sparse-32-at-80"))
+
+
 def test_block_sparse_products_take_their_times_over_dense_ones() -> None:
     masked, sparse = profile_of(32, 0.9), profile_of(32, 0.9).block_sparse
     assert sparse is not None
@@ -127,9 +164,9 @@ def test_block_sparse_products_take_their_times_over_dense_ones() -> None:
         backward += times[1:]
     of_type = sparse.block_types[layer]
     for kernels, times in ((of_type.forward, forward), (of_type.backward, backward)):
-        found = sorted(kernel.relative for kernel in kernels if kernel.family == GEMM)
-        assert found == pytest.approx(sorted(times))
-    assert {kernel.relative for cost in masked.block_types for kernel in (*cost.forward, *cost.backward)} == {1.0}
+        found = sorted(kernel.relative.on(ONE.device) for kernel in kernels if kernel.family == GEMM)
+        assert found == pytest.approx(sorted(time.on(ONE.device) for time in times))
+    assert {kernel.relative for cost in masked.block_types for kernel in (*cost.forward, *cost.backward)} == {DENSE}
 
 
 def test_block_sparse_weights_gradients_and_moments_take_the_stored_share_of_memory() -> None:
@@ -178,7 +215,7 @@ def test_a_plan_says_how_it_executes_sparse_weights_and_what_the_other_way_would
         "64 × 64",
         f"{other.prediction.step_ms:.1f} ms",
         f"{chosen.prediction.step_ms:.1f} ms",
-        "0.59",
+        "0.53",
     ):
         assert figure in note
     assert "because block_sparse is False" in other.notes[0]

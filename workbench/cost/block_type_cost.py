@@ -25,7 +25,7 @@ from workbench.capture.losses import find_rowwise_head
 from workbench.capture.opaque import call_of
 from workbench.capture.operations import GROUPED_MATMUL, is_replayable, names, op_name, schema_of
 from workbench.capture.tensor_parallel import BlockSharding
-from workbench.cost.profile import ACCUMULATE_BYTES, ATTENTION, GEMM, STREAM, BlockTypeCost, Kernel
+from workbench.cost.profile import ACCUMULATE_BYTES, ATTENTION, DENSE, GEMM, STREAM, BlockTypeCost, Kernel, RelativeTime
 from workbench.strategy import RECOMPUTE
 from workbench.tensors import TensorSpec
 from workbench.user_code import line_of_node
@@ -59,12 +59,12 @@ FUSED_ATTENTION = "scaled_dot_product_attention"
 
 
 class Products(NamedTuple):
-    """One number for each of the three products of a linear layer."""
+    """The times of the three products of a linear layer."""
 
-    forward: float
-    to_input: float
+    forward: RelativeTime = DENSE
+    to_input: RelativeTime = DENSE
     """Gradient to the input."""
-    to_weight: float
+    to_weight: RelativeTime = DENSE
     """Gradient to the weight."""
 
 
@@ -661,7 +661,7 @@ class _KernelBuilder:
         samples, values = self._trace.samples, self._trace.values
         batched, fixed = self._traffic([*ran.inputs, *ran.output_tensors])
         flops = ran.share * ran.forward_flops / samples
-        relative = self._trace.relative.get(ran.node, Products(1.0, 1.0, 1.0))
+        relative = self._trace.relative.get(ran.node, Products())
         self.forward.append(Kernel(ran.family, flops, batched, fixed, recomputed=recomputed, relative=relative.forward))
         if not ran.backward_flops:
             return

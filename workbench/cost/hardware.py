@@ -88,6 +88,13 @@ class Efficiency:
 
     Measured as 54 to 91 µs on 4 H200 (benchmarks/collectives.py).
     """
+    stored_product_s: float = 1.3e-3
+    """Host time in seconds that a launched product with stored blocks adds to a block's forward and backward together.
+
+    A custom operator and Triton's launcher take the host longer than a dense product. Fitted to one measurement: the 72
+    products of BERT-Base with blocks of 32 on one H200, whose step of 121.6 ms waited for the host
+    (benchmarks/README.md).
+    """
     captured_block_s: float = 0.1e-3
     """Host time in seconds to launch the forward or the backward of a block that is captured as a CUDA graph."""
     captured_action_s: float = 0.6e-3
@@ -138,6 +145,11 @@ class Device:
     def peak(self, precision: str) -> float:
         """Return the dense FLOP/s at `precision`; a device without bf16 units computes bf16 at its fp32 rate."""
         return self.peak_flops.get(precision, self.peak_flops["fp32"])
+
+    @property
+    def flops_per_byte(self) -> float:
+        """FLOPs that the device can do in bf16 at its peak in the time in which a kernel reads or writes one byte."""
+        return self.peak("bf16") / (self.memory_bandwidth * self.efficiency.bandwidth)
 
     @property
     def usable_bytes(self) -> int:

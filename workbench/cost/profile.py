@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property, partial
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -63,6 +63,31 @@ class ParameterUpdate:
     """Elements of the Gram matrices that these products make."""
 
 
+class RelativeTime(NamedTuple):
+    """The time of a product with stored blocks over that of the dense product, in two parts that add up."""
+
+    arithmetic: float = 1.0
+    """Time of the arithmetic, which shrinks with the stored blocks."""
+    traffic: float = 0.0
+    """Time of reading and writing activations, over `Device.flops_per_byte`."""
+
+    def on(self, device: Device) -> float:
+        """Return the time over that of the dense product on `device`."""
+        return self.arithmetic + self.traffic * device.flops_per_byte
+
+
+DENSE = RelativeTime()
+
+
+def break_even_sparsity(products: tuple[RelativeTime, RelativeTime], device: Device) -> float:
+    """Return the sparsity from which block-sparse products are predicted to be faster than dense ones on `device`.
+
+    `products` are the times with none and with all blocks stored. It is 1 where they are never faster.
+    """
+    none, whole = (times.on(device) for times in products)
+    return min(1.0, max(0.0, 1 - (1 - none) / (whole - none)))
+
+
 @dataclass(frozen=True)
 class Kernel:
     """One or more equal launches on the device."""
@@ -78,8 +103,8 @@ class Kernel:
     launches: int = 1
     recomputed: bool = True
     """True for a forward kernel that full activation checkpointing repeats, because the backward needs its result."""
-    relative: float = 1.0
-    """Time of the arithmetic over that of a dense product of these FLOPs; block-sparse products leave blocks out."""
+    relative: RelativeTime = DENSE
+    """Time over that of a dense product of these FLOPs; block-sparse products leave blocks out."""
 
     def seconds(self, micro_batch: int, device: Device, precision: str, *, backward: bool, compiled: bool) -> float:
         """Return the time by roofline: the longer of arithmetic and memory traffic, plus the launches."""
@@ -93,7 +118,7 @@ class Kernel:
             share = tuned.gemm * each / (each + tuned.gemm_half_flops)
         elif self.family == ATTENTION:
             share = tuned.attention_backward if backward else tuned.attention_forward
-        arithmetic = self.relative * flops / (device.peak(precision) * share)
+        arithmetic = self.relative.on(device) * flops / (device.peak(precision) * share)
         launch = tuned.compiled_launch_s if compiled else tuned.launch_s
         return max(arithmetic, traffic / (device.memory_bandwidth * tuned.bandwidth)) + self.launches * launch
 
@@ -127,6 +152,11 @@ class BlockTypeCost:
     """Backward FLOPs: twice `model_flops`, less for products of which one side takes no gradient."""
     capturable: tuple[str, ...] = ()
     """Modes of activation checkpointing (`RECOMPUTE`) under which the block can be captured as a CUDA graph."""
+
+    @property
+    def stored_products(self) -> int:
+        """The number of products with stored blocks in the forward."""
+        return sum(kernel.relative != DENSE for kernel in self.forward)
 
 
 @dataclass(frozen=True)
@@ -164,9 +194,8 @@ class SparseCosts:
     """Number of blocks, present or absent, of each sparse weight by name."""
     absent_flops: float
     """FLOPs per sample, forward and backward, of products with absent blocks."""
-    break_even_sparsity: float | None = None
-    """Sparsity from which block-sparse products are faster than dense ones, 1 if they never are; None without kernels
-    for such blocks."""
+    products: tuple[RelativeTime, RelativeTime] | None = None
+    """Times of all products with none and with all of the blocks stored; None without kernels for such blocks."""
     obstacle: str = ""
     """Clause that says why the weights can only be masked; empty if they can be block-sparse."""
     block_types: tuple[BlockTypeCost, ...] = ()
@@ -447,6 +476,9 @@ class Profile:
             if is_measured and index in self.measured_host_ms:
                 measured = self.measured_host_ms[index]
                 launching = tuned.host_in_step * measured[0], tuned.host_in_step * measured[1]
+            if stored := cost.stored_products:
+                more = 1e3 * tuned.stored_product_s * stored
+                launching = launching[0] + more / 3, launching[1] + 2 * more / 3
             each = 1e3 * tuned.collective_s
             of_backward = launching[1] + each * len(cost.backward_reduced_bytes) if cost.backward else 0.0
             host_ms.append((launching[0] + each * len(cost.forward_reduced_bytes), of_backward))

@@ -21,7 +21,7 @@ from workbench.capture.hidden_matrices import hidden_matrices
 from workbench.capture.operations import shape_of
 from workbench.capture.tensor_parallel import Product, product_of
 from workbench.cost.block_type_cost import BlockTrace, Products, block_type_cost
-from workbench.cost.profile import SparseCosts
+from workbench.cost.profile import RelativeTime, SparseCosts
 from workbench.errors import InvalidExperiment, PlanMismatch
 from workbench.experiment import Experiment
 from workbench.sparsity import Dynamic, Static
@@ -147,9 +147,9 @@ INDEX_BYTES = 4
 """Bytes of one element of an index."""
 
 
-# Times of block-sparse products, fitted to 54 forwards and backwards of six layers on one H100
-# (benchmarks/results/sparse_kernels_1xH100_a4d6c56.json; `python benchmarks/sparse_kernels.py --fit FILE` fits them).
-# They are relative to the dense product of the same layer, so that they price other GPUs by the same proportion.
+# Times of block-sparse products, fitted to 126 forwards and backwards of layers on one H100 and one H200
+# (`python benchmarks/sparse_kernels.py --fit FILE FILE` fits them to benchmarks/results/sparse_kernels_1x*.json).
+# Arithmetic is relative to the dense product of the same layer, and traffic is by the bandwidth of the device.
 
 
 class StoredProduct(NamedTuple):
@@ -158,15 +158,15 @@ class StoredProduct(NamedTuple):
     arithmetic: float
     """Time of the arithmetic over that of the dense product, if all blocks were stored."""
     read: float
-    """Columns of a dense weight that are multiplied by a token in the time that reading one of its values takes."""
+    """Times that a token's values are read, at the bandwidth that kernels reach and beside arithmetic at its peak."""
     write: float
-    """Columns of a dense weight that are multiplied by a token in the time that writing one of its values takes."""
+    """Times that a token's values are written."""
 
 
 STORED_PRODUCTS = {
-    64: (StoredProduct(1.80, 82, 216), StoredProduct(1.84, 227, 0)),
-    32: (StoredProduct(3.12, 115, 270), StoredProduct(3.79, 237, 0)),
-    16: (StoredProduct(10.4, 92, 325), StoredProduct(12.4, 222, 0)),
+    64: (StoredProduct(1.72, 0.205, 0.697), StoredProduct(1.66, 0.692, 0)),
+    32: (StoredProduct(3.00, 0.260, 0.903), StoredProduct(3.25, 0.794, 0)),
+    16: (StoredProduct(9.45, 0.214, 1.09), StoredProduct(10.4, 0.771, 0)),
 }
 """The forward, as which the gradient to the input is computed too, and the gradient to the weight, by block. The latter
 reads inputs and outputs of the layer, and writes few numbers."""
@@ -176,28 +176,28 @@ def relative_times(block: int, outputs: int, inputs: int, stored: float) -> Prod
     """Return the times of a layer's three products over those of dense ones; `stored` is the share of its blocks.
 
     What is read and written does not shrink with the stored blocks. A narrow layer has little arithmetic beside it, so
-    that stored blocks pay less there, or not at all.
+    that stored blocks pay less there, or not at all; so do they on a device of little bandwidth for its arithmetic. A
+    value of 2 bytes is multiplied with 2 FLOPs for each column of the weight.
     """
     product, gradient = STORED_PRODUCTS[block]
     return Products(
-        product.arithmetic * stored + product.read / outputs + product.write / inputs,
-        product.arithmetic * stored + product.read / inputs + product.write / outputs,
-        gradient.arithmetic * stored + gradient.read * (1 / outputs + 1 / inputs),
+        RelativeTime(product.arithmetic * stored, product.read / outputs + product.write / inputs),
+        RelativeTime(product.arithmetic * stored, product.read / inputs + product.write / outputs),
+        RelativeTime(gradient.arithmetic * stored, gradient.read * (1 / outputs + 1 / inputs)),
     )
 
 
-def break_even_sparsity(block: int, shapes: Iterable[tuple[int, int]]) -> float:
-    """Return the sparsity from which all products with weights of these shapes are predicted to be faster than dense.
-
-    It is 1 where they are never faster.
-    """
-    elements = none = whole = 0.0
-    for shape, count in Counter(shapes).items():
-        size = float(prod(shape) * count)
-        elements += size
-        none += size * sum(relative_times(block, *shape, 0))
-        whole += size * sum(relative_times(block, *shape, 1))
-    return min(1.0, max(0.0, 1 - (3 * elements - none) / (whole - none)))
+def none_and_all_stored(block: int, shapes: Iterable[tuple[int, int]]) -> tuple[RelativeTime, RelativeTime]:
+    """Return the times of all products with weights of these shapes over dense ones: no blocks stored, all stored."""
+    elements = Counter[tuple[int, int]]()
+    for shape in shapes:
+        elements[shape] += prod(shape)
+    found = []
+    for stored in (0.0, 1.0):
+        parts = [(size, times) for shape, size in elements.items() for times in relative_times(block, *shape, stored)]
+        whole = sum(size for size, _ in parts)
+        found.append(RelativeTime(*(sum(size * times[part] for size, times in parts) / whole for part in (0, 1))))
+    return found[0], found[1]
 
 
 @dataclass(frozen=True)
@@ -232,7 +232,7 @@ class SparseMatrices:
             block,
             blocks,
             absent,
-            break_even_sparsity=break_even_sparsity(block, self.shapes.values()) if block in BLOCKS else None,
+            products=none_and_all_stored(block, self.shapes.values()) if block in BLOCKS else None,
             obstacle=self.obstacle,
         )
         if self.obstacle:

@@ -19,7 +19,7 @@ import numpy as np
 from workbench.arguments import checked_keywords
 from workbench.cost.hardware import Cluster
 from workbench.cost.memory import Array, ParameterTable
-from workbench.cost.profile import Profile
+from workbench.cost.profile import Profile, break_even_sparsity
 from workbench.display import Say
 from workbench.errors import PlanInfeasible, PlanMismatch
 from workbench.planning.plan import Candidate, Memory, Plan, Stage, common_recompute
@@ -685,10 +685,12 @@ def weights_note(profile: Profile, request: Request, best: Option, other: Option
         if not best.strategy.block_sparse and other.least_ms < best.least_ms and request.fixed.block_sparse is None:
             why += f", which are taken where they save {STORED_BLOCKS_GAIN:.0%} or more"
     break_even = ""
-    if sparse.break_even_sparsity is not None:
-        at = sparse.break_even_sparsity
+    if sparse.products is not None:
+        at = break_even_sparsity(sparse.products, request.cluster.device)
         faster = f"faster than dense ones from a sparsity of {at:.2f}" if at < 1 else "never faster than dense ones"
-        break_even = f" By times measured on one H100, products with blocks of {sparse.block} are {faster} here."
+        break_even = (
+            f" By times measured on one H100 and one H200, products with blocks of {sparse.block} are {faster} here."
+        )
     return (f"{what} {how}{why}.{break_even}",)
 
 
