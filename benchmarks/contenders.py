@@ -116,6 +116,7 @@ PAIR = ("ddp+muon+sdpa", "fsdp+muon+sdpa")
 PIPELINED = (4, 8, 16, 32)
 LIBRARIES = ("deepspeed1", "deepspeed3", "megatron", "megatron-tp2", "megatron-pp2", "megatron-tp2pp2", "megatron-tp4")
 ROWS = {
+    "mini": Row(partial(wb.models.bert, 256, 4, 4), 128, 512, ("ddp", "ddp+graphs"), (128,), {}),
     "base": Row(_base, 128, 128, ("ddp", "fsdp", "ddp+graphs"), (16, 32), {}),
     "large": Row(wb.models.bert_large, 512, 512, ("ddp", "fsdp", "deepspeed1", "megatron"), (32, 64, 128), {}),
     "large-128": Row(wb.models.bert_large, 128, 2048, ("ddp", "fsdp", "deepspeed1", "megatron"), (128, 256, 512), {}),
