@@ -26,9 +26,9 @@ ROOT = Path(__file__).resolve().parents[2]
 EXPERIMENT = SimpleNamespace(name="bert", tracking=Tracking(project="bert-scaling", tags=("trial",)))
 KEY = "a" * 40
 DEAD_PORT = "http://127.0.0.1:9"
-ENDS_S = 120
+ENDS_S = 240
 """Seconds that a recorder, which runs at the lowest priority, may take to end beside other tests."""
-pytestmark = pytest.mark.timeout(300)
+pytestmark = pytest.mark.timeout(600)
 
 
 @pytest.fixture
