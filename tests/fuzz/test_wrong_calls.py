@@ -152,6 +152,7 @@ ACCEPTED: Mapping[str, Mapping[str, Mapping[tuple[str, ...], str]]] = {
             "block": {("10**18",): "a block that divides no weight is refused when it is planned"},
             "scope": {("unknown name", "long text"): "looked for when the experiment is planned"},
             "updates": {("10**18",): "compared with the steps of the experiment"},
+            "rescaled": {("True",): "a choice"},
         }
         for name in ("Static", "Dynamic")
     },
