@@ -54,7 +54,7 @@ def told(world: int = 1) -> dict[str, Any]:
     asked, launched = experiment(), time.time()
     run = launch(asked, plan_for(asked, world), worker="telling_worker")
     parent = server_of(run).pid
-    assert run.wait(timeout=60).status.state == "finished", run.logs("launcher")
+    assert run.wait(timeout=100).status.state == "finished", run.logs("launcher")
     assert "told" in run.logs("launcher"), "it prints to the run's log"
     return {**read_json(run.path / "told.json"), "launched": launched, "parent": parent}
 
@@ -143,7 +143,7 @@ def test_every_run_of_a_sweep_is_forked_and_so_is_the_next_sweep_by_the_server_o
         eventually(lambda: len(sweep.runs) == 2 and all(run.row()["step"] for run in sweep.runs))
         found = psutil.Process(read_json(sweep.directory.supervisor)["pid"]).parent(), set(map(server_of, sweep.runs))
         gate.touch()
-        assert [result.state for _, result in sweep.wait(60).results()] == ["finished"] * 2
+        assert [result.state for _, result in sweep.wait(100).results()] == ["finished"] * 2
         return found
 
     first, [server] = parents()

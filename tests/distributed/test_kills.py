@@ -144,7 +144,7 @@ def test_no_step_is_lost_or_doubled_and_nothing_is_left_behind(node, monkeypatch
     monkeypatch.setenv("WORKBENCH_STANDIN_STEP_S", "0")
     last = run.checkpoints[-1].step + 25
     final = start(steps=last, resume=run.path)
-    assert final.wait(timeout=60).status.state == "finished", final.logs("launcher")
+    assert final.wait(timeout=100).status.state == "finished", final.logs("launcher")
     history = final.history()
     assert history.step.tolist() == list(range(1, last + 1)), f"seed {seed}"
     assert history.loss.tolist() == [7 / step for step in range(1, last + 1)], f"seed {seed}"

@@ -90,7 +90,7 @@ def test_two_ranks_train_to_the_end_and_leave_their_whole_story(node):
     before = time.monotonic()
     run = start(steps=3)
     assert time.monotonic() - before < 30, "launch returns at once"
-    assert run.wait(timeout=60).status.state == "finished", run.logs("launcher")
+    assert run.wait(timeout=100).status.state == "finished", run.logs("launcher")
     files = [path for path in run.path.rglob("*") if path.is_file()]
     assert not [path.name for path in files if path.suffix == ".html" or path.stat().st_size > 500_000], "no plotly.js"
     states = [e["state"] for e in run.events() if e["type"] == "status"]
@@ -120,7 +120,7 @@ def test_stop_leaves_a_checkpoint_and_resume_continues_in_the_same_directory(mon
     monkeypatch.setenv("WORKBENCH_STANDIN_STEP_S", "0")
     again = start(steps=reached + 2, resume=run.path)
     assert again.path == run.path
-    assert again.wait(timeout=60).status.state == "finished", again.logs("launcher")
+    assert again.wait(timeout=100).status.state == "finished", again.logs("launcher")
     assert again.history().step.tolist() == list(range(1, reached + 3))
     assert read_json(run.path / "attempts" / "1" / "experiment.json")["steps"] == 10_000
 
@@ -129,7 +129,7 @@ def test_a_failing_rank_is_reported_with_its_own_traceback(monkeypatch):
     monkeypatch.setenv("WORKBENCH_STANDIN_FAIL_RANK", "1")
     run = start()
     with pytest.raises(RunFailed) as caught:
-        run.wait(timeout=60)
+        run.wait(timeout=100)
     assert (caught.value.facts["rank"], caught.value.facts["stage"]) == (1, 1)
     assert caught.value.facts["type"] == "FloatingPointError"
     assert "rank 1 (stage 1): FloatingPointError: the loss of rank 1 is NaN" in str(caught.value)
@@ -149,14 +149,14 @@ def test_ranks_that_wait_for_a_failed_one_are_gone_soon(monkeypatch):
     eventually(lambda: not processes.live_workers(run.directory))
     assert time.time() - failed_at < 100
     with pytest.raises(RunFailed, match="the loss of rank 1 is NaN"):
-        run.wait(timeout=60)
+        run.wait(timeout=100)
 
 
 def test_a_rank_killed_without_a_word_is_named_and_the_others_are_ended(monkeypatch):
     monkeypatch.setenv("WORKBENCH_STANDIN_KILL_RANK", "1")
     run = start(steps=10_000)
     with pytest.raises(RunFailed, match="killed by SIGKILL") as caught:
-        run.wait(timeout=60)
+        run.wait(timeout=100)
     assert (caught.value.facts["rank"], caught.value.facts["stage"]) == (1, 1)
     assert not processes.live_workers(run.directory)
 
@@ -171,7 +171,7 @@ def test_a_killed_run_ends_at_once_and_frees_its_devices(monkeypatch):
     assert (run.status.state, run.alive) == ("stopped", False)
     assert run.status.message.startswith("Killed")
     assert not run.checkpoints
-    assert waiting.wait(timeout=60).status.state == "finished", waiting.logs("launcher")
+    assert waiting.wait(timeout=100).status.state == "finished", waiting.logs("launcher")
     assert run.kill().status.state == "stopped"
 
 
@@ -201,7 +201,7 @@ def test_runs_that_need_the_same_devices_queue_in_order(monkeypatch):
     assert third.status.message == "Stopped before it started."
     first_step(first)
     first.stop()
-    assert second.wait(timeout=60).status.state == "finished", second.logs("launcher")
+    assert second.wait(timeout=100).status.state == "finished", second.logs("launcher")
     assert second.history().time[0] > first.status.time
 
 
@@ -214,7 +214,7 @@ def test_a_supervisor_killed_with_9_leaves_ranks_that_are_shown_and_can_be_stopp
     run.stop(wait=True)
     assert run.status.state == "stopped"
     assert not run.alive
-    assert waiting.wait(timeout=60).status.state == "finished"
+    assert waiting.wait(timeout=100).status.state == "finished"
 
 
 def test_what_ends_the_ranks_without_a_supervisor_has_its_last_word_before_the_run_goes_on(monkeypatch):
@@ -223,7 +223,7 @@ def test_what_ends_the_ranks_without_a_supervisor_has_its_last_word_before_the_r
     eventually(lambda: processes.supervisors(run.directory))
     while run.alive:
         time.sleep(0.01)
-    again = start(steps=run.row()["step"] + 3, resume=run.path).wait(timeout=60)
+    again = start(steps=run.row()["step"] + 3, resume=run.path).wait(timeout=100)
     assert again.status.state == "finished"
     states = [event["state"] for event in read_events(run.directory.events) if event["type"] == "status"]
     told = [state for state in states if state != "running"]  # which a supervisor killed early has not written
@@ -237,7 +237,7 @@ def test_an_accelerate_launcher_killed_with_9_takes_no_rank_into_limbo(monkeypat
     ranks = processes.rank_records(run.directory)
     os.kill(read_json(run.path / "launcher.json")["accelerate"]["pid"], signal.SIGKILL)
     with pytest.raises(RunFailed, match="SIGKILL"):
-        run.wait(timeout=60)
+        run.wait(timeout=100)
     assert not any(process_alive(record) for record in ranks)
 
 
@@ -296,7 +296,7 @@ def test_a_model_defined_in_a_cell_travels_to_its_one_rank_and_to_a_changed_clon
                 return beside.word() + " from the cell"
             if __name__ == "__main__":
                 asked = experiment(1).replace(model=build_my_net, name="own")
-                print(launch(asked, plan_for(asked, 1), worker="standin_worker").wait(60).path)
+                print(launch(asked, plan_for(asked, 1), worker="standin_worker").wait(100).path)
             """
         )
     )
@@ -311,7 +311,7 @@ def test_a_model_defined_in_a_cell_travels_to_its_one_rank_and_to_a_changed_clon
 
     changes = {"learning_rate": 5e-5, "steps": 4}
     clone = Run(launcher.clone(run.directory, run.plan, changes, worker="standin_worker"))
-    assert clone.wait(timeout=60).status.state == "finished", clone.logs("launcher")
+    assert clone.wait(timeout=100).status.state == "finished", clone.logs("launcher")
     assert "built built from the cell" in clone.logs()
     assert (clone.history().step.tolist(), run.history().step.tolist()) == ([1, 2, 3, 4], [1])
     assert (clone.experiment.learning_rate, run.experiment.learning_rate) == (5e-5, 1e-4)
@@ -448,7 +448,7 @@ def test_a_forked_rank_leads_its_session_and_has_no_handler_of_its_launcher(worl
     (tmp_path / "fail").touch()
     (tmp_path / "leave").touch()
     output = launcher.stdout.read()
-    assert launcher.wait(60) == 1
+    assert launcher.wait(100) == 1
     assert re.search(r"exitcode\s*:\s*3|non-zero exit status 3", output), output
 
 
@@ -457,7 +457,7 @@ def test_forked_ranks_outlive_a_launcher_that_was_killed_but_not_their_work(tmp_
     assert launcher.stdout is not None
     ranks = [process_record(int(launcher.stdout.readline().split()[2])) for _ in range(2)]
     launcher.send_signal(signal.SIGKILL)
-    launcher.wait(60)
+    launcher.wait(100)
     assert not wait_gone(ranks, 1.0), "the supervisor ends them, after a checkpoint"
     (tmp_path / "leave").touch()
     assert wait_gone(ranks, 30.0)

@@ -20,7 +20,7 @@ __all__ = ["node"]  # a fixture of every test here, too
 
 
 def test_two_buttons_pressed_at_once_continue_a_run_once(monkeypatch):
-    run = start(steps=2, world=1).wait(60)
+    run = start(steps=2, world=1).wait(100)
     asked_twice, described = threading.Barrier(2), launcher.environment
 
     def slowly():
@@ -36,7 +36,7 @@ def test_two_buttons_pressed_at_once_continue_a_run_once(monkeypatch):
     assert len(list_runs()) == 1
     asked_twice.wait(30)
     first.join()
-    assert load_run(run.path).wait(60).history().step.tolist() == [1, 2, 3, 4]
+    assert load_run(run.path).wait(100).history().step.tolist() == [1, 2, 3, 4]
     states = [event["state"] for event in run.events() if event["type"] == "status"]
     assert states.count("finished") == 2
     with pytest.raises(CheckpointError, match="is of step 4, after the 3 steps"):
@@ -52,7 +52,7 @@ def test_a_run_is_listed_while_another_kernel_is_describing_it(monkeypatch):
     listed.set()
     launching.join()
     assert (row["state"], row["message"]) == ("queued", "")
-    assert list_runs()[0].wait(60).status.state == "finished"
+    assert list_runs()[0].wait(100).status.state == "finished"
 
 
 def test_a_model_beside_the_notebook_is_found_when_its_run_goes_on_from_another_folder(node):
@@ -64,13 +64,13 @@ def test_a_model_beside_the_notebook_is_found_when_its_run_goes_on_from_another_
         import my_net
         from test_launch import experiment, launch, plan_for
         asked = experiment(1).replace(model=my_net.build, name="own")
-        print(launch(asked, plan_for(asked, 1), worker="standin_worker").wait(60).path)
+        print(launch(asked, plan_for(asked, 1), worker="standin_worker").wait(100).path)
     """
     (node / "project" / "train.py").write_text(textwrap.dedent(code))
     command = [sys.executable, str(node / "project" / "train.py")]
     run = load_run(subprocess.run(command, capture_output=True, text=True, check=True).stdout.strip())
     asked = run.experiment.replace(steps=2)
-    again = launch(asked, plan_for(asked, 1), resume=run.path, code={}, worker="standin_worker").wait(60)
+    again = launch(asked, plan_for(asked, 1), resume=run.path, code={}, worker="standin_worker").wait(100)
     assert again.logs().count("built my net") == 2
     clone = Run(launcher.clone(run.directory, run.plan, {}, worker="standin_worker")).kill()
     assert str(node / "project") in launcher.worker_path(clone.directory)
@@ -91,5 +91,5 @@ def test_a_run_whose_every_process_is_told_to_end_has_stopped_in_order(monkeypat
     launcher_pid = processes.launcher_record(run.directory)["accelerate"]["pid"]
     for pid in (launcher_pid, *(record["pid"] for record in processes.rank_records(run.directory))):
         os.kill(pid, signal.SIGTERM)  # as a scheduler does
-    status = run.wait(60).status
+    status = run.wait(100).status
     assert str(status) == f"stopped: Stopped at step {run.checkpoints[-1].step} of 10000."

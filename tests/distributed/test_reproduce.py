@@ -25,7 +25,7 @@ CELL = f"""
     sys.path.insert(0, {str(HERE)!r})
     from test_launch import experiment, launch, plan_for
     asked = experiment(steps)
-    run = launch(asked, plan_for(asked, 1), worker="standin_worker").wait(60)
+    run = launch(asked, plan_for(asked, 1), worker="standin_worker").wait(100)
     import workbench as wb
     display(wb.compare(run), wb.show(run), wb.live(run), run.plan)
     run

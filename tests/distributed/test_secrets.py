@@ -36,12 +36,12 @@ CELL = f"""
     import workbench as wb
     from test_launch import experiment, launch, plan_for
     asked = experiment(5).replace(name="<img src=x onerror=alert(1)>")
-    run = launch(asked, plan_for(asked), worker="standin_worker").wait(60)
+    run = launch(asked, plan_for(asked), worker="standin_worker").wait(100)
     os.environ["WORKBENCH_STANDIN_FAIL_RANK"] = "1"
     os.environ["WORKBENCH_STANDIN_FAIL_MESSAGE"] = "<img src=x onerror=alert(2)>"
     failed = launch(asked, plan_for(asked), worker="standin_worker")
     try:
-        failed.wait(60)
+        failed.wait(100)
     except Exception as error:
         print(error)
     display(run.plan, failed, wb.list_runs())

@@ -16,6 +16,7 @@ from tests.logs import append_event
 from workbench.errors import RunNotFound, WorkbenchError
 from workbench.experiment import Tracking
 from workbench.rundir import RunDir, read_json, this_process, write_json, write_record
+from workbench.runs import environment
 from workbench.runs import wandb_run as tracking
 from workbench.runs.event_log import read_events
 from workbench.runs.registry import load_run
@@ -268,10 +269,10 @@ def test_a_step_that_the_server_drops_is_named_and_the_next_upload_repairs_it(ru
     login(monkeypatch, fake.url)
     monkeypatch.setenv("WORKBENCH_SYNC_LIMIT_S", "8")  # an upload has twice as long, on busy cores too
     train(run)
-    assert "the server has 28 of 30 steps; it dropped 7, 9" in tracking.sync(run, limit_s=60).message
+    assert "the server has 28 of 30 steps; it dropped 7, 9" in tracking.sync(run, limit_s=ENDS_S).message
     assert "failed: the server has 28 of 30 steps" in tracking.tracking_note(run)
     fake.drops = ()
-    assert tracking.sync(run, limit_s=60).state == "synced"
+    assert tracking.sync(run, limit_s=ENDS_S).state == "synced"
     assert losses(fake.histories[read_json(run.tracker)["id"]]) == EXPECTED
 
 
@@ -279,7 +280,7 @@ def test_a_dead_port_costs_no_point_and_sync_delivers_them_later_with_the_notebo
     limits = {"WORKBENCH_SYNC_LIMIT_S": "2"}
     dead = recorder(run, WANDB_BASE_URL=DEAD_PORT, WANDB_API_KEY=KEY, **limits)
     train(run)
-    assert dead.wait(90) == 1
+    assert dead.wait(ENDS_S) == 1
     assert states(run) == ["offline"]
     assert "W&B did not answer" in tracking.delivery(run).message
     (file,) = run.tracking.glob("wandb/offline-run-*/run-*.wandb")
@@ -305,11 +306,11 @@ def test_a_server_that_refuses_the_steps_is_noticed_and_never_called_synced(run,
     login(monkeypatch, fake.url)
     monkeypatch.setenv("WORKBENCH_SYNC_LIMIT_S", "8")  # an upload has twice as long, on busy cores too
     train(run)
-    told = tracking.sync(run, limit_s=60)
+    told = tracking.sync(run, limit_s=ENDS_S)
     assert told.state == "failed"
     assert "the server has 0 of 30 steps; it dropped 1, 2, 3, 4, 5 and 25 more" in told.message
     fake.refuses = None
-    assert tracking.sync(run, limit_s=60).state == "synced"
+    assert tracking.sync(run, limit_s=ENDS_S).state == "synced"
     assert losses(fake.histories[read_json(run.tracker)["id"]]) == EXPECTED
 
 
@@ -346,6 +347,18 @@ def test_sync_says_what_it_needs(run):
         tracking.sync(run)
     assert not tracking.pending(run)
     assert tracking.tracking_note(run) == "off"
+
+
+def test_a_client_that_gives_no_answer_is_not_a_missing_key(run, monkeypatch):
+    monkeypatch.setattr(tracking, "LOGIN_LIMIT_S", 0.01)
+    with pytest.raises(WorkbenchError, match="did not say within 0 s whether there is a key"):
+        tracking.sync(run)
+    finding = environment._wandb()
+    assert (finding.ok, finding.found) == (False, "unknown")
+    monkeypatch.setattr(tracking, "LOGIN_LIMIT_S", 120)
+    monkeypatch.setattr(tracking.sys, "executable", "/bin/false")
+    with pytest.raises(WorkbenchError, match="failed to say whether there is a key: exit code 1"):
+        tracking.sync(run)
 
 
 def test_two_recorders_never_work_on_one_run(run, monkeypatch):

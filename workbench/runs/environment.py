@@ -24,6 +24,7 @@ from packaging.specifiers import SpecifierSet
 
 from workbench.arguments import checked_arguments
 from workbench.display import html_table
+from workbench.errors import WorkbenchError
 from workbench.machine import available_cores, cpu_model
 from workbench.runs.wandb_run import logged_in
 from workbench.secrets import masked_command, masked_words
@@ -191,7 +192,11 @@ def _needed(name: str) -> SpecifierSet:
 def _wandb() -> Finding:
     if os.environ.get("WANDB_MODE") == "disabled":
         return Finding("W&B login", True, "switched off by WANDB_MODE=disabled")
-    if logged_in():
+    try:
+        known = logged_in()
+    except WorkbenchError as problem:
+        return Finding("W&B login", False, "unknown", str(problem))
+    if known:
         return Finding("W&B login", True, "a key is there: runs are uploaded beside the training")
     return Finding("W&B login", True, "no key: runs are recorded offline", "`wandb login` uploads them as well.")
 

@@ -36,9 +36,12 @@ from workbench.runs.event_log import read_state
 from workbench.runs.launching import processes
 from workbench.step_table import LOGGED, log_steps
 
-LOGIN_LIMIT_S = 30.0
+LOGIN_LIMIT_S = 120.0
+"""Seconds that W&B's client may take to say whether there is a key: it starts a service, on busy cores slowly."""
 SYNC_LIMIT_S = 600.0
 """Seconds for the upload of one run, from its end or from the call of `sync`."""
+NO_KEY = 3
+"""Exit code of the process that asks W&B's client and finds no key."""
 NICENESS = 10
 """Niceness of the recorder, which must not slow the training down."""
 
@@ -102,7 +105,8 @@ def own_environment() -> dict[str, str]:
 def sync(run: RunDir, limit_s: float | None = None) -> Delivery:
     """Upload what W&B lacks of a run, in at most `limit_s` seconds, without changing the run itself.
 
-    Raises `WorkbenchError` if the run is not tracked, nobody is logged in, or its recorder is still at work.
+    Raises `WorkbenchError` if the run is not tracked, nobody is logged in, the client does not say who is, or the
+    recorder is still at work.
     """
     if not run.tracker.exists():
         raise WorkbenchError(
@@ -177,13 +181,21 @@ def may_upload() -> bool:
 def logged_in() -> bool:
     """Return True if this user has a key for the W&B server in use (`$WANDB_API_KEY`, or from `wandb login`).
 
-    Another process asks the client, which starts a service and may wait for a server.
+    Another process asks the client, which starts a service and may wait for a server. Raises `WorkbenchError` if it
+    gives no answer.
     """
     command = [sys.executable, "-m", "workbench.runs.wandb_run", "--logged-in"]
     try:
-        return subprocess.run(command, capture_output=True, timeout=LOGIN_LIMIT_S, check=False).returncode == 0
+        done = subprocess.run(command, capture_output=True, text=True, timeout=LOGIN_LIMIT_S, check=False)
     except subprocess.TimeoutExpired:
-        return False
+        raise WorkbenchError(
+            f"W&B's client did not say within {LOGIN_LIMIT_S:.0f} s whether there is a key. Other work keeps this "
+            "machine busy, or the server of WANDB_BASE_URL does not answer. Try again."
+        ) from None
+    if done.returncode not in (0, NO_KEY):
+        last = (done.stderr.strip().splitlines() or [f"exit code {done.returncode}"])[-1]
+        raise WorkbenchError(f"W&B's client failed to say whether there is a key: {last}")
+    return done.returncode == 0
 
 
 def has_key() -> bool:
@@ -315,4 +327,4 @@ def _number(value: Any) -> float | None:
 
 
 if __name__ == "__main__":
-    sys.exit(not has_key())
+    sys.exit(0 if has_key() else NO_KEY)
