@@ -33,12 +33,12 @@ def now() -> str:
     return datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds")
 
 
-def described(commit: str | None = None) -> dict[str, Any]:
+def described() -> dict[str, Any]:
     """Return what a raw file says of the machine; null for what cannot be known, as the driver on a CPU."""
     gpus = [torch.cuda.get_device_name(index) for index in range(torch.cuda.device_count())]
     return {
         "date": now(),
-        "commit": commit or _commit(),
+        "commit": _commit(),
         "devices": gpus or [f"{os.cpu_count()} CPU cores"],
         "driver": _ask("nvmlSystemGetDriverVersion"),
         "cuda": torch.version.cuda,
@@ -140,11 +140,11 @@ def _version(name: str) -> str | None:
 
 
 def _commit() -> str | None:
-    """Return the commit of this checkout, `+` behind it if files differ from it; None outside a checkout."""
+    """Return the commit of this checkout, `+` behind it if files differ from it; elsewhere `$COMMIT`."""
     git = ["git", "-C", str(Path(__file__).parent)]
     try:
         commit = subprocess.run([*git, "rev-parse", "--short", "HEAD"], capture_output=True, text=True, check=True)
         changed = subprocess.run([*git, "status", "--porcelain", "-uno"], capture_output=True, text=True, check=True)
     except (OSError, subprocess.CalledProcessError):
-        return None
+        return os.environ.get("COMMIT")
     return commit.stdout.strip() + ("+" if changed.stdout.strip() else "")

@@ -74,7 +74,7 @@ def main() -> None:
             _refuse(arguments)
         except ValueError as error:
             raise SystemExit(str(error)) from None
-        raw["starts"].append(machine.described(arguments.commit) | {"command": sys.argv[1:], "gpus": arguments.gpus})
+        raw["starts"].append(machine.described() | {"command": sys.argv[1:], "gpus": arguments.gpus})
         bench = Bench(arguments, raw)
         for name in arguments.rows:
             bench.predict(name)
@@ -99,7 +99,6 @@ def _arguments() -> argparse.Namespace:
     parser.add_argument("--deterministic", action="store_true")
     parser.add_argument("--profile", action="store_true")
     parser.add_argument("--tiny", action="store_true", help="small models, of no interest but to see that this runs")
-    parser.add_argument("--commit", help="of these files, where they are no checkout of git")
     parser.add_argument("rows", nargs="*", metavar="ROW", help=", ".join(ROWS))
     return parser.parse_args()
 
