@@ -24,6 +24,7 @@ from __future__ import annotations
 import argparse
 import contextlib
 import os
+import signal
 import subprocess
 import sys
 import time
@@ -76,6 +77,7 @@ def main() -> None:
     parser.add_argument("--gpus", type=int, default=None, help="how many to use; all that are visible by default")
     parser.add_argument("--rehearse", action="store_true", help="run the rehearsals, on CPUs as well")
     given = parser.parse_args()
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))  # what was begun is ended, too
     count = visible_gpus() if given.gpus is None else given.gpus
     if count == 0 and not given.rehearse:
         sys.exit("There is no GPU here. Give --rehearse to try the commands on CPUs, with --gpus 2 as on two devices.")

@@ -83,6 +83,18 @@ def test_at_the_end_of_the_time_nothing_is_left_and_nothing_is_begun_that_needs_
     assert not (tmp_path / "long.done").exists()
 
 
+def test_a_request_to_end_reaches_what_was_begun(tmp_path):
+    (tmp_path / "list.toml").write_text("[long]\ncommand = 'setsid sleep 600 & echo $! > $FOLDER/child; sleep 600'\n")
+    command = [sys.executable, COMMAND, tmp_path / "list.toml", "--folder", tmp_path, "--gpus", "1", "--rehearse"]
+    started, child = subprocess.Popen(command, stderr=subprocess.PIPE), tmp_path / "child"
+    while not (child.exists() and child.read_text()):
+        time.sleep(0.1)
+    started.terminate()
+    started.communicate(timeout=60)
+    assert started.returncode == 143
+    assert not psutil.pid_exists(int(child.read_text()))
+
+
 @pytest.mark.parametrize(
     ("line", "sentence"),
     [
