@@ -381,7 +381,7 @@ PICTURES: Mapping[str, Callable[[], go.Figure]] = {
     "sweep-bands": lambda: wb.figures.seed_bands(recorded_sweep()),
     "ladder": lambda: kept_figure("scaling_ladder_4xH200", "wb.figures.ladder(law, points)"),
     "pair-difference": lambda: kept_figure("scaling_ladder_4xH200", "wb.figures.pair_difference("),
-    "sparse-pareto": lambda: kept_figure("sparse_pareto_2cores", "wb.figures.pareto(runs)"),
+    "sparse-pareto": lambda: kept_figure("sparse_pareto_2cores", "display(wb.figures.pareto(same)."),
 }
 
 

@@ -98,11 +98,11 @@ def partition(plan: Plan, experiment: Experiment) -> Figure:
 
 @checked_arguments
 def pareto(runs: Runs, published: Mapping[str, tuple[float, float]] | None = None) -> Figure:
-    """Draw the held-out loss of finished runs against the FLOPs of their layers and, beside it, against their seconds.
+    """Draw the held-out loss of finished runs against their FLOPs and, beside it, against their seconds.
 
     Runs that differ in their seed only are one mark, with a bar over the seeds. FLOPs are those of one sequence,
-    forward and backward, without embeddings, head and absent blocks. `published` adds results of others in grey: by
-    name, the GFLOP of a sequence and the held-out loss.
+    forward and backward, in the layers without absent blocks and in the head at the labelled positions. `published`
+    adds results of others in grey: by name, the GFLOP of a sequence and the held-out loss.
 
     Raises `InvalidExperiment` for runs without held-out losses, and for models and data of one's own.
     """
@@ -143,6 +143,8 @@ def draw_pareto(points: Sequence[ParetoPoint], published: Mapping[str, tuple[flo
     `published` adds results of others, each a GFLOP of a sequence and a loss, in grey to the first panel.
     """
     figure = subplots(1, 2, shared_yaxes=True, horizontal_spacing=0.04)
+    # A diamond that lies on a square leaves its corners in view, and not the other way round.
+    drawn = sorted(enumerate(points), key=lambda each: list(SYMBOLS).index(each[1].group))
     gflop, losses = zip(*published.values(), strict=True) if published else ((), ())
     if published:
         names = list(map(theme.text, published))
@@ -155,15 +157,16 @@ def draw_pareto(points: Sequence[ParetoPoint], published: Mapping[str, tuple[flo
         x, y = ([pair[which] for pair in front] for which in (0, 1))
         shown = {"legendgroup": "front", "showlegend": panel == 1, "hoverinfo": "skip"}
         figure.add_trace(theme.curve(x, y, "Pareto front", theme.MUTED, "dot", 1, **shown), **place)
-        for index, (at, point) in enumerate(zip(costs, points, strict=True)):
+        for index, point in drawn:
             name, loss = theme.text(point.name), point.loss
             ends = {"array": [max(point.losses) - loss], "arrayminus": [loss - min(point.losses)], "symmetric": False}
             bars = {**ends, "visible": len(point.losses) > 1, "thickness": 2}
-            marker = {"color": theme.series_color(index), "symbol": SYMBOLS[point.group], "size": 11}
+            edge = {"color": "white", "width": 1.5}  # marks that lie on each other can be told apart
+            marker = {"color": theme.series_color(index), "symbol": SYMBOLS[point.group], "size": 11, "line": edge}
             shown = {"legendgroup": point.name, "showlegend": panel == 1, "name": name, "error_y": bars}
             hover = f"{name}<br>%{{x:.4g}}<br>%{{y:.4g}}<extra></extra>"
-            mark = go.Scatter(x=[at], y=[loss], mode="markers", marker=marker, hovertemplate=hover, **shown)
-            figure.add_trace(mark, **place)
+            mark = {"x": [costs[index]], "y": [loss], "mode": "markers", "marker": marker, "hovertemplate": hover}
+            figure.add_trace(go.Scatter(**mark, **shown), **place)
     words = "GFLOP of a sequence: layers, and head at labelled positions"
     axes = (words, [*gflop, *(point.gflop for point in points)]), ("Training time (s)", [at.seconds for at in points])
     for column, (words, values) in enumerate(axes, start=1):
