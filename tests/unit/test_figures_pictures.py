@@ -153,9 +153,9 @@ def test_a_figure_that_leaves_its_colours_to_plotly_has_no_picture_where_there_i
 
 
 POINTS = [
-    ParetoPoint("dense", "dense", 10.0, 50.0, (2.0, 2.2)),
-    ParetoPoint("static", "static", 2.0, 60.0, (2.5,)),
-    ParetoPoint("dynamic", "dynamic", 2.0, 55.0, (2.3, 2.4)),
+    ParetoPoint("dense", "dense", "dense", 1, 10.0, 50.0, (2.0, 2.2)),
+    ParetoPoint("static", "static", "static", 1, 2.0, 60.0, (2.5,)),
+    ParetoPoint("dynamic", "dynamic", "dynamic", 1, 2.0, 55.0, (2.3, 2.4)),
 ]
 
 

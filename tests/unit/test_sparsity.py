@@ -274,9 +274,9 @@ def test_exploration_has_a_line_for_each_run_in_both_panels(tmp_path: Path) -> N
 
 def test_the_pareto_front_joins_what_nothing_beats_in_both_cost_and_loss() -> None:
     points = [
-        ParetoPoint("dense", "dense", 10.0, 50.0, (2.0, 2.2)),
-        ParetoPoint("static", "static", 2.0, 60.0, (2.5,)),
-        ParetoPoint("dynamic", "dynamic", 2.0, 55.0, (2.3,)),
+        ParetoPoint("dense", "dense", "dense", 1, 10.0, 50.0, (2.0, 2.2)),
+        ParetoPoint("static", "static", "static", 1, 2.0, 60.0, (2.5,)),
+        ParetoPoint("dynamic", "dynamic", "dynamic", 1, 2.0, 55.0, (2.3,)),
     ]
     figure = draw_pareto(points, published={"dense Small": (10.07, 2.31)})
     fronts = [trace for trace in figure.data if trace.name == "Pareto front"]
@@ -288,6 +288,19 @@ def test_the_pareto_front_joins_what_nothing_beats_in_both_cost_and_loss() -> No
     assert [text for at, text in ticks.items() if 1 <= at <= 10] == ["1", "2", "5", "10"]
     [grey] = [trace for trace in figure.data if trace.name == "published"]
     assert (*grey.text, *grey.x, *grey.y) == ("dense Small", 10.07, 2.31)
+
+
+def test_no_two_marks_of_a_large_family_look_alike() -> None:
+    points = [
+        ParetoPoint(f"{model}, {group} {block}", f"model {model}", group, block, 1.0 + model, 1.0, (2.0,))
+        for model in range(12)
+        for group, blocks in (("dense", [1]), ("static", [1, 4, 8, 16]), ("dynamic", [1, 4, 8, 16]))
+        for block in blocks
+    ]
+    figure = draw_pareto(points)
+    marks = [trace for trace in figure.data if trace.mode == "markers"]
+    looks = {trace.name: (trace.marker.color, trace.marker.symbol, trace.marker.size) for trace in marks}
+    assert len(looks) == len(set(looks.values())) == len(points)
 
 
 def test_an_axis_of_sparsities_has_short_names() -> None:

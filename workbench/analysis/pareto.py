@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -77,13 +77,26 @@ def _layer(name: str) -> str:
     return ".".join(words[: first + 1])
 
 
+DIFFERENCES: tuple[Callable[[Experiment], str], ...] = (
+    lambda experiment: experiment.optimizer.name,
+    lambda experiment: f"rate {experiment.learning_rate:.2g}",
+    lambda experiment: f"{experiment.global_batch} samples a step",
+    lambda experiment: f"{experiment.total_steps} steps",
+)
+"""What tells marks of one model and pattern apart: of these, in this order, those that differ are named."""
+
+
 @dataclass(frozen=True)
 class ParetoPoint:
     """One configuration: its cost, and the held-out losses of its seeds."""
 
     name: str
+    model: str
+    """The model's name, and what tells the mark apart where another one has the same model and pattern."""
     group: str
     """`dense`, `static` or `dynamic`."""
+    block: int
+    """Side of the blocks of its pattern; 1 if it is dense."""
     gflop: float
     """FLOPs of one sequence, in the layers and at the labelled positions in the head, in 1e9."""
     seconds: float
@@ -106,7 +119,6 @@ def pareto_points(runs: Sequence[Run]) -> list[ParetoPoint]:
             )
         fields = {name: value for name, value in values_by_name(run.config).items() if name not in NOT_COMPARED}
         groups.setdefault(json.dumps(fields, sort_keys=True), []).append(run)
-    points: list[ParetoPoint] = []
     for same in groups.values():
         experiment = same[0].experiment
         if isinstance(experiment.model, UserModel) or experiment.data.is_user_defined:
@@ -114,17 +126,28 @@ def pareto_points(runs: Sequence[Run]) -> list[ParetoPoint]:
                 f"{same[0].name} trains a model or data of your own, which the run's description does not contain, so "
                 "that its FLOPs are unknown. Compare it with wb.compare(runs, x='flops')."
             )
-        sparsity = experiment.sparsity
-        name = f"{experiment.model.name}, {'dense' if sparsity is None else sparsity.label}"
-        point = ParetoPoint(
-            name + (f", {experiment.optimizer.name}" if name in {point.name for point in points} else ""),
-            "dense" if sparsity is None else type(sparsity).__name__.lower(),
+    experiments = [same[0].experiment for same in groups.values()]
+    patterns = ["dense" if each.sparsity is None else each.sparsity.label for each in experiments]
+    names = [f"{each.model.name}, {pattern}" for each, pattern in zip(experiments, patterns, strict=True)]
+    suffixes = [""] * len(names)
+    for words in DIFFERENCES:
+        full = [name + suffix for name, suffix in zip(names, suffixes, strict=True)]
+        said = [words(each) for each in experiments]
+        for at, name in enumerate(full):
+            if len({word for word, other in zip(said, full, strict=True) if other == name}) > 1:
+                suffixes[at] += f", {said[at]}"
+    return [
+        ParetoPoint(
+            name + suffix,
+            experiment.model.name + suffix,
+            "dense" if experiment.sparsity is None else type(experiment.sparsity).__name__.lower(),
+            1 if experiment.sparsity is None else experiment.sparsity.block,
             sample_flops(experiment).at_labels / 1e9,
             float(np.mean([run.history().seconds[-1] for run in same])),
             tuple(float(run.evaluations().eval_loss[-1]) for run in same),
         )
-        points.append(point)
-    return points
+        for name, suffix, experiment, same in zip(names, suffixes, experiments, groups.values(), strict=True)
+    ]
 
 
 def pareto_front(points: Sequence[tuple[int, float]]) -> list[tuple[int, float]]:

@@ -6,6 +6,7 @@ and of scaling laws follow.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from itertools import cycle
@@ -139,12 +140,15 @@ MOST_FRAMES = 60
 def draw_pareto(points: Sequence[ParetoPoint], published: Mapping[str, tuple[float, float]] | None = None) -> Figure:
     """Draw the held-out loss of each configuration against its FLOPs and against its seconds.
 
-    A line joins the configurations of each panel that none beats in both cost and loss; bars reach over the seeds.
+    The colour says the model, open marks beginning the colours anew, the symbol whether it is dense, static or moving,
+    and the size of the mark the blocks of its pattern. A line joins the configurations of each panel that none beats in
+    both cost and loss; bars reach over the seeds.
     `published` adds results of others, each a GFLOP of a sequence and a loss, in grey to the first panel.
     """
     figure = subplots(1, 2, shared_yaxes=True, horizontal_spacing=0.04)
-    # A diamond that lies on a square leaves its corners in view, and not the other way round.
-    drawn = sorted(enumerate(points), key=lambda each: list(SYMBOLS).index(each[1].group))
+    models = list(dict.fromkeys(point.model for point in points))
+    # A diamond that lies on a square leaves its corners in view, and a small mark the rim of a large one.
+    drawn = sorted(enumerate(points), key=lambda each: (list(SYMBOLS).index(each[1].group), -each[1].block))
     gflop, losses = zip(*published.values(), strict=True) if published else ((), ())
     if published:
         names = list(map(theme.text, published))
@@ -161,8 +165,15 @@ def draw_pareto(points: Sequence[ParetoPoint], published: Mapping[str, tuple[flo
             name, loss = theme.text(point.name), point.loss
             ends = {"array": [max(point.losses) - loss], "arrayminus": [loss - min(point.losses)], "symmetric": False}
             bars = {**ends, "visible": len(point.losses) > 1, "thickness": 2}
-            edge = {"color": "white", "width": 1.5}  # marks that lie on each other can be told apart
-            marker = {"color": theme.series_color(index), "symbol": SYMBOLS[point.group], "size": 11, "line": edge}
+            turn, color = divmod(models.index(point.model), len(theme.PALETTE))
+            is_open = turn % 2 == 1
+            marker = {
+                "color": theme.PALETTE[color],
+                "symbol": SYMBOLS[point.group] + "-open" * is_open,
+                "size": 9 + 2 * math.log2(point.block),
+                # A white edge tells apart marks that lie on each other.
+                "line": {"color": theme.PALETTE[color] if is_open else "white", "width": 1.5},
+            }
             shown = {"legendgroup": point.name, "showlegend": panel == 1, "name": name, "error_y": bars}
             hover = f"{name}<br>%{{x:.4g}}<br>%{{y:.4g}}<extra></extra>"
             mark = {"x": [costs[index]], "y": [loss], "mode": "markers", "marker": marker, "hovertemplate": hover}
