@@ -161,6 +161,22 @@ def test_a_rank_killed_without_a_word_is_named_and_the_others_are_ended(monkeypa
     assert not processes.live_workers(run.directory)
 
 
+def test_a_killed_rank_is_named_also_where_the_launcher_is_too_slow_to_end_the_others(monkeypatch):
+    monkeypatch.setenv("WORKBENCH_STANDIN_KILL_RANK", "1")
+    monkeypatch.setenv("WORKBENCH_STANDIN_STEP_S", "1")
+    monkeypatch.setenv("WORKBENCH_FAILURE_GRACE_S", "0")
+    run = start(steps=10_000)
+    eventually(lambda: len(run.history()))  # the launcher holds the store in which the ranks meet
+    launcher = processes.launcher_record(run.directory)["accelerate"]["pid"]
+    os.kill(launcher, signal.SIGSTOP)
+    eventually(lambda: run.directory.error(0).exists())
+    time.sleep(1)  # the supervisor looks several times a second
+    os.kill(launcher, signal.SIGCONT)
+    with pytest.raises(RunFailed, match="killed by SIGKILL") as caught:
+        run.wait(timeout=100)
+    assert caught.value.facts["rank"] == 1
+
+
 def test_a_killed_run_ends_at_once_and_frees_its_devices(monkeypatch):
     monkeypatch.setenv("WORKBENCH_STANDIN_STEP_S", "0.05")
     run, waiting = start(steps=10_000), start(steps=2)

@@ -75,7 +75,7 @@ def test_at_the_end_of_the_time_nothing_is_left_and_nothing_is_begun_that_needs_
     minutes = 5
     """
     began = time.monotonic()
-    done = run(tmp_path, "--minutes", "0.3", content=content.replace("[long]", "[long]\n    minutes = 0"))
+    done = run(tmp_path, "--minutes", "0.15", content=content.replace("[long]", "[long]\n    minutes = 0"))
     assert time.monotonic() - began < 90
     assert (done.returncode, done.stderr) == (1, "Did not succeed: longer, long.\n")
     assert "longer: not begun, it needs 5 minutes" in done.stdout

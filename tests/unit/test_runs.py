@@ -223,6 +223,15 @@ def test_a_rank_killed_by_a_signal_comes_before_the_complaints_of_the_others(tmp
     assert "out of memory" in cause.message
 
 
+def test_of_the_ranks_that_the_supervisor_killed_none_is_the_cause(tmp_path):
+    run = make_run(tmp_path)
+    write_record(run.error(0), {"rank": 0, "type": "RuntimeError", "message": "reset by peer", "time": 5.0})
+    report = "".join(f"  rank      : {rank} (local_rank: {rank})\n  exitcode  : -9 (pid: 1{rank})\n" for rank in (2, 1))
+    assert not record_silent_death(run, report, gone=set())
+    assert record_silent_death(run, report, gone={1})
+    assert (root_cause(run).rank, root_cause(run).type) == (1, "SIGKILL")
+
+
 def test_a_rank_that_said_why_is_not_overruled_by_its_exit_code(tmp_path):
     run = make_run(tmp_path)
     write_record(run.error(0), {"rank": 0, "type": "ValueError", "message": "bad", "time": 5.0})

@@ -83,7 +83,7 @@ DIFFERENCES: tuple[Callable[[Experiment], str], ...] = (
     lambda experiment: f"{experiment.global_batch} samples a step",
     lambda experiment: f"{experiment.total_steps} steps",
 )
-"""What tells marks of one model and pattern apart: of these, in this order, those that differ are named."""
+"""Words for marks of one model and pattern: those that differ between them are said, in this order."""
 
 
 @dataclass(frozen=True)

@@ -280,13 +280,14 @@ def run_failed(run: RunDir, message: str) -> RunFailed:
     )
 
 
-def record_silent_death(run: RunDir, launcher_output: str) -> bool:
+def record_silent_death(run: RunDir, launcher_output: str, gone: set[int] | None = None) -> bool:
     """Write the error file for a rank that could not: it was killed by a signal, or died before its first line.
 
     `launcher_output` is the output of Accelerate and torchrun; their report names each rank and its exit code. The
     death of a rank that a signal killed is dated before the errors of the others, which only found that it no longer
-    answers; so is that of a rank which just left, if all others report a lost connection. Returns False if the
-    launcher's output adds nothing to the error files.
+    answers; so is that of a rank which just left, if all others report a lost connection. `gone` are the ranks that had
+    died before the supervisor killed the others, None if it killed none. Returns False if the launcher's output adds
+    nothing to the error files.
     """
     reported = {int(path.stem) for path in run.errors.glob("*.json")}
     earliest = root_cause(run)
@@ -297,11 +298,11 @@ def record_silent_death(run: RunDir, launcher_output: str) -> bool:
         exits = [(0, -int(signal.Signals[killed[1]]))]
     elif not exits and (status := re.search(r"non-zero exit status (\d+)", launcher_output)):
         exits = [(0, int(status[1]))]
-    deaths = [(rank, code) for rank, code in exits if rank not in reported]
+    deaths = [(rank, code) for rank, code in exits if rank not in reported and (gone is None or rank in gone)]
     silent = [(rank, code) for rank, code in deaths if code < 0 and code != -signal.SIGTERM]
     if not silent and earliest is not None and LOST_PEER.search(earliest.message):
         silent = [(rank, code) for rank, code in deaths if code >= 0]
-    if not silent and reported:
+    if not silent and (reported or gone is not None):
         return False
     rank, exit_code = next(iter(silent or deaths), (0, None))
     stages = {int(r["rank"]): r.get("stage") for r in rank_records(run)}

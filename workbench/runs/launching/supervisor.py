@@ -25,6 +25,7 @@ from workbench.rundir import (
     KILLED,
     RunDir,
     append_event,
+    process_alive,
     process_record,
     read_json,
     read_object,
@@ -96,8 +97,9 @@ class _Supervised:
     stopping: bool = False
     terminated_at: float | None = None
     failed_at: float | None = None
-    forced: bool = False
-    """True once ranks were killed from here: their exit codes then say nothing about the cause."""
+    gone: set[int] | None = None
+    """The ranks that had died before the others were killed from here; None if none was. The exit codes of the others
+    say nothing about the cause."""
     killed: bool = False
     """True if the user had the ranks killed before any had failed: one may report that it lost another."""
     steps: int | None = None
@@ -349,8 +351,7 @@ def _watch(process: fork_server.Forked, attempt: _Supervised, launcher: Launcher
                 launcher["workers"] = workers
                 _save(attempt.run, launcher, nodes)
         if attempt.stalls.look():
-            attempt.forced = True
-            processes.kill_trees(_ranks(attempt.run))
+            _kill(attempt)
         _enforce(attempt)
 
 
@@ -362,14 +363,13 @@ def _enforce(attempt: _Supervised) -> None:
         if any(run.errors.glob("*.json")):
             attempt.failed_at = now
     elif now - attempt.failed_at > failure_grace_s():
-        attempt.forced = True
-        processes.kill_trees(_ranks(run))
+        _kill(attempt)
 
     # KILL is for now. STOP lets the ranks end their step and write a checkpoint, then SIGTERM asks for the same once
     # more, and only ranks that answer neither are killed.
     if run.kill_file.exists():
-        attempt.forced, attempt.killed = True, attempt.killed or attempt.failed_at is None
-        processes.kill_trees(_ranks(run))
+        attempt.killed = attempt.killed or attempt.failed_at is None
+        _kill(attempt)
     elif run.stop_file.exists():
         if not attempt.stopping:
             attempt.stopping, attempt.last_sign = True, now
@@ -378,8 +378,15 @@ def _enforce(attempt: _Supervised) -> None:
                 processes.send_signal(_ranks(run), signal.SIGTERM)
                 attempt.terminated_at = now
         elif now - attempt.terminated_at > processes.seconds_of("WORKBENCH_TERMINATE_GRACE_S", TERMINATE_GRACE_S):
-            attempt.forced = True
-            processes.kill_trees(_ranks(run))
+            _kill(attempt)
+
+
+def _kill(attempt: _Supervised) -> None:
+    """Kill the ranks that still run, and remember which had died before."""
+    if attempt.gone is None:
+        dead = [record for record in processes.rank_records(attempt.run) if not process_alive(record)]
+        attempt.gone = {int(record["rank"]) for record in dead}
+    processes.kill_trees(_ranks(attempt.run))
 
 
 def _ranks(run: RunDir) -> list[ProcessRecord]:
@@ -403,8 +410,7 @@ def _conclude(attempt: _Supervised, exit_code: int, launcher_output: str) -> int
         name = signal.Signals(-exit_code).name
         _status(run, "failed", f"the launcher was killed by {name}; its ranks were ended.")
         return 1
-    if not attempt.forced:
-        record_silent_death(run, launcher_output)
+    record_silent_death(run, launcher_output, attempt.gone)
     cause = root_cause(run)
     _status(run, "failed", cause.sentence if cause else f"the launcher ended with exit code {exit_code}.")
     return 1
