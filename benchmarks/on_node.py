@@ -43,7 +43,7 @@ GRACE_S = 10.0
 """Seconds between the request to end and SIGKILL."""
 
 
-@dataclass
+@dataclass(frozen=True)
 class Task:
     """A command of the list."""
 
@@ -78,21 +78,28 @@ def main() -> None:
     parser.add_argument("--rehearse", action="store_true", help="run the rehearsals, on CPUs as well")
     given = parser.parse_args()
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))  # what was begun is ended, too
-    count = visible_gpus() if given.gpus is None else given.gpus
-    if count == 0 and not given.rehearse:
-        sys.exit("There is no GPU here. Give --rehearse to try the commands on CPUs, with --gpus 2 as on two devices.")
+    gpus = given.gpus if given.gpus and given.rehearse else visible_gpus(given.gpus, rehearse=given.rehearse)
     folder = given.folder.absolute()
     folder.mkdir(parents=True, exist_ok=True)
-    tasks = read_list(given.list, max(1, count))
-    failed = run_all(tasks, folder, max(1, count), time.time() + 60 * given.minutes, rehearse=given.rehearse)
+    tasks = read_list(given.list, gpus)
+    failed = run_all(tasks, folder, first_devices(gpus), time.time() + 60 * given.minutes, rehearse=given.rehearse)
     sys.exit(f"Did not succeed: {', '.join(failed)}." if failed else 0)
 
 
-def visible_gpus() -> int:
-    """Return the number of GPUs that PyTorch sees."""
+def visible_gpus(wanted: int | None, *, rehearse: bool) -> int:
+    """Return how many GPUs to use: those that are wanted, or all; raise `SystemExit` if there are fewer."""
     import torch
 
-    return torch.cuda.device_count()
+    found = torch.cuda.device_count()
+    if not rehearse and not 1 <= (wanted or found) <= found:
+        sys.exit(f"{found} GPUs are visible here, and --gpus may not ask for more. --rehearse needs none.")
+    return wanted or max(1, found)
+
+
+def first_devices(gpus: int) -> list[str]:
+    """Return the names of the first GPUs that this process may use, or as many numbers where none is named."""
+    named = [name for name in os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",") if name]
+    return named[:gpus] if len(named) >= gpus else [str(number) for number in range(gpus)]
 
 
 def read_list(path: Path, gpus: int) -> list[Task]:
@@ -109,10 +116,8 @@ def read_list(path: Path, gpus: int) -> list[Task]:
     return tasks
 
 
-def run_all(tasks: list[Task], folder: Path, gpus: int, ends: float, *, rehearse: bool) -> list[str]:
+def run_all(tasks: list[Task], folder: Path, free: list[str], ends: float, *, rehearse: bool) -> list[str]:
     """Run the tasks that are not done, and return the names of those that did not succeed."""
-    visible = os.environ.get("CUDA_VISIBLE_DEVICES")
-    free = visible.split(",")[:gpus] if visible else [str(number) for number in range(gpus)]
     for task in tasks:
         end_all(folder, task)  # what an interrupted start has left
     waiting = [task for task in tasks if not (folder / f"{task.name}.done").exists()]

@@ -5,8 +5,9 @@
 
 The experiments are those of the template with `preset="full"`, 76 M tokens and 256 sequences a step, which ran on four
 GPUs (`notebooks/bert_scaling_4xH200.ipynb`): the same text, samples, masks and rates, so that runs differ in the seed
-or the optimiser alone. A second start goes on with a run that was interrupted. `--rehearsal` trains tiny models, on
-CPUs as well. The run directories stand in `$WORKBENCH_RUNS`; `wb.contrast` compares them.
+or the optimiser alone. A second start goes on with a run that was interrupted from its last checkpoint, or trains it
+anew where there is none. `--rehearsal` trains tiny models, on CPUs as well. The run directories stand in
+`$WORKBENCH_RUNS`; `wb.contrast` compares them.
 """
 
 from __future__ import annotations
@@ -33,10 +34,14 @@ def main() -> None:
     parser.add_argument("--rehearsal", action="store_true", help="tiny models, on CPUs")
     given = parser.parse_args()
     folder = Path(os.environ.get("WORKBENCH_RUNS", "runs")) / f"bert-{given.model}-{given.algorithm}-seed{given.seed}"
-    if folder.exists():
-        run = wb.load_run(folder)
-        run = run if run.status.state == "finished" else run.resume()
-    else:
+    run = wb.load_run(folder) if folder.exists() else None
+    if run is not None and run.status.state != "finished":
+        if run.checkpoints:
+            run = run.resume()
+        else:
+            folder.rename(folder.with_name(f"interrupted-{time.time_ns()}-{folder.name}"))
+            run = None
+    if run is None:
         settings = experiment(given)
         planned = wb.plan(settings)
         print(time.strftime("%T"), folder.name, planned, f"{planned.prediction.step_ms:.1f} ms", flush=True)

@@ -108,6 +108,15 @@ def test_a_wrong_list_is_refused(tmp_path, line, sentence):
     assert re.search(sentence, done.stderr)
 
 
+def test_more_gpus_than_there_are_are_refused(monkeypatch):
+    monkeypatch.setattr("torch.cuda.device_count", lambda: 2)
+    assert on_node.visible_gpus(None, rehearse=False) == 2
+    with pytest.raises(SystemExit, match="2 GPUs are visible here"):
+        on_node.visible_gpus(3, rehearse=False)
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "5,7")
+    assert (on_node.first_devices(1), on_node.first_devices(2)) == (["5"], ["5", "7"])
+
+
 @pytest.mark.parametrize("path", sorted((COMMAND.parent / "tasks").glob("*.toml")), ids=lambda path: path.stem)
 def test_every_list_can_be_read(path):
     assert on_node.read_list(path, 4)

@@ -71,7 +71,7 @@ class RunTable:
     def sync(self) -> list[Delivery]:
         """Upload to W&B whatever it lacks of the tracked runs that have ended.
 
-        Raises `WorkbenchError` if nobody is logged in.
+        Raises `WorkbenchError` if nobody is logged in, or W&B's client does not say who is.
         """
         from workbench.runs.wandb_run import pending, recording
 

@@ -289,7 +289,8 @@ class Run(Labelled):
     def sync(self) -> Delivery:
         """Upload to W&B whatever it lacks of this run, from what the run left on disk.
 
-        Raises `WorkbenchError` if the run is not tracked, nobody is logged in, or its recorder is still at work.
+        Raises `WorkbenchError` if the run is not tracked, nobody is logged in, W&B's client does not say who is, or the
+        recorder is still at work.
         """
         from workbench.runs.wandb_run import sync
 

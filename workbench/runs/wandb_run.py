@@ -105,8 +105,8 @@ def own_environment() -> dict[str, str]:
 def sync(run: RunDir, limit_s: float | None = None) -> Delivery:
     """Upload what W&B lacks of a run, in at most `limit_s` seconds, without changing the run itself.
 
-    Raises `WorkbenchError` if the run is not tracked, nobody is logged in, the client does not say who is, or the
-    recorder is still at work.
+    Raises `WorkbenchError` if the run is not tracked, nobody is logged in, W&B's client does not say who is, or
+    the recorder is still at work.
     """
     if not run.tracker.exists():
         raise WorkbenchError(
