@@ -92,6 +92,11 @@ class ForkedKernel(psutil.Process):
     def poll(self) -> int | None:
         return None if self.is_running() else 0
 
+    def send_signal(self, sig: int) -> None:
+        """Send a signal as `subprocess.Popen` does, which says nothing where the process has ended."""
+        with contextlib.suppress(psutil.NoSuchProcess):
+            super().send_signal(sig)
+
 
 def fork_kernel(command: Sequence[str], env: Mapping[str, str], **_: Any) -> ForkedKernel:
     """Start a kernel as `jupyter_client.launcher.launch_kernel` does, forked from the server."""

@@ -3,6 +3,7 @@
 Three kills by default, fifty in `make test-exhaustive`; `WORKBENCH_KILL_SEED` repeats a sequence.
 """
 
+import contextlib
 import os
 import random
 import subprocess
@@ -18,6 +19,7 @@ import pytest
 from tests.distributed.own_machine import eventually, own_machine
 from tests.distributed.test_launch import HERE, ROOT, start
 from tests.exhaustive import EXHAUSTIVE
+from workbench.events import ProcessRecord
 from workbench.rundir import process_alive, process_record
 from workbench.runs.event_log import read_events
 from workbench.runs.launching import device_queue, processes
@@ -47,7 +49,8 @@ def node(tmp_path, monkeypatch):
     monkeypatch.setenv("PYTHONPATH", str(ROOT))
     yield from own_machine(tmp_path, monkeypatch)
     for process in of_this_test(tmp_path):
-        process.kill()
+        with contextlib.suppress(psutil.NoSuchProcess):
+            process.kill()
 
 
 def of_this_test(folder: Path) -> list[psutil.Process]:
@@ -74,24 +77,23 @@ class Attempt:
         kernel = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
         return Attempt(kernel, load_run(kernel.stdout.readline().strip()))
 
-    def pid_of(self, victim: str) -> int | None:
+    def record_of(self, victim: str) -> ProcessRecord | None:
         """None while there is no such process yet, or any more."""
         if victim == "kernel":
-            return self.kernel.pid if self.kernel.poll() is None else None
+            return process_record(self.kernel.pid) if self.kernel.poll() is None else None
         launcher = processes.launcher_record(self.run.directory)
         if victim.startswith("rank"):
             records = {f"rank {r['rank']}": r for r in processes.rank_records(self.run.directory)}
             record = records.get(victim)
         else:
             record = launcher.get({"supervisor": "supervisor", "launcher": "accelerate"}[victim])
-        return record["pid"] if record and process_alive(record) else None
+        return record if process_alive(record) else None
 
     def kill(self, victim: str) -> None:
-        pid = eventually(lambda: self.pid_of(victim) or self.run.status.final)
-        if pid is True:  # the run ended before
+        record = eventually(lambda: self.record_of(victim) or self.run.status.final)
+        if record is True:  # the run ended before
             return
-        record = process_record(pid)
-        os.kill(pid, 9)
+        processes.send_signal([record], 9)
         if victim == "kernel":
             self.kernel.wait()
         eventually(lambda: not process_alive(record))

@@ -34,6 +34,8 @@ from importlib.machinery import PathFinder
 from pathlib import Path
 from typing import Any, NoReturn
 
+import psutil
+
 from workbench.events import ProcessRecord
 from workbench.rundir import process_alive, process_record
 from workbench.runs.launching import processes
@@ -259,8 +261,9 @@ def _serve(served: dict[socket.socket, ProcessRecord], set_by_imports: Mapping[s
             pid = fork(**request, server=theirs.fileno() if request.get("threads") else None).pid
             theirs.close()
             if request.get("threads"):
-                served[ours] = process_record(pid)
-                ours.send(b"ready")
+                with contextlib.suppress(psutil.NoSuchProcess):  # it has ended already
+                    served[ours] = process_record(pid)
+                    ours.send(b"ready")
         asking.send(str(pid).encode())
         return True
 
