@@ -1,11 +1,13 @@
 """Pack the packages that a GPU node without a network lacks into one archive of about 13 MB.
 
-    python benchmarks/offline_site.py OUT.tar.xz INSTALLED [--python 3.12] [--without NAME ...]
+    python benchmarks/offline_site.py OUT.tar.xz INSTALLED [--python 3.12] [--without NAME ...] [--copy NAME ...]
 
 INSTALLED is a file with the names of the packages that the node has, one a line (`pip list --format=freeze` there, or
 names alone). All others of requirements.lock, and pytest, are downloaded as wheels for Linux on x86-64, and unpacked
 without their tests. `--without` leaves more out; by default what JupyterLab's server needs and a notebook does not.
-PyTorch, transformers, accelerate, NumPy and what they need are taken to be there. On the node:
+PyTorch, transformers, accelerate, NumPy and what they need are taken to be there. `--copy` adds packages as they are
+installed here, without what they need and without compiled modules: `--copy deepspeed hjson megatron-core` for the
+peers of throughput.py, 2 MB. On the node:
 
     mkdir site && tar xJf OUT.tar.xz -C site
     export PYTHONPATH=$PWD/site:$PWD JUPYTER_PATH=$PWD/site/share/jupyter
@@ -22,6 +24,7 @@ import sys
 import tarfile
 import tempfile
 import zipfile
+from importlib import metadata
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -43,6 +46,7 @@ def main() -> None:
     parser.add_argument("installed", type=Path)
     parser.add_argument("--python", default="3.12")
     parser.add_argument("--without", nargs="*", default=SERVER.split())
+    parser.add_argument("--copy", nargs="*", default=[])
     asked = parser.parse_args()
     lock = re.findall(r"^([\w.-]+)==(\S+)", (ROOT / "requirements.lock").read_text(), re.MULTILINE)
     there = {plain(re.split(r"[=\s]", line)[0]) for line in asked.installed.read_text().splitlines() if line.strip()}
@@ -55,6 +59,8 @@ def main() -> None:
         download(wanted, wheels, asked.python)
         for wheel in sorted(wheels.glob("*.whl")):
             unpack(wheel, site)
+        for name in asked.copy:
+            copy_installed(name, site)
         for name in LEFT_OUT:
             remove(site / name)
         for tests in [*site.rglob("tests"), *site.rglob("*.pyi")]:
@@ -86,6 +92,14 @@ def unpack(wheel: Path, site: Path) -> None:
             if (data / part).is_dir():
                 shutil.copytree(data / part, site, dirs_exist_ok=True)
         remove(data)
+
+
+def copy_installed(name: str, site: Path) -> None:
+    """Copy what is Python of a package that is installed here: compiled modules are of this machine's Python."""
+    for file in metadata.files(name) or ():
+        if ".." not in file.parts and file.suffix not in (".pyc", ".so"):
+            (site / file).parent.mkdir(parents=True, exist_ok=True)
+            shutil.copy(file.locate(), site / file)
 
 
 def remove(path: Path) -> None:

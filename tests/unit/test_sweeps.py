@@ -315,6 +315,18 @@ def test_the_table_ranks_configurations_by_their_mean_and_tells_what_stopping_sa
     assert sweep.look() == ("7 of 8 runs have ended", sweep._repr_html_()), "what wait() shows below its cell"
 
 
+@pytest.mark.usefixtures("no_processes")
+def test_a_rate_of_many_digits_is_named_by_six_and_kept_whole(tmp_path):
+    rate = 0.016000672168268656
+    sweep = wb.sweep(experiment(), learning_rate=[rate, 1e-3], directory=tmp_path / "rates")
+    entries = sweep.directory.queue()
+    names = [sweep.directory.run(entry).name for entry in entries]
+    assert names == ["0000-learning_rate=0.0160007-seed=0", "0001-learning_rate=0.001-seed=0"]
+    assert [sweep.directory.experiment(entry).learning_rate for entry in entries] == [rate, 1e-3]
+    assert [row.values["learning_rate"] for row in sweep.rows()] == [rate, 1e-3]
+    assert "0.0160007 " in repr(sweep)
+
+
 @pytest.mark.parametrize(
     ("rule", "reason"),
     [

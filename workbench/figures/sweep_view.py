@@ -31,6 +31,7 @@ from workbench.runs.history import Evaluations, History, read_tail
 from workbench.runs.registry import Runs, load_runs
 from workbench.runs.run import Run
 from workbench.sweeps.grid import Cell, Grid, MeasuredCell, MeasuredGrid, contention, lost_time
+from workbench.sweeps.queue import short
 from workbench.sweeps.sweep import Configuration, Sweep
 from workbench.units import duration, gib, memory_unit
 
@@ -157,7 +158,8 @@ def best_so_far(sweep: Sweep, x: str = "step") -> Figure:
     scale, x_title = X_AXES[x].unit(float(spent[-1]) if len(spent) else 1.0)
     at, best = spent[known] / scale, np.minimum.accumulate(values) if len(values) else values
     end = spent[-1 if len(known) else len(spent) :] / scale  # the line goes on to the end of the last run
-    names = [theme.text(", ".join(f"{n} {v}" for n, v in sweep.directory.labels(ended[i][0]).items())) for i in known]
+    labels = [sweep.directory.labels(ended[at][0]) for at in known]
+    names = [theme.text(", ".join(f"{name} {short(value)}" for name, value in each.items())) for each in labels]
     words = [f"{name}, seed {ended[i][0].seed}" for name, i in zip(names, known, strict=True)]
     color = theme.series_color(0)
     runs = theme.marks(at, values, "one run", {"color": theme.pale(color), "size": 8}, words)

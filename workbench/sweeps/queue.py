@@ -134,7 +134,8 @@ class QueueDir:
 
     def run(self, entry: Entry) -> Path:
         """Return the directory of a run."""
-        words = "-".join(f"{name}={value}" for name, value in (*self.labels(entry).items(), ("seed", entry.seed)))
+        labels = {**self.labels(entry), "seed": entry.seed}
+        words = "-".join(f"{name}={short(value)}" for name, value in labels.items())
         return self.path / "runs" / f"{entry.index:04d}-{re.sub(r'[^A-Za-z0-9.=_+-]+', '_', words)[:120]}"
 
     def plan_file(self, choices: Mapping[str, Any]) -> Path:
@@ -193,6 +194,11 @@ def label(value: Any) -> Any:
     if isinstance(value, Mapping):
         return str(value.get("name") or ", ".join(f"{key}={item}" for key, item in value.items()))
     return ", ".join(map(str, value)) if isinstance(value, Sequence) else str(value)
+
+
+def short(value: Any) -> str:
+    """Return a label as text, a number with six digits at most."""
+    return f"{value:.6g}" if isinstance(value, float) else str(value)
 
 
 def first_plan(directory: QueueDir) -> Plan:
