@@ -152,7 +152,7 @@ def draw_pareto(points: Sequence[ParetoPoint], published: Mapping[str, tuple[flo
     gflop, losses = zip(*published.values(), strict=True) if published else ((), ())
     if published:
         names = list(map(theme.text, published))
-        grey = {"color": theme.AXIS, "symbol": "circle-open", "size": 8}
+        grey = {"color": theme.MUTED, "symbol": "circle-open", "size": 8}
         mark = {"x": gflop, "y": losses, "text": names, "mode": "markers", "marker": grey, "name": "published"}
         figure.add_trace(go.Scatter(**mark, hovertemplate="%{text}<br>%{x} GFLOP<br>%{y}<extra></extra>"), row=1, col=1)
     for panel, cost in enumerate(("gflop", "seconds"), start=1):
@@ -493,7 +493,7 @@ def pair_difference(
         x, y, words = tokens / large, KAPLAN.difference(small, large, tokens), f"{theme.text(name)}, Kaplan et al."
         figure.add_trace(theme.curve(x, y, words, color, "dot", 1.5, **published))
     for symbol, (name, (tokens_each, nats)) in zip(cycle(OTHERS), (others or {}).items(), strict=False):
-        grey = {"color": theme.AXIS, "symbol": symbol, "size": 9, "line": {"width": 2}}
+        grey = {"color": theme.MUTED, "symbol": symbol, "size": 9, "line": {"width": 2}}
         figure.add_trace(go.Scatter(x=[tokens_each], y=[nats], mode="markers", marker=grey, name=theme.text(name)))
     figure.add_hline(y=0, line={"color": theme.AXIS, "width": 1})
     figure.update_xaxes(type="log", title_text="Tokens for each parameter of the larger model, without embeddings")
