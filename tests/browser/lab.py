@@ -12,7 +12,7 @@ import sys
 import time
 import urllib.error
 import urllib.request
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -78,7 +78,7 @@ def jupyterlab(root: Path, environment: dict[str, str]) -> Iterator[Server]:
         finally:
             process.terminate()
             with contextlib.suppress(subprocess.TimeoutExpired):
-                process.wait(15)
+                process.wait(60)
             if process.poll() is None:
                 process.kill()
 
@@ -206,6 +206,14 @@ def change_theme(page: Any, name: str) -> None:
         timeout=PATIENCE_MS,
     )
     page.wait_for_timeout(1000)  # figures are drawn anew
+
+
+def eventually(truth: Callable[[], Any], explain: Callable[[], Any] = lambda: "") -> None:
+    """Wait until something is true of the page, or fail with what `explain` returns then."""
+    deadline = time.monotonic() + PATIENCE_MS / 1e3
+    while not truth():
+        assert time.monotonic() < deadline, f"it did not come true in time {explain()!r}"
+        time.sleep(0.1)
 
 
 def restart_kernel(page: Any) -> None:

@@ -103,13 +103,15 @@ def test_figures_are_right_in_hidden_tabs_in_the_dark_after_a_restart_and_in_the
     page.wait_for_timeout(6000)  # the end of the sweep reaches its outputs, which are hidden
     page.evaluate("() => window.jupyterapp.commands.execute('docmanager:open', {path: 'moments.ipynb'}).then(() => 1)")
     page.get_by_text("runs have ended, not at work").first.wait_for()
-    page.wait_for_timeout(2000)
     figures = page.locator(SHOWN)
-    drawn = {index: marks(figures.nth(index)) for index in range(figures.count())}
+
+    def drawn() -> list[int]:
+        return [marks(figures.nth(index)) for index in range(figures.count())]
+
+    # two of the sweep, one of the sliders and of the plan, one compared, two of the dashboard
+    lab.eventually(lambda: figures.count() == 7 and min(drawn()) > 1500, drawn)
     page.locator(".jp-RenderedPlotly:visible").first.scroll_into_view_if_needed()
     picture(page, "moments-after-hidden")
-    assert len(drawn) == 7, "two of the sweep, one of the sliders and of the plan, one compared, two of the dashboard"
-    assert min(drawn.values()) > 1500, drawn
 
     names = page.locator(".jupyter-widgets .js-plotly-plot").evaluate_all("all => all.map(node => node.ariaLabel)")
     assert names
@@ -121,8 +123,8 @@ def test_figures_are_right_in_hidden_tabs_in_the_dark_after_a_restart_and_in_the
     for index in range(figures.count()):
         figures.nth(index).scroll_into_view_if_needed()
         figures.nth(index).locator(".main-svg").first.wait_for()
-        page.wait_for_timeout(700)
-        assert pixels(figures.nth(index))[4, 4].max() < 40, f"figure {index} is light in the dark theme"
+        figure = figures.nth(index)
+        lab.eventually(lambda figure=figure: pixels(figure)[4, 4].max() < 40, lambda index=index: f"{index} is light")
         for _ in range(3):  # an axis of a run that trains may move between the picture and the places of its words
             found = contrast_of_text(page, figures.nth(index))
             weak[index] = {words: value for words, value in found.items() if value < LEAST_CONTRAST}
@@ -146,12 +148,12 @@ def test_figures_are_right_in_hidden_tabs_in_the_dark_after_a_restart_and_in_the
     page.evaluate("() => window.jupyterapp.shell.currentWidget.sessionContext.session.kernel.restart().then(() => 1)")
     lab.wait_for_kernel(page)
     page.locator("code", has_text="wb.live(").last.wait_for()
-    page.wait_for_timeout(1500)
     page.locator("code", has_text="wb.live(").last.scroll_into_view_if_needed()
+    # every widget without its kernel has an icon of a broken link
+    lab.eventually(lambda: page.locator(".jupyter-widgets-disconnected:visible").count() == 0)
+    lab.eventually(lambda: page.get_by_role("button", name="Stop").locator("visible=true").count() == 0)
     picture(page, "moments-restarted")
-    assert page.locator(".jupyter-widgets-disconnected:visible").count() == 0, "every one has an icon of a broken link"
-    assert page.get_by_role("button", name="Stop").locator("visible=true").count() == 0
-    assert min(marks(figures.nth(index)) for index in range(figures.count())) > 1500
+    lab.eventually(lambda: min(drawn()) > 1500, drawn)
     page.evaluate(
         """() => document.body.insertAdjacentHTML('beforeend', '<div class="workbench-saved-last" id="planted">'
             + '<p><code id="theirs">wb.live(exit())</code></p> <p><code id="ours">wb.live([])</code></p></div>')"""

@@ -73,13 +73,6 @@ def stop_buttons(page: Any) -> Any:
     return page.locator(".jupyter-widgets").get_by_role("button", name=re.compile("Stop$"))
 
 
-def eventually(truth: Any, explain: Any = lambda: "") -> None:
-    deadline = time.monotonic() + PATIENCE_S
-    while not truth():
-        assert time.monotonic() < deadline, f"it did not come true in time {explain()!r}"
-        time.sleep(0.1)
-
-
 def lower_priority(folder: Path) -> None:
     """Lower the priority of the training ranks: the test waits for the browser and the kernel on the same cores."""
     for run in list_runs(folder):
@@ -122,7 +115,7 @@ def test_one_click_on_a_card_draws_the_curve_in_view_while_all_cores_are_busy(
     assert page.locator(".workbench-progress").count() == 0
     print(f"1 click and {time.monotonic() - began:.1f} s to the first curve; load {os.getloadavg()[0]:.1f}")
     page.wait_for_timeout(3000)
-    eventually(lambda: page.evaluate(lab.DRAWN) > 10)  # it is still in view, and grows
+    lab.eventually(lambda: page.evaluate(lab.DRAWN) > 10)  # it is still in view, and grows
     picture(page, "lab-first-curve")
     assert page.title().startswith("bert_scaling")
     assert not list(server.root.glob("Untitled*"))
@@ -154,13 +147,13 @@ def test_from_the_launcher_to_a_page_for_a_colleague(
     wait_for_steps(page, 30)
     wait_for_steps(page, page.evaluate(STEPS_SHOWN) + 20)  # the curve grows while the cell below still waits
     assert is_running(page, "run.wait()")
-    eventually(lambda: page.evaluate(lab.DRAWN) > 10)
+    lab.eventually(lambda: page.evaluate(lab.DRAWN) > 10)
     picture(page, "lab-training")
 
     for left in (1, 0):  # the run that trains, and the one that waits for its devices
         stop_buttons(page).first.click()
-        eventually(lambda left=left: stop_buttons(page).count() == left)
-    eventually(lambda: all(run.status.final for run in list_runs(folder)), lambda: list_runs(folder))
+        lab.eventually(lambda left=left: stop_buttons(page).count() == left)
+    lab.eventually(lambda: all(run.status.final for run in list_runs(folder)), lambda: list_runs(folder))
     stopped = next(run for run in list_runs(folder) if run.checkpoints)
     reached = stopped.row()["step"]
     assert stopped.status.state == "stopped"
@@ -181,7 +174,7 @@ def test_from_the_launcher_to_a_page_for_a_colleague(
     assert f"resumed at step {reached:,}" in marks
 
     stop_buttons(page).first.click()
-    eventually(lambda: stopped.status.final)
+    lab.eventually(lambda: stopped.status.final)
     page.locator(".jp-RenderedPlotly").first.hover()
     page.wait_for_selector(".jp-RenderedPlotly .main-svg")
     lab.save(page)

@@ -81,10 +81,14 @@ def test_curves_grow_stop_stops_and_the_saved_notebook_keeps_a_plain_figure(
 
     page.wait_for_selector(".jupyter-widgets", state="detached")
     page.wait_for_selector(".jp-RenderedPlotly .main-svg, .jp-OutputArea .js-plotly-plot .main-svg")
-    page.wait_for_timeout(1000)
+
+    def saved() -> list[dict[str, Any]]:
+        lab.save(page)
+        return outputs(server.root / "live.ipynb", 0)
+
+    lab.eventually(lambda: len(saved()) == 4, saved)
     picture(page, "live-ended")
-    lab.save(page)
-    widget, states, curves, panels = outputs(server.root / "live.ipynb", 0)
+    widget, states, curves, panels = saved()
     assert not any(widget.values())
     assert "shapes &lt;b&gt;4&lt;/b&gt; and 5 differ" in "".join(states["text/html"])
     assert "application/vnd.plotly.v1+json" in curves
@@ -188,4 +192,5 @@ def drag_over_plot(page: Any, down: float = 0.0) -> None:
     page.mouse.move(box["x"] + 0.3 * box["width"], middle, steps=4)
     page.mouse.move(box["x"] + 0.5 * box["width"], middle + down * box["height"], steps=4)
     page.mouse.up()
+    page.wait_for_function(f"() => !{LAYOUT}.xaxis.autorange")
     page.wait_for_timeout(300)

@@ -104,7 +104,7 @@ def test_the_lab_that_make_starts_answers_this_machine_alone_and_asks_for_a_toke
     command = [sys.executable, "-m", "jupyterlab", *line.split(), "--no-browser", "--port=0"]
     lab = subprocess.Popen(command, cwd=tmp_path, env=environment, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
     try:
-        (known,) = eventually(lambda: list(tmp_path.glob("jpserver-*.json")), 60)
+        (known,) = eventually(lambda: list(tmp_path.glob("jpserver-*.json")), 100)
         server = eventually(lambda: json.loads(known.read_text() or "{}"))
         assert server["hostname"] == "127.0.0.1"
         assert len(server["token"]) >= 32
@@ -114,11 +114,11 @@ def test_the_lab_that_make_starts_answers_this_machine_alone_and_asks_for_a_toke
         assert _get(f"{url}?token={server['token']}") == 200
     finally:
         lab.terminate()
-        lab.wait(30)
+        lab.wait(60)
 
 
 def _get(url: str) -> int:
-    deadline = time.monotonic() + 30
+    deadline = time.monotonic() + 60
     while True:
         try:
             return int(urllib.request.urlopen(url, timeout=30).status)

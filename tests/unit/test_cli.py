@@ -189,7 +189,7 @@ def test_a_run_is_followed_without_a_browser_until_it_has_failed(tmp_path):
     append_event(run.events, "status", state="failed", message="rank 1 (stage 1): OSError: gone")
     assert "failed  5 of 100" in following.stdout.readline()
     assert "Run bert-1 failed: rank 1 (stage 1)" in following.stdout.read()
-    assert following.wait(30) == 1
+    assert following.wait(100) == 1
 
 
 def test_a_notebook_is_executed_with_its_parameters_and_exported(notebook, tmp_path):

@@ -27,7 +27,7 @@ from workbench.notebooks.executing import templates
 ROOT = Path(__file__).resolve().parents[2]
 JUPYTER = ROOT / "workbench" / "lab" / "jupyter"
 TOKEN = "a-token-of-the-test"
-START_LIMIT_S = 60
+START_LIMIT_S = 100
 
 
 def unauthenticated(handlers: dict[str, type[tornado.web.RequestHandler]]) -> list[str]:
@@ -78,7 +78,7 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[str, Path
         yield f"http://127.0.0.1:{port}", root / "notebooks"
     finally:
         process.terminate()
-        process.wait(15)
+        process.wait(60)
 
 
 def free_port() -> int:
@@ -94,7 +94,7 @@ def ask(url: str, body: Any = None, token: str | None = TOKEN, verb: str | None 
     if token is not None:
         request.add_header("Authorization", f"token {token}")
     try:
-        with urllib.request.urlopen(request, timeout=30) as answer:
+        with urllib.request.urlopen(request, timeout=60) as answer:
             return answer.status, json.loads(answer.read())
     except urllib.error.HTTPError as error:
         text = error.read()

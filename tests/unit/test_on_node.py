@@ -90,7 +90,7 @@ def test_a_request_to_end_reaches_what_was_begun(tmp_path):
     while not (child.exists() and child.read_text()):
         time.sleep(0.1)
     started.terminate()
-    started.communicate(timeout=60)
+    started.communicate(timeout=100)
     assert started.returncode == 143
     assert not psutil.pid_exists(int(child.read_text()))
 

@@ -146,7 +146,7 @@ widget = Slow(0.01)
 widget.follow()
 time.sleep(0.2)
 """
-    ended = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=60)
+    ended = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=110)
     assert (ended.returncode, ended.stdout.splitlines()) == (0, ["updated"]), ended.stderr
 
 
