@@ -273,7 +273,7 @@ def test_real_ranks_tell_their_collectives_also_while_they_hold_the_interpreter(
         for process in found:
             assert process.stdout is not None
             assert process.stdout.readline() == "ready\n"
-        time.sleep(0.5)  # until the others are in their collectives
+        time.sleep(2)  # until the others are in their collectives
         assert status_after(watched(run), run, 0.6) == "stalled"
     finally:
         for process in found:
