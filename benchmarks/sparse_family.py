@@ -5,10 +5,11 @@
     python benchmarks/sparse_family.py --folder runs/family                 # writes runs/family/losses.json only
 
 It executes the template's own cells: rates are tried, the family is trained, and pairs that lie close get a second
-seed. `losses.json` has the held-out losses and the step of each finished run. A run that is predicted not to end within
-M minutes is not begun. A second start goes on: what has finished is not trained again, what still trains is waited for,
-and anything else begins anew. No checkpoints are written. `-p` gives further parameters of the template, as JSON:
-`-p preset='"rehearsal"'` trains tiny models, without GPUs as well.
+seed. `losses.json` has the held-out losses and the step of each finished run, and the seconds from its start until its
+ranks could train. A run that is predicted not to end within M minutes is not begun. A second start goes on: what has
+finished is not trained again, what still trains is waited for, and anything else begins anew. No checkpoints are
+written. `-p` gives further parameters of the template, as JSON: `-p preset='"rehearsal"'` trains tiny models, without
+GPUs as well.
 """
 
 from __future__ import annotations
@@ -32,6 +33,7 @@ import torch
 
 import workbench as wb
 from workbench.errors import RunFailed
+from workbench.runs.event_log import read_events
 
 TEMPLATE = Path(__file__).resolve().parents[1] / "templates" / "sparse_pareto.ipynb"
 PARAMETERS, TRAINS, LAST = "preset = ", "def train(", "\nsecond = "
@@ -79,12 +81,14 @@ def train_family(given: argparse.Namespace) -> None:
 
 
 def write_losses(folder: Path) -> None:
-    """Write what the finished runs of a folder learned: held-out losses by tokens, and medians of their later steps."""
+    """Write what the finished runs of a folder learned, held-out losses by tokens, and the times that they took."""
     found = {}
     for path in sorted(path.parent for path in folder.glob("*/experiment.json") if has_finished(path.parent)):
         run = wb.load_run(path)
         evaluations, steps_ms = run.evaluations(), run.history().step_ms.tolist()
+        times = {event.get("state", event["type"]): event["time"] for event in read_events(run.directory.events)}
         found[path.name] = {
+            "start_s": round(times["start"] - times["starting"], 1),
             "predicted_ms": round(run.plan.prediction.step_ms, 2),
             "step_ms": round(statistics.median(steps_ms[len(steps_ms) // 2 :]), 2),
             "tokens": evaluations.tokens.tolist(),
