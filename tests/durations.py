@@ -89,6 +89,12 @@ def lengths(durations: Mapping[str, Duration]) -> dict[str, float]:
     }
 
 
+def length_again(again: Duration, before: Duration, length: float) -> float:
+    """Return the seconds of a test that ran once more, with the part of its shared fixtures that it had in `length`."""
+    part = (length - before.own) / before.shared if before.shared else 0.0
+    return again.own + part * again.shared
+
+
 def total(durations: Iterable[Duration]) -> float:
     """Return the seconds of tests of one file, whose shared fixtures are made once."""
     every = list(durations)
@@ -245,7 +251,9 @@ class Durations:
             again = Path(folder) / "again.json"
             command = [sys.executable, "-m", "pytest", f"--record-durations={again}", *suspects]
             subprocess.run(command, cwd=self.config.rootpath, capture_output=True, check=False)
-            alone = {test: each.own + measured[test] - self.measured[test].own for test, each in read(again).items()}
+            alone = {
+                test: length_again(each, self.measured[test], measured[test]) for test, each in read(again).items()
+            }
         return {test: alone[test] for test in suspects if alone.get(test, 0.0) > limit}
 
     def pytest_terminal_summary(self, terminalreporter: Any) -> None:

@@ -122,6 +122,11 @@ def test_tests_that_share_a_fixture_share_its_seconds() -> None:
     assert durations.lengths(recorded) == {"a::x": 11.0, "a::y": 12.0, "a::z": 3.0, "b::x": 20.0}
 
 
+def test_a_test_that_runs_once_more_has_its_part_of_fixtures_that_are_made_once_more() -> None:
+    assert durations.length_again(Duration(2.0, 6.0), before=Duration(3.0, 24.0), length=15.0) == 2.0 + 6.0 / 2
+    assert durations.length_again(Duration(2.0), before=Duration(12.0), length=12.0) == 2.0
+
+
 def test_longest_files_start_first() -> None:
     assert durations.in_order({"b": 1.0, "a": 1.0, "c": 7.0}) == ["c", "a", "b"]
 
