@@ -307,9 +307,9 @@ def test_a_notebook_executed_without_a_browser_keeps_something_to_read(tmp_path:
         f"begun = live(Run({str(running.path)!r}))\nbegun",
         f"over = live(Run({str(ended.path)!r}))\nover",
         "import time\n"
-        "def drawn(live): return all('image/png' in each for each in live.twins._bundles[1:])\n"
+        "def drawn(live): return ['image/png' in each for each in live.twins._bundles] == [False, True, True]\n"
         "while over.following or not drawn(begun) or not drawn(over): time.sleep(0.05)\n"
-        "time.sleep(2)",
+        "with begun.twins._lock, over.twins._lock: pass  # what is drawn has been sent",
     ]
     notebook = nbformat.v4.new_notebook(cells=[nbformat.v4.new_code_cell(cell) for cell in cells])
     NotebookClient(notebook, timeout=120, kernel_name="python3").execute()
