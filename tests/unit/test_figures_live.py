@@ -324,6 +324,32 @@ def test_a_notebook_executed_without_a_browser_keeps_something_to_read(tmp_path:
         assert base64.b64decode(panels["image/png"]).startswith(b"\x89PNG")
 
 
+def test_what_a_view_shows_between_two_cells_is_in_an_executed_notebook(tmp_path: Path) -> None:
+    run = start_run(tmp_path / "run")
+    train(run, 1, 10)
+    cells = [
+        f"import sys; sys.path.insert(0, {str(REPOSITORY)!r})\n"
+        "from workbench.runs.run import Run\nfrom workbench.widgets import live, live_widget\n"
+        "live_widget.UNSEEN_FACTOR = live_widget.TWIN_S = 0.1",
+        f"live(Run({str(run.path)!r}))",
+        "None",
+    ]
+
+    def end_before_the_last_cell(cell: Any, cell_index: int) -> None:  # noqa: ARG001
+        if cell_index == 2:
+            end(run, "stopped", "Stopped at step 10.")
+            time.sleep(3)  # the view has noticed it, or the end of the cell waits for that
+
+    notebook = nbformat.v4.new_notebook(cells=[nbformat.v4.new_code_cell(cell) for cell in cells])
+    kernel = {"timeout": 120, "kernel_name": "python3", "on_cell_start": end_before_the_last_cell}
+    NotebookClient(notebook, **kernel).execute()
+    widget, states, curves, panels = (output.data for output in notebook.cells[1].outputs)
+    assert "application/vnd.jupyter.widget-view+json" not in widget
+    assert "stopped" in states["text/html"]
+    assert "image/png" in curves
+    assert "image/png" in panels
+
+
 def test_the_last_cell_of_an_executed_notebook_waits_for_the_last_look_at_a_run_that_has_ended(tmp_path: Path) -> None:
     run = start_run(tmp_path / "run")
     train(run, 1, 10)

@@ -103,6 +103,11 @@ class StaticTwins:
         self._bundles: list[dict[str, Any]] = []
         self._next_at = 0.0
         self.every_s = TWIN_S
+        self._cell: int | None = 0
+        """A number of the cell that runs; None while none runs."""
+        self._numbers = itertools.count(1)
+        self._is_dropped = False
+        """True if something was sent between two cells, and not again since."""
 
     def display(self) -> None:
         """Display the widget in the running cell, or its last twin if the widget has ended."""
@@ -128,8 +133,6 @@ class StaticTwins:
         with self._lock:
             self._left = True
             self._show()
-            for widget, *_ in self._displays:
-                widget.update(dict(self._remains()), raw=True)
 
     def restore(self) -> None:
         """Show the widget again after `leave`."""
@@ -138,15 +141,44 @@ class StaticTwins:
             for widget, *_ in self._displays:
                 widget.update({**self._widget._repr_mimebundle_(), **EMPTY}, raw=True)
 
+    def cell_begins(self) -> None:
+        """Note that a cell runs from now on, and send again what was sent between two cells.
+
+        `nbclient`, which executes notebooks without a page, drops what comes between the end of a cell and the next.
+        """
+        self._cell = next(self._numbers)
+        self._send_again()
+
+    def cell_ends(self) -> None:
+        """Note that the cell ends, and send again what was sent before it began."""
+        self._send_again()
+        self._cell = None
+
+    def _send_again(self) -> None:
+        if self._is_dropped:
+            with self._lock:
+                self._is_dropped = False
+                if self._bundles:
+                    self._send()
+
     def _show(self) -> None:
         before, self._bundles = self._bundles, self._twin()
-        for _, *outputs in self._displays:
+        self._send(before)
+
+    def _send(self, before: Sequence[Mapping[str, Any]] = ()) -> None:
+        """Send what differs from `before` to every display."""
+        cell = self._cell
+        for widget, *outputs in self._displays:
             for output, bundle, old in zip(outputs, self._bundles, before or [{}] * len(outputs), strict=True):
                 if bundle == old:  # a figure is replaced in two messages, between which a notebook may end
                     continue
                 if PLOTLY_MIME in bundle:
                     output.update(dict(EMPTY), raw=True)
                 output.update(bundle, raw=True)
+            if self._left:
+                widget.update(dict(self._remains()), raw=True)
+        if cell is None or self._cell != cell:
+            self._is_dropped = True
 
     def _twin(self) -> list[dict[str, Any]]:
         """Return always three outputs, because the styles above count them."""
@@ -243,6 +275,7 @@ class LiveWidget(widgets.VBox, metaclass=_Abstract):
             self.wake()
             return
         if (shell := get_ipython()) is not None:  # a cell such as sweep.wait() may have waited for the end
+            shell.events.register("pre_run_cell", self._on_cell_start)
             shell.events.register("post_run_cell", self._on_cell_end)
         self._thread = threading.Thread(target=self._follow, name=f"workbench-{type(self).__name__}", daemon=True)
         self._thread.start()
@@ -252,13 +285,21 @@ class LiveWidget(widgets.VBox, metaclass=_Abstract):
         """Update the widget at once."""
         self._wake.set()
 
+    def _on_cell_start(self, _: Any) -> None:
+        if not self._view_count:
+            self.twins.cell_begins()
+
     def _on_cell_end(self, _: Any) -> None:
         thread = self._thread
-        if thread is not None and thread.is_alive():
+        if self._view_count:
             self.wake()
-            if not self._view_count and self.is_over():  # a notebook that is executed is saved after its last cell
-                thread.join(EXIT_S)
-        elif (shell := get_ipython()) is not None:
+        elif thread is not None and thread.is_alive() and self.is_over():
+            self.wake()
+            thread.join(EXIT_S)  # a notebook that is executed is saved after its last cell
+        if not self._view_count:
+            self.twins.cell_ends()
+        if not self.following and (shell := get_ipython()) is not None:
+            shell.events.unregister("pre_run_cell", self._on_cell_start)
             shell.events.unregister("post_run_cell", self._on_cell_end)
 
     def stop(self) -> None:
