@@ -1,4 +1,4 @@
-"""Pack the packages that a GPU node without a network lacks into one archive of about 13 MB.
+"""Pack the packages that a GPU node without a network lacks into one archive of about 14 MB.
 
     python benchmarks/offline_site.py OUT.tar.xz INSTALLED [--python 3.12] [--without NAME ...] [--copy NAME ...]
 

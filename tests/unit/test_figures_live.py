@@ -80,6 +80,13 @@ def eventually(truth: Callable[[], Any]) -> None:
         time.sleep(0.02)
 
 
+def executed(cells: list[str], **options: Any) -> nbformat.NotebookNode:
+    """Return a notebook of these cells after its execution without a page, as papermill executes it."""
+    notebook = nbformat.v4.new_notebook(cells=[nbformat.v4.new_code_cell(cell) for cell in cells])
+    NotebookClient(notebook, timeout=120, kernel_name="python3", **options).execute()
+    return notebook
+
+
 def points(dashboard: Any, part: str) -> list[int]:
     return [len(trace.x) for trace in dashboard.figure.data if trace.meta == part]
 
@@ -311,8 +318,7 @@ def test_a_notebook_executed_without_a_browser_keeps_something_to_read(tmp_path:
         "while over.following or not drawn(begun) or not drawn(over): time.sleep(0.05)\n"
         "with begun.twins._lock, over.twins._lock: pass  # what is drawn has been sent",
     ]
-    notebook = nbformat.v4.new_notebook(cells=[nbformat.v4.new_code_cell(cell) for cell in cells])
-    NotebookClient(notebook, timeout=120, kernel_name="python3").execute()
+    notebook = executed(cells)
     for cell, state in zip(notebook.cells[1:3], ("running", "stopped"), strict=True):
         widget, states, curves, panels = (output.data for output in cell.outputs)
         assert ("application/vnd.jupyter.widget-view+json" in widget) == (state == "running")
@@ -340,9 +346,7 @@ def test_what_a_view_shows_between_two_cells_is_in_an_executed_notebook(tmp_path
             end(run, "stopped", "Stopped at step 10.")
             time.sleep(3)  # the view has noticed it, or the end of the cell waits for that
 
-    notebook = nbformat.v4.new_notebook(cells=[nbformat.v4.new_code_cell(cell) for cell in cells])
-    kernel = {"timeout": 120, "kernel_name": "python3", "on_cell_start": end_before_the_last_cell}
-    NotebookClient(notebook, **kernel).execute()
+    notebook = executed(cells, on_cell_start=end_before_the_last_cell)
     widget, states, curves, panels = (output.data for output in notebook.cells[1].outputs)
     assert "application/vnd.jupyter.widget-view+json" not in widget
     assert "stopped" in states["text/html"]
@@ -361,6 +365,5 @@ def test_the_last_cell_of_an_executed_notebook_waits_for_the_last_look_at_a_run_
         f"live(Run({str(run.path)!r}))",
         f"append_event(RunDir({str(run.path)!r}).events, 'status', state='stopped', message='')",
     ]
-    notebook = nbformat.v4.new_notebook(cells=[nbformat.v4.new_code_cell(cell) for cell in cells])
-    NotebookClient(notebook, timeout=120, kernel_name="python3").execute()
+    notebook = executed(cells)
     assert "stopped" in notebook.cells[1].outputs[1].data["text/html"]

@@ -79,7 +79,7 @@ class Counting(LiveWidget):
         self.count += 1
         if self.count >= self.broken:
             raise OSError("no <such> file")
-        return self.count == self.last
+        return self.count >= self.last
 
     def twin(self) -> tuple[Any, ...]:
         return (f"count {self.count}",)
@@ -103,6 +103,25 @@ def test_a_live_widget_ends_with_what_it_follows_and_can_follow_again(outputs: l
     widget.follow()
     eventually(lambda: not widget.following)
     assert "count 6" in outputs[1].shown[-1]
+
+
+@pytest.mark.parametrize("has_page", [True, False])
+def test_a_last_state_between_two_cells_is_sent_again_where_no_page_has_received_it(
+    outputs: list[Output], has_page: bool
+) -> None:
+    widget = Counting()
+    widget.twins.display()
+    widget._on_cell_end(None)
+    if has_page:
+        widget._view_count = 1  # as the page sets it
+    widget.last = 0
+    eventually(lambda: not widget.following)
+    if has_page:
+        widget._view_count = 0
+    shown = len(outputs[1].shown)
+    widget._on_cell_start(None)
+    assert len(outputs[1].shown) - shown == (0 if has_page else 1)
+    assert f"count {widget.count}" in outputs[1].shown[-1]
 
 
 def test_a_live_widget_ends_when_it_is_closed_or_the_page_has_closed_its_comm() -> None:

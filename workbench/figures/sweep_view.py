@@ -31,7 +31,7 @@ from workbench.runs.history import Evaluations, History, read_tail
 from workbench.runs.registry import Runs, load_runs
 from workbench.runs.run import Run
 from workbench.sweeps.grid import Cell, Grid, MeasuredCell, MeasuredGrid, contention, lost_time
-from workbench.sweeps.queue import short
+from workbench.sweeps.queue import label_text
 from workbench.sweeps.sweep import Configuration, Sweep
 from workbench.units import duration, gib, memory_unit
 
@@ -159,7 +159,7 @@ def best_so_far(sweep: Sweep, x: str = "step") -> Figure:
     at, best = spent[known] / scale, np.minimum.accumulate(values) if len(values) else values
     end = spent[-1 if len(known) else len(spent) :] / scale  # the line goes on to the end of the last run
     labels = [sweep.directory.labels(ended[at][0]) for at in known]
-    names = [theme.text(", ".join(f"{name} {short(value)}" for name, value in each.items())) for each in labels]
+    names = [theme.text(", ".join(f"{name} {label_text(value)}" for name, value in each.items())) for each in labels]
     words = [f"{name}, seed {ended[i][0].seed}" for name, i in zip(names, known, strict=True)]
     color = theme.series_color(0)
     runs = theme.marks(at, values, "one run", {"color": theme.pale(color), "size": 8}, words)

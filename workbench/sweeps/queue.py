@@ -135,7 +135,7 @@ class QueueDir:
     def run(self, entry: Entry) -> Path:
         """Return the directory of a run."""
         labels = {**self.labels(entry), "seed": entry.seed}
-        words = "-".join(f"{name}={short(value)}" for name, value in labels.items())
+        words = "-".join(f"{name}={label_text(value)}" for name, value in labels.items())
         return self.path / "runs" / f"{entry.index:04d}-{re.sub(r'[^A-Za-z0-9.=_+-]+', '_', words)[:120]}"
 
     def plan_file(self, choices: Mapping[str, Any]) -> Path:
@@ -196,8 +196,8 @@ def label(value: Any) -> Any:
     return ", ".join(map(str, value)) if isinstance(value, Sequence) else str(value)
 
 
-def short(value: Any) -> str:
-    """Return a label as text, a number with six digits at most."""
+def label_text(value: Any) -> str:
+    """Return a label as text, a float with six digits at most."""
     return f"{value:.6g}" if isinstance(value, float) else str(value)
 
 

@@ -47,10 +47,10 @@ from workbench.sweeps.queue import (
     Queue,
     configuration_key,
     find_queue,
+    label_text,
     new_queue,
     plan_key,
     profile_key,
-    short,
     start_queue,
 )
 from workbench.sweeps.rules import HELD_OUT, PRUNERS, TRAINING, Diverged, Rule, diverged, rule_from_json, why_none
@@ -560,7 +560,7 @@ class Sweep(Queue):
             spread = "" if row.spread is None else f"{row.spread:.2g}"
             counts = {state: row.states.count(state) for state in dict.fromkeys(row.states)}
             states = ", ".join(f"{count} {state}" for state, count in counts.items())
-            cells.append((*map(short, row.values.values()), mean, spread, states))
+            cells.append((*map(label_text, row.values.values()), mean, spread, states))
         return cells
 
 
@@ -582,7 +582,7 @@ def follow(sweep: Sweep, every_s: float = 5.0) -> Iterator[str]:
         if len(sweep.results()) > ended:
             ended = len(sweep.results())
             best = sweep.rows()[0]
-            values = ", ".join(f"{name} {short(value)}" for name, value in best.values.items())
+            values = ", ".join(f"{name} {label_text(value)}" for name, value in best.values.items())
             yield sweep.headline() + ("" if best.mean is None else f"; best so far {best.mean:.4g} with {values}")
         if not alive:
             return

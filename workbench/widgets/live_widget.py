@@ -228,7 +228,8 @@ class LiveWidget(widgets.VBox, metaclass=_Abstract):
 
     def __init__(self, every_s: float, again: str = "", **options: Any) -> None:
         super().__init__(_view_count=0, **options)  # with a number instead of None the page counts the widget's views
-        self.observe(lambda _: self.wake(), names="_view_count")
+        self.observe(self._on_views, names="_view_count")
+        self._had_page = False
         self._in_a_hurry = False
         self.note, self.hider = widgets.HTML(), widgets.HTML(HIDE_TWIN, layout={"display": "none"})
         self.twins = StaticTwins(self, self.twin, self.remains, again)
@@ -285,8 +286,14 @@ class LiveWidget(widgets.VBox, metaclass=_Abstract):
         """Update the widget at once."""
         self._wake.set()
 
+    def _on_views(self, _: Any) -> None:
+        self._had_page = True
+        self.wake()
+
+    # A page receives what comes between two cells, and would lose the zoom of figures that are sent again.
+
     def _on_cell_start(self, _: Any) -> None:
-        if not self._view_count:
+        if not self._had_page:
             self.twins.cell_begins()
 
     def _on_cell_end(self, _: Any) -> None:
@@ -296,7 +303,7 @@ class LiveWidget(widgets.VBox, metaclass=_Abstract):
         elif thread is not None and thread.is_alive() and self.is_over():
             self.wake()
             thread.join(EXIT_S)  # a notebook that is executed is saved after its last cell
-        if not self._view_count:
+        if not self._had_page:
             self.twins.cell_ends()
         if not self.following and (shell := get_ipython()) is not None:
             shell.events.unregister("pre_run_cell", self._on_cell_start)
