@@ -23,7 +23,8 @@ def test_the_template_measures_cells_and_predicts_their_order_and_the_best(tmp_p
     check_heat_map(measured)
     printed = document.printed('print(f"regret of the planner')
     assert measured.rank_correlation > 0.5, "a prediction that is the same for all cells has none"
-    assert measured.regret < 0.5, "the cell that a constant prediction takes is several times slower than the fastest"
+    # On busy cores the fastest two cells change places, and differ by more than the time of the faster one.
+    assert measured.regret < (measured.ratio - 1) / 4, "the choice of a constant prediction is the slowest cell"
     assert measured.ratio > 2
     assert f"rank correlation of predicted and measured steps: {measured.rank_correlation:.2f}" in printed
     assert f"regret of the planner's choice: {measured.regret:.1%}" in printed

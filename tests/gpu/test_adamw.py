@@ -12,7 +12,7 @@ from tests.distributed.test_optimizers import unlike_torchs
 from tests.gpu.machine import DEVICE, DEVICES, here, needs
 from tests.gpu.test_cuda_graphs import STEPS, batch_for, trainer_of
 from workbench.optimizers.adamw import ShardedAdamW
-from workbench.optimizers.muon import orthogonalised, working_type
+from workbench.optimizers.muon import COEFFICIENTS, EPS, SAFETY, orthogonalised, working_type
 
 pytestmark = pytest.mark.skipif(DEVICE != "cuda", reason="on a CPU a unit test runs the kernel in the interpreter")
 SHAPES = ((1024, 4096), (30522, 1024), (1024,), (3, 2049), (1,))
@@ -86,10 +86,10 @@ def _with_and_without_bf16_gradients(_rank: int, cuda_graphs: bool) -> list[list
     return found
 
 
-BF16_ERROR = 0.03
+BF16_ERROR = 0.06
 """Largest relative error of an update in bf16. Numbers lie 2^-8 apart, so that rounding a matrix moves it by 0.2 %; the
-largest errors are those of small singular values, which five iterations stretch a thousandfold. Random matrices of 64 ×
-640 to 256 × 256 in bf16 on a CPU are 1.2 to 1.8 % off. In the rehearsal on CPUs, in fp32, the error is below 1e-5."""
+largest errors are those of small singular values, which five iterations stretch a thousandfold. An H200 was 3.7 % off.
+In the rehearsal on CPUs, in fp32, the error is below 1e-5."""
 DIVISIONS = [
     Division(),
     *(Division(data=2, zero=zero) for zero in range(4)),
@@ -116,8 +116,19 @@ def test_updates_by_equal_gradients_are_torchs_up_to_bf16_under_every_plan(world
 def test_batches_are_orthogonalised_as_closely_in_the_devices_precision_as_in_fp32(shape: tuple[int, ...]) -> None:
     device = here()
     batch = torch.randn(shape, generator=torch.Generator().manual_seed(0))
-    found = orthogonalised(batch.to(device, working_type(device))).float().cpu()
-    expected = orthogonalised(batch)
-    assert float((found - expected).norm() / expected.norm()) < BF16_ERROR
-    values = torch.linalg.svdvals(found.double())[:, : shape[1] * 9 // 10]
+    on_device, expected = batch.to(device, working_type(device)), orthogonalised(batch)
+    found, plain = [
+        (each.float().cpu() - expected).norm() for each in (orthogonalised(on_device), published(on_device))
+    ]
+    assert float(found) < 1.5 * float(plain) + 1e-5 * float(expected.norm())
+    values = torch.linalg.svdvals(orthogonalised(on_device).double().cpu())[:, : shape[1] * 9 // 10]
     assert float((values - 1).square().mean().sqrt()) < 0.12
+
+
+def published(matrices: torch.Tensor) -> torch.Tensor:
+    """Return what the lines of the paper (arXiv:2505.16932, algorithm 1) compute of wide matrices [B, m, n]."""
+    x = matrices / (matrices.norm(dim=(1, 2), keepdim=True) * SAFETY + EPS)
+    for a, b, c in COEFFICIENTS:
+        gram = x @ x.mT
+        x = a * x + (b * gram + c * gram @ gram) @ x
+    return x

@@ -206,9 +206,9 @@ def trainer_of(
 
 
 def batch_for(trainer: Trainer, seed: int) -> dict[str, torch.Tensor]:
-    shape = {"vocab_size": VOCABULARY, "labelled_share": DATA.labelled_share(EXPERIMENT)}
+    shape = {"vocab_size": VOCABULARY, "labelled_share": DATA.reads(EXPERIMENT).labelled_share()}
     return part_of(trainer, random_batch(_specs(), GLOBAL_BATCH, **shape, device=here(), seed=seed))
 
 
 def _specs() -> Mapping[str, TensorSpec]:
-    return DATA.batch_specs(EXPERIMENT)
+    return DATA.reads(EXPERIMENT).batch_specs()

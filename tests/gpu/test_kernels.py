@@ -25,7 +25,7 @@ class Layer(nn.Module):
 
     def forward(self, value: torch.Tensor, seed: torch.Tensor) -> torch.Tensor:
         projected = self.second(functional.gelu(self.first(value)))
-        return self.norm(value + hashed_dropout(projected, 0.1, seed, 1))  # type: ignore[no-any-return]
+        return self.norm(value + hashed_dropout(projected, 0.1, seed, 1))
 
 
 def gradients(layer: Layer, value: torch.Tensor) -> tuple[list[torch.Tensor], int]:

@@ -215,6 +215,7 @@ def test_recorded_actions_are_ordered_and_cover_the_step(repartitioned: tuple[Pl
     step = LAST_LEG + FIRST_RECORDED + 1
     assert [(event["rank"], event["step"]) for event in recorded] == [(0, step), (chosen.data, step)]
     [step_ms] = [event["step_ms"] for event in events if event["type"] == "step" and event["step"] == step]
+    assert step_ms is not None
     forwards: list[dict[int, float]] = []
     for lane, event in zip(timeline(chosen).lanes, recorded, strict=True):
         rows = event["actions"]

@@ -104,6 +104,7 @@ def test_a_captured_product_follows_its_moving_pattern() -> None:
     mask = layer.pattern.mask
     layer.move_pattern(mask.roll(1, 1))
     graph.replay()
+    assert gradient is not None
     replayed = output.clone(), gradient.clone()
     expected = step()
     assert torch.equal(replayed[0], expected)

@@ -538,15 +538,22 @@ def test_figures_of_block_sparse_kernels_are_those_of_the_raw_files() -> None:
     assert f"predicted with {masked['predicted_ms']:.0f} ms and took {masked['measured_ms']:.0f} ms" in page
 
 
-def test_the_plateau_of_sparse_families_is_that_of_the_raw_file() -> None:
-    found = raw("sparse_family_unscaled_4xH200_4182f403.json")
-    assert len(found) == 36
+@pytest.mark.parametrize(
+    ("file", "head", "runs"),
+    [
+        ("sparse_family_unscaled_4xH200_4182f403.json", "| held-out loss | at half the tokens |", 36),
+        ("sparse_family_muon_2xH200_677b5304.json", "| held-out loss with Muon | at half the tokens |", 27),
+    ],
+)
+def test_the_losses_of_sparse_families_are_those_of_the_raw_file(file: str, head: str, runs: int) -> None:
+    found = raw(file)
+    assert len(found) == runs
     ends: dict[str, tuple[float, float]] = {}
     for name, run in found.items():
-        kind = name.split("-seed")[0].rsplit("-", 2)[0]  # without its rate, such as 3.20e-03
+        kind = name.split("-seed")[0].rsplit("-", 2)[0].removesuffix("-muon")  # without its rate, such as 3.20e-03
         half = next(loss for tokens, loss in zip(run["tokens"], run["held_out"], strict=True) if tokens > 14e6)
         ends[kind] = min(ends.get(kind, (9.0, 9.0)), (run["held_out"][-1], half))
-    for cells in table("benchmarks/README.md", "| held-out loss | at half the tokens |"):
+    for cells in table("benchmarks/README.md", head):
         size = cells[0].split(" ")[0].lower()
         kinds = cells[0].removeprefix("dense ").split(", the best")[0].replace(" × ", "x").lower().split(", ")
         if size in ("medium", "base"):
@@ -554,6 +561,31 @@ def test_the_plateau_of_sparse_families_is_that_of_the_raw_file() -> None:
             kinds = [f"{size}-{kind}{block}" for block in (1, 4, 8, 16)]
         for column, which, digits in ((1, 1, 2), (2, 0, 3)):
             assert cells[column].split(", ") == [f"{ends[kind][which]:.{digits}f}" for kind in kinds]
-    small = found["2x400-1.28e-03-seed0"]
-    sentence = f"{small['step_ms']:.1f} ms for 2 × 400 ({small['predicted_ms']:.1f} predicted)"
-    assert sentence in words("benchmarks/README.md")
+
+
+def test_what_differs_between_sparse_bert_mediums_is_what_the_raw_file_says() -> None:
+    page = words("benchmarks/README.md")
+    small = raw("sparse_family_unscaled_4xH200_4182f403.json")["2x400-1.28e-03-seed0"]
+    assert f"{small['step_ms']:.1f} ms for 2 × 400 with AdamW ({small['predicted_ms']:.1f} predicted)" in page
+    found = raw("sparse_family_muon_2xH200_677b5304.json")
+    ends: dict[str, float] = {}
+    for name, run in found.items():
+        kind = name.split("-muon")[0]
+        ends[kind] = min(ends.get(kind, 9.0), run["held_out"][-1])
+    moving, fixed = ([ends[f"medium-{kind}{block}"] for block in (1, 4, 8, 16)] for kind in ("dynamic", "static"))
+    assert f"{fixed[0] - moving[0]:.3f} below |" in page
+    assert f"the moving ones are {moving[3] - fixed[3]:.3f} above" in page
+    assert f"end {moving[0] - moving[3]:.3f} below, of 4 even {moving[0] - moving[1]:.3f}" in page
+    sparse, best = [*moving, *fixed], ends["2x400"]
+    assert best == min(ends[shape] for shape in ("2x400", "4x304", "8x224", "12x176"))
+    assert f"it has, and is {min(sparse) - best:.3f} to {max(sparse) - best:.3f} below" in page
+    steps = {
+        size: [(run["step_ms"], run["predicted_ms"]) for name, run in found.items() if name.startswith(size)]
+        for size in ("mini-", "medium-")
+    }
+    low, high = min(steps["mini-"])[0], max(steps["mini-"])[0]
+    assert f"with Muon {low:.1f} to {high:.1f} ms for Mini ({steps['mini-'][0][1]:.1f} predicted)" in page
+    low, high = min(steps["medium-"])[0], max(steps["medium-"])[0]
+    assert f"{low:.1f} to {high:.1f} ms for Medium ({steps['medium-'][0][1]:.1f})" in page
+    starts = [run["start_s"] for run in found.values()]
+    assert f"A run needed {min(starts):.0f} to {max(starts):.0f} s" in page
