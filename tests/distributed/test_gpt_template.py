@@ -23,8 +23,10 @@ def test_the_template_measures_cells_and_predicts_their_order_and_the_best(tmp_p
     check_heat_map(measured)
     printed = document.printed('print(f"regret of the planner')
     assert measured.rank_correlation > 0.5, "a prediction that is the same for all cells has none"
-    # On busy cores the fastest two cells change places, and differ by more than the time of the faster one.
-    assert measured.regret < (measured.ratio - 1) / 4, "the choice of a constant prediction is the slowest cell"
+    # Two cells are predicted to be four times as fast as the others, and busy cores change the places of cells that are
+    # alike. The choice of a constant prediction is the slowest of the six.
+    chosen = min(measured.measured(), key=lambda cell: cell.predicted_ms)
+    assert chosen in measured.measured()[:3]
     assert measured.ratio > 2
     assert f"rank correlation of predicted and measured steps: {measured.rank_correlation:.2f}" in printed
     assert f"regret of the planner's choice: {measured.regret:.1%}" in printed

@@ -579,13 +579,14 @@ def test_what_differs_between_sparse_bert_mediums_is_what_the_raw_file_says() ->
     sparse, best = [*moving, *fixed], ends["2x400"]
     assert best == min(ends[shape] for shape in ("2x400", "4x304", "8x224", "12x176"))
     assert f"it has, and is {min(sparse) - best:.3f} to {max(sparse) - best:.3f} below" in page
-    steps = {
-        size: [(run["step_ms"], run["predicted_ms"]) for name, run in found.items() if name.startswith(size)]
-        for size in ("mini-", "medium-")
-    }
-    low, high = min(steps["mini-"])[0], max(steps["mini-"])[0]
-    assert f"with Muon {low:.1f} to {high:.1f} ms for Mini ({steps['mini-'][0][1]:.1f} predicted)" in page
-    low, high = min(steps["medium-"])[0], max(steps["medium-"])[0]
-    assert f"{low:.1f} to {high:.1f} ms for Medium ({steps['medium-'][0][1]:.1f})" in page
+    assert f"they are {moving[2] - fixed[2]:.3f} and {moving[3] - fixed[3]:.3f} behind" in page
+
+    def spread(column: str, size: str) -> str:
+        values = [run[column] for name, run in found.items() if name.startswith(size)]
+        low, high = f"{min(values):.1f}", f"{max(values):.1f}"
+        return low if low == high else f"{low} to {high}"
+
+    assert f"with Muon {spread('step_ms', 'mini')} ms for Mini ({spread('predicted_ms', 'mini')} predicted)" in page
+    assert f"{spread('step_ms', 'medium')} ms for Medium ({spread('predicted_ms', 'medium')})" in page
     starts = [run["start_s"] for run in found.values()]
     assert f"A run needed {min(starts):.0f} to {max(starts):.0f} s" in page
