@@ -155,18 +155,27 @@ def run_all(tasks: list[Task], folder: Path, free: list[str], ends: float, *, re
 
 
 def end_all(folder: Path, task: Task) -> None:
-    """End every process of a task: by request, and after `GRACE_S` seconds by force."""
-    mark, found = f"{folder}/{task.name}", []
+    """End every process of a task: by request, and after `GRACE_S` seconds by force.
+
+    Looks until none is left: a process that is about to execute another program shows no environment for a moment.
+    """
+    begun = time.monotonic()
+    while (found := processes_of(f"{folder}/{task.name}")) and time.monotonic() < begun + 2 * GRACE_S:
+        is_late = time.monotonic() >= begun + GRACE_S
+        for process in found:
+            with contextlib.suppress(psutil.Error):
+                process.kill() if is_late else process.terminate()
+        psutil.wait_procs(found, timeout=GRACE_S)
+
+
+def processes_of(mark: str) -> list[psutil.Process]:
+    """Return the processes whose environment has this mark."""
+    found = []
     for process in psutil.process_iter():
         with contextlib.suppress(psutil.Error):
             if process.environ().get(MARK) == mark:
                 found.append(process)
-    for process in found:
-        with contextlib.suppress(psutil.Error):
-            process.terminate()
-    for process in psutil.wait_procs(found, timeout=GRACE_S)[1]:
-        with contextlib.suppress(psutil.Error):
-            process.kill()
+    return found
 
 
 def say(sentence: str) -> None:
