@@ -116,7 +116,7 @@ def plain(sparsity: Static) -> Outcome:
             parameter.data *= mask(name)
             if step + 1 in due:
                 ratio = sparsity.prune_ratio / 2 * (1 + math.cos(math.pi * (step + 1) / STEPS))
-                growth = uniform(f"0/{name}/{due[step + 1]}", (len(present[name]),)).tolist()
+                [growth] = uniform([f"0/{name}/{due[step + 1]}"], (len(present[name]),)).tolist()
                 if sparsity.regrow == "gradient":
                     growth = plain_sums(dense[name], block)
                 before = mask(name)

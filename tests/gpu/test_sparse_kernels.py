@@ -144,5 +144,5 @@ def _output_and_gradients(case: Case) -> list[torch.Tensor]:
 
 def test_patterns_are_hashed_to_the_same_bits_on_a_gpu() -> None:
     for key, shape in (("0/weight/0", (768, 3072)), ("7/layer.0/159", (33, 7))):
-        assert torch.equal(uniform(key, shape, "cuda").cpu(), uniform(key, shape))
+        assert torch.equal(uniform([key], shape, "cuda").cpu(), uniform([key], shape))
     assert torch.equal(initial((768, 768), 4, 3686, "0/weight", "cuda").cpu(), initial((768, 768), 4, 3686, "0/weight"))

@@ -48,16 +48,30 @@ def test_the_number_of_blocks_stays_and_the_smallest_are_pruned(block: int, spar
         weight = torch.randn(shape, generator=generator) * expanded(is_present(pattern), block)
         sizes, before = block_sums(weight, block), is_present(pattern)
         wanted = round(dynamic.ratio(step, 100) * int(before.sum()))
-        result = moved(pattern, sizes, uniform(f"0/weight/{update}", pattern.shape), wanted)
-        pattern, after = result.pattern, is_present(result.pattern)
+        result = moved(pattern[None], sizes[None], uniform([f"0/weight/{update}"], pattern.shape), wanted)
+        [pattern], [stayed] = result.patterns, result.stayed
+        after = is_present(pattern)
         pruned, grown = before & ~after, after & ~before
         assert int(after.sum()) == dynamic.kept(count)
         assert int(pruned.sum()) == int(grown.sum()) == result.moved == min(wanted, int((~before).sum()))
         if result.moved:
-            assert sizes[pruned].max() <= sizes[result.stayed].min()
-        assert torch.equal(result.stayed, before & after)
+            assert sizes[pruned].max() <= sizes[stayed].min()
+        assert torch.equal(stayed, before & after)
         explored |= after
         assert torch.equal(is_explored(pattern), explored)
+
+
+def test_weights_of_one_shape_move_together_as_each_by_itself() -> None:
+    keys, shape = ["a", "b", "c"], (16, 8)
+    patterns = torch.stack([initial(shape, 1, 40, key) for key in keys])
+    sizes = torch.rand(3, *shape, generator=torch.Generator().manual_seed(0)) * is_present(patterns)
+    growth = uniform(keys, shape)
+    together = moved(patterns, sizes, growth, 11)
+    for at in range(3):
+        alone = moved(patterns[at][None], sizes[at][None], growth[at][None], 11)
+        assert torch.equal(alone.patterns[0], together.patterns[at])
+        assert torch.equal(alone.stayed[0], together.stayed[at])
+        assert int(is_present(together.patterns[at]).sum()) == 40
 
 
 def test_block_sums_are_sums_of_absolute_values() -> None:
@@ -75,10 +89,11 @@ def test_equal_scores_are_chosen_in_order_and_only_eligible_ones() -> None:
 
 
 def test_regrowth_is_a_function_of_its_key_and_looks_uniform() -> None:
-    drawn = uniform("7/layer.0/3", (200, 100))
-    assert torch.equal(drawn, uniform("7/layer.0/3", (200, 100)))
-    for other in ("8/layer.0/3", "7/layer.1/3", "7/layer.0/4"):
-        assert abs(torch.corrcoef(torch.stack([drawn.flatten(), uniform(other, (200, 100)).flatten()]))[0, 1]) < 0.03
+    keys = ["7/layer.0/3", "8/layer.0/3", "7/layer.1/3", "7/layer.0/4"]
+    [drawn] = uniform(keys[:1], (200, 100))
+    together = uniform(keys, (200, 100))
+    assert torch.equal(drawn, together[0])
+    assert torch.corrcoef(together.flatten(1))[0, 1:].abs().max() < 0.03
     assert len(drawn.unique()) == drawn.numel()
     assert drawn.min() >= 0
     assert drawn.max() < 1
@@ -96,8 +111,9 @@ def test_regrowth_is_splitmix64_of_the_position_in_exact_whole_numbers() -> None
             bits = (bits ^ (bits >> shift)) * factor % 2**64
         return (bits >> 11) * 2.0**-53
 
-    for key in ("0/weight/0", "7/layer.0/3"):
-        assert uniform(key, (20, 50)).flatten().tolist() == [by_hand(key, position) for position in range(1000)]
+    keys = ["0/weight/0", "7/layer.0/3"]
+    expected = [[by_hand(key, position) for position in range(1000)] for key in keys]
+    assert uniform(keys, (20, 50)).flatten(1).tolist() == expected
 
 
 @pytest.mark.parametrize(("updates", "steps"), [(1, 10), (7, 100), (160, 1000), (50, 50)])

@@ -26,7 +26,7 @@ from workbench.optimizers.parameters import WholeTensors, local
 from workbench.sparsity import Dynamic, Static
 from workbench.sparsity.kernels.index import BlockIndex, move
 from workbench.sparsity.kernels.operators import block_sparse_linear
-from workbench.sparsity.pattern import Move, block_sums, expanded, initial, is_explored, is_present, moved, uniform
+from workbench.sparsity.pattern import block_sums, expanded, initial, is_explored, is_present, moved, uniform
 
 # Captured blocks that multiply by sparse weights without the absent blocks of these.
 #
@@ -125,6 +125,9 @@ def multiply_by_stored_blocks(
 
 # Patterns and their moves
 
+BLOCKS_TOGETHER = 2**22
+"""Largest number of blocks of several weights whose patterns move together: about 200 MB of scores and hashes."""
+
 
 class SparseWeights(ABC):
     """The patterns of this rank's sparse weights, and their moves.
@@ -189,7 +192,7 @@ class SparseWeights(ABC):
                 local(gradient).mul_(mask)
 
     @abstractmethod
-    def _follow(self, name: str, parameter: nn.Parameter, result: Move) -> None:
+    def _follow(self, name: str, parameter: nn.Parameter, present_RC: torch.Tensor, stayed_RC: torch.Tensor) -> None:
         """Let a weight and its optimiser state follow a pattern that has just moved; the regrown begin at zero."""
 
     def is_due(self, step: int) -> bool:
@@ -203,16 +206,19 @@ class SparseWeights(ABC):
         ratio = self.sparsity.ratio(step + 1, self._steps)
         if self._coordinate.data_mesh.device_type == "cuda":
             torch.cuda.synchronize()  # offloaded moments may still be on their way to the host
-        for name, parameter in self._parameters.items():
-            pattern, sizes = self.patterns[name], self._sizes(name, parameter)
-            growth = self._growth.pop(name, None)
-            if growth is None:
-                key = f"{self._seed}/{name}/{self._updates[step + 1]}"
-                growth = uniform(key, pattern.shape, pattern.device)
-            result = moved(pattern, sizes, growth, round(ratio * int(is_present(pattern).sum())))
-            pattern.copy_(result.pattern)
-            self._moved[name] = result.moved
-            self._follow(name, parameter, result)
+        for names in self._of_one_shape(self.patterns):
+            patterns = torch.stack([self.patterns[name] for name in names])
+            sizes = torch.stack([self._sizes(name, self._parameters[name]) for name in names])
+            if self._growth:
+                growth = torch.stack([self._growth.pop(name) for name in names])
+            else:
+                keys = [f"{self._seed}/{name}/{self._updates[step + 1]}" for name in names]
+                growth = uniform(keys, patterns.shape[1:], patterns.device)
+            result = moved(patterns, sizes, growth, round(ratio * int(is_present(patterns[0]).sum())))
+            for name, pattern, stayed in zip(names, result.patterns, result.stayed, strict=True):
+                self.patterns[name].copy_(pattern)
+                self._moved[name] = result.moved
+                self._follow(name, self._parameters[name], is_present(pattern), stayed)
 
     def counts(self, owned: Collection[str]) -> dict[str, int]:
         """Return the numbers of blocks, summed over the sparse weights of the whole model (a collective of all ranks).
@@ -222,13 +228,24 @@ class SparseWeights(ABC):
         """
         total = torch.zeros(4, dtype=torch.int64, device=self._coordinate.data_mesh.device_type)
         if self._coordinate.data_rank == self._coordinate.tensor_rank == 0:
-            for name, pattern in self.patterns.items():
-                if name in owned:
-                    present, explored = is_present(pattern).sum(), is_explored(pattern).sum()
-                    total += torch.stack([torch.full_like(present, pattern.numel()), present, explored, present * 0])
-                    total[3] += self._moved[name]
+            for names in self._of_one_shape(owned):
+                patterns = torch.stack([self.patterns[name] for name in names])
+                total[0] += patterns.numel()
+                total[1] += is_present(patterns).sum()
+                total[2] += is_explored(patterns).sum()
+                total[3] += sum(self._moved[name] for name in names)
         dist.all_reduce(total)
         return dict(zip(("blocks", "present", "explored", "moved"), total.tolist(), strict=True))
+
+    def _of_one_shape(self, chosen: Collection[str]) -> Iterator[list[str]]:
+        """Yield the names of weights of one shape, at most `BLOCKS_TOGETHER` blocks at a time."""
+        shapes: dict[torch.Size, list[str]] = {}
+        for name, pattern in self.patterns.items():
+            if name in chosen:
+                shapes.setdefault(pattern.shape, []).append(name)
+        for shape, names in shapes.items():
+            number = max(1, BLOCKS_TOGETHER // shape.numel())
+            yield from (names[start : start + number] for start in range(0, len(names), number))
 
     def _state(self, parameter: nn.Parameter) -> Iterator[torch.Tensor]:
         """Yield the optimiser state that has one value for each element of a parameter, perhaps on the host."""
@@ -256,12 +273,12 @@ class MaskedWeights(SparseWeights):
     def restore_patterns(self) -> None:
         self._masks = {name: self._mask(name, is_present(pattern)) for name, pattern in self.patterns.items()}
 
-    def _follow(self, name: str, parameter: nn.Parameter, result: Move) -> None:
-        stayed = self._mask(name, result.stayed)
+    def _follow(self, name: str, parameter: nn.Parameter, present_RC: torch.Tensor, stayed_RC: torch.Tensor) -> None:
+        stayed = self._mask(name, stayed_RC)
         for value in self._state(parameter):
             shard = local(value)
             shard.mul_(stayed.to(shard.device))
-        self._masks[name] = self._mask(name, is_present(result.pattern))
+        self._masks[name] = self._mask(name, present_RC)
         local(parameter.detach()).mul_(self._masks[name])
 
     def _mask(self, name: str, blocks_RC: torch.Tensor) -> torch.Tensor:
@@ -278,9 +295,10 @@ class BlockSparseWeights(SparseWeights):
             new = BlockIndex.from_mask(is_present(pattern), self.sparsity.block)
             self._whole.indices[name].data.copy_(new.data)
 
-    def _follow(self, name: str, parameter: nn.Parameter, result: Move) -> None:
+    def _follow(self, name: str, parameter: nn.Parameter, present_RC: torch.Tensor, stayed_RC: torch.Tensor) -> None:
+        del stayed_RC
         old = self._whole.indices[name]
-        new = BlockIndex.from_mask(is_present(result.pattern), self.sparsity.block)
+        new = BlockIndex.from_mask(present_RC, self.sparsity.block)
         for value in (parameter.detach(), *self._state(parameter)):
             value.copy_(move(value.to(old.data.device), old, new))
         old.data.copy_(new.data)  # what compiled code and CUDA graphs read
