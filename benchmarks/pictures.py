@@ -1,13 +1,14 @@
 """Draw the figures of the documentation anew into docs/pictures/.
 
     python benchmarks/pictures.py [cost planning figures curves evaluation samples optimizers
-                                   sweep-heat-map sweep-bands ladder pair-difference sparse-pareto]
+                                   sweep-heat-map sweep-bands ladder pair-difference sparse-pareto
+                                   sparse-pareto-h200]
 
 Without a name it draws all of them. It needs kaleido and a Chrome or Chromium, but no GPU. The curves are those of the
 runs under notebooks/recorded. Evaluation, samples and sweep are those of benchmarks/results/gpt-sweep, which
-templates/sweep.ipynb trained with its default parameters on two CPU processes. The Pareto figure is that of
-notebooks/sparse_pareto_2cores.ipynb, and those of the ladder are of scaling_ladder_4xH200.ipynb beside it. Everything
-else is predicted. (The SVG files in that folder are written by hand.)
+templates/sweep.ipynb trained with its default parameters on two CPU processes. The Pareto figures are those of
+sparse_pareto_2cores.ipynb and sparse_pareto_2xH200.ipynb in notebooks/, and those of the ladder of
+scaling_ladder_4xH200.ipynb. Everything else is predicted. (The SVG files in that folder are written by hand.)
 """
 
 from __future__ import annotations
@@ -382,6 +383,7 @@ PICTURES: Mapping[str, Callable[[], go.Figure]] = {
     "ladder": lambda: kept_figure("scaling_ladder_4xH200", "wb.figures.ladder(law, points)"),
     "pair-difference": lambda: kept_figure("scaling_ladder_4xH200", "wb.figures.pair_difference("),
     "sparse-pareto": lambda: kept_figure("sparse_pareto_2cores", "display(wb.figures.pareto(same)."),
+    "sparse-pareto-h200": lambda: kept_figure("sparse_pareto_2xH200", "display(wb.figures.pareto(same)."),
 }
 
 

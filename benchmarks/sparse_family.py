@@ -5,11 +5,11 @@
     python benchmarks/sparse_family.py --folder runs/family                 # writes runs/family/losses.json only
 
 It executes the template's own cells: rates are tried, the family is trained, and pairs that lie close get a second
-seed. `losses.json` has the held-out losses and the step of each finished run, and the seconds from its start until its
-ranks could train. A run that is predicted not to end within M minutes is not begun. A second start goes on: what has
-finished is not trained again, what still trains is waited for, and anything else begins anew. No checkpoints are
-written. `-p` gives further parameters of the template, as JSON: `-p preset='"rehearsal"'` trains tiny models, without
-GPUs as well.
+seed. `losses.json` has the held-out losses, the step and the training time of each finished run, and the seconds from
+its start until its ranks could train. A run that is predicted not to end within M minutes is not begun. A second start
+goes on: what has finished is not trained again, what still trains is waited for, and anything else begins anew. No
+checkpoints are written. `-p` gives further parameters of the template, as JSON: `-p preset='"rehearsal"'` trains tiny
+models, without GPUs as well.
 """
 
 from __future__ import annotations
@@ -85,12 +85,14 @@ def write_losses(folder: Path) -> None:
     found = {}
     for path in sorted(path.parent for path in folder.glob("*/experiment.json") if has_finished(path.parent)):
         run = wb.load_run(path)
-        evaluations, steps_ms = run.evaluations(), run.history().step_ms.tolist()
+        evaluations, history = run.evaluations(), run.history()
+        steps_ms = history.step_ms.tolist()
         times = {event.get("state", event["type"]): event["time"] for event in read_events(run.directory.events)}
         found[path.name] = {
             "start_s": round(times["start"] - times["starting"], 1),
             "predicted_ms": round(run.plan.prediction.step_ms, 2),
             "step_ms": round(statistics.median(steps_ms[len(steps_ms) // 2 :]), 2),
+            "trained_s": round(float(history.seconds[-1]), 1),
             "tokens": evaluations.tokens.tolist(),
             "held_out": [round(loss, 4) for loss in evaluations.eval_loss.tolist()],
         }

@@ -203,6 +203,21 @@ def test_a_notebook_is_executed_with_its_parameters_and_exported(notebook, tmp_p
     assert str(tmp_path) not in Path(executed).read_text(), "a notebook that is handed on names no folder of its author"
 
 
+def test_lines_of_progress_that_are_over_leave_no_gaps_in_an_executed_notebook(notebook, tmp_path):
+    value = nbformat.read(notebook, as_version=4)
+    value.cells[-1].source = """
+import time
+from workbench.display import SHOWN_AFTER_S, waiting
+
+with waiting("counting"):
+    time.sleep(2 * SHOWN_AFTER_S)
+print("counted")
+"""
+    nbformat.write(value, notebook)
+    executed = nbformat.read(notebooks.execute(notebook, tmp_path / "out").notebook, as_version=4)
+    assert [output.get("text") for output in executed.cells[-1].outputs] == ["counted\n"]
+
+
 def test_a_misspelt_notebook_parameter_fails_with_the_known_ones(notebook, tmp_path):
     with pytest.raises(UnknownParameter, match=r"no parameter 'stepz'.*'steps'.*It has: steps, name"):
         notebooks.execute(notebook, tmp_path / "out", {"stepz": 3})

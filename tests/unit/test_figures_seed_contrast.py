@@ -145,6 +145,8 @@ def test_bands_of_runs_are_those_of_their_configurations_over_the_seeds(sweep: S
     assert "Mean over 2 seeds, whose band holds them all" in figure.layout.title.subtitle.text
     assert "thin lines" not in figure.layout.title.subtitle.text
     assert {trace.mode for trace in means.values()} == {"lines"}, "training losses have no dots"
+    of_one_seed = wb.figures.seed_bands([row.runs[0] for row in sweep.rows()], x="step")
+    assert of_one_seed.layout.title.subtitle.text == "One seed of each"
 
 
 def test_contrast_takes_a_sweep_and_runs_with_seeds_and_compares_with_the_best_and_the_first(sweep: Sweep) -> None:

@@ -605,7 +605,8 @@ def read_notebook(path: Path) -> Any:
 def finish_notebook(notebook_path: str | Path) -> None:
     """Rewrite an executed notebook for those who only read it: without its widgets, and with a picture of each figure.
 
-    The state of widgets is megabytes that only the notebook's kernel could show.
+    The state of widgets is megabytes that only the notebook's kernel could show. Empty outputs go too: lines of
+    progress leave them at their end, and each would be a gap.
     """
     import nbformat
 
@@ -613,7 +614,8 @@ def finish_notebook(notebook_path: str | Path) -> None:
     notebook = read_notebook(path)
     for cell in notebook.cells:
         if "outputs" in cell:
-            cell["outputs"] = [o for o in cell["outputs"] if WIDGET_MIME not in o.get("data", {})]
+            shown = [o for o in cell["outputs"] if "data" not in o or any(o["data"].values())]
+            cell["outputs"] = [o for o in shown if WIDGET_MIME not in o.get("data", {})]
     add_pictures(notebook)
     nbformat.write(notebook, path)
 

@@ -342,7 +342,8 @@ def draw_seed_bands(
     left_out += f"; {len(rows) - len(shown)} configurations are left out" if len(rows) > len(shown) else ""
     number = "the finished" if seeds <= {0} or len(seeds) > 1 else max(seeds)
     thin = "; thin lines: other runs" if unfinished else ""
-    words = f"Mean over {number} seed{'s' * (number != 1)}, whose band holds them all{thin}{left_out}"
+    bands = "One seed of each" if number == 1 else f"Mean over {number} seeds, whose band holds them all"
+    words = f"{bands}{thin}{left_out}"
     if sweep is None:
         return figure.laid_out(height=460, title=theme.title(quantity, words), hovermode="x unified", margin={"t": 84})
     main = theme.title(theme.text(sweep.name), words)
