@@ -577,7 +577,7 @@ def test_what_differs_between_sparse_berts_is_what_the_raw_file_says() -> None:
     ends = {kind: run["held_out"][-1] for kind, run in best_of.items()}
     blocks, moves = (1, 4, 8, 16), (160, 160, 160, 80)
     shapes = {"medium": ("2x400", "4x304", "8x224", "12x176"), "base": ("2x672", "4x496", "8x352", "12x288")}
-    columns, move_ms, longer = [], [], []
+    columns, move_ms, longer, steps = [], [], [], []
     for size, dense in shapes.items():
         moving, fixed = ([f"{size}-{kind}{block}" for block in blocks] for kind in ("dynamic", "static"))
         of_16 = ends[moving[3]] - ends[fixed[3]]
@@ -595,6 +595,7 @@ def test_what_differs_between_sparse_berts_is_what_the_raw_file_says() -> None:
             moved_s, fixed_s = best_of[one]["trained_s"], best_of[other]["trained_s"]
             move_ms.append((moved_s - fixed_s) / number * 1e3)
             longer.append(moved_s / fixed_s - 1)
+            steps.append(move_ms[-1] / best_of[one]["step_ms"])
     for cells, *said in zip(
         table("benchmarks/README.md", "| written down before | seen of Medium, with one seed |")[1:],
         *columns,
@@ -611,7 +612,18 @@ def test_what_differs_between_sparse_berts_is_what_the_raw_file_says() -> None:
     assert f"blocks of 8 and 16 ends {ends['base-dynamic1'] - ends['base-dynamic16']:.2f} below" in page
     assert f"ends {ends['2x672'] - ends['base']:.3f} above dense Base" in page
     assert f"took {min(move_ms):.0f} to {max(move_ms):.0f} ms" in page
-    assert f"training by {min(longer):.0%} to {max(longer):.0%}".replace("%", "", 1).replace("%", " %") in page
+    moves_cost = f"{100 * min(longer):.0f} to {100 * max(longer):.0f} %"
+    assert f"training by {moves_cost}" in page
+    guide = words("docs/sparsity.md")
+    assert f"in BERT-Base, by {-max(base):.2f} to {-min(base):.2f} with every block" in guide
+    assert f"blocks of 1 and of 4, by {-medium[0]:.2f} and {-medium[1]:.2f}" in guide
+    assert f"blocks of 8 and 16 ends {ends['base-dynamic1'] - ends['base-dynamic16']:.2f} below" in guide
+    for size, dense, shape in (("medium", "2x400", "2 × 400 is"), ("base", "2x672", "2 × 672")):
+        least = min(ends[f"{size}-{kind}{block}"] for kind in ("dynamic", "static") for block in blocks) - ends[dense]
+        assert f"{shape} at least {least:.2f} below every sparse {size.capitalize()}" in guide
+    assert (round(min(steps)), round(max(steps))) == (4, 5)
+    assert "a move took as long as four or five steps" in guide
+    assert f"lengthened 1,832 steps by {moves_cost}" in guide
 
     def spread(column: str, size: str) -> str:
         values = [run[column] for name, run in found.items() if name.startswith(size)]

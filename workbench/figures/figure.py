@@ -614,8 +614,11 @@ def finish_notebook(notebook_path: str | Path) -> None:
     notebook = read_notebook(path)
     for cell in notebook.cells:
         if "outputs" in cell:
-            shown = [o for o in cell["outputs"] if "data" not in o or any(o["data"].values())]
-            cell["outputs"] = [o for o in shown if WIDGET_MIME not in o.get("data", {})]
+            cell["outputs"] = [
+                output
+                for output in cell["outputs"]
+                if "data" not in output or (any(output["data"].values()) and WIDGET_MIME not in output["data"])
+            ]
     add_pictures(notebook)
     nbformat.write(notebook, path)
 

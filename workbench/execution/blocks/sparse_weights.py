@@ -126,7 +126,7 @@ def multiply_by_stored_blocks(
 # Patterns and their moves
 
 BLOCKS_TOGETHER = 2**22
-"""Largest number of blocks of several weights whose patterns move together: about 200 MB of scores and hashes."""
+"""Largest number of blocks of several weights whose patterns move together: 160 MB of scores and hashes on a CPU."""
 
 
 class SparseWeights(ABC):
