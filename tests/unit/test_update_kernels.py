@@ -7,6 +7,7 @@ python -m tests.unit.test_update_kernels      # compiles for Hopper, without a G
 from __future__ import annotations
 
 import collections
+import copy
 import importlib.util
 import json
 import os
@@ -24,6 +25,7 @@ from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from workbench.capture.hidden_matrices import Projections
+from workbench.execution.gradients import Tables, squared_norm
 from workbench.optimizers import muon
 from workbench.optimizers.adamw import ShardedAdamW
 from workbench.optimizers.muon import MuonAndAdamW
@@ -53,7 +55,7 @@ def test_the_interpreted_kernels_train_as_pytorch_does() -> None:
 @needs_triton
 def test_the_kernels_compile_for_hopper_to_wide_loads_and_stores() -> None:
     """A kernel that lost sight of its alignment would still be right, and several times slower."""
-    adamw, direction, update = json.loads(run(TRITON_INTERPRET="0"))
+    adamw, direction, update, squares = json.loads(run(TRITON_INTERPRET="0"))
     assert adamw["ld.global.v4.b32"] == 4 * 2 + 1, (
         "32 bytes of parameter, gradient and both moments, or 16 of a bf16 one"
     )
@@ -62,6 +64,7 @@ def test_the_kernels_compile_for_hopper_to_wide_loads_and_stores() -> None:
     assert direction["st.global.v4.b32"] == 2 + 1, "32 bytes of the momentum, and 16 of the direction"
     assert update["ld.global.v4.b32"] == 2 * 2 + 1, "32 bytes of the weight and its update, or 16 of a bf16 update"
     assert update["st.global.v4.b32"] == 2 + 1, "32 bytes of the weight, and 16 of its copy"
+    assert squares["ld.global.v4.b32"] == 2 + 1, "32 bytes of the gradient, or 16 of a bf16 one"
 
 
 # In the interpreter
@@ -121,8 +124,8 @@ def copies_of_new_weights() -> None:
             weight.grad = gradient
         optimizer.step()
     assert optimizer.copied == {weight: weight._version for weight in weights[:4]}
-    for weight, copy in optimizer.copies.items():
-        torch.testing.assert_close(copy.float(), weight.detach(), rtol=2**-7, atol=0)
+    for weight, written in optimizer.copies.items():
+        torch.testing.assert_close(written.float(), weight.detach(), rtol=2**-7, atol=0)
     weights[0].grad = gradients_of(2, weights)[0].T  # PyTorch updates this weight
     optimizer.step()
     assert list(optimizer.copied) == weights[1:4]
@@ -150,7 +153,7 @@ def tensors_that_the_kernel_cannot_update() -> None:
 
 def tables_follow_new_addresses() -> None:
     """Gradients lie elsewhere in each step; the tables are made anew where an address or a size has changed."""
-    from workbench.optimizers.update_kernels import TensorTable
+    from workbench.optimizers.update_kernels import KNOWN_TABLES, TensorTable
 
     weights = [weight.detach() for weight in weights_of()]
     gradients, nowhere, table = gradients_of(0, weights_of()), [None] * len(weights), TensorTable()
@@ -165,10 +168,50 @@ def tables_follow_new_addresses() -> None:
     assert table.table is not before
     assert table.table[:, 3].tolist() == [gradient.data_ptr() for gradient in moved]
     assert table.programs is programs
+    assert table.fill(gradients, nowhere, weights, weights, weights)
+    assert table.table is before, "what lies where it lay before is not sent again"
     assert table.fill([gradient.bfloat16() for gradient in moved], nowhere, weights, weights, weights)
     assert table.table[:, 1].tolist() == [1] * len(weights)
     assert table.fill(moved[2:4], nowhere[2:4], weights[2:4])
     assert table.programs.tolist() == [[0, 0], [1, 0], [1, 1]]
+    for begin in range(2 * KNOWN_TABLES):
+        assert table.fill([torch.empty(begin + 1)[begin:]], nowhere[:1])
+    assert len(table._known) == KNOWN_TABLES
+    assert table.fill(gradients, nowhere, weights, weights, weights)
+    assert table.table is not before, "the table is not one of the last ones"
+    assert table.table[:, 3].tolist() == [gradient.data_ptr() for gradient in gradients]
+
+
+def norms_of_gradients() -> None:
+    """Gradients may be bf16, begin at any element and have no elements; the squares of others are PyTorch's."""
+    tables: Tables = {}
+    for step in range(3):
+        given = gradients_of(step, weights_of())
+        given[0] = given[0].bfloat16()
+        given = [torch.empty(step + g.numel(), dtype=g.dtype)[step:].view(g.shape).copy_(g) for g in given]
+        divisors = [1.0, 1.0, 4.0, 4.0, 1.0, 1.0]
+        found = squared_norm(zip(given, divisors, strict=True), torch.device("cpu"), tables)
+        expected = sum(g.double().square().sum() / divisor for g, divisor in zip(given, divisors, strict=True))
+        torch.testing.assert_close(found.double(), expected, rtol=1e-6, atol=0)
+    assert [len(table.programs) for table in tables.values()] == [2 + 1 + 4, 1 + 2]
+    transposed = torch.ones(3, 5).T
+    assert float(squared_norm([(transposed, 1.0)], torch.device("cpu"), tables)) == pytest.approx(15)
+    for bad in (torch.nan, torch.inf):
+        assert not squared_norm([(torch.tensor([1.0, bad]), 1.0)], torch.device("cpu"), tables).isfinite()
+
+
+def counts_that_lie_beside_each_other() -> None:
+    """Loaded states are other tensors, and a parameter without a gradient is not counted."""
+    weights = weights_of()[:3]
+    optimizer = ShardedAdamW(weights, **OPTIONS)
+    for step in range(4):
+        for weight, gradient in zip(weights[: 2 + step % 2], gradients_of(step, weights), strict=False):
+            weight.grad = gradient
+        optimizer.step()
+        optimizer.zero_grad(set_to_none=True)
+        if step == 1:
+            optimizer.load_state_dict(copy.deepcopy(optimizer.state_dict()))
+    assert [float(optimizer.state[weight]["step"]) for weight in weights] == [4, 4, 2]
 
 
 class NothingRead(TorchDispatchMode):
@@ -253,6 +296,8 @@ CHECKS: tuple[Callable[[], None], ...] = (
     copies_of_new_weights,
     tensors_that_the_kernel_cannot_update,
     tables_follow_new_addresses,
+    norms_of_gradients,
+    counts_that_lie_beside_each_other,
 )
 
 
@@ -263,11 +308,13 @@ def compiled() -> list[dict[str, int]]:
     from triton.backends.compiler import GPUTarget
     from triton.compiler import ASTSource
 
-    from workbench.optimizers.update_kernels import ELEMENTS, WARPS, adamw_kernel, direction_kernel, update_kernel
+    from workbench.optimizers import update_kernels as ours
+    from workbench.optimizers.update_kernels import ELEMENTS, WARPS
 
     pointers = {"table_ptr": "*i64", "programs_ptr": "*i32", "buffer": "i64", "count": "i32"}
     found = []
-    for kernel, columns in ((adamw_kernel, 7), (direction_kernel, 5), (update_kernel, 5)):
+    kernels = ((ours.adamw_kernel, 7), (ours.direction_kernel, 5), (ours.update_kernel, 5), (ours.squares_kernel, 4))
+    for kernel, columns in kernels:
         names, constants = kernel.arg_names, {"COLUMNS": columns, "ELEMENTS": ELEMENTS, "DTYPE": tl.bfloat16}
         types = {name: pointers.get(name, "*fp32" if name.endswith("_ptr") else "fp32") for name in names}
         source = ASTSource(

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import torch
 import torch.distributed as dist
@@ -13,7 +14,11 @@ from torch import fx, nn
 from workbench.experiment import Optimizer
 from workbench.optimizers.adamw import ShardedAdamW
 from workbench.optimizers.parameters import local
+from workbench.sparsity.kernels.operators import runs_triton
 from workbench.validation import factor_of, first_match
+
+if TYPE_CHECKING:
+    from workbench.optimizers.update_kernels import TensorTable
 
 # Accumulation: a block's weight gradients are added to those of earlier micro-batches, all of the block in one kernel.
 #
@@ -182,6 +187,9 @@ class GradientAllReduce:
 # A rank adds the squares of the gradients that it holds, each divided by the number of ranks that hold the same; the
 # sum over all ranks is the squared norm.
 
+Tables = dict[float, "TensorTable"]
+"""Tables of our kernel for gradients, by what their squares are divided by."""
+
 
 class GradientNorms:
     """The norms and limits of one rank's gradients, and the steps in which its parameters have one."""
@@ -200,6 +208,7 @@ class GradientNorms:
         limits = settings.clip_norm if isinstance(settings.clip_norm, Mapping) else {}
         self._groups: dict[str, list[nn.Parameter]] = {pattern: [] for pattern in limits}
         """Parameters of each group that has a limit."""
+        self._tables: list[Tables] = [{} for _ in range(1 + len(limits))]
         spans = settings.trained_during or {}
         self._spans: dict[nn.Parameter, tuple[int, int | None]] = {}
         """First and end step of the parameters that are not always trained."""
@@ -219,7 +228,8 @@ class GradientNorms:
         """Return this rank's share of the squared norm of all gradients, and of those of each group."""
         divisors, groups = self._divisors, (self._parameters.values(), *self._groups.values())
         counted = ([(p.grad, divisors[p]) for p in group if p in divisors and p.grad is not None] for group in groups)
-        return [squared_norm(gradients, self._device) for gradients in counted]
+        pairs = zip(counted, self._tables, strict=True)
+        return [squared_norm(gradients, self._device, tables) for gradients, tables in pairs]
 
     def clip(self, optimizer: torch.optim.Optimizer, squared: torch.Tensor, of_groups: torch.Tensor) -> None:
         """Clip the gradients, or let the optimiser's kernel do so; the squared norms are those over all ranks."""
@@ -235,20 +245,35 @@ class GradientNorms:
 
 
 @torch.no_grad()  # With autograd, reading the shards of DTensors would take 5 times the host's time.
-def squared_norm(gradients: Iterable[tuple[torch.Tensor, float]], device: torch.device) -> torch.Tensor:
+def squared_norm(
+    gradients: Iterable[tuple[torch.Tensor, float]], device: torch.device, tables: Tables | None = None
+) -> torch.Tensor:
     """Return this rank's share of the squared global norm, which is the sum of the shares of all ranks.
 
     Each gradient (or this rank's shard of it) comes with what its squares are divided by, such as the number of ranks
-    that hold the same values.
+    that hold the same values. `tables` are those of earlier calls, for our kernel.
     """
-    alike: dict[tuple[float, torch.dtype], list[torch.Tensor]] = {}
+    alike: dict[float, list[torch.Tensor]] = {}
     for gradient, divisor in gradients:
-        alike.setdefault((divisor, gradient.dtype), []).append(local(gradient))
+        alike.setdefault(divisor, []).append(local(gradient))
     total = torch.zeros((), device=device)
-    for (divisor, dtype), shards in alike.items():
-        norms = torch._foreach_norm(shards, dtype=torch.float32 if dtype == torch.bfloat16 else None)
-        total = total + torch.stack(norms).float().square().sum() / divisor
+    tables = {} if tables is None else tables
+    for divisor, shards in alike.items():
+        total = total + _sum_of_squares(shards, divisor, tables) / divisor
     return total
+
+
+def _sum_of_squares(shards: list[torch.Tensor], key: float, tables: Tables) -> torch.Tensor:
+    if runs_triton(shards[0]):
+        from workbench.optimizers.update_kernels import TensorTable, sum_of_squares
+
+        if (found := sum_of_squares(tables.setdefault(key, TensorTable()), shards)) is not None:
+            return found
+    norms = list[torch.Tensor]()
+    for dtype in dict.fromkeys(shard.dtype for shard in shards):
+        of_type = [shard for shard in shards if shard.dtype == dtype]
+        norms += torch._foreach_norm(of_type, dtype=torch.float32 if dtype == torch.bfloat16 else None)
+    return torch.stack([norm.float() for norm in norms]).square().sum()
 
 
 def clip_factor(norm: torch.Tensor, limit: float) -> torch.Tensor:

@@ -206,7 +206,8 @@ class Trainer:
         is_last = coordinate.data_rank == self.plan.data - 1
         own = [] if logged is None else logged.shares(is_last)
         scalars = torch.stack([loss.float(), norm, *(torch.full_like(norm, share) for share in shares), *own, *groups])
-        dist.all_reduce(scalars)
+        if self.plan.world > 1:
+            dist.all_reduce(scalars)
         scalars, self._squared_of_groups = scalars.split([len(scalars) - len(groups), len(groups)])
         if logged is not None and logged.num_sums < len(logged.names):
             scalars = torch.cat([scalars, logged.extremes()])

@@ -106,7 +106,7 @@ class ShardedAdamW(torch.optim.AdamW):
             [local(p.grad) for p in parameters if p.grad is not None],
             [[local(p) for p in parameters], *moments],
             [self.copies.get(p) for p in parameters],
-            [state["step"] for state in states],
+            states,
             group,
             factor=self.gradient_factor,
             skips=self.skips_update,

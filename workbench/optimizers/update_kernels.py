@@ -1,4 +1,4 @@
-"""Triton kernels for what AdamW and Muon do to every element in an update, each in one pass over memory.
+"""Triton kernels for what an update by AdamW or Muon does to every element, each in one pass over memory.
 
 PyTorch's fused AdamW moves 28 bytes per weight. Clipping in front of it reads and writes every gradient once more
 (8 bytes), and copying the new weights to bf16 reads them again (6 bytes). `adamw` multiplies gradients by a factor as
@@ -6,7 +6,10 @@ it reads them and writes the copies beside the weights: 30 bytes in all, or 28 w
 
 Around Muon's matrix products, which are PyTorch's, its operations read and write a matrix some twenty times.
 `move_momenta` reads gradients and momenta, and writes momenta and, where this rank sends them, directions in the dtype
-of the products. `add_updates` reads weights and updates, and writes weights and their bf16 copies.
+of the products. `add_updates` reads weights and updates, and writes weights and their bf16 copies. `sum_of_squares`
+reads gradients, for their norm.
+
+The host launches few operations for all tensors together: where a model is small, it takes longer than the device.
 
 Gradients are fp32 or bf16, and stay in memory as they were; all arithmetic is in fp32. One launch updates a list of
 tensors: each program finds the addresses of its tensor in a table on the device. What these functions cannot read or
@@ -17,6 +20,7 @@ kernels run on the CPU, for tests.
 from __future__ import annotations
 
 import itertools
+import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -32,13 +36,17 @@ ALIGNMENT = tl.constexpr(16)
 TYPES = {torch.float32: tl.float32, torch.bfloat16: tl.bfloat16}
 NOWHERE = -1
 """Offset of a direction that is not written."""
+KNOWN_TABLES = 8
+"""Tables that are kept on the device: gradients come and go, and soon lie where others lay before."""
 
 
 class TensorTable:
-    """The addresses of lists of tensors, on their device. They are sent only when one of them has changed."""
+    """The addresses of lists of tensors, on their device. They are sent only when they are none of the last ones."""
 
     def __init__(self) -> None:
         self._rows: list[tuple[int, ...]] = []
+        self._known: dict[tuple[tuple[int, ...], ...], Tensor] = {}
+        self._counts = torch.empty(0)
         self.table = self.programs = torch.empty(0)
         """The table, int64 [tensors, columns], and each program's tensor and part of it, int32 [programs, 2].
 
@@ -55,7 +63,7 @@ class TensorTable:
         # A gradient may lie where the one before it did, in another order of dims.
         if not all(tensor.is_contiguous() for tensor in read):
             return False
-        sizes = [tensor.numel() for tensor in state[0]]
+        sizes = [tensor.numel() for tensor in read]
         halves = [int(tensor.dtype == torch.bfloat16) for tensor in read]
         places = [place.data_ptr() if isinstance(place, Tensor) else place or 0 for place in written]
         addresses = [[tensor.data_ptr() for tensor in tensors] for tensors in (read, *state)]
@@ -66,8 +74,11 @@ class TensorTable:
             return False
         if not all(t.dtype == torch.float32 and t.is_contiguous() for tensors in state for t in tensors):
             return False
-        device = state[0][0].device
-        self.table = sent(torch.tensor(rows), device)
+        device, key = read[0].device, tuple(rows)
+        self.table = self._known.pop(key) if key in self._known else sent(torch.tensor(rows), device)
+        self._known[key] = self.table  # behind all others
+        if len(self._known) > KNOWN_TABLES:
+            del self._known[next(iter(self._known))]
         if sizes != [row[0] for row in self._rows]:
             parts = -(-torch.tensor(sizes) // ELEMENTS)
             tensor = torch.repeat_interleave(torch.arange(len(sizes)), parts)
@@ -75,6 +86,16 @@ class TensorTable:
             self.programs = sent(torch.stack([tensor, part], dim=1).int(), device)
         self._rows = rows
         return True
+
+    def counts(self, states: Sequence[dict[str, Any]]) -> Tensor:
+        """Return the counts `step` of optimiser states as one tensor [states], and make each of them a view of it."""
+        addresses = [state["step"].data_ptr() for state in states]
+        first, size = self._counts.data_ptr(), self._counts.itemsize
+        if addresses != [first + index * size for index in range(self._counts.numel())]:
+            self._counts = torch.stack([state["step"] for state in states])
+            for state, count in zip(states, self._counts.unbind(), strict=True):
+                state["step"] = count
+        return self._counts
 
     def launch(self, kernel: Any, *arguments: Any, **constants: Any) -> None:
         """Let a kernel pass over the tensors."""
@@ -100,26 +121,27 @@ def adamw(
     gradients: Sequence[Tensor],
     state: Sequence[Sequence[Tensor]],
     copies: Sequence[Tensor | None],
-    steps: Sequence[Tensor],
+    states: Sequence[dict[str, Any]],
     group: Mapping[str, Any],
     *,
     factor: Tensor | None,
     skips: Tensor | None,
 ) -> bool:
-    """Update parameters, first and second moments (`state`) by `torch.optim.AdamW`'s formulas, and count their `steps`.
+    """Update parameters, first and second moments (`state`) by `torch.optim.AdamW`'s formulas.
 
-    Gradients are multiplied by `factor`. Where `skips` is 1, nothing changes. Both are fp32 scalars on the device.
-    Returns False, and does nothing, if the kernel cannot read or write one of the tensors.
+    The `step` of the optimiser's `states` counts the updates. Gradients are multiplied by `factor`. Where `skips` is 1,
+    nothing changes. Both are fp32 scalars on the device. Returns False, and does nothing, if the kernel cannot read or
+    write one of the tensors.
     """
     if not table.fill(gradients, copies, *state):
         return False
     device = table.table.device
+    counts = table.counts(states)
+    counts += 1 if skips is None else 1 - skips
     factor, skips = scalar(factor, 1, device), scalar(skips, 0, device)
-    # Without `alpha`, PyTorch takes the scalar tensor for a number, which it reads: the host would wait for the device.
-    torch._foreach_add_(list(steps), 1 - skips, alpha=1)
-    rate, betas, counts = group["lr"], group["betas"], torch.stack(list(steps)).double()
-    corrections = torch.stack([1 - betas[0] ** counts, (1 - betas[1] ** counts).sqrt()], dim=1).float()
-    table.launch(adamw_kernel, corrections, factor, skips, rate, *betas, rate * group["weight_decay"], group["eps"])
+    rate, betas = group["lr"], group["betas"]
+    logs = [math.log(beta) if beta else -math.inf for beta in betas]
+    table.launch(adamw_kernel, counts, factor, skips, rate, *betas, *logs, rate * group["weight_decay"], group["eps"])
     return True
 
 
@@ -171,15 +193,30 @@ def add_updates(
     return True
 
 
+def sum_of_squares(table: TensorTable, tensors: Sequence[Tensor]) -> Tensor | None:
+    """Return the sum of the squares of all elements, an fp32 scalar on the device, or None if the kernel cannot read.
+
+    The order of its summands is fixed, so that equal tensors at equally aligned addresses have the same sum.
+    """
+    if not table.fill(tensors, [None] * len(tensors)):
+        return None
+    parts = torch.empty(len(table.programs), device=table.table.device)
+    table.launch(squares_kernel, parts)
+    return parts.sum()
+
+
 # Each kernel finds its program's elements and whether loads may be wide; the function behind it updates them.
 
 
 @triton.jit
 def adamw_kernel(
-    table_ptr, programs_ptr, corrections_ptr, factor_ptr, skips_ptr, rate, first_beta, second_beta, decay, eps,
-    COLUMNS: tl.constexpr, ELEMENTS: tl.constexpr,
+    table_ptr, programs_ptr, counts_ptr, factor_ptr, skips_ptr, rate, first_beta, second_beta, first_log, second_log,
+    decay, eps, COLUMNS: tl.constexpr, ELEMENTS: tl.constexpr,
 ):  # fmt: skip
-    """Update `ELEMENTS` elements of one weight; `decay` is the part of it that weight decay takes."""
+    """Update `ELEMENTS` elements of one weight; `decay` is the part of it that weight decay takes.
+
+    Counts are those of the updates, with this one; logs are those of the betas.
+    """
     if tl.load(skips_ptr) == 0:
         program = programs_ptr + 2 * tl.program_id(0)
         tensor = tl.load(program).to(tl.int64)
@@ -188,8 +225,9 @@ def adamw_kernel(
         left, half, copy = tl.load(row) - begin, tl.load(row + 1), tl.load(row + 2)
         gradient, parameter = tl.load(row + 3), tl.load(row + 4)
         first, second = tl.load(row + 5), tl.load(row + 6)
-        step_size = rate / tl.load(corrections_ptr + 2 * tensor)
-        scale = 1 / tl.load(corrections_ptr + 2 * tensor + 1)
+        count = tl.load(counts_ptr + tensor).to(tl.float64)  # 1 - beta ** count would lose digits in fp32
+        step_size = rate / (1 - tl.exp(count * first_log)).to(tl.float32)
+        scale = 1 / tl.sqrt(1 - tl.exp(count * second_log)).to(tl.float32)
         factor = tl.load(factor_ptr)
         if left >= ELEMENTS and (parameter | gradient | first | second | copy) % ALIGNMENT == 0:
             _update(
@@ -293,6 +331,21 @@ def _add(
     weight -= rate * change
     tl.store(weights, weight, mask=inside)
     store(copy, weight, begin, left, tl.bfloat16, WIDE, ELEMENTS)
+
+
+@triton.jit
+def squares_kernel(table_ptr, programs_ptr, parts_ptr, COLUMNS: tl.constexpr, ELEMENTS: tl.constexpr):
+    """Write the sum of the squares of `ELEMENTS` elements of one tensor."""
+    number = tl.program_id(0)
+    begin = tl.load(programs_ptr + 2 * number + 1).to(tl.int64) * ELEMENTS
+    row = table_ptr + tl.load(programs_ptr + 2 * number).to(tl.int64) * COLUMNS
+    left, half, address = tl.load(row) - begin, tl.load(row + 1), tl.load(row + 3)
+    if left >= ELEMENTS and address % ALIGNMENT == 0:
+        elements = loaded(address, half, begin, left, True, ELEMENTS)
+        tl.store(parts_ptr + number, tl.sum(elements * elements))
+    else:
+        elements = tl.where(tl.arange(0, ELEMENTS) < left, loaded(address, half, begin, left, False, ELEMENTS), 0.0)
+        tl.store(parts_ptr + number, tl.sum(elements * elements))
 
 
 # An address is that of a tensor's first element. If `WIDE`, it is a multiple of `ALIGNMENT`, and all `ELEMENTS` behind
