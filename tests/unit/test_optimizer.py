@@ -55,6 +55,23 @@ def test_updates_and_state_equal_those_of_torch(optimizer_type: Any, fused: bool
     torch.testing.assert_close(found[1]["state"], expected[1]["state"], rtol=0, atol=0)
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.complex64])
+def test_real_and_complex_parameters_are_updated_as_by_torch(dtype: torch.dtype) -> None:
+    generator = torch.Generator().manual_seed(0)
+    initial = torch.randn(4, 3, dtype=dtype, generator=generator)
+    found, expected = nn.Parameter(initial.clone()), nn.Parameter(initial.clone())
+    experiment = tiny(learning_rate=0.01)
+    betas, eps, decay = (getattr(experiment.optimizer, name) for name in ("betas", "eps", "weight_decay"))
+    ours = build_optimizer({"weight": found}, experiment)
+    theirs = torch.optim.AdamW([expected], lr=0.01, betas=betas, eps=eps, weight_decay=decay)
+    for _ in range(3):
+        gradient = torch.randn(4, 3, dtype=dtype, generator=generator)
+        found.grad, expected.grad = gradient.clone(), gradient.clone()
+        ours.step()
+        theirs.step()
+    torch.testing.assert_close(found, expected, rtol=1e-6, atol=1e-7)
+
+
 def test_a_norm_over_gradients_in_bf16_and_fp32_is_that_of_their_values_in_fp32() -> None:
     generator = torch.Generator().manual_seed(0)
     gradients = [torch.randn(300, 70, generator=generator).to(dtype) for dtype in (torch.bfloat16, torch.float32) * 2]

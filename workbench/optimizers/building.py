@@ -52,8 +52,9 @@ def build_optimizer(
         return ShardedSGD(groups, lr=rate, momentum=MOMENTUM)
     if experiment.optimizer.algorithm == "lamb":
         return Lamb(groups, lr=rate, betas=betas, eps=eps, whole=whole)
-    on_gpu = any(p.device.type == "cuda" for group in groups for p in group["params"])
-    fused = True if on_gpu and not offload else None
+    # On CPUs as well, where PyTorch's fused update takes a quarter of the time; it cannot update complex numbers.
+    is_real = not any(parameter.is_complex() for group in groups for parameter in group["params"])
+    fused = True if is_real and not offload else None
     if experiment.optimizer.algorithm == "muon":
         return MuonAndAdamW(
             groups,
