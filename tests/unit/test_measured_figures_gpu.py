@@ -564,6 +564,30 @@ def test_the_losses_of_sparse_families_are_those_of_the_raw_file(file: str, head
             assert cells[column].split(", ") == [f"{ends[kind][which]:.{digits}f}" for kind in kinds]
 
 
+def test_steps_of_small_models_are_those_of_the_raw_files() -> None:
+    found = raw("small_steps_1xH200_d97429d6.json")
+    page = words("benchmarks/README.md")
+    ratios = []
+    for label, *cells in table("benchmarks/README.md", "| | before, `118dc256` | `d97429d6` | ratio | predicted |"):
+        name = label.lower().replace(",", "")
+        before, now = ([each[name]["median_ms"] for each in found[tree]] for tree in ("beside", "here"))
+        ratios.append(f"{statistics.mean(now) / statistics.mean(before):.2f}")
+        predicted = f"{found['here'][0][name]['predicted_ms']:.2f}"
+        assert cells == [", ".join(f"{ms:.2f}" for ms in times) for times in (before, now)] + [ratios[-1], predicted]
+    mini, medium, with_muon = ratios
+    assert f"takes {medium} times as long on an H200, Mini's {mini}, Medium's with Muon {with_muon}" in words(
+        "CHANGELOG.md"
+    )
+    tiny = raw("small_steps_1core.json")
+    of_name = {
+        name: [statistics.mean(each[name]["median_ms"] for each in tiny[tree]) for tree in ("beside", "here")]
+        for name in ("mini adamw", "medium muon")
+    }
+    (adamw, adamw_now), (muon, muon_now) = of_name.values()
+    assert f"took {adamw:.1f} ms with AdamW and takes {adamw_now:.1f}, a ratio of {adamw_now / adamw:.2f}" in page
+    assert f"and {muon:.1f} and {muon_now:.1f} with Muon, {muon_now / muon:.2f}" in page
+
+
 def test_what_differs_between_sparse_berts_is_what_the_raw_file_says() -> None:
     page = words("benchmarks/README.md")
     found, later = raw("sparse_family_muon_2xH200_3a11e5dc.json"), raw("sparse_family_1xH200_118dc256.json")
@@ -575,7 +599,7 @@ def test_what_differs_between_sparse_berts_is_what_the_raw_file_says() -> None:
         best_of[kind] = min(best_of.get(kind, run), run, key=lambda each: each["held_out"][-1])
     ends = {kind: run["held_out"][-1] for kind, run in best_of.items()}
     second = {name.split("-muon")[0]: run["held_out"][-1] for name, run in later.items() if "-muon" in name}
-    for kind, *cells in table("benchmarks/README.md", "| held-out loss at the end, Medium | first seed |")[1:]:
+    for kind, *cells in table("benchmarks/README.md", "| held-out loss at the end, Medium | first seed |"):
         name = f"medium-{kind.replace(' ', '')}"
         assert cells == [f"{ends[name]:.3f}", f"{second[name]:.3f}"]
     apart = sorted(abs(second[kind] - ends[kind]) for kind in second if "dynamic" in kind)
@@ -648,7 +672,7 @@ def test_sparse_berts_with_adamw_and_their_moves_are_what_the_raw_file_says() ->
             with_muon[kind] = min(with_muon[kind], run["held_out"][-1])
     names = {"dense 2 × 400": "2x400", "dense Mini": "mini", "Medium static 1": "medium-static1"}
     names["Medium dynamic 1"] = "medium-dynamic1"
-    for model, *cells in table("benchmarks/README.md", "| held-out loss at the end, first seed | AdamW | Muon |")[1:]:
+    for model, *cells in table("benchmarks/README.md", "| held-out loss at the end, first seed | AdamW | Muon |"):
         assert cells == [f"{of_adamw[names[model]]:.3f}", f"{with_muon[names[model]]:.3f}"]
     difference = of_adamw["medium-dynamic1"] - of_adamw["medium-static1"]
     assert f"moving pattern ends {difference:.3f} above the fixed one" in page
