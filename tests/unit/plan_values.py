@@ -50,14 +50,15 @@ def plan_of(
     return checked_search(profile, precision, request).plan()
 
 
-def with_host(block_s: float, action_s: float = 0.0, cluster: Cluster = H200) -> Cluster:
-    """Return a cluster whose host is busy for so long with each direction of a block, and of a stage."""
+def with_host(block_s: float, action_s: float = 0.0, cluster: Cluster = H200, step_s: float = 0.0) -> Cluster:
+    """Return a cluster whose host is busy so long with each direction of a block and of a stage, and with a step."""
     quick = replace(
         cluster.device.efficiency,
         block_forward_s=block_s,
         block_backward_s=block_s,
         action_s=action_s,
         captured_action_s=action_s / 2,
+        step_s=step_s,
         sharded_block_s=0.0,
         sharded_collective_s=0.0,
         collective_s=0.0,

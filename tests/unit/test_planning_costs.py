@@ -311,6 +311,20 @@ def test_an_update_that_launches_kernels_for_each_matrix_may_hold_up_the_step() 
         assert not waits or step_ms == pytest.approx(250 + 2 * float(times.host)), "the host's time is the step's"
 
 
+def test_what_a_host_does_once_a_step_counts_once_and_only_where_the_device_waits_for_it() -> None:
+    fixed: dict[str, Any] = {"pipeline": 2, "data": 1, "micro_batch": 4, "schedule": "interleaved", "chunks": 2}
+    free = replace(with_host(0.0), gpus=2)
+    busy = plan_of(**fixed, cluster=free)
+    longest_ms = max(sum(s.forward_ms + s.backward_ms for s in busy.stages[rank::2]) for rank in range(2))
+    longest_ms *= busy.num_microbatches
+    for step_ms, waits in ((0.4 * longest_ms, False), (3 * longest_ms, True)):
+        late = plan_of(**fixed, cluster=with_host(0.0, cluster=free, step_s=step_ms / 1e3))
+        assert (late.prediction == busy.prediction) != waits
+        for rank in range(2) if waits else ():
+            each_ms = sum(stage.forward_ms + stage.backward_ms for stage in late.stages[rank::2])
+            assert each_ms * late.num_microbatches == pytest.approx(step_ms)
+
+
 def test_a_host_launches_every_all_reduce_of_the_tensor_axis() -> None:
     fixed: dict[str, Any] = {"pipeline": 1, "data": 2, "tensor": 2, "zero": 0, "micro_batch": 4, "recompute": "none"}
     fixed["cuda_graphs"] = False

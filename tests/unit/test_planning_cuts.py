@@ -150,6 +150,7 @@ class OneByOne:
             "full": block_ms + launches["full"],
         }
         self.action_ms = 2e3 * tuned.action_s * (strategy.num_stages > 1)
+        self.once_ms = 1e3 * tuned.step_s / strategy.chunks / count
 
     def price(self, first: int, end: int, level: int) -> Priced:
         modes = [*modes_of(level, end - first)]
@@ -168,7 +169,7 @@ class OneByOne:
         exposed = float(waiting) - 0.7 * min(float(waiting), 0.8 * backward)
         copied = float(self.times["none"]._copies(unchanged)[1])
         busy = float(plain.forward + plain.forward_wait) + backward + exposed + copied
-        host = self.action_ms + sum(self.host_ms[mode] for mode in modes)
+        host = self.action_ms + self.once_ms + sum(self.host_ms[mode] for mode in modes)
         at_end = float(self.ends.times(MixedStages.at(first, end, level)).step_wait)
         busy += max(0.0, host - busy - at_end / self.strategy.num_microbatches)
         return Priced(busy, float(self.state[first, end]), held, newest)

@@ -95,6 +95,12 @@ class Efficiency:
     products of BERT-Base with blocks of 32 on one H200, whose step of 121.6 ms waited for the host
     (benchmarks/README.md).
     """
+    step_s: float = 4.2e-3
+    """Host time in seconds of a step beside its blocks and the matrices of Muon: batch, labels, norms, update, log.
+
+    Fitted to the step of a BERT-Mini on one H200, 7.8 ms, for which the host had been predicted to take 3.5 ms
+    (benchmarks/small_steps.py).
+    """
     captured_block_s: float = 0.1e-3
     """Host time in seconds to launch the forward or the backward of a block that is captured as a CUDA graph."""
     captured_action_s: float = 0.6e-3

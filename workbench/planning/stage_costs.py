@@ -521,10 +521,12 @@ class StrategyCosts:
             step_wait = step_wait + tail.exchange_ms(data, link)
         # The host runs ahead of its GPU, from one micro-batch into the next and through the update: where it takes
         # longer over all of them, the GPU waits for it in both directions. An update by Muon launches kernels for each
-        # matrix; that of AdamW takes the host no longer than the device.
+        # matrix; that of AdamW is part of what the host does once a step.
         optimizer, launched = self._optimizer(stages), 1e3 * self.cluster.device.efficiency.matrix_s
         matrices = stages.whole(self.table.update.matrices)
-        update_wait = np.where(matrices > 0, launched * matrices - optimizer, 0.0) / self.strategy.num_microbatches
+        once = 0.0 if self.cluster.device.type == "cpu" else 1e3 * self.cluster.device.efficiency.step_s
+        of_update = np.where(matrices > 0, launched * matrices - optimizer, 0.0)
+        update_wait = (once / self.strategy.chunks + of_update) / self.strategy.num_microbatches
         busy = forward + backward + forward_wait + backward_wait + step_wait / self.strategy.num_microbatches
         tuned, acts = self.cluster.device.efficiency, self.strategy.pipeline > 1 and self.cluster.device.type != "cpu"
         action_s = tuned.captured_action_s if self.strategy.cuda_graphs else tuned.action_s
