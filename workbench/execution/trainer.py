@@ -34,7 +34,7 @@ from workbench.execution.parallel.stage import RankStages
 from workbench.experiment import Experiment, Numerics
 from workbench.optimizers.adamw import ShardedAdamW
 from workbench.optimizers.building import build_optimizer
-from workbench.optimizers.parameters import learning_rate_factor
+from workbench.optimizers.parameters import learning_rate_factor, sent
 from workbench.planning.plan import Plan
 
 
@@ -234,7 +234,11 @@ class Trainer:
         # those of its own micro-batch: the mean over the micro-batches is then the mean over the global batch, however
         # the labels are spread. A loss that is gathered over the micro-batches is the only one.
         if self._label_counts:
-            counted = [count_labels(each, batch, self.plan.micro_batch) for each in self._label_counts]
+            known = {loss: torch.tensor(counts) for loss, counts in context.label_counts.items()}
+            counted = [
+                sent(known[loss], context.device) if loss in known else count_labels(each, batch, self.plan.micro_batch)
+                for loss, each in enumerate(self._label_counts)
+            ]
             labels = torch.stack([each.sum() for each in counted]).float()
             if self.plan.data > 1:
                 dist.all_reduce(labels, group=self.coordinate.data_group)

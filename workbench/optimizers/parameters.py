@@ -97,6 +97,11 @@ def local(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
+def sent(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
+    """Return a tensor of the host's memory on a device; the host does not wait for the device."""
+    return tensor.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else tensor
+
+
 def momentum_of(optimizer: torch.optim.Optimizer, parameter: nn.Parameter) -> torch.Tensor:
     """Return the momentum of a parameter, which begins at zero, sharded as the parameter is."""
     state: dict[str, torch.Tensor] = optimizer.state[parameter]

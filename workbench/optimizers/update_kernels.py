@@ -29,6 +29,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from workbench.optimizers.parameters import sent
+
 ELEMENTS, WARPS = 2048, 8
 """Elements that a program updates, and its warps: each thread reads 32 bytes of each fp32 tensor."""
 ALIGNMENT = tl.constexpr(16)
@@ -104,11 +106,6 @@ class TensorTable:
                 self.table, self.programs, *arguments,
                 COLUMNS=self.table.shape[1], ELEMENTS=ELEMENTS, num_warps=WARPS, **constants,
             )  # fmt: skip
-
-
-def sent(tensor: Tensor, device: torch.device) -> Tensor:
-    """Return a tensor on a device; the host does not wait for it."""
-    return tensor.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else tensor
 
 
 def scalar(given: Tensor | None, default: float, device: torch.device) -> Tensor:

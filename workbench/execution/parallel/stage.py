@@ -78,7 +78,7 @@ class StageModule(nn.Module):
 
     def use(self, graph: Graph) -> None:
         """Pass values between blocks as this graph does, from now on; it has the same boundaries as the stage's own."""
-        self.graph = graph
+        self.graph, self._is_checked = graph, False
         self._receives = graph.crossing(self.first) if self.first else ()
         self._sends = graph.crossing(self.end) if self.end < len(graph.blocks) else ()
         self._finished = graph.last_uses(self.first, self.end)
@@ -134,9 +134,10 @@ class StageModule(nn.Module):
                 # A block gets only the shared parameters it reads: FSDP2 makes a gradient for every tensor it is given.
                 borrowed = {name: shared[name] for name in module.borrowed_parameters}
                 sent = dict(zip(block.sends, module(borrowed, arguments), strict=True))
-                for name, value in sent.items():
+                for name, value in () if self._is_checked else sent.items():
                     # Capture sends no views of weights that it knows. This check stands for operations that hide one:
-                    # ZeRO 3 has freed the weight by now, and to read its view would end the process.
+                    # ZeRO 3 has freed the weight by now, and to read its view would end the process. All forwards of a
+                    # graph send the same.
                     if value.numel() and not value.untyped_storage().nbytes():
                         raise CaptureError(
                             f"{block.name} passes {name!r} {tuple(value.shape)} to later layers. It shares the memory "
@@ -148,6 +149,7 @@ class StageModule(nn.Module):
                 values |= sent
                 for name in finished:  # autograd keeps what the backward needs of it
                     del values[name]
+        self._is_checked = True
         if self.is_last:
             # Divided here and not by the schedule (`scale_grads`), which would pass over all gradients once more.
             loss = values[self.graph.loss].float().reshape(()) / self.num_microbatches
