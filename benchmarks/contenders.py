@@ -115,23 +115,26 @@ MUON: Mapping[str, Any] = {
 PAIR = ("ddp+muon+sdpa", "fsdp+muon+sdpa")
 PIPELINED = (4, 8, 16, 32)
 LIBRARIES = ("deepspeed1", "deepspeed3", "megatron", "megatron-tp2", "megatron-pp2", "megatron-tp2pp2", "megatron-tp4")
+LOOPS = ("loop", "loop+masters")
+"""Peers of one GPU."""
+BERTS = (*LOOPS, "ddp", "fsdp", "deepspeed1", "megatron")
 ROWS = {
-    "mini": Row(partial(wb.models.bert, 256, 4, 4), 128, 512, ("ddp", "ddp+graphs"), (128,), {}),
-    "base": Row(_base, 128, 128, ("ddp", "fsdp", "ddp+graphs"), (16, 32), {}),
-    "large": Row(wb.models.bert_large, 512, 512, ("ddp", "fsdp", "deepspeed1", "megatron"), (32, 64, 128), {}),
-    "large-128": Row(wb.models.bert_large, 128, 2048, ("ddp", "fsdp", "deepspeed1", "megatron"), (128, 256, 512), {}),
-    "scaled": Row(_scaled, 512, 256, ("ddp", "fsdp", "deepspeed1", "megatron"), (16, 32, 64), {}),
-    "scaled-128": Row(_scaled, 128, 1024, ("ddp", "fsdp", "deepspeed1", "megatron"), (64, 128, 256), {}),
+    "mini": Row(partial(wb.models.bert, 256, 4, 4), 128, 512, ("loop", "loop+graphs", "ddp", "ddp+graphs"), (128,), {}),
+    "base": Row(_base, 128, 128, ("loop", "ddp", "fsdp", "ddp+graphs"), (16, 32), {}),
+    "large": Row(wb.models.bert_large, 512, 512, BERTS, (32, 64, 128), {}),
+    "large-128": Row(wb.models.bert_large, 128, 2048, BERTS, (128, 256, 512), {}),
+    "scaled": Row(_scaled, 512, 256, BERTS, (16, 32, 64), {}),
+    "scaled-128": Row(_scaled, 128, 1024, BERTS, (64, 128, 256), {}),
     "pair-large": Row(partial(_pair, 1024, 24, 16), 128, 256, PAIR, (32, 64), {}, MUON, 0.3),
     "pair-scaled": Row(partial(_pair, 1920, 54, 30), 128, 256, PAIR, (32, 64), {}, MUON, 0.3),
     "scaled-pp2": Row(_scaled, 512, 256, ("pp2",), PIPELINED, {"pipeline": 2}),
     "scaled-pp4": Row(_scaled, 512, 256, ("pp4",), PIPELINED, {"pipeline": 4}),
     "scaled-pp2dp2": Row(_scaled, 512, 256, ("pp2dp2",), PIPELINED, {"pipeline": 2}),
     "scaled-32gib": Row(_scaled, 512, 256, ("fsdp3", "pp4"), (2, 4, 8, 16, 32, 64), {"memory_limit_gib": 32}),
-    "opt-350m": Row(_opt, 2048, 64, ("ddp", "fsdp", "deepspeed1", "deepspeed3"), (4, 8, 16), {}),
-    "opt-350m-512": Row(_opt, 512, 256, ("ddp", "fsdp", "deepspeed1", "deepspeed3"), (16, 32, 64), {}),
-    "gpt3-1.3b": Row(_gpt3, 2048, 64, ("ddp", "fsdp", *LIBRARIES), (2, 4, 8, 16), {}),
-    "gpt3-1.3b-512": Row(_gpt3, 512, 256, ("ddp", "fsdp", *LIBRARIES), (8, 16, 32, 64), {}),
+    "opt-350m": Row(_opt, 2048, 64, (*LOOPS, "ddp", "fsdp", "deepspeed1", "deepspeed3"), (4, 8, 16), {}),
+    "opt-350m-512": Row(_opt, 512, 256, (*LOOPS, "ddp", "fsdp", "deepspeed1", "deepspeed3"), (16, 32, 64), {}),
+    "gpt3-1.3b": Row(_gpt3, 2048, 64, (*LOOPS, "ddp", "fsdp", *LIBRARIES), (2, 4, 8, 16), {}),
+    "gpt3-1.3b-512": Row(_gpt3, 512, 256, (*LOOPS, "ddp", "fsdp", *LIBRARIES), (8, 16, 32, 64), {}),
     "gpt3-13b": Row(_gpt3_13b, 2048, 32, ("fsdp3", *LIBRARIES[1:]), (1, 2, 4, 8), {}),
     "4.8b": Row(_largest, 512, 256, ("fsdp", "fsdp3", "pp4"), (4, 8, 16, 32, 64), {}),
 }

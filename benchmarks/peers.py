@@ -52,18 +52,21 @@ OPTIONS = {
     "graphs": "The model is compiled whole, in the mode that records CUDA graphs.",
     "sdpa": "Attention that the library spells out (the pre-LN BERT) calls PyTorch's fused kernel instead.",
     "muon": "Hidden matrices are trained by Muon: each is orthogonalised by one of the ranks (`DividedMuon`).",
+    "masters": "Weights are bf16, copies of the fp32 weights that the optimiser updates; gradients add up in fp32.",
 }
 CHECKPOINTING = ("", "recompute-half", "recompute")
 """Options that a sweep tries, from the fastest to the leanest; the empty one checkpoints nothing."""
 ENVIRONMENT: Mapping[str, str] = {}
 """Environment variables that the peers' processes need besides."""
 _ALLOWED = {
+    "loop": {"labelled-head", "recompute", "recompute-half", "graphs", "masters", "sdpa"},
     "ddp": {"labelled-head", "recompute", "recompute-half", "graphs", "muon", "sdpa"},
     "fsdp": {"labelled-head", "one-reduction", "recompute", "recompute-half", "muon", "sdpa"},
     "fsdp3": {"labelled-head", "one-reduction", "recompute", "recompute-half"},
     "pp": {"labelled-head", "balanced", "recompute", "recompute-half"},
 }
 STRONG = {
+    "loop": ("labelled-head",),
     "ddp": ("labelled-head",),
     "fsdp": ("labelled-head", "one-reduction"),
     "fsdp3": ("labelled-head", "one-reduction"),
@@ -80,7 +83,7 @@ def parsed(kind: str) -> tuple[str, frozenset[str]]:
     allowed = _ALLOWED.get(_family(base))
     if allowed is None:
         raise ValueError(
-            f"{base!r} is no hand-written peer. Write ddp, fsdp, fsdp3, or a pipeline such as pp4 or pp2dp2."
+            f"{base!r} is no hand-written peer. Write loop, ddp, fsdp, fsdp3, or a pipeline such as pp4 or pp2dp2."
         )
     for option in options:
         if option not in allowed:
@@ -106,7 +109,7 @@ def pipeline_degrees(base: str) -> tuple[int, int]:
 def fits(kind: str, world: int) -> bool:
     """Return whether a peer runs on so many devices."""
     if not kind.startswith("pp"):
-        return True
+        return world == 1 or _family(kind) != "loop"
     stages, data = pipeline_degrees(kind)
     return stages * data == world
 
@@ -124,8 +127,9 @@ def _family(base: str) -> str:
 class Peer:
     """`step(batch)` trains once on this replica's part of the global batch and returns its mean loss, on the device.
 
-    `kind` is a base and options of `OPTIONS`, joined by `+`. The base is `ddp`, `fsdp` (reshard after the backward pass
-    only), `fsdp3` (after each forward pass too), or, as `pp4` and `pp2dp2`, a pipeline of so many stages and replicas.
+    `kind` is a base and options of `OPTIONS`, joined by `+`. The base is `loop` (one device, no wrapper), `ddp`, `fsdp`
+    (reshard after the backward pass only), `fsdp3` (after each forward pass too), or, as `pp4` and `pp2dp2`, a pipeline
+    of so many stages and replicas.
     """
 
     def __new__(cls, kind: str, *_: Any, **__: Any) -> Peer:
@@ -160,10 +164,12 @@ class _DataParallel(Peer):
             for layer in _layers(model):
                 fully_shard(layer, mp_policy=policy, reshard_after_forward=base == "fsdp3")
             fully_shard(model, mp_policy=policy, reshard_after_forward=False)
-            self.model: Any = model
-        else:
+        self.model: Any = model
+        if base == "ddp":
             self.model = DistributedDataParallel(model, gradient_as_bucket_view=True)
-        self.optimizer: Any = DividedMuon(model, device) if "muon" in self.options else adamw(model, device)
+        self.masters = _Masters(model, device) if "masters" in self.options else None
+        self.trained: nn.Module = model if self.masters is None else self.masters.weights
+        self.optimizer: Any = DividedMuon(model, device) if "muon" in self.options else adamw(self.trained, device)
 
     def step(self, batch: Batch) -> torch.Tensor:
         self.optimizer.zero_grad(set_to_none=True)
@@ -182,12 +188,16 @@ class _DataParallel(Peer):
                     loss = (output if self.labelled is not None else output.loss) / len(parts)
                 self.enter("backward")
                 loss.backward()
+            if self.masters is not None:
+                self.masters.take_gradients()
             total += loss.detach()
             self.tokens += part["input_ids"].numel()
         self.enter("norm")
-        nn.utils.clip_grad_norm_(self.model.parameters(), CLIP_NORM)
+        nn.utils.clip_grad_norm_(self.trained.parameters(), CLIP_NORM)
         self.enter("update")
         self.optimizer.step()
+        if self.masters is not None:
+            self.masters.copy_weights()
         return total
 
     @contextlib.contextmanager
@@ -198,11 +208,38 @@ class _DataParallel(Peer):
             if self.gathered_once:
                 self.model.set_reshard_after_backward(last)
             yield
-        elif self.sharded or last:
+        elif last or not isinstance(self.model, DistributedDataParallel):
             yield
         else:
             with self.model.no_sync():
                 yield
+
+
+class _Masters:
+    """fp32 weights and gradients in the place of a model's, whose own become bf16 (on a CPU they stay fp32)."""
+
+    def __init__(self, model: nn.Module, device: torch.device) -> None:
+        self.copies = list(model.parameters())
+        self.weights = nn.ParameterList(copy.detach().clone() for copy in self.copies)
+        model.to(torch.bfloat16 if device.type == "cuda" else torch.float32)
+
+    def take_gradients(self) -> None:
+        """Add the model's gradients to those of the fp32 weights, and free them."""
+        pairs = [(w, copy.grad) for w, copy in zip(self.weights, self.copies, strict=True) if copy.grad is not None]
+        new = [(weight, gradient) for weight, gradient in pairs if weight.grad is None]
+        later = [(weight.grad, gradient) for weight, gradient in pairs if weight.grad is not None]
+        for weight, _ in new:
+            weight.grad = torch.empty_like(weight)
+        if new:
+            torch._foreach_copy_([weight.grad for weight, _ in new], [gradient for _, gradient in new])
+        if later:
+            torch._foreach_add_([total for total, _ in later], [gradient for _, gradient in later])
+        for copy in self.copies:
+            copy.grad = None
+
+    @torch.no_grad()
+    def copy_weights(self) -> None:
+        torch._foreach_copy_(self.copies, list(self.weights))
 
 
 class _Pipelined(Peer):

@@ -40,6 +40,7 @@ MEGATRON = ("megatron", "megatron+fused+flash", "megatron-tp2+flash+recompute", 
 needs_deepspeed = pytest.mark.skipif(importlib.util.find_spec("deepspeed") is None, reason="DeepSpeed is not installed")
 needs_megatron = pytest.mark.skipif(importlib.util.find_spec("megatron") is None, reason="Megatron is not installed")
 WORDS = ("--skip", "deepspeed,megatron", "--rounds", "2")
+ALONE = ("loop", "loop+labelled-head+masters", "loop+masters+recompute")
 KINDS = (
     "ddp",
     "ddp+labelled-head+recompute",
@@ -108,6 +109,10 @@ def _trained(_rank: int) -> dict[str, Any]:
     return found
 
 
+def _trained_alone(_rank: int) -> dict[str, Any]:
+    return {kind: _one(kind) for kind in ALONE}
+
+
 def _one(kind: str, model: Any = MODEL) -> dict[str, Any]:
     peer = peers.Peer(kind, model.build, MICRO_BATCH, CPU)
     share, whole = SAMPLES // peer.data, global_batch(model)
@@ -126,6 +131,14 @@ def _one(kind: str, model: Any = MODEL) -> dict[str, Any]:
 @pytest.fixture(scope="module")
 def trained() -> dict[str, Any]:
     return launch(_trained, 2)
+
+
+def test_loops_of_one_device_have_the_losses_of_plain_pytorch_and_run_on_no_more() -> None:
+    expected, found = plain_losses(), launch(_trained_alone, 1)
+    for kind in ALONE:
+        assert found[kind]["losses"] == pytest.approx(expected, rel=1e-5), kind
+        assert not found[kind]["collectives"]
+        assert [contenders.fits(kind, world) for world in (1, 2)] == [True, False]
 
 
 def test_every_peer_has_the_losses_of_plain_pytorch(trained: dict[str, Any]) -> None:
@@ -232,6 +245,7 @@ def test_no_split_has_a_faster_slowest_stage_than_the_balanced_one(layers: int, 
     [
         ("horovod", "'horovod' is no hand-written peer"),
         ("ddp+one-reduction", "ddp has no option 'one-reduction'"),
+        ("ddp+masters", "ddp has no option 'masters'"),
         ("fsdp+recompute+recompute-half", "Keep one of the two options"),
         ("ppx", "'ppx' is no pipeline"),
         ("deepspeed4", "'deepspeed4' is no peer of DeepSpeed. Write deepspeed1, deepspeed2, deepspeed3"),
