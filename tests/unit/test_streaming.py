@@ -7,6 +7,7 @@ import itertools
 import json
 import os
 import signal
+import time
 from pathlib import Path
 from typing import Any
 
@@ -158,7 +159,10 @@ def test_the_writer_waits_for_the_slowest_reader_and_goes_on_from_a_state(text: 
             ring.release(0, index + 1)
             if index > first + 5:
                 ring.release(1, index - 4)
-        reached = feeder.state(150)
+        # The state of the next chunk comes when its writer begins it, which reads of the chunk before do not wait for.
+        ends = time.monotonic() + 60
+        while (reached := feeder.state(150)) is not None and reached["first"] < 150 and time.monotonic() < ends:
+            time.sleep(0.01)
         assert reached is not None
         assert reached["first"] == 150
         assert feeder.state(149) is None, "states before the last that was asked for are forgotten"
