@@ -16,7 +16,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from workbench.capture import Graph
+from workbench.capture import Graph, LabelCount
 from workbench.capture.hidden_matrices import projections
 from workbench.capture.losses import count_labels, on_device
 from workbench.columns import shared_columns
@@ -234,11 +234,7 @@ class Trainer:
         # those of its own micro-batch: the mean over the micro-batches is then the mean over the global batch, however
         # the labels are spread. A loss that is gathered over the micro-batches is the only one.
         if self._label_counts:
-            known = {loss: torch.tensor(counts) for loss, counts in context.label_counts.items()}
-            counted = [
-                sent(known[loss], context.device) if loss in known else count_labels(each, batch, self.plan.micro_batch)
-                for loss, each in enumerate(self._label_counts)
-            ]
+            counted = _counted(self._label_counts, context, batch, self.plan.micro_batch)
             labels = torch.stack([each.sum() for each in counted]).float()
             if self.plan.data > 1:
                 dist.all_reduce(labels, group=self.coordinate.data_group)
@@ -355,6 +351,17 @@ def _tied_groups(plan: Plan, graph: Graph, coordinate: MeshCoordinate) -> dict[s
             if coordinate.rank in members:
                 own[name] = groups[members]
     return own
+
+
+def _counted(
+    losses: list[LabelCount], context: StepContext, batch: Mapping[str, torch.Tensor], micro_batch: int
+) -> list[torch.Tensor]:
+    """Return the labels of each micro-batch for each mean loss; those that the host has counted are sent."""
+    known = {loss: torch.tensor(counts) for loss, counts in context.label_counts.items()}
+    return [
+        sent(known[loss], context.device) if loss in known else count_labels(each, batch, micro_batch)
+        for loss, each in enumerate(losses)
+    ]
 
 
 # Loss spikes: steps whose loss or gradient norm leaps above those before, and what the experiment says happens then.
