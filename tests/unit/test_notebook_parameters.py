@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from pathlib import Path
 from typing import Any
 
@@ -10,6 +11,7 @@ import pytest
 
 from workbench import notebooks
 from workbench.errors import InvalidArgument, InvalidExperiment, UnknownParameter, WorkbenchError
+from workbench.notebooks import executing
 from workbench.notebooks.executing import parameters, templates, values_of, with_values
 
 SOURCE = '''%matplotlib inline
@@ -131,3 +133,29 @@ def test_the_defaults_of_a_template_have_their_own_type(template: str) -> None:
     path = notebooks.template_path(template)
     defaults = {name: each.default for name, each in parameters(path).items()}
     assert len(values_of(path, defaults)) == len(defaults) > 4
+
+
+@pytest.mark.parametrize(
+    ("sentence", "again"),
+    [("Kernel didn't respond in 60 seconds", True), ("Kernel died before replying to kernel_info", True), ("x", False)],
+)
+def test_a_kernel_that_does_not_come_up_is_started_again(
+    sentence: str, again: bool, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    import papermill
+
+    failures, starts = executing.STARTS - 1, list[int]()
+
+    def started(*_: Any, **__: Any) -> None:
+        starts.append(1)
+        if len(starts) <= failures:
+            raise RuntimeError(sentence)
+
+    monkeypatch.setattr(papermill, "execute_notebook", started)
+    run = functools.partial(executing._run_papermill, tmp_path / "a.ipynb", tmp_path / "b.ipynb", {}, None, None)
+    if again:
+        assert run() is None
+        failures, starts = executing.STARTS, []
+    with pytest.raises(RuntimeError, match=sentence):
+        run()
+    assert len(starts) == (executing.STARTS if again else 1)

@@ -444,7 +444,10 @@ REPORT_EVERY_S = 15.0
 POLL_S = 0.5
 """Seconds between two reads of the runs."""
 STARTS = 3
-"""Starts of a kernel that ends before it is ready: the ports that it was given may be taken before it opens them."""
+"""Starts of a kernel that ends before it is ready, or does not answer: the ports that it was given may be taken before
+it opens them."""
+NOT_STARTED = ("Kernel died before replying", "Kernel didn't respond")
+"""How the messages of `jupyter_client` begin for such a kernel, in which nothing has been executed."""
 KERNEL = {"name": "python3", "display_name": "Python 3", "language": "python"}
 """Kernel of a notebook that names none."""
 
@@ -564,7 +567,7 @@ def _run_papermill(
                 "training."
             )
         except RuntimeError as error:
-            if not starts_left or "Kernel died before replying" not in str(error):
+            if not starts_left or not str(error).startswith(NOT_STARTED):
                 raise
         else:
             break
