@@ -447,7 +447,7 @@ STARTS = 3
 """Starts of a kernel that ends before it is ready, or does not answer: the ports that it was given may be taken before
 it opens them."""
 NOT_STARTED = ("Kernel died before replying", "Kernel didn't respond")
-"""How the messages of `jupyter_client` begin for such a kernel, in which nothing has been executed."""
+"""Beginnings of the messages of `jupyter_client` on such a kernel, in which nothing has been executed."""
 KERNEL = {"name": "python3", "display_name": "Python 3", "language": "python"}
 """Kernel of a notebook that names none."""
 
