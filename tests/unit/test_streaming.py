@@ -159,7 +159,7 @@ def test_the_writer_waits_for_the_slowest_reader_and_goes_on_from_a_state(text: 
             ring.release(0, index + 1)
             if index > first + 5:
                 ring.release(1, index - 4)
-        # The state of the next chunk comes when its writer begins it, which reads of the chunk before do not wait for.
+        # The state of a chunk comes when the writer begins that chunk. Reading the chunk before does not wait for it.
         ends = time.monotonic() + 60
         while (reached := feeder.state(150)) is not None and reached["first"] < 150 and time.monotonic() < ends:
             time.sleep(0.01)
