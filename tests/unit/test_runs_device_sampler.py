@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import os
+import signal
 import subprocess
 import sys
-import time
+import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -16,6 +18,7 @@ import psutil
 import pytest
 
 from tests.logs import append_event
+from tests.patience import PATIENCE_S, Clock, eventually
 from workbench.machine import available_cores
 from workbench.rundir import RunDir
 from workbench.runs.event_log import LogTail, read_events
@@ -25,62 +28,67 @@ from workbench.runs.launching.device_queue import CpuMeter, GpuMeter, Sample, sa
 from workbench.runs.run import Run
 
 BUSY = "import subprocess, sys; subprocess.run([sys.executable, '-c', 'while True: pass'])"
-IDLE = "import time; time.sleep(600)"
 
 
 @contextmanager
-def process(code: str) -> Iterator[subprocess.Popen[bytes]]:
-    started = subprocess.Popen([sys.executable, "-c", code], start_new_session=True)
-    try:
-        yield started
-    finally:
-        below = psutil.Process(started.pid).children(recursive=True)
-        for each in (*below, psutil.Process(started.pid)):
-            each.kill()
-        started.wait()
+def busy_tree() -> Iterator[psutil.Process]:
+    """Start a process whose child computes, and wait until that has taken some time of a core."""
+    with subprocess.Popen([sys.executable, "-c", BUSY], start_new_session=True) as started:
+        top = psutil.Process(started.pid)
+        try:
+            eventually(lambda: cpu_seconds(top) > 0.1)
+            yield top
+        finally:
+            os.killpg(started.pid, signal.SIGKILL)
 
 
-def cpu_seconds(pid: int) -> float:
-    tree = [psutil.Process(pid), *psutil.Process(pid).children(recursive=True)]
-    return sum(sum(each.cpu_times()[:2]) for each in tree)
+def cpu_seconds(top: psutil.Process) -> float:
+    return sum(sum(each.cpu_times()[:2]) for each in (top, *top.children(recursive=True)))
 
 
-def test_a_share_is_the_cpu_time_of_a_process_and_all_below_it() -> None:
-    with process(BUSY) as busy:
-        while cpu_seconds(busy.pid) < 0.2:  # its child has begun
-            time.sleep(0.02)
-        meter = CpuMeter(busy.pid)
-        before, started = cpu_seconds(busy.pid), time.monotonic()
-        time.sleep(1.0)
+def test_a_share_is_the_cpu_time_of_a_process_and_all_below_it_and_that_of_idle_ones_is_none(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    clock = Clock()
+    monkeypatch.setattr(device_queue, "time", clock)
+    with busy_tree() as top:
+        before = cpu_seconds(top)
+        meter = CpuMeter(top.pid)
+        after = cpu_seconds(top)
+        eventually(lambda: cpu_seconds(top) > after + 0.1)
+        least = cpu_seconds(top) - after
+        clock.sleep(100)
         sample = meter.sample()
-        expected = (cpu_seconds(busy.pid) - before) / (available_cores() * (time.monotonic() - started))
-    assert sample.names == ("CPU",)
-    assert sample.shares[0] == pytest.approx(expected, rel=0.25, abs=0.03)
-    assert sample.used_bytes[0] is not None
-    assert 5e6 < sample.used_bytes[0] < 5e8
+        most = cpu_seconds(top) - before
+        assert sample.names == ("CPU",)
+        assert least - 1e-6 <= sample.shares[0] * 100 * available_cores() <= most + 1e-6
+        assert sample.used_bytes[0] is not None
+        assert 5e6 < sample.used_bytes[0] < 5e8
+        os.killpg(top.pid, signal.SIGSTOP)
+        eventually(lambda: {each.status() for each in (top, *top.children())} == {psutil.STATUS_STOPPED})
+        meter.sample()
+        clock.sleep(1)
+        assert meter.sample().shares == (0.0,)
+    clock.sleep(1)
+    assert meter.sample().shares == (0.0,), "the processes are gone"
 
 
-def test_idle_and_departed_processes_keep_nothing_busy() -> None:
-    with process(IDLE) as idle:
-        time.sleep(0.5)
-        meter = CpuMeter(idle.pid)
-        time.sleep(0.3)
-        assert meter.sample().shares[0] == pytest.approx(0.0, abs=0.02)
-    assert meter.sample().shares == (0.0,)
+def is_sampling() -> bool:
+    return any(thread.name == "devices" for thread in threading.enumerate())
 
 
 def test_samples_are_recorded_while_the_processes_live(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(device_queue, "SAMPLE_S", 0.1)
+    monkeypatch.setattr(device_queue, "SAMPLE_S", 0.01)
+    monkeypatch.setattr(device_queue, "LEAVES_S", PATIENCE_S)
     run = RunDir(tmp_path)
-    with process(BUSY) as busy, sampled(run, "cpu", ("cpu",), busy.pid):
-        while not run.events.exists() or len(read_events(run.events)) < 3:
-            time.sleep(0.02)
-    count = len(read_events(run.events))
-    time.sleep(0.3)
-    found = read_events(run.events)
-    assert len(found) == count, "nothing comes after the end"
-    assert {(event["type"], event["device_type"], *event["names"]) for event in found} == {("device", "cpu", "CPU")}
-    assert max(event["shares"][0] for event in found) > 0
+
+    def found() -> list[dict[str, Any]]:
+        return read_events(run.events) if run.events.exists() else []
+
+    with busy_tree() as top, sampled(run, "cpu", ("cpu",), top.pid):
+        eventually(lambda: len(found()) > 2 and max(event["shares"][0] for event in found()) > 0, found)
+    assert not is_sampling(), "nothing comes after the end"
+    assert {(event["type"], event["device_type"], *event["names"]) for event in found()} == {("device", "cpu", "CPU")}
 
 
 UUIDS = ("GPU-aaaa-1", "GPU-bbbb-2", "GPU-cccc-3")
@@ -139,7 +147,7 @@ def test_without_nvml_nothing_is_recorded_and_nothing_breaks(
     elif _has_nvml():
         pytest.skip("this machine has NVML")
     with sampled(RunDir(tmp_path), "cuda", UUIDS, pid=1):
-        time.sleep(0.3)
+        eventually(lambda: not is_sampling())
     assert not (tmp_path / "events.jsonl").exists()
     assert "Devices are not sampled" in capfd.readouterr().out
 
@@ -154,12 +162,14 @@ def _has_nvml() -> bool:
 
 
 def test_a_driver_that_hangs_does_not_hold_up_the_end(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(device_queue, "open_meter", lambda *_: time.sleep(60))
+    answers = threading.Event()
+    monkeypatch.setattr(device_queue, "open_meter", lambda *_: answers.wait(PATIENCE_S))
     monkeypatch.setattr(device_queue, "LEAVES_S", 0.1)
-    started = time.monotonic()
     with sampled(RunDir(tmp_path), "cuda", UUIDS, pid=1):
         pass
-    assert time.monotonic() - started < 30
+    assert is_sampling(), "the end waited for the driver's answer"
+    answers.set()
+    eventually(lambda: not is_sampling())
 
 
 def test_a_busy_device_is_no_sign_of_life_of_the_ranks(tmp_path: Path) -> None:
