@@ -52,7 +52,7 @@ def make_run(folder, name="bert-1", steps=100, supervisor=DEAD) -> RunDir:
 @pytest.fixture
 def sleeper():
     """Yield a process that does nothing, in the place of a rank."""
-    process = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(60)"])
+    process = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"])  # clock: it is killed
     yield process
     process.kill()
     process.wait()

@@ -6,8 +6,6 @@ import os
 import shutil
 import subprocess
 import sys
-import threading
-import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -17,6 +15,7 @@ import pytest
 
 import workbench as wb
 from tests.logs import append_event
+from tests.patience import Clock, eventually
 from tests.unit.test_runs import make_run
 from workbench.errors import CheckpointError, PlanMismatch, RunExists, RunNotFound, WorkbenchError
 from workbench.rundir import RunDir, process_alive, process_record, this_process, write_json, write_record
@@ -26,7 +25,7 @@ from workbench.runs.launching import device_queue, launcher, processes, supervis
 from workbench.runs.registry import ProgressReporter, list_runs, load_run
 from workbench.runs.run import Run
 
-SLEEP = "import time; time.sleep({})"
+SLEEP = "import time; time.sleep(600)  # clock: it sleeps until it is killed"
 FAR = {"pid": 1, "created": 0.0, "host": "another-host"}
 
 
@@ -35,10 +34,10 @@ def begin() -> Iterator[Callable[..., subprocess.Popen[bytes]]]:
     """Yield a function that starts a sleeping process with further words on its command line."""
     started = []
 
-    def one(*words: str, seconds: float = 60) -> subprocess.Popen[bytes]:
-        started.append(subprocess.Popen([sys.executable, "-c", SLEEP.format(seconds), *words]))
-        while psutil.Process(started[-1].pid).cmdline()[:1] != [sys.executable]:  # forked, and not yet itself
-            time.sleep(0.01)
+    def one(*words: str) -> subprocess.Popen[bytes]:
+        started.append(subprocess.Popen([sys.executable, "-c", SLEEP, *words]))
+        itself = psutil.Process(started[-1].pid)
+        eventually(lambda: itself.cmdline()[:1] == [sys.executable])  # forked, and not yet itself
         return started[-1]
 
     yield one
@@ -64,14 +63,13 @@ def test_only_processes_that_train_a_run_are_taken_for_its_own(tmp_path, begin):
 
 def test_what_another_node_on_this_host_started_does_not_keep_the_first_from_resuming(tmp_path, begin):
     found = make_run(tmp_path)
-    rank = [sys.executable, "-c", SLEEP.format(60), "-m", processes.WORKER, str(found.path)]
+    rank = [sys.executable, "-c", SLEEP, "-m", processes.WORKER, str(found.path)]
     starts_it = f"import subprocess, sys; subprocess.run({rank!r})"
     node = subprocess.Popen(
         [sys.executable, "-c", starts_it, "-m", "workbench.runs.launching.multi_node", str(found.path)]
     )
     try:
-        while not processes.strays(found):
-            time.sleep(0.01)
+        eventually(lambda: processes.strays(found))
         with pytest.raises(RunExists, match="still running"):
             launcher.clear_attempt(found)
         launcher.clear_attempt(found, among_nodes=True)
@@ -114,17 +112,26 @@ def checkpointed(folder: Path, step: int = 2, **facts: Any) -> RunDir:
     return found
 
 
-def test_a_run_is_continued_at_once_though_its_supervisor_is_only_just_leaving(tmp_path, begin):
-    last = begin(seconds=1)
+def test_a_run_is_continued_at_once_though_its_supervisor_is_only_just_leaving(tmp_path, begin, monkeypatch):
+    last, clock = begin(), Clock()
     found = checkpointed(tmp_path, supervisor=process_record(last.pid))
+    monkeypatch.setattr(processes, "time", clock)
+
+    def leaves(_: float) -> None:
+        last.kill()
+        last.wait()
+
+    monkeypatch.setattr(clock, "sleep", leaves)
     assert launcher.checkpoint_of(found.path) == found.checkpoint(2)
 
 
-def test_a_run_that_another_host_writes_is_not_continued_here(tmp_path):
+def test_a_run_that_another_host_writes_is_not_continued_here(tmp_path, monkeypatch):
     found = make_run(tmp_path, supervisor=FAR)
+    clock = Clock(found.events.stat().st_mtime)
+    monkeypatch.setattr(status, "time", clock)
     with pytest.raises(RunExists, match="is still running"):
         launcher.checkpoint_of(found.path)
-    os.utime(found.events, (time.time() - 120,) * 2)  # its machine is gone
+    clock.sleep(status.SILENCE_S)  # its machine is gone
     with pytest.raises(CheckpointError, match="no checkpoint"):
         launcher.checkpoint_of(found.path)
 
@@ -187,10 +194,14 @@ def test_one_damaged_run_does_not_hide_the_others(tmp_path):
         repr(load_run(tmp_path / "empty"))
 
 
-def test_a_run_that_is_just_being_launched_is_listed_as_queued(tmp_path):
+def test_a_run_that_is_just_being_launched_is_listed_as_queued(tmp_path, monkeypatch):
     write_record(tmp_path / "new" / "experiment.json", {"name": "new", "steps": 10})
-    (row,) = list_runs(tmp_path).rows()
-    assert (row["state"], row["steps"]) == ("queued", 10)
+    clock = Clock(status.created_at(tmp_path / "new"))
+    monkeypatch.setattr(status, "time", clock)
+    for state in ("queued", "failed"):
+        (row,) = list_runs(tmp_path).rows()
+        assert (row["state"], row["steps"]) == (state, 10)
+        clock.sleep(status.LAUNCH_LIMIT_S)
 
 
 def test_followers_are_told_that_a_run_was_deleted_and_go_on(tmp_path):
@@ -274,7 +285,7 @@ def test_a_tilde_is_the_home_folder_in_every_verb(tmp_path, monkeypatch):
         wb.Plan.load("~/plan.json")
 
 
-def test_a_run_far_back_in_the_queue_looks_seldom_and_can_be_stopped_at_once(tmp_path):
+def test_a_run_far_back_in_the_queue_looks_seldom_and_can_be_stopped_at_once(tmp_path, monkeypatch):
     found = make_run(tmp_path)
 
     class Place:
@@ -288,10 +299,18 @@ def test_a_run_far_back_in_the_queue_looks_seldom_and_can_be_stopped_at_once(tmp
         def ahead(self) -> list[str]:
             return ["other"] * 100
 
-    threading.Timer(0.7, found.stop_file.touch).start()
-    place, began = Place(), time.monotonic()
+    clock, place = Clock(), Place()
+    monkeypatch.setattr(supervisor, "time", clock)
+    began, turn = clock.now, clock.sleep
+
+    def sleep(seconds: float) -> None:
+        turn(seconds)
+        if clock.now > began + 9:  # the next look at a queue of a hundred is due after ten seconds
+            found.stop_file.touch()
+
+    monkeypatch.setattr(clock, "sleep", sleep)
     assert supervisor._wait_for_devices(found, place) is None
-    assert time.monotonic() - began < 9, "the next look at a queue of a hundred is due after ten seconds"
+    assert clock.now < began + 9.5
     assert place.looks == 1
 
 
@@ -306,8 +325,9 @@ def test_what_ends_orphaned_ranks_finds_workbench_where_this_process_does(tmp_pa
     assert str(tmp_path / "checkout") in started[0]["PYTHONPATH"].split(os.pathsep)
 
 
-def test_a_run_that_is_just_being_launched_can_be_stopped(tmp_path):
+def test_a_run_that_is_just_being_launched_can_be_stopped(tmp_path, monkeypatch):
     write_record(tmp_path / "new" / "experiment.json", {"name": "new", "steps": 10})
+    monkeypatch.setattr(status, "time", Clock(status.created_at(tmp_path / "new")))
     found = Run(tmp_path / "new").stop()
     assert found.directory.stop_file.exists()
     assert supervisor._wait_for_devices(found.directory, device_queue.Ticket(tmp_path / "nowhere.json")) is None
