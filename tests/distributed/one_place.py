@@ -10,8 +10,8 @@ import pytest
 from wandb_log import offline_history
 
 from tests.distributed import real_worker
-from tests.distributed.own_machine import eventually
 from tests.distributed.real_worker import experiment, plan, trained
+from tests.patience import eventually
 from workbench.analysis.curve import X_AXES, Curve
 from workbench.columns import reserved_names
 from workbench.errors import PlanInfeasible

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -24,12 +22,3 @@ def own_machine(folder: Path, patch: pytest.MonkeyPatch) -> Iterator[Path]:
     for path in (*runs.glob("*"), *runs.glob("*/runs/*")):
         supervisor = processes.launcher_record(RunDir(path)).get("supervisor")
         processes.kill_trees([*([supervisor] if supervisor else []), *processes.live_workers(RunDir(path))])
-
-
-def eventually(truth: Callable[[], Any], seconds: float = 120.0) -> Any:
-    """Wait for something that the ranks are about to do, and return it."""
-    deadline = time.monotonic() + seconds
-    while not (value := truth()):
-        assert time.monotonic() < deadline, "it did not happen in time"
-        time.sleep(0.01)  # each look reads every event
-    return value

@@ -17,7 +17,7 @@ import pytest
 import torch
 
 from tests.distributed.harness import environment, meeting, start_method
-from tests.distributed.own_machine import eventually
+from tests.patience import eventually
 from workbench import models
 from workbench.cost.hardware import Cluster, Device, Link
 from workbench.experiment import Experiment

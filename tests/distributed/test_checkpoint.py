@@ -19,9 +19,9 @@ from torch.distributed.checkpoint.metadata import _MEM_FORMAT_ENCODING
 from torch.nn import functional
 
 from tests.distributed import real_worker
-from tests.distributed.own_machine import eventually
 from tests.distributed.real_worker import Ranks, curve, directory, experiment, plan, trained
 from tests.exhaustive import EXHAUSTIVE
+from tests.patience import eventually
 from workbench.errors import CheckpointError, PlanMismatch
 from workbench.execution.checkpoint import (
     COMPLETE,

@@ -14,8 +14,8 @@ import pytest
 import torch
 
 import workbench as wb
-from tests.distributed.own_machine import eventually
 from tests.distributed.real_worker import VOCAB, Ranks, Words, curve, directory, experiment, plan, trained
+from tests.patience import eventually
 from workbench.data.sampling import shuffled
 from workbench.errors import InvalidExperiment, LossSpikes
 from workbench.execution.checkpoint import complete_checkpoints

@@ -18,8 +18,8 @@ from torch.nn import functional
 
 import workbench as wb
 from tests.distributed.harness import CPU, LINK
-from tests.distributed.own_machine import eventually
 from tests.distributed.real_worker import Ranks, curve, directory, experiment, last_step, plan, reach, trained
+from tests.patience import eventually
 from workbench.cost.hardware import Cluster
 from workbench.errors import DataError, RunFailed
 from workbench.execution.checkpoint import complete_checkpoints, step_of

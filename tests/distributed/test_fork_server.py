@@ -16,8 +16,8 @@ import pytest
 
 import workbench as wb
 from tests.distributed import real_worker, test_sweeps
-from tests.distributed.own_machine import eventually
 from tests.distributed.test_launch import ROOT, experiment, first_step, launch, node, plan_for, start
+from tests.patience import eventually
 from workbench.rundir import process_alive, process_record, read_json, runs_root
 from workbench.runs.launching import fork_server, launcher, processes
 from workbench.runs.registry import load_run

@@ -16,9 +16,10 @@ from pathlib import Path
 import psutil
 import pytest
 
-from tests.distributed.own_machine import eventually, own_machine
+from tests.distributed.own_machine import own_machine
 from tests.distributed.test_launch import HERE, ROOT, start
 from tests.exhaustive import EXHAUSTIVE
+from tests.patience import eventually
 from workbench.events import ProcessRecord
 from workbench.rundir import process_alive, process_record
 from workbench.runs.event_log import read_events
@@ -28,8 +29,6 @@ from workbench.runs.run import Run
 
 KILLS = 50 if EXHAUSTIVE else 3
 ENDLESS = 1_000_000
-GONE_WITHIN_S = 60.0
-"""Seconds for every process of a run to end after a kill; an idle machine needs a few."""
 VICTIMS = ("kernel", "supervisor", "launcher", "rank 0", "rank 1")
 
 KERNEL = f"""
@@ -104,7 +103,7 @@ class Attempt:
         if self.killed[-1:] == ["supervisor"]:
             eventually(lambda: self.run.status.state == "running" or not self.run.alive)
             self.run.stop()
-        eventually(lambda: not self.run.alive and not processes.strays(self.run.directory), GONE_WITHIN_S)
+        eventually(lambda: not self.run.alive and not processes.strays(self.run.directory))
         if self.kernel.poll() is None:
             self.kernel.kill()
         self.kernel.wait()

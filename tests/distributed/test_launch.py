@@ -17,7 +17,8 @@ from typing import Any
 import psutil
 import pytest
 
-from tests.distributed.own_machine import eventually, own_machine
+from tests.distributed.own_machine import own_machine
+from tests.patience import eventually
 from tests.unit.figure_values import plan as hand_made_plan
 from workbench import data, machine, models
 from workbench.cost.hardware import Cluster, Device, Link

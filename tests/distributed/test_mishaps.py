@@ -9,8 +9,8 @@ import threading
 
 import pytest
 
-from tests.distributed.own_machine import eventually
 from tests.distributed.test_launch import HERE, ROOT, first_step, launch, node, plan_for, start
+from tests.patience import eventually
 from workbench.errors import CheckpointError, RunExists, WorkbenchError
 from workbench.runs.launching import launcher, processes
 from workbench.runs.registry import list_runs, load_run

@@ -15,8 +15,8 @@ from pathlib import Path
 import nbformat
 import pytest
 
-from tests.distributed.own_machine import eventually
 from tests.distributed.test_launch import HERE, ROOT
+from tests.patience import eventually
 from workbench import notebooks
 from workbench.runs import wandb_run as tracking
 
@@ -70,7 +70,7 @@ def test_no_key_is_in_any_file_and_names_are_escaped_in_every_page(tmp_path, mon
     done = notebooks.execute(tmp_path / "mine.ipynb", tmp_path / "out")
     shared = notebooks.share(done.notebook, tmp_path / "shared")
     finished, failed = done.runs
-    eventually(lambda: not any(tracking.pending(run.directory) for run in done.runs), 120)
+    eventually(lambda: not any(tracking.pending(run.directory) for run in done.runs))
     kinds = sorted(name.partition("-")[0] for name, one in server.artifacts.items() if one["state"] == "COMMITTED")
     assert kinds == ["notebook", "notebook", "plan", "plan"]
     assert (finished.status.state, failed.status.state) == ("finished", "failed")
@@ -104,7 +104,7 @@ def test_the_lab_that_make_starts_answers_this_machine_alone_and_asks_for_a_toke
     command = [sys.executable, "-m", "jupyterlab", *line.split(), "--no-browser", "--port=0"]
     lab = subprocess.Popen(command, cwd=tmp_path, env=environment, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
     try:
-        (known,) = eventually(lambda: list(tmp_path.glob("jpserver-*.json")), 100)
+        (known,) = eventually(lambda: list(tmp_path.glob("jpserver-*.json")))
         server = eventually(lambda: json.loads(known.read_text() or "{}"))
         assert server["hostname"] == "127.0.0.1"
         assert len(server["token"]) >= 32

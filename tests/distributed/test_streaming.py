@@ -18,9 +18,9 @@ from torch.utils.data import IterableDataset
 import workbench as wb
 from tests.distributed import real_worker
 from tests.distributed.harness import launch
-from tests.distributed.own_machine import eventually
 from tests.distributed.real_worker import Ranks, Words, curve, directory, plan, trained
 from tests.exhaustive import EXHAUSTIVE
+from tests.patience import eventually
 from workbench.execution.checkpoint import complete_checkpoints, read_manifest
 from workbench.execution.feeding import TrainingSamples
 from workbench.experiment import Experiment

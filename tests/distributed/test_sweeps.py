@@ -15,8 +15,9 @@ from optuna.storages import JournalStorage
 from optuna.storages.journal import JournalFileBackend
 
 import workbench as wb
-from tests.distributed.own_machine import eventually, own_machine
+from tests.distributed.own_machine import own_machine
 from tests.distributed.real_worker import DEVICE, LINK, SEQ, VOCAB, Words
+from tests.patience import eventually
 from workbench.cost.hardware import Cluster
 from workbench.errors import (
     InvalidArgument,

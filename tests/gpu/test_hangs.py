@@ -12,10 +12,10 @@ from typing import Any
 import pytest
 import torch
 
-from tests.distributed.own_machine import eventually
 from tests.distributed.real_worker import Ranks, Words, directory, experiment, plan, reach
 from tests.gpu.machine import DEVICE, needs
 from tests.gpu.test_runs import MACHINE
+from tests.patience import eventually
 from workbench.runs.event_log import read_events
 from workbench.runs.launching import processes
 from workbench.runs.launching.stalls import StallWatch
@@ -66,7 +66,7 @@ def test_the_missing_rank_and_the_collective_are_named(
             statuses = [event for event in read_events(run.events) if event["type"] == "status"]
             return next((str(event["message"]) for event in statuses if event["state"] == "stalled"), "")
 
-        said = eventually(message, 90)
+        said = eventually(message)
     finally:
         ranks.kill(0)
     print(said)  # what a person reads, for the record of a run on GPUs
