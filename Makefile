@@ -1,10 +1,12 @@
 # make demo   the comparison on this machine; says where the report is
-# make test   lint, types, architecture, and the tests that take up to 10 s, with a few that stand for the longer ones
+# make test   lint, types, architecture, and the tests that take up to 10 s, with a few that stand for the longer ones;
+#             what fails is repeated once, alone
 # make docs   the documentation site, built strictly into site/
 # make wheel  the wheel, built and tried in an empty environment
 # make lab    JupyterLab on 127.0.0.1 with a card for each template in its launcher
-# make test-all         what CI runs: all of that and the longer tests; fails a test that has grown past 10 s
+# make test-all         what CI runs: all of that and the longer tests
 # make test-exhaustive  the same with every model, plan and combination that is known, for an hour or two
+# make test-under-load  make test three times beside four busy loops, to show that no verdict depends on speed
 # make durations        all tests, which records in tests/durations.json how long each takes
 # A fresh machine needs Python 3.11 or newer and make; everything else is installed into .venv.
 
@@ -22,7 +24,7 @@ REPORTS ?= reports
 # Where this is set, as in many containers, each of the hundreds of processes would compile all of torch anew.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: demo test test-all test-exhaustive durations tests-elsewhere tests-in-browser docs wheel lab lint clean
+.PHONY: demo test test-all test-exhaustive test-under-load durations tests-elsewhere tests-in-browser tests-on-gpu docs wheel lab lint clean
 
 HAS_TORCH := import re, importlib.util as u, importlib.metadata as m; \
 	need = re.search(r"torch>=([0-9.]+)", open("pyproject.toml").read())[1]; \
@@ -71,34 +73,53 @@ lint: $(VENV)/.tested
 	$(BIN)/mypy --implicit-reexport --follow-imports=silent $(LENIENT) tests/gpu
 	$(BIN)/lint-imports
 
-# Four files of tests at a time, one thread each, the longest first, because many tests wait for processes. JupyterLab is
-# driven beside them, one test at a time, and before them where a core is wanted by both: its tests have limits of time.
-# Tests of GPUs come last: they measure memory and time.
+# Four files of tests at a time, one thread each, the longest first, because many tests wait for processes. Beside them
+# JupyterLab is driven, one test at a time, and the code is checked. Each run of pytest leaves a note of what failed; what
+# did is repeated alone before tests.unsteady gives the verdict. Tests of GPUs come last: they measure memory and time.
+NOTES := .cache/notes
 PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest $(RUN)
 BESIDE := --numprocesses 4 --dist loadfile --no-loadscope-reorder
-TESTS := $(MAKE) --no-print-directory --jobs 2 --keep-going tests-elsewhere tests-in-browser
+TESTS = $(MAKE) --no-print-directory --jobs 2 tests-elsewhere tests-in-browser
+ON_GPU = $(MAKE) --no-print-directory tests-on-gpu
+# $(call judged,COMMANDS,RUNS): runs tests beside the checks of the code, prints these in one piece, and judges both.
+define judged
+	@mkdir -p $(NOTES); rm -f $(NOTES)/*; \
+	$(MAKE) --no-print-directory lint > $(NOTES)/lint.txt 2>&1 & lint=$$!; \
+	$(1); wait $$lint; code=$$?; cat $(NOTES)/lint.txt; \
+	$(BIN)/python -m tests.unsteady $(patsubst %,$(NOTES)/%.json,$(2)) && exit $$code
+endef
 
-test: lint
-	+@$(TESTS) RUN=--short
+test: $(VENV)/.tested
+	$(call judged,$(TESTS) RUN=--short,elsewhere browser)
 
-test-all: lint
-	+@$(TESTS) RUN=--check-durations
-	$(PYTEST) tests/gpu
+test-all: $(VENV)/.tested
+	$(call judged,$(TESTS); $(ON_GPU),elsewhere browser gpu)
 
 test-exhaustive: export WORKBENCH_TEST_EXHAUSTIVE = 1
-test-exhaustive: lint
-	+@$(TESTS) RUN=--timeout=1800
-	$(PYTEST) tests/gpu
+test-exhaustive: $(VENV)/.tested
+	$(call judged,$(TESTS) RUN=--timeout=1800; $(ON_GPU),elsewhere browser gpu)
 
 durations: $(VENV)/.tested
-	+@$(TESTS) RUN=--record-durations=tests/durations.json
+	@mkdir -p $(NOTES); rm -f $(NOTES)/*; $(TESTS) RUN=--record-durations=tests/durations.json; \
+	$(BIN)/python -m tests.unsteady $(NOTES)/elsewhere.json $(NOTES)/browser.json
+
+# Shows that no verdict depends on speed: WHAT (test, test-all) passes TIMES times beside LOOPS busy loops, on CORES cores.
+WHAT ?= test
+TIMES ?= 3
+LOOPS ?= 4
+test-under-load: $(VENV)/.tested
+	$(BIN)/python -m tests.under_load --times $(TIMES) --loops $(LOOPS) $(if $(CORES),--cores $(CORES)) -- $(MAKE) $(WHAT)
 
 tests-elsewhere: $(VENV)/.tested
-	nice -n 10 env $(PYTEST) $(BESIDE) $(filter-out tests/__pycache__/ tests/browser/ tests/gpu/,$(wildcard tests/*/))
+	-@$(PYTEST) --note-failures=$(NOTES)/elsewhere.json $(BESIDE) \
+		$(filter-out tests/__pycache__/ tests/browser/ tests/gpu/,$(wildcard tests/*/))
 
 # What it prints comes in one piece, when it is over.
 tests-in-browser: $(VENV)/.tested
-	@said=$$($(PYTEST) tests/browser 2>&1); code=$$?; printf '\n%s\n' "$$said"; exit $$code
+	-@said=$$($(PYTEST) --note-failures=$(NOTES)/browser.json tests/browser 2>&1); printf '\n%s\n' "$$said"
+
+tests-on-gpu: $(VENV)/.tested
+	-@$(PYTEST) --note-failures=$(NOTES)/gpu.json tests/gpu
 
 docs: $(VENV)/.documented
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict

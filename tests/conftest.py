@@ -10,19 +10,22 @@ from pathlib import Path
 import pytest
 from hypothesis import settings
 
-from tests import durations, worlds
-from tests.durations import pytest_addoption
+from tests import durations, unsteady, worlds
 from tests.exhaustive import EXHAUSTIVE
 from workbench.machine import cache_home
-
-__all__ = ["pytest_addoption"]
 
 sys.modules["rfc3987_syntax"] = None  # type: ignore[assignment]  # jsonschema would build its grammar for two seconds
 gc.disable()  # until all tests are imported, because collecting meanwhile takes a fifth of that time
 
 
+def pytest_addoption(parser: pytest.Parser) -> None:
+    durations.pytest_addoption(parser)
+    unsteady.pytest_addoption(parser)
+
+
 def pytest_configure(config: pytest.Config) -> None:
     durations.pytest_configure(config)
+    unsteady.pytest_configure(config)
     if getattr(config.option, "numprocesses", None):  # only in the controller of several workers
         worlds.serve()
 

@@ -13,9 +13,6 @@ from __future__ import annotations
 import fcntl
 import json
 import statistics
-import subprocess
-import sys
-import tempfile
 import time
 from collections import Counter, defaultdict
 from collections.abc import Generator, Iterable, Mapping
@@ -28,11 +25,6 @@ FILE = Path(__file__).with_name("durations.json")
 ROOT = FILE.parents[1]
 LONG_S = 10.0
 """Seconds from which a test is left out of the short run, unless it is marked `representative`."""
-LONG_TIMEOUT_S = 900
-"""Limit of a test that is recorded to take longer than `LONG_S`; that of the others is in `pyproject.toml`.
-
-It ends what hangs: a template of 120 CPU seconds takes 300 s beside other tests on two cores.
-"""
 RECORDED_S = 0.5
 """Seconds from which a test is recorded."""
 UNRECORDED_S = 0.1
@@ -89,12 +81,6 @@ def lengths(durations: Mapping[str, Duration]) -> dict[str, float]:
     }
 
 
-def length_again(again: Duration, before: Duration, length: float) -> float:
-    """Return the seconds of a test that ran once more, with the part of its shared fixtures that it had in `length`."""
-    part = (length - before.own) / before.shared if before.shared else 0.0
-    return again.own + part * again.shared
-
-
 def total(durations: Iterable[Duration]) -> float:
     """Return the seconds of tests of one file, whose shared fixtures are made once."""
     every = list(durations)
@@ -116,7 +102,6 @@ def in_order(files: Mapping[str, float]) -> list[str]:
 def pytest_addoption(parser: pytest.Parser) -> None:
     group = parser.getgroup("durations")
     group.addoption("--short", action="store_true", help=f"leave out tests recorded to take over {LONG_S:g} s")
-    group.addoption("--check-durations", action="store_true", help="fail if a test of the short run has grown too long")
     group.addoption("--record-durations", nargs="?", const=str(FILE), metavar="FILE", help="record how long tests take")
 
 
@@ -137,10 +122,9 @@ class Durations:
         self.measured: dict[str, Duration] = {}
         """Duration of each test that passed."""
         self.in_short_run: set[str] = set()
-        """Tests whose length is checked: those without the mark, recorded as short or not at all."""
+        """Tests that are recorded as short or not at all, without those that have the mark."""
         self.collected: set[str] = set()
         self.left_out: list[str] = []
-        self.grown: dict[str, float] = {}
         self._shared: dict[tuple[str, str, int], float] = {}
         """Seconds of each fixture that several tests share: where it is defined, its name, number of its parameter."""
         self._running = ""
@@ -158,11 +142,8 @@ class Durations:
 
     @pytest.hookimpl(trylast=True)
     def pytest_collection_modifyitems(self, items: list[pytest.Item]) -> None:
-        long = [item for item in items if self.is_long(item)]
-        for item in long:
-            item.add_marker(pytest.mark.timeout(LONG_TIMEOUT_S))
         if self.config.option.short:
-            long = [item for item in long if item.get_closest_marker(MARK) is None]
+            long = [item for item in items if self.is_long(item) and item.get_closest_marker(MARK) is None]
             self.left_out = [item.nodeid for item in long]
             if long:
                 self.config.hook.pytest_deselected(items=long)
@@ -224,7 +205,7 @@ class Durations:
         self.collected.update(told.get("collected", ()))
 
     @pytest.hookimpl(tryfirst=True)
-    def pytest_sessionfinish(self, session: pytest.Session, exitstatus: int) -> None:
+    def pytest_sessionfinish(self) -> None:
         if hasattr(self.config, "workeroutput"):
             self.config.workeroutput |= {"left_out": self.left_out, "collected": sorted(self.collected)}
             return
@@ -232,41 +213,28 @@ class Durations:
             whole_files = not any("::" in argument for argument in self.config.args)
             collected = self.collected if whole_files else ()
             write(Path(self.config.option.record_durations), self.measured, collected)
-        if self.config.option.check_durations and exitstatus == pytest.ExitCode.OK:
-            self.grown = self._grown()
-            session.exitstatus = pytest.ExitCode.TESTS_FAILED if self.grown else exitstatus
 
-    def _grown(self) -> dict[str, float]:
-        """Return the tests that have no place in the short run any more, and their seconds.
+    def grown(self) -> dict[str, float]:
+        """Return the tests that are too long for the short run by now, and their seconds.
 
-        The limit grows with the slowness of this run. Whatever exceeds it runs once more, when nothing else does: a
-        test that was only in the way of others is no longer one of these.
+        The limit grows with the slowness of this run. It is no verdict, because some tests slow down more than others
+        on a busy machine: who reads of one records it, and the short run leaves it out.
         """
         limit = LONG_S * slowness(self.measured, self.recorded)
         measured = lengths(self.measured)
-        suspects = sorted(test for test in self.in_short_run if measured[test] > limit)
-        if not suspects:
-            return {}
-        with tempfile.TemporaryDirectory() as folder:
-            again = Path(folder) / "again.json"
-            command = [sys.executable, "-m", "pytest", f"--record-durations={again}", *suspects]
-            subprocess.run(command, cwd=self.config.rootpath, capture_output=True, check=False)
-            alone = {
-                test: length_again(each, self.measured[test], measured[test]) for test, each in read(again).items()
-            }
-        return {test: alone[test] for test in suspects if alone.get(test, 0.0) > limit}
+        return {test: measured[test] for test in sorted(self.in_short_run) if measured[test] > limit}
 
     def pytest_terminal_summary(self, terminalreporter: Any) -> None:
         say = terminalreporter.write_line
-        if self.grown:
-            terminalreporter.section(f"{len(self.grown)} tests have grown past {LONG_S:g} s", sep="!", red=True)
-            for test, seconds in self.grown.items():
-                say(f"{seconds:6.1f} s  {test}", red=True)
-            files = " ".join(sorted({test.partition("::")[0] for test in self.grown}))
+        grown = {} if self.config.option.record_durations else self.grown()
+        if grown:
+            say(f"{len(grown)} tests took over {LONG_S:g} s, more than was recorded of them:", bold=True)
+            for test, seconds in grown.items():
+                say(f"{seconds:6.1f} s  {test}")
+            files = " ".join(sorted({test.partition("::")[0] for test in grown}))
             say(
                 "Make them shorter. If what they state is worth the time, record them, and the short run leaves them "
-                f"out: python -m pytest {files} --record-durations",
-                red=True,
+                f"out: python -m pytest {files} --record-durations"
             )
         if self.left_out:
             minutes = sum(self._by_file(self.left_out).values()) / 60
