@@ -1,98 +1,122 @@
 """`benchmarks/on_node.py`: a list of commands on the GPUs of a node."""
 
-import re
 import subprocess
 import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
 
 import psutil
 import pytest
 
 from benchmarks import on_node
+from tests.patience import PATIENCE_S, Clock, eventually
 
 COMMAND = Path(on_node.__file__)
 LIST = """
 [first]
-command = "echo $GPUS of $LEFT minutes; date +%s.%N; sleep 4; date +%s.%N"
+command = "echo $GPUS of $LEFT minutes on $CUDA_VISIBLE_DEVICES; {wait}; echo first >> $FOLDER/ended"
 gpus = 1
 
 [second]
-command = "date +%s.%N; sleep 4; date +%s.%N"
+command = "echo $CUDA_VISIBLE_DEVICES; {wait}; echo second >> $FOLDER/ended"
 gpus = 1
 
 [all]
-command = "date +%s.%N; echo again >> $FOLDER/times; test -e $FOLDER/mended"
-rehearsal = "{rehearsal}"
+command = "echo all >> $FOLDER/ended; test -e $FOLDER/mended"
 
 [last]
-command = "date +%s.%N"
+command = "echo last >> $FOLDER/ended"
 gpus = 1
-"""
+""".replace("{wait}", "until test -e $FOLDER/open-$CUDA_VISIBLE_DEVICES; do sleep 0.1; done")
+NEVER_ENDS = "setsid sleep 600 & echo $! > $FOLDER/child.new; mv $FOLDER/child.new $FOLDER/child; sleep 600"
+"""Launchers start their workers in sessions of their own, which a signal to the command does not reach."""
 
 
-def run(folder: Path, *words: str, content: str = LIST, rehearsal: str = "") -> subprocess.CompletedProcess[str]:
-    (folder / "list.toml").write_text(content.replace("{rehearsal}", rehearsal))
-    command = [sys.executable, COMMAND, folder / "list.toml", "--folder", folder, "--gpus", "2", "--rehearse", *words]
-    return subprocess.run(command, capture_output=True, text=True, timeout=110)
+class Looks(Clock):
+    """The clock of the command, which stands still. Where the command would pause, the test says what happens next."""
+
+    strftime = staticmethod(time.strftime)
+
+    def __init__(self, looks: Callable[[Clock], object]) -> None:
+        super().__init__()
+        self.looks = looks
+
+    def sleep(self, _seconds: float) -> None:
+        self.looks(self)
 
 
-def times(folder: Path, name: str) -> list[float]:
-    """Return the times that a task printed."""
-    lines = (folder / f"{name}.log").read_text().splitlines()
-    return [float(line) for line in lines if line[0].isdigit() and " " not in line]
+def an_end(_clock: Clock | None = None) -> None:
+    """Wait until a command has ended, which is what the next look finds."""
+    children = psutil.Process().children
+    eventually(lambda: any((each.name(), each.status()) == ("bash", psutil.STATUS_ZOMBIE) for each in children()))
 
 
-def test_commands_share_the_gpus_begin_in_order_and_go_on_where_they_stopped(tmp_path):
-    done = run(tmp_path)
-    assert (done.returncode, done.stderr) == (1, "Did not succeed: all.\n")
-    first, second, everything, last = (times(tmp_path, name) for name in ("first", "second", "all", "last"))
-    assert (tmp_path / "first.log").read_text().startswith("1 of 60.0 minutes\n")
-    assert max(first[0], second[0]) < min(first[1], second[1]), "each has a GPU of its own, at the same time"
-    assert max(first[1], second[1]) < everything[0] < last[0]
+def run(
+    folder: Path,
+    patch: pytest.MonkeyPatch,
+    content: str,
+    looks: Callable[[Clock], object] = an_end,
+    *words: str,
+) -> object:
+    """Rehearse a list on two GPUs, and return with what the command exits."""
+    (folder / "list.toml").write_text(content)
+    command = ["on_node.py", str(folder / "list.toml"), "--folder", str(folder), "--gpus", "2", "--rehearse", *words]
+    patch.setattr(sys, "argv", command)
+    patch.setattr(on_node, "time", Looks(looks))
+    patch.setattr(on_node.signal, "signal", lambda *_: None)
+    with pytest.raises(SystemExit) as ended:
+        on_node.main()
+    return ended.value.code
+
+
+def test_commands_share_the_gpus_begin_in_order_and_go_on_where_they_stopped(tmp_path, monkeypatch):
+    begun: list[set[str]] = []
+
+    def looks(_clock: Clock) -> None:
+        begun.append({path.stem for path in tmp_path.glob("*.log")})
+        if len(begun) in (3, 5):  # the first GPU is free, and looked at again, before the second
+            (tmp_path / f"open-{len(begun) // 4}").touch()
+        if len(begun) == 3 or len(begun) >= 5:
+            an_end()
+
+    assert run(tmp_path, monkeypatch, LIST, looks) == "Did not succeed: all."
+    assert begun[:5] == [{"first", "second"}] * 5, "each has a GPU of its own, and nobody overtakes who waits for both"
+    logs = [(tmp_path / f"{name}.log").read_text() for name in ("first", "second")]
+    assert logs == ["1 of 60.0 minutes on 0\n", "1\n"]
+    assert (tmp_path / "ended").read_text().split() == ["first", "second", "all", "last"]
     (tmp_path / "mended").touch()
-    again = run(tmp_path)
-    assert (again.returncode, again.stderr) == (0, "")
-    assert (tmp_path / "times").read_text() == "again\n" * 2, "what succeeded is not repeated"
-    assert len(times(tmp_path, "first")) == 2
+    assert run(tmp_path, monkeypatch, LIST) == 0
+    assert (tmp_path / "ended").read_text().split()[4:] == ["all"], "what succeeded is not repeated"
 
 
-def test_a_rehearsal_replaces_the_command(tmp_path):
-    assert run(tmp_path, rehearsal="echo rehearsed").returncode == 0
+def test_a_rehearsal_replaces_the_command(tmp_path, monkeypatch):
+    assert run(tmp_path, monkeypatch, "[all]\ncommand = 'false'\nrehearsal = 'echo rehearsed'") == 0
     assert (tmp_path / "all.log").read_text() == "rehearsed\n"
 
 
-def test_at_the_end_of_the_time_nothing_is_left_and_nothing_is_begun_that_needs_more(tmp_path):
-    """Launchers start their workers in sessions of their own, which a signal to the command does not reach."""
-    content = """
-    [long]
-    command = "setsid sleep 600 & echo $! > $FOLDER/child; sleep 600"
-    gpus = 1
+def test_at_the_end_of_the_time_nothing_is_left_and_nothing_is_begun_that_needs_more(tmp_path, monkeypatch, capsys):
+    def looks(clock: Clock) -> None:
+        eventually((tmp_path / "child").exists)
+        clock.now += 60
 
-    [longer]
-    command = "true"
-    gpus = 1
-    minutes = 5
-    """
-    began = time.monotonic()
-    done = run(tmp_path, "--minutes", "0.15", content=content.replace("[long]", "[long]\n    minutes = 0"))
-    assert time.monotonic() - began < 90
-    assert (done.returncode, done.stderr) == (1, "Did not succeed: longer, long.\n")
-    assert "longer: not begun, it needs 5 minutes" in done.stdout
+    content = (
+        f"[long]\nminutes = 0\ncommand = '{NEVER_ENDS}'\ngpus = 1\n[longer]\ncommand = 'true'\nminutes = 5\ngpus = 1"
+    )
+    assert run(tmp_path, monkeypatch, content, looks, "--minutes", "1") == "Did not succeed: longer, long."
+    assert "longer: not begun, it needs 5 minutes" in capsys.readouterr().out
     assert not psutil.pid_exists(int((tmp_path / "child").read_text()))
     assert not (tmp_path / "long.done").exists()
 
 
 def test_a_request_to_end_reaches_what_was_begun(tmp_path):
-    (tmp_path / "list.toml").write_text("[long]\ncommand = 'setsid sleep 600 & echo $! > $FOLDER/child; sleep 600'\n")
+    (tmp_path / "list.toml").write_text(f"[long]\ncommand = '{NEVER_ENDS}'\n")
     command = [sys.executable, COMMAND, tmp_path / "list.toml", "--folder", tmp_path, "--gpus", "1", "--rehearse"]
-    started, child = subprocess.Popen(command, stderr=subprocess.PIPE), tmp_path / "child"
-    while not (child.exists() and child.read_text()):
-        time.sleep(0.1)
-    started.terminate()
-    started.communicate(timeout=100)
-    assert started.returncode == 143
-    assert not psutil.pid_exists(int(child.read_text()))
+    with subprocess.Popen(command) as started:
+        eventually((tmp_path / "child").exists)
+        started.terminate()
+        assert started.wait(PATIENCE_S) == 143
+    assert not psutil.pid_exists(int((tmp_path / "child").read_text()))
 
 
 @pytest.mark.parametrize(
@@ -103,9 +127,9 @@ def test_a_request_to_end_reaches_what_was_begun(tmp_path):
     ],
 )
 def test_a_wrong_list_is_refused(tmp_path, line, sentence):
-    done = run(tmp_path, content=f"[bad]\ncommand = 'true'\n{line}\n")
-    assert done.returncode == 1
-    assert re.search(sentence, done.stderr)
+    (tmp_path / "list.toml").write_text(f"[bad]\ncommand = 'true'\n{line}\n")
+    with pytest.raises(SystemExit, match=sentence):
+        on_node.read_list(tmp_path / "list.toml", 2)
 
 
 def test_more_gpus_than_there_are_are_refused(monkeypatch):
