@@ -6,8 +6,7 @@ import os
 import signal
 import subprocess
 import sys
-import time
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -15,9 +14,12 @@ import pytest
 from test_runs import make_run
 
 from tests.logs import append_event
+from tests.patience import PATIENCE_S, Clock, eventually
+from workbench.events import ProcessRecord
+from workbench.execution import heartbeat
 from workbench.execution.heartbeat import Heartbeat, RankOperations, awaited, read_beat, waits
-from workbench.rundir import RunDir, process_record, read_json, this_process, write_json
-from workbench.runs.launching import stalls
+from workbench.rundir import RunDir, process_alive, process_record, read_json, this_process, write_json
+from workbench.runs.launching import processes, stalls
 from workbench.runs.launching.stalls import StallWatch, in_words
 from workbench.runs.run import Run
 
@@ -34,7 +36,7 @@ beat.begin({activity!r}, 7)
 
 def loads_forever():
     print("ready", flush=True)
-    time.sleep(600)
+    time.sleep(600)  # clock: it hangs until it is killed
 
 loads_forever()
 """
@@ -46,11 +48,33 @@ exec(compile(open({code!r}).read(), "/env/torch/distributed/distributed_c10d.py"
 
 
 @pytest.fixture
-def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> RunDir:
-    monkeypatch.setattr(stalls, "LOOK_S", 0.0)
-    monkeypatch.setenv("WORKBENCH_STALL_S", "0.2")
+def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
+    """Return the clock by which stalls are told."""
+    clock = Clock()
+    monkeypatch.setattr(stalls, "time", clock)
+    return clock
+
+
+@pytest.fixture
+def run(tmp_path: Path, clock: Clock, monkeypatch: pytest.MonkeyPatch) -> RunDir:  # noqa: ARG001
+    monkeypatch.setattr(heartbeat, "ANSWER_S", PATIENCE_S)
     monkeypatch.setenv("WORKBENCH_STALL_LIMIT_S", "1000")
     return make_run(tmp_path, supervisor=this_process())
+
+
+@pytest.fixture
+def answered(run: RunDir, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let ranks that live answer before the clock goes on; the main thread of each is written last."""
+    send = processes.send_signal
+
+    def asked(records: Iterable[ProcessRecord], number: int) -> None:
+        stacks = [run.stack(record["rank"]) for record in records if process_alive(record)]  # type: ignore[typeddict-item]
+        before = {stack: len(stack.read_text()) for stack in stacks}
+        send(records, number)
+        for stack, size in before.items():
+            eventually(lambda stack=stack, size=size: stack.read_text()[size:].endswith(" in <module>\n"))
+
+    monkeypatch.setattr(processes, "send_signal", asked)
 
 
 @pytest.fixture
@@ -80,37 +104,38 @@ def watched(run: RunDir, step_ms: float = 10.0, steps: int = 5) -> StallWatch:
     return watch
 
 
-def status_after(watch: StallWatch, run: RunDir, seconds: float) -> str:
-    deadline = time.monotonic() + seconds
-    while time.monotonic() < deadline:
+def status_after(watch: StallWatch, run: RunDir, clock: Clock, seconds: float) -> str:
+    until = clock.now + seconds
+    while clock.now < until:
+        clock.sleep(stalls.LOOK_S)
         watch.look()
-        time.sleep(0.02)
     return Run(run.path).status.state
 
 
-def test_the_rank_that_waits_for_nobody_is_named(run: RunDir, started: list[subprocess.Popen[str]]) -> None:
-    assert status_after(watched(run), run, 0.6) == "stalled"
+@pytest.mark.usefixtures("answered")
+def test_the_rank_that_waits_for_nobody_is_named_and_after_the_limit_its_error_holds_all_stacks(
+    run: RunDir, clock: Clock, started: list[subprocess.Popen[str]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    watch = watched(run)
+    assert status_after(watch, run, clock, 59.0) == "running"
+    assert status_after(watch, run, clock, 2.0) == "stalled"
     message = Run(run.path).status.message
     assert "Step 7 has made no progress" in message
     assert "Rank 1 (stage 1) is busy in loads_forever at " in message
     assert "Waiting: rank 0 (stage 0) in loads_forever at distributed/distributed_c10d.py:" in message
     assert "Rank 0" not in message
-    os.kill(started[1].pid, signal.SIGKILL)
-    started[1].wait()
-    assert status_after(watched(run), run, 7.0) == "stalled"
-    assert "Rank 1 (stage 1) does not answer: its process is gone." in Run(run.path).status.message
-
-
-@pytest.mark.usefixtures("started")
-def test_after_the_limit_the_error_of_the_rank_holds_all_stacks(run: RunDir, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("WORKBENCH_STALL_LIMIT_S", "0.5")
-    watch = watched(run)
+    monkeypatch.setenv("WORKBENCH_STALL_LIMIT_S", "70")
     assert not watch.look()
-    status_after(watch, run, 1.0)
+    assert not run.error(1).exists()
+    status_after(watch, run, clock, 10.0)
     assert watch.look()
     error = read_json(run.error(1))
     assert (error["rank"], error["type"]) == (1, "Stalled")
     assert error["traceback"].count("in loads_forever") == 2
+    os.kill(started[1].pid, signal.SIGKILL)
+    started[1].wait()
+    assert status_after(watched(run), run, clock, 61.0) == "stalled"
+    assert "Rank 1 (stage 1) does not answer: its process is gone." in Run(run.path).status.message
 
 
 @pytest.mark.parametrize(
@@ -123,28 +148,28 @@ def test_after_the_limit_the_error_of_the_rank_holds_all_stacks(run: RunDir, mon
         ("ending", "leaving"),
     ],
 )
-def test_what_may_take_long_is_no_stall(activity: str, timed: str, run: RunDir) -> None:
+def test_what_may_take_long_is_no_stall(activity: str, timed: str, run: RunDir, clock: Clock) -> None:
     beat = Heartbeat(run, 0)
     write_json(run.rank(0), {**this_process(), "rank": 0, "stage": 0})
     beat.begin(activity, 3)
     watch = watched(run)
-    assert status_after(watch, run, 0.4) == "running"
+    assert status_after(watch, run, clock, 120.0) == "running"
     beat.begin(timed)
-    assert status_after(watch, run, 0.6) == "stalled"
+    assert status_after(watch, run, clock, 61.0) == "stalled"
     what = "Leaving the process groups after step 3" if timed == "leaving" else "Step 3"
     assert f"{what} has made no progress" in Run(run.path).status.message
     beat.begin("step", 4)
-    assert status_after(watch, run, 0.1) == "running"
+    assert status_after(watch, run, clock, 1.0) == "running"
     assert (beaten := read_beat(run, 0)) is not None
     assert (beaten.step, beaten.activity) == (4, "step")
 
 
-def test_neither_the_first_steps_nor_a_step_of_nine_medians_is_a_stall(run: RunDir) -> None:
+def test_neither_the_first_steps_nor_a_step_of_nine_medians_is_a_stall(run: RunDir, clock: Clock) -> None:
     write_json(run.rank(0), {**this_process(), "rank": 0, "stage": 0})
     Heartbeat(run, 0).begin("step", 3)
-    assert status_after(watched(run, steps=2), run, 0.4) == "running"
-    assert status_after(watched(run, step_ms=200.0), run, 0.9) == "running"
-    assert status_after(watched(run, step_ms=40.0), run, 0.6) == "stalled"
+    assert status_after(watched(run, steps=2), run, clock, 600.0) == "running"
+    assert status_after(watched(run, step_ms=10_000.0), run, clock, 90.0) == "running"
+    assert status_after(watched(run, step_ms=10_000.0), run, clock, 101.0) == "stalled"
 
 
 def test_a_stalled_run_has_no_time_left_in_any_table(run: RunDir) -> None:
@@ -248,7 +273,7 @@ beat = Heartbeat(run, rank)
 
 def loads_forever():
     print("ready", flush=True)
-    time.sleep(600)
+    time.sleep(600)  # clock: it hangs until it is killed
 
 with serving_collectives(run, rank):
     value = torch.ones(2, 3)
@@ -263,27 +288,33 @@ with serving_collectives(run, rank):
 """
 
 
-def test_real_ranks_tell_their_collectives_also_while_they_hold_the_interpreter(run: RunDir, tmp_path: Path) -> None:
+@pytest.mark.usefixtures("answered")
+def test_real_ranks_tell_their_collectives_also_while_they_hold_the_interpreter(
+    run: RunDir, clock: Clock, tmp_path: Path
+) -> None:
     found = []
     for rank in range(3):
         code = COLLECTIVES.format(paths=[str(ROOT)], run=str(run.path), rank=rank, store=tmp_path / "store")
         found.append(subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True))
         write_json(run.rank(rank), {**process_record(found[-1].pid), "rank": rank, "stage": rank})
+    expected = (
+        "Rank 0 (stage 0) waits in all-reduce 2 of 2 × 3 fp32 in the group of all ranks (ranks 0, 1, 2), which "
+        "rank 1 (stage 1), rank 2 (stage 2) have not entered. Rank 1 (stage 1) waits in all-reduce 1 of 1 × 3 fp32 in "
+        "the data-parallel group (ranks 1, 2), which rank 2 (stage 2) has not entered."
+    )
+
+    def message() -> str:
+        assert status_after(watched(run), run, clock, 61.0) == "stalled"
+        return Run(run.path).status.message
+
     try:
         for process in found:
             assert process.stdout is not None
             assert process.stdout.readline() == "ready\n"
-        time.sleep(2)  # until the others are in their collectives
-        assert status_after(watched(run), run, 0.6) == "stalled"
+        told = eventually(lambda: said if expected in (said := message()) else "", message)  # once all are in theirs
     finally:
         for process in found:
             process.kill()
             process.wait()
-    message = Run(run.path).status.message
-    assert "Rank 2 (stage 2) is busy in loads_forever at " in message
-    assert (
-        "Rank 0 (stage 0) waits in all-reduce 2 of 2 × 3 fp32 in the group of all ranks (ranks 0, 1, 2), which "
-        "rank 1 (stage 1), rank 2 (stage 2) have not entered. Rank 1 (stage 1) waits in all-reduce 1 of 1 × 3 fp32 in "
-        "the data-parallel group (ranks 1, 2), which rank 2 (stage 2) has not entered."
-    ) in message
-    assert "`run.kill()`, and a launch begins anew." in message
+    assert "Rank 2 (stage 2) is busy in loads_forever at " in told
+    assert "`run.kill()`, and a launch begins anew." in told
