@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import multiprocessing
 import os
 import signal
 import subprocess
@@ -13,6 +14,7 @@ from typing import Any
 import pytest
 from test_runs import make_run
 
+from tests import worlds
 from tests.logs import append_event
 from tests.patience import PATIENCE_S, Clock, eventually
 from workbench.events import ProcessRecord
@@ -259,20 +261,18 @@ def test_a_receive_without_its_send_names_the_sender_and_transfers_enqueued_toge
 
 
 COLLECTIVES = """
-import sys, time
-sys.path[:0] = {paths!r}
+import time
 from pathlib import Path
 import torch, torch.distributed as dist
-from workbench.execution.heartbeat import serving_collectives
-from workbench.execution.heartbeat import Heartbeat
-from workbench.rundir import RunDir
+from workbench.execution.heartbeat import Heartbeat, serving_collectives
+from workbench.rundir import RunDir, this_process, write_json
 run, rank = RunDir(Path({run!r})), {rank}
 dist.init_process_group("gloo", init_method="file://{store}", rank=rank, world_size=3)
 last = dist.new_group([1, 2], group_desc="mesh_dp_replicate")
 beat = Heartbeat(run, rank)
+write_json(run.rank(rank), {{**this_process(), "rank": rank, "stage": rank}})
 
 def loads_forever():
-    print("ready", flush=True)
     time.sleep(600)  # clock: it hangs until it is killed
 
 with serving_collectives(run, rank):
@@ -281,7 +281,6 @@ with serving_collectives(run, rank):
     beat.begin("step", 7)
     if rank == 2:
         loads_forever()
-    print("ready", flush=True)
     # The operation as C++ calls it holds the interpreter while it waits.
     dist.all_reduce(value) if rank == 0 else torch.ops._c10d_functional.wait_tensor(
         torch.ops._c10d_functional.all_reduce(value[:1], "sum", last.group_name))
@@ -292,11 +291,6 @@ with serving_collectives(run, rank):
 def test_real_ranks_tell_their_collectives_also_while_they_hold_the_interpreter(
     run: RunDir, clock: Clock, tmp_path: Path
 ) -> None:
-    found = []
-    for rank in range(3):
-        code = COLLECTIVES.format(paths=[str(ROOT)], run=str(run.path), rank=rank, store=tmp_path / "store")
-        found.append(subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True))
-        write_json(run.rank(rank), {**process_record(found[-1].pid), "rank": rank, "stage": rank})
     expected = (
         "Rank 0 (stage 0) waits in all-reduce 2 of 2 × 3 fp32 in the group of all ranks (ranks 0, 1, 2), which "
         "rank 1 (stage 1), rank 2 (stage 2) have not entered. Rank 1 (stage 1) waits in all-reduce 1 of 1 × 3 fp32 in "
@@ -304,17 +298,21 @@ def test_real_ranks_tell_their_collectives_also_while_they_hold_the_interpreter(
     )
 
     def message() -> str:
-        assert status_after(watched(run), run, clock, 61.0) == "stalled"
+        """What is said of a stall now, which is all of it once each rank is where it hangs."""
+        status_after(watched(run), run, clock, 61.0)
         return Run(run.path).status.message
 
+    worlds.find()
+    context = multiprocessing.get_context("forkserver")
+    codes = [COLLECTIVES.format(run=str(run.path), rank=rank, store=tmp_path / "store") for rank in range(3)]
+    ranks = [context.Process(target=exec, args=(code, {})) for code in codes]
     try:
-        for process in found:
-            assert process.stdout is not None
-            assert process.stdout.readline() == "ready\n"
-        told = eventually(lambda: said if expected in (said := message()) else "", message)  # once all are in theirs
+        for rank in ranks:
+            rank.start()
+        told = eventually(lambda: said if expected in (said := message()) else "", message)
     finally:
-        for process in found:
-            process.kill()
-            process.wait()
+        for rank in ranks:
+            rank.kill()
+            rank.join()
     assert "Rank 2 (stage 2) is busy in loads_forever at " in told
     assert "`run.kill()`, and a launch begins anew." in told
