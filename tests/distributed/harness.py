@@ -27,11 +27,13 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 
 from tests import worlds
+from tests.patience import GATE, PATIENCE_S, wait_for_gate
 from workbench.capture import Graph
 from workbench.cost.hardware import Cluster, Device, Link
 from workbench.execution.blocks import StepContext
 from workbench.execution.build import block_sparse_parameters, build_stage
 from workbench.execution.parallel import MeshCoordinate
+from workbench.execution.step_log import StepView
 from workbench.execution.trainer import Trainer
 from workbench.experiment import Experiment
 from workbench.planning.plan import Memory, Plan, Prediction, Stage
@@ -97,7 +99,7 @@ def _entry(
     if device == "cuda":
         torch.cuda.set_device(rank)
     backend = "nccl" if device == "cuda" else "gloo"
-    dist.init_process_group(backend, rank=rank, world_size=world, timeout=timedelta(seconds=120))
+    dist.init_process_group(backend, rank=rank, world_size=world, timeout=timedelta(seconds=PATIENCE_S))
     try:
         value = function(rank, *args)
         if rank == 0:
@@ -120,6 +122,17 @@ def start_method(device: str) -> str:
 
 def _touch_gpu() -> None:
     torch.zeros(1, device="cuda").item()
+
+
+@dataclass(frozen=True)
+class AtGate:
+    """A callback of an experiment, which waits after each step until the gate in `file` is open to that step."""
+
+    file: Path
+
+    def __call__(self, state: StepView) -> None:
+        os.environ[GATE] = str(self.file)
+        wait_for_gate(state.step)
 
 
 @dataclass(frozen=True)

@@ -19,9 +19,10 @@ from torch.distributed.checkpoint.metadata import _MEM_FORMAT_ENCODING
 from torch.nn import functional
 
 from tests.distributed import real_worker
+from tests.distributed.harness import AtGate
 from tests.distributed.real_worker import Ranks, curve, directory, experiment, plan, trained
 from tests.exhaustive import EXHAUSTIVE
-from tests.patience import eventually
+from tests.patience import PATIENCE_S, Gate, eventually
 from workbench.errors import CheckpointError, PlanMismatch
 from workbench.execution.checkpoint import (
     COMPLETE,
@@ -41,7 +42,7 @@ from workbench.rundir import RunDir, read_json, write_json
 from workbench.runs.event_log import read_events
 from workbench.runs.run import Run
 
-STEPS, EVERY = 40, 6
+STEPS, EVERY = 18, 4
 KILLS = 12 if EXHAUSTIVE else 2
 DIVISIONS: dict[str, tuple[str, dict[str, int]]] = {
     "pipeline": ("fp32", {"pipeline": 2}),
@@ -58,18 +59,24 @@ DEFAULT = tuple(DIVISIONS) if EXHAUSTIVE else ("pipeline in bf16", "three replic
 
 
 def killed_and_resumed(path: Path, asked: Experiment, chosen: Plan, kills: int, seed: int) -> tuple[RunDir, list[int]]:
-    """Train to the end, killed with SIGKILL as often as asked, each time at a random step of those that are left."""
-    draw, killed_at = random.Random(seed), []
+    """Train to the end, killed with SIGKILL as often as asked, each time at a random step of those that are left.
+
+    When the ranks are killed they are in that step or in one of the next few, and not at the end.
+    """
+    draw, killed_at, gate = random.Random(seed), [0], Gate(path.with_suffix(".gate"))
+    asked = asked.replace(callbacks=[AtGate(gate.file)])
     run = directory(path, asked, chosen)
     for number in range(kills):
+        left = STEPS - killed_at[-1]
+        step = min(killed_at[-1] + draw.randint(1, max(1, left // (kills - number + 1))), STEPS - 2)
+        gate.open(min(step + 2, STEPS - 2))
         ranks = Ranks(run, chosen.world)
-        left = STEPS - max(killed_at, default=0)
-        real_worker.reach(run, max(killed_at, default=0) + draw.randint(1, max(1, left // (kills - number + 1))))
+        real_worker.reach(run, step)
         ranks.kill(first=draw.randrange(chosen.world))
         killed_at.append(real_worker.last_step(run))
-        assert killed_at[-1] < STEPS, "it had ended before it was killed"
         saved = complete_checkpoints(run.checkpoints)
         run = directory(path, asked, chosen, saved[-1] if saved else None)
+    gate.open()
     Ranks(run, chosen.world).wait()
     return run, killed_at
 
@@ -193,10 +200,12 @@ def test_a_run_goes_on_under_one_plan_after_another(legs: str, unbroken: RunDir,
     Dropout is off under tensor parallelism, where shards draw their own masks.
     """
     dropout = 0.1 if legs == "stages" else 0.0
-    asked = experiment(steps=12, checkpoint_every=3, dropout=dropout)
+    asked, gate = experiment(steps=12, checkpoint_every=3, dropout=dropout), Gate(tmp_path / "gate")
     whole = unbroken if dropout else trained(tmp_path / "whole", asked, plan(asked))
+    asked = asked.replace(callbacks=[AtGate(gate.file)])
     run, saved = RunDir(tmp_path / "run"), None
     for number, degrees in enumerate(LEGS[legs]):
+        gate.open(3 * number + 3)
         chosen = plan(asked, **degrees)
         run = directory(run.path, asked, chosen, saved)
         ranks = Ranks(run, chosen.world)
@@ -205,6 +214,7 @@ def test_a_run_goes_on_under_one_plan_after_another(legs: str, unbroken: RunDir,
             eventually(lambda path=saved: path in complete_checkpoints(path.parent))
             ranks.kill(first=0)
         else:
+            gate.open()
             ranks.wait()
     real_worker.assert_goes_on(run, whole)
 
@@ -270,7 +280,7 @@ def test_a_run_of_user_defined_dataset_resumes_from_the_code_that_it_kept(
         shutil.rmtree(tmp_path / "run" / folder)
     with pytest.raises(PlanMismatch, match="signature another"):
         Run(tmp_path / "run").resume(dataclasses.replace(plan(experiment()), signature="another"))
-    run = Run(tmp_path / "run").resume(steps=14).wait(120)
+    run = Run(tmp_path / "run").resume(steps=14).wait(PATIENCE_S)
     assert run.status.state == "finished"
     assert list(curve(run.directory)) == list(range(1, 15))
 
@@ -280,8 +290,7 @@ def test_without_any_good_checkpoint_the_run_fails_and_says_why(unbroken: RunDir
     for step in (6, 9, 12):
         damaged(run, "truncated", step)
     ranks = Ranks(run, 1)
-    for process in ranks.processes:
-        process.join(60)
+    ranks.processes[0].join(PATIENCE_S)
     message = read_json(run.error(0))["message"]
     assert "No checkpoint in" in message
     assert "bytes instead of" in message
@@ -305,7 +314,7 @@ def test_a_last_save_that_fails_fails_the_run(tmp_path: Path) -> None:
     run = directory(tmp_path, asked, plan(asked))
     run.checkpoint(3).write_text("in the way")
     ranks = Ranks(run, 1)
-    ranks.processes[0].join(60)
+    ranks.processes[0].join(PATIENCE_S)
     assert ranks.processes[0].exitcode == 1
     assert "The checkpoint of step 3 could not be written" in read_json(run.error(0))["message"]
 

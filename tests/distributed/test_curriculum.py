@@ -14,8 +14,9 @@ import pytest
 import torch
 
 import workbench as wb
+from tests.distributed.harness import AtGate
 from tests.distributed.real_worker import VOCAB, Ranks, Words, curve, directory, experiment, plan, trained
-from tests.patience import eventually
+from tests.patience import Gate, eventually
 from workbench.data.sampling import shuffled
 from workbench.errors import InvalidExperiment, LossSpikes
 from workbench.execution.checkpoint import complete_checkpoints
@@ -69,11 +70,12 @@ def asked(**changes: Any) -> Experiment:
 
 def interrupted(path: Path, wanted: Experiment, first: dict[str, Any], second: dict[str, Any]) -> RunDir:
     """Train under one plan until its first checkpoint, kill the ranks, and go on under another plan."""
-    run = directory(path, wanted, plan(wanted, **first))
-    ranks = Ranks(run, plan(wanted, **first).world)
-    eventually(lambda: complete_checkpoints(run.checkpoints) != [])
+    gate, chosen = Gate(path.with_suffix(".gate"), open_to=6), plan(wanted, **first)
+    run = directory(path, wanted.replace(callbacks=[AtGate(gate.file)]), chosen)
+    ranks = Ranks(run, chosen.world)
+    [checkpoint] = eventually(lambda: complete_checkpoints(run.checkpoints))
     ranks.kill(first=0)
-    return trained(path, wanted, plan(wanted, **second), complete_checkpoints(run.checkpoints)[0])
+    return trained(path, wanted, plan(wanted, **second), checkpoint)
 
 
 class Broken(Words):

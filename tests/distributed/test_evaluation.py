@@ -17,6 +17,7 @@ import workbench as wb
 from tests.distributed import zoo
 from tests.distributed.harness import Division, Tensors, launch, part_of, trainer_of, whole_parameters
 from tests.exhaustive import EXHAUSTIVE
+from tests.patience import PATIENCE_S
 from workbench.capture import Graph, capture, spec_of
 from workbench.capture.captured_model import capture_for_evaluation, require_same_stages
 from workbench.data import held_out as held_out_of
@@ -280,7 +281,7 @@ def test_a_run_records_its_held_out_losses_and_a_resumption_keeps_them(
     run = wb.launch(experiment, plan)
     with pytest.raises(RunExists, match=r"Wait for it, run\.wait\(\)"):
         run.evaluate()
-    run.wait(timeout=120)
+    run.wait(PATIENCE_S)
     assert run.evaluations().step.tolist() == [0, 2, 4], run.logs()
     assert run.evaluations().eval_loss[0] == pytest.approx(math.log(200) + math.log(2), rel=0.2)
     assert run.history().step.tolist() == [1, 2, 3, 4]
@@ -296,7 +297,7 @@ def test_a_run_records_its_held_out_losses_and_a_resumption_keeps_them(
     assert points.y.tolist() == [5.0, 5.0, 5.0]
     assert "known" in wb.runs.summary(run).columns
     run.resume(steps=6)
-    run.wait(timeout=120)
+    run.wait(PATIENCE_S)
     assert run.evaluations().step.tolist() == [0, 2, 4, 6]
     _check_evaluation_of_checkpoints(run, experiment)
 

@@ -19,6 +19,7 @@ from torch.utils.data import default_collate
 import workbench as wb
 from tests.distributed.harness import forced_plan, launch, part_of, plain_step, unlike_plain
 from tests.distributed.test_every_plan import trainer_of
+from tests.patience import PATIENCE_S
 from tests.unit.coupled_models import GATHERED, WIDTH, SupCon, TwoTower, samples_for
 from workbench.capture import Graph, capture, spec_of
 from workbench.capture.captured_model import CapturedModel, require_same_stages
@@ -280,7 +281,7 @@ def test_a_gathered_run_records_its_held_out_losses_and_is_evaluated_later(
     plan = wb.plan(experiment, data=2, micro_batch=2)
     assert plan.gathers
     run = wb.launch(experiment, plan)
-    run.wait(timeout=120)
+    run.wait(PATIENCE_S)
     found = run.evaluations()
     assert found.step.tolist() == [0, 2, 4], run.logs()
     torch.manual_seed(experiment.seed)

@@ -17,10 +17,10 @@ from torch.utils.data import IterableDataset
 
 import workbench as wb
 from tests.distributed import real_worker
-from tests.distributed.harness import launch
+from tests.distributed.harness import AtGate, launch
 from tests.distributed.real_worker import Ranks, Words, curve, directory, plan, trained
 from tests.exhaustive import EXHAUSTIVE
-from tests.patience import eventually
+from tests.patience import Gate, eventually
 from workbench.execution.checkpoint import complete_checkpoints, read_manifest
 from workbench.execution.feeding import TrainingSamples
 from workbench.experiment import Experiment
@@ -72,11 +72,17 @@ def stored(text: Path, tmp_path_factory: pytest.TempPathFactory) -> RunDir:
 def killed(text: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Kill a streamed run on one device with SIGKILL, and return the checkpoint that it had written."""
     experiment = asked(text, streaming=True, checkpoint_every=5)
-    run = directory(tmp_path_factory.mktemp("killed"), experiment, plan(experiment))
+    return killed_after_checkpoint(tmp_path_factory.mktemp("killed"), experiment)
+
+
+def killed_after_checkpoint(path: Path, experiment: Experiment) -> Path:
+    """Start a run on one device, kill it after its first checkpoint, that of step 5, and return the checkpoint."""
+    gate = Gate(path / "gate", open_to=6)
+    run = directory(path, experiment.replace(callbacks=[AtGate(gate.file)]), plan(experiment))
     ranks = Ranks(run, 1)
-    eventually(lambda: complete_checkpoints(run.checkpoints) != [])
+    [checkpoint] = eventually(lambda: complete_checkpoints(run.checkpoints))
     ranks.kill(first=0)
-    return complete_checkpoints(run.checkpoints)[-1]
+    return checkpoint
 
 
 def continued(killed: Path, path: Path, experiment: Experiment, degrees: dict[str, int]) -> RunDir:
@@ -170,16 +176,14 @@ def test_an_iterable_dataset_killed_with_9_goes_on_to_the_last_bit(tmp_path: Pat
     experiment = real_worker.experiment(data=WordStream(), steps=16, checkpoint_every=5)
     chosen = plan(experiment)
     whole = trained(tmp_path / "whole", experiment, chosen)
-    run = directory(tmp_path / "killed", experiment, chosen)
-    ranks = Ranks(run, 1)
-    eventually(lambda: len(complete_checkpoints(run.checkpoints)) > 0)
-    ranks.kill(first=0)
-    newest = complete_checkpoints(run.checkpoints)[-1]
-    manifest = read_manifest(newest)
+    killed = tmp_path / "killed"
+    killed.mkdir()
+    checkpoint = killed_after_checkpoint(killed, experiment)
+    manifest = read_manifest(checkpoint)
     state = manifest["stream_state"]
     assert 0 < state["first"] <= BATCH * manifest["step"] < state["first"] + 32
     assert state["dataset_state"] == ({"read": state["item"]} if state["item"] else None)
-    Ranks(directory(run.path, experiment, chosen, newest), 1).wait()
+    run = trained(killed, experiment, chosen, checkpoint)
     assert curve(run) == curve(whole)
     assert len(curve(run)) == 16
 

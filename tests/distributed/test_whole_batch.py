@@ -13,6 +13,7 @@ from torch.utils.data import default_collate
 import workbench as wb
 from tests.distributed.harness import forced_plan, launch, plain_step, unlike_plain
 from tests.distributed.test_every_plan import trainer_of
+from tests.patience import PATIENCE_S
 from tests.unit.coupled_models import COUPLED, WEIGHTED, WIDTH, Mixup, samples_for
 from workbench.capture import capture, spec_of
 from workbench.errors import RunFailed
@@ -78,5 +79,5 @@ def test_a_run_of_a_large_model_whose_loss_compares_samples_ends_before_its_firs
     assert "compares numbers on its first device before the first update" in plan.notes[-1]
     run = wb.launch(experiment, plan)
     with pytest.raises(RunFailed, match=r"4 samples have the loss .* flip at .* Nothing was updated"):
-        run.wait(timeout=240)
+        run.wait(PATIENCE_S)
     assert not len(run.history())
