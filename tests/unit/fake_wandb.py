@@ -1,12 +1,19 @@
-"""A Weights & Biases server small enough for a test: it lets the real client upload, resume and read runs."""
+"""A Weights & Biases server small enough for a test: it lets the real client upload, resume and read runs.
+
+Also what a warm process does for tests, so that not each of their recorders imports the client anew.
+"""
 
 import gzip
 import json
+import os
 import re
 import threading
-import time
-from collections import defaultdict
+from collections import Counter, defaultdict
+from collections.abc import Mapping
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+
+from tests.patience import PATIENCE_S
 
 USER = {"id": "RW50", "name": "tester", "entity": "tester", "username": "tester", "email": "t@example.invalid"}
 USER |= {"admin": False, "flags": "{}", "teams": {"edges": []}}
@@ -17,12 +24,13 @@ SERVER = {"cliVersionInfo": VERSIONS, "latestLocalVersionInfo": None, "features"
 class FakeWandb:
     """A server that listens on `url` until `close`; `histories` maps a run's id to the rows uploaded for it.
 
-    `delay_s` is the delay of every answer, `refuses` the HTTP status that answers every upload of steps, `rewinds` says
-    whether it can take a run back to an earlier step, and rows of the steps that it `drops` are lost.
+    `refuses` is the HTTP status that answers every upload of steps, `rewinds` says whether it can take a run back to an
+    earlier step, and rows of the steps that it `drops` are lost. `asked` counts the questions by their names.
     """
 
-    def __init__(self, delay_s: float = 0.0, refuses: int | None = None, rewinds: bool = True, drops=()) -> None:
-        self.delay_s, self.refuses, self.rewinds, self.drops = delay_s, refuses, rewinds, drops
+    def __init__(self, refuses: int | None = None, rewinds: bool = True, drops=()) -> None:
+        self.refuses, self.rewinds, self.drops = refuses, rewinds, drops
+        self.asked = Counter()
         self.histories = defaultdict(list)
         self.buckets = {}
         self.complete = set()
@@ -31,7 +39,7 @@ class FakeWandb:
         self._server = ThreadingHTTPServer(("127.0.0.1", 0), _handler_of(self))
         self._server.handle_error = lambda *_: None  # a client that leaves is no error
         self._server.daemon_threads = True
-        threading.Thread(target=self._server.serve_forever, daemon=True).start()
+        threading.Thread(target=self._server.serve_forever, args=(0.05,), daemon=True).start()
         self.url = f"http://127.0.0.1:{self._server.server_port}"
 
     def close(self) -> None:
@@ -41,6 +49,7 @@ class FakeWandb:
     def answer(self, query: str, variables: dict) -> dict:
         """The `data` of a GraphQL answer; what nobody here asks about is null."""
         name = re.search(r"(?:query|mutation) (\w+)", query)
+        self.asked[name and name[1]] += 1
         answerer = getattr(self, f"_{name[1]}", None) if name else None
         if answerer is not None:
             return answerer(variables)
@@ -165,7 +174,6 @@ def _handler_of(fake: FakeWandb) -> type[BaseHTTPRequestHandler]:
 
         def do_POST(self):
             body = self._body()
-            time.sleep(fake.delay_s)
             stream = re.match(r"/files/[^/]+/[^/]+/([^/]+)/file_stream", self.path)
             if self.path.endswith("/graphql"):
                 asked = json.loads(body)
@@ -201,3 +209,38 @@ def _handler_of(fake: FakeWandb) -> type[BaseHTTPRequestHandler]:
             self.wfile.write(data)
 
     return Handler
+
+
+def record(directory: str, upload: bool, environment: Mapping[str, str], limits: Mapping[str, float]) -> int:
+    """Record a run in this process as the recorder does in one of its own, and end W&B's service as its exit does.
+
+    `limits` are constants of the recorder; its exit code is returned.
+    """
+    import wandb
+    from workbench.runs import wandb_recorder
+
+    replace_environment(environment)
+    for name, value in limits.items():
+        setattr(wandb_recorder, name, value)
+    try:
+        return wandb_recorder.main(directory, upload)
+    finally:
+        wandb.teardown()
+
+
+def download(address: str, environment: Mapping[str, str]) -> Path:
+    """Copy a run from the server in this process, which has imported the client."""
+    import wandb
+    from workbench.runs import wandb_run
+
+    replace_environment(environment)
+    wandb_run.ANSWER_LIMIT_S = PATIENCE_S
+    try:
+        return wandb_run.download_run(address)
+    finally:
+        wandb.teardown()
+
+
+def replace_environment(environment: Mapping[str, str]) -> None:
+    os.environ.clear()
+    os.environ.update(environment)

@@ -202,10 +202,11 @@ def _agreed_step(known: Mapping[str, Any], tail: RowTail) -> int | None:
     A row is known by its time. Rows up to a resumption whose row agrees are taken to agree: they were sent in order.
     """
     remote = _remote(f"{known['project']}/{known['id']}")
-    if remote is None or int(remote.lastHistoryStep) < 0:
+    last = -1 if remote is None else int(remote.lastHistoryStep)  # which asks the server each time
+    if last < 0:
         return None
     steps = sorted(tail.times)
-    expected = sum(step <= int(remote.lastHistoryStep) for step in steps)
+    expected = sum(step <= last for step in steps)
     if not tail.resumptions and _lines(remote, expected) >= expected:
         return None
 
