@@ -54,10 +54,15 @@ class Gate:
         waiting.replace(self.file)
 
 
-def wait_for_gate(step: int) -> None:
-    """Wait in a process of a test until its gate is open to a step; a process without a gate goes on at once."""
+def wait_for_gate(step: int, unless: Callable[[], object] = lambda: False) -> None:
+    """Wait in a process of a test until its gate is open to a step, or until `unless()` is true, as when it is to stop.
+
+    A process without a gate goes on at once.
+    """
     if file := os.environ.get(GATE):
-        eventually(lambda: float(Path(file).read_text()) >= step, lambda: f"the gate never opened to step {step}")
+        eventually(
+            lambda: float(Path(file).read_text()) >= step or unless(), lambda: f"the gate never opened to step {step}"
+        )
 
 
 class Clock:

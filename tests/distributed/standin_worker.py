@@ -1,8 +1,8 @@
 """A worker for tests of launching: keeps the real worker's contract, trains nothing, and misbehaves on request.
 
-`WORKBENCH_STANDIN_…` variables: `STEP_S` seconds a step, `CHECKPOINT_EVERY` so many steps besides the end,
-`LIFT` is added to every loss, `FAIL_RANK` raises at step 2 (with `FAIL_MESSAGE`), `KILL_RANK` dies without a word,
-`HANG_RANK` stays in step 2 and ignores every request to stop.
+It begins a step when its gate is open to that step. `WORKBENCH_STANDIN_…` variables: `CHECKPOINT_EVERY` so many steps
+besides the end, `LIFT` is added to every loss, `FAIL_RANK` raises at step 2 (with `FAIL_MESSAGE`), `KILL_RANK` dies
+without a word, `HANG_RANK` stays in step 2 and ignores every request to stop.
 """
 
 import os
@@ -17,6 +17,7 @@ import torch
 import torch.distributed as dist
 
 from tests.logs import append_event
+from tests.patience import wait_for_gate
 from workbench.rundir import RunDir, read_json, this_process, write_json, write_record
 
 
@@ -49,10 +50,9 @@ def _train(run: RunDir, rank: int, world: int) -> None:
     if rank == 0:
         append_event(run.events, "start", devices=world, world=world, tokens_per_step=8, resumed_from=first)
     step, lift = first, float(os.environ.get("WORKBENCH_STANDIN_LIFT", "0"))
-    while step < experiment["steps"] and not _agreed_to_stop(run, asked, world):
+    while step < experiment["steps"] and not _agreed_to_stop(run, asked, world, step + 1):
         step += 1
         _misbehave(rank, step)
-        time.sleep(float(os.environ.get("WORKBENCH_STANDIN_STEP_S", "0")))
         if rank == 0:
             speed = {"tokens_per_s": 800.0, "step_ms": 10.0, "seconds": 0.01 * step, "learning_rate": 1e-3}
             totals = {"tokens": 8 * step, "samples": step, "flops": 1e6 * step}
@@ -71,8 +71,18 @@ def _checkpoint(run: RunDir, step: int) -> None:
     append_event(run.events, "checkpoint", step=step, path=str(run.checkpoint(step)), seconds=0.0)
 
 
-def _agreed_to_stop(run: RunDir, asked: list[bool], world: int) -> bool:
-    stop = torch.tensor(float(bool(asked) or run.stop_file.exists()))
+def _agreed_to_stop(run: RunDir, asked: list[bool], world: int, step: int) -> bool:
+    """Return True on all ranks if one was asked to stop, or else once the gate of the first is open to the step.
+
+    The others wait for the first rank in a collective.
+    """
+
+    def is_asked() -> bool:
+        return bool(asked) or run.stop_file.exists()
+
+    if not dist.is_initialized() or dist.get_rank() == 0:
+        wait_for_gate(step, unless=is_asked)
+    stop = torch.tensor(float(is_asked()))
     if world > 1:
         dist.all_reduce(stop, op=dist.ReduceOp.MAX)
     return bool(stop)
@@ -84,7 +94,7 @@ def _misbehave(rank: int, step: int) -> None:
     if step == 2 and os.environ.get("WORKBENCH_STANDIN_KILL_RANK") == str(rank):
         os.kill(os.getpid(), signal.SIGKILL)
     if step == 2 and os.environ.get("WORKBENCH_STANDIN_HANG_RANK") == str(rank):
-        time.sleep(3600)
+        time.sleep(3600)  # clock: it hangs until it is killed
 
 
 if __name__ == "__main__":
