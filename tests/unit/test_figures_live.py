@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import base64
 import json
-import time
-from collections.abc import Callable
 from pathlib import Path
 from threading import current_thread
 from typing import Any
@@ -16,6 +14,7 @@ import pytest
 from nbclient import NotebookClient
 
 from tests.logs import append_event
+from tests.patience import PATIENCE_S, eventually
 from workbench.errors import UnknownParameter
 from workbench.figures.prepared_curve import MAX_POINTS
 from workbench.rundir import RunDir, this_process, write_json, write_record
@@ -29,7 +28,8 @@ REPOSITORY = Path(__file__).parents[2]
 
 @pytest.fixture(autouse=True)
 def _frequent_readings(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(dashboard, "REFRESH_S", 0.05)
+    monkeypatch.setattr(dashboard, "REFRESH_S", 0.02)
+    monkeypatch.setattr(live_widget, "UNSEEN_FACTOR", 1.0)
 
 
 @pytest.fixture
@@ -71,20 +71,6 @@ def train(run: RunDir, first: int, last: int, data_wait: float | None = None) ->
 
 def end(run: RunDir, state: str, message: str = "") -> None:
     append_event(run.events, "status", state=state, message=message)
-
-
-def eventually(truth: Callable[[], Any]) -> None:
-    deadline = time.monotonic() + 60
-    while not truth():
-        assert time.monotonic() < deadline, "it did not come true within 60 s"
-        time.sleep(0.02)
-
-
-def executed(cells: list[str], **options: Any) -> nbformat.NotebookNode:
-    """Return a notebook of these cells after its execution without a page, as papermill executes it."""
-    notebook = nbformat.v4.new_notebook(cells=[nbformat.v4.new_code_cell(cell) for cell in cells])
-    NotebookClient(notebook, timeout=120, kernel_name="python3", **options).execute()
-    return notebook
 
 
 def points(dashboard: Any, part: str) -> list[int]:
@@ -135,15 +121,18 @@ def test_a_long_run_sends_no_more_points_than_a_browser_redraws(directory: RunDi
 
 
 def test_the_curves_of_long_runs_do_not_wait_for_the_panels(directory: RunDir, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(dashboard, "REFRESH_S", 60.0)
+    monkeypatch.setattr(dashboard, "REFRESH_S", 1e6)  # it is updated when it is woken, and not before
     train(directory, 1, 40)
-    assert live(Run(directory.path))._panels.figure is not None
+    at_once = live(Run(directory.path))
+    assert at_once._panels.figure is not None
+    at_once.close()
     monkeypatch.setattr(dashboard, "AT_ONCE_POINTS", 39)
     shown = live(Run(directory.path))
     assert points(shown, "line") == [40]
     assert shown._panels.figure is None
     shown.wake()
     eventually(lambda: shown._panels.figure is not None)
+    shown.close()
 
 
 def test_closing_ends_the_thread_and_leaves_the_run_alone(directory: RunDir) -> None:
@@ -187,7 +176,7 @@ def test_controls_redraw_without_new_steps(directory: RunDir) -> None:
 
 def test_every_update_reaches_the_figure(directory: RunDir) -> None:
     dashboard = live(Run(directory.path))
-    for last in range(5, 200, 5):
+    for last in range(5, 80, 5):
         train(directory, last - 4, last)
         eventually(lambda last=last: points(dashboard, "line") == [last])
     dashboard.close()
@@ -303,24 +292,72 @@ def test_no_cell_waits_for_the_picture_of_a_dashboard(directory: RunDir, monkeyp
     dashboard.close()
 
 
-def test_a_notebook_executed_without_a_browser_keeps_something_to_read(tmp_path: Path) -> None:
-    running, ended = start_run(tmp_path / "running"), start_run(tmp_path / "ended")
-    train(running, 1, 10)
-    train(ended, 1, 10)
+IMPORTS = f"""
+import sys, threading
+sys.path.insert(0, {str(REPOSITORY)!r})
+from pathlib import Path
+from tests.patience import eventually
+from workbench.rundir import RunDir, append_event
+from workbench.runs.run import Run
+from workbench.widgets import dashboard, live, live_widget
+live_widget.UNSEEN_FACTOR = live_widget.TWIN_S = 0.1
+live_widget.EXIT_S = 300
+# Once a last cell has begun, no look begins until it has ended.
+last_begins, last_ends, look = False, threading.Event(), dashboard.Live.update
+dashboard.Live.update = lambda self: (last_begins and last_ends.wait(), look(self))[1]
+get_ipython().events.register("post_run_cell", lambda _: last_begins and last_ends.set())
+"""
+DRAWN = """
+def drawn(live): return ['image/png' in each for each in live.twins._bundles] == [False, True, True]
+eventually(lambda: not over.following and drawn(begun) and drawn(over))
+with begun.twins._lock, over.twins._lock: pass  # what is drawn has been sent
+begun.stop()
+"""
+BETWEEN = """
+def leave(twins, leaves=live_widget.StaticTwins.leave):
+    leaves(twins)
+    Path({left!r}).touch()
+live_widget.StaticTwins.leave = leave
+live(Run({run!r}))
+"""
+
+
+@pytest.fixture(scope="module")
+def executed(tmp_path_factory: pytest.TempPathFactory) -> list[list[nbformat.NotebookNode]]:
+    """Return the outputs of four dashboards after the execution of their notebook without a page.
+
+    The runs of the cells train on, had ended before, end between two cells, and end in the last cell.
+    """
+    folder = tmp_path_factory.mktemp("executed")
+    running, ended, between, last = (start_run(folder / name) for name in ("running", "ended", "between", "last"))
+    for run in (running, ended, between, last):
+        train(run, 1, 10)
     end(ended, "stopped", "Stopped at step 10.")
+    left = folder / "left"
     cells = [
-        f"import sys; sys.path.insert(0, {str(REPOSITORY)!r})\n"
-        "from workbench.runs.run import Run\nfrom workbench.widgets import live",
+        IMPORTS,
         f"begun = live(Run({str(running.path)!r}))\nbegun",
         f"over = live(Run({str(ended.path)!r}))\nover",
-        "import time\n"
-        "def drawn(live): return ['image/png' in each for each in live.twins._bundles] == [False, True, True]\n"
-        "while over.following or not drawn(begun) or not drawn(over): time.sleep(0.05)\n"
-        "with begun.twins._lock, over.twins._lock: pass  # what is drawn has been sent",
+        DRAWN,
+        BETWEEN.format(left=str(left), run=str(between.path)),
+        "None",
+        f"live(Run({str(last.path)!r}))",
+        f"last_begins = True\nappend_event(RunDir({str(last.path)!r}).events, 'status', state='stopped', message='')",
     ]
-    notebook = executed(cells)
-    for cell, state in zip(notebook.cells[1:3], ("running", "stopped"), strict=True):
-        widget, states, curves, panels = (output.data for output in cell.outputs)
+
+    def end_between(cell: Any, cell_index: int) -> None:  # noqa: ARG001
+        if cell_index == 5:
+            end(between, "stopped", "Stopped at step 10.")
+            eventually(left.exists)
+
+    notebook = nbformat.v4.new_notebook(cells=[nbformat.v4.new_code_cell(cell) for cell in cells])
+    NotebookClient(notebook, timeout=PATIENCE_S, kernel_name="python3", on_cell_start=end_between).execute()
+    return [[output.data for output in notebook.cells[number].outputs] for number in (1, 2, 4, 6)]
+
+
+def test_a_notebook_executed_without_a_browser_keeps_something_to_read(executed: list[Any]) -> None:
+    for outputs, state in zip(executed[:2], ("running", "stopped"), strict=True):
+        widget, states, curves, panels = outputs
         assert ("application/vnd.jupyter.widget-view+json" in widget) == (state == "running")
         assert widget["text/html"] == widget["text/plain"] == ""
         assert state in states["text/html"]
@@ -330,40 +367,15 @@ def test_a_notebook_executed_without_a_browser_keeps_something_to_read(tmp_path:
         assert base64.b64decode(panels["image/png"]).startswith(b"\x89PNG")
 
 
-def test_what_a_view_shows_between_two_cells_is_in_an_executed_notebook(tmp_path: Path) -> None:
-    run = start_run(tmp_path / "run")
-    train(run, 1, 10)
-    cells = [
-        f"import sys; sys.path.insert(0, {str(REPOSITORY)!r})\n"
-        "from workbench.runs.run import Run\nfrom workbench.widgets import live, live_widget\n"
-        "live_widget.UNSEEN_FACTOR = live_widget.TWIN_S = 0.1",
-        f"live(Run({str(run.path)!r}))",
-        "None",
-    ]
-
-    def end_before_the_last_cell(cell: Any, cell_index: int) -> None:  # noqa: ARG001
-        if cell_index == 2:
-            end(run, "stopped", "Stopped at step 10.")
-            time.sleep(3)  # the view has noticed it, or the end of the cell waits for that
-
-    notebook = executed(cells, on_cell_start=end_before_the_last_cell)
-    widget, states, curves, panels = (output.data for output in notebook.cells[1].outputs)
+def test_what_a_view_shows_between_two_cells_is_in_an_executed_notebook(executed: list[Any]) -> None:
+    widget, states, curves, panels = executed[2]
     assert "application/vnd.jupyter.widget-view+json" not in widget
     assert "stopped" in states["text/html"]
     assert "image/png" in curves
     assert "image/png" in panels
 
 
-def test_the_last_cell_of_an_executed_notebook_waits_for_the_last_look_at_a_run_that_has_ended(tmp_path: Path) -> None:
-    run = start_run(tmp_path / "run")
-    train(run, 1, 10)
-    cells = [
-        f"import sys, time; sys.path.insert(0, {str(REPOSITORY)!r})\n"
-        "from workbench.rundir import RunDir, append_event\nfrom workbench.runs.run import Run\n"
-        "from workbench.widgets import dashboard, live\nlook = dashboard.Live.update\n"
-        "dashboard.Live.update = lambda self: (time.sleep(2), look(self))[1]  # as slow as on a busy machine",
-        f"live(Run({str(run.path)!r}))",
-        f"append_event(RunDir({str(run.path)!r}).events, 'status', state='stopped', message='')",
-    ]
-    notebook = executed(cells)
-    assert "stopped" in notebook.cells[1].outputs[1].data["text/html"]
+def test_the_last_cell_of_an_executed_notebook_waits_for_the_last_look_at_a_run_that_has_ended(
+    executed: list[Any],
+) -> None:
+    assert "stopped" in executed[3][1]["text/html"]

@@ -8,9 +8,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from test_figures_live import end, eventually, start_run, train
+from test_figures_live import end, start_run, train
 
 import workbench as wb
+from tests.patience import eventually
 from workbench.rundir import RunDir, this_process, write_json, write_record
 from workbench.sweeps.queue import Entry, QueueDir, Result
 from workbench.sweeps.sweep import Sweep
@@ -72,34 +73,28 @@ def test_table_heat_map_and_curves_grow_while_the_sweep_runs(sweep: Sweep) -> No
 
 def test_files_that_cannot_be_read_for_a_moment_do_not_end_the_view_and_lasting_ones_are_told(sweep: Sweep) -> None:
     widget = LiveSweep(sweep, refresh_s=0.02)
-    looks = count_looks(widget)
-    queue = sweep.directory.queue_file.read_text()
-    sweep.directory.queue_file.write_text("{")
-    eventually(lambda: looks["failed"] > 0)
-    sweep.directory.queue_file.write_text(queue)
-    eventually(lambda: looks["went well"] > 1)
-    assert widget.following
-    assert not widget.note.value
-    sweep.directory.queue_file.write_text("{")
-    eventually(lambda: not widget.following)
-    assert "This view stopped updating" in widget.note.value
-
-
-def count_looks(widget: LiveSweep) -> Counter[str]:
-    """Count the looks of a widget at its directory from now on, by how they end."""
-    looks, update = Counter[str](), widget.update
+    file, looks, update = sweep.directory.queue_file, Counter[str](), widget.update
+    queue = file.read_text()
 
     def counted() -> bool:
         try:
             ended = update()
         except Exception:
             looks["failed"] += 1
+            if looks["failed"] == 1:  # it is whole again before the next look
+                file.write_text(queue)
             raise
         looks["went well"] += looks["failed"] > 0
         return ended
 
     widget.update = counted  # type: ignore[method-assign]
-    return looks
+    file.write_text("{")
+    eventually(lambda: looks["went well"] > 1)
+    assert widget.following
+    assert not widget.note.value
+    file.write_text("{")
+    eventually(lambda: not widget.following)
+    assert "This view stopped updating" in widget.note.value
 
 
 def test_the_button_of_a_run_asks_that_run_alone_to_stop(sweep: Sweep) -> None:

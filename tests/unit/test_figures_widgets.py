@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import gzip
 import json
-import time
 from pathlib import Path
 
 import plotly.graph_objects as go
 from cost_values import layered_profile as profile
-from test_figures_live import end, eventually, start_run, train
+from test_figures_live import end, start_run, train
 
 from tests.logs import append_event
+from tests.patience import eventually
 from workbench.cost.hardware import Cluster
 from workbench.figures.figure import plotly_js
 from workbench.planning.search import what_if
@@ -40,8 +40,7 @@ def test_the_panel_shows_what_the_planner_answers_for_the_sliders() -> None:
 def test_where_nothing_fits_the_planners_sentence_stands_in_the_panel() -> None:
     panel = WhatIf(profile(), Cluster.of("h200", gpus=4), global_batch=64, seq_len=128)
     panel.memory_gib.value = 0.1
-    eventually(lambda: panel.plan is None)
-    assert "GiB" in panel.children[-2].value
+    eventually(lambda: panel.plan is None and "GiB" in panel.children[-2].value)
     eventually(lambda: not json.loads(panel.children[-1].figure)["data"])  # nor does an earlier plan stand below it
     panel.memory_gib.value = panel.memory_gib.max
     eventually(lambda: panel.plan is not None and "data parallel" in panel.children[-2].value)
@@ -52,7 +51,8 @@ def test_of_many_moves_of_a_slider_the_last_one_is_shown() -> None:
     for gpus in (1, 2, 4, 8, 16, 32):
         panel.gpus.value = gpus
     eventually(lambda: panel.plan is not None and panel.plan.cluster.gpus == 32)
-    time.sleep(0.2)
+    panel.wake()
+    eventually(lambda: not panel._is_moving)
     assert panel.plan is not None
     assert panel.plan.cluster.gpus == 32
 

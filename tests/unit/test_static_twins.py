@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import subprocess
 import sys
-import time
 from typing import Any
 
 import ipywidgets as widgets
 import pytest
 
+from tests.patience import eventually
 from workbench.widgets import live_widget
 from workbench.widgets.live_widget import LiveWidget, StaticTwins
 
@@ -73,6 +73,8 @@ class Counting(LiveWidget):
     def __init__(self, last: int = 10**9, broken: int = 10**9) -> None:
         super().__init__(0.01)
         self.count, self.last, self.broken = 0, last, broken
+        self.pauses, wait = list[float](), self._wake.wait  # in s, between two updates
+        self._wake.wait = lambda pause_s: (self.pauses.append(pause_s), wait(pause_s))[1]  # type: ignore[method-assign]
         self.follow()
 
     def update(self) -> bool:
@@ -83,13 +85,6 @@ class Counting(LiveWidget):
 
     def twin(self) -> tuple[Any, ...]:
         return (f"count {self.count}",)
-
-
-def eventually(truth: Any) -> None:
-    deadline = time.monotonic() + 20
-    while not truth():
-        assert time.monotonic() < deadline
-        time.sleep(0.01)
 
 
 def test_a_live_widget_ends_with_what_it_follows_and_can_follow_again(outputs: list[Output]) -> None:
@@ -141,8 +136,8 @@ def test_a_live_widget_that_cannot_update_says_why() -> None:
 def test_a_live_widget_that_no_page_shows_is_updated_less_often(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(live_widget, "UNSEEN_FACTOR", 1e6)
     widget = Counting()
-    eventually(lambda: widget.count == 1)
-    time.sleep(0.3)
+    eventually(lambda: len(widget.pauses) > 1)
+    assert widget.pauses[1] >= 1e4
     assert widget.count == 1
     widget._view_count = 1  # as the page sets it
     eventually(lambda: widget.count > 3)
@@ -151,21 +146,25 @@ def test_a_live_widget_that_no_page_shows_is_updated_less_often(monkeypatch: pyt
 
 def test_a_process_ends_after_the_update_that_its_live_widgets_have_begun() -> None:
     script = """
-import time
-from workbench.widgets.live_widget import LiveWidget
+import threading, time
+from workbench.widgets import live_widget
 
-class Slow(LiveWidget):
+live_widget.EXIT_S, begun = 300, threading.Event()
+
+class Slow(live_widget.LiveWidget):
     def update(self):
-        time.sleep(0.5)
+        begun.set()
+        self._closed.wait()
+        time.sleep(0.5)  # clock: an end that does not wait comes before
         print("updated", flush=True)
     def twin(self):
         return ("",)
 
 widget = Slow(0.01)
 widget.follow()
-time.sleep(0.2)
+begun.wait()
 """
-    ended = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=110)
+    ended = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True)
     assert (ended.returncode, ended.stdout.splitlines()) == (0, ["updated"]), ended.stderr
 
 
