@@ -54,7 +54,7 @@ class Gate:
         waiting.replace(self.file)
 
 
-def wait_for_gate(step: int, unless: Callable[[], object] = lambda: False) -> None:
+def wait_for_gate(step: float, unless: Callable[[], object] = lambda: False) -> None:
     """Wait in a process of a test until its gate is open to a step, or until `unless()` is true, as when it is to stop.
 
     A process without a gate goes on at once.

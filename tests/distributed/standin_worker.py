@@ -1,8 +1,9 @@
 """A worker for tests of launching: keeps the real worker's contract, trains nothing, and misbehaves on request.
 
-It begins a step when its gate is open to that step. `WORKBENCH_STANDIN_…` variables: `CHECKPOINT_EVERY` so many steps
-besides the end, `LIFT` is added to every loss, `FAIL_RANK` raises at step 2 (with `FAIL_MESSAGE`), `KILL_RANK` dies
-without a word, `HANG_RANK` stays in step 2 and ignores every request to stop.
+It begins a step when its gate is open to that step, and completes the checkpoint of a step when it is open half a step
+further. `WORKBENCH_STANDIN_…` variables: `CHECKPOINT_EVERY` so many steps besides the end, `LIFT` is added to every
+loss, `FAIL_RANK` raises at step 2 (with `FAIL_MESSAGE`), `KILL_RANK` dies without a word, `HANG_RANK` stays in step 2
+and ignores every request to stop, `LINGER_RANK` stays after its error.
 """
 
 import os
@@ -34,6 +35,8 @@ def main(run: RunDir) -> None:
     except BaseException as error:
         fields = {"rank": rank, "stage": rank, "type": type(error).__name__, "message": str(error)}
         write_record(run.error(rank), {**fields, "traceback": traceback.format_exc(), "time": time.time()})
+        if os.environ.get("WORKBENCH_STANDIN_LINGER_RANK") == str(rank):
+            _hang()
         raise
     finally:
         if dist.is_initialized():
@@ -60,6 +63,8 @@ def _train(run: RunDir, rank: int, world: int) -> None:
                 run.events, "step", step=step, loss=7 / step + lift, grad_norm=1.0, mfu=None, **speed, **totals
             )
             if step % int(os.environ.get("WORKBENCH_STANDIN_CHECKPOINT_EVERY", sys.maxsize)) == 0:
+                run.checkpoint(step).mkdir(parents=True, exist_ok=True)
+                wait_for_gate(step + 0.5, unless=lambda: asked or run.stop_file.exists())
                 _checkpoint(run, step)
     if rank == 0:
         _checkpoint(run, step)
@@ -94,7 +99,12 @@ def _misbehave(rank: int, step: int) -> None:
     if step == 2 and os.environ.get("WORKBENCH_STANDIN_KILL_RANK") == str(rank):
         os.kill(os.getpid(), signal.SIGKILL)
     if step == 2 and os.environ.get("WORKBENCH_STANDIN_HANG_RANK") == str(rank):
-        time.sleep(3600)  # clock: it hangs until it is killed
+        _hang()
+
+
+def _hang() -> None:
+    while True:
+        signal.pause()  # also where it was asked to stop
 
 
 if __name__ == "__main__":
