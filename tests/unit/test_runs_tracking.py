@@ -42,8 +42,6 @@ LIMITS = {"NICENESS": 0, "INIT_LIMIT_S": PATIENCE_S, "ANSWER_LIMIT_S": PATIENCE_
 """Constants of recorders that do not depend on how fast the machine is."""
 LOSES = LIMITS | {"CONFIRM_LIMIT_S": 0}
 """Those where the server lacks rows for good: a client that has finished sends no more, so that one look tells."""
-AT_ONCE = {"WANDB__FILE_STREAM_TRANSMIT_INTERVAL": "0.1"}
-"""Makes the client send rows as they come, and not every 15 s."""
 
 
 @pytest.fixture(scope="module")
@@ -57,9 +55,9 @@ def warm() -> Iterator[Pool]:
 def record(warm, run, monkeypatch):
     """Return the start of a recorder in the warm process, which is also where `sync` uploads."""
 
-    def start(*options: str, limits=LIMITS, **environment: str) -> SimpleNamespace:
-        own = {**tracking.own_environment(), **AT_ONCE, **environment}
-        started = warm.apply_async(fake_wandb.record, (str(run.path), "--upload" in options, own, limits))
+    def start(*options: str, limits=LIMITS) -> SimpleNamespace:
+        arguments = str(run.path), "--upload" in options, tracking.own_environment(), limits
+        started = warm.apply_async(fake_wandb.record, arguments)
         return SimpleNamespace(wait=started.get)
 
     monkeypatch.setattr(tracking, "_spawn", lambda _, *options: start(*options))
@@ -186,9 +184,8 @@ def test_logged_in_the_server_has_the_run_with_its_plan_a_resumed_run_continues_
 ):
     fake = server()
     login(monkeypatch, fake)
-    monkeypatch.setattr(
-        tracking, "download_run", lambda address: warm.apply(fake_wandb.download, (address, dict(os.environ)))
-    )
+    download = partial(warm.apply, fake_wandb.download)
+    monkeypatch.setattr(tracking, "download_run", lambda address: download((address, dict(os.environ))))
     write_json(run.plan, {"pipeline": 2})
     run.plan_page.write_text("the plan, drawn")  # otherwise a process would draw it
     first = record()
