@@ -9,16 +9,17 @@ A model, its loss function and callbacks add columns of their own to a run by `l
 
 from __future__ import annotations
 
+import math
 import re
 import sys
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass, field
 from typing import Any, Literal, NamedTuple
 
 from workbench.errors import InvalidExperiment, suggestion
-from workbench.units import count, duration
+from workbench.units import COUNTS, DEVICE_TIME, FLOPS, TIME, Unit, duration, many, quantity
 
 
 @dataclass(frozen=True)
@@ -79,6 +80,16 @@ class AxisUnit(NamedTuple):
     title: str
 
 
+def titled(units: Sequence[Unit], title: str, name: Callable[[Unit], str]) -> tuple[AxisUnit, ...]:
+    """Return the units of an axis: its title, and the name of the unit behind it where it has one."""
+    return tuple(AxisUnit(unit.factor, f"{title} ({name(unit)})" if name(unit) else title) for unit in units)
+
+
+def power_of_ten(unit: Unit) -> str:
+    """Return the factor of a unit as it stands in print: `10¹⁵`."""
+    return "10" + str(round(math.log10(unit.factor))).translate(str.maketrans("0123456789", "⁰¹²³⁴⁵⁶⁷⁸⁹"))
+
+
 @dataclass(frozen=True)
 class Axis:
     """One measure of the progress of a training run."""
@@ -93,10 +104,13 @@ class Axis:
     """Function that writes one recorded value for people, such as `30.1 M tokens`."""
     name: str = ""
     """Name that `x=` takes; empty for the column's."""
+    least: float = 1.0
+    """Number of a unit from which an axis that ends there is in it, and not in a smaller one."""
 
     def unit(self, largest: float) -> AxisUnit:
-        """Return the largest unit that is no larger than `largest`, or else the smallest unit."""
-        return next((AxisUnit(*unit) for unit in self.units if largest >= unit[0]), AxisUnit(*self.units[-1]))
+        """Return the unit of an axis whose largest value is `largest` in the recorded column."""
+        units = [AxisUnit(*unit) for unit in self.units]
+        return next((unit for unit in units if largest >= self.least * unit.scale), units[-1])
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -134,7 +148,7 @@ COLUMNS: dict[str, Column] = {
         words="number of the step, from 1",
         is_whole=True,
         value=lambda step: step.step,
-        axis=Axis("step", "step", ((1.0, "Step"),), lambda value: f"{count(value)} steps"),
+        axis=Axis("step", "step", ((1.0, "Step"),), lambda value: many(value, "step")),
     ),
     "loss": Column(
         words="loss over the global batch",
@@ -191,8 +205,8 @@ COLUMNS: dict[str, Column] = {
         axis=Axis(
             "tokens",
             "tokens",
-            ((1e12, "Tokens (T)"), (1e9, "Tokens (B)"), (1e6, "Tokens (M)"), (1e3, "Tokens (k)"), (1.0, "Tokens")),
-            lambda value: f"{count(value)} tokens",
+            titled(COUNTS, "Tokens", lambda unit: unit.name),
+            lambda value: many(value, "token"),
         ),
     ),
     "samples": Column(
@@ -202,8 +216,8 @@ COLUMNS: dict[str, Column] = {
         axis=Axis(
             "samples",
             "samples",
-            ((1e6, "Samples (M)"), (1e3, "Samples (k)"), (1.0, "Samples")),
-            lambda value: f"{count(value)} samples",
+            titled(COUNTS, "Samples", lambda unit: unit.name),
+            lambda value: many(value, "sample"),
         ),
     ),
     "seconds": Column(
@@ -212,9 +226,10 @@ COLUMNS: dict[str, Column] = {
         axis=Axis(
             "seconds",
             "time",
-            ((7200.0, "Training time (hours)"), (120.0, "Training time (minutes)"), (1.0, "Training time (seconds)")),
+            titled(TIME, "Training time", lambda unit: unit.name),
             duration,
             name="time",
+            least=2.0,
         ),
         wandb=("seconds", "_runtime"),
     ),
@@ -224,13 +239,7 @@ COLUMNS: dict[str, Column] = {
         axis=Axis(
             "flops",
             "FLOPs",
-            (
-                (1e21, "Model FLOPs (ZFLOP, 10²¹)"),
-                (1e18, "Model FLOPs (EFLOP, 10¹⁸)"),
-                (1e15, "Model FLOPs (PFLOP, 10¹⁵)"),
-                (1e12, "Model FLOPs (TFLOP, 10¹²)"),
-                (1e9, "Model FLOPs (GFLOP, 10⁹)"),
-            ),
+            titled(FLOPS, "Model FLOPs", lambda unit: f"{unit.name}, {power_of_ten(unit)}"),
             lambda value: f"{value:.3g} FLOPs",
         ),
     ),
@@ -240,8 +249,8 @@ COLUMNS: dict[str, Column] = {
         axis=Axis(
             "gpu_hours",
             "device-hours",
-            ((1.0, "Device-hours"), (1 / 60, "Device-minutes")),
-            lambda value: f"{value:.3g} device-hours" if value >= 0.1 else f"{60 * value:.3g} device-minutes",
+            tuple(AxisUnit(unit.factor, unit.name.capitalize()) for unit in DEVICE_TIME),
+            lambda value: quantity(value, DEVICE_TIME, 0.1),
         ),
     ),
     "time": Column(words="time at which the step was logged, in Unix seconds"),

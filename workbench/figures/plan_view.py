@@ -208,7 +208,7 @@ def add_memory(figure: Figure, plan: Plan) -> None:
     place: Any = {"row": 1, "col": 2}
     ranks = list(range(plan.pipeline))
     peak, (limit, limit_name) = plan.peak_bytes, limit_of(plan)
-    unit, unit_name = memory_unit(peak)  # in which `gib` writes the totals
+    unit_name, unit, _ = memory_unit(peak)  # in which `gib` writes the totals
     end = MEMORY_ROOM * max(peak, limit) / unit
     factor = 1
     if peak <= MUCH * limit:  # the largest of 2, 5, 10, 20, 50, … with which the bars fit

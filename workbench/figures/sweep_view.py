@@ -33,7 +33,7 @@ from workbench.runs.run import Run
 from workbench.sweeps.grid import Cell, Grid, MeasuredCell, MeasuredGrid, contention, lost_time
 from workbench.sweeps.queue import label_text
 from workbench.sweeps.sweep import Configuration, Sweep
-from workbench.units import duration, gib, memory_unit
+from workbench.units import STEP_TIME, duration, gib, memory_unit, suited
 
 BUDGETS = ("step", "gpu_hours")
 """Names of the x axes of `best_so_far`."""
@@ -554,8 +554,8 @@ def frontier(plans: Plans | Grid | MeasuredGrid) -> Figure:
     """
     points, headline, words = _points(plans)
     front = pareto_front([(point.peak_bytes, point.step_ms) for point in points])
-    unit, unit_name = memory_unit(max((point.peak_bytes for point in points), default=0))
-    ms, time_name = (1e3, "s") if max((point.step_ms for point in points), default=0.0) >= 1e3 else (1.0, "ms")
+    unit_name, unit, _ = memory_unit(max((point.peak_bytes for point in points), default=0))
+    time_name, ms, _ = suited(max((point.step_ms for point in points), default=0.0), STEP_TIME)
     figure = Figure()
     shardings = sorted({(point.plan.zero, point.sharding) for point in points})
     for index, (_, name) in enumerate(shardings):

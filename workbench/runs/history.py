@@ -26,6 +26,7 @@ from workbench.events import (
 from workbench.rundir import EventTail, parse_event, type_prefix
 from workbench.runs.event_log import FREQUENT, Noted, RunState, resumed_step
 from workbench.step_table import GrowingTable, StepTable
+from workbench.units import HOUR
 
 Column = NDArray[np.float64]
 _SAMPLE_ROWS = 4  # time, device, share, used_bytes
@@ -361,7 +362,7 @@ class _Attempt(NamedTuple):
     devices: int = 1
 
     def hours(self, seconds: Column | float) -> Any:
-        return self.gpu_hours + (seconds - self.seconds) * self.devices / 3600
+        return self.gpu_hours + (seconds - self.seconds) * self.devices / HOUR
 
 
 class _Span(NamedTuple):
