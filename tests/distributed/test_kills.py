@@ -1,15 +1,15 @@
 """Kernel, supervisor, Accelerate's launcher and ranks killed with -9 at random moments: nothing is lost or left behind.
 
-Three kills by default, fifty in `make test-exhaustive`; `WORKBENCH_KILL_SEED` repeats a sequence.
+A moment is a number of processes that have started, or a step, which the ranks' gate lets them reach, so that a seed
+kills at the same places on every machine. Three kills by default, fifty in `make test-exhaustive`;
+`WORKBENCH_KILL_SEED` repeats a sequence.
 """
 
 import contextlib
 import os
 import random
-import subprocess
+import re
 import sys
-import textwrap
-import time
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -17,13 +17,13 @@ import psutil
 import pytest
 
 from tests.distributed.own_machine import own_machine
-from tests.distributed.test_launch import HERE, ROOT, start
+from tests.distributed.test_launch import finished, start
 from tests.exhaustive import EXHAUSTIVE
-from tests.patience import eventually
+from tests.patience import GATE, Gate, eventually
 from workbench.events import ProcessRecord
 from workbench.rundir import process_alive, process_record
 from workbench.runs.event_log import read_events
-from workbench.runs.launching import device_queue, processes
+from workbench.runs.launching import device_queue, fork_server, launcher, processes
 from workbench.runs.registry import load_run
 from workbench.runs.run import Run
 
@@ -31,21 +31,24 @@ KILLS = 50 if EXHAUSTIVE else 3
 ENDLESS = 1_000_000
 VICTIMS = ("kernel", "supervisor", "launcher", "rank 0", "rank 1")
 
+EVERY = 10
+"""Number of steps from checkpoint to checkpoint."""
+
 KERNEL = f"""
-    import sys, time
-    sys.path.insert(0, {str(HERE)!r})
-    from test_launch import start
-    resume = sys.argv[1] if len(sys.argv) > 1 else None
-    print(start(steps={ENDLESS}, resume=resume).path, flush=True)
-    time.sleep(3600)
+import signal, sys
+from tests.distributed.test_launch import start
+resume = sys.argv[1] if len(sys.argv) > 1 else None
+print(start(steps={ENDLESS}, resume=resume).path, flush=True)
+signal.pause()
 """
 
 
 @pytest.fixture(autouse=True)
 def node(tmp_path, monkeypatch):
-    for name, value in (("STANDIN_STEP_S", "0.02"), ("STANDIN_CHECKPOINT_EVERY", "10")):
-        monkeypatch.setenv(f"WORKBENCH_{name}", value)
-    monkeypatch.setenv("PYTHONPATH", str(ROOT))
+    monkeypatch.setenv("WORKBENCH_STANDIN_CHECKPOINT_EVERY", str(EVERY))
+    monkeypatch.setenv(GATE, str(tmp_path / "gate"))
+    monkeypatch.syspath_prepend(str(tmp_path))
+    (tmp_path / "killed_kernel.py").write_text(KERNEL)
     yield from own_machine(tmp_path, monkeypatch)
     for process in of_this_test(tmp_path):
         with contextlib.suppress(psutil.NoSuchProcess):
@@ -66,26 +69,31 @@ def of_this_test(folder: Path) -> list[psutil.Process]:
 class Attempt:
     """One launch or resumption, from a kernel of its own."""
 
-    kernel: subprocess.Popen
+    kernel: ProcessRecord
     run: Run
     killed: list[str] = field(default_factory=list)
 
     @staticmethod
-    def begin(resume: Path | None) -> "Attempt":
-        command = [sys.executable, "-c", textwrap.dedent(KERNEL), *([str(resume)] if resume else [])]
-        kernel = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
-        return Attempt(kernel, load_run(kernel.stdout.readline().strip()))
+    def begin(folder: Path, resume: Path | None) -> "Attempt":
+        """Start a run from a kernel that is forked from the server of this process."""
+        log, environment = folder / "kernel.log", {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
+        log.unlink(missing_ok=True)
+        launcher.import_ahead()
+        options = {"log": log, "environment": environment, "threads": "1", "is_served": True}
+        kernel = fork_server.client().start("killed_kernel", *([str(resume)] if resume else []), **options)
+        told = eventually(lambda: re.findall(r"^(/.*)\n", log.read_text(), re.MULTILINE), log.read_text)
+        return Attempt(process_record(kernel), load_run(told[-1]))
 
     def record_of(self, victim: str) -> ProcessRecord | None:
         """None while there is no such process yet, or any more."""
         if victim == "kernel":
-            return process_record(self.kernel.pid) if self.kernel.poll() is None else None
-        launcher = processes.launcher_record(self.run.directory)
+            return self.kernel if process_alive(self.kernel) else None
+        recorded = processes.launcher_record(self.run.directory)
         if victim.startswith("rank"):
             records = {f"rank {r['rank']}": r for r in processes.rank_records(self.run.directory)}
             record = records.get(victim)
         else:
-            record = launcher.get({"supervisor": "supervisor", "launcher": "accelerate"}[victim])
+            record = recorded.get({"supervisor": "supervisor", "launcher": "accelerate"}[victim])
         return record if process_alive(record) else None
 
     def kill(self, victim: str) -> None:
@@ -93,8 +101,6 @@ class Attempt:
         if record is True:  # the run ended before
             return
         processes.send_signal([record], 9)
-        if victim == "kernel":
-            self.kernel.wait()
         eventually(lambda: not process_alive(record))
         self.killed.append(victim)
 
@@ -104,27 +110,37 @@ class Attempt:
             eventually(lambda: self.run.status.state == "running" or not self.run.alive)
             self.run.stop()
         eventually(lambda: not self.run.alive and not processes.strays(self.run.directory))
-        if self.kernel.poll() is None:
-            self.kernel.kill()
-        self.kernel.wait()
+        processes.kill_trees([self.kernel])
 
 
-def random_moment(attempt: Attempt, dice: random.Random, before_the_first_step: bool) -> None:
-    """Sleep until some moment while processes start, or within a second of the attempt's first step."""
-    if not before_the_first_step:
-        seen = len(attempt.run.history())
-        eventually(lambda: len(attempt.run.history()) > seen or attempt.run.status.final)
-    time.sleep(dice.uniform(0.0, 3.0 if before_the_first_step else 1.0))
+def random_moment(attempt: Attempt, gate: Gate, reached: int, dice: random.Random) -> int:
+    """Wait for a moment after the step that was reached before, and return the step up to which the gate is open.
+
+    The ranks wait at a step, with the checkpoint of that step half written if it has one, or go on meanwhile.
+    """
+    step, goes_on = reached + dice.randint(1, 2 * EVERY), 2 * EVERY if dice.random() < 0.5 else 0
+    if dice.random() < 0.5:
+        step += -step % EVERY
+    gate.open(step + goes_on)
+    eventually(lambda: attempt.run.row()["step"] >= step or attempt.run.status.final)
+    return step + goes_on
 
 
-def test_no_step_is_lost_or_doubled_and_nothing_is_left_behind(node, monkeypatch, capsys):
+def random_start(attempt: Attempt, dice: random.Random) -> None:
+    """Wait until some of the launcher and its ranks have started, or none of them yet."""
+    ranks = dice.randint(0, 3)
+    eventually(lambda: len(processes.live_workers(attempt.run.directory)) >= ranks or attempt.run.status.final)
+
+
+def test_no_step_is_lost_or_doubled_and_nothing_is_left_behind(node, capsys):
     seed = int(os.environ.get("WORKBENCH_KILL_SEED") or random.SystemRandom().randrange(10**6))
     dice = random.Random(seed)
     killed: list[str] = []
     bag: list[str] = []
     attempts, run = 0, None
+    gate, reached = Gate(node / "gate", open_to=2 * EVERY), 2 * EVERY
     while len(killed) < KILLS:
-        attempt = Attempt.begin(resume=run.path if run else None)
+        attempt = Attempt.begin(node, resume=run.path if run else None)
         attempts, run = attempts + 1, attempt.run
         if attempts == 1:
             eventually(lambda begun=run: begun.checkpoints)
@@ -133,7 +149,10 @@ def test_no_step_is_lost_or_doubled_and_nothing_is_left_behind(node, monkeypatch
             victim = bag.pop()
             if victim in attempt.killed:
                 continue
-            random_moment(attempt, dice, before_the_first_step=attempts > 1 and dice.random() < 0.4)
+            if attempts > 1 and dice.random() < 0.4:
+                random_start(attempt, dice)
+            else:
+                reached = random_moment(attempt, gate, reached, dice)
             attempt.kill(victim)
             if attempt.run.status.final:
                 break
@@ -142,11 +161,9 @@ def test_no_step_is_lost_or_doubled_and_nothing_is_left_behind(node, monkeypatch
         assert not of_this_test(node), f"seed {seed}: left after {attempt.killed}"
         queue = next((node / "home" / "device_queue").iterdir())
         assert not device_queue._live_tickets(queue), f"seed {seed}: the queue is blocked"
-    monkeypatch.setenv("WORKBENCH_STANDIN_STEP_S", "0")
+    gate.open()
     last = run.checkpoints[-1].step + 25
-    final = start(steps=last, resume=run.path)
-    assert final.wait(timeout=100).status.state == "finished", final.logs("launcher")
-    history = final.history()
+    history = finished(start(steps=last, resume=run.path)).history()
     assert history.step.tolist() == list(range(1, last + 1)), f"seed {seed}"
     assert history.loss.tolist() == [7 / step for step in range(1, last + 1)], f"seed {seed}"
     logged = {event["step"] for event in read_events(run.directory.events) if event["type"] == "step"}

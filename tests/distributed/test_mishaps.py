@@ -1,30 +1,29 @@
 """Mishaps with real processes: two starts of one run at once, a model in another folder."""
 
+import importlib
 import os
 import signal
-import subprocess
 import sys
-import textwrap
 import threading
 
 import pytest
 
-from tests.distributed.test_launch import HERE, ROOT, first_step, launch, node, plan_for, start
-from tests.patience import eventually
+from tests.distributed.test_launch import experiment, finished, first_step, gate, launch, node, plan_for, start
+from tests.patience import PATIENCE_S, eventually
 from workbench.errors import CheckpointError, RunExists, WorkbenchError
 from workbench.runs.launching import launcher, processes
 from workbench.runs.registry import list_runs, load_run
 from workbench.runs.run import Run
 
-__all__ = ["node"]  # a fixture of every test here, too
+__all__ = ["gate", "node"]  # the second is a fixture of every test here, too
 
 
 def test_two_buttons_pressed_at_once_continue_a_run_once(monkeypatch):
-    run = start(steps=2, world=1).wait(100)
+    run = finished(start(steps=2, world=1))
     asked_twice, described = threading.Barrier(2), launcher.environment
 
     def slowly():
-        asked_twice.wait(30)
+        asked_twice.wait(PATIENCE_S)
         return described()
 
     monkeypatch.setattr(launcher, "environment", slowly)
@@ -34,9 +33,9 @@ def test_two_buttons_pressed_at_once_continue_a_run_once(monkeypatch):
     with pytest.raises(RunExists, match="being started by somebody else"):
         start(steps=4, world=1, resume=run.path)
     assert len(list_runs()) == 1
-    asked_twice.wait(30)
+    asked_twice.wait(PATIENCE_S)
     first.join()
-    assert load_run(run.path).wait(100).history().step.tolist() == [1, 2, 3, 4]
+    assert finished(load_run(run.path)).history().step.tolist() == [1, 2, 3, 4]
     states = [event["state"] for event in run.events() if event["type"] == "status"]
     assert states.count("finished") == 2
     with pytest.raises(CheckpointError, match="is of step 4, after the 3 steps"):
@@ -45,35 +44,30 @@ def test_two_buttons_pressed_at_once_continue_a_run_once(monkeypatch):
 
 def test_a_run_is_listed_while_another_kernel_is_describing_it(monkeypatch):
     listed, described = threading.Event(), launcher.environment
-    monkeypatch.setattr(launcher, "environment", lambda: (listed.wait(30), described())[1])
+    monkeypatch.setattr(launcher, "environment", lambda: (listed.wait(PATIENCE_S), described())[1])
     launching = threading.Thread(target=start, args=(1, 1))
     launching.start()
     (row,) = eventually(lambda: list_runs().rows())
     listed.set()
     launching.join()
     assert (row["state"], row["message"]) == ("queued", "")
-    assert list_runs()[0].wait(100).status.state == "finished"
+    finished(list_runs()[0])
 
 
-def test_a_model_beside_the_notebook_is_found_when_its_run_goes_on_from_another_folder(node):
-    (node / "project").mkdir()
-    (node / "project" / "my_net.py").write_text("def build():\n    return 'my net'\n")
-    code = f"""
-        import sys
-        sys.path[:0] = [{str(ROOT)!r}, {str(HERE)!r}]
-        import my_net
-        from test_launch import experiment, launch, plan_for
-        asked = experiment(1).replace(model=my_net.build, name="own")
-        print(launch(asked, plan_for(asked, 1), worker="standin_worker").wait(100).path)
-    """
-    (node / "project" / "train.py").write_text(textwrap.dedent(code))
-    command = [sys.executable, str(node / "project" / "train.py")]
-    run = load_run(subprocess.run(command, capture_output=True, text=True, check=True).stdout.strip())
-    asked = run.experiment.replace(steps=2)
-    again = launch(asked, plan_for(asked, 1), resume=run.path, code={}, worker="standin_worker").wait(100)
-    assert again.logs().count("built my net") == 2
+def test_a_model_beside_the_notebook_is_found_when_its_run_goes_on_from_another_folder(node, monkeypatch):
+    project = node / "project"
+    project.mkdir()
+    (project / "my_net.py").write_text("def build():\n    return 'my net'\n")
+    with monkeypatch.context() as beside:
+        beside.syspath_prepend(str(project))
+        asked = experiment(1).replace(model=importlib.import_module("my_net").build, name="own")
+        run = finished(launch(asked, plan_for(asked, 1), worker="standin_worker"))
+    del sys.modules["my_net"]
+    assert str(project) not in sys.path
+    again = launch(run.experiment.replace(steps=2), run.plan, resume=run.path, code={}, worker="standin_worker")
+    assert finished(again).logs().count("built my net") == 2
     clone = Run(launcher.clone(run.directory, run.plan, {}, worker="standin_worker")).kill()
-    assert str(node / "project") in launcher.worker_path(clone.directory)
+    assert str(project) in launcher.worker_path(clone.directory)
 
 
 def test_a_home_that_cannot_be_written_is_told_before_anything_is_made(node, monkeypatch):
@@ -84,12 +78,12 @@ def test_a_home_that_cannot_be_written_is_told_before_anything_is_made(node, mon
     assert not (node / "runs").exists()
 
 
-def test_a_run_whose_every_process_is_told_to_end_has_stopped_in_order(monkeypatch):
-    monkeypatch.setenv("WORKBENCH_STANDIN_STEP_S", "0.05")
+@pytest.mark.usefixtures("gate")
+def test_a_run_whose_every_process_is_told_to_end_has_stopped_in_order():
     run = start(steps=10_000)
     first_step(run)
     launcher_pid = processes.launcher_record(run.directory)["accelerate"]["pid"]
     for pid in (launcher_pid, *(record["pid"] for record in processes.rank_records(run.directory))):
         os.kill(pid, signal.SIGTERM)  # as a scheduler does
-    status = run.wait(100).status
+    status = run.wait(PATIENCE_S).status
     assert str(status) == f"stopped: Stopped at step {run.checkpoints[-1].step} of 10000."
