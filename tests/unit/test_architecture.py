@@ -134,11 +134,12 @@ def run_python(code: str) -> str:
 LOADED = f"print(sorted(set({HEAVY!r}) & set(sys.modules)))"
 
 
-def test_import_workbench_takes_less_than_a_second_and_loads_nothing_heavy() -> None:
-    timed = "import sys, time; start = time.process_time(); import workbench; print(time.process_time() - start)"
-    seconds, loaded = run_python(f"{timed}; {LOADED}").splitlines()
+def test_import_workbench_loads_few_modules_and_nothing_heavy() -> None:
+    """Beside those that Python has loaded by itself: in a few hundredths of a second."""
+    code = "import sys; before = len(sys.modules); import workbench; print(len(sys.modules) - before)"
+    number, loaded = run_python(f"{code}; {LOADED}").splitlines()
     assert loaded == "[]"
-    assert float(seconds) < 1
+    assert int(number) < 60
 
 
 def test_an_experiment_is_written_down_without_anything_heavy() -> None:

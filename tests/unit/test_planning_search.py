@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import re
-import time
+from collections import Counter
 from dataclasses import replace
 from itertools import pairwise
 from typing import Any
@@ -18,6 +18,7 @@ from plan_values import CAPTURABLE, PROFILE, costs_of, plan_of, with_host
 
 from workbench.cost import Cluster
 from workbench.errors import PlanInfeasible, PlanMismatch, UnknownParameter
+from workbench.planning import search, stage_costs
 from workbench.planning.plan import Plan
 from workbench.planning.prediction import bound_ms, predict, timeline
 from workbench.planning.request import Request, apart
@@ -307,11 +308,24 @@ def test_a_misspelt_parameter_is_answered_with_the_nearest() -> None:
         plan_of(micro_batches=4)
 
 
-def test_planning_is_fast_enough_to_drag_a_slider() -> None:
-    profile = layered_profile(layers=54, elements=45_000_000)
-    started = time.process_time()
+def test_planning_does_little_enough_work_to_drag_a_slider(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of hundreds of options on 4 devices, and of more on 1,024, most are dropped by a bound: few are priced, which
+    takes a third of a millisecond each, and fewer are simulated."""
+    profile, done = layered_profile(layers=54, elements=45_000_000), Counter[str]()
+    for module, name in ((stage_costs.StrategyCosts, "times"), (search, "predict")):
+        monkeypatch.setattr(module, name, counted(getattr(module, name), name, done))
     plan_of(profile, global_batch=256)
-    assert time.process_time() - started < 1.0
-    started = time.process_time()
+    assert done["times"] < 250
+    assert done["predict"] < 10
+    done.clear()
     plan_of(profile, global_batch=4096, cluster=Cluster.of("h200", gpus=1024))
-    assert time.process_time() - started < 10.0
+    assert done["times"] < 600
+    assert done["predict"] < 100
+
+
+def counted(function: Any, name: str, done: Counter[str]) -> Any:
+    def count(*given: Any, **named: Any) -> Any:
+        done[name] += 1
+        return function(*given, **named)
+
+    return count
