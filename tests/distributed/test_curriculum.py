@@ -14,12 +14,10 @@ import pytest
 import torch
 
 import workbench as wb
-from tests.distributed.harness import AtGate
 from tests.distributed.real_worker import VOCAB, Ranks, Words, curve, directory, experiment, plan, trained
-from tests.patience import Gate, eventually
+from tests.distributed.test_streaming import killed_after_checkpoint
 from workbench.data.sampling import shuffled
 from workbench.errors import InvalidExperiment, LossSpikes
-from workbench.execution.checkpoint import complete_checkpoints
 from workbench.execution.trainer import Spikes
 from workbench.experiment import Experiment
 from workbench.rundir import RunDir
@@ -70,11 +68,7 @@ def asked(**changes: Any) -> Experiment:
 
 def interrupted(path: Path, wanted: Experiment, first: dict[str, Any], second: dict[str, Any]) -> RunDir:
     """Train under one plan until its first checkpoint, kill the ranks, and go on under another plan."""
-    gate, chosen = Gate(path.with_suffix(".gate"), open_to=6), plan(wanted, **first)
-    run = directory(path, wanted.replace(callbacks=[AtGate(gate.file)]), chosen)
-    ranks = Ranks(run, chosen.world)
-    [checkpoint] = eventually(lambda: complete_checkpoints(run.checkpoints))
-    ranks.kill(first=0)
+    checkpoint = killed_after_checkpoint(path, wanted, first)
     return trained(path, wanted, plan(wanted, **second), checkpoint)
 
 

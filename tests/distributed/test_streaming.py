@@ -72,16 +72,17 @@ def stored(text: Path, tmp_path_factory: pytest.TempPathFactory) -> RunDir:
 def killed(text: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Kill a streamed run on one device with SIGKILL, and return the checkpoint that it had written."""
     experiment = asked(text, streaming=True, checkpoint_every=5)
-    return killed_after_checkpoint(tmp_path_factory.mktemp("killed"), experiment)
+    return killed_after_checkpoint(tmp_path_factory.mktemp("killed") / "run", experiment, {})
 
 
-def killed_after_checkpoint(path: Path, experiment: Experiment) -> Path:
-    """Start a run on one device, kill it after its first checkpoint, that of step 5, and return the checkpoint."""
-    gate = Gate(path / "gate", open_to=6)
-    run = directory(path, experiment.replace(callbacks=[AtGate(gate.file)]), plan(experiment))
-    ranks = Ranks(run, 1)
+def killed_after_checkpoint(path: Path, experiment: Experiment, degrees: dict[str, int]) -> Path:
+    """Start a run under a plan, kill it after its first checkpoint, that of step 5, and return the checkpoint."""
+    gate, chosen = Gate(path.with_suffix(".gate"), open_to=6), plan(experiment, **degrees)
+    run = directory(path, experiment.replace(callbacks=[AtGate(gate.file)]), chosen)
+    ranks = Ranks(run, chosen.world)
     [checkpoint] = eventually(lambda: complete_checkpoints(run.checkpoints))
     ranks.kill(first=0)
+    (run.code / "callbacks.pkl").unlink()  # the run goes on without a gate
     return checkpoint
 
 
@@ -176,14 +177,12 @@ def test_an_iterable_dataset_killed_with_9_goes_on_to_the_last_bit(tmp_path: Pat
     experiment = real_worker.experiment(data=WordStream(), steps=16, checkpoint_every=5)
     chosen = plan(experiment)
     whole = trained(tmp_path / "whole", experiment, chosen)
-    killed = tmp_path / "killed"
-    killed.mkdir()
-    checkpoint = killed_after_checkpoint(killed, experiment)
+    checkpoint = killed_after_checkpoint(tmp_path / "killed", experiment, {})
     manifest = read_manifest(checkpoint)
     state = manifest["stream_state"]
     assert 0 < state["first"] <= BATCH * manifest["step"] < state["first"] + 32
     assert state["dataset_state"] == ({"read": state["item"]} if state["item"] else None)
-    run = trained(killed, experiment, chosen, checkpoint)
+    run = trained(tmp_path / "killed", experiment, chosen, checkpoint)
     assert curve(run) == curve(whole)
     assert len(curve(run)) == 16
 
