@@ -29,6 +29,7 @@ import workbench as wb
 from tests.patience import eventually
 from workbench import notebooks
 from workbench.figures.figure import PLOTLY_MIME
+from workbench.machine import cache_home
 from workbench.runs.launching import fork_server, supervisor
 
 ROOT = Path(__file__).parents[2]
@@ -160,7 +161,12 @@ def executed(
     template: str, folder: Path, monkeypatch: pytest.MonkeyPatch, forked: bool = True, **parameters: Any
 ) -> Document:
     """Execute a template with a few addresses as text, a cache and runs of its own in `folder`."""
-    monkeypatch.setenv("WORKBENCH_HOME", str(folder / "home"))
+    home = folder / "home"
+    if not home.exists():
+        home.mkdir()
+        for made in ("calibrations", "devices"):  # nothing measures this machine anew
+            (home / made).symlink_to(cache_home() / made)
+    monkeypatch.setenv("WORKBENCH_HOME", str(home))
     monkeypatch.setenv("WORKBENCH_RUNS", str(folder / "runs"))
     if forked:
         monkeypatch.setattr(local_provisioner, "launch_kernel", fork_kernel)
