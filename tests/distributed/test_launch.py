@@ -447,18 +447,23 @@ def launched(folder: Path, world: int) -> BaseProcess:
     (folder / "imported.py").write_text(f"open({str(folder / 'imports')!r}, 'a').write('once ')")
     environment = worker_environment(dict(os.environ), world, "cpu", ("cpu",)) | {"OMP_NUM_THREADS": "1"}
     command = [*accelerate_command(config, plan), "-m", "scripted_rank", str(folder)]
-    process = multiprocessing.get_context("forkserver").Process(target=_launcher, args=(folder, command, environment))
+    environment["PYTHONPATH"] = str(folder)
+    return forked(command, environment, folder / "log")
+
+
+def forked(command: list[str], environment: dict[str, str], log: Path) -> BaseProcess:
+    """Run `python -m MODULE …` in a process that has imported what ranks need, so that it starts at once."""
+    process = multiprocessing.get_context("forkserver").Process(target=_run, args=(command, environment, log))
     process.start()
     return process
 
 
-def _launcher(folder: Path, command: list[str], environment: dict[str, str]) -> None:
-    log = os.open(folder / "log", os.O_WRONLY | os.O_CREAT)
+def _run(command: list[str], environment: dict[str, str], log: Path) -> None:
     for descriptor in (1, 2):
-        os.dup2(log, descriptor)
+        os.dup2(os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND), descriptor)
     os.environ.clear()
     os.environ.update(environment)
-    sys.path.insert(0, str(folder))
+    sys.path[:0] = environment["PYTHONPATH"].split(os.pathsep)
     _, _, module, *sys.argv[1:] = command
     sys.modules.pop(module, None)
     runpy.run_module(module, run_name="__main__", alter_sys=True)
