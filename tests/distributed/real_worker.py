@@ -17,9 +17,10 @@ import pytest
 import torch
 
 from tests.distributed.harness import environment, meeting, start_method
-from tests.patience import eventually
+from tests.patience import GATE, PATIENCE_S, eventually, wait_for_gate
 from workbench import models
 from workbench.cost.hardware import Cluster, Device, Link
+from workbench.execution.step_log import StepView
 from workbench.experiment import Experiment
 from workbench.planning.plan import Plan
 from workbench.planning.planner import plan as make_plan
@@ -29,6 +30,8 @@ from workbench.runs.history import HistoryTail
 from workbench.runs.launching.launcher import user_code
 
 VOCAB, SEQ = 96, 16
+ENDLESS = 10**8
+"""Number of steps that no machine takes before patience has ended."""
 DEVICE = Device("CPU", "cpu", 4 << 30, {"fp32": 5e10, "bf16": 5e10}, 1e10)
 LINK = Link(1e9, 1e-5)
 
@@ -44,6 +47,11 @@ class Words:
         labels = torch.randint(0, VOCAB, (SEQ,), generator=generator)
         hidden = torch.rand(SEQ, generator=generator) < 0.3
         return {"input_ids": labels.masked_fill(hidden, 4), "labels": labels.masked_fill(~hidden, -100)}
+
+
+def hold(state: StepView) -> None:
+    """Wait after a step, as a function of the user's, until the gate is open to the next or a stop was asked for."""
+    wait_for_gate(state.step + 1, unless=RunDir(state.folder).stop_file.exists)
 
 
 def experiment(dropout: float = 0.1, **changes: Any) -> Experiment:
@@ -83,17 +91,17 @@ class Ranks:
         context = multiprocessing.get_context(start_method(device))
         self.run = run
         self._meeting = meeting()
-        meets = environment(self._meeting)
+        meets = environment(self._meeting) | {name: os.environ[name] for name in (GATE,) if name in os.environ}
         self.processes = [
             context.Process(target=_rank, args=(rank, world, meets, str(run.path), device)) for rank in range(world)
         ]
         for process in self.processes:
             process.start()
 
-    def wait(self, seconds: float = 120.0) -> None:
+    def wait(self) -> None:
         """Wait until all ranks have ended with exit code 0."""
         for process in self.processes:
-            process.join(seconds)
+            process.join(PATIENCE_S)
         codes = [process.exitcode for process in self.processes]
         assert codes == [0] * len(codes), (codes, *(path.read_text() for path in self.run.logs.glob("*.log")))
 
@@ -103,7 +111,7 @@ class Ranks:
             if process.pid is not None and process.is_alive():
                 os.kill(process.pid, signal.SIGKILL)
         for process in self.processes:
-            process.join(60)
+            process.join(PATIENCE_S)
 
 
 def _rank(rank: int, world: int, meets: dict[str, str], path: str, device: str) -> None:

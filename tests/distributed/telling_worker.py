@@ -1,4 +1,7 @@
-"""A worker for tests of the fork server: writes what its process is like to `told.json`, and trains nothing."""
+"""A worker for tests of the fork server: writes what its process is like to `told.json`, and trains nothing.
+
+It ends when its gate is open to the last step.
+"""
 
 import logging
 import os
@@ -10,6 +13,7 @@ import numpy as np
 import torch
 
 from tests.logs import append_event
+from tests.patience import wait_for_gate
 from workbench.rundir import RunDir, this_process, write_json
 
 
@@ -30,6 +34,7 @@ def main(run: RunDir) -> None:
     write_json(run.path / "told.json", told)
     print("told", flush=True)
     append_event(run.events, "start", devices=1, world=1, tokens_per_step=8, resumed_from=0)
+    wait_for_gate(3)
     append_event(run.events, "end", steps=3, seconds=0.0)
 
 
