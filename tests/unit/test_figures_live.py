@@ -11,8 +11,10 @@ from typing import Any
 import nbformat
 import plotly.graph_objects as go
 import pytest
+from jupyter_client.manager import AsyncKernelManager
 from nbclient import NotebookClient
 
+from tests.kernels import reached_by_files
 from tests.logs import append_event
 from tests.patience import PATIENCE_S, eventually
 from workbench.errors import UnknownParameter
@@ -351,7 +353,9 @@ def executed(tmp_path_factory: pytest.TempPathFactory) -> list[list[nbformat.Not
             eventually(left.exists)
 
     notebook = nbformat.v4.new_notebook(cells=[nbformat.v4.new_code_cell(cell) for cell in cells])
-    NotebookClient(notebook, timeout=PATIENCE_S, kernel_name="python3", on_cell_start=end_between).execute()
+    limits = {"timeout": PATIENCE_S, "startup_timeout": PATIENCE_S}
+    manager = AsyncKernelManager(**reached_by_files(folder))
+    NotebookClient(notebook, km=manager, on_cell_start=end_between, **limits).execute()
     return [[output.data for output in notebook.cells[number].outputs] for number in (1, 2, 4, 6)]
 
 

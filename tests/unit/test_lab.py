@@ -5,10 +5,8 @@ from __future__ import annotations
 import json
 import os
 import re
-import socket
 import subprocess
 import sys
-import time
 import urllib.error
 import urllib.request
 from collections.abc import Iterator
@@ -21,13 +19,13 @@ from jupyter_server.base.handlers import APIHandler, JupyterHandler
 from jupyter_server.serverapp import ServerWebApplication
 
 import workbench as wb
+from tests.patience import PATIENCE_S, eventually
 from workbench.lab.handlers import HANDLERS
 from workbench.notebooks.executing import templates
 
 ROOT = Path(__file__).resolve().parents[2]
 JUPYTER = ROOT / "workbench" / "lab" / "jupyter"
 TOKEN = "a-token-of-the-test"
-START_LIMIT_S = 100
 
 
 def unauthenticated(handlers: dict[str, type[tornado.web.RequestHandler]]) -> list[str]:
@@ -57,8 +55,7 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[str, Path
     (root / "notebooks").mkdir()
     folders = {f"JUPYTER_{name}_DIR": str(root / ".jupyter" / name) for name in ("CONFIG", "DATA", "RUNTIME")}
     paths = {"PYTHONPATH": str(ROOT), "JUPYTER_CONFIG_PATH": str(JUPYTER), "JUPYTER_PATH": str(JUPYTER)}
-    port = free_port()
-    arguments = ["--no-browser", "--allow-root", "--ip=127.0.0.1", f"--port={port}"]
+    arguments = ["--no-browser", "--allow-root", "--ip=127.0.0.1"]
     arguments += [f"--ServerApp.root_dir={root / 'notebooks'}", f"--IdentityProvider.token={TOKEN}"]
     with (root / "log").open("wb") as log:
         process = subprocess.Popen(
@@ -68,23 +65,21 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[str, Path
             env={**os.environ, **folders, **paths},
             cwd=root,
         )
+
+    def address() -> str | None:
+        """Return where the server says that it listens, on a port that nobody else has taken."""
+        assert process.poll() is None, (root / "log").read_text()
+        said = re.search(r"http://127\.0\.0\.1:[1-9]\d*(?=/)", (root / "log").read_text())
+        return said and said[0]
+
     try:
-        deadline = time.monotonic() + START_LIMIT_S
-        while ask(f"http://127.0.0.1:{port}/api")[0] != 200:
-            assert process.poll() is None, (root / "log").read_text()
-            assert time.monotonic() < deadline, (root / "log").read_text()
-            time.sleep(0.1)
+        url = eventually(address, (root / "log").read_text)
+        eventually(lambda: ask(f"{url}/api")[0] == 200, (root / "log").read_text)
         assert "JupyterServerAuthWarning" not in (root / "log").read_text()
-        yield f"http://127.0.0.1:{port}", root / "notebooks"
+        yield url, root / "notebooks"
     finally:
         process.terminate()
-        process.wait(60)
-
-
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
+        process.wait(PATIENCE_S)
 
 
 def ask(url: str, body: Any = None, token: str | None = TOKEN, verb: str | None = None) -> tuple[int, Any]:
@@ -94,7 +89,7 @@ def ask(url: str, body: Any = None, token: str | None = TOKEN, verb: str | None 
     if token is not None:
         request.add_header("Authorization", f"token {token}")
     try:
-        with urllib.request.urlopen(request, timeout=60) as answer:
+        with urllib.request.urlopen(request, timeout=PATIENCE_S) as answer:
             return answer.status, json.loads(answer.read())
     except urllib.error.HTTPError as error:
         text = error.read()
@@ -216,7 +211,7 @@ FIELDS = {
 def raw(url: str, body: bytes | None) -> tuple[int, str]:
     request = urllib.request.Request(url, body, {"Authorization": f"token {TOKEN}"})
     try:
-        with urllib.request.urlopen(request, timeout=60) as answer:
+        with urllib.request.urlopen(request, timeout=PATIENCE_S) as answer:
             return answer.status, answer.read().decode()
     except urllib.error.HTTPError as error:
         return error.code, json.loads(error.read())["message"]

@@ -9,9 +9,10 @@ from typing import Any
 import nbformat
 import pytest
 from bs4 import BeautifulSoup
-from jupyter_client.manager import start_new_kernel
 from nbconvert import HTMLExporter
 
+from tests import kernels
+from tests.patience import PATIENCE_S
 from workbench.figures.figure import notebook_to_html
 
 REPOSITORY = Path(__file__).parents[2]
@@ -57,7 +58,7 @@ class Kernel:
 
     def run(self, code: str) -> None:
         self.error, self.pages, self.outputs = {}, [], []
-        self.client.execute_interactive(code, output_hook=self._note, timeout=300)
+        self.client.execute_interactive(code, output_hook=self._note, timeout=PATIENCE_S)
 
     def _note(self, message: dict[str, Any]) -> None:
         content = message["content"]
@@ -75,13 +76,11 @@ def kernel(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Kernel]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("PYTHONPATH", str(REPOSITORY))
         patch.setenv("OMP_NUM_THREADS", "1")
-        manager, client = start_new_kernel(cwd=str(tmp_path_factory.mktemp("folder")))
-    kernel = Kernel(client)
-    kernel.run(MODEL)
-    assert not kernel.error
-    yield kernel
-    client.stop_channels()
-    manager.shutdown_kernel(now=True)
+        with kernels.kernel(cwd=str(tmp_path_factory.mktemp("folder"))) as client:
+            kernel = Kernel(client)
+            kernel.run(MODEL)
+            assert not kernel.error
+            yield kernel
 
 
 def test_a_notebook_shows_the_sentence_the_users_line_and_a_folded_traceback(kernel: Kernel) -> None:
@@ -136,7 +135,7 @@ def test_a_refused_model_is_quoted_by_its_cell_and_its_text(kernel: Kernel) -> N
 
 def test_a_failed_rank_quotes_the_cell_and_its_text_and_no_other_cell_leaves_the_kernel(kernel: Kernel) -> None:
     kernel.run("other_secret = 'not sent'")
-    kernel.run("run = wb.launch(wb.Experiment(model=Net, data=Data(), steps=30, global_batch=4))\nrun.wait()")
+    kernel.run("run = wb.launch(wb.Experiment(model=Net, data=Data(), steps=4, global_batch=16))\nrun.wait()")
     assert kernel.error["ename"] == "RunFailed"
     shown = "\n".join(kernel.error["traceback"])
     assert len(shown.splitlines()) < 12
