@@ -18,10 +18,12 @@ import torch
 import workbench as wb
 from tests.distributed.harness import CPU, LINK
 from tests.distributed.real_worker import Ranks, directory, plan
+from tests.patience import PATIENCE_S
 from workbench.cost.hardware import Cluster
 from workbench.errors import InvalidExperiment, PlanMismatch
 from workbench.planning.planner import plan as make_plan
 from workbench.rundir import read_record
+from workbench.runs.launching import launcher
 from workbench.user_code import changed_on_disk, functions_of
 
 NET = """
@@ -123,9 +125,11 @@ def test_functions_are_followed_through_modules_classes_decorators_and_bound_arg
     assert changed_on_disk(found) == []
 
 
-@pytest.mark.parametrize(
-    ("old", "new", "changed"),
-    [
+def test_an_edit_counts_if_it_changes_what_is_computed(net: Any) -> None:
+    module, edit = net
+    asked = _asked(module)
+    chosen = plan(asked, pipeline=1)
+    for old, new, changed in (
         ("# a comment", "# another\n    # comment", ""),
         ('"""Return the loss."""', '"""Return what is minimised."""', ""),
         ("return x + 1", "return x + 2", ""),  # nothing that trains calls it
@@ -134,19 +138,23 @@ def test_functions_are_followed_through_modules_classes_decorators_and_bound_arg
         ("(x - y) ** 2", "(x - y) ** 4", "edited_net.Net.compared at"),
         ("for _ in range(2)", "for _ in range(3)", "edited_net.Net.__init__ at"),
         ("def scaled(x):", "def scaled(x) -> (:", "edited_helper.scaled at"),
-    ],
-)
-def test_an_edit_counts_if_it_changes_what_is_computed(net: Any, old: str, new: str, changed: str) -> None:
-    module, edit = net
-    asked = _asked(module)
-    chosen = plan(asked, pipeline=1)
-    edit(old, new)
-    found = changed_on_disk(functions_of(module.Net))
-    assert [changed in each for each in found][:1] == ([True] if changed else [])
-    if changed:
-        with pytest.raises(InvalidExperiment, match=r"Restart the kernel, or importlib\.reload") as refused:
-            wb.launch(asked, chosen)
-        assert changed in str(refused.value)
+    ):
+        edit(old, new)
+        found = changed_on_disk(functions_of(module.Net))
+        assert [changed in each for each in found][:1] == ([True] if changed else []), new
+        if changed:
+            with pytest.raises(InvalidExperiment, match=r"Restart the kernel, or importlib\.reload") as refused:
+                wb.launch(asked, chosen)
+            assert changed in str(refused.value)
+        edit(new, old)
+
+
+def test_the_source_of_equal_items_is_looked_for_and_written_once(net: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    module, _ = net
+    sought = list[Any]()
+    monkeypatch.setattr(launcher, "source_of", sought.append)
+    assert launcher.user_code(_asked(module))["data.py"].count(b"# x\n") == 1
+    assert sought.count(torch.Tensor) == 1, "the list has 16 items of two tensors, and each search takes long"
 
 
 def test_a_method_that_was_replaced_in_this_process_is_refused_until_it_is_planned_and_can_travel(net: Any) -> None:
@@ -175,12 +183,12 @@ def test_ranks_refuse_a_file_that_was_edited_after_the_launch(net: Any, tmp_path
 def test_a_run_goes_on_with_the_code_that_was_started_or_not_at_all(net: Any, tmp_path: Path) -> None:
     module, edit = net
     asked = _asked(module, eval_data=[{"x": torch.ones(4), "y": torch.tensor(1.0)}] * 4, eval_every=2)
-    run = wb.launch(asked, plan(asked, pipeline=1), directory=tmp_path / "run", progress=False).wait(120)
+    run = wb.launch(asked, plan(asked, pipeline=1), directory=tmp_path / "run", progress=False).wait(PATIENCE_S)
     edit("1.5 * x", "2.5 * x")
     for goes_on in (lambda: run.resume(steps=4), run.clone, run.evaluate):
         with pytest.raises(PlanMismatch, match=r"edited_helper.scaled at \S+edited_helper.py:15 is not what"):
             goes_on()
     assert run.status.state == "finished"
     edit("2.5 * x", "1.5 * x  # as before")
-    run.resume(steps=3).wait(120)
+    run.resume(steps=3).wait(PATIENCE_S)
     assert run.history().step.tolist() == [1, 2, 3]

@@ -6,7 +6,6 @@ import math
 import os
 import shutil
 import signal
-import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -18,15 +17,26 @@ from torch.nn import functional
 
 import workbench as wb
 from tests.distributed.harness import CPU, LINK
-from tests.distributed.real_worker import Ranks, curve, directory, experiment, last_step, plan, reach, trained
-from tests.patience import eventually
+from tests.distributed.real_worker import (
+    ENDLESS,
+    Ranks,
+    curve,
+    directory,
+    experiment,
+    hold,
+    last_step,
+    plan,
+    reach,
+    trained,
+)
+from tests.patience import GATE, PATIENCE_S, Gate, eventually
 from workbench.cost.hardware import Cluster
 from workbench.errors import DataError, RunFailed
 from workbench.execution.checkpoint import complete_checkpoints, step_of
 from workbench.experiment import Experiment
 from workbench.planning.plan import Plan
 from workbench.planning.planner import plan as make_plan
-from workbench.rundir import RunDir, read_record
+from workbench.rundir import RunDir, process_alive, read_record
 from workbench.runs.event_log import read_events
 from workbench.runs.launching import launcher, processes
 from workbench.runs.launching.launcher import Attempt, write_attempt
@@ -184,21 +194,19 @@ def test_a_rank_that_leaves_without_a_word_is_the_cause_and_not_the_rank_that_mi
     chosen = make_plan(asked, Cluster(CPU, 2, 2, LINK, LINK), data=2, zero=0)
     run = wb.launch(asked, chosen, directory=tmp_path / "run", progress=False)
     with pytest.raises(RunFailed, match=f"the process ended with exit code {code} before it could say why") as failed:
-        run.wait(120)
+        run.wait(PATIENCE_S)
     assert "os._exit" in str(failed.value)
     assert "Its last activity was 'batch', in step" in str(failed.value)
 
 
 def test_a_run_whose_folder_is_deleted_ends_and_is_not_made_again(tmp_path: Path) -> None:
-    asked = _asked([{"x": torch.ones(4), "y": torch.tensor(index % 4)} for index in range(8)], steps=100_000)
+    asked = _asked([{"x": torch.ones(4), "y": torch.tensor(index % 4)} for index in range(8)], steps=ENDLESS)
     run = wb.launch(asked, make_plan(asked, Cluster(CPU, 2, 2, LINK, LINK), data=2), directory=tmp_path / "run")
     eventually(lambda: last_step(run.directory) >= 2)
     records = processes.named(run.directory)
     assert len(records) >= 3
-    shutil.rmtree(run.path, ignore_errors=True)  # leaves the folder if a rank writes a file while it is emptied
-    assert processes.wait_gone(records, 60)
-    shutil.rmtree(run.path, ignore_errors=True)
-    time.sleep(1)
+    eventually(lambda: shutil.rmtree(run.path, ignore_errors=True) or not run.path.exists())  # ranks write meanwhile
+    eventually(lambda: not any(map(process_alive, (*records, *processes.named(run.directory)))))
     assert not run.path.exists()
 
 
@@ -209,7 +217,7 @@ def test_a_dataset_that_claims_too_many_items_is_refused_before_anything_starts(
         make_plan(_asked(Items(size=10**30)), Cluster(CPU, 1, 1, LINK, LINK))
 
 
-DIVERGING = {"learning_rate": 1e30, "warmup_steps": 2, "steps": 100_000}
+DIVERGING = {"learning_rate": 1e30, "warmup_steps": 2, "steps": ENDLESS}
 """The first step of the warm-up changes nothing, and the second one destroys the weights."""
 
 
@@ -239,7 +247,7 @@ def test_a_run_that_asks_for_it_trains_on_without_a_finite_loss_and_an_interrupt
 
 
 def test_a_closed_terminal_saves_as_a_request_to_stop_does(tmp_path: Path, chosen: Plan) -> None:
-    run = directory(tmp_path, experiment(steps=100_000), chosen)
+    run = directory(tmp_path, experiment(steps=ENDLESS), chosen)
     ranks = Ranks(run, 1)
     reach(run, 2)
     assert_saved_and_stopped(run, ranks, signal.SIGHUP)
@@ -249,7 +257,9 @@ def test_a_run_that_was_rewound_never_returns_to_the_curve_that_it_abandoned(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, chosen: Plan
 ) -> None:
     monkeypatch.setenv("WORKBENCH_RUNS", str(tmp_path))
-    asked = experiment(steps=12, checkpoint_every=3, keep_checkpoints=9)
+    asked = experiment(steps=12, checkpoint_every=3, keep_checkpoints=9, callbacks=[hold])
+    gate = Gate(tmp_path / "gate", open_to=math.inf)
+    monkeypatch.setenv(GATE, str(gate.file))
     run = write_attempt(Attempt(asked, chosen, directory=tmp_path / "run"))
     Ranks(run, 1).wait()
     whole = curve(run)
@@ -259,9 +269,11 @@ def test_a_run_that_was_rewound_never_returns_to_the_curve_that_it_abandoned(
             write_attempt(Attempt(asked, chosen, resume=run.checkpoint(3)))
     assert launcher.checkpoint_of(run.path) == run.checkpoint(3)
     write_attempt(Attempt(asked, chosen, resume=run.checkpoint(3)))
+    gate.open(8)
     ranks = Ranks(run, 1)
     eventually(lambda: 3 < max(curve(run)) < 12)
     ranks.kill(0)
+    gate.open()
     assert run.checkpoint(12) not in complete_checkpoints(run.checkpoints)
     assert (run.path / "attempts" / "1" / "checkpoints" / "step-00000012" / "complete.json").exists()
     write_attempt(Attempt(asked, chosen, resume=run.path))

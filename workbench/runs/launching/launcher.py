@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import functools
 import inspect
 import json
 import os
@@ -12,7 +13,7 @@ import shutil
 import signal
 import time
 import warnings
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -550,12 +551,16 @@ def worker_path(run: RunDir) -> Iterable[str]:
     return dict.fromkeys([*user_path(), *_code_path(run)])
 
 
-def _source(value: Any) -> str:
-    """Return the source of what was pickled, for people, where Python can find it."""
+def _source(value: Any, found: Callable[[Any], str | None] | None = None) -> str:
+    """Return the source of what was pickled, for people, where Python can find it: that of equal items once.
+
+    `found` returns the source of a function or class; it takes a tenth of a second, and a dataset may have many items.
+    """
+    found = found or functools.cache(source_of)
     if isinstance(value, list):
-        return "\n\n".join(map(_source, value))
+        return "\n\n".join(dict.fromkeys(_source(each, found) for each in value))
     if isinstance(value, dict):
-        return "\n\n".join(f"# {name}\n{_source(function)}" for name, function in value.items())
+        return "\n\n".join(f"# {name}\n{_source(function, found)}" for name, function in value.items())
     inner = innermost(value)
     described = inner if inspect.isroutine(inner) or inspect.isclass(inner) else type(inner)
-    return source_of(described) or f"# {described!r}: its source was not found\n"
+    return found(described) or f"# {described!r}: its source was not found\n"
