@@ -8,7 +8,7 @@ import multiprocessing
 import os
 import shutil
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +18,9 @@ HERE = Path(__file__).parent
 sys.path.insert(0, str(HERE))
 
 import lab  # noqa: E402
+from small_run import SmallRun  # noqa: E402
+
+from tests.patience import PATIENCE_S  # noqa: E402
 
 REPOSITORY = HERE.parents[1]
 CHROMIUM = next(
@@ -103,9 +106,9 @@ def context(browser: Any, browser_context_args: dict[str, Any]) -> Iterator[Any]
 
 @pytest.fixture
 def page(context: Any) -> Iterator[Any]:
-    """Open a page that waits for as long as a busy machine may take for anything that must happen."""
+    """Open a page that waits with the patience of all tests for anything that must happen."""
     page = context.new_page()
-    page.set_default_timeout(lab.PATIENCE_MS)
+    page.set_default_timeout(1e3 * PATIENCE_S)
     yield page
     context.set_offline(False)
     page.close()
@@ -117,7 +120,8 @@ def lab_page(page: Any, server: lab.Server, picture: Any) -> Iterator[Any]:  # n
 
     Requests are observed and not intercepted, because Chromium caches nothing of a page whose requests are.
 
-    Kernels end with the test: one whose dashboard goes on would take time from the tests that follow.
+    Kernels end with the test: one whose dashboard goes on would take time from the tests that follow. What our pages
+    have stored in the browser is forgotten.
     """
     page.refused, page.said = [], []
     page.on("console", lambda message: "jupytext" in message.text or page.said.append(message.text[:500]))
@@ -128,8 +132,24 @@ def lab_page(page: Any, server: lab.Server, picture: Any) -> Iterator[Any]:  # n
 
     page.on("request", observe)
     yield page
+    if page.url.startswith(server.url):
+        page.evaluate("() => localStorage.clear()")
     page.goto("about:blank")
     lab.end_kernels(server)
+
+
+@pytest.fixture
+def start(tmp_path: Path) -> Iterator[Callable[[str], SmallRun]]:
+    """Start a small run; those that go on are stopped after the test, so that no dashboard follows them any more."""
+    runs: list[SmallRun] = []
+
+    def begin(name: str) -> SmallRun:
+        runs.append(SmallRun(tmp_path / name))
+        return runs[-1]
+
+    yield begin
+    for run in runs:
+        run.end("stopped")
 
 
 SCREENSHOTS = Path(os.environ.get("WORKBENCH_SCREENSHOTS") or REPOSITORY / "reports" / "screenshots")

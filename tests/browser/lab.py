@@ -6,18 +6,18 @@ import contextlib
 import json
 import os
 import secrets
-import socket
 import subprocess
 import sys
-import time
-import urllib.error
+import tempfile
 import urllib.request
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import nbformat
+
+from tests.patience import PATIENCE_S, eventually
 
 CHROMIUM_ARGUMENTS = [
     "--no-sandbox",
@@ -28,9 +28,6 @@ CHROMIUM_ARGUMENTS = [
     "--disable-dev-shm-usage",
     "--host-resolver-rules=MAP * ~NOTFOUND, EXCLUDE 127.0.0.1",  # nothing else is reached
 ]
-START_TIMEOUT_S = 120
-PATIENCE_MS = 180_000
-"""Longest wait in ms for anything that must happen: a busy machine takes many times longer than an idle one."""
 ATTEMPTS = 6
 EXTENSION = Path(__file__).parents[2] / "workbench" / "lab" / "jupyter"
 """Folder in which Jupyter finds the extension of this checkout, before one that is installed."""
@@ -48,45 +45,42 @@ class Server:
 @contextlib.contextmanager
 def jupyterlab(root: Path, environment: dict[str, str]) -> Iterator[Server]:
     """Start JupyterLab with our extension over `root`, with settings of its own; end it on leaving."""
-    port, token = _free_port(), secrets.token_hex(16)
-    server = Server(f"http://127.0.0.1:{port}", token, root)
+    token, folders = secrets.token_hex(16), _private_folders(root)
+    command = [
+        *(sys.executable, "-m", "jupyterlab", "--no-browser", "--ip=127.0.0.1", "--allow-root"),
+        *(f"--IdentityProvider.token={token}", f"--ServerApp.root_dir={root}"),
+        *("--LabApp.expose_app_in_browser=True", "--LabApp.news_url=None"),
+        "--LabApp.check_for_updates_class=jupyterlab.NeverCheckForUpdate",
+        "--ServerApp.terminals_enabled=False",
+    ]
     with (root / "server.log").open("wb") as log:
-        process = subprocess.Popen(
-            [
-                *(
-                    sys.executable,
-                    "-m",
-                    "jupyterlab",
-                    "--no-browser",
-                    "--ip=127.0.0.1",
-                    f"--port={port}",
-                    "--allow-root",
-                ),
-                *(f"--IdentityProvider.token={token}", f"--ServerApp.root_dir={root}"),
-                *("--LabApp.expose_app_in_browser=True", "--LabApp.news_url=None"),
-                "--LabApp.check_for_updates_class=jupyterlab.NeverCheckForUpdate",
-                "--ServerApp.terminals_enabled=False",
-            ],
-            stdout=log,
-            stderr=log,
-            env={**os.environ, **_private_folders(root), **environment},
-            start_new_session=True,
-        )
+        environment = {**os.environ, **folders, **environment}
+        process = subprocess.Popen(command, stdout=log, stderr=log, env=environment, start_new_session=True)
         try:
-            _wait_until_ready(server, process)
-            yield server
+            yield _wait_until_ready(process, token, root)
         finally:
             process.terminate()
-            with contextlib.suppress(subprocess.TimeoutExpired):
-                process.wait(60)
-            if process.poll() is None:
+            try:
+                process.wait(PATIENCE_S)
+            finally:
                 process.kill()
 
 
-def _free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
+def _wait_until_ready(process: subprocess.Popen[bytes], token: str, root: Path) -> Server:
+    """Return the server once it answers. Its own file says its port: another process may take one that was free."""
+    file = root / ".jupyter" / "runtime" / f"jpserver-{process.pid}.json"
+
+    def answering() -> Server | None:
+        assert process.poll() is None, (
+            f"JupyterLab did not start; it said:\n{(root / 'server.log').read_text()[-2000:]}"
+        )
+        with contextlib.suppress(OSError, ValueError):  # the file is not there yet, or not whole
+            server = Server(f"http://127.0.0.1:{json.loads(file.read_text())['port']}", token, root)
+            urllib.request.urlopen(f"{server.url}/api/status?token={token}", timeout=PATIENCE_S).close()
+            return server
+        return None
+
+    return eventually(answering)
 
 
 def _private_folders(root: Path) -> dict[str, str]:
@@ -114,24 +108,25 @@ def end_kernels(server: Server) -> None:
     def answer(method: str, path: str) -> bytes:
         headers = {"Authorization": f"token {server.token}"}
         request = urllib.request.Request(f"{server.url}/api/{path}", headers=headers, method=method)
-        with urllib.request.urlopen(request, timeout=PATIENCE_MS / 1e3) as response:
+        with urllib.request.urlopen(request, timeout=PATIENCE_S) as response:
             return bytes(response.read())
 
     for session in json.loads(answer("GET", "sessions")):
         answer("DELETE", f"sessions/{session['id']}")
 
 
-def _wait_until_ready(server: Server, process: subprocess.Popen[bytes]) -> None:
-    deadline = time.monotonic() + START_TIMEOUT_S
-    while True:
-        with contextlib.suppress(urllib.error.URLError, OSError):
-            urllib.request.urlopen(f"{server.url}/api/status?token={server.token}", timeout=1)
-            return
-        if process.poll() is not None or time.monotonic() > deadline:
-            raise RuntimeError(
-                f"JupyterLab did not start; it said:\n{(server.root / 'server.log').read_text()[-2000:]}"
-            )
-        time.sleep(0.1)
+@contextlib.contextmanager
+def own_runs(server: Server) -> Iterator[Path]:
+    """Give the server an empty folder of runs; those of earlier tests come back on leaving."""
+    runs, earlier = server.root / "runs", Path(tempfile.mkdtemp(dir=server.root))
+    runs.mkdir(exist_ok=True)
+    runs.rename(earlier / "runs")
+    runs.mkdir()
+    try:
+        yield runs
+    finally:
+        runs.rename(earlier / "left")
+        (earlier / "runs").rename(runs)
 
 
 def write_notebook(path: Path, cells: Sequence[str]) -> None:
@@ -142,13 +137,13 @@ def write_notebook(path: Path, cells: Sequence[str]) -> None:
 
 def open_notebook(page: Any, server: Server, name: str) -> None:
     """Open a notebook and wait until its kernel is idle."""
-    page.goto(f"{server.url}/lab/tree/{name}?token={server.token}&reset", timeout=PATIENCE_MS)
+    page.goto(f"{server.url}/lab/tree/{name}?token={server.token}&reset")
     wait_for_kernel(page)
 
 
 def wait_for_kernel(page: Any) -> None:
     """Wait until the notebook has opened and its kernel is connected and idle."""
-    page.wait_for_selector(".jp-NotebookPanel .jp-Cell", timeout=PATIENCE_MS)
+    page.wait_for_selector(".jp-NotebookPanel .jp-Cell")
     page.evaluate("() => window.jupyterapp.restored.then(() => 1)")
     page.wait_for_function(
         """() => {
@@ -157,7 +152,6 @@ def wait_for_kernel(page: Any) -> None:
             const connected = panel?.sessionContext?.isReady && kernel?.connectionStatus === 'connected';
             return connected && kernel.status === 'idle';
         }""",
-        timeout=PATIENCE_MS,
     )
     page.evaluate("() => window.jupyterapp.shell.currentWidget.context.ready.then(() => 1)")
 
@@ -178,7 +172,7 @@ def start_all(page: Any) -> None:
     for _ in range(ATTEMPTS):
         page.evaluate("() => { window.jupyterapp.commands.execute('notebook:run-all-cells'); }")
         with contextlib.suppress(NotYet):
-            page.wait_for_function(f"() => {taken}", timeout=PATIENCE_MS / ATTEMPTS)
+            page.wait_for_function(f"() => {taken}", timeout=1e3 * PATIENCE_S / ATTEMPTS)
             return
         wait_for_kernel(page)
     raise AssertionError("the kernel started no cell")
@@ -189,7 +183,7 @@ def run_all(page: Any) -> None:
     start_all(page)
     done = f"{CELLS}.every(cell => cell.model.executionState !== 'running' && cell.model.executionCount !== null)"
     failures = f"{CELLS}.flatMap(cell => cell.model.sharedModel.getOutputs().filter(o => o.output_type === 'error'))"
-    page.wait_for_function(f"() => {done} || {failures}.length", timeout=PATIENCE_MS)
+    page.wait_for_function(f"() => {done} || {failures}.length")
     found = page.evaluate(f"() => {failures}.map(output => output.traceback.join('\\n'))")
     assert not found, found[0]
 
@@ -203,17 +197,48 @@ def change_theme(page: Any, name: str) -> None:
         """dark => document.body.dataset.jpThemeLight === String(!dark)
             && !document.getElementById('jupyterlab-splash')?.checkVisibility()""",
         arg=name == "Dark",
-        timeout=PATIENCE_MS,
     )
-    page.wait_for_timeout(1000)  # figures are drawn anew
+    frames(page)
 
 
-def eventually(truth: Callable[[], Any], explain: Callable[[], Any] = lambda: "") -> None:
-    """Wait until something is true of the page, or fail with what `explain` returns then."""
-    deadline = time.monotonic() + PATIENCE_MS / 1e3
-    while not truth():
-        assert time.monotonic() < deadline, f"it did not come true in time {explain()!r}"
-        time.sleep(0.1)
+def frames(page: Any) -> None:
+    """Wait until the page has drawn whatever it was told before."""
+    page.evaluate("() => new Promise(done => requestAnimationFrame(() => requestAnimationFrame(done)))")
+
+
+def later_timers(page: Any, delay_ms: int) -> None:
+    """Wait until the page has served every timer that was due within a delay, and has drawn what they changed.
+
+    However slow the machine is, a browser serves timers in the order in which they are due.
+    """
+    page.evaluate("delay => new Promise(done => setTimeout(done, delay))", delay_ms)
+    frames(page)
+
+
+def stop_clock(page: Any) -> None:
+    """Let no limit of our code in the page pass, as that for which the curve is held in view."""
+    page.evaluate("() => { const now = Date.now(); Date.now = () => now; }")
+
+
+STILL = """() => {
+    const graphs = [...document.querySelectorAll('.js-plotly-plot')].filter(graph => graph.offsetWidth);
+    const places = graphs.flatMap(graph => [graph, ...graph.querySelectorAll('.main-svg text')]).map(part => {
+        const {x, y, width, height} = part.getBoundingClientRect();
+        return [part.textContent, x, y, width, height];
+    });
+    const place = JSON.stringify(places);
+    const isFull = ({_fullLayout, offsetWidth}) => _fullLayout && Math.abs(_fullLayout.width - offsetWidth) <= 1;
+    window.stillFrames = place === window.lastPlace && graphs.every(isFull) ? (window.stillFrames ?? 0) + 1 : 0;
+    window.lastPlace = place;
+    return window.stillFrames >= 5;
+}"""
+"""Script that is asked once a frame and returns True when all figures fill their rooms and no word has moved lately."""
+
+
+def wait_until_still(page: Any) -> None:
+    """Wait until every figure has drawn itself as wide as its room, and its words keep their places."""
+    page.evaluate("() => { window.stillFrames = 0; return document.fonts.ready.then(() => 1); }")
+    page.wait_for_function(STILL)
 
 
 def restart_kernel(page: Any) -> None:
@@ -238,12 +263,26 @@ DRAWN = """() => {
 """Script that returns the segments of the longest line drawn by a live figure; 0 while its plot is out of view."""
 
 
+STEPS = """() => {
+    const traces = document.querySelector('.jupyter-widgets .js-plotly-plot')?._fullData ?? [];
+    const lines = traces.filter(trace => trace.meta === 'line' && Array.isArray(trace.customdata));
+    const steps = lines.map(trace => trace.customdata.map(point => point[1]));
+    return steps.sort((one, other) => one.length - other.length).at(-1) ?? [];
+}"""
+"""Script that returns the steps of the points that a dashboard has drawn of its longest curve."""
+
+
+def wait_for_step(page: Any, step: int) -> None:
+    """Wait until a dashboard has drawn its longest curve up to a step."""
+    page.wait_for_function(f"() => ({STEPS})().at(-1) >= {step}")
+
+
 def open_launcher(page: Any, server: Server) -> None:
     """Open JupyterLab with its launcher, and wait for the cards of the templates."""
-    page.goto(f"{server.url}/lab?token={server.token}&reset", timeout=PATIENCE_MS)
-    page.locator(CARD).first.wait_for(timeout=PATIENCE_MS)
+    page.goto(f"{server.url}/lab?token={server.token}&reset")
+    page.locator(CARD).first.wait_for()
 
 
 def wait_for_curve(page: Any, segments: int = 10) -> None:
     """Wait until a live figure in view has drawn a line of so many segments."""
-    page.wait_for_function(f"() => ({DRAWN})() >= {segments}", timeout=PATIENCE_MS)
+    page.wait_for_function(f"() => ({DRAWN})() >= {segments}")

@@ -1,75 +1,72 @@
-"""A small process that writes the files of a training run.
+"""A stand-in for a training run: its files are real, and it goes on as far as the test says.
 
-`python small_run.py DIRECTORY STEPS SECONDS_PER_STEP [FAIL_AT]`
-
-It trains no model. Its directory, its events, its process record and its response to a STOP file are real.
+It trains no model and has no process of its own: the test's process is its supervisor.
 """
 
+from __future__ import annotations
+
 import math
-import sys
 import time
 from pathlib import Path
 
 from tests.logs import append_event
+from tests.patience import eventually
 from workbench.rundir import RunDir, this_process, write_json, write_record
 
+STEPS = 5000
 TOKENS_PER_STEP = 8192
+STEP_S = 0.02
 
 
-def main(directory: str, steps: int, seconds_per_step: float, fail_at: int | None) -> None:
-    run = RunDir(Path(directory))
-    run.path.mkdir(parents=True)
-    write_record(run.environment, {})
-    write_json(run.launcher, {"supervisor": this_process()})
-    write_record(run.experiment, {"steps": steps, "name": run.path.name})
-    append_event(run.events, "status", state="running", message="")
-    append_event(run.events, "start", devices=["cpu", "cpu"], world=2, resumed_from=None)
-    began = time.time()
-    for step in range(1, steps + 1):
-        if run.stop_file.exists():
-            append_event(run.events, "status", state="stopped", message=f"Stopped at step {step - 1} of {steps}.")
-            return
-        if step == fail_at:
-            fail(run)
-            return
-        train(run, step, seconds_per_step, began)
-    append_event(run.events, "end", steps=steps, seconds=time.time() - began)
-    append_event(run.events, "status", state="finished", message="")
+class SmallRun:
+    """A run that waits for `advance`, `fail` or `stop`."""
 
+    def __init__(self, path: Path) -> None:
+        self.run, self.step, self.ended = RunDir(path), 0, False
+        path.mkdir(parents=True)
+        write_record(self.run.environment, {})
+        write_json(self.run.launcher, {"supervisor": this_process()})
+        write_record(self.run.experiment, {"steps": STEPS, "name": path.name})
+        append_event(self.run.events, "status", state="running", message="")
+        append_event(self.run.events, "start", devices=["cpu", "cpu"], world=2, resumed_from=None)
 
-def train(run: RunDir, step: int, seconds_per_step: float, began: float) -> None:
-    time.sleep(seconds_per_step)
-    append_event(
-        run.events,
-        "step",
-        step=step,
-        loss=4 + 6.4 * math.exp(-step / 80) + 0.2 * math.sin(step * step),
-        learning_rate=1e-4,
-        grad_norm=1.0,
-        step_ms=1e3 * seconds_per_step,
-        tokens=step * TOKENS_PER_STEP,
-        samples=step * 64,
-        flops=step * 1e12,
-        seconds=time.time() - began,
-        tokens_per_s=TOKENS_PER_STEP / seconds_per_step,
-        mfu=None,
-    )
+    @property
+    def path(self) -> str:
+        return str(self.run.path)
 
+    def advance(self, to: int) -> None:
+        """Take all steps up to this one."""
+        for step in range(self.step + 1, to + 1):
+            append_event(
+                self.run.events,
+                "step",
+                step=step,
+                loss=4 + 6.4 * math.exp(-step / 80) + 0.2 * math.sin(step * step),
+                learning_rate=1e-4,
+                grad_norm=1.0,
+                step_ms=1e3 * STEP_S,
+                tokens=step * TOKENS_PER_STEP,
+                samples=step * 64,
+                flops=step * 1e12,
+                seconds=step * STEP_S,
+                tokens_per_s=TOKENS_PER_STEP / STEP_S,
+                mfu=None,
+            )
+        self.step = max(self.step, to)
 
-def fail(run: RunDir) -> None:
-    write_record(
-        run.error(1),
-        {
-            "rank": 1,
-            "stage": 1,
-            "type": "RuntimeError",
-            "message": "shapes <b>4</b> and 5 differ",
-            "traceback": "Traceback (most recent call last):\nRuntimeError: shapes <b>4</b> and 5 differ",
-            "time": time.time(),
-        },
-    )
-    append_event(run.events, "status", state="failed", message="rank 1 (stage 1): RuntimeError")
+    def stop_when_asked(self) -> None:
+        """Wait for the request to stop, as a run does that trains, and answer it."""
+        eventually(self.run.stop_file.exists, lambda: f"nobody asked {self.path} to stop")
+        self.end("stopped", f"Stopped at step {self.step} of {STEPS}.")
 
+    def fail(self) -> None:
+        words = "shapes <b>4</b> and 5 differ"
+        error = {"rank": 1, "stage": 1, "type": "RuntimeError", "message": words, "time": time.time()}
+        traceback = f"Traceback (most recent call last):\nRuntimeError: {words}"
+        write_record(self.run.error(1), {**error, "traceback": traceback})
+        self.end("failed", "rank 1 (stage 1): RuntimeError")
 
-if __name__ == "__main__":
-    main(sys.argv[1], int(sys.argv[2]), float(sys.argv[3]), int(sys.argv[4]) if len(sys.argv) > 4 else None)
+    def end(self, state: str, message: str = "") -> None:
+        if not self.ended:
+            append_event(self.run.events, "status", state=state, message=message)
+        self.ended = True

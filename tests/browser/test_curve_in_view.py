@@ -15,6 +15,8 @@ TOP = """() => {
     const cell = panel.content.widgets.find(w => (w.model.getMetadata('tags') || []).includes('curve'));
     return cell.node.getBoundingClientRect().top - panel.content.node.getBoundingClientRect().top;
 }"""
+SEVERAL_LOOKS_MS = 1000
+"""Delay in ms of a timer that comes after three looks of `curve.js`, each of which scrolls while it holds the curve."""
 
 
 def test_run_all_stays_at_the_curve_until_the_user_scrolls(lab_page: Any, server: lab.Server, picture: Any) -> None:
@@ -25,15 +27,17 @@ def test_run_all_stays_at_the_curve_until_the_user_scrolls(lab_page: Any, server
     notebook.cells[2].metadata["tags"] = ["curve"]
     nbformat.write(notebook, path)
     lab.open_notebook(page, server, quote(NAME))
+    lab.stop_clock(page)
     lab.run_all(page)
     page.wait_for_function(f"() => Math.abs(({TOP})()) < 40")
-    page.wait_for_timeout(1000)
+    lab.later_timers(page, SEVERAL_LOOKS_MS)
     assert abs(page.evaluate(TOP)) < 40
     picture(page, "lab-curve-in-view")
 
     box = page.locator("#the-curve").bounding_box()
     page.mouse.move(box["x"], box["y"])
     page.mouse.wheel(0, -600)
-    page.wait_for_timeout(2000)
-    assert page.evaluate(TOP) > 300
+    page.wait_for_function(f"() => ({TOP})() > 300")
+    lab.later_timers(page, SEVERAL_LOOKS_MS)
+    assert page.evaluate(TOP) > 300, "nothing scrolls back"
     assert page.evaluate("() => window.harmed === undefined")

@@ -13,9 +13,9 @@ import numpy as np
 from bs4 import BeautifulSoup
 from nbconvert import HTMLExporter
 from PIL import Image
-from test_live_dashboard import start  # noqa: F401
-from test_live_sweep import CELL, sweep  # noqa: F401
+from test_live_sweep import CELL, SHORT, sweep  # noqa: F401
 
+from tests.patience import Gate, eventually
 from workbench.analysis.curve import Curve
 from workbench.figures.curves_view import loss_curves
 from workbench.figures.figure import mimebundle
@@ -23,13 +23,14 @@ from workbench.sweeps.sweep import Sweep
 
 CELLS = (
     CELL,
-    "import sys, time\nsys.path.insert(0, {tests!r})\n"
+    "import sys\nsys.path.insert(0, {tests!r})\n"
     "from tests.distributed.test_sweeps import experiment, DEVICE, LINK\n"
     "pair = wb.Cluster(DEVICE, 2, 2, LINK, LINK)\nwb.what_if(experiment(), pair)",
-    "while not open({gate!r}).read():\n    time.sleep(0.1)\nwb.plan(experiment(), pair)",
+    "from tests.patience import eventually\neventually(lambda: open({gate!r}).read())\nwb.plan(experiment(), pair)",
     "wb.compare([{run!r}])",
     "wb.live([{run!r}])",
 )
+NAME = "moments.ipynb"
 SHOWN = ".jp-RenderedPlotly:visible, .jupyter-widgets .js-plotly-plot:visible"
 LEAST_CONTRAST = 4.5
 
@@ -37,7 +38,7 @@ LEAST_CONTRAST = 4.5
 def pixels(figure: Any) -> np.ndarray:
     """Return what the screen shows of an element, as numbers of shape (height, width, 3)."""
     figure.scroll_into_view_if_needed()
-    figure.page.wait_for_timeout(300)
+    lab.frames(figure.page)
     return np.asarray(Image.open(io.BytesIO(figure.screenshot())).convert("RGB"), dtype=float)
 
 
@@ -56,15 +57,10 @@ def luminance(seen: np.ndarray) -> np.ndarray:
 def contrast_of_text(page: Any, figure: Any) -> dict[str, float]:
     """Return the contrast of each text in a figure: of its strongest pixels to the most frequent ones around them."""
     figure.scroll_into_view_if_needed()
-    page.wait_for_timeout(300)
+    lab.wait_until_still(page)
     where = """graph => [...graph.querySelectorAll('.main-svg text')].map(text => [text.textContent,
         text.getBoundingClientRect()]).map(([words, box]) => [words, box.left, box.top, box.right, box.bottom])"""
-    for _ in range(50):  # until no word of a run that trains has moved while the picture was taken
-        boxes, taken = figure.evaluate(where), page.screenshot()
-        if boxes == figure.evaluate(where):
-            break
-    else:
-        raise AssertionError("The words of the figure never stay in their places.")
+    boxes, taken = figure.evaluate(where), page.screenshot()
     whole = np.asarray(Image.open(io.BytesIO(taken)).convert("RGB"), dtype=float)
     found = {}
     for words, left, top, right, bottom in boxes:
@@ -81,30 +77,36 @@ def contrast_of_text(page: Any, figure: Any) -> dict[str, float]:
 def test_figures_are_right_in_hidden_tabs_in_the_dark_after_a_restart_and_in_the_saved_notebook(
     lab_page: Any,
     server: lab.Server,
-    sweep: Sweep,  # noqa: F811
-    start: Any,  # noqa: F811
+    sweep: tuple[Sweep, Gate],  # noqa: F811
+    start: Any,
     picture: Any,
 ) -> None:
-    page, shown_now = lab_page, server.root / "shown-now"
+    page, shown_now, (started, gate) = lab_page, server.root / "shown-now", sweep
     shown_now.write_text("")
-    names = {"path": str(sweep.path), "tests": str(Path(__file__).parents[2]), "gate": str(shown_now)}
-    run = start("training", 20_000, seconds_per_step=0.05)
-    lab.write_notebook(server.root / "moments.ipynb", [cell.format(**names, run=run) for cell in CELLS])
+    names = {"path": str(started.path), "tests": str(Path(__file__).parents[2]), "gate": str(shown_now)}
+    gate.open(SHORT - 1)
+    run = start("training")
+    run.advance(200)
+    lab.write_notebook(server.root / NAME, [cell.format(**names, run=run.path) for cell in CELLS])
     lab.write_notebook(server.root / "other.ipynb", ["1 + 1"])
-    lab.open_notebook(page, server, "moments.ipynb")
+    lab.open_notebook(page, server, NAME)
     lab.start_all(page)
     page.locator(".jupyter-widgets .js-plotly-plot").first.wait_for()
 
     page.evaluate("() => window.jupyterapp.commands.execute('docmanager:open', {path: 'other.ipynb'}).then(() => 1)")
     page.locator(".jp-NotebookPanel:not(.lm-mod-hidden) .jp-Cell", has_text="1 + 1").wait_for()
-    (server.root / "gate").touch()
+    gate.open(SHORT)
     shown_now.write_text("now")
     page.wait_for_function(
         """() => [...window.jupyterapp.shell.widgets('main')].some(panel => panel.context?.path === 'moments.ipynb'
             && panel.content.widgets.every(({model}) => model.executionCount && model.executionState !== 'running'))""",
     )
-    sweep.stop(wait=True)
-    page.wait_for_timeout(6000)  # the end of the sweep reaches its outputs, which are hidden
+    started.stop(wait=True)
+    page.wait_for_function(f"""() => {{
+        const panel = [...window.jupyterapp.shell.widgets('main')].find(({{context}}) => context?.path === '{NAME}');
+        const outputs = panel.content.widgets[0].model.sharedModel.getOutputs();
+        return JSON.stringify(outputs).includes('runs have ended, not at work');
+    }}""")  # which are hidden
     page.evaluate("() => window.jupyterapp.commands.execute('docmanager:open', {path: 'moments.ipynb'}).then(() => 1)")
     page.get_by_text("runs have ended, not at work").first.wait_for()
     figures = page.locator(SHOWN)
@@ -113,7 +115,7 @@ def test_figures_are_right_in_hidden_tabs_in_the_dark_after_a_restart_and_in_the
         return [marks(figures.nth(index)) for index in range(figures.count())]
 
     # two of the sweep, one of the sliders and of the plan, one compared, two of the dashboard
-    lab.eventually(lambda: figures.count() == 7 and min(drawn()) > 1500, drawn)
+    eventually(lambda: figures.count() == 7 and min(drawn()) > 1500, drawn)
     page.locator(".jp-RenderedPlotly:visible").first.scroll_into_view_if_needed()
     picture(page, "moments-after-hidden")
 
@@ -128,22 +130,23 @@ def test_figures_are_right_in_hidden_tabs_in_the_dark_after_a_restart_and_in_the
         figures.nth(index).scroll_into_view_if_needed()
         figures.nth(index).locator(".main-svg").first.wait_for()
         figure = figures.nth(index)
-        lab.eventually(lambda figure=figure: pixels(figure)[4, 4].max() < 40, lambda index=index: f"{index} is light")
+        eventually(lambda figure=figure: pixels(figure)[4, 4].max() < 40, lambda index=index: f"{index} is light")
         found = contrast_of_text(page, figure)
         weak[index] = {words: value for words, value in found.items() if value < LEAST_CONTRAST}
         picture(page, f"moments-dark-{index}")
     assert not any(weak.values()), weak
     lab.change_theme(page, "Light")
 
-    plots = list[Any]()
-    while len(plots) < 7:  # each second a twin is empty for the moment in which its figure is replaced
+    def saved() -> list[Any]:
         lab.save(page)
-        saved = json.loads((server.root / "moments.ipynb").read_text())
-        bundles = [output["data"] for cell in saved["cells"] for output in cell["outputs"] if "data" in output]
-        plots = [bundle for bundle in bundles if "application/vnd.plotly.v1+json" in bundle]
-    assert len(plots) == 7, "two of the sweep, one of the sliders and of the plan, one compared, two of the dashboard"
+        cells = json.loads((server.root / NAME).read_text())["cells"]
+        bundles = [output["data"] for cell in cells for output in cell["outputs"] if "data" in output]
+        return [bundle for bundle in bundles if "application/vnd.plotly.v1+json" in bundle]
+
+    eventually(lambda: len(saved()) == 7)  # a twin is empty for the moment in which its figure is replaced
+    plots = saved()
     assert all(len(bundle["image/png"]) > 5000 for bundle in plots)
-    converted, _ = HTMLExporter().from_filename(str(server.root / "moments.ipynb"))
+    converted, _ = HTMLExporter().from_filename(str(server.root / NAME))
     assert len(BeautifulSoup(converted, "html.parser").select(".jp-RenderedImage img")) == 7
 
     page.evaluate("() => window.jupyterapp.shell.currentWidget.sessionContext.session.kernel.restart().then(() => 1)")
@@ -151,10 +154,10 @@ def test_figures_are_right_in_hidden_tabs_in_the_dark_after_a_restart_and_in_the
     page.locator("code", has_text="wb.live(").last.wait_for()
     page.locator("code", has_text="wb.live(").last.scroll_into_view_if_needed()
     # every widget without its kernel has an icon of a broken link
-    lab.eventually(lambda: page.locator(".jupyter-widgets-disconnected:visible").count() == 0)
-    lab.eventually(lambda: page.get_by_role("button", name="Stop").locator("visible=true").count() == 0)
+    eventually(lambda: page.locator(".jupyter-widgets-disconnected:visible").count() == 0)
+    eventually(lambda: page.get_by_role("button", name="Stop").locator("visible=true").count() == 0)
     picture(page, "moments-restarted")
-    lab.eventually(lambda: min(drawn()) > 1500, drawn)
+    eventually(lambda: min(drawn()) > 1500, drawn)
     page.evaluate(
         """() => document.body.insertAdjacentHTML('beforeend', '<div class="workbench-saved-last" id="planted">'
             + '<p><code id="theirs">wb.live(exit())</code></p> <p><code id="ours">wb.live([])</code></p></div>')"""
@@ -164,7 +167,8 @@ def test_figures_are_right_in_hidden_tabs_in_the_dark_after_a_restart_and_in_the
     page.evaluate("() => document.querySelector('#planted').remove()")
     page.get_by_role("button", name="Attach").last.click()
     page.get_by_role("button", name="Stop").last.wait_for()
-    page.wait_for_timeout(2000)
+    page.locator(".jupyter-widgets .js-plotly-plot path.js-line").last.wait_for()
+    lab.wait_until_still(page)
     picture(page, "moments-attached-again")
 
 

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import re
-import time
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import lab
@@ -12,6 +12,7 @@ import pytest
 
 import workbench as wb
 from tests.distributed.test_sweeps import HERE, experiment, prepare
+from tests.patience import GATE, PATIENCE_S, Gate
 from workbench.sweeps.sweep import Sweep
 
 CELL = """
@@ -30,23 +31,22 @@ DRAWN = """[...document.querySelectorAll('.js-plotly-plot')]
     .filter(graph => graph.getBoundingClientRect().width > 300 && graph.getBoundingClientRect().height > 200)
     .map(graph => graph.querySelectorAll('.heatmaplayer image, .scatterlayer path.js-line').length)"""
 """Marks that every visible figure has drawn: neither data that it holds, nor a figure of no size."""
-LONG = 50_000
-PATIENCE_S = lab.PATIENCE_MS / 1e3
+SHORT, LONG = 60, 100
+"""Steps of the runs: the gate opens to the end of the short ones only."""
+TOKENS_PER_STEP = 4 * 8  # of the stand-in worker
 
 
 @pytest.fixture
-def sweep(server: lab.Server, monkeypatch: pytest.MonkeyPatch) -> Iterator[Sweep]:
-    """Start a sweep of two rates and two lengths: short runs wait for a gate, long ones outlast the test."""
+def sweep(server: lab.Server, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[Sweep, Gate]]:
+    """Start a sweep of two rates and two lengths, and return it with the gate of its runs, which is closed."""
+    gate = Gate(tmp_path / "gate")
     monkeypatch.setenv("WORKBENCH_HOME", str(server.root / "home"))
-    monkeypatch.setenv("SWEEP_STEP_S", "0.05")
-    monkeypatch.setenv("SWEEP_GATE", str(server.root / "gate"))
+    monkeypatch.setenv(GATE, str(gate.file))
     prepare(monkeypatch.setattr)
     monkeypatch.syspath_prepend(str(HERE))
-    lengths = [20, LONG]
-    (server.root / "gate").unlink(missing_ok=True)  # of another test
-    folder = server.root / f"sweep-{time.time_ns()}"
-    started = wb.sweep(experiment(), learning_rate=[1e-3, 2e-3], steps=lengths, directory=folder)
-    yield started
+    rates, lengths = [1e-3, 2e-3], [SHORT, LONG]
+    started = wb.sweep(experiment(), learning_rate=rates, steps=lengths, directory=tmp_path / "sweep")
+    yield started, gate
     started.stop(wait=True)
     for run in started.runs:
         run.wait(PATIENCE_S)
@@ -57,18 +57,20 @@ def wait_for(page: Any, truth: str) -> None:
 
 
 def test_a_sweep_grows_while_it_runs_and_a_run_is_stopped_from_its_table(
-    lab_page: Any, server: lab.Server, sweep: Sweep, picture: Any
+    lab_page: Any, server: lab.Server, sweep: tuple[Sweep, Gate], picture: Any
 ) -> None:
-    page = lab_page
-    lab.write_notebook(server.root / "sweep.ipynb", [CELL.format(path=str(sweep.path)), "6 * 7"])
+    page, (started, gate) = lab_page, sweep
+    lab.write_notebook(server.root / "sweep.ipynb", [CELL.format(path=str(started.path)), "6 * 7"])
     lab.open_notebook(page, server, "sweep.ipynb")
     lab.run_all(page)
+    gate.open(40)
     wait_for(page, f"{GRAPHS}.some(graph => graph.layout.xaxis?.title?.text?.includes('(k)'))")  # a unit that stays
-    reached = page.evaluate(f"() => {REACHED}")
-    wait_for(page, f"{REACHED} > {reached}")
+    wait_for(page, f"{REACHED} === 40 * {TOKENS_PER_STEP} / 1000")
+    gate.open(SHORT - 1)
+    wait_for(page, f"{REACHED} === {SHORT - 1} * {TOKENS_PER_STEP} / 1000")
     wait_for(page, f"{CELLS_FILLED} === 0")
     page.get_by_text(re.compile("0 of 4 runs have ended")).first.wait_for()
-    (server.root / "gate").touch()
+    gate.open(LONG - 1)
     wait_for(page, f"{CELLS_FILLED} >= 1")
     page.get_by_role("cell", name="1 finished").first.wait_for()
     picture(page, "sweep-growing")
@@ -76,7 +78,7 @@ def test_a_sweep_grows_while_it_runs_and_a_run_is_stopped_from_its_table(
     row = page.locator(".jupyter-widgets.widget-hbox", has_text=f"steps {LONG}").filter(has=page.get_by_role("button"))
     row.get_by_role("button", name="Stop").last.click()
     page.get_by_role("cell", name="1 stopped").first.wait_for()
-    [stopped] = [run for run in sweep.runs if run.status.state == "stopped"]
+    [stopped] = [run for run in started.runs if run.status.state == "stopped"]
     assert stopped.experiment.steps == LONG
     lab.change_theme(page, "Dark")
     wait_for(page, f"{CELLS_FILLED} >= 3")  # the second short run has ended too, so that it has a curve
@@ -84,7 +86,7 @@ def test_a_sweep_grows_while_it_runs_and_a_run_is_stopped_from_its_table(
     page.locator(".jupyter-widgets .js-plotly-plot").last.scroll_into_view_if_needed()  # not the hidden static twin
     picture(page, "sweep-dark-results")
     lab.change_theme(page, "Light")
-    sweep.stop()
+    started.stop()
     page.wait_for_function("() => !document.querySelector('.jupyter-widgets .js-plotly-plot')")
     page.get_by_text(re.compile("runs have ended, not at work")).first.wait_for()
     wait_for(page, f"{DRAWN}.length === 2")

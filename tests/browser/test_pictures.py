@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import shutil
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -64,31 +65,24 @@ OUT_OF_SIGHT = """() => {
 
 
 @pytest.fixture
-def paused(server: lab.Server) -> Any:
-    """Let the server's folder hold the recorded runs alone, as they were at one moment.
-
-    This process is their supervisor. Runs of earlier tests come back afterwards.
-    """
-    runs, earlier = server.root / "runs", server.root / "earlier-runs"
-    if runs.exists():
-        runs.rename(earlier)
-    for name in PAIR:
-        shutil.copytree(RECORDED / name, runs / name)
-        run = RunDir(runs / name)
-        events: list[Any] = read_events(run.events)
-        if name == PAIR[0]:
-            steps = [event for event in events if event["type"] == "step"]
-            moment = steps[int(REACHED * len(steps))]["time"]
-        run.events.unlink()
-        run.steps_tail.unlink()
-        for event in events:
-            if event["time"] <= moment:
-                append_event(run.events, event.pop("type"), **event)
-    write_json(RunDir(runs / PAIR[0]).launcher, {"supervisor": this_process()})
-    yield
-    append_event(RunDir(runs / PAIR[0]).events, "status", state="stopped", message="")
-    for run_before in earlier.iterdir() if earlier.exists() else ():
-        run_before.rename(runs / run_before.name)
+def paused(server: lab.Server) -> Iterator[None]:
+    """Let the server's folder hold the recorded runs alone, as they were when this process supervised one of them."""
+    with lab.own_runs(server) as runs:
+        for name in PAIR:
+            shutil.copytree(RECORDED / name, runs / name)
+            run = RunDir(runs / name)
+            events: list[Any] = read_events(run.events)
+            if name == PAIR[0]:
+                steps = [event for event in events if event["type"] == "step"]
+                moment = steps[int(REACHED * len(steps))]["time"]
+            run.events.unlink()
+            run.steps_tail.unlink()
+            for event in events:
+                if event["time"] <= moment:
+                    append_event(run.events, event.pop("type"), **event)
+        write_json(RunDir(runs / PAIR[0]).launcher, {"supervisor": this_process()})
+        yield
+        append_event(RunDir(runs / PAIR[0]).events, "status", state="stopped", message="")
 
 
 def show(page: Any, index: int) -> None:
@@ -103,10 +97,10 @@ def show(page: Any, index: int) -> None:
 
 
 def settled(page: Any, plots: int) -> None:
-    page.wait_for_function(
-        f"() => document.querySelectorAll('.jupyter-widgets .js-plotly-plot').length >= {plots}",
-    )
-    page.wait_for_timeout(1500)
+    """Wait until the plots have drawn themselves, and the sliders have been rehearsed, which is done after that."""
+    page.wait_for_function(f"() => document.querySelectorAll('.jupyter-widgets .js-plotly-plot').length >= {plots}")
+    page.wait_for_function("() => window.rehearsals.gone")
+    lab.wait_until_still(page)
 
 
 @pytest.mark.usefixtures("paused")
