@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import json
-import subprocess
-import sys
 import time
+from collections import namedtuple
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -15,13 +14,13 @@ import pytest
 import torch
 from plan_values import PROFILE, plan_of
 
+from tests.patience import Clock
 from workbench.cost import Cluster, Link
 from workbench.cost.hardware import H100, all_reduce_s
 from workbench.errors import PlanInfeasible, PlanMismatch
-from workbench.machine import available_cores
+from workbench.measure import detection
 from workbench.measure.calibration import FORMAT, IN_TRAINING, Calibration, cached_calibration, calibrate, local_cluster
 from workbench.measure.detection import (
-    BUSY,
     MEASURED,
     OTHERS,
     LoadWatch,
@@ -194,27 +193,32 @@ def own_home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path
 
 
-def spin(seconds: float) -> None:
-    end = time.monotonic() + seconds
-    while time.monotonic() < end:
-        pass
-
-
 @pytest.mark.usefixtures("own_home")
-def test_the_work_of_other_processes_counts_and_that_of_this_one_does_not() -> None:
+def test_the_work_of_other_processes_counts_and_that_of_this_one_does_not(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Three of four cores work for ten seconds: one for others, and two for this process and its children."""
+    times = namedtuple("times", "user system idle iowait guest")
+    clock, every, own = Clock(), times(100.0, 10.0, 1000.0, 5.0, 50.0), [7.0, 1.0, 2.0, 0.0, 99.0]
+    monkeypatch.setattr(detection, "time", clock)
+    monkeypatch.setattr(detection.psutil, "cpu_count", lambda: 4)
+    monkeypatch.setattr(detection.psutil, "cpu_times", lambda: every)
+    monkeypatch.setattr(detection.os, "times", lambda: own)
     watch = LoadWatch()
-    command = [sys.executable, "-c", "import time; end = time.time() + 1.5\nwhile time.time() < end: pass"]
-    others = [subprocess.Popen(command) for _ in range(available_cores())]
-    time.sleep(1.2)
-    beside_others = watch.facts()  # children count as one's own only once they have ended
-    for process in others:
-        process.wait()
-    assert beside_others[OTHERS] > BUSY
-    assert is_doubtful(beside_others)
-    assert f"while other processes took {beside_others[OTHERS]:.0%} of the cores" in in_words(beside_others)
-    watch = LoadWatch()
-    spin(0.5)
-    assert watch.facts()[OTHERS] < 1
+    clock.sleep(10)
+    every = times(120.0, 20.0, 1009.0, 6.0, 55.0)  # a user's time holds that of guests
+    own = [14.0, 4.0, 8.0, 4.0, 109.0]
+    facts = watch.facts()
+    assert facts == {MEASURED: clock.now, OTHERS: pytest.approx(10 / 40)}
+    assert is_doubtful(facts)
+    assert "while other processes took 25% of the cores" in in_words(facts)
+    own = [19.0, 9.0, 8.0, 4.0, 109.0]
+    assert watch.facts()[OTHERS] == 0
+
+
+def test_the_time_of_the_cores_and_that_of_this_process_come_from_the_system() -> None:
+    _, busy, own = LoadWatch._now()
+    while LoadWatch._now()[2] < own + 0.3:
+        pass
+    assert LoadWatch._now()[1] > busy + 0.1, "the cores are counted in ticks"
 
 
 @pytest.mark.usefixtures("own_home")
