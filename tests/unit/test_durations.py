@@ -15,24 +15,29 @@ from tests.durations import Duration
 
 TESTS = Path(durations.__file__).parent
 SUITE = """
-import time
 import pytest
+from conftest import CLOCK
 @pytest.fixture(scope="module")
 def made():
-    time.sleep(0.4)
+    CLOCK.now += 0.4
 def test_first_of_two_that_share(made): pass
-def test_second_of_two_that_share(made): time.sleep(0.2)
+def test_second_of_two_that_share(made):
+    CLOCK.now += 0.2
 def test_short(): pass
-def test_grown(): time.sleep(1.8)
+def test_grown():
+    CLOCK.now += 1.8
 def test_long(): pass
 @pytest.mark.representative
 def test_long_and_representative(): pass
 """
 CONFTEST = """
 from pathlib import Path
+from _pytest import timing
 from tests import durations
-from tests.durations import Duration
 from tests.durations import pytest_addoption, pytest_configure
+from tests.patience import Clock
+CLOCK = durations.time = Clock()  # how long a test takes is what it says
+timing.time, timing.perf_counter = CLOCK.time, CLOCK.perf_counter
 durations.FILE = Path(__file__).with_name("durations.json")
 durations.ROOT = Path(__file__).parent
 durations.LONG_S = 1.5
@@ -90,9 +95,7 @@ def test_a_record_names_what_a_test_shares_with_others_and_keeps_what_did_not_ru
     recorded = durations.read(suite / "durations.json")
     assert {test for test in recorded if "share" not in test} == set(kept)
     first, second = (recorded[f"test_it.py::test_{name}_of_two_that_share"] for name in ("first", "second"))
-    assert first.shared == second.shared >= 0.4
-    assert second.own >= 0.2
-    assert first.own < first.shared, "the first does not pay for what both share"
+    assert (first, second) == (Duration(0.0, 0.4), Duration(0.2, 0.4)), "the first does not pay for what both share"
 
 
 def test_a_slower_machine_moves_the_limit_and_a_faster_one_does_not() -> None:
