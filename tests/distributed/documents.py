@@ -28,8 +28,10 @@ from jupyter_client.provisioning import local_provisioner
 import workbench as wb
 from tests.patience import eventually
 from workbench import notebooks
+from workbench.execution.step_log import StepView
 from workbench.figures.figure import PLOTLY_MIME
 from workbench.machine import cache_home
+from workbench.rundir import RunDir
 from workbench.runs.launching import fork_server, supervisor
 
 ROOT = Path(__file__).parents[2]
@@ -117,13 +119,31 @@ def run_script(script: str, folder: Path, monkeypatch: pytest.MonkeyPatch) -> No
     name = f"page_{len(list(folder.glob('page_*.py')))}"
     log, ended = folder / f"{name}.log", folder / f"{name}.ended"
     (folder / f"{name}.py").write_text(f"{script}\nopen({str(ended)!r}, 'w').close()\n")
-    process = psutil.Process(forked(name, log=log, environment={"PYTHONPATH": str(ROOT), **os.environ}))
-    try:
-        process.wait()
-    finally:
-        with contextlib.suppress(psutil.NoSuchProcess):
+    pid = forked(name, log=log, environment={"PYTHONPATH": str(ROOT), **os.environ})
+    with contextlib.suppress(psutil.NoSuchProcess):  # it has ended already
+        process = psutil.Process(pid)
+        try:
+            process.wait()
+        finally:
             process.kill()
     assert ended.exists(), log.read_text()
+
+
+def let_stop(name: str) -> None:
+    """Let the runs that this kernel launches, if their name begins so, stop of themselves in the middle."""
+    launch = wb.launch
+
+    def launched(experiment: wb.Experiment, **options: Any) -> wb.Run:
+        stops = {"callbacks": [stop_after_five]} if str(experiment.name).startswith(name) else {}
+        return launch(experiment.replace(**stops), **options)
+
+    wb.launch = launched
+
+
+def stop_after_five(state: StepView) -> None:
+    """Ask for a stop as `Run.stop` does, as a function of the user's that is called after each step."""
+    if state.step == 5:
+        RunDir(state.folder).stop_file.touch()
 
 
 @dataclass

@@ -5,6 +5,7 @@ On gloo, or with `device="cuda"` on NCCL, one GPU each.
 
 from __future__ import annotations
 
+import atexit
 import copy
 import dataclasses
 import functools
@@ -12,11 +13,15 @@ import gc
 import itertools
 import multiprocessing
 import os
+import pickle
+import sys
 import tempfile
+import traceback
 from collections.abc import Callable, Mapping
-from contextlib import nullcontext
+from contextlib import nullcontext, suppress
 from dataclasses import dataclass
 from datetime import timedelta
+from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
@@ -37,6 +42,8 @@ from workbench.execution.step_log import StepView
 from workbench.execution.trainer import Trainer
 from workbench.experiment import Experiment
 from workbench.planning.plan import Memory, Plan, Prediction, Stage
+from workbench.rundir import process_record
+from workbench.runs.launching import processes
 
 worlds.find()
 
@@ -46,6 +53,8 @@ CPU = Device("CPU", "cpu", 4 << 30, {"fp32": 5e10}, 1e10)
 LINK = Link(1e9, 1e-5)
 HALF = functools.partial(torch.autocast, "cpu", torch.bfloat16)
 FREE = Prediction(0, 0, 0, 0, 0, 0, 0, None)
+FAILED = ".failed"
+"""End of the name of the file that the first rank to fail writes: the others fail because they have lost it."""
 
 
 def meeting() -> dist.TCPStore:
@@ -65,24 +74,75 @@ def launch(
 ) -> Any:
     """Run a function on `world` processes; raise the first failure of any rank.
 
-    On CPUs they are forked from a process that has called `ahead`: what that captures and caches, no rank captures.
+    On CPUs they are forked from a process that has called `ahead`: what that captures and caches is captured once.
     """
     with tempfile.TemporaryDirectory() as folder:
         result, store = Path(folder) / "result.pt", meeting()
         arguments = (world, environment(store), str(result), device, function, args)
         if device == "cpu":
-            mp.start_processes(_fork, (ahead, arguments), nprocs=1, join=True, start_method="forkserver")
+            _forker().fork(ahead, arguments)
         else:
             mp.start_processes(_entry, arguments, nprocs=world, join=True, start_method=start_method(device))
         return torch.load(result, weights_only=False)
 
 
-def _fork(_index: int, ahead: Callable[[], object] | None, arguments: tuple[int, Any]) -> None:
+class Forker:
+    """A process from which all worlds of this process are forked, one after another.
+
+    It keeps what it captures and caches for the worlds that come later. What ranks do is gone with them.
+    """
+
+    def __init__(self) -> None:
+        context = multiprocessing.get_context("forkserver")
+        self._connection, theirs = context.Pipe()
+        self._process, self._owner = context.Process(target=_fork_worlds, args=(theirs,)), os.getpid()
+        self._process.start()
+        self._record = process_record(self._process.pid)
+        theirs.close()
+        atexit.register(self.close)  # before `multiprocessing` waits for its children
+
+    def fork(self, ahead: Callable[[], object] | None, arguments: tuple[int, Any]) -> None:
+        """Call `ahead` in that process and fork a world; raise what one of its ranks, or `ahead`, has raised."""
+        try:
+            self._connection.send((list(sys.path), os.getcwd(), f"{arguments[2]}{FAILED}"))
+            self._connection.send_bytes(pickle.dumps((ahead, arguments)))
+            failure = self._connection.recv()
+        except BaseException:  # it has ended, or is at work for a test that was interrupted
+            _forker.cache_clear()
+            processes.kill_trees([self._record])
+            raise
+        if failure:
+            raise mp.ProcessRaisedException(failure, 0, self._record["pid"])
+
+    def close(self) -> None:
+        if os.getpid() == self._owner:
+            self._connection.close()
+
+
+@functools.cache
+def _forker() -> Forker:
+    return Forker()
+
+
+def _fork_worlds(connection: Connection) -> None:
     torch.set_num_threads(1)
-    if ahead is not None:
-        ahead()
-    gc.freeze()  # otherwise the first collection of a rank would copy the pages of every object that they share
-    mp.start_processes(_entry, arguments, nprocs=arguments[0], join=True, start_method="fork")
+    os.register_at_fork(after_in_child=connection.close)
+    with suppress(EOFError):
+        while True:
+            sys.path[:], folder, failed = connection.recv()
+            os.chdir(folder)
+            failure, request = "", connection.recv_bytes()
+            try:
+                ahead, arguments = pickle.loads(request)
+                torch.manual_seed(0)  # whatever has been captured before
+                if ahead is not None:
+                    ahead()
+                torch.manual_seed(0)
+                gc.freeze()  # otherwise the first collection of a rank would copy the pages of every shared object
+                mp.start_processes(_entry, arguments, nprocs=arguments[0], join=True, start_method="fork")
+            except Exception:
+                failure = Path(failed).read_text() if Path(failed).exists() else traceback.format_exc()
+            connection.send(failure)
 
 
 def _entry(
@@ -105,6 +165,10 @@ def _entry(
         if rank == 0:
             torch.save(value, result)
         dist.barrier()
+    except BaseException:
+        with suppress(FileExistsError), Path(f"{result}{FAILED}").open("x") as file:
+            file.write(f"Rank {rank} failed:\n{traceback.format_exc()}")
+        raise
     finally:
         dist.destroy_process_group()
 

@@ -15,9 +15,9 @@ from torch.nn import functional
 
 import workbench as wb
 from tests.distributed import zoo
-from tests.distributed.harness import Division, Tensors, launch, part_of, trainer_of, whole_parameters
+from tests.distributed.harness import AtGate, Division, Tensors, launch, part_of, trainer_of, whole_parameters
 from tests.exhaustive import EXHAUSTIVE
-from tests.patience import PATIENCE_S
+from tests.patience import PATIENCE_S, Gate
 from workbench.capture import Graph, capture, spec_of
 from workbench.capture.captured_model import capture_for_evaluation, require_same_stages
 from workbench.data import held_out as held_out_of
@@ -265,7 +265,7 @@ def test_a_run_records_its_held_out_losses_and_a_resumption_keeps_them(
             f"Document {index} says that {index} birds sing in tree {index % 7}.\n" * 20
         )
     (tmp_path / "other.txt").write_text("Birds sing in tree 5. Document 3 says so.\n\n" * 40)
-    other = wb.data.corpus(tmp_path / "other.txt")
+    other, gate = wb.data.corpus(tmp_path / "other.txt"), Gate(tmp_path / "gate")
     experiment = wb.Experiment.of(
         model=wb.models.bert(vocab_size=200, hidden_size=16, num_layers=2, num_heads=2, max_positions=32),
         data=wb.data.corpus(folder, vocab_size=200),
@@ -274,6 +274,7 @@ def test_a_run_records_its_held_out_losses_and_a_resumption_keeps_them(
         seq_len=32,
         checkpoint_every=2,
         evaluation=wb.Evaluation(every=2, samples=9, also={"masked_40": 0.4, "other": other}),
+        callbacks=[AtGate(gate.file)],
         metrics={"known": lambda outputs, batch: ((batch["labels"] >= 0).sum(), outputs.prediction_logits.shape[0])},
     )
     plan = wb.plan(experiment, pipeline=2, data=1, micro_batch=2)
@@ -281,6 +282,7 @@ def test_a_run_records_its_held_out_losses_and_a_resumption_keeps_them(
     run = wb.launch(experiment, plan)
     with pytest.raises(RunExists, match=r"Wait for it, run\.wait\(\)"):
         run.evaluate()
+    gate.open()
     run.wait(PATIENCE_S)
     assert run.evaluations().step.tolist() == [0, 2, 4], run.logs()
     assert run.evaluations().eval_loss[0] == pytest.approx(math.log(200) + math.log(2), rel=0.2)
@@ -314,11 +316,12 @@ def _check_evaluation_of_checkpoints(run: wb.Run, experiment: wb.Experiment) -> 
     assert (given.count, given.step, given.data) == (5, 6, "list")
     assert abs(given.loss - before.eval_loss[3]) < 0.5
     assert run.evaluations("list").eval_loss.tolist() == [given.loss]
-    for name, each in experiment.held_out_sets.items():
-        alone = held_out_of(each)
-        [shown] = {int((alone[index]["labels"] >= 0).sum()) for index in range(9)}
-        assert shown == {"masked_40": 13, "other": 5}[name]  # round(0.4 * 32) and round(0.15 * 32)
-        assert run.evaluate([alone[index] for index in range(9)]).loss == pytest.approx(before[name][3], abs=1e-6)
+    alone = {name: held_out_of(each) for name, each in experiment.held_out_sets.items()}
+    shown = {name: {int((each[index]["labels"] >= 0).sum()) for index in range(9)} for name, each in alone.items()}
+    assert shown == {"masked_40": {13}, "other": {5}}  # round(0.4 * 32) and round(0.15 * 32)
+    assert len({before[name][3] for name in ("eval_loss", "masked_40", "other")}) == 3
+    other = run.evaluate([alone["other"][index] for index in range(9)])
+    assert other.loss == pytest.approx(before["other"][3], abs=1e-6)
     assert run.evaluations().step.tolist() == [0, 2, 4, 6]
     assert run.status.state == "finished"
     assert not list((run.path / "evaluations").iterdir())

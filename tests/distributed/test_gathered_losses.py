@@ -296,18 +296,19 @@ def test_a_gathered_run_records_its_held_out_losses_and_is_evaluated_later(
         run.evaluate(samples[: BATCH - 1])
 
 
+REPLICATED = {"data": 2, "num_microbatches": 2}
+
+
+def _messages_of_first_step(rank: int) -> list[str]:
+    return [_message_of_first_step(rank, planted) for planted in ("order", "rule")]
+
+
 def _message_of_first_step(rank: int, planted: str) -> str:
     """Return what the first step says of values that are gathered wrongly on one replica."""
-    gather, name = dist.all_gather, "SupCon"
-    model, batch = GATHERED[name]().train(), default_collate(samples_for(name, BATCH))
-    graphs = [
-        capture(model, {key: spec_of(key, field[:size]) for key, field in batch.items()}, gathers=True)
-        for size in (2, BATCH)
-    ]
-    graph = with_tail_of(*graphs)
-    trainer = trainer_of(
-        model, graph, forced_plan(graph, pipeline=1, data=2, micro_batch=2, num_microbatches=2, gathers=True)
-    )
+    gather, (model, batch) = dist.all_gather, built("SupCon", "cpu")
+    graph = with_tail_of(captured("SupCon", 2, "cpu"), captured("SupCon", BATCH, "cpu"))
+    plan = forced_plan(graph, pipeline=1, micro_batch=2, gathers=True, **REPLICATED)
+    trainer = trainer_of(copy.deepcopy(model), graph, plan)
     with pytest.MonkeyPatch.context() as patch:
         if planted == "order" and rank == 1:
             patch.setattr(dist, "all_gather", lambda values, own, group: gather(values[::-1], own, group=group))
@@ -323,11 +324,11 @@ def _message_of_first_step(rank: int, planted: str) -> str:
     return ""
 
 
-@pytest.mark.parametrize("planted", ["order", "rule"])
-def test_values_gathered_in_a_wrong_order_are_caught_before_the_first_update(planted: str) -> None:
-    said = launch(_message_of_first_step, 2, planted)
-    assert "were gathered in another order on one of 2 replicas" in said
-    assert "Nothing was updated" in said
+def test_values_gathered_in_a_wrong_order_are_caught_before_the_first_update() -> None:
+    ahead = functools.partial(capture_each, (REPLICATED,), ("SupCon",))
+    for said in launch(_messages_of_first_step, 2, ahead=ahead):
+        assert "were gathered in another order on one of 2 replicas" in said
+        assert "Nothing was updated" in said
 
 
 def test_micro_batches_in_one_process_equal_plain_pytorch_of_the_whole_batch() -> None:

@@ -192,7 +192,7 @@ def compared(_rank: int, cases: tuple[Case, ...], device: str | torch.device = "
 
 
 def test_models_with_opaque_parts_equal_plain_pytorch() -> None:
-    found = launch(compared, 1, ALONE) | launch(compared, 2, CASES, ahead=capture_all)
+    found = launch(compared, 1, ALONE, ahead=capture_all) | launch(compared, 2, CASES, ahead=capture_all)
     wrong = {key: error for key, error in found.items() if not error <= TOLERANCE}
     assert not wrong, wrong
 
@@ -215,12 +215,18 @@ class Spoken(nn.Module):
         return functional.ctc_loss(scores.transpose(0, 1), text, spoken, said)
 
 
-def _spoken(_rank: int, cases: tuple[Case, ...]) -> dict[Case, float]:
+@functools.cache
+def capture_spoken() -> tuple[nn.Module, dict[str, torch.Tensor], Graph]:
     torch.manual_seed(0)
-    model, found = Spoken().train(), {}
+    model = Spoken().train()
     batch = {"x": torch.randn(16, 12, WIDTH), "text": torch.randint(1, 6, (16, 3))}
     batch |= {"spoken": torch.tensor(8 * [12, 11]), "said": torch.tensor(8 * [3, 2])}
-    graph = capture(model, {key: spec_of(key, value[:MICRO_BATCH]) for key, value in batch.items()}, name="Spoken")
+    specs = {key: spec_of(key, value[:MICRO_BATCH]) for key, value in batch.items()}
+    return model, batch, capture(model, specs, name="Spoken")
+
+
+def _spoken(_rank: int, cases: tuple[Case, ...]) -> dict[Case, float]:
+    (model, batch, graph), found = capture_spoken(), {}
     for case in cases:
         plan = plan_of(graph, case)
         part = {key: value[: plan.global_batch] for key, value in batch.items()}
@@ -229,7 +235,8 @@ def _spoken(_rank: int, cases: tuple[Case, ...]) -> dict[Case, float]:
 
 
 def test_a_ctc_loss_equals_that_of_plain_pytorch() -> None:
-    found = launch(_spoken, 1, ALONE) | launch(_spoken, 2, (Case(data=2), Case(data=2, zero=3, num_microbatches=2)))
+    replicas = Case(data=2), Case(data=2, zero=3, num_microbatches=2)
+    found = launch(_spoken, 1, ALONE, ahead=capture_spoken) | launch(_spoken, 2, replicas, ahead=capture_spoken)
     assert max(found.values()) <= TOLERANCE, found
 
 
@@ -247,13 +254,17 @@ class Drawing(Layered):
             return x if float(x.detach().abs().max()) > 0 else x.tanh()
 
 
+@functools.cache
+def capture_drawing() -> tuple[nn.Module, Graph]:
+    torch.manual_seed(0)
+    model = Drawing().train()
+    return model, captured("Drawing", model)
+
+
 def _drawn(
     _rank: int, cases: tuple[Case, ...]
 ) -> dict[Case, tuple[float, dict[str, torch.Tensor], dict[str, torch.Tensor]]]:
-    torch.manual_seed(0)
-    model = Drawing().train()
-    graph = captured("Drawing", model)
-    found = {}
+    (model, graph), found = capture_drawing(), {}
     for case in cases:
         torch.manual_seed(len(found))  # what was drawn before must not matter
         plan = plan_of(graph, case)
@@ -268,8 +279,9 @@ def _drawn(
 
 
 def test_opaque_layers_draw_the_same_numbers_under_every_plan_and_write_buffers_once() -> None:
-    [(loss, gradients, buffers)] = launch(_drawn, 1, (Case(num_microbatches=4),)).values()
-    others = launch(_drawn, 2, (Case(data=2, num_microbatches=2), Case(pipeline=2, num_microbatches=4))).items()
+    alone, two = (Case(num_microbatches=4),), (Case(data=2, num_microbatches=2), Case(pipeline=2, num_microbatches=4))
+    [(loss, gradients, buffers)] = launch(_drawn, 1, alone, ahead=capture_drawing).values()
+    others = launch(_drawn, 2, two, ahead=capture_drawing).items()
     assert {float(value) for key, value in buffers.items() if key.endswith("calls")} == {4.0}
     for case, (other_loss, other, counted) in others:
         assert abs(loss - other_loss) <= 1e-6 * abs(loss), case

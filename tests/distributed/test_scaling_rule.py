@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 from typing import Any
 
 import pytest
 import torch
 from torch import nn
 
-from tests.distributed.harness import forced_plan, launch, part_of, trainer_for
+from tests.distributed.harness import Division, launch, part_of, trainer_of
 from workbench import data, models
-from workbench.capture import capture, spec_of
+from workbench.capture import Graph, capture, spec_of
 from workbench.experiment import Experiment
 
 STEPS, MICRO_BATCH, GLOBAL_BATCH, SEQ_LEN, VOCABULARY = 30, 2, 4, 12, 60
@@ -47,6 +48,7 @@ def batch_of(family: str, step: int) -> dict[str, torch.Tensor]:
     return batch | ({"next_sentence_label": ids[:, 0] % 2} if "bert" in family else {})
 
 
+@functools.cache
 def explicit(family: str, eps: float) -> tuple[list[float], list[float]]:
     """Train the target with multipliers in forward, without any code of the rule; return its losses and norms."""
     deep = DEEP if uses_depth_rule(family) else 1
@@ -82,8 +84,19 @@ def explicit(family: str, eps: float) -> tuple[list[float], list[float]]:
     return losses, norms
 
 
-def train(_rank: int, family: str, eps: float, division: dict[str, int]) -> tuple[list[float], list[float]]:
-    """Train by the rule with the trainer of a run."""
+@functools.cache
+def captured(family: str) -> Graph:
+    specs = {key: spec_of(key, value[:MICRO_BATCH]) for key, value in batch_of(family, 0).items()}
+    return capture(target(family).build(), specs, name=family)
+
+
+def capture_all() -> None:
+    for family in BASES:
+        captured(family)
+
+
+def train(family: str, eps: float, division: Division) -> tuple[list[float], list[float]]:
+    """Train by the rule with the trainer of a run; return its losses and norms."""
     torch.manual_seed(0)
     rule = models.scaling(BASES[family], target(family), depth_rule=uses_depth_rule(family))
     experiment = Experiment.of(
@@ -101,13 +114,7 @@ def train(_rank: int, family: str, eps: float, division: dict[str, int]) -> tupl
         clip_norm=CLIP,
         **rule.optimizer,
     )
-    model = rule.model.build()
-    specs = {key: spec_of(key, value[:MICRO_BATCH]) for key, value in batch_of(family, 0).items()}
-    graph = capture(model, specs, name=family)
-    layout = {"pipeline": 1, "data": 1, "tensor": 1, "zero": 0, **division}
-    counted = {"micro_batch": MICRO_BATCH, "num_microbatches": GLOBAL_BATCH // MICRO_BATCH // layout["data"]}
-    plan = forced_plan(graph, **layout, **counted)
-    trainer = trainer_for(experiment, model, graph, plan)
+    trainer = trainer_of(experiment, rule.model.build(), captured(family), division, MICRO_BATCH)
     losses, norms = [], []
     for step in range(STEPS):
         loss, squared_norm, _ = trainer.step(step, part_of(trainer, batch_of(family, step))).scalars.tolist()
@@ -116,20 +123,31 @@ def train(_rank: int, family: str, eps: float, division: dict[str, int]) -> tupl
     return losses, norms
 
 
-@pytest.mark.parametrize(
-    ("family", "eps", "division"),
-    [
-        ("bert", 1e-8, {}),
-        ("bert", 1e-6, {"data": 2, "zero": 3}),
-        ("bert", 1e-6, {"pipeline": 2}),
-        ("bert", 1e-3, {"tensor": 2}),
-        ("bert by the width rule", 1e-6, {}),
-        ("gpt2", 1e-6, {}),
-        ("opt", 1e-6, {}),
-    ],
-)
-def test_a_run_by_the_rule_equals_explicit_multipliers(family: str, eps: float, division: dict[str, int]) -> None:
-    losses, norms = launch(train, 2 if division else 1, family, eps, division)
+CASES = [
+    ("bert", 1e-8, Division()),
+    ("bert", 1e-6, Division(data=2, zero=3)),
+    ("bert", 1e-6, Division(pipeline=2)),
+    ("bert", 1e-3, Division(tensor=2)),
+    ("bert by the width rule", 1e-6, Division()),
+    ("gpt2", 1e-6, Division()),
+    ("opt", 1e-6, Division()),
+]
+
+
+def train_each(_rank: int, cases: list[tuple[str, float, Division]]) -> list[tuple[list[float], list[float]]]:
+    return [train(*case) for case in cases]
+
+
+@functools.cache
+def outcomes(world: int) -> dict[tuple[str, float, Division], tuple[list[float], list[float]]]:
+    """Train all cases on so many processes, which start once."""
+    cases = [case for case in CASES if case[2].world == world]
+    return dict(zip(cases, launch(train_each, world, cases, ahead=capture_all), strict=True))
+
+
+@pytest.mark.parametrize(("family", "eps", "division"), CASES)
+def test_a_run_by_the_rule_equals_explicit_multipliers(family: str, eps: float, division: Division) -> None:
+    losses, norms = outcomes(division.world)[family, eps, division]
     expected_losses, expected_norms = explicit(family, eps)
     assert losses == pytest.approx(expected_losses, rel=1e-5)
     assert norms == pytest.approx(expected_norms, rel=1e-4)

@@ -272,7 +272,7 @@ def test_weight_decay_spares_biases_norms_and_frozen_parameters() -> None:
 def checkpoint_of_two_stages(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Train three steps of the dropout model on two stages."""
     folder = tmp_path_factory.mktemp("run")
-    launch(train, 2, "dropout", Division(pipeline=2), 3, folder)
+    launch(train, 2, "dropout", Division(pipeline=2), 3, folder, ahead=functools.partial(captured, "dropout"))
     return RunDir(folder).checkpoint(3)
 
 
@@ -297,7 +297,7 @@ def test_a_checkpoint_that_is_torn_or_missing_or_of_another_model_is_refused(
     shutil.copytree(checkpoint_of_two_stages, torn)
     (torn / COMPLETE).unlink()
     asked = [(torn, None), (tmp_path / "step-4", None), (checkpoint_of_two_stages, "another")]
-    interrupted, missing, other = launch(refusals, 1, asked)
+    interrupted, missing, other = launch(refusals, 1, asked, ahead=functools.partial(captured, "dropout"))
     assert "is not a complete checkpoint" in interrupted
     assert "is not a complete checkpoint" in missing
     assert "saved from a model of other parameters" in other

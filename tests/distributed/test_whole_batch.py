@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+import functools
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +17,7 @@ from tests.distributed.harness import forced_plan, launch, plain_step, unlike_pl
 from tests.distributed.test_every_plan import trainer_of
 from tests.patience import PATIENCE_S
 from tests.unit.coupled_models import COUPLED, WEIGHTED, WIDTH, Mixup, samples_for
-from workbench.capture import capture, spec_of
+from workbench.capture import Graph, capture, spec_of
 from workbench.errors import RunFailed
 from workbench.experiment import Experiment
 
@@ -31,29 +33,43 @@ WHOLE: tuple[dict[str, Any], ...] = ({"pipeline": 2, "num_microbatches": 1, "sch
 COMPARING = ("RMSE", "two towers with a temperature", "Hugging Face's CLIP", "SupCon", "mixup by flip")
 
 
+CASES: list[tuple[str, dict[str, Any]]] = [
+    (name, choices) for names, cases in ((WEIGHTED, DIVIDED), (COMPARING, WHOLE)) for name in names for choices in cases
+]
+
+
+def _size(choices: dict[str, Any]) -> int:
+    return int(BATCH // choices["num_microbatches"] // choices.get("data", 1))
+
+
+@functools.cache
+def _captured(name: str, size: int) -> tuple[nn.Module, Graph]:
+    torch.manual_seed(0)
+    model, batch = {**COUPLED, **WEIGHTED}[name]().train(), samples_for(name, size)
+    specs = {key: spec_of(key, field) for key, field in default_collate(batch).items()}
+    return model, capture(model, specs, name=name)
+
+
+def _capture_all() -> None:
+    for name, choices in CASES:
+        _captured(name, _size(choices))
+
+
 def _compared(_rank: int) -> dict[str, float]:
     """Largest relative difference of a loss or a gradient from plain PyTorch's, for every model and division."""
-    return {
-        f"{name}, {choices}": _difference(name, choices)
-        for names, cases in ((WEIGHTED, DIVIDED), (COMPARING, WHOLE))
-        for name in names
-        for choices in cases
-    }
+    return {f"{name}, {choices}": _difference(name, choices) for name, choices in CASES}
 
 
 def _difference(name: str, choices: dict[str, Any]) -> float:
-    torch.manual_seed(0)
-    model = {**COUPLED, **WEIGHTED}[name]().train()
-    batch = default_collate(samples_for(name, BATCH))
-    size = BATCH // choices["num_microbatches"] // choices.get("data", 1)
-    graph = capture(model, {key: spec_of(key, field[:size]) for key, field in batch.items()}, name=name)
+    (model, graph), batch = _captured(name, _size(choices)), default_collate(samples_for(name, BATCH))
     plain = plain_step(model, batch)
-    trainer = trainer_of(model, graph, forced_plan(graph, micro_batch=size, **choices))
-    return max(unlike_plain(trainer, batch, *plain, floor=1.0))
+    plan = forced_plan(graph, micro_batch=_size(choices), **choices)
+    return max(unlike_plain(trainer_of(copy.deepcopy(model), graph, plan), batch, *plain, floor=1.0))
 
 
 def test_losses_that_count_or_compare_samples_equal_plain_pytorch_of_the_whole_batch() -> None:
-    wrong = {case: error for case, error in launch(_compared, 2).items() if not error <= TOLERANCE}
+    found = launch(_compared, 2, ahead=_capture_all)
+    wrong = {case: error for case, error in found.items() if not error <= TOLERANCE}
     assert not wrong, wrong
 
 
