@@ -6,10 +6,10 @@ import bz2
 import errno
 import os
 import random
+import resource
 import signal
 import subprocess
 import sys
-import time
 import tracemalloc
 from collections.abc import Callable
 from pathlib import Path
@@ -99,28 +99,42 @@ def test_a_line_of_any_length_is_read_in_blocks_and_cut_as_a_whole_one(tmp_path:
 
 
 KILLED = """
-import sys
+import os, random, signal, sys
 from pathlib import Path
 from workbench.data import text, tokenizing
+from workbench.data.store import PartialTokens
 text.BLOCK_BYTES = 1 << 12
 source = text.Files((Path(sys.argv[1]),), one_document_each=False)
-tokenizing.tokenised(tokenizing.TokensKey("killed", "bpe", 400), "text", lambda: source, False, 1)
+dice, write = random.Random(3), PartialTokens._write
+for attempt in range(10):
+    written, last, part = 0, dice.randint(4, 18), dice.choice((0, 0.5, 1))
+
+    def write_or_die(file, content):
+        global written
+        written += 1
+        if written == last:
+            write(file, content[: int(part * len(content))])
+            os.kill(os.getpid(), signal.SIGKILL)
+        write(file, content)
+
+    PartialTokens._write = staticmethod(write_or_die)
+    if not (process := os.fork()):
+        key = tokenizing.TokensKey("killed", "bpe", 400)
+        tokenizing.tokenised(key, "text", lambda: source, False, attempt % 5 == 0)
+        os._exit(0)
+    ended = os.waitstatus_to_exitcode(os.waitpid(process, 0)[1])
+    print(ended, (Path(sys.argv[2]) / "progress.jsonl").read_bytes().count(10))
 """
 
 
-def test_killed_ten_times_the_tokens_are_those_of_one_go(text: Path) -> None:
+def test_killed_ten_times_in_the_middle_of_a_write_the_tokens_are_those_of_one_go(text: Path) -> None:
     text.write_text(sentences(6000), newline="")
-    dice, done = random.Random(3), 0
     part = TokensKey("killed", "bpe", 400).folder.with_suffix(".part")
-    for _ in range(10):
-        worker = subprocess.Popen([sys.executable, "-c", KILLED, str(text)], env={**os.environ, "OMP_NUM_THREADS": "1"})
-        target, limit = done + dice.randint(1, 6), time.monotonic() + 60
-        while _lines(part) < target and worker.poll() is None and time.monotonic() < limit:
-            time.sleep(0.002)
-        worker.send_signal(signal.SIGKILL)
-        assert worker.wait() == -signal.SIGKILL, "the text is too short to be killed ten times"
-        assert _lines(part) >= target > done, "work does not go on where it stopped"
-        done = _lines(part)
+    command = [sys.executable, "-c", KILLED, str(text), str(part)]
+    said = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=True).stdout
+    ended, done = zip(*(map(int, line.split()) for line in said.splitlines()), strict=True)
+    assert ended == (-signal.SIGKILL,) * 10, "the text is too short to be killed ten times"
+    assert list(done) == sorted(set(done)), "work does not go on where it stopped"
     assert not (part.with_suffix("") / "facts.json").exists()
     assert stored(text, workers=1, key="killed") == stored(text, key="one go")
 
@@ -279,23 +293,15 @@ def test_newlines_alone_end_a_line_in_files_rows_and_documents(tmp_path: Path, m
         assert [text for block in source.blocks() for _, text in block.paragraphs()] == lines
 
 
-LIMITED = """
-import resource, sys
-from pathlib import Path
-from workbench.data import text, tokenizing
-from workbench.errors import DataError
-text.BLOCK_BYTES = 1 << 12
-source = text.Files((Path(sys.argv[1]),), one_document_each=False)
-resource.setrlimit(resource.RLIMIT_FSIZE, (20_001, resource.RLIM_INFINITY))
-try:
-    tokenizing.tokenised(tokenizing.TokensKey("limited", "bpe", 400), "text", lambda: source, False, 0)
-except DataError as error:
-    print(error)
-"""
-
-
 def test_a_file_that_stops_growing_in_the_middle_of_a_block_is_taken_up_again(text: Path) -> None:
-    said = subprocess.run([sys.executable, "-c", LIMITED, str(text)], capture_output=True, text=True, check=True).stdout
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (20_001, before[1]))
+    try:
+        with pytest.raises(DataError) as raised:
+            stored(text, key="limited")
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+    said = str(raised.value)
     assert "The token cache at" in said
     assert "cannot be written: File too large" in said
     part = TokensKey("limited", "bpe", 400).folder.with_suffix(".part")
@@ -308,8 +314,8 @@ def test_a_file_that_stops_growing_in_the_middle_of_a_block_is_taken_up_again(te
 
 def test_one_long_document_is_never_held_as_a_whole(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("WORKBENCH_HOME", str(tmp_path))
-    monkeypatch.setattr(texts, "BLOCK_BYTES", 1 << 16)
-    for document in ("word  " * 1_000_000, "a line of words\n" * 400_000):
+    monkeypatch.setattr(texts, "BLOCK_BYTES", 1 << 14)
+    for document in ("word  " * 150_000, "a line of words\n" * 60_000):
         tracemalloc.start()
         written = write_documents([document, " \u2028 "], "long", False)
         for block in Files((written,), one_document_each=False).blocks():
