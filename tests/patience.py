@@ -16,6 +16,8 @@ from typing import TypeVar
 
 PATIENCE_S = 300.0
 """Longest wait in s for anything that must happen: it ends what never will, and says nothing about speed."""
+ABANDONED_S = 12 * PATIENCE_S
+"""Longest wait in s at a gate: a test may need its patience many times before it opens one. It ends what was left."""
 LOOK_S = 0.02
 """Pause in s between two looks at what is waited for."""
 GATE = "WORKBENCH_TEST_GATE"
@@ -60,9 +62,10 @@ def wait_for_gate(step: float, unless: Callable[[], object] = lambda: False) -> 
     A process without a gate goes on at once.
     """
     if file := os.environ.get(GATE):
-        eventually(
-            lambda: float(Path(file).read_text()) >= step or unless(), lambda: f"the gate never opened to step {step}"
-        )
+        abandoned = time.monotonic() + ABANDONED_S
+        while float(Path(file).read_text()) < step and not unless():
+            assert time.monotonic() < abandoned, f"the gate never opened to step {step}"
+            time.sleep(LOOK_S)
 
 
 class Clock:
