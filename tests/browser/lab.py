@@ -172,7 +172,7 @@ def start_all(page: Any) -> None:
     for _ in range(ATTEMPTS):
         page.evaluate("() => { window.jupyterapp.commands.execute('notebook:run-all-cells'); }")
         with contextlib.suppress(NotYet):
-            page.wait_for_function(f"() => {taken}", timeout=1e3 * PATIENCE_S / ATTEMPTS)
+            page.wait_for_function(f"() => {taken}", timeout=PATIENCE_S * 1e3 / ATTEMPTS)
             return
         wait_for_kernel(page)
     raise AssertionError("the kernel started no cell")

@@ -33,6 +33,8 @@ CELLS = (
 NAME = "moments.ipynb"
 SHOWN = ".jp-RenderedPlotly:visible, .jupyter-widgets .js-plotly-plot:visible"
 LEAST_CONTRAST = 4.5
+FIGURES = 5
+"""Number of figures in a notebook of which a window shows two."""
 
 
 def pixels(figure: Any) -> np.ndarray:
@@ -111,11 +113,11 @@ def test_figures_are_right_in_hidden_tabs_in_the_dark_after_a_restart_and_in_the
     page.get_by_text("runs have ended, not at work").first.wait_for()
     figures = page.locator(SHOWN)
 
-    def drawn() -> list[int]:
-        return [marks(figures.nth(index)) for index in range(figures.count())]
+    def are_drawn() -> bool:
+        return all(marks(figures.nth(index)) > 1500 for index in range(figures.count()))
 
     # two of the sweep, one of the sliders and of the plan, one compared, two of the dashboard
-    eventually(lambda: figures.count() == 7 and min(drawn()) > 1500, drawn)
+    eventually(lambda: figures.count() == 7 and are_drawn(), figures.count)
     page.locator(".jp-RenderedPlotly:visible").first.scroll_into_view_if_needed()
     picture(page, "moments-after-hidden")
 
@@ -157,7 +159,7 @@ def test_figures_are_right_in_hidden_tabs_in_the_dark_after_a_restart_and_in_the
     eventually(lambda: page.locator(".jupyter-widgets-disconnected:visible").count() == 0)
     eventually(lambda: page.get_by_role("button", name="Stop").locator("visible=true").count() == 0)
     picture(page, "moments-restarted")
-    eventually(lambda: min(drawn()) > 1500, drawn)
+    eventually(are_drawn)
     page.evaluate(
         """() => document.body.insertAdjacentHTML('beforeend', '<div class="workbench-saved-last" id="planted">'
             + '<p><code id="theirs">wb.live(exit())</code></p> <p><code id="ours">wb.live([])</code></p></div>')"""
@@ -167,7 +169,7 @@ def test_figures_are_right_in_hidden_tabs_in_the_dark_after_a_restart_and_in_the
     page.evaluate("() => document.querySelector('#planted').remove()")
     page.get_by_role("button", name="Attach").last.click()
     page.get_by_role("button", name="Stop").last.wait_for()
-    page.locator(".jupyter-widgets .js-plotly-plot path.js-line").last.wait_for()
+    page.locator(".jupyter-widgets .js-plotly-plot path.js-line").last.wait_for(state="attached")
     lab.wait_until_still(page)
     picture(page, "moments-attached-again")
 
@@ -178,14 +180,14 @@ def test_every_figure_of_a_saved_notebook_is_dark_also_below_the_window_and_in_t
     page = lab_page
     steps = np.arange(1.0, 200.0)
     curve = Curve("run", {"step": steps, "loss": 4 + 3 / steps, "tokens": 64 * steps})
-    lab.write_notebook(server.root / "saved.ipynb", ["loss_curves([curve])"] * 8)
+    lab.write_notebook(server.root / "saved.ipynb", ["loss_curves([curve])"] * FIGURES)
     notebook = nbformat.read(server.root / "saved.ipynb", 4)
     for cell in notebook.cells:
         cell.outputs = [nbformat.v4.new_output("display_data", data=mimebundle(loss_curves([curve])))]
     nbformat.write(notebook, server.root / "saved.ipynb")
     lab.open_notebook(page, server, "saved.ipynb")
     lab.change_theme(page, "Dark")
-    for index in range(8):
+    for index in range(FIGURES):
         page.evaluate(
             """async index => {
                 const notebook = window.jupyterapp.shell.currentWidget.content;

@@ -12,7 +12,7 @@ import pytest
 
 import workbench as wb
 from tests.distributed.test_sweeps import HERE, experiment, prepare
-from tests.patience import GATE, PATIENCE_S, Gate
+from tests.patience import GATE, PATIENCE_S, Gate, eventually
 from workbench.sweeps.sweep import Sweep
 
 CELL = """
@@ -70,22 +70,25 @@ def test_a_sweep_grows_while_it_runs_and_a_run_is_stopped_from_its_table(
     wait_for(page, f"{REACHED} === {SHORT - 1} * {TOKENS_PER_STEP} / 1000")
     wait_for(page, f"{CELLS_FILLED} === 0")
     page.get_by_text(re.compile("0 of 4 runs have ended")).first.wait_for()
+    other = Gate(Path(f"{gate.file}-0002"), open_to=SHORT - 1)  # of the other short run, which begins when one ends
     gate.open(LONG - 1)
     wait_for(page, f"{CELLS_FILLED} >= 1")
     page.get_by_role("cell", name="1 finished").first.wait_for()
     picture(page, "sweep-growing")
 
     row = page.locator(".jupyter-widgets.widget-hbox", has_text=f"steps {LONG}").filter(has=page.get_by_role("button"))
-    row.get_by_role("button", name="Stop").last.click()
+    row.get_by_role("button", name="Stop").first.click()
     page.get_by_role("cell", name="1 stopped").first.wait_for()
     [stopped] = [run for run in started.runs if run.status.state == "stopped"]
     assert stopped.experiment.steps == LONG
     lab.change_theme(page, "Dark")
+    other.open()
     wait_for(page, f"{CELLS_FILLED} >= 3")  # the second short run has ended too, so that it has a curve
     picture(page, "sweep-dark")
     page.locator(".jupyter-widgets .js-plotly-plot").last.scroll_into_view_if_needed()  # not the hidden static twin
     picture(page, "sweep-dark-results")
     lab.change_theme(page, "Light")
+    eventually(lambda: all(run.row()["step"] for run in started.runs))
     started.stop()
     page.wait_for_function("() => !document.querySelector('.jupyter-widgets .js-plotly-plot')")
     page.get_by_text(re.compile("runs have ended, not at work")).first.wait_for()
