@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import os
 import random
-import time
 from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
@@ -15,12 +14,14 @@ import numpy as np
 import psutil
 import pytest
 import torch
+import torch.distributed as dist
 from safetensors.torch import load_file
 from torch import nn
 from torch.nn import functional
 
 from tests.distributed.harness import launch
 from tests.distributed.real_worker import Ranks, curve, directory, plan, trained
+from tests.patience import eventually
 from workbench.errors import CaptureError
 from workbench.execution import build
 from workbench.execution.build import FREE_SHARE, LARGE, build_lock, digests
@@ -30,38 +31,53 @@ from workbench.runs.history import read_tail
 
 MODEL_BYTES = 10 << 30
 CPU = torch.device("cpu")
-TURN_S = 1.0
 
 
-def _seen(rank: int, fitting: float, on_host: bool) -> tuple[int, float]:
-    """Return the largest number of overlapping turns, and the seconds that all turns took together.
+def _turns(rank: int, folder: Path, fitting: float, on_host: bool) -> tuple[int, int]:
+    """Return how many ranks were in the lock at once at most, and in how many turns all have been.
 
-    Rank 0 sees memory for three models, the others for `fitting`.
+    Rank 0 sees memory for three models, the others for `fitting`. A rank stays in the lock until every other is there
+    as well, waits for a later turn, or has had its own.
     """
-    free = (3.2 if rank == 0 else fitting) * MODEL_BYTES / FREE_SHARE
+    folder.mkdir(exist_ok=True)
+    barrier, turn, ranks = dist.barrier, 0, range(dist.get_world_size())
+
+    def say(words: str) -> None:
+        (folder / f"new-{rank}").write_text(words)
+        (folder / f"new-{rank}").rename(folder / str(rank))
+
+    def wait_for_turn() -> None:
+        nonlocal turn
+        turn += 1
+        say(f"{turn} waits")
+        barrier()
+
+    def are_known() -> list[str]:
+        said = [(folder / str(each)).read_text() if (folder / str(each)).exists() else "0 unknown" for each in ranks]
+        return said if all(words in (f"{turn} is in", "gone") or int(words[0]) > turn for words in said) else []
+
     with pytest.MonkeyPatch.context() as patch:
+        free = (3.2 if rank == 0 else fitting) * MODEL_BYTES / FREE_SHARE
         patch.setattr(build, "_is_built_on_host", lambda *_: on_host)
         patch.setattr(psutil, "virtual_memory", lambda: SimpleNamespace(available=free))
+        patch.setattr(dist, "barrier", wait_for_turn)
         with build_lock(MODEL_BYTES, CPU, rank):
-            begun = time.monotonic()
-            time.sleep(TURN_S)
-            ended = time.monotonic()
-    spans = [(0.0, 0.0)] * torch.distributed.get_world_size()
-    torch.distributed.all_gather_object(spans, (begun, ended))
-    most = max(sum(begin <= at < end for begin, end in spans) for at, _ in spans)
-    return most, max(end for _, end in spans) - min(begin for begin, _ in spans)
+            say(f"{turn} is in")
+            found = eventually(are_known).count(f"{turn} is in"), turn + 1
+        say("gone")
+    seen = [(0, 0) for _ in ranks]
+    dist.all_gather_object(seen, found)
+    most, turns = map(max, zip(*seen, strict=True))
+    return most, turns
 
 
-@pytest.mark.parametrize(
-    ("fitting", "on_host", "map_in_threads", "turns"),
-    [(2.5, True, 2, 2), (0.4, True, 1, 4), (9.0, True, 3, 2), (0.4, False, 4, 1)],
-)
-def test_no_more_ranks_build_at_once_than_the_host_has_room_for(
-    fitting: float, on_host: bool, map_in_threads: int, turns: int
-) -> None:
-    most, seconds = launch(_seen, 4, fitting, on_host)
-    assert most == map_in_threads
-    assert seconds >= turns * TURN_S
+def _each(rank: int, folder: Path, cases: list[tuple[float, bool]]) -> list[tuple[int, int]]:
+    return [_turns(rank, folder / str(index), *case) for index, case in enumerate(cases)]
+
+
+def test_no_more_ranks_build_at_once_than_the_host_has_room_for(tmp_path: Path) -> None:
+    cases = [(2.5, True), (0.4, True), (9.0, True), (0.4, False)]
+    assert launch(_each, 4, tmp_path, cases) == [(2, 2), (1, 4), (3, 2), (4, 1)]
 
 
 GLOBAL_BATCH, ITEMS = 8, 24

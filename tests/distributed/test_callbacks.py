@@ -18,6 +18,7 @@ from tests.distributed.test_optimizer_values import MICRO, experiment, graph, mo
 from workbench.errors import InvalidExperiment, UnknownParameter
 from workbench.execution.step_log import StepView, Weights
 from workbench.experiment import Experiment, user_parts
+from workbench.runs.run import Run
 
 STEPS, STOPPED = 8, 4
 
@@ -61,17 +62,14 @@ def asked(**changes: Any) -> Experiment:
     return real_worker.experiment(steps=STEPS, warmup_steps=1, lr_schedule="constant", log_every=3, **changes)
 
 
-def test_a_callback_sees_weights_and_figures_logs_asks_for_a_checkpoint_and_stops(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv("WORKBENCH_RUNS", str(tmp_path / "runs"))
+def test_a_callback_sees_weights_and_figures_logs_asks_for_a_checkpoint_and_stops(tmp_path: Path) -> None:
     stages = real_worker.plan(asked(), pipeline=2)
-    watched = wb.runs.debug(asked(callbacks=[watch], name="watched"), stages)
-    left_alone = wb.runs.debug(asked(name="alone").replace(log_every=1), stages)
+    watched = Run(real_worker.trained(tmp_path / "watched", asked(callbacks=[watch]), stages).path)
+    left_alone = Run(real_worker.trained(tmp_path / "alone", asked().replace(log_every=1, steps=STOPPED), stages).path)
     history, plain = watched.history(), left_alone.history()
     assert watched.status.state == "stopped"
     assert history.step.tolist() == [2, 3, 4], "rows of steps in which something is logged, beside every third"
-    assert history.loss.tolist() == plain.loss[1:STOPPED].tolist()
+    assert history.loss.tolist() == plain.loss[1:].tolist()
     np.testing.assert_allclose(history["loss_seen"], [plain.loss[1], np.nan, plain.loss[3]], rtol=1e-6)
     assert sorted(path.name for path in watched.directory.checkpoints.iterdir()) == ["step-00000002", "step-00000004"]
     watched.export(tmp_path / "exported", step=2)

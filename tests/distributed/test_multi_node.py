@@ -9,7 +9,6 @@ import signal
 import stat
 import subprocess
 import sys
-import time
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -17,8 +16,9 @@ from pathlib import Path
 import pytest
 
 from tests.distributed import real_worker
-from tests.distributed.real_worker import DEVICE, LINK, curve, experiment, plan, trained
+from tests.distributed.real_worker import DEVICE, ENDLESS, LINK, curve, experiment, plan, trained
 from tests.exhaustive import EXHAUSTIVE, exhaustive
+from tests.patience import PATIENCE_S
 from workbench.cost.hardware import Cluster
 from workbench.errors import PlanInfeasible
 from workbench.planning.plan import Plan
@@ -146,10 +146,10 @@ def _executable(path: Path, text: str) -> None:
     path.chmod(path.stat().st_mode | stat.S_IXUSR)
 
 
-def ended(processes: list[subprocess.Popen[str]], seconds: float = 120.0) -> list[int]:
+def ended(processes: list[subprocess.Popen[str]]) -> list[int]:
     codes = []
     for process in processes:
-        output, _ = process.communicate(timeout=seconds)
+        output, _ = process.communicate(timeout=PATIENCE_S)
         print(output)
         codes.append(process.returncode)
     return codes
@@ -172,8 +172,7 @@ def test_a_run_over_two_nodes_is_the_run_on_one(how: str, namespaces: tuple[str,
 
 @exhaustive
 def test_a_job_that_is_stopped_and_submitted_again_goes_on(namespaces: tuple[str, str], tmp_path: Path) -> None:
-    asked = experiment(steps=400)
-    run = prepare(asked, two_nodes(400), directory=tmp_path / "run")
+    run = prepare(experiment(steps=ENDLESS), two_nodes(ENDLESS), directory=tmp_path / "run")
     process = job(namespaces, run, tmp_path)
     real_worker.reach(run.directory, 3)
     assert run.status.state == "running"
@@ -182,7 +181,7 @@ def test_a_job_that_is_stopped_and_submitted_again_goes_on(namespaces: tuple[str
     ended([process])
     assert run.status.state == "stopped", (run.status, run.logs("launcher"))
     reached = run.checkpoints[-1].step
-    assert 3 <= reached < 400
+    assert reached >= 3
     write_json(run.directory.experiment, {**read_json(run.directory.experiment), "steps": reached + 2})
     write_json(run.directory.started, what_was_started(run.directory))  # a shorter run, and no edit that is refused
     assert ended([job(namespaces, run, tmp_path)]) == [0]
@@ -192,13 +191,11 @@ def test_a_job_that_is_stopped_and_submitted_again_goes_on(namespaces: tuple[str
 
 @exhaustive
 def test_a_rank_that_dies_on_another_node_ends_the_run_on_both(namespaces: tuple[str, str], tmp_path: Path) -> None:
-    run = prepare(experiment(steps=4000), two_nodes(4000), directory=tmp_path / "run")
+    run = prepare(experiment(steps=ENDLESS), two_nodes(ENDLESS), directory=tmp_path / "run")
     process = job(namespaces, run, tmp_path)
     real_worker.reach(run.directory, 3)
     os.kill(read_json(run.directory.rank(1))["pid"], signal.SIGKILL)
-    began = time.monotonic()
-    assert any(ended([process]))
-    assert time.monotonic() - began < 60
+    assert any(ended([process])), "the other node does not wait for it"
     assert run.status.state == "failed"
     assert not run.alive
 

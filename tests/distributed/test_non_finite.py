@@ -16,6 +16,7 @@ from tests.distributed.harness import launch
 from tests.distributed.real_worker import Ranks, curve, directory, plan
 from tests.distributed.test_every_plan import MICRO_BATCH, Case, part_of, plan_of, trainer_of
 from tests.exhaustive import exhaustive
+from tests.patience import PATIENCE_S
 from workbench.capture import capture, spec_of
 from workbench.errors import NonFiniteLoss
 from workbench.execution.checkpoint import complete_checkpoints, step_of
@@ -176,7 +177,7 @@ def test_a_run_that_diverges_names_step_stage_and_block_and_keeps_the_checkpoint
     (run.code / "data.pkl").write_bytes(cloudpickle.dumps(Fields(broken)))
     ranks = Ranks(run, 2)
     for process in ranks.processes:
-        process.join(60)
+        process.join(PATIENCE_S)
     assert [process.exitcode for process in ranks.processes] == [1, 1], run.log(0).read_text()
     failed = Run(run.path)
     [name] = [name for name in chosen.block_names if f"layers.{BROKEN}" in name]

@@ -11,6 +11,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+from tests.patience import PATIENCE_S
+
 ADDITIONS = '''
 import os
 
@@ -57,7 +59,7 @@ def test_a_schedule_and_a_column_are_added_in_one_place(tmp_path: Path) -> None:
         env={**os.environ, "PYTHONPATH": os.pathsep.join(paths), "WANDB_MODE": "offline"},
         capture_output=True,
         text=True,
-        timeout=300,
+        timeout=PATIENCE_S,
         check=False,
     )
     assert done.returncode == 0, done.stdout + done.stderr

@@ -13,6 +13,7 @@ from torch.nn import functional
 
 import workbench as wb
 from tests.distributed.harness import Division, launch, part_of, trainer_of
+from tests.distributed.real_worker import plan, trained
 from workbench.capture import Graph, spec_of
 from workbench.capture.captured_model import capture_for_evaluation, require_same_stages
 from workbench.capture.gathering import with_tail_of
@@ -21,6 +22,7 @@ from workbench.capture.tensor_parallel import plan_tensor_parallel
 from workbench.columns import REDUCTIONS, logging_scalars
 from workbench.errors import InvalidExperiment
 from workbench.execution.trainer import Trainer
+from workbench.runs.run import Run
 from workbench.tensors import TensorSpec
 
 GLOBAL, MICRO, SEQ, VOCAB = 8, 2, 6, 40
@@ -160,14 +162,11 @@ class Items:
         return {name: value[index] for name, value in batch().items()}
 
 
-def test_a_run_in_two_stages_has_a_column_for_each_scalar_and_evaluates(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv("WORKBENCH_RUNS", str(tmp_path / "runs"))
+def test_a_run_in_two_stages_has_a_column_for_each_scalar_and_evaluates(tmp_path: Path) -> None:
     lengths = {"steps": 1, "global_batch": GLOBAL, "seq_len": SEQ}
     held_out = wb.Evaluation(data=Items())
     asked = wb.Experiment(model=model, data=Items(), **lengths, evaluation=held_out, tracking=wb.Tracking(project=""))
-    run = wb.runs.debug(asked, wb.plan(asked, wb.measure.local_cluster(2), pipeline=2, micro_batch=MICRO))
+    run = Run(trained(tmp_path / "run", asked, plan(asked, pipeline=2, micro_batch=MICRO)).path)
     history = run.history()  # of one step with all samples, in whatever order
     for name in ("max_of_layers", "fields", "accuracy", "cross_entropy"):
         assert history[name][0] == pytest.approx(expected()[name], rel=1e-5), name

@@ -11,6 +11,7 @@ from typer.testing import CliRunner
 
 from tests.distributed.documents import fork_kernel
 from tests.distributed.test_launch import HERE, ROOT, experiment, plan_for
+from tests.patience import PATIENCE_S
 from workbench import notebooks
 from workbench.cli import app
 from workbench.figures.figure import PLOTLY_MIME
@@ -25,7 +26,7 @@ CELL = f"""
     sys.path.insert(0, {str(HERE)!r})
     from test_launch import experiment, launch, plan_for
     asked = experiment(steps)
-    run = launch(asked, plan_for(asked, 1), worker="standin_worker").wait(100)
+    run = launch(asked, plan_for(asked, 1), worker="standin_worker").wait({PATIENCE_S})
     import workbench as wb
     display(wb.compare(run), wb.show(run), wb.live(run), run.plan)
     run

@@ -7,7 +7,6 @@ import re
 import subprocess
 import sys
 import textwrap
-import time
 import urllib.error
 import urllib.request
 from pathlib import Path
@@ -16,7 +15,7 @@ import nbformat
 import pytest
 
 from tests.distributed.test_launch import HERE, ROOT
-from tests.patience import eventually
+from tests.patience import PATIENCE_S, eventually
 from workbench import notebooks
 from workbench.runs import wandb_run as tracking
 
@@ -36,12 +35,12 @@ CELL = f"""
     import workbench as wb
     from test_launch import experiment, launch, plan_for
     asked = experiment(5).replace(name="<img src=x onerror=alert(1)>")
-    run = launch(asked, plan_for(asked), worker="standin_worker").wait(100)
+    run = launch(asked, plan_for(asked), worker="standin_worker").wait({PATIENCE_S})
     os.environ["WORKBENCH_STANDIN_FAIL_RANK"] = "1"
     os.environ["WORKBENCH_STANDIN_FAIL_MESSAGE"] = "<img src=x onerror=alert(2)>"
     failed = launch(asked, plan_for(asked), worker="standin_worker")
     try:
-        failed.wait(100)
+        failed.wait({PATIENCE_S})
     except Exception as error:
         print(error)
     display(run.plan, failed, wb.list_runs())
@@ -114,16 +113,16 @@ def test_the_lab_that_make_starts_answers_this_machine_alone_and_asks_for_a_toke
         assert _get(f"{url}?token={server['token']}") == 200
     finally:
         lab.terminate()
-        lab.wait(60)
+        lab.wait(PATIENCE_S)
 
 
 def _get(url: str) -> int:
-    deadline = time.monotonic() + 60
-    while True:
+    def answered() -> int | None:
         try:
-            return int(urllib.request.urlopen(url, timeout=30).status)
+            return int(urllib.request.urlopen(url, timeout=PATIENCE_S).status)
         except urllib.error.HTTPError:
             raise
-        except OSError:  # not listening yet
-            assert time.monotonic() < deadline
-            time.sleep(0.1)
+        except OSError:  # it does not listen yet
+            return None
+
+    return eventually(answered)
