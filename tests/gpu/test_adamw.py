@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+
 import pytest
 import torch
 from torch import nn
@@ -9,7 +11,7 @@ from torch import nn
 from tests.distributed.harness import Division, launch
 from tests.distributed.test_every_plan import Case
 from tests.distributed.test_optimizers import unlike_torchs
-from tests.gpu.machine import DEVICE, DEVICES, here, needs
+from tests.gpu.machine import DEVICE, DEVICES, here, needs, together
 from tests.gpu.test_cuda_graphs import STEPS, batch_for, trainer_of
 from workbench.optimizers.adamw import ShardedAdamW
 from workbench.optimizers.muon import COEFFICIENTS, EPS, SAFETY, orthogonalised, working_type
@@ -46,12 +48,23 @@ def test_an_update_equals_that_of_clipped_gradients_and_copies_are_rounded() -> 
 
 
 @has_kernel
-@pytest.mark.parametrize("cuda_graphs", [False, True])
-def test_every_forward_reads_the_weights_of_the_last_update(cuda_graphs: bool) -> None:
-    assert launch(_stale_copies, 1, cuda_graphs, device=DEVICE) == 0
+@together("adamw")
+def test_every_forward_reads_the_weights_of_the_last_update() -> None:
+    assert [stale for stale, _ in of_one_world().values()] == [0, 0]
 
 
-def _stale_copies(_rank: int, cuda_graphs: bool) -> int:
+@functools.cache
+def of_one_world() -> dict[bool, tuple[int, list[list[torch.Tensor]]]]:
+    """Return what the two tests look at, launched kernel by kernel and as CUDA graphs, from one start of a process."""
+    found: dict[bool, tuple[int, list[list[torch.Tensor]]]] = launch(_trained, 1, device=DEVICE)
+    return found
+
+
+def _trained(_rank: int) -> dict[bool, tuple[int, list[list[torch.Tensor]]]]:
+    return {graphs: (_stale_copies(graphs), _with_and_without_bf16_gradients(graphs)) for graphs in (False, True)}
+
+
+def _stale_copies(cuda_graphs: bool) -> int:
     """Train in bf16, also change a weight in place, and count the copies that a forward would find out of date."""
     trainer, stale = trainer_of(Case(), cuda_graphs), 0
     [copies] = trainer.stages.weight_copies
@@ -69,13 +82,13 @@ def _stale_copies(_rank: int, cuda_graphs: bool) -> int:
 
 
 @has_kernel
-@pytest.mark.parametrize("cuda_graphs", [False, True])
-def test_gradients_that_stay_in_bf16_train_as_those_in_fp32(cuda_graphs: bool) -> None:
-    kept, fp32 = launch(_with_and_without_bf16_gradients, 1, cuda_graphs, device=DEVICE)
-    torch.testing.assert_close(kept, fp32, rtol=1e-3, atol=0)  # a norm that differs in its last bit changes roundings
+@together("adamw")
+def test_gradients_that_stay_in_bf16_train_as_those_in_fp32() -> None:
+    for _, (kept, fp32) in of_one_world().values():  # a norm that differs in its last bit changes roundings
+        torch.testing.assert_close(kept, fp32, rtol=1e-3, atol=0)
 
 
-def _with_and_without_bf16_gradients(_rank: int, cuda_graphs: bool) -> list[list[torch.Tensor]]:
+def _with_and_without_bf16_gradients(cuda_graphs: bool) -> list[list[torch.Tensor]]:
     """Train twice, with gradients left in bf16 and with gradients in fp32; return the scalars of each step."""
     found = []
     for keeps in (True, False):

@@ -10,7 +10,7 @@ import dataclasses
 import functools
 import os
 from collections.abc import Callable, Mapping
-from typing import Any
+from typing import Any, NamedTuple
 
 import pytest
 import torch
@@ -19,7 +19,7 @@ from torch import nn
 import workbench as wb
 from tests.distributed.harness import coordinate, launch
 from tests.distributed.test_every_plan import MICRO_BATCH, Case, part_of, plan_of
-from tests.gpu.machine import DEVICE, here, needs
+from tests.gpu.machine import DEVICE, here, needs, together
 from workbench.capture import capture
 from workbench.capture.division import random_batch
 from workbench.execution import gradients as reducing
@@ -83,7 +83,14 @@ TWO = (
 )
 
 
-@pytest.mark.parametrize("case", [*ALONE, *(pytest.param(case, marks=needs(2)) for case in TWO)], ids=str)
+@pytest.mark.parametrize(
+    "case",
+    [
+        *(pytest.param(case, marks=together("graphs-1")) for case in ALONE),
+        *(pytest.param(case, marks=[needs(2), together("graphs-2")]) for case in TWO),
+    ],
+    ids=str,
+)
 def test_replayed_steps_equal_launched_ones_to_the_last_bit(case: Case) -> None:
     launched, captured = outcomes(2 if case in TWO else 1)[case]
     assert launched.graphs == 0
@@ -94,24 +101,27 @@ def test_replayed_steps_equal_launched_ones_to_the_last_bit(case: Case) -> None:
     assert len(set(captured.losses)) == STEPS
 
 
+@together("graphs")
 def test_recomputed_random_numbers_depend_on_the_step_only() -> None:
     """If they depended on the number of steps this process has trained, a resumed run would differ."""
-    for recompute, losses in launch(_repeated, 1, device=DEVICE).items():
+    for recompute, losses in of_one_world().repeated.items():
         first, other, again = losses
         assert again == first, recompute
         assert other != first, recompute
 
 
+@together("graphs")
 def test_replayed_steps_of_muon_equal_launched_ones_to_the_last_bit() -> None:
-    launched, captured = launch(_of_muon, 1, device=DEVICE)
+    launched, captured = of_one_world().muon
     assert captured.graphs > 0
     assert dataclasses.replace(captured, graphs=0) == launched
     assert len(set(captured.losses)) == STEPS
 
 
+@together("graphs")
 @pytest.mark.parametrize("change", CHANGES)
 def test_frozen_blocks_and_blocks_that_cannot_be_captured_train_beside_captured_ones(change: str) -> None:
-    launched, captured = launch(_changed, 1, change, device=DEVICE)
+    launched, captured = of_one_world().changed[change]
     assert captured.graphs > 0
     assert captured.losses == launched.losses
     assert captured.norms == launched.norms
@@ -153,14 +163,31 @@ def _outcomes(_rank: int, world: int) -> dict[Case, tuple[Outcome, Outcome]]:
     return {case: (_outcome(trainer_of(case, False)), _outcome(trainer_of(case, True))) for case in cases}
 
 
-def _of_muon(_rank: int) -> tuple[Outcome, Outcome]:
+class Further(NamedTuple):
+    """What one process finds of other trainings than those of `outcomes`."""
+
+    repeated: dict[str, tuple[float, ...]]
+    muon: tuple[Outcome, Outcome]
+    changed: dict[str, tuple[Outcome, Outcome]]
+
+
+@functools.cache
+def of_one_world() -> Further:
+    found: Further = launch(_further, 1, device=DEVICE)
+    return found
+
+
+def _further(_rank: int) -> Further:
     use_deterministic_kernels()
+    return Further(_repeated(), _of_muon(), {change: _changed(change) for change in CHANGES})
+
+
+def _of_muon() -> tuple[Outcome, Outcome]:
     launched, captured = (trainer_of(Case(), graphs, experiment=MUON) for graphs in (False, True))
     return _outcome(launched), _outcome(captured)
 
 
-def _changed(_rank: int, change: str) -> tuple[Outcome, Outcome]:
-    use_deterministic_kernels()
+def _changed(change: str) -> tuple[Outcome, Outcome]:
     launched, captured = (trainer_of(Case(), graphs, CHANGES[change]) for graphs in (False, True))
     [stage] = captured.stages.stages
     launched_blocks = [block.block.name for block in stage.block_modules() if not block.is_capturable]
@@ -178,8 +205,7 @@ def _outcome(trainer: Trainer) -> Outcome:
     return Outcome(losses, norms, weights, 0 if graphs is None else graphs.num_forwards)
 
 
-def _repeated(_rank: int) -> dict[str, tuple[float, ...]]:
-    use_deterministic_kernels()
+def _repeated() -> dict[str, tuple[float, ...]]:
     found = {}
     for recompute in ("none", "selective", "full"):
         trainer = trainer_of(Case(recompute=recompute), False)

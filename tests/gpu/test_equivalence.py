@@ -18,7 +18,7 @@ from torch import nn
 from tests.distributed.harness import launch, trainer_for
 from tests.distributed.test_every_plan import MICRO_BATCH, Case, part_of, plan_of
 from tests.distributed.test_training import GLOBAL_BATCH, MODELS, Outcome, batch_of, experiment_of, plain
-from tests.gpu.machine import DEVICE, DEVICES, here, needs
+from tests.gpu.machine import DEVICE, DEVICES, here, needs, together
 from workbench.capture import Graph, capture, spec_of
 from workbench.execution.build import build_model
 from workbench.execution.parallel.sharding import local
@@ -72,7 +72,11 @@ class Difference:
 
 
 @pytest.mark.parametrize(
-    "chosen", [pytest.param(c, marks=needs(c.world), id=f"{c.world}-{number}") for number, c in enumerate(CASES)]
+    "chosen",
+    [
+        pytest.param(c, marks=[needs(c.world), together(f"equivalence-{c.world}")], id=f"{c.world}-{number}")
+        for number, c in enumerate(CASES)
+    ],
 )
 def test_training_on_gpus_equals_plain_pytorch(chosen: Case) -> None:
     found = differences(chosen.world)[chosen]

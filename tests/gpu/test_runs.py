@@ -7,7 +7,7 @@ from __future__ import annotations
 import dataclasses
 import itertools
 import shutil
-import time
+import threading
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -16,16 +16,17 @@ import pytest
 import torch
 
 from tests.distributed import real_worker
-from tests.distributed.harness import launch
-from tests.distributed.real_worker import Ranks, curve, directory, last_step, plan, trained
+from tests.distributed.harness import AtGate, launch
+from tests.distributed.real_worker import Ranks, curve, directory, plan, trained
 from tests.distributed.test_every_plan import part_of
 from tests.distributed.test_training import batch_of
-from tests.gpu.machine import DEVICE, DEVICES, here, needs
+from tests.gpu.machine import DEVICE, DEVICES, here, needs, together
 from tests.gpu.test_equivalence import case, trainer_on_device
+from tests.patience import PATIENCE_S, Gate, eventually
 from workbench.cost.hardware import Device
 from workbench.execution.blocks import FIRST_RECORDED, ActionLog
 from workbench.execution.checkpoint import complete_checkpoints
-from workbench.execution.checkpoint.save_load import CheckpointExtras, CheckpointStore, TrainingProgress
+from workbench.execution.checkpoint.save_load import CheckpointStore, TrainingProgress
 from workbench.execution.trainer import Trainer
 from workbench.execution.worker import cap_memory, error_message
 from workbench.experiment import Experiment
@@ -35,7 +36,7 @@ from workbench.rundir import RunDir
 from workbench.runs.event_log import read_events
 from workbench.units import GIB
 
-STEPS, EVERY, LAST_LEG = 80, 20, 60
+STEPS, EVERY, LAST_LEG = 40, 10, 30
 MACHINE = Device("test", DEVICE, 32 << 30, {"fp32": 5e13, "bf16": 5e14}, 3e12)
 DATA: dict[str, tuple[str, dict[str, Any], bool]] = {
     "replicas": ("fp32", {"zero": 0}, False),
@@ -81,19 +82,25 @@ def unbroken(tmp_path_factory: pytest.TempPathFactory) -> Unbroken:
 
 
 @pytest.mark.parametrize(
-    "kind", [pytest.param(kind, marks=needs(2 if degrees["zero"] else 1)) for kind, (_, degrees, _) in DATA.items()]
+    "kind",
+    [
+        pytest.param(kind, marks=[needs(2 if degrees["zero"] else 1), together(kind)])
+        for kind, (_, degrees, _) in DATA.items()
+    ],
 )
 def test_a_killed_run_repeats_the_curve_of_an_unbroken_one_to_the_last_bit(
     kind: str, unbroken: Unbroken, tmp_path: Path
 ) -> None:
     asked, chosen = divided(kind)
+    gate = Gate(tmp_path / "gate", open_to=EVERY + 7)
+    asked = asked.replace(callbacks=[AtGate(gate.file)])
     run = directory(tmp_path, asked, chosen)
     ranks = Ranks(run, chosen.world, DEVICE)
     real_worker.reach(run, EVERY + 7)
-    real_worker.eventually(lambda: complete_checkpoints(run.checkpoints))
+    eventually(lambda: complete_checkpoints(run.checkpoints))
     ranks.kill(first=chosen.world - 1)
-    assert last_step(run) < STEPS, "it had ended before it was killed"
     newest = complete_checkpoints(run.checkpoints)[-1]
+    gate.open()
     run = trained(tmp_path, asked, chosen, newest, device=DEVICE)
     assert [event["resumed_from"] for event in read_events(run.events) if event["type"] == "start"][-1] == str(newest)
     expected = curve(unbroken[kind])
@@ -102,11 +109,11 @@ def test_a_killed_run_repeats_the_curve_of_an_unbroken_one_to_the_last_bit(
 
 
 @needs(2)
+@together("replicas")
 def test_every_rank_has_a_device_of_its_own(unbroken: Unbroken) -> None:
-    for run in (unbroken[kind] for kind in DATA):
-        devices = {event["device"] for event in read_events(run.events) if event["type"] == "memory"}
-        assert len(devices) == DEVICES
-        assert all(name.startswith("cuda:" if DEVICE == "cuda" else "CPU") for name in devices)
+    devices = {event["device"] for event in read_events(unbroken["replicas"].events) if event["type"] == "memory"}
+    assert len(devices) == DEVICES
+    assert all(name.startswith("cuda:" if DEVICE == "cuda" else "CPU") for name in devices)
 
 
 @pytest.mark.skipif(DEVICE == "cpu", reason="the host's memory is not capped")
@@ -132,24 +139,34 @@ def _allocated_under_a_limit(_rank: int) -> tuple[bool, str]:
 def test_training_goes_on_while_a_checkpoint_is_written(tmp_path: Path) -> None:
     """Steps reduce over the devices' group while the save talks over its own; what is saved is where it began."""
     steps, continued, repeated = launch(_steps_beside_a_save, 2, tmp_path, device=DEVICE)
-    assert steps >= 2, "the save was over before a second step"
+    assert steps == 3
     assert continued == repeated
 
 
 def _steps_beside_a_save(rank: int, path: Path) -> tuple[int, list[float], list[float]]:
-    """(steps while a save of 256 MB was written, their losses, losses of the same steps from the checkpoint)."""
-    ballast = CheckpointExtras(unused={"ballast": torch.ones(64 << 20)} if rank == 0 else {})
+    """(steps while a save was written, their losses, losses of the same steps from the checkpoint).
+
+    The save of rank 0 stops halfway until the steps are done, and that of rank 1 waits for it in a collective.
+    """
     first, second = trainer_on_device(case(data=2)), trainer_on_device(case(data=2))
     for step in range(3):
         _loss(first, step)
-    checkpoints = CheckpointStore(first, RunDir(path), extras=ballast)
-    checkpoints.save(TrainingProgress(1, 0.0))
+    checkpoints, goes_on = CheckpointStore(first, RunDir(path)), threading.Event()
+
+    def halfway(store: CheckpointStore, written: Path, digests: Any = CheckpointStore._digests) -> Any:
+        assert rank == 1 or goes_on.wait(PATIENCE_S)
+        return digests(store, written)
+
     done, losses = 0, []
-    for step in range(3):
-        losses.append(_loss(first, step))
-        done += not checkpoints.is_idle
-    checkpoints.finish()
-    loaded = CheckpointStore(second, RunDir(path), extras=ballast).load(RunDir(path).checkpoint(1))
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(CheckpointStore, "_digests", halfway)
+        checkpoints.save(TrainingProgress(1, 0.0))
+        for step in range(3):
+            losses.append(_loss(first, step))
+            done += not checkpoints.is_idle
+        goes_on.set()
+        checkpoints.finish()
+    loaded = CheckpointStore(second, RunDir(path)).load(RunDir(path).checkpoint(1))
     assert loaded == TrainingProgress(1, 0.0)
     return done, losses, [_loss(second, step) for step in range(3)]
 
@@ -167,6 +184,7 @@ def resumed_from_the_last_leg(unbroken: RunDir, path: Path, asked: Experiment, c
 
 
 @needs(2)
+@together("shards")
 def test_a_damaged_checkpoint_is_passed_over_for_the_last_good_one(unbroken: Unbroken, tmp_path: Path) -> None:
     asked, chosen = divided("shards")
     run = resumed_from_the_last_leg(unbroken["shards"], tmp_path, asked, chosen)
@@ -197,6 +215,7 @@ def repartitioned(unbroken: Unbroken, tmp_path_factory: pytest.TempPathFactory) 
 
 
 @needs(2)
+@together("replicas")
 def test_a_run_of_replicas_goes_on_as_stages(unbroken: Unbroken, repartitioned: tuple[Plan, RunDir]) -> None:
     """Optimiser, learning rate, place in the data and dropout are those of the run that never stopped."""
     found, expected = curve(repartitioned[1]), curve(unbroken["replicas"])
@@ -208,6 +227,7 @@ def test_a_run_of_replicas_goes_on_as_stages(unbroken: Unbroken, repartitioned: 
 
 
 @needs(2)
+@together("replicas")
 def test_recorded_actions_are_ordered_and_cover_the_step(repartitioned: tuple[Plan, RunDir]) -> None:
     chosen, run = repartitioned
     events = read_events(run.events)
@@ -222,29 +242,29 @@ def test_recorded_actions_are_ordered_and_cover_the_step(repartitioned: tuple[Pl
         assert [tuple(row[:3]) for row in rows] == [(a.type, a.stage, a.micro_batch) for a in lane]
         assert all(0 <= start <= end for *_, start, end in rows)
         assert all(end <= start for (*_, end), (*_, start, _) in itertools.pairwise(rows))
-        assert 0.3 * step_ms <= rows[-1][-1] - rows[0][-2] <= step_ms
+        assert 0.01 * step_ms <= rows[-1][-1] - rows[0][-2] <= step_ms, "in ms, whatever else the step waited for"
         origin_ms = 1e3 * event["origin_s"]
         forwards.append({row[2]: origin_ms + row[-1] for row in rows if row[0] == "F"})
     for micro_batch, end_ms in forwards[0].items():
-        assert end_ms <= forwards[1][micro_batch] + 1.0, "the second stage was ready before the first"
+        # A rank that is interrupted between its two clocks is off by that pause, which is a part of the step.
+        assert end_ms <= forwards[1][micro_batch] + step_ms, "the second stage was ready before the first"
 
 
 @pytest.mark.skipif(DEVICE != "cuda", reason="a CPU computes before it returns")
 def test_an_action_lasts_as_long_as_its_kernels_not_as_its_launches() -> None:
-    host_ms, device_ms = launch(_one_action, 1, device=DEVICE)
-    assert device_ms > 3 * host_ms
+    kernels_ms, recorded_ms, around_ms = launch(_one_action, 1, device=DEVICE)
+    assert kernels_ms <= recorded_ms + 0.01
+    assert recorded_ms <= around_ms + 0.01
 
 
-def _one_action(_rank: int) -> tuple[float, float]:
-    """(host's, recorded) duration of matrix products that are launched much faster than they run."""
-    matrix: Any = torch.rand(8192, 8192, device=here())
-    for _ in range(3):
-        matrix = torch.mm(matrix, matrix).div_(8192)
-    log = ActionLog(here())
-    began = time.perf_counter()
+def _one_action(_rank: int) -> tuple[float, float, float]:
+    """Return what the device takes for the kernels of an action, what is recorded, and what it takes with both ends."""
+    log, moments = ActionLog(here()), [torch.cuda.Event(enable_timing=True) for _ in range(4)]
+    moments[0].record()
     with log.action("F", 0, 0):
-        for _ in range(10):
-            matrix = torch.mm(matrix, matrix).div_(8192)
-    host_ms = 1e3 * (time.perf_counter() - began)
+        moments[1].record()
+        torch.cuda._sleep(200_000_000)  # cycles: a tenth of a second, and its launch some microseconds
+        moments[2].record()
+    moments[3].record()
     [(*_, start, end)] = log.rows()
-    return host_ms, end - start
+    return moments[1].elapsed_time(moments[2]), end - start, moments[0].elapsed_time(moments[3])

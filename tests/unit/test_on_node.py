@@ -42,7 +42,7 @@ class Looks(Clock):
         super().__init__()
         self.looks = looks
 
-    def sleep(self, _seconds: float) -> None:
+    def sleep(self, _seconds: float) -> None:  # clock: a pause of the command, which lasts no time
         self.looks(self)
 
 
