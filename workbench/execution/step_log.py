@@ -68,12 +68,13 @@ class StepLog:
         """Held-out loss and metrics of the last evaluation, equal on all ranks."""
         self.seconds = seconds
         self._pending: _PendingStep | None = None
+        self._wants_stop = False
         self._previous_end = Timestamp.now(device)
 
     def add(self, step: int, result: StepResult, arrived: Timestamp | None = None) -> bool:
         """Start to copy the scalars of a step that was launched, and log the step before it.
 
-        `arrived` is the moment at which the step's batch was there. Returns True if, in that earlier step, a rank asked
+        `arrived` is the moment at which the step's batch was there. Returns True if, in an earlier step, a rank asked
         to stop.
         """
         stop = self.flush()
@@ -111,7 +112,7 @@ class StepLog:
         return others[:split]
 
     def flush(self) -> bool:
-        """Wait for the pending step, if there is one, and log it. Returns True if a rank asked in it to stop.
+        """Wait for the pending step, if there is one, and log it. Returns True if a rank has asked to stop so far.
 
         Raises `NonFiniteLoss` on every rank if the experiment says so and the loss or the gradient norm is NaN or
         infinite: the update with such a gradient has already destroyed the weights. With a rule for spikes, raises what
@@ -119,8 +120,9 @@ class StepLog:
         """
         pending, self._pending = self._pending, None
         if pending is None:
-            return False
+            return self._wants_stop
         stops, *shares = self._read(pending)
+        self._wants_stop |= stops > 0  # until it is heeded: an evaluation reads a step too
         spiked = self._spikes is not None and bool(shares.pop(0))
         loss, grad_norm = self._figures["loss"], self._figures["grad_norm"]
         step_s = pending.ended.seconds_since(self._previous_end)
@@ -172,7 +174,7 @@ class StepLog:
                 loss=loss,
                 grad_norm=grad_norm,
             )
-        return bool(stops > 0)
+        return self._wants_stop
 
     def restart_clock(self) -> None:
         """Leave the time since the last step, such as the pause for a checkpoint, out of the next step's time."""
