@@ -15,6 +15,7 @@ from typer.testing import CliRunner
 
 import workbench as wb
 from tests.logs import append_event
+from tests.patience import PATIENCE_S
 from workbench import cli, notebooks
 from workbench.cost.hardware import Cluster
 from workbench.errors import InvalidArgument, InvalidExperiment, RunNotFound, UnknownParameter, WorkbenchError
@@ -189,13 +190,13 @@ def test_a_run_is_followed_without_a_browser_until_it_has_failed(tmp_path):
     append_event(run.events, "status", state="failed", message="rank 1 (stage 1): OSError: gone")
     assert "failed  5 of 100" in following.stdout.readline()
     assert "Run bert-1 failed: rank 1 (stage 1)" in following.stdout.read()
-    assert following.wait(100) == 1
+    assert following.wait(PATIENCE_S) == 1
 
 
 def test_a_notebook_is_executed_with_its_parameters_and_exported(notebook, tmp_path):
     words = ["execute", str(notebook), "-p", "steps=40", "-p", "name=short", "--to", "out"]
     command, environment = [sys.executable, "-m", "workbench", *words], {**os.environ, "PYTHONPATH": str(ROOT)}
-    answer = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=120)
+    answer = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True)
     assert answer.returncode == 0, answer.stderr
     executed, page = answer.stdout.split()
     assert (executed, page) == (str(tmp_path / "out" / "trial.ipynb"), str(tmp_path / "out" / "trial.html"))
@@ -206,13 +207,18 @@ def test_a_notebook_is_executed_with_its_parameters_and_exported(notebook, tmp_p
 def test_lines_of_progress_that_are_over_leave_no_gaps_in_an_executed_notebook(notebook, tmp_path):
     value = nbformat.read(notebook, as_version=4)
     value.cells[-1].source = """
-import time
-from workbench.display import SHOWN_AFTER_S, waiting
+from IPython.display import DisplayHandle
+from tests.patience import eventually
+from workbench import display
 
-with waiting("counting"):
-    time.sleep(2 * SHOWN_AFTER_S)
+display.SHOWN_AFTER_S = display.EVERY_S = 0.01
+shown, update = [], DisplayHandle.update
+DisplayHandle.update = lambda *given, **options: (shown.append(given), update(*given, **options))
+with display.waiting("counting"):
+    eventually(lambda: shown)
 print("counted")
 """
+    value.cells[-1].source = f"import sys\nsys.path.insert(0, {str(ROOT)!r})\n{value.cells[-1].source}"
     nbformat.write(value, notebook)
     executed = nbformat.read(notebooks.execute(notebook, tmp_path / "out").notebook, as_version=4)
     assert [output.get("text") for output in executed.cells[-1].outputs] == ["counted\n"]

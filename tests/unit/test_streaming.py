@@ -7,7 +7,6 @@ import itertools
 import json
 import os
 import signal
-import time
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +15,7 @@ import pytest
 from streams import fed_alone
 
 import workbench as wb
+from tests.patience import eventually
 from workbench.data import data_fingerprint, from_json, held_out
 from workbench.data.streaming import Feeder, new_ring_file, ring_for
 from workbench.data.text import Files
@@ -160,10 +160,7 @@ def test_the_writer_waits_for_the_slowest_reader_and_goes_on_from_a_state(text: 
             if index > first + 5:
                 ring.release(1, index - 4)
         # The state of a chunk comes when the writer begins that chunk. Reading the chunk before does not wait for it.
-        ends = time.monotonic() + 60
-        while (reached := feeder.state(150)) is not None and reached["first"] < 150 and time.monotonic() < ends:
-            time.sleep(0.01)
-        assert reached is not None
+        reached = eventually(lambda: (state := feeder.state(150)) and state["first"] >= 150 and state)
         assert reached["first"] == 150
         assert feeder.state(149) is None, "states before the last that was asked for are forgotten"
     finally:
