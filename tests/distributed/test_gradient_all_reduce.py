@@ -17,8 +17,8 @@ from tests.distributed.harness import launch
 from tests.distributed.test_every_plan import (
     BACKEND,
     MICRO_BATCH,
+    ONE_BERT,
     Case,
-    captured,
     compiler,
     part_of,
     plan_of,
@@ -105,7 +105,7 @@ def _drawn(parameter: nn.Parameter, index: int, rank: int, step: int) -> torch.T
 
 
 def test_the_gradients_of_a_capturable_block_are_reduced_after_its_last_backward() -> None:
-    handed, names, difference, freed = launch(_reduced_in_a_trainer, 2)
+    handed, names, difference, freed = launch(_reduced_in_a_trainer, 2, ahead=ONE_BERT)
     assert names
     for of_step in handed:
         assert sorted(itertools.chain(*(found for found, _ in of_step))) == sorted(names)
@@ -124,7 +124,7 @@ def _reduced_in_a_trainer(_rank: int) -> tuple[list[list[tuple[list[str], int]]]
     the parameters of capturable blocks; the largest difference between the two trainings' gradients; and True if the
     next step begins without the gradients.
     """
-    (model, graph), batch = captured("bert"), zoo.batch("bert", 4 * MICRO_BATCH)
+    (model, graph), batch = ONE_BERT(), zoo.batch("bert", 4 * MICRO_BATCH)
     plan = plan_of(graph, Case(data=2, num_microbatches=2, compile=True, cuda_graphs=True))
     reducing.OVERLAPPED_BUCKET_BYTES = EVERY_BUFFER_ALONE
     overlapped, late = (trainer_of(copy.deepcopy(model), graph, plan, compiles=True) for _ in range(2))

@@ -21,6 +21,7 @@ from tests.distributed import real_worker
 from tests.distributed.documents import executed
 from workbench.errors import DataError, InvalidExperiment
 from workbench.rundir import read_json
+from workbench.runs.run import Run
 
 ROWS = [
     {"text": f"{word} {n} of the {word}", "label": kind}
@@ -82,8 +83,7 @@ def test_fine_tuning_a_new_head_is_that_of_a_plain_loop(folder: Path, tmp_path: 
         loss.backward()
         torch.nn.utils.clip_grad_norm_([parameter for _, parameter in trained], 1.0)
         update.step()
-    plan = real_worker.plan(experiment, pipeline=stages)
-    run = wb.runs.debug(experiment, plan, directory=tmp_path / "run", progress=False)
+    run = Run(real_worker.trained(tmp_path / "run", experiment, real_worker.plan(experiment, pipeline=stages)).path)
     assert run.history().loss.tolist() == pytest.approx(losses, abs=2e-5)
     run.export(tmp_path / "tuned")
     pipeline = transformers.pipeline("text-classification", str(tmp_path / "tuned"))
@@ -111,7 +111,7 @@ def test_a_run_goes_on_and_is_planned_after_its_pretrained_folder_has_gone(folde
     assert described.model == experiment.model
     plan = real_worker.plan(described, pipeline=2)
     middle = whole.checkpoints[0].path
-    run = wb.runs.debug(described, plan, directory=tmp_path / "on", resume=middle, progress=False)
+    run = Run(real_worker.trained(tmp_path / "on", described, plan, middle).path)
     assert run.history().loss.tolist() == pytest.approx(whole.history().loss[2:].tolist(), abs=2e-5)
     whole.export(tmp_path / "tuned")
     assert transformers.AutoConfig.from_pretrained(tmp_path / "tuned").id2label == {0: "no", 1: "yes"}
@@ -209,7 +209,6 @@ def test_a_head_of_as_many_classes_goes_on_and_one_of_others_begins_anew(folder:
     assert torch.equal(anew.bert.pooler.dense.weight, model.bert.pooler.dense.weight)
 
 
-@pytest.mark.timeout(300)  # six trainings, beside other tests
 def test_the_template_fine_tunes_a_pair_and_its_accuracies_are_those_of_a_plain_loop(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -350,7 +350,7 @@ def alone(_rank: int, folder: Path) -> tuple[Outcome, list[str]]:
 
 
 def test_one_process_equals_plain_masked_training_and_refuses_checkpoints_of_other_patterns(tmp_path: Path) -> None:
-    found, (of_dense, of_other_blocks) = launch(alone, 1, tmp_path)
+    found, (of_dense, of_other_blocks) = launch(alone, 1, tmp_path, ahead=captured)
     assert_equals_plain(found, plain(RANDOM))
     assert "has no pattern for the weight bert.encoder" in of_dense
     assert "8 × 8 blocks" in of_other_blocks
