@@ -27,18 +27,25 @@ def small(text: Path, **changes: Any) -> Experiment:
     )
 
 
+TEXT = "\n\n".join(f"The {i} quick brown foxes jump over {i * i} lazy dogs." for i in range(300))
+
+
 @pytest.fixture
 def text(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.setenv("WORKBENCH_HOME", str(tmp_path / "home"))
     monkeypatch.setenv("WORKBENCH_RUNS", str(tmp_path / "runs"))
     file = tmp_path / "corpus.txt"
-    file.write_text("\n\n".join(f"The {i} quick brown foxes jump over {i * i} lazy dogs." for i in range(300)))
+    file.write_text(TEXT)
     return file
 
 
-@pytest.fixture
-def plan(text: Path) -> Plan:
-    return make_plan(small(text), wb.Cluster.of("h200", gpus=2))
+@pytest.fixture(scope="module")
+def plan(tmp_path_factory: pytest.TempPathFactory) -> Plan:
+    folder = tmp_path_factory.mktemp("planned")
+    (folder / "corpus.txt").write_text(TEXT)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("WORKBENCH_HOME", str(folder))
+        return make_plan(small(folder / "corpus.txt"), wb.Cluster.of("h200", gpus=2))
 
 
 def started(text: Path, plan: Plan) -> RunDir:

@@ -4,13 +4,10 @@ from __future__ import annotations
 
 import base64
 import io
-import os
 import pickle
 import random
 import re
 import stat
-import subprocess
-import sys
 import warnings
 import zlib
 from pathlib import Path
@@ -25,9 +22,10 @@ from bs4 import BeautifulSoup
 from nbconvert.filters import markdown2html
 from torch.distributed.checkpoint.metadata import BytesStorageMetadata
 from torch.distributed.checkpoint.state_dict_saver import save as dcp_save
+from typer.testing import CliRunner
 
 from tests.unit.test_runs_tampering import plan, small, text  # noqa: F401  (fixtures)
-from workbench import notebooks
+from workbench import cli, notebooks
 from workbench.errors import InvalidArgument, WorkbenchError
 from workbench.execution.blocks.sparse_weights import BlockSparseParameters
 from workbench.execution.checkpoint import COMPLETE, DamagedCheckpoint, digest_of, digests, save_load
@@ -339,16 +337,12 @@ def test_a_run_directory_is_its_owners(text: Path, plan: Plan) -> None:  # noqa:
     assert stat.S_IMODE(chosen.path.stat().st_mode) == 0o700
 
 
-@pytest.mark.parametrize("value", ["gpu\ntouch x #", "gpu;touch x", "--uid=0", "gpu $(id)", ""])
-def test_a_job_file_takes_no_value_that_begins_a_line_or_an_option(
-    text: Path,  # noqa: F811
-    plan: Plan,  # noqa: F811
-    value: str,
-) -> None:
+def test_a_job_file_takes_no_value_that_begins_a_line_or_an_option(text: Path, plan: Plan) -> None:  # noqa: F811
     run = Run(write_attempt(Attempt(small(text), plan)).path)
-    for name in ("time", "partition", "account"):
-        with pytest.raises(InvalidArgument, match=name):
-            run.slurm(**{name: value})  # type: ignore[arg-type]
+    for value in ("gpu\ntouch x #", "gpu;touch x", "--uid=0", "gpu $(id)", ""):
+        for name in ("time", "partition", "account"):
+            with pytest.raises(InvalidArgument, match=name):
+                run.slurm(**{name: value})  # type: ignore[arg-type]
     with pytest.raises(InvalidArgument, match="option"):
         run.slurm(options=["--comment=a\ntouch x"])
     made = run.slurm(partition="gpu-long,a_b", time="1-12:00:00", options=["--constraint=h200"])
@@ -374,10 +368,9 @@ def test_reproducing_shows_what_would_run_and_runs_nothing_unasked(tmp_path: Pat
     assert "\x1b" not in str(shown.value)
     assert not marker.exists()
     assert not (tmp_path / "again").exists()
-    command = [sys.executable, "-m", "workbench", "reproduce", str(path), "--to", str(tmp_path / "again")]
-    answer = subprocess.run(command, input="n\n", capture_output=True, text=True, env=dict(os.environ))
+    answer = CliRunner().invoke(cli.app, ["reproduce", str(path), "--to", str(tmp_path / "again")], input="n\n")
     assert "Execute it?" in answer.stdout
-    assert (answer.returncode, marker.exists()) == (1, False)
+    assert (answer.exit_code, marker.exists()) == (1, False)
 
 
 @pytest.mark.parametrize("commit", ["--upload-pack=x", "-f", "HEAD", "", "abcdefg;x", 5])
