@@ -146,6 +146,13 @@ def stop_after_five(state: StepView) -> None:
         RunDir(state.folder).stop_file.touch()
 
 
+def hold_resumed(state: StepView) -> None:
+    """Hold a resumed run until it is asked to stop, as a function of the user's that is called after each step."""
+    run = RunDir(state.folder)
+    if run.resume.exists():
+        eventually(run.stop_file.exists)
+
+
 @dataclass
 class Document:
     """An executed notebook: its code cells, and the runs that it launched."""

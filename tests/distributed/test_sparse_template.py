@@ -9,6 +9,7 @@ import pytest
 import workbench as wb
 from benchmarks import sparse_family
 from tests.distributed.documents import executed
+from tests.patience import PATIENCE_S
 from workbench.analysis.curve import scatter_of
 from workbench.sparsity import learning_rate
 
@@ -80,7 +81,7 @@ def test_the_template_trains_a_family_and_says_what_the_losses_show(tmp_path, mo
     (left / "events.jsonl").write_bytes(b"".join(events[: len(events) // 2]))
     assert not sparse_family.has_finished(left)
     for _ in range(2):
-        sparse_family.train_one(finished.experiment.to_json(), left, time.time() + 200)
+        sparse_family.train_one(finished.experiment.to_json(), left, time.time() + 10 * PATIENCE_S)
         assert sparse_family.has_finished(left)
     assert wb.load_run(left).evaluations().eval_loss[-1] == pytest.approx(finished.evaluations().eval_loss[-1])
     assert len(list(tmp_path.glob("interrupted-*-left"))) == 1

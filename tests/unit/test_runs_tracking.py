@@ -347,7 +347,7 @@ def test_steps_that_the_server_refuses_or_drops_are_named_and_the_next_upload_re
 GIVES_UP = """
 import os, sys
 from workbench.runs import wandb_recorder
-wandb_recorder.INIT_LIMIT_S = 1.0
+wandb_recorder.INIT_LIMIT_S = 1.0  # clock: a dead port never answers
 os._exit(wandb_recorder.main(sys.argv[1], upload=False))
 """
 """A recorder that soon takes a server for dead, whatever time the one that writes the offline file then needs."""
