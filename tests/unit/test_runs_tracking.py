@@ -72,6 +72,7 @@ def run(tmp_path, monkeypatch):
     monkeypatch.setenv("HOME", str(tmp_path / "home"))
     monkeypatch.setenv("WORKBENCH_HOME", str(tmp_path / "home" / "workbench"))
     monkeypatch.setenv("PYTHONPATH", str(ROOT))
+    monkeypatch.setattr(tracking, "LOGIN_LIMIT_S", PATIENCE_S)
     run = RunDir(tmp_path / "bert-1")
     run.logs.mkdir(parents=True)
     write_record(
