@@ -8,8 +8,6 @@ kills at the same places on every machine. Three kills by default, fifty in `mak
 import contextlib
 import os
 import random
-import re
-import sys
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -17,13 +15,13 @@ import psutil
 import pytest
 
 from tests.distributed.own_machine import own_machine
-from tests.distributed.test_launch import finished, start
+from tests.distributed.test_launch import finished, forked_kernel, start
 from tests.exhaustive import EXHAUSTIVE
 from tests.patience import GATE, Gate, eventually
 from workbench.events import ProcessRecord
-from workbench.rundir import process_alive, process_record
+from workbench.rundir import process_alive
 from workbench.runs.event_log import read_events
-from workbench.runs.launching import device_queue, fork_server, launcher, processes
+from workbench.runs.launching import device_queue, processes
 from workbench.runs.registry import load_run
 from workbench.runs.run import Run
 
@@ -38,7 +36,7 @@ KERNEL = f"""
 import signal, sys
 from tests.distributed.test_launch import start
 resume = sys.argv[1] if len(sys.argv) > 1 else None
-print(start(steps={ENDLESS}, resume=resume).path, flush=True)
+print('told', start(steps={ENDLESS}, resume=resume).path, flush=True)
 signal.pause()
 """
 
@@ -47,8 +45,6 @@ signal.pause()
 def node(tmp_path, monkeypatch):
     monkeypatch.setenv("WORKBENCH_STANDIN_CHECKPOINT_EVERY", str(EVERY))
     monkeypatch.setenv(GATE, str(tmp_path / "gate"))
-    monkeypatch.syspath_prepend(str(tmp_path))
-    (tmp_path / "killed_kernel.py").write_text(KERNEL)
     yield from own_machine(tmp_path, monkeypatch)
     for process in of_this_test(tmp_path):
         with contextlib.suppress(psutil.NoSuchProcess):
@@ -76,13 +72,8 @@ class Attempt:
     @staticmethod
     def begin(folder: Path, resume: Path | None) -> "Attempt":
         """Start a run from a kernel that is forked from the server of this process."""
-        log, environment = folder / "kernel.log", {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
-        log.unlink(missing_ok=True)
-        launcher.import_ahead()
-        options = {"log": log, "environment": environment, "threads": "1", "is_served": True}
-        kernel = fork_server.client().start("killed_kernel", *([str(resume)] if resume else []), **options)
-        told = eventually(lambda: re.findall(r"^(/.*)\n", log.read_text(), re.MULTILINE), log.read_text)
-        return Attempt(process_record(kernel), load_run(told[-1]))
+        kernel, path = forked_kernel(folder, KERNEL, *([str(resume)] if resume else []))
+        return Attempt(kernel, load_run(path))
 
     def record_of(self, victim: str) -> ProcessRecord | None:
         """None while there is no such process yet, or any more."""

@@ -38,7 +38,7 @@ from workbench.experiment import Experiment
 from workbench.planning.plan import Plan
 from workbench.rundir import RunDir, process_alive, process_record, read_json, write_json
 from workbench.runs.event_log import read_events
-from workbench.runs.launching import launcher, processes
+from workbench.runs.launching import fork_server, launcher, processes
 from workbench.runs.launching.launcher import Attempt
 from workbench.runs.launching.supervisor import Nodes, _accelerate_config, accelerate_command, worker_environment
 from workbench.runs.registry import load_run
@@ -97,6 +97,21 @@ def finished(run: Run) -> Run:
     """Wait for a run, and return it if it has finished."""
     assert run.wait(PATIENCE_S).status.state == "finished", run.logs("launcher")
     return run
+
+
+def forked_kernel(folder: Path, code: str, *arguments: str) -> tuple[ProcessRecord, str]:
+    """Run code in a process that is forked from this process's server, and return it with the first line it prints.
+
+    What it launches is forked from the same server, so that nothing is imported anew.
+    """
+    log, environment = folder / "kernel.log", {**os.environ, "PYTHONPATH": os.pathsep.join([str(folder), *sys.path])}
+    log.unlink(missing_ok=True)
+    (folder / "forked_kernel.py").write_text(code)
+    launcher.import_ahead()
+    start = fork_server.client().start
+    pid = start("forked_kernel", *arguments, log=log, environment=environment, threads="1", is_served=True)
+    told = eventually(lambda: re.findall(r"^told (.*)\n", log.read_text(), re.MULTILINE), log.read_text)
+    return process_record(pid), told[0]
 
 
 def first_step(run: Run) -> None:
@@ -193,18 +208,6 @@ def test_a_killed_rank_is_named_also_where_the_launcher_is_too_slow_to_end_the_o
     assert caught.value.facts["rank"] == 1
 
 
-@pytest.mark.usefixtures("gate")
-def test_a_killed_run_ends_at_once_and_frees_its_devices():
-    run, waiting = start(steps=10_000), start(steps=1)
-    first_step(run)
-    run.kill()
-    assert (run.status.state, run.alive) == ("stopped", False)
-    assert run.status.message.startswith("Killed")
-    assert not run.checkpoints
-    finished(waiting)
-    assert run.kill().status.state == "stopped"
-
-
 @pytest.fixture
 def orphaned(gate: Gate) -> Run:
     """Return a run that trains on, up to its gate, after its supervisor was killed with -9."""
@@ -223,15 +226,18 @@ def test_ranks_without_a_supervisor_can_be_killed(orphaned):
 
 
 @pytest.mark.usefixtures("gate")
-def test_runs_that_need_the_same_devices_queue_in_order():
+def test_runs_that_need_the_same_devices_queue_in_order_and_a_killed_one_frees_them_at_once():
     first, second, third = start(steps=10_000), start(steps=1), start(steps=1)
     eventually(lambda: first.name in second.status.message)
     assert second.status.state == third.status.state == "queued"
     third.stop(wait=True)
     assert third.status.message == "Stopped before it started."
     first_step(first)
-    first.stop()
+    first.kill()
+    assert (first.status.state, first.alive, first.checkpoints) == ("stopped", False, ())
+    assert first.status.message.startswith("Killed")
     assert finished(second).history().time[0] > first.status.time
+    assert first.kill().status.state == "stopped"
 
 
 def test_a_supervisor_killed_with_9_leaves_ranks_that_are_shown_and_can_be_stopped(orphaned):
@@ -412,8 +418,7 @@ import os, pathlib, signal, sys
 if os.environ["RANK"] == "0":
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
 folder = pathlib.Path(sys.argv[1])
-(folder / f"part-{os.getpid()}").touch()
-(folder / f"part-{os.getpid()}").rename(folder / f"pid-{os.getpid()}")
+(folder / f"pid-{os.getpid()}").touch()
 while True:
     signal.pause()
 """

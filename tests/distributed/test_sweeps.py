@@ -1,9 +1,6 @@
 """Sweeps and grids with real processes: detached supervisors, runs side by side, kills, and cells that fail."""
 
-import os
 import signal
-import subprocess
-import sys
 from pathlib import Path
 
 import numpy as np
@@ -16,6 +13,7 @@ from optuna.storages.journal import JournalFileBackend
 import workbench as wb
 from tests.distributed.own_machine import own_machine
 from tests.distributed.real_worker import DEVICE, LINK, SEQ, VOCAB, Words
+from tests.distributed.test_launch import forked_kernel
 from tests.patience import GATE, PATIENCE_S, Gate, eventually
 from workbench.cost.hardware import Cluster
 from workbench.errors import (
@@ -27,7 +25,7 @@ from workbench.errors import (
     UnknownParameter,
 )
 from workbench.figures.figure import picture
-from workbench.rundir import read_json
+from workbench.rundir import process_alive, read_json
 from workbench.runs.launching import processes
 from workbench.runs.run import Run
 from workbench.sweeps import sweep as sweep_module
@@ -62,7 +60,7 @@ import workbench as wb
 prepare()
 axes = {"learning_rate": [1e-3, 2e-3], "global_batch": [4, 8]}
 wb.sweep(experiment(), **axes, seeds=2, sampler="random", trials=4, directory=sys.argv[1])
-print("started", flush=True)
+print("told started", flush=True)
 signal.pause()
 """
 
@@ -77,12 +75,9 @@ def gate(tmp_path, monkeypatch) -> Gate:
 
 def test_a_sweep_survives_its_kernel_and_its_supervisor_and_trains_each_configuration_once(node, gate):
     first, path = Gate(node / "gate-0000"), node / "runs" / "sweep"
-    environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(HERE.parents[1]), str(HERE)])}
-    command = [sys.executable, "-c", KERNEL, str(path)]
-    with subprocess.Popen(command, stdout=subprocess.PIPE, env=environment, text=True) as kernel:
-        assert kernel.stdout is not None
-        assert kernel.stdout.readline() == "started\n"
-        kernel.kill()
+    kernel, _ = forked_kernel(node, KERNEL, str(path))
+    processes.send_signal([kernel], signal.SIGKILL)
+    eventually(lambda: not process_alive(kernel))
 
     sweep = wb.sweeps.load_sweep(path)
     assert sweep.alive
