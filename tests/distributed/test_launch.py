@@ -105,7 +105,7 @@ def forked_kernel(folder: Path, code: str, *arguments: str) -> tuple[ProcessReco
     What it launches is forked from the same server, so that nothing is imported anew.
     """
     log, environment = folder / "kernel.log", {**os.environ, "PYTHONPATH": os.pathsep.join([str(folder), *sys.path])}
-    log.unlink(missing_ok=True)
+    log.write_text("")
     (folder / "forked_kernel.py").write_text(code)
     launcher.import_ahead()
     start = fork_server.client().start

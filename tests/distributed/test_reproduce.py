@@ -60,7 +60,7 @@ def test_a_shared_notebook_comes_out_bitwise_the_same_and_says_when_it_does_not(
     assert_every_figure_shows_without_a_script(done.notebook)
     assert any("finished  30 of 30" in line for line in lines) or any("running" in line for line in lines)
     shared = notebooks.share(done.notebook, node / "shared")
-    assert shared.notebook.stat().st_size < 300_000
+    assert shared.notebook.stat().st_size < 500_000, "no plotly.js"
     again = notebooks.reproduce(shared.notebook, node / "again", trust=True)
     assert again.same
     assert [c.verdict.outcome for c in again.comparisons] == ["bitwise"]
