@@ -21,15 +21,16 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Sequence
 from pathlib import Path
 
+import options
 import psutil
 
 import workbench as wb
 from workbench.rundir import read_json
 from workbench.runs.event_log import read_events
 
-ROOT = Path(__file__).resolve().parents[1]
 SIZES = {"vocab_size": 300, "max_positions": 64, "dropout": 0.0}
 MODEL = wb.models.gpt2(hidden_size=64, num_layers=4, num_heads=4, **SIZES)
 EXPERIMENT = wb.Experiment(
@@ -46,26 +47,27 @@ LAUNCHES = ("first", "second")
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--out", type=Path, default=ROOT / "benchmarks" / "results" / "cell_time.json")
+    parser = options.parser(__doc__, "cell_time.json")
     parser.add_argument("--runs", type=int, default=3)
     parser.add_argument("--beside", type=Path)
     parser.add_argument("--once", action="store_true", help=argparse.SUPPRESS)
-    arguments = parser.parse_args()
+    arguments = options.parsed(parser)
     if arguments.once:
-        plan = wb.plan(EXPERIMENT, tensor=1, pipeline=2, micro_batch=4, zero=0, recompute="none")
-        print(json.dumps([_measured(plan) for _ in LAUNCHES]))
+        print(json.dumps(_launched(LAUNCHES)))
         return
-    checkouts = {"ours": ROOT} | ({"beside": arguments.beside.resolve()} if arguments.beside else {})
-    names = [f"{name}, {launch} launch" for name in checkouts for launch in LAUNCHES]
+    launches = LAUNCHES[:1] if arguments.tiny else LAUNCHES
+    checkouts = {"ours": options.ROOT} | ({"beside": arguments.beside.resolve()} if arguments.beside else {})
+    names = [f"{name}, {launch} launch" for name in checkouts for launch in launches]
     found: dict[str, list[dict[str, float]]] = {name: [] for name in names}
-    for _ in range(arguments.runs):
+    for _ in range(0 if arguments.tiny else arguments.runs):
         for name, checkout in checkouts.items():
             environment = {**os.environ, "PYTHONPATH": str(checkout)}
             command = [sys.executable, __file__, "--once"]
             told = subprocess.check_output(command, env=environment, cwd=checkout, text=True)
             for launch, measured in zip(LAUNCHES, json.loads(told.splitlines()[-1]), strict=True):
                 found[f"{name}, {launch} launch"].append(measured)
+    if arguments.tiny:  # once, in this process
+        found["ours, first launch"] += _launched(launches)
     medians = {
         name: {key: round(statistics.median(one[key] for one in runs), 2) for key in runs[0]}
         for name, runs in found.items()
@@ -77,6 +79,11 @@ def main() -> None:
     for name, values in medians.items():
         for key, seconds in values.items():
             print(f"{name:22} {key:38} {seconds:6.2f} s")
+
+
+def _launched(launches: Sequence[str]) -> list[dict[str, float]]:
+    plan = wb.plan(EXPERIMENT, tensor=1, pipeline=2, micro_batch=4, zero=0, recompute="none")
+    return [_measured(plan) for _ in launches]
 
 
 def _commit(checkout: Path) -> str:

@@ -9,7 +9,6 @@ adds to the host's time of that chain. The bytes are those of the whole tensor.
 
 from __future__ import annotations
 
-import argparse
 import json
 import os
 import statistics
@@ -19,6 +18,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import options
 import torch
 import torch.distributed as dist
 
@@ -36,10 +36,12 @@ CYCLES = 200_000_000
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--out", type=Path, default=Path("collectives.json"))
+    parser = options.parser(__doc__)
+    parser.set_defaults(out=Path("collectives.json"))
     parser.add_argument("--sizes-mib", type=float, nargs="+", default=SIZES_MIB)
-    arguments = parser.parse_args()
+    arguments = options.parsed(parser)
+    if arguments.tiny:
+        arguments.sizes_mib = (0.001, 1)
     device = torch.device("cpu")
     if torch.cuda.is_available():
         device = torch.device("cuda", int(os.environ["LOCAL_RANK"]))
@@ -54,7 +56,8 @@ def main() -> None:
         for mib in arguments.sizes_mib:
             row = {"group": size, "mib": mib} | _alone(int(mib * 2**20), mine, device)
             row |= {f"{name}_priced_us": 1e6 * of(mib * 2**20, size, link) for name, of in PRICES.items()}
-            rows.append(row | (_chained(int(mib * 2**20), mine, device) if mib >= 1 else {}))
+            width = 64 if arguments.tiny else WIDTH
+            rows.append(row | (_chained(int(mib * 2**20), mine, device, width) if mib >= 1 else {}))
             if dist.get_rank() == 0:
                 print(_line(rows[-1]), flush=True)
                 arguments.out.write_text(json.dumps(rows, indent=1) + "\n")
@@ -84,11 +87,11 @@ def _alone(num_bytes: int, group: dist.ProcessGroup, device: torch.device) -> di
     }
 
 
-def _chained(num_bytes: int, group: dist.ProcessGroup, device: torch.device) -> dict[str, float]:
+def _chained(num_bytes: int, group: dist.ProcessGroup, device: torch.device, width: int) -> dict[str, float]:
     """Microseconds that an all-reduce adds where the next product waits for it, on the device and on its host."""
-    rows, name = max(1, num_bytes // 2 // WIDTH), group.group_name
-    value = torch.ones(rows, WIDTH, device=device, dtype=torch.bfloat16)
-    weights = torch.zeros(WIDTH, WIDTH, device=device, dtype=torch.bfloat16)
+    rows, name = max(1, num_bytes // 2 // width), group.group_name
+    value = torch.ones(rows, width, device=device, dtype=torch.bfloat16)
+    weights = torch.zeros(width, width, device=device, dtype=torch.bfloat16)
 
     def products(value: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
         for _ in range(CHAINED):
@@ -103,7 +106,7 @@ def _chained(num_bytes: int, group: dist.ProcessGroup, device: torch.device) -> 
     torch._dynamo.reset()
     found = []
     for chain in (products, summed):
-        run = torch.compile(chain, dynamic=False)
+        run = torch.compile(chain, dynamic=False, backend="inductor" if device.type == "cuda" else "aot_eager")
         found.append(_seconds(partial(run, value, weights), device))
     (alone, host), (together, host_together) = found
     return {"chained_us": 1e6 * (together - alone) / CHAINED, "host_us": 1e6 * (host_together - host) / CHAINED}

@@ -10,21 +10,24 @@ from __future__ import annotations
 import json
 import statistics
 import sys
-from pathlib import Path
+from unittest import mock
 
-ROOT = Path(__file__).resolve().parents[1]
-RESULT = ROOT / "benchmarks" / "results" / "contrast_verdicts.json"
-sys.path.insert(0, str(ROOT / "tests" / "unit"))
+import options
 
-import test_contrast_verdicts as simulation  # noqa: E402  # a file of the tests, found through the line above
+TRIED = 1000
+"""Pairs of each kind of curve."""
 
 
 def main() -> None:
-    simulation.PAIRS = 1000
-    kinds = {}
-    for name, generator in simulation.GENERATORS.items():
+    asked = options.parsed(options.parser(__doc__, "contrast_verdicts.json"))
+    sys.path.insert(0, str(options.ROOT / "tests" / "unit"))
+    import test_contrast_verdicts as simulation  # a file of the tests, found through the line above
+
+    pairs, kinds = 2 if asked.tiny else TRIED, {}
+    for name, generator in list(simulation.GENERATORS.items())[: 1 if asked.tiny else None]:
         for dense in (True, False):
-            shares = simulation.measured(generator, dense)
+            with mock.patch.object(simulation, "PAIRS", pairs):
+                shares = simulation.measured(generator, dense)
             kinds[f"{name}, {'dense' if dense else 'sparse'}"] = {
                 f"{seeds} seeds, {'with' if known else 'without'} scatter": {"false": false, "found": found}
                 for (seeds, known), (false, found) in shares.items()
@@ -34,7 +37,7 @@ def main() -> None:
         column: {verdict: statistics.mean(kind[column][verdict] for kind in kinds.values()) for verdict in found}
         for column, found in columns.items()
     }
-    RESULT.write_text(json.dumps({"pairs": simulation.PAIRS, "means": means, "kinds": kinds}, indent=1) + "\n")
+    asked.out.write_text(json.dumps({"pairs": pairs, "means": means, "kinds": kinds}, indent=1) + "\n")
     print(json.dumps(means, indent=1))
 
 

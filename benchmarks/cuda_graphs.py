@@ -19,7 +19,7 @@ import os
 import statistics
 import time
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -88,6 +88,8 @@ def main() -> None:
     dist.init_process_group("nccl" if device.type == "cuda" else "gloo")
     rows = []
     for name, case in ((n, c) for n, c in CASES[dist.get_world_size()].items() if arguments.only in n):
+        if arguments.tiny:
+            case = replace(case, samples=4 * case.micro_batch, seq_len=32, layers=4, width=64)
         rows.append({"case": name} | _compared(case, device, arguments))
         torch._dynamo.reset()
         if dist.get_rank() == 0:
@@ -130,15 +132,14 @@ def _compared(case: Case, device: torch.device, arguments: argparse.Namespace) -
 
 def _experiment(case: Case, arguments: argparse.Namespace) -> wb.Experiment:
     tiny = {"vocab_size": 512, "max_positions": 64} if arguments.tiny else {}
-    width = 64 if arguments.tiny else case.width
-    model = wb.models.bert(hidden_size=width, num_layers=case.layers, num_heads=width // 64, **tiny)
+    model = wb.models.bert(hidden_size=case.width, num_layers=case.layers, num_heads=case.width // 64, **tiny)
     data = wb.data.corpus("demo", vocab_size=model.vocab_size)
     return wb.Experiment(
         model=model,
         data=data,
         steps=1000,
         global_batch=case.samples,
-        seq_len=32 if arguments.tiny else case.seq_len,
+        seq_len=case.seq_len,
         numerics={"deterministic": arguments.deterministic},
     )
 

@@ -12,7 +12,6 @@ The text is the packaged speeches, or that of `--text`, repeated with a running 
 
 from __future__ import annotations
 
-import argparse
 import json
 import os
 import statistics
@@ -22,6 +21,7 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
+import options
 from tokenizing import VOCABULARY, written_text
 
 ROUND = """
@@ -58,34 +58,36 @@ tokens = (last - first) * 128
 print(json.dumps({
     "predicted": cores * prepared.tokens_per_core_s,
     "measured_by_clock": tokens / (ended[0] - begun[0]),
-    "measured_by_cpu": cores * tokens / (ended[1] - begun[1]),
+    "measured_by_cpu": cores * tokens / max(0.01, ended[1] - begun[1]),  # 10 ms is a tick of that clock
 }))
 """
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = options.parser(__doc__)
     parser.add_argument("--megabytes", type=int, default=20)
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--cores", type=int, nargs="+", default=[1, len(os.sched_getaffinity(0))])
     parser.add_argument("--text", type=Path, help="folder of .txt files; the packaged speeches by default")
-    parser.add_argument("--out", type=Path)
-    options = parser.parse_args()
+    asked = options.parsed(parser)
+    vocabulary = VOCABULARY
+    if asked.tiny:
+        asked.megabytes, asked.cores, asked.rounds, vocabulary = 1, [1], 1, 300
     from workbench.data.text import packaged_speeches
     from workbench.data.tokenizer import train_byte_level_bpe
 
-    paths = sorted(options.text.glob("*.txt")) if options.text else packaged_speeches().paths
+    paths = sorted(asked.text.glob("*.txt")) if asked.text else packaged_speeches().paths
     documents = [path.read_text() for path in paths]
     rows: list[dict[str, Any]] = []
     with tempfile.TemporaryDirectory() as folder:
         tokenizer = Path(folder, "tokenizer.json")
-        train_byte_level_bpe(documents, VOCABULARY, lambda _: None).save(str(tokenizer))
-        text = written_text(Path(folder, "text.txt"), documents, options.megabytes)
-        for number in range(options.rounds):
-            for cores in options.cores:
+        train_byte_level_bpe(documents, vocabulary, lambda _: None).save(str(tokenizer))
+        text = written_text(Path(folder, "text.txt"), documents, asked.megabytes)
+        for number in range(asked.rounds):
+            for cores in asked.cores:
                 command = [sys.executable, "-c", ROUND, str(text), str(tokenizer), str(cores)]
                 environment = {**os.environ, "WORKBENCH_HOME": str(Path(folder, f"home-{number}-{cores}"))}
-                found = json.loads(subprocess.run(command, env=environment, capture_output=True, check=True).stdout)
+                found = json.loads(subprocess.run(command, env=environment, stdout=subprocess.PIPE, check=True).stdout)
                 ratios = {f"ratio_{by}": found["predicted"] / found[f"measured_{by}"] for by in ("by_clock", "by_cpu")}
                 rows.append({"cores": cores, **found, **ratios, "load_average": os.getloadavg()[0]})
                 print(json.dumps(rows[-1]), flush=True)
@@ -94,12 +96,12 @@ def main() -> None:
             by: round(statistics.median(row[f"ratio_{by}"] for row in rows if row["cores"] == cores), 3)
             for by in ("by_clock", "by_cpu")
         }
-        for cores in options.cores
+        for cores in asked.cores
     }
     print(f"predicted / measured, median: {medians}")
-    if options.out is not None:
-        facts = {"megabytes": options.megabytes, "vocabulary": VOCABULARY, "predicted_over_measured": medians}
-        options.out.write_text(json.dumps({**facts, "rows": rows}, indent=2) + "\n")
+    if asked.out is not None:
+        facts = {"megabytes": asked.megabytes, "vocabulary": vocabulary, "predicted_over_measured": medians}
+        asked.out.write_text(json.dumps({**facts, "rows": rows}, indent=2) + "\n")
 
 
 if __name__ == "__main__":

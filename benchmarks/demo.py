@@ -12,7 +12,6 @@ frequent each token is and nothing else. The picture goes to docs/pictures/demo.
 
 from __future__ import annotations
 
-import argparse
 import dataclasses
 import json
 import os
@@ -22,6 +21,7 @@ from typing import Any
 
 import nbformat
 import numpy as np
+import options
 import plotly.graph_objects as go
 import torch
 from width_rule import train
@@ -29,58 +29,52 @@ from width_rule import train
 import workbench as wb
 from workbench import notebooks
 from workbench.figures import theme
-from workbench.figures.figure import save
 from workbench.runs.run import Run
 
-ROOT = Path(__file__).resolve().parents[1]
-TEMPLATE = ROOT / "templates" / "bert_scaling.ipynb"
-RESULTS = {
-    "muon": ROOT / "benchmarks" / "results" / "demo_2cores.json",
-    "adamw": ROOT / "benchmarks" / "results" / "demo_adamw_2cores.json",
-}
-TUNING = ROOT / "benchmarks" / "results" / "demo_tuning_1core.json"
+TEMPLATE = options.ROOT / "templates" / "bert_scaling.ipynb"
+RESULTS = {"muon": "demo_2cores.json", "adamw": "demo_adamw_2cores.json"}
+TUNING = "demo_tuning_1core.json"
 TRIED = [(5e-3, 0.15), (7e-3, 0.15), (1e-2, 0.15), (7e-3, 0.1), (7e-3, 0.2)]
 """Peak rates with the deviations of the initial weights; the second is the demo's."""
-PICTURE = ROOT / "docs" / "pictures" / "demo.png"
 LAST_STEPS = 30
 """Number of last steps over which the training loss is averaged."""
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = options.parser(__doc__)
     parser.add_argument("seeds", nargs="*", type=int)
     parser.add_argument("--read", type=Path, help="folder with the runs of each seed, in a folder named for the seed")
     parser.add_argument("--algorithm", choices=list(RESULTS), default="muon", help="optimiser of both models")
     parser.add_argument("--tuning", action="store_true", help="the smaller model with other rates and initial weights")
-    asked = parser.parse_args()
+    asked = options.parsed(parser)
+    out = asked.out or options.RESULTS / (TUNING if asked.tuning else RESULTS[asked.algorithm])
     if asked.tuning:
-        rows = [tuned(rate, deviation) for rate, deviation in TRIED]
-        TUNING.write_text(json.dumps({"torch": torch.__version__, "seed": 0, "runs": rows}, indent=1) + "\n")
+        rows = [tuned(*tried, tiny=asked.tiny) for tried in TRIED[: 1 if asked.tiny else None]]
+        out.write_text(json.dumps({"torch": torch.__version__, "seed": 0, "runs": rows}, indent=1) + "\n")
         print(*rows, sep="\n")
         return
     with tempfile.TemporaryDirectory() as scratch:
-        runs = {
-            seed: demo(seed, asked.algorithm, asked.read or Path(scratch), asked.read is None) for seed in asked.seeds
-        }
+        folder, preset = asked.read or Path(scratch), "rehearsal" if asked.tiny else "demo"
+        runs = {seed: demo(seed, asked.algorithm, folder, preset, asked.read is None) for seed in asked.seeds}
         rows = [losses(run, seed) for seed, pair in runs.items() for run in pair]
         entropy = unigram_entropy(runs[asked.seeds[0]][0])
     found = {"unigram_entropy": entropy, "cores": os.cpu_count(), "runs": rows}
-    RESULTS[asked.algorithm].write_text(json.dumps(found) + "\n")
+    out.write_text(json.dumps(found) + "\n")
     if asked.algorithm == "muon":
-        save(picture(found), PICTURE, width=960, scale=1.5)
+        options.save_picture(picture(found), "demo", asked, width=960)
     print(table(found))
 
 
-def demo(seed: int, algorithm: str, folder: Path, execute: bool) -> list[Run]:
+def demo(seed: int, algorithm: str, folder: Path, preset: str, execute: bool) -> list[Run]:
     """Return the runs of the demo with one seed in their order, after executing it if `execute`."""
     runs_folder = folder / str(seed)
     if execute:
-        parameters = {"seed": seed, "algorithm": algorithm, "runs_folder": str(runs_folder)}
+        parameters = {"preset": preset, "seed": seed, "algorithm": algorithm, "runs_folder": str(runs_folder)}
         notebooks.execute(TEMPLATE, folder / f"report-{seed}", parameters)
     return list(reversed(wb.list_runs(runs_folder).runs))
 
 
-def tuned(rate: float, deviation: float) -> dict[str, float]:
+def tuned(rate: float, deviation: float, tiny: bool) -> dict[str, float]:
     """Train the smaller model of the demo with a peak rate and a deviation of its initial weights."""
     names: dict[str, Any] = {}
     codes = [cell.source for cell in nbformat.read(TEMPLATE, 4).cells if cell.cell_type == "code"]
@@ -90,7 +84,7 @@ def tuned(rate: float, deviation: float) -> dict[str, float]:
             names["algorithm"] = "adamw"
     large = names["large"]
     model = dataclasses.replace(large.model, initializer_range=deviation)
-    loss = train(large.replace(model=model, learning_rate=rate))
+    loss = train(large.replace(model=model, learning_rate=rate, **({"steps": 2, "warmup_steps": 1} if tiny else {})))
     return {"rate": rate, "initializer_range": deviation, "held_out_loss": round(loss, 4)}
 
 

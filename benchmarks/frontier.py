@@ -8,26 +8,31 @@ twelve memory limits. Writes every point to FILE (by default results/frontier_pr
 
 from __future__ import annotations
 
-import argparse
 import json
-from pathlib import Path
+from typing import Any
+
+import options
 
 import workbench as wb
 
-ROOT = Path(__file__).resolve().parents[1]
 MODEL = wb.models.gpt2(5120, 40, 40, vocab_size=50304, max_positions=2048, name="gpt3-13b")
-EXPERIMENT = wb.Experiment(model=MODEL, data=wb.data.corpus("demo"), global_batch=32, seq_len=2048)
+TINY = wb.models.gpt2(64, 2, 2, vocab_size=300, max_positions=64)
 CLUSTER = wb.Cluster.of("h200", gpus=4)
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--out", type=Path, default=ROOT / "benchmarks" / "results" / "frontier_predicted.json")
-    out = parser.parse_args().out
-    axes = {"zero": [0, 1, 3], "offload_optimizer": [False, True], "recompute": ["none", "selective", "full"]}
-    grid = wb.grid(EXPERIMENT, CLUSTER, **axes)
+    asked = options.parsed(options.parser(__doc__, "frontier_predicted.json"))
+    sizes = {"model": TINY, "seq_len": 64} if asked.tiny else {"model": MODEL, "seq_len": 2048}
+    data = wb.data.corpus("demo", **({"vocab_size": 300} if asked.tiny else {}))
+    experiment = wb.Experiment(data=data, global_batch=32, **sizes)
+    axes: dict[str, Any] = {
+        "zero": [0, 1, 3],
+        "offload_optimizer": [False, True],
+        "recompute": ["none", "selective", "full"],
+    }
+    grid = wb.grid(experiment, CLUSTER, **axes)
     print(grid)
-    fastest = wb.search(EXPERIMENT, CLUSTER).frontier()
+    fastest = wb.search(experiment, CLUSTER).frontier()
     for plan in fastest:
         print(plan)
     rows = [
@@ -35,8 +40,8 @@ def main() -> None:
         | {"host_bytes": p.host_bytes, "plan": p.division()}
         for p in fastest
     ]
-    out.write_text(json.dumps({"grid": grid.rows(), "fastest_for_each_limit": rows}, indent=1))
-    wb.figures.frontier(grid).save(ROOT / "docs" / "pictures" / "frontier.png", width=860, scale=1.5)
+    asked.out.write_text(json.dumps({"grid": grid.rows(), "fastest_for_each_limit": rows}, indent=1))
+    options.save_picture(wb.figures.frontier(grid), "frontier", asked, width=860)
 
 
 if __name__ == "__main__":

@@ -4,36 +4,35 @@
 
 It executes the template's own cells up to the predicted times, with the real sizes, on any machine: models are captured
 without weights. Only the plans are made here, because the template plans for the machine on which it runs. Nothing is
-trained. The result goes to benchmarks/results/.
+trained. The result goes to benchmarks/results/. `--tiny` takes the preset `rehearsal`.
 """
 
 from __future__ import annotations
 
 import json
 import time
-from pathlib import Path
 from typing import Any
 
 import nbformat
+import options
 
 import workbench as wb
 from workbench.units import GIB
 
-ROOT = Path(__file__).resolve().parents[1]
-RESULT = ROOT / "benchmarks" / "results" / "full_preset_4xH200_predicted.json"
 CLUSTER = "4 × H200"
 PARAMETERS, PLANS, TIMES = "preset = ", "large_plan = ", "def predicted_minutes"
 """Beginnings of three of the template's cells: parameters, plans and predicted times."""
 
 
 def main() -> None:
-    names = executed({"preset": "full"}, after=TIMES)
+    asked = options.parsed(options.parser(__doc__, "full_preset_4xH200_predicted.json"))
+    names = executed({"preset": "rehearsal" if asked.tiny else "full"}, after=TIMES)
     plans = {each.name: plan_facts(each, plan) for each, plan in names["pairs"]}
     minutes = {name: round(value, 2) for name, value in names["minutes"].items()}
     pilots = {"rates": names["rates_tried"], "steps": names["short_steps"]}
     found = {"cluster": CLUSTER, "date": time.strftime("%Y-%m-%d"), "plans": plans, "pilots": pilots}
     found |= {"minutes": minutes, "minutes_together": round(sum(minutes.values()), 2)}
-    RESULT.write_text(json.dumps(found, indent=1, ensure_ascii=False) + "\n")
+    asked.out.write_text(json.dumps(found, indent=1, ensure_ascii=False) + "\n")
     print(json.dumps(found, indent=1, ensure_ascii=False))
 
 
@@ -42,7 +41,7 @@ def executed(parameters: dict[str, Any], after: str) -> dict[str, Any]:
 
     The cell of plans plans for four H200.
     """
-    notebook = nbformat.read(ROOT / "templates" / "bert_scaling.ipynb", 4)
+    notebook = nbformat.read(options.ROOT / "templates" / "bert_scaling.ipynb", 4)
     names: dict[str, Any] = {}
     for source in (cell.source for cell in notebook.cells if cell.cell_type == "code"):
         if source.startswith(PLANS):

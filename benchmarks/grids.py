@@ -12,18 +12,16 @@ Megatron-LM trains on it. The choices that Megatron-LM did not have then are fix
 
 from __future__ import annotations
 
-import argparse
 import json
 import time
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
+
+import options
 
 import workbench as wb
 from workbench.cost.hardware import V100_16
-from workbench.figures.figure import save
 
-ROOT = Path(__file__).resolve().parents[1]
 MODEL = wb.models.gpt2(2048, 24, 16, vocab_size=50304, max_positions=2048, name="gpt3-1.3b")
 EXPERIMENT = wb.Experiment(model=MODEL, data=wb.data.corpus("demo"), global_batch=512, seq_len=2048)
 """GPT-3 1.3B with the batch of a million tokens that its authors trained it with (arXiv:2005.14165, table 2.1)."""
@@ -55,14 +53,18 @@ GRIDS: dict[str, tuple[wb.Cluster, dict[str, Any]]] = {
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--out", type=Path, default=ROOT / "benchmarks" / "results" / "grids_predicted.json")
-    out = parser.parse_args().out
+    asked = options.parsed(options.parser(__doc__, "grids_predicted.json"))
+    experiment, grids = EXPERIMENT, GRIDS
+    if asked.tiny:
+        model = wb.models.gpt2(64, 2, 2, vocab_size=300, max_positions=64)
+        data = wb.data.corpus("demo", vocab_size=300)
+        experiment = EXPERIMENT.replace(model=model, data=data, global_batch=16, seq_len=64)
+        grids = {"grid-h200": (H200, {"tensor": [1, 2], "micro_batch": [1, 2]})}
     results, drawn = {}, {}
-    wb.planning.profile(EXPERIMENT, H200)  # the first capture of a process also imports torch and transformers
-    for name, (cluster, axes) in GRIDS.items():
+    wb.planning.profile(experiment, H200)  # the first capture of a process also imports torch and transformers
+    for name, (cluster, axes) in grids.items():
         started = time.process_time()
-        grid = wb.grid(EXPERIMENT, cluster, **axes)
+        grid = wb.grid(experiment, cluster, **axes)
         took_s = time.process_time() - started
         print(f"{name}: {len(grid)} cells in {took_s:.1f} s of processor time, capture included", flush=True)
         print(grid, "\n")
@@ -73,9 +75,9 @@ def main() -> None:
         }
         if "cells" not in name:
             drawn[name] = wb.figures.heat_map(grid)
-    out.write_text(json.dumps(results, indent=1))
+    asked.out.write_text(json.dumps(results, indent=1))
     for name, figure in drawn.items():
-        save(figure, ROOT / "docs" / "pictures" / f"{name}.png", width=1000, scale=1.5)
+        options.save_picture(figure, name, asked, width=1000)
 
 
 if __name__ == "__main__":

@@ -222,9 +222,9 @@ def write_long_runs(folder: Path, runs: int = RUNS, points: int = POINTS) -> lis
     return paths
 
 
-def zoom(folder: Path, drags: int = 30) -> dict[str, Any]:
+def zoom(folder: Path, drags: int = 30, points: int = POINTS) -> dict[str, Any]:
     """The last run trains, the others have ended; a drag over the plot, and when its points were there."""
-    paths = write_long_runs(folder)
+    paths = write_long_runs(folder, points=points)
     with laboratory(folder / "lab") as (server, page):
         page.set_default_timeout(600_000)
         show_dashboard(server, page, paths)
@@ -236,11 +236,11 @@ def zoom(folder: Path, drags: int = 30) -> dict[str, Any]:
     return {"opened_s": opened_s, "drag_ms": took_ms}
 
 
-def opening(folder: Path, rounds: int = 5) -> dict[str, Any]:
+def opening(folder: Path, rounds: int = 5, points: int = POINTS) -> dict[str, Any]:
     """`wb.live` in new kernels without a page."""
     from jupyter_client.manager import start_new_kernel
 
-    paths = [str(path) for path in write_long_runs(folder)]
+    paths = [str(path) for path in write_long_runs(folder, points=points)]
     measured = list[list[float]]()
     for _ in range(rounds):
         manager, client = start_new_kernel(env={**os.environ, "PYTHONPATH": str(REPOSITORY)})
@@ -356,7 +356,7 @@ def tracking(folder: Path, steps: int = 5000) -> dict[str, Any]:
     return {"metrics": METRICS, "processor_us": {"p50": p50, "p99": p99}}
 
 
-def launch(folder: Path) -> dict[str, Any]:
+def launch(folder: Path, times: int = 3) -> dict[str, Any]:
     """Time for `wb.launch` to return, the data being tokenised already; the run is stopped at once."""
     code = """
 import sys, time
@@ -367,7 +367,7 @@ experiment = wb.Experiment(model=model, data=data, steps=100000, global_batch=32
 plan = wb.plan(experiment)
 experiment.data.reads(experiment).prepare()
 took = []
-for _ in range(3):
+for _ in range(int(sys.argv[1])):
     started = time.perf_counter()
     run = wb.launch(experiment, plan)
     took.append(time.perf_counter() - started)
@@ -375,8 +375,10 @@ for _ in range(3):
 print(*took)
 """
     environment = {**os.environ, "WORKBENCH_RUNS": str(folder / "runs"), "PYTHONPATH": str(REPOSITORY)}
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env=environment, check=True)
-    return {"returned_s": [float(each) for each in done.stdout.split()[-3:]]}
+    done = subprocess.run(
+        [sys.executable, "-c", code, str(times)], capture_output=True, text=True, env=environment, check=True
+    )
+    return {"returned_s": [float(each) for each in done.stdout.split()[-times:]]}
 
 
 MEASUREMENTS = {
@@ -388,6 +390,17 @@ MEASUREMENTS = {
     "memory": memory,
     "tracking": tracking,
     "launch": launch,
+}
+
+
+TINY: dict[str, dict[str, Any]] = {
+    "latency": {"updates": 2},
+    "zoom": {"drags": 1, "points": 10_000},
+    "open": {"rounds": 1, "points": 10_000},
+    "sidebar": {"openings": 2},
+    "memory": {"seconds": 2.0},
+    "tracking": {"steps": 10},
+    "launch": {"times": 1},
 }
 
 
@@ -481,10 +494,11 @@ ROWS = {
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("what", choices=("measure", "update"))
     parser.add_argument("file", type=Path, metavar="FILE")
     parser.add_argument("names", nargs="*", metavar="|".join(MEASUREMENTS), help="all by default")
+    parser.add_argument("--tiny", action="store_true", help="of no interest but to see that this runs")
     asked = parser.parse_args()
     found = json.loads(asked.file.read_text()) if asked.file.exists() else {}
     if asked.what == "update":
@@ -494,7 +508,7 @@ def main() -> None:
         made = {"load": os.getloadavg()[0], "cores": os.cpu_count(), "date": time.strftime("%Y-%m-%d")}
         with tempfile.TemporaryDirectory(prefix="workbench-live-") as folder:
             (Path(folder) / "lab").mkdir()
-            found[name] = made | MEASUREMENTS[name](Path(folder))
+            found[name] = made | MEASUREMENTS[name](Path(folder), **(TINY.get(name, {}) if asked.tiny else {}))
         print(*table({name: found[name]})[2:], sep="\n", flush=True)
         asked.file.write_text(json.dumps(found, indent=1) + "\n")
 

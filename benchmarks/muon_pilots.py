@@ -11,20 +11,21 @@ trained at that rate and its neighbours, which says whether the rule carries it 
 
 from __future__ import annotations
 
+import argparse
 import dataclasses
 import json
 import math
-import sys
 import time
-from pathlib import Path
+from collections.abc import Iterator
+from itertools import islice
 from typing import Any
 
+import options
 import torch
 from width_rule import train
 
 import workbench as wb
 
-RAW = Path(__file__).resolve().parent / "results" / "muon_pilots_1core.json"
 BASE, LARGER = (2, 32), (5, 64)
 STEPS, BATCH, SEQ_LEN, RANGE = 1500, 64, 16, 0.15
 RATES = {"adamw": 7e-3, "muon": 2e-2}
@@ -34,70 +35,77 @@ DEFAULTS = {"depth_rule": False, "warmup_share": 0.1, "decay": 0.01, "batch": BA
 
 
 def main() -> None:
+    parser = options.parser(__doc__, "muon_pilots_1core.json")
+    parser.add_argument("--table", action="store_true", help="print only")
+    asked = options.parsed(parser)
     torch.set_num_threads(1)
-    if "--table" not in sys.argv[1:]:
-        muon = best_position("muon", BASE, 0)
-        for at in (muon, muon - 1, muon + 1):
-            trained("muon", LARGER, at)
-        trained("muon", LARGER, muon, depth_rule=True)
-        for size in (BASE, LARGER):
-            trained("muon", size, muon, warmup_share=0.02)
-            for at in (muon, muon + 1):
-                trained("muon", size, at, batch=2 * BATCH)
+    if not asked.table:
+        for algorithm in RATES:
+            best = best_position(asked, algorithm)
+            for size, position, changes in islice(further(algorithm, best), 1 if asked.tiny else None):
+                trained(asked, algorithm, size, position, **changes)
+    print(table(read(asked)["runs"]))
+
+
+def further(algorithm: str, best: int) -> Iterator[tuple[tuple[int, int], int, dict[str, Any]]]:
+    """Yield size, position of the rate and what differs of the trainings beside those that found the best rate."""
+    for at in (best, best - 1, best + 1):
+        yield LARGER, at, {}
+    if algorithm == "muon":
+        yield LARGER, best, {"depth_rule": True}
+    for size in (BASE, LARGER):
+        yield size, best, {"warmup_share": 0.02}
+        for at in (best, best + 1):
+            yield size, at, {"batch": 2 * BATCH}
+        if algorithm == "muon":
             for decay in (0.0, 0.1):
-                trained("muon", size, muon, decay=decay)
+                yield size, best, {"decay": decay}
             for adamw_position in (-2, 2):
-                trained("muon", size, muon, adamw_position=adamw_position)
-        adamw = best_position("adamw", BASE, 0)
-        for at in (adamw, adamw - 1, adamw + 1):
-            trained("adamw", LARGER, at)
-        for size in (BASE, LARGER):
-            trained("adamw", size, adamw, warmup_share=0.02)
-            for at in (adamw, adamw + 1):
-                trained("adamw", size, at, batch=2 * BATCH)
-    print(table(read()["runs"]))
+                yield size, best, {"adamw_position": adamw_position}
 
 
-def best_position(algorithm: str, size: tuple[int, int], start: int) -> int:
-    """Return the position of the best rate of a model, between two that are worse."""
-    best = start
+def best_position(asked: argparse.Namespace, algorithm: str) -> int:
+    """Return the position of the base's best rate, between two that are worse; a trial tries one alone."""
+    best = 0
     while True:
-        losses = {k: trained(algorithm, size, k) for k in (best - 1, best, best + 1)}
+        tried = (best,) if asked.tiny else (best - 1, best, best + 1)
+        losses = {k: trained(asked, algorithm, BASE, k) for k in tried}
         lowest = min(losses, key=losses.__getitem__)
         if lowest == best:
             return best
         best = lowest
 
 
-def trained(algorithm: str, size: tuple[int, int], position: int, **changes: Any) -> float:
+def trained(asked: argparse.Namespace, algorithm: str, size: tuple[int, int], position: int, **changes: Any) -> float:
     """Return the held-out loss of a training, from the raw file if it has been made before."""
     key = {"algorithm": algorithm, "layers": size[0], "width": size[1], "position": position, **DEFAULTS, **changes}
-    raw = read()
+    raw = read(asked)
     for run in raw["runs"]:
         if all(run[name] == value for name, value in key.items()):
             return float(run["held_out_loss"])
     started = time.process_time()
-    settings = experiment(**key)
+    settings = experiment(2 if asked.tiny else STEPS, **key)
     loss = train(settings)
     loss = loss if math.isfinite(loss) else 1e9
     seconds = round(time.process_time() - started, 1)
     rates = {"rate": settings.learning_rate, "adamw_rate": settings.optimizer.adamw_rate, "steps": settings.steps}
     raw["runs"].append({**key, **rates, "held_out_loss": round(loss, 4), "cpu_seconds": seconds})
-    partial = RAW.with_suffix(".partial")
+    partial = asked.out.with_suffix(".partial")
     partial.write_text(json.dumps(raw, indent=1) + "\n")
-    partial.replace(RAW)
+    partial.replace(asked.out)
     print(json.dumps(raw["runs"][-1]), flush=True)
     return loss
 
 
-def read() -> dict[str, Any]:
-    if RAW.exists():
-        raw: dict[str, Any] = json.loads(RAW.read_text())
+def read(asked: argparse.Namespace) -> dict[str, Any]:
+    if asked.out.exists():
+        raw: dict[str, Any] = json.loads(asked.out.read_text())
         return raw
     return {"torch": torch.__version__, "date": time.strftime("%Y-%m-%d"), "runs": []}
 
 
 def experiment(
+    of_one_batch: int,
     algorithm: str,
     layers: int,
     width: int,
@@ -109,8 +117,8 @@ def experiment(
     seed: int,
     adamw_position: int,
 ) -> wb.Experiment:
-    """Return a training on 1,536,000 tokens."""
-    steps = STEPS * BATCH // batch
+    """Return a training of so many steps of the usual batch: on 1,536,000 tokens, if it is no trial."""
+    steps = of_one_batch * BATCH // batch
     options = {"vocab_size": 64, "max_positions": SEQ_LEN, "dropout": 0.0, "layout": "pre_ln", "next_sentence": False}
     base = wb.models.bert(32, 2, 2, initializer_range=RANGE, **options)
     model = dataclasses.replace(wb.models.bert(width, layers, width // 16, **options), name=f"bert-{layers}x{width}")

@@ -10,31 +10,31 @@ turns, and times are those of the processor, so that other work on the machine c
 
 from __future__ import annotations
 
-import argparse
 import json
 import statistics
 import time
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
+import options
 import torch
 from torch import nn
 
 from workbench.capture.hidden_matrices import Projections
 from workbench.optimizers.muon import MuonAndAdamW, orthogonalisation_flops
 
-RESULTS = Path(__file__).resolve().parent / "results"
 SIDES = {"query": (1, 1), "key": (1, 1), "value": (1, 1), "output": (1, 1), "up": (4, 1), "down": (1, 4)}
 """Outputs and inputs of each matrix of a layer, in widths."""
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = options.parser(__doc__)
     parser.add_argument("--width", type=int, default=1024)
     parser.add_argument("--layers", type=int, default=24)
     parser.add_argument("--rounds", type=int, default=1)
-    asked = parser.parse_args()
+    asked = options.parsed(parser)
+    if asked.tiny:
+        asked.width, asked.layers = 8, 1
     torch.set_num_threads(1)
     shapes = {
         f"{layer}.{name}": (outputs * asked.width, inputs * asked.width)
@@ -51,7 +51,7 @@ def main() -> None:
     ratio = statistics.median(row["was_s"] / row["is_s"] for row in rows)
     found: dict[str, Any] = {"width": asked.width, "layers": asked.layers, "tflop": round(flops / 1e12, 3)}
     found |= {"rounds": rows, "ratio": round(ratio, 1), "torch": torch.__version__}
-    file = RESULTS / f"muon_update_{asked.layers}x{asked.width}_1core.json"
+    file = asked.out or options.RESULTS / f"muon_update_{asked.layers}x{asked.width}_1core.json"
     file.write_text(json.dumps(found, indent=1) + "\n")
     print(f"{flops / 1e12:.3g} TFLOP: {ratio:.1f} times as fast as it was")
 

@@ -53,10 +53,16 @@ def main() -> None:
     there |= {*THERE.split(), *map(plain, asked.without)}
     wanted = [f"{name}=={version}" for name, version in lock if plain(name) not in there]
     wanted = [each for each in wanted if not each.startswith("opentelemetry")]
-    wanted += [name for name in ("pytest", "pytest-timeout", "pluggy", "iniconfig") if name not in there]
+    wanted += [
+        name
+        for name in ("pytest", "pytest-timeout", "pytest-xdist", "execnet", "pluggy", "iniconfig")
+        if name not in there
+    ]
     with tempfile.TemporaryDirectory() as folder:
         wheels, site = Path(folder, "wheels"), Path(folder, "site")
-        download(wanted, wheels, asked.python)
+        site.mkdir()
+        if wanted:
+            download(wanted, wheels, asked.python)
         for wheel in sorted(wheels.glob("*.whl")):
             unpack(wheel, site)
         for name in asked.copy:

@@ -9,9 +9,6 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-import torch
-import transformers
-
 ROOT = Path(__file__).resolve().parents[1]
 MODELS_PAGE = ROOT / "docs" / "models.md"
 
@@ -32,6 +29,9 @@ def read_rows(file: Path) -> dict[str, dict[str, Any]]:
 
 def write_rows(file: Path, rows: list[dict[str, Any]]) -> None:
     """Write rows beside the versions that made them; paths in their texts begin at a package or at `tests`."""
+    import torch
+    import transformers
+
     made_with = {"torch": torch.__version__.partition("+")[0], "transformers": transformers.__version__}
     made = {**made_with, "machine": platform.machine(), "rows": rows}
     file.write_text(re.sub(r"/\S*/(?:site-packages/|(?=tests/))", "", json.dumps(made, indent=1)) + "\n")

@@ -1,8 +1,6 @@
 """Draw the figures of the documentation anew into docs/pictures/.
 
-    python benchmarks/pictures.py [cost planning figures curves evaluation samples optimizers
-                                   sweep-heat-map sweep-bands ladder pair-difference sparse-pareto
-                                   sparse-pareto-h200]
+    python benchmarks/pictures.py [NAME ...]
 
 Without a name it draws all of them. It needs kaleido and a Chrome or Chromium, but no GPU. The curves are those of the
 runs under notebooks/recorded. Evaluation, samples and sweep are those of benchmarks/results/gpt-sweep, which
@@ -15,14 +13,13 @@ from __future__ import annotations
 
 import json
 import math
-import sys
 from collections.abc import Callable, Mapping
 from functools import cache
 from itertools import accumulate
-from pathlib import Path
 from typing import Any
 
 import numpy as np
+import options
 import plotly.graph_objects as go
 from plotly.subplots import make_subplots
 
@@ -34,7 +31,7 @@ from workbench.cost.graph_profiler import profile_graph, with_optimizer
 from workbench.cost.hardware import Device
 from workbench.cost.profile import BlockTypeCost, Profile
 from workbench.figures import theme
-from workbench.figures.figure import PLOTLY_MIME, decoded, save
+from workbench.figures.figure import PLOTLY_MIME, decoded
 from workbench.figures.plan_view import show_plan
 from workbench.optimizers.parameters import learning_rate_factor
 from workbench.planning.plan import Plan
@@ -45,7 +42,7 @@ from workbench.runs.history import answer
 from workbench.tensors import TensorSpec
 from workbench.units import GIB
 
-ROOT = Path(__file__).resolve().parents[1]
+ROOT = options.ROOT
 SEQ_LEN, GLOBAL_BATCH = 512, 256
 PAIRS = {
     "Muon": (
@@ -63,16 +60,27 @@ FAMILIES = {
 """Label and colour of each family of kernels."""
 
 
+SIZES: dict[str, dict[str, int]] = {"scaled": {"hidden_size": 1920, "num_layers": 54, "num_heads": 30}, "base": {}}
+"""Sizes of the models whose costs are predicted."""
+TINY = {"hidden_size": 64, "num_layers": 6, "num_heads": 2}
+
+
 def main() -> None:
-    chosen = sys.argv[1:] or list(PICTURES)
-    for name in chosen:
-        path = save(PICTURES[name](), ROOT / "docs" / "pictures" / f"{name}.png", width=960, scale=1.5)
-        print(f"{path.relative_to(ROOT)}  {path.stat().st_size // 1000} kB", flush=True)
+    parser = options.parser(__doc__)
+    parser.add_argument("names", nargs="*", metavar="NAME", help=f"all by default: {', '.join(PICTURES)}")
+    asked = options.parsed(parser)
+    if unknown := [name for name in asked.names if name not in PICTURES]:
+        parser.error(f"There is no picture {unknown[0]}.")
+    if asked.tiny:
+        SIZES.update(dict.fromkeys(SIZES, TINY))
+    for name in asked.names or PICTURES:
+        path = options.save_picture(PICTURES[name](), name, asked, width=960)
+        print(f"{path.name}  {path.stat().st_size // 1000} kB", flush=True)
 
 
 @cache
 def scaled_bert() -> Graph:
-    model = models.bert(hidden_size=1920, num_layers=54, num_heads=30)
+    model = models.bert(**SIZES["scaled"])
     fields = ("input_ids", "token_type_ids", "labels")
     batch = {name: TensorSpec(name, (CAPTURE_BATCH, SEQ_LEN), "int64") for name in fields}
     batch["next_sentence_label"] = TensorSpec("next_sentence_label", (CAPTURE_BATCH,), "int64")
@@ -339,7 +347,7 @@ def optimizers() -> go.Figure:
 @cache
 def base_bert() -> tuple[wb.Experiment, Graph, Profile]:
     """Return BERT-Base, its graph and its costs under AdamW."""
-    experiment = wb.Experiment(models.bert(), wb.data.corpus("demo"))
+    experiment = wb.Experiment(models.bert(**SIZES["base"]), wb.data.corpus("demo"))
     captured = wb.planning.graph(experiment)
     return experiment, captured, profile_graph(captured, h200(1).device, "bf16", compiled=True)
 

@@ -11,7 +11,6 @@ its picture; 30 s from nothing to a plan on a node with GPUs.
 
 from __future__ import annotations
 
-import argparse
 import itertools
 import json
 import os
@@ -22,6 +21,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any, TypeVar
 
+import options
 import torch
 
 import workbench as wb
@@ -53,26 +53,29 @@ MOVES = {
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = options.parser(__doc__)
     parser.add_argument("--cold", action="store_true", help="only for this machine, from nothing; then calibrated")
-    parser.add_argument("--out", type=Path, metavar="FILE", help="raw file to write")
-    options = parser.parse_args()
+    asked = options.parsed(parser)
     scaled = models.bert(hidden_size=1920, num_layers=54, num_heads=30)
-    if options.cold:
+    if asked.cold:
         cold(scaled)
         return
+    if asked.tiny:
+        scaled = models.gpt2(64, 2, 2, vocab_size=256, max_positions=512)
     gpt = models.gpt2(hidden_size=10240, num_layers=80, num_heads=80, max_positions=2048, name="gpt-100b")
     print("| model | cluster | capture | profile | search | all | options | plan |")
     print("|---|---|--:|--:|--:|--:|--:|---|")
-    rows = [row(models.bert_large(), 4, 512, 512)[0]]
+    rows = [] if asked.tiny else [row(models.bert_large(), 4, 512, 512)[0]]
     found, costs = row(scaled, 4, 256, 512)
-    moved = sliders(costs)  # as a user would: nothing larger was planned in this process
-    rows += [found, row(scaled, 1024, 4096, 512)[0], row(gpt, 1024, 2048, 2048)[0]]
+    moved = sliders(costs, 1 if asked.tiny else None)  # as a user would: nothing larger was planned in this process
+    rows.append(found)
+    if not asked.tiny:
+        rows += [row(scaled, 1024, 4096, 512)[0], row(gpt, 1024, 2048, 2048)[0]]
     for what, ms in moved.items():
         print(f"slider to {what}: {ms['moves']} moves, median {ms['median_ms']} ms, longest {ms['longest_ms']} ms")
-    if options.out:
+    if asked.out:
         made = {"torch": torch.__version__, "date": time.strftime("%Y-%m-%d"), "rows": rows, "sliders": moved}
-        options.out.write_text(json.dumps(made, indent=1) + "\n")
+        asked.out.write_text(json.dumps(made, indent=1) + "\n")
 
 
 def row(model: Model, gpus: int, global_batch: int, seq_len: int) -> tuple[dict[str, Any], Profile]:
@@ -92,15 +95,17 @@ def row(model: Model, gpus: int, global_batch: int, seq_len: int) -> tuple[dict[
     return {"model": model.name, "cluster": cluster.describe(), **parts, "options": plans.searched}, costs
 
 
-def sliders(costs: Profile) -> dict[str, dict[str, int]]:
-    """Every position of each slider, moved alone: to the plan, and to its picture; as `wb.what_if` answers a move."""
+def sliders(costs: Profile, positions: int | None) -> dict[str, dict[str, int]]:
+    """Every position of each slider, or so many, moved alone: to the plan, and to its picture, as `wb.what_if` does."""
     from workbench.figures.plan_view import show_plan  # plotly, which a node without a browser may lack
 
     cluster = Cluster.of("h200", gpus=4)
     settings: dict[str, Any] = {"global_batch": 256, "seq_len": 512}
     show_plan(what_if(costs, cluster, **settings))  # plotly is imported here
     planned, drawn = [], []
-    for name, value in itertools.chain.from_iterable(((name, v) for v in values) for name, values in MOVES.items()):
+    for name, value in itertools.chain.from_iterable(
+        ((name, v) for v in values[:positions]) for name, values in MOVES.items()
+    ):
         with uncollected():
             started = time.process_time()
             try:

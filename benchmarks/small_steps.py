@@ -8,7 +8,6 @@ time of the last three quarters of the steps, in ms, and what each plan predicts
 
 from __future__ import annotations
 
-import argparse
 import json
 import os
 import statistics
@@ -16,47 +15,48 @@ import subprocess
 import sys
 from pathlib import Path
 
+import options
 import torch
 
 import workbench as wb
 
-ROOT = Path(__file__).resolve().parents[1]
 MODELS = {"mini adamw": (4, 256), "medium adamw": (8, 512), "medium muon": (8, 512)}
 """Layers and width of each model, with its optimiser behind the name."""
 MARK = "measured: "
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = options.parser(__doc__)
     parser.add_argument("text", help="text file or folder to train on")
     parser.add_argument("--beside", type=Path, help="folder of another checkout; without it, this code is timed alone")
     parser.add_argument("--rounds", type=int, default=2)
-    parser.add_argument("--out", type=Path)
     parser.add_argument("--one", action="store_true", help="train in this process, with the package that it imports")
-    given = parser.parse_args()
+    given = options.parsed(parser)
     if given.one:
-        print(MARK + json.dumps({name: trained(name, given.text) for name in MODELS}))
+        print(MARK + json.dumps({name: trained(name, given.text, 60) for name in MODELS}))
         return
-    trees = {"beside": given.beside, "here": ROOT} if given.beside else {"here": ROOT}
+    trees = {"beside": given.beside, "here": options.ROOT} if given.beside else {"here": options.ROOT}
     found: dict[str, list[dict[str, dict[str, float]]]] = {name: [] for name in trees}
-    for _ in range(given.rounds):
+    for _ in range(0 if given.tiny else given.rounds):
         for name, tree in trees.items():
             command = [sys.executable, __file__, given.text, "--one"]
             environment = {**os.environ, "PYTHONPATH": f"{tree.resolve()}:{os.environ.get('PYTHONPATH', '')}"}
             answer = subprocess.run(command, env=environment, stdout=subprocess.PIPE, text=True, check=True).stdout
             found[name].append(json.loads(answer.rpartition(MARK)[2]))
             print(name, found[name][-1], flush=True)
+    if given.tiny:  # one of them, in this process
+        found["here"].append({"medium muon": trained("medium muon", given.text, 8)})
     if given.out:
         device = torch.cuda.get_device_name() if torch.cuda.is_available() else "CPU"
         given.out.write_text(json.dumps({"device": device, "torch": torch.__version__, **found}, indent=1) + "\n")
 
 
-def trained(name: str, text: str) -> dict[str, float]:
-    """Train a model for 400 steps of 128 × 128 tokens and return its times."""
+def trained(name: str, text: str, trial_steps: int) -> dict[str, float]:
+    """Train a model for 400 steps of 128 × 128 tokens, or a tiny one without a GPU, and return its times."""
     (layers, width), (size, algorithm) = MODELS[name], name.split()
     vocab, seq, batch, steps = 30522, 128, 128, 400
     if not torch.cuda.is_available():
-        layers, width, vocab, seq, batch, steps = 2, 32, 200, 16, 8, 60
+        layers, width, vocab, seq, batch, steps = 2, 32, 200, 16, 8, trial_steps
     experiment = wb.Experiment(
         model=wb.models.bert(
             hidden_size=width, num_layers=layers, num_heads=max(1, width // 64), vocab_size=vocab, max_positions=seq,

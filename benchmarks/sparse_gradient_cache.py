@@ -9,7 +9,6 @@ from memory.
 
 from __future__ import annotations
 
-import argparse
 import heapq
 import json
 import random
@@ -17,6 +16,8 @@ from collections import OrderedDict
 from dataclasses import dataclass
 from itertools import cycle
 from pathlib import Path
+
+import options
 
 MULTIPROCESSORS, TOKENS, ROWS, COLS, KEPT = 132, 16384, 7680, 1920, 0.1
 STEP, GROUP_COLUMNS = 64, 128
@@ -40,11 +41,11 @@ class Program:
     steps: int
 
 
-def programs(block: int, parts: int) -> list[Program]:
+def programs(block: int, parts: int, height: int = ROWS) -> list[Program]:
     """Return the programs of a random pattern in the order in which they start."""
     generator = random.Random(0)
     lines: list[list[int]] = [[] for _ in range(COLS // block)]
-    blocks = ROWS // block * len(lines)
+    blocks = height // block * len(lines)
     for place in sorted(generator.sample(range(blocks), round(blocks * KEPT))):
         lines[place % len(lines)].append(place // len(lines))
     size = GROUP_COLUMNS // block
@@ -95,21 +96,22 @@ def memory_bytes(queue: list[Program], resident: int, cache_bytes: float) -> int
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--out", type=Path, default=Path("sparse_gradient_cache.json"))
-    out = parser.parse_args().out
+    parser = options.parser(__doc__)
+    parser.set_defaults(out=Path("sparse_gradient_cache.json"))
+    asked = options.parsed(parser)
     print(f"Weight [{ROWS}, {COLS}], {KEPT:.0%} of the blocks stored, {TOKENS:,} tokens in bf16; nothing is measured.")
     rows = []
-    for block, parts, resident in ((64, 6, 3), (32, 3, 3), (16, 2, 4), (16, 4, 4), (16, 8, 4), (16, 15, 4)):
-        queue = programs(block, parts)
+    divisions = ((64, 6, 3), (32, 3, 3), (16, 2, 4), (16, 4, 4), (16, 8, 4), (16, 15, 4))
+    for block, parts, resident in divisions[: 1 if asked.tiny else None]:
+        queue = programs(block, parts, 128 if asked.tiny else ROWS)
         row = {"block": block, "parts": parts, "both_inputs_gb": 2 * TOKENS * (ROWS + COLS) / 1e9}
         for cache_mb in (25, 40):
             row[f"read_gb_with_{cache_mb}_mb_cache"] = memory_bytes(queue, resident, 1e6 * cache_mb) / 1e9
         row["sums_of_parts_gb"] = 8 * parts * round(ROWS * COLS * KEPT) / 1e9
         rows.append({name: round(value, 3) for name, value in row.items()})
         print(", ".join(f"{name} {value}" for name, value in rows[-1].items()), flush=True)
-    out.write_text("[\n" + ",\n".join(map(json.dumps, rows)) + "\n]\n")
-    print(f"Written to {out}.")
+    asked.out.write_text("[\n" + ",\n".join(map(json.dumps, rows)) + "\n]\n")
+    print(f"Written to {asked.out}.")
 
 
 if __name__ == "__main__":

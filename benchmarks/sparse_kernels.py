@@ -74,6 +74,7 @@ class Settings:
     deadline: float
     layers: tuple[Layer, ...] = LAYERS
     sparsities: tuple[float, ...] = SPARSITIES
+    blocks: tuple[int, ...] = BLOCKS
 
 
 Forward = Callable[[Tensor, Tensor], Tensor]
@@ -274,7 +275,7 @@ def contenders(layer: Layer, settings: Settings) -> Iterator[tuple[Label, Callab
         _label("masked dense"),
         lambda: Contender(lambda hidden, weight: functional.linear(hidden, weight * mask), dense),
     )
-    for block in BLOCKS:
+    for block in settings.blocks:
         for sparsity in settings.sparsities:
             index = BlockIndex.from_mask(random_pattern(layer, block, sparsity).to(settings.device), block)
             compact = to_compact(dense, index)
@@ -451,8 +452,8 @@ def profile(settings: Settings, report: dict[str, Any], write: Callable[[], None
 def _tiny(settings: Settings) -> Settings:
     if os.environ.get("TRITON_INTERPRET") != "1" and settings.device == "cpu":
         raise SystemExit("A rehearsal on a CPU needs the environment variable TRITON_INTERPRET=1.")
-    layers = tuple(replace(layer, rows=layer.rows // 15, cols=layer.cols // 15) for layer in LAYERS[:2])
-    return replace(settings, tokens=128, rounds=1, layers=layers, sparsities=(0.8, 0.9))
+    layers = tuple(replace(layer, rows=layer.rows // 15, cols=layer.cols // 15) for layer in LAYERS[:1])
+    return replace(settings, tokens=128, rounds=1, layers=layers, sparsities=(0.8, 0.9), blocks=BLOCKS[:1])
 
 
 def _print_table(layer: Layer, rows: list[dict[str, Any]]) -> None:

@@ -8,23 +8,26 @@ median of a run's steps after the first four; that of a training is the median o
 
 from __future__ import annotations
 
-import argparse
 import json
 import statistics
 import tempfile
 from pathlib import Path
 from typing import Any
 
+import options
+
 import workbench as wb
 
 STEPS, SKIPPED = 14, 4
 
 
-def experiment(sparsity: wb.sparsity.Static | None) -> wb.Experiment:
+def experiment(sparsity: wb.sparsity.Static | None, tiny: bool) -> wb.Experiment:
+    width, vocabulary, seq_len = (32, 64, 16) if tiny else (256, 4000, 128)
+    sizes = {"vocab_size": vocabulary} if tiny else {}
     return wb.Experiment(
-        model=wb.models.bert(hidden_size=256, num_layers=2, num_heads=4),
-        data=wb.data.corpus("demo", vocab_size=4000),
-        seq_len=128,
+        model=wb.models.bert(hidden_size=width, num_layers=2, num_heads=4, **sizes),
+        data=wb.data.corpus("demo", vocab_size=vocabulary),
+        seq_len=seq_len,
         global_batch=4,
         steps=STEPS,
         sparsity=sparsity,
@@ -32,17 +35,17 @@ def experiment(sparsity: wb.sparsity.Static | None) -> wb.Experiment:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = options.parser(__doc__)
     parser.add_argument("--rounds", type=int, default=3)
-    parser.add_argument("--out", type=Path)
-    arguments = parser.parse_args()
-    pattern = wb.sparsity.Dynamic(sparsity=0.9, block=16, updates=4)
-    experiments = {"dense": experiment(None), "masked": experiment(pattern)}
+    arguments = options.parsed(parser)
+    rounds = 1 if arguments.tiny else arguments.rounds
+    pattern = wb.sparsity.Dynamic(sparsity=0.5 if arguments.tiny else 0.9, block=16, updates=4)
+    experiments = {"dense": experiment(None, arguments.tiny), "masked": experiment(pattern, arguments.tiny)}
     cluster = wb.measure.local_cluster().resized(1)
     plans = {name: wb.plan(each, cluster, micro_batch=4) for name, each in experiments.items()}
     measured: dict[str, list[float]] = {name: [] for name in plans}
     with tempfile.TemporaryDirectory() as folder:
-        for number in range(arguments.rounds):
+        for number in range(rounds):
             for name, plan in plans.items():
                 run = wb.launch(experiments[name], plan, directory=Path(folder) / f"{name}-{number}").wait()
                 measured[name].append(statistics.median(run.history().step_ms[SKIPPED:].tolist()))

@@ -15,7 +15,6 @@ workers, sampled every 50 ms. "First batch" is the time from the call to the fir
 
 from __future__ import annotations
 
-import argparse
 import json
 import os
 import platform
@@ -28,6 +27,7 @@ import time
 from pathlib import Path
 from typing import Any
 
+import options
 import psutil
 
 VOCABULARY = 16_000
@@ -145,12 +145,13 @@ def memory(root: psutil.Process) -> int:
 def round_of(text: Path, tokenizer: Path, workers: int, home: Path) -> dict[str, dict[str, float]]:
     """Measure the bare library, the cache and the stream once, on the same cores."""
     bare_rates: dict[str, float] = {}
+    size = min(BARE_BYTES, text.stat().st_size - 1)  # the last lines are encoded when more has been read
     for name, processes, batch in (("threads", 1, 4000), ("processes", workers, 200)):
         threads = {
             "RAYON_NUM_THREADS": str(workers // processes),
             "TOKENIZERS_PARALLELISM": str(processes == 1).lower(),
         }
-        bare, _ = measured(BARE, text, tokenizer, workers, BARE_BYTES, processes, batch, **threads)
+        bare, _ = measured(BARE, text, tokenizer, workers, size, processes, batch, **threads)
         bare_rates |= {f"bare_{name}_mb_per_{of}": bare["megabytes"] / bare[by] for of, by in BASES.items()}
     for of in BASES:
         bare_rates[f"bare_mb_per_{of}"] = max(rate for name, rate in bare_rates.items() if name.endswith(f"_per_{of}"))
@@ -172,32 +173,34 @@ BASES = {"s": "seconds", "cpu_s": "cpu_s"}
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = options.parser(__doc__)
     parser.add_argument("--megabytes", type=int, nargs="+", default=[10, 100])
     parser.add_argument("--workers", type=int, nargs="+", default=[len(os.sched_getaffinity(0))])
     parser.add_argument("--rounds", type=int, nargs="+", default=[3], help="of each size, or of all")
     parser.add_argument("--text", type=Path, help="folder of .txt files; the packaged speeches by default")
-    parser.add_argument("--out", type=Path)
-    options = parser.parse_args()
+    asked = options.parsed(parser)
+    vocabulary = VOCABULARY
+    if asked.tiny:
+        asked.megabytes, asked.workers, asked.rounds, vocabulary = [1], [1], [1], 300
     from workbench.data.text import packaged_speeches
     from workbench.data.tokenizer import train_byte_level_bpe
 
-    paths = sorted(options.text.glob("*.txt")) if options.text else packaged_speeches().paths
+    paths = sorted(asked.text.glob("*.txt")) if asked.text else packaged_speeches().paths
     documents = [path.read_text() for path in paths]
     machine = {
         "cores": len(os.sched_getaffinity(0)),
         "machine": platform.machine(),
         "python": platform.python_version(),
-        "vocabulary": VOCABULARY,
+        "vocabulary": vocabulary,
     }
-    rounds_of = options.rounds if len(options.rounds) > 1 else options.rounds * len(options.megabytes)
+    rounds_of = asked.rounds if len(asked.rounds) > 1 else asked.rounds * len(asked.megabytes)
     rows = []
     with tempfile.TemporaryDirectory() as folder:
         tokenizer = Path(folder, "tokenizer.json")
-        train_byte_level_bpe(documents, VOCABULARY, lambda _: None).save(str(tokenizer))
-        for megabytes, count in zip(options.megabytes, rounds_of, strict=True):
+        train_byte_level_bpe(documents, vocabulary, lambda _: None).save(str(tokenizer))
+        for megabytes, count in zip(asked.megabytes, rounds_of, strict=True):
             text = written_text(Path(folder, f"{megabytes}.txt"), documents, megabytes)
-            for workers in options.workers:
+            for workers in asked.workers:
                 rounds = [round_of(text, tokenizer, workers, Path(folder, "home")) for _ in range(count)]
                 for way in ("stored", "streamed"):
                     values = {name: [one[way][name] for one in rounds] for name in rounds[0][way]}
@@ -206,8 +209,8 @@ def main() -> None:
                     facts = {"way": way, "megabytes": megabytes, "workers": workers, "rounds": count}
                     rows.append({**facts, **medians, "share_of_bare_mb_per_s_of_each_round": shares})
                     print(json.dumps(rows[-1]), flush=True)
-                if options.out is not None:
-                    options.out.write_text(json.dumps({**machine, "rows": rows}, indent=2) + "\n")
+                if asked.out is not None:
+                    asked.out.write_text(json.dumps({**machine, "rows": rows}, indent=2) + "\n")
             text.unlink()
 
 

@@ -16,6 +16,7 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
+import options
 from live import in_kernel, laboratory
 
 CELL = """
@@ -46,8 +47,10 @@ WATCH = """() => {
 
 
 def main() -> None:
+    asked = options.parsed(options.parser(__doc__))
     import lab
 
+    moves = {name: keys[:1] for name, keys in MOVES.items()} if asked.tiny else MOVES
     with tempfile.TemporaryDirectory() as folder, laboratory(Path(folder)) as (server, page):
         page.set_default_timeout(lab.PATIENCE_MS)
         lab.write_notebook(server.root / "what_if.ipynb", [CELL])
@@ -56,7 +59,9 @@ def main() -> None:
         page.wait_for_selector(".workbench-live .js-plotly-plot .main-svg")
         page.wait_for_timeout(2 * SETTLED_MS)  # the page draws a second time, unasked
         page.evaluate(WATCH)
-        times = {name: [move(page, name, key) for key in keys] for name, keys in MOVES.items()}
+        times = {name: [move(page, name, key) for key in keys] for name, keys in moves.items()}
+    if asked.out:
+        asked.out.write_text(json.dumps(times, indent=1) + "\n")
     for name, moves in [*times.items(), ("all", list(itertools.chain(*times.values())))]:
         whole, kernel = ([pair[part] for pair in moves] for part in (0, 1))
         print(

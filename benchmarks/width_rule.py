@@ -17,94 +17,120 @@ rule, updates have the root mean square of AdamW's.
 
 from __future__ import annotations
 
+import argparse
 import json
 import math
-import sys
 import time
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import options
 import plotly.graph_objects as go
 import torch
 from plotly.subplots import make_subplots
 
 import workbench as wb
-from workbench import data
 from workbench.capture.hidden_matrices import projections
 from workbench.execution.gradients import clip_factor, scale_gradients, squared_norm
 from workbench.figures import theme
-from workbench.figures.figure import save
 from workbench.models import scaling
 from workbench.optimizers.building import build_optimizer
 from workbench.optimizers.parameters import learning_rate_factor
 from workbench.validation import factor_of
 
-ROOT = Path(__file__).resolve().parents[1]
-MUON = "--muon" in sys.argv[1:]
-RAW = ROOT / "benchmarks" / "results" / f"width_rule{'_muon' if MUON else ''}_1core.json"
-PICTURE = ROOT / "docs" / "pictures" / f"width-rule{'-muon' if MUON else ''}.png"
-WIDTHS, DEPTHS, HEAD_SIZE, VOCABULARY = (64, 128, 256), (4, 8), 8, 300
-SIZES = [(width, depth) for width in WIDTHS for depth in DEPTHS]
-STEPS, BATCH, SEQ_LEN, HELD_OUT = 100, 16, 16, 512
+HEAD_SIZE, VOCABULARY, BATCH, SEQ_LEN = 8, 300, 16, 16
 RATE = 1e-2
 """Learning rate of position 0; position k is RATE * sqrt(2)**k."""
 ADAMW_RATE = RATE / math.sqrt(2)
 """Best rate of the proxy under AdamW, which the other parameters have beside Muon."""
 START = -1
 """Position at which the search for the proxy's best rate begins."""
-LOWEST, HIGHEST = -12, 6
-"""Positions beyond which no search goes."""
+
+
+@dataclass(frozen=True)
+class Sweep:
+    """What is trained, and where its losses are written."""
+
+    raw: Path
+    muon: bool
+    widths: tuple[int, ...] = (64, 128, 256)
+    depths: tuple[int, ...] = (4, 8)
+    steps: int = 100
+    held_out: int = 512
+    lowest: int = -12
+    highest: int = 6
+    """Positions beyond which no search goes."""
+
+    @property
+    def sizes(self) -> list[tuple[int, int]]:
+        return [(width, depth) for width in self.widths for depth in self.depths]
 
 
 def main() -> None:
+    parser = options.parser(__doc__)
+    parser.add_argument("--draw", action="store_true", help="draw only")
+    parser.add_argument("--muon", action="store_true", help="ask it of Muon")
+    asked = options.parsed(parser)
+    sweep = asked_for(asked)
     torch.set_num_threads(1)
-    if "--draw" not in sys.argv[1:]:
-        proxy = best_position(SIZES[0], True, START)
-        for depth in DEPTHS:
+    if not asked.draw:
+        proxy = best_position(sweep, sweep.sizes[0], True, START)
+        for depth in sweep.depths:
             for rule in (True, False):
-                for width in WIDTHS:
-                    best_position((width, depth), rule, proxy)
-    print(table(read()))
-    save(draw(read()), PICTURE, width=1000, scale=1.5)
+                for width in sweep.widths:
+                    best_position(sweep, (width, depth), rule, proxy)
+    print(table(sweep, read(sweep)))
+    options.save_picture(draw(sweep, read(sweep)), f"width-rule{'-muon' * asked.muon}", asked, width=1000)
 
 
-def best_position(size: tuple[int, int], rule: bool, start: int) -> int:
+def asked_for(asked: argparse.Namespace) -> Sweep:
+    raw = asked.out or options.RESULTS / f"width_rule{'_muon' * asked.muon}_1core.json"
+    if not asked.tiny:
+        return Sweep(raw, asked.muon)
+    return Sweep(raw, asked.muon, (16, 32), (1,), steps=2, held_out=8, lowest=START, highest=START)
+
+
+def best_position(sweep: Sweep, size: tuple[int, int], rule: bool, start: int) -> int:
     """Return the position of the best rate of a model, between two that are worse."""
     best = start
     while True:
-        losses = {k: trained(size, rule, k) for k in (best - 1, best, best + 1) if LOWEST <= k <= HIGHEST}
+        losses = {
+            k: trained(sweep, size, rule, k) for k in (best - 1, best, best + 1) if sweep.lowest <= k <= sweep.highest
+        }
         lowest = min(losses, key=losses.__getitem__)
         if lowest == best:
             return best
         best = lowest
 
 
-def trained(size: tuple[int, int], rule: bool, position: int) -> float:
+def trained(sweep: Sweep, size: tuple[int, int], rule: bool, position: int) -> float:
     """Return the held-out loss of a model at a rate, from the raw file if it has been trained before."""
-    if size == SIZES[0]:
+    if size == sweep.sizes[0]:
         rule = True  # The rule changes nothing at the proxy's own size.
     key = {"width": size[0], "depth": size[1], "rule": rule, "position": position}
-    raw = read()
+    raw = read(sweep)
     for run in raw["runs"]:
         if all(run[name] == value for name, value in key.items()):
             return float(run["held_out_loss"])
     started = time.process_time()
-    loss = train(experiment(size, rule, position))
+    loss = train(experiment(sweep, size, rule, position))
     loss = loss if math.isfinite(loss) else 1e9
     seconds = time.process_time() - started
     raw["runs"].append({**key, "rate": rate(position), "held_out_loss": loss, "cpu_seconds": round(seconds, 1)})
-    partial = RAW.with_suffix(".partial")
+    partial = sweep.raw.with_suffix(".partial")
     partial.write_text(json.dumps(raw, indent=1))
-    partial.replace(RAW)
+    partial.replace(sweep.raw)
     print(json.dumps(raw["runs"][-1]), flush=True)
     return loss
 
 
-def read() -> dict[str, Any]:
-    if RAW.exists():
-        raw: dict[str, Any] = json.loads(RAW.read_text())
+def read(sweep: Sweep) -> dict[str, Any]:
+    if sweep.raw.exists():
+        raw: dict[str, Any] = json.loads(sweep.raw.read_text())
         return raw
-    settings = {"steps": STEPS, "batch": BATCH, "seq_len": SEQ_LEN, "vocabulary": VOCABULARY, "held_out": HELD_OUT}
+    settings: dict[str, Any] = {"steps": sweep.steps, "batch": BATCH, "seq_len": SEQ_LEN, "vocabulary": VOCABULARY}
+    settings |= {"held_out": sweep.held_out}
     settings |= {"head_size": HEAD_SIZE, "initializer_range": 0.12, "seed": 0, "corpus": "demo", "family": "gpt2"}
     return {"settings": settings, "torch": torch.__version__, "date": time.strftime("%Y-%m-%d"), "runs": []}
 
@@ -120,18 +146,18 @@ def model(size: tuple[int, int]) -> Any:
     )
 
 
-def experiment(size: tuple[int, int], rule: bool, position: int) -> wb.Experiment:
-    scaled = scaling(model(SIZES[0]), model(size), algorithm="muon" if MUON else "adamw")
-    chosen: dict[str, Any] = {"algorithm": "muon", "adamw_rate": ADAMW_RATE} if MUON else {}
+def experiment(sweep: Sweep, size: tuple[int, int], rule: bool, position: int) -> wb.Experiment:
+    scaled = scaling(model(sweep.sizes[0]), model(size), algorithm="muon" if sweep.muon else "adamw")
+    chosen: dict[str, Any] = {"algorithm": "muon", "adamw_rate": ADAMW_RATE} if sweep.muon else {}
     return wb.Experiment(
         model=scaled.model if rule else model(size),
         data=wb.data.corpus("demo", vocab_size=VOCABULARY),
-        steps=STEPS,
+        steps=sweep.steps,
         global_batch=BATCH,
         seq_len=SEQ_LEN,
         learning_rate=rate(position),
         optimizer=wb.Optimizer(**chosen, **(scaled.optimizer if rule else {})),
-        evaluation=wb.Evaluation(samples=HELD_OUT),
+        evaluation=wb.Evaluation(samples=sweep.held_out),
     )
 
 
@@ -158,48 +184,48 @@ def train(settings: wb.Experiment) -> float:
         norm = squared_norm(((p.grad, divisors[name]) for name, p in parameters.items()), loss.device).sqrt()
         scale_gradients(parameters.values(), clip_factor(norm, chosen.clip_norm))
         optimizer.step()
-    held_out = data.reads(settings).held_out()
+    held_out = settings.data.reads(settings).held_out()
     with torch.no_grad():
         return float(module.eval()(**held_out.__getitems__(list(range(len(held_out))))).loss)
 
 
-def lines(raw: dict[str, Any], rule: bool) -> dict[tuple[int, int], dict[int, float]]:
+def lines(sweep: Sweep, raw: dict[str, Any], rule: bool) -> dict[tuple[int, int], dict[int, float]]:
     """Return the losses of each model by the position of the rate."""
-    found: dict[tuple[int, int], dict[int, float]] = {size: {} for size in SIZES}
+    found: dict[tuple[int, int], dict[int, float]] = {size: {} for size in sweep.sizes}
     for run in raw["runs"]:
         size = (run["width"], run["depth"])
-        if run["rule"] == rule or size == SIZES[0]:
+        if run["rule"] == rule or size == sweep.sizes[0]:
             found[size][run["position"]] = run["held_out_loss"]
     return found
 
 
-def table(raw: dict[str, Any]) -> str:
+def table(sweep: Sweep, raw: dict[str, Any]) -> str:
     """Return how many steps of sqrt(2) the best rate of each model lies from the proxy's."""
     text = ["| width × depth | best rate with the rule | steps | best rate without | steps |", "|---|--:|--:|--:|--:|"]
-    proxy = lines(raw, True)[SIZES[0]]
+    proxy = lines(sweep, raw, True)[sweep.sizes[0]]
     centre = min(proxy, key=proxy.__getitem__)
-    for size in SIZES:
+    for size in sweep.sizes:
         cells = [f"{size[0]} × {size[1]}"]
         for rule in (True, False):
-            losses = lines(raw, rule)[size]
+            losses = lines(sweep, raw, rule)[size]
             best = min(losses, key=losses.__getitem__) if losses else None
             cells += ["", ""] if best is None else [f"{rate(best):.2g}", f"{best - centre:+d}"]
         text.append("| " + " | ".join(cells) + " |")
     return "\n".join(text)
 
 
-def draw(raw: dict[str, Any]) -> go.Figure:
+def draw(sweep: Sweep, raw: dict[str, Any]) -> go.Figure:
     """Draw the loss of each model over the rate, above its own best, with the rule and without it."""
     used = sorted({run["position"] for run in raw["runs"]})
-    proxy = lines(raw, True)[SIZES[0]]
+    proxy = lines(sweep, raw, True)[sweep.sizes[0]]
     centre = min(proxy, key=proxy.__getitem__)
     columns = [f"{rate(k):.1e}" for k in used]
-    names = [f"{width} × {depth}" for width, depth in SIZES]
+    names = [f"{width} × {depth}" for width, depth in sweep.sizes]
     figure = make_subplots(1, 2, subplot_titles=("With the rule", "Without it"), shared_yaxes=True)
     for column, rule in enumerate((True, False), start=1):
-        found = lines(raw, rule)
-        best = [min(found[size].values(), default=math.nan) for size in SIZES]
-        grid = [[found[size].get(k, math.nan) - low for k in used] for size, low in zip(SIZES, best, strict=True)]
+        found = lines(sweep, raw, rule)
+        best = [min(found[size].values(), default=math.nan) for size in sweep.sizes]
+        grid = [[found[size].get(k, math.nan) - low for k in used] for size, low in zip(sweep.sizes, best, strict=True)]
         words = [["" if math.isnan(v) else f"<b>{v:.2f}</b>" if v == 0 else f"{v:.2f}" for v in row] for row in grid]
         heat = go.Heatmap(x=columns, y=names, z=grid, text=words, texttemplate="%{text}", coloraxis="coloraxis")
         figure.add_trace(heat, row=1, col=column)
