@@ -146,9 +146,11 @@ def test_block_sparse_training_equals_masked_training(
 
 def test_a_block_sparse_run_evaluates_samples_and_exports_as_a_masked_one(tmp_path: Path) -> None:
     """On one CPU process, where the planner would mask: the worker places the model by another name of its device."""
+    text = tmp_path / "text.txt"
+    text.write_text("\n\n".join(f"The document {n} says that {n} birds sing in tree {n % 7}." for n in range(300)))
     experiment = wb.Experiment(
         model=wb.models.gpt2(hidden_size=32, num_layers=2, num_heads=4, max_positions=32),
-        data=wb.data.corpus("demo", vocab_size=400),
+        data=wb.data.corpus(text, vocab_size=300),
         seq_len=16,
         global_batch=4,
         steps=3,

@@ -65,7 +65,12 @@ def gpt2_of_a_prime_vocabulary() -> nn.Module:
     return model
 
 
-MODELS = {**zoo.MODELS, "gpt2-odd": gpt2_of_a_prime_vocabulary, "bert-half-frozen": zoo.bert_half_frozen}
+MODELS = {
+    **zoo.MODELS,
+    "gpt2-odd": gpt2_of_a_prime_vocabulary,
+    "bert-half-frozen": zoo.bert_half_frozen,
+    "bert-dropout": functools.partial(zoo.bert_pretraining, 0.1),
+}
 
 
 @dataclass(frozen=True)
@@ -303,10 +308,7 @@ def test_updates_under_combined_divisions_are_plain_adamws() -> None:
 
 def _dropped_out(_rank: int) -> dict[str, Any]:
     """Run one backward of BERT with dropout, with and without recomputation, on two tensor-parallel devices."""
-    torch.manual_seed(0)
-    model = zoo.bert_pretraining(0.1).train()
-    batch = zoo.batch("bert", 2 * MICRO_BATCH)
-    graph = capture(model, {key: spec_of(key, value[:MICRO_BATCH]) for key, value in batch.items()}, name="bert")
+    (model, graph), batch = captured_once("bert-dropout"), zoo.batch("bert", 2 * MICRO_BATCH)
     losses, gradients, largest = [], [], 0.0
     for recompute in ("none", "full", "selective"):
         case = Case(tensor=2, recompute=recompute, num_microbatches=2)
@@ -327,7 +329,7 @@ def _dropped_out(_rank: int) -> dict[str, Any]:
 
 
 def test_dropout_under_tensor_parallelism_differs_in_divided_regions_and_nowhere_else() -> None:
-    found = launch(_dropped_out, 2)
+    found = launch(_dropped_out, 2, ahead=functools.partial(captured_once, "bert-dropout"))
     assert found["seeds"][0] != found["seeds"][1]
     assert found["random"] == {f"bert.encoder.layer.{layer}" for layer in range(4)}, "attention draws on each device"
     assert found["between"] == 0, "a weight that both devices hold received different gradients"
@@ -501,8 +503,8 @@ def test_a_blocks_whole_weights_are_let_go_before_the_next_is_sharded() -> None:
 def _gathers_and_forwards(_rank: int, zero: int) -> list[tuple[str, int]]:
     """Return, of one forward, when the weights of each block are all-gathered and when the block runs."""
     found: list[tuple[str, int]] = []
-    model, graph = captured("bert")
-    trainer = trainer_of(model, graph, plan_of(graph, Case(data=2, zero=zero)))
+    model, graph = ONE_BERT()
+    trainer = trainer_of(copy.deepcopy(model), graph, plan_of(graph, Case(data=2, zero=zero)))
     unshard, forward = FSDPParamGroup.unshard, BlockModule.forward
 
     def gathering(group: FSDPParamGroup, *given: Any) -> None:
@@ -526,7 +528,7 @@ def _gathers_and_forwards(_rank: int, zero: int) -> list[tuple[str, int]]:
 
 @pytest.mark.parametrize("zero", [1, 3])
 def test_a_blocks_weights_are_on_their_way_when_the_block_before_it_runs(zero: int) -> None:
-    found = launch(_gathers_and_forwards, 2, zero)
+    found = launch(_gathers_and_forwards, 2, zero, ahead=ONE_BERT)
     gathered = [block for event, block in found if event == "gather"]
     assert gathered == sorted(gathered)
     assert len(gathered) > 2

@@ -6,19 +6,18 @@ Datasets that can only be iterated go on after kills, too.
 from __future__ import annotations
 
 import shutil
-from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
-from torch.utils.data import IterableDataset
 
 import workbench as wb
 from tests.distributed import real_worker
 from tests.distributed.harness import AtGate, launch
-from tests.distributed.real_worker import Ranks, Words, curve, directory, plan, trained
+from tests.distributed.real_worker import Ranks, curve, directory, plan, trained
+from tests.distributed.word_stream import SEQ, WordStream
 from tests.exhaustive import EXHAUSTIVE
 from tests.patience import Gate, eventually
 from workbench.execution.checkpoint import complete_checkpoints, read_manifest
@@ -28,7 +27,7 @@ from workbench.rundir import RunDir
 from workbench.runs.event_log import read_events
 from workbench.runs.run import Run
 
-SEQ, BUFFER, BATCH, STEPS = 16, 24, 8, 30
+BUFFER, BATCH, STEPS = 24, 8, 30
 PLANS: dict[str, dict[str, int]] = {
     "two stages": {"pipeline": 2},
     "ZeRO 1": {"data": 2, "zero": 1},
@@ -154,23 +153,6 @@ def test_no_sample_is_lost_or_seen_twice_when_two_replicas_go_on_after_one(text:
     assert rest == sorted(
         row.tolist() for row in dataset.__getitems__(range(end * BATCH, (end + 1) * BATCH))["input_ids"]
     )
-
-
-class WordStream(IterableDataset):
-    """Items that can only be read one after the other, 50 in a pass, with a state that tells how many were read."""
-
-    read = 0
-
-    def __iter__(self) -> Iterator[dict[str, torch.Tensor]]:
-        while self.read < 50:
-            self.read += 1
-            yield {**Words()[self.read], "input_ids": torch.full((SEQ,), self.read)}
-
-    def state_dict(self) -> dict[str, int]:
-        return {"read": self.read}
-
-    def load_state_dict(self, state: dict[str, int]) -> None:
-        self.read = state["read"]
 
 
 def test_an_iterable_dataset_killed_with_9_goes_on_to_the_last_bit(tmp_path: Path) -> None:

@@ -4,22 +4,23 @@ from __future__ import annotations
 
 import copy
 import functools
+import re
 from pathlib import Path
 from typing import Any
 
-import pytest
 import torch
 from torch import nn
 from torch.utils.data import default_collate
 
 import workbench as wb
 from tests.distributed.harness import forced_plan, launch, plain_step, unlike_plain
+from tests.distributed.real_worker import Ranks, curve, directory
 from tests.distributed.test_every_plan import trainer_of
 from tests.patience import PATIENCE_S
 from tests.unit.coupled_models import COUPLED, WEIGHTED, WIDTH, Mixup, samples_for
 from workbench.capture import Graph, capture, spec_of
-from workbench.errors import RunFailed
 from workbench.experiment import Experiment
+from workbench.rundir import read_json
 
 TOLERANCE = 1e-5
 BATCH = 8
@@ -85,15 +86,16 @@ class LargeMixup(Mixup):
         return super().forward(x + self.large(tokens).mean(2).mean(1, keepdim=True), labels)
 
 
-def test_a_run_of_a_large_model_whose_loss_compares_samples_ends_before_its_first_update(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv("WORKBENCH_RUNS", str(tmp_path / "runs"))
+def test_a_run_of_a_large_model_whose_loss_compares_samples_ends_before_its_first_update(tmp_path: Path) -> None:
     samples = samples_for("mixup by flip", BATCH)
     experiment = Experiment.of(model=LargeMixup, data=samples, steps=1, global_batch=BATCH, seq_len=1)
     plan = wb.plan(experiment, data=2, micro_batch=2)
     assert "compares numbers on its first device before the first update" in plan.notes[-1]
-    run = wb.launch(experiment, plan)
-    with pytest.raises(RunFailed, match=r"4 samples have the loss .* flip at .* Nothing was updated"):
-        run.wait(PATIENCE_S)
-    assert not len(run.history())
+    run = directory(tmp_path / "run", experiment, plan)
+    ranks = Ranks(run, plan.world)
+    for process in ranks.processes:
+        process.join(PATIENCE_S)
+        assert process.exitcode == 1
+    said = read_json(run.error(0))["message"]
+    assert re.search(r"4 samples have the loss .* flip at .* Nothing was updated", said), said
+    assert not curve(run)

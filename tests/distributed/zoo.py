@@ -316,7 +316,7 @@ BY_HAND: dict[str, Callable[[], nn.Module]] = {
 }
 MODELS: dict[str, Callable[[], nn.Module]] = {**HUGGING_FACE, **BY_HAND}
 IMAGES = ("vit", "swin", "resnet")
-PRETRAINED_AS_BERT = ("bert", "bert-half-frozen")
+PRETRAINED_AS_BERT = ("bert", "bert-half-frozen", "bert-dropout")
 PADDED = (
     *PRETRAINED_AS_BERT,
     "roberta",
