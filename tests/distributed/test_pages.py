@@ -23,11 +23,12 @@ experiment = wb.Experiment(
 COMPLETE = ("own-data", "own-model")
 """How-tos that take nothing as given: a reader copies them as they stand."""
 FURTHER_GIVEN = {
+    "bisect": "experiment = experiment.replace(global_batch=128)",
     "runs": """
 from tests.distributed.documents import hold_resumed
 experiment = experiment.replace(global_batch=8, callbacks=[hold_resumed])
 plan = wb.plan(experiment, wb.measure.local_cluster(1))
-"""
+""",
 }
 """What else a how-to takes as given: a run that goes on until it is stopped, however many steps it takes meanwhile."""
 AFTERWARDS = {

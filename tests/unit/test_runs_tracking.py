@@ -374,6 +374,7 @@ def test_a_dead_port_costs_no_point_and_sync_delivers_them_later_with_the_notebo
     assert losses(fake.histories[identity]) == EXPECTED
     assert fake.artifacts[f"notebook-{identity}"]["state"] == "COMMITTED"
     assert not tracking.pending(run)
+    monkeypatch.setattr(tracking, "logged_in", lambda: True)  # as the client has just said
     asked = len(fake.histories[identity])
     assert tracking.sync(run).state == "synced"
     assert len(fake.histories[identity]) == asked, "what is there is not uploaded again"
