@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
@@ -32,6 +33,28 @@ from workbench.sweeps.rules import FIRST_RUNS, Diverged, Study, objective, repor
 from workbench.sweeps.sweep import Axes
 
 AXES = {"learning_rate": [1e-3, 2e-3, 4e-3], "betas": [[0.9, 0.98], [0.9, 0.95]]}
+
+
+@pytest.fixture(scope="module", autouse=True)
+def one_capture_of_each_length() -> Iterator[None]:
+    """Capture the one model of these tests once for each length: what they look at comes after that."""
+    capture, divide = captured_model.capture, captured_model.division_of
+    graphs, verdicts = dict[str, Any](), dict[int, Any]()
+
+    def captured_once(model, batch, **options):
+        if str(batch) not in graphs:
+            graphs[str(batch)] = capture(model, batch, **options)
+        return graphs[str(batch)]
+
+    def divided_once(graph, *given):
+        if id(graph) not in verdicts:
+            verdicts[id(graph)] = divide(graph, *given)
+        return verdicts[id(graph)]
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(captured_model, "capture", captured_once)
+        patch.setattr(captured_model, "division_of", divided_once)
+        yield
 
 
 def study(path, sampler: str = "grid", rule=None, interval: int = 10) -> Study:
