@@ -179,9 +179,9 @@ def test_a_run_is_followed_without_a_browser_until_it_has_failed(tmp_path):
     write_json(run.launcher, {"supervisor": this_process()})
     append_event(run.events, "status", state="running", message="")
     append_event(run.events, "step", step=4, loss=6.5, tokens_per_s=1e3, step_ms=500.0)
-    code = f"import sys; sys.path.insert(0, {str(ROOT)!r}); from workbench.cli import main; main()"
-    command = [sys.executable, "-c", code, "show", "bert-1", "--follow", "--every", "0.2"]
-    following = subprocess.Popen(command, cwd=tmp_path, stdout=subprocess.PIPE, text=True)
+    command = [sys.executable, "-m", "workbench", "show", "bert-1", "--follow", "--every", "0.2"]
+    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
+    following = subprocess.Popen(command, cwd=tmp_path, env=environment, stdout=subprocess.PIPE, text=True)
     assert following.stdout.readline().split("  ")[1:] == [
         *("bert-1", "running", "4 of 100 (4%)", "loss 6.5", "1 k tokens/s", "50 s left\n")
     ]
@@ -193,20 +193,9 @@ def test_a_run_is_followed_without_a_browser_until_it_has_failed(tmp_path):
     assert following.wait(PATIENCE_S) == 1
 
 
-def test_a_notebook_is_executed_with_its_parameters_and_exported(notebook, tmp_path):
-    words = ["execute", str(notebook), "-p", "steps=40", "-p", "name=short", "--to", "out"]
-    command, environment = [sys.executable, "-m", "workbench", *words], {**os.environ, "PYTHONPATH": str(ROOT)}
-    answer = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True)
-    assert answer.returncode == 0, answer.stderr
-    executed, page = answer.stdout.split()
-    assert (executed, page) == (str(tmp_path / "out" / "trial.ipynb"), str(tmp_path / "out" / "trial.html"))
-    assert "short for 40 steps" in Path(page).read_text()
-    assert str(tmp_path) not in Path(executed).read_text(), "a notebook that is handed on names no folder of its author"
-
-
-def test_lines_of_progress_that_are_over_leave_no_gaps_in_an_executed_notebook(notebook, tmp_path):
-    value = nbformat.read(notebook, as_version=4)
-    value.cells[-1].source = """
+PROGRESS = f"""
+import sys
+sys.path.insert(0, {str(ROOT)!r})
 from IPython.display import DisplayHandle
 from tests.patience import eventually
 from workbench import display
@@ -218,10 +207,38 @@ with display.waiting("counting"):
     eventually(lambda: shown)
 print("counted")
 """
-    value.cells[-1].source = f"import sys\nsys.path.insert(0, {str(ROOT)!r})\n{value.cells[-1].source}"
+STUMBLES = """
+import pathlib
+from ipykernel import kernelapp
+begun = pathlib.Path(__file__).with_name("begun")
+if not begun.exists():
+    begun.touch()
+    raise SystemExit("Address already in use")
+kernelapp.launch_new_instance()
+"""
+
+
+def test_a_notebook_is_executed_with_its_parameters_and_exported_though_its_kernels_port_was_taken(
+    notebook, workbench, tmp_path, monkeypatch
+):
+    value = nbformat.read(notebook, as_version=4)
+    value.cells.append(nbformat.v4.new_code_cell(PROGRESS))
     nbformat.write(value, notebook)
-    executed = nbformat.read(notebooks.execute(notebook, tmp_path / "out").notebook, as_version=4)
-    assert [output.get("text") for output in executed.cells[-1].outputs] == ["counted\n"]
+    (folder := tmp_path / "kernels" / "stumbling").mkdir(parents=True)
+    (folder / "kernel.py").write_text(STUMBLES)
+    words = [sys.executable, str(folder / "kernel.py"), "-f", "{connection_file}"]
+    write_json(folder / "kernel.json", {"argv": words, "display_name": "Stumbling", "language": "python"})
+    monkeypatch.setenv("JUPYTER_PATH", str(tmp_path))
+    words = ["-p", "steps=40", "-p", "name=short", "--to", "out", "--kernel", "stumbling"]
+    answer = workbench("execute", str(notebook), *words)
+    assert answer.returncode == 0, answer.stderr
+    assert (folder / "begun").exists(), "another start was needed"
+    executed, page = answer.stdout.split()
+    assert (executed, page) == (str(tmp_path / "out" / "trial.ipynb"), str(tmp_path / "out" / "trial.html"))
+    assert "short for 40 steps" in Path(page).read_text()
+    assert str(tmp_path) not in Path(executed).read_text(), "a notebook that is handed on names no folder of its author"
+    last = nbformat.read(executed, as_version=4).cells[-1]
+    assert [output.get("text") for output in last.outputs] == ["counted\n"], "lines of progress leave no gaps"
 
 
 def test_a_misspelt_notebook_parameter_fails_with_the_known_ones(notebook, tmp_path):
@@ -253,28 +270,6 @@ def test_a_notebook_without_a_kernel_runs_with_pythons_and_one_with_an_unknown_o
     del value.metadata["kernelspec"]
     nbformat.write(value, notebook)
     assert "default for 7 steps" in notebooks.execute(notebook, tmp_path / "out", {"steps": 7}).page.read_text()
-
-
-STUMBLES = """
-import pathlib
-from ipykernel import kernelapp
-begun = pathlib.Path(__file__).with_name("begun")
-if not begun.exists():
-    begun.touch()
-    raise SystemExit("Address already in use")
-kernelapp.launch_new_instance()
-"""
-
-
-def test_a_kernel_that_finds_its_port_taken_is_started_again(notebook, tmp_path, monkeypatch):
-    (folder := tmp_path / "kernels" / "stumbling").mkdir(parents=True)
-    (folder / "kernel.py").write_text(STUMBLES)
-    words = [sys.executable, str(folder / "kernel.py"), "-f", "{connection_file}"]
-    write_json(folder / "kernel.json", {"argv": words, "display_name": "Stumbling", "language": "python"})
-    monkeypatch.setenv("JUPYTER_PATH", str(tmp_path))
-    executed = notebooks.execute(notebook, tmp_path / "out", {"steps": 7}, kernel="stumbling")
-    assert (folder / "begun").exists()
-    assert "default for 7 steps" in executed.page.read_text()
 
 
 def test_a_kernel_that_dies_leaves_the_page_up_to_there(notebook, tmp_path):

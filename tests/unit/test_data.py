@@ -327,17 +327,30 @@ def test_a_changed_text_is_tokenised_anew(tmp_path, speeches):
     assert after.documents == before.documents + 1
 
 
+AT_ONCE = """
+import os, sys
+from workbench import data, models
+from workbench.experiment import Experiment
+asked = Experiment(model=models.bert(vocab_size=500), data=data.corpus(sys.argv[1], vocab_size=500))
+reads = asked.data.reads(asked)
+processes = []
+for _ in "abc":
+    if not (process := os.fork()):
+        reused = reads.prepare(progress=False).reused
+        os.write(1, f"{reused} {reads.dataset()[0]['input_ids'].sum().item()}\\n".encode())  # a line in one piece
+        os._exit(0)
+    processes.append(process)
+sys.exit(any([os.waitpid(process, 0)[1] for process in processes]))
+"""
+
+
 def test_processes_that_prepare_at_once_do_the_work_once(tmp_path, speeches):
     path = tmp_path / "a.txt"
     path.write_text("\n\n".join(speeches))
-    code = (
-        "from workbench import data, models; from workbench.experiment import Experiment\n"
-        f"e = Experiment(model=models.bert(vocab_size=500), data=data.corpus({str(path)!r}, vocab_size=500))\n"
-        "print(e.data.reads(e).prepare(progress=False).reused, e.data.reads(e).dataset()[0]['input_ids'].sum().item())"
-    )
     environment = {**os.environ, "WORKBENCH_HOME": str(tmp_path / "home"), "OMP_NUM_THREADS": "1"}
-    workers = [subprocess.Popen([sys.executable, "-c", code], env=environment, stdout=subprocess.PIPE) for _ in "abc"]
-    lines = [worker.communicate()[0].decode().split() for worker in workers]
+    command = [sys.executable, "-c", AT_ONCE, str(path)]
+    said = subprocess.run(command, env=environment, stdout=subprocess.PIPE, text=True, check=True).stdout
+    lines = [line.split() for line in said.splitlines()]
     assert sorted(reused for reused, _ in lines) == ["False", "True", "True"]
     assert len({checksum for _, checksum in lines}) == 1
 
