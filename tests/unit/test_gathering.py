@@ -204,7 +204,7 @@ def test_an_experiment_with_sparse_weights_is_not_gathered_and_says_why() -> Non
         wb.plan(experiment, cluster(1), micro_batch=2)
 
 
-@pytest.mark.parametrize("how", GATHERED)
+@pytest.mark.parametrize("how", [how for how in GATHERED if how != "Hugging Face's CLIP"])  # it has SigLIP's towers
 def test_an_experiment_that_evaluates_is_gathered(how: str) -> None:
     experiment = experiment_of(GATHERED[how], samples_for(how), eval_data=samples_for(how))
     plan = wb.plan(experiment, cluster(2), data=2, micro_batch=2)

@@ -97,10 +97,30 @@ def test_a_fused_update_is_left_out_on_the_device_and_is_otherwise_the_same() ->
         torch.testing.assert_close(found, trained(None, None), rtol=0, atol=0)
 
 
+H200 = wb.Cluster.of("h200", gpus=1)
+
+
 def tiny(**changes: Any) -> wb.Experiment:
     fields = {"hidden_size": 16, "num_layers": 2, "num_heads": 2, "vocab_size": 400, "max_positions": 32}
     data = wb.data.corpus("demo", vocab_size=400)
     return wb.Experiment.of(**{"model": wb.models.bert(**fields), "data": data, "seq_len": 32, **changes})
+
+
+class TwoMatrices(nn.Module):
+    """A model that is captured in a moment, for tests of what does not depend on the model."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.table, self.hidden, self.head = nn.Embedding(400, 8), nn.Linear(8, 8), nn.Linear(8, 400)
+
+    def forward(self, input_ids: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+        logits = self.head(torch.relu(self.hidden(self.table(input_ids))))
+        return nn.functional.cross_entropy(logits.flatten(0, 1), labels.flatten())
+
+
+def quick(**changes: Any) -> wb.Experiment:
+    corpus = wb.data.corpus("demo", vocab_size=400, objective="clm")
+    return tiny(model=TwoMatrices, data=corpus, **changes)
 
 
 @pytest.mark.parametrize(
@@ -154,20 +174,20 @@ def test_a_pattern_without_a_parameter_is_refused_before_planning() -> None:
     for field in ("rate_scale", "decay_scale", "eps_scale", "grad_norm_scale", "fused_projections"):
         optimizer = "muon" if field == "fused_projections" else "adamw"
         with pytest.raises(InvalidExperiment, match=rf"The pattern '\*attentoin\*' of {field} matches none"):
-            wb.plan(tiny(optimizer=optimizer, **{field: {"*attentoin*": 2.0, "*": 1.0}}), wb.Cluster.of("h200", gpus=1))
+            wb.plan(quick(optimizer=optimizer, **{field: {"*attentoin*": 2.0, "*": 1.0}}), H200)
     for field, value in (("clip_norm", 1.0), ("trained_during", (0, 1))):
         with pytest.raises(InvalidExperiment, match=rf"of {field} matches none"):
-            wb.plan(tiny(**{field: {"*attentoin*": value}}), wb.Cluster.of("h200", gpus=1))
+            wb.plan(quick(**{field: {"*attentoin*": value}}), H200)
 
 
 def test_only_adamw_can_be_offloaded() -> None:
     cluster = wb.Cluster.of("h200", gpus=1)
     with pytest.raises(PlanInfeasible, match="the experiment trains with lamb, whose state stays on the device"):
-        wb.plan(tiny(optimizer="lamb"), cluster, offload_optimizer=True)
-    plan = wb.plan(tiny(), cluster, offload_optimizer=True)
+        wb.plan(quick(optimizer="lamb"), cluster, offload_optimizer=True)
+    plan = wb.plan(quick(), cluster, offload_optimizer=True)
     with pytest.raises(PlanMismatch, match="trains with lamb, whose state stays on the device"):
-        wb.launch(tiny(optimizer="lamb"), plan)
-    assert not wb.plan(tiny(optimizer="sgd"), cluster, memory_limit_gib=1.0).offload_optimizer
+        wb.launch(quick(optimizer="lamb"), plan)
+    assert not wb.plan(quick(optimizer="sgd"), cluster, memory_limit_gib=1.0).offload_optimizer
 
 
 @pytest.mark.parametrize(
@@ -448,7 +468,7 @@ def test_an_optimizer_that_cannot_train_is_refused(optimizer: Any, message: str)
 
 def test_plans_divide_only_what_an_optimizer_of_ones_own_allows() -> None:
     cluster = wb.Cluster.of("h200", gpus=2)
-    whole, elementwise = tiny(optimizer=torch.optim.Adafactor), tiny(optimizer=torch.optim.RMSprop)
+    whole, elementwise = quick(optimizer=torch.optim.Adafactor), quick(optimizer=torch.optim.RMSprop)
     assert {(plan.zero, plan.tensor) for plan in wb.search(whole, cluster)} == {(0, 1)}
     with pytest.raises(PlanInfeasible, match="zero=3 divides what the optimizer of Adafactor needs whole"):
         wb.plan(whole, cluster, zero=3)
@@ -456,8 +476,8 @@ def test_plans_divide_only_what_an_optimizer_of_ones_own_allows() -> None:
     with pytest.raises(PlanMismatch, match="zero=3, which divides what the optimizer of Adafactor needs whole"):
         wb.launch(whole, sharded)
     with pytest.raises(InvalidExperiment, match="returned NoneType"):
-        wb.plan(tiny(optimizer=lambda _groups: None), cluster)
-    rms, adamw = (wb.plan(each, cluster, zero=0, data=2).stages[0].memory for each in (elementwise, tiny()))
+        wb.plan(quick(optimizer=lambda _groups: None), cluster)
+    rms, adamw = (wb.plan(each, cluster, zero=0, data=2).stages[0].memory for each in (elementwise, quick()))
     assert rms.optimizer == pytest.approx(adamw.optimizer / 2, rel=1e-3)
 
 
@@ -533,7 +553,7 @@ def test_replicas_orthogonalise_everything_themselves_where_that_is_faster_than_
 
 
 def test_a_plan_of_another_optimiser_orthogonalises_nothing() -> None:
-    plan = wb.plan(tiny(), wb.Cluster.of("h200", gpus=1))
+    plan = wb.plan(quick(), wb.Cluster.of("h200", gpus=1))
     assert plan.prediction.orthogonalisation_ms == 0
     assert "Muon" not in repr(wb.planning.explain(plan))
 
@@ -583,7 +603,7 @@ def test_projections_that_a_model_reads_apart_are_found_and_others_can_be_said()
 def test_a_plan_holds_the_state_of_its_optimizer() -> None:
     cluster = wb.Cluster.of("h200", gpus=1)
     adamw, sgd = (
-        wb.plan(tiny(optimizer=name), cluster, offload_optimizer=False).stages[0].memory for name in ("adamw", "sgd")
+        wb.plan(quick(optimizer=name), cluster, offload_optimizer=False).stages[0].memory for name in ("adamw", "sgd")
     )
     assert sgd.optimizer == adamw.optimizer // 2
     assert sgd.parameters == adamw.parameters

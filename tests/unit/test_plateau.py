@@ -188,16 +188,27 @@ def points(law: Law, noise: float = 0.0, seeds: int = 1, sizes: Sequence[float] 
     ]
 
 
+@pytest.fixture(autouse=True)
+def fewer_resamples(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Resample as often as what is asked of the intervals here needs."""
+    monkeypatch.setattr(ladder, "RESAMPLES", 60)
+
+
 @pytest.fixture
 def few_resamples(monkeypatch: pytest.MonkeyPatch) -> None:
     """Resample less, for tests of what needs no interval."""
     monkeypatch.setattr(ladder, "RESAMPLES", 10)
 
 
+def noisy_points() -> list[LadderPoint]:
+    """Return three runs of every size and budget that scatter by 0.5 %, by Kaplan et al.'s form."""
+    return points(LAWS["kaplan"], noise=0.005, seeds=3)
+
+
 @functools.cache
 def noisy_law() -> ScalingLaw:
-    """Return the law of three runs of every size and budget that scatter by 0.5 %, by Kaplan et al.'s form."""
-    return scaling_law(points(LAWS["kaplan"], noise=0.005, seeds=3))
+    """Return their law."""
+    return scaling_law(noisy_points())
 
 
 @pytest.mark.parametrize("form", FORMS, ids=lambda form: form.name)
@@ -249,7 +260,7 @@ def test_the_law_says_its_errors_and_the_scatter_between_seeds() -> None:
 @pytest.mark.usefixtures("few_resamples")
 def test_runs_on_a_plateau_are_said_to_follow_no_law() -> None:
     """All sizes end at one loss after the smallest budget, which no form can do together with what follows."""
-    found = points(LAWS["kaplan"], noise=0.005, seeds=3)
+    found = noisy_points()
     stuck = [dataclasses.replace(point, loss=6.0) if point.tokens == BUDGETS[0] else point for point in found]
     words = "Both forms miss the runs by at least"
     assert words in repr(scaling_law(stuck))
@@ -257,8 +268,9 @@ def test_runs_on_a_plateau_are_said_to_follow_no_law() -> None:
     assert words not in repr(scaling_law(points(LAWS["chinchilla"], seeds=2))), "seeds that end alike show no scatter"
 
 
+@pytest.mark.usefixtures("few_resamples")
 def test_the_order_of_the_runs_does_not_matter() -> None:
-    law, other = noisy_law(), scaling_law(noisy_law().points[::-1])
+    law, other = scaling_law(noisy_points()), scaling_law(noisy_points()[::-1])
     assert law.predict(1e6, 1.5e6) == other.predict(1e6, 1.5e6)
 
 
