@@ -12,9 +12,9 @@ class Unit(NamedTuple):
     """A unit in which a measure is shown: on axes and in words, and so in pictures and tables of them."""
 
     name: str
-    """Its name, in the plural."""
+    """Name of many of it."""
     factor: float
-    """One of it, in the unit in which the measure is recorded."""
+    """Size of one, in the unit in which the measure is recorded."""
     singular: str = ""
     """Name of one; empty if it is that of many."""
 
