@@ -100,7 +100,8 @@ def test_from_the_launcher_to_a_page_for_a_colleague(
     page.evaluate(REMEMBER_PROGRESS)
     page.locator(lab.CARD, has_text="Scaled BERT").click()  # one click makes, opens and runs a notebook
     page.wait_for_function("() => window.progress.length")
-    page.locator(".jp-InputPrompt", has_text="[1]:").wait_for()
+    notebook = "window.jupyterapp.shell.currentWidget?.content"
+    page.wait_for_function(f"() => {notebook}?.widgets?.some(({{model}}) => model.executionCount)")
     assert page.title().startswith("bert_scaling")
     assert not list(server.root.glob("Untitled*"))
     page.goto("about:blank")
