@@ -11,7 +11,7 @@ import pytest
 import workbench as wb
 from tests.distributed.documents import Document, executed
 
-RATES, BATCH, STEPS = [0.6, 0.01], 32, 120
+RATES, BATCH, STEPS = [0.6, 0.01], 32, 240
 
 
 def test_the_template_measures_each_finding_and_closes_with_their_verdicts(tmp_path, monkeypatch):
