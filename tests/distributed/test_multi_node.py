@@ -23,7 +23,15 @@ from workbench.cost.hardware import Cluster
 from workbench.errors import PlanInfeasible
 from workbench.planning.plan import Plan
 from workbench.planning.planner import plan as make_plan
-from workbench.rundir import append_event, read_json, this_process, what_was_started, write_json
+from workbench.rundir import (
+    append_event,
+    read_json,
+    read_record,
+    this_process,
+    what_was_started,
+    write_json,
+    write_record,
+)
 from workbench.runs.event_log import read_events
 from workbench.runs.launching import launcher
 from workbench.runs.launching.launcher import Attempt
@@ -182,7 +190,7 @@ def test_a_job_that_is_stopped_and_submitted_again_goes_on(namespaces: tuple[str
     assert run.status.state == "stopped", (run.status, run.logs("launcher"))
     reached = run.checkpoints[-1].step
     assert reached >= 3
-    write_json(run.directory.experiment, {**read_json(run.directory.experiment), "steps": reached + 2})
+    write_record(run.directory.experiment, {**read_record(run.directory.experiment), "steps": reached + 2})
     write_json(run.directory.started, what_was_started(run.directory))  # a shorter run, and no edit that is refused
     assert ended([job(namespaces, run, tmp_path)]) == [0]
     assert run.status.state == "finished", (run.status, run.logs("launcher"))
