@@ -562,5 +562,5 @@ def _source(value: Any, found: Callable[[Any], str | None] | None = None) -> str
     if isinstance(value, dict):
         return "\n\n".join(f"# {name}\n{_source(function, found)}" for name, function in value.items())
     inner = innermost(value)
-    described = inner if inspect.isroutine(inner) or inspect.isclass(inner) else type(inner)
+    described: Any = inner if inspect.isroutine(inner) or inspect.isclass(inner) else type(inner)
     return found(described) or f"# {described!r}: its source was not found\n"
