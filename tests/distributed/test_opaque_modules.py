@@ -85,10 +85,20 @@ class Derivative(Layered):
 
 
 class Packed(Layered):
+    """Has recurrent layers, which store other weights than those of their last call in one piece on a GPU."""
+
+    class Flattened(nn.LSTM):
+        """Does so on a CPU too, as cuDNN's kernel for it does: a weight's data become a view of the piece."""
+
+        def flatten_parameters(self) -> None:
+            with torch.no_grad():
+                for weight in self._flat_weights:
+                    weight.set_(weight.clone())
+
     class Layer(nn.Module):
         def __init__(self) -> None:
             super().__init__()
-            self.rnn = nn.LSTM(4, WIDTH, batch_first=True)
+            self.rnn = Packed.Flattened(4, WIDTH, batch_first=True)
 
         def forward(self, x: torch.Tensor) -> torch.Tensor:
             lengths = (x[:, 0].detach() > 0).long().cpu() + 2

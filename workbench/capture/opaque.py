@@ -171,6 +171,8 @@ class OpaqueCall:
                 place.entries()[place.key] = tensor
             for module, is_training in zip(self.modules, self.training, strict=False):
                 vars(module)["training"] = is_training
+                if isinstance(module, nn.RNNBase):  # on a GPU it would move the rank's weights into storage of its own
+                    vars(module)["flatten_parameters"] = lambda: None
             yield
         finally:
             for attributes, copied, entries in before:
