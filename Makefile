@@ -6,6 +6,7 @@
 # make lab    JupyterLab on 127.0.0.1 with a card for each template in its launcher
 # make test-all         what CI runs: all of that and the longer tests
 # make test-exhaustive  the same with every model, plan and combination that is known, for an hour or two
+# make test-gpu         the tests for GPUs alone, side by side on those of this machine
 # make test-under-load  make test three times beside four busy loops, to show that no verdict depends on speed
 # make durations        all tests, which records in tests/durations.json how long each takes
 # A fresh machine needs Python 3.11 or newer and make; everything else is installed into .venv.
@@ -24,7 +25,7 @@ REPORTS ?= reports
 # Where this is set, as in many containers, each of the hundreds of processes would compile all of torch anew.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: demo test test-all test-exhaustive test-under-load durations tests-elsewhere tests-in-browser tests-on-gpu docs wheel lab lint clean
+.PHONY: demo test test-all test-exhaustive test-under-load durations tests-elsewhere tests-in-browser tests-on-gpu test-gpu docs wheel lab lint clean
 
 HAS_TORCH := import re, importlib.util as u, importlib.metadata as m; \
 	need = re.search(r"torch>=([0-9.]+)", open("pyproject.toml").read())[1]; \
@@ -118,8 +119,13 @@ tests-elsewhere: $(VENV)/.tested
 tests-in-browser: $(VENV)/.tested
 	-@said=$$($(PYTEST) --note-failures=$(NOTES)/browser.json tests/browser 2>&1); printf '\n%s\n' "$$said"
 
+# Three workers a GPU; what looks at one start of processes stays together. Without a GPU all of it is skipped.
+ON_GPUS := tests/gpu --numprocesses auto --dist loadgroup
 tests-on-gpu: $(VENV)/.tested
-	-@$(PYTEST) --note-failures=$(NOTES)/gpu.json tests/gpu
+	-@$(PYTEST) --note-failures=$(NOTES)/gpu.json $(ON_GPUS)
+
+test-gpu: $(VENV)/.tested
+	$(PYTEST) $(ON_GPUS)
 
 docs: $(VENV)/.documented
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict

@@ -23,8 +23,8 @@ os.environ.setdefault("PYTORCH_NVML_BASED_CUDA_CHECK", "1")
 DEVICE = os.environ.get("WORKBENCH_TEST_DEVICE", "cuda")
 FOUND = int(os.environ.get("WORKBENCH_TEST_DEVICES", 4)) if DEVICE == "cpu" else torch.cuda.device_count()
 DEVICES = max(size for size in (0, 1, 2, 4) if size <= FOUND)
-WORKERS_OF_ONE = 3
-"""Tests at a time, for each GPU: most wait for their processes to start and to compile."""
+WORKERS_OF_ONE = max(1, min(8, (os.cpu_count() or 1) // (2 * max(1, DEVICES))))
+"""Tests at a time, for each GPU: most wait for processes to start and for kernels to compile, which takes cores."""
 VISIBLE = "CUDA_VISIBLE_DEVICES"
 
 
