@@ -8,9 +8,11 @@ read and set here alone.
 
 from __future__ import annotations
 
+import importlib.util
 import multiprocessing
 import os
 from multiprocessing import forkserver, resource_tracker
+from pathlib import Path
 
 ADDRESS, KEY = "WORKBENCH_TEST_FORK_SERVER", "WORKBENCH_TEST_FORK_SERVER_KEY"
 """Environment variables by which workers find the server; later versions of Python ask for a key."""
@@ -31,9 +33,18 @@ PRELOADED = (
 
 
 def serve() -> None:
-    """Start the server, and tell its address to all processes that this one starts."""
+    """Start the server, and tell its address to all processes that this one starts.
+
+    Where Python has not compiled torch yet, which takes longer than to import it, wait until the server has: otherwise
+    every worker would do so at the same time.
+    """
     multiprocessing.set_forkserver_preload(list(PRELOADED))
     forkserver.ensure_running()
+    torch = importlib.util.find_spec("torch")
+    if torch is not None and torch.cached and not Path(torch.cached).exists():
+        first = multiprocessing.get_context("forkserver").Process(target=int)
+        first.start()
+        first.join()
     server = forkserver._forkserver
     os.environ[ADDRESS] = server._forkserver_address
     os.environ[KEY] = getattr(server, "_forkserver_authkey", b"").hex()
