@@ -217,6 +217,7 @@ def record(directory: str, upload: bool, environment: Mapping[str, str], limits:
     `limits` are constants of the recorder; its exit code is returned.
     """
     import wandb
+
     from workbench.runs import wandb_recorder
 
     replace_environment(environment)
@@ -231,6 +232,7 @@ def record(directory: str, upload: bool, environment: Mapping[str, str], limits:
 def download(address: str, environment: Mapping[str, str]) -> Path:
     """Copy a run from the server in this process, which has imported the client."""
     import wandb
+
     from workbench.runs import wandb_run
 
     replace_environment(environment)
