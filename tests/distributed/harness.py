@@ -139,10 +139,16 @@ def _fork_worlds(connection: Connection) -> None:
                     ahead()
                 torch.manual_seed(0)
                 gc.freeze()  # otherwise the first collection of a rank would copy the pages of every shared object
-                mp.start_processes(_entry, arguments, nprocs=arguments[0], join=True, start_method="fork")
+                # A torch for CUDA starts threads for a backward, and no fork may run another: `ahead` may have run one.
+                method = "forkserver" if _has_autograd_threads() else "fork"
+                mp.start_processes(_entry, arguments, nprocs=arguments[0], join=True, start_method=method)
             except Exception:
                 failure = Path(failed).read_text() if Path(failed).exists() else traceback.format_exc()
             connection.send(failure)
+
+
+def _has_autograd_threads() -> bool:
+    return any(name.read_text().startswith("pt_autograd") for name in Path("/proc/self/task").glob("*/comm"))
 
 
 def _entry(
