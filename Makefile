@@ -87,7 +87,8 @@ define judged
 	@mkdir -p $(NOTES); rm -f $(NOTES)/*; \
 	$(MAKE) --no-print-directory lint > $(NOTES)/lint.txt 2>&1 & lint=$$!; \
 	$(1); wait $$lint; code=$$?; cat $(NOTES)/lint.txt; \
-	$(BIN)/python -m tests.unsteady $(patsubst %,$(NOTES)/%.json,$(2)) && exit $$code
+	$(BIN)/python -m tests.unsteady $(patsubst %,$(NOTES)/%.json,$(2)) || exit 1; \
+	test $$code = 0 || { echo "make lint failed; what it said stands above."; exit 1; }
 endef
 
 test: $(VENV)/.tested

@@ -67,9 +67,12 @@ class _Notes:
     def __init__(self, file: Path) -> None:
         self.file = file
         self.failures: list[Failure] = []
+        self.passed = self.skipped = 0
         file.unlink(missing_ok=True)
 
     def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
+        self.passed += report.passed and report.when == "call"
+        self.skipped += report.skipped
         if report.failed:
             said = [report.longreprtext, *(f"--- {title} ---\n{text}" for title, text in report.sections)]
             self.failures.append(Failure(report.nodeid, report.when or "call", "\n".join(said)))
@@ -77,7 +80,8 @@ class _Notes:
     @pytest.hookimpl(trylast=True)
     def pytest_sessionfinish(self, session: pytest.Session) -> None:
         self.file.parent.mkdir(parents=True, exist_ok=True)
-        self.file.write_text(json.dumps({"exit": int(session.exitstatus), "failures": self.failures}))
+        counts = {"passed": self.passed, "skipped": self.skipped}
+        self.file.write_text(json.dumps({"exit": int(session.exitstatus), **counts, "failures": self.failures}))
 
 
 def causes(failures: Sequence[Failure]) -> list[list[Failure]]:
@@ -92,14 +96,15 @@ def causes(failures: Sequence[Failure]) -> list[list[Failure]]:
 def judge(notes: Sequence[Path], allowed: int) -> int:
     """Repeat what failed in the runs of these notes, print it, and return 0 if the runs count as passed, else 1."""
     failures: list[Failure] = []
+    passed = skipped = 0
     for note in notes:
         if not note.exists():
             print(f"The run of {note.stem} did not end: it left no note of what failed. Its output is above.")
             return 1
         ended = json.loads(note.read_text())
         failures += [Failure(*each) for each in ended["failures"]]
-        failed, passed = pytest.ExitCode.TESTS_FAILED, pytest.ExitCode.OK
-        if ended["exit"] != (failed if ended["failures"] else passed):
+        passed, skipped = passed + ended["passed"], skipped + ended["skipped"]
+        if ended["exit"] != (pytest.ExitCode.TESTS_FAILED if ended["failures"] else pytest.ExitCode.OK):
             print(f"The run of {note.stem} ended with pytest's exit code {ended['exit']}. Its output is above.")
             return 1
     by_cause = causes(failures)
@@ -110,10 +115,11 @@ def judge(notes: Sequence[Path], allowed: int) -> int:
     if unsteady:
         _write(unsteady)
         print(f"{len(unsteady)} unsteady, {allowed} allowed; written to {LIST.relative_to(ROOT)}: {_names(unsteady)}")
-    if len(unsteady) < len(by_cause):
-        print(f"{len(by_cause) - len(unsteady)} failed twice: {_names([c for c in by_cause if c not in unsteady])}")
-        return 1
-    return int(len(unsteady) > allowed)
+    twice = [cause for cause in by_cause if cause not in unsteady]
+    if twice:
+        print(f"{len(twice)} failed twice: {_names(twice)}")
+    print(f"{passed + sum(map(len, unsteady))} passed, {sum(map(len, twice))} failed, {skipped} skipped")
+    return int(bool(twice) or len(unsteady) > allowed)
 
 
 def _names(some: Sequence[Sequence[Failure]]) -> str:

@@ -65,11 +65,14 @@ def test_a_test_that_passes_alone_is_told_with_both_outputs_and_listed(
     assert "1 passed" in alone
     rows = (suite / "unsteady.md").read_text().splitlines()[-1:]
     assert ["`test_it.py::test_once`" in row for row in rows] == [True]
+    assert said.splitlines()[-1] == "2 passed, 0 failed, 0 skipped"
 
 
 def test_a_test_that_fails_twice_is_red(suite: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert verdict(suite, "twice or once") == 1
-    assert "1 failed twice: test_it.py::test_twice" in capsys.readouterr().out
+    *_, named, counts = capsys.readouterr().out.splitlines()
+    assert named == "1 failed twice: test_it.py::test_twice"
+    assert counts == "1 passed, 1 failed, 0 skipped"
 
 
 def test_tests_that_share_a_failed_set_up_count_as_one(suite: Path) -> None:
@@ -93,6 +96,6 @@ def test_a_run_without_failures_passes_and_one_that_did_not_end_does_not(suite: 
 
 def test_many_failures_are_red_without_being_repeated(suite: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     failures = [Failure(f"test_it.py::test_{index}", "call", "E   wrong") for index in range(unsteady.REPEATED + 1)]
-    (suite / "note.json").write_text(json.dumps({"exit": 1, "failures": failures}))
+    (suite / "note.json").write_text(json.dumps({"exit": 1, "passed": 0, "skipped": 0, "failures": failures}))
     monkeypatch.setattr(subprocess, "run", lambda *_, **__: pytest.fail("a test was repeated"))
     assert unsteady.judge([suite / "note.json"], 2) == 1
