@@ -226,6 +226,13 @@ def test_ordinary_words_digests_and_names_stay(text_: str) -> None:
     assert masked_words(text_) == text_
 
 
+def test_a_short_password_of_the_environment_is_hidden_as_a_word_and_not_within_others(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setenv("DB_PASSWORD", "tulip")
+    assert masked_words("It is tulip, not tulips.") == f"It is {MASK}, not tulips."
+
+
 def test_pictures_columns_and_the_project_s_own_pages_stay() -> None:
     drawn = base64.b64encode(random.Random(0).randbytes(300_000)).decode()
     cell = {"image/png": drawn, "bdata": drawn[:500], "text/html": f'<img src="data:image/png;base64,{drawn[:4000]}">'}
