@@ -39,6 +39,7 @@ from typing import Any
 import numpy as np
 
 from benchmarks.pages import fill
+from tests.patience import PATIENCE_S
 
 REPOSITORY = Path(__file__).parents[1]
 sys.path.insert(0, str(REPOSITORY / "tests" / "browser"))
@@ -128,7 +129,9 @@ def laboratory(folder: Path) -> Iterator[tuple[Any, Any]]:
         browser = play.chromium.launch(
             executable_path=CHROMIUM, args=[*lab.CHROMIUM_ARGUMENTS, "--enable-precise-memory-info"]
         )
-        yield server, browser.new_page(viewport={"width": 1400, "height": 1000})
+        page = browser.new_page(viewport={"width": 1400, "height": 1000})
+        page.set_default_timeout(1e3 * PATIENCE_S)
+        yield server, page
         browser.close()
 
 

@@ -52,7 +52,6 @@ def main() -> None:
 
     moves = {name: keys[:1] for name, keys in MOVES.items()} if asked.tiny else MOVES
     with tempfile.TemporaryDirectory() as folder, laboratory(Path(folder)) as (server, page):
-        page.set_default_timeout(lab.PATIENCE_MS)
         lab.write_notebook(server.root / "what_if.ipynb", [CELL])
         lab.open_notebook(page, server, "what_if.ipynb")
         lab.run_all(page)

@@ -63,7 +63,7 @@ ELSEWHERE = {
     "sparse_family": "below; its trainings in tests/distributed/test_sparse_template.py",
     "sparse_kernels": "below, in Triton's interpreter",
     "throughput": "tests/distributed/test_peers.py",
-    "what_if": "needs JupyterLab in a browser",
+    "what_if": "tests/browser/test_measuring_commands.py",
 }
 """Where other commands are run, or why they are not."""
 
@@ -100,7 +100,9 @@ def test_help_does_no_work(command: str, capsys: pytest.CaptureFixture[str]) -> 
 @pytest.mark.parametrize("words", TINY)
 def test_a_command_runs(words: str, tmp_path: Path) -> None:
     names = inputs(tmp_path)
+    before = set(tmp_path.rglob("*"))
     call(words, **names)
+    assert set(tmp_path.rglob("*")) - before, "it wrote something"
     if TINY[words]:
         found = json.loads(Path(names["OUT"]).read_text())
         assert set(TINY[words].split(", ")) <= found.keys()
