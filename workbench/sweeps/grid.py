@@ -136,7 +136,7 @@ class Grid:
             cells: `"choice"` measures the cells whose prediction is so near to the best that they might be faster,
                 `"all"` every cell that has a plan, a number as many of them from the fastest to the slowest, evenly by
                 their rank, and a list these cells.
-            steps: steps of each cell, of which the first three are not timed.
+            steps: steps of each cell, of which the first three are not timed. The rate warms up over all of them.
             directory: the directory of the measurement; by default `<name>-grid-<time>` in `$WORKBENCH_RUNS`, or in
                 `./runs`.
 
@@ -147,7 +147,9 @@ class Grid:
         if steps <= WARM_STEPS:
             raise InvalidArgument(f"steps={steps} times no step. Give more than {WARM_STEPS}, which are warm-up.")
         changes: dict[str, Any] = {"evaluation": None, "samples": None, "checkpoint_every": None, "project": ""}
-        short = self.experiment.replace(**changes, steps=steps, keep_checkpoints=0, warmup_steps=None, log_every=1)
+        # At the full rate from the first steps on, losses leap, by another amount under each plan's rounding and draws.
+        warmup = None if callable(self.experiment.optimizer.lr_schedule) else steps
+        short = self.experiment.replace(**changes, steps=steps, keep_checkpoints=0, warmup_steps=warmup, log_every=1)
         plans = [({n: cell.choices[n] for n in self.varied}, cell.plan) for cell in chosen if cell.plan is not None]
         facts = facts_for(short, plans[0][1])
         for _, plan in plans:
