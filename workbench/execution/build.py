@@ -231,7 +231,7 @@ class _RankCode:
         run = self._runners[recompute][block.block_type]
         if is_gathered:
             count = self._plan.num_microbatches
-            run = GatheredLoss(run, block, self._graph.gathered, self._context, count, self._group)
+            run = GatheredLoss(run, block, self._graph, self._context, count, self._group)
         compiled = self._compile and not is_opaque(block.code)
         return block_module.BlockProgram(block, run, recompute, self.division.blocks[block.index], compiled)
 

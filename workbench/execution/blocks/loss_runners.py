@@ -20,7 +20,7 @@ import torch
 import torch.distributed as dist
 from torch import fx
 
-from workbench.capture import Block, SampleDim
+from workbench.capture import Block, Graph, SampleDim
 from workbench.capture.gathering import join_rows, part_rows
 from workbench.capture.graph import LabelCount
 from workbench.capture.losses import BINARY, MEAN, RowwiseHead, count_labels, on_device
@@ -223,15 +223,17 @@ class GatheredLoss:
         self,
         run: Runner,
         block: Block,
-        gathered: Sequence[SampleDim],
+        graph: Graph,
         context: StepContext,
         num_microbatches: int,
         group: dist.ProcessGroup,
     ) -> None:
         self._run, self._block, self._context = run, block, context
         self._parts, self._group = num_microbatches, group
-        rows = {value.name: value for value in gathered}
+        rows = {value.name: value for value in graph.gathered}
         self._rows = [rows[name] for name in block.receives] + [SampleDim(name, 0) for name in block.inputs]
+        # Not fields of the batch, nor what was detached: torch has no derivative for the weights of a loss, say.
+        self._has_gradient = [name in graph.differentiated for name in block.receives] + [False] * len(block.inputs)
         self._collected: list[Values] | None = None
         self._trains, self._is_checked = True, False
         self._at = next(at for at, name in enumerate(block.sends) if name not in block.returned)
@@ -312,7 +314,7 @@ class GatheredLoss:
         """Compute the loss of the whole batch and its gradients."""
         trained = [weight.requires_grad for weight in weights]
         given = [weight.detach().requires_grad_(yes) for weight, yes in zip(weights, trained, strict=True)]
-        values = [value.requires_grad_(value.is_floating_point()) for value in whole]
+        values = [value.requires_grad_(yes) for value, yes in zip(whole, self._has_gradient, strict=True)]
         with torch.enable_grad():
             computed = list(self._run(*given, *buffers, *values, *counts))
             loss = computed.pop(self._at)
