@@ -485,7 +485,7 @@ def line_of_running_code() -> SourceLine:
     frame: Any = sys._getframe(1)
     while frame is not None:
         file = frame.f_code.co_filename
-        if is_users(file) or _is_of_library_model(file):
+        if is_of_model(file):
             return line_at(file, frame.f_lineno)
         frame = frame.f_back
     return SourceLine()
@@ -495,6 +495,11 @@ def line_of_running_code() -> SourceLine:
 def is_users(file: str) -> bool:
     """Return True for a file that is neither an installed library's nor of this package."""
     return not file or not _is_installed(file)
+
+
+def is_of_model(file: str) -> bool:
+    """Return True for a file that is the user's, or has a model of an installed library."""
+    return is_users(file) or _is_of_library_model(file)
 
 
 @functools.cache

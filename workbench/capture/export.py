@@ -11,7 +11,6 @@ import contextlib
 import functools
 import io
 import logging
-import random
 import sys
 import traceback
 import warnings
@@ -24,6 +23,15 @@ import torch
 from torch import fx, nn
 from torch.nn.utils.rnn import PackedSequence
 
+from workbench.capture.host_draws import (
+    Drawn,
+    drawn_from,
+    fresh_draws_refused,
+    host_states,
+    refuse_generators,
+    refused_draw,
+    stopped_at_draw,
+)
 from workbench.capture.observed_forward import Held, Numbers, note_of_changes, read_again
 from workbench.capture.opaque import FLEX_ATTENTION, keep_calls
 from workbench.capture.opaque_search import PACKED_SHAPE, OpaqueSearch, depends_on_values
@@ -41,7 +49,7 @@ from workbench.capture.torch_internals import (
 from workbench.columns import logging_scalars
 from workbench.errors import CaptureError, WorkbenchError, first_line, in_words
 from workbench.tensors import TensorSpec
-from workbench.user_code import line_at, line_of_frames, line_of_node
+from workbench.user_code import SourceLine, line_at, line_of_frames, line_of_node
 
 
 @dataclass(frozen=True)
@@ -99,6 +107,8 @@ def export(
         except CaptureError as error:
             failure = failure or error
             if search.adds(error):
+        except Drawn:
+            raise
                 continue
             if reason := next(reversed(search.refused.values()), ""):
                 said = f"{failure} It cannot run as it is either: {reason}"
@@ -156,23 +166,29 @@ def _export_on(
         logging_scalars() as logged,
         (numbers or Numbers({}, {})).held_by(model),
     ):
-        before = _random_states()
+        before = host_states(model)
         try:
-            program = torch.export.export(model, (), example, strict=False)
+            with fresh_draws_refused(name):
+                program = torch.export.export(model, (), example, strict=False)
         except WorkbenchError:
             raise
         except Exception as error:
             raise explained(error, model, name, batch) from error
         finally:
             tensors_before.restore()
-        if _random_states() != before:
-            raise CaptureError(
-                f"The forward of {name} draws from Python's or NumPy's random numbers, and capture would repeat the "
-                f"drawn numbers in every step. Draw from torch's: torch.rand(…), and choose by torch.where."
-            )
+        if source := drawn_from(before, host_states(model)):
+            try:
+                with stopped_at_draw(model, name):
+                    torch.export.export(model, (), example, strict=False)
+            except CaptureError as error:
+                if line_at(str(error.facts.get("file", "")), 0).is_of_library:  # it runs as written
+                    raise
+                raise Drawn(str(error), **error.facts) from None
+            raise Drawn(str(refused_draw(source, SourceLine(), name)))
     # The graph as a plain one: no checks, `with` blocks inlined, members under their own names.
     refuse_unpriced(program.graph, name)
     module = remove_checks(program.module(check_guards=False))
+    refuse_generators(module, name)
     rename_in_stacks(module.graph, renamed)
     inline_regions(module)
     keep_calls(module.graph)
@@ -198,12 +214,6 @@ def _example(batch: Mapping[str, TensorSpec], device: torch.device) -> dict[str,
     return {
         name: torch.zeros(spec.shape, dtype=getattr(torch, spec.dtype), device=device) for name, spec in batch.items()
     }
-
-
-def _random_states() -> tuple[Any, ...]:
-    """Return the states of Python's and NumPy's random number generators, in a form that can be compared."""
-    numpy = sys.modules.get("numpy")
-    return random.getstate(), repr(numpy.random.get_state()) if numpy is not None else ""
 
 
 @contextlib.contextmanager

@@ -29,6 +29,7 @@ import torch
 import torch.utils._pytree as pytree
 from torch import fx, nn
 
+from workbench.capture.host_draws import drawn_from, fresh_draws_refused, own_states
 from workbench.capture.observed_forward import Held, Numbers, Recorder, Recording
 from workbench.capture.operations import scalar_tensor
 from workbench.capture.torch_internals import alone, differentiable, originals
@@ -105,8 +106,6 @@ class OpaqueCall:
     """True for each of `modules` that was in train mode."""
     recording: Recording | None = None
     """The operations of a run on random arguments."""
-    changed: list[int] = field(default_factory=list)
-    """Indices of the given tensors that the latest run wrote to."""
 
     @property
     def compiles(self) -> bool:
@@ -155,10 +154,11 @@ class OpaqueCall:
                 numbers.restore(self.modules[0])
             if then is not None:
                 then(outputs)
-        found = sorted(set(changed))
-        if self.specs and set(found) - set(self.written):
+        found = set(changed)
+        if self.recording is None:  # a layer that one run drops may write to its statistics in the next
+            self.written = sorted({*self.written, *found})
+        elif found - set(self.written):
             raise RuntimeError(f"{self.label} wrote to a tensor that it did not write to when it was captured.")
-        self.changed = found
         return result, outputs, [after[index] for index in self.written]
 
     @contextlib.contextmanager
@@ -212,7 +212,6 @@ class OpaqueCall:
         if seed == _SEEDS[-1]:
             self.recording = recorder.recording([*outputs, *new])
         num_places = len(self.places)
-        self.written = sorted({*self.written, *self.changed})
         for index in self.written:
             is_buffer = index < num_places and self.places[index].table == "_buffers"
             if not is_buffer:
@@ -279,6 +278,9 @@ class OpaqueCall:
                 kept.pop(tensor.untyped_storage().data_ptr(), None)
             self.recomputed_bytes = sum(storage.nbytes() for storage in kept.values())
 
+    def _own_states(self) -> dict[str, Any]:
+        return own_states(self.modules[0]) if self.modules else {}
+
     def probe(self, given: Sequence[torch.Tensor], values: Sequence[Value], device: torch.device) -> None:
         """Run the code on real tensors of the shapes of `given` and note its results; raise `NotOpaque`."""
         failure: list[Exception] = []
@@ -286,15 +288,21 @@ class OpaqueCall:
         def run() -> None:  # in a thread of its own, the modes that export has entered are not active
             # A new thread starts with the first GPU as its current device.
             current = torch.cuda.device(device) if device.type == "cuda" else contextlib.nullcontext()
-            with current, originals(), untouched_generators(device):
+            with current, originals(), untouched_generators(device), fresh_draws_refused(self.label):
+                before = self._own_states()
                 for grad, centred in itertools.product((False, True), (True, False)):
                     try:
                         self.takes_derivatives = grad
-                        self.specs, self.written = [], []
+                        self.specs, self.written, self.recording = [], [], None
                         for seed in _SEEDS:
                             self._try(given, values, device, seed, centred, grad)
                         failure.clear()
                         self._examine([_real(*pair, device, 0, centred) for pair in zip(given, values, strict=True)])
+                        if source := drawn_from(before, self._own_states()):
+                            raise NotOpaque(
+                                f"{self.label} draws from {source}, and its second run, in the backward, would draw "
+                                "other numbers. Draw from the default generator of torch, Python or NumPy."
+                            )
                         return
                     except NotOpaque as error:
                         failure[:] = [error]

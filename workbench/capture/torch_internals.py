@@ -19,6 +19,7 @@ from torch.amp.autocast_mode import _enter_autocast as enter_autocast
 from torch.amp.autocast_mode import _exit_autocast as exit_autocast
 from torch.overrides import TorchFunctionMode
 
+from torch.utils.weak import WeakTensorKeyDictionary
 from workbench.errors import CaptureError
 from workbench.user_code import line_of_frames, line_of_running_code
 
@@ -46,6 +47,13 @@ DERIVATIVE = "torch.export cannot follow torch.autograd.grad"
 _DATA: Any = torch.Tensor.data
 """Attribute of tensors, as `torch_function` sees it."""
 PARAMETER_HOOKS = ("_backward_hooks", "_post_accumulate_grad_hooks")
+_OF_UNIFORM: dict[str, Callable[[float], bool | None]] = {
+    "lt": lambda rate: False if rate <= 0 else True if rate >= 1 else None,
+    "le": lambda rate: False if rate < 0 else True if rate >= 1 else None,
+    "gt": lambda rate: True if rate < 0 else False if rate >= 1 else None,
+    "ge": lambda rate: True if rate <= 0 else False if rate >= 1 else None,
+}
+"""Comparison of a uniform number in [0, 1) with a rate -> its outcome; None if that is drawn."""
 MODULE_HOOKS = ("_backward_hooks", "_backward_pre_hooks")
 
 
@@ -59,7 +67,8 @@ _active: list[tuple[Any, str, Any]] = []
 def originals() -> Iterator[None]:
     """Undo every replacement of `patched` inside a `with` block: the user's code runs as without capture.
 
-    Modes of the export that are those of a thread are not active in another; those before dispatch are hidden here.
+    Modes of the export that are those of a thread are not active in another; those before dispatch are hidden here, and
+    so is the tracer that counts calls of modules: code that raises in one would leave it inside that module.
     """
     undone = []
     for owner, name, back in reversed(_active):
@@ -67,7 +76,10 @@ def originals() -> Iterator[None]:
         back()
     empty = torch._ops._ModeStackStateForPreDispatch()
     try:
-        with patched(torch._ops, "_mode_stack_state_for_pre_dispatch", empty):
+    call: Any = nn.Module.__call__
+    if call.__code__.co_filename == fx._symbolic_trace.__file__:
+        call = call.__wrapped__
+        with patched(torch._ops, "_mode_stack_state_for_pre_dispatch", empty), patched(nn.Module, "__call__", call):
             yield
     finally:
         for owner, name, new in reversed(undone):
@@ -134,12 +146,12 @@ def exportable(model: nn.Module, name: str, loss_of: Callable[..., Any]) -> Iter
         loss_of: returns the loss, or a tuple that begins with it, given what `forward` returned and its keyword
             arguments as `batch`.
     """
-    forward, make, draw = model.forward, torch.tensor, torch.rand
+    forward, make = model.forward, torch.tensor
 
     # Export knows few of the types in which models return their loss: it is given the loss alone.
     @functools.wraps(forward)
     def forward_loss(*args: Any, **kwargs: Any) -> Any:
-        with _DataAsOperations(name):
+        with _Followed(name):
             return loss_of(forward(*args, **kwargs), batch=kwargs)
 
     # `nn.Transformer` reads the values of its mask for a hint only.
@@ -154,13 +166,6 @@ def exportable(model: nn.Module, name: str, loss_of: Callable[..., Any]) -> Iter
             return torch.full((), data, **kwargs)
         return make(data, **kwargs)
 
-    # `torch.rand([]) < layerdrop` is False wherever layerdrop is 0, as with a scalar of 1. The comparison depends on a
-    # value and stops the capture of OPT and BART in transformers before 5.20.
-    def rand(*size: Any, **kwargs: Any) -> Any:
-        if size in (([],), ((),), (torch.Size([]),)):
-            return torch.ones((), **kwargs) if kwargs else 1.0
-        return draw(*size, **kwargs)
-
     replacements: list[tuple[Any, str, Any]] = [
         (model, "forward", forward_loss),
         *_refusals(name),
@@ -168,20 +173,22 @@ def exportable(model: nn.Module, name: str, loss_of: Callable[..., Any]) -> Iter
         (torch.nn.modules.transformer, "_detect_is_causal_mask", is_causal),
         (sys.modules["torch.distributed"], "is_initialized", lambda: False),  # as in `alone`
     ]
-    if not any(getattr(module, "layerdrop", 0) for module in model.modules()):
-        replacements.append((torch, "rand", rand))
     with alone(), contextlib.ExitStack() as stack:
         for replacement in replacements:
             stack.enter_context(patched(*replacement))
         yield
 
 
-class _DataAsOperations(TorchFunctionMode):
-    """Makes `tensor.data` the operation `tensor.detach()`, and refuses to assign to it: export follows neither."""
+class _Followed(TorchFunctionMode):
+    """Gives export what it cannot follow in another form.
+
+    `tensor.data` becomes `tensor.detach()`, and to assign to it is refused. A comparison of `torch.rand(())`, which is
+    in [0, 1), with a rate that decides it alone (`torch.rand([]) < 0.0` of a model without layer drop) is a constant.
+    """
 
     def __init__(self, name: str) -> None:
         super().__init__()
-        self._name = name
+        self._name, self._drawn = name, WeakTensorKeyDictionary()
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func == _DATA.__get__:
@@ -194,7 +201,14 @@ class _DataAsOperations(TorchFunctionMode):
                 "new value in place of assigning it: for weight.data = torch.renorm(weight.data, 2, 0, 1.0), give "
                 "torch.renorm(weight, 2, 0, 1.0) to the function that uses it.",
             )
-        return func(*args, **(kwargs or {}))
+        if len(args) == 2 and isinstance(args[1], (int, float)) and args[0] in self._drawn:
+            of_rate = _OF_UNIFORM.get(getattr(func, "__name__", "").strip("_"))
+            if of_rate is not None and (outcome := of_rate(args[1])) is not None:
+                return torch.tensor(outcome)
+        result = func(*args, **(kwargs or {}))
+        if func is torch.rand and result.ndim == 0:
+            self._drawn[result] = None
+        return result
 
 
 @contextlib.contextmanager

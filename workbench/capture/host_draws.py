@@ -1,0 +1,167 @@
+"""Random numbers that forward draws from other generators than torch's default one.
+
+An export would make the number that was drawn a constant of every step. An opaque call runs its code twice, and only
+the default generators of torch, Python and NumPy give the second run the numbers of the first.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import random
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from types import FrameType, FunctionType, ModuleType
+from typing import Any
+
+import torch
+from torch import fx, nn
+
+from workbench.capture.observed_forward import DEPTH, items_of
+from workbench.capture.operations import tensor_at
+from workbench.capture.torch_internals import patched
+from workbench.errors import CaptureError
+from workbench.user_code import SourceLine, is_of_model, is_users, line_at, line_of_node
+
+_SOURCES = ("random.py", "secrets.py", "uuid.py")
+"""Files of Python's own library that draw for those who call them."""
+_TABLES = ("_parameters", "_buffers", "_modules")
+_SEED = random.Random.seed
+
+
+class Drawn(CaptureError):
+    """The user's own code draws from Python's or NumPy's generators, and can draw from torch's instead."""
+
+
+def host_states(model: nn.Module) -> dict[str, Any]:
+    """Return the states of all generators of `own_states`, and of Python's and NumPy's default ones, by name."""
+    numpy = sys.modules.get("numpy")
+    states: dict[str, Any] = {"Python's random numbers": random.getstate(), **own_states(model)}
+    return states if numpy is None else states | {"NumPy's random numbers": repr(numpy.random.get_state())}
+
+
+def own_states(model: nn.Module) -> dict[str, Any]:
+    """Return the state of each other generator that the modules of a model or the user's code of them hold.
+
+    The keys are expressions that a user would write: `self.layer.rng`, `RNG`.
+    """
+    found: dict[str, Any] = {}
+    seen: set[int] = set()
+    numpy = sys.modules.get("numpy.random")
+    types = (random.Random, torch.Generator, *((numpy.Generator, numpy.RandomState) if numpy is not None else ()))
+
+    def search(value: Any, place: str, depth: int) -> None:
+        if isinstance(value, (str, int, float, torch.Tensor, type(None))) or id(value) in seen:
+            return
+        seen.add(id(value))
+        if isinstance(value, types):
+            found[place] = _state(value)
+        elif isinstance(value, FunctionType) and is_users(value.__code__.co_filename):
+            cells = zip(value.__code__.co_freevars, value.__closure__ or (), strict=False)
+            for name, cell in cells:
+                with contextlib.suppress(ValueError):  # a cell that is not filled yet
+                    search(cell.cell_contents, name, depth)
+            members = [(name, value.__globals__[name]) for name in value.__code__.co_names if name in value.__globals__]
+            for name, member in members:
+                search(member, name, depth)
+                if isinstance(member, ModuleType) and is_users(getattr(member, "__file__", None) or "built in"):
+                    inner = (n for n in value.__code__.co_names if n in vars(member))
+                    for attribute in inner:
+                        search(vars(member)[attribute], f"{name}.{attribute}", depth)
+        elif depth and (items := items_of(value, place)) is not None:
+            for inner_place, item in items:
+                search(item, inner_place, depth - 1)
+
+    for path, module in model.named_modules():
+        for name, value in vars(module).items():
+            if name not in _TABLES:
+                search(value, f"self.{path}.{name}" if path else f"self.{name}", DEPTH)
+    for owner in {each for module in model.modules() for each in type(module).__mro__}:
+        for name, value in vars(owner).items():
+            if not isinstance(value, type):
+                search(getattr(value, "__func__", value), f"{owner.__name__}.{name}", DEPTH)
+    default = {id(vars(random)["_inst"]), *([] if numpy is None else [id(numpy.mtrand._rand)])}
+    return {place: state for place, state in found.items() if state[0] not in default}
+
+
+def _state(generator: Any) -> tuple[int, Any]:
+    """Return the identity of a generator, and its state in a form that can be compared."""
+    if isinstance(generator, random.Random):
+        return id(generator), None if isinstance(generator, random.SystemRandom) else generator.getstate()
+    if isinstance(generator, torch.Generator):
+        return id(generator), generator.get_state().numpy().tobytes()
+    bits = getattr(generator, "bit_generator", generator)
+    return id(generator), repr(bits.state if hasattr(bits, "state") else bits.get_state())
+
+
+def drawn_from(before: dict[str, Any], after: dict[str, Any]) -> str:
+    """Return the first generator whose state is another one; empty if there is none."""
+    return next((name for name, state in after.items() if name in before and before[name] != state), "")
+
+
+def refused_draw(source: str, line: SourceLine, model: str) -> CaptureError:
+    """Return the error that says what a source of random numbers would become."""
+    return line.error(
+        model,
+        f"draws from {source}{line.where}, and capture would repeat the drawn numbers in every step. Draw from "
+        "torch's: torch.rand(…), and choose by torch.where.",
+        reason=f"capture would repeat what it draws from {source}",
+    )
+
+
+def refuse_generators(module: fx.GraphModule, model: str) -> None:
+    """Raise `CaptureError` if an operation draws from a `torch.Generator` of the user's own."""
+    for node in module.graph.find_nodes(op="get_attr"):
+        if isinstance(tensor_at(module, str(node.target)), torch.Generator):
+            line = line_of_node(next(iter(node.users), node))
+            raise line.error(
+                model,
+                f"draws from a torch.Generator of its own{line.where}, whose state no checkpoint holds. Leave "
+                "generator= out: torch's default generator is seeded in each step.",
+            )
+
+
+@contextlib.contextmanager
+def fresh_draws_refused(model: str) -> Iterator[None]:
+    """Refuse, inside a `with` block, what the user's code draws from the system or from a generator without a seed."""
+
+    def refusing(draw: Callable[..., Any]) -> Callable[..., Any]:
+        def drawn(*args: Any, **kwargs: Any) -> Any:
+            frame: Any = sys._getframe(1)
+            while frame is not None and Path(frame.f_code.co_filename).name in _SOURCES:
+                frame = frame.f_back
+            is_seeded = draw is _SEED and [*args[1:], *kwargs.values()] not in ([], [None])
+            if frame is not None and is_of_model(frame.f_code.co_filename) and not is_seeded:
+                line = line_at(frame.f_code.co_filename, frame.f_lineno)
+                raise refused_draw("the system's random numbers, or from a generator without a seed", line, model)
+            return draw(*args, **kwargs)
+
+        return drawn
+
+    system: Any = random
+    with contextlib.ExitStack() as stack:
+        for owner, name in ((system, "_urandom"), (os, "urandom"), (random.Random, "seed"), (torch, "seed")):
+            stack.enter_context(patched(owner, name, refusing(vars(owner)[name])))
+        yield
+
+
+@contextlib.contextmanager
+def stopped_at_draw(model: nn.Module, name: str) -> Iterator[None]:
+    """Raise `CaptureError` at the first line inside a `with` block, of the user's or a model's code, that draws."""
+    before, latest = host_states(model), dict[FrameType, int]()
+
+    def trace(frame: FrameType, event: str, _: Any) -> Any:
+        if not is_of_model(frame.f_code.co_filename):
+            return None
+        if event != "call" and (source := drawn_from(before, host_states(model))):
+            raise refused_draw(source, line_at(frame.f_code.co_filename, latest.get(frame, frame.f_lineno)), name)
+        latest[frame] = frame.f_lineno
+        return trace
+
+    previous = sys.gettrace()
+    sys.settrace(trace)
+    try:
+        yield
+    finally:
+        sys.settrace(previous)
