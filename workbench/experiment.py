@@ -11,6 +11,7 @@ import copy
 import dataclasses
 import math
 from collections.abc import Callable, Mapping
+from functools import partial
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Annotated, Any, ClassVar, cast
 
@@ -507,9 +508,10 @@ class Experiment:
             _check_steps(self, self.steps)
         limit = self.model.max_positions
         if limit is not None and self.seq_len > limit:
+            longer = f", or build the model with max_positions={self.seq_len}" if self.model.pretrained is None else ""
             raise InvalidExperiment(
                 f"seq_len={self.seq_len} is longer than the {limit} positions of {self.model.name}. "
-                f"Shorten it to at most {limit}, or build the model with max_positions={self.seq_len}."
+                f"Shorten it to at most {limit}{longer}."
             )
 
     def _repr_html_(self) -> str:
@@ -589,7 +591,13 @@ class Experiment:
         from workbench.data.datasets import seeded
 
         with seeded(self.seed):
-            return self.model.build()
+            return self.factory()()
+
+    def factory(self, loads: bool = True) -> Callable[[], nn.Module]:
+        """Return what builds the model; `loads=False` leaves out pretrained weights that a checkpoint will replace."""
+        if isinstance(self.model, _models.Pretrained):
+            return partial(self.model.build, loads, self.data.pad_id if self.model.lacks_padding else None)
+        return self.model.build
 
     def replace(self, **changes: Any) -> Experiment:
         """Return this experiment with other values, each by its short name, such as `weight_decay=0.1`.

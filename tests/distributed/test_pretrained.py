@@ -15,10 +15,14 @@ import datasets
 import pytest
 import torch
 import transformers
+from tokenizers import Tokenizer
+from tokenizers.models import WordLevel
+from tokenizers.pre_tokenizers import Whitespace
 
 import workbench as wb
 from tests.distributed import real_worker
 from tests.distributed.documents import executed
+from workbench.data.tokenizer import folder_of, other_tokens
 from workbench.errors import DataError, InvalidExperiment
 from workbench.rundir import read_json
 from workbench.runs.run import Run
@@ -140,6 +144,133 @@ def test_pretraining_goes_on_from_the_weights_of_a_folder(folder: Path, tmp_path
     original = transformers.AutoModelForPreTraining.from_pretrained(folder)
     run = wb.runs.debug(experiment, real_worker.plan(experiment), directory=tmp_path / "run", progress=False)
     assert run.history().loss[0] == pytest.approx(original(**batch).loss.item(), abs=1e-5)
+
+
+@pytest.mark.usefixtures("home")
+def test_text_and_rows_are_read_with_the_tokens_that_the_weights_were_trained_with(
+    folder: Path, tmp_path: Path
+) -> None:
+    texts = [row["text"] for row in ROWS * 8]
+    other = wb.data.documents([text[::-1] for text in texts], vocab_size=200, progress=False)
+    kept = fine_tuning(folder).replace(model=wb.models.pretrained(folder), data=other, optimizer=wb.Optimizer())
+    with pytest.raises(DataError, match="would be read with a vocabulary that is trained on it") as refused:
+        kept.data.reads(kept).check()
+    given = re.findall('tokenizer="(.*)"', str(refused.value))[0]
+    right = kept.replace(data=wb.data.documents(texts, tokenizer=given, progress=False))
+    right.data.reads(right).check()
+    batch = right.data.reads(right).dataset()
+    original = transformers.AutoTokenizer.from_pretrained(folder)
+    assert original.decode(batch[0]["input_ids"]).startswith("[CLS]")
+    mirror = shutil.copytree(
+        other.reads(kept.replace(model=wb.models.bert(32, 1, 1, **SIZES))).tokenizer_folder(), tmp_path / "other"
+    )
+    for data in (
+        wb.data.documents(texts, tokenizer=mirror, progress=False),
+        wb.data.classification(ROWS, mirror, length=16),
+    ):
+        experiment = fine_tuning(folder, data=data)
+        experiment = experiment if data.__class__.__name__ == "LabelledTexts" else kept.replace(data=data)
+        with pytest.raises(
+            DataError, match=r"\d+ of its \d+ ids stand for other tokens there, such as \d+ is '.*' instead of"
+        ):
+            experiment.data.reads(experiment).check()
+    # The tokeniser beside the weights may be given as an object as well, and with tokens beyond those of the folder.
+    original.add_tokens(["brandnew"])
+    more = kept.replace(data=wb.data.documents(texts, tokenizer=original, progress=False))
+    assert not other_tokens(folder_of(more.data.tokenizer), str(folder))
+
+
+@pytest.mark.usefixtures("home")
+def test_classes_have_the_numbers_that_the_head_and_the_training_gave_them(folder: Path, tmp_path: Path) -> None:
+    model = transformers.AutoModelForSequenceClassification.from_pretrained(
+        folder, num_labels=2, id2label={0: "yes", 1: "no"}, label2id={"yes": 0, "no": 1}
+    )
+    model.save_pretrained(tmp_path / "head")
+    transformers.AutoTokenizer.from_pretrained(folder).save_pretrained(tmp_path / "head")
+    experiment = fine_tuning(tmp_path / "head")
+    with pytest.raises(DataError, match=r"which goes on, yes, no. Give labels=\['yes', 'no'\]"):
+        experiment.data.reads(experiment).check()
+    rows = wb.data.classification(ROWS, tmp_path / "head", length=16, labels=["yes", "no"])
+    right = fine_tuning(tmp_path / "head", data=rows)
+    right.data.reads(right).check()
+    batch = rows[0] | {"labels": torch.tensor(0)}
+    assert rows[0]["labels"] == 0
+    loss = right.build().eval()(**{name: field[None] for name, field in batch.items()}).loss
+    assert loss.item() == pytest.approx(model.eval()(**{n: field[None] for n, field in rows[0].items()}).loss.item())
+    held_out = wb.data.classification([ROWS[0], {"text": "so 2", "label": "maybe"}], folder, length=16)
+    evaluated = fine_tuning(folder, evaluation=wb.Evaluation(data=held_out))
+    with pytest.raises(DataError, match="eval_data has the classes maybe, yes, and data no, yes"):
+        evaluated.data.reads(evaluated).check()
+    named = fine_tuning(tmp_path / "head", data=wb.data.classification(ROWS, folder, length=16, labels=["no", "yes"]))
+    rows = named.data._labelled_texts
+    rows.labels = ("0", "1")
+    assert "goes on with its classes yes, no, and" in named.data.reads(named).note()
+
+
+def causal(to: Path, has_padding: bool, **said: int) -> Path:
+    """Write a GPT-2 whose configuration names no padding unless `said` does, with a tokeniser that may have some."""
+    words = ["<end>", "<pad>", "<unk>", "good", "bad", "of", "the", *map(str, range(24))]
+    library = Tokenizer(WordLevel({word: number for number, word in enumerate(words)}, unk_token="<unk>"))
+    library.pre_tokenizer = Whitespace()
+    names = {"eos_token": "<end>", "unk_token": "<unk>", **({"pad_token": "<pad>"} if has_padding else {})}
+    transformers.PreTrainedTokenizerFast(tokenizer_object=library, **names).save_pretrained(to)
+    sizes = {"vocab_size": len(words), "n_embd": 32, "n_layer": 2, "n_head": 2, "n_positions": 32}
+    dropouts = dict.fromkeys(("resid_pdrop", "embd_pdrop", "attn_pdrop"), 0.0)
+    torch.manual_seed(0)
+    config = transformers.GPT2Config(**sizes, **dropouts, bos_token_id=0, eos_token_id=0, initializer_range=0.2, **said)
+    transformers.GPT2LMHeadModel(config).save_pretrained(to)
+    return to
+
+
+@pytest.mark.usefixtures("home")
+@pytest.mark.parametrize("has_padding", [True, False], ids=["own token", "end token"])
+def test_a_causal_model_reads_the_class_before_the_padding_also_when_exported(
+    tmp_path: Path, has_padding: bool
+) -> None:
+    folder = causal(tmp_path / "gpt", has_padding)
+    rows = [{**row, "text": f"{row['text']} of the" * (1 + number % 3)} for number, row in enumerate(ROWS)]
+    optimizer = wb.Optimizer(lr_schedule="constant", warmup_steps=0, weight_decay=0.0)
+    experiment = wb.Experiment(
+        model=wb.models.pretrained(folder, labels=2),
+        data=wb.data.classification(rows, folder, length=16),
+        optimizer=optimizer,
+        steps=4,
+        global_batch=8,
+        seq_len=16,
+        learning_rate=1e-2,
+        checkpoints=wb.Checkpoints(every=4),
+    )
+    pad = 1 if has_padding else 0
+    plain = transformers.AutoModelForSequenceClassification.from_pretrained(folder, num_labels=2, pad_token_id=pad)
+    plain.load_state_dict(experiment.build().state_dict())
+    dataset, losses = experiment.data.reads(experiment).dataset(), []
+    update = torch.optim.AdamW(plain.train().parameters(), lr=1e-2, betas=(0.9, 0.98), eps=1e-8, weight_decay=0.0)
+    for step in range(4):
+        loss = plain(**dataset.collate([dataset[index] for index in range(8 * step, 8 * step + 8)])).loss
+        losses.append(loss.item())
+        update.zero_grad()
+        loss.backward()
+        torch.nn.utils.clip_grad_norm_(plain.parameters(), 1.0)
+        update.step()
+    run = wb.runs.debug(experiment, real_worker.plan(experiment), directory=tmp_path / "run", progress=False)
+    assert run.history().loss.tolist() == pytest.approx(losses, abs=2e-5)
+    run.export(tmp_path / "tuned")
+    reader = transformers.AutoTokenizer.from_pretrained(tmp_path / "tuned")
+    tuned = transformers.AutoModelForSequenceClassification.from_pretrained(tmp_path / "tuned").eval()
+    assert reader.pad_token_id == tuned.config.pad_token_id == pad
+    encoded = reader([row["text"] for row in rows], padding=True, return_tensors="pt")
+    together = tuned(input_ids=encoded["input_ids"], attention_mask=encoded["attention_mask"]).logits
+    for logits, row in zip(together, rows, strict=True):
+        assert torch.allclose(tuned(reader(row["text"], return_tensors="pt")["input_ids"]).logits[0], logits, atol=1e-5)
+    if has_padding:
+        contradictory = experiment.replace(
+            model=wb.models.pretrained(causal(tmp_path / "two", True, pad_token_id=2), labels=2)
+        )
+        with pytest.raises(DataError, match=r"is filled with the id 1, and .* that is not its own padding, 2"):
+            contradictory.data.reads(contradictory).check()
+        # Rows of one's own say by their mask which id fills them.
+        own = [dict(experiment.data.dataset_or_factory[index]) for index in range(16)]
+        assert experiment.replace(data=own).build().config.pad_token_id == pad
 
 
 @pytest.mark.usefixtures("home")

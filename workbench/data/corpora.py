@@ -18,7 +18,15 @@ from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, NamedTuple, cast
 
-from workbench.data.source import DataSource, HeldOutSamples, Prepared, Reading, SampleRequest, UserData
+from workbench.data.source import (
+    DataSource,
+    HeldOutSamples,
+    Prepared,
+    Reading,
+    SampleRequest,
+    UserData,
+    require_same_words,
+)
 from workbench.data.text import (
     SMALLEST_VOCABULARY,
     TOKENIZER_OF_OBJECTIVE,
@@ -357,6 +365,10 @@ class Mixture(DataSource):
     def class_names(self) -> tuple[str, ...]:
         return self.parts[0].class_names
 
+    @property
+    def pad_id(self) -> int | None:
+        return self.parts[0].pad_id
+
     def reads(self, experiment: SampleRequest) -> MixtureReading:
         return MixtureReading(self, experiment)
 
@@ -422,16 +434,12 @@ class MixtureReading(Reading):
 
     def check(self) -> None:
         if self.data.is_user_defined:
-            specs, class_names = self.batch_specs(), self.data.class_names
+            specs = self.batch_specs()
             for part in self.data.parts:
                 read = self._alone(part, self.request.seed, None)
                 read.check()
                 _require_specs(part, read.batch_specs(), self.data.parts[0], specs)
-                if part.class_names != class_names:
-                    raise DataError(
-                        f"{part.name} has the classes {', '.join(part.class_names)}, and {self.data.parts[0].name} "
-                        f"{', '.join(class_names)}. Give both the same labels=[…], in one order."
-                    )
+                require_same_words(read, self._first, part.name, self.data.parts[0].name)
                 if isinstance(part, UserData) and part._iterable is not None:
                     raise DataError(
                         f"{part.name} has no index, and a mixture reads its sources by index. Give a dataset with "

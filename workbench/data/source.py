@@ -33,6 +33,17 @@ SAMPLED = 4
 """Samples at each end of the training that enter the fingerprint of its data."""
 
 
+class TrainedBefore(Protocol):
+    """The facts about weights from elsewhere that decide which tokens and classes they know."""
+
+    @property
+    def path(self) -> str: ...
+    @property
+    def pad_id(self) -> int | None: ...
+    @property
+    def class_names(self) -> tuple[str, ...]: ...
+
+
 class DescribedModel(Protocol):
     """The facts about a model that a data source reads."""
 
@@ -42,6 +53,8 @@ class DescribedModel(Protocol):
     def objective(self) -> str | None: ...
     @property
     def vocab_size(self) -> int | None: ...
+    @property
+    def pretrained(self) -> TrainedBefore | None: ...
 
 
 class HeldOutSamples(Protocol):
@@ -110,6 +123,11 @@ class DataSource(ABC):
     def class_names(self) -> tuple[str, ...]:
         """Names of the classes of labelled texts, in the order of their numbers; empty for other data."""
         return ()
+
+    @property
+    def pad_id(self) -> int | None:
+        """Id with which samples are filled where an attention mask hides them; None where none is known."""
+        return None
 
     @abstractmethod
     def reads(self, experiment: SampleRequest) -> Reading:
@@ -305,11 +323,23 @@ class LabelledTexts:
     A tokeniser that tells two segments apart adds `token_type_ids`.
     """
 
+    pad_id: int | None = None
+    """Id with which rows are filled; None for those that an earlier version stored with a run."""
+
     def __init__(
-        self, fields: Mapping[str, NDArray[Any]], labels: tuple[str, ...], name: str, tokenizer_folder: Path
+        self,
+        fields: Mapping[str, NDArray[Any]],
+        labels: tuple[str, ...],
+        name: str,
+        tokenizer_folder: Path,
+        pad_id: int | None = None,
     ) -> None:
-        """`fields` have a row for each text; `labels` are the names of the classes, in the order of their numbers."""
+        """`fields` have a row for each text; `labels` are the names of the classes, in the order of their numbers.
+
+        `pad_id` is the id with which rows are filled.
+        """
         self.fields, self.labels, self.__name__, self.tokenizer_folder = dict(fields), labels, name, tokenizer_folder
+        self.pad_id = pad_id
 
     def __len__(self) -> int:
         return len(self.fields["labels"])
@@ -369,16 +399,20 @@ def labelled_texts(
     folder = folder_of(path)
     reader = named_tokenizer(folder)
     if reader.pad_token is None:
+        if reader.eos_token is None:
+            raise DataError(
+                f"{path} has neither a token for padding (pad_token), with which rows are filled, nor an end token "
+                "(eos_token). Name one of its tokens, which the model embeds: tokenizer.pad_token = …."
+            )
         reader.pad_token = reader.eos_token
-    if reader.pad_token is None:
-        raise DataError(f"{path} has no token for padding (pad_token), with which rows are filled. Give it one.")
+        folder = folder_of(str(saved(reader)))  # so that an export fills rows as training did
     texts = [[str(value) for value in columns[column]] for column in wanted[:-1]]
     encoded = reader(*texts, truncation=True, padding="max_length", max_length=length, return_attention_mask=True)
     fields = {field: np.asarray(encoded[field], dtype=np.int32) for field in ("input_ids", "attention_mask")}
     if "token_type_ids" in encoded:
         fields["token_type_ids"] = np.asarray(encoded["token_type_ids"], dtype=np.int32)
     fields["labels"] = np.asarray([numbers[str(value)] for value in columns[label]], dtype=np.int32)
-    return LabelledTexts(fields, known, name, folder)
+    return LabelledTexts(fields, known, name, folder, int(reader.pad_token_id))
 
 
 def _rows(source: Any, label: str) -> tuple[str, Iterable[Any], Sequence[Any] | None]:
@@ -455,6 +489,18 @@ class UserData(DataSource):
     @property
     def class_names(self) -> tuple[str, ...]:
         return () if self._labelled_texts is None else self._labelled_texts.labels
+
+    @property
+    def pad_id(self) -> int | None:
+        if not self.is_loaded:
+            return None
+        if self._labelled_texts is not None:
+            return self._labelled_texts.pad_id
+        ids, mask = (self._examples.get(name) for name in ("input_ids", "attention_mask"))
+        if ids is None or mask is None or ids.shape != mask.shape:
+            return None
+        hidden = ids[mask == 0].unique().tolist()
+        return hidden[0] if len(hidden) == 1 else None
 
     def reads(self, experiment: SampleRequest) -> UserReading:
         return UserReading(self, experiment)
@@ -543,8 +589,36 @@ class UserReading(Reading):
 
     def check(self) -> None:
         self.batch_specs()
+        self._check_tokens()
         if self.request.eval_data is not None:
             self.evaluated_on()
+
+    def _check_tokens(self) -> None:
+        """Raise `DataError` unless ids and classes mean what they meant when the weights of the model were trained."""
+        from workbench.data.tokenizer import other_tokens
+
+        data, known = self.data, self.request.model.pretrained
+        if known is None:
+            return
+        folder = self.tokenizer_folder()
+        if folder is not None and (wrong := other_tokens(folder, known.path)):
+            raise DataError(
+                f"{data.name} was tokenised by another tokeniser than that in {known.path}, with which the weights of "
+                f'{self.request.model.name} were trained: {wrong}. Give it tokenizer="{known.path}".'
+            )
+        if None not in (data.pad_id, known.pad_id) and data.pad_id != known.pad_id:
+            raise DataError(
+                f"{data.name} is filled with the id {data.pad_id}, and {self.request.model.name} reads the class at "
+                f"the last token that is not its own padding, {known.pad_id}: it would read padding. Fill the rows "
+                f"with {known.pad_id}: tokenizer.pad_token = tokenizer.convert_ids_to_tokens({known.pad_id})."
+            )
+        places = [name for name in data.class_names if name in known.class_names]
+        if any(data.class_names.index(name) != known.class_names.index(name) for name in places):
+            raise DataError(
+                f"{data.name} numbers the classes {', '.join(data.class_names)}, and the head of "
+                f"{self.request.model.name}, which goes on, {', '.join(known.class_names)}. Give "
+                f"labels={list(known.class_names)}."
+            )
 
     def prepare(self, progress: bool = True, workers: int | None = None) -> Prepared:  # noqa: ARG002
         self.check()
@@ -583,12 +657,25 @@ class UserReading(Reading):
                 f"eval_data has the fields {described_specs(own)}, and data has {described_specs(trained)}. Give both "
                 "the same fields with the same shapes and types."
             )
+        if self.data.class_names and trained_on.data.class_names:
+            require_same_words(self, trained_on, "eval_data", "data")
         count, iterable = self.request.evaluation.samples, self.data._iterable
         items = self.data._items if iterable is None else iterable.first(count, seed=0)
         return UserDataset(items, min(count, len(items)), seed=None)
 
     def note(self) -> str:
-        return " ".join(filter(None, (self._note_on_length(), self._note_on_items())))
+        return " ".join(filter(None, (self._note_on_length(), self._note_on_items(), self._note_on_classes())))
+
+    def _note_on_classes(self) -> str:
+        """Return that a head which goes on has other names for its classes: only their order says which is which."""
+        model, names = self.request.model, self.data.class_names
+        known = () if model.pretrained is None else model.pretrained.class_names
+        if not names or not known or set(names) & set(known):
+            return ""
+        return (
+            f"The head of {model.name} goes on with its classes {', '.join(known)}, and {self.data.name} calls them, "
+            f"in this order, {', '.join(names)}."
+        )
 
     def _note_on_length(self) -> str:
         """Return that tokens are miscounted where `seq_len` is the length of no tensor of an item."""
@@ -620,6 +707,25 @@ class UserReading(Reading):
         raise DataError(
             f"Samples of text need a tokeniser, and {self.data.name} is a user-defined dataset, which has none. Train "
             "on text (wb.data.corpus or wb.data.hub), or remove samples."
+        )
+
+
+def require_same_words(one: Reading, other: Reading, name: str, other_name: str) -> None:
+    """Raise `DataError` unless two sets of labelled texts number their classes and their tokens alike."""
+    from workbench.data.tokenizer import other_tokens
+
+    if one.data.class_names != other.data.class_names:
+        raise DataError(
+            f"{name} has the classes {', '.join(one.data.class_names)}, and {other_name} "
+            f"{', '.join(other.data.class_names)}. Give both the same labels=[…], in one order."
+        )
+    own, known = one.tokenizer_folder(), other.tokenizer_folder()
+    if own is not None and known is not None and (wrong := other_tokens(own, str(known))):
+        raise DataError(f"{name} has another tokeniser than {other_name}: {wrong}. Give both the same tokenizer.")
+    if one.data.pad_id != other.data.pad_id:
+        raise DataError(
+            f"{name} is filled with the id {one.data.pad_id}, and {other_name} with {other.data.pad_id}. Give both the "
+            "same tokenizer."
         )
 
 

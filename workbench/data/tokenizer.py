@@ -325,6 +325,28 @@ def folder_of(path: str) -> Path:
     return folder
 
 
+def other_tokens(given: Path, known: str) -> str:
+    """Return how the ids of a tokeniser of the cache differ from those of the tokeniser beside a model's weights.
+
+    `known` is the folder of the weights. The result is a clause with their number and an example. It is empty where
+    each id stands for the same token, or for none of the folder's, and where the folder holds no tokeniser that loads.
+    """
+    try:
+        beside = folder_of(known)
+    except DataError:
+        return ""
+    if beside == given:
+        return ""
+    tokens, own = (
+        {number: token for token, number in TextTokenizer.of_folder(each).ids.items()} for each in (beside, given)
+    )
+    wrong = [number for number in sorted(own) if tokens.get(number, own[number]) != own[number]]
+    if not wrong:
+        return ""
+    example = f"{wrong[0]:,} is {own[wrong[0]]!r} instead of {tokens[wrong[0]]!r}"
+    return f"{len(wrong):,} of its {len(own):,} ids stand for other tokens there, such as {example}"
+
+
 def saved(tokenizer: Any) -> Path:
     """Write a tokeniser of `transformers` or `tokenizers` to the cache, and return its folder."""
     fast = isinstance(tokenizer, Tokenizer)

@@ -11,6 +11,7 @@ import contextlib
 import functools
 import hashlib
 import itertools
+import os
 import shutil
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -55,6 +56,7 @@ from workbench.data.tokenizer import (
     TextTokenizer,
     digest_of,
     folder_of,
+    other_tokens,
     special_tokens_of,
     train_byte_level_bpe,
     train_wordpiece,
@@ -505,7 +507,7 @@ class TextReading(Reading):
 def check_sizes(reading: TextReading) -> None:
     """Raise `DataError` if the sequence length, the vocabulary or the tokeniser does not suit the model."""
     data, request, objective = reading.data, reading.request, reading.objective
-    model = request.model
+    model, known = request.model, request.model.pretrained
     least = SMALLEST_VOCABULARY[TOKENIZER_OF_OBJECTIVE[objective]]
     if data.streaming and objective == "mlm_nsp":
         raise DataError(
@@ -521,10 +523,28 @@ def check_sizes(reading: TextReading) -> None:
                 "data again, or restore the file."
             )
         if (lack := SAMPLES[objective].lack_of(tokens)) is not None:
+            way = "tokenizer.add_special_tokens({…}), or leave tokenizer out: one is trained on the text"
+            if known is not None:
+                way = (
+                    "tokenizer.add_special_tokens({…}), the model a row for it, model.resize_token_embeddings("
+                    "len(tokenizer)), and save both in a folder"
+                )
             raise DataError(
-                f"{data.tokenizer} has {lack}, which samples for {objective!r} need. Give the tokeniser one with "
-                "tokenizer.add_special_tokens({…}), or leave tokenizer out: one is trained on the text."
+                f"{data.tokenizer} has {lack}, which samples for {objective!r} need. Give the tokeniser one with {way}."
             )
+        if known is not None and (wrong := other_tokens(folder_of(data.tokenizer), known.path)):
+            raise DataError(
+                f"{data.name} is read with the tokeniser {data.tokenizer}, and the weights of {model.name} were "
+                f'trained with that in {known.path}: {wrong}. Give the text tokenizer="{known.path}".'
+            )
+    elif known is not None:
+        is_folder = os.path.isdir(known.path)
+        given = f'"{known.path}"' if is_folder else f'transformers.AutoTokenizer.from_pretrained("{known.path}")'
+        raise DataError(
+            f"{data.name} would be read with a vocabulary that is trained on it, and the weights of {model.name} were "
+            f"trained with another, whose ids stand for other tokens. Give the text tokenizer={given}"
+            + (", or the folder of its tokeniser." if is_folder else ".")
+        )
     if data.whole_words and objective not in ("mlm", "mlm_nsp"):
         raise DataError(
             f"whole_words says how masked models hide words, and the objective is {objective!r}. Remove it."
@@ -551,11 +571,19 @@ def check_sizes(reading: TextReading) -> None:
     if model.vocab_size is not None and data.vocab_size > model.vocab_size:
         if hasattr(data, "path"):
             data._source()  # a file that is missing matters first
+        way = (
+            f"the model vocab_size={data.vocab_size}"
+            if data.tokenizer is not None
+            else (f"the data vocab_size={model.vocab_size}, or the model vocab_size={data.vocab_size}")
+        )
+        if known is not None:
+            way = (
+                "the model more rows, model.resize_token_embeddings(len(tokenizer)), save both in a folder, and "
+                "describe that with wb.models.pretrained"
+            )
         raise DataError(
             f"{data.name} is tokenised into a vocabulary of {data.vocab_size:,}, but {model.name} embeds "
-            f"{model.vocab_size:,} tokens. Give "
-            + ("" if data.tokenizer else f"the data vocab_size={model.vocab_size}, or ")
-            + f"the model vocab_size={data.vocab_size}."
+            f"{model.vocab_size:,} tokens. Give {way}."
         )
     if data.tokenizer is None and data.vocab_size < least:
         raise DataError(

@@ -31,6 +31,17 @@ from accelerate.utils import ProjectConfiguration, send_to_device
 
 from workbench.capture import Graph
 from workbench.capture.captured_model import CapturedModel
+from workbench.code_identity import (
+    FUNCTIONS,
+    IMPORTED,
+    and_more,
+    changed_between,
+    changed_since,
+    identities_json,
+    identity,
+    read_identities,
+    way_out,
+)
 from workbench.cost.sparse_matrices import absent_flops
 from workbench.data import Mixture, held_out
 from workbench.data.datasets import StreamedDataset, seed_generators, untouched_generators
@@ -52,7 +63,6 @@ from workbench.execution.parallel.stage import RankStages
 from workbench.execution.step_log import Callbacks, StepLog, peak_flops
 from workbench.execution.trainer import Rewind, Trainer
 from workbench.experiment import USER_PARTS, Experiment
-from workbench.models import Pretrained
 from workbench.planning.plan import Plan
 from workbench.planning.planner import facts_of
 from workbench.planning.runnable import check_numbers, check_runnable
@@ -62,6 +72,7 @@ from workbench.rundir import (
     check_unedited,
     log_event,
     read_json,
+    read_object,
     read_record,
     redirect_output,
     this_process,
@@ -71,7 +82,7 @@ from workbench.rundir import (
 from workbench.secrets import masked_words
 from workbench.step_table import num_logged
 from workbench.units import GIB, gib
-from workbench.user_code import changed_between, functions_of, read_functions, user_path
+from workbench.user_code import user_path
 
 BetweenSteps = Evaluator | Sampler | SparsityLog
 """Computation or observation of the model between two steps, when it is due."""
@@ -161,11 +172,14 @@ def train(run: RunDir, worker_type: type[TrainingWorker], *, heeds_signals: bool
 class TrainingWorker:
     """One rank: `__init__` joins the process groups, and `run` builds, resumes, trains and leaves."""
 
+    is_fresh = True
+    """True for a rank that is a process of its own, which has run none of the user's code."""
+
     def __init__(self, run_dir: RunDir, plan: Plan) -> None:
         self.run_dir, self.plan = run_dir, plan
         check_unedited(run_dir)
         seed_generators(int(read_record(run_dir.experiment).get("seed", 0)))  # a module may draw when it is imported
-        self.experiment = experiment_of(run_dir)
+        self.experiment = experiment_of(run_dir, is_fresh=self.is_fresh)
         with self._timed_phase("start"):
             if self.experiment.numerics.deterministic:
                 build.use_deterministic_kernels()
@@ -410,30 +424,43 @@ class TrainingWorker:
             log_event(self.run_dir.events, "phase", name=name, seconds=time.perf_counter() - started)
 
 
-def experiment_of(run_dir: RunDir) -> Experiment:
+def experiment_of(run_dir: RunDir, is_fresh: bool = True) -> Experiment:
     """Return the experiment of a run with the user's objects, which the launcher pickled.
 
     Those of a module that can be imported were pickled by reference, so that an edit of its file since the launch would
-    train other code than was planned. Raises `PlanMismatch` where that has happened.
+    train other code than was planned. Raises `PlanMismatch` where that has happened. `is_fresh` says that this process
+    has run none of the code yet, so that its values are those of the files: those of rank 0 are compared with what rank
+    0 had when the run was started.
     """
     files = {name: run_dir.code / f"{name}.pkl" for name in USER_PARTS}
     code = {name: pickle.loads(file.read_bytes()) for name, file in files.items() if file.exists()}
-    for part, functions in read_functions(run_dir.code).items():
-        changed = changed_between(functions, functions_of(code[part])) if part in code else []
-        if changed:
+    launched, imported = (read_identities(run_dir.code / name) for name in (FUNCTIONS, IMPORTED))
+    accepts = read_object(run_dir.environment).get("accepted_changed_data")
+    notes_values = is_fresh and os.environ["RANK"] == "0"
+    for part, value in code.items():
+        is_data = part in ("data", "eval_data")
+        now, before = identity(value, held=not is_data), launched.get(part, {})
+        if is_data and accepts:
+            imported.pop(part, None)
+        changed, unsteady = changed_between(before, now), list[str]()
+        if notes_values and part in imported:
+            since, unsteady = changed_since(imported[part], now, before)
+            changed = since or changed
+        if changed and not (is_data and accepts):
             raise PlanMismatch(
-                f"The {part} is another than the one that was launched: {changed[0]} has other code in this "
-                "process. Undo the edit of that file, or launch the edited code: wb.launch(experiment)."
+                f"The {part} is another than the one that was started: {changed[0]}{and_more(changed)}. {way_out(part)}"
             )
+        for each in unsteady:
+            print(f"The {part} reads what is another in every process: {each}.", flush=True)
+        imported.setdefault(part, now)
+    if notes_values and code:
+        (run_dir.code / IMPORTED).write_bytes(identities_json(imported))
     return Experiment.from_json(read_record(run_dir.experiment), code)
 
 
 def build_model_of(worker: TrainingWorker) -> torch.nn.Module:
     """Build a rank's model, without loading weights that a checkpoint will replace: their folder may have gone."""
-    model = worker.experiment.model
-    factory = model.build
-    if isinstance(model, Pretrained) and requested_checkpoint(worker.run_dir) is not None:
-        factory = partial(model.build, loads=False)
+    factory = worker.experiment.factory(loads=requested_checkpoint(worker.run_dir) is None)
     return build.build_model(factory, worker.plan.model_bytes, worker.device, worker.experiment.seed)
 
 
@@ -540,6 +567,8 @@ LEAVES_S = 60.0
 
 class _WorkerHere(TrainingWorker):
     """A rank in a process that lives on."""
+
+    is_fresh = False
 
     def run(self) -> int:
         """Call the model with the first samples, then train; return the number of completed steps.

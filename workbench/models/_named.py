@@ -51,6 +51,7 @@ class Model:
     counts, and a parameter that none matches has 1. `wb.models.scaling` computes it."""
     is_user_defined: ClassVar[bool] = False
     is_loaded: ClassVar[bool] = True
+    pretrained: ClassVar[None] = None
 
     def __post_init__(self) -> None:
         if self.hidden_size % (heads := self.num_heads):

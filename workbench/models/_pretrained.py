@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import fnmatch
 import functools
+import inspect
 import json
 import os
 from collections.abc import Mapping
@@ -76,16 +77,52 @@ class Pretrained:
     @property
     def vocab_size(self) -> int | None:
         """Rows of the embedding."""
-        return cast("int | None", getattr(_configuration(self.config), "vocab_size", None))
+        return cast("int | None", getattr(_configuration(self.config).get_text_config(), "vocab_size", None))
 
     @property
     def max_positions(self) -> int | None:
         """Longest sequence in tokens, None for a model without learned positions."""
-        config = _configuration(self.config)
+        config = _configuration(self.config).get_text_config()
         longest = getattr(config, "max_position_embeddings", None)
         # RoBERTa and what derives from it number positions from 2 on, after that of padding.
         offset = 2 if "roberta" in config.model_type or config.model_type in ("camembert", "longformer") else 0
         return None if longest is None else int(longest) - offset
+
+    @property
+    def pretrained(self) -> Pretrained:
+        """This value: what a data source asks of weights that were trained before; None for other models."""
+        return self
+
+    @property
+    def class_names(self) -> tuple[str, ...]:
+        """Names of the classes of a head that goes on, in the order of their numbers; empty where none is known."""
+        config = _configuration(self.config)
+        if self.task != "classification" or config.num_labels != self.labels:
+            return ()
+        names = tuple(str(config.id2label.get(number)) for number in range(config.num_labels))
+        return () if names == tuple(f"LABEL_{number}" for number in range(len(names))) else names
+
+    @property
+    def pad_id(self) -> int | None:
+        """Id before which a causal model reads the class, as its configuration says it; None for other models."""
+        config = _configuration(self.config)
+        return config.get_text_config().pad_token_id if self._reads_before_padding(config) else None
+
+    @property
+    def lacks_padding(self) -> bool:
+        """True for a causal model for classes whose configuration does not say which id is padding: the data do."""
+        config = _configuration(self.config)
+        return self._reads_before_padding(config) and config.get_text_config().pad_token_id is None
+
+    def _reads_before_padding(self, config: Any) -> bool:
+        """Return True if forward looks for the last token that is no padding, as causal models do for the class."""
+        import transformers
+
+        if self.task != "classification":
+            return False
+        found = transformers.MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING.get(type(config), object)
+        forwards = [vars(base)["forward"] for base in found.__mro__ if "forward" in vars(base)]
+        return any("pad_token_id" in inspect.unwrap(forward).__code__.co_names for forward in forwards)
 
     def check_weights(self) -> None:
         """Raise `InvalidExperiment` if the folder of the weights has gone; a name of the hub is not asked for."""
@@ -97,11 +134,12 @@ class Pretrained:
                 "that has a checkpoint goes on without the folder: run.resume()."
             )
 
-    def build(self, loads: bool = True) -> nn.Module:
+    def build(self, loads: bool = True, pad_id: int | None = None) -> nn.Module:
         """Return the module in train mode with the loaded weights in fp32, on the ambient device.
 
         What the folder has not, such as a new head, has fresh weights. Under `with torch.device("meta")`, and with
-        `loads=False` for weights that a checkpoint will replace, nothing is loaded and the folder is not needed. Raises
+        `loads=False` for weights that a checkpoint will replace, nothing is loaded and the folder is not needed.
+        `pad_id` is that of the data, for a model that `lacks_padding`; None takes the end token. Raises
         `InvalidExperiment` for a folder that does not hold the weights of such a model, and for a pattern of `frozen`
         that matches no parameter.
         """
@@ -112,8 +150,6 @@ class Pretrained:
         config.use_cache = False
         if self.labels is not None:
             config.num_labels, config.problem_type = self.labels, "single_label_classification"
-            if config.pad_token_id is None:  # causal models look for the last token that is no padding
-                config.pad_token_id = config.eos_token_id
         for name in DROPOUTS if self.dropout is not None else ():
             if isinstance(getattr(config, name, None), float | int):
                 setattr(config, name, self.dropout)
@@ -123,6 +159,11 @@ class Pretrained:
                 module = auto.from_config(config, dtype=torch.float32)
             else:
                 module = self._loaded(auto, config)
+        text = module.config.get_text_config()
+        if self._reads_before_padding(config) and text.pad_token_id is None:
+            # Only now, since an embedding that is built with an id of padding does not train its row.
+            ends = text.eos_token_id if isinstance(text.eos_token_id, list) else [text.eos_token_id]
+            text.pad_token_id = ends[0] if pad_id is None else pad_id
         names = [name for name, _ in module.named_parameters()]
         for pattern in self.frozen:
             if not fnmatch.filter(names, pattern):

@@ -31,6 +31,7 @@ class UserModel:
     """Training objective, unknown here: give the corpus an `objective`, or give a user-defined dataset."""
     vocab_size: ClassVar[None] = None
     max_positions: ClassVar[None] = None
+    pretrained: ClassVar[None] = None
     is_user_defined: ClassVar[bool] = True
 
     def __post_init__(self) -> None:
