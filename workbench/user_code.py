@@ -1,19 +1,12 @@
-"""User-defined code: pickled for other processes, with the path from which they import; what it computes; its lines.
-
-Pickle sends classes and functions of modules by their name, so that other processes import their files, which may have
-been edited since. `functions_of` tells what they hold in this process, and whether two processes hold the same.
-"""
+"""User-defined code: pickled for other processes, with the path from which they import; its names, source and lines."""
 
 from __future__ import annotations
 
 import ast
 import contextlib
-import dis
 import functools
-import hashlib
 import importlib.util
 import inspect
-import json
 import linecache
 import os
 import re
@@ -21,11 +14,10 @@ import sys
 import sysconfig
 import textwrap
 import traceback
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field, replace
-from importlib.machinery import SourceFileLoader
 from pathlib import Path
-from types import CodeType, FunctionType, MappingProxyType, MethodType, ModuleType
+from types import FunctionType
 from typing import TYPE_CHECKING, Any
 
 from workbench.display import place
@@ -188,125 +180,8 @@ def user_path() -> Iterable[str]:
     return dict.fromkeys([*users, *(() if package.startswith(standard) else (package,))])
 
 
-# Code that decides what is computed
+# Files of installed libraries, and of the user
 
-
-@dataclass(frozen=True)
-class Function:
-    """A function of the user, as it stands in memory: what it computes, and its line."""
-
-    digest: str
-    """Hash of its compiled code, the same for other comments, names of files and numbers of lines."""
-    file: str
-    line: int
-    qualname: str
-    """Name of the function in its file, such as `Net.forward`."""
-    module: str
-    """The module that defined it: another than that of its class for a method that was replaced."""
-
-
-def functions_of(value: Any) -> dict[str, Function]:
-    """Return the functions of the user that a callable refers to, by module and name.
-
-    Classes, functions, bound arguments and what they name in turn are followed, but installed libraries are not. Of a
-    class count the methods that some function names, and those that Python and torch call.
-    """
-    walk = _Walk()
-    walk.visit(value)
-    while walk.methods():
-        pass
-    return walk.found
-
-
-class _Walk:
-    """A walk over code; `found` grows."""
-
-    def __init__(self) -> None:
-        self.found: dict[str, Function] = {}
-        self._seen: dict[int, Any] = {}
-        self._classes: list[type] = []
-        self._names = {"forward"}
-
-    def visit(self, value: Any, name: str = "") -> None:
-        if id(value) in self._seen:
-            return
-        self._seen[id(value)] = value  # kept, so that no other object gets its id
-        if isinstance(value, functools.partial):
-            for part in (value.func, *value.args, *value.keywords.values()):
-                self.visit(part)
-        elif isinstance(value, MethodType):
-            self.visit(value.__func__)
-            self.visit(value.__self__)
-        elif isinstance(value, FunctionType):
-            self._function(value, name)
-        elif isinstance(value, (staticmethod, classmethod)):
-            self.visit(value.__func__, name)
-        elif isinstance(value, property):
-            for accessor in (value.fget, value.fset):
-                self.visit(accessor, name)
-        elif isinstance(value, type):
-            if _is_users(value.__module__):
-                self._classes.append(value)
-                for base in value.__bases__:
-                    self.visit(base)
-        elif isinstance(value, (list, tuple, set, frozenset)):
-            for item in value:
-                self.visit(item)
-        elif isinstance(value, Mapping):
-            for item in value.values():
-                self.visit(item)
-        elif (wrapped := inspect.getattr_static(value, "__wrapped__", None)) is not None:
-            self.visit(wrapped, name)  # of a cached function, for instance
-        elif not isinstance(value, (ModuleType, str, bytes, int, float, complex, type(None))):
-            self.visit(type(value))
-
-    def methods(self) -> bool:
-        """Visit the methods that something has named by now; return False if there are no more."""
-        before = len(self._seen)
-        for each in list(self._classes):
-            for name, member in list(vars(each).items()):
-                is_function = isinstance(member, (FunctionType, staticmethod, classmethod, property))
-                if is_function and (name in self._names or name.startswith("__")):
-                    self.visit(member, f"{each.__module__}.{each.__qualname__}.{name}")
-        return len(self._seen) > before
-
-    def _function(self, function: FunctionType, name: str) -> None:
-        if (wrapped := getattr(function, "__wrapped__", None)) is not None:
-            self.visit(wrapped, name)
-        code = function.__code__
-        if _is_installed(code.co_filename):
-            return
-        name = name or f"{function.__module__}.{function.__qualname__}"
-        loader = getattr(getattr(sys.modules.get(function.__module__), "__spec__", None), "loader", None)
-        if loader is None or type(loader) is SourceFileLoader:  # others, such as pytest's, compile something else
-            while name in self.found:
-                name += "'"
-            place = code.co_filename, code.co_firstlineno, code.co_qualname
-            self.found[name] = Function(_code_digest(code), *place, str(function.__module__))
-        self._names |= (named := {each for inner in _nested(code) for each in inner.co_names})
-        read = {each.argval for inner in _nested(code) for each in dis.get_instructions(inner) if each.opname in _READS}
-        for each in sorted(read & function.__globals__.keys()):
-            self._named(function.__globals__[each], named)
-        for cell in function.__closure__ or ():
-            with contextlib.suppress(ValueError):  # it is empty
-                self.visit(cell.cell_contents)
-        for default in (*(function.__defaults__ or ()), *(function.__kwdefaults__ or {}).values()):
-            self.visit(default)
-
-    def _named(self, value: Any, names: Iterable[str]) -> None:
-        """Visit a global of a function; of a module, the functions that `names` name, a replaced one included."""
-        if not isinstance(value, ModuleType):
-            self.visit(value)
-            return
-        for name in sorted(names):
-            member = vars(value).get(name)
-            if isinstance(member, (FunctionType, type)):
-                self.visit(member)
-            elif isinstance(member, ModuleType) and _is_users(member.__name__):
-                self._named(member, names)
-
-
-_READS = ("LOAD_GLOBAL", "LOAD_NAME")
 _PACKAGE = str(Path(__file__).parent)
 
 
@@ -322,100 +197,6 @@ def _installed_roots() -> tuple[str, ...]:
 def _is_installed(file: str | None) -> bool:
     """Return True for a file of an installed library or of this package, and for what has no file, as built-ins."""
     return not file or file.startswith(_installed_roots())
-
-
-def _is_users(module: str) -> bool:
-    return module == "__main__" or not _is_installed(getattr(sys.modules.get(module), "__file__", None))
-
-
-def _nested(code: CodeType) -> Iterator[CodeType]:
-    yield code
-    for constant in code.co_consts:
-        if isinstance(constant, CodeType):
-            yield from _nested(constant)
-
-
-def _code_digest(code: CodeType) -> str:
-    return hashlib.sha256(repr(_of_code(code)).encode()).hexdigest()[:16]
-
-
-def _of_code(code: CodeType) -> tuple[Any, ...]:
-    """Return what a code object computes, without its docstring, its file and its lines."""
-    constants = [_of_constant(value) for value in code.co_consts]
-    if code.co_consts and isinstance(code.co_consts[0], str):
-        constants[0] = None  # a docstring is the first constant, and so is None without one
-    names = code.co_names, code.co_varnames, code.co_freevars, code.co_cellvars
-    return code.co_code, constants, names, code.co_argcount, code.co_kwonlyargcount, code.co_flags
-
-
-def _of_constant(value: Any) -> Any:
-    if isinstance(value, CodeType):
-        return _of_code(value)
-    if isinstance(value, frozenset):  # whose order differs between processes
-        return sorted(map(repr, value))
-    return [_of_constant(item) for item in value] if isinstance(value, tuple) else value
-
-
-FUNCTIONS = "functions.json"
-"""File in `code/` with the functions of each user-defined part, as they were when the run was started."""
-
-
-def functions_json(
-    functions: Mapping[str, Mapping[str, Function]], more: Mapping[str, Any] = MappingProxyType({})
-) -> bytes:
-    """Return the content of `FUNCTIONS`, with the parts of another one."""
-    parts = {
-        part: {name: list(vars(each).values()) for name, each in of_part.items()} for part, of_part in functions.items()
-    }
-    return json.dumps({**more, **parts, "python": sys.implementation.cache_tag}).encode()
-
-
-def read_functions(code: Path) -> dict[str, dict[str, Function]]:
-    """Return the functions of each part that `functions_json` wrote; none without its file, or for another Python."""
-    try:
-        found = json.loads((code / FUNCTIONS).read_bytes())
-        if found.pop("python") != sys.implementation.cache_tag:
-            return {}
-        return {part: {name: Function(*each) for name, each in of_part.items()} for part, of_part in found.items()}
-    except (OSError, ValueError, AttributeError, KeyError, TypeError):
-        return {}
-
-
-def changed_on_disk(functions: Mapping[str, Function]) -> list[str]:
-    """Return the functions that their files hold otherwise by now, each with its place; nothing is executed.
-
-    What the main module defines is pickled itself, but for methods that it replaced in classes of other modules.
-    """
-    files: dict[str, dict[str, set[str]] | None] = {}  # digests by name of each function in a file; None without it
-    for file in {each.file for each in functions.values()}:
-        found = dict[str, set[str]]()
-        try:
-            code = compile(Path(file).read_bytes(), file, "exec", dont_inherit=True)
-            for function in _nested(code):
-                found.setdefault(function.co_qualname, set()).add(_code_digest(function))
-            files[file] = found
-        except OSError:
-            files[file] = None
-        except (SyntaxError, ValueError):  # it is being edited
-            files[file] = {}
-    return [
-        f"{name} at {place(each.file, each.line)}"
-        for name, each in functions.items()
-        if not name.startswith("__main__.")
-        and (
-            each.module == "__main__"
-            or ((known := files[each.file]) is not None and each.digest not in known.get(each.qualname, ()))
-        )
-    ]
-
-
-def changed_between(before: Mapping[str, Function], now: Mapping[str, Function]) -> list[str]:
-    """Return the functions that have another code in `now`, each with its place; those in one of both do not count."""
-    return [
-        f"{name} at {place(now[name].file, now[name].line)}"
-        for name, function in before.items()
-        if name in now and now[name].digest != function.digest
-    ]
 
 
 # Lines of the user's code, for errors that say where a model stops capture.

@@ -19,12 +19,12 @@ import workbench as wb
 from tests.distributed.harness import CPU, LINK
 from tests.distributed.real_worker import Ranks, directory, plan
 from tests.patience import PATIENCE_S
+from workbench.code_identity import changed_on_disk, identity
 from workbench.cost.hardware import Cluster
 from workbench.errors import InvalidExperiment, PlanMismatch
 from workbench.planning.planner import plan as make_plan
 from workbench.rundir import read_record
 from workbench.runs.launching import launcher
-from workbench.user_code import changed_on_disk, functions_of
 
 NET = """
     import functools
@@ -116,13 +116,13 @@ def _asked(net: Any, **changes: Any) -> wb.Experiment:
 
 def test_functions_are_followed_through_modules_classes_decorators_and_bound_arguments(net: Any) -> None:
     module, _ = net
-    found = functions_of(functools.partial(lambda build: build(), module.Net))
-    names = {name.partition("edited_")[2] for name in found if "edited_" in name}
+    found = identity(functools.partial(lambda build: build(), module.Net))
+    names = {name.partition("edited_")[2] for name, each in found.items() if "edited_" in name and each.text is None}
     assert names == {
         *("net.Net.__init__", "net.Net.forward", "net.Net.compared"),
         *("helper.scaled", "helper.scaled'", "helper.Middle.__init__", "helper.Middle.forward"),  # ' is the decorator's
     }
-    assert changed_on_disk(found) == []
+    assert changed_on_disk(found, 0.0) == []
 
 
 def test_an_edit_counts_if_it_changes_what_is_computed(net: Any) -> None:
@@ -140,7 +140,7 @@ def test_an_edit_counts_if_it_changes_what_is_computed(net: Any) -> None:
         ("def scaled(x):", "def scaled(x) -> (:", "edited_helper.scaled at"),
     ):
         edit(old, new)
-        found = changed_on_disk(functions_of(module.Net))
+        found = changed_on_disk(identity(module.Net), 0.0)
         assert [changed in each for each in found][:1] == ([True] if changed else []), new
         if changed:
             with pytest.raises(InvalidExperiment, match=r"Restart the kernel, or importlib\.reload") as refused:
@@ -164,7 +164,7 @@ def test_a_method_that_was_replaced_in_this_process_is_refused_until_it_is_plann
     cell: dict[str, Any] = {"__name__": "__main__"}
     exec(compile("def absolute(self, x, y):\n    return (x - y).abs().mean()\n", "/a/cell.py", "exec"), cell)
     module.Net.compared = cell["absolute"]
-    with pytest.raises(PlanMismatch, match=r"edited_net.Net.compared at /a/cell.py:1 is another function now"):
+    with pytest.raises(PlanMismatch, match=r"edited_net.Net.compared at /a/cell.py:1 has other code now"):
         wb.launch(asked, chosen)
     with pytest.raises(InvalidExperiment, match=r"edited_net.Net.compared at /a/cell.py:1 is not what"):
         wb.launch(asked, plan(asked, pipeline=1))

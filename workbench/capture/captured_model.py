@@ -37,11 +37,12 @@ from workbench.capture.opaque_search import FACTORIES
 from workbench.capture.operations import schema_of
 from workbench.capture.outputs import Metric, read_by, slots_of
 from workbench.capture.tensor_parallel import plan_tensor_parallel
+from workbench.code_identity import Definition, changed_between, identity
 from workbench.display import waiting
 from workbench.errors import CaptureError, InvalidExperiment, PlanMismatch, in_words
 from workbench.experiment import Experiment, Optimizer
 from workbench.tensors import TensorSpec
-from workbench.user_code import Function, SourceLine, UserFunction, changed_between, functions_of, line_of_node
+from workbench.user_code import SourceLine, UserFunction, line_of_node
 
 
 @dataclass(frozen=True)
@@ -301,7 +302,7 @@ class CapturedModel:
         is_same = (self._source, self._loss) == (experiment.model, experiment.loss)
         if is_same and (changed := changed_between(self._functions, _functions(experiment))):
             raise PlanMismatch(
-                f"{self._source.name} has changed since the plan was made: {changed[0]} is another function now. Plan "
+                f"{self._source.name} has changed since the plan was made: {changed[0]}. Plan "
                 "the changed model: wb.plan(experiment)."
             )
         return (
@@ -326,10 +327,10 @@ class CapturedModel:
         return build_meta(self._experiment.build) if self._model is None else self._model
 
 
-def _functions(experiment: Experiment) -> dict[str, Function]:
-    """Return the user's functions that the model and the loss refer to, as they are now."""
+def _functions(experiment: Experiment) -> dict[str, Definition]:
+    """Return the identity of the user's code in the model and the loss, as it is now."""
     loss = experiment.loss.function if isinstance(experiment.loss, UserFunction) else None
-    return functions_of((getattr(experiment.model, "factory", None), loss))
+    return identity((getattr(experiment.model, "factory", None), loss))
 
 
 def _samples(experiment: Experiment) -> Callable[[int, int], Mapping[str, torch.Tensor]]:

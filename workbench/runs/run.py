@@ -7,6 +7,7 @@ import fcntl
 import html
 import json
 import os
+import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
@@ -226,9 +227,9 @@ class Run(Labelled):
 
         `plan` may differ from the run's own, because checkpoints do not depend on the plan. `steps` extends the
         training. A model or user-defined dataset is the code that the run stored, which is not loaded here.
-        `accept_changed_data` goes on although the text has changed since. Raises `PlanMismatch` for a plan of another
-        model and for files or code edited since the start, `CheckpointError` without a checkpoint, and `DataError` for
-        a changed text.
+        `accept_changed_data` goes on although the text or the dataset's code has changed since. Raises `PlanMismatch`
+        for a plan of another model and for files or code edited since the start, `CheckpointError` without a checkpoint,
+        and `DataError` for a changed text.
         """
         _resume(self, plan, steps, accept_changed_data)
         return self
@@ -383,12 +384,15 @@ def _buildable_experiment(run: Run, changes: Mapping[str, Any]) -> Experiment:
 
 def _resume(run: Run, plan: Plan | None, steps: int | None, accept_changed_data: bool) -> None:
     """Launch the run again from its last checkpoint; what it passed before it started is not checked again."""
+    from workbench.experiment import USER_PARTS
+    from workbench.optimizers.parameters import leap_of_rate
     from workbench.planning.runnable import facts_for
     from workbench.runs.launching.launcher import Attempt, continued_provenance, require_stored_code, start_attempt
 
     check_unedited(run.directory)
-    require_stored_code(run.directory)
-    experiment = run.experiment if steps is None else run.experiment.replace(steps=steps)
+    require_stored_code(run.directory, [part for part in USER_PARTS if not (accept_changed_data and "data" in part)])
+    launched = run.experiment
+    experiment = launched if steps is None else launched.replace(steps=steps)
     facts = None if plan is None else facts_for(experiment, plan)
     if plan is not None and facts is None and plan.signature != run.plan.signature:
         raise PlanMismatch(
@@ -403,6 +407,8 @@ def _resume(run: Run, plan: Plan | None, steps: int | None, accept_changed_data:
         )
     provenance = continued_provenance(run.directory, experiment, accept_changed_data)
     attempt = Attempt(experiment, plan or run.plan, resume=run.path, code={}, provenance=provenance)
+    if steps is not None and (leap := leap_of_rate(launched, experiment, max(at.step for at in run.checkpoints))):
+        warnings.warn(leap, stacklevel=5)
     start_attempt(attempt, facts, progress=None if plan is None else False)
 
 

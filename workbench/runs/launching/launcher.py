@@ -18,6 +18,19 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import psutil
+
+from workbench.code_identity import (
+    FUNCTIONS,
+    IMPORTED,
+    Definition,
+    and_more,
+    changed_on_disk,
+    identities_json,
+    identity,
+    read_identities,
+    way_out,
+)
 from workbench.data import data_fingerprint, held_out_fingerprint
 from workbench.display import CELLS, sent_cells
 from workbench.errors import (
@@ -62,18 +75,7 @@ from workbench.runs.status import (
     written_elsewhere,
 )
 from workbench.runs.wandb_run import tracker_settings
-from workbench.user_code import (
-    FUNCTIONS,
-    Function,
-    changed_on_disk,
-    functions_json,
-    functions_of,
-    innermost,
-    pickled,
-    read_functions,
-    source_of,
-    user_path,
-)
+from workbench.user_code import innermost, pickled, source_of, user_path
 
 if TYPE_CHECKING:
     from workbench.capture.captured_model import Facts
@@ -275,6 +277,8 @@ def written(attempt: Attempt) -> Iterator[RunDir]:
         else:
             run.tracking.mkdir(exist_ok=True)
             write_json(run.tracker, settings)
+        if attempt.code is None:
+            (run.code / IMPORTED).unlink(missing_ok=True)  # of the code that is replaced
         for name, content in code.items():
             (run.code / name).write_bytes(content)
         write_json(run.started, what_was_started(run))
@@ -457,26 +461,26 @@ def _check_data(run: RunDir, experiment: Experiment, provenance: Mapping[str, An
 
 
 def user_code(experiment: Experiment) -> dict[str, bytes]:
-    """Return the files of `code/`: the user-defined parts that are here, pickled, their source, and their functions.
+    """Return the files of `code/`: the user-defined parts that are here, pickled, their source, and their identities.
 
-    Raises `InvalidExperiment` if a module on disk holds other functions than this process.
+    Raises `InvalidExperiment` if a module on disk holds other code or values than this process.
     """
-    files, functions = dict[str, bytes](), dict[str, dict[str, Function]]()
+    files, identities = dict[str, bytes](), dict[str, dict[str, Definition]]()
     for name, value in user_parts(experiment).items():
         if value is not None:
             files[f"{name}.pkl"] = pickled(name, value)
             files[f"{name}.py"] = _source(value).encode()
-            functions[name] = {} if name in ("data", "eval_data") else functions_of(value)
-    for part, of_part in functions.items():
-        if changed := changed_on_disk(of_part):
+            identities[name] = identity(value, held=name not in ("data", "eval_data"))  # a dataset may hold much
+    for part, of_part in identities.items():
+        if changed := changed_on_disk(of_part, psutil.Process().create_time()):
             raise InvalidExperiment(
-                f"The {part} would be another in the workers, which import its files: {changed[0]} is not what the "
-                f"file of its module holds{_and_more(changed)}. It was edited after it was imported, or replaced here. "
+                f"The {part} would be another in the workers, which import its files: {changed[0]}"
+                f"{and_more(changed)}. It was edited after it was imported, or replaced here. "
                 "Restart the kernel, or importlib.reload the module and make the experiment anew; what you replaced, "
                 "write into the file, or define it in a cell."
             )
     if files:
-        files[FUNCTIONS] = functions_json(functions)
+        files[FUNCTIONS] = identities_json(identities)
         files[CELLS] = sent_cells(content for name, content in files.items() if name.endswith(".pkl"))
         files[CODE_PATH] = path_json(user_path())
     return files
@@ -487,33 +491,30 @@ def code_of_clone(run: RunDir, experiment: Experiment) -> dict[str, bytes]:
     described = [name for name, value in user_parts(experiment).items() if value is None]
     names = [f"{part}.{ending}" for part in described for ending in ("pkl", "py")]
     code = {name: path.read_bytes() for name in names if (path := run.code / name).exists()}
-    stored = read_functions(run.code)
     require_stored_code(run, described)
     code |= user_code(experiment)
     if code:
-        own = json.loads(code.get(FUNCTIONS, b"{}"))
-        code[FUNCTIONS] = functions_json({part: stored[part] for part in described if part in stored}, own)
+        for name in (FUNCTIONS, IMPORTED):
+            stored = read_identities(run.code / name)
+            own = json.loads(code.get(name, b"{}"))
+            code[name] = identities_json({part: stored[part] for part in described if part in stored}, own)
         code[CODE_PATH] = path_json([*_code_path(run), *user_path()])
     return code
 
 
 def require_stored_code(run: RunDir, parts: Iterable[str] = USER_PARTS) -> None:
-    """Raise `PlanMismatch` if a file that the stored parts import holds other functions than when the run was started.
+    """Raise `PlanMismatch` if a file that the stored parts import holds other code than when the run was started.
 
-    Nothing of them is executed.
+    Nothing of them is executed. What only an import tells, such as a number that is computed, the first rank compares.
     """
-    functions = read_functions(run.code)
-    changed = [each for part in parts for each in changed_on_disk(functions.get(part, {}))]
-    if changed:
-        raise PlanMismatch(
-            f"The code of {run.path.name} was edited since it was started: {changed[0]} is not what the file of its "
-            f"module holds now{_and_more(changed)}. Undo the edit to go on with the code that was started, or train "
-            "the edited one from the start: wb.launch(experiment)."
-        )
-
-
-def _and_more(changed: list[str]) -> str:
-    return f", and {len(changed) - 1} functions more" if len(changed) > 1 else ""
+    stored = run.code / FUNCTIONS
+    identities = read_identities(stored)
+    for part in parts:
+        if changed := changed_on_disk(identities.get(part, {}), stored.stat().st_mtime if stored.exists() else 0.0):
+            raise PlanMismatch(
+                f"The code of {run.path.name} was edited since it was started, in what its {part} reads: {changed[0]}"
+                f"{and_more(changed)}. {way_out(part)}"
+            )
 
 
 def continued_provenance(run: RunDir, experiment: Experiment, accepts_changed_data: bool = False) -> dict[str, Any]:
