@@ -6,9 +6,9 @@ their fast kernels.
 
 from __future__ import annotations
 
-import functools
 import math
-from collections.abc import Iterator
+from collections import defaultdict
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -18,13 +18,14 @@ from torch.utils.flop_counter import register_flop_formula
 
 from workbench.capture.operations import (
     ATTENTION,
-    ancestors,
     arguments_of,
     copy_nodes,
     dtype_of,
+    is_random,
     mutated_arguments,
     names,
     op_name,
+    reachable,
     regions_of,
     replace_call,
     retarget,
@@ -135,10 +136,10 @@ def cast_written_values(module: fx.GraphModule) -> None:
 # to an empty cache. All are rewritten to what they compute. A mask that depends on the batch stays.
 
 aten = torch.ops.aten
+Writers = Mapping[fx.Node, Sequence[fx.Node]]
+"""Owner of memory -> the operations that write to it in place."""
 _MASKED_BELOW = -1e9
 """Largest number with which additive masks forbid a position."""
-_DRAWS = ("rand", "dropout", "bernoulli", "normal", "empty")
-"""Parts of the names of operations whose results differ between two calls."""
 
 
 def simplify_attention(module: fx.GraphModule) -> None:
@@ -152,13 +153,19 @@ def simplify_attention(module: fx.GraphModule) -> None:
         filled = [tensor for tensor in node.args[0] if shape_of(tensor) != (0,)]
         if len(filled) == 1 and dtype_of(filled[0]) == dtype_of(node):
             _replace_by(node, filled[0])
+    writers = defaultdict[fx.Node, list[fx.Node]](list)
+    for node in graph.nodes:
+        for written in mutated_arguments(node):
+            writers[storage_of(written)].append(node)
     for node in graph.find_nodes(op="call_function", target=aten.matmul.default):
-        _fuse(node)
-    is_causal = functools.cache(_is_causal)
+        _fuse(node, writers)
+    known = dict[fx.Node, bool | None]()
     for node in graph.find_nodes(op="call_function", target=ATTENTION):
         _add_head_dim(graph, node)
         mask = node.args[3] if len(node.args) > 3 else node.kwargs.get("attn_mask")
-        if isinstance(mask, fx.Node) and (flag := is_causal(mask)) is not None:
+        if isinstance(mask, fx.Node) and mask not in known:
+            known[mask] = _is_causal(mask, node, writers)
+        if isinstance(mask, fx.Node) and (flag := known[mask]) is not None:
             dropout = node.args[4] if len(node.args) > 4 else node.kwargs.get("dropout_p", 0.0)
             node.args = (*node.args[:3], None, dropout, flag)
             replaced = ("attn_mask", "dropout_p", "is_causal")
@@ -176,7 +183,7 @@ def _replace_by(node: fx.Node, other: Any) -> None:
     node.graph.erase_node(node)
 
 
-def _fuse(output: fx.Node) -> None:
+def _fuse(output: fx.Node, writers: Writers) -> None:
     """Replace `dropout(softmax(query @ keyᵀ * scale + mask)) @ value` by one operation.
 
     The pattern is read backwards from its last product; where anything differs from it, nothing is replaced.
@@ -199,7 +206,7 @@ def _fuse(output: fx.Node) -> None:
     scores = weights.args[0]
     if is_step(scores, aten.add.Tensor):
         scores, mask = scores.args[:2]
-        if not isinstance(mask, fx.Node) or not _is_constant(mask):
+        if not isinstance(mask, fx.Node) or not _constants(mask, output, writers):
             return
     if is_step(scores, aten.div.Tensor, aten.mul.Tensor) and isinstance(scores.args[1], int | float):
         scale = 1 / scores.args[1] if scores.target is aten.div.Tensor else float(scores.args[1])
@@ -241,12 +248,12 @@ def _add_head_dim(graph: fx.Graph, attention: fx.Node) -> None:
     attention.replace_all_uses_with(result, delete_user_cb=lambda user: user is not result)
 
 
-def _is_causal(mask: fx.Node) -> bool | None:
+def _is_causal(mask: fx.Node, reader: fx.Node, writers: Writers) -> bool | None:
     """Return False for a constant mask that masks nothing, True for the causal mask, None for every other."""
-    if not _is_constant(mask):
+    if not (needed := _constants(mask, reader, writers)):
         return None
     # Its value is computed on the CPU, whatever device it was captured for.
-    values, copies, needed = fx.Graph(), dict[fx.Node, fx.Node](), ancestors([mask])
+    values, copies = fx.Graph(), dict[fx.Node, fx.Node]()
     copy_nodes(values, (node for node in mask.graph.nodes if node in needed), copies)
     values.output(copies[mask])
     code = fx.GraphModule({}, values)
@@ -266,12 +273,21 @@ def _is_causal(mask: fx.Node) -> bool | None:
     return True if bool((allowed == causal).all()) else None
 
 
-def _is_constant(node: fx.Node) -> bool:
-    """Return True if the node depends on nothing but numbers in the graph, and draws nothing at random."""
-    return all(
-        source.op == "call_function" and not any(word in str(source.target) for word in _DRAWS)
-        for source in ancestors([node])
+def _constants(node: fx.Node, reader: fx.Node, writers: Writers) -> set[fx.Node]:
+    """Return the operations that make a node, and write into it, if they need numbers in the graph alone.
+
+    The result is empty if one of them draws at random, or writes after the node was read.
+    """
+
+    def sources(each: fx.Node) -> Iterable[fx.Node]:
+        return (*each.all_input_nodes, *writers.get(each, ()))
+
+    found = reachable([node], sources)
+    is_constant = all(
+        each.op == "call_function" and each < reader and not is_random(each) and "empty" not in op_name(each)
+        for each in found
     )
+    return found if is_constant else set()
 
 
 # Grouped matrix products: one operation for mixtures of experts whose rows are sorted by expert.
