@@ -61,6 +61,8 @@ class Definition:
     """A value in words; None for a function."""
     is_steady: bool = False
     """True for a plain value that none of the functions seems to write."""
+    is_literal: bool = field(default=False, compare=False)
+    """True for a value that its file writes down (`with_literals`)."""
 
 
 def identity(value: Any, *, held: bool = True) -> dict[str, Definition]:
@@ -107,7 +109,9 @@ class _Walk:
         self._classes: list[type] = []
         self._names = {"forward"}
         self._written: set[str] = set()
-        """Names of globals, attributes and containers that some function may write."""
+        """Names of globals and attributes that some function writes."""
+        self._changing: set[str] = set()
+        """Names of globals that some function reads which changes a container."""
         self._digests = _Digests()
 
     def visit(self, value: Any, name: str = "") -> None:
@@ -125,10 +129,12 @@ class _Walk:
                 self._follow(*self._waiting.pop())
             for each in list(self._classes):
                 self._members(each)
-        return {
-            name: replace(each, is_steady=each.is_steady and not self._written & set(_names_in(each.qualname)))
-            for name, each in self._found.items()
-        }
+        return {name: replace(each, is_steady=self._is_steady(each)) for name, each in self._found.items()}
+
+    def _is_steady(self, each: Definition) -> bool:
+        root, bracket, _ = each.qualname.partition("[")
+        written = self._written | (self._changing if bracket else set())
+        return each.is_steady and not {root, root.rpartition(".")[2]} & written
 
     def _follow(self, value: Any, name: str) -> None:
         of_type = type(value)
@@ -220,7 +226,7 @@ class _Walk:
         self._names |= named
         self._written |= {each.argval for each in instructions if each.opname in ("STORE_GLOBAL", "STORE_ATTR")}
         if _CHANGING & named or any(each.opname in ("STORE_SUBSCR", "DELETE_SUBSCR") for each in instructions):
-            self._written |= read
+            self._changing |= read
         for variable in sorted(read & function.__globals__.keys()):
             value = function.__globals__[variable]
             self._read(module, variable, value)
@@ -293,13 +299,6 @@ def _imported_by(function: FunctionType, codes: Iterable[CodeType]) -> Iterator[
                             if not hasattr(module, inner):
                                 yield importlib.import_module(f"{name}.{inner}")
             before = [*before[1:], each.argval]
-
-
-def _names_in(qualname: str) -> Iterator[str]:
-    """Yield the names under which a value may be written: `CONFIG` of `CONFIG['rate']`, `scale` of `Net.scale`."""
-    root = qualname.partition("[")[0].partition("(")[0]
-    yield root
-    yield root.rpartition(".")[2]
 
 
 def _is_users_module(module: str) -> bool:
@@ -543,27 +542,37 @@ def read_identities(file: Path) -> dict[str, dict[str, Definition]]:
         return {}
 
 
-def changed_on_disk(definitions: Mapping[str, Definition], since: float) -> list[str]:
+def with_literals(definitions: Mapping[str, Definition]) -> dict[str, Definition]:
+    """Return the definitions, and mark the values that are written down in their files as they are."""
+    marked = dict(definitions)
+    for name, each in definitions.items():
+        if each.text is not None and (found := _InFile.read(each.file)) is not None and each.qualname in found.written:
+            marked[name] = replace(each, is_literal=found.written[each.qualname][0] == each.digest)
+    return marked
+
+
+def changed_on_disk(definitions: Mapping[str, Definition], imported_after: float | None = None) -> list[str]:
     """Return a clause for each definition that its file holds otherwise by now; nothing is executed.
 
-    Functions are compared by their code, and values that the file writes down where it was modified after `since`, in
-    Unix seconds: other values may be computed by an import, or set from elsewhere. What the main module defines is
-    pickled itself, but for methods that it replaced in classes of other modules.
+    Functions are compared by their code, and values that were written down in the file. Without marks of those, a plain
+    value is compared if its file was modified later than `imported_after`, in Unix seconds, since other values may be
+    set from elsewhere. What the main module defines is pickled itself, but for methods that it replaced in classes of
+    other modules.
     """
-    files = {file: _InFile.read(file) for file in {each.file for each in definitions.values()} if file}
     changed = list[str]()
     for name, each in definitions.items():
-        found = files.get(each.file)
-        if name.startswith("__main__.") or each.file == "":
+        if name.startswith("__main__.") or not each.file:
             continue
+        found = _InFile.read(each.file)
         if each.text is None:
             known = None if found is None else found.functions.get(each.qualname, ())
             if each.module == "__main__" or (known is not None and each.digest not in known):
                 changed.append(f"{name} at {place(each.file, each.line)} is not what its file holds")
-        elif found is not None and found.modified > since and each.qualname in found.written:
+        elif found is not None and each.qualname in found.written:
             digest, text, line = found.written[each.qualname]
-            if digest != each.digest:
-                changed.append(f"{name} at {place(each.file, line)} is {text} in its file, and was {each.text}")
+            is_later = each.is_steady and imported_after is not None and found.modified > imported_after
+            if digest != each.digest and (each.is_literal or is_later):
+                changed.append(f"{name} at {place(each.file, line)} {_is(text, each.text, ' in its file')}")
     return changed
 
 
@@ -572,21 +581,18 @@ def changed_between(before: Mapping[str, Definition], now: Mapping[str, Definiti
 
     Functions count that both have, and values that a file writes down, which one of them holds and the other not.
     """
-    written = {
-        file: _InFile.read(file) for file in {each.file for each in now.values() if each.is_steady and each.file}
-    }
     changed = list[str]()
     for name, each in before.items():
         other = now.get(name)
         if other is None or other.digest == each.digest:
             continue
-        found = written.get(other.file)
+        found = _InFile.read(other.file) if other.is_steady and other.file else None
         if each.text is None or other.text is None:
             changed.append(f"{name} at {place(other.file, other.line)} has other code now")
         elif each.is_steady and found is not None and other.qualname in found.written:
             digest, text, line = found.written[other.qualname]
             if digest == other.digest:
-                changed.append(f"{name} at {place(other.file, line)} is {text}, and was {each.text}")
+                changed.append(f"{name} at {place(other.file, line)} {_is(text, each.text)}")
     return changed
 
 
@@ -611,8 +617,13 @@ def changed_since(
         elif old.digest != new.digest:
             third = elsewhere.get(name)
             values = unsteady if third is not None and third.digest != old.digest else changed
-            values.append(f"{name}{f' of {new.file}' if new.file else ''} is {new.text}, and was {old.text}")
+            values.append(f"{name}{f' of {new.file}' if new.file else ''} {_is(new.text, old.text)}")
     return changed, unsteady
+
+
+def _is(now: str | None, before: str | None, where: str = "") -> str:
+    """Say in a clause how a value differs."""
+    return f"is {now}{where}, and was {before}" if now != before else f"has another content{where}, as {now} before"
 
 
 def and_more(changed: list[str]) -> str:
@@ -643,11 +654,17 @@ class _InFile:
     @staticmethod
     def read(file: str) -> _InFile | None:
         """Return what a file holds, nothing while it cannot be compiled, or None if there is no such file."""
-        functions, written = dict[str, set[str]](), dict[str, tuple[str, str, int]]()
         try:
-            modified, source = os.stat(file).st_mtime, Path(file).read_bytes()
+            at = os.stat(file)
+            return _InFile._parsed(file, at.st_mtime_ns, at.st_size)
         except OSError:
             return None
+
+    @staticmethod
+    @functools.lru_cache
+    def _parsed(file: str, modified_ns: int, _: int) -> _InFile:
+        functions, written = dict[str, set[str]](), dict[str, tuple[str, str, int]]()
+        source = Path(file).read_bytes()
         with contextlib.suppress(SyntaxError, ValueError):  # it is being edited
             for function in _nested(compile(source, file, "exec", dont_inherit=True)):
                 functions.setdefault(function.co_qualname, set()).add(_code_digest(function))
@@ -655,7 +672,7 @@ class _InFile:
             for name, literal, line in _literals(tree.body, "", _set_globally(tree)):
                 for leaf, part, text, _ in _leaves(name, literal, DEPTH):
                     written[leaf] = digests.of(part)[0], text, line
-        return _InFile(modified, functions, written)
+        return _InFile(modified_ns / 1e9, functions, written)
 
 
 def _set_globally(tree: ast.Module) -> set[str]:
@@ -689,9 +706,9 @@ def _literals(body: Iterable[ast.stmt], prefix: str, excluded: set[str]) -> Iter
                 continue
             given = statement.args
             places = [*given.posonlyargs, *given.args]
-            with_default = [*zip(reversed(places), reversed(given.defaults), strict=False)]
-            with_default += zip(given.kwonlyargs, given.kw_defaults, strict=True)
-            pairs = [(f"{statement.name}({each.arg})", default) for each, default in with_default]
+            positional = zip(reversed(places), reversed(given.defaults), strict=False)
+            named = zip(given.kwonlyargs, given.kw_defaults, strict=True)
+            pairs = [(f"{statement.name}({each.arg})", default) for each, default in (*positional, *named)]
         for name, value in pairs:
             if value is not None and bound[name.partition("(")[0]] == 1 and name not in excluded:
                 with contextlib.suppress(ValueError, TypeError, SyntaxError, RecursionError):

@@ -122,7 +122,7 @@ def test_functions_are_followed_through_modules_classes_decorators_and_bound_arg
         *("net.Net.__init__", "net.Net.forward", "net.Net.compared"),
         *("helper.scaled", "helper.scaled'", "helper.Middle.__init__", "helper.Middle.forward"),  # ' is the decorator's
     }
-    assert changed_on_disk(found, 0.0) == []
+    assert changed_on_disk(found) == []
 
 
 def test_an_edit_counts_if_it_changes_what_is_computed(net: Any) -> None:
@@ -140,7 +140,7 @@ def test_an_edit_counts_if_it_changes_what_is_computed(net: Any) -> None:
         ("def scaled(x):", "def scaled(x) -> (:", "edited_helper.scaled at"),
     ):
         edit(old, new)
-        found = changed_on_disk(identity(module.Net), 0.0)
+        found = changed_on_disk(identity(module.Net))
         assert [changed in each for each in found][:1] == ([True] if changed else []), new
         if changed:
             with pytest.raises(InvalidExperiment, match=r"Restart the kernel, or importlib\.reload") as refused:

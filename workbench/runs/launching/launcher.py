@@ -30,6 +30,7 @@ from workbench.code_identity import (
     identity,
     read_identities,
     way_out,
+    with_literals,
 )
 from workbench.data import data_fingerprint, held_out_fingerprint
 from workbench.display import CELLS, sent_cells
@@ -480,7 +481,7 @@ def user_code(experiment: Experiment) -> dict[str, bytes]:
                 "write into the file, or define it in a cell."
             )
     if files:
-        files[FUNCTIONS] = identities_json(identities)
+        files[FUNCTIONS] = identities_json({part: with_literals(each) for part, each in identities.items()})
         files[CELLS] = sent_cells(content for name, content in files.items() if name.endswith(".pkl"))
         files[CODE_PATH] = path_json(user_path())
     return files
@@ -507,10 +508,9 @@ def require_stored_code(run: RunDir, parts: Iterable[str] = USER_PARTS) -> None:
 
     Nothing of them is executed. What only an import tells, such as a number that is computed, the first rank compares.
     """
-    stored = run.code / FUNCTIONS
-    identities = read_identities(stored)
+    identities = read_identities(run.code / FUNCTIONS)
     for part in parts:
-        if changed := changed_on_disk(identities.get(part, {}), stored.stat().st_mtime if stored.exists() else 0.0):
+        if changed := changed_on_disk(identities.get(part, {})):
             raise PlanMismatch(
                 f"The code of {run.path.name} was edited since it was started, in what its {part} reads: {changed[0]}"
                 f"{and_more(changed)}. {way_out(part)}"
