@@ -23,6 +23,7 @@ import torch
 from torch import fx, nn
 from torch.nn.utils.rnn import PackedSequence
 
+from workbench.capture.aliasing import Registered
 from workbench.capture.host_draws import (
     Drawn,
     drawn_from,
@@ -58,6 +59,8 @@ class Exported:
 
     module: fx.GraphModule
     loss: fx.Node
+    trained: frozenset[str]
+    """Names of the parameters that the loss is differentiated by."""
     notes: tuple[str, ...] = ()
     """Sentences on what was left out of the graph."""
     template: Any = None
@@ -104,11 +107,11 @@ def export(
     while True:
         try:
             exported = _export_on(device, search, batch, loss, returns, logs)
+        except Drawn:
+            raise
         except CaptureError as error:
             failure = failure or error
             if search.adds(error):
-        except Drawn:
-            raise
                 continue
             if reason := next(reversed(search.refused.values()), ""):
                 said = f"{failure} It cannot run as it is either: {reason}"
@@ -145,12 +148,14 @@ def _export_on(
     model, name, example = search.model, search.name, _example(batch, device)
     templates: list[Any] = [None]
     held, after = Numbers.of(model), list[Numbers]()
+    registered, trained = Registered(model, name), list[tuple[frozenset[str], tuple[str, ...]]]()
     tensors_before, kept = Held(model), dict[str, torch.Tensor]()
 
     def loss_of(result: Any, batch: Mapping[str, torch.Tensor]) -> Any:
         after.append(Numbers.of(model))  # export restores them when forward has returned
         kept.update(tensors_before.new_in(Held(model)))
         loss, tensors = find_loss(result, choice, batch, name), list[torch.Tensor]()
+        trained.append(registered.trained(loss))
         if returns:
             templates[0], tensors = flattened(result)
         tensors += [scalar_tensor(scalar.value) for scalar in logged if logs]
@@ -159,7 +164,9 @@ def _export_on(
     with (
         search.applied(),
         without_traces(model),
+        torch.enable_grad(),
         exportable(model, name, loss_of),
+        registered.followed(model),
         passed_checks() as checks,
         members_renamed(model, name) as renamed,
         _quiet_failure(),
@@ -202,11 +209,12 @@ def _export_on(
     named = tuple((scalar.name, scalar.reduce) for scalar in logged if logs)
     values: Any = output.args[0] if returns or named else output.all_input_nodes
     # Python numbers that forward changed: would the next forward compute something else with the new ones?
-    notes, changed = tuple(checks), held.changes_to(after[-1])
+    registered.refuse_constants(module)
+    notes, changed = (*checks, *trained[-1][1]), held.changes_to(after[-1])
     if numbers is None and changed.values:
         second = _export_on(device, search, batch, choice, returns, logs, changed)
         notes = (*notes, *note_of_changes(changed, held, module.graph, second.module.graph, name))
-    return Exported(module, values[0], notes, templates[0], named, bool(kept))
+    return Exported(module, values[0], trained[-1][0], notes, templates[0], named, bool(kept))
 
 
 def _example(batch: Mapping[str, TensorSpec], device: torch.device) -> dict[str, torch.Tensor]:

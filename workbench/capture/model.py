@@ -17,6 +17,7 @@ import torch
 import torch.utils._pytree as pytree
 from torch import fx, nn
 
+from workbench.capture.aliasing import memory_of, move_meta_to_cpu
 from workbench.capture.batch_coupling import MADE_ANEW, Coupling, batch_coupling, batch_norms, described
 from workbench.capture.block_extraction import BlockExtractor, NodeGroup, canonical_names, find_layers, group_nodes
 from workbench.capture.export import Exported, export
@@ -41,7 +42,7 @@ from workbench.capture.operations import (
 )
 from workbench.capture.outputs import LossChoice, Outputs
 from workbench.capture.rewrites import rewrite
-from workbench.capture.torch_internals import move_meta_to_cpu, refuse_backward_hooks
+from workbench.capture.torch_internals import refuse_backward_hooks
 from workbench.errors import CaptureError, InvalidExperiment
 from workbench.tensors import TensorSpec, spec_of
 from workbench.user_code import line_of_node
@@ -159,13 +160,18 @@ def _refuse_shared_memory(model: nn.Module, name: str) -> None:
             continue
         first = int(tensor.storage_offset())
         last = first + sum(int((size - 1) * stride) for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
-        place, is_parameter = seen[tensor.untyped_storage()._cdata], isinstance(tensor, nn.Parameter)
+        place, is_parameter = seen[memory_of(tensor) or 0], isinstance(tensor, nn.Parameter)
         for start, end, other, is_other in place:
             if start <= last and first <= end and (is_parameter or is_other):
+                way = (
+                    "Tie them: give one module the parameter of the other itself, decoder.weight = embedding.weight, "
+                    "and not nn.Parameter(embedding.weight.data)."
+                    if is_parameter and is_other
+                    else "Make it a plain attribute, and no buffer: self.copy = self.weight.data follows the updates."
+                )
                 raise CaptureError(
                     f"{key} and {other} of {name} are two tensors in the same memory, and would part with the first "
-                    f"update. Tie them: give one module the parameter of the other itself, decoder.weight = "
-                    f"embedding.weight, and not nn.Parameter(embedding.weight.data)."
+                    f"update. {way}"
                 )
         place.append((first, last, key, is_parameter))
 
@@ -205,7 +211,7 @@ class _Analysis:
         every = [*model.named_parameters(remove_duplicate=False), *model.named_buffers(remove_duplicate=False)]
         names, ties = canonical_names(every)
         state = carried_state(flow, exported.loss, names, self.name)
-        trained, differentiated = _with_gradients(exported.loss, flow)
+        trained, differentiated = _with_gradients(exported, flow, names)
         if not trained:
             raise CaptureError(
                 f"The loss of {self.name} depends on no trainable parameter. Give at least one requires_grad=True, and "
@@ -296,7 +302,8 @@ def carried_state(flow: Dataflow, loss: fx.Node, names: Mapping[int, str], model
     reads: defaultdict[int, list[fx.Node]] = defaultdict(list)
     for node, tensor in flow.tensors.items():
         if not isinstance(tensor, nn.Parameter):
-            reads[id(tensor)].append(node)
+            # A tensor that is no buffer may have several names for the same memory.
+            reads[id(tensor) if id(tensor) in names else memory_of(tensor) or id(tensor)].append(node)
 
     def sources(node: fx.Node) -> Iterable[fx.Node]:
         return () if node.op == "call_function" and op_name(node) in MADE_ANEW else node.all_input_nodes
@@ -352,8 +359,8 @@ def _reads(node: fx.Node, sources: list[fx.Node]) -> bool:
 # Gradients, and the values that blocks send.
 
 
-def _with_gradients(loss: fx.Node, flow: Dataflow) -> tuple[list[fx.Node], set[str]]:
-    """Return the trained parameters that a gradient of the loss reaches, and the names of the nodes on its way.
+def _with_gradients(exported: Exported, flow: Dataflow, names: Mapping[int, str]) -> tuple[list[fx.Node], set[str]]:
+    """Return the trained parameters, and the names of the nodes on the way of a gradient from the loss to them.
 
     In-place writes pass it on, too: a node that shares memory with a written one counts as computed from it.
     """
@@ -361,8 +368,8 @@ def _with_gradients(loss: fx.Node, flow: Dataflow) -> tuple[list[fx.Node], set[s
     def sources(node: fx.Node) -> Iterator[fx.Node]:
         return filter(passes_gradient, (*node.all_input_nodes, *flow.writers.get(storage_of(node), ())))
 
-    passed = reachable(filter(passes_gradient, [loss]), sources)
-    trained = [node for node in passed if node in flow.tensors and flow.tensors[node].requires_grad]
+    passed = reachable(filter(passes_gradient, [exported.loss]), sources)
+    trained = [node for node, tensor in flow.tensors.items() if names.get(id(tensor)) in exported.trained]
     sharing: defaultdict[fx.Node, list[fx.Node]] = defaultdict(list)
     for node in passed:
         sharing[storage_of(node)].append(node)

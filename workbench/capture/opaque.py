@@ -29,6 +29,7 @@ import torch
 import torch.utils._pytree as pytree
 from torch import fx, nn
 
+from workbench.capture.aliasing import OneName, Registered
 from workbench.capture.host_draws import drawn_from, fresh_draws_refused, own_states
 from workbench.capture.observed_forward import Held, Numbers, Recorder, Recording
 from workbench.capture.operations import scalar_tensor
@@ -80,6 +81,10 @@ class OpaqueCall:
     reason: str
     """Why export could not follow it: one clause."""
     line: SourceLine
+    registered: Registered | None = None
+    """The parameters and buffers of the modules, which the code may read by other names."""
+    outside: Registered | None = None
+    """Those of the whole model, whose present values the operation is not given."""
     places: list[_Place] = field(default_factory=list)
     arguments: Any = None
     """Structure of `(args, kwargs)`, and its leaves, where None stands for a tensor."""
@@ -106,6 +111,8 @@ class OpaqueCall:
     """True for each of `modules` that was in train mode."""
     recording: Recording | None = None
     """The operations of a run on random arguments."""
+    has_other_names: bool = False
+    """True if the code read one of `registered` by another name."""
 
     @property
     def compiles(self) -> bool:
@@ -136,7 +143,7 @@ class OpaqueCall:
         values = iter(given[len(self.places) :])
         leaves = [next(values) if leaf is _TENSOR else leaf for leaf in self.leaves]
         args, kwargs = pytree.tree_unflatten(leaves, self.arguments)
-        with self._placed(given), alone(), differentiable():
+        with self._placed(given), self._followed(), alone(), differentiable():
             is_first = bool(self.modules) and not self.specs
             before = Held(self.modules[0]) if is_first else None
             numbers = Numbers.of(self.modules[0]) if is_first else None
@@ -159,7 +166,24 @@ class OpaqueCall:
             self.written = sorted({*self.written, *found})
         elif found - set(self.written):
             raise RuntimeError(f"{self.label} wrote to a tensor that it did not write to when it was captured.")
-        return result, outputs, [after[index] for index in self.written]
+        return result, outputs, [after[index] for index in self.written if index < len(after)]
+
+    def _followed(self) -> contextlib.AbstractContextManager[Any]:
+        """Let the code read what the modules hold now by any name, if it does so in a run before it becomes opaque."""
+        registered, outside, is_tried = self.registered, self.outside, self.recording is None
+        if registered is None or not (is_tried or self.has_other_names):
+            return contextlib.nullcontext()
+        if not is_tried:
+            return OneName(registered.known)
+
+        def present(tensor: torch.Tensor) -> torch.Tensor:
+            now = registered.present(tensor, computed=False)
+            self.has_other_names |= now is not tensor
+            if now is tensor and outside is not None and (owner := outside.owner_of(tensor)):
+                raise NotOpaque(f"{self.label} reads {owner}, a parameter or buffer outside of it, by another name.")
+            return now
+
+        return OneName(present)
 
     @contextlib.contextmanager
     def _placed(self, tensors: Sequence[torch.Tensor]) -> Iterator[None]:
@@ -366,12 +390,16 @@ def opaque_call(
     reason: str,
     line: SourceLine,
     calls: list[OpaqueCall],
+    model: nn.Module | None = None,
 ) -> Callable[..., Any]:
     """Return a function that puts one operation into the graph that is being exported, in place of `function`.
 
     `valued` is the module, or a twin of it whose tensors have values. `known` are the values of the first tensors among
-    the arguments, where random ones would not do. `calls` collects what was called.
+    the arguments, where random ones would not do. `calls` collects what was called. `model` is the one that is
+    exported.
     """
+    registered = None if module is None else Registered(module, label)
+    outside = None if module is None or model is None else Registered(model, label)
     inside = () if module is None else tuple(module.modules())
     places = [
         _Place(owner, table, key)
@@ -396,7 +424,7 @@ def opaque_call(
             # Its parameters would be no arguments of the operation, and get no gradient.
             raise NotOpaque(f"{label} is given a module or a function, whose parameters it may use.")
         tensors = [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)]
-        call = OpaqueCall(label, logging, inside, reason, line, places, structure)
+        call = OpaqueCall(label, logging, inside, reason, line, registered, outside, places, structure)
         call.leaves = [_TENSOR if isinstance(leaf, torch.Tensor) else leaf for leaf in leaves]
         call.training = [owner.training for owner in inside]
         own = [place.value() for place in places]

@@ -116,7 +116,8 @@ class OpaqueSearch:
         inside = False
         for frame, _ in frames:
             inside = inside or frame.f_code.co_name == FORWARD
-            owner = frame.f_locals.get("self")
+            first, *_ = (*frame.f_code.co_varnames[: frame.f_code.co_argcount], "self")
+            owner = frame.f_locals.get(first)
             function = frame.f_locals.get("cls")
             if not inside:
                 continue
@@ -139,7 +140,7 @@ class OpaqueSearch:
         self.calls.clear()
         with contextlib.ExitStack() as stack:
             for target, (reason, line) in self.chosen.items():
-                make = functools.partial(opaque_call, reason=reason, line=line, calls=self.calls)
+                make = functools.partial(opaque_call, reason=reason, line=line, calls=self.calls, model=self.model)
                 stack.enter_context(self._opaque(target, make))
             yield
 

@@ -57,8 +57,6 @@ _OF_UNIFORM: dict[str, Callable[[float], bool | None]] = {
 MODULE_HOOKS = ("_backward_hooks", "_backward_pre_hooks")
 
 
-_TABLES = frozenset(vars(nn.Module()))
-"""Attributes that every module has: its tables of parameters, buffers, modules and hooks."""
 _active: list[tuple[Any, str, Any]] = []
 """Replacements that are in force, the innermost last: owner, name, and what puts the original back."""
 
@@ -313,41 +311,6 @@ def remove_checks(module: Any) -> fx.GraphModule:
         if is_guard or is_check:
             module.graph.erase_node(node)
     return module  # type: ignore[no-any-return]
-
-
-def move_meta_to_cpu(model: nn.Module) -> None:
-    """Replace every meta tensor of a model by one on the CPU: parameters without values, so that no memory is touched.
-
-    Buffers and other tensors become zeros. Tied tensors stay tied. Tensors in lists, tuples and dictionaries are
-    replaced, too.
-    """
-    moved: dict[int, torch.Tensor] = {}
-
-    def on_cpu(value: Any) -> Any:
-        if isinstance(value, torch.Tensor) and value.is_meta:
-            if id(value) not in moved:
-                if isinstance(value, nn.Parameter):
-                    empty = torch.empty_like(value, device="cpu", requires_grad=False)
-                    moved[id(value)] = nn.Parameter(empty, requires_grad=value.requires_grad)
-                else:  # zeros, which are valid indices: blocks are measured with the constants among them
-                    moved[id(value)] = torch.zeros_like(value, device="cpu", requires_grad=False)
-            return moved[id(value)]
-        if type(value) not in (list, tuple, dict):
-            return value
-        items = value.values() if isinstance(value, dict) else value
-        if all(new is old for new, old in zip(map(on_cpu, items), items, strict=True)):
-            return value  # itself, which other modules may hold
-        if isinstance(value, dict):
-            return {key: on_cpu(item) for key, item in value.items()}
-        return type(value)(map(on_cpu, value))
-
-    for module in model.modules():
-        for table in (module._parameters, module._buffers):
-            for key, value in list(table.items()):  # the table of a scripted module is no dictionary, and has no update
-                table[key] = on_cpu(value)
-        for key, value in list(vars(module).items()):
-            if key not in _TABLES and isinstance(value, (torch.Tensor, list, tuple, dict)):
-                vars(module)[key] = on_cpu(value)
 
 
 @contextlib.contextmanager
