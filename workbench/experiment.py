@@ -241,6 +241,9 @@ class Optimizer:
     """Decay after the warm-up: `linear` or `cosine` to zero at `steps`, `wsd` (constant, then linear to zero in the
     last fifth of the steps), `inverse_sqrt` of the step, or `constant`. A callable gives the multiple of
     `learning_rate` for each step (from 0), without a warm-up."""
+    schedule_steps: Count | None = None
+    """Steps over which warm-up and decay are laid; None takes the experiment's `steps`. Give those of the training that
+    `run.resume(steps=…)` will make of it: the rate then goes on without a leap."""
     muon_scale: Annotated[str, PlainValidator(known(MUON_SCALES))] = "adamw_rms"
     """Size of Muon's updates: `adamw_rms` has the root mean square of AdamW's, so that one rate suits both
     (arXiv:2502.16982). `spectral` is the rate times sqrt(max(1, outputs / inputs)) in every direction, so that one rate
@@ -281,11 +284,12 @@ class Optimizer:
     and `grad_norm` do not. Checkpoints hold both. Buffers are those of the training."""
 
     def __post_init__(self) -> None:
-        if isinstance(self.lr_schedule, UserFunction) and self.warmup_steps is not None:
-            raise InvalidExperiment(
-                f"warmup_steps={self.warmup_steps} is given, and lr_schedule is a callable, which decides the rate "
-                "of every step itself. Leave warmup_steps out, and let the callable warm up."
-            )
+        for name in ("warmup_steps", "schedule_steps") if isinstance(self.lr_schedule, UserFunction) else ():
+            if getattr(self, name) is not None:
+                raise InvalidExperiment(
+                    f"{name}={getattr(self, name)} is given, and lr_schedule is a callable, which decides the rate "
+                    f"of every step itself. Leave {name} out, and let the callable warm up and decay."
+                )
         folded = [name for name in ("decay_scale", "eps_scale", "grad_norm_scale") if getattr(self, name) is not None]
         has_rule = self.algorithm == "adamw" or (self.algorithm == "muon" and self.muon_scale == "spectral")
         if folded and not has_rule:
@@ -534,10 +538,15 @@ class Experiment:
         return self.steps
 
     @property
+    def schedule_steps(self) -> int:
+        """Steps over which the schedule of the rate is laid."""
+        return self.optimizer.schedule_steps or self.total_steps
+
+    @property
     def warmup(self) -> int:
         """Steps of warm-up, with the default resolved."""
         given = self.optimizer.warmup_steps
-        return self.total_steps // 10 if given is None else given
+        return self.schedule_steps // 10 if given is None else given
 
     @property
     def batches(self) -> Ramp:
@@ -893,10 +902,17 @@ def _check_steps(experiment: Experiment, steps: int) -> None:
                     f"lr_schedule returned {factor!r} for step {step}. It must return a number of at least 0: the "
                     "multiple of learning_rate for that step."
                 )
-    if warmup is not None and warmup > steps:
+    length = experiment.optimizer.schedule_steps or steps
+    if warmup is not None and warmup > length:
+        of_what = "experiment" if length == steps else "schedule"
         raise InvalidExperiment(
-            f"warmup_steps={warmup} lies outside the {steps} steps of the experiment. "
-            f"Choose 0 to {steps}, or None for a tenth."
+            f"warmup_steps={warmup} lies outside the {length} steps of the {of_what}. "
+            f"Choose 0 to {length}, or None for a tenth."
+        )
+    if schedule in ("linear", "cosine", "wsd") and length < steps:
+        raise InvalidExperiment(
+            f"schedule_steps={length:,} lets the rate be 0 for the last {steps - length:,} of the {steps:,} steps. "
+            f"Give at least {steps:,}, leave it out, or train at most {length:,} steps."
         )
     for pattern, (first, _) in (experiment.optimizer.trained_during or {}).items():
         if first >= steps:

@@ -279,7 +279,11 @@ def test_a_run_of_user_defined_dataset_resumes_from_the_code_that_it_kept(
         shutil.rmtree(tmp_path / "run" / folder)
     with pytest.raises(PlanMismatch, match="signature another"):
         Run(tmp_path / "run").resume(dataclasses.replace(plan(experiment()), signature="another"))
-    run = Run(tmp_path / "run").resume(steps=14).wait(PATIENCE_S)
+    with pytest.warns(UserWarning, match="so that the rate leaps") as told:
+        run = Run(tmp_path / "run").resume(steps=14).wait(PATIENCE_S)
+    rates = run.history().learning_rate
+    assert f"it is {rates[12]:.3g} at step 13, after {rates[11]:.3g}. To go on" in str(told[0].message)
+    assert told[0].filename == __file__
     assert run.status.state == "finished"
     assert list(curve(run.directory)) == list(range(1, 15))
 

@@ -31,6 +31,7 @@ from workbench.errors import (
     WorkbenchError,
 )
 from workbench.experiment import GROUPS, PATHS, Experiment
+from workbench.optimizers.parameters import leap_of_rate, rate_factor
 from workbench.sweeps.sweep import Axes
 
 TINY = {"hidden_size": 16, "num_layers": 2, "num_heads": 2, "vocab_size": 400, "max_positions": 32}
@@ -295,6 +296,31 @@ def test_replace_renames_after_the_model_unless_a_name_was_chosen() -> None:
 def test_warm_up_defaults_to_a_tenth() -> None:
     assert own(steps=55).warmup == 5
     assert own(steps=55, warmup_steps=0).warmup == 0
+
+
+@pytest.mark.parametrize("schedule", ["linear", "cosine", "wsd", "inverse_sqrt", "constant"])
+def test_a_rate_that_leaps_when_a_run_is_made_longer_is_told_and_schedule_steps_lets_it_go_on(schedule: str) -> None:
+    def rates(asked: Experiment, steps: range) -> list[float]:
+        return [asked.learning_rate * rate_factor(asked, step) for step in steps]
+
+    short = own(steps=6, learning_rate=0.01, warmup_steps=2, lr_schedule=schedule)
+    longer = short.replace(steps=12)
+    told = leap_of_rate(short, longer, 6)
+    if schedule in ("inverse_sqrt", "constant"):
+        assert not told
+    else:
+        [last], [first] = rates(short, range(5, 6)), rates(longer, range(6, 7))
+        assert f"it is {first:.3g} at step 7, after {last:.3g}. To go on" in told or first == pytest.approx(last)
+    if schedule == "linear":
+        assert "it is 0.006 at step 7, after 0.0025" in told
+        assert "it is 0.008 at step 5, and not 0.005" in leap_of_rate(short, longer, 4), "of a run that was stopped"
+        with pytest.raises(InvalidExperiment, match="lets the rate be 0 for the last 6 of the 12 steps"):
+            longer.replace(schedule_steps=6)
+    planned = short.replace(schedule_steps=12)
+    assert rates(planned, range(6)) + rates(planned.replace(steps=12), range(6, 12)) == rates(longer, range(12))
+    assert not leap_of_rate(planned, planned.replace(steps=12), 6)
+    # A warm-up of a tenth of the steps grows with them.
+    assert bool(leap_of_rate(own(steps=10, lr_schedule="constant"), own(steps=80, lr_schedule="constant"), 6))
 
 
 def tiny(**changes: Any) -> Experiment:

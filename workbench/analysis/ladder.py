@@ -576,6 +576,9 @@ def _unfit(run: Run, experiment: Experiment, ends: Evaluations) -> str | None:
     state, schedule = run.status.state, experiment.optimizer.lr_schedule
     if experiment.sparsity is not None:
         return "its weights are sparse"
+    length = experiment.optimizer.schedule_steps
+    if schedule in DECAYING and length is not None and length > experiment.total_steps:
+        return f"its rate falls to zero at step {length:,} only"
     if schedule not in DECAYING:
         return f"the rate of {schedule} has not fallen to zero at the end ({', '.join(DECAYING)} do)"
     if state != "finished":

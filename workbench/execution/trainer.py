@@ -34,7 +34,7 @@ from workbench.execution.parallel.stage import RankStages
 from workbench.experiment import Experiment, Numerics
 from workbench.optimizers.adamw import ShardedAdamW
 from workbench.optimizers.building import build_optimizer
-from workbench.optimizers.parameters import learning_rate_factor, sent
+from workbench.optimizers.parameters import rate_factor, sent
 from workbench.planning.plan import Plan
 
 
@@ -163,7 +163,7 @@ class Trainer:
         """Update the weights of step `step` (0-based) with the gradients in place; `scalars` are those of `measure`."""
         experiment = self.experiment
         self._norms.clip(self.optimizer, scalars[1], self._squared_of_groups)
-        factor = learning_rate_factor(step, experiment.warmup, experiment.total_steps, experiment.optimizer.lr_schedule)
+        factor = rate_factor(experiment, step)
         for group, rate in zip(self.optimizer.param_groups, self._peak_rates, strict=True):
             group["lr"] = rate * factor
         skips = None if self._skips_after is None else self._skips_after.seen(scalars[:2])

@@ -89,6 +89,38 @@ def learning_rate_factor(step: int, warmup: int, steps: int, schedule: str | Cal
     return 0.5 * (1 + math.cos(math.pi * progress)) if schedule == "cosine" else 1 - progress
 
 
+def rate_factor(experiment: Experiment, step: int) -> float:
+    """Return the multiple of the experiment's peak rates for the update after `step` completed steps."""
+    schedule = experiment.optimizer.lr_schedule
+    return learning_rate_factor(step, experiment.warmup, experiment.schedule_steps, schedule)
+
+
+LARGEST_LEAP = 0.1
+"""Relative change of the rate from one step to the next that a longer schedule makes and nobody is told of."""
+
+
+def leap_of_rate(launched: Experiment, resumed: Experiment, step: int) -> str:
+    """Return a sentence with both rates if a training that is resumed at a step has another rate there than before.
+
+    The rates are those of the step in both schedules, or of the last step where the old schedule ends there. The
+    sentence is empty where they differ by no more than `LARGEST_LEAP`.
+    """
+    if not isinstance(launched.optimizer.lr_schedule, str) or not 0 < step < resumed.total_steps:
+        return ""  # a function of the step alone, or no step that follows another
+    has_ended = step >= launched.schedule_steps
+    before = launched.learning_rate * rate_factor(launched, step - has_ended)
+    after = resumed.learning_rate * rate_factor(resumed, step)
+    if math.isclose(before, after, rel_tol=LARGEST_LEAP):
+        return ""
+    lengths = f"{resumed.schedule_steps:,} steps instead of {launched.schedule_steps:,}"
+    was = f"after {before:.3g}" if has_ended else f"and not {before:.3g}"
+    return (
+        f"The {launched.optimizer.lr_schedule} schedule of {launched.name} is now laid over {lengths}, so that the "
+        f"rate leaps: it is {after:.3g} at step {step + 1:,}, {was}. To go on without a leap, launch a run with "
+        f"wb.Optimizer(schedule_steps={resumed.total_steps}), and resume that."
+    )
+
+
 # Shards of tensors, and what needs them whole.
 
 

@@ -52,7 +52,17 @@ from workbench.user_code import user_path
 # The directory: the names of everything in it, and the values of what was written once.
 
 PLAN_FREE = frozenset(
-    {"learning_rate", "warmup_steps", "lr_schedule", "betas", "eps", "weight_decay", "steps", "log_every"}
+    {
+        "learning_rate",
+        "warmup_steps",
+        "lr_schedule",
+        "schedule_steps",
+        "betas",
+        "eps",
+        "weight_decay",
+        "steps",
+        "log_every",
+    }
     | {"rate_scale", "decay_scale", "eps_scale", "grad_norm_scale"}
     | {"epochs", "tokens", "checkpoint_every", "keep_checkpoints", "checkpoints", "stop_on_non_finite"}
     | {"spike_factor", "on_spike", "spike_window", "spike_limit"}
