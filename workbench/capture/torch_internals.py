@@ -18,8 +18,8 @@ from torch._subclasses.fake_tensor import FakeTensor
 from torch.amp.autocast_mode import _enter_autocast as enter_autocast
 from torch.amp.autocast_mode import _exit_autocast as exit_autocast
 from torch.overrides import TorchFunctionMode
-
 from torch.utils.weak import WeakTensorKeyDictionary
+
 from workbench.errors import CaptureError
 from workbench.user_code import line_of_frames, line_of_running_code
 
@@ -46,7 +46,6 @@ DERIVATIVE = "torch.export cannot follow torch.autograd.grad"
 """Reason of opaque calls that take derivatives."""
 _DATA: Any = torch.Tensor.data
 """Attribute of tensors, as `torch_function` sees it."""
-PARAMETER_HOOKS = ("_backward_hooks", "_post_accumulate_grad_hooks")
 _OF_UNIFORM: dict[str, Callable[[float], bool | None]] = {
     "lt": lambda rate: False if rate <= 0 else True if rate >= 1 else None,
     "le": lambda rate: False if rate < 0 else True if rate >= 1 else None,
@@ -54,6 +53,7 @@ _OF_UNIFORM: dict[str, Callable[[float], bool | None]] = {
     "ge": lambda rate: True if rate <= 0 else False if rate >= 1 else None,
 }
 """Comparison of a uniform number in [0, 1) with a rate -> its outcome; None if that is drawn."""
+PARAMETER_HOOKS = ("_backward_hooks", "_post_accumulate_grad_hooks")
 MODULE_HOOKS = ("_backward_hooks", "_backward_pre_hooks")
 
 
@@ -73,10 +73,10 @@ def originals() -> Iterator[None]:
         undone.append((owner, name, vars(owner)[name]))
         back()
     empty = torch._ops._ModeStackStateForPreDispatch()
-    try:
     call: Any = nn.Module.__call__
     if call.__code__.co_filename == fx._symbolic_trace.__file__:
         call = call.__wrapped__
+    try:
         with patched(torch._ops, "_mode_stack_state_for_pre_dispatch", empty), patched(nn.Module, "__call__", call):
             yield
     finally:
