@@ -41,6 +41,7 @@ from workbench.capture.outputs import LossChoice, find_loss, flattened
 from workbench.capture.torch_internals import (
     SYMBOLIC_SHAPES_LOG,
     exportable,
+    lean,
     members_renamed,
     patched,
     remove_checks,
@@ -175,7 +176,7 @@ def _export_on(
     ):
         before = host_states(model)
         try:
-            with fresh_draws_refused(name):
+            with fresh_draws_refused(name), lean():
                 program = torch.export.export(model, (), example, strict=False)
         except WorkbenchError:
             raise
@@ -194,7 +195,8 @@ def _export_on(
             raise Drawn(str(refused_draw(source, SourceLine(), name)))
     # The graph as a plain one: no checks, `with` blocks inlined, members under their own names.
     refuse_unpriced(program.graph, name)
-    module = remove_checks(program.module(check_guards=False))
+    with lean():
+        module = remove_checks(program.module(check_guards=False))
     refuse_generators(module, name)
     rename_in_stacks(module.graph, renamed)
     inline_regions(module)

@@ -15,6 +15,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
+import torch.utils._pytree as pytree
 from torch import fx
 
 from workbench.capture.export import Exported
@@ -368,7 +369,12 @@ def on_device(count: LabelCount, device: torch.device) -> LabelCount:
 
 
 def code_on(code: fx.GraphModule, device: torch.device) -> fx.GraphModule:
-    """Return a copy of captured code that runs on a device."""
+    """Return captured code that runs on a device: itself, or a copy if it was captured for another one."""
+    arguments = pytree.tree_leaves([(node.args, node.kwargs) for node in code.graph.nodes])
+    devices = [leaf for leaf in arguments if isinstance(leaf, torch.device)]
+    devices += [tensor.device for tensor in (*code.parameters(), *code.buffers())]
+    if all(each == device for each in devices):
+        return code
     code = copy.deepcopy(code).to(device)
     retarget(code, device)
     return code

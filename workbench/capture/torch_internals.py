@@ -17,6 +17,7 @@ from torch import fx, nn
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.amp.autocast_mode import _enter_autocast as enter_autocast
 from torch.amp.autocast_mode import _exit_autocast as exit_autocast
+from torch.fx.experimental.symbolic_shapes import uninteresting_files
 from torch.overrides import TorchFunctionMode
 from torch.utils.weak import WeakTensorKeyDictionary
 
@@ -131,6 +132,48 @@ def differentiable() -> Iterator[None]:
     flex = sys.modules.get("torch.nn.attention.flex_attention")
     with contextlib.nullcontext() if flex is None else patched(flex, "_validate_device", lambda *_: None):
         yield
+
+
+@contextlib.contextmanager
+def lean() -> Iterator[None]:
+    """Leave out of an export what nobody reads, half of its time, inside a `with` block.
+
+    After each of its passes, fx generates and compiles the Python code of the whole graph; here it does when the code
+    is called. Of each operation it notes the line of every caller, some 100 frames; here the one of `line_of_node`.
+    """
+    with patched(fx.GraphModule, "recompile", _compiled_when_called), patched(fx.proxy, "CapturedTraceback", _Line):
+        yield
+
+
+_recompile = fx.GraphModule.recompile
+
+
+def _compiled_when_called(module: Any) -> None:
+    def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
+        _recompile(self)
+        return type(self).forward(self, *args, **kwargs)
+
+    if hasattr(codegen := module.graph._codegen, "pytree_info"):
+        module._in_spec, module._out_spec = codegen.pytree_info.in_spec, codegen.pytree_info.out_spec
+    type(module).forward = forward
+
+
+class _Line:
+    """The innermost line of a `forward`, the last one that fx keeps of a traceback, in place of the whole."""
+
+    @staticmethod
+    def extract(**_: Any) -> type[_Line]:
+        return _Line
+
+    @staticmethod
+    def summary() -> traceback.StackSummary:
+        frame: Any = sys._getframe(1)
+        while frame is not None:
+            file, name = frame.f_code.co_filename, frame.f_code.co_name
+            if (name == "forward" or file.endswith("torch/__init__.py")) and file not in uninteresting_files():
+                return traceback.StackSummary.from_list([(file, frame.f_lineno, name, None)])
+            frame = frame.f_back
+        return traceback.StackSummary()
 
 
 @contextlib.contextmanager
@@ -302,7 +345,7 @@ def _refusals(name: str) -> list[tuple[Any, str, Any]]:
 
 
 def remove_checks(module: Any) -> fx.GraphModule:
-    """Remove the guards and assertions that export adds to a module; every mutation of a buffer stays."""
+    """Remove the guards and assertions that a `lean` export adds; every mutation of a buffer stays."""
     module._forward_pre_hooks.clear()
     module._forward_pre_hooks_with_kwargs.clear()
     for node in list(module.graph.nodes):
@@ -310,6 +353,9 @@ def remove_checks(module: Any) -> fx.GraphModule:
         is_check = node.op == "call_function" and any(word in str(node.target) for word in _CHECKS)
         if is_guard or is_check:
             module.graph.erase_node(node)
+    for part in module.modules():  # branches, whose code tells blocks apart
+        if part is not module and isinstance(part, fx.GraphModule):
+            _recompile(part)
     return module  # type: ignore[no-any-return]
 
 

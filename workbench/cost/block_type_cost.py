@@ -13,6 +13,7 @@ from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
+from itertools import accumulate
 from typing import Any, NamedTuple
 
 import torch
@@ -591,19 +592,31 @@ def block_type_cost(trace: BlockTrace) -> BlockTypeCost:
 
 def _peak_bytes(trace: BlockTrace) -> float:
     """Return the most bytes that exist at any step of the block's forward, or of its backward."""
-    values = [value for value in trace.values.values() if not value.weight]
-    peak = 0.0
-    for step in range(len(trace.operations) + 1):
-        saved = sum(v.nbytes for v in values if v.first_saved is not None and v.first_saved <= step)
-        forward = sum(
-            v.nbytes
-            for v in values
-            if v.born <= step and (step <= v.last_use or (v.first_saved is not None and v.first_saved <= step))
-        )
-        gradients = sum(v.nbytes for v in values if v.gradient and v.born <= step <= v.last_use)
-        recomputed = trace.operations[step].recomputed_bytes if step < len(trace.operations) else 0
-        peak = max(peak, forward, saved + gradients + recomputed)
-    return peak
+    end = len(trace.operations)
+    saved, forward, gradients = ([0.0] * (end + 2) for _ in range(3))  # changes from step to step
+
+    def exists(total: list[float], first: int, last: int, nbytes: float) -> None:
+        if max(first, 0) <= last:
+            total[max(first, 0)] += nbytes
+            total[last + 1] -= nbytes
+
+    for value in trace.values.values():
+        if value.weight:
+            continue
+        nbytes, last = value.nbytes, value.last_use
+        if value.first_saved is not None:
+            exists(saved, value.first_saved, end, nbytes)
+            kept_from = max(value.born, value.first_saved)
+            if kept_from <= last + 1:
+                last = end
+            else:
+                exists(forward, kept_from, end, nbytes)
+        exists(forward, value.born, last, nbytes)
+        if value.gradient:
+            exists(gradients, value.born, value.last_use, nbytes)
+    recomputed = [*(ran.recomputed_bytes for ran in trace.operations), 0]
+    steps = zip(accumulate(forward), accumulate(saved), accumulate(gradients), recomputed, strict=False)
+    return max(max(alive, kept + gradient + again) for alive, kept, gradient, again in steps)
 
 
 # Its kernels, with memory-bound operations in groups that are fused.
