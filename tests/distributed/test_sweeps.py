@@ -200,6 +200,7 @@ def test_a_measurement_survives_its_supervisor_and_trains_each_plan_once(node, m
     assert {(entry["choices"]["tensor"], entry["choices"]["micro_batch"]) for entry in queue} == plans
     kept, project = asked["checkpoints"]["keep"], asked["tracking"]["project"]
     assert (kept, project) == (0, ""), "a cell writes no checkpoint and is not tracked"
+    assert asked["optimizer"]["warmup_steps"] == 8, "losses of few steps at the full rate would look like a fault"
     eventually(measured.measured)
     psutil.Process(read_json(path / "supervisor.json")["pid"]).send_signal(signal.SIGKILL)
     eventually(lambda: not measured.alive)
