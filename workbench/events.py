@@ -239,6 +239,13 @@ class CheckpointProblemEvent(_Timed):
     message: str
 
 
+class CodeProblemEvent(_Timed):
+    """Something that the user's code reads or draws is another than at the start of the run, and cannot be given."""
+
+    type: Literal["code_problem"]
+    message: str
+
+
 class EndEvent(_Timed):
     """The ranks have left their training loop in order, after `steps` steps and `seconds` of training."""
 
@@ -273,6 +280,7 @@ Event = (
     | ActionsEvent
     | CheckpointEvent
     | CheckpointProblemEvent
+    | CodeProblemEvent
     | DataUseEvent
     | SpikeEvent
     | EndEvent

@@ -8,8 +8,10 @@ Everything that a run leaves lies in one folder, readable without importing torc
     environment.json     machine, versions, git state
     user_data.json       fingerprint of a user-defined dataset, computed by the ranks
     code/                user-defined models, datasets and functions: model.pkl, data.pkl, … for the workers, their
-                         source beside them, functions.json with what they compute, and path.json, which lists the
-                         folders of their modules
+                         source beside them, functions.json and imported.json with their identities (in the process
+                         that started the run, and in its first rank), and path.json, which lists the folders of their
+                         modules; start.pt with the tensors that the model held at the start beside what checkpoints
+                         store
     wandb.json           the W&B project and id of the run, for its recorder; absent when tracking is off
     resume.json          checkpoint (absolute path) and step to start from; absent for a fresh start
     events.jsonl         one JSON object a line, appended as it happens; live figures read it
@@ -46,6 +48,7 @@ import fcntl
 import json
 import os
 import socket
+import stat
 import sys
 import threading
 import time
@@ -57,7 +60,7 @@ from typing import Any, cast
 
 import psutil
 
-from workbench.errors import PlanMismatch
+from workbench.errors import PlanMismatch, RunNotFound
 from workbench.events import Event, ProcessRecord
 from workbench.machine import cache_home, current_folder
 
@@ -66,6 +69,11 @@ FINAL_STATES = ("finished", "stopped", "failed")
 KILLED = "Killed; what was trained since the last checkpoint is lost."
 NO_ROOM = (errno.ENOSPC, errno.EDQUOT)
 """Numbers of the errors of a full disk."""
+RECORD_BYTES = 2**25
+"""Largest size of a JSON file, and of one event's line, that is read."""
+LOG_BYTES = 2**36
+"""Largest size of a log that is read: of events, steps, or what a rank printed."""
+_CHUNK_BYTES = 2**24
 _CLOCK_SLACK_S = 2.0
 """Tolerated difference of start times, which are computed from the boot time and move when the clock is set."""
 
@@ -144,6 +152,7 @@ class RunDir:
     environment = _Entry("environment.json")
     user_data = _Entry("user_data.json")
     code = _Entry("code")
+    start_tensors = _Entry("code/start.pt")
     events = _Entry("events.jsonl")
     steps = _Entry("steps.table")
     steps_tail = _Entry("steps.tail")
@@ -194,6 +203,59 @@ class RunDir:
         return "-".join(map(str, stamps))
 
 
+    def records(self, folder: Path) -> list[Path]:
+        """Return the JSON files in a folder of the run, such as `ranks`; none if the folder is a link."""
+        return [] if folder.is_symlink() else sorted(folder.glob("*.json"))
+
+
+@contextlib.contextmanager
+def opened(path: Path, most: int = LOG_BYTES) -> Iterator[int]:
+    """Open a file for reading, and yield its descriptor. Nothing but a regular file is opened, and no link followed.
+
+    A run may come from anybody: a pipe would never be read to its end, and a link may lead to any file of its reader.
+    Raises `FileNotFoundError` if there is nothing, and `RunNotFound` for what is not opened, also for more than `most`
+    bytes.
+    """
+    try:
+        reason = _why_not_read(path.lstat(), most)
+        if reason is None:
+            descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK)
+            try:
+                reason = _why_not_read(os.fstat(descriptor), most)  # something else may stand there by now
+                if reason is None:
+                    yield descriptor
+            finally:
+                os.close(descriptor)
+    except OSError as error:
+        if error.errno in (errno.ENOENT, errno.ESTALE):  # stale: just replaced, on a network file system
+            raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), str(path)) from None
+        reason = error.strerror
+    if reason is not None:
+        raise RunNotFound(f"{path} cannot be read: {reason}.")
+
+
+def _why_not_read(at: os.stat_result, most: int) -> str | None:
+    if stat.S_ISLNK(at.st_mode):
+        return "it is a link, which is not followed; put the file in its place"
+    if not stat.S_ISREG(at.st_mode):
+        return f"it is {'a folder' if stat.S_ISDIR(at.st_mode) else 'a pipe, a socket or a device'}, and no file"
+    return f"it has {at.st_size:,} bytes, and at most {most:,} are read" if at.st_size > most else None
+
+
+def read_file(path: Path, most: int = RECORD_BYTES) -> bytes:
+    """Return the content of a file as `opened` opens it."""
+    with opened(path, most) as descriptor, open(descriptor, "rb", closefd=False) as file:
+        return file.read(most)
+
+
+def next_data(descriptor: int, position: int) -> int:
+    """Return the first position from `position` on that is in no hole of a sparse file; its size if there is none."""
+    try:
+        return os.lseek(descriptor, position, os.SEEK_DATA)
+    except OSError as error:
+        return os.fstat(descriptor).st_size if error.errno == errno.ENXIO else position
+
+
 @contextlib.contextmanager
 def locked(path: Path, wait: bool = True) -> Iterator[bool]:
     """Hold the lock of a file, which no crash can leave behind; yield False if another process holds it.
@@ -212,7 +274,7 @@ def locked(path: Path, wait: bool = True) -> Iterator[bool]:
 def write_json(path: Path, value: Any) -> None:
     """Write a JSON file such that a reader sees the old file or the new one, never half of either."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    part = path.with_name(f"{path.name}.{os.getpid()}.part")
+    part = path.with_name(f"{path.name}.{os.getpid()}.{threading.get_ident()}.part")
     try:
         part.write_text(json.dumps(value, indent=2) + "\n")
         part.replace(path)
@@ -235,7 +297,7 @@ def parsed(text: str | bytes) -> Any:
 
 def read_json(path: Path) -> Any:
     """Return the value in a JSON file; raises `ValueError` for a record that differs from what `write_record` wrote."""
-    value = parsed(path.read_bytes())
+    value = parsed(read_file(path))
     if isinstance(value, dict) and RECORD_CHECKSUM in value:
         _compare(value)
     return value
@@ -256,7 +318,7 @@ def write_record(path: Path, fields: Mapping[str, Any]) -> None:
 
 def read_record(path: Path) -> dict[str, Any]:
     """Return the fields of a record; raises `ValueError` as `read_json` does, and if there is no checksum."""
-    value = parsed(path.read_bytes())
+    value = parsed(read_file(path))
     _compare(value if isinstance(value, dict) else {})
     return dict(value)
 
@@ -273,7 +335,7 @@ def _checksum(fields: Mapping[str, Any]) -> str:
 
 def what_was_started(run: RunDir) -> dict[str, Any]:
     """Return what determines the training: `experiment.json`, and `plan.json` without what the planner predicted."""
-    plan, experiment = parsed(run.plan.read_bytes()), parsed(run.experiment.read_bytes())
+    plan, experiment = parsed(read_file(run.plan)), parsed(read_file(run.experiment))
     predicted = ("candidates", "prediction", "cluster")
     return {
         "experiment": {name: value for name, value in experiment.items() if name != RECORD_CHECKSUM},

@@ -6,10 +6,12 @@ import os
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import partial
+from pathlib import Path
 from typing import Any
 
+import numpy as np
 import psutil
 import torch
 import torch.distributed as dist
@@ -18,6 +20,7 @@ from torch import fx, nn
 from workbench.capture import Block, Graph
 from workbench.capture.export import load_export
 from workbench.capture.losses import find_rowwise_head
+from workbench.capture.observed_forward import items_of
 from workbench.capture.opaque import is_opaque
 from workbench.capture.operations import retarget
 from workbench.capture.tensor_parallel import ModelSharding, plan_tensor_parallel
@@ -381,15 +384,47 @@ Digests = Mapping[str, tuple[str, ...]]
 
 
 def held_tensors(model: nn.Module, graphs: Iterable[Graph]) -> dict[str, torch.Tensor]:
-    """Return by name the parameters and buffers of a model, the tensors that its modules have as plain attributes, and
-    the constants of its graphs.
-    """
-    tensors = {**dict(model.named_parameters()), **dict(model.named_buffers())}
-    for path, module in model.named_modules():
-        attributes = {key: value for key, value in vars(module).items() if isinstance(value, torch.Tensor)}
-        tensors |= {f"{path}.{key}" if path else key: value for key, value in attributes.items()}
+    """Return by name the parameters and buffers of a model, what its modules hold beside, and its graphs' constants."""
+    tensors = {**dict(model.named_parameters()), **dict(model.named_buffers()), **unregistered(model)}
     constants = (graph.constants.items() for graph in graphs)
     return tensors | {f"{name} ({at})": each for at, named in enumerate(constants) for name, each in named}
+
+
+def unregistered(model: nn.Module) -> dict[str, torch.Tensor]:
+    """Return by place the tensors and arrays that modules hold as attributes, in lists, dicts and objects.
+
+    Parameters, buffers, their views and what needs a gradient are left out.
+    """
+    registered = [*model.parameters(), *model.buffers()]
+    memory = {each.untyped_storage().data_ptr() for each in registered if each.layout is torch.strided}
+    found, seen = dict[str, torch.Tensor](), {id(each) for each in registered}
+    waiting = [
+        (f"{path}.{key}" if path else key, value)
+        for path, module in model.named_modules()
+        for key, value in vars(module).items()
+        if key not in _OF_EVERY_MODULE
+    ]
+    while waiting and len(seen) < MOST_HELD:
+        place, value = waiting.pop()
+        if id(value) in seen:
+            continue
+        seen.add(id(value))
+        if isinstance(value, np.ndarray) and value.flags.writeable:
+            with suppress(TypeError, ValueError):  # it holds no numbers, or has them in another order
+                found[place] = torch.from_numpy(value)
+        elif isinstance(value, torch.Tensor):
+            is_view = value.layout is torch.strided and value.untyped_storage().data_ptr() in memory
+            if not (value.requires_grad or value.is_meta or is_view):
+                found[place] = value
+        else:
+            waiting += items_of(value, place) or ()
+    return found
+
+
+_OF_EVERY_MODULE = frozenset(vars(nn.Module()))
+"""Attributes of every module: its tables of parameters, buffers, modules and hooks."""
+MOST_HELD = 20_000
+"""Objects that are searched for tensors."""
 
 
 def digests(tensors: Mapping[str, torch.Tensor], graphs: Iterable[Graph]) -> Digests:
@@ -441,6 +476,84 @@ def _words(data: torch.Tensor) -> torch.Tensor:
         rows = len(words) // ROW * ROW
         words, rest = words[:rows].view(-1, ROW).sum(1), torch.cat([words[rows:], rest])
     return torch.cat([words, rest]) if len(rest) else words
+
+
+# What the start of a run held, for where it goes on, is evaluated or is cloned.
+#
+# Checkpoints hold parameters and buffers. Other tensors are made by the constructor, which may draw without a seed.
+
+MOST_KEPT = 64 << 20
+"""Bytes of unregistered tensors up to which their values are kept; larger ones are compared."""
+
+
+@dataclass(frozen=True)
+class Start:
+    """The tensors of a model as they were when its run was started: digests of all, and values of unregistered ones."""
+
+    digests: Digests
+    values: Mapping[str, torch.Tensor]
+    made_by: str
+    """Device and version of torch, with which a table may be rounded otherwise."""
+
+    @staticmethod
+    def read(file: Path) -> Start | None:
+        """Return the start of a run, or None before there is one."""
+        if not file.exists():
+            return None
+        found = torch.load(file, map_location="cpu", weights_only=True)
+        return Start(found["digests"], found["values"], found["made_by"])
+
+    @staticmethod
+    def of(model: nn.Module, digests: Digests, device: torch.device) -> Start:
+        """Return the start of a run that begins."""
+        values, room = dict[str, torch.Tensor](), MOST_KEPT
+        for name, tensor in unregistered(model).items():
+            if tensor.nbytes <= room and tensor.layout is torch.strided:
+                values[name], room = tensor.to("cpu", copy=True), room - tensor.nbytes
+        return Start(digests, values, made_by(device))
+
+    def write(self, file: Path) -> None:
+        """Write the file such that a reader sees all of it or none."""
+        part = file.with_suffix(".part")
+        torch.save({"digests": dict(self.digests), "values": dict(self.values), "made_by": self.made_by}, part)
+        part.replace(file)
+
+    def give_back(self, model: nn.Module) -> None:
+        """Let the model hold the unregistered tensors of the start, as far as it has them in the same shape."""
+        with torch.no_grad():
+            for name, tensor in unregistered(model).items():
+                value = self.values.get(name)
+                is_alike = value is not None and (value.shape, value.dtype) == (tensor.shape, tensor.dtype)
+                if value is not None and is_alike and not torch.equal(value, tensor.cpu()):
+                    tensor.copy_(value)
+
+    def unlike(self, digests: Digests, device: torch.device) -> list[str]:
+        """Return the names of tensors that have another content than at the start, in the same shape and type.
+
+        Nothing is compared on another device or under another torch, which may round otherwise. Constants count if they
+        are of the training's graph, and both captures have the same ones.
+        """
+        if made_by(device) != self.made_by:
+            return []
+        [then, now] = [{name for name in each if _is_of_training(name)} for each in (self.digests, digests)]
+        return [
+            name
+            for name, own in digests.items()
+            if len(own) > 1
+            and (not name.startswith("_constant.") or (_is_of_training(name) and then == now))
+            and (before := tuple(self.digests.get(name, own))) != own
+            and before[:-1] == own[:-1]
+        ]
+
+
+def _is_of_training(name: str) -> bool:
+    return name.startswith("_constant.") and name.endswith(" (0)")
+
+
+def made_by(device: torch.device) -> str:
+    """Return what rounds the tables that a constructor computes."""
+    name = torch.cuda.get_device_name(device) if device.type == "cuda" else device.type
+    return f"{name}, torch {torch.__version__}"
 
 
 def take_from_rank_0(model: str, own: Digests, tensors: Mapping[str, torch.Tensor], device: torch.device) -> list[str]:

@@ -174,12 +174,14 @@ class TrainingWorker:
 
     is_fresh = True
     """True for a rank that is a process of its own, which has run none of the user's code."""
+    is_exact = False
+    """True for a rank whose numbers stand beside others of the run."""
 
     def __init__(self, run_dir: RunDir, plan: Plan) -> None:
         self.run_dir, self.plan = run_dir, plan
         check_unedited(run_dir)
         seed_generators(int(read_record(run_dir.experiment).get("seed", 0)))  # a module may draw when it is imported
-        self.experiment = experiment_of(run_dir, is_fresh=self.is_fresh)
+        self.experiment = experiment_of(run_dir, is_fresh=self.is_fresh, is_exact=self.is_exact)
         with self._timed_phase("start"):
             if self.experiment.numerics.deterministic:
                 build.use_deterministic_kernels()
@@ -277,18 +279,26 @@ class TrainingWorker:
         plan, experiment = self.plan, self.experiment
         with self._timed_phase("build"):
             model = build_model_of(self)
+            start = build.Start.read(self.run_dir.start_tensors)
+            if start is not None:
+                start.give_back(model)
         captured = CapturedModel(experiment, plan.micro_batch, model)
         with self._timed_phase("capture"):
             graph = captured.step_graph(plan.loss_samples)
             evaluated = None if experiment.evaluation is None else captured.evaluation(experiment, plan.loss_samples)
             sampled = captured.samples(experiment)
         with self._timed_phase("stage"):
-            if plan.world > 1:
-                graphs = [graph, *([] if evaluated is None else [evaluated]), *sampled]
-                name, tensors = experiment.model.name, build.held_tensors(model, graphs)
-                self._digests = build.digests(tensors, graphs)
-                if is_together and (taken := build.take_from_rank_0(name, self._digests, tensors, self.device)):
+            graphs = [graph, *([] if evaluated is None else [evaluated]), *sampled]
+            name, tensors = experiment.model.name, build.held_tensors(model, graphs)
+            self._digests = build.digests(tensors, graphs)
+            if plan.world > 1 and is_together:
+                taken = build.take_from_rank_0(name, self._digests, tensors, self.device)
+                if taken:
                     print(f"Every rank has the values of rank 0 in what differed: {', '.join(taken)}.", flush=True)
+            if self.is_main and start is None:
+                build.Start.of(model, self._digests, self.device).write(self.run_dir.start_tensors)
+            elif start is not None and self.is_main:
+                self._compare(start, model)
             check_runnable(experiment, plan, facts_of(experiment, captured))
             extras = CheckpointExtras()
             if self.is_main:
@@ -304,6 +314,29 @@ class TrainingWorker:
                 plan, self.coordinate, model, code, context, compile=compile, autocast=autocast, compact=compact
             )
         return graph, evaluated, sampled, stages, extras
+
+    def _compare(self, start: build.Start, model: torch.nn.Module) -> None:
+        """Raise `PlanMismatch` for a tensor that no checkpoint holds and that is another than at the start of the run.
+
+        Of a clone, which begins with weights of its own, others than those of the run that it was cloned from are told.
+        """
+        name, unlike = self.experiment.model.name, start.unlike(self._digests, self.device)
+        registered = {*dict(model.named_parameters()), *dict(model.named_buffers())}
+        if others := [each for each in unlike if each not in registered]:
+            raise PlanMismatch(
+                f"{name} is another than when the run was started: {others[0]} has another content{and_more(others)}, "
+                "although Python's, NumPy's and torch's generators were seeded alike. Something draws it without a "
+                "seed, or reads it from outside. Let the model register it, self.register_buffer(...), which "
+                "checkpoints store, or seed what draws it, numpy.random.default_rng(torch.initial_seed()), and launch "
+                "the run anew."
+            )
+        if unlike and not self.run_dir.resume.exists():
+            log_event(
+                self.run_dir.events,
+                "code_problem",
+                message=f"{name} begins with other weights than the run that was cloned ({unlike[0]}"
+                f"{and_more(unlike)}): its constructor draws them without a seed.",
+            )
 
     def _code_to_run(self, graph: Graph) -> Graph:
         """Return the graph that is trained, which a worker of another purpose may change."""
@@ -424,13 +457,13 @@ class TrainingWorker:
             log_event(self.run_dir.events, "phase", name=name, seconds=time.perf_counter() - started)
 
 
-def experiment_of(run_dir: RunDir, is_fresh: bool = True) -> Experiment:
+def experiment_of(run_dir: RunDir, *, is_fresh: bool = True, is_exact: bool = False) -> Experiment:
     """Return the experiment of a run with the user's objects, which the launcher pickled.
 
     Those of a module that can be imported were pickled by reference, so that an edit of its file since the launch would
     train other code than was planned. Raises `PlanMismatch` where that has happened. `is_fresh` says that this process
     has run none of the code yet, so that its values are those of the files: those of rank 0 are compared with what rank
-    0 had when the run was started.
+    0 had when the run was started. Values that are others in every process are told, and `is_exact` refuses them.
     """
     files = {name: run_dir.code / f"{name}.pkl" for name in USER_PARTS}
     code = {name: pickle.loads(file.read_bytes()) for name, file in files.items() if file.exists()}
@@ -445,13 +478,15 @@ def experiment_of(run_dir: RunDir, is_fresh: bool = True) -> Experiment:
         changed, unsteady = changed_between(before, now), list[str]()
         if notes_values and part in imported:
             since, unsteady = changed_since(imported[part], now, before)
-            changed = since or changed
+            unsteady = [each for each in unsteady if part != "callbacks" and not each.endswith(("'", '"'))]  # a path
+            changed = since or changed or (unsteady if is_exact else [])
         if changed and not (is_data and accepts):
             raise PlanMismatch(
                 f"The {part} is another than the one that was started: {changed[0]}{and_more(changed)}. {way_out(part)}"
             )
         for each in unsteady:
-            print(f"The {part} reads what is another in every process: {each}.", flush=True)
+            said = f"The {part} reads what is another in every process, and was not seeded: {each}."
+            log_event(run_dir.events, "code_problem", message=said)
         imported.setdefault(part, now)
     if notes_values and code:
         (run_dir.code / IMPORTED).write_bytes(identities_json(imported))

@@ -151,7 +151,7 @@ class RunState:
     marks: tuple[CheckpointEvent | SpikeEvent | StartEvent, ...] = ()
     """Checkpoints, spikes and resumptions, in order."""
     problems: tuple[str, ...] = ()
-    """Sentences about checkpoints that failed since the last launch."""
+    """Sentences about checkpoints that failed, and about code that draws without a seed, since the last launch."""
     tracking: tuple[TrackingEvent, ...] = ()
     """Every report of the W&B recorder."""
     offset: int = 0
@@ -196,6 +196,8 @@ class RunState:
                 training = now.status is not None and now.status.state == "running"
                 failed = f"The checkpoint of step {event['step']} could not be written: "
                 now.problems.append((failed if training else "") + event["message"])
+            elif event_type == "code_problem":
+                now.problems.append(event["message"])
             elif event_type == "status":
                 now.status = Status(event["state"], event.get("message", ""), event["time"])
                 if event["state"] in ("queued", "starting"):

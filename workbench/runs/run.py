@@ -228,8 +228,8 @@ class Run(Labelled):
         `plan` may differ from the run's own, because checkpoints do not depend on the plan. `steps` extends the
         training. A model or user-defined dataset is the code that the run stored, which is not loaded here.
         `accept_changed_data` goes on although the text or the dataset's code has changed since. Raises `PlanMismatch`
-        for a plan of another model and for files or code edited since the start, `CheckpointError` without a checkpoint,
-        and `DataError` for a changed text.
+        for a plan of another model and for files or code edited since the start, `CheckpointError` without a
+        checkpoint, and `DataError` for a changed text.
         """
         _resume(self, plan, steps, accept_changed_data)
         return self
@@ -443,7 +443,7 @@ def _run_html(row: RunRow, data: Mapping[str, str], problems: Sequence[str], tra
         ("now", ", ".join(_figures(row)) or "no step yet"),
         ("directory", Html(f"<code>{html.escape(row['path'])}</code>")),
         *((name, words) for name, words in data.items() if words),
-        *(("checkpoints", problem) for problem in problems),
+        *(("problem", problem) for problem in problems),
         ("W&B", tracking),
     ]
     titled = ((Html(f"<b>{html.escape(name)}</b>"), words) for name, words in rows)

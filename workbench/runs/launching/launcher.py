@@ -266,8 +266,11 @@ def written(attempt: Attempt) -> Iterator[RunDir]:
             f"{checkpoint} is of step {step:,}, after the {experiment.total_steps:,} steps asked for. Ask for more "
             "steps, or launch the experiment anew."
         )
+    model, start = None, b""
     if checkpoint is not None:
-        _check_data(RunDir(checkpoint.parent.parent), experiment, attempt.provenance)
+        source = RunDir(checkpoint.parent.parent)
+        _check_data(source, experiment, attempt.provenance)
+        model, start = read_identities(source.code / FUNCTIONS).get("model"), _start_tensors(source)
     with _unwritable_named(), _own_directory(attempt, checkpoint) as run:
         write_record(run.experiment, experiment.to_json())
         write_record(run.plan, attempt.plan.to_json())
@@ -278,10 +281,13 @@ def written(attempt: Attempt) -> Iterator[RunDir]:
         else:
             run.tracking.mkdir(exist_ok=True)
             write_json(run.tracker, settings)
-        if attempt.code is None:
-            (run.code / IMPORTED).unlink(missing_ok=True)  # of the code that is replaced
         for name, content in code.items():
             (run.code / name).write_bytes(content)
+        if attempt.code is None:  # it replaces what a run had that goes on, whose model may be the same
+            (run.code / IMPORTED).unlink(missing_ok=True)
+            run.start_tensors.unlink(missing_ok=True)
+            if start and read_identities(run.code / FUNCTIONS).get("model") == model:
+                run.start_tensors.write_bytes(start)
         write_json(run.started, what_was_started(run))
         if checkpoint is not None:
             write_json(run.resume, {"checkpoint": str(checkpoint), "step": step})
@@ -488,7 +494,10 @@ def user_code(experiment: Experiment) -> dict[str, bytes]:
 
 
 def code_of_clone(run: RunDir, experiment: Experiment) -> dict[str, bytes]:
-    """Return the files of `code/` for a clone: those that the run stored of the parts that are only described here."""
+    """Return the files of `code/` for a clone: those that the run stored of the parts that are only described here.
+
+    With the same model and seed, it has the tensors of the run's start.
+    """
     described = [name for name, value in user_parts(experiment).items() if value is None]
     names = [f"{part}.{ending}" for part in described for ending in ("pkl", "py")]
     code = {name: path.read_bytes() for name in names if (path := run.code / name).exists()}
@@ -500,7 +509,15 @@ def code_of_clone(run: RunDir, experiment: Experiment) -> dict[str, bytes]:
             own = json.loads(code.get(name, b"{}"))
             code[name] = identities_json({part: stored[part] for part in described if part in stored}, own)
         code[CODE_PATH] = path_json([*_code_path(run), *user_path()])
+    before, now = read_record(run.experiment), json.loads(json.dumps(experiment.to_json()))
+    is_same = all(before.get(name) == now.get(name) for name in ("model", "seed"))
+    if is_same and user_parts(experiment).get("model") is None:
+        code |= {run.start_tensors.name: start} if (start := _start_tensors(run)) else {}
     return code
+
+
+def _start_tensors(run: RunDir) -> bytes:
+    return run.start_tensors.read_bytes() if run.start_tensors.exists() else b""
 
 
 def require_stored_code(run: RunDir, parts: Iterable[str] = USER_PARTS) -> None:
