@@ -134,6 +134,8 @@ def with_changed_code(graph: Graph, change: Callable[[fx.GraphModule], None]) ->
 class Evaluation(TrainingWorker):
     """A rank that evaluates the checkpoint that `resume.json` names, and writes no checkpoint."""
 
+    is_exact = True
+
     def _train(
         self,
         trainer: Trainer,  # noqa: ARG002 - its evaluators are in `between`
