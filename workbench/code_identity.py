@@ -504,9 +504,10 @@ def _in_words(value: Any) -> str:
             text = f"{of_type.__name__}.{value.name}"
         elif hasattr(of_type, "shape") and hasattr(of_type, "dtype"):
             is_short = len(value.shape) <= 1 and sum(value.shape) <= FEW
-            text = (
-                str(value.tolist()) if is_short else f"{_an(of_type.__name__)} of {tuple(value.shape)}, {value.dtype}"
-            )
+            text = f"{_an(of_type.__name__)} of {tuple(value.shape)}, {value.dtype}"
+            if is_short:
+                numbers = [f"{each:.6g}" for each in value.reshape(-1).tolist()]
+                text = f"[{', '.join(numbers)}]" if value.shape else numbers[0]
         elif hasattr(of_type, "__len__"):
             text = f"{_an(of_type.__name__)} of {len(value):,}"
     text = text or _an(of_type.__name__)

@@ -207,7 +207,7 @@ EDITS = [
     ('"rate": 0.1', '"rate": 0.2', "identity_used.CONFIG['rate']", "is 0.2, and was 0.1", True),
     ('"steps": 10', '"steps": 11', "identity_used.CONFIG['inner']['steps']", "is 11, and was 10", True),
     ('"inner": {"steps": 10}, ', "", "identity_used.CONFIG ", "names", True),
-    ("[1.0, 2.0]", "[1.0, 2.5]", "identity_used.TABLE", "is [1.0, 2.5], and was [1.0, 2.0]", False),
+    ("[1.0, 2.0]", "[1.0, 2.5]", "identity_used.TABLE", "is [1, 2.5], and was [1, 2]", False),
     (
         "np.arange(10_000)",
         "np.arange(10_000) * 2",

@@ -42,6 +42,7 @@ from workbench.models import bert
 from workbench.planning.plan import BUILD_SHARE, Plan, Stage
 from workbench.sparsity.kernels.index import BlockIndex, to_compact
 from workbench.sparsity.pattern import is_present
+from workbench.user_code import line_of_node
 
 FREE_SHARE = 0.8
 """Fraction of the host's free memory that models under construction may take."""
@@ -544,6 +545,17 @@ class Start:
             and (before := tuple(self.digests.get(name, own))) != own
             and before[:-1] == own[:-1]
         ]
+
+
+def words_of_constant(graph: Graph, name: str) -> str:
+    """Return the name of a tensor, or of a constant the line of the code that reads it, if that is known."""
+    constant = name.removesuffix(" (0)")
+    for block in graph.blocks if constant in graph.constants else ():
+        if constant in block.buffers:
+            given = block.code.graph.find_nodes(op="placeholder")[len(block.parameters) + block.buffers.index(constant)]
+            where = next((line.where for node in given.users if (line := line_of_node(node)).file), "")
+            return f"a tensor that forward reads{where}"
+    return name
 
 
 def _is_of_training(name: str) -> bool:

@@ -298,7 +298,7 @@ class TrainingWorker:
             if self.is_main and start is None:
                 build.Start.of(model, self._digests, self.device).write(self.run_dir.start_tensors)
             elif start is not None and self.is_main:
-                self._compare(start, model)
+                self._compare(start, model, graph)
             check_runnable(experiment, plan, facts_of(experiment, captured))
             extras = CheckpointExtras()
             if self.is_main:
@@ -315,7 +315,7 @@ class TrainingWorker:
             )
         return graph, evaluated, sampled, stages, extras
 
-    def _compare(self, start: build.Start, model: torch.nn.Module) -> None:
+    def _compare(self, start: build.Start, model: torch.nn.Module, graph: Graph) -> None:
         """Raise `PlanMismatch` for a tensor that no checkpoint holds and that is another than at the start of the run.
 
         Of a clone, which begins with weights of its own, others than those of the run that it was cloned from are told.
@@ -323,8 +323,9 @@ class TrainingWorker:
         name, unlike = self.experiment.model.name, start.unlike(self._digests, self.device)
         registered = {*dict(model.named_parameters()), *dict(model.named_buffers())}
         if others := [each for each in unlike if each not in registered]:
+            what = build.words_of_constant(graph, others[0])
             raise PlanMismatch(
-                f"{name} is another than when the run was started: {others[0]} has another content{and_more(others)}, "
+                f"{name} is another than when the run was started: {what} has another content{and_more(others)}, "
                 "although Python's, NumPy's and torch's generators were seeded alike. Something draws it without a "
                 "seed, or reads it from outside. Let the model register it, self.register_buffer(...), which "
                 "checkpoints store, or seed what draws it, numpy.random.default_rng(torch.initial_seed()), and launch "
@@ -479,13 +480,18 @@ def experiment_of(run_dir: RunDir, *, is_fresh: bool = True, is_exact: bool = Fa
         if notes_values and part in imported:
             since, unsteady = changed_since(imported[part], now, before)
             unsteady = [each for each in unsteady if part != "callbacks" and not each.endswith(("'", '"'))]  # a path
-            changed = since or changed or (unsteady if is_exact else [])
+            changed = since or changed
         if changed and not (is_data and accepts):
             raise PlanMismatch(
                 f"The {part} is another than the one that was started: {changed[0]}{and_more(changed)}. {way_out(part)}"
             )
-        for each in unsteady:
-            said = f"The {part} reads what is another in every process, and was not seeded: {each}."
+        if unsteady:
+            said = (
+                f"The {part} reads what every process draws or computes anew: {unsteady[0]}{and_more(unsteady)}. Seed "
+                "what draws it, or write its value down, and launch the run anew."
+            )
+            if is_exact:
+                raise PlanMismatch(said)
             log_event(run_dir.events, "code_problem", message=said)
         imported.setdefault(part, now)
     if notes_values and code:
