@@ -24,6 +24,7 @@ from workbench.errors import (
     DataError,
     InvalidArgument,
     PlanInfeasible,
+    PlanMismatch,
     RunExists,
     RunFailed,
     WorkbenchError,
@@ -138,7 +139,7 @@ def _evaluated_experiment(run: RunDir, data: Any) -> Experiment:
 def wait_for_child(child: RunDir) -> Status:
     """Wait until the processes of an evaluation or a bisection have ended, which an interrupt ends.
 
-    Raises `DataError` if data ended them, and `RunFailed` for another failure.
+    Raises `DataError` or `PlanMismatch` if data or changed code ended them, and `RunFailed` for another failure.
     """
     try:
         return wait_for_end(child)[0]
@@ -148,8 +149,9 @@ def wait_for_child(child: RunDir) -> Status:
         raise
     except RunFailed as failure:
         root = root_cause(child)
-        if root is not None and root.type == DataError.__name__:
-            raise DataError(root.message) from failure
+        for error in (DataError, PlanMismatch):
+            if root is not None and root.type == error.__name__:
+                raise error(root.message) from failure
         raise
 
 
