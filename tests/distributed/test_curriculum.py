@@ -16,6 +16,7 @@ import torch
 import workbench as wb
 from tests.distributed.real_worker import VOCAB, Ranks, Words, curve, directory, experiment, plan, trained
 from tests.distributed.test_streaming import killed_after_checkpoint
+from tests.distributed.word_stream import WordStream
 from workbench.data.sampling import shuffled
 from workbench.errors import InvalidExperiment, LossSpikes
 from workbench.execution.trainer import Spikes
@@ -191,6 +192,29 @@ def test_a_run_goes_back_from_a_spike_and_trains_on_with_the_samples_after_it(
     assert_losses(again, plain(wanted, batches))
 
 
+class SpikesAt25(Scaled):
+    """A model whose loss is fifty times as high for the samples 25 to 32 of a `WordStream`."""
+
+    def forward(self, input_ids: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:  # type: ignore[override]
+        number = input_ids[:, 0]
+        return super().forward(input_ids, labels, torch.where((number > 24) & (number < 33), 50.0, 1.0))
+
+
+@pytest.mark.representative
+def test_a_streamed_run_that_went_back_from_a_spike_reads_no_skipped_sample_again(tmp_path: Path) -> None:
+    """The spike is step 4 of 6, and the last checkpoint that of step 2; a pass of the stream has 50 samples."""
+    fields = {"checkpoint_every": 2, "spike_factor": 4.0, "spike_window": 2, "on_spike": "rewind"}
+    wanted = asked(model=SpikesAt25, data=WordStream(), steps=6, **fields)
+    run = wb.runs.debug(wanted, plan(wanted), directory=tmp_path / "run", progress=False)
+    items = 2 * list(WordStream())
+    left = items[:16] + items[32:64]
+    batches = [
+        {key: torch.stack([item[key] for item in left[at : at + 8]]) for key in items[0]} for at in range(0, 48, 8)
+    ]
+    assert_losses(run.directory, plain(wanted, batches))
+    assert [spike["to"] for spike in of_type(run.directory, "spike")] == [2]
+
+
 def test_a_spike_before_the_first_checkpoint_is_skipped_and_too_many_end_the_run(tmp_path: Path) -> None:
     early, _ = spiking(4, on_spike="rewind")
     early = early.replace(checkpoint_every=6)
@@ -224,7 +248,7 @@ def test_the_rule_compares_with_the_median_of_steps_that_were_no_spikes() -> Non
 
 def assert_losses(run: RunDir, losses: list[float]) -> None:
     found = curve(run)
-    assert [found[step][0] for step in range(1, STEPS + 1)] == pytest.approx(losses, abs=2e-5)
+    assert [found[step][0] for step in range(1, len(losses) + 1)] == pytest.approx(losses, abs=2e-5)
 
 
 def test_a_mixture_whose_weights_change_is_that_of_a_plain_loop_and_goes_on_under_another_plan(tmp_path: Path) -> None:
