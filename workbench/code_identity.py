@@ -16,6 +16,7 @@ import hashlib
 import importlib
 import importlib.util
 import inspect
+import itertools
 import json
 import os
 import sys
@@ -164,9 +165,9 @@ class _Walk:
                 self._classes.append(value)
                 for base in (*value.__bases__, of_type):
                     self.visit(base)
-        elif issubclass(of_type, (*_CONTAINERS, Mapping)):
-            items = list(value.values() if issubclass(of_type, Mapping) else value)
-            if any(each not in _PLAIN and each.__module__ not in ("torch", "numpy") for each in set(map(type, items))):
+        elif issubclass(of_type, (*_CONTAINERS, MappingProxyType)):
+            items = _items(value)
+            if _holds_code(items):
                 for item in reversed(items):
                     self.visit(item)
             self.visit(of_type)
@@ -184,10 +185,10 @@ class _Walk:
         """Visit the members of a class that count by now."""
         libraries = [base for base in owner.__mro__ if base is not object and not _is_of_user(base)]
         for name, member in list(vars(owner).items()):
-            is_special, is_code = name.startswith("__"), isinstance(member, _CODE)
+            is_special, is_code = name.startswith("_") and name.endswith("_"), _is_a(member, _CODE)
             if (is_special and is_code) or name in self._names or any(name in vars(base) for base in libraries):
                 qualname = f"{owner.__qualname__}.{name}"
-                if is_code or isinstance(member, type):
+                if is_code or _is_a(member, type):
                     self.visit(member, f"{owner.__module__}.{qualname}")
                 elif not is_special:
                     self._read(owner.__module__, qualname, member)
@@ -205,7 +206,7 @@ class _Walk:
                 cells[variable] = cell.cell_contents
         if not is_users(code.co_filename):  # a decorator of a library, perhaps around a function of the user
             for content in cells.values():
-                if isinstance(content, (*_CONTAINERS, Mapping, FunctionType, MethodType, functools.partial)):
+                if _is_a(content, (*_CONTAINERS, MappingProxyType, FunctionType, MethodType, functools.partial)):
                     self.visit(content)
             return
         name = name or f"{module}.{own}"
@@ -230,7 +231,7 @@ class _Walk:
         for variable in sorted(read & function.__globals__.keys()):
             value = function.__globals__[variable]
             self._read(module, variable, value)
-            if isinstance(value, ModuleType):
+            if _is_a(value, ModuleType):
                 self._of_module(value, named)
         for imported in _imported_by(function, nested):
             self._of_module(imported, named)
@@ -248,18 +249,18 @@ class _Walk:
         is_of_user = _is_users_module(module.__name__)
         for name in sorted(named & vars(module).keys()):
             member = vars(module)[name]
-            if isinstance(member, ModuleType):
+            if _is_a(member, ModuleType):
                 if member is not module and _is_users_module(member.__name__):
                     self._of_module(member, named - {name})
             elif is_of_user:
                 self._read(module.__name__, name, member)
-            elif isinstance(member, (FunctionType, type)):
+            elif _is_a(member, (FunctionType, type)):
                 self.visit(member)
 
     def _read(self, module: str, name: str, value: Any) -> None:
         """Take up a value that code reads, and the code in it. A function under its own name has that definition."""
         if f"{module}.{name}" not in self._found:
-            if not (isinstance(value, (FunctionType, type)) and _named(value) == f"{module}.{name}"):
+            if not (_is_a(value, (FunctionType, type)) and _named(value) == f"{module}.{name}"):
                 for leaf, part, text, may_change in _leaves(name, value, DEPTH):
                     is_steady = type(part) in _PLAIN and not may_change
                     self._add(module, leaf, self._digests.of(part)[0], text, is_steady)
@@ -313,7 +314,7 @@ def _is_of_user(of_type: type) -> bool:
 def _nested(code: CodeType) -> Iterator[CodeType]:
     yield code
     for constant in code.co_consts:
-        if isinstance(constant, CodeType):
+        if _is_a(constant, CodeType):
             yield from _nested(constant)
 
 
@@ -329,7 +330,7 @@ def _of_code(code: CodeType) -> tuple[Any, ...]:
     """Return what a code object computes, without its docstring, its file and its lines."""
     constants = [_of_constant(value) for value in code.co_consts]
     has_docstring = sys.version_info < (3, 13) or code.co_flags & _HAS_DOCSTRING
-    if has_docstring and code.co_consts and isinstance(code.co_consts[0], str):
+    if has_docstring and code.co_consts and _is_a(code.co_consts[0], str):
         constants[0] = None
     names = code.co_names, code.co_varnames, code.co_freevars, code.co_cellvars
     flags = code.co_flags & ~_HAS_DOCSTRING
@@ -337,11 +338,11 @@ def _of_code(code: CodeType) -> tuple[Any, ...]:
 
 
 def _of_constant(value: Any) -> Any:
-    if isinstance(value, CodeType):
+    if _is_a(value, CodeType):
         return _of_code(value)
-    if isinstance(value, frozenset):  # whose order differs between processes
+    if _is_a(value, frozenset):  # whose order differs between processes
         return sorted(map(repr, value))
-    return [_of_constant(item) for item in value] if isinstance(value, tuple) else value
+    return [_of_constant(item) for item in value] if _is_a(value, tuple) else value
 
 
 # Values
@@ -352,7 +353,7 @@ def _leaves(name: str, value: Any, depth: int) -> Iterator[tuple[str, Any, str, 
     entries = dict[str, Any]()
     if type(value) is dict and len(value) <= LEAVES and all(type(key) is str for key in value):
         entries = {f"{name}[{key!r}]": item for key, item in value.items()}
-    elif _is_of_user(type(value)) and not isinstance(value, (type, enum.Enum, *_CONTAINERS)):
+    elif _is_of_user(type(value)) and not _is_a(value, (type, enum.Enum, *_CONTAINERS)):
         entries = {f"{name}.{key}": item for key, item in _attributes(value).items()}
     if not entries or not depth or len(entries) > LEAVES:
         yield name, value, _in_words(value), False
@@ -394,23 +395,23 @@ class _Digests:
         """Return what a value consists of beside its type, as text, and True if that is all of it."""
         of_type = type(value)
         attributes = _attributes(value)
-        if isinstance(value, enum.Enum):
+        if _is_a(value, enum.Enum):
             return [value.name], True
         if of_type in (list, tuple, dict) and len(value) >= LONG:
             with contextlib.suppress(TypeError, ValueError, RecursionError):  # it holds more than plain values
                 return [json.dumps(value)], True
         # Code, by its name
-        if isinstance(value, ModuleType):
+        if _is_a(value, ModuleType):
             return [value.__name__], True
-        if isinstance(value, FunctionType):
+        if _is_a(value, FunctionType):
             return [_named(value), _code_digest(value.__code__) if is_users(value.__code__.co_filename) else ""], True
-        if isinstance(value, type):
+        if _is_a(value, type):
             return [_named(value)], True
-        if isinstance(value, (MethodType, BuiltinFunctionType)):
+        if _is_a(value, (MethodType, BuiltinFunctionType)):
             owner = value.__self__
-            found, is_known = ([], True) if owner is None or isinstance(owner, (ModuleType, type)) else self._all(owner)
+            found, is_known = ([], True) if owner is None or _is_a(owner, (ModuleType, type)) else self._all(owner)
             return [_named(value), *found], is_known
-        if isinstance(value, functools.partial):
+        if _is_a(value, functools.partial):
             return self._all(value.func, value.args, dict(value.keywords))
         if (wrapped := inspect.getattr_static(value, "__wrapped__", None)) is not None:
             return self._all(wrapped)
@@ -446,14 +447,37 @@ class _Digests:
             found, is_known = self._all(attributes)
         elif library in sys.stdlib_module_names or library in _SAY_THEIR_CONTENT:
             reduced = value.__reduce_ex__(4)
-            items = [] if isinstance(reduced, str) else [list(each) for each in reduced[3:5] if each is not None]
-            found, is_known = self._all(*([reduced] if isinstance(reduced, str) else reduced[:3]), *items)
+            items = [] if _is_a(reduced, str) else [list(each) for each in reduced[3:5] if each is not None]
+            found, is_known = self._all(*([reduced] if _is_a(reduced, str) else reduced[:3]), *items)
         return (found, True) if is_known else ([str(getattr(value, "__name__", ""))], False)
 
 
 _PICKLED = ("__reduce_ex__", "__reduce__", "__getstate__")
 _SAY_THEIR_CONTENT = ("numpy", "torch", "pandas", "tokenizers")
 """Libraries whose extension types give their content to pickle, and quickly, beside Python's own."""
+
+
+def _is_a(value: Any, types: Any) -> bool:
+    """Return what `isinstance` does, without asking the value, which may raise or say something else."""
+    return issubclass(type(value), types)
+
+
+def _items(value: Any) -> list[Any]:
+    """Return what a container holds, without the keys of a dict; classes derived from it are not asked."""
+    if type(value) is MappingProxyType:
+        return list(value.values())
+    builtin = next(each for each in _CONTAINERS if _is_a(value, each))
+    return list(dict.values(value) if builtin is dict else builtin.__iter__(value))
+
+
+def _holds_code(items: Iterable[Any]) -> bool:
+    """Return False for plain values, tensors and arrays, and dicts and lists of these: the items of a dataset, say."""
+    types = set(map(type, items))
+    inner = (
+        [each.values() if type(each) is dict else each for each in items] if types <= {dict, list, tuple} else [items]
+    )
+    types = set(map(type, itertools.chain.from_iterable(inner)))
+    return any(each not in _PLAIN and each.__module__ not in ("torch", "numpy") for each in types)
 
 
 def _hashed(*words: str) -> str:
@@ -471,10 +495,10 @@ def _attributes(value: Any) -> dict[str, Any]:
     found = dict[str, Any]()
     for base in type(value).__mro__:
         slots = vars(base).get("__slots__", ())
-        for slot in (slots,) if isinstance(slots, str) else tuple(slots):
-            with contextlib.suppress(AttributeError):
+        for slot in (slots,) if _is_a(slots, str) else tuple(slots):
+            with contextlib.suppress(Exception):
                 found[slot] = object.__getattribute__(value, slot)
-    with contextlib.suppress(AttributeError):
+    with contextlib.suppress(Exception):
         found |= object.__getattribute__(value, "__dict__")
     found.pop("__dict__", None)
     found.pop("__weakref__", None)
@@ -494,19 +518,21 @@ def _in_words(value: Any) -> str:
     """Return a value itself if it is plain and short, else its type and size."""
     of_type, text = type(value), ""
     with contextlib.suppress(Exception):
-        if isinstance(value, (FunctionType, BuiltinFunctionType, type)):
+        if _is_a(value, (FunctionType, BuiltinFunctionType, type)):
             text = _named(value)
-        elif isinstance(value, ModuleType):
+        elif _is_a(value, ModuleType):
             text = f"module {value.__name__}"
         elif of_type in _PLAIN or (of_type in (list, tuple, dict, set) and {*map(type, value)} <= {*_PLAIN}):
             text = repr(sorted(value, key=repr) if of_type is set else value)
-        elif isinstance(value, enum.Enum):
+        elif _is_a(value, enum.Enum):
             text = f"{of_type.__name__}.{value.name}"
         elif hasattr(of_type, "shape") and hasattr(of_type, "dtype"):
             is_short = len(value.shape) <= 1 and sum(value.shape) <= FEW
             text = f"{_an(of_type.__name__)} of {tuple(value.shape)}, {value.dtype}"
             if is_short:
-                numbers = [f"{each:.6g}" for each in value.reshape(-1).tolist()]
+                numbers = [
+                    f"{each:.6g}" if type(each) in (int, float) else str(each) for each in value.reshape(-1).tolist()
+                ]
                 text = f"[{', '.join(numbers)}]" if value.shape else numbers[0]
         elif hasattr(of_type, "__len__"):
             text = f"{_an(of_type.__name__)} of {len(value):,}"
