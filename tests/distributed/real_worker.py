@@ -17,10 +17,9 @@ import pytest
 import torch
 
 from tests.distributed.harness import environment, meeting, start_method
-from tests.patience import GATE, PATIENCE_S, eventually, wait_for_gate
+from tests.patience import PATIENCE_S, eventually
 from workbench import models
 from workbench.cost.hardware import Cluster, Device, Link
-from workbench.execution.step_log import StepView
 from workbench.experiment import Experiment
 from workbench.planning.plan import Plan
 from workbench.planning.planner import plan as make_plan
@@ -47,11 +46,6 @@ class Words:
         labels = torch.randint(0, VOCAB, (SEQ,), generator=generator)
         hidden = torch.rand(SEQ, generator=generator) < 0.3
         return {"input_ids": labels.masked_fill(hidden, 4), "labels": labels.masked_fill(~hidden, -100)}
-
-
-def hold(state: StepView) -> None:
-    """Wait after a step, as a function of the user's, until the gate is open to the next or a stop was asked for."""
-    wait_for_gate(state.step + 1, unless=RunDir(state.folder).stop_file.exists)
 
 
 def experiment(dropout: float = 0.1, **changes: Any) -> Experiment:
@@ -91,7 +85,7 @@ class Ranks:
         context = multiprocessing.get_context(start_method(device))
         self.run = run
         self._meeting = meeting()
-        meets = environment(self._meeting) | {name: os.environ[name] for name in (GATE,) if name in os.environ}
+        meets = environment(self._meeting)
         self.processes = [
             context.Process(target=_rank, args=(rank, world, meets, str(run.path), device)) for rank in range(world)
         ]

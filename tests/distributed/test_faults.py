@@ -16,20 +16,19 @@ from torch import nn
 from torch.nn import functional
 
 import workbench as wb
-from tests.distributed.harness import CPU, LINK
+from tests.distributed.harness import CPU, LINK, AtGate
 from tests.distributed.real_worker import (
     ENDLESS,
     Ranks,
     curve,
     directory,
     experiment,
-    hold,
     last_step,
     plan,
     reach,
     trained,
 )
-from tests.patience import GATE, PATIENCE_S, Gate, eventually
+from tests.patience import PATIENCE_S, Gate, eventually
 from workbench.cost.hardware import Cluster
 from workbench.errors import DataError, RunFailed
 from workbench.execution.checkpoint import complete_checkpoints, step_of
@@ -257,9 +256,8 @@ def test_a_run_that_was_rewound_never_returns_to_the_curve_that_it_abandoned(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, chosen: Plan
 ) -> None:
     monkeypatch.setenv("WORKBENCH_RUNS", str(tmp_path))
-    asked = experiment(steps=12, checkpoint_every=3, keep_checkpoints=9, callbacks=[hold])
     gate = Gate(tmp_path / "gate", open_to=math.inf)
-    monkeypatch.setenv(GATE, str(gate.file))
+    asked = experiment(steps=12, checkpoint_every=3, keep_checkpoints=9, callbacks=[AtGate(gate.file)])
     run = write_attempt(Attempt(asked, chosen, directory=tmp_path / "run"))
     Ranks(run, 1).wait()
     whole = curve(run)

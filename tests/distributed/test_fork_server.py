@@ -17,6 +17,7 @@ import pytest
 
 import workbench as wb
 from tests.distributed import real_worker, test_sweeps
+from tests.distributed.harness import AtGate
 from tests.distributed.test_launch import ROOT, experiment, finished, first_step, gate, launch, node, plan_for, start
 from tests.patience import GATE, PATIENCE_S, Gate, eventually
 from workbench.rundir import process_alive, process_record, read_json, runs_root
@@ -146,7 +147,7 @@ def test_a_server_that_was_started_ahead_serves_the_first_launch_and_one_with_ot
     assert first["environment"]["TORCHINDUCTOR_CACHE_DIR"] == "/tmp/elsewhere"
 
     monkeypatch.setenv("OMP_NUM_THREADS", "2")
-    asked = real_worker.experiment(steps=6, lr_schedule="constant", warmup_steps=1, callbacks=[real_worker.hold])
+    asked = real_worker.experiment(steps=6, lr_schedule="constant", warmup_steps=1, callbacks=[AtGate(gate.file)])
     plan, parents = real_worker.plan(asked), list[int]()
 
     def trained(steps: int, **kwargs: Any) -> Run:
@@ -211,6 +212,7 @@ KERNEL = """
 import sys
 import workbench as wb
 from tests.distributed import real_worker, test_sweeps
+from tests.distributed.harness import AtGate
 from tests.distributed.test_fork_server import wait_for_server
 from tests.distributed.test_launch import start
 start(steps=1).wait()
