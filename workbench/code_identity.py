@@ -24,7 +24,7 @@ from collections import Counter, deque
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from importlib.machinery import SourceFileLoader
-from pathlib import Path
+from pathlib import Path, PurePath
 from types import BuiltinFunctionType, CodeType, FunctionType, MappingProxyType, MethodType, ModuleType
 from typing import Any
 
@@ -62,8 +62,8 @@ class Definition:
     """A value in words; None for a function."""
     is_steady: bool = False
     """True for a plain value that none of the functions seems to write."""
-    is_literal: bool = field(default=False, compare=False)
-    """True for a value that its file writes down (`with_literals`)."""
+    is_certain: bool = field(default=False, compare=False)
+    """True for a value that other processes must have, too (`compared_with_files`)."""
 
 
 def identity(value: Any, *, held: bool = True) -> dict[str, Definition]:
@@ -186,7 +186,8 @@ class _Walk:
         libraries = [base for base in owner.__mro__ if base is not object and not _is_of_user(base)]
         for name, member in list(vars(owner).items()):
             is_special, is_code = name.startswith("_") and name.endswith("_"), _is_a(member, _CODE)
-            if (is_special and is_code) or name in self._names or any(name in vars(base) for base in libraries):
+            overrides = any(name in vars(base) for base in libraries) and (is_code or not name.startswith("_"))
+            if (is_special and is_code) or name in self._names or overrides:
                 qualname = f"{owner.__qualname__}.{name}"
                 if is_code or _is_a(member, type):
                     self.visit(member, f"{owner.__module__}.{qualname}")
@@ -473,10 +474,9 @@ def _items(value: Any) -> list[Any]:
 def _holds_code(items: Iterable[Any]) -> bool:
     """Return False for plain values, tensors and arrays, and dicts and lists of these: the items of a dataset, say."""
     types = set(map(type, items))
-    inner = (
-        [each.values() if type(each) is dict else each for each in items] if types <= {dict, list, tuple} else [items]
-    )
-    types = set(map(type, itertools.chain.from_iterable(inner)))
+    if types <= {dict, list, tuple}:
+        inner = (each.values() if type(each) is dict else each for each in items)
+        types = set(map(type, itertools.chain.from_iterable(inner)))
     return any(each not in _PLAIN and each.__module__ not in ("torch", "numpy") for each in types)
 
 
@@ -526,13 +526,14 @@ def _in_words(value: Any) -> str:
             text = repr(sorted(value, key=repr) if of_type is set else value)
         elif _is_a(value, enum.Enum):
             text = f"{of_type.__name__}.{value.name}"
+        elif _is_a(value, PurePath):
+            text = repr(str(value))
         elif hasattr(of_type, "shape") and hasattr(of_type, "dtype"):
             is_short = len(value.shape) <= 1 and sum(value.shape) <= FEW
             text = f"{_an(of_type.__name__)} of {tuple(value.shape)}, {value.dtype}"
             if is_short:
-                numbers = [
-                    f"{each:.6g}" if type(each) in (int, float) else str(each) for each in value.reshape(-1).tolist()
-                ]
+                given = value.reshape(-1).tolist()
+                numbers = [f"{each:.6g}" if type(each) in (int, float) else str(each) for each in given]
                 text = f"[{', '.join(numbers)}]" if value.shape else numbers[0]
         elif hasattr(of_type, "__len__"):
             text = f"{_an(of_type.__name__)} of {len(value):,}"
@@ -569,22 +570,25 @@ def read_identities(file: Path) -> dict[str, dict[str, Definition]]:
         return {}
 
 
-def with_literals(definitions: Mapping[str, Definition]) -> dict[str, Definition]:
-    """Return the definitions, and mark the values that are written down in their files as they are."""
+def compared_with_files(definitions: Mapping[str, Definition], imported_after: float) -> dict[str, Definition]:
+    """Return the definitions, with marks at those values that other processes must have, too.
+
+    They are written down in their files as they are, or they are plain and their file was modified later than
+    `imported_after`, in Unix seconds. Another value may have been set from elsewhere.
+    """
     marked = dict(definitions)
     for name, each in definitions.items():
-        if each.text is not None and (found := _InFile.read(each.file)) is not None and each.qualname in found.written:
-            marked[name] = replace(each, is_literal=found.written[each.qualname][0] == each.digest)
+        if each.text is not None and each.file and (found := _InFile.read(each.file)) is not None:
+            is_literal = found.written.get(each.qualname, ("", "", 0))[0] == each.digest
+            marked[name] = replace(each, is_certain=is_literal or (each.is_steady and found.modified > imported_after))
     return marked
 
 
-def changed_on_disk(definitions: Mapping[str, Definition], imported_after: float | None = None) -> list[str]:
+def changed_on_disk(definitions: Mapping[str, Definition]) -> list[str]:
     """Return a clause for each definition that its file holds otherwise by now; nothing is executed.
 
-    Functions are compared by their code, and values that were written down in the file. Without marks of those, a plain
-    value is compared if its file was modified later than `imported_after`, in Unix seconds, since other values may be
-    set from elsewhere. What the main module defines is pickled itself, but for methods that it replaced in classes of
-    other modules.
+    Functions are compared by their code, and values with a mark if the file writes them down. What the main module
+    defines is pickled itself, but for methods that it replaced in classes of other modules.
     """
     changed = list[str]()
     for name, each in definitions.items():
@@ -597,8 +601,7 @@ def changed_on_disk(definitions: Mapping[str, Definition], imported_after: float
                 changed.append(f"{name} at {place(each.file, each.line)} is not what its file holds")
         elif found is not None and each.qualname in found.written:
             digest, text, line = found.written[each.qualname]
-            is_later = each.is_steady and imported_after is not None and found.modified > imported_after
-            if digest != each.digest and (each.is_literal or is_later):
+            if each.is_certain and digest != each.digest:
                 changed.append(f"{name} at {place(each.file, line)} {_is(text, each.text, ' in its file')}")
     return changed
 
@@ -606,20 +609,19 @@ def changed_on_disk(definitions: Mapping[str, Definition], imported_after: float
 def changed_between(before: Mapping[str, Definition], now: Mapping[str, Definition]) -> list[str]:
     """Return a clause for each definition that differs between two processes, of which one may have run the code.
 
-    Functions count that both have, and values that a file writes down, which one of them holds and the other not.
+    Functions count that both have, values with a mark, and plain ones that the file writes down as they are now.
     """
     changed = list[str]()
     for name, each in before.items():
         other = now.get(name)
         if other is None or other.digest == each.digest:
             continue
-        found = _InFile.read(other.file) if other.is_steady and other.file else None
         if each.text is None or other.text is None:
             changed.append(f"{name} at {place(other.file, other.line)} has other code now")
-        elif each.is_steady and found is not None and other.qualname in found.written:
-            digest, text, line = found.written[other.qualname]
-            if digest == other.digest:
-                changed.append(f"{name} at {place(other.file, line)} {_is(text, each.text)}")
+        elif each.is_steady:
+            digest, _, line = _written(other)
+            if each.is_certain or digest == other.digest:
+                changed.append(f"{name} at {place(other.file, line)} {_is(other.text, each.text)}")
     return changed
 
 
@@ -628,8 +630,8 @@ def changed_since(
 ) -> tuple[list[str], list[str]]:
     """Return clauses for what differs between two processes that have imported the code and not run it.
 
-    The second list holds those values of which a third process had another at the time of the first, `elsewhere`: the
-    clock, a random number or the order of a set is another in each.
+    The second list holds values that no edit need have changed: paths, and those of which a third process had another
+    at the time of the first, `elsewhere`, since the clock, a random number or the order of a set is another in each.
     """
     changed, unsteady = list[str](), list[str]()
     for name in {**before, **now}:
@@ -639,13 +641,20 @@ def changed_since(
             if one is not None and one.text is None:
                 is_new = "is new" if old is None else "is gone"
                 changed.append(f"{name} at {place(one.file, one.line)} {is_new}")
-        elif old.digest != new.digest and new.text is None:
+        elif old.digest != new.digest and (new.text is None or old.text is None):
             changed.append(f"{name} at {place(new.file, new.line)} has other code now")
         elif old.digest != new.digest:
-            third = elsewhere.get(name)
-            values = unsteady if third is not None and third.digest != old.digest else changed
+            third, text = elsewhere.get(name), new.text or ""
+            is_path = text.startswith(("'", '"')) and os.sep in text and not _written(new)[0]
+            values = unsteady if is_path or (third is not None and third.digest != old.digest) else changed
             values.append(f"{name}{f' of {new.file}' if new.file else ''} {_is(new.text, old.text)}")
     return changed, unsteady
+
+
+def _written(each: Definition) -> tuple[str, str, int]:
+    """Return digest, words and line of what the file writes down for a value; empty if it computes it."""
+    found = _InFile.read(each.file) if each.file else None
+    return ("", "", 0) if found is None else found.written.get(each.qualname, ("", "", 0))
 
 
 def _is(now: str | None, before: str | None, where: str = "") -> str:

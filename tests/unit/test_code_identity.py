@@ -7,6 +7,7 @@ import os
 import subprocess
 import sys
 import textwrap
+import time
 import types
 from pathlib import Path
 from typing import Any
@@ -18,10 +19,10 @@ from workbench.code_identity import (
     changed_between,
     changed_on_disk,
     changed_since,
+    compared_with_files,
     identities_json,
     identity,
     read_identities,
-    with_literals,
 )
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -247,7 +248,7 @@ EDITS = [
 def test_each_edit_of_what_is_read_is_named(
     code: Code, old: str, new: str, name: str, said: Any, on_disk: bool
 ) -> None:
-    before = with_literals(identity(code.imported().schedule))
+    before = compared_with_files(identity(code.imported().schedule), time.time() + 10)
     assert not changed_on_disk(before)
     code.edit(old, new)
     on_disk_now = changed_on_disk(before)
@@ -276,7 +277,7 @@ def test_each_edit_of_what_is_read_is_named(
     ],
 )
 def test_what_does_not_matter_is_not_named(code: Code, old: str, new: str) -> None:
-    before = with_literals(identity(code.imported().schedule))
+    before = compared_with_files(identity(code.imported().schedule), time.time() + 10)
     code.edit(old, new)
     assert not changed_on_disk(before)
     now = identity(code.imported().schedule)

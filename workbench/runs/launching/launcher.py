@@ -26,11 +26,11 @@ from workbench.code_identity import (
     Definition,
     and_more,
     changed_on_disk,
+    compared_with_files,
     identities_json,
     identity,
     read_identities,
     way_out,
-    with_literals,
 )
 from workbench.data import data_fingerprint, held_out_fingerprint
 from workbench.display import CELLS, sent_cells
@@ -477,9 +477,10 @@ def user_code(experiment: Experiment) -> dict[str, bytes]:
         if value is not None:
             files[f"{name}.pkl"] = pickled(name, value)
             files[f"{name}.py"] = _source(value).encode()
-            identities[name] = identity(value, held=name not in ("data", "eval_data"))  # a dataset may hold much
+            found = identity(value, held=name not in ("data", "eval_data"))  # a dataset may hold much
+            identities[name] = compared_with_files(found, psutil.Process().create_time())
     for part, of_part in identities.items():
-        if changed := changed_on_disk(of_part, psutil.Process().create_time()):
+        if changed := changed_on_disk(of_part):
             raise InvalidExperiment(
                 f"The {part} would be another in the workers, which import its files: {changed[0]}"
                 f"{and_more(changed)}. It was edited after it was imported, or replaced here. "
@@ -487,7 +488,7 @@ def user_code(experiment: Experiment) -> dict[str, bytes]:
                 "write into the file, or define it in a cell."
             )
     if files:
-        files[FUNCTIONS] = identities_json({part: with_literals(each) for part, each in identities.items()})
+        files[FUNCTIONS] = identities_json(identities)
         files[CELLS] = sent_cells(content for name, content in files.items() if name.endswith(".pkl"))
         files[CODE_PATH] = path_json(user_path())
     return files
