@@ -12,6 +12,7 @@ from . import planning as planning
 from . import runs as runs
 from . import sparsity as sparsity
 from . import sweeps as sweeps
+from .analysis.parity import parity as parity
 from .analysis.seed_contrast import contrast as contrast
 from .columns import log_scalar as log_scalar
 from .cost.hardware import Cluster as Cluster

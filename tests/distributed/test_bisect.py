@@ -166,7 +166,7 @@ def test_masks_of_minus_infinity_are_equal_and_other_infinities_are_faults() -> 
 def test_numbers_that_no_rank_has_are_a_fault_and_survive_json() -> None:
     key, value = (0, OUTPUT, 2, "hidden", 0), torch.ones(2)
     other: Key = (0, UPDATE, 3, "model.weight", -1)
-    rows = compared({key: value, other: value}, [], [{other: value}], {}, lambda _rank, at: at[2])
+    rows = compared({key: value, other: value}, [], [{other: SAME}], lambda _rank, at: at[2])
     fault = first_fault(judged(rows, "B", NAMES))
     assert fault is not None
     assert (fault.block_name, fault.tensor, fault.size) == ("layer.1", "hidden", math.inf)

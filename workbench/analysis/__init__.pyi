@@ -13,6 +13,8 @@ from .ladder import parameters_without_embeddings as parameters_without_embeddin
 from .ladder import scaling_law as scaling_law
 from .pareto import SampleFlops as SampleFlops
 from .pareto import sample_flops as sample_flops
+from .parity import DivisionParity as DivisionParity
+from .parity import Parity as Parity
 from .plateau import ContextFree as ContextFree
 from .plateau import Departure as Departure
 from .plateau import context_free as context_free

@@ -24,6 +24,9 @@ _ORDER = {START: 0, SAMPLES: 1, OUTPUT: 2, PASSED: 3, GRADIENT: 3, UPDATE: 4}
 Key = tuple[int, int, int, str, int]
 """Step (from 0), part, block, name, and micro-batch of the global batch (-1 where these are summed)."""
 Numbers = dict[Key, "torch.Tensor"]
+LOSS, NORM, EVERY = "the loss", "the gradient norm", "all gradients"
+"""Names of what `wb.parity` compares beside the gradient of each parameter: the loss of a step, the norm of its
+gradients before they are clipped, and the distance of all of them as one vector."""
 
 COARSE = 8
 """Roundings that are so many times coarser show where numbers jump, as at the kink of a ReLU or where experts are
@@ -110,6 +113,8 @@ class Deviation:
     """Norm of the difference over that of the reference: of the tensor, or of how far the update moved a weight."""
     noise: float
     """The same for repetitions on one device in the plan's precision."""
+    bound: float
+    """The largest `size` that roundings explain."""
     factor: float
     """The tensor's projection on the reference: 1.01 for one that is 1 % too large."""
     excess: float
@@ -130,8 +135,7 @@ PARTS = ("weights", "samples", "output", "passed gradient", "gradient", "update"
 def compared(
     reference: Numbers,
     repetitions: Sequence[tuple[int, Mapping[Key, Distance]]],
-    ranks: Sequence[Numbers],
-    before: Mapping[str, torch.Tensor],
+    ranks: Sequence[Mapping[Key, Distance]],
     block_on_rank: Callable[[int, Key], int],
 ) -> list[Row]:
     """Return the rows of one step.
@@ -139,14 +143,13 @@ def compared(
     Args:
         reference: the numbers of one device.
         repetitions: the coarseness of the roundings of each repetition, 0 for none, with its distances.
-        ranks: the numbers of each rank that no rank before it has.
-        before: the state before the update, by the names of the keys.
+        ranks: the distances of each rank's numbers from it.
         block_on_rank: returns the first block of a rank that has a tensor; several stages may hold a tied weight.
     """
     rows = []
     seen = set[Key]()
-    for rank, numbers in enumerate(ranks):
-        for key, found in distances(reference, numbers, before).items():
+    for rank, of_rank in enumerate(ranks):
+        for key, found in of_rank.items():
             noise = tuple(sample[key] for coarse, sample in repetitions if coarse < COARSE)
             coarse = tuple(sample[key] for coarse, sample in repetitions if coarse == COARSE)
             place = (*key[:2], block_on_rank(rank, key), *key[3:])
@@ -189,7 +192,7 @@ def judged(rows: Iterable[Row], plan: str, block_names: Sequence[str]) -> list[D
         sizes = {name: max((getattr(each, name) for each in noise), default=0.0) for name in ("size", "element")}
         jumps = {name: max((getattr(each, name) for each in coarse), default=0.0) for name in sizes}
         limits = {name: max(floor, MOST_NOISE * sizes[name], MOST_JUMPS * jumps[name]) for name in sizes}
-        for name, how_spread in spreads[row.key[:2]].items():
+        for name, how_spread in spreads[row.key[:2]].items() if row.elements > 1 else ():  # of one, they are its size
             repeated = _rms([getattr(each, name) for each in noise])
             limits[name] = max(floor, MOST_SIGMAS * max(repeated, how_spread * sizes["size"] / row.elements**0.5))
         distances = {name: abs(getattr(row.found, name)) for name in limits}
@@ -208,6 +211,7 @@ def judged(rows: Iterable[Row], plan: str, block_names: Sequence[str]) -> list[D
                 rank=row.rank,
                 size=row.found.size,
                 noise=sizes["size"],
+                bound=limits["size"],
                 factor=1 + row.found.scale,
                 excess=excess[measure],
                 measure=measure,

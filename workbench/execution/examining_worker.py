@@ -1,52 +1,77 @@
-"""Ranks that examine a model in place of training it: those of `run.evaluate` and of `wb.bisect`.
+"""Ranks that examine a model in place of training it: those of `run.evaluate`, `wb.bisect` and `wb.parity`.
 
-`Evaluation` loads a checkpoint and computes its loss. A bisection has ranks of each plan, which write their numbers
-down, and one more that compares them. `Tracer` trains a few steps as every rank does, and stores what each block sends
-and passes back, the gradients, and the state before and after each update. `Referee` repeats every step on one device
-from the state that the ranks had: in float64, and several times in the plan's precision with other roundings, which is
-the noise that their numbers are measured against. Each step, and each update, begins with the numbers of the ranks, so
-that what rounding did in one step is no difference in the next.
+`Evaluation` loads a checkpoint and computes its loss. A `ParityRank` trains the same steps under several plans, one
+after another, and compares each with the loop of plain PyTorch (`workbench.execution.plain_loop`).
 
-TTrace (arXiv:2506.09280) finds its tolerances by perturbing a reference too; random roundings are those of Monte Carlo
-arithmetic (Parker, UCLA CSD-970002, 1997).
+A bisection has ranks of each plan, which write their numbers down, and one more that compares them. `Tracer` trains a
+few steps as every rank does, and stores what each block sends and passes back, the gradients, and the state before and
+after each update. `Referee` repeats every step on one device from the state that the ranks had: in float64, and several
+times in the plan's precision with other roundings, which is the noise that their numbers are measured against. Each
+step, and each update, begins with the numbers of the ranks, so that what rounding did in one step is no difference in
+the next.
+
+TTrace (arXiv:2506.09280) finds its tolerances by perturbing a reference too.
 """
 
 from __future__ import annotations
 
-import copy
 import itertools
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import replace
-from functools import partial
+from functools import cached_property, partial
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import fx
+from torch.distributed.device_mesh import init_device_mesh
+from torch.nn.modules.batchnorm import _BatchNorm
 
+from workbench.arguments import memoised
 from workbench.capture import Graph
 from workbench.capture.captured_model import CapturedModel
-from workbench.capture.operations import drop_nothing, use_float64
+from workbench.capture.operations import drop_nothing, is_random, op_name
+from workbench.errors import DataError
 from workbench.execution import build, deviation
 from workbench.execution.between_steps import Evaluator
-from workbench.execution.blocks import LabelCounts, StepContext, mix
-from workbench.execution.checkpoint.save_load import CheckpointStore, TrainingProgress, entries
+from workbench.execution.blocks import LabelCounts
+from workbench.execution.checkpoint.save_load import CheckpointStore, TrainingProgress
+from workbench.execution.feeding import TrainingSamples
 from workbench.execution.observation import BACKWARD, BATCH, FORWARD, BlockObserver
+from workbench.execution.parallel import MeshCoordinate
 from workbench.execution.parallel.stage import written_buffers
+from workbench.execution.plain_loop import (
+    DRAWN_FROM_TENSORS,
+    PlainLoop,
+    Reference,
+    Rounding,
+    SameDraws,
+    block_on_rank,
+    captured_trainer,
+    first_blocks,
+    gradients_of,
+    keep_everything,
+    on_one_device,
+    set_state,
+    state_of,
+    trained,
+    trainer_under,
+    with_changed_code,
+)
 from workbench.execution.step_log import StepLog
 from workbench.execution.trainer import NonFinite, Trainer
-from workbench.execution.worker import BetweenSteps, TrainingWorker, main
-from workbench.optimizers.building import create_state, forget_state
-from workbench.planning.plan import Memory, Plan, Stage
-from workbench.rundir import RunDir, append_event, read_object, read_record, write_record
+from workbench.execution.worker import BetweenSteps, TrainingWorker, build_model_of, main
+from workbench.planning.plan import Plan
+from workbench.rundir import RunDir, append_event, read_json, read_object, read_record, write_record
 
 TRACES, RESULT = "traces", "bisection.json"
 """Folder of the numbers of a plan's ranks, and file of the comparison, in a run directory."""
 ROUNDINGS = (0, 1, 1, deviation.COARSE)
 """Coarseness of the random roundings of each repetition of a step; 0 for the roundings of the arithmetic alone."""
+FACTS = "facts.json"
+"""File of a parity's folder that says what the model draws, and what its numbers depend on."""
 MOST_TOLD = 200
 """Number of deviations of a plan that are kept: those from where its fault begins, or the largest."""
 
@@ -54,24 +79,6 @@ MOST_TOLD = 200
 def settings_of(run: RunDir) -> dict[str, Any]:
     """Return what `wb.bisect` asks of a run's ranks."""
     return dict(read_record(run.environment)["bisection"])
-
-
-class Rounding:
-    """Random roundings, each of which changes a floating-point number by up to `unit` of itself."""
-
-    def __init__(self, unit: float = 0.0, seed: int = 0) -> None:
-        self._unit, self._seed, self._count = unit, seed, 0
-
-    def of(self, value: torch.Tensor) -> torch.Tensor:
-        """Return rounded numbers, through which a gradient passes as it is; other types and `unit` 0 are left alone."""
-        if not self._unit or not value.is_floating_point():
-            return value
-        self._count += 1  # a generator of its own, because the model's must draw what they draw in the plan
-        generator = torch.Generator(value.device).manual_seed(mix(self._seed, self._count))
-        limits, old = torch.finfo(value.dtype), value.detach()
-        draws = torch.rand(value.shape, dtype=torch.float64, device=value.device, generator=generator)
-        new = (old.double() * (1 + self._unit * (2 * draws - 1))).clamp(limits.min, limits.max).to(value.dtype)
-        return value + torch.where(old.isfinite(), new - old, 0.0)
 
 
 class Recorder(BlockObserver):
@@ -95,40 +102,6 @@ class Recorder(BlockObserver):
             kept = kept.double() * self._trainer.plan.num_microbatches
         self.numbers[self._step, part, block, name, micro_batch] = kept.to("cpu", copy=True)
         return None if used is value else used
-
-
-def state_of(trainer: Trainer, step: int, part: int) -> deviation.Numbers:
-    """Return the weights, buffers and optimiser state of this rank, whole; a collective."""
-    found: deviation.Numbers = {}
-    blocks = _first_blocks(trainer.graph)
-    for key, name, value in entries(trainer):
-        whole = trainer.full(name, value.to(trainer.context.device)) if value.ndim else value
-        found[step, part, blocks.get(name, 0), key, -1] = whole.detach().to("cpu", copy=True)
-    return found
-
-
-def gradients_of(trainer: Trainer, step: int) -> deviation.Numbers:
-    """Return the gradients of this rank's parameters, whole; a collective."""
-    found: deviation.Numbers = {}
-    blocks = _first_blocks(trainer.graph)
-    for name in trainer.stages.model_parameters():
-        gradient = trainer.full_gradient(name)
-        if gradient is not None:
-            found[step, deviation.GRADIENT, blocks[name], name, -1] = gradient.detach().to("cpu", copy=True)
-    return found
-
-
-def _first_blocks(graph: Graph) -> dict[str, int]:
-    """Map parameters and buffers to the first block that reads them, whose backward completes a gradient."""
-    return {name: b.index for b in reversed(graph.blocks) for name in (*b.parameters, *b.buffers)}
-
-
-def with_changed_code(graph: Graph, change: Callable[[fx.GraphModule], None]) -> Graph:
-    """Return the graph with copies of its blocks' code, each changed."""
-    codes = {block.block_type: copy.deepcopy(block.code) for block in graph.blocks}
-    for code in codes.values():
-        change(code)
-    return replace(graph, blocks=tuple(replace(block, code=codes[block.block_type]) for block in graph.blocks))
 
 
 class Evaluation(TrainingWorker):
@@ -210,7 +183,7 @@ class Referee(TrainingWorker):
         here = on_one_device(plan)
         trainer = self._trainer(here, exact=False)
         graph, batches = trainer.graph, self.samples.batches(trainer, 0)
-        block_on_rank = partial(_block_on_rank, plan, graph)
+        place = partial(block_on_rank, plan, graph)
         # Each replica has running averages of its own micro-batches.
         unlike = {f"model.{name}" for name in written_buffers(graph.blocks)} if plan.data > 1 else set[str]()
         rows, losses, exact_losses = [], [], []
@@ -227,7 +200,8 @@ class Referee(TrainingWorker):
             if step == 0:
                 before = {key: value for key, value in found.items() if key[1] == deviation.START}
                 start = self._starts[here.micro_batch, here.gathers]
-                rows += deviation.compared(start, [(0, dict.fromkeys(start, deviation.SAME))], ranks, {}, block_on_rank)
+                first = [deviation.distances(start, numbers, {}) for numbers in ranks]
+                rows += deviation.compared(start, [(0, dict.fromkeys(start, deviation.SAME))], first, place)
             held = {key[3]: value for key, value in before.items()}
             repeated = partial(self._repeated, here, step, batch, label_counts, before, found)
             reference = {key: value for key, value in repeated().items() if key[3] not in unlike}
@@ -235,7 +209,8 @@ class Referee(TrainingWorker):
                 (coarse, deviation.distances(reference, repeated(coarse, index), held))
                 for index, coarse in enumerate(ROUNDINGS)
             ]
-            rows += deviation.compared(reference, repetitions, ranks, held, block_on_rank)
+            of_ranks = [deviation.distances(reference, numbers, held) for numbers in ranks]
+            rows += deviation.compared(reference, repetitions, of_ranks, place)
             losses.append(_loss(found, graph.loss))
             exact_losses.append(_loss(reference, graph.loss))
             before = {key: value for key, value in found.items() if key[1] == deviation.UPDATE}
@@ -294,7 +269,7 @@ class Referee(TrainingWorker):
         fields = {n: v.double() if is_wide and v.is_floating_point() else v.clone() for n, v in batch.items()}
         half_ulp = torch.finfo(torch.bfloat16 if plan.precision == "bf16" else torch.float32).eps / 2
         rounding = Rounding(coarse * half_ulp, seed)
-        _set_state(trainer, before, rounding)
+        set_state(trainer, before, rounding)
         recorder = Recorder(trainer, step, rounding)
         with recorder.observing():
             trainer.measure(step, fields, label_counts=label_counts)
@@ -302,8 +277,8 @@ class Referee(TrainingWorker):
 
         rounding = Rounding(coarse * torch.finfo(torch.float32).eps / 2, seed)  # updates are fp32 in every precision
         buffers = {f"model.{name}" for name in trainer.stages.model_buffers()}  # the forward may have changed them
-        _set_state(trainer, {key: value for key, value in before.items() if key[3] not in buffers}, rounding)
-        blocks = _first_blocks(trainer.graph)
+        set_state(trainer, {key: value for key, value in before.items() if key[3] not in buffers}, rounding)
+        blocks = first_blocks(trainer.graph)
         for name, parameter in parameters.items():
             gradient = found.get((step, deviation.GRADIENT, blocks[name], name, -1))
             parameter.grad = None
@@ -323,43 +298,194 @@ class Referee(TrainingWorker):
         key = (dtype, has_autocast, plan.precision, plan.micro_batch, plan.num_microbatches, plan.gathers)
         if key in self._trainers:
             return self._trainers[key]
-        experiment = self.experiment
-        model = build.build_model(experiment.model.build, plan.model_bytes, self.device, experiment.seed)
-        captured = CapturedModel(experiment, plan.micro_batch, model)
-        graph = captured.step_graph(plan.loss_samples)
-        if self._without_dropout:
-            graph = with_changed_code(graph, drop_nothing)
-        if dtype == torch.float64:
-            model.double()
-            graph = with_changed_code(graph, use_float64)
-            constants = {n: c.double() if c.is_floating_point() else c for n, c in graph.constants.items()}
-            graph = replace(graph, constants=constants)
-        context = StepContext(experiment.seed, self.device)
-        autocast: Any = partial(torch.autocast, self.device.type, torch.bfloat16) if has_autocast else nullcontext
-        stages = build.build_stage(plan, self.coordinate, model, graph, context, autocast=autocast)
-        trainer = self._trainers[key] = Trainer(experiment, plan, graph, stages, context, self.coordinate)
+        trainer = self._trainers[key] = captured_trainer(
+            self.experiment, plan, self.coordinate, self.device, dtype, without_dropout=self._without_dropout
+        )
         if dtype == torch.float32:
             self._starts.setdefault((plan.micro_batch, plan.gathers), state_of(trainer, 0, deviation.START))
         return trainer
 
 
-@torch.no_grad()
-def _set_state(trainer: Trainer, state: deviation.Numbers, rounding: Rounding) -> None:
-    """Give a trainer on one device a state, with rounded weights."""
-    values = {key[3]: value for key, value in state.items()}
-    parameters = trainer.stages.model_parameters()
-    begun = {name.removeprefix("optim.").rpartition(".")[0] for name in values if name.startswith("optim.")}
-    if begun - {name for key, name, _ in entries(trainer) if key.startswith("optim.")}:
-        create_state(trainer.optimizer)
-    forget_state(trainer.optimizer, [parameter for name, parameter in parameters.items() if name not in begun])
-    for key, _, value in entries(trainer):
-        if key not in values:
-            continue
-        value.copy_(values[key])
-        if key.startswith("model."):
-            value.copy_(rounding.of(value))
-    if trainer.sparse_weights is not None:
-        trainer.sparse_weights.restore_patterns()
+class ParityRank(TrainingWorker):
+    """A rank of a world in which several plans train the same steps, one after another, beside plain PyTorch.
+
+    A world of one process makes the references first. The model is built once, and captured once for each size of a
+    micro-batch. Rank 0 writes what was found for each plan.
+    """
+
+    def run(self) -> int:
+        asked = read_record(self.run_dir.environment)["parity"]
+        self._folder, self._steps = Path(asked["folder"]), int(asked["steps"])
+        self._plans = {int(index): Plan.load(self._folder / f"plan-{index}.json") for index in asked["plans"]}
+        self._model = build_model_of(self)
+        self._tensors = {
+            name: value.detach().clone()
+            for name, value in (*self._model.named_parameters(), *self._model.named_buffers())
+        }
+        if asked["makes_references"]:
+            every = sorted(self._folder.glob("plan-*.json"))
+            self._make_references([Plan.load(file) for file in every])
+        self._facts = read_json(self._folder / FACTS)
+        for number, (index, plan) in enumerate(self._plans.items()):
+            self.heartbeat.begin("step", number + 1)
+            found = self._compared(plan)
+            if self.is_main:
+                write_record(self._folder / f"found-{index}.json", found)
+        if self.is_main:
+            append_event(self.run_dir.events, "end", steps=self.experiment.total_steps, seconds=0.0)
+        dist.barrier()
+        dist.destroy_process_group()
+        return self.experiment.total_steps
+
+    def _make_references(self, plans: Sequence[Plan]) -> None:
+        """Write a reference for each way in which the plans divide the batch, and the facts of the model's numbers."""
+        experiment, seen = self.experiment, set[str]()
+        first = on_one_device(plans[0])
+        graph = self._graph(first)
+        loop = self._loop(first, None, seen, torch.float32)
+        batches, again = (list(itertools.islice(self.samples.batches(loop.trainer, 0), n)) for n in (self._steps, 1))
+        unlike = [name for name, value in batches[0][0].items() if not torch.equal(value, again[0][0][name])]
+        if unlike:
+            raise DataError(
+                f"{experiment.data.name} gives other samples each time it is read, in {', '.join(unlike)}, so that no "
+                "two trainings could be equal. Let an item depend on its index alone, as with "
+                "torch.Generator().manual_seed(index)."
+            )
+        has_statistics = any(isinstance(module, _BatchNorm) for module in self._model.modules()) or any(
+            op_name(node) == "batch_norm" for block in graph.blocks for node in block.code.graph.nodes
+        )
+        if self.device.type != "cpu":  # where dropouts draw in their own kernels, which no mode reaches
+            nodes = [node for block in graph.blocks for node in block.code.graph.nodes]
+            seen |= {op_name(node) for node in nodes if is_random(node)}
+        is_allowed = experiment.numerics.batch_coupling == "allow"
+        depends = bool(has_statistics or written_buffers(graph.blocks) or plans[0].loss_depends or is_allowed)
+
+        # Plain PyTorch: once, or once for each size of a micro-batch if the numbers depend on it
+        is_weighable = not depends or len(graph.label_counts) < 2
+        dtype = ""
+        for size in {plan.micro_batch: None for plan in plans} if depends else (None,):
+            make = partial(self._loop, first, size, seen)
+            reference = Reference.of(make, batches, first.precision)
+            reference.save(self._folder / f"plain-{size}.pt")
+            dtype = reference.dtype
+        follows = is_weighable and not seen & DRAWN_FROM_TENSORS and (not seen or self.device.type == "cpu")
+
+        # The captured blocks on one device, which draw what they draw in the plan
+        for key, plan in {(plan.micro_batch, plan.gathers): plan for plan in plans}.items():
+            if seen or not follows:
+                here = on_one_device(plan)
+                trainer = captured_trainer(experiment, here, self.coordinate, self.device)
+                counted = [(batch, trainer.count_labels_on_host(batch)) for batch, _ in batches]
+                reference = Reference.of(partial(_same, trainer), counted, plan.precision, exact=False)
+                reference.save(self._folder / f"captured-{key[0]}-{key[1]}.pt")
+        write_record(
+            self._folder / FACTS,
+            {"draws": sorted(seen), "follows": follows, "depends": depends, "reference": dtype},
+        )
+
+    def _loop(self, plan: Plan, micro_batch: int | None, seen: set[str], dtype: torch.dtype) -> PlainLoop:
+        modes = [partial(SameDraws, seen)] if self.device.type == "cpu" else []
+        return PlainLoop(
+            self.experiment,
+            plan,
+            self._graph(plan),
+            self.coordinate,
+            self.device,
+            dtype,
+            micro_batch=micro_batch,
+            modes=modes,
+        )
+
+    def _compared(self, plan: Plan) -> dict[str, Any]:
+        """Return what was found of a plan, or why it was not compared; a collective."""
+        facts, found = self._facts, dict[str, Any]()
+        others = [name for name in facts["draws"] if not name.startswith("bernoulli")]
+        if facts["follows"] and not (plan.tensor > 1 and others):
+            file = f"plain-{plan.micro_batch if facts['depends'] else None}.pt"
+            mode = SameDraws if facts["draws"] else nullcontext
+            found["plain"] = self._judged(plan, Reference.load(self._folder / file), mode)
+        if (facts["draws"] or not facts["follows"]) and plan.tensor == 1 and not self._compiles:
+            file = f"captured-{plan.micro_batch}-{plan.gathers}.pt"
+            found["captured"] = self._judged(plan, Reference.load(self._folder / file), nullcontext)
+        return found
+
+    def _judged(self, plan: Plan, reference: Reference, mode: Any) -> dict[str, Any]:
+        """Train under a plan, and return how far it is from a reference; a collective."""
+        trainer = self._trainer(plan, reference, mode is SameDraws and (plan.tensor > 1 or self._compiles))
+        graph = trainer.graph
+        samples = TrainingSamples(self.experiment, trainer.coordinate, self.device)
+        batches = itertools.islice(samples.batches(trainer, 0), self._steps)
+        numbers = trained(trainer, batches, Rounding(), mode)
+        # Each replica has running averages of its own micro-batches.
+        unlike = {f"model.{name}" for name in written_buffers(graph.blocks)} if plan.data > 1 else set[str]()
+        mine = {key: each for key, each in reference.distances(numbers).items() if key[3] not in unlike}
+        everyone: list[Any] = [mine]
+        if plan.world > 1:
+            everyone = [None] * plan.world
+            dist.all_gather_object(everyone, mine)
+        rows = reference.rows(everyone, partial(block_on_rank, plan, graph), unlike) if self.is_main else []
+        found = deviation.judged(rows, plan.division(), plan.block_names)
+        fault = deviation.first_fault(found)
+        worst = sorted(found, key=lambda each: -each.excess)
+        steps = []
+        for step in range(self._steps):
+            row: dict[str, Any] = {
+                "loss": float(numbers[step, deviation.OUTPUT, 0, deviation.LOSS, -1]),
+                "norm": float(numbers[step, deviation.GRADIENT, 0, deviation.NORM, -1]),
+            }
+            for name in (deviation.LOSS, deviation.EVERY):
+                each = next((each for each in found if (each.step, each.tensor) == (step + 1, name)), None)
+                row[name] = None if each is None else [each.size, each.bound]
+            steps.append(row)
+        return {
+            "fault": None if fault is None else deviation.to_json(fault),
+            "deviations": [deviation.to_json(each) for each in worst[:MOST_TOLD]],
+            "compared": len(found),
+            "steps": steps,
+        }
+
+    @cached_property
+    def _compiles(self) -> bool:
+        asked = self.experiment.numerics.compile
+        return self.device.type == "cuda" if asked is None else asked
+
+    def _trainer(self, plan: Plan, reference: Reference, keeps_everything: bool) -> Trainer:
+        """Return the trainer of this rank under a plan, which starts with the weights of the reference."""
+        graph, coordinate = self._graph(plan), self._coordinate(plan)
+        if keeps_everything:
+            graph = with_changed_code(graph, keep_everything)
+        self._restore({key[3]: value for key, value in reference.numbers.items() if key[1] == deviation.START})
+        args = self.experiment, plan, graph, self._model, coordinate, self.device
+        return trainer_under(*args, compile=self._compiles)
+
+    def _restore(self, start: Mapping[str, torch.Tensor]) -> None:
+        """Give the model its first weights and buffers again, which the stages of a plan take out of it."""
+
+        def first(name: str) -> torch.Tensor:
+            own = self._tensors[name]
+            return start.get(f"model.{name}", own).to(own.device, own.dtype, copy=True)
+
+        for name, parameter in self._model.named_parameters():
+            parameter.data = first(name)
+        for name, _ in list(self._model.named_buffers()):
+            module, _, own = name.rpartition(".")
+            self._model.get_submodule(module)._buffers[own] = first(name)
+
+    def _graph(self, plan: Plan) -> Graph:
+        return self._captured(plan.micro_batch, plan.loss_samples)
+
+    @memoised
+    def _captured(self, micro_batch: int, loss_samples: int | None) -> Graph:
+        self._restore({})
+        return CapturedModel(self.experiment, micro_batch, self._model).step_graph(loss_samples)
+
+    def _coordinate(self, plan: Plan) -> MeshCoordinate:
+        return self._on_mesh(plan.pipeline, plan.data, plan.tensor)
+
+    @memoised
+    def _on_mesh(self, pipeline: int, data: int, tensor: int) -> MeshCoordinate:
+        mesh = init_device_mesh(self.device.type, (pipeline, data, tensor), mesh_dim_names=("pp", "dp", "tp"))
+        return MeshCoordinate.from_mesh(mesh)
 
 
 def _loss(numbers: deviation.Numbers, name: str) -> float | None:
@@ -368,41 +494,17 @@ def _loss(numbers: deviation.Numbers, name: str) -> float | None:
     return sum(losses) / len(losses) if losses else None
 
 
-def on_one_device(plan: Plan) -> Plan:
-    """Return the plan whose one stage computes the micro-batches of a plan's whole global batch."""
-    parameters = sum(stage.parameters for stage in plan.stages)
-    nothing = Memory(0, 0, 0, 0, 0)
-    return replace(
-        plan,
-        cluster=plan.cluster.resized(1),
-        pipeline=1,
-        data=1,
-        tensor=1,
-        zero=0,
-        schedule="1f1b",
-        num_microbatches=plan.num_microbatches * plan.data,
-        stages=(Stage(0, 0, len(plan.block_names), parameters, 0.0, 0.0, 0, "none", nothing),),
-        memory_limit_bytes=None,
-        offload_optimizer=False,
-        cuda_graphs=False,
-        block_sparse=False,
-        candidates=(),
-    )
+def _same(trainer: Trainer, _: torch.dtype) -> Trainer:
+    return trainer
 
 
-def _block_on_rank(plan: Plan, graph: Graph, rank: int, key: deviation.Key) -> int:
-    """Return the first block of a rank that has the tensor of a key."""
-    _, part, first, name, _ = key
-    if part not in (deviation.START, deviation.GRADIENT, deviation.UPDATE):
-        return first
-    stages = plan.stages_of(rank // (plan.data * plan.tensor))
-    whole = name.partition(".")[2]  # behind `model.`, `average.` or `optim.`, which is followed by the slot
-    for block in (graph.blocks[index] for stage in stages for index in range(stage.first_block, stage.end_block)):
-        if any(each in (name, whole) or whole.startswith(f"{each}.") for each in (*block.parameters, *block.buffers)):
-            return block.index
-    return first
+def worker_of(asked: Mapping[str, Any]) -> type[TrainingWorker]:
+    """Return the worker for what the environment of a run asks of its ranks."""
+    if "parity" in asked:
+        return ParityRank
+    bisection = asked.get("bisection")
+    return Evaluation if bisection is None else Referee if "traces" in bisection else Tracer
 
 
 if __name__ == "__main__":
-    asked = read_object(RunDir(Path(sys.argv[1])).environment).get("bisection")
-    sys.exit(main(sys.argv[1], Evaluation if asked is None else Referee if "traces" in asked else Tracer))
+    sys.exit(main(sys.argv[1], worker_of(read_object(RunDir(Path(sys.argv[1])).environment))))

@@ -388,7 +388,7 @@ def detected_cluster(processes: int | None) -> Cluster:
     processes = plain(processes)
     count = torch.cuda.device_count() if torch.cuda.is_available() else 0
     if count == 0:
-        return _cpu_cluster(CPU_PROCESSES if processes is None else processes)
+        return cpu_cluster(CPU_PROCESSES if processes is None else processes)
     chosen = count if processes is None else processes
     if chosen > count:
         raise PlanInfeasible(
@@ -485,7 +485,7 @@ def with_measured_rates(listed: Device, rates: Mapping[str, float]) -> Device:
     return replace(listed, efficiency=efficiency, basis=TIMED, measured=in_words(rates))
 
 
-def _cpu_cluster(processes: int) -> Cluster:
+def cpu_cluster(processes: int) -> Cluster:
     cores = available_cores()
     rates = _cached(f"{cpu_model()} {cores}", lambda: _measure("cpu", ("fp32",)))
     share = 1 / max(1, processes)

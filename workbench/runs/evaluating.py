@@ -30,7 +30,7 @@ from workbench.errors import (
     WorkbenchError,
 )
 from workbench.execution.checkpoint import step_of
-from workbench.execution.deviation import Deviation, from_json, to_json
+from workbench.execution.deviation import EVERY, LOSS, NORM, Deviation, from_json, to_json
 from workbench.experiment import Experiment, counted
 from workbench.planning.plan import Plan
 from workbench.planning.runnable import check_runnable, facts_for
@@ -242,16 +242,7 @@ class Bisection:
 
     def _extent(self, fault: Deviation) -> str:
         who = f"plan {fault.plan} ({self.plans['AB'.index(fault.plan)]})"
-        if math.isinf(fault.size):
-            return f"{who} has none, or numbers that are not finite, where one device in {self.reference} has some."
-        noise = f"roundings change it by {fault.noise:.2g} of its size"
-        if fault.measure == "scale" or abs(fault.factor - 1) > MOSTLY * fault.size:
-            return f"{who} has {fault.factor:.4g} times the reference, and {noise}."
-        where = " in single elements" if fault.measure == "element" else ""
-        return (
-            f"{who} differs from the reference by {fault.size:.2g} of its size{where}, {fault.excess:,.3g} times what "
-            f"roundings explain ({noise})."
-        )
+        return extent(fault, who, f"one device in {self.reference}")
 
     def _other_fault(self) -> str:
         other = next(
@@ -282,7 +273,7 @@ class Bisection:
                 each.plan,
                 str(each.step),
                 f"{each.block} {each.block_name}",
-                _tensor(each),
+                tensor_words(each),
                 f"{each.size:.2g}",
                 f"{each.noise:.2g}",
                 f"{each.excess:.3g}",
@@ -305,8 +296,24 @@ class Bisection:
         return facts_html(f"Bisection of {self.experiment}", facts) + html_table(HEAD, self._rows())
 
 
-def _tensor(each: Deviation) -> str:
+def extent(fault: Deviation, who: str, reference: str) -> str:
+    """Say in a sentence by how much a plan differs from the reference; both are given in words."""
+    if math.isinf(fault.size):
+        return f"{who} has none, or numbers that are not finite, where {reference} has some, or the other way round."
+    noise = f"roundings change it by {fault.noise:.2g} of its size"
+    if fault.measure == "scale" or abs(fault.factor - 1) > MOSTLY * fault.size:
+        return f"{who} has {fault.factor:.4g} times the reference, and {noise}."
+    where = " in single elements" if fault.measure == "element" else ""
+    return (
+        f"{who} differs from the reference by {fault.size:.2g} of its size{where}, {fault.excess:,.3g} times what "
+        f"roundings explain ({noise})."
+    )
+
+
+def tensor_words(each: Deviation) -> str:
     """Name a tensor, relative to its block where it lies in it."""
+    if each.tensor in (LOSS, NORM, EVERY):
+        return each.tensor
     name = each.tensor.removeprefix("optim.").removeprefix("average.").removeprefix(f"{each.block_name}.")
     where = "" if each.micro_batch is None else f", micro-batch {each.micro_batch}"
     if each.tensor.startswith("optim."):
@@ -326,7 +333,7 @@ def _tensor(each: Deviation) -> str:
 
 
 def _place(each: Deviation) -> str:
-    return f"step {each.step}, block {each.block} `{each.block_name}`, {_tensor(each)}"
+    return f"step {each.step}, block {each.block} `{each.block_name}`, {tensor_words(each)}"
 
 
 @checked_arguments
@@ -370,18 +377,8 @@ def compared(
     """Return how each plan differs from the reference, as its worker wrote it, the reference's type, and whether
     dropout was off. `workers` are the modules that the ranks of each plan execute.
     """
-    if 1 <= steps <= MOST_STEPS:
-        experiment.data.reads(experiment).check()
-        experiment = experiment.replace(evaluation=None, samples=None).resolved()
-    most = min(MOST_STEPS, experiment.steps or MOST_STEPS)
-    if not 1 <= steps <= most:
-        raise InvalidArgument(
-            f"steps={steps} lies outside 1 to {most}. A fault shows within few steps: 2 is the default."
-        )
-    for plan in plans:
-        check_runnable(experiment, plan, facts_for(experiment, plan), progress=progress)
-        devices_for(plan)
-        _check_room(plan, steps)
+    experiment = examined(experiment, steps)
+    check_examined(experiment, plans, steps, progress)
     compiles = experiment.numerics.compile
     draws_alike = all(
         plan.tensor == 1 and not (plan.cluster.device.type == "cuda" if compiles is None else compiles)
@@ -389,13 +386,14 @@ def compared(
     )
     settings: dict[str, Any] = {"steps": steps, "without_dropout": not draws_alike}
     started: list[RunDir] = []
-    with _folder() as folder:
+    with folder_of("bisection") as folder:
         for index, (plan, worker) in enumerate(zip(plans, workers or [processes.EXAMINER] * len(plans), strict=True)):
             attempt = Attempt(experiment, plan, folder / f"plan-{index}", provenance={"bisection": settings})
             started.append(start_attempt(attempt, worker=worker))
             wait_for_child(started[-1])  # the next ranks are forked from a process that has imported what they need
         settings = {**settings, "traces": [str(run.path) for run in started]}
-        from workbench.execution.examining_worker import RESULT, on_one_device
+        from workbench.execution.examining_worker import RESULT
+        from workbench.execution.plain_loop import on_one_device
 
         attempt = Attempt(experiment, on_one_device(plans[0]), folder / "reference", provenance={"bisection": settings})
         started.append(start_attempt(attempt, worker=processes.EXAMINER))
@@ -404,11 +402,30 @@ def compared(
     return list(found["plans"]), str(found["reference"]), not draws_alike
 
 
+def examined(experiment: Experiment, steps: int) -> Experiment:
+    """Return an experiment that trains and does nothing else; raise `InvalidArgument` unless it has so many steps."""
+    if 1 <= steps <= MOST_STEPS:
+        experiment.data.reads(experiment).check()
+        experiment = experiment.replace(evaluation=None, samples=None).resolved()
+    most = min(MOST_STEPS, experiment.steps or MOST_STEPS)
+    if not 1 <= steps <= most:
+        raise InvalidArgument(f"steps={steps} lies outside 1 to {most}. A fault shows within few steps: give 2 or 3.")
+    return experiment
+
+
+def check_examined(experiment: Experiment, plans: Sequence[Plan], steps: int, progress: bool) -> None:
+    """Raise unless a training of each plan can start, and one device has room for the reference."""
+    for plan in plans:
+        check_runnable(experiment, plan, facts_for(experiment, plan), progress=progress)
+        devices_for(plan)
+        _check_room(plan, steps)
+
+
 @contextmanager
-def _folder() -> Iterator[Path]:
+def folder_of(verb: str) -> Iterator[Path]:
     """Make a folder among the runs, which is removed with the block."""
     runs_root().mkdir(parents=True, exist_ok=True)
-    folder = Path(tempfile.mkdtemp(prefix=".bisection-", dir=runs_root()))
+    folder = Path(tempfile.mkdtemp(prefix=f".{verb}-", dir=runs_root()))
     try:
         yield folder
     finally:
@@ -422,14 +439,14 @@ def _check_room(plan: Plan, steps: int) -> None:
     if parameters * REFERENCE_BYTES > device.memory_bytes:
         raise PlanInfeasible(
             f"The reference of {plan.model} needs {gib(parameters * REFERENCE_BYTES)} on one {device.name}, which has "
-            f"{gib(device.memory_bytes)}. Bisect the same plan of the model with fewer layers."
+            f"{gib(device.memory_bytes)}. Compare the same plan of the model with fewer layers."
         )
     existing = next(folder for folder in (runs_root(), *runs_root().parents) if folder.exists())
     needed, free = parameters * TRACE_BYTES * steps, shutil.disk_usage(existing).free
     if needed > free:
         raise PlanInfeasible(
             f"The numbers of {steps} steps of {plan.model} take {gib(needed)} on disk, and {runs_root()} has "
-            f"{gib(free)}. Bisect fewer steps or fewer layers, or set WORKBENCH_RUNS to a larger disk."
+            f"{gib(free)}. Compare fewer steps or fewer layers, or set WORKBENCH_RUNS to a larger disk."
         )
 
 
