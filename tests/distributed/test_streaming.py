@@ -117,12 +117,15 @@ def test_a_streamed_run_goes_on_under_every_plan_as_that_of_the_stored_text(
     real_worker.assert_goes_on(run, stored)
 
 
-def read_by(rank: int, experiment: Experiment, state: Any, first: int, end: int) -> Any:
-    """Return what every rank reads of some steps as the worker does it, and the state of the stream after them."""
+def read_by(rank: int, experiment: Experiment, state: Any, first: int, end: int, skipped: int = 0) -> Any:
+    """Return what every rank reads of some steps as the worker does it, and the state of the stream after them.
+
+    `skipped` samples were left out before, after spikes.
+    """
     world = torch.distributed.get_world_size()
     coordinate: Any = SimpleNamespace(data=world, data_rank=rank)
     samples = TrainingSamples(experiment, coordinate, torch.device("cpu"))
-    samples.go_on(state, 0)
+    samples.go_on(state, skipped)
     graph = SimpleNamespace(batch={})
     trainer: Any = SimpleNamespace(graph=graph, count_labels_on_host=lambda _: None)
     windows = []
@@ -136,6 +139,7 @@ def read_by(rank: int, experiment: Experiment, state: Any, first: int, end: int)
     return [window for shares in by_step for share in shares for window in share], samples.stream_state(end)
 
 
+@pytest.mark.representative
 def test_no_sample_is_lost_or_seen_twice_when_two_replicas_go_on_after_one(text: Path) -> None:
     experiment = asked(text, streaming=True, steps=10**6, evaluation=None)
     stored = asked(text, streaming=False, steps=10**6, evaluation=None)
@@ -144,7 +148,11 @@ def test_no_sample_is_lost_or_seen_twice_when_two_replicas_go_on_after_one(text:
     one, state = launch(read_by, 1, experiment, None, 0, middle)
     assert state["first"] > 0, "the checkpoint is after the first chunk"
     two, _ = launch(read_by, 2, experiment, state, middle, end + 1)
+    three, after = launch(read_by, 1, experiment, state, middle, middle + 2, 3 * BATCH)
     dataset = stored.data.reads(stored).dataset()
+    read_last = range((middle + 3) * BATCH, (middle + 5) * BATCH)
+    assert three == [row.tolist() for row in dataset.__getitems__(read_last)["input_ids"]]
+    assert after["first"] <= read_last.stop < after["first"] + BUFFER, "a resumption begins with the samples after them"
     expected = [row.tolist() for row in dataset.__getitems__(range(windows))["input_ids"]]
     seen = one + two
     of_epoch = sorted(seen[: end * BATCH])
