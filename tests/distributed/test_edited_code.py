@@ -21,13 +21,16 @@ from tests.distributed.real_worker import Ranks, directory, plan
 from tests.patience import PATIENCE_S
 from workbench.code_identity import changed_on_disk, identity
 from workbench.cost.hardware import Cluster
-from workbench.errors import InvalidExperiment, PlanMismatch
+from workbench.data.datasets import seeded
+from workbench.errors import InvalidExperiment, PlanMismatch, RunFailed
+from workbench.execution import build
 from workbench.planning.planner import plan as make_plan
 from workbench.rundir import read_record
 from workbench.runs.launching import launcher
 
 NET = """
     import functools
+    import numpy as np
     import torch
     from torch import nn
 
@@ -52,11 +55,67 @@ NET = """
 
         def generate(self, x):
             return x + 1
+
+
+    RATE = 0.0066
+    SCALE = 0.5 * helper.BASE
+
+
+    class Samples(torch.utils.data.Dataset):
+        offset = 0.5
+
+        def __len__(self):
+            return 16
+
+        def __getitem__(self, index):
+            x = torch.randn(4, generator=torch.Generator().manual_seed(index))
+            return {"x": x, "y": torch.tensor(index % 3 + self.offset)}
+
+
+    def warm(step):
+        return RATE * SCALE * (step + 1)
+
+
+    def large(loss, batch, least=0.25):
+        return (batch["y"] > least).sum(), batch["y"].numel()
+
+
+    def stops(view):
+        if view.step not in helper.STEPS["all"]:
+            view.stop()
+
+
+    def sgd(groups, *, momentum=0.5):
+        return torch.optim.SGD(groups, momentum=momentum)
+
+
+    class Noisy(nn.Module):
+        def __init__(self):
+            super().__init__()
+            drawn = np.random.default_rng()
+            self.inner = nn.Linear(4, 1)
+            self.shift = torch.from_numpy(drawn.normal(size=1)).float()
+            self.held = {"gains": [torch.from_numpy(drawn.normal(size=4)).float()]}
+
+        def forward(self, x, y):
+            return ((self.inner(x * self.held["gains"][0])[:, 0] + self.shift - y) ** 2).mean()
+
+
+    TABLE = torch.from_numpy(np.random.default_rng().normal(size=4)).float()
+
+
+    class Global(Noisy):
+        def forward(self, x, y):
+            return super().forward(x * TABLE, y)
 """
 HELPER = """
     import functools
     import torch
     from torch import nn
+
+
+    BASE = 2.0
+    STEPS = {"all": [1, 2, 3, 4]}
 
 
     def logged(function):
@@ -110,8 +169,8 @@ def net(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[types
 def _asked(net: Any, **changes: Any) -> wb.Experiment:
     generator = torch.Generator().manual_seed(0)
     items = [{"x": torch.randn(4, generator=generator), "y": torch.tensor(float(i % 3))} for i in range(16)]
-    fields = {"steps": 2, "global_batch": 4, "seq_len": 1, "project": "", "name": "edited"}
-    return wb.Experiment.of(model=net.Net, data=items, **{**fields, **changes})
+    fields = {"model": net.Net, "data": items, "steps": 2, "global_batch": 4, "seq_len": 1, "project": ""}
+    return wb.Experiment.of(**{"name": "edited", **fields, **changes})
 
 
 def test_functions_are_followed_through_modules_classes_decorators_and_bound_arguments(net: Any) -> None:
@@ -182,13 +241,72 @@ def test_ranks_refuse_a_file_that_was_edited_after_the_launch(net: Any, tmp_path
 
 def test_a_run_goes_on_with_the_code_that_was_started_or_not_at_all(net: Any, tmp_path: Path) -> None:
     module, edit = net
-    asked = _asked(module, eval_data=[{"x": torch.ones(4), "y": torch.tensor(1.0)}] * 4, eval_every=2)
+    parts: dict[str, Any] = {"data": module.Samples(), "lr_schedule": module.warm, "optimizer": module.sgd}
+    parts |= {"callbacks": [module.stops], "metrics": {"large": module.large}, "eval_data": module.Samples()}
+    asked = _asked(module, eval_every=2, learning_rate=1.0, **parts)
     run = wb.launch(asked, plan(asked, pipeline=1), directory=tmp_path / "run", progress=False).wait(PATIENCE_S)
-    edit("1.5 * x", "2.5 * x")
-    for goes_on in (lambda: run.resume(steps=4), run.clone, run.evaluate):
-        with pytest.raises(PlanMismatch, match=r"edited_helper.scaled at \S+edited_helper.py:15 is not what"):
-            goes_on()
-    assert run.status.state == "finished"
-    edit("2.5 * x", "1.5 * x  # as before")
+    for old, new, said in (
+        ("1.5 * x", "2.5 * x", r"model reads: edited_helper.scaled at \S+edited_helper.py:19 is not what"),
+        ("0.0066", "0.0006", r"lr_schedule reads: edited_net.RATE at \S+:30 is 0.0006 in its file, and was 0.0066"),
+        (
+            "least=0.25",
+            "least=0.5",
+            r"metrics reads: edited_net.large\(least\) at \S+ is 0.5 in its file, and",
+        ),
+        ("2, 3, 4]", "2]", r"callbacks reads: edited_helper.STEPS\['all'\] at \S+ is \[1, 2\] in its file"),
+        ("momentum=0.5", "momentum=0", r"optimizer reads: edited_net.sgd\(momentum\) at \S+ is 0 in its file, and was"),
+        ("offset = 0.5", "offset = 2", r"data reads: edited_net.Samples.offset at \S+ is 2 in its file, and was 0.5"),
+    ):
+        edit(old, new)
+        for goes_on in (lambda: run.resume(steps=4), run.clone, run.evaluate):
+            with pytest.raises(PlanMismatch, match=said):
+                goes_on()
+        edit(new, old)
+    assert run.status.state == "finished", "nothing was started"
+    edit("0.5 * helper.BASE", "0.75 * helper.BASE")
+    with pytest.raises(PlanMismatch, match=r"lr_schedule is another .*edited_net.SCALE of \S+ is 1.5, and was 1.0"):
+        run.evaluate()  # whose rank imports the file
+    edit("0.75 * helper.BASE", "0.5 * helper.BASE  # as before")
     run.resume(steps=3).wait(PATIENCE_S)
     assert run.history().step.tolist() == [1, 2, 3]
+    assert run.history().learning_rate.tolist() == pytest.approx([0.0066, 0.0132, 0.0198])
+
+
+def test_what_a_constructor_draws_without_a_seed_is_that_of_the_start(net: Any, tmp_path: Path) -> None:
+    module, _ = net
+    fields = {"optimizer": module.sgd, "lr_schedule": "constant", "learning_rate": 0.1, "warmup_steps": 0}
+    more = {"weight_decay": 0.0, "clip_norm": None, "eval_data": module.Samples(), "eval_every": 2}
+    asked = _asked(module, model=module.Noisy, data=module.Samples(), **fields, **more)
+    run = wb.launch(asked, plan(asked, pipeline=1), directory=tmp_path / "run", progress=False).wait(PATIENCE_S)
+    recorded = run.evaluations().eval_loss[-1]
+    assert run.evaluate().loss == recorded
+    run.resume(steps=4).wait(PATIENCE_S)
+    start = build.Start.read(run.directory.start_tensors)
+    assert start is not None
+    # A plain loop from what was drawn at the start
+    with seeded(asked.seed):
+        model = module.Noisy()
+    model.shift, model.held["gains"][0] = start.values["shift"], start.values["held['gains'][0]"]
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.5)
+    samples, losses = run.experiment.replace(data=module.Samples()).data.reads(asked.replace(steps=4)).dataset(), []
+    for step in range(4):
+        loss = model(**samples.collate([samples[index] for index in range(4 * step, 4 * step + 4)]))
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+        losses.append(loss.item())
+    assert run.history().loss.tolist() == pytest.approx(losses, rel=1e-5)
+    # A clone with the same seed has them too
+    held = run.directory.start_tensors.read_bytes()
+    assert launcher.code_of_clone(run.directory, run.experiment)["start.pt"] == held
+    assert "start.pt" not in launcher.code_of_clone(run.directory, run.experiment.replace(seed=1))
+
+
+def test_what_is_drawn_elsewhere_is_refused_with_the_line_that_reads_it(net: Any, tmp_path: Path) -> None:
+    module, _ = net
+    asked = _asked(module, model=module.Global, data=module.Samples())
+    run = wb.launch(asked, plan(asked, pipeline=1), directory=tmp_path / "run", progress=False).wait(PATIENCE_S)
+    with pytest.raises(RunFailed, match=r"a tensor that forward reads at \S+edited_net.py:\d+ .*TABLE"):
+        run.resume(steps=4).wait(PATIENCE_S)
+    problems = [event["message"] for event in run.events() if event["type"] == "code_problem"]
+    assert any("edited_net.TABLE" in each and "Seed what draws it" in each for each in problems)
