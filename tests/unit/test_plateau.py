@@ -332,3 +332,5 @@ def test_kaplans_law_expects_of_the_pair_what_the_paper_gives() -> None:
     assert wb.analysis.expected_difference(small, small, 1e9).equal_flops_from is None
     chinchilla = ChinchillaLaw(1.8172, 482.0, 2085.43, 0.3478, 0.3658)
     assert chinchilla.difference(303e6, 2.39e9, 1e9) == pytest.approx(0.277, abs=0.005)
+    by_hand = 1.8172 + 482.0 / 70e9**0.3478 + 2085.43 / 1.4e12**0.3658
+    assert chinchilla.loss(70e9, 1.4e12) == pytest.approx(by_hand), "of their model of 70 G parameters"
