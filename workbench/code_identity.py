@@ -570,6 +570,20 @@ def read_identities(file: Path) -> dict[str, dict[str, Definition]]:
         return {}
 
 
+def steady_digests(code: Path) -> dict[str, str]:
+    """Return a hash of the identity of each part in the folder `code/` of a run, for another run of the same code.
+
+    What was another in the process that started the run and in its first rank is left out.
+    """
+    launched, imported = read_identities(code / FUNCTIONS), read_identities(code / IMPORTED)
+    digests = dict[str, str]()
+    for part, definitions in imported.items():
+        alike = {name for name, each in definitions.items() if launched.get(part, {}).get(name, each) == each}
+        words = [f"{name} {definitions[name].digest}" for name in sorted(alike)]
+        digests[part] = _hashed(sys.implementation.cache_tag or "", *words)
+    return digests
+
+
 def compared_with_files(definitions: Mapping[str, Definition], imported_after: float) -> dict[str, Definition]:
     """Return the definitions, with marks at those values that other processes must have, too.
 

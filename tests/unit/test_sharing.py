@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import json
 import os
 import subprocess
@@ -16,6 +17,7 @@ import pytest
 from tests.logs import append_event
 from workbench import notebooks
 from workbench.analysis.curve import Curve
+from workbench.code_identity import IMPORTED, identities_json, identity
 from workbench.errors import RunNotFound, WorkbenchError
 from workbench.figures.curves_view import loss_curves
 from workbench.figures.figure import PLOTLY_MIME, WIDGET_MIME
@@ -210,6 +212,10 @@ def test_what_differs_is_named(tmp_path):
     plan = second.plan.to_json()
     doubled = {"micro_batch": 2 * plan["micro_batch"], "num_microbatches": plan["num_microbatches"] // 2}
     write_json(second.directory.plan, {**plan, **doubled})
+    for run, rate in ((first, 1.0), (second, 2.0)):
+        rates = {"lr_schedule": identity(functools.partial(max, rate)), "metrics": identity(max)}
+        run.directory.code.mkdir()
+        (run.directory.code / IMPORTED).write_bytes(identities_json(rates))
     record = Record.of([first])
     found = {d.subject: (d.recorded, d.here) for d in sharing.differences_from(record, [second])}
     assert found == {
@@ -220,6 +226,7 @@ def test_what_differs_is_named(tmp_path):
         "cores": ("2", "8"),
         "first: seed": ("0", "1"),
         "first: data": ("1" * 10, "2" * 10),
+        "first: code of lr_schedule": found["first: code of lr_schedule"],
         "first: plan": tuple(
             f"micro_batch {of['micro_batch']}, num_microbatches {of['num_microbatches']}"
             for of in (plan, {**plan, **doubled})

@@ -24,7 +24,7 @@ import tokenize
 import typing
 import zlib
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any
 
@@ -32,6 +32,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from workbench import arguments
+from workbench.code_identity import steady_digests
 from workbench.errors import InvalidArgument, RunNotFound, UnknownParameter, WorkbenchError, in_words, suggestion
 from workbench.figures.figure import finish_notebook, notebook_to_html, read_notebook
 from workbench.rundir import RunDir
@@ -359,13 +360,16 @@ class RecordedRun:
     data_fingerprint: str | None
     state: str
     curve: LossCurve
+    code: Mapping[str, str] = field(default_factory=dict)
+    """Hash of the identity of each user-defined part; empty in older records, and for another Python."""
 
     @staticmethod
     def of(run: Run) -> RecordedRun:
         """Return the record of a run."""
         plan = {key: value for key, value in run.plan.to_json().items() if key != "candidates"}
         fingerprint = run.environment.get("data_fingerprint")
-        return RecordedRun(run.name, run.config, plan, fingerprint, run.status.state, LossCurve.of(run))
+        code = steady_digests(run.directory.code)
+        return RecordedRun(run.name, run.config, plan, fingerprint, run.status.state, LossCurve.of(run), code)
 
     def to_json(self) -> dict[str, Any]:
         """Return the record as JSON."""

@@ -441,7 +441,7 @@ def what_runs(notebook: Path, at_commit: bool = False) -> str:
 
 
 def differences_from(record: Record, again: Sequence[Run]) -> list[RecordedDifference]:
-    """Return what differs from the record: code, versions, machine, and each run's experiment, data and plan."""
+    """Return what differs from the record: versions, machine, and each run's experiment, code, data and plan."""
     now = dict(again[0].environment) if again else environment()
     then, here = _machine(record.environment), _machine(now)
     subjects = [subject for subject in {**then, **here} if then.get(subject) != here.get(subject)]
@@ -455,6 +455,10 @@ def differences_from(record: Record, again: Sequence[Run]) -> list[RecordedDiffe
         if old.data_fingerprint != new.data_fingerprint:
             prints = _short(old.data_fingerprint), _short(new.data_fingerprint)
             changed.append(RecordedDifference(f"{old.name}: data", *prints))
+        for part in sorted(old.code.keys() & new.code.keys()):
+            if old.code[part] != new.code[part]:
+                digests = _short(old.code[part]), _short(new.code[part])
+                changed.append(RecordedDifference(f"{old.name}: code of {part}", *digests))
         other = [key for key in PLAN_FIELDS if old.plan.get(key) != new.plan.get(key)]
         if other:
             described = (", ".join(f"{key} {run.plan.get(key)}" for key in other) for run in (old, new))
