@@ -427,6 +427,8 @@ def test_every_private_name_of_torch_that_capture_uses_is_there() -> None:
         torch.nn.attention.flex_attention: ["_validate_device"],
         torch.ops.higher_order: ["wrap_with_set_grad_enabled", "wrap_with_autocast"],
         torch.fx.proxy: ["CapturedTraceback"],
+        torch._dynamo.convert_frame: ["input_codes"],
+        torch._dynamo.eval_frame: ["reset_code"],
         torch.fx.experimental.symbolic_shapes: ["uninteresting_files"],
         torch.fx.Graph(): ["_codegen"],
     }

@@ -35,6 +35,7 @@ from workbench.capture.operations import (
     op_name,
     reachable,
     shape_of,
+    sizes_of,
     storage_of,
 )
 from workbench.user_code import line_of_node
@@ -278,7 +279,7 @@ class BatchWalk:
 
     def _of_selections(self, node: fx.Node, name: str, states: list[int]) -> int:
         """Return the state of an operation on what a mask chose: how many elements are of a sample is not known."""
-        if node in self._means:
+        if node in self._means or name in COUNTS:
             return SUM
         if SUM in states:
             return self._mixing(node) if self._is_elementwise(node, name) and is_float(node) else UNKNOWN
@@ -673,10 +674,10 @@ class _AssumingWalk(BatchWalk):
         given = arguments_of(node)
         if given["dim"] % len(shape) != state or shape[state] != self._size or self._size == 1:
             return None
-        if name == "select":
-            return int(given["index"] % self._size)
-        if name == "slice":
-            return int((given["start"] or 0) % self._size) if shape_of(node)[state] == 1 else None
+        at = given["index"] if name == "select" else (given["start"] or 0) if name == "slice" else None
+        if at is not None:  # a number that a value gives, as in `x[y.argmax()]`, is a node
+            is_one = isinstance(at, int) and (name == "select" or shape_of(node)[state] == 1)
+            return int(at % self._size) if is_one else None
         if len(node.meta["val"]) == self._size:
             self._apart.add(node)
         return None
@@ -727,7 +728,7 @@ class _AssumingWalk(BatchWalk):
     def _places(self, node: fx.Node, values: Sequence[Any]) -> list[int]:
         """Return the state of each tensor that an operation returns."""
         rows = [source for source in node.all_input_nodes if self._states[source] >= 0]
-        shapes = [tuple(value.shape) if isinstance(value, torch.Tensor) else () for value in values]
+        shapes = [sizes_of(value) for value in values]
         larger = _shapes_of_more_samples(node, {source: self._states[source] for source in rows})
         places = []
         for index, shape in enumerate(shapes):

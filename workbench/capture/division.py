@@ -25,7 +25,14 @@ from workbench.capture.model import capture
 from workbench.capture.opaque import opaque_calls, same_numbers
 from workbench.capture.operations import dtype_of, names, op_name, shape_of
 from workbench.capture.outputs import find_loss
-from workbench.capture.torch_internals import OpOverload, differentiable, enter_autocast, exit_autocast
+from workbench.capture.torch_internals import (
+    HigherOrderOperator,
+    OpOverload,
+    differentiable,
+    enter_autocast,
+    exit_autocast,
+    forgotten_by_dynamo,
+)
 from workbench.data.datasets import untouched_generators
 from workbench.data.sampling import IGNORED
 from workbench.errors import CaptureError, in_words
@@ -166,6 +173,7 @@ def division_of(graph: Graph, build: Callable[[], nn.Module], samples: Callable[
     )
 
 
+@forgotten_by_dynamo()
 def division_fault(
     graph: Graph, build: Callable[[], nn.Module], samples: Callable[[int, int], Batch], parts_of_trials: Sequence[int]
 ) -> str:
@@ -288,6 +296,9 @@ class _Comparison:
         self._trained = {name: self._parameters[name] for name in graph.parameters if name not in graph.frozen}
         self._buffers = {name: buffer.clone() for name, buffer in model.named_buffers()}
         nodes = [node for block in graph.blocks for node in block.code.graph.nodes]
+        # Code that compiles a part of itself, as `torch.cond` does for its backward.
+        is_compiled = any(isinstance(node.target, HigherOrderOperator) for node in nodes)
+        self._compiles = is_compiled or any(call.compiles for call in self._calls)
         casts = (node.target in (enter_autocast, exit_autocast) for node in nodes)
         is_low = any(casts) or any(dtype_of(node) in (torch.bfloat16, torch.float16) for node in nodes)
         self._factor = _BF16_FACTOR if is_low else 1
@@ -295,8 +306,7 @@ class _Comparison:
     def fault(self, batch: Batch) -> str:
         batch = {name: field.to(self._device) for name, field in batch.items()}
         tolerances = self._factor * LOSS_TOLERANCE, self._factor * GRADIENT_TOLERANCE
-        compiles = any(call.compiles for call in self._calls)
-        with same_numbers(self._model, self._calls), _same_for_each_sample(compiles):
+        with same_numbers(self._model, self._calls), _same_for_each_sample(self._compiles):
             whole = self._whole(batch)
             if not whole.is_finite:
                 return ""

@@ -42,12 +42,13 @@ from workbench.capture.operations import (
 )
 from workbench.capture.outputs import LossChoice, Outputs
 from workbench.capture.rewrites import rewrite
-from workbench.capture.torch_internals import refuse_backward_hooks
+from workbench.capture.torch_internals import forgotten_by_dynamo, refuse_backward_hooks
 from workbench.errors import CaptureError, InvalidExperiment
 from workbench.tensors import TensorSpec, spec_of
 from workbench.user_code import line_of_node
 
 
+@forgotten_by_dynamo()
 def capture(
     model: nn.Module,
     batch: Mapping[str, TensorSpec],

@@ -80,10 +80,24 @@ def arguments_of(node: fx.Node) -> dict[str, Any]:
     return defaults | dict(zip(defaults, node.args, strict=False)) | node.kwargs
 
 
+class UnknownSize(str):
+    """A size that depends on values, by the name that export gave it; torch's own raises where it is compared."""
+
+    def __mul__(self, other: Any) -> UnknownSize:  # type: ignore[override]
+        return UnknownSize(f"{self}*{other}")
+
+    __rmul__ = __mul__
+
+
 def shape_of(node: Any) -> tuple[int, ...]:
-    """Return the shape of a node's tensor; `()` for everything else."""
-    value = node.meta.get("val") if isinstance(node, fx.Node) else None
-    return tuple(value.shape) if isinstance(value, torch.Tensor) else ()
+    """Return the shape of a node's tensor; `()` for everything else. A size that depends on values is no `int`."""
+    return sizes_of(node.meta.get("val")) if isinstance(node, fx.Node) else ()
+
+
+def sizes_of(value: Any) -> tuple[int, ...]:
+    """Return the shape of a tensor of an exported graph, as `shape_of`."""
+    sizes = value.shape if isinstance(value, torch.Tensor) else ()
+    return tuple(size if isinstance(size, int) else UnknownSize(size) for size in sizes)  # type: ignore[misc]
 
 
 def dtype_of(node: Any) -> torch.dtype | None:

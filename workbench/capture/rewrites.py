@@ -25,6 +25,7 @@ from workbench.capture.operations import (
     mutated_arguments,
     names,
     op_name,
+    passes_gradient,
     reachable,
     regions_of,
     replace_call,
@@ -41,6 +42,7 @@ from workbench.user_code import line_of_node
 def rewrite(module: fx.GraphModule, name: str) -> None:
     """Rewrite an exported graph of the model `name`, in place; raises `CaptureError` if it writes to a parameter."""
     place_buffer_updates(module, name)
+    keep_read_values(module)
     simplify_attention(module)
     unify_grouped_matmuls(module)
     clamp_to_bf16_range(module)
@@ -97,6 +99,32 @@ def place_buffer_updates(module: fx.GraphModule, name: str) -> None:
             other for other in owners if other is not node and any(owners[s] is buffer for s in other.all_input_nodes)
         }
         next(other for other in reversed(module.graph.nodes) if other in readers).append(node)
+
+
+def keep_read_values(module: fx.GraphModule) -> None:
+    """Let operations with a gradient read copies of buffers that forward writes, in place.
+
+    The backward reads what they read, when a later write of this forward, or of the next micro-batch's in a pipeline,
+    has replaced it: `out = v / self.avg; self.avg = 0.9 * self.avg + 0.1 * v` in plain PyTorch makes a new tensor.
+    """
+    nodes = list(module.graph.nodes)
+    written = {storage_of(argument) for node in nodes for argument in mutated_arguments(node)}
+    written = {owner for owner in written if owner.op == "get_attr"}
+    targets = {str(owner.target) for owner in written}
+    parameters = [n for n in nodes if n.op == "get_attr" and isinstance(tensor_at(module, str(n.target)), nn.Parameter)]
+    trained = reachable(parameters, lambda node: filter(passes_gradient, node.users)) if written else set()
+    for node in nodes:
+        if node not in trained or node.op != "call_function" or mutated_arguments(node):
+            continue
+        for source in node.all_input_nodes:
+            owner = storage_of(source)
+            if owner.op == "get_attr" and str(owner.target) in targets and storage_of(node) is not owner:
+                with module.graph.inserting_before(node):
+                    copied = module.graph.call_function(torch.ops.aten.clone.default, (source,))
+                copied.meta = dict(source.meta) | {"stack_trace": node.meta.get("stack_trace")}
+                if "nn_module_stack" in node.meta:
+                    copied.meta["nn_module_stack"] = node.meta["nn_module_stack"]
+                node.replace_input_with(source, copied)
 
 
 def clamp_to_bf16_range(module: fx.GraphModule) -> None:

@@ -26,12 +26,15 @@ from workbench.user_code import line_of_frames, line_of_running_code
 
 __all__ = [
     "VF",
+    "HigherOrderOperator",
     "OpOverload",
     "enter_autocast",
     "exit_autocast",
     "grouped_mm_kernel",
     "set_grad_enabled",
 ]
+HigherOrderOperator = torch._ops.HigherOrderOperator
+"""Class of operations on code, such as `torch.cond`."""
 OpOverload = torch._ops.OpOverload
 """Class of the torch operations that an exported graph calls."""
 set_grad_enabled = torch._C._set_grad_enabled
@@ -132,6 +135,34 @@ def differentiable() -> Iterator[None]:
     flex = sys.modules.get("torch.nn.attention.flex_attention")
     with contextlib.nullcontext() if flex is None else patched(flex, "_validate_device", lambda *_: None):
         yield
+
+
+@contextlib.contextmanager
+def forgotten_by_dynamo() -> Iterator[None]:
+    """Let Dynamo forget, after a `with` block, what code it was asked to compile inside.
+
+    Code that runs where a mode sees every operation is skipped, and it would be from then on: the user's compiled
+    functions would stay as they are written, and `torch.cond` would fail.
+    """
+    from torch._dynamo import convert_frame  # takes seconds to import, which an export does anyway
+    from torch._dynamo.eval_frame import reset_code
+
+    asked, known = list[Any](), convert_frame.input_codes
+
+    class Noted:
+        def add(self, code: Any, *more: Any) -> None:
+            asked.append(code)
+            known.add(code, *more)
+
+        def __getattr__(self, name: str) -> Any:
+            return getattr(known, name)
+
+    try:
+        with patched(convert_frame, "input_codes", Noted()):
+            yield
+    finally:
+        for code in asked:
+            reset_code(code)
 
 
 @contextlib.contextmanager

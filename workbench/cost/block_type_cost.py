@@ -11,7 +11,7 @@ from __future__ import annotations
 import math
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from itertools import accumulate
 from typing import Any, NamedTuple
@@ -168,6 +168,33 @@ class OperationRunner:
             ran.saved = [] if settings.compiled else [mask]  # compiled code draws the mask again
         return ran
 
+    def runs_in_fp32(self, node: fx.Node, args: Any, kwargs: Any) -> bool:
+        """Return True if a node that does not run under autocast would run in fp32."""
+
+        def widened(value: Any) -> Any:
+            is_low = isinstance(value, torch.Tensor) and value.dtype == torch.bfloat16
+            return value.float() if is_low else value
+
+        try:
+            OperationRunner(replace(self._settings, precision="fp32")).run(node, *tree_map(widened, (args, kwargs)))
+        except Exception:
+            return False
+        return True
+
+    def by_shape(self, node: fx.Node, args: Any, kwargs: Any) -> Operation:
+        """Return the cost of a node that does not run without values: that of reading and writing its tensors.
+
+        Its results have the shapes that export found. What it saves for the backward is taken for its inputs.
+        """
+        inputs = tensors_in(tree_map(_on_meta, (args, dict(kwargs))))
+        outputs = tree_map(_without_values, node.meta["val"])
+        ran = Operation(op_name(node), node.name, outputs, inputs, [], "stream")
+        ran.differentiable = [identity(t) in self.gradients and t.is_floating_point() for t in inputs]
+        if any(ran.differentiable):
+            ran.saved = [tensor for tensor, yes in zip(inputs, ran.differentiable, strict=True) if yes]
+            self.gradients |= {identity(tensor) for tensor in ran.output_tensors if tensor.is_floating_point()}
+        return ran
+
     def _autocast(self, name: str, args: Any, kwargs: Any) -> Any:
         """Return the arguments as autocast passes them on, and the copies that it makes.
 
@@ -201,6 +228,22 @@ class OperationRunner:
 
 def _on_meta(value: Any) -> Any:
     return META if isinstance(value, torch.device) else value
+
+
+ASSUMED_SIZE = 16
+"""Number, and size of a tensor, that stands for one that only values tell, such as the rows of an image's patches."""
+
+
+def _without_values(value: Any) -> Any:
+    """Return a tensor of export on the meta device; numbers and sizes that only values tell are `ASSUMED_SIZE`."""
+    if isinstance(value, torch.Tensor):
+        shape = [size if isinstance(size, int) else ASSUMED_SIZE for size in value.shape]
+        return torch.empty(shape, dtype=value.dtype, device=META)
+    if isinstance(value, torch.SymBool):
+        return True
+    if isinstance(value, torch.SymFloat):
+        return float(ASSUMED_SIZE)
+    return ASSUMED_SIZE if isinstance(value, torch.SymInt) else value
 
 
 def _run_on_meta(ran: Operation, node: fx.Node, args: Any, kwargs: Any, gradients: set[int]) -> None:
@@ -377,6 +420,8 @@ class BlockTrace:
         """Tensors that each node of the block's code returned, by the node's name."""
         self.sent: tuple[torch.dtype, ...] = ()
         self.division = BlockSharding()
+        self.priced_by_shape: dict[str, None] = {}
+        """Operations whose cost only the shapes of their results tell, with their lines, as keys."""
         self.relative: Mapping[str, Products] = {}
         """Times of the three products of a node, by its name, over those with a dense weight; see `leave_out`."""
         self._model, self._rows = graph.model, rows
@@ -502,17 +547,17 @@ class BlockTrace:
             return args[0][args[1]]
         try:
             ran = self.runner.run(node, args, kwargs)
-        except (RuntimeError, TypeError) as error:  # it ran in fp32 at capture, and cannot run in autocast's dtypes
-            name, precision = op_name(node), self.settings.precision
-            line, reason = line_of_node(node), str(error).partition("\n")[0].rstrip(".")
-            way_out = (
-                "Under autocast it is given bf16: cast what it reads in forward (.float()), or train with "
-                "precision='fp32'."
-                if precision == "bf16"
-                else "Replace it by operations that have a backward in this precision."
-            )
-            message = f"{name}{line.where} cannot run in {precision}: {reason}. {way_out}"
-            raise line.error(f"{self._model}:", message) from error
+        except Exception as error:
+            # It ran at capture: what it does not run in here are autocast's dtypes, or it needs values.
+            if self.settings.precision == "bf16" and self.runner.runs_in_fp32(node, args, kwargs):
+                line, reason = line_of_node(node), str(error).partition("\n")[0].rstrip(".")
+                raise line.error(
+                    f"{self._model}:",
+                    f"{op_name(node)}{line.where} cannot run in bf16: {reason}. Under autocast it is given bf16: cast "
+                    "what it reads in forward (.float()), or train with precision='fp32'.",
+                ) from error
+            ran = self.runner.by_shape(node, args, kwargs)
+            self.priced_by_shape[f"{op_name(node)}{line_of_node(node).where}"] = None
         step = len(self.operations)
         self.operations.append(ran)
         for source, copy in ran.casts:

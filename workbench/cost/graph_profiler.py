@@ -19,7 +19,7 @@ from workbench.capture.graph import Graph
 from workbench.capture.hidden_matrices import Projections, projections
 from workbench.capture.opaque import opaque_calls
 from workbench.capture.tensor_parallel import plan_tensor_parallel
-from workbench.cost.block_type_cost import BlockTrace, RowSelection, Settings, block_type_cost
+from workbench.cost.block_type_cost import ASSUMED_SIZE, BlockTrace, RowSelection, Settings, block_type_cost
 from workbench.cost.hardware import Device
 from workbench.cost.memory import Matrices
 from workbench.cost.profile import MUON_UPDATE, BlockCost, BlockTypeCost, DividedCosts, ParameterUpdate, Profile
@@ -77,6 +77,13 @@ def profile_graph(
         blocks.append(BlockCost(block.name, index, block.parameters, _per_sample(first_received, graph), labels))
     costs = tuple(map(block_type_cost, traces))
     cuts = range(len(graph.blocks) + 1)
+    notes = list(graph.notes)
+    if by_shape := list(dict.fromkeys(name for trace in traces for name in trace.priced_by_shape)):
+        more = f" and {len(by_shape) - 1} more operations" if len(by_shape) > 1 else ""
+        notes.append(
+            f"The predicted time and memory of {by_shape[0]}{more} are rough: without values PyTorch tells no more than "
+            f"the shapes of the results, and a size that depends on values counts as {ASSUMED_SIZE}."
+        )
     return Profile(
         model=graph.model,
         signature=graph.signature,
@@ -88,7 +95,7 @@ def profile_graph(
         parameters={name: spec.numel for name, spec in graph.parameters.items()},
         frozen=graph.frozen,
         coupled=graph.coupled,
-        notes=graph.notes,
+        notes=tuple(notes),
         notes_if_divided=graph.notes_if_divided,
         notes_if_accumulated=graph.notes_if_accumulated,
         crossing_bytes=tuple(_per_sample((graph.values[name] for name in graph.crossing(cut)), graph) for cut in cuts),
