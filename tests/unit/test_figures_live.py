@@ -3,14 +3,22 @@
 from __future__ import annotations
 
 import base64
+import gc
 import json
+import threading
+import weakref
+from collections.abc import Callable
 from pathlib import Path
 from threading import current_thread
+from types import SimpleNamespace
 from typing import Any
 
+import ipywidgets
 import nbformat
 import plotly.graph_objects as go
 import pytest
+from IPython.core.events import EventManager
+from ipywidgets.widgets.widget import _instances
 from jupyter_client.manager import AsyncKernelManager
 from nbclient import NotebookClient
 
@@ -142,6 +150,83 @@ def test_closing_ends_the_thread_and_leaves_the_run_alone(directory: RunDir) -> 
     dashboard.close()
     eventually(lambda: not dashboard.following)
     assert not directory.stop_file.exists()
+
+
+def alive(views: Callable[[], Any], times: int) -> tuple[int, int, int]:
+    """Make a view some times; return how many are alive after, and the growth of widgets in registry and process."""
+
+    def widgets_in_process() -> int:
+        gc.collect()
+        return sum(isinstance(each, ipywidgets.Widget) for each in gc.get_objects())
+
+    live_widget.plotly_library()  # one for all of a process
+    gc.collect()
+    registered, before = len(_instances), widgets_in_process()
+    made = [weakref.ref(views()) for _ in range(times)]
+    eventually(lambda: (gc.collect(), not any(view() is not None for view in made))[1])
+    return sum(view() is not None for view in made), len(_instances) - registered, widgets_in_process() - before
+
+
+@pytest.mark.parametrize("way", ["closed", "forgotten", "shown and closed", "over", "shown and over"])
+def test_nothing_of_a_view_is_alive_once_nobody_shows_it(
+    directory: RunDir, way: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(live_widget, "display", lambda *_, **__: SimpleNamespace(update=lambda *_, **__: None))
+    train(directory, 1, 10)
+    if "over" in way:
+        end(directory, "finished")
+
+    def view() -> Any:
+        shown = live(Run(directory.path))
+        if "shown" in way:
+            shown._ipython_display_()
+        if "closed" in way:
+            shown.close()
+            with pytest.raises(AttributeError, match="was closed and has no 'figure' any more"):
+                _ = shown.figure
+        if "over" in way:
+            eventually(lambda: not shown.following)
+            assert points(shown, "line") == [10]
+        return shown
+
+    assert alive(view, times=1 if "over" in way else 3) == (0, 0, 0)
+    eventually(lambda: not any(thread.name == "workbench-Live" for thread in threading.enumerate()))
+
+
+def test_a_view_is_closed_when_its_cells_have_run_again_without_it_and_shown_anew_where_it_still_has_a_name(
+    directory: RunDir, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    shell = SimpleNamespace(events=EventManager(None, {"pre_run_cell": ..., "post_run_cell": ...}))
+    monkeypatch.setattr(live_widget, "get_ipython", lambda: shell)
+    monkeypatch.setattr(live_widget, "display", lambda *_, **__: SimpleNamespace(update=lambda *_, **__: None))
+    train(directory, 1, 10)
+
+    def run_cell(code: Callable[[], Any], cell: str | None, source: str = "") -> Any:
+        info = SimpleNamespace(cell_id=cell, raw_cell=source)
+        shell.events.trigger("pre_run_cell", info)
+        (result := code())._ipython_display_()
+        shell.events.trigger("post_run_cell", SimpleNamespace(info=info))
+        return result
+
+    first = run_cell(lambda: live(Run(directory.path)), "one")
+    run_cell(lambda: first, "two")
+    second = run_cell(lambda: live(Run(directory.path)), "one")
+    assert first.comm is not None, "the second cell still shows it"
+    run_cell(lambda: second, "two")
+    assert first.comm is None
+    eventually(lambda: not first.following)
+    assert {view for view in live_widget._shown if view.comm is not None} == {second}
+    run_cell(lambda: first, "three")
+    [anew] = {view for view in live_widget._shown if view is not second}
+    assert points(anew, "line") == [10]
+    second.close()
+    anew.close()
+    # Where a page gives its cells no names, they are told by their source.
+    before, again = (run_cell(lambda: live(Run(directory.path)), None, "live(run)") for _ in range(2))
+    assert before.comm is None
+    assert again.comm is not None
+    again.close()
+    assert not live_widget._shown
 
 
 def test_a_failed_run_shows_its_ranks_error_as_text(directory: RunDir) -> None:

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from test_figures_live import end, start_run, train
+from test_figures_live import alive, end, start_run, train
 
 import workbench as wb
 from tests.patience import eventually
@@ -109,6 +109,17 @@ def test_the_button_of_a_run_asks_that_run_alone_to_stop(sweep: Sweep) -> None:
     eventually(lambda: len(widget._at_work.children) == 1)
     widget.close()
     eventually(lambda: not widget.following)
+
+
+@pytest.mark.parametrize("way", ["closed", "forgotten"])
+def test_nothing_of_the_view_of_a_sweep_is_alive_once_nobody_shows_it(sweep: Sweep, way: str) -> None:
+    def view() -> LiveSweep:
+        widget = LiveSweep(sweep, refresh_s=0.02)
+        if way == "closed":
+            widget.close()
+        return widget
+
+    assert alive(view, times=2) == (0, 0, 0)
 
 
 def test_a_sweep_that_has_ended_is_shown_without_a_widget(sweep: Sweep, monkeypatch: pytest.MonkeyPatch) -> None:

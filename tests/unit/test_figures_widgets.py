@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import gc
 import gzip
 import json
 from pathlib import Path
 
 import plotly.graph_objects as go
 from cost_values import layered_profile as profile
-from test_figures_live import end, start_run, train
+from test_figures_live import alive, end, start_run, train
 
 from tests.logs import append_event
 from tests.patience import eventually
@@ -55,6 +56,19 @@ def test_of_many_moves_of_a_slider_the_last_one_is_shown() -> None:
     eventually(lambda: not panel._is_moving)
     assert panel.plan is not None
     assert panel.plan.cluster.gpus == 32
+
+
+def test_nothing_of_a_panel_is_alive_once_nobody_shows_it_and_its_last_plan_is_kept_by_who_closed_it() -> None:
+    def view() -> WhatIf:
+        return WhatIf(profile(), Cluster.of("h200", gpus=4), global_batch=64, seq_len=128)
+
+    assert alive(view, times=2) == (0, 0, 0)
+    panel = view()
+    panel.gpus.value = 8
+    panel.close()
+    assert panel.plan is not None
+    eventually(lambda: not panel.following)
+    assert gc.isenabled()
 
 
 def test_plots_send_plotly_js_once_for_a_kernel_and_load_it_outside_of_their_module() -> None:

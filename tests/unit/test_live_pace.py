@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from typing import Any
 
 import pytest
@@ -60,5 +61,5 @@ def test_a_view_rests_for_its_own_computation_and_not_for_what_a_busy_machine_to
     machine = BusyMachine()
     monkeypatch.setattr(live_widget, "time", machine)
     view = View(machine, [0.0, 0.001, WORK_S, 0.0])
-    view._follow()
+    view._follow(weakref.ref(view))
     assert view._wake.pauses == pytest.approx([EVERY_S, EVERY_S, EVERY_S, live_widget.REST_FACTOR * WORK_S])

@@ -226,6 +226,7 @@ class Live(LiveWidget):
         self._snapshots = [self._read(index) for index in range(len(runs))]
         self._drawn_state: tuple[Any, ...] | None = None
         self._zoomed_at: float | None = None
+        self._remaining: widgets.VBox | None = None
         width_px = name_width(self._labels)
         self._rows = [
             DashboardRow(reader, index, self._follow_again, width_px) for index, reader in enumerate(self._readers)
@@ -315,10 +316,13 @@ class Live(LiveWidget):
         names = [reader.name for row, reader in pairs if row.offers_resume]
         if not names:
             return super().remains()
-        box = widgets.VBox([*(row.box for row in self._rows), widgets.HTML(HIDE_ROWS, layout={"display": "none"})])
+        if self._remaining is None:
+            rows = [row.box for row in self._rows]
+            self._remaining = widgets.VBox([*rows, widgets.HTML(HIDE_ROWS, layout={"display": "none"})])
+            self._remaining.add_class(f"{WIDGET_CLASS}-rows")
         calls = "".join(f"<div><code>wb.load_run({html.escape(repr(name))}).resume()</code></div>" for name in names)
         said = f"{calls}continues from the last checkpoint."
-        return {**box.add_class(f"{WIDGET_CLASS}-rows")._repr_mimebundle_(), "text/html": said}
+        return {**self._remaining._repr_mimebundle_(), "text/html": said}
 
     def _follow_again(self) -> None:
         """Show and update the dashboard again after a run was resumed, if it had ended."""

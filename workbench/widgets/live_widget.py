@@ -1,8 +1,8 @@
 """A widget that follows something: one daemon thread updates it, and a static twin stands below each of its displays.
 
-The thread is the only writer of the widget. It ends with what it follows, when the widget is closed, and when the page
-has closed the widget's comm. It must not print: its output would land in whichever cell runs. Below it stand the plots
-that it draws, and the two figures of a dashboard.
+The thread is the only writer of the widget. It ends with what it follows, when the widget is closed or forgotten, and
+when the page has closed the widget's comm. It must not print: its output would land in whichever cell runs. Below it
+stand the plots that it draws, and the two figures of a dashboard.
 """
 
 from __future__ import annotations
@@ -18,11 +18,11 @@ import threading
 import time
 import weakref
 from abc import ABCMeta, abstractmethod
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import cache
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Self
 
 import anywidget
 import ipywidgets as widgets
@@ -31,6 +31,7 @@ import plotly.graph_objects as go
 import traitlets
 from IPython import get_ipython
 from IPython.display import display
+from ipywidgets.widgets.widget import _instances
 from plotly.utils import PlotlyJSONEncoder
 from traitlets import MetaHasTraits
 
@@ -204,7 +205,16 @@ UNSEEN_FACTOR = 10.0
 """Factor by which the time between two updates is longer while no page shows the widget, as in `workbench execute`."""
 EXIT_S = 10.0
 """Longest time that the end of the process, or of a cell, waits for an update."""
+
+# What keeps a view: ipywidgets registers every widget until it is closed, so that nothing of a view would ever be
+# freed. Here a view that no cell shows belongs to whoever refers to it, and one that is shown to its cells: it is
+# closed when these have run again without showing it.
+
 _following: weakref.WeakSet[LiveWidget] = weakref.WeakSet()
+_shown: dict[LiveWidget, set[str]] = {}
+"""Views that a page may ask for, with the cells that showed them: their ids, or their source where a page has none."""
+_displayed: weakref.WeakSet[LiveWidget] = weakref.WeakSet()
+"""Views that the running cell has shown."""
 
 
 @atexit.register
@@ -212,6 +222,56 @@ def _end() -> None:
     """End the threads before the interpreter does: it aborts if it stops one inside a C++ library."""
     for widget in list(_following):
         widget.stop()
+
+
+def _open_views() -> list[LiveWidget]:
+    """Return the views that follow something, without those that were closed and whose threads have yet to end."""
+    return [view for view in _following if "twins" in vars(view)]
+
+
+def _cell_begins(_: Any) -> None:
+    _displayed.clear()
+    for view in _open_views():
+        view.cell_begins()
+
+
+def _cell_ends(result: Any) -> None:
+    cell = str(getattr(result.info, "cell_id", None) or result.info.raw_cell)
+    for view in _open_views():
+        view.cell_ends()
+    for view, cells in list(_shown.items()):
+        if view in _displayed:
+            cells.add(cell)
+        elif cell in cells:
+            cells.remove(cell)
+            if not cells:
+                view.close()
+    _displayed.clear()
+
+
+def widgets_of(view: Any) -> Iterator[widgets.Widget]:
+    """Yield the widgets that a view is made of, itself included, and those that it does not show at present."""
+    seen, left = set[int](), [view]
+    while left:
+        one = left.pop()
+        if id(one) in seen or isinstance(one, PlotlyLibrary):  # which belongs to the kernel
+            continue
+        seen.add(id(one))
+        if isinstance(one, list | tuple):
+            left += one
+        elif isinstance(one, dict):
+            left += one.values()
+        elif isinstance(one, widgets.Widget):
+            yield one
+            left += [*one._trait_values.values(), *vars(one).values()]
+        elif type(one).__module__.startswith(__package__) and hasattr(one, "__dict__"):
+            left += vars(one).values()
+
+
+def close_widgets(view: Any) -> None:
+    """Close all widgets that a view is made of, so that neither page nor kernel hold them."""
+    for widget in list(widgets_of(view)):
+        widgets.Widget.close(widget)
 
 
 class _Abstract(ABCMeta, MetaHasTraits):
@@ -226,16 +286,28 @@ class LiveWidget(widgets.VBox, metaclass=_Abstract):
     A subclass draws in `update`, says in `twin` what stands in a saved notebook, and calls `follow` when it is made.
     """
 
+    def __new__(cls, *arguments: Any, **options: Any) -> Self:
+        view: Self = super().__new__(cls, *arguments, **options)
+        view._made_of = arguments, options
+        return view
+
     def __init__(self, every_s: float, again: str = "", **options: Any) -> None:
         super().__init__(_view_count=0, **options)  # with a number instead of None the page counts the widget's views
         self.observe(self._on_views, names="_view_count")
         self._had_page = False
         self._in_a_hurry = False
+        self._every_s = every_s
+        self._wake, self._closed, self._drawing = threading.Event(), threading.Event(), threading.RLock()
+        self._thread: threading.Thread | None = None
+        self._lasting = {*vars(self), "_lasting"}
+        """Names of what is left of a view that was closed."""
         self.note, self.hider = widgets.HTML(), widgets.HTML(HIDE_TWIN, layout={"display": "none"})
         self.twins = StaticTwins(self, self.twin, self.remains, again)
-        self._every_s = every_s
-        self._wake, self._closed = threading.Event(), threading.Event()
-        self._thread: threading.Thread | None = None
+
+    def __getattr__(self, name: str) -> Any:
+        if "_closed" in vars(self) and self._closed.is_set():
+            raise AttributeError(f"This {type(self).__name__} was closed and has no {name!r} any more. Show it again.")
+        raise AttributeError(f"{type(self).__name__} has no {name!r}.")
 
     @abstractmethod
     def update(self) -> bool:
@@ -257,6 +329,9 @@ class LiveWidget(widgets.VBox, metaclass=_Abstract):
         """Return the MIME bundle of what stands above the twin at the end, in place of the widget."""
         return dict(EMPTY)
 
+    def ended(self) -> None:
+        """Undo, in the thread that ends, what lasts from one update to the next."""
+
     def bundle(self, figure: go.Figure) -> dict[str, Any]:
         """Return a figure for the twin.
 
@@ -276,9 +351,12 @@ class LiveWidget(widgets.VBox, metaclass=_Abstract):
             self.wake()
             return
         if (shell := get_ipython()) is not None:  # a cell such as sweep.wait() may have waited for the end
-            shell.events.register("pre_run_cell", self._on_cell_start)
-            shell.events.register("post_run_cell", self._on_cell_end)
-        self._thread = threading.Thread(target=self._follow, name=f"workbench-{type(self).__name__}", daemon=True)
+            shell.events.register("pre_run_cell", _cell_begins)
+            shell.events.register("post_run_cell", _cell_ends)
+        self._belong()
+        # The thread has a weak reference: it would keep a view that everybody else has forgotten.
+        arguments, name = (weakref.ref(self),), f"workbench-{type(self).__name__}"
+        self._thread = threading.Thread(target=self._follow, args=arguments, name=name, daemon=True)
         self._thread.start()
         _following.add(self)
 
@@ -288,15 +366,33 @@ class LiveWidget(widgets.VBox, metaclass=_Abstract):
 
     def _on_views(self, _: Any) -> None:
         self._had_page = True
+        if self._view_count:
+            _shown.setdefault(self, set())
+        elif not _shown.get(self, True):  # it stood in a widget of the user's, and in no cell
+            del _shown[self]
+        self._belong()
         self.wake()
+
+    def _belong(self) -> None:
+        """Register all widgets while a page may ask for them, and otherwise none, which the user then alone keeps."""
+        is_shown = self in _shown
+        for widget in widgets_of(self):
+            if widget.comm is None:
+                continue
+            if is_shown:
+                _instances[widget.model_id] = widget
+            elif _instances.pop(widget.model_id, None) is not None:
+                widget.comm.on_msg(_weakly(widget._handle_msg))
 
     # A page receives what comes between two cells, and would lose the zoom of figures that are sent again.
 
-    def _on_cell_start(self, _: Any) -> None:
+    def cell_begins(self) -> None:
+        """Note that a cell runs from now on."""
         if not self._had_page:
             self.twins.cell_begins()
 
-    def _on_cell_end(self, _: Any) -> None:
+    def cell_ends(self) -> None:
+        """Wait for the last update if what is followed has ended, and note that no cell runs."""
         thread = self._thread
         if self._view_count:
             self.wake()
@@ -305,9 +401,10 @@ class LiveWidget(widgets.VBox, metaclass=_Abstract):
             thread.join(EXIT_S)  # a notebook that is executed is saved after its last cell
         if not self._had_page:
             self.twins.cell_ends()
-        if not self.following and (shell := get_ipython()) is not None:
-            shell.events.unregister("pre_run_cell", self._on_cell_start)
-            shell.events.unregister("post_run_cell", self._on_cell_end)
+        if not self.following:
+            _following.discard(self)
+            if self.comm is None:
+                _shown.pop(self, None)
 
     def stop(self) -> None:
         """Stop updating, and wait for an update that has begun."""
@@ -317,50 +414,106 @@ class LiveWidget(widgets.VBox, metaclass=_Abstract):
             self._thread.join(EXIT_S)
 
     def close(self) -> None:
-        """Stop updating and remove the widget from the page; the runs go on."""
+        """Stop updating, remove the widget from the page and free what it holds; the runs go on.
+
+        A view that is shown after that is made anew.
+        """
+        if "_lasting" not in vars(self):  # its constructor raised
+            super().close()
+            return
         self._closed.set()
         self.wake()
-        super().close()
+        _shown.pop(self, None)
+        is_free = self._drawing.acquire(timeout=EXIT_S)
+        try:
+            if "twins" in vars(self):  # it is not closed yet
+                self.ended()
+            close_widgets(self)
+            self.set_trait("children", ())
+            for name in vars(self).keys() - self._lasting:
+                if name.startswith("_") or isinstance(getattr(self, name), widgets.Widget | StaticTwins):
+                    delattr(self, name)
+        finally:
+            if is_free:
+                self._drawing.release()
 
-    def _follow(self) -> None:
-        pause_s, failures = self._every_s, 0
+    @staticmethod
+    def _follow(forgettable: weakref.ref[LiveWidget]) -> None:
+        view = forgettable()
+        assert view is not None
+        wake, pause_s, failures = view._wake, view._every_s, 0
+        del view
         while True:
             # After the pause it waits for news, or until it is woken; without any it looks again after a while.
-            is_news = self._wake.wait(pause_s) or self.has_news()
-            until = time.monotonic() + IDLE_FACTOR * self._rarity * self._every_s
-            while not is_news and time.monotonic() < until:
-                is_news = self._wake.wait(LOOK_S * self._rarity) or self.has_news()
-            self._wake.clear()
-            if self._closed.is_set() or self.comm is None:
+            is_news = wake.wait(pause_s)
+            begun = time.monotonic()
+            while (view := forgettable()) is not None and not view._closed.is_set():
+                is_news = is_news or view.has_news()
+                if is_news or time.monotonic() - begun >= IDLE_FACTOR * view._rarity * view._every_s:
+                    break
+                look_s = LOOK_S * view._rarity
+                del view
+                is_news = wake.wait(look_s)
+            wake.clear()
+            if view is None:
                 return
-            started, computed = time.monotonic(), time.process_time()
-            try:
-                if self.update():
-                    self.twins.leave()
+            with view._drawing:
+                if view._closed.is_set() or view.comm is None:
+                    if "twins" in vars(view):  # it was stopped, or its comm closed, and not all of it
+                        view.ended()
                     return
-                self.twins.update()
-            except Exception as error:  # a widget that no longer updates must say so
-                failures += 1
-                if failures == LAST_TRIES:
-                    reason = html.escape(in_words(error))
-                    self.note.value = f"<b>This view stopped updating</b> ({reason}). The runs go on; show it again."
-                    return
-            else:
-                failures = 0
+                started, computed = time.monotonic(), time.process_time()
+                try:
+                    if view.update():
+                        view.twins.leave()
+                        view.ended()
+                        if view.remains() == EMPTY:  # plain outputs have taken the place of its widgets
+                            close_widgets(view)
+                            if get_ipython() is None:
+                                _shown.pop(view, None)
+                        return
+                    view.twins.update()
+                except Exception as error:  # a widget that no longer updates must say so
+                    failures += 1
+                    if failures == LAST_TRIES:
+                        reason = html.escape(in_words(error))
+                        said = f"<b>This view stopped updating</b> ({reason}). The runs go on; show it again."
+                        view.note.value = said
+                        view.ended()
+                        return
+                else:
+                    failures = 0
+                if view not in _shown:
+                    view._belong()
             # Waiting for a busy machine is no computation: to rest for it too would let the figures fall behind.
             work_s = min(time.monotonic() - started, time.process_time() - computed)
-            pause_s = max(self._rarity * self._every_s if is_news else 0.0, REST_FACTOR * work_s)
+            pause_s = max(view._rarity * view._every_s if is_news else 0.0, REST_FACTOR * work_s)
+            del view
 
     @property
     def _rarity(self) -> float:
         return 1.0 if self._view_count else UNSEEN_FACTOR
 
     def _ipython_display_(self) -> None:
+        if self._closed.is_set():
+            arguments, options = self._made_of
+            type(self)(*arguments, **options)._ipython_display_()
+            return
+        _displayed.add(self)
+        if self.comm is not None:
+            _shown.setdefault(self, set())
+            self._belong()
         self._in_a_hurry = self.following
         self.twins.display()
         self._in_a_hurry = False
         self.twins.hasten()  # an update meanwhile was in a hurry, too
         self.wake()
+
+
+def _weakly(method: Callable[..., Any]) -> Callable[..., Any]:
+    """Return what calls a method as long as its object lives."""
+    reference = weakref.WeakMethod(method)
+    return lambda message: (found := reference()) and found(message)
 
 
 def respond_while_busy(*controls: widgets.Widget) -> None:
@@ -702,7 +855,7 @@ class LivePanelsFigure:
                 respond_while_busy(self._widget)
             self.box.children = (self._widget,) if self._widget is not None else ()
             if old is not None:
-                old.close()
+                close_widgets(old)
         if self.figure is None or self._widget is None:
             return
         preparation = Preparation.of(curves, settings.smoothing, {x: unit.scale}, PANEL_POINTS)

@@ -105,9 +105,9 @@ class WhatIf(LiveWidget):
             self._twin = (self._answered, shown)
         return self._twin[1]
 
-    def _follow(self) -> None:
-        with self._moving:
-            super()._follow()
+    def ended(self) -> None:
+        """Collect garbage again if the sliders still moved."""
+        self._moving.close()
 
     @property
     def _positions(self) -> tuple[Any, ...]:
