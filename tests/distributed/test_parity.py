@@ -99,7 +99,7 @@ def test_the_table_and_the_figure_show_each_division_beside_its_bound(found: tup
     assert result._repr_html_().count("<tr>") >= len(result.comparisons)
     assert "FAULT: " in repr(result)
     assert "rounding: " in repr(result)
-    figure = wb.figures.parity(result)
+    figure = wb.figures.parity_figure(result)
     right = [trace for trace in figure.data if str(trace.name).startswith("differs by rounding")]
     bounds = [trace for trace in figure.data if trace.name == "bound of rounding"]
     assert [len(trace.x) for trace in bounds] == [STEPS, STEPS]

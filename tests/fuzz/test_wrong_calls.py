@@ -326,6 +326,8 @@ def _targets(world: Mapping[str, Any]) -> list[Target]:
         ("prepare", wb.runs.prepare, {"experiment": experiment, "plan": plan}, ()),
         ("debug", wb.runs.debug, {"experiment": experiment, "plan": plan}, ()),
         ("bisect", wb.bisect, {"experiment": experiment, "plan_a": plan, "plan_b": plan}, ()),
+        ("parity", wb.parity, {"experiment": experiment, "plans": [plan]}, ()),
+        ("parity_figure", wb.figures.parity_figure, {}, ("found",)),
         ("partition", wb.figures.partition, {"experiment": experiment, "plan": plan}, ()),
         ("what_if", wb.what_if, planned, ()),
         ("timeline", wb.figures.timeline, {"run": run}, ()),
@@ -509,6 +511,8 @@ NOT_CALLED_BY_USERS: Mapping[str, str] = {
     "Run.tag Run.untag": "take any number of words, and are tested with wrong ones beside the labels of runs",
     "Sweep.cells Grid.in_words Figure.laid_out Figure.with_legend_below": "make tables and pictures of what is shown",
     "Experiment.samples_before": "asked by data and ranks, for steps of the training",
+    "Experiment.factory": "asked by ranks and captures, which build the model",
+    "Parity.bisect": "looks for a fault that ranks have found",
     "History.last": "asked by the dashboard, for rows of the run that it shows",
     "as_data as_model data_fingerprint held_out_fingerprint data.from_json models.from_json sparsity.from_json": (
         "called with what an experiment has checked, or with what it wrote"

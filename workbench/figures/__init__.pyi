@@ -7,7 +7,7 @@ from .run_views import exploration as exploration
 from .run_views import ladder as ladder
 from .run_views import pair_difference as pair_difference
 from .run_views import pareto as pareto
-from .run_views import parity as parity
+from .run_views import parity_figure as parity_figure
 from .run_views import partition as partition
 from .run_views import pattern as pattern
 from .run_views import timeline as timeline

@@ -519,7 +519,7 @@ LEAST_DRAWN = 1e-9
 
 
 @checked_arguments
-def parity(found: Parity) -> Figure:
+def parity_figure(found: Parity) -> Figure:
     """Draw how far each division is from plain PyTorch, by step, below or above the bound that rounding explains.
 
     The first panel has the loss, the second all gradients as one vector; both are relative. A dashed line is the lowest
@@ -578,5 +578,5 @@ def show_parity(found: Parity) -> None:
     from IPython.display import HTML, display
 
     if found.comparisons:
-        display(parity(found))
+        display(parity_figure(found))
     display(HTML(found._repr_html_()))
