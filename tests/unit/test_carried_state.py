@@ -2,7 +2,12 @@
 
 from __future__ import annotations
 
+import functools
+import itertools
+import re
+import threading
 import warnings
+from collections import deque
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -338,3 +343,132 @@ def test_two_parameters_in_one_memory_are_refused_and_tied_ones_are_not() -> Non
     with pytest.raises(CaptureError, match=r"encoder\.2\.weight and encoder\.0\.weight .* same memory.* Tie them"):
         _ = CapturedModel(experiment_of(Twice), 2).graph
     assert CapturedModel(experiment_of(Tied), 2).graph.ties == {"encoder.0.weight": ("encoder.2.weight",)}
+
+
+CACHE: dict[str, torch.Tensor] = {}
+RECENT: deque[torch.Tensor] = deque(maxlen=3)
+LOCAL = threading.local()
+
+
+def last_in(get: Callable[[Any], Any], put: Callable[[Any, torch.Tensor], None]) -> type[Encoder]:
+    """Return a model that adds what the forward before has put somewhere."""
+
+    def loss(self: Any, found: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+        last = get(self)
+        found = found if last is None else found + last
+        put(self, found.detach().mean(0))
+        return functional.mse_loss(found, y)
+
+    return type("Keeping", (Spectral,), {"loss": loss})
+
+
+def remembering() -> type[Encoder]:
+    box: dict[str, torch.Tensor] = {}
+    return last_in(lambda _: box.get("h"), lambda _, new: box.__setitem__("h", new))
+
+
+class Slots:
+    __slots__ = ("h",)
+
+
+SLOTS = Slots()
+ANYWHERE = {
+    "CACHE['h']": last_in(lambda _: CACHE.get("h"), lambda _, new: CACHE.update(h=new)),
+    "RECENT[0]": last_in(lambda _: RECENT[-1] if RECENT else None, lambda _, new: RECENT.append(new)),
+    "box['h']": remembering(),
+    "self.encoder.2.h": last_in(
+        lambda s: getattr(s.encoder[2], "h", None), lambda s, new: setattr(s.encoder[2], "h", new)
+    ),
+    "self.average": last_in(lambda s: s._buffers.get("average"), lambda s, new: s._buffers.update(average=new)),
+    "LOCAL.h": last_in(lambda _: getattr(LOCAL, "h", None), lambda _, new: setattr(LOCAL, "h", new)),
+    "SLOTS.h": last_in(lambda _: getattr(SLOTS, "h", None), lambda _, new: setattr(SLOTS, "h", new)),
+    "self.encoder.2.bias.h": last_in(
+        lambda s: getattr(s.encoder[2].bias, "h", None), lambda s, new: setattr(s.encoder[2].bias, "h", new)
+    ),
+    "Keeping.h": last_in(lambda s: getattr(s, "h", None), lambda s, new: setattr(type(s), "h", new)),
+}  # fmt: skip
+
+
+def counting(change: Callable[[Any, int], float]) -> type[Encoder]:
+    """Return a model that computes with what `change` returns, given its samples."""
+
+    def loss(self: Any, found: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+        return functional.mse_loss(found, y) * change(self, len(y))
+
+    def set_up(self: Any) -> None:
+        self.seen, self.phases, self.numbers = 0, [], itertools.count(1)
+
+    return type("Counting", (Spectral,), {"loss": loss, "set_up": set_up})
+
+
+def phase(self: Any, _: int) -> float:
+    self.phases.append("hot" if self.phases else "warm")
+    return 1.0 if self.phases[-1] == "warm" else 0.1
+
+
+def samples(self: Any, count: int) -> float:
+    self.seen += count
+    return 1 / self.seen
+
+
+NUMBERS = {
+    "phases": counting(phase),
+    "seen": counting(samples),
+    "": counting(lambda self, _: float(next(self.numbers))),
+}
+
+
+@pytest.mark.parametrize("place", ANYWHERE)
+def test_a_tensor_that_is_kept_and_read_is_refused_wherever_it_is_held_and_nothing_is_left_there(place: str) -> None:
+    with pytest.raises(CaptureError, match=rf"keeps a tensor in {re.escape(place)} .* at {__file__}:\d+ "):
+        _ = CapturedModel(experiment_of(ANYWHERE[place]), 2).graph
+    assert (CACHE, list(RECENT), vars(LOCAL)) == ({}, [], {})
+    assert not hasattr(SLOTS, "h")
+    assert not hasattr(ANYWHERE[place], "h")
+
+
+@pytest.mark.parametrize("place", NUMBERS)
+def test_what_is_kept_and_is_no_tensor_is_refused_when_the_next_forward_computes_otherwise(place: str) -> None:
+    with pytest.raises(CaptureError, match=rf"changes .*{place}.* computes with it at {__file__}:\d+ "):
+        _ = CapturedModel(experiment_of(NUMBERS[place]), 2).graph
+
+
+def test_what_a_forward_leaves_outside_of_the_model_to_look_at_is_fine_and_taken_away() -> None:
+    class Watching(Spectral):
+        def loss(self, found: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+            CACHE["last"] = found.detach()
+            RECENT.append(y)
+            return functional.mse_loss(found + made_once(), y)
+
+    graph = CapturedModel(experiment_of(Watching), 2).graph
+    assert (graph.coupled, graph.notes, CACHE, list(RECENT)) == ((), (), {}, [])
+    assert type(made_once()) is torch.Tensor
+
+
+@functools.cache
+def made_once() -> torch.Tensor:
+    return torch.arange(WIDTH) / WIDTH
+
+
+class Seen(Encoder):
+    """Divides by the samples that were seen."""
+
+    def set_up(self) -> None:
+        self.register_buffer("seen", torch.zeros(()))
+
+    def loss(self, found: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+        self.seen += len(y)
+        return functional.mse_loss(found, y) * (10 / self.seen)
+
+
+def test_a_buffer_that_counts_samples_is_one_of_the_batch() -> None:
+    """Each of two replicas would count its own: the whole batch has another loss than they."""
+    [reason] = CapturedModel(experiment_of(Seen), 2).graph.coupled
+    assert reason.startswith("the buffer seen, written by add at")
+    x, found = torch.randn(8, WIDTH), []
+    for parts in (1, 2):
+        torch.manual_seed(1)
+        replicas = [Seen() for _ in range(parts)]
+        replicas[-1].load_state_dict(replicas[0].state_dict())
+        found += [sum(each(x=part, y=part) for each, part in zip(replicas, x.chunk(parts), strict=True)) / parts]
+    assert float(found[1]) == pytest.approx(2 * float(found[0]), rel=1e-5)

@@ -53,6 +53,14 @@ class Counts(Changing):
         self.calls += 1
 
 
+class Watched(Changing):
+    seen = 0
+
+    def change(self) -> None:
+        self.state["seen"] = self.state.get("seen", self.seen) + 1
+        Watched.seen += 1
+
+
 class Buffer(Changing):
     def change(self) -> None:
         self.count += 1
@@ -130,7 +138,7 @@ class AsWritten(Changing):
         (InAnObject, "self.counter.forwards"),
         (InAGlobal, r"COUNTS\['forwards'\]"),
         (OnTheClass, "OnTheClass.forwards"),
-        (AsWritten, "self.scale, self.average"),
+        (AsWritten, "self.average, self.scale"),
     ],
 )
 def test_a_number_outside_of_the_attributes_is_refused_as_well(made: type[Changing], place: str) -> None:
@@ -140,11 +148,17 @@ def test_a_number_outside_of_the_attributes_is_refused_as_well(made: type[Changi
     assert not hasattr(OnTheClass, "forwards"), "numbers are as they were"
 
 
+def test_a_counter_that_a_later_forward_branches_on_is_refused_with_that_line() -> None:
+    with pytest.raises(CaptureError, match=rf"changes self\.calls and computes with it at {__file__}:\d+ .*scale \* 2"):
+        captured(Counts())
+
+
 def test_a_counter_is_mentioned_and_numbers_that_stay_are_not() -> None:
     assert captured(Changing()).notes == ()
-    [note] = captured(Counts()).notes
-    assert "self.calls" in note
-    assert "a branch that a later value would take is never taken" in note
+    [note] = captured(Watched()).notes
+    assert "Watched.seen" in note
+    assert Watched.seen == 0
+    assert "a branch that one value alone would take is never taken" in note
 
 
 def test_the_buffer_that_the_refusal_recommends_is_captured() -> None:

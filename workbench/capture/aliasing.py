@@ -23,6 +23,7 @@ from torch.overrides import TorchFunctionMode
 
 from workbench.capture.operations import tensor_at
 from workbench.capture.torch_internals import patched
+from workbench.errors import CaptureError
 from workbench.user_code import SourceLine, line_of_frames, line_of_node
 
 Present = Callable[[], torch.Tensor]
@@ -107,6 +108,16 @@ class Registered:
             self.unregistered[id(tensor)] = tensor, line_of_frames(traceback.extract_stack())
         return tensor
 
+    def have_new_attributes(self, like: torch.Tensor) -> bool:
+        """Return True if forward has set an attribute on what stands for a registered tensor."""
+        known = vars(like).keys()
+        now = ((each, present()) for owners in self._owners.values() for each, _, present in owners)
+        return any(
+            not key.startswith("_") and key not in known and key not in vars(each)
+            for each, stand_in in now
+            for key in vars(stand_in)
+        )
+
     def refuse_constants(self, module: fx.GraphModule) -> None:
         """Raise `CaptureError` if an exported graph holds a registered tensor's memory as a constant."""
         for node in module.graph.find_nodes(op="get_attr"):
@@ -120,14 +131,30 @@ class Registered:
                 )
 
     @contextmanager
-    def followed(self, model: nn.Module) -> Iterator[None]:
-        """Let the forward of `model` read registered tensors by any name inside a `with` block."""
+    def followed(self, model: nn.Module, made: list[weakref.ref[torch.Tensor]]) -> Iterator[None]:
+        """Let the forward of `model` read registered tensors by any name inside a `with` block.
+
+        `made` gets a reference to each tensor that forward computes, which lives as long as somebody holds it.
+        """
         forward = model.forward
 
         @functools.wraps(forward)
         def followed(*args: Any, **kwargs: Any) -> Any:
-            with OneName(self.present):
-                return forward(*args, **kwargs)
+            tables = [(module._buffers, dict(module._buffers)) for module in model.modules()]
+            with OneName(self.present, made):
+                result = forward(*args, **kwargs)
+            # Export follows `self.mean = new` for a buffer, but not an assignment to the table itself.
+            for table, before in tables:
+                for key, buffer in before.items():
+                    if buffer is not None and isinstance(new := table.get(key), torch.Tensor) and new is not buffer:
+                        if new.shape != buffer.shape:
+                            raise CaptureError(
+                                f"The forward of {self._name} gives its buffer {key} the shape {list(new.shape)} in "
+                                f"place of {list(buffer.shape)}. Register it with the shape that it keeps."
+                            )
+                        buffer.copy_(new.detach())
+                        table[key] = buffer
+            return result
 
         with patched(model, "forward", followed):
             yield
@@ -212,21 +239,31 @@ def memory_of(tensor: torch.Tensor) -> int | None:
     """
     if tensor.layout != torch.strided or tensor.is_nested or isinstance(tensor, FakeTensor):
         return None
-    storage = tensor.untyped_storage()
+    try:
+        storage = tensor.untyped_storage()
+    except NotImplementedError:  # inside of `torch.vmap`
+        return None
     return (0 if tensor.is_meta else storage.data_ptr()) or -int(storage._cdata)
 
 
 class OneName(TorchFunctionMode):
     """Gives functions of torch what stands for those of their arguments that are no tensors of the export."""
 
-    def __init__(self, present: Callable[[torch.Tensor], torch.Tensor]) -> None:
+    def __init__(
+        self, present: Callable[[torch.Tensor], torch.Tensor], made: list[weakref.ref[torch.Tensor]] | None = None
+    ) -> None:
         super().__init__()
-        self._present = present
+        self._present, self._made = present, made
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if torch.compiler.is_dynamo_compiling():  # a branch of `torch.cond`; `refuse_constants` looks what it reads
             return func(*args, **(kwargs or {}))
-        return func(*map(self._given, args), **{key: self._given(value) for key, value in (kwargs or {}).items()})
+        named = {key: self._given(value) for key, value in (kwargs or {}).items()}
+        result = func(*map(self._given, args), **named)
+        if self._made is not None:
+            results = result if isinstance(result, (list, tuple)) else (result,)
+            self._made += (weakref.ref(each) for each in results if isinstance(each, torch.Tensor))
+        return result
 
     def _given(self, value: Any) -> Any:
         if isinstance(value, torch.Tensor):

@@ -14,6 +14,7 @@ import logging
 import sys
 import traceback
 import warnings
+import weakref
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -33,7 +34,7 @@ from workbench.capture.host_draws import (
     refused_draw,
     stopped_at_draw,
 )
-from workbench.capture.observed_forward import Held, Numbers, note_of_changes, read_again
+from workbench.capture.observed_forward import Change, Held, Kept, forget, refuse_kept
 from workbench.capture.opaque import FLEX_ATTENTION, keep_calls
 from workbench.capture.opaque_search import PACKED_SHAPE, OpaqueSearch, depends_on_values
 from workbench.capture.operations import inline_regions, scalar_tensor, schema_of
@@ -46,7 +47,6 @@ from workbench.capture.torch_internals import (
     patched,
     remove_checks,
     rename_in_stacks,
-    without_traces,
 )
 from workbench.columns import logging_scalars
 from workbench.errors import CaptureError, WorkbenchError, first_line, in_words
@@ -68,8 +68,6 @@ class Exported:
     """Structure of what forward returned, with a `Slot` for each tensor, where that was asked for."""
     logged: tuple[tuple[str, str], ...] = ()
     """Name and reduction of each call of `log_scalar`, in order."""
-    keeps_tensors: bool = False
-    """True if forward left a tensor on its modules, outside of buffers, that was not there before."""
 
     @property
     def returned(self) -> tuple[fx.Node, ...]:
@@ -108,7 +106,7 @@ def export(
     while True:
         try:
             exported = _export_on(device, search, batch, loss, returns, logs)
-        except Drawn:
+        except (Drawn, Kept):
             raise
         except CaptureError as error:
             failure = failure or error
@@ -119,20 +117,6 @@ def export(
                 raise type(failure)(said, **failure.facts) from failure.__cause__
             raise failure from failure.__cause__
         break
-    if exported.keeps_tensors or any(call.keeps_tensors for call in search.calls):
-        # Does the loss depend on one of them in the next forward?
-        kept_by = search.model if search.valued is None else search.valued
-        example = _example(batch, next((parameter.device for parameter in kept_by.parameters()), device))
-        found = read_again(kept_by, example, lambda result: find_loss(result, loss, example, search.name))
-        if found is not None:
-            place, line = found
-            raise line.error(
-                search.name,
-                f"keeps a tensor in {place} and computes with it in the next forward{line.where}. Outside of "
-                "buffers it would start every step as the constructor left it. Register it, "
-                "self.register_buffer('state', torch.zeros(8)), and write to it in place, self.state.copy_(new); "
-                "what belongs to samples is a field of the batch.",
-            )
     return replace(exported, notes=(*exported.notes, *search.notes))
 
 
@@ -143,18 +127,18 @@ def _export_on(
     choice: LossChoice,
     returns: bool,
     logs: bool,
-    numbers: Numbers | None = None,
 ) -> Exported:
-    """Export on a device; `numbers` replace those that the modules hold, in a second export of the same model."""
     model, name, example = search.model, search.name, _example(batch, device)
     templates: list[Any] = [None]
-    held, after = Numbers.of(model), list[Numbers]()
     registered, trained = Registered(model, name), list[tuple[frozenset[str], tuple[str, ...]]]()
-    tensors_before, kept = Held(model), dict[str, torch.Tensor]()
+    made, changed = list[weakref.ref[torch.Tensor]](), list[Change]()
+    shapes, is_kept = [None], False
 
     def loss_of(result: Any, batch: Mapping[str, torch.Tensor]) -> Any:
-        after.append(Numbers.of(model))  # export restores them when forward has returned
-        kept.update(tensors_before.new_in(Held(model)))
+        nonlocal is_kept
+        changed[:] = held.changes()  # export restores attributes when forward has returned
+        given: Any = next(iter(batch.values()))
+        shapes[0], is_kept = given.fake_mode.shape_env, registered.have_new_attributes(given)
         loss, tensors = find_loss(result, choice, batch, name), list[torch.Tensor]()
         trained.append(registered.trained(loss))
         if returns:
@@ -164,16 +148,15 @@ def _export_on(
 
     with (
         search.applied(),
-        without_traces(model),
         torch.enable_grad(),
         exportable(model, name, loss_of),
-        registered.followed(model),
+        registered.followed(model, made),
         passed_checks() as checks,
         members_renamed(model, name) as renamed,
         _quiet_failure(),
         logging_scalars() as logged,
-        (numbers or Numbers({}, {})).held_by(model),
     ):
+        held = Held(model, getattr(choice, "function", None))
         before = host_states(model)
         try:
             with fresh_draws_refused(name), lean():
@@ -183,7 +166,7 @@ def _export_on(
         except Exception as error:
             raise explained(error, model, name, batch) from error
         finally:
-            tensors_before.restore()
+            held.restore()
         if source := drawn_from(before, host_states(model)):
             try:
                 with stopped_at_draw(model, name):
@@ -193,9 +176,25 @@ def _export_on(
                     raise
                 raise Drawn(str(error), **error.facts) from None
             raise Drawn(str(refused_draw(source, SourceLine(), name)))
+        # What forward keeps, wherever it is held: does the next forward read it?
+        notes, found = tuple[str, ...](), (templates[0], trained[-1], [*logged])
+
+        def forward(fields: Mapping[str, torch.Tensor]) -> Any:
+            logged.clear()
+            return model(**fields)
+
+        try:
+            if changed or is_kept or held.has_iterators or any(each() is not None for each in made):
+                notes = refuse_kept(model, name, forward, example, held, changed, shapes[0])
+        finally:
+            held.restore()
+            changed.clear()
+            forget(made)
+        templates[0], trained[-1], logged[:] = found
     # The graph as a plain one: no checks, `with` blocks inlined, members under their own names.
     refuse_unpriced(program.graph, name)
-    with lean():
+    with lean(), warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "A model attribute .* requires gradient")  # a note of the plan says more
         module = remove_checks(program.module(check_guards=False))
     refuse_generators(module, name)
     rename_in_stacks(module.graph, renamed)
@@ -210,13 +209,9 @@ def _export_on(
     [output] = module.graph.find_nodes(op="output")
     named = tuple((scalar.name, scalar.reduce) for scalar in logged if logs)
     values: Any = output.args[0] if returns or named else output.all_input_nodes
-    # Python numbers that forward changed: would the next forward compute something else with the new ones?
     registered.refuse_constants(module)
-    notes, changed = (*checks, *trained[-1][1]), held.changes_to(after[-1])
-    if numbers is None and changed.values:
-        second = _export_on(device, search, batch, choice, returns, logs, changed)
-        notes = (*notes, *note_of_changes(changed, held, module.graph, second.module.graph, name))
-    return Exported(module, values[0], trained[-1][0], notes, templates[0], named, bool(kept))
+    notes = (*checks, *trained[-1][1], *notes)
+    return Exported(module, values[0], trained[-1][0], notes, templates[0], named)
 
 
 def _example(batch: Mapping[str, TensorSpec], device: torch.device) -> dict[str, torch.Tensor]:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any
 
@@ -92,7 +92,7 @@ def capture(
     while True:
         exported = export(search, batch, loss, returns is not None, logs)
         try:
-            return _graph_of(exported, model, batch, name, loss, returns, gathers)
+            return _graph_of(exported, model, batch, name, loss, returns, gathers, search)
         except CaptureError as error:
             if "inside" not in error.facts or not search.adds(error):
                 raise
@@ -106,6 +106,7 @@ def _graph_of(
     loss: LossChoice,
     returns: Callable[[Any], Mapping[int, str]] | None,
     gathers: bool,
+    search: OpaqueSearch,
 ) -> Graph:
     """Return the graph of blocks of an exported model.
 
@@ -145,7 +146,7 @@ def _graph_of(
         means = tuple(mean for mean in means if mean.node in needed)
         coupling = replace(coupling, quotients=tuple(each for each in coupling.quotients if each.node in needed))
         flow = analyse_dataflow(exported.module, exported.loss, [*outputs.values(), *(s.node for s in scalars)])
-    analysis = _Analysis(model, name, batch, loss, exported, flow, outputs, means, coupling, scalars, model.training)
+    analysis = _Analysis(search, name, batch, loss, exported, flow, outputs, means, coupling, scalars, model.training)
     return analysis.tower_and_tail() if gathers else analysis.graph(analysis.groups)
 
 
@@ -181,7 +182,7 @@ def _refuse_shared_memory(model: nn.Module, name: str) -> None:
 class _Analysis:
     """An exported graph with all that is known of it."""
 
-    model: nn.Module
+    search: OpaqueSearch
     name: str
     batch: Mapping[str, TensorSpec]
     loss_choice: LossChoice
@@ -192,6 +193,20 @@ class _Analysis:
     coupling: Coupling
     scalars: Sequence[Scalar]
     in_training: bool
+
+    @property
+    def model(self) -> nn.Module:
+        return self.search.model
+
+    def of_more_samples(self, names: Mapping[int, str]) -> CarriedState | None:
+        """Return the state that a forward of twice as many samples carries; None if there is no such forward."""
+        batch = {key: replace(spec, shape=(2 * spec.shape[0], *spec.shape[1:])) for key, spec in self.batch.items()}
+        try:
+            exported = export(self.search, batch, self.loss_choice, False)
+        except CaptureError:
+            return None
+        rewrite(exported.module, self.name)
+        return carried_state(analyse_dataflow(exported.module, exported.loss), exported.loss, names, self.name)
 
     @cached_property
     def groups(self) -> tuple[NodeGroup, ...]:
@@ -212,6 +227,8 @@ class _Analysis:
         every = [*model.named_parameters(remove_duplicate=False), *model.named_buffers(remove_duplicate=False)]
         names, ties = canonical_names(every)
         state = carried_state(flow, exported.loss, names, self.name)
+        if state.of_forwards and self.in_training and (other := self.of_more_samples(names)) is not None:
+            state = state.compared_with(other)
         trained, differentiated = _with_gradients(exported, flow, names)
         if not trained:
             raise CaptureError(
@@ -242,9 +259,10 @@ class _Analysis:
                 "PyTorch does that accumulates gradients.",
             )
         if state.of_forwards:
-            more = f" (and {len(state.of_forwards) - 1} more)" if len(state.of_forwards) > 1 else ""
+            counted, *others = state.of_forwards
+            more = f" (and {len(others)} more)" if others else ""
             notes_if_accumulated = (
-                f"The loss depends on how often forward has run: {state.of_forwards[0]}{more}, advances with each "
+                f"The loss depends on how often forward has run: {counted}{more}, advances with each "
                 "micro-batch, as in plain PyTorch that accumulates gradients. With one micro-batch a replica it "
                 "advances once a step.",
             )
@@ -291,8 +309,15 @@ class CarriedState:
 
     of_samples: tuple[str, ...] = ()
     """Name of each buffer that takes something of the batch, with the operation that writes it."""
-    of_forwards: tuple[str, ...] = ()
-    """Name of each buffer whose next value is known without the batch, with the operation that writes it."""
+    of_forwards: Mapping[str, str] = field(default_factory=dict)
+    """Name of each buffer whose next value is known without the batch, with the operation that writes it, and all the
+    operations that its next value takes."""
+
+    def compared_with(self, other: CarriedState) -> CarriedState:
+        """Return the state with those of samples whose next values are others for another number of samples."""
+        grown = [key for key, operations in self.of_forwards.items() if other.of_forwards.get(key) != operations]
+        kept = {key: operations for key, operations in self.of_forwards.items() if key not in grown}
+        return CarriedState((*self.of_samples, *grown), kept)
 
 
 def carried_state(flow: Dataflow, loss: fx.Node, names: Mapping[int, str], model: str) -> CarriedState:
@@ -310,7 +335,7 @@ def carried_state(flow: Dataflow, loss: fx.Node, names: Mapping[int, str], model
         return () if node.op == "call_function" and op_name(node) in MADE_ANEW else node.all_input_nodes
 
     needed = ancestors([loss])
-    found: dict[bool, list[str]] = {True: [], False: []}
+    of_samples, of_forwards = list[str](), dict[str, str]()
     for identity, nodes in reads.items():
         writers = sorted((w for node in nodes for w in flow.writers.get(node, ())), key=flow.order.__getitem__)
         users = [(user, node) for node in nodes for user in node.users if user in needed]
@@ -324,9 +349,20 @@ def carried_state(flow: Dataflow, loss: fx.Node, names: Mapping[int, str], model
                 )
             name = names[identity]
             # What is written comes from samples if fields of the batch or random numbers lie before it.
-            is_of_samples = any(node.op == "placeholder" or is_random(node) for node in reachable(writers, sources))
-            found[is_of_samples].append(f"the buffer {name}, written by {described(writers[-1])}")
-    return CarriedState(tuple(found[True]), tuple(found[False]))
+            taken = sorted(reachable(writers, sources), key=flow.order.__getitem__)
+            said = f"the buffer {name}, written by {described(writers[-1])}"
+            if any(node.op == "placeholder" or is_random(node) for node in taken):
+                of_samples.append(said)
+            else:
+                of_forwards[said] = _text(taken)
+    return CarriedState(tuple(of_samples), of_forwards)
+
+
+def _text(nodes: Sequence[fx.Node]) -> str:
+    """Return operations with their numbers and their wiring, in which nodes go by their positions."""
+    position = {node: at for at, node in enumerate(nodes)}
+    given = (fx.node.map_arg((node.args, node.kwargs), position.get) for node in nodes)
+    return " ".join(f"{node.target}{each}" for node, each in zip(nodes, given, strict=True))
 
 
 def _reaches(flow: Dataflow, loss: fx.Node, reads: list[fx.Node], writers: list[fx.Node]) -> bool:

@@ -1,94 +1,56 @@
 """Observations that only a run of the user's own code gives, since an export has no values and runs forward once.
 
-Tensors that forward keeps on its modules outside of buffers, Python numbers that it changes, and the operations of code
-that export cannot follow.
+What forward keeps for the next one outside of buffers, and the operations of code that export cannot follow.
 """
 
 from __future__ import annotations
 
 import contextlib
-import copy
+import ctypes
+import functools
+import gc
 import operator
 import sys
-import traceback
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+import weakref
+from collections import deque
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from types import FunctionType, MethodType, ModuleType
+from types import CellType, CodeType, FunctionType, MethodType, ModuleType
 from typing import Any
 
 import torch
 import torch.utils._pytree as pytree
 from torch import fx, nn
+from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import flop_registry
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from workbench.capture.operations import Dataflow
-from workbench.data.datasets import untouched_generators
-from workbench.errors import CaptureError
-from workbench.user_code import SourceLine, is_users, line_of_frames, line_of_running_code
+from workbench.errors import CaptureError, in_words
+from workbench.user_code import SourceLine, is_users, line_of_running_code
 
-# Tensors that forward keeps on its modules outside of buffers: capture runs forward once, so each step starts without.
+# What forward keeps for the next forward: capture runs it once, so that each step would start as the first one did.
 #
-# Attributes, lists, dicts and plain objects may hold them. What forward keeps and never computes with again (an
-# attention map to look at) is harmless, and so is what it makes alike in every step (a table of positions that is made
-# once).
+# Who holds it does not matter. The objects that the model and the user's code reach are compared with what they held
+# before; a tensor that is alive after a forward whose results were dropped is held by something else. If anything is
+# kept, forward runs twice without values, and the second one must compute the same from the same parameters, buffers
+# and batch. What is kept to look at (an attention map) is harmless, and so is what is made alike in every step (a table
+# of positions that is made once).
 
-MOST_ITEMS = 1_000
-"""Items of a list, dict or object above which it is not searched: a table of data, not a state."""
 DEPTH = 4
-"""Number of lists, dicts and objects inside one another that are searched."""
-_TABLES = ("_parameters", "_buffers", "_modules")
-
-
-class Held:
-    """The tensors that the modules of a model hold outside of parameters and buffers, and what holds them."""
-
-    def __init__(self, model: nn.Module) -> None:
-        self.tensors: dict[str, torch.Tensor] = {}
-        """Tensor by the expression that a user would write: `self.layer.state["h"]`."""
-        self._contents: list[tuple[Any, Any]] = []
-        self._seen: set[int] = set()
-        for path, module in model.named_modules():
-            if type(module).__module__.startswith("torch."):
-                continue
-            for name, value in vars(module).items():
-                if name not in _TABLES and not name.startswith(("_forward", "_backward", "_state_dict", "_load_state")):
-                    self._search(value, f"self.{path}.{name}" if path else f"self.{name}", DEPTH)
-
-    def _search(self, value: Any, place: str, depth: int) -> None:
-        if isinstance(value, torch.Tensor):
-            if not isinstance(value, nn.Parameter):
-                self.tensors[place] = value
-        elif depth and id(value) not in self._seen and (items := items_of(value, place)) is not None:
-            self._seen.add(id(value))
-            content = value if isinstance(value, (list, dict, set)) else _entries(value)
-            self._contents.append((value, copy.copy(content)))
-            for inner, item in items:
-                self._search(item, inner, depth - 1)
-
-    def new_in(self, later: Held) -> dict[str, torch.Tensor]:
-        """Return the tensors that were not held before."""
-        before = {id(tensor) for tensor in self.tensors.values()}
-        return {place: tensor for place, tensor in later.tensors.items() if id(tensor) not in before}
-
-    def restore(self) -> None:
-        """Give every list, dict and object what it held; attributes of modules are restored by the export itself."""
-        for value, content in self._contents:
-            if isinstance(value, list):
-                value[:] = content
-            elif isinstance(value, (dict, set)):
-                value.clear()
-                value.update(content)
-            elif isinstance(content, dict):
-                _entries(value).clear()
-                _entries(value).update(content)
-
-
-def _entries(value: Any) -> Any:
-    return value if isinstance(value, tuple) else vars(value)
+"""Number of lists, dicts and objects inside one another that are searched for a generator."""
+MOST_ITEMS = 1_000
+"""Items of a list, dict or object above which none of them is searched: a table of data, not a state."""
+MOST_HOLDERS = 20_000
+"""Objects that are searched for a state, at most."""
+Number = int | float
+_PLAIN = (int, float, complex, str, bytes, type(None))
+_SEARCHED = frozenset({"types", "collections", "functools", "_thread", "argparse", "dataclasses"})
+"""Modules of Python's own library whose objects may hold a state."""
+_TABLES = frozenset(vars(nn.Module()))
+"""Attributes that every module has."""
 
 
 def items_of(value: Any, place: str) -> Iterator[tuple[str, Any]] | None:
@@ -103,186 +65,486 @@ def items_of(value: Any, place: str) -> Iterator[tuple[str, Any]] | None:
     return ((f"{place}.{name}", item) for name, item in vars(value).items())
 
 
-def read_again(
-    model: nn.Module, batch: Mapping[str, torch.Tensor], loss_of: Callable[[Any], torch.Tensor]
-) -> tuple[str, SourceLine] | None:
-    """Return the first tensor that one forward of the model keeps and the next one's loss depends on, and the line.
+@dataclass(frozen=True)
+class _Holder:
+    """An object that forward may write to."""
 
-    Two forwards of a copy of the model run as written. Returns None if there is none, or if they cannot run.
-    """
-    try:
-        model = copy.deepcopy(model)
-        with untouched_generators(), torch.enable_grad():
-            before = Held(model)
-            with _Tainted([*model.parameters(), *model.buffers(), *batch.values()]) as first:
-                model(**batch)
-            kept = {place: t for place, t in before.new_in(Held(model)).items() if first.has(t)}
-            if not kept:
-                return None
-            with _Tainted(kept.values(), kept) as second:
-                loss = loss_of(model(**batch))
-    except Exception:  # such as a model of the meta device that reads values
-        return None
-    return second.first if second.has(loss) else None
+    value: Any
+    place: str
+    is_attribute: bool = False
+    """True if its entries are attributes of `place`, or names of a module if that is empty."""
+    names: tuple[str, ...] | None = None
+    """The entries that count; None for all."""
+    is_table: bool = False
+    """True for the parameters or buffers of a module."""
+
+    def at(self, key: Any) -> str:
+        """Return the expression of an entry that a user would write."""
+        if isinstance(self.value, CellType):
+            return self.place
+        return f"{self.place}.{key}".lstrip(".") if self.is_attribute else f"{self.place}[{key!r}]"
+
+    def content(self) -> dict[Any, Any]:
+        """Return what it holds now, by attribute, key or position."""
+        value = self.value
+        if isinstance(value, (list, deque)):
+            return dict(enumerate(value))
+        if isinstance(value, set):
+            return {id(item): item for item in value}
+        if isinstance(value, CellType):
+            try:
+                return {"": value.cell_contents}
+            except ValueError:  # it is not filled
+                return {}
+        if isinstance(value, type):
+            return {key: item for key, item in vars(value).items() if not key.startswith("__")}
+        entries = value if isinstance(value, dict) else _slots(value)
+        return dict(entries) if self.names is None else {name: entries[name] for name in self.names if name in entries}
+
+    def restore(self, content: dict[Any, Any]) -> None:
+        """Let it hold this again, and nothing else."""
+        value, now = self.value, self.content()
+        if now.keys() == content.keys() and all(now[key] is item for key, item in content.items()):
+            return
+        if isinstance(value, (list, deque, set)):
+            value.clear()
+            (value.update if isinstance(value, set) else value.extend)(content.values())
+        elif isinstance(value, CellType):
+            value.cell_contents = content.get("")
+        elif isinstance(value, dict):
+            for key in now.keys() - content.keys():
+                del value[key]
+            value.update(content)
+        else:
+            owner: Any = type if isinstance(value, type) else object  # a class may have a `__setattr__` of its own
+            for key in now.keys() - content.keys():
+                owner.__delattr__(value, key)
+            for key, item in content.items():
+                if now.get(key, MISSING) is not item:
+                    owner.__setattr__(value, key, item)
 
 
-class _Tainted(TorchDispatchMode):
-    """Follows which tensors are computed from some, or drawn at random, by the memory that they lie in."""
-
-    supports_higher_order_operators = True
-
-    def __init__(self, tensors: Any, places: Mapping[str, torch.Tensor] | None = None) -> None:
-        super().__init__()
-        self._storages = {_key(tensor): tensor.untyped_storage() for tensor in tensors}
-        self._places = None if places is None else {_key(tensor): place for place, tensor in places.items()}
-        self.first: tuple[str, SourceLine] | None = None
-        """The first of the tensors that an operation read, and its line."""
-
-    def has(self, tensor: torch.Tensor) -> bool:
-        return _key(tensor) in self._storages
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        result = func(*args, **(kwargs or {}))
-        given = [leaf for leaf in pytree.tree_leaves((args, kwargs)) if isinstance(leaf, torch.Tensor)]
-        read = next((tensor for tensor in given if self.has(tensor)), None)
-        is_drawn = self._places is None and torch.Tag.nondeterministic_seeded in getattr(func, "tags", ())
-        if read is not None or is_drawn:
-            for leaf in pytree.tree_leaves(result):
-                if isinstance(leaf, torch.Tensor):
-                    self._storages[_key(leaf)] = leaf.untyped_storage()
-        if self.first is None and self._places is not None and read is not None and _key(read) in self._places:
-            self.first = self._places[_key(read)], line_of_frames(traceback.extract_stack())
-        return result
+def _slots(value: Any) -> dict[str, Any]:
+    return {name: getattr(value, name) for name in _slot_names(type(value)) if hasattr(value, name)}
 
 
-def _key(tensor: torch.Tensor) -> int:
-    return int(tensor.untyped_storage()._cdata)
-
-
-# Python numbers that forward changes: capture runs forward once, and repeats the numbers of that run in every step.
-#
-# Attributes may hold them, also in lists, dicts and plain objects, and so may the model's classes and the globals of
-# the user's code that the methods of these read.
-
-Number = int | float
+def _slot_names(owner: type) -> tuple[str, ...]:
+    declared = (vars(each).get("__slots__", ()) for each in owner.__mro__)
+    names = (name for slots in declared for name in ((slots,) if isinstance(slots, str) else slots))
+    return tuple(name for name in names if not name.startswith("__"))
 
 
 @dataclass(frozen=True)
-class Numbers:
-    """The Python numbers that the forward of a model may change, at one moment."""
+class Change:
+    """An entry that forward has changed."""
 
-    values: Mapping[str, Number]
-    """Number by the expression that a user would write: `self.layer.state['step']`."""
-    holders: Mapping[str, tuple[Any, Any]]
-    """Module, object, list or dict that holds the number, and its attribute, key or index there."""
+    holder: _Holder
+    key: Any
+    old: Any
+    new: Any
 
-    @staticmethod
-    def of(model: nn.Module) -> Numbers:
-        """Return the present numbers of a model."""
-        found: dict[str, tuple[Number, Any, Any]] = {}
-        seen: set[int] = set()
+    @property
+    def place(self) -> str:
+        return self.holder.at(self.key)
 
-        def search(holder: Any, key: Any, value: Any, place: str, depth: int) -> None:
-            if isinstance(value, Number):
-                if not isinstance(holder, (tuple, set)):
-                    found[place] = value, holder, key
-            elif depth and id(value) not in seen:
-                seen.add(id(value))
-                defined_in = getattr(sys.modules.get(type(value).__module__), "__file__", None)
-                # Objects of a library's classes are left out, but for containers.
-                is_plain = isinstance(value, (list, tuple, set, dict)) or (
-                    type(value).__module__ in sys.modules and is_users(defined_in or "")
-                )
-                items = (items_of(value, place) if is_plain else None) or ()
-                keys = list(value) if isinstance(value, dict) else None
-                for at, (inner, item) in enumerate(items):
-                    name = keys[at] if keys is not None else inner.rpartition(".")[2]
-                    search(value, at if isinstance(value, (list, tuple)) else name, item, inner, depth - 1)
+    @property
+    def is_number(self) -> bool:
+        """True if a number has become another one."""
+        return all(isinstance(each, Number) and not isinstance(each, bool) for each in (self.old, self.new))
 
-        for path, module in model.named_modules():
-            prefix = f"self.{path}" if path else "self"
-            for name, value in vars(module).items():
-                if not name.startswith("_") and name != "training":
-                    search(module, name, value, f"{prefix}.{name}", DEPTH)
-        for holder, name, value, place in _shared(model):
-            search(holder, name, value, place, DEPTH)
-        return Numbers({place: each[0] for place, each in found.items()}, {p: each[1:] for p, each in found.items()})
-
-    def changes_to(self, later: Numbers) -> Numbers:
-        """Return the later numbers that differ, with those that were not there before."""
-        changed = {place: n for place, n in later.values.items() if place not in self.values or self.values[place] != n}
-        return Numbers(changed, {place: later.holders[place] for place in changed})
-
-    @contextmanager
-    def held_by(self, model: nn.Module) -> Iterator[None]:
-        """Return a context in which the model has these numbers; afterwards it has its own again."""
-        own = Numbers.of(model)
-        for place, number in self.values.items():  # an export may put a copy of a list or dict in its place
-            _set(*own.holders.get(place, self.holders[place]), number)
-        try:
-            yield
-        finally:
-            own.restore(model)
-
-    def restore(self, model: nn.Module) -> None:
-        """Give the model these numbers again, and no others."""
-        present = Numbers.of(model)
-        for place, (holder, key) in present.holders.items():
-            if place in self.values:
-                if present.values[place] != self.values[place]:
-                    _set(holder, key, self.values[place])
-            elif isinstance(holder, dict):
-                del holder[key]
-            elif not isinstance(holder, list):
-                delattr(holder, key)
-
-    def __str__(self) -> str:
-        return ", ".join(self.values)
+    def set(self, value: Any) -> None:
+        """Let the entry hold another value."""
+        self.holder.restore({**self.holder.content(), self.key: value})
 
 
-def _shared(model: nn.Module) -> Iterator[tuple[Any, str, Any, str]]:
-    """Return what the user's classes of modules hold, and the globals that their methods read, with holder and name."""
-    classes = {each for module in model.modules() for each in type(module).__mro__}
-    for owner in sorted(classes, key=lambda each: each.__qualname__):
-        methods = [each for each in vars(owner).values() if isinstance(each, FunctionType)]
-        methods = [each for each in methods if is_users(each.__code__.co_filename)]
-        if not methods:
-            continue
-        yield from ((owner, name, value, f"{owner.__name__}.{name}") for name, value in vars(owner).items())
-        names = dict.fromkeys(name for each in methods for name in each.__code__.co_names)
-        space = methods[0].__globals__
-        yield from ((space, name, space[name], name) for name in names if name in space)
+MISSING: Any = type("Missing", (), {"__repr__": lambda _: "nothing"})()
+"""Stands for what is not held."""
 
 
-def _set(holder: Any, key: Any, number: Number) -> None:
-    if isinstance(holder, (list, dict)):
-        holder[key] = number
-    else:
-        setattr(holder, key, number)
+class Held:
+    """What the objects that a model and its code reach hold at one moment.
 
-
-def note_of_changes(changed: Numbers, known: Numbers, first: fx.Graph, second: fx.Graph, model: str) -> tuple[str, ...]:
-    """Return a sentence on numbers that forward changes and whose new values make no difference to the next forward.
-
-    There is none on numbers that forward makes anew: `known` were there before. `first` and `second` are two captures
-    in a row. Raises `CaptureError` if they differ.
+    These are the attributes of its modules and tensors, the user's classes, functions with their closures, defaults and
+    globals, and lists, dicts and objects in turn.
     """
-    if _text(first) != _text(second):
-        raise CaptureError(
-            f"The forward of {model} changes {changed} and computes with it, and capture would repeat its present "
-            "value in every step. Register it as a buffer, self.register_buffer('count', torch.zeros(())), and change "
-            "it in place: self.count += 1."
-        )
-    if not (before := ", ".join(place for place in changed.values if place in known.values)):
+
+    def __init__(self, model: nn.Module, function: Any = None) -> None:
+        self._holders: list[tuple[_Holder, dict[Any, Any]]] = []
+        self._seen: dict[int, Any] = {}
+        self._to_search: deque[tuple[Any, str]] = deque()
+        self.has_iterators = False
+        """True if something is held that gives another item each time."""
+        for path, module in model.named_modules():
+            self._to_search.append((module, f"self.{path}" if path else "self"))
+        for owner in dict.fromkeys(each for module in model.modules() for each in type(module).__mro__):
+            self._to_search.append((owner, owner.__name__))
+        self._to_search.append((function, "the loss"))
+        while self._to_search and len(self._holders) < MOST_HOLDERS:
+            value, place = self._to_search.popleft()
+            if not isinstance(value, (*_PLAIN, torch.dtype, torch.device)) and id(value) not in self._seen:
+                self._seen[id(value)] = value  # kept, so that no other object gets its id
+                self._search(value, place)
+
+    def _search(self, value: Any, place: str) -> None:
+        self.has_iterators |= hasattr(type(value), "__next__")
+        parts = next((parts for types, parts in _PARTS.items() if isinstance(value, types)), ())
+        self._to_search += ((getattr(value, part, None), place) for part in parts)
+        if isinstance(value, nn.Module):
+            self._hold(_Holder(vars(value), place, is_attribute=True), vars(value).keys() - _TABLES)
+            for table in (value._parameters, value._buffers):
+                if isinstance(table, dict):  # that of a scripted module is none
+                    self._hold(_Holder(table, place, is_attribute=True, is_table=True))
+        elif isinstance(value, FunctionType):
+            if is_users(value.__code__.co_filename):
+                self._search_function(value, place)
+        elif isinstance(value, type):
+            if value is not object and is_users(getattr(sys.modules.get(value.__module__), "__file__", None) or ""):
+                self._hold(_Holder(value, value.__name__, is_attribute=True))
+        elif isinstance(value, (list, deque, set, dict)):
+            self._hold(_Holder(value, place))
+        elif isinstance(value, tuple):
+            self._to_search += ((item, f"{place}[{at}]") for at, item in enumerate(value[:MOST_ITEMS]))
+        elif _is_searched(value):
+            if isinstance(own := getattr(value, "__dict__", None), dict):
+                self._hold(_Holder(own, place, is_attribute=True))
+            if _slot_names(type(value)):
+                self._hold(_Holder(value, place, is_attribute=True))
+
+    def _search_function(self, function: FunctionType, place: str) -> None:
+        named = tuple({name for code in _codes(function.__code__) for name in code.co_names})
+        space = function.__globals__
+        modules = [(name, space[name]) for name in named if isinstance(space.get(name), ModuleType)]
+        self._hold(_Holder(space, "", is_attribute=True, names=named))
+        for name, module in modules:
+            if is_users(getattr(module, "__file__", None) or "built in"):
+                self._hold(_Holder(vars(module), name, is_attribute=True, names=named))
+        for name, cell in zip(function.__code__.co_freevars, function.__closure__ or (), strict=True):
+            self._hold(_Holder(cell, name))
+        self._hold(_Holder(function.__dict__, place, is_attribute=True))
+
+    def _hold(self, holder: _Holder, searched: Collection[Any] | None = None) -> None:
+        self._holders.append((holder, content := holder.content()))
+        if len(content) <= MOST_ITEMS:
+            keys = content if searched is None else searched
+            self._to_search += ((content[key], holder.at(key)) for key in keys)
+
+    def changes(self) -> list[Change]:
+        """Return where another thing is held now; that a table holds another tensor in place of one does not count."""
+        found = []
+        for holder, content in self._holders:
+            now = holder.content()
+            for key in content.keys() | now.keys():
+                old, new = content.get(key, MISSING), now.get(key, MISSING)
+                is_stand_in = holder.is_table and isinstance(old, torch.Tensor) and isinstance(new, torch.Tensor)
+                if not is_stand_in and not _same(old, new):
+                    found.append(Change(holder, key, old, new))
+        return sorted(found, key=lambda each: each.place)
+
+    def tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
+        """Return the tensors that are held now, each with its place."""
+        for holder, _ in self._holders:
+            items = holder.content().items()
+            yield from ((holder.at(key), item) for key, item in items if isinstance(item, torch.Tensor))
+
+    def restore(self) -> None:
+        """Let every object hold what it held, and nothing else."""
+        for holder, content in self._holders:
+            holder.restore(content)
+
+
+_PARTS: dict[Any, tuple[str, ...]] = {
+    MethodType: ("__func__", "__self__"),
+    FunctionType: ("__defaults__", "__kwdefaults__", "__wrapped__"),
+    functools.partial: ("func", "args", "keywords"),
+    (staticmethod, classmethod): ("__func__",),
+    property: ("fget",),
+}
+"""Parts of callables that are searched."""
+
+
+def _codes(code: CodeType) -> Iterator[CodeType]:
+    yield code
+    for constant in code.co_consts:
+        if isinstance(constant, CodeType):
+            yield from _codes(constant)
+
+
+def _is_searched(value: Any) -> bool:
+    root = type(value).__module__.partition(".")[0]
+    if isinstance(value, ModuleType) or (root == "torch" and not isinstance(value, torch.Tensor)):
+        return False
+    return root in _SEARCHED or root not in sys.stdlib_module_names
+
+
+def _same(old: Any, new: Any) -> bool:
+    if old is new:
+        return True
+    if type(old) is not type(new):
+        return False
+    if isinstance(old, tuple):
+        return len(old) == len(new) and all(map(_same, old, new))
+    return isinstance(old, _PLAIN) and bool(old == new or (old != old and new != new))
+
+
+# Two forwards in a row: does the second one compute the same?
+
+
+class Kept(CaptureError):
+    """A forward leaves something that changes what the next one computes, and that no checkpoint would hold."""
+
+
+@dataclass(frozen=True)
+class _Content:
+    """What a piece of memory holds, as the expression that it was computed by."""
+
+    memory: torch.UntypedStorage
+    digest: int
+    made: int | None = None
+    """The forward that computed it from parameters, buffers, the batch or random numbers; None for what is constant."""
+    kept: tuple[int, SourceLine] | None = None
+    """Memory that an earlier forward left, and the line that read it for this."""
+
+
+class Expressions(TorchDispatchMode):
+    """Follows by which operations the tensors of several forwards were computed, and from what.
+
+    Two tensors of equal digests were computed by equal operations, with equal numbers, from the same parameters,
+    buffers, fields of the batch and draws of one forward. The digest of what an earlier forward has left is another.
+    """
+
+    supports_higher_order_operators = True
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._contents: dict[int, _Content] = {}
+        self.forward = 0
+        self.operations: list[tuple[int, SourceLine]] = []
+        """Digest of each operation of this forward with its numbers, but not its tensors, and its line."""
+
+    def begin(self, given: Mapping[str, torch.Tensor]) -> None:
+        """Begin a forward that is given these tensors: parameters, buffers and the batch, by name."""
+        self.forward += 1
+        self.operations = []
+        for name, tensor in given.items():
+            if tensor.layout == torch.strided:
+                self._set(tensor, hash(name), self.forward, None)
+
+    def digest(self, tensor: torch.Tensor) -> tuple[int, bool, tuple[int, SourceLine] | None]:
+        """Return the digest of a tensor, whether it depends on anything but constants, and what it was kept from."""
+        if tensor.layout != torch.strided:
+            return hash((str(tensor.layout), id(tensor))), True, None
+        key = int(tensor.untyped_storage()._cdata)
+        if key not in self._contents:
+            self._set(tensor, hash(("constant", _bytes(tensor) or key)), None, None)
+        content = self._contents[key]
+        digest, kept = content.digest, content.kept
+        if content.made not in (None, self.forward):
+            digest, kept = hash(("kept", digest)), kept or (key, line_of_running_code())
+        geometry = map(str, (tensor.shape, tensor.stride(), tensor.storage_offset(), tensor.dtype))
+        return hash((digest, *geometry)), content.made is not None, kept
+
+    def follow(self, func: Any, args: Any, kwargs: Any, result: Any) -> None:
+        """Note that an operation returned `result`."""
+        leaves = pytree.tree_leaves((args, kwargs))
+        operation, tensors = [str(func)], [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)]
+        operation += [_text(leaf) for leaf in leaves if not isinstance(leaf, torch.Tensor)]
+        found = [self.digest(tensor) for tensor in tensors]
+        is_drawn = torch.Tag.nondeterministic_seeded in getattr(func, "tags", ())
+        made = self.forward if is_drawn or any(depends for _, depends, _ in found) else None
+        kept = next((each for _, _, each in found if each is not None), None)
+        self.operations.append((hash(tuple(operation)), line_of_running_code()))
+        # A draw differs from other draws of this forward.
+        number = len(self.operations) if is_drawn else 0
+        digest = hash((*operation, number, *(each for each, _, _ in found)))
+        given = {int(tensor.untyped_storage()._cdata) for tensor in tensors if tensor.layout == torch.strided}
+        schema = getattr(func, "_schema", None)
+        formals = schema.arguments if schema is not None else ()
+        values = dict(zip((formal.name for formal in formals), args, strict=False)) | dict(kwargs)
+        is_written = (formal for formal in formals if formal.alias_info is not None and formal.alias_info.is_write)
+        written = pytree.tree_leaves([values.get(formal.name) for formal in is_written])
+        for at, leaf in enumerate([*written, *pytree.tree_leaves(result)]):
+            if not isinstance(leaf, torch.Tensor) or leaf.layout != torch.strided:
+                continue
+            if at < len(written) or int(leaf.untyped_storage()._cdata) not in given:
+                self._set(leaf, hash((digest, at)), made, kept)
+
+    def _set(self, tensor: torch.Tensor, digest: int, made: int | None, kept: tuple[int, SourceLine] | None) -> None:
+        storage = tensor.untyped_storage()
+        self._contents[int(storage._cdata)] = _Content(storage, digest, made, kept)
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        self.follow(func, args, kwargs or {}, result)
+        return result
+
+
+class _Opaque(TorchFunctionMode):
+    """Tells `Expressions` of opaque calls, whose results without values are computed from nothing."""
+
+    def __init__(self, expressions: Expressions) -> None:
+        super().__init__()
+        self._expressions = expressions
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        if "workbench.opaque" in str(func):
+            call, *tensors = args
+            self._expressions.follow(func, (call.partition(" ")[2], *tensors), {}, result)
+        return result
+
+
+def _text(leaf: Any) -> str:
+    if isinstance(leaf, (torch.SymInt, torch.SymFloat, torch.SymBool)):
+        return "symbol"
+    return repr(leaf) if isinstance(leaf, (*_PLAIN, torch.dtype, torch.device, torch.layout)) else type(leaf).__name__
+
+
+def _bytes(tensor: torch.Tensor) -> bytes | None:
+    """Return the bytes of a small tensor that holds values on the CPU, which forward may make anew each time."""
+    storage = tensor.untyped_storage()
+    is_small = type(tensor) in (torch.Tensor, nn.Parameter) and tensor.device.type == "cpu" and storage.nbytes() < 2**20
+    return ctypes.string_at(storage.data_ptr(), storage.nbytes()) if is_small and storage.nbytes() else None
+
+
+LATER = (10, 100, 1_000, 10_000, 100_000, 1_000_000)
+"""Numbers of forwards after which a number that forward changes is tried."""
+
+
+def refuse_kept(
+    model: nn.Module,
+    name: str,
+    run: Callable[[Mapping[str, torch.Tensor]], Any],
+    batch: Mapping[str, torch.Tensor],
+    held: Held,
+    changed: Sequence[Change],
+    shapes: Any,
+) -> tuple[str, ...]:
+    """Return a sentence on numbers that forward changes without a difference to later ones.
+
+    `run` is a forward, which changes what `held` holds, and `shapes` the `ShapeEnv` of its export. Raises `Kept` if the
+    second forward in a row computes something else than the first one from the same parameters, buffers and batch;
+    names what is kept and the line that reads it.
+    """
+    mode, expressions = FakeTensorMode(shape_env=shapes, allow_non_fake_inputs=True), Expressions()
+    Results = tuple[list[Any], list[tuple[int, SourceLine]]]
+
+    def without_values(tensors: Mapping[str, torch.Tensor | None]) -> dict[str, torch.Tensor]:
+        return {key: mode.from_tensor(each, static_shapes=True) for key, each in tensors.items() if each is not None}
+
+    tables = [
+        (path, table, dict(table), without_values(table))
+        for path, module in model.named_modules()
+        for table in (module._parameters, module._buffers)
+    ]
+    given = {f"self.{path}.{key}": tensor for path, *_, own in tables for key, tensor in own.items()}
+
+    def computed() -> Results:
+        fields = without_values({field: tensor.clone() for field, tensor in batch.items()})
+        expressions.begin({**given, **fields})
+        try:
+            for _, table, _, stand_ins in tables:
+                table.update(stand_ins)
+            with mode, expressions, _Opaque(expressions):
+                results = run(fields)
+        finally:  # buffers are kept by checkpoints: `carried_state` has them
+            for _, table, own, _ in tables:
+                table.update({key: tensor for key, tensor in own.items() if tensor is not None})
+        tensors = (leaf for leaf in pytree.tree_leaves(results) if isinstance(leaf, torch.Tensor))
+        return [expressions.digest(tensor) for tensor in tensors], expressions.operations
+
+    def difference(later: Results) -> SourceLine | None:
+        """Return the line of the first operation that differs, or that one of the two does not have."""
+        if [digest for digest, *_ in later[0]] == [digest for digest, *_ in first[0]]:
+            return None
+        lines = {line for _, line in later[1]}
+        pairs = (pair for pair in zip(first[1], later[1], strict=False) if pair[0][0] != pair[1][0])
+        return next((there if there not in lines else here for (_, there), (_, here) in pairs), SourceLine())
+
+    try:
+        first = computed()
+    except Exception as error:  # outside of an export, it asks for a value, for instance
+        where = ", ".join(each.place for each in changed) or "something"
+        return (f"The forward changes {where}. Whether the next one reads it is not known: {in_words(error)}.",)
+    of_tensors = [(key, vars(tensor)) for key, tensor in given.items()]
+    known = [(f"{key}.{name}", value) for key, named in of_tensors for name, value in named.items()]
+    known = [*held.tensors(), *tensors_in(held.changes()), *known]
+    strided = (pair for pair in known if isinstance(pair[1], torch.Tensor) and pair[1].layout == torch.strided)
+    places = {int(tensor.untyped_storage()._cdata): place for place, tensor in strided}
+    second = computed()
+    if (line := difference(second)) is not None:
+        if kept := next((kept for *_, kept in second[0] if kept is not None), None):
+            raise kept_tensor(name, places.get(kept[0], "a place outside of it"), kept[1])
+        raise kept_number(name, ", ".join(each.place for each in changed) or "something outside of it", line)
+    numbers = [each for each in changed if each.is_number]
+    for count in LATER if numbers else ():
+        held.restore()
+        for each in numbers:
+            each.set(each.old + count * (each.new - each.old))
+        try:
+            found = computed()
+        except Exception:  # such as a table that ends
+            found = [], []
+        if (line := difference(found)) is not None:
+            raise kept_number(name, ", ".join(each.place for each in numbers), line)
+    if not numbers:
         return ()
     return (
-        f"The forward changes {before}, which stays as it was at capture. Its next value made no difference; a "
-        "branch that a later value would take is never taken.",
+        f"The forward changes {', '.join(each.place for each in numbers)}, which stays as it was at capture. Its next "
+        "values made no difference; a branch that one value alone would take is never taken.",
     )
 
 
-def _text(graph: fx.Graph) -> str:
-    return "\n".join(f"{node.op} {node.target} {node.args} {node.kwargs}" for node in graph.nodes)
+def kept_tensor(model: str, place: str, line: SourceLine) -> Kept:
+    return Kept(
+        f"{model} keeps a tensor in {place} and computes with it in the next forward{line.where}. Outside of buffers "
+        "it would start every step as the constructor left it. Register it, self.register_buffer('state', "
+        "torch.zeros(8)), and write to it in place, self.state.copy_(new); what belongs to samples is a field of the "
+        "batch.",
+        file=line.file,
+        line=line.number,
+    )
+
+
+def kept_number(model: str, places: str, line: SourceLine) -> Kept:
+    return Kept(
+        f"The forward of {model} changes {places} and computes with it{line.where}, and capture would repeat its "
+        "present value in every step. Register it as a buffer, self.register_buffer('count', torch.zeros(())), change "
+        "it in place, self.count += 1, and let torch.where choose by it.",
+        file=line.file,
+        line=line.number,
+    )
+
+
+def tensors_in(changed: Sequence[Change]) -> Iterator[tuple[str, torch.Tensor]]:
+    """Return the tensors that are held where something has changed, each with its place."""
+
+    def search(value: Any, place: str, depth: int) -> Iterator[tuple[str, torch.Tensor]]:
+        if isinstance(value, torch.Tensor):
+            yield place, value
+        elif depth and not isinstance(value, _PLAIN):
+            for inner, item in items_of(value, place) or ():
+                yield from search(item, inner, depth - 1)
+
+    for each in changed:
+        yield from search(each.new, each.place, DEPTH)
+
+
+def forget(made: Sequence[weakref.ref[torch.Tensor]]) -> None:
+    """Take the tensors that are alive yet out of what holds them, where that is not among what `Held` restores."""
+    for each in made:
+        for holder in gc.get_referrers(tensor) if (tensor := each()) is not None else ():
+            if isinstance(holder, dict):
+                for key in list(holder):
+                    if holder[key] is tensor:
+                        del holder[key]
+            elif isinstance(holder, (list, deque)):
+                for at in reversed(range(len(holder))):
+                    if holder[at] is tensor:
+                        del holder[at]
+            elif isinstance(holder, CellType):
+                del holder.cell_contents
+            elif hasattr(holder, "cache_clear"):
+                holder.cache_clear()
 
 
 # The operations that user's code runs, recorded as a graph with their shapes: what is known where no export is.

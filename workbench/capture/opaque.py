@@ -28,16 +28,26 @@ from typing import Any
 import torch
 import torch.utils._pytree as pytree
 from torch import fx, nn
+from torch._subclasses.fake_tensor import FakeTensor
 
-from workbench.capture.aliasing import OneName, Registered
+from workbench.capture.aliasing import OneName, Registered, memory_of
 from workbench.capture.host_draws import drawn_from, fresh_draws_refused, own_states
-from workbench.capture.observed_forward import Held, Numbers, Recorder, Recording
+from workbench.capture.observed_forward import (
+    Change,
+    Held,
+    Kept,
+    Recorder,
+    Recording,
+    kept_number,
+    kept_tensor,
+    tensors_in,
+)
 from workbench.capture.operations import scalar_tensor
 from workbench.capture.torch_internals import alone, differentiable, originals
 from workbench.columns import log_scalar, logging_scalars
 from workbench.data.datasets import untouched_generators
 from workbench.errors import CaptureError, in_words
-from workbench.user_code import SourceLine
+from workbench.user_code import SourceLine, line_of_running_code
 
 Value = torch.Tensor | Callable[[tuple[int, ...]], torch.Tensor] | None
 """A tensor, a function that makes it of a shape, or None for random numbers."""
@@ -81,6 +91,8 @@ class OpaqueCall:
     reason: str
     """Why export could not follow it: one clause."""
     line: SourceLine
+    path: str = ""
+    """Path of the module; empty for the whole model and for functions."""
     registered: Registered | None = None
     """The parameters and buffers of the modules, which the code may read by other names."""
     outside: Registered | None = None
@@ -97,10 +109,8 @@ class OpaqueCall:
     """Indices into `places` of the buffers that the code writes."""
     read_again: list[int] = field(default_factory=list)
     """Entries of `written` on whose former values the results depend, unlike on running averages of BatchNorm."""
-    keeps_tensors: bool = False
-    """True if the code left a tensor on its modules that was not there before."""
-    numbers: Numbers | None = None
-    """Python numbers that the code changed on its modules, with their new values."""
+    kept: list[Change] = field(default_factory=list)
+    """What the code changed that its modules and it reach, but for their buffers."""
     takes_derivatives: bool = False
     """True if forward itself needs a graph, since it takes derivatives."""
     flops: float = 0.0
@@ -131,11 +141,15 @@ class OpaqueCall:
         return f"{called} {self.specs} {self.flops} {self.recomputed_bytes} {self.training[:1]}"
 
     def compute(
-        self, tensors: Sequence[torch.Tensor], then: Callable[[list[torch.Tensor]], None] | None = None
+        self,
+        tensors: Sequence[torch.Tensor],
+        then: Callable[[list[torch.Tensor]], None] | None = None,
+        before: Callable[[], None] | None = None,
     ) -> tuple[Any, list[torch.Tensor], list[torch.Tensor]]:
         """Run the code; return what it returned, the tensors in it, and the written buffers' new values.
 
         `then` is given these tensors while the modules hold `tensors`: a backward may run code of the modules again.
+        With `before`, the code runs a second time, from the same tensors, and `before` is called between the two.
         """
         given = list(tensors)
         for index in self.written:
@@ -143,22 +157,23 @@ class OpaqueCall:
         values = iter(given[len(self.places) :])
         leaves = [next(values) if leaf is _TENSOR else leaf for leaf in self.leaves]
         args, kwargs = pytree.tree_unflatten(leaves, self.arguments)
-        with self._placed(given), self._followed(), alone(), differentiable():
-            is_first = bool(self.modules) and not self.specs
-            before = Held(self.modules[0]) if is_first else None
-            numbers = Numbers.of(self.modules[0]) if is_first else None
+        with self._placed(given), self._followed(), alone(), differentiable(), contextlib.ExitStack() as stack:
+            held = None
+            if self.modules and (self.recording is None or before is not None):
+                stack.callback((held := Held(self.modules[0])).restore)
             versions = list(map(_version, given))
             result = self.function(*args, **kwargs)
+            if held is not None:
+                self.kept = held.changes()
+            if before is not None:
+                for index in self.written:
+                    self.places[index].entries()[self.places[index].key] = tensors[index].detach().clone()
+                before()
+                result = self.function(*args, **kwargs)
             after = [place.value() for place in self.places]
             changed = [at for at, tensor in enumerate(given) if _version(tensor) != versions[at]]
             changed += [at for at, tensor in enumerate(after) if tensor is not given[at]]
             outputs = [leaf for leaf in pytree.tree_leaves(result) if isinstance(leaf, torch.Tensor)]
-            if before is not None:
-                self.keeps_tensors = self.keeps_tensors or bool(before.new_in(Held(self.modules[0])))
-                before.restore()
-            if numbers is not None:
-                self.numbers = numbers.changes_to(Numbers.of(self.modules[0]))
-                numbers.restore(self.modules[0])
             if then is not None:
                 then(outputs)
         found = set(changed)
@@ -249,30 +264,43 @@ class OpaqueCall:
         self.result_leaves = [_TENSOR if isinstance(leaf, torch.Tensor) else leaf for leaf in leaves]
         self.specs = specs
 
-    def _results(self, tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+    def _results(self, tensors: Sequence[torch.Tensor], before: Callable[[], None] | None = None) -> list[torch.Tensor]:
         """Run the code with the same random numbers each time, and return the tensors that it returns."""
         torch.manual_seed(0)
         _seed_host(0)
         given = [tensor.clone() for tensor in tensors]
         with torch.set_grad_enabled(self.takes_derivatives):
-            return self.compute(self._leaves(given) if self.takes_derivatives else given)[1]
+            return self.compute(self._leaves(given) if self.takes_derivatives else given, before=before)[1]
 
     def _examine(self, tensors: Sequence[torch.Tensor]) -> None:
         """Note which written buffers the code reads again, and the bytes of its second forward, on given tensors.
 
-        Raises `NotOpaque` if the results depend on Python numbers that the code changes.
+        Raises `Kept` if what the code keeps changes the results of its next run.
         """
-        changes_numbers = self.numbers is not None and bool(self.numbers.values)
-        before = self._results(tensors) if changes_numbers or self.written else []
-        if self.numbers is not None and changes_numbers:
-            with self.numbers.held_by(self.modules[0]):
-                later = self._results(tensors)
-            if not all(map(torch.equal, before, later)):
-                raise NotOpaque(
-                    f"{self.label} changes {self.numbers} and computes with it, and each step would start from its "
-                    "present value. Register it as a buffer, self.register_buffer('count', torch.zeros(())), and "
-                    "change it in place: self.count += 1."
-                )
+        before = self._results(tensors) if self.kept or self.written else []
+        # What a recurrent module is given in the middle of an export has no values.
+        if self.kept and not any(isinstance(tensor, FakeTensor) for tensor in tensors):
+            read: list[tuple[str, SourceLine]] = []
+            known: dict[int | None, str] = {}
+
+            def noted(tensor: torch.Tensor) -> torch.Tensor:
+                if not read and memory_of(tensor) in known:
+                    read.append((known[memory_of(tensor)], line_of_running_code()))
+                return tensor
+
+            def again() -> None:
+                known.update((memory_of(tensor), place) for place, tensor in tensors_in(self.kept))
+                torch.manual_seed(0)
+                _seed_host(0)
+
+            with OneName(noted):
+                later = self._results(tensors, again)
+            if len(before) != len(later) or not all(map(torch.equal, before, later)):
+                inside = f"self.{self.path}." if self.path else "self."
+                if read:
+                    raise kept_tensor(self.label, read[0][0].replace("self.", inside, 1), read[0][1])
+                places = ", ".join(each.place.replace("self.", inside, 1) for each in self.kept)
+                raise kept_number(self.label, places, self.line)
 
         def is_read(changed: Sequence[int]) -> bool:
             """Run the code with other values in some of the buffers that it writes."""
@@ -328,7 +356,7 @@ class OpaqueCall:
                                 "other numbers. Draw from the default generator of torch, Python or NumPy."
                             )
                         return
-                    except NotOpaque as error:
+                    except (NotOpaque, Kept) as error:
                         failure[:] = [error]
                         return
                     except Exception as error:  # the first says why the code does not run
@@ -339,7 +367,7 @@ class OpaqueCall:
         thread.join()
         if failure:
             error = failure[0]
-            if isinstance(error, NotOpaque):
+            if isinstance(error, (NotOpaque, Kept)):
                 raise error
             raise NotOpaque(f"{self.label} does not run alone on random values ({in_words(error)}).") from error
 
@@ -398,6 +426,7 @@ def opaque_call(
     the arguments, where random ones would not do. `calls` collects what was called. `model` is the one that is
     exported.
     """
+    path = "" if module is None or module is model else label
     registered = None if module is None else Registered(module, label)
     outside = None if module is None or model is None else Registered(model, label)
     inside = () if module is None else tuple(module.modules())
@@ -424,7 +453,7 @@ def opaque_call(
             # Its parameters would be no arguments of the operation, and get no gradient.
             raise NotOpaque(f"{label} is given a module or a function, whose parameters it may use.")
         tensors = [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)]
-        call = OpaqueCall(label, logging, inside, reason, line, registered, outside, places, structure)
+        call = OpaqueCall(label, logging, inside, reason, line, path, registered, outside, places, structure)
         call.leaves = [_TENSOR if isinstance(leaf, torch.Tensor) else leaf for leaf in leaves]
         call.training = [owner.training for owner in inside]
         own = [place.value() for place in places]

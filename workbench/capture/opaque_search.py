@@ -116,8 +116,8 @@ class OpaqueSearch:
         inside = False
         for frame, _ in frames:
             inside = inside or frame.f_code.co_name == FORWARD
-            first, *_ = (*frame.f_code.co_varnames[: frame.f_code.co_argcount], "self")
-            owner = frame.f_locals.get(first)
+            arguments = frame.f_code.co_varnames[: frame.f_code.co_argcount]
+            owner = frame.f_locals.get(arguments[0] if arguments else "self")
             function = frame.f_locals.get("cls")
             if not inside:
                 continue

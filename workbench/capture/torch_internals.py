@@ -14,7 +14,6 @@ from typing import Any
 
 import torch
 from torch import fx, nn
-from torch._subclasses.fake_tensor import FakeTensor
 from torch.amp.autocast_mode import _enter_autocast as enter_autocast
 from torch.amp.autocast_mode import _exit_autocast as exit_autocast
 from torch.fx.experimental.symbolic_shapes import uninteresting_files
@@ -388,25 +387,6 @@ def remove_checks(module: Any) -> fx.GraphModule:
         if part is not module and isinstance(part, fx.GraphModule):
             _recompile(part)
     return module  # type: ignore[no-any-return]
-
-
-@contextlib.contextmanager
-def without_traces(model: nn.Module) -> Iterator[None]:
-    """Take the tensors without values that a forward stored in a module while it was exported out of it again.
-
-    A buffer that was None when the constructor ended is None again, and each step makes it anew.
-    """
-    before = [(table, dict(table)) for module in model.modules() for table in (module._buffers, vars(module))]
-    try:
-        yield
-    finally:
-        for table, saved in before:
-            for key, value in list(table.items()):
-                if isinstance(value, FakeTensor) and value is not saved.get(key):
-                    if key in saved:
-                        table[key] = saved[key]
-                    else:
-                        del table[key]
 
 
 def refuse_backward_hooks(model: nn.Module, name: str) -> None:
