@@ -4,6 +4,7 @@ Recorders work in one warm process, where their limits are those of tests; a run
 """
 
 import json
+import math
 import multiprocessing
 import os
 import subprocess
@@ -180,6 +181,7 @@ def test_without_a_key_a_resumed_run_is_in_the_offline_file_once_and_wandb_sync_
     assert identity in fake.complete
 
 
+@pytest.mark.representative
 def test_logged_in_the_server_has_the_run_with_its_plan_a_resumed_run_continues_it_and_a_colleague_reads_it(
     run, record, warm, server, monkeypatch
 ):
@@ -203,7 +205,10 @@ def test_logged_in_the_server_has_the_run_with_its_plan_a_resumed_run_continues_
     (identity,) = fake.histories
     assert identity == read_json(run.tracker)["id"]
     assert losses(fake.histories[identity]) == EXPECTED
-    assert [row["_step"] for row in fake.histories[identity] if "eval/loss" in row] == [20]
+    evaluated = [row for row in fake.histories[identity] if "eval/loss" in row]
+    assert [(row["_step"], row["eval/loss"], row["eval/perplexity"]) for row in evaluated] == [
+        (20, 0.5, pytest.approx(math.exp(0.5)))
+    ]
     assert tracking.delivery(run).message.startswith("http"), "nothing was rewound"
     bucket = fake.buckets[identity]
     config = {key: value["value"] for key, value in json.loads(bucket["config"]).items() if "value" in value}

@@ -141,7 +141,7 @@ def test_a_shared_notebook_holds_no_secret_by_value_by_name_or_by_form(
 ) -> None:
     for name, value in SECRETS.items():
         monkeypatch.setenv(name, value)
-    printed = "\n".join(f"{name}={value}" for name, value in {**SECRETS, **FOREIGN}.items())
+    printed = "\n".join(f"{name}={value}" for name, value in {**SECRETS, **FOREIGN}.items()) + "\nalone: pa55"
     source = "\n".join(f'os.environ["{name}"] = "{value}"' for name, value in FOREIGN.items())
     keep = 'PAD_TOKEN = "[PAD]"\nMAX_TOKENS = 4096\nSORT_KEY = "loss"\nkey = data["hun7ter"]'
     outputs = [
