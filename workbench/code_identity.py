@@ -26,7 +26,7 @@ from dataclasses import dataclass, field, replace
 from importlib.machinery import SourceFileLoader
 from pathlib import Path, PurePath
 from types import BuiltinFunctionType, CodeType, FunctionType, MappingProxyType, MethodType, ModuleType
-from typing import Any
+from typing import Any, NamedTuple
 
 from workbench.display import place
 from workbench.user_code import is_users, name_of
@@ -218,23 +218,20 @@ class _Walk:
             at = code.co_filename, code.co_firstlineno, code.co_qualname
             self._found[name] = Definition(_code_digest(code), *at, module)
         # What it names, may write, reads and imports
-        nested = list(_nested(code))
-        instructions = [each for inner in nested for each in dis.get_instructions(inner)]
-        named = {each for inner in nested for each in inner.co_names}
-        named |= {each for inner in nested for each in inner.co_consts if type(each) is str and each.isidentifier()}
-        read = {each.argval for each in instructions if each.opname in _READS}
+        facts = _facts(code)
+        named, read = set(facts.named), set(facts.read)
         if "globals" in read:
             read |= named
         self._names |= named
-        self._written |= {each.argval for each in instructions if each.opname in ("STORE_GLOBAL", "STORE_ATTR")}
-        if _CHANGING & named or any(each.opname in ("STORE_SUBSCR", "DELETE_SUBSCR") for each in instructions):
+        self._written |= facts.written
+        if facts.changes:
             self._changing |= read
         for variable in sorted(read & function.__globals__.keys()):
             value = function.__globals__[variable]
             self._read(module, variable, value)
             if _is_a(value, ModuleType):
                 self._of_module(value, named)
-        for imported in _imported_by(function, nested):
+        for imported in _imported(facts.imports, function.__globals__.get("__package__") or ""):
             self._of_module(imported, named)
         # What it is bound to
         parameters = code.co_varnames[: code.co_argcount]
@@ -281,26 +278,58 @@ class _Walk:
         self._found.setdefault(key, Definition(digest, file, 0, name, module, text, is_steady))
 
 
-def _imported_by(function: FunctionType, codes: Iterable[CodeType]) -> Iterator[ModuleType]:
-    """Yield the user's modules that a function imports when it is called."""
-    for code in codes:
+class _Facts(NamedTuple):
+    """Names in the code of a function and of those inside it."""
+
+    named: frozenset[str]
+    """Globals, attributes, and text that may name one."""
+    read: frozenset[str]
+    """Globals that it reads."""
+    written: frozenset[str]
+    """Globals and attributes that it writes."""
+    changes: bool
+    """True if it may change a container."""
+    imports: tuple[tuple[int, str, tuple[str, ...]], ...]
+    """Level, module and names of each import that it executes."""
+
+
+@functools.lru_cache(maxsize=4096)
+def _facts(code: CodeType) -> _Facts:
+    named, read, written, imports, changes = set[str](), set[str](), set[str](), [], False
+    for inner in _nested(code):
+        named |= {*inner.co_names}
+        named |= {each for each in inner.co_consts if type(each) is str and each.isidentifier()}
         before: list[Any] = [0, ()]  # level and names stand before the instruction
-        for each in dis.get_instructions(code):
-            if each.opname == "IMPORT_NAME":
-                level, names = before
-                with contextlib.suppress(Exception, SystemExit):  # the function itself will tell
-                    package = function.__globals__.get("__package__") or ""
-                    name = importlib.util.resolve_name("." * level + each.argval, package) if level else each.argval
-                    root = sys.modules.get(name.partition(".")[0]) or importlib.util.find_spec(name.partition(".")[0])
-                    file = getattr(root, "__file__", None) or getattr(root, "origin", None)
-                    if file and is_users(file):
-                        module = importlib.import_module(name)
-                        yield sys.modules[name.partition(".")[0]]
-                        yield module
-                        for inner in names or ():
-                            if not hasattr(module, inner):
-                                yield importlib.import_module(f"{name}.{inner}")
-            before = [*before[1:], each.argval]
+        for each in dis.get_instructions(inner):
+            if each.opname in _READS:
+                read.add(each.argval)
+            elif each.opname in ("STORE_GLOBAL", "STORE_ATTR"):
+                written.add(each.argval)
+            elif each.opname in ("STORE_SUBSCR", "DELETE_SUBSCR"):
+                changes = True
+            elif each.opname == "IMPORT_NAME":
+                imports.append((before[0], each.argval, before[1] or ()))
+            before = [before[1], each.argval]
+    changes = changes or bool(_CHANGING & named)
+    return _Facts(frozenset(named), frozenset(read), frozenset(written), changes, tuple(imports))
+
+
+def _imported(imports: Iterable[tuple[int, str, tuple[str, ...]]], package: str) -> Iterator[ModuleType]:
+    """Yield the modules of the user that a function of a package imports when it is called."""
+    for level, module, names in imports:
+        with contextlib.suppress(Exception, SystemExit):  # the function itself will tell
+            name = importlib.util.resolve_name("." * level + module, package) if level else module
+            root = name.partition(".")[0]
+            spec = getattr(sys.modules.get(root), "__spec__", None) or importlib.util.find_spec(root)
+            folders = list(getattr(spec, "submodule_search_locations", None) or ())
+            file = getattr(spec, "origin", None) or next(iter(folders), "")  # a package without an __init__.py
+            if file and is_users(file):
+                found = importlib.import_module(name)
+                yield sys.modules[root]
+                yield found
+                for inner in names:
+                    if not hasattr(found, inner):
+                        yield importlib.import_module(f"{name}.{inner}")
 
 
 def _is_users_module(module: str) -> bool:
