@@ -7,7 +7,13 @@ The values are plain dicts, as `json.loads` returns them; the types say which ke
 
 from __future__ import annotations
 
-from typing import Any, Literal, NotRequired, TypedDict
+import re
+from collections.abc import Callable, Mapping
+from functools import cache
+from types import NoneType, UnionType
+from typing import Any, Literal, NotRequired, TypedDict, Union, get_args, get_origin, get_type_hints, is_typeddict
+
+State = Literal["queued", "starting", "running", "stalled", "finished", "stopped", "failed"]
 
 ActionRow = tuple[str, int, int, float, float]
 """Action type, stage, micro-batch, start and end in ms from the origin of the `actions` event."""
@@ -19,11 +25,11 @@ class _Timed(TypedDict):
 
 
 class StatusEvent(_Timed):
-    """The run has entered a state, one of `workbench.rundir.STATES`."""
+    """The run has entered a state."""
 
     type: Literal["status"]
-    state: str
-    message: str
+    state: State
+    message: NotRequired[str]
     rows: NotRequired[int]
     """Number of steps that were logged before it, by all attempts; fewer in the table are lost."""
 
@@ -32,7 +38,7 @@ class StartEvent(_Timed):
     """The ranks are about to train. `devices` is their number or their names."""
 
     type: Literal["start"]
-    devices: int | list[str]
+    devices: NotRequired[int | list[str]]
     world: NotRequired[int]
     parameters: NotRequired[int]
     flops_per_step: NotRequired[float]
@@ -73,12 +79,12 @@ class _EvaluationFields(_Timed):
     step: int
     """Number of completed steps, from 0."""
     loss: float
-    tokens: float
-    samples: float
-    flops: float
-    seconds: float
+    tokens: NotRequired[float]
+    samples: NotRequired[float]
+    flops: NotRequired[float]
+    seconds: NotRequired[float]
     """Training time so far, without evaluations."""
-    eval_seconds: float
+    eval_seconds: NotRequired[float]
     """Time that this evaluation took."""
     evaluated: NotRequired[int]
     """Number of held-out samples."""
@@ -116,7 +122,7 @@ class SamplesEvent(_Timed):
     step: int
     """Number of completed steps, from 0."""
     samples: list[TextSample]
-    seconds: float
+    seconds: NotRequired[float]
     """Time that writing the samples took."""
 
 
@@ -152,10 +158,10 @@ class MemoryEvent(_Timed):
     type: Literal["memory"]
     rank: int
     stage: int
-    device: str
+    device: NotRequired[str]
     peak_bytes: int
-    reserved_bytes: int
-    limit_bytes: int | None
+    reserved_bytes: NotRequired[int]
+    limit_bytes: NotRequired[int | None]
 
 
 class DeviceEvent(_Timed):
@@ -188,8 +194,8 @@ class CheckpointEvent(_Timed):
 
     type: Literal["checkpoint"]
     step: int
-    path: str
-    seconds: float
+    path: NotRequired[str]
+    seconds: NotRequired[float]
     """Seconds that training paused."""
     write_s: NotRequired[float]
     """Seconds until the checkpoint was on disk."""
@@ -219,11 +225,11 @@ class SpikeEvent(_Timed):
     type: Literal["spike"]
     step: int
     """Number of the step, from 1."""
-    loss: float
-    grad_norm: float
-    number: int
+    loss: NotRequired[float]
+    grad_norm: NotRequired[float]
+    number: NotRequired[int]
     """Number of the spike in the run, from 1."""
-    action: Literal["skipped", "rewound"]
+    action: NotRequired[Literal["skipped", "rewound"]]
     to: NotRequired[int]
     """Step of the checkpoint from which training went on."""
     skipped_samples: NotRequired[int]
@@ -235,7 +241,7 @@ class CheckpointProblemEvent(_Timed):
 
     type: Literal["checkpoint_problem"]
     step: int
-    path: str
+    path: NotRequired[str]
     message: str
 
 
@@ -251,7 +257,7 @@ class EndEvent(_Timed):
 
     type: Literal["end"]
     steps: int
-    seconds: float
+    seconds: NotRequired[float]
 
 
 class TrackingEvent(_Timed):
@@ -286,6 +292,82 @@ Event = (
     | EndEvent
     | TrackingEvent
 )
+
+
+LATEST = 2.0**37
+"""Unix seconds of the year 6325: a later time is none."""
+MOST = 2**53
+"""Largest count of anything: a float64 holds no larger ones exactly."""
+_RESUMED_FROM = re.compile(r"(.*step-)?\d{1,15}", re.DOTALL | re.ASCII)
+
+
+def is_event(value: Any) -> bool:
+    """Return True for an event that a run may have written, by the types and ranges of its fields.
+
+    A checksum says that a line is whole, not that it is true. Fields and types of events of a later version may be
+    unknown.
+    """
+    if not isinstance(value, dict) or not isinstance(value.get("type"), str):
+        return False
+    event_type, when = value["type"], value.get("time")
+    if not isinstance(when, int | float) or not 0 <= when <= LATEST:
+        return False
+    if event_type not in _tests():
+        return True
+    if not _tests()[event_type](value):
+        return False
+    if event_type == "start" and isinstance(source := value.get("resumed_from"), str):
+        return _RESUMED_FROM.fullmatch(source) is not None
+    if event_type == "sparsity":
+        return value["blocks"] > 0 and len({len(row) for row in value["pattern"]}) <= 1
+    return True
+
+
+@cache
+def _tests() -> Mapping[str, Callable[[Any], bool]]:
+    """Return the test of each type of event but `device`: there are many, and whoever reads one takes what it finds."""
+    events = (event for event in get_args(Event) if event is not DeviceEvent)
+    return {get_args(get_type_hints(event)["type"])[0]: _test_of(event) for event in events}
+
+
+def _test_of(hint: Any) -> Callable[[Any], bool]:
+    """Return what tells whether a value of JSON has a type of this module."""
+    origin, args = get_origin(hint), get_args(hint)
+    if is_typeddict(hint):
+        hints = get_type_hints(hint, include_extras=True)
+        fields = {name: _test_of(each) for name, each in hints.items()}
+        required = {name for name, each in hints.items() if get_origin(each) is not NotRequired}
+        return lambda value: (
+            isinstance(value, dict)
+            and required <= value.keys()
+            and all(name not in value or test(value[name]) for name, test in fields.items())
+        )
+    tests = [_test_of(each) for each in args] if origin in (NotRequired, list, tuple, dict, Union, UnionType) else []
+    if origin is NotRequired:
+        return tests[0]
+    if origin is list:
+        return lambda value: isinstance(value, list) and all(map(tests[0], value))
+    if origin is tuple:  # which JSON holds as a list
+        return lambda value: (
+            isinstance(value, list)
+            and len(value) == len(tests)
+            and all(test(each) for test, each in zip(tests, value, strict=True))
+        )
+    if origin is dict:
+        return lambda value: isinstance(value, dict) and all(map(tests[1], value.values()))
+    if origin is Literal:
+        return lambda value: isinstance(value, str) and value in args
+    if tests:
+        return lambda value: any(test(value) for test in tests)
+    return _SIMPLE[hint]
+
+
+_SIMPLE: Mapping[Any, Callable[[Any], bool]] = {
+    int: lambda value: type(value) is int and 0 <= value <= MOST,
+    float: lambda value: type(value) is float or (type(value) is int and abs(value) <= MOST),
+    str: lambda value: isinstance(value, str),
+    NoneType: lambda value: value is None,
+}
 
 
 class ProcessRecord(TypedDict):

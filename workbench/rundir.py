@@ -56,15 +56,15 @@ import zlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, cast
+from typing import Any, cast, get_args
 
 import psutil
 
 from workbench.errors import PlanMismatch, RunNotFound
-from workbench.events import Event, ProcessRecord
+from workbench.events import Event, ProcessRecord, State, is_event
 from workbench.machine import cache_home, current_folder
 
-STATES = ("queued", "starting", "running", "stalled", "finished", "stopped", "failed")
+STATES = get_args(State)
 FINAL_STATES = ("finished", "stopped", "failed")
 KILLED = "Killed; what was trained since the last checkpoint is lost."
 NO_ROOM = (errno.ENOSPC, errno.EDQUOT)
@@ -73,7 +73,6 @@ RECORD_BYTES = 2**25
 """Largest size of a JSON file, and of one event's line, that is read."""
 LOG_BYTES = 2**36
 """Largest size of a log that is read: of events, steps, or what a rank printed."""
-_CHUNK_BYTES = 2**24
 _CLOCK_SLACK_S = 2.0
 """Tolerated difference of start times, which are computed from the boot time and move when the clock is set."""
 
@@ -201,7 +200,6 @@ class RunDir:
                 at = path.stat()
                 stamps += [at.st_size, at.st_mtime_ns]
         return "-".join(map(str, stamps))
-
 
     def records(self, folder: Path) -> list[Path]:
         """Return the JSON files in a folder of the run, such as `ranks`; none if the folder is a link."""
@@ -496,7 +494,7 @@ def _append(path: Path, lines: bytes) -> None:
     """
     # O_APPEND alone keeps two writers of one host apart, as long as each write is taken whole. A network file system
     # promises neither, and a nearly full disk takes a part: hence the lock, the loop, and the way back.
-    descriptor = os.open(path, os.O_RDWR | os.O_APPEND | os.O_CREAT, 0o600)
+    descriptor = os.open(path, os.O_RDWR | os.O_APPEND | os.O_CREAT | os.O_NOFOLLOW | os.O_NONBLOCK, 0o600)
     try:
         with contextlib.suppress(OSError):  # a file system without locks
             fcntl.flock(descriptor, fcntl.LOCK_EX)
@@ -526,26 +524,31 @@ class EventTail:
         self.damaged = 0
         """Number of lines that differ from what was written."""
 
-    def lines(self) -> list[bytes]:
-        """Return the intact lines that arrived since the last call; a torn last line waits for the next call."""
-        try:
-            with self.path.open("rb") as file:
-                file.seek(self.offset)
-                chunk = file.read()
-        except FileNotFoundError:
-            return []
-        end = chunk.rfind(b"\n") + 1
-        self.offset += end
-        lines = [line for line in chunk[:end].splitlines() if line]
-        intact = [line for line in lines if is_intact(line)]
-        self.damaged += len(lines) - len(intact)
-        return intact
+    def lines(self) -> Iterator[bytes]:
+        """Yield the intact lines that arrived since the last call; a torn last line waits for the next call."""
+        with contextlib.suppress(FileNotFoundError), opened(self.path) as descriptor:
+            while chunk := os.pread(descriptor, RECORD_BYTES, self.offset):
+                end = chunk.rfind(b"\n") + 1
+                if not end and len(chunk) < RECORD_BYTES:
+                    return
+                self.damaged += not end  # longer than any event
+                self.offset = self.offset + end if end else next_data(descriptor, self.offset + len(chunk))
+                for line in chunk[:end].splitlines():
+                    if is_intact(line):
+                        yield line
+                    else:
+                        self.damaged += bool(line)
 
     def read(self, without: Sequence[str] = ()) -> list[Event]:
         """Return the events that arrived since the last call; those of the types `without` are not parsed."""
         begins = tuple(type_prefix(name) for name in without)
-        events = [parse_event(line) for line in self.lines() if not line.startswith(begins)]
-        return [event for event in events if event is not None and event["type"] not in without]
+        events = list[Event]()
+        for line in self.lines():
+            if not line.startswith(begins):
+                event = parse_event(line)
+                self.damaged += event is None
+                events += [] if event is None or event["type"] in without else [event]
+        return events
 
 
 def type_prefix(name: str) -> bytes:
@@ -554,12 +557,12 @@ def type_prefix(name: str) -> bytes:
 
 
 def parse_event(line: bytes) -> Event | None:
-    """Return the event in an intact line, or None if it holds none."""
+    """Return the event in an intact line, or None if it holds none that a run can have written."""
     try:
         event: Any = parsed(line)
     except ValueError:
         return None
-    if not (isinstance(event, dict) and "type" in event):
+    if not is_event(event):
         return None
     event.pop("crc32", None)
     return cast(Event, event)

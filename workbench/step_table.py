@@ -10,6 +10,9 @@ Rows stand in the order in which they were written: a resumption repeats steps i
 how many rows were written before it. The table is only appended to. The tail is replaced as a whole, once its rows are
 in the table. Therefore whoever reads the tail first and the table afterwards misses no row. A process that is killed
 in between loses none either: the rows of the tail that the table has as well are passed over.
+
+A checksum says that bytes are whole, not that they are true: the file may come from anybody, or from a later version.
+So a header counts only if its fields are those above, in their ranges, and fit the file; everything else is damage.
 """
 
 from __future__ import annotations
@@ -25,7 +28,7 @@ import threading
 import time
 import zlib
 from bisect import bisect_right
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -33,22 +36,29 @@ import numpy as np
 from numpy.typing import NDArray
 
 from workbench.columns import COLUMNS
+from workbench.errors import InvalidArgument
 from workbench.events import StepEvent
-from workbench.rundir import NO_ROOM, RunDir, write_whole
+from workbench.rundir import NO_ROOM, RunDir, next_data, opened, parsed, write_whole
 
 Array = NDArray[np.float64]
 LOGGED = tuple(name for name, column in COLUMNS.items() if not column.is_derived)
 """The figures of a step that are columns of every row; the scalars that a run logs follow them."""
 BLOCK_ROWS = 4096
 """Number of rows from which the tail becomes a block."""
+MOST_ROWS, MOST_NAMES = 2**14, 10_000
+"""Most rows of a block or a tail, and most names of a table, that a reader believes."""
+MOST_STEPS = 2**53
+"""Largest step and number of a row: a float64 holds no larger ones exactly."""
 UNKNOWN = struct.unpack("<d", struct.pack("<Q", 0x7FF8_0000_0000_0001))[0]
 """A NaN for a figure that a row does not have: a loss that is NaN has other bits."""
 _UNKNOWN_BITS = 0x7FF8_0000_0000_0001
 _MAGIC = b"WBsteps1"
 _HEAD = struct.Struct("<8sII")
 """Magic, length and CRC-32 of the JSON that follows, which is padded to whole float64s."""
-_HEADER_BYTES = 4096
-"""Bytes in which most headers fit."""
+_HEADER_BYTES, _MOST_HEADER_BYTES = 4096, 2**20
+"""Bytes in which most headers fit, and all of them."""
+_MOST_DAMAGED = 100
+"""Number of damaged headers in a row after which the rest of a table is given up."""
 
 
 class GrowingTable:
@@ -96,12 +106,45 @@ def _read_header(descriptor: int, position: int) -> tuple[dict[str, Any], int] |
     if len(text) < _HEAD.size or not text.startswith(_MAGIC):
         return None
     _, length, checksum = _HEAD.unpack_from(text)
+    if length > _MOST_HEADER_BYTES:
+        return None
     if length > len(text) - _HEAD.size:
         text = os.pread(descriptor, _HEAD.size + length, position)
     body = text[_HEAD.size : _HEAD.size + length]
     if len(body) != length or zlib.crc32(body) != checksum:
         return None
-    return json.loads(body), position + _HEAD.size + length
+    with contextlib.suppress(ValueError):
+        if _is_true(fields := parsed(body)):
+            return fields, position + _HEAD.size + length
+    return None
+
+
+def _is_true(fields: Any) -> bool:
+    """Return True for the fields of a header that this version may have written, by their types and ranges."""
+    if not isinstance(fields, dict) or set(fields) not in ({"first", "names"}, {"first", "names", "rows", "crc32"}):
+        return False
+    names, checksums = fields["names"], fields.get("crc32", [])
+    return (
+        isinstance(names, list)
+        and 0 < len(names) <= MOST_NAMES
+        and all(isinstance(name, str) for name in names)
+        and len(set(names)) == len(names)
+        and "step" in names
+        and _is_whole(fields["first"], 0, MOST_STEPS)
+        and ("rows" not in fields or _is_whole(fields["rows"], 1, MOST_ROWS))
+        and isinstance(checksums, list)
+        and ("crc32" not in fields or len(checksums) == len(names))
+        and all(_is_whole(checksum, 0, 2**32 - 1) for checksum in checksums)
+    )
+
+
+def _is_whole(value: Any, least: int, most: int) -> bool:
+    return type(value) is int and least <= value <= most
+
+
+def _are_steps(values: Array) -> NDArray[np.bool_]:
+    """Return which values are numbers of steps."""
+    return np.asarray((values >= 0) & (values <= MOST_STEPS) & (values == np.floor(values)))
 
 
 # Writing
@@ -125,18 +168,28 @@ class _Writer:
 
     def write_waiting(self) -> None:
         """Append every waiting row, or raise `OSError` and leave the files as they are."""
+        how = os.O_RDWR | os.O_APPEND | os.O_CREAT | os.O_NOFOLLOW | os.O_NONBLOCK
+        left = 1000
         while self.waiting:
-            descriptor = os.open(self._run.steps_tail, os.O_RDWR | os.O_APPEND | os.O_CREAT, 0o600)
+            descriptor = os.open(self._run.steps_tail, how, 0o600)
             try:
                 with contextlib.suppress(OSError):  # a file system without locks
                     fcntl.flock(descriptor, fcntl.LOCK_EX)
-                at, head = os.fstat(descriptor), os.pread(descriptor, _HEAD.size, 0)
+                at, is_current = os.fstat(descriptor), False
+                with contextlib.suppress(FileNotFoundError):
+                    is_current = os.path.samestat(at, self._run.steps_tail.lstat())
+                if not is_current:  # another writer replaced it while this one waited for the lock
+                    left -= 1
+                    if not left:
+                        raise OSError(errno.EAGAIN, f"{self._run.steps_tail} is replaced all the time")
+                    continue
+                head = os.pread(descriptor, _HEAD.size, 0)
                 is_own = (head, at.st_size) == (self._head, self._size)
                 known = self._names if is_own else LOGGED
                 names = tuple(dict.fromkeys((*known, *(name for row in self.waiting for name in row))))
                 if is_own and names == self._names and self._rows < BLOCK_ROWS:
                     self._append(descriptor)
-                elif at.st_nlink:  # else another process has just replaced it
+                else:
                     self._begin(names)
             finally:
                 os.close(descriptor)
@@ -210,6 +263,8 @@ def log_steps(folder: Path, steps: Sequence[Mapping[str, Any]]) -> None:
     for figures in steps:
         values = {"time": now, **figures, **(figures.get("scalars") or {})}
         rows.append({name: float(v) for name, v in values.items() if name not in ("type", "scalars") and v is not None})
+        if len(rows[-1]) > MOST_NAMES:
+            raise InvalidArgument(f"Step {figures.get('step')} logs {len(rows[-1]):,} figures; {MOST_NAMES:,} at most.")
     with _WRITERS_LOCK:
         writer = _WRITERS.setdefault(folder, _Writer(folder))
         writer.waiting += rows
@@ -259,7 +314,9 @@ class StepTable:
         self.first_in_tail, self.tail_names, self._tail = 0, list(LOGGED), GrowingTable(len(LOGGED))
         """Number of the tail's first row, names of its figures, and its rows as far as they were read."""
         self._is_headless = False
-        """True if the tail's header is damaged."""
+        """True if the tail's header is damaged, or more rows follow it than a writer leaves there."""
+        self._num_refused = 0
+        """Number of blocks that contradict the tail, or name more figures than a table has."""
         self.names = dict.fromkeys(LOGGED)
         """Names of all columns."""
         self.lock = threading.RLock()
@@ -278,15 +335,11 @@ class StepTable:
         """Look for rows that were written since the last call, and return the number of all rows."""
         with self.lock:
             # Rows that leave the tail after it was read stand in a block by then.
-            try:
-                with self._run.steps_tail.open("rb", buffering=0) as file:
-                    self._read_tail(file.fileno())
-            except OSError as error:
-                if error.errno not in (errno.ENOENT, errno.ESTALE):  # stale: just replaced, on a network file system
-                    raise
+            with contextlib.suppress(FileNotFoundError), opened(self._run.steps_tail) as descriptor:
+                self._read_tail(descriptor)
             if self._tail.length < (self._latest or math.inf):
-                with contextlib.suppress(FileNotFoundError), self._run.steps.open("rb", buffering=0) as file:
-                    self._find_blocks(file.fileno())
+                with contextlib.suppress(FileNotFoundError), opened(self._run.steps) as descriptor:
+                    self._find_blocks(descriptor)
             return len(self)
 
     def _read_tail(self, descriptor: int) -> None:
@@ -298,21 +351,28 @@ class StepTable:
             return
         header, start = found
         first, names, width = header["first"], header["names"], len(header["names"]) + 1
+        size = os.fstat(descriptor).st_size - start
+        if size > 8 * width * MOST_ROWS:
+            self._is_headless, size = True, 8 * width * MOST_ROWS
+            self.damaged[f"what follows {MOST_ROWS:,} rows of steps.tail"] = None
         if self._latest is not None:
-            skipped = max(0, (os.fstat(descriptor).st_size - start) // (8 * width) - self._latest)
-            first, start = first + skipped, start + 8 * width * skipped
+            skipped = max(0, size // (8 * width) - self._latest)
+            first, start, size = first + skipped, start + 8 * width * skipped, size - 8 * width * skipped
         if (first, names) != (self.first_in_tail, self.tail_names):
             self.first_in_tail, self.tail_names, self._tail = first, names, GrowingTable(width - 1)
             self.names |= dict.fromkeys(names)
-        text = os.pread(descriptor, os.fstat(descriptor).st_size, start + 8 * width * self._tail.length)
+        read = 8 * width * self._tail.length
+        text = os.pread(descriptor, max(0, size - read), start + read)
         rows = np.frombuffer(text[: len(text) // (8 * width) * 8 * width], np.float64).reshape(-1, width)
         number, view, size = first + self._tail.length, memoryview(text), 8 * width
+        are_steps = _are_steps(rows[:, names.index("step")]).tolist()
         stated = enumerate(rows.view(np.uint64)[:, -1].tolist())
         intact = [_row_checksum(view[at * size : (at + 1) * size - 8], number + at) == crc for at, crc in stated]
         while intact and not intact[-1]:  # torn, or not written to its end yet
             intact.pop()
         if not intact:
             return
+        intact = [is_intact and is_step for is_intact, is_step in zip(intact, are_steps, strict=False)]
         columns = rows[: len(intact), :-1].T
         if not all(intact):
             columns = np.where(intact, columns, math.nan)
@@ -324,24 +384,49 @@ class StepTable:
         size = os.fstat(descriptor).st_size
         if size == self._size:
             return
-        self._size, position, self.torn_at = size, self._scanned, None
+        self._size, position, self.torn_at, begun, num_damaged = size, self._scanned, None, None, 0
         while position < size:
             found = _read_header(descriptor, position)
-            if found is None:
-                begun, position = position, _next_magic(descriptor, position + 1)
-                if position < size:
-                    self.damaged[f"bytes {begun:,} to {position - 1:,} of steps.table"] = None
+            end = -1
+            if found is not None and "rows" in found[0]:
+                head, start = found
+                end = start + 8 * head["rows"] * len(head["names"])
+            if not 0 < end <= size:  # no block, or one that is torn, unless a whole one follows
+                begun = position if begun is None else begun
+                self.torn_at = position if end > 0 and self.torn_at is None else self.torn_at
+                num_damaged += 1
+                position = size if num_damaged == _MOST_DAMAGED else _next_magic(descriptor, position + 1)
                 continue
-            head, start = found
-            end = start + 8 * head["rows"] * len(head["names"])
-            if end > size:
-                self.torn_at = position
-                return
+            if begun is not None:
+                self.damaged[f"bytes {begun:,} to {position - 1:,} of steps.table"] = None
+                begun, self.torn_at, num_damaged = None, None, 0
+            last = head["first"] + head["rows"]
+            block = _Block(head["first"], last, head["names"], head["crc32"], start)
             if head["first"] >= self.num_in_blocks:
-                last = head["first"] + head["rows"]
-                self._blocks.append(_Block(head["first"], last, head["names"], head["crc32"], start))
-            self.names |= dict.fromkeys(head["names"])
+                names = self.names | dict.fromkeys(head["names"])
+                if len(names) > MOST_NAMES or self._contradicts_tail(descriptor, block):
+                    self._num_refused += 1
+                    self.damaged[f"bytes {position:,} to {end - 1:,} of steps.table"] = None
+                else:
+                    self._blocks.append(block)
+                    self.names = names
             self._scanned = position = end
+        if num_damaged == _MOST_DAMAGED and begun is not None:
+            self.damaged[f"bytes {begun:,} to {size - 1:,} of steps.table"] = None
+
+    def _contradicts_tail(self, descriptor: int, block: _Block) -> bool:
+        """Return True if a block has rows that stand in the tail as well, where their figures are others."""
+        first = max(block.first, self.first_in_tail)
+        end = min(block.end, self.first_in_tail + self._tail.length)
+        if first >= end:
+            return False
+        tail = self._tail.view()[:, first - self.first_in_tail : end - self.first_in_tail]
+        found = np.empty(tail.shape)
+        for name, values in zip(self.tail_names, found, strict=True):
+            self._read_column(descriptor, block, name, first, values)
+        step = self.tail_names.index("step")
+        are_known = ~(np.isnan(found[step]) | np.isnan(tail[step]))
+        return bool((found.view(np.uint64) != tail.view(np.uint64))[:, are_known].any())
 
     @property
     def num_lost(self) -> int:
@@ -350,7 +435,28 @@ class StepTable:
         ends = [0, *(block.end for block in self._blocks)]
         skipped = max(0, self.num_in_blocks - self.first_in_tail)
         in_tail = self._tail.view()[self.tail_names.index("step"), skipped:]
-        return sum(begins) - sum(ends) + int(np.count_nonzero(np.isnan(in_tail))) + self._is_headless
+        lost_in_tail = int(np.count_nonzero(np.isnan(in_tail)))
+        return sum(begins) - sum(ends) + lost_in_tail + self._is_headless + self._num_refused
+
+    def held(self, first: int = 0, end: int | None = None) -> Iterator[tuple[int, int]]:
+        """Yield the ranges of rows that stand in the files, in order; between them are rows that are lost.
+
+        A damaged file may state any number of rows: whoever reads them all reads range by range.
+        """
+        with self.lock:
+            tail = (max(self.num_in_blocks, self.first_in_tail), self.first_in_tail + self._tail.length)
+            ranges = [*((block.first, block.end) for block in self._blocks), tail]
+        at, stop = None, len(self) if end is None else end
+        for low, high in ranges:
+            low, high = max(low, first), min(high, stop)
+            if low < high and at is not None and at[1] == low:
+                at = at[0], high
+            elif low < high:
+                if at is not None:
+                    yield at
+                at = low, high
+        if at is not None:
+            yield at
 
     def column(self, name: str, first: int = 0, end: int | None = None) -> Array:
         """Return one figure of the rows from `first` up to `end`, by default of all that `refresh` has found."""
@@ -362,13 +468,13 @@ class StepTable:
             end = min(end, found)
             begin = bisect_right(self._blocks, first, key=lambda block: block.end)
             if begin < len(self._blocks) and self._blocks[begin].first < end:
-                with self._run.steps.open("rb", buffering=0) as file:
+                with opened(self._run.steps) as descriptor:
                     for block in self._blocks[begin:]:
                         if block.first >= end:
                             break
                         low, high = max(block.first, first), min(block.end, end)
                         values[at - first : low - first] = math.nan
-                        self._read_column(file.fileno(), block, name, low, values[low - first : high - first])
+                        self._read_column(descriptor, block, name, low, values[low - first : high - first])
                         at = high
             in_tail = max(at, self.first_in_tail)
             values[at - first : min(in_tail, end) - first] = math.nan
@@ -389,14 +495,18 @@ class StepTable:
         if count != values.nbytes or zlib.crc32(values.data) != block.checksums[index]:
             self.damaged[f"{name} of rows {block.first:,} to {block.end - 1:,} of steps.table"] = None
             values[:] = math.nan
+        if name == "step" and not (are_steps := _are_steps(values) | np.isnan(values)).all():
+            self.damaged[f"steps of rows {block.first:,} to {block.end - 1:,} of steps.table"] = None
+            values[~are_steps] = math.nan
         if values is not into:
             into[:] = values[low - block.first : low - block.first + len(into)]
 
     def events(self, first: int = 0, end: int | None = None) -> list[StepEvent]:
         """Return rows as `step` events, without those that are lost."""
         fields, scalars = dict[str, list[Any]](), dict[str, list[Any]]()
-        for name in self.names:
-            values = self.column(name, first, end)
+        steps = self.column("step", first, end)
+        for name in () if np.isnan(steps).all() else self.names:
+            values = steps if name == "step" else self.column(name, first, end)
             found: list[Any] = values.tolist()
             if name in COLUMNS and COLUMNS[name].is_whole:
                 found = [int(value) if value.is_integer() else value for value in found]
@@ -418,7 +528,8 @@ class StepTable:
 def latest_steps(folder: Path, count: int) -> list[StepEvent]:
     """Return the last rows of a table as events, at most `count`; of a long table, the rest is not looked at."""
     table = StepTable(folder, latest=count)
-    return table.events(max(0, table.refresh() - count))
+    first = max(0, table.refresh() - count)
+    return [event for low, high in table.held(first) for event in table.events(low, high)]
 
 
 def _next_magic(descriptor: int, position: int) -> int:
@@ -429,5 +540,5 @@ def _next_magic(descriptor: int, position: int) -> int:
         found = text.find(_MAGIC)
         if found >= 0:
             return position + found
-        position += max(1, len(text) - overlap)
+        position = next_data(descriptor, position + max(1, len(text) - overlap))
     return size

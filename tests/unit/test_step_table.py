@@ -8,6 +8,7 @@ import math
 import os
 import subprocess
 import sys
+import zlib
 from pathlib import Path
 from typing import Any
 
@@ -110,6 +111,67 @@ def test_two_writers_lose_nothing_to_each_other(tmp_path: Path) -> None:
     assert steps_of(tmp_path) == list(range(1, 37))
 
 
+def test_a_row_is_not_written_into_a_tail_that_another_writer_has_just_replaced(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Between the opening of a tail and its lock, a second writer makes a block of it and begins another one."""
+    log_step(tmp_path, step=1)
+    lock = step_table.fcntl.flock
+    first = dict(step_table._WRITERS)
+
+    def as_the_second(descriptor: int, how: int) -> None:
+        monkeypatch.setattr(step_table.fcntl, "flock", lock)
+        second = step_table._Writer(tmp_path)
+        second.waiting.append({"step": 2.0, "other": 1.0})
+        second.write_waiting()
+        lock(descriptor, how)
+
+    monkeypatch.setattr(step_table.fcntl, "flock", as_the_second)
+    os.link(tmp_path / "steps.tail", tmp_path / "kept by a backup")  # a name is left of what was replaced
+    log_step(tmp_path, step=3)
+    assert first == step_table._WRITERS
+    assert steps_of(tmp_path) == [1, 2, 3]
+
+
+def test_a_block_of_a_later_version_replaces_no_row(tmp_path: Path) -> None:
+    log_steps(tmp_path, [{"step": step, "loss": 7.0 / step} for step in range(1, 6)])
+    columns = [np.full(5, value).tobytes() for value in (3.0, 9.0)]
+    for more in ({"version": 2}, {}):
+        head = {"first": 0, "rows": 5, "names": ["step", "loss"], "crc32": list(map(zlib.crc32, columns)), **more}
+        (tmp_path / "steps.table").write_bytes(step_table._header(head) + b"".join(columns))
+        table = StepTable(tmp_path)
+        assert table.refresh() == 5
+        assert table.column("loss").tolist() == [7.0 / step for step in range(1, 6)]
+        assert table.num_lost == (0 if more else 1), "what contradicts the tail is told"
+
+
+def test_a_torn_block_hides_none_that_follows_it(tmp_path: Path) -> None:
+    log_steps(tmp_path, [{"step": step, "loss": 7.0 / step} for step in range(1, 36)])
+    whole = (tmp_path / "steps.table").read_bytes()
+    head = {"first": 0, "rows": 10_000, "names": ["step"], "crc32": [0]}
+    (tmp_path / "steps.table").write_bytes(step_table._header(head) + whole)
+    assert steps_of(tmp_path) == list(range(1, 36))
+
+
+def test_a_header_of_a_trillion_rows_takes_no_memory(tmp_path: Path) -> None:
+    log_steps(tmp_path, [{"step": step, "loss": 7.0 / step} for step in range(1, 6)])
+    header, start = step_table._read_header(os.open(tmp_path / "steps.tail", os.O_RDONLY), 0)  # type: ignore[misc]
+    names, first = header["names"], 10**12
+    rows = (tmp_path / "steps.tail").read_bytes()[start:]
+    width = 8 * (len(names) + 1)
+    moved = b""
+    for at in range(5):
+        values = rows[at * width : (at + 1) * width - 8]
+        moved += values + step_table._row_checksum(values, first + at).to_bytes(8, "little")
+    (tmp_path / "steps.tail").write_bytes(step_table._header({"first": first, "names": names}) + moved)
+    history = HistoryTail(tmp_path / "events.jsonl").read()
+    assert history.step.tolist() == [1, 2, 3, 4, 5]
+    assert [event["step"] for event in LogTail(tmp_path / "events.jsonl").read()] == [1, 2, 3, 4, 5]  # type: ignore[typeddict-item]
+    table = StepTable(tmp_path)
+    table.refresh()
+    assert table.num_lost == first, "rows that are stated and stand nowhere are told"
+
+
 def test_readers_beside_a_writer_see_every_step_once(tmp_path: Path) -> None:
     code = (
         "import sys; from pathlib import Path; from workbench import step_table\n"
@@ -178,13 +240,13 @@ def test_events_and_steps_come_in_the_order_in_which_they_were_written_however_o
     for step in range(1, 24):
         write("step", step)
         if step % 4 == 0:
-            write("evaluation", step)
+            write("evaluation", step, loss=1.0, seconds=1.0)
     clock = itertools.count(3.0)  # the clock was set back
     write("start", 12, rows=num_logged(tmp_path))
     for step in range(13, 20):
         write("step", step)
         if step % 4 == 0:
-            write("evaluation", step)
+            write("evaluation", step, loss=1.0, seconds=1.0)
     for tail, found in tails.values():
         found += tail.read()
         assert [(event["type"], event["step"]) for event in found if event["type"] != "evaluation"] == [

@@ -22,7 +22,7 @@ from typing import Any
 
 import psutil
 
-from workbench.rundir import RunDir, read_object, write_json
+from workbench.rundir import RunDir, read_file, read_object, write_json
 
 STACK_SIGNAL = signal.SIGUSR2
 """Signal that makes a rank append its stacks to `stacks/<rank>.txt`, also while it waits in compiled code."""
@@ -76,7 +76,7 @@ class Heartbeat:
 def read_beat(run: RunDir, rank: int) -> Beat | None:
     """Return what a rank does now, or None if it does not tell."""
     try:
-        number, step, activity = run.beat(rank).read_text().split()
+        number, step, activity = read_file(run.beat(rank)).decode().split()
         return Beat(int(step), activity, int(number))
     except (OSError, ValueError):
         return None

@@ -32,7 +32,7 @@ from workbench.runs.launching.device_queue import GpuMeter, waiting_and_training
 from workbench.runs.loss_basis import read_loss_basis
 from workbench.runs.registry import distinct_names, measurements, row_or_reason
 from workbench.runs.run import Run, progress_words, step_text
-from workbench.runs.status import state_in_words
+from workbench.runs.status import RunRow, state_in_words, unreadable_row
 from workbench.step_table import StepTable
 from workbench.units import count, gib, time_left
 from workbench.widgets.run_reader import state_color
@@ -42,6 +42,9 @@ from workbench.widgets.run_reader import state_color
 SPARKLINE_POINTS = 60
 READING_S = 0.3
 """Seconds after which a reading answers with what it has; the rest comes with the next one."""
+
+MOST_LETTERS = 1000
+"""Longest text of an experiment that is a cell of the table."""
 
 Signature = tuple[tuple[int, int], ...]
 
@@ -170,16 +173,27 @@ def user_run(path: str, roots: Iterable[Path]) -> Run:
 
 
 def _row(run: Run, has_changed: bool) -> dict[str, Any]:
-    """Return a run's row; its curve and its settings only if it `has_changed`."""
+    """Return a run's row; its curve and its settings only if it `has_changed`.
+
+    A run whose files cannot be shown has failed, with the reason as its message: it hides no other.
+    """
+    try:
+        shown = _shown(run, row_or_reason(run), has_changed)
+        json.dumps(shown, allow_nan=False)
+    except Exception as error:  # the files of a run may hold anything
+        shown = _shown(run, unreadable_row(run.directory, error), False)
+        return {**shown, "losses": [], "basis": [], "settings": {}}
+    return shown
+
+
+def _shown(run: Run, row: RunRow, has_changed: bool) -> dict[str, Any]:
     from workbench.experiment import values_by_name
 
-    row = row_or_reason(run)
-    shown: dict[str, Any] = {
-        name: row[name]
-        for name in ("state", "message", "step", "steps", "tokens_per_s", "eta_s", "time", "tags", "notes", "archived")
-    }
-    for name in ("loss", "eval_loss", "training_loss", "tokens", "mfu", "devices", "peak_bytes"):
-        value: Any = row[name]
+    words = ("state", "message", "step", "steps", "tags", "notes", "archived")
+    losses, numbers = ("loss", "eval_loss", "training_loss"), ("tokens", "mfu", "devices", "peak_bytes", "time")
+    shown: dict[str, Any] = {name: each for name, each in row.items() if name in words}
+    for name in (*losses, *numbers, "tokens_per_s", "eta_s"):
+        value: Any = dict(row)[name]
         shown[name] = value if isinstance(value, int | float) and math.isfinite(value) else None
     shown["held_out"] = row["eval_loss"] is not None
     shown["words"] = state_in_words(row["state"], row["step"], row["training_loss"])
@@ -215,7 +229,8 @@ def _row(run: Run, has_changed: bool) -> dict[str, Any]:
         shown["settings"] = {
             name: value
             for name, value in values.items()
-            if isinstance(value, str) or (isinstance(value, int | float) and math.isfinite(value))
+            if (isinstance(value, str) and len(value) <= MOST_LETTERS)
+            or (isinstance(value, int | float) and math.isfinite(value))
         }
     return shown
 

@@ -179,7 +179,7 @@ class Calibration:
     def load(path: str | os.PathLike[str]) -> Calibration:
         """Read a calibration; raises `PlanMismatch` for another file, or for a figure that no measurement gives."""
         try:
-            fields = read_json(Path(path).expanduser())
+            fields = read_json(Path(os.path.realpath(Path(path).expanduser())))
             file_format = fields.pop("format")
             if file_format != FORMAT:
                 raise ValueError(f"its format is {file_format}, and this workbench reads format {FORMAT}")

@@ -293,8 +293,8 @@ class Plan(Strategy):
         """Return the plan in a file that `save` wrote, or in a run directory; raises `PlanMismatch` for others."""
         file = Path(path).expanduser()
         try:
-            file = file / "plan.json" if file.is_dir() else file
-            return Plan.from_json(read_json(file))
+            named = file / "plan.json" if file.is_dir() else Path(os.path.realpath(file))
+            return Plan.from_json(read_json(named))
         except (OSError, RecursionError, ValueError) as error:
             if isinstance(error, PlanMismatch):
                 raise PlanMismatch(f"{file}: {error}") from error.__cause__

@@ -48,15 +48,20 @@ class LogTail:
         # and waits for the next call unless it is older than the last event that is.
         known = self._table.refresh()
         events = self._events.read()
-        times = self._table.column("time", self._rows, self._table.refresh())
         starts = [event.get("rows", 0) for event in events if event["type"] == "start"]
         if events:
-            later = np.flatnonzero(times > events[-1]["time"])
-            known = max(known, *starts, self._rows + (int(later[0]) if len(later) else len(times)))
-            known = min(known, len(self._table))
-        is_whole = ~np.isnan(self._table.column("step", self._rows, known))
-        rows = self._table.events(self._rows, known)
-        limits = [int(is_whole[: max(0, limit - self._rows)].sum()) for limit in (*starts, known)]
+            until = self._table.refresh()
+            for low, high in self._table.held(max(known, self._rows)):
+                later = np.flatnonzero(self._table.column("time", low, high) > events[-1]["time"])
+                if len(later):
+                    until = low + int(later[0])
+                    break
+            known = min(max(known, *starts, until), len(self._table))
+        rows, whole = list[StepEvent](), [np.empty(0, dtype=np.int64)]
+        for low, high in self._table.held(self._rows, known):
+            rows += self._table.events(low, high)
+            whole.append(low + np.flatnonzero(~np.isnan(self._table.column("step", low, high))))
+        limits = [int(np.searchsorted(np.concatenate(whole), limit)) for limit in (*starts, known)]
         self._rows = known
         return list(_merged(events, rows, limits))
 

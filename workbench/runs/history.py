@@ -465,7 +465,7 @@ class _Samples:
         self._lines = []
         for line in lines:
             event: Any = parse_event(line)
-            with contextlib.suppress(KeyError, TypeError, ValueError):
+            with contextlib.suppress(AttributeError, KeyError, OverflowError, TypeError, ValueError):
                 prefix = f"node {event['node']}, " if event.get("node") is not None else ""
                 values = zip(event["names"], event["shares"], event["used_bytes"], strict=True)
                 found = [(f"{prefix}{name}", number(share), number(used)) for name, share, used in values]
@@ -499,6 +499,7 @@ class HistoryTail:
         for line in self._events.lines():
             event = None if line.startswith(_SAMPLED) else parse_event(line)
             if event is None or event["type"] == "device":
+                self._events.damaged += not line.startswith(_SAMPLED) and event is None
                 if self._training and line.startswith(_SAMPLED[0]):
                     self._samples.add(line)
                 continue
@@ -540,10 +541,10 @@ class HistoryTail:
         return self._columns_of({step: noted for (name, step), noted in self.state.on_data.items() if name == data})
 
     def _columns_of(self, found: Mapping[int, Noted]) -> Evaluations:
-        rows = [
-            [*(number(event.get(name)) for name in EVALUATED), self._attempts[attempt].hours(event["seconds"])]
-            for _, (event, attempt) in sorted(found.items())
-        ]
+        rows = list[Sequence[float]]()
+        for _, (event, attempt) in sorted(found.items()):
+            figures = {name: number(event.get(name)) for name in EVALUATED}
+            rows.append([*figures.values(), self._attempts[attempt].hours(figures["seconds"])])
         return Evaluations(*columns_of(rows, len(EVALUATED) + 1))
 
     @property
@@ -576,13 +577,15 @@ class HistoryTail:
 
         Those whose numbers do not rise were repeated without a `start` and replace earlier ones.
         """
-        first, self._rows = self._rows, max(self._rows, end)
-        steps = self._table.column("step", first, self._rows)
-        edges = np.flatnonzero(~(steps[1:] > steps[:-1])) + 1  # also before and after a row that is lost, a NaN
-        for low, high in itertools.pairwise([0, *edges.tolist(), len(steps)]):
-            if low < high and np.isfinite(steps[low]):
-                self._forget_after(int(np.ceil(steps[low])) - 1)
-                self._steps = self._steps.grown(_Span(first + low, first + high, self._attempts[-1]), steps[low:high])
+        before, self._rows = self._rows, max(self._rows, end)
+        for first, until in self._table.held(before, self._rows):
+            steps = self._table.column("step", first, until)
+            edges = np.flatnonzero(~(steps[1:] > steps[:-1])) + 1  # also before and after a row that is lost, a NaN
+            for low, high in itertools.pairwise([0, *edges.tolist(), len(steps)]):
+                if low < high and np.isfinite(steps[low]):
+                    self._forget_after(int(np.ceil(steps[low])) - 1)
+                    span = _Span(first + low, first + high, self._attempts[-1])
+                    self._steps = self._steps.grown(span, steps[low:high])
 
     def _last(self, name: str) -> float:
         return float(self._steps.last(name, 1)[0])

@@ -97,7 +97,7 @@ def read_loss_basis(run: RunDir) -> LossBasis | None:
         coupled = run.plan.exists() and bool(read_json(run.plan).get("coupled"))
         samples = read_record(run.environment).get("held_out_fingerprint") if run.environment.exists() else None
         return replace(loss_basis(read_record(run.experiment), coupled), held_out_samples=samples)
-    except (AttributeError, OSError, RecursionError, TypeError, ValueError):
+    except (AttributeError, ArithmeticError, LookupError, OSError, TypeError, ValueError):  # files that say anything
         return None
 
 

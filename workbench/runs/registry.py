@@ -16,7 +16,7 @@ import numpy as np
 from workbench.arguments import checked_arguments
 from workbench.data.corpora import use_in_words
 from workbench.display import STYLE, html_table, text_table
-from workbench.errors import InvalidArgument, RunNotFound, suggestion
+from workbench.errors import InvalidArgument, RunNotFound, WorkbenchError, suggestion
 from workbench.rundir import FINAL_STATES, STATES, RunDir, runs_root
 from workbench.runs.history import History, HistoryTail, read_tail
 from workbench.runs.loss_basis import read_loss_basis, why_not_compared
@@ -197,7 +197,7 @@ def distinct_names(runs: Sequence[Run]) -> list[str]:
     try:
         configs = [values_by_name(run.config) for run in runs]
         names = [str(config["name"]) for config in configs]
-    except (RunNotFound, KeyError):
+    except (WorkbenchError, AttributeError, KeyError, TypeError):  # files that say anything
         return [run.name for run in runs]
     if len(set(names)) == len(runs):
         return names

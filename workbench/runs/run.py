@@ -155,7 +155,7 @@ class Run(Labelled):
 
         if not self.directory.plan.exists():
             raise RunNotFound(f"{self.name} was not planned by Workbench; it has a curve and a config only.")
-        return Plan.load(self.directory.plan)
+        return Plan.load(self.path)
 
     @property
     def environment(self) -> dict[str, Any]:

@@ -22,7 +22,7 @@ from workbench.runs.event_log import UNREAD, RunState, Status, read_state
 from workbench.runs.history import END_SHARE, final_loss, recent_pace
 from workbench.runs.launching import processes
 from workbench.runs.launching.processes import run_failed
-from workbench.step_table import Array, StepTable
+from workbench.step_table import MOST_STEPS, Array, StepTable
 
 VANISHED = "The launcher vanished."
 DISK_FULL = " Its disk is full, so nobody could write why. Free some space, then resume the run."
@@ -182,7 +182,7 @@ def read_experiment(run: RunDir) -> dict[str, Any]:
 def _steps_asked_for(run: RunDir) -> int | None:
     """Return the steps of the experiment, None if it names none; raises `RunNotFound` for anything but a number."""
     steps = read_experiment(run).get("steps")
-    if steps is None or (isinstance(steps, int) and not isinstance(steps, bool)):
+    if steps is None or (type(steps) is int and 0 <= steps <= MOST_STEPS):
         return steps
     raise RunNotFound(f"{run.experiment} has steps={steps!r:.80}, which is no number of steps.")
 
@@ -211,7 +211,7 @@ def row_of(run: RunDir, status: Status, progress: RunState) -> RunRow:
     if status.state == "running" and math.isfinite(pace_s) and steps is not None:
         eta_s = max(0.0, (steps - step["step"]) * pace_s)
     # A run has the devices of its last start; before that, its plan tells how many it waits for.
-    devices = progress.start["devices"] if progress.start else None
+    devices = progress.start.get("devices") if progress.start else None
     planned = processes.launcher_record(run).get("plan")
     num_devices = (devices if isinstance(devices, int) else len(devices)) if devices else planned and planned["world"]
     return {
@@ -246,7 +246,11 @@ def _latest_steps(table: StepTable, progress: RunState) -> list[Array]:
         last = progress.steps[-1]["step"]
         before = progress.steps[-2]["step"] if len(progress.steps) > 1 else 0
         needed = math.ceil(END_SHARE * last / max(1, last - before)) + 1
-    columns = [table.column(name, max(0, end - needed), end) for name in ("step", "loss", "seconds")]
+    ranges = list(table.held(max(0, end - needed)))
+    columns = [
+        np.concatenate([np.empty(0), *(table.column(name, low, high) for low, high in ranges)])
+        for name in ("step", "loss", "seconds")
+    ]
     backwards = columns[0][::-1]  # a resumption repeats steps, of which the later rows count
     holds = backwards < np.fmin.accumulate(np.concatenate([[math.inf], backwards]))[:-1]
     return [values[holds[::-1]] for values in columns]
@@ -294,9 +298,11 @@ def unreadable_row(run: RunDir, error: Exception) -> RunRow:
 
 def _gpu_indices(run: RunDir) -> list[int]:
     given = processes.launcher_record(run).get("devices", ())
-    gpus = read_record(run.environment).get("gpus", ()) if given else ()
-    indices = {gpu.get("uuid"): gpu.get("index") for gpu in gpus}
-    return [int(indices[name]) for name in given if name in indices]
+    gpus = read_described(run.environment).get("gpus") if given else None
+    known = [gpu for gpu in gpus if isinstance(gpu, dict)] if isinstance(gpus, list) else []
+    return [
+        gpu["index"] for name in given for gpu in known if gpu.get("uuid") == name and type(gpu.get("index")) is int
+    ]
 
 
 def _disk_is_full(path: Path) -> bool:

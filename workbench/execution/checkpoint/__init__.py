@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import json
+import re
 import shutil
 from collections.abc import Iterable, Mapping
 from concurrent.futures import ThreadPoolExecutor
@@ -34,9 +35,13 @@ def step_of(path: Path) -> int:
     return int(path.name.removeprefix("step-"))
 
 
+def _is_numbered(path: Path) -> bool:
+    return re.fullmatch(r"step-[0-9]{1,18}", path.name) is not None
+
+
 def complete_checkpoints(folder: Path) -> list[Path]:
     """Return the checkpoints in a folder that were written completely, oldest step first."""
-    found = (path.parent for path in folder.glob(f"step-*/{COMPLETE}") if path.parent.name[5:].isdigit())
+    found = (path.parent for path in folder.glob(f"step-*/{COMPLETE}") if _is_numbered(path.parent))
     return sorted(found, key=step_of)
 
 
@@ -124,7 +129,7 @@ def remove(path: Path) -> None:
 
 def prune(folder: Path, keep: int, step: int) -> None:
     """Delete all but the last `keep` checkpoints up to `step`, and the remains of interrupted saves before it."""
-    known = [path for path in folder.glob("step-*") if path.name[5:].isdigit() and step_of(path) <= step]
+    known = [path for path in folder.glob("step-*") if _is_numbered(path) and step_of(path) <= step]
     finished = [path for path in complete_checkpoints(folder) if path in known]
     for path in set(known) - set(finished[-keep:]):
         remove(path)

@@ -197,7 +197,7 @@ def _name_for_me(ticket: Mapping[str, Any]) -> str:
 
 
 def _tickets(folder: Path) -> list[Path]:
-    return sorted(path for path in folder.glob("*.json") if path.stem.isdigit())
+    return sorted(path for path in folder.glob("*.json") if re.fullmatch("[0-9]{1,18}", path.stem))
 
 
 def _live_tickets(folder: Path) -> list[dict[str, Any]]:
@@ -219,7 +219,11 @@ def _is_whole(ticket: Any) -> bool:
     """Return True for a ticket that `take_ticket` wrote."""
     types: dict[str, Any] = {"run": str, "pool": list, "count": int, "devices": list | None, "supervisor": dict}
     fields = ticket if isinstance(ticket, Mapping) else {}
-    return all(name in fields and isinstance(fields[name], kind) for name, kind in types.items())
+    return (
+        all(name in fields and isinstance(fields[name], kind) for name, kind in types.items())
+        and all(isinstance(device, str) for device in (*fields["pool"], *(fields["devices"] or ())))
+        and isinstance(fields.get("share", 1.0), int | float)
+    )
 
 
 # How busy the devices are

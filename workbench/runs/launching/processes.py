@@ -20,10 +20,10 @@ from typing import Any
 
 import psutil
 
-from workbench.errors import InvalidArgument, RunFailed
+from workbench.errors import InvalidArgument, RunFailed, RunNotFound
 from workbench.events import LauncherRecord, ProcessRecord, RankRecord
 from workbench.execution.heartbeat import read_beat
-from workbench.rundir import RunDir, process_alive, process_record, read_object, read_record, write_record
+from workbench.rundir import RunDir, opened, process_alive, process_record, read_object, read_record, write_record
 from workbench.secrets import masked_words
 
 POLL_S = 0.1
@@ -38,8 +38,8 @@ LEAVES_S = 5.0
 
 def rank_records(run: RunDir) -> list[RankRecord]:
     """Return the content of `ranks/<rank>.json`, in rank order."""
-    records: list[Any] = [record for path in run.ranks.glob("*.json") if _is_process(record := read_object(path))]
-    return sorted((r for r in records if str(r.get("rank")).isdigit()), key=lambda record: int(record["rank"]))
+    records: list[Any] = [record for path in run.records(run.ranks) if _is_process(record := read_object(path))]
+    return sorted((r for r in records if str(r.get("rank")).isdecimal()), key=lambda record: int(record["rank"]))
 
 
 def start_detached(
@@ -213,6 +213,8 @@ def kill_trees(records: Iterable[ProcessRecord]) -> None:
 # Why a run failed
 
 LOG_TAIL_LINES = 30
+LOG_BYTES = 2**26
+"""Bytes at the end of a log that are read."""
 LOST_PEER = re.compile(r"(?i)connection (was )?(reset|closed|refused)|closed by peer|broken pipe|remote process exited")
 """Messages of a rank that has lost another one."""
 LAST_WORDS_LINES = 10
@@ -244,8 +246,8 @@ def root_cause(run: RunDir) -> RankError | None:
     An error that all ranks raise together is told by a rank of the stage where it arose.
     """
     errors = []
-    for path in run.errors.glob("*.json"):
-        with contextlib.suppress(OSError, ValueError, KeyError, TypeError, AttributeError):  # a damaged file
+    for path in run.records(run.errors):
+        with contextlib.suppress(OSError, ValueError, KeyError, TypeError, AttributeError, OverflowError):  # damaged
             value, written = read_record(path), path.stat().st_mtime
             text = {name: str(value.get(name, "")) for name in ("message", "traceback")}
             error_type, when = str(value.get("type", "Error")), float(value.get("time", written))
@@ -261,7 +263,7 @@ def run_failed(run: RunDir, message: str) -> RunFailed:
     cause = root_cause(run)
     name = run.path.name
     if cause is None:
-        log, damaged = run.log("launcher"), sorted(path.name for path in run.errors.glob("*.json"))
+        log, damaged = run.log("launcher"), [path.name for path in run.records(run.errors)]
         why = f"The error files {', '.join(damaged)} are damaged." if damaged else "No rank left an error file."
         return RunFailed(
             f"Run {name} failed: {message} {why} The launcher's log ends with:\n\n{log_tail(run, 'launcher')}\n"
@@ -336,8 +338,15 @@ def log_tail(run: RunDir, rank: int | str, lines: int | None = LOG_TAIL_LINES) -
         raise InvalidArgument(f"tail={lines} is no number of lines. Give 0 or more, or None for all.")
     if not re.fullmatch(r"\w[\w-]*", str(rank)):
         raise InvalidArgument(f"{str(rank)[:80]!r} names no log. Give a rank, or 'launcher'.")
+    if run.logs.is_symlink():
+        return f"{run.logs} is a link, which is not followed.\n"
     try:
-        text = run.log(rank).read_text(errors="replace")
+        with opened(run.log(rank)) as descriptor:
+            left_out = max(0, os.fstat(descriptor).st_size - LOG_BYTES)
+            text = os.pread(descriptor, LOG_BYTES, left_out).decode(errors="replace")
     except OSError:
         return ""
+    except RunNotFound as error:
+        return f"{error}\n"
+    text = f"(without the first {left_out:,} bytes)\n{text}" if left_out and lines is None else text
     return text if lines is None else "".join(text.splitlines(keepends=True)[-lines or len(text) :])
