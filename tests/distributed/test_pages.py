@@ -24,6 +24,11 @@ COMPLETE = ("own-data", "own-model")
 """How-tos that take nothing as given: a reader copies them as they stand."""
 FURTHER_GIVEN = {
     "bisect": "experiment = experiment.replace(global_batch=128)",
+    "parity": """
+from workbench.analysis import parity
+every = parity._choices
+parity._choices = lambda *sizes: list(every(*sizes))[4:6]  # two replicas, with ZeRO 0 and 1
+""",
     "runs": """
 from tests.distributed.documents import hold_resumed
 experiment = experiment.replace(global_batch=8, callbacks=[hold_resumed])
@@ -33,6 +38,7 @@ plan = wb.plan(experiment, wb.measure.local_cluster(1))
 """What else a how-to takes as given: a run that goes on until it is stopped, however many steps it takes meanwhile."""
 AFTERWARDS = {
     "bisect": "assert found.verdict.startswith('The plans differ by rounding'), found",
+    "parity": "assert found.is_equal, found",
     "tutorial": "assert [run.status.state for run in runs] == ['finished'] * 2, runs",
     "runs": "assert [each.status.state for each in (run, other)] == ['stopped', 'finished']",
     "plan-elsewhere": "assert cluster.gpus == 8",

@@ -339,10 +339,9 @@ class ParityRank(TrainingWorker):
 
     def _make_references(self, plans: Sequence[Plan]) -> None:
         """Write a reference for each way in which the plans divide the batch, and the facts of the model's numbers."""
-        experiment, seen = self.experiment, set[str]()
-        first = on_one_device(plans[0])
-        graph = self._graph(first)
-        loop = self._loop(first, None, seen, torch.float32)
+        experiment, first = self.experiment, on_one_device(plans[0])
+        graph, on_cpu = self._graph(first), self.device.type == "cpu"
+        loop = self._loop(first, None, None, torch.float32)
         batches, again = (list(itertools.islice(self.samples.batches(loop.trainer, 0), n)) for n in (self._steps, 1))
         unlike = [name for name, value in batches[0][0].items() if not torch.equal(value, again[0][0][name])]
         if unlike:
@@ -354,9 +353,13 @@ class ParityRank(TrainingWorker):
         has_statistics = any(isinstance(module, _BatchNorm) for module in self._model.modules()) or any(
             op_name(node) == "batch_norm" for block in graph.blocks for node in block.code.graph.nodes
         )
-        if self.device.type != "cpu":  # where dropouts draw in their own kernels, which no mode reaches
+        state = torch.get_rng_state if on_cpu else torch.cuda.get_rng_state
+        before = state()
+        loop.measure(0, *batches[0])
+        seen = None if torch.equal(state(), before) else set[str]()
+        if seen is not None and not on_cpu:  # where dropouts draw in kernels of their own, which no mode reaches
             nodes = [node for block in graph.blocks for node in block.code.graph.nodes]
-            seen |= {op_name(node) for node in nodes if is_random(node)}
+            seen |= {op_name(node) for node in nodes if is_random(node)} or {"random numbers"}
         is_allowed = experiment.numerics.batch_coupling == "allow"
         depends = bool(has_statistics or written_buffers(graph.blocks) or plans[0].loss_depends or is_allowed)
 
@@ -368,11 +371,12 @@ class ParityRank(TrainingWorker):
             reference = Reference.of(make, batches, first.precision)
             reference.save(self._folder / f"plain-{size}.pt")
             dtype = reference.dtype
-        follows = is_weighable and not seen & DRAWN_FROM_TENSORS and (not seen or self.device.type == "cpu")
+        draws = sorted(seen or ())
+        follows = is_weighable and not DRAWN_FROM_TENSORS.intersection(draws) and (not draws or on_cpu)
 
         # The captured blocks on one device, which draw what they draw in the plan
         for key, plan in {(plan.micro_batch, plan.gathers): plan for plan in plans}.items():
-            if seen or not follows:
+            if draws or not follows:
                 here = on_one_device(plan)
                 trainer = captured_trainer(experiment, here, self.coordinate, self.device)
                 counted = [(batch, trainer.count_labels_on_host(batch)) for batch, _ in batches]
@@ -380,11 +384,12 @@ class ParityRank(TrainingWorker):
                 reference.save(self._folder / f"captured-{key[0]}-{key[1]}.pt")
         write_record(
             self._folder / FACTS,
-            {"draws": sorted(seen), "follows": follows, "depends": depends, "reference": dtype},
+            {"draws": draws, "follows": follows, "depends": depends, "reference": dtype},
         )
 
-    def _loop(self, plan: Plan, micro_batch: int | None, seen: set[str], dtype: torch.dtype) -> PlainLoop:
-        modes = [partial(SameDraws, seen)] if self.device.type == "cpu" else []
+    def _loop(self, plan: Plan, micro_batch: int | None, seen: set[str] | None, dtype: torch.dtype) -> PlainLoop:
+        """Return a loop that gives every sample the same random numbers, unless nothing is drawn."""
+        modes = [partial(SameDraws, seen)] if seen is not None and self.device.type == "cpu" else []
         return PlainLoop(
             self.experiment,
             plan,
