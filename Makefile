@@ -1,5 +1,5 @@
 # make demo   the comparison on this machine; says where the report is
-# make test   lint, types, architecture, and the tests that take up to 10 s, with a few that stand for the longer ones;
+# make test   lint, types, architecture, and the tests that take up to 2 s, with some that stand for the longer ones;
 #             what fails is repeated once, alone
 # make docs   the documentation site, built strictly into site/
 # make wheel  the wheel, built and tried in an empty environment
@@ -63,15 +63,10 @@ lab: $(if $(wildcard $(BIN)/jupyter-lab),,$(VENV)/.installed)
 	JUPYTER_PATH=$(LAB_EXTENSION) JUPYTER_CONFIG_PATH=$(LAB_EXTENSION) \
 		$(BIN)/jupyter lab --ip=127.0.0.1 $(if $(filter 0,$(shell id -u)),--allow-root)
 
-# Nothing in CI runs the tests for GPUs, so mypy sees to it that what they call exists. Kinds of errors that say nothing of
-# that are left out: tests build arguments in ways that types do not follow.
-LENIENT := $(addprefix --disable-error-code=,arg-type comparison-overlap misc no-any-return return-value)
-
 lint: $(VENV)/.tested
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
-	$(BIN)/mypy --implicit-reexport --follow-imports=silent $(LENIENT) tests/gpu
 	$(BIN)/lint-imports
 
 # Four files of tests at a time, one thread each, the longest first, because many tests wait for processes. Beside them
@@ -79,7 +74,7 @@ lint: $(VENV)/.tested
 # did is repeated alone before tests.unsteady gives the verdict. Tests of GPUs come last: they measure memory and time.
 NOTES := .cache/notes
 PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest $(RUN)
-BESIDE := --numprocesses 4 --dist loadfile --no-loadscope-reorder
+BESIDE := --workers 4
 TESTS = $(MAKE) --no-print-directory --jobs 2 tests-elsewhere tests-in-browser
 ON_GPU = $(MAKE) --no-print-directory tests-on-gpu
 # $(call judged,COMMANDS,RUNS): runs tests beside the checks of the code, prints these in one piece, and judges both.

@@ -23,7 +23,7 @@ import pytest
 
 FILE = Path(__file__).with_name("durations.json")
 ROOT = FILE.parents[1]
-LONG_S = 10.0
+LONG_S = 2.0
 """Seconds from which a test is left out of the short run, unless it is marked `representative`."""
 RECORDED_S = 0.5
 """Seconds from which a test is recorded."""
@@ -198,17 +198,8 @@ class Durations:
         if report.when == "teardown" and report.nodeid in self.measured:
             self.measured[report.nodeid] = Duration(*dict(report.user_properties)[TAKEN])
 
-    @pytest.hookimpl(optionalhook=True)
-    def pytest_testnodedown(self, node: Any) -> None:
-        told = getattr(node, "workeroutput", {})
-        self.left_out = told.get("left_out", self.left_out)
-        self.collected.update(told.get("collected", ()))
-
     @pytest.hookimpl(tryfirst=True)
     def pytest_sessionfinish(self) -> None:
-        if hasattr(self.config, "workeroutput"):
-            self.config.workeroutput |= {"left_out": self.left_out, "collected": sorted(self.collected)}
-            return
         if self.config.option.record_durations:
             whole_files = not any("::" in argument for argument in self.config.args)
             collected = self.collected if whole_files else ()

@@ -1,21 +1,17 @@
 """The process from which the ranks of gloo worlds are forked: one for all workers of a test run.
 
-It has imported what ranks need, and captured the BERT of many tests. That takes ten seconds of a core, so that the
-workers of pytest-xdist share the one that their controller starts. The fork server of `multiprocessing` serves whoever
-knows its address, but offers no function by which a process that it did not start may learn it: its private fields are
-read and set here alone.
+It has imported what ranks need, and captured the BERT of many tests. Where one process collects the tests and forks
+its workers, the server is forked from it too. The fork server of `multiprocessing` can only be started anew, and serves
+only the process that started it: its private fields are set here alone.
 """
 
 from __future__ import annotations
 
-import importlib.util
 import multiprocessing
 import os
-from multiprocessing import forkserver, resource_tracker
-from pathlib import Path
+import socket
+from multiprocessing import connection, forkserver, resource_tracker
 
-ADDRESS, KEY = "WORKBENCH_TEST_FORK_SERVER", "WORKBENCH_TEST_FORK_SERVER_KEY"
-"""Environment variables by which workers find the server; later versions of Python ask for a key."""
 PRELOADED = (
     "tests.distributed.zoo",
     "tests.distributed.test_every_plan",
@@ -32,31 +28,27 @@ PRELOADED = (
 )
 
 
+def preload() -> None:
+    """Let the fork server of this process, which starts when it is first needed, import what ranks need."""
+    multiprocessing.set_forkserver_preload(list(PRELOADED))
+
+
 def serve() -> None:
-    """Start the server, and tell its address to all processes that this one starts.
-
-    Where Python has not compiled torch yet, which takes longer than to import it, wait until the server has: otherwise
-    every worker would do so at the same time.
-    """
-    multiprocessing.set_forkserver_preload(list(PRELOADED))
-    forkserver.ensure_running()
-    torch = importlib.util.find_spec("torch")
-    if torch is not None and torch.cached and not Path(torch.cached).exists():
-        first = multiprocessing.get_context("forkserver").Process(target=int)
-        first.start()
-        first.join()
+    """Fork the server from this process, for the workers that it forks afterwards."""
+    resource_tracker.ensure_running()
+    listener = socket.socket(socket.AF_UNIX)
+    address = connection.arbitrary_address("AF_UNIX")
+    listener.bind(address)
+    listener.listen()
+    alive, held = os.pipe()  # the server ends when no process holds the other end
+    if os.fork() == 0:
+        os.close(held)
+        try:
+            forkserver.main(listener.detach(), alive, PRELOADED)
+        finally:
+            os._exit(0)
+    listener.close()
+    os.close(alive)
     server = forkserver._forkserver
-    os.environ[ADDRESS] = server._forkserver_address
-    os.environ[KEY] = getattr(server, "_forkserver_authkey", b"").hex()
-
-
-def find() -> None:
-    """Fork this process's ranks from the server of the test run, or from one of its own if it is not part of one."""
-    multiprocessing.set_forkserver_preload(list(PRELOADED))
-    if ADDRESS not in os.environ:
-        return
-    server = forkserver._forkserver
-    server._forkserver_address = os.environ[ADDRESS]
-    server._forkserver_authkey = bytes.fromhex(os.environ[KEY])
-    _, server._forkserver_alive_fd = os.pipe()  # a server ends with the processes that hold the other end of its own
-    server.ensure_running = resource_tracker.ensure_running
+    server._forkserver_address, server._forkserver_alive_fd = address, held
+    server.ensure_running = resource_tracker.ensure_running  # it would wait for a child, which the server is of another

@@ -5,7 +5,6 @@ On gloo, or with `device="cuda"` on NCCL, one GPU each.
 
 from __future__ import annotations
 
-import atexit
 import copy
 import dataclasses
 import functools
@@ -22,6 +21,7 @@ from contextlib import nullcontext, suppress
 from dataclasses import dataclass
 from datetime import timedelta
 from multiprocessing.connection import Connection
+from multiprocessing.util import Finalize
 from pathlib import Path
 from typing import Any
 
@@ -45,7 +45,7 @@ from workbench.planning.plan import Memory, Plan, Prediction, Stage
 from workbench.rundir import process_record
 from workbench.runs.launching import processes
 
-worlds.find()
+worlds.preload()
 
 Tensors = dict[str, torch.Tensor]
 NOTHING = Memory(0, 0, 0, 0, 0)
@@ -95,11 +95,11 @@ class Forker:
     def __init__(self) -> None:
         context = multiprocessing.get_context("forkserver")
         self._connection, theirs = context.Pipe()
-        self._process, self._owner = context.Process(target=_fork_worlds, args=(theirs,)), os.getpid()
+        self._process = context.Process(target=_fork_worlds, args=(theirs,))
         self._process.start()
         self._record = process_record(self._process.pid)
         theirs.close()
-        atexit.register(self.close)  # before `multiprocessing` waits for its children
+        Finalize(None, self._connection.close, exitpriority=0)  # before `multiprocessing` waits for its children
 
     def fork(self, ahead: Callable[[], object] | None, arguments: tuple[int, Any]) -> None:
         """Call `ahead` in that process and fork a world; raise what one of its ranks, or `ahead`, has raised."""
@@ -113,10 +113,6 @@ class Forker:
             raise
         if failure:
             raise mp.ProcessRaisedException(failure, 0, self._record["pid"])
-
-    def close(self) -> None:
-        if os.getpid() == self._owner:
-            self._connection.close()
 
 
 @functools.cache

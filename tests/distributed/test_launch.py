@@ -46,7 +46,7 @@ from workbench.runs.run import Run
 
 ROOT = Path(__file__).resolve().parents[2]
 HERE = Path(__file__).resolve().parent
-worlds.find()
+worlds.preload()
 
 
 def plan_for(experiment: Experiment, world: int = 2, device_type: str = "cpu") -> Plan:
@@ -156,6 +156,7 @@ def test_stop_leaves_a_checkpoint_and_resume_continues_in_the_same_directory(gat
     assert read_json(run.path / "attempts" / "1" / "experiment.json")["steps"] == 10_000
 
 
+@pytest.mark.representative
 def test_a_failing_rank_is_reported_with_its_own_traceback(monkeypatch):
     monkeypatch.setenv("WORKBENCH_STANDIN_FAIL_RANK", "1")
     run = start()
@@ -226,6 +227,7 @@ def test_ranks_without_a_supervisor_can_be_killed(orphaned):
 
 
 @pytest.mark.usefixtures("gate")
+@pytest.mark.representative
 def test_runs_that_need_the_same_devices_queue_in_order_and_a_killed_one_frees_them_at_once():
     first, second, third = start(steps=10_000), start(steps=1), start(steps=1)
     eventually(lambda: first.name in second.status.message)

@@ -15,11 +15,6 @@ import os
 import pytest
 import torch
 
-from tests import worlds
-
-# Looking for GPUs must not touch CUDA: processes are forked from one that has looked.
-os.environ.setdefault("PYTORCH_NVML_BASED_CUDA_CHECK", "1")
-
 DEVICE = os.environ.get("WORKBENCH_TEST_DEVICE", "cuda")
 FOUND = int(os.environ.get("WORKBENCH_TEST_DEVICES", 4)) if DEVICE == "cpu" else torch.cuda.device_count()
 DEVICES = max(size for size in (0, 1, 2, 4) if size <= FOUND)
@@ -33,7 +28,6 @@ def turn(worker: str) -> None:
     named = [name for name in os.environ.get(VISIBLE, "").split(",") if name] or list(map(str, range(FOUND)))
     first = int(worker.removeprefix("gw")) % max(1, len(named))
     os.environ[VISIBLE] = ",".join(named[first:] + named[:first])
-    os.environ.pop(worlds.ADDRESS, None)  # ranks are forked from a server of this worker, which sees them so
 
 
 if DEVICE == "cuda" and (worker := os.environ.get("PYTEST_XDIST_WORKER")):

@@ -61,13 +61,13 @@ def run(suite: Path, *options: str) -> tuple[int, str]:
     environment |= {
         "PYTHONPATH": str(TESTS.parent),
         "PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1",
-        "PYTEST_PLUGINS": "xdist,pytest_timeout",
+        "PYTEST_PLUGINS": "pytest_timeout,tests.workers",
     }
     answer = subprocess.run(command, cwd=suite, env=environment, capture_output=True, text=True, check=False)
     return answer.returncode, answer.stdout + answer.stderr
 
 
-@pytest.mark.parametrize("workers", [(), ("--numprocesses", "2")], ids=["one process", "workers"])
+@pytest.mark.parametrize("workers", [(), ("--workers", "2")], ids=["one process", "workers"])
 def test_the_short_run_leaves_out_recorded_long_tests_and_says_so(suite: Path, workers: tuple[str, ...]) -> None:
     code, said = run(suite, "--short", *workers)
     assert (code, "5 passed" in said) == (0, True), said
@@ -91,7 +91,7 @@ def test_a_record_names_what_a_test_shares_with_others_and_keeps_what_did_not_ru
     kept = {"test_other.py::test_it": 3.0, "test_it.py::test_long": 3.0}
     gone = {"test_it.py::test_removed": 3.0, "test_removed.py::test_it": 3.0}
     (suite / "durations.json").write_text(json.dumps({**kept, **gone}))
-    run(suite, "test_it.py", "-k", "share", "--record-durations", "--numprocesses", "1")
+    run(suite, "test_it.py", "-k", "share", "--record-durations", "--workers", "1")
     recorded = durations.read(suite / "durations.json")
     assert {test for test in recorded if "share" not in test} == set(kept)
     first, second = (recorded[f"test_it.py::test_{name}_of_two_that_share"] for name in ("first", "second"))

@@ -49,6 +49,10 @@ exec(compile(open({code!r}).read(), "/env/torch/distributed/distributed_c10d.py"
 """
 
 
+OUTERMOST = (" in <module>\n", " in _run_module_as_main\n")
+"""End of the stack of a main thread, which may be forked from pytest."""
+
+
 @pytest.fixture
 def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
     """Return the clock by which stalls are told."""
@@ -74,7 +78,7 @@ def answered(run: RunDir, monkeypatch: pytest.MonkeyPatch) -> None:
         before = {stack: len(stack.read_text()) for stack in stacks}
         send(records, number)
         for stack, size in before.items():
-            eventually(lambda stack=stack, size=size: stack.read_text()[size:].endswith(" in <module>\n"))
+            eventually(lambda stack=stack, size=size: stack.read_text()[size:].endswith(OUTERMOST))
 
     monkeypatch.setattr(processes, "send_signal", asked)
 
@@ -302,7 +306,7 @@ def test_real_ranks_tell_their_collectives_also_while_they_hold_the_interpreter(
         status_after(watched(run), run, clock, 61.0)
         return Run(run.path).status.message
 
-    worlds.find()
+    worlds.preload()
     context = multiprocessing.get_context("forkserver")
     codes = [COLLECTIVES.format(run=str(run.path), rank=rank, store=tmp_path / "store") for rank in range(3)]
     ranks = [context.Process(target=exec, args=(code, {})) for code in codes]
