@@ -62,6 +62,7 @@ def curve(name: str, steps: int) -> Curve:
     return Curve(name, {"step": step, "tokens": step * 8192, "flops": step * 1e15, "loss": loss})
 
 
+@pytest.mark.representative
 def test_an_exported_page_is_interactive_without_a_network(page: Any, tmp_path: Path, picture: Any) -> None:
     path = save_html(loss_curves([curve("a", 2000), curve("b", 900)]), tmp_path / "page.html", title="Shared")
     asked: list[str] = []

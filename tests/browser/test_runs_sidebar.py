@@ -138,7 +138,6 @@ def test_ticked_runs_are_compared_in_both_themes_and_a_diverged_one_flattens_non
     lab.change_theme(lab_page, "Light")
 
 
-@pytest.mark.representative
 def test_a_row_stops_its_run_keeps_its_note_and_reads_no_html(
     lab_page: Any, server: lab.Server, runs: Path, picture: Any
 ) -> None:

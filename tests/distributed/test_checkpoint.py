@@ -404,6 +404,7 @@ def test_a_large_model_is_exported_as_several_files(
         assert torch.equal(found, expected), name
 
 
+@pytest.mark.representative
 def test_an_index_that_names_code_is_not_executed(unbroken: RunDir, tmp_path: Path) -> None:
     run = copied(unbroken, tmp_path)
     path = run.checkpoint(12)

@@ -286,6 +286,7 @@ def assert_trains_as_plain_adamw(*cases: Case) -> None:
         assert worst(found.parameters, expected.parameters) < 1e-5, case
 
 
+@pytest.mark.representative
 def test_updates_under_every_kind_of_division_are_plain_adamws() -> None:
     """Return losses, clipped norms (each parameter once) and weights."""
     assert_trains_as_plain_adamw(

@@ -81,6 +81,7 @@ def test_a_pipeline_fills_the_masks_of_an_exported_model(text: Path, tmp_path: P
         assert len(pipeline.tokenizer("東京都 " * 99, truncation=True).input_ids) == 48
 
 
+@pytest.mark.representative
 def test_a_pipeline_continues_text_with_an_exported_model_until_the_end_of_a_document(
     text: Path, tmp_path: Path
 ) -> None:

@@ -134,6 +134,7 @@ def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.usefixtures("home")
+@pytest.mark.representative
 def test_pretraining_goes_on_from_the_weights_of_a_folder(folder: Path, tmp_path: Path) -> None:
     text = wb.data.documents([row["text"] for row in ROWS * 8], tokenizer=folder, progress=False)
     model = wb.models.pretrained(folder)

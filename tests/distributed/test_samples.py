@@ -160,6 +160,7 @@ def test_samples_equal_plain_pytorch_and_leave_training_alone(
     launch(both_ways, world, divisions, folder, ahead=functools.partial(capture_both, folder))
 
 
+@pytest.mark.representative
 def test_a_run_records_the_text_that_its_model_writes(
     folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -283,6 +283,7 @@ def assert_equals_plain(found: Outcome, expected: Outcome, first: int = 0) -> No
 
 
 @pytest.mark.parametrize("case", CASES, ids=str)
+@pytest.mark.representative
 def test_every_plan_has_the_pattern_and_the_loss_of_plain_masked_training(
     case: Case, outcomes: dict[Case, Outcome]
 ) -> None:

@@ -83,6 +83,7 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
 
 
 @pytest.mark.usefixtures("folder")
+@pytest.mark.representative
 def test_a_stopped_rank_is_named_with_what_waits_for_it_and_ends_the_run_after_the_limit(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:

@@ -377,5 +377,6 @@ def capture_losses() -> dict[str, tuple[nn.Module, Graph]]:
     return found
 
 
+@pytest.mark.representative
 def test_losses_as_people_return_and_compute_them_equal_plain_pytorch() -> None:
     assert not (wrong := wrong_in(2, capture_losses, LOSS_CASES, batch_for)), wrong

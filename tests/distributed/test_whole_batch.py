@@ -8,6 +8,7 @@ import re
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 from torch import nn
 from torch.utils.data import default_collate
@@ -68,6 +69,7 @@ def _difference(name: str, choices: dict[str, Any]) -> float:
     return max(unlike_plain(trainer_of(copy.deepcopy(model), graph, plan), batch, *plain, floor=1.0))
 
 
+@pytest.mark.representative
 def test_losses_that_count_or_compare_samples_equal_plain_pytorch_of_the_whole_batch() -> None:
     found = launch(_compared, 2, ahead=_capture_all)
     wrong = {case: error for case, error in found.items() if not error <= TOLERANCE}

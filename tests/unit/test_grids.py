@@ -33,6 +33,7 @@ def grid() -> wb.sweeps.Grid:
     return wb.grid(EXPERIMENT, SMALL, **AXES)
 
 
+@pytest.mark.representative
 def test_every_cell_is_the_plan_of_its_choices_or_its_refusal(grid):
     assert len(grid) == 2 * 3 * 2
     assert grid.cells[1].choices == {"tensor": 1, "pipeline": 1, "micro_batch": 32, **FIXED}

@@ -185,6 +185,7 @@ def test_the_share_of_the_cpu_is_that_of_the_time_in_which_it_was_not_idle(
     assert (cpu["name"], cpu["share"]) == ("CPU", 0.75)
 
 
+@pytest.mark.representative
 def test_the_endpoints_show_and_change_own_runs_and_refuse_paths_outside(
     server: tuple[str, Path],  # noqa: F811
     tmp_path: Path,

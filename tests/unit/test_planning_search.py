@@ -51,6 +51,7 @@ def test_what_alike_options_share_is_what_each_would_have() -> None:
     compiled=st.booleans(),
     batch=st.sampled_from([12, 16, 24]),
 )
+@pytest.mark.representative
 def test_pruning_loses_nothing(seed: int, gpus: int, limit_gib: int | None, compiled: bool, batch: int) -> None:
     """The same options, every one of them cut and simulated: none is faster than the plan, nor than its own bound."""
     profile = replace(uneven_profile(seed), compiled=compiled)

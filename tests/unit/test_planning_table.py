@@ -121,6 +121,7 @@ def test_an_explanation_names_each_kind_of_constraint() -> None:
     assert "Bubble: 0 ms (0.0%)" in repr(whole)
 
 
+@pytest.mark.representative
 def test_an_explanation_names_what_binds_and_what_would_change() -> None:
     profile = layered_profile(layers=54, elements=45_000_000)
     free = explain(plan_of(profile))

@@ -53,6 +53,7 @@ def test_the_interpreted_kernels_train_as_pytorch_does() -> None:
 
 
 @needs_triton
+@pytest.mark.representative
 def test_the_kernels_compile_for_hopper_to_wide_loads_and_stores() -> None:
     """A kernel that lost sight of its alignment would still be right, and several times slower."""
     adamw, direction, update, squares = json.loads(run(TRITON_INTERPRET="0"))
