@@ -22,7 +22,7 @@ from workbench.capture import Graph, build_meta, capture
 from workbench.capture.opaque import is_opaque
 
 TOLERANCE = 1e-5
-ALONE = (Case(num_microbatches=4), Case(num_microbatches=2, recompute="full"))
+ALONE = (Case(num_microbatches=4), *(Case(num_microbatches=2, recompute=mode) for mode in ("full", "selective")))
 CASES = (
     Case(pipeline=2, num_microbatches=4),
     Case(data=2),

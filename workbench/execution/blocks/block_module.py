@@ -17,7 +17,9 @@ from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selectiv
 import workbench.capture.rewrites
 import workbench.sparsity.kernels.operators  # noqa: F401  (both register their operations)
 from workbench.capture import Block, operations
+from workbench.capture.opaque import call_of
 from workbench.capture.tensor_parallel import BlockSharding
+from workbench.capture.torch_internals import DERIVATIVE
 from workbench.execution.blocks import StepContext, Values
 from workbench.execution.blocks.cuda_graphs import BlockInputs
 from workbench.execution.blocks.loss_runners import LabelledRows, Runner
@@ -187,7 +189,8 @@ def supported_mode(code: fx.GraphModule, requested: str) -> str:
 
     A block that updates buffers (BatchNorm's statistics) is never recomputed: the update would happen twice. A block
     with in-place operations is only recomputed in full, because one of them might overwrite a stored result. The same
-    holds for a block with `torch.cond`, which selective checkpointing cannot look into.
+    holds for a block with `torch.cond`, which selective checkpointing cannot look into, and for code that runs as
+    written and takes derivatives: its own backward would use up what selective checkpointing keeps for one.
     """
     if operations.mutates_buffers(code):
         return "none"
@@ -195,6 +198,7 @@ def supported_mode(code: fx.GraphModule, requested: str) -> str:
         operations.mutated_arguments(node)
         or operations.op_name(node).startswith(_RECURRENT)
         or isinstance(node.target, torch._ops.HigherOrderOperator)
+        or ((call := call_of(node)) is not None and call.reason == DERIVATIVE)
         for node in code.graph.nodes
     ):
         return "full"
