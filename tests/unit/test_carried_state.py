@@ -142,7 +142,7 @@ class BranchingNorm(nn.BatchNorm1d):
     """A BatchNorm that export cannot follow."""
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return super().forward(x) if float(x.detach().max()) < 1e9 else x
+        return super().forward(x) if float(self.weight.detach().max()) < 1e9 else x
 
 
 class NormalisedAsWritten(Spectral):

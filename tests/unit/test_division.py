@@ -162,20 +162,22 @@ def test_a_coincidence_of_the_data_hides_nothing() -> None:
     assert reason.startswith("6 samples")
 
 
-class FlippedBatch(nn.Module):
-    """A classifier of inputs to which those of another sample are added."""
+class SortedBatch(nn.Module):
+    """A classifier of inputs to which those of another sample are added: experts sort tokens, and put them back."""
 
     def __init__(self) -> None:
         super().__init__()
         self.linear = nn.Linear(8, 4)
 
     def forward(self, x: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
-        return functional.cross_entropy(self.linear(x + x.flip(0)), labels)
+        return functional.cross_entropy(self.linear(x + x.sort(0, descending=True).values), labels)
+
+
+SORTED = [{"x": torch.arange(24.0, 32.0) + 3 * each, "labels": torch.tensor(0)} for each in range(8)]
 
 
 def test_samples_on_which_the_model_saturates_hide_nothing() -> None:
-    samples = [{"x": torch.arange(24.0, 32.0) + 3 * each, "labels": torch.tensor(0)} for each in range(8)]
-    assert known_by_numbers(FlippedBatch, samples).coupled
+    assert known_by_numbers(SortedBatch, SORTED).coupled
 
 
 def test_an_order_that_matters_is_no_rounding() -> None:
@@ -242,11 +244,10 @@ def test_a_planted_wrong_combination_rule_is_caught_before_a_plan_is_made(monkey
 
 def test_a_model_too_large_for_numbers_is_named_in_a_note(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(division, "MOST_FLOPS", 10)
-    samples = samples_for("mixup by flip")
-    profile = analytic_profile(experiment_of(COUPLED["mixup by flip"], samples), Cluster(CPU, 2, 2, LINK, LINK))
+    profile = analytic_profile(experiment_of(SortedBatch, SORTED), Cluster(CPU, 2, 2, LINK, LINK))
     assert profile.coupled == ()
     assert "is not known: the model is too large" in profile.notes[-1]
-    assert "flip at " in profile.notes[-1]
+    assert "sort at " in profile.notes[-1]
     assert "A run that divides the batch compares numbers on its first device" in profile.notes[-1]
 
 
@@ -254,10 +255,9 @@ def test_a_large_model_of_unknown_operations_is_compared_before_the_first_update
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr(division, "MOST_FLOPS", 10)
-    how = "mixup by flip"
-    experiment = experiment_of(COUPLED[how], samples_for(how))
+    experiment = experiment_of(SortedBatch, SORTED)
     plan = wb.plan(experiment, Cluster(CPU, 2, 2, LINK, LINK), data=2, micro_batch=2)
-    model = COUPLED[how]()
+    model = SortedBatch()
     graph = CapturedModel(experiment, 2, model).graph
     with monkeypatch.context() as patch:
         patch.setattr(runnable, "MOST_FLOPS_ON_CPU", 1)
@@ -265,7 +265,7 @@ def test_a_large_model_of_unknown_operations_is_compared_before_the_first_update
     assert "Not comparing the loss of micro-batches" in capsys.readouterr().out
     with pytest.raises(
         PlanMismatch,
-        match=r"4 samples have the loss .* not followed past flip at .* Plan again with batch_coupling='gather'",
+        match=r"4 samples have the loss .* not followed past sort at .* Plan again with batch_coupling='gather'",
     ):
         check_numbers(experiment, plan, graph, model)
     check_numbers(experiment.replace(batch_coupling="allow"), plan, graph, model)

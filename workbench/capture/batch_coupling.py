@@ -20,20 +20,24 @@ import torch
 import torch.utils._pytree as pytree
 from torch import fx
 
+from workbench.capture.branches import MOST_BRANCHES, is_check, is_guard, other_numbers, place_of, text_of, texts_of
 from workbench.capture.losses import Quotient
-from workbench.capture.observed_forward import ITEM
+from workbench.capture.observed_forward import ITEM, Recording
 from workbench.capture.opaque import OpaqueCall, call_of
 from workbench.capture.operations import (
     MOVED,
     Dataflow,
     ancestors,
     arguments_of,
+    copy_nodes,
     dtype_of,
+    is_random,
     moved_dim,
     mutated_arguments,
     names,
     op_name,
     reachable,
+    retarget,
     shape_of,
     sizes_of,
     storage_of,
@@ -41,16 +45,25 @@ from workbench.capture.operations import (
 from workbench.user_code import line_of_node
 
 Shape = tuple[int, ...]
-NONE, SUM, UNKNOWN, SELECTED, OF_SUM, OF_COUNT = -1, -2, -3, -4, -5, -6
+NONE, SUM, UNKNOWN, SELECTED, OF_SUM, OF_COUNT, EXTREME, DECIDED = -1, -2, -3, -4, -5, -6, -7, -8
 """States other than the index of the batch dim: independent of the batch, summed over the samples, not known, elements
-of all samples that a mask chose, a function of a sum over fields of the batch, and whole numbers or truth values made
-of a count over the samples that the model computes."""
+of all samples that a mask chose, a function of a sum over fields of the batch, whole numbers or truth values made of a
+count over the samples that the model computes, the largest or smallest value of all samples, and what such a value or
+a truth about all samples decides."""
 
 _PRODUCTS = names("matmul mm bmm linear addmm baddbmm")
 _SUMS = names("sum mean")
 _SOFTMAXES = names("softmax _softmax log_softmax _log_softmax")
 _NORMALISATIONS = _SOFTMAXES | names("logsumexp var std var_mean linalg_vector_norm norm")
 SELECTIONS = names("argmax argmin amax amin any all max min")
+_BENDS = names(
+    "gt lt ge le eq ne isin bucketize searchsorted clamp clamp_min clamp_max relu relu6 leaky_relu hardtanh threshold "
+    "hardsigmoid hardswish abs sign sgn floor ceil round trunc frac fmod remainder floor_divide maximum minimum fmax "
+    "fmin max min index index_select embedding gather select one_hot"
+)
+"""Operations that depend on a value piece by piece: the numbers of a few samples may lie on one piece."""
+_PUT_TOGETHER = names("add sub rsub cat stack copy index_put select_scatter slice_scatter index_copy index_add")
+"""Operations that may put single samples beside others."""
 _RUNNING = names("cumsum cumprod logcumsumexp cummax cummin")
 _FINITE_CHECKS = names("isnan isinf isfinite")
 """Questions to a loss whose answer is the same for every loss that training goes on with."""
@@ -84,7 +97,7 @@ _FIRST_DIM = names(
 """Operations that keep the samples apart if they are the first dim of an operand and of the result."""
 _BEFORE_LAST = {"layer_norm": 1, "rms_norm": 1, "scaled_dot_product_attention": 2, "triu": 2, "tril": 2}
 """Operations that work along the last dims only -> how many."""
-_BESIDE_DIM = MOVED | _RUNNING | names("topk sort argsort split split_with_sizes chunk glu index_select")
+_BESIDE_DIM = MOVED | _RUNNING | names("topk sort argsort split split_with_sizes chunk glu")
 _BY_POSITION = MOVED | names(
     "linear matmul mm addmm bmm softmax _softmax log_softmax _log_softmax logsumexp linalg_vector_norm norm sum mean "
     "layer_norm rms_norm embedding clone contiguous to _to_copy detach alias dropout type_as getitem float "
@@ -92,13 +105,14 @@ _BY_POSITION = MOVED | names(
 )
 """Operations beside the pointwise ones whose rules look at the position of the batch dim, and not at its elements."""
 _ALONG_DIMS = names("roll flip")
-_GATHERS = names("gather scatter scatter_add scatter_reduce")
-_ONE_OPERAND = names("expand_as type_as index")
-"""Operations whose further operands decide no value, or choose within a sample."""
+_GATHERS = names("gather take_along_dim scatter scatter_add scatter_reduce")
+_ONE_OPERAND = names("expand_as type_as")
+"""Operations whose further operands decide no value."""
 MADE_ANEW = names("zeros_like ones_like full_like empty_like new_zeros new_ones new_full new_empty")
 """Operations that take a shape and a type from their operand, but no value."""
 _POSITIONS = names("arange eye linspace")
 """Operations whose rows differ without a batch."""
+_SHAPES = names("view reshape unsqueeze squeeze expand to _to_copy contiguous clone detach alias flatten unflatten")
 
 
 @dataclass(frozen=True)
@@ -352,13 +366,11 @@ class BatchWalk:
             return state
         if name in _ALONG_DIMS:
             dims = arguments_of(node)["dims"]
-            return state if dims and state not in {dim % len(before) for dim in dims} else UNKNOWN
+            return self._mixing(node) if state in {dim % len(before) for dim in dims or [state]} else state
         if name in _SAME_DIMS:
             return state
         if name in _FIRST_DIM:
             return 0 if state == 0 and len(after) == len(before) and after[0] == before[0] else UNKNOWN
-        if name == "index":  # one position of each sample, `x[torch.arange(batch), positions]`
-            return 0 if state == 0 and after and after[0] == before[0] else UNKNOWN
         moved = moved_dim(node, state) if name in _BESIDE_DIM else None
         return UNKNOWN if moved is None else moved
 
@@ -427,7 +439,11 @@ def _repeated(walk: BatchWalk, node: fx.Node, name: str) -> int:
 def _cat(walk: BatchWalk, node: fx.Node, name: str) -> int:
     """Return the batch dim of operands with the same dims that are joined, gathered or scattered along another one."""
     states = walk._of(node.all_input_nodes)
-    dim = arguments_of(node)["dim"] % len(shape_of(node))
+    if (given := arguments_of(node)["dim"]) is None:
+        return UNKNOWN
+    dim = given % len(shape_of(node))
+    if name in ("gather", "take_along_dim") and walk._states[node.args[0]] == dim:  # type: ignore[index]
+        return _chosen(walk, node, dim, node.all_input_nodes[1])
     if len(states) != 1 or (name in _GATHERS and dim in states):
         return UNKNOWN
     [state] = states
@@ -435,6 +451,77 @@ def _cat(walk: BatchWalk, node: fx.Node, name: str) -> int:
     if name == "stack":
         return state + int(dim <= state)
     return state if dim != state else UNKNOWN
+
+
+def _index(walk: BatchWalk, node: fx.Node, name: str) -> int:
+    """Return the batch dim of what indices choose: rows of a table, elements within each sample, or whole samples."""
+    arguments = arguments_of(node)
+    source, rank = arguments["self"], len(shape_of(arguments["self"]))
+    if name == "index":
+        given = {dim: index for dim, index in enumerate(arguments["indices"]) if index is not None}
+    else:
+        given = {int(arguments["dim"] % rank): arguments["index"]}
+    if any(dtype_of(index) in (torch.bool, torch.uint8) for index in given.values()):
+        return UNKNOWN
+    places = max(len(shape_of(index)) for index in given.values())  # dims of the result that the indices make
+    first = min(given) if max(given) - min(given) == len(given) - 1 else 0
+    state = walk._states[source]
+    if state >= 0 and state not in given:
+        if any(walk._states[index] != NONE for index in given.values()):
+            return walk._mixing(node)  # the elements of each sample are chosen by all samples
+        kept = [dim for dim in range(rank) if dim not in given].index(state)
+        return kept if kept < first else kept + places
+    others = {places - len(shape_of(i)) + walk._states[i] for i in given.values() if walk._states[i] != NONE}
+    if state == NONE:
+        return first + others.pop() if len(others) == 1 and min(others) >= 0 else UNKNOWN
+    chosen = _chosen(walk, node, state, given[state])
+    if chosen < 0 or others - {chosen + places - len(shape_of(given[state]))}:
+        return min(chosen, UNKNOWN)
+    return first + places - len(shape_of(given[state])) + chosen
+
+
+def _chosen(walk: BatchWalk, node: fx.Node, dim: int, index: fx.Node) -> int:
+    """Return the dim of an index that goes through the samples in their order, if it chooses along a batch dim.
+
+    Every other order mixes them, at any size: `x[torch.randperm(len(x))]`, `x[partner]`. What is computed from
+    positions and fields may stay within each sample (`flat[torch.arange(batch) * length + last]`): it is unknown.
+    """
+    [source, *_] = node.all_input_nodes
+    size, state, made = shape_of(source)[dim], walk._states[index], ancestors([index])
+    is_of_positions = any(_name(each) in _POSITIONS for each in made)
+    if walk.groups.get(source, 1) > 1 or not shape_of(index) or (state != NONE and (state < 0 or is_of_positions)):
+        return UNKNOWN
+    if any(each.op != "call_function" or is_random(each) or mutated_arguments(each) for each in made):
+        return walk._mixing(node)
+    sample = _numbers(index, made) % size // (size // walk._size)
+    found = [at for at in range(sample.dim()) if bool((sample == _samples_along(sample, at, walk._size)).all())]
+    if walk._size == 1 and not all(_name(each) in _SHAPES or _is_range(each) for each in made):
+        return UNKNOWN  # one sample has one order
+    return found[0] if found else walk._mixing(node)
+
+
+def _is_range(node: fx.Node) -> bool:
+    given = arguments_of(node)
+    return _name(node) == "arange" and (given.get("start") or 0, given.get("step", 1)) == (0, 1)
+
+
+def _samples_along(like: torch.Tensor, dim: int, samples: int) -> torch.Tensor:
+    """Return the sample at each position of a tensor that holds the whole batch along a dim; -1 if it cannot."""
+    size = like.shape[dim]
+    at = torch.full((size,), -1) if size % samples else torch.arange(size) // (size // samples)
+    return at.view([-1 if each == dim else 1 for each in range(like.dim())])
+
+
+def _numbers(node: fx.Node, made: set[fx.Node]) -> torch.Tensor:
+    """Return the value of a tensor that numbers in the graph make alone."""
+    values, copies = fx.Graph(), dict[fx.Node, fx.Node]()
+    copy_nodes(values, (each for each in node.graph.nodes if each in made), copies)
+    values.output(copies[node])
+    code = fx.GraphModule({}, values)
+    retarget(code, torch.device("cpu"))
+    with torch.no_grad(), torch.device("cpu"):
+        result: torch.Tensor = code()
+    return result
 
 
 def _aligned(walk: BatchWalk, node: fx.Node, name: str) -> int:
@@ -450,7 +537,7 @@ def _aligned(walk: BatchWalk, node: fx.Node, name: str) -> int:
     }
     if len(found) == 2 and all(shape[dim] > 1 for dim in found):
         return walk._mixing(node)  # each row of the one against each row of the other
-    if len(found) != 1:
+    if len(found) != 1 or min(found) < 0:
         return UNKNOWN
     [dim] = found
     if name != "broadcast_tensors":
@@ -550,9 +637,12 @@ _RULES: dict[str, Callable[[BatchWalk, fx.Node, str], int]] = {
     **dict.fromkeys(names("repeat repeat_interleave tile"), _repeated),
     "einsum": _einsum,
     "embedding": lambda walk, node, _: (
-        walk._states[node.all_input_nodes[-1]] if walk._states[node.all_input_nodes[0]] == NONE else UNKNOWN
+        walk._states[node.all_input_nodes[-1]]
+        if walk._states[node.all_input_nodes[0]] == NONE
+        else _chosen(walk, node, 0, node.all_input_nodes[-1])
     ),
     "broadcast_tensors": _aligned,
+    **dict.fromkeys(names("index index_select"), _index),
     **dict.fromkeys(names("cat stack") | _GATHERS, _cat),
 }
 
@@ -587,8 +677,9 @@ class _AssumingWalk(BatchWalk):
     """A walk that takes each operation without a rule for one that keeps the samples apart.
 
     Its batch dim is the one that grows with those of its operands; where that is not known, the one of the same size.
-    A number for all samples is taken for a mean, apart from the largest and the smallest. Only operations on sums over
-    the samples are reported: whether rows meet rows of other samples is decided by numbers.
+    A number for all samples is taken for a mean, apart from the largest and the smallest. Only operations on such
+    numbers are reported, and of the largest and smallest those that bend it or choose by it: whether rows meet rows of
+    other samples, and whether they are shifted or scaled by an extreme one, is decided by numbers.
     """
 
     def __init__(self, flow: Dataflow, needed: set[fx.Node], means: frozenset[fx.Node]) -> None:
@@ -603,10 +694,13 @@ class _AssumingWalk(BatchWalk):
         """Words for the first operation without a rule."""
         self._places_of: dict[fx.Node, str] = {}
         """Words for the code that an operation of a recording is in."""
+        self._is_recorded = False
+        """True for the operations of a call, of which Python reads numbers."""
+        self._without_rule: list[fx.Node] = []
 
     def _described(self, node: fx.Node) -> str:
         place = self._places_of.get(node, self.behind)
-        return f"{super()._described(node)}, on what may be a mean over the batch {place}"
+        return f"{super()._described(node)}, on what may be a number of all samples {place}"
 
     def _mixing(self, node: fx.Node) -> int:
         return super()._mixing(node) if any(self._states[each] < NONE for each in node.all_input_nodes) else UNKNOWN
@@ -617,14 +711,14 @@ class _AssumingWalk(BatchWalk):
         if (call := call_of(node)) is not None and call.recording is not None:
             return self._inside(node, call)
         if node.target is ITEM:
-            # What Python reads may decide by all samples if it is a mean, their rows, or a number of them. Whether
-            # there are any at all has the same answer for nearly every micro-batch.
+            # What Python computes with may decide by all samples if it is a mean, their rows, or a number of them.
             read: Any = node.args[0]
             state = self._states[read]
             if is_float(read):
-                decides = state in (SUM, OF_SUM) or (0 <= state < len(shape_of(read)) and shape_of(read)[state] > 1)
+                is_row = 0 <= state < len(shape_of(read)) and shape_of(read)[state] > 1
+                decides = is_row or state in (SUM, OF_SUM, EXTREME, DECIDED)
             else:
-                decides = state == OF_COUNT and is_truth(read) and read.args[1:] not in ((0,), (0.0,))
+                decides = state in (OF_COUNT, DECIDED) and not self._is_recorded
             self._coupled += [node] * decides
         sample = self._sample_of(node)
         if sample is not None or node in self._apart:
@@ -632,32 +726,116 @@ class _AssumingWalk(BatchWalk):
                 self._samples_in[node] = frozenset([sample])
             self.groups[node] = 1
             return NONE
-        state = super()._state(node)
-        if state == NONE and any(source in self._samples_in for source in node.all_input_nodes):
-            return self._of_loop(node)
+        if any(self._states[source] in (EXTREME, DECIDED) for source in node.all_input_nodes):
+            return self._of_extremes(node)
+        return self._of_others(node)
+
+    def _of_others(self, node: fx.Node) -> int:
+        state, inputs = super()._state(node), node.all_input_nodes
+        if any(source in self._samples_in for source in inputs):
+            if state == NONE:
+                return self._of_loop(node)
+            # One sample chooses for others, or scales them: `torch.where(flag[0], …)`.
+            is_single = any(source in self._samples_in and self._states[source] == NONE for source in inputs)
+            is_beside = is_single and op_name(node).rstrip("_") not in _PUT_TOGETHER
+            self._coupled += [node] * (is_beside and is_float(node))
         return self._assumed(node) if state == UNKNOWN and node.op == "call_function" else state
+
+    def _of_extremes(self, node: fx.Node) -> int:
+        """Return the state of an operation on the largest or smallest value of all samples, or on what it decides."""
+        name, inputs = op_name(node).rstrip("_"), node.all_input_nodes
+        held = {source: self._states[source] for source in inputs if self._states[source] in (EXTREME, DECIDED)}
+        self.groups[node] = 1
+        if name in MADE_ANEW or name in _FINITE_CHECKS:
+            return NONE
+        decides = DECIDED in held.values()
+        if is_float(node) and (decides or name in _BENDS):
+            return self._mixing(node)
+        # What it does to the others is as if it were a constant.
+        self._states |= dict.fromkeys(held, NONE)
+        state = self._of_others(node)
+        self._states |= held
+        if state == NONE:
+            return DECIDED if decides or name in _BENDS else EXTREME
+        return self._mixing(node) if name in _BENDS else state
 
     # Code that runs as written
 
     def _inside(self, node: fx.Node, call: OpaqueCall) -> int:
-        """Follow the operations that a call was recorded to run, and note the states of what it returns."""
-        recording, tensors = call.recording, node.args[1]
-        assert recording is not None
-        inner = _AssumingWalk(recording.flow, set(recording.flow.order), frozenset())
-        inner._samples, inner._size = self._samples, self._size
-        for given, tensor in zip(recording.given, tensors, strict=True):  # type: ignore[arg-type]
-            inner._given[given] = self._states[tensor]
-            inner.groups[given] = self.groups[tensor]
-        inner.follow()
+        """Follow the operations that a call was recorded to run, and note the states of what it returns.
+
+        Where Python reads a number, the call is recorded again with another one. If that changes what it does, all
+        samples must not decide it; what a counter, a parameter or a draw decides is followed on both sides.
+        """
+        assert call.recording is not None
+        # Outside of the export, torch may run other kernels: what is compared is recorded there.
+        drawn = [None, 0, 1] if call.draws_on_host else [None] if call.recording.reads else []
+        recordings = [each for high in drawn if isinstance(each := call.recorded({}, high), Recording)]
+        recordings = recordings or [call.recording]
+        natural = {place_of(read) for read in recordings[0].reads}
+        tried, found, dims, first = set[Any](), list[fx.Node](), list[int](), None
+        for recording in recordings:  # which grow
+            walk = self._followed(node, recording)
+            returned = [walk._states[n] if walk.groups.get(n, 1) == 1 else UNKNOWN for n in recording.returned]
+            if first is None:
+                first, dims = walk, returned
+                found += walk._coupled
+            else:  # numbers were compared on the first side only
+                known = {text_of(each) for each in first._flow.order}
+                found += [*walk._coupled, *(each for each in walk._without_rule if text_of(each) not in known)]
+                pairs = zip(recordings[0].returned, recording.returned, strict=False)
+                found += [n for one, n in pairs if n in walk._totals and one not in first._totals]
+                dims = [one if one == other else UNKNOWN for one, other in zip(dims, returned, strict=False)]
+            for at, read in enumerate(recording.reads):
+                samples = walk._readers(read)
+                for number in other_numbers(recording, call, at, samples):
+                    place = (*place_of(read)[:-1], number)
+                    if place in tried or (place in natural and not samples):
+                        continue
+                    tried.add(place)
+                    other = (
+                        call.recorded(recording.answered(at, number)) if len(tried) < MOST_BRANCHES else TimeoutError()
+                    )
+                    if isinstance(other, Exception):
+                        found += [read] * (isinstance(number, bool) and not is_check(other))
+                    elif not samples:
+                        recordings += [other] * (texts_of(other) != texts_of(recording))
+                    elif not is_guard(recording, other, read):
+                        beside = [self._followed(node, each)._beside(samples) for each in (recording, other)]
+                        found += [read] * (beside[0] != beside[1])
         if node in self._needed:
-            self._coupled += inner._coupled
-            self._needed |= set(inner._coupled)
-            self._places_of |= dict.fromkeys(inner._coupled, f"in {call.label or 'its forward'}, which runs as written")
-            self._places_of |= inner._places_of
+            self._coupled += found
+            self._needed |= set(found)
+            places = dict.fromkeys(found, f"in {call.label or 'its forward'}, which runs as written")
+            self._places_of |= {**places, **self._places_of}
         self.groups[node] = 1
-        dims = [inner._states[each] if inner.groups.get(each, 1) == 1 else UNKNOWN for each in recording.returned]
         self._dims_of_outputs[node] = dims
         return next((dim for dim in dims if dim >= 0), UNKNOWN)
+
+    def _followed(self, node: fx.Node, recording: Recording) -> _AssumingWalk:
+        """Return a walk through the operations of a call."""
+        inner = _AssumingWalk(recording.flow, set(recording.flow.order), frozenset())
+        inner._samples, inner._size, inner._is_recorded = self._samples, self._size, True
+        for given, tensor in zip(recording.given, node.args[1], strict=True):  # type: ignore[arg-type]
+            inner._given[given] = self._states[tensor]
+            inner.groups[given] = self.groups[tensor]
+            if tensor in self._samples_in:
+                inner._samples_in[given] = self._samples_in[tensor]
+        inner.follow()
+        self._places_of |= inner._places_of
+        return inner
+
+    def _readers(self, read: fx.Node) -> frozenset[int] | None:
+        """Return the samples that decide a number that Python reads; all of the batch, or none."""
+        value: Any = read.args[0]
+        if self._states[value] != NONE:
+            return frozenset(range(self._size)) if self._size > 1 else frozenset([0, 1])
+        return self._samples_in.get(value)
+
+    def _beside(self, samples: frozenset[int]) -> list[str]:
+        """Return the operations that are not those of single samples among the given ones."""
+        nodes = (n for n in self._flow.order if len(samples) > 1 or self._samples_in.get(n) != samples)
+        return sorted(text_of(each) for each in nodes if each.target is not ITEM)
 
     # A loop over the samples
 
@@ -691,6 +869,8 @@ class _AssumingWalk(BatchWalk):
         if len(samples) == 1 or (name in ("cat", "stack") and len(samples) < self._size):
             self._samples_in[node] = samples
             return NONE
+        if name in ("mul", "div", *_PRODUCTS):
+            return super()._mixing(node)  # of two samples
         if name in ("cat", "stack") and shape_of(node):
             dim = int(arguments_of(node)["dim"] % len(shape_of(node)))
             return dim if shape_of(node)[dim] % self._size == 0 else self._assumed(node)
@@ -710,8 +890,15 @@ class _AssumingWalk(BatchWalk):
 
     def _assumed(self, node: fx.Node) -> int:
         value, inputs = node.meta.get("val"), node.all_input_nodes
-        if op_name(node).rstrip("_") in SELECTIONS:
-            return NONE
+        self._without_rule.append(node)
+        if (name := op_name(node).rstrip("_")) in SELECTIONS:
+            [source, *_] = inputs
+            if _name(source) in _FINITE_CHECKS:
+                return NONE
+            extreme = DECIDED if name in ("any", "all", "argmax", "argmin") else EXTREME
+            if isinstance(value, (list, tuple)):
+                self._dims_of_outputs[node] = [extreme, DECIDED]
+            return extreme
         if isinstance(value, (list, tuple)):
             self._dims_of_outputs[node] = dims = self._places(node, value)
             return next((dim for dim in dims if dim >= 0), UNKNOWN)
@@ -719,6 +906,8 @@ class _AssumingWalk(BatchWalk):
             return of_output
         if not isinstance(value, torch.Tensor):
             return UNKNOWN
+        if name == "nanmean":
+            return super()._mixing(node)  # it divides by a count of the values
         if not all(isinstance(size, int) for size in value.shape):
             return SELECTED
         if any(not isinstance(size, int) for source in inputs for size in shape_of(source)) and not value.shape:
@@ -730,12 +919,18 @@ class _AssumingWalk(BatchWalk):
         rows = [source for source in node.all_input_nodes if self._states[source] >= 0]
         shapes = [sizes_of(value) for value in values]
         larger = _shapes_of_more_samples(node, {source: self._states[source] for source in rows})
+        is_known = bool(larger) and len(rows) == len([s for s in node.all_input_nodes if self._states[s] != NONE])
         places = []
         for index, shape in enumerate(shapes):
+            if not all(isinstance(size, int) for size in shape):
+                places.append(SELECTED)
+                continue
             grown = larger[index] if larger and len(larger[index]) == len(shape) else shape
-            same = (d for s in rows if (d := self._states[s]) < len(shape) and shape[d] == shape_of(s)[d])
+            at = ((self._states[source], shape_of(source)) for source in rows)
+            same = (d for d, of in at if d < len(shape) and isinstance(of[d], int) and shape[d] == of[d])
             dims = [dim for dim, (less, more) in enumerate(zip(shape, grown, strict=True)) if less != more]
-            unplaced = SUM if not shape or op_name(node).rstrip("_") in COUNTS else next(same, UNKNOWN)
+            is_of_all = not shape or (is_known and not dims) or op_name(node).rstrip("_") in COUNTS
+            unplaced = SUM if is_of_all else next(same, UNKNOWN)
             places.append(dims[0] if len(dims) == 1 else unplaced)
         return places
 

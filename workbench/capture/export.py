@@ -30,7 +30,6 @@ from workbench.capture.host_draws import (
     drawn_from,
     fresh_draws_refused,
     host_states,
-    refuse_generators,
     refused_draw,
     stopped_at_draw,
 )
@@ -196,7 +195,6 @@ def _export_on(
     with lean(), warnings.catch_warnings():
         warnings.filterwarnings("ignore", "A model attribute .* requires gradient")  # a note of the plan says more
         module = remove_checks(program.module(check_guards=False))
-    refuse_generators(module, name)
     rename_in_stacks(module.graph, renamed)
     inline_regions(module)
     keep_calls(module.graph)

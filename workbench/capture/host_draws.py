@@ -16,13 +16,12 @@ from types import FrameType, FunctionType, ModuleType
 from typing import Any
 
 import torch
-from torch import fx, nn
+from torch import nn
 
 from workbench.capture.observed_forward import DEPTH, items_of
-from workbench.capture.operations import tensor_at
 from workbench.capture.torch_internals import patched
 from workbench.errors import CaptureError
-from workbench.user_code import SourceLine, is_of_model, is_users, line_at, line_of_node
+from workbench.user_code import SourceLine, is_of_model, is_users, line_at
 
 _SOURCES = ("random.py", "secrets.py", "uuid.py")
 """Files of Python's own library that draw for those who call them."""
@@ -34,11 +33,16 @@ class Drawn(CaptureError):
     """The user's own code draws from Python's or NumPy's generators, and can draw from torch's instead."""
 
 
-def host_states(model: nn.Module) -> dict[str, Any]:
-    """Return the states of all generators of `own_states`, and of Python's and NumPy's default ones, by name."""
+def default_states() -> dict[str, Any]:
+    """Return the states of Python's and NumPy's default generators by name, in a form that can be compared."""
     numpy = sys.modules.get("numpy")
-    states: dict[str, Any] = {"Python's random numbers": random.getstate(), **own_states(model)}
+    states: dict[str, Any] = {"Python's random numbers": random.getstate()}
     return states if numpy is None else states | {"NumPy's random numbers": repr(numpy.random.get_state())}
+
+
+def host_states(model: nn.Module) -> dict[str, Any]:
+    """Return the states of the default generators and of all that `own_states` finds."""
+    return default_states() | own_states(model)
 
 
 def own_states(model: nn.Module) -> dict[str, Any]:
@@ -110,18 +114,6 @@ def refused_draw(source: str, line: SourceLine, model: str) -> CaptureError:
     )
 
 
-def refuse_generators(module: fx.GraphModule, model: str) -> None:
-    """Raise `CaptureError` if an operation draws from a `torch.Generator` of the user's own."""
-    for node in module.graph.find_nodes(op="get_attr"):
-        if isinstance(tensor_at(module, str(node.target)), torch.Generator):
-            line = line_of_node(next(iter(node.users), node))
-            raise line.error(
-                model,
-                f"draws from a torch.Generator of its own{line.where}, whose state no checkpoint holds. Leave "
-                "generator= out: torch's default generator is seeded in each step.",
-            )
-
-
 @contextlib.contextmanager
 def fresh_draws_refused(model: str) -> Iterator[None]:
     """Refuse, inside a `with` block, what the user's code draws from the system or from a generator without a seed."""
@@ -165,3 +157,38 @@ def stopped_at_draw(model: nn.Module, name: str) -> Iterator[None]:
         yield
     finally:
         sys.settrace(previous)
+
+
+_FORCED, _WORDS = 64, 624
+"""Words of a Mersenne Twister that are set, and those of its state. The others are random, so that a draw that rejects
+ends."""
+
+
+@contextlib.contextmanager
+def extreme_draws(high: int | None) -> Iterator[None]:
+    """Let Python's and NumPy's first draws be the smallest numbers (0) or the largest ones (1), or as ever (None)."""
+    if high is None:
+        yield
+        return
+    word, rest = (_LARGEST if high else 0), random.Random(0)
+    words = [word] * _FORCED + [rest.getrandbits(32) for _ in range(_WORDS - _FORCED)]
+    random.setstate((3, (*words, 0), None))
+    if (numpy := sys.modules.get("numpy")) is not None:
+        numpy.random.set_state(("MT19937", words, 0))
+    yield
+
+
+def _untempered(number: int) -> int:
+    """Return the word of a Mersenne Twister's state that gives a number of 32 bits (doi:10.1145/272991.272995)."""
+    number ^= number >> 18
+    number ^= number << 15 & 0xEFC60000
+    found = number
+    for _ in range(7):
+        found = number ^ (found << 7 & 0x9D2C5680)
+    number = found
+    for _ in range(3):
+        found = number ^ found >> 11
+    return found & 0xFFFFFFFF
+
+
+_LARGEST = _untempered(0xFFFFFFFF)

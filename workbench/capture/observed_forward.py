@@ -9,6 +9,7 @@ import contextlib
 import ctypes
 import functools
 import gc
+import math
 import operator
 import sys
 import weakref
@@ -550,7 +551,8 @@ def forget(made: Sequence[weakref.ref[torch.Tensor]]) -> None:
 # The operations that user's code runs, recorded as a graph with their shapes: what is known where no export is.
 #
 # Code that export cannot follow runs on random tensors before it becomes an opaque call. The recording has the branches
-# that such a run took. Where the code takes a number from a tensor (`loss.item()`, `if loss > 1`), it has an operation.
+# that such a run took. Where the code takes a number from a tensor (`loss.item()`, `if loss > 1`), it has an operation,
+# and another run may be given another number there, which shows the other branch.
 
 _NUMBER = torch.ops.aten._local_scalar_dense.default
 ITEM = torch.ops.aten.item.default
@@ -573,6 +575,14 @@ class Recording:
     """The tensors that the call was given, in order."""
     returned: tuple[fx.Node, ...]
     """The tensors that it returned, and the new values of the buffers that it wrote."""
+    reads: tuple[fx.Node, ...]
+    """The operations that handed one number to Python, in order; their value is the number."""
+    answers: Mapping[int, Any]
+    """Numbers that the first reads were given in place of the tensors' own."""
+
+    def answered(self, at: int, number: Any) -> dict[int, Any]:
+        """Return the numbers for the same reads as here, and another one for the read `at`."""
+        return {place: read.meta["val"] for place, read in enumerate(self.reads[:at])} | {at: number}
 
 
 class Recorder(TorchDispatchMode):
@@ -583,9 +593,20 @@ class Recorder(TorchDispatchMode):
 
     supports_higher_order_operators = True
 
-    def __init__(self, compiles: bool, given: Sequence[torch.Tensor] | None = None) -> None:
-        """`compiles` says that the code compiles a part of itself, in which operations are not seen."""
+    def __init__(
+        self,
+        compiles: bool,
+        given: Sequence[torch.Tensor] | None = None,
+        answers: Mapping[int, Any] | None = None,
+        most: float = math.inf,
+    ) -> None:
+        """`compiles` says that the code compiles a part of itself, in which operations are not seen.
+
+        `answers` are the numbers that Python is handed in place of the tensors' own, by their order. With these, more
+        than `most` operations raise `RuntimeError`, since a number may be that of the turns of a loop.
+        """
         super().__init__()
+        self._answers, self._reads, self._left = answers or {}, list[fx.Node](), most
         self.flops, self._compiles = 0.0, compiles
         self._graph, self._nodes, self._is_on = fx.Graph(), WeakTensorKeyDictionary(), given is not None
         self._given = [self._graph.placeholder(f"given_{at}") for at in range(len(given or ()))]
@@ -597,11 +618,22 @@ class Recorder(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
+        given = args, kwargs
         result = func(*args, **kwargs)
         if (formula := flop_registry.get(getattr(func, "_overloadpacket", func))) is not None:
             self.flops += formula(*args, **kwargs, out_val=result)
         if self._is_on:
-            node = self._call(ITEM if func is _NUMBER else func, args, kwargs)
+            self._left -= 1
+            if self._left < 0:
+                raise RuntimeError("more operations than a branch has")
+            is_read = isinstance(result, (bool, int, float))
+            if is_read and func is not _NUMBER:  # such as `torch.equal`
+                args = (torch.empty((), dtype=torch.bool),)
+                self._set(args[0], self._call(func, *given))
+            node = self._call(ITEM if is_read else func, args, kwargs)
+            if is_read:
+                result = self._answers.get(len(self._reads), result)
+                self._reads.append(node)
             self._set(result, node)
         return result
 
@@ -616,7 +648,13 @@ class Recorder(TorchDispatchMode):
         results = tuple(self._node(tensor) for tensor in returned)
         order = {node: at for at, node in enumerate(self._graph.nodes)}
         none: frozenset[fx.Node] = frozenset()
-        return Recording(Dataflow(order, {}, none, none, none, none, {}), tuple(self._given), results)
+        return Recording(
+            Dataflow(order, {}, none, none, none, none, {}),
+            tuple(self._given),
+            results,
+            tuple(self._reads),
+            self._answers,
+        )
 
     def _call(self, func: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> fx.Node:
         leaves, structure = pytree.tree_flatten((tuple(args), dict(kwargs)))

@@ -19,7 +19,7 @@ import random
 import sys
 import weakref
 import zlib
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextvars import ContextVar
 from dataclasses import dataclass, field, replace
 from threading import Thread
@@ -31,7 +31,13 @@ from torch import fx, nn
 from torch._subclasses.fake_tensor import FakeTensor
 
 from workbench.capture.aliasing import OneName, Registered, memory_of
-from workbench.capture.host_draws import drawn_from, fresh_draws_refused, own_states
+from workbench.capture.host_draws import (
+    default_states,
+    drawn_from,
+    extreme_draws,
+    fresh_draws_refused,
+    own_states,
+)
 from workbench.capture.observed_forward import (
     Change,
     Held,
@@ -121,6 +127,10 @@ class OpaqueCall:
     """True for each of `modules` that was in train mode."""
     recording: Recording | None = None
     """The operations of a run on random arguments."""
+    again: Callable[[Mapping[int, Any], int | None], Recording] | None = None
+    """Records that run another time, in which Python is given other numbers: see `recorded`."""
+    draws_on_host: bool = False
+    """True if the code draws from Python's or NumPy's generator."""
     has_other_names: bool = False
     """True if the code read one of `registered` by another name."""
 
@@ -250,6 +260,15 @@ class OpaqueCall:
         self.flops = recorder.flops
         if seed == _SEEDS[-1]:
             self.recording = recorder.recording([*outputs, *new])
+            # The tensors with values are the model's, whose memory this does not hold.
+            held = [
+                weakref.ref(value) if isinstance(value, torch.Tensor) else lambda value=value: value for value in values
+            ]
+            shapes = [
+                torch.empty([s if isinstance(s, int) else 0 for s in t.shape], dtype=t.dtype, device="meta")
+                for t in given
+            ]
+            self.again = functools.partial(self._again, shapes, held, device, centred)
         num_places = len(self.places)
         for index in self.written:
             is_buffer = index < num_places and self.places[index].table == "_buffers"
@@ -263,6 +282,47 @@ class OpaqueCall:
             raise NotOpaque(f"{self.label} returns a type that cannot be taken apart.")
         self.result_leaves = [_TENSOR if isinstance(leaf, torch.Tensor) else leaf for leaf in leaves]
         self.specs = specs
+
+    def _again(
+        self,
+        given: Sequence[torch.Tensor],
+        held: Sequence[Callable[[], Value]],
+        device: torch.device,
+        centred: bool,
+        answers: Mapping[int, Any],
+        drawn: int | None,
+    ) -> Recording:
+        with untouched_generators(device), extreme_draws(drawn), torch.set_grad_enabled(self.takes_derivatives):
+            torch.manual_seed(_SEEDS[-1])
+            tensors = [_real(t, v(), device, _SEEDS[-1], centred) for t, v in zip(given, held, strict=True)]
+            tensors = self._leaves(tensors) if self.takes_derivatives else tensors
+            most = _MOST_TIMES * len(self.recording.flow.order) + _MOST_MORE  # type: ignore[union-attr]
+            recorder = Recorder(self.compiles, tensors, answers, most)
+            with recorder.watching(), contextlib.ExitStack() as stack:
+                if self.modules:
+                    stack.callback(Held(self.modules[0]).restore)
+                _, outputs, new = self.compute(tensors)
+        return recorder.recording([*outputs, *new])
+
+    def recorded(self, answers: Mapping[int, Any], drawn: int | None = None) -> Recording | Exception:
+        """Return the recording of a run in which the numbers of some reads are others, by the order of the reads.
+
+        With `drawn`, Python's and NumPy's first draws give their smallest (0) or largest (1) numbers. Returns what the
+        run raised, if it did.
+        """
+        results: list[Recording | Exception] = []
+
+        def run() -> None:
+            try:
+                with originals():
+                    results.append(self.again(answers, drawn))  # type: ignore[misc]
+            except Exception as error:
+                results.append(error)
+
+        thread = Thread(target=run)
+        thread.start()
+        thread.join()
+        return results[0]
 
     def _results(self, tensors: Sequence[torch.Tensor], before: Callable[[], None] | None = None) -> list[torch.Tensor]:
         """Run the code with the same random numbers each time, and return the tensors that it returns."""
@@ -341,13 +401,14 @@ class OpaqueCall:
             # A new thread starts with the first GPU as its current device.
             current = torch.cuda.device(device) if device.type == "cuda" else contextlib.nullcontext()
             with current, originals(), untouched_generators(device), fresh_draws_refused(self.label):
-                before = self._own_states()
+                before, on_host = self._own_states(), default_states()
                 for grad, centred in itertools.product((False, True), (True, False)):
                     try:
                         self.takes_derivatives = grad
                         self.specs, self.written, self.recording = [], [], None
                         for seed in _SEEDS:
                             self._try(given, values, device, seed, centred, grad)
+                        self.draws_on_host = bool(drawn_from(on_host, default_states()))
                         failure.clear()
                         self._examine([_real(*pair, device, 0, centred) for pair in zip(given, values, strict=True)])
                         if source := drawn_from(before, self._own_states()):
@@ -374,6 +435,8 @@ class OpaqueCall:
 
 _TENSOR = object()
 """Stands for a tensor among the leaves of a structure."""
+_MOST_TIMES, _MOST_MORE = 3, 300
+"""Operations that another branch may have: a multiple of those of the first, and a few more."""
 _SEEDS = (0, 1, 2)
 """Seeds of the runs before a call becomes opaque; the last one, which knows what the code writes, is recorded."""
 

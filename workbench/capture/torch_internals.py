@@ -251,7 +251,7 @@ def exportable(model: nn.Module, name: str, loss_of: Callable[..., Any]) -> Iter
 
 
 class _Followed(TorchFunctionMode):
-    """Gives export what it cannot follow in another form.
+    """Gives export what it cannot follow in another form, and refuses draws from a generator of the user's own.
 
     `tensor.data` becomes `tensor.detach()`, and to assign to it is refused. A comparison of `torch.rand(())`, which is
     in [0, 1), with a rate that decides it alone (`torch.rand([]) < 0.0` of a model without layer drop) is a constant.
@@ -271,6 +271,14 @@ class _Followed(TorchFunctionMode):
                 f"cannot be captured: it puts another tensor in place of one of its own{line.where}. Compute with the "
                 "new value in place of assigning it: for weight.data = torch.renorm(weight.data, 2, 0, 1.0), give "
                 "torch.renorm(weight, 2, 0, 1.0) to the function that uses it.",
+            )
+        own = (kwargs or {}).get("generator")
+        if own is not None and own is not torch.default_generator:
+            line = line_of_running_code()
+            raise line.error(
+                self._name,
+                f"draws from a torch.Generator of its own{line.where}, whose state no checkpoint holds. Leave "
+                "generator= out: torch's default generator is seeded in each step.",
             )
         if len(args) == 2 and isinstance(args[1], (int, float)) and args[0] in self._drawn:
             of_rate = _OF_UNIFORM.get(getattr(func, "__name__", "").strip("_"))
