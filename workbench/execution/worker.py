@@ -75,12 +75,14 @@ from workbench.rundir import (
     read_object,
     read_record,
     redirect_output,
+    stop_grace_s,
     this_process,
+    until_there_is_room,
     write_json,
     write_record,
 )
 from workbench.secrets import masked_words
-from workbench.step_table import num_logged
+from workbench.step_table import num_logged, num_waiting, write_waiting
 from workbench.units import GIB, gib
 from workbench.user_code import user_path
 
@@ -160,7 +162,10 @@ def train(run: RunDir, worker_type: type[TrainingWorker], *, heeds_signals: bool
         facts = {"rank": rank, "stage": stage, "type": type(cause).__name__, "message": message}
         if isinstance(cause, NonFiniteLoss):  # all ranks raise it, and one of the stage where it arose tells
             facts |= {"facts": cause.facts, "is_origin": cause.facts.get("stage", stage) == stage}
-        write_record(run.error(rank), {**facts, "traceback": masked_words(formatted(error)), "time": time.time()})
+        if rank == 0 and (lost := num_waiting(run.path)):
+            facts["message"] = message = f"{message} {lost:,} logged steps could not be written: the disk is full."
+        facts |= {"traceback": masked_words(formatted(error)), "time": time.time()}
+        until_there_is_room(lambda: write_record(run.error(rank), facts), stop_grace_s() / 8)
         enter("failed", f"rank {rank} (stage {stage}): {type(cause).__name__}: {message}".splitlines()[0])
         raise
     if rank == 0 and steps >= target:
@@ -201,7 +206,7 @@ class TrainingWorker:
             self.is_main = dist.get_rank() == 0
             self.heartbeat = Heartbeat(run_dir, dist.get_rank())
             self._stop_requested = False
-            self._digests: build.Digests = {}
+            self.digests: build.Digests = {}
             self.samples = TrainingSamples(self.experiment, self.coordinate, self.device)
             self._initial_rss = psutil.Process().memory_info().rss
             torch.set_float32_matmul_precision("high" if plan.precision == "bf16" else "highest")
@@ -224,7 +229,7 @@ class TrainingWorker:
         with build.build_lock(self.plan.model_bytes, self.device, self.accelerator.local_process_index) as is_together:
             graph, evaluated, sampled, stages, extras = self._build_stages(context, compile, is_together)
         if not is_together:  # the models are freed, so that a difference can only be told
-            build.take_from_rank_0(experiment.model.name, self._digests, {}, self.device)
+            build.take_from_rank_0(experiment.model.name, self.digests, {}, self.device)
         absent = round(absent_flops(graph, experiment.sparsity) * experiment.largest_batch)
         self.plan = replace(self.plan, flops_per_step=self.plan.flops_per_step - absent)
         trainer = Trainer(experiment, self.plan, graph, stages, context, self.coordinate)
@@ -269,7 +274,7 @@ class TrainingWorker:
                 if dist.is_initialized() and checkpoints.is_idle:  # A thread that still writes may use a group.
                     dist.destroy_process_group()
         if self.is_main:
-            append_event(self.run_dir.events, "end", steps=progress.step, seconds=progress.seconds)
+            log_end(self.run_dir, progress)
         return progress.step
 
     def _build_stages(
@@ -279,26 +284,13 @@ class TrainingWorker:
         plan, experiment = self.plan, self.experiment
         with self._timed_phase("build"):
             model = build_model_of(self)
-            start = build.Start.read(self.run_dir.start_tensors)
-            if start is not None:
-                start.give_back(model)
         captured = CapturedModel(experiment, plan.micro_batch, model)
         with self._timed_phase("capture"):
             graph = captured.step_graph(plan.loss_samples)
             evaluated = None if experiment.evaluation is None else captured.evaluation(experiment, plan.loss_samples)
             sampled = captured.samples(experiment)
         with self._timed_phase("stage"):
-            graphs = [graph, *([] if evaluated is None else [evaluated]), *sampled]
-            name, tensors = experiment.model.name, build.held_tensors(model, graphs)
-            self._digests = build.digests(tensors, graphs)
-            if plan.world > 1 and is_together:
-                taken = build.take_from_rank_0(name, self._digests, tensors, self.device)
-                if taken:
-                    print(f"Every rank has the values of rank 0 in what differed: {', '.join(taken)}.", flush=True)
-            if self.is_main and start is None:
-                build.Start.of(model, self._digests, self.device).write(self.run_dir.start_tensors)
-            elif start is not None and self.is_main:
-                self._compare(start, model, graph)
+            hold_in_common(self, model, [graph, *([] if evaluated is None else [evaluated]), *sampled], is_together)
             check_runnable(experiment, plan, facts_of(experiment, captured))
             extras = CheckpointExtras()
             if self.is_main:
@@ -314,30 +306,6 @@ class TrainingWorker:
                 plan, self.coordinate, model, code, context, compile=compile, autocast=autocast, compact=compact
             )
         return graph, evaluated, sampled, stages, extras
-
-    def _compare(self, start: build.Start, model: torch.nn.Module, graph: Graph) -> None:
-        """Raise `PlanMismatch` for a tensor that no checkpoint holds and that is another than at the start of the run.
-
-        Of a clone, which begins with weights of its own, others than those of the run that it was cloned from are told.
-        """
-        name, unlike = self.experiment.model.name, start.unlike(self._digests, self.device)
-        registered = {*dict(model.named_parameters()), *dict(model.named_buffers())}
-        if others := [each for each in unlike if each not in registered]:
-            what = build.words_of_constant(graph, others[0])
-            raise PlanMismatch(
-                f"{name} is another than when the run was started: {what} has another content{and_more(others)}, "
-                "although Python's, NumPy's and torch's generators were seeded alike. Something draws it without a "
-                "seed, or reads it from outside. Let the model register it, self.register_buffer(...), which "
-                "checkpoints store, or seed what draws it, numpy.random.default_rng(torch.initial_seed()), and launch "
-                "the run anew."
-            )
-        if unlike and not self.run_dir.resume.exists():
-            log_event(
-                self.run_dir.events,
-                "code_problem",
-                message=f"{name} begins with other weights than the run that was cloned ({unlike[0]}"
-                f"{and_more(unlike)}): its constructor draws them without a seed.",
-            )
 
     def _code_to_run(self, graph: Graph) -> Graph:
         """Return the graph that is trained, which a worker of another purpose may change."""
@@ -499,10 +467,51 @@ def experiment_of(run_dir: RunDir, *, is_fresh: bool = True, is_exact: bool = Fa
     return Experiment.from_json(read_record(run_dir.experiment), code)
 
 
+def hold_in_common(worker: TrainingWorker, model: torch.nn.Module, graphs: Sequence[Graph], together: bool) -> None:
+    """Let the ranks hold the same, if they are here `together`, and compare it with what the run held at its start.
+
+    Raises `PlanMismatch` for what a block computes, and for a tensor that no checkpoint holds and that is another than
+    at the start. A clone tells that it begins with other weights than its run. A run that begins writes its start down.
+    """
+    run_dir, device, name = worker.run_dir, worker.device, worker.experiment.model.name
+    tensors = build.held_tensors(model, graphs)
+    worker.digests = digests = build.digests(tensors, graphs)
+    if worker.plan.world > 1 and together and (taken := build.take_from_rank_0(name, digests, tensors, device)):
+        print(f"Every rank has the values of rank 0 in what differed: {', '.join(taken)}.", flush=True)
+    if not worker.is_main:
+        return
+    start = build.Start.read(run_dir.start_tensors)
+    if start is None:
+        build.Start.of(model, digests, device).write(run_dir.start_tensors)
+        return
+    unlike = start.unlike(digests, device)
+    registered = {*dict(model.named_parameters()), *dict(model.named_buffers())}
+    if others := [each for each in unlike if each not in registered]:
+        raise PlanMismatch(
+            f"{name} is another than when the run was started: {build.words_of_constant(graphs[0], others[0])} has "
+            f"another content{and_more(others)}, although Python's, NumPy's and torch's generators were seeded alike. "
+            "Something draws it without a seed, or reads it from outside. Let the model register it, "
+            "self.register_buffer(...), which checkpoints store, or seed what draws it, "
+            "numpy.random.default_rng(torch.initial_seed()), and launch the run anew."
+        )
+    if unlike and not run_dir.resume.exists():
+        said = (
+            f"{name} begins with other weights than the run that was cloned ({unlike[0]}{and_more(unlike)}): its "
+            "constructor draws them without a seed."
+        )
+        log_event(run_dir.events, "code_problem", message=said)
+
+
 def build_model_of(worker: TrainingWorker) -> torch.nn.Module:
-    """Build a rank's model, without loading weights that a checkpoint will replace: their folder may have gone."""
+    """Build a rank's model with the tensors of the run's start that no checkpoint holds.
+
+    Weights that a checkpoint will replace are not loaded: their folder may have gone.
+    """
     factory = worker.experiment.factory(loads=requested_checkpoint(worker.run_dir) is None)
-    return build.build_model(factory, worker.plan.model_bytes, worker.device, worker.experiment.seed)
+    model = build.build_model(factory, worker.plan.model_bytes, worker.device, worker.experiment.seed)
+    if (start := build.Start.read(worker.run_dir.start_tensors)) is not None:
+        start.give_back(model)
+    return model
 
 
 def error_message(cause: BaseException, plan: Plan) -> str:
@@ -541,6 +550,17 @@ def report_rejected(run_dir: RunDir, path: Path, reason: str) -> None:
     """Log that a damaged checkpoint was passed over."""
     print(f"skipped a checkpoint: {reason}", flush=True)
     log_event(run_dir.events, "checkpoint_problem", step=step_of(path), path=str(path), message=reason)
+
+
+def log_end(run_dir: RunDir, progress: TrainingProgress) -> None:
+    """Log the end of a training, once everything before it is written; raises `OSError` if a disk stays full."""
+
+    def write() -> None:
+        write_waiting(run_dir.path)
+        rows = num_logged(run_dir.path)
+        append_event(run_dir.events, "end", steps=progress.step, seconds=progress.seconds, rows=rows)
+
+    until_there_is_room(write, stop_grace_s() / 4)
 
 
 def log_data_use(run_dir: RunDir, experiment: Experiment, progress: TrainingProgress) -> None:
