@@ -134,6 +134,21 @@ class CapturedModel:
             return division_of(self.graph, self._experiment.build, _samples(self._experiment))
 
     @memoised
+    def obstacle_at(self, micro_batch: int) -> str:
+        """Return why the batch cannot be divided into micro-batches of so many samples, in words; empty if it can.
+
+        Numbers that agree for micro-batches of two agree for every multiple of two, as for samples that come in pairs.
+        For others they are compared anew, if operations alone do not tell that the samples are apart.
+        """
+        if micro_batch % self._micro_batch == 0 or not self.graph.unknown_coupling:
+            return ""
+        try:
+            coupled = CapturedModel(self._experiment, micro_batch).division.coupled
+        except CaptureError as error:
+            return str(error)
+        return f"Its loss compares the samples of a micro-batch: {coupled[0]}." if coupled else ""
+
+    @memoised
     def tower_and_tail(self, samples: int) -> Graph:
         """Return the graph of so many samples with the part of its loss that compares them as the last block.
 

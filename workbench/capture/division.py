@@ -17,6 +17,7 @@ import torch
 from torch import nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
 from workbench.capture.gathering import join_rows
 from workbench.capture.graph import Block, Graph
@@ -205,7 +206,7 @@ def division_fault(
             if types[0] == types[1]:
                 raise CaptureError(
                     f"The captured graph of {graph.model} does not compute the model's loss: {wrong} of the graph. "
-                    "This is a fault of the capture; please report it with the model."
+                    f"{comparison.reason(one)}"
                 )
             pairs = zip(graph.blocks, *types, strict=False)
             unlike = next((block.name for block, *both in pairs if both[0] != both[1]), "loss")
@@ -317,6 +318,14 @@ class _Comparison:
             found = whole.differs_from(divided)
             if found[0] <= tolerances[0] and found[1] <= tolerances[1]:
                 return ""
+            again = whole.differs_from(self._whole(batch))
+            if again[0] > tolerances[0] or again[1] > tolerances[1]:
+                raise CaptureError(
+                    f"The forward of {self._graph.model} computes something else each time that it is called with the "
+                    f"same samples, weights and seeds (losses differ by {again[0]:.2%}), and capture would repeat one "
+                    "of them in every step: it reads what changes from call to call, such as the clock or a file. Make "
+                    "that a field of the batch, or a buffer that forward updates in place."
+                )
             with self._rounded_otherwise():
                 noise = whole.differs_from(self._whole(batch))
         limits = [max(least, NOISE_FACTOR * each) for least, each in zip(tolerances, noise[:2], strict=True)]
@@ -331,6 +340,40 @@ class _Comparison:
         if _relative(parts * divided.loss, whole.loss) <= limits[0]:
             return f"{numbers}: it is a sum over the samples; divide it by their number"
         return numbers
+
+    def reason(self, batch: Batch) -> str:
+        """Return why the graph of one micro-batch may compute another loss than the model, and a way out."""
+        batch = {name: field.to(self._device) for name, field in batch.items()}
+        outputs: dict[str, list[torch.Tensor]] = {}
+        modules = dict(self._model.named_modules())
+
+        def noting(name: str) -> Callable[..., None]:
+            return lambda _module, _given, result: outputs.update(
+                {name: [leaf for leaf in tree_leaves(result) if isinstance(leaf, torch.Tensor)]}
+            )
+
+        paths = [block.name for block in self._graph.blocks if block.name in modules]
+        hooks = [modules[path].register_forward_hook(noting(path)) for path in paths]
+        with same_numbers(self._model, self._calls), _same_for_each_sample(self._compiles):
+            self._whole(batch)
+            for hook in hooks:
+                hook.remove()
+            self._renew_buffers()
+            divisors = [each.divisor(count_labels(each, batch, _size(batch)).sum().float()) for each in self._counts]
+            values = self._interpreted(self._graph.blocks, batch, {}, divisors)
+
+        def differs(block: Block) -> bool:
+            sent = [values[name] for name in block.sends]
+            made = [tensor for tensor in outputs.get(block.name, ()) if any(tensor.shape == s.shape for s in sent)]
+            close = ((tensor, s) for tensor in made for s in sent if tensor.shape == s.shape)
+            return bool(made) and not any(torch.allclose(*pair, rtol=1e-3, atol=1e-4) for pair in close)
+
+        first = next((block.name for block in self._graph.blocks if differs(block)), "")
+        where = f"They part in {first} ({type(modules[first]).__name__}), which" if first else "Its forward"
+        return (
+            f"{where} computes with what was fixed when it was captured, such as a tensor or a number that was made of "
+            "its weights before. Compute it in forward, from the parameters themselves."
+        )
 
     @contextmanager
     def _rounded_otherwise(self) -> Iterator[None]:

@@ -83,7 +83,7 @@ def arguments_of(node: fx.Node) -> dict[str, Any]:
 class UnknownSize(str):
     """A size that depends on values, by the name that export gave it; torch's own raises where it is compared."""
 
-    def __mul__(self, other: Any) -> UnknownSize:  # type: ignore[override]
+    def __mul__(self, other: Any) -> UnknownSize:
         return UnknownSize(f"{self}*{other}")
 
     __rmul__ = __mul__
@@ -97,7 +97,7 @@ def shape_of(node: Any) -> tuple[int, ...]:
 def sizes_of(value: Any) -> tuple[int, ...]:
     """Return the shape of a tensor of an exported graph, as `shape_of`."""
     sizes = value.shape if isinstance(value, torch.Tensor) else ()
-    return tuple(size if isinstance(size, int) else UnknownSize(size) for size in sizes)  # type: ignore[misc]
+    return tuple(size if isinstance(size, int) else UnknownSize(size) for size in sizes)
 
 
 def dtype_of(node: Any) -> torch.dtype | None:

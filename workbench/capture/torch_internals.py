@@ -143,8 +143,7 @@ def forgotten_by_dynamo() -> Iterator[None]:
     Code that runs where a mode sees every operation is skipped, and it would be from then on: the user's compiled
     functions would stay as they are written, and `torch.cond` would fail.
     """
-    from torch._dynamo import convert_frame  # takes seconds to import, which an export does anyway
-    from torch._dynamo.eval_frame import reset_code
+    from torch._dynamo import convert_frame, eval_frame  # take seconds to import, as an export does anyway
 
     asked, known = list[Any](), convert_frame.input_codes
 
@@ -161,7 +160,7 @@ def forgotten_by_dynamo() -> Iterator[None]:
             yield
     finally:
         for code in asked:
-            reset_code(code)
+            eval_frame.reset_code(code)  # type: ignore[attr-defined]
 
 
 @contextlib.contextmanager

@@ -15,7 +15,7 @@ from workbench.arguments import checked_arguments
 from workbench.cost.hardware import FRAGMENTATION, Cluster
 from workbench.cost.profile import Profile
 from workbench.display import STYLE, Html, html_table, text_table, waiting
-from workbench.errors import InvalidArgument, InvalidExperiment, PlanInfeasible, suggestion
+from workbench.errors import CaptureError, InvalidArgument, InvalidExperiment, PlanInfeasible, in_words, suggestion
 from workbench.experiment import Experiment
 from workbench.planning.plan import Candidate, Plan
 from workbench.planning.request import Request, checked_cluster, memory_limit_bytes, within_limits_of_optimizer
@@ -29,6 +29,8 @@ if TYPE_CHECKING:
     from workbench.capture import Graph
     from workbench.capture.captured_model import CapturedModel, Facts
 
+NOT_ON_TWO = "its forward does not run on two samples"
+"""Reason why the batch stays whole of a model that is captured with all of it."""
 NOT_GATHERED = ("samples", "sparsity")
 """Fields of an experiment with which the samples of a loss that compares them are not gathered."""
 CAPTURE_BATCH = 2
@@ -209,7 +211,10 @@ def capture_to_plan(experiment: Experiment) -> tuple[Facts, Graph, Sequence[Grap
     if coupled:
         asked = [name for name in NOT_GATHERED if getattr(experiment, name) is not None]
         fields = f"Its samples are not gathered over micro-batches in an experiment with {' or '.join(asked)}."
-        facts = replace(facts, not_gathered=fields if asked else captured.gathering_obstacle)
+        if graph.micro_batch != CAPTURE_BATCH:
+            facts = replace(facts, not_gathered=f"Its samples are not gathered, since {NOT_ON_TWO}.")
+        else:
+            facts = replace(facts, not_gathered=fields if asked else captured.gathering_obstacle)
         if not facts.not_gathered:
             towers = [captured.tower_and_tail(samples) for samples in (CAPTURE_BATCH, experiment.largest_batch)]
             facts = replace(facts, is_gathering_compared=captured.is_gathering_compared)
@@ -230,13 +235,23 @@ def facts_of(experiment: Experiment, captured: CapturedModel | None = None, *, c
     """
     from workbench.capture.captured_model import CapturedModel
 
-    asked = captured or CapturedModel(experiment, CAPTURE_BATCH)
+    asked, whole = captured or CapturedModel(experiment, CAPTURE_BATCH), experiment.largest_batch
     reach = "element"
     if isinstance(experiment.optimizer.algorithm, UserFunction):
         from workbench.optimizers.building import reach_of_update
 
         reach = reach_of_update(experiment, asked.trained_shapes)
-    return asked.facts(reach, captures=captures)
+    try:
+        return asked.facts(reach, captures=captures)
+    except CaptureError as error:
+        if captured is not None or error.__cause__ is None or whole == CAPTURE_BATCH:
+            raise
+        # A forward may need more samples than two, in groups of four, say: then the batch stays whole.
+        try:
+            facts = CapturedModel(experiment, whole).facts(reach, captures=True)
+        except CaptureError:
+            raise error from error.__cause__
+        return replace(facts, coupled=(f"{NOT_ON_TWO}: {in_words(error.__cause__)}",))
 
 
 # The table of a search, for a reader who has never seen one.

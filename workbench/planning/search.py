@@ -271,7 +271,20 @@ class Search:
                 division = f"which no allowed division of {self.request.cluster.gpus} devices leaves room for"
                 raise coupled_samples(self.profile, self.request, division, works)
             raise no_options(self.profile, self.request, works)
-        best = self._fastest(by_bound)
+        best, obstacle = self._fastest(by_bound), ""
+        while best is not None and (said := self._obstacle(best.strategy)):
+            obstacle, size = said, best.strategy.micro_batch
+            by_bound = [option for option in by_bound if option.strategy.micro_batch != size]
+            best = self._fastest(by_bound)
+        if best is None and not by_bound:
+            ways = (
+                f"a global batch that is a multiple of {2 * self.request.cluster.gpus}, or give the plan fewer devices"
+            )
+            ways = "another micro_batch, or leave it to the search" if self.request.fixed.micro_batch else ways
+            raise PlanInfeasible(
+                f"The batch of {self.profile.model} cannot be divided into micro-batches of {size}, and there are no "
+                f"others. {obstacle} Choose {ways}."
+            )
         if best is None:
             if self.profile.coupled:
                 offer = self.request.offer()
@@ -286,6 +299,14 @@ class Search:
         other = self._fastest([option for option in by_bound if option.strategy.block_sparse != form])
         self._settle(by_bound, num_simulated)
         return assemble(self.profile, self.request, best, by_bound, other)
+
+    def _obstacle(self, strategy: Strategy) -> str:
+        """Return why the ranks of a strategy cannot divide the batch into its micro-batches; empty if they can."""
+        captured = None if self.profile.facts is None else self.profile.facts.captured
+        is_divided = strategy.micro_batch < self.request.global_batch and not strategy.gathers
+        if captured is None or not captured.is_captured or not is_divided:
+            return ""
+        return captured.obstacle_at(strategy.micro_batch)
 
     def _fastest(self, by_bound: list[Option]) -> Option | None:
         """Return the fastest option that fits, of options in the order of their bounds.
