@@ -26,10 +26,10 @@ from workbench.capture.captured_model import CapturedModel
 from workbench.capture.division import PARTS, Division, division_fault, forward_flops
 from workbench.capture.opaque import opaque_calls
 from workbench.cost.hardware import Cluster
-from workbench.errors import CaptureError, PlanMismatch
+from workbench.errors import CaptureError, InvalidExperiment, PlanMismatch
 from workbench.experiment import Experiment
 from workbench.planning import runnable
-from workbench.planning.planner import analytic_profile
+from workbench.planning.planner import analytic_profile, check_labels
 from workbench.planning.runnable import check_numbers
 
 
@@ -278,3 +278,83 @@ def test_the_dropout_of_a_gpu_does_not_look_like_coupling() -> None:
         return (torch.native_dropout(found, 0.5, True)[0] - y).square().mean()
 
     assert known_by_numbers(lambda: Regression(loss), samples_for("RMSE")) == Division()
+
+
+class Writer(nn.Module):
+    """A model of text whose loss compares logits with labels that stand `shift` positions later."""
+
+    def __init__(self, shift: int = 1, sees_later: bool = False, begins_at_zero: bool = False, length: int = 0) -> None:
+        super().__init__()
+        self.embedding, self.head = nn.Embedding(300, 32), nn.Linear(32, 300)
+        self.layer = nn.TransformerEncoderLayer(32, 2, 64, dropout=0.1, batch_first=True, norm_first=True)
+        self.table = nn.Parameter(torch.zeros(length or 64, 32))
+        self.shift, self.sees_later, self.length = shift, sees_later, length
+        if begins_at_zero:
+            nn.init.zeros_(self.head.weight)
+
+    def forward(self, input_ids: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+        tokens = input_ids.shape[1]
+        hidden = self.embedding(input_ids) + self.table[: self.length or tokens]
+        mask = None if self.sees_later else nn.Transformer.generate_square_subsequent_mask(tokens)
+        logits = self.head(self.layer(hidden, src_mask=mask))
+        return functional.cross_entropy(
+            logits[:, : tokens - self.shift].flatten(0, 1), labels[:, self.shift :].flatten()
+        )
+
+
+class Recurrent(Writer):
+    def forward(self, input_ids: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+        hidden = self.embedding(input_ids).cumsum(1)  # a recurrence that gives each token the same weight
+        targets = functional.pad(labels, (0, self.shift), value=-100)[:, self.shift :]
+        return functional.cross_entropy(self.head(hidden).flatten(0, 1), targets.flatten())
+
+
+class ShiftsItsInput(Writer):
+    def forward(self, input_ids: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+        return super().forward(functional.pad(input_ids, (1, 0))[:, :-1], labels)
+
+
+@pytest.mark.parametrize(
+    ("model", "sees"),
+    [
+        (Writer, False),
+        (lambda: Writer(2), False),
+        (lambda: Writer(begins_at_zero=True), False),
+        (lambda: Writer(length=32), False),
+        (Recurrent, False),
+        (lambda: ShiftsItsInput(0), False),
+        (lambda: Writer(0), True),
+        (lambda: Writer(sees_later=True), True),
+        (lambda: Writer(0, begins_at_zero=True), True),
+        (lambda: Writer(0, length=32), True),
+        (lambda: Recurrent(0), True),
+        (lambda: ShiftsItsInput(0, sees_later=True), True),
+    ],
+)
+def test_numbers_show_whether_a_model_sees_the_label_that_it_predicts(
+    model: Callable[[], nn.Module], sees: bool
+) -> None:
+    ids = torch.randint(0, 300, (2, 32), generator=torch.Generator().manual_seed(0))
+    assert division.sees_its_labels(model, {"input_ids": ids}, None, "writer") == sees
+
+
+def test_a_causal_model_of_text_that_copies_its_input_is_refused_before_it_is_trained(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Any
+) -> None:
+    monkeypatch.setenv("WORKBENCH_HOME", str(tmp_path))
+    texts = [f"The {number}th of {number * number} foxes jumps over a dog." for number in range(200)]
+    text = wb.data.documents(texts, vocab_size=300, objective="clm", progress=False)
+    mixed = wb.data.mixture([(text, 1), (wb.data.documents(texts[::-1], vocab_size=300, objective="clm"), 1)])
+    for data in (text, mixed):
+        experiment = Experiment.of(model=lambda: Writer(0), data=data, steps=1, global_batch=8, seq_len=32)
+        with pytest.raises(InvalidExperiment, match="sees the tokens that it predicts, and would learn to copy"):
+            check_labels(experiment, experiment.build)
+    with pytest.raises(InvalidExperiment, match="sees the tokens that it predicts"):
+        wb.plan(experiment, Cluster.of("h200", gpus=1))
+    right = experiment.replace(model=Writer)
+    check_labels(right, right.build)
+    # A larger model is tried by the rank that has built it.
+    monkeypatch.setattr(runnable, "MOST_TRIED_BY_PLAN", 0)
+    graph = captured(Writer(0), {"input_ids": torch.zeros(2, 32, dtype=int), "labels": torch.zeros(2, 32, dtype=int)})
+    with pytest.raises(InvalidExperiment, match="sees the tokens that it predicts"):
+        check_numbers(experiment, None, graph, Writer(0))  # type: ignore[arg-type]

@@ -13,6 +13,7 @@ import pytest
 import torch
 from plan_values import plan_of
 
+import workbench as wb
 from tests.logs import append_event
 from workbench import step_table
 from workbench.analysis.contrast import contrast_curves
@@ -385,6 +386,25 @@ def test_the_wait_for_data_is_the_share_of_a_step_before_its_batch_came(
     log.flush()
     waits = [event["data_wait"] for event in read_events(tmp_path / "events.jsonl") if event["type"] == "step"]
     assert waits == [pytest.approx(0.75), pytest.approx(0.2), 0.0, None]
+
+
+@pytest.mark.parametrize("is_text", [True, False])
+def test_a_loss_below_the_entropy_of_any_text_is_told_once(tmp_path: Path, is_text: bool) -> None:
+    log = StepLog(
+        ASKED.replace(data=wb.data.corpus("demo")) if is_text else ASKED,
+        plan_of(pipeline=2, micro_batch=2),
+        CPU,
+        tmp_path / "events.jsonl",
+        seconds=0.0,
+    )
+    for step, loss in enumerate((2.0, 0.0014, 0.0012)):
+        log.add(step, result(loss))
+    log.flush()
+    told = read_state(tmp_path / "events.jsonl").problems
+    assert len(told) == is_text
+    assert not is_text or told[0].startswith(
+        "The loss of step 2, 0.0014, is less than the entropy of any text, 0.1 nats"
+    )
 
 
 @pytest.mark.parametrize(("loss", "norm"), [(math.nan, 1.0), (1.0, math.inf), (math.inf, math.nan)])

@@ -348,11 +348,12 @@ def _functions(experiment: Experiment) -> dict[str, Definition]:
     return identity((getattr(experiment.model, "factory", None), loss))
 
 
-def _samples(experiment: Experiment) -> Callable[[int, int], Mapping[str, torch.Tensor]]:
-    """Return what makes the samples that numbers are compared for."""
+def random_samples(experiment: Experiment) -> Callable[[int, int], dict[str, torch.Tensor]]:
+    """Return what makes batches of random samples: of a number of them, and with a seed."""
 
     def random(count: int, trial: int) -> dict[str, torch.Tensor]:
-        vocabulary = experiment.model.vocab_size or int(getattr(experiment.data, "vocab_size", 0)) or 2
+        [data, *_] = getattr(experiment.data, "parts", [experiment.data])  # texts of a mixture have one tokeniser
+        vocabulary = experiment.model.vocab_size or int(getattr(data, "vocab_size", 0)) or 2
         return random_batch(
             experiment.data.reads(experiment).batch_specs(),
             count,
@@ -362,7 +363,12 @@ def _samples(experiment: Experiment) -> Callable[[int, int], Mapping[str, torch.
             seed=trial,
         )
 
-    return samples_from(experiment.data.reads(experiment).examples(), random)
+    return random
+
+
+def _samples(experiment: Experiment) -> Callable[[int, int], Mapping[str, torch.Tensor]]:
+    """Return what makes the samples that numbers are compared for."""
+    return samples_from(experiment.data.reads(experiment).examples(), random_samples(experiment))
 
 
 def _batch(experiment: Experiment, micro_batch: int) -> dict[str, TensorSpec]:

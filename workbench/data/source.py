@@ -146,6 +146,11 @@ class Reading(ABC):
     request: SampleRequest
     """The experiment that decides which samples are made of them."""
 
+    @property
+    def objective(self) -> str | None:
+        """Objective that samples of text are made for; None for user-defined data."""
+        return None
+
     @abstractmethod
     def check(self) -> None:
         """Raise `DataError` if the data cannot feed the experiment."""

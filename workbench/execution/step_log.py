@@ -43,6 +43,11 @@ class _PendingStep:
     ended: Timestamp
 
 
+LEAST_ENTROPY = 0.1
+"""Cross-entropy in nats a token that no text which a model does not know by heart falls below: a third of what Shannon
+found for one letter of English, 0.6 bits (https://doi.org/10.1002/j.1538-7305.1951.tb01366.x)."""
+
+
 class StepLog:
     """Logs each step after the next one was launched, so that reading its scalars does not idle the device.
 
@@ -69,6 +74,8 @@ class StepLog:
         self.seconds = seconds
         self._pending: _PendingStep | None = None
         self._wants_stop = False
+        self._may_fall_low = events is not None and not experiment.data.is_user_defined
+        """True until a loss on text was lower than that of any text that is new to a model."""
         self._previous_end = Timestamp.now(device)
 
     def add(self, step: int, result: StepResult, arrived: Timestamp | None = None) -> bool:
@@ -157,6 +164,15 @@ class StepLog:
                 spikes=None if self._spikes is None else self._spikes.found + spiked,
             )
             log_step(self._events.parent, **logged_columns(finished))
+            if self._may_fall_low and 0 <= loss < LEAST_ENTROPY:
+                self._may_fall_low = False
+                said = (
+                    f"The loss of step {done:,}, {loss:.3g}, is less than the entropy of any text, {LEAST_ENTROPY} "
+                    "nats a token, that the model has not learned by heart. Is it a mean cross-entropy, the model sees "
+                    "what it predicts: its loss must compare logits[:, :-1] with labels[:, 1:], for instance, where "
+                    "labels are the inputs, and no position may attend to a later one."
+                )
+                log_event(self._events, "code_problem", message=said)
         self._scalars = {}
 
         # What follows from a spike, or from a number that is not finite

@@ -5,7 +5,7 @@ from __future__ import annotations
 import fnmatch
 import html
 import operator
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -26,6 +26,8 @@ from workbench.user_code import UserFunction
 from workbench.validation import LARGEST_COUNT
 
 if TYPE_CHECKING:
+    from torch import nn
+
     from workbench.capture import Graph
     from workbench.capture.captured_model import CapturedModel, Facts
 
@@ -184,6 +186,8 @@ def capture_to_plan(experiment: Experiment) -> tuple[Facts, Graph, Sequence[Grap
     facts, examples = facts_of(experiment, captures=True), experiment.data.reads(experiment).examples()
     assert facts.captured is not None
     captured, graph = facts.captured, facts.captured.graph
+    if graph.parameter_count <= MOST_TRIED_BY_PLAN:
+        check_labels(experiment, experiment.build)
 
     # Patterns of the optimiser: a pattern that matches no parameter is a misspelt name.
     names = list(graph.parameters)
@@ -224,6 +228,30 @@ def capture_to_plan(experiment: Experiment) -> tuple[Facts, Graph, Sequence[Grap
     notes += [note] if (note := experiment.data.reads(experiment).note()) else []
     planned = replace(graph, coupled=coupled, notes=tuple(notes))
     return replace(facts, labelled_share=share), planned, towers
+
+
+MOST_TRIED_BY_PLAN = 30_000_000
+"""Parameters up to which `check_labels` builds a model to plan it; a larger one is tried by a rank, which has it."""
+
+
+def check_labels(experiment: Experiment, build: Callable[[], nn.Module]) -> None:
+    """Raise `InvalidExperiment` for a user-defined causal model of text that sees the token which it predicts.
+
+    The models of `transformers` shift the labels, which are the inputs. One that does not copies them.
+    """
+    from workbench.capture.captured_model import random_samples
+    from workbench.capture.division import sees_its_labels
+
+    model, loss = experiment.model, experiment.loss
+    if not model.is_user_defined or experiment.data.reads(experiment).objective != "clm":
+        return
+    if sees_its_labels(build, random_samples(experiment)(2, 0), loss, model.name):
+        raise InvalidExperiment(
+            f"{model.name} sees the tokens that it predicts, and would learn to copy its input: what its loss expects "
+            "of a label depends on the token at the label's own position. Labels of the objective 'clm' are the "
+            "inputs, which the model shifts: let the loss compare logits[:, :-1] with labels[:, 1:], and no position "
+            "attend to a later one. For other labels give a dataset of your own."
+        )
 
 
 def facts_of(experiment: Experiment, captured: CapturedModel | None = None, *, captures: bool = False) -> Facts:

@@ -16,7 +16,7 @@ from workbench.errors import CaptureError, DataError, PlanInfeasible, PlanMismat
 from workbench.experiment import Experiment
 from workbench.machine import available_cores
 from workbench.planning.plan import Plan
-from workbench.planning.planner import CAPTURE_BATCH, NOT_GATHERED, facts_of
+from workbench.planning.planner import CAPTURE_BATCH, MOST_TRIED_BY_PLAN, NOT_GATHERED, check_labels, facts_of
 from workbench.planning.request import Rule, Words, apart, divided_in_spite_of, first_broken
 from workbench.strategy import SCHEDULES
 from workbench.units import count, gib
@@ -36,6 +36,9 @@ CAPTURED_FIELDS = (
 """Values of an experiment, by short name, for which the gate may need the model's graphs."""
 MOST_FLOPS_ON_CPU = 3e11
 """Operations of the forward of two samples up to which a run on CPUs compares numbers: some minutes on two cores."""
+
+MOST_TRIED_BY_RANK = 500_000_000
+"""Parameters of a user-defined model up to which a rank on CPUs tries whether it sees its labels: half a minute."""
 
 
 def check_runnable(experiment: Experiment, plan: Plan, facts: Facts | None, *, progress: bool | None = None) -> None:
@@ -309,17 +312,22 @@ def check_numbers(experiment: Experiment, plan: Plan, graph: Graph, model: nn.Mo
     The loss and its gradients of four and six samples are compared on the model's device, if `graph`, that of a
     micro-batch of the plan, has an operation that capture does not know, or the plan gathers samples, and the model was
     too large for `wb.plan` to compare them. The captures and the copy of the model that this takes are freed again.
+
+    Raises `InvalidExperiment` if it was too large for `wb.plan` to find that it sees the tokens that it predicts.
     """
     from workbench.capture.captured_model import CapturedModel
     from workbench.capture.division import forward_flops, is_compared_by_plan
 
+    on_cpu = next(model.parameters()).device.type == "cpu"
+    if MOST_TRIED_BY_PLAN < graph.parameter_count < (MOST_TRIED_BY_RANK if on_cpu else math.inf):
+        check_labels(experiment, lambda: copy.deepcopy(model))
     is_whole = plan.micro_batch == plan.global_batch or experiment.numerics.batch_coupling == "allow"
     is_known = not plan.gathers and not graph.unknown_coupling
     if is_whole or is_known or is_compared_by_plan(graph, CAPTURE_BATCH):
         return
     flops = forward_flops(graph) * CAPTURE_BATCH / graph.micro_batch
     told = f"the loss of micro-batches with that of a whole batch ({flops / 1e9:,.0f} GFLOP a forward)"
-    if flops > MOST_FLOPS_ON_CPU and next(model.parameters()).device.type == "cpu":
+    if flops > MOST_FLOPS_ON_CPU and on_cpu:
         print(f"Not comparing {told}: that takes a GPU.", flush=True)
         return
     print(f"Comparing {told}.", flush=True)
