@@ -75,14 +75,12 @@ from workbench.rundir import (
     read_object,
     read_record,
     redirect_output,
-    stop_grace_s,
     this_process,
-    until_there_is_room,
     write_json,
     write_record,
 )
 from workbench.secrets import masked_words
-from workbench.step_table import num_logged, num_waiting, write_waiting
+from workbench.step_table import num_logged
 from workbench.units import GIB, gib
 from workbench.user_code import user_path
 
@@ -162,10 +160,7 @@ def train(run: RunDir, worker_type: type[TrainingWorker], *, heeds_signals: bool
         facts = {"rank": rank, "stage": stage, "type": type(cause).__name__, "message": message}
         if isinstance(cause, NonFiniteLoss):  # all ranks raise it, and one of the stage where it arose tells
             facts |= {"facts": cause.facts, "is_origin": cause.facts.get("stage", stage) == stage}
-        if rank == 0 and (lost := num_waiting(run.path)):
-            facts["message"] = message = f"{message} {lost:,} logged steps could not be written: the disk is full."
-        facts |= {"traceback": masked_words(formatted(error)), "time": time.time()}
-        until_there_is_room(lambda: write_record(run.error(rank), facts), stop_grace_s() / 8)
+        write_record(run.error(rank), {**facts, "traceback": masked_words(formatted(error)), "time": time.time()})
         enter("failed", f"rank {rank} (stage {stage}): {type(cause).__name__}: {message}".splitlines()[0])
         raise
     if rank == 0 and steps >= target:
@@ -274,7 +269,7 @@ class TrainingWorker:
                 if dist.is_initialized() and checkpoints.is_idle:  # A thread that still writes may use a group.
                     dist.destroy_process_group()
         if self.is_main:
-            log_end(self.run_dir, progress)
+            append_event(self.run_dir.events, "end", steps=progress.step, seconds=progress.seconds)
         return progress.step
 
     def _build_stages(
@@ -550,17 +545,6 @@ def report_rejected(run_dir: RunDir, path: Path, reason: str) -> None:
     """Log that a damaged checkpoint was passed over."""
     print(f"skipped a checkpoint: {reason}", flush=True)
     log_event(run_dir.events, "checkpoint_problem", step=step_of(path), path=str(path), message=reason)
-
-
-def log_end(run_dir: RunDir, progress: TrainingProgress) -> None:
-    """Log the end of a training, once everything before it is written; raises `OSError` if a disk stays full."""
-
-    def write() -> None:
-        write_waiting(run_dir.path)
-        rows = num_logged(run_dir.path)
-        append_event(run_dir.events, "end", steps=progress.step, seconds=progress.seconds, rows=rows)
-
-    until_there_is_room(write, stop_grace_s() / 4)
 
 
 def log_data_use(run_dir: RunDir, experiment: Experiment, progress: TrainingProgress) -> None:
