@@ -158,7 +158,7 @@ def _export_on(
         held = Held(model, getattr(choice, "function", None))
         before = host_states(model)
         try:
-            with fresh_draws_refused(name), lean():
+            with fresh_draws_refused(name), lean("following its forward"):
                 program = torch.export.export(model, (), example, strict=False)
         except WorkbenchError:
             raise
@@ -192,7 +192,7 @@ def _export_on(
         templates[0], trained[-1], logged[:] = found
     # The graph as a plain one: no checks, `with` blocks inlined, members under their own names.
     refuse_unpriced(program.graph, name)
-    with lean(), warnings.catch_warnings():
+    with lean("putting its graph together"), warnings.catch_warnings():
         warnings.filterwarnings("ignore", "A model attribute .* requires gradient")  # a note of the plan says more
         module = remove_checks(program.module(check_guards=False))
     rename_in_stacks(module.graph, renamed)

@@ -20,6 +20,7 @@ from torch.fx.experimental.symbolic_shapes import uninteresting_files
 from torch.overrides import TorchFunctionMode
 from torch.utils.weak import WeakTensorKeyDictionary
 
+from workbench.display import Say, waiting
 from workbench.errors import CaptureError
 from workbench.user_code import line_of_frames, line_of_running_code
 
@@ -164,13 +165,14 @@ def forgotten_by_dynamo() -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def lean() -> Iterator[None]:
-    """Leave out of an export what nobody reads, half of its time, inside a `with` block.
+def lean(words: str) -> Iterator[None]:
+    """Leave out of an export what nobody reads, half of its time, inside a `with` block, and show what it is at.
 
     After each of its passes, fx generates and compiles the Python code of the whole graph; here it does when the code
     is called. Of each operation it notes the line of every caller, some 100 frames; here the one of `line_of_node`.
     """
-    with patched(fx.GraphModule, "recompile", _compiled_when_called), patched(fx.proxy, "CapturedTraceback", _Line):
+    compiling = patched(fx.GraphModule, "recompile", _compiled_when_called)
+    with waiting(words) as say, compiling, patched(fx.proxy, "CapturedTraceback", _Lines(say)):
         yield
 
 
@@ -187,15 +189,18 @@ def _compiled_when_called(module: Any) -> None:
     type(module).forward = forward
 
 
-class _Line:
-    """The innermost line of a `forward`, the last one that fx keeps of a traceback, in place of the whole."""
+class _Lines:
+    """The innermost line of a `forward`, the last one that fx keeps of a traceback, for each operation."""
 
-    @staticmethod
-    def extract(**_: Any) -> type[_Line]:
-        return _Line
+    def __init__(self, say: Say) -> None:
+        self._say, self._operations = say, 0
 
-    @staticmethod
-    def summary() -> traceback.StackSummary:
+    def extract(self, **_: Any) -> _Lines:
+        return self
+
+    def summary(self) -> traceback.StackSummary:
+        self._operations += 1
+        self._say(f"{self._operations:,} operations")
         frame: Any = sys._getframe(1)
         while frame is not None:
             file, name = frame.f_code.co_filename, frame.f_code.co_name

@@ -24,6 +24,7 @@ from workbench.cost.hardware import Device
 from workbench.cost.memory import Matrices
 from workbench.cost.profile import MUON_UPDATE, BlockCost, BlockTypeCost, DividedCosts, ParameterUpdate, Profile
 from workbench.cost.sparse_matrices import SparseMatrices
+from workbench.display import waiting
 from workbench.experiment import Experiment
 from workbench.optimizers.building import build_optimizer
 from workbench.optimizers.muon import gram_elements, orthogonalisation_flops
@@ -66,7 +67,8 @@ def profile_graph(
         index = block_types.setdefault((received, positions, *graph.variant(block)), len(traces))
         if index == len(traces):
             # A selection by a mask is priced as if it kept everything.
-            with symbolic_sizes.patch(meta_nonzero_assume_all_nonzero=True):  # type: ignore[attr-defined]
+            assumed = symbolic_sizes.patch(meta_nonzero_assume_all_nonzero=True)  # type: ignore[attr-defined]
+            with waiting(f"pricing {block.name}"), assumed:
                 traces.append(BlockTrace(graph, block, received, settings, RowSelection.of(block, labelled_share)))
         dtypes |= dict(zip(block.sends, traces[index].sent, strict=True))
         has_backward = bool(graph.differentiated & set(block.sends))
@@ -81,8 +83,8 @@ def profile_graph(
     if by_shape := list(dict.fromkeys(name for trace in traces for name in trace.priced_by_shape)):
         more = f" and {len(by_shape) - 1} more operations" if len(by_shape) > 1 else ""
         notes.append(
-            f"The predicted time and memory of {by_shape[0]}{more} are rough: without values PyTorch tells no more than "
-            f"the shapes of the results, and a size that depends on values counts as {ASSUMED_SIZE}."
+            f"The predicted time and memory of {by_shape[0]}{more} are rough: without values PyTorch tells no more "
+            f"than the shapes of the results, and a size that depends on values counts as {ASSUMED_SIZE}."
         )
     return Profile(
         model=graph.model,
@@ -117,7 +119,8 @@ def _divided(graph: Graph, traces: Sequence[BlockTrace], whole: Sequence[BlockTy
         division = plan_tensor_parallel(graph, degree)
         for trace in traces:
             trace.divide(division.blocks[trace.block.index], degree)
-        costs = tuple(map(block_type_cost, traces))
+        with waiting(f"pricing {degree} tensor-parallel devices"):
+            costs = tuple(map(block_type_cost, traces))
         flops = [sum(kernel.flops for kernel in cost.forward) for cost in costs]
         rank_flops = sum(each * count for each, count in zip(flops, counts, strict=True))
         if rank_flops <= model_flops * (1 / degree + UNDIVIDED):
