@@ -262,7 +262,9 @@ class OneName(TorchFunctionMode):
         result = func(*map(self._given, args), **named)
         if self._made is not None:
             results = result if isinstance(result, (list, tuple)) else (result,)
-            self._made += (weakref.ref(each) for each in results if isinstance(each, torch.Tensor))
+            given = set(map(id, args))  # what returns its argument has made nothing
+            tensors = (each for each in results if isinstance(each, torch.Tensor) and id(each) not in given)
+            self._made += map(weakref.ref, tensors)
         return result
 
     def _given(self, value: Any) -> Any:

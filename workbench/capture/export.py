@@ -33,7 +33,7 @@ from workbench.capture.host_draws import (
     refused_draw,
     stopped_at_draw,
 )
-from workbench.capture.observed_forward import Change, Held, Kept, forget, refuse_kept
+from workbench.capture.observed_forward import Change, Held, Kept, are_left, forget, new_objects_alone, refuse_kept
 from workbench.capture.opaque import FLEX_ATTENTION, keep_calls
 from workbench.capture.opaque_search import PACKED_SHAPE, OpaqueSearch, depends_on_values
 from workbench.capture.operations import inline_regions, scalar_tensor, schema_of
@@ -158,8 +158,9 @@ def _export_on(
         held = Held(model, getattr(choice, "function", None))
         before = host_states(model)
         try:
-            with fresh_draws_refused(name), lean("following its forward"):
+            with fresh_draws_refused(name), lean("following its forward"), new_objects_alone():
                 program = torch.export.export(model, (), example, strict=False)
+                is_kept = is_kept or bool(changed) or held.has_iterators or are_left(made)
         except WorkbenchError:
             raise
         except Exception as error:
@@ -183,7 +184,7 @@ def _export_on(
             return model(**fields)
 
         try:
-            if changed or is_kept or held.has_iterators or any(each() is not None for each in made):
+            if is_kept:
                 notes = refuse_kept(model, name, forward, example, held, changed, shapes[0])
         finally:
             held.restore()

@@ -336,7 +336,8 @@ class Expressions(TorchDispatchMode):
             return hash((str(tensor.layout), id(tensor))), True, None
         key = int(tensor.untyped_storage()._cdata)
         if key not in self._contents:
-            self._set(tensor, hash(("constant", _bytes(tensor) or key)), None, None)
+            held = _bytes(tensor)
+            self._set(tensor, hash(("constant", key if held is None else held)), None, None)
         content = self._contents[key]
         digest, kept = content.digest, content.kept
         if content.made not in (None, self.forward):
@@ -404,7 +405,9 @@ def _bytes(tensor: torch.Tensor) -> bytes | None:
     """Return the bytes of a small tensor that holds values on the CPU, which forward may make anew each time."""
     storage = tensor.untyped_storage()
     is_small = type(tensor) in (torch.Tensor, nn.Parameter) and tensor.device.type == "cpu" and storage.nbytes() < 2**20
-    return ctypes.string_at(storage.data_ptr(), storage.nbytes()) if is_small and storage.nbytes() else None
+    if not is_small:
+        return None
+    return ctypes.string_at(storage.data_ptr(), storage.nbytes()) if storage.nbytes() else b""
 
 
 LATER = (10, 100, 1_000, 10_000, 100_000, 1_000_000)
@@ -528,6 +531,26 @@ def tensors_in(changed: Sequence[Change]) -> Iterator[tuple[str, torch.Tensor]]:
 
     for each in changed:
         yield from search(each.new, each.place, DEPTH)
+
+
+@contextlib.contextmanager
+def new_objects_alone() -> Iterator[None]:
+    """Let the garbage collector look at what is made inside a `with` block alone, which takes it milliseconds."""
+    is_mine = not gc.get_freeze_count()
+    if is_mine:
+        gc.freeze()
+    try:
+        yield
+    finally:
+        if is_mine:
+            gc.unfreeze()
+
+
+def are_left(made: Sequence[weakref.ref[torch.Tensor]]) -> bool:
+    """Return True if somebody holds one of these tensors, and not only itself."""
+    if any(each() is not None for each in made):
+        gc.collect()
+    return any(each() is not None for each in made)
 
 
 def forget(made: Sequence[weakref.ref[torch.Tensor]]) -> None:
