@@ -22,7 +22,7 @@ from torch.nn import functional
 from tests.distributed.harness import launch
 from tests.distributed.real_worker import Ranks, curve, directory, plan, trained
 from tests.patience import eventually
-from workbench.errors import CaptureError
+from workbench.errors import CaptureError, CheckpointError
 from workbench.execution import build
 from workbench.execution.build import FREE_SHARE, LARGE, build_lock, digests
 from workbench.execution.checkpoint.model_export import export_step
@@ -235,3 +235,36 @@ def test_tensors_of_every_kind_have_a_digest() -> None:
     assert digest(matrix[0, 0].expand(5)) == digest(torch.ones(5))
     with pytest.raises(RuntimeError, match="memory"):  # which is no reason to compare nothing
         digest(matrix[0, 0].expand(1 << 50))
+
+
+class _Unseeded(nn.Module):
+    """A model that holds tensors in every other place than its tables, as a constructor leaves them without a seed."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = nn.Linear(3, 3)
+        self.view, self.tied = self.inner.weight.data.t(), [self.inner.weight]
+        self.table, self.array = torch.rand(3), np.random.default_rng().random(3)
+        self.again = self.table
+        self.held = {"a": (torch.rand(2), SimpleNamespace(inner=torch.rand(1)))}
+        self.expanded, self.large = torch.rand(1).expand(4), torch.rand(20)
+
+
+def test_unregistered_tensors_are_given_back_and_others_are_compared(tmp_path: Path, monkeypatch: Any) -> None:
+    monkeypatch.setattr(build, "MOST_KEPT", 79)  # bytes, and the large one has 80
+    first, second = _Unseeded(), _Unseeded()
+    file, kept = tmp_path / "start.pt", ["array", "held['a'][0]", "held['a'][1].inner", "table"]
+    assert build.Start.read(file) is None
+    build.Start.of(first, build.digests(build.held_tensors(first, []), []), CPU).write(file)
+    start = build.Start.read(file)
+    assert start is not None
+    assert sorted(start.values) == kept
+    start.give_back(second)
+    for one, other in ((first.table, second.again), (first.held["a"][0], second.held["a"][0])):
+        assert torch.equal(one, other)
+    assert np.array_equal(first.array, second.array)
+    unlike = start.unlike(build.digests(build.held_tensors(second, []), []), CPU)
+    assert unlike == ["inner.weight", "inner.bias", "expanded", "large"]
+    file.write_bytes(b"nothing")
+    with pytest.raises(CheckpointError, match=r"start.pt, .* is damaged. Remove it"):
+        build.Start.read(file)

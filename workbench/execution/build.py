@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections import Counter
+from collections import Counter, deque
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from dataclasses import dataclass, replace
@@ -26,7 +26,7 @@ from workbench.capture.operations import retarget
 from workbench.capture.tensor_parallel import ModelSharding, plan_tensor_parallel
 from workbench.cost.sparse_matrices import sparse_matrices
 from workbench.data.datasets import seed_generators
-from workbench.errors import PlanMismatch
+from workbench.errors import CheckpointError, PlanMismatch
 from workbench.execution.blocks import StepContext, block_module
 from workbench.execution.blocks.cuda_graphs import CudaGraphs
 from workbench.execution.blocks.loss_runners import GatheredLoss, LabelledRows, Runner
@@ -399,14 +399,14 @@ def unregistered(model: nn.Module) -> dict[str, torch.Tensor]:
     registered = [*model.parameters(), *model.buffers()]
     memory = {each.untyped_storage().data_ptr() for each in registered if each.layout is torch.strided}
     found, seen = dict[str, torch.Tensor](), {id(each) for each in registered}
-    waiting = [
+    waiting = deque(
         (f"{path}.{key}" if path else key, value)
         for path, module in model.named_modules()
         for key, value in vars(module).items()
         if key not in _OF_EVERY_MODULE
-    ]
+    )
     while waiting and len(seen) < MOST_HELD:
-        place, value = waiting.pop()
+        place, value = waiting.popleft()
         if id(value) in seen:
             continue
         seen.add(id(value))
@@ -498,18 +498,25 @@ class Start:
 
     @staticmethod
     def read(file: Path) -> Start | None:
-        """Return the start of a run, or None before there is one."""
+        """Return the start of a run, or None before there is one; raise `CheckpointError` for a damaged file."""
         if not file.exists():
             return None
-        found = torch.load(file, map_location="cpu", weights_only=True)
-        return Start(found["digests"], found["values"], found["made_by"])
+        try:
+            found = torch.load(file, map_location="cpu", weights_only=True)
+            return Start(found["digests"], found["values"], found["made_by"])
+        except Exception as error:  # whatever the bytes make of the reader
+            raise CheckpointError(
+                f"{file}, with what the model held at the start beside what checkpoints store, is damaged. Remove it "
+                "to go on with what the constructor makes now."
+            ) from error
 
     @staticmethod
     def of(model: nn.Module, digests: Digests, device: torch.device) -> Start:
         """Return the start of a run that begins."""
         values, room = dict[str, torch.Tensor](), MOST_KEPT
         for name, tensor in unregistered(model).items():
-            if tensor.nbytes <= room and tensor.layout is torch.strided:
+            is_whole = tensor.layout is torch.strided and tensor.nbytes <= tensor.untyped_storage().nbytes()
+            if is_whole and tensor.nbytes <= room:  # nothing can be written to an expanded tensor
                 values[name], room = tensor.to("cpu", copy=True), room - tensor.nbytes
         return Start(digests, values, made_by(device))
 
