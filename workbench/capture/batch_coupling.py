@@ -20,10 +20,9 @@ import torch
 import torch.utils._pytree as pytree
 from torch import fx
 
-from workbench.capture.branches import MOST_BRANCHES, is_check, is_guard, other_numbers, place_of, text_of, texts_of
 from workbench.capture.losses import Quotient
 from workbench.capture.observed_forward import ITEM, Recording
-from workbench.capture.opaque import OpaqueCall, call_of
+from workbench.capture.opaque import OpaqueCall, call_of, record_again
 from workbench.capture.operations import (
     MOVED,
     Dataflow,
@@ -42,6 +41,7 @@ from workbench.capture.operations import (
     sizes_of,
     storage_of,
 )
+from workbench.capture.varying import MOST_BRANCHES, is_check, is_guard, other_numbers, place_of, text_of, texts_of
 from workbench.user_code import line_of_node
 
 Shape = tuple[int, ...]
@@ -709,7 +709,7 @@ class _AssumingWalk(BatchWalk):
         if node in self._given:
             return self._given[node]
         if (call := call_of(node)) is not None and call.recording is not None:
-            return self._inside(node, call)
+            return _inside(self, node, call)
         if node.target is ITEM:
             # What Python computes with may decide by all samples if it is a mean, their rows, or a number of them.
             read: Any = node.args[0]
@@ -760,57 +760,6 @@ class _AssumingWalk(BatchWalk):
         return self._mixing(node) if name in _BENDS else state
 
     # Code that runs as written
-
-    def _inside(self, node: fx.Node, call: OpaqueCall) -> int:
-        """Follow the operations that a call was recorded to run, and note the states of what it returns.
-
-        Where Python reads a number, the call is recorded again with another one. If that changes what it does, all
-        samples must not decide it; what a counter, a parameter or a draw decides is followed on both sides.
-        """
-        assert call.recording is not None
-        # Outside of the export, torch may run other kernels: what is compared is recorded there.
-        drawn = [None, 0, 1] if call.draws_on_host else [None] if call.recording.reads else []
-        recordings = [each for high in drawn if isinstance(each := call.recorded({}, high), Recording)]
-        recordings = recordings or [call.recording]
-        natural = {place_of(read) for read in recordings[0].reads}
-        tried, found, dims, first = set[Any](), list[fx.Node](), list[int](), None
-        for recording in recordings:  # which grow
-            walk = self._followed(node, recording)
-            returned = [walk._states[n] if walk.groups.get(n, 1) == 1 else UNKNOWN for n in recording.returned]
-            if first is None:
-                first, dims = walk, returned
-                found += walk._coupled
-            else:  # numbers were compared on the first side only
-                known = {text_of(each) for each in first._flow.order}
-                found += [*walk._coupled, *(each for each in walk._without_rule if text_of(each) not in known)]
-                pairs = zip(recordings[0].returned, recording.returned, strict=False)
-                found += [n for one, n in pairs if n in walk._totals and one not in first._totals]
-                dims = [one if one == other else UNKNOWN for one, other in zip(dims, returned, strict=False)]
-            for at, read in enumerate(recording.reads):
-                samples = walk._readers(read)
-                for number in other_numbers(recording, call, at, samples):
-                    place = (*place_of(read)[:-1], number)
-                    if place in tried or (place in natural and not samples):
-                        continue
-                    tried.add(place)
-                    other = (
-                        call.recorded(recording.answered(at, number)) if len(tried) < MOST_BRANCHES else TimeoutError()
-                    )
-                    if isinstance(other, Exception):
-                        found += [read] * (isinstance(number, bool) and not is_check(other))
-                    elif not samples:
-                        recordings += [other] * (texts_of(other) != texts_of(recording))
-                    elif not is_guard(recording, other, read):
-                        beside = [self._followed(node, each)._beside(samples) for each in (recording, other)]
-                        found += [read] * (beside[0] != beside[1])
-        if node in self._needed:
-            self._coupled += found
-            self._needed |= set(found)
-            places = dict.fromkeys(found, f"in {call.label or 'its forward'}, which runs as written")
-            self._places_of |= {**places, **self._places_of}
-        self.groups[node] = 1
-        self._dims_of_outputs[node] = dims
-        return next((dim for dim in dims if dim >= 0), UNKNOWN)
 
     def _followed(self, node: fx.Node, recording: Recording) -> _AssumingWalk:
         """Return a walk through the operations of a call."""
@@ -933,6 +882,60 @@ class _AssumingWalk(BatchWalk):
             unplaced = SUM if is_of_all else next(same, UNKNOWN)
             places.append(dims[0] if len(dims) == 1 else unplaced)
         return places
+
+
+def _inside(around: _AssumingWalk, node: fx.Node, call: OpaqueCall) -> int:
+    """Follow the operations that a call was recorded to run, and note the states of what it returns.
+
+    Where Python reads a number, the call is recorded again with another one. If that changes what it does, all
+    samples must not decide it; what a counter, a parameter or a draw decides is followed on both sides.
+    """
+    assert call.recording is not None
+    # Outside of the export, torch may run other kernels: what is compared is recorded there.
+    drawn = [None, 0, 1] if call.draws_on_host else [None] if call.recording.reads else []
+    recordings = [each for high in drawn if isinstance(each := record_again(call, {}, high), Recording)]
+    recordings = recordings or [call.recording]
+    held = enumerate(call.places)
+    fixed = {at for at, place in held if place.table != "_parameters" and at not in call.written}
+    natural = {place_of(read) for read in recordings[0].reads}
+    tried, found, dims, first = set[Any](), list[fx.Node](), list[int](), None
+    for recording in recordings:  # which grow
+        walk = around._followed(node, recording)
+        returned = [walk._states[n] if walk.groups.get(n, 1) == 1 else UNKNOWN for n in recording.returned]
+        if first is None:
+            first, dims = walk, returned
+            found += walk._coupled
+        else:  # numbers were compared on the first side only
+            known = {text_of(each) for each in first._flow.order}
+            found += [*walk._coupled, *(each for each in walk._without_rule if text_of(each) not in known)]
+            pairs = zip(recordings[0].returned, recording.returned, strict=False)
+            found += [n for one, n in pairs if n in walk._totals and one not in first._totals]
+            dims = [one if one == other else UNKNOWN for one, other in zip(dims, returned, strict=False)]
+        for at, read in enumerate(recording.reads):
+            samples = walk._readers(read)
+            for number in other_numbers(recording, fixed, at, samples):
+                place = (*place_of(read)[:-1], number)
+                if place in tried or (place in natural and not samples):
+                    continue
+                tried.add(place)
+                other = (
+                    record_again(call, recording.answered(at, number)) if len(tried) < MOST_BRANCHES else TimeoutError()
+                )
+                if isinstance(other, Exception):
+                    found += [read] * (isinstance(number, bool) and not is_check(other))
+                elif not samples:
+                    recordings += [other] * (texts_of(other) != texts_of(recording))
+                elif not is_guard(recording, other, read):
+                    beside = [around._followed(node, each)._beside(samples) for each in (recording, other)]
+                    found += [read] * (beside[0] != beside[1])
+    if node in around._needed:
+        around._coupled += found
+        around._needed |= set(found)
+        places = dict.fromkeys(found, f"in {call.label or 'its forward'}, which runs as written")
+        around._places_of |= {**places, **around._places_of}
+    around.groups[node] = 1
+    around._dims_of_outputs[node] = dims
+    return next((dim for dim in dims if dim >= 0), UNKNOWN)
 
 
 def _shapes_of_more_samples(node: fx.Node, rows: Mapping[fx.Node, int]) -> list[tuple[int, ...]]:

@@ -25,14 +25,6 @@ from torch import fx, nn
 from torch.nn.utils.rnn import PackedSequence
 
 from workbench.capture.aliasing import Registered
-from workbench.capture.host_draws import (
-    Drawn,
-    drawn_from,
-    fresh_draws_refused,
-    host_states,
-    refused_draw,
-    stopped_at_draw,
-)
 from workbench.capture.observed_forward import Change, Held, Kept, are_left, forget, new_objects_alone, refuse_kept
 from workbench.capture.opaque import FLEX_ATTENTION, keep_calls
 from workbench.capture.opaque_search import PACKED_SHAPE, OpaqueSearch, depends_on_values
@@ -46,6 +38,14 @@ from workbench.capture.torch_internals import (
     patched,
     remove_checks,
     rename_in_stacks,
+)
+from workbench.capture.varying import (
+    Drawn,
+    drawn_from,
+    fresh_draws_refused,
+    host_states,
+    refused_draw,
+    stopped_at_draw,
 )
 from workbench.columns import logging_scalars
 from workbench.errors import CaptureError, WorkbenchError, first_line, in_words

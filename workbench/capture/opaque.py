@@ -31,13 +31,6 @@ from torch import fx, nn
 from torch._subclasses.fake_tensor import FakeTensor
 
 from workbench.capture.aliasing import OneName, Registered, memory_of
-from workbench.capture.host_draws import (
-    default_states,
-    drawn_from,
-    extreme_draws,
-    fresh_draws_refused,
-    own_states,
-)
 from workbench.capture.observed_forward import (
     Change,
     Held,
@@ -50,6 +43,13 @@ from workbench.capture.observed_forward import (
 )
 from workbench.capture.operations import scalar_tensor
 from workbench.capture.torch_internals import alone, differentiable, originals
+from workbench.capture.varying import (
+    default_states,
+    drawn_from,
+    extreme_draws,
+    fresh_draws_refused,
+    own_states,
+)
 from workbench.columns import log_scalar, logging_scalars
 from workbench.data.datasets import untouched_generators
 from workbench.errors import CaptureError, in_words
@@ -127,8 +127,8 @@ class OpaqueCall:
     """True for each of `modules` that was in train mode."""
     recording: Recording | None = None
     """The operations of a run on random arguments."""
-    again: Callable[[Mapping[int, Any], int | None], Recording] | None = None
-    """Records that run another time, in which Python is given other numbers: see `recorded`."""
+    tried: tuple[list[torch.Tensor], list[Callable[[], Value]], torch.device, bool] | None = None
+    """Arguments of that run: their shapes, their values while the model lives, the device, and how others are drawn."""
     draws_on_host: bool = False
     """True if the code draws from Python's or NumPy's generator."""
     has_other_names: bool = False
@@ -261,14 +261,10 @@ class OpaqueCall:
         if seed == _SEEDS[-1]:
             self.recording = recorder.recording([*outputs, *new])
             # The tensors with values are the model's, whose memory this does not hold.
-            held = [
-                weakref.ref(value) if isinstance(value, torch.Tensor) else lambda value=value: value for value in values
-            ]
-            shapes = [
-                torch.empty([s if isinstance(s, int) else 0 for s in t.shape], dtype=t.dtype, device="meta")
-                for t in given
-            ]
-            self.again = functools.partial(self._again, shapes, held, device, centred)
+            kept = [weakref.ref(v) if isinstance(v, torch.Tensor) else functools.partial(_itself, v) for v in values]
+            sizes = [[size if isinstance(size, int) else 0 for size in each.shape] for each in given]
+            shapes = [torch.empty(size, dtype=t.dtype, device="meta") for size, t in zip(sizes, given, strict=True)]
+            self.tried = shapes, kept, device, centred
         num_places = len(self.places)
         for index in self.written:
             is_buffer = index < num_places and self.places[index].table == "_buffers"
@@ -282,47 +278,6 @@ class OpaqueCall:
             raise NotOpaque(f"{self.label} returns a type that cannot be taken apart.")
         self.result_leaves = [_TENSOR if isinstance(leaf, torch.Tensor) else leaf for leaf in leaves]
         self.specs = specs
-
-    def _again(
-        self,
-        given: Sequence[torch.Tensor],
-        held: Sequence[Callable[[], Value]],
-        device: torch.device,
-        centred: bool,
-        answers: Mapping[int, Any],
-        drawn: int | None,
-    ) -> Recording:
-        with untouched_generators(device), extreme_draws(drawn), torch.set_grad_enabled(self.takes_derivatives):
-            torch.manual_seed(_SEEDS[-1])
-            tensors = [_real(t, v(), device, _SEEDS[-1], centred) for t, v in zip(given, held, strict=True)]
-            tensors = self._leaves(tensors) if self.takes_derivatives else tensors
-            most = _MOST_TIMES * len(self.recording.flow.order) + _MOST_MORE  # type: ignore[union-attr]
-            recorder = Recorder(self.compiles, tensors, answers, most)
-            with recorder.watching(), contextlib.ExitStack() as stack:
-                if self.modules:
-                    stack.callback(Held(self.modules[0]).restore)
-                _, outputs, new = self.compute(tensors)
-        return recorder.recording([*outputs, *new])
-
-    def recorded(self, answers: Mapping[int, Any], drawn: int | None = None) -> Recording | Exception:
-        """Return the recording of a run in which the numbers of some reads are others, by the order of the reads.
-
-        With `drawn`, Python's and NumPy's first draws give their smallest (0) or largest (1) numbers. Returns what the
-        run raised, if it did.
-        """
-        results: list[Recording | Exception] = []
-
-        def run() -> None:
-            try:
-                with originals():
-                    results.append(self.again(answers, drawn))  # type: ignore[misc]
-            except Exception as error:
-                results.append(error)
-
-        thread = Thread(target=run)
-        thread.start()
-        thread.join()
-        return results[0]
 
     def _results(self, tensors: Sequence[torch.Tensor], before: Callable[[], None] | None = None) -> list[torch.Tensor]:
         """Run the code with the same random numbers each time, and return the tensors that it returns."""
@@ -431,6 +386,46 @@ class OpaqueCall:
             if isinstance(error, (NotOpaque, Kept)):
                 raise error
             raise NotOpaque(f"{self.label} does not run alone on random values ({in_words(error)}).") from error
+
+
+def record_again(call: OpaqueCall, answers: Mapping[int, Any], drawn: int | None = None) -> Recording | Exception:
+    """Record a call again, with other numbers where Python reads them, by the order of the reads.
+
+    With `drawn`, Python's and NumPy's first draws give their smallest (0) or largest (1) numbers. Returns what the run
+    raised, if it did.
+    """
+    assert call.tried is not None
+    assert call.recording is not None
+    given, values, device, centred = call.tried
+    most = _MOST_TIMES * len(call.recording.flow.order) + _MOST_MORE
+    results: list[Recording | Exception] = []
+
+    def run() -> None:
+        random_numbers = untouched_generators(device), extreme_draws(drawn)
+        with originals(), contextlib.ExitStack() as stack, torch.set_grad_enabled(call.takes_derivatives):
+            for each in random_numbers:
+                stack.enter_context(each)
+            torch.manual_seed(_SEEDS[-1])
+            tensors = [_real(t, v(), device, _SEEDS[-1], centred) for t, v in zip(given, values, strict=True)]
+            tensors = call._leaves(tensors) if call.takes_derivatives else tensors
+            if call.modules:
+                stack.callback(Held(call.modules[0]).restore)
+            recorder = Recorder(call.compiles, tensors, answers, most)
+            try:
+                with recorder.watching():
+                    _, outputs, new = call.compute(tensors)
+                results.append(recorder.recording([*outputs, *new]))
+            except Exception as error:
+                results.append(error)
+
+    thread = Thread(target=run)
+    thread.start()
+    thread.join()
+    return results[0]
+
+
+def _itself(value: Value) -> Value:
+    return value
 
 
 _TENSOR = object()
