@@ -110,6 +110,16 @@ def test_the_table_and_the_figure_show_each_division_beside_its_bound(found: tup
     assert len({trace.name for trace in figure.data}) == len({each.division for each in result.faults}) + 2
 
 
+def test_a_fault_leads_on_to_bisect(found: tuple[list[Planted], Parity]) -> None:
+    _, result = found
+    bisected = result.bisect(progress=False)
+    assert bisected.plans[1] == result.faults[0].division
+    assert not bisected.is_fault, "nothing is planted in the ranks of a bisection"
+    right = tuple(each for each in result.comparisons if not each.is_fault)
+    with pytest.raises(InvalidArgument, match="There is no fault to look for"):
+        dataclasses.replace(result, comparisons=right).bisect()
+
+
 @pytest.mark.usefixtures("machine")
 def test_every_division_of_small_models_is_plain_pytorch() -> None:
     """All models of the tests in the exhaustive run; one whose statistics are those of micro-batches in every other."""
