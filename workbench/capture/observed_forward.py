@@ -342,7 +342,7 @@ class Expressions(TorchDispatchMode):
         digest, kept = content.digest, content.kept
         if content.made not in (None, self.forward):
             digest, kept = hash(("kept", digest)), kept or (key, line_of_running_code())
-        geometry = map(str, (tensor.shape, tensor.stride(), tensor.storage_offset(), tensor.dtype))
+        geometry = map(_text, (*tensor.shape, *tensor.stride(), tensor.storage_offset(), tensor.dtype))
         return hash((digest, *geometry)), content.made is not None, kept
 
     def follow(self, func: Any, args: Any, kwargs: Any, result: Any) -> None:
