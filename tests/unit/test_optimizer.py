@@ -115,7 +115,7 @@ class TwoMatrices(nn.Module):
 
     def forward(self, input_ids: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
         logits = self.head(torch.relu(self.hidden(self.table(input_ids))))
-        return nn.functional.cross_entropy(logits.flatten(0, 1), labels.flatten())
+        return nn.functional.cross_entropy(logits[:, :-1].flatten(0, 1), labels[:, 1:].flatten())
 
 
 def quick(**changes: Any) -> wb.Experiment:

@@ -504,18 +504,10 @@ class TextReading(Reading):
             )
 
 
-def check_sizes(reading: TextReading) -> None:
-    """Raise `DataError` if the sequence length, the vocabulary or the tokeniser does not suit the model."""
-    data, request, objective = reading.data, reading.request, reading.objective
-    model, known = request.model, request.model.pretrained
-    least = SMALLEST_VOCABULARY[TOKENIZER_OF_OBJECTIVE[objective]]
-    if data.streaming and objective == "mlm_nsp":
-        raise DataError(
-            f"{data.name} is streamed, and {model.name} predicts next sentences, whose other half may stand "
-            "anywhere in the text. Train without (next_sentence=False), or remove streaming=True."
-        )
-    # The tokeniser: it may have changed, or lack what the samples of the objective need.
-    tokens = reading._expected_tokens
+def _check_tokenizer(reading: TextReading) -> None:
+    """Raise `DataError` for a tokeniser that has changed, lacks what samples need, or is not that of the weights."""
+    data, model, objective = reading.data, reading.request.model, reading.objective
+    known, tokens = model.pretrained, reading._expected_tokens
     if data.tokenizer is not None:
         if tokens.vocabulary != data.vocab_size:
             raise DataError(
@@ -545,6 +537,20 @@ def check_sizes(reading: TextReading) -> None:
             f"trained with another, whose ids stand for other tokens. Give the text tokenizer={given}"
             + (", or the folder of its tokeniser." if is_folder else ".")
         )
+
+
+def check_sizes(reading: TextReading) -> None:
+    """Raise `DataError` if the sequence length, the vocabulary or the tokeniser does not suit the model."""
+    data, request, objective = reading.data, reading.request, reading.objective
+    model, known = request.model, request.model.pretrained
+    least = SMALLEST_VOCABULARY[TOKENIZER_OF_OBJECTIVE[objective]]
+    if data.streaming and objective == "mlm_nsp":
+        raise DataError(
+            f"{data.name} is streamed, and {model.name} predicts next sentences, whose other half may stand "
+            "anywhere in the text. Train without (next_sentence=False), or remove streaming=True."
+        )
+    _check_tokenizer(reading)
+    tokens = reading._expected_tokens
     if data.whole_words and objective not in ("mlm", "mlm_nsp"):
         raise DataError(
             f"whole_words says how masked models hide words, and the objective is {objective!r}. Remove it."

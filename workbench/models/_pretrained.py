@@ -90,7 +90,7 @@ class Pretrained:
 
     @property
     def pretrained(self) -> Pretrained:
-        """This value: what a data source asks of weights that were trained before; None for other models."""
+        """Return this value, which a data source asks what its weights know; other models have None."""
         return self
 
     @property
