@@ -261,7 +261,9 @@ class OpaqueCall:
         if seed == _SEEDS[-1]:
             self.recording = recorder.recording([*outputs, *new])
             # The tensors with values are the model's, whose memory this does not hold.
-            kept = [weakref.ref(v) if isinstance(v, torch.Tensor) else functools.partial(_itself, v) for v in values]
+            kept: list[Callable[[], Value]] = [
+                weakref.ref(v) if isinstance(v, torch.Tensor) else functools.partial(_itself, v) for v in values
+            ]
             sizes = [[size if isinstance(size, int) else 0 for size in each.shape] for each in given]
             shapes = [torch.empty(size, dtype=t.dtype, device="meta") for size, t in zip(sizes, given, strict=True)]
             self.tried = shapes, kept, device, centred
