@@ -616,14 +616,16 @@ def steady_digests(code: Path) -> dict[str, str]:
 def compared_with_files(definitions: Mapping[str, Definition], imported_after: float) -> dict[str, Definition]:
     """Return the definitions, with marks at those values that other processes must have, too.
 
-    They are written down in their files as they are, or they are plain and their file was modified later than
-    `imported_after`, in Unix seconds. Another value may have been set from elsewhere.
+    They are written down in their files as they are, or they are plain, written down or computed from others, and their
+    file was modified later than `imported_after`, in Unix seconds. Another value may have been set from elsewhere.
     """
     marked = dict(definitions)
     for name, each in definitions.items():
         if each.text is not None and each.file and (found := _InFile.read(each.file)) is not None:
             is_literal = found.written.get(each.qualname, ("", "", 0))[0] == each.digest
-            marked[name] = replace(each, is_certain=is_literal or (each.is_steady and found.modified > imported_after))
+            is_edited = each.is_steady and found.modified > imported_after
+            is_bound = each.qualname in found.written or each.qualname in found.computed
+            marked[name] = replace(each, is_certain=is_literal or (is_edited and is_bound))
     return marked
 
 
@@ -664,7 +666,8 @@ def changed_between(before: Mapping[str, Definition], now: Mapping[str, Definiti
         elif each.is_steady:
             digest, _, line = _written(other)
             if each.is_certain or digest == other.digest:
-                changed.append(f"{name} at {place(other.file, line)} {_is(other.text, each.text)}")
+                where = f" at {place(other.file, line)}" if line else f" of {other.file}" if other.file else ""
+                changed.append(f"{name}{where} {_is(other.text, each.text)}")
     return changed
 
 
@@ -695,9 +698,11 @@ def changed_since(
 
 
 def _written(each: Definition) -> tuple[str, str, int]:
-    """Return digest, words and line of what the file writes down for a value; empty if it computes it."""
+    """Return digest, words and line of what the file writes down for a value; the line alone if it computes it."""
     found = _InFile.read(each.file) if each.file else None
-    return ("", "", 0) if found is None else found.written.get(each.qualname, ("", "", 0))
+    if found is None:
+        return "", "", 0
+    return found.written.get(each.qualname, ("", "", found.computed.get(each.qualname, 0)))
 
 
 def _is(now: str | None, before: str | None, where: str = "") -> str:
@@ -729,6 +734,8 @@ class _InFile:
     """Digests of the functions of each name."""
     written: Mapping[str, tuple[str, str, int]]
     """Digest, words and line of each value that is written as a literal, and nowhere else in the file."""
+    computed: Mapping[str, int]
+    """Line of each value that is computed from others once, without a call or a look-up."""
 
     @staticmethod
     def read(file: str) -> _InFile | None:
@@ -742,24 +749,31 @@ class _InFile:
     @staticmethod
     @functools.lru_cache
     def _parsed(file: str, modified_ns: int, _: int) -> _InFile:
-        functions, written = dict[str, set[str]](), dict[str, tuple[str, str, int]]()
+        functions, written, computed = dict[str, set[str]](), dict[str, tuple[str, str, int]](), dict[str, int]()
         source = Path(file).read_bytes()
         with contextlib.suppress(SyntaxError, ValueError):  # it is being edited
             for function in _nested(compile(source, file, "exec", dont_inherit=True)):
                 functions.setdefault(function.co_qualname, set()).add(_code_digest(function))
             tree, digests = ast.parse(source), _Digests()
-            for name, literal, line in _literals(tree.body, "", _set_globally(tree)):
-                for leaf, part, text, _ in _leaves(name, literal, DEPTH):
-                    written[leaf] = digests.of(part)[0], text, line
-        return _InFile(modified_ns / 1e9, functions, written)
+            for name, value, line in _bindings(tree.body, "", _set_globally(tree)):
+                if not any(isinstance(node, _UNCERTAIN) for node in ast.walk(value)):
+                    computed[name] = line
+                with contextlib.suppress(ValueError, TypeError, SyntaxError, RecursionError):
+                    for leaf, part, text, _ in _leaves(name, ast.literal_eval(value), DEPTH):
+                        written[leaf] = digests.of(part)[0], text, line
+        return _InFile(modified_ns / 1e9, functions, written, computed)
+
+
+_UNCERTAIN = (ast.Call, ast.Subscript, ast.Await, ast.Lambda, ast.comprehension)
+"""Expressions that may have another value in another process, such as the clock or a variable of the environment."""
 
 
 def _set_globally(tree: ast.Module) -> set[str]:
     return {name for node in ast.walk(tree) if isinstance(node, ast.Global) for name in node.names}
 
 
-def _literals(body: Iterable[ast.stmt], prefix: str, excluded: set[str]) -> Iterator[tuple[str, Any, int]]:
-    """Yield name, value and line of a scope's literals: what a name is bound to once, and defaults of functions."""
+def _bindings(body: Iterable[ast.stmt], prefix: str, excluded: set[str]) -> Iterator[tuple[str, ast.expr, int]]:
+    """Yield name, expression and line of what a scope binds a name to once, and of the defaults of its functions."""
     statements = list(body)
     scopes = (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)
     bound = Counter[str]()
@@ -781,7 +795,7 @@ def _literals(body: Iterable[ast.stmt], prefix: str, excluded: set[str]) -> Iter
             pairs = [(statement.target.id, statement.value)]
         elif isinstance(statement, scopes) and bound[statement.name] == 1:
             if isinstance(statement, ast.ClassDef):
-                yield from _literals(statement.body, f"{prefix}{statement.name}.", set())
+                yield from _bindings(statement.body, f"{prefix}{statement.name}.", set())
                 continue
             given = statement.args
             places = [*given.posonlyargs, *given.args]
@@ -790,5 +804,4 @@ def _literals(body: Iterable[ast.stmt], prefix: str, excluded: set[str]) -> Iter
             pairs = [(f"{statement.name}({each.arg})", default) for each, default in (*positional, *named)]
         for name, value in pairs:
             if value is not None and bound[name.partition("(")[0]] == 1 and name not in excluded:
-                with contextlib.suppress(ValueError, TypeError, SyntaxError, RecursionError):
-                    yield f"{prefix}{name}", ast.literal_eval(value), statement.lineno
+                yield f"{prefix}{name}", value, statement.lineno

@@ -318,6 +318,18 @@ def test_a_process_that_has_run_the_code_agrees_with_one_that_has_not(code: Code
     assert said.endswith(":14 is 0.0066, and was 0.5")
 
 
+def test_a_file_that_was_edited_and_imported_again_is_certain_but_for_its_clock(code: Code) -> None:
+    code.edit("RATE = 0.0066", "import time\nRATE = 0.0066 * 2")
+    code.edit("UNREAD = 1", "UNREAD = time.perf_counter()")
+    code.edit("(lambda a: a * 5)(step)", "UNREAD")
+    module = code.imported()
+    here = compared_with_files(identity(module.schedule), 0.0)  # modified since this process began, say
+    assert not changed_between(here, identity(code.imported().schedule))
+    code.edit("0.0066 * 2", "0.0066 * 3")
+    [said] = changed_between(here, identity(code.imported().schedule))
+    assert said.startswith("identity_used.RATE at")
+
+
 def test_what_is_another_in_every_process_is_told_apart(code: Code) -> None:
     code.edit("UNREAD = 1", "import os\nUNREAD = os.urandom(8)")
     code.edit("(lambda a: a * 5)(step)", "UNREAD[0]")
