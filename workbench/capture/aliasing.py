@@ -1,4 +1,4 @@
-"""What is trained: the leaves of the loss's autograd graph, and the other names by which forward reads a parameter.
+"""The tensors that are trained: the leaves of the loss's autograd graph, and other names of parameters and buffers.
 
 A list, a closure or a global may hold a registered parameter too, and an attribute its `.data` or a view of it. Export
 knows a tensor by its place in the model's tables alone, and makes a constant of all others. So forward is given the

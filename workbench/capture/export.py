@@ -191,7 +191,17 @@ def _export_on(
             changed.clear()
             forget(made)
         templates[0], trained[-1], logged[:] = found
-    # The graph as a plain one: no checks, `with` blocks inlined, members under their own names.
+    module = _plain(program, name, renamed)
+    [output] = module.graph.find_nodes(op="output")
+    named = tuple((scalar.name, scalar.reduce) for scalar in logged if logs)
+    values: Any = output.args[0] if returns or named else output.all_input_nodes
+    registered.refuse_constants(module)
+    notes = (*checks, *trained[-1][1], *notes)
+    return Exported(module, values[0], trained[-1][0], notes, templates[0], named)
+
+
+def _plain(program: torch.export.ExportedProgram, name: str, renamed: Mapping[str, str]) -> fx.GraphModule:
+    """Return the graph without checks, with `with` blocks inlined, and members under their own names."""
     refuse_unpriced(program.graph, name)
     with lean("putting its graph together"), warnings.catch_warnings():
         warnings.filterwarnings("ignore", "A model attribute .* requires gradient")  # a note of the plan says more
@@ -205,12 +215,7 @@ def _export_on(
         # `sparse=True` of embeddings is ignored: neither an all-reduce nor AdamW takes that form of a gradient.
         if "sparse" in names[: len(node.args)]:
             node.update_arg(names.index("sparse"), False)
-    [output] = module.graph.find_nodes(op="output")
-    named = tuple((scalar.name, scalar.reduce) for scalar in logged if logs)
-    values: Any = output.args[0] if returns or named else output.all_input_nodes
-    registered.refuse_constants(module)
-    notes = (*checks, *trained[-1][1], *notes)
-    return Exported(module, values[0], trained[-1][0], notes, templates[0], named)
+    return module
 
 
 def _example(batch: Mapping[str, TensorSpec], device: torch.device) -> dict[str, torch.Tensor]:

@@ -163,7 +163,7 @@ MISSING: Any = type("Missing", (), {"__repr__": lambda _: "nothing"})()
 
 
 class Held:
-    """What the objects that a model and its code reach hold at one moment.
+    """The contents of the objects that a model and its code reach, at one moment.
 
     These are the attributes of its modules and tensors, the user's classes, functions with their closures, defaults and
     globals, and lists, dicts and objects in turn.
@@ -296,7 +296,7 @@ class Kept(CaptureError):
 
 @dataclass(frozen=True)
 class _Content:
-    """What a piece of memory holds, as the expression that it was computed by."""
+    """The value in a piece of memory, as the expression that it was computed by."""
 
     memory: torch.UntypedStorage
     digest: int
@@ -429,6 +429,7 @@ def refuse_kept(
     second forward in a row computes something else than the first one from the same parameters, buffers and batch;
     names what is kept and the line that reads it.
     """
+    # A forward without values, whose parameters and buffers are the same in each.
     mode, expressions = FakeTensorMode(shape_env=shapes, allow_non_fake_inputs=True), Expressions()
     Results = tuple[list[Any], list[tuple[int, SourceLine]]]
 
@@ -464,6 +465,7 @@ def refuse_kept(
         pairs = (pair for pair in zip(first[1], later[1], strict=False) if pair[0][0] != pair[1][0])
         return next((there if there not in lines else here for (_, there), (_, here) in pairs), SourceLine())
 
+    # Two forwards in a row.
     try:
         first = computed()
     except Exception as error:  # outside of an export, it asks for a value, for instance
@@ -479,6 +481,7 @@ def refuse_kept(
         if kept := next((kept for *_, kept in second[0] if kept is not None), None):
             raise kept_tensor(name, places.get(kept[0], "a place outside of it"), kept[1])
         raise kept_number(name, ", ".join(each.place for each in changed) or "something outside of it", line)
+    # Forwards from the numbers that later ones will have.
     numbers = [each for each in changed if each.is_number]
     for count in LATER if numbers else ():
         held.restore()

@@ -102,7 +102,7 @@ class OpaqueCall:
     registered: Registered | None = None
     """The parameters and buffers of the modules, which the code may read by other names."""
     outside: Registered | None = None
-    """Those of the whole model, whose present values the operation is not given."""
+    """The parameters and buffers of the whole model, whose present values the operation is not given."""
     places: list[_Place] = field(default_factory=list)
     arguments: Any = None
     """Structure of `(args, kwargs)`, and its leaves, where None stands for a tensor."""
@@ -116,7 +116,7 @@ class OpaqueCall:
     read_again: list[int] = field(default_factory=list)
     """Entries of `written` on whose former values the results depend, unlike on running averages of BatchNorm."""
     kept: list[Change] = field(default_factory=list)
-    """What the code changed that its modules and it reach, but for their buffers."""
+    """Changes that the code made to what it and its modules reach, but for their buffers."""
     takes_derivatives: bool = False
     """True if forward itself needs a graph, since it takes derivatives."""
     flops: float = 0.0
@@ -167,7 +167,7 @@ class OpaqueCall:
         values = iter(given[len(self.places) :])
         leaves = [next(values) if leaf is _TENSOR else leaf for leaf in self.leaves]
         args, kwargs = pytree.tree_unflatten(leaves, self.arguments)
-        with self._placed(given), self._followed(), alone(), differentiable(), contextlib.ExitStack() as stack:
+        with self._placed(given), _by_any_name(self), alone(), differentiable(), contextlib.ExitStack() as stack:
             held = None
             if self.modules and (self.recording is None or before is not None):
                 stack.callback((held := Held(self.modules[0])).restore)
@@ -192,23 +192,6 @@ class OpaqueCall:
         elif found - set(self.written):
             raise RuntimeError(f"{self.label} wrote to a tensor that it did not write to when it was captured.")
         return result, outputs, [after[index] for index in self.written if index < len(after)]
-
-    def _followed(self) -> contextlib.AbstractContextManager[Any]:
-        """Let the code read what the modules hold now by any name, if it does so in a run before it becomes opaque."""
-        registered, outside, is_tried = self.registered, self.outside, self.recording is None
-        if registered is None or not (is_tried or self.has_other_names):
-            return contextlib.nullcontext()
-        if not is_tried:
-            return OneName(registered.known)
-
-        def present(tensor: torch.Tensor) -> torch.Tensor:
-            now = registered.present(tensor, computed=False)
-            self.has_other_names |= now is not tensor
-            if now is tensor and outside is not None and (owner := outside.owner_of(tensor)):
-                raise NotOpaque(f"{self.label} reads {owner}, a parameter or buffer outside of it, by another name.")
-            return now
-
-        return OneName(present)
 
     @contextlib.contextmanager
     def _placed(self, tensors: Sequence[torch.Tensor]) -> Iterator[None]:
@@ -295,29 +278,7 @@ class OpaqueCall:
         Raises `Kept` if what the code keeps changes the results of its next run.
         """
         before = self._results(tensors) if self.kept or self.written else []
-        # What a recurrent module is given in the middle of an export has no values.
-        if self.kept and not any(isinstance(tensor, FakeTensor) for tensor in tensors):
-            read: list[tuple[str, SourceLine]] = []
-            known: dict[int | None, str] = {}
-
-            def noted(tensor: torch.Tensor) -> torch.Tensor:
-                if not read and memory_of(tensor) in known:
-                    read.append((known[memory_of(tensor)], line_of_running_code()))
-                return tensor
-
-            def again() -> None:
-                known.update((memory_of(tensor), place) for place, tensor in tensors_in(self.kept))
-                torch.manual_seed(0)
-                _seed_host(0)
-
-            with OneName(noted):
-                later = self._results(tensors, again)
-            if len(before) != len(later) or not all(map(torch.equal, before, later)):
-                inside = f"self.{self.path}." if self.path else "self."
-                if read:
-                    raise kept_tensor(self.label, read[0][0].replace("self.", inside, 1), read[0][1])
-                places = ", ".join(each.place.replace("self.", inside, 1) for each in self.kept)
-                raise kept_number(self.label, places, self.line)
+        _refuse_kept(self, tensors, before)
 
         def is_read(changed: Sequence[int]) -> bool:
             """Run the code with other values in some of the buffers that it writes."""
@@ -332,20 +293,7 @@ class OpaqueCall:
 
         if self.written and is_read(self.written):
             self.read_again = [index for index in self.written if is_read([index])] or list(self.written)
-        # The tensors that a forward with a graph keeps, but for those that it was given.
-        kept: dict[int, torch.UntypedStorage] = {}
-
-        def keep(tensor: torch.Tensor) -> torch.Tensor:
-            kept[tensor.untyped_storage().data_ptr()] = tensor.untyped_storage()
-            return tensor
-
-        leaves = self._leaves(tensors)
-        with contextlib.suppress(Exception), torch.enable_grad():
-            with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
-                self.compute(leaves)
-            for tensor in leaves:
-                kept.pop(tensor.untyped_storage().data_ptr(), None)
-            self.recomputed_bytes = sum(storage.nbytes() for storage in kept.values())
+        self.recomputed_bytes = _recomputed_bytes(self, self._leaves(tensors))
 
     def _own_states(self) -> dict[str, Any]:
         return own_states(self.modules[0]) if self.modules else {}
@@ -430,6 +378,69 @@ def _itself(value: Value) -> Value:
     return value
 
 
+def _by_any_name(call: OpaqueCall) -> contextlib.AbstractContextManager[Any]:
+    """Let the code read what its modules hold now by any name, if it does so in a run before it becomes opaque."""
+    registered, outside, is_tried = call.registered, call.outside, call.recording is None
+    if registered is None or not (is_tried or call.has_other_names):
+        return contextlib.nullcontext()
+    if not is_tried:
+        return OneName(registered.known)
+
+    def present(tensor: torch.Tensor) -> torch.Tensor:
+        now = registered.present(tensor, computed=False)
+        call.has_other_names |= now is not tensor
+        if now is tensor and outside is not None and (owner := outside.owner_of(tensor)):
+            raise NotOpaque(f"{call.label} reads {owner}, a parameter or buffer outside of it, by another name.")
+        return now
+
+    return OneName(present)
+
+
+def _refuse_kept(call: OpaqueCall, tensors: Sequence[torch.Tensor], before: Sequence[torch.Tensor]) -> None:
+    """Raise `Kept` if a second run in a row over the same tensors returns anything but `before`."""
+    # A recurrent module that is called in the middle of an export is given tensors without values.
+    if not call.kept or any(isinstance(tensor, FakeTensor) for tensor in tensors):
+        return
+    read: list[tuple[str, SourceLine]] = []
+    known: dict[int | None, str] = {}
+
+    def noted(tensor: torch.Tensor) -> torch.Tensor:
+        if not read and memory_of(tensor) in known:
+            read.append((known[memory_of(tensor)], line_of_running_code()))
+        return tensor
+
+    def again() -> None:
+        known.update((memory_of(tensor), place) for place, tensor in tensors_in(call.kept))
+        torch.manual_seed(0)
+        _seed_host(0)
+
+    with OneName(noted):
+        later = call._results(tensors, again)
+    if len(before) == len(later) and all(map(torch.equal, before, later)):
+        return
+    inside = f"self.{call.path}." if call.path else "self."
+    if read:
+        raise kept_tensor(call.label, read[0][0].replace("self.", inside, 1), read[0][1])
+    raise kept_number(call.label, ", ".join(each.place.replace("self.", inside, 1) for each in call.kept), call.line)
+
+
+def _recomputed_bytes(call: OpaqueCall, leaves: list[torch.Tensor]) -> int:
+    """Return the bytes of what a forward with a graph keeps, but for `leaves`, which it is given; 0 if it fails."""
+    kept: dict[int, torch.UntypedStorage] = {}
+
+    def keep(tensor: torch.Tensor) -> torch.Tensor:
+        kept[tensor.untyped_storage().data_ptr()] = tensor.untyped_storage()
+        return tensor
+
+    try:
+        with torch.enable_grad(), torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
+            call.compute(leaves)
+    except Exception:  # such as a forward that a graph stops
+        return 0
+    given = {tensor.untyped_storage().data_ptr() for tensor in leaves}
+    return sum(storage.nbytes() for address, storage in kept.items() if address not in given)
+
+
 _TENSOR = object()
 """Stands for a tensor among the leaves of a structure."""
 _MOST_TIMES, _MOST_MORE = 3, 300
@@ -477,18 +488,17 @@ def opaque_call(
     *,
     reason: str,
     line: SourceLine,
-    calls: list[OpaqueCall],
-    model: nn.Module | None = None,
+    search: Any,
 ) -> Callable[..., Any]:
     """Return a function that puts one operation into the graph that is being exported, in place of `function`.
 
     `valued` is the module, or a twin of it whose tensors have values. `known` are the values of the first tensors among
-    the arguments, where random ones would not do. `calls` collects what was called. `model` is the one that is
-    exported.
+    the arguments, where random ones would not do. `search` has the `model` that is
+    exported, and its `calls` collect what was called.
     """
-    path = "" if module is None or module is model else label
+    path = "" if module is None or module is search.model else label
     registered = None if module is None else Registered(module, label)
-    outside = None if module is None or model is None else Registered(model, label)
+    outside = None if module is None else Registered(search.model, label)
     inside = () if module is None else tuple(module.modules())
     places = [
         _Place(owner, table, key)
@@ -521,7 +531,7 @@ def opaque_call(
         device = next((v.device for v in held if v is not None), torch.device("cpu"))
         call.probe(given, [*held, *known, *[None] * (len(tensors) - len(known))], device)
         handle = f"{next(_serials)} {label}"
-        calls.append(call)
+        search.calls.append(call)
         _calls[handle] = call
         for index in call.written:
             given[index] = given[index].clone()

@@ -140,14 +140,14 @@ class OpaqueSearch:
         self.calls.clear()
         with contextlib.ExitStack() as stack:
             for target, (reason, line) in self.chosen.items():
-                make = functools.partial(opaque_call, reason=reason, line=line, calls=self.calls, model=self.model)
+                make = functools.partial(opaque_call, reason=reason, line=line, search=self)
                 stack.enter_context(self._opaque(target, make))
             yield
 
     def _opaque(self, target: Target, make: Callable[..., Any]) -> contextlib.AbstractContextManager[None]:
         """Return a context in which the calls of a target are opaque; `make` is `opaque_call` for one of them."""
         if target == SELECTION:
-            return opaque_selections(self.selections, self.calls)  # type: ignore[no-any-return]
+            return opaque_selections(self.selections, self)  # type: ignore[no-any-return]
         if target == PACKED:
             return padded_sequences(self.model, self.valued, make)
         if isinstance(target, type):
@@ -264,8 +264,8 @@ def selections_of(model: nn.Module, examples: Mapping[str, torch.Tensor]) -> Sel
     return selections
 
 
-def opaque_selections(selections: Selections, calls: list[OpaqueCall]) -> Any:
-    """Return a context in which the selections are opaque; `calls` collects them."""
+def opaque_selections(selections: Selections, search: OpaqueSearch) -> Any:
+    """Return a context in which the selections are opaque; `search.calls` collects them."""
 
     def selected(key: Key, values: torch.Tensor, mask: torch.Tensor) -> Any:
         if key not in selections:
@@ -275,7 +275,7 @@ def opaque_selections(selections: Selections, calls: list[OpaqueCall]) -> Any:
             f"how many items it takes depends on values (it took {taken:,} of each sample that was tried, and must)"
         )
         line = line_of_frames(traceback.extract_stack())
-        call = opaque_call(SELECTION, _taken, known=[None, example], reason=reason, line=line, calls=calls)
+        call = opaque_call(SELECTION, _taken, known=[None, example], reason=reason, line=line, search=search)
         return call(values, mask)
 
     return patched_selections(selected)
