@@ -135,11 +135,7 @@ class CapturedModel:
 
     @memoised
     def obstacle_at(self, micro_batch: int) -> str:
-        """Return why the batch cannot be divided into micro-batches of so many samples, in words; empty if it can.
-
-        Numbers that agree for micro-batches of two agree for every multiple of two, as for samples that come in pairs.
-        For others they are compared anew, if operations alone do not tell that the samples are apart.
-        """
+        """Return why micro-batches of so many samples cannot run; numbers that agree for two do for multiples of two."""
         if micro_batch % self._micro_batch == 0 or not self.graph.unknown_coupling:
             return ""
         try:
