@@ -384,7 +384,8 @@ def _recurrent(path: str, module: nn.RNNBase, valued: nn.Module | None, make: Ca
         if not isinstance(value, PackedSequence):
             return original(value, hx)
         data, sizes, *indices = map(functools.partial(tuple.__getitem__, value), range(4))
-        known = (None, lambda shape: torch.full(shape, data.shape[1]))
+        count = int(data.shape[1])  # the call keeps this function, which must not keep a tensor of the export
+        known = (None, lambda shape: torch.full(shape, count))
         called = make(path, functools.partial(_run, original), module, valued, known)
         padded, hidden = called(data, sizes, hx, *indices)
         return Padded(padded, sizes, *indices), hidden
