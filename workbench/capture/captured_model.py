@@ -135,7 +135,7 @@ class CapturedModel:
 
     @memoised
     def obstacle_at(self, micro_batch: int) -> str:
-        """Return why micro-batches of so many samples cannot run; numbers that agree for two do for multiples of two."""
+        """Return why micro-batches of so many samples cannot run; what numbers say of two holds for its multiples."""
         if micro_batch % self._micro_batch == 0 or not self.graph.unknown_coupling:
             return ""
         try:
