@@ -258,6 +258,8 @@ class EndEvent(_Timed):
     type: Literal["end"]
     steps: int
     seconds: NotRequired[float]
+    rows: NotRequired[int]
+    """Number of steps that were logged before it, by all attempts."""
 
 
 class TrackingEvent(_Timed):
@@ -297,7 +299,9 @@ Event = (
 LATEST = 2.0**37
 """Unix seconds of the year 6325: a later time is none."""
 MOST = 2**53
-"""Largest count of anything: a float64 holds no larger ones exactly."""
+"""Largest count of steps, bytes or rows: a float64 holds no larger ones exactly."""
+LARGEST = 10**300
+"""Largest number of anything else that was written without a decimal point, such as FLOPs: a float64 holds it."""
 _RESUMED_FROM = re.compile(r"(.*step-)?\d{1,15}", re.DOTALL | re.ASCII)
 
 
@@ -364,7 +368,7 @@ def _test_of(hint: Any) -> Callable[[Any], bool]:
 
 _SIMPLE: Mapping[Any, Callable[[Any], bool]] = {
     int: lambda value: type(value) is int and 0 <= value <= MOST,
-    float: lambda value: type(value) is float or (type(value) is int and abs(value) <= MOST),
+    float: lambda value: type(value) is float or (type(value) is int and abs(value) <= LARGEST),
     str: lambda value: isinstance(value, str),
     NoneType: lambda value: value is None,
 }

@@ -25,6 +25,7 @@ Everything that a run leaves lies in one folder, readable without importing torc
     stacks/<rank>.collectives.json  what it answered (`workbench.execution.heartbeat`)
     logs/<rank>.log      what each rank printed; logs/launcher.log the launcher's own
     errors/<rank>.json   a dead rank's rank, stage, type, message, traceback, time
+    reserve              a little room, given back so that a run on a full disk can say how it ended
     STOP, KILL           ask the ranks to write a checkpoint and leave, or the supervisor to kill them
     lock                 held while somebody starts the run, or continues it
     checkpoints/step-<n>/
@@ -56,7 +57,7 @@ import zlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, cast, get_args
+from typing import Any, TypeVar, cast, get_args
 
 import psutil
 
@@ -64,6 +65,7 @@ from workbench.errors import PlanMismatch, RunNotFound
 from workbench.events import Event, ProcessRecord, State, is_event
 from workbench.machine import cache_home, current_folder
 
+T = TypeVar("T")
 STATES = get_args(State)
 FINAL_STATES = ("finished", "stopped", "failed")
 KILLED = "Killed; what was trained since the last checkpoint is lost."
@@ -77,6 +79,12 @@ _CLOCK_SLACK_S = 2.0
 """Tolerated difference of start times, which are computed from the boot time and move when the clock is set."""
 
 
+STOP_GRACE_S = 300.0
+"""Seconds that the ranks may go without any event after a stop was asked for (`$WORKBENCH_STOP_GRACE_S`)."""
+RESERVE_BYTES = 2**16
+"""Size of the reserve of a run: room for an error file and a few events."""
+RETRY_S = 1.0
+"""Seconds between two trials to write what a full disk has not taken at the end of a run."""
 RECORD_CHECKSUM = "crc32_of_record"
 """Field with the checksum of a record that `write_record` wrote."""
 CHECKSUM = b', "crc32": "'
@@ -109,6 +117,29 @@ def note_runs_root(folder: Path) -> None:
     if folder not in known or not (cache_home() / ROOTS_FILE).exists():
         with contextlib.suppress(OSError):  # a cache that cannot be written
             write_json(cache_home() / ROOTS_FILE, [str(root) for root in dict.fromkeys([*known, folder])])
+
+
+def stop_grace_s() -> float:
+    """Return `$WORKBENCH_STOP_GRACE_S`, or its default."""
+    return float(os.environ.get("WORKBENCH_STOP_GRACE_S") or STOP_GRACE_S)
+
+
+def until_there_is_room(write: Callable[[], T], limit_s: float, reserve: Path | None = None) -> T:
+    """Call `write` until no full disk stops it, for at most `limit_s` seconds; then raise its last `OSError`.
+
+    The last trial has the room of the file `reserve`, which is deleted for it.
+    """
+    deadline = time.monotonic() + limit_s
+    while True:
+        try:
+            return write()
+        except OSError as error:
+            if error.errno in NO_ROOM and time.monotonic() > deadline and reserve is not None and reserve.exists():
+                reserve.unlink()
+                continue
+            if error.errno not in NO_ROOM or time.monotonic() > deadline:
+                raise
+        time.sleep(RETRY_S)
 
 
 def remedy_for(error: OSError) -> str:
@@ -162,6 +193,7 @@ class RunDir:
     notebook = _Entry("notebook.ipynb")
     resume = _Entry("resume.json")
     launcher = _Entry("launcher.json")
+    reserve = _Entry("reserve")
     stop_file = _Entry("STOP")
     kill_file = _Entry("KILL")
     lock = _Entry("lock")

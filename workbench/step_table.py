@@ -276,6 +276,20 @@ def log_steps(folder: Path, steps: Sequence[Mapping[str, Any]]) -> None:
                 raise
 
 
+def write_waiting(folder: Path) -> None:
+    """Write the rows that wait for a full disk; raises `OSError` if they wait on."""
+    with _WRITERS_LOCK:
+        if folder in _WRITERS:
+            _WRITERS[folder].write_waiting()
+
+
+def num_waiting(folder: Path) -> int:
+    """Return the number of rows of this process that wait for a full disk, after another trial to write them."""
+    with contextlib.suppress(OSError):
+        write_waiting(folder)
+    return len(_WRITERS[folder].waiting) if folder in _WRITERS else 0
+
+
 def num_logged(folder: Path) -> int:
     """Return the number of rows so far, which a `start` event states; those that wait for a full disk count too."""
     with _WRITERS_LOCK:

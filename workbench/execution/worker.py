@@ -67,6 +67,7 @@ from workbench.planning.plan import Plan
 from workbench.planning.planner import facts_of
 from workbench.planning.runnable import check_numbers, check_runnable
 from workbench.rundir import (
+    RESERVE_BYTES,
     RunDir,
     append_event,
     check_unedited,
@@ -75,12 +76,14 @@ from workbench.rundir import (
     read_object,
     read_record,
     redirect_output,
+    stop_grace_s,
     this_process,
+    until_there_is_room,
     write_json,
     write_record,
 )
 from workbench.secrets import masked_words
-from workbench.step_table import num_logged
+from workbench.step_table import num_logged, num_waiting, write_waiting
 from workbench.units import GIB, gib
 from workbench.user_code import user_path
 
@@ -145,6 +148,8 @@ def train(run: RunDir, worker_type: type[TrainingWorker], *, heeds_signals: bool
     stage = rank // (plan.data * plan.tensor)
     write_json(run.rank(rank), {**this_process(), "rank": rank, "stage": stage, "device": _device_name(rank)})
     if rank == 0:
+        with suppress(OSError):
+            run.reserve.write_bytes(bytes(RESERVE_BYTES))
         enter("starting")
     try:
         worker = worker_type(run, plan)
@@ -160,9 +165,15 @@ def train(run: RunDir, worker_type: type[TrainingWorker], *, heeds_signals: bool
         facts = {"rank": rank, "stage": stage, "type": type(cause).__name__, "message": message}
         if isinstance(cause, NonFiniteLoss):  # all ranks raise it, and one of the stage where it arose tells
             facts |= {"facts": cause.facts, "is_origin": cause.facts.get("stage", stage) == stage}
-        write_record(run.error(rank), {**facts, "traceback": masked_words(formatted(error)), "time": time.time()})
+        if rank == 0 and (lost := num_waiting(run.path)):
+            facts["message"] = message = f"{message} {lost:,} logged steps could not be written: the disk is full."
+        facts |= {"traceback": masked_words(formatted(error)), "time": time.time()}
+        until_there_is_room(lambda: write_record(run.error(rank), facts), stop_grace_s() / 8, run.reserve)
         enter("failed", f"rank {rank} (stage {stage}): {type(cause).__name__}: {message}".splitlines()[0])
         raise
+    finally:
+        if rank == 0:
+            run.reserve.unlink(missing_ok=True)
     if rank == 0 and steps >= target:
         enter("finished", f"{steps} steps.")
     elif rank == 0:
@@ -269,7 +280,7 @@ class TrainingWorker:
                 if dist.is_initialized() and checkpoints.is_idle:  # A thread that still writes may use a group.
                     dist.destroy_process_group()
         if self.is_main:
-            append_event(self.run_dir.events, "end", steps=progress.step, seconds=progress.seconds)
+            log_end(self.run_dir, progress)
         return progress.step
 
     def _build_stages(
@@ -545,6 +556,17 @@ def report_rejected(run_dir: RunDir, path: Path, reason: str) -> None:
     """Log that a damaged checkpoint was passed over."""
     print(f"skipped a checkpoint: {reason}", flush=True)
     log_event(run_dir.events, "checkpoint_problem", step=step_of(path), path=str(path), message=reason)
+
+
+def log_end(run_dir: RunDir, progress: TrainingProgress) -> None:
+    """Log the end of a training, once everything before it is written; raises `OSError` if a disk stays full."""
+
+    def write() -> None:
+        write_waiting(run_dir.path)
+        rows = num_logged(run_dir.path)
+        append_event(run_dir.events, "end", steps=progress.step, seconds=progress.seconds, rows=rows)
+
+    until_there_is_room(write, stop_grace_s() / 4)
 
 
 def log_data_use(run_dir: RunDir, experiment: Experiment, progress: TrainingProgress) -> None:

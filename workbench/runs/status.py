@@ -26,6 +26,7 @@ from workbench.step_table import MOST_STEPS, Array, StepTable
 
 VANISHED = "The launcher vanished."
 DISK_FULL = " Its disk is full, so nobody could write why. Free some space, then resume the run."
+WAITS = "Its disk is full: logged steps wait in memory, and checkpoints fail. Free some space."
 DISK_FULL_BYTES = 2**20
 """Free bytes below which a disk counts as full."""
 POLL_S = 0.2
@@ -93,6 +94,8 @@ def read_status(run: RunDir, seen: RunState = UNREAD) -> tuple[Status, RunState]
     recorded = progress.status or Status("queued")
     if recorded.state == "running" and progress.problems:
         recorded = replace(recorded, message=recorded.message or progress.problems[-1])
+    if recorded.state == "running" and _disk_is_full(run.path, 0):
+        recorded = replace(recorded, message=WAITS)
     if recorded.final or supervised or run.remote.exists() or runs_elsewhere(run):
         return recorded, progress
     is_prepared = run.launcher.exists() and not (processes.launcher_record(run) or processes.rank_records(run))
@@ -134,7 +137,9 @@ def _status_without_processes(run: RunDir, progress: RunState, recorded: Status)
     if progress.end is None:
         if run.kill_file.exists():
             return Status("stopped", KILLED, recorded.time)
-        return Status("failed", VANISHED + (DISK_FULL if _disk_is_full(run.path) else ""), recorded.time)
+        cause = processes.root_cause(run)
+        said = cause.sentence if cause else VANISHED + (DISK_FULL if _disk_is_full(run.path) else "")
+        return Status("failed", said, recorded.time)
     steps, target = int(progress.end["steps"]), _steps_asked_for(run) or 0
     ended_at = progress.end["time"]
     if steps >= target:
@@ -305,9 +310,9 @@ def _gpu_indices(run: RunDir) -> list[int]:
     ]
 
 
-def _disk_is_full(path: Path) -> bool:
+def _disk_is_full(path: Path, least: int = DISK_FULL_BYTES) -> bool:
     try:
-        return shutil.disk_usage(path).free < DISK_FULL_BYTES
+        return shutil.disk_usage(path).free <= least
     except OSError:
         return False
 

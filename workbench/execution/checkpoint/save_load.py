@@ -10,19 +10,23 @@ gloo group, so that training goes on.
 from __future__ import annotations
 
 import contextlib
+import os
 import shutil
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
 from torch.distributed.checkpoint.filesystem import FileSystemWriter
+from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
 from torch.distributed.checkpoint.state_dict_loader import load as dcp_load
 from torch.distributed.checkpoint.state_dict_saver import save as dcp_save
+from torch.distributed.checkpoint.storage import WriteResult
 from torch.distributed.tensor import DTensor
 
 from workbench.errors import CheckpointError
@@ -32,11 +36,14 @@ from workbench.execution.checkpoint.model_export import GuardedReader
 from workbench.execution.parallel.sharding import local
 from workbench.execution.trainer import Trainer
 from workbench.optimizers.building import create_state, forget_state
-from workbench.rundir import RunDir, write_json
+from workbench.rundir import RETRY_S, RunDir, stop_grace_s, write_json
 
 T = TypeVar("T")
 KEEP = 3
 """Number of checkpoints to keep by default."""
+LAUNCH_ANEW = "launch the experiment anew: no other checkpoint is complete."
+SPILL = "WORKBENCH_SPILL"
+"""Environment variable with a folder for the last checkpoint of a run whose own disk is full."""
 
 
 @dataclass(frozen=True)
@@ -98,11 +105,14 @@ class CheckpointStore:
         self._group = dist.new_group(backend="gloo")
         self._thread: threading.Thread | None = None
         self._last: SaveResult | None = None
+        self._unwritten: tuple[Mapping[str, torch.Tensor], TrainingProgress, float] | None = None
+        """The arguments of the last save, if it failed."""
 
     def save(self, progress: TrainingProgress) -> None:
         """Start to write a checkpoint; waits for the previous save and for the copy to the host's memory."""
         began = time.perf_counter()
         self.wait()
+        self._unwritten = None
 
         # This rank's share of the state. One rank stages what several hold alike; buffers are those of the first
         # replica, since forward may have written others on each.
@@ -131,13 +141,34 @@ class CheckpointStore:
         self._thread.start()
 
     def finish(self) -> None:
-        """Wait for the last save; raise `CheckpointError` on every rank if it failed."""
+        """Wait for the last save; raise `CheckpointError` on every rank if it failed.
+
+        On a full disk it is tried again: once in the folder that `$WORKBENCH_SPILL` names, else for half of the time
+        that ranks have to end after a stop.
+        """
         self.wait()
-        if self._last is not None and self._last.error is not None:
-            raise CheckpointError(
-                f"The checkpoint of step {self._last.step} could not be written: {self._last.error} Make room under "
-                f"{self._run.checkpoints}, and resume from an earlier checkpoint."
-            )
+        spill, deadline = os.environ.get(SPILL), time.monotonic() + stop_grace_s() / 2
+        failed, folder = self._last, self._run.checkpoints
+        while self._unwritten is not None:
+            share = partial(_needed_and_free, self._unwritten[0].values(), folder)
+            is_full = _is_too_small(self._together(share))
+            if is_full and not spill:
+                if not self._together(lambda: time.monotonic() < deadline)[0]:
+                    break
+                time.sleep(RETRY_S)
+            self._write(*self._unwritten, Path(spill).expanduser() / self._run.path.name if is_full and spill else None)
+            if spill or not is_full:
+                break
+        now = self._last
+        if failed is None or failed.error is None or now is None or (now.error is None and now.path.parent == folder):
+            return
+        problem = f"The checkpoint of step {failed.step} could not be written: {failed.error.removesuffix('.')}."
+        if now.error is None:
+            there = f"It stands in {now.path}. Make room, move that folder to {folder}, and resume the run."
+            raise CheckpointError(f"{problem} {there}")
+        saved = files.complete_checkpoints(folder)
+        resume = f"resume the run from step {files.step_of(saved[-1])}." if saved else LAUNCH_ANEW
+        raise CheckpointError(f"{problem} Make room under {folder}, and {resume}")
 
     @property
     def is_idle(self) -> bool:
@@ -150,24 +181,28 @@ class CheckpointStore:
             self._thread.join()
             self._thread = None
 
-    def _write(self, staged: Mapping[str, torch.Tensor], progress: TrainingProgress, pause_s: float) -> None:
+    def _write(
+        self, staged: Mapping[str, torch.Tensor], progress: TrainingProgress, pause_s: float, spill: Path | None = None
+    ) -> None:
         began = time.perf_counter()
-        path = self._run.checkpoint(progress.step)
-        error = None
+        path = (spill or self._run.checkpoints) / self._run.checkpoint(progress.step).name
+        error, is_again = None, self._unwritten is not None
         try:
-            self._together(lambda: _empty_folder(path) if self._is_main else None)
-            writer = FileSystemWriter(path, thread_count=files.THREADS)
+            self._together(lambda: _empty_folder(path, spill) if self._is_main else None)
+            writer = _Writer(path, thread_count=files.THREADS)
             dcp_save(dict(staged), storage_writer=writer, process_group=self._group)
             written = {name: file for each in self._together(lambda: self._digests(path)) for name, file in each}
             self._together(lambda: self._mark_complete(path, progress, written) if self._is_main else None)
-        except Exception as failure:
-            error = _sentence(failure)
+        except BaseException as failure:  # torch's CheckpointException is no Exception
+            error, self._unwritten = _sentence(failure), (staged, progress, pause_s)
             if self._is_main:
                 files.remove(path)  # Nobody writes there any more, and a full disk gets its room back.
             with contextlib.suppress(OSError):  # The log may lie on the same full disk.
                 print(f"checkpoint of step {progress.step} failed: {error}", flush=True)
+        else:
+            self._unwritten = None
         self._last = SaveResult(progress.step, path, pause_s, time.perf_counter() - began, error)
-        if self._is_main:
+        if self._is_main and (error is None or not is_again):
             self._report(self._last)
 
     def _digests(self, path: Path) -> list[tuple[str, dict[str, Any]]]:
@@ -186,7 +221,7 @@ class CheckpointStore:
         if progress.spikes is not None:
             manifest |= {"spikes": dict(progress.spikes), "skipped_samples": progress.skipped_samples}
         write_json(path / files.COMPLETE, {**manifest, "digest": files.digest_of(manifest)})
-        files.prune(self._run.checkpoints, self._keep, progress.step)
+        files.prune(path.parent, self._keep, progress.step)
 
     @property
     def _is_main(self) -> bool:
@@ -320,7 +355,37 @@ def entries(trainer: Trainer) -> Iterator[tuple[str, str, torch.Tensor]]:
             yield f"optim.{names[tensor]}.{slot}", names[tensor], value
 
 
-def _empty_folder(path: Path) -> None:
+class _Writer(FileSystemWriter):
+    """torch's writer, but for one thing: it passes over a thread that cannot write, and over what is missing then."""
+
+    def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
+        """Write what stands where, once all of it was written; raises `CheckpointError` otherwise."""
+        stored = metadata.state_dict_metadata.values()
+        planned = sum(len(each.chunks) if isinstance(each, TensorStorageMetadata) else 1 for each in stored)
+        written = sum(map(len, results))
+        if written < planned:
+            raise CheckpointError(f"{planned - written:,} of {planned:,} tensors could not be written.")
+        super().finish(metadata, results)
+
+
+_ROOM_BYTES = 2**16
+"""Room that a checkpoint needs beside its tensors."""
+
+
+def _needed_and_free(tensors: Iterable[torch.Tensor], folder: Path) -> tuple[int, int]:
+    """Return the bytes of this rank's tensors, and those that are free on the disk of a folder."""
+    return sum(local(tensor).nbytes for tensor in tensors), shutil.disk_usage(folder).free
+
+
+def _is_too_small(needed_and_free: Iterable[tuple[int, int]]) -> bool:
+    """Return True if the tensors of all ranks have too little room on the disk."""
+    facts = list(needed_and_free)
+    return sum(needed for needed, _ in facts) + _ROOM_BYTES > min(free for _, free in facts)
+
+
+def _empty_folder(path: Path, spill: Path | None) -> None:
+    if spill is not None:
+        spill.mkdir(parents=True, exist_ok=True)
     if path.exists():
         shutil.rmtree(path)
     path.mkdir()  # without the folders around it: a run that was deleted is not made again

@@ -30,6 +30,8 @@ from workbench.rundir import (
     read_json,
     read_object,
     read_record,
+    stop_grace_s,
+    until_there_is_room,
     write_json,
 )
 from workbench.runs.event_log import LogTail
@@ -47,8 +49,6 @@ QUEUED_WITHIN_S = 30.0
 """Seconds from the start of this process until `launch` must have queued it."""
 FAILURE_GRACE_S = 10.0
 """Seconds that the other ranks have to leave by themselves after one rank has reported an error."""
-STOP_GRACE_S = 300.0
-"""Seconds that the ranks may go without any event after a stop was asked for; they write a checkpoint."""
 TERMINATE_GRACE_S = 60.0
 """Seconds from SIGTERM to SIGKILL."""
 AHEAD = "--ahead"
@@ -203,7 +203,7 @@ def reap(directory: str) -> int:
     processes.send_signal(processes.rank_records(run), signal.SIGTERM)
     while not processes.wait_gone(workers, POLL_S):
         attempt.read()
-        if time.monotonic() - attempt.last_sign > processes.seconds_of("WORKBENCH_STOP_GRACE_S", STOP_GRACE_S):
+        if time.monotonic() - attempt.last_sign > stop_grace_s():
             processes.kill_trees(workers)
     attempt.read()
     saved = f" at step {attempt.steps}" if attempt.steps is not None else ""
@@ -374,7 +374,7 @@ def _enforce(attempt: _Supervised) -> None:
         if not attempt.stopping:
             attempt.stopping, attempt.last_sign = True, now
         if attempt.terminated_at is None:
-            if now - attempt.last_sign > processes.seconds_of("WORKBENCH_STOP_GRACE_S", STOP_GRACE_S):
+            if now - attempt.last_sign > stop_grace_s():
                 processes.send_signal(_ranks(run), signal.SIGTERM)
                 attempt.terminated_at = now
         elif now - attempt.terminated_at > processes.seconds_of("WORKBENCH_TERMINATE_GRACE_S", TERMINATE_GRACE_S):
@@ -410,7 +410,7 @@ def _conclude(attempt: _Supervised, exit_code: int, launcher_output: str) -> int
         name = signal.Signals(-exit_code).name
         _status(run, "failed", f"the launcher was killed by {name}; its ranks were ended.")
         return 1
-    record_silent_death(run, launcher_output, attempt.gone)
+    until_there_is_room(lambda: record_silent_death(run, launcher_output, attempt.gone), stop_grace_s(), run.reserve)
     cause = root_cause(run)
     _status(run, "failed", cause.sentence if cause else f"the launcher ended with exit code {exit_code}.")
     return 1
@@ -447,7 +447,8 @@ def _orderly_ending(attempt: _Supervised, exit_code: int) -> tuple[str, str] | N
 
 
 def _status(run: RunDir, state: str, message: str) -> None:
-    append_event(run.events, "status", state=state, message=message, rows=num_logged(run.path))
+    facts = {"state": state, "message": message, "rows": num_logged(run.path)}
+    until_there_is_room(lambda: append_event(run.events, "status", **facts), stop_grace_s(), run.reserve)
 
 
 def failure_grace_s() -> float:
