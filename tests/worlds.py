@@ -27,6 +27,9 @@ PRELOADED = (
     "tests.distributed.one_bert",
 )
 
+OUTERMOST = (" in <module>\n", " in _run_module_as_main\n", "  ...\n")
+"""Ends of the stack of a main thread: of a script, of one that is forked from pytest, of one of too many frames."""
+
 
 def preload() -> None:
     """Let the fork server of this process, which starts when it is first needed, import what ranks need."""

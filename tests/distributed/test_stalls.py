@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 
+from tests import worlds
 from tests.distributed.own_machine import own_machine
 from tests.distributed.real_worker import ENDLESS, experiment, plan, reach
 from tests.distributed.test_launch import forked
@@ -71,7 +72,7 @@ class Supervised(threading.Thread):
     def sleep(self, seconds: float) -> None:  # clock: its own, which the test turns
         """Wait, in place of the watch, until rank 0 has written all of its stacks; they end in those of its module."""
         written = self.run_dir.stack(0)
-        eventually(lambda: written.read_bytes()[self.answers_from :].endswith((b" in <module>\n", b"...\n")))
+        eventually(lambda: written.read_bytes()[self.answers_from :].decode().endswith(worlds.OUTERMOST))
         self.clock.now += seconds
 
 

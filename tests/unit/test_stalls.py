@@ -49,10 +49,6 @@ exec(compile(open({code!r}).read(), "/env/torch/distributed/distributed_c10d.py"
 """
 
 
-OUTERMOST = (" in <module>\n", " in _run_module_as_main\n")
-"""End of the stack of a main thread, which may be forked from pytest."""
-
-
 @pytest.fixture
 def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
     """Return the clock by which stalls are told."""
@@ -78,7 +74,7 @@ def answered(run: RunDir, monkeypatch: pytest.MonkeyPatch) -> None:
         before = {stack: len(stack.read_text()) for stack in stacks}
         send(records, number)
         for stack, size in before.items():
-            eventually(lambda stack=stack, size=size: stack.read_text()[size:].endswith(OUTERMOST))
+            eventually(lambda stack=stack, size=size: stack.read_text()[size:].endswith(worlds.OUTERMOST))
 
     monkeypatch.setattr(processes, "send_signal", asked)
 
