@@ -247,7 +247,7 @@ def opened(path: Path, most: int = LOG_BYTES) -> Iterator[int]:
     bytes.
     """
     try:
-        reason = _why_not_read(path.lstat(), most)
+        reason = _why_not_read(os.lstat(path), most)
         if reason is None:
             descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK)
             try:
@@ -274,8 +274,8 @@ def _why_not_read(at: os.stat_result, most: int) -> str | None:
 
 def read_file(path: Path, most: int = RECORD_BYTES) -> bytes:
     """Return the content of a file as `opened` opens it."""
-    with opened(path, most) as descriptor, open(descriptor, "rb", closefd=False) as file:
-        return file.read(most)
+    with opened(path, most) as descriptor:
+        return os.pread(descriptor, os.fstat(descriptor).st_size, 0)
 
 
 def next_data(descriptor: int, position: int) -> int:
@@ -559,17 +559,17 @@ class EventTail:
     def lines(self) -> Iterator[bytes]:
         """Yield the intact lines that arrived since the last call; a torn last line waits for the next call."""
         with contextlib.suppress(FileNotFoundError), opened(self.path) as descriptor:
-            while chunk := os.pread(descriptor, RECORD_BYTES, self.offset):
+            size = os.fstat(descriptor).st_size
+            while chunk := os.pread(descriptor, max(0, min(RECORD_BYTES, size - self.offset)), self.offset):
                 end = chunk.rfind(b"\n") + 1
                 if not end and len(chunk) < RECORD_BYTES:
                     return
                 self.damaged += not end  # longer than any event
                 self.offset = self.offset + end if end else next_data(descriptor, self.offset + len(chunk))
-                for line in chunk[:end].splitlines():
-                    if is_intact(line):
-                        yield line
-                    else:
-                        self.damaged += bool(line)
+                lines = [line for line in chunk[:end].splitlines() if line]
+                intact = [line for line in lines if is_intact(line)]
+                self.damaged += len(lines) - len(intact)
+                yield from intact
 
     def read(self, without: Sequence[str] = ()) -> list[Event]:
         """Return the events that arrived since the last call; those of the types `without` are not parsed."""

@@ -127,14 +127,15 @@ def _is_true(fields: Any) -> bool:
     return (
         isinstance(names, list)
         and 0 < len(names) <= MOST_NAMES
-        and all(isinstance(name, str) for name in names)
+        and set(map(type, names)) == {str}
         and len(set(names)) == len(names)
         and "step" in names
         and _is_whole(fields["first"], 0, MOST_STEPS)
         and ("rows" not in fields or _is_whole(fields["rows"], 1, MOST_ROWS))
         and isinstance(checksums, list)
         and ("crc32" not in fields or len(checksums) == len(names))
-        and all(_is_whole(checksum, 0, 2**32 - 1) for checksum in checksums)
+        and set(map(type, checksums)) <= {int}
+        and 0 <= min(checksums, default=0) <= max(checksums, default=0) < 2**32
     )
 
 
