@@ -42,7 +42,7 @@ from workbench.capture.observed_forward import (
     tensors_in,
 )
 from workbench.capture.operations import scalar_tensor
-from workbench.capture.torch_internals import alone, differentiable, originals
+from workbench.capture.torch_internals import alone, detect_fake_mode, differentiable, originals
 from workbench.capture.varying import (
     default_states,
     drawn_from,
@@ -706,12 +706,13 @@ def _seed_host(seed: int) -> None:
 def _seeded(state: torch.Tensor, device: torch.device) -> Iterator[None]:
     """Seed Python's and NumPy's generators, and the CPU's beside a GPU, by the device's; restore them afterwards."""
     fixed, numpy = _common_seed.get(), sys.modules.get("numpy")
-    seed = zlib.crc32(state.numpy().tobytes()) if fixed is None else fixed
+    if fixed is None:  # a forward without values draws none, and reads none of the state
+        fixed = 0 if detect_fake_mode() else zlib.crc32(state.numpy().tobytes())
     python, arrays = random.getstate(), numpy.random.get_state() if numpy is not None else None
     host = torch.get_rng_state() if device.type == "cuda" else None
-    _seed_host(seed)
+    _seed_host(fixed)
     if host is not None:
-        torch.default_generator.manual_seed(seed)
+        torch.default_generator.manual_seed(fixed)
     try:
         yield
     finally:

@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 from torch import fx, nn
+from torch._guards import detect_fake_mode
 from torch.amp.autocast_mode import _enter_autocast as enter_autocast
 from torch.amp.autocast_mode import _exit_autocast as exit_autocast
 from torch.fx.experimental.symbolic_shapes import uninteresting_files
@@ -28,6 +29,7 @@ __all__ = [
     "VF",
     "HigherOrderOperator",
     "OpOverload",
+    "detect_fake_mode",
     "enter_autocast",
     "exit_autocast",
     "grouped_mm_kernel",
