@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterator
 from itertools import pairwise
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import nn
@@ -14,6 +15,7 @@ from torch.nn import functional
 
 from workbench.capture import Graph, build_meta, capture
 from workbench.capture.aliasing import view_like
+from workbench.capture.captured_model import computation_of
 from workbench.errors import CaptureError
 from workbench.tensors import TensorSpec
 
@@ -245,3 +247,26 @@ def test_a_view_is_made_again_of_an_owner_in_any_layout() -> None:
             assert torch.equal(again(owner), view)
             assert torch.equal(again(owner.contiguous()), view)
     assert view_like(whole.view(torch.int32), whole) is None
+
+
+ARRAY = np.arange(WIDTH, dtype=np.float32)
+READS_NUMBERS: dict[str, Callable[[], torch.Tensor]] = {
+    "an array": lambda: torch.from_numpy(ARRAY),
+    "a copy of an array": lambda: torch.tensor(ARRAY),
+    "an array as a tensor": lambda: torch.as_tensor(ARRAY),
+    "a buffer of Python": lambda: torch.frombuffer(bytearray(ARRAY.tobytes()), dtype=torch.float32),
+    "an exchanged array": lambda: torch.from_dlpack(ARRAY),
+    "a list": lambda: torch.tensor(ARRAY.tolist()),
+    "a tensor of a list": lambda: torch.Tensor(ARRAY.tolist()),
+}
+
+
+@pytest.mark.parametrize("reads", READS_NUMBERS)
+def test_numbers_that_forward_reads_are_those_of_a_model_without_weights_too(reads):
+    """The plan is made from a model without weights, and each rank compares its own with it."""
+    mine = net(lambda _: None, lambda self, h: (h @ self.a) * READS_NUMBERS[reads]())
+    graphs = [capture(model, BATCH, name="Mine") for model in (build_meta(mine), mine())]
+    planned, ranks = (computation_of(graph, "") for graph in graphs)
+    assert planned.first_difference(ranks) is None
+    called = [str(node.target) for block in graphs[0].blocks for node in block.code.graph.nodes]
+    assert not any("opaque" in target for target in called)

@@ -22,7 +22,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 from torch.overrides import TorchFunctionMode
 
 from workbench.capture.operations import tensor_at
-from workbench.capture.torch_internals import patched
+from workbench.capture.torch_internals import num_dispatch_modes, patched
 from workbench.errors import CaptureError
 from workbench.user_code import SourceLine, line_of_frames, line_of_node
 
@@ -253,10 +253,12 @@ class OneName(TorchFunctionMode):
         self, present: Callable[[torch.Tensor], torch.Tensor], made: list[weakref.ref[torch.Tensor]] | None = None
     ) -> None:
         super().__init__()
-        self._present, self._made = present, made
+        self._present, self._made, self._depth = present, made, num_dispatch_modes()
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if torch.compiler.is_dynamo_compiling():  # a branch of `torch.cond`; `refuse_constants` looks what it reads
+        # In a branch of `torch.cond`, `refuse_constants` looks what is read. Functions that no mode sees, such as
+        # `torch.from_numpy`, lead into the modes of the export, whose calls are none of the model's.
+        if torch.compiler.is_dynamo_compiling() or num_dispatch_modes() < self._depth:
             return func(*args, **(kwargs or {}))
         named = {key: self._given(value) for key, value in (kwargs or {}).items()}
         result = func(*map(self._given, args), **named)

@@ -67,6 +67,11 @@ _active: list[tuple[Any, str, Any]] = []
 """Replacements that are in force, the innermost last: owner, name, and what puts the original back."""
 
 
+def num_dispatch_modes() -> int:
+    """Return how many modes see the operations of torch now: fewer than before, while one of them runs an operation."""
+    return int(torch._C._len_torch_dispatch_stack() + torch._ops._len_torch_dispatch_stack_pre_dispatch())
+
+
 @contextlib.contextmanager
 def originals() -> Iterator[None]:
     """Undo every replacement of `patched` inside a `with` block: the user's code runs as without capture.
