@@ -153,6 +153,11 @@ class Change:
         """True if a number has become another one."""
         return all(isinstance(each, Number) and not isinstance(each, bool) for each in (self.old, self.new))
 
+    @property
+    def now(self) -> Any:
+        """What the entry holds at present."""
+        return self.holder.content().get(self.key, MISSING)
+
     def set(self, value: Any) -> None:
         """Let the entry hold another value."""
         self.holder.restore({**self.holder.content(), self.key: value})
@@ -466,6 +471,7 @@ def refuse_kept(
         return next((there if there not in lines else here for (_, there), (_, here) in pairs), SourceLine())
 
     # Two forwards in a row.
+    numbers = [each for each in changed if each.is_number]
     try:
         first = computed()
     except Exception as error:  # outside of an export, it asks for a value, for instance
@@ -476,13 +482,14 @@ def refuse_kept(
     known = [*held.tensors(), *tensors_in(held.changes()), *known]
     strided = (pair for pair in known if isinstance(pair[1], torch.Tensor) and pair[1].layout == torch.strided)
     places = {int(tensor.untyped_storage()._cdata): place for place, tensor in strided}
+    values = [each.now for each in numbers]
     second = computed()
     if (line := difference(second)) is not None:
         if kept := next((kept for *_, kept in second[0] if kept is not None), None):
             raise kept_tensor(name, places.get(kept[0], "a place outside of it"), kept[1])
         raise kept_number(name, ", ".join(each.place for each in changed) or "something outside of it", line)
-    # Forwards from the numbers that later ones will have.
-    numbers = [each for each in changed if each.is_number]
+    # Forwards from the numbers that later ones will have; one that the second forward left alone is no counter.
+    numbers = [each for each, value in zip(numbers, values, strict=True) if each.now != value]
     for count in LATER if numbers else ():
         held.restore()
         for each in numbers:
