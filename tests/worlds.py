@@ -46,6 +46,9 @@ def serve() -> None:
     alive, held = os.pipe()  # the server ends when no process holds the other end
     if os.fork() == 0:
         os.close(held)
+        nothing = os.open(os.devnull, os.O_WRONLY)
+        os.dup2(nothing, 1)  # warnings of ranks would stand between the dots
+        os.dup2(nothing, 2)
         try:
             forkserver.main(listener.detach(), alive, PRELOADED)
         finally:
