@@ -27,6 +27,7 @@ from workbench.execution.deviation import (
     Key,
     Row,
     compared,
+    distances,
     first_fault,
     from_json,
     judged,
@@ -161,6 +162,21 @@ def test_masks_of_minus_infinity_are_equal_and_other_infinities_are_faults() -> 
     mask = torch.tensor([0.0, -math.inf, 1.0])
     assert Distance.of(mask, mask, mask) == SAME
     assert Distance.of(torch.tensor([0.0, math.nan, 1.0]), mask, mask).size == math.inf
+
+
+def test_the_rounding_of_a_weight_that_an_update_hardly_moves_is_no_fault() -> None:
+    """The gain of a LayerNorm begins at 1, and the smallest change of its update may choose the next number."""
+    key: Key = (0, UPDATE, 0, "model.gain", -1)
+    before = {"model.gain": torch.ones(4)}
+    right = torch.ones(4) - 1e-3
+    rounded, wrong = right.clone(), right.clone()
+    rounded[2] = torch.nextafter(right[2], torch.tensor(2.0))
+    wrong[2] += 1e-5
+    for value, is_fault in ((rounded, False), (wrong, True)):
+        [found] = judged(
+            [Row(key, 0, 4, distances({key: right}, {key: value}, before)[key], (SAME, SAME), (SAME,))], "A", NAMES
+        )
+        assert (found.excess > 1) == is_fault
 
 
 def test_numbers_that_no_rank_has_are_a_fault_and_survive_json() -> None:

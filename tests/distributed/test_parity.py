@@ -103,10 +103,14 @@ def test_the_table_and_the_figure_show_each_division_beside_its_bound(found: tup
     figure = wb.figures.parity_figure(result)
     right = [trace for trace in figure.data if str(trace.name).startswith("differs by rounding")]
     bounds = [trace for trace in figure.data if trace.name == "bound of rounding"]
-    assert [len(trace.x) for trace in bounds] == [STEPS, STEPS]
-    for points, bound in zip(right, bounds, strict=True):
-        lowest = dict(zip(bound.x, bound.y, strict=True))
-        assert all(y <= 2 * lowest[x] for x, y in zip(points.x, points.y, strict=True))
+    assert [list(trace.y) for trace in bounds] == [[1.0, 1.0]] * 2
+    sound = [each for each in result.comparisons if not each.is_fault]
+    pairs = [(each.loss_differences, each.loss_bounds) for each in sound]
+    pairs += [(each.gradient_differences, each.gradient_bounds) for each in sound]
+    shares = [max(0.001, value / bound) for pair in pairs for value, bound in zip(*pair, strict=True)]
+    assert [share for trace in right for share in trace.y] == pytest.approx(shares)
+    assert max(shares) < 1
+    assert max(share for trace in figure.data if trace not in (*right, *bounds) for share in trace.y) > 1
     assert len({trace.name for trace in figure.data}) == len({each.division for each in result.faults}) + 2
 
 

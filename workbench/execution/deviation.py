@@ -166,9 +166,17 @@ def distances(reference: Numbers, found: Numbers, before: Mapping[str, torch.Ten
         if key not in reference or not reference[key].numel():
             continue
         base = expected = reference[key]
+        if value.shape != expected.shape:
+            result[key] = MISSING
+            continue
         if key[1] == UPDATE and key[3] in before and key[3].startswith("model."):
-            base = expected.double() - before[key[3]].double()  # of a weight, how far the update moved it
-        result[key] = Distance.of(value, expected, base) if value.shape == expected.shape else MISSING
+            # Of a weight, how far the update moved it. The sum is rounded to the weight, which is far larger: where the
+            # exact one lies between two numbers, the smallest change of the update chooses the other.
+            base, expected = expected.double() - before[key[3]].double(), expected.double()
+            difference = value.double() - expected
+            is_rounding = difference.abs() <= LEAST_UNITS * FP32_ROUNDING * expected.abs()
+            value = expected + difference.masked_fill(is_rounding, 0.0)
+        result[key] = Distance.of(value, expected, base)
     return result
 
 

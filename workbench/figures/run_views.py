@@ -19,7 +19,7 @@ from workbench.analysis.contrast import Contrast, Difference
 from workbench.analysis.curve import CONFIDENCE, SMOOTHING, X_AXES, Array, curves_of
 from workbench.analysis.ladder import KAPLAN, LadderPoint, ScalingLaw
 from workbench.analysis.pareto import ParetoPoint, pareto_front, pareto_points
-from workbench.analysis.parity import DivisionParity, Parity
+from workbench.analysis.parity import Parity
 from workbench.analysis.seed_contrast import SeedContrast, SeedDifference
 from workbench.arguments import checked_arguments
 from workbench.errors import InvalidArgument
@@ -514,61 +514,52 @@ def _add_law(
 
 # Differences of divisions from plain PyTorch, and what roundings explain of them.
 
-LEAST_DRAWN = 1e-9
-"""Smallest difference on the logarithmic axes, where equal numbers stand as well."""
+LEAST_SHARE = 1e-3
+"""Smallest share of a bound on the logarithmic axes, where equal numbers stand as well."""
 
 
 @checked_arguments
 def parity_figure(found: Parity) -> Figure:
-    """Draw how far each division is from plain PyTorch, by step, below or above the bound that rounding explains.
+    """Draw how far each division is from plain PyTorch, by step, as a share of the bound that rounding explains.
 
-    The first panel has the loss, the second all gradients as one vector; both are relative. A dashed line is the lowest
-    bound of all divisions. Divisions at fault have a colour and a name of their own; a difference of 0 is drawn as
-    1e-9. Raises `InvalidArgument` if no division was compared.
+    The first panel has the loss, the second all gradients as one vector. Rounding explains what lies below the line at
+    1. Divisions at fault have a colour and a name of their own. Shares below 0.001, such as 0, are drawn there. Raises
+    `InvalidArgument` if no division was compared.
     """
     if not found.comparisons:
         raise InvalidArgument(f"There is no difference to draw. {found.verdict}")
-    titles = ("Loss", "All gradients")
-    figure = subplots(1, 2, subplot_titles=titles, shared_yaxes=True, horizontal_spacing=0.04)
+    figure = subplots(1, 2, shared_yaxes=True, horizontal_spacing=0.04)
     steps = list(range(1, found.steps + 1))
-
-    def pairs(each: DivisionParity) -> tuple[tuple[Sequence[float], Sequence[float]], ...]:
-        losses = each.loss_differences, each.loss_bounds
-        return losses, (each.gradient_differences, each.gradient_bounds)
-
     right = [each for each in found.comparisons if not each.is_fault]
-    groups = [(f"differs by rounding ({len(right)})", right, theme.series_color(0), "circle-open")]
+    groups = [(f"differs by rounding ({len(right)})", right, theme.series_color(0), "circle-open")] if right else []
     groups += [
         (theme.text(theme.short(each.division)), [each], theme.series_color(index), "x")
         for index, each in enumerate(found.faults, start=1)
     ]
-    values = [LEAST_DRAWN]
-    for panel in (0, 1):
+    values = [LEAST_SHARE, 1.0]
+    for panel, title in enumerate(("loss", "all gradients")):
         place = {"row": 1, "col": panel + 1}
         for name, group, color, symbol in groups:
-            points = [
-                (each, *of_step)
-                for each in group
-                for of_step in zip(steps, *pairs(each)[panel], strict=True)
-                if math.isfinite(of_step[1])
-            ]
-            y = [max(LEAST_DRAWN, value) for _, _, value, _ in points]
-            words = [
-                f"{theme.text(each.division)}<br>beside {each.beside}<br>step {step}: {value:.2g}, bound {bound:.2g}"
-                for each, step, value, bound in points
-            ]
+            x, y, words = list[int](), list[float](), list[str]()
+            for each in group:
+                pairs = (each.loss_differences, each.loss_bounds), (each.gradient_differences, each.gradient_bounds)
+                for step, value, bound in zip(steps, *pairs[panel], strict=True):
+                    if math.isfinite(value):
+                        x.append(step)
+                        y.append(max(LEAST_SHARE, value / bound if bound else math.inf if value else 0.0))
+                        words.append(
+                            f"{theme.text(each.division)}<br>beside {each.beside}<br>step {step}: relative difference "
+                            f"{value:.2g}, bound {bound:.2g}"
+                        )
             marker, shown = {"color": color, "symbol": symbol, "size": 8}, {"showlegend": panel == 0}
-            if group:
-                x = [step for _, step, _, _ in points]
-                figure.add_trace(theme.marks(x, y, name, marker, words, legendgroup=name, **shown), **place)
+            figure.add_trace(theme.marks(x, y, name, marker, words, legendgroup=name, **shown), **place)
             values += y
-        bound = [min(pairs(each)[panel][1][step - 1] for each in found.comparisons) for step in steps]
-        line = theme.curve(steps, bound, "bound of rounding", theme.MUTED, "dash", showlegend=panel == 0, meta="line")
-        figure.add_trace(line.update(mode="lines" if found.steps > 1 else "markers"), **place)
-        values += bound
-    figure.update_yaxes(**theme.log_axis(values))
-    figure.update_yaxes(title_text="Relative difference", col=1)
-    figure.update_xaxes(title_text="Step", dtick=max(1, found.steps // 8), range=[0.5, found.steps + 0.5])
+        ends = [0.5, found.steps + 0.5]
+        shown = {"showlegend": panel == 0, "meta": "line"}
+        figure.add_trace(theme.curve(ends, [1.0, 1.0], "bound of rounding", theme.MUTED, "dash", **shown), **place)
+        figure.update_xaxes(title_text=f"Step, {title}", range=ends, dtick=max(1, found.steps // 8), col=panel + 1)
+    figure.update_yaxes(**theme.log_axis([value for value in values if math.isfinite(value)]))
+    figure.update_yaxes(title_text="Difference over its bound", col=1)
     beside = f"Beside plain PyTorch in {found.reference}, from the same weights and samples"
     return figure.with_legend_below(400, "Differences of divisions, and what rounding explains", beside)
 
