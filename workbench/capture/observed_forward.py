@@ -16,6 +16,7 @@ import weakref
 from collections import deque
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from types import CellType, CodeType, FunctionType, MethodType, ModuleType
 from typing import Any
 
@@ -381,7 +382,8 @@ class Expressions(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         result = func(*args, **(kwargs or {}))
-        self.follow(func, args, kwargs or {}, result)
+        if getattr(func, "namespace", "") != "prim":  # a question for a device, asked as often as it is not remembered
+            self.follow(func, args, kwargs or {}, result)
         return result
 
 
@@ -447,6 +449,7 @@ def refuse_kept(
         for table in (module._parameters, module._buffers)
     ]
     given = {f"self.{path}.{key}": tensor for path, *_, own in tables for key, tensor in own.items()}
+    recurrent = [module for module in model.modules() if isinstance(module, nn.RNNBase)]
 
     def computed() -> Results:
         fields = without_values({field: tensor.clone() for field, tensor in batch.items()})
@@ -454,6 +457,8 @@ def refuse_kept(
         try:
             for _, table, _, stand_ins in tables:
                 table.update(stand_ins)
+            for module in recurrent:  # which reads its parameters from a list of its own
+                vars(module)["_flat_weights"] = [getattr(module, name, None) for name in module._flat_weights_names]
             with mode, expressions, _Opaque(expressions):
                 results = run(fields)
         finally:  # buffers are kept by checkpoints: `carried_state` has them
@@ -599,6 +604,22 @@ _HARMLESS = {
 """Functions that print values, or ask what has the same answer for every loss that training goes on with."""
 
 
+_TORCH = str(Path(torch.__file__).parent)
+
+
+def _is_read_by_torch() -> bool:
+    """Return True if a module of torch hands a number to Python: a size that its kernels believe, and no choice.
+
+    Another number in its place would let a kernel write outside of its memory, as that of an LSTM does.
+    """
+    frame: Any = sys._getframe(2)
+    while frame is not None and (frame.f_code.co_filename == __file__ or frame.f_code.co_filename.startswith(_TORCH)):
+        if frame.f_code.co_filename.startswith(f"{_TORCH}/nn/"):
+            return True
+        frame = frame.f_back
+    return False
+
+
 @dataclass(frozen=True)
 class Recording:
     """The operations that one run of a call consisted of."""
@@ -664,7 +685,7 @@ class Recorder(TorchDispatchMode):
                 args = (torch.empty((), dtype=torch.bool),)
                 self._set(args[0], self._call(func, *given))
             node = self._call(ITEM if is_read else func, args, kwargs)
-            if is_read:
+            if is_read and not _is_read_by_torch():
                 result = self._answers.get(len(self._reads), result)
                 self._reads.append(node)
             self._set(result, node)
