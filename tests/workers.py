@@ -8,14 +8,15 @@ the collection. The gloo worlds of all workers are forked from one server (`test
 from __future__ import annotations
 
 import itertools
-import multiprocessing
 import os
 import shutil
 import struct
 import sys
 import tempfile
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from multiprocessing import get_context
 from multiprocessing.connection import Connection, wait
+from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +24,7 @@ import pytest
 
 from workbench.machine import cache_home
 
+CONTEXT = get_context("fork")
 NUMBER = struct.Struct("H")
 """How a file's number is written into the queue: a pipe, of which each read is of one worker alone."""
 SHARED = {made: cache_home() / made for made in ("calibrations", "devices", "texts", "tokens")}
@@ -69,32 +71,60 @@ class _Workers:
         if worlds := sys.modules.get("tests.worlds"):  # some of these tests need it
             worlds.serve()
         sys.stdout.flush()
-        context, running = multiprocessing.get_context("fork"), {}
+        running: dict[Connection, BaseProcess] = {}
+        numbers = itertools.count()
+
+        def start(first: Sequence[pytest.Item] = ()) -> None:
+            """Fork a worker that begins with these tests."""
+            ours, theirs = CONTEXT.Pipe(duplex=False)
+            process = CONTEXT.Process(target=_work, args=(session, first, files, queue, theirs, next(numbers)))
+            process.start()
+            theirs.close()
+            running[ours] = process
+
         try:
-            for number in range(self.number):
-                ours, theirs = context.Pipe(duplex=False)
-                process = context.Process(target=_work, args=(session, files, queue, theirs, number))
-                process.start()
-                theirs.close()
-                running[ours] = process
-            os.close(queue)
-            self._report(session, running)
+            for _ in range(self.number):
+                start()
+            self._report(session, running, start)
         finally:
+            os.close(queue)
             for process in running.values():
                 process.terminate()
         return True
 
-    def _report(self, session: pytest.Session, running: dict[Any, Any]) -> None:
-        """Hand on what workers tell until each has said that it has ended."""
-        hook, at = session.config.hook, dict.fromkeys(running, "its first test")
+    def _report(
+        self,
+        session: pytest.Session,
+        running: dict[Connection, BaseProcess],
+        start: Callable[[Sequence[pytest.Item]], None],
+    ) -> None:
+        """Hand on what workers tell until each has said that it has ended.
+
+        The test at which a worker dies has failed, and another worker goes on with the rest of its file.
+        """
+        hook, at = session.config.hook, dict[Connection, str]()
+        items = {item.nodeid: index for index, item in enumerate(session.items)}
         while running:
             for connection in wait(list(running)):
+                assert isinstance(connection, Connection)
                 try:
                     message = connection.recv()
                 except EOFError:
-                    running[connection].join()
-                    code = running[connection].exitcode
-                    raise session.Interrupted(f"a worker ended with exit code {code} at {at[connection]}") from None
+                    process = running.pop(connection)
+                    process.join()
+                    words = f"a worker ended with exit code {process.exitcode}"
+                    if connection not in at:
+                        raise session.Interrupted(f"{words} before its first test") from None
+                    index = items[at[connection]]
+                    item = session.items[index]
+                    failed = pytest.TestReport(item.nodeid, item.location, {}, "failed", f"{words}.", "call")
+                    hook.pytest_runtest_logreport(report=failed)
+                    start(
+                        list(
+                            itertools.takewhile(lambda each, of=item: each.path == of.path, session.items[index + 1 :])
+                        )
+                    )
+                    continue
                 if message is None:
                     running.pop(connection).join()
                     continue
@@ -123,9 +153,14 @@ class _Teller:
 
 
 def _work(
-    session: pytest.Session, files: Sequence[list[pytest.Item]], queue: int, connection: Connection, number: int
+    session: pytest.Session,
+    first: Sequence[pytest.Item],
+    files: Sequence[list[pytest.Item]],
+    queue: int,
+    connection: Connection,
+    number: int,
 ) -> None:
-    """Run the tests of one file after another until the queue is empty."""
+    """Run the tests of one file after another until the queue is empty; `first` come before these."""
     config = session.config
     manager, home = config.pluginmanager, own_home()
     manager.unregister(name="terminalreporter")
@@ -136,7 +171,7 @@ def _work(
     factory: Any = config._tmp_path_factory  # type: ignore[attr-defined]
     factory._basetemp = factory.getbasetemp() / f"worker-{number}"
     factory._basetemp.mkdir()
-    tests = _taken(files, queue)
+    tests = itertools.chain(first, _taken(files, queue))
     item = next(tests, None)
     while item is not None:
         following = next(tests, None)  # tells which fixtures the next test does not share
