@@ -156,7 +156,7 @@ class Change:
 
     @property
     def now(self) -> Any:
-        """What the entry holds at present."""
+        """Return what the entry holds at present."""
         return self.holder.content().get(self.key, MISSING)
 
     def set(self, value: Any) -> None:
