@@ -555,8 +555,8 @@ def parity_figure(found: Parity) -> Figure:
             figure.add_trace(theme.marks(x, y, name, marker, words, legendgroup=name, **shown), **place)
             values += y
         ends = [0.5, found.steps + 0.5]
-        shown = {"showlegend": panel == 0, "meta": "line"}
-        figure.add_trace(theme.curve(ends, [1.0, 1.0], "bound of rounding", theme.MUTED, "dash", **shown), **place)
+        of_line: dict[str, Any] = {"showlegend": panel == 0, "meta": "line"}
+        figure.add_trace(theme.curve(ends, [1.0, 1.0], "bound of rounding", theme.MUTED, "dash", **of_line), **place)
         figure.update_xaxes(title_text=f"Step, {title}", range=ends, dtick=max(1, found.steps // 8), col=panel + 1)
     figure.update_yaxes(**theme.log_axis([value for value in values if math.isfinite(value)]))
     figure.update_yaxes(title_text="Difference over its bound", col=1)
