@@ -320,7 +320,7 @@ def test_a_process_that_has_run_the_code_agrees_with_one_that_has_not(code: Code
 
 def test_a_file_that_was_edited_and_imported_again_is_certain_but_for_its_clock(code: Code) -> None:
     code.edit("RATE = 0.0066", "import time\nRATE = 0.0066 * 2")
-    code.edit("UNREAD = 1", "UNREAD = time.perf_counter()")
+    code.edit("UNREAD = 1", "UNREAD = time.perf_counter()")  # clock: another value in each process
     code.edit("(lambda a: a * 5)(step)", "UNREAD")
     module = code.imported()
     here = compared_with_files(identity(module.schedule), 0.0)  # modified since this process began, say

@@ -224,7 +224,7 @@ def test_torch_cond_and_compiled_functions_run_after_a_plan_as_before() -> None:
 def test_a_forward_that_reads_the_clock_is_refused_with_that_reason() -> None:
     class Clocked(Net):
         def loss(self, e: torch.Tensor, y: torch.Tensor, hot: torch.Tensor, task: torch.Tensor) -> torch.Tensor:
-            return functional.cross_entropy(e * (1 + time.perf_counter() % 7), y)
+            return functional.cross_entropy(e * (1 + time.perf_counter() % 7), y)  # clock: the fault itself
 
     with pytest.raises(CaptureError, match="computes something else each time that it is called with the same samples"):
         wb.plan(experiment_of(Clocked), cluster())

@@ -88,7 +88,11 @@ class Counting(LiveWidget):
 
 
 def test_a_live_widget_ends_with_what_it_follows_and_can_follow_again(outputs: list[Output]) -> None:
-    widget = Counting(last=3)
+    class Resumable(Counting):
+        def remains(self) -> dict[str, Any]:
+            return {"text/html": "resume", "text/plain": ""}
+
+    widget = Resumable(last=3)
     widget.twins.display()
     eventually(lambda: not widget.following)
     assert widget.count == 3
@@ -106,7 +110,7 @@ def test_a_last_state_between_two_cells_is_sent_again_where_no_page_has_received
 ) -> None:
     widget = Counting()
     widget.twins.display()
-    widget._on_cell_end(None)
+    widget.cell_ends()
     if has_page:
         widget._view_count = 1  # as the page sets it
     widget.last = 0
@@ -114,7 +118,7 @@ def test_a_last_state_between_two_cells_is_sent_again_where_no_page_has_received
     if has_page:
         widget._view_count = 0
     shown = len(outputs[1].shown)
-    widget._on_cell_start(None)
+    widget.cell_begins()
     assert len(outputs[1].shown) - shown == (0 if has_page else 1)
     assert f"count {widget.count}" in outputs[1].shown[-1]
 
