@@ -94,7 +94,8 @@ def waiting(words: str, look: Look | None = None) -> Iterator[Say]:
         table = ""
         while True:
             with contextlib.suppress(OSError, ValueError):  # a file that is just being replaced
-                wait.details, table = (wait.details, "") if look is None else look()
+                if look is not None:  # otherwise the words are those of the thread that works
+                    wait.details, table = look()
             # Such as "Planning bert for 8 × H100: capturing the model (12 s)".
             detail = f": {wait.details}" if wait.details else ""
             line = f"{words[:1].upper()}{words[1:]}{detail} ({duration(time.monotonic() - began)})"
