@@ -8,11 +8,12 @@ from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).resolve().parents[2]
+RESULTS = ROOT / "benchmarks" / "results"
 BENCHMARKS, HISTORY, README = "benchmarks/README.md", "benchmarks/HISTORY.md", "README.md"
 
 
 def raw(name: str) -> Any:
-    return json.loads((ROOT / "benchmarks" / "results" / name).read_text())
+    return json.loads((RESULTS / name).read_text())
 
 
 def words(page: str) -> str:
