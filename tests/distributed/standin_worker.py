@@ -3,9 +3,10 @@
 It begins a step when its gate is open to that step, and completes the checkpoint of a step when it is open half a step
 further. `WORKBENCH_STANDIN_…` variables: `CHECKPOINT_EVERY` so many steps besides the end, `LIFT` is added to every
 loss, `FAIL_RANK` raises at step 2 (with `FAIL_MESSAGE`), `KILL_RANK` dies without a word, `HANG_RANK` stays in step 2
-and ignores every request to stop, `LINGER_RANK` stays after its error.
+and ignores every request to stop, `LINGER_RANK` stays after its error, or after its work until its gate is wide open.
 """
 
+import math
 import os
 import pickle
 import signal
@@ -69,6 +70,8 @@ def _train(run: RunDir, rank: int, world: int) -> None:
     if rank == 0:
         _checkpoint(run, step)
         append_event(run.events, "end", steps=step, seconds=0.01 * step)
+    if os.environ.get("WORKBENCH_STANDIN_LINGER_RANK") == str(rank):
+        wait_for_gate(math.inf)
 
 
 def _checkpoint(run: RunDir, step: int) -> None:

@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 import torch
+from accelerate import Accelerator
 from accelerate.state import PartialState
 
 import workbench as wb
@@ -118,6 +119,18 @@ def test_an_exception_of_the_training_is_raised_here_with_its_own_frames_and_wri
     [run] = wb.list_runs()
     assert (run.status.state, run.alive) == ("failed", False)
     assert str(raised.value).splitlines()[0] in str(run.error())
+
+
+def test_what_goes_wrong_after_the_end_was_logged_does_not_fail_a_run_that_has_finished(
+    monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(Accelerator, "end_training", lambda _: 1 / 0)
+    experiment = asked(steps=2, global_batch=2)
+    run = wb.runs.debug(experiment, real_worker.plan(experiment))
+    assert str(run.status).startswith("finished: 2 steps")
+    assert run.error() is None
+    assert [each.step for each in run.checkpoints] == [2]
+    assert "ZeroDivisionError" in capfd.readouterr().err, "and is told"
 
 
 def test_a_process_that_has_an_accelerator_of_its_own_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:

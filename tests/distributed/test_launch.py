@@ -38,7 +38,7 @@ from workbench.experiment import Experiment
 from workbench.planning.plan import Plan
 from workbench.rundir import RunDir, process_alive, process_record, read_json, write_json
 from workbench.runs.event_log import read_events
-from workbench.runs.launching import fork_server, launcher, processes
+from workbench.runs.launching import fork_server, launcher, processes, supervisor
 from workbench.runs.launching.launcher import Attempt
 from workbench.runs.launching.supervisor import Nodes, _accelerate_config, accelerate_command, worker_environment
 from workbench.runs.registry import load_run
@@ -397,6 +397,7 @@ if __name__ == "__main__":  # the launcher imports it, too
     folder, rank, death = Path(sys.argv[1]), os.environ.get("RANK", "0"), ctypes.c_int()
     ctypes.CDLL(None).prctl(2, ctypes.byref(death))  # PR_GET_PDEATHSIG
     handlers = [signal.getsignal(number) == signal.SIG_DFL for number in (signal.SIGTERM, signal.SIGHUP)]
+    signal.signal(signal.SIGTERM, lambda *_: None)  # a rank answers it with a checkpoint
     _complete_environment()
     dist.init_process_group("gloo", rank=int(rank), world_size=int(os.environ.get("WORLD_SIZE", 1)))
     dist.all_reduce(torch.ones(1))
@@ -510,6 +511,24 @@ def test_forked_ranks_outlive_a_launcher_that_was_killed_but_not_their_work(tmp_
         (tmp_path / f"leave-{rank}").touch()
     eventually(lambda: not any(map(process_alive, ranks)))
     assert all((tmp_path / f"left-{rank}").exists() for rank in range(2)), "they had worked on"
+
+
+def test_a_launcher_that_is_told_to_end_leaves_at_once_and_its_ranks_when_they_have_saved(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(supervisor, "ELASTIC_SHUTDOWN_S", str(int(2 * PATIENCE_S)))
+    launcher = launched(tmp_path, 2)
+    ranks = told(tmp_path, launcher, 2)
+    assert launcher.pid is not None
+    for pid in (launcher.pid, *(rank["pid"] for rank in ranks)):
+        os.kill(pid, signal.SIGTERM)  # as a scheduler does
+    launcher.join(PATIENCE_S)
+    assert launcher.exitcode == -signal.SIGTERM, "it waits for no rank, as each would wait for it"
+    assert all(map(process_alive, ranks)), "they save"
+    for rank in range(2):
+        (tmp_path / f"leave-{rank}").touch()
+    eventually(lambda: not any(map(process_alive, ranks)))
+    assert all((tmp_path / f"left-{rank}").exists() for rank in range(2))
 
 
 def test_a_forked_rank_that_has_ended_its_work_dies_with_its_launcher(tmp_path: Path) -> None:

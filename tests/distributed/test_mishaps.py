@@ -11,7 +11,7 @@ import pytest
 from tests.distributed.test_launch import experiment, finished, first_step, gate, launch, node, plan_for, start
 from tests.patience import PATIENCE_S, eventually
 from workbench.errors import CheckpointError, RunExists, WorkbenchError
-from workbench.runs.launching import launcher, processes
+from workbench.runs.launching import device_queue, launcher, processes
 from workbench.runs.registry import list_runs, load_run
 from workbench.runs.run import Run
 
@@ -87,3 +87,17 @@ def test_a_run_whose_every_process_is_told_to_end_has_stopped_in_order():
         os.kill(pid, signal.SIGTERM)  # as a scheduler does
     status = run.wait(PATIENCE_S).status
     assert str(status) == f"stopped: Stopped at step {run.checkpoints[-1].step} of 10000."
+
+
+def test_a_run_has_finished_once_its_ranks_have_logged_their_end_and_keeps_its_devices_until_they_left(
+    monkeypatch, gate
+):
+    monkeypatch.setenv("WORKBENCH_STANDIN_LINGER_RANK", "1")
+    run = start(steps=1)
+    eventually(lambda: run.status.final, lambda: run.logs("launcher"))
+    assert str(run.status) == "finished: 1 steps."
+    assert run.alive, "a rank still frees its device, and the supervisor has its ticket"
+    assert list(device_queue.queue_folder().glob("*.json")), "the next run waits for that device"
+    gate.open()
+    assert not run.wait(PATIENCE_S).alive
+    assert [event["state"] for event in run.events() if event["type"] == "status"][-1] == "finished"

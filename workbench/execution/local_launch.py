@@ -112,6 +112,10 @@ def main(arguments: list[str]) -> None:
         gc.freeze()  # otherwise each rank's first collection would copy the pages of every object that it shares
         atexit.register(gc.unfreeze)  # otherwise a launcher that fails would say that these objects leak
         parsed.module, parsed.run_path, parsed.start_method = False, True, "fork"
+        # Once it is told to end, torchrun reads no more of what ranks return, and each waits until it has: for 30 s. So
+        # it dies of the signal, as the launcher of one rank does, and the ranks save, and leave.
+        parsed.signals_to_handle = "SIGQUIT"
+        signal.signal(signal.SIGINT, signal.SIG_DFL)
         parsed.training_script, parsed.training_script_args = __file__, [FORKED, *rank]
         launch.simple_launcher = _fork_one
         context = torch.multiprocessing

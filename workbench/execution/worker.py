@@ -271,16 +271,18 @@ class TrainingWorker:
             try:
                 progress = self._train_on(trainer, checkpoints, progress, resumed_from, between)
                 dist.barrier()
+                if self.is_main:  # every rank has trained and saved, and nothing that a rank does now is of consequence
+                    log_end(self.run_dir, progress)
             finally:
                 self.heartbeat.begin("leaving")
-                if trainer.context.cuda_graphs is not None:
-                    with suppress(RuntimeError):  # a device that has failed cannot destroy them
+                try:
+                    if trainer.context.cuda_graphs is not None:
                         trainer.context.cuda_graphs.release()
-                self.accelerator.end_training()
-                if dist.is_initialized() and checkpoints.is_idle:  # A thread that still writes may use a group.
-                    dist.destroy_process_group()
-        if self.is_main:
-            log_end(self.run_dir, progress)
+                    self.accelerator.end_training()
+                    if dist.is_initialized() and checkpoints.is_idle:  # A thread that still writes may use a group.
+                        dist.destroy_process_group()
+                except Exception:  # of a device that has failed, which has an error of its own unless the run has ended
+                    traceback.print_exc()
         return progress.step
 
     def _build_stages(

@@ -32,8 +32,11 @@ WORKER, EXAMINER = "workbench.execution.worker", "workbench.execution.examining_
 """Modules that ranks execute: those of a training, and those of an evaluation or a bisection."""
 LAUNCHER, LOCAL_LAUNCHER = "accelerate.commands.launch", "workbench.execution.local_launch"
 """Accelerate's launcher, and the one for ranks of one node that meet on the loopback interface or are forked."""
-LEAVES_S = 5.0
-"""Seconds after the last status until the supervisor, or its replacement, has exited and freed the devices."""
+LEAVES_S = 90.0
+"""Longest wait in s, after the last status, until the supervisor, or its replacement, has freed the devices and exited.
+
+It gives ranks a minute to leave before it ends them.
+"""
 
 
 def rank_records(run: RunDir) -> list[RankRecord]:

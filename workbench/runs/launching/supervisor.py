@@ -245,6 +245,11 @@ def _train(run: RunDir, launcher: LauncherRecord, nodes: Nodes) -> int:
     _save(run, launcher, nodes)
     with sample_devices(run, launcher, nodes, process.pid):
         exit_code = _watch(process, attempt, launcher, nodes)
+    if exit_code is None:  # the end is certain, and is told while the ranks free their devices, which may take seconds
+        ended = _conclude(attempt, 0, "")
+        process.wait(TERMINATE_GRACE_S)
+        processes.kill_trees([*processes.live_workers(run), *processes.survivors(run)])
+        return ended
     survivors = processes.survivors(run)  # ranks that outlived their launcher
     if survivors and root_cause(run) is None:
         processes.send_signal(survivors, signal.SIGTERM)  # which the worker answers with a checkpoint
@@ -333,8 +338,11 @@ def worker_environment(base: dict[str, str], world: int, device_type: str, devic
     return environment
 
 
-def _watch(process: fork_server.Forked, attempt: _Supervised, launcher: LauncherRecord, nodes: Nodes) -> int:
-    """Return the exit code of Accelerate's launcher once it has gone; never wait for ranks that cannot come back."""
+def _watch(process: fork_server.Forked, attempt: _Supervised, launcher: LauncherRecord, nodes: Nodes) -> int | None:
+    """Return the exit code of Accelerate's launcher once it has gone; never wait for ranks that cannot come back.
+
+    Returns None where the ranks have logged their end before that: what follows changes nothing that the run has left.
+    """
     next_census = 0.0
     while True:
         exit_code = process.wait(POLL_S)
@@ -343,6 +351,8 @@ def _watch(process: fork_server.Forked, attempt: _Supervised, launcher: Launcher
         if exit_code is not None:
             return exit_code
         attempt.read()
+        if attempt.steps is not None and root_cause(attempt.run) is None:
+            return None
         if time.monotonic() > next_census:
             next_census = time.monotonic() + (5.0 if attempt.started else 0.5)
             # launcher.json must know every worker, also those that have not yet written their rank.
@@ -402,9 +412,9 @@ def _conclude(attempt: _Supervised, exit_code: int, launcher_output: str) -> int
     if attempt.killed or root_cause(run) is None:
         ending = _orderly_ending(attempt, exit_code)
         if ending is not None:
+            _status(run, *ending)
             if ending[0] == "finished":
                 _compare_with_prediction(attempt)
-            _status(run, *ending)
             return 0
     if root_cause(run) is None and exit_code < 0:
         name = signal.Signals(-exit_code).name
