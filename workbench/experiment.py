@@ -166,6 +166,19 @@ def _clip_norm(value: Any) -> Any:
     return dict(limits) if isinstance(value, Mapping) else float(value)
 
 
+def _patterns(value: Any) -> Any:
+    """Return patterns of parameter names."""
+    if value is None:
+        return None
+    patterns = (value,) if isinstance(value, str) else value
+    is_list = isinstance(patterns, list | tuple) and len(patterns) > 0
+    if not is_list or not all(isinstance(pattern, str) and pattern for pattern in patterns):
+        raise refused(
+            "is no list of patterns of parameter names. Write, for instance, {example}.", example='adamw=["*.wpe.*"]'
+        )
+    return tuple(patterns)
+
+
 def _spans(value: Any) -> Any:
     """Return the first and the end step of training by pattern."""
     if value is None:
@@ -250,6 +263,12 @@ class Optimizer:
     suits every width (arXiv:2310.17813)."""
     adamw_rate: Positive | None = None
     """Peak rate of the parameters that AdamW updates beside Muon; `None` takes the experiment's `learning_rate`."""
+    parameters: Annotated[tuple[str, ...] | None, BeforeValidator(_patterns)] = None
+    """Patterns (`fnmatch`) of the names of the matrices that Muon updates, all of them; AdamW updates the others. None
+    takes what the model multiplies by, but for tables and output heads. Of what a pattern matches, only trained
+    parameters of two dims are matrices."""
+    adamw: Annotated[tuple[str, ...] | None, BeforeValidator(_patterns)] = None
+    """Patterns of parameters that AdamW updates beside Muon, whatever they are; they go before `parameters`."""
     fused_projections: PositiveFactors | None = None
     """Number of equal matrices that a parameter holds side by side along its outputs, by pattern of its name (3 for
     queries, keys and values), each of which Muon orthogonalises alone. Those that a model splits apart are found."""
@@ -302,7 +321,8 @@ class Optimizer:
                 "of the rule."
             )
         given = {"muon_scale": self.muon_scale != MUON_SCALES[0]}
-        given |= {name: getattr(self, name) is not None for name in ("adamw_rate", "fused_projections")}
+        of_muon = ("adamw_rate", "parameters", "adamw", "fused_projections")
+        given |= {name: getattr(self, name) is not None for name in of_muon}
         if any(given.values()) and self.algorithm != "muon":
             named = ", ".join(name for name, is_given in given.items() if is_given)
             raise InvalidExperiment(

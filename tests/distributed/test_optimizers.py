@@ -17,10 +17,11 @@ import pytest
 import torch
 from torch import nn
 
+import workbench as wb
 from tests.distributed import harness, zoo
 from tests.distributed.harness import CPU, LINK, Division, Tensors, everywhere, launch, part_of, whole_parameters, worst
 from tests.exhaustive import EXHAUSTIVE
-from tests.unit.test_optimizer import in_plain_fp32
+from tests.unit.test_optimizer import Interleaved, captured_of, in_plain_fp32
 from workbench.capture import Graph, capture, spec_of
 from workbench.cost.graph_profiler import profile_graph, with_optimizer
 from workbench.cost.hardware import Link
@@ -334,6 +335,72 @@ def test_an_optimizer_equals_plain_pytorch_under_every_plan(optimizer: str, outc
 def test_a_run_continues_under_another_plan(optimizer: str, outcomes: dict[Case, Outcome]) -> None:
     [error] = [found.error for case, found in outcomes.items() if case.optimizer == optimizer and case.load_from]
     assert error < tolerance(optimizer, 2 * FEW)
+
+
+PARTS = {"qkv": (4, 4, 4), "grouped": (4, 2, 2), "gated": (1, 1), "chunked": (8, 8), "recurrent": (8,) * 4}
+"""Outputs of each projection of the matrices of `Interleaved`, again and again until all are given."""
+OF_ADAMW = ("tokens", "head", "added", "whole", "factor", "latents", "rows")
+
+
+def of_interleaved() -> tuple[nn.Module, Tensors]:
+    torch.manual_seed(0)
+    batch = {name: torch.randint(0, 11, (4, 4)) for name in ("tokens", "labels")}
+    return Interleaved(), batch
+
+
+def muon_by_hand(steps: int) -> Tensors:
+    """Return the weights after a loop whose matrices are divided by hand, and each part orthogonalised."""
+    model, batch = of_interleaved()
+    named = dict(model.named_parameters())
+    matrices = {name: p for name, p in named.items() if p.ndim == 2 and name.split(".")[0] not in OF_ADAMW}
+    rest = [parameter for name, parameter in named.items() if name not in matrices]
+    momenta = {name: torch.zeros_like(parameter) for name, parameter in matrices.items()}
+    adamw = torch.optim.AdamW(
+        [{"params": [p for p in rest if p.ndim > 1]}, {"params": [p for p in rest if p.ndim < 2], "weight_decay": 0.0}],
+        lr=RATES["muon"],
+        betas=BETAS,
+        eps=EPS,
+        weight_decay=DECAY,
+    )
+    for _ in range(steps):
+        model.zero_grad()
+        model(**batch).backward()
+        nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        adamw.step()
+        for name, parameter in matrices.items():
+            momenta[name].lerp_(parameter.grad, 0.05)
+            ahead = parameter.grad.lerp(momenta[name], 0.95)
+            sizes = PARTS.get(name.split(".")[0], (len(parameter),))
+            owner = torch.arange(len(sizes)).repeat_interleave(torch.tensor(sizes))
+            owner = owner.repeat(len(parameter) // len(owner))
+            parameter.data.mul_(1 - RATES["muon"] * DECAY)
+            for index in range(len(sizes)):
+                rows = owner == index
+                scale = 0.2 * max(int(rows.sum()), parameter.shape[1]) ** 0.5
+                parameter.data[rows] -= RATES["muon"] * scale * in_plain_fp32(ahead[rows])
+    return {name: parameter.detach() for name, parameter in named.items()}
+
+
+def muon_under_plans(_rank: int) -> list[Tensors]:
+    model, batch = of_interleaved()
+    graph, settings = (
+        captured_of(model),
+        wb.Optimizer("muon", lr_schedule="constant", warmup_steps=0, eps=EPS, betas=BETAS, weight_decay=DECAY),
+    )
+    asked = dataclasses.replace(experiment_of("muon"), optimizer=settings, global_batch=4)
+    found = []
+    for division in (Division(data=2, zero=2), Division(tensor=2)):
+        trainer = harness.trainer_of(asked, of_interleaved()[0], graph, division, 2)
+        for step in range(FEW):
+            trainer.step(step, part_of(trainer, batch))
+        found.append(whole_parameters(trainer))
+    return found
+
+
+def test_projections_and_tables_are_updated_as_in_a_loop_that_divides_them_by_hand() -> None:
+    expected, start = muon_by_hand(FEW), muon_by_hand(0)
+    for found in launch(muon_under_plans, 2):
+        assert worst(found, expected, start) < 1e-4
 
 
 def _given_gradients(step: int, shapes: Mapping[str, torch.Size]) -> Tensors:

@@ -8,6 +8,7 @@ import random
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -18,7 +19,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 import workbench as wb
 from workbench.capture import capture
-from workbench.capture.hidden_matrices import Projections, hidden_matrices, projections
+from workbench.capture.hidden_matrices import Projections, hidden_matrices, matrices_in_words, projections
 from workbench.cost.graph_profiler import matrices_of, optimizer_cost
 from workbench.cost.memory import PRODUCTS, ROUND_ELEMENTS, orthogonalisation_s, shares_out
 from workbench.cost.profile import ADAMW
@@ -263,6 +264,13 @@ def test_with_torchs_coefficients_matrices_are_orthogonalised_as_torch_does(
     torch.testing.assert_close(found, expected, rtol=0, atol=3e-6)
 
 
+def test_the_page_has_the_coefficients_of_the_orthogonalisation() -> None:
+    page = (Path(__file__).parents[2] / "docs" / "optimizers.md").read_text()
+    rows = re.findall(r"^  \| \d \| ([^|]+) \| ([^|]+) \| ([^|]+) \|$", page, re.MULTILINE)
+    found = [(float(a) / 1.01, float(b) / 1.01**3, float(c) / 1.01**5) for a, b, c in rows]
+    assert found == [pytest.approx(each) for each in COEFFICIENTS]
+
+
 def errors_of(dtype: torch.dtype, coefficients: Any) -> float:
     """Return the root mean square error of singular values that begin between 0.001 and 1 of the largest."""
     generator, side = torch.Generator().manual_seed(0), 96
@@ -328,14 +336,16 @@ def test_the_projections_of_a_matrix_are_updated_as_if_they_were_matrices() -> N
     fused, _ = updated({"qkv": (24, 8)}, {"qkv": Projections(0, (8, 8, 8))})
     apart, _ = updated({"qkv": (24, 8)}, {"qkv": Projections(0, ())})
     assert not torch.allclose(fused["qkv"], apart["qkv"], atol=1e-5)
-    for dim, sizes in ((0, (12, 6, 6)), (1, (12, 6, 6))):
+    for dim, sizes, repeats in ((0, (12, 6, 6), 1), (1, (12, 6, 6), 1), (0, (2, 2, 4), 3), (1, (6, 2), 3)):
         shape = (24, 8) if dim == 0 else (8, 24)
         parameter = nn.Parameter(torch.zeros(shape))
         gradient = torch.randn(shape, generator=torch.Generator().manual_seed(1))
         experiment = tiny(optimizer="muon", muon_scale="spectral", learning_rate=1.0, weight_decay=0.0)
         parameter.grad = gradient.clone()
-        build_optimizer({"qkv": parameter}, experiment, matrices={"qkv": Projections(dim, sizes)}).step()
-        for found, part in zip(parameter.split(sizes, dim), gradient.split(sizes, dim), strict=True):
+        build_optimizer({"qkv": parameter}, experiment, matrices={"qkv": Projections(dim, sizes, repeats)}).step()
+        owner = torch.arange(len(sizes)).repeat_interleave(torch.tensor(sizes)).repeat(repeats)
+        for index in range(len(sizes)):
+            found, part = (each.transpose(0, dim)[owner == index].transpose(0, dim) for each in (parameter, gradient))
             alone = nn.Parameter(torch.zeros(part.shape))
             alone.grad = part.clone()
             build_optimizer({"part": alone}, experiment, matrices={"part": Projections(dim)}).step()
@@ -391,6 +401,8 @@ def test_rounds_of_an_update_and_of_its_price_have_as_many_elements() -> None:
         ({"optimizer": "lamb", "fused_projections": {"*": 3}}, "fused_projections can be given for muon alone"),
         ({"fused_projections": {"*": 1.5}}, "a whole number"),
         ({"adamw_rate": 0.0}, "adamw_rate=0.0"),
+        ({"optimizer": "adamw", "adamw": ["*"]}, "adamw can be given for muon alone"),
+        ({"adamw": []}, "is no list of patterns of parameter names"),
     ],
 )
 def test_wrong_choices_of_muon_are_refused(changes: dict[str, Any], message: str) -> None:
@@ -590,14 +602,82 @@ def test_projections_that_a_model_reads_apart_are_found_and_others_can_be_said()
         "up.weight": Projections(0, (12, 12)),
         "down.weight": Projections(),
     }
-    said = projections(graph, {"down.*": 2, "up.*": 1, "qkv.*": 4})
+    said = projections(graph, wb.Optimizer("muon", fused_projections={"down.*": 2, "up.*": 1, "qkv.*": 4}))
     assert said["down.weight"] == Projections(0, (4, 4))
     assert said["up.weight"] == Projections()
     assert said["qkv.weight"] == Projections(0, (4, 4, 4, 4))
     with pytest.raises(InvalidExperiment, match=r"down\.weight \(8, 12\) holds 3 projections, and its 8 outputs"):
-        projections(graph, {"down.*": 3})
+        projections(graph, wb.Optimizer("muon", fused_projections={"down.*": 3}))
     gpt2 = tiny(model=wb.models.gpt2(16, 2, 2, vocab_size=400, max_positions=32))
     assert projections(wb.planning.graph(gpt2))["transformer.h.1.attn.c_attn.weight"] == Projections(1, (16, 16, 16))
+
+
+class Interleaved(nn.Module):
+    """Queries, keys and values of each head beside each other, rotated positions, and tables of several kinds."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.tokens, self.head = nn.Embedding(11, 8), nn.Linear(8, 11)
+        self.added, self.whole, self.factor = nn.Parameter(torch.ones(4, 8)), nn.Embedding(4, 8), nn.Embedding(4, 8)
+        self.latents, self.rows = nn.Parameter(torch.ones(4, 8)), nn.Parameter(torch.ones(11, 8))
+        self.qkv, self.grouped, self.gated = nn.Linear(8, 24), nn.Linear(8, 16), nn.Linear(8, 16)
+        self.query, self.chunked, self.mix = nn.Linear(8, 8), nn.Parameter(torch.ones(16, 8)), nn.Linear(4, 4)
+        self.recurrent = nn.LSTM(8, 8, batch_first=True)
+        angles = torch.arange(4.0)[:, None] * torch.tensor([1.0, 0.1])
+        self.register_buffer("cos", angles.cos())
+        self.register_buffer("sin", angles.sin())
+
+    def rotated(self, x: torch.Tensor) -> torch.Tensor:
+        one, other = x.chunk(2, -1)
+        return torch.cat([one * self.cos - other * self.sin, other * self.cos + one * self.sin], -1)
+
+    def forward(self, tokens: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+        x = (self.tokens(tokens) + self.added + self.whole.weight) * nn.functional.softplus(self.factor.weight)
+        x = x + nn.functional.one_hot(tokens, 11).float() @ self.rows
+        query, key, value = self.qkv(x).view(-1, 4, 2, 12).transpose(1, 2).chunk(3, -1)
+        attend = nn.functional.scaled_dot_product_attention
+        x = x + attend(self.rotated(query), self.rotated(key), value).transpose(1, 2).flatten(2)
+        groups = self.grouped(x).view(-1, 4, 2, 4, 2)  # two heads of queries share a key and a value, as in Falcon
+        queries, shared = groups[..., :-2, :], [groups[..., [at], :].expand(-1, -1, -1, 2, -1) for at in (-2, -1)]
+        x = x + attend(*(each.flatten(2, 3).transpose(1, 2) for each in (queries, *shared))).transpose(1, 2).flatten(2)
+        gate = self.gated(x)
+        x = x + nn.functional.silu(gate[..., ::2]) * gate[..., 1::2]
+        one, other = (nn.functional.linear(x, part) for part in self.chunked.chunk(2))
+        x = x + torch.tanh(one) * other + attend(self.query(self.latents), x, x)
+        x = x + self.mix(x.transpose(1, 2)).transpose(1, 2) + self.recurrent(x)[0]
+        return nn.functional.cross_entropy(self.head(x).flatten(0, 1), labels.flatten())
+
+
+def test_muon_takes_what_multiplies_and_reads_interleaved_projections_apart() -> None:
+    graph = captured_of(Interleaved())
+    assert projections(graph) == {
+        "qkv.weight": Projections(0, (4, 4, 4), 2),
+        "grouped.weight": Projections(0, (4, 2, 2), 2),
+        "gated.weight": Projections(0, (1, 1), 8),
+        "query.weight": Projections(),
+        "chunked": Projections(0, (8, 8)),
+        "mix.weight": Projections(),
+        "recurrent.weight_ih_l0": Projections(0, (8,) * 4),
+        "recurrent.weight_hh_l0": Projections(0, (8,) * 4),
+    }
+    of_muon, of_adamw = matrices_in_words(graph, wb.Optimizer("muon"))
+    assert "qkv.weight (24 × 8) as 3 projections of 8, 8, 8 outputs, interleaved 2 times" in of_muon
+    assert "tables that are looked up (rows, tokens.weight)" in of_adamw
+    assert "tensors that no product multiplies by (added, latents, whole.weight, factor.weight)" in of_adamw
+    chosen = wb.Optimizer("muon", parameters=["*.weight", "added"], adamw="*k*")
+    modules = ("whole", "factor", "head", "grouped", "gated", "query", "mix")
+    assert projections(graph, chosen).keys() == {"added", *(f"{name}.weight" for name in modules)}
+    with pytest.raises(InvalidExperiment, match=r"With adamw=\['\*'\], Muon has none of the 15 trained parameters"):
+        projections(graph, wb.Optimizer("muon", adamw=["*"]))
+
+
+def test_a_plan_lists_what_muon_and_adamw_update() -> None:
+    asked = quick(optimizer=wb.Optimizer("muon", adamw=["head.*"]))
+    said = repr(wb.planning.explain(wb.plan(asked, H200)))
+    assert "Muon updates 1 matrix: hidden.weight (8 × 8)." in said
+    assert "AdamW updates tables that are looked up (table.weight); tensors that do not have two dims (2); what" in said
+    with pytest.raises(InvalidExperiment, match="The pattern 'hiden' of adamw matches none of the 5 parameters"):
+        wb.plan(quick(optimizer=wb.Optimizer("muon", adamw=["hiden"])), H200)
 
 
 def test_a_plan_holds_the_state_of_its_optimizer() -> None:

@@ -152,7 +152,7 @@ def with_optimizer(profile: Profile, experiment: Experiment, captured: Graph) ->
         cost, updates = optimizer_cost(experiment), {}  # AdamW updates the parameters that are no matrices
         if profile.device_type == "cuda":
             cost = replace(cost, update_bytes=MUON_UPDATE)
-        for name, matrix in projections(captured, experiment.optimizer.fused_projections).items():
+        for name, matrix in projections(captured, experiment.optimizer).items():
             spec = captured.parameters[name]
             flops = orthogonalisation_flops(spec.shape, matrix)
             gram = gram_elements(spec.shape, matrix)

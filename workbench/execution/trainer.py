@@ -308,7 +308,7 @@ def _build_optimizer(trainer: Trainer) -> torch.optim.Optimizer:
     parameters = trainer.stages.model_parameters()
     if experiment.optimizer.algorithm != "muon":
         return build_optimizer(parameters, experiment, offload=plan.offload_optimizer, whole=whole)
-    found = projections(trainer.graph, experiment.optimizer.fused_projections)
+    found = projections(trainer.graph, experiment.optimizer)
     matrices = {name: found[name] for name in parameters if name in found}
     held = matrices_of(trainer.graph, matrices, trainer.stages.shardings)
     exchange = ReplicaExchange(trainer.stages, trainer.coordinate) if shares_out(held, plan, plan.cluster) else None

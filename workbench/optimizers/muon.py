@@ -91,19 +91,13 @@ def orthogonalisation_flops(shape: Sequence[int], projections: Projections) -> f
 
     With m rows and n >= m columns, an iteration multiplies m·n by n·m, m·m by m·m, and m·m by m·n.
     """
-    sides = [sorted(each) for each in _shapes(shape, projections)]
+    sides = [sorted(each) for each in projections.shapes(shape)]
     return sum(len(COEFFICIENTS) * (4.0 * m * m * n + 2.0 * m**3) for m, n in sides)
 
 
 def gram_elements(shape: Sequence[int], projections: Projections) -> int:
     """Return the elements of the Gram matrices of the projections of a matrix."""
-    return sum(min(each) ** 2 for each in _shapes(shape, projections))
-
-
-def _shapes(shape: Sequence[int], projections: Projections) -> list[tuple[int, int]]:
-    """Return the shape of each projection of a matrix, outputs first."""
-    outputs, inputs = shape[projections.output_dim], shape[1 - projections.output_dim]
-    return [(size, inputs) for size in projections.sizes or (outputs,)]
+    return sum(min(each) ** 2 for each in projections.shapes(shape))
 
 
 def shared_out(flops: Mapping[str, float], ranks: int) -> dict[str, int]:
@@ -180,7 +174,7 @@ class MuonAndAdamW(ShardedAdamW):
             for parameter, name in zip(group["params"], group["names"], strict=True):
                 rows, columns = self._exchange.whole_shape(name, parameter)
                 projections = self._projections[name]
-                scales = tuple(update_scale(part, self._scale) for part in _shapes((rows, columns), projections))
+                scales = tuple(update_scale(part, self._scale) for part in projections.shapes((rows, columns)))
                 matrix = _Matrix(name, parameter, group, (rows, columns), projections, scales, name in self._apart)
                 self._matrices[parameter] = matrix
         self._due += [self._matrices[parameter] for parameter in parameters]
@@ -278,8 +272,7 @@ class MuonAndAdamW(ShardedAdamW):
         batches: dict[Any, list[tuple[_Matrix, int, torch.Tensor]]] = defaultdict(list)
         updates: dict[str, list[torch.Tensor]] = {}
         for matrix in matrices:
-            held, sizes = whole[matrix.name], matrix.projections.sizes
-            updates[matrix.name] = list(held.split(sizes, matrix.projections.output_dim)) if sizes else [held]
+            updates[matrix.name] = matrix.projections.split(whole[matrix.name])
             for index, part in enumerate(updates[matrix.name]):
                 batches[matrix.name if matrix.is_apart else None, part.shape].append((matrix, index, part))
         for members in batches.values():
@@ -289,11 +282,7 @@ class MuonAndAdamW(ShardedAdamW):
                 found *= torch.tensor(factors, device=found.device, dtype=found.dtype)[:, None, None]
             for (matrix, index, _), update in zip(members, found.unbind(), strict=True):
                 updates[matrix.name][index] = update
-        return {
-            matrix.name: torch.cat(parts, matrix.projections.output_dim) if len(parts) > 1 else parts[0]
-            for matrix in matrices
-            for parts in (updates[matrix.name],)
-        }
+        return {matrix.name: matrix.projections.joined(updates[matrix.name]) for matrix in matrices}
 
     def _add(self, number: int, members: Sequence[Sequence[_Matrix]], arriving: Arriving) -> None:
         """Let this rank's shards of one round's matrices decay, and add their updates."""

@@ -181,6 +181,7 @@ def capture_to_plan(experiment: Experiment) -> tuple[Facts, Graph, Sequence[Grap
 
     Raises `CaptureError`, and `InvalidExperiment` for an optimiser that does not suit the model.
     """
+    from workbench.capture.hidden_matrices import matrices_in_words
     from workbench.capture.losses import labelled_share
 
     facts, examples = facts_of(experiment, captures=True), experiment.data.reads(experiment).examples()
@@ -192,9 +193,9 @@ def capture_to_plan(experiment: Experiment) -> tuple[Facts, Graph, Sequence[Grap
     # Patterns of the optimiser: a pattern that matches no parameter is a misspelt name.
     names = list(graph.parameters)
     factors = ("rate_scale", "decay_scale", "eps_scale", "grad_norm_scale", "fused_projections")
-    for name in (*factors, "clip_norm", "trained_during"):
+    for name in (*factors, "clip_norm", "trained_during", "parameters", "adamw"):
         patterns = getattr(experiment.optimizer, name)
-        for pattern in patterns if isinstance(patterns, Mapping) else ():
+        for pattern in patterns if isinstance(patterns, Mapping | tuple) else ():
             if not fnmatch.filter(names, pattern):
                 raise InvalidExperiment(
                     f"The pattern {pattern!r} of {name} matches none of the {len(names)} parameters of "
@@ -205,6 +206,8 @@ def capture_to_plan(experiment: Experiment) -> tuple[Facts, Graph, Sequence[Grap
     # Coupling: a batch whose samples the loss compares stays whole, or is gathered, unless the user allowed otherwise.
     coupled, division = facts.coupled or (), captured.division
     notes = [*graph.notes, *([division.note] if division.note else [])]
+    if experiment.optimizer.algorithm == "muon":
+        notes += matrices_in_words(graph, experiment.optimizer)
     towers: Sequence[Graph] = ()
     if coupled and experiment.numerics.batch_coupling == "allow":
         notes.append(
