@@ -61,7 +61,7 @@ class Projections:
     sizes: tuple[int, ...] = ()
     """Consecutive outputs of each projection, in order; empty for one that has all."""
     repeats: int = 1
-    """Number of times that this order recurs along the outputs: that of heads where each has its own query, key and value
+    """Number of times that this order recurs along the outputs: that of heads where each has a query, a key and a value
     beside each other."""
 
     def shapes(self, shape: Sequence[int]) -> list[tuple[int, int]]:
