@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import json
+import random
 import unicodedata
 from pathlib import Path
 from typing import Any
@@ -269,6 +270,73 @@ def test_a_trained_vocabulary_reads_japanese_with_its_voiced_marks(text: Path) -
 
 
 @pytest.mark.usefixtures("text")
+def odd_texts() -> list[str]:
+    """Return texts of letters that normalisation composes, splits, removes or takes for blanks, and of blanks."""
+    dice = random.Random(0)
+    signs = [*map(chr, (*range(0x500), *range(0x2000, 0x2070), *range(0x3000, 0x3100), 0xFB01, 0x1100, 0x1161, 0xFEFF))]
+    signs += [" "] * len(signs)
+    fixed = [
+        "",
+        " ",
+        "  a  ",
+        "[SEP] a[SEP]b  [MASK]",
+        f"{'x' * 150} {'y' * 99}",
+        "a\u00a0b \u0301c",
+        "e \u0301e\u0301",
+    ]
+    return [*fixed, *TEXTS, *("".join(dice.choices(signs, k=dice.randrange(300))) for _ in range(200))]
+
+
+@pytest.mark.parametrize("strip_accents", [False, True])
+def test_words_that_are_read_one_by_one_become_the_ids_of_the_whole_text(strip_accents: bool) -> None:
+    texts = odd_texts()
+    trained = train_wordpiece(texts, 300, lambda _: None, strip_accents=strip_accents)
+    whole = [each.ids for each in trained.encode_batch([*texts, "[SEP]"], add_special_tokens=False)]
+    assert whole.pop() == [trained.token_to_id("[SEP]")]
+    reading = TextTokenizer(Tokenizer.from_str(trained.to_str())).for_text()
+    expected = [each.ids for each in reading.library.encode_batch(texts, add_special_tokens=False)]
+    assert expected != whole, "the names of special tokens are text"
+    assert list(reading.batch(texts)) == expected
+
+
+def test_a_word_is_read_once_however_often_it_comes(monkeypatch: pytest.MonkeyPatch) -> None:
+    trained = train_wordpiece(TEXTS, 300, lambda _: None)
+    reading, read = TextTokenizer(trained).for_text(), list[str]()
+
+    class Counting:
+        def encode_batch_fast(self, texts: list[str], **options: Any) -> Any:
+            read.extend(texts)
+            return trained.encode_batch_fast(texts, **options)
+
+    reading.library = Counting()
+    for _ in range(3):
+        list(reading.batch(["to be or not to be", "or not"]))
+    assert sorted(read) == ["be", "not", "or", "to"]
+    monkeypatch.setattr("workbench.data.tokenizer.MOST_LETTERS", 12)
+    assert [len(ids) for ids in reading.batch(["to be", "unlike"])] == [
+        len(trained.encode(each, add_special_tokens=False)) for each in ("to be", "unlike")
+    ]
+    assert sorted(read[4:]) == ["be", "to", "unlike"], "the table is emptied before it grows too large"
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda each: setattr(each, "pre_tokenizer", pre_tokenizers.Metaspace()),
+        lambda each: setattr(each, "normalizer", normalizers.Replace(" is ", "was")),
+        lambda each: setattr(each, "model", models.Unigram([("a", 0.0), (" ", 0.0)], 0)),
+        lambda each: each.add_tokens(["New York"]),
+    ],
+    ids=["pre-tokeniser", "normaliser", "model", "added tokens"],
+)
+def test_a_tokeniser_that_may_look_beyond_a_blank_reads_the_whole_text(change: Any) -> None:
+    library = Tokenizer.from_str(train_wordpiece(TEXTS, 300, lambda _: None).to_str())
+    change(library)
+    text = "This is New York"
+    assert list(TextTokenizer(library).for_text().batch([text])) == [library.encode(text, add_special_tokens=False).ids]
+    assert TextTokenizer(library).for_text()._words is None
+
+
 def test_the_tokens_of_a_trained_vocabulary_are_known_before_it_is_trained() -> None:
     for kind, train in (
         ("wordpiece", train_wordpiece),

@@ -58,6 +58,8 @@ SENTENCE_PIECE = (".model", ".spm")
 """Endings of a file that SentencePiece wrote (https://github.com/google/sentencepiece)."""
 CONTROL, USER_DEFINED = 3, 4
 """Types of a piece in SentencePiece's file: symbols that text never is, and those that are tokens in every text."""
+MOST_LETTERS = 1 << 22
+"""Letters of the different words of a text whose ids are kept; the words of prose have a twentieth of that."""
 REMEDY = (
     "Give a tokeniser of transformers, the folder into which save_pretrained wrote one, a tokenizer.json, a folder "
     "with vocab.json and merges.txt, or a model of SentencePiece (*.model)."
@@ -114,6 +116,9 @@ class TextTokenizer:
     def __init__(self, library: Any) -> None:
         self.library = library
         self.is_fast = isinstance(library, Tokenizer)
+        self._words: dict[str, list[int]] | None = None
+        """Ids of the words of a text so far, for a tokeniser whose words do not depend on what is beside them."""
+        self._letters = 0
 
     @classmethod
     def of_folder(cls, folder: Path) -> TextTokenizer:
@@ -128,15 +133,30 @@ class TextTokenizer:
             self.library.encode_special_tokens = True
             self.library.no_padding()
             self.library.no_truncation()
+            self._words = {} if _divides_at_blanks(self.library) else None
         return self
 
     def batch(self, texts: list[str]) -> Iterable[list[int]]:
         """Return the ids of each text, without special tokens; call `for_text` before."""
+        if self._words is not None:
+            return self._batch_of_words(texts, self._words)
         if self.is_fast:
             return (encoding.ids for encoding in self.library.encode_batch_fast(texts, add_special_tokens=False))
         # Its methods for batches do the same one after the other, and warn of texts that are longer than the model.
         options = {"add_special_tokens": False, "split_special_tokens": True, "verbose": False}
         return (self.library(text, **options)["input_ids"] for text in texts)
+
+    def _batch_of_words(self, texts: list[str], known: dict[str, list[int]]) -> Iterator[list[int]]:
+        """Return the ids of each text, for which each of its different words is read once: a word comes again soon."""
+        words_of = [text.split(" ") for text in texts]
+        new = list({word for words in words_of for word in words} - known.keys())
+        self._letters += sum(map(len, new))
+        if self._letters > MOST_LETTERS:
+            known.clear()
+            new, self._letters = list({word for words in words_of for word in words}), 0
+        encodings = self.library.encode_batch_fast(new, add_special_tokens=False)
+        known.update(zip(new, (encoding.ids for encoding in encodings), strict=True))
+        return (list(itertools.chain.from_iterable(map(known.__getitem__, words))) for words in words_of)
 
     def encode(self, text: str) -> list[int]:
         """Return the ids of a text in which special tokens, such as a mask, are recognised."""
@@ -272,6 +292,25 @@ class TextTokenizer:
             gap = [at for at in range(inside[0], inside[-1]) if not plain[1][at]]
             return tuple(ids[0][:first]), tuple(ids[1][at] for at in gap), tuple(ids[0][last:])
         return (), (), ()
+
+
+def _divides_at_blanks(library: Tokenizer) -> bool:
+    """Return True for a tokeniser that reads a text as it reads its words, divided at blanks, one by one.
+
+    WordPiece reads one word at a time, BERT's pre-tokeniser ends a word at each blank, and the normalisers of our own
+    vocabularies and of BERT change no letter because of one beyond a blank: no letter composes with a blank (Unicode
+    Standard Annex 15). Special tokens of a text are text (`for_text`); other added tokens may hold blanks.
+    """
+    own = [_untrained_wordpiece({}, accents).normalizer for accents in (False, True)]
+    return (
+        type(library.model) is models.WordPiece
+        and type(library.pre_tokenizer) is pre_tokenizers.BertPreTokenizer
+        and (
+            type(library.normalizer) is normalizers.BertNormalizer
+            or library.normalizer.__getstate__() in [each.__getstate__() for each in own]
+        )
+        and all(token.special for token in library.get_added_tokens_decoder().values())
+    )
 
 
 def _kind(character: str) -> int:
@@ -554,8 +593,7 @@ def _alphabet(sample: list[str], tokenizer: Tokenizer, limit: int) -> tuple[list
     for first in range(0, len(sample), 1024):
         # Marks that a text writes after their letters are composed first, or the letters would not be counted.
         text = unicodedata.normalize("NFKC", "\n".join(sample[first : first + 1024]))
-        codes, times = np.unique(np.frombuffer(text.encode("utf-32-le"), dtype=np.uint32), return_counts=True)
-        counts[codes] += times
+        counts += np.bincount(np.frombuffer(text.encode("utf-32-le"), dtype=np.uint32), minlength=len(counts))
     frequency: Counter[str] = Counter()
     continuing: set[str] = set()
     for code in np.flatnonzero(counts).tolist():
