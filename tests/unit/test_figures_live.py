@@ -30,6 +30,7 @@ from workbench.figures.prepared_curve import MAX_POINTS
 from workbench.rundir import RunDir, this_process, write_json, write_record
 from workbench.runs.registry import data_wait
 from workbench.runs.run import Run
+from workbench.runs.status import STOPPING
 from workbench.widgets import dashboard, live, live_widget
 from workbench.widgets.run_reader import RunReader
 
@@ -247,6 +248,11 @@ def test_the_stop_button_asks_the_run_to_stop(directory: RunDir) -> None:
     button.click()
     assert directory.stop_file.exists()
     assert button.disabled
+    assert "Stopping: the ranks end their step" in dashboard.children[0].children[-1].value, "before the ranks answer"
+    row = Run(directory.path).row()
+    assert (row["state"], row["message"]) == ("running", STOPPING), "also in tables, the sidebar and the shell"
+    append_event(directory.events, "status", state="stopped", message="Stopped at step 0 of 100.")
+    eventually(lambda: "Stopping" not in dashboard.children[0].children[-1].value)
     dashboard.close()
 
 

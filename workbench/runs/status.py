@@ -27,6 +27,7 @@ from workbench.step_table import MOST_STEPS, Array, StepTable
 VANISHED = "The launcher vanished."
 DISK_FULL = " Its disk is full, so nobody could write why. Free some space, then resume the run."
 WAITS = "Its disk is full: logged steps wait in memory, and checkpoints fail. Free some space."
+STOPPING = "Stopping: the ranks end their step and write a checkpoint."
 DISK_FULL_BYTES = 2**20
 """Free bytes below which a disk counts as full."""
 POLL_S = 0.2
@@ -96,6 +97,8 @@ def read_status(run: RunDir, seen: RunState = UNREAD) -> tuple[Status, RunState]
         recorded = replace(recorded, message=recorded.message or progress.problems[-1])
     if recorded.state == "running" and _disk_is_full(run.path, 0):
         recorded = replace(recorded, message=WAITS)
+    if recorded.state in ("starting", "running") and run.stop_file.exists():
+        recorded = replace(recorded, message=" ".join(filter(None, (STOPPING, recorded.message))))
     if recorded.final or supervised or run.remote.exists() or runs_elsewhere(run):
         return recorded, progress
     is_prepared = run.launcher.exists() and not (processes.launcher_record(run) or processes.rank_records(run))

@@ -37,7 +37,7 @@ from workbench.rundir import runs_root
 from workbench.runs.history import table_html
 from workbench.runs.registry import Runs, distinct_names, load_runs
 from workbench.runs.run import Run
-from workbench.runs.status import state_in_words
+from workbench.runs.status import STOPPING, state_in_words
 from workbench.sweeps.grid import MeasuredGrid
 from workbench.sweeps.sweep import Configuration, Sweep
 from workbench.widgets.live_widget import (
@@ -101,10 +101,9 @@ class DashboardRow:
             f"<b {name}>{html.escape(snapshot.name)}</b>"
             f'<span style="flex:0 0 100px;height:14px;background:{TRACK}"><div style="{done}"></div></span></div>'
         )
-        facts = html.escape(_describe(snapshot))
-        self._facts.value = f'<span title="{facts}" style="{ONE_LINE};font-size:12px">{facts}</span>'
         if self._busy == "Stopping …" and snapshot.status.final:
             self._busy = ""
+        self._tell(STOPPING if self._busy == "Stopping …" else _describe(snapshot))
         if self._busy:
             return
         if not snapshot.status.final:
@@ -114,6 +113,10 @@ class DashboardRow:
         else:
             self._set_button(state.capitalize(), disabled=True)
 
+    def _tell(self, words: str) -> None:
+        facts = html.escape(words)
+        self._facts.value = f'<span title="{facts}" style="{ONE_LINE};font-size:12px">{facts}</span>'
+
     def _set_button(self, description: str, icon: str = "", tooltip: str = "", disabled: bool = False) -> None:
         self.button.description, self.button.icon = description, icon
         self.button.tooltip, self.button.disabled = tooltip, disabled
@@ -121,6 +124,7 @@ class DashboardRow:
     def _on_click(self, _: Any) -> None:
         if self.button.description == "Stop":
             self._become_busy("Stopping …")
+            self._tell(STOPPING)
             self._reader.run.stop()
         elif self.offers_resume:
             self._become_busy("Resuming …")
