@@ -72,13 +72,14 @@ def waiting(words: str, look: Look | None = None) -> Iterator[Say]:
     if not shows or threading.current_thread() is not threading.main_thread():
         yield lambda _: None
         return
-    wait, ended, began = _Wait(), threading.Event(), time.monotonic()
+    # An export redirects what it writes to stderr: the words go on to the terminal.
+    wait, ended, began, terminal = _Wait(), threading.Event(), time.monotonic(), sys.stderr
     handles = list[Any]()  # of the output in the notebook
 
     def paint(line: str, page: str) -> None:
         if not is_notebook:
-            sys.stderr.write("\r\x1b[2K" + line[: shutil.get_terminal_size().columns - 1])
-            sys.stderr.flush()
+            terminal.write("\r\x1b[2K" + line[: shutil.get_terminal_size().columns - 1])
+            terminal.flush()
             return
         from IPython.display import display
 
