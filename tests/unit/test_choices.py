@@ -52,7 +52,7 @@ def case(**changes: Any) -> dict[str, torch.Tensor]:
     """Return a batch as none of the samples at hand: sample 0 has another value."""
     batch = batch_of(seed=1)
     for name, value in changes.items():
-        batch[name][0] = value
+        batch[name][slice(None) if value is ALL_TWO else 0] = 2 if value is ALL_TWO else value
     return batch
 
 
@@ -81,6 +81,8 @@ def by_where(is_chosen: Callable[..., Any]) -> Loss:
     return lambda at: torch.where(is_chosen(at), 1.0, 0.1) * at.losses.mean()
 
 
+ALL_TWO: Any = object()
+"""Stands for labels that are all 2."""
 FAR = 50 * torch.ones(WIDTH)
 """A sample with a large loss."""
 CHOSEN: dict[str, tuple[Loss, dict[str, Any]]] = {
@@ -104,6 +106,20 @@ CHOSEN: dict[str, tuple[Loss, dict[str, Any]]] = {
     "a count of flags, by if": (by_branch(lambda at: (at.flag != 0).sum() > 0), {"flag": 1.0}),
     "the first flag, by if": (by_branch(lambda at: at.flag[0] > 0), {"flag": 1.0}),
     "torch.equal, by if": (by_branch(lambda at: not torch.equal(at.flag, 0 * at.flag)), {"flag": 1.0}),
+    "the first flag, added": (lambda at: (at.losses + at.flag[0]).mean(), {"flag": 1.0}),
+    "the first flag beside a mean": (lambda at: at.losses.mean() + at.flag[0], {"flag": 1.0}),
+    "the first flag in a weight": (lambda at: at.losses.mean() * at.model.table[at.flag[0].long()], {"flag": 1.0}),
+    "a number of classes": (by_branch(lambda at: len(at.labels.unique()) > 4), {}),
+    "the size of a selection": (by_branch(lambda at: at.x[at.flag > 0].numel() > 0), {"flag": 1.0}),
+    "the shape of what is not zero": (by_branch(lambda at: at.flag.nonzero().shape[0] > 0), {"flag": 1.0}),
+    "a loop over a selection": (
+        lambda at: at.losses.mean() + sum(row.square().mean() for row in at.x[at.flag > 0]),
+        {"flag": 1.0},
+    ),
+    "a remainder": (by_branch(lambda at: at.labels.sum().item() % 37 == 16), {"labels": ALL_TWO}),
+    "a remainder of int": (by_branch(lambda at: int(at.labels.sum()) % 37 == 16), {"labels": ALL_TWO}),
+    "a set of labels": (by_branch(lambda at: len(set(at.labels.tolist())) > 2), {}),
+    "a sum of NumPy's": (by_branch(lambda at: at.labels.cpu().numpy().sum() == 16), {"labels": ALL_TWO}),
 }
 
 

@@ -2,6 +2,11 @@
 
 from __future__ import annotations
 
+import itertools
+import math
+from collections.abc import Callable
+from typing import Any
+
 import pytest
 import torch
 from torch import nn
@@ -158,7 +163,65 @@ def test_a_counter_is_mentioned_and_numbers_that_stay_are_not() -> None:
     [note] = captured(Watched()).notes
     assert "Watched.seen" in note
     assert Watched.seen == 0
-    assert "a branch that one value alone would take is never taken" in note
+    assert note.endswith("none of its values makes a difference to what is computed.")
+
+
+class Decides(Changing):
+    """Counts, and computes with twice its loss where `decides` says so."""
+
+    seen: list[int]
+
+    def __init__(self, decides: Callable[[Any], Any], as_written: bool = False) -> None:
+        super().__init__()
+        self.decides, self.as_written, self.numbers, self.seen = decides, as_written, itertools.count(), []
+        self.ticks = 0
+
+    def change(self) -> None:
+        self.ticks += 1
+        if self.as_written and torch.rand(()) > 2:
+            self.count.zero_()
+        self.scale = 2.0 if self.decides(self) else 1.0
+
+
+DECISIONS: dict[str, Callable[[Any], Any]] = {
+    "one value": lambda self: self.ticks == 5,
+    "a late value": lambda self: self.ticks == 2_500,
+    "a remainder": lambda self: self.ticks % 50 == 25,
+    "a share": lambda self: 0.5 * self.ticks == 14.5,
+    "a set": lambda self: self.ticks in {17, 18},
+    "a list": lambda self: self.ticks in [17, 18],
+    "int": lambda self: int(self.ticks) == 25,
+    "a root": lambda self: math.sqrt(self.ticks) == 7,
+    "a table": lambda self: {25: True}.get(self.ticks),
+    "two branches": lambda self: self.ticks > 30 and self.ticks % 7 == 3,
+    "the length of a list": lambda self: self.seen.append(1) or len(self.seen) == 5,
+    "an iterator": lambda self: next(self.numbers) == 4,
+}
+
+
+@pytest.mark.parametrize("as_written", [False, True])
+@pytest.mark.parametrize("how", DECISIONS)
+def test_a_branch_that_one_later_forward_takes_is_refused_with_its_line(how: str, as_written: bool) -> None:
+    model = Decides(DECISIONS[how], as_written)
+    with pytest.raises(CaptureError, match=rf"changes .* and computes with it at {__file__}:\d+"):
+        captured(model)
+    assert (model.ticks, model.scale, model.seen) == (0, 1.0, [])
+
+
+@pytest.mark.parametrize("as_written", [False, True])
+def test_numbers_that_decide_what_is_printed_and_logged_are_fine(
+    as_written: bool, capsys: pytest.CaptureFixture[str]
+) -> None:
+    log = dict[int, str]()
+
+    def prints(self: Any) -> None:
+        log[self.ticks] = "seen"
+        if self.ticks % 100 == 0:
+            print(f"step {self.ticks:05d}")
+
+    captured(Decides(prints, as_written))
+    assert capsys.readouterr().out == ""
+    assert not log
 
 
 def test_the_buffer_that_the_refusal_recommends_is_captured() -> None:

@@ -720,6 +720,8 @@ class _AssumingWalk(BatchWalk):
             else:
                 decides = state in (OF_COUNT, DECIDED) and not self._is_recorded
             self._coupled += [node] * decides
+        if self._is_recorded and op_name(node) in ("sym_size", "sym_numel") and node.args[0] not in self._samples_in:
+            return NONE if self._states[node.args[0]] == NONE else OF_COUNT  # type: ignore[index]
         sample = self._sample_of(node)
         if sample is not None or node in self._apart:
             if sample is not None:
@@ -899,6 +901,7 @@ def _inside(around: _AssumingWalk, node: fx.Node, call: OpaqueCall) -> int:
     fixed = {at for at, place in held if place.table != "_parameters" and at not in call.written}
     natural = {place_of(read) for read in recordings[0].reads}
     tried, found, dims, first = set[Any](), list[fx.Node](), list[int](), None
+    alike, shown = dict[Any, fx.Node](), set[Any]()  # lines whose other numbers make no difference, or show their use
     for recording in recordings:  # which grow
         walk = around._followed(node, recording)
         returned = [walk._states[n] if walk.groups.get(n, 1) == 1 else UNKNOWN for n in recording.returned]
@@ -913,21 +916,31 @@ def _inside(around: _AssumingWalk, node: fx.Node, call: OpaqueCall) -> int:
             dims = [one if one == other else UNKNOWN for one, other in zip(dims, returned, strict=False)]
         for at, read in enumerate(recording.reads):
             samples = walk._readers(read)
+            is_whole = not isinstance(read.meta["val"], (bool, float)) and read.meta.get("is_asked", True)
             for number in other_numbers(recording, fixed, at, samples):
-                place = (*place_of(read)[:-1], number)
-                if place in tried or (place in natural and not samples):
+                line = place_of(read)[:-1]
+                place = (*line, str(number))
+                if place in tried or (place in natural and not samples) or number == read.meta["val"]:
                     continue
                 tried.add(place)
                 other = (
                     record_again(call, recording.answered(at, number)) if len(tried) < MOST_BRANCHES else TimeoutError()
                 )
                 if isinstance(other, Exception):
+                    shown |= {line} if is_check(other) or isinstance(other, RuntimeError) else set()
                     found += [read] * (isinstance(number, bool) and not is_check(other))
+                elif texts_of(other) == texts_of(recording):
+                    alike |= {line: read} if is_whole else {}
                 elif not samples:
-                    recordings += [other] * (texts_of(other) != texts_of(recording))
-                elif not is_guard(recording, other, read):
+                    recordings.append(other)
+                    shown.add(line)
+                elif is_guard(recording, other, read):
+                    shown.add(line)
+                else:
                     beside = [around._followed(node, each)._beside(samples) for each in (recording, other)]
                     found += [read] * (beside[0] != beside[1])
+    # A whole number that makes no difference may be compared with any other: `n % 37 == 5`.
+    found += [read for line, read in alike.items() if line not in shown]
     if node in around._needed:
         around._coupled += found
         around._needed |= set(found)

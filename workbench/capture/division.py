@@ -188,13 +188,16 @@ def division_fault(
         torch.manual_seed(0)
         comparison = _Comparison(graph, model, device, samples)
         for trial, parts in enumerate(parts_of_trials):
-            try:
-                batch = samples(parts * size, trial)
-                fault = comparison.fault(batch)
-            except Exception:
-                if trial == 0:
-                    raise
-                break  # the model does not take samples that were changed
+            for change in (trial, 2 * trial):  # it may not take samples that were changed
+                try:
+                    batch = samples(parts * size, change)
+                    fault = comparison.fault(batch)
+                    break
+                except Exception:
+                    if trial == 0:
+                        raise
+            else:
+                break
             if not fault:
                 continue
             one = {name: field[:size] for name, field in batch.items()}
@@ -238,22 +241,36 @@ def has_constants(graph: Graph) -> bool:
 
 
 def samples_from(examples: Batch | None, random: Callable[[int, int], Batch]) -> Callable[[int, int], Batch]:
-    """Return the `samples` of `division_of`: real ones, and in the second trial the same with changed values.
+    """Return the `samples` of `division_of`: real ones, and in further trials the same with changed values.
 
-    The change meets coincidences of the data: weights that are all one, masks that hide nothing. Without `examples`,
+    The change meets coincidences of the data: weights that are all one, masks that hide nothing. In trial 1, a field
+    that is equal in all examples, such as a flag that none has, differs from sample to sample, too. Without `examples`,
     `random` makes all samples.
     """
     if examples is None:
         return random
     known = _size(examples)
+    equal = {name for name, field in examples.items() if bool((field == field[:1]).all())}
 
     def draw(count: int, trial: int) -> Batch:
         generator = torch.Generator().manual_seed(trial)
         index = torch.cat([torch.randperm(known, generator=generator) for _ in range(math.ceil(count / known))])[:count]
         batch = {name: field[index].cpu() for name, field in examples.items()}
+        if trial == 1:
+            batch |= {name: _unlike(batch[name], generator) for name in equal}
         return {name: _changed(field, generator) for name, field in batch.items()} if trial else batch
 
     return draw
+
+
+def _unlike(field: torch.Tensor, generator: torch.Generator) -> torch.Tensor:
+    """Return values of which some are 1 where they were 0, or 0 where they were another number; masks of ones stay."""
+    if field.ndim > 1 and bool((field == 1).all()):
+        return field
+    is_other = torch.rand(field.shape, generator=generator) < 0.5
+    if field.ndim > 1:
+        is_other[:, 0] = False  # of a mask of what is left out, something stays
+    return torch.where(is_other, field == 0, field)
 
 
 def _changed(field: torch.Tensor, generator: torch.Generator) -> torch.Tensor:

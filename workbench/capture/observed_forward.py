@@ -7,8 +7,10 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import dis
 import functools
 import gc
+import io
 import math
 import operator
 import sys
@@ -29,7 +31,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import flop_registry
 from torch.utils.weak import WeakTensorKeyDictionary
 
-from workbench.capture.operations import Dataflow
+from workbench.capture.operations import Dataflow, names
 from workbench.errors import CaptureError, in_words
 from workbench.user_code import SourceLine, is_users, line_of_running_code
 
@@ -417,8 +419,132 @@ def _bytes(tensor: torch.Tensor) -> bytes | None:
     return ctypes.string_at(storage.data_ptr(), storage.nbytes()) if storage.nbytes() else b""
 
 
-LATER = (10, 100, 1_000, 10_000, 100_000, 1_000_000)
+LATER = (*range(2, 13), 100, 1_000, 10_000, 100_000, 1_000_000)
 """Numbers of forwards after which a number that forward changes is tried."""
+MORE_FORWARDS = 10
+"""Number of forwards in a row that must compute the same where forward changes what is no number."""
+MOST_DECISIONS = 16
+"""Places at which code may decide by such numbers, of which the other outcome is tried."""
+_MOST_COMPARISONS = 10_000
+"""Comparisons of one forward with an outcome that is not its own, above which it may never end."""
+
+
+_OURS = str(Path(__file__).parents[1])
+
+
+class Watch:
+    """Notes what is decided by numbers while code runs, and lets some decisions have the other outcome.
+
+    It sees comparisons of numbers that are computed from its own. Those that Python converts, as `int(number)` does,
+    are no longer its own: `escaped` has the line.
+    """
+
+    def __init__(self, others: Collection[Any] = ()) -> None:
+        """`others` are keys of `places`."""
+        self._others, self._left = others, _MOST_COMPARISONS
+        self.places: dict[Any, SourceLine] = {}
+        """Instruction that decides -> its line."""
+        self.escaped: SourceLine | None = None
+
+    def number(self, value: Any) -> Any:
+        """Return a number whose comparisons are noted; other values as they are."""
+        watched = _WATCHED.get(type(value))
+        if watched is None:
+            return value
+        made = watched(value)
+        made.watch = self
+        return made
+
+    def decide(self, outcome: bool) -> bool:
+        if (key := self._place()) is None:
+            return outcome
+        self.places.setdefault(key, line_of_running_code())
+        self._left -= key in self._others
+        if self._left < 0:
+            raise RuntimeError("more comparisons than a forward has")
+        return outcome != (key in self._others)
+
+    def escape(self) -> None:
+        if self._place() is not None:
+            self.escaped = self.escaped or line_of_running_code()
+
+    def _place(self) -> tuple[CodeType, int] | None:
+        """Return the instruction that asks; None for one of this package, or that stores something under a key."""
+        frame: Any = sys._getframe(3)
+        code, at = frame.f_code, frame.f_lasti
+        is_key = code.co_code[at] == dis.opmap["STORE_SUBSCR"]
+        return None if is_key or code.co_filename.startswith(_OURS) else (code, at)
+
+
+def _watched(base: Any) -> Any:
+    """Return a class of numbers that tell their `watch` of comparisons."""
+
+    def computing(name: str) -> Callable[..., Any]:
+        def compute(self: Any, *others: Any) -> Any:
+            found = getattr(base, name)(self, *others)
+            if found is NotImplemented and base is int and isinstance(others[0], float):
+                found = getattr(float, name)(base.__float__(self), *others)
+            return self.watch.number(found)
+
+        return compute
+
+    def comparing(name: str) -> Callable[..., Any]:
+        def compare(self: Any, *others: Any) -> Any:
+            found = getattr(base, name)(self, *others)
+            return found if found is NotImplemented else self.watch.decide(found)
+
+        return compare
+
+    def escaping(name: str) -> Callable[..., Any]:
+        def escape(self: Any) -> Any:
+            self.watch.escape()
+            return getattr(base, name)(self)
+
+        return escape
+
+    binary = names("add sub mul truediv floordiv mod pow and or xor lshift rshift")
+    members = dict[str, Any]()
+    for how, each in (
+        (computing, binary | {f"r{name}" for name in binary} | names("neg pos abs round")),
+        (comparing, names("eq ne lt le gt ge bool")),
+        (escaping, names("int float hash trunc")),
+    ):
+        members |= {f"__{name}__": how(f"__{name}__") for name in each if hasattr(base, f"__{name}__")}
+    return type(f"Watched{base.__name__}", (base,), members)
+
+
+_WATCHED = {each: _watched(each) for each in (int, float)}
+_WATCHED |= {watched: watched for watched in _WATCHED.values()}
+
+
+def decided_by(numbers: Sequence[Change], differs: Callable[[], bool]) -> SourceLine | None:
+    """Return a line at which code decides by numbers that it has changed, to another result; None if there is none.
+
+    `differs` runs the code, and says whether it computes something else than before. The numbers are those of a later
+    run. Where code compares them, it runs again with the other outcome. Of `0.5 * number` a whole number is not told:
+    the code runs with real numbers, too.
+    """
+    tried = [(each, frozenset[Any]()) for each in (None, float)]
+    for to, others in tried:  # which grow
+        watch = Watch(others)
+        for each in numbers:
+            later = each.old + 2 * (each.new - each.old)
+            each.set(watch.number(later if to is None else to(later)))
+        try:
+            with contextlib.redirect_stdout(io.StringIO()):
+                is_other = differs()
+        except Exception:  # a turn of a loop, or a place in a list, is no real number
+            is_other = to is None
+        if is_other and others:
+            return next((line for key, line in watch.places.items() if key in others), SourceLine())
+        if watch.escaped is not None and to is None:
+            return watch.escaped
+        for key, line in watch.places.items():
+            if (more := (to, others | {key})) not in tried:
+                if len(tried) > MOST_DECISIONS:
+                    return line
+                tried.append(more)
+    return None
 
 
 def refuse_kept(
@@ -473,7 +599,9 @@ def refuse_kept(
             return None
         lines = {line for _, line in later[1]}
         pairs = (pair for pair in zip(first[1], later[1], strict=False) if pair[0][0] != pair[1][0])
-        return next((there if there not in lines else here for (_, there), (_, here) in pairs), SourceLine())
+        found = next((there if there not in lines else here for (_, there), (_, here) in pairs), None)
+        shorter, longer = sorted((first[1], later[1]), key=len)
+        return found or (longer[len(shorter)][1] if longer[len(shorter) :] else SourceLine())
 
     # Two forwards in a row.
     numbers = [each for each in changed if each.is_number]
@@ -488,11 +616,18 @@ def refuse_kept(
     strided = (pair for pair in known if isinstance(pair[1], torch.Tensor) and pair[1].layout == torch.strided)
     places = {int(tensor.untyped_storage()._cdata): place for place, tensor in strided}
     values = [each.now for each in numbers]
+    sizes = {id(each.holder): len(each.holder.content()) for each in changed}
     second = computed()
     if (line := difference(second)) is not None:
         if kept := next((kept for *_, kept in second[0] if kept is not None), None):
             raise kept_tensor(name, places.get(kept[0], "a place outside of it"), kept[1])
         raise kept_number(name, ", ".join(each.place for each in changed) or "something outside of it", line)
+    # What grows and is no number, such as a list whose length is read: a few forwards more.
+    holders = (each.holder for each in changed)
+    grows = ", ".join(dict.fromkeys(each.place for each in holders if len(each.content()) > sizes[id(each)]))
+    for _ in range(MORE_FORWARDS if grows or held.has_iterators else 0):
+        if (line := difference(computed())) is not None:
+            raise kept_number(name, grows or "something outside of it", line)
     # Forwards from the numbers that later ones will have; one that the second forward left alone is no counter.
     numbers = [each for each, value in zip(numbers, values, strict=True) if each.now != value]
     for count in LATER if numbers else ():
@@ -505,12 +640,22 @@ def refuse_kept(
             found = [], []
         if (line := difference(found)) is not None:
             raise kept_number(name, ", ".join(each.place for each in numbers), line)
-    if not numbers:
-        return ()
-    return (
-        f"The forward changes {', '.join(each.place for each in numbers)}, which stays as it was at capture. Its next "
-        "values made no difference; a branch that one value alone would take is never taken.",
-    )
+
+    notes: tuple[str, ...] = ()
+    if grows:
+        notes = (
+            f"The forward changes {grows}, which stays as it was at capture. It made no difference to the next "
+            f"{MORE_FORWARDS + 1} forwards; a branch that a later one would take is never taken.",
+        )
+    if numbers:
+        held.restore()
+        if (line := decided_by(numbers, lambda: difference(computed()) is not None)) is not None:
+            raise kept_number(name, ", ".join(each.place for each in numbers), line)
+        notes += (
+            f"The forward changes {', '.join(each.place for each in numbers)}, which stays as it was at capture: none "
+            "of its values makes a difference to what is computed.",
+        )
+    return notes
 
 
 def kept_tensor(model: str, place: str, line: SourceLine) -> Kept:
@@ -597,6 +742,11 @@ ITEM = torch.ops.aten.item.default
 """Operation of a recording that stands for everything that hands the value of a tensor to Python."""
 _READS = {torch.Tensor.tolist, torch.Tensor.numpy, torch.Tensor.__array__}
 """Methods that hand values to Python without an operation."""
+_NUMBERS = names("item tolist numpy __bool__ __int__ __float__ __index__ __complex__ equal is_nonzero allclose")
+"""Names of functions that hand a number to Python; one that is read inside of another function stays there."""
+_SIZES: set[Any] = {torch.Tensor.shape.__get__, torch.Tensor.size, torch.Tensor.__len__, torch.Tensor.__iter__}  # type: ignore[attr-defined]
+_SIZES |= {torch.Tensor.numel, torch.Tensor.nelement, torch.numel}
+"""Functions that hand sizes to Python, which are values where values decide them."""
 _HARMLESS = {
     *(torch.Tensor.__format__, torch.Tensor.__repr__),
     *(getattr(owner, name) for owner in (torch, torch.Tensor) for name in ("isfinite", "isnan", "isinf")),
@@ -605,6 +755,9 @@ _HARMLESS = {
 
 
 _TORCH = str(Path(torch.__file__).parent)
+_CALLS = (__file__, f"{_TORCH}/_tensor.py", f"{_TORCH}/overrides.py")
+"""Files between the code that asks for a size and the mode that is told."""
+_SIZE = torch.ops.aten.sym_size.int
 
 
 def _is_read_by_torch() -> bool:
@@ -620,6 +773,14 @@ def _is_read_by_torch() -> bool:
     return False
 
 
+def _has_size_of_values(func: Any, args: Sequence[Any]) -> bool:
+    """Return True if the first size of what an operation returns depends on values, as that of a selection does."""
+    if torch.Tag.dynamic_output_shape not in getattr(func, "tags", ()):
+        return False
+    masks = (torch.bool, torch.uint8)  # an index of whole numbers gives as many rows as it has
+    return "index" not in str(func) or any(each is not None and each.dtype in masks for each in args[1])
+
+
 @dataclass(frozen=True)
 class Recording:
     """The operations that one run of a call consisted of."""
@@ -630,7 +791,7 @@ class Recording:
     returned: tuple[fx.Node, ...]
     """The tensors that it returned, and the new values of the buffers that it wrote."""
     reads: tuple[fx.Node, ...]
-    """The operations that handed one number to Python, in order; their value is the number."""
+    """The operations that handed a number to Python, or a list of whole ones, in order; their value is what it got."""
     answers: Mapping[int, Any]
     """Numbers that the first reads were given in place of the tensors' own."""
 
@@ -661,6 +822,10 @@ class Recorder(TorchDispatchMode):
         """
         super().__init__()
         self._answers, self._reads, self._left = answers or {}, list[fx.Node](), most
+        self._sizes: dict[fx.Node, frozenset[int]] = {}
+        """Sizes that values decide, of those operations that have some among what they were computed from."""
+        self.function = "item"
+        """Name of the function of torch that runs."""
         self.flops, self._compiles = 0.0, compiles
         self._graph, self._nodes, self._is_on = fx.Graph(), WeakTensorKeyDictionary(), given is not None
         self._given = [self._graph.placeholder(f"given_{at}") for at in range(len(given or ()))]
@@ -684,12 +849,52 @@ class Recorder(TorchDispatchMode):
             if is_read and func is not _NUMBER:  # such as `torch.equal`
                 args = (torch.empty((), dtype=torch.bool),)
                 self._set(args[0], self._call(func, *given))
-            node = self._call(ITEM if is_read else func, args, kwargs)
-            if is_read and not _is_read_by_torch():
-                result = self._answers.get(len(self._reads), result)
-                self._reads.append(node)
+            if is_read:
+                return self.read(args[0], result)
+            node = self._call(func, args, kwargs)
             self._set(result, node)
+            sizes = frozenset[int]().union(*(self._sizes.get(each, ()) for each in node.all_input_nodes))
+            if _has_size_of_values(func, args):
+                made = result[0] if isinstance(result, (list, tuple)) else result
+                sizes |= set(made.shape[:1])
+            if sizes:
+                of_outputs = node.users if isinstance(result, (list, tuple)) else ()
+                self._sizes |= dict.fromkeys([node, *of_outputs], sizes)
         return result
+
+    def read(self, tensor: torch.Tensor | fx.Node, value: Any) -> Any:
+        """Note that Python takes a value from a tensor, and return it, or the one to be given in its place."""
+        node = self._call(ITEM, (tensor,), {})
+        if self.function in _NUMBERS and not _is_read_by_torch():
+            value = self._answers.get(len(self._reads), value)
+            self._reads.append(node)
+        node.meta["val"] = value
+        return value
+
+    def read_sizes(self, tensor: torch.Tensor, result: Any) -> Any:
+        """Return what a function said of the size of a tensor, with those that values decide as they are to be."""
+        sizes = self._sizes.get(self._nodes.get(tensor), frozenset())
+        frame: Any = sys._getframe(2)
+        while frame.f_code.co_filename in _CALLS:
+            frame = frame.f_back
+        if not sizes & set(tensor.shape) or frame.f_code.co_filename.startswith(_TORCH):
+            return result
+
+        def read(dim: int | None, size: int, is_asked: bool = True) -> int:
+            """Return the size of a dim, or of all together."""
+            target, args = (_SIZE, (tensor, dim)) if dim is not None else (torch.ops.aten.sym_numel.default, (tensor,))
+            node = self._call(target, args, {})
+            node.meta["val"] = torch.empty((), dtype=torch.long, device="meta")
+            found = int(self.read(node, size))
+            next(iter(node.users)).meta["is_asked"] = is_asked
+            return found
+
+        if isinstance(result, torch.Size):
+            return _Shape(result, sizes, read)
+        if isinstance(result, int):
+            return read(tensor.shape.index(result) if result in sizes & set(tensor.shape) else None, result)
+        rows = list(result)
+        return iter(rows[: read(0, len(rows))] if len(rows) in sizes else rows)
 
     @contextlib.contextmanager
     def watching(self) -> Iterator[None]:
@@ -747,6 +952,29 @@ class Recorder(TorchDispatchMode):
             node.meta["val"] = result
 
 
+class _Shape(tuple[int, ...]):
+    """The shape of a tensor, of which code asks a size that values decide, or takes them all, as `n, d = x.shape`."""
+
+    _sizes: Collection[int]
+    _read: Callable[..., int]
+
+    def __new__(cls, shape: Sequence[int], sizes: Collection[int], read: Callable[..., int]) -> _Shape:
+        self = super().__new__(cls, shape)
+        self._sizes, self._read = sizes, read
+        return self
+
+    def __getitem__(self, at: Any) -> Any:
+        size = super().__getitem__(at)
+        return self._read(range(len(self))[at], size) if isinstance(size, int) and size in self._sizes else size
+
+    def __iter__(self) -> Iterator[int]:
+        sizes = enumerate(super().__iter__())
+        return (self._read(dim, size, False) if size in self._sizes else size for dim, size in sizes)
+
+    def numel(self) -> int:
+        return math.prod(self)
+
+
 class _Methods(TorchFunctionMode):
     """Tells a recorder of methods that are no operations."""
 
@@ -758,10 +986,23 @@ class _Methods(TorchFunctionMode):
         if func == torch.Tensor.data.__get__:  # type: ignore[attr-defined]
             return args[0].detach()  # with the version of the tensor, so that writes are noticed
         recorder, before = self._recorder, self._recorder._is_on
-        if func in _READS and before:
-            recorder._call(ITEM, (args[0],), {})
-        recorder._is_on = before and func not in _HARMLESS
+        recorder._is_on, recorder.function = before and func not in _HARMLESS, getattr(func, "__name__", "")
         try:
-            return func(*args, **(kwargs or {}))
+            result = func(*args, **(kwargs or {}))
         finally:
-            recorder._is_on = before
+            recorder._is_on, recorder.function = before, "item"
+        if not before:
+            return result
+        if func in _SIZES:
+            return recorder.read_sizes(args[0], result)
+        if func not in _READS:
+            return result
+        if args[0].is_floating_point() or args[0].is_complex():
+            recorder._call(ITEM, (args[0],), {})
+            return result
+        is_list = func is torch.Tensor.tolist
+        taken = result if is_list else result.tolist()
+        given = recorder.read(args[0], taken)
+        if given is taken:
+            return result
+        return given if is_list else sys.modules["numpy"].array(given, dtype=result.dtype)

@@ -32,11 +32,13 @@ from torch._subclasses.fake_tensor import FakeTensor
 
 from workbench.capture.aliasing import OneName, Registered, memory_of
 from workbench.capture.observed_forward import (
+    MORE_FORWARDS,
     Change,
     Held,
     Kept,
     Recorder,
     Recording,
+    decided_by,
     kept_number,
     kept_tensor,
     tensors_in,
@@ -117,6 +119,8 @@ class OpaqueCall:
     """Entries of `written` on whose former values the results depend, unlike on running averages of BatchNorm."""
     kept: list[Change] = field(default_factory=list)
     """Changes that the code made to what it and its modules reach, but for their buffers."""
+    has_iterators: bool = False
+    """True if they reach something that gives another item each time."""
     takes_derivatives: bool = False
     """True if forward itself needs a graph, since it takes derivatives."""
     flops: float = 0.0
@@ -154,12 +158,13 @@ class OpaqueCall:
         self,
         tensors: Sequence[torch.Tensor],
         then: Callable[[list[torch.Tensor]], None] | None = None,
-        before: Callable[[], None] | None = None,
+        before: Callable[[Any], bool] | None = None,
     ) -> tuple[Any, list[torch.Tensor], list[torch.Tensor]]:
         """Run the code; return what it returned, the tensors in it, and the written buffers' new values.
 
         `then` is given these tensors while the modules hold `tensors`: a backward may run code of the modules again.
-        With `before`, the code runs a second time, from the same tensors, and `before` is called between the two.
+        With `before`, the code runs again in a row, from the same tensors, as often as `before` says so, which is given
+        what the code has returned.
         """
         given = list(tensors)
         for index in self.written:
@@ -174,11 +179,10 @@ class OpaqueCall:
             versions = list(map(_version, given))
             result = self.function(*args, **kwargs)
             if held is not None:
-                self.kept = held.changes()
-            if before is not None:
+                self.kept, self.has_iterators = held.changes(), held.has_iterators
+            while before is not None and before(result):
                 for index in self.written:
                     self.places[index].entries()[self.places[index].key] = tensors[index].detach().clone()
-                before()
                 result = self.function(*args, **kwargs)
             after = [place.value() for place in self.places]
             changed = [at for at, tensor in enumerate(given) if _version(tensor) != versions[at]]
@@ -264,7 +268,9 @@ class OpaqueCall:
         self.result_leaves = [_TENSOR if isinstance(leaf, torch.Tensor) else leaf for leaf in leaves]
         self.specs = specs
 
-    def _results(self, tensors: Sequence[torch.Tensor], before: Callable[[], None] | None = None) -> list[torch.Tensor]:
+    def _results(
+        self, tensors: Sequence[torch.Tensor], before: Callable[[Any], bool] | None = None
+    ) -> list[torch.Tensor]:
         """Run the code with the same random numbers each time, and return the tensors that it returns."""
         torch.manual_seed(0)
         _seed_host(0)
@@ -277,7 +283,7 @@ class OpaqueCall:
 
         Raises `Kept` if what the code keeps changes the results of its next run.
         """
-        before = self._results(tensors) if self.kept or self.written else []
+        before = self._results(tensors) if self.kept or self.written or self.has_iterators else []
         _refuse_kept(self, tensors, before)
 
         def is_read(changed: Sequence[int]) -> bool:
@@ -397,10 +403,13 @@ def _by_any_name(call: OpaqueCall) -> contextlib.AbstractContextManager[Any]:
 
 
 def _refuse_kept(call: OpaqueCall, tensors: Sequence[torch.Tensor], before: Sequence[torch.Tensor]) -> None:
-    """Raise `Kept` if a second run in a row over the same tensors returns anything but `before`."""
+    """Raise `Kept` if another run in a row over the same tensors returns anything but `before`."""
     # A recurrent module that is called in the middle of an export is given tensors without values.
-    if not call.kept or any(isinstance(tensor, FakeTensor) for tensor in tensors):
+    is_known = any(isinstance(tensor, FakeTensor) for tensor in tensors)
+    if is_known or not (call.kept or call.has_iterators):
         return
+    grows = call.has_iterators or any(not each.holder.is_attribute for each in call.kept)
+    left, is_read = (MORE_FORWARDS if grows else 0) + 1, False
     read: list[tuple[str, SourceLine]] = []
     known: dict[int | None, str] = {}
 
@@ -409,19 +418,35 @@ def _refuse_kept(call: OpaqueCall, tensors: Sequence[torch.Tensor], before: Sequ
             read.append((known[memory_of(tensor)], line_of_running_code()))
         return tensor
 
-    def again() -> None:
+    def differs(later: Sequence[torch.Tensor]) -> bool:
+        return len(before) != len(later) or not all(map(torch.equal, before, later))
+
+    def again(result: Any) -> bool:
+        """Seed the next run, unless that was the last one or it has returned something else."""
+        nonlocal left, is_read
+        left -= 1
+        is_read = differs([leaf for leaf in pytree.tree_leaves(result) if isinstance(leaf, torch.Tensor)])
         known.update((memory_of(tensor), place) for place, tensor in tensors_in(call.kept))
         torch.manual_seed(0)
         _seed_host(0)
+        return left >= 0 and not is_read
 
     with OneName(noted):
-        later = call._results(tensors, again)
-    if len(before) == len(later) and all(map(torch.equal, before, later)):
-        return
+        call._results(tensors, again)
     inside = f"self.{call.path}." if call.path else "self."
-    if read:
+    if is_read and read:
         raise kept_tensor(call.label, read[0][0].replace("self.", inside, 1), read[0][1])
-    raise kept_number(call.label, ", ".join(each.place.replace("self.", inside, 1) for each in call.kept), call.line)
+    numbers = [each for each in call.kept if each.is_number]
+    line = call.line if is_read else None
+    if numbers and not is_read:
+        try:
+            line = decided_by(numbers, lambda: differs(call._results(tensors)))
+        finally:
+            for each in numbers:
+                each.set(each.old)
+    if line is not None:
+        places = ", ".join(each.place.replace("self.", inside, 1) for each in call.kept)
+        raise kept_number(call.label, places, line)
 
 
 def _recomputed_bytes(call: OpaqueCall, leaves: list[torch.Tensor]) -> int:

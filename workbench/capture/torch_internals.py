@@ -17,6 +17,7 @@ from torch import fx, nn
 from torch._guards import detect_fake_mode
 from torch.amp.autocast_mode import _enter_autocast as enter_autocast
 from torch.amp.autocast_mode import _exit_autocast as exit_autocast
+from torch.fx.experimental import symbolic_shapes
 from torch.fx.experimental.symbolic_shapes import uninteresting_files
 from torch.overrides import TorchFunctionMode
 from torch.utils.weak import WeakTensorKeyDictionary
@@ -88,7 +89,12 @@ def originals() -> Iterator[None]:
     if call.__code__.co_filename == fx._symbolic_trace.__file__:
         call = call.__wrapped__
     try:
-        with patched(torch._ops, "_mode_stack_state_for_pre_dispatch", empty), patched(nn.Module, "__call__", call):
+        with (
+            patched(torch._ops, "_mode_stack_state_for_pre_dispatch", empty),
+            patched(nn.Module, "__call__", call),
+            # Export has every module tell it of buffers that are assigned to, which it knows as tensors without values.
+            patched(nn.modules.module, "_global_buffer_registration_hooks", {}),
+        ):
             yield
     finally:
         for owner, name, new in reversed(undone):
@@ -228,7 +234,7 @@ def exportable(model: nn.Module, name: str, loss_of: Callable[..., Any]) -> Iter
         loss_of: returns the loss, or a tuple that begins with it, given what `forward` returned and its keyword
             arguments as `batch`.
     """
-    forward, make = model.forward, torch.tensor
+    forward, make, limit = model.forward, torch.tensor, symbolic_shapes._constrain_range_for_size
 
     # Export knows few of the types in which models return their loss: it is given the loss alone.
     @functools.wraps(forward)
@@ -248,8 +254,13 @@ def exportable(model: nn.Module, name: str, loss_of: Callable[..., Any]) -> Iter
             return torch.full((), data, **kwargs)
         return make(data, **kwargs)
 
+    # A selection of the whole batch may be larger than a micro-batch, whose size must not decide `if len(x[mask]) > 4`.
+    def with_any_size(size: Any, min: Any = None, **_: Any) -> None:
+        limit(size, min)
+
     replacements: list[tuple[Any, str, Any]] = [
         (model, "forward", forward_loss),
+        (symbolic_shapes, "_constrain_range_for_size", with_any_size),
         *_refusals(name),
         (torch, "tensor", tensor),
         (torch.nn.modules.transformer, "_detect_is_causal_mask", is_causal),
@@ -327,6 +338,31 @@ def members_renamed(model: nn.Module, name: str) -> Iterator[dict[str, str]]:
             model._modules = members
         for key in renamed.values():
             object.__delattr__(model, key)
+
+
+def settings_of_export() -> list[str]:
+    """Return the settings of torch that a forward, or an export of it, may read."""
+    backends = torch.backends
+    sdpa = [name for name in dir(backends.cuda) if name.endswith("_sdp_enabled")]
+    devices = ["cpu", *(["cuda"] if torch.cuda.is_available() else [])]
+    values = [
+        torch.get_default_dtype(),
+        torch.get_default_device(),
+        torch.are_deterministic_algorithms_enabled(),
+        torch.is_deterministic_algorithms_warn_only_enabled(),
+        torch.get_float32_matmul_precision(),
+        torch.is_grad_enabled(),
+        torch.is_inference_mode_enabled(),
+        torch.__future__.get_overwrite_module_params_on_conversion(),
+        *(getattr(backends.cuda, name)() for name in sdpa),
+        *(getattr(backends.mkldnn, name, None) for name in ("enabled", "deterministic", "allow_tf32")),
+        *(getattr(backends.cudnn, name, None) for name in ("enabled", "benchmark", "deterministic", "allow_tf32")),
+        backends.mha.get_fastpath_enabled(),
+        *((torch.is_autocast_enabled(each), torch.get_autocast_dtype(each)) for each in devices),
+        torch.cuda.is_available(),
+        torch.compiler.config.force_disable_caches if hasattr(torch.compiler, "config") else None,
+    ]
+    return list(map(str, values))
 
 
 def rename_in_stacks(graph: fx.Graph, renamed: Mapping[str, str]) -> None:

@@ -208,6 +208,8 @@ MOST_BRANCHES = 64
 _WHOLE, _REAL = (*range(10), 99, 999, 100_003), (0.0, 1e30, -1e30)
 """Other numbers that code is given: small ones and those before 100 and 1,000 for what it does in every tenth step, and
 a prime, which is no multiple and still no size too large."""
+_OF_SAMPLES = (0, 1, 2, 99, 100_003, -1)
+"""Other numbers that code is given where samples decide one, which tell what it is for: a wrong size fails."""
 _SELECTS = names("index masked_select nonzero where index_select gather")
 _PUTS = names(
     "index_put index_put_ index_put_impl_ _index_put_impl_ masked_scatter masked_scatter_ index_add index_add_"
@@ -230,7 +232,19 @@ def other_numbers(
         return (not value,)
     if samples and (len(samples) == 1 or isinstance(value, float)):
         return ()
-    return _WHOLE if isinstance(value, int) else _REAL
+    if isinstance(value, list):
+        return tuple(_with_first(value, number) for number in _OF_SAMPLES)
+    return (_OF_SAMPLES if samples else _WHOLE) if isinstance(value, int) else _REAL
+
+
+def _with_first(values: list[Any], number: int) -> list[Any]:
+    """Return a list, or lists in it, with another first number; of truths, with the other truth for 0."""
+    if not values:
+        return values
+    [first, *others] = values
+    if isinstance(first, list):
+        return [_with_first(first, number), *others]
+    return [(bool(number) if isinstance(first, bool) else number), *others]
 
 
 def _may_change(read: fx.Node, recording: Recording, fixed: Collection[int]) -> bool:
@@ -243,7 +257,7 @@ def _may_change(read: fx.Node, recording: Recording, fixed: Collection[int]) -> 
 def place_of(read: fx.Node) -> tuple[Any, ...]:
     """Return the line of a read, the operation that made the number, and the number."""
     value: Any = read.args[0]
-    return read.meta["stack_trace"], op_name(value), str(value.args[1:]), read.meta["val"]
+    return read.meta["stack_trace"], op_name(value), str(value.args[1:]), str(read.meta["val"])
 
 
 def text_of(node: fx.Node) -> str:
@@ -261,6 +275,8 @@ def texts_of(recording: Recording) -> str:
 
 def is_check(error: Exception) -> bool:
     """Return True if the user's or a model's code raised an error itself: training does not go on with that."""
+    if error.__traceback__ is None:
+        return False
     *_, (frame, _) = traceback.walk_tb(error.__traceback__)
     last = next(trace for trace in _traces(error) if trace.tb_frame is frame)
     code = frame.f_code
