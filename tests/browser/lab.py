@@ -102,17 +102,26 @@ def _private_folders(root: Path) -> dict[str, str]:
     return {variable: str(folder) for variable, folder in folders.items()} | found
 
 
+def asked(server: Server, path: str, method: str = "GET") -> Any:
+    """Return the answer of the server's own interface; None where it is empty."""
+    headers = {"Authorization": f"token {server.token}"}
+    request = urllib.request.Request(f"{server.url}/api/{path}", headers=headers, method=method)
+    with urllib.request.urlopen(request, timeout=PATIENCE_S) as response:
+        return json.loads(response.read() or b"null")
+
+
 def end_kernels(server: Server) -> None:
     """End every kernel of the server with its session."""
+    for session in asked(server, "sessions"):
+        asked(server, f"sessions/{session['id']}", "DELETE")
 
-    def answer(method: str, path: str) -> bytes:
-        headers = {"Authorization": f"token {server.token}"}
-        request = urllib.request.Request(f"{server.url}/api/{path}", headers=headers, method=method)
-        with urllib.request.urlopen(request, timeout=PATIENCE_S) as response:
-            return bytes(response.read())
 
-    for session in json.loads(answer("GET", "sessions")):
-        answer("DELETE", f"sessions/{session['id']}")
+def prepared_kernels(server: Server) -> list[str]:
+    """Return the idle kernels that no notebook has: the one that waits for a click, if it has done its imports."""
+    used = {session["kernel"]["id"] for session in asked(server, "sessions")}
+    return [
+        each["id"] for each in asked(server, "kernels") if each["id"] not in used and each["execution_state"] == "idle"
+    ]
 
 
 @contextlib.contextmanager

@@ -98,11 +98,14 @@ def test_from_the_launcher_to_a_page_for_a_colleague(
     lab.open_launcher(page, server)
     picture(page, "lab-cards")
     page.evaluate(REMEMBER_PROGRESS)
+    (kernel,) = eventually(lambda: lab.prepared_kernels(server))
     page.locator(lab.CARD, has_text="Scaled BERT").click()  # one click makes, opens and runs a notebook
     page.wait_for_function("() => window.progress.length")
     notebook = "window.jupyterapp.shell.currentWidget?.content"
     page.wait_for_function(f"() => {notebook}?.widgets?.some(({{model}}) => model.executionCount)")
     assert page.title().startswith("bert_scaling")
+    used = page.evaluate("() => window.jupyterapp.shell.currentWidget.sessionContext.session.kernel.id")
+    assert used == kernel, "the notebook has the kernel that was prepared while the cards were shown"
     assert not list(server.root.glob("Untitled*"))
     page.goto("about:blank")
     lab.end_kernels(server)

@@ -195,16 +195,16 @@ def test_another_package_of_the_same_name_or_an_edited_file_makes_a_server_stale
     (tmp_path / "served_module.py").write_text("")
     monkeypatch.syspath_prepend(str(tmp_path))
     importlib.import_module("served_module")
-    sources = {"served_module": fork_server._sources()["served_module"]}
+    sources = {"served_module": fork_server.sources()["served_module"]}
     other = tmp_path / "other"
     (other / "served_module").mkdir(parents=True)
-    assert fork_server._is_current(sources, [str(other), str(tmp_path)]), "a folder without __init__.py is no module"
+    assert fork_server.is_current(sources, [str(other), str(tmp_path)]), "a folder without __init__.py is no module"
     (other / "served_module" / "__init__.py").write_text("")
     importlib.invalidate_caches()
-    assert not fork_server._is_current(sources, [str(other), str(tmp_path)])
-    assert fork_server._is_current(sources, [str(tmp_path), str(other)])
+    assert not fork_server.is_current(sources, [str(other), str(tmp_path)])
+    assert fork_server.is_current(sources, [str(tmp_path), str(other)])
     os.utime(tmp_path / "served_module.py", (1, 1))
-    assert not fork_server._is_current(sources, [str(tmp_path)])
+    assert not fork_server.is_current(sources, [str(tmp_path)])
     monkeypatch.delitem(sys.modules, "served_module")
 
 

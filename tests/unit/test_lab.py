@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import re
@@ -48,10 +49,9 @@ def test_a_verb_that_asks_nobody_is_found() -> None:
     assert "GET of Open" in unauthenticated({"open": Open})[0]
 
 
-@pytest.fixture(scope="module")
-def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[str, Path]]:
+@contextlib.contextmanager
+def jupyter_server(root: Path) -> Iterator[tuple[str, Path]]:
     """Start a Jupyter server that finds the extension by its configuration alone; yield its address and its root."""
-    root = tmp_path_factory.mktemp("server")
     (root / "notebooks").mkdir()
     folders = {f"JUPYTER_{name}_DIR": str(root / ".jupyter" / name) for name in ("CONFIG", "DATA", "RUNTIME")}
     paths = {"PYTHONPATH": str(ROOT), "JUPYTER_CONFIG_PATH": str(JUPYTER), "JUPYTER_PATH": str(JUPYTER)}
@@ -80,6 +80,12 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[str, Path
     finally:
         process.terminate()
         process.wait(PATIENCE_S)
+
+
+@pytest.fixture(scope="module")
+def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[str, Path]]:
+    with jupyter_server(tmp_path_factory.mktemp("server")) as running:
+        yield running
 
 
 def ask(url: str, body: Any = None, token: str | None = TOKEN, verb: str | None = None) -> tuple[int, Any]:
@@ -205,6 +211,7 @@ FIELDS = {
     "run": {"action": "tag", "path": "/nowhere", "value": "a"},
     "curves": {"paths": ["/nowhere"], "seen": [1]},
     "notebooks": {"template": "opt_zero", "folder": "", "parameters": {}},
+    "session": {"path": "absent.ipynb"},
 }
 
 

@@ -13,7 +13,7 @@ import os
 import re
 import threading
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, TypeVar
@@ -26,6 +26,7 @@ from jupyter_server.auth.decorator import authorized
 from jupyter_server.base.handlers import APIHandler
 
 from workbench.errors import RunNotFound, WorkbenchError, suggestion
+from workbench.lab.prepared_kernel import PreparedKernel
 from workbench.notebooks.executing import parameters, templates, values_of, with_values
 from workbench.rundir import FINAL_STATES, RunDir, known_runs_roots, parsed
 from workbench.runs.launching.device_queue import GpuMeter, waiting_and_training
@@ -262,6 +263,22 @@ class Handler(APIHandler):
             raise tornado.web.HTTPError(400, f"The request is a JSON {type(fields).__name__}. Send an object.")
         return fields
 
+    async def known_folder(self, asked: Mapping[str, Any]) -> str:
+        """Return the `folder` of a request; answers 400 to one that is not among the server's files."""
+        folder = asked.get("folder", "")
+        with contextlib.suppress(OSError, ValueError):  # a name that no file can have
+            if isinstance(folder, str) and await ensure_async(self.contents_manager.dir_exists(folder)):
+                return folder
+        raise tornado.web.HTTPError(400, f"There is no folder {folder!r:.200} among the server's files.")
+
+    @property
+    def prepared_kernel(self) -> PreparedKernel:
+        """The server's only kernel that waits for a click."""
+        if "workbench_prepared_kernel" not in self.settings:
+            self.settings["workbench_prepared_kernel"] = PreparedKernel(self.settings, self.log)
+        kernel: PreparedKernel = self.settings["workbench_prepared_kernel"]
+        return kernel
+
 
 # Behind the sidebar: its rows, and the figures that compare runs. They read and change this user's own runs only.
 
@@ -453,11 +470,7 @@ class Notebooks(Handler):
             cell = next(cell for cell in notebook.cells if "parameters" in cell.metadata.get("tags", ()))
             cell.source = with_values(cell.source, values)
         manager: Any = self.contents_manager
-        folder, is_known = asked.get("folder", ""), False
-        with contextlib.suppress(OSError, ValueError):  # a name that no file can have
-            is_known = isinstance(folder, str) and await ensure_async(manager.dir_exists(folder))
-        if not is_known:
-            raise tornado.web.HTTPError(400, f"There is no folder {folder!r:.200} among the server's files.")
+        folder = await self.known_folder(asked)
         # The copy is called `name.ipynb`, or `name-2.ipynb` and so on where that exists.
         number, path = 1, f"{folder}/{template.stem}.ipynb".lstrip("/")
         while await ensure_async(manager.exists(path)):
@@ -466,6 +479,36 @@ class Notebooks(Handler):
         await ensure_async(manager.save({"type": "notebook", "content": notebook}, path))
         self.set_status(201)
         self.finish({"path": path})
+
+
+class PreparedKernels(Handler):
+    """The kernel that waits for a click on a card."""
+
+    auth_resource = "kernels"
+
+    @tornado.web.authenticated
+    @authorized
+    async def post(self) -> None:
+        """Let a kernel import what the templates use, for a notebook in a `folder` of the server's files."""
+        await self.prepared_kernel.prepare(await self.known_folder(self.asked()))
+        self.finish({})
+
+
+class Sessions(Handler):
+    """The session of a notebook with the kernel that waits."""
+
+    auth_resource = "sessions"
+
+    @tornado.web.authenticated
+    @authorized
+    async def post(self) -> None:
+        """Give the notebook at `path` the kernel that waits; answers `given` false if it must start its own."""
+        path = self.asked().get("path")
+        with contextlib.suppress(OSError, ValueError):  # a name that no file can have
+            if isinstance(path, str) and await ensure_async(self.contents_manager.file_exists(path)):
+                self.finish({"given": await self.prepared_kernel.hand_over(path)})
+                return
+        raise tornado.web.HTTPError(400, f"There is no notebook {path!r:.200} among the server's files.")
 
 
 def known_template(name: Any) -> Path:
@@ -491,6 +534,8 @@ HANDLERS = {
     "templates": Templates,
     "parameters": Parameters,
     "notebooks": Notebooks,
+    "kernel": PreparedKernels,
+    "session": Sessions,
     "runs": Runs,
     "run": RunActions,
     "curves": RunCurves,

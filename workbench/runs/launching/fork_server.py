@@ -41,8 +41,8 @@ from workbench.rundir import process_alive, process_record
 from workbench.runs.launching import processes
 
 LATE = (
-    *("CUDA_VISIBLE_DEVICES", "NCCL_", "PYTEST_CURRENT_TEST", "PYTHONPATH", "TORCHINDUCTOR_CACHE_DIR", "WANDB_"),
-    "WORKBENCH_",
+    *("CUDA_VISIBLE_DEVICES", "JPY_SESSION_NAME", "NCCL_", "PYTEST_CURRENT_TEST", "PYTHONPATH"),
+    *("TORCHINDUCTOR_CACHE_DIR", "WANDB_", "WORKBENCH_"),
 )
 """Beginnings of the names of variables that are read when they are used: their values need not be the server's.
 
@@ -245,7 +245,7 @@ def _serve(served: dict[socket.socket, ProcessRecord], set_by_imports: Mapping[s
     own_path = {os.getcwd(), *os.environ.get("PYTHONPATH", "").split(os.pathsep)}
     python_path = [entry for entry in sys.path if entry not in own_path]
     os.chdir("/")
-    sources = _sources()
+    imported = sources()
 
     def answer(asking: socket.socket) -> bool:
         """Fork what is asked for, and return True, or False if the process that asks has ended."""
@@ -256,7 +256,7 @@ def _serve(served: dict[socket.socket, ProcessRecord], set_by_imports: Mapping[s
         request["path"] += python_path
         request["environment"] |= set_by_imports
         pid = 0
-        if _is_current(sources, request["path"]):
+        if is_current(imported, request["path"]):
             theirs, ours = _pair()
             pid = fork(**request, server=theirs.fileno() if request.get("threads") else None).pid
             theirs.close()
@@ -284,20 +284,20 @@ def _serve(served: dict[socket.socket, ProcessRecord], set_by_imports: Mapping[s
             each.close()
 
 
-def _sources() -> dict[str, tuple[str, int]]:
+def sources() -> dict[str, tuple[str, int]]:
     """Return file and time of change of every module that was imported."""
     specs = [spec for module in list(sys.modules.values()) if (spec := getattr(module, "__spec__", None)) is not None]
     return {spec.name: (spec.origin, os.stat(spec.origin).st_mtime_ns) for spec in specs if spec.has_location}
 
 
-def _is_current(sources: Mapping[str, tuple[str, int]], path: Sequence[str]) -> bool:
+def is_current(imported: Mapping[str, tuple[str, int]], path: Sequence[str]) -> bool:
     """Return True if a new process with this module search path would import the same files."""
     try:
-        if any(os.stat(file).st_mtime_ns != changed for file, changed in sources.values()):
+        if any(os.stat(file).st_mtime_ns != changed for file, changed in imported.values()):
             return False
     except OSError:
         return False
-    for name, (file, _) in sources.items():
+    for name, (file, _) in imported.items():
         if "." not in name:
             spec = PathFinder.find_spec(name, path)
             if spec is not None and spec.origin not in (None, file):

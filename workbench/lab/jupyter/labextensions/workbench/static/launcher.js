@@ -55,13 +55,19 @@ export default async function launcher(library) {
       const curve = follow(NotebookActions);
       const {templates} = await request('templates');
 
+      const folderOf = cwd => app.serviceManager.contents.localPath(cwd ?? browser?.model.path ?? '');
       // Makes a copy, opens it and runs it; `parameters` holds the text of each value that the user changed.
       const start = async ({name}, cwd, parameters = {}) => {
-        const folder = app.serviceManager.contents.localPath(cwd ?? browser?.model.path ?? '');
-        const {path} = await request('notebooks', {template: name, folder, parameters});
+        const {path} = await request('notebooks', {template: name, folder: folderOf(cwd), parameters});
+        await request('session', {path}).catch(() => {});  // without it, the notebook starts a kernel of its own
         const panel = await app.commands.execute('docmanager:open', {path, factory: 'Notebook'});
         void curve.runAll(panel);
         return panel;
+      };
+      // While somebody looks at the cards, a kernel imports what their notebooks use.
+      const prepare = ({content} = {}) => {
+        if (!content?.node?.classList.contains('jp-Launcher')) return;
+        request('kernel', {folder: folderOf(content.cwd)}).catch(() => {});
       };
       const refuse = ({title}, error) => apputils.showErrorMessage(`${title} was not started`, error.message);
 
@@ -91,6 +97,16 @@ export default async function launcher(library) {
         });
         launcher?.add({command, category: CATEGORY, rank});
         palette?.addItem({command, category: CATEGORY});
+      });
+
+      const current = () => prepare(app.shell.currentWidget ?? undefined);
+      app.shell.currentChanged?.connect(current);
+      void app.restored.then(current);
+      let pointed = null;
+      document.addEventListener('pointerover', ({target}) => {
+        const card = target.closest?.(CARD) ?? null;
+        if (card && card !== pointed) prepare([...app.shell.widgets('main')].find(({node}) => node.contains(card)));
+        pointed = card;
       });
 
       // The template of the card whose menu was used, or the one that the user chooses.
