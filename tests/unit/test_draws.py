@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import math
+import os
 import random
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
 import pytest
@@ -15,6 +17,7 @@ from torch.nn import functional
 
 from tests.unit.capture_models import Net, captured, copies, interpret, loss_of
 from workbench.capture.opaque import opaque_calls
+from workbench.capture.varying import fresh_draws_refused
 from workbench.errors import CaptureError
 
 BATCH = {"x": torch.randn(4, 8, generator=torch.Generator().manual_seed(0)), "labels": torch.arange(4)}
@@ -160,6 +163,14 @@ def test_what_no_step_could_draw_anew_is_refused_with_its_line(how: str) -> None
         captured(model, BATCH)
     assert words in str(refused.value)
     assert f"{__file__}:" in str(refused.value)
+
+
+def test_only_the_thread_that_captures_is_refused_fresh_random_numbers() -> None:
+    with fresh_draws_refused("net"):
+        with ThreadPoolExecutor(1) as another:
+            assert len(another.submit(lambda: os.urandom(16)).result()) == 16
+        with pytest.raises(CaptureError, match=r"draws from the system's random numbers"):
+            os.urandom(16)
 
 
 def test_a_seeded_generator_that_forward_makes_gives_the_same_numbers_in_each_step() -> None:

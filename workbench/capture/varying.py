@@ -11,6 +11,7 @@ import dis
 import os
 import random
 import sys
+import threading
 import traceback
 from collections.abc import Callable, Collection, Iterator
 from pathlib import Path
@@ -119,10 +120,16 @@ def refused_draw(source: str, line: SourceLine, model: str) -> CaptureError:
 
 @contextlib.contextmanager
 def fresh_draws_refused(model: str) -> Iterator[None]:
-    """Refuse, inside a `with` block, what the user's code draws from the system or from a generator without a seed."""
+    """Refuse, inside a `with` block, what the user's code draws from the system or from a generator without a seed.
+
+    Other threads of the process, such as one that displays how long a capture takes, draw what they like.
+    """
+    capturing = threading.get_ident()
 
     def refusing(draw: Callable[..., Any]) -> Callable[..., Any]:
         def drawn(*args: Any, **kwargs: Any) -> Any:
+            if threading.get_ident() != capturing:
+                return draw(*args, **kwargs)
             frame: Any = sys._getframe(1)
             while frame is not None and Path(frame.f_code.co_filename).name in _SOURCES:
                 frame = frame.f_back
