@@ -155,7 +155,7 @@ TOKEN = re.compile(
     """,
     re.VERBOSE,
 )
-"""Letters that a reader does not see as they are written. A line goes on in the next if that begins with letters and digits."""
+"""Letters that a reader does not see as they are written. A line goes on if the next begins with letters and digits."""
 BETWEEN = "\n\0"
 """Text that stands between items which are masked together."""
 PNG = b"\x89PNG\r\n\x1a\n"
@@ -192,7 +192,7 @@ QUOTED = re.compile(
     (?:\w*(?:[sS]ecret|Password|Credential|[sS]tr|String|bytes|quote|quote_plus|b64decode)\()?(?P<quote>\"{3}|'{3}|["'`])(?P<value>(?!(?P=quote))[^\n]{4,2000}?)(?P=quote)""",
     re.VERBOSE,
 )
-"""What goes on after a name: `name="value"`, `"name": "value"`, `name: str = "value"`, `setenv("NAME", "value")`."""
+"""Text after a name, with its value: `name="value"`, `"name": "value"`, `setenv("NAME", "value")`."""
 BARE = re.compile(
     r"""["'`]?\]?[ \t]*(?:[=-]>|[\u2192\u21d2]|[:=]=?)[ \t]*(?P<value>[^\s"'`;&,|(){}\[\]<>\\*]{4,}+)(?![(\[{])""",
 )
@@ -489,9 +489,9 @@ class View:
 
     def __init__(self, text: str, tokens: Iterable[tuple[int, int, str, bool]]) -> None:
         self.pieces = list[tuple[int, int, int, bool]]()
-        """Where a piece begins here and in the source, its length there (0 of a gap), and whether it is written so."""
+        """Pieces: their begins here and in the source, their length there (0 of a gap), and if written so."""
         self.seams = list[int]()
-        """Where lines or items were joined."""
+        """Places at which lines or items were joined."""
         parts, size, at = list[str](), 0, 0
         for start, end, written, is_seam in tokens:
             for part, first, is_literal in ((text[at:start], at, True), (written, start, False)):

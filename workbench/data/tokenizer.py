@@ -58,6 +58,8 @@ SENTENCE_PIECE = (".model", ".spm")
 """Endings of a file that SentencePiece wrote (https://github.com/google/sentencepiece)."""
 CONTROL, USER_DEFINED = 3, 4
 """Types of a piece in SentencePiece's file: symbols that text never is, and those that are tokens in every text."""
+MOST_IDS = 1 << 24
+"""Number of ids of the largest vocabulary: that of a named model."""
 MOST_LETTERS = 1 << 22
 """Letters of the different words of a text whose ids are kept; the words of prose have a twentieth of that."""
 REMEDY = (
@@ -414,6 +416,8 @@ def _loaded(path: str) -> tuple[TextTokenizer, Any]:
     """Load a tokeniser, and the object of `transformers` that names its special tokens, if there is one."""
     files = {file.name: file for file in files_of(path)}
     is_alone = os.path.isfile(path)
+    for file in files.values():
+        _check_ids(file)
     try:
         pieces = [] if {FAST, CONFIG, "config.json", "merges.txt"} & files.keys() else _sentence_pieces(files)
         if pieces:
@@ -434,6 +438,26 @@ def _loaded(path: str) -> tuple[TextTokenizer, Any]:
         return TextTokenizer(named if backend is None else Tokenizer.from_str(backend.to_str())), named
     except Exception:  # a part of it is written in Python
         return TextTokenizer(named), named
+
+
+def _check_ids(file: Path) -> None:
+    """Raise `DataError` for an id that no vocabulary has: `tokenizers` writes, and we keep, a row for each up to it."""
+    try:
+        described = json.loads(file.read_bytes()) if file.suffix == ".json" else {}
+        model = described.get("model", {})
+        added = described.get("added_tokens", ())
+        tables = (model.get("vocab"), described if file.name in ("vocab.json", "added_tokens.json") else {})
+        ids = {token: number for table in tables if isinstance(table, dict) for token, number in table.items()}
+        ids |= {token["content"]: token["id"] for token in added}
+        ids |= {token["content"]: int(number) for number, token in described.get("added_tokens_decoder", {}).items()}
+        token, largest = max(ids.items(), key=lambda item: item[1], default=("", 0))
+    except (AttributeError, KeyError, TypeError, ValueError):  # which the libraries word
+        return
+    if largest >= MOST_IDS:
+        raise DataError(
+            f"{file} gives {token[:40]!r} the id {largest:,}, and ids up to {MOST_IDS - 1:,} can be trained. Number "
+            "its tokens from 0 on."
+        )
 
 
 def named_tokenizer(folder: Path) -> Any:

@@ -150,6 +150,10 @@ class PretrainedOptions(TypedDict, total=False):
 
     frozen: Sequence[str]
     """Patterns (`fnmatch`) of the parameters that training leaves as they are, such as `"bert.embeddings.*"`."""
+    fresh: Sequence[str]
+    """Patterns of weights that the folder should hold and does not, and which may begin at random."""
+    unused: Sequence[str]
+    """Patterns of weights in the folder that no model of its architecture has, and which may be left out."""
     dropout: float | None
     """Dropout inside the model; that of its configuration by default."""
     name: Line | None
@@ -167,12 +171,15 @@ def pretrained(
     """Describe a model of `transformers` with its weights: an export of a run, a folder, or a name of the hub.
 
     `task` is what it learns from now on: `mlm`, `mlm_nsp`, `clm` or `seq2seq` on text, or `classification`, for which
-    `labels` is the number of classes. By default both are those of the folder. What the folder does not have, such as a
-    new head or one of another number of classes, begins with fresh weights, which the experiment's seed decides. Rates
+    `labels` is the number of classes. By default both are those of the folder. What its architecture does not have,
+    such as a new head or one of another number of classes, begins with fresh weights, which the experiment's seed
+    decides. What its architecture has and its files lack, and what they hold besides, is refused when a run starts,
+    unless `fresh` and `unused` name it. So are weights that are whole numbers, and values that are not finite. Rates
     by group are the optimiser's `rate_scale`. Every rank loads the weights, in fp32, at the start of a run; one that
     goes on from a checkpoint does not need the folder. No code from the folder is executed.
 
-    Raises `InvalidExperiment` for a folder or name without a model, and for a task that does not suit it.
+    Raises `InvalidExperiment` for a folder or name without a model, for numbers in its `config.json` that no model has,
+    and for a task that does not suit it.
     """
     from workbench.models._pretrained import described
 

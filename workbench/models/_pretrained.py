@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import fnmatch
 import functools
 import inspect
 import json
 import os
+import re
 from collections.abc import Mapping
 from dataclasses import field
 from pathlib import Path
@@ -16,6 +18,7 @@ from pydantic import Field, PlainValidator
 
 from workbench.errors import InvalidExperiment, first_line
 from workbench.models._named import quiet
+from workbench.units import many
 from workbench.validation import Line, Share, Text, Whole, checked_value, known
 
 if TYPE_CHECKING:
@@ -43,10 +46,24 @@ DROPOUTS = (
     *("dropout", "attention_dropout", "activation_dropout", "dropout_rate"),
 )
 """Fields of configurations that are probabilities of dropout inside the model."""
+PATTERNS = ("frozen", "fresh", "unused")
+"""Fields that hold patterns of names of weights."""
+SHOWN = 4
+"""Number of weights that a sentence names."""
+CONFIG, LARGEST_CONFIG = "config.json", 2**24
+"""Name of the file that describes a model, and its largest size in bytes."""
 WEIGHTS = ("*.safetensors", "*.bin")
 """Files of weights in a folder that `transformers` loads."""
-LEAST_LOADED = 0.5
-"""Least share of a model's parameters that must come from the folder; below, its names are those of another model."""
+DEPTH = re.compile(r"(?:.*_)?layers|n_layer")
+NUMBER_OF = re.compile(r"(?:num|n)_.*|.*_(?:size|dim|heads|positions|embeddings|token_id|length)|d_\w+|vocab")
+AT_LEAST_ONE = re.compile(
+    r"num_hidden_layers|n_layer|(?:hidden|vocab|intermediate)_size|num_attention_heads|n_head|n_embd|d_model"
+)
+"""Numbers in a `config.json` of layers, of other parts, and of those without which there is no model."""
+MOST_LAYERS, LARGEST_SIZE = 10_000, 2**24
+"""Limits of the numbers in a `config.json`: those of models that are named here."""
+WHOLE = re.compile(r"BOOL|[IU]\d+|(?:torch\.)?(?:bool|u?int\d+)")
+"""Types of weights that no training can change."""
 
 
 @checked_value()
@@ -63,6 +80,10 @@ class Pretrained:
     """Number of classes, of a model for classification."""
     frozen: tuple[Line, ...] = ()
     """Patterns (`fnmatch`) of the parameters that training leaves as they are."""
+    fresh: tuple[Line, ...] = ()
+    """Patterns of weights that the folder should hold and does not, and which may be drawn at random."""
+    unused: tuple[Line, ...] = ()
+    """Patterns of weights in the folder that no model of its architecture has, and which may be left out."""
     dropout: Share | None = None
     """Dropout inside the model; None is that of its configuration."""
     revision: Line | None = None
@@ -125,7 +146,10 @@ class Pretrained:
         return any("pad_token_id" in inspect.unwrap(forward).__code__.co_names for forward in forwards)
 
     def check_weights(self) -> None:
-        """Raise `InvalidExperiment` if the folder of the weights has gone; a name of the hub is not asked for."""
+        """Raise `InvalidExperiment` unless a folder holds the weights of this model; their values are not read.
+
+        A name of the hub is not asked for.
+        """
         folder = Path(self.path)
         if folder.is_absolute() and not any(any(folder.glob(pattern)) for pattern in WEIGHTS):
             raise InvalidExperiment(
@@ -133,27 +157,22 @@ class Pretrained:
                 "more. Put the folder back, or describe the model anew with wb.models.pretrained(other_folder). A run "
                 "that has a checkpoint goes on without the folder: run.resume()."
             )
+        if folder.is_absolute():
+            with quiet():
+                self._loaded(*self._class_and_configuration(), device_map="meta")
 
     def build(self, loads: bool = True, pad_id: int | None = None) -> nn.Module:
         """Return the module in train mode with the loaded weights in fp32, on the ambient device.
 
-        What the folder has not, such as a new head, has fresh weights. Under `with torch.device("meta")`, and with
-        `loads=False` for weights that a checkpoint will replace, nothing is loaded and the folder is not needed.
-        `pad_id` is that of the data, for a model that `lacks_padding`; None takes the end token. Raises
-        `InvalidExperiment` for a folder that does not hold the weights of such a model, and for a pattern of `frozen`
-        that matches no parameter.
+        What the architecture of the folder has not, such as a new head, has fresh weights. Under
+        `with torch.device("meta")`, and with `loads=False` for weights that a checkpoint will replace, nothing is
+        loaded and the folder is not needed. `pad_id` is that of the data, for a model that `lacks_padding`; None takes
+        the end token. Raises `InvalidExperiment` for a folder that does not hold the weights of such a model, for
+        weights that are not finite, and for a pattern of `frozen` that matches no parameter.
         """
         import torch
-        import transformers
 
-        config = _configuration(self.config)
-        config.use_cache = False
-        if self.labels is not None:
-            config.num_labels, config.problem_type = self.labels, "single_label_classification"
-        for name in DROPOUTS if self.dropout is not None else ():
-            if isinstance(getattr(config, name, None), float | int):
-                setattr(config, name, self.dropout)
-        auto = getattr(transformers, AUTO_CLASSES[self.task])
+        auto, config = self._class_and_configuration()
         with quiet():
             if torch.get_default_device().type == "meta" or not loads:
                 module = auto.from_config(config, dtype=torch.float32)
@@ -176,43 +195,111 @@ class Pretrained:
                 parameter.requires_grad_(False)
         return cast("nn.Module", module.train())
 
-    def _loaded(self, auto: Any, config: Any) -> Any:
+    def _class_and_configuration(self) -> tuple[Any, Any]:
+        import transformers
+
+        config = _configuration(self.config)
+        config.use_cache = False
+        if self.labels is not None:
+            config.num_labels, config.problem_type = self.labels, "single_label_classification"
+        for name in DROPOUTS if self.dropout is not None else ():
+            if isinstance(getattr(config, name, None), float | int):
+                setattr(config, name, self.dropout)
+        return getattr(transformers, AUTO_CLASSES[self.task]), config
+
+    def _loaded(self, auto: Any, config: Any, **where: Any) -> Any:
         import torch
 
-        options = {"config": config, "dtype": torch.float32, "revision": self.revision or "main"}
+        options = {"config": config, "dtype": torch.float32, "revision": self.revision or "main", **where}
         options |= {"ignore_mismatched_sizes": True, "output_loading_info": True}
         try:
             module, info = auto.from_pretrained(self.path, **options)
         except Exception as error:  # the library raises every type
+            said = first_line(error)
+            if "weights_only" in str(error):  # torch's advice is to run what the file holds
+                said = "its file of weights is a pickle that names code besides tensors, and none is run"
             raise InvalidExperiment(
-                f"{self.path} cannot be loaded as a model for {self.task!r}: {first_line(error)}. Give a folder that "
+                f"{self.path} cannot be loaded as a model for {self.task!r}: {said}. Give a folder that "
                 "run.export or save_pretrained wrote, or another task."
             ) from error
         parameters = dict(module.named_parameters())
-        other = [name for name, *_ in sorted(info["mismatched_keys"])]
-        body = [name for name in other if name.startswith(f"{module.base_model_prefix}.")]
-        if body:
+        resized = {name for name, *_ in info["mismatched_keys"]}
+        other = sorted(
+            name for name in resized if self.labels is None or parameters[name].shape[:1] != torch.Size([self.labels])
+        )
+        if other:
             raise InvalidExperiment(
-                f"{self.path} holds {len(body)} parameters of other shapes than its config.json says, such as "
-                f"{body[0]}. Give a folder whose files belong together."
+                f"{self.path} holds {len(other)} parameters of other shapes than its config.json says, such as "
+                f"{other[0]}. Give a folder whose files belong together."
             )
-        missing = sum(parameters[name].numel() for name in {*info["missing_keys"], *other} if name in parameters)
-        total = sum(parameter.numel() for parameter in parameters.values())
-        if missing > (1 - LEAST_LOADED) * total:
+        known = self._own_names(module) if info["missing_keys"] or info["unexpected_keys"] else set()
+        bare = f"{module.base_model_prefix}."
+        missing = [name for name in sorted(info["missing_keys"]) if name.removeprefix(bare) in known]
+        alien = [name for name in sorted(info["unexpected_keys"]) if name.removeprefix(bare) not in known]
+        self._check_differing(missing, alien, len(parameters))
+        whole = [name for name, kind in _types_in(Path(self.path)).items() if WHOLE.fullmatch(kind)]
+        trained = {name.removeprefix(bare) for name in parameters}
+        if whole := sorted(name for name in whole if name.removeprefix(bare) in trained):
             raise InvalidExperiment(
-                f"{self.path} holds {total - missing:,} of the {total:,} parameters of {type(module).__name__}, so "
-                "that most of it would be trained from the beginning. Give the folder of a model of that architecture."
+                f"{self.path} holds {many(len(whole), 'weight')} as whole numbers or truth values, such as "
+                f"{whole[0]}, which training cannot change. Give a folder whose weights are floating-point numbers."
             )
+        for name, parameter in parameters.items() if not where else ():
+            if not torch.isfinite(parameter).all():
+                wrong = int((~torch.isfinite(parameter)).sum())
+                raise InvalidExperiment(
+                    f"{self.path} holds {name} with {wrong:,} of {parameter.numel():,} values that are NaN or "
+                    "infinite. Give the folder of a model whose training did not diverge."
+                )
         return module
 
+    def _own_names(self, module: Any) -> set[str]:
+        """Return the names of the weights of the folder's own architecture, without the prefix of its body."""
+        import torch
+        import transformers
+
+        config = _configuration(self.config)
+        own = getattr(transformers, (config.architectures or [""])[0], type(module))
+        if own is not type(module):
+            with torch.device("meta"):
+                module = own(config)
+        return {name.removeprefix(f"{module.base_model_prefix}.") for name in module.state_dict()}
+
+    def _check_differing(self, missing: list[str], alien: list[str], total: int) -> None:
+        """Raise `InvalidExperiment` for weights that are missing, or nobody's, and were not accepted by name."""
+        said, remedies = list[str](), list[str]()
+        for option, patterns, names, what, clause in (
+            ("fresh", self.fresh, missing, "lacks", f" of the {total:,} weights that its architecture has"),
+            ("unused", self.unused, alien, "holds", " that its architecture does not have"),
+        ):
+            for pattern in patterns:
+                if not fnmatch.filter(names, pattern):
+                    raise InvalidExperiment(
+                        f"{option} has the pattern {pattern!r}, which matches none of the {len(names)} weights in "
+                        f"which {self.path} differs from its architecture so. Remove or correct it."
+                    )
+            rest = [name for name in names if not any(fnmatch.fnmatch(name, pattern) for pattern in patterns)]
+            if rest:
+                shown = ", ".join(rest[:SHOWN]) + (", …" if len(rest) > SHOWN else "")
+                number = f"{len(rest):,}" if what == "lacks" else many(len(rest), "weight")
+                said.append(f"{what} {number}{clause} ({shown})")
+                remedies.append(f"{option}=[{rest[0]!r}{', …' if len(rest) > 1 else ''}]")
+        if said:
+            raise InvalidExperiment(
+                f"{self.path} {' and '.join(said)}. Give the whole folder of one model, or accept them by name, or by "
+                f"pattern: wb.models.pretrained(…, {', '.join(remedies)}). What is missing begins at random, and what "
+                "nobody has is left out."
+            )
+
     def to_json(self) -> dict[str, Any]:
-        return {"type": "pretrained", **vars(self), "config": json.loads(self.config), "frozen": list(self.frozen)}
+        names = {name: list(getattr(self, name)) for name in PATTERNS}
+        return {"type": "pretrained", **vars(self), "config": json.loads(self.config), **names}
 
     @classmethod
     def from_json(cls, fields: Mapping[str, Any]) -> Pretrained:
         """Rebuild the value from the fields that `to_json` wrote."""
-        own = {"config": json.dumps(fields["config"], sort_keys=True), "frozen": tuple(fields["frozen"])}
-        return cls(**{**fields, **own})
+        names = {name: tuple(fields.get(name, ())) for name in PATTERNS}
+        return cls(**{**fields, "config": json.dumps(fields["config"], sort_keys=True), **names})
 
 
 def _configuration(text: str) -> Any:
@@ -227,6 +314,7 @@ def _parsed(text: str) -> Any:
     from transformers import CONFIG_MAPPING
 
     described = json.loads(text)
+    _check_numbers(described, "The stored configuration of a pretrained model")
     try:
         return CONFIG_MAPPING[described["model_type"]].from_dict(described)
     except Exception as error:  # the library raises every type
@@ -234,6 +322,40 @@ def _parsed(text: str) -> Any:
             f"The stored configuration of a pretrained model cannot be read: {first_line(error)}. Describe the model "
             "anew: wb.models.pretrained(folder)."
         ) from error
+
+
+def _check_numbers(described: Any, where: str) -> None:
+    """Raise `InvalidExperiment` for a number in a `config.json` that no model has, before anything is made of it."""
+    if isinstance(described, Mapping):
+        for name, value in described.items():
+            _check_numbers(value, where)
+            if isinstance(value, bool) or not isinstance(value, int | float):
+                continue
+            least, most = (0, MOST_LAYERS) if DEPTH.fullmatch(name) else (-1, LARGEST_SIZE)
+            least = 1 if AT_LEAST_ONE.fullmatch(name) else least
+            if (DEPTH.fullmatch(name) or NUMBER_OF.fullmatch(name)) and not least <= value <= most:
+                raise InvalidExperiment(
+                    f"{where} has {name}={value:,}, which must lie between {least:,} and {most:,}. Correct its "
+                    "config.json, or give another folder."
+                )
+    elif isinstance(described, list):
+        for item in described:
+            _check_numbers(item, where)
+
+
+def _types_in(folder: Path) -> dict[str, str]:
+    """Return the type of each tensor in a folder's files of weights, from their headers."""
+    import torch
+
+    types = dict[str, str]()
+    for file in sorted(folder.glob(WEIGHTS[0])) if folder.is_absolute() else ():
+        with file.open("rb") as opened:
+            described = json.loads(opened.read(int.from_bytes(opened.read(8), "little")))
+        types |= {name: tensor["dtype"] for name, tensor in described.items() if name != "__metadata__"}
+    for file in sorted(folder.glob(WEIGHTS[1])) if folder.is_absolute() and not types else ():
+        held = torch.load(file, map_location="meta", weights_only=True)
+        types |= {name: str(tensor.dtype) for name, tensor in held.items() if isinstance(tensor, torch.Tensor)}
+    return types
 
 
 def described(
@@ -244,6 +366,16 @@ def described(
     path = str(given.absolute()) if os.path.isdir(given) else str(folder_or_name)
     import transformers
 
+    if os.path.isfile(file := os.path.join(path, CONFIG)):
+        if os.path.getsize(file) > LARGEST_CONFIG:
+            raise InvalidExperiment(
+                f"{file} has {os.path.getsize(file):,} bytes, and a configuration at most {LARGEST_CONFIG:,}. Give the "
+                "folder of a model."
+            )
+        written = None
+        with contextlib.suppress(OSError, ValueError):  # which AutoConfig words
+            written = json.loads(Path(file).read_text())
+        _check_numbers(written, path)  # before a name is made for each of 10⁹ labels
     try:
         config = transformers.AutoConfig.from_pretrained(
             path, revision=revision or "main", local_files_only=Path(path).is_dir(), trust_remote_code=False
@@ -269,7 +401,7 @@ def described(
         raise InvalidExperiment(f"The task {task!r} {what}. Write wb.models.pretrained(…, labels=2), or another task.")
     if options.get("name") is None:
         options["name"] = f"{Path(path).name}-{task}"
-    options["frozen"] = tuple(options.get("frozen", ()))
+    options |= {name: tuple(options.get(name, ())) for name in PATTERNS}
     values = json.loads(config.to_json_string(use_diff=False))
     values.pop("_name_or_path", None)  # which is not of the model
     described = json.dumps(values, sort_keys=True)
