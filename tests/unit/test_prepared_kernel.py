@@ -15,6 +15,7 @@ from typing import Any
 
 import psutil
 import pytest
+import torch
 from jupyter_client.blocking.client import BlockingKernelClient
 
 from tests.patience import PATIENCE_S, Clock, eventually
@@ -22,7 +23,7 @@ from tests.unit.test_lab import ask, jupyter_server
 from workbench.errors import WorkbenchError
 from workbench.lab import prepared_kernel
 from workbench.lab.prepared_kernel import IDLE_S, LEAST_BYTES, SHORT_BYTES, PreparedKernel
-from workbench.runs.launching import fork_server
+from workbench.runs.launching import fork_server, launcher
 
 SEEN = """json.dumps({
     "cwd": os.getcwd(), "path": sys.path, "names": sorted(get_ipython().user_ns), "session": __session__,
@@ -236,3 +237,11 @@ def test_a_notebook_in_another_folder_or_environment_starts_its_own_kernel(
         assert kernels == {}
 
     of(look)
+
+
+def test_a_kernel_that_waits_takes_no_memory_of_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    monkeypatch.setattr(torch.cuda, "_lazy_init", lambda: pytest.fail("CUDA was asked"))
+    monkeypatch.setattr(fork_server, "client", lambda: pytest.fail("nothing can be imported ahead for ranks on GPUs"))
+    launcher.import_ahead()

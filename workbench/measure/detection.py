@@ -381,12 +381,19 @@ _GEMM_SIZE = 1024
 _COPY_BYTES = 64 << 20
 
 
+def num_gpus() -> int:
+    """Return the number of GPUs that this machine shows; unlike what they are, it is known without CUDA's memory."""
+    import torch
+
+    return torch.cuda.device_count() if torch.cuda.is_available() else 0
+
+
 def detected_cluster(processes: int | None) -> Cluster:
     """Return this machine as a `Cluster`, without a calibration; arguments and errors are `local_cluster`'s."""
     import torch
 
     processes = plain(processes)
-    count = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    count = num_gpus()
     if count == 0:
         return cpu_cluster(CPU_PROCESSES if processes is None else processes)
     chosen = count if processes is None else processes
@@ -418,7 +425,7 @@ def local_gpu_name() -> str | None:
     """Return the `Device.name` of this machine's GPUs; None without one."""
     import torch
 
-    if not torch.cuda.is_available() or torch.cuda.device_count() == 0:
+    if not num_gpus():
         return None
     name = torch.cuda.get_device_name(0)
     data_sheet = known_gpu(name)

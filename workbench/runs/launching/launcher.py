@@ -46,6 +46,7 @@ from workbench.errors import (
 from workbench.execution.checkpoint import step_of
 from workbench.experiment import USER_PARTS, user_parts
 from workbench.measure.calibration import local_cluster
+from workbench.measure.detection import num_gpus
 from workbench.models import Pretrained
 from workbench.planning.runnable import CAPTURED_FIELDS, check_runnable, facts_for
 from workbench.rundir import (
@@ -144,11 +145,11 @@ def start_attempt(
 def import_ahead() -> None:
     """Start to import what the ranks of this process's first run will need, while the process still plans it.
 
-    JupyterLab calls it in the kernel of a template whose card was clicked. Ranks on GPUs are new processes, for which
-    nothing can be imported ahead.
+    JupyterLab calls it in the kernel that waits for a click on a card, or that a click has started. Ranks on GPUs are
+    new processes, for which nothing can be imported ahead; a kernel that waits takes no memory of theirs.
     """
-    cluster = local_cluster()
-    if cluster.device.type == "cpu":
+    if not num_gpus():
+        cluster = local_cluster()
         environment = {**os.environ, "PYTHONPATH": os.pathsep.join(user_path())}
         threads = worker_environment(environment, cluster.gpus, "cpu", ())["OMP_NUM_THREADS"]
         command = (processes.SUPERVISOR, AHEAD, str(cluster.gpus))
