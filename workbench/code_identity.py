@@ -20,7 +20,7 @@ import itertools
 import json
 import os
 import sys
-from collections import Counter, deque
+from collections import Counter, OrderedDict, deque
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from importlib.machinery import SourceFileLoader
@@ -91,9 +91,81 @@ def identity(value: Any, *, held: bool = True) -> dict[str, Definition]:
     return walk.definitions()
 
 
+def fingerprint(values: Iterable[Any]) -> str | None:
+    """Return a hash of all that some callables and objects of the user compute with.
+
+    It is the same in every process. Beyond `identity`, every member of a class counts and all that the user's modules
+    define, so that names which are put together when the code runs are covered. The lines of functions count, since
+    sentences about a model name them. Functions that the user put in place of a library's count where the library's
+    class is one of the values. The result is None if something cannot be told: a value of which the type alone is
+    known, names that are looked up by text (`eval`, `globals`), or the clock.
+    """
+    walk, digests = _Walk(held=True, whole=True), list[str]()
+    for value in values:
+        walk.visit(value)
+        digests.append(walk.digest_of(value))
+    found = walk.definitions()
+    if walk.is_uncertain:
+        return None
+    words = [f"{name} {each.digest} {place(each.file, each.line) if each.line else ''}" for name, each in found.items()]
+    return _hashed(sys.implementation.cache_tag or "", *digests, *sorted(words))
+
+
+def put_into_libraries(packages: Iterable[str]) -> list[Any]:
+    """Return the functions and classes of the user that modules of installed packages hold, as a patch leaves them.
+
+    Registers of functions are seen, too: dicts, and objects that hold one, among the globals of a module. It takes some
+    ten milliseconds, for thousands of modules.
+    """
+    roots, found, homes = {*packages}, dict[int, Any](), dict[str, bool]()
+
+    def look(value: Any) -> None:
+        home = value.__module__ if type(value) is type else value.__code__.co_filename
+        if homes.get(home) is None:
+            homes[home] = _is_put_into(value)
+        if homes[home] or (type(value) is FunctionType and value.__dict__ and _is_put_into(value)):
+            found[id(value)] = value
+
+    for name, module in list(sys.modules.items()):
+        is_asked = name.partition(".")[0] in roots and type(module) is ModuleType
+        if not is_asked or name.startswith(_COMPILERS) or _is_users_module(name):
+            continue
+        for value in list(vars(module).values()):
+            of_type = type(value)
+            if of_type is FunctionType or of_type is type:
+                look(value)
+            elif of_type in _HOLDERS or of_type.__module__ == name:
+                held = [value] if of_type in _HOLDERS else [*vars(of_type).values(), *_attributes(value).values()]
+                registers = [each.values() for each in held if type(each) in _HOLDERS]
+                for each in list(itertools.chain.from_iterable(registers)):
+                    if type(each) is FunctionType or type(each) is type:
+                        look(each)
+    return list(found.values())
+
+
+def _is_put_into(value: Any) -> bool:
+    """Return True for a function, a method or a class of the user, which a library holds."""
+    if type(value) is FunctionType:
+        own = value.__code__.co_filename
+        return (is_users(own) and own[0] != "<") or _is_put_into(vars(value).get("__wrapped__"))
+    if type(value) in (staticmethod, classmethod, MethodType):
+        return _is_put_into(value.__func__)
+    return type(value) is type and _is_of_user(value)
+
+
 _READS = ("LOAD_GLOBAL", "LOAD_NAME")
 _CHANGING = frozenset({"append", "extend", "insert", "add", "update", "setdefault", "pop", "clear", "remove"})
 """Names of methods that change a container."""
+_HOLDERS = (dict, OrderedDict)
+"""Types of the registers in a module's globals."""
+_COMPILERS = tuple(f"torch.{each}" for each in ("_inductor", "_dynamo", "distributed", "testing", "onnx", "_export"))
+"""Packages of torch whose functions no forward calls."""
+_BY_TEXT = frozenset({"eval", "exec", "globals", "__import__"})
+"""Builtins that find what they need by text."""
+_UNSTEADY = frozenset({"time", "datetime", "secrets", "uuid", "importlib"})
+"""Modules whose functions return something else each time, or import by text."""
+_NOT_READ = frozenset({"_abc_impl", "__doc__", "__module__", "__dict__", "__weakref__"})
+"""Members of a class that no code reads."""
 _PLAIN = (bool, int, float, complex, str, bytes, type(None))
 _CODE = (FunctionType, staticmethod, classmethod, property, functools.cached_property)
 _CONTAINERS = (dict, list, tuple, set, frozenset, deque)
@@ -102,8 +174,10 @@ _CONTAINERS = (dict, list, tuple, set, frozenset, deque)
 class _Walk:
     """A walk over code and the values that it reads, without recursion: chains of calls may be long."""
 
-    def __init__(self, held: bool) -> None:
-        self._held = held
+    def __init__(self, held: bool, whole: bool = False) -> None:
+        self._held, self._whole = held, whole
+        self.is_uncertain = False
+        """True if the type alone of something counts, or code looks names up by text."""
         self._found: dict[str, Definition] = {}
         self._waiting: list[tuple[Any, str]] = []
         self._seen: dict[int, Any] = {}
@@ -131,6 +205,12 @@ class _Walk:
             for each in list(self._classes):
                 self._members(each)
         return {name: replace(each, is_steady=self._is_steady(each)) for name, each in self._found.items()}
+
+    def digest_of(self, value: Any) -> str:
+        """Return the hash of a value."""
+        digest, is_known = self._digests.of(value)
+        self.is_uncertain |= not is_known
+        return digest
 
     def _is_steady(self, each: Definition) -> bool:
         root, bracket, _ = each.qualname.partition("[")
@@ -165,6 +245,11 @@ class _Walk:
                 self._classes.append(value)
                 for base in (*value.__bases__, of_type):
                     self.visit(base)
+            elif self._whole and _named(value).partition(".")[0] not in sys.stdlib_module_names:
+                for base in value.__mro__:
+                    for member in list(vars(base).values()):
+                        if _is_put_into(member):
+                            self.visit(member)
         elif issubclass(of_type, (*_CONTAINERS, MappingProxyType)):
             items = _items(value)
             if _holds_code(items):
@@ -187,7 +272,8 @@ class _Walk:
         for name, member in list(vars(owner).items()):
             is_special, is_code = name.startswith("_") and name.endswith("_"), _is_a(member, _CODE)
             overrides = any(name in vars(base) for base in libraries) and (is_code or not name.startswith("_"))
-            if (is_special and is_code) or name in self._names or overrides:
+            counts = name in self._names or (self._whole and name not in _NOT_READ)
+            if (is_special and is_code) or counts or overrides:
                 qualname = f"{owner.__qualname__}.{name}"
                 if is_code or _is_a(member, type):
                     self.visit(member, f"{owner.__module__}.{qualname}")
@@ -212,16 +298,20 @@ class _Walk:
             return
         name = name or f"{module}.{own}"
         loader = getattr(getattr(sys.modules.get(module), "__spec__", None), "loader", None)
-        if loader is None or type(loader) is SourceFileLoader:  # others, such as pytest's, compile something else
+        if (
+            self._whole or loader is None or type(loader) is SourceFileLoader
+        ):  # others, such as pytest's, compile something else
             while name in self._found:
                 name, own = f"{name}'", f"{own}'"
             at = code.co_filename, code.co_firstlineno, code.co_qualname
-            self._found[name] = Definition(_code_digest(code), *at, module)
+            digest = _code_digest(code, with_lines=self._whole)
+            self._found[name] = Definition(digest, *at, module)
         # What it names, may write, reads and imports
         facts = _facts(code)
         named, read = set(facts.named), set(facts.read)
         if "globals" in read:
             read |= named
+        self.is_uncertain |= not _BY_TEXT.isdisjoint(read)
         self._names |= named
         self._written |= facts.written
         if facts.changes:
@@ -245,6 +335,9 @@ class _Walk:
     def _of_module(self, module: ModuleType, named: set[str]) -> None:
         """Take up what `named` names of a module; of a library's, only functions that the user replaced."""
         is_of_user = _is_users_module(module.__name__)
+        self.is_uncertain |= module.__name__ in _UNSTEADY
+        if self._whole and is_of_user and module.__name__ != "__main__":  # names may be put together
+            named = {name for name in vars(module) if not name.startswith("__")}
         for name in sorted(named & vars(module).keys()):
             member = vars(module)[name]
             if _is_a(member, ModuleType):
@@ -258,10 +351,12 @@ class _Walk:
     def _read(self, module: str, name: str, value: Any) -> None:
         """Take up a value that code reads, and the code in it. A function under its own name has that definition."""
         if f"{module}.{name}" not in self._found:
+            if _is_a(value, (BuiltinFunctionType, type)):
+                self.is_uncertain |= value.__module__ in _UNSTEADY
             if not (_is_a(value, (FunctionType, type)) and _named(value) == f"{module}.{name}"):
                 for leaf, part, text, may_change in _leaves(name, value, DEPTH):
                     is_steady = type(part) in _PLAIN and not may_change
-                    self._add(module, leaf, self._digests.of(part)[0], text, is_steady)
+                    self._add(module, leaf, self.digest_of(part), text, is_steady)
             self.visit(value)
 
     def _bound(self, name: str, value: Any) -> None:
@@ -270,7 +365,7 @@ class _Walk:
             while name in self._found:
                 name += "'"
             for leaf, part, text, _ in _leaves(name, value, DEPTH):
-                self._add("", leaf, self._digests.of(part)[0], text)
+                self._add("", leaf, self.digest_of(part), text)
 
     def _add(self, module: str, name: str, digest: str, text: str, is_steady: bool = False) -> None:
         file = getattr(sys.modules.get(module), "__file__", None) or ""
@@ -348,8 +443,9 @@ def _nested(code: CodeType) -> Iterator[CodeType]:
             yield from _nested(constant)
 
 
-def _code_digest(code: CodeType) -> str:
-    return hashlib.sha256(repr(_of_code(code)).encode()).hexdigest()[:16]
+def _code_digest(code: CodeType, with_lines: bool = False) -> str:
+    lines = [(inner.co_firstlineno, inner.co_linetable) for inner in _nested(code)] if with_lines else ""
+    return hashlib.sha256(f"{_of_code(code)!r}{lines or ''}".encode()).hexdigest()[:16]
 
 
 _HAS_DOCSTRING = 0x4000000

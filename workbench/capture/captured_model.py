@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import json
+import os
 import re
 import warnings
 import zlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property, partial
+from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
@@ -16,6 +18,7 @@ import torch
 from torch import fx, nn
 
 from workbench.arguments import memoised
+from workbench.capture import graph_json
 from workbench.capture.block_extraction import line_of_digest
 from workbench.capture.division import (
     MOST_FLOPS,
@@ -36,6 +39,7 @@ from workbench.capture.opaque import call_of
 from workbench.capture.opaque_search import FACTORIES
 from workbench.capture.operations import schema_of
 from workbench.capture.outputs import Metric, read_by, slots_of
+from workbench.capture.stored_captures import device_of, key_of, patches, stored
 from workbench.capture.tensor_parallel import plan_tensor_parallel
 from workbench.code_identity import Definition, changed_between, identity
 from workbench.display import waiting
@@ -101,6 +105,7 @@ class CapturedModel:
         self._batch = _batch(experiment, micro_batch)
         self._micro_batch, self._experiment = micro_batch, experiment
         self._functions = _functions(experiment)
+        self._patches: list[Any] | None = None
 
     def facts(self, reach: str, *, captures: bool) -> Facts:
         """Return what the plan, the gate and the ranks ask about the model; `reach` is that of its optimiser's update.
@@ -120,8 +125,7 @@ class CapturedModel:
     @cached_property
     def graph(self) -> Graph:
         """The graph of one micro-batch of a step; raises `CaptureError`."""
-        with waiting(f"capturing {self._source.name}"):
-            return self._capture(self._batch)
+        return self._captured("step", self._batch, self._capture)
 
     @cached_property
     def division(self) -> Division:
@@ -130,8 +134,17 @@ class CapturedModel:
             return Division(self.graph.coupled or ("batch_coupling is 'gather'",))
         if self._model is not None:
             return Division(self.graph.coupled)
-        with waiting(f"checking whether the batch of {self._source.name} can be divided"):
-            return division_of(self.graph, self._experiment.build, _samples(self._experiment))
+
+        def found() -> Division:
+            with waiting(f"checking whether the batch of {self._source.name} can be divided"):
+                return division_of(self.graph, self._experiment.build, _samples(self._experiment))
+
+        def read(json: Any) -> Division:
+            return Division(tuple(json[0]), json[1])
+
+        if self.graph.coupled:  # which decides alone
+            return found()
+        return stored(self._key("division", self._drawn()), found, lambda each: [each.coupled, each.note], read)
 
     @memoised
     def obstacle_at(self, micro_batch: int) -> str:
@@ -150,11 +163,15 @@ class CapturedModel:
 
         Raises `CaptureError` if that part cannot be cut off (`workbench.capture.gathering`).
         """
-        if samples == self._micro_batch and self.graph.tower_and_tail is not None:
-            return self.graph.tower_and_tail()
-        batch, source = _batch(self._experiment, samples), self._source
-        with waiting(f"capturing {source.name} for a loss over {samples:,} samples"):
-            return self._capture(batch, gathers=True)
+
+        def made(model: nn.Module, batch: Mapping[str, TensorSpec]) -> Graph:
+            if samples == self._micro_batch and self.graph.tower_and_tail is not None:
+                return self.graph.tower_and_tail()
+            return self._capture(model, batch, gathers=True)
+
+        return self._captured(
+            "tower and tail", _batch(self._experiment, samples), made, f" for a loss over {samples:,} samples"
+        )
 
     def step_graph(self, loss_samples: int | None) -> Graph:
         """Return the graph of a step whose loss is over so many samples, gathered; over a micro-batch's if None."""
@@ -178,8 +195,12 @@ class CapturedModel:
         parts, rest = divmod(self._experiment.largest_batch, self._micro_batch)
         if rest or parts * forward_flops(self.graph) > MOST_FLOPS:
             parts = PARTS[0]
-        with waiting(f"comparing the gathered loss of {self._source.name}"):
-            return self._gathering_fault(self._experiment.build().train(), parts)
+
+        def found() -> str:
+            with waiting(f"comparing the gathered loss of {self._source.name}"):
+                return self._gathering_fault(self._experiment.build().train(), parts)
+
+        return stored(self._key("gathering", [parts, *self._drawn()]), found, str, str)
 
     @cached_property
     def gathering_obstacle(self) -> str:
@@ -263,10 +284,13 @@ class CapturedModel:
 
     @memoised
     def _evaluation(self, metrics: tuple[tuple[str, Metric], ...], gathered: int | None) -> Graph:
+        def made(model: nn.Module, batch: Mapping[str, TensorSpec]) -> Graph:
+            return capture_for_evaluation(model, self.graph, dict(metrics), batch, gathered is not None, self._examples)
+
         def of_batch(samples: int) -> Graph:
-            batch = _batch(self._experiment, samples)
-            return capture_for_evaluation(
-                self._built(), self.graph, dict(metrics), batch, gathered is not None, self._examples
+            words = f"evaluation{' gathered' * (gathered is not None)} {[name for name, _ in metrics]}"
+            return self._captured(
+                words, _batch(self._experiment, samples), made, functions=[metric for _, metric in metrics]
             )
 
         part = of_batch(self._micro_batch)
@@ -283,7 +307,10 @@ class CapturedModel:
 
     @memoised
     def _sampling(self, batch: tuple[tuple[str, TensorSpec], ...], vocabulary: int) -> Graph:
-        return capture_for_samples(self._built(), self.graph, dict(batch), vocabulary)
+        def made(model: nn.Module, specs: Mapping[str, TensorSpec]) -> Graph:
+            return capture_for_samples(model, self.graph, specs, vocabulary)
+
+        return self._captured(f"samples {vocabulary}", dict(batch), made)
 
     def check_between_steps(
         self, experiment: Experiment, cuts: Sequence[int], tensor: int, loss_samples: int | None
@@ -330,9 +357,56 @@ class CapturedModel:
     def _examples(self) -> Mapping[str, torch.Tensor] | None:
         return self._experiment.data.reads(self._experiment).examples()
 
-    def _capture(self, batch: Mapping[str, TensorSpec], gathers: bool = False) -> Graph:
-        model, name = self._built(), self._source.name
+    def _capture(self, model: nn.Module, batch: Mapping[str, TensorSpec], gathers: bool = False) -> Graph:
+        name = self._source.name
         return capture(model, batch, name=name, loss=self._loss, gathers=gathers, logs=True, examples=self._examples)
+
+    def _captured(
+        self,
+        what: str,
+        batch: Mapping[str, TensorSpec],
+        make: Callable[[nn.Module, Mapping[str, TensorSpec]], Graph],
+        words: str = "",
+        functions: Sequence[Any] = (),
+    ) -> Graph:
+        """Return the graph that `make` captures, or the stored one of the same model, batch and functions."""
+        with waiting(f"capturing {self._source.name}{words}"):
+            model = self._built()
+            device, is_meta = device_of(model), any(p.is_meta for p in (*model.parameters(), *model.buffers()))
+            specs = [[name, spec.shape, spec.dtype] for name, spec in batch.items()]
+            return stored(
+                self._key(what, specs, model, functions),
+                lambda: make(model, batch),
+                lambda graph: graph_json.written(graph, device),
+                lambda json: graph_json.read(json, device, self._loss),
+                has_constants if is_meta else None,
+            )
+
+    def _key(
+        self, what: str, described: object, model: nn.Module | None = None, functions: Sequence[Any] = ()
+    ) -> str | None:
+        """Return the key of what is stored of this model; None if that cannot be told."""
+        experiment, examples = self._experiment, self._examples
+        loss = self._loss.function if isinstance(self._loss, UserFunction) else self._loss
+        of_data = {name: (field, field.stride()) for name, field in (examples or {}).items()}
+        factory = getattr(self._source, "factory", None)
+        model = self._built() if model is None else model
+        if self._patches is None:
+            self._patches = patches(model)
+        given = [*functions, factory, loss, of_data, *self._patches]
+        source = [self._source.to_json(), self._source.name, self._micro_batch, experiment.seed]
+        return key_of(model, given, [what, described, source])
+
+    def _drawn(self) -> list[object]:
+        """Return what decides numbers that are compared, beside the examples of the data: samples and given weights."""
+        experiment = self._experiment
+        [data, *_] = getattr(experiment.data, "parts", [experiment.data])
+        vocabulary = experiment.model.vocab_size or int(getattr(data, "vocab_size", 0))
+        share = experiment.data.reads(experiment).labelled_share()
+        weights = Path(getattr(self._source, "path", "") or os.devnull)
+        files = sorted(weights.iterdir()) if weights.is_dir() else []
+        facts = [[file.name, file.stat().st_size, file.stat().st_mtime_ns] for file in files]
+        return [vocabulary, share, facts, *([name, spec.shape, spec.dtype] for name, spec in self._batch.items())]
 
     def _built(self) -> nn.Module:
         return build_meta(self._experiment.build) if self._model is None else self._model

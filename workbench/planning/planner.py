@@ -6,7 +6,7 @@ import fnmatch
 import html
 import operator
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import suppress
+from contextlib import nullcontext, suppress
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import TYPE_CHECKING, Unpack
@@ -45,6 +45,7 @@ def plan(
     cluster: Cluster | None = None,
     *,
     memory_limit_gib: float | None = None,
+    fresh: bool = False,
     **choices: Unpack[Choices],
 ) -> Plan:
     """Return the fastest plan that fits, by default for this machine; `wb.search` shows the alternatives.
@@ -52,7 +53,8 @@ def plan(
     `cluster` plans for another machine (`Cluster.of("h200", gpus=256)`). `memory_limit_gib` caps the memory of each
     device, in the plan and while it runs. `choices` fixes any of `workbench.strategy.Choices` (pipeline, data, tensor,
     zero, schedule, chunks, micro_batch, recompute, offload_optimizer, cuda_graphs, block_sparse); the planner searches
-    the rest.
+    the rest. A model that was captured before, with the same code, libraries and shapes, is read from this machine's
+    cache; `fresh` captures it anew.
 
     Raises `PlanInfeasible` if nothing fits, `CaptureError` if the model cannot be captured, `DataError` if the data
     cannot feed it.
@@ -65,7 +67,7 @@ def plan(
         >>> elsewhere.zero
         1
     """
-    return search(experiment, cluster, memory_limit_gib=memory_limit_gib, **choices).best
+    return search(experiment, cluster, memory_limit_gib=memory_limit_gib, fresh=fresh, **choices).best
 
 
 @checked_arguments
@@ -74,6 +76,7 @@ def search(
     cluster: Cluster | None = None,
     *,
     memory_limit_gib: float | None = None,
+    fresh: bool = False,
     **choices: Unpack[Choices],
 ) -> Plans:
     """Return every plan that the planner considered, as a table; `.best` is the plan that `wb.plan` returns.
@@ -88,7 +91,9 @@ def search(
         True
     """
     limit, fixed = memory_limit_bytes(memory_limit_gib), Fixed(**choices)
-    with waiting(f"planning {experiment.model.name}"):
+    from workbench.capture.stored_captures import captured_anew  # imports torch, which takes a second
+
+    with waiting(f"planning {experiment.model.name}"), captured_anew() if fresh else nullcontext():
         costs, cluster = profile_and_cluster(experiment, cluster, fixed)  # last, because capture takes seconds
         return weigh(costs, costs.precision, Request.of(experiment, cluster, limit, fixed, costs.facts))
 

@@ -1,0 +1,328 @@
+"""Captures of models on disk: what was captured once for a model is read by later plans, and by the ranks of a run.
+
+A file is found by a digest of everything that its content depends on (`key_of`), and it lists what else the capture
+read: the files of the libraries that were loaded, and variables of the environment. One that differs by now is not
+used. Neither is one that was damaged, or that another user could have written. What cannot be told is not stored:
+the model is captured then, as it is with `fresh`. The files are JSON, and reading one executes nothing.
+"""
+
+from __future__ import annotations
+
+import builtins
+import contextlib
+import functools
+import hashlib
+import io
+import json
+import os
+import stat
+import sys
+import sysconfig
+import tempfile
+import time
+import zlib
+from collections import OrderedDict
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextvars import ContextVar
+from dataclasses import dataclass, field
+from pathlib import Path
+from types import FrameType
+from typing import Any, TypeVar
+
+import psutil
+import torch
+from torch import nn
+
+from workbench.capture.torch_internals import patched, settings_of_export
+from workbench.code_identity import fingerprint, put_into_libraries
+from workbench.machine import cache_home
+from workbench.user_code import is_users
+
+T = TypeVar("T")
+MOST_BYTES = 256 * 2**20
+"""Size of all files, from which on those that were used longest ago are deleted."""
+_CLOCKS_S = 2
+"""Seconds by which the clocks of processes and of files may differ."""
+_VARIABLES = ("TORCH_", "PYTORCH_", "TRANSFORMERS_", "ATEN_")
+"""Beginnings of the names of variables that libraries read when they are imported."""
+_TABLES = ("_parameters", "_buffers", "_modules")
+_is_fresh = ContextVar("captures are not read", default=False)
+
+
+def folder() -> Path:
+    """Return the folder of the files."""
+    return cache_home() / "captures"
+
+
+@contextlib.contextmanager
+def captured_anew() -> Iterator[None]:
+    """Capture every model anew inside a `with` block, and replace what is stored of it."""
+    token = _is_fresh.set(True)
+    try:
+        yield
+    finally:
+        _is_fresh.reset(token)
+
+
+def patches(model: nn.Module) -> list[Any]:
+    """Return what the user put in place of functions of torch, of transformers and of the packages of a model."""
+    packages = {type(module).__module__.partition(".")[0] for module in model.modules()} - {"__main__"}
+    return put_into_libraries(packages | {"torch", "transformers"})
+
+
+def key_of(model: nn.Module, functions: Sequence[Any], described: Any) -> str | None:
+    """Return a digest of all that a capture of a built model depends on, or None if something cannot be told.
+
+    It covers what the model's modules hold, but of parameters and buffers only names, shapes and types; the code of
+    their classes and of `functions`; `described`, which is JSON; versions, and settings of torch that a forward reads.
+    """
+    try:
+        return _key_of(model, functions, described)
+    except Exception:  # objects of the user may raise anything where they are looked at
+        return None
+
+
+def _key_of(model: nn.Module, functions: Sequence[Any], described: Any) -> str | None:
+    own, names = list[Any](), dict[int, str]()
+    described_model = list[Any]()
+    for path, module in model.named_modules():
+        attributes = {key: _without_ids(value) for key, value in vars(module).items() if key not in _TABLES}
+        own += [type(module), attributes]
+        described_model.append([path, f"{type(module).__module__}.{type(module).__qualname__}", sorted(attributes)])
+    tensors = (*model.named_parameters(remove_duplicate=False), *model.named_buffers(remove_duplicate=False))
+    for name, tensor in tensors:
+        first = names.setdefault(id(tensor), name)
+        device = "cpu" if tensor.is_meta else tensor.device.type  # where capture moves it
+        facts = (tuple(tensor.shape), tensor.dtype, tensor.layout, tensor.requires_grad, device)
+        described_model.append([name, first, type(tensor).__name__, *map(str, facts)])
+        if tensor.layout == torch.strided:
+            described_model[-1].append(list(tensor.stride()))
+    found = fingerprint([*own, *functions])
+    if found is None or torch.overrides._get_current_function_mode_stack():
+        return None
+    place = device_of(model)
+    on = torch.cuda.get_device_name(place) if place.type == "cuda" else place.type
+    parts = [found, described_model, described, on, settings_of_export(), _versions()]
+    return hashlib.sha256(json.dumps(parts, sort_keys=True, default=str).encode()).hexdigest()
+
+
+def _without_ids(value: Any) -> Any:
+    """Return the hooks of a module without the numbers by which they are removed, which a process counts."""
+    if type(value) is OrderedDict and all(type(key) is int for key in value):
+        return list(value.values())
+    return value
+
+
+def device_of(model: nn.Module) -> torch.device:
+    """Return the device that a model is captured on: the CPU for one on the meta device."""
+    device = next((tensor.device for tensor in model.parameters()), torch.device("cpu"))
+    return torch.device("cpu") if device.type == "meta" else device
+
+
+def _versions() -> list[Any]:
+    """Return the versions of Python and torch, the names of all that is installed, and variables of libraries."""
+    places = [Path(entry) for entry in sys.path if entry.endswith("-packages")]
+    installed = [sorted(os.listdir(place)) for place in places if place.is_dir()]
+    distributions = [[name for name in names if not name.startswith("__pycache__")] for names in installed]
+    variables = {key: value for key, value in os.environ.items() if key.startswith(_VARIABLES)}
+    variables = {key: value for key, value in variables.items() if not key.startswith("TORCH_NCCL")}
+    return [sys.version, torch.__version__, torch.version.git_version, distributions, sorted(variables.items())]
+
+
+def stored(
+    key: str | None,
+    make: Callable[[], T],
+    as_json: Callable[[T], Any],
+    from_json: Callable[[Any], T],
+    lacks_values: Callable[[T], bool] | None = None,
+) -> T:
+    """Return what `make` returns, read from the file of a key if there is one, and written to it otherwise.
+
+    `as_json` may raise `ValueError` for what has no form as JSON; `from_json` raises anything for what was damaged.
+    `lacks_values` is given for a model without values: a result of which it is true is read for such models only.
+    """
+    if key is None:
+        return make()
+    apart = f"{key}-shapes"
+    for name in () if _is_fresh.get() else (key,) if lacks_values is None else (key, apart):
+        with contextlib.suppress(Exception):  # such as a file that was cut: the model is captured
+            return from_json(_read(name))
+    with _watched() as seen:
+        result = make()
+    if not seen.files:
+        with contextlib.suppress(ValueError, OSError):
+            name = apart if lacks_values is not None and lacks_values(result) else key
+            _write(name, as_json(result), seen.variables)
+    return result
+
+
+# What a capture reads beside the model: modules of libraries, variables of the environment, files
+
+
+@dataclass
+class _Seen:
+    variables: dict[str, str | None] = field(default_factory=dict)
+    """Digest of the value of each variable of the environment that was read; None for one that was not set."""
+    files: bool = False
+    """True if the user's code looked at a file."""
+
+
+@contextlib.contextmanager
+def _watched() -> Iterator[_Seen]:
+    """Note what is read inside a `with` block."""
+    seen = _Seen()
+    environment: Any = type(os.environ)
+    value_of = environment.__getitem__
+
+    def noted(self: Any, key: Any) -> Any:
+        reader = _reader()
+        if reader and not reader.startswith(_TORCH):
+            seen.variables[str(key)] = _variable(str(key))
+        return value_of(self, key)
+
+    def looking(function: Callable[..., Any]) -> Callable[..., Any]:
+        def looked(*args: Any, **kwargs: Any) -> Any:
+            seen.files |= is_users(_reader() or __file__)
+            return function(*args, **kwargs)
+
+        return looked
+
+    owners: list[tuple[Any, str]] = [(builtins, "open"), (io, "open"), (os, "stat"), (os, "listdir"), (os, "scandir")]
+    with contextlib.ExitStack() as stack:
+        stack.enter_context(patched(environment, "__getitem__", noted))
+        for owner, name in owners:
+            stack.enter_context(patched(owner, name, looking(getattr(owner, name))))
+        yield seen
+
+
+_STANDARD, _TORCH = sysconfig.get_path("stdlib"), str(Path(torch.__file__).parent)
+
+
+def _reader() -> str:
+    """Return the file of the code that called Python's own library; nothing while a module is imported."""
+    frame: FrameType | None = sys._getframe(2)
+    while frame is not None:
+        file = frame.f_code.co_filename
+        if file.startswith("<frozen importlib"):
+            return ""
+        if not file.startswith(("<frozen", _STANDARD)) or "-packages" in file:
+            return file
+        frame = frame.f_back
+    return ""
+
+
+def _variable(name: str) -> str | None:
+    """Return a digest of a variable, whose value may be a secret; None if it is not set."""
+    value = os.environ._data.get(os.environ.encodekey(name))  # type: ignore[attr-defined]
+    return None if value is None else hashlib.sha256(value).hexdigest()[:16]
+
+
+def _libraries() -> dict[str, tuple[int, ...]]:
+    """Return size and times of the file of every module that is loaded, but for the user's in Python."""
+    found = dict[str, tuple[int, ...]]()
+    for module in list(sys.modules.values()):
+        file = getattr(getattr(module, "__spec__", None), "origin", None)
+        if type(file) is str and os.sep in file and not (file.endswith(".py") and is_users(file)):
+            found[file] = _facts_of(file)
+    return found
+
+
+def _facts_of(file: str) -> tuple[int, ...]:
+    try:
+        at = os.stat(file)
+    except OSError:
+        return ()
+    return at.st_size, at.st_mtime_ns, at.st_ctime_ns
+
+
+def _is_edited_meanwhile(libraries: Mapping[str, Sequence[int]]) -> bool:
+    """Return True if a file was changed since this process may have imported it."""
+    return any(max(facts[1:], default=_started_ns()) >= _started_ns() for facts in libraries.values())
+
+
+@functools.cache
+def _started_ns() -> int:
+    """Return a time before which this process had imported nothing, nor the one that it was forked from."""
+    process = psutil.Process()
+    started, command = process.create_time(), process.cmdline()
+    for parent in process.parents():
+        if parent.cmdline() != command:
+            break
+        started = parent.create_time()
+    return int((started - _CLOCKS_S) * 1e9)
+
+
+# Files
+
+
+def _read(key: str) -> Any:
+    """Return the content of a file; raises `ValueError` or `OSError` if it must not be used."""
+    if not _is_private(folder()):
+        raise ValueError("others may write to the folder")
+    file = folder() / f"{key}.json.z"
+    content = json.loads(_unsealed(file.read_bytes()))
+    libraries = {name: tuple(facts) for name, facts in content["libraries"].items()}
+    if content["key"] != key or any(_facts_of(name) != facts for name, facts in libraries.items()):
+        raise ValueError("a library has changed")
+    if _is_edited_meanwhile({name: libraries[name] for name in _libraries().keys() & libraries.keys()}):
+        raise ValueError("a library was edited since it was imported")
+    if any(_variable(name) != digest for name, digest in content["variables"].items()):
+        raise ValueError("a variable has changed")
+    with contextlib.suppress(OSError):
+        os.utime(file)
+    return content["result"]
+
+
+def _write(key: str, result: Any, variables: Mapping[str, str | None]) -> None:
+    libraries = _libraries()
+    if _is_edited_meanwhile(libraries):
+        return
+    folder().mkdir(parents=True, exist_ok=True, mode=0o700)
+    if not _is_private(folder()):
+        return
+    content = {"key": key, "libraries": libraries, "variables": variables, "result": result}
+    octets = json.dumps(content, separators=(",", ":")).encode()
+    handle, name = tempfile.mkstemp(dir=folder(), suffix=".part")
+    try:
+        with os.fdopen(handle, "wb") as file:
+            file.write(_sealed(octets))
+        os.replace(name, folder() / f"{key}.json.z")
+    except BaseException:
+        Path(name).unlink(missing_ok=True)
+        raise
+    _evict()
+
+
+def _sealed(octets: bytes) -> bytes:
+    packed = zlib.compress(octets, 1)
+    return hashlib.sha256(packed).digest() + packed
+
+
+def _unsealed(octets: bytes) -> bytes:
+    if hashlib.sha256(octets[32:]).digest() != octets[:32]:
+        raise ValueError("the file was damaged")
+    return zlib.decompress(octets[32:])
+
+
+def _is_private(place: Path) -> bool:
+    """Return True if nobody but this user can write to a folder."""
+    if not hasattr(os, "getuid"):
+        return True
+    at = place.lstat()
+    return stat.S_ISDIR(at.st_mode) and at.st_uid == os.getuid() and not at.st_mode & 0o022
+
+
+def _evict() -> None:
+    """Delete the files that were used longest ago, until all are at most `MOST_BYTES`."""
+    files = list[tuple[float, int, str]]()
+    for entry in os.scandir(folder()):
+        with contextlib.suppress(OSError):
+            at = entry.stat(follow_symlinks=False)
+            files.append((at.st_mtime, at.st_size, entry.path))
+    total = sum(size for _, size, _ in files)
+    for used, size, path in sorted(files):
+        is_left = path.endswith(".part") and used < time.time() - 3600  # by a process that was ended
+        if total > MOST_BYTES or is_left:
+            with contextlib.suppress(OSError):
+                os.unlink(path)
+                total -= size
