@@ -22,6 +22,7 @@ from workbench.cost.profile import (
     STREAM,
     BlockCost,
     BlockTypeCost,
+    DividedCosts,
     Kernel,
     ParameterUpdate,
     Profile,
@@ -227,6 +228,19 @@ def test_collectives_and_sends_take_their_bytes_over_the_bandwidth_and_the_laten
     assert costs.send_ms[0].tolist() == pytest.approx([0.0, 1.0 + 2.0, 0.0])
 
 
+def test_tensor_parallel_ranks_reduce_in_a_block_and_a_gpu_stands_still_around_each_reduction() -> None:
+    """Two reductions of 2 × 1 MB forward, one backward: 2 × (1 + 1.25) ms each by the link, and 0.04 of no kernel."""
+    reduced = dataclasses.replace(LAYER, forward_reduced_bytes=(1e6, 1e6), backward_reduced_bytes=(1e6,))
+    model = dataclasses.replace(MODEL, divided={2: DividedCosts((reduced,), MODEL.parameters)})
+    for kind, gap_ms in (("cuda", 0.04), ("cpu", 0.0)):
+        device = dataclasses.replace(DEVICE, type=kind)
+        chosen = {"low_precision": True, "cuda_graphs": False, "devices": 2}
+        compute = stage_costs.device_costs(model, device).compute(2, 2, ("none",), None, FAST, **chosen)
+        each = 2 * (1.0 + 1.25) + gap_ms
+        assert compute.forward_reduced[0, 2] == pytest.approx(2 * 2 * each)
+        assert compute.backward_reduced[0, 0, 2] == pytest.approx(2 * each)
+
+
 def test_a_plan_adds_its_terms_up() -> None:
     """On one device, two micro-batches of 234 ms and an update of 136. Of two stages, the second begins after 67 ms;
     its two micro-batches take 2 × 117 ms, and the first stage ends 3 + 53 ms later, and updates its layer."""
@@ -282,7 +296,7 @@ CONSTANTS: dict[Any, dict[str, Any]] = {
         {"RELAUNCHED": {"selective": 0.5, "full": 1.0}, "OVERLAP": 0.8, "INTERFERENCE": 0.3, "HOST_BOUND": 0.5}
         | {"INTERLEAVED_SLOWDOWN": 0.08, "SHARDING_BANDWIDTH": 0.4, "ALL_REDUCE_COPY_BYTES": 16, "MOST_GRAPHS": 4096}
         | {"GRAPH_BYTES": 2**18, "GRAPH_ALL_REDUCE_BYTES": 11 * 2**14, "NORM_BYTES": 4, "CLIP_BYTES": 8}
-        | {"MASKING_BYTES": 18}
+        | {"MASKING_BYTES": 18, "REDUCTION_GAP_MS": 0.04}
     ),
     search: {"STORED_BLOCKS_GAIN": 0.08, "CUDA_GRAPHS_SLACK": 0.02, "CUDA_GRAPHS_GAIN": 0.01},
     plans: {"BUILD_SHARE": 0.6},

@@ -359,6 +359,17 @@ def grid_of_gpt3() -> Iterator[Fact]:
     yield GRIDS, f"{min(peers):.0f} ms (two replicas, micro-batch 16), {peers[0]:.0f}"
     yield GRIDS, f"took {ours:.0f} ms, {min(peers) / ours:.2f} times as fast"
     yield README, f"GPT-3 1.3B, 2,048 tokens | {min(peers) / ours:.3f} times as fast"
+    profiled, again = [], raw("tensor_profile_2xH200_5637413a.json")["measurements"][1:]
+    for entry in again:
+        reductions = sum(int(told["calls"]) for name, told in entry["collectives"].items() if "bf16" in name)
+        profiled.append((statistics.median(entry["step_ms"]), reductions, entry["profile"][0]["idle"]))
+    (ms, many, idle), (_, few, shorter) = profiled
+    yield GRIDS, f"of a step of {ms:.0f} ms with {many:,} all-reduces, the GPU stands still for {idle:.0f} ms, "
+    yield GRIDS, f"{idle / many:.3f} ms around each, and of one with {few}, four samples at a time, for "
+    yield GRIDS, f"for {shorter:.0f} ms, {shorter / few:.3f} each"
+    added = [step[2, 1, size].predicted_ms + 0.04 * 97 * 32 / size for size in (1, 2, 4, 8, 16)]
+    *first, last = (f"{each:.0f}" for each in added)
+    yield GRIDS, f"become {', '.join(first)} and {last}"
 
 
 DEMO = {"bert-large-mini": "BERT-Large, mini", "bert-scaled-mini": "scaled BERT, mini"}

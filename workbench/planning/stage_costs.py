@@ -61,6 +61,10 @@ INTERLEAVED_SLOWDOWN = 0.08
 """Fraction by which GPUs compute more slowly under torch's runtime for several stages per rank. Measured on 2 and 4
 H200 with 4 stages per rank: 7.8 % (scaled BERT), 10.2 % (BERT-Large), 6.6 % (GPT-3 1.3B). The runtime posts receives
 early, and NCCL's kernels wait beside the matrix products."""
+REDUCTION_GAP_MS = 0.04
+"""Milliseconds that a GPU stands still around an all-reduce of tensor-parallel ranks: between the kernels before it,
+NCCL's on a stream of its own, and those after it. Profiled on 2 H200 with GPT-3 1.3B, blocks captured as CUDA graphs:
+115 ms of a step with 3,104 all-reduces, 39 ms of one with 776 (0.037 and 0.050 each)."""
 SHARDING_BANDWIDTH = 0.4
 """Fraction of the memory bandwidth that FSDP2 reaches in copies into and out of its buffers, gradient accumulation and
 casts, with one kernel per parameter. Measured on 2 H200 with scaled BERT: 0.41 under ZeRO 1 with two micro-batches,
@@ -272,14 +276,17 @@ class DeviceCosts:
         if cuda_graphs:
             replays_ms = 1e3 * self.device.efficiency.captured_block_s * np.where(costs.backward_ms > 0, 2.0, 1.0)
             hosts = {mode: np.where(costs.capturable[mode], replays_ms, ms) for mode, ms in hosts.items()}
-        reduced = _tensor_reductions(costs.backward_reduced, tensor, link)
-        repeated = _tensor_reductions(costs.recompute_reduced, tensor, link)
+        gap_ms = REDUCTION_GAP_MS if self.device.type == "cuda" else 0.0
+        reduced, repeated, of_forward = (
+            _tensor_reductions(sizes, tensor, link, gap_ms)
+            for sizes in (costs.backward_reduced, costs.recompute_reduced, costs.forward_reduced)
+        )
         reduced_again = {"none": nothing, "selective": nothing, "full": repeated}
         return Compute(
             forward=spans(costs.forward_ms),
             backward=np.stack([spans(costs.backward_ms + again[mode]) for mode in modes]),
             host=np.stack([spans(hosts[mode]) for mode in modes]),
-            forward_reduced=spans(_tensor_reductions(costs.forward_reduced, tensor, link)),
+            forward_reduced=spans(of_forward),
             backward_reduced=np.stack([spans(reduced + reduced_again[mode]) for mode in modes]),
         )
 
@@ -324,11 +331,11 @@ def _without_casts(costs: BlockCosts) -> BlockCosts:
     )
 
 
-def _tensor_reductions(sizes: tuple[tuple[float, ...], ...], tensor: int, link: Link) -> Array:
+def _tensor_reductions(sizes: tuple[tuple[float, ...], ...], tensor: int, link: Link, gap_ms: float) -> Array:
     """Return the milliseconds of each block's all-reduces, of so many bytes each, over the tensor axis."""
     if tensor == 1:
         return np.zeros(len(sizes))
-    times = {block: 1e3 * sum(all_reduce_s(size, tensor, link) for size in block) for block in set(sizes)}
+    times = {block: sum(1e3 * all_reduce_s(size, tensor, link) + gap_ms for size in block) for block in set(sizes)}
     return np.array([times[block] for block in sizes])
 
 
