@@ -33,7 +33,7 @@ from workbench.cost.sparse_matrices import STORED_PRODUCTS, none_and_all_stored
 from workbench.figures.figure import PLOTLY_MIME
 
 SCALING, SPARSITY, GRIDS, KERNELS = (f"docs/{name}.md" for name in ("scaling", "sparsity", "grids", "sparse_kernels"))
-CHANGES = "CHANGELOG.md"
+CHANGES, GALLERY = "CHANGELOG.md", "docs/gallery.md"
 Fact = tuple[Any, ...]
 FIGURES: list[Callable[[], Iterator[Fact]]] = []
 
@@ -370,6 +370,37 @@ def grid_of_gpt3() -> Iterator[Fact]:
     added = [step[2, 1, size].predicted_ms + 0.04 * 97 * 32 / size for size in (1, 2, 4, 8, 16)]
     *first, last = (f"{each:.0f}" for each in added)
     yield GRIDS, f"become {', '.join(first)} and {last}"
+
+
+@figures
+def opt_on_two_gpus() -> Iterator[Fact]:
+    with tempfile.TemporaryDirectory() as folder, tarfile.open(RESULTS / "opt_zero_2xH200_5637413a.tar.xz") as packed:
+        packed.extractall(folder, filter="data")
+        grids = [wb.sweeps.load_grid(f"{folder}/opt/zero-{devices}-None-0d60b1d3") for devices in (1, 2)]
+        measured = [cell for grid in grids for cell in grid.cells()]
+        rows = []
+        for cell in measured:
+            memory = f"{cell.plan.peak_bytes / 2**30:.1f} / {cell.peak_bytes / 2**30:.1f} GiB"
+            step = f"{cell.predicted_ms:.1f} / {cell.step_ms:.1f} ms"
+            rows.append(
+                [str(cell.plan.world), str(cell.plan.zero), f"{65536e3 / cell.step_ms:,.0f}", step, memory, None]
+            )
+        worst = min(cell.predicted_ms / cell.step_ms - 1 for cell in measured)
+        stored, streamed = (
+            wb.load_run(f"{folder}/opt/opt-125m-{name}") for name in ("stored-6ceb13f8", "streamed-1f51b6fb")
+        )
+        ends = [run.evaluations().eval_loss[-1] for run in (stored, streamed)]
+        rescue = wb.sweeps.load_sweep(f"{folder}/opt/rescue-2ceb9d35")
+        last = {}
+        for row in rescue.rows():
+            loss = row.runs[0].history().loss
+            last[tuple(row.values.values())] = float(loss[-max(1, len(loss) // 10) :].mean())
+    yield GALLERY, "| devices | ZeRO | tokens/s |", rows
+    yield GALLERY, f"ZeRO 3 was predicted {-100 * worst:.1f} % too fast"
+    assert f"{ends[0]:.3f}" == f"{ends[1]:.3f}"
+    yield GALLERY, f"ended at the same held-out loss, {ends[0]:.3f}"
+    yield GALLERY, f"a rate of 1e-2 ended at {last[1e-2, 16]:.2f}, 3e-4 at {last[3e-4, 16]:.2f} with batches of 16"
+    yield GALLERY, f"3e-6 with batches of 128 was at {last[3e-6, 128]:.2f}"
 
 
 DEMO = {"bert-large-mini": "BERT-Large, mini", "bert-scaled-mini": "scaled BERT, mini"}
