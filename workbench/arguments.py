@@ -10,8 +10,9 @@ import sys
 import types
 import typing
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
 from numbers import Integral, Real
-from typing import Any, Concatenate, ParamSpec, TypeVar
+from typing import Annotated, Any, Concatenate, ParamSpec, TypeVar
 
 from workbench.errors import InvalidArgument, UnknownParameter, suggestion
 
@@ -20,6 +21,22 @@ R = TypeVar("R")
 Owner = TypeVar("Owner")
 LARGEST_INTEGER = 2**63 - 1
 """Largest whole number that files, tensors and operating systems store."""
+
+
+@dataclass(frozen=True)
+class Between:
+    """Limits of a number, or of how many values a list has: `Annotated[int, Between(1, 10_000)]`."""
+
+    least: float
+    most: float
+
+
+Pixels = Annotated[int, Between(1, 10_000)]
+"""Width or height of a picture."""
+Magnification = Annotated[float, Between(0.1, 20)]
+"""Pixels of a picture for each pixel of its figure."""
+MOST_CURVES = 500
+"""Largest number of runs in one figure: more can neither be told apart nor be drawn by a browser."""
 WORDS = {
     "Experiment": "an Experiment, such as wb.Experiment(model=…, data=…)",
     "Plan": "a Plan, such as wb.plan(experiment)",
@@ -131,6 +148,13 @@ def check(callee: str, name: str, value: Any, kind: Any) -> None:
 def fits(value: Any, kind: Any) -> bool:
     """Return True if a value is of the type that an annotation names."""
     origin = typing.get_origin(kind)
+    if origin is Annotated:
+        base, *limits = typing.get_args(kind)
+        if not fits(value, base):
+            return False
+        size = len(value) if isinstance(value, Sequence) and not isinstance(value, str) else value
+        between = [limit for limit in limits if isinstance(limit, Between) and isinstance(size, Real)]
+        return all(limit.least <= size <= limit.most for limit in between)
     if origin in (typing.Union, types.UnionType):
         return any(fits(value, one) for one in typing.get_args(kind))
     if kind is None or kind is types.NoneType:
@@ -161,6 +185,15 @@ def _words(kind: Any) -> Iterator[str]:
     if typing.get_origin(kind) in (typing.Union, types.UnionType):
         for one in typing.get_args(kind):
             yield from _words(one)
+        return
+    if typing.get_origin(kind) is Annotated:
+        base, *limits = typing.get_args(kind)
+        between = next(limit for limit in limits if isinstance(limit, Between))
+        if base in (int, float):
+            yield f"{WORDS[base.__name__]} from {between.least:,} to {between.most:,}"
+        else:
+            *_, last = dict.fromkeys(_words(base))
+            yield f"{last}, {between.most:,} at most"
         return
     name = str(getattr(typing.get_origin(kind) or kind, "__name__", kind))
     yield WORDS.get(name, name)

@@ -15,13 +15,20 @@ import lazy_loader
 
 _TO_AUTHORS = re.compile(r"\b(file|open|report|submit|raise|create)\b.*\b(issue|bug)s?\b", re.IGNORECASE)
 """Sentences of a library that ask its users to write to its authors, for whom an error of ours is no news."""
+LONGEST = 10_000
+"""Letters of a message: a name of a million letters is no help."""
+
+
+def _shortened(message: str) -> str:
+    message = re.sub(r"(\S{200})\S{300,}(\S{20})", r"\1…\2", message)  # a name, of which the sentence goes on
+    return message if len(message) <= LONGEST else f"{message[: LONGEST // 2]} … {message[-LONGEST // 2 :]}"
 
 
 class WorkbenchError(ValueError):
     """Base class of every error meant for the user; `facts` holds those values of the message that code reads."""
 
     def __init__(self, message: str, **facts: Any) -> None:
-        super().__init__(message)
+        super().__init__(message if len(message) <= LONGEST else _shortened(message))
         self.facts = facts
 
     def _render_traceback_(self) -> list[str]:

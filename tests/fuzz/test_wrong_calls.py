@@ -107,9 +107,7 @@ MODEL_WORDS = {
     "initializer_range": {("1.5",): "a deviation"},
     "name": {("unknown name", "long text"): "a name"},
 }
-SAVED = {
-    name: {("-1", "0", "-0.5", "1.5", "inf", "-inf", "10**18"): "a CSV has no pixels"} for name in ("width", "scale")
-}
+SAVED = {"scale": {("1.5",): "pixels for each pixel"}}
 PREPARED = {"directory": {("unknown name",): "a new directory"}, "progress": {("True",): "a choice"}}
 TEXT_NAME = {("unknown name", "long text"): "a name"}
 TEXT = {("unknown name", "long text"): "looked for when the experiment is planned"}

@@ -16,6 +16,7 @@ import gzip
 import hashlib
 import itertools
 import lzma
+import os
 import zlib
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -291,10 +292,16 @@ def local_text(name: str) -> Files:
     Raises `DataError` if it is missing, empty, or not UTF-8 text.
     """
     path = Path(name).expanduser()
-    if not path.exists():
+    if not os.path.exists(path):  # unlike `Path.exists` also for a name that is too long for a file
         near = difflib.get_close_matches(name.rsplit("/", 1)[-1], ["demo"], cutoff=0.6)
         hint = "Did you mean 'demo'?" if near else "Check the path, or use wb.data.corpus('demo')."
         raise DataError(f"There is no text file or folder at {name}. {hint}")
+    inside = sorted(path.iterdir()) if path.is_dir() else [path]
+    if special := [one for one in inside if os.path.exists(one) and not (one.is_file() or one.is_dir())]:
+        raise DataError(
+            f"{special[0]} is no file with an end: it is a device, a pipe or a socket. Write its text to a file first, "
+            "or give documents as they come: wb.data.documents(…)."
+        )
     if path.is_dir():
         endings = tuple(f".txt{ending}" for ending in ("", *COMPRESSED))
         paths = tuple(sorted(p for p in path.iterdir() if p.name.endswith(endings)))

@@ -25,7 +25,7 @@ import plotly.graph_objects as go
 import plotly.io
 from plotly.subplots import make_subplots
 
-from workbench.arguments import checked_arguments
+from workbench.arguments import Magnification, Pixels, checked_arguments
 from workbench.errors import DataError, InvalidArgument, first_line
 from workbench.figures import theme
 
@@ -36,6 +36,8 @@ DRAWN = ("scatter", "bar", "heatmap", "parcoords")
 """Types of traces that a static twin can show."""
 SUFFIXES = (".png", ".svg", ".pdf", ".csv")
 """Endings of the files that `save` writes."""
+MOST_PIXELS = 200_000_000
+"""Pixels of the largest PNG that is drawn, which takes 0.8 GB."""
 VECTORS = {"svg.fonttype": "none", "pdf.fonttype": 42, "svg.hashsalt": "workbench"}
 """Settings of matplotlib for files whose text stays text, and which are equal for equal figures."""
 ROLES = {"raw": "value", "line": "curve", "end": "last value", "nan": "not finite", "evaluation": "held out"}
@@ -77,7 +79,7 @@ class Figure(go.Figure):
         else:
             super()._ipython_display_()
 
-    def save(self, path: str | Path, width: int = theme.ASSUMED_WIDTH_PX, scale: float = 2.0) -> Path:
+    def save(self, path: str | Path, width: Pixels = theme.ASSUMED_WIDTH_PX, scale: Magnification = 2.0) -> Path:
         """Write the figure as a file; see `workbench.figures.save`."""
         return save(self, path, width, scale)
 
@@ -89,7 +91,9 @@ def subplots(*numbers: int, **options: Any) -> Figure:
 
 
 @checked_arguments
-def save(figure: go.Figure, path: str | Path, width: int = theme.ASSUMED_WIDTH_PX, scale: float = 2.0) -> Path:
+def save(
+    figure: go.Figure, path: str | Path, width: Pixels = theme.ASSUMED_WIDTH_PX, scale: Magnification = 2.0
+) -> Path:
     """Write a figure to a file whose name ends in `.png`, `.svg`, `.pdf` or `.csv`, and return its path.
 
     An SVG or a PDF has its text as text. A CSV has one row for each point, with columns named after the axes. No
@@ -98,10 +102,11 @@ def save(figure: go.Figure, path: str | Path, width: int = theme.ASSUMED_WIDTH_P
     Args:
         figure: the figure; the menus in it are left out.
         path: the file to write; folders above it are made.
-        width: width in pixels; the figure has its own height.
-        scale: pixels of a PNG for each pixel of the figure.
+        width: width in pixels, from 1 to 10,000; the figure has its own height.
+        scale: pixels of a PNG for each pixel of the figure, from 0.1 to 20.
 
-    Raises `InvalidArgument` for another ending, and `DataError` if the file cannot be written.
+    Raises `InvalidArgument` for another ending, and for a PNG of more than 200 million pixels, and `DataError` if the
+    file cannot be written.
     """
     target = Path(path)
     suffix = target.suffix.lower()
@@ -109,6 +114,11 @@ def save(figure: go.Figure, path: str | Path, width: int = theme.ASSUMED_WIDTH_P
         raise InvalidArgument(
             f"{target.name!r} does not end in {', '.join(SUFFIXES[:-1])} or {SUFFIXES[-1]}. "
             "Choose one of these endings; wb.figures.save_html writes an interactive page."
+        )
+    if suffix == ".png" and (pixels := width * (figure.layout.height or width) * scale**2) > MOST_PIXELS:
+        raise InvalidArgument(
+            f"A PNG with width={width:,} and scale={scale:g} has {pixels / 1e6:,.0f} million pixels, and at most "
+            f"{MOST_PIXELS / 1e6:,.0f} million are drawn. Give less of either, or an .svg, which has no pixels."
         )
     if suffix != ".csv":
         return written(target, picture(figure, suffix[1:], width, scale))

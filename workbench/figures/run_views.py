@@ -33,14 +33,14 @@ from workbench.planning.plan import Plan
 from workbench.planning.runnable import check_facts
 from workbench.rundir import EventTail
 from workbench.runs.history import Patterns
-from workbench.runs.registry import Runs, distinct_names, load_run, load_runs, measurements
+from workbench.runs.registry import FewRuns, Runs, distinct_names, load_run, load_runs, measurements
 from workbench.runs.run import OneRun
 from workbench.units import count
 
 
 @checked_arguments
 def compare(
-    runs: Runs, x: str = "tokens", *, y: str = "loss", smoothing: float = SMOOTHING, title: str | None = None
+    runs: FewRuns, x: str = "tokens", *, y: str = "loss", smoothing: float = SMOOTHING, title: str | None = None
 ) -> Figure:
     """Draw the curves of several runs in one figure, raw values behind their moving averages.
 

@@ -19,6 +19,8 @@ if TYPE_CHECKING:
     from torch import nn
 
 LAYOUTS = ("post_ln", "pre_ln")
+MOST_LAYERS = 1_000
+"""Largest number of layers: that of DeepNet (arXiv:2203.00555). One of 10,000 is not even built in a minute."""
 Size = Annotated[Whole, Field(ge=1, le=2**24)]
 """A size of a model; a larger one would only keep the planner busy."""
 
@@ -33,7 +35,7 @@ class Model:
     name: Line
     family: str
     hidden_size: Size
-    num_layers: Annotated[Whole, Field(ge=1, le=10_000)]
+    num_layers: Annotated[Whole, Field(ge=1, le=MOST_LAYERS)]
     num_heads: Size
     intermediate_size: Size
     vocab_size: Size

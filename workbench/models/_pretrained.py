@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Annotated, Any, ClassVar, cast
 from pydantic import Field, PlainValidator
 
 from workbench.errors import InvalidExperiment, first_line
-from workbench.models._named import quiet
+from workbench.models._named import MOST_LAYERS, quiet
 from workbench.units import many
 from workbench.validation import Line, Share, Text, Whole, checked_value, known
 
@@ -60,8 +60,8 @@ AT_LEAST_ONE = re.compile(
     r"num_hidden_layers|n_layer|(?:hidden|vocab|intermediate)_size|num_attention_heads|n_head|n_embd|d_model"
 )
 """Numbers in a `config.json` of layers, of other parts, and of those without which there is no model."""
-MOST_LAYERS, LARGEST_SIZE = 10_000, 2**24
-"""Limits of the numbers in a `config.json`: those of models that are named here."""
+LARGEST_SIZE = 2**24
+"""Largest other number in a `config.json`: that of the sizes of a named model."""
 WHOLE = re.compile(r"BOOL|[IU]\d+|(?:torch\.)?(?:bool|u?int\d+)")
 """Types of weights that no training can change."""
 

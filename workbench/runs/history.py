@@ -7,7 +7,7 @@ import html
 import itertools
 import math
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 
 from workbench.columns import COLUMNS
 from workbench.display import STYLE, html_table
-from workbench.errors import suggestion
+from workbench.errors import InvalidArgument, UnknownParameter, suggestion
 from workbench.events import (
     SamplesEvent,
     SparsityEvent,
@@ -94,15 +94,24 @@ class History:
     """
 
     def __init__(self, columns: Mapping[str, Column], begins_after: int | None = None) -> None:
+        if lacking := {"step", "loss"} - set(columns):
+            raise InvalidArgument(
+                f"A History of a run has columns step and loss, and {' and '.join(sorted(lacking))} "
+                f"{'is' if len(lacking) == 1 else 'are'} missing. run.history() reads that of a run."
+            )
         self._columns = columns
         self._begins_after = begins_after
 
     def __getattr__(self, name: str) -> Column:
-        if name.startswith("_") or name not in self._columns:
-            raise AttributeError(f"A history has no column {name!r}. {suggestion(name, self)}")
+        if name.startswith("_"):  # also before there are columns, when a history is copied
+            raise AttributeError(name)
+        if name not in self._columns:
+            raise AttributeError(f"A history has no column {name!r}. {suggestion(name, self._columns)}")
         return self._columns[name]
 
     def __getitem__(self, name: str) -> Column:
+        if name not in self._columns:
+            raise UnknownParameter(f"A history has no column {name!r}. {suggestion(name, self._columns)}")
         return self._columns[name]
 
     def __iter__(self) -> Iterator[str]:
@@ -201,6 +210,9 @@ class Evaluations:
         return len(self.step)
 
     def __getitem__(self, name: str) -> Column:
+        known = [*(one.name for one in fields(self) if one.name != "metrics"), "perplexity", *self.metrics]
+        if name not in known:
+            raise UnknownParameter(f"Evaluations have no column {name!r}. {suggestion(name, known)}")
         return np.asarray(self.metrics[name] if name in self.metrics else getattr(self, name))
 
 

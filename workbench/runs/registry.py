@@ -9,11 +9,11 @@ import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, overload
+from typing import TYPE_CHECKING, Annotated, Any, overload
 
 import numpy as np
 
-from workbench.arguments import checked_arguments
+from workbench.arguments import MOST_CURVES, Between, checked_arguments
 from workbench.data.corpora import use_in_words
 from workbench.display import STYLE, html_table, text_table
 from workbench.errors import InvalidArgument, RunNotFound, WorkbenchError, suggestion
@@ -28,6 +28,8 @@ if TYPE_CHECKING:
     from workbench.runs.wandb_run import Delivery
 
 Runs = OneRun | Iterable[OneRun]
+FewRuns = Annotated[Runs, Between(0, MOST_CURVES)]
+"""Runs of one figure."""
 HEADER = ("name", "state", "step", "loss", "tokens/s", "MFU", "left", "devices", "when", "tags")
 """Columns of a table of runs."""
 SORTABLE = tuple(name for name in RunRow.__annotations__ if name not in ("gpus", "tags"))

@@ -35,7 +35,7 @@ from workbench.figures.sweep_view import (
 )
 from workbench.rundir import runs_root
 from workbench.runs.history import table_html
-from workbench.runs.registry import Runs, distinct_names, load_runs
+from workbench.runs.registry import FewRuns, distinct_names, load_runs
 from workbench.runs.run import Run
 from workbench.runs.status import STOPPING, state_in_words
 from workbench.sweeps.grid import MeasuredGrid
@@ -361,7 +361,7 @@ class Controls:
 
 
 @checked_arguments
-def live(runs: Runs, x: str = "tokens", smoothing: float = SMOOTHING) -> Live:
+def live(runs: FewRuns, x: str = "tokens", smoothing: float = SMOOTHING) -> Live:
     """Return a dashboard that follows runs while they train, whichever kernel launched them.
 
     Show it as the last line of a cell. When all runs have ended, plain figures replace it; a saved notebook keeps them.
