@@ -13,6 +13,7 @@ from workbench.capture.operations import ATTENTION
 from workbench.execution.examining_worker import Tracer
 from workbench.execution.trainer import Trainer
 from workbench.execution.worker import main
+from workbench.optimizers.parameters import local
 
 FAULTY_BLOCK = 2
 
@@ -96,7 +97,33 @@ def lone_replica(trainer: Trainer) -> None:
         trainer.gradients = functools.partial(faulty, trainer.gradients)
 
 
-FAULTS = (scaled_gradients, stale_weights, low_precision, wrong_mask, scaled_update, lone_replica)
+QUERY = "bert.encoder.layer.1.attention.self.query.weight"
+
+
+def flipped_shard(trainer: Trainer) -> None:
+    """Let one rank begin with the rows of its shard in the other order."""
+    if trainer.coordinate.data_rank == 1:
+        with torch.no_grad():
+            shard = local(trainer.stages.model_parameters()[QUERY])
+            shard.copy_(shard.flip(0))
+
+
+def doubled_shard(trainer: Trainer) -> None:
+    """Double one rank's shard of a gradient after it was reduced."""
+
+    def faulty(gradients: Callable[..., Any], *given: Any) -> Any:
+        loss = gradients(*given)
+        local(trainer.stages.model_parameters()[QUERY].grad).mul_(2.0)
+        return loss
+
+    if trainer.coordinate.data_rank == 1:
+        trainer.gradients = functools.partial(faulty, trainer.gradients)
+
+
+FAULTS = (
+    *(scaled_gradients, stale_weights, low_precision, wrong_mask, scaled_update, lone_replica),
+    *(flipped_shard, doubled_shard),
+)
 
 
 class FaultyTracer(Tracer):

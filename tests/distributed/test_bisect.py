@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
+import re
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -12,7 +13,7 @@ import torch
 from typer.testing import CliRunner
 
 import workbench as wb
-from tests.distributed.faulty_tracer import FAULTS, lone_replica
+from tests.distributed.faulty_tracer import FAULTS, doubled_shard, flipped_shard, lone_replica
 from tests.distributed.own_machine import own_machine
 from tests.distributed.real_worker import experiment, plan
 from workbench import cli
@@ -33,8 +34,10 @@ from workbench.execution.deviation import (
     judged,
     to_json,
 )
+from workbench.execution.plain_loop import Rounding
 from workbench.planning.plan import Plan
 from workbench.runs import evaluating
+from workbench.runs.evaluating import extent
 from workbench.runs.launching import processes
 
 ASKED = experiment(learning_rate=1e-3, warmup_steps=1)
@@ -59,7 +62,8 @@ def faults(tmp_path_factory: pytest.TempPathFactory) -> Faults:
     """
     pipelined, replicated, sharded = plan(ASKED, pipeline=2), plan(ASKED, data=2), plan(ASKED, data=2, zero=3)
     interleaved = plan(ASKED, pipeline=2, schedule="interleaved", chunks=2, recompute="full")
-    planted = [*(replicated if each is lone_replica else pipelined for each in FAULTS), in_bf16(pipelined)]
+    divided = {lone_replica: replicated, flipped_shard: sharded, doubled_shard: plan(ASKED, data=2, zero=1)}
+    planted = [*(divided.get(each, pipelined) for each in FAULTS), in_bf16(pipelined)]
     right = [pipelined, plan(ASKED, tensor=2), sharded, in_bf16(interleaved), in_bf16(sharded)]
     workers = ["faulty_tracer"] * len(planted) + [processes.EXAMINER] * len(right)
     with pytest.MonkeyPatch.context() as patch:
@@ -81,12 +85,17 @@ def test_a_planted_fault_is_named_to_step_block_and_tensor(faults: Faults) -> No
         (1, "output", layer, 1),
         (1, "update", layer, 1),
         (1, "gradient", head, 1),
+        (1, "weights", layer, 1),
+        (1, "gradient", layer, 1),
         (1, "gradient", head, 1),  # the same scale in bf16, below the noise of single elements
     ]
-    scaled, _, _, _, faster, _, scaled_in_bf16 = found
+    assert [fault and fault.ranks for fault in found] == [(1,)] * len(found)
+    scaled, _, _, _, faster, *_, doubled, scaled_in_bf16 = found
     for fault in (scaled, faster, scaled_in_bf16):
         assert fault is not None
         assert fault.factor == pytest.approx(1.01, abs=2e-3)
+    assert doubled is not None
+    assert "differs from the reference on rank 1 by" in extent(doubled, "plan A", "one device")
     assert scaled_in_bf16 is not None
     assert scaled_in_bf16.size < 6 * scaled_in_bf16.noise
 
@@ -177,6 +186,29 @@ def test_the_rounding_of_a_weight_that_an_update_hardly_moves_is_no_fault() -> N
             [Row(key, 0, 4, distances({key: right}, {key: value}, before)[key], (SAME, SAME), (SAME,))], "A", NAMES
         )
         assert (found.excess > 1) == is_fault
+
+
+def test_gains_that_fsdp2_rounds_alike_are_no_fault() -> None:
+    """Weights that begin at 1 round to bf16 in one direction, so that the errors of elements do not cancel."""
+    generator = torch.Generator().manual_seed(0)
+    value, gain = torch.rand(64, 256, generator=generator), torch.full((256,), 0.9899)
+
+    def excess(bf16_weights: bool) -> float:
+        repeated = [Rounding(2.0**-9, seed, bf16_weights=bf16_weights).of_weight(gain) for seed in (0, 1)]
+        found, *noise = (Distance.of(value * each, value * gain, value * gain) for each in (gain.bfloat16(), *repeated))
+        [judgement] = judged([Row((0, OUTPUT, 0, "x", 0), 0, value.numel(), found, tuple(noise), ())], "A", NAMES)
+        return judgement.excess
+
+    assert excess(True) < 0.5
+    assert excess(False) > 1
+
+
+def test_a_difference_is_told_in_the_measure_that_failed() -> None:
+    found = first_fault(judged(rows_of({1: 4e-4}, size=1e-3), "A", NAMES))
+    assert found is not None
+    assert found.measure == "scale"
+    said = extent(found, "plan A", "one device")
+    assert re.search(r"differs from the reference on rank 0 in its projection on it, by \+0.000\d+ of it", said)
 
 
 def test_numbers_that_no_rank_has_are_a_fault_and_survive_json() -> None:

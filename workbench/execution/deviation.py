@@ -74,9 +74,22 @@ class Distance:
             offset=difference.mean().item() * len(base) ** 0.5 / norm,
         )
 
+    @staticmethod
+    def of_each(found: torch.Tensor, reference: torch.Tensor, base: torch.Tensor, owners: torch.Tensor) -> Held:
+        """Return the ranks that hold a part of the tensor, each with the distances of its part.
+
+        `owners` has the rank that holds each element.
+        """
+        parts = ((rank, owners == rank) for rank in owners.unique().tolist())
+        return tuple((rank, Distance.of(found[own], reference[own], base[own])) for rank, own in parts)
+
 
 MISSING = Distance(*[math.inf] * 4)
 SAME = Distance(0.0, 0.0, 0.0, 0.0)
+
+
+Held = tuple[tuple[int, Distance], ...]
+"""Ranks, each with the distance of what it holds of a tensor."""
 
 
 @dataclass(frozen=True)
@@ -91,6 +104,8 @@ class Row:
     """Distances of repetitions with roundings of the plan's precision."""
     coarse: tuple[Distance, ...]
     """Distances of repetitions with roundings that are `COARSE` times coarser."""
+    held: Held = ()
+    """Ranks with these numbers and their distance, or with a shard of them and the distance of that; empty for one."""
 
 
 @dataclass(frozen=True)
@@ -108,7 +123,9 @@ class Deviation:
     micro_batch: int | None
     """Micro-batch of the global batch, from 0; None where micro-batches are summed."""
     rank: int
-    """The first rank that has these numbers."""
+    """The first rank that has these numbers: of a sharded tensor, the rank whose shard differs most."""
+    ranks: tuple[int, ...]
+    """All ranks whose numbers, or whose shards, differ at least half as much."""
     size: float
     """Norm of the difference over that of the reference: of the tensor, or of how far the update moved a weight."""
     noise: float
@@ -119,6 +136,8 @@ class Deviation:
     """The tensor's projection on the reference: 1.01 for one that is 1 % too large."""
     excess: float
     """The difference over the largest that roundings explain, in one of the four distances."""
+    distance: float
+    """The difference in this one."""
     measure: str
     """The distance in which the excess is largest: `size`, `element`, `scale` or `offset`."""
 
@@ -137,6 +156,7 @@ def compared(
     repetitions: Sequence[tuple[int, Mapping[Key, Distance]]],
     ranks: Sequence[Mapping[Key, Distance]],
     block_on_rank: Callable[[int, Key], int],
+    held: Sequence[Mapping[Key, Held]] = (),
 ) -> list[Row]:
     """Return the rows of one step.
 
@@ -145,6 +165,7 @@ def compared(
         repetitions: the coarseness of the roundings of each repetition, 0 for none, with its distances.
         ranks: the distances of each rank's numbers from it.
         block_on_rank: returns the first block of a rank that has a tensor; several stages may hold a tied weight.
+        held: `Row.held` of the tensors of each rank.
     """
     rows = []
     seen = set[Key]()
@@ -153,7 +174,9 @@ def compared(
             noise = tuple(sample[key] for coarse, sample in repetitions if coarse < COARSE)
             coarse = tuple(sample[key] for coarse, sample in repetitions if coarse == COARSE)
             place = (*key[:2], block_on_rank(rank, key), *key[3:])
-            rows.append(Row(place, rank, reference[key].numel(), found, noise, coarse))
+            rows.append(
+                Row(place, rank, reference[key].numel(), found, noise, coarse, held[rank].get(key, ()) if held else ())
+            )
             seen.add(key)
     lost = (key for key in reference if key not in seen and key[1] in (OUTPUT, GRADIENT, UPDATE))
     return rows + [Row(key, 0, reference[key].numel(), MISSING, (), ()) for key in lost if reference[key].numel()]
@@ -161,7 +184,18 @@ def compared(
 
 def distances(reference: Numbers, found: Numbers, before: Mapping[str, torch.Tensor]) -> dict[Key, Distance]:
     """Return the distance of each tensor that is in the reference, too; `before` is the state before the update."""
+    return distances_of_shards(reference, found, before, {})[0]
+
+
+def distances_of_shards(
+    reference: Numbers, found: Numbers, before: Mapping[str, torch.Tensor], owners: Mapping[str, torch.Tensor]
+) -> tuple[dict[Key, Distance], dict[Key, Held]]:
+    """Return what `distances` does, and the same for each shard of the tensors that ranks share.
+
+    `owners` has the rank that holds each element of such a parameter, by name.
+    """
     result: dict[Key, Distance] = {}
+    shards: dict[Key, Held] = {}
     for key, value in found.items():
         if key not in reference or not reference[key].numel():
             continue
@@ -177,7 +211,17 @@ def distances(reference: Numbers, found: Numbers, before: Mapping[str, torch.Ten
             is_rounding = difference.abs() <= LEAST_UNITS * FP32_ROUNDING * expected.abs()
             value = expected + difference.masked_fill(is_rounding, 0.0)
         result[key] = Distance.of(value, expected, base)
-    return result
+        name = parameter_of(key[3])
+        if key[1] in (START, GRADIENT, UPDATE) and name in owners and owners[name].shape == value.shape:
+            shards[key] = Distance.of_each(value, expected, base, owners[name])
+    return result, shards
+
+
+def parameter_of(name: str) -> str:
+    """Return the parameter that an entry of the state of a training belongs to, such as `optim.weight.exp_avg`."""
+    if name.startswith("optim."):
+        return name.removeprefix("optim.").rpartition(".")[0]
+    return name.removeprefix("model.").removeprefix("average.")
 
 
 def judged(rows: Iterable[Row], plan: str, block_names: Sequence[str]) -> list[Deviation]:
@@ -185,9 +229,7 @@ def judged(rows: Iterable[Row], plan: str, block_names: Sequence[str]) -> list[D
     groups: dict[tuple[object, ...], list[Row]] = defaultdict(list)
     same: dict[tuple[object, ...], list[Row]] = defaultdict(list)
     for row in rows:
-        groups[row.key[:2]].append(
-            row
-        )  # the tensors of one part of one step, whose errors are spread over elements alike
+        groups[row.key[:2]].append(row)  # of one part of one step, whose errors are spread over elements alike
         same[row.key[:4]].append(row)  # the micro-batches, and the ranks, of one tensor
     spreads = {key: {name: _spread(group, name) for name in ("scale", "offset")} for key, group in groups.items()}
     found = []
@@ -206,6 +248,7 @@ def judged(rows: Iterable[Row], plan: str, block_names: Sequence[str]) -> list[D
         distances = {name: abs(getattr(row.found, name)) for name in limits}
         excess = {n: d / limits[n] if limits[n] else math.inf if d else 0.0 for n, d in distances.items()}
         measure = max(excess, key=lambda name: excess[name])
+        ranks = _ranks(row, same[row.key[:4]], measure)
         step, part, block, tensor, micro_batch = row.key
         found.append(
             Deviation(
@@ -216,16 +259,31 @@ def judged(rows: Iterable[Row], plan: str, block_names: Sequence[str]) -> list[D
                 block_name=block_names[block],
                 tensor=tensor.removeprefix("model."),
                 micro_batch=None if micro_batch < 0 else micro_batch,
-                rank=row.rank,
+                rank=ranks[0],
+                ranks=tuple(sorted(ranks)),
                 size=row.found.size,
                 noise=sizes["size"],
                 bound=limits["size"],
                 factor=1 + row.found.scale,
                 excess=excess[measure],
+                distance=getattr(row.found, measure),
                 measure=measure,
             )
         )
     return sorted(found, key=lambda each: (each.order, -each.excess))
+
+
+def _ranks(row: Row, others: Sequence[Row], measure: str) -> list[int]:
+    """Return the ranks on which a tensor differs, in one of the four distances, at least half as much as where most.
+
+    The first is the row's own, or that of the shard that differs most.
+    """
+    alike = [other for other in others if other.key == row.key and other.rank != row.rank]
+    own = row.held or ((row.rank, row.found),)
+    each = [*own, *(part for other in alike for part in other.held or ((other.rank, other.found),))]
+    sizes = {rank: abs(getattr(distance, measure)) for rank, distance in reversed(each)}
+    first = max((rank for rank, _ in own), key=lambda rank: sizes[rank])
+    return [first, *(rank for rank, size in sizes.items() if rank != first and size >= sizes[first] / 2)]
 
 
 def _spread(rows: Iterable[Row], name: str) -> float:
@@ -272,4 +330,5 @@ def from_json(value: Mapping[str, Any]) -> Deviation:
     """Return the deviation that `to_json` describes."""
     floats = {each.name for each in fields(Deviation) if each.type == "float"}
     plain: dict[str, Any] = {name: float(each) if name in floats else each for name, each in value.items()}
+    plain["ranks"] = tuple(plain["ranks"])
     return Deviation(**plain)

@@ -66,8 +66,9 @@ from workbench.execution.worker import BetweenSteps, TrainingWorker, build_model
 from workbench.planning.plan import Plan
 from workbench.rundir import RunDir, append_event, read_json, read_object, read_record, write_record
 
-TRACES, RESULT = "traces", "bisection.json"
-"""Folder of the numbers of a plan's ranks, and file of the comparison, in a run directory."""
+TRACES, RESULT, OWNERS = "traces", "bisection.json", "owners"
+"""Folder of the numbers of a plan's ranks, and file of the comparison, in a run directory; first word of the names of
+files in that folder that say which rank holds each element."""
 ROUNDINGS = (0, 1, 1, deviation.COARSE)
 """Coarseness of the random roundings of each repetition of a step; 0 for the roundings of the arithmetic alone."""
 FACTS = "facts.json"
@@ -142,6 +143,9 @@ class Tracer(TrainingWorker):
         folder = self.run_dir.path / TRACES
         folder.mkdir(exist_ok=True)
         numbers, steps = state_of(trainer, 0, deviation.START), int(settings_of(self.run_dir)["steps"])
+        owners = owners_of(trainer)
+        if owners:
+            torch.save(owners, folder / f"{OWNERS}-{dist.get_rank()}.pt")
         for step, (batch, label_counts) in enumerate(itertools.islice(self.samples.batches(trainer, 0), steps)):
             self.heartbeat.begin("step", step + 1)
             recorder = Recorder(trainer, step)
@@ -154,11 +158,28 @@ class Tracer(TrainingWorker):
             mine = build.digests({str(key): value for key, value in numbers.items()}, ())
             everyone: list[Any] = [None] * dist.get_world_size()
             dist.all_gather_object(everyone, mine)
-            before = everyone[: dist.get_rank()]
-            numbers = {k: v for k, v in numbers.items() if all(each.get(str(k)) != mine[str(k)] for each in before)}
-            torch.save(numbers, folder / f"{step}-{dist.get_rank()}.pt")
+            alike = {k: [at for at, each in enumerate(everyone) if each.get(str(k)) == mine[str(k)]] for k in numbers}
+            alike = {key: ranks for key, ranks in alike.items() if ranks[0] == dist.get_rank()}
+            written = {"numbers": {key: numbers[key] for key in alike}, "ranks": alike}
+            torch.save(written, folder / f"{step}-{dist.get_rank()}.pt")
             numbers = {}
         return replace(progress, step=steps)
+
+
+def owners_of(trainer: Trainer) -> dict[str, torch.Tensor]:
+    """Return the rank that holds each element of the parameters that ranks share; a collective.
+
+    Of the ranks that share a parameter, the first returns it.
+    """
+    rank, found = dist.get_rank(), dict[str, torch.Tensor]()
+    for name, parameter in trainer.stages.model_parameters().items():
+        if name in trainer.whole.indices:
+            continue  # stored without absent blocks, which no rank holds
+        marks = torch.full_like(parameter.detach(), float(rank), dtype=torch.float32)
+        owners = trainer.full(name, marks).to("cpu", torch.int32)
+        if owners.numel() and int(owners.min()) == rank and int(owners.max()) > rank:
+            found[name] = owners
+    return found
 
 
 class Referee(TrainingWorker):
@@ -186,31 +207,31 @@ class Referee(TrainingWorker):
         place = partial(block_on_rank, plan, graph)
         # Each replica has running averages of its own micro-batches.
         unlike = {f"model.{name}" for name in written_buffers(graph.blocks)} if plan.data > 1 else set[str]()
+        files = [folder / f"{OWNERS}-{rank}.pt" for rank in range(plan.world)]
+        owners = [torch.load(file, mmap=True) if file.exists() else {} for file in files]
         rows, losses, exact_losses = [], [], []
         before: deviation.Numbers = {}
         for step, (batch, label_counts) in enumerate(itertools.islice(batches, self._steps)):
             self.heartbeat.begin("step", step + 1)
-            ranks = [
-                torch.load(file, mmap=True)
-                for file in sorted(folder.glob(f"{step}-*.pt"), key=lambda file: int(file.stem.partition("-")[2]))
-            ]
+            written = [torch.load(folder / f"{step}-{rank}.pt", mmap=True) for rank in range(plan.world)]
+            ranks, alike = ([each[name] for each in written] for name in ("numbers", "ranks"))
             found: deviation.Numbers = {}
             for numbers in reversed(ranks):
                 found |= numbers  # the first rank's, where several have another
             if step == 0:
                 before = {key: value for key, value in found.items() if key[1] == deviation.START}
                 start = self._starts[here.micro_batch, here.gathers]
-                first = [deviation.distances(start, numbers, {}) for numbers in ranks]
-                rows += deviation.compared(start, [(0, dict.fromkeys(start, deviation.SAME))], first, place)
+                same = [(0, dict.fromkeys(start, deviation.SAME))]
+                rows += deviation.compared(start, same, *self._of_ranks(start, ranks, {}, owners, alike, place))
             held = {key[3]: value for key, value in before.items()}
-            repeated = partial(self._repeated, here, step, batch, label_counts, before, found)
+            repeated = partial(self._repeated, here, step, batch, label_counts, before, found, plan.shards)
             reference = {key: value for key, value in repeated().items() if key[3] not in unlike}
             repetitions = [
                 (coarse, deviation.distances(reference, repeated(coarse, index), held))
                 for index, coarse in enumerate(ROUNDINGS)
             ]
-            of_ranks = [deviation.distances(reference, numbers, held) for numbers in ranks]
-            rows += deviation.compared(reference, repetitions, of_ranks, place)
+            of_ranks = self._of_ranks(reference, ranks, held, owners, alike, place)
+            rows += deviation.compared(reference, repetitions, *of_ranks)
             losses.append(_loss(found, graph.loss))
             exact_losses.append(_loss(reference, graph.loss))
             before = {key: value for key, value in found.items() if key[1] == deviation.UPDATE}
@@ -226,6 +247,23 @@ class Referee(TrainingWorker):
             "reference_losses": exact_losses,
         }
 
+    @staticmethod
+    def _of_ranks(
+        reference: deviation.Numbers,
+        ranks: Sequence[deviation.Numbers],
+        before: Mapping[str, torch.Tensor],
+        owners: Sequence[Mapping[str, torch.Tensor]],
+        alike: Sequence[Mapping[deviation.Key, Sequence[int]]],
+        place: Any,
+    ) -> tuple[list[Any], Any, list[Any]]:
+        """Return the distances of what each rank wrote, `place`, and the ranks that hold it or its shards."""
+        found, held = [], []
+        for rank, numbers in enumerate(ranks):
+            whole, shards = deviation.distances_of_shards(reference, numbers, before, owners[rank])
+            found.append(whole)
+            held.append({key: tuple((each, whole[key]) for each in alike[rank][key]) for key in whole} | shards)
+        return found, place, held
+
     def _repeated(
         self,
         plan: Plan,
@@ -234,16 +272,18 @@ class Referee(TrainingWorker):
         label_counts: LabelCounts,
         before: deviation.Numbers,
         found: deviation.Numbers,
+        shards: bool,
         coarse: int | None = None,
         seed: int = 0,
     ) -> deviation.Numbers:
         """Return the numbers of a step from the state `before`, and those of the update with the gradients `found`.
 
         Without `coarse` they are the reference; with it they have random roundings of the plan's precision, which are
-        so many times coarser, and none for 0.
+        so many times coarser, and none for 0. `shards` says whether the plan's ranks gather weights by FSDP2.
         """
         if coarse is not None:
-            return self._run(self._trainer(plan, exact=False), step, batch, label_counts, before, found, coarse, seed)
+            trainer, is_cast = self._trainer(plan, exact=False), shards and plan.precision == "bf16"
+            return self._run(trainer, step, batch, label_counts, before, found, coarse, seed, is_cast)
         try:
             return self._run(self._trainer(plan, exact=True), step, batch, label_counts, before, found)
         except (RuntimeError, TypeError) as error:
@@ -263,12 +303,13 @@ class Referee(TrainingWorker):
         found: deviation.Numbers,
         coarse: int = 0,
         seed: int = 0,
+        bf16_weights: bool = False,
     ) -> deviation.Numbers:
         plan, parameters = trainer.plan, trainer.stages.model_parameters()
         is_wide = any(parameter.dtype == torch.float64 for parameter in parameters.values())
         fields = {n: v.double() if is_wide and v.is_floating_point() else v.clone() for n, v in batch.items()}
         half_ulp = torch.finfo(torch.bfloat16 if plan.precision == "bf16" else torch.float32).eps / 2
-        rounding = Rounding(coarse * half_ulp, seed)
+        rounding = Rounding(coarse * half_ulp, seed, bf16_weights=bf16_weights)
         set_state(trainer, before, rounding)
         recorder = Recorder(trainer, step, rounding)
         with recorder.observing():
@@ -368,7 +409,7 @@ class ParityRank(TrainingWorker):
         dtype = ""
         for size in {plan.micro_batch: None for plan in plans} if depends else (None,):
             make = partial(self._loop, first, size, seen)
-            reference = Reference.of(make, batches, first.precision)
+            reference = Reference.of(make, batches, first.precision, shards=any(plan.shards for plan in plans))
             reference.save(self._folder / f"plain-{size}.pt")
             dtype = reference.dtype
         draws = sorted(seen or ())
@@ -380,7 +421,8 @@ class ParityRank(TrainingWorker):
                 here = on_one_device(plan)
                 trainer = captured_trainer(experiment, here, self.coordinate, self.device)
                 counted = [(batch, trainer.count_labels_on_host(batch)) for batch, _ in batches]
-                reference = Reference.of(partial(_same, trainer), counted, plan.precision, exact=False)
+                of = partial(Reference.of, partial(_same, trainer), counted, plan.precision, exact=False)
+                reference = of(shards=any(each.shards for each in plans))
                 reference.save(self._folder / f"captured-{key[0]}-{key[1]}.pt")
         write_record(
             self._folder / FACTS,
@@ -423,15 +465,17 @@ class ParityRank(TrainingWorker):
         numbers = trained(trainer, batches, Rounding(), mode)
         # Each replica has running averages of its own micro-batches.
         unlike = {f"model.{name}" for name in written_buffers(graph.blocks)} if plan.data > 1 else set[str]()
-        mine = {key: each for key, each in reference.distances(numbers).items() if key[3] not in unlike}
+        found, shards = reference.distances_of_shards(numbers, owners_of(trainer))
+        mine: Any = {key: each for key, each in found.items() if key[3] not in unlike}, shards
         everyone: list[Any] = [mine]
         if plan.world > 1:
             everyone = [None] * plan.world
             dist.all_gather_object(everyone, mine)
-        rows = reference.rows(everyone, partial(block_on_rank, plan, graph), unlike) if self.is_main else []
-        found = deviation.judged(rows, plan.division(), plan.block_names)
-        fault = deviation.first_fault(found)
-        worst = sorted(found, key=lambda each: -each.excess)
+        place, (wholes, parts) = partial(block_on_rank, plan, graph), zip(*everyone, strict=True)
+        rows = reference.rows(wholes, parts, place, unlike) if self.is_main else []
+        judged = deviation.judged(rows, plan.division(), plan.block_names)
+        fault = deviation.first_fault(judged)
+        worst = sorted(judged, key=lambda each: -each.excess)
         steps = []
         for step in range(self._steps):
             row: dict[str, Any] = {
@@ -439,13 +483,13 @@ class ParityRank(TrainingWorker):
                 "norm": float(numbers[step, deviation.GRADIENT, 0, deviation.NORM, -1]),
             }
             for name in (deviation.LOSS, deviation.EVERY):
-                each = next((each for each in found if (each.step, each.tensor) == (step + 1, name)), None)
+                each = next((each for each in judged if (each.step, each.tensor) == (step + 1, name)), None)
                 row[name] = None if each is None else [each.size, each.bound]
             steps.append(row)
         return {
             "fault": None if fault is None else deviation.to_json(fault),
             "deviations": [deviation.to_json(each) for each in worst[:MOST_TOLD]],
-            "compared": len(found),
+            "compared": len(judged),
             "steps": steps,
         }
 

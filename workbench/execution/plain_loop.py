@@ -47,10 +47,23 @@ OTHER_COMPUTATION = 1e-2
 
 
 class Rounding:
-    """Random roundings, each of which changes a floating-point number by up to `unit` of itself."""
+    """Random roundings, each of which changes a floating-point number by up to `unit` of itself.
 
-    def __init__(self, unit: float = 0.0, seed: int = 0) -> None:
-        self.unit, self._seed, self._count = unit, seed, 0
+    With `bf16_weights`, all weights are rounded to bf16 before, as FSDP2 gathers them. Autocast does so in products
+    alone. The rounding of a gain that begins at 1 is the same for many elements, so that scales and means show it.
+    """
+
+    def __init__(self, unit: float = 0.0, seed: int = 0, *, bf16_weights: bool = False) -> None:
+        self.unit, self._seed, self._count, self._bf16_weights = unit, seed, 0, bf16_weights
+
+    def of_weight(self, value: torch.Tensor) -> torch.Tensor:
+        """Return rounded weights."""
+        is_rounded = self._bf16_weights and value.is_floating_point()
+        return self.of(value.bfloat16().to(value.dtype) if is_rounded else value)
+
+    @property
+    def changes_weights(self) -> bool:
+        return bool(self.unit) or self._bf16_weights
 
     def of(self, value: torch.Tensor) -> torch.Tensor:
         """Return rounded numbers, through which a gradient passes as it is; other types and `unit` 0 are left alone."""
@@ -115,12 +128,12 @@ def set_state(trainer: Trainer, state: deviation.Numbers, rounding: Rounding) ->
     if begun - {name for key, name, _ in entries(trainer) if key.startswith("optim.")}:
         create_state(trainer.optimizer)
     forget_state(trainer.optimizer, [parameter for name, parameter in parameters.items() if name not in begun])
-    for key, _, value in entries(trainer):
+    for key, name, value in entries(trainer):
         if key not in values:
             continue
         value.copy_(values[key])
         if key.startswith("model."):
-            value.copy_(rounding.of(value))
+            value.copy_(rounding.of_weight(value) if name in parameters else rounding.of(value))
     if trainer.sparse_weights is not None:
         trainer.sparse_weights.restore_patterns()
 
@@ -426,9 +439,9 @@ def trained(
     parameters = trainer.stages.model_parameters().values()
     for step, (batch, counts) in enumerate(batches):
         with torch.no_grad():
-            weights = [parameter.clone() for parameter in parameters] if rounding.unit else []
-            for parameter in parameters if rounding.unit else ():
-                parameter.copy_(rounding.of(parameter))
+            weights = [parameter.clone() for parameter in parameters] if rounding.changes_weights else []
+            for parameter in parameters if rounding.changes_weights else ():
+                parameter.copy_(rounding.of_weight(parameter))
             with torch.enable_grad(), mode():
                 scalars = source.measure(step, batch, label_counts=counts)
             for parameter, weight in zip(parameters, weights, strict=False):
@@ -459,21 +472,28 @@ class Reference:
     """`float64`, or `float32` where the model does not compute in float64."""
 
     @staticmethod
-    def of(make: Callable[[torch.dtype], Loop], batches: Batches, precision: str, *, exact: bool = True) -> Reference:
+    def of(
+        make: Callable[[torch.dtype], Loop],
+        batches: Batches,
+        precision: str,
+        *,
+        exact: bool = True,
+        shards: bool = False,
+    ) -> Reference:
         """Make the steps in float64 unless `exact` is False, and several times in fp32 or bf16 with other roundings.
 
-        `make` returns what makes the steps in a type.
+        `make` returns what makes the steps in a type. With `shards`, some of the plans gather weights by FSDP2.
         """
         rounded = make(torch.float32)
         trainer = rounded.trainer if isinstance(rounded, PlainLoop) else rounded
         start = state_of(trainer, 0, deviation.START)
         half_ulp = torch.finfo(torch.bfloat16 if precision == "bf16" else torch.float32).eps / 2
 
-        def run(source: Loop, coarse: int = 0, seed: int = 0) -> deviation.Numbers:
+        def run(source: Loop, coarse: int = 0, seed: int = 0, bf16_weights: bool = False) -> deviation.Numbers:
             if isinstance(source, PlainLoop):
                 source.restart()
             set_state(source.trainer if isinstance(source, PlainLoop) else source, start, Rounding())
-            return trained(source, batches, Rounding(coarse * half_ulp, seed))
+            return trained(source, batches, Rounding(coarse * half_ulp, seed, bf16_weights=bf16_weights))
 
         found, dtype, plain = None, "float64", run(rounded)
         if exact:
@@ -489,24 +509,35 @@ class Reference:
             found, dtype = plain, "float32"
         unmoved = {key for key, value in found.items() if key[1] == deviation.GRADIENT and not value.any()}
         reference = Reference({key: value for key, value in found.items() if key not in unmoved}, (), dtype)
-        repeated = ((coarse, run(rounded, coarse, seed) if seed else plain) for seed, coarse in enumerate(ROUNDINGS))
+        repeated = [(coarse, run(rounded, coarse, seed) if seed else plain) for seed, coarse in enumerate(ROUNDINGS)]
+        if shards and precision == "bf16":
+            repeated += [(coarse, run(rounded, coarse, len(ROUNDINGS) + coarse, True)) for coarse in (0, 1)]
         return replace(reference, repetitions=[(coarse, reference.distances(each)) for coarse, each in repeated])
 
     def distances(self, found: deviation.Numbers) -> dict[deviation.Key, deviation.Distance]:
         """Return the distance of each tensor from the reference; infinite for a gradient that it does not have."""
+        return self.distances_of_shards(found, {})[0]
+
+    def distances_of_shards(
+        self, found: deviation.Numbers, owners: Mapping[str, torch.Tensor]
+    ) -> tuple[dict[deviation.Key, deviation.Distance], dict[deviation.Key, deviation.Held]]:
+        """Return the same, and that of each shard of the tensors whose elements have `owners`."""
         before = {key[3]: value for key, value in self.numbers.items() if key[1] == deviation.START}
         new = [k for k, v in found.items() if k[1] == deviation.GRADIENT and k not in self.numbers and bool(v.any())]
-        return deviation.distances(self.numbers, found, before) | dict.fromkeys(new, deviation.MISSING)
+        whole, shards = deviation.distances_of_shards(self.numbers, found, before, owners)
+        return whole | dict.fromkeys(new, deviation.MISSING), shards
 
     def rows(
         self,
         ranks: Sequence[Mapping[deviation.Key, deviation.Distance]],
+        shards: Sequence[Mapping[deviation.Key, deviation.Held]],
         place: Callable[[int, deviation.Key], int],
         unlike: Iterable[str] = (),
     ) -> list[deviation.Row]:
         """Return what is judged of the distances of all ranks, that of all gradients together included.
 
-        `place` returns the block of a rank that has a tensor. Tensors that are `unlike` on purpose are left out.
+        `shards` are those of each rank, and `place` returns the block of a rank that has a tensor. Tensors that are
+        `unlike` on purpose are left out.
         """
         numbers = {key: value for key, value in self.numbers.items() if key[3] not in unlike}
         every = [self._of_every_gradient(each) for each in (ranks, *([each] for _, each in self.repetitions))]
@@ -514,7 +545,7 @@ class Reference:
             (coarse, {**each, **of_all}) for (coarse, each), of_all in zip(self.repetitions, every[1:], strict=True)
         ]
         numbers |= {key: torch.ones(1) for key in every[0]}
-        return deviation.compared(numbers, repetitions, [{**ranks[0], **every[0]}, *ranks[1:]], place)
+        return deviation.compared(numbers, repetitions, [{**ranks[0], **every[0]}, *ranks[1:]], place, shards)
 
     def _of_every_gradient(
         self, ranks: Sequence[Mapping[deviation.Key, deviation.Distance]]

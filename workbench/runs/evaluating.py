@@ -184,6 +184,8 @@ TRACE_BYTES = 4 * 4
 """Bytes on disk for each parameter and step: gradient, weight and two moments."""
 SAME_REFERENCE = 1e-9
 """Relative difference of two losses in float64 up to which they are of the same computation."""
+LEAST_FACTOR = 1e-3
+"""Distance of a factor from 1 from which four digits tell them apart."""
 MOSTLY = 0.95
 """Fraction of a difference from which a factor describes it."""
 HEAD = ("plan", "step", "block", "tensor", "difference", "noise", "over the limit")
@@ -300,13 +302,20 @@ def extent(fault: Deviation, who: str, reference: str) -> str:
     """Say in a sentence by how much a plan differs from the reference; both are given in words."""
     if math.isinf(fault.size):
         return f"{who} has none, or numbers that are not finite, where {reference} has some, or the other way round."
+    ranks = f" on rank{'s' * (len(fault.ranks) > 1)} {', '.join(map(str, fault.ranks))}"
     noise = f"roundings change it by {fault.noise:.2g} of its size"
-    if fault.measure == "scale" or abs(fault.factor - 1) > MOSTLY * fault.size:
-        return f"{who} has {fault.factor:.4g} times the reference, and {noise}."
-    where = " in single elements" if fault.measure == "element" else ""
+    off, is_hidden = abs(fault.factor - 1), fault.size <= fault.bound  # among roundings of single elements
+    is_factor = off > MOSTLY * fault.size or (fault.measure == "scale" and is_hidden)
+    if off >= LEAST_FACTOR and is_factor:
+        return f"{who} has {fault.factor:.4g} times the reference{ranks}, and {noise}."
+    what = {
+        "size": f"by {fault.size:.2g} of its size",
+        "element": f"in single elements, by {fault.distance:.2g} of the largest",
+        "scale": f"in its projection on it, by {fault.distance:+.2g} of it",
+        "offset": f"in its mean, by {fault.distance:+.2g} of the root mean square of its elements",
+    }["size" if fault.measure == "scale" and not is_hidden else fault.measure]
     return (
-        f"{who} differs from the reference by {fault.size:.2g} of its size{where}, {fault.excess:,.3g} times what "
-        f"roundings explain ({noise})."
+        f"{who} differs from the reference{ranks} {what}, {fault.excess:,.3g} times what roundings explain ({noise})."
     )
 
 
