@@ -287,6 +287,8 @@ NAME = re.compile(r"[A-Za-z_][A-Za-z0-9_-]*")
 """Names that metrics and scalars may have."""
 REDUCTIONS = ("mean", "sum", "max", "min", "last")
 """Choices of `log_scalar(reduce=…)`."""
+WEIGHTED, WEIGHTS = "weighted sum", "sum of weights"
+"""Reductions of the two sums whose quotient a mean with weights is."""
 
 
 def reserved_names() -> tuple[str, ...]:
@@ -307,16 +309,19 @@ class LoggedScalar:
 _LOGGED: ContextVar[list[LoggedScalar] | None] = ContextVar("scalars that are logged", default=None)
 
 
-def log_scalar(name: str, value: Any, reduce: str = "mean") -> None:
+def log_scalar(name: str, value: Any, reduce: str = "mean", weight: Any = None) -> None:
     """Log a number of this step under a name, from a model's forward, its loss function or a callback.
 
     The run then has a column of this name: `run.history()[name]`, `y=name` in figures, a panel and a metric on W&B.
     Where no run trains (in a notebook cell, in evaluations), the arguments are checked and nothing is logged.
 
     A model computes the value once for each micro-batch. Those of a step are reduced over its micro-batches, replicas
-    and stages, and over calls with the same name: `mean` weights each micro-batch as the loss does, by its labels where
-    the loss is a mean over labels, and equally otherwise. A recomputation of activations does not count again. In a
-    callback, the value of rank 0 is logged as it is.
+    and stages, and over calls with the same name. A recomputation of activations does not count again. In a callback,
+    the value of rank 0 is logged as it is.
+
+    A `mean` weights each micro-batch by `weight`. Without one it weights a value that is computed from a mean loss by
+    the labels of that, a quotient whose divisor is made of the batch alone (`right.sum() / mask.sum()`) by its divisor,
+    and other values equally, which is by samples.
 
     >>> def forward(self, input_ids, labels):
     ...     logits = self.layers(input_ids)
@@ -327,9 +332,12 @@ def log_scalar(name: str, value: Any, reduce: str = "mean") -> None:
         name: a word of letters, digits, `-` and `_` that no recorded column has.
         value: a tensor without dims or a number. No gradient flows through it.
         reduce: `mean`, `sum`, `max`, `min`, or `last` for that of the last micro-batch of the last replica.
+        weight: what a mean weights the value by, such as the number of tokens that it is the mean of: a tensor without
+            dims or a number of at least 0. A value whose weight is 0 does not count.
 
     Raises:
-        InvalidExperiment: the name is reserved or no word, the value has dims, or there is no such reduction.
+        InvalidExperiment: the name is reserved or no word, the value or the weight has dims, or there is no such
+            reduction, or one that takes no weight.
     """
     if not isinstance(name, str) or not NAME.fullmatch(name) or name in reserved_names():
         raise InvalidExperiment(
@@ -338,21 +346,41 @@ def log_scalar(name: str, value: Any, reduce: str = "mean") -> None:
         )
     if reduce not in REDUCTIONS:
         raise InvalidExperiment(f"The scalar {name!r} has reduce={reduce!r}. {suggestion(reduce, REDUCTIONS)}")
-    is_number = isinstance(value, float) or (isinstance(value, int) and abs(value) <= sys.float_info.max)
-    is_number = is_number or getattr(value, "shape", None) == ()
-    if not is_number or "complex" in str(getattr(value, "dtype", "")):
-        shape = getattr(value, "shape", None)
-        said = f"a {type(value).__name__}" if shape is None else f"a value of shape {list(shape)}"
+    for given, what in ((value, ""), *(() if weight is None else ((weight, "the weight "),))):
+        is_number = isinstance(given, float) or (isinstance(given, int) and abs(given) <= sys.float_info.max)
+        is_number = is_number or getattr(given, "shape", None) == ()
+        if not is_number or "complex" in str(getattr(given, "dtype", "")):
+            shape = getattr(given, "shape", None)
+            said = f"a {type(given).__name__}" if shape is None else f"a value of shape {list(shape)}"
+            raise InvalidExperiment(
+                f"The scalar {name!r} was given {what}{said}. Log one real number: a tensor without dims, such as "
+                "value.mean(), or a number."
+            )
+    if weight is not None and reduce != "mean":
         raise InvalidExperiment(
-            f"The scalar {name!r} was given {said}. Log one real number: a tensor without dims, such as value.mean(), "
-            "or a number."
+            f"The scalar {name!r} has reduce={reduce!r} and a weight, and only a mean takes one. Leave one of them out."
         )
-    logged = _LOGGED.get()
-    if logged is None:
+    if isinstance(weight, int | float) and not weight >= 0:
+        raise InvalidExperiment(f"The scalar {name!r} has weight={weight}. Give a number of at least 0.")
+    if weight is None or _LOGGED.get() is None:
+        log_again(name, value, reduce)
         return
-    # A copy, so that it keeps its value if the model changes the tensor in place afterwards.
-    own = value.detach().float().clone() if hasattr(value, "detach") else float(value)
-    logged.append(LoggedScalar(name, reduce, own))
+    own, by = _own(value), _own(weight)  # a mean over nothing is not a number, and does not count
+    is_number = isinstance(by, float)
+    log_again(name, (own * by if by else 0.0) if is_number else (own * by).masked_fill(by == 0, 0.0), WEIGHTED)
+    log_again(name, by, WEIGHTS)
+
+
+def log_again(name: str, value: Any, reduce: str) -> None:
+    """Log what `log_scalar` has checked."""
+    logged = _LOGGED.get()
+    if logged is not None:
+        logged.append(LoggedScalar(name, reduce, _own(value)))
+
+
+def _own(value: Any) -> Any:
+    """Return a copy, which keeps its value if the model changes the tensor in place afterwards."""
+    return value.detach().float().clone() if hasattr(value, "detach") else float(value)
 
 
 @contextmanager

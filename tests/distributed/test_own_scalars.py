@@ -19,7 +19,7 @@ from workbench.capture.captured_model import capture_for_evaluation, require_sam
 from workbench.capture.gathering import with_tail_of
 from workbench.capture.model import capture
 from workbench.capture.tensor_parallel import plan_tensor_parallel
-from workbench.columns import REDUCTIONS, logging_scalars
+from workbench.columns import REDUCTIONS, WEIGHTS, logging_scalars
 from workbench.errors import InvalidExperiment
 from workbench.execution.trainer import Trainer
 from workbench.runs.run import Run
@@ -61,6 +61,7 @@ class Logging(nn.Module):
         logits = self.head(hidden).flatten(0, 1)
         loss = functional.cross_entropy(logits, labels.flatten())
         wb.log_scalar("perplexity_of_step", loss.exp())
+        wb.log_scalar("perplexity_by_length", loss.exp(), weight=(labels != -100).sum(1).max())
         kept = labels.flatten() != -100
         right = ((logits.argmax(-1) >= labels.flatten()) & kept).sum() / kept.sum()
         total = hidden.detach().mean()
@@ -83,8 +84,8 @@ def model() -> Logging:
 
 
 def expected() -> dict[str, float]:
-    """Return the scalars of a plain loop over the micro-batches, weighted by their labels."""
-    whole, values, weights = batch(), defaultdict(list), []
+    """Return the scalars of a plain loop: means over the samples or the labels that they are means over."""
+    whole, values, weights, long = batch(), defaultdict(list), [], []
     how = {}
     for first in range(0, GLOBAL, MICRO):
         part = {name: value[first : first + MICRO] for name, value in whole.items()}
@@ -92,15 +93,25 @@ def expected() -> dict[str, float]:
             _, beside = model()(**part)
         for scalar in logged:
             how[scalar.name] = scalar.reduce
-            values[scalar.name].append(scalar.value)
+            if scalar.reduce == WEIGHTS:  # of a product with this weight
+                values[scalar.name][-1] = values[scalar.name][-1] / scalar.value
+            else:
+                values[scalar.name].append(scalar.value)
         for name in ("accuracy", "cross_entropy"):
             values[name].append(beside[name])
         weights.append(float((part["labels"] != -100).sum()))
-    found, weight = {}, torch.tensor(weights) / sum(weights)
+        long.append(float((part["labels"] != -100).sum(1).max()))
+    found = {}
+    by_labels = torch.tensor(weights) / sum(weights)
+    by_length = torch.tensor(long) / sum(long)
+    del how["perplexity_by_length"]
     for name, each in values.items():
         calls = torch.stack(each).reshape(len(weights), -1)
         figures = {"sum": calls.sum(), "max": calls.max(), "min": calls.min(), "last": calls[-1, -1]}
-        found[name] = float(figures.get(how.get(name, "mean"), (calls.mean(1) * weight).sum()))
+        weight = by_length if name == "perplexity_by_length" else by_labels
+        is_by_samples = name not in ("perplexity_by_length", "accuracy", "cross_entropy", "perplexity_of_step")
+        mean = calls.mean() if is_by_samples else (calls[:, 0] * weight).sum()
+        found[name] = float(figures.get(how.get(name, "mean"), mean))
     return found
 
 
@@ -223,6 +234,9 @@ def test_wrong_names_values_and_reductions_are_refused_in_a_sentence() -> None:
         (("norms", torch.ones(3)), r"a value of shape \[3\]"),
         (("text", "1.0"), "a str"),
         (("norm", 1.0, "median"), "mean"),
+        (("norm", 1.0, "sum", 2.0), "only a mean takes one"),
+        (("norm", 1.0, "mean", torch.ones(2)), r"was given the weight a value of shape \[2\]"),
+        (("norm", 1.0, "mean", -1.0), "a number of at least 0"),
     ]:
         with pytest.raises(InvalidExperiment, match=said):
             wb.log_scalar(*arguments)

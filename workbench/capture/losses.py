@@ -30,6 +30,7 @@ from workbench.capture.operations import (
     dtype_of,
     is_random,
     mutated_arguments,
+    op_name,
     overloads,
     regions_of,
     restore_regions,
@@ -38,6 +39,7 @@ from workbench.capture.operations import (
     storage_of,
 )
 from workbench.capture.tensor_parallel import product_of
+from workbench.columns import WEIGHTED, WEIGHTS
 from workbench.errors import InvalidExperiment
 
 aten = torch.ops.aten
@@ -406,7 +408,7 @@ class Scalar:
     reduce: str
     node: fx.Node
     loss: MeanLoss | Quotient | None = None
-    """The mean loss by whose labels micro-batches are weighted; None weights them equally."""
+    """The mean loss by whose labels a mean weights micro-batches; None weights them equally."""
     micro_batch_means: tuple[MicroBatchMean, ...] = ()
 
 
@@ -415,31 +417,31 @@ def scalars_of(
 ) -> tuple[Scalar, ...]:
     """Return what forward logs, and prepare the graph for it; `losses` are divided by labels of the global batch.
 
-    A scalar that is computed from mean losses over the same labels is weighted by these. One that is computed from none
-    is weighted by those of the loss, if all means in it are over the same labels. Other scalars, such as a sum of means
-    over different labels, are weighted equally, and their means are those of the global batch, so that such a sum is
-    exact.
+    A mean that is computed from mean losses over the same labels is weighted by these. Of a quotient whose divisor the
+    batch alone decides, both are summed. Other means, such as a sum of means over different labels, are weighted
+    equally, and those losses are those of the global batch, so that such a sum is exact.
     """
     if not exported.scalars:
         return ()
     reductions: dict[str, str] = {}
     for name, reduce, _ in exported.scalars:
-        if reductions.setdefault(name, reduce) != reduce:
+        how = "a weight" if reduce in (WEIGHTED, WEIGHTS) else f"reduce={reduce!r}"
+        if reductions.setdefault(name, how) != how:
             raise InvalidExperiment(
-                f"The scalar {name!r} is logged with reduce={reductions[name]!r} and with reduce={reduce!r}. Give all "
-                "calls the same, or two names."
+                f"The scalar {name!r} is logged with {reductions[name]} and with {how}. Give all calls the same, or "
+                "two names."
             )
     needed = ancestors([exported.loss, *outputs])
     of_loss = [loss for loss in losses if loss.node in needed]
-    by_labels = {normaliser(loss): loss for loss in of_loss}
-    only = next(iter(by_labels.values())) if len(by_labels) == 1 else None
     scalars = []
-    for name, reduce, node in exported.scalars:
+    quotients = [_quotient(node, flow) if reduce == "mean" else None for _, reduce, node in exported.scalars]
+    whole = {name for (name, *_), each in zip(exported.scalars, quotients, strict=True) if each is None}
+    for (name, reduce, node), quotient in zip(exported.scalars, quotients, strict=True):
         before = ancestors([node])
         read = [loss for loss in of_loss if loss.node in before]
-        if not read:
-            scalars.append(Scalar(name, reduce, node, only))
-        elif len({normaliser(loss) for loss in read}) > 1:
+        if quotient is not None and name not in whole and not read:
+            scalars += [Scalar(name, how, _copy(each)) for how, each in zip((WEIGHTED, WEIGHTS), quotient, strict=True)]
+        elif not read or len({normaliser(loss) for loss in read}) > 1:
             scalars.append(Scalar(name, reduce, node))
         else:
             path = before & {later for loss in read for later in descendants(loss.node)}
@@ -447,6 +449,26 @@ def scalars_of(
             scalars.append(Scalar(name, reduce, copy, read[0], means))
     _move_to_operands(exported.module.graph, flow, needed, [scalar.node for scalar in scalars])
     return tuple(scalars)
+
+
+def _quotient(node: fx.Node, flow: Dataflow) -> tuple[fx.Node, fx.Node] | None:
+    """Return the dividend and the divisor of a logged quotient whose divisor the batch alone decides."""
+    while op_name(node) in ("detach", "clone", "alias", "to", "_to_copy"):
+        node = node.all_input_nodes[0]
+    operands = node.all_input_nodes
+    if node.target is not aten.div.Tensor or node.args != tuple(operands) or node.kwargs:
+        return None
+    is_of_batch = operands[1] in flow.recomputable and not any(map(shape_of, operands))
+    return (operands[0], operands[1]) if is_of_batch else None
+
+
+def _copy(node: fx.Node) -> fx.Node:
+    """Return a copy of a value that is logged, which is no other scalar's."""
+    graph = node.graph
+    with graph.inserting_before(graph.output_node()):
+        copy = graph.call_function(aten.clone.default, (node,))
+    copy.meta = dict(node.meta)
+    return copy
 
 
 def _with_micro_batch_means(

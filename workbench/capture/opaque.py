@@ -52,7 +52,7 @@ from workbench.capture.varying import (
     fresh_draws_refused,
     own_states,
 )
-from workbench.columns import log_scalar, logging_scalars
+from workbench.columns import log_again, logging_scalars
 from workbench.data.datasets import untouched_generators
 from workbench.errors import CaptureError, in_words
 from workbench.user_code import SourceLine, line_of_running_code
@@ -568,7 +568,7 @@ def opaque_call(
         filled = [next(values) if leaf is _TENSOR else leaf for leaf in call.result_leaves]
         result, logged = pytree.tree_unflatten(filled, call.results)
         for scalar in logged:
-            log_scalar(*scalar)
+            log_again(*scalar)
         return result
 
     return called

@@ -10,7 +10,7 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
-from workbench.columns import FinishedStep, logged_columns, logging_scalars, shared_columns
+from workbench.columns import WEIGHTS, FinishedStep, logged_columns, logging_scalars, shared_columns
 from workbench.data.datasets import untouched_generators
 from workbench.errors import NonFiniteLoss, UnknownParameter, suggestion
 from workbench.execution.blocks import Timestamp
@@ -286,7 +286,13 @@ class Callbacks:
         with untouched_generators(self._trainer.context.device), torch.no_grad(), logging_scalars() as logged:
             for function in self._functions:
                 function(view)
-        log.add_scalars({scalar.name: float(scalar.value) for scalar in logged})
+        found: dict[str, float] = {}
+        for scalar in logged:
+            value = float(scalar.value)
+            if scalar.reduce == WEIGHTS:  # of the weighted value before it
+                value = found[scalar.name] / value if value else math.nan
+            found[scalar.name] = value
+        log.add_scalars(found)
         asked = torch.tensor([view.wants_stop, view.wants_checkpoint], dtype=torch.int32)
         if self._group is not None:
             dist.all_reduce(asked, op=dist.ReduceOp.MAX, group=self._group)

@@ -208,6 +208,7 @@ class Trainer:
         scalars = torch.stack([loss.float(), norm, *(torch.full_like(norm, share) for share in shares), *own, *groups])
         if self.plan.world > 1:
             dist.all_reduce(scalars)
+        scalars = scalars if logged is None else logged.divided(scalars, len(groups))
         scalars, self._squared_of_groups = scalars.split([len(scalars) - len(groups), len(groups)])
         if logged is not None and logged.num_sums < len(logged.names):
             scalars = torch.cat([scalars, logged.extremes()])

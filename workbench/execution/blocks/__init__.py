@@ -17,6 +17,7 @@ import torch.distributed as dist
 
 from workbench.capture import Graph
 from workbench.capture.graph import LabelCount
+from workbench.columns import WEIGHTED, WEIGHTS
 from workbench.events import ActionRow
 from workbench.execution.parallel import MeshCoordinate
 from workbench.rundir import RunDir, log_event
@@ -99,12 +100,14 @@ class StepScalars:
         """Labels of each micro-batch over their mean number, for each mean loss."""
         whole = set(graph.blocks[-1].sends) if graph.gathered else set()
         self._reduce = ["mean" if call.value in whole else call.reduce for call in self._calls]  # of the whole batch
+        self._reduce = ["sum" if how in (WEIGHTED, WEIGHTS) else how for how in self._reduce]
         names = list(dict.fromkeys(call.name for call in self._calls))
+        self._weighted = list(dict.fromkeys(call.name for call in self._calls if call.reduce == WEIGHTS))
         largest = {call.name for call, how in zip(self._calls, self._reduce, strict=True) if how in ("max", "min")}
         self.names = (*(n for n in names if n not in largest), *(n for n in names if n in largest))
         """Names of the figures, those that are the largest or smallest value last."""
         self.num_sums = len(names) - len(largest)
-        """Number of figures that are sums over the ranks."""
+        """Number of figures that are sums over the ranks, or quotients of two."""
 
     def divide(self, num_microbatches: int) -> None:
         """Prepare a step that has so many micro-batches on each replica, at most those of the plan."""
@@ -137,12 +140,13 @@ class StepScalars:
                 denominators[index] = torch.ones_like(here) if gathers else denominators[index] / here
 
     def shares(self, is_last_replica: bool) -> list[torch.Tensor]:
-        """Return this rank's share of each figure that is a sum over the ranks."""
-        parts = {name: list[torch.Tensor]() for name in self.names[: self.num_sums]}
-        calls = {name: sum(call.name == name for call in self._calls) for name in parts}
+        """Return this rank's share of each figure that is a sum over the ranks, and of the weights of such sums."""
+        parts = {(name, False): list[torch.Tensor]() for name in self.names[: self.num_sums]}
+        calls = {name: sum(call.name == name for call in self._calls) for name, _ in parts}
+        parts |= {(name, True): list[torch.Tensor]() for name in self._weighted}
         microbatches = self._values.shape[1] * self._replicas
         for row, (call, how) in enumerate(zip(self._calls, self._reduce, strict=True)):
-            if call.name not in parts or not self._own[row]:
+            if call.name not in calls or not self._own[row]:
                 continue
             values = self._values[row]
             if how == "mean":
@@ -155,9 +159,20 @@ class StepScalars:
             else:
                 is_last = is_last_replica and call is next(c for c in reversed(self._calls) if c.name == call.name)
                 part = values[-1] if is_last else torch.zeros_like(values[-1])
-            parts[call.name].append(part / self._tensor)
+            parts[call.name, call.reduce == WEIGHTS].append(part / self._tensor)
         zero = torch.zeros((), device=self._values.device)
         return [sum(found, start=zero) for found in parts.values()]
+
+    def divided(self, scalars: torch.Tensor, groups: int) -> torch.Tensor:
+        """Return the scalars of a step, before `groups` others, with quotients in place of sums and their weights."""
+        if not self._weighted:
+            return scalars
+        end = len(scalars) - groups
+        first = end - len(self._weighted) - self.num_sums
+        values = list(scalars.unbind())
+        for weight, name in zip(values[first + self.num_sums : end], self._weighted, strict=True):
+            values[first + self.names.index(name)] /= weight
+        return torch.stack(values[: first + self.num_sums] + values[end:])
 
     def extremes(self) -> torch.Tensor:
         """Return the largest or smallest value over all ranks of each of the other figures; a collective."""
