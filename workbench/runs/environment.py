@@ -213,8 +213,11 @@ def _cache() -> Finding:
     from workbench.machine import cache_home
 
     home = cache_home()
-    size = sum(path.stat().st_size for path in home.rglob("*") if path.is_file())
-    return Finding("Cache", True, f"{gib(size)} in {home}", "May be deleted while nothing runs." if size else "")
+    sizes = {path: path.stat().st_size for path in home.rglob("*") if path.is_file()}
+    captures = [size for path, size in sizes.items() if path.parent == home / "captures"]
+    said = f", among it {len(captures):,} captures of models ({gib(sum(captures))})" if captures else ""
+    way = "May be deleted while nothing runs." if sizes else ""
+    return Finding("Cache", True, f"{gib(sum(sizes.values()))} in {home}{said}", way)
 
 
 def _texts() -> Finding:
