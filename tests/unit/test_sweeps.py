@@ -255,6 +255,15 @@ def test_the_predicted_time_of_a_sweep_counts_the_evaluations():
     assert placed.seconds == pytest.approx(without.seconds + 3 * 4 * each), "at the steps 0, 40, 80 and 100"
 
 
+def test_the_predicted_time_of_a_sweep_counts_the_start_of_each_run():
+    asked, runs = experiment(), [("all", 100)] * 3
+    placed, why = sweep_module.choose_packing({"all": asked}, runs, Cluster(DEVICE, 1, 1, LINK, LINK), {"all": "all"})
+    step_s = placed.plans["all"].prediction.step_ms / 1e3
+    assert placed.seconds == pytest.approx(3 * (sweep_module.START_S["cpu"] + 100 * step_s))
+    assert why.startswith("Predicted time on 1 ")
+    assert "with 4.0 s to start each run: 3 runs one after another" in why
+
+
 def test_axes_that_change_no_plan_share_one():
     axes = Axes(experiment(), {"learning_rate": [1e-3, 2e-3], "global_batch": [4, 8]})
     assert {plan_key(choice) for choice in axes.choices()} == {"global_batch.0", "global_batch.1"}

@@ -31,7 +31,7 @@ from workbench.planning.search import checked_search, uncollected
 from workbench.runs.launching.device_queue import devices_for
 from workbench.runs.run import Run
 from workbench.strategy import Choices, Fixed
-from workbench.sweeps.queue import GRID, Entry, Queue, find_queue, new_queue, start_queue
+from workbench.sweeps.queue import GRID, START_S, Entry, Queue, find_queue, new_queue, start_queue
 from workbench.units import duration, gib, plain
 
 MOST_CELLS = 5_000
@@ -151,6 +151,9 @@ class Grid:
         warmup = None if callable(self.experiment.optimizer.lr_schedule) else steps
         short = self.experiment.replace(**changes, steps=steps, keep_checkpoints=0, warmup_steps=warmup, log_every=1)
         plans = [({n: cell.choices[n] for n in self.varied}, cell.plan) for cell in chosen if cell.plan is not None]
+        start_s = START_S[self.cluster.device.type]
+        seconds = sum(start_s + steps * plan.prediction.step_ms / 1e3 for _, plan in plans)
+        why += f" Predicted time: {duration(seconds)}, with {duration(start_s)} to start each."
         facts = facts_for(short, plans[0][1])
         for _, plan in plans:
             devices_for(plan)

@@ -43,6 +43,7 @@ from workbench.runs.run import Run
 from workbench.strategy import Choices
 from workbench.sweeps.queue import (
     POLL_S,
+    START_S,
     Entry,
     Queue,
     configuration_key,
@@ -261,7 +262,7 @@ def _check_options(grid: Axes, seeds: Any, sampler: Any, trials: Any, stop: Any,
 
 @dataclass(frozen=True)
 class Packing:
-    """The number of runs side by side, their plans, and the predicted training time of the whole sweep."""
+    """The number of runs side by side, their plans, and the predicted time of the whole sweep."""
 
     side_by_side: int
     devices_each: int
@@ -339,7 +340,8 @@ def choose_packing(
         f" Up to {runs_per_gpu} runs share each GPU, which takes between {shortest} and that time: how far they slow "
         "each other down is not predicted."
     )
-    why = f"Predicted training time on {cluster.describe()}: {best.describe(len(runs))}{beside}{tight}."
+    start = f"with {duration(START_S[cluster.device.type])} to start each run"
+    why = f"Predicted time on {cluster.describe()}, {start}: {best.describe(len(runs))}{beside}{tight}."
     return best, why + shared * (runs_per_gpu > 1)
 
 
@@ -359,7 +361,7 @@ def _packing(
     for key, steps in runs:
         evaluation, predicted = asked[key][0].evaluation, plans[key].prediction
         evaluations = 0 if evaluation is None else 1 + math.ceil(steps / evaluation.every)  # one is before training
-        run_s = steps * predicted.step_ms / 1e3 + evaluations * predicted.evaluation_s
+        run_s = START_S[device.type] + steps * predicted.step_ms / 1e3 + evaluations * predicted.evaluation_s
         heapq.heapreplace(slots, slots[0] + run_s)
         longest_s = max(longest_s, run_s)
     return Packing(len(slots) * runs_per_gpu, each, runs_per_gpu, plans, max(slots), longest_s)
