@@ -14,6 +14,7 @@ import pytest
 
 import workbench as wb
 from tests.unit.test_runs import make_run
+from workbench.data import tokenizer
 from workbench.errors import LONGEST, DataError, InvalidArgument, RunNotFound, UnknownParameter, WorkbenchError
 from workbench.runs.history import Evaluations
 
@@ -104,3 +105,10 @@ def test_text_without_an_end_is_refused(tmp_path: Path, inside: bool) -> None:
         asked = wb.Experiment.of(model=wb.models.bert(**sizes), data=data, steps=1, global_batch=2)
         with pytest.raises(DataError, match="is no file with an end: it is a device, a pipe or a socket"):
             asked.data.reads(asked).check()
+
+
+def test_a_word_of_megabytes_is_cut_for_the_trainer_and_words_of_a_text_are_not() -> None:
+    longest = tokenizer.LONGEST_WORD
+    given = ["a short text", "b" * (2 * longest + 7) + " and c", "d" * (longest - 1) + " " + "e" * longest]
+    shown = ["a short text", " ".join(["b" * longest, "b" * longest, "b" * 7]) + " and c", given[2]]
+    assert list(tokenizer._counted(given, lambda _: None)) == [shown]

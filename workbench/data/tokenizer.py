@@ -12,6 +12,7 @@ import hashlib
 import itertools
 import json
 import os
+import re
 import shutil
 import sys
 import unicodedata
@@ -58,6 +59,9 @@ SENTENCE_PIECE = (".model", ".spm")
 """Endings of a file that SentencePiece wrote (https://github.com/google/sentencepiece)."""
 CONTROL, USER_DEFINED = 3, 4
 """Types of a piece in SentencePiece's file: symbols that text never is, and those that are tokens in every text."""
+LONGEST_WORD = 250
+"""Letters without a blank of which a trainer of vocabularies makes one word."""
+LONG_WORD = re.compile(rf"(?<!\S)\S{{{LONGEST_WORD},}}")
 MOST_IDS = 1 << 24
 """Number of ids of the largest vocabulary: that of a named model."""
 MOST_LETTERS = 1 << 22
@@ -655,7 +659,13 @@ def train_byte_level_bpe(sample: list[str], vocab_size: int, advance: Advance, *
     return tokenizer
 
 
+def _cut(word: re.Match[str]) -> str:
+    return " ".join(word[0][at : at + LONGEST_WORD] for at in range(0, len(word[0]), LONGEST_WORD))
+
+
 def _counted(sample: list[str], advance: Advance) -> Iterator[list[str]]:
     for first in range(0, len(sample), 1024):
-        yield (batch := sample[first : first + 1024])
+        batch = sample[first : first + 1024]
+        # A trainer joins the pairs of letters of a word one after the other, in a time that grows with its square.
+        yield [LONG_WORD.sub(_cut, text) if len(text) >= LONGEST_WORD else text for text in batch]
         advance(len(batch))
