@@ -19,7 +19,7 @@ PYTHON ?= python3
 VENV := .venv
 TORCH_INDEX ?=
 BIN := $(VENV)/bin
-PIP := $(BIN)/python -m pip --disable-pip-version-check --quiet
+PIP := $(BIN)/python -m pip --disable-pip-version-check
 REPORTS ?= reports
 
 # Where this is set, as in many containers, each of the hundreds of processes would compile all of torch anew.
@@ -35,14 +35,14 @@ HAS_TORCH := import re, importlib.util as u, importlib.metadata as m; \
 # Modules are compiled when they are first imported (--no-compile): compiling all of every package takes longer than that.
 # The stamps hold what was installed: a second make starts at once, a changed lock installs again.
 $(VENV)/.installed: requirements.lock pyproject.toml
-	@echo "Installing into $(VENV) (a few minutes the first time) …"
+	@echo "Installing into $(VENV) (a few minutes the first time): pip names each package as it goes."
 	$(PYTHON) -c 'import sys; sys.exit(0 if sys.version_info >= (3, 11) else "Python 3.11 or newer is needed; this is " + sys.version.split()[0] + ". Try: make PYTHON=python3.12")'
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
 	test -z "$(TORCH_INDEX)" || $(PIP) install --no-compile --index-url $(TORCH_INDEX) $$(grep '^torch==' requirements.lock)
 	if $(BIN)/python -c '$(HAS_TORCH)'; then grep -v '^torch==' requirements.lock; else cat requirements.lock; fi > $@.lock
 	$(PIP) install --no-compile --requirement $@.lock
 	$(PIP) --quiet uninstall --yes workbench
-	$(PIP) install --no-deps --editable .
+	$(PIP) --quiet install --no-deps --editable .
 	touch $@
 
 $(VENV)/.tested: $(VENV)/.installed requirements-test.lock

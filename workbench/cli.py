@@ -512,8 +512,10 @@ def execute(
     from workbench.notebooks.executing import values_of
 
     notebook = notebooks.template_path(template)
-    values = values_of(notebook, dict(pairs_from(parameter or (), "-p")))
-    done = notebooks.execute(notebook, to, values, kernel=kernel, report=_report)
+    _report(f"Executing {notebook.name} …")
+    with _without_grammars():
+        values = values_of(notebook, dict(pairs_from(parameter or (), "-p")))
+        done = notebooks.execute(notebook, to, values, kernel=kernel, report=_report)
     typer.echo(f"{done.notebook}\n{done.page}")
 
 
@@ -524,7 +526,9 @@ def share(
     run: Annotated[list[str] | None, typer.Option(help="A run of a notebook that has no record; repeatable.")] = None,
 ) -> None:
     """Make an HTML page that is interactive offline, and a notebook under 5 MB that shows without a kernel."""
-    typer.echo(str(wb.share(notebook, to, runs=list(run) if run else None)))
+    _report(f"Sharing {notebook.name} …")
+    with _without_grammars():
+        typer.echo(str(wb.share(notebook, to, runs=list(run) if run else None)))
 
 
 @app.command()
@@ -538,17 +542,37 @@ def reproduce(
     yes: Annotated[bool, typer.Option("--yes", help="Execute the cells without showing them and asking.")] = False,
 ) -> None:
     """Execute a notebook again and compare its curves with the recorded ones; exit code 1 if a run is different."""
-    if not yes:
-        typer.echo(notebooks.what_runs(notebook, at_commit))
-        typer.confirm("Execute it?", abort=True)
-    result = notebooks.reproduce(notebook, to, kernel=kernel, at_commit=at_commit, report=_report, trust=True)
+    with _without_grammars():
+        if not yes:
+            typer.echo(notebooks.what_runs(notebook, at_commit))
+            typer.confirm("Execute it?", abort=True)
+        _report(f"Reproducing {notebook.name} …")
+        result = notebooks.reproduce(notebook, to, kernel=kernel, at_commit=at_commit, report=_report, trust=True)
     typer.echo(repr(result))
     if not result.same:
         raise typer.Exit(1)
 
 
+@contextlib.contextmanager
+def _without_grammars() -> Iterator[None]:
+    """Let nbformat be imported without the grammars of international addresses, of which it checks none.
+
+    jsonschema compiles them when it is imported, in a second of CPU time. Nothing else in the process of a command uses
+    them: the code of a notebook runs in another one.
+    """
+    grammars = "rfc3987_syntax"
+    if grammars not in sys.modules:
+        sys.modules[grammars] = None  # type: ignore[assignment]  # an import raises ImportError, which jsonschema expects
+    try:
+        yield
+    finally:
+        if sys.modules[grammars] is None:
+            del sys.modules[grammars]
+
+
 def _report(line: str) -> None:
-    print(line, file=sys.stderr, flush=True)
+    cleared = "\r\x1b[2K" if sys.stderr.isatty() else ""  # of the words of the call, which stand in the same line
+    print(f"{cleared}{line}", file=sys.stderr, flush=True)
 
 
 def experiment_from(source: str, settings: Sequence[str] | Mapping[str, Any] = ()) -> wb.Experiment:

@@ -306,3 +306,13 @@ def test_a_static_page_of_a_plan_has_its_words_as_text_and_no_script(tmp_path: P
     page = cli.plan_page(wb.load_run(recorded), tmp_path / "plan.html", static=True).read_text()
     assert "<script" not in page
     assert re.search(r"<text[^>]*>[^<]*stage 0", page)
+
+
+def test_a_command_on_notebooks_compiles_no_grammars_of_addresses():
+    code = (
+        "import sys; from workbench.cli import _without_grammars\n"
+        "with _without_grammars():\n    import nbformat\n"
+        "nbformat.validate(nbformat.v4.new_notebook())\n"
+        "print('lark' in sys.modules, 'rfc3987_syntax' in sys.modules)"
+    )
+    assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True).stdout == "False False\n"

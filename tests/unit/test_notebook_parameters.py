@@ -152,7 +152,7 @@ def test_a_kernel_that_does_not_come_up_is_started_again(
             raise RuntimeError(sentence)
 
     monkeypatch.setattr(papermill, "execute_notebook", started)
-    run = functools.partial(executing._run_papermill, tmp_path / "a.ipynb", tmp_path / "b.ipynb", {}, None, None)
+    run = functools.partial(executing._run_papermill, tmp_path / "a.ipynb", tmp_path / "b.ipynb", {}, None, None, print)
     if again:
         assert run() is None
         failures, starts = executing.STARTS, []

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import base64
 import functools
 import json
 import os
@@ -137,6 +138,53 @@ def test_a_shared_notebook_has_pictures_a_record_and_no_secret(tmp_path, monkeyp
     assert "<script>alert(1)" not in page
     assert not shared.notes
     assert original.read_text().count("image/png") == 0, "the original stays as it was"
+
+
+def test_an_attached_picture_is_on_the_page_and_a_lost_one_leaves_its_words(tmp_path):
+    picture = base64.b64encode(b"a picture").decode()
+    cells = [
+        nbformat.v4.new_markdown_cell("![kept](attachment:a%20b.png)", attachments={"a b.png": {"image/png": picture}}),
+        nbformat.v4.new_markdown_cell("![lost](attachment:gone.png) <img alt='tag' src='attachment:gone.png'>"),
+        nbformat.v4.new_markdown_cell("![entity](&#97;ttachment:gone.png)"),
+        nbformat.v4.new_markdown_cell("![empty](attachment:a.png) ![](attachment:)", attachments={"a.png": {}}),
+    ]
+    path = tmp_path / "mine.ipynb"
+    nbformat.write(nbformat.v4.new_notebook(cells=cells), path)
+    shared = notebooks.share(path, tmp_path / "to")
+    page = shared.page.read_text()
+    assert f'src="data:image/png;base64,{picture}"' in page
+    assert all(words in page for words in ("lost", "tag", "entity", "empty"))
+    kept = nbformat.read(shared.notebook, as_version=4).cells[0]
+    assert (kept.source, kept.attachments["a b.png"]["image/png"]) == (cells[0].source, picture)
+
+
+DAMAGED: dict[str, Any] = {
+    "no base64": {"y": {"dtype": "f8", "bdata": "!!!"}},
+    "half a number": {"y": {"dtype": "f8", "bdata": "AAAA"}},
+    "no type": {"y": {"bdata": "AAAAAAAAAAA="}},
+    "an unknown type": {"y": {"dtype": "zz", "bdata": "AAAAAAAAAAA="}},
+    "objects": {"y": {"dtype": "O", "bdata": "AAAAAAAAAAA="}},
+    "another shape": {"y": {"dtype": "f8", "bdata": "AAAAAAAAAAA=", "shape": "3, 4"}},
+    "a number in place of text": {"y": {"dtype": "f8", "bdata": 7}},
+    "rows of unequal lengths": {"y": [[1, 2], [3]]},
+    "values of many types": {"y": [1, "a", None, {"a": 1}, [1, 2]]},
+}
+
+
+def test_a_damaged_figure_has_a_note_and_the_others_have_their_pictures(tmp_path):
+    figures = [{"data": [{"type": "scatter", **each}], "layout": {}} for each in DAMAGED.values()]
+    layouts = [{"xaxis": "a", "title": 5, "annotations": "b"}, {"annotations": [1, None]}, {"height": 1e9}]
+    figures += [{"data": [{"type": "scatter", "y": [1, 2]}], "layout": layout} for layout in layouts]
+    path = tmp_path / "mine.ipynb"
+    nbformat.write(notebook_with(*({PLOTLY_MIME: each} for each in (*figures, figure()))), path)
+    shared = notebooks.share(path, tmp_path / "to")
+    outputs = nbformat.read(shared.notebook, as_version=4).cells[0].outputs
+    assert "image/png" in outputs[len(figures)]["data"]
+    assert not any("image/png" in output["data"] for output in outputs[: len(DAMAGED)])
+    notes = " ".join(shared.notes)
+    assert "A figure is damaged and has no picture beside it: ValueError: buffer size" in notes
+    assert "it is 1,000,000,000 pixels high" in notes
+    assert "Loss" in shared.page.read_text()
 
 
 @pytest.mark.usefixtures("no_browser")

@@ -15,6 +15,7 @@ import json
 import re
 import secrets
 import threading
+import urllib.parse
 from collections.abc import Iterator, Mapping, Sequence
 from html.parser import HTMLParser
 from pathlib import Path
@@ -26,12 +27,14 @@ import plotly.io
 from plotly.subplots import make_subplots
 
 from workbench.arguments import Magnification, Pixels, checked_arguments
-from workbench.errors import DataError, InvalidArgument, first_line
+from workbench.errors import DataError, InvalidArgument, first_line, in_words
 from workbench.figures import theme
 
 PLOTLY_MIME = "application/vnd.plotly.v1+json"
 NOTEBOOK_PX = 860
 """Width of a notebook's column: JupyterLab cuts a wider picture off."""
+HIGHEST_PX = 20_000
+"""Largest height of the picture of a figure in a notebook, whose author may have written any number."""
 DRAWN = ("scatter", "bar", "heatmap", "parcoords")
 """Types of traces that a static twin can show."""
 SUFFIXES = (".png", ".svg", ".pdf", ".csv")
@@ -324,6 +327,8 @@ LINK = re.compile(r"(?:https?|mailto):|[^:]*\Z", re.IGNORECASE)
 """Addresses that a link may have: of the web, of mail, and relative ones."""
 EMBEDDED = re.compile(r"data:image/[\w.+-]+[;,]", re.IGNORECASE)
 """Addresses of pictures that a page holds itself, in which no script runs."""
+ATTACHMENT = re.compile(r"""\battachment:([^\s()"'<>\\]*)""")
+"""Address of a picture that is attached to a cell of Markdown, with its name."""
 RUNNING_TAGS = frozenset(
     {"script", "iframe", "object", "embed", "form", "button", "link", "meta", "base", "style", "svg", "math"}
     | {"template", "frame", "frameset", "applet", "audio", "video", "source", "textarea", "select", "portal"}
@@ -346,16 +351,33 @@ def harmless_html(text: str) -> str:
 
 def harmless_markdown(text: str) -> str:
     """Return Markdown that runs nothing once it is rendered; a text that runs nothing stays as it is."""
-    if not runs_something(_rendered(text)):
-        return text
-    cleaned = harmless_html(text)
-    return harmless_html(_rendered(text)) if runs_something(_rendered(cleaned)) else cleaned
+    try:
+        if not runs_something(_rendered(text)):
+            return text
+        cleaned = harmless_html(text)
+        return harmless_html(_rendered(text)) if runs_something(_rendered(cleaned)) else cleaned
+    except Exception:  # nbconvert cannot render it, as where it names an attachment by entities
+        return f"<pre>{html.escape(text)}</pre>"
 
 
 def _rendered(markdown: str) -> str:
     from nbconvert.filters import markdown2html
 
-    return str(markdown2html(markdown))
+    return str(markdown2html(ATTACHMENT.sub("data:image/png;base64,", markdown)))
+
+
+def _with_attachments(markdown: str, attachments: Mapping[str, Any]) -> str:
+    """Return Markdown that holds the pictures attached to its cell; nbconvert raises an error for one that is lost."""
+
+    def address(found: re.Match[str]) -> str:
+        attached = attachments.get(urllib.parse.unquote(found[1]), attachments.get(found[1]))
+        types = attached if isinstance(attached, Mapping) else {}
+        for mime, content in types.items():
+            if mime.startswith("image/"):
+                return f"data:{mime};base64,{re.sub(r'[^A-Za-z0-9+/=]', '', ''.join(content))}"
+        return f"lost-{found[0]}"
+
+    return ATTACHMENT.sub(address, markdown)
 
 
 def harmless_page(page: str) -> str:
@@ -477,7 +499,11 @@ def figure_html(figure: go.Figure | Mapping[str, Any], nonce: str) -> str:
     options = {"full_html": False, "include_plotlyjs": False, "include_mathjax": False, "validate": False}
     drawn = plotly.io.to_html(value, config={**theme.CONFIG, "responsive": True}, **options)
     drawn = drawn.replace("<script", f'<script nonce="{nonce}"')  # its JSON writes `<` as \\u003c
-    return f'<div role="figure" aria-label="{html.escape(accessible_name(layout))}">{drawn}</div>'
+    try:
+        name = accessible_name(layout)
+    except (AttributeError, TypeError):  # the layout of a stranger may hold anything
+        name = "Figure"
+    return f'<div role="figure" aria-label="{html.escape(name)}">{drawn}</div>'
 
 
 @checked_arguments
@@ -541,6 +567,8 @@ def notebook_to_html(notebook_path: str | Path, html_path: str | Path) -> Path:
         if exporter.has_trait(url):
             setattr(exporter, url, "")
     resources = {"metadata": {"name": Path(notebook_path).stem}}
+    for cell in (cell for cell in notebook.cells if cell.cell_type == "markdown"):
+        cell.source = _with_attachments(cell.source, cell.get("attachments", {}))
     try:
         page, _ = exporter.from_notebook_node(notebook, resources)
     except OSError:  # a text names a picture that cannot be read, such as a folder
@@ -637,26 +665,30 @@ def add_pictures(notebook: Any) -> str:
     """Put a PNG beside each Plotly figure of a notebook, which shows without a script.
 
     The figures of this package are drawn without a browser; one with a trace of another type needs kaleido and a
-    Chrome or Chromium. Returns why a figure has no picture; an empty string if all have one.
+    Chrome or Chromium. Returns which figures have no picture and why; an empty string if all have one.
     """
-    reason = ""
+    reasons = dict[str, None]()
     outputs = [output for cell in notebook.cells for output in cell.get("outputs", [])]
     for data in (output["data"] for output in outputs if _is_figure(output.get("data", {}).get(PLOTLY_MIME))):
         if "image/png" not in data:
-            figure = decoded({key: data[PLOTLY_MIME].get(key, {}) for key in ("data", "layout")})
             try:
-                drawn = picture(go.Figure(figure, skip_invalid=True), "png", NOTEBOOK_PX)
-                data["image/png"] = base64.b64encode(drawn).decode()
+                figure = decoded({key: data[PLOTLY_MIME].get(key, {}) for key in ("data", "layout")})
+                shown = go.Figure(figure, skip_invalid=True)
+                if (shown.layout.height or 0) > HIGHEST_PX:
+                    raise ValueError(f"it is {shown.layout.height:,.0f} pixels high")
+                data["image/png"] = base64.b64encode(picture(shown, "png", NOTEBOOK_PX)).decode()
             except DataError as error:
-                reason = str(error)
-    return reason
+                reasons[f"Figures that only a browser draws have no picture beside them. {error}"] = None
+            except Exception as error:  # the figure of a stranger may hold anything
+                reasons[f"A figure is damaged and has no picture beside it: {in_words(error)}."] = None
+    return " ".join(reasons)
 
 
 def decoded(value: Any) -> Any:
     """Return Plotly's JSON with its base64 columns as lists."""
     if isinstance(value, Mapping):
         if "bdata" in value:
-            column = np.frombuffer(base64.b64decode(value["bdata"]), value["dtype"])
+            column = np.frombuffer(base64.b64decode(value["bdata"], validate=True), value["dtype"])
             shape = [int(size) for size in str(value.get("shape", len(column))).split(",")]
             return column.reshape(shape).tolist()
         return {key: decoded(item) for key, item in value.items()}

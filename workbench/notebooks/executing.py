@@ -33,12 +33,14 @@ from numpy.typing import NDArray
 
 from workbench import arguments
 from workbench.code_identity import steady_digests
+from workbench.display import waiting
 from workbench.errors import InvalidArgument, RunNotFound, UnknownParameter, WorkbenchError, in_words, suggestion
 from workbench.figures.figure import finish_notebook, notebook_to_html, read_notebook
+from workbench.notebooks.countdown import Countdown, watching_engine
 from workbench.rundir import RunDir
 from workbench.runs.environment import environment
 from workbench.runs.launching.launcher import LAUNCHES
-from workbench.runs.registry import ProgressReporter, list_runs
+from workbench.runs.registry import ProgressReporter, list_runs, text_curve
 from workbench.runs.run import Run
 from workbench.runs.wandb_run import start_recorder
 from workbench.secrets import masked_json
@@ -507,8 +509,17 @@ def execute(
         to.mkdir(parents=True, exist_ok=True)
         launches = Path(scratch) / "launches"
         launches.touch()
-        with _environment({**(variables or {}), LAUNCHES: str(launches)}), _progress_reports(launches, report):
-            failure = _run_papermill(source, executed, parameters or {}, kernel, folder)
+        seen = list[Countdown]()
+
+        def look() -> tuple[str, str]:
+            return str(seen[-1]) if seen else "starting the kernel", ""
+
+        with (
+            _environment({**(variables or {}), LAUNCHES: str(launches)}),
+            _progress_reports(launches, lambda: look()[0], report),
+            waiting(f"executing {notebook.name}", look),
+        ):
+            failure = _run_papermill(source, executed, parameters or {}, kernel, folder, seen.append)
         runs = launched_runs(launches)
     finish_notebook(executed)
     written = nbformat.read(executed, as_version=4)
@@ -539,15 +550,22 @@ def _knows_the_parameter(record: logging.LogRecord) -> bool:
 
 
 def _run_papermill(
-    notebook: Path, executed: Path, parameters: Mapping[str, Any], kernel: str | None, folder: Path | None
+    notebook: Path,
+    executed: Path,
+    parameters: Mapping[str, Any],
+    kernel: str | None,
+    folder: Path | None,
+    watch: Callable[[Countdown], None],
 ) -> str | None:
-    """Execute every cell; return None, or a sentence that says what failed."""
+    """Execute every cell, of which `watch` gets the countdown; return None, or a sentence that says what failed."""
     import papermill
     from jupyter_client.kernelspec import NoSuchKernel
     from nbclient.exceptions import DeadKernelError
+    from papermill.engines import papermill_engines
 
     # Names are checked already, and papermill does not see those of annotated parameters.
     logging.getLogger("papermill").addFilter(_knows_the_parameter)
+    papermill_engines.register(KEY, watching_engine(watch, is_as_timed=not parameters))
     for starts_left in reversed(range(STARTS)):
         try:
             papermill.execute_notebook(
@@ -555,7 +573,8 @@ def _run_papermill(
                 str(executed),
                 parameters=dict(parameters),
                 kernel_name=kernel,
-                progress_bar=sys.stderr.isatty(),
+                engine_name=KEY,
+                progress_bar=False,
                 cwd=None if folder is None else str(folder),
             )
         except papermill.PapermillExecutionError as error:
@@ -600,18 +619,27 @@ def _environment(variables: Mapping[str, str]) -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def _progress_reports(launches: Path, report: Callable[[str], None] | None) -> Iterator[None]:
-    """Report from another thread how far the runs are that the notebook has launched so far."""
+def _progress_reports(launches: Path, words: Callable[[], str], report: Callable[[str], None] | None) -> Iterator[None]:
+    """Report from another thread which cell runs, in `words`, and how far the runs are that were launched so far."""
     if report is None:
         yield
         return
     done = threading.Event()
 
     def follow() -> None:
-        reporter = ProgressReporter(REPORT_EVERY_S)
+        reporter, due, drawn = ProgressReporter(REPORT_EVERY_S), 0.0, set[Path]()
         while not done.wait(POLL_S):
-            for line in reporter.lines(launched_runs(launches)):
+            runs, is_due = launched_runs(launches), time.monotonic() >= due
+            if is_due:
+                due = time.monotonic() + REPORT_EVERY_S
+                report(f"{time.strftime('%H:%M:%S')}  {words()}")
+            for line in reporter.lines(runs):
                 report(line)
+            training = (run for run in runs if is_due or run.path not in drawn)
+            for run in (each for each in training if each.status.state == "running"):
+                if curve := text_curve(run.history()):
+                    report(f"{'':10}{run.name}  {curve}")
+                    drawn.add(run.path)
 
     thread = threading.Thread(target=follow, daemon=True)
     thread.start()

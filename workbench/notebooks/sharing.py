@@ -21,7 +21,7 @@ from typing import Any
 import numpy as np
 
 from workbench.arguments import checked_arguments
-from workbench.display import html_table
+from workbench.display import Say, html_table, waiting
 from workbench.errors import WorkbenchError
 from workbench.figures.figure import (
     PLOTLY_MIME,
@@ -90,12 +90,17 @@ def share(notebook: PathLike, to: PathLike = "shared", *, runs: Runs | None = No
         >>> shared.page.name
         'curves.html'
     """
+    notebook, to = Path(notebook).expanduser(), Path(to).expanduser()
+    check_not_overwritten(notebook, to, "share")
+    with waiting(f"sharing {notebook.name}") as say:
+        return _share(notebook, to, runs, say)
+
+
+def _share(notebook: Path, to: Path, runs: Runs | None, say: Say) -> Shared:
     import nbformat
 
     from workbench.widgets.live_widget import HIDE_DEAD_WIDGET
 
-    notebook, to = Path(notebook).expanduser(), Path(to).expanduser()
-    check_not_overwritten(notebook, to, "share")
     target = (to / notebook.name).absolute()
     value = read_notebook(notebook)
     known, notes = value.metadata.get(KEY), list[str]()
@@ -120,14 +125,17 @@ def share(notebook: PathLike, to: PathLike = "shared", *, runs: Runs | None = No
             is_text = text != "" and not text.startswith(("FigureWidget(", "VBox(", "HBox(", "Output("))
             kept += [output] if shown or is_text or "data" not in output else []
         cell["outputs"] = kept
+    say("drawing its figures")
     reason = add_pictures(value)
     if reason:
-        notes.append(f"Figures that only a browser draws have no picture beside them. {reason}")
+        notes.append(reason)
+    say("removing scripts and secrets")
     notes += _remove_scripts(value)
     notes += _shrink(value)
     text = _notebook_text(masked_json(value))  # before JSON escapes the quotes and line ends of a secret
     for secret in secrets():  # in names
         text = text.replace(secret, MASK)
+    say("writing its page")
     page = notebook_to_html(written(target, text.encode()), target.with_suffix(".html"))
     return Shared(target, page, tuple(notes))
 

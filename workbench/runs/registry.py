@@ -443,6 +443,27 @@ def follow(runs: Sequence[Run], every_s: float = 5.0) -> Iterator[str]:
         time.sleep(POLL_S)
 
 
+BARS = "▁▂▃▄▅▆▇█"
+CURVE_STEPS, CURVE_WIDTH = 20, 40
+"""Smallest number of logged steps of which `text_curve` draws a curve, and largest number of its columns."""
+
+
+def text_curve(history: History) -> str:
+    """Return `"loss 7.93 █▇▆▄▃▂▁▁ 2.95 at step 600"`, the mean losses of equal stretches; "" for a run of few steps."""
+    if len(history) < CURVE_STEPS:
+        return ""
+    means = np.array(
+        [stretch.mean() for stretch in np.array_split(np.array(history.loss), min(CURVE_WIDTH, len(history) // 2))]
+    )
+    finite = np.isfinite(means)
+    if not finite.any():
+        return f"loss {means[-1]:.4g} at step {int(history.step[-1]):,}"
+    low, high = means[finite].min(), means[finite].max()
+    levels = np.where(finite, (means - low) / max(high - low, 1e-12) * (len(BARS) - 1), 0)
+    drawn = "".join(BARS[round(level)] if known else "·" for level, known in zip(levels.tolist(), finite, strict=True))
+    return f"loss {means[0]:.4g} {drawn} {means[-1]:.4g} at step {int(history.step[-1]):,}"
+
+
 def progress_line(row: RunRow) -> str:
     """Return `"09:41:07  bert-1  running  40 of 300 (13%)  loss 6.5  82.1 k tokens/s  MFU 41.0%  2 min left"`."""
     parts = [time.strftime("%H:%M:%S"), row["name"]]

@@ -117,14 +117,18 @@ def wait_for_end(run: RunDir, seen: RunState = UNREAD, timeout: float | None = N
     """
     deadline = math.inf if timeout is None else time.monotonic() + timeout
     with waiting(f"waiting for {run.path.name}") as say:
+        asked = None
+        with contextlib.suppress(RunNotFound):  # which says nothing about how the run ends
+            asked = _steps_asked_for(run)
         while True:
             status, seen = read_status(run, seen)
             if status.final:
                 break
             if time.monotonic() > deadline:
                 return status, seen
-            step = f", step {seen.steps[-1]['step']:,}" if seen.steps else ""
-            say(f"{status}{step}")
+            step = int(seen.steps[-1]["step"]) if seen.steps else 0
+            of = f" of {asked:,} ({step / asked:.0%})" if asked else ""
+            say(f"{status}, step {step:,}{of}" if step else str(status))
             time.sleep(POLL_S)
         processes.wait_left(run)
     if status.state == "failed":

@@ -1,13 +1,14 @@
 // Keeps the curve in view: the cell tagged `curve`, where JupyterLab's Run All scrolls to the end of the notebook. Until its
 // turn comes, that cell says which cell runs, because the progress of the others is out of view.
+import {cellLeft, slowness, toldProgress, usual} from './countdown.js';
 import {addStyle, element, stored} from './drawing.js';
 
 const SETTLING_MS = 6000; // figures above the curve are drawn within this time and move it
 const EVERY_MS = 300;
 const OWN_SCROLLING = ['wheel', 'pointerdown', 'keydown'];
 const AHEAD = 'from workbench.runs.launching.launcher import import_ahead as _ahead; _ahead(); del _ahead';
-const SECONDS = 'workbench:cell-seconds'; // how long cells took in this browser, by their id
-const MOST_REMEMBERED = 200;
+const SECONDS = 'workbench:cell-times'; // how long cells took in this browser the last times, by their id
+const MOST_REMEMBERED = 200, TIMES = 3;
 const STYLE = `
   .workbench-progress { padding: 4px 8px; margin: 4px 0; font-size: var(--jp-ui-font-size1); color: var(--jp-ui-font-color1);
     background: var(--jp-layout-color2); border-left: 3px solid var(--jp-brand-color1); font-variant-numeric: tabular-nums; }
@@ -35,24 +36,31 @@ async function hold(notebook, cell) {
 const known = (notebook, cell) => `${notebook.widgets[0].model.sharedModel.getSource().split('\n')[0]}: ${cell.model.id}`;
 
 function remember(name, seconds) {
-  const {[name]: _, ...others} = stored(SECONDS);
-  const kept = Object.entries({...others, [name]: Math.round(seconds)}).slice(-MOST_REMEMBERED);
+  const {[name]: times = [], ...others} = stored(SECONDS);
+  const kept = Object.entries({...others, [name]: [...times, Math.round(seconds)].slice(-TIMES)}).slice(-MOST_REMEMBERED);
   localStorage.setItem(SECONDS, JSON.stringify(Object.fromEntries(kept)));
 }
 
-// The seconds that a cell takes: those of the last time in this browser, or those that its template states.
-const expected = (notebook, cell) => stored(SECONDS)[known(notebook, cell)] ?? cell.model.getMetadata('expected_s') ?? 0;
+// The seconds that a cell takes: those of the last times in this browser, and those that its template states.
+function expected(notebook, cell) {
+  const stated = cell.model.getMetadata('expected_s'), times = stored(SECONDS)[known(notebook, cell)] ?? [];
+  return usual(stated > 0 ? [...times, stated] : times);
+}
 
-// What a cell does: the words of its call that waits, if there are any, or the heading above it.
-function doing(notebook, cell) {
+// The words of the call that a cell waits for, if there is one.
+function waitsFor(cell) {
   const outputs = cell.outputArea.model;
   for (let at = outputs.length - 1; at >= 0; at--) {
     const {data} = outputs.get(at);
-    if (String(data['text/html'] ?? '').includes('workbench-waiting')) {
-      const words = String(data['text/plain']).replace(/ \([^()]*\)$/, '');
-      return words[0].toLowerCase() + words.slice(1);
-    }
+    if (String(data['text/html'] ?? '').includes('workbench-waiting')) return String(data['text/plain']);
   }
+  return '';
+}
+
+// What a cell does: the words of its call that waits, or the heading above it.
+function doing(notebook, cell) {
+  const words = waitsFor(cell).replace(/ \([^()]*\)$/, '');
+  if (words) return words[0].toLowerCase() + words.slice(1);
   const above = notebook.widgets.slice(0, notebook.widgets.indexOf(cell)).reverse();
   const heading = above.map(({model}) => model.type === 'markdown' && /^#+ (.*)/m.exec(model.sharedModel.getSource())?.[1]);
   return heading.find(Boolean) || 'running';
@@ -65,11 +73,13 @@ function tell(notebook, curve) {
   line.setAttribute('role', 'status');
   curve.node.insertBefore(line, curve.node.querySelector('.jp-Cell-outputWrapper'));
   const code = notebook.widgets.filter(({model}) => model.type === 'code'), before = code.slice(0, code.indexOf(curve) + 1);
-  let current, since = Date.now(), began = false, slower = 1;  // the factor by which this machine is slower than expected
+  const took = new Map();  // seconds of cells that have ended
+  let current, since = Date.now(), began = false;
   const timer = setInterval(() => {
     const running = before.find(({model}) => model.executionState === 'running');
     const seconds = (Date.now() - since) / 1000;
     if (running !== current) {
+      if (current) took.set(current, {seconds, expected: expected(notebook, current)});
       if (current && seconds >= 1) remember(known(notebook, current), seconds);
       [current, since] = [running, Date.now()];
     }
@@ -79,17 +89,17 @@ function tell(notebook, curve) {
       line.remove();
       return;
     }
-    const took = (Date.now() - since) / 1000, said = `${Math.floor(took)} s`;
+    const runs = (Date.now() - since) / 1000, said = `${Math.floor(runs)} s`;
     if (!running) {
       line.textContent = `starting the kernel, ${said}`;
       return;
     }
-    const own = expected(notebook, running);
-    if (own) slower = Math.max(slower, took / own);
-    const left = before.slice(before.indexOf(running)).reduce((sum, cell) =>
-      sum + Math.max(0, slower * expected(notebook, cell) - (cell === running ? took : 0)), 0);
-    const usual = slower * own > took ? `, about ${Math.ceil(slower * own)} s` : '';
-    line.textContent = `cell ${code.indexOf(running) + 1} of ${code.length}: ${doing(notebook, running)}${usual} (${said})`
+    const ended = [...took.values()], factor = slowness(ended.map(each => each.expected), ended.map(each => each.seconds));
+    const own = expected(notebook, running), later = before.slice(before.indexOf(running) + 1);
+    const left = cellLeft(factor, own, runs, toldProgress(waitsFor(running)))
+      + later.reduce((sum, cell) => sum + factor * expected(notebook, cell), 0);
+    const about = factor * own > runs ? `, about ${Math.ceil(factor * own)} s` : '';
+    line.textContent = `cell ${code.indexOf(running) + 1} of ${code.length}: ${doing(notebook, running)}${about} (${said})`
       + (left >= 1 && running !== curve ? `; training starts in about ${Math.ceil(left)} s` : '');
   }, EVERY_MS);
 }
