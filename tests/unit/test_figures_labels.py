@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from itertools import combinations
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -26,6 +28,7 @@ from workbench.runs.run import Run
 from workbench.sweeps.grid import MeasuredCell
 from workbench.units import gib
 from workbench.widgets.dashboard import swatch
+from workbench.widgets.live_widget import CurveSettings, LiveLossFigure
 
 
 def run(folder: Path, name: str, **settings: object) -> Run:
@@ -135,6 +138,33 @@ def test_the_keys_of_many_runs_differ() -> None:
     assert len({(theme.series_color(index), theme.series_dash(index)) for index in range(40)}) == 40
 
 
+def lab(color: str, sees: np.ndarray) -> np.ndarray:
+    """Return the CIELAB coordinates of a colour as somebody sees it, by a matrix on linear RGB."""
+    values = np.array(theme.rgb(color)) / 255
+    linear = np.clip(sees @ np.where(values <= 0.04045, values / 12.92, ((values + 0.055) / 1.055) ** 2.4), 0, 1)
+    to_xyz = np.array([[0.4124, 0.3576, 0.1805], [0.2126, 0.7152, 0.0722], [0.0193, 0.1192, 0.9503]])
+    xyz = to_xyz @ linear / np.array([0.9505, 1.0, 1.0888])
+    f = np.where(xyz > 0.008856, np.cbrt(xyz), 7.787 * xyz + 16 / 116)
+    return np.array([116 * f[1] - 16, 500 * (f[0] - f[1]), 200 * (f[1] - f[2])])
+
+
+# Machado, Oliveira and Fernandes (2009), severity 1.0
+COLOUR_VISION = {
+    "deuteranopia": [[0.367, 0.861, -0.228], [0.280, 0.673, 0.047], [-0.012, 0.043, 0.969]],
+    "protanopia": [[0.152, 1.053, -0.205], [0.115, 0.786, 0.099], [-0.004, -0.048, 1.052]],
+    "tritanopia": [[1.256, -0.077, -0.179], [-0.078, 0.931, 0.148], [0.005, 0.691, 0.304]],
+}
+
+
+@pytest.mark.parametrize("sees", COLOUR_VISION)
+def test_curves_whose_colours_look_alike_to_some_differ_in_their_dashes(sees: str) -> None:
+    seen = [lab(color, np.array(COLOUR_VISION[sees])) for color in theme.PALETTE]
+    pairs = list(combinations(range(len(seen)), 2))
+    alike = [pair for pair in pairs if np.linalg.norm(seen[pair[0]] - seen[pair[1]]) < 10]
+    assert alike or sees == "tritanopia"
+    assert all(theme.series_dash(one) != theme.series_dash(other) for one, other in alike)
+
+
 def test_percentages_beside_a_prediction_say_what_they_are() -> None:
     subtitle = prediction(plan(), {"step_ms": 700.0}).layout.title.subtitle.text
     words = "percentages: how far the prediction lies above (+) or below (−) the measurement"
@@ -145,3 +175,16 @@ def test_times_and_hours_have_units_that_are_true_on_every_machine() -> None:
     figure = loss_curves([curve("a")], y="step_ms", x="gpu_hours")
     assert figure.layout.yaxis.tickformat == ",", "9,000 ms, not 9k ms"
     assert "Device-" in figure.layout.xaxis.title.text, "also on a machine without a GPU"
+
+
+def test_a_live_figure_of_many_runs_grows_with_its_legend_and_says_the_nearest() -> None:
+    def shown(runs: int) -> LiveLossFigure:
+        curves = [curve(f"rate {index}") for index in range(runs)]
+        snapshots = [SimpleNamespace(curve=each, history=[], step=0, marks=(), evaluations=None) for each in curves]
+        return LiveLossFigure(snapshots, CurveSettings("step", 0.0), lambda: None)
+
+    few, many = (shown(runs).figure.layout for runs in (2, 20))
+    assert (few.height, few.hovermode) == (400, "x unified")
+    assert many.hovermode == "closest"
+    plots = [layout.height - layout.margin.t - layout.margin.b for layout in (few, many)]
+    assert plots[0] == plots[1], "the legend takes nothing from the curves"

@@ -65,6 +65,8 @@ SMOOTHED_AGAIN = 300_000
 """Number of values of all runs together up to which a figure holds their averages of other widths."""
 LABEL_ROOM = 0.06
 """Size of an end label, as a share of the plot's width or height."""
+MOST_HOVERED = 8
+"""Number of runs up to which one box says the values of all at the pointer; with more it would cover the curves."""
 MENU_LOOK = {
     "x": 0.0,
     "y": 1.02,
@@ -234,7 +236,7 @@ def _lay_out(
     figure.laid_out(
         height=480 + max(0, below - theme.BOTTOM_PX),
         margin={"t": 92, "r": 64, "b": below or theme.BOTTOM_PX},
-        hovermode="x unified",
+        hovermode="x unified" if len(names) <= MOST_HOVERED else "closest",
         legend={"groupclick": "togglegroup", "tracegroupgap": 0, **legend},
         xaxis={"title": {"text": x_title}, "rangemode": "tozero", "unifiedhovertitle": {"text": hover_title(x_title)}},
         yaxis={

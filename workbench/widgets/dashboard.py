@@ -308,7 +308,8 @@ class Live(LiveWidget):
                 return (rows,)
             figure = self._loss.static_figure(self._snapshots, settings)
             figure.update_layout(title=theme.title("Loss of each run", "as it stood when the notebook was saved"))
-            return rows, self.bundle(figure.update_layout(margin={"t": 78}, height=454)), panels
+            figure.update_layout(margin={"t": 78}, height=figure.layout.height + 54)
+            return rows, self.bundle(figure), panels
         curves = [snapshot.curve for snapshot in self._snapshots]
         x, _ = shared_axis(curves, settings.x)
         loss = loss_curves(curves, x, settings.smoothing, log_y=settings.log_y, log_x=settings.log_x)

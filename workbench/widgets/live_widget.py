@@ -708,7 +708,8 @@ class LiveLossFigure:
         x, unit = shared_axis(curves, settings.x)
         self._x_title = unit.title
         self._layout = loss_layout(curves, x).layout
-        self._layout.update(margin={"t": 36, "b": 40}, height=400, autosize=True)  # plotly's buttons need the top
+        margin, height = self._layout.margin, self._layout.height - 80  # plotly's buttons need the top
+        self._layout.update(margin={"t": 36, "b": margin.b - 12}, height=height, autosize=True)
         prepared, smooth = self._prepare(snapshots, x, unit, settings.smoothing), settings.smoothing > 0
         top = _upper_end(prepared, settings.log_y)
         self._traces = curve_traces(prepared, x, "loss", smooth=smooth, complete=True, top=top)
