@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import copy
 import os
+import subprocess
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -20,6 +22,13 @@ from workbench.runs.history import Evaluations
 
 FIGURE = go.Figure(go.Scatter(x=[1, 2], y=[1, 2]))
 LONG = "x" * 10**6
+
+
+def small(folder: Path) -> wb.Experiment:
+    (folder / "a.txt").write_text("a few words\n" * 300)
+    data = wb.data.corpus(folder / "a.txt", vocab_size=300)
+    model = wb.models.bert(hidden_size=64, num_heads=2, num_layers=1, vocab_size=300)
+    return wb.Experiment.of(model=model, data=data, steps=1, global_batch=2)
 
 
 def history() -> Any:
@@ -62,6 +71,11 @@ REFUSED: dict[str, tuple[Callable[[Path], Any], type[WorkbenchError], str]] = {
     "no loss": (lambda _: wb.runs.History({"step": np.ones(1)}), InvalidArgument, "loss is missing"),
     "a column of a history": (lambda _: history()["los"], UnknownParameter, "Did you mean 'loss'"),
     "a column of evaluations": (lambda _: evaluations()["acuracy"], UnknownParameter, "Did you mean 'accuracy'"),
+    "10⁹ samples": (
+        lambda folder: wb.planning.graph(small(folder), micro_batch=10**9),
+        InvalidArgument,
+        "no number of samples to capture. Give 1 to 4,096",
+    ),
     "10,000 layers": (lambda _: wb.models.bert(num_layers=10_000), WorkbenchError, "at most 1,000"),
     "a long name of a run": (lambda _: wb.load_run(LONG), RunNotFound, "xxx…xxx"),
     "long data": (
@@ -105,6 +119,12 @@ def test_text_without_an_end_is_refused(tmp_path: Path, inside: bool) -> None:
         asked = wb.Experiment.of(model=wb.models.bert(**sizes), data=data, steps=1, global_batch=2)
         with pytest.raises(DataError, match="is no file with an end: it is a device, a pipe or a socket"):
             asked.data.reads(asked).check()
+
+
+def test_a_python_without_docstrings_is_told_and_not_a_fault_of_transformers() -> None:
+    build = "import workbench as wb; wb.models.bert(hidden_size=64, num_heads=2).build()"
+    ended = subprocess.run([sys.executable, "-OO", "-c", build], capture_output=True, text=True, check=False)
+    assert "InvalidExperiment: Python runs with -OO" in ended.stderr
 
 
 def test_a_word_of_megabytes_is_cut_for_the_trainer_and_words_of_a_text_are_not() -> None:

@@ -6,6 +6,7 @@ import contextlib
 import dataclasses
 import fnmatch
 import functools
+import sys
 from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING, Annotated, Any, ClassVar, cast
 
@@ -171,8 +172,14 @@ def _opt(model: Model, sizes: dict[str, Any]) -> Any:
 
 @contextlib.contextmanager
 def quiet() -> Iterator[None]:
-    """Silence the warnings and progress bars of `transformers`."""
+    """Silence the warnings and progress bars of `transformers`; raise `InvalidExperiment` where it cannot build."""
     import transformers
+
+    if sys.flags.optimize > 1:
+        raise InvalidExperiment(
+            "Python runs with -OO, or PYTHONOPTIMIZE=2, which removes docstrings, and transformers builds no model "
+            "without them. Start it without, or with -O."
+        )
 
     logging = transformers.utils.logging
     before, shows_progress = logging.get_verbosity(), logging.is_progress_bar_enabled()

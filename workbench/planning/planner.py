@@ -23,7 +23,6 @@ from workbench.planning.search import Search, checked_search, uncollected
 from workbench.strategy import RECOMPUTE, SCHEDULES, Choices, Fixed
 from workbench.units import MIB, gib, is_count, milliseconds
 from workbench.user_code import UserFunction
-from workbench.validation import LARGEST_COUNT
 
 if TYPE_CHECKING:
     from torch import nn
@@ -37,6 +36,8 @@ NOT_GATHERED = ("samples", "sparsity")
 """Fields of an experiment with which the samples of a loss that compares them are not gathered."""
 CAPTURE_BATCH = 2
 """Samples of the batch that a model is captured with for planning; costs are linear in the micro-batch."""
+MOST_CAPTURED = 4096
+"""Largest micro-batch that is captured beyond the global batch, since its samples are made."""
 
 
 @checked_arguments
@@ -132,8 +133,9 @@ def graph(experiment: Experiment, micro_batch: int = CAPTURE_BATCH) -> Graph:
     """Return the experiment's model as a graph of blocks, without weights; raises `CaptureError`."""
     from workbench.capture.captured_model import CapturedModel
 
-    if not 1 <= micro_batch <= LARGEST_COUNT:
-        raise InvalidArgument(f"micro_batch={micro_batch:,} is no number of samples. Give 1 to {LARGEST_COUNT:,}.")
+    most = max(MOST_CAPTURED, experiment.largest_batch)
+    if not 1 <= micro_batch <= most:  # its samples are made, to be followed through forward
+        raise InvalidArgument(f"micro_batch={micro_batch:,} is no number of samples to capture. Give 1 to {most:,}.")
     return CapturedModel(experiment, micro_batch).graph
 
 
