@@ -21,13 +21,13 @@ from workbench.analysis.curve import Curve
 from workbench.code_identity import IMPORTED, identities_json, identity
 from workbench.errors import RunNotFound, WorkbenchError
 from workbench.figures.curves_view import loss_curves
-from workbench.figures.figure import PLOTLY_MIME, WIDGET_MIME
+from workbench.figures.figure import HIDE_DEAD_WIDGET, PLOTLY_MIME, WIDGET_MIME
 from workbench.notebooks import executing, sharing
 from workbench.notebooks.executing import LossCurve, Record, recorded_in
 from workbench.notebooks.sharing import BITWISE, DIFFERENT, NOISE, verdict
 from workbench.rundir import RunDir, write_json, write_record
 from workbench.runs.run import Run
-from workbench.widgets.live_widget import EMPTY, HIDE_DEAD_WIDGET
+from workbench.widgets.live_widget import EMPTY
 
 ROOT = Path(__file__).resolve().parents[2]
 STEPS = 400

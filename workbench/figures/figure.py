@@ -457,6 +457,13 @@ def _cleaner() -> Any:
 # Pages to share: one HTML file that opens offline, and a notebook that shows its figures without a kernel.
 
 WIDGET_MIME = "application/vnd.jupyter.widget-view+json"
+TWIN_CLASS = "workbench-saved"
+"""Class of the static twin of a live view, which a saved notebook shows in its place."""
+HIDE_DEAD_WIDGET = (
+    f"<style>.jp-OutputArea-child:has(+ .jp-OutputArea-child .{TWIN_CLASS}) "
+    "> .jp-OutputArea-output.jupyter-widgets:not(:has(*)) { display: none; }</style>"
+)
+"""Style in the static twin that hides a widget above it which shows nothing but an error."""
 PAGE = """<!DOCTYPE html>
 <html lang="en">
 <head>

@@ -24,6 +24,7 @@ from workbench.arguments import checked_arguments
 from workbench.display import Say, html_table, waiting
 from workbench.errors import WorkbenchError
 from workbench.figures.figure import (
+    HIDE_DEAD_WIDGET,
     PLOTLY_MIME,
     WIDGET_MIME,
     add_pictures,
@@ -99,8 +100,6 @@ def share(notebook: PathLike, to: PathLike = "shared", *, runs: Runs | None = No
 def _share(notebook: Path, to: Path, runs: Runs | None, say: Say) -> Shared:
     import nbformat
 
-    from workbench.widgets.live_widget import HIDE_DEAD_WIDGET
-
     target = (to / notebook.name).absolute()
     value = read_notebook(notebook)
     known, notes = value.metadata.get(KEY), list[str]()
@@ -131,8 +130,9 @@ def _share(notebook: Path, to: Path, runs: Runs | None, say: Say) -> Shared:
         notes.append(reason)
     say("removing scripts and secrets")
     notes += _remove_scripts(value)
-    notes += _shrink(value)
-    text = _notebook_text(masked_json(value))  # before JSON escapes the quotes and line ends of a secret
+    value = masked_json(value)  # before JSON escapes the quotes and line ends of a secret
+    text, left_out = _shrunk(value)
+    notes += left_out
     for secret in secrets():  # in names
         text = text.replace(secret, MASK)
     say("writing its page")
@@ -140,10 +140,12 @@ def _share(notebook: Path, to: Path, runs: Runs | None, say: Say) -> Shared:
     return Shared(target, page, tuple(notes))
 
 
-def _shrink(notebook: Any) -> list[str]:
-    """Remove outputs, the largest first, until the notebook is smaller than `MAX_BYTES`; return a note for each."""
-    notes = []
-    while (size := len(_notebook_text(notebook))) > MAX_BYTES:
+def _shrunk(notebook: Any) -> tuple[str, list[str]]:
+    """Remove outputs, the largest first, until a notebook is below `MAX_BYTES`; return its text and a note for each."""
+    import nbformat
+
+    notes = list[str]()
+    while (size := len(text := str(nbformat.writes(notebook)))) > MAX_BYTES:
         outputs = [
             (len(json.dumps(content)), output["data"], mime)
             for cell in notebook.cells
@@ -161,13 +163,7 @@ def _shrink(notebook: Any) -> list[str]:
         data.setdefault("text/plain", "(left out: too large)")
         what = "an interactive figure (its picture stays)" if mime == PLOTLY_MIME else f"an output of type {mime}"
         notes.append(f"Left out {what} of {num_bytes / 1e6:.1f} MB.")
-    return notes
-
-
-def _notebook_text(notebook: Any) -> str:
-    import nbformat
-
-    return str(nbformat.writes(notebook))
+    return text, notes
 
 
 def _remove_scripts(notebook: Any) -> list[str]:

@@ -40,14 +40,23 @@ from workbench.columns import AxisUnit
 from workbench.errors import in_words
 from workbench.figures import theme
 from workbench.figures.curves_view import curve_traces, hover_title, loss_layout, mark_key, settled_range
-from workbench.figures.figure import PLOTLY_MIME, Figure, accessible_name, mimebundle, page_json, plotly_js
+from workbench.figures.figure import (
+    HIDE_DEAD_WIDGET,
+    PLOTLY_MIME,
+    TWIN_CLASS,
+    Figure,
+    accessible_name,
+    mimebundle,
+    page_json,
+    plotly_js,
+)
 from workbench.figures.panels_view import PANEL_POINTS, Window, panel, panel_names, panels
 from workbench.figures.prepared_curve import TRACE_ROLES, Preparation, PreparedCurve, map_in_threads, points_per_trace
 from workbench.widgets.run_reader import Snapshot, panel_inputs
 
 # Static twins of widgets: ordinary outputs of the same cell, which a saved notebook shows when the kernel is gone.
 
-WIDGET_CLASS, TWIN_CLASS, ROWS_CLASS = "workbench-live", "workbench-saved", "workbench-rows"
+WIDGET_CLASS, ROWS_CLASS = "workbench-live", "workbench-rows"
 """CSS classes of a widget with a static twin, of the twin's HTML, and of what a widget in its place shows already."""
 EMPTY: Mapping[str, str] = {"text/html": "", "text/plain": ""}
 """MIME bundle of an output that shows nothing."""
@@ -68,11 +77,6 @@ HIDE_ROWS = (
     "{ display: none; }</style>"
 )
 """Style in what remains of a widget, of the class `workbench-live-rows`, that hides its rows in the twin below."""
-HIDE_DEAD_WIDGET = (
-    f"<style>{_CHILD}:has(+ {_CHILD} .{TWIN_CLASS}) "
-    "> .jp-OutputArea-output.jupyter-widgets:not(:has(*)) { display: none; }</style>"
-)
-"""Style in the static twin that hides a widget above it which shows nothing but an error."""
 _LAST = f"{_CHILD}:has(.{TWIN_CLASS}-last)"
 GREY_LAST_STATE = (
     f"<style>{_LAST} + {_CHILD}, {_LAST} + {_CHILD} + {_CHILD}, .{TWIN_CLASS}-last + * "
