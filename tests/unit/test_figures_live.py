@@ -91,7 +91,7 @@ def points(dashboard: Any, part: str) -> list[int]:
 def test_facts_name_step_loss_speed_mfu_and_time_left(directory: RunDir) -> None:
     train(directory, 1, 40)
     snapshot = RunReader(directory.path).read()
-    assert snapshot.facts == "step 40 of 100 · loss 0.2506 · 2 k tokens/s · MFU 41.0% · 30 s left"
+    assert snapshot.facts == "30 s left · step 40 of 100 · loss 0.2506 · 2 k tokens/s · MFU 41.0%"
     assert snapshot.progress == 0.4
     sparse = start_run(directory.path.parent / "every tenth step")
     for step in (10, 20, 30, 40):

@@ -106,7 +106,10 @@ class Snapshot:
 
     @property
     def facts(self) -> str:
-        """`"step 812 of 2,000 · loss 4.31 · 82.1 k tokens/s · MFU 41 % · 3 min left"`, as far as known."""
+        """`"3 min left · step 812 of 2,000 · loss 4.31 · 82.1 k tokens/s · MFU 41 %"`, as far as known.
+
+        A narrow window cuts the end off, so the time left comes first.
+        """
         if not len(self.history):
             return f"{self.phase} done, first step to come" if self.phase else "no step yet"
         row: Any = {name: self._recent_median(name) for name in ("tokens_per_s", "mfu")}
@@ -117,7 +120,7 @@ class Snapshot:
         if waiting is not None and waiting >= SHOWN_WAIT:
             parts.append(f"waiting for data {waiting:.0%}")
         if self.eta_s is not None:
-            parts.append(f"{time_left(self.eta_s)} left")
+            parts.insert(0, f"{time_left(self.eta_s)} left")
         return " · ".join(parts)
 
     def _recent_median(self, column: str) -> float | None:
