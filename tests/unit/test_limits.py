@@ -18,7 +18,9 @@ import workbench as wb
 from tests.unit.test_runs import make_run
 from workbench.data import tokenizer
 from workbench.errors import LONGEST, DataError, InvalidArgument, RunNotFound, UnknownParameter, WorkbenchError
+from workbench.measure import detection
 from workbench.runs.history import Evaluations
+from workbench.runs.launching import launcher
 
 FIGURE = go.Figure(go.Scatter(x=[1, 2], y=[1, 2]))
 LONG = "x" * 10**6
@@ -132,3 +134,18 @@ def test_a_word_of_megabytes_is_cut_for_the_trainer_and_words_of_a_text_are_not(
     given = ["a short text", "b" * (2 * longest + 7) + " and c", "d" * (longest - 1) + " " + "e" * longest]
     shown = ["a short text", " ".join(["b" * longest, "b" * longest, "b" * 7]) + " and c", given[2]]
     assert list(tokenizer._counted(given, lambda _: None)) == [shown]
+
+
+def test_ranks_that_cannot_meet_are_not_started(monkeypatch: pytest.MonkeyPatch) -> None:
+    def unreachable(*_: Any, **__: Any) -> None:
+        raise OSError(101, "Network is unreachable")
+
+    launcher._check_loopback()
+    monkeypatch.setattr("socket.create_connection", unreachable)
+    with pytest.raises(WorkbenchError, match=r"127\.0\.0\.1 cannot be reached: Network is unreachable"):
+        launcher._check_loopback()
+
+
+def test_a_measurement_in_a_home_that_cannot_be_written_is_made_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("WORKBENCH_HOME", "/proc/nowhere")
+    assert detection._cached("a device", lambda: {"bf16": 1.0})["bf16"] == 1.0

@@ -8,6 +8,7 @@ measured under; `workbench.measure.detection` says when they are measured again.
 
 from __future__ import annotations
 
+import contextlib
 import datetime
 import hashlib
 import json
@@ -541,7 +542,8 @@ def _cached(what: str, measure: Callable[[], dict[str, float]]) -> dict[str, flo
     if not rates or (is_doubtful(rates) and is_quiet()):
         watch = LoadWatch()
         rates = {**measure(), **watch.facts()}
-        write_json(path, rates)
+        with contextlib.suppress(OSError):  # in a home that cannot be written, the next process measures again
+            write_json(path, rates)
     return rates
 
 

@@ -11,6 +11,7 @@ import os
 import re
 import shutil
 import signal
+import socket
 import time
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -127,6 +128,8 @@ def start_attempt(
     """
     # All that can be refused is refused before a directory exists, so that a refused launch leaves nothing behind.
     attempt = _checked(attempt, facts, progress)
+    if attempt.plan.world > 1:
+        _check_loopback()
     devices = device_queue.devices_for(attempt.plan)
     device_queue.queue_folder()
     is_training = worker != processes.EXAMINER
@@ -140,6 +143,19 @@ def start_attempt(
         with contextlib.suppress(OSError), open(os.environ[LAUNCHES], "a") as file:
             file.write(f"{run.path}\n")
     return run
+
+
+def _check_loopback() -> None:
+    """Raise `WorkbenchError` if ranks of this machine cannot meet; they would wait for each other for minutes."""
+    try:
+        with socket.create_server(("127.0.0.1", 0)) as server:
+            socket.create_connection(server.getsockname(), timeout=10).close()
+    except OSError as error:
+        raise WorkbenchError(
+            f"Several ranks meet over this machine's loopback interface, and 127.0.0.1 cannot be reached: "
+            f"{error.strerror or error}. Bring it up (ip link set lo up), or train in one process: "
+            "wb.plan(experiment, wb.measure.local_cluster(processes=1))."
+        ) from None
 
 
 def import_ahead() -> None:
