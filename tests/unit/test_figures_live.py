@@ -98,7 +98,7 @@ def test_facts_name_step_loss_speed_mfu_and_time_left(directory: RunDir) -> None
         append_event(sparse.events, "step", step=step, loss=1.0, seconds=0.5 * step)
     assert RunReader(sparse.path).read().eta_s == pytest.approx(0.5 * 60), "steps are left, not lines of the log"
     train(directory, 41, 80, data_wait=0.25)
-    assert "MFU 41.0% · waiting for data 25% ·" in RunReader(directory.path).read().facts
+    assert "MFU 41.0% · waiting for data 25%" in RunReader(directory.path).read().facts
     assert data_wait(Run(directory.path).history()) == pytest.approx(0.25)
 
 
