@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import itertools
 import json
 import random
@@ -410,6 +411,70 @@ def test_a_bare_file_of_sentencepiece_cuts_words_as_its_model_says(
         assert reader.decode(expected) == "lower slow newest lowest"
         tokens = SpecialTokens.of_folder(data.reads(experiment(data, "mlm")).tokenizer_folder())
         assert (tokens.vocabulary, tokens.mask, tokens.end, tokens.frame[0]) == (len(numbers), 3, 2, (1,))
+
+
+SMALL = {"num_threads": 1, "minloglevel": 2, "hard_vocab_limit": False, "num_sub_iterations": 1}
+"""Options of a training of SentencePiece that takes a moment."""
+SCRIPTS = {
+    "Japanese": [(0x3041, 0x3097), (0x30A1, 0x30FB), (0x4E00, 0x4FFF), (0xFF66, 0xFF9F), (0x3099, 0x309B)],
+    "Korean": [(0xAC00, 0xAD00), (0x1100, 0x1113), (0x1161, 0x1176), (0x11A8, 0x11C3), (0x3131, 0x318F)],
+    "Arabic": [(0x621, 0x653), (0xFE70, 0xFEFD), (0xFDF0, 0xFDFD)],
+    "Vietnamese": [(0x61, 0x7B), (0x300, 0x304), (0x306, 0x307), (0x309, 0x30A), (0x323, 0x324), (0x1EA0, 0x1EFA)],
+    "emoji": [(0x1F600, 0x1F650), (0x1F3FB, 0x1F400), (0x200D, 0x200E), (0xFE0F, 0xFE10), (0x1F468, 0x1F46A)],
+}
+BLANKS = [*" " * 6, "  ", "\t", "\u3000", "\u00a0", "\r\n", "\u200b", "\u2003", " \u2581", "\u00ad"]
+
+
+def lines_of_unicode(number: int) -> list[str]:
+    """Return characters that Unicode decomposes, in all their forms, and lines of several scripts with odd blanks."""
+    dice, lines = random.Random(0), []
+    decomposed = [chr(code) for code in range(0x20, 0x30000) if unicodedata.decomposition(chr(code))]
+    for each in decomposed[::4]:
+        forms = dict.fromkeys([each, *(unicodedata.normalize(form, each) for form in ("NFC", "NFD", "NFKC", "NFKD"))])
+        lines += [" ".join(forms), f"a{each}{chr(dice.choice([0x300, 0x323, 0x3099, 0x5B0, 0x64B]))}b"]
+    ends = ["", "1234", "...", "…", "㌔", "ｶﾞｷﾞ", "か\u3099", "</s>", "<0x41>"]
+    for _ in range(number - len(lines)):
+        scripts = dice.choice([[each] for each in SCRIPTS.values()] + [list(SCRIPTS.values())])
+        words = []
+        for _ in range(dice.randint(1, 8)):
+            letters = (chr(dice.randrange(*dice.choice(dice.choice(scripts)))) for _ in range(dice.randint(1, 8)))
+            words += ["".join(letters), dice.choice(BLANKS)]
+        lines.append(dice.choice(["", "", " ", "\u3000"]) + "".join(words) + dice.choice(ends))
+    return lines
+
+
+def test_a_model_of_sentencepiece_reads_ten_thousand_lines_as_sentencepiece_does(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Rules go by the longest prefix of the text, and of two ways to cut a word that tie, the same one is taken."""
+    sentencepiece = pytest.importorskip("sentencepiece")
+    monkeypatch.setenv("WORKBENCH_HOME", str(tmp_path))
+    lines = lines_of_unicode(10_000)
+    trained = [unicodedata.normalize("NFKC", " ".join(line.split())) for line in lines[::9]]
+    for options in (
+        {"model_type": "unigram"},
+        {"model_type": "unigram", "byte_fallback": True, "normalization_rule_name": "identity"},
+        {"model_type": "unigram", "normalization_rule_name": "nmt_nfkc_cf", "user_defined_symbols": ["<sym>", "か"]},
+        {"model_type": "bpe", "byte_fallback": True, "remove_extra_whitespaces": False},
+    ):
+        file = io.BytesIO()
+        sentencepiece.SentencePieceTrainer.train(
+            sentence_iterator=iter(trained),
+            model_writer=file,
+            vocab_size=2000,
+            character_coverage=0.98,
+            **SMALL,
+            **options,
+        )
+        (tmp_path / "trained.model").write_bytes(file.getvalue())
+        reader = TextTokenizer.of_folder(folder_of(str(tmp_path / "trained.model"))).for_text()
+        known = sentencepiece.SentencePieceProcessor(model_proto=file.getvalue())
+        texts = lines if options == {"model_type": "unigram"} else lines[::10]
+        found = list(map(list, reader.batch(texts)))
+        assert [text for text, ids in zip(texts, found, strict=True) if ids != known.encode(text)] == [], options
+        document = " ".join(trained)  # whose sums are so large that fp32 rounds what two pieces differ by
+        assert list(next(iter(reader.batch([document])))) == known.encode(document), options
+        assert reader.encode("か\u3099 …") == known.encode("か\u3099 …"), options
 
 
 def test_a_file_that_is_no_model_of_sentencepiece_is_refused_with_a_way_out(tmp_path: Path) -> None:

@@ -17,7 +17,7 @@ import shutil
 import sys
 import unicodedata
 from collections import Counter
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -27,6 +27,7 @@ import numpy as np
 from numpy.typing import NDArray
 from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers, processors, trainers
 
+from workbench.data.sentence_piece import SentencePiece, rules_of
 from workbench.data.store import TOKENIZER_FACTS as FACTS
 from workbench.data.store import only_process, writing_to
 from workbench.data.text import Advance
@@ -35,7 +36,7 @@ from workbench.machine import cache_home
 
 Ids = tuple[int, ...]
 
-FORMAT = 1
+FORMAT = 2
 """Version of the folder's format; part of its name."""
 FAST = "tokenizer.json"
 """File of a tokeniser of the library `tokenizers`."""
@@ -57,6 +58,8 @@ SENTINEL = "<extra_id_{}>"
 """Token that stands for a hidden span in T5 (arXiv:1910.10683), numbered from 0."""
 SENTENCE_PIECE = (".model", ".spm")
 """Endings of a file that SentencePiece wrote (https://github.com/google/sentencepiece)."""
+READING = "sentence_piece.json"
+"""File of a tokeniser of SentencePiece that says how texts are read, which `tokenizer.json` says but roughly."""
 CONTROL, USER_DEFINED = 3, 4
 """Types of a piece in SentencePiece's file: symbols that text never is, and those that are tokens in every text."""
 LONGEST_WORD = 250
@@ -119,8 +122,9 @@ class SpecialTokens:
 class TextTokenizer:
     """A tokeniser of `tokenizers`, or one of `transformers` that is written in Python, with the same few methods."""
 
-    def __init__(self, library: Any) -> None:
-        self.library = library
+    def __init__(self, library: Any, reading: SentencePiece | None = None) -> None:
+        """`reading` goes before the library, which does not normalise then, or, of a Unigram model, instead of it."""
+        self.library, self._reading = library, reading
         self.is_fast = isinstance(library, Tokenizer)
         self._words: dict[str, list[int]] | None = None
         """Ids of the words of a text so far, for a tokeniser whose words do not depend on what is beside them."""
@@ -129,6 +133,11 @@ class TextTokenizer:
     @classmethod
     def of_folder(cls, folder: Path) -> TextTokenizer:
         """Load the tokeniser that `write` left in a folder."""
+        if (folder / READING).exists():
+            library = Tokenizer.from_file(str(folder / FAST))
+            library.normalizer = normalizers.Sequence([])
+            library.pre_tokenizer = pre_tokenizers.Metaspace(prepend_scheme="never", split=library.pre_tokenizer.split)
+            return cls(library, SentencePiece(json.loads((folder / READING).read_text())))
         if (folder / FAST).exists():
             return cls(Tokenizer.from_file(str(folder / FAST)))
         return cls(named_tokenizer(folder))
@@ -146,6 +155,10 @@ class TextTokenizer:
         """Return the ids of each text, without special tokens; call `for_text` before."""
         if self._words is not None:
             return self._batch_of_words(texts, self._words)
+        if self._reading is not None:
+            texts = list(map(self._reading.normalization, texts))
+            if self._reading.unigram is not None:
+                return map(self._reading.unigram, texts)
         if self.is_fast:
             return (encoding.ids for encoding in self.library.encode_batch_fast(texts, add_special_tokens=False))
         # Its methods for batches do the same one after the other, and warn of texts that are longer than the model.
@@ -166,6 +179,10 @@ class TextTokenizer:
 
     def encode(self, text: str) -> list[int]:
         """Return the ids of a text in which special tokens, such as a mask, are recognised."""
+        if self._reading is not None:
+            text = self._reading.normalization(text)
+            if self._reading.unigram is not None and not any(special in text for special in self._special_tokens):
+                return self._reading.unigram(text)
         if self.is_fast:
             return list(self.library.encode(text, add_special_tokens=False).ids)
         return list(self.library(text, add_special_tokens=False, verbose=False)["input_ids"])
@@ -227,15 +244,20 @@ class TextTokenizer:
                 joints[number] = (token.startswith(prefix) and len(token) > len(prefix), 1)
         return joints
 
+    @cached_property
+    def _special_tokens(self) -> list[str]:
+        return [token.content for token in self.library.get_added_tokens_decoder().values() if token.special]
+
     def _special_ids(self) -> list[int]:
         if self.is_fast:
             return [number for number, token in self.library.get_added_tokens_decoder().items() if token.special]
         return list(self.library.all_special_ids)
 
-    def write(self, folder: Path, named: Any = None) -> None:
+    def write(self, folder: Path, named: Any = None, reading: Mapping[str, Any] | None = None) -> None:
         """Write the files that `AutoTokenizer` loads, and what samples need to know, into an existing folder.
 
         `named` is the tokeniser of `transformers` whose files are written; without, special tokens are known by name.
+        With a `reading`, which is written beside, texts are read as SentencePiece reads them.
         """
         if named is not None:
             named.save_pretrained(folder)
@@ -253,6 +275,8 @@ class TextTokenizer:
             (folder / CONFIG).write_text(json.dumps(described, indent=2) + "\n")
         if not self.is_fast:
             (folder / FAST).unlink(missing_ok=True)  # it would lack what is written in Python
+        if reading is not None:
+            (folder / READING).write_text(json.dumps(reading))
         facts = {"files": sorted(path.name for path in folder.iterdir()), "special_tokens": self._facts(roles)}
         (folder / FACTS).write_text(json.dumps(facts, indent=2) + "\n")
 
@@ -360,11 +384,11 @@ def folder_of(path: str) -> Path:
     if not (folder / FACTS).exists():
         with only_process(folder):
             if not (folder / FACTS).exists():
-                tokenizer, named = _loaded(path)
+                tokenizer, named, reading = _loaded(path)
                 part = folder.with_name(f"{folder.name}.part")
                 shutil.rmtree(part, ignore_errors=True)
                 part.mkdir()
-                tokenizer.write(part, named)
+                tokenizer.write(part, named, reading)
                 shutil.rmtree(folder, ignore_errors=True)
                 part.rename(folder)
     return folder
@@ -416,8 +440,11 @@ def saved(tokenizer: Any) -> Path:
             shutil.rmtree(part, ignore_errors=True)
 
 
-def _loaded(path: str) -> tuple[TextTokenizer, Any]:
-    """Load a tokeniser, and the object of `transformers` that names its special tokens, if there is one."""
+def _loaded(path: str) -> tuple[TextTokenizer, Any, dict[str, Any] | None]:
+    """Load a tokeniser, the object of `transformers` that names its special tokens, and SentencePiece's reading.
+
+    Each of the last two is None if there is none.
+    """
     files = {file.name: file for file in files_of(path)}
     is_alone = os.path.isfile(path)
     for file in files.values():
@@ -425,12 +452,17 @@ def _loaded(path: str) -> tuple[TextTokenizer, Any]:
     try:
         pieces = [] if {FAST, CONFIG, "config.json", "merges.txt"} & files.keys() else _sentence_pieces(files)
         if pieces:
-            return TextTokenizer(_from_sentence_piece(files[pieces[0]])), None
+            library, reading = _from_sentence_piece(files[pieces[0]])
+            return TextTokenizer(library), None, reading
+        if {READING, FAST} <= files.keys():  # an export of one
+            reading = json.loads(files[READING].read_text())
+            SentencePiece(reading)
+            return TextTokenizer(Tokenizer.from_file(str(files[FAST]))), None, reading
         if is_alone or (FAST in files and CONFIG not in files):
             file = next(iter(files.values())) if is_alone else files[FAST]
-            return TextTokenizer(Tokenizer.from_file(str(file))), None
+            return TextTokenizer(Tokenizer.from_file(str(file))), None, None
         if CONFIG not in files and "config.json" not in files:
-            return TextTokenizer(_from_merges(str(files["vocab.json"]), str(files["merges.txt"]))), None
+            return TextTokenizer(_from_merges(str(files["vocab.json"]), str(files["merges.txt"]))), None, None
         named = named_tokenizer(Path(path))
     except Exception as error:  # the libraries raise every type
         remedy, bare = REMEDY, [] if is_alone else _sentence_pieces(files)
@@ -439,9 +471,9 @@ def _loaded(path: str) -> tuple[TextTokenizer, Any]:
         raise DataError(f"{path} cannot be loaded as a tokeniser: {first_line(error)}. {remedy}") from error
     backend = getattr(named, "backend_tokenizer", None)
     try:
-        return TextTokenizer(named if backend is None else Tokenizer.from_str(backend.to_str())), named
+        return TextTokenizer(named if backend is None else Tokenizer.from_str(backend.to_str())), named, None
     except Exception:  # a part of it is written in Python
-        return TextTokenizer(named), named
+        return TextTokenizer(named), named, None
 
 
 def _check_ids(file: Path) -> None:
@@ -475,8 +507,10 @@ def _sentence_pieces(names: Iterable[str]) -> list[str]:
     return sorted(name for name in names if name.endswith(SENTENCE_PIECE))
 
 
-def _from_sentence_piece(path: Path) -> Tokenizer:
-    """Return the tokeniser of `tokenizers` with the pieces, scores and normalisation of a file of SentencePiece.
+def _from_sentence_piece(path: Path) -> tuple[Tokenizer, dict[str, Any]]:
+    """Return the tokeniser of `tokenizers` with the pieces and scores of a file of SentencePiece, and how that reads.
+
+    The normalisation of the library itself, which an export has, goes by graphemes.
 
     SentencePiece begins each text with a blank and joins blanks; symbols that its user defined are tokens wherever they
     stand. A Unigram model of `tokenizers` finds control symbols, such as `</s>`, in a text as well.
@@ -514,7 +548,9 @@ def _from_sentence_piece(path: Path) -> Tokenizer:
     tokenizer.normalizer = normalizers.Sequence(steps)
     # A text that symbols divide has one blank at its beginning, not one in each part.
     first = ("first" if defined else "always") if normal.add_dummy_prefix else "never"
-    is_split = not any("▁" in piece.piece[1:] for piece in pieces if piece.type != USER_DEFINED)
+    normal_pieces = [piece.piece for piece in pieces if piece.type != USER_DEFINED]
+    has_suffix = bool(trained.treat_whitespace_as_suffix)
+    is_split = "▁" in normal_pieces and not has_suffix and not any("▁" in piece[1:] for piece in normal_pieces)
     tokenizer.pre_tokenizer = pre_tokenizers.Metaspace(prepend_scheme=first, split=is_split)
     parts = [decoders.ByteFallback(), decoders.Fuse()] if fallback else []
     tokenizer.decoder = decoders.Sequence([*parts, decoders.Metaspace(prepend_scheme=first)])
@@ -522,7 +558,16 @@ def _from_sentence_piece(path: Path) -> Tokenizer:
     special = [piece.piece for piece in pieces if piece.type == CONTROL or piece.piece in roles]
     tokenizer.add_special_tokens([AddedToken(each, normalized=False) for each in special])
     tokenizer.add_tokens([AddedToken(each, normalized=False) for each in defined if each not in special])
-    return tokenizer
+    described = {
+        "rules": rules_of(normal.precompiled_charsmap),
+        "symbols": defined,
+        "joins_blanks": bool(normal.remove_extra_whitespaces),
+        "first_blank": bool(normal.add_dummy_prefix) and not has_suffix,
+        "last_blank": bool(normal.add_dummy_prefix) and has_suffix,
+    }
+    listed = [(piece.piece, piece.score, piece.type) for piece in pieces]
+    unigram = {"pieces": listed, "unknown": trained.unk_id, "fallback": fallback} if trained.model_type == 1 else None
+    return tokenizer, {"normalization": described, "unigram": unigram}
 
 
 def _from_merges(vocabulary: str, merges: str) -> Tokenizer:
