@@ -143,6 +143,22 @@ def put_into_libraries(packages: Iterable[str]) -> list[Any]:
     return list(found.values())
 
 
+def bindings(owner: type | ModuleType) -> dict[str, str]:
+    """Return what a module or a class of a library calls by each name, and its plain values: a patch changes one.
+
+    Functions that another function of a library made are left out: `transformers` leaves one in `nn.Module`.
+    """
+    found = dict[str, str]()
+    for name, value in list(vars(owner).items()):
+        function = value.__func__ if type(value) in (staticmethod, classmethod) else value
+        if _is_a(function, (FunctionType, BuiltinFunctionType, type)):
+            if "<locals>" not in (named := _named(function)):
+                found[name] = named
+        elif type(value) in _PLAIN and not name.startswith("__"):
+            found[name] = repr(value)
+    return found
+
+
 def _is_put_into(value: Any) -> bool:
     """Return True for a function, a method or a class of the user, which a library holds."""
     if type(value) is FunctionType:
@@ -162,6 +178,11 @@ _COMPILERS = tuple(f"torch.{each}" for each in ("_inductor", "_dynamo", "distrib
 """Packages of torch whose functions no forward calls."""
 _BY_TEXT = frozenset({"eval", "exec", "globals", "__import__"})
 """Builtins that find what they need by text."""
+_OF_PROCESS = frozenset(
+    {"get_rank", "get_world_size", "get_node_local_rank", "process_index", "local_process_index", "device_count"}
+    | {"get_num_threads", "cpu_count", "getpid", "gethostname", "mem_get_info"}
+)
+"""Names of functions and attributes that say something else in another process."""
 _UNSTEADY = frozenset({"time", "datetime", "secrets", "uuid", "importlib"})
 """Modules whose functions return something else each time, or import by text."""
 _NOT_READ = frozenset({"_abc_impl", "__doc__", "__module__", "__dict__", "__weakref__"})
@@ -311,7 +332,7 @@ class _Walk:
         named, read = set(facts.named), set(facts.read)
         if "globals" in read:
             read |= named
-        self.is_uncertain |= not _BY_TEXT.isdisjoint(read)
+        self.is_uncertain |= not (_BY_TEXT.isdisjoint(read) and _OF_PROCESS.isdisjoint(named))
         self._names |= named
         self._written |= facts.written
         if facts.changes:

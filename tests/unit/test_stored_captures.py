@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import nn
@@ -25,9 +26,9 @@ CPU = torch.device("cpu")
 
 
 @pytest.fixture(autouse=True)
-def libraries(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> dict[str, tuple[int, ...]]:
+def libraries(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> dict[str, tuple[Any, ...]]:
     """A cache of the test's own, and a dict in place of the files of the loaded libraries."""
-    found = dict[str, tuple[int, ...]]()
+    found = dict[str, tuple[Any, ...]]()
     monkeypatch.setenv("WORKBENCH_HOME", str(tmp_path / "home"))
     monkeypatch.setattr(stored_captures, "_libraries", lambda: dict(found))
     return found
@@ -265,14 +266,17 @@ def test_settings_of_torch_and_the_environment_have_another_key(
     keys += [key_of(experiment.replace(loss=lambda outputs, _: outputs * 2)), key_of(experiment.replace(data=ones))]
     changes: list[tuple[Any, str, Any]] = [
         (torch.nn.functional, "gelu", _other_gelu),
+        (torch.nn.functional, "gelu", torch.nn.functional.silu),
         (nn.Linear, "forward", _other_forward),
+        (nn.Linear, "forward", nn.Identity.forward),
+        (nn.Linear, "factor", 2.0),
         (torch, "__version__", "2.99"),
         (sys, "version", "3.99"),
         (os, "listdir", lambda _: ["another-1.0.dist-info"]),
     ]
     for change in changes:
         with monkeypatch.context() as patch:
-            patch.setattr(*change)
+            patch.setattr(*change, raising=False)
             keys.append(key_of(experiment))
     with monkeypatch.context() as patch:
         patch.setenv("TORCH_SOMETHING", "1")
@@ -298,30 +302,36 @@ def _other_forward(self: nn.Linear, x: torch.Tensor) -> torch.Tensor:
     return x @ self.weight.T
 
 
-def test_a_file_of_a_library_that_was_edited_is_not_read_and_one_edited_meanwhile_is_not_stored(
-    module: Callable[..., Any], libraries: dict[str, tuple[int, ...]], tmp_path: Path, captures: list[Any]
+def test_a_library_that_was_edited_is_not_read_and_one_edited_meanwhile_is_not_stored(
+    module: Callable[..., Any], libraries: dict[str, tuple[Any, ...]], tmp_path: Path, captures: list[Any]
 ) -> None:
-    library = tmp_path / "modeling_of_a_library.py"
-    library.write_text("one")
-    os.utime(library, (1e9, 1e9))
-    facts = stored_captures._facts_of(str(library))
+    file = tmp_path / "modeling_of_a_library.py"
+    file.write_text("one")
+    now = str(file), *stored_captures._facts_of(str(file))
+    old = str(file), 3, 10**18, 10**18  # as if it had come with the installation
     experiment = experiment_of(module().build)
-    libraries[str(library)] = (*facts[:2], facts[1])  # as if it had come with the installation
+
+    def number() -> int:
+        CapturedModel(experiment, 2).graph  # noqa: B018
+        return len(captures)
+
+    libraries["library"] = old
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(stored_captures, "_facts_of", lambda file: libraries[file])
-        CapturedModel(experiment, 2).graph  # noqa: B018
-        CapturedModel(experiment, 2).graph  # noqa: B018
-        assert len(captures) == 1
-    CapturedModel(experiment, 2).graph  # noqa: B018  # the file has another time by now
-    assert len(captures) == 2
-    libraries[str(library)] = facts
-    CapturedModel(experiment, 2).graph  # noqa: B018  # and what this process has imported is not known
-    CapturedModel(experiment, 2).graph  # noqa: B018
-    assert len(captures) == 4
+        patch.setattr(stored_captures, "_facts_of", lambda _: old[1:])
+        assert [number(), number()] == [1, 1]
+        libraries["library"] = ("elsewhere.py", *old[1:])  # another file was imported by this name
+        assert [number(), number()] == [2, 2]
+        libraries["library"] = old
+        assert [number(), number()] == [3, 3]
+    assert number() == 4  # its file has another time by now
+    libraries["library"] = now
+    assert [number(), number()] == [5, 6]  # what this process has imported is not known
 
 
 READS = {
     "the environment": ("import os", 'float(os.environ.get("USERS_RATE", "2"))'),
+    "a file by a library": ("import numpy", 'float(numpy.load("FOLDER/array.npy"))'),
+    "the rank": ("from torch import distributed", "(distributed.get_rank() if distributed.is_initialized() else 1.0)"),
     "a file": ("from pathlib import Path", "float(len(Path(__file__).read_text()))"),
     "whether a file is there": ("from pathlib import Path", "float(Path(__file__).exists())"),
     "the clock": ("import time", "(1.0 if time.time() > 0 else 2.0)"),
@@ -332,9 +342,11 @@ READS = {
 
 @pytest.mark.parametrize("what", READS)
 def test_what_a_forward_reads_from_outside_is_read_each_time(
-    what: str, module: Callable[..., Any], captures: list[Any], monkeypatch: pytest.MonkeyPatch
+    what: str, module: Callable[..., Any], captures: list[Any], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     imports, read = READS[what]
+    read = read.replace("FOLDER", str(tmp_path))
+    np.save(tmp_path / "array.npy", 2.0)
     net = module({"import torch\n": f"import torch\n{imports}\n", "* RATE": f"* {read}"})
     CapturedModel(experiment_of(net.build), 2).graph  # noqa: B018
     monkeypatch.setenv("USERS_RATE", "3")

@@ -19,6 +19,7 @@ import stat
 import sys
 import sysconfig
 import tempfile
+import threading
 import time
 import zlib
 from collections import OrderedDict
@@ -34,7 +35,7 @@ import torch
 from torch import nn
 
 from workbench.capture.torch_internals import patched, settings_of_export
-from workbench.code_identity import fingerprint, put_into_libraries
+from workbench.code_identity import bindings, fingerprint, put_into_libraries
 from workbench.machine import cache_home
 from workbench.user_code import is_users
 
@@ -45,6 +46,8 @@ _CLOCKS_S = 2
 """Seconds by which the clocks of processes and of files may differ."""
 _VARIABLES = ("TORCH_", "PYTORCH_", "TRANSFORMERS_", "ATEN_")
 """Beginnings of the names of variables that libraries read when they are imported."""
+_NAMESPACES = ("torch", "torch.functional", "torch.nn.functional", "torch.linalg", "torch.special", "torch.fft")
+"""Modules of torch whose functions a forward calls."""
 _TABLES = ("_parameters", "_buffers", "_modules")
 _is_fresh = ContextVar("captures are not read", default=False)
 
@@ -90,6 +93,7 @@ def _key_of(model: nn.Module, functions: Sequence[Any], described: Any) -> str |
         own += [type(module), attributes]
         described_model.append([path, f"{type(module).__module__}.{type(module).__qualname__}", sorted(attributes)])
     tensors = (*model.named_parameters(remove_duplicate=False), *model.named_buffers(remove_duplicate=False))
+    own += {type(tensor) for _, tensor in tensors} - {torch.Tensor, nn.Parameter}
     for name, tensor in tensors:
         first = names.setdefault(id(tensor), name)
         device = "cpu" if tensor.is_meta else tensor.device.type  # where capture moves it
@@ -102,7 +106,12 @@ def _key_of(model: nn.Module, functions: Sequence[Any], described: Any) -> str |
         return None
     place = device_of(model)
     on = torch.cuda.get_device_name(place) if place.type == "cuda" else place.type
-    parts = [found, described_model, described, on, settings_of_export(), _versions()]
+    classes = {base for module in model.modules() for base in type(module).__mro__}
+    homes = sorted({*_NAMESPACES, *(each.__module__ for each in classes)} & sys.modules.keys())
+    libraries = [name for name in homes if not is_users(getattr(sys.modules[name], "__file__", None) or "")]
+    called = [[name, bindings(sys.modules[name])] for name in libraries]
+    called += sorted([f"{c.__module__}.{c.__qualname__}", bindings(c)] for c in classes if c.__module__ in libraries)
+    parts = [found, called, described_model, described, on, settings_of_export(), _versions()]
     return hashlib.sha256(json.dumps(parts, sort_keys=True, default=str).encode()).hexdigest()
 
 
@@ -164,7 +173,7 @@ class _Seen:
     variables: dict[str, str | None] = field(default_factory=dict)
     """Digest of the value of each variable of the environment that was read; None for one that was not set."""
     files: bool = False
-    """True if the user's code looked at a file."""
+    """True if the user's code looked at a file, or any code opened one that is no code."""
 
 
 @contextlib.contextmanager
@@ -172,7 +181,7 @@ def _watched() -> Iterator[_Seen]:
     """Note what is read inside a `with` block."""
     seen = _Seen()
     environment: Any = type(os.environ)
-    value_of = environment.__getitem__
+    value_of, thread = environment.__getitem__, threading.get_ident()
 
     def noted(self: Any, key: Any) -> Any:
         reader = _reader()
@@ -182,11 +191,16 @@ def _watched() -> Iterator[_Seen]:
 
     def looking(function: Callable[..., Any]) -> Callable[..., Any]:
         def looked(*args: Any, **kwargs: Any) -> Any:
-            seen.files |= is_users(_reader() or __file__)
+            if threading.get_ident() == thread and (reader := _reader()) not in ("", __file__):
+                path = args[0] if args else "."
+                is_own = reader.startswith(_TORCH) and not reader.endswith("serialization.py")  # the compiler's cache
+                is_opened = function in opening and not is_own and isinstance(path, str | os.PathLike)
+                seen.files |= is_users(reader) or (is_opened and _is_data(path))
             return function(*args, **kwargs)
 
         return looked
 
+    opening = (builtins.open, io.open)
     owners: list[tuple[Any, str]] = [(builtins, "open"), (io, "open"), (os, "stat"), (os, "listdir"), (os, "scandir")]
     with contextlib.ExitStack() as stack:
         stack.enter_context(patched(environment, "__getitem__", noted))
@@ -211,19 +225,25 @@ def _reader() -> str:
     return ""
 
 
+def _is_data(path: str | os.PathLike[str]) -> bool:
+    """Return True for a path that is no code, and that is not a library's."""
+    name = os.fspath(path)
+    return isinstance(name, str) and not name.endswith((".py", ".pyc")) and name[:1] != "<" and is_users(name)
+
+
 def _variable(name: str) -> str | None:
     """Return a digest of a variable, whose value may be a secret; None if it is not set."""
     value = os.environ._data.get(os.environ.encodekey(name))  # type: ignore[attr-defined]
     return None if value is None else hashlib.sha256(value).hexdigest()[:16]
 
 
-def _libraries() -> dict[str, tuple[int, ...]]:
-    """Return size and times of the file of every module that is loaded, but for the user's in Python."""
-    found = dict[str, tuple[int, ...]]()
-    for module in list(sys.modules.values()):
+def _libraries() -> dict[str, tuple[Any, ...]]:
+    """Return file, size and times of every module that is loaded, but for the user's in Python."""
+    found = dict[str, tuple[Any, ...]]()
+    for name, module in list(sys.modules.items()):
         file = getattr(getattr(module, "__spec__", None), "origin", None)
         if type(file) is str and os.sep in file and not (file.endswith(".py") and is_users(file)):
-            found[file] = _facts_of(file)
+            found[name] = (file, *_facts_of(file))
     return found
 
 
@@ -235,9 +255,9 @@ def _facts_of(file: str) -> tuple[int, ...]:
     return at.st_size, at.st_mtime_ns, at.st_ctime_ns
 
 
-def _is_edited_meanwhile(libraries: Mapping[str, Sequence[int]]) -> bool:
+def _is_edited_meanwhile(libraries: Mapping[str, Sequence[Any]]) -> bool:
     """Return True if a file was changed since this process may have imported it."""
-    return any(max(facts[1:], default=_started_ns()) >= _started_ns() for facts in libraries.values())
+    return any(max(facts[2:], default=_started_ns()) >= _started_ns() for facts in libraries.values())
 
 
 @functools.cache
@@ -261,11 +281,12 @@ def _read(key: str) -> Any:
         raise ValueError("others may write to the folder")
     file = folder() / f"{key}.json.z"
     content = json.loads(_unsealed(file.read_bytes()))
-    libraries = {name: tuple(facts) for name, facts in content["libraries"].items()}
-    if content["key"] != key or any(_facts_of(name) != facts for name, facts in libraries.items()):
+    libraries, loaded = {name: tuple(facts) for name, facts in content["libraries"].items()}, _libraries()
+    if content["key"] != key or any((file, *_facts_of(file)) != (file, *facts) for file, *facts in libraries.values()):
         raise ValueError("a library has changed")
-    if _is_edited_meanwhile({name: libraries[name] for name in _libraries().keys() & libraries.keys()}):
-        raise ValueError("a library was edited since it was imported")
+    common = libraries.keys() & loaded.keys()
+    if any(libraries[name] != loaded[name] for name in common) or _is_edited_meanwhile(loaded):
+        raise ValueError("a library was edited since it was imported, or another one was")
     if any(_variable(name) != digest for name, digest in content["variables"].items()):
         raise ValueError("a variable has changed")
     with contextlib.suppress(OSError):
