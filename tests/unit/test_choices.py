@@ -183,6 +183,9 @@ WITHIN: dict[str, Loss] = {
     "a shift that a softmax undoes": lambda at: (
         at.losses.mean() + (at.logits - at.logits.max()).softmax(1).square().mean()
     ),
+    "a table in the type of others": lambda at: (
+        (at.x + at.model.head.weight.detach()[:1].type_as(at.x)).square().mean() + at.losses.mean()
+    ),
     "a check": lambda at: torch.where(torch.isfinite(at.losses).all(), at.losses.mean(), torch.zeros(())),
 }
 
@@ -256,6 +259,15 @@ def routed(at: Any) -> torch.Tensor:
     return functional.cross_entropy(at.model.head(x + found), at.labels)
 
 
+def hit(at: Any) -> torch.Tensor:
+    """Loop over the experts that have tokens, as `transformers` does."""
+    mask, found = functional.one_hot(at.x[:, :2].argmax(1), 2).T, torch.zeros_like(at.x)
+    for [index] in (mask.sum(-1) > 0).nonzero():
+        tokens = torch.where(mask[index])[0]
+        found.index_add_(0, tokens, at.model.layers[index](at.x[tokens]))
+    return functional.cross_entropy(at.model.head(at.x + found), at.labels)
+
+
 def by_sample(at: Any) -> torch.Tensor:
     total = torch.zeros(())
     for row, label, flag in zip(at.logits, at.labels, at.flag, strict=True):
@@ -283,6 +295,7 @@ SEPARATE: dict[str, Loss] = {
         at.losses.clamp(max=3) if at.model.steps.add_(1) > 4 else at.losses
     ).mean(),
     "experts": routed,
+    "experts that have tokens": hit,
     "a branch by each sample": by_sample,
     "checks": checked,
 }

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+import transformers as tf
 from torch import fx, nn
 from torch.nn import functional
 from torch.nn.utils.rnn import PackedSequence, pack_padded_sequence, pad_packed_sequence
@@ -250,3 +251,59 @@ def test_steps_that_are_not_cut_are_refused_before_the_first_update(monkeypatch:
     monkeypatch.setattr(opaque_search, "_pad", uncut)
     with pytest.raises(CaptureError, match="does not compute the model's"):
         _ = CapturedModel(experiment, 2).division
+
+
+def jetmoe() -> nn.Module:
+    sizes = {"hidden_size": 16, "num_hidden_layers": 2, "num_key_value_heads": 2, "kv_channels": 8, "vocab_size": 64}
+    return tf.JetMoeForCausalLM(tf.JetMoeConfig(**sizes, intermediate_size=32, num_local_experts=4))
+
+
+class NaFlex(nn.Module):
+    """SigLIP 2 over images of several shapes, whose positions are interpolated to the shape of each."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        sizes = {"hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2}
+        text = sizes | {"vocab_size": 64, "max_position_embeddings": 8, "projection_size": 16}
+        vision = sizes | {"num_patches": 16, "patch_size": 4}
+        self.model = tf.Siglip2Model(tf.Siglip2Config(vision_config=vision, text_config=text))
+
+    def forward(
+        self,
+        input_ids: torch.Tensor,
+        pixel_values: torch.Tensor,
+        pixel_attention_mask: torch.Tensor,
+        spatial_shapes: torch.Tensor,
+    ) -> Any:
+        fields = {"pixel_attention_mask": pixel_attention_mask, "spatial_shapes": spatial_shapes}
+        return self.model(input_ids=input_ids, pixel_values=pixel_values, return_loss=True, **fields).loss
+
+
+def of_text(step: int) -> Batch:
+    ids = torch.randint(2, 64, (4, 8), generator=torch.Generator().manual_seed(step))
+    return {"input_ids": ids, "labels": ids}
+
+
+def of_images(step: int) -> Batch:
+    generator = torch.Generator().manual_seed(step)
+    shapes = torch.tensor([[4, 4], [2, 6], [3, 5]])[torch.randint(0, 3, (4,), generator=generator)]
+    mask = (torch.arange(16) < shapes.prod(1, keepdim=True)).long()
+    pixels = torch.randn(4, 16, 48, generator=generator) * mask[..., None]
+    batch = {"input_ids": of_text(step)["input_ids"], "pixel_values": pixels}
+    return batch | {"pixel_attention_mask": mask, "spatial_shapes": shapes}
+
+
+@pytest.mark.parametrize(("make", "batch_of"), [(jetmoe, of_text), (NaFlex, of_images)])
+def test_sizes_that_are_values_of_the_batch_train_as_in_a_plain_loop(
+    make: Callable[[], nn.Module], batch_of: Callable[[int], Batch]
+) -> None:
+    plain, ours = copies(make)
+    graph = captured(ours, batch_of(0))
+    optimizers = [torch.optim.SGD(model.parameters(), 0.1) for model in (plain, ours)]
+    for step in range(3):
+        losses = [loss_of(plain, batch_of(step)), interpret(graph, ours, batch_of(step))]
+        torch.testing.assert_close(losses[1], losses[0], rtol=1e-6, atol=0)
+        for optimizer, loss in zip(optimizers, losses, strict=True):
+            optimizer.zero_grad()
+            loss.backward()
+            optimizer.step()

@@ -360,6 +360,8 @@ class BatchWalk:
             return _aligned(self, node, name)
         [first, *others] = node.all_input_nodes
         state, before, after = self._states[first], shape_of(first), shape_of(node)
+        if state == NONE and name in _ONE_OPERAND:
+            return NONE
         if state == NONE or (name not in _ONE_OPERAND and any(self._states[o] not in (NONE, state) for o in others)):
             return UNKNOWN
         if name in _BEFORE_LAST and state < len(before) - _BEFORE_LAST[name]:
@@ -737,10 +739,11 @@ class _AssumingWalk(BatchWalk):
         if any(source in self._samples_in for source in inputs):
             if state == NONE:
                 return self._of_loop(node)
-            # One sample chooses for others, or scales them: `torch.where(flag[0], …)`.
+            # One sample chooses for others, scales or shifts them: `torch.where(flag[0], …)`, `losses + flag[0]`.
             is_single = any(source in self._samples_in and self._states[source] == NONE for source in inputs)
-            is_beside = is_single and op_name(node).rstrip("_") not in _PUT_TOGETHER
-            self._coupled += [node] * (is_beside and is_float(node))
+            name, has_rows = op_name(node).rstrip("_"), any(self._states[source] >= 0 for source in inputs)
+            is_put = name in _PUT_TOGETHER and not (has_rows and name in ("add", "sub", "rsub"))
+            self._coupled += [node] * (is_single and not is_put and is_float(node))
         return self._assumed(node) if state == UNKNOWN and node.op == "call_function" else state
 
     def _of_extremes(self, node: fx.Node) -> int:
@@ -899,6 +902,9 @@ def _inside(around: _AssumingWalk, node: fx.Node, call: OpaqueCall) -> int:
     recordings = recordings or [call.recording]
     held = enumerate(call.places)
     fixed = {at for at, place in held if place.table != "_parameters" and at not in call.written}
+    tensors: Any = list(enumerate(node.args[1]))[len(call.places) :]  # type: ignore[arg-type]
+    # A mask of ones that forward makes, where the batch has none, is the same in every step.
+    fixed |= {at for at, t in tensors if all(n.op == "call_function" and not is_random(n) for n in ancestors([t]))}
     natural = {place_of(read) for read in recordings[0].reads}
     tried, found, dims, first = set[Any](), list[fx.Node](), list[int](), None
     alike, shown = dict[Any, fx.Node](), set[Any]()  # lines whose other numbers make no difference, or show their use

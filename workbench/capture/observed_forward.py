@@ -744,8 +744,8 @@ _READS = {torch.Tensor.tolist, torch.Tensor.numpy, torch.Tensor.__array__}
 """Methods that hand values to Python without an operation."""
 _NUMBERS = names("item tolist numpy __bool__ __int__ __float__ __index__ __complex__ equal is_nonzero allclose")
 """Names of functions that hand a number to Python; one that is read inside of another function stays there."""
-_SIZES: set[Any] = {torch.Tensor.shape.__get__, torch.Tensor.size, torch.Tensor.__len__, torch.Tensor.__iter__}  # type: ignore[attr-defined]
-_SIZES |= {torch.Tensor.numel, torch.Tensor.nelement, torch.numel}
+_SIZES: set[Any] = {torch.Tensor.shape.__get__, torch.Tensor.size, torch.Tensor.__len__, torch.Tensor.unbind}  # type: ignore[attr-defined]
+_SIZES |= {torch.Tensor.numel, torch.Tensor.nelement, torch.numel, torch.unbind}
 """Functions that hand sizes to Python, which are values where values decide them."""
 _HARMLESS = {
     *(torch.Tensor.__format__, torch.Tensor.__repr__),
@@ -893,8 +893,10 @@ class Recorder(TorchDispatchMode):
             return _Shape(result, sizes, read)
         if isinstance(result, int):
             return read(tensor.shape.index(result) if result in sizes & set(tensor.shape) else None, result)
-        rows = list(result)
-        return iter(rows[: read(0, len(rows))] if len(rows) in sizes else rows)
+        if len(result) in sizes:  # the rows, as for a loop
+            result = result[: read(0, len(result), False)]
+            self._reads[-1].meta["is_loop"] = True
+        return result
 
     @contextlib.contextmanager
     def watching(self) -> Iterator[None]:

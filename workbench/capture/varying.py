@@ -13,6 +13,7 @@ import random
 import sys
 import threading
 import traceback
+from collections import Counter
 from collections.abc import Callable, Collection, Iterator
 from pathlib import Path
 from types import FrameType, FunctionType, ModuleType
@@ -302,12 +303,18 @@ def _traces(error: Exception) -> list[Any]:
 def is_guard(recording: Recording, other: Recording, read: fx.Node) -> bool:
     """Return True for `if mask.any(): x[mask] = …`: without a true element, the branch would write nothing.
 
+    So is a loop over the rows of a selection, each of which selects and writes.
     What it does is done for the elements that the mask selects, and written to their places.
     """
     at = recording.reads.index(read)
     longer = max((recording, other), key=lambda each: len(each.flow.order))
     if at >= len(longer.reads):
         return False
+    if read.meta.get("is_loop"):  # over the experts that have tokens: a turn selects and puts
+        shorter = recording if longer is other else other
+        turns = Counter(map(text_of, longer.flow.order)) - Counter(map(text_of, shorter.flow.order))
+        used = {op_name(each) for each in longer.flow.order if text_of(each) in turns}
+        return bool(used & _SELECTS) and bool(used & _PUTS)
     masks = {n for n in ancestors([longer.reads[at]]) if _is_mask(n)}
     used = {name for mask in masks for name in (op_name(user) for user in {*mask.users, *descendants(mask)})}
     return bool(used & _SELECTS) and bool(used & _PUTS)

@@ -305,8 +305,8 @@ class GatheredLoss:
             raise WorkbenchError(
                 f"The samples of {', '.join(names)} were gathered in another order on one of {self._group.size()} "
                 "replicas than they were computed in, so that the loss and its gradients would be wrong. Nothing was "
-                "updated. This is a fault of Workbench or of the communication library; please report it. With "
-                "data=1 or with micro_batch=global_batch, nothing is gathered over replicas."
+                "updated: what the processes of this machine exchange arrives wrong. Plan with one replica, "
+                "wb.plan(experiment, data=1), and nothing is gathered over them."
             )
         self._is_checked = True
 
