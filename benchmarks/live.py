@@ -7,7 +7,9 @@
 Measures, on this machine, and writes every value to FILE, beside the load before; with names it keeps the rest of FILE:
 
 - `first_curve`: clicks and seconds from the launcher to the first curve that `templates/bert_scaling.ipynb` draws
-  in view, and how long after the click its first cell was done, its runs were launched and a step was logged;
+  in view, how long after the click its first cell was done, its runs were launched and a step was logged, and the
+  processor time of kernel, supervisors and ranks until then: on a home without a cache, and once more. The click comes
+  when the kernel that the server prepares is ready, or after some seconds where none is prepared;
 - `latency`: from the moment an event is written to the moment a real browser (JupyterLab in headless Chromium) has
   drawn it;
 - `zoom`: 10 runs × 1 M points: time of `wb.live` for runs that nobody has opened before, and again in another kernel
@@ -37,6 +39,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import psutil
 
 from benchmarks.pages import fill
 from tests.patience import PATIENCE_S
@@ -47,6 +50,8 @@ sys.path.insert(0, str(REPOSITORY / "tests" / "browser"))
 EIGHT_HOURS = 8 * 3600
 RUNS, POINTS = 10, 1_000_000
 METRICS = 50
+LOOKING_S = 3.0
+"""Seconds for which the cards are looked at before the click, at least."""
 CELL = """
 import os, psutil, time
 from workbench.runs.registry import load_run
@@ -113,8 +118,8 @@ def step_row(step: int, loss: float) -> dict[str, Any]:
 
 
 @contextlib.contextmanager
-def laboratory(folder: Path) -> Iterator[tuple[Any, Any]]:
-    """A JupyterLab over `folder`, and a page of a real browser."""
+def laboratory(folder: Path, **variables: str) -> Iterator[tuple[Any, Any]]:
+    """A JupyterLab over `folder` with further environment variables, and a page of a real browser."""
     import lab
     from conftest import CHROMIUM
     from playwright.sync_api import sync_playwright
@@ -124,7 +129,7 @@ def laboratory(folder: Path) -> Iterator[tuple[Any, Any]]:
             "There is no Chromium on this machine. "
             "Install one (apt-get install chromium), or ask for: open tracking launch."
         )
-    environment = {"PYTHONPATH": str(REPOSITORY), "WORKBENCH_RUNS": str(folder / "runs")}
+    environment = {"PYTHONPATH": str(REPOSITORY), "WORKBENCH_RUNS": str(folder / "runs"), **variables}
     with lab.jupyterlab(folder, environment) as server, sync_playwright() as play:
         browser = play.chromium.launch(
             executable_path=CHROMIUM, args=[*lab.CHROMIUM_ARGUMENTS, "--enable-precise-memory-info"]
@@ -158,30 +163,62 @@ def in_kernel(page: Any, expression: str) -> Any:
 
 
 def first_curve(folder: Path) -> dict[str, Any]:
-    """One click on the card of the demo; what is drawn is counted in the page, and the clicks too."""
+    """One click on the card of the demo, twice; what is drawn is counted in the page, and the clicks too."""
+    with laboratory(folder / "lab", WORKBENCH_HOME=str(folder / "home")) as (server, page):
+        page.add_init_script("window.clicks = 0; addEventListener('click', e => window.clicks += e.isTrusted, true)")
+        return {home: _click(folder, server, page) for home in ("new_home", "used_home")}
+
+
+def _click(folder: Path, server: Any, page: Any) -> dict[str, Any]:
     import lab
 
     from workbench.runs.event_log import read_events
     from workbench.runs.registry import list_runs
 
-    with laboratory(folder / "lab") as (server, page):
-        page.add_init_script("window.clicks = 0; addEventListener('click', e => window.clicks += e.isTrusted, true)")
-        lab.open_launcher(page, server)
-        clicked = time.time()
-        page.locator(lab.CARD, has_text="Scaled BERT").click()
-        cells = "window.jupyterapp.shell.currentWidget?.content?.widgets"
-        page.wait_for_function(f"() => {cells}?.some?.(cell => cell.model.executionCount)")
-        began_s = time.time() - clicked
-        lab.wait_for_curve(page)
-        curve_s = time.time() - clicked
-        clicks = page.evaluate("() => window.clicks")
-        events = [read_events(run.directory.events) for run in list_runs(folder / "lab" / "runs")]
-        launched_s = min(each[0]["time"] for each in events) - clicked
-        step_s = min(event["time"] for each in events for event in each if event["type"] == "step") - clicked
-        for run in list_runs(folder / "lab" / "runs"):
-            run.kill()
-    parts = {"first_cell_s": began_s, "launched_s": launched_s, "first_step_s": step_s}
-    return {"clicks": clicks, "curve_s": curve_s, **parts}
+    lab.open_launcher(page, server)
+    page.wait_for_timeout(1e3 * LOOKING_S)
+    while lab.asked(server, "kernels") and not lab.prepared_kernels(server):
+        page.wait_for_timeout(200)
+    prepared = lab.prepared_kernels(server)
+    load, before, clicked = os.getloadavg()[0], _processor_seconds(folder), time.time()
+    page.locator(lab.CARD, has_text="Scaled BERT").click()
+    cells = "window.jupyterapp.shell.currentWidget?.content?.widgets"
+    page.wait_for_function(f"() => {cells}?.some?.(cell => cell.model.executionCount)")
+    began_s = time.time() - clicked
+    lab.wait_for_curve(page)
+    curve_s, used = time.time() - clicked, _processor_seconds(folder)
+    clicks = page.evaluate("() => window.clicks")
+    kernel = page.evaluate("() => window.jupyterapp.shell.currentWidget.sessionContext.session.kernel.id")
+    runs = {run: read_events(run.directory.events) for run in list_runs(folder / "lab" / "runs")}
+    events = [each for each in runs.values() if each[0]["time"] > clicked]
+    launched_s = min(each[0]["time"] for each in events) - clicked
+    step_s = min(event["time"] for each in events for event in each if event["type"] == "step") - clicked
+    for run in runs:
+        run.kill()
+    page.goto("about:blank")
+    lab.end_kernels(server)
+    kernel_s, all_s = (after - first for first, after in zip(before, used, strict=True))
+    parts: dict[str, Any] = {"first_cell_s": began_s, "launched_s": launched_s, "first_step_s": step_s}
+    processor = {"kernel_processor_s": kernel_s, "others_processor_s": all_s - kernel_s}
+    parts["prepared"] = kernel in prepared
+    return {"clicks": clicks, "curve_s": curve_s, **parts, **processor, "load_at_click": load}
+
+
+def _processor_seconds(folder: Path) -> tuple[float, float]:
+    """Return the processor time of the kernels below a folder, and that of all processes of kernels and runs.
+
+    All of them have the time of their children that ended.
+    """
+    kernels_s = all_s = 0.0
+    for process in psutil.process_iter():
+        with contextlib.suppress(psutil.Error):
+            command = " ".join(process.cmdline())
+            if process.environ().get("WORKBENCH_HOME") == str(folder / "home") and "jupyterlab" not in command:
+                times = process.cpu_times()
+                own_s = times.user + times.system
+                kernels_s += own_s if "ipykernel_launcher" in command else 0.0
+                all_s += own_s + times.children_user + times.children_system
+    return kernels_s, all_s
 
 
 def latency(folder: Path, updates: int = 60, every_s: float = 0.5) -> dict[str, Any]:
@@ -418,11 +455,18 @@ def table(found: dict[str, dict[str, Any]]) -> list[str]:
 
 
 def _curve_rows(found: dict[str, Any]) -> list[tuple[str, str, str]]:
-    parts = "first cell {first_cell_s:.1f} s, launched {launched_s:.1f} s, first step {first_step_s:.1f} s".format(
-        **found
-    )
-    shown = f"{found['curve_s']:.1f} s ({parts})"
-    return [(f"the first curve in view, after {found['clicks']} click on the demo's card", shown, "15 s")]
+    rows = []
+    for name, words, goal in (("new_home", ", on a home without a cache", "20 s"), ("used_home", ", once more", "8 s")):
+        click = found[name]
+        parts = "first cell {first_cell_s:.1f} s, launched {launched_s:.1f} s, first step {first_step_s:.1f} s".format(
+            **click
+        )
+        spent = "{kernel_processor_s:.1f} s of processor time in the kernel and {others_processor_s:.1f} s in others"
+        shown = (
+            f"{click['curve_s']:.1f} s ({parts}), {spent.format(**click)}, at a load of {click['load_at_click']:.1f}"
+        )
+        rows.append((f"the first curve in view, after {click['clicks']} click on the demo's card{words}", shown, goal))
+    return rows
 
 
 def _latency_rows(found: dict[str, Any]) -> list[tuple[str, str, str]]:
