@@ -372,9 +372,9 @@ class ParityRank(TrainingWorker):
             found = self._compared(plan)
             if self.is_main:
                 write_record(self._folder / f"found-{index}.json", found)
-        if self.is_main:
-            append_event(self.run_dir.events, "end", steps=self.experiment.total_steps, seconds=0.0)
         dist.barrier()
+        if self.is_main:  # the run has finished with it, so that no rank may fail afterwards
+            append_event(self.run_dir.events, "end", steps=self.experiment.total_steps, seconds=0.0)
         dist.destroy_process_group()
         return self.experiment.total_steps
 
