@@ -59,7 +59,7 @@ QUALIFIER = re.compile(
 )
 """Ends of a name that say which of several secrets it is: `API_KEY_PROD`."""
 NOT_ITSELF = re.compile(
-    r"NAME|NAMES|ID|IDS|LENGTH|LEN|SIZE|TYPE|FILE|FILES|PATH|FIELD|FIELDS|COUNT|MIN|MAX|"
+    r"DIGEST|HASH|NAME|NAMES|ID|IDS|LENGTH|LEN|SIZE|TYPE|FILE|FILES|PATH|FIELD|FIELDS|COUNT|MIN|MAX|"
     r"REQUIRED|ENABLED|EXPIRY|EXPIRES|TTL|HEADER|PREFIX|SUFFIX|ENV|VAR|COLUMN|INDEX|POLICY|"
     r"PATTERN|PROMPT|DIR|VERSION|ALGORITHM|SOURCE|LABEL|HINT|PARAM|MANAGER|PROVIDER|STORE|"
     r"SERVICE|SCOPE|SCOPES|STATUS|STATE|ERROR|URI|ENDPOINT|HOST|REGEX|FORMAT|LIMIT|BUDGET|"
@@ -236,6 +236,7 @@ BESIDE = tuple(
         (?:\w*auth)?[(\[]\s*[rbf]?["'][^"'\n]{1,100}["']\s*,\s*[rbf]?(?P<quote>["'])(?P<value>[^"'\n]{4,200})(?P=quote)""",
         r"""\b(?:password|passphrase|secret|api[ _-]?key|token)\s+(?:is|was)\s*(?:now\s*)?:?\s*
         ["'`]?(?P<value>(?=\S{0,200}\d)[^\s"'`<>]{6,})""",
+        r"""\bpassword\ for\ [^\n]{1,80}?:\ (?P<value>(?=\S{0,100}\d)\S{4,100})""",  # a prompt, and what was typed
         r"""\b(?:password|passphrase)\s+["'`]?(?P<value>(?=[^\s\d]*\d)(?=[^\sa-z]*[a-z])[^\s"'`<>(){}\[\]=:,]{6,40})(?![^\s"'`.,;])""",
     )
 )
