@@ -41,7 +41,7 @@ def with_value(value: float) -> Callable[[Weights], None]:
 
 
 REFUSED: Mapping[str, tuple[Callable[[Weights], Any], str]] = {
-    "one weight": (without(WEIGHT), r"lacks 1 of the 42 weights .*fresh=\['bert\.encoder\.layer\.0\.output\.dense"),
+    "one weight": (without(WEIGHT), r"lacks 1 of the 42 weights .*new=\['bert\.encoder\.layer\.0\.output\.dense"),
     "a layer": (without("layer.1."), r"lacks 16 of the 42 weights that its architecture has \(bert.encoder.layer.1"),
     "the head": (without("cls."), r"lacks \d+ of the 42 weights .*cls\.predictions"),
     "more": (lambda weights: weights.update(strange=torch.ones(2)), r"holds 1 .* does not have \(strange\).*unused="),
@@ -65,7 +65,7 @@ def test_what_was_accepted_by_name_begins_at_random_and_the_rest_is_that_of_the_
         weights["strange"] = torch.ones(2)
 
     path = folder(tmp_path / "model", change)
-    model = wb.models.pretrained(path, fresh=["bert.encoder.layer.1.*"], unused=["strange"])
+    model = wb.models.pretrained(path, new=["bert.encoder.layer.1.*"], unused=["strange"])
     model.check_weights()
     assert wb.models.from_json(model.to_json()) == model
     plain = transformers.AutoModelForMaskedLM.from_pretrained(path)
@@ -73,7 +73,7 @@ def test_what_was_accepted_by_name_begins_at_random_and_the_rest_is_that_of_the_
     same = [torch.equal(value, built[name]) for name, value in plain.state_dict().items() if "layer.1." not in name]
     assert all(same)
     with pytest.raises(InvalidExperiment, match="matches none of the 16 weights"):
-        wb.models.pretrained(path, fresh=["bert.encoder.layer.7.*"], unused=["strange"]).check_weights()
+        wb.models.pretrained(path, new=["bert.encoder.layer.7.*"], unused=["strange"]).check_weights()
 
 
 @pytest.mark.parametrize(("kind", "task", "labels"), [("MaskedLM", None, 3), ("SequenceClassification", "mlm", None)])

@@ -150,7 +150,7 @@ class PretrainedOptions(TypedDict, total=False):
 
     frozen: Sequence[str]
     """Patterns (`fnmatch`) of the parameters that training leaves as they are, such as `"bert.embeddings.*"`."""
-    fresh: Sequence[str]
+    new: Sequence[str]
     """Patterns of weights that the folder should hold and does not, and which may begin at random."""
     unused: Sequence[str]
     """Patterns of weights in the folder that no model of its architecture has, and which may be left out."""
@@ -174,7 +174,7 @@ def pretrained(
     `labels` is the number of classes. By default both are those of the folder. What its architecture does not have,
     such as a new head or one of another number of classes, begins with fresh weights, which the experiment's seed
     decides. What its architecture has and its files lack, and what they hold besides, is refused when a run starts,
-    unless `fresh` and `unused` name it. So are weights that are whole numbers, and values that are not finite. Rates
+    unless `new` and `unused` name it. So are weights that are whole numbers, and values that are not finite. Rates
     by group are the optimiser's `rate_scale`. Every rank loads the weights, in fp32, at the start of a run; one that
     goes on from a checkpoint does not need the folder. No code from the folder is executed.
 

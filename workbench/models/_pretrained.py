@@ -46,7 +46,7 @@ DROPOUTS = (
     *("dropout", "attention_dropout", "activation_dropout", "dropout_rate"),
 )
 """Fields of configurations that are probabilities of dropout inside the model."""
-PATTERNS = ("frozen", "fresh", "unused")
+PATTERNS = ("frozen", "new", "unused")
 """Fields that hold patterns of names of weights."""
 SHOWN = 4
 """Number of weights that a sentence names."""
@@ -80,7 +80,7 @@ class Pretrained:
     """Number of classes, of a model for classification."""
     frozen: tuple[Line, ...] = ()
     """Patterns (`fnmatch`) of the parameters that training leaves as they are."""
-    fresh: tuple[Line, ...] = ()
+    new: tuple[Line, ...] = ()
     """Patterns of weights that the folder should hold and does not, and which may be drawn at random."""
     unused: tuple[Line, ...] = ()
     """Patterns of weights in the folder that no model of its architecture has, and which may be left out."""
@@ -269,7 +269,7 @@ class Pretrained:
         """Raise `InvalidExperiment` for weights that are missing, or nobody's, and were not accepted by name."""
         said, remedies = list[str](), list[str]()
         for option, patterns, names, what, clause in (
-            ("fresh", self.fresh, missing, "lacks", f" of the {total:,} weights that its architecture has"),
+            ("new", self.new, missing, "lacks", f" of the {total:,} weights that its architecture has"),
             ("unused", self.unused, alien, "holds", " that its architecture does not have"),
         ):
             for pattern in patterns:
