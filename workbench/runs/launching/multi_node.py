@@ -92,11 +92,13 @@ def _follow(run: RunDir, launcher: LauncherRecord, nodes: Nodes) -> int:
     doomed_at: float | None = None
     with supervisor.sample_devices(run, launcher, nodes, process.pid):
         while (exit_code := process.wait(POLL_S)) is None:
-            over = any(event["type"] == "status" and event["state"] in FINAL_STATES for event in events.read())
+            said = {event["state"] for event in events.read() if event["type"] == "status"} & set(FINAL_STATES)
             with contextlib.suppress(OSError):  # files of an earlier start, which may still be there, do not count
-                over = over or any(path.stat().st_mtime > began for path in run.errors.glob("*.json"))
-            if doomed_at is None and over:
-                doomed_at = time.monotonic() + supervisor.failure_grace_s()
+                if any(path.stat().st_mtime > began for path in run.errors.glob("*.json")):
+                    said.add("failed")
+            if doomed_at is None and said:  # ranks that have ended in order leave by themselves, after that is told
+                grace_s = supervisor.failure_grace_s() if "failed" in said else supervisor.TERMINATE_GRACE_S
+                doomed_at = time.monotonic() + grace_s
             if doomed_at is not None and time.monotonic() > doomed_at:
                 processes.kill_trees(processes.descendants(process.pid))
     if exit_code and doomed_at is None:
