@@ -124,7 +124,15 @@ class PreparedKernel:
                     self._is_possible = False
                     IOLoop.current().add_callback(self._end_if_unwanted)
 
-            self._execute(kernel_id, "prepare()", imported)
+            # Once a kernel has answered, what is sent to it comes in the order in which it is sent.
+            started: asyncio.Future[bool] = asyncio.get_running_loop().create_future()
+            self._ask(kernel_id, "kernel_info_request", {}, started.set_result)
+            try:
+                await asyncio.wait_for(started, HAND_OVER_S)
+            except TimeoutError:
+                await self._end()
+            else:
+                self._execute(kernel_id, "prepare()", imported)
 
     async def hand_over(self, path: str) -> bool:
         """Make the waiting kernel that of the notebook `path`, with a session; False if the notebook must start one."""
@@ -167,21 +175,24 @@ class PreparedKernel:
 
     def _execute(self, kernel_id: str, call: str, then: Callable[[bool], None]) -> None:
         """Let the kernel call a function of this module, and `then` one with True if it raised nothing."""
+        code = f"import {__name__} as _prepared; _prepared.{call}; del _prepared"
+        flags = {"silent": True, "store_history": False, "allow_stdin": False, "stop_on_error": False}
+        self._ask(kernel_id, "execute_request", {"code": code, "user_expressions": {}, **flags}, then)
+
+    def _ask(self, kernel_id: str, message_type: str, content: dict[str, Any], then: Callable[[bool], None]) -> None:
         manager = self._kernels.get_kernel(kernel_id)
         channel = manager.connect_shell()
 
         def answered(parts: list[Any]) -> None:
             _, message = manager.session.feed_identities(parts)
-            content = manager.session.deserialize(message)["content"]
-            if content["status"] != "ok":
-                self._log.info("The prepared kernel did not %s: %s", call, content.get("evalue"))
+            answer = manager.session.deserialize(message)["content"]
+            if answer["status"] != "ok":
+                self._log.info("The prepared kernel says: %s", answer.get("evalue"))
             channel.close()
-            then(content["status"] == "ok")
+            then(answer["status"] == "ok")
 
         channel.on_recv(answered)
-        code = f"import {__name__} as _prepared; _prepared.{call}; del _prepared"
-        flags = {"silent": True, "store_history": False, "allow_stdin": False, "stop_on_error": False}
-        manager.session.send(channel, "execute_request", {"code": code, "user_expressions": {}, **flags})
+        manager.session.send(channel, message_type, content)
 
     async def _end_if_unwanted(self) -> None:
         is_idle = time.monotonic() - self._asked_at > IDLE_S
