@@ -149,12 +149,13 @@ def bindings(owner: type | ModuleType) -> dict[str, str]:
     Functions that another function of a library made are left out: `transformers` leaves one in `nn.Module`.
     """
     found = dict[str, str]()
+    plain = [each for each in _PLAIN if each is not str or _is_a(owner, type)]  # `transformers` draws a module's text
     for name, value in list(vars(owner).items()):
         function = value.__func__ if type(value) in (staticmethod, classmethod) else value
         if _is_a(function, (FunctionType, BuiltinFunctionType, type)):
             if "<locals>" not in (named := _named(function)):
                 found[name] = named
-        elif type(value) in _PLAIN and not name.startswith("__"):
+        elif type(value) in plain and not name.startswith("__"):
             found[name] = repr(value)
     return found
 
