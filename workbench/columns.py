@@ -360,8 +360,8 @@ def log_scalar(name: str, value: Any, reduce: str = "mean", weight: Any = None) 
         raise InvalidExperiment(
             f"The scalar {name!r} has reduce={reduce!r} and a weight, and only a mean takes one. Leave one of them out."
         )
-    if isinstance(weight, int | float) and not weight >= 0:
-        raise InvalidExperiment(f"The scalar {name!r} has weight={weight}. Give a number of at least 0.")
+    if isinstance(weight, int | float) and not 0 <= weight < math.inf:
+        raise InvalidExperiment(f"The scalar {name!r} has weight={weight}. Give a finite number of at least 0.")
     if weight is None or _LOGGED.get() is None:
         log_again(name, value, reduce)
         return

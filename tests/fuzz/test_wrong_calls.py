@@ -100,6 +100,7 @@ PLANNED = {
     "zero": {("0",): "a ZeRO stage"},
     "offload_optimizer": {("True",): "a choice"},
     "cuda_graphs": {("True",): "a choice"},
+    "fresh": {("True",): "a choice"},
 }
 FILES = ("empty text", "unknown name", "long text")
 MODEL_WORDS = {
@@ -137,6 +138,7 @@ ACCEPTED: Mapping[str, Mapping[str, Mapping[tuple[str, ...], str]]] = {
     "log_scalar": {
         "name": {("unknown name", "long text"): "a name"},
         "value": {("nan", "inf", "-inf", "-1", "0", "-0.5", "1.5", "10**18", "2**70", "True"): "a number"},
+        "weight": {("0", "1.5", "10**18", "2**70", "True"): "a weight"},
     },
     "scaling": {"depth_rule": {("True",): "a choice"}},
     "left_plateau": {"level": {("1.5", "10**18"): "a loss"}},
@@ -304,6 +306,7 @@ def _targets(world: Mapping[str, Any]) -> list[Target]:
     experiment, cluster, plan, run = world["experiment"], world["cluster"], world["plan"], world["run"]
     of_experiment = {field.name: getattr(experiment, field.name) for field in fields(experiment)}
     planned = {"experiment": experiment, "cluster": cluster}
+    of_plan = ("experiment", "cluster", "memory_limit_gib", "fresh", *Choices.__annotations__)
     shared = {"notebook": "missing.ipynb"}
     grid, queue = wb.grid(experiment, cluster, zero=[0, 1]), wb.sweeps.Sweep("no-such-sweep")
     functions: list[tuple[str, Callable[..., Any], dict[str, Any], tuple[str, ...]]] = [
@@ -317,8 +320,13 @@ def _targets(world: Mapping[str, Any]) -> list[Target]:
         ("local_cluster", wb.measure.local_cluster, {}, ("processes",)),
         ("graph", wb.planning.graph, {"experiment": experiment}, ("experiment", "micro_batch")),
         ("profile", wb.planning.profile, planned, ("experiment", "cluster")),
-        ("plan", wb.plan, planned, ("experiment", "cluster", "memory_limit_gib", *Choices.__annotations__)),
-        ("search", wb.search, planned, ("experiment", "cluster", "memory_limit_gib", *Choices.__annotations__)),
+        ("plan", wb.plan, planned, of_plan),
+        (
+            "search",
+            wb.search,
+            planned,
+            ("experiment", "cluster", "memory_limit_gib", "fresh", *Choices.__annotations__),
+        ),
         ("explain", wb.planning.explain, {"plan": plan}, ("plan", "profile")),
         ("launch", wb.launch, {"experiment": experiment, "plan": plan}, ()),
         ("prepare", wb.runs.prepare, {"experiment": experiment, "plan": plan}, ()),
