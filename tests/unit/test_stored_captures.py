@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib
 import json
 import os
+import subprocess
 import sys
 import threading
 from collections.abc import Callable, Iterator, Mapping
@@ -180,6 +181,43 @@ def test_a_second_plan_of_a_model_captures_nothing_and_a_fresh_one_does(captures
     assert len(captures) == 3
     assert wb.plan(experiment, cluster, fresh=True) == first[0]
     assert len(captures) == 4
+
+
+PLANS = """
+import sys
+import torch
+import workbench as wb
+from workbench.capture import captured_model
+import planned_here
+made, capture = [], captured_model.capture
+captured_model.capture = lambda *given, **named: (made.append(given), capture(*given, **named))[1]
+cluster = wb.Cluster.of("h200", gpus=2)
+data = [{"x": torch.ones(4), "y": torch.ones(())} for _ in range(8)]
+bert = wb.models.bert(hidden_size=16, num_layers=2, num_heads=2)
+text = wb.data.corpus("text.txt", vocab_size=300)
+wb.plan(wb.Experiment(model=planned_here.build, data=data, steps=2, global_batch=4), cluster)
+print(len(made))
+wb.plan(wb.Experiment(model=bert, data=text, steps=2, global_batch=4, seq_len=8), cluster)
+print(len(made))
+"""
+
+
+def test_a_new_process_reads_what_another_has_captured_until_the_code_is_edited(tmp_path: Path) -> None:
+    module = tmp_path / "planned_here.py"
+    module.write_text(SOURCE)
+    (tmp_path / "text.txt").write_text("\n\n".join(f"A text of {at} words." for at in range(300)))
+    path = os.pathsep.join([str(tmp_path), str(Path(wb.__file__).parents[1])])
+
+    def captured_in_a_new_process() -> list[str]:
+        command = [sys.executable, "-c", PLANS]
+        return subprocess.check_output(
+            command, cwd=tmp_path, env={**os.environ, "PYTHONPATH": path}, text=True, stderr=subprocess.DEVNULL
+        ).split()
+
+    assert captured_in_a_new_process() == ["1", "2"]
+    assert captured_in_a_new_process() == ["0", "0"]
+    module.write_text(SOURCE.replace("RATE, TABLE, NAME = 2.0", "RATE, TABLE, NAME = 3.0"))
+    assert captured_in_a_new_process() == ["1", "1"]
 
 
 def test_a_rank_reads_the_plans_graph_of_its_micro_batch_and_one_with_constants_has_their_values(

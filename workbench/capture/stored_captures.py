@@ -28,7 +28,7 @@ from contextvars import ContextVar
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import FrameType
-from typing import Any, TypeVar
+from typing import Any, TypeVar, cast
 
 import psutil
 import torch
@@ -213,16 +213,21 @@ _STANDARD, _TORCH = sysconfig.get_path("stdlib"), str(Path(torch.__file__).paren
 
 
 def _reader() -> str:
-    """Return the file of the code that called Python's own library; nothing while a module is imported."""
-    frame: FrameType | None = sys._getframe(2)
-    while frame is not None:
+    """Return the file of the code that called Python's own library; nothing for a library that is being imported.
+
+    A library such as networkx, which torch imports at the first export of a process, copies the whole environment then.
+    """
+    reader, frame = "", cast(FrameType | None, sys._getframe(2))
+    while frame is not None and frame.f_code is not stored.__code__:
         file = frame.f_code.co_filename
         if file.startswith("<frozen importlib"):
             return ""
-        if not file.startswith(("<frozen", _STANDARD)) or "-packages" in file:
-            return file
+        if not reader and (not file.startswith(("<frozen", _STANDARD)) or "-packages" in file):
+            reader = file
+            if is_users(file):
+                break
         frame = frame.f_back
-    return ""
+    return reader
 
 
 def _is_data(path: str | os.PathLike[str]) -> bool:
