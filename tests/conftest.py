@@ -47,3 +47,13 @@ settings.register_profile("new", deadline=None)
 os.environ["WANDB_MODE"] = "disabled"
 HOME = workers.own_home()
 settings.load_profile("new" if EXHAUSTIVE else "same")
+
+
+@pytest.fixture(autouse=True)
+def _patched_code_stores_nothing(request: pytest.FixtureRequest) -> None:
+    """Let a test that patches something neither read what was captured before nor store what it captures."""
+    if "monkeypatch" in request.fixturenames and not getattr(request.module, "READS_CAPTURES", False):
+        from workbench.capture import captured_model
+
+        monkeypatch = request.getfixturevalue("monkeypatch")
+        monkeypatch.setattr(captured_model, "stored", lambda _key, make, *_of_json: make())

@@ -236,7 +236,7 @@ def test_wrong_names_values_and_reductions_are_refused_in_a_sentence() -> None:
         (("norm", 1.0, "median"), "mean"),
         (("norm", 1.0, "sum", 2.0), "only a mean takes one"),
         (("norm", 1.0, "mean", torch.ones(2)), r"was given the weight a value of shape \[2\]"),
-        (("norm", 1.0, "mean", -1.0), "a number of at least 0"),
+        (("norm", 1.0, "mean", -1.0), "a finite number of at least 0"),
     ]:
         with pytest.raises(InvalidExperiment, match=said):
             wb.log_scalar(*arguments)

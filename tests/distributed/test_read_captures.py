@@ -12,11 +12,13 @@ import torch
 import workbench as wb
 from tests.distributed.real_worker import DEVICE, LINK, curve, trained
 from tests.unit.coupled_models import TwoTower, samples_for
-from workbench.capture import stored_captures
+from workbench.capture import captured_model, stored_captures
 from workbench.cost.hardware import Cluster
 from workbench.experiment import Experiment
 from workbench.planning.planner import plan as make_plan
 from workbench.runs.event_log import read_events
+
+READS_CAPTURES = True
 
 
 class SquaredLength:
@@ -56,6 +58,9 @@ def test_ranks_that_read_a_capture_train_the_same_bits(
     experiment: Any, degrees: dict[str, int], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("WORKBENCH_HOME", str(tmp_path / "home"))
+    # What other tests of this process have compiled or patched, because of which nothing would be stored here
+    monkeypatch.setattr(stored_captures, "_is_edited_meanwhile", lambda _: False)
+    monkeypatch.setattr(captured_model, "patches", lambda _: [])
     asked = experiment(tmp_path)
     plan = make_plan(asked, Cluster(DEVICE, 2, 2, LINK, LINK), micro_batch=2, **degrees)
     assert plan.num_microbatches == 2

@@ -79,6 +79,8 @@ def test_a_click_gets_the_prepared_kernel_which_is_as_a_new_one_would_be(tmp_pat
         notebooks = [str(root / path), str(root / "mine" / "other.ipynb")]
         assert [each["environment"].pop("JPY_SESSION_NAME") for each in (seen, new)] == notebooks
         assert [each.pop("session") for each in (seen, new)] == notebooks
+        environments = [each.pop("environment") for each in (seen, new)]
+        assert dict(environments[0].items() ^ environments[1].items()) == {}
         assert seen == new
         files = [tmp_path / ".jupyter" / "RUNTIME" / f"kernel-{each}.json" for each in (kernel, other)]
         assert [json.loads(file.read_text())["jupyter_session"] for file in files] == notebooks

@@ -24,6 +24,7 @@ from workbench.capture.block_extraction import digest
 from workbench.capture.captured_model import CapturedModel
 
 CPU = torch.device("cpu")
+READS_CAPTURES = True
 
 
 @pytest.fixture(autouse=True)
@@ -372,7 +373,7 @@ READS = {
     "the rank": ("from torch import distributed", "(distributed.get_rank() if distributed.is_initialized() else 1.0)"),
     "a file": ("from pathlib import Path", "float(len(Path(__file__).read_text()))"),
     "whether a file is there": ("from pathlib import Path", "float(Path(__file__).exists())"),
-    "the clock": ("import time", "(1.0 if time.time() > 0 else 2.0)"),
+    "the clock": ("import time", "(1.0 if time.time() > 0 else 2.0)"),  # clock: any time gives the same number
     "a name by text": ("import math", 'globals()["RA" + "TE"]'),
     "code by text": ("import math", 'eval("RA" + "TE")'),
 }

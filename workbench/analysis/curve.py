@@ -73,7 +73,7 @@ def column(curve: Curve, name: str) -> Array:
     """Return one column as float64 with `None` as NaN; an empty array if the curve has no column of that name."""
     try:
         values = curve.columns[name]
-    except (KeyError, AttributeError):
+    except (KeyError, AttributeError, UnknownParameter):
         return np.empty(0)
     return np.asarray(values, dtype=np.float64)
 
