@@ -386,6 +386,11 @@ def described(
             "save_pretrained wrote, or a name of the hub that can be reached from here."
         ) from error
     names = config.architectures or [""]
+    if not (isinstance(names, list) and all(isinstance(name, str) for name in names)):
+        raise InvalidExperiment(
+            f"{path} has architectures={names!r:.80}, which is no list of names. Correct its config.json: the name of "
+            "the model's class in transformers, such as ['BertForMaskedLM']."
+        )
     learned = next((task for ending, task in ENDINGS.items() if names[0].endswith(ending)), None)
     if task is None:
         task = learned if labels is None else "classification"
