@@ -131,6 +131,7 @@ ROWS = {
     "scaled-pp4": Row(_scaled, 512, 256, ("pp4",), PIPELINED, {"pipeline": 4}),
     "scaled-pp2dp2": Row(_scaled, 512, 256, ("pp2dp2",), PIPELINED, {"pipeline": 2}),
     "scaled-32gib": Row(_scaled, 512, 256, ("fsdp3", "pp4"), (2, 4, 8, 16, 32, 64), {"memory_limit_gib": 32}),
+    "opt-125m": Row(partial(wb.models.opt, 768, 12, 12), 1024, 128, (*LOOPS, "ddp", "fsdp"), (8, 16, 32), {}),
     "opt-350m": Row(_opt, 2048, 64, (*LOOPS, "ddp", "fsdp", "deepspeed1", "deepspeed3"), (4, 8, 16), {}),
     "opt-350m-512": Row(_opt, 512, 256, (*LOOPS, "ddp", "fsdp", "deepspeed1", "deepspeed3"), (16, 32, 64), {}),
     "gpt3-1.3b": Row(_gpt3, 2048, 64, (*LOOPS, "ddp", "fsdp", *LIBRARIES), (2, 4, 8, 16), {}),
