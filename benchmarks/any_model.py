@@ -28,12 +28,12 @@ from benchmarks.pages import MODELS_PAGE, fill, read_rows, versions, write_rows
 from tests.distributed.handed_over import MODELS, Batch
 from tests.distributed.harness import CPU, LINK, launch, loss_of, part_of
 from tests.distributed.test_every_plan import trainer_of
+from workbench.base.errors import CaptureError, PlanInfeasible
 from workbench.capture import Graph
 from workbench.capture.captured_model import CapturedModel
 from workbench.capture.torch_internals import differentiable
 from workbench.cost.hardware import Cluster
 from workbench.cost.profile import Profile
-from workbench.errors import CaptureError, PlanInfeasible
 from workbench.experiment import Experiment
 from workbench.planning.plan import Plan
 from workbench.planning.planner import analytic_profile, weigh

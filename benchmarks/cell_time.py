@@ -28,8 +28,8 @@ import options
 import psutil
 
 import workbench as wb
-from workbench.rundir import read_json
-from workbench.runs.event_log import read_events
+from workbench.record.event_log import read_events
+from workbench.record.rundir import read_json
 
 SIZES = {"vocab_size": 300, "max_positions": 64, "dropout": 0.0}
 MODEL = wb.models.gpt2(hidden_size=64, num_layers=4, num_heads=4, **SIZES)

@@ -30,10 +30,10 @@ from torch._inductor import config as inductor
 from training import random_batch, trainer_for
 
 import workbench as wb
-from workbench.errors import root_exception
+from workbench.base.errors import root_exception
+from workbench.base.units import GIB
 from workbench.execution.blocks import compiled as compiling
 from workbench.execution.blocks.cuda_graphs import WARM_UP_STEPS
-from workbench.units import GIB
 
 WARM_UP = WARM_UP_STEPS + 1
 """Steps before those that are timed."""

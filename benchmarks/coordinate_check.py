@@ -27,7 +27,7 @@ from plotly.colors import sample_colorscale
 from torch import nn
 
 import workbench as wb
-from workbench.capture.hidden_matrices import projections
+from workbench.capture.blocks.hidden_matrices import projections
 from workbench.figures import theme
 from workbench.figures.figure import Figure, subplots
 from workbench.optimizers.building import build_optimizer

@@ -29,12 +29,12 @@ import torch.distributed as dist
 from training import random_batch, trainer_for
 
 import workbench as wb
+from workbench.base.units import GIB
 from workbench.execution.blocks.cuda_graphs import NCCL_SETTING, WARM_UP_STEPS
 from workbench.execution.trainer import Trainer
 from workbench.planning.planner import analytic_profile
 from workbench.planning.search import what_if
 from workbench.runs.launching.supervisor import ALLOCATOR, GROWING
-from workbench.units import GIB
 
 COMPARED = WARM_UP_STEPS + 4
 """Steps, from the first: two as ever, one that is recorded, the others replayed."""

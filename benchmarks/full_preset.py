@@ -17,7 +17,7 @@ import nbformat
 import options
 
 import workbench as wb
-from workbench.units import GIB
+from workbench.base.units import GIB
 
 CLUSTER = "4 × H200"
 PARAMETERS, PLANS, TIMES = "preset = ", "large_plan = ", "def predicted_minutes"

@@ -22,10 +22,10 @@ from typing import Any
 import torch
 
 import workbench as wb
+from workbench.base.validation import factor_of
 from workbench.execution.gradients import clip_factor, scale_gradients, squared_norm
 from workbench.optimizers.building import build_optimizer
 from workbench.optimizers.parameters import learning_rate_factor
-from workbench.validation import factor_of
 
 LARGE = {"hidden_size": 1024, "num_layers": 24, "num_heads": 16}
 SCALED = {"hidden_size": 1920, "num_layers": 54, "num_heads": 30}

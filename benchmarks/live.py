@@ -76,7 +76,7 @@ GRAPH = "document.querySelector('.jupyter-widgets .js-plotly-plot')"
 
 def write_run(path: Path, steps: int, metrics: int = 0, state: str = "running") -> Path:
     """A run directory with a history; alive as long as this process is."""
-    from workbench.rundir import RunDir, append_event, this_process, write_json
+    from workbench.record.rundir import RunDir, append_event, this_process, write_json
 
     run = RunDir(path)
     run.path.mkdir(parents=True)
@@ -94,7 +94,7 @@ def write_run(path: Path, steps: int, metrics: int = 0, state: str = "running") 
 
 def write_steps(events: Path, first: int, last: int, metrics: int = 0) -> None:
     """Steps `first` … `last` in one go, as a recorded run has them."""
-    from workbench.step_table import log_steps
+    from workbench.record.step_table import log_steps
 
     random = np.random.default_rng(first)
     noise = random.normal(0, 0.1, last - first + 1)
@@ -172,7 +172,7 @@ def first_curve(folder: Path) -> dict[str, Any]:
 def _click(folder: Path, server: Any, page: Any) -> dict[str, Any]:
     import lab
 
-    from workbench.runs.event_log import read_events
+    from workbench.record.event_log import read_events
     from workbench.runs.registry import list_runs
 
     lab.open_launcher(page, server)
@@ -223,7 +223,7 @@ def _processor_seconds(folder: Path) -> tuple[float, float]:
 
 def latency(folder: Path, updates: int = 60, every_s: float = 0.5) -> dict[str, Any]:
     """Events are written by this process; the page notes when each was drawn. Both read this machine's clock."""
-    from workbench.step_table import log_step
+    from workbench.record.step_table import log_step
 
     run = write_run(folder / "latency", 500)
     with laboratory(folder / "lab") as (server, page):
@@ -384,7 +384,7 @@ def _heap(page: Any) -> float:
 
 def tracking(folder: Path, steps: int = 5000) -> dict[str, Any]:
     """Writing a step's event is all that tracking asks of a training; W&B is told by another process."""
-    from workbench.step_table import log_step
+    from workbench.record.step_table import log_step
 
     row = {**step_row(1, 4.0), "scalars": {f"metric_{index}": 1.0 / (index + 1) for index in range(METRICS)}}
     took_us = []

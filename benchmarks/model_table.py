@@ -20,8 +20,8 @@ from typing import Any
 from benchmarks.pages import MODELS_PAGE, fill, read_rows, versions, write_rows
 from tests.distributed import zoo
 from tests.distributed.test_models import ON_FOUR, ON_TWO, captured, differences, offers
+from workbench.base.errors import CaptureError
 from workbench.capture import build_meta
-from workbench.errors import CaptureError
 
 CASES = (*ON_TWO, *ON_FOUR)
 

@@ -20,7 +20,7 @@ import options
 import torch
 from torch import nn
 
-from workbench.capture.hidden_matrices import Projections
+from workbench.capture.blocks.hidden_matrices import Projections
 from workbench.optimizers.muon import MuonAndAdamW, orthogonalisation_flops
 
 SIDES = {"query": (1, 1), "key": (1, 1), "value": (1, 1), "output": (1, 1), "up": (4, 1), "down": (1, 4)}

@@ -25,6 +25,8 @@ from plotly.subplots import make_subplots
 
 import workbench as wb
 from workbench import models
+from workbench.base.tensors import TensorSpec
+from workbench.base.units import GIB
 from workbench.capture import Graph, build_meta, capture
 from workbench.cost import Cluster
 from workbench.cost.graph_profiler import profile_graph, with_optimizer
@@ -38,9 +40,7 @@ from workbench.planning.plan import Plan
 from workbench.planning.planner import CAPTURE_BATCH
 from workbench.planning.prediction import timeline
 from workbench.planning.search import what_if
-from workbench.runs.history import answer
-from workbench.tensors import TensorSpec
-from workbench.units import GIB
+from workbench.record.history import answer
 
 ROOT = options.ROOT
 SEQ_LEN, GLOBAL_BATCH = 512, 256

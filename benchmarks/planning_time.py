@@ -26,15 +26,15 @@ import torch
 
 import workbench as wb
 from workbench import models
+from workbench.base.errors import PlanInfeasible
+from workbench.base.tensors import TensorSpec
 from workbench.capture import build_meta, capture
 from workbench.cost import Cluster, Profile
 from workbench.cost.graph_profiler import profile_graph
-from workbench.errors import PlanInfeasible
 from workbench.models import Model
 from workbench.planning.planner import weigh
 from workbench.planning.request import Request
 from workbench.planning.search import uncollected, what_if
-from workbench.tensors import TensorSpec
 
 Result = TypeVar("Result")
 

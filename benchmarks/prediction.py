@@ -44,12 +44,12 @@ import by_hand
 import others
 
 import workbench as wb
-from workbench.errors import PlanInfeasible, WorkbenchError
-from workbench.machine import end_elastic_launch
+from workbench.base.errors import PlanInfeasible, WorkbenchError
+from workbench.base.machine import end_elastic_launch
+from workbench.base.units import GIB
 from workbench.planning.plan import Plan
 from workbench.planning.search import what_if
 from workbench.runs.launching.supervisor import ALLOCATOR, GROWING
-from workbench.units import GIB
 
 Row = dict[str, Any]
 
@@ -482,7 +482,7 @@ def _worker(arguments: argparse.Namespace) -> None:
     import training  # noqa: F401
     import transformers  # noqa: F401
 
-    from workbench.errors import root_exception
+    from workbench.base.errors import root_exception
 
     rank, world = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     on_gpu = torch.cuda.is_available()

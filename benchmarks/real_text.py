@@ -19,7 +19,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import workbench as wb
-from workbench.units import GIB
+from workbench.base.units import GIB
 
 MANY = 1_000_000
 SETTLED = 4

@@ -116,7 +116,7 @@ def main() -> int:
 
 def outcome(case: Case) -> dict[str, Any]:
     """Return the plan, the table's rows and the explanation of one search, or its refusal."""
-    from workbench.errors import WorkbenchError
+    from workbench.base.errors import WorkbenchError
     from workbench.planning.planner import weigh
     from workbench.planning.prediction import timeline
     from workbench.planning.request import Request
@@ -179,8 +179,8 @@ def profile_of(name: str, seq_len: int, cluster: str, compiled: bool) -> Any:
 @cache
 def graph_of(name: str, seq_len: int) -> Any:
     from workbench import models
+    from workbench.base.tensors import TensorSpec
     from workbench.capture import build_meta, capture
-    from workbench.tensors import TensorSpec
 
     model = {
         "bert-large": models.bert_large,

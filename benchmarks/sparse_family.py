@@ -32,8 +32,8 @@ import nbformat
 import torch
 
 import workbench as wb
-from workbench.errors import RunFailed
-from workbench.runs.event_log import read_events
+from workbench.base.errors import RunFailed
+from workbench.record.event_log import read_events
 
 TEMPLATE = Path(__file__).resolve().parents[1] / "templates" / "sparse_pareto.ipynb"
 PARAMETERS, TRAINS, LAST = "preset = ", "def train(", "\nsecond = "

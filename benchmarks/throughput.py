@@ -52,11 +52,11 @@ import machine
 from contenders import ROWS, Turn
 
 import workbench as wb
+from workbench.base.machine import end_elastic_launch
+from workbench.base.units import GIB
 from workbench.execution.blocks.cuda_graphs import NCCL_SETTING
 from workbench.execution.build import CUBLAS_SETTING
-from workbench.machine import end_elastic_launch
 from workbench.runs.launching.supervisor import ALLOCATOR, GROWING
-from workbench.units import GIB
 
 DETERMINISTIC = "ours, deterministic"
 POLL_S = 0.2

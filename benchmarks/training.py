@@ -9,9 +9,9 @@ from torch.distributed.device_mesh import init_device_mesh
 
 import workbench as wb
 from workbench.capture.captured_model import CapturedModel
-from workbench.capture.division import random_batch as random_tokens
-from workbench.capture.division import repeated
-from workbench.execution.blocks import StepContext
+from workbench.capture.coupling.division import random_batch as random_tokens
+from workbench.capture.coupling.division import repeated
+from workbench.execution.blocks.step_context import StepContext
 from workbench.execution.build import (
     block_sparse_parameters,
     build_model,
@@ -19,7 +19,7 @@ from workbench.execution.build import (
     prepare_compiler,
     use_deterministic_kernels,
 )
-from workbench.execution.parallel import MeshCoordinate
+from workbench.execution.parallel.mesh import MeshCoordinate
 from workbench.execution.trainer import Trainer
 from workbench.planning.plan import Plan
 

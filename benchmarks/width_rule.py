@@ -31,13 +31,13 @@ import torch
 from plotly.subplots import make_subplots
 
 import workbench as wb
-from workbench.capture.hidden_matrices import projections
+from workbench.base.validation import factor_of
+from workbench.capture.blocks.hidden_matrices import projections
 from workbench.execution.gradients import clip_factor, scale_gradients, squared_norm
 from workbench.figures import theme
 from workbench.models import scaling
 from workbench.optimizers.building import build_optimizer
 from workbench.optimizers.parameters import learning_rate_factor
-from workbench.validation import factor_of
 
 HEAD_SIZE, VOCABULARY, BATCH, SEQ_LEN = 8, 300, 16, 16
 RATE = 1e-2

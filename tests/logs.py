@@ -5,8 +5,8 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from workbench import rundir
-from workbench.step_table import log_step, num_logged
+from workbench.record import rundir
+from workbench.record.step_table import log_step, num_logged
 
 
 def append_event(events: Path, type: str, /, **fields: Any) -> None:

@@ -22,7 +22,7 @@ from typing import Any
 
 import pytest
 
-from workbench.machine import cache_home
+from workbench.base.machine import cache_home
 
 CONTEXT = get_context("fork")
 NUMBER = struct.Struct("H")

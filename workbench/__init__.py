@@ -17,7 +17,7 @@ import sys
 from functools import partial
 from typing import Any
 
-from workbench.errors import lazy_names
+from workbench.base.errors import lazy_names
 
 __version__ = "0.1.0"
 

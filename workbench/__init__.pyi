@@ -14,7 +14,6 @@ from . import sparsity as sparsity
 from . import sweeps as sweeps
 from .analysis.parity import parity as parity
 from .analysis.seed_contrast import contrast as contrast
-from .columns import log_scalar as log_scalar
 from .cost.hardware import Cluster as Cluster
 from .experiment import Checkpoints as Checkpoints
 from .experiment import Evaluation as Evaluation
@@ -29,6 +28,7 @@ from .notebooks.sharing import share as share
 from .planning.plan import Plan as Plan
 from .planning.planner import plan as plan
 from .planning.planner import search as search
+from .record.columns import log_scalar as log_scalar
 from .runs.evaluating import bisect as bisect
 from .runs.registry import list_runs as list_runs
 from .runs.registry import load_run as load_run

@@ -18,7 +18,7 @@ import typer
 
 import workbench as wb
 from workbench import notebooks
-from workbench.errors import InvalidExperiment, UnknownParameter, WorkbenchError, suggestion
+from workbench.base.errors import InvalidExperiment, UnknownParameter, WorkbenchError, suggestion
 
 if TYPE_CHECKING:
     from workbench.strategy import Choices
@@ -699,7 +699,7 @@ def pairs_from(pairs: Sequence[str], option: str, example: str = "steps=40") -> 
 
 def describe_plan(plan: wb.Plan) -> str:
     """Return a plan as text: its description, and a line for each stage."""
-    from workbench.units import count, gib
+    from workbench.base.units import count, gib
 
     lines = [f"{plan.model} on {plan.cluster.describe()}: {plan.describe()}"]
     for stage in plan.stages:

@@ -19,16 +19,11 @@ from pydantic import BeforeValidator, Field, PlainSerializer, PlainValidator, Ty
 
 from workbench import data as _data
 from workbench import models as _models
-from workbench.columns import NAME, reserved_names
-from workbench.data import LARGEST_MASKED_SHARE, DataSource
-from workbench.display import facts_html
-from workbench.errors import InvalidExperiment, UnknownParameter, suggestion
-from workbench.models import ModelSource
-from workbench.sparsity import Static
-from workbench.sparsity import from_json as sparsity_from_json
-from workbench.units import is_count
-from workbench.user_code import UserFunction, as_user_function, required_arguments
-from workbench.validation import (
+from workbench.base.display import facts_html
+from workbench.base.errors import InvalidExperiment, UnknownParameter, suggestion
+from workbench.base.units import is_count
+from workbench.base.user_code import UserFunction, as_user_function, required_arguments
+from workbench.base.validation import (
     LARGEST_COUNT,
     WRITTEN,
     Count,
@@ -51,6 +46,11 @@ from workbench.validation import (
     known,
     refused,
 )
+from workbench.data import LARGEST_MASKED_SHARE, DataSource
+from workbench.models import ModelSource
+from workbench.record.columns import NAME, reserved_names
+from workbench.sparsity import Static
+from workbench.sparsity import from_json as sparsity_from_json
 
 if TYPE_CHECKING:
     from torch import nn

@@ -11,10 +11,19 @@ from dataclasses import dataclass
 from functools import cached_property, lru_cache
 from typing import Annotated, Any, TypedDict, Unpack
 
-from workbench.arguments import checked_keywords
-from workbench.errors import PlanInfeasible, suggestion
-from workbench.units import plain
-from workbench.validation import AfterValidator, Count, Field, PlainValidator, TrueOrFalse, Whole, checked_items, known
+from workbench.base.arguments import checked_keywords
+from workbench.base.errors import PlanInfeasible, suggestion
+from workbench.base.units import plain
+from workbench.base.validation import (
+    AfterValidator,
+    Count,
+    Field,
+    PlainValidator,
+    TrueOrFalse,
+    Whole,
+    checked_items,
+    known,
+)
 
 # Pipeline schedules, one record each: the order of its actions, what it needs, what runs it, and its words. The planner
 # searches and simulates a record, refusals and captions quote its words, and the runtime executes its class of

@@ -11,7 +11,7 @@ from pathlib import Path
 
 from tests.logs import append_event
 from tests.patience import eventually
-from workbench.rundir import RunDir, this_process, write_json, write_record
+from workbench.record.rundir import RunDir, this_process, write_json, write_record
 
 STEPS = 5000
 TOKENS_PER_STEP = 8192

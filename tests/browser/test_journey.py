@@ -15,8 +15,8 @@ import pytest
 
 from tests.patience import PATIENCE_S, eventually
 from workbench.figures.figure import notebook_to_html
-from workbench.rundir import FINAL_STATES
-from workbench.runs.event_log import read_events
+from workbench.record.event_log import read_events
+from workbench.record.rundir import FINAL_STATES
 from workbench.runs.launching.processes import rank_records
 from workbench.runs.registry import list_runs
 

@@ -11,8 +11,8 @@ import lab
 import pytest
 
 from tests.logs import append_event
-from workbench.rundir import RunDir, this_process, write_json
-from workbench.runs.event_log import read_events
+from workbench.record.event_log import read_events
+from workbench.record.rundir import RunDir, this_process, write_json
 
 RECORDED = Path(__file__).resolve().parents[2] / "notebooks" / "recorded"
 PAIR = ("bert-scaled-20261125-015030", "bert-large-20261125-015021")

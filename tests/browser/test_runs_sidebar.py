@@ -17,8 +17,8 @@ from PIL import Image
 
 from tests.logs import append_event
 from tests.patience import eventually
-from workbench.rundir import RunDir, this_process, write_json, write_record
-from workbench.step_table import log_steps
+from workbench.record.rundir import RunDir, this_process, write_json, write_record
+from workbench.record.step_table import log_steps
 
 HOSTILE = "<img src=x onerror=document.title='hacked'>"
 pytestmark = pytest.mark.usefixtures("runs")

@@ -28,10 +28,10 @@ from jupyter_client.provisioning import local_provisioner
 import workbench as wb
 from tests.patience import eventually
 from workbench import notebooks
+from workbench.base.machine import cache_home
 from workbench.execution.step_log import StepView
 from workbench.figures.figure import PLOTLY_MIME
-from workbench.machine import cache_home
-from workbench.rundir import RunDir
+from workbench.record.rundir import RunDir
 from workbench.runs.launching import fork_server, supervisor
 
 ROOT = Path(__file__).parents[2]

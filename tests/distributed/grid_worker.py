@@ -10,7 +10,7 @@ from pathlib import Path
 from tests.distributed.sweep_worker import take_own_gate
 from tests.logs import append_event
 from tests.patience import wait_for_gate
-from workbench.rundir import RunDir, read_json, this_process, write_json, write_record
+from workbench.record.rundir import RunDir, read_json, this_process, write_json, write_record
 
 
 def main(run: RunDir) -> int:

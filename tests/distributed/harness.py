@@ -35,14 +35,14 @@ from tests import worlds
 from tests.patience import GATE, PATIENCE_S, wait_for_gate
 from workbench.capture import Graph
 from workbench.cost.hardware import Cluster, Device, Link
-from workbench.execution.blocks import StepContext
+from workbench.execution.blocks.step_context import StepContext
 from workbench.execution.build import block_sparse_parameters, build_stage
-from workbench.execution.parallel import MeshCoordinate
+from workbench.execution.parallel.mesh import MeshCoordinate
 from workbench.execution.step_log import StepView
 from workbench.execution.trainer import Trainer
 from workbench.experiment import Experiment
 from workbench.planning.plan import Memory, Plan, Prediction, Stage
-from workbench.rundir import process_record
+from workbench.record.rundir import process_record
 from workbench.runs.launching import processes
 
 worlds.preload()

@@ -13,18 +13,18 @@ from tests.distributed import real_worker
 from tests.distributed.real_worker import experiment, plan, trained
 from tests.patience import eventually
 from workbench.analysis.curve import X_AXES, Curve
-from workbench.columns import reserved_names
-from workbench.errors import PlanInfeasible
-from workbench.execution.blocks import FIRST_RECORDED
+from workbench.base.errors import PlanInfeasible
+from workbench.execution.blocks.step_context import FIRST_RECORDED
 from workbench.figures.curves_view import loss_curves
 from workbench.figures.panels_view import panels
 from workbench.figures.timeline_view import draw_timeline, measured_timeline
 from workbench.planning.prediction import peak_holdings
 from workbench.planning.prediction import timeline as predicted
-from workbench.rundir import RunDir, write_json, write_record
-from workbench.runs.event_log import read_events
-from workbench.runs.history import HistoryTail
-from workbench.runs.wandb_recorder import write_offline
+from workbench.record.columns import reserved_names
+from workbench.record.event_log import read_events
+from workbench.record.history import HistoryTail
+from workbench.record.rundir import RunDir, write_json, write_record
+from workbench.runs.tracking.recorder import write_offline
 from workbench.strategy import build_schedule
 
 

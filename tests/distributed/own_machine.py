@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from workbench.rundir import RunDir, read_json
+from workbench.record.rundir import RunDir, read_json
 from workbench.runs.launching import processes
 
 

@@ -8,7 +8,7 @@ from typing import Any
 
 from tests.logs import append_event
 from tests.patience import wait_for_gate
-from workbench.rundir import RunDir, read_json, this_process, write_json
+from workbench.record.rundir import RunDir, read_json, this_process, write_json
 from workbench.runs.launching import processes
 
 STAND_IN = f"__import__({__name__!r}, fromlist=['stand_in']).stand_in()"

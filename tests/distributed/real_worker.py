@@ -23,9 +23,9 @@ from workbench.cost.hardware import Cluster, Device, Link
 from workbench.experiment import Experiment
 from workbench.planning.plan import Plan
 from workbench.planning.planner import plan as make_plan
-from workbench.rundir import RunDir, write_json, write_record
-from workbench.runs.event_log import read_events
-from workbench.runs.history import HistoryTail
+from workbench.record.event_log import read_events
+from workbench.record.history import HistoryTail
+from workbench.record.rundir import RunDir, write_json, write_record
 from workbench.runs.launching.launcher import user_code
 
 VOCAB, SEQ = 96, 16

@@ -20,7 +20,7 @@ import torch.distributed as dist
 
 from tests.logs import append_event
 from tests.patience import wait_for_gate
-from workbench.rundir import RunDir, read_json, this_process, write_json, write_record
+from workbench.record.rundir import RunDir, read_json, this_process, write_json, write_record
 
 
 def main(run: RunDir) -> None:

@@ -10,7 +10,7 @@ from pathlib import Path
 
 from tests.logs import append_event
 from tests.patience import GATE, wait_for_gate
-from workbench.rundir import RunDir, read_json, this_process, write_json
+from workbench.record.rundir import RunDir, read_json, this_process, write_json
 
 
 def main(run: RunDir) -> None:

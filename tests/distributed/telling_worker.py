@@ -14,7 +14,7 @@ import torch
 
 from tests.logs import append_event
 from tests.patience import wait_for_gate
-from workbench.rundir import RunDir, this_process, write_json
+from workbench.record.rundir import RunDir, this_process, write_json
 
 
 def main(run: RunDir) -> None:

@@ -17,7 +17,7 @@ from tests.distributed.faulty_tracer import FAULTS, doubled_shard, flipped_shard
 from tests.distributed.own_machine import own_machine
 from tests.distributed.real_worker import experiment, plan
 from workbench import cli
-from workbench.errors import InvalidArgument, PlanMismatch
+from workbench.base.errors import InvalidArgument, PlanMismatch
 from workbench.execution.deviation import (
     GRADIENT,
     OUTPUT,

@@ -22,12 +22,12 @@ from torch.nn import functional
 from tests.distributed.harness import launch
 from tests.distributed.real_worker import Ranks, curve, directory, plan, trained
 from tests.patience import eventually
-from workbench.errors import CaptureError, CheckpointError
+from workbench.base.errors import CaptureError, CheckpointError
 from workbench.execution import build
 from workbench.execution.build import FREE_SHARE, LARGE, build_lock, digests
 from workbench.execution.checkpoint.model_export import export_step
 from workbench.experiment import Experiment
-from workbench.runs.history import read_tail
+from workbench.record.history import read_tail
 
 MODEL_BYTES = 10 << 30
 CPU = torch.device("cpu")

@@ -15,7 +15,7 @@ import workbench as wb
 from tests.distributed import real_worker
 from tests.distributed.harness import Division, launch, trainer_of
 from tests.distributed.test_optimizer_values import MICRO, experiment, graph, model
-from workbench.errors import InvalidExperiment, UnknownParameter
+from workbench.base.errors import InvalidExperiment, UnknownParameter
 from workbench.execution.step_log import StepView, Weights
 from workbench.experiment import Experiment, user_parts
 from workbench.runs.run import Run

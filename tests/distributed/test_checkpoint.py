@@ -23,8 +23,9 @@ from tests.distributed.harness import AtGate
 from tests.distributed.real_worker import Ranks, curve, directory, experiment, plan, trained
 from tests.exhaustive import EXHAUSTIVE
 from tests.patience import PATIENCE_S, Gate, eventually
-from workbench.errors import CheckpointError, PlanMismatch
-from workbench.execution.checkpoint import (
+from workbench.base.errors import CheckpointError, PlanMismatch
+from workbench.execution.checkpoint import model_export as export
+from workbench.execution.checkpoint.files import (
     COMPLETE,
     DamagedCheckpoint,
     complete_checkpoints,
@@ -34,12 +35,11 @@ from workbench.execution.checkpoint import (
     prune,
     read_manifest,
 )
-from workbench.execution.checkpoint import model_export as export
 from workbench.execution.checkpoint.model_export import export_checkpoint
 from workbench.experiment import Experiment
 from workbench.planning.plan import Plan
-from workbench.rundir import RunDir, read_json, write_json
-from workbench.runs.event_log import read_events
+from workbench.record.event_log import read_events
+from workbench.record.rundir import RunDir, read_json, write_json
 from workbench.runs.run import Run
 
 STEPS, EVERY = 18, 4

@@ -17,13 +17,13 @@ import workbench as wb
 from tests.distributed.real_worker import VOCAB, Ranks, Words, curve, directory, experiment, plan, trained
 from tests.distributed.test_streaming import killed_after_checkpoint
 from tests.distributed.word_stream import WordStream
+from workbench.base.errors import InvalidExperiment, LossSpikes
 from workbench.data.sampling import shuffled
-from workbench.errors import InvalidExperiment, LossSpikes
 from workbench.execution.trainer import Spikes
 from workbench.experiment import Experiment
-from workbench.rundir import RunDir
-from workbench.runs.event_log import read_events
-from workbench.runs.history import resumed_step
+from workbench.record.event_log import read_events
+from workbench.record.history import resumed_step
+from workbench.record.rundir import RunDir
 from workbench.runs.run import Run
 from workbench.widgets.run_reader import RunReader
 

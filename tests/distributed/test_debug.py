@@ -17,12 +17,12 @@ from accelerate.state import PartialState
 import workbench as wb
 from tests.distributed import real_worker
 from tests.distributed.real_worker import experiment, plan, trained
-from workbench.errors import NonFiniteLoss, WorkbenchError
-from workbench.execution.blocks import FIRST_RECORDED
+from workbench.base.errors import NonFiniteLoss, WorkbenchError
+from workbench.execution.blocks.step_context import FIRST_RECORDED
 from workbench.experiment import Experiment
 from workbench.figures.timeline_view import draw_timeline, measured_timeline
 from workbench.planning.prediction import timeline as simulated
-from workbench.runs.event_log import read_events
+from workbench.record.event_log import read_events
 from workbench.runs.launching import processes
 
 SEEN: list[tuple[int, str]] = []

@@ -19,13 +19,13 @@ import workbench as wb
 from tests.distributed.harness import CPU, LINK
 from tests.distributed.real_worker import Ranks, directory, plan
 from tests.patience import PATIENCE_S
-from workbench.code_identity import changed_on_disk, identity
+from workbench.base.code_identity import changed_on_disk, identity
+from workbench.base.errors import InvalidExperiment, PlanMismatch, RunFailed
 from workbench.cost.hardware import Cluster
 from workbench.data.datasets import seeded
-from workbench.errors import InvalidExperiment, PlanMismatch, RunFailed
 from workbench.execution import build
 from workbench.planning.planner import plan as make_plan
-from workbench.rundir import read_record
+from workbench.record.rundir import read_record
 from workbench.runs.launching import launcher
 
 NET = """

@@ -18,11 +18,11 @@ from tests.distributed import zoo
 from tests.distributed.harness import AtGate, Division, Tensors, launch, part_of, trainer_of, whole_parameters
 from tests.exhaustive import EXHAUSTIVE
 from tests.patience import PATIENCE_S, Gate
+from workbench.base.errors import CheckpointError, DataError, RunExists
 from workbench.capture import Graph, capture, spec_of
 from workbench.capture.captured_model import capture_for_evaluation, require_same_stages
 from workbench.data import held_out as held_out_of
 from workbench.data.datasets import UserDataset
-from workbench.errors import CheckpointError, DataError, RunExists
 from workbench.execution.between_steps import Evaluator, micro_batches
 from workbench.execution.build import evaluation_programs
 from workbench.execution.trainer import Trainer

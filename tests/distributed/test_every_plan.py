@@ -43,7 +43,7 @@ from tests.distributed.harness import (
 from tests.distributed.test_training import Outcome, batch_of, experiment_of, plain
 from tests.exhaustive import EXHAUSTIVE, exhaustive
 from workbench.capture import Graph, capture, spec_of
-from workbench.capture.tensor_parallel import plan_tensor_parallel
+from workbench.capture.blocks.tensor_parallel import plan_tensor_parallel
 from workbench.cost.graph_profiler import profile_graph
 from workbench.cost.hardware import Cluster
 from workbench.execution.blocks.block_module import BlockModule

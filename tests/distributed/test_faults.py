@@ -29,14 +29,14 @@ from tests.distributed.real_worker import (
     trained,
 )
 from tests.patience import PATIENCE_S, Gate, eventually
+from workbench.base.errors import DataError, RunFailed
 from workbench.cost.hardware import Cluster
-from workbench.errors import DataError, RunFailed
-from workbench.execution.checkpoint import complete_checkpoints, step_of
+from workbench.execution.checkpoint.files import complete_checkpoints, step_of
 from workbench.experiment import Experiment
 from workbench.planning.plan import Plan
 from workbench.planning.planner import plan as make_plan
-from workbench.rundir import RunDir, process_alive, read_record
-from workbench.runs.event_log import read_events
+from workbench.record.event_log import read_events
+from workbench.record.rundir import RunDir, process_alive, read_record
 from workbench.runs.launching import launcher, processes
 from workbench.runs.launching.launcher import Attempt, write_attempt
 from workbench.runs.run import Run

@@ -20,7 +20,7 @@ from tests.distributed import real_worker, test_sweeps
 from tests.distributed.harness import AtGate
 from tests.distributed.test_launch import ROOT, experiment, finished, first_step, gate, launch, node, plan_for, start
 from tests.patience import GATE, PATIENCE_S, Gate, eventually
-from workbench.rundir import process_alive, process_record, read_json, runs_root
+from workbench.record.rundir import process_alive, process_record, read_json, runs_root
 from workbench.runs.launching import fork_server, launcher
 from workbench.runs.registry import load_run
 from workbench.runs.run import Run

@@ -13,11 +13,11 @@ import pytest
 
 from tests.distributed.real_worker import directory, experiment, plan
 from tests.patience import PATIENCE_S, eventually
-from workbench import rundir
-from workbench.errors import RunFailed
-from workbench.rundir import RunDir, append_event, until_there_is_room
+from workbench.base.errors import RunFailed
+from workbench.record import rundir
+from workbench.record.rundir import RunDir, append_event, until_there_is_room
+from workbench.record.step_table import log_step, num_waiting
 from workbench.runs.run import Run
-from workbench.step_table import log_step, num_waiting
 
 STEPS = 60
 OUT_OF_ROOM = 320

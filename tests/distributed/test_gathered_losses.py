@@ -21,11 +21,11 @@ from tests.distributed.harness import forced_plan, launch, part_of, plain_step, 
 from tests.distributed.test_every_plan import trainer_of
 from tests.patience import PATIENCE_S
 from tests.unit.coupled_models import GATHERED, WIDTH, SupCon, TwoTower, samples_for
+from workbench.base.errors import DataError, WorkbenchError
 from workbench.capture import Graph, capture, spec_of
 from workbench.capture.captured_model import CapturedModel, require_same_stages
-from workbench.capture.gathering import with_tail_of
+from workbench.capture.coupling.gathering import with_tail_of
 from workbench.data.datasets import UserDataset
-from workbench.errors import DataError, WorkbenchError
 from workbench.execution.between_steps import Evaluator
 from workbench.execution.build import evaluation_programs
 from workbench.experiment import Experiment

@@ -10,7 +10,7 @@ from tests.distributed import documents
 from tests.distributed.documents import executed
 from tests.distributed.prescribed_worker import STAND_IN, peak_mib, step_ms
 from tests.patience import Gate
-from workbench.units import gib, milliseconds
+from workbench.base.units import gib, milliseconds
 
 
 @pytest.fixture(autouse=True)

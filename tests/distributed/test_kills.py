@@ -18,9 +18,9 @@ from tests.distributed.own_machine import own_machine
 from tests.distributed.test_launch import finished, forked_kernel, start
 from tests.exhaustive import EXHAUSTIVE
 from tests.patience import GATE, Gate, eventually
-from workbench.events import ProcessRecord
-from workbench.rundir import process_alive
-from workbench.runs.event_log import read_events
+from workbench.record.event_log import read_events
+from workbench.record.events import ProcessRecord
+from workbench.record.rundir import process_alive
 from workbench.runs.launching import device_queue, processes
 from workbench.runs.registry import load_run
 from workbench.runs.run import Run

@@ -22,9 +22,9 @@ from tests import worlds
 from tests.distributed.own_machine import own_machine
 from tests.patience import GATE, PATIENCE_S, Gate, eventually
 from tests.unit.figure_values import plan as hand_made_plan
-from workbench import data, machine, models
-from workbench.cost.hardware import Cluster, Device, Link
-from workbench.errors import (
+from workbench import data, models
+from workbench.base import machine
+from workbench.base.errors import (
     InvalidExperiment,
     PlanInfeasible,
     PlanMismatch,
@@ -33,11 +33,12 @@ from workbench.errors import (
     UnknownParameter,
     WorkbenchError,
 )
-from workbench.events import ProcessRecord
+from workbench.cost.hardware import Cluster, Device, Link
 from workbench.experiment import Experiment
 from workbench.planning.plan import Plan
-from workbench.rundir import RunDir, process_alive, process_record, read_json, write_json
-from workbench.runs.event_log import read_events
+from workbench.record.event_log import read_events
+from workbench.record.events import ProcessRecord
+from workbench.record.rundir import RunDir, process_alive, process_record, read_json, write_json
 from workbench.runs.launching import fork_server, launcher, processes, supervisor
 from workbench.runs.launching.launcher import Attempt
 from workbench.runs.launching.supervisor import Nodes, _accelerate_config, accelerate_command, worker_environment

@@ -10,7 +10,7 @@ import pytest
 
 from tests.distributed.test_launch import experiment, finished, first_step, gate, launch, node, plan_for, start
 from tests.patience import PATIENCE_S, eventually
-from workbench.errors import CheckpointError, RunExists, WorkbenchError
+from workbench.base.errors import CheckpointError, RunExists, WorkbenchError
 from workbench.runs.launching import device_queue, launcher, processes
 from workbench.runs.registry import list_runs, load_run
 from workbench.runs.run import Run

@@ -28,11 +28,11 @@ from tests.distributed.harness import (
 )
 from tests.distributed.test_every_plan import captured_once
 from tests.exhaustive import EXHAUSTIVE
+from workbench.base.errors import PlanInfeasible
 from workbench.capture import Graph, build_meta, capture, spec_of
 from workbench.cost.graph_profiler import profile_graph
 from workbench.cost.hardware import Cluster
 from workbench.cost.profile import Profile
-from workbench.errors import PlanInfeasible
 from workbench.experiment import Experiment
 from workbench.planning.plan import Plan
 from workbench.planning.search import what_if

@@ -19,11 +19,12 @@ from tests.distributed import real_worker
 from tests.distributed.real_worker import DEVICE, ENDLESS, LINK, curve, experiment, plan, trained
 from tests.exhaustive import EXHAUSTIVE, exhaustive
 from tests.patience import PATIENCE_S
+from workbench.base.errors import PlanInfeasible
 from workbench.cost.hardware import Cluster
-from workbench.errors import PlanInfeasible
 from workbench.planning.plan import Plan
 from workbench.planning.planner import plan as make_plan
-from workbench.rundir import (
+from workbench.record.event_log import read_events
+from workbench.record.rundir import (
     append_event,
     read_json,
     read_record,
@@ -32,7 +33,6 @@ from workbench.rundir import (
     write_json,
     write_record,
 )
-from workbench.runs.event_log import read_events
 from workbench.runs.launching import launcher
 from workbench.runs.launching.launcher import Attempt
 from workbench.runs.run import Run

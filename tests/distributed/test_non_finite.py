@@ -17,14 +17,14 @@ from tests.distributed.real_worker import Ranks, curve, directory, plan
 from tests.distributed.test_every_plan import MICRO_BATCH, Case, part_of, plan_of, trainer_of
 from tests.exhaustive import exhaustive
 from tests.patience import PATIENCE_S
+from workbench.base.errors import NonFiniteLoss
 from workbench.capture import capture, spec_of
-from workbench.errors import NonFiniteLoss
-from workbench.execution.checkpoint import complete_checkpoints, step_of
+from workbench.execution.checkpoint.files import complete_checkpoints, step_of
 from workbench.execution.checkpoint.model_export import export_checkpoint
 from workbench.execution.observation import BACKWARD, BATCH, FORWARD, WEIGHT, Origin, locate, with_origin
 from workbench.experiment import Experiment
 from workbench.optimizers.parameters import local
-from workbench.rundir import read_json
+from workbench.record.rundir import read_json
 from workbench.runs.run import Run
 
 WIDTH, BROKEN = 16, 2

@@ -1,7 +1,7 @@
 """A schedule and a column are each added in one place: a module with one record and one row, and nothing else.
 
 The test runs `one_place.py` in a process of its own, in which that module is imported first, as if its two statements
-stood in `workbench/strategy.py` and `workbench/columns.py`.
+stood in `workbench/strategy.py` and `workbench/record/columns.py`.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from tests.patience import PATIENCE_S
 ADDITIONS = '''
 import os
 
-from workbench.columns import COLUMNS, Axis, Column, Panel
+from workbench.record.columns import COLUMNS, Axis, Column, Panel
 from workbench.strategy import SCHEDULES, Action, PipelineSchedule
 
 

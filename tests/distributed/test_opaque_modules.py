@@ -19,7 +19,7 @@ from tests.distributed.test_every_plan import MICRO_BATCH, Case, part_of, plan_o
 from tests.distributed.test_unusual_models import WIDTH, batch_of, captured, difference, spec_of
 from tests.unit.capture_models import Net
 from workbench.capture import Graph, build_meta, capture
-from workbench.capture.opaque import is_opaque
+from workbench.capture.export.opaque import is_opaque
 
 TOLERANCE = 1e-5
 ALONE = (Case(num_microbatches=4), *(Case(num_microbatches=2, recompute=mode) for mode in ("full", "selective")))

@@ -16,16 +16,16 @@ from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
 import workbench as wb
 from tests.distributed.harness import CPU, Division, Tensors, everywhere, launch, part_of, trainer_of, whole_parameters
+from workbench.base.errors import InvalidExperiment
+from workbench.base.tensors import TensorSpec
 from workbench.capture.model import capture
 from workbench.cost.graph_profiler import profile_graph, with_optimizer
 from workbench.cost.memory import ParameterTable, stage_state
-from workbench.errors import InvalidExperiment
 from workbench.execution.checkpoint.model_export import describe_model, export_checkpoint
 from workbench.execution.checkpoint.save_load import CheckpointExtras, CheckpointStore, TrainingProgress
 from workbench.execution.trainer import Trainer
-from workbench.rundir import RunDir
+from workbench.record.rundir import RunDir
 from workbench.strategy import Strategy
-from workbench.tensors import TensorSpec
 
 GLOBAL, MICRO, STEPS, HALF, DECAY = 8, 2, 8, 4, 0.8
 LIMITS = {"*.weight": 0.05, "*bias": 0.01}

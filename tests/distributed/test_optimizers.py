@@ -30,7 +30,7 @@ from workbench.execution.checkpoint.save_load import CheckpointStore, TrainingPr
 from workbench.execution.parallel.sharding import local
 from workbench.execution.trainer import Trainer
 from workbench.experiment import Experiment
-from workbench.rundir import RunDir
+from workbench.record.rundir import RunDir
 from workbench.strategy import Strategy
 
 MICRO_BATCH, GLOBAL_BATCH, STEPS, FEW = 4, 8, 20, 3

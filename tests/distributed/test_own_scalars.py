@@ -14,16 +14,16 @@ from torch.nn import functional
 import workbench as wb
 from tests.distributed.harness import Division, launch, part_of, trainer_of
 from tests.distributed.real_worker import plan, trained
+from workbench.base.errors import InvalidExperiment
+from workbench.base.tensors import TensorSpec
 from workbench.capture import Graph, spec_of
+from workbench.capture.blocks.tensor_parallel import plan_tensor_parallel
 from workbench.capture.captured_model import capture_for_evaluation, require_same_stages
-from workbench.capture.gathering import with_tail_of
+from workbench.capture.coupling.gathering import with_tail_of
 from workbench.capture.model import capture
-from workbench.capture.tensor_parallel import plan_tensor_parallel
-from workbench.columns import REDUCTIONS, WEIGHTS, logging_scalars
-from workbench.errors import InvalidExperiment
 from workbench.execution.trainer import Trainer
+from workbench.record.columns import REDUCTIONS, WEIGHTS, logging_scalars
 from workbench.runs.run import Run
-from workbench.tensors import TensorSpec
 
 GLOBAL, MICRO, SEQ, VOCAB = 8, 2, 6, 40
 

@@ -77,7 +77,7 @@ def test_each_message_of_troubleshooting_is_raised_and_its_remedy_works(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     given, *entries = re.split(r"^### ", (DOCS / "reference" / "troubleshooting.md").read_text(), flags=re.M)
-    script = ["import re", "from workbench.errors import WorkbenchError", *blocks_of(given)]
+    script = ["import re", "from workbench.base.errors import WorkbenchError", *blocks_of(given)]
     for entry in entries:
         title, blocks = entry.partition("\n")[0].strip("`"), blocks_of(entry)
         if blocks:

@@ -14,8 +14,8 @@ from tests.distributed import zoo
 from tests.distributed.harness import launch, part_of
 from tests.distributed.test_every_plan import MICRO_BATCH, Case, plan_of, trainer_of
 from tests.distributed.test_unusual_models import wrong_in
+from workbench.base.errors import CaptureError, root_exception
 from workbench.capture import Graph, capture, operations, spec_of
-from workbench.errors import CaptureError, root_exception
 
 TOLERANCE = 1e-6
 LENGTH, WIDTH, LAYERS = 6, 16, 3

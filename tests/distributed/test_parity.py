@@ -22,8 +22,8 @@ from tests.distributed.real_worker import experiment, plan
 from tests.exhaustive import EXHAUSTIVE
 from tests.unit import capture_models
 from workbench.analysis.parity import Parity, compared_with_plain
+from workbench.base.errors import DataError, InvalidArgument, PlanInfeasible
 from workbench.capture import capture, spec_of
-from workbench.errors import DataError, InvalidArgument, PlanInfeasible
 from workbench.execution.build import build_model
 from workbench.execution.deviation import GRADIENT, LOSS, OUTPUT
 from workbench.execution.plain_loop import PlainLoop, Rounding, SameDraws, trained

@@ -18,7 +18,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import workbench as wb
 from tests.distributed.harness import launch
-from workbench.capture.division import random_batch
+from workbench.capture.coupling.division import random_batch
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "benchmarks"))
 

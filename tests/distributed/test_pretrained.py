@@ -22,9 +22,9 @@ from tokenizers.pre_tokenizers import Whitespace
 import workbench as wb
 from tests.distributed import real_worker
 from tests.distributed.documents import executed
+from workbench.base.errors import DataError, InvalidExperiment
 from workbench.data.tokenizer import folder_of, other_tokens
-from workbench.errors import DataError, InvalidExperiment
-from workbench.rundir import read_json
+from workbench.record.rundir import read_json
 from workbench.runs.run import Run
 
 ROWS = [

@@ -16,7 +16,7 @@ from workbench.capture import captured_model, stored_captures
 from workbench.cost.hardware import Cluster
 from workbench.experiment import Experiment
 from workbench.planning.planner import plan as make_plan
-from workbench.runs.event_log import read_events
+from workbench.record.event_log import read_events
 
 READS_CAPTURES = True
 

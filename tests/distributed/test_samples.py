@@ -19,7 +19,7 @@ from tests.exhaustive import EXHAUSTIVE
 from workbench.capture import Graph
 from workbench.capture.captured_model import CapturedModel
 from workbench.execution.between_steps import Sampler
-from workbench.execution.blocks import mix
+from workbench.execution.blocks.step_context import mix
 from workbench.execution.trainer import Trainer
 
 SEQ, STEPS, TOKENS = 24, 2, 9

@@ -18,14 +18,14 @@ from torch import nn
 from tests.distributed import harness, zoo
 from tests.distributed.harness import Tensors, everywhere, launch, part_of, whole_parameters, worst
 from tests.exhaustive import EXHAUSTIVE
+from workbench.base.errors import CheckpointError
 from workbench.capture import Graph, capture, spec_of
-from workbench.errors import CheckpointError
 from workbench.execution.blocks.sparse_weights import MaskedWeights
 from workbench.execution.checkpoint.save_load import CheckpointStore, TrainingProgress
 from workbench.execution.parallel.sharding import local
 from workbench.execution.trainer import Trainer
 from workbench.experiment import Experiment
-from workbench.rundir import RunDir
+from workbench.record.rundir import RunDir
 from workbench.sparsity import Dynamic, Static
 from workbench.sparsity.pattern import block_sums, initial, is_explored, is_present, uniform
 

@@ -18,7 +18,7 @@ from tests.distributed.real_worker import ENDLESS, experiment, plan, reach
 from tests.distributed.test_launch import forked
 from tests.patience import PATIENCE_S, Clock, eventually
 from workbench.execution import heartbeat
-from workbench.rundir import RunDir, read_json
+from workbench.record.rundir import RunDir, read_json
 from workbench.runs.launching import fork_server, processes, stalls, supervisor
 from workbench.runs.launching.launcher import Attempt, write_attempt
 from workbench.runs.registry import list_runs

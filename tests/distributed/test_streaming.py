@@ -20,11 +20,11 @@ from tests.distributed.real_worker import Ranks, curve, directory, plan, trained
 from tests.distributed.word_stream import SEQ, WordStream
 from tests.exhaustive import EXHAUSTIVE
 from tests.patience import Gate, eventually
-from workbench.execution.checkpoint import complete_checkpoints, read_manifest
+from workbench.execution.checkpoint.files import complete_checkpoints, read_manifest
 from workbench.execution.feeding import TrainingSamples
 from workbench.experiment import Experiment
-from workbench.rundir import RunDir
-from workbench.runs.event_log import read_events
+from workbench.record.event_log import read_events
+from workbench.record.rundir import RunDir
 from workbench.runs.run import Run
 
 BUFFER, BATCH, STEPS = 24, 8, 30

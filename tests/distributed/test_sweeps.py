@@ -15,8 +15,7 @@ from tests.distributed.own_machine import own_machine
 from tests.distributed.real_worker import DEVICE, LINK, SEQ, VOCAB, Words
 from tests.distributed.test_launch import forked_kernel
 from tests.patience import GATE, PATIENCE_S, Gate, eventually
-from workbench.cost.hardware import Cluster
-from workbench.errors import (
+from workbench.base.errors import (
     InvalidArgument,
     InvalidExperiment,
     PlanInfeasible,
@@ -24,8 +23,9 @@ from workbench.errors import (
     RunNotFound,
     UnknownParameter,
 )
+from workbench.cost.hardware import Cluster
 from workbench.figures.figure import picture
-from workbench.rundir import process_alive, read_json
+from workbench.record.rundir import process_alive, read_json
 from workbench.runs.launching import processes
 from workbench.runs.run import Run
 from workbench.sweeps import sweep as sweep_module

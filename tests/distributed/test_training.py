@@ -16,17 +16,17 @@ from torch.nn import functional
 
 from tests.distributed import harness, zoo
 from tests.distributed.harness import Tensors, launch, part_of, worst
+from workbench.base.errors import CheckpointError
 from workbench.capture import Graph, capture, spec_of
-from workbench.errors import CheckpointError
-from workbench.execution.blocks import StepContext
-from workbench.execution.checkpoint import COMPLETE
+from workbench.execution.blocks.step_context import StepContext
+from workbench.execution.checkpoint.files import COMPLETE
 from workbench.execution.checkpoint.save_load import CheckpointStore, TrainingProgress
 from workbench.execution.parallel.sharding import full
 from workbench.execution.trainer import Trainer
 from workbench.experiment import Experiment
 from workbench.optimizers.building import build_optimizer
 from workbench.optimizers.parameters import learning_rate_factor
-from workbench.rundir import RunDir
+from workbench.record.rundir import RunDir
 
 MICRO_BATCH, GLOBAL_BATCH, STEPS = 2, 8, 6
 EPS = 1e-3

@@ -22,7 +22,7 @@ from tests.patience import PATIENCE_S
 from tests.unit.coupled_models import COUPLED, WEIGHTED, WIDTH, Mixup, samples_for
 from workbench.capture import Graph, capture, spec_of
 from workbench.experiment import Experiment
-from workbench.rundir import read_json
+from workbench.record.rundir import read_json
 
 TOLERANCE = 1e-5
 BATCH = 8

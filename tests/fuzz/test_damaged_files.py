@@ -32,16 +32,17 @@ from tests.unit.figure_values import plan as hand_made_plan
 from tests.unit.test_runs import DEAD
 from tests.unit.test_runs_event_damage import delete, digit, flip, insert
 from tests.unit.test_runs_tampering import small
+from workbench.base.errors import WorkbenchError
 from workbench.data import data_fingerprint
-from workbench.errors import WorkbenchError
 from workbench.execution.blocks.sparse_weights import BlockSparseParameters
-from workbench.execution.checkpoint import requested_checkpoint, save_load, step_of
+from workbench.execution.checkpoint import save_load
+from workbench.execution.checkpoint.files import requested_checkpoint, step_of
 from workbench.execution.checkpoint.model_export import describe_model
 from workbench.execution.checkpoint.save_load import CheckpointExtras, CheckpointStore, TrainingProgress
 from workbench.planning.plan import Plan
-from workbench.rundir import RunDir, check_unedited, read_record, write_json, write_record
+from workbench.record.history import final_loss
+from workbench.record.rundir import RunDir, check_unedited, read_record, write_json, write_record
 from workbench.runs.environment import environment
-from workbench.runs.history import final_loss
 from workbench.runs.launching import launcher, processes
 from workbench.runs.launching.launcher import Attempt
 

@@ -31,14 +31,14 @@ import pytest
 from tests.exhaustive import EXHAUSTIVE
 from tests.logs import append_event
 from tests.patience import PATIENCE_S
-from workbench import step_table
-from workbench.errors import WorkbenchError
-from workbench.events import is_event
+from workbench.base.errors import WorkbenchError
 from workbench.lab import handlers
 from workbench.lab.handlers import RunIndex
-from workbench.rundir import RunDir, event_line, write_json, write_record
+from workbench.record import step_table
+from workbench.record.events import is_event
+from workbench.record.rundir import RunDir, event_line, write_json, write_record
+from workbench.record.step_table import LOGGED
 from workbench.runs.registry import list_runs, load_run
-from workbench.step_table import LOGGED
 
 CASES = 300 if EXHAUSTIVE else 15
 STEPS, BLOCK_ROWS = 40, 16

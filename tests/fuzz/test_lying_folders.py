@@ -22,7 +22,7 @@ from safetensors.torch import load_file, save_file
 import workbench as wb
 from tests.exhaustive import EXHAUSTIVE
 from tests.unit.test_pretrained_folders import folder
-from workbench.errors import WorkbenchError
+from workbench.base.errors import WorkbenchError
 
 CASES = 300 if EXHAUSTIVE else 40
 SEED = 20261129

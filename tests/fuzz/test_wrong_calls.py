@@ -23,12 +23,12 @@ import workbench as wb
 from tests.logs import append_event
 from tests.patience import PATIENCE_S
 from tests.unit.test_runs import make_run
-from workbench.errors import WorkbenchError
+from workbench.base.errors import WorkbenchError
 from workbench.execution import worker
 from workbench.experiment import GROUPS, PATHS
 from workbench.measure import calibration
 from workbench.notebooks import sharing
-from workbench.rundir import write_record
+from workbench.record.rundir import write_record
 from workbench.runs.launching import launcher, processes
 from workbench.strategy import Choices
 from workbench.sweeps import queue as sweep_queue

@@ -15,7 +15,7 @@ from tests.unit import coupled_models, test_division
 from tests.unit.capture_models import MODELS as OWN_MODELS
 from tests.unit.capture_models import batch_for, captured
 from workbench.capture import build_meta
-from workbench.capture.division import PARTS, division_fault
+from workbench.capture.coupling.division import PARTS, division_fault
 
 EQUAL = [name for name in dict.fromkeys(test_division.EQUAL) if name != "Constants"]
 """`Constants` adds tensors that it makes on the CPU, and does not run on a GPU by itself either."""

@@ -20,14 +20,14 @@ import workbench as wb
 from tests.distributed.harness import coordinate, launch
 from tests.distributed.test_every_plan import MICRO_BATCH, Case, part_of, plan_of
 from tests.gpu.machine import DEVICE, here, needs, together
+from workbench.base.tensors import TensorSpec
 from workbench.capture import capture
-from workbench.capture.division import random_batch
+from workbench.capture.coupling.division import random_batch
 from workbench.execution import gradients as reducing
-from workbench.execution.blocks import StepContext
 from workbench.execution.blocks.cuda_graphs import NCCL_SETTING, WARM_UP_STEPS
+from workbench.execution.blocks.step_context import StepContext
 from workbench.execution.build import build_model, build_stage, use_deterministic_kernels
 from workbench.execution.trainer import Trainer
-from workbench.tensors import TensorSpec
 
 pytestmark = pytest.mark.skipif(DEVICE != "cuda", reason="there are no CUDA graphs on a CPU")
 STEPS = WARM_UP_STEPS + 4

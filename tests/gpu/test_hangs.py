@@ -17,7 +17,7 @@ from tests.distributed.real_worker import Ranks, Words, directory, experiment, p
 from tests.gpu.machine import DEVICE, needs
 from tests.gpu.test_runs import MACHINE
 from tests.patience import Clock, eventually
-from workbench.runs.event_log import read_events
+from workbench.record.event_log import read_events
 from workbench.runs.launching import processes, stalls
 from workbench.runs.launching.stalls import StallWatch
 

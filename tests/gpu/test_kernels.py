@@ -9,7 +9,7 @@ from torch._inductor import config, metrics
 from torch.nn import functional
 
 from tests.gpu.machine import DEVICE
-from workbench.capture import rewrites
+from workbench.capture.export import rewrites
 from workbench.execution.blocks.compiled import prepare
 from workbench.execution.blocks.rewriting import hashed_dropout
 

@@ -23,18 +23,18 @@ from tests.distributed.test_training import batch_of
 from tests.gpu.machine import DEVICE, DEVICES, here, needs, together
 from tests.gpu.test_equivalence import case, trainer_on_device
 from tests.patience import PATIENCE_S, Gate, eventually
+from workbench.base.units import GIB
 from workbench.cost.hardware import Device
-from workbench.execution.blocks import FIRST_RECORDED, ActionLog
-from workbench.execution.checkpoint import complete_checkpoints
+from workbench.execution.blocks.step_context import FIRST_RECORDED, ActionLog
+from workbench.execution.checkpoint.files import complete_checkpoints
 from workbench.execution.checkpoint.save_load import CheckpointStore, TrainingProgress
 from workbench.execution.trainer import Trainer
 from workbench.execution.worker import cap_memory, error_message
 from workbench.experiment import Experiment
 from workbench.planning.plan import Plan
 from workbench.planning.prediction import timeline
-from workbench.rundir import RunDir
-from workbench.runs.event_log import read_events
-from workbench.units import GIB
+from workbench.record.event_log import read_events
+from workbench.record.rundir import RunDir
 
 STEPS, EVERY, LAST_LEG = 40, 10, 30
 MACHINE = Device("test", DEVICE, 32 << 30, {"fp32": 5e13, "bf16": 5e14}, 3e12)

@@ -8,9 +8,9 @@ from typing import Any
 import numpy as np
 
 from workbench import models
+from workbench.base.tensors import TensorSpec
 from workbench.capture import Graph, build_meta, capture
 from workbench.cost.profile import GEMM, STREAM, BlockCost, BlockTypeCost, Kernel, Profile
-from workbench.tensors import TensorSpec
 
 
 def bert(**changes: Any) -> Any:

@@ -218,7 +218,7 @@ def record(directory: str, upload: bool, environment: Mapping[str, str], limits:
     """
     import wandb
 
-    from workbench.runs import wandb_recorder
+    from workbench.runs.tracking import recorder as wandb_recorder
 
     replace_environment(environment)
     for name, value in limits.items():
@@ -233,7 +233,7 @@ def download(address: str, environment: Mapping[str, str]) -> Path:
     """Copy a run from the server in this process, which has imported the client."""
     import wandb
 
-    from workbench.runs import wandb_run
+    from workbench.runs.tracking import wandb_run
 
     replace_environment(environment)
     wandb_run.ANSWER_LIMIT_S = PATIENCE_S

@@ -7,9 +7,9 @@ import itertools
 import numpy as np
 
 from workbench.analysis.curve import Curve
+from workbench.base.units import GIB
 from workbench.cost.hardware import Cluster
 from workbench.planning.plan import Memory, Plan, Prediction, Stage
-from workbench.units import GIB
 
 
 def in_one_line(words: str) -> str:

@@ -13,11 +13,11 @@ import torch
 from torch import nn
 from torch.nn import functional
 
+from workbench.base.errors import CaptureError
+from workbench.base.tensors import TensorSpec
 from workbench.capture import Graph, build_meta, capture
-from workbench.capture.aliasing import view_like
 from workbench.capture.captured_model import computation_of
-from workbench.errors import CaptureError
-from workbench.tensors import TensorSpec
+from workbench.capture.export.aliasing import view_like
 
 WIDTH, STEPS = 6, 3
 BATCH = {name: TensorSpec(name, (4, WIDTH), "float32") for name in ("x", "y")}

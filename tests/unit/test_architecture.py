@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import functools
+import itertools
 import os
 import re
 import subprocess
@@ -54,9 +55,9 @@ HOMES = {
     "nbconvert": {"figures"},
     "bleach": {"figures"},
     "matplotlib": {"figures"},
-    "cloudpickle": {"user_code"},
+    "cloudpickle": {"base"},
     "pyarrow": {"data"},
-    "pydantic": {"validation", "experiment", "models", "sparsity", "planning"},
+    "pydantic": {"base", "experiment", "models", "sparsity", "planning"},
     "xxhash": {"runs"},
     "optuna": {"sweeps"},
     "yaml": {"sweeps"},
@@ -160,7 +161,7 @@ def test_every_public_name_can_be_used_and_none_is_also_a_module() -> None:
     assert run_python(code) == f"{modules} True"
 
 
-@pytest.mark.parametrize("name", ["planning", "cost", "rundir", "cli", "runs.run", "runs.launching.supervisor"])
+@pytest.mark.parametrize("name", ["planning", "cost", "record.rundir", "cli", "runs.run", "runs.launching.supervisor"])
 def test_rooms_that_need_no_tensors_load_nothing_heavy(name: str) -> None:
     assert run_python(f"import sys, workbench.{name}; {LOADED}") == "[]"
 
@@ -184,7 +185,7 @@ def test_no_import_goes_in_a_circle_and_no_docstring_is_a_fragment(fault: str) -
 
 REACH = {
     r"gathered[ _](loss|samples|bytes)|GatheredLoss|(graph|profile|captured)\.gathered\b|not_gathered"
-    r"|capture\.gathering|check_gathering|gathering_fault": {
+    r"|capture\.coupling\.gathering|check_gathering|gathering_fault": {
         "capture": 4,
         "cost": 1,
         "execution": 4,
@@ -233,6 +234,33 @@ def test_each_change_of_contributing_names_files_that_exist_and_a_test() -> None
     assert len(rows) >= 10
     assert all(edited and tested for edited, tested in paths), "each row names what to edit and where to test it"
     assert not [path for edited, tested in paths for path in edited + tested if not (ROOT / path).exists()]
+
+
+def listed_rooms() -> list[str]:
+    """Return what stands below `workbench/` in README's tree, from top to bottom: rooms, rooms in them, and modules."""
+    tree = (ROOT / "README.md").read_text().partition("## What is where")[2].split("```")[1]
+    found: list[str] = []
+    for line in tree.partition("workbench/\n")[2].partition("\ntemplates/")[0].splitlines():
+        indent = len(line) - len(line.lstrip())
+        names = line.split() if indent == 2 else line.split()[:1] if indent == 4 else []
+        words = list(itertools.takewhile(lambda name: re.fullmatch(r"\w+(/|\.pyi?)", name), names))
+        if indent == 2 and words:
+            folder = words[0]
+        found += [word if indent == 2 else folder + word for word in words]
+    return found
+
+
+def test_the_tree_of_the_readme_lists_every_room_in_the_order_of_imports() -> None:
+    rooms = {f"{path.parent.relative_to(PACKAGE)}/" for path in PACKAGE.rglob("__init__.py")} - {"./"}
+    modules = {path.name for path in PACKAGE.glob("*.py*")} - {"__init__.py"}
+    listed = listed_rooms()
+    assert len(listed) == len(set(listed))
+    assert set(listed) == rooms | modules
+    contract = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["importlinter"]["contracts"][0]
+    floor = {name: number for number, layer in enumerate(contract["layers"]) for name in layer.split(" | ")}
+    floors = [floor[name] for each in listed if (name := each.removesuffix("/").removesuffix(".py")) in floor]
+    assert len(floors) == len(floor)
+    assert floors == sorted(floors, reverse=True), "a room imports only the rooms above it"
 
 
 def test_the_tree_of_the_readme_names_what_exists() -> None:

@@ -17,12 +17,12 @@ from tests.distributed import zoo
 from tests.distributed.harness import CPU, LINK
 from tests.unit.capture_models import Net, ResNet, batch_for, captured
 from tests.unit.coupled_models import Capacity, DecisionTransformer, Reader, samples_for
+from workbench.base.errors import InvalidExperiment, PlanInfeasible, PlanMismatch
 from workbench.capture import Graph, capture, spec_of
 from workbench.capture.captured_model import CapturedModel, Facts
-from workbench.capture.division import Division
+from workbench.capture.coupling.division import Division
 from workbench.cost.graph_profiler import profile_graph
 from workbench.cost.hardware import Cluster
-from workbench.errors import InvalidExperiment, PlanInfeasible, PlanMismatch
 from workbench.experiment import Experiment
 from workbench.planning import planner
 from workbench.planning.plan import Plan

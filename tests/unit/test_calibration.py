@@ -15,9 +15,9 @@ import torch
 from plan_values import PROFILE, plan_of
 
 from tests.patience import PATIENCE_S, Clock
+from workbench.base.errors import PlanInfeasible, PlanMismatch
 from workbench.cost import Cluster, Link
 from workbench.cost.hardware import H100, all_reduce_s
-from workbench.errors import PlanInfeasible, PlanMismatch
 from workbench.measure import calibration, detection
 from workbench.measure.calibration import FORMAT, IN_TRAINING, Calibration, cached_calibration, calibrate, local_cluster
 from workbench.measure.detection import (
@@ -32,8 +32,8 @@ from workbench.measure.detection import (
     is_doubtful,
 )
 from workbench.planning.prediction import basis_of_times
-from workbench.rundir import RunDir, read_json, write_json, write_record
-from workbench.runs.event_log import LogTail
+from workbench.record.event_log import LogTail
+from workbench.record.rundir import RunDir, read_json, write_json, write_record
 from workbench.runs.launching.supervisor import _compare_with_prediction, _Supervised
 
 pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="written for a machine without GPUs")

@@ -447,7 +447,7 @@ def test_bert_of_two_billion_parameters_is_captured_on_meta_under_two_gigabytes(
         import resource
         from workbench import models
         from workbench.capture import build_meta, capture
-        from workbench.tensors import TensorSpec
+        from workbench.base.tensors import TensorSpec
         names = ("input_ids", "token_type_ids", "labels")
         batch = {name: TensorSpec(name, (2, 512), "int64") for name in names}
         batch["next_sentence_label"] = TensorSpec("next_sentence_label", (2,), "int64")

@@ -18,8 +18,8 @@ from transformers.models.wav2vec2.modeling_wav2vec2 import _compute_mask_indices
 
 from tests.unit import capture_models
 from tests.unit.capture_models import Batch, Checks, LayerDrop, Net, batch_for, captured, interpret
+from workbench.base.errors import CaptureError
 from workbench.capture import capture, torch_internals
-from workbench.errors import CaptureError
 
 
 def refused(model: nn.Module, name: str = "Mine", batch: Batch | None = None) -> CaptureError:

@@ -20,9 +20,9 @@ from torch.nn import functional
 import workbench as wb
 from tests.distributed.harness import CPU, LINK
 from tests.unit.coupled_models import WIDTH, samples_for
+from workbench.base.errors import CaptureError
 from workbench.capture.captured_model import CapturedModel
 from workbench.cost.hardware import Cluster
-from workbench.errors import CaptureError
 from workbench.experiment import Experiment
 from workbench.figures.plan_view import show_plan
 

@@ -13,8 +13,8 @@ from torch import nn
 from torch.nn import functional
 
 from tests.unit.capture_models import captured, interpret, loss_of
-from workbench.capture import division
 from workbench.capture.captured_model import CapturedModel
+from workbench.capture.coupling import division
 from workbench.experiment import Experiment
 
 WIDTH, COUNT = 16, 8

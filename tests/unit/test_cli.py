@@ -17,10 +17,10 @@ import workbench as wb
 from tests.logs import append_event
 from tests.patience import PATIENCE_S
 from workbench import cli, notebooks
+from workbench.base.errors import InvalidArgument, InvalidExperiment, RunNotFound, UnknownParameter, WorkbenchError
 from workbench.cost.hardware import Cluster
-from workbench.errors import InvalidArgument, InvalidExperiment, RunNotFound, UnknownParameter, WorkbenchError
 from workbench.planning.plan import Plan
-from workbench.rundir import RunDir, this_process, write_json, write_record
+from workbench.record.rundir import RunDir, this_process, write_json, write_record
 from workbench.runs.run import Run
 from workbench.strategy import Choices
 

@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 
-from workbench.code_identity import (
+from workbench.base.code_identity import (
     Definition,
     changed_between,
     changed_on_disk,
@@ -288,7 +288,7 @@ def test_what_does_not_matter_is_not_named(code: Code, old: str, new: str) -> No
 def test_an_identity_is_the_same_in_every_process_and_survives_its_file(code: Code, tmp_path: Path) -> None:
     script = (
         "import sys; sys.path.insert(0, sys.argv[1]); import identity_used;"
-        "from workbench.code_identity import identity;"
+        "from workbench.base.code_identity import identity;"
         "print(sorted((name, each.digest) for name, each in identity(identity_used.schedule).items()))"
     )
     found = subprocess.run(

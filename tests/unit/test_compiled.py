@@ -20,11 +20,11 @@ from torch.nn import functional
 from transformers.activations import ACT2FN
 
 from tests.distributed import zoo
+from workbench.base.tensors import TensorSpec
 from workbench.capture import Graph, build_meta, capture
 from workbench.capture.operations import retarget
 from workbench.execution.blocks.block_module import match_autocast_types
 from workbench.execution.blocks.compiled import _HALF_TAIL, _TAIL, FEWEST_SUMS, FuseBackward, _tail, prepare, use_gelu
-from workbench.tensors import TensorSpec
 
 ALL_BF16 = torch.arange(-(1 << 15), 1 << 15, dtype=torch.int32).to(torch.int16).view(torch.bfloat16)
 VALUES = ALL_BF16[ALL_BF16.isfinite() & (ALL_BF16.abs() < 100)]

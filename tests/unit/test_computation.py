@@ -9,10 +9,10 @@ import torch
 from torch import nn
 
 from tests.distributed.harness import CPU, LINK
+from workbench.base.errors import PlanMismatch
 from workbench.capture.captured_model import CapturedModel, computation_of
 from workbench.capture.graph import Computation
 from workbench.cost.hardware import Cluster
-from workbench.errors import PlanMismatch
 from workbench.experiment import Experiment
 from workbench.planning.plan import Plan, _stored
 from workbench.planning.planner import facts_of

@@ -14,13 +14,13 @@ from cost_values import bert, gpt2, graph_of, layered_profile
 from plan_values import strategy_of
 
 from tests.distributed import zoo
+from workbench.base.errors import CaptureError, InvalidArgument, PlanInfeasible, UnknownParameter
 from workbench.capture import Block, Graph, capture, spec_of
 from workbench.cost import Cluster, Link, Profile
 from workbench.cost.graph_profiler import profile_graph
 from workbench.cost.hardware import NODES, all_gather_s, all_reduce_s, point_to_point_s, reduce_scatter_s
 from workbench.cost.memory import Activations, ParameterTable, StageState, activations, stage_state
 from workbench.cost.profile import BlockTypeCost
-from workbench.errors import CaptureError, InvalidArgument, PlanInfeasible, UnknownParameter
 from workbench.measure.calibration import local_cluster
 from workbench.measure.detection import GEMM_SHARE, known_gpu, with_measured_rates
 

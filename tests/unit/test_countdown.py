@@ -14,7 +14,7 @@ from tests.logs import append_event
 from tests.patience import Clock
 from workbench.notebooks import countdown
 from workbench.notebooks.countdown import Countdown, seconds_left, slowness, told_progress, watching_engine
-from workbench.runs.history import read_tail
+from workbench.record.history import read_tail
 from workbench.runs.registry import text_curve
 
 ROOT = Path(__file__).parents[2]

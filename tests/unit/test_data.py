@@ -20,10 +20,10 @@ import torch
 from torch.utils.data import DataLoader, Dataset, TensorDataset
 
 from workbench import data, models
+from workbench.base.errors import DataError, InvalidArgument, UnknownParameter
 from workbench.data.sampling import masked, shuffled
 from workbench.data.store import TokenStore
 from workbench.data.tokenizer import TextTokenizer, special_tokens_of, train_byte_level_bpe, train_wordpiece
-from workbench.errors import DataError, InvalidArgument, UnknownParameter
 from workbench.experiment import Evaluation
 
 CLS, SEP, MASK = 2, 3, 4

@@ -10,9 +10,9 @@ from typing import Any
 import pytest
 
 import workbench as wb
+from workbench.base.errors import DataError
 from workbench.cost.hardware import Cluster
 from workbench.data import Prepared
-from workbench.errors import DataError
 from workbench.planning.plan import Plan
 from workbench.planning.runnable import DataSupply, check_runnable, supply_of
 

@@ -21,12 +21,13 @@ from tests.distributed import zoo
 from tests.distributed.harness import CPU, LINK
 from tests.unit.capture_models import MODELS, Net, batch_for, captured, copies, interpret, loss_of
 from tests.unit.coupled_models import COUPLED, WEIGHTED, Capacity, DecisionTransformer, Regression, samples_for
-from workbench.capture import build_meta, division
+from workbench.base.errors import CaptureError, InvalidExperiment, PlanMismatch
+from workbench.capture import build_meta
 from workbench.capture.captured_model import CapturedModel
-from workbench.capture.division import PARTS, Division, division_fault, forward_flops
-from workbench.capture.opaque import opaque_calls
+from workbench.capture.coupling import division
+from workbench.capture.coupling.division import PARTS, Division, division_fault, forward_flops
+from workbench.capture.export.opaque import opaque_calls
 from workbench.cost.hardware import Cluster
-from workbench.errors import CaptureError, InvalidExperiment, PlanMismatch
 from workbench.experiment import Experiment
 from workbench.planning import runnable
 from workbench.planning.planner import analytic_profile, check_labels

@@ -10,7 +10,7 @@ import pytest
 from typer.main import get_command
 
 import workbench as wb
-from workbench import errors
+from workbench.base import errors
 from workbench.cli import app
 
 DOCS = Path(__file__).resolve().parents[2] / "docs"
@@ -72,7 +72,7 @@ def test_every_file_that_a_page_links_to_exists():
 
 ROOMS = {
     "analysis": "analysis",
-    "capture": "capture",
+    **dict.fromkeys(("capture", "capture/blocks", "capture/coupling", "capture/export"), "capture"),
     "cost": "cost",
     "data": "data",
     "execution": "execution",

@@ -16,9 +16,9 @@ from torch import nn
 from torch.nn import functional
 
 from tests.unit.capture_models import Net, captured, copies, interpret, loss_of
-from workbench.capture.opaque import opaque_calls
-from workbench.capture.varying import fresh_draws_refused
-from workbench.errors import CaptureError
+from workbench.base.errors import CaptureError
+from workbench.capture.export.opaque import opaque_calls
+from workbench.capture.export.varying import fresh_draws_refused
 
 BATCH = {"x": torch.randn(4, 8, generator=torch.Generator().manual_seed(0)), "labels": torch.arange(4)}
 STEPS = 200

@@ -14,7 +14,7 @@ from torch.nn import functional
 
 from workbench.capture import capture, spec_of
 from workbench.figures.plan_view import draw_partition, show_plan
-from workbench.rundir import append_event, write_record
+from workbench.record.rundir import append_event, write_record
 from workbench.runs.registry import list_runs
 from workbench.runs.run import Run
 from workbench.widgets.dashboard import DashboardRow, rows_html

@@ -15,18 +15,18 @@ import workbench as wb
 from tests.logs import append_event
 from workbench.analysis.contrast import contrast_curves
 from workbench.analysis.curve import Curve
+from workbench.base.errors import DataError, InvalidExperiment
 from workbench.capture import capture, spec_of
 from workbench.capture.captured_model import CapturedModel, capture_for_evaluation
 from workbench.capture.outputs import flattened
 from workbench.data import data_fingerprint, held_out, held_out_fingerprint
 from workbench.data.store import TokenStore, document_runs, split, split_of_stream
-from workbench.errors import DataError, InvalidExperiment
 from workbench.execution.between_steps import drawn
 from workbench.figures.curves_view import loss_curves
 from workbench.figures.panels_view import panel_names, panels
 from workbench.planning.runnable import check_runnable
-from workbench.runs.history import HistoryTail
-from workbench.runs.wandb_recorder import samples_table as wandb_table
+from workbench.record.history import HistoryTail
+from workbench.runs.tracking.recorder import samples_table as wandb_table
 from workbench.widgets.dashboard import samples_at, samples_table
 
 BERT = wb.models.bert(vocab_size=200, hidden_size=16, num_layers=2, num_heads=2, max_positions=64)

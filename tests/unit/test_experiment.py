@@ -20,7 +20,7 @@ from torch.nn import functional
 
 import workbench as wb
 from workbench import Run
-from workbench.errors import (
+from workbench.base.errors import (
     CaptureError,
     DataError,
     InvalidExperiment,

@@ -17,16 +17,17 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from tests.distributed import zoo
 from tests.unit.capture_models import Batch, captured, copies, interpret, loss_of
-from workbench.capture import build_meta, capture, opaque_search
+from workbench.base.errors import CaptureError
+from workbench.base.tensors import TensorSpec
+from workbench.capture import build_meta, capture
 from workbench.capture.captured_model import CapturedModel
-from workbench.capture.opaque import opaque_calls
-from workbench.capture.rewrites import grouped_mm
+from workbench.capture.export import opaque_search
+from workbench.capture.export.opaque import opaque_calls
+from workbench.capture.export.rewrites import grouped_mm
 from workbench.cost import Cluster
 from workbench.cost.graph_profiler import profile_graph
-from workbench.errors import CaptureError
 from workbench.execution.blocks.block_module import read_only_by_products
 from workbench.experiment import Experiment
-from workbench.tensors import TensorSpec
 
 EXPERTS, ROWS, INSIDE, OUTSIDE = 4, 24, 16, 8
 ENDS = torch.tensor([5, 5, 17, ROWS], dtype=torch.int32)

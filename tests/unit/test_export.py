@@ -13,7 +13,7 @@ from bs4 import BeautifulSoup
 from figure_values import curve, plan
 
 import workbench as wb
-from workbench.errors import DataError
+from workbench.base.errors import DataError
 from workbench.figures.curves_view import loss_curves
 from workbench.figures.figure import PLOTLY_MIME, WIDGET_MIME, mimebundle, notebook_to_html, save, save_html
 from workbench.figures.panels_view import panels

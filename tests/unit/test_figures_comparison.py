@@ -11,7 +11,7 @@ from figure_values import curve, in_one_line
 from workbench.analysis.contrast import Interval, contrast_curves, difference, setting_differences, standings
 from workbench.analysis.curve import Curve, Scatter
 from workbench.analysis.seed_contrast import contrast_seeds
-from workbench.errors import UnknownParameter
+from workbench.base.errors import UnknownParameter
 from workbench.figures.curves_view import loss_curves
 from workbench.figures.run_views import differences
 from workbench.figures.run_views import draw_contrast as drawn

@@ -11,13 +11,13 @@ from figure_values import curve
 
 from workbench.analysis.contrast import difference
 from workbench.analysis.curve import CHUNK_POINTS, X_AXES, Curve, Mark, position_in_widths, smoothed
-from workbench.errors import UnknownParameter
+from workbench.base.errors import UnknownParameter
 from workbench.figures.curves_view import _describe_loss, loss_curves
 from workbench.figures.figure import picture
 from workbench.figures.panels_view import panel_names, panels
 from workbench.figures.prepared_curve import MAX_POINTS, decimated, diverged_at, focused, gap_starts
 from workbench.figures.run_views import differences
-from workbench.runs.history import Utilization, final_loss
+from workbench.record.history import Utilization, final_loss
 
 
 def parts(figure: Any, part: str) -> list[Any]:

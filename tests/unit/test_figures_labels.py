@@ -13,6 +13,7 @@ from figure_values import curve, in_one_line, plan
 
 from workbench.analysis.contrast import setting_differences
 from workbench.analysis.curve import Curve
+from workbench.base.units import gib
 from workbench.data import corpus
 from workbench.experiment import Experiment
 from workbench.figures import theme
@@ -22,11 +23,10 @@ from workbench.figures.run_views import differences
 from workbench.figures.sweep_view import scaling_efficiency
 from workbench.figures.timeline_view import prediction
 from workbench.models import bert_large
-from workbench.rundir import RunDir, write_record
+from workbench.record.rundir import RunDir, write_record
 from workbench.runs.registry import distinct_names
 from workbench.runs.run import Run
 from workbench.sweeps.grid import MeasuredCell
-from workbench.units import gib
 from workbench.widgets.dashboard import swatch
 from workbench.widgets.live_widget import CurveSettings, LiveLossFigure
 

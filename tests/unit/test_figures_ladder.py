@@ -10,7 +10,7 @@ import pytest
 
 import workbench as wb
 from workbench.analysis.ladder import KAPLAN, KaplanLaw, LadderPoint, ScalingLaw, scaling_law
-from workbench.errors import InvalidArgument
+from workbench.base.errors import InvalidArgument
 
 TRUE = KaplanLaw(3e6, 0.15, 3e7, 0.25)
 SIZES, TOKENS = (14e3, 26e3, 103e3), (0.2e6, 0.45e6, 1e6)

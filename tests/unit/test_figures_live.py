@@ -25,9 +25,9 @@ from nbclient import NotebookClient
 from tests.kernels import reached_by_files
 from tests.logs import append_event
 from tests.patience import PATIENCE_S, eventually
-from workbench.errors import UnknownParameter
+from workbench.base.errors import UnknownParameter
 from workbench.figures.prepared_curve import MAX_POINTS
-from workbench.rundir import RunDir, this_process, write_json, write_record
+from workbench.record.rundir import RunDir, this_process, write_json, write_record
 from workbench.runs.registry import data_wait
 from workbench.runs.run import Run
 from workbench.runs.status import STOPPING
@@ -390,7 +390,7 @@ import sys, threading
 sys.path.insert(0, {str(REPOSITORY)!r})
 from pathlib import Path
 from tests.patience import eventually
-from workbench.rundir import RunDir, append_event
+from workbench.record.rundir import RunDir, append_event
 from workbench.runs.run import Run
 from workbench.widgets import dashboard, live, live_widget
 live_widget.UNSEEN_FACTOR = live_widget.TWIN_S = 0.1

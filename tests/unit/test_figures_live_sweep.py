@@ -12,7 +12,7 @@ from test_figures_live import alive, end, start_run, train
 
 import workbench as wb
 from tests.patience import eventually
-from workbench.rundir import RunDir, this_process, write_json, write_record
+from workbench.record.rundir import RunDir, this_process, write_json, write_record
 from workbench.sweeps.queue import Entry, QueueDir, Result
 from workbench.sweeps.sweep import Sweep
 from workbench.widgets import LiveSweep

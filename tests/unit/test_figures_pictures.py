@@ -23,7 +23,7 @@ from workbench.figures.panels_view import panels
 from workbench.figures.plan_view import draw_partition, show_plan
 from workbench.figures.run_views import LOOKS, differences, draw_pareto, draw_pattern
 from workbench.figures.timeline_view import draw_timeline, prediction
-from workbench.runs.history import Patterns
+from workbench.record.history import Patterns
 
 CELLS = go.Heatmap(
     x=["1e-3", "2e-3"], y=["8", "16"], z=[[1.0, 2.0], [3.0, None]], text=[["1", "2"], ["3", ""]], colorscale="Viridis"

@@ -13,7 +13,9 @@ import pytest
 from figure_values import in_one_line, plan
 from plan_values import plan_of
 
-from workbench.errors import UnknownParameter
+from workbench.base.errors import UnknownParameter
+from workbench.base.tensors import TensorSpec
+from workbench.base.units import GIB, gib
 from workbench.figures import theme
 from workbench.figures.plan_view import CHARACTER_SHARE, draw_partition, plan_mimebundle, show_plan
 from workbench.figures.theme import SUBTITLE_LETTERS, TITLE_LETTERS
@@ -22,8 +24,6 @@ from workbench.planning.plan import Memory
 from workbench.planning.prediction import MicroBatchTimes, simulate
 from workbench.planning.prediction import timeline as simulated
 from workbench.strategy import build_schedule
-from workbench.tensors import TensorSpec
-from workbench.units import GIB, gib
 
 
 def parts(figure: Any, part: str) -> list[Any]:

@@ -16,7 +16,7 @@ from PIL import Image
 from plotly.io import renderers
 
 from workbench.analysis.curve import Curve
-from workbench.errors import DataError, InvalidArgument
+from workbench.base.errors import DataError, InvalidArgument
 from workbench.figures.curves_view import loss_curves
 from workbench.figures.figure import PLOTLY_MIME, Figure, picture, save
 from workbench.figures.panels_view import panels

@@ -16,10 +16,10 @@ from workbench.analysis.seed_contrast import (
     group_names,
     seed_groups,
 )
-from workbench.errors import InvalidArgument, InvalidExperiment, UnknownParameter
+from workbench.base.errors import InvalidArgument, InvalidExperiment, UnknownParameter
 from workbench.figures.figure import picture
 from workbench.figures.run_views import draw_contrast
-from workbench.rundir import RunDir, write_json, write_record
+from workbench.record.rundir import RunDir, write_json, write_record
 from workbench.sparsity import Dynamic, Static
 from workbench.sweeps.queue import Entry, QueueDir, Result
 from workbench.sweeps.sweep import Sweep

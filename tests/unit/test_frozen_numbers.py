@@ -12,8 +12,8 @@ import torch
 from torch import nn
 from torch.nn import functional
 
+from workbench.base.errors import CaptureError
 from workbench.capture import Graph, capture, spec_of
-from workbench.errors import CaptureError
 
 BATCH = {"x": torch.zeros(2, 4), "y": torch.zeros(2, 4)}
 

@@ -14,12 +14,13 @@ from torch.nn import functional
 import workbench as wb
 from tests.distributed.harness import CPU, LINK
 from tests.unit.coupled_models import COUPLED, GATHERED, WIDTH, SupCon, TwoTower, samples_for
-from workbench.capture import SampleDim, captured_model, division
+from workbench.base.errors import CaptureError, DataError, PlanInfeasible, PlanMismatch
+from workbench.capture import SampleDim, captured_model
 from workbench.capture.captured_model import CapturedModel
-from workbench.capture.gathering import TAIL, join_rows, part_rows
+from workbench.capture.coupling import division
+from workbench.capture.coupling.gathering import TAIL, join_rows, part_rows
 from workbench.cost.hardware import Cluster
 from workbench.cost.memory import ParameterTable, stage_state
-from workbench.errors import CaptureError, DataError, PlanInfeasible, PlanMismatch
 from workbench.experiment import Experiment
 from workbench.planning.plan import Plan
 from workbench.planning.planner import facts_of

@@ -11,11 +11,11 @@ import pytest
 from plan_values import plan_of
 
 import workbench as wb
-from workbench.errors import InvalidArgument, PlanInfeasible, PlanMismatch, UnknownParameter
+from workbench.base.errors import InvalidArgument, PlanInfeasible, PlanMismatch, UnknownParameter
+from workbench.base.units import GIB, gib
 from workbench.figures.figure import picture
 from workbench.planning.plan import Plan
 from workbench.sweeps.grid import MeasuredCell, MeasuredGrid, lost_time
-from workbench.units import GIB, gib
 
 MODEL = wb.models.gpt2(256, 4, 4, vocab_size=512, max_positions=128, name="tiny-gpt")
 EXPERIMENT = wb.Experiment(model=MODEL, data=wb.data.corpus("demo", vocab_size=512), global_batch=64, seq_len=128)

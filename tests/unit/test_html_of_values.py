@@ -10,10 +10,10 @@ from figure_values import plan
 from typer.testing import CliRunner
 
 import workbench as wb
+from workbench.base.display import Html, html_table, text_table
+from workbench.base.errors import UnknownParameter
 from workbench.cli import app
-from workbench.display import Html, html_table, text_table
-from workbench.errors import UnknownParameter
-from workbench.runs.history import History
+from workbench.record.history import History
 from workbench.runs.status import Status
 
 NAME = "<script>alert(1)</script>"

@@ -17,13 +17,13 @@ from streams import fed_alone
 from torch.utils.data import IterableDataset
 
 import workbench as wb
+from workbench.base.errors import DataError
+from workbench.base.tensors import TensorSpec
 from workbench.data import as_data, data_fingerprint, held_out
 from workbench.data.datasets import RecordLayout
-from workbench.errors import DataError
 from workbench.execution.feeding import check_user_data
 from workbench.experiment import Experiment
-from workbench.rundir import RunDir, write_json
-from workbench.tensors import TensorSpec
+from workbench.record.rundir import RunDir, write_json
 
 MODEL = wb.models.bert(hidden_size=16, num_layers=2, num_heads=2, vocab_size=50, max_positions=8)
 ITEMS = 100

@@ -14,10 +14,10 @@ from figure_values import plan
 from tests.logs import append_event
 from tests.unit.test_figures_live import end, eventually, start_run, train
 from tests.unit.test_lab import ask, server  # noqa: F401
-from workbench.errors import RunNotFound
+from workbench.base.errors import RunNotFound
 from workbench.lab import handlers
 from workbench.lab.handlers import RunIndex, dashboard_of, user_run
-from workbench.rundir import RunDir, known_runs_roots, note_runs_root, write_json, write_record
+from workbench.record.rundir import RunDir, known_runs_roots, note_runs_root, write_json, write_record
 from workbench.runs.launching.device_queue import Sample, write_sample
 from workbench.runs.run import Run
 

@@ -16,10 +16,10 @@ import pytest
 
 import workbench as wb
 from tests.unit.test_runs import make_run
+from workbench.base.errors import LONGEST, DataError, InvalidArgument, RunNotFound, UnknownParameter, WorkbenchError
 from workbench.data import tokenizer
-from workbench.errors import LONGEST, DataError, InvalidArgument, RunNotFound, UnknownParameter, WorkbenchError
 from workbench.measure import detection
-from workbench.runs.history import Evaluations
+from workbench.record.history import Evaluations
 from workbench.runs.launching import launcher
 
 FIGURE = go.Figure(go.Scatter(x=[1, 2], y=[1, 2]))

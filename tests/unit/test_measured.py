@@ -19,7 +19,8 @@ from torch._inductor.codecache import FxGraphCache
 from tests.patience import PATIENCE_S
 from tests.unit.cost_values import bert, layered_profile
 from workbench import data, models
-from workbench.capture.division import random_batch
+from workbench.base.tensors import TensorSpec
+from workbench.capture.coupling.division import random_batch
 from workbench.cli import describe_plan
 from workbench.cost import Cluster
 from workbench.cost.profile import BlockMeasurement, DividedCosts, corrected_profile
@@ -47,7 +48,6 @@ from workbench.planning.planner import weigh
 from workbench.planning.prediction import basis_of_times
 from workbench.planning.request import Request as PlanRequest
 from workbench.planning.search import what_if
-from workbench.tensors import TensorSpec
 
 H200 = Cluster.of("h200", gpus=4)
 LAYER = 1

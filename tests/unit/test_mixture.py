@@ -13,10 +13,10 @@ import torch
 
 import workbench as wb
 from workbench.analysis.plateau import context_free
+from workbench.base.errors import DataError
 from workbench.data import data_fingerprint, held_out
 from workbench.data.corpora import LARGEST_PERIOD, Mixture, PartUse, shares_of
 from workbench.data.sampling import MixedOrder
-from workbench.errors import DataError
 from workbench.runs.loss_basis import loss_basis, why_not_compared
 from workbench.sweeps.queue import label
 from workbench.sweeps.sweep import Axes

@@ -15,7 +15,7 @@ from torch import nn
 
 import workbench as wb
 from workbench import models
-from workbench.errors import InvalidExperiment, UnknownParameter
+from workbench.base.errors import InvalidExperiment, UnknownParameter
 
 TINY = {"hidden_size": 32, "num_layers": 2, "num_heads": 4, "vocab_size": 90, "max_positions": 24}
 NAMED = {

@@ -10,7 +10,7 @@ import nbformat
 import pytest
 
 from workbench import notebooks
-from workbench.errors import InvalidArgument, InvalidExperiment, UnknownParameter, WorkbenchError
+from workbench.base.errors import InvalidArgument, InvalidExperiment, UnknownParameter, WorkbenchError
 from workbench.notebooks import executing
 from workbench.notebooks.executing import parameters, templates, values_of, with_values
 

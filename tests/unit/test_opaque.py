@@ -14,13 +14,14 @@ from torch.nn.attention.flex_attention import create_block_mask, flex_attention
 
 import workbench as wb
 from tests.unit.capture_models import MODELS, Net, batch_for, captured, copies, interpret, loss_of
-from workbench.capture import build_meta, opaque
+from workbench.base.errors import CaptureError, PlanInfeasible
+from workbench.capture import build_meta
 from workbench.capture.captured_model import CapturedModel
-from workbench.capture.division import Division
-from workbench.capture.opaque import is_opaque
+from workbench.capture.coupling.division import Division
+from workbench.capture.export import opaque
+from workbench.capture.export.opaque import is_opaque
 from workbench.cost.graph_profiler import profile_graph
 from workbench.cost.hardware import Cluster
-from workbench.errors import CaptureError, PlanInfeasible
 from workbench.experiment import Experiment
 
 

@@ -18,19 +18,19 @@ from torch.overrides import TorchFunctionMode
 from torch.utils.flop_counter import FlopCounterMode
 
 import workbench as wb
+from workbench.base.errors import InvalidExperiment, PlanInfeasible, PlanMismatch
+from workbench.base.tensors import TensorSpec
 from workbench.capture import capture
-from workbench.capture.hidden_matrices import Projections, hidden_matrices, matrices_in_words, projections
+from workbench.capture.blocks.hidden_matrices import Projections, hidden_matrices, matrices_in_words, projections
 from workbench.cost.graph_profiler import matrices_of, optimizer_cost
 from workbench.cost.memory import PRODUCTS, ROUND_ELEMENTS, orthogonalisation_s, shares_out
 from workbench.cost.profile import ADAMW
-from workbench.errors import InvalidExperiment, PlanInfeasible, PlanMismatch
 from workbench.execution.gradients import squared_norm
 from workbench.optimizers import muon
 from workbench.optimizers.adamw import BATCH_ELEMENTS, OffloadedAdamW, ShardedAdamW
 from workbench.optimizers.building import ELEMENT, MODEL, TENSOR, build_optimizer, reach_of_update
 from workbench.optimizers.muon import COEFFICIENTS, orthogonalisation_flops, orthogonalised, shared_out
 from workbench.optimizers.parameters import learning_rate_factor, parameter_groups
-from workbench.tensors import TensorSpec
 
 
 @pytest.mark.parametrize(

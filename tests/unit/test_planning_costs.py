@@ -9,16 +9,16 @@ import pytest
 from cost_values import layered_profile
 from plan_values import CAPTURABLE, H200, PROFILE, costs_of, divided_profile, plan_of, strategy_of, with_host
 
+from workbench.base.errors import PlanInfeasible
+from workbench.base.units import GIB
 from workbench.cost import Cluster, Link
 from workbench.cost.memory import ParameterTable, activations, keeps_bf16_gradients
 from workbench.cost.profile import ParameterUpdate, Profile, SparseCosts
-from workbench.errors import PlanInfeasible
 from workbench.planning import stage_costs
 from workbench.planning.explanation import explain
 from workbench.planning.prediction import timeline
 from workbench.planning.stage_costs import RELAUNCHED, StrategyCosts
 from workbench.strategy import RECOMPUTE
-from workbench.units import GIB
 
 
 def test_a_tied_table_across_stages_costs_a_reduction() -> None:

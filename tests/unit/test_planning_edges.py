@@ -13,11 +13,12 @@ from cost_values import layered_profile
 from plan_values import H200 as FOUR_H200
 from plan_values import PROFILE, costs_of, plan_of, strategy_of
 
+from workbench.base.errors import PlanInfeasible, PlanMismatch
+from workbench.base.units import GIB, count, duration, flops_per_s
 from workbench.cost import Cluster
 from workbench.cost.hardware import H200, V100, Link, all_reduce_s
 from workbench.cost.memory import ParameterTable
 from workbench.cost.profile import Profile
-from workbench.errors import PlanInfeasible, PlanMismatch
 from workbench.measure.detection import with_memory
 from workbench.planning import prediction
 from workbench.planning.explanation import explain
@@ -27,7 +28,6 @@ from workbench.planning.prediction import peak_holdings
 from workbench.planning.request import Request, memory_limit_bytes
 from workbench.planning.search import what_if
 from workbench.planning.stage_costs import DeviceCosts
-from workbench.units import GIB, count, duration, flops_per_s
 
 # Clusters
 

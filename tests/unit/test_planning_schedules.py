@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from workbench.errors import PlanInfeasible
+from workbench.base.errors import PlanInfeasible
 from workbench.planning.prediction import MicroBatchTimes, _in_order, most_in_flight, peak_holdings, simulate, step_ms
 from workbench.strategy import SCHEDULES, Action, Schedule, build_schedule
 

@@ -16,8 +16,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from plan_values import CAPTURABLE, PROFILE, costs_of, plan_of, with_host
 
+from workbench.base.errors import PlanInfeasible, PlanMismatch, UnknownParameter
+from workbench.base.units import GIB
 from workbench.cost import Cluster
-from workbench.errors import PlanInfeasible, PlanMismatch, UnknownParameter
 from workbench.planning import search, stage_costs
 from workbench.planning.plan import Plan
 from workbench.planning.prediction import bound_ms, predict, timeline
@@ -25,7 +26,6 @@ from workbench.planning.request import Request, apart
 from workbench.planning.search import Option, Search, options
 from workbench.planning.stage_costs import MixedStages
 from workbench.planning.stage_cuts import Cutter
-from workbench.units import GIB
 
 
 def test_what_alike_options_share_is_what_each_would_have() -> None:

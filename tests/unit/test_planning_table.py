@@ -15,9 +15,10 @@ from plan_values import H200, PROFILE, plan_of, with_host
 
 import workbench as wb
 from workbench.analysis.pareto import pareto_front
+from workbench.base.errors import InvalidArgument, PlanInfeasible, PlanMismatch
+from workbench.base.units import GIB
 from workbench.cost import Cluster
 from workbench.cost.hardware import FRAGMENTATION
-from workbench.errors import InvalidArgument, PlanInfeasible, PlanMismatch
 from workbench.figures.figure import picture
 from workbench.planning import stage_costs
 from workbench.planning.explanation import explain
@@ -25,7 +26,6 @@ from workbench.planning.plan import Plan
 from workbench.planning.planner import FASTEST_SHOWN, weigh
 from workbench.planning.request import Request
 from workbench.planning.search import uncollected, what_if
-from workbench.units import GIB
 
 
 def test_the_table_says_in_how_many_blocks() -> None:

@@ -17,9 +17,9 @@ from torch.utils.data import default_collate
 
 import workbench as wb
 from tests.distributed.harness import CPU, LINK, loss_of, trainer_for
+from workbench.base.errors import CaptureError, PlanInfeasible
 from workbench.capture.captured_model import CapturedModel
 from workbench.cost.hardware import Cluster
-from workbench.errors import CaptureError, PlanInfeasible
 from workbench.experiment import Experiment
 from workbench.planning.planner import facts_of
 from workbench.planning.runnable import check_runnable

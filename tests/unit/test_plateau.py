@@ -24,7 +24,7 @@ from workbench.analysis.ladder import (
     scaling_law,
 )
 from workbench.analysis.plateau import MARGIN, left_plateau, masked_loss, stop_on_plateau
-from workbench.errors import DataError, InvalidArgument, InvalidExperiment, WorkbenchError
+from workbench.base.errors import DataError, InvalidArgument, InvalidExperiment, WorkbenchError
 from workbench.runs.run import Run
 
 LEVEL, STEPS, TOKENS = 3.3, 1000, 64

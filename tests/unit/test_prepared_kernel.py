@@ -20,7 +20,7 @@ from jupyter_client.blocking.client import BlockingKernelClient
 
 from tests.patience import PATIENCE_S, Clock, eventually
 from tests.unit.test_lab import ask, jupyter_server
-from workbench.errors import WorkbenchError
+from workbench.base.errors import WorkbenchError
 from workbench.lab import prepared_kernel
 from workbench.lab.prepared_kernel import IDLE_S, LEAST_BYTES, SHORT_BYTES, PreparedKernel
 from workbench.runs.launching import fork_server, launcher

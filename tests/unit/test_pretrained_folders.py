@@ -14,7 +14,7 @@ from safetensors.torch import load_file, save_file
 from transformers import BertConfig
 
 import workbench as wb
-from workbench.errors import DataError, InvalidExperiment
+from workbench.base.errors import DataError, InvalidExperiment
 
 SIZES = {"hidden_size": 16, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 32, "vocab_size": 40}
 WEIGHT = "bert.encoder.layer.0.output.dense.weight"

@@ -12,9 +12,9 @@ from torch import nn
 from torch.nn import functional
 
 from tests.unit.capture_models import Net, batch_for, interpret
+from workbench.base.errors import CaptureError, InvalidExperiment
 from workbench.capture import Graph, capture, spec_of
 from workbench.capture.outputs import LossChoice
-from workbench.errors import CaptureError, InvalidExperiment
 from workbench.experiment import Experiment
 
 BATCH = batch_for("Net")

@@ -11,12 +11,12 @@ from torch import nn
 
 import workbench as wb
 from workbench import models
+from workbench.base.errors import CaptureError, InvalidExperiment, PlanInfeasible, PlanMismatch
 from workbench.capture import model as capturing
 from workbench.cost.hardware import Cluster, Device, Link
-from workbench.errors import CaptureError, InvalidExperiment, PlanInfeasible, PlanMismatch
 from workbench.planning.plan import Plan
 from workbench.planning.runnable import check_runnable, facts_for
-from workbench.rundir import read_json
+from workbench.record.rundir import read_json
 from workbench.runs.launching import launcher
 from workbench.sparsity import Static
 

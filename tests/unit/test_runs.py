@@ -16,17 +16,17 @@ from torch import fx, nn
 import workbench as wb
 from tests.logs import append_event
 from tests.unit.cost_values import layered_profile
+from workbench.base.errors import PlanInfeasible, RunFailed, RunNotFound, root_exception
 from workbench.cost import Cluster
 from workbench.data import data_fingerprint
-from workbench.errors import PlanInfeasible, RunFailed, RunNotFound, root_exception
-from workbench.execution import checkpoint
 from workbench.execution.build import CUBLAS_SETTING, use_deterministic_kernels
+from workbench.execution.checkpoint import files as checkpoint
 from workbench.execution.worker import error_message
 from workbench.experiment import Experiment
 from workbench.planning.plan import Plan
 from workbench.planning.runnable import too_large_to_build
 from workbench.planning.search import what_if
-from workbench.rundir import RunDir, process_alive, process_record, this_process, write_json, write_record
+from workbench.record.rundir import RunDir, process_alive, process_record, this_process, write_json, write_record
 from workbench.runs.environment import SHOWN_PACKAGES, doctor, environment, git_state
 from workbench.runs.launching import device_queue, launcher
 from workbench.runs.launching.launcher import Attempt, continued_provenance, write_attempt

@@ -19,10 +19,10 @@ import pytest
 
 from tests.logs import append_event
 from tests.patience import PATIENCE_S, Clock, eventually
-from workbench.machine import available_cores
-from workbench.rundir import RunDir
-from workbench.runs.event_log import LogTail, read_events
-from workbench.runs.history import HistoryTail
+from workbench.base.machine import available_cores
+from workbench.record.event_log import LogTail, read_events
+from workbench.record.history import HistoryTail
+from workbench.record.rundir import RunDir
 from workbench.runs.launching import device_queue, supervisor
 from workbench.runs.launching.device_queue import CpuMeter, GpuMeter, Sample, sampled, write_sample
 from workbench.runs.run import Run

@@ -16,11 +16,11 @@ from tests.exhaustive import EXHAUSTIVE
 from tests.logs import append_event
 from tests.unit.figure_values import plan
 from tests.unit.test_runs import make_run
-from workbench import step_table
-from workbench.errors import WorkbenchError
-from workbench.rundir import RunDir, log_event
-from workbench.runs.event_log import read_events
-from workbench.runs.history import HistoryTail
+from workbench.base.errors import WorkbenchError
+from workbench.record import step_table
+from workbench.record.event_log import read_events
+from workbench.record.history import HistoryTail
+from workbench.record.rundir import RunDir, log_event
 from workbench.runs.launching import launcher
 from workbench.runs.registry import list_runs
 from workbench.runs.run import Run

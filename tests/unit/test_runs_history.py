@@ -15,24 +15,24 @@ from plan_values import plan_of
 
 import workbench as wb
 from tests.logs import append_event
-from workbench import step_table
 from workbench.analysis.contrast import contrast_curves
 from workbench.analysis.curve import Curve, curves_of, smoothed
-from workbench.errors import NonFiniteLoss, UnknownParameter
-from workbench.execution.blocks import Timestamp
+from workbench.base.errors import NonFiniteLoss, UnknownParameter
+from workbench.base.units import time_left
+from workbench.execution.blocks.step_context import Timestamp
 from workbench.execution.step_log import StepLog
 from workbench.execution.trainer import StepResult
 from workbench.experiment import Experiment
 from workbench.figures.curves_view import loss_curves
 from workbench.figures.panels_view import panel_names
 from workbench.figures.run_views import compare
-from workbench.rundir import RunDir, this_process, write_json, write_record
-from workbench.runs.event_log import UNREAD, mark_step, read_events, read_state
-from workbench.runs.history import History, HistoryTail, final_loss, recent_pace
+from workbench.record import step_table
+from workbench.record.event_log import UNREAD, mark_step, read_events, read_state
+from workbench.record.history import History, HistoryTail, final_loss, recent_pace
+from workbench.record.rundir import RunDir, this_process, write_json, write_record
+from workbench.record.step_table import StepTable
 from workbench.runs.registry import list_runs
 from workbench.runs.run import Run
-from workbench.step_table import StepTable
-from workbench.units import time_left
 from workbench.widgets.run_reader import RunReader
 
 

@@ -11,11 +11,11 @@ from pathlib import Path
 import pytest
 
 from tests.unit.test_figures_live import end, start_run, train
-from workbench.errors import InvalidArgument, WorkbenchError
-from workbench.rundir import RunDir, runs_root, write_record
+from workbench.base.errors import InvalidArgument, WorkbenchError
+from workbench.base.user_code import user_path
+from workbench.record.rundir import RunDir, runs_root, write_record
 from workbench.runs.registry import list_runs
 from workbench.runs.run import Run
-from workbench.user_code import user_path
 
 
 def test_labels_are_read_by_every_handle_and_leave_what_is_trained_alone(tmp_path: Path) -> None:

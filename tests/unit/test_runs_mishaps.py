@@ -17,10 +17,11 @@ import workbench as wb
 from tests.logs import append_event
 from tests.patience import Clock, eventually
 from tests.unit.test_runs import make_run
-from workbench.errors import CheckpointError, PlanMismatch, RunExists, RunNotFound, WorkbenchError
-from workbench.rundir import RunDir, process_alive, process_record, this_process, write_json, write_record
-from workbench.runs import environment, event_log, status
-from workbench.runs.event_log import read_events
+from workbench.base.errors import CheckpointError, PlanMismatch, RunExists, RunNotFound, WorkbenchError
+from workbench.record import event_log
+from workbench.record.event_log import read_events
+from workbench.record.rundir import RunDir, process_alive, process_record, this_process, write_json, write_record
+from workbench.runs import environment, status
 from workbench.runs.launching import device_queue, launcher, processes, supervisor
 from workbench.runs.registry import ProgressReporter, list_runs, load_run
 from workbench.runs.run import Run

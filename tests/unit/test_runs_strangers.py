@@ -13,10 +13,10 @@ import pytest
 
 from tests.logs import append_event
 from tests.unit.test_figures_live import end, start_run, train
-from workbench.errors import RunNotFound, WorkbenchError
+from workbench.base.errors import RunNotFound, WorkbenchError
 from workbench.lab.handlers import RunIndex, dashboard_of
 from workbench.planning.plan import Plan
-from workbench.rundir import RunDir, opened, read_file, read_json, write_json
+from workbench.record.rundir import RunDir, opened, read_file, read_json, write_json
 from workbench.runs.launching.device_queue import queue_folder, waiting_and_training
 from workbench.runs.registry import list_runs, load_run
 

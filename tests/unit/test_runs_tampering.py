@@ -9,13 +9,13 @@ from typing import Any
 import pytest
 
 import workbench as wb
+from workbench.base.errors import CheckpointError, DataError, PlanMismatch
 from workbench.data import data_fingerprint
-from workbench.errors import CheckpointError, DataError, PlanMismatch
-from workbench.execution.checkpoint import DamagedCheckpoint, digest_of, read_manifest
+from workbench.execution.checkpoint.files import DamagedCheckpoint, digest_of, read_manifest
 from workbench.experiment import Experiment
 from workbench.planning.plan import Plan
 from workbench.planning.planner import plan as make_plan
-from workbench.rundir import RunDir, check_unedited, read_json, write_json
+from workbench.record.rundir import RunDir, check_unedited, read_json, write_json
 from workbench.runs.launching.launcher import Attempt, write_attempt
 
 

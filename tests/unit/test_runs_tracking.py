@@ -23,17 +23,17 @@ from wandb_log import offline_config, offline_history, offline_summary
 
 from tests.logs import append_event
 from tests.patience import PATIENCE_S, eventually
-from workbench import rundir
-from workbench.errors import RunNotFound, WorkbenchError
+from workbench.base.errors import RunNotFound, WorkbenchError
 from workbench.experiment import Tracking
-from workbench.rundir import RunDir, read_json, this_process, write_json, write_record
+from workbench.record import rundir
+from workbench.record.event_log import read_events
+from workbench.record.rundir import RunDir, read_json, this_process, write_json, write_record
+from workbench.record.step_table import num_logged
 from workbench.runs import environment
-from workbench.runs import wandb_run as tracking
-from workbench.runs.event_log import read_events
 from workbench.runs.registry import load_run
 from workbench.runs.run import Run
-from workbench.runs.wandb_recorder import RowTail
-from workbench.step_table import num_logged
+from workbench.runs.tracking import wandb_run as tracking
+from workbench.runs.tracking.recorder import RowTail
 
 ROOT = Path(__file__).resolve().parents[2]
 EXPERIMENT = SimpleNamespace(name="bert", tracking=Tracking(project="bert-scaling", tags=("trial",)))

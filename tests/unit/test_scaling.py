@@ -12,10 +12,10 @@ from torch.utils.data import Dataset
 import workbench as wb
 from benchmarks.coordinate_check import CHANGE, HIDDEN, READ_OUT, STREAM, WIDTHS, Sizes, coordinate_check, draw, drift
 from workbench import models
-from workbench.capture.hidden_matrices import hidden_matrices
-from workbench.errors import InvalidExperiment
+from workbench.base.errors import InvalidExperiment
+from workbench.base.validation import factor_of
+from workbench.capture.blocks.hidden_matrices import hidden_matrices
 from workbench.models import Model, Scaling, scaling
-from workbench.validation import factor_of
 
 SMALL = {"vocab_size": 90, "max_positions": 24, "dropout": 0.0, "initializer_range": 0.1}
 BERT = {**SMALL, "layout": "pre_ln", "next_sentence": False}

@@ -18,7 +18,7 @@ import pytest
 from PIL import Image
 from PIL.PngImagePlugin import PngInfo
 
-from workbench.secrets import masked_json, masked_words
+from workbench.base.secrets import masked_json, masked_words
 
 TEXTS = tomllib.loads(Path(__file__).with_name("secret_texts.toml").read_text())
 SECURITY = Path(__file__).resolve().parents[2] / "docs" / "security.md"

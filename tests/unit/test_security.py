@@ -26,19 +26,20 @@ from typer.testing import CliRunner
 
 from tests.unit.test_runs_tampering import plan, small, text  # noqa: F401  (fixtures)
 from workbench import cli, notebooks
-from workbench.errors import InvalidArgument, WorkbenchError
+from workbench.base.errors import InvalidArgument, WorkbenchError
+from workbench.base.secrets import MASK, masked_json, masked_words, python_pattern, rules
 from workbench.execution.blocks.sparse_weights import BlockSparseParameters
-from workbench.execution.checkpoint import COMPLETE, DamagedCheckpoint, digest_of, digests, save_load
+from workbench.execution.checkpoint import save_load
+from workbench.execution.checkpoint.files import COMPLETE, DamagedCheckpoint, digest_of, digests
 from workbench.execution.checkpoint.model_export import GuardedReader
 from workbench.notebooks.executing import MAX_POINTS, LossCurve, Record
 from workbench.notebooks.sharing import recorded_commit
 from workbench.planning.plan import Plan
-from workbench.rundir import RunDir, this_process, write_json
+from workbench.record.rundir import RunDir, this_process, write_json
 from workbench.runs.environment import environment
 from workbench.runs.launching import device_queue
 from workbench.runs.launching.launcher import Attempt, write_attempt
 from workbench.runs.run import Run
-from workbench.secrets import MASK, masked_json, masked_words, python_pattern, rules
 
 ROOT = Path(__file__).resolve().parents[2]
 

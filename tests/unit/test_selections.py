@@ -11,10 +11,11 @@ import torch
 from torch import nn
 
 from tests.unit.capture_models import Batch, copies, interpret, loss_of
-from workbench.capture import Graph, capture, opaque_search, spec_of
+from workbench.base.errors import CaptureError
+from workbench.capture import Graph, capture, spec_of
 from workbench.capture.captured_model import CapturedModel
-from workbench.capture.opaque import opaque_calls
-from workbench.errors import CaptureError
+from workbench.capture.export import opaque_search
+from workbench.capture.export.opaque import opaque_calls
 from workbench.experiment import Experiment
 
 PATCHES, WIDTH, SEEN = 8, 16, 4

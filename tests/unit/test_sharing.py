@@ -18,14 +18,14 @@ import pytest
 from tests.logs import append_event
 from workbench import notebooks
 from workbench.analysis.curve import Curve
-from workbench.code_identity import IMPORTED, identities_json, identity
-from workbench.errors import RunNotFound, WorkbenchError
+from workbench.base.code_identity import IMPORTED, identities_json, identity
+from workbench.base.errors import RunNotFound, WorkbenchError
 from workbench.figures.curves_view import loss_curves
 from workbench.figures.figure import HIDE_DEAD_WIDGET, PLOTLY_MIME, WIDGET_MIME
 from workbench.notebooks import executing, sharing
 from workbench.notebooks.executing import LossCurve, Record, recorded_in
 from workbench.notebooks.sharing import BITWISE, DIFFERENT, NOISE, verdict
-from workbench.rundir import RunDir, write_json, write_record
+from workbench.record.rundir import RunDir, write_json, write_record
 from workbench.runs.run import Run
 from workbench.widgets.live_widget import EMPTY
 

@@ -20,10 +20,10 @@ from torch import nn
 
 from tests.exhaustive import exhaustive
 from tests.unit.sparse_kernel_cases import Case, differences, mask_of, miniature, random_mask
+from workbench.base.errors import InvalidArgument
 from workbench.cost import Cluster
 from workbench.cost.profile import break_even_sparsity
 from workbench.cost.sparse_matrices import none_and_all_stored, relative_times
-from workbench.errors import InvalidArgument
 from workbench.sparsity.kernels import (
     BlockIndex,
     BlockSparseLinear,

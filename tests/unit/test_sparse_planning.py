@@ -17,6 +17,7 @@ from cost_values import bert, graph_of
 from plan_values import costs_of, plan_of, strategy_of
 
 import workbench as wb
+from workbench.base.errors import PlanInfeasible, PlanMismatch
 from workbench.capture import Graph
 from workbench.capture.captured_model import CapturedModel
 from workbench.cost import Cluster
@@ -30,7 +31,6 @@ from workbench.cost.sparse_matrices import (
     relative_times,
     sparse_matrices,
 )
-from workbench.errors import PlanInfeasible, PlanMismatch
 from workbench.experiment import Experiment
 from workbench.planning.explanation import explain
 from workbench.planning.plan import Plan

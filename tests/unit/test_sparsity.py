@@ -15,14 +15,14 @@ import torch
 import workbench as wb
 from tests.exhaustive import EXHAUSTIVE
 from workbench.analysis.pareto import ParetoPoint
+from workbench.base.errors import InvalidExperiment, UnknownParameter
 from workbench.capture.captured_model import CapturedModel
 from workbench.cost.sparse_matrices import check_sparsity, product_flops, sparse_matrices
-from workbench.errors import InvalidExperiment, UnknownParameter
 from workbench.experiment import Experiment
 from workbench.figures.run_views import LOOKS, draw_exploration, draw_pareto, draw_pattern
 from workbench.planning.planner import graph
-from workbench.rundir import event_line
-from workbench.runs.history import Patterns, read_tail
+from workbench.record.history import Patterns, read_tail
+from workbench.record.rundir import event_line
 from workbench.sparsity import Dynamic, Static, learning_rate
 from workbench.sparsity.pattern import block_sums, expanded, initial, is_explored, is_present, largest, moved, uniform
 from workbench.sweeps.queue import label

@@ -22,9 +22,9 @@ from tests.distributed import zoo
 from tests.unit.capture_models import captured
 from workbench.capture import Block, Graph, capture, spec_of
 from workbench.capture.operations import DROPOUT
-from workbench.execution.blocks import StepContext
 from workbench.execution.blocks.block_module import BlockProgram, GradientTransfer, checkpointed_when_compiled
 from workbench.execution.blocks.rewriting import has_active_dropout, hashed_dropout, use_hashed_dropout
+from workbench.execution.blocks.step_context import StepContext
 from workbench.execution.build import runners
 from workbench.execution.gradients import GradientAccumulator
 from workbench.execution.parallel.stage import StageModule

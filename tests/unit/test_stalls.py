@@ -17,10 +17,10 @@ from test_runs import make_run
 from tests import worlds
 from tests.logs import append_event
 from tests.patience import PATIENCE_S, Clock, eventually
-from workbench.events import ProcessRecord
 from workbench.execution import heartbeat
 from workbench.execution.heartbeat import Heartbeat, RankOperations, awaited, read_beat, waits
-from workbench.rundir import RunDir, process_alive, process_record, read_json, this_process, write_json
+from workbench.record.events import ProcessRecord
+from workbench.record.rundir import RunDir, process_alive, process_record, read_json, this_process, write_json
 from workbench.runs.launching import processes, stalls
 from workbench.runs.launching.stalls import StallWatch, in_words
 from workbench.runs.run import Run
@@ -32,7 +32,7 @@ sys.path[:0] = {paths!r}
 from pathlib import Path
 from workbench.execution.heartbeat import RankOperations, awaited, waits
 from workbench.execution.heartbeat import Heartbeat
-from workbench.rundir import RunDir
+from workbench.record.rundir import RunDir
 beat = Heartbeat(RunDir(Path({run!r})), {rank})
 beat.begin({activity!r}, 7)
 
@@ -265,7 +265,7 @@ import time
 from pathlib import Path
 import torch, torch.distributed as dist
 from workbench.execution.heartbeat import Heartbeat, serving_collectives
-from workbench.rundir import RunDir, this_process, write_json
+from workbench.record.rundir import RunDir, this_process, write_json
 run, rank = RunDir(Path({run!r})), {rank}
 dist.init_process_group("gloo", init_method="file://{store}", rank=rank, world_size=3)
 last = dist.new_group([1, 2], group_desc="mesh_dp_replicate")

@@ -15,11 +15,11 @@ from typing import Any
 import numpy as np
 import pytest
 
-from workbench import step_table
-from workbench.rundir import append_event
-from workbench.runs.event_log import LogTail, read_events, read_state
-from workbench.runs.history import HistoryTail
-from workbench.step_table import StepTable, latest_steps, log_step, log_steps, num_logged
+from workbench.record import step_table
+from workbench.record.event_log import LogTail, read_events, read_state
+from workbench.record.history import HistoryTail
+from workbench.record.rundir import append_event
+from workbench.record.step_table import StepTable, latest_steps, log_step, log_steps, num_logged
 
 ROWS = 10
 
@@ -174,7 +174,7 @@ def test_a_header_of_a_trillion_rows_takes_no_memory(tmp_path: Path) -> None:
 
 def test_readers_beside_a_writer_see_every_step_once(tmp_path: Path) -> None:
     code = (
-        "import sys; from pathlib import Path; from workbench import step_table\n"
+        "import sys; from pathlib import Path; from workbench.record import step_table\n"
         "step_table.BLOCK_ROWS = 50\n"
         "for step in range(1, 4001): step_table.log_step(Path(sys.argv[1]), step=step, loss=7.0 / step)"
     )

@@ -19,8 +19,9 @@ from torch import nn
 
 import workbench as wb
 from tests.unit.capture_models import MODELS, batch_for, captured, copies, interpret
-from workbench.capture import captured_model, graph_json, model, stored_captures
-from workbench.capture.block_extraction import digest
+from workbench.capture import captured_model, model, stored_captures
+from workbench.capture.blocks import graph_json
+from workbench.capture.blocks.block_extraction import digest
 from workbench.capture.captured_model import CapturedModel
 
 CPU = torch.device("cpu")

@@ -16,10 +16,10 @@ from streams import fed_alone
 
 import workbench as wb
 from tests.patience import eventually
+from workbench.base.errors import DataError
 from workbench.data import data_fingerprint, from_json, held_out
 from workbench.data.streaming import Feeder, new_ring_file, ring_for
 from workbench.data.text import Files
-from workbench.errors import DataError
 from workbench.experiment import Experiment
 
 SEQ = 16

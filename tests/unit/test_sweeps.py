@@ -17,15 +17,15 @@ from optuna.storages.journal import JournalFileBackend
 import workbench as wb
 from tests.distributed.real_worker import DEVICE, LINK, SEQ, Words, experiment
 from tests.logs import append_event
+from workbench.base.errors import DataError, InvalidExperiment, UnknownParameter
 from workbench.capture import captured_model
-from workbench.columns import COLUMNS
 from workbench.cost.hardware import Cluster
-from workbench.errors import DataError, InvalidExperiment, UnknownParameter
-from workbench.rundir import RunDir, read_json, write_json, write_record
-from workbench.runs.history import History, read_tail
+from workbench.record.columns import COLUMNS
+from workbench.record.history import History, read_tail
+from workbench.record.rundir import RunDir, read_json, write_json, write_record
 from workbench.runs.launching import launcher
 from workbench.runs.launching.launcher import Attempt
-from workbench.runs.wandb_recorder import config_of
+from workbench.runs.tracking.recorder import config_of
 from workbench.sweeps import queue
 from workbench.sweeps import sweep as sweep_module
 from workbench.sweeps.queue import Entry, QueueDir, Result, label, plan_key, profile_key, thread_limit

@@ -11,7 +11,7 @@ from test_figures_live_sweep import begin, finish, sweep  # noqa: F401  # a fixt
 
 import workbench as wb
 from workbench import cli
-from workbench.errors import InvalidExperiment, UnknownParameter, WorkbenchError
+from workbench.base.errors import InvalidExperiment, UnknownParameter, WorkbenchError
 from workbench.sweeps.sweep import Sweep, follow, read_sweep_file
 
 FILE = """

@@ -13,9 +13,9 @@ from hypothesis import strategies as st
 from torch import nn
 from torch.nn import functional
 
+from workbench.base.tensors import TensorSpec
 from workbench.capture import Graph, capture
-from workbench.capture.tensor_parallel import ModelSharding, Sharding, plan_tensor_parallel
-from workbench.tensors import TensorSpec
+from workbench.capture.blocks.tensor_parallel import ModelSharding, Sharding, plan_tensor_parallel
 
 BATCH, SEQ, WIDTH, HEADS, VOCAB = 2, 8, 24, 6, 50
 TOKENS = {name: TensorSpec(name, (BATCH, SEQ), "int64") for name in ("input_ids", "labels")}

@@ -20,12 +20,12 @@ import psutil
 import pyarrow
 import pytest
 
+from workbench.base.errors import DataError
 from workbench.data import text as texts
 from workbench.data.store import PartialTokens, write_documents
 from workbench.data.streaming import Encoder, encode_all
 from workbench.data.text import Files
 from workbench.data.tokenizing import TokensKey, tokenised
-from workbench.errors import DataError
 
 STORED = ("tokens.bin", "documents.bin", "runs.npy", "tokenizer.json", "tokenizer_config.json", "special_tokens.json")
 WORDS = ("the", "Fox", "naïve", "日本", "　", "\t", "a  b", "🙂", "[SEP]", "x" * 30)

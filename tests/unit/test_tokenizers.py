@@ -17,6 +17,7 @@ from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers,
 from transformers.convert_slow_tokenizer import import_protobuf
 
 import workbench as wb
+from workbench.base.errors import DataError
 from workbench.data.tokenizer import (
     SpecialTokens,
     TextTokenizer,
@@ -25,7 +26,6 @@ from workbench.data.tokenizer import (
     train_byte_level_bpe,
     train_wordpiece,
 )
-from workbench.errors import DataError
 
 JAPANESE = """ガラスのコップと、ﾊﾟﾝの値段がひどく上がった。
 山の上では、がんばった人だけが湯気の立つ味噌汁を飲んだ。

@@ -92,7 +92,7 @@ def test_a_notebook_shows_the_sentence_the_users_line_and_a_folded_traceback(ker
     ]
     assert kernel.error["evalue"] == "Experiment has no parameter 'stepz'. Did you mean 'steps'?"
     [page] = kernel.pages
-    assert "workbench/validation.py" in page
+    assert "workbench/base/validation.py" in page
     assert "&#x27;&lt;b&gt;&#x27;" in page
     assert "<b>" not in page
 
@@ -114,7 +114,7 @@ def test_a_notebook_that_failed_keeps_the_sentence_and_the_folded_traceback_on_i
         assert lines[-1].strip() == code
         assert len(lines) <= 3
         [folded] = [part for part in shown.find_all("details") if part.summary.get_text() == "the whole traceback"]
-        assert "workbench/validation.py" in folded.pre.get_text()
+        assert "workbench/base/validation.py" in folded.pre.get_text()
         assert not folded.has_attr("open")
 
 

@@ -18,7 +18,7 @@ from tests.logs import append_event
 from workbench.analysis.contrast import Difference
 from workbench.analysis.curve import X_AXES, Curve
 from workbench.analysis.pareto import ParetoPoint
-from workbench.columns import COLUMNS, FinishedStep, logged_columns
+from workbench.base.units import count, duration, flops_per_s, gib, milliseconds, time_left
 from workbench.figures.curves_view import loss_curves
 from workbench.figures.figure import Figure
 from workbench.figures.panels_view import panels
@@ -26,11 +26,11 @@ from workbench.figures.plan_view import show_plan
 from workbench.figures.run_views import differences, draw_pareto
 from workbench.figures.timeline_view import draw_timeline, measured_timeline
 from workbench.figures.twin import Twin
-from workbench.rundir import RunDir, write_json, write_record
-from workbench.runs.history import HistoryTail, Utilization
+from workbench.record.columns import COLUMNS, FinishedStep, logged_columns
+from workbench.record.history import HistoryTail, Utilization
+from workbench.record.rundir import RunDir, write_json, write_record
 from workbench.sweeps.grid import Cell, Grid
 from workbench.sweeps.queue import Entry, QueueDir, Result
-from workbench.units import count, duration, flops_per_s, gib, milliseconds, time_left
 from workbench.widgets.live_widget import CurveSettings, LiveLossFigure, LivePanelsFigure
 from workbench.widgets.run_reader import RunReader
 

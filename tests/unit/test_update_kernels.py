@@ -24,7 +24,7 @@ import torch
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from workbench.capture.hidden_matrices import Projections
+from workbench.capture.blocks.hidden_matrices import Projections
 from workbench.execution.gradients import Tables, squared_norm
 from workbench.optimizers import muon
 from workbench.optimizers.adamw import ShardedAdamW

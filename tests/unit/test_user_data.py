@@ -15,12 +15,12 @@ import workbench as wb
 from tests.distributed.harness import CPU, LINK
 from tests.unit.coupled_models import WIDTH, Regression, total
 from workbench import models
+from workbench.base.errors import DataError
 from workbench.cost.hardware import Cluster
 from workbench.data.datasets import generator_states
-from workbench.errors import DataError
 from workbench.execution.feeding import check_user_data
 from workbench.experiment import Experiment
-from workbench.rundir import RunDir, read_json, write_json, write_record
+from workbench.record.rundir import RunDir, read_json, write_json, write_record
 
 MODEL = models.bert(hidden_size=16, num_layers=2, num_heads=2, vocab_size=50, max_positions=8)
 

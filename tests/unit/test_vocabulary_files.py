@@ -13,9 +13,9 @@ from tokenizers import ByteLevelBPETokenizer
 from typer.testing import CliRunner
 
 import workbench as wb
+from workbench.base.errors import DataError, InvalidArgument, UnknownParameter
 from workbench.cli import app, corpus_from
 from workbench.data.tokenizer import SpecialTokens, TextTokenizer, train_byte_level_bpe
-from workbench.errors import DataError, InvalidArgument, UnknownParameter
 
 
 @pytest.fixture(scope="module")

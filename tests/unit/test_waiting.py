@@ -17,16 +17,16 @@ import pytest
 import workbench as wb
 from tests.kernels import kernel
 from tests.patience import PATIENCE_S, eventually
-from workbench import display
-from workbench.rundir import RunDir, write_json, write_record
-from workbench.runs.event_log import LogTail, read_events
+from workbench.base import display
+from workbench.record.event_log import LogTail, read_events
+from workbench.record.rundir import RunDir, write_json, write_record
 from workbench.runs.launching import supervisor
 
 REPOSITORY = Path(__file__).parents[2]
 WAITS = """
 import sys, threading
 from tests.patience import eventually
-from workbench import display
+from workbench.base import display
 display.SHOWN_AFTER_S, display.EVERY_S, display.LOOK_S = 0.0, 0.01, 0.01
 pictures = 0
 

@@ -35,9 +35,9 @@ from workbench.analysis.curve import (
     smoothed_line,
     why_curves_do_not_compare,
 )
-from workbench.display import html_table
-from workbench.errors import UnknownParameter
-from workbench.units import gib
+from workbench.base.display import html_table
+from workbench.base.errors import UnknownParameter
+from workbench.base.units import gib
 
 MAX_POINTS = 1000
 """Number of bins into which a longer run is averaged before it is smoothed."""
@@ -257,7 +257,7 @@ def _width(curve: Curve, end: float) -> float:
 def end_of(x: Array, loss: Array, width: float) -> Line:
     """Return the loss at the end of a stretch with its noise: the number that labels and tables show of a run.
 
-    Of a training loss it is `workbench.runs.history.final_loss`, of held-out losses (a width of 0) the last.
+    Of a training loss it is `workbench.record.history.final_loss`, of held-out losses (a width of 0) the last.
     """
     return smoothed_line(x, loss, width, END)
 

@@ -14,9 +14,9 @@ from typing import Any, Protocol
 import numpy as np
 from numpy.typing import NDArray
 
-from workbench.columns import COLUMNS, AxisUnit
-from workbench.errors import InvalidArgument, UnknownParameter, suggestion
-from workbench.runs.history import History
+from workbench.base.errors import InvalidArgument, UnknownParameter, suggestion
+from workbench.record.columns import COLUMNS, AxisUnit
+from workbench.record.history import History
 from workbench.runs.loss_basis import LossBasis, read_loss_basis, why_not_compared
 from workbench.runs.registry import distinct_names
 from workbench.runs.run import Run
@@ -48,7 +48,7 @@ class Mark:
 class Curve:
     """The record of one run: columns of equal length with one value per logged step.
 
-    Columns are named and counted as in `workbench.columns.COLUMNS`. Only those that a figure draws are needed.
+    Columns are named and counted as in `workbench.record.columns.COLUMNS`. Only those that a figure draws are needed.
     """
 
     name: str

@@ -21,17 +21,17 @@ from numpy.typing import NDArray
 
 from workbench.analysis.contrast import Interval
 from workbench.analysis.curve import CONFIDENCE, scatter_of
-from workbench.arguments import checked_arguments
-from workbench.display import html_table, text_table
-from workbench.errors import InvalidArgument, InvalidExperiment
+from workbench.base.arguments import checked_arguments
+from workbench.base.display import html_table, text_table
+from workbench.base.errors import InvalidArgument, InvalidExperiment
+from workbench.base.units import count
 from workbench.experiment import Experiment, values_by_name
 from workbench.models import Model
 from workbench.models._named import parameters_without_embeddings as parameters_without_embeddings
-from workbench.runs.history import Evaluations
+from workbench.record.history import Evaluations
 from workbench.runs.registry import Runs, load_runs
 from workbench.runs.run import Run
 from workbench.sweeps.sweep import Sweep
-from workbench.units import count
 
 # Laws of the loss over parameters N and tokens D, and their fit to finished trainings.
 #

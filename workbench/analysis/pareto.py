@@ -9,8 +9,8 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from workbench.arguments import checked_arguments
-from workbench.errors import InvalidExperiment
+from workbench.base.arguments import checked_arguments
+from workbench.base.errors import InvalidExperiment
 from workbench.experiment import Experiment, values_by_name
 from workbench.models import UserModel
 from workbench.planning.planner import graph

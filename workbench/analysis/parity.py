@@ -22,16 +22,17 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from workbench.arguments import checked_arguments
-from workbench.display import facts_html, html_table, text_table, waiting
-from workbench.errors import InvalidArgument, PlanInfeasible, RunFailed
+from workbench.base.arguments import checked_arguments
+from workbench.base.display import facts_html, html_table, text_table, waiting
+from workbench.base.errors import InvalidArgument, PlanInfeasible, RunFailed
+from workbench.base.units import count
 from workbench.execution.deviation import EVERY, LOSS, Deviation, from_json
 from workbench.experiment import Experiment
 from workbench.planning.plan import Plan
 from workbench.planning.planner import profile_and_cluster
 from workbench.planning.request import DEGREES, Request
 from workbench.planning.search import checked_search
-from workbench.rundir import read_json, write_json
+from workbench.record.rundir import read_json, write_json
 from workbench.runs.evaluating import (
     Bisection,
     bisect,
@@ -45,7 +46,6 @@ from workbench.runs.evaluating import (
 from workbench.runs.launching import processes
 from workbench.runs.launching.launcher import Attempt, start_attempt
 from workbench.strategy import SCHEDULES, ZERO, Choices, Fixed
-from workbench.units import count
 
 HEAD = ("division", "beside", "loss", "bound", "gradients", "bound", "verdict")
 BESIDE = {"plain": "plain PyTorch", "captured": "one device that draws the same"}

@@ -14,13 +14,13 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from workbench.arguments import checked_arguments
+from workbench.base.arguments import checked_arguments
+from workbench.base.errors import DataError, InvalidExperiment
+from workbench.base.units import count
 from workbench.data.sampling import MASK_SHARE, RANDOM_SHARE, CausalSamples, SpanSamples
 from workbench.data.store import SplicedTokens
-from workbench.errors import DataError, InvalidExperiment
 from workbench.experiment import Experiment
 from workbench.runs.run import Run
-from workbench.units import count
 
 BLOCK = 1 << 22
 """Tokens that are counted at a time."""

@@ -53,16 +53,16 @@ from workbench.analysis.curve import (
     usual_scatter,
     why_curves_do_not_compare,
 )
-from workbench.arguments import checked_arguments
-from workbench.display import html_table
-from workbench.errors import InvalidArgument, InvalidExperiment, UnknownParameter
+from workbench.base.arguments import checked_arguments
+from workbench.base.display import html_table
+from workbench.base.errors import InvalidArgument, InvalidExperiment, UnknownParameter
+from workbench.base.units import count
 from workbench.experiment import values_by_name
-from workbench.rundir import read_json
+from workbench.record.rundir import read_json
 from workbench.runs.registry import Runs, load_runs
 from workbench.runs.run import Run
 from workbench.sparsity import from_json
 from workbench.sweeps.sweep import Sweep
-from workbench.units import count
 
 AXES = ("tokens", "flops", "gpu_hours")
 """Axes at whose equal values configurations are compared."""

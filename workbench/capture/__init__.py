@@ -9,8 +9,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from workbench.base.tensors import spec_of
 from workbench.capture.graph import Block, Graph, LabelCount, SampleDim, signature
-from workbench.tensors import spec_of
 
 if TYPE_CHECKING:
     from workbench.capture.captured_model import build_meta

@@ -17,10 +17,16 @@ from typing import Any
 import torch
 from torch import fx, nn
 
-from workbench.arguments import memoised
-from workbench.capture import graph_json
-from workbench.capture.block_extraction import line_of_digest
-from workbench.capture.division import (
+from workbench.base.arguments import memoised
+from workbench.base.code_identity import Definition, changed_between, identity
+from workbench.base.display import waiting
+from workbench.base.errors import CaptureError, InvalidExperiment, PlanMismatch, in_words
+from workbench.base.tensors import TensorSpec
+from workbench.base.user_code import SourceLine, UserFunction, line_of_node
+from workbench.capture.blocks import graph_json
+from workbench.capture.blocks.block_extraction import line_of_digest
+from workbench.capture.blocks.tensor_parallel import plan_tensor_parallel
+from workbench.capture.coupling.division import (
     MOST_FLOPS,
     PARTS,
     Division,
@@ -32,21 +38,15 @@ from workbench.capture.division import (
     random_batch,
     samples_from,
 )
-from workbench.capture.gathering import with_tail_of
+from workbench.capture.coupling.gathering import with_tail_of
+from workbench.capture.export.opaque import call_of
+from workbench.capture.export.opaque_search import FACTORIES
 from workbench.capture.graph import Computation, Graph, signature
 from workbench.capture.model import capture
-from workbench.capture.opaque import call_of
-from workbench.capture.opaque_search import FACTORIES
 from workbench.capture.operations import schema_of
 from workbench.capture.outputs import Metric, read_by, slots_of
 from workbench.capture.stored_captures import device_of, key_of, patches, stored
-from workbench.capture.tensor_parallel import plan_tensor_parallel
-from workbench.code_identity import Definition, changed_between, identity
-from workbench.display import waiting
-from workbench.errors import CaptureError, InvalidExperiment, PlanMismatch, in_words
 from workbench.experiment import Experiment, Optimizer
-from workbench.tensors import TensorSpec
-from workbench.user_code import SourceLine, UserFunction, line_of_node
 
 
 @dataclass(frozen=True)
@@ -161,7 +161,7 @@ class CapturedModel:
     def tower_and_tail(self, samples: int) -> Graph:
         """Return the graph of so many samples with the part of its loss that compares them as the last block.
 
-        Raises `CaptureError` if that part cannot be cut off (`workbench.capture.gathering`).
+        Raises `CaptureError` if that part cannot be cut off (`workbench.capture.coupling.gathering`).
         """
 
         def made(model: nn.Module, batch: Mapping[str, TensorSpec]) -> Graph:

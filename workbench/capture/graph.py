@@ -13,9 +13,9 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
-from workbench.display import html_table
-from workbench.tensors import TensorSpec
-from workbench.units import count, gib
+from workbench.base.display import html_table
+from workbench.base.tensors import TensorSpec
+from workbench.base.units import count, gib
 
 if TYPE_CHECKING:
     import torch
@@ -34,7 +34,7 @@ class Block:
     block_type: str
     """Digest of the computation and its shapes; blocks of one type share one `code`."""
     cost_type: str
-    """The same, but equal for layers that cost the same: see `workbench.capture.block_extraction.digest`."""
+    """The same, but equal for layers that cost the same: see `workbench.capture.blocks.block_extraction.digest`."""
     parameters: tuple[str, ...]
     """Canonical parameter names, in `code`'s order; tied parameters go by one name everywhere."""
     buffers: tuple[str, ...]

@@ -18,7 +18,9 @@ import torch
 import torch.utils._pytree as pytree
 from torch import fx
 
-from workbench.capture.export import Exported
+from workbench.base.errors import InvalidExperiment
+from workbench.capture.blocks.tensor_parallel import product_of
+from workbench.capture.export.exporting import Exported
 from workbench.capture.graph import Block, Graph, LabelCount
 from workbench.capture.operations import (
     LOGS,
@@ -38,9 +40,7 @@ from workbench.capture.operations import (
     shape_of,
     storage_of,
 )
-from workbench.capture.tensor_parallel import product_of
-from workbench.columns import WEIGHTED, WEIGHTS
-from workbench.errors import InvalidExperiment
+from workbench.record.columns import WEIGHTED, WEIGHTS
 
 aten = torch.ops.aten
 _MEAN, _SUM = 1, 2

@@ -1,8 +1,8 @@
 """Capture of a model as a graph of blocks, step by step. `docs/capture.md` describes each step.
 
-`torch.export` runs the model's own Python once (`export`), the graph is rewritten in place (`rewrites`), its mean
-losses, couplings and scalars are found (`losses`, `batch_coupling`), and its nodes are cut into blocks
-(`block_extraction`).
+`torch.export` runs the model's own Python once (`export/exporting.py`), the graph is rewritten in place
+(`export/rewrites.py`), its mean losses, couplings and scalars are found (`losses.py`, `coupling/batch_coupling.py`),
+and its nodes are cut into blocks (`blocks/block_extraction.py`).
 """
 
 from __future__ import annotations
@@ -17,15 +17,25 @@ import torch
 import torch.utils._pytree as pytree
 from torch import fx, nn
 
-from workbench.capture.aliasing import memory_of, move_meta_to_cpu
-from workbench.capture.batch_coupling import MADE_ANEW, Coupling, batch_coupling, batch_norms, described
-from workbench.capture.block_extraction import BlockExtractor, NodeGroup, canonical_names, find_layers, group_nodes
-from workbench.capture.export import Exported, export
-from workbench.capture.gathering import split_tail
+from workbench.base.errors import CaptureError, InvalidExperiment
+from workbench.base.tensors import TensorSpec, spec_of
+from workbench.base.user_code import line_of_node
+from workbench.capture.blocks.block_extraction import (
+    BlockExtractor,
+    NodeGroup,
+    canonical_names,
+    find_layers,
+    group_nodes,
+)
+from workbench.capture.coupling.batch_coupling import MADE_ANEW, Coupling, batch_coupling, batch_norms, described
+from workbench.capture.coupling.gathering import split_tail
+from workbench.capture.export.aliasing import memory_of, move_meta_to_cpu
+from workbench.capture.export.exporting import Exported, export
+from workbench.capture.export.opaque import call_of
+from workbench.capture.export.opaque_search import SIZES, OpaqueSearch
+from workbench.capture.export.rewrites import rewrite
 from workbench.capture.graph import Graph, SampleDim, ScalarValue, signature
 from workbench.capture.losses import MeanLoss, MicroBatchMean, Quotient, Scalar, label_count, mean_losses, scalars_of
-from workbench.capture.opaque import call_of
-from workbench.capture.opaque_search import SIZES, OpaqueSearch
 from workbench.capture.operations import (
     Dataflow,
     analyse_dataflow,
@@ -41,11 +51,7 @@ from workbench.capture.operations import (
     storage_of,
 )
 from workbench.capture.outputs import LossChoice, Outputs
-from workbench.capture.rewrites import rewrite
 from workbench.capture.torch_internals import forgotten_by_dynamo, refuse_backward_hooks
-from workbench.errors import CaptureError, InvalidExperiment
-from workbench.tensors import TensorSpec, spec_of
-from workbench.user_code import line_of_node
 
 
 @forgotten_by_dynamo()
@@ -74,8 +80,8 @@ def capture(
         loss: the loss in what forward returns: a name, an index, or a function of the outputs and the batch.
         returns: function that is given what forward returned, with a `Slot` for each tensor, and returns the slots to
             compute beside the loss, each with the name of who reads it.
-        gathers: cut the part of the loss that compares samples off, as the last block (`workbench.capture.gathering`).
-            It computes the returned slots, too, of the whole batch.
+        gathers: cut the part of the loss that compares samples off, as the last block
+            (`workbench.capture.coupling.gathering`). It computes the returned slots, too, of the whole batch.
         logs: compute what forward logs (`workbench.log_scalar`), too.
         examples: samples of the data, which tell how many items of each sample a mask selects.
 

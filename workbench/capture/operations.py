@@ -28,7 +28,7 @@ EMBEDDING = aten.embedding.default
 LOGS = "workbench_logs"
 """Key in `fx.Node.meta` of operations that only logged scalars need; tensor parallelism gives them whole values."""
 GROUPED_MATMUL = "workbench::grouped_mm"
-"""Name of the operation that `workbench.capture.rewrites` registers."""
+"""Name of the operation that `workbench.capture.export.rewrites` registers."""
 
 
 def scalar_tensor(value: torch.Tensor | float) -> torch.Tensor:

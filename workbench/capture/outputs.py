@@ -18,10 +18,10 @@ import torch
 from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_leaves
 
+from workbench.base.errors import CaptureError, InvalidExperiment, in_words
+from workbench.base.tensors import TensorSpec, spec_of
 from workbench.capture.operations import reachable
-from workbench.columns import log_scalar
-from workbench.errors import CaptureError, InvalidExperiment, in_words
-from workbench.tensors import TensorSpec, spec_of
+from workbench.record.columns import log_scalar
 
 Metric = Callable[..., Any]
 """Function of the outputs and the batch that returns a sum and a count."""

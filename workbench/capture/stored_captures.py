@@ -34,10 +34,10 @@ import psutil
 import torch
 from torch import nn
 
+from workbench.base.code_identity import bindings, fingerprint, put_into_libraries
+from workbench.base.machine import cache_home
+from workbench.base.user_code import is_users
 from workbench.capture.torch_internals import patched, settings_of_export
-from workbench.code_identity import bindings, fingerprint, put_into_libraries
-from workbench.machine import cache_home
-from workbench.user_code import is_users
 
 T = TypeVar("T")
 MOST_BYTES = 256 * 2**20

@@ -22,9 +22,9 @@ from torch.fx.experimental.symbolic_shapes import uninteresting_files
 from torch.overrides import TorchFunctionMode
 from torch.utils.weak import WeakTensorKeyDictionary
 
-from workbench.display import Say, waiting
-from workbench.errors import CaptureError
-from workbench.user_code import line_of_frames, line_of_running_code
+from workbench.base.display import Say, waiting
+from workbench.base.errors import CaptureError
+from workbench.base.user_code import line_of_frames, line_of_running_code
 
 __all__ = [
     "VF",

@@ -21,15 +21,15 @@ from torch import fx
 from torch.utils._pytree import tree_flatten, tree_map
 from torch.utils.flop_counter import FlopCounterMode, sdpa_flop_count
 
+from workbench.base.tensors import TensorSpec
+from workbench.base.user_code import line_of_node
+from workbench.capture.blocks.tensor_parallel import BlockSharding
+from workbench.capture.export.opaque import call_of
 from workbench.capture.graph import Block, Graph
 from workbench.capture.losses import find_rowwise_head
-from workbench.capture.opaque import call_of
 from workbench.capture.operations import GROUPED_MATMUL, is_replayable, names, op_name, schema_of
-from workbench.capture.tensor_parallel import BlockSharding
 from workbench.cost.profile import ACCUMULATE_BYTES, ATTENTION, DENSE, GEMM, STREAM, BlockTypeCost, Kernel, RelativeTime
 from workbench.strategy import RECOMPUTE
-from workbench.tensors import TensorSpec
-from workbench.user_code import line_of_node
 
 # The cost of one operation: its FLOPs, the tensors that autograd saves, and the casts that autocast inserts.
 #

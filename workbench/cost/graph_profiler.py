@@ -15,21 +15,21 @@ from torch.fx.experimental import _config as symbolic_sizes
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
+from workbench.base.display import waiting
+from workbench.base.tensors import TensorSpec
+from workbench.base.user_code import UserFunction
+from workbench.capture.blocks.hidden_matrices import Projections, projections
+from workbench.capture.blocks.tensor_parallel import plan_tensor_parallel
+from workbench.capture.export.opaque import opaque_calls
 from workbench.capture.graph import Graph
-from workbench.capture.hidden_matrices import Projections, projections
-from workbench.capture.opaque import opaque_calls
-from workbench.capture.tensor_parallel import plan_tensor_parallel
 from workbench.cost.block_type_cost import ASSUMED_SIZE, BlockTrace, RowSelection, Settings, block_type_cost
 from workbench.cost.hardware import Device
 from workbench.cost.memory import Matrices
 from workbench.cost.profile import MUON_UPDATE, BlockCost, BlockTypeCost, DividedCosts, ParameterUpdate, Profile
 from workbench.cost.sparse_matrices import SparseMatrices
-from workbench.display import waiting
 from workbench.experiment import Experiment
 from workbench.optimizers.building import build_optimizer
 from workbench.optimizers.muon import gram_elements, orthogonalisation_flops
-from workbench.tensors import TensorSpec
-from workbench.user_code import UserFunction
 
 TENSOR_DEGREES = (2, 4, 8)
 """Tensor-parallel degrees that are priced: those within a node."""

@@ -12,10 +12,10 @@ from typing import Annotated, Any, NamedTuple, TypeVar
 import numpy as np
 import numpy.typing as npt
 
-from workbench.display import facts_html
-from workbench.errors import PlanInfeasible, UnknownParameter, suggestion
-from workbench.units import GIB, gib, is_count, plain
-from workbench.validation import Field, Whole, checked_value
+from workbench.base.display import facts_html
+from workbench.base.errors import PlanInfeasible, UnknownParameter, suggestion
+from workbench.base.units import GIB, gib, is_count, plain
+from workbench.base.validation import Field, Whole, checked_value
 
 
 @dataclass(frozen=True)

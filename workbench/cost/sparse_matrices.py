@@ -15,14 +15,14 @@ from typing import NamedTuple
 
 from torch import fx
 
+from workbench.base.errors import InvalidExperiment, PlanMismatch
+from workbench.capture.blocks.hidden_matrices import hidden_matrices
+from workbench.capture.blocks.tensor_parallel import Product, product_of
 from workbench.capture.captured_model import CapturedModel
 from workbench.capture.graph import Block, Graph
-from workbench.capture.hidden_matrices import hidden_matrices
 from workbench.capture.operations import shape_of
-from workbench.capture.tensor_parallel import Product, product_of
 from workbench.cost.block_type_cost import BlockTrace, Products, block_type_cost
 from workbench.cost.profile import RelativeTime, SparseCosts
-from workbench.errors import InvalidExperiment, PlanMismatch
 from workbench.experiment import Experiment
 from workbench.sparsity import Dynamic, Static
 from workbench.sparsity.kernels.index import BLOCKS, index_length

@@ -11,7 +11,9 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypedDict, Unpack
 
-from workbench.arguments import checked_arguments
+from workbench.base.arguments import checked_arguments
+from workbench.base.errors import DataError
+from workbench.base.validation import checked_items
 from workbench.data.corpora import DEMO
 from workbench.data.corpora import LARGEST_MASKED_SHARE as LARGEST_MASKED_SHARE
 from workbench.data.corpora import Corpus as Corpus
@@ -25,8 +27,6 @@ from workbench.data.source import as_data as as_data
 from workbench.data.source import data_fingerprint as data_fingerprint
 from workbench.data.source import held_out as held_out
 from workbench.data.source import held_out_fingerprint as held_out_fingerprint
-from workbench.errors import DataError
-from workbench.validation import checked_items
 
 if TYPE_CHECKING:
     from workbench.data.source import LabelledTexts

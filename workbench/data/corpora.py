@@ -18,6 +18,22 @@ from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, NamedTuple, cast
 
+from workbench.base.display import waiting
+from workbench.base.errors import DataError, in_words
+from workbench.base.tensors import TensorSpec
+from workbench.base.units import count, is_count
+from workbench.base.validation import (
+    Field,
+    Line,
+    PlainValidator,
+    Positive,
+    Text,
+    TrueOrFalse,
+    Whole,
+    checked_value,
+    is_factor,
+    known,
+)
 from workbench.data.source import (
     DataSource,
     HeldOutSamples,
@@ -36,23 +52,7 @@ from workbench.data.text import (
     local_text,
     packaged_speeches,
 )
-from workbench.display import waiting
-from workbench.errors import DataError, in_words
-from workbench.events import DataUseEvent
-from workbench.tensors import TensorSpec
-from workbench.units import count, is_count
-from workbench.validation import (
-    Field,
-    Line,
-    PlainValidator,
-    Positive,
-    Text,
-    TrueOrFalse,
-    Whole,
-    checked_value,
-    is_factor,
-    known,
-)
+from workbench.record.events import DataUseEvent
 
 if TYPE_CHECKING:
     from workbench.data.datasets import Batch, MixedDataset, TrainingDataset

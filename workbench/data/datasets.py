@@ -28,11 +28,11 @@ import torch
 from numpy.typing import NDArray
 from torch.utils.data import Dataset
 
+from workbench.base.display import place
+from workbench.base.errors import DataError, in_words, message_of
+from workbench.base.tensors import TensorSpec
 from workbench.data.sampling import EVALUATION_SEED, ITEM, MixedOrder, TokenSamples, hashed, shuffled
 from workbench.data.streaming import OF_A_RANK, Chunk, Ring, SampleStream
-from workbench.display import place
-from workbench.errors import DataError, in_words, message_of
-from workbench.tensors import TensorSpec
 
 Batch = dict[str, torch.Tensor]
 CPU = torch.device("cpu")

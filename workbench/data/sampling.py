@@ -17,10 +17,10 @@ from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 import numpy as np
 from numpy.typing import NDArray
 
+from workbench.base.errors import DataError
+from workbench.base.tensors import TensorSpec
 from workbench.data.store import GOLDEN_RATIO, SplicedTokens, TokenStore
 from workbench.data.tokenizer import SpecialTokens, TextTokenizer
-from workbench.errors import DataError
-from workbench.tensors import TensorSpec
 
 if TYPE_CHECKING:
     import torch

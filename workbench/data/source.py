@@ -17,10 +17,10 @@ from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
-from workbench.errors import DataError, in_words
-from workbench.tensors import TensorSpec
-from workbench.units import count, duration
-from workbench.user_code import required_arguments
+from workbench.base.errors import DataError, in_words
+from workbench.base.tensors import TensorSpec
+from workbench.base.units import count, duration
+from workbench.base.user_code import required_arguments
 
 if TYPE_CHECKING:
     import torch

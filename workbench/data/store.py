@@ -29,12 +29,12 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from workbench.base.display import waiting
+from workbench.base.errors import DataError
+from workbench.base.machine import cache_home
+from workbench.base.units import count as count_text
+from workbench.base.units import gib
 from workbench.data.text import Position
-from workbench.display import waiting
-from workbench.errors import DataError
-from workbench.machine import cache_home
-from workbench.units import count as count_text
-from workbench.units import gib
 
 I64 = NDArray[np.int64]
 

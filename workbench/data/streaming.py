@@ -32,11 +32,11 @@ import numpy as np
 import psutil
 from numpy.typing import NDArray
 
+from workbench.base.errors import DataError, in_words
+from workbench.base.user_code import pickled
 from workbench.data.sampling import shuffled_within
 from workbench.data.text import Paragraph, Position, TextBlock, TextSource
 from workbench.data.tokenizer import TextTokenizer
-from workbench.errors import DataError, in_words
-from workbench.user_code import pickled
 
 # A child process that reads its input and writes answers to its output. It is neither a fork nor a `multiprocessing`
 # child, so that it neither copies this process nor repeats the user's script. It ends when its input does, which the

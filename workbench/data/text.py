@@ -23,7 +23,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, Any, ClassVar, cast
 
-from workbench.errors import DataError
+from workbench.base.errors import DataError
 
 Paragraph = tuple[bool, str]
 Advance = Callable[[int], None]

@@ -27,12 +27,12 @@ import numpy as np
 from numpy.typing import NDArray
 from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers, processors, trainers
 
+from workbench.base.errors import DataError, first_line
+from workbench.base.machine import cache_home
 from workbench.data.sentence_piece import SentencePiece, rules_of
 from workbench.data.store import TOKENIZER_FACTS as FACTS
 from workbench.data.store import only_process, writing_to
 from workbench.data.text import Advance
-from workbench.errors import DataError, first_line
-from workbench.machine import cache_home
 
 Ids = tuple[int, ...]
 

@@ -22,6 +22,11 @@ from typing import Any, cast
 
 import numpy as np
 
+from workbench.base.display import waiting
+from workbench.base.errors import DataError
+from workbench.base.machine import available_cores, cache_home
+from workbench.base.tensors import TensorSpec
+from workbench.base.units import count as count_text
 from workbench.data.datasets import StreamedDataset, TextDataset
 from workbench.data.sampling import (
     EVALUATION_SEED,
@@ -61,11 +66,6 @@ from workbench.data.tokenizer import (
     train_byte_level_bpe,
     train_wordpiece,
 )
-from workbench.display import waiting
-from workbench.errors import DataError
-from workbench.machine import available_cores, cache_home
-from workbench.tensors import TensorSpec
-from workbench.units import count as count_text
 
 FORMAT = 4
 """Version of the folder's format; part of its name."""

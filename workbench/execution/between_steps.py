@@ -26,17 +26,17 @@ from workbench.capture import Graph
 from workbench.capture.losses import count_labels, on_device
 from workbench.capture.outputs import sum_and_count
 from workbench.data.datasets import untouched_generators
-from workbench.events import TextSample
-from workbench.execution.blocks import Values, mix
 from workbench.execution.blocks.block_module import BlockProgram
 from workbench.execution.blocks.loss_runners import LabelCounter
+from workbench.execution.blocks.step_context import Values, mix
 from workbench.execution.build import evaluation_programs
 from workbench.execution.parallel.pipeline import Batch
 from workbench.execution.parallel.sharding import end_forward_only
 from workbench.execution.parallel.stage import written_buffers
 from workbench.execution.step_log import StepLog, flops_of
 from workbench.execution.trainer import Trainer
-from workbench.rundir import log_event
+from workbench.record.events import TextSample
+from workbench.record.rundir import log_event
 from workbench.sparsity import Dynamic
 from workbench.sparsity.pattern import is_present
 

@@ -36,19 +36,19 @@ import psutil
 import torch
 from torch import nn
 
+from workbench.base.errors import WorkbenchError, root_exception
+from workbench.base.tensors import TensorSpec
+from workbench.base.units import GIB
 from workbench.capture import Graph, build_meta, capture
-from workbench.capture.division import random_batch, repeated
-from workbench.capture.opaque import is_opaque
+from workbench.capture.coupling.division import random_batch, repeated
+from workbench.capture.export.opaque import is_opaque
 from workbench.cost.profile import BlockMeasurement
-from workbench.errors import WorkbenchError, root_exception
-from workbench.execution.blocks import StepContext, Timestamp
 from workbench.execution.blocks.block_module import BlockModule, BlockProgram
 from workbench.execution.blocks.loss_runners import LabelCounter
+from workbench.execution.blocks.step_context import StepContext, Timestamp
 from workbench.execution.build import prepare_compiler, runners, use_deterministic_kernels
 from workbench.measure.block_probes import MAX_BLOCKS_PER_TYPE, MICRO_BATCH, REQUEST, RESULT, ProbeRequest
-from workbench.rundir import read_json, write_json
-from workbench.tensors import TensorSpec
-from workbench.units import GIB
+from workbench.record.rundir import read_json, write_json
 
 SUSTAINED_S = 2.0
 """Seconds that the device is kept busy, as in training, because its clocks fall under load; the second half counts.

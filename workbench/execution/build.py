@@ -17,24 +17,26 @@ import torch
 import torch.distributed as dist
 from torch import fx, nn
 
+from workbench.base.errors import CheckpointError, PlanMismatch
+from workbench.base.user_code import line_of_node
 from workbench.capture import Block, Graph
-from workbench.capture.export import load_export
+from workbench.capture.blocks.tensor_parallel import ModelSharding, plan_tensor_parallel
+from workbench.capture.export.exporting import load_export
+from workbench.capture.export.observed_forward import items_of
+from workbench.capture.export.opaque import is_opaque
 from workbench.capture.losses import find_rowwise_head
-from workbench.capture.observed_forward import items_of
-from workbench.capture.opaque import is_opaque
 from workbench.capture.operations import retarget
-from workbench.capture.tensor_parallel import ModelSharding, plan_tensor_parallel
 from workbench.cost.sparse_matrices import sparse_matrices
 from workbench.data.datasets import seed_generators
-from workbench.errors import CheckpointError, PlanMismatch
-from workbench.execution.blocks import StepContext, block_module
+from workbench.execution.blocks import block_module
 from workbench.execution.blocks.cuda_graphs import CudaGraphs
 from workbench.execution.blocks.loss_runners import GatheredLoss, LabelledRows, Runner
 from workbench.execution.blocks.rewriting import has_active_dropout, use_hashed_dropout
 from workbench.execution.blocks.sparse_weights import DENSE, BlockSparseParameters, initial_pattern
+from workbench.execution.blocks.step_context import StepContext
 from workbench.execution.blocks.tensor_parallel import divide_block, take_shard
 from workbench.execution.gradients import GradientAccumulator
-from workbench.execution.parallel import MeshCoordinate
+from workbench.execution.parallel.mesh import MeshCoordinate
 from workbench.execution.parallel.sharding import distribute
 from workbench.execution.parallel.stage import RankStages, StageModule
 from workbench.experiment import Experiment
@@ -42,7 +44,6 @@ from workbench.models import bert
 from workbench.planning.plan import BUILD_SHARE, Plan, Stage
 from workbench.sparsity.kernels.index import BlockIndex, to_compact
 from workbench.sparsity.pattern import is_present
-from workbench.user_code import line_of_node
 
 FREE_SHARE = 0.8
 """Fraction of the host's free memory that models under construction may take."""

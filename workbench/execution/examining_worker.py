@@ -29,18 +29,18 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 from torch.nn.modules.batchnorm import _BatchNorm
 
-from workbench.arguments import memoised
+from workbench.base.arguments import memoised
+from workbench.base.errors import DataError
 from workbench.capture import Graph
 from workbench.capture.captured_model import CapturedModel
 from workbench.capture.operations import drop_nothing, is_random, op_name
-from workbench.errors import DataError
 from workbench.execution import build, deviation
 from workbench.execution.between_steps import Evaluator
-from workbench.execution.blocks import LabelCounts
+from workbench.execution.blocks.step_context import LabelCounts
 from workbench.execution.checkpoint.save_load import CheckpointStore, TrainingProgress
 from workbench.execution.feeding import TrainingSamples
 from workbench.execution.observation import BACKWARD, BATCH, FORWARD, BlockObserver
-from workbench.execution.parallel import MeshCoordinate
+from workbench.execution.parallel.mesh import MeshCoordinate
 from workbench.execution.parallel.stage import written_buffers
 from workbench.execution.plain_loop import (
     DRAWN_FROM_TENSORS,
@@ -64,7 +64,7 @@ from workbench.execution.step_log import StepLog
 from workbench.execution.trainer import NonFinite, Trainer
 from workbench.execution.worker import BetweenSteps, TrainingWorker, build_model_of, main
 from workbench.planning.plan import Plan
-from workbench.rundir import RunDir, append_event, read_json, read_object, read_record, write_record
+from workbench.record.rundir import RunDir, append_event, read_json, read_object, read_record, write_record
 
 TRACES, RESULT, OWNERS = "traces", "bisection.json", "owners"
 """Folder of the numbers of a plan's ranks, and file of the comparison, in a run directory; first word of the names of

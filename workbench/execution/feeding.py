@@ -22,16 +22,16 @@ from accelerate.data_loader import DataLoaderShard
 from accelerate.utils import send_to_device
 from torch.utils.data import Sampler
 
+from workbench.base.errors import DataError
 from workbench.capture import spec_of
 from workbench.data import data_fingerprint
 from workbench.data.datasets import StreamedDataset, TrainingDataset
 from workbench.data.streaming import Feeder, Ring, new_ring_file, ring_for
-from workbench.errors import DataError
-from workbench.execution.blocks import LabelCounts
-from workbench.execution.parallel import MeshCoordinate
+from workbench.execution.blocks.step_context import LabelCounts
+from workbench.execution.parallel.mesh import MeshCoordinate
 from workbench.execution.trainer import Trainer
 from workbench.experiment import Experiment
-from workbench.rundir import RunDir, read_json, read_object, write_json
+from workbench.record.rundir import RunDir, read_json, read_object, write_json
 
 LOADER_WORKERS = 2
 """Processes that assemble batches for a GPU; a rank on a CPU assembles its own."""

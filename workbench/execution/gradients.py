@@ -11,11 +11,11 @@ import torch
 import torch.distributed as dist
 from torch import fx, nn
 
+from workbench.base.validation import factor_of, first_match
 from workbench.experiment import Optimizer
 from workbench.optimizers.adamw import ShardedAdamW
 from workbench.optimizers.parameters import local
 from workbench.sparsity.kernels.operators import runs_triton
-from workbench.validation import factor_of, first_match
 
 if TYPE_CHECKING:
     from workbench.optimizers.update_kernels import TensorTable

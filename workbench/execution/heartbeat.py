@@ -22,7 +22,7 @@ from typing import Any
 
 import psutil
 
-from workbench.rundir import RunDir, read_file, read_object, write_json
+from workbench.record.rundir import RunDir, read_file, read_object, write_json
 
 STACK_SIGNAL = signal.SIGUSR2
 """Signal that makes a rank append its stacks to `stacks/<rank>.txt`, also while it waits in compiled code."""

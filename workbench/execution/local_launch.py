@@ -104,7 +104,7 @@ def main(arguments: list[str]) -> None:
     parsed = launch.launch_command_parser().parse_args(["--rdzv_backend", BACKEND, *arguments])
     if os.environ.get("ACCELERATE_USE_CPU") == "true":
         from workbench.execution.build import preload
-        from workbench.rundir import RunDir, read_object
+        from workbench.record.rundir import RunDir, read_object
 
         rank = (str(os.getpid()), parsed.training_script, *parsed.training_script_args)
         importlib.import_module(parsed.training_script)

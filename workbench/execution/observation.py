@@ -13,9 +13,9 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from workbench.errors import NonFiniteLoss
-from workbench.execution.blocks import LabelCounts
+from workbench.base.errors import NonFiniteLoss
 from workbench.execution.blocks.block_module import BlockModule
+from workbench.execution.blocks.step_context import LabelCounts
 from workbench.execution.trainer import Trainer
 from workbench.optimizers.parameters import local
 

@@ -28,9 +28,9 @@ from workbench.capture.operations import DROPOUT, drop_nothing, use_float64
 from workbench.capture.outputs import find_loss
 from workbench.capture.torch_internals import OpOverload
 from workbench.execution import build, deviation
-from workbench.execution.blocks import LabelCounts, StepContext, mix
+from workbench.execution.blocks.step_context import LabelCounts, StepContext, mix
 from workbench.execution.checkpoint.save_load import entries
-from workbench.execution.parallel import MeshCoordinate
+from workbench.execution.parallel.mesh import MeshCoordinate
 from workbench.execution.trainer import Trainer
 from workbench.experiment import Experiment
 from workbench.optimizers.building import create_state, forget_state

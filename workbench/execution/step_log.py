@@ -10,15 +10,15 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
-from workbench.columns import WEIGHTS, FinishedStep, logged_columns, logging_scalars, shared_columns
+from workbench.base.errors import NonFiniteLoss, UnknownParameter, suggestion
 from workbench.data.datasets import untouched_generators
-from workbench.errors import NonFiniteLoss, UnknownParameter, suggestion
-from workbench.execution.blocks import Timestamp
+from workbench.execution.blocks.step_context import Timestamp
 from workbench.execution.trainer import Spikes, StepResult, Trainer, pipeline_ranks_with
 from workbench.experiment import Experiment
 from workbench.planning.plan import Plan
-from workbench.rundir import RunDir, log_event
-from workbench.step_table import log_step
+from workbench.record.columns import WEIGHTS, FinishedStep, logged_columns, logging_scalars, shared_columns
+from workbench.record.rundir import RunDir, log_event
+from workbench.record.step_table import log_step
 
 
 def peak_flops(plan: Plan) -> float | None:

@@ -16,18 +16,17 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.tensor import DTensor
 
+from workbench.base.errors import LossSpikes
 from workbench.capture import Graph, LabelCount
-from workbench.capture.hidden_matrices import projections
+from workbench.capture.blocks.hidden_matrices import projections
 from workbench.capture.losses import count_labels, on_device
-from workbench.columns import shared_columns
 from workbench.cost.graph_profiler import matrices_of
 from workbench.cost.memory import shares_out
-from workbench.errors import LossSpikes
-from workbench.execution.blocks import LabelCounts, StepContext, StepScalars
 from workbench.execution.blocks.loss_runners import LabelCounter
 from workbench.execution.blocks.sparse_weights import BlockSparseWeights, MaskedWeights, SparseWeights
+from workbench.execution.blocks.step_context import LabelCounts, StepContext, StepScalars
 from workbench.execution.gradients import GradientAllReduce, GradientNorms
-from workbench.execution.parallel import MeshCoordinate
+from workbench.execution.parallel.mesh import MeshCoordinate
 from workbench.execution.parallel.pipeline import FIELD, ForwardOnly, PipeStage, Schedules
 from workbench.execution.parallel.sharding import ReplicaExchange, ShardedTensors, distribute, is_sharded, local
 from workbench.execution.parallel.stage import RankStages
@@ -36,6 +35,7 @@ from workbench.optimizers.adamw import ShardedAdamW
 from workbench.optimizers.building import build_optimizer
 from workbench.optimizers.parameters import rate_factor, sent
 from workbench.planning.plan import Plan
+from workbench.record.columns import shared_columns
 
 
 @dataclass(frozen=True)
@@ -44,7 +44,7 @@ class StepResult:
 
     scalars: torch.Tensor
     """Loss over the global batch, squared norm of its gradient, the number of ranks that want to stop, the sums of
-    `workbench.columns.shared_columns`, and what the model logs (`Trainer.scalar_names`)."""
+    `workbench.record.columns.shared_columns`, and what the model logs (`Trainer.scalar_names`)."""
     learning_rate: float
     spiked: torch.Tensor | None = None
     """True, on the device, for a loss spike, whose update was left out; None without a rule for spikes."""

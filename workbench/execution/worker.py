@@ -1,8 +1,9 @@
 """One rank of a run: `python -m workbench.execution.worker RUN_DIR`, started by `accelerate launch` or `torchrun`.
 
 A rank reads the run directory, joins the process groups, builds the model, keeps its own stages of it, trains them, and
-appends events (see `workbench.events`). It ends with exit code 0 if the run is finished or was asked to stop. It writes
-an exception to `errors/<rank>.json` and ends with exit code 1. Without a supervisor, ranks also write the run's states.
+appends events (see `workbench.record.events`). It ends with exit code 0 if the run is finished or was asked to stop. It
+writes an exception to `errors/<rank>.json` and ends with exit code 1. Without a supervisor, ranks also write the run's
+states.
 """
 
 from __future__ import annotations
@@ -29,9 +30,7 @@ from accelerate import Accelerator
 from accelerate.state import AcceleratorState, GradientState, PartialState
 from accelerate.utils import ProjectConfiguration, send_to_device
 
-from workbench.capture import Graph
-from workbench.capture.captured_model import CapturedModel
-from workbench.code_identity import (
+from workbench.base.code_identity import (
     FUNCTIONS,
     IMPORTED,
     and_more,
@@ -42,23 +41,28 @@ from workbench.code_identity import (
     read_identities,
     way_out,
 )
+from workbench.base.display import CELLS, formatted, know_cells
+from workbench.base.errors import DataError, NonFiniteLoss, PlanMismatch, WorkbenchError, message_of, root_exception
+from workbench.base.secrets import masked_words
+from workbench.base.units import GIB, gib
+from workbench.base.user_code import user_path
+from workbench.capture import Graph
+from workbench.capture.captured_model import CapturedModel
 from workbench.cost.sparse_matrices import absent_flops
 from workbench.data import Mixture, held_out
 from workbench.data.datasets import StreamedDataset, seed_generators, untouched_generators
-from workbench.display import CELLS, formatted, know_cells
-from workbench.errors import DataError, NonFiniteLoss, PlanMismatch, WorkbenchError, message_of, root_exception
 from workbench.execution import build
 from workbench.execution.between_steps import Evaluator, Sampler, SparsityLog
-from workbench.execution.blocks import StepContext, Timestamp, record_actions
 from workbench.execution.blocks.cuda_graphs import NCCL_SETTING
-from workbench.execution.checkpoint import requested_checkpoint, step_of
+from workbench.execution.blocks.step_context import StepContext, Timestamp, record_actions
+from workbench.execution.checkpoint.files import requested_checkpoint, step_of
 from workbench.execution.checkpoint.model_export import describe_model, write_tokenizer
 from workbench.execution.checkpoint.save_load import CheckpointExtras, CheckpointStore, SaveResult, TrainingProgress
 from workbench.execution.feeding import TrainingSamples, check_user_data
 from workbench.execution.heartbeat import Heartbeat, serving_collectives
 from workbench.execution.local_launch import LOOPBACK, loopback_interface, loopback_store, new_loopback_store
 from workbench.execution.observation import with_origin
-from workbench.execution.parallel import MeshCoordinate, parallelism_config
+from workbench.execution.parallel.mesh import MeshCoordinate, parallelism_config
 from workbench.execution.parallel.stage import RankStages
 from workbench.execution.step_log import Callbacks, StepLog, peak_flops
 from workbench.execution.trainer import Rewind, Trainer
@@ -66,7 +70,7 @@ from workbench.experiment import USER_PARTS, Experiment
 from workbench.planning.plan import Plan
 from workbench.planning.planner import facts_of
 from workbench.planning.runnable import check_numbers, check_runnable
-from workbench.rundir import (
+from workbench.record.rundir import (
     RESERVE_BYTES,
     RunDir,
     append_event,
@@ -82,10 +86,7 @@ from workbench.rundir import (
     write_json,
     write_record,
 )
-from workbench.secrets import masked_words
-from workbench.step_table import num_logged, num_waiting, write_waiting
-from workbench.units import GIB, gib
-from workbench.user_code import user_path
+from workbench.record.step_table import num_logged, num_waiting, write_waiting
 
 BetweenSteps = Evaluator | Sampler | SparsityLog
 """Computation or observation of the model between two steps, when it is due."""

@@ -25,11 +25,11 @@ from workbench.analysis.curve import (
     shared_axes,
     where_logged,
 )
-from workbench.columns import COLUMNS, EVALUATION_LABELS, AxisUnit
-from workbench.errors import UnknownParameter, suggestion
+from workbench.base.errors import UnknownParameter, suggestion
 from workbench.figures import theme
 from workbench.figures.figure import Figure
 from workbench.figures.prepared_curve import TRACE_ROLES, Preparation, PreparedCurve
+from workbench.record.columns import COLUMNS, EVALUATION_LABELS, AxisUnit
 from workbench.runs.loss_basis import why_not_compared
 
 Y_LABELS = {**{name: column.label for name, column in COLUMNS.items() if column.label}, **EVALUATION_LABELS}

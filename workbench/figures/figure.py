@@ -26,8 +26,8 @@ import plotly.graph_objects as go
 import plotly.io
 from plotly.subplots import make_subplots
 
-from workbench.arguments import Magnification, Pixels, checked_arguments
-from workbench.errors import DataError, InvalidArgument, first_line, in_words
+from workbench.base.arguments import Magnification, Pixels, checked_arguments
+from workbench.base.errors import DataError, InvalidArgument, first_line, in_words
 from workbench.figures import theme
 
 PLOTLY_MIME = "application/vnd.plotly.v1+json"

@@ -23,12 +23,12 @@ from workbench.analysis.curve import (
     shared_axes,
     where_logged,
 )
-from workbench.columns import COLUMNS
+from workbench.base.units import GIB, gib
 from workbench.figures import theme
 from workbench.figures.figure import Figure, subplots
 from workbench.figures.prepared_curve import Preparation, PreparedCurve, decimated
-from workbench.runs.history import Utilization
-from workbench.units import GIB, gib
+from workbench.record.columns import COLUMNS
+from workbench.record.history import Utilization
 
 MIN_DEVICE_POINTS = 50
 """Smallest number of points of one device's line if many devices share the points of a trace."""

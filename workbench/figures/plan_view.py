@@ -9,6 +9,8 @@ from typing import Any
 
 import plotly.graph_objects as go
 
+from workbench.base.tensors import TensorSpec
+from workbench.base.units import count, duration, gib, memory_unit
 from workbench.figures import theme
 from workbench.figures.figure import Figure, mimebundle, subplots
 from workbench.figures.timeline_view import add_timeline, stages_held, timeline_height
@@ -16,8 +18,6 @@ from workbench.planning.plan import Plan, Stage
 from workbench.planning.prediction import timeline as simulated
 from workbench.planning.search import on_fewer_devices
 from workbench.strategy import RECOMPUTE, SCHEDULES
-from workbench.tensors import TensorSpec
-from workbench.units import count, duration, gib, memory_unit
 
 BLOCKS_PER_ROW, BLOCKS_PER_ROW_OF_HUNDREDS = 30, 24
 """Number of blocks above which a stage wraps into several rows; numbers of three digits need wider blocks than two."""

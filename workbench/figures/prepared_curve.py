@@ -24,9 +24,9 @@ from workbench.analysis.curve import (
     smoothing_axis,
     smoothing_width,
 )
+from workbench.base.machine import available_cores
 from workbench.figures import theme
-from workbench.machine import available_cores
-from workbench.runs.history import final_loss, last_held_out
+from workbench.record.history import final_loss, last_held_out
 from workbench.runs.loss_basis import LossBasis
 
 MAX_POINTS = 2000

@@ -21,8 +21,9 @@ from workbench.analysis.ladder import KAPLAN, LadderPoint, ScalingLaw
 from workbench.analysis.pareto import ParetoPoint, pareto_front, pareto_points
 from workbench.analysis.parity import Parity
 from workbench.analysis.seed_contrast import SeedContrast, SeedDifference
-from workbench.arguments import checked_arguments
-from workbench.errors import InvalidArgument
+from workbench.base.arguments import checked_arguments
+from workbench.base.errors import InvalidArgument
+from workbench.base.units import count
 from workbench.experiment import Experiment
 from workbench.figures import theme
 from workbench.figures.curves_view import loss_curves
@@ -31,11 +32,10 @@ from workbench.figures.plan_view import draw_partition
 from workbench.figures.timeline_view import draw_timeline, measured_timeline, prediction
 from workbench.planning.plan import Plan
 from workbench.planning.runnable import check_facts
-from workbench.rundir import EventTail
-from workbench.runs.history import Patterns
+from workbench.record.history import Patterns
+from workbench.record.rundir import EventTail
 from workbench.runs.registry import FewRuns, Runs, distinct_names, load_run, load_runs, measurements
 from workbench.runs.run import OneRun
-from workbench.units import count
 
 
 @checked_arguments

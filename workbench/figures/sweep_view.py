@@ -20,20 +20,20 @@ import plotly.graph_objects as go
 from workbench.analysis.curve import X_AXES, Array, check_axis, finite_points
 from workbench.analysis.pareto import pareto_front
 from workbench.analysis.seed_contrast import described_runs, group_names, seed_groups
-from workbench.arguments import checked_arguments
-from workbench.errors import InvalidArgument, PlanMismatch, UnknownParameter, suggestion
+from workbench.base.arguments import checked_arguments
+from workbench.base.errors import InvalidArgument, PlanMismatch, UnknownParameter, suggestion
+from workbench.base.units import STEP_TIME, duration, gib, memory_unit, suited
 from workbench.figures import theme
 from workbench.figures.curves_view import robust_range
 from workbench.figures.figure import Figure
 from workbench.planning.plan import Plan
 from workbench.planning.planner import Plans
-from workbench.runs.history import Evaluations, History, read_tail
+from workbench.record.history import Evaluations, History, read_tail
 from workbench.runs.registry import Runs, load_runs
 from workbench.runs.run import Run
 from workbench.sweeps.grid import Cell, Grid, MeasuredCell, MeasuredGrid, contention, lost_time
 from workbench.sweeps.queue import label_text
 from workbench.sweeps.sweep import Configuration, Sweep
-from workbench.units import STEP_TIME, duration, gib, memory_unit, suited
 
 BUDGETS = ("step", "gpu_hours")
 """Names of the x axes of `best_so_far`."""

@@ -12,14 +12,14 @@ from typing import Any
 import numpy as np
 import plotly.graph_objects as go
 
-from workbench.errors import UnknownParameter, suggestion
+from workbench.base.errors import UnknownParameter, suggestion
+from workbench.base.units import GIB, count, duration
 from workbench.figures import theme
 from workbench.figures.figure import Figure, subplots
 from workbench.planning.plan import Plan
 from workbench.planning.prediction import AROUND, TimedAction, Timeline, most_in_flight
 from workbench.planning.prediction import timeline as simulated
 from workbench.strategy import SCHEDULES
-from workbench.units import GIB, count, duration
 
 ACTION_LOOKS = {"F": ("forward", theme.FORWARD), "B": ("backward", theme.BACKWARD)}
 """Name and colour of each action type."""

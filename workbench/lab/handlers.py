@@ -25,17 +25,17 @@ from jupyter_core.utils import ensure_async
 from jupyter_server.auth.decorator import authorized
 from jupyter_server.base.handlers import APIHandler
 
-from workbench.errors import RunNotFound, WorkbenchError, suggestion
+from workbench.base.errors import RunNotFound, WorkbenchError, suggestion
+from workbench.base.units import count, gib, time_left
 from workbench.lab.prepared_kernel import PreparedKernel
 from workbench.notebooks.executing import parameters, templates, values_of, with_values
-from workbench.rundir import FINAL_STATES, RunDir, known_runs_roots, parsed
+from workbench.record.rundir import FINAL_STATES, RunDir, known_runs_roots, parsed
+from workbench.record.step_table import StepTable
 from workbench.runs.launching.device_queue import GpuMeter, waiting_and_training
 from workbench.runs.loss_basis import read_loss_basis
 from workbench.runs.registry import distinct_names, measurements, row_or_reason
 from workbench.runs.run import Run, progress_words, step_text
 from workbench.runs.status import RunRow, state_in_words, unreadable_row
-from workbench.step_table import StepTable
-from workbench.units import count, gib, time_left
 from workbench.widgets.run_reader import state_color
 
 # The rows of JupyterLab's sidebar: a user's own runs, of which each reading looks only at what has changed.

@@ -28,7 +28,7 @@ from jupyter_core.utils import ensure_async
 from tornado.ioloop import IOLoop, PeriodicCallback
 
 import workbench
-from workbench.errors import WorkbenchError
+from workbench.base.errors import WorkbenchError
 from workbench.runs.launching import fork_server
 
 KERNEL = "python3"

@@ -23,16 +23,16 @@ from importlib import metadata
 from pathlib import Path
 from typing import Any
 
+from workbench.base.display import waiting
+from workbench.base.machine import available_cores, cache_home
+from workbench.base.tensors import TensorSpec
+from workbench.base.user_code import pickled, user_path
 from workbench.cost import Cluster, Device, Profile
 from workbench.cost.profile import BlockMeasurement, computed_on, corrected_profile
-from workbench.display import waiting
 from workbench.experiment import Experiment
-from workbench.machine import available_cores, cache_home
 from workbench.measure import calibration
 from workbench.measure.detection import local_gpu_name
-from workbench.rundir import read_object, write_json
-from workbench.tensors import TensorSpec
-from workbench.user_code import pickled, user_path
+from workbench.record.rundir import read_object, write_json
 
 # The request to the processes that measure a model's blocks: a value without torch, and the names of their files.
 

@@ -19,10 +19,21 @@ from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Annotated
 
-from workbench.arguments import checked_arguments
+from workbench.base.arguments import checked_arguments
+from workbench.base.errors import PlanMismatch
+from workbench.base.machine import available_cores, cache_home, cpu_model
+from workbench.base.units import flops_per_s, gib
+from workbench.base.validation import (
+    AfterValidator,
+    ConfigDict,
+    Field,
+    PlainValidator,
+    TypeAdapter,
+    ValidationError,
+    first_problem,
+    known,
+)
 from workbench.cost.hardware import CALIBRATED, FITTED, Cluster, Link
-from workbench.errors import PlanMismatch
-from workbench.machine import available_cores, cache_home, cpu_model
 from workbench.measure.detection import (
     CPU_PROCESSES,
     LoadWatch,
@@ -39,18 +50,7 @@ from workbench.measure.detection import (
     measured_together,
     product_rates,
 )
-from workbench.rundir import read_json, write_json
-from workbench.units import flops_per_s, gib
-from workbench.validation import (
-    AfterValidator,
-    ConfigDict,
-    Field,
-    PlainValidator,
-    TypeAdapter,
-    ValidationError,
-    first_problem,
-    known,
-)
+from workbench.record.rundir import read_json, write_json
 
 FORMAT = 3
 """Version of the JSON file."""

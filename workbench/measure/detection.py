@@ -28,11 +28,11 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import psutil
 
+from workbench.base.errors import PlanInfeasible
+from workbench.base.machine import available_cores, cache_home, cpu_model, end_elastic_launch
+from workbench.base.units import plain
 from workbench.cost.hardware import CARDS, NODES, PCIE, TIMED, Cluster, Device, Efficiency, Link
-from workbench.errors import PlanInfeasible
-from workbench.machine import available_cores, cache_home, cpu_model, end_elastic_launch
-from workbench.rundir import read_json, read_object, write_json
-from workbench.units import plain
+from workbench.record.rundir import read_json, read_object, write_json
 
 if TYPE_CHECKING:
     import torch

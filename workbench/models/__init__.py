@@ -10,8 +10,9 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, TypedDict, Unpack
 
-from workbench.arguments import checked_arguments
-from workbench.errors import InvalidExperiment, suggestion
+from workbench.base.arguments import checked_arguments
+from workbench.base.errors import InvalidExperiment, suggestion
+from workbench.base.validation import Line, checked_items
 from workbench.models._named import Model as Model
 from workbench.models._pretrained import Pretrained as Pretrained
 from workbench.models._scaling import Rule as Rule
@@ -19,7 +20,6 @@ from workbench.models._scaling import Scaling as Scaling
 from workbench.models._scaling import scaling
 from workbench.models._user_model import UserModel as UserModel
 from workbench.models._user_model import as_model as as_model
-from workbench.validation import Line, checked_items
 
 __all__ = ["bert", "bert_large", "gpt2", "gpt3", "opt", "pretrained", "scaling"]
 

@@ -12,9 +12,19 @@ from typing import TYPE_CHECKING, Annotated, Any, ClassVar, cast
 
 from pydantic import Field, PlainValidator
 
-from workbench.arguments import checked_arguments
-from workbench.errors import InvalidExperiment
-from workbench.validation import Factors, Line, Positive, Share, TrueOrFalse, Whole, checked_value, factor_of, known
+from workbench.base.arguments import checked_arguments
+from workbench.base.errors import InvalidExperiment
+from workbench.base.validation import (
+    Factors,
+    Line,
+    Positive,
+    Share,
+    TrueOrFalse,
+    Whole,
+    checked_value,
+    factor_of,
+    known,
+)
 
 if TYPE_CHECKING:
     from torch import nn

@@ -16,10 +16,10 @@ from typing import TYPE_CHECKING, Annotated, Any, ClassVar, cast
 
 from pydantic import Field, PlainValidator
 
-from workbench.errors import InvalidExperiment, first_line
+from workbench.base.errors import InvalidExperiment, first_line
+from workbench.base.units import many
+from workbench.base.validation import Line, Share, Text, Whole, checked_value, known
 from workbench.models._named import MOST_LAYERS, quiet
-from workbench.units import many
-from workbench.validation import Line, Share, Text, Whole, checked_value, known
 
 if TYPE_CHECKING:
     from torch import nn

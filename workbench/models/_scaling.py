@@ -8,10 +8,10 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from workbench.display import html_table, text_table
-from workbench.errors import InvalidExperiment
+from workbench.base.display import html_table, text_table
+from workbench.base.errors import InvalidExperiment
+from workbench.base.validation import factor_of
 from workbench.models._named import Model
-from workbench.validation import factor_of
 
 EMBEDDING, LOGITS_BIAS, READ_OUT_NORM, READ_OUT = "embedding", "bias of logits", "norm before the read-out", "read-out"
 BLOCK_VECTOR, VECTOR = "bias or norm of a block", "bias or norm outside of the blocks"

@@ -8,10 +8,10 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, ClassVar
 
-from workbench.errors import InvalidExperiment, in_words
+from workbench.base.errors import InvalidExperiment, in_words
+from workbench.base.user_code import name_of, required_arguments, source_of
 from workbench.models._named import Model
 from workbench.models._pretrained import Pretrained
-from workbench.user_code import name_of, required_arguments, source_of
 
 if TYPE_CHECKING:
     from torch import nn

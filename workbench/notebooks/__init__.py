@@ -3,6 +3,6 @@
 The public names stand in `__init__.pyi`; each is imported when it is first used.
 """
 
-from workbench.errors import lazy_names
+from workbench.base.errors import lazy_names
 
 __getattr__, __dir__, __all__ = lazy_names(__name__, __file__)

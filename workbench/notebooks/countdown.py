@@ -13,7 +13,7 @@ from typing import Any
 
 import numpy as np
 
-from workbench.units import time_left
+from workbench.base.units import time_left
 
 MOST_TIMES = 12.0
 """Largest factor, up or down, by which a machine is taken to differ from the one on which a template was timed."""

@@ -31,19 +31,19 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from workbench import arguments
-from workbench.code_identity import steady_digests
-from workbench.display import waiting
-from workbench.errors import InvalidArgument, RunNotFound, UnknownParameter, WorkbenchError, in_words, suggestion
+from workbench.base import arguments
+from workbench.base.code_identity import steady_digests
+from workbench.base.display import waiting
+from workbench.base.errors import InvalidArgument, RunNotFound, UnknownParameter, WorkbenchError, in_words, suggestion
+from workbench.base.secrets import masked_json
 from workbench.figures.figure import finish_notebook, notebook_to_html, read_notebook
 from workbench.notebooks.countdown import Countdown, watching_engine
-from workbench.rundir import RunDir
+from workbench.record.rundir import RunDir
 from workbench.runs.environment import environment
 from workbench.runs.launching.launcher import LAUNCHES
 from workbench.runs.registry import ProgressReporter, list_runs, text_curve
 from workbench.runs.run import Run
-from workbench.runs.wandb_run import start_recorder
-from workbench.secrets import masked_json
+from workbench.runs.tracking.wandb_run import start_recorder
 
 # The parameters of a notebook: what its cell tagged `parameters` sets, and that cell with other values.
 

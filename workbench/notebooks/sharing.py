@@ -20,9 +20,10 @@ from typing import Any
 
 import numpy as np
 
-from workbench.arguments import checked_arguments
-from workbench.display import Say, html_table, waiting
-from workbench.errors import WorkbenchError
+from workbench.base.arguments import checked_arguments
+from workbench.base.display import Say, html_table, waiting
+from workbench.base.errors import WorkbenchError
+from workbench.base.secrets import MASK, masked_json, secrets
 from workbench.figures.figure import (
     HIDE_DEAD_WIDGET,
     PLOTLY_MIME,
@@ -46,11 +47,10 @@ from workbench.notebooks.executing import (
     recorded_in,
     runs_shown_in,
 )
-from workbench.rundir import write_json
+from workbench.record.rundir import write_json
 from workbench.runs.environment import environment
 from workbench.runs.registry import Runs, load_runs
 from workbench.runs.run import REPLAY, Run
-from workbench.secrets import MASK, masked_json, secrets
 
 PathLike = str | os.PathLike[str]
 MAX_BYTES = 5_000_000

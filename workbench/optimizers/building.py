@@ -17,13 +17,13 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 from torch.optim.sgd import sgd
 
-from workbench.capture.hidden_matrices import Projections
-from workbench.errors import InvalidExperiment, in_words
+from workbench.base.errors import InvalidExperiment, in_words
+from workbench.base.user_code import UserFunction
+from workbench.capture.blocks.hidden_matrices import Projections
 from workbench.experiment import Experiment
 from workbench.optimizers.adamw import Lamb, OffloadedAdamW, ShardedAdamW
 from workbench.optimizers.muon import MuonAndAdamW
 from workbench.optimizers.parameters import Group, MatrixExchange, WholeTensors, local, momentum_of, parameter_groups
-from workbench.user_code import UserFunction
 
 MOMENTUM = 0.9
 """Momentum of `optimizer="sgd"`."""

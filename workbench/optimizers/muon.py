@@ -28,7 +28,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from workbench.capture.hidden_matrices import Projections
+from workbench.capture.blocks.hidden_matrices import Projections
 from workbench.optimizers.adamw import BATCH_ELEMENTS, ShardedAdamW
 from workbench.optimizers.parameters import Arriving, MatrixExchange, OneRank, local, momentum_of
 from workbench.sparsity.kernels.operators import runs_triton

@@ -14,9 +14,9 @@ import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 
+from workbench.base.validation import factor_of
 from workbench.experiment import Experiment
 from workbench.sparsity.kernels.index import BlockIndex
-from workbench.validation import factor_of
 
 # Parameter groups: which parameters decay, and the rate, decay and epsilon that patterns of names give them.
 

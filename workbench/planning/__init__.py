@@ -4,6 +4,6 @@ Pure Python and NumPy: a laptop without torch or a GPU plans for 1,024 of them. 
 `__init__.pyi`; each is imported when it is first used.
 """
 
-from workbench.errors import lazy_names
+from workbench.base.errors import lazy_names
 
 __getattr__, __dir__, __all__ = lazy_names(__name__, __file__)

@@ -6,14 +6,14 @@ import html
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
-from workbench.arguments import checked_arguments
+from workbench.base.arguments import checked_arguments
+from workbench.base.errors import PlanInfeasible, PlanMismatch
+from workbench.base.units import gib, milliseconds
 from workbench.cost.hardware import FRAGMENTATION, Link
 from workbench.cost.profile import Profile
-from workbench.errors import PlanInfeasible, PlanMismatch
 from workbench.planning.plan import Plan
 from workbench.planning.request import Request
 from workbench.planning.search import Search, check_profile
-from workbench.units import gib, milliseconds
 
 MEMORY_LIMIT = "memory limit"
 NOTHING = 1e-9

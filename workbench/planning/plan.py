@@ -16,18 +16,18 @@ from typing import TYPE_CHECKING, Any
 from pydantic import ConfigDict, TypeAdapter
 from pydantic import ValidationError as Refusal
 
-from workbench.arguments import checked_arguments
+from workbench.base.arguments import checked_arguments
+from workbench.base.display import facts_html, html_table
+from workbench.base.errors import PlanMismatch, WorkbenchError, in_words
+from workbench.base.units import count, duration, gib
+from workbench.base.validation import first_problem
 from workbench.capture.graph import Computation
 from workbench.cost.hardware import Cluster
 from workbench.cost.memory import FP32
 from workbench.cost.profile import Profile
-from workbench.display import facts_html, html_table
-from workbench.errors import PlanMismatch, WorkbenchError, in_words
 from workbench.planning.request import Request
-from workbench.rundir import read_json, write_json
+from workbench.record.rundir import read_json, write_json
 from workbench.strategy import RECOMPUTE, SCHEDULES, Strategy
-from workbench.units import count, duration, gib
-from workbench.validation import first_problem
 
 FORMAT = 4
 """Version of a stored plan's fields; plans of other versions are refused."""

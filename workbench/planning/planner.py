@@ -11,18 +11,18 @@ from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import TYPE_CHECKING, Unpack
 
-from workbench.arguments import checked_arguments
+from workbench.base.arguments import checked_arguments
+from workbench.base.display import STYLE, Html, html_table, text_table, waiting
+from workbench.base.errors import CaptureError, InvalidArgument, InvalidExperiment, PlanInfeasible, in_words, suggestion
+from workbench.base.units import MIB, gib, is_count, milliseconds
+from workbench.base.user_code import UserFunction
 from workbench.cost.hardware import FRAGMENTATION, Cluster
 from workbench.cost.profile import Profile
-from workbench.display import STYLE, Html, html_table, text_table, waiting
-from workbench.errors import CaptureError, InvalidArgument, InvalidExperiment, PlanInfeasible, in_words, suggestion
 from workbench.experiment import Experiment
 from workbench.planning.plan import Candidate, Plan
 from workbench.planning.request import Request, checked_cluster, memory_limit_bytes, within_limits_of_optimizer
 from workbench.planning.search import Search, checked_search, uncollected
 from workbench.strategy import RECOMPUTE, SCHEDULES, Choices, Fixed
-from workbench.units import MIB, gib, is_count, milliseconds
-from workbench.user_code import UserFunction
 
 if TYPE_CHECKING:
     from torch import nn
@@ -188,7 +188,7 @@ def capture_to_plan(experiment: Experiment) -> tuple[Facts, Graph, Sequence[Grap
 
     Raises `CaptureError`, and `InvalidExperiment` for an optimiser that does not suit the model.
     """
-    from workbench.capture.hidden_matrices import matrices_in_words
+    from workbench.capture.blocks.hidden_matrices import matrices_in_words
     from workbench.capture.losses import labelled_share
 
     facts, examples = facts_of(experiment, captures=True), experiment.data.reads(experiment).examples()
@@ -250,7 +250,7 @@ def check_labels(experiment: Experiment, build: Callable[[], nn.Module]) -> None
     The models of `transformers` shift the labels, which are the inputs. One that does not copies them.
     """
     from workbench.capture.captured_model import random_samples
-    from workbench.capture.division import sees_its_labels
+    from workbench.capture.coupling.division import sees_its_labels
 
     model, loss = experiment.model, experiment.loss
     if not model.is_user_defined or experiment.data.reads(experiment).objective != "clm":

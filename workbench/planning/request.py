@@ -10,13 +10,13 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Annotated, Any, Unpack
 
+from workbench.base.errors import PlanInfeasible
+from workbench.base.units import GIB, gib, plain
+from workbench.base.validation import Count, LargeCount, PlainValidator, checked_value
 from workbench.cost.hardware import FRAGMENTATION, Cluster
 from workbench.cost.profile import Profile
-from workbench.errors import PlanInfeasible
 from workbench.experiment import Experiment
 from workbench.strategy import RECOMPUTE, SCHEDULES, ZERO, Choices, Fixed, Strategy, interleaving
-from workbench.units import GIB, gib, plain
-from workbench.validation import Count, LargeCount, PlainValidator, checked_value
 
 if TYPE_CHECKING:
     from workbench.capture.captured_model import Facts

@@ -10,17 +10,17 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from workbench.arguments import checked_arguments
+from workbench.base.arguments import checked_arguments
+from workbench.base.errors import CaptureError, DataError, PlanInfeasible, PlanMismatch
+from workbench.base.machine import available_cores
+from workbench.base.units import count, gib
+from workbench.base.user_code import UserFunction
 from workbench.data import Prepared
-from workbench.errors import CaptureError, DataError, PlanInfeasible, PlanMismatch
 from workbench.experiment import Experiment
-from workbench.machine import available_cores
 from workbench.planning.plan import Plan
 from workbench.planning.planner import CAPTURE_BATCH, MOST_TRIED_BY_PLAN, NOT_GATHERED, check_labels, facts_of
 from workbench.planning.request import Rule, Words, apart, divided_in_spite_of, first_broken
 from workbench.strategy import SCHEDULES
-from workbench.units import count, gib
-from workbench.user_code import UserFunction
 
 if TYPE_CHECKING:
     from torch import nn
@@ -316,7 +316,7 @@ def check_numbers(experiment: Experiment, plan: Plan, graph: Graph, model: nn.Mo
     Raises `InvalidExperiment` if it was too large for `wb.plan` to find that it sees the tokens that it predicts.
     """
     from workbench.capture.captured_model import CapturedModel
-    from workbench.capture.division import forward_flops, is_compared_by_plan
+    from workbench.capture.coupling.division import forward_flops, is_compared_by_plan
 
     on_cpu = next(model.parameters()).device.type == "cpu"
     if MOST_TRIED_BY_PLAN < graph.parameter_count < (MOST_TRIED_BY_RANK if on_cpu else math.inf):

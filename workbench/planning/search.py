@@ -16,12 +16,13 @@ from typing import Unpack
 
 import numpy as np
 
-from workbench.arguments import checked_keywords
+from workbench.base.arguments import checked_keywords
+from workbench.base.display import Say
+from workbench.base.errors import PlanInfeasible, PlanMismatch
+from workbench.base.units import duration, gib
 from workbench.cost.hardware import Cluster
 from workbench.cost.memory import Array, ParameterTable
 from workbench.cost.profile import Profile, break_even_sparsity
-from workbench.display import Say
-from workbench.errors import PlanInfeasible, PlanMismatch
 from workbench.planning.plan import Candidate, Memory, Plan, Stage, common_recompute
 from workbench.planning.prediction import bound_ms, evaluation_s, predict
 from workbench.planning.request import (
@@ -39,7 +40,6 @@ from workbench.planning.request import (
 from workbench.planning.stage_costs import ClusterCosts, Cut, StrategyCosts, device_costs, overlapped
 from workbench.planning.stage_cuts import Cutter
 from workbench.strategy import RECOMPUTE, SCHEDULES, ZERO, Choices, Fixed, Strategy
-from workbench.units import duration, gib
 
 # Options: every strategy that the runtime runs and the request allows.
 

@@ -17,7 +17,7 @@ from typing import Any, Protocol
 import numpy as np
 import numpy.typing as npt
 
-from workbench.arguments import memoised
+from workbench.base.arguments import memoised
 from workbench.cost.hardware import (
     Cluster,
     Device,

@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from workbench.arguments import memoised
+from workbench.base.arguments import memoised
 from workbench.cost.memory import Activations, StageState, pending_gradients
 from workbench.cost.profile import ADAMW
 from workbench.planning.prediction import peak_holdings

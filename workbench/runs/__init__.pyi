@@ -2,11 +2,11 @@
 
 from .environment import doctor as doctor
 from .evaluating import Bisection as Bisection
-from .event_log import Status as Status
-from .history import History as History
+from .registry import History as History
 from .registry import Summary as Summary
 from .registry import summary as summary
 from .run import debug as debug
 from .run import prepare as prepare
 from .run import tokenize as tokenize
 from .status import Checkpoint as Checkpoint
+from .status import Status as Status

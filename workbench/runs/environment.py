@@ -22,13 +22,13 @@ import psutil
 from packaging.requirements import Requirement
 from packaging.specifiers import SpecifierSet
 
-from workbench.arguments import checked_arguments
-from workbench.display import html_table
-from workbench.errors import WorkbenchError
-from workbench.machine import available_cores, cpu_model
-from workbench.runs.wandb_run import logged_in
-from workbench.secrets import masked_command, masked_words
-from workbench.units import gib
+from workbench.base.arguments import checked_arguments
+from workbench.base.display import html_table
+from workbench.base.errors import WorkbenchError
+from workbench.base.machine import available_cores, cpu_model
+from workbench.base.secrets import masked_command, masked_words
+from workbench.base.units import gib
+from workbench.runs.tracking.wandb_run import logged_in
 
 DISTRIBUTION, IMPORT_NAME = "training-workbench", "workbench"
 """The name by which pip knows this project, and that of its package, which another project on PyPI is called."""
@@ -210,7 +210,7 @@ def _templates() -> Finding:
 
 
 def _cache() -> Finding:
-    from workbench.machine import cache_home
+    from workbench.base.machine import cache_home
 
     home = cache_home()
     sizes = {path: path.stat().st_size for path in home.rglob("*") if path.is_file()}

@@ -17,9 +17,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from workbench.arguments import checked_arguments
-from workbench.display import facts_html, html_table, text_table
-from workbench.errors import (
+from workbench.base.arguments import checked_arguments
+from workbench.base.display import facts_html, html_table, text_table
+from workbench.base.errors import (
     CheckpointError,
     DataError,
     InvalidArgument,
@@ -29,19 +29,19 @@ from workbench.errors import (
     RunFailed,
     WorkbenchError,
 )
-from workbench.execution.checkpoint import step_of
+from workbench.base.units import count, gib
+from workbench.execution.checkpoint.files import step_of
 from workbench.execution.deviation import EVERY, LOSS, NORM, Deviation, from_json, to_json
 from workbench.experiment import Experiment, counted
 from workbench.planning.plan import Plan
 from workbench.planning.runnable import check_runnable, facts_for
-from workbench.rundir import RunDir, append_event, read_record, runs_root
-from workbench.runs.event_log import Status, read_state
+from workbench.record.event_log import Status, read_state
+from workbench.record.rundir import RunDir, append_event, read_record, runs_root
 from workbench.runs.launching import processes
 from workbench.runs.launching.device_queue import devices_for
 from workbench.runs.launching.launcher import Attempt, code_of_clone, request_end, start_attempt
 from workbench.runs.launching.processes import log_tail, root_cause
 from workbench.runs.status import complete_checkpoints, read_experiment, read_status, wait_for_end
-from workbench.units import count, gib
 
 CARRIED = ("step", "loss", "metrics", "evaluated", "tokens", "samples", "flops", "seconds", "eval_seconds")
 """Fields of the event of an evaluation that the run takes over."""

@@ -12,7 +12,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from workbench.rundir import RunDir, read_json, read_record
+from workbench.record.rundir import RunDir, read_json, read_record
 
 MASKED_SHARE = 0.15
 """Masked share of data whose description does not say it, and of held-out samples by default (arXiv:1810.04805)."""

@@ -13,19 +13,20 @@ from typing import TYPE_CHECKING, Annotated, Any, overload
 
 import numpy as np
 
-from workbench.arguments import MOST_CURVES, Between, checked_arguments
+from workbench.base.arguments import MOST_CURVES, Between, checked_arguments
+from workbench.base.display import STYLE, html_table, text_table
+from workbench.base.errors import InvalidArgument, RunNotFound, WorkbenchError, suggestion
+from workbench.base.units import count, duration, gib, time_left
 from workbench.data.corpora import use_in_words
-from workbench.display import STYLE, html_table, text_table
-from workbench.errors import InvalidArgument, RunNotFound, WorkbenchError, suggestion
-from workbench.rundir import FINAL_STATES, STATES, RunDir, runs_root
-from workbench.runs.history import History, HistoryTail, read_tail
+from workbench.record.history import History as History
+from workbench.record.history import HistoryTail, read_tail
+from workbench.record.rundir import FINAL_STATES, STATES, RunDir, runs_root
 from workbench.runs.loss_basis import read_loss_basis, why_not_compared
 from workbench.runs.run import OneRun, Run, progress_words, step_text
 from workbench.runs.status import RunRow, created_at, read_labels, state_in_words, unreadable_row
-from workbench.units import count, duration, gib, time_left
 
 if TYPE_CHECKING:
-    from workbench.runs.wandb_run import Delivery
+    from workbench.runs.tracking.wandb_run import Delivery
 
 Runs = OneRun | Iterable[OneRun]
 FewRuns = Annotated[Runs, Between(0, MOST_CURVES)]
@@ -75,7 +76,7 @@ class RunTable:
 
         Raises `WorkbenchError` if nobody is logged in, or W&B's client does not say who is.
         """
-        from workbench.runs.wandb_run import pending, recording
+        from workbench.runs.tracking.wandb_run import pending, recording
 
         waiting = [run for run in self.runs if run.status.final and pending(run.directory)]
         return [run.sync() for run in waiting if not recording(run.directory)]
@@ -158,7 +159,7 @@ def load_run(path: OneRun) -> Run:
     if isinstance(path, Run):
         return path
     if isinstance(path, str) and path.startswith("wandb:"):
-        from workbench.runs.wandb_run import download_run
+        from workbench.runs.tracking.wandb_run import download_run
 
         return Run(download_run(path))
     for candidate in (Path(path).expanduser(), runs_root() / path):

@@ -13,13 +13,14 @@ from dataclasses import asdict, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Self
 
-from workbench.arguments import checked_arguments
+from workbench.base.arguments import checked_arguments
+from workbench.base.display import Html, html_table
+from workbench.base.errors import InvalidArgument, PlanInfeasible, PlanMismatch, RunFailed, RunNotFound, WorkbenchError
+from workbench.base.units import count, gib
 from workbench.data.corpora import use_in_words
-from workbench.display import Html, html_table
-from workbench.errors import InvalidArgument, PlanInfeasible, PlanMismatch, RunFailed, RunNotFound, WorkbenchError
-from workbench.events import Event
-from workbench.rundir import EventTail, RunDir, check_unedited, read_json, remedy_for, write_json
-from workbench.runs.event_log import FREQUENT, UNREAD, Status, read_events
+from workbench.record.event_log import FREQUENT, UNREAD, Status, read_events
+from workbench.record.events import Event
+from workbench.record.rundir import EventTail, RunDir, check_unedited, read_json, remedy_for, write_json
 from workbench.runs.launching import processes
 from workbench.runs.launching.device_queue import devices_for
 from workbench.runs.launching.processes import log_tail, run_failed
@@ -35,15 +36,14 @@ from workbench.runs.status import (
     row_of,
     wait_for_end,
 )
-from workbench.units import count, gib
 
 if TYPE_CHECKING:
     from workbench.data import Prepared
     from workbench.experiment import Experiment
     from workbench.planning.plan import Plan
+    from workbench.record.history import Evaluations, History, HistoryTail, Patterns, TextSamples, Utilization
     from workbench.runs.evaluating import EvaluationResult
-    from workbench.runs.history import Evaluations, History, HistoryTail, Patterns, TextSamples, Utilization
-    from workbench.runs.wandb_run import Delivery
+    from workbench.runs.tracking.wandb_run import Delivery
 
 LONGEST_TAG, LONGEST_NOTE = 64, 10_000
 """Most letters of a tag and of a note."""
@@ -293,12 +293,12 @@ class Run(Labelled):
         Raises `WorkbenchError` if the run is not tracked, nobody is logged in, W&B's client does not say who is, or the
         recorder is still at work.
         """
-        from workbench.runs.wandb_run import sync
+        from workbench.runs.tracking.wandb_run import sync
 
         return sync(self.directory)
 
     def events(self) -> list[Event]:
-        """Return every event and every logged step so far; `workbench.events` lists their fields."""
+        """Return every event and every logged step so far; `workbench.record.events` lists their fields."""
         return read_events(self.directory.events)
 
     def milestones(self) -> list[Event]:
@@ -310,7 +310,7 @@ class Run(Labelled):
         return self._tail().read()
 
     def _tail(self) -> HistoryTail:
-        from workbench.runs.history import read_tail
+        from workbench.record.history import read_tail
 
         return read_tail(self.directory.events)
 
@@ -356,7 +356,7 @@ class Run(Labelled):
         return f"Run({self.name}: {_in_words(self.row())})"
 
     def _repr_html_(self) -> str:
-        from workbench.runs.wandb_run import tracking_note
+        from workbench.runs.tracking.wandb_run import tracking_note
 
         row = self.row()
         used, start = use_in_words(self._progress.data_use), self._progress.start

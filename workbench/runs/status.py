@@ -13,16 +13,17 @@ from typing import Any, TypedDict
 
 import numpy as np
 
-from workbench.display import waiting
-from workbench.errors import RunNotFound, in_words
-from workbench.events import ProcessRecord
-from workbench.execution import checkpoint as stored
-from workbench.rundir import KILLED, RunDir, is_elsewhere, process_alive, read_json, read_record
-from workbench.runs.event_log import UNREAD, RunState, Status, read_state
-from workbench.runs.history import END_SHARE, final_loss, recent_pace
+from workbench.base.display import waiting
+from workbench.base.errors import RunNotFound, in_words
+from workbench.execution.checkpoint import files as stored
+from workbench.record.event_log import UNREAD, RunState, read_state
+from workbench.record.event_log import Status as Status
+from workbench.record.events import ProcessRecord
+from workbench.record.history import END_SHARE, final_loss, recent_pace
+from workbench.record.rundir import KILLED, RunDir, is_elsewhere, process_alive, read_json, read_record
+from workbench.record.step_table import MOST_STEPS, Array, StepTable
 from workbench.runs.launching import processes
 from workbench.runs.launching.processes import run_failed
-from workbench.step_table import MOST_STEPS, Array, StepTable
 
 VANISHED = "The launcher vanished."
 DISK_FULL = " Its disk is full, so nobody could write why. Free some space, then resume the run."
@@ -61,7 +62,7 @@ class RunRow(TypedDict):
     loss: float | None
     """The number by which the run is sorted and compared: `eval_loss` where there is one, else `training_loss`."""
     training_loss: float | None
-    """Training loss at the end so far, as the end of its curve (`workbench.runs.history.final_loss`)."""
+    """Training loss at the end so far, as the end of its curve (`workbench.record.history.final_loss`)."""
     eval_loss: float | None
     """Last held-out loss after a step; None without one."""
     tokens: float | None

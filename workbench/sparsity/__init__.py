@@ -17,9 +17,9 @@ from typing import Annotated, Any
 
 from pydantic import Field, PlainValidator
 
-from workbench.arguments import checked_arguments
-from workbench.errors import InvalidExperiment
-from workbench.validation import LargeCount, Line, Positive, Share, TrueOrFalse, checked_value, known
+from workbench.base.arguments import checked_arguments
+from workbench.base.errors import InvalidExperiment
+from workbench.base.validation import LargeCount, Line, Positive, Share, TrueOrFalse, checked_value, known
 
 __all__ = ["Dynamic", "Static", "learning_rate"]
 

@@ -17,11 +17,12 @@ from typing import Any
 
 import numpy as np
 
-from workbench.arguments import checked_arguments
+from workbench.base.arguments import checked_arguments
+from workbench.base.display import html_table, text_table, waiting
+from workbench.base.errors import InvalidArgument, PlanInfeasible, suggestion
+from workbench.base.units import duration, gib, plain
 from workbench.cost.hardware import TIMED, Cluster
 from workbench.cost.profile import Profile
-from workbench.display import html_table, text_table, waiting
-from workbench.errors import InvalidArgument, PlanInfeasible, suggestion
 from workbench.experiment import PATHS, Experiment
 from workbench.planning.plan import Plan
 from workbench.planning.planner import profile_and_cluster
@@ -32,7 +33,6 @@ from workbench.runs.launching.device_queue import devices_for
 from workbench.runs.run import Run
 from workbench.strategy import Choices, Fixed
 from workbench.sweeps.queue import GRID, START_S, Entry, Queue, find_queue, new_queue, start_queue
-from workbench.units import duration, gib, plain
 
 MOST_CELLS = 5_000
 MAY_BE_FASTEST = 1.27

@@ -33,21 +33,21 @@ from typing import Any, ClassVar, Self
 
 import psutil
 
-from workbench.arguments import checked_arguments
+from workbench.base.arguments import checked_arguments
+from workbench.base.display import waiting
+from workbench.base.errors import RunExists, RunNotFound, WorkbenchError
+from workbench.base.machine import available_cores
+from workbench.base.user_code import user_path
 from workbench.data import from_json as data_from_json
-from workbench.display import waiting
-from workbench.errors import RunExists, RunNotFound, WorkbenchError
 from workbench.experiment import USER_PARTS, Experiment, counted
-from workbench.machine import available_cores
 from workbench.planning.plan import Plan
-from workbench.rundir import locked, process_alive, read_json, runs_root, write_json
+from workbench.record.rundir import locked, process_alive, read_json, runs_root, write_json
 from workbench.runs.launching import device_queue, fork_server, processes
 from workbench.runs.launching.launcher import new_directory, user_code
 from workbench.runs.launching.supervisor import worker_environment
 from workbench.runs.run import Run
 from workbench.sparsity import TYPES as SPARSITIES
 from workbench.sparsity import from_json as sparsity_from_json
-from workbench.user_code import user_path
 
 # The directory: the names of everything in it, and the values of what was written once.
 

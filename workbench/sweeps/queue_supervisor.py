@@ -15,9 +15,9 @@ from pathlib import Path
 
 import numpy as np
 
-from workbench.errors import WorkbenchError
-from workbench.rundir import locked, this_process, write_json
-from workbench.runs.history import Evaluations, History, HistoryTail
+from workbench.base.errors import WorkbenchError
+from workbench.record.history import Evaluations, History, HistoryTail
+from workbench.record.rundir import locked, this_process, write_json
 from workbench.runs.launching import fork_server, launcher, processes
 from workbench.runs.launching.launcher import Attempt
 from workbench.runs.launching.supervisor import import_ahead

@@ -12,9 +12,9 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from workbench.runs.history import Evaluations, History
+from workbench.base.validation import FromZero, Real, checked_value
+from workbench.record.history import Evaluations, History
 from workbench.sweeps.queue import Entry
-from workbench.validation import FromZero, Real, checked_value
 
 if TYPE_CHECKING:
     from optuna.distributions import BaseDistribution

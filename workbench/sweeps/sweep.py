@@ -25,12 +25,14 @@ from typing import Any
 
 import yaml
 
-from workbench.arguments import checked_arguments
+from workbench.base.arguments import checked_arguments
+from workbench.base.display import html_table, text_table
+from workbench.base.errors import InvalidArgument, InvalidExperiment, PlanInfeasible, UnknownParameter, suggestion
+from workbench.base.units import duration, is_count
+from workbench.base.user_code import UserFunction, innermost, source_of, telling_name
 from workbench.cost.hardware import Cluster
 from workbench.cost.profile import Profile
 from workbench.data import UserData
-from workbench.display import html_table, text_table
-from workbench.errors import InvalidArgument, InvalidExperiment, PlanInfeasible, UnknownParameter, suggestion
 from workbench.experiment import GROUPS, PATHS, Experiment, json_value
 from workbench.measure.calibration import local_cluster
 from workbench.models import Pretrained, UserModel
@@ -55,8 +57,6 @@ from workbench.sweeps.queue import (
     start_queue,
 )
 from workbench.sweeps.rules import HELD_OUT, PRUNERS, TRAINING, Diverged, Rule, diverged, rule_from_json, why_none
-from workbench.units import duration, is_count
-from workbench.user_code import UserFunction, innermost, source_of, telling_name
 
 # The axes: values of an experiment with those to try, checked by building every experiment of the grid.
 

@@ -18,9 +18,9 @@ import plotly.graph_objects as go
 from IPython.display import HTML, display
 
 from workbench.analysis.curve import SMOOTHING, X_AXES, check_axis, check_smoothing
-from workbench.arguments import checked_arguments
-from workbench.display import Html, html_table
-from workbench.errors import first_line
+from workbench.base.arguments import checked_arguments
+from workbench.base.display import Html, html_table
+from workbench.base.errors import first_line
 from workbench.figures import theme
 from workbench.figures.curves_view import loss_curves
 from workbench.figures.figure import Figure, mimebundle
@@ -33,8 +33,8 @@ from workbench.figures.sweep_view import (
     predictions,
     read_losses,
 )
-from workbench.rundir import runs_root
-from workbench.runs.history import table_html
+from workbench.record.history import table_html
+from workbench.record.rundir import runs_root
 from workbench.runs.registry import FewRuns, distinct_names, load_runs
 from workbench.runs.run import Run
 from workbench.runs.status import STOPPING, state_in_words

@@ -36,8 +36,7 @@ from plotly.utils import PlotlyJSONEncoder
 from traitlets import MetaHasTraits
 
 from workbench.analysis.curve import Curve, shared_axes
-from workbench.columns import AxisUnit
-from workbench.errors import in_words
+from workbench.base.errors import in_words
 from workbench.figures import theme
 from workbench.figures.curves_view import curve_traces, hover_title, loss_layout, mark_key, settled_range
 from workbench.figures.figure import (
@@ -52,6 +51,7 @@ from workbench.figures.figure import (
 )
 from workbench.figures.panels_view import PANEL_POINTS, Window, panel, panel_names, panels
 from workbench.figures.prepared_curve import TRACE_ROLES, Preparation, PreparedCurve, map_in_threads, points_per_trace
+from workbench.record.columns import AxisUnit
 from workbench.widgets.run_reader import Snapshot, panel_inputs
 
 # Static twins of widgets: ordinary outputs of the same cell, which a saved notebook shows when the kernel is gone.

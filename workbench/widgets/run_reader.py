@@ -14,10 +14,10 @@ from typing import Any
 import numpy as np
 
 from workbench.analysis.curve import Curve, Mark
-from workbench.errors import RunFailed
-from workbench.rundir import read_record
-from workbench.runs.event_log import Status, mark_step
-from workbench.runs.history import (
+from workbench.base.errors import RunFailed
+from workbench.base.units import time_left
+from workbench.record.event_log import Status, mark_step
+from workbench.record.history import (
     END_SHARE,
     Evaluations,
     History,
@@ -27,11 +27,11 @@ from workbench.runs.history import (
     last_held_out,
     recent_pace,
 )
+from workbench.record.rundir import read_record
 from workbench.runs.launching.processes import run_failed
 from workbench.runs.loss_basis import LossBasis, read_loss_basis
 from workbench.runs.run import Run, progress_words, step_text
 from workbench.runs.status import read_status
-from workbench.units import time_left
 
 RECENT_STEPS = 20
 """Number of logged steps from which speed and remaining time are estimated."""

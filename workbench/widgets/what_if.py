@@ -15,10 +15,11 @@ from typing import Any
 import ipywidgets as widgets
 import plotly.graph_objects as go
 
-from workbench.arguments import checked_arguments
+from workbench.base.arguments import checked_arguments
+from workbench.base.errors import WorkbenchError
+from workbench.base.units import GIB
 from workbench.cost.hardware import Cluster
 from workbench.cost.profile import Profile
-from workbench.errors import WorkbenchError
 from workbench.experiment import Experiment
 from workbench.figures import theme
 from workbench.figures.figure import Figure
@@ -27,7 +28,6 @@ from workbench.planning.plan import Plan
 from workbench.planning.planner import profile_and_cluster
 from workbench.planning.search import uncollected
 from workbench.planning.search import what_if as plan_again
-from workbench.units import GIB
 from workbench.widgets.dashboard import fixed_width
 from workbench.widgets.live_widget import LiveWidget, Plot, respond_while_busy
 

@@ -14,17 +14,17 @@ from torch import fx, nn
 from torch.autograd.graph import get_gradient_edge
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
-import workbench.capture.rewrites
+import workbench.capture.export.rewrites
 import workbench.sparsity.kernels.operators  # noqa: F401  (both register their operations)
 from workbench.capture import Block, operations
-from workbench.capture.opaque import call_of
-from workbench.capture.tensor_parallel import BlockSharding
+from workbench.capture.blocks.tensor_parallel import BlockSharding
+from workbench.capture.export.opaque import call_of
 from workbench.capture.torch_internals import DERIVATIVE
-from workbench.execution.blocks import StepContext, Values
 from workbench.execution.blocks.cuda_graphs import BlockInputs
 from workbench.execution.blocks.loss_runners import LabelledRows, Runner
 from workbench.execution.blocks.rewriting import GraphRewriter, has_active_dropout
 from workbench.execution.blocks.sparse_weights import multiply_by_stored_blocks
+from workbench.execution.blocks.step_context import StepContext, Values
 from workbench.execution.blocks.tensor_parallel import parallel_embedding
 from workbench.execution.gradients import GradientAccumulator
 

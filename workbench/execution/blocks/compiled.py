@@ -22,7 +22,7 @@ from torch._inductor.inductor_prims import force_stride_order
 from torch._inductor.runtime.hints import ReductionHint
 from torch.fx.subgraph_rewriter import replace_pattern_with_filters
 
-from workbench.capture.block_extraction import digest
+from workbench.capture.blocks.block_extraction import digest
 from workbench.execution.blocks.loss_runners import Runner
 from workbench.execution.blocks.rewriting import GraphRewriter
 

@@ -25,7 +25,7 @@ import torch
 from torch import nn
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 
-from workbench.errors import WorkbenchError
+from workbench.base.errors import WorkbenchError
 from workbench.execution.gradients import GradientAccumulator
 
 WARM_UP_STEPS = 2

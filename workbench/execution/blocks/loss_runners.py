@@ -20,14 +20,14 @@ import torch
 import torch.distributed as dist
 from torch import fx
 
+from workbench.base.errors import WorkbenchError
 from workbench.capture import Block, Graph, SampleDim
-from workbench.capture.gathering import join_rows, part_rows
+from workbench.capture.coupling.gathering import join_rows, part_rows
 from workbench.capture.graph import LabelCount
 from workbench.capture.losses import BINARY, MEAN, RowwiseHead, count_labels, on_device
 from workbench.capture.operations import descendants, shape_of
-from workbench.errors import WorkbenchError
-from workbench.execution.blocks import LabelCounts, StepContext, Values
 from workbench.execution.blocks.rewriting import GraphRewriter
+from workbench.execution.blocks.step_context import LabelCounts, StepContext, Values
 
 aten = torch.ops.aten
 Runner = Callable[..., tuple[torch.Tensor, ...]]

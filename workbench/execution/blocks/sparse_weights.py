@@ -20,7 +20,7 @@ from torch import fx, nn
 from workbench.capture import Block, Graph
 from workbench.cost.sparse_matrices import products_with, sparse_matrices
 from workbench.execution.blocks.rewriting import GraphRewriter
-from workbench.execution.parallel import MeshCoordinate
+from workbench.execution.parallel.mesh import MeshCoordinate
 from workbench.experiment import Experiment
 from workbench.optimizers.parameters import WholeTensors, local
 from workbench.sparsity import Dynamic, Static

@@ -1,4 +1,4 @@
-"""Rewrite blocks for one device of the tensor-parallel axis, as planned by `workbench.capture.tensor_parallel`.
+"""Rewrite blocks for one device of the tensor-parallel axis, as planned by `workbench.capture.blocks.tensor_parallel`.
 
 Collectives are functional (`torch.ops._c10d_functional`), so that the compiler can trace them. They come in
 Megatron-LM's pair (arXiv:1909.08053): `enter` is the identity forward and an all-reduce backward; `leave` is an
@@ -16,8 +16,8 @@ import torch.distributed as dist
 from torch import fx
 from torch.nn import functional
 
+from workbench.capture.blocks.tensor_parallel import BlockSharding, Sharding, product_of
 from workbench.capture.operations import DROPOUT, EMBEDDING, LOGS, arguments_of, overloads
-from workbench.capture.tensor_parallel import BlockSharding, Sharding, product_of
 from workbench.execution.blocks.rewriting import GraphRewriter, hashed_dropout
 
 aten = torch.ops.aten

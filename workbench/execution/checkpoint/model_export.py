@@ -21,13 +21,13 @@ from torch.distributed.checkpoint.filesystem import FileSystemReader
 from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
 from torch.distributed.checkpoint.state_dict_loader import load as dcp_load
 
-from workbench.capture.block_extraction import canonical_names
+from workbench.base.errors import CheckpointError, in_words
+from workbench.capture.blocks.block_extraction import canonical_names
 from workbench.data.store import tokenizer_files
 from workbench.data.tokenizer import CONFIG, SpecialTokens
-from workbench.errors import CheckpointError, in_words
-from workbench.execution import checkpoint as files
+from workbench.execution.checkpoint import files
 from workbench.experiment import Experiment
-from workbench.rundir import RunDir, read_json, remedy_for, write_json
+from workbench.record.rundir import RunDir, read_json, remedy_for, write_json
 
 # Reading
 

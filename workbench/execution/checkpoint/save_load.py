@@ -4,7 +4,7 @@ Keys are `model.<parameter or buffer>`, `optim.<parameter>.<state>`, `average.<p
 and, for the pattern of a sparse weight, `sparsity.<parameter>`. A tied parameter is stored once, and one that tensor
 parallelism divides is stored whole. A save copies the state to the host's memory and continues in a thread with its own
 gloo group, so that training goes on.
-`workbench.execution.checkpoint` describes the files.
+`workbench.execution.checkpoint.files` describes the files.
 """
 
 from __future__ import annotations
@@ -29,14 +29,14 @@ from torch.distributed.checkpoint.state_dict_saver import save as dcp_save
 from torch.distributed.checkpoint.storage import WriteResult
 from torch.distributed.tensor import DTensor
 
-from workbench.errors import CheckpointError
-from workbench.execution import checkpoint as files
+from workbench.base.errors import CheckpointError
 from workbench.execution.blocks.sparse_weights import INDEX
+from workbench.execution.checkpoint import files
 from workbench.execution.checkpoint.model_export import GuardedReader
 from workbench.execution.parallel.sharding import local
 from workbench.execution.trainer import Trainer
 from workbench.optimizers.building import create_state, forget_state
-from workbench.rundir import RETRY_S, RunDir, stop_grace_s, write_json
+from workbench.record.rundir import RETRY_S, RunDir, stop_grace_s, write_json
 
 T = TypeVar("T")
 KEEP = 3

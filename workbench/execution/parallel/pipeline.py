@@ -26,14 +26,14 @@ from torch.distributed.pipelining import PipelineStage
 from torch.distributed.pipelining._backward import stage_backward
 from torch.distributed.pipelining.schedules import PipelineScheduleMulti, PipelineScheduleSingle
 
-from workbench.execution.blocks import StepContext, Values
+from workbench.base.tensors import TensorSpec
 from workbench.execution.blocks.loss_runners import GatheredLoss
-from workbench.execution.parallel import MeshCoordinate
+from workbench.execution.blocks.step_context import StepContext, Values
+from workbench.execution.parallel.mesh import MeshCoordinate
 from workbench.execution.parallel.sharding import end_forward_only
 from workbench.execution.parallel.stage import RankStages, StageModule
 from workbench.planning.plan import Plan
 from workbench.strategy import SCHEDULES
-from workbench.tensors import TensorSpec
 
 FIELD = "field "
 """Prefix of batch fields on their way through a schedule, whose `step` has arguments of its own: `target`, `losses`."""

@@ -24,7 +24,7 @@ from torch.distributed.tensor import DTensor, distribute_tensor
 from torch.nn.parallel import DistributedDataParallel
 
 from workbench.execution.blocks.tensor_parallel import all_gather_shards, take_shard
-from workbench.execution.parallel import MeshCoordinate
+from workbench.execution.parallel.mesh import MeshCoordinate
 from workbench.execution.parallel.stage import RankStages, StageModule
 from workbench.optimizers.muon import working_type
 from workbench.optimizers.parameters import Arriving, Owned

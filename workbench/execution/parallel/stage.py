@@ -16,14 +16,14 @@ from typing import Any, cast
 import torch
 from torch import nn
 
+from workbench.base.errors import CaptureError
+from workbench.base.tensors import TensorSpec
 from workbench.capture import Block, Graph
+from workbench.capture.blocks.tensor_parallel import Sharding
 from workbench.capture.operations import mutated_arguments, storage_of
-from workbench.capture.tensor_parallel import Sharding
-from workbench.errors import CaptureError
-from workbench.execution.blocks import StepContext
 from workbench.execution.blocks.block_module import BlockModule, BlockProgram, WeightCopies
 from workbench.execution.blocks.sparse_weights import BlockSparseParameters
-from workbench.tensors import TensorSpec
+from workbench.execution.blocks.step_context import StepContext
 
 CARRIER = "float64"
 """Dtype in which integers cross stages, as raw bits: torch 2.11 asks for a gradient of every value a stage receives."""

@@ -29,10 +29,10 @@ from typing import TYPE_CHECKING, Any
 
 import psutil
 
-from workbench.errors import PlanInfeasible, WorkbenchError, in_words
-from workbench.events import ProcessRecord
-from workbench.machine import available_cores, cache_home
-from workbench.rundir import RunDir, locked, log_event, process_alive, read_json, write_json
+from workbench.base.errors import PlanInfeasible, WorkbenchError, in_words
+from workbench.base.machine import available_cores, cache_home
+from workbench.record.events import ProcessRecord
+from workbench.record.rundir import RunDir, locked, log_event, process_alive, read_json, write_json
 from workbench.runs.launching.processes import run_alive
 
 if TYPE_CHECKING:

@@ -36,8 +36,8 @@ from typing import Any, NoReturn
 
 import psutil
 
-from workbench.events import ProcessRecord
-from workbench.rundir import process_alive, process_record
+from workbench.record.events import ProcessRecord
+from workbench.record.rundir import process_alive, process_record
 from workbench.runs.launching import processes
 
 LATE = (

@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING, Any
 
 import psutil
 
-from workbench.code_identity import (
+from workbench.base.code_identity import (
     FUNCTIONS,
     IMPORTED,
     Definition,
@@ -33,9 +33,8 @@ from workbench.code_identity import (
     read_identities,
     way_out,
 )
-from workbench.data import data_fingerprint, held_out_fingerprint
-from workbench.display import CELLS, sent_cells
-from workbench.errors import (
+from workbench.base.display import CELLS, sent_cells
+from workbench.base.errors import (
     CheckpointError,
     DataError,
     InvalidExperiment,
@@ -44,13 +43,16 @@ from workbench.errors import (
     RunNotFound,
     WorkbenchError,
 )
-from workbench.execution.checkpoint import step_of
+from workbench.base.user_code import innermost, pickled, source_of, user_path
+from workbench.data import data_fingerprint, held_out_fingerprint
+from workbench.execution.checkpoint.files import step_of
 from workbench.experiment import USER_PARTS, user_parts
 from workbench.measure.calibration import local_cluster
 from workbench.measure.detection import num_gpus
 from workbench.models import Pretrained
 from workbench.planning.runnable import CAPTURED_FIELDS, check_runnable, facts_for
-from workbench.rundir import (
+from workbench.record.event_log import Status
+from workbench.record.rundir import (
     NO_ROOM,
     RunDir,
     append_event,
@@ -67,7 +69,6 @@ from workbench.rundir import (
     write_record,
 )
 from workbench.runs.environment import environment
-from workbench.runs.event_log import Status
 from workbench.runs.launching import device_queue, fork_server, processes
 from workbench.runs.launching.supervisor import AHEAD, worker_environment
 from workbench.runs.status import (
@@ -77,8 +78,7 @@ from workbench.runs.status import (
     supervisor_record,
     written_elsewhere,
 )
-from workbench.runs.wandb_run import tracker_settings
-from workbench.user_code import innermost, pickled, source_of, user_path
+from workbench.runs.tracking.wandb_run import tracker_settings
 
 if TYPE_CHECKING:
     from workbench.capture.captured_model import Facts

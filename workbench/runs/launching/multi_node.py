@@ -24,11 +24,19 @@ from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from workbench.errors import InvalidArgument, PlanInfeasible
-from workbench.events import LauncherRecord
-from workbench.execution.checkpoint import complete_checkpoints, step_of
-from workbench.machine import cache_home
-from workbench.rundir import FINAL_STATES, EventTail, RunDir, read_json, redirect_output, this_process, write_json
+from workbench.base.errors import InvalidArgument, PlanInfeasible
+from workbench.base.machine import cache_home
+from workbench.execution.checkpoint.files import complete_checkpoints, step_of
+from workbench.record.events import LauncherRecord
+from workbench.record.rundir import (
+    FINAL_STATES,
+    EventTail,
+    RunDir,
+    read_json,
+    redirect_output,
+    this_process,
+    write_json,
+)
 from workbench.runs.launching import processes, supervisor
 from workbench.runs.launching.device_queue import node_devices
 from workbench.runs.launching.launcher import clear_attempt, worker_path

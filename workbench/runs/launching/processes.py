@@ -20,14 +20,22 @@ from typing import Any
 
 import psutil
 
-from workbench.errors import InvalidArgument, RunFailed, RunNotFound
-from workbench.events import LauncherRecord, ProcessRecord, RankRecord
+from workbench.base.errors import InvalidArgument, RunFailed, RunNotFound
+from workbench.base.secrets import masked_words
 from workbench.execution.heartbeat import read_beat
-from workbench.rundir import RunDir, opened, process_alive, process_record, read_object, read_record, write_record
-from workbench.secrets import masked_words
+from workbench.record.events import LauncherRecord, ProcessRecord, RankRecord
+from workbench.record.rundir import (
+    RunDir,
+    opened,
+    process_alive,
+    process_record,
+    read_object,
+    read_record,
+    write_record,
+)
 
 POLL_S = 0.1
-SUPERVISOR, RECORDER = "workbench.runs.launching.supervisor", "workbench.runs.wandb_recorder"
+SUPERVISOR, RECORDER = "workbench.runs.launching.supervisor", "workbench.runs.tracking.recorder"
 WORKER, EXAMINER = "workbench.execution.worker", "workbench.execution.examining_worker"
 """Modules that ranks execute: those of a training, and those of an evaluation or a bisection."""
 LAUNCHER, LOCAL_LAUNCHER = "accelerate.commands.launch", "workbench.execution.local_launch"

@@ -18,13 +18,13 @@ from dataclasses import dataclass
 
 import psutil
 
-from workbench.events import RankRecord
+from workbench.base.units import duration
 from workbench.execution import heartbeat
 from workbench.execution.heartbeat import STACK_SIGNAL, TIMED, Beat, RankOperations, Wait, read_beat
-from workbench.rundir import RunDir, append_event, is_elsewhere, write_record
+from workbench.record.events import RankRecord
+from workbench.record.rundir import RunDir, append_event, is_elsewhere, write_record
 from workbench.runs.launching import processes
 from workbench.runs.status import complete_checkpoints
-from workbench.units import duration
 
 STALL_FACTOR = 10.0
 """Multiple of the median step time from which a step counts as stalled."""

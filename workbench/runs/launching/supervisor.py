@@ -18,10 +18,11 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
-from workbench.errors import in_words
-from workbench.events import LauncherRecord, PlanFacts, ProcessRecord
-from workbench.machine import available_cores
-from workbench.rundir import (
+from workbench.base.errors import in_words
+from workbench.base.machine import available_cores
+from workbench.record.event_log import LogTail
+from workbench.record.events import LauncherRecord, PlanFacts, ProcessRecord
+from workbench.record.rundir import (
     KILLED,
     RunDir,
     append_event,
@@ -34,13 +35,12 @@ from workbench.rundir import (
     until_there_is_room,
     write_json,
 )
-from workbench.runs.event_log import LogTail
+from workbench.record.step_table import num_logged
 from workbench.runs.launching import fork_server, processes
 from workbench.runs.launching.device_queue import Ticket, sampled
 from workbench.runs.launching.processes import record_silent_death, root_cause
 from workbench.runs.launching.stalls import StallWatch
-from workbench.runs.wandb_run import start_recorder
-from workbench.step_table import num_logged
+from workbench.runs.tracking.wandb_run import start_recorder
 
 POLL_S = 0.2
 LONGEST_POLL_S = 10.0

@@ -14,7 +14,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from workbench.errors import InvalidArgument
+from workbench.base.errors import InvalidArgument
 
 BLOCKS = (16, 32, 64)
 """Sides of blocks for which there are kernels."""

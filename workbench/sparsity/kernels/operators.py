@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from workbench.errors import InvalidArgument
+from workbench.base.errors import InvalidArgument
 from workbench.sparsity.kernels.index import BlockIndex, move, to_compact, to_dense
 
 

@@ -1,0 +1,1 @@
+"""The division of a batch: whether its samples influence one another, and what is gathered where they do."""

@@ -1,0 +1,634 @@
+"""Verdict by numbers on whether micro-batches compute the loss of the whole batch.
+
+The model's own forward over a few samples is compared with the captured graph over their micro-batches, combined as a
+step combines them: the loss, and its gradient for every parameter. The weights and samples are not those of the
+training, so that no wrong combination is right by chance at a symmetric point.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, nullcontext, suppress
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+from workbench.base.errors import CaptureError, in_words
+from workbench.base.tensors import TensorSpec
+from workbench.capture.coupling.gathering import join_rows
+from workbench.capture.export.opaque import opaque_calls, same_numbers
+from workbench.capture.graph import Block, Graph
+from workbench.capture.losses import code_on, count_labels, on_device
+from workbench.capture.model import capture
+from workbench.capture.operations import dtype_of, names, op_name, shape_of
+from workbench.capture.outputs import LossChoice, find_loss
+from workbench.capture.torch_internals import (
+    HigherOrderOperator,
+    OpOverload,
+    differentiable,
+    enter_autocast,
+    exit_autocast,
+    forgotten_by_dynamo,
+)
+from workbench.data.datasets import untouched_generators
+from workbench.data.sampling import IGNORED
+
+ALWAYS_FLOPS = 2e8
+"""Operations of the forward of one micro-batch up to which numbers are compared even if nothing is unknown."""
+MOST_FLOPS = 1e10
+"""Operations up to which they are compared if something is unknown: about ten seconds on two cores."""
+MOST_PARAMETERS = 300_000_000
+"""Parameters up to which a model is built for that."""
+LOSS_TOLERANCE = 1e-5
+"""Relative difference of two losses that rounding in fp32 explains."""
+GRADIENT_TOLERANCE = 1e-3
+"""Difference of two gradients of a parameter, relative to its norm, that rounding in fp32 explains."""
+NOISE_FACTOR = 30
+"""Multiple of the difference that weights rounded otherwise make, which rounding explains, too.
+
+Another order of the samples would be no measure of it: a loss that depends on the order compares samples, as a mixture
+of experts does whose experts take the first tokens of a batch."""
+_BF16_FACTOR = 300
+"""Factor of both tolerances for a forward that casts to bf16 or fp16 itself."""
+PARTS = (2, 3)
+"""Micro-batches of each trial. Two numbers, since a wrong factor can be right for one of them."""
+Batch = Mapping[str, torch.Tensor]
+_PRODUCTS = names("linear matmul mm bmm addmm baddbmm einsum scaled_dot_product_attention")
+_DRAWS = names(
+    "bernoulli bernoulli_ normal normal_ uniform_ rand randn rand_like randn_like randint randint_like random_ "
+    "exponential_ log_normal_ geometric_ cauchy_ multinomial poisson"
+)
+
+
+def forward_flops(graph: Graph) -> float:
+    """Return roughly the floating point operations of one forward of one micro-batch."""
+    by_type = {block.block_type: sum(map(_flops, block.code.graph.nodes)) for block in graph.blocks}
+    return sum(by_type[block.block_type] for block in graph.blocks)
+
+
+def is_compared_by_plan(graph: Graph, samples: int | None = None) -> bool:
+    """Return True if the forward of so many samples, a micro-batch by default, is small enough for a CPU."""
+    flops = forward_flops(graph) * (samples or graph.micro_batch) / graph.micro_batch
+    return flops <= MOST_FLOPS and graph.parameter_count <= MOST_PARAMETERS
+
+
+def _flops(node: Any) -> float:
+    if node.op != "call_function":
+        return 0
+    made, name = _numel(shape_of(node)), op_name(node)
+    shapes = [shape_of(source) for source in node.all_input_nodes]
+    if "conv" in name:
+        return 2.0 * made * _numel(shapes[1]) / max(1, shapes[1][0])
+    if name not in _PRODUCTS or len(shapes) < 2:
+        return 10.0 * made  # bound by memory
+    if name == "scaled_dot_product_attention":
+        return 4.0 * made * _numel(shapes[1][-2:-1])
+    if name == "einsum":
+        return 2.0 * math.sqrt(made * _numel(shapes[0]) * _numel(shapes[1]))
+    left = shapes[1] if name in ("addmm", "baddbmm") else shapes[0]
+    return 2.0 * made * _numel(left[-1:])
+
+
+def _numel(shape: Sequence[Any]) -> int:
+    return math.prod(size for size in shape if isinstance(size, int))
+
+
+@dataclass(frozen=True)
+class _Result:
+    """A loss and its gradients by parameter."""
+
+    loss: torch.Tensor
+    gradients: Mapping[str, torch.Tensor]
+
+    def differs_from(self, other: _Result) -> tuple[float, float, str]:
+        """Return the relative differences of the loss and of the gradient that differs most, and its parameter."""
+        size = torch.stack([gradient.norm() for gradient in self.gradients.values()]).norm()
+        least = 1e-5 * float(size) + 1e-12
+        gradients = [
+            (float((other.gradients[name] - mine).norm()) / (float(mine.norm()) + least), name)
+            for name, mine in self.gradients.items()
+        ]
+        return _relative(other.loss, self.loss), *max(gradients, default=(0.0, ""))
+
+    @property
+    def is_finite(self) -> bool:
+        return bool(self.loss.isfinite()) and all(bool(value.isfinite().all()) for value in self.gradients.values())
+
+
+@dataclass(frozen=True)
+class Division:
+    """Verdict on dividing the batch of a model."""
+
+    coupled: tuple[str, ...] = ()
+    """Reasons why the batch must stay whole: operations that mix samples, with their lines, or numbers that differ."""
+    note: str = ""
+    """A sentence on what could not be decided."""
+
+
+def division_of(graph: Graph, build: Callable[[], nn.Module], samples: Callable[[int, int], Batch]) -> Division:
+    """Decide whether the runtime's combination of micro-batches is the loss of the whole batch.
+
+    Operations that certainly mix samples decide alone. Otherwise numbers do, if the model is small enough to compare
+    them in seconds; for small models they confirm what is known.
+
+    Args:
+        graph: the captured model; its micro-batch is the size of the parts.
+        build: makes the model on the CPU.
+        samples: returns a batch of a number of samples; the second argument counts the trials.
+
+    Raises:
+        CaptureError: the captured graph computes another loss than the model.
+    """
+    if graph.coupled:
+        return Division(graph.coupled)
+    flops, unknown = forward_flops(graph), graph.unknown_coupling
+    is_small = is_compared_by_plan(graph) and (bool(unknown) or flops <= ALWAYS_FLOPS)
+    obstacle = f"the model is too large to compare numbers here ({flops / 1e9:,.0f} GFLOP a forward)"
+    if is_small:
+        try:
+            fault = division_fault(graph, build, samples, PARTS)
+        except CaptureError:
+            raise
+        except Exception as error:  # the forward needs another device, or samples of other values
+            obstacle = f"its forward raised {in_words(error)} on the CPU"
+        else:
+            after = f"; the batch is not followed past {unknown}" if unknown else ""
+            return Division((f"{fault}{after}",) if fault else ())
+    if not unknown:
+        return Division()
+    way = "If it does, fix micro_batch to the global batch."
+    if not is_small:
+        way = (
+            "A run that divides the batch compares numbers on its first device before the first update. If the loss "
+            "does, batch_coupling='gather' keeps it whole."
+        )
+    return Division(
+        note=f"Whether the loss compares samples of one batch is not known: {obstacle}, and the batch is not followed "
+        f"past {unknown}. {way}"
+    )
+
+
+@forgotten_by_dynamo()
+def division_fault(
+    graph: Graph, build: Callable[[], nn.Module], samples: Callable[[int, int], Batch], parts_of_trials: Sequence[int]
+) -> str:
+    """Return how the loss of a whole batch differs from that of its micro-batches; "" if they are equal.
+
+    `parts_of_trials` has the number of micro-batches of each trial.
+    """
+    size, model = graph.micro_batch, build().train()
+    device = next(model.parameters(), torch.empty(0)).device
+    with untouched_generators(device), _same_kernels(device), differentiable():
+        torch.manual_seed(0)
+        comparison = _Comparison(graph, model, device, samples)
+        for trial, parts in enumerate(parts_of_trials):
+            for change in (trial, 2 * trial):  # it may not take samples that were changed
+                try:
+                    batch = samples(parts * size, change)
+                    fault = comparison.fault(batch)
+                    break
+                except Exception:
+                    if trial == 0:
+                        raise
+            else:
+                break
+            if not fault:
+                continue
+            one = {name: field[:size] for name, field in batch.items()}
+            if graph.gathered or not (wrong := comparison.fault(one)):
+                return fault
+            # Not even one micro-batch has the loss of the graph: the model is another one each time, or we are wrong.
+            twice = (capture(build(), graph.batch, name=graph.model, loss=graph.loss_choice) for _ in range(2))
+            types = [[block.block_type for block in each.blocks] for each in twice]
+            if types[0] == types[1]:
+                raise CaptureError(
+                    f"The captured graph of {graph.model} does not compute the model's loss: {wrong} of the graph. "
+                    f"{comparison.reason(one)}"
+                )
+            pairs = zip(graph.blocks, *types, strict=False)
+            unlike = next((block.name for block, *both in pairs if both[0] != both[1]), "loss")
+            raise CaptureError(
+                f"{graph.model} computes something else each time it is built, in its block {unlike}, although "
+                "Python's, NumPy's and torch's generators were seeded alike. Its constructor takes a number that no "
+                "seed decides, from random.SystemRandom(), numpy.random.default_rng() or the clock. Seed what it "
+                "draws, for instance by numpy.random.default_rng(torch.initial_seed())."
+            )
+    return ""
+
+
+@contextmanager
+def _same_kernels(device: torch.device) -> Iterator[None]:
+    """Multiply in full fp32, and run on a GPU the operations that `_same_for_each_sample` knows from the CPU."""
+    precision, is_cpu = torch.get_float32_matmul_precision(), device.type == "cpu"
+    torch.set_float32_matmul_precision("highest")
+    try:
+        with torch.backends.cudnn.flags(enabled=False), nullcontext() if is_cpu else sdpa_kernel(SDPBackend.MATH):
+            yield
+    finally:
+        torch.set_float32_matmul_precision(precision)
+
+
+def has_constants(graph: Graph) -> bool:
+    """Return True if a graph holds tensors of its own, which have no values if it was captured on the meta device."""
+    codes = [code for count in graph.label_counts for code in (count.code, count.of_total) if code is not None]
+    return bool(graph.constants) or any(list(code.buffers()) for code in codes)
+
+
+def samples_from(examples: Batch | None, random: Callable[[int, int], Batch]) -> Callable[[int, int], Batch]:
+    """Return the `samples` of `division_of`: real ones, and in further trials the same with changed values.
+
+    The change meets coincidences of the data: weights that are all one, masks that hide nothing. In trial 1, a field
+    that is equal in all examples, such as a flag that none has, differs from sample to sample, too. Without `examples`,
+    `random` makes all samples.
+    """
+    if examples is None:
+        return random
+    known = _size(examples)
+    equal = {name for name, field in examples.items() if bool((field == field[:1]).all())}
+
+    def draw(count: int, trial: int) -> Batch:
+        generator = torch.Generator().manual_seed(trial)
+        index = torch.cat([torch.randperm(known, generator=generator) for _ in range(math.ceil(count / known))])[:count]
+        batch = {name: field[index].cpu() for name, field in examples.items()}
+        if trial == 1:
+            batch |= {name: _unlike(batch[name], generator) for name in equal}
+        return {name: _changed(field, generator) for name, field in batch.items()} if trial else batch
+
+    return draw
+
+
+def _unlike(field: torch.Tensor, generator: torch.Generator) -> torch.Tensor:
+    """Return values of which some are 1 where they were 0, or 0 where they were another number; masks of ones stay."""
+    if field.ndim > 1 and bool((field == 1).all()):
+        return field
+    is_other = torch.rand(field.shape, generator=generator) < 0.5
+    if field.ndim > 1:
+        is_other[:, 0] = False  # of a mask of what is left out, something stays
+    return torch.where(is_other, field == 0, field)
+
+
+def _changed(field: torch.Tensor, generator: torch.Generator) -> torch.Tensor:
+    """Return values between half and all of the old ones; for a mask of ones, one with zeros.
+
+    Large values are brought to a root mean square of one: a model with changed weights may saturate on them, and a loss
+    and a gradient of zero are equal however they were combined.
+    """
+    share = torch.rand(field.shape, generator=generator)
+    if field.is_floating_point():
+        size = max(1.0, float(field.double().square().mean().sqrt())) if field.numel() else 1.0
+        return field * ((0.5 + share / 2) / (size if math.isfinite(size) else 1.0)).to(field.dtype)
+    if field.is_complex() or field.ndim < 2 or not bool((field == 1).all()):
+        return field
+    kept = share > 0.3
+    kept[:, 0] = True
+    return field * kept.to(field.dtype)
+
+
+class _Comparison:
+    """A model with changed weights, and its graph that reads the same weights."""
+
+    def __init__(
+        self, graph: Graph, model: nn.Module, device: torch.device, samples: Callable[[int, int], Batch]
+    ) -> None:
+        self._model, self._device = model, device
+        for parameter in model.parameters():
+            if parameter.is_floating_point():  # away from zeros, ones and equal rows
+                parameter.data.mul_(1 + 0.05 * torch.randn_like(parameter)).add_(
+                    torch.randn_like(parameter), alpha=0.02
+                )
+        if not graph.gathered and has_constants(graph):
+            # The constants of a capture on the meta device have no values.
+            examples = samples(PARTS[0] * graph.micro_batch, 0)
+            graph = capture(model, graph.batch, name=graph.model, loss=graph.loss_choice, examples=examples)
+        self._graph = graph
+        self._counts = [on_device(count, device) for count in graph.label_counts]
+        self._codes = {block.block_type: code_on(block.code, device) for block in graph.blocks}
+        self._calls = [call for block in graph.blocks for call in opaque_calls(block.code.graph)]
+        self._parameters = dict(model.named_parameters())
+        self._trained = {name: self._parameters[name] for name in graph.parameters if name not in graph.frozen}
+        self._buffers = {name: buffer.clone() for name, buffer in model.named_buffers()}
+        nodes = [node for block in graph.blocks for node in block.code.graph.nodes]
+        # Code that compiles a part of itself, as `torch.cond` does for its backward.
+        is_compiled = any(isinstance(node.target, HigherOrderOperator) for node in nodes)
+        self._compiles = is_compiled or any(call.compiles for call in self._calls)
+        casts = (node.target in (enter_autocast, exit_autocast) for node in nodes)
+        is_low = any(casts) or any(dtype_of(node) in (torch.bfloat16, torch.float16) for node in nodes)
+        self._factor = _BF16_FACTOR if is_low else 1
+
+    def fault(self, batch: Batch) -> str:
+        batch = {name: field.to(self._device) for name, field in batch.items()}
+        tolerances = self._factor * LOSS_TOLERANCE, self._factor * GRADIENT_TOLERANCE
+        with same_numbers(self._model, self._calls), _same_for_each_sample(self._compiles):
+            whole = self._whole(batch)
+            if not whole.is_finite:
+                return ""
+            divided = self._divided(batch)
+            parts = _size(batch) // self._graph.micro_batch
+            if not divided.is_finite:
+                return f"{_size(batch)} samples have finite losses and gradients, and in {parts} micro-batches not"
+            found = whole.differs_from(divided)
+            if found[0] <= tolerances[0] and found[1] <= tolerances[1]:
+                return ""
+            again = whole.differs_from(self._whole(batch))
+            if again[0] > tolerances[0] or again[1] > tolerances[1]:
+                raise CaptureError(
+                    f"The forward of {self._graph.model} computes something else each time that it is called with the "
+                    f"same samples, weights and seeds (losses differ by {again[0]:.2%}), and capture would repeat one "
+                    "of them in every step: it reads what changes from call to call, such as the clock or a file. Make "
+                    "that a field of the batch, or a buffer that forward updates in place."
+                )
+            with self._rounded_otherwise():
+                noise = whole.differs_from(self._whole(batch))
+        limits = [max(least, NOISE_FACTOR * each) for least, each in zip(tolerances, noise[:2], strict=True)]
+        if found[0] <= limits[0] and found[1] <= limits[1]:
+            return ""
+        known, loss, other = f"{_size(batch)} samples have the loss", float(whole.loss), float(divided.loss)
+        if found[0] <= limits[0]:
+            same = f"{known} {loss:.4g}, also in {parts} micro-batches"
+            return f"{same}, which differ in the gradient of {found[2]} by {found[1]:.2%} of its norm"
+        digits = next((each for each in range(4, 9) if f"{loss:.{each}g}" != f"{other:.{each}g}"), 9)
+        numbers = f"{known} {loss:.{digits}g}, and {other:.{digits}g} in {parts} micro-batches"
+        if _relative(parts * divided.loss, whole.loss) <= limits[0]:
+            return f"{numbers}: it is a sum over the samples; divide it by their number"
+        return numbers
+
+    def reason(self, batch: Batch) -> str:
+        """Return why the graph of one micro-batch may compute another loss than the model, and a way out."""
+        batch = {name: field.to(self._device) for name, field in batch.items()}
+        outputs: dict[str, list[torch.Tensor]] = {}
+        modules = dict(self._model.named_modules())
+
+        def noting(name: str) -> Callable[..., None]:
+            return lambda _module, _given, result: outputs.update(
+                {name: [leaf for leaf in tree_leaves(result) if isinstance(leaf, torch.Tensor)]}
+            )
+
+        paths = [block.name for block in self._graph.blocks if block.name in modules]
+        hooks = [modules[path].register_forward_hook(noting(path)) for path in paths]
+        with same_numbers(self._model, self._calls), _same_for_each_sample(self._compiles):
+            self._whole(batch)
+            for hook in hooks:
+                hook.remove()
+            self._renew_buffers()
+            divisors = [each.divisor(count_labels(each, batch, _size(batch)).sum().float()) for each in self._counts]
+            values = self._interpreted(self._graph.blocks, batch, {}, divisors)
+
+        def differs(block: Block) -> bool:
+            sent = [values[name] for name in block.sends]
+            made = [tensor for tensor in outputs.get(block.name, ()) if any(tensor.shape == s.shape for s in sent)]
+            close = ((tensor, s) for tensor in made for s in sent if tensor.shape == s.shape)
+            return bool(made) and not any(torch.allclose(*pair, rtol=1e-3, atol=1e-4) for pair in close)
+
+        first = next((block.name for block in self._graph.blocks if differs(block)), "")
+        where = f"They part in {first} ({type(modules[first]).__name__}), which" if first else "Its forward"
+        return (
+            f"{where} computes with what was fixed when it was captured, such as a tensor or a number that was made of "
+            "its weights before. Compute it in forward, from the parameters themselves."
+        )
+
+    @contextmanager
+    def _rounded_otherwise(self) -> Iterator[None]:
+        """Change every weight by about the last bit of fp32 inside a `with` block."""
+        before = [parameter.detach().clone() for parameter in self._model.parameters()]
+        for parameter in self._model.parameters():
+            if parameter.is_floating_point():
+                parameter.data.mul_(1 + torch.finfo(torch.float32).eps * torch.randn_like(parameter))
+        try:
+            yield
+        finally:
+            for parameter, value in zip(self._model.parameters(), before, strict=True):
+                parameter.data.copy_(value)
+
+    def _whole(self, batch: Batch) -> _Result:
+        graph = self._graph
+        self._renew_buffers()
+        return self._result(find_loss(self._model(**batch), graph.loss_choice, batch, graph.model))
+
+    def _divided(self, batch: Batch) -> _Result:
+        size, samples = self._graph.micro_batch, _size(batch)
+        parts = [
+            {name: field[first : first + size] for name, field in batch.items()} for first in range(0, samples, size)
+        ]
+        totals = [count_labels(count, batch, size).sum().float() for count in self._counts]
+        pairs = zip(self._counts, totals, strict=True)
+        graph, count = self._graph, 1 if self._graph.gathered else len(parts)
+        divisors = [each.divisor(total) / count for each, total in pairs]
+        blocks = graph.blocks[:-1] if graph.gathered else graph.blocks
+        computed = []
+        for part in parts:
+            self._renew_buffers()
+            computed.append(self._interpreted(blocks, part, {}, divisors))
+        if not graph.gathered:
+            return self._result(torch.stack([values[graph.loss] for values in computed]).mean())
+        gathered = {rows.name: join_rows(rows, [values[rows.name] for values in computed]) for rows in graph.gathered}
+        self._renew_buffers()
+        return self._result(self._interpreted(graph.blocks[-1:], batch, gathered, divisors)[graph.loss])
+
+    def _interpreted(
+        self, blocks: Sequence[Block], batch: Batch, values: dict[str, torch.Tensor], divisors: list[torch.Tensor]
+    ) -> dict[str, torch.Tensor]:
+        """Return `values` and what blocks of the graph compute, one after another over a table of values."""
+        buffers = {**dict(self._model.named_buffers()), **self._graph.constants}
+        for block in blocks:
+            sent = self._codes[block.block_type](
+                *(self._parameters[name] for name in block.parameters),
+                *(buffers[name] for name in block.buffers),
+                *(values[name] for name in block.receives),
+                *(batch[name] for name in block.inputs),
+                *(divisors[index] for index in block.counts),
+            )
+            values |= dict(zip(block.sends, sent, strict=True))
+        return values
+
+    def _result(self, loss: torch.Tensor) -> _Result:
+        """Take the gradients as training does: the backward of a reversible network adds to `grad` itself."""
+        for parameter in self._trained.values():
+            parameter.grad = None
+        loss.float().sum().backward()
+        gradients = {key: torch.zeros_like(p) if p.grad is None else p.grad for key, p in self._trained.items()}
+        return _Result(loss.detach().float().sum(), gradients)
+
+    def _renew_buffers(self) -> None:
+        """Undo what a forward wrote to the buffers: each micro-batch starts from those of the whole batch."""
+        for name, value in self._buffers.items():
+            module, _, own = name.rpartition(".")
+            self._model.get_submodule(module)._buffers[own] = value.clone()
+
+
+class _same_for_each_sample(TorchDispatchMode):  # noqa: N801
+    """Make torch's random numbers and BatchNorm's statistics independent of how many samples a batch has.
+
+    Each sample gets the same random numbers, dropout keeps everything, and BatchNorm normalises by its running
+    averages: what these do to a micro-batch is documented and no coupling of samples.
+    """
+
+    supports_higher_order_operators = True
+
+    def __init__(self, compiles: bool) -> None:
+        super().__init__()
+        self._drawn: dict[tuple[Any, ...], torch.Tensor] = {}
+        self._compiles = compiles
+
+    def ignore_compile_internals(self) -> bool:  # type: ignore[override]
+        return self._compiles
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if not isinstance(func, OpOverload):  # FlexAttention, which draws nothing
+            return func(*args, **(kwargs or {}))
+        name = func._schema.name.removeprefix("aten::")
+        if name == "native_dropout":  # a GPU's
+            value, probability, _ = args
+            return value / (1 - probability), torch.ones_like(value, dtype=torch.bool)
+        if name in ("native_batch_norm", "native_batch_norm_backward") and args[0].shape[0] > 1:
+            return func(*_by_running_averages(name, args), **(kwargs or {}))
+        result = func(*args, **(kwargs or {}))
+        if name == "randperm":
+            return self._remembered((name, result.numel()), result)
+        if name not in _DRAWS or not isinstance(result, torch.Tensor) or not result.numel():
+            return result
+        if name in ("bernoulli", "bernoulli_"):
+            return result.fill_(1)
+        row = result.flatten()[: result.shape[-1]].clone() if result.ndim > 1 else result.flatten()[0].clone()
+        limits = tuple(arg for arg in args if isinstance(arg, (int, float)))
+        return result.copy_(self._remembered((name, result.dtype, row.numel(), limits), row))
+
+    def _remembered(self, key: tuple[Any, ...], drawn: torch.Tensor) -> torch.Tensor:
+        return self._drawn.setdefault(key, drawn)
+
+
+def _by_running_averages(name: str, args: tuple[Any, ...]) -> tuple[Any, ...]:
+    """Return the arguments of a BatchNorm that does not take its statistics from the batch, but 0 and 1 if it has none.
+
+    These are the positional arguments of `aten::native_batch_norm` and of its backward.
+    """
+    is_forward = name == "native_batch_norm"
+    value, (mean, variance) = args[0] if is_forward else args[1], args[3:5]
+    channels = value.new_zeros(value.shape[1])
+    averages = channels if mean is None else mean, channels + 1 if variance is None else variance
+    if is_forward:
+        return (*args[:3], *averages, False, *args[6:])
+    return (*args[:3], *averages, *args[5:7], False, *args[8:])
+
+
+def _relative(one: torch.Tensor, other: torch.Tensor) -> float:
+    return abs(float(one) - float(other)) / max(abs(float(other)), 1e-12)
+
+
+def _size(batch: Batch) -> int:
+    return len(next(iter(batch.values())))
+
+
+# Labels that are the inputs: the samples of a causal model of text. The model shifts them, or it learns to copy.
+
+SHORT = 16
+"""Tokens of the samples with which that is tried, or all where the model takes no fewer."""
+SEEN_CHANGE = 3e-3
+"""Relative change of a difference of two losses that is no rounding in fp32."""
+
+
+def sees_its_labels(build: Callable[[], nn.Module], samples: Batch, loss: LossChoice, name: str) -> bool:
+    """Return True if a model is shown the token that it predicts, where labels are the inputs.
+
+    By how much the loss changes with a label says what the model predicts for it. If that depends on the token at the
+    label's own position, the model sees it. False is also the answer where numbers do not show it: the model cannot be
+    built or run here, its loss does not read the labels, is not the same each time, or is computed in less than fp32.
+
+    Args:
+        build: makes the model; its weights are left as they are.
+        samples: a batch whose `input_ids` are random tokens.
+        loss: the experiment's choice of the loss.
+        name: the model's name in errors.
+    """
+    with suppress(Exception):
+        model = build().train()
+        for tokens in (SHORT, None):
+            ids = samples["input_ids"][:, :tokens]
+            with suppress(Exception):  # such as that of a model for samples of one length
+                return _sees_its_labels(model, ids, loss, name)
+    return False
+
+
+def _sees_its_labels(model: nn.Module, ids: torch.Tensor, loss: LossChoice, name: str) -> bool:
+    parameters = dict(model.named_parameters())
+    device = next(iter(parameters.values())).device
+    if any(each.is_floating_point() and each.dtype != torch.float32 for each in parameters.values()):
+        return False
+    ids = ids.to(device)
+    with untouched_generators(device), _same_kernels(device):
+        torch.manual_seed(0)
+        # Weights of a size at which each token has an effect: a head of zeros shows none, and small weights little.
+        drawn = {
+            key: torch.randn_like(each) * (each.shape[0] / each.numel()) ** 0.5
+            for key, each in parameters.items()
+            if each.ndim > 1 and each.is_floating_point() and each.numel()
+        }
+        buffers = {key: each.clone() for key, each in model.named_buffers()}
+
+        def found(tokens: torch.Tensor, labels: torch.Tensor) -> float:
+            torch.manual_seed(0)
+            fields, batch = {**drawn, **{key: each.clone() for key, each in buffers.items()}}, {"input_ids": tokens}
+            batch["labels"] = labels
+            with _same_for_each_sample(True):
+                result = torch.func.functional_call(model, fields, args=(), kwargs=batch)
+                value = find_loss(result, loss, batch, name)
+            return float(value.detach().double()) if value.dtype == torch.float32 else math.nan
+
+        def with_other(at: int, source: int) -> torch.Tensor:
+            changed = ids.clone()
+            changed[:, at] = ids[:, source]
+            return changed
+
+        first, seen = found(ids, ids), False
+        for at in (ids.shape[1] // 2, ids.shape[1] - 2):
+            # What another label does to the loss, with the token at its position and with three others there
+            label = with_other(at, 0)
+            moves = [found(each, label) - found(each, ids) for each in (ids, *(with_other(at, n) for n in range(1, 4)))]
+            size = max(map(abs, moves))
+            if size > 1e-4 * abs(first):  # else the loss does not read this label
+                seen = max(moves) - min(moves) > SEEN_CHANGE * size
+                if not seen:
+                    return False
+        return seen and math.isclose(found(ids, ids), first, rel_tol=1e-5)
+
+
+# Batches for measurements of speed: random ones that need no data, or a few samples repeated.
+
+TOKEN_FIELDS = frozenset({"input_ids", "decoder_input_ids", "labels"})
+"""Names of the fields that hold token ids; integers of any other field are 0 or 1."""
+
+
+def random_batch(
+    samples: Mapping[str, TensorSpec],
+    count: int,
+    *,
+    vocab_size: int,
+    labelled_share: float,
+    device: torch.device,
+    seed: int = 0,
+) -> dict[str, torch.Tensor]:
+    """Return `count` random samples of the given specs; a fraction `labelled_share` of the labels is not ignored."""
+    generator = torch.Generator(device=device).manual_seed(seed)
+    batch = {}
+    for name, spec in samples.items():
+        shape, dtype = (count, *spec.shape), getattr(torch, spec.dtype)
+        if dtype.is_floating_point:
+            batch[name] = torch.randn(shape, device=device, generator=generator, dtype=torch.float32).to(dtype)
+        else:
+            high = vocab_size if name in TOKEN_FIELDS else 2
+            batch[name] = torch.randint(0, high, shape, device=device, generator=generator).to(dtype)
+    if labelled_share < 1 and "labels" in batch:
+        ignored = torch.rand(batch["labels"].shape, device=device, generator=generator) >= labelled_share
+        batch["labels"] = batch["labels"].masked_fill(ignored, IGNORED)
+    return batch
+
+
+def repeated(examples: Mapping[str, torch.Tensor], count: int, device: torch.device) -> dict[str, torch.Tensor]:
+    """Return `count` samples, which are those of the batch `examples` in turn."""
+    index = torch.arange(count) % len(next(iter(examples.values())))
+    return {name: field[index].to(device) for name, field in examples.items()}
