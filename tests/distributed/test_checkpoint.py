@@ -24,14 +24,13 @@ from tests.distributed.real_worker import Ranks, curve, directory, experiment, p
 from tests.exhaustive import EXHAUSTIVE
 from tests.patience import PATIENCE_S, Gate, eventually
 from workbench.base.errors import CheckpointError, PlanMismatch
-from workbench.execution.checkpoint import model_export as export
+from workbench.execution.checkpoint import model_export
 from workbench.execution.checkpoint.files import (
     COMPLETE,
     DamagedCheckpoint,
     complete_checkpoints,
     digest_of,
     find_damage,
-    model_export,
     prune,
     read_manifest,
 )
@@ -396,7 +395,7 @@ def test_a_large_model_is_exported_as_several_files(
     import transformers
 
     export_checkpoint(unbroken.checkpoint(12), tmp_path / "one")
-    monkeypatch.setattr(export, "FILE_BYTES", 60_000)
+    monkeypatch.setattr(model_export, "FILE_BYTES", 60_000)
     files = export_checkpoint(unbroken.checkpoint(12), tmp_path / "several")
     assert sum(file.suffix == ".safetensors" for file in files) > 2
     one, several = (transformers.BertForMaskedLM.from_pretrained(tmp_path / name) for name in ("one", "several"))
