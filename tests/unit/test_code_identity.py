@@ -24,6 +24,8 @@ from workbench.base.code_identity import (
     identity,
     read_identities,
 )
+from workbench.base.user_code import pickled, unpickled
+from workbench.record.columns import log_scalar
 
 ROOT = Path(__file__).resolve().parents[2]
 USED = """
@@ -372,3 +374,16 @@ def test_callables_of_any_form_count_with_what_they_hold(code: Code) -> None:
     ):
         assert of(one) == of(same) != of(other)
     assert identity(Schedule(1.0), held=False) == identity(Schedule(2.0), held=False)
+
+
+def test_code_of_a_run_from_before_modules_stood_in_rooms_is_read_and_is_the_same() -> None:
+    """`log_scalar` stood in `workbench.columns`: the pickle and the digest are what that version wrote."""
+    assert unpickled(b"cworkbench.columns\nlog_scalar\n.") is log_scalar
+    assert unpickled(pickled("model", log_scalar)) is log_scalar
+    with pytest.raises(ModuleNotFoundError, match=r"workbench\.nowhere"):
+        unpickled(b"cworkbench.nowhere\nlog_scalar\n.")
+
+    def loss(x: float) -> None:
+        log_scalar("loss", x)
+
+    assert identity(loss)[f"{__name__}.log_scalar"].digest == "bcbc6fc445b97f8c"

@@ -29,7 +29,7 @@ from types import BuiltinFunctionType, CodeType, FunctionType, MappingProxyType,
 from typing import Any, NamedTuple
 
 from workbench.base.display import place
-from workbench.base.user_code import is_users, name_of
+from workbench.base.user_code import is_users, name_of, stored_name
 
 FUNCTIONS = "functions.json"
 """File in `code/` with the identity of each user-defined part in the process that started the run."""
@@ -634,7 +634,7 @@ def _hashed(*words: str) -> str:
 def _named(value: Any) -> str:
     """Return the module and the name of a class or function."""
     name = getattr(value, "__qualname__", None) or getattr(value, "__name__", "")
-    return f"{getattr(value, '__module__', '')}.{name}"
+    return f"{stored_name(str(getattr(value, '__module__', '')))}.{name}"
 
 
 def _attributes(value: Any) -> dict[str, Any]:

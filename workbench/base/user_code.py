@@ -7,8 +7,10 @@ import contextlib
 import functools
 import importlib.util
 import inspect
+import io
 import linecache
 import os
+import pickle
 import re
 import sys
 import sysconfig
@@ -45,6 +47,29 @@ def pickled(name: str, value: Any) -> bytes:
             f"The {name} cannot be sent to the workers: {in_words(error)}. Let it build what it needs "
             "when it is called (open files, connections, locks) instead of capturing it."
         ) from error
+
+
+def unpickled(stored: bytes) -> Any:
+    """Return what `pickled` wrote, also in a run of a version whose modules stood in no room (`workbench.columns`)."""
+    return _Unpickler(io.BytesIO(stored)).load()
+
+
+class _Unpickler(pickle.Unpickler):
+    def find_class(self, module: str, name: str) -> Any:
+        package, _, stem = module.partition(".")
+        if package == "workbench" and stem.isidentifier() and importlib.util.find_spec(module) is None:
+            rooms = (f"workbench.{room}.{stem}" for room in _LATER_ROOMS)
+            module = next(filter(importlib.util.find_spec, rooms), module)
+        return super().find_class(module, name)
+
+
+_LATER_ROOMS = ("base", "record")
+_IN_LATER_ROOM = re.compile(rf"^workbench\.({'|'.join(_LATER_ROOMS)})\.")
+
+
+def stored_name(module: str) -> str:
+    """Return the name of a module in what outlives a version: without a room that it moved into later."""
+    return _IN_LATER_ROOM.sub("workbench.", module)
 
 
 @dataclass(frozen=True)

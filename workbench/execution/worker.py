@@ -9,7 +9,6 @@ states.
 from __future__ import annotations
 
 import os
-import pickle
 import re
 import signal
 import subprocess
@@ -45,7 +44,7 @@ from workbench.base.display import CELLS, formatted, know_cells
 from workbench.base.errors import DataError, NonFiniteLoss, PlanMismatch, WorkbenchError, message_of, root_exception
 from workbench.base.secrets import masked_words
 from workbench.base.units import GIB, gib
-from workbench.base.user_code import user_path
+from workbench.base.user_code import unpickled, user_path
 from workbench.capture import Graph
 from workbench.capture.captured_model import CapturedModel
 from workbench.cost.sparse_matrices import absent_flops
@@ -444,7 +443,7 @@ def experiment_of(run_dir: RunDir, *, is_fresh: bool = True, is_exact: bool = Fa
     0 had when the run was started. Values that are others in every process are told, and `is_exact` refuses them.
     """
     files = {name: run_dir.code / f"{name}.pkl" for name in USER_PARTS}
-    code = {name: pickle.loads(file.read_bytes()) for name, file in files.items() if file.exists()}
+    code = {name: unpickled(file.read_bytes()) for name, file in files.items() if file.exists()}
     launched, imported = (read_identities(run_dir.code / name) for name in (FUNCTIONS, IMPORTED))
     accepts = read_object(run_dir.environment).get("accepted_changed_data")
     notes_values = is_fresh and os.environ["RANK"] == "0"
