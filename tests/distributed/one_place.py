@@ -46,21 +46,21 @@ def check_schedule(run: RunDir, chosen: object) -> None:
 def check_column(run: RunDir, project: str) -> None:
     """The column was logged, is read, drawn and named on W&B, and no metric may have its name."""
     history = HistoryTail(run.events).read()
-    assert history.ranks_seen.tolist() == [6.0] * (FIRST_RECORDED + 2)
-    assert "ranks_seen" in reserved_names()
-    assert X_AXES["ranks_seen"].label == "threes"
+    assert history.sample_pairs.tolist() == [4.0] * (FIRST_RECORDED + 2)
+    assert "sample_pairs" in reserved_names()
+    assert X_AXES["sample_pairs"].label == "pairs"
     curve = Curve("run", history)
     figure = panels([curve], x="step", smoothing=0.0)
-    assert "Six of two" in [note.text for note in figure.layout.annotations]
-    assert any(trace.y is not None and set(trace.y) == {60.0} for trace in figure.data)
-    drawn = loss_curves([curve], x="ranks_seen", y="ranks_seen")
-    assert (drawn.layout.yaxis.title.text, drawn.layout.xaxis.title.text) == ("Three per rank", "Threes")
+    assert "Ten a pair" in [note.text for note in figure.layout.annotations]
+    assert any(trace.y is not None and set(trace.y) == {40.0} for trace in figure.data)
+    drawn = loss_curves([curve], x="sample_pairs", y="sample_pairs")
+    assert (drawn.layout.yaxis.title.text, drawn.layout.xaxis.title.text) == ("Pairs of samples", "Pairs")
     write_record(run.environment, {})
     write_json(run.tracker, {"project": project, "id": "abc", "name": "run", "group": "g", "tags": []})
     write_offline(run, "")
     (file,) = run.tracking.glob("wandb/offline-run-*/run-*.wandb")
-    logged = history.ranks_seen.tolist()  # W&B's service may write after the end of a run is confirmed
-    eventually(lambda: [row["system/threes"] for row in offline_history(file)] == logged)
+    logged = history.sample_pairs.tolist()  # W&B's service may write after the end of a run is confirmed
+    eventually(lambda: [row["system/pairs"] for row in offline_history(file)] == logged)
 
 
 if __name__ == "__main__":

@@ -162,9 +162,8 @@ def _difference(name: str, model: nn.Module, graph: Graph, plan: Plan, compiles:
     plain = plain_step(model, batch, MICRO_BATCH if name in zoo.NORMALISED_BY_BATCH else None)
     trainer = trainer_of(model, graph, plan, compiles)
     found = Difference(*unlike_plain(trainer, batch, *plain))
-    assert not plan.cuda_graphs or (
-        trainer.context.cuda_graphs is not None and trainer.context.cuda_graphs.num_forwards
-    )
+    graphs = trainer.context.cuda_graphs
+    assert not plan.cuda_graphs or (graphs is not None and graphs._forwards)
     return found
 
 

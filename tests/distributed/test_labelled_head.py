@@ -29,7 +29,7 @@ def batch_of(name: str, size: int) -> zoo.Batch:
 def row_counts(trainer: Trainer) -> set[int | None]:
     """Return the numbers of rows over which this rank's heads have run."""
     runners = (module.program.run for stage in trainer.stages.stages for module in stage.block_modules())
-    return {rows for run in runners if isinstance(run, LabelledRows) for rows in run.row_counts}
+    return {rows for run in runners if isinstance(run, LabelledRows) for rows in run._runners}
 
 
 def _capture(names: list[str]) -> None:

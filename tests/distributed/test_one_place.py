@@ -39,13 +39,13 @@ SCHEDULES["breadth_first"] = PipelineSchedule(
     remedy="smaller micro-batches",
     holds_every_microbatch=True,
 )
-COLUMNS["ranks_seen"] = Column(
-    words="number of ranks times three",
-    label="Three per rank",
-    share=lambda: 3.0,
-    panel=Panel(title="Six of two", scale=10.0),
-    axis=Axis("ranks_seen", "threes", ((1.0, "Threes"),), lambda value: f"{value} threes"),
-    wandb=("system/threes",),
+COLUMNS["sample_pairs"] = Column(
+    words="half the samples of a step",
+    label="Pairs of samples",
+    value=lambda step: step.samples_per_step / 2,
+    panel=Panel(title="Ten a pair", scale=10.0),
+    axis=Axis("sample_pairs", "pairs", ((1.0, "Pairs"),), lambda value: f"{value} pairs"),
+    wandb=("system/pairs",),
 )
 '''
 

@@ -202,7 +202,7 @@ def _outcome(trainer: Trainer) -> Outcome:
     losses, norms, _ = zip(*(values.tolist() for values in scalars), strict=True)
     weights = sum(float(value.detach().double().abs().sum()) for value in trainer.stages.model_parameters().values())
     graphs = trainer.context.cuda_graphs
-    return Outcome(losses, norms, weights, 0 if graphs is None else graphs.num_forwards)
+    return Outcome(losses, norms, weights, 0 if graphs is None else len(graphs._forwards))
 
 
 def _repeated() -> dict[str, tuple[float, ...]]:

@@ -5,12 +5,14 @@ from __future__ import annotations
 import itertools
 from itertools import pairwise
 from typing import Any
+from unittest import mock
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from workbench.base.errors import PlanInfeasible
+from workbench.planning import prediction
 from workbench.planning.prediction import MicroBatchTimes, _in_order, most_in_flight, peak_holdings, simulate, step_ms
 from workbench.strategy import SCHEDULES, Action, Schedule, build_schedule
 
@@ -131,8 +133,10 @@ def test_a_long_step_is_extended_as_simulating_all_of_it_would(
     send = data.draw(st.lists(st.floats(0, 5), min_size=stages, max_size=stages))
     times = MicroBatchTimes(forward, backward, send)
     whole = simulate(build_schedule(name, ranks, count, chunks), times, queued=name == "interleaved")
-    assert step_ms(name, ranks, count, times, exact_actions=10**6)[0] == pytest.approx(whole.step_ms)
-    length, bubble = step_ms(name, ranks, count, times, exact_actions=2 * stages * 80)
+    with mock.patch.object(prediction, "EXACT_ACTIONS", 10**6):
+        assert step_ms(name, ranks, count, times)[0] == pytest.approx(whole.step_ms)
+    with mock.patch.object(prediction, "EXACT_ACTIONS", 2 * stages * 80):
+        length, bubble = step_ms(name, ranks, count, times)
     assert length == pytest.approx(whole.step_ms, rel=0.02)
     assert bubble == pytest.approx(whole.bubble_fraction, abs=0.02)
 

@@ -16,7 +16,7 @@ from workbench.execution.blocks.step_context import Timestamp
 from workbench.execution.trainer import Spikes, StepResult, Trainer, pipeline_ranks_with
 from workbench.experiment import Experiment
 from workbench.planning.plan import Plan
-from workbench.record.columns import WEIGHTS, FinishedStep, logged_columns, logging_scalars, shared_columns
+from workbench.record.columns import WEIGHTS, FinishedStep, logged_columns, logging_scalars
 from workbench.record.rundir import RunDir, log_event
 from workbench.record.step_table import log_step
 
@@ -106,17 +106,15 @@ class StepLog:
             self._read(self._pending)
         return self._figures
 
-    def _read(self, pending: _PendingStep) -> list[float]:
-        """Wait for a step and keep its figures; return its other scalars, from the number of ranks that stop on."""
+    def _read(self, pending: _PendingStep) -> tuple[float, bool]:
+        """Wait for a step and keep its figures; return the number of ranks that stop, and True for a loss spike."""
         pending.ended.wait()
-        loss, squared_norm, *others = pending.scalars.tolist()
-        if self._spikes is not None:  # the last scalar says whether it is one
-            others = [others[0], others[-1], *others[1:-1]]
-        split = len(others) - len(self._names)
-        own = dict(zip(self._names, others[split:], strict=True))
+        loss, squared_norm, stops, *others = pending.scalars.tolist()
+        spiked = self._spikes is not None and bool(others.pop())  # `add` has put it last
+        own = dict(zip(self._names, others, strict=True))
         rate = pending.learning_rate
         self._figures = {"loss": loss, "grad_norm": squared_norm**0.5, "learning_rate": rate, **own}
-        return others[:split]
+        return stops, spiked
 
     def flush(self) -> bool:
         """Wait for the pending step, if there is one, and log it. Returns True if a rank has asked to stop so far.
@@ -128,9 +126,8 @@ class StepLog:
         pending, self._pending = self._pending, None
         if pending is None:
             return self._wants_stop
-        stops, *shares = self._read(pending)
+        stops, spiked = self._read(pending)
         self._wants_stop |= stops > 0  # until it is heeded: an evaluation reads a step too
-        spiked = self._spikes is not None and bool(shares.pop(0))
         loss, grad_norm = self._figures["loss"], self._figures["grad_norm"]
         step_s = pending.ended.seconds_since(self._previous_end)
         waited_s = None if pending.arrived is None else pending.arrived.seconds_since(self._previous_end)
@@ -158,8 +155,6 @@ class StepLog:
                 flops_per_step=flops_of(plan, batch),
                 flops=flops_of(plan, samples),
                 peak_flops=peak_flops(plan),
-                shares=dict(zip(shared_columns(), shares, strict=True)),
-                world=plan.world,
                 scalars={name: self._figures[name] for name in self._names} | self._scalars,
                 spikes=None if self._spikes is None else self._spikes.found + spiked,
             )

@@ -35,7 +35,6 @@ from workbench.optimizers.adamw import ShardedAdamW
 from workbench.optimizers.building import build_optimizer
 from workbench.optimizers.parameters import rate_factor, sent
 from workbench.planning.plan import Plan
-from workbench.record.columns import shared_columns
 
 
 @dataclass(frozen=True)
@@ -43,8 +42,8 @@ class StepResult:
     """The scalars of one step, equal on all ranks and still on the device: reading them waits for the step."""
 
     scalars: torch.Tensor
-    """Loss over the global batch, squared norm of its gradient, the number of ranks that want to stop, the sums of
-    `workbench.record.columns.shared_columns`, and what the model logs (`Trainer.scalar_names`)."""
+    """Loss over the global batch, squared norm of its gradient, the number of ranks that want to stop, and what
+    the model logs (`Trainer.scalar_names`)."""
     learning_rate: float
     spiked: torch.Tensor | None = None
     """True, on the device, for a loss spike, whose update was left out; None without a rule for spikes."""
@@ -201,11 +200,10 @@ class Trainer:
     def scalars(self, loss: torch.Tensor, stop: bool = False) -> torch.Tensor:
         """Return the scalars of a `StepResult` of the gradients in place; `loss` is this rank's share. A collective."""
         norm, *groups = self._norms.squared()
-        shares = [float(stop), *(share() for share in shared_columns().values())]
         logged, coordinate = self._scalars, self.coordinate
         is_last = coordinate.data_rank == self.plan.data - 1
         own = [] if logged is None else logged.shares(is_last)
-        scalars = torch.stack([loss.float(), norm, *(torch.full_like(norm, share) for share in shares), *own, *groups])
+        scalars = torch.stack([loss.float(), norm, torch.full_like(norm, stop), *own, *groups])
         if self.plan.world > 1:
             dist.all_reduce(scalars)
         scalars = scalars if logged is None else logged.divided(scalars, len(groups))

@@ -248,9 +248,7 @@ def peak_holdings(name: str, ranks: int, num_microbatches: int, chunks: int) -> 
     return tuple(holdings)
 
 
-def step_ms(
-    name: str, ranks: int, num_microbatches: int, times: MicroBatchTimes, exact_actions: int = EXACT_ACTIONS
-) -> tuple[float, float]:
+def step_ms(name: str, ranks: int, num_microbatches: int, times: MicroBatchTimes) -> tuple[float, float]:
     """Return length and bubble fraction of a step; a step of many micro-batches is extended at its steady rate.
 
     After warm-up a schedule repeats itself, so the rate is that of the later half of what was simulated.
@@ -264,7 +262,7 @@ def step_ms(
         order = _in_order(build_schedule(name, ranks, count, chunks), stages, queued)
         return max((_queued_ends if queued else _ends)(order, times))
 
-    shown = max(4 * ranks, exact_actions // (2 * stages))
+    shown = max(4 * ranks, EXACT_ACTIONS // (2 * stages))
     half = max(1, shown // (2 * group)) * group
     if num_microbatches <= 2 * half:
         length = simulated_ms(num_microbatches)

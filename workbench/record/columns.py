@@ -16,7 +16,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass, field
-from typing import Any, Literal, NamedTuple
+from typing import Any, NamedTuple
 
 from workbench.base.errors import InvalidExperiment, suggestion
 from workbench.base.units import COUNTS, DEVICE_TIME, FLOPS, TIME, Unit, duration, many, quantity
@@ -49,10 +49,6 @@ class FinishedStep:
     """The model's FLOPs since the start of training."""
     peak_flops: float | None
     """Peak of all devices in FLOP/s; None where it is unknown."""
-    shares: Mapping[str, float] = field(default_factory=dict)
-    """Sum over the ranks of what `Column.share` returned, by column."""
-    world: int = 1
-    """Number of ranks."""
     scalars: Mapping[str, float] = field(default_factory=dict)
     """Figures of the scalars that the run logs, by name (`log_scalar`)."""
     spikes: int | None = None
@@ -127,10 +123,6 @@ class Column:
     """Title of the y axis of its curve, with the unit; empty for a column that is no curve by itself."""
     value: Callable[[FinishedStep], float | None] | None = None
     """Function that computes it on rank 0."""
-    share: Callable[[], float] | None = None
-    """Function that every rank calls at the end of a step, instead of `value`."""
-    over_ranks: Literal["sum", "mean"] = "sum"
-    """Reduction of the ranks' shares."""
     is_derived: bool = False
     """True for a column that no event holds."""
     is_whole: bool = False
@@ -262,18 +254,10 @@ EVALUATION_LABELS = {"eval_loss": "Held-out loss", "perplexity": "Held-out perpl
 experiments are such too."""
 
 
-def shared_columns() -> dict[str, Callable[[], float]]:
-    """Return the function that gives a rank's share, for each column that is reduced over the ranks."""
-    return {name: column.share for name, column in COLUMNS.items() if column.share is not None}
-
-
 def logged_columns(step: FinishedStep) -> dict[str, Any]:
     """Return the figures of a step as its event holds them; those of the run's own are in `scalars`."""
-    shares = {
-        name: share / (step.world if COLUMNS[name].over_ranks == "mean" else 1) for name, share in step.shares.items()
-    }
     figures = {name: column.value(step) for name, column in COLUMNS.items() if column.value is not None}
-    return figures | shares | ({"scalars": dict(step.scalars)} if step.scalars else {})
+    return figures | ({"scalars": dict(step.scalars)} if step.scalars else {})
 
 
 def wandb_name(name: str) -> str:

@@ -117,11 +117,6 @@ class CudaGraphs:
             self._pool = torch.cuda.graph_pool_handle()
 
     @property
-    def num_forwards(self) -> int:
-        """Number of forwards in a step, counted by block and micro-batch."""
-        return len(self._forwards)
-
-    @property
     def captures(self) -> bool:
         return not self._is_disabled and self._step == WARM_UP_STEPS + 1
 

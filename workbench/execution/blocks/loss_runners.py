@@ -43,7 +43,7 @@ class LabelledRows:
         self.part = part
         self._code = code
         self._finish = finish
-        self._runners: dict[int | None, Runner] = {}
+        self._runners: dict[int | None, Runner] = {}  # by the number of rows that they compute; None: all rows
 
     def __call__(self, *values: torch.Tensor) -> tuple[torch.Tensor, ...]:
         return self.for_labels(None)(*values)
@@ -55,11 +55,6 @@ class LabelledRows:
             code = self._code if num_rows is None else restrict_to_labelled_rows(self._code, self.part, num_rows)
             self._runners[num_rows] = self._finish(code)
         return self._runners[num_rows]
-
-    @property
-    def row_counts(self) -> frozenset[int | None]:
-        """The numbers of computed rows that have occurred; None stands for all rows."""
-        return frozenset(self._runners)
 
 
 class LabelCounter:
