@@ -7,6 +7,7 @@
 # make test-all         what CI runs: all of that and the longer tests
 # make test-exhaustive  the same with every model, plan and combination that is known, for an hour or two
 # make test-gpu         the tests for GPUs alone, side by side on those of this machine
+# make test-peers       DeepSpeed and Megatron-Core, which only the benchmarks need, installed and compared with plain PyTorch
 # make test-under-load  make test three times beside four busy loops, to show that no verdict depends on speed
 # make durations        all tests, which records in tests/durations.json how long each takes
 # A fresh machine needs Python 3.11 or newer and make; everything else is installed into .venv.
@@ -25,7 +26,7 @@ REPORTS ?= reports
 # Where this is set, as in many containers, each of the hundreds of processes would compile all of torch anew.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: demo test test-all test-exhaustive test-under-load durations tests-elsewhere tests-in-browser tests-on-gpu test-gpu docs wheel lab lint clean
+.PHONY: demo test test-all test-exhaustive test-under-load durations tests-elsewhere tests-in-browser tests-on-gpu test-gpu test-peers docs wheel lab lint clean
 
 HAS_TORCH := import re, importlib.util as u, importlib.metadata as m; \
 	need = re.search(r"torch>=([0-9.]+)", open("pyproject.toml").read())[1]; \
@@ -122,6 +123,13 @@ tests-on-gpu: $(VENV)/.tested
 
 test-gpu: $(VENV)/.tested
 	$(PYTEST) $(ON_GPUS)
+
+$(VENV)/.peers: $(VENV)/.tested benchmarks/peers/requirements.txt
+	$(PIP) install --no-compile --requirement benchmarks/peers/requirements.txt
+	touch $@
+
+test-peers: $(VENV)/.peers
+	$(PYTEST) tests/distributed/test_peers.py
 
 docs: $(VENV)/.documented
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict

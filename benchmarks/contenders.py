@@ -21,11 +21,9 @@ from typing import Any
 from unittest import mock
 
 import kernels
-import peers
-import peers_deepspeed
-import peers_megatron
 import torch
 import torch.distributed as dist
+from peers import plain, with_deepspeed, with_megatron
 from torch._inductor import config as inductor
 from training import random_batch, trainer_for
 
@@ -183,13 +181,13 @@ class Ours:
         self.enter("between")
 
 
-FAMILIES: Mapping[str, Any] = {"deepspeed": peers_deepspeed, "megatron": peers_megatron}
+FAMILIES: Mapping[str, Any] = {"deepspeed": with_deepspeed, "megatron": with_megatron}
 """Modules of the libraries' peers, by how the names of their peers begin; all others are hand-written."""
 
 
 def family_of(kind: str) -> Any:
     """Return the module that knows a kind of peer; raise `ValueError` if none does or its library is missing."""
-    family = next((module for name, module in FAMILIES.items() if kind.startswith(name)), peers)
+    family = next((module for name, module in FAMILIES.items() if kind.startswith(name)), plain)
     family.parsed(kind)
     return family
 
@@ -209,8 +207,8 @@ def ablations(base: str, kind: str) -> list[str]:
     options = [option for option in kind.split("+")[1:] if option not in base.split("+")]
     gains = [option for option in options if option not in checkpointing(base)]
     without = ["+".join(part for part in kind.split("+") if part != option) for option in gains]
-    plain = "+".join([base, *(option for option in options if option not in gains)])
-    return list(dict.fromkeys([*without, plain]))
+    bare = "+".join([base, *(option for option in options if option not in gains)])
+    return list(dict.fromkeys([*without, bare]))
 
 
 def environment(kind: str) -> dict[str, str]:
@@ -249,8 +247,8 @@ def _settings(turn: Turn) -> Iterator[None]:
     elif turn.kind == "ours":
         yield
     else:
-        plain = mock.patch.multiple(compiling, LONGEST_ROW=0, LOW_PRECISION=())
-        with plain, inductor.patch(post_grad_custom_post_pass=None):
+        as_shipped = mock.patch.multiple(compiling, LONGEST_ROW=0, LOW_PRECISION=())
+        with as_shipped, inductor.patch(post_grad_custom_post_pass=None):
             yield
 
 

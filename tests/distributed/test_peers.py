@@ -25,10 +25,8 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "benchmarks"))
 import by_hand
 import contenders
 import kernels
-import peers
-import peers_deepspeed
-import peers_megatron
 import throughput
+from peers import plain, with_deepspeed, with_megatron
 
 CPU = torch.device("cpu")
 MODEL = wb.models.bert(hidden_size=32, num_layers=4, num_heads=2, vocab_size=128, max_positions=32, dropout=0.0)
@@ -37,8 +35,12 @@ SIZES: dict[str, Any] = {"vocab_size": 256, "max_positions": LENGTH, "dropout": 
 GPT, BERT, OPT = (make(32, 4, 2, **SIZES) for make in (wb.models.gpt2, wb.models.bert, wb.models.opt))
 DEEPSPEED = ("deepspeed1", "deepspeed2", "deepspeed3+recompute")
 MEGATRON = ("megatron", "megatron+fused+flash", "megatron-tp2+flash+recompute", "megatron-pp2+flash+recompute-half")
-needs_deepspeed = pytest.mark.skipif(importlib.util.find_spec("deepspeed") is None, reason="DeepSpeed is not installed")
-needs_megatron = pytest.mark.skipif(importlib.util.find_spec("megatron") is None, reason="Megatron is not installed")
+needs_deepspeed = pytest.mark.skipif(
+    importlib.util.find_spec("deepspeed") is None, reason="make test-peers installs DeepSpeed"
+)
+needs_megatron = pytest.mark.skipif(
+    importlib.util.find_spec("megatron") is None, reason="make test-peers installs Megatron-Core"
+)
 WORDS = ("--skip", "deepspeed,megatron", "--rounds", "2")
 ALONE = ("loop", "loop+labelled-head+masters", "loop+masters+recompute")
 KINDS = (
@@ -73,7 +75,7 @@ def plain_losses(model: Any = MODEL, muon: bool = False) -> list[float]:
     others = [each for each in module.parameters() if not any(each is one for one in hidden)]
     optimizers: list[torch.optim.Optimizer] = [torch.optim.AdamW(others, lr=1e-4)]
     if muon:
-        optimizers.append(torch.optim.Muon(hidden, lr=peers.MUON_RATE, weight_decay=0.0))
+        optimizers.append(torch.optim.Muon(hidden, lr=plain.MUON_RATE, weight_decay=0.0))
     for _ in range(STEPS):
         module.zero_grad()
         total = 0.0
@@ -114,7 +116,7 @@ def _trained_alone(_rank: int) -> dict[str, Any]:
 
 
 def _one(kind: str, model: Any = MODEL) -> dict[str, Any]:
-    peer = peers.Peer(kind, model.build, MICRO_BATCH, CPU)
+    peer = plain.Peer(kind, model.build, MICRO_BATCH, CPU)
     share, whole = SAMPLES // peer.data, global_batch(model)
     batch = {name: value[peer.replica * share : (peer.replica + 1) * share] for name, value in whole.items()}
     losses = []
@@ -216,11 +218,11 @@ def test_the_labelled_head_computes_labelled_positions_only() -> None:
     rows: list[int] = []
     model.cls.predictions.decoder.register_forward_hook(lambda _, inputs, __: rows.append(inputs[0].shape[0]))
     expected = model(**batch).loss
-    labelled = peers._LabelledPretraining(model)
-    labelled.capacity = peers.capacity([batch])
+    labelled = plain._LabelledPretraining(model)
+    labelled.capacity = plain.capacity([batch])
     assert labelled(**batch).item() == pytest.approx(expected.item(), rel=1e-6)
-    count = int((batch["labels"] != peers.IGNORED).sum())
-    assert count <= rows[1] < count + SAMPLES * LENGTH / peers.HEAD_GRAIN
+    count = int((batch["labels"] != plain.IGNORED).sum())
+    assert count <= rows[1] < count + SAMPLES * LENGTH / plain.HEAD_GRAIN
     assert rows[0] == SAMPLES
 
 
@@ -235,7 +237,7 @@ def test_no_split_has_a_faster_slowest_stage_than_the_balanced_one(layers: int, 
 
         cuts = itertools.combinations(range(1, layers), stages - 1)
         best = min(slowest([0, *cut, layers]) for cut in cuts)
-        bounds = peers.balanced_bounds(layers, stages, head)
+        bounds = plain.balanced_bounds(layers, stages, head)
         assert (bounds[0], bounds[-1], len(bounds)) == (0, layers, stages + 1)
         assert slowest(bounds) == pytest.approx(best)
 
@@ -263,7 +265,7 @@ def test_an_unknown_peer_is_refused(kind: str, sentence: str) -> None:
 
 def test_a_micro_batch_that_leaves_samples_over_is_refused() -> None:
     with pytest.raises(ValueError, match="8 samples of a replica do not divide into micro-batches of 3"):
-        list(peers.micro_batches(global_batch(), 3))
+        list(plain.micro_batches(global_batch(), 3))
     with pytest.raises(ValueError, match="does not name a micro-batch"):
         by_hand.peer("fsdp")
 
@@ -353,9 +355,9 @@ def _losses(peer: Any, model: Any) -> dict[str, Any]:
 
 
 def _deepspeed(rank: int) -> dict[str, Any]:
-    os.environ |= {**peers_deepspeed.ENVIRONMENT, "LOCAL_RANK": str(rank)}
+    os.environ |= {**with_deepspeed.ENVIRONMENT, "LOCAL_RANK": str(rank)}
     found: dict[str, Any] = {
-        kind: _losses(peers_deepspeed.Peer(kind, OPT.build, MICRO_BATCH, CPU), OPT) for kind in DEEPSPEED
+        kind: _losses(with_deepspeed.Peer(kind, OPT.build, MICRO_BATCH, CPU), OPT) for kind in DEEPSPEED
     }
     turn = contenders.Turn("deepspeed1", contenders.strongest("deepspeed1"), MICRO_BATCH)
     return found | {"timed": contenders.measured(turn, experiment(BERT), 2, None, CPU, False)}
@@ -364,10 +366,10 @@ def _deepspeed(rank: int) -> dict[str, Any]:
 def _megatron(_rank: int) -> dict[str, Any]:
     found: dict[str, Any] = {}
     for kind in MEGATRON:
-        peer = peers_megatron.Peer(kind, GPT.build, MICRO_BATCH, CPU)
+        peer = with_megatron.Peer(kind, GPT.build, MICRO_BATCH, CPU)
         copy_gpt2(peer.model.module)
         found[kind] = _losses(peer, GPT)
-    found["bert"] = _losses(peers_megatron.Peer("megatron-pp2+flash", BERT.build, MICRO_BATCH, CPU), BERT)
+    found["bert"] = _losses(with_megatron.Peer("megatron-pp2+flash", BERT.build, MICRO_BATCH, CPU), BERT)
     turn = contenders.Turn("megatron", contenders.strongest("megatron-tp2"), MICRO_BATCH)
     return found | {"timed": contenders.measured(turn, experiment(BERT), 2, None, CPU, False)}
 
@@ -439,7 +441,7 @@ def test_megatron_core_has_the_losses_of_plain_pytorch() -> None:
 
 @needs_megatron
 def test_a_peer_runs_where_its_degrees_divide_the_devices() -> None:
-    assert peers_megatron.degrees("megatron-tp2pp4+flash") == (2, 4)
+    assert with_megatron.degrees("megatron-tp2pp4+flash") == (2, 4)
     assert [contenders.fits("megatron-tp2pp2", world) for world in (1, 2, 4, 8)] == [False, False, True, True]
     assert contenders.replicas_of("megatron-tp2+flash", 8) == 4
 
@@ -448,10 +450,14 @@ def test_a_library_that_is_not_installed_is_named_with_its_remedies(monkeypatch:
     monkeypatch.setitem(sys.modules, "deepspeed", None)
     monkeypatch.setitem(sys.modules, "megatron", None)
     monkeypatch.setattr(sys, "argv", ["throughput.py", "--gpus", "2", "gpt3-1.3b"])
-    with pytest.raises(ValueError, match=r"Run pip install deepspeed==.* Or leave it out: --skip deepspeed1"):
+    with pytest.raises(
+        ValueError, match=r"Run pip install -r benchmarks/peers/requirements.txt.* Or leave it out: --skip deepspeed1"
+    ):
         throughput._refuse(throughput._arguments())
     monkeypatch.setattr(sys, "argv", ["throughput.py", "--gpus", "2", "--skip", "deepspeed", "gpt3-1.3b"])
-    with pytest.raises(ValueError, match=r"Run pip install megatron-core==.* Or leave it out: --skip megatron"):
+    with pytest.raises(
+        ValueError, match=r"Run pip install -r benchmarks/peers/requirements.txt.* Or leave it out: --skip megatron"
+    ):
         throughput._refuse(throughput._arguments())
     monkeypatch.setattr(sys, "argv", ["throughput.py", "--gpus", "2", "--skip", "deepspeed,megatron", "gpt3-1.3b"])
     throughput._refuse(throughput._arguments())

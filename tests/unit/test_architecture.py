@@ -58,7 +58,6 @@ HOMES = {
     "cloudpickle": {"base"},
     "pyarrow": {"data"},
     "pydantic": {"base", "experiment", "models", "sparsity", "planning"},
-    "xxhash": {"runs"},
     "optuna": {"sweeps"},
     "yaml": {"sweeps"},
     "papermill": {"notebooks"},
@@ -116,7 +115,7 @@ def test_a_library_is_imported_in_its_room_only(library: str) -> None:
 
 
 def test_every_heavy_dependency_has_a_home() -> None:
-    light = {"lazy-loader", "numpy", "nvidia-ml-py", "packaging", "psutil", "rich"}
+    light = {"lazy-loader", "numpy", "nvidia-ml-py", "packaging", "psutil"}
     light |= {"ipykernel", "jupyterlab"}
     modules = {"pyyaml": "yaml", "jupyter-server": "jupyter_server", "huggingface-hub": "huggingface_hub"}
     names = {modules.get(name, name) for name in (Requirement(line).name for line in PROJECT["dependencies"])}

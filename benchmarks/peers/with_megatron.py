@@ -19,8 +19,8 @@ from functools import partial
 from typing import Any
 from unittest import mock
 
-import peers
 import torch
+from peers import plain
 from torch import nn
 from torch.nn import functional
 from torch.overrides import TorchFunctionMode
@@ -35,7 +35,6 @@ OPTIONS = {
 CHECKPOINTING = ("", "recompute-half", "recompute")
 ENVIRONMENT: Mapping[str, str] = {"CUDA_DEVICE_MAX_CONNECTIONS": "1"}
 """One hardware queue keeps a communication kernel from waiting behind the product that it should overlap."""
-INSTALL = "megatron-core==0.16.1"
 VOCABULARY_GRAIN = 128
 NAME = re.compile(r"megatron(?:-(?=.)(?:tp(?P<tensor>[1-9]\d*))?(?:pp(?P<pipeline>[1-9]\d*))?)?")
 
@@ -55,7 +54,9 @@ def parsed(kind: str) -> tuple[str, frozenset[str]]:
     if {"recompute", "recompute-half"} <= set(options) or {"te", "flash"} <= set(options):
         raise ValueError(f"{kind} has two options of which each excludes the other. Keep one of the two.")
     if importlib.util.find_spec("megatron") is None:
-        raise ValueError(f"{base} needs Megatron-Core, which is not installed. Run pip install {INSTALL}.")
+        raise ValueError(
+            f"{base} needs Megatron-Core, which is not installed. Run pip install -r benchmarks/peers/requirements.txt."
+        )
     if "te" in options and not _transformer_engine():
         raise ValueError(f"{kind} needs Transformer Engine, which is not installed. Take flash in place of te.")
     return base, frozenset(options)
@@ -89,7 +90,7 @@ def _transformer_engine() -> bool:
     return importlib.util.find_spec("transformer_engine") is not None
 
 
-class Peer(peers.Peer):
+class Peer(plain.Peer):
     """One stage of Megatron-Core's model with its schedule and optimiser."""
 
     def __new__(cls, *_: Any, **__: Any) -> Peer:
@@ -113,8 +114,8 @@ class Peer(peers.Peer):
             self.model = _wrapped(_model(sizes, tensor, pipeline, options, device), self.data)
             self.optimizer = _optimizer(self.model, device)
 
-    def step(self, batch: peers.Batch) -> torch.Tensor:
-        parts = list(peers.micro_batches(batch, self.micro_batch))
+    def step(self, batch: plain.Batch) -> torch.Tensor:
+        parts = list(plain.micro_batches(batch, self.micro_batch))
         with _cuda_calls_on(self.device):
             from megatron.core.pipeline_parallel import get_forward_backward_func
 
@@ -141,7 +142,7 @@ def _forward_step(parts: Iterator[dict[str, torch.Tensor]], model: Any) -> tuple
         present = torch.ones_like(part["input_ids"])
         output = model(part["input_ids"], present, part["token_type_ids"], labels.clamp(min=0))
         return output, partial(_mean_loss, labels=labels, order=part.get("next_sentence_label"))
-    following = functional.pad(labels[:, 1:], (0, 1), value=peers.IGNORED)  # as Hugging Face's causal models shift
+    following = functional.pad(labels[:, 1:], (0, 1), value=plain.IGNORED)  # as Hugging Face's causal models shift
     places = torch.arange(labels.shape[1], device=labels.device).expand_as(labels)
     return model(part["input_ids"], places, None, labels=following.clamp(min=0)), partial(_mean_loss, labels=following)
 
@@ -150,7 +151,7 @@ def _mean_loss(
     output: Any, *, labels: torch.Tensor, order: torch.Tensor | None = None
 ) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
     words, sentence = output if isinstance(output, tuple) else (output, None)
-    counts = labels != peers.IGNORED
+    counts = labels != plain.IGNORED
     loss = (words.float() * counts).sum() / counts.sum()
     if sentence is not None and order is not None:
         loss = loss + functional.cross_entropy(sentence.float(), order)
@@ -277,12 +278,12 @@ def _optimizer(model: Any, device: torch.device) -> Any:
 
     cuda = device.type == "cuda"
     settings = OptimizerConfig(
-        lr=peers.LEARNING_RATE,
+        lr=plain.LEARNING_RATE,
         bf16=cuda,
         params_dtype=torch.bfloat16 if cuda else torch.float32,
         use_distributed_optimizer=True,
         overlap_param_gather=model.ddp_config.overlap_param_gather,
-        clip_grad=peers.CLIP_NORM,
+        clip_grad=plain.CLIP_NORM,
     )
     optimizer = get_megatron_optimizer(settings, [model], config_overrides={}, use_gloo_process_groups=False)
     if USING_PYTORCH_OPTIMIZER:  # neither Transformer Engine nor Apex brings a fused AdamW

@@ -13,23 +13,22 @@ import sys
 from collections.abc import Callable, Mapping
 from typing import Any
 
-import peers
 import torch
 import torch.distributed as dist
+from peers import plain
 from torch import nn
 
 OPTIONS = {
     "compiled": "Every layer is compiled in place, as those of the hand-written peers.",
-    "labelled-head": peers.OPTIONS["labelled-head"],
+    "labelled-head": plain.OPTIONS["labelled-head"],
     "offload": "The optimiser's state lies in host memory, where DeepSpeed's own Adam steps; stages 2 and 3 only.",
-    "recompute": peers.OPTIONS["recompute"],
-    "recompute-half": peers.OPTIONS["recompute-half"],
+    "recompute": plain.OPTIONS["recompute"],
+    "recompute-half": plain.OPTIONS["recompute-half"],
 }
-CHECKPOINTING = peers.CHECKPOINTING
+CHECKPOINTING = plain.CHECKPOINTING
 ENVIRONMENT: Mapping[str, str] = {"DS_ACCELERATOR": "cuda" if torch.cuda.is_available() else "cpu"}
 STRONG = ("compiled", "labelled-head")
 BASES = ("deepspeed1", "deepspeed2", "deepspeed3")
-INSTALL = "deepspeed==0.19.8"
 
 
 def parsed(kind: str) -> tuple[str, frozenset[str]]:
@@ -45,7 +44,9 @@ def parsed(kind: str) -> tuple[str, frozenset[str]]:
         if option not in OPTIONS or (option == "offload" and base == "deepspeed1"):
             raise ValueError(f"{base} has no option {option!r}. Its options are {', '.join(sorted(OPTIONS))}.")
     if importlib.util.find_spec("deepspeed") is None:
-        raise ValueError(f"{base} needs DeepSpeed, which is not installed. Run pip install {INSTALL}.")
+        raise ValueError(
+            f"{base} needs DeepSpeed, which is not installed. Run pip install -r benchmarks/peers/requirements.txt."
+        )
     return base, frozenset(options)
 
 
@@ -64,7 +65,7 @@ def replicas(_kind: str, world: int) -> int:
     return world
 
 
-class Peer(peers.Peer):
+class Peer(plain.Peer):
     """An engine of DeepSpeed that accumulates a replica's micro-batches and steps once."""
 
     def __new__(cls, *_: Any, **__: Any) -> Peer:
@@ -79,18 +80,18 @@ class Peer(peers.Peer):
 
         deepspeed.ops.__compatible_ops__.pop("deepspeed_shm_comm", None)  # or C++ is compiled, on CPUs, for a minute
         deepspeed.init_distributed(dist.get_backend(), verbose=False)
-        model, self.labelled = peers.prepared(build, options, "compiled" in options, device)
+        model, self.labelled = plain.prepared(build, options, "compiled" in options, device)
         offload = "offload" in options
         config = _config(int(base.removeprefix("deepspeed")), micro_batch, device, offload)
-        optimizer = _host_adam(model) if offload else peers.adamw(model, device)
+        optimizer = _host_adam(model) if offload else plain.adamw(model, device)
         self.engine, *_ = deepspeed.initialize(model=model, optimizer=optimizer, config=config)
 
-    def step(self, batch: peers.Batch) -> torch.Tensor:
-        parts = list(peers.micro_batches(batch, self.micro_batch))
+    def step(self, batch: plain.Batch) -> torch.Tensor:
+        parts = list(plain.micro_batches(batch, self.micro_batch))
         if self.engine.gradient_accumulation_steps() != len(parts):
             self.engine.set_train_batch_size(self.micro_batch * len(parts) * self.data)
         if self.labelled is not None:
-            self.labelled.capacity = peers.capacity(parts)
+            self.labelled.capacity = plain.capacity(parts)
         total, self.tokens = torch.zeros((), device=self.device), 0
         for part in parts:
             output = self.engine(**part)
@@ -109,7 +110,7 @@ def _config(stage: int, micro_batch: int, device: torch.device, offload: bool) -
     return {
         "train_micro_batch_size_per_gpu": micro_batch,
         "gradient_accumulation_steps": 1,
-        "gradient_clipping": peers.CLIP_NORM,
+        "gradient_clipping": plain.CLIP_NORM,
         "bf16": {"enabled": device.type == "cuda"},
         "zero_optimization": zero,
         "zero_allow_untested_optimizer": True,
@@ -120,7 +121,7 @@ def _config(stage: int, micro_batch: int, device: torch.device, offload: bool) -
 def _host_adam(model: nn.Module) -> torch.optim.Optimizer:
     from deepspeed.ops.adam import DeepSpeedCPUAdam  # compiles its C++ when it is first built
 
-    return DeepSpeedCPUAdam(model.parameters(), lr=peers.LEARNING_RATE, adamw_mode=True)
+    return DeepSpeedCPUAdam(model.parameters(), lr=plain.LEARNING_RATE, adamw_mode=True)
 
 
 def _forget_groups() -> None:
