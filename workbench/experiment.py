@@ -247,13 +247,13 @@ class Optimizer:
     `sgd` with momentum 0.9. A callable takes a list of parameter groups (`params`, `names`, `lr`, `weight_decay`) and
     returns a `torch.optim.Optimizer` over them."""
     warmup_steps: FromZero | None = None
-    """Steps of linear warm-up, of which the last has the whole rate; `None` takes a tenth of the steps, rounded up."""
+    """Steps of linear warm-up from 0; `None` takes a tenth of the experiment's `steps`."""
     lr_schedule: Annotated[str | Callable[[int], float] | UserFunction, function_or(known(LR_SCHEDULES)), WRITTEN] = (
         "linear"
     )
-    """Decay after the warm-up: `linear` or `cosine` to zero, `wsd` (constant, then linear to zero in the last fifth of
-    the steps), `inverse_sqrt` of the step, or `constant`. The last step still learns: the one after it would have a
-    rate of zero. A callable gives the multiple of `learning_rate` for each step (from 0), without a warm-up."""
+    """Decay after the warm-up: `linear` or `cosine` to zero at `steps`, `wsd` (constant, then linear to zero in the
+    last fifth of the steps), `inverse_sqrt` of the step, or `constant`. A callable gives the multiple of
+    `learning_rate` for each step (from 0), without a warm-up."""
     schedule_steps: Count | None = None
     """Steps over which warm-up and decay are laid; None takes the experiment's `steps`. Give those of the training that
     `run.resume(steps=…)` will make of it: the rate then goes on without a leap."""
@@ -444,6 +444,9 @@ class Tracking:
 
     log_every: Count = 1
     """Steps between two logged ones."""
+    norms_every: Count | None = None
+    """Steps between two records of the norms of weights, gradients and updates by parameter (`run.norms()`), which are
+    made of the first and the last step as well; None makes none."""
     project: LineOrNothing = "workbench"
     """Weights & Biases project that tracks the run; an empty name switches tracking off."""
     tags: tuple[Text, ...] = ()
@@ -566,7 +569,7 @@ class Experiment:
     def warmup(self) -> int:
         """Steps of warm-up, with the default resolved."""
         given = self.optimizer.warmup_steps
-        return math.ceil(self.schedule_steps / 10) if given is None else given
+        return self.schedule_steps // 10 if given is None else given
 
     @property
     def batches(self) -> Ramp:

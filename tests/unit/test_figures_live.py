@@ -346,7 +346,7 @@ def test_memory_of_every_rank_stands_in_its_panel_against_the_limit(directory: R
         event = {"peak_bytes": (rank + 1) * 2**30, "limit_bytes": 2**33, "stage": rank, "device": f"cuda:{rank}"}
         append_event(directory.events, "memory", rank=rank, **event)
     dashboard = live(Run(directory.path))
-    *_, panels_box, _ = dashboard.children
+    *_, panels_box, _, _ = dashboard.children
     [panels] = panels_box.children
     traces = [json.loads(getattr(panels, name)) for name in panels.keys if name.startswith("trace_")]
     [bars] = [trace for trace in traces if trace["meta"] == "memory"]

@@ -10,6 +10,7 @@ Suffixes of tensor names: P prompts, S tokens, V tokens of the vocabulary, R row
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
@@ -23,6 +24,7 @@ import torch.distributed as dist
 from torch.utils.data import DataLoader
 
 from workbench.capture import Graph
+from workbench.capture.blocks.hidden_matrices import projections
 from workbench.capture.losses import count_labels, on_device
 from workbench.capture.outputs import sum_and_count
 from workbench.data.datasets import untouched_generators
@@ -34,7 +36,8 @@ from workbench.execution.parallel.pipeline import Batch
 from workbench.execution.parallel.sharding import end_forward_only
 from workbench.execution.parallel.stage import written_buffers
 from workbench.execution.step_log import StepLog, flops_of
-from workbench.execution.trainer import Trainer
+from workbench.execution.trainer import Trainer, layers_of
+from workbench.optimizers.expected_update import ExpectedUpdates
 from workbench.record.events import TextSample
 from workbench.record.rundir import log_event
 from workbench.sparsity import Dynamic
@@ -410,6 +413,76 @@ def drawn(logits_V: torch.Tensor, bits: int) -> int:
     best = logits_V.topk(min(MOST_PROBABLE, len(logits_V)))
     reached = best.values.softmax(-1).cumsum(-1) > bits / 2**63
     return int(best.indices[int(reached.int().argmax())])
+
+
+# Norms of tensors
+
+
+class NormsLog:
+    """Writes what `TensorNorms` has measured of the last update, beside what the optimiser lets expect of it."""
+
+    def __init__(self, trainer: Trainer, events: Path | None = None) -> None:
+        """`events` is None on all ranks but one."""
+        assert trainer.tensor_norms is not None
+        self._norms, self._trainer, self._events = trainer.tensor_norms, trainer, events
+        experiment, graph = trainer.experiment, trainer.graph
+        self._layers = layers_of(graph)
+        shapes = {name: graph.parameters[name].shape for name in self._layers}
+        is_muon = experiment.optimizer.algorithm == "muon"
+        self._expected = ExpectedUpdates(
+            experiment, shapes, projections(graph, experiment.optimizer) if is_muon else {}
+        )
+        self._elements = [math.prod(shape) for shape in shapes.values()]
+
+    def is_due(self, step: int) -> bool:
+        """Return True if the update that made `step` completed steps was measured."""
+        return self._norms.is_due(step)
+
+    def run(self, step: int, log: StepLog) -> None:
+        """Write the norms of the last update; a collective."""
+        if not step:  # before the first update
+            return
+        log.flush()
+        found = self._norms.measured()
+        if self._events is not None:
+            names, layers = list(self._layers), [block.name for block in self._trainer.graph.blocks]
+            norms = {what: dict(zip(names, values, strict=True)) for what, values in found.norms.items()}
+            trained = {
+                name: value for name, value in norms["gradients"].items() if not math.isnan(norms["updates"][name])
+            }
+            expected = self._expected.at(step - 1, norms["weights"], trained)
+            log_event(
+                self._events,
+                "norms",
+                step=step,
+                tokens=self._trainer.experiment.samples_before(step) * self._trainer.experiment.seq_len,
+                parameters=names,
+                layers=[layers[layer] for layer in self._layers.values()],
+                elements=self._elements,
+                **{what: [_short(value) for value in values.values()] for what, values in norms.items()},
+                least=[_short(expected[name].least) for name in names],
+                most=[_short(expected[name].most) for name in names],
+                histograms=[
+                    {"layer": name, "of": what, **exponents_of(counts)}
+                    for what, rows in found.counts.items()
+                    for name, counts in zip(layers, rows, strict=False)
+                    if any(counts)
+                ],
+                spent_s=self._norms.spent_s,
+            )
+        log.restart_clock()
+
+
+def exponents_of(counts: Sequence[int]) -> dict[str, Any]:
+    """Return the bins of a histogram from the first to the last that holds an element, those of no exponent apart."""
+    held = [exponent for exponent, count in enumerate(counts[1:-1], start=1) if count]
+    first, end = (held[0], held[-1] + 1) if held else (1, 1)
+    return {"zeros": counts[0], "first": first, "counts": list(counts[first:end]), "not_finite": counts[-1]}
+
+
+def _short(value: float) -> float:
+    """Return a number with the digits that fp32 has."""
+    return float(f"{value:.7g}")
 
 
 # Sparsity

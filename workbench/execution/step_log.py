@@ -41,6 +41,8 @@ class _PendingStep:
     scalars: torch.Tensor
     arrived: Timestamp | None
     ended: Timestamp
+    apart_s: float
+    """Seconds that are no part of the step's time."""
 
 
 LEAST_ENTROPY = 0.1
@@ -92,7 +94,8 @@ class StepLog:
             on_device = scalars
             scalars = torch.empty(on_device.shape, dtype=on_device.dtype, pin_memory=True)
             scalars.copy_(on_device, non_blocking=True)
-        self._pending = _PendingStep(step, result.learning_rate, scalars, arrived, Timestamp.now(self._device))
+        ended = Timestamp.now(self._device)
+        self._pending = _PendingStep(step, result.learning_rate, scalars, arrived, ended, result.apart_s)
         return stop
 
     def add_scalars(self, scalars: Mapping[str, float]) -> None:
@@ -129,7 +132,7 @@ class StepLog:
         stops, spiked = self._read(pending)
         self._wants_stop |= stops > 0  # until it is heeded: an evaluation reads a step too
         loss, grad_norm = self._figures["loss"], self._figures["grad_norm"]
-        step_s = pending.ended.seconds_since(self._previous_end)
+        step_s = max(0.0, pending.ended.seconds_since(self._previous_end) - pending.apart_s)
         waited_s = None if pending.arrived is None else pending.arrived.seconds_since(self._previous_end)
         self._previous_end = pending.ended
         self.seconds += step_s

@@ -30,6 +30,7 @@ from workbench.execution.parallel.mesh import MeshCoordinate
 from workbench.execution.parallel.pipeline import FIELD, ForwardOnly, PipeStage, Schedules
 from workbench.execution.parallel.sharding import ReplicaExchange, ShardedTensors, distribute, is_sharded, local
 from workbench.execution.parallel.stage import RankStages
+from workbench.execution.tensor_norms import TensorNorms
 from workbench.experiment import Experiment, Numerics
 from workbench.optimizers.adamw import ShardedAdamW
 from workbench.optimizers.building import build_optimizer
@@ -45,6 +46,8 @@ class StepResult:
     """Loss over the global batch, squared norm of its gradient, the number of ranks that want to stop, and what
     the model logs (`Trainer.scalar_names`)."""
     learning_rate: float
+    apart_s: float = 0.0
+    """Seconds that were spent on a record of the step, and are no part of its time."""
     spiked: torch.Tensor | None = None
     """True, on the device, for a loss spike, whose update was left out; None without a rule for spikes."""
 
@@ -116,6 +119,7 @@ class Trainer:
             if name not in self._ties or self.owns(name):  # a tied parameter counts once, on the first that holds it
                 replicas = 1 if is_sharded(parameter) else plan.data
                 holders[name] = replicas * (1 if name in stages.shardings else plan.tensor)
+        self.tensor_norms = _tensor_norms(self)
         self._norms = GradientNorms(experiment.optimizer, self._parameters, holders, context.device)
 
         modules = [module for stage in stages.stages for module in stage.block_modules()]
@@ -160,7 +164,11 @@ class Trainer:
 
     def update(self, step: int, scalars: torch.Tensor) -> StepResult:
         """Update the weights of step `step` (0-based) with the gradients in place; `scalars` are those of `measure`."""
-        experiment = self.experiment
+        experiment, norms = self.experiment, self.tensor_norms
+        if norms is not None and not norms.is_due(step + 1):
+            norms = None
+        if norms is not None:
+            norms.before_update()
         self._norms.clip(self.optimizer, scalars[1], self._squared_of_groups)
         factor = rate_factor(experiment, step)
         for group, rate in zip(self.optimizer.param_groups, self._peak_rates, strict=True):
@@ -177,13 +185,17 @@ class Trainer:
             self.optimizer.step()
             if isinstance(self.optimizer, ShardedAdamW):
                 self._copied = self.optimizer.copied
-        if self.sparse_weights is not None:
-            self.sparse_weights.mask_weights()
-            if self.sparse_weights.is_due(step) and not (skips is not None and bool(skips)):
-                self.sparse_weights.move(step)
+        sparse = self.sparse_weights
+        if sparse is not None:
+            sparse.mask_weights()
+        if norms is not None:  # before a pattern moves, after which the stored elements are others
+            norms.after_update()
+        if sparse is not None and sparse.is_due(step) and not (skips is not None and bool(skips)):
+            sparse.move(step)
         if self.average is not None and not (self.spikes is not None and bool(skips)):
             self.average.update(step)
-        return StepResult(scalars, experiment.learning_rate * factor, None if self.spikes is None else skips)
+        apart_s = 0.0 if norms is None else norms.spent_s
+        return StepResult(scalars, experiment.learning_rate * factor, apart_s, None if self.spikes is None else skips)
 
     def measure(
         self,
@@ -315,6 +327,32 @@ def _build_optimizer(trainer: Trainer) -> torch.optim.Optimizer:
     return build_optimizer(
         parameters, experiment, whole=whole, matrices=matrices, exchange=exchange, apart=trainer._ties
     )
+
+
+def _tensor_norms(trainer: Trainer) -> TensorNorms | None:
+    """Return the measurement of norms, of which each rank counts what no rank before it holds; None if none is due."""
+    experiment, stages, here = trainer.experiment, trainer.stages, trainer.coordinate
+    if experiment.tracking.norms_every is None:
+        return None
+    parameters = stages.model_parameters()
+    counted = {
+        name
+        for name, parameter in parameters.items()
+        if trainer.owns(name)
+        and (here.data_rank == 0 or is_sharded(parameter))
+        and (here.tensor_rank == 0 or name in stages.shardings)
+    }
+    every, layers = experiment.tracking.norms_every, layers_of(trainer.graph)
+    return TensorNorms(every, experiment.total_steps, parameters, counted, layers, trainer.context.device)
+
+
+def layers_of(graph: Graph) -> dict[str, int]:
+    """Map each trained parameter, in the model's order, to the first block that reads it."""
+    first = dict[str, int]()
+    for index, block in enumerate(graph.blocks):
+        for name in block.parameters:
+            first.setdefault(name, index)
+    return {name: first[name] for name in graph.parameters if name in first and name not in graph.frozen}
 
 
 def pipeline_ranks_with(name: str, plan: Plan, graph: Graph) -> tuple[int, ...]:

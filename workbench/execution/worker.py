@@ -51,7 +51,7 @@ from workbench.cost.sparse_matrices import absent_flops
 from workbench.data import Mixture, held_out
 from workbench.data.datasets import StreamedDataset, seed_generators, untouched_generators
 from workbench.execution import build
-from workbench.execution.between_steps import Evaluator, Sampler, SparsityLog
+from workbench.execution.between_steps import Evaluator, NormsLog, Sampler, SparsityLog
 from workbench.execution.blocks.cuda_graphs import NCCL_SETTING
 from workbench.execution.blocks.step_context import StepContext, Timestamp, record_actions
 from workbench.execution.checkpoint.files import requested_checkpoint, step_of
@@ -87,7 +87,7 @@ from workbench.record.rundir import (
 )
 from workbench.record.step_table import num_logged, num_waiting, write_waiting
 
-BetweenSteps = Evaluator | Sampler | SparsityLog
+BetweenSteps = Evaluator | Sampler | SparsityLog | NormsLog
 """Computation or observation of the model between two steps, when it is due."""
 OUT_OF_RANGE = {
     r"Target (-?\d+) is out of bounds": (
@@ -255,6 +255,8 @@ class TrainingWorker:
             between.append(Evaluator(trainer, evaluated, programs, held, metrics, further, events))
         if trainer.sparse_weights is not None:
             between.append(SparsityLog(trainer, self.run_dir.events))
+        if trainer.tensor_norms is not None:
+            between.append(NormsLog(trainer, events))
         if sampled:
             between.append(Sampler(trainer, sampled, events))
 

@@ -231,6 +231,15 @@ def picture(figure: go.Figure, form: str = "png", width: int = NOTEBOOK_PX, scal
     return file.getvalue().replace(*fonts) if form == "svg" else file.getvalue()
 
 
+def picture_html(figure: go.Figure) -> str:
+    """Return a figure as a picture in HTML, as figures of a notebook look before the pointer comes."""
+    data, said = (
+        base64.b64encode(picture(figure)).decode(),
+        html.escape(accessible_name(figure.layout.to_plotly_json())),
+    )
+    return f'<img class="workbench-figure" alt="{said}" src="data:image/png;base64,{data}">'
+
+
 def _rows(figure: go.Figure, trace: Any) -> Iterator[dict[str, Any]]:
     """Yield the points of a trace by the names of their columns."""
     from workbench.figures.twin_panel import item_of, text_of, words_of

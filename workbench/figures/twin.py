@@ -274,7 +274,9 @@ class Twin:
                 keys[id(trace)] = panel.draw_bars(trace, order, mode, seen[panel], number[_axes_of(trace)])
                 seen[panel] += 1
             elif trace.type == "heatmap":
-                self._draw_color_bar(panel, trace, panel.draw_heat_map(trace, order))
+                mesh = panel.draw_heat_map(trace, order)
+                if trace.showscale is not False:
+                    self._draw_color_bar(panel, trace, mesh)
             elif trace.type == "parcoords":
                 panel.draw_parallel_coordinates(trace)
             else:

@@ -300,12 +300,15 @@ def dashboard_of(runs: Sequence[Run]) -> dict[str, Any]:
     """Return the dashboard of runs: its `figures` as `plot.js` draws them, and why those `failures` failed that did.
 
     The figures are the loss curves, and panels of speed, devices and memory. Of a single run with a plan, what was
-    predicted beside what was measured follows. A failure has its root exception, where it arose and a remedy.
+    predicted beside what was measured follows, and of one that records norms, the map of its updates by layer. A
+    failure has its root exception, where it arose and a remedy.
     """
     from workbench.figures.curves_view import loss_curves
     from workbench.figures.figure import page_json
+    from workbench.figures.norms_view import draw_norms
     from workbench.figures.panels_view import panel_names, panels
     from workbench.figures.timeline_view import prediction
+    from workbench.record.norms import NormsTail
     from workbench.widgets.run_reader import RunReader, panel_inputs
 
     named = zip(distinct_names(runs), runs, strict=True)
@@ -317,6 +320,8 @@ def dashboard_of(runs: Sequence[Run]) -> dict[str, Any]:
     if len(runs) == 1:
         with contextlib.suppress(WorkbenchError):  # it has no plan, or one that this version cannot read
             figures.append(prediction(runs[0].plan, measurements(runs[0]), "Predicted and measured"))
+        if runs[0].records_norms and len(found := NormsTail(runs[0].directory.events).read()):
+            figures.append(draw_norms(found, runs[0].name))
     for figure in figures:
         figure.layout.uirevision = "kept"  # a zoom stays when the curves grow
     failures = (f"{snapshot.name}: {snapshot.failure}" for snapshot in snapshots if snapshot.failure is not None)

@@ -69,11 +69,10 @@ DECAY_SHARE = 0.2
 def learning_rate_factor(step: int, warmup: int, steps: int, schedule: str | Callable[[int], float]) -> float:
     """Return the multiple of the peak learning rate for the update after `step` completed steps.
 
-    A linear warm-up reaches 1 at update `warmup`, counted from 1. Then the schedule decays (`linear`, `cosine`), stays
+    A linear warm-up reaches 1 at update `warmup`. Then the schedule decays to 0 at `steps` (`linear`, `cosine`), stays
     (`constant`), stays and decays linearly in the last fifth of the steps (`wsd`: warm-up, stable, decay,
-    arXiv:2404.06395), or falls with the square root of the step (`inverse_sqrt`, arXiv:1706.03762). What decays is 0
-    after `steps` updates, so that the last of them still learns. A user-defined function gives the factor of every
-    step, and there is no warm-up.
+    arXiv:2404.06395), or falls with the square root of the step (`inverse_sqrt`, arXiv:1706.03762). A user-defined
+    function gives the factor of every step, and there is no warm-up.
     """
     if not isinstance(schedule, str):
         return float(schedule(step))

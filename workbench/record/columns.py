@@ -249,6 +249,9 @@ COLUMNS: dict[str, Column] = {
 }
 """The columns of a history by name, in the order of panels and of the menu of axes."""
 
+NORMS = {"weights": "weight", "gradients": "gradient", "updates": "update"}
+"""Tables that `wb.Tracking(norms_every=…)` records by parameter, and the word for one item of each."""
+
 EVALUATION_LABELS = {"eval_loss": "Held-out loss", "perplexity": "Held-out perplexity"}
 """Columns with one value per evaluation instead of one per step, and the titles of their y axes; the metrics of
 experiments are such too."""

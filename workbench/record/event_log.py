@@ -31,7 +31,7 @@ from workbench.record.events import (
 from workbench.record.rundir import FINAL_STATES, EventTail
 from workbench.record.step_table import StepTable, latest_steps
 
-FREQUENT = ("device", "actions")
+FREQUENT = ("device", "actions", "norms")
 """Types of events of which a long run has many, and which say nothing of its state."""
 
 

@@ -13,6 +13,8 @@ from functools import cache
 from types import NoneType, UnionType
 from typing import Any, Literal, NotRequired, TypedDict, Union, get_args, get_origin, get_type_hints, is_typeddict
 
+from workbench.record.columns import NORMS
+
 State = Literal["queued", "starting", "running", "stalled", "finished", "stopped", "failed"]
 
 ActionRow = tuple[str, int, int, float, float]
@@ -152,6 +154,46 @@ class SparsityEvent(_Timed):
     """Rows of the upper left corner of its pattern: `#` for a block that is present, `.` for an absent one."""
 
 
+class Exponents(TypedDict):
+    """A histogram of the elements of one layer by their binary exponent."""
+
+    layer: str
+    of: Literal["weights", "gradients", "updates"]
+    zeros: int
+    first: int
+    """First bin: elements of bin b have a magnitude in [2**(b - 127), 2**(b - 126)), as the exponents of fp32 count."""
+    counts: list[int]
+    not_finite: int
+
+
+class NormsEvent(_Timed):
+    """Norms of each trained parameter, its gradient before clipping and its update, of step `step`.
+
+    The lists have one item a parameter. A gradient and an update of a parameter that the step does not train are NaN.
+    """
+
+    type: Literal["norms"]
+    step: int
+    """Number of the step, from 1."""
+    tokens: float
+    parameters: list[str]
+    layers: list[str]
+    """Layer of each parameter: the block of the model that reads it first."""
+    elements: list[int]
+    weights: list[float]
+    """Norms before the update."""
+    gradients: list[float]
+    updates: list[float]
+    least: list[float]
+    """Norm of the update that the optimiser lets expect for gradients that are independent from step to step; NaN where
+    no formula says so."""
+    most: list[float]
+    """Norm that it lets expect for gradients that are all the same."""
+    histograms: list[Exponents]
+    spent_s: float
+    """Seconds that the record took, which count as time of no step."""
+
+
 class MemoryEvent(_Timed):
     """The peak memory of one rank."""
 
@@ -283,6 +325,7 @@ Event = (
     | DataEvaluationEvent
     | SamplesEvent
     | SparsityEvent
+    | NormsEvent
     | MemoryEvent
     | DeviceEvent
     | ActionsEvent
@@ -322,6 +365,9 @@ def is_event(value: Any) -> bool:
         return False
     if event_type == "start" and isinstance(source := value.get("resumed_from"), str):
         return _RESUMED_FROM.fullmatch(source) is not None
+    if event_type == "norms":
+        lists = (value[name] for name in ("parameters", "layers", "elements", *NORMS, "least", "most"))
+        return len({len(each) for each in lists}) == 1
     if event_type == "sparsity":
         return value["blocks"] > 0 and len({len(row) for row in value["pattern"]}) <= 1
     return True

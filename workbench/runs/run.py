@@ -42,6 +42,7 @@ if TYPE_CHECKING:
     from workbench.experiment import Experiment
     from workbench.planning.plan import Plan
     from workbench.record.history import Evaluations, History, HistoryTail, Patterns, TextSamples, Utilization
+    from workbench.record.norms import Norms
     from workbench.runs.evaluating import EvaluationResult
     from workbench.runs.tracking.wandb_run import Delivery
 
@@ -308,6 +309,24 @@ class Run(Labelled):
     def history(self) -> History:
         """Return the logged steps as NumPy columns, one row a step."""
         return self._tail().read()
+
+    @property
+    def records_norms(self) -> bool:
+        """Return True if its experiment asks for norms (`wb.Tracking(norms_every=…)`)."""
+        try:
+            tracking = self.config.get("tracking")
+        except RunNotFound:  # a damaged record
+            return False
+        return isinstance(tracking, dict) and bool(tracking.get("norms_every"))
+
+    def norms(self) -> Norms:
+        """Return the norms of weights, gradients and updates by parameter and step, with what the optimiser expects.
+
+        Raises `InvalidArgument` for a run without `wb.Tracking(norms_every=…)`, or before its first step.
+        """
+        from workbench.record.norms import read_norms
+
+        return read_norms(self.directory.events, self.name)
 
     def _tail(self) -> HistoryTail:
         from workbench.record.history import read_tail

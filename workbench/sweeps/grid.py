@@ -147,6 +147,7 @@ class Grid:
         if steps <= WARM_STEPS:
             raise InvalidArgument(f"steps={steps} times no step. Give more than {WARM_STEPS}, which are warm-up.")
         changes: dict[str, Any] = {"evaluation": None, "samples": None, "checkpoint_every": None, "project": ""}
+        changes["norms_every"] = None
         # At the full rate from the first steps on, losses leap, by another amount under each plan's rounding and draws.
         warmup = None if callable(self.experiment.optimizer.lr_schedule) else steps
         short = self.experiment.replace(**changes, steps=steps, keep_checkpoints=0, warmup_steps=warmup, log_every=1)

@@ -62,6 +62,7 @@ PLAN_FREE = frozenset(
         "weight_decay",
         "steps",
         "log_every",
+        "norms_every",
     }
     | {"rate_scale", "decay_scale", "eps_scale", "grad_norm_scale"}
     | {"epochs", "tokens", "checkpoint_every", "keep_checkpoints", "checkpoints", "stop_on_non_finite"}

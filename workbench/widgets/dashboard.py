@@ -23,7 +23,8 @@ from workbench.base.display import Html, html_table
 from workbench.base.errors import first_line
 from workbench.figures import theme
 from workbench.figures.curves_view import loss_curves
-from workbench.figures.figure import Figure, mimebundle
+from workbench.figures.figure import Figure, mimebundle, picture_html
+from workbench.figures.norms_view import draw_norms
 from workbench.figures.prepared_curve import map_in_threads
 from workbench.figures.sweep_view import (
     Losses,
@@ -34,6 +35,7 @@ from workbench.figures.sweep_view import (
     read_losses,
 )
 from workbench.record.history import table_html
+from workbench.record.norms import NormsTail
 from workbench.record.rundir import runs_root
 from workbench.runs.registry import FewRuns, distinct_names, load_runs
 from workbench.runs.run import Run
@@ -211,6 +213,8 @@ def failures_html(snapshots: Sequence[Snapshot]) -> str:
 
 REFRESH_S = 0.1
 """Seconds between two drawings of what the runs write."""
+MOST_MAPS = 4
+"""Largest number of runs whose norms by layer are drawn."""
 AT_ONCE_POINTS = 1_000_000
 """Number of steps of all runs together up to which panels are drawn with the curves; else they come a moment later."""
 PANELS_AFTER_ZOOM_S = 0.3
@@ -239,11 +243,12 @@ class Live(LiveWidget):
         self._key, self._texts, self._failures = widgets.HTML(), widgets.HTML(), widgets.HTML()
         self._loss = LiveLossFigure(self._snapshots, settings, self.wake)
         self._panels = LivePanelsFigure()
+        self._norms = NormsMaps(runs, self._labels)
         self._refresh(with_panels=sum(len(snapshot.history) for snapshot in self._snapshots) <= AT_ONCE_POINTS)
         boxes = [row.box for row in self._rows]
         curves = (self._loss.widget, self._key, self._texts)
         above = (*boxes, self._controls.box, self.hider, self.note)
-        self.children = (*above, *curves, self._panels.box, self._failures)
+        self.children = (*above, *curves, self._panels.box, self._norms.box, self._failures)
         self.follow()
 
     @property
@@ -289,6 +294,7 @@ class Live(LiveWidget):
             key = self._loss.key
             self._key.value = f'<small style="color:{theme.MUTED_CSS};margin-left:64px">{key or ""}</small>'
             self._key.layout.display = None if key else "none"
+        self._norms.draw()
         self._texts.value = samples_at(self._snapshots, self._loss.hovered_step)
         if before is not None and window != before[1]:
             self._zoomed_at = time.monotonic()
@@ -301,6 +307,8 @@ class Live(LiveWidget):
     def twin(self) -> tuple[Any, ...]:
         """Return the rows of the runs with their curves and panels."""
         rows = rows_html(self._snapshots, [reader.name for reader in self._readers]) + samples_table(self._snapshots)
+        if not self._in_a_hurry:
+            rows += self._norms.pictures()
         settings = self._controls.settings
         panels = None if self._panels.figure is None else self.bundle(self._panels.figure)
         if not self._all_ended():
@@ -404,6 +412,34 @@ def samples_table(snapshots: Sequence[Snapshot]) -> str:
 
 def _titled(name: str, runs: int, table: str) -> str:
     return f"<b>{html.escape(name)}</b>{table}" if runs > 1 else table
+
+
+class NormsMaps:
+    """The maps of norms by layer of the runs that record them, each drawn anew when its run has recorded a step."""
+
+    def __init__(self, runs: Sequence[Run], labels: Sequence[str]) -> None:
+        recording = [(run, label) for run, label in zip(runs, labels, strict=True) if run.records_norms]
+        self._runs = [(NormsTail(run.directory.events), label) for run, label in recording[:MOST_MAPS]]
+        self._plots = [Plot(layout={"display": "none"}) for _ in self._runs]
+        self._figures: list[Figure | None] = [None] * len(self._runs)
+        self._drawn = [0] * len(self._runs)
+        self.box = widgets.VBox(self._plots)
+
+    def draw(self) -> None:
+        """Draw what was recorded since the last call."""
+        for at, (tail, label) in enumerate(self._runs):
+            found = tail.read()
+            last = int(found.step[-1]) if len(found) else 0
+            if last != self._drawn[at]:
+                self._drawn[at] = last
+                self._figures[at] = draw_norms(found, label) if last else None
+                self._plots[at].layout.display = None if last else "none"
+                if (figure := self._figures[at]) is not None:
+                    self._plots[at].show(figure)
+
+    def pictures(self) -> str:
+        """Return the maps as pictures in HTML, for a page without a kernel."""
+        return "".join(picture_html(figure) for figure in self._figures if figure is not None)
 
 
 # Sweeps and measured grids while their runs train have tables, figures, and a button for each run at work.
