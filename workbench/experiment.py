@@ -19,6 +19,7 @@ from pydantic import BeforeValidator, Field, PlainSerializer, PlainValidator, Ty
 
 from workbench import data as _data
 from workbench import models as _models
+from workbench.algorithms import ALGORITHMS, USER_DEFINED, Algorithm
 from workbench.base.display import facts_html
 from workbench.base.errors import InvalidExperiment, UnknownParameter, suggestion
 from workbench.base.units import is_count
@@ -60,7 +61,6 @@ ON_SPIKE = ("skip", "rewind")
 LARGEST_WINDOW = 100_000
 """Most steps over which a running median is taken: the device holds them."""
 PRECISIONS = ("auto", "fp32", "bf16")
-OPTIMIZERS = ("adamw", "lamb", "muon", "sgd")
 MUON_SCALES = ("adamw_rms", "spectral")
 LR_SCHEDULES = ("linear", "cosine", "constant", "wsd", "inverse_sqrt")
 DEFAULT_STEPS = 1000
@@ -241,7 +241,7 @@ class Optimizer:
     """The change of weights by gradients: the algorithm, its schedule and its constants."""
 
     algorithm: Annotated[
-        str | Callable[[list[dict[str, Any]]], Any] | UserFunction, function_or(known(OPTIMIZERS)), WRITTEN
+        str | Callable[[list[dict[str, Any]]], Any] | UserFunction, function_or(known(ALGORITHMS)), WRITTEN
     ] = "adamw"
     """`adamw`, `lamb` (arXiv:1904.00962), `muon` (orthogonalised updates of hidden matrices, AdamW for the rest), or
     `sgd` with momentum 0.9. A callable takes a list of parameter groups (`params`, `names`, `lr`, `weight_decay`) and
@@ -310,25 +310,26 @@ class Optimizer:
                     f"of every step itself. Leave {name} out, and let the callable warm up and decay."
                 )
         folded = [name for name in ("decay_scale", "eps_scale", "grad_norm_scale") if getattr(self, name) is not None]
-        has_rule = self.algorithm == "adamw" or (self.algorithm == "muon" and self.muon_scale == "spectral")
-        if folded and not has_rule:
-            scale = f" with muon_scale={self.muon_scale!r}" if self.algorithm == "muon" else ""
+        rule = self.record.widths
+        needed = {name: getattr(self, name) for name in (rule.settings if rule else ())}
+        if folded and (rule is None or needed != rule.settings):
+            rules = {name: each.widths for name, each in ALGORITHMS.items() if each.widths is not None}
+            known_for = [f"{name}{_with(each.settings)}" for name, each in rules.items()]
             raise InvalidExperiment(
-                f"The optimizer is {self.name}{scale}, and {', '.join(folded)} can be given for adamw, and for muon "
-                "with muon_scale='spectral': the rules of wb.models.scaling are derived from these two updates, and "
+                f"The optimizer is {self.name}{_with(needed)}, and {', '.join(folded)} can be given for "
+                f"{', and for '.join(known_for)}: the rules of wb.models.scaling are derived from these updates, and "
                 'their factors are wrong for others. Use optimizer="adamw", take all factors of '
                 'wb.models.scaling(base, target, algorithm="muon"), or give a rate_scale of your own and nothing else '
                 "of the rule."
             )
-        given = {"muon_scale": self.muon_scale != MUON_SCALES[0]}
-        of_muon = ("adamw_rate", "parameters", "adamw", "fused_projections")
-        given |= {name: getattr(self, name) is not None for name in of_muon}
-        if any(given.values()) and self.algorithm != "muon":
-            named = ", ".join(name for name, is_given in given.items() if is_given)
-            raise InvalidExperiment(
-                f"The optimizer is {self.name}, and {named} can be given for muon alone. Use "
-                f'optimizer=wb.Optimizer("muon", …), or leave {named} out.'
-            )
+        defaults = {each.name: each.default for each in dataclasses.fields(self)}
+        for owner, record in ALGORITHMS.items():
+            others = [name for name in record.options if name not in self.record.options]
+            if named := ", ".join(name for name in others if getattr(self, name) != defaults[name]):
+                raise InvalidExperiment(
+                    f"The optimizer is {self.name}, and {named} can be given for {owner} alone. Use "
+                    f'optimizer=wb.Optimizer("{owner}", …), or leave {named} out.'
+                )
         for pattern, number in (self.fused_projections or {}).items():
             if number != int(number):
                 raise InvalidExperiment(
@@ -340,6 +341,16 @@ class Optimizer:
     def name(self) -> str:
         """Name of the algorithm, or of the callable that builds it."""
         return self.algorithm.name if isinstance(self.algorithm, UserFunction) else str(self.algorithm)
+
+    @property
+    def record(self) -> Algorithm:
+        """Record of the algorithm, by which plans, costs and ranks know it."""
+        return USER_DEFINED if isinstance(self.algorithm, UserFunction) else ALGORITHMS[str(self.algorithm)]
+
+
+def _with(settings: Mapping[str, Any]) -> str:
+    """Return `" with muon_scale='spectral'"`, or nothing for no settings."""
+    return f" with {', '.join(f'{name}={value!r}' for name, value in settings.items())}" if settings else ""
 
 
 @checked_value(_elsewhere)

@@ -1,20 +1,25 @@
-"""The check of `test_one_place.py`, where `additions` holds one schedule and one column; ranks import it as well."""
+"""The check of `test_one_place.py`, whose `additions` hold a schedule, a column and an optimiser; ranks import them."""
 
 from __future__ import annotations
 
 import sys
 from pathlib import Path
+from typing import Any
 
-import additions  # noqa: F401 - before anything derives a table from the two
+import additions  # noqa: F401 - before anything derives a table from them
 import pytest
+import torch
 from wandb_log import offline_history
 
 from tests.distributed import real_worker
+from tests.distributed import test_optimizers as optimizers
+from tests.distributed.harness import launch
 from tests.distributed.real_worker import experiment, plan, trained
 from tests.patience import eventually
 from workbench.analysis.curve import X_AXES, Curve
-from workbench.base.errors import PlanInfeasible
+from workbench.base.errors import InvalidExperiment, PlanInfeasible
 from workbench.execution.blocks.step_context import FIRST_RECORDED
+from workbench.experiment import Optimizer
 from workbench.figures.curves_view import loss_curves
 from workbench.figures.panels_view import panels
 from workbench.figures.timeline_view import draw_timeline, measured_timeline
@@ -63,10 +68,53 @@ def check_column(run: RunDir, project: str) -> None:
     eventually(lambda: [row["system/pairs"] for row in offline_history(file)] == logged)
 
 
+class PlainSGDW(torch.optim.Optimizer):
+    """Algorithm 1 of arXiv:1711.05101 on whole tensors, written once more."""
+
+    def __init__(self, groups: list[dict[str, Any]]) -> None:
+        super().__init__(groups, {})
+        self.momenta = {x: 0.0 for group in groups for x in group["params"]}
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:
+        assert closure is None
+        for group in self.param_groups:
+            for x in group["params"]:
+                self.momenta[x] = 0.9 * self.momenta[x] + x.grad
+                x -= group["lr"] * (self.momenta[x] + group["weight_decay"] * x)
+
+
+# At the level of the module, because the process from which ranks are forked imports this file as well.
+optimizers.REFERENCES["sgdw"], optimizers.RATES["sgdw"] = PlainSGDW, 0.05
+
+
+def check_optimizer(folder: Path) -> None:
+    """The optimiser was planned, runs and goes on under other plans as in plain PyTorch, and is refused by its name."""
+    assert plan(experiment(optimizer="sgdw"), data=2, zero=3).zero == 3, "an update reads elements alone"
+    with pytest.raises(PlanInfeasible, match="the experiment trains with sgdw, whose state stays on the device"):
+        plan(experiment(optimizer="sgdw"), offload_optimizer=True)
+    with pytest.raises(InvalidExperiment, match="Did you mean 'sgdw'"):
+        Optimizer("sdgw")
+    with pytest.raises(InvalidExperiment, match="The optimizer is sgdw, and muon_scale can be given for muon alone"):
+        Optimizer("sgdw", muon_scale="spectral")
+    zero3, pipeline, tensor = optimizers.ZERO3, optimizers.PIPELINE, optimizers.TENSOR
+    few, then = range(optimizers.FEW), range(optimizers.FEW, 2 * optimizers.FEW)
+    cases = [
+        optimizers.Case("sgdw", zero3, few),
+        optimizers.Case("sgdw", pipeline, few, save_to=folder),
+        optimizers.Case("sgdw", tensor, then, load_from=folder),
+    ]
+    found = launch(optimizers.train, 2, cases, ahead=optimizers.captured)
+    errors = [found[case].error for case in cases]
+    assert max(errors) < 1e-5, errors
+    assert found[cases[0]].held[2] == optimizers.predicted(zero3, "sgdw")[2], "bytes of the momenta of a rank"
+
+
 if __name__ == "__main__":
     real_worker.start_method = lambda _: "fork"  # ranks have what was imported here, the additions first
-    asked = experiment(steps=FIRST_RECORDED + 2)
+    asked = experiment(steps=FIRST_RECORDED + 2, optimizer="sgdw")
     plans = plan(asked, pipeline=2, schedule="breadth_first", chunks=2)
     run = trained(Path(sys.argv[1]) / "run", asked, plans)
     check_schedule(run, plans)
     check_column(run, "one-place")
+    check_optimizer(Path(sys.argv[1]) / "checkpoints")

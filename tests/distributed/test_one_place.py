@@ -1,7 +1,7 @@
-"""A schedule and a column are each added in one place: a module with one record and one row, and nothing else.
+"""A schedule, a column and an optimiser are each added in one place: a module with two records and one row.
 
-The test runs `one_place.py` in a process of its own, in which that module is imported first, as if its two statements
-stood in `workbench/strategy.py` and `workbench/record/columns.py`.
+The test runs `one_place.py` in a process of its own, in which that module is imported first, as if its statements stood
+in `workbench/strategy.py`, `workbench/record/columns.py` and `workbench/algorithms.py`.
 """
 
 from __future__ import annotations
@@ -16,6 +16,10 @@ from tests.patience import PATIENCE_S
 ADDITIONS = '''
 import os
 
+import torch
+
+from workbench.algorithms import ALGORITHMS, ELEMENT, Algorithm
+from workbench.optimizers.parameters import local, momentum_of
 from workbench.record.columns import COLUMNS, Axis, Column, Panel
 from workbench.strategy import SCHEDULES, Action, PipelineSchedule
 
@@ -47,10 +51,29 @@ COLUMNS["sample_pairs"] = Column(
     axis=Axis("sample_pairs", "pairs", ((1.0, "Pairs"),), lambda value: f"{value} pairs"),
     wandb=("system/pairs",),
 )
+
+
+class DecoupledSGD(torch.optim.Optimizer):
+    """SGDW (arXiv:1711.05101, algorithm 1), over this rank's shards."""
+
+    @torch.no_grad()
+    def step(self, closure=None):
+        for group in self.param_groups:
+            for parameter in (each for each in group["params"] if each.grad is not None):
+                weight, momentum = local(parameter), local(momentum_of(self, parameter))
+                momentum.mul_(0.9).add_(local(parameter.grad))
+                weight.mul_(1 - group["lr"] * group["weight_decay"]).sub_(group["lr"] * momentum)
+
+
+def sgdw(groups, experiment, setting):
+    return DecoupledSGD(groups, {"lr": experiment.learning_rate})
+
+
+ALGORITHMS["sgdw"] = Algorithm(build="additions:sgdw", reach=ELEMENT, updates_stored_blocks=True)
 '''
 
 
-def test_a_schedule_and_a_column_are_added_in_one_place(tmp_path: Path) -> None:
+def test_a_schedule_a_column_and_an_optimizer_are_added_in_one_place(tmp_path: Path) -> None:
     (tmp_path / "additions.py").write_text(ADDITIONS)
     here = Path(__file__)
     paths = (str(tmp_path), str(here.parents[2]), str(here.parents[1] / "unit"), os.environ.get("PYTHONPATH", ""))

@@ -15,9 +15,9 @@ from torch.fx.experimental import _config as symbolic_sizes
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
+from workbench.algorithms import ELEMENT
 from workbench.base.display import waiting
 from workbench.base.tensors import TensorSpec
-from workbench.base.user_code import UserFunction
 from workbench.capture.blocks.hidden_matrices import Projections, projections
 from workbench.capture.blocks.tensor_parallel import plan_tensor_parallel
 from workbench.capture.export.opaque import opaque_calls
@@ -142,14 +142,14 @@ SIDE = 128
 
 
 def with_optimizer(profile: Profile, experiment: Experiment, captured: Graph) -> Profile:
-    """Return the profile with the cost of the experiment's optimiser; AdamW's is that of its fused kernel."""
+    """Return the profile with the cost of the experiment's optimiser, of AdamW's fused kernel where that updates."""
     if experiment.optimizer.ema_decay is not None:
         profile = replace(profile, average_bytes=float(torch.float32.itemsize))
     by_group = isinstance(experiment.optimizer.clip_norm, Mapping)  # whose gradients are scaled before the kernel
-    if experiment.optimizer.algorithm == "adamw":
-        return replace(profile, optimizer_in_one_pass=False) if by_group else profile
-    if experiment.optimizer.algorithm == "muon":
-        cost, updates = optimizer_cost(experiment), {}  # AdamW updates the parameters that are no matrices
+    record = experiment.optimizer.record
+    profile = replace(profile, optimizer_in_one_pass=record.has_fused_update and not by_group)
+    if record.updates_matrices:
+        cost, updates = optimizer_cost(experiment), {}
         if profile.device_type == "cuda":
             cost = replace(cost, update_bytes=MUON_UPDATE)
         for name, matrix in projections(captured, experiment.optimizer).items():
@@ -157,9 +157,12 @@ def with_optimizer(profile: Profile, experiment: Experiment, captured: Graph) ->
             flops = orthogonalisation_flops(spec.shape, matrix)
             gram = gram_elements(spec.shape, matrix)
             updates[name] = replace(cost, whole_flops=flops, whole_elements=spec.numel, gram_elements=gram)
-        return replace(profile, optimizer_in_one_pass=not by_group, parameter_updates=updates)
-    if isinstance(experiment.optimizer.algorithm, UserFunction):
-        # Its update runs on the meta device; one that reads values, which that has not, on small tensors of the host.
+        return replace(profile, parameter_updates=updates)
+    if record.has_fused_update:
+        return profile
+    if record.reach != ELEMENT:
+        # What it keeps of a tensor may depend on the tensor's shape, so that all are updated: on the meta device, or
+        # small ones on the host where the update reads values, which that device has not.
         shapes = {name: spec.shape for name, spec in captured.parameters.items() if name not in captured.frozen}
         try:
             states, traffic = _second_update(experiment, shapes, "meta")
@@ -168,14 +171,9 @@ def with_optimizer(profile: Profile, experiment: Experiment, captured: Graph) ->
             states, traffic = _second_update(experiment, shapes, "cpu")
         update_bytes = traffic / max(1, sum(map(prod, shapes.values())))
         updates = {name: ParameterUpdate(state / prod(shapes[name]), update_bytes) for name, state in states.items()}
-        return replace(profile, optimizer_in_one_pass=False, parameter_updates=updates)
+        return replace(profile, parameter_updates=updates)
     cost = optimizer_cost(experiment)
-    return replace(
-        profile,
-        optimizer_state_bytes=cost.state_bytes,
-        optimizer_update_bytes=cost.update_bytes,
-        optimizer_in_one_pass=False,
-    )
+    return replace(profile, optimizer_state_bytes=cost.state_bytes, optimizer_update_bytes=cost.update_bytes)
 
 
 def matrices_of(captured: Graph, matrices: Mapping[str, Projections], divided: Collection[str]) -> Matrices:
@@ -216,7 +214,7 @@ def optimizer_cost(experiment: Experiment) -> ParameterUpdate:
 
     Matrix products, which Muon makes, are not counted.
     """
-    muon = ("weight",) if experiment.optimizer.algorithm == "muon" else ()
+    muon = ("weight",) if experiment.optimizer.record.updates_matrices else ()
     states, traffic = _second_update(experiment, {"weight": (SIDE, SIDE)}, "cpu", SIDE**2, muon)
     return ParameterUpdate(states["weight"] / SIDE**2, traffic / SIDE**2)
 

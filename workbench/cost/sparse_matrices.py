@@ -30,9 +30,6 @@ from workbench.strategy import Strategy
 
 # The weights of a captured model that a sparse training divides into blocks, and the FLOPs of their products.
 
-COMPACT_OPTIMIZERS = ("adamw", "sgd", "lamb")
-"""Optimisers whose update of a weight is that of its stored blocks: they look at its elements and norms only."""
-
 
 def sparse_matrices(graph: Graph, sparsity: Static) -> dict[str, tuple[int, int]]:
     """Return the shapes of the weights that become sparse, by name in the model's order.
@@ -99,7 +96,7 @@ def block_sparse_obstacle(experiment: Experiment, graph: Graph) -> str:
         return f"there are kernels for blocks of {', '.join(map(str, BLOCKS))}, and none for blocks of {sparsity.block}"
     if isinstance(sparsity, Dynamic) and sparsity.regrow == "gradient":
         return "regrow='gradient' needs the gradients of absent blocks"
-    if experiment.optimizer.algorithm not in COMPACT_OPTIMIZERS:
+    if not experiment.optimizer.record.updates_stored_blocks:
         return f"the update of {experiment.optimizer.name} may need the whole of a weight"
     names = sparse_matrices(graph, sparsity)
     readers = Counter(name for block in graph.blocks for name in block.parameters if name in names)

@@ -317,7 +317,7 @@ def _build_optimizer(trainer: Trainer) -> torch.optim.Optimizer:
     """Return the optimiser of a rank's parameters; a collective of all ranks where they share Muon's matrices out."""
     experiment, plan, whole = trainer.experiment, trainer.plan, trainer.whole
     parameters = trainer.stages.model_parameters()
-    if experiment.optimizer.algorithm != "muon":
+    if not experiment.optimizer.record.updates_matrices:
         return build_optimizer(parameters, experiment, offload=plan.offload_optimizer, whole=whole)
     found = projections(trainer.graph, experiment.optimizer)
     matrices = {name: found[name] for name in parameters if name in found}

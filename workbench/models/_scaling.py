@@ -8,6 +8,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from workbench.algorithms import ALGORITHMS, WidthRule
 from workbench.base.display import html_table, text_table
 from workbench.base.errors import InvalidExperiment
 from workbench.base.validation import factor_of
@@ -20,7 +21,7 @@ ATTENTION_OUTPUT, FEED_FORWARD_OUTPUT = "output of attention", "output of feed-f
 OUTPUT_BIAS = "bias of a residual branch"
 OUTPUTS = (ATTENTION_OUTPUT, FEED_FORWARD_OUTPUT)
 MATRICES = (BLOCK_MATRIX, MATRIX, *OUTPUTS)
-"""Roles of the parameters that Muon orthogonalises."""
+"""Roles of the hidden matrices, which Muon orthogonalises."""
 WITHOUT_DECAY = (LOGITS_BIAS, READ_OUT_NORM, BLOCK_VECTOR, VECTOR, OUTPUT_BIAS)
 
 PATTERNS: Mapping[str, Mapping[str, str]] = {
@@ -106,7 +107,7 @@ class Scaling:
         Those of Muon have its `muon_scale` among them, without which the rates would be wrong.
         """
         return {
-            **({"muon_scale": "spectral"} if self.algorithm == "muon" else {}),
+            **(rule.settings if (rule := ALGORITHMS[self.algorithm].widths) else {}),
             "rate_scale": {rule.pattern: rule.rate for rule in self.rules},
             "decay_scale": {rule.pattern: rule.decay for rule in self.rules},
             "eps_scale": {rule.pattern: rule.eps for rule in self.rules},
@@ -156,17 +157,21 @@ def scaling(base: Model, target: Model, *, depth_rule: bool | None = None, algor
     The target's `initializer_range` becomes that of the base. Raises `InvalidExperiment` for models of two families,
     layouts or head sizes, for other depths of a post-LayerNorm BERT, and for models that are no `wb.models.…`.
     """
-    if algorithm not in ("adamw", "muon"):
+    known = {name: record.widths for name, record in ALGORITHMS.items() if record.widths is not None}
+    if algorithm not in known:
         raise InvalidExperiment(
-            f"algorithm={algorithm!r} has no rule: one is known for 'adamw' and 'muon'. Give one of them, or write "
-            "rate_scale yourself."
+            f"algorithm={algorithm!r} has no rule: one is known for {' and '.join(map(repr, known))}. Give one of "
+            "them, or write rate_scale yourself."
         )
-    depth_rule = algorithm == "adamw" if depth_rule is None else depth_rule
+    widths = known[algorithm]
+    depth_rule = widths.counts_depth if depth_rule is None else depth_rule
     _check_pair(base, target, depth_rule)
     absent = () if target.family != "bert" else OF_OTHER_LAYOUT[target.layout]
     absent = absent if target.next_sentence else (*absent, *OF_NEXT_SENTENCES)
     patterns = {pattern: role for pattern, role in PATTERNS[target.family].items() if pattern not in absent}
-    rules = tuple(_folded(pattern, role, base, target, depth_rule, algorithm) for pattern, role in patterns.items())
+    rules = tuple(
+        _folded(pattern, role, base, target, depth_rule, known[algorithm]) for pattern, role in patterns.items()
+    )
     own = _own_factors(base, list(patterns))
     initial: dict[str, float] = {}
     notes: dict[str, None] = {}
@@ -189,7 +194,7 @@ def scaling(base: Model, target: Model, *, depth_rule: bool | None = None, algor
     return Scaling(base, started, rules, algorithm, tuple(notes))
 
 
-def _folded(pattern: str, role: str, base: Model, target: Model, depth_rule: bool, algorithm: str) -> Rule:
+def _folded(pattern: str, role: str, base: Model, target: Model, depth_rule: bool, rule: WidthRule) -> Rule:
     """Return the factors of the parameters of one role, with their multiplier c folded in.
 
     c W and W' = c W are the same function, and the gradient of W is c times that of W'. AdamW moves W by
@@ -215,7 +220,7 @@ def _folded(pattern: str, role: str, base: Model, target: Model, depth_rule: boo
         READ_OUT_NORM: (1 / width, 1.0, 1.0, 1.0, 1 / width),
         READ_OUT: (1 / width, 1.0, 1.0, 1.0, 1 / width),
     }[role]
-    if algorithm == "muon" and role in MATRICES:
+    if rule.matrices_as_base and role in MATRICES:
         rate, decay, eps = 1.0, 1.0, 1.0
     return Rule(
         pattern, role, multiplier, initial * multiplier, rate * multiplier, decay / multiplier, eps / multiplier

@@ -7,7 +7,9 @@ plan divides a tensor, updates of small tensors show how far it may be divided.
 from __future__ import annotations
 
 import inspect
+import pkgutil
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from functools import partial
 from types import MappingProxyType
 from typing import Any
@@ -15,8 +17,9 @@ from typing import Any
 import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
-from torch.optim.sgd import sgd
+from torch.optim.sgd import sgd as sgd_update
 
+from workbench.algorithms import ELEMENT, MODEL, TENSOR
 from workbench.base.errors import InvalidExperiment, in_words
 from workbench.base.user_code import UserFunction
 from workbench.capture.blocks.hidden_matrices import Projections
@@ -45,30 +48,62 @@ def build_optimizer(
     memory. `matrices` are the parameters that Muon updates; `exchange` and `apart` are those of `MuonAndAdamW`.
     """
     groups = parameter_groups(parameters, experiment, matrices) or [{"params": [], "names": [], "orthogonal": False}]
-    rate, betas, eps = experiment.learning_rate, experiment.optimizer.betas, experiment.optimizer.eps
-    if isinstance(experiment.optimizer.algorithm, UserFunction):
-        return ShardedUserOptimizer(experiment.optimizer.algorithm, groups)
-    if experiment.optimizer.algorithm == "sgd":
-        return ShardedSGD(groups, lr=rate, momentum=MOMENTUM)
-    if experiment.optimizer.algorithm == "lamb":
-        return Lamb(groups, lr=rate, betas=betas, eps=eps, whole=whole)
-    # PyTorch's fused update is the fastest on CPUs, too. It cannot update complex numbers.
+    build: Build = pkgutil.resolve_name(experiment.optimizer.record.build)
+    return build(groups, experiment, Setting(offload, whole, matrices, exchange, apart))
+
+
+@dataclass(frozen=True)
+class Setting:
+    """Everything that the function of a record (`workbench.algorithms`) is given beside groups and experiment."""
+
+    offload: bool
+    whole: WholeTensors | None
+    matrices: Mapping[str, Projections]
+    exchange: MatrixExchange | None
+    apart: Collection[str]
+
+
+Build = Callable[[list[Group], Experiment, Setting], torch.optim.Optimizer]
+
+
+def sgd(groups: list[Group], experiment: Experiment, _: Setting) -> torch.optim.Optimizer:
+    return ShardedSGD(groups, lr=experiment.learning_rate, momentum=MOMENTUM)
+
+
+def lamb(groups: list[Group], experiment: Experiment, setting: Setting) -> torch.optim.Optimizer:
+    return Lamb(groups, **_of_adam(experiment), whole=setting.whole)
+
+
+def muon(groups: list[Group], experiment: Experiment, setting: Setting) -> torch.optim.Optimizer:
+    return MuonAndAdamW(
+        groups,
+        projections=setting.matrices,
+        scale=experiment.optimizer.muon_scale,
+        exchange=setting.exchange,
+        apart=setting.apart,
+        **_of_adam(experiment),
+        fused=_fused(groups, setting),
+    )
+
+
+def adamw(groups: list[Group], experiment: Experiment, setting: Setting) -> torch.optim.Optimizer:
+    of_class = OffloadedAdamW if setting.offload else ShardedAdamW
+    return of_class(groups, **_of_adam(experiment), fused=_fused(groups, setting))
+
+
+def user_defined(groups: list[Group], experiment: Experiment, _: Setting) -> torch.optim.Optimizer:
+    assert isinstance(experiment.optimizer.algorithm, UserFunction)
+    return ShardedUserOptimizer(experiment.optimizer.algorithm, groups)
+
+
+def _of_adam(experiment: Experiment) -> dict[str, Any]:
+    return {"lr": experiment.learning_rate, "betas": experiment.optimizer.betas, "eps": experiment.optimizer.eps}
+
+
+def _fused(groups: list[Group], setting: Setting) -> bool | None:
+    """PyTorch's fused update is the fastest on CPUs, too. It cannot update complex numbers."""
     is_real = not any(parameter.is_complex() for group in groups for parameter in group["params"])
-    fused = True if is_real and not offload else None
-    if experiment.optimizer.algorithm == "muon":
-        return MuonAndAdamW(
-            groups,
-            projections=matrices,
-            scale=experiment.optimizer.muon_scale,
-            exchange=exchange,
-            apart=apart,
-            lr=rate,
-            betas=betas,
-            eps=eps,
-            fused=fused,
-        )
-    adamw = OffloadedAdamW if offload else ShardedAdamW
-    return adamw(groups, lr=rate, betas=betas, eps=eps, fused=fused)
+    return True if is_real and not setting.offload else None
 
 
 class ShardedSGD(torch.optim.SGD):
@@ -84,7 +119,7 @@ class ShardedSGD(torch.optim.SGD):
         for group in self.param_groups:
             parameters = [p for p in group["params"] if p.grad is not None]
             if parameters:
-                sgd(
+                sgd_update(
                     [local(parameter) for parameter in parameters],
                     [local(parameter.grad) for parameter in parameters],
                     [local(momentum_of(self, parameter)) for parameter in parameters],
@@ -99,10 +134,6 @@ class ShardedSGD(torch.optim.SGD):
 
 
 # User-defined optimisers: updates of shards, and checks before a run.
-
-ELEMENT, TENSOR, MODEL = "element", "tensor", "model"
-"""Reach of an update: the new value of an element depends on that element alone, on its tensor, or on other tensors."""
-
 
 SIDE, STEPS = 8, 3
 """Largest dim of the small tensors that stand for the model's in the checks, and the number of updates of them."""

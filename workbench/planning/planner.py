@@ -15,7 +15,6 @@ from workbench.base.arguments import checked_arguments
 from workbench.base.display import STYLE, Html, html_table, text_table, waiting
 from workbench.base.errors import CaptureError, InvalidArgument, InvalidExperiment, PlanInfeasible, in_words, suggestion
 from workbench.base.units import MIB, gib, is_count, milliseconds
-from workbench.base.user_code import UserFunction
 from workbench.cost.hardware import FRAGMENTATION, Cluster
 from workbench.cost.profile import Profile
 from workbench.experiment import Experiment
@@ -213,7 +212,7 @@ def capture_to_plan(experiment: Experiment) -> tuple[Facts, Graph, Sequence[Grap
     # Coupling: a batch whose samples the loss compares stays whole, or is gathered, unless the user allowed otherwise.
     coupled, division = facts.coupled or (), captured.division
     notes = [*graph.notes, *([division.note] if division.note else [])]
-    if experiment.optimizer.algorithm == "muon":
+    if experiment.optimizer.record.updates_matrices:
         notes += matrices_in_words(graph, experiment.optimizer)
     towers: Sequence[Graph] = ()
     if coupled and experiment.numerics.batch_coupling == "allow":
@@ -274,8 +273,8 @@ def facts_of(experiment: Experiment, captured: CapturedModel | None = None, *, c
     from workbench.capture.captured_model import CapturedModel
 
     asked, whole = captured or CapturedModel(experiment, CAPTURE_BATCH), experiment.largest_batch
-    reach = "element"
-    if isinstance(experiment.optimizer.algorithm, UserFunction):
+    reach = experiment.optimizer.record.reach
+    if reach is None:
         from workbench.optimizers.building import reach_of_update
 
         reach = reach_of_update(experiment, asked.trained_shapes)

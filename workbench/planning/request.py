@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Annotated, Any, Unpack
 
+from workbench.algorithms import ELEMENT, MODEL, TENSOR
 from workbench.base.errors import PlanInfeasible
 from workbench.base.units import GIB, gib, plain
 from workbench.base.validation import Count, LargeCount, PlainValidator, checked_value
@@ -357,9 +358,9 @@ RULES = (
 # Limits that the optimiser sets: its state may have to stay on the device, and its tensors undivided.
 
 NEEDED_WHOLE: Mapping[str, Mapping[str, int]] = {
-    "element": {},
-    "tensor": {"zero": 0, "tensor": 1},
-    "model": {"zero": 0, "tensor": 1, "pipeline": 1},
+    ELEMENT: {},
+    TENSOR: {"zero": 0, "tensor": 1},
+    MODEL: {"zero": 0, "tensor": 1, "pipeline": 1},
 }
 """Degrees and ZeRO stage that a plan must have, by what an update of one element reads (`Facts.reach`)."""
 
@@ -381,7 +382,7 @@ OPTIMIZER_RULES = (
         "Choose {name}={needed}, or leave it out.",
     ),
     Rule(
-        lambda experiment, fixed, _: fixed.offload_optimizer and experiment.optimizer.algorithm != "adamw",
+        lambda experiment, fixed, _: fixed.offload_optimizer and not experiment.optimizer.record.can_be_offloaded,
         "offload_optimizer=True keeps AdamW's moments in the host's memory, and the experiment trains with "
         "{optimizer}, whose state stays on the device.",
         "Leave offload_optimizer out, or choose optimizer='adamw'.",
@@ -398,7 +399,7 @@ def within_limits_of_optimizer(experiment: Experiment, fixed: Fixed, reach: str)
     said = first_broken(OPTIMIZER_RULES, experiment, fixed, reach, optimizer=experiment.optimizer.name)
     if said is not None:
         raise PlanInfeasible(said)
-    on_device = {} if experiment.optimizer.algorithm == "adamw" else {"offload_optimizer": False}
+    on_device = {} if experiment.optimizer.record.can_be_offloaded else {"offload_optimizer": False}
     return Fixed(**{**fixed, **NEEDED_WHOLE[reach], **on_device})
 
 

@@ -181,7 +181,7 @@ PLAN_RULES = (
         PLAN_ANEW,
     ),
     Rule(
-        lambda experiment, plan: plan.offload_optimizer and experiment.optimizer.algorithm != "adamw",
+        lambda experiment, plan: plan.offload_optimizer and not experiment.optimizer.record.can_be_offloaded,
         "The plan for {model} keeps AdamW's moments in the host's memory, and the experiment {experiment} trains with "
         "{optimizer}, whose state stays on the device.",
         PLAN_ANEW,

@@ -137,7 +137,7 @@ def projections(graph: Graph, optimizer: Optimizer | None = None) -> dict[str, P
     found in the graph. Raises `InvalidExperiment` for a number that does not divide a matrix's outputs, and where no
     matrix is left.
     """
-    return _projections(graph, optimizer or Optimizer("muon"), _read(graph))
+    return _projections(graph, optimizer or Optimizer(), _read(graph))
 
 
 def _projections(graph: Graph, optimizer: Optimizer, read: _Read) -> dict[str, Projections]:
