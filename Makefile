@@ -8,6 +8,7 @@
 # make test-exhaustive  the same with every model, plan and combination that is known, for an hour or two
 # make test-gpu         the tests for GPUs alone, side by side on those of this machine
 # make test-peers       DeepSpeed and Megatron-Core, which only the benchmarks need, installed and compared with plain PyTorch
+# make test-trackio     Trackio, which is optional, installed and tried
 # make test-under-load  make test three times beside four busy loops, to show that no verdict depends on speed
 # make durations        all tests, which records in tests/durations.json how long each takes
 # A fresh machine needs Python 3.11 or newer and make; everything else is installed into .venv.
@@ -26,7 +27,7 @@ REPORTS ?= reports
 # Where this is set, as in many containers, each of the hundreds of processes would compile all of torch anew.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: demo test test-all test-exhaustive test-under-load durations tests-elsewhere tests-in-browser tests-on-gpu test-gpu test-peers docs wheel lab lint clean
+.PHONY: demo test test-all test-exhaustive test-under-load durations tests-elsewhere tests-in-browser tests-on-gpu test-gpu test-peers test-trackio docs wheel lab lint clean
 
 HAS_TORCH := import re, importlib.util as u, importlib.metadata as m; \
 	need = re.search(r"torch>=([0-9.]+)", open("pyproject.toml").read())[1]; \
@@ -130,6 +131,14 @@ $(VENV)/.peers: $(VENV)/.tested benchmarks/peers/requirements.txt
 
 test-peers: $(VENV)/.peers
 	$(PYTEST) tests/distributed/test_peers.py
+
+# Trackio lies in a folder of its own: it needs an older Pillow than all else here.
+$(VENV)/.trackio: $(VENV)/.tested requirements-trackio.lock
+	$(PIP) install --no-compile --no-deps --upgrade --target $(VENV)/trackio --requirement requirements-trackio.lock
+	touch $@
+
+test-trackio: $(VENV)/.trackio
+	PYTHONPATH=$(VENV)/trackio $(PYTEST) tests/unit/test_runs_trackio.py
 
 docs: $(VENV)/.documented
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict

@@ -443,7 +443,7 @@ def sync(
         list[str] | None, typer.Argument(metavar="[RUN...]", help="Runs; by default all that have something to upload.")
     ] = None,
 ) -> None:
-    """Upload to Weights & Biases what it lacks of runs; exit code 1 if an upload fails."""
+    """Upload to their trackers (W&B, Trackio) what these lack of runs; exit code 1 if an upload fails."""
     deliveries = [wb.load_run(run).sync() for run in runs] if runs else wb.list_runs().sync()
     for delivery in deliveries:
         typer.echo(str(delivery))

@@ -449,9 +449,18 @@ class Numerics:
     micro-batch."""
 
 
+TRACKERS = ("wandb", "trackio")
+"""Services that track runs, by their package; `workbench.runs.tracking.tracker` has their classes."""
+
+
 @checked_value(_elsewhere)
 class Tracking:
-    """The record of a run on disk and at Weights & Biases."""
+    """The record of a run on disk and at a tracker, Weights & Biases or Trackio.
+
+    Examples:
+        >>> wb.Tracking(project="bert-scaling", tags=("trial",), tracker="trackio")
+        Tracking(project='bert-scaling', tags=('trial',), tracker='trackio')
+    """
 
     log_every: Count = 1
     """Steps between two logged ones."""
@@ -459,8 +468,10 @@ class Tracking:
     """Steps between two records of the norms of weights, gradients and updates by parameter (`run.norms()`), which are
     made of the first and the last step as well; None makes none."""
     project: LineOrNothing = "workbench"
-    """Weights & Biases project that tracks the run; an empty name switches tracking off."""
+    """Project of the tracker; an empty name switches tracking off."""
     tags: tuple[Text, ...] = ()
+    tracker: Annotated[str, PlainValidator(known(TRACKERS))] = "wandb"
+    """Service that tracks the run: `wandb`, or `trackio` (`pip install trackio`)."""
 
 
 def _one_length(value: Any) -> Any:

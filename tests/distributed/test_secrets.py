@@ -17,7 +17,7 @@ import pytest
 from tests.distributed.test_launch import HERE, ROOT
 from tests.patience import PATIENCE_S, eventually
 from workbench import notebooks
-from workbench.runs.tracking import wandb_run as tracking
+from workbench.runs.tracking import delivery as tracking
 
 sys.path.insert(0, str(ROOT / "tests" / "unit"))
 from fake_wandb import FakeWandb

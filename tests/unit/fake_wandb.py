@@ -218,13 +218,13 @@ def record(directory: str, upload: bool, environment: Mapping[str, str], limits:
     """
     import wandb
 
-    from workbench.runs.tracking import recorder as wandb_recorder
+    from workbench.runs.tracking import recorder, wandb_tracker
 
     replace_environment(environment)
     for name, value in limits.items():
-        setattr(wandb_recorder, name, value)
+        setattr(recorder if hasattr(recorder, name) else wandb_tracker, name, value)
     try:
-        return wandb_recorder.main(directory, upload)
+        return recorder.main(directory, upload)
     finally:
         wandb.teardown()
 
@@ -233,12 +233,12 @@ def download(address: str, environment: Mapping[str, str]) -> Path:
     """Copy a run from the server in this process, which has imported the client."""
     import wandb
 
-    from workbench.runs.tracking import wandb_run
+    from workbench.runs.tracking import wandb_tracker
 
     replace_environment(environment)
-    wandb_run.ANSWER_LIMIT_S = PATIENCE_S
+    wandb_tracker.ANSWER_LIMIT_S = PATIENCE_S
     try:
-        return wandb_run.download_run(address)
+        return wandb_tracker.download_run(address)
     finally:
         wandb.teardown()
 

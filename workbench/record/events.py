@@ -305,7 +305,7 @@ class EndEvent(_Timed):
 
 
 class TrackingEvent(_Timed):
-    """Progress of the upload to Weights & Biases: `state` is offline, syncing, synced or failed."""
+    """Progress of the upload to the tracker: `state` is offline, syncing, synced or failed."""
 
     type: Literal["tracking"]
     state: str
@@ -314,6 +314,8 @@ class TrackingEvent(_Timed):
     """The last step that the server has."""
     files: NotRequired[dict[str, float]]
     """Modification time of each attached file, by its name on the server."""
+    to: NotRequired[str]
+    """Address of the server; absent for the tracker's usual one."""
 
 
 Event = (

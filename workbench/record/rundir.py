@@ -12,7 +12,8 @@ Everything that a run leaves lies in one folder, readable without importing torc
                          that started the run, and in its first rank), and path.json, which lists the folders of their
                          modules; start.pt with the tensors that the model held at the start beside what checkpoints
                          store
-    wandb.json           the W&B project and id of the run, for its recorder; absent when tracking is off
+    tracker.json         tracker, project and id of the run there, for its recorder (wandb.json in older runs); absent
+                         when tracking is off
     resume.json          checkpoint (absolute path) and step to start from; absent for a fresh start
     events.jsonl         one JSON object a line, appended as it happens; live figures read it
     steps.table          the logged steps in binary, but for the latest, which stand in steps.tail
@@ -154,11 +155,12 @@ def remedy_for(error: OSError) -> str:
 class _Entry:
     """A path in a run directory, read as an attribute of `RunDir`."""
 
-    def __init__(self, name: str) -> None:
-        self._name = name
+    def __init__(self, name: str, older: str = "") -> None:
+        self._name, self._older = name, older
 
     def __get__(self, run: RunDir, owner: type[RunDir]) -> Path:
-        return run.path / self._name
+        older = run.path / self._older
+        return older if self._older and older.exists() else run.path / self._name
 
 
 class _Numbered:
@@ -186,7 +188,7 @@ class RunDir:
     events = _Entry("events.jsonl")
     steps = _Entry("steps.table")
     steps_tail = _Entry("steps.tail")
-    tracker = _Entry("wandb.json")
+    tracker = _Entry("tracker.json", older="wandb.json")
     remote = _Entry("remote.json")
     labels = _Entry("labels.json")
     plan_page = _Entry("plan.html")

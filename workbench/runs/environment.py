@@ -28,7 +28,7 @@ from workbench.base.errors import WorkbenchError
 from workbench.base.machine import available_cores, cpu_model
 from workbench.base.secrets import masked_command, masked_words
 from workbench.base.units import gib
-from workbench.runs.tracking.wandb_run import logged_in
+from workbench.runs.tracking.wandb_tracker import logged_in
 
 DISTRIBUTION, IMPORT_NAME = "training-workbench", "workbench"
 """The name by which pip knows this project, and that of its package, which another project on PyPI is called."""

@@ -26,7 +26,7 @@ from workbench.runs.run import OneRun, Run, progress_words, step_text
 from workbench.runs.status import RunRow, created_at, read_labels, state_in_words, unreadable_row
 
 if TYPE_CHECKING:
-    from workbench.runs.tracking.wandb_run import Delivery
+    from workbench.runs.tracking.delivery import Delivery
 
 Runs = OneRun | Iterable[OneRun]
 FewRuns = Annotated[Runs, Between(0, MOST_CURVES)]
@@ -72,11 +72,11 @@ class RunTable:
         return [_cells(row) for row in self.rows()]
 
     def sync(self) -> list[Delivery]:
-        """Upload to W&B whatever it lacks of the tracked runs that have ended.
+        """Upload to its tracker (W&B, Trackio) whatever it lacks of each tracked run that has ended.
 
         Raises `WorkbenchError` if nobody is logged in, or W&B's client does not say who is.
         """
-        from workbench.runs.tracking.wandb_run import pending, recording
+        from workbench.runs.tracking.delivery import pending, recording
 
         waiting = [run for run in self.runs if run.status.final and pending(run.directory)]
         return [run.sync() for run in waiting if not recording(run.directory)]
@@ -159,9 +159,11 @@ def load_run(path: OneRun) -> Run:
     if isinstance(path, Run):
         return path
     if isinstance(path, str) and path.startswith("wandb:"):
-        from workbench.runs.tracking.wandb_run import download_run
+        from workbench.runs.tracking.wandb_tracker import download_run
 
         return Run(download_run(path))
+    if isinstance(path, str) and path.startswith("trackio:"):
+        raise RunNotFound(f"{path!r}: runs are copied from W&B alone. Read a run of Trackio with `trackio get`.")
     for candidate in (Path(path).expanduser(), runs_root() / path):
         if _is_run(candidate):
             return Run(candidate)

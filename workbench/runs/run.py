@@ -44,7 +44,7 @@ if TYPE_CHECKING:
     from workbench.record.history import Evaluations, History, HistoryTail, Patterns, TextSamples, Utilization
     from workbench.record.norms import Norms
     from workbench.runs.evaluating import EvaluationResult
-    from workbench.runs.tracking.wandb_run import Delivery
+    from workbench.runs.tracking.delivery import Delivery
 
 LONGEST_TAG, LONGEST_NOTE = 64, 10_000
 """Most letters of a tag and of a note."""
@@ -289,12 +289,12 @@ class Run(Labelled):
         return job_file(self.directory, self.plan, words, options, cpus_per_node)
 
     def sync(self) -> Delivery:
-        """Upload to W&B whatever it lacks of this run, from what the run left on disk.
+        """Upload to its tracker (W&B, Trackio) whatever it lacks of this run, from what the run left on disk.
 
-        Raises `WorkbenchError` if the run is not tracked, nobody is logged in, W&B's client does not say who is, or the
-        recorder is still at work.
+        Raises `WorkbenchError` if the run is not tracked, nobody is logged in at W&B, its client does not say who is,
+        Trackio is not installed or its server not writable, or the recorder is still at work.
         """
-        from workbench.runs.tracking.wandb_run import sync
+        from workbench.runs.tracking.delivery import sync
 
         return sync(self.directory)
 
@@ -375,7 +375,7 @@ class Run(Labelled):
         return f"Run({self.name}: {_in_words(self.row())})"
 
     def _repr_html_(self) -> str:
-        from workbench.runs.tracking.wandb_run import tracking_note
+        from workbench.runs.tracking.delivery import tracking_note
 
         row = self.row()
         used, start = use_in_words(self._progress.data_use), self._progress.start
@@ -454,7 +454,7 @@ def _figures(row: RunRow) -> list[str]:
     return figures
 
 
-def _run_html(row: RunRow, data: Mapping[str, str], problems: Sequence[str], tracking: str) -> str:
+def _run_html(row: RunRow, data: Mapping[str, str], problems: Sequence[str], tracking: tuple[str, str]) -> str:
     done = min(1.0, row["step"] / row["steps"]) if row["steps"] else 0.0
     rows = [
         ("status", f"{row['state']}. {row['message']}" if row["message"] else row["state"]),
@@ -463,7 +463,7 @@ def _run_html(row: RunRow, data: Mapping[str, str], problems: Sequence[str], tra
         ("directory", Html(f"<code>{html.escape(row['path'])}</code>")),
         *((name, words) for name, words in data.items() if words),
         *(("problem", problem) for problem in problems),
-        ("W&B", tracking),
+        tracking,
     ]
     titled = ((Html(f"<b>{html.escape(name)}</b>"), words) for name, words in rows)
     return f"<b>{html.escape(row['name'])}</b>{html_table((), titled)}"

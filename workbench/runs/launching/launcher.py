@@ -78,7 +78,7 @@ from workbench.runs.status import (
     supervisor_record,
     written_elsewhere,
 )
-from workbench.runs.tracking.wandb_run import tracker_settings
+from workbench.runs.tracking.delivery import check_installed, tracker_settings
 
 if TYPE_CHECKING:
     from workbench.capture.captured_model import Facts
@@ -127,16 +127,16 @@ def start_attempt(
     Raises what `check_runnable` raises, `RunExists`, `RunNotFound` and `CheckpointError` before any process starts.
     """
     # All that can be refused is refused before a directory exists, so that a refused launch leaves nothing behind.
-    attempt = _checked(attempt, facts, progress)
+    is_training = worker != processes.EXAMINER
+    attempt = _checked(attempt, facts, progress, is_tracked=is_training)
     if attempt.plan.world > 1:
         _check_loopback()
     devices = device_queue.devices_for(attempt.plan)
     device_queue.queue_folder()
-    is_training = worker != processes.EXAMINER
     with written(attempt) as run:
         note_runs_root(run.path.parent)
         if not is_training:
-            run.tracker.unlink(missing_ok=True)  # the result is not a run of its own on W&B
+            run.tracker.unlink(missing_ok=True)  # the result is not a run of its own
         append_event(run.events, "status", state="queued", message="")
         _start_supervisor(run, attempt.plan, devices, worker, share)
     if os.environ.get(LAUNCHES) and is_training:
@@ -181,13 +181,15 @@ def write_attempt(attempt: Attempt, facts: Facts | None = None, *, progress: boo
     return run
 
 
-def _checked(attempt: Attempt, facts: Facts | None, progress: bool | None) -> Attempt:
+def _checked(attempt: Attempt, facts: Facts | None, progress: bool | None, is_tracked: bool = True) -> Attempt:
     """Return an attempt that may be started, with its length in steps.
 
     It has the fingerprint of its data if they were checked here.
     """
     if attempt.resume is None and isinstance(attempt.experiment.model, Pretrained):
         attempt.experiment.model.check_weights()
+    if is_tracked:
+        check_installed(attempt.experiment)
     check_runnable(attempt.experiment, attempt.plan, facts, progress=progress)
     for note in attempt.plan.loss_depends:
         warnings.warn(note, stacklevel=6)

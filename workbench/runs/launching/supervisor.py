@@ -40,7 +40,7 @@ from workbench.runs.launching import fork_server, processes
 from workbench.runs.launching.device_queue import Ticket, sampled
 from workbench.runs.launching.processes import record_silent_death, root_cause
 from workbench.runs.launching.stalls import StallWatch
-from workbench.runs.tracking.wandb_run import start_recorder
+from workbench.runs.tracking.delivery import start_recorder
 
 POLL_S = 0.2
 LONGEST_POLL_S = 10.0
