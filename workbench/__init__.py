@@ -25,9 +25,9 @@ __getattr__, __dir__, __all__ = lazy_names(__name__, __file__)
 
 _DISPLAYS = {
     "workbench.planning.plan:Plan": "workbench.figures.plan_view:plan_mimebundle",
-    "workbench.analysis.contrast:Contrast": "workbench.figures.run_views:show_contrast",
+    "workbench.analysis.contrast:Contrast": "workbench.figures.run_views:contrast_report",
     "workbench.analysis.parity:Parity": "workbench.figures.run_views:show_parity",
-    "workbench.analysis.seed_contrast:SeedContrast": "workbench.figures.run_views:show_contrast",
+    "workbench.analysis.seed_contrast:SeedContrast": "workbench.figures.run_views:contrast_report",
     "workbench.sweeps.sweep:Sweep": "workbench.widgets.dashboard:show_queue",
     "workbench.sweeps.grid:MeasuredGrid": "workbench.widgets.dashboard:show_queue",
 }

@@ -170,10 +170,11 @@ class Document:
         return [cell for cell in self.cells if any(each.startswith(line) for each in cell.source.splitlines())]
 
     def printed(self, line: str) -> str:
-        """Return what the cell with a line that begins so has printed or shown as Markdown."""
+        """Return what the cell with a line that begins so has printed, or shown as Markdown or as a report."""
         outputs = self.cell(line).outputs
         texts = [output.get("text", "") for output in outputs]
-        texts += [output.get("data", {}).get("text/markdown", "") for output in outputs]
+        shown = [output.get("data", {}) for output in outputs]
+        texts += [data.get("text/markdown", data["text/plain"] if "text/html" in data else "") for data in shown]
         return "\n".join(filter(None, texts))
 
     def figures(self, line: str) -> list[dict[str, Any]]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import re
 from pathlib import Path
 
@@ -10,6 +11,7 @@ import pytest
 
 import workbench as wb
 from tests.distributed.documents import Document, executed
+from workbench.sweeps.grid import MeasuredCell
 
 RATES, BATCH, STEPS = [0.6, 0.01], 32, 240
 
@@ -20,22 +22,24 @@ def test_the_template_measures_each_finding_and_closes_with_their_verdicts(tmp_p
     document = executed("opt_zero", tmp_path, monkeypatch, **small, predicted_gpus=[64])
     ways = {run.name.split("-")[2]: run for run in document.runs if "-st" in run.name}
     check_streaming(ways, document)
-    speedup = check_scaling(tmp_path / "runs", document)
+    cells = check_scaling(tmp_path / "runs", document)
     check_what_does_not_fit(document)
     check_rescue(tmp_path / "runs", document)
-    findings = rows(document.printed("findings = {"))
-    tokenising, streaming, memory, nodes, scaling, zero3, rescue, reported = findings
+    findings = reported(document.printed("findings = {"))
+    tokenising, streaming, memory, nodes, scaling, zero3, rescue, unlearned = findings
     mb_per_s = float(re.match(r"[\d.]+", tokenising["measured"])[0])  # slow where other tests take the cores
     happened, _, rest = tokenising["here"].partition(", ")
     assert rest == "by the rate; 120 GB did not run"
-    assert mb_per_s == 0.28 or happened == ("confirmed" if mb_per_s < 0.28 else "not confirmed")
+    told = "confirmed" if mb_per_s < 0.28 else "not confirmed"
+    assert mb_per_s == 0.28 or happened == told or happened.startswith("not judged: the machine was busy")
     assert streaming["here"] == "not confirmed"
     assert streaming["measured"].startswith("5 of 5 steps under ZeRO 3, finished")
-    assert memory["here"] == nodes["here"].partition(":")[0] == zero3["here"] == reported["here"] == "did not run"
+    assert memory["here"] == nodes["here"].partition(":")[0] == zero3["here"] == unlearned["here"] == "did not run"
     assert memory["measured"] == "this machine enforces no limit"
     assert "opt-350m: up to micro-batch 4 without ZeRO, 8 under ZeRO 3" in memory["predicted"]
     assert "opt-125m on V100 16GB: " in nodes["predicted"]
-    assert scaling["here"] == ("confirmed" if speedup < 1.9 else "not confirmed")
+    speedup = cells[0].step_ms / cells[1].step_ms
+    assert scaling["here"] == wb.sweeps.verdict(speedup < 1.9, cells)
     assert f"{speedup:.2f} times as fast" in scaling["measured"]
     assert rescue["here"] == "confirmed"
 
@@ -55,8 +59,8 @@ def check_streaming(runs: dict[str, wb.Run], document: Document) -> None:
         assert row["tokens/s"] == f"{4 * 32 / np.median(history.step_ms[1:]) * 1e3:,.0f}"
 
 
-def check_scaling(folder: Path, document: Document) -> float:
-    """Check the section on ZeRO, and return how many times as fast two devices were as one."""
+def check_scaling(folder: Path, document: Document) -> list[MeasuredCell]:
+    """Check the section on ZeRO, and return the cells of one device and of two."""
     grids = sorted(
         (wb.sweeps.load_grid(file.parent).cells() for file in folder.glob("*/grid.json")), key=lambda c: c[0].plan.world
     )
@@ -74,7 +78,7 @@ def check_scaling(folder: Path, document: Document) -> float:
     words = document.printed("def additions")
     assert len(re.findall(r"Predicted: .*V100 16GB, 64 devices under ZeRO 3: \d+% of linear", words)) == 2
     assert words.count("exposed communication +") == 2
-    return one.step_ms / two.step_ms
+    return [one, two]
 
 
 def check_what_does_not_fit(document: Document) -> None:
@@ -105,6 +109,14 @@ def check_rescue(folder: Path, document: Document) -> None:
     assert "OPTForCausalLM" in exported
     for name in ("tried_first", "rescued"):
         assert "Hello! I am" in document.cell(f"{name}.samples()").outputs[-1]["data"]["text/html"]
+
+
+def reported(text: str) -> list[dict[str, str]]:
+    """Return the rows of the table of a report as text, by the names of its columns."""
+    head, *lines = text.split("\n\n")[-1].splitlines()
+    starts = [match.start() for match in re.finditer(r"(?:^|(?<=  ))\S", head)]
+    cells = [[line[a:b].strip() for a, b in itertools.pairwise([*starts, None])] for line in (head, *lines)]
+    return [dict(zip(cells[0], each, strict=True)) for each in cells[1:]]
 
 
 def rows(text: str) -> list[dict[str, str]]:

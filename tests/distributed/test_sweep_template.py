@@ -25,4 +25,4 @@ def test_the_template_trains_compares_and_judges_by_held_out_loss(tmp_path, monk
     assert {trace["meta"] for trace in bands["data"]} == {"band", "mean"}
     assert document.figures("wb.live(sweep.best()[0])")
     assert "My fellow" in str(document.cell("wb.live(sweep.best()[0])").outputs)
-    assert "90% interval" in str(document.cell("wb.contrast(sweep)").outputs)
+    assert "90% interval" in str(document.cell("contrast = wb.contrast(sweep)").outputs)

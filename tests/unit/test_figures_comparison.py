@@ -13,7 +13,7 @@ from workbench.analysis.curve import Curve, Scatter
 from workbench.analysis.seed_contrast import contrast_seeds
 from workbench.base.errors import UnknownParameter
 from workbench.figures.curves_view import loss_curves
-from workbench.figures.run_views import differences
+from workbench.figures.run_views import contrast_report, differences
 from workbench.figures.run_views import draw_contrast as drawn
 from workbench.runs.loss_basis import loss_basis, why_not_compared
 
@@ -101,7 +101,7 @@ def test_one_seed_each_is_told_apart_only_by_how_far_seeds_scatter() -> None:
         assert standing.sure is found.differences[0].distinguishable is sure
         assert words in str(standing)
         assert words in found.differences[0].describe()
-        assert words in found.to_html()
+        assert words in contrast_report(found).to_html()
         assert ("train each with three seeds" in repr(found)) is (scatter is None)
     assert found.differences[0].margin == pytest.approx(0.789, abs=1e-3)
     assert "seeds scatter by 0.3 as given, which alone parts two runs by up to 0.79" in repr(found)
@@ -156,7 +156,7 @@ def test_what_differs_is_named_by_its_place_and_nothing_else_is() -> None:
 
 def test_a_contrast_shows_itself_without_markup_of_the_users() -> None:
     found = contrast_curves([curve("<b>a"), curve("c", seed=1)], [{"x": "<i>"}, {"x": "y"}])
-    page = found.to_html()
+    page = contrast_report(found).to_html()
     assert "&lt;b&gt;a" in page
     assert "<i>" not in page
     assert "at equal tokens" in repr(found)
@@ -216,7 +216,7 @@ def test_losses_that_are_measured_on_different_things_get_no_verdict_anywhere(sa
     runs = [run("a", BERT, 5.0), run("b", {**BERT, **changes}, 8.0)]
     found = contrast_curves(runs, scatter=Scatter(0.01, np.inf))
     assert said in repr(found).splitlines()[0]
-    assert said in found.to_html().partition("</p>")[0]
+    assert said in found.headline
     assert found.differences == ()
     assert not any(standing.sure or "lower" in str(standing) for standing in found.standings)
     assert said in in_one_line(drawn(found).layout.title.subtitle.text)
@@ -285,3 +285,59 @@ def test_dozens_of_factors_of_a_rule_are_one_row() -> None:
     [one] = setting_differences([{"rate_scale": {"*": 1.0}}, {"rate_scale": {"*": 0.5}}])
     assert one == ("rate_scale.*", ("1.0", "0.5"))
     assert setting_differences([{"gathers": False}, {}]) == ()
+
+
+def test_a_headline_is_one_sentence_with_the_difference_that_the_table_has_at_equal_cost() -> None:
+    runs = [line("a", 1.0, 5.0), line("b", 1.0, 5.5, seed=7)]
+    for scatter, told, verdict in (
+        (None, "with one seed each, this cannot tell which recipe is better.", "one seed each: cannot tell"),
+        (Scatter(0.1, np.inf), "more than seeds alone part two runs (up to 0.26).", "a is lower"),
+        (Scatter(0.3, np.inf), "too close to call: seeds alone part two runs (up to 0.79).", "too close to call"),
+    ):
+        found = contrast_curves(runs, scatter=scatter)
+        head, rows = found.table
+        assert head == ("training loss at equal", "", "a", "b", "difference", "verdict")
+        assert [row[0] for row in rows] == ["tokens", "FLOPs"]
+        by = rows[0][4].removeprefix("+")
+        assert by == "0.501 ± 0.011"
+        assert rows[0][-1] == verdict
+        start = "At equal tokens (15 M tokens), the training loss of a is "
+        assert found.headline.startswith(f"{start}{by} below that of b; ")
+        assert found.headline.endswith(told)
+        assert found.headline.count(". ") == 0, "one sentence"
+    apart = contrast_curves([*runs, line("c", 1.0, 5.7, seed=9)], scatter=Scatter(0.1, np.inf))
+    assert "a has the lowest training loss of 3 runs" in apart.headline
+    assert [row[2:] for row in apart.table[1]][1] == (
+        "c",
+        "4.0077 ± 0.0049",
+        "4.7097 ± 0.0059",
+        "+0.7019 ± 0.0091",
+        "a is lower",
+    )
+
+
+def test_the_table_and_the_difference_agree_where_the_noise_is_wider_than_the_seeds_scatter() -> None:
+    """Both compare the distance with the larger of the two."""
+    runs = [line("a", 1.0, 5.0, noise=1.0), line("b", 1.0, 5.05, noise=1.0, seed=7)]
+    found = contrast_curves(runs, scatter=Scatter(1e-4, np.inf))
+    assert abs(found.differences[0].value[-1]) > 1e-3
+    assert not found.differences[0].distinguishable
+    assert found.table[1][0][-1] == found.standings[0].verdict == "too close to call"
+
+
+def test_a_report_shows_a_sentence_a_picture_and_a_table_and_folds_the_rest(monkeypatch) -> None:
+    shown = []
+    monkeypatch.setattr("IPython.display.display", lambda value, **_: shown.append(value))
+    report = contrast_report(contrast_curves([line("<b>a", 1.0, 5.0), line("b", 1.0, 5.5)]))
+    report._ipython_display_()
+    headline, picture, rest = shown
+    assert headline["text/html"].count("<p") == 1
+    assert "&lt;b&gt;a" in headline["text/html"]
+    assert picture is report.picture
+    opened, folded = rest["text/html"].split("<details>")
+    assert opened.startswith("<table")
+    assert "cannot tell" in opened
+    assert "the curves do not cross" in folded
+    assert "<b>a" not in opened + folded
+    assert headline["text/plain"] not in rest["text/plain"]
+    assert repr(report).startswith(headline["text/plain"])

@@ -18,7 +18,7 @@ from workbench.analysis.seed_contrast import (
 )
 from workbench.base.errors import InvalidArgument, InvalidExperiment, UnknownParameter
 from workbench.figures.figure import picture
-from workbench.figures.run_views import draw_contrast
+from workbench.figures.run_views import contrast_report, draw_contrast
 from workbench.record.rundir import RunDir, write_json, write_record
 from workbench.sparsity import Dynamic, Static
 from workbench.sweeps.queue import Entry, QueueDir, Result
@@ -46,7 +46,7 @@ def test_a_difference_larger_than_the_seeds_spread_is_told_from_one_that_is_not(
     assert not unclear.distinguishable
     assert "a is lower than b" in repr(found)
     assert "c and a are too close to call" in repr(found)
-    assert found.to_html().count("too close to call") == 3
+    assert [row[-1] for row in found.table[1]].count("too close to call") == 3
     points = [trace for trace in draw_contrast(found).data if trace.error_x.array is not None]
     assert [trace.x[0] for trace in points] == pytest.approx([item.value for item in found.differences[:2]])
     assert {trace.y[1][0] for trace in points} == {"equal tokens, FLOPs, device-hours"}, "one row where they are equal"
@@ -90,7 +90,7 @@ def test_seeds_that_ended_alike_cannot_tell_and_no_interval_is_invented() -> Non
     assert not any(item.distinguishable for item in found.differences)
     assert "the seeds of b and of a ended alike: cannot tell" in repr(found)
     assert "(+1, 90% interval" not in repr(found)
-    assert "±" not in found.to_html()
+    assert "±" not in repr(contrast_report(found))
     assert picture(draw_contrast(found)).startswith(b"\x89PNG")
 
 

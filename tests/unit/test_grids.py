@@ -233,3 +233,21 @@ def test_a_prediction_that_is_the_same_for_all_cells_earns_neither_correlation_n
     found = MeasuredGrid.__new__(MeasuredGrid)
     assert found.rank_correlation == pytest.approx(correlation, nan_ok=True)
     assert found.regret == pytest.approx(regret)
+
+
+def test_a_time_that_was_measured_on_a_busy_machine_decides_nothing():
+    step_ms = ONE.prediction.step_ms
+
+    def cells(times: float, load: float = 1.0) -> list[MeasuredCell]:
+        return [
+            dataclasses.replace(measured(plan, times * plan.prediction.step_ms), load=load) for plan in (ONE, *REPLICAS)
+        ]
+
+    judged = {(times, load): wb.sweeps.verdict(True, cells(times, load)) for times in (1.0, 4.2) for load in (1.0, 4.5)}
+    assert judged[1.0, 1.0] == "confirmed"
+    assert judged[1.0, 4.5] == judged[4.2, 4.5] == "not judged: the machine was busy (4.5 processes wanted each core)"
+    assert "the median step took 4.2 times as long as predicted" in judged[4.2, 1.0]
+    assert wb.sweeps.verdict(False, [*cells(1.0), measured(ONE, 9 * step_ms)]) == "not confirmed", "one is an exception"
+    assert wb.sweeps.verdict(None, cells(4.2, 4.5)) == "did not run"
+    assert wb.sweeps.verdict(False, load=2.0).startswith("not judged: the machine was busy (2.0 ")
+    assert wb.sweeps.verdict(False, cells(0.5)) == "not confirmed", "other work makes no step shorter"

@@ -1,5 +1,6 @@
 """What `notebooks/` holds was really run, is small, and can be read again."""
 
+import ast
 import base64
 import io
 import json
@@ -52,3 +53,12 @@ def test_a_recorded_run_can_be_shown_again(path):
     assert len(run.history()) == run.row()["step"] > 0
     assert run.plan.prediction.step_ms > 0
     assert wb.runs.summary(run).rows[0][0] == path.name
+
+
+@pytest.mark.parametrize("path", sorted((ROOT / "templates").glob("*.ipynb")), ids=lambda path: path.stem)
+def test_every_template_ends_in_a_report_which_alone_opens_its_page(path):
+    cells = [cell for cell in json.loads(path.read_text())["cells"] if cell["cell_type"] == "code"]
+    assert [cell is cells[-1] for cell in cells if "answer" in cell["metadata"].get("tags", ())] == [True]
+    [shown] = ast.parse("".join(cells[-1]["source"])).body[-1:]
+    assert ast.unparse(shown).startswith("wb.figures.Report(")
+    assert len(shown.value.args) >= 3, "a headline, a picture and a table"

@@ -7,7 +7,7 @@ without that, one seed each cannot tell, and nothing is called lower.
 
 from __future__ import annotations
 
-import html
+import itertools
 import math
 from collections import Counter
 from collections.abc import Mapping, Sequence
@@ -35,7 +35,7 @@ from workbench.analysis.curve import (
     smoothed_line,
     why_curves_do_not_compare,
 )
-from workbench.base.display import html_table
+from workbench.base.display import Table
 from workbench.base.errors import UnknownParameter
 from workbench.base.units import gib
 
@@ -79,9 +79,14 @@ class Interval:
     low: float
     high: float
 
+    @property
+    def half_width(self) -> float:
+        """Half of the interval; NaN if it is unknown."""
+        return (self.high - self.low) / 2
+
     def describe(self) -> str:
         """Return the value with half of its interval, both to the second digit of the half."""
-        return with_margin(self.value, (self.high - self.low) / 2)
+        return with_margin(self.value, self.half_width)
 
 
 def with_margin(value: float, half: float, sign: str = "") -> str:
@@ -168,26 +173,51 @@ class Standing:
     at: float
     losses: Mapping[str, Interval]
     """Loss of each run, with the noise along its curve."""
-    best: str
+    differences: Mapping[str, Interval]
+    """Loss of each other run minus that of the first, with the noise along the two curves."""
     margin: float | None
     """Largest distance of the ends of two runs of one recipe; None without a scatter between seeds."""
     compares: bool = True
     """False if the losses are measured on different things."""
 
     @property
+    def best(self) -> str:
+        """The name of the run with the lowest loss."""
+        return min(self.losses, key=lambda name: self.losses[name].value)
+
+    @property
     def sure(self) -> bool:
-        """True if the second is further behind than seeds alone would part two runs of one recipe."""
-        first, *others = sorted(loss.value for loss in self.losses.values())
-        return self.compares and self.margin is not None and (not others or others[0] - first > self.margin)
+        """True if all others are further behind than seeds, or the noise along the curves, part runs of one recipe."""
+        return self.compares and all(self.told_apart(self.best, name) for name in self.losses if name != self.best)
+
+    def told_apart(self, one: str, other: str) -> bool:
+        """Return True if two runs are further apart than seeds, or the noise along their curves, part such runs."""
+        if self.margin is None:
+            return False
+        apart = abs(self.losses[one].value - self.losses[other].value)
+        first = next(iter(self.losses))
+        if first in (one, other):
+            noise = self.differences[other if one == first else one].half_width
+        else:
+            noise = math.hypot(self.losses[one].half_width, self.losses[other].half_width)
+        return bool(apart > np.fmax(self.margin, noise))
 
     @property
     def verdict(self) -> str:
         """The best run and whether its recipe is better, in words."""
+        return self._in_words(self.sure, self.best)
+
+    def verdict_on(self, other: str) -> str:
+        """Return which of the first run and another is lower, and whether their recipes are told apart, in words."""
+        first = next(iter(self.losses))
+        return self._in_words(self.told_apart(first, other), min(first, other, key=lambda run: self.losses[run].value))
+
+    def _in_words(self, sure: bool, lower: str) -> str:
         if not self.compares:
             return DO_NOT_COMPARE
         if self.margin is None:
             return NOT_TIMED if self.axis in TIMED_AXES else CANNOT_TELL
-        return f"{self.best} is lower" if self.sure else TOO_CLOSE
+        return f"{lower} is lower" if sure else TOO_CLOSE
 
     def __str__(self) -> str:
         order = sorted(self.losses, key=lambda name: self.losses[name].value) if self.compares else list(self.losses)
@@ -219,18 +249,13 @@ def difference(
     begin, end, points = _shared_stretch([first, second], x)
     grid, width = np.linspace(begin, end, GRID_POINTS), _width(first, end)
     (own, loss), (others, other_loss) = (finite_points(*each, MAX_POINTS) for each in points)
-    if paired := np.array_equal(points[0][0], points[1][0]):
+    if np.array_equal(points[0][0], points[1][0]):
         line = smoothed_line(own, loss - other_loss, width).at(grid, own)
     else:
         line = smoothed_line(own, loss, width).at(grid, own)
         line = line.minus(smoothed_line(others, other_loss, width).at(grid, others))
-    (at, loss), (other_at, other_loss) = points  # at the end from every point, as in every table
-    if paired:
-        last = end_of(at, loss - other_loss, width)
-    else:
-        last = end_of(at, loss, width).minus(end_of(other_at, other_loss, width))
     value, half = line.value.copy(), line.half_width()
-    value[-1], half[-1] = last.value[0], last.half_width()[0]
+    value[-1], half[-1] = _difference_at_end(points[0], points[1], width)
     low, high = value - half, value + half
     # Where the value last passes through zero, between the places where the edges of its band do: the edge that faces
     # zero before the crossing, and the one that faces it after.
@@ -242,6 +267,16 @@ def difference(
         crossover = Interval(cross, early, late)
     known = None if x in TIMED_AXES else scatter
     return Difference((first.name, second.name), x, grid, value, low, high, crossover, known, loss_name(first))
+
+
+def _difference_at_end(first: tuple[Array, Array], second: tuple[Array, Array], width: float) -> tuple[float, float]:
+    """Return the loss of one run minus that of another at their end, from every point, and half of its interval."""
+    (x, loss), (other_x, other_loss) = first, second
+    if np.array_equal(x, other_x):
+        last = end_of(x, loss - other_loss, width)
+    else:
+        last = end_of(x, loss, width).minus(end_of(other_x, other_loss, width))
+    return float(last.value[0]), float(last.half_width()[0])
 
 
 def loss_name(curve: Curve) -> str:
@@ -281,9 +316,12 @@ def standings(curves: Sequence[Curve], scatter: Scatter | None = None, compares:
             line = end_of(x, loss, _width(curve, end))
             value, half = float(line.value[0]), float(line.half_width()[0])
             losses[curve.name] = Interval(value, value - half, value + half)
-        best = min(losses, key=lambda name: losses[name].value)
+        apart = dict[str, Interval]()
+        for curve, own in zip(curves[1:], points[1:], strict=True):
+            value, half = _difference_at_end(own, points[0], _width(curves[0], end))
+            apart[curve.name] = Interval(value, value - half, value + half)
         margin = None if scatter is None or axis in TIMED_AXES else scatter.half_width()
-        results.append(Standing(axis, end, losses, best, margin, compares))
+        results.append(Standing(axis, end, losses, apart, margin, compares))
     return tuple(results)
 
 
@@ -367,34 +405,65 @@ class Contrast:
     """`Held-out loss` or `Training loss`: the losses that are compared."""
 
     def __repr__(self) -> str:
-        lines = [self.incomparable] if self.incomparable else []
-        lines += [f"{self.loss} {standing}" for standing in self.standings]
+        lines = [self.headline, *(f"{self.loss} {standing}" for standing in self.standings)]
         lines += [item.describe() for item in self.differences]
         lines += [f"{name}: {' | '.join(values)}" for name, values in self.settings]
         return "\n".join([*lines, *self._advice()])
+
+    @property
+    def headline(self) -> str:
+        """The sentence that says what was found."""
+        if self.incomparable or not self.differences:
+            return self.incomparable or f"{self.names[0]} alone is no comparison."
+        others = self.names[1:]
+        item, axis = self.differences[0], X_AXES[self.differences[0].axis]
+        start, loss = f"At equal {axis.label} ({axis.describe(float(item.x[-1]))})", self.loss.lower()
+        if others[1:]:
+            [standing] = [each for each in self.standings if each.axis == item.axis]
+            words = f"{start}, {standing.best} has the lowest {loss} of {len(self.names)} runs"
+            words += f", {standing.losses[standing.best].describe()}"
+            sure, apart, margin = standing.sure, "the best two differ", standing.margin
+        else:
+            below, above = item.names if item.value[-1] < 0 else item.names[::-1]
+            by = with_margin(abs(float(item.value[-1])), float(item.high[-1] - item.low[-1]) / 2)
+            words = f"{start}, the {loss} of {below} is {by} below that of {above}"
+            sure, apart, margin = item.distinguishable, "that is", item.margin
+        if margin is None:
+            why = (
+                NOT_TIMED if item.axis in TIMED_AXES else "with one seed each, this cannot tell which recipe is better"
+            )
+            return f"{words}; {why}."
+        told = (
+            f"{apart} more than seeds alone part two runs" if sure else "too close to call: seeds alone part two runs"
+        )
+        return f"{words}; {told} (up to {margin:.2g})."
+
+    @property
+    def table(self) -> Table:
+        """Both losses, their difference and a verdict, in a row for each axis and each run but the first."""
+        (first, *others), rows = self.names, list[tuple[str, ...]]()
+        for item, other in itertools.product(self.standings, others):
+            axis, apart = X_AXES[item.axis], item.differences[other]
+            losses = [item.losses[name].describe() for name in (first, other)]
+            difference = with_margin(apart.value, apart.half_width, "+") if item.compares else "–"
+            named = [other] if others[1:] else []
+            rows.append((axis.label, axis.describe(item.at), *named, *losses, difference, item.verdict_on(other)))
+        runs = ("run", first, "its loss") if others[1:] else self.names
+        return (f"{self.loss.lower()} at equal", "", *runs, "difference", "verdict"), rows
+
+    @property
+    def details(self) -> list[str | Table]:
+        """Sentences on what the verdicts rest on and where curves cross, and a table of the settings that differ."""
+        sentences = [f"{item.describe()}." for item in self.differences] + self._advice()
+        if not self.settings:
+            return [*sentences, "Their experiments, plans and environments agree."]
+        return [*sentences, (("what differs", *self.names), [(name, *values) for name, values in self.settings])]
 
     def _advice(self) -> list[str]:
         """Return what would tell the recipes apart, if one seed each cannot."""
         return (
             [ADVICE] if any(item.scatter is None and item.axis not in TIMED_AXES for item in self.differences) else []
         )
-
-    def to_html(self) -> str:
-        """Return standings and settings as HTML tables, every name escaped."""
-        rows = list[tuple[str, ...]]()
-        for item in self.standings:
-            losses = (item.losses[name].describe() for name in self.names)
-            axis = X_AXES[item.axis]
-            rows.append((axis.label, axis.describe(item.at), *losses, item.verdict))
-        page = f"<p><b>{html.escape(self.incomparable)}</b></p>" if self.incomparable else ""
-        page += html_table((f"{self.loss.lower()} at equal", "", *self.names, "verdict"), rows)
-        sentences = [f"{item.describe()}." for item in self.differences]
-        notes = [*sentences, *self._advice()]
-        page += "".join(f"<p>{html.escape(note)}</p>" for note in notes)
-        if not self.settings:
-            return f"{page}<p>Their experiments, plans and environments agree.</p>"
-        settings = html_table(("what differs", *self.names), ((name, *values) for name, values in self.settings))
-        return f"{page}{settings}"
 
 
 def contrast_curves(

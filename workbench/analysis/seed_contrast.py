@@ -11,7 +11,6 @@ where enough degrees of freedom are left.
 
 from __future__ import annotations
 
-import html
 import itertools
 import math
 from collections import Counter
@@ -36,6 +35,7 @@ from workbench.analysis.contrast import (
 )
 from workbench.analysis.curve import (
     CONFIDENCE,
+    COST_AXES,
     SMOOTHING,
     X_AXES,
     Array,
@@ -54,7 +54,7 @@ from workbench.analysis.curve import (
     why_curves_do_not_compare,
 )
 from workbench.base.arguments import checked_arguments
-from workbench.base.display import html_table
+from workbench.base.display import Table
 from workbench.base.errors import InvalidArgument, InvalidExperiment, UnknownParameter
 from workbench.base.units import count
 from workbench.experiment import values_by_name
@@ -64,8 +64,6 @@ from workbench.runs.run import Run
 from workbench.sparsity import from_json
 from workbench.sweeps.sweep import Sweep
 
-AXES = ("tokens", "flops", "gpu_hours")
-"""Axes at whose equal values configurations are compared."""
 Points = tuple[Array, Array]
 """Positions and losses of one run."""
 
@@ -111,20 +109,23 @@ class SeedDifference:
         """True if the interval does not contain zero."""
         return abs(self.value) > self.margin
 
-    def describe(self) -> str:
-        """Return the difference in words."""
-        axis, (first, second) = X_AXES[self.axis], self.names
-        seeds = f"{self.seeds[0]} and {self.seeds[1]} seeds"
+    @property
+    def told(self) -> str:
+        """The words that say which of the two is lower, of a metric which is higher, or that this cannot be told."""
+        first, second = self.names
         below, above = self.names if self.value < 0 else (second, first)
         if self.distinguishable:
-            told = f"{below} is lower than {above}" if self.metric is None else f"{above} is higher than {below}"
-        elif self.scatter:
-            told = f"{first} and {second} are too close to call"
-        else:
-            told = f"the seeds of {first} and of {second} ended alike: cannot tell how far another seed would move them"
+            return f"{below} is lower than {above}" if self.metric is None else f"{above} is higher than {below}"
+        if self.scatter:
+            return f"{first} and {second} are too close to call"
+        return f"the seeds of {first} and of {second} ended alike: cannot tell how far another seed would move them"
+
+    def describe(self) -> str:
+        """Return the difference in words."""
+        axis, seeds = X_AXES[self.axis], f"{self.seeds[0]} and {self.seeds[1]} seeds"
         known = f", {CONFIDENCE:.0%} interval, {seeds}, {self.scatter.describe()}" if self.scatter else f", {seeds}"
         difference = with_margin(self.value, self.margin, "+") + known
-        return f"at equal {axis.label} ({axis.describe(self.at)}): {told} ({difference})"
+        return f"at equal {axis.label} ({axis.describe(self.at)}): {self.told} ({difference})"
 
 
 @dataclass(frozen=True)
@@ -134,7 +135,7 @@ class SeedContrast:
     loss: str
     """The compared quantity: `Held-out loss`, `Training loss`, or `Held-out` and the name of a metric."""
     differences: tuple[SeedDifference, ...]
-    """Difference of each other configuration to the first, at equal tokens, FLOPs and device-hours."""
+    """Difference of each other configuration to the first, at equal tokens, FLOPs, device-hours and time."""
     incomparable: str | None = None
     """Sentence on why the losses do not compare; then there are no differences."""
 
@@ -143,21 +144,48 @@ class SeedContrast:
             return self.incomparable
         return "\n".join([f"{self.loss}, intervals over the seeds:", *(item.describe() for item in self.differences)])
 
-    def to_html(self) -> str:
-        """Return the differences as an HTML table, every name escaped."""
+    @property
+    def headline(self) -> str:
+        """The sentence that says what was found."""
         if self.incomparable:
-            return f"<p><b>{html.escape(self.incomparable)}</b></p>"
-        head = ("configuration", "compared with", "at equal", "", "losses", f"difference ({CONFIDENCE:.0%} interval)")
-        rows = []
+            return self.incomparable
+        item, axis = self.differences[0], X_AXES[self.differences[0].axis]
+        same = [each for each in self.differences if each.axis == item.axis]
+        if not same[1:]:
+            sign, words = ("", "by") if item.distinguishable else ("+", "a difference of")
+            by = with_margin(abs(item.value) if item.distinguishable else item.value, item.margin, sign)
+            how = f"{words} {by}, {CONFIDENCE:.0%} interval" if item.scatter else f"{words} {by}"
+            seeds = f"{item.seeds[0]} and {item.seeds[1]} seeds"
+            start = f"{self.loss} at equal {axis.label} ({axis.describe(item.at)})"
+            return f"{start}: {item.told} ({how}, {seeds})."
+        told = [each for each in same if each.distinguishable]
+        lower = sum(each.value < 0 for each in told)
+        return (
+            f"{self.loss} at equal {axis.label}: of {len(same)} configurations beside {item.names[1]}, {lower} end "
+            f"lower, {len(told) - lower} higher, and {len(same) - len(told)} cannot be told from it."
+        )
+
+    @property
+    def table(self) -> Table:
+        """Both means, their difference and a verdict, in a row for each axis and each other configuration."""
+        rows, pairs = list[tuple[str, ...]](), {item.names for item in self.differences}
         for item in self.differences:
-            axis = X_AXES[item.axis]
-            lower = "lower" if item.value < 0 else "higher"
+            axis, lower = X_AXES[item.axis], "lower" if item.value < 0 else "higher"
             verdict = lower if item.distinguishable else "too close to call" if item.scatter else "cannot tell"
-            losses = " and ".join(f"{mean:.4g} (n={n})" for mean, n in zip(item.means, item.seeds, strict=True))
+            names = item.names if len(pairs) > 1 else ()
+            means = [f"{mean:.4g} (n={n})" for mean, n in zip(item.means, item.seeds, strict=True)]
             scatter = f"{item.scatter.deviation:.2g} {item.scatter.source}" if item.scatter else "none"
-            at = (axis.label, axis.describe(item.at))
-            rows.append((*item.names, *at, losses, with_margin(item.value, item.margin, "+"), scatter, verdict))
-        return html_table((*head, "scatter of seeds", "verdict"), rows)
+            difference = with_margin(item.value, item.margin, "+")
+            rows.append((axis.label, axis.describe(item.at), *names, *means, difference, scatter, verdict))
+        several = ("configuration", "compared with", "its mean", "the other's mean")
+        titles = next(iter(pairs)) if len(pairs) == 1 else several
+        head = (f"{self.loss.lower()} at equal", "", *titles, f"difference ({CONFIDENCE:.0%} interval)")
+        return (*head, "scatter of seeds", "verdict"), rows
+
+    @property
+    def details(self) -> list[str | Table]:
+        """A sentence for each difference."""
+        return [f"{item.describe()}." for item in self.differences]
 
 
 def seed_groups(described: Sequence[Mapping[str, object]]) -> list[list[int]]:
@@ -241,7 +269,7 @@ def contrast_seeds(
     compared = {name: [next(curves) for _ in runs] for name, runs in groups.items()}
     first, *others = compared
     differences = []
-    for axis in AXES:
+    for axis in COST_AXES:
         for other in others:
             rest = [runs for name, runs in compared.items() if name not in (other, first)]
             table = [
@@ -407,7 +435,7 @@ def _scatter(
 
 def _parameters(facts: Mapping[str, Any]) -> int:
     """Return the number of parameters of a run's model by its plan, 0 without one."""
-    return sum(stage["parameters"] for stage in facts["plan"].get("stages", ()))
+    return sum(each["parameters"] - each.get("tied_parameters", 0) for each in facts["plan"].get("stages", ()))
 
 
 def _last_losses(curves: Sequence[Curve], metric: str | None = None) -> list[float]:

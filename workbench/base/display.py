@@ -126,6 +126,10 @@ def _shell() -> Any:
 STYLE = "text-align:left;vertical-align:top;padding:2px 10px"
 
 
+Table = tuple[Sequence[str], Sequence[Sequence[str]]]
+"""Titles of the columns, and the rows."""
+
+
 class Html(str):
     """HTML for a cell, which is not escaped: whoever makes one escapes what is in it."""
 

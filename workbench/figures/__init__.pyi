@@ -5,6 +5,7 @@ from .figure import save as save
 from .figure import save_html as save_html
 from .norms_view import magnitudes as magnitudes
 from .norms_view import norms as norms
+from .run_views import Report as Report
 from .run_views import exploration as exploration
 from .run_views import ladder as ladder
 from .run_views import pair_difference as pair_difference

@@ -6,9 +6,10 @@ and of scaling laws follow.
 
 from __future__ import annotations
 
+import html
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from itertools import cycle
 from typing import Any
 
@@ -22,6 +23,7 @@ from workbench.analysis.pareto import ParetoPoint, pareto_front, pareto_points
 from workbench.analysis.parity import Parity
 from workbench.analysis.seed_contrast import SeedContrast, SeedDifference
 from workbench.base.arguments import checked_arguments
+from workbench.base.display import Table, html_table, text_table
 from workbench.base.errors import InvalidArgument
 from workbench.base.units import count
 from workbench.experiment import Experiment
@@ -244,6 +246,53 @@ def draw_exploration(patterns: Mapping[str, Patterns]) -> Figure:
     return figure.with_legend_below(380, "How the patterns explore", words)
 
 
+# A result is shown as one sentence, a picture and a table; what else there is to know is folded.
+
+
+@dataclass(frozen=True)
+class Report:
+    """A result as a notebook and its page show it: a sentence, the picture, a table, and details that are folded.
+
+    Args:
+        headline: what was found, in one sentence.
+        picture: the figure that shows it.
+        table: titles of the columns, and rows of texts.
+        details: sentences and further tables on what the result rests on.
+
+    Examples:
+        >>> contrast = wb.contrast(runs)
+        >>> report = wb.figures.Report(contrast.headline, wb.compare(runs), contrast.table, contrast.details)
+        >>> print(report.headline)
+    """
+
+    headline: str
+    picture: go.Figure | None = None
+    table: Table = ((), ())
+    details: Sequence[str | Table] = ()
+
+    def __repr__(self) -> str:
+        parts = [f"- {part}" if isinstance(part, str) else text_table([part[0], *part[1]]) for part in self.details]
+        return "\n\n".join(filter(None, [self.headline, text_table([self.table[0], *self.table[1]]), "\n".join(parts)]))
+
+    def to_html(self) -> str:
+        """Return the table and the folded details as HTML, every text escaped."""
+        sentences = "".join(f"<li>{html.escape(part)}</li>" for part in self.details if isinstance(part, str))
+        tables = "".join(html_table(*part) for part in self.details if not isinstance(part, str))
+        folded = f"<details><summary>details</summary><ul>{sentences}</ul>{tables}</details>" if self.details else ""
+        return (html_table(*self.table) if self.table[1] else "") + folded
+
+    def _ipython_display_(self) -> None:
+        from IPython.display import display
+
+        opening = f'<p style="font-size: 1.15em"><b>{html.escape(self.headline)}</b></p>'
+        display({"text/html": opening, "text/plain": self.headline}, raw=True)
+        if self.picture is not None:
+            display(self.picture)
+        rest = repr(replace(self, headline="")).strip()
+        if rest:
+            display({"text/html": self.to_html(), "text/plain": rest}, raw=True)
+
+
 # A contrast has differences of curves with their bands, or differences of configurations over their seeds.
 
 NAME_LETTERS = 20
@@ -264,13 +313,10 @@ def draw_contrast(compared: Contrast | SeedContrast) -> Figure:
     return seed_differences(compared) if isinstance(compared, SeedContrast) else differences(compared.differences)
 
 
-def show_contrast(compared: Contrast | SeedContrast) -> None:
-    """Show a contrast in a notebook: its figure and its tables."""
-    from IPython.display import HTML, display
-
-    if compared.differences or compared.incomparable:
-        display(draw_contrast(compared))
-    display(HTML(compared.to_html()))
+def contrast_report(compared: Contrast | SeedContrast) -> Report:
+    """Return a contrast as a notebook shows it."""
+    drawn = draw_contrast(compared) if compared.differences or compared.incomparable else None
+    return Report(compared.headline, drawn, compared.table, compared.details)
 
 
 def differences(items: Sequence[Difference]) -> Figure:

@@ -10,6 +10,7 @@ import html
 import itertools
 import math
 import os
+import statistics
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -24,6 +25,7 @@ from workbench.base.units import duration, gib, plain
 from workbench.cost.hardware import TIMED, Cluster
 from workbench.cost.profile import Profile
 from workbench.experiment import PATHS, Experiment
+from workbench.measure.detection import DISAGREEMENT
 from workbench.planning.plan import Plan
 from workbench.planning.planner import profile_and_cluster
 from workbench.planning.request import Request, memory_limit_bytes, within_limits_of_optimizer
@@ -400,7 +402,8 @@ class MeasuredCell:
     peak_bytes: int | None = None
     """Measured memory of the fullest device; None unless its run finished."""
     load: float = 0.0
-    """Processes that wanted each core in the minute before the run (load average over cores); 0 if unknown."""
+    """Processes that wanted each core in the minute before the run, or before the next one, whichever is more (load
+    average over cores); 0 if unknown."""
 
     @property
     def predicted_ms(self) -> float:
@@ -436,7 +439,9 @@ class MeasuredGrid(Queue):
 
     def cells(self) -> tuple[MeasuredCell, ...]:
         """Return the cells of the queue in its order, measured or not."""
-        return tuple(map(self._cell, self.directory.queue(), self._plans))
+        cells = list(map(self._cell, self.directory.queue(), self._plans))
+        # The minute before a cell's run is that of the cell before it.
+        return tuple(replace(c, load=max(c.load, after.load)) for c, after in itertools.pairwise([*cells, cells[-1]]))
 
     def _cell(self, entry: Entry, plan: Plan) -> MeasuredCell:
         choices, result = self.directory.values(entry), self.directory.result(entry)
@@ -524,6 +529,33 @@ def contention(cells: Sequence[MeasuredCell]) -> str:
         f"The machine was busy when {len(busy)} of {len(cells)} cells were measured (up to {max(busy):.1f} processes "
         "for each core): measure again when it is idle."
     )
+
+
+@checked_arguments
+def verdict(holds: bool | None, cells: Sequence[MeasuredCell] = (), load: float = 0.0) -> str:
+    """Say whether a claim about times holds, unless other work on the machine may have decided it.
+
+    Args:
+        holds: whether it holds by what was measured; None if nothing was.
+        cells: the measured cells that it rests on.
+        load: number of processes that wanted each core during other measurements that it rests on.
+
+    Returns `confirmed`, `not confirmed`, `did not run`, or `not judged: …` where more than `BUSY` processes wanted each
+    core, or half of the cells took `DISAGREEMENT` times as long as predicted.
+
+    Examples:
+        >>> wb.sweeps.verdict(True, load=4.5)
+        'not judged: the machine was busy (4.5 processes wanted each core)'
+    """
+    if holds is None:
+        return "did not run"
+    load = max([load, *(cell.load for cell in cells)])
+    if load >= BUSY:
+        return f"not judged: the machine was busy ({load:.1f} processes wanted each core)"
+    times = statistics.median([cell.step_ms / cell.predicted_ms for cell in cells if cell.step_ms] or [1.0])
+    if times >= DISAGREEMENT:
+        return f"not judged: the median step took {times:.1f} times as long as predicted, as on a busy machine"
+    return "confirmed" if holds else "not confirmed"
 
 
 def _ranks(values: Sequence[float]) -> list[float]:
