@@ -116,7 +116,7 @@ def test_a_line_beyond_the_range_of_its_axis_is_cut_off() -> None:
 
 def test_the_stages_of_a_plan_stand_below_one_another_above_its_timeline() -> None:
     image = pixels(show_plan(plan()))
-    middles = [np.median(where(image, theme.series_color(stage))[:, 0]) for stage in range(4)]
+    middles = [np.median(where(image, theme.stage_color(stage, 4))[:, 0]) for stage in range(4)]
     assert middles == sorted(middles)
     assert np.median(where(image, theme.BACKWARD)[:, 0]) > middles[-1]
 

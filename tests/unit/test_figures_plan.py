@@ -6,6 +6,7 @@ import dataclasses
 import itertools
 import re
 from dataclasses import replace
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -15,7 +16,7 @@ from plan_values import plan_of
 
 from workbench.base.errors import UnknownParameter
 from workbench.base.tensors import TensorSpec
-from workbench.base.units import GIB, gib
+from workbench.base.units import GIB, count, gib
 from workbench.figures import theme
 from workbench.figures.plan_view import CHARACTER_SHARE, draw_partition, plan_mimebundle, show_plan
 from workbench.figures.theme import SUBTITLE_LETTERS, TITLE_LETTERS
@@ -113,9 +114,7 @@ def test_a_device_with_several_stages_shows_what_all_of_them_hold() -> None:
 def test_the_users_memory_limit_takes_the_place_of_the_devices() -> None:
     value = plan(4, 56, memory_limit_bytes=32 * GIB)
     figure = draw_partition(value)
-    assert [note.text for note in figure.layout.annotations] == [
-        f"your limit 32.0 GiB ({value.peak_bytes / 32 / GIB:.0%} used)"
-    ]
+    assert f"{value.peak_bytes / 32 / GIB:.0%} of your 32.0 GiB" in figure.layout.annotations[1].text
     assert figure.layout.shapes[0].x0 == 32.0
 
 
@@ -127,13 +126,10 @@ def test_the_total_of_each_stage_stands_beside_the_axis_where_no_limit_crosses_i
 
 
 def test_memory_is_labelled_where_the_label_fits() -> None:
-    for figure, factor in (
-        (draw_partition(plan(4, 56, memory_limit_bytes=32 * GIB)), 1),
-        (draw_partition(plan(4, 8)), 10),
-    ):
+    for figure in (draw_partition(plan(4, 56, memory_limit_bytes=32 * GIB)), draw_partition(plan(4, 8))):
         end = figure.layout.xaxis2.range[1]
         pairs = [pair for t in parts(figure, "memory") for pair in zip(t.x, t.text, strict=True)]
-        words = [f"{x / factor:.3g}" for x, _ in pairs]
+        words = [f"{x:.3g}" for x, _ in pairs]
         fits = [x >= CHARACTER_SHARE * end * len(word) for (x, _), word in zip(pairs, words, strict=True)]
         assert [text for _, text in pairs] == [word * fit for word, fit in zip(words, fits, strict=True)]
         assert {*fits} == {False, True}
@@ -143,24 +139,50 @@ def test_a_small_models_memory_is_counted_in_the_unit_of_its_total() -> None:
     value = plan(2, 8)
     small = replace(value, stages=tuple(replace(s, memory=Memory(0, 0, 0, 3 << 20, 0)) for s in value.stages))
     figure = draw_partition(small)
-    assert in_one_line(figure.layout.xaxis2.title.text) == "peak of one device (MiB)"
-    assert list(parts(figure, "scale")[0].x) == [3.0, 3.0]
+    assert in_one_line(figure.layout.xaxis2.title.text) == "peak of a device (MiB)"
     assert figure.layout.yaxis2.ticktext[0] == "3.0 MiB"
 
 
-def test_the_axis_of_memory_is_the_device_and_little_use_of_it_is_magnified() -> None:
-    """Of 139 GiB, the fullest stage uses 9.2: the magnified bar ends before the device does, and says its factor."""
+def test_the_axis_of_memory_is_the_device_or_ends_at_the_peak_where_that_is_little() -> None:
+    """The bars of the categories are as long as their bytes."""
     value = plan(4, 8)
     figure = draw_partition(value)
-    [limit], [scale], stacks = figure.layout.shapes, parts(figure, "scale"), parts(figure, "memory")
-    device = value.cluster.device.memory_bytes / GIB
-    assert limit.x0 == pytest.approx(device)
-    assert figure.layout.xaxis2.range[1] == pytest.approx(1.05 * device)
-    assert list(scale.x) == [value.device_bytes(rank) / GIB for rank in range(4)]
-    [factor] = {round(sum(t.x[r] for t in stacks) / scale.x[r], 6) for r in range(4)}
-    assert device / 2.6 < factor * max(scale.x) <= device
-    assert f"used; thick bars × {factor:.0f})" in figure.layout.annotations[0].text
-    assert not parts(draw_partition(plan(4, 56, memory_limit_bytes=32 * GIB)), "scale")
+    assert not figure.layout.shapes
+    assert figure.layout.xaxis2.range[1] == pytest.approx(1.05 * value.peak_bytes / GIB)
+    lengths = [sum(trace.x[rank] for trace in parts(figure, "memory")) for rank in range(4)]
+    assert lengths == pytest.approx([value.device_bytes(rank) / GIB for rank in range(4)])
+    assert (
+        f"{value.peak_bytes / value.cluster.device.memory_bytes:.0%} of 139.8 GiB" in figure.layout.annotations[1].text
+    )
+    full = draw_partition(plan(4, 56, memory_limit_bytes=32 * GIB))
+    assert full.layout.xaxis2.range[1] == pytest.approx(1.05 * 32)
+    assert [line.x0 for line in full.layout.shapes] == [32.0]
+
+
+def test_each_part_says_what_its_numbers_are_and_no_colour_of_it_returns_in_another() -> None:
+    figure = show_plan(plan(4, 56, data=2))
+    told = {note.text.partition("</b>")[0][3:]: in_one_line(note.text) for note in figure.layout.annotations}
+    assert list(told) == ["Blocks", "Memory", "One step", "Devices"]
+    assert [
+        word in told[part] for part, word in (("Blocks", "layer"), ("One step", "micro-batch"), ("Devices", "stage"))
+    ]
+    used = {part: {trace.marker.color for trace in parts(figure, part)} for part in ("memory", "actions", "around")}
+    used["map"] = {trace.marker.color for trace in parts(figure, "map")}
+    for one, other in itertools.combinations(used.values(), 2):
+        assert not one & other
+    assert {trace.marker.color[0] for trace in parts(figure, "blocks")} == used["map"], "a stage has one colour"
+
+
+def test_parameters_that_two_stages_hold_are_counted_once_and_named() -> None:
+    """The output layer of this BERT is its table of embeddings: both ends of the pipeline hold it."""
+    one, cut = plan_of(pipeline=1), plan_of(pipeline=2)
+    assert cut.parameters == one.parameters == one.stages[0].parameters
+    tied = cut.stages[-1].tied_parameters
+    assert sum(stage.parameters for stage in cut.stages) - tied == one.parameters
+    assert tied > 0
+    facts = in_one_line(show_plan(cut).layout.title.subtitle.text)
+    assert f"parameters {count(one.parameters)}, {count(tied)} of them (tied) in two stages" in facts
+    assert "tied" not in show_plan(one).layout.title.subtitle.text
 
 
 def test_stages_have_different_colours_from_their_neighbours() -> None:
@@ -229,7 +251,7 @@ def test_no_line_of_a_title_is_wider_than_a_narrow_figure_and_the_figure_grows_f
 def test_one_figure_shows_the_whole_plan() -> None:
     value = plan(4, 56, microbatches=8)
     figure = show_plan(value)
-    metas = {"blocks", "memory", "scale", "actions", "idle", "around", "map", "link"}
+    metas = {"blocks", "memory", "actions", "idle", "around", "map", "link"}
     assert {trace.meta for trace in figure.data} == metas
     subtitle = in_one_line(figure.layout.title.subtitle.text)
     assert all(fact in subtitle for fact in ("step 800 ms", "MFU 43.0%"))
@@ -269,8 +291,10 @@ def test_memory_of_a_process_is_no_measure_of_what_was_predicted_for_its_tensors
     value = plan(2, 8)
     cpu = dataclasses.replace(value.cluster, device=dataclasses.replace(value.cluster.device, type="cpu"))
     figure = prediction(dataclasses.replace(value, cluster=cpu), {"peak_bytes": {0: GIB, 1: GIB}})
-    assert [axis.ticktext for axis in figure.select_xaxes()] == [("stage 0", "stage 1")]
-    assert "of processes" in in_one_line(figure.layout.annotations[0].text)
+    assert [axis.ticktext for axis in figure.select_xaxes()] == [
+        ("stage 0<br>tensors |<br>process", "stage 1<br>tensors |<br>process")
+    ]
+    assert in_one_line(figure.layout.annotations[0].text) == "Memory (GiB), of two kinds"
 
 
 def test_numbers_of_many_devices_stand_upright_beside_each_other() -> None:
@@ -300,7 +324,7 @@ def test_one_figure_sets_a_measured_step_below_its_prediction_and_beside_it_time
     titles = [in_one_line(note.text) for note in figure.layout.annotations]
     assert titles[:2] == ["Step time (ms)", "Peak memory of a device (GiB)"]
     assert titles[2].startswith("<b>predicted</b>")
-    assert titles[3].startswith("<b>measured</b>")
+    assert titles[3].startswith("<b>measured, one sampled step</b>")
     assert sum(len(trace.x) for trace in parts(figure, "actions")) == 2 * 2 * 4 * 4
     times = [axis.range for axis in figure.select_xaxes() if str(axis.title.text).startswith("time (ms)")]
     assert len(times) == 2
@@ -362,7 +386,26 @@ def test_a_measured_step_is_drawn_below_its_prediction_on_the_same_axis() -> Non
     assert figure.layout.xaxis.range == figure.layout.xaxis2.range
     titles = [note.text for note in figure.layout.annotations]
     assert titles[0].startswith("<b>predicted</b>")
-    assert titles[1].startswith("<b>measured</b>")
+    assert titles[1].startswith("<b>measured, one sampled step</b>")
+
+
+def test_a_sampled_step_is_as_long_as_the_history_has_it_and_what_was_not_recorded_is_drawn() -> None:
+    """Of a step of 52.5 ms, forward and backward took 14.5; the pale bar has the rest, and words say so."""
+    rows = [["F", 0, 0, 2.0, 6.0], ["B", 0, 0, 6.0, 16.5]]
+    events = [{"type": "actions", "rank": 0, "step": 6, "origin_s": 0.0, "actions": rows}]
+    columns: Any = SimpleNamespace(step=np.array([5.0, 6.0, 7.0]), step_ms=np.array([50.0, 52.5, 51.0]))
+    measured = measured_timeline(events, columns)
+    assert measured is not None
+    assert (measured.step_ms, measured.end_ms) == (14.5, 52.5)
+    figure = prediction(plan(1), {"step_ms": 52.0}, step=measured)
+    [rest] = [trace for trace in figure.data if trace.name == "rest of the step, not recorded"]
+    assert (list(rest.base), list(rest.x)) == ([14.5], [38.0])
+    assert rest.showlegend is not False
+    words = figure.layout.annotations[-1].text
+    assert words.startswith("<b>measured, one sampled step</b>: 52.5 ms, of which forward and backward 14.5 ms; ")
+    unknown = measured_timeline(events)
+    assert unknown is not None
+    assert unknown.end_ms == 14.5
 
 
 def test_a_run_without_recorded_actions_has_no_measured_step() -> None:
@@ -438,7 +481,7 @@ def test_a_map_says_which_devices_hold_each_stage_and_which_links_cross_nodes(st
     assert [text.split("<br>")[0].split(" · ")[1] for text in figure.layout.yaxis.ticktext] == places
     cells = parts(figure, "map")
     assert sum(len(trace.x) for trace in cells) == stages * data
-    assert [trace.marker.color for trace in cells] == [theme.series_color(s) for s in range(stages)]
+    assert [trace.marker.color for trace in cells] == [theme.stage_color(s, stages) for s in range(stages)]
     assert len({(base, y) for trace in cells for base, y in zip(trace.base, trace.y, strict=True)}) == stages * data
     assert words in in_one_line(figure.layout.xaxis4.title.text)
     dotted = [trace.line.dash == "dot" for trace in parts(figure, "link")]

@@ -36,6 +36,7 @@ def test_the_panel_shows_what_the_planner_answers_for_the_sliders() -> None:
     figure = json.loads(panel.children[-1].figure)
     assert "text" not in figure["layout"]["title"]  # the heading stands above
     assert len(figure["data"]) > 2
+    panel.close()
 
 
 def test_where_nothing_fits_the_planners_sentence_stands_in_the_panel() -> None:
@@ -45,6 +46,7 @@ def test_where_nothing_fits_the_planners_sentence_stands_in_the_panel() -> None:
     eventually(lambda: not json.loads(panel.children[-1].figure)["data"])  # nor does an earlier plan stand below it
     panel.memory_gib.value = panel.memory_gib.max
     eventually(lambda: panel.plan is not None and "data parallel" in panel.children[-2].value)
+    panel.close()
 
 
 def test_of_many_moves_of_a_slider_the_last_one_is_shown() -> None:
@@ -56,6 +58,8 @@ def test_of_many_moves_of_a_slider_the_last_one_is_shown() -> None:
     eventually(lambda: not panel._is_moving)
     assert panel.plan is not None
     assert panel.plan.cluster.gpus == 32
+    eventually(lambda: "The batch is too small for 32 devices" in panel.children[-2].value)  # once the sliders rest
+    panel.close()
 
 
 def test_nothing_of_a_panel_is_alive_once_nobody_shows_it_and_its_last_plan_is_kept_by_who_closed_it() -> None:

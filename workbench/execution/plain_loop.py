@@ -148,7 +148,7 @@ def with_changed_code(graph: Graph, change: Callable[[fx.GraphModule], None]) ->
 
 def on_one_device(plan: Plan) -> Plan:
     """Return the plan whose one stage computes the micro-batches of a plan's whole global batch."""
-    parameters = sum(stage.parameters for stage in plan.stages)
+    parameters = plan.parameters
     nothing = Memory(0, 0, 0, 0, 0)
     return replace(
         plan,

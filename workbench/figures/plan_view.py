@@ -30,9 +30,7 @@ MEMORY_ROOM = 1.05
 CHARACTER_SHARE = 0.021
 """Width of a character of a label, as a share of the memory axis."""
 MUCH = 0.25
-"""Share of a device up to which its memory is magnified."""
-MAGNIFIED = 0.66
-"""Height of magnified memory, as a share of the bars of one rank."""
+"""Share of a device up to which the axis of its memory ends at the peak."""
 POOR = 0.6
 """Share of linear scaling below which a plan says that its batch does not use the devices."""
 BELOW_TIMELINE_PX = 44
@@ -138,6 +136,7 @@ def add_partition(figure: Figure, plan: Plan) -> None:
         row=1,
         col=1,
     )
+    _add_heading(figure, "Blocks", "a number is a layer", subplot=1)
     names = []
     for stage in plan.stages:
         num_blocks = stage.end_block - stage.first_block
@@ -154,11 +153,12 @@ def add_partition(figure: Figure, plan: Plan) -> None:
 def _stage_trace(plan: Plan, stage: Stage, laid: Sequence[BlockRectangle], rows: int) -> go.Bar:
     lane = 0.86
     thick = lane / rows
-    color = theme.series_color(stage.index)
+    color = theme.stage_color(stage.index, len(plan.stages))
     shades = [theme.pale(color, 0.18 if cell.index % 2 else 0.0) for cell in laid]
     top = stage.index - lane / 2
+    tied = f" ({count(stage.tied_parameters)} of them are those of an earlier stage)" if stage.tied_parameters else ""
     facts = (
-        f"stage: {count(stage.parameters)} parameters, {duration(stage.forward_ms / 1e3)} forward, "
+        f"stage: {count(stage.parameters)} parameters{tied}, {duration(stage.forward_ms / 1e3)} forward, "
         f"{duration(stage.backward_ms / 1e3)} backward"
     )
     is_last = stage.index == len(plan.stages) - 1
@@ -191,53 +191,51 @@ def _stage_trace(plan: Plan, stage: Stage, laid: Sequence[BlockRectangle], rows:
     )
 
 
+def _add_heading(figure: Figure, name: str, words: str, subplot: int) -> None:
+    """Write above a subplot, counted from 1, what it shows and what its numbers are."""
+    axis = "" if subplot == 1 else str(subplot)
+    figure.add_annotation(
+        text=f"<b>{name}</b>  <span style='color:{theme.MUTED}'>{theme.text(words)}</span>",
+        x=0,
+        xref=f"x{axis} domain",
+        xanchor="left",
+        y=1,
+        yref=f"y{axis} domain",
+        yanchor="bottom",
+        yshift=6,
+        showarrow=False,
+        font={"size": theme.FONT_PX},
+    )
+
+
 def limit_of(plan: Plan) -> tuple[int, str]:
     """Return the memory that a device may use, in bytes, and its name for a label."""
     device_bytes = int(plan.cluster.device.memory_bytes)
     if plan.memory_limit_bytes is not None and plan.memory_limit_bytes < device_bytes:
-        return plan.memory_limit_bytes, f"your limit {gib(plan.memory_limit_bytes)}"
-    return device_bytes, f"device {gib(device_bytes)}"
+        return plan.memory_limit_bytes, f"your {gib(plan.memory_limit_bytes)}"
+    return device_bytes, gib(device_bytes)
 
 
 def add_memory(figure: Figure, plan: Plan) -> None:
     """Draw the memory of one device of each pipeline rank against its limit into the subplot of row 1, column 2.
 
-    The axis is the device. Where a device uses less than `MUCH` of it, a thin bar shows that, and the categories stand
-    below it, magnified.
+    The axis is the device. Where a device uses less than `MUCH` of it, the axis ends at the peak.
     """
     place: Any = {"row": 1, "col": 2}
     ranks = list(range(plan.pipeline))
     peak, (limit, limit_name) = plan.peak_bytes, limit_of(plan)
     unit_name, unit, _ = memory_unit(peak)  # in which `gib` writes the totals
-    end = MEMORY_ROOM * max(peak, limit) / unit
-    factor = 1
-    if peak <= MUCH * limit:  # the largest of 2, 5, 10, 20, 50, … with which the bars fit
-        power = 10 ** math.floor(math.log10(limit / peak))
-        factor = max(times * power for times in (1, 2, 5) if times * power <= limit / peak)
-    thick = 0.62 if plan.chunks == 1 else 0.45
-    if factor > 1:  # a thin bar as long as the device's peak, above the place of the magnified ones
-        peaks = [plan.device_bytes(rank) for rank in ranks]
-        bars = go.Bar(
-            orientation="h",
-            x=[each / unit for each in peaks],
-            y=[rank - thick * (MAGNIFIED + 0.1) / 2 for rank in ranks],
-            width=thick * (0.9 - MAGNIFIED),
-            marker={"color": theme.MUTED, "line": {"width": 0}},
-            hovertext=[f"{stages_held(plan, rank)}: {gib(each, peak)}" for rank, each in enumerate(peaks)],
-            hoverinfo="text",
-            name="peak, to scale",
-            meta="scale",
-        )
-        figure.add_trace(bars, **place)
+    is_beyond = peak <= MUCH * limit
+    end = MEMORY_ROOM * (peak if is_beyond else max(peak, limit)) / unit
     # The categories, stacked.
     for category, (label, color) in theme.MEMORY_LOOKS.items():
         values = [sum(getattr(stage.memory, category) for stage in plan.stages_of(rank)) for rank in ranks]
-        texts = [(factor * value / unit, f"{value / unit:.3g}") for value in values]
+        texts = [(value / unit, f"{value / unit:.3g}") for value in values]
         bars = go.Bar(
             orientation="h",
-            x=[factor * value / unit for value in values],
-            y=ranks if factor == 1 else [rank + thick * (1 - MAGNIFIED) / 2 for rank in ranks],
-            width=thick if factor == 1 else thick * MAGNIFIED,
+            x=[value / unit for value in values],
+            y=ranks,
+            width=0.62 if plan.chunks == 1 else 0.45,
             name=label,
             marker={"color": color, "line": {"color": "white", "width": 0.5}},
             text=[text if length >= CHARACTER_SHARE * end * len(text) else "" for length, text in texts],
@@ -248,12 +246,15 @@ def add_memory(figure: Figure, plan: Plan) -> None:
             **theme.TEXT_INSIDE,
         )
         figure.add_trace(bars, **place)
-    figure.update_xaxes(title_text=f"peak of one<br>device ({unit_name})", range=[0, end], **place)
-    figure.add_vline(x=limit / unit, line={"color": theme.ALERT, "width": 2, "dash": "dash"}, **place)
-    above = {"y": 1, "yref": "y2 domain", "yanchor": "bottom", "xanchor": "right", "showarrow": False}
-    magnified = "" if factor == 1 else f"; thick bars × {factor}"
-    words = f"{limit_name} ({peak / limit:.0%} used{magnified})"
-    figure.add_annotation(x=limit / unit, text=words, font={"color": theme.ALERT, "size": 11}, **above, **place)
+    if not is_beyond:
+        figure.add_vline(x=limit / unit, line={"color": theme.ALERT, "width": 2, "dash": "dash"}, **place)
+    title = (
+        f"peak of a device<br>({unit_name})"
+        if is_beyond
+        else f"peak of a device ({unit_name});<br>dashed: {limit_name}"
+    )
+    figure.update_xaxes(title_text=title, range=[0, end], **place)
+    _add_heading(figure, "Memory", f"{peak / limit:.0%} of {limit_name}", subplot=2)
     # The total of each rank stands at the right.
     names = [gib(plan.device_bytes(rank), peak) for rank in ranks]
     if plan.chunks > 1:
@@ -363,7 +364,6 @@ def words_below(plan: Plan) -> str:
             words.append(f"the {degree} {name} of a stage are in {'one node' if most == 1 else f'{most} nodes'}")
     links = "; ".join(words)
     said = [f"{links[:1].upper()}{links[1:]}."]
-    said.append("Numbers are stages." if plan.chunks == 1 else "Numbers are pipeline ranks, each with several stages.")
     if plan.pipeline > 1:
         replica = ", of the first replica" if count > 1 else ""
         said.append(f"Lines join stages{replica}{', and are dotted between nodes' if crossing else ''}.")
@@ -378,7 +378,7 @@ def add_map(figure: Figure, plan: Plan, cells: Sequence[MapCell], row: int) -> N
     for cell in cells:
         by_rank.setdefault(min(cell.device // count, plan.pipeline - 1), []).append(cell)
     for rank, own in by_rank.items():
-        color = theme.series_color(rank)
+        color = theme.stage_color(rank, plan.pipeline)
         stages, hover = ", ".join(str(stage.index) for stage in plan.stages_of(rank)), []
         for cell in own:
             within, size = cell.device % count, plan.cluster.gpus_per_node
@@ -469,8 +469,11 @@ def show_plan(plan: Plan, fewer: Plan | None = None) -> Figure:
     add_memory(figure, plan)
     for trace in add_timeline(figure, step, row=2, col=1):
         trace.legend = "legend2"
+    _add_heading(figure, "One step", "a number is a micro-batch", subplot=3)
     if cells:
         add_map(figure, plan, cells, row=3)
+        numbers = "a number is a stage" if plan.chunks == 1 else "a number is a pipeline rank, which has several stages"
+        _add_heading(figure, "Devices", numbers, subplot=4)
     facts = theme.text(theme.in_one_line(f"{name} {value}" for name, value in _headline(plan)))
     alert = "The loss depends on this division of the batch: see plan.notes" if plan.loss_depends else None
     gain_in_words = None
@@ -530,14 +533,16 @@ def _headline(plan: Plan) -> list[tuple[str, str]]:
         (plan.micro_batch, "sample", "s"),
     )
     divided = " × ".join(f"{number} {one}{more if number > 1 else ''}" for number, one, more in factors)
+    tied = sum(stage.tied_parameters for stage in plan.stages)
     rows = [
+        ("parameters", count(plan.parameters) + (f", {count(tied)} of them (tied) in two stages" if tied else "")),
         ("predicted step", duration(predicted.step_ms / 1e3)),
         ("tokens/s", count(predicted.tokens_per_s)),
         ("peak", f"{gib(plan.peak_bytes)} of {gib(limit)} a device"),
         ("batch", f"{plan.global_batch} samples = {divided}"),
     ]
     if predicted.mfu is not None:
-        rows.insert(2, ("MFU", f"{predicted.mfu:.1%}"))
+        rows.insert(3, ("MFU", f"{predicted.mfu:.1%}"))
     if plan.pipeline > 1:
         own = predicted.bubble_ms / predicted.step_ms
         rows.insert(-1, ("bubble", f"{predicted.bubble_fraction:.1%} of all pipeline ranks, {own:.1%} of the busiest"))
@@ -549,7 +554,9 @@ def _headline(plan: Plan) -> list[tuple[str, str]]:
         "the update": predicted.optimizer_ms,
     }
     longest = max(parts, key=parts.__getitem__)
-    rows.insert(1, ("bound by", f"{longest}, {parts[longest] / predicted.step_ms:.0%} of the busiest device's step"))
+    rows.insert(
+        2, ("longest part", f"{longest}, {parts[longest] / predicted.step_ms:.0%} of the busiest device's step")
+    )
     return rows
 
 

@@ -73,8 +73,8 @@ def show(run: OneRun) -> Figure:
         True
     """
     handle = load_run(run)
-    measured = measured_timeline(EventTail(handle.directory.events).read())
-    return prediction(handle.plan, measurements(handle), f"{handle.name}: predicted and measured", measured)
+    measured = measured_timeline(EventTail(handle.directory.events).read(), handle.history())
+    return prediction(handle.plan, measurements(handle), f"{handle.name}: predicted and measured (medians)", measured)
 
 
 @checked_arguments
@@ -83,7 +83,7 @@ def timeline(run: OneRun | Plan) -> Figure:
     if isinstance(run, Plan):
         return draw_timeline(run)
     handle = load_run(run)
-    return draw_timeline(handle.plan, measured_timeline(EventTail(handle.directory.events).read()))
+    return draw_timeline(handle.plan, measured_timeline(EventTail(handle.directory.events).read(), handle.history()))
 
 
 @checked_arguments

@@ -38,10 +38,12 @@ MEMORY_LOOKS = {
     "parameters": ("parameters", "#37475A"),
     "gradients": ("gradients", "#6F86A0"),
     "optimizer": ("optimiser", "#AEBCCB"),
-    "activations": ("activations", "#D9942B"),
-    "workspace": ("workspace", "#F0D9A8"),
+    "activations": ("activations", "#7F8C2E"),
+    "workspace": ("workspace", "#CFD6A0"),
 }
-"""Label and colour of each category of memory: slate if it stays through a step, amber if it comes and goes."""
+"""Label and colour of each category of memory: slate if it stays through a step, olive if it comes and goes."""
+STAGE = "#8A3A73"
+"""Colour of the first stage of a pipeline; later ones are paler. Nothing else in the picture of a plan is plum."""
 
 FONT_FAMILY = "Inter, system-ui, -apple-system, 'Segoe UI', Roboto, 'Helvetica Neue', Arial, sans-serif"
 FONT_PX = 12
@@ -125,6 +127,11 @@ TEMPLATE = go.layout.Template(
 def series_color(index: int) -> str:
     """Return the colour of the run, stage or series of this index; after eight colours they repeat."""
     return PALETTE[index % len(PALETTE)]
+
+
+def stage_color(stage: int, count: int) -> str:
+    """Return the colour of a stage, or of a pipeline rank, of so many."""
+    return pale(STAGE, 0.6 * stage / max(1, count - 1))
 
 
 def pale(color: str, share: float = 0.6) -> str:

@@ -19,6 +19,7 @@ from workbench.figures.figure import Figure, subplots
 from workbench.planning.plan import Plan
 from workbench.planning.prediction import AROUND, TimedAction, Timeline, most_in_flight
 from workbench.planning.prediction import timeline as simulated
+from workbench.record.history import History
 from workbench.strategy import SCHEDULES
 
 ACTION_LOOKS = {"F": ("forward", theme.FORWARD), "B": ("backward", theme.BACKWARD)}
@@ -28,8 +29,9 @@ AROUND_COLORS = {
     "E": theme.PALETTE[1],
     "H": theme.PALETTE[6],
     "U": theme.PALETTE[2],
+    "R": theme.GRID,
 }
-"""Colour of each type of `AROUND`: that of its part in `scaling_efficiency`."""
+"""Colour of each type of `AROUND`: that of its part in `scaling_efficiency`, and pale grey for what is not known."""
 DENSE_LANE = 400
 """Number of actions in a lane above which they are drawn as one area per shade.
 
@@ -44,8 +46,11 @@ COMPUTE, COMMUNICATION = 0.54, 0.22
 """Heights of compute and of communication in a lane that has both."""
 CLEAR = "rgba(0, 0, 0, 0)"
 """Colour of idle time below its hatching: bars keep their colours in a dark theme, where paper is dark."""
+MEASURED = "measured, one sampled step"
 GAP_PX = 56
 """Height between the two timelines of one figure."""
+SHOWN_AFTER = 1.01
+"""Length of a step over that of its forward and backward from which both are written."""
 FIGURE_SPACE = "\u2007"
 """A space as wide as a digit: labels of equal length vanish together when bars grow narrow."""
 
@@ -60,10 +65,12 @@ def stages_held(plan: Plan, pipeline_rank: int) -> str:
 
 
 def describe(step: Timeline) -> str:
-    """Return length and bubble of a step in words, such as `"213 ms, bubble 18.8%"`."""
+    """Return length and bubble of a step, such as `"213 ms, of which forward and backward 200 ms; bubble 18.8%"`."""
     ms = step.end_ms
     length = f"{ms:,.0f} ms" if 1e3 <= ms < 1e4 else duration(ms / 1e3)
-    return f"{length}, bubble {step.bubble_fraction:.1%}"
+    inner = duration(step.step_ms / 1e3)
+    part = f", of which forward and backward {inner}" if step.end_ms > SHOWN_AFTER * step.step_ms else ""
+    return f"{length}{part}; bubble {step.bubble_fraction:.1%}"
 
 
 def draw_timeline(plan: Plan, measured: Timeline | None = None) -> Figure:
@@ -71,7 +78,7 @@ def draw_timeline(plan: Plan, measured: Timeline | None = None) -> Figure:
 
     Each pipeline rank has a lane. Forward and backward are numbered by micro-batch if there is room; the bubble is
     hatched. A predicted step has a lane for communication below that, as in a profiler, and ends with the update; of a
-    measured step, forward and backward alone are known.
+    measured step, forward and backward alone are known, and what follows them is one pale bar up to the step's end.
     """
     predicted = simulated(plan)
     facts = f"{SCHEDULES[plan.schedule].words}, {plan.num_microbatches} micro-batches of {plan.micro_batch}"
@@ -80,7 +87,7 @@ def draw_timeline(plan: Plan, measured: Timeline | None = None) -> Figure:
         add_timeline(figure, predicted)
         height, facts = timeline_height(predicted) + 176, f"{facts}: {describe(predicted)}"
     else:
-        rows = [("predicted", predicted), ("measured", measured)]
+        rows = [("predicted", predicted), (MEASURED, measured)]
         heights, margin = [timeline_height(step) for _, step in rows], {"t": 108, "b": 86}
         inner = sum(heights) + GAP_PX
         figure = subplots(
@@ -94,8 +101,7 @@ def draw_timeline(plan: Plan, measured: Timeline | None = None) -> Figure:
         add_stacked_timelines(figure, [step for _, step in rows], first_row=1)
         figure.update_xaxes(title_text=None, row=1, col=1)
         figure.update_annotations(x=0, xanchor="left", font={"size": theme.FONT_PX, "color": theme.MUTED})
-        bubbles = [f"{step.bubble_fraction:.1%} {word}" for word, step in rows]
-        height, facts = inner + 194, f"{facts}; bubble {', '.join(bubbles)}"
+        height = inner + 194
     title = theme.title(theme.text(f"Schedule of {plan.model}"), theme.text(facts))
     return figure.laid_out(height=height, title=title, margin=margin, legend=theme.LEGEND_BELOW, **BAR_LAYOUT)
 
@@ -137,12 +143,13 @@ def add_timeline(figure: Figure, step: Timeline, *, row: int | None = None, col:
 
 def add_stacked_timelines(figure: Figure, steps: Sequence[Timeline], *, first_row: int) -> None:
     """Draw several steps below one another on one axis of time, with one legend entry for all."""
-    longest = max((step.end_ms for step in steps), default=0.0)
+    longest, named = max((step.end_ms for step in steps), default=0.0), set[str]()
     for row, step in enumerate(steps, start=first_row):
         for trace in add_timeline(figure, step, row=row, col=1):
             trace.legendgroup = trace.name
-            if row > first_row:
+            if row > first_row and trace.name in named:
                 trace.showlegend = False
+            named.add(trace.name)
         figure.update_xaxes(range=[0, 1.005 * longest], row=row, col=1)
 
 
@@ -257,11 +264,12 @@ def _idle_trace(step: Timeline, split: bool) -> go.Bar:
     )
 
 
-def measured_timeline(events: Iterable[Mapping[str, Any]]) -> Timeline | None:
+def measured_timeline(events: Iterable[Mapping[str, Any]], history: History | None = None) -> Timeline | None:
     """Return the latest step that every pipeline rank recorded in a run's `actions` events; None without one.
 
-    Time counts from the first action of any rank. Ranks of one node share a clock; ranks of several nodes agree as well
-    as the nodes' clocks do.
+    Forward and backward are recorded. With the run's history, the step is as long as that has it, and what follows the
+    last backward is one action of type `R`. Time counts from the first action of any rank. Ranks of one node share a
+    clock; ranks of several nodes agree as well as the nodes' clocks do.
     """
     steps: dict[int, dict[int, Mapping[str, Any]]] = {}
     for event in events:
@@ -271,7 +279,8 @@ def measured_timeline(events: Iterable[Mapping[str, Any]]) -> Timeline | None:
     complete = [step for step, by_rank in steps.items() if len(by_rank) == most]
     if not complete:
         return None
-    ranks = [event for _, event in sorted(steps[max(complete)].items())]
+    latest = max(complete)
+    ranks = [event for _, event in sorted(steps[latest].items())]
     origin_s = min(event["origin_s"] for event in ranks)
     rows = [(1e3 * (event["origin_s"] - origin_s), event["actions"]) for event in ranks]
     first = min((delay_ms + start for delay_ms, actions in rows for *_, start, _ in actions), default=0.0)
@@ -284,7 +293,10 @@ def measured_timeline(events: Iterable[Mapping[str, Any]]) -> Timeline | None:
     )
     step_ms = max((action.end_ms for lane in lanes for action in lane), default=0.0)
     busy_ms = tuple(sum(action.end_ms - action.start_ms for action in lane) for lane in lanes)
-    return Timeline(lanes, step_ms, busy_ms, tuple(map(most_in_flight, lanes)))
+    whole_ms = step_ms if history is None else max([step_ms, *history.step_ms[history.step == latest]])
+    rest = TimedAction("R", 0, 0, step_ms, float(whole_ms))
+    around = tuple((rest,) for _ in lanes) if whole_ms > step_ms else ()
+    return Timeline(lanes, step_ms, busy_ms, tuple(map(most_in_flight, lanes)), around)
 
 
 # A plan's predictions beside the measurements of its run. The error of a prediction is a share of the measurement.
@@ -326,6 +338,11 @@ class Pair:
         share = (self.predicted - self.measured) / self.measured if self.measured else float("nan")
         return f"<b>{share:+.1%}</b>" if math.isfinite(share) else "<b>–</b>"
 
+    @property
+    def kinds(self) -> str:
+        """The two kinds of memory that are not comparable; empty if they are."""
+        return "" if self.comparable else "tensors |<br>process"
+
 
 def prediction(
     plan: Plan, measured: Mapping[str, Any], title: str | None = None, step: Timeline | None = None
@@ -347,7 +364,7 @@ def prediction(
         UnknownParameter: `measured` has another key, or there is nothing to compare.
     """
     panels = _panels(plan, measured)
-    steps = [] if step is None else [("predicted", simulated(plan)), ("measured", step)]
+    steps = [] if step is None else [("predicted", simulated(plan)), (MEASURED, step)]
     heights = [PANELS_PX, *(timeline_height(each) for _, each in steps)]
     inner = sum(heights) + PANELS_GAP_PX * len(steps)
     names = [theme.broken(name, TITLE_LETTERS) for name, _ in panels]
@@ -367,6 +384,7 @@ def prediction(
         labels = [pair.label for pair in pairs]
         for name, (color, offset) in looks.items():
             values = [getattr(pair, name) for pair in pairs]
+            is_other = name == "measured" and not all(pair.comparable for pair in pairs)
             words = {
                 "text": [pair.write(value) for pair, value in zip(pairs, values, strict=True)],
                 "textposition": "outside",
@@ -374,12 +392,14 @@ def prediction(
                 "textfont": {"size": 11},
                 "hovertemplate": f"{name} %{{text}}<extra></extra>",
             }
-            named = {"name": name, "legendgroup": name, "showlegend": col == 1, "marker": {"color": color}}
+            named = {"name": name, "legendgroup": name, "showlegend": col == 1}
+            hatched = {"pattern": {"shape": "/", "fgcolor": color, "bgcolor": "white", "size": 6}} if is_other else {}
+            named["marker"] = {"color": color, **hatched}
             # An explicit offset parts these bars, since those of a timeline in the same figure must overlay.
             bars = go.Bar(x=labels, y=values, offset=offset, width=0.3, **named, **words)
             figure.add_trace(bars.update(constraintext="none", cliponaxis=False), row=1, col=col)
         tallest = max(max(pair.predicted, pair.measured) for pair in pairs)
-        ticks = ["<br>".join(filter(None, (pair.label, pair.error))) for pair in pairs]
+        ticks = ["<br>".join(filter(None, (pair.label, pair.error or pair.kinds))) for pair in pairs]
         figure.update_xaxes(tickmode="array", tickvals=labels, ticktext=ticks, ticks="", row=1, col=col)
         figure.update_yaxes(range=[0, 1.18 * tallest], showticklabels=False, showgrid=False, row=1, col=col)
     add_stacked_timelines(figure, [each for _, each in steps], first_row=2)
@@ -415,7 +435,7 @@ def _panels(plan: Plan, measured: Mapping[str, Any]) -> list[tuple[str, list[Pai
         # A run on GPUs measures the memory of tensors, which is what a plan predicts. A run on CPUs measures that of
         # whole processes, libraries included.
         comparable, peaks = plan.cluster.device.type != "cpu", known["peak_bytes"]
-        title = "Peak memory of a device (GiB)" if comparable else "Peak memory (GiB): of tensors, of processes"
+        title = "Peak memory of a device (GiB)" if comparable else "Memory (GiB), of two kinds"
         rows = [("largest", plan.peak_bytes, peaks)]
         if isinstance(peaks, Mapping):
             ranks = [rank for rank in range(plan.pipeline) if rank in peaks]

@@ -99,6 +99,8 @@ class Stage:
     """Exposed communication once a step, after the last backward; None in plans that did not store it."""
     optimizer_ms: float | None = None
     """The optimiser's update, once a step; None in plans that did not store it."""
+    tied_parameters: int = 0
+    """Number of its parameters that an earlier stage holds as well."""
     block_shares: tuple[float, ...] = ()
     """Share of each of its blocks in its compute; empty if none computes, and in plans that did not store it."""
 
@@ -238,9 +240,14 @@ class Plan(Strategy):
         return 2 * self.host_bytes
 
     @property
+    def parameters(self) -> int:
+        """Return the number of the model's parameters; one that several stages hold counts once."""
+        return sum(stage.parameters - stage.tied_parameters for stage in self.stages)
+
+    @property
     def model_bytes(self) -> int:
         """Return the size of the whole model as ranks build it: fp32, undivided."""
-        return FP32 * sum(stage.parameters for stage in self.stages)
+        return FP32 * self.parameters
 
     @property
     def built_on_device_bytes(self) -> float:

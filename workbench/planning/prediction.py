@@ -38,6 +38,7 @@ AROUND = {
     "E": "exposed communication",
     "H": "waiting for the host",
     "U": "update",
+    "R": "rest of the step, not recorded",
 }
 """Names of all that a step does besides forward and backward, by type of action."""
 

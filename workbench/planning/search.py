@@ -615,6 +615,7 @@ def _stages(costs: StrategyCosts, cut: Cut, elements: Array) -> tuple[Stage, ...
                 first_block=i,
                 end_block=j,
                 parameters=int(elements[i, j]),
+                tied_parameters=int(elements[i, j] + elements[0, i] - elements[0, j]),
                 forward_ms=float(times.forward[s] + times.forward_wait[s]),
                 backward_ms=float(times.backward[s] + times.backward_wait[s]),
                 send_bytes=int(crossing[j] * costs.strategy.micro_batch) if j < len(crossing) - 1 else 0,

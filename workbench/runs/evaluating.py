@@ -443,7 +443,7 @@ def folder_of(verb: str) -> Iterator[Path]:
 
 def _check_room(plan: Plan, steps: int) -> None:
     """Raise `PlanInfeasible` if a device cannot hold the reference, or the disk the numbers of a plan."""
-    parameters = sum(stage.parameters for stage in plan.stages)
+    parameters = plan.parameters
     device = plan.cluster.resized(1).device
     if parameters * REFERENCE_BYTES > device.memory_bytes:
         raise PlanInfeasible(

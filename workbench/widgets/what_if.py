@@ -22,11 +22,11 @@ from workbench.cost.hardware import Cluster
 from workbench.cost.profile import Profile
 from workbench.experiment import Experiment
 from workbench.figures import theme
-from workbench.figures.figure import Figure
-from workbench.figures.plan_view import plan_mimebundle, show_plan
+from workbench.figures.figure import Figure, mimebundle
+from workbench.figures.plan_view import show_plan
 from workbench.planning.plan import Plan
 from workbench.planning.planner import profile_and_cluster
-from workbench.planning.search import uncollected
+from workbench.planning.search import on_fewer_devices, uncollected
 from workbench.planning.search import what_if as plan_again
 from workbench.widgets.dashboard import fixed_width
 from workbench.widgets.live_widget import LiveWidget, Plot, respond_while_busy
@@ -55,6 +55,8 @@ class WhatIf(LiveWidget):
         self._profile, self._cluster, self._seq_len = profile, cluster, seq_len
         self._moving, self._is_moving = ExitStack(), False
         self._twin: tuple[tuple[Any, ...], tuple[Any, ...]] | None = None
+        self._advised: Plan | None = None
+        self._fewer: Plan | None = None
         self.plan: Plan | None = None
         self.answered_s = 0.0
         """Seconds that the last answer took, from reading the sliders to having sent its picture."""
@@ -96,12 +98,22 @@ class WhatIf(LiveWidget):
         else:
             self._moving.close()
             self._is_moving = False
+            if self.plan is not None and self._advised is not self.plan:
+                self._describe(self._with_advice(self.plan))
         return False
+
+    def _with_advice(self, plan: Plan) -> Figure:
+        """Return the figure of a plan that says how much faster it is than on fewer devices, which plans once more."""
+        if self._advised is not plan:
+            self._advised, self._fewer = plan, on_fewer_devices(plan)
+        return show_plan(plan, self._fewer)
 
     def twin(self) -> tuple[Any, ...]:
         """Return the reason why there is no plan, or the plan's figure, of the sliders' last rest."""
         if self._twin is None or not (self._is_moving or self._twin[0] == self._answered):
-            shown = (self.note.value, None) if self.plan is None else ("", plan_mimebundle(self.plan))
+            shown: tuple[str, dict[str, Any] | None] = (self.note.value, None)
+            if self.plan is not None:
+                shown = ("", {**mimebundle(self._with_advice(self.plan)), "text/plain": repr(self.plan)})
             self._twin = (self._answered, shown)
         return self._twin[1]
 
@@ -126,12 +138,16 @@ class WhatIf(LiveWidget):
             )
         else:
             figure = show_plan(self.plan)
-            title = figure.layout.title
-            heading, facts = (part.text.replace("<br>", " ") for part in (title, title.subtitle))
-            facts = f'<span style="color:{theme.MUTED_CSS};font-size:12px">{facts}</span>'
-            self.note.value = f'<div style="padding:4px 16px;line-height:1.5">{heading}<br>{facts}</div>'
+            self._describe(figure)
             self._plot.show(_without_title(figure))
         self.answered_s = time.perf_counter() - started
+
+    def _describe(self, figure: go.Figure) -> None:
+        """Show the words of a plan's figure."""
+        title = figure.layout.title
+        heading, facts = (part.text.replace("<br>", " ") for part in (title, title.subtitle))
+        facts = f'<span style="color:{theme.MUTED_CSS};font-size:12px">{facts}</span>'
+        self.note.value = f'<div style="padding:4px 16px;line-height:1.5">{heading}<br>{facts}</div>'
 
     def _make_plan(self, micro_batch: int | None) -> Plan:
         unlimited = self.memory_gib.value >= self.memory_gib.max
