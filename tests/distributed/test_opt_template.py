@@ -113,7 +113,7 @@ def check_rescue(folder: Path, document: Document) -> None:
 
 def reported(text: str) -> list[dict[str, str]]:
     """Return the rows of the table of a report as text, by the names of its columns."""
-    head, *lines = text.split("\n\n")[-1].splitlines()
+    head, *lines = text.partition("\n")[2].splitlines()  # below the headline
     starts = [match.start() for match in re.finditer(r"(?:^|(?<=  ))\S", head)]
     cells = [[line[a:b].strip() for a, b in itertools.pairwise([*starts, None])] for line in (head, *lines)]
     return [dict(zip(cells[0], each, strict=True)) for each in cells[1:]]
