@@ -8,6 +8,7 @@ the cell has, or with several of either; None is not compared.
 
 from __future__ import annotations
 
+import collections
 import gzip
 import importlib
 import json
@@ -18,6 +19,7 @@ import tempfile
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import cache
 from itertools import product
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -401,6 +403,64 @@ def opt_on_two_gpus() -> Iterator[Fact]:
     yield GALLERY, f"ended at the same held-out loss, {ends[0]:.3f}"
     yield GALLERY, f"a rate of 1e-2 ended at {last[1e-2, 16]:.2f}, 3e-4 at {last[3e-4, 16]:.2f} with batches of 16"
     yield GALLERY, f"3e-6 with batches of 128 was at {last[3e-6, 128]:.2f}"
+
+
+@figures
+def frontier_on_two_gpus() -> Iterator[Fact]:
+    with (
+        tempfile.TemporaryDirectory() as folder,
+        tarfile.open(RESULTS / "gpt_frontier_2xH200_438a0c04.tar.xz") as packed,
+    ):
+        packed.extractall(folder, filter="data")
+        cells = wb.sweeps.load_grid(f"{folder}/frontier/ways-66c32828").cells()
+        profile = Path(folder, "profiles", "zero3_13b_rank0_kernels.json.gz").read_bytes()
+    kernels = json.loads(gzip.decompress(profile))
+    zero3, tensor, pipeline, zero1_host, zero3_host, zero1, fastest = cells
+    refused = [None, "refused: needs 163.0 GiB", ""]
+    rows = [
+        [
+            None,
+            f"{cell.predicted_ms:,.0f} / {cell.step_ms:,.0f} ms",
+            f"{cell.plan.peak_bytes / 2**30:.1f} / {cell.peak_bytes / 2**30:.1f} GiB",
+        ]
+        for cell in (zero3, tensor, pipeline, zero1_host, zero3_host, zero1, fastest)
+    ]
+    yield GALLERY, "| plan | step, predicted / measured |", [*rows[:3], refused, *rows[3:]]
+    errors = [abs(cell.predicted_ms / cell.step_ms - 1) for cell in cells]
+    memory = max(abs(cell.plan.peak_bytes / cell.peak_bytes - 1) for cell in cells)
+    middle, largest = percent(statistics.median(errors), 1), percent(max(errors), 1)
+    yield README, f"median {middle}, largest {largest}; largest {percent(memory, 1)}"
+    assert max(errors) == zero3.predicted_ms / zero3.step_ms - 1
+    yield GALLERY, f"ZeRO 3 was predicted {percent(max(errors), 1)} too slow"
+    yield GALLERY, f"slower than the pipeline, by {percent(zero1.step_ms / pipeline.step_ms - 1, 1)}"
+    yield GALLERY, f"{percent(tensor.step_ms / zero1.step_ms - 1, 1)} slower than it"
+    yield GALLERY, f"{(zero1.peak_bytes - tensor.peak_bytes) / 2**30:.1f} GiB leaner"
+    host = zero3_host.step_ms / zero3.step_ms - 1
+    saved = (zero3.peak_bytes - zero3_host.peak_bytes) / 2**30
+    yield GALLERY, f"costs {percent(host)} under ZeRO 3 and saves {saved:.1f} GiB"
+    steps = {
+        entry["contender"]: statistics.median(entry["step_ms"])
+        for entry in raw("peers_13b_2xH200_438a0c04.json")["measurements"]
+        if "error" not in entry
+    }
+    ours, megatron, deepspeed = steps.values()
+    yield GALLERY, f"took {megatron:,.0f} ms, the planner's choice {ours:,.0f}"
+    yield GALLERY, f"took {deepspeed:,.0f} ms"
+    took = collections.Counter[str]()
+    for name, _stream, begun, ended in kernels["kernels"]:
+        took[kernels["names"][name]] += (ended - begun) / 1e3
+    copies, casts, sums = (
+        sum(ms for name, ms in took.items() if any(part in name for part in parts))
+        for parts in (("chunk_cat", "split_with_sizes"), ("multi_tensor_apply",), ("CUDAFunctor_add<fl",))
+    )
+    yield GALLERY, f"the copies, {copies:.0f} ms, wait"
+    yield GALLERY, f"casts ({casts:.0f} ms) and sums ({sums:.0f} ms)"
+    profiled = next(
+        entry for entry in raw("zero_profile_2xH200_438a0c04.json")["measurements"] if "ZeRO 3" in entry["contender"]
+    )
+    waited, idle = statistics.median(profiled["step_ms"][1:]), max(each["idle"] for each in profiled["profile"])
+    yield GALLERY, f"({waited:.1f} ms a step that is waited for, {profiled['in_a_row_ms']:.1f} ms in a row)"
+    yield GALLERY, f"idle for {idle:.0f} of {profiled['profile'][0]['in all']:.0f} ms"
 
 
 DEMO = {"bert-large-mini": "BERT-Large, mini", "bert-scaled-mini": "scaled BERT, mini"}
