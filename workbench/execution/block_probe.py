@@ -243,6 +243,7 @@ def clock_mhz(device: torch.device) -> int | None:
 
 def _sleep(device: torch.device, seconds: float) -> None:
     if device.type == "cuda" and seconds:
+        # Torch's own spinning kernel, private for want of a public one: it keeps the device busy, and the clock up.
         torch.cuda._sleep(int(seconds * CYCLES_PER_S))
 
 
@@ -289,12 +290,14 @@ class _Chain:
         self._parameters: dict[str, nn.Parameter] = {}
         for name in uses:
             spec = graph.parameters[name]
+            # As GPT-2 begins. Products of zeros draw less power, and a GPU would run them at a higher clock.
             value = torch.empty(spec.shape, dtype=getattr(torch, spec.dtype), device=device).normal_(0, 0.02)
             self._parameters[name] = nn.Parameter(value, requires_grad=name not in graph.frozen)
             if name not in graph.frozen:
                 self._parameters[name].grad = torch.zeros_like(value)  # accumulated from the second micro-batch on
         if request.compiled:
             for parameter in self._parameters.values():
+                # As `build` does for the weights of a training, so that the same code is compiled.
                 torch._dynamo.mark_static_address(parameter, guard=False)
         buffers = {name: _buffer(spec, device) for name, spec in graph.buffers.items()}
         for name, value in graph.constants.items():

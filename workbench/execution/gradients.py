@@ -172,6 +172,7 @@ class GradientAllReduce:
         is_alone = len(gradients) == 1 and gradients[0].is_contiguous()
         flat = gradients[0] if is_alone else torch.cat([gradient.flatten() for gradient in gradients])
         if not self._supports_mean:
+            # Before the sum, which over many replicas may leave the range of fp16.
             flat.div_(self._group.size())
         operation = dist.ReduceOp.AVG if self._supports_mean else dist.ReduceOp.SUM
         work = dist.all_reduce(flat, op=operation, group=self._group, async_op=True)
@@ -272,12 +273,14 @@ def _sum_of_squares(shards: list[torch.Tensor], key: float, tables: Tables) -> t
     norms = list[torch.Tensor]()
     for dtype in dict.fromkeys(shard.dtype for shard in shards):
         of_type = [shard for shard in shards if shard.dtype == dtype]
+        # Without the dtype each norm would be rounded to the 8 bits of bf16 before the norms are added.
         norms += torch._foreach_norm(of_type, dtype=torch.float32 if dtype == torch.bfloat16 else None)
     return torch.stack([norm.float() for norm in norms]).square().sum()
 
 
 def clip_factor(norm: torch.Tensor, limit: float) -> torch.Tensor:
     """Return the factor of gradients whose norm may exceed the limit (Pascanu et al., arXiv:1211.5063)."""
+    # The 1e-6 is that of `torch.nn.utils.clip_grad_norm_`, whose factors these are to the last bit.
     return torch.clamp(limit / (norm + 1e-6), max=1.0)
 
 

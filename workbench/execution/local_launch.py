@@ -183,6 +183,7 @@ if __name__ == "__main__":
         _run_forked(*sys.argv[1:])
     else:
         main(sys.argv[1:])
+        # What `os._exit` below leaves out; private, and so named since Python 3.
         atexit._run_exitfuncs()
         for stream in (sys.stdout, sys.stderr):
             stream.flush()

@@ -169,6 +169,7 @@ class Trainer:
             norms = None
         if norms is not None:
             norms.before_update()
+        # The norm is that over all ranks: clipping by a rank's own would give replicas different weights.
         self._norms.clip(self.optimizer, scalars[1], self._squared_of_groups)
         factor = rate_factor(experiment, step)
         for group, rate in zip(self.optimizer.param_groups, self._peak_rates, strict=True):
@@ -215,6 +216,8 @@ class Trainer:
         logged, coordinate = self._scalars, self.coordinate
         is_last = coordinate.data_rank == self.plan.data - 1
         own = [] if logged is None else logged.shares(is_last)
+        # One all-reduce for all that a step tells, in this order: spikes and clipping read the first two, the log the
+        # third, scalars of the model follow, and norms of groups come last, which are split off again.
         scalars = torch.stack([loss.float(), norm, torch.full_like(norm, stop), *own, *groups])
         if self.plan.world > 1:
             dist.all_reduce(scalars)

@@ -717,6 +717,7 @@ def _as_before(device: torch.device) -> Iterator[None]:
     finally:
         if dist.is_initialized():
             dist.destroy_process_group()
+        # Accelerate's states are one per process. The calls are private; its own tests reset them so (Accelerate 1.15).
         AcceleratorState._reset_state(reset_partial_state=True)
         GradientState._reset_state()
         torch.use_deterministic_algorithms(deterministic, warn_only=warns)

@@ -374,7 +374,9 @@ class GradientTransfer:
         def on_gradient(copy: torch.Tensor) -> None:
             this = transfer()
             assert this is not None
-            if not this._arrived:  # autograd knows how many copies this backward will reach
+            # Autograd knows how many copies this backward will reach, and says so only while it runs (private of torch
+            # 2.11 to 2.13).
+            if not this._arrived:
                 this._expected = sum(map(torch._C._will_engine_execute_node, this._edges))
             this._arrived.append(copy)
             if len(this._arrived) == this._expected:

@@ -56,10 +56,13 @@ LOW_PRECISION = (torch.bfloat16, torch.float16)
 """Dtypes for which GELU is computed as written here: its kernels read and write so little in these dtypes that the
 error function, about 30 instructions, would be their bottleneck."""
 _STOCK = {operation: decompositions[operation] for operation in (GELU, GELU_BACKWARD)}
+# Coefficients of Abramowitz and Stegun 7.1.26, the highest power first, and its p; GELU takes erf(x / sqrt(2)). Powers
+# of e become those of 2, for which GPUs have an instruction.
 _TAIL = (1.061405429, -1.453152027, 1.421413741, -0.284496736, 0.254829592)
 _HALF_TAIL = tuple(factor / 2 for factor in _TAIL)
 _TAIL_SCALE = 0.3275911 / math.sqrt(2)
 _BELL_SCALE = -0.5 * math.log2(math.e)
+# GELU by a hyperbolic tangent (arXiv:1606.08415), as 1 / (1 + e^-2y).
 _TANH_SCALE, _TANH_CUBE = 2 * math.sqrt(2 / math.pi), 0.044715
 _TANH_POWER = -math.log2(math.e) * _TANH_SCALE
 

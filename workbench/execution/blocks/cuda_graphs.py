@@ -194,6 +194,7 @@ class _StaticTensor:
         self.address = tensor.data_ptr()
         spans = sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
         size = (1 + spans) * tensor.element_size() if tensor.numel() else 0
+        # Private of torch 2.11 to 2.13: a tensor at an address, which does not own the pool's memory.
         storage = torch._C._construct_storage_from_data_pointer(self.address, tensor.device, size)
         self.tensor = tensor.new_empty(0).set_(storage, 0, tensor.shape, tensor.stride())
 

@@ -53,7 +53,7 @@ class GraphRewriter:
 # H200 and its masks must be stored for the backward. Devices that share a seed draw the same mask, which tensor
 # parallelism needs.
 
-_GOLDEN = 0x9E3779B9
+_GOLDEN = 0x9E3779B9  # 2^32 over the golden ratio: its multiples, the keys of salts, spread over all bits
 _INT32_RANGE = 1 << 31
 
 
@@ -95,6 +95,7 @@ def hashed_dropout(value: torch.Tensor, rate: float, seed: torch.Tensor, salt: i
     bits = _xor_shift(bits, 17) * _int32(0xED5AD4BB)
     bits = (_xor_shift(bits, 11) ^ ((seed >> 32).to(torch.int32) ^ high)) * _int32(0xAC4C1B51)
     bits = _xor_shift(bits, 15) * _int32(0x31848BAB)
+    # The smallest `rate` of the 2^32 signed values drop their element.
     return torch.where(bits >= _int32(round(rate * (1 << 32)) - _INT32_RANGE), value, 0) / (1 - rate)
 
 

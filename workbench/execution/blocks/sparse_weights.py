@@ -166,6 +166,7 @@ class SparseWeights(ABC):
         if self.sparsity.rescaled:
             for name, pattern in self.patterns.items():
                 share = self.sparsity.kept(pattern.numel()) / pattern.numel()
+                # A sum over `share` of the inputs then has the variance that the dense weight gives it.
                 local(self._parameters[name].detach()).mul_(share**-0.5)
 
     @abstractmethod

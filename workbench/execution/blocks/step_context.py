@@ -39,7 +39,7 @@ def mix(*values: int) -> int:
         state = ((state ^ (state >> 30)) * 0xBF58476D1CE4E5B9) & _MASK
         state = ((state ^ (state >> 27)) * 0x94D049BB133111EB) & _MASK
         state ^= state >> 31
-    return state >> 1
+    return state >> 1  # seeds of torch are signed
 
 
 @dataclass

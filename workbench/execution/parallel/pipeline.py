@@ -117,6 +117,8 @@ class PipeStage(PipelineStage):
         if not isinstance(module, FSDPModule):
             return super().backward_maybe_with_nosync(backward_type, bwd_kwargs, last_backward)
         assert backward_type == "full", "a sharded stage has no split backward"
+        # ZeRO 1 reduces once a step and keeps weights whole until then; 2 reduces each micro-batch's gradients; 3 frees
+        # weights behind each backward as well.
         module.set_is_last_backward(last_backward)
         module.set_requires_gradient_sync(last_backward or self._zero >= 2)
         module.set_reshard_after_backward(last_backward or self._zero == 3)
@@ -150,7 +152,11 @@ class Schedules:
             held = list(self._pipe_stages) if schedule.interleaves else self._pipe_stages[0]
             runtime: Any = pkgutil.resolve_name(schedule.runtime)
             self._built[num_microbatches] = runtime(
-                held, num_microbatches, loss_fn=lambda output, _target: output, scale_grads=False
+                # The last stage returns the loss, which carries its scale: torch has nothing to compute or to divide.
+                held,
+                num_microbatches,
+                loss_fn=lambda output, _target: output,
+                scale_grads=False,
             )
         for stage in self._stages:
             stage.num_microbatches = num_microbatches
@@ -226,6 +232,7 @@ class ForwardOnly:
                     )
                     source = peers[(index - 1) % plan.pipeline]
                     operations += [dist.P2POp(dist.irecv, value, source, group) for value in received[index]]
+            # All sends and receives of a tick in one batch: one by one, two ranks that send to each other would wait.
             for work in dist.batch_isend_irecv(operations) if operations else []:
                 work.wait()
 

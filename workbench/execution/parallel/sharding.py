@@ -55,6 +55,7 @@ def distribute(stage: StageModule, mesh: DeviceMesh, zero: int, precision: str) 
         # the order is that of a real backward: the last block first, shared parameters last.
         parameters = [parameter for parameter in replica.parameters() if parameter.requires_grad]
         replica.reducer.prepare_for_backward([])
+        # `real`, because a backward begins at a real number only.
         (0.0 * torch.stack([parameter.sum().real for parameter in parameters]).sum()).backward()
         for parameter in parameters:
             parameter.grad = None
@@ -169,6 +170,7 @@ class ShardedTensors:
             ([name in self._stages.shardings for name in names], here.tensor_rank, here.tensor_mesh),
         )
         for divided, rank, mesh in axes:
+            # Which parameters are divided is equal on all ranks of an axis, and so is the number of all-reduces.
             if any(divided):
                 counts = torch.tensor([rank == 0 or each for each in divided], device=shares.device)
                 shares = torch.where(counts, shares, 0.0)
@@ -266,6 +268,7 @@ class ReplicaExchange:
             # An all-gather, in which all ranks send as much as the one that owns most
             sizes = [[self._shapes[name].numel() for name in names] for names in owned]
             sending = self._nothing.new_empty(max(map(sum, sizes)))
+            # The rest of what is sent stays unwritten: nobody reads it.
             torch.cat([whole[name].flatten() for name in mine] or [self._nothing], out=sending[: sum(sizes[self.rank])])
             group = self._group.group_name
             gathering = torch.ops._c10d_functional.all_gather_into_tensor(sending, self.ranks, group)
@@ -286,6 +289,7 @@ class ReplicaExchange:
             for name in mine:
                 sharding = self._shardings.get(name)
                 shard = whole[name] if sharding is None else take_shard(whole[name], sharding, tensor)
+                # FSDP2 divides rows as `torch.chunk` does: rounded up, so that the last ranks may have fewer, or none.
                 chunk = -(-shard.shape[0] // self._here.data)
                 shards.append(shard[data * chunk : (data + 1) * chunk] if name in self._rows else shard)
             outgoing.append(shards)
@@ -353,6 +357,7 @@ class ReplicaExchange:
         arrived = self._nothing.new_empty(sum(received))
         work = dist.all_to_all_single(arrived, sending, received, sent, group=self._group, async_op=True)
 
+        # The default argument keeps the memory that is sent alive until the exchange is over.
         def wait(_alive: torch.Tensor = sending) -> list[list[torch.Tensor]]:
             work.wait()
             return [list(a.split(list(each))) for a, each in zip(arrived.split(received), counts, strict=True)]
