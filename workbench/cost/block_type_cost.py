@@ -348,7 +348,7 @@ def _run_attention(ran: Operation, args: Any, kwargs: Any, settings: Settings) -
         values.append(value if value.dtype == torch.float32 else torch.empty_like(value, dtype=torch.float32))
         ran.saved = [*values, *(torch.empty(scores, dtype=torch.float32, device=META) for _ in range(3))]
         return
-    ran.backward_flops = 2.5 * ran.forward_flops
+    ran.backward_flops = 2.5 * ran.forward_flops  # five products, with that which recomputes the scores, beside two
     rows_lse = torch.empty((batch, heads, rows), dtype=torch.float32, device=META)
     ran.saved = [query, key, value, out, rows_lse]
     ran.hidden_results = [rows_lse]

@@ -214,6 +214,8 @@ H200 = Device(
     basis=FITTED,
 )
 
+# Of GeForce cards the bf16 rate is that with fp32 accumulation, half of the one with fp16 that is advertised; RTX A and
+# data-centre cards accumulate in fp32 at the full rate.
 RTX_3090 = Device("RTX 3090", "cuda", int(23.7 * GIB), {"fp32": 35.6e12, "bf16": 71e12}, 936e9, _LIBRARIES)
 RTX_4090 = Device("RTX 4090", "cuda", int(23.6 * GIB), {"fp32": 82.6e12, "bf16": 165.2e12}, 1008e9, _LIBRARIES)
 RTX_5090 = Device("RTX 5090", "cuda", int(31.4 * GIB), {"fp32": 104.8e12, "bf16": 209.5e12}, 1792e9, _LIBRARIES)
@@ -225,8 +227,11 @@ L40S = Device("L40S", "cuda", int(44.4 * GIB), {"fp32": 91.6e12, "bf16": 362e12}
 PCIE = Link(20e9, 20e-6)
 _ONE_NETWORK_CARD = Link(2.6e9, 30e-6)
 _PEER_TO_PEER = (PCIE, _ONE_NETWORK_CARD)
+# GeForce drivers allow no peer-to-peer copies: everything goes through the host's memory, at half of PCIe's rate.
 _THROUGH_THE_HOST = (Link(10e9, 25e-6), _ONE_NETWORK_CARD)
 _THROUGH_THE_HOST_5 = (Link(25e9, 25e-6), _ONE_NETWORK_CARD)
+# Not measured, but for H200: three quarters of NVLink's 150, 300 and 450 GB/s a direction, and 0.84 of a node's network
+# (4 × 100, 8 × 200 and 8 × 400 Gbit/s) over its eight GPUs.
 _V100_LINKS = (Link(110e9, 12e-6), Link(5.3e9, 25e-6))
 _A100_LINKS = (Link(225e9, 10e-6), Link(21e9, 20e-6))
 _H100_LINKS = (Link(340e9, 10e-6), Link(42e9, 20e-6))
@@ -295,7 +300,8 @@ def point_to_point_s(num_bytes: Bytes, link: Link) -> Bytes:
 
 def all_gather_s(num_bytes: Bytes, group: int, link: Link) -> Bytes:
     """Return the seconds until `group` devices, which hold 1/group of `num_bytes` each, hold all of them."""
-    return (group - 1).bit_length() * link.latency_s + num_bytes * (group - 1) / group / link.bandwidth
+    steps = (group - 1).bit_length()  # log2 of the group, rounded up, in whole numbers
+    return steps * link.latency_s + num_bytes * (group - 1) / group / link.bandwidth
 
 
 def reduce_scatter_s(num_bytes: Bytes, group: int, link: Link) -> Bytes:

@@ -72,6 +72,7 @@ def keeps_bf16_gradients(profile: Profile, strategy: Strategy) -> bool:
 
 def stage_gradients(profile: Profile, table: ParameterTable, strategy: Strategy) -> Array:
     """Return the bytes of the gradients of every stage, between micro-batches and after the last backward."""
+    # One stage `[i, j]` has all its gradients at once here; `pending_gradients` takes off those that are still to come.
     saved = (FP32 - BF16) * spans(table.own_cast) if keeps_bf16_gradients(profile, strategy) else 0.0
     return np.asarray(gradient_bytes(strategy) * table.trained - saved)
 
@@ -229,7 +230,7 @@ def _spans(uses: Mapping[str, list[int]], sizes: Mapping[str, float], blocks: in
     for name, indices in uses.items():
         for index in indices:
             each[index + 1] += sizes[name]
-        for first, second in pairwise(indices):
+        for first, second in pairwise(indices):  # stages with both count the second use as none
             again[: first + 1, second + 1 :] += sizes[name]
     total = each.cumsum()
     return np.asarray(total[None, :] - total[:, None] - again)
