@@ -410,7 +410,7 @@ def _around(plan: Plan, rank: int, pipeline: Timeline) -> tuple[TimedAction, ...
     last = max((action for action in lane if action.type == "B"), key=lambda action: action.end_ms)
 
     def add(type_: str, action: TimedAction, start: float, end: float) -> None:
-        if end - start > 1e-9:
+        if end - start > 1e-9:  # shorter gaps are rounding of sums of ms
             found.append(TimedAction(type_, action.stage, action.micro_batch, start, end))
 
     for action in lane:

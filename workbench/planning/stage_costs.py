@@ -274,6 +274,7 @@ class DeviceCosts:
             host, relaunched = nothing, dict.fromkeys(relaunched, nothing)
         hosts = {mode: host + relaunched[mode] for mode in modes}
         if cuda_graphs:
+            # Two launches, and one of a block that has no backward.
             replays_ms = 1e3 * self.device.efficiency.captured_block_s * np.where(costs.backward_ms > 0, 2.0, 1.0)
             hosts = {mode: np.where(costs.capturable[mode], replays_ms, ms) for mode, ms in hosts.items()}
         gap_ms = REDUCTION_GAP_MS if self.device.type == "cuda" else 0.0
@@ -537,9 +538,11 @@ class StrategyCosts:
         busy = forward + backward + forward_wait + backward_wait + step_wait / self.strategy.num_microbatches
         tuned, acts = self.cluster.device.efficiency, self.strategy.pipeline > 1 and self.cluster.device.type != "cpu"
         action_s = tuned.captured_action_s if self.strategy.cuda_graphs else tuned.action_s
+        # `compute.host` is that of a forward and a backward, so that a second forward adds half; an action each, in ms.
         host = (1 + runs) / 2 * stages.sum(compute.host) + (2e3 * action_s if acts else 0.0)
         host_wait = np.maximum(0.0, host + update_wait - busy)
         return StageTimes(
+            # Where in the step the GPU waits is not known; half and half keeps the length and the order of actions.
             forward=forward + host_wait / 2,
             backward=backward + host_wait / 2,
             host_wait=host_wait,
