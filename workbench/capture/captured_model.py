@@ -428,6 +428,7 @@ def random_samples(experiment: Experiment) -> Callable[[int, int], dict[str, tor
             experiment.data.reads(experiment).batch_specs(),
             count,
             vocab_size=vocabulary,
+            # Every batch has positions without a label: a loss may depend on how many there are.
             labelled_share=min(0.7, experiment.data.reads(experiment).labelled_share()),
             device=torch.device("cpu"),
             seed=trial,

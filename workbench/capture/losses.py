@@ -481,6 +481,7 @@ def _with_micro_batch_means(
     graph, copies, means = node.graph, dict[fx.Node, fx.Node](), []
     with graph.inserting_before(graph.output_node()):
         for loss in losses:
+            # A node of its own: the loss's is divided by the labels of the whole batch, and this one by its own.
             copies[loss.node] = graph.call_function(aten.mul.Tensor, (loss.node, 1.0))
             copies[loss.node].meta = dict(loss.node.meta)
             means.append(MicroBatchMean(copies[loss.node], loss))

@@ -109,6 +109,7 @@ class _Result:
     def differs_from(self, other: _Result) -> tuple[float, float, str]:
         """Return the relative differences of the loss and of the gradient that differs most, and its parameter."""
         size = torch.stack([gradient.norm() for gradient in self.gradients.values()]).norm()
+        # A gradient far below all others is rounding, and counts relative to 1e-5 of them.
         least = 1e-5 * float(size) + 1e-12
         gradients = [
             (float((other.gradients[name] - mine).norm()) / (float(mine.norm()) + least), name)
@@ -286,7 +287,7 @@ def _changed(field: torch.Tensor, generator: torch.Generator) -> torch.Tensor:
     if field.is_complex() or field.ndim < 2 or not bool((field == 1).all()):
         return field
     kept = share > 0.3
-    kept[:, 0] = True
+    kept[:, 0] = True  # a sample of which nothing is kept would divide by zero in many models
     return field * kept.to(field.dtype)
 
 
@@ -298,7 +299,9 @@ class _Comparison:
     ) -> None:
         self._model, self._device = model, device
         for parameter in model.parameters():
-            if parameter.is_floating_point():  # away from zeros, ones and equal rows
+            # Away from zeros, ones and equal rows, for which a wrong combination may give the right number. 0.02 is the
+            # size of usual first weights.
+            if parameter.is_floating_point():
                 parameter.data.mul_(1 + 0.05 * torch.randn_like(parameter)).add_(
                     torch.randn_like(parameter), alpha=0.02
                 )
@@ -383,6 +386,7 @@ class _Comparison:
             sent = [values[name] for name in block.sends]
             made = [tensor for tensor in outputs.get(block.name, ()) if any(tensor.shape == s.shape for s in sent)]
             close = ((tensor, s) for tensor in made for s in sent if tensor.shape == s.shape)
+            # Only to name the block: its values are compared loosely, since the loss has been compared strictly.
             return bool(made) and not any(torch.allclose(*pair, rtol=1e-3, atol=1e-4) for pair in close)
 
         first = next((block.name for block in self._graph.blocks if differs(block)), "")

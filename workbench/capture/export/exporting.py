@@ -268,7 +268,7 @@ def passed_checks() -> Iterator[dict[str, None]]:
             if is_known:
                 with contextlib.suppress(Exception):  # the size of a selection, or a number taken out of a tensor
                     return bool(original(value))
-            frame = sys._getframe(1)
+            frame = sys._getframe(1)  # the code that asks whether a value is true
             checks = _checks(frame.f_code.co_filename)
             outcomes = {outcome for first, last, outcome in checks if first <= frame.f_lineno <= last}
             if len(outcomes) != 1 or (outcome := outcomes.pop()) is None:

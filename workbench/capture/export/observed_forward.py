@@ -470,7 +470,7 @@ class Watch:
 
     def _place(self) -> tuple[CodeType, int] | None:
         """Return the instruction that asks; None for one of this package, or that stores something under a key."""
-        frame: Any = sys._getframe(3)
+        frame: Any = sys._getframe(3)  # over this method, `decide` or `escape`, and the number's own operator
         code, at = frame.f_code, frame.f_lasti
         is_key = code.co_code[at] == dis.opmap["STORE_SUBSCR"]
         return None if is_key or code.co_filename.startswith(_OURS) else (code, at)

@@ -290,6 +290,7 @@ class OpaqueCall:
             """Run the code with other values in some of the buffers that it writes."""
             given = list(tensors)
             for index in changed:
+                # Of all numbers -1 alone would stay as it is, and of integers none.
                 given[index] = 1.25 * given[index] + 0.25 if given[index].is_floating_point() else 1 - given[index]
             try:
                 pairs = zip(self._results(given), before, strict=True)

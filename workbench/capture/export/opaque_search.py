@@ -292,7 +292,7 @@ def patched_selections(select: Callable[[Key, torch.Tensor, torch.Tensor], Any])
     def getitem(values: torch.Tensor, index: Any) -> Any:
         is_mask = isinstance(index, torch.Tensor) and index.dtype == torch.bool and index.ndim > 1
         if is_mask and values.shape[: index.ndim] == index.shape:
-            caller: FrameType = sys._getframe(1)
+            caller: FrameType = sys._getframe(1)  # the line that selects
             key = (caller.f_code.co_filename, caller.f_lineno, values.shape[1:], index.shape[1:])
             if (result := select(key, values, index)) is not None:
                 return result
@@ -342,6 +342,7 @@ class Padded(PackedSequence):
         raise TypeError("a packed sequence is taken apart")
 
     def _seen(self, field: int) -> Any:
+        # Frame 1 is the property that was read, and 2 its reader.
         if sys._getframe(2).f_code is not pad_packed_sequence.__code__:
             raise TypeError("a packed sequence is read without pad_packed_sequence")
         return tuple.__getitem__(self, field)
@@ -367,6 +368,7 @@ def _pad(
     if padding:
         is_there = torch.arange(value.shape[0], device=value.device)[:, None] < lengths.to(value.device)[None, :]
         value = torch.where(is_there.reshape(*is_there.shape, *(1,) * (value.ndim - 2)), value, padding)
+    # Frame 1 is torch's `pad_packed_sequence`, which passes a number of steps whether or not it was asked for.
     if sys._getframe(1).f_locals["total_length"] is None:
         value = value[(sizes > 0).to(value.device)]
     elif steps > value.shape[0]:
