@@ -96,7 +96,7 @@ class Dynamic(Static):
 
     def ratio(self, step: int, steps: int) -> float:
         """Return the share of present blocks that an update after `step` of `steps` steps prunes."""
-        return self.prune_ratio * 0.5 * (1 + math.cos(math.pi * step / steps))
+        return self.prune_ratio * 0.5 * (1 + math.cos(math.pi * step / steps))  # RigL's cosine decay (arXiv:1911.11134)
 
 
 TYPES: Mapping[str, type[Static]] = {"static": Static, "dynamic": Dynamic}

@@ -96,6 +96,7 @@ def uniform(keys: Sequence[str], shape: Sequence[int], device: torch.device | st
     bits = torch.arange(1, math.prod(shape) + 1, device=device).mul_(_signed(_GOLDEN)) + seeds[:, None]
     for shift, factor in ((30, 0xBF58476D1CE4E5B9), (27, 0x94D049BB133111EB), (31, 1)):
         bits.bitwise_xor_(_shifted(bits, shift)).mul_(_signed(factor))
+    # The highest 53 bits, which a double holds exactly.
     return _shifted(bits, 11).double().mul_(2.0**-53).view(len(keys), *shape)
 
 
