@@ -7,6 +7,7 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from dataclasses import replace
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -19,6 +20,7 @@ from tests.unit.cost_values import layered_profile
 from workbench.base.errors import PlanInfeasible, RunFailed, RunNotFound, root_exception
 from workbench.cost import Cluster
 from workbench.data import data_fingerprint
+from workbench.execution import local_launch
 from workbench.execution.build import CUBLAS_SETTING, use_deterministic_kernels
 from workbench.execution.checkpoint import files as checkpoint
 from workbench.execution.worker import error_message
@@ -339,6 +341,32 @@ def test_the_ranks_inherit_the_callers_environment_but_no_other_launch(tmp_path)
     plan = {"world": 2, "device_type": "cuda", "precision": "bf16"}
     command = accelerate_command(tmp_path / "a.yaml", plan)
     assert command[command.index("--mixed_precision") + 1] == "bf16"
+
+
+@pytest.mark.parametrize(("answer", "untouched"), [(3, True), (0, False), (100, False)], ids=["not", "yes", "no GPU"])
+def test_ranks_on_gpus_are_forked_only_from_a_process_in_which_nobody_has_initialised_the_driver(
+    monkeypatch: pytest.MonkeyPatch, answer: int, untouched: bool
+) -> None:
+    driver = SimpleNamespace(cuDeviceGetCount=lambda _count: answer)
+    monkeypatch.setattr("ctypes.CDLL", lambda name: driver if name == "libcuda.so.1" else None)
+    assert local_launch.cuda_is_untouched() == untouched
+
+
+def test_a_machine_without_the_driver_has_nothing_that_a_fork_could_break(monkeypatch: pytest.MonkeyPatch) -> None:
+    def missing(name: str) -> None:
+        raise OSError(f"{name}: cannot open shared object file")
+
+    monkeypatch.setattr("ctypes.CDLL", missing)
+    assert local_launch.cuda_is_untouched()
+
+
+def test_torch_counts_gpus_by_nvml_in_the_process_from_which_ranks_on_them_are_forked(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    assert "PYTORCH_NVML_BASED_CUDA_CHECK" not in worker_environment({}, 2, "cuda", ("0", "1"))
+    monkeypatch.setenv("WORKBENCH_FORK_GPU_RANKS", "1")
+    assert worker_environment({}, 2, "cuda", ("0", "1"))["PYTORCH_NVML_BASED_CUDA_CHECK"] == "1"
+    assert "PYTORCH_NVML_BASED_CUDA_CHECK" not in worker_environment({}, 2, "cpu", ())
 
 
 def test_the_environment_names_machine_versions_and_git_state(tmp_path):

@@ -6,7 +6,8 @@ The store that torch opens by itself listens on every address of the machine and
 reaches it could give the ranks other addresses to talk to, and ranks unpickle what they receive from each other.
 
 Ranks on CPUs are forked from this process, which imports the worker once for all of them: those imports take most of
-the time in which a run starts. Ranks on GPUs are new processes, because CUDA does not survive a fork.
+the time in which a run starts. CUDA does not survive a fork, so that ranks on GPUs are new processes, unless
+`$WORKBENCH_FORK_GPU_RANKS` is 1 and the imports have left the driver alone.
 """
 
 from __future__ import annotations
@@ -43,10 +44,14 @@ from torch.distributed.elastic.rendezvous.static_tcp_rendezvous import StaticTCP
 LOOPBACK = "127.0.0.1"
 BACKEND = "loopback"
 """Name of the rendezvous, for `--rdzv_backend`."""
+NOT_INITIALISED = 3
+"""`CUDA_ERROR_NOT_INITIALIZED`: what the driver answers in a process in which nobody has called `cuInit`."""
 FORKED = "forked"
 """First argument of this file where torchrun executes it in a rank that it forked."""
 PR_SET_PDEATHSIG = 1
 """Number of the option of Linux's `prctl` that names a signal for the death of the parent."""
+FORKS_GPU_RANKS = "WORKBENCH_FORK_GPU_RANKS"
+"""Environment variable: 1 forks ranks on GPUs, too."""
 TIMEOUT_S = 600
 """Seconds that the store waits for a rank; torch's own rendezvous waits as long."""
 
@@ -93,8 +98,8 @@ class LoopbackRendezvous(StaticTCPRendezvous):
 def main(arguments: list[str]) -> None:
     """Run `accelerate launch`, with the store and gloo on the loopback interface.
 
-    Ranks on CPUs are forked from this process, which imports what each of them needs. Of several ranks, torchrun does
-    that, whose options `--run-path` and `--start-method` Accelerate's parser does not know but hands on. One rank is
+    Ranks that are forked find imported here what each of them needs. Of several ranks, torchrun forks them, whose
+    options `--run-path` and `--start-method` Accelerate's parser does not know but hands on. One rank is
     started by a function of Accelerate's launcher, which is replaced.
     """
     if interface := loopback_interface():
@@ -102,13 +107,16 @@ def main(arguments: list[str]) -> None:
     rendezvous_handler_registry.register(BACKEND, LoopbackRendezvous)
     run.logger.setLevel(logging.ERROR)  # it warns that the address it was given has no use
     parsed = launch.launch_command_parser().parse_args(["--rdzv_backend", BACKEND, *arguments])
-    if os.environ.get("ACCELERATE_USE_CPU") == "true":
+    on_cpu, forks = os.environ.get("ACCELERATE_USE_CPU") == "true", False
+    if on_cpu or os.environ.get(FORKS_GPU_RANKS) == "1":
         from workbench.execution.build import preload
         from workbench.record.rundir import RunDir, read_object
 
-        rank = (str(os.getpid()), parsed.training_script, *parsed.training_script_args)
         importlib.import_module(parsed.training_script)
         preload(read_object(RunDir(Path(*parsed.training_script_args)).experiment))
+        forks = on_cpu or cuda_is_untouched()
+    if forks:
+        rank = (str(os.getpid()), parsed.training_script, *parsed.training_script_args)
         gc.freeze()  # otherwise each rank's first collection would copy the pages of every object that it shares
         atexit.register(gc.unfreeze)  # otherwise a launcher that fails would say that these objects leak
         parsed.module, parsed.run_path, parsed.start_method = False, True, "fork"
@@ -122,6 +130,15 @@ def main(arguments: list[str]) -> None:
         context.start_processes = _reporting(context.start_processes)  # type: ignore[attr-defined]  # exported implicitly
     gc.enable()
     launch.launch_command(parsed)
+
+
+def cuda_is_untouched() -> bool:
+    """Return True if processes that are forked from this one can use CUDA: its driver is not initialised here."""
+    try:
+        driver = ctypes.CDLL("libcuda.so.1")
+    except OSError:  # there is none
+        return True
+    return bool(driver.cuDeviceGetCount(ctypes.byref(ctypes.c_int())) == NOT_INITIALISED)
 
 
 def _reporting(start: Callable[..., Any]) -> Callable[..., Any]:

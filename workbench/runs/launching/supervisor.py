@@ -154,14 +154,21 @@ def main(directory: str) -> int:
 
 
 def import_ahead(experiment: Mapping[str, Any], on_cpu: bool) -> None:
-    """Import what the launchers of runs import, and what their ranks do if those are forked, which is on CPUs.
+    """Import what the launchers of runs import, and what their ranks do if those are forked.
 
     `experiment` is the JSON of one of the runs.
     """
     importlib.import_module(processes.LOCAL_LAUNCHER)
-    if on_cpu:
+    if not on_cpu and forks_gpu_ranks():
+        importlib.import_module("workbench.execution.blocks.compiled")  # what compiles blocks
+    if on_cpu or forks_gpu_ranks():
         importlib.import_module(processes.WORKER)
         importlib.import_module("workbench.execution.build").preload(experiment)
+
+
+def forks_gpu_ranks() -> bool:
+    """Return True if ranks on GPUs are to be forked like those on CPUs (`workbench.execution.local_launch`)."""
+    return os.environ.get("WORKBENCH_FORK_GPU_RANKS") == "1"
 
 
 def leave_server_ahead(world: int) -> int:
@@ -296,7 +303,7 @@ def accelerate_command(config: Path, plan: PlanFacts, nodes: Nodes = Nodes()) ->
     The config file keeps the user's own default configuration out of it. Several ranks of one node meet on the loopback
     interface, and ranks on CPUs are forked from a launcher that has imported what they need.
     """
-    is_local = nodes.count == 1 and (plan["world"] > 1 or plan["device_type"] == "cpu")
+    is_local = nodes.count == 1 and (plan["world"] > 1 or plan["device_type"] == "cpu" or forks_gpu_ranks())
     launcher = processes.LOCAL_LAUNCHER if is_local else processes.LAUNCHER
     command = [sys.executable, "-m", launcher, "--config_file", str(config)]
     if plan["world"] > 1:
@@ -334,6 +341,8 @@ def worker_environment(base: dict[str, str], world: int, device_type: str, devic
     environment["PYTHONUNBUFFERED"] = "1"
     if device_type == "cuda" and not any(name in environment for name in ALLOCATOR):
         environment[ALLOCATOR[0]] = GROWING
+    if device_type == "cuda" and forks_gpu_ranks():  # torch asks NVML whether there is a GPU, which leaves CUDA alone
+        environment["PYTORCH_NVML_BASED_CUDA_CHECK"] = "1"
     environment["TORCH_ELASTIC_SHUTDOWN_TIMEOUT"] = ELASTIC_SHUTDOWN_S
     return environment
 
