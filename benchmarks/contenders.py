@@ -115,7 +115,9 @@ PIPELINED = (4, 8, 16, 32)
 LIBRARIES = ("deepspeed1", "deepspeed3", "megatron", "megatron-tp2", "megatron-pp2", "megatron-tp2pp2", "megatron-tp4")
 LOOPS = ("loop", "loop+masters")
 """Peers of one GPU."""
-BERTS = (*LOOPS, "ddp", "fsdp", "deepspeed1", "megatron")
+REPLICAS = ("ddp", "ddp+masters", "fsdp")
+"""Hand-written peers of several GPUs."""
+BERTS = (*LOOPS, *REPLICAS, "deepspeed1", "megatron")
 ROWS = {
     "mini": Row(partial(wb.models.bert, 256, 4, 4), 128, 512, ("loop", "loop+graphs", "ddp", "ddp+graphs"), (128,), {}),
     "base": Row(_base, 128, 128, ("loop", "ddp", "fsdp", "ddp+graphs"), (16, 32), {}),
@@ -129,11 +131,11 @@ ROWS = {
     "scaled-pp4": Row(_scaled, 512, 256, ("pp4",), PIPELINED, {"pipeline": 4}),
     "scaled-pp2dp2": Row(_scaled, 512, 256, ("pp2dp2",), PIPELINED, {"pipeline": 2}),
     "scaled-32gib": Row(_scaled, 512, 256, ("fsdp3", "pp4"), (2, 4, 8, 16, 32, 64), {"memory_limit_gib": 32}),
-    "opt-125m": Row(partial(wb.models.opt, 768, 12, 12), 1024, 128, (*LOOPS, "ddp", "fsdp"), (8, 16, 32), {}),
-    "opt-350m": Row(_opt, 2048, 64, (*LOOPS, "ddp", "fsdp", "deepspeed1", "deepspeed3"), (4, 8, 16), {}),
-    "opt-350m-512": Row(_opt, 512, 256, (*LOOPS, "ddp", "fsdp", "deepspeed1", "deepspeed3"), (16, 32, 64), {}),
-    "gpt3-1.3b": Row(_gpt3, 2048, 64, (*LOOPS, "ddp", "fsdp", *LIBRARIES), (2, 4, 8, 16), {}),
-    "gpt3-1.3b-512": Row(_gpt3, 512, 256, (*LOOPS, "ddp", "fsdp", *LIBRARIES), (8, 16, 32, 64), {}),
+    "opt-125m": Row(partial(wb.models.opt, 768, 12, 12), 1024, 128, (*LOOPS, *REPLICAS), (8, 16, 32), {}),
+    "opt-350m": Row(_opt, 2048, 64, (*LOOPS, *REPLICAS, "deepspeed1", "deepspeed3"), (4, 8, 16), {}),
+    "opt-350m-512": Row(_opt, 512, 256, (*LOOPS, *REPLICAS, "deepspeed1", "deepspeed3"), (16, 32, 64), {}),
+    "gpt3-1.3b": Row(_gpt3, 2048, 64, (*LOOPS, *REPLICAS, *LIBRARIES), (2, 4, 8, 16), {}),
+    "gpt3-1.3b-512": Row(_gpt3, 512, 256, (*LOOPS, *REPLICAS, *LIBRARIES), (8, 16, 32, 64), {}),
     "gpt3-13b": Row(_gpt3_13b, 2048, 32, ("fsdp3", *LIBRARIES[1:]), (1, 2, 4, 8), {}),
     "4.8b": Row(_largest, 512, 256, ("fsdp", "fsdp3", "pp4"), (4, 8, 16, 32, 64), {}),
 }

@@ -38,6 +38,8 @@ IGNORED = -100
 """Label of a position that does not count."""
 MASKED_SHARE = 0.15
 """Share of the positions that BERT masks (arXiv:1810.04805); a balanced split needs it before it sees a batch."""
+BUCKET_ELEMENTS = (25 << 20) // 4
+"""fp32 numbers of a bucket of gradients: 25 MiB, as DistributedDataParallel's."""
 HEAD_GRAIN = 64
 """Parts of a micro-batch in which the labelled head's rows are counted. Data of which the number of labels varies then
 change the compiled head's shape rarely, and at most 1/64 of the positions are computed in vain."""
@@ -52,7 +54,8 @@ OPTIONS = {
     "graphs": "The model is compiled whole, in the mode that records CUDA graphs.",
     "sdpa": "Attention that the library spells out (the pre-LN BERT) calls PyTorch's fused kernel instead.",
     "muon": "Hidden matrices are trained by Muon: each is orthogonalised by one of the ranks (`DividedMuon`).",
-    "masters": "Weights are bf16, copies of the fp32 weights that the optimiser updates; gradients add up in fp32.",
+    "masters": "Weights are bf16, copies of the fp32 weights that the optimiser updates; gradients add up in fp32. "
+    "Replicas average those in buckets, while the last backward pass runs, in the place of DistributedDataParallel.",
 }
 CHECKPOINTING = ("", "recompute-half", "recompute")
 """Options that a sweep tries, from the fastest to the leanest; the empty one checkpoints nothing."""
@@ -60,7 +63,7 @@ ENVIRONMENT: Mapping[str, str] = {}
 """Environment variables that the peers' processes need besides."""
 _ALLOWED = {
     "loop": {"labelled-head", "recompute", "recompute-half", "graphs", "masters", "sdpa"},
-    "ddp": {"labelled-head", "recompute", "recompute-half", "graphs", "muon", "sdpa"},
+    "ddp": {"labelled-head", "recompute", "recompute-half", "graphs", "masters", "muon", "sdpa"},
     "fsdp": {"labelled-head", "one-reduction", "recompute", "recompute-half", "muon", "sdpa"},
     "fsdp3": {"labelled-head", "one-reduction", "recompute", "recompute-half"},
     "pp": {"labelled-head", "balanced", "recompute", "recompute-half"},
@@ -165,14 +168,16 @@ class _DataParallel(Peer):
                 fully_shard(layer, mp_policy=policy, reshard_after_forward=base == "fsdp3")
             fully_shard(model, mp_policy=policy, reshard_after_forward=False)
         self.model: Any = model
-        if base == "ddp":
+        has_masters = "masters" in self.options
+        if base == "ddp" and not has_masters:
             self.model = DistributedDataParallel(model, gradient_as_bucket_view=True)
-        self.masters = _Masters(model, device) if "masters" in self.options else None
+        self.masters = (_Masters if base == "loop" else _AveragedMasters)(model, device) if has_masters else None
         self.trained: nn.Module = model if self.masters is None else self.masters.weights
         self.optimizer: Any = DividedMuon(model, device) if "muon" in self.options else adamw(self.trained, device)
 
     def step(self, batch: Batch) -> torch.Tensor:
-        self.optimizer.zero_grad(set_to_none=True)
+        if not isinstance(self.masters, _AveragedMasters):  # whose gradients stay in their buckets
+            self.optimizer.zero_grad(set_to_none=True)
         parts = list(micro_batches(batch, self.micro_batch))
         if self.labelled is not None and batch is not self.counted:
             self.labelled.capacity, self.counted = capacity(parts), batch
@@ -187,6 +192,8 @@ class _DataParallel(Peer):
                     output = self.model(**part)
                     loss = (output if self.labelled is not None else output.loss) / len(parts)
                 self.enter("backward")
+                if self.masters is not None:
+                    self.masters.begin_backward(index == 0, index == len(parts) - 1)
                 loss.backward()
             if self.masters is not None:
                 self.masters.take_gradients()
@@ -223,6 +230,9 @@ class _Masters:
         self.weights = nn.ParameterList(copy.detach().clone() for copy in self.copies)
         model.to(torch.bfloat16 if device.type == "cuda" else torch.float32)
 
+    def begin_backward(self, first: bool, last: bool) -> None:
+        """Say that a backward pass begins, and whether it is the first or the last one of a step."""
+
     def take_gradients(self) -> None:
         """Add the model's gradients to those of the fp32 weights, and free them."""
         pairs = [(w, copy.grad) for w, copy in zip(self.weights, self.copies, strict=True) if copy.grad is not None]
@@ -240,6 +250,53 @@ class _Masters:
     @torch.no_grad()
     def copy_weights(self) -> None:
         torch._foreach_copy_(self.copies, list(self.weights))
+
+
+class _AveragedMasters(_Masters):
+    """Masters of several replicas, whose gradients lie in buckets as large as DistributedDataParallel's.
+
+    A gradient is added to its bucket as soon as a backward pass has made it, and a bucket is averaged as soon as the
+    last pass has filled it.
+    """
+
+    def __init__(self, model: nn.Module, device: torch.device) -> None:
+        super().__init__(model, device)
+        self.handles: list[Any] = []
+        self.first = self.last = True
+        pairs = [pair for pair in zip(self.copies, self.weights, strict=True) if pair[0].requires_grad]
+        groups: list[list[tuple[torch.Tensor, torch.Tensor]]] = [[]]
+        for pair in reversed(pairs):  # about the order in which a backward pass makes them
+            if sum(weight.numel() for _, weight in groups[-1]) > BUCKET_ELEMENTS:
+                groups.append([])
+            groups[-1].append(pair)
+        self.missing = [0] * len(groups)
+        self.sizes = [len(group) for group in groups]
+        self.buckets = [torch.zeros(sum(w.numel() for _, w in group), device=device) for group in groups]
+        for index, (group, bucket) in enumerate(zip(groups, self.buckets, strict=True)):
+            parts = bucket.split([weight.numel() for _, weight in group])
+            for (copy, weight), part in zip(group, parts, strict=True):
+                weight.grad = part.view_as(weight)
+                copy.register_post_accumulate_grad_hook(partial(self._add, weight, index))
+
+    def begin_backward(self, first: bool, last: bool) -> None:
+        self.first, self.last = first, last
+        self.missing = list(self.sizes)
+
+    def _add(self, weight: torch.Tensor, bucket: int, copy: torch.Tensor) -> None:
+        (weight.grad.copy_ if self.first else weight.grad.add_)(copy.grad)  # type: ignore[union-attr]
+        copy.grad = None
+        self.missing[bucket] -= 1
+        if self.last and not self.missing[bucket]:
+            self.buckets[bucket].div_(dist.get_world_size())
+            self.handles.append(dist.all_reduce(self.buckets[bucket], async_op=True))
+
+    def take_gradients(self) -> None:
+        """Wait for the averages, after the last backward pass of a step; raise `RuntimeError` if one is missing."""
+        if self.last and len(self.handles) < len(self.buckets):
+            raise RuntimeError("A parameter got no gradient, so that its bucket was not averaged.")
+        for handle in self.handles:
+            handle.wait()
+        self.handles.clear()
 
 
 class _Pipelined(Peer):

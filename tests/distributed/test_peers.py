@@ -46,6 +46,7 @@ ALONE = ("loop", "loop+labelled-head+masters", "loop+masters+recompute")
 KINDS = (
     "ddp",
     "ddp+labelled-head+recompute",
+    "ddp+masters+labelled-head",
     "fsdp",
     "fsdp+labelled-head+one-reduction",
     "fsdp3+labelled-head+one-reduction+recompute-half",
@@ -247,7 +248,7 @@ def test_no_split_has_a_faster_slowest_stage_than_the_balanced_one(layers: int, 
     [
         ("horovod", "'horovod' is no hand-written peer"),
         ("ddp+one-reduction", "ddp has no option 'one-reduction'"),
-        ("ddp+masters", "ddp has no option 'masters'"),
+        ("fsdp+masters", "fsdp has no option 'masters'"),
         ("fsdp+recompute+recompute-half", "Keep one of the two options"),
         ("ppx", "'ppx' is no pipeline"),
         ("deepspeed4", "'deepspeed4' is no peer of DeepSpeed. Write deepspeed1, deepspeed2, deepspeed3"),

@@ -395,6 +395,8 @@ WORTH_A_LEGEND = 0.002
 """Share of a step below which a part of all plans is left out."""
 SYMBOLS = {"none": "circle", "selective": "diamond", "full": "square", "mixed": "triangle-up"}
 """Mark of each kind of activation checkpointing; `mixed` is that of plans whose blocks differ in it."""
+SHARDINGS = ("plain split", "replicas", "ZeRO 1", "ZeRO 2", "ZeRO 3")
+"""Names of `_Point.sharding`; the position of each is that of its colour."""
 CHECKPOINTING = {"none": "no checkpointing", "selective": "selective", "full": "full", "mixed": "in some blocks"}
 
 
@@ -557,10 +559,11 @@ def frontier(plans: Plans | Grid | MeasuredGrid) -> Figure:
     unit_name, unit, _ = memory_unit(max((point.peak_bytes for point in points), default=0))
     time_name, ms, _ = suited(max((point.step_ms for point in points), default=0.0), STEP_TIME)
     figure = Figure()
-    shardings = sorted({(point.plan.zero, point.sharding) for point in points})
-    for index, (_, name) in enumerate(shardings):
+    for index, name in enumerate(SHARDINGS):  # each has its colour in every figure
         color = theme.series_color(index)
         own = [point for point in points if point.sharding == name]
+        if not own:
+            continue
         marker = {
             "color": [theme.pale(color) if point.plan.offload_optimizer else color for point in own],
             "symbol": [SYMBOLS[point.plan.recompute] for point in own],
