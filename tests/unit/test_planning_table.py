@@ -273,6 +273,11 @@ def test_every_plan_of_a_grid_is_a_point_that_says_what_it_takes_of_the_host_and
     assert named == {
         "replicas", "ZeRO 1", "ZeRO 3", "optimiser on the host", "no checkpointing", "full", "Pareto front"
     }  # fmt: skip
+    fewer = wb.figures.frontier(wb.grid(experiment, H200, zero=[0, 3], tensor=1))
+    shown = [
+        {each.name: each.marker.line.color for each in one.data if each.showlegend is None} for one in (figure, fewer)
+    ]
+    assert shown[1]["ZeRO 3"] == shown[0]["ZeRO 3"] != shown[0]["ZeRO 1"], "a colour means one way of sharding"
     assert picture(figure)[:4] == b"\x89PNG"
 
 
