@@ -18,7 +18,7 @@ from tests.logs import append_event
 from workbench.analysis.contrast import contrast_curves
 from workbench.analysis.curve import Curve, curves_of, smoothed
 from workbench.base.errors import NonFiniteLoss, UnknownParameter
-from workbench.base.units import time_left
+from workbench.base.units import count, time_left
 from workbench.execution.blocks.step_context import Timestamp
 from workbench.execution.step_log import StepLog
 from workbench.execution.trainer import StepResult
@@ -31,7 +31,7 @@ from workbench.record.event_log import UNREAD, mark_step, read_events, read_stat
 from workbench.record.history import History, HistoryTail, final_loss, recent_pace
 from workbench.record.rundir import RunDir, this_process, write_json, write_record
 from workbench.record.step_table import StepTable
-from workbench.runs.registry import list_runs
+from workbench.runs.registry import list_runs, measurements
 from workbench.runs.run import Run
 from workbench.widgets.run_reader import RunReader
 
@@ -238,6 +238,27 @@ def test_the_final_loss_of_a_long_run_is_the_end_of_its_smoothed_curve_and_reads
     assert math.isnan(final_loss([], []))
     assert final_loss([1, 2], [1.0, math.inf]) == math.inf
     assert final_loss([99, 100], [None, 2.0]) == 2.0
+
+
+@pytest.mark.parametrize("steps", [3, 200, 9000])
+def test_a_runs_speed_is_one_number_in_its_row_the_live_view_the_table_and_beside_the_prediction(tmp_path, steps):
+    """The machine slows down: the last steps alone, and the mean, would say something else than the median."""
+    run = RunDir(tmp_path / "run")
+    run.path.mkdir()
+    write_record(run.experiment, {"steps": steps, "name": "run"})
+    at = np.arange(1, steps + 1)
+    slow = 1000.0 * (2 - at / steps) ** 2 + 10 * (at % 7)
+    append_event(run.events, "start", devices=1, world=1, resumed_from=None)
+    speeds = zip(at.tolist(), slow.tolist(), strict=True)
+    step_table.log_steps(run.path, [figures(step, tokens_per_s=speed, mfu=speed / 1e4) for step, speed in speeds])
+    append_event(run.events, "status", state="finished", message="")
+    counted = slow[min(10, steps // 2) :][-4096:]
+    expected, read = float(np.median(counted)), Run(run.path)
+    assert steps < 100 or abs(expected / np.median(slow[-20:]) - 1) > 0.05
+    assert read.row()["tokens_per_s"] == pytest.approx(expected, rel=1e-6)
+    assert read.row()["mfu"] == pytest.approx(expected / 1e4, rel=1e-6)
+    assert measurements(read)["tokens_per_s"] == pytest.approx(expected, rel=1e-6)
+    assert f"{count(expected)} tokens/s" in RunReader(run.path).read().facts
 
 
 def test_the_time_left_is_told_from_minutes_and_in_one_step_of_its_size():

@@ -5,7 +5,6 @@ Lines that differ from what was written are counted and left out.
 
 from __future__ import annotations
 
-import statistics
 from collections.abc import Iterator, Mapping, Sequence
 from copy import copy
 from dataclasses import dataclass, field, replace
@@ -93,8 +92,8 @@ def read_events(path: Path) -> list[Event]:
 # The state of a run, folded from its events
 
 
-RECENT_STEPS = 20
-"""Number of latest steps over which the median speed is taken."""
+RECENT_STEPS = 2
+"""Number of latest steps of a state: the last one, and the distance of two."""
 
 
 @dataclass(frozen=True)
@@ -170,11 +169,6 @@ class RunState:
         """Return the `evaluation` event after the most steps; None before the first step."""
         last = max(self.evaluations, default=0)
         return dict(self.evaluations[last].event) if last > 0 else None
-
-    def median(self, figure: str) -> float | None:
-        """Return the median of a figure over the latest steps; a single step may have waited for a checkpoint."""
-        values: list[Any] = [value for event in self.steps if (value := event.get(figure)) is not None]
-        return float(statistics.median(values)) if values else None
 
     def after(self, events: Sequence[Mapping[str, Any]]) -> RunState:
         """Return the state after further events."""

@@ -83,6 +83,27 @@ def recent_pace(seconds: Sequence[float] | Column, steps: Sequence[float] | Colu
     return float((known[-1] - known[first]) / max(1.0, float(steps[-1]) - float(steps[first])))
 
 
+SETTLING_STEPS = 10
+"""First logged steps that no speed counts: they compile, allocate and fill caches."""
+SPEED_STEPS = 4096
+"""Largest number of last logged steps over which a speed is taken: those of a block of the log."""
+
+
+def settled_steps(count: int) -> int:
+    """Return how many of the last of `count` logged steps tell a run's speed, wherever one is printed.
+
+    The speed (tokens/s, step time, MFU, waiting for data) is the median over them: all but the first
+    `SETTLING_STEPS`, or the first half of fewer, and at most `SPEED_STEPS`.
+    """
+    return min(count - min(SETTLING_STEPS, count // 2), SPEED_STEPS)
+
+
+def settled_median(values: Column) -> float:
+    """Return the median of the finite ones of these values of settled steps; NaN if there are none."""
+    known = values[np.isfinite(values)]
+    return float(np.median(known)) if len(known) else math.nan
+
+
 class History:
     """The logged steps of a run: read-only float64 columns of equal length, in order of `step`, NaN where unknown.
 
@@ -145,6 +166,10 @@ class History:
         if isinstance(self._columns, _Steps):
             return self._columns.last(name, count)
         return self[name][-count:]
+
+    def settled(self, name: str) -> Column:
+        """Return a column at the steps that tell the run's speed (`settled_steps`)."""
+        return self.last(name, settled_steps(len(self)))
 
     @property
     def scalars(self) -> tuple[str, ...]:

@@ -19,7 +19,7 @@ from workbench.base.errors import InvalidArgument, RunNotFound, WorkbenchError, 
 from workbench.base.units import count, duration, gib, time_left
 from workbench.data.corpora import use_in_words
 from workbench.record.history import History as History
-from workbench.record.history import HistoryTail, read_tail
+from workbench.record.history import HistoryTail, read_tail, settled_median
 from workbench.record.rundir import FINAL_STATES, STATES, RunDir, runs_root
 from workbench.runs.loss_basis import read_loss_basis, why_not_compared
 from workbench.runs.run import OneRun, Run, progress_words, step_text
@@ -256,9 +256,6 @@ def _cells(row: RunRow) -> tuple[str, ...]:
 
 # One table of plans, measurements and machine
 
-SETTLING_STEPS = 10
-"""Number of steps at the start that medians leave out, because of compilation, caches and clocks."""
-
 
 def measurements(run: Run) -> dict[str, Any]:
     """Return medians over a run's settled steps, `step_ms`, `tokens_per_s` and `mfu`, and `peak_bytes` by stage.
@@ -270,8 +267,8 @@ def measurements(run: Run) -> dict[str, Any]:
 
 def _measured(tail: HistoryTail) -> dict[str, Any]:
     history = tail.read()
-    columns = {name: history[name][_settled(history)] for name in ("step_ms", "tokens_per_s", "mfu")}
-    medians: dict[str, Any] = {name: float(np.median(c)) if len(c) else float("nan") for name, c in columns.items()}
+    speeds = ("step_ms", "tokens_per_s", "mfu")
+    medians: dict[str, Any] = {name: settled_median(history.settled(name)) for name in speeds}
     peaks: dict[int, int] = {}
     for event in tail.state.memory.values():
         peaks[event["stage"]] = max(peaks.get(event["stage"], 0), int(event["peak_bytes"]))
@@ -280,14 +277,9 @@ def _measured(tail: HistoryTail) -> dict[str, Any]:
 
 def data_wait(history: History) -> float:
     """Return the share of the time of settled steps in which a run waited for data; NaN if it is unknown."""
-    settled = _settled(history)
-    share, step_ms = history.data_wait[settled], history.step_ms[settled]
+    share, step_ms = history.settled("data_wait"), history.settled("step_ms")
     finite = np.isfinite(share) & np.isfinite(step_ms)
     return float(np.average(share[finite], weights=step_ms[finite])) if finite.any() else float("nan")
-
-
-def _settled(history: History) -> slice:
-    return slice(min(SETTLING_STEPS, len(history) // 2), None)
 
 
 @dataclass(frozen=True)
@@ -452,19 +444,22 @@ CURVE_STEPS, CURVE_WIDTH = 20, 40
 
 
 def text_curve(history: History) -> str:
-    """Return `"loss 7.93 █▇▆▄▃▂▁▁ 2.95 at step 600"`, the mean losses of equal stretches; "" for a run of few steps."""
+    """Return `"loss 7.93 █▇▆▄▃▂▁▁ 2.95 at step 600"`: the first loss, mean losses of equal stretches, and `final_loss`.
+
+    It is empty for a run of few steps.
+    """
     if len(history) < CURVE_STEPS:
         return ""
-    means = np.array(
-        [stretch.mean() for stretch in np.array_split(np.array(history.loss), min(CURVE_WIDTH, len(history) // 2))]
-    )
+    losses = np.array(history.loss)
+    means = np.array([stretch.mean() for stretch in np.array_split(losses, min(CURVE_WIDTH, len(history) // 2))])
+    end = f"{history.final_loss:.4g} at step {int(history.step[-1]):,}"
     finite = np.isfinite(means)
     if not finite.any():
-        return f"loss {means[-1]:.4g} at step {int(history.step[-1]):,}"
+        return f"loss {end}"
     low, high = means[finite].min(), means[finite].max()
     levels = np.where(finite, (means - low) / max(high - low, 1e-12) * (len(BARS) - 1), 0)
     drawn = "".join(BARS[round(level)] if known else "·" for level, known in zip(levels.tolist(), finite, strict=True))
-    return f"loss {means[0]:.4g} {drawn} {means[-1]:.4g} at step {int(history.step[-1]):,}"
+    return f"loss {losses[0]:.4g} {drawn} {end}"
 
 
 def progress_line(row: RunRow) -> str:

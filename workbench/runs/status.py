@@ -19,7 +19,15 @@ from workbench.execution.checkpoint import files as stored
 from workbench.record.event_log import UNREAD, RunState, read_state
 from workbench.record.event_log import Status as Status
 from workbench.record.events import ProcessRecord
-from workbench.record.history import END_SHARE, final_loss, recent_pace
+from workbench.record.history import (
+    END_SHARE,
+    SETTLING_STEPS,
+    SPEED_STEPS,
+    final_loss,
+    recent_pace,
+    settled_median,
+    settled_steps,
+)
 from workbench.record.rundir import KILLED, RunDir, is_elsewhere, process_alive, read_json, read_record
 from workbench.record.step_table import MOST_STEPS, Array, StepTable
 from workbench.runs.launching import processes
@@ -214,13 +222,15 @@ def row_of(run: RunDir, status: Status, progress: RunState) -> RunRow:
     labels = read_labels(run, read_experiment(run))
     step: Mapping[str, Any] = progress.steps[-1] if progress.steps else {}
     table = StepTable(run.path)
-    at, losses, seconds = _latest_steps(table, progress)
+    at, losses, seconds, tokens_per_s, mfu = _latest_steps(table, progress)
+    settled = slice(len(at) - settled_steps(len(at)), None)
+    speed, share = (settled_median(values[settled]) for values in (tokens_per_s, mfu))
     training_loss = final_loss(at, losses) if len(at) else None
     eval_loss = None if progress.evaluation is None else progress.evaluation["loss"]
     timed = np.isfinite(seconds)
     pace_s, eta_s = recent_pace(seconds[timed], at[timed]), None
     if not math.isfinite(pace_s):
-        pace_s = (progress.median("step_ms") or math.nan) / 1e3
+        pace_s = (step.get("step_ms") or math.nan) / 1e3
     if status.state == "running" and math.isfinite(pace_s) and steps is not None:
         eta_s = max(0.0, (steps - step["step"]) * pace_s)
     # A run has the devices of its last start; before that, its plan tells how many it waits for.
@@ -238,8 +248,8 @@ def row_of(run: RunDir, status: Status, progress: RunState) -> RunRow:
         "training_loss": training_loss,
         "eval_loss": eval_loss,
         "tokens": step.get("tokens"),
-        "tokens_per_s": progress.median("tokens_per_s"),
-        "mfu": progress.median("mfu"),
+        "tokens_per_s": speed if math.isfinite(speed) else None,
+        "mfu": share if math.isfinite(share) else None,
         "eta_s": eta_s,
         "devices": num_devices,
         "gpus": [] if status.final else _gpu_indices(run),
@@ -253,16 +263,19 @@ def row_of(run: RunDir, status: Status, progress: RunState) -> RunRow:
 
 
 def _latest_steps(table: StepTable, progress: RunState) -> list[Array]:
-    """Return step, loss and seconds of the last tenth of the logged steps in order, or more."""
+    """Return step, loss, seconds, tokens/s and MFU of the last tenth of the logged steps in order, or more.
+
+    There are enough for the speed, of which the first steps are no part.
+    """
     end, needed = table.refresh(), 0
     if progress.steps:
         last = progress.steps[-1]["step"]
         before = progress.steps[-2]["step"] if len(progress.steps) > 1 else 0
-        needed = math.ceil(END_SHARE * last / max(1, last - before)) + 1
+        needed = max(math.ceil(END_SHARE * last / max(1, last - before)) + 1, SETTLING_STEPS + SPEED_STEPS)
     ranges = list(table.held(max(0, end - needed)))
     columns = [
         np.concatenate([np.empty(0), *(table.column(name, low, high) for low, high in ranges)])
-        for name in ("step", "loss", "seconds")
+        for name in ("step", "loss", "seconds", "tokens_per_s", "mfu")
     ]
     backwards = columns[0][::-1]  # a resumption repeats steps, of which the later rows count
     holds = backwards < np.fmin.accumulate(np.concatenate([[math.inf], backwards]))[:-1]

@@ -11,14 +11,13 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-
 from workbench.analysis.curve import Curve, Mark
 from workbench.base.errors import RunFailed
 from workbench.base.units import time_left
 from workbench.record.event_log import Status, mark_step
 from workbench.record.history import (
     END_SHARE,
+    SETTLING_STEPS,
     Evaluations,
     History,
     HistoryTail,
@@ -26,15 +25,15 @@ from workbench.record.history import (
     Utilization,
     last_held_out,
     recent_pace,
+    settled_median,
 )
 from workbench.record.rundir import read_record
 from workbench.runs.launching.processes import run_failed
 from workbench.runs.loss_basis import LossBasis, read_loss_basis
+from workbench.runs.registry import data_wait
 from workbench.runs.run import Run, progress_words, step_text
 from workbench.runs.status import read_status
 
-RECENT_STEPS = 20
-"""Number of logged steps from which speed and remaining time are estimated."""
 SHOWN_WAIT = 0.02
 """Share of the time that a run waits for data from which its line of facts says so."""
 STATUS_S = 0.5
@@ -99,7 +98,7 @@ class Snapshot:
         """Seconds of training left at the speed of the last minutes; None before two steps, when stalled or ended."""
         if self.status.final or self.status.state == "stalled" or self.steps is None or len(self.history) < 2:
             return None
-        count = math.ceil(END_SHARE * len(self.history)) + RECENT_STEPS
+        count = math.ceil(END_SHARE * len(self.history)) + SETTLING_STEPS
         seconds, step = (self.history.last(name, count) for name in ("seconds", "step"))
         per_step = recent_pace(seconds, step)
         return per_step * (self.steps - float(step[-1])) if math.isfinite(per_step) else None
@@ -112,22 +111,17 @@ class Snapshot:
         """
         if not len(self.history):
             return f"{self.phase} done, first step to come" if self.phase else "no step yet"
-        row: Any = {name: self._recent_median(name) for name in ("tokens_per_s", "mfu")}
+        speeds = {name: settled_median(self.history.settled(name)) for name in ("tokens_per_s", "mfu")}
+        row: Any = {name: value if math.isfinite(value) else None for name, value in speeds.items()}
         row |= {"step": self.step, "steps": self.steps}
         row["training_loss"], row["eval_loss"] = self.history.final_loss, last_held_out(self.evaluations)
         parts = [f"step {step_text(row)}", *progress_words(row)]
-        waiting = self._recent_median("data_wait")
-        if waiting is not None and waiting >= SHOWN_WAIT:
+        waiting = data_wait(self.history)
+        if waiting >= SHOWN_WAIT:
             parts.append(f"waiting for data {waiting:.0%}")
         if self.eta_s is not None:
             parts.insert(0, f"{time_left(self.eta_s)} left")
         return " · ".join(parts)
-
-    def _recent_median(self, column: str) -> float | None:
-        """Return the median of the latest known values of a column, or None where none is."""
-        values = self.history.last(column, RECENT_STEPS)
-        known = values[np.isfinite(values)]
-        return float(np.median(known)) if len(known) else None
 
     @property
     def curve(self) -> Curve:

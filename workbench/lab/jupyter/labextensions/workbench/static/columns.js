@@ -16,7 +16,7 @@ const number = (label, width, name, down = false) =>
 // For each column its name, width as CSS, the value by which it orders, what it shows, and whether larger values come first.
 const FIXED = {
   state: {label: 'State', width: '86px', value: row => row.state, show: badge},
-  curve: {label: 'Loss curve', width: '92px', show: row => sparkline(row.losses ?? [])},
+  curve: {label: 'Loss curve', width: '92px', show: row => sparkline(row.losses ?? [], row.written?.training_loss)},
   eval_loss: number('Held-out loss', '104px', 'eval_loss'),
   training_loss: number('Training loss', '104px', 'training_loss'),
   step: number('Step', '112px', 'step'),

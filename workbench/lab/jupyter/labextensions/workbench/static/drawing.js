@@ -31,13 +31,14 @@ export function age(seconds) {
 
 const WIDTH = 84, HEIGHT = 18;
 
-// The loss as a line. A loss that diverges leaves the top: the height is that of the lower nine tenths of the values.
-export function sparkline(points) {
+// The loss as a line, whose end in words is the number beside it. A loss that diverges leaves the top: the height is that
+// of the lower nine tenths of the values.
+export function sparkline(points, end = points.at(-1)?.[1]) {
   const svg = document.createElementNS('http://www.w3.org/2000/svg', 'svg');
   svg.setAttribute('class', 'wb-sparkline');
   svg.setAttribute('viewBox', `0 0 ${WIDTH} ${HEIGHT}`);
   svg.setAttribute('role', 'img');
-  svg.setAttribute('aria-label', points.length ? `Loss from ${points[0][1]} to ${points.at(-1)[1]}` : 'No loss yet');
+  svg.setAttribute('aria-label', points.length ? `Loss from ${points[0][1]} to ${end}` : 'No loss yet');
   if (points.length < 2) return svg;
   const losses = points.map(([, loss]) => loss), sorted = [...losses].sort((a, b) => a - b);
   const low = sorted[0], usual = sorted[Math.floor(0.9 * (sorted.length - 1))];

@@ -361,7 +361,7 @@ class RunList {
     below.title = [pace, tags.join(', '), note].filter(Boolean).join('\n');
     return [
       element('div', 'wb-line', tick, title),
-      element('div', 'wb-line', badge(row), sparkline(row.losses ?? []), said),
+      element('div', 'wb-line', badge(row), sparkline(row.losses ?? [], row.written?.training_loss), said),
       element('div', 'wb-line', below, this.buttons(row)),
     ];
   }
