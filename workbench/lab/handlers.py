@@ -27,6 +27,7 @@ from jupyter_server.base.handlers import APIHandler
 
 from workbench.base.errors import RunNotFound, WorkbenchError, suggestion
 from workbench.base.units import count, gib, time_left
+from workbench.lab import run_groups
 from workbench.lab.prepared_kernel import PreparedKernel
 from workbench.notebooks.executing import parameters, templates, values_of, with_values
 from workbench.record.rundir import FINAL_STATES, RunDir, known_runs_roots, parsed
@@ -140,7 +141,7 @@ class RunIndex:
         waiting.sort(key=lambda pair: (bool(pair[0].signature), pair[1][0][1]), reverse=True)  # then the newest first
         deadline, read = time.monotonic() + READING_S, 0
         for entry, signature in waiting:
-            row = {**entry.row, **_row(entry.run, signature != entry.signature)}
+            row = {**entry.row, **_row(entry.run, signature != entry.signature, self._folder)}
             entry.signature = signature
             if row != entry.row:
                 self._version += 1
@@ -173,17 +174,19 @@ def user_run(path: str, roots: Iterable[Path]) -> Run:
     raise RunNotFound(f"You have no run {path!r:.200} in a folder of runs.")
 
 
-def _row(run: Run, has_changed: bool) -> dict[str, Any]:
-    """Return a run's row; its curve and its settings only if it `has_changed`.
+def _row(run: Run, has_changed: bool, folder: Path) -> dict[str, Any]:
+    """Return a run's row; its curve, its settings, its group and its notebook only if it `has_changed`.
 
     A run whose files cannot be shown has failed, with the reason as its message: it hides no other.
     """
     try:
         shown = _shown(run, row_or_reason(run), has_changed)
+        if has_changed:
+            shown |= {"group": run_groups.group_of(run), "notebook": run_groups.notebook_of(run.directory, folder)}
         json.dumps(shown, allow_nan=False)
     except Exception as error:  # the files of a run may hold anything
         shown = _shown(run, unreadable_row(run.directory, error), False)
-        return {**shown, "losses": [], "basis": [], "settings": {}}
+        return {**shown, "losses": [], "basis": [], "settings": {}, "group": None, "notebook": None}
     return shown
 
 
@@ -284,6 +287,8 @@ class Handler(APIHandler):
 
 Result = TypeVar("Result")
 MOST_CURVES = 50
+MOST_RUNS = 2000
+"""Most runs of one request."""
 MOST_DIGITS = 18
 """Most digits of a version that are read: Python refuses to read thousands."""
 ACTIONS: dict[str, Callable[[Run, Any], Any]] = {
@@ -293,11 +298,14 @@ ACTIONS: dict[str, Callable[[Run, Any], Any]] = {
     "untag": lambda run, value: run.untag(value),
     "note": lambda run, value: run.note(value),
     "archive": lambda run, value: run.archive(value),
+    "delete": lambda run, _: run.delete(),
 }
 
 
-def dashboard_of(runs: Sequence[Run]) -> dict[str, Any]:
+def dashboard_of(runs: Sequence[Run], baseline: Run | None = None) -> dict[str, Any]:
     """Return the dashboard of runs: its `figures` as `plot.js` draws them, and why those `failures` failed that did.
+
+    The curve of a `baseline` that is none of the runs is drawn last.
 
     The figures are the loss curves, and panels of speed, devices and memory. Of a single run with a plan, what was
     predicted beside what was measured follows, and of one that records norms, the map of its updates by layer. A
@@ -311,8 +319,11 @@ def dashboard_of(runs: Sequence[Run]) -> dict[str, Any]:
     from workbench.record.norms import NormsTail
     from workbench.widgets.run_reader import RunReader, panel_inputs
 
-    named = zip(distinct_names(runs), runs, strict=True)
+    drawn = [*runs, *([baseline] if baseline is not None and baseline.path not in {run.path for run in runs} else [])]
+    named = zip(distinct_names(drawn), drawn, strict=True)
     snapshots = [replace(RunReader(run.path).read(), name=name) for name, run in named]
+    if len(drawn) > len(runs):
+        snapshots[-1] = replace(snapshots[-1], name=f"{snapshots[-1].name} (baseline)")
     curves, peaks, usage = panel_inputs(snapshots)
     figures = [loss_curves(curves, title=runs[0].name if len(runs) == 1 else f"Loss of {len(runs)} runs")]
     if panel_names(curves, peaks, usage):
@@ -340,6 +351,13 @@ class _RunHandler(Handler):
     def folder(self) -> Path:
         """The folder of the server's files."""
         return Path(self.settings.get("server_root_dir") or ".").expanduser().absolute()
+
+    def asked_paths(self, asked: Mapping[str, Any], most: int) -> list[str]:
+        """Return the `paths` of a request; answers 400 to none, or to more than `most`."""
+        paths = asked.get("paths")
+        if not isinstance(paths, list) or not 1 <= len(paths) <= most:
+            raise tornado.web.HTTPError(400, f"Name 1 to {most:,} runs.")
+        return list(map(str, paths))
 
     @property
     def index(self) -> RunIndex:
@@ -380,13 +398,62 @@ class RunActions(_RunHandler):
     @tornado.web.authenticated
     @authorized
     async def post(self) -> None:
-        """Do `action` (a key of `ACTIONS`) to the run at `path`, with `value`."""
+        """Do `action` (a key of `ACTIONS`) to the run at `path`, or to each of those at `paths`, with `value`.
+
+        Of several runs, those that refuse do not keep it from the others; the answer says why they `refused`. With
+        `queues`, what stops a run of a sweep or a grid stops its queue as well.
+        """
         asked = self.asked()
         action = ACTIONS.get(str(asked.get("action")))
         if action is None:
             raise tornado.web.HTTPError(400, f"There is no action {asked.get('action')!r:.80}.")
-        await self.in_thread(lambda: action(user_run(str(asked.get("path")), self.roots), asked.get("value")))
-        self.finish({})
+        if "paths" not in asked:
+            await self.in_thread(lambda: action(user_run(str(asked.get("path")), self.roots), asked.get("value")))
+            self.finish({})
+            return
+        paths = self.asked_paths(asked, MOST_RUNS)
+
+        def done() -> list[str]:
+            refused = list[str]()
+            for path in paths:
+                try:
+                    run = user_run(path, self.roots)
+                    if asked.get("action") == "stop" and asked.get("queues") is True:
+                        run_groups.stop_queue_of(run)
+                    action(run, asked.get("value"))
+                except WorkbenchError as error:
+                    refused.append(str(error).partition("\n")[0])
+            return refused
+
+        self.finish({"refused": await self.in_thread(done)})
+
+
+class RunsTogether(_RunHandler):
+    """Facts of several runs together: before they are deleted, and beside a baseline."""
+
+    @tornado.web.authenticated
+    @authorized
+    async def post(self) -> None:
+        """Answer `ask`: what `differs` between the runs at `paths`, what is `lost` with them, or their `difference`s.
+
+        Differences are those from the run at `baseline`, by path.
+        """
+        asked = self.asked()
+        ask, paths = asked.get("ask"), self.asked_paths(asked, MOST_RUNS)
+
+        def answer() -> dict[str, Any]:
+            runs = [user_run(path, self.roots) for path in paths]
+            if ask == "differs":
+                return run_groups.what_differs(runs)
+            if ask == "lost":
+                return run_groups.what_is_lost(runs)
+            baseline = user_run(str(asked.get("baseline")), self.roots)
+            found = {str(run.path): run_groups.difference_from(baseline, run) for run in runs}
+            return {"differences": found}
+
+        if ask not in ("differs", "lost", "difference"):
+            raise tornado.web.HTTPError(400, f"Nothing is known of runs by {ask!r:.80}.")
+        self.finish(await self.in_thread(answer))
 
 
 class RunCurves(_RunHandler):
@@ -395,18 +462,22 @@ class RunCurves(_RunHandler):
     @tornado.web.authenticated
     @authorized
     async def post(self) -> None:
-        """Answer with the figures and failures of the runs at `paths`, unless their logs have the stamps `seen`."""
+        """Answer with the figures and failures of the runs at `paths`, unless their logs have the stamps `seen`.
+
+        The curve of the run at `baseline`, if it is there, is drawn beside theirs.
+        """
         asked = self.asked()
-        paths = asked.get("paths")
-        if not isinstance(paths, list) or not 1 <= len(paths) <= MOST_CURVES:
-            raise tornado.web.HTTPError(400, f"Name 1 to {MOST_CURVES} runs.")
+        paths, pinned = self.asked_paths(asked, MOST_CURVES), asked.get("baseline")
 
         def drawn() -> dict[str, Any]:
-            runs = [user_run(str(path), self.roots) for path in paths]
-            stamps = [run.directory.log_stamp for run in runs]
+            runs, baseline = [user_run(path, self.roots) for path in paths], None
+            if pinned is not None:
+                with contextlib.suppress(RunNotFound):  # it was deleted
+                    baseline = user_run(str(pinned), self.roots)
+            stamps = [run.directory.log_stamp for run in [*runs, *([] if baseline is None else [baseline])]]
             if stamps == asked.get("seen"):
                 return {"seen": stamps, "figures": None}
-            return {"seen": stamps, **dashboard_of(runs)}
+            return {"seen": stamps, **dashboard_of(runs, baseline)}
 
         self.finish(await self.in_thread(drawn))
 
@@ -543,6 +614,7 @@ HANDLERS = {
     "session": Sessions,
     "runs": Runs,
     "run": RunActions,
+    "together": RunsTogether,
     "curves": RunCurves,
     "plotly": Plotly,
 }

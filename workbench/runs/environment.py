@@ -254,6 +254,7 @@ def environment() -> dict[str, Any]:
         "packages": {name: package_version(name) for name in PACKAGES},
         "command": masked_command(sys.argv),
         "directory": masked_words(os.getcwd()),
+        "notebook": masked_words(os.environ.get("JPY_SESSION_NAME", "")) or None,  # which JupyterLab tells its kernels
         "git": git_state(Path.cwd()),
     }
 

@@ -7,6 +7,7 @@ import fcntl
 import html
 import json
 import os
+import shutil
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, replace
@@ -216,6 +217,25 @@ class Run(Labelled):
             print(f"{self.name} trains on; stop() ends it.")
             raise
         return self
+
+    def delete(self) -> None:
+        """Delete the run's directory with its checkpoints, curves and logs; what W&B has stays there.
+
+        Raises `WorkbenchError` while a process of the run is left, and if the directory cannot be deleted.
+        """
+        if not (status := self.status).final or self.alive:
+            raise WorkbenchError(
+                f"{self.name} is {status.state}. End it with run.stop(wait=True) before it is deleted."
+            )
+        # Renamed first, and no run from the next moment on: whoever lists runs meanwhile sees all of it or nothing.
+        doomed = RunDir(self.path.with_name(f".{self.name}.{os.getpid()}.deleted"))
+        try:
+            self.path.rename(doomed.path)
+            doomed.experiment.unlink(missing_ok=True)
+            shutil.rmtree(doomed.path)
+        except OSError as error:
+            why = error.strerror or error
+            raise WorkbenchError(f"{self.path} cannot be deleted: {why}. {remedy_for(error)}") from None
 
     def error(self) -> RunFailed | None:
         """Return the exception that describes why the run failed, or None if it did not fail."""

@@ -10,15 +10,18 @@ export function badge({words = '', color = ''}) {
   return node;
 }
 
+export const curve = row => sparkline(row.band ?? row.losses ?? [], row.written?.training_loss);
+
 const number = (label, width, name, down = false) =>
   ({label, width, down, number: true, value: row => row[name], show: row => written(row, name)});
 
 // For each column its name, width as CSS, the value by which it orders, what it shows, and whether larger values come first.
 const FIXED = {
   state: {label: 'State', width: '86px', value: row => row.state, show: badge},
-  curve: {label: 'Loss curve', width: '92px', show: row => sparkline(row.losses ?? [], row.written?.training_loss)},
+  curve: {label: 'Loss curve', width: '92px', show: curve},
   eval_loss: number('Held-out loss', '104px', 'eval_loss'),
   training_loss: number('Training loss', '104px', 'training_loss'),
+  difference: {label: 'From baseline', width: '116px', number: true, value: row => row.difference?.value, show: row => row.difference?.words ?? ''},
   step: number('Step', '112px', 'step'),
   tokens: number('Tokens', '80px', 'tokens', true),
   tokens_per_s: number('Tokens/s', '80px', 'tokens_per_s', true),
@@ -31,7 +34,7 @@ const FIXED = {
   notes: {label: 'Notes', width: 'minmax(80px, 1.5fr)', value: row => row.notes, show: row => row.notes ?? ''},
 };
 export const NAME = {label: 'Name', width: 'minmax(180px, 2.5fr)', value: row => row.name};
-export const USUAL = ['state', 'curve', 'eval_loss', 'training_loss', 'step', 'tokens_per_s', 'age', 'tags'];
+export const USUAL = ['state', 'curve', 'eval_loss', 'training_loss', 'difference', 'step', 'tokens_per_s', 'age', 'tags'];
 const MARK = 'set:';  // begins the name of a column that holds a value of the experiment
 
 // All columns by name: the fixed ones, then each value of the experiments that is not the same in all of these rows.

@@ -42,7 +42,7 @@ export default async function curvePanels(library, request) {
       if (this.isDisposed) return;
       if (!document.hidden && (this.isVisible || !this.seen)) {
         try {
-          const answer = await request('curves', {paths: this.paths, seen: this.seen});
+          const answer = await request('curves', {paths: this.paths, seen: this.seen, baseline: this.runs.baseline?.() ?? null});
           if (answer.figures) this.failures.textContent = answer.failures;
           for (const [index, figure] of (answer.figures ?? []).entries()) {
             if (this.plots[index]) this.plots[index].update({figure});

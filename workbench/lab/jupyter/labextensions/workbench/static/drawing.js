@@ -31,26 +31,36 @@ export function age(seconds) {
 
 const WIDTH = 84, HEIGHT = 18;
 
-// The loss as a line, whose end in words is the number beside it. A loss that diverges leaves the top: the height is that
-// of the lower nine tenths of the values.
-export function sparkline(points, end = points.at(-1)?.[1]) {
-  const svg = document.createElementNS('http://www.w3.org/2000/svg', 'svg');
+const shape = (name, points) => {
+  const node = document.createElementNS('http://www.w3.org/2000/svg', name);
+  node.setAttribute('points', points.join(' '));
+  return node;
+};
+
+// The loss as a line, `points` of [step, loss], or the mean of several runs in a band, of [step, mean, least, greatest]; its end
+// in words is the number beside it. A loss that diverges leaves the top: the height is that of the lower nine tenths of the values.
+export function sparkline(points, reached) {
+  const svg = document.createElementNS('http://www.w3.org/2000/svg', 'svg'), isBand = points[0]?.length > 2;
   svg.setAttribute('class', 'wb-sparkline');
   svg.setAttribute('viewBox', `0 0 ${WIDTH} ${HEIGHT}`);
   svg.setAttribute('role', 'img');
-  svg.setAttribute('aria-label', points.length ? `Loss from ${points[0][1]} to ${end}` : 'No loss yet');
+  const spelt = loss => Number(loss.toPrecision(4));
+  const said = `${isBand ? 'Mean loss' : 'Loss'} from ${spelt(points[0]?.[1] ?? 0)} to ${reached ?? spelt(points.at(-1)?.[1] ?? 0)}`;
+  svg.setAttribute('aria-label', points.length ? said : 'No loss yet');
   if (points.length < 2) return svg;
-  const losses = points.map(([, loss]) => loss), sorted = [...losses].sort((a, b) => a - b);
+  const sorted = points.flatMap(([, ...losses]) => losses).sort((a, b) => a - b);
   const low = sorted[0], usual = sorted[Math.floor(0.9 * (sorted.length - 1))];
   const high = Math.min(sorted.at(-1), usual + 2 * (usual - low) || Infinity);
   const end = points.at(-1)[0] - points[0][0];
-  const line = points.map(([step, loss]) => {
+  const at = (step, loss) => {
     const x = 1 + (WIDTH - 2) * (step - points[0][0]) / end;
     const y = HEIGHT - 1 - (HEIGHT - 2) * (high > low ? (Math.min(loss, high) - low) / (high - low) : 0.5);
     return `${x.toFixed(1)},${y.toFixed(1)}`;
-  });
-  const path = document.createElementNS('http://www.w3.org/2000/svg', 'polyline');
-  path.setAttribute('points', line.join(' '));
-  svg.append(path);
+  };
+  if (isBand) {
+    const upper = points.map(([step, , , most]) => at(step, most)), lower = points.map(([step, , least]) => at(step, least));
+    svg.append(shape('polygon', [...upper, ...lower.reverse()]));
+  }
+  svg.append(shape('polyline', points.map(([step, loss]) => at(step, loss))));
   return svg;
 }

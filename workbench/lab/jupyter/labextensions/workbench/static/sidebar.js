@@ -1,8 +1,9 @@
 // The sidebar of runs. It needs no kernel: the server reads the runs' files, and this module draws the rows that show.
 import connect from './server.js';
 import curvePanels from './curves.js';
-import {badge, columnsOf, comparison, NAME, USUAL, written} from './columns.js';
-import {age, element, sparkline, stored} from './drawing.js';
+import {badge, columnsOf, comparison, curve, NAME, USUAL, written} from './columns.js';
+import {age, element, stored} from './drawing.js';
+import {groupRow, groupsOf, labelIn, STATES} from './groups.js';
 
 const ROW_PX = 68, TABLE_ROW_PX = 28;
 const WIDE_PX = 640;  // from this width on the list is a table
@@ -10,7 +11,9 @@ const GAP_PX = 10;  // between two columns
 const TAIL = 6;  // letters at the end of a name that are never cut: they tell runs of one experiment apart
 const POLL_MS = 2000;
 const HIDDEN_POLL_MS = 20000;
-const STATES = ['running', 'queued', 'starting', 'stalled', 'finished', 'stopped', 'failed'];
+const MOST_DIFFERENCES = 20;  // of one request
+const MOST_CURVES = 50;  // of one dashboard, as the server draws them
+const DIFFERENCE_MS = 10000;  // between two looks at a run that trains
 const last = nothing => value => value ?? nothing;
 const ORDERS = {  // label, and comparison of two rows
   newest: ['newest first', (a, b) => b.created - a.created],
@@ -59,7 +62,8 @@ class Runs {
       for (const path of answer.gone) this.rows.delete(path);
       for (const row of answer.rows) {
         const words = [row.name, row.words, row.notes, ...(row.tags ?? [])];
-        this.rows.set(row.path, {...row, tags: row.tags ?? [], text: words.join('\n').toLowerCase()});
+        const {difference, differenceAt} = this.rows.get(row.path) ?? {};
+        this.rows.set(row.path, {...row, tags: row.tags ?? [], text: words.join('\n').toLowerCase(), difference, differenceAt});
       }
       this.answer = answer;
       this.problem = '';
@@ -73,7 +77,17 @@ class Runs {
     await this.request('run', {path, action, value});
     await this.poll();
   }
+
+  // Does something to several runs, and returns why those refused that did.
+  async actOnAll(paths, action, value, queues) {
+    const {refused} = await this.request('run', {paths, action, value, queues});
+    await this.poll();
+    return refused;
+  }
 }
+
+// The runs that a row stands for.
+const pathsOf = row => row.isGroup ? row.shown.map(({path}) => path) : [row.path];
 
 // The list with its search field; only the rows in view are in the page.
 class RunList {
@@ -84,7 +98,11 @@ class RunList {
     this.drawn = new Map();
     this.shown = [];
     this.pending = new Map();
-    this.settings = {order: 'newest', archived: false, details: true, columns: USUAL, ...stored(SETTINGS)};
+    this.groupRows = new Map();
+    this.settings = {order: 'newest', archived: false, details: true, folds: true, open: [], columns: USUAL, ...stored(SETTINGS)};
+    this.open = new Set(this.settings.open);  // ids of groups whose members show
+    this.baseline = this.settings.baseline ?? null;  // path of the pinned run
+    this.askedAt = new Map();
     this.chosen = new Set(this.settings.columns);
     this.sorted = this.settings.sorted ?? null;  // {name, down}: the column of the table by which rows are ordered
     this.wide = false;
@@ -104,11 +122,19 @@ class RunList {
     const archive = element('label', 'wb-archive', 'show archived');
     archive.prepend(this.archived);
     archive.title = 'Show archived runs too';
+    this.folds = element('input');
+    this.folds.type = 'checkbox';
+    this.folds.checked = this.settings.folds;
+    const fold = element('label', 'wb-archive', 'groups');
+    fold.prepend(this.folds);
+    fold.title = 'Fold the runs of a sweep, a grid or seeds into one row';
     this.count = element('span', 'wb-count');
     this.apart = element('div', 'wb-apart');
     this.apart.setAttribute('role', 'note');
     this.compare = this.button('Compare', 'Curves of the ticked runs', () => actions.open([...this.ticked]));
     this.compare.classList.add('wb-compare');
+    this.differs = this.button('What differs', 'Everything in which the ticked runs differ', () => actions.differs([...this.ticked]));
+    this.bulk = element('div', 'wb-bar wb-bulk');
     this.move = this.button('⇱', '', actions.move);
     this.scroller = element('div', 'wb-scroller');
     this.scroller.tabIndex = -1;
@@ -124,14 +150,15 @@ class RunList {
     this.details.append(element('summary', '', 'Devices and queue'), element('div'));
     this.node.append(
       element('div', 'wb-bar', this.search, this.move),
-      element('div', 'wb-bar', this.state, this.tag, this.order, archive),
-      element('div', 'wb-bar', this.count, this.columns, this.compare),
+      element('div', 'wb-bar', this.state, this.tag, this.order, archive, fold),
+      element('div', 'wb-bar', this.count, this.columns, this.differs, this.compare),
+      this.bulk,
       this.apart,
       this.table,
       this.details,
     );
     this.search.addEventListener('input', () => this.update(true));
-    for (const control of [this.state, this.tag, this.order, this.archived]) {
+    for (const control of [this.state, this.tag, this.order, this.archived, this.folds]) {
       control.addEventListener('change', () => {
         if (control === this.order && this.order.value in ORDERS) this.sorted = null;
         this.update(true);
@@ -177,7 +204,7 @@ class RunList {
   store() {
     const settings = {
       order: this.order.value, archived: this.archived.checked, details: this.details.open,
-      columns: [...this.chosen], sorted: this.sorted,
+      columns: [...this.chosen], sorted: this.sorted, folds: this.folds.checked, open: [...this.open], baseline: this.baseline,
     };
     localStorage.setItem(SETTINGS, JSON.stringify({...stored(SETTINGS), ...settings}));
   }
@@ -194,17 +221,20 @@ class RunList {
       this.fill(this.tag, {'': 'all tags', ...Object.fromEntries(tags.map(tag => [tag, tag]))});
     }
     const words = this.search.value.toLowerCase().split(/\s+/).filter(Boolean);
-    this.shown = all.filter(row =>
-      (this.archived.checked || !row.archived)
-      && (!this.state.value || row.state === this.state.value)
+    const listed = all.filter(row => this.archived.checked || !row.archived);
+    const found = listed.filter(row =>
+      (!this.state.value || row.state === this.state.value)
       && (!this.tag.value || row.tags.includes(this.tag.value))
       && words.every(word => row.text.includes(word)));
+    this.found = found.length;
+    const isNarrowed = Boolean(words.length || this.state.value || this.tag.value);
     this.known = columnsOf(all);
     const by = this.sorted && {name: NAME, ...this.known}[this.sorted.name];
     const orders = Object.fromEntries(Object.entries(ORDERS).map(([name, [label]]) => [name, label]));
     this.fill(this.order, by ? {...orders, column: `by ${by.label}`} : orders);
     if (by) this.order.value = 'column';
-    this.shown.sort(by ? comparison(by, this.sorted.down) : ORDERS[this.order.value][1]);
+    const compared = by ? comparison(by, this.sorted.down) : ORDERS[this.order.value][1];
+    this.shown = this.folded(found.sort(compared), this.folds.checked ? groupsOf(listed) : new Map()).sort(compared);
     const isByLoss = by ? this.sorted.name.endsWith('_loss') : ['loss', 'heldout'].includes(this.order.value);
     const apart = isByLoss ? whyNotCompared(this.shown) : '';
     if (apart) {  // a group begins where its best run stands
@@ -213,21 +243,46 @@ class RunList {
     }
     this.apart.textContent = apart;
     this.apart.hidden = !apart;
+    this.shown = this.shown.flatMap(row => row.isGroup && (isNarrowed || this.open.has(row.path))
+      ? [row, ...row.shown.map(member => this.member(member, row))] : [row]);
+    const pinned = this.runs.rows.get(this.baseline);
+    if (pinned) this.shown = [pinned, ...this.shown.filter(row => row.path !== this.baseline)];
     for (const path of this.ticked) if (!this.runs.rows.has(path)) this.ticked.delete(path);
-    const hidden = all.length - this.shown.length;
+    const hidden = all.length - this.found;
     this.count.textContent = this.runs.problem
       || (!all.length ? 'No run yet. wb.launch starts one.'
-        : !this.shown.length ? `None of ${all.length} runs matches.`
-        : `${this.shown.length} runs${hidden ? `, ${hidden} not shown` : ''}`);
+        : !this.found ? `None of ${all.length} runs matches.`
+        : `${this.found} runs${hidden ? `, ${hidden} not shown` : ''}`);
     this.tellEmpty(all.length);
     this.drawDevices();
     this.draw();
   }
 
+  // Returns rows with one for each group in the place of its members; it stays the same object while they do.
+  folded(found, groups) {
+    const shown = Map.groupBy(found.filter(row => groups.has(row.group?.id)), row => row.group.id);
+    const rows = new Map([...shown].map(([id, members]) => {
+      const before = this.groupRows.get(id), of = [...groups.get(id), null, ...members];
+      const same = before && of.length === before.of.length && of.every((row, index) => row === before.of[index]);
+      return [id, same ? before : {of, row: groupRow(id, groups.get(id), members, basisOf), members: new Map()}];
+    }));
+    this.groupRows = rows;
+    return [...found.filter(row => !groups.has(row.group?.id)), ...[...rows.values()].map(({row}) => row)];
+  }
+
+  // Returns the row of a member below that of its group, named by what differs; the same object while the run is.
+  member(row, group) {
+    const {members} = this.groupRows.get(row.group.id);
+    if (members.get(row.path)?.of !== row) {
+      members.set(row.path, {of: row, row: {...row, isMember: true, label: labelIn(group.members)(row)}});
+    }
+    return members.get(row.path).row;
+  }
+
   // Says in the place of the rows why there are none, and offers to show all.
   tellEmpty(count) {
-    this.empty.hidden = Boolean(this.shown.length);
-    if (this.shown.length) return;
+    this.empty.hidden = Boolean(this.found);
+    if (this.found) return;
     const words = this.search.value.trim();
     const chosen = [words && `the search “${words}”`, this.state.value && `the state “${this.state.value}”`,
       this.tag.value && `the tag “${this.tag.value}”`].filter(Boolean).join(', ');
@@ -296,6 +351,8 @@ class RunList {
     this.arrange();
     this.compare.textContent = this.ticked.size ? `Compare ${this.ticked.size}` : 'Tick to compare';
     this.compare.disabled = !this.ticked.size;
+    this.differs.hidden = this.ticked.size < 2;
+    this.drawBulk();
     const first = Math.max(0, Math.floor(this.scroller.scrollTop / this.rowPx) - 3);
     const visible = this.shown.slice(first, first + Math.ceil(this.scroller.clientHeight / this.rowPx) + 7);
     const kept = new Map();
@@ -305,35 +362,110 @@ class RunList {
       node.style.top = `${(first + index) * this.rowPx}px`;
       const since = node.querySelector('.wb-age');
       if (since) since.textContent = age(row.time || row.created);
-      node.querySelector('.wb-tick').checked = this.ticked.has(row.path);
+      this.showTick(node.querySelector('.wb-tick'), row);
       if (before && before.node !== node) before.node.replaceWith(node);
       else if (!before) this.space.append(node);
       kept.set(row.path, {row, node});
     });
     for (const [path, {node}] of this.drawn) if (!kept.has(path)) node.remove();
     this.drawn = kept;
+    this.askDifferences(visible);
+  }
+
+  showTick(tick, row) {
+    const paths = pathsOf(row), ticked = paths.filter(path => this.ticked.has(path)).length;
+    tick.checked = ticked === paths.length;
+    tick.indeterminate = ticked > 0 && ticked < paths.length;
+  }
+
+  // Draws what may be done to all ticked runs.
+  drawBulk() {
+    const paths = [...this.ticked];
+    if (String(paths) === this.bulkOf) return;
+    this.bulkOf = String(paths);
+    this.bulk.hidden = paths.length < 2;
+    if (paths.length > 1) this.bulk.replaceChildren(element('span', 'wb-count', `${paths.length} ticked`), ...this.bulkButtons(paths, `${paths.length} ticked runs`));
+  }
+
+  bulkButtons(paths, name, isGroup = false) {
+    const button = (text, action, title) => this.button(text, `${title}: ${name}`, () => this.actions.onAll(paths, action, isGroup));
+    return [
+      button('Stop', 'stop', 'Write checkpoints and end these runs'),
+      button('Archive', 'archive', 'Hide these runs from the list'),
+      button('Delete', 'delete', 'Delete these runs from the disk'),
+    ];
+  }
+
+  pin(path) {
+    this.baseline = this.baseline === path ? null : path;
+    this.askedAt.clear();
+    for (const [other, row] of this.runs.rows) this.runs.rows.set(other, {...row, difference: undefined, differenceAt: undefined});
+    this.update(true);
+    this.runs.listeners.forEach(listener => listener());
+  }
+
+  // Asks for the differences of rows in view from the baseline, as far as they are not known or have changed.
+  async askDifferences(visible) {
+    if (!this.runs.rows.has(this.baseline) || this.asks) return;
+    const now = Date.now();
+    const due = visible.filter(({path, isGroup, step, differenceAt}) => !isGroup && path !== this.baseline && step && differenceAt !== step
+      && now - (this.askedAt.get(path) ?? 0) > DIFFERENCE_MS).slice(0, MOST_DIFFERENCES);
+    if (!due.length) return;
+    this.asks = true;
+    due.forEach(({path}) => this.askedAt.set(path, now));
+    try {
+      const {baseline} = this;
+      const {differences} = await this.runs.request('together', {ask: 'difference', baseline, paths: due.map(({path}) => path)});
+      for (const {path, step} of baseline === this.baseline ? due : []) {
+        const row = this.runs.rows.get(path);
+        if (row) this.runs.rows.set(path, {...row, difference: differences[path], differenceAt: step});
+      }
+    } catch {  // a run was deleted meanwhile; the next drawing asks again
+    }
+    this.asks = false;
+    this.update();
   }
 
   row(row) {
-    const {path, name, message, notes} = row;
+    const {path, name, message, notes, isGroup} = row, shown = row.label ?? name, paths = pathsOf(row);
     const tick = element('input', 'wb-tick');
     tick.type = 'checkbox';
-    tick.setAttribute('aria-label', `Compare ${name}`);
+    tick.setAttribute('aria-label', `Compare ${isGroup ? `the ${paths.length} runs of ${name}` : name}`);
     tick.addEventListener('change', () => {
-      if (tick.checked) this.ticked.add(path); else this.ticked.delete(path);
+      for (const each of paths) if (tick.checked) this.ticked.add(each); else this.ticked.delete(each);
       this.draw();
     });
-    const title = element('button', 'wb-name', element('span', '', name.slice(0, -TAIL)), element('span', '', name.slice(-TAIL)));
-    title.title = `${name}\n${row.place}\nOpen its dashboard`;
-    title.addEventListener('click', () => this.actions.open([path]));
+    const title = element('button', 'wb-name', element('span', '', shown.slice(0, -TAIL)), element('span', '', shown.slice(-TAIL)));
+    title.title = isGroup ? `${name}\n${row.place}\nOpen the dashboard of its runs` : `${name}\n${row.place}\nOpen its dashboard`;
+    title.addEventListener('click', () => this.actions.open(paths));
+    const named = element('span', 'wb-named', ...isGroup ? [this.toggle(row)] : [], title);
+    if (path === this.baseline) title.prepend(element('span', 'wb-pin', 'baseline '));
     const note = [message && row.state !== 'finished' ? message : '', notes].filter(Boolean).join(' · ');
-    const node = element('div', 'wb-run', ...this.wide ? this.cells(row, tick, title) : this.lines(row, tick, title, note));
+    const node = element('div', 'wb-run', ...this.wide ? this.cells(row, tick, named) : this.lines(row, tick, named, note));
     if (this.wide) node.title = [row.facts, note].filter(Boolean).join('\n');
     node.setAttribute('role', this.wide ? 'row' : 'listitem');
-    node.addEventListener('dblclick', ({target}) => target.closest('button, input') || this.actions.open([path]));
+    node.addEventListener('dblclick', ({target}) => target.closest('button, input') || this.actions.open(paths));
     node.dataset.path = path;
+    if (isGroup) node.classList.add('wb-group');
+    if (row.isMember) node.classList.add('wb-member');
+    if (path === this.baseline) node.classList.add('wb-baseline');
     if (row.archived) node.classList.add('wb-archived');
     return node;
+  }
+
+  // Shows and hides the members of a group.
+  toggle(row) {
+    const {path, name} = row, isOpen = this.open.has(path);
+    const toggle = this.button(isOpen ? '▾' : '▸', `${isOpen ? 'Hide' : 'Show'} the runs of ${name}`, () => {
+      if (isOpen) this.open.delete(path); else this.open.add(path);
+      this.drawn.get(path)?.node.remove();
+      this.drawn.delete(path);
+      this.store();
+      this.update();
+    });
+    toggle.className = 'wb-toggle';
+    toggle.setAttribute('aria-expanded', String(isOpen));
+    return toggle;
   }
 
   // A row of the table.
@@ -344,24 +476,27 @@ class RunList {
       if (name === 'age') cell.classList.add('wb-age');
       return cell;
     });
+    if (row.isGroup) title.append(element('span', 'wb-note', row.states));
     return [tick, title, ...shown, this.buttons(row)];
   }
 
   // A card of three lines.
   lines(row, tick, title, note) {
-    const {step, loss, pace = '', facts = 'reading …', tags} = row;
+    const {step, loss, pace = '', facts = 'reading …', tags, isGroup, difference} = row;
     const reached = loss == null ? '' : `${row.held_out ? '◆ ' : ''}${written(row, 'loss')}`;
-    const said = element('span', 'wb-said', step === undefined ? facts : reached);
+    const said = element('span', 'wb-said', step === undefined && !isGroup ? facts : reached);
     said.title = row.held_out ? `${facts}\n◆ the last held-out loss` : facts;
     const below = element('span', 'wb-below', element('span', 'wb-age'));
-    if (step !== undefined) below.append(element('span', 'wb-note', written(row, 'step')));
+    if (isGroup) below.append(element('span', 'wb-note', row.states), ...row.apart ? [element('span', 'wb-note', row.apart)] : []);
+    else if (step !== undefined) below.append(element('span', 'wb-note', written(row, 'step')));
+    if (difference?.value != null) below.append(Object.assign(element('span', 'wb-note', `Δ ${difference.words}`), {title: difference.said}));
     if (pace) below.append(element('span', 'wb-note', pace));
     tags.forEach(tag => below.append(element('span', 'wb-tag', tag)));
     if (note) below.append(element('span', 'wb-note', note));
-    below.title = [pace, tags.join(', '), note].filter(Boolean).join('\n');
+    below.title = [isGroup ? row.facts : pace, difference && `From the baseline: ${difference.said}`, tags.join(', '), note].filter(Boolean).join('\n');
     return [
       element('div', 'wb-line', tick, title),
-      element('div', 'wb-line', badge(row), sparkline(row.losses ?? [], row.written?.training_loss), said),
+      element('div', 'wb-line', badge(row), curve(row), said),
       element('div', 'wb-line', below, this.buttons(row)),
     ];
   }
@@ -369,6 +504,11 @@ class RunList {
   buttons(row) {
     const {path, name} = row;
     const buttons = element('span', 'wb-actions');
+    const notebook = row.notebook ? [this.button('Notebook', `Open ${row.notebook}, which launched ${name}`, () => this.actions.notebook(row.notebook))] : [];
+    if (row.isGroup) {
+      buttons.append(...notebook, ...this.bulkButtons(pathsOf(row), name, true));
+      return buttons;
+    }
     const pending = this.pending.get(path);
     if (pending && pending.state === row.state) {
       buttons.append(element('span', '', pending.label));
@@ -377,7 +517,10 @@ class RunList {
       if (row.state && !row.ended) buttons.append(this.acting(row, 'Stop', 'stop', 'Write a checkpoint and end this run'));
       if (row.resumable) buttons.append(this.acting(row, 'Resume', 'resume', 'Continue from the last checkpoint'));
     }
+    const isPinned = path === this.baseline;
     buttons.append(
+      ...notebook,
+      this.button(isPinned ? 'Unpin' : 'Pin', isPinned ? `Compare with ${name} no longer` : `Pin ${name} as the baseline: it is drawn beside every run`, () => this.pin(path)),
       this.button('Tag', `Tags of ${name}`, () => this.actions.tag(row)),
       this.button('Note', `Note about ${name}`, () => this.actions.note(row)),
       this.button(row.archived ? 'Unarchive' : 'Archive', row.archived ? `List ${name} again` : `Hide ${name} from the list`,
@@ -416,7 +559,7 @@ class RunList {
 }
 
 export default async function sidebar(library) {
-  const [{ILayoutRestorer}, {Widget}, {ICommandPalette, InputDialog, showErrorMessage}, {LabIcon}, request] = await Promise.all([
+  const [{ILayoutRestorer}, {Widget}, {Dialog, ICommandPalette, InputDialog, showDialog, showErrorMessage}, {LabIcon}, request] = await Promise.all([
     library('@jupyterlab/application'),
     library('@lumino/widgets'),
     library('@jupyterlab/apputils'),
@@ -450,7 +593,52 @@ export default async function sidebar(library) {
           return false;
         }
       };
-      const open = curves(app, restorer, runs);
+      const drawn = curves(app, restorer, runs);
+      const open = paths => drawn(paths.slice(0, MOST_CURVES));
+      const notebook = path => app.commands.execute('docmanager:open', {path});
+      const confirmed = async (title, body, accept) => {
+        const buttons = [Dialog.cancelButton(), Dialog.warnButton({label: accept})];
+        return (await showDialog({title, body, buttons})).button.accept;
+      };
+      // Asks before something is done to several runs, and tells why those refused that did.
+      const onAll = async (paths, action, isGroup) => {
+        const rows = paths.map(path => runs.rows.get(path)).filter(Boolean), some = rows.length === 1 ? '1 run' : `${rows.length} runs`;
+        const training = rows.filter(row => !row.ended);
+        const queues = isGroup && rows.some(({group}) => group && group.of !== 'seeds');
+        try {
+          if (action === 'delete') {
+            const {may, words} = await request('together', {ask: 'lost', paths});
+            if (!may) return await showErrorMessage(`Delete ${some}`, words);
+            if (!await confirmed(`Delete ${some}?`, words, `Delete ${some}`)) return;
+          } else if (action === 'stop') {
+            const each = training.length === 1 ? 'It writes a checkpoint and ends' : 'Each writes a checkpoint and ends';
+            const queued = queues ? ' Runs that the queue has not begun stay out; resume() of the sweep or the grid goes on.' : '';
+            const words = training.length ? `${training.length} of ${some} train. ${each}; Resume goes on.${queued}` : `None of ${some} trains.`;
+            if (!training.length) return await showErrorMessage(`Stop ${some}`, words);
+            if (!await confirmed(`Stop ${training.length}?`, words, `Stop ${training.length}`)) return;
+          } else {
+            const words = 'Nothing is deleted. They are not listed any more, unless “show archived” is ticked.';
+            if (!await confirmed(`Archive ${some}?`, words, `Archive ${some}`)) return;
+          }
+          const refused = await runs.actOnAll(action === 'stop' ? training.map(({path}) => path) : paths, action, action === 'archive' || undefined, queues);
+          if (refused.length) await showErrorMessage(`${refused.length} of ${some} refused`, refused.slice(0, 5).join('\n'));
+        } catch (error) {
+          await showErrorMessage(`${action}: ${some}`, error.message);
+        }
+      };
+      // Shows everything in which some runs differ.
+      const differs = async paths => {
+        try {
+          const {names, rows, left_out: more} = await request('together', {ask: 'differs', paths});
+          const cells = (tag, texts) => element('tr', '', ...texts.map(text => element(tag, '', text)));
+          const table = element('table', 'wb-differs', cells('th', ['', ...names]), ...rows.map(([name, values]) => cells('td', [name, ...values])));
+          const said = !rows.length ? 'Nothing: experiments, plans and environments are equal.' : more ? `and ${more} more` : '';
+          const body = new Widget({node: element('div', 'wb-differs-of', ...rows.length ? [table] : [], said)});
+          await showDialog({title: `What differs between ${names.length} runs`, body, buttons: [Dialog.okButton({label: 'Close'})]});
+        } catch (error) {
+          await showErrorMessage('What differs', error.message);
+        }
+      };
       const tag = async row => {
         const {value, button} = await InputDialog.getText({title: 'Tags, separated by commas', text: row.tags.join(', ')});
         if (!button.accept) return;
@@ -473,7 +661,8 @@ export default async function sidebar(library) {
         app.shell.activateById(panel.id);
       };
       const toggle = () => move(stored(SETTINGS).area === 'main' ? 'left' : 'main');
-      const list = new RunList(runs, {open, tag, note, act: guarded, move: toggle});
+      const list = new RunList(runs, {open, tag, note, act: guarded, move: toggle, onAll, differs, notebook});
+      runs.baseline = () => list.baseline;
       panel.toSide = () => move('left');
       panel.id = 'workbench-runs';
       panel.title.caption = 'Runs of Workbench';

@@ -1,0 +1,139 @@
+"""Runs that belong together: their group, what differs between them, their distance from a baseline, their end."""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import json
+import math
+import os
+from collections.abc import Sequence
+from functools import lru_cache
+from pathlib import Path
+from typing import Any
+
+from workbench.base.errors import InvalidArgument, WorkbenchError
+from workbench.base.units import gib, many
+from workbench.record.rundir import RunDir, process_alive, read_json
+from workbench.runs.run import Run
+from workbench.sweeps.queue import GRID, SWEEP, QueueDir, label_text
+
+NAMING = ("name", "seed", "tracking", "crc32_of_record")
+"""Fields of an experiment in which the seeds of one recipe may differ."""
+MOST_ROWS = 200
+"""Most settings that are listed of runs that differ."""
+
+
+def group_of(run: Run) -> dict[str, Any] | None:
+    """Return the group of a run, as the page folds it: that of its sweep or its grid, else of its recipe's seeds.
+
+    A group has an `id`, a `name`, what it is a group `of`, and the `labels` of the run, by which members are told
+    apart. The page folds seeds only where they differ.
+    """
+    folder = run.path.parent.parent
+    for settings, of in ((SWEEP, "sweep"), (GRID, "grid")):
+        if run.path.parent.name == "runs" and (folder / settings).exists():
+            labels = _labels(folder, (folder / "queue.json").stat().st_mtime_ns).get(run.path.name, {})
+            return {"id": str(folder), "name": folder.name, "of": of, "labels": labels}
+    recipe = {name: value for name, value in run.config.items() if name not in NAMING}
+    if "seed" not in run.config or not recipe:
+        return None
+    digest = hashlib.sha256(json.dumps(recipe, sort_keys=True).encode()).hexdigest()[:16]
+    name = str(run.config.get("name") or run.name)
+    return {"id": f"seeds {digest}", "name": name, "of": "seeds", "labels": {"seed": str(run.config["seed"])}}
+
+
+@lru_cache(32)
+def _labels(folder: Path, _changed: int) -> dict[str, dict[str, str]]:
+    """Return the labels of each run of a queue by the name of its directory; a queue grows, and is then read again."""
+    directory = QueueDir(folder)
+    return {
+        directory.run(entry).name: {
+            **{name: label_text(value) for name, value in directory.labels(entry).items()},
+            "seed": str(entry.seed),
+        }
+        for entry in directory.queue()
+    }
+
+
+def stop_queue_of(run: Run) -> None:
+    """Ask the queue that a run belongs to, if one is at work, to begin no further runs and to end those that train."""
+    directory = QueueDir(run.path.parent.parent)
+    with contextlib.suppress(OSError, ValueError):  # it has none, or was never at work
+        if run.path.parent.name == "runs" and process_alive(read_json(directory.supervisor)):
+            directory.stop_file.touch()
+
+
+def notebook_of(run: RunDir, folder: Path) -> str | None:
+    """Return the notebook that launched a run, relative to the server's `folder`; None if it is not below it."""
+    from workbench.runs.status import read_described
+
+    launched_by = str(read_described(run.environment).get("notebook") or "")
+    for path in (Path(launched_by), run.notebook):
+        with contextlib.suppress(OSError, ValueError):
+            inside = Path(os.path.normpath(folder / path))
+            if path.name and inside.is_relative_to(folder) and inside.is_file():
+                return inside.relative_to(folder).as_posix()
+    return None
+
+
+def what_differs(runs: Sequence[Run]) -> dict[str, Any]:
+    """Return everything in experiments, plans and environments of runs that is not equal in all of them.
+
+    `names` are those of the runs, and `rows` pairs of a dotted name and the values in words. Raises `InvalidArgument`
+    for fewer than two runs.
+    """
+    from workbench.analysis.contrast import setting_differences
+    from workbench.analysis.seed_contrast import described_runs
+
+    if len(runs) < 2:
+        raise InvalidArgument("One run does not differ from itself. Tick two or more.")
+    described = [
+        {**facts, "environment": run.environment} for facts, run in zip(described_runs(runs), runs, strict=True)
+    ]
+    rows = setting_differences(described)
+    return {"names": [run.name for run in runs], "rows": rows[:MOST_ROWS], "left_out": len(rows[MOST_ROWS:])}
+
+
+def difference_from(baseline: Run, run: Run) -> dict[str, Any]:
+    """Return by how much the end of a run's loss lies above that of the baseline at equal tokens, as the page shows it.
+
+    `value` is None and `words` say why where the losses do not compare. `words` have half of the 90 % interval of the
+    noise along the curves, `low` to `high`, and `said` is the whole verdict.
+    """
+    from workbench.analysis.contrast import contrast_curves, with_margin
+    from workbench.analysis.curve import curves_of
+
+    try:
+        compared = contrast_curves(curves_of([baseline, run]))
+    except WorkbenchError as error:
+        return {"value": None, "words": "–", "said": str(error).partition("\n")[0]}
+    if compared.incomparable or not compared.differences:
+        return {"value": None, "words": "–", "said": compared.incomparable or "They have no step in common."}
+    [found] = compared.differences
+    value, low, high = (float(each[-1]) for each in (found.value, found.low, found.high))
+    if not math.isfinite(value):
+        return {"value": None, "words": "–", "said": "The loss is not finite."}
+    is_known = math.isfinite(low) and math.isfinite(high)
+    ends = {"low": low, "high": high} if is_known else {}
+    words = with_margin(value, (high - low) / 2, "+") if is_known else f"{value:+.3g}"
+    said = f"{found.loss} at equal tokens, minus that of {baseline.name}: {found.describe()}"
+    return {"value": value, "words": words, "said": said, **ends}
+
+
+def what_is_lost(runs: Sequence[Run]) -> dict[str, Any]:
+    """Return whether runs `may` be deleted, and in `words` how many they are and what is lost with them, or why not."""
+    size, checkpoints, training = 0, 0, 0
+    for run in runs:
+        training += not run.status.final or run.alive
+        checkpoints += len(run.checkpoints)
+        for folder, _, files in os.walk(run.path):
+            for name in files:
+                with contextlib.suppress(OSError):
+                    size += os.lstat(Path(folder, name)).st_size
+    some = many(len(runs), "run")
+    if training:
+        left = "1 of them still trains" if training == 1 else f"{training} of them still train"
+        return {"may": False, "words": f"{some} cannot be deleted: {left}. Stop what trains first."}
+    held = f"{many(checkpoints, 'checkpoint')}, curves, logs and notes, {gib(size)} in all"
+    return {"may": True, "words": f"{some} will be deleted from this disk. {held}, are lost. What W&B has stays there."}
