@@ -12,6 +12,7 @@ import lab
 import pytest
 from test_runs_sidebar import LINES, ROW, find, open_sidebar, write_run
 
+from tests.logs import append_event
 from tests.patience import eventually
 from workbench.record.rundir import RunDir, read_record, write_record
 
@@ -118,7 +119,7 @@ def test_ticked_runs_tell_what_differs_and_are_archived_and_deleted_after_a_ques
     bulk.get_by_role("button", name="Delete").click()
     assert "0 checkpoints, curves, logs and notes" in accept(lab_page)
     eventually(lambda: not (runs / "rate-small").exists() and not (runs / "rate-large").exists())
-    assert not [path for path in runs.iterdir() if path.name.startswith(".")]
+    eventually(lambda: not [path for path in runs.iterdir() if path.name.startswith(".")])
     find(lab_page, "")
     lab_page.get_by_text("4 runs", exact=True).wait_for()
 
@@ -147,3 +148,31 @@ def test_a_pinned_baseline_comes_first_is_drawn_beside_every_run_and_all_say_how
     picture(lab_page, "runs-with-baseline-dark")
     lab.change_theme(lab_page, "Light")
     lab_page.get_by_title("Move back to the side").click()
+
+
+def test_the_browser_tells_who_has_asked_for_it_that_a_loss_stays_and_that_a_run_has_failed(
+    lab_page: Any, server: lab.Server, runs: Path
+) -> None:
+    lab_page.add_init_script(
+        "window.told = []; window.Notification = class { static permission = 'default';"
+        "static async requestPermission() { return this.permission = 'granted'; }"
+        "constructor(title, {body}) { window.told.push(`${title}: ${body}`); } };"
+    )
+    open_sidebar(lab_page, server)
+    find(lab_page, "bert-tiny-3")
+    lab_page.locator(MEMBER).wait_for()
+    told = "() => window.told.join('; ')"
+    going = RunDir(runs / "bert-tiny-3")
+    append_event(
+        going.events, "alert", alert="plateau", message="Up to step 60 the loss has changed by 0 only.", step=60
+    )
+    lab_page.get_by_text("Up to step 60").wait_for(state="attached")
+    assert lab_page.evaluate(told) == "", "nobody has asked yet"
+    lab_page.get_by_label("notices").check()
+    append_event(going.events, "alert", alert="plateau", message="Up to step 90 it has as well.", step=90)
+    lab_page.wait_for_function("() => window.told.length == 1")
+    append_event(going.events, "status", state="failed", message="rank 0: the <b>disk</b> is full")
+    lab_page.wait_for_function("() => window.told.length == 2")
+    assert lab_page.evaluate(told) == (
+        "bert-tiny-3: Up to step 90 it has as well.; bert-tiny-3: failed. rank 0: the <b>disk</b> is full"
+    )

@@ -193,7 +193,7 @@ def _row(run: Run, has_changed: bool, folder: Path) -> dict[str, Any]:
 def _shown(run: Run, row: RunRow, has_changed: bool) -> dict[str, Any]:
     from workbench.experiment import values_by_name
 
-    words = ("state", "message", "step", "steps", "tags", "notes", "archived")
+    words = ("state", "message", "step", "steps", "alerts", "tags", "notes", "archived")
     losses, numbers = ("loss", "eval_loss", "training_loss"), ("tokens", "mfu", "devices", "peak_bytes", "time")
     shown: dict[str, Any] = {name: each for name, each in row.items() if name in words}
     for name in (*losses, *numbers, "tokens_per_s", "eta_s"):

@@ -16,6 +16,7 @@ import numpy as np
 
 from workbench.base.display import facts_html
 from workbench.record.events import (
+    AlertEvent,
     CheckpointEvent,
     DataUseEvent,
     EndEvent,
@@ -156,6 +157,8 @@ class RunState:
     """Checkpoints, spikes and resumptions, in order."""
     problems: tuple[str, ...] = ()
     """Sentences about checkpoints that failed, and about code that draws without a seed, since the last launch."""
+    alerts: tuple[AlertEvent, ...] = ()
+    """Alerts since the last start, in order."""
     tracking: tuple[TrackingEvent, ...] = ()
     """Every report of the recorder."""
     offset: int = 0
@@ -208,7 +211,7 @@ class RunState:
 
 
 _BY_STEP = {"evaluation": "evaluations", "samples": "texts", "sparsity": "patterns"}
-_IN_ORDER = {"checkpoint": "marks", "spike": "marks", "tracking": "tracking"}
+_IN_ORDER = {"checkpoint": "marks", "spike": "marks", "tracking": "tracking", "alert": "alerts"}
 """Fields of a state that hold the events of a type, all or the latest of each step."""
 UNREAD = RunState()
 """The state before the first event."""
@@ -217,7 +220,7 @@ UNREAD = RunState()
 def _restart(now: Any, start: Mapping[str, Any]) -> None:
     """Let a new attempt begin: what was said of steps after its checkpoint, of all in a fresh start, is forgotten."""
     now.starts.append(start["time"])
-    now.start, resumed_from = start, start.get("resumed_from")
+    now.start, resumed_from, now.alerts = start, start.get("resumed_from"), []
     step = resumed_step(resumed_from)
     for name in _BY_STEP.values():
         setattr(now, name, {at: noted for at, noted in getattr(now, name).items() if step and at <= step})

@@ -294,6 +294,17 @@ class CodeProblemEvent(_Timed):
     message: str
 
 
+class AlertEvent(_Timed):
+    """Something that somebody who waits for the run wants to know at once."""
+
+    type: Literal["alert"]
+    alert: str
+    """`not finite` or `plateau`."""
+    message: str
+    step: NotRequired[int]
+    """Number of the logged step, from 1, at which it was noticed."""
+
+
 class EndEvent(_Timed):
     """The ranks have left their training loop in order, after `steps` steps and `seconds` of training."""
 
@@ -336,6 +347,7 @@ Event = (
     | CodeProblemEvent
     | DataUseEvent
     | SpikeEvent
+    | AlertEvent
     | EndEvent
     | TrackingEvent
 )

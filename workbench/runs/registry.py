@@ -33,7 +33,7 @@ FewRuns = Annotated[Runs, Between(0, MOST_CURVES)]
 """Runs of one figure."""
 HEADER = ("name", "state", "step", "loss", "tokens/s", "MFU", "left", "devices", "when", "tags")
 """Columns of a table of runs."""
-SORTABLE = tuple(name for name in RunRow.__annotations__ if name not in ("gpus", "tags"))
+SORTABLE = tuple(name for name in RunRow.__annotations__ if name not in ("gpus", "tags", "alerts"))
 """Figures of a row by which runs can be sorted."""
 
 

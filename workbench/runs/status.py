@@ -88,6 +88,8 @@ class RunRow(TypedDict):
     """Events and steps that differ from what was written; the curve lacks what they held."""
     time: float
     """Unix seconds of the last step, or of the last change of state."""
+    alerts: list[str]
+    """Alerts of the last attempt, in words: a loss that was not finite, or that has stopped to fall."""
     tags: list[str]
     notes: str
     archived: bool
@@ -256,6 +258,7 @@ def row_of(run: RunDir, status: Status, progress: RunState) -> RunRow:
         "peak_bytes": max((int(event["peak_bytes"]) for event in progress.memory.values()), default=None),
         "damaged_lines": progress.damaged + table.num_lost + max(0, progress.rows - len(table)),
         "time": step.get("time", status.time),
+        "alerts": [event["message"] for event in progress.alerts],
         "tags": list(labels.tags),
         "notes": labels.notes,
         "archived": labels.archived,
@@ -318,7 +321,7 @@ def unreadable_row(run: RunDir, error: Exception) -> RunRow:
     readable = {"name": run.path.name, "path": str(run.path), "state": "failed", "message": reason}
     labels = read_labels(run, {})
     said = {"tags": list(labels.tags), "notes": labels.notes, "archived": labels.archived}
-    numbers = {"step": 0, "gpus": [], "damaged_lines": 0, "time": 0.0}
+    numbers = {"step": 0, "gpus": [], "alerts": [], "damaged_lines": 0, "time": 0.0}
     return {**dict.fromkeys(RunRow.__annotations__), **readable, **numbers, **said}  # type: ignore[typeddict-item]
 
 

@@ -37,6 +37,7 @@ from workbench.record.rundir import (
 )
 from workbench.record.step_table import num_logged
 from workbench.runs.launching import fork_server, processes
+from workbench.runs.launching.alerts import AlertWatch
 from workbench.runs.launching.device_queue import Ticket, sampled
 from workbench.runs.launching.processes import record_silent_death, root_cause
 from workbench.runs.launching.stalls import StallWatch
@@ -105,13 +106,14 @@ class _Supervised:
     steps: int | None = None
     """Steps in the ranks' `end` event; None unless the ranks have left in order."""
     stalls: StallWatch = field(init=False)
+    alerts: AlertWatch = field(init=False)
 
     def __post_init__(self) -> None:
-        self.stalls = StallWatch(self.run)
+        self.stalls, self.alerts = StallWatch(self.run), AlertWatch(self.run)
 
     def read(self) -> None:
         for event in self.events.read():
-            if event["type"] in ("status", "tracking", "device"):  # not written by the ranks
+            if event["type"] in ("status", "tracking", "device", "alert"):  # not written by the ranks
                 continue
             self.last_sign = time.monotonic()
             if event["type"] == "start" and not self.started:
@@ -119,6 +121,7 @@ class _Supervised:
                 _status(self.run, "running", "")
             if event["type"] == "step":
                 self.stalls.note_step(event.get("step_ms"))
+                self.alerts.note_step(event["step"], event["loss"])
             if event["type"] == "end":
                 self.steps = int(event["steps"])
 
@@ -468,6 +471,7 @@ def _orderly_ending(attempt: _Supervised, exit_code: int) -> tuple[str, str] | N
 def _status(run: RunDir, state: str, message: str) -> None:
     facts = {"state": state, "message": message, "rows": num_logged(run.path)}
     until_there_is_room(lambda: append_event(run.events, "status", **facts), stop_grace_s(), run.reserve)
+    AlertWatch(run).note_state(state, message)
 
 
 def failure_grace_s() -> float:

@@ -67,6 +67,8 @@ export function groupRow(id, members, shown, basisOf) {
   };
   const noun = {sweep: 'runs of a sweep', grid: 'runs of a grid', seeds: 'seeds'}[of];
   row.states = `${shown.length}${shown.length < members.length ? ` of ${members.length}` : ''} ${noun}: ${states}`;
+  const alarmed = shown.filter(each => each.alerts?.length).length;
+  if (alarmed) row.states += `, ${alarmed} with an alert`;
   for (const loss of ['eval_loss', 'training_loss', 'loss']) {
     const values = bases.size > 1 ? [] : known(shown, loss);
     row[loss] = values.length ? mean(values) : null;

@@ -4,6 +4,7 @@ import curvePanels from './curves.js';
 import {badge, columnsOf, comparison, curve, NAME, USUAL, written} from './columns.js';
 import {age, element, stored} from './drawing.js';
 import {groupRow, groupsOf, labelIn, STATES} from './groups.js';
+import {newsOf, notices} from './notices.js';
 
 const ROW_PX = 68, TABLE_ROW_PX = 28;
 const WIDE_PX = 640;  // from this width on the list is a table
@@ -52,12 +53,14 @@ class Runs {
     this.answer = {version: 0, index: '', queue: [], devices: []};
     this.problem = '';
     this.listeners = new Set();
+    this.tell = () => {};  // called with the news of runs: pairs of a name and a sentence
   }
 
   async poll() {
     try {
       const {version, index} = this.answer;
       const answer = await this.request(`runs?since=${version}&index=${index}`);
+      const earlier = new Map(this.rows);
       if (answer.since !== version) this.rows.clear();
       for (const path of answer.gone) this.rows.delete(path);
       for (const row of answer.rows) {
@@ -65,6 +68,8 @@ class Runs {
         const {difference, differenceAt} = this.rows.get(row.path) ?? {};
         this.rows.set(row.path, {...row, tags: row.tags ?? [], text: words.join('\n').toLowerCase(), difference, differenceAt});
       }
+      const news = answer.rows.flatMap(row => newsOf(earlier.get(row.path), row).map(words => [row.name, words]));
+      if (news.length) this.tell(news);
       this.answer = answer;
       this.problem = '';
     } catch (error) {
@@ -150,7 +155,7 @@ class RunList {
     this.details.append(element('summary', '', 'Devices and queue'), element('div'));
     this.node.append(
       element('div', 'wb-bar', this.search, this.move),
-      element('div', 'wb-bar', this.state, this.tag, this.order, archive, fold),
+      element('div', 'wb-bar', this.state, this.tag, this.order, archive, fold, notices(runs)),
       element('div', 'wb-bar', this.count, this.columns, this.differs, this.compare),
       this.bulk,
       this.apart,
@@ -440,7 +445,7 @@ class RunList {
     title.addEventListener('click', () => this.actions.open(paths));
     const named = element('span', 'wb-named', ...isGroup ? [this.toggle(row)] : [], title);
     if (path === this.baseline) title.prepend(element('span', 'wb-pin', 'baseline '));
-    const note = [message && row.state !== 'finished' ? message : '', notes].filter(Boolean).join(' · ');
+    const note = [message && row.state !== 'finished' ? message : '', row.alerts?.at(-1), notes].filter(Boolean).join(' · ');
     const node = element('div', 'wb-run', ...this.wide ? this.cells(row, tick, named) : this.lines(row, tick, named, note));
     if (this.wide) node.title = [row.facts, note].filter(Boolean).join('\n');
     node.setAttribute('role', this.wide ? 'row' : 'listitem');
