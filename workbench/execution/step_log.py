@@ -45,6 +45,8 @@ class _PendingStep:
     """Seconds that are no part of the step's time."""
 
 
+IN_HASTE = 1e6
+"""Number that a rank which a signal asked to stop adds to that of the ranks which want to; there are fewer ranks."""
 LEAST_ENTROPY = 0.1
 """Cross-entropy in nats a token that no text which a model does not know by heart falls below: a third of what Shannon
 found for one letter of English, 0.6 bits (https://doi.org/10.1002/j.1538-7305.1951.tb01366.x)."""
@@ -75,7 +77,7 @@ class StepLog:
         """Held-out loss and metrics of the last evaluation, equal on all ranks."""
         self.seconds = seconds
         self._pending: _PendingStep | None = None
-        self._wants_stop = False
+        self._wants_stop = self.in_haste = False
         self._may_fall_low = events is not None and not experiment.data.is_user_defined
         """True until a loss on text was lower than that of any text that is new to a model."""
         self._previous_end = Timestamp.now(device)
@@ -130,6 +132,7 @@ class StepLog:
         if pending is None:
             return self._wants_stop
         stops, spiked = self._read(pending)
+        self.in_haste |= stops >= IN_HASTE
         self._wants_stop |= stops > 0  # until it is heeded: an evaluation reads a step too
         loss, grad_norm = self._figures["loss"], self._figures["grad_norm"]
         step_s = max(0.0, pending.ended.seconds_since(self._previous_end) - pending.apart_s)

@@ -152,13 +152,13 @@ class Trainer:
         self,
         step: int,
         batch: Mapping[str, torch.Tensor],
-        stop: bool = False,
+        stop: float = 0,
         label_counts: LabelCounts | None = None,
     ) -> StepResult:
         """Make one update; `step` counts from 0.
 
-        The flag `stop` is summed over the ranks along with the loss; `batch` and `label_counts` are those of
-        `gradients`.
+        `stop` (1, or `IN_HASTE` after a signal) is summed over the ranks along with the loss; `batch` and
+        `label_counts` are those of `gradients`.
         """
         return self.update(step, self.measure(step, batch, stop, label_counts))
 
@@ -202,7 +202,7 @@ class Trainer:
         self,
         step: int,
         batch: Mapping[str, torch.Tensor],
-        stop: bool = False,
+        stop: float = 0,
         label_counts: LabelCounts | None = None,
     ) -> torch.Tensor:
         """Compute the gradients of a step and return the scalars of its `StepResult`; `step` explains the arguments."""
@@ -210,7 +210,7 @@ class Trainer:
         self._norms.free_untrained(step)
         return self.scalars(loss, stop)
 
-    def scalars(self, loss: torch.Tensor, stop: bool = False) -> torch.Tensor:
+    def scalars(self, loss: torch.Tensor, stop: float = 0) -> torch.Tensor:
         """Return the scalars of a `StepResult` of the gradients in place; `loss` is this rank's share. A collective."""
         norm, *groups = self._norms.squared()
         logged, coordinate = self._scalars, self.coordinate

@@ -63,7 +63,7 @@ from workbench.execution.local_launch import LOOPBACK, loopback_interface, loopb
 from workbench.execution.observation import with_origin
 from workbench.execution.parallel.mesh import MeshCoordinate, parallelism_config
 from workbench.execution.parallel.stage import RankStages
-from workbench.execution.step_log import Callbacks, StepLog, peak_flops
+from workbench.execution.step_log import IN_HASTE, Callbacks, StepLog, peak_flops
 from workbench.execution.trainer import Rewind, Trainer
 from workbench.experiment import USER_PARTS, Experiment
 from workbench.planning.plan import Plan
@@ -387,7 +387,7 @@ class TrainingWorker:
                 arrived = Timestamp.now(self.device)
                 begin("step")
                 with record_actions(trainer.context, self.coordinate, self.run_dir, step, progress.step):
-                    wants_stop = self._stop_requested or self.run_dir.stop_file.exists()
+                    wants_stop = IN_HASTE if self._stop_requested else self.run_dir.stop_file.exists()
                     result = trainer.step(step, batch, wants_stop, label_counts)
                 stop, step = log.add(step, result, arrived), step + 1
                 asks_stop, asks_checkpoint = self.callbacks.run(step, log)  # before an evaluation writes the row
@@ -409,6 +409,13 @@ class TrainingWorker:
                         log_data_use(self.run_dir, self.experiment, reached)
                     log.restart_clock()
                 if is_last:
+                    # What is due at the last step is due at the end of a training that was asked to stop, too: after
+                    # its checkpoint, and not if a signal asked, which leaves little time.
+                    early = between if step < steps and not log.in_haste else ()
+                    for observation in early:
+                        if observation.is_due(steps) and not observation.is_due(step):
+                            begin("evaluation")
+                            observation.run(step, log)
                     break
                 begin("batch", step + 1)
             else:

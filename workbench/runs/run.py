@@ -446,7 +446,8 @@ def _resume(run: Run, plan: Plan | None, steps: int | None, accept_changed_data:
         )
     provenance = continued_provenance(run.directory, experiment, accept_changed_data)
     attempt = Attempt(experiment, plan or run.plan, resume=run.path, code={}, provenance=provenance)
-    if steps is not None and (leap := leap_of_rate(launched, experiment, max(at.step for at in run.checkpoints))):
+    reached = max((at.step for at in run.checkpoints), default=0)
+    if steps is not None and (leap := leap_of_rate(launched, experiment, reached)):
         warnings.warn(leap, stacklevel=5)
     start_attempt(attempt, facts, progress=None if plan is None else False)
 
