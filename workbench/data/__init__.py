@@ -27,6 +27,7 @@ from workbench.data.source import as_data as as_data
 from workbench.data.source import data_fingerprint as data_fingerprint
 from workbench.data.source import held_out as held_out
 from workbench.data.source import held_out_fingerprint as held_out_fingerprint
+from workbench.data.text import is_rows
 
 if TYPE_CHECKING:
     from workbench.data.source import LabelledTexts
@@ -47,12 +48,19 @@ class TextOptions(TypedDict, total=False):
     """Fraction of the positions that a masked model predicts in training, or of the text that spans hide."""
     whole_words: bool
     """Hide all tokens of a word together."""
+    separate_documents: bool
+    """Read each document of a sample as if it stood alone: attention stays in it, and positions begin anew with it."""
     strip_accents: bool
     """Train the vocabulary of a masked model on text without the accents of Latin, Greek and Cyrillic letters."""
 
 
 class CorpusOptions(TextOptions, total=False):
-    """Options of local text."""
+    """Options of text that is read in one piece or as a stream, and of what is held out of it."""
+
+    deduplicate: str | None
+    """`exact` or `near`: documents that are equal, or nearly, are held out together or not at all."""
+    held_out_by: str | None
+    """`document`, `file` or a field of rows: its documents are held out together or not at all."""
 
     streaming: bool
     """Tokenise the text while training reads it."""
@@ -120,20 +128,25 @@ def _chosen_tokenizer(tokenizer: Any, vocab_size: int | None) -> tuple[str | Non
 
 @checked_arguments
 def hub(
-    name: str,
+    name: str | Path,
     split: str = "train",
     text_column: str = "text",
     vocab_size: int | None = None,
     config: str | None = None,
     revision: str | None = None,
     tokenizer: Any = None,
-    **options: Unpack[TextOptions],
+    **options: Unpack[CorpusOptions],
 ) -> HubText:
-    """Describe the text column of a Hugging Face dataset (or of a dataset folder on disk), each row one document.
+    """Describe the text column of a Hugging Face dataset, or of rows on disk, each row one document.
 
-    `config` is the dataset's own sub-name (`"wikitext-2-raw-v1"`). The text is tokenised once, as by `corpus`, which
-    says what the other arguments mean.
+    `name` is that of a dataset of the hub, or the path of a folder of one, of a folder that `save_to_disk` wrote, or of
+    a file of rows: `.jsonl`, `.json`, `.csv`, `.tsv` or `.parquet`, also compressed, or a pattern of such files
+    (`"rows/*.parquet"`). `split` may be a part, such as `"train[:10%]"`. `config` is the dataset's own sub-name
+    (`"wikitext-2-raw-v1"`). The text is tokenised once, as by `corpus`, which says what the other arguments mean.
     """
+    name = str(name)
+    if is_rows(Path(name).expanduser()):
+        name = str(Path(name).expanduser().absolute())
     chosen, entries = _chosen_tokenizer(tokenizer, vocab_size)
     return HubText(
         repository=name,
@@ -155,7 +168,7 @@ def documents(
     vocab_size: int | None = None,
     tokenizer: Any = None,
     progress: bool = True,
-    **options: Unpack[TextOptions],
+    **options: Unpack[CorpusOptions],
 ) -> Corpus:
     """Write the documents of an iterable to a text file under `$WORKBENCH_HOME/texts`, and describe it.
 

@@ -6,19 +6,19 @@ reads several sources of data in one training, each with its share of the sample
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
+import glob
 import hashlib
 import math
+import os
 from abc import abstractmethod
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import KW_ONLY, dataclass, replace
 from fractions import Fraction
 from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, NamedTuple, cast
 
-from workbench.base.display import waiting
 from workbench.base.errors import DataError, in_words
 from workbench.base.tensors import TensorSpec
 from workbench.base.units import count, is_count
@@ -49,8 +49,11 @@ from workbench.data.text import (
     DatasetColumn,
     Files,
     TextSource,
+    is_rows,
     local_text,
     packaged_speeches,
+    reading_rows,
+    rows_at,
 )
 from workbench.record.events import DataUseEvent
 
@@ -84,6 +87,12 @@ class TextData(DataSource):
     """Mask all tokens of a word together."""
     strip_accents: TrueOrFalse = False
     """Train the vocabulary of a masked model on text without accents."""
+    separate_documents: TrueOrFalse = False
+    """Read each document of a sample as if it stood alone."""
+    deduplicate: Annotated[str, PlainValidator(known(("exact", "near")))] | None = None
+    """`exact` or `near`: documents that are equal, or nearly, are held out together or not at all."""
+    held_out_by: Line | None = None
+    """`document`, `file` or a field of rows, whose documents are held out together; None for runs of documents."""
     streaming: TrueOrFalse = False
     """Tokenise while training, in the order of the text."""
     shuffle_buffer: Annotated[Whole, Field(ge=1, le=LARGEST_BUFFER)] | None = None
@@ -93,6 +102,16 @@ class TextData(DataSource):
         least = SMALLEST_VOCABULARY["wordpiece"]
         if self.tokenizer is None and self.vocab_size < least:
             raise DataError(f"{type(self).__name__}.vocab_size={self.vocab_size} must be {least} or more.")
+        if self.streaming and (self.deduplicate or self.held_out_by):
+            given = "deduplicate" if self.deduplicate else "held_out_by"
+            raise DataError(
+                f"{given}={getattr(self, given)!r} chooses among all documents of a text, and a stream holds out text "
+                "of its beginning. Remove streaming=True; shuffle_buffer gives stored text the order of a stream."
+            )
+
+    @property
+    def separates_documents(self) -> bool:
+        return self.separate_documents
 
     @abstractmethod
     def _source(self) -> TextSource:
@@ -149,16 +168,19 @@ class HubText(TextData):
 
     @property
     def name(self) -> str:
-        return self.repository
+        return Path(self.repository).name if os.path.isabs(self.repository) else self.repository
 
     def check_source(self, reading: TextReading) -> None:
         """Raise `DataError` unless the hub has the split and the column, or the cache the tokens."""
         if reading.is_tokenised:
             return
+        if is_rows(self.repository):
+            super().check_source(reading)
+            return
         import datasets
 
         try:
-            with _as_text(self.repository):
+            with reading_rows(self.repository):
                 builder = datasets.load_dataset_builder(self.repository, self.config, revision=self.revision)
         except Exception as error:
             raise self._unavailable(error) from error
@@ -173,9 +195,8 @@ class HubText(TextData):
 
     def _fingerprint(self) -> str:
         parts = [self.repository, self.config, self.split, self.text_column, self.revision]
-        if (folder := Path(self.repository)).is_dir():
-            files = sorted(path for path in folder.rglob("*") if path.is_file())
-            parts += [f"{path} {path.stat().st_size} {path.stat().st_mtime_ns}" for path in files]
+        if is_rows(self.repository) or Path(self.repository).is_dir():
+            parts += [f"{path} {path.stat().st_size} {path.stat().st_mtime_ns}" for path in self._files]
         return hashlib.sha256(repr(parts).encode()).hexdigest()
 
     def _source(self) -> DatasetColumn:
@@ -183,8 +204,14 @@ class HubText(TextData):
         import datasets
 
         try:
-            with _as_text(self.repository):
-                dataset = datasets.load_dataset(self.repository, self.config, split=self.split, revision=self.revision)
+            with reading_rows(self.repository):
+                if is_rows(self.repository):
+                    dataset = rows_at(self.repository, self.split)
+                else:
+                    place = self.repository, self.config
+                    dataset = datasets.load_dataset(*place, split=self.split, revision=self.revision)
+        except DataError:
+            raise
         except Exception as error:  # the client raises many types, none of them ours
             raise self._unavailable(error) from error
         self._require_column(dataset.features)
@@ -192,36 +219,35 @@ class HubText(TextData):
             raise DataError(f"Split {self.split!r} of {self.repository} is empty. Choose another.")
         return DatasetColumn(dataset, self.text_column, self._fingerprint())
 
+    @property
+    def _files(self) -> list[Path]:
+        """Files of a folder, or those that a path or a pattern names."""
+        folder = Path(self.repository)
+        found = folder.rglob("*") if folder.is_dir() else map(Path, glob.glob(self.repository))
+        return sorted(path for path in [folder, *found] if path.is_file())
+
     def _require_column(self, features: Any) -> None:
         if self.text_column not in features:
             raise DataError(
                 f"{self.repository} has no column {self.text_column!r}. It has: {', '.join(features)}. "
                 "Name one as text_column."
             )
+        if (found := getattr(features[self.text_column], "dtype", "a list")) not in ("string", "large_string", "null"):
+            raise DataError(
+                f"The column {self.text_column!r} of {self.repository} holds {found} and no text. It has: "
+                f"{', '.join(features)}. Name another as text_column."
+            )
 
     def _unavailable(self, error: Exception) -> DataError:
+        if is_rows(self.repository):
+            return DataError(
+                f"{self.repository} cannot be read as rows ({in_words(error.__cause__ or error)}). Give a file with a "
+                "row a line and at least one, such as rows.to_json(path) and rows.to_parquet(path) of datasets write."
+            )
         return DataError(
             f"The dataset {self.repository!r} cannot be loaded ({in_words(error)}). "
             "Check its name and that the hub is reachable from here, or use local text: wb.data.corpus(path)."
         )
-
-
-@contextlib.contextmanager
-def _as_text(repository: str) -> Iterator[None]:
-    """Say that a dataset is read, without the progress bars of its libraries: their widgets are broken when saved."""
-    import datasets
-    from huggingface_hub import utils
-
-    libraries = (datasets, datasets.is_progress_bar_enabled()), (utils, not utils.are_progress_bars_disabled())
-    shown = [library for library, is_shown in libraries if is_shown]
-    for library in shown:
-        library.disable_progress_bars()
-    try:
-        with waiting(f"reading the dataset {repository}"):
-            yield
-    finally:
-        for library in shown:
-            library.enable_progress_bars()
 
 
 # A mixture. Which source sample n of the training comes from is a function of n and of the weights alone: no number is
@@ -360,6 +386,10 @@ class Mixture(DataSource):
     def stretches(self) -> list[tuple[int, tuple[float, ...]]]:
         """First step of each stretch of constant weights, with the weights."""
         return [(0, self.weights), *self.changes]
+
+    @property
+    def separates_documents(self) -> bool:
+        return self.parts[0].separates_documents
 
     @property
     def class_names(self) -> tuple[str, ...]:

@@ -469,8 +469,8 @@ def masked(
 ) -> tuple[I64, I64]:
     """Mask as BERT does: return inputs with a `share` of the positions hidden, and labels that are -100 elsewhere.
 
-    Every sample hides `round(share * S)` positions and at least one, drawn among those `inside`, which are not special
-    tokens that frame the sample. Of these, 80 % become [MASK], 10 % become a random token and 10 % stay. The choice
+    Every sample hides `round(share * S)` positions and at least one, or all that there are, drawn among those `inside`,
+    which are not special tokens. Of these, 80 % become [MASK], 10 % become a random token and 10 % stay. The choice
     depends on seed, sample and position only. With `joints`, whole words are drawn; of the last one, only as many
     tokens as are left are hidden.
     """
@@ -502,9 +502,57 @@ def masked(
     input_BS, labels_BS = ids_BS.copy(), np.full((batch, seq_len), IGNORED, dtype=np.int64)
     np.put_along_axis(input_BS, position_BH, shown_BH, axis=1)
     np.put_along_axis(labels_BS, position_BH, original_BH, axis=1)
+    input_BS[~inside_BS], labels_BS[~inside_BS] = ids_BS[~inside_BS], IGNORED
     return input_BS, labels_BS
 
 
+class SeparateSamples(TokenSamples):
+    """Samples in which each document is read as if it stood alone: `position_ids` begin anew with each.
+
+    The part of a document that a window begins with counts as a document. `Experiment.build` lets a model attend within
+    documents alone (`workbench.models.attending_within_documents`).
+    """
+
+    def positions(self, index_B: I64) -> I64:
+        """Return the position of each token in its document or the part of it that is in the window."""
+        first_B, documents, position_S = self.starts(index_B), self.text.document_starts, np.arange(self.width)
+        begins_BS = np.zeros((len(index_B), self.width), dtype=np.int64)
+        after_B = np.searchsorted(documents, first_B, side="right")
+        end_B = np.searchsorted(documents, first_B + self.width)
+        for sample, (after, end) in enumerate(zip(after_B.tolist(), end_B.tolist(), strict=True)):
+            inside = documents[after:end] - first_B[sample]
+            begins_BS[sample, inside] = inside
+        return position_S - np.maximum.accumulate(begins_BS, axis=1)
+
+
+class SeparateCausalSamples(SeparateSamples, CausalSamples):
+    """A window of the stream, whose labels leave out the first token of each document: nothing before it foretells it.
+
+    Loss and gradients are those of a batch with each of these documents as a sample of its own.
+    """
+
+    def batch(self, index_B: I64) -> dict[str, NDArray[Any]]:
+        position_BS, fields = self.positions(index_B), super().batch(index_B)
+        fields["labels"][position_BS == 0] = IGNORED
+        return {"input_ids": fields["input_ids"], "position_ids": position_BS, "labels": fields["labels"]}
+
+
+class SeparateMaskedSamples(SeparateSamples, MaskedSamples):
+    """A window of a stream in which special tokens frame each document, with BERT's masking of the others."""
+
+    @staticmethod
+    def width_of(seq_len: int, tokens: SpecialTokens, masked_share: float) -> int:  # noqa: ARG004
+        return seq_len
+
+    def batch(self, index_B: I64) -> dict[str, NDArray[Any]]:
+        ids_BS = self.windows(index_B).astype(np.int64)
+        inside_BS = ~np.isin(ids_BS, [*self.tokens.prefix, *self.tokens.suffix])
+        input_ids, labels = masked(ids_BS, inside_BS, index_B, self.seed, self.tokens, self.masked_share, self.joints)
+        return {"input_ids": input_ids, "position_ids": self.positions(index_B), "labels": labels}
+
+
+SEPARATE_SAMPLES: dict[str, type[TokenSamples]] = {"clm": SeparateCausalSamples, "mlm": SeparateMaskedSamples}
+"""Samples of the objectives whose documents can be read apart."""
 SAMPLES: dict[str, type[TokenSamples]] = {
     "clm": CausalSamples,
     "mlm": MaskedSamples,

@@ -21,6 +21,7 @@ from workbench.base.errors import DataError, in_words
 from workbench.base.tensors import TensorSpec
 from workbench.base.units import count, duration
 from workbench.base.user_code import required_arguments
+from workbench.data.text import is_rows, reading_rows, rows_at
 
 if TYPE_CHECKING:
     import torch
@@ -123,6 +124,11 @@ class DataSource(ABC):
     def class_names(self) -> tuple[str, ...]:
         """Names of the classes of labelled texts, in the order of their numbers; empty for other data."""
         return ()
+
+    @property
+    def separates_documents(self) -> bool:
+        """Return True if samples hold several documents, each of which the model reads as if it stood alone."""
+        return False
 
     @property
     def pad_id(self) -> int | None:
@@ -318,6 +324,9 @@ def _fingerprint(datasets: Callable[[], list[Any]]) -> str | None:
 
 # Rows of text with a class each, as the items that a model for classification trains on.
 
+WITH_ROWS = (
+    "a .csv or .tsv file with a line of column names, a .jsonl, .json or .parquet file, or a folder of save_to_disk"
+)
 SHORTEST, LONGEST = 3, 2**20
 """Smallest and largest number of tokens of a row, of which two are special."""
 
@@ -424,13 +433,23 @@ def _rows(source: Any, label: str) -> tuple[str, Iterable[Any], Sequence[Any] | 
     """Return the name of a source, its rows, and the names of its classes if it says them."""
     if isinstance(source, str | Path):
         path = Path(source).expanduser()
-        if not os.path.isfile(path):
-            raise DataError(
-                f"There is no file of rows at {path}. Give a .csv or .tsv file with a line of column names."
-            )
+        if not os.path.exists(path):
+            raise DataError(f"There is no file of rows at {path}. Give {WITH_ROWS}.")
+        if not is_rows(path):
+            raise DataError(f"{path} holds no rows that are known by its ending. Give {WITH_ROWS}.")
+        if path.suffix.lower() not in (".csv", ".tsv"):
+            try:
+                with reading_rows(str(path)):
+                    found = rows_at(str(path))
+            except DataError:
+                raise
+            except Exception as error:  # `datasets` raises many types
+                said = in_words(error.__cause__ or error)
+                raise DataError(f"{path} cannot be read as rows ({said}). Give {WITH_ROWS}.") from error
+            return (path.stem, *_rows(found, label)[1:])
         try:
             with path.open(newline="", encoding="utf-8-sig") as file:
-                rows = list(csv.DictReader(file, delimiter="\t" if path.suffix == ".tsv" else ","))
+                rows = list(csv.DictReader(file, delimiter="\t" if path.suffix.lower() == ".tsv" else ","))
         except (UnicodeDecodeError, csv.Error) as error:
             raise DataError(f"{path} cannot be read as CSV: {error}. Give UTF-8 text with one row a line.") from None
         return path.stem, rows, None
@@ -443,7 +462,7 @@ def _rows(source: Any, label: str) -> tuple[str, Iterable[Any], Sequence[Any] | 
     if isinstance(source, Iterable):
         return "rows", source, None
     raise DataError(
-        f"source is a {type(source).__name__}. Give a .csv file, a dataset of Hugging Face or a list of dicts."
+        f"source is a {type(source).__name__}. Give {WITH_ROWS}, a dataset of Hugging Face or a list of dicts."
     )
 
 

@@ -222,6 +222,13 @@ class PartialTokens:
         self._write(self._log, line)
         self._count(line, starts)
 
+    def end_with(self, token: int, seconds: float) -> None:
+        """Write the token that ends the last document, unless it is there."""
+        if self.tokens:
+            self._ids.seek(-self.dtype.itemsize, os.SEEK_END)
+            if np.frombuffer(self._ids.read(), self.dtype)[0] != token:
+                self.append(np.asarray([token], self.dtype), np.empty(0, np.int64), self.position, 0, seconds)
+
     def finish(self) -> None:
         """Delete what finished tokens do not need."""
         if self._last_start == self.tokens:  # nothing of the last document remained
@@ -411,6 +418,50 @@ def split(store: TokenStore, name: str, samples: int, width: int) -> Split:
     return _divided(store, name, samples, width, *store.runs)
 
 
+def split_by_groups(
+    store: TokenStore, name: str, samples: int, width: int, groups: I64, hashes: NDArray[np.uint64]
+) -> Split:
+    """Divide a text as `split` does, but hold out whole groups of documents; their kinds are mixed as in the text.
+
+    `groups` has a number for each document, the same for those of a group, and `hashes` a hash of its tokens. The
+    groups with the lowest hashes are held out. One that alone would hold out twice as much as is asked for is only
+    taken where smaller ones do not suffice, and never one of more than half of the text. Raises `DataError` where they
+    do not.
+    """
+    total, needed = store.tokens, _needed(store.tokens, name, samples, width)
+    edges = np.append(store.document_starts, total)
+    names, group = np.unique(groups, return_inverse=True)
+    sizes, keys = np.bincount(group, np.diff(edges)), np.full(len(names), np.iinfo(np.uint64).max)
+    np.minimum.at(keys, group, hashes)
+    is_held, held = np.zeros(len(names), np.bool_), 0
+    for most in (2 * needed, LARGEST_SHARE * total):
+        for one in np.argsort(keys, kind="stable").tolist():
+            if held < needed and not is_held[one] and held + sizes[one] <= most:
+                is_held[one], held = True, held + sizes[one]
+    if held < needed or total - held < width:
+        raise DataError(
+            f"{name} has {len(names):,} group{'s' * (len(names) != 1)} of documents that stay together, the largest of "
+            f"{int(max(sizes, default=0)):,} of its {total:,} tokens: too few or too large to hold out {int(needed):,} "
+            f"tokens in samples of {width}, and to train on the others. Remove held_out_by and deduplicate, so that "
+            "documents can be cut, name a finer field, or give other text as eval_data."
+        )
+    is_held_D = is_held[group]
+    return Split(_segments(store, edges, ~is_held_D), _segments(store, edges, is_held_D), total)
+
+
+def _needed(total: int, name: str, samples: int, width: int) -> float:
+    """Return how many of a text's tokens are held out; raise `DataError` if they are more than half."""
+    if samples * width > LARGEST_SHARE * total:
+        most = int(LARGEST_SHARE * total) // width
+        raise DataError(
+            f"{samples:,} held-out samples of {width} tokens need {samples * width:,} of the {total:,} tokens of "
+            f"{name}, more than half. "
+            + (f"Ask for at most evaluation=wb.Evaluation(samples={most}), or give" if most else "Give")
+            + " other text as eval_data."
+        )
+    return max(samples * width, HELD_OUT_SHARE * total)
+
+
 def split_of_stream(read: Callable[[int], TokenStore], name: str, samples: int, width: int) -> Split:
     """Divide a text as `split` does, but hold out text of the beginning only, as a stream can.
 
@@ -423,6 +474,8 @@ def split_of_stream(read: Callable[[int], TokenStore], name: str, samples: int, 
         last = int(starts[np.searchsorted(starts, beginning, side="right") - 1])
         end = beginning if beginning - last > LONGEST_SHARE * beginning else last
         name = f"the beginning of {name}"
+    if end == store.tokens:
+        return _divided(store, name, samples, width, *store.runs)
     runs = document_runs(store.ids, starts[: np.searchsorted(starts, end)], end)
     return _divided(store, name, samples, width, *runs)
 
@@ -430,15 +483,7 @@ def split_of_stream(read: Callable[[int], TokenStore], name: str, samples: int, 
 def _divided(store: TokenStore, name: str, samples: int, width: int, edges: I64, keys: NDArray[np.uint64]) -> Split:
     """Hold out the runs of documents with the lowest keys; the last edge may lie before the end of the text."""
     total = int(edges[-1])
-    needed = max(samples * width, HELD_OUT_SHARE * total)
-    if samples * width > LARGEST_SHARE * total:
-        most = int(LARGEST_SHARE * total) // width
-        raise DataError(
-            f"{samples:,} held-out samples of {width} tokens need {samples * width:,} of the {total:,} tokens of "
-            f"{name}, more than half. "
-            + (f"Ask for at most evaluation=wb.Evaluation(samples={most}), or give" if most else "Give")
-            + " other text as eval_data."
-        )
+    needed = _needed(total, name, samples, width)
     # Edges inside of long runs. Of such a run, only one document is long, so that the others stay whole.
     piece = max(1, min(RUN_TOKENS, total // SMALLEST_PIECES) // width) * width
     longest = LONGEST_SHARE * total if len(keys) >= MANY_RUNS else 2 * min(RUN_TOKENS, total // SMALLEST_RUNS)

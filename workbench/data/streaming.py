@@ -310,9 +310,13 @@ class TextStream:
         waiting: list[NDArray[Any]] = []
         drop = number * self.buffer * self.width - self._read_before(marks[0][1])
         """Tokens to come that belong to earlier chunks."""
+        last_id = -1
         for block, encoded in encode_all(self._blocks(marks[0][0]), self.encoder, self.workers):
             is_last, tokens = not block.end, marks[-1][1]
             ids = encoded.after(tokens, self.encoder).ids
+            if is_last and tokens and self.encoder.end not in (None, last_id):  # the last document ends, too
+                ids = np.asarray([self.encoder.end], self.dtype)
+            last_id = int(ids[-1]) if len(ids) else last_id
             is_read = np.ones(len(ids), np.bool_)
             for begin, end in self.held_out:
                 is_read[max(0, begin - tokens) : max(0, end - tokens)] = False

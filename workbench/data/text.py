@@ -1,4 +1,4 @@
-"""Sources of text: packaged speeches, local files, rows of a hub dataset. Imports the standard library only.
+"""Sources of text: packaged speeches, local files, rows of a dataset. Large libraries are imported where they are used.
 
 A source is read in blocks of about `BLOCK_BYTES`, so that memory stays bounded however long the text, a document or a
 line is. One process reads the blocks, and several turn them into `(starts_document, paragraph)` pairs.
@@ -9,9 +9,11 @@ from __future__ import annotations
 import bisect
 import bz2
 import codecs
+import contextlib
 import dataclasses
 import difflib
 import functools
+import glob
 import gzip
 import hashlib
 import itertools
@@ -23,6 +25,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, Any, ClassVar, cast
 
+from workbench.base.display import waiting
 from workbench.base.errors import DataError
 
 Paragraph = tuple[bool, str]
@@ -44,11 +47,11 @@ COMPRESSED: dict[str, Callable[[IO[bytes]], Any]] = {
     ".bz2": bz2.open,
     ".zst": _open_zstandard,
 }
-ROWS = {
-    **dict.fromkeys((".jsonl", ".ndjson", ".json"), '"json"'),
-    ".csv": '"csv"',
-    ".tsv": '"csv", delimiter="\\t"',
-    ".parquet": '"parquet"',
+ROWS: dict[str, tuple[str, dict[str, Any]]] = {
+    **dict.fromkeys((".jsonl", ".ndjson", ".json"), ("json", {})),
+    ".csv": ("csv", {}),
+    ".tsv": ("csv", {"delimiter": "\t"}),
+    ".parquet": ("parquet", {}),
 }
 """Endings of files of rows, which are no plain text, and what `datasets.load_dataset` is given to read them."""
 COMPRESSION_RATIO = 4
@@ -183,6 +186,20 @@ class Files:
         covered = sum(read for _, read in found.values())
         return TextBlock(parts, self.one_document_each, covered, ()), min(1.0, covered / self.size)
 
+    def labels(self, by: str) -> list[Any]:
+        """Return the file of each document; raise `DataError` unless that is asked for."""
+        if by != "file":
+            raise DataError(
+                f'held_out_by="{by}" names a field, and plain text has none. Give "document" or "file", or rows with '
+                f'that field: wb.data.hub("rows.jsonl", held_out_by="{by}").'
+            )
+        if not self.one_document_each:
+            raise DataError(
+                f'{self.paths[0]} is one file, and held_out_by="file" needs several. Give "document", or a folder.'
+            )
+        each = (dataclasses.replace(self, paths=(path,)) for path in self.paths)
+        return [one.paths[0].name for one in each if any(True for block in one.blocks() for _ in block.paragraphs())]
+
     def _parts(
         self, path: Path, byte: int, line: int, starts: bool, size: int | None = None
     ) -> Iterator[tuple[Part, int, Position]]:
@@ -261,6 +278,19 @@ class DatasetColumn:
         if parts:
             yield TextBlock(tuple(parts), True, len(parts), (at + len(parts),))
 
+    def labels(self, by: str) -> list[Any]:
+        """Return the value of a column in each row that has text; raise `DataError` without that column."""
+        if by not in self.dataset.column_names:
+            raise DataError(
+                f"held_out_by={by!r} is no column of the rows. They have: {', '.join(self.dataset.column_names)}. Name "
+                'one, or give "document".'
+            )
+        found: list[Any] = []
+        for batch in self.dataset.select_columns(list({self.column, by})).iter(batch_size=1000):
+            rows = zip(batch[self.column], batch[by], strict=True)
+            found += [label for text, label in rows if (text or "").strip()]
+        return found
+
     def excerpts(self) -> tuple[TextBlock, float]:
         """Return some hundred rows, taken evenly from all of them, and their share of the whole."""
         count = min(self.size, 32 * EXCERPTS)
@@ -308,18 +338,79 @@ def local_text(name: str) -> Files:
         if not paths:
             raise DataError(f"The folder {name} holds no {_listed(endings)} file.")
     else:
-        ending = next((e for e in reversed(path.suffixes) if e.lower() not in COMPRESSED), "").lower()
-        if ending in ROWS:
+        if (ending := ending_of(path)) in ROWS:
             raise DataError(
                 f"{name} is a file of rows ({ending}): as plain text, its marks and its other columns would be learned "
-                f"too. Take the column with the text: rows = datasets.load_dataset({ROWS[ending]}, data_files="
-                f'"{name}", split="train"), then wb.data.documents(row["text"] for row in rows).'
+                f'too. Name the column with the text: wb.data.hub("{name}", text_column="text").'
             )
         paths = (path,)
     files = Files(paths, one_document_each=path.is_dir())
     if next((paragraph for block in files.blocks() for paragraph in block.paragraphs()), None) is None:
         raise DataError(f"{name} is empty: it holds no word of text. Give a file with one paragraph a line.")
     return files
+
+
+def ending_of(path: Path) -> str:
+    """Return the ending of a file's name in lower case, without that of its compression."""
+    return next((ending for ending in reversed(path.suffixes) if ending.lower() not in COMPRESSED), "").lower()
+
+
+def is_rows(path: str | Path) -> bool:
+    """Return True for a file of rows, a pattern of such files, or a folder of `save_to_disk`."""
+    return ending_of(Path(path)) in ROWS or is_saved_dataset(path)
+
+
+def is_saved_dataset(path: str | Path) -> bool:
+    """Return True for a folder into which `save_to_disk` of `datasets` wrote a dataset, or several by split."""
+    return any(os.path.isfile(os.path.join(path, name)) for name in ("state.json", "dataset_dict.json"))
+
+
+@contextlib.contextmanager
+def reading_rows(name: str) -> Iterator[None]:
+    """Say that a dataset is read, without the progress bars of its libraries: their widgets are broken when saved."""
+    import datasets
+    from huggingface_hub import utils
+
+    libraries = (datasets, datasets.is_progress_bar_enabled()), (utils, not utils.are_progress_bars_disabled())
+    shown = [library for library, is_shown in libraries if is_shown]
+    for library in shown:
+        library.disable_progress_bars()
+    try:
+        with waiting(f"reading the dataset {name}"):
+            yield
+    finally:
+        for library in shown:
+            library.enable_progress_bars()
+
+
+def rows_at(path: str, split: str | None = None) -> Any:
+    """Return the dataset that a file of rows, a pattern of such files or a folder of `save_to_disk` holds.
+
+    `split` is as `load_dataset` takes it, such as `"train[:10%]"`; None takes the only one. Raises what `datasets`
+    raises, and `DataError` for a split that is not there.
+    """
+    import datasets
+
+    if is_saved_dataset(path):
+        saved = datasets.load_from_disk(path)
+        splits = saved if isinstance(saved, datasets.DatasetDict) else {str(saved.split or "train"): saved}
+    else:
+        if not (files := [path] if os.path.exists(path) else sorted(glob.glob(path))):
+            raise DataError(f"There is no file of rows at {path}. Check the path.")
+        builder, options = ROWS[ending_of(Path(path))]
+        splits = {
+            "train": datasets.load_dataset(builder, data_files=[*map(glob.escape, files)], split="train", **options)
+        }
+    if split is None and len(splits) == 1:
+        [split] = splits
+    if split is None:
+        raise DataError(
+            f"{path} has the splits {', '.join(splits)}. Give the folder of one: {Path(path) / next(iter(splits))}."
+        )
+    if split.split("[")[0] not in splits:
+        raise DataError(f"{path} has no split {split!r}. It has: {', '.join(splits)}.")
+    parts = datasets.ReadInstruction.from_spec(split).to_absolute({name: len(each) for name, each in splits.items()})
+    return datasets.concatenate_datasets([splits[part.splitname].select(range(part.from_, part.to)) for part in parts])
 
 
 def _whole_lines(stream: Any, begins: bool, size: int) -> Iterator[tuple[bytes, int]]:

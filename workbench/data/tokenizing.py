@@ -28,10 +28,12 @@ from workbench.base.machine import available_cores, cache_home
 from workbench.base.tensors import TensorSpec
 from workbench.base.units import count as count_text
 from workbench.data.datasets import StreamedDataset, TextDataset
+from workbench.data.duplicates import by_label, document_hashes, groups_of, joined, overlap_in_words
 from workbench.data.sampling import (
     EVALUATION_SEED,
     MASKED_SHARE,
     SAMPLES,
+    SEPARATE_SAMPLES,
     EncodedPrompts,
     SpanSamples,
     TokenSamples,
@@ -39,6 +41,7 @@ from workbench.data.sampling import (
 )
 from workbench.data.source import Prepared, Reading, SampleRequest
 from workbench.data.store import (
+    I64,
     TOKENIZER_FACTS,
     PartialTokens,
     SplicedTokens,
@@ -50,6 +53,7 @@ from workbench.data.store import (
     only_process,
     opened,
     split,
+    split_by_groups,
     split_of_stream,
     tokenizer_files,
     write_facts,
@@ -67,7 +71,7 @@ from workbench.data.tokenizer import (
     train_wordpiece,
 )
 
-FORMAT = 4
+FORMAT = 5
 """Version of the folder's format; part of its name."""
 SMALL_BYTES = 8 << 20
 """Size of a text up to which a stream needs no worker processes."""
@@ -96,6 +100,8 @@ class TokensKey:
     """File or folder with the tokeniser to use; then none is trained."""
     strip_accents: bool = False
     """True if the WordPiece that is trained strips accents."""
+    is_framed: bool = False
+    """True if special tokens stand around each document of a masked model, and not around each sample."""
     first: int | None = None
     """Tokenise until there are more tokens than that; None tokenises the whole text."""
 
@@ -109,6 +115,7 @@ class TokensKey:
             key += f" file {digest_of(self.tokenizer)}"
         elif self.strip_accents:
             key += " without accents"
+        key += " framed" * self.is_framed
         return cache_home() / "tokens" / hashlib.sha256(key.encode()).hexdigest()[:16]
 
 
@@ -160,13 +167,15 @@ def vocabulary_folder(key: TokensKey, source: Callable[[], TextSource], progress
     return folder
 
 
-def encoder_of(folder: Path, tokenizer_type: str) -> tuple[Encoder, int]:
+def encoder_of(folder: Path, key: TokensKey) -> tuple[Encoder, int]:
     """Return the encoder with the tokeniser in a folder, and the number of its ids."""
     tokens = SpecialTokens.of_folder(folder)
-    dtype = np.dtype(dtype_of(tokens.vocabulary)).name
-    if tokenizer_type == "wordpiece":  # samples of masked models have special tokens of their own
-        return Encoder(folder, dtype, line_breaks=tokens.line_breaks), tokens.vocabulary
-    return Encoder(folder, dtype, tokens.end, tokens.begin, tokens.line_breaks), tokens.vocabulary
+    begin, end = tokens.begin, tokens.end
+    if key.tokenizer_type == "wordpiece":  # the special tokens of masked models frame samples, or else documents
+        [begin], [end] = (tokens.prefix, tokens.suffix) if key.is_framed else ([None], [None])
+    return Encoder(
+        folder, np.dtype(dtype_of(tokens.vocabulary)).name, end, begin, tokens.line_breaks
+    ), tokens.vocabulary
 
 
 def is_tokenised(key: TokensKey) -> bool:
@@ -181,7 +190,7 @@ def _fill(part: Path, key: TokensKey, name: str, source: TextSource, progress: b
         shutil.rmtree(part)
         part.mkdir()
         _write_tokenizer(part, key, source, progress)
-    encoder, vocabulary = encoder_of(part, key.tokenizer_type)
+    encoder, vocabulary = encoder_of(part, key)
     if workers is None:
         workers = 0 if source.text_bytes <= STORED_WITHOUT_WORKERS else available_cores()
     with PartialTokens(part, encoder.dtype) as tokens:
@@ -194,9 +203,14 @@ def _fill(part: Path, key: TokensKey, name: str, source: TextSource, progress: b
                 advance(block.advance)
                 if key.first is not None and tokens.tokens > key.first:
                     break
+            else:  # all of the text: its last document ends, too
+                if encoder.end is not None:
+                    tokens.end_with(encoder.end, time.monotonic() - begun)
         tokens.finish()
     store = TokenStore(part, tokens.tokens, tokens.documents, vocabulary, time.monotonic() - begun)
-    edges, hashes = document_runs(store.ids, store.document_starts, store.tokens)
+    last = int(store.ids[-1] == encoder.end) if store.tokens else 0  # the same text without its end has these hashes
+    edges, hashes = document_runs(store.ids, store.document_starts, store.tokens - last)
+    edges[-1] = store.tokens
     np.save(part / "runs.npy", np.stack([edges.astype(np.uint64), np.append(hashes, np.uint64(0))]))
     counts = {"tokens": store.tokens, "documents": store.documents, "vocabulary": vocabulary, "seconds": store.seconds}
     write_facts(part, {"name": name, "type": key.tokenizer_type, **counts})
@@ -284,7 +298,12 @@ class TextReading(Reading):
         data, tokenizer_type = self.data, TOKENIZER_OF_OBJECTIVE[self.objective]
         accents = tokenizer_type == "wordpiece" and data.strip_accents
         return TokensKey(
-            data._fingerprint(), tokenizer_type, data.vocab_size, tokenizer=data.tokenizer, strip_accents=accents
+            data._fingerprint(),
+            tokenizer_type,
+            data.vocab_size,
+            tokenizer=data.tokenizer,
+            strip_accents=accents,
+            is_framed=data.separate_documents and self.objective == "mlm",
         )
 
     @property
@@ -307,7 +326,11 @@ class TextReading(Reading):
     @property
     def width(self) -> int:
         """Tokens of the text in one sample."""
-        return SAMPLES[self.objective].width_of(self.request.seq_len, self.tokens, self.data.masked_share)
+        return self._samples_type.width_of(self.request.seq_len, self.tokens, self.data.masked_share)
+
+    @property
+    def _samples_type(self) -> type[TokenSamples]:
+        return (SEPARATE_SAMPLES if self.data.separate_documents else SAMPLES)[self.objective]
 
     @property
     def holds_out(self) -> bool:
@@ -321,6 +344,8 @@ class TextReading(Reading):
     def batch_specs(self) -> dict[str, TensorSpec]:
         length, objective = self.request.seq_len, self.objective
         shapes: dict[str, tuple[int, ...]] = {"input_ids": (length,), "labels": (length,)}
+        if self.data.separate_documents:
+            shapes = {"input_ids": (length,), "position_ids": (length,), "labels": (length,)}
         if objective == "seq2seq":
             shapes["labels"] = (SpanSamples.label_length(length, self._expected_tokens, self.data.masked_share),)
         if objective == "mlm_nsp":
@@ -385,14 +410,14 @@ class TextReading(Reading):
         )
         values += (True,) if self.data.whole_words else ()
         identity = hashlib.sha256(repr((self.key.folder.name, *values)).encode()).hexdigest()
-        vocabulary = encoder_of(stream.encoder.folder, self.key.tokenizer_type)[1]
+        vocabulary = encoder_of(stream.encoder.folder, self.key)[1]
         samples = self._samples  # a value of its own: the lambda travels to other processes without the experiment
         return StreamedDataset(stream, length, identity, lambda ring: TextDataset(samples(ring), length), vocabulary)
 
     def stream(self) -> TextStream:
         """Return the windows that training reads, as a stream."""
         source = self.data._source()
-        encoder, _ = encoder_of(self.tokenizer_folder(), self.key.tokenizer_type)
+        encoder, _ = encoder_of(self.tokenizer_folder(), self.key)
         held_out: tuple[tuple[int, int], ...] = ()
         if self.holds_out:
             part = self._parts().held_out
@@ -412,8 +437,8 @@ class TextReading(Reading):
                 raise DataError(
                     f"{self.data.name} is eval_data, which is read whole and not streamed. Remove streaming=True."
                 )
-            folder, tokenizer_type = trained.tokenizer_folder(), trained.key.tokenizer_type
-            key = TokensKey(self.data._fingerprint(), tokenizer_type, trained.data.vocab_size, tokenizer_of=folder)
+            folder, own = trained.tokenizer_folder(), self.data._fingerprint()
+            key = replace(trained.key, fingerprint=own, tokenizer_of=folder, tokenizer=None, strip_accents=False)
             text = tokenised(key, self.data.name, self.data._source, progress=False)[0]
             self._require_a_sequence(text, trained.width)
         count = min(request.evaluation.samples, text.tokens // trained.width)
@@ -430,7 +455,7 @@ class TextReading(Reading):
     def _samples(self) -> functools.partial[TokenSamples]:
         """Samples of the training, made from a text."""
         return functools.partial(
-            SAMPLES[self.objective],
+            self._samples_type,
             seq_len=self.request.seq_len,
             seed=self.request.seed,
             tokens=self.tokens,
@@ -443,8 +468,20 @@ class TextReading(Reading):
         return self._parts().training if self.holds_out else self.store()[0]
 
     def held_out_in_words(self) -> str:
-        """Return the numbers of what is held out, as sentences; empty if training reads all of the text."""
-        return str(self._parts()) if self.holds_out else ""
+        """Return the numbers of what is held out, and how much of the held-out text training reads too, as sentences.
+
+        They are empty where nothing is evaluated; what a stream reads is not compared.
+        """
+        if self.request.evaluation is None:
+            return ""
+        parts = self._parts() if self.holds_out else None
+        if self.data.streaming:
+            return str(parts or "")
+        if parts is not None:
+            return f"{parts} {overlap_in_words(parts.training, parts.held_out, self.width)}".rstrip()
+        held_out = self.evaluated_on()
+        text = held_out.samples.text if isinstance(held_out, TextDataset) else None
+        return "" if text is None else overlap_in_words(self.store()[0], text, self.width)
 
     def note(self) -> str:
         """Return what is held out if that is something else than whole documents of all of the text.
@@ -464,6 +501,11 @@ class TextReading(Reading):
         """Return the text for training and the held-out text; raise `DataError` if either is too small."""
         assert self.request.evaluation is not None
         samples = self.request.evaluation.samples
+        if self.data.deduplicate is not None or self.data.held_out_by is not None:
+            store = self.store(progress)[0]
+            return split_by_groups(
+                store, self.data.name, samples, self.width, self._groups(store), document_hashes(store)
+            )
         if not self.data.streaming and self.data.shuffle_buffer is None:
             return split(self.store(progress)[0], self.data.name, samples, self.width)
 
@@ -476,6 +518,20 @@ class TextReading(Reading):
 
         return split_of_stream(beginning, self.data.name, samples, self.width)
 
+    def _groups(self, store: TokenStore) -> I64:
+        """Return a number for each document, the same for documents that are held out together."""
+        data = self.data
+        groups = np.arange(store.documents) if data.deduplicate is None else groups_of(store, data.deduplicate)
+        if data.held_out_by in (None, "document"):
+            return groups
+        labels = data._source().labels(data.held_out_by)
+        if len(labels) != store.documents:
+            raise DataError(
+                f"{data.name} has {len(labels):,} rows or files with text, and {store.documents:,} of them have a "
+                f"token, so that the {data.held_out_by} of each cannot be told. Remove the others, or held_out_by."
+            )
+        return joined(groups, *by_label(labels))
+
     def _prepare_stream(self, progress: bool) -> Prepared:
         """Make the vocabulary and the held-out samples; count samples exactly if the text is small or also stored."""
         source = self.data._source()
@@ -484,7 +540,7 @@ class TextReading(Reading):
             stored = replace(self.data, streaming=False, shuffle_buffer=self._buffer)
             samples = TextReading(stored, self.request).prepare(progress).samples
         folder = self.tokenizer_folder(progress)
-        encoder, vocabulary = encoder_of(folder, self.key.tokenizer_type)
+        encoder, vocabulary = encoder_of(folder, self.key)
         tokens, tokens_per_core_s = _tokenizing_rate(self.key.folder, self.data._source, encoder)
         parts = self._parts(progress) if self.holds_out else None
         held_out = 0 if parts is None else parts.held_out.tokens
@@ -553,8 +609,18 @@ def check_sizes(reading: TextReading) -> None:
             f"{data.name} is streamed, and {model.name} predicts next sentences, whose other half may stand "
             "anywhere in the text. Train without (next_sentence=False), or remove streaming=True."
         )
+    if data.separate_documents and (objective not in SEPARATE_SAMPLES or data.streaming):
+        what = "streamed, and a stream has no places of documents" if data.streaming else f"read for {objective!r}"
+        way = "streaming=True" if data.streaming else "separate_documents=True, or choose the objective 'clm' or 'mlm'"
+        raise DataError(f"{data.name} is {what}, so that its documents cannot be told apart in a sample. Remove {way}.")
     _check_tokenizer(reading)
     tokens = reading._expected_tokens
+    if data.separate_documents and objective == "mlm" and not (len(tokens.prefix) == 1 == len(tokens.suffix)):
+        raise DataError(
+            f"The tokeniser of {data.name} sets {len(tokens.prefix)} special tokens before a text and "
+            f"{len(tokens.suffix)} after it, and documents that are told apart need one each. Remove "
+            "separate_documents=True, or give a tokeniser that frames a text as BERT's does."
+        )
     if data.whole_words and objective not in ("mlm", "mlm_nsp"):
         raise DataError(
             f"whole_words says how masked models hide words, and the objective is {objective!r}. Remove it."

@@ -13,6 +13,7 @@ from typing import Any, TypedDict, Unpack
 from workbench.base.arguments import checked_arguments
 from workbench.base.errors import InvalidExperiment, suggestion
 from workbench.base.validation import Line, checked_items
+from workbench.models._documents import attending_within_documents as attending_within_documents
 from workbench.models._named import Model as Model
 from workbench.models._pretrained import Pretrained as Pretrained
 from workbench.models._scaling import Rule as Rule

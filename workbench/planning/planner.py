@@ -18,6 +18,7 @@ from workbench.base.units import MIB, gib, is_count, milliseconds
 from workbench.cost.hardware import FRAGMENTATION, Cluster
 from workbench.cost.profile import Profile
 from workbench.experiment import Experiment
+from workbench.models import Model
 from workbench.planning.plan import Candidate, Plan
 from workbench.planning.request import Request, checked_cluster, memory_limit_bytes, within_limits_of_optimizer
 from workbench.planning.search import Search, checked_search, uncollected
@@ -195,6 +196,7 @@ def capture_to_plan(experiment: Experiment) -> tuple[Facts, Graph, Sequence[Grap
     captured, graph = facts.captured, facts.captured.graph
     if graph.parameter_count <= MOST_TRIED_BY_PLAN:
         check_labels(experiment, experiment.build)
+        check_documents(experiment, experiment.build)
 
     # Patterns of the optimiser: a pattern that matches no parameter is a misspelt name.
     names = list(graph.parameters)
@@ -260,6 +262,26 @@ def check_labels(experiment: Experiment, build: Callable[[], nn.Module]) -> None
             "of a label depends on the token at the label's own position. Labels of the objective 'clm' are the "
             "inputs, which the model shifts: let the loss compare logits[:, :-1] with labels[:, 1:], and no position "
             "attend to a later one. For other labels give a dataset of your own."
+        )
+
+
+def check_documents(experiment: Experiment, build: Callable[[], nn.Module]) -> None:
+    """Raise `InvalidExperiment` for a model that should read documents apart, and does not.
+
+    The named models do, which tests show; other models may overlook the mask or the positions that they are given.
+    """
+    from workbench.capture.captured_model import random_samples
+    from workbench.capture.coupling.division import mixes_documents
+
+    model = experiment.model
+    if not experiment.data.separates_documents or isinstance(model, Model):
+        return
+    if mixes_documents(build, random_samples(experiment)(2, 0), experiment.loss, model.name):
+        raise InvalidExperiment(
+            f"{model.name} does not read the documents of a sample apart, as separate_documents=True asks: the loss of "
+            "a document depends on the documents beside it, or on its place in the sample. Let its forward take "
+            "attention_mask, of shape (B, 1, S, S) and True where a token may attend to another, and position_ids, of "
+            "shape (B, S), if positions are learned, and use both; or remove separate_documents=True."
         )
 
 

@@ -18,7 +18,14 @@ from workbench.base.user_code import UserFunction
 from workbench.data import Prepared
 from workbench.experiment import Experiment
 from workbench.planning.plan import Plan
-from workbench.planning.planner import CAPTURE_BATCH, MOST_TRIED_BY_PLAN, NOT_GATHERED, check_labels, facts_of
+from workbench.planning.planner import (
+    CAPTURE_BATCH,
+    MOST_TRIED_BY_PLAN,
+    NOT_GATHERED,
+    check_documents,
+    check_labels,
+    facts_of,
+)
 from workbench.planning.request import Rule, Words, apart, divided_in_spite_of, first_broken
 from workbench.strategy import SCHEDULES
 
@@ -321,6 +328,7 @@ def check_numbers(experiment: Experiment, plan: Plan, graph: Graph, model: nn.Mo
     on_cpu = next(model.parameters()).device.type == "cpu"
     if MOST_TRIED_BY_PLAN < graph.parameter_count < (MOST_TRIED_BY_RANK if on_cpu else math.inf):
         check_labels(experiment, lambda: copy.deepcopy(model))
+        check_documents(experiment, lambda: copy.deepcopy(model))
     is_whole = plan.micro_batch == plan.global_batch or experiment.numerics.batch_coupling == "allow"
     is_known = not plan.gathers and not graph.unknown_coupling
     if is_whole or is_known or is_compared_by_plan(graph, CAPTURE_BATCH):

@@ -532,6 +532,8 @@ def _size(batch: Batch) -> int:
 
 SHORT = 16
 """Tokens of the samples with which that is tried, or all where the model takes no fewer."""
+MIXED_CHANGE = 1e-4
+"""Relative change of a loss that is no rounding in fp32."""
 SEEN_CHANGE = 3e-3
 """Relative change of a difference of two losses that is no rounding in fp32."""
 
@@ -549,21 +551,42 @@ def sees_its_labels(build: Callable[[], nn.Module], samples: Batch, loss: LossCh
         loss: the experiment's choice of the loss.
         name: the model's name in errors.
     """
+    return _tried(_sees_its_labels, build, samples, loss, name)
+
+
+def mixes_documents(build: Callable[[], nn.Module], samples: Batch, loss: LossChoice, name: str) -> bool:
+    """Return True if what a model makes of a document depends on the others in its sample, or on its place there.
+
+    The loss of the labels of one document is compared where it stands before one and behind another. False is also the
+    answer where numbers do not show it, as in `sees_its_labels`, which explains the arguments.
+    """
+    return _tried(_mixes_documents, build, samples, loss, name)
+
+
+def _tried(
+    judge: Callable[[Batch, Callable[[Batch], float]], bool],
+    build: Callable[[], nn.Module],
+    samples: Batch,
+    loss: LossChoice,
+    name: str,
+) -> bool:
+    """Return what `judge` says of a batch without labels, and of what computes a loss with weights that are drawn."""
     with suppress(Exception):
         model = build().train()
         for tokens in (SHORT, None):
-            ids = samples["input_ids"][:, :tokens]
-            with suppress(Exception):  # such as that of a model for samples of one length
-                return _sees_its_labels(model, ids, loss, name)
+            given = {"input_ids": samples["input_ids"][:, :tokens].to(next(model.parameters()).device)}
+            if "position_ids" in samples:
+                given["position_ids"] = torch.ones_like(given["input_ids"]).cumsum(1) - 1
+            with suppress(Exception), _losses(model, loss, name) as found:  # such as one for samples of one length
+                return judge(given, found)
     return False
 
 
-def _sees_its_labels(model: nn.Module, ids: torch.Tensor, loss: LossChoice, name: str) -> bool:
+@contextmanager
+def _losses(model: nn.Module, loss: LossChoice, name: str) -> Iterator[Callable[[Batch], float]]:
+    """Yield what computes the loss of a batch with weights that are drawn; NaN of one in less than fp32."""
     parameters = dict(model.named_parameters())
     device = next(iter(parameters.values())).device
-    if any(each.is_floating_point() and each.dtype != torch.float32 for each in parameters.values()):
-        return False
-    ids = ids.to(device)
     with untouched_generators(device), _same_kernels(device):
         torch.manual_seed(0)
         # Weights of a size at which each token has an effect: a head of zeros shows none, and small weights little.
@@ -574,31 +597,58 @@ def _sees_its_labels(model: nn.Module, ids: torch.Tensor, loss: LossChoice, name
         }
         buffers = {key: each.clone() for key, each in model.named_buffers()}
 
-        def found(tokens: torch.Tensor, labels: torch.Tensor) -> float:
+        def found(batch: Batch) -> float:
             torch.manual_seed(0)
-            fields, batch = {**drawn, **{key: each.clone() for key, each in buffers.items()}}, {"input_ids": tokens}
-            batch["labels"] = labels
+            fields = {**drawn, **{key: each.clone() for key, each in buffers.items()}}
             with _same_for_each_sample(True):
-                result = torch.func.functional_call(model, fields, args=(), kwargs=batch)
+                result = torch.func.functional_call(model, fields, args=(), kwargs=dict(batch))
                 value = find_loss(result, loss, batch, name)
-            return float(value.detach().double()) if value.dtype == torch.float32 else math.nan
+            is_fp32 = {value.dtype, *(each.dtype for each in drawn.values())} == {torch.float32}
+            return float(value.detach().double()) if is_fp32 else math.nan
 
-        def with_other(at: int, source: int) -> torch.Tensor:
-            changed = ids.clone()
-            changed[:, at] = ids[:, source]
-            return changed
+        yield found
 
-        first, seen = found(ids, ids), False
-        for at in (ids.shape[1] // 2, ids.shape[1] - 2):
-            # What another label does to the loss, with the token at its position and with three others there
-            label = with_other(at, 0)
-            moves = [found(each, label) - found(each, ids) for each in (ids, *(with_other(at, n) for n in range(1, 4)))]
-            size = max(map(abs, moves))
-            if size > 1e-4 * abs(first):  # else the loss does not read this label
-                seen = max(moves) - min(moves) > SEEN_CHANGE * size
-                if not seen:
-                    return False
-        return seen and math.isclose(found(ids, ids), first, rel_tol=1e-5)
+
+def _sees_its_labels(given: Batch, found: Callable[[Batch], float]) -> bool:
+    ids = given["input_ids"]
+
+    def with_labels(tokens: torch.Tensor, labels: torch.Tensor) -> float:
+        return found({**given, "input_ids": tokens, "labels": labels})
+
+    def with_other(at: int, source: int) -> torch.Tensor:
+        changed = ids.clone()
+        changed[:, at] = ids[:, source]
+        return changed
+
+    first, seen = with_labels(ids, ids), False
+    for at in (ids.shape[1] // 2, ids.shape[1] - 2):
+        # What another label does to the loss, with the token at its position and with three others there
+        label, tokens = with_other(at, 0), (ids, *(with_other(at, n) for n in range(1, 4)))
+        moves = [with_labels(each, label) - with_labels(each, ids) for each in tokens]
+        size = max(map(abs, moves))
+        if size > 1e-4 * abs(first):  # else the loss does not read this label
+            seen = max(moves) - min(moves) > SEEN_CHANGE * size
+            if not seen:
+                return False
+    return seen and math.isclose(with_labels(ids, ids), first, rel_tol=1e-5)
+
+
+def _mixes_documents(given: Batch, found: Callable[[Batch], float]) -> bool:
+    ids = given["input_ids"]
+    length, own = ids.shape[1], ids.shape[1] // 2
+    document, others = ids[:, :own], (ids[:, own:], ids[:, own:].flip(1).roll(1, 0))
+
+    def with_document_at(begin: int, other: torch.Tensor) -> float:
+        """Return the loss of the document's labels alone, where it begins at 0 or behind another."""
+        parts = [document, other] if begin == 0 else [other, document]
+        labels = torch.full_like(ids, IGNORED)
+        labels[:, begin + 1 : begin + own] = document[:, 1:]
+        places = torch.cat([torch.arange(part.shape[1], device=ids.device) for part in parts]).expand_as(ids)
+        return found({"input_ids": torch.cat(parts, 1), "position_ids": places, "labels": labels})
+
+    first = with_document_at(0, others[0])
+    moves = [abs(with_document_at(length - own, other) - first) for other in others]
+    return max(moves) > MIXED_CHANGE * abs(first) and math.isclose(with_document_at(0, others[0]), first, rel_tol=1e-5)
 
 
 # Batches for measurements of speed: random ones that need no data, or a few samples repeated.
