@@ -38,6 +38,9 @@ for name, cell in {
     nbformat.write(nbformat.v4.new_notebook(cells=[cell]), f"{name}.ipynb")
 notebooks.share(notebooks.execute(Path("training.ipynb"), Path("executed")).notebook, Path("shared"))
 verbs = {name: verb for name in wb.__all__ if inspect.isfunction(verb := getattr(wb, name))}
+for room in (getattr(wb, name) for name in wb.__all__ if inspect.ismodule(getattr(wb, name))):
+    of_room = {f"{room.__name__}.{name}": getattr(room, name) for name in room.__all__}
+    verbs |= {name: verb for name, verb in of_room.items() if inspect.isfunction(verb)}
 finder, runner = doctest.DocTestFinder(recurse=False), doctest.DocTestRunner()
 names = {"wb": wb, "experiment": experiment, "runs": runs, "run": runs[0]}
 examples = [each for name, verb in verbs.items() for each in finder.find(verb, name, globs=dict(names))]

@@ -567,7 +567,10 @@ def _points(runs: Any) -> tuple[list[LadderPoint], list[str]]:
 
 @checked_arguments
 def ladder_points(runs: Runs | Sweep | Sequence[Sweep]) -> tuple[LadderPoint, ...]:
-    """Return the ends of trainings, such as those that a law predicted; runs that `scaling_law` leaves out are not."""
+    """Return the end of each training of `runs`, such as those that a law predicted: as `scaling_law` fits them.
+
+    Runs that it leaves out, such as those of sparse weights, are left out here as well.
+    """
     return tuple(_points(runs)[0])
 
 

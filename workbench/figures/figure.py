@@ -525,8 +525,19 @@ def save_html(
 ) -> Path:
     """Write figures below one another as one self-contained page, which fetches nothing when it opens.
 
-    A `str` among `figures` is inserted as HTML, and a page of these alone is small: it has no script. `text` is text_of
-    text above the figures.
+    Args:
+        figures: one figure or several. A `str` among them is inserted as HTML, and a page of these alone is small: it
+            has no script.
+        path: the file to write; its folder must exist.
+        title: heading of the page.
+        text: a paragraph above the figures; it is escaped.
+
+    Returns the path.
+
+    Examples:
+        >>> drawn = wb.figures.timeline(wb.plan(experiment))
+        >>> wb.figures.save_html([drawn, "<p>One device.</p>"], "plan.html", title="Plan").name
+        'plan.html'
     """
     parts = [figures] if isinstance(figures, go.Figure) else list(figures)
     nonce = new_nonce()

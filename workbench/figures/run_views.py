@@ -79,7 +79,11 @@ def show(run: OneRun) -> Figure:
 
 @checked_arguments
 def timeline(run: OneRun | Plan) -> Figure:
-    """Draw the schedule of one step: a plan's prediction, or a run's prediction above a step that it measured."""
+    """Draw the schedule of one step: a plan's prediction, or a run's prediction above a step that it measured.
+
+    Args:
+        run: a plan, or a run as a handle, or by name or directory. One step in 200 of a run is measured.
+    """
     if isinstance(run, Plan):
         return draw_timeline(run)
     handle = load_run(run)
@@ -88,7 +92,17 @@ def timeline(run: OneRun | Plan) -> Figure:
 
 @checked_arguments
 def partition(plan: Plan, experiment: Experiment) -> Figure:
-    """Draw the experiment's model in the plan's stages, with names and shapes of the tensors between two stages."""
+    """Draw the experiment's model in the plan's stages, with names and shapes of the tensors between two stages.
+
+    Args:
+        plan: the plan, whose stages are the columns.
+        experiment: what it was made for; its model is captured for the names.
+
+    Examples:
+        >>> plan = wb.plan(experiment, pipeline=2)
+        >>> wb.figures.partition(plan, experiment).layout.title.text is not None
+        True
+    """
     from workbench.capture.captured_model import CapturedModel
 
     captured = CapturedModel(experiment, plan.micro_batch)
@@ -115,7 +129,11 @@ def pareto(runs: Runs, published: Mapping[str, tuple[float, float]] | None = Non
 
 @checked_arguments
 def pattern(run: OneRun) -> Figure:
-    """Draw the pattern of a run's first sparse weight, with a slider over the updates."""
+    """Draw the pattern of a run's first sparse weight, with a slider over the updates.
+
+    Args:
+        run: a run of an experiment with `sparsity`, as a handle, or by name or directory.
+    """
     handle = load_run(run)
     patterns = handle.patterns()
     if not len(patterns):
@@ -125,7 +143,11 @@ def pattern(run: OneRun) -> Figure:
 
 @checked_arguments
 def exploration(runs: Runs) -> Figure:
-    """Draw the share of blocks that sparse runs have explored, and the prune ratio, over the steps."""
+    """Draw the share of blocks that sparse runs have explored, and the prune ratio, over the steps.
+
+    Args:
+        runs: a run or several, of experiments with `sparsity`; dense ones are left out.
+    """
     handles = load_runs(runs)
     named = dict(zip(distinct_names(handles), (run.patterns() for run in handles), strict=True))
     return draw_exploration({name: patterns for name, patterns in named.items() if len(patterns)})

@@ -250,7 +250,7 @@ CHECKOUT = Path(__file__).resolve().parents[2] / "templates"
 
 
 def template_path(template: str) -> Path:
-    """Return the notebook at this path, or the template of this name; raises `RunNotFound` with the known names."""
+    """Return `template` as a path if it is one, or the template of that name; raises `RunNotFound` with those known."""
     given = Path(template)
     if given.is_file():
         return given

@@ -431,6 +431,10 @@ def recorded_commit(record: Record) -> str | None:
 def what_runs(notebook: Path, at_commit: bool = False) -> str:
     """Return what `reproduce` would execute, and from where: the code of each cell, and the folder of its imports.
 
+    Args:
+        notebook: an executed notebook with its record.
+        at_commit: read the code at the recorded commit rather than as it stands now.
+
     Raises `WorkbenchError` for a notebook without a record.
     """
     value = read_notebook(notebook)

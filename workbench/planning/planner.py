@@ -120,7 +120,9 @@ def weigh(profile: Profile, precision: str, request: Request) -> Plans:
 
 @checked_arguments
 def profile(experiment: Experiment, cluster: Cluster | None = None) -> Profile:
-    """Return what each block of the experiment's model costs on a device of the cluster, by default of this machine.
+    """Return what each block of the experiment's model costs on a device of `cluster`, by default of this machine.
+
+    `experiment` says what is trained: model, sequence length, precision, and whether blocks are compiled.
 
     Where this machine has the cluster's GPU, each block type is measured on it (about a minute, once for each model,
     device and torch version). Elsewhere the device's constants price it.
@@ -130,7 +132,18 @@ def profile(experiment: Experiment, cluster: Cluster | None = None) -> Profile:
 
 @checked_arguments
 def graph(experiment: Experiment, micro_batch: int = CAPTURE_BATCH) -> Graph:
-    """Return the experiment's model as a graph of blocks, without weights; raises `CaptureError`."""
+    """Return the experiment's model as a graph of blocks, without weights.
+
+    Args:
+        experiment: what is trained; its model is built on the meta device.
+        micro_batch: number of samples, from 1, in the shapes of the graph.
+
+    Raises `CaptureError` for a model that cannot be captured, with the line that stands in the way.
+
+    Examples:
+        >>> wb.planning.graph(experiment).blocks[0].name
+        'bert.embeddings'
+    """
     from workbench.capture.captured_model import CapturedModel
 
     most = max(MOST_CAPTURED, experiment.largest_batch)

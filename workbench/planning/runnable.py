@@ -411,9 +411,9 @@ class DataSupply:
 def data_supply(experiment: Experiment, plan: Plan) -> DataSupply:
     """Say whether streamed text is tokenised as fast as a plan trains on it, and how many cores that takes.
 
-    It compares the plan's predicted tokens per second with those that the cores of this machine make, measured on
-    excerpts of the text. `launch` warns of a training that would wait. Raises `DataError` for data that are not
-    streamed.
+    `experiment` has the text and `plan` the pace: its predicted tokens per second are compared with those that the
+    cores of this machine make, measured on excerpts of the text. `launch` warns of a training that would wait. Raises
+    `DataError` for data that are not streamed.
     """
     experiment.data.reads(experiment).check()
     supply = supply_of(experiment.data.reads(experiment).prepare(), plan)

@@ -314,6 +314,16 @@ def summary(runs: Runs) -> Summary:
     """Return a table of runs: plans, tokens, final loss, speed, prediction beside measurement, and the machine.
 
     The last value of each metric of the experiments, and what sparse runs have explored, come after the held-out loss.
+
+    Args:
+        runs: a run, several, or a sweep; runs are given as handles, or by name or directory. Each becomes a column in
+            a notebook and a row in a shell.
+
+    Raises `RunNotFound`.
+
+    Examples:
+        >>> wb.runs.summary(runs).columns[:4]
+        ('run', 'parameters', 'plan', 'tokens')
     """
     runs = load_runs(runs)
     tails = [read_tail(run.directory.events) for run in runs]

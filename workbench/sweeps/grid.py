@@ -583,5 +583,5 @@ def start_measuring(
 
 @checked_arguments
 def load_grid(path: str | os.PathLike[str]) -> MeasuredGrid:
-    """Return the measurement in a directory, or of that name under the runs folder; raises `RunNotFound`."""
+    """Return the measurement in the directory `path`, or of that name under the runs folder; raises `RunNotFound`."""
     return MeasuredGrid(find_queue(path, GRID, "measured grid"))

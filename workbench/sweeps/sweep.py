@@ -568,7 +568,7 @@ class Sweep(Queue):
 
 @checked_arguments
 def load_sweep(path: Sweep | str | os.PathLike[str]) -> Sweep:
-    """Return the sweep in a directory, or of that name under the runs folder; raises `RunNotFound`."""
+    """Return the sweep in the directory `path`, or of that name under the runs folder; raises `RunNotFound`."""
     return path if isinstance(path, Sweep) else Sweep(find_queue(path, Sweep.SETTINGS, "sweep"))
 
 
