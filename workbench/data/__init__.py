@@ -235,7 +235,9 @@ def mixture(parts: Sequence[Any], changes: Mapping[int, Sequence[float]] | None 
     fit together.
 
     Examples:
-        >>> data = wb.data.mixture([(web, 0.7), (books, 0.3)], changes={900: (0.2, 0.8)})
+        >>> web, books = wb.data.corpus("web.txt", vocab_size=4096), wb.data.corpus("books/")
+        >>> wb.data.mixture([(web, 0.7), (books, 0.3)], changes={900: (0.2, 0.8)}).name
+        '70 % web + 30 % books, from step 900 on 20 % web + 80 % books'
     """
     for number, pair in enumerate(parts, start=1):
         if not isinstance(pair, tuple | list) or len(pair) != 2:
