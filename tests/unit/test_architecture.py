@@ -18,6 +18,7 @@ import pytest
 import yaml
 from packaging.requirements import Requirement
 
+import workbench as wb
 from tests.unit.structure import Package
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -211,6 +212,13 @@ def test_environment_yml_has_the_ranges_of_pyproject_toml() -> None:
     *conda, pip = environment["dependencies"]
     assert f"python{PROJECT['requires-python']}" in conda
     assert [line for line in pip["pip"] if not line.startswith("-")] == PROJECT["dependencies"]
+
+
+def test_the_version_is_the_same_wherever_it_stands_and_has_a_page_of_changes() -> None:
+    version = PROJECT["version"]
+    assert wb.__version__ == version
+    assert yaml.safe_load((ROOT / "CITATION.cff").read_text())["version"] == version
+    assert f"\n## {version}\n" in (ROOT / "CHANGELOG.md").read_text()
 
 
 def locked(file: str) -> dict[str, str]:

@@ -35,7 +35,7 @@ from workbench.cost.sparse_matrices import STORED_PRODUCTS, none_and_all_stored
 from workbench.figures.figure import PLOTLY_MIME
 
 SCALING, SPARSITY, GRIDS, KERNELS = (f"docs/{name}.md" for name in ("scaling", "sparsity", "grids", "sparse_kernels"))
-CHANGES, GALLERY = "CHANGELOG.md", "docs/gallery.md"
+GALLERY = "docs/gallery.md"
 Fact = tuple[Any, ...]
 FIGURES: list[Callable[[], Iterator[Fact]]] = []
 
@@ -984,7 +984,6 @@ def kernels_of_updates() -> Iterator[Fact]:
     yield HISTORY, f"{large[0]} → {large[1]} | yes"
     yield HISTORY, f"{kernel} → {kept} ms"
     yield BENCHMARKS, f"take {kept} ms in place of {kernel} ({before} with PyTorch's update)"
-    yield CHANGES, f"{kernel} ms of GPT-3 1.3B's step on an H200 in place of {before}"
     longest = gpt[1]["longest"]
     cast, copied = (sum(ms for name, _, ms in longest if part in name) for part in ("ListMetadata<2>", "_cat_"))
     yield BENCHMARKS, f"cast of gradients ({cast:.1f} ms)"
@@ -1208,8 +1207,6 @@ def small_steps() -> Iterator[Fact]:
         times = (", ".join(f"{ms:.2f}" for ms in each) for each in (before, now))
         rows.append([label, *times, ratios[-1], f"{found['here'][0][name]['predicted_ms']:.2f}"])
     yield BENCHMARKS, header, rows
-    mini, medium, with_muon = ratios
-    yield CHANGES, f"takes {medium} times as long on an H200, Mini's {mini}, Medium's with Muon {with_muon}"
     tiny = raw("small_steps_1core.json")
     (adamw, adamw_now), (muon, muon_now) = (
         [statistics.mean(each[name]["median_ms"] for each in tiny[tree]) for tree in ("beside", "here")]
