@@ -57,7 +57,7 @@ REMEMBER_PROGRESS = """() => {
 
 
 def stop_buttons(page: Any) -> Any:
-    return page.locator(".jupyter-widgets").get_by_role("button", name=re.compile("Stop$"))
+    return page.locator(".jupyter-widgets").get_by_role("button", name=re.compile("^Stop "))
 
 
 def lower_priority(folder: Path) -> None:

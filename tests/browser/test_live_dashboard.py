@@ -81,6 +81,39 @@ def test_curves_grow_stop_stops_and_the_saved_notebook_keeps_a_plain_figure(
     assert page.refused == []
 
 
+def test_a_screen_reader_is_told_which_run_a_button_stops_how_far_it_is_and_what_a_slider_stands_at(
+    lab_page: Any, server: lab.Server, start: Start, picture: Any
+) -> None:
+    page, runs = lab_page, [start("first"), start("<b>second")]
+    sliders = """
+import workbench as wb
+model = wb.models.gpt2(hidden_size=16, num_layers=2, num_heads=2, vocab_size=300, max_positions=32)
+data = wb.data.corpus("demo", vocab_size=300)
+wb.what_if(wb.Experiment(model=model, data=data, seq_len=16, global_batch=8), wb.Cluster.of("h200", gpus=8))
+"""
+    lab.write_notebook(server.root / "told.ipynb", [live_cell(*runs), sliders])
+    lab.open_notebook(page, server, "told.ipynb")
+    lab.run_all(page)
+    advance(page, 40, *runs)
+    for run in runs:
+        page.get_by_role("button", name=f"Stop {Path(run.path).name}: write a checkpoint").wait_for()
+        bar = page.get_by_role("progressbar", name=f"steps of {Path(run.path).name}")
+        assert 0 < int(bar.get_attribute("aria-valuenow")) <= 100
+    smoothing = page.get_by_role("slider", name="smoothing")
+    assert smoothing.get_attribute("aria-valuetext") == "1.0%"
+    smoothing.focus()
+    smoothing.press("ArrowRight")
+    eventually(lambda: smoothing.get_attribute("aria-valuetext") == "1.5%")
+    gpus = page.get_by_role("slider", name="GPUs")
+    eventually(lambda: gpus.get_attribute("aria-valuetext") == "8")
+    gpus.focus()
+    gpus.press("ArrowRight")
+    eventually(lambda: gpus.get_attribute("aria-valuetext") == "16")
+    assert page.get_by_role("slider", name="micro-batch").get_attribute("aria-valuetext") == "auto"
+    assert page.locator('.jupyter-widgets [title="null"]').count() == 0
+    picture(page, "live-told")
+
+
 def test_a_dashboard_survives_restart_and_reload_keeps_the_users_zoom_and_leaves_its_curves_without_a_kernel(
     lab_page: Any, server: lab.Server, start: Start, picture: Any
 ) -> None:

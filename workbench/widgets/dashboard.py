@@ -97,11 +97,13 @@ class DashboardRow:
         state = snapshot.status.state
         name = f'title="{html.escape(self._reader.name)}" style="{ONE_LINE};flex:0 0 {self._name_px}px;font-size:12px"'
         done = f"width:{snapshot.progress:.1%};height:100%;background:{STATE_COLORS[state]}"
+        told = f'aria-label="steps of {html.escape(self._reader.name)}" aria-valuemin="0" aria-valuemax="100"'
+        bar = f'role="progressbar" {told} aria-valuenow="{100 * snapshot.progress:.0f}"'
         self._head.value = (  # one widget, because each costs the kernel and the page some milliseconds
             '<div style="display:flex;flex-wrap:wrap;align-items:center;gap:4px 8px;line-height:1.7">'
             f'{self._swatch}<span style="flex:0 0 72px">{badge(_state_of(snapshot))}</span>'
             f"<b {name}>{html.escape(snapshot.name)}</b>"
-            f'<span style="flex:0 0 100px;height:14px;background:{TRACK}"><div style="{done}"></div></span></div>'
+            f'<span {bar} style="flex:0 0 100px;height:14px;background:{TRACK}"><div style="{done}"></div></span></div>'
         )
         if self._busy == "Stopping …" and snapshot.status.final:
             self._busy = ""
@@ -109,9 +111,9 @@ class DashboardRow:
         if self._busy:
             return
         if not snapshot.status.final:
-            self._set_button("Stop", "stop", "Write a checkpoint and end this run")
+            self._set_button("Stop", "stop", f"Stop {self._reader.name}: write a checkpoint and end it")
         elif snapshot.resumable:
-            self._set_button("Resume", "play", "Continue from the last checkpoint")
+            self._set_button("Resume", "play", f"Resume {self._reader.name} from its last checkpoint")
         else:
             self._set_button(state.capitalize(), disabled=True)
 
@@ -355,8 +357,15 @@ class Controls:
         ends = {"min": 0.0, "max": 0.1, "step": 0.005, "readout_format": ".1%", "continuous_update": False}
         look = {"description": "smoothing", "layout": fixed_width(300)}
         self._smoothing = widgets.FloatSlider(value=settings.smoothing, **ends, **look)
-        self._log_x = widgets.ToggleButton(value=settings.log_x, description="log x", layout=fixed_width(80))
-        self._log_y = widgets.ToggleButton(value=settings.log_y, description="log loss", layout=fixed_width(80))
+        self._log_x = widgets.ToggleButton(
+            value=settings.log_x, description="log x", tooltip="log x: a logarithmic x axis", layout=fixed_width(80)
+        )
+        self._log_y = widgets.ToggleButton(
+            value=settings.log_y,
+            description="log loss",
+            tooltip="log loss: a logarithmic y axis",
+            layout=fixed_width(80),
+        )
         controls = (self._x, self._smoothing, self._log_x, self._log_y)
         for control in controls:
             control.observe(lambda _: on_change(), names="value")

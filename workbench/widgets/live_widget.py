@@ -357,6 +357,9 @@ class LiveWidget(widgets.VBox, metaclass=_Abstract):
         if (shell := get_ipython()) is not None:  # a cell such as sweep.wait() may have waited for the end
             shell.events.register("pre_run_cell", _cell_begins)
             shell.events.register("post_run_cell", _cell_ends)
+        for widget in widgets_of(self):
+            if widget.has_trait("tooltip") and widget.tooltip is None:
+                widget.tooltip = ""  # a page would show the word "null"
         self._belong()
         # The thread has a weak reference: it would keep a view that everybody else has forgotten.
         arguments, name = (weakref.ref(self),), f"workbench-{type(self).__name__}"

@@ -64,6 +64,31 @@ function decoded(trace) {
   return trace;
 }
 
+// Names the controls beside a figure for screen readers, which ipywidgets does not: its sliders have no name, and those over
+// a list tell a position in it; buttons of several rows have the same text. A button's title tells them apart.
+const named = new WeakSet();
+
+function nameControls(root) {
+  if (!root) return;
+  const set = (node, name, value) => node.getAttribute(name) === value || node.setAttribute(name, value);
+  const name = () => {
+    for (const slider of root.querySelectorAll(".widget-slider")) {
+      const words = part => slider.querySelector(part)?.textContent.trim();
+      for (const handle of slider.querySelectorAll("[role=slider]")) {
+        set(handle, "aria-label", words(".widget-label") ?? "");
+        if (words(".widget-readout")) set(handle, "aria-valuetext", words(".widget-readout"));
+      }
+    }
+    for (const button of root.querySelectorAll("button[title]"))
+      if (button.title.startsWith(button.textContent.trim())) set(button, "aria-label", button.title);
+      else button.removeAttribute("aria-label");
+  };
+  name();
+  if (named.has(root)) return;
+  named.add(root);
+  new MutationObserver(name).observe(root, { attributeFilter: ["title", "aria-valuetext"], subtree: true });
+}
+
 // Draws the figure of a model into an element from now on; returns the function that ends it.
 export async function render({ model, el }, source = () => packed(model)) {
   const Plotly = await plotly(source);
@@ -90,6 +115,7 @@ export async function render({ model, el }, source = () => packed(model)) {
     if (!layout) return;
     width = node.offsetWidth;
     node.setAttribute("aria-label", name);
+    nameControls(node.closest(".jp-OutputArea-output"));
     const shown = data ?? Array.from({ length: traces }, (_, index) => trace(index));
     drawing = Plotly.react(node, shown, { ...layout, width, autosize: false }, { ...config, responsive: false });
     if (!listening) {
