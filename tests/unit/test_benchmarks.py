@@ -59,6 +59,7 @@ OVER_GLOO = {
 ELSEWHERE = {
     "contenders": "has no options: `throughput` starts it",
     "on_node": "tests/unit/test_on_node.py",
+    "pair_text": "tests/unit/test_pair_text.py",
     "pair_seeds": "below, with what reads the run of it",
     "sparse_family": "below; its trainings in tests/distributed/test_sparse_template.py",
     "sparse_kernels": "below, in Triton's interpreter",
