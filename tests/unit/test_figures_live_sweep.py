@@ -7,12 +7,15 @@ from collections import Counter
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 from test_figures_live import alive, end, start_run, train
 
 import workbench as wb
+from tests.logs import append_event
 from tests.patience import eventually
-from workbench.record.rundir import RunDir, this_process, write_json, write_record
+from workbench.figures.sweep_view import draw_seed_bands, read_losses
+from workbench.record.rundir import RunDir, read_json, this_process, write_json, write_record
 from workbench.sweeps.queue import Entry, QueueDir, Result
 from workbench.sweeps.sweep import Sweep
 from workbench.widgets import LiveSweep
@@ -132,3 +135,42 @@ def test_a_sweep_that_has_ended_is_shown_without_a_widget(sweep: Sweep, monkeypa
     assert "1 of 4 runs have ended, not at work" in table.data
     assert heat_map["application/vnd.plotly.v1+json"]["data"][0]["type"] == "heatmap"
     assert [trace["meta"] for trace in curves["application/vnd.plotly.v1+json"]["data"]] == ["band", "mean", "other"]
+
+
+def test_a_sweep_without_a_loss_says_so_and_one_that_evaluates_draws_training_losses_until_it_has(
+    sweep: Sweep,
+) -> None:
+    """Plotly draws axes from -1 to 6 where there is nothing to draw, and one evaluation is no line."""
+    settings = read_json(sweep.directory.settings_file)
+    write_json(sweep.directory.settings_file, settings | {"experiment": {"evaluation": {"every": 5, "metrics": None}}})
+    for entry in sweep.directory.queue()[:2]:
+        run = RunDir(sweep.directory.run(entry))
+        write_record(run.experiment, {"steps": 100, "name": "sweep", "seed": entry.seed, "evaluation": {"every": 5}})
+    again = wb.sweeps.load_sweep(sweep.path)
+    rows = again.rows()
+    nothing: Any = {"tokens": np.empty(0), "loss": np.empty(0)}
+    figure = draw_seed_bands(again, rows, lambda run: (nothing, read_losses(run)[1]))
+    assert not figure.data
+    assert [note.text for note in figure.layout.annotations] == ["no run has a loss yet"]
+    assert figure.layout.xaxis.range == figure.layout.yaxis.range == (0, 1)
+    figure = draw_seed_bands(again, rows)
+    assert {trace.meta for trace in figure.data} == {"other"}
+    assert figure.layout.yaxis.title.text == "Training loss"
+    for entry in sweep.directory.queue()[:2]:
+        figures = {"flops": 1.0, "seconds": 1.0, "samples": 1, "evaluated": 8, "eval_seconds": 0.1}
+        append_event(RunDir(sweep.directory.run(entry)).events, "evaluation", step=5, tokens=5, loss=4.25, **figures)
+    figure = draw_seed_bands(again, rows)
+    assert figure.layout.yaxis.title.text == "Held-out loss"
+    assert [(list(trace.y), trace.mode) for trace in figure.data] == [([4.25], "lines+markers")] * 2
+
+
+def test_a_sweep_of_one_configuration_has_no_map_of_one_cell(sweep: Sweep) -> None:
+    settings = read_json(sweep.directory.settings_file)
+    write_json(sweep.directory.settings_file, settings | {"axes": {"learning_rate": [1e-3]}})
+    sweep.directory.write_queue([entry for entry in sweep.directory.queue() if entry.choices["learning_rate"] == 0])
+    alone = wb.sweeps.load_sweep(sweep.path)
+    widget = LiveSweep(alone, refresh_s=0.02)
+    assert len(alone.rows()) == 1
+    assert widget._heat_map.layout.display == "none"
+    assert len(widget.twin()) == 2, "a table and curves"
+    widget.close()

@@ -313,31 +313,38 @@ def draw_seed_bands(
     configs = [run.config for row in rows for run in row.runs]
     configs += [] if sweep is None else [sweep.directory.settings["experiment"]]
     evaluations = [config["evaluation"] for config in configs if config.get("evaluation")]
-    y = y or ("eval_loss" if len(evaluations) == len(configs) else "loss")
+    is_chosen, y = y is not None, y or ("eval_loss" if len(evaluations) == len(configs) else "loss")
     metrics = {name for each in evaluations for name in each.get("metrics") or {}}
     if y not in {*LOSSES, *metrics}:
         raise UnknownParameter(f"y={y!r} is no loss and no metric of these runs. {suggestion(y, {*LOSSES, *metrics})}")
     shown = sorted(rows, key=lambda row: not row.at_work)[:MAX_CONFIGURATIONS]
     shown = [row for row in rows if row in shown]
     lines: dict[Path, Line] = {}
-    for run in (run for row in shown for run in row.runs):
-        history, evaluated = read(run)
+    losses = {run.path: read(run) for row in shown for run in row.runs}
+    if not (is_chosen or any(len(evaluated) for _, evaluated in losses.values())):
+        y = "loss"  # until the first evaluation
+    for path, (history, evaluated) in losses.items():
         along, source = X_AXES[x].column, history if y == "loss" else evaluated
         begun = y in LOSSES or y in evaluated.metrics
-        lines[run.path] = finite_points(source[along], source[y], POINTS) if begun else (np.empty(0), np.empty(0))
+        lines[path] = finite_points(source[along], source[y], POINTS) if begun else (np.empty(0), np.empty(0))
     longest = max((float(line[0][-1]) for line in lines.values() if len(line[0])), default=1.0)
     scale, x_title = X_AXES[x].unit(longest)
     figure, seeds, unfinished = Figure(), set[int](), 0
     for row in shown:
         finished = [lines[run.path] for run in row.finished if len(lines[run.path][0]) > 1]
-        others = [lines[run.path] for run in row.runs if run not in row.finished and len(lines[run.path][0]) > 1]
+        others = [lines[run.path] for run in row.runs if run not in row.finished and len(lines[run.path][0])]
         figure.add_traces(_traces(row, finished, others, scale, y))
         seeds, unfinished = seeds | {len(finished)}, unfinished + len(others)
     figure.update_xaxes(title_text=x_title, rangemode="tozero")
+    if not figure.data:  # plotly.js would draw axes from -1 to 6 and to 4
+        figure.update_xaxes(range=[0, 1], showticklabels=False)
+        figure.update_yaxes(range=[0, 1], showticklabels=False)
+        none = {"text": "no run has a loss yet", "font": {"color": theme.MUTED}, "showarrow": False}
+        figure.add_annotation(x=0.5, y=0.5, xref="paper", yref="paper", **none)
     y_range = robust_range([line[1] for line in lines.values() if len(line[1])]) if y in LOSSES else None
     beyond = sum(bool(len(loss)) and float(loss.max()) > (y_range or (0, np.inf))[1] for _, loss in lines.values())
     quantity = LOSSES.get(y, f"Held-out {theme.text(y)}")
-    figure.update_yaxes(title_text=quantity, range=y_range)
+    figure.update_yaxes(title_text=quantity, **({"range": y_range} if figure.data else {}))
     left_out = f"; {beyond} of {len(lines)} runs leave the axis" if beyond else ""
     left_out += f"; {len(rows) - len(shown)} configurations are left out" if len(rows) > len(shown) else ""
     number = "the finished" if seeds <= {0} or len(seeds) > 1 else max(seeds)
@@ -376,6 +383,8 @@ def _traces(
     for at, (x, loss) in enumerate(others):
         quiet = {"hoverinfo": "skip", "showlegend": not finished and at == 0, "meta": "other"}
         traces.append(theme.curve(x / scale, loss, width=1, **quiet, **look))
+        if y != "loss" and len(x) <= MOST_DOTS:  # of a run at work, one evaluation alone is no line
+            traces[-1].update(mode="lines+markers", marker={"size": 4, "color": color})
     return traces
 
 

@@ -497,6 +497,7 @@ class LiveSweep(LiveWidget):
         self._foot.value = _small(self._sweep.footline())
         self._table.value = sweep_table(self._sweep, self._rows)
         heat_map, curves = self._figures()
+        self._heat_map.layout.display = "none" if len(self._rows) < 2 else None  # one cell compares nothing
         self._heat_map.show(heat_map)
         self._curves.show(curves)
         return ended
@@ -528,7 +529,8 @@ class LiveSweep(LiveWidget):
 
     def twin(self) -> tuple[Any, ...]:
         """Return the table, the heat map and the curves."""
-        return sweep_html(self._sweep, self._rows), *map(self.bundle, self._figures())
+        figures = self._figures()[len(self._rows) < 2 :]
+        return sweep_html(self._sweep, self._rows), *map(self.bundle, figures)
 
 
 def _name(row: Configuration, run: Run) -> str:
@@ -601,7 +603,7 @@ def show_queue(queue: Sweep | MeasuredGrid) -> None:
         return
     if isinstance(queue, Sweep):
         rows = queue.rows()
-        page, shown = sweep_html(queue, rows), [*sweep_figures(queue, rows)]
+        page, shown = sweep_html(queue, rows), [*sweep_figures(queue, rows)][len(rows) < 2 :]
     else:
         page, shown = queue._repr_html_(), [predictions(queue)]
     display(HTML(page))
