@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, cast
 
 import typer
+import typer.core
 
 import workbench as wb
 from workbench import notebooks
@@ -23,8 +24,31 @@ from workbench.base.errors import InvalidExperiment, UnknownParameter, Workbench
 if TYPE_CHECKING:
     from workbench.strategy import Choices
 
+OTHER_WORDS = {
+    "list": "runs",
+    "ls": "runs",
+    "ps": "runs",
+    "status": "show",
+    "logs": "show",
+    "train": "run",
+    "launch": "run",
+}
+OTHER_WORDS |= {"kill": "stop", "cancel": "stop", "continue": "resume", "eval": "evaluate", "rerun": "clone"}
+"""Commands of other tools, whose letters are near to none of ours, or to one that does something else."""
+
+
+class Commands(typer.core.TyperGroup):
+    """The commands, which answer a word of another tool with the one that is meant."""
+
+    def resolve_command(self, ctx: Any, args: list[str]) -> Any:
+        if args and args[0] in OTHER_WORDS and args[0] not in self.commands:
+            ctx.fail(f"No such command {args[0]!r}. Did you mean {OTHER_WORDS[args[0]]!r}?")
+        return super().resolve_command(ctx, args)
+
+
 app = typer.Typer(
     name="workbench",
+    cls=Commands,
     help="Plan, launch, watch and compare the training of unmodified PyTorch models.",
     no_args_is_help=True,
     add_completion=False,

@@ -316,3 +316,12 @@ def test_a_command_on_notebooks_compiles_no_grammars_of_addresses():
         "print('lark' in sys.modules, 'rfc3987_syntax' in sys.modules)"
     )
     assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True).stdout == "False False\n"
+
+
+def test_a_word_of_another_tool_is_answered_with_the_command_that_is_meant():
+    for word, meant in cli.OTHER_WORDS.items():
+        answer = CliRunner().invoke(cli.app, [word])
+        assert answer.exit_code == 2
+        assert f"No such command '{word}'. Did you mean '{meant}'?" in answer.output
+        assert CliRunner().invoke(cli.app, [meant, "--help"]).exit_code == 0, "it exists"
+    assert "Did you mean 'bisect'" in CliRunner().invoke(cli.app, ["bisekt"]).output
