@@ -17,7 +17,7 @@ from tests.distributed.faulty_tracer import FAULTS, doubled_shard, flipped_shard
 from tests.distributed.own_machine import own_machine
 from tests.distributed.real_worker import experiment, plan
 from workbench import cli
-from workbench.base.errors import InvalidArgument, PlanMismatch
+from workbench.base.errors import InvalidArgument, PlanInfeasible, PlanMismatch
 from workbench.execution.deviation import (
     GRADIENT,
     OUTPUT,
@@ -126,7 +126,7 @@ def test_what_cannot_be_compared_is_refused_before_a_process_starts(tmp_path: Pa
     with pytest.raises(PlanMismatch, match="global_batch=16"):
         wb.bisect(ASKED, right, other)
     large = dataclasses.replace(right, stages=(dataclasses.replace(right.stages[0], parameters=10**9),))
-    with pytest.raises(wb.errors.PlanInfeasible, match="fewer layers"):
+    with pytest.raises(PlanInfeasible, match="fewer layers"):
         wb.bisect(ASKED, right, large)
     assert not (tmp_path / "runs").exists()
 
@@ -165,6 +165,22 @@ def test_a_small_tensor_before_the_fault_is_part_of_it() -> None:
     fault = first_fault(found)
     assert fault is not None
     assert fault.block == 2
+
+
+def test_a_wrong_update_is_named_where_it_is_though_a_right_one_before_it_lies_near_its_bound() -> None:
+    rows = [*rows_of({0: 7e-4}, part=UPDATE)[:1], *rows_of({1: 1e-1}, part=UPDATE)[1:]]
+    found = judged(rows, "A", NAMES)
+    assert 0.5 < max(each.excess for each in found if each.block == 0) < 1
+    fault = first_fault(found)
+    assert fault is not None
+    assert fault.block == 1
+
+
+def test_a_block_of_another_rank_is_no_part_of_a_fault() -> None:
+    rows = [*rows_of({1: 1e-2})[:2], *(dataclasses.replace(row, rank=1) for row in rows_of({2: 7e-4})[2:])]
+    fault = first_fault(judged(rows, "A", NAMES))
+    assert fault is not None
+    assert (fault.block, fault.rank) == (1, 0)
 
 
 def test_masks_of_minus_infinity_are_equal_and_other_infinities_are_faults() -> None:

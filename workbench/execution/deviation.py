@@ -304,8 +304,9 @@ def _rms(values: Sequence[float]) -> float:
 def first_fault(found: Sequence[Deviation]) -> Deviation | None:
     """Return where the deviations of a plan, in their order, first exceed what roundings explain; None if nowhere.
 
-    A block just before it that comes near the limit is part of the fault: a small tensor shows less of it than a large
-    one. Of the block where the fault begins, the tensor that shows most of it is returned.
+    What a block sends or passes back wrongly goes on to others, of which a large tensor shows more than a small one.
+    A block just before it that comes near the limit, on a rank of the fault, is therefore part of it. First values and
+    updates are wrong where they are. Of the block where the fault begins, the tensor that shows most is returned.
     """
     first = next((each for each in found if each.excess > 1), None)
     if first is None:
@@ -316,7 +317,11 @@ def first_fault(found: Sequence[Deviation]) -> Deviation | None:
             worst[each.order] = each
     orders = sorted(worst)
     at = orders.index(first.order)
-    while at and orders[at - 1][:2] == first.order[:2] and worst[orders[at - 1]].excess > SUSPECT:
+    spreads = first.order[1] in (_ORDER[OUTPUT], _ORDER[GRADIENT])
+    while at and spreads and orders[at - 1][:2] == first.order[:2]:
+        before = worst[orders[at - 1]]
+        if before.excess <= SUSPECT or not {*before.ranks} & {*first.ranks}:
+            break
         at -= 1
     return worst[orders[at]]
 

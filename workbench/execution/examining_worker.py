@@ -140,8 +140,11 @@ class Tracer(TrainingWorker):
         progress: TrainingProgress,
         between: Sequence[BetweenSteps],  # noqa: ARG002 - nothing is evaluated
     ) -> TrainingProgress:
-        folder = self.run_dir.path / TRACES
-        folder.mkdir(exist_ok=True)
+        return replace(progress, step=self.trace(trainer, self.run_dir.path / TRACES))
+
+    def trace(self, trainer: Trainer, folder: Path) -> int:
+        """Train, write the numbers to a folder, and return the number of steps; a collective."""
+        folder.mkdir(parents=True, exist_ok=True)
         numbers, steps = state_of(trainer, 0, deviation.START), int(settings_of(self.run_dir)["steps"])
         owners = owners_of(trainer)
         if owners:
@@ -163,7 +166,7 @@ class Tracer(TrainingWorker):
             written = {"numbers": {key: numbers[key] for key in alike}, "ranks": alike}
             torch.save(written, folder / f"{step}-{dist.get_rank()}.pt")
             numbers = {}
-        return replace(progress, step=steps)
+        return steps
 
 
 def owners_of(trainer: Trainer) -> dict[str, torch.Tensor]:

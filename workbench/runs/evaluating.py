@@ -303,7 +303,7 @@ def extent(fault: Deviation, who: str, reference: str) -> str:
     if math.isinf(fault.size):
         return f"{who} has none, or numbers that are not finite, where {reference} has some, or the other way round."
     ranks = f" on rank{'s' * (len(fault.ranks) > 1)} {', '.join(map(str, fault.ranks))}"
-    noise = f"roundings change it by {fault.noise:.2g} of its size"
+    noise = f"roundings change it by {fault.noise:.2g} of its size" if fault.noise else "roundings do not change it"
     off, is_hidden = abs(fault.factor - 1), fault.size <= fault.bound  # among roundings of single elements
     is_factor = off > MOSTLY * fault.size or (fault.measure == "scale" and is_hidden)
     if off >= LEAST_FACTOR and is_factor:
@@ -314,9 +314,10 @@ def extent(fault: Deviation, who: str, reference: str) -> str:
         "scale": f"in its projection on it, by {fault.distance:+.2g} of it",
         "offset": f"in its mean, by {fault.distance:+.2g} of the root mean square of its elements",
     }["size" if fault.measure == "scale" and not is_hidden else fault.measure]
-    return (
-        f"{who} differs from the reference{ranks} {what}, {fault.excess:,.3g} times what roundings explain ({noise})."
-    )
+    times = f", {fault.excess:,.3g} times what roundings explain" if math.isfinite(fault.excess) else ""
+    if fault.excess <= 1:  # a block before the first that exceeds it (`first_fault`)
+        times = f", {fault.excess:.2g} of what roundings explain, and the next block by more than that"
+    return f"{who} differs from the reference{ranks} {what}{times} ({noise})."
 
 
 def tensor_words(each: Deviation) -> str:
