@@ -25,7 +25,8 @@ COMMANDS = {path.stem for path in BENCHMARKS.glob("*.py") if 'if __name__ == "__
 TINY: dict[str, str] = {
     "any_model measure OUT 'early exit'": "rows",
     "cell_time --tiny --out OUT": "commits, medians, runs",
-    "contrast_verdicts --tiny --out OUT": "pairs, means, kinds",
+    "bisect_faults --tiny --out OUT": "steps, units",
+    "contrast_verdicts --tiny --out OUT": "pairs, means, kinds, families",
     "coordinate_check EXPERIMENT --widths 16 32 --steps 1 --raw OUT --to FOLDER/page.html": "width 16 to 32",
     "data_supply --tiny --text FOLDER --out OUT": "vocabulary, predicted_over_measured, rows",
     "demo --tuning --tiny --out OUT": "seed, runs",
@@ -37,6 +38,7 @@ TINY: dict[str, str] = {
     "model_table measure OUT tied-everywhere": "rows",
     "muon_pilots --tiny --out OUT": "runs",
     "muon_update --tiny --out OUT": "width, tflop, rounds, ratio",
+    "noise --tiny --out OUT": "runs, steps, models",
     "offline_site OUT INSTALLED --copy six": "",
     "pictures --tiny --out OUT": "",
     "planning_time --tiny --out OUT": "rows, sliders",

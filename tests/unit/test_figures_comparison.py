@@ -341,3 +341,28 @@ def test_a_report_shows_a_sentence_a_picture_and_a_table_and_folds_the_rest(monk
     assert "<b>a" not in opened + folded
     assert headline["text/plain"] not in rest["text/plain"]
     assert repr(report).startswith(headline["text/plain"])
+
+
+def test_runs_of_one_seed_that_draw_other_dropout_say_so_with_the_distance_of_their_first_losses() -> None:
+    runs = [line("a", 1.0, 5.0, noise=0.0), line("b", 1.0, 5.013, noise=0.0)]
+
+    def told(dropout: float | None = 0.1, seed: int = 0, micro_batch: int = 8, tensor: int = 1, apart: int = 1) -> str:
+        model = {"name": "bert"} if dropout is None else {"name": "bert", "dropout": dropout}
+        first = {
+            "experiment": {"model": model, "seed": 0, "learning_rate": 1e-3},
+            "plan": {"micro_batch": 8, "tensor": 1},
+        }
+        second = {
+            "experiment": {"model": model, "seed": seed, "learning_rate": 2e-3},
+            "plan": {"micro_batch": micro_batch, "tensor": tensor},
+        }
+        return repr(contrast_curves([runs[0], runs[apart]], [first, second]))
+
+    distance = abs(runs[1].columns["loss"][0] - runs[0].columns["loss"][0])
+    words = "a and b draw other dropout masks from the same seed (micro-batch 8 and 2): their first losses"
+    assert words in told(micro_batch=2)
+    assert f"are {distance:.2g} apart for that alone" in told(micro_batch=2)
+    assert "(tensor-parallel degree 1 and 2)" in told(tensor=2)
+    assert "other numbers, or have statistics" in told(None, micro_batch=2)
+    for silent in (told(), told(0.0, micro_batch=2), told(seed=1, micro_batch=2), told(None, micro_batch=2, apart=0)):
+        assert "from the same seed" not in silent

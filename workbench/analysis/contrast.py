@@ -11,7 +11,7 @@ import itertools
 import math
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -65,6 +65,12 @@ IGNORED_SETTINGS = (
 """Keys that are no settings: results of a search, facts that follow from the model, when and where a run started."""
 
 
+STARTS = ("model", "data", "global_batch", "seq_len", "seed", "loss", "sparsity")
+"""Parts of an experiment that decide the loss of the first step."""
+ROUNDING = 1e-3
+"""Relative difference of two first losses up to which they are taken for equal, since bf16 rounds."""
+DRAWS_AT_STEP_10 = (0.001, 0.008)
+"""Standard deviations of the loss of a tenth step between draws of dropout alone (`benchmarks/noise.py`)."""
 FACTORS = ("initial_scale", "rate_scale", "decay_scale", "eps_scale", "grad_norm_scale")
 """Mappings of an experiment from patterns of parameters' names to factors, of which a rule makes dozens."""
 MOST_FACTORS = 3
@@ -118,6 +124,8 @@ class Difference:
     """Scatter of the ends of such runs between seeds; None if nobody knows it."""
     loss: str = "Training loss"
     """`Held-out loss` or `Training loss`."""
+    compared: int = 2
+    """Number of runs that are compared; the margins of all of their differences hold together."""
 
     def __repr__(self) -> str:
         first, second = self.names
@@ -125,9 +133,14 @@ class Difference:
 
     @property
     def margin(self) -> float | None:
-        """Largest distance of the ends of two runs of one recipe; None without a scatter between seeds."""
+        """Largest distance of the ends of any two of the runs, were all of one recipe; None without a scatter."""
         noise = float(self.high[-1] - self.low[-1]) / 2
-        return None if self.scatter is None else float(np.fmax(self.scatter.half_width(), noise))
+        return None if self.scatter is None else float(np.fmax(self.scatter.half_width(of=self.compared), noise))
+
+    @property
+    def pair(self) -> str:
+        """The runs that seeds part by less than the margin, in words."""
+        return "two runs" if self.compared == 2 else f"any two of {self.compared} runs"
 
     @property
     def distinguishable(self) -> bool:
@@ -151,7 +164,7 @@ class Difference:
         if self.scatter is None or self.margin is None:
             ground = f"{noise}, so this holds for these two runs, not for these two recipes"
         else:
-            ground = f"{noise}; {self.scatter.describe()}, which alone parts two runs by up to {self.margin:.2g}"
+            ground = f"{noise}; {self.scatter.describe()}, which alone parts {self.pair} by up to {self.margin:.2g}"
         return f"{self.verdict} ({ground}); {self._crossing_in_words()}"
 
     def _crossing_in_words(self) -> str:
@@ -175,10 +188,15 @@ class Standing:
     """Loss of each run, with the noise along its curve."""
     differences: Mapping[str, Interval]
     """Loss of each other run minus that of the first, with the noise along the two curves."""
-    margin: float | None
-    """Largest distance of the ends of two runs of one recipe; None without a scatter between seeds."""
+    scatter: Scatter | None
+    """Scatter of the ends of such runs between seeds; None if nobody knows it, and on axes of time."""
     compares: bool = True
     """False if the losses are measured on different things."""
+
+    @property
+    def margin(self) -> float | None:
+        """Largest distance of the ends of two runs of one recipe; None without a scatter between seeds."""
+        return None if self.scatter is None else self.scatter.half_width()
 
     @property
     def best(self) -> str:
@@ -187,12 +205,15 @@ class Standing:
 
     @property
     def sure(self) -> bool:
-        """True if all others are further behind than seeds, or the noise along the curves, part runs of one recipe."""
+        """True if all others are further behind than seeds, or the noise along the curves, part runs of one recipe.
+
+        At worst two recipes are equally good and the others far behind, so that the margin of two suffices.
+        """
         return self.compares and all(self.told_apart(self.best, name) for name in self.losses if name != self.best)
 
-    def told_apart(self, one: str, other: str) -> bool:
-        """Return True if two runs are further apart than seeds, or the noise along their curves, part such runs."""
-        if self.margin is None:
+    def told_apart(self, one: str, other: str, of: int = 2) -> bool:
+        """Return True if two runs are further apart than seeds, or the noise along their curves, part any two `of`."""
+        if self.scatter is None:
             return False
         apart = abs(self.losses[one].value - self.losses[other].value)
         first = next(iter(self.losses))
@@ -200,7 +221,7 @@ class Standing:
             noise = self.differences[other if one == first else one].half_width
         else:
             noise = math.hypot(self.losses[one].half_width, self.losses[other].half_width)
-        return bool(apart > np.fmax(self.margin, noise))
+        return bool(apart > np.fmax(self.scatter.half_width(of=of), noise))
 
     @property
     def verdict(self) -> str:
@@ -210,7 +231,8 @@ class Standing:
     def verdict_on(self, other: str) -> str:
         """Return which of the first run and another is lower, and whether their recipes are told apart, in words."""
         first = next(iter(self.losses))
-        return self._in_words(self.told_apart(first, other), min(first, other, key=lambda run: self.losses[run].value))
+        sure = self.told_apart(first, other, len(self.losses))
+        return self._in_words(sure, min(first, other, key=lambda run: self.losses[run].value))
 
     def _in_words(self, sure: bool, lower: str) -> str:
         if not self.compares:
@@ -303,9 +325,9 @@ def standings(curves: Sequence[Curve], scatter: Scatter | None = None, compares:
     Axes without a stretch that all runs share are left out: one step of a slow run may cost more than another run as a
     whole.
     """
-    known, results = shared_axes(curves), []
+    shared, results = shared_axes(curves), []
     for axis in COST_AXES:
-        if axis not in known:
+        if axis not in shared:
             continue
         try:
             _, end, points = _shared_stretch(curves, axis)
@@ -320,8 +342,8 @@ def standings(curves: Sequence[Curve], scatter: Scatter | None = None, compares:
         for curve, own in zip(curves[1:], points[1:], strict=True):
             value, half = _difference_at_end(own, points[0], _width(curves[0], end))
             apart[curve.name] = Interval(value, value - half, value + half)
-        margin = None if scatter is None or axis in TIMED_AXES else scatter.half_width()
-        results.append(Standing(axis, end, losses, apart, margin, compares))
+        known = None if axis in TIMED_AXES else scatter
+        results.append(Standing(axis, end, losses, apart, known, compares))
     return tuple(results)
 
 
@@ -403,12 +425,14 @@ class Contrast:
     """Sentence on why the losses do not compare; then nothing is called lower, and no difference is computed."""
     loss: str = "Training loss"
     """`Held-out loss` or `Training loss`: the losses that are compared."""
+    draws: tuple[str, ...] = ()
+    """Sentences on runs that draw other random numbers than the first, as of dropout, although they have its seed."""
 
     def __repr__(self) -> str:
         lines = [self.headline, *(f"{self.loss} {standing}" for standing in self.standings)]
         lines += [item.describe() for item in self.differences]
         lines += [f"{name}: {' | '.join(values)}" for name, values in self.settings]
-        return "\n".join([*lines, *self._advice()])
+        return "\n".join([*lines, *self.draws, *self._advice()])
 
     @property
     def headline(self) -> str:
@@ -454,7 +478,7 @@ class Contrast:
     @property
     def details(self) -> list[str | Table]:
         """Sentences on what the verdicts rest on and where curves cross, and a table of the settings that differ."""
-        sentences = [f"{item.describe()}." for item in self.differences] + self._advice()
+        sentences = [*(f"{item.describe()}." for item in self.differences), *self.draws, *self._advice()]
         if not self.settings:
             return [*sentences, "Their experiments, plans and environments agree."]
         return [*sentences, (("what differs", *self.names), [(name, *values) for name, values in self.settings])]
@@ -481,10 +505,12 @@ def contrast_curves(
     the ends of other runs; without it no run is called lower.
     """
     check_axis(x)
+    runs = curves
     first, *others = curves = compared_curves(curves, x)
     known = None if scatter is None else scatter.of_others()
     incomparable = why_curves_do_not_compare(curves)
     differences = () if incomparable else tuple(difference(other, first, x, scatter=known) for other in others)
+    differences = tuple(replace(each, compared=len(curves)) for each in differences)
     return Contrast(
         tuple(curve.name for curve in curves),
         standings(curves, known, incomparable is None),
@@ -492,7 +518,56 @@ def contrast_curves(
         setting_differences(described),
         incomparable,
         loss_name(first),
+        unlike_draws(runs, described),
     )
+
+
+def unlike_draws(curves: Sequence[Curve], described: Sequence[Mapping[str, Any]]) -> tuple[str, ...]:
+    """Say which runs of one start draw other random numbers than the first, and how far that parts their first losses.
+
+    Runs of one start have the same weights and samples in their first step. Dropout is drawn for each micro-batch, and
+    otherwise under tensor parallelism, in compiled code and on another type of device. A model that does not say its
+    dropout draws, or has statistics of a micro-batch, if its first losses differ by more than `ROUNDING`.
+    """
+    settings, told = [described_settings(each) for each in described], []
+    for curve, own in zip(curves[1:], settings[1:], strict=False):
+        unlike = {name for name in {*own, *settings[0]} if own.get(name) != settings[0].get(name)}
+        causes = [
+            f"{words} {' and '.join(each.get(name, 'by default') for each in (settings[0], own))}"
+            for name, words in UNLIKE_DRAWS.items()
+            if name in unlike
+        ]
+        rate = own.get("experiment.model.dropout")
+        if not causes or rate in ("0", "0.0") or any(name.split(".")[1] in STARTS for name in unlike if "." in name):
+            continue
+        first, second = (_first_loss(each) for each in (curves[0], curve))
+        apart = abs(second - first)
+        if rate is None and not apart > ROUNDING * abs(first):
+            continue
+        what = "draw other dropout masks" if rate else "draw other numbers, or have statistics of other micro-batches,"
+        size = f"their first losses, of the same weights and samples, are {apart:.2g} apart for that alone. In"
+        low, high = DRAWS_AT_STEP_10
+        told.append(
+            f"{curves[0].name} and {curve.name} {what} from the same seed ({', '.join(causes)}): "
+            f"{size if math.isfinite(apart) else 'in'} small models such draws scatter the loss of a tenth step by "
+            f"{low:g} to {high:g}, and the end of a run as another seed does."
+        )
+    return tuple(told)
+
+
+UNLIKE_DRAWS = {
+    "plan.micro_batch": "micro-batch",
+    "plan.tensor": "tensor-parallel degree",
+    "plan.cluster.device.type": "device",
+    "experiment.compile": "compiled",
+}
+"""Settings on which random numbers depend beside the seed, with their words."""
+
+
+def _first_loss(curve: Curve) -> float:
+    """Return the training loss of the first step; NaN if it was not logged."""
+    step, loss = finite_points(column(curve, "step"), column(curve, "loss"))
+    return float(loss[0]) if len(step) and step[0] == 1 else math.nan
 
 
 def compared_curves(curves: Sequence[Curve], x: str = "tokens") -> Sequence[Curve]:

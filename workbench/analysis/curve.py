@@ -300,6 +300,11 @@ def _chunks(position: Array) -> list[tuple[int, int]]:
 # pooled, as their variances are in a moderated t (Smyth 2004, https://doi.org/10.2202/1544-6115.1027): what is known
 # from other runs enters as if it had been measured with a limited number of degrees of freedom, because recipes differ
 # in scatter. The noise along a curve moves its end as well, so the scatter of ends holds it already.
+#
+# Of several configurations, the lowest and the highest are further apart than two, and which is compared with which is
+# chosen by their ends. The intervals of all their differences therefore hold together: t is the quantile of the
+# studentised range over sqrt(2) (Tukey 1953), of unlike numbers of seeds as well (Kramer 1956), where it is a little
+# too large (Hayter 1984, Ann. Statist. 12, 61). Dunnett's smaller t is that of a control that was chosen beforehand.
 
 CONFIDENCE = 0.9
 """Share of equal pairs that an interval leaves without a verdict."""
@@ -323,6 +328,8 @@ RESOLUTION = 1e-6
 """Share of a loss below which a deviation is rounding of 32-bit numbers and no noise."""
 ANGLES = 20_001
 """Points of the integral of Student's t; its quantiles are then right to five digits."""
+RANGE_POINTS, WIDEST_RANGE = 2000, 12.0
+"""Points of the integral over deviations, and the largest range of normal numbers, of which a thousand have 6.5."""
 BIN_WIDTHS = 2.0
 """Extent of a bin in units of the local width of the smoothing."""
 WINDOW = 0.2
@@ -350,9 +357,12 @@ class Scatter:
         """Return what this says of other runs: fewer degrees of freedom, as recipes differ in their scatter."""
         return Scatter(self.deviation, 1 / (1 / self.freedom + 1 / SIMILARITY), self.source)
 
-    def half_width(self, first: int = 1, second: int = 1) -> float:
-        """Return how far the means of two equal recipes with so many seeds lie apart at most, in 90 % of cases."""
-        return student_quantile(self.freedom) * self.deviation * math.sqrt(1 / first + 1 / second)
+    def half_width(self, first: int = 1, second: int = 1, *, of: int = 2) -> float:
+        """Return how far the means of two equal recipes with so many seeds lie apart at most, in 90 % of cases.
+
+        They are any two `of` so many recipes that are compared: the two that are furthest apart, say.
+        """
+        return student_quantile(self.freedom, of) * self.deviation * math.sqrt(1 / first + 1 / second)
 
     def describe(self) -> str:
         """Return the deviation and its source in words."""
@@ -414,9 +424,45 @@ def paired_scatter(pair: Sequence[Sequence[float]], table: Sequence[Sequence[flo
     return combined(own, Scatter(rest, spare * seeds, "in other configurations") if spare else None)
 
 
-def student_quantile(freedom: float) -> float:
-    """Return the t that holds `CONFIDENCE` of Student's distribution between -t and t."""
-    return _quantile(round(min(freedom, 1000.0), 2))
+def student_quantile(freedom: float, of: int = 2) -> float:
+    """Return the t that holds `CONFIDENCE` of Student's distribution between -t and t.
+
+    With more than two means it holds all of their differences at once.
+    """
+    rounded = round(min(freedom, 1000.0), 2)
+    return _quantile(rounded) if of == 2 else _range_quantile(rounded, of) / math.sqrt(2)
+
+
+@lru_cache(maxsize=4096)
+def _range_quantile(freedom: float, means: int) -> float:
+    """Return the studentised range that so many means exceed in 1 - `CONFIDENCE` of cases.
+
+    The range of means is divided by a deviation whose logarithm has the density exp(f u - f exp(2 u) / 2) of u.
+    """
+    widths, shares = _shares_of_ranges(means)
+    log = np.linspace(-max(14 / freedom, 6 / math.sqrt(freedom)), 4 / math.sqrt(freedom), RANGE_POINTS)
+    density = np.exp(freedom * (log - np.exp(2 * log) / 2 + 0.5))
+    deviations, density = np.exp(log), density / density.sum()
+    low, high = 0.0, 1024.0
+    for _ in range(40):
+        middle = (low + high) / 2
+        is_below = float(np.interp(middle * deviations, widths, shares) @ density) < CONFIDENCE
+        low, high = (middle, high) if is_below else (low, middle)
+    return high
+
+
+@lru_cache(maxsize=256)
+def _shares_of_ranges(means: int) -> tuple[Array, Array]:
+    """Return widths, and in which share of cases so many normal numbers have a range below each."""
+    step = 0.01
+    z = np.arange(-9.0, 9.0, step)
+    density = np.exp(-(z**2) / 2) / math.sqrt(2 * math.pi)
+    below = np.cumsum(density) * step - density * step / 2
+    count = round(WIDEST_RANGE / step)
+    padded = np.append(below, np.ones(count))
+    windows = np.lib.stride_tricks.sliding_window_view(padded, len(z))
+    shares: Array = means * step * ((windows - below) ** (means - 1) @ density)
+    return step * np.arange(count + 1), shares
 
 
 @lru_cache(maxsize=4096)

@@ -6,7 +6,8 @@ What is compared is the loss, of which the lower is better, or a metric of the h
 
 The interval of a difference of means is Student's, with the scatter between seeds pooled over the two configurations
 and, with fewer degrees of freedom, over the others (`workbench.analysis.curve`). Runs of equal seeds are paired
-where enough degrees of freedom are left.
+where enough degrees of freedom are left. Of more than two configurations the intervals of all pairs hold together, so
+that one may be called the best because it ended lowest.
 """
 
 from __future__ import annotations
@@ -83,6 +84,8 @@ class SeedDifference:
     """Scatter of the ends of such runs between seeds; None if all seeds of each configuration ended alike."""
     metric: str | None = None
     """Name of the metric that is compared; None for a loss."""
+    compared: int = 2
+    """Number of configurations that are compared; the intervals of all of their differences hold together."""
 
     @property
     def value(self) -> float:
@@ -92,7 +95,7 @@ class SeedDifference:
     @property
     def margin(self) -> float:
         """Half of the interval's width; infinite without a scatter."""
-        return self.scatter.half_width(*self.seeds) if self.scatter else float("inf")
+        return self.scatter.half_width(*self.seeds, of=self.compared) if self.scatter else float("inf")
 
     @property
     def low(self) -> float:
@@ -123,8 +126,8 @@ class SeedDifference:
     def describe(self) -> str:
         """Return the difference in words."""
         axis, seeds = X_AXES[self.axis], f"{self.seeds[0]} and {self.seeds[1]} seeds"
-        known = f", {CONFIDENCE:.0%} interval, {seeds}, {self.scatter.describe()}" if self.scatter else f", {seeds}"
-        difference = with_margin(self.value, self.margin, "+") + known
+        known = [interval_in_words(self.compared), seeds, self.scatter.describe()] if self.scatter else [seeds]
+        difference = ", ".join([with_margin(self.value, self.margin, "+"), *known])
         return f"at equal {axis.label} ({axis.describe(self.at)}): {self.told} ({difference})"
 
 
@@ -145,6 +148,11 @@ class SeedContrast:
         return "\n".join([f"{self.loss}, intervals over the seeds:", *(item.describe() for item in self.differences)])
 
     @property
+    def compared(self) -> int:
+        """Number of configurations that are compared."""
+        return max((item.compared for item in self.differences), default=2)
+
+    @property
     def headline(self) -> str:
         """The sentence that says what was found."""
         if self.incomparable:
@@ -162,7 +170,8 @@ class SeedContrast:
         lower = sum(each.value < 0 for each in told)
         return (
             f"{self.loss} at equal {axis.label}: of {len(same)} configurations beside {item.names[1]}, {lower} end "
-            f"lower, {len(told) - lower} higher, and {len(same) - len(told)} cannot be told from it."
+            f"lower, {len(told) - lower} higher, and {len(same) - len(told)} cannot be told from it "
+            f"({interval_in_words(self.compared)})."
         )
 
     @property
@@ -179,13 +188,18 @@ class SeedContrast:
             rows.append((axis.label, axis.describe(item.at), *names, *means, difference, scatter, verdict))
         several = ("configuration", "compared with", "its mean", "the other's mean")
         titles = next(iter(pairs)) if len(pairs) == 1 else several
-        head = (f"{self.loss.lower()} at equal", "", *titles, f"difference ({CONFIDENCE:.0%} interval)")
+        head = (f"{self.loss.lower()} at equal", "", *titles, f"difference ({interval_in_words(self.compared)})")
         return (*head, "scatter of seeds", "verdict"), rows
 
     @property
     def details(self) -> list[str | Table]:
         """A sentence for each difference."""
         return [f"{item.describe()}." for item in self.differences]
+
+
+def interval_in_words(compared: int) -> str:
+    """Say what share of equal configurations an interval holds, and for how many configurations it does so at once."""
+    return f"{CONFIDENCE:.0%} interval" + (f" for {compared} configurations together" if compared > 2 else "")
 
 
 def seed_groups(described: Sequence[Mapping[str, object]]) -> list[list[int]]:
@@ -270,13 +284,15 @@ def contrast_seeds(
     first, *others = compared
     differences = []
     for axis in COST_AXES:
+        points = {name: [points_of(curve, axis, metric) for curve in runs] for name, runs in compared.items()}
+        ends = {
+            name: ends_at(runs, end, width) for name, runs in points.items() if (end := _shared_end([runs])) is not None
+        }
         for other in others:
-            rest = [runs for name, runs in compared.items() if name not in (other, first)]
-            table = [
-                [points_of(curve, axis, metric) for curve in runs] for runs in (compared[other], compared[first], *rest)
-            ]
-            difference = _difference((other, first), axis, table, width, paired, scatter)
-            differences += [] if difference is None else [replace(difference, metric=metric)]
+            rest = [ends.get(name) for name in compared if name not in (other, first)]
+            pair = points[other], points[first]
+            difference = _difference((other, first), axis, pair, rest, width, paired, scatter)
+            differences += [] if difference is None else [replace(difference, metric=metric, compared=len(compared))]
     if not differences:
         raise UnknownParameter("The runs share no stretch of tokens, FLOPs or device-hours. Train them further.")
     return SeedContrast(loss, tuple(differences))
@@ -295,25 +311,25 @@ def metric_curve(curve: Curve, metric: str) -> Curve:
 def _difference(
     names: tuple[str, str],
     axis: str,
-    table: Sequence[Sequence[Points]],
+    pair: Sequence[Sequence[Points]],
+    others: Sequence[list[float] | None],
     width: float,
     paired: bool,
     known: Scatter | None,
 ) -> SeedDifference | None:
-    """Return the difference of the first two configurations of a table; None if their runs share no stretch of it.
+    """Return the difference of two configurations; None if their runs share no stretch of an axis.
 
-    The others tell how far seeds move the end of a run, where they have gone so far as well.
+    The ends of the others tell how far seeds move the end of a run; None for one whose runs share no stretch.
     """
-    pair = table[:2]
     at = _shared_end(pair)
     if at is None:
         return None
     ends = [ends_at(runs, at, width) for runs in pair]
-    rest = [ends_at(runs, end, width) for runs in table[2:] if (end := _shared_end([runs])) is not None]
-    scatter = paired_scatter(ends, [*ends, *rest]) if paired and len(rest) == len(table) - 2 else None
+    rest = [own for own in others if own is not None]
+    scatter = paired_scatter(ends, [*ends, *rest]) if paired and len(rest) == len(others) else None
     if scatter is None:
-        others = [part for part in (usual_scatter(rest, "in other configurations"), known) if part is not None]
-        scatter = combined(scatter_of(ends), max(others, key=lambda part: part.freedom, default=None))
+        told = [part for part in (usual_scatter(rest, "in other configurations"), known) if part is not None]
+        scatter = combined(scatter_of(ends), max(told, key=lambda part: part.freedom, default=None))
     means = float(np.mean(ends[0])), float(np.mean(ends[1]))
     return SeedDifference(names, axis, at, means, (len(ends[0]), len(ends[1])), scatter)
 
@@ -347,7 +363,8 @@ def contrast(
     Runs that differ in their seed alone are one configuration. If each of several configurations has at least two
     seeds, their means are compared, and the interval comes from the scatter between seeds. Of a sweep, the
     configurations with two finished seeds are compared with the best. With one seed each, no run is called lower
-    unless `scatter` says how far seeds move the end of a run.
+    unless `scatter` says how far seeds move the end of a run. The more configurations or runs there are, the further
+    two must lie apart: of equal ones, some are called different in at most a tenth of such comparisons.
 
     Args:
         runs: the runs to compare, or a sweep.

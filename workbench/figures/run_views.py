@@ -21,7 +21,7 @@ from workbench.analysis.curve import CONFIDENCE, SMOOTHING, X_AXES, Array, curve
 from workbench.analysis.ladder import KAPLAN, LadderPoint, ScalingLaw
 from workbench.analysis.pareto import ParetoPoint, pareto_front, pareto_points
 from workbench.analysis.parity import Parity
-from workbench.analysis.seed_contrast import SeedContrast, SeedDifference
+from workbench.analysis.seed_contrast import SeedContrast, SeedDifference, interval_in_words
 from workbench.base.arguments import checked_arguments
 from workbench.base.display import Table, html_table, text_table
 from workbench.base.errors import InvalidArgument
@@ -375,7 +375,7 @@ def differences(items: Sequence[Difference]) -> Figure:
     if any(" ± " in item.verdict for item in items):
         words.append(f"± and band: {CONFIDENCE:.0%} of the noise along the curves, not between seeds")
     if any(item.margin is not None for item in items):
-        words.append("bar at the end: how far seeds alone part two runs")
+        words.append(f"bar at the end: how far seeds alone part {items[0].pair}")
     if any(item.crossover is not None for item in items):
         words.append("diamond: where the curves last cross")
     lines = [*(theme.text(item.verdict) for item in items), theme.text("; ".join(words))]
@@ -408,7 +408,7 @@ def _difference_traces(item: Difference, index: int, scale: float) -> list[go.Sc
             y=[item.value[-1]],
             marker={"size": 7, "color": color},
             error_y=_bar(color, item.margin),
-            hovertemplate=f"seeds alone part two runs by up to {item.margin:.2g} ({CONFIDENCE:.0%})",
+            hovertemplate=f"seeds alone part {item.pair} by up to {item.margin:.2g} ({CONFIDENCE:.0%})",
             meta="scatter",
             **shared,
         )
@@ -465,7 +465,7 @@ def seed_differences(contrast: SeedContrast) -> Figure:
     seeds = f"{fewest}" if fewest == most else f"{fewest} to {most}"
     is_loss = contrast.differences[0].metric is None
     side = "left of zero: lower, so better" if is_loss else "right of zero: higher"
-    words = f"{side}; {CONFIDENCE:.0%} intervals over {seeds} seeds; pale: too close to call"
+    words = f"{side}; over {seeds} seeds, {interval_in_words(contrast.compared)}; pale: too close to call"
     lines = max(str(trace.y[0]).count("<br>") + 1 for trace in figure.data)
     return figure.laid_out(
         height=188 + max(34, 18 * (lines + 1)) * len(rows),
