@@ -11,6 +11,7 @@ import functools
 import math
 from dataclasses import dataclass, replace
 from math import erf, sqrt
+from typing import Any
 
 import numpy as np
 import pytest
@@ -173,6 +174,113 @@ def test_equal_curves_are_seldom_told_apart_and_unequal_ones_nearly_as_often_as_
     for case, expected in shares.items():
         for share, whole in zip(here[case], expected, strict=True):
             assert abs(share - whole) <= 4 * sqrt((whole * (1 - whole) + 0.01) / PAIRS), case
+
+
+@dataclass(frozen=True)
+class Family:
+    """A sweep: the number of seeds of each configuration."""
+
+    seeds: tuple[int, ...]
+    shared: float = 0.0
+    """Deviation of what the runs of one seed have in common, in units of the noise; then they are paired."""
+
+    @property
+    def known(self) -> bool:
+        """True for one seed each, which needs a scatter that is given."""
+        return max(self.seeds) == 1
+
+
+FAMILIES = {
+    "3 configurations, 3 seeds": Family((3,) * 3),
+    "8 configurations, 2 seeds": Family((2,) * 8),
+    "8 configurations, 3 seeds": Family((3,) * 8),
+    "8 configurations, 5 seeds": Family((5,) * 8),
+    "8 configurations, 2 to 5 seeds": Family((2, 3, 4, 5) * 2),
+    "8 configurations, 3 paired seeds": Family((3,) * 8, shared=2.0),
+    "8 runs, one seed each, with scatter": Family((1,) * 8),
+}
+SWEEPS = 8
+"""Sweeps of each kind that a test makes."""
+APART = 4
+"""Distance of the best configuration from the others, which are equal, in units of the noise."""
+
+
+def shares_of_sweeps(generator: Runs, dense: bool, family: Family, sweeps: int) -> dict[str, float]:
+    """Shares of sweeps in which something is called of equal configurations, and in which all intervals hold the truth.
+
+    `uncorrected` is the first for intervals that hold for each pair alone. `found` is the share of the comparisons with
+    a best configuration that lies `APART` below the others.
+    """
+    random = np.random.default_rng(len(family.seeds) + sum(family.seeds) + dense)
+    name = "loss" if dense else "eval_loss"
+
+    def moved(runs: list[Curve], by: list[float]) -> list[Curve]:
+        return [
+            Curve(
+                run.name,
+                {**run.columns, "loss": run.columns["loss"] + each},
+                evaluations=run.evaluations and {**run.evaluations, name: run.evaluations[name] + each},
+            )
+            for run, each in zip(runs, by, strict=True)
+        ]
+
+    def ends(runs: list[Curve]) -> list[float]:
+        return ends_at([(run.columns["tokens"], (run.evaluations or run.columns)[name]) for run in runs], 800e3)
+
+    noise = float(np.std(ends(generator.make(400, dense, random)), ddof=1))
+    counted = dict.fromkeys(("false", "uncorrected", "found", "covered"), 0.0)
+    for _ in range(sweeps):
+        common = family.shared * noise * random.normal(size=max(family.seeds))
+        groups = {
+            str(at): moved(generator.make(n, dense, random), list(common[:n])) for at, n in enumerate(family.seeds)
+        }
+        lower = {**groups, "0": moved(groups["0"], [-APART * noise] * family.seeds[0])}
+        for truth, runs in ((0.0, groups), (-APART * noise, lower)):
+            order = sorted(runs, key=lambda key: float(np.mean(ends(runs[key]))))
+            if family.known:
+                single = [replace(runs[key][0], name=key) for key in order]
+                differences: Any = contrast_curves(single, scatter=Scatter(noise, math.inf)).differences
+            else:
+                differences = contrast_seeds({key: runs[key] for key in order}, family.shared > 0).differences
+            values = [float(np.ravel(each.value)[-1]) for each in differences]
+            right = [truth * ((each.names[0] == "0") - (each.names[1] == "0")) for each in differences]
+            if not truth:
+                counted["false"] += any(each.distinguishable for each in differences)
+                counted["uncorrected"] += any(replace(each, compared=2).distinguishable for each in differences)
+            elif order[0] == "0":
+                counted["found"] += float(np.mean([each.distinguishable for each in differences]))
+            held = all(
+                abs(value - real) <= each.margin for value, real, each in zip(values, right, differences, strict=True)
+            )
+            counted["covered"] += held / 2
+    return {share: value / sweeps for share, value in counted.items()}
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_of_many_equal_configurations_the_best_is_seldom_called_better(name: str) -> None:
+    """In at most a tenth of sweeps of equal configurations one is called lower than another, whichever ended lowest."""
+    recorded = raw("contrast_verdicts.json")
+    sweeps, kinds = recorded["sweeps"], recorded["families"][name]
+    for kind, shares in kinds.items():
+        assert shares["false"] <= 0.1 + 2 * sqrt(0.09 / sweeps), kind
+        assert shares["covered"] >= 0.9 - 2 * sqrt(0.09 / sweeps), kind
+    assert np.mean([shares["false"] for shares in kinds.values()]) <= 0.1
+    kind, shares = list(kinds.items())[-1]
+    generator, _, density = kind.rpartition(", ")
+    here = shares_of_sweeps(GENERATORS[generator], density == "dense", FAMILIES[name], SWEEPS)
+    for share, whole in shares.items():
+        assert abs(here[share] - whole) <= 4 * sqrt((whole * (1 - whole) + 0.01) / SWEEPS), share
+
+
+@pytest.mark.parametrize(
+    ("means", "freedom", "range_of_means"),
+    [(3, 1, 13.44), (3, 10, 3.27), (8, 1, 22.64), (8, 7, 4.97), (10, 1000, 4.13), (20, 20, 5.20)],
+)
+def test_quantiles_of_the_studentised_range_are_those_of_the_tables(
+    means: int, freedom: float, range_of_means: float
+) -> None:
+    """The tables are those of Harter (1960, Ann. Math. Statist. 31, 1122), for 90 %."""
+    assert math.sqrt(2) * student_quantile(freedom, means) == pytest.approx(range_of_means, abs=7e-3)
 
 
 PAIRS_OF_ENDS = 2000

@@ -29,6 +29,7 @@ from raw_files import BENCHMARKS, HISTORY, README, RESULTS, ROOT, raw, shows, ta
 import workbench as wb
 from benchmarks.coordinate_check import CHANGE, HIDDEN, STREAM, WIDTHS, coordinate_check, drift
 from tests.distributed import zoo
+from workbench.analysis.contrast import DRAWS_AT_STEP_10
 from workbench.cost import Cluster
 from workbench.cost.profile import break_even_sparsity
 from workbench.cost.sparse_matrices import STORED_PRODUCTS, none_and_all_stored
@@ -168,6 +169,64 @@ def contrasts() -> Iterator[Fact]:
         for name, (known, verdict) in named.items()
     }
     yield "docs/analysis.md", "| seeds of each |", rows
+    families = raw("contrast_verdicts.json")["families"]
+    shares = {
+        name: [
+            statistics.mean(kind[share] for kind in kinds.values())
+            for share in ("false", "uncorrected", "found", "covered")
+        ]
+        for name, kinds in families.items()
+    }
+    yield "docs/analysis.md", "| sweep, compared with the best |", shares
+    yield "docs/analysis.md", f"some difference in {percent(shares['8 configurations, 3 seeds'][1])} of sweeps"
+
+
+@figures
+def noise_level() -> Iterator[Fact]:
+    models = raw("noise_1core.json")["models"]
+    rows = {
+        name: [tuple(each["rounding"][1:]), tuple(each["draws"]), tuple(each["seeds"])] for name, each in models.items()
+    }
+    yield "docs/analysis.md", "| model | rounding at step 10, 100 |", rows
+    low, high = (pick(each["draws"][1] for each in models.values()) for pick in (min, max))
+    assert (float(f"{low:.1g}"), float(f"{high:.1g}")) == DRAWS_AT_STEP_10
+
+
+PLANTED = {
+    "flipped_start": "begins with the rows of a matrix in the other order",
+    "doubled_gradient": "counts the gradient of a matrix twice",
+    "lost_reduction": "leaves the other rank out of reductions",
+    "other_divisor": "divides the loss by another number of labels",
+    "less_dropout": "drops less in one block",
+    "earlier_weights": "computes with the weights of the step before",
+    "other_norm": "clips by a larger norm",
+    "other_rate": "learns faster",
+}
+"""Faults of `benchmarks/bisect_faults.py`, in the words of the page."""
+
+
+@figures
+def bisections() -> Iterator[Fact]:
+    units = raw("bisect_faults_2cores.json")["units"]
+    cells = [(unit, row) for unit, rows in units.items() for row in rows]
+    table = {}
+    for fault, name in PLANTED.items():
+        own = [(unit, row) for unit, row in cells if row["fault"] == fault]
+        sizes = sorted({row["size"] for _, row in own}, reverse=True)
+        found = [
+            ", ".join(
+                str(sum(r["is_fault"] for unit, r in own if f", {p}, " in unit and r["size"] == s)) for s in sizes
+            )
+            for p in ("fp32", "bf16")
+        ]
+        all_found = [row for _, row in own if row["is_fault"]]
+        named = sum(row["ranks"] == [1] for row in all_found)
+        table[name] = [str(len(own) // len(sizes) // 2), *found, f"{named} of {len(all_found)}"]
+    yield "docs/how-to/bisect.md", "| what rank 1 does |", table
+    right = [row for _, row in cells if row["fault"] is None]
+    called, nearest = sum(row["is_fault"] for row in right), max(row["excess"] for row in right)
+    told = f"Of {len(right)} right plans, {called or 'none'} is called faulty"
+    yield "docs/how-to/bisect.md", f"{told}; the nearest comes to {nearest:.2g} of its bound."
 
 
 @figures
