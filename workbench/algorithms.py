@@ -46,6 +46,9 @@ class Algorithm:
     """True if hidden matrices are updated apart, each as a whole by one of the ranks that hold it or a part of it."""
     updates_stored_blocks: bool = False
     """True if the update of a sparse weight is that of its stored blocks: it reads elements and norms only."""
+    expected: str | None = None
+    """Function that says how large an update is expected to be, as `module:name`; None where no formula does. It is
+    given a `workbench.optimizers.expected_update.Update`."""
     can_be_offloaded: bool = False
     """True if its state may stay in the host's memory."""
     widths: WidthRule | None = None
@@ -55,6 +58,7 @@ class Algorithm:
 ALGORITHMS = {
     "adamw": Algorithm(
         build="workbench.optimizers.building:adamw",
+        expected="workbench.optimizers.expected_update:of_adam",
         reach=ELEMENT,
         has_fused_update=True,
         updates_stored_blocks=True,
@@ -63,11 +67,13 @@ ALGORITHMS = {
     ),
     "lamb": Algorithm(
         build="workbench.optimizers.building:lamb",
+        expected="workbench.optimizers.expected_update:of_lamb",
         reach=ELEMENT,
         updates_stored_blocks=True,
     ),
     "muon": Algorithm(
         build="workbench.optimizers.building:muon",
+        expected="workbench.optimizers.expected_update:of_adam",  # of all but the matrices
         options=("muon_scale", "adamw_rate", "parameters", "adamw", "fused_projections"),
         reach=ELEMENT,
         has_fused_update=True,
@@ -76,6 +82,7 @@ ALGORITHMS = {
     ),
     "sgd": Algorithm(
         build="workbench.optimizers.building:sgd",
+        expected="workbench.optimizers.expected_update:of_sgd",
         reach=ELEMENT,
         updates_stored_blocks=True,
     ),

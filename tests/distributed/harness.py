@@ -243,7 +243,7 @@ def forced_plan(
     cuda_graphs: bool = False,
     block_sparse: bool = False,
     gathers: bool = False,
-    link: Link = LINK,
+    shares_matrices: bool = False,
 ) -> Plan:
     """Return a plan with equally many blocks per stage and no prediction, which can only be run.
 
@@ -270,7 +270,7 @@ def forced_plan(
     return Plan(
         model=graph.model,
         signature=graph.signature,
-        cluster=Cluster(CPU, world, world, link, link),
+        cluster=Cluster(CPU, world, world, LINK, LINK),
         global_batch=data * micro_batch * num_microbatches,
         seq_len=seq_len,
         precision="fp32",
@@ -284,6 +284,7 @@ def forced_plan(
         block_names=tuple(block.name for block in graph.blocks),
         stages=stages,
         memory_limit_bytes=None,
+        shares_matrices=(shares_matrices,) * pipeline,
         flops_per_step=0,
         prediction=FREE,
         offload_optimizer=offload_optimizer,

@@ -19,12 +19,11 @@ from torch import nn
 
 import workbench as wb
 from tests.distributed import harness, zoo
-from tests.distributed.harness import CPU, LINK, Division, Tensors, everywhere, launch, part_of, whole_parameters, worst
+from tests.distributed.harness import CPU, Division, Tensors, everywhere, launch, part_of, whole_parameters, worst
 from tests.exhaustive import EXHAUSTIVE
 from tests.unit.test_optimizer import Interleaved, captured_of, in_plain_fp32
 from workbench.capture import Graph, capture, spec_of
 from workbench.cost.graph_profiler import profile_graph, with_optimizer
-from workbench.cost.hardware import Link
 from workbench.cost.memory import FP32, PREFETCHED_BLOCKS, ParameterTable, stage_state
 from workbench.execution.checkpoint.save_load import CheckpointStore, TrainingProgress
 from workbench.execution.parallel.sharding import local
@@ -175,10 +174,10 @@ def captured() -> Graph:
     return capture(zoo.bert_pretraining().train(), specs, name="bert")
 
 
-def trainer_of(division: Division, optimizer: str, link: Link = LINK, device: str = "cpu") -> Trainer:
+def trainer_of(division: Division, optimizer: str, device: str = "cpu", **choices: Any) -> Trainer:
     torch.manual_seed(0)
     model = zoo.bert_pretraining().train()
-    return harness.trainer_of(experiment_of(optimizer), model, captured(), division, MICRO_BATCH, device, link=link)
+    return harness.trainer_of(experiment_of(optimizer), model, captured(), division, MICRO_BATCH, device, **choices)
 
 
 def experiment_of(optimizer: str) -> Experiment:
@@ -414,7 +413,7 @@ def unlike_torchs(
     """Return how many matrices updates by given gradients orthogonalised, how far they are from torch's, relative to
     how far they moved, and how many each rank orthogonalised.
 
-    Links are so fast that replicas share the matrices out.
+    Replicas share the matrices out.
     """
     model, plain_updates = reference("muon")
     start = {name: parameter.detach().clone() for name, parameter in model.named_parameters()}
@@ -427,7 +426,7 @@ def unlike_torchs(
     expected = {name: parameter for name, parameter in model.named_parameters() if id(parameter) in hidden}
     found = {}
     for division in divisions:
-        trainer = trainer_of(division, "muon", Link(1e15, 0.0), device)
+        trainer = trainer_of(division, "muon", device, shares_matrices=True)
         own = trainer.stages.model_parameters()
         counted: list[int] = []
         exchange = trainer.optimizer._exchange

@@ -22,8 +22,8 @@ from workbench.base.errors import InvalidExperiment, PlanInfeasible, PlanMismatc
 from workbench.base.tensors import TensorSpec
 from workbench.capture import capture
 from workbench.capture.blocks.hidden_matrices import Projections, hidden_matrices, matrices_in_words, projections
-from workbench.cost.graph_profiler import matrices_of, optimizer_cost
-from workbench.cost.memory import PRODUCTS, ROUND_ELEMENTS, orthogonalisation_s, shares_out
+from workbench.cost.graph_profiler import optimizer_cost
+from workbench.cost.memory import PRODUCTS, ROUND_ELEMENTS
 from workbench.cost.profile import ADAMW
 from workbench.execution.gradients import squared_norm
 from workbench.optimizers import muon
@@ -31,6 +31,7 @@ from workbench.optimizers.adamw import BATCH_ELEMENTS, OffloadedAdamW, ShardedAd
 from workbench.optimizers.building import ELEMENT, MODEL, TENSOR, build_optimizer, reach_of_update
 from workbench.optimizers.muon import COEFFICIENTS, orthogonalisation_flops, orthogonalised, shared_out
 from workbench.optimizers.parameters import learning_rate_factor, parameter_groups
+from workbench.planning.plan import Plan
 
 
 @pytest.mark.parametrize(
@@ -532,14 +533,14 @@ def test_orthogonalisation_is_priced_by_its_flops_bytes_and_division() -> None:
     experiment = wide()
     graph = wb.planning.graph(experiment)
     matrices = projections(graph)
-    held = matrices_of(graph, matrices, ())
-    assert held.elements == sum(graph.parameters[name].numel for name in matrices)
+    flops = sum(orthogonalisation_flops(graph.parameters[name].shape, matrices[name]) for name in matrices)
+    elements = sum(graph.parameters[name].numel for name in matrices)
 
     def priced(gpus: int, **choices: Any) -> Any:
         return wb.plan(experiment, wb.Cluster.of("h200", gpus=gpus), data=gpus, **choices)
 
     device = wb.Cluster.of("h200", gpus=1).device
-    least_ms = 1e3 * held.flops / device.peak("bf16")
+    least_ms = 1e3 * flops / device.peak("bf16")
     alone = priced(1)
     assert least_ms < alone.prediction.orthogonalisation_ms < 3 * least_ms
     assert alone.prediction.orthogonalisation_ms < alone.prediction.optimizer_ms < alone.prediction.step_ms
@@ -547,21 +548,36 @@ def test_orthogonalisation_is_priced_by_its_flops_bytes_and_division() -> None:
     assert f"({share:.1%}) of it to orthogonalise Muon's matrices" in repr(wb.planning.explain(alone))
     for zero in range(4):
         plan = priced(4, zero=zero)
-        assert shares_out(held, plan, plan.cluster)
+        assert plan.shares_matrices == (True,)
         link = plan.cluster.intra
-        sent_ms = 1e3 * 2 * held.elements * 3 / 4 / link.bandwidth / (1 if zero == 0 else 4)
+        sent_ms = 1e3 * 2 * elements * 3 / 4 / link.bandwidth / (1 if zero == 0 else 4)
         found = plan.prediction.orthogonalisation_ms
         assert least_ms / 4 + sent_ms < found < 3 * least_ms / 4 + 3 * sent_ms, zero
 
 
 def test_replicas_orthogonalise_everything_themselves_where_that_is_faster_than_a_collective() -> None:
-    graph = wb.planning.graph(tiny(optimizer="muon"))
-    held = matrices_of(graph, projections(graph), ())
-    fast = wb.plan(tiny(optimizer="muon"), wb.Cluster.of("h200", gpus=2), data=2, zero=0)
-    slow = replace(fast.cluster, intra=replace(fast.cluster.intra, latency_s=1.0))
-    assert not shares_out(held, fast, slow)
-    assert orthogonalisation_s(held, fast, slow) < 1.0
-    assert shares_out(held, replace(fast, zero=1), slow), "no rank has whole matrices"
+    cluster = wb.Cluster.of("h200", gpus=2)
+    slow = replace(cluster, intra=replace(cluster.intra, latency_s=1.0))
+    alone = wb.plan(tiny(optimizer="muon"), slow, data=2, zero=0)
+    assert alone.shares_matrices == (False,)
+    assert not alone.shares_matrices_of(0)
+    assert alone.prediction.orthogonalisation_ms < 1e3, "no collective"
+    assert wb.plan(tiny(optimizer="muon"), slow, data=2, zero=1).shares_matrices_of(0), "no rank has whole matrices"
+
+
+def test_a_stored_plan_says_whether_its_ranks_share_matrices_out() -> None:
+    cluster = wb.Cluster.of("h200", gpus=4)
+    plan = wb.plan(wide(), cluster, pipeline=2, data=2, zero=0)
+    assert plan.shares_matrices == (True, True)
+    stored = plan.to_json()
+    assert [Plan.from_json(stored).shares_matrices_of(rank) for rank in (0, 1)] == [True, True]
+    earlier = {name: value for name, value in stored.items() if name != "shares_matrices"}
+    assert Plan.from_json(earlier).shares_matrices_of(1), "plans that did not store it"
+    with pytest.raises(PlanMismatch, match="shares_matrices has 1 entries for 2 pipeline ranks"):
+        Plan.from_json({**stored, "shares_matrices": [True]})
+    one = wb.plan(wide(), wb.Cluster.of("h200", gpus=1))
+    assert not one.shares_matrices_of(0)
+    assert wb.plan(quick(), cluster).shares_matrices == ()
 
 
 def test_a_plan_of_another_optimiser_orthogonalises_nothing() -> None:

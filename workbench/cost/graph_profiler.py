@@ -24,7 +24,6 @@ from workbench.capture.export.opaque import opaque_calls
 from workbench.capture.graph import Graph
 from workbench.cost.block_type_cost import ASSUMED_SIZE, BlockTrace, RowSelection, Settings, block_type_cost
 from workbench.cost.hardware import Device
-from workbench.cost.memory import Matrices
 from workbench.cost.profile import MUON_UPDATE, BlockCost, BlockTypeCost, DividedCosts, ParameterUpdate, Profile
 from workbench.cost.sparse_matrices import SparseMatrices
 from workbench.experiment import Experiment
@@ -174,20 +173,6 @@ def with_optimizer(profile: Profile, experiment: Experiment, captured: Graph) ->
         return replace(profile, parameter_updates=updates)
     cost = optimizer_cost(experiment)
     return replace(profile, optimizer_state_bytes=cost.state_bytes, optimizer_update_bytes=cost.update_bytes)
-
-
-def matrices_of(captured: Graph, matrices: Mapping[str, Projections], divided: Collection[str]) -> Matrices:
-    """Return the sums over some of a model's matrices; the tensor-parallel axis divides those of `divided`."""
-    sizes = {name: captured.parameters[name].numel for name in matrices}
-    flops = {name: orthogonalisation_flops(captured.parameters[name].shape, matrices[name]) for name in matrices}
-    return Matrices(
-        flops=sum(flops.values()),
-        elements=sum(sizes.values()),
-        divided_elements=sum(size for name, size in sizes.items() if name in divided),
-        largest_flops=max(flops.values(), default=0.0),
-        gram_elements=sum(gram_elements(captured.parameters[name].shape, matrices[name]) for name in matrices),
-        shapes=len({(sizes[name], flops[name]) for name in matrices}),
-    )
 
 
 def _second_update(

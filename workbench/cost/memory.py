@@ -331,7 +331,8 @@ def _span_max(values: Array) -> Array:
 # The time in which the ranks of a stage orthogonalise its matrices, as `workbench.optimizers.muon` does it.
 #
 # The ranks that hold a stage share its matrices out; or each does all of them, which is faster where products take less
-# time than a collective. Both the planner and the runtime ask here. Numbers may be arrays, one entry for each stage.
+# time than a collective. The planner decides, and its plan says what ranks do. Numbers may be arrays, one entry for
+# each stage.
 
 ROUND_ELEMENTS = IN_TRANSIT_BYTES // ADAMW
 """Number of elements of a round (`workbench.optimizers.adamw.BATCH_ELEMENTS`)."""

@@ -428,10 +428,9 @@ class NormsLog:
         experiment, graph = trainer.experiment, trainer.graph
         self._layers = layers_of(graph)
         shapes = {name: graph.parameters[name].shape for name in self._layers}
-        is_muon = experiment.optimizer.algorithm == "muon"
-        self._expected = ExpectedUpdates(
-            experiment, shapes, projections(graph, experiment.optimizer) if is_muon else {}
-        )
+        chosen = experiment.optimizer
+        matrices = projections(graph, chosen) if chosen.record.updates_matrices else {}
+        self._expected = ExpectedUpdates(experiment, shapes, matrices)
         self._elements = [math.prod(shape) for shape in shapes.values()]
 
     def is_due(self, step: int) -> bool:

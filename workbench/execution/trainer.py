@@ -20,8 +20,6 @@ from workbench.base.errors import LossSpikes
 from workbench.capture import Graph, LabelCount
 from workbench.capture.blocks.hidden_matrices import projections
 from workbench.capture.losses import count_labels, on_device
-from workbench.cost.graph_profiler import matrices_of
-from workbench.cost.memory import shares_out
 from workbench.execution.blocks.loss_runners import LabelCounter
 from workbench.execution.blocks.sparse_weights import BlockSparseWeights, MaskedWeights, SparseWeights
 from workbench.execution.blocks.step_context import LabelCounts, StepContext, StepScalars
@@ -324,8 +322,8 @@ def _build_optimizer(trainer: Trainer) -> torch.optim.Optimizer:
         return build_optimizer(parameters, experiment, offload=plan.offload_optimizer, whole=whole)
     found = projections(trainer.graph, experiment.optimizer)
     matrices = {name: found[name] for name in parameters if name in found}
-    held = matrices_of(trainer.graph, matrices, trainer.stages.shardings)
-    exchange = ReplicaExchange(trainer.stages, trainer.coordinate) if shares_out(held, plan, plan.cluster) else None
+    is_shared = plan.shares_matrices_of(trainer.coordinate.pipeline_rank)
+    exchange = ReplicaExchange(trainer.stages, trainer.coordinate) if is_shared else None
     # The stages that hold a tied matrix do not exchange results.
     return build_optimizer(
         parameters, experiment, whole=whole, matrices=matrices, exchange=exchange, apart=trainer._ties

@@ -7,7 +7,8 @@ those of gradients that are independent of each other from step to step, and of 
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+import pkgutil
+from collections.abc import Callable, Mapping, Sequence
 from functools import cache
 from typing import Any, NamedTuple
 
@@ -15,7 +16,6 @@ import numpy as np
 import torch
 from torch import nn
 
-from workbench.base.user_code import UserFunction
 from workbench.base.validation import factor_of, first_match
 from workbench.capture.blocks.hidden_matrices import Projections
 from workbench.experiment import Experiment
@@ -73,13 +73,6 @@ class ExpectedUpdates:
         pattern = first_match(name, spans)
         updates = step + 1 - (spans[pattern][0] if pattern is not None else 0)
         decay = group["weight_decay"] * weight
-        if isinstance(optimizer.algorithm, UserFunction):
-            return UNKNOWN
-        if optimizer.algorithm == "sgd":
-            # v = Σ μ^k g: the squares of the weights add up for independent gradients, and the weights for equal ones.
-            independent = math.sqrt((1 - MOMENTUM ** (2 * updates)) / (1 - MOMENTUM**2))
-            alike = (1 - MOMENTUM**updates) / (1 - MOMENTUM)
-            return Expected(rate * gradient * independent, rate * (gradient + decay) * alike)
         if name in self._matrices:
             # An orthogonal matrix of m × n has the norm √min(m, n); its singular values are 1 but for what is left by
             # the polynomials.
@@ -88,15 +81,11 @@ class ExpectedUpdates:
             low, high = polar_range()
             norm = rate * math.sqrt(squares)
             return Expected(low * norm, high * norm + rate * decay)
-        if optimizer.algorithm == "lamb" and len(self._shapes[name]) >= ADAPTED_DIMS and weight > 0:
-            return Expected(rate * weight, rate * weight)
-        # m̂ is a mean of gradients with weights that add up to 1, and √v̂ is their root mean square. The squares of these
-        # weights add up to the square of `independent`.
-        first, elements = optimizer.betas[0], math.prod(self._shapes[name])
-        independent = math.sqrt((1 - first) * (1 + first**updates) / ((1 + first) * (1 - first**updates)))
-        rms, eps = gradient / math.sqrt(max(1, elements)), group.get("eps", optimizer.eps)
-        norm = rate * math.sqrt(elements) * (rms / (rms + eps))
-        return Expected(norm * independent, norm + rate * decay)
+        if optimizer.record.expected is None:
+            return UNKNOWN
+        formula: Callable[[Update], Expected] = pkgutil.resolve_name(optimizer.record.expected)
+        eps = group.get("eps", optimizer.eps)
+        return formula(Update(self._shapes[name], rate, updates, weight, gradient, decay, optimizer.betas[0], eps))
 
     def _clip_factors(self, gradients: Mapping[str, float]) -> dict[str, float]:
         """Return the factor by which clipping multiplies each gradient."""
@@ -118,6 +107,47 @@ class ExpectedUpdates:
             for pattern in limit
         }
         return {name: 1.0 if pattern is None else of_group[pattern] for name, pattern in patterns.items()}
+
+
+class Update(NamedTuple):
+    """One update of a parameter, as the formulas read it: norms are those of the whole parameter."""
+
+    shape: Sequence[int]
+    rate: float
+    updates: int
+    """Number of updates with this one."""
+    weight: float
+    gradient: float
+    decay: float
+    """Norm of the decay before it is multiplied by the rate."""
+    first_beta: float
+    eps: float
+
+
+def of_sgd(update: Update) -> Expected:
+    """v = Σ μ^k g: the squares of the weights add up for independent gradients, and the weights for equal ones."""
+    independent = math.sqrt((1 - MOMENTUM ** (2 * update.updates)) / (1 - MOMENTUM**2))
+    alike = (1 - MOMENTUM**update.updates) / (1 - MOMENTUM)
+    return Expected(update.rate * update.gradient * independent, update.rate * (update.gradient + update.decay) * alike)
+
+
+def of_lamb(update: Update) -> Expected:
+    """LAMB scales the update of a matrix to the norm of its weights, and moves other parameters as Adam does."""
+    if len(update.shape) < ADAPTED_DIMS or update.weight <= 0:
+        return of_adam(update)
+    return Expected(update.rate * update.weight, update.rate * update.weight)
+
+
+def of_adam(update: Update) -> Expected:
+    """m̂ is a mean of gradients with weights that add up to 1, and √v̂ is their root mean square.
+
+    The squares of these weights add up to the square of `independent`.
+    """
+    first, elements = update.first_beta, math.prod(update.shape)
+    independent = math.sqrt((1 - first) * (1 + first**update.updates) / ((1 + first) * (1 - first**update.updates)))
+    rms = update.gradient / math.sqrt(max(1, elements))
+    norm = update.rate * math.sqrt(elements) * (rms / (rms + update.eps))
+    return Expected(norm * independent, norm + update.rate * update.decay)
 
 
 @cache

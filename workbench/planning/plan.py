@@ -184,6 +184,9 @@ class Plan(Strategy):
     """Sentences on the model that a user may not expect: coupled samples, statistics of BatchNorm."""
     loss_depends: tuple[str, ...] = ()
     """The sentences of `notes` on how the loss depends on the number of micro-batches: state that forward carries."""
+    shares_matrices: tuple[bool, ...] = ()
+    """For each pipeline rank, True if the devices that hold it share out the matrices that an optimiser updates as a
+    whole; empty without such matrices, and in plans that did not store it."""
     computation: Computation | None = field(default=None, repr=False)
     """Computation of the forward that the plan was made for; None for plans that do not say."""
     chunks: int = field(init=False)
@@ -213,6 +216,17 @@ class Plan(Strategy):
     def stages_of(self, pipeline_rank: int) -> tuple[Stage, ...]:
         """Return the stages that a pipeline rank runs."""
         return self.stages[pipeline_rank :: self.pipeline]
+
+    def shares_matrices_of(self, pipeline_rank: int) -> bool:
+        """Return True if each matrix of a pipeline rank is orthogonalised once, False if each of its devices does all.
+
+        Where devices hold parts of matrices, somebody must put them together, and one device does so for each. Plans
+        that did not store the choice share them out, too: it changes the time of a step and no result.
+        """
+        if self.data * self.tensor == 1:
+            return False
+        is_divided = self.shards or self.tensor > 1
+        return is_divided or not self.shares_matrices or self.shares_matrices[pipeline_rank]
 
     @property
     def recomputed_blocks(self) -> dict[str, int]:
@@ -369,6 +383,8 @@ def _arithmetic_problem(plan: Plan) -> str | None:
             f"{plan.data} replicas × {plan.num_microbatches} micro-batches × {plan.micro_batch} samples are {samples} "
             f"samples a step, and global_batch is {plan.global_batch}."
         )
+    if len(plan.shares_matrices) not in (0, plan.pipeline):
+        return f"shares_matrices has {len(plan.shares_matrices)} entries for {plan.pipeline} pipeline ranks."
     if plan.schedule not in SCHEDULES:
         return f"There is no schedule {plan.schedule!r}."
     if not plan.stages or len(plan.stages) % plan.pipeline:

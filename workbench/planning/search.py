@@ -11,7 +11,7 @@ import heapq
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
-from itertools import pairwise
+from itertools import chain, pairwise
 from typing import Unpack
 
 import numpy as np
@@ -21,7 +21,7 @@ from workbench.base.display import Say
 from workbench.base.errors import PlanInfeasible, PlanMismatch
 from workbench.base.units import duration, gib
 from workbench.cost.hardware import Cluster
-from workbench.cost.memory import Array, ParameterTable
+from workbench.cost.memory import Array, Matrices, ParameterTable, shares_out
 from workbench.cost.profile import Profile, break_even_sparsity
 from workbench.planning.plan import Candidate, Memory, Plan, Stage, common_recompute
 from workbench.planning.prediction import bound_ms, evaluation_s, predict
@@ -554,11 +554,34 @@ def assemble(
         ),
         loss_depends=loss_depends,
         candidates=tuple(_row(option, best, request) for option in rows),
+        shares_matrices=_shares_matrices(divided, strategy, request.cluster, stages),
         computation=None if profile.facts is None else profile.facts.computation,
         **choices,
     )
     object.__setattr__(plan, "origin", (profile, request))
     return plan
+
+
+def _shares_matrices(
+    profile: Profile, strategy: Strategy, cluster: Cluster, stages: Sequence[Stage]
+) -> tuple[bool, ...]:
+    """Return, for each pipeline rank, if its devices share out the matrices that are updated as a whole."""
+    whole = {name: update for name, update in profile.parameter_updates.items() if update.whole_elements}
+    found = []
+    for rank in range(strategy.pipeline if whole else 0):
+        held_by = (profile.blocks[s.first_block : s.end_block] for s in stages[rank :: strategy.pipeline])
+        names = {name for block in chain.from_iterable(held_by) for name in block.parameters}
+        held = [update for name, update in whole.items() if name in names]
+        matrices = Matrices(
+            flops=sum(update.whole_flops for update in held),
+            elements=sum(update.whole_elements for update in held),
+            divided_elements=0,  # where the tensor-parallel axis divides them, they are shared out in any case
+            largest_flops=max((update.whole_flops for update in held), default=0.0),
+            gram_elements=sum(update.gram_elements for update in held),
+            shapes=len({(update.whole_elements, update.whole_flops) for update in held}),
+        )
+        found.append(shares_out(matrices, strategy, cluster))
+    return tuple(found)
 
 
 def _opaque_note(profile: Profile, costs: StrategyCosts) -> tuple[str, ...]:
