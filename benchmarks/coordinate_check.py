@@ -121,7 +121,7 @@ def activation_sizes(experiment: wb.Experiment, steps: int) -> list[dict[str, fl
     the same name in different layers are one). From the first step on, the sizes of their changes stand beside them.
     Random numbers of the caller stay as they are.
     """
-    dataset, batch = experiment.data.reads(experiment).dataset(), experiment.global_batch
+    dataset, batch = experiment.reading.dataset(), experiment.global_batch
     probe: Any = dataset.__getitems__(list(range(batch)))
     sizes_of_steps: list[dict[str, float]] = []
     with torch.random.fork_rng(devices=[]):

@@ -109,7 +109,7 @@ def losses(run: Run, seed: int) -> dict[str, Any]:
 def unigram_entropy(run: Run) -> float:
     """Return the entropy in nats of a token of the text on which a run trains."""
     experiment = run.experiment
-    store = experiment.data.reads(experiment).dataset().samples.store
+    store = experiment.reading.dataset().samples.store
     counts = np.bincount(store.ids[np.arange(store.tokens)])
     shares = counts[counts > 0] / counts.sum()
     return round(float(-(shares * np.log(shares)).sum()), 4)

@@ -87,7 +87,7 @@ def measured(settings: wb.Experiment, steps: list[int], out: Path, name: str) ->
     peaks = [group["lr"] for group in optimizer.param_groups]
     scales = settings.optimizer.grad_norm_scale or {}
     divisors = {each: factor_of(each, scales) ** -2 for each in parameters}
-    samples = settings.data.reads(settings).dataset()
+    samples = settings.reading.dataset()
     found: dict[str, Any] = {}
     started = time.time()
     for step in range(max(steps) + 1):

@@ -405,7 +405,7 @@ data = wb.data.corpus("demo", vocab_size=2048)
 model = wb.models.bert(hidden_size=64, num_layers=4, num_heads=8, vocab_size=2048, max_positions=64)
 experiment = wb.Experiment(model=model, data=data, steps=100000, global_batch=32, seq_len=64)
 plan = wb.plan(experiment)
-experiment.data.reads(experiment).prepare()
+experiment.reading.prepare()
 took = []
 for _ in range(int(sys.argv[1])):
     started = time.perf_counter()

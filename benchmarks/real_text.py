@@ -68,7 +68,7 @@ def trained(case: Case, arguments: argparse.Namespace) -> str:
         learning_rate=1e-4,
         optimizer=wb.Optimizer(warmup_steps=WARM_UP),
     )
-    experiment.data.reads(experiment).prepare()
+    experiment.reading.prepare()
     here = wb.measure.local_cluster()
     plan = wb.plan(experiment, here if arguments.gpus is None else here.resized(arguments.gpus))
     print(plan.describe(), flush=True)

@@ -381,7 +381,7 @@ def _utilisation(row: str, raw: Mapping[str, Any], rounds: Mapping[str, Mapping[
     peak = plan["cluster"]["device"]["peak_flops"].get(plan["precision"])
     if plan["global_batch"] != experiment.global_batch or peak is None:  # a tiny row, or CPUs
         return
-    is_partial = experiment.data.reads(experiment).labelled_share() < 1
+    is_partial = experiment.reading.labelled_share() < 1
     needed = wb.analysis.sample_flops(experiment).at_labels * experiment.global_batch if is_partial else None
     flops = plan["flops_per_step"] if needed is None else needed
     for label, times in rounds.items():

@@ -63,14 +63,14 @@ def random_batch(
 
     Of data of one's own, a few of its own again and again.
     """
-    examples = experiment.data.reads(experiment).examples()
+    examples = experiment.reading.examples()
     if examples is not None:
         return repeated(examples, samples, device)
     return random_tokens(
-        experiment.data.reads(experiment).batch_specs(),
+        experiment.reading.batch_specs(),
         samples,
         vocab_size=experiment.model.vocab_size,
-        labelled_share=experiment.data.reads(experiment).labelled_share(),
+        labelled_share=experiment.reading.labelled_share(),
         device=device,
         seed=replica,
     )

@@ -172,7 +172,7 @@ def train(settings: wb.Experiment) -> float:
     peaks = [group["lr"] for group in optimizer.param_groups]
     scales = chosen.grad_norm_scale or {}
     divisors = {name: factor_of(name, scales) ** -2 for name in parameters}
-    samples = settings.data.reads(settings).dataset()
+    samples = settings.reading.dataset()
     for step in range(settings.steps):
         factor = learning_rate_factor(step, settings.warmup, settings.steps, "linear")
         for group, peak in zip(optimizer.param_groups, peaks, strict=True):
@@ -184,7 +184,7 @@ def train(settings: wb.Experiment) -> float:
         norm = squared_norm(((p.grad, divisors[name]) for name, p in parameters.items()), loss.device).sqrt()
         scale_gradients(parameters.values(), clip_factor(norm, chosen.clip_norm))
         optimizer.step()
-    held_out = settings.data.reads(settings).held_out()
+    held_out = settings.reading.held_out()
     with torch.no_grad():
         return float(module.eval()(**held_out.__getitems__(list(range(len(held_out))))).loss)
 

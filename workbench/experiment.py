@@ -56,6 +56,8 @@ from workbench.sparsity import from_json as sparsity_from_json
 if TYPE_CHECKING:
     from torch import nn
 
+    from workbench.data.source import Reading
+
 BATCH_COUPLING = ("keep", "gather", "allow")
 ON_SPIKE = ("skip", "rewind")
 LARGEST_WINDOW = 100_000
@@ -573,6 +575,14 @@ class Experiment:
         return facts_html(str(self.name), rows)
 
     @property
+    def reading(self) -> Reading:
+        """The data as this experiment reads them.
+
+        It is made anew for each use: a reading remembers the digest of its files, which may change between two.
+        """
+        return self.data.reads(self)
+
+    @property
     def total_steps(self) -> int:
         """Steps of the training; raises `InvalidExperiment` where epochs have not been counted."""
         if self.steps is None:
@@ -682,7 +692,7 @@ class Experiment:
         """
         if self.steps is not None or self.epochs is None:
             return self
-        samples = round(self.epochs * self.data.reads(self).samples_per_epoch())
+        samples = round(self.epochs * self.reading.samples_per_epoch())
         return counted(self, max(1, self.batches.steps_for(samples)))
 
     @staticmethod
@@ -905,7 +915,7 @@ def _check_parts(experiment: Experiment) -> None:
             parameter="eval_also",
         )
     shares = {name: given for name, given in further.items() if isinstance(given, float)}
-    if shares and data.reads(experiment).labelled_share() == 1:
+    if shares and experiment.reading.labelled_share() == 1:
         raise InvalidExperiment(
             f"also={shares} are fractions of masked positions, and {experiment.model.name} on {data.name} predicts "
             "every position of its labels. Give text, such as wb.data.corpus(...), or leave them out.",

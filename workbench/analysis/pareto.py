@@ -65,7 +65,7 @@ def sample_flops(experiment: Experiment, scope: str = "encoder") -> SampleFlops:
             for node, _, name in products_with(block, outside):
                 rows = math.prod(shape_of(node)[:-1]) / captured.micro_batch
                 within -= 3 * 2.0 * rows * captured.parameters[name].numel
-    share = experiment.data.reads(experiment).labelled_share()
+    share = experiment.reading.labelled_share()
     head = costs.flops_per_sample - within
     return SampleFlops(within - absent_flops(captured, experiment.sparsity), head, share)
 

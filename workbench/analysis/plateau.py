@@ -52,7 +52,7 @@ def context_free(experiment: Experiment) -> ContextFree:
     """
     from workbench.data.datasets import MixedDataset, StreamedDataset, TextDataset
 
-    dataset = None if experiment.data.is_user_defined else experiment.data.reads(experiment).dataset()
+    dataset = None if experiment.data.is_user_defined else experiment.reading.dataset()
     if isinstance(dataset, StreamedDataset):
         raise DataError(
             f"{experiment.data.name} is streamed, and its tokens are counted over all of it. Describe "

@@ -301,7 +301,7 @@ class CapturedModel:
         asked = experiment.samples
         if asked is None:
             return []
-        prompts = experiment.data.reads(experiment).encoded(asked.prompts)
+        prompts = experiment.reading.encoded(asked.prompts)
         groups = prompts.groups(asked.tokens, experiment.seq_len)
         return [self._sampling(tuple(group.specs.items()), prompts.vocabulary) for group in groups]
 
@@ -355,7 +355,7 @@ class CapturedModel:
 
     @property
     def _examples(self) -> Mapping[str, torch.Tensor] | None:
-        return self._experiment.data.reads(self._experiment).examples()
+        return self._experiment.reading.examples()
 
     def _capture(self, model: nn.Module, batch: Mapping[str, TensorSpec], gathers: bool = False) -> Graph:
         name = self._source.name
@@ -402,7 +402,7 @@ class CapturedModel:
         experiment = self._experiment
         [data, *_] = getattr(experiment.data, "parts", [experiment.data])
         vocabulary = experiment.model.vocab_size or int(getattr(data, "vocab_size", 0))
-        share = experiment.data.reads(experiment).labelled_share()
+        share = experiment.reading.labelled_share()
         weights = Path(getattr(self._source, "path", "") or os.devnull)
         files = sorted(weights.iterdir()) if weights.is_dir() else []
         facts = [[file.name, file.stat().st_size, file.stat().st_mtime_ns] for file in files]
@@ -425,11 +425,11 @@ def random_samples(experiment: Experiment) -> Callable[[int, int], dict[str, tor
         [data, *_] = getattr(experiment.data, "parts", [experiment.data])  # texts of a mixture have one tokeniser
         vocabulary = experiment.model.vocab_size or int(getattr(data, "vocab_size", 0)) or 2
         return random_batch(
-            experiment.data.reads(experiment).batch_specs(),
+            experiment.reading.batch_specs(),
             count,
             vocab_size=vocabulary,
             # Every batch has positions without a label: a loss may depend on how many there are.
-            labelled_share=min(0.7, experiment.data.reads(experiment).labelled_share()),
+            labelled_share=min(0.7, experiment.reading.labelled_share()),
             device=torch.device("cpu"),
             seed=trial,
         )
@@ -439,11 +439,11 @@ def random_samples(experiment: Experiment) -> Callable[[int, int], dict[str, tor
 
 def _samples(experiment: Experiment) -> Callable[[int, int], Mapping[str, torch.Tensor]]:
     """Return what makes the samples that numbers are compared for."""
-    return samples_from(experiment.data.reads(experiment).examples(), random_samples(experiment))
+    return samples_from(experiment.reading.examples(), random_samples(experiment))
 
 
 def _batch(experiment: Experiment, micro_batch: int) -> dict[str, TensorSpec]:
-    return {name: spec.batched(micro_batch) for name, spec in experiment.data.reads(experiment).batch_specs().items()}
+    return {name: spec.batched(micro_batch) for name, spec in experiment.reading.batch_specs().items()}
 
 
 # Comparison of a model captured in eval mode with the same model captured in train mode.

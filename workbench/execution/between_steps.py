@@ -320,7 +320,7 @@ class Sampler:
         experiment, plan = trainer.experiment, trainer.plan
         assert experiment.samples is not None
         self.trainer, self._settings, self._events = trainer, experiment.samples, events
-        self._prompts = experiment.data.reads(experiment).encoded(experiment.samples.prompts)
+        self._prompts = experiment.reading.encoded(experiment.samples.prompts)
         self._groups = self._prompts.groups(experiment.samples.tokens, experiment.seq_len)
         self._device = trainer.context.device
         here, context, compact = trainer.coordinate, trainer.context, trainer.stages.compact

@@ -129,7 +129,7 @@ class TrainingSamples:
         Raises `DataError` for items of other types or shapes than those that the model was captured with.
         """
         experiment, state = self._experiment, self.stream_state(first_step)
-        dataset, first = experiment.data.reads(experiment).dataset(), self._first_sample(first_step)
+        dataset, first = experiment.reading.dataset(), self._first_sample(first_step)
         with feed(dataset, first, experiment.largest_batch, state) as self._feed:
             self._feed.dataset.length += self.skipped
             on_gpu = self._device.type == "cuda"

@@ -145,7 +145,7 @@ def train(run: RunDir, worker_type: type[TrainingWorker], *, heeds_signals: bool
         write_record(run.error(rank), {**said, "traceback": text, "time": time.time()})
         enter("failed", f"rank {rank}: {said['message']}".splitlines()[0])
         raise
-    stage = rank // (plan.data * plan.tensor)
+    stage = plan.pipeline_rank_of(rank)
     write_json(run.rank(rank), {**this_process(), "rank": rank, "stage": stage, "device": _device_name(rank)})
     if rank == 0:
         with suppress(OSError):
@@ -348,7 +348,7 @@ class TrainingWorker:
                     tokens_per_step=self.experiment.tokens_per_step,
                     samples_per_step=self.experiment.largest_batch,
                     resumed_from=None if resumed_from is None else str(resumed_from),
-                    held_out=self.experiment.data.reads(self.experiment).held_out_in_words(),
+                    held_out=self.experiment.reading.held_out_in_words(),
                     rows=num_logged(self.run_dir.path),
                 )
                 log_data_use(self.run_dir, self.experiment, progress)
@@ -654,9 +654,9 @@ class _WorkerHere(TrainingWorker):
         The training runs blocks that were captured from the model: only here does its own code compute.
         """
         try:
-            dataset = self.experiment.data.reads(self.experiment).dataset()
+            dataset = self.experiment.reading.dataset()
             if isinstance(dataset, StreamedDataset):
-                samples = self.experiment.data.reads(self.experiment).examples()
+                samples = self.experiment.reading.examples()
             else:
                 samples = dataset.collate([dataset[index] for index in range(self.plan.micro_batch)])
             if samples is not None:

@@ -77,14 +77,14 @@ class ProbeRequest:
         return ProbeRequest(
             experiment.model.name,
             experiment.model.build,
-            dict(experiment.data.reads(experiment).batch_specs()),
+            dict(experiment.reading.batch_specs()),
             experiment.model.vocab_size or int(getattr(experiment.data, "vocab_size", 0)),
-            experiment.data.reads(experiment).labelled_share(),
+            experiment.reading.labelled_share(),
             precision,
             compiled,
             experiment.numerics.deterministic,
             likely,
-            experiment.data.reads(experiment).examples(),
+            experiment.reading.examples(),
             experiment.loss,
         )
 

@@ -162,7 +162,7 @@ def profile_and_cluster(
     from workbench.measure.block_probes import measured_blocks
 
     within_limits_of_optimizer(experiment, fixed or Fixed(), "element")
-    experiment.data.reads(experiment).check()
+    experiment.reading.check()
     if cluster is not None:
         checked_cluster(cluster)
     with measured_blocks(experiment, cluster) as measured:
@@ -204,7 +204,7 @@ def capture_to_plan(experiment: Experiment) -> tuple[Facts, Graph, Sequence[Grap
     from workbench.capture.blocks.hidden_matrices import matrices_in_words
     from workbench.capture.losses import labelled_share
 
-    facts, examples = facts_of(experiment, captures=True), experiment.data.reads(experiment).examples()
+    facts, examples = facts_of(experiment, captures=True), experiment.reading.examples()
     assert facts.captured is not None
     captured, graph = facts.captured, facts.captured.graph
     if graph.parameter_count <= MOST_TRIED_BY_PLAN:
@@ -248,8 +248,8 @@ def capture_to_plan(experiment: Experiment) -> tuple[Facts, Graph, Sequence[Grap
             facts = replace(facts, is_gathering_compared=captured.is_gathering_compared)
 
     # Prices: labels that a head computes, and what the user's data add to the notes.
-    share = experiment.data.reads(experiment).labelled_share() if examples is None else labelled_share(graph, examples)
-    notes += [note] if (note := experiment.data.reads(experiment).note()) else []
+    share = experiment.reading.labelled_share() if examples is None else labelled_share(graph, examples)
+    notes += [note] if (note := experiment.reading.note()) else []
     planned = replace(graph, coupled=coupled, notes=tuple(notes))
     return replace(facts, labelled_share=share), planned, towers
 
@@ -267,7 +267,7 @@ def check_labels(experiment: Experiment, build: Callable[[], nn.Module]) -> None
     from workbench.capture.coupling.division import sees_its_labels
 
     model, loss = experiment.model, experiment.loss
-    if not model.is_user_defined or experiment.data.reads(experiment).objective != "clm":
+    if not model.is_user_defined or experiment.reading.objective != "clm":
         return
     if sees_its_labels(build, random_samples(experiment)(2, 0), loss, model.name):
         raise InvalidExperiment(

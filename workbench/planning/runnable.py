@@ -82,7 +82,7 @@ def check_runnable(experiment: Experiment, plan: Plan, facts: Facts | None, *, p
     # Data: prepared here, unless only the ranks load its code, apart from the number of samples that was asked for.
     is_loaded = _has_loaded_data(experiment)
     if progress is not None and is_loaded:
-        supply = supply_of(experiment.data.reads(experiment).prepare(progress=progress), plan)
+        supply = supply_of(experiment.reading.prepare(progress=progress), plan)
         if supply is not None and not supply.keeps_up:
             warnings.warn(repr(supply), stacklevel=4)
     if progress is not None and experiment.evaluation is not None:
@@ -415,8 +415,8 @@ def data_supply(experiment: Experiment, plan: Plan) -> DataSupply:
     cores of this machine make, measured on excerpts of the text. `launch` warns of a training that would wait. Raises
     `DataError` for data that are not streamed.
     """
-    experiment.data.reads(experiment).check()
-    supply = supply_of(experiment.data.reads(experiment).prepare(), plan)
+    experiment.reading.check()
+    supply = supply_of(experiment.reading.prepare(), plan)
     if supply is None:
         raise DataError(
             f"{experiment.data.name} is not tokenised while it trains, so that training does not wait for it. Streamed "

@@ -415,7 +415,7 @@ def compared(
 def examined(experiment: Experiment, steps: int) -> Experiment:
     """Return an experiment that trains and does nothing else; raise `InvalidArgument` unless it has so many steps."""
     if 1 <= steps <= MOST_STEPS:
-        experiment.data.reads(experiment).check()
+        experiment.reading.check()
         experiment = experiment.replace(evaluation=None, samples=None).resolved()
     most = min(MOST_STEPS, experiment.steps or MOST_STEPS)
     if not 1 <= steps <= most:

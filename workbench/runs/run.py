@@ -269,7 +269,7 @@ class Run(Labelled):
             from workbench.planning.planner import plan as make_plan
 
             experiment = _buildable_experiment(self, changes)
-            experiment.data.reads(experiment).check()
+            experiment.reading.check()
             plan = make_plan(experiment)
         return Run(clone(self.directory, self.plan if plan is None else plan, changes))
 
@@ -531,7 +531,7 @@ def launch(
     from workbench.planning.runnable import facts_for
     from workbench.runs.launching import launcher
 
-    experiment.data.reads(experiment).check()
+    experiment.reading.check()
     chosen = replayed_plan(experiment) or plan or make_plan(experiment)
     attempt = launcher.Attempt(experiment, chosen, directory)
     return Run(launcher.start_attempt(attempt, facts_for(experiment, chosen), progress=progress))
@@ -579,7 +579,7 @@ def prepare(
     from workbench.planning.runnable import facts_for
     from workbench.runs.launching import launcher
 
-    experiment.data.reads(experiment).check()
+    experiment.reading.check()
     continued = None if resume is None else resume.path if isinstance(resume, Run) else Path(resume).expanduser()
     attempt = launcher.Attempt(experiment, plan, directory, continued)
     return Run(launcher.write_attempt(attempt, facts_for(experiment, plan), progress=progress))
@@ -631,5 +631,5 @@ def tokenize(experiment: Experiment, *, workers: int | None = None, progress: bo
     """
     if workers is not None and not 1 <= workers <= MOST_WORKERS:
         raise InvalidArgument(f"workers={workers} lies outside 1 to {MOST_WORKERS:,}.")
-    experiment.data.reads(experiment).check()
-    return experiment.data.reads(experiment).prepare(progress=progress, workers=workers)
+    experiment.reading.check()
+    return experiment.reading.prepare(progress=progress, workers=workers)

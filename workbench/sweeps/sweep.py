@@ -194,10 +194,10 @@ def sweep(
     for choice, chosen in zip(choices, asked, strict=True):
         if isinstance(chosen.model, Pretrained):
             chosen.model.check_weights()
-        chosen.data.reads(chosen).check()
+        chosen.reading.check()
         needed.setdefault(plan_key(choice), (choice, chosen))
     for _, chosen in needed.values():
-        chosen.data.reads(chosen).prepare()
+        chosen.reading.prepare()
     asked = [chosen.resolved() for chosen in asked]
     seed_list = [experiment.seed + offset for offset in range(seeds)]
     count = len(choices) if trials is None else trials

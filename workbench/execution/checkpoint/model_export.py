@@ -117,7 +117,7 @@ def describe_model(model: nn.Module, class_names: Sequence[str] = ()) -> tuple[d
 
 def write_tokenizer(experiment: Experiment, run: RunDir) -> None:
     """Copy the tokeniser of the experiment's text into the run's folder, from which exports take it."""
-    source = experiment.data.reads(experiment).tokenizer_folder()
+    source = experiment.reading.tokenizer_folder()
     if source is None:
         return
     before = files.requested_checkpoint(run)
