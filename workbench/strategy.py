@@ -280,8 +280,17 @@ class Strategy:
     """True computes a loss that compares samples over those of all micro-batches and replicas."""
 
     @property
+    def devices_per_stage(self) -> int:
+        """Number of devices that hold the stages of one pipeline rank: those of all axes of the mesh but that one."""
+        return self.data * self.tensor
+
+    @property
     def world(self) -> int:
-        return self.pipeline * self.data * self.tensor
+        return self.pipeline * self.devices_per_stage
+
+    def pipeline_rank_of(self, rank: int) -> int:
+        """Return the pipeline rank of a rank: the pipeline is the outermost axis of the mesh."""
+        return rank // self.devices_per_stage
 
     @property
     def num_stages(self) -> int:

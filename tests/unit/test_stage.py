@@ -7,7 +7,7 @@ import math
 import weakref
 from collections import Counter
 from collections.abc import Sequence
-from itertools import combinations
+from itertools import combinations, permutations
 from typing import Any
 from unittest import mock
 
@@ -27,6 +27,7 @@ from workbench.execution.blocks.rewriting import has_active_dropout, hashed_drop
 from workbench.execution.blocks.step_context import StepContext
 from workbench.execution.build import runners
 from workbench.execution.gradients import GradientAccumulator
+from workbench.execution.parallel.mesh import MeshCoordinate
 from workbench.execution.parallel.stage import StageModule
 
 CPU = torch.device("cpu")
@@ -426,3 +427,22 @@ def test_only_active_dropouts_are_replaced_and_each_has_its_own_salt() -> None:
     ones = torch.ones(1000)
     assert set(found(ones, torch.tensor(SEEDS[0])).unique().tolist()) == {0.0, 2.0, 4.0}
     assert not has_active_dropout(symbolic_trace(lambda x: DROPOUT(x, 0.5, False)))
+
+
+def test_a_rank_finds_its_place_on_a_mesh_by_the_names_of_the_axes(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Axes in another order, and an axis that is not known yet, change nothing."""
+
+    class Axis:
+        def __init__(self, rank: int, size: int) -> None:
+            self.get_local_rank, self.size, self.get_group = lambda: rank, lambda: size, lambda: f"group of {size}"
+
+    class Mesh(dict[str, Axis]):
+        mesh_dim_names = property(tuple)
+
+    monkeypatch.setattr("torch.distributed.get_rank", lambda: 0)
+    axes = {"cp": Axis(0, 7), "tp": Axis(1, 2), "dp_shard": Axis(2, 3), "pp": Axis(3, 5)}
+    for names in permutations(axes):
+        here = MeshCoordinate.from_mesh(Mesh({name: axes[name] for name in names}))
+        assert (here.pipeline_rank, here.data_rank, here.tensor_rank) == (3, 2, 1)
+        assert (here.pipeline, here.data, here.tensor, here.pipeline_group) == (5, 3, 2, "group of 5")
+        assert (here.devices_per_stage, here.rank_in_stage) == (6, 5)

@@ -364,7 +364,7 @@ class Matrices:
 def orthogonalisation_s(matrices: Matrices, strategy: Strategy, cluster: Cluster) -> Any:
     """Return the seconds in which the matrices of a stage are orthogonalised, exchange included, once a step."""
     alone = _products_s(matrices, cluster, 1)
-    ranks = strategy.data * strategy.tensor
+    ranks = strategy.devices_per_stage
     if ranks == 1:
         return alone
     # Shards reach their owners, and results all ranks that hold a shard. Of a matrix that `sources` ranks hold in
@@ -384,7 +384,7 @@ def orthogonalisation_s(matrices: Matrices, strategy: Strategy, cluster: Cluster
 
 def shares_out(matrices: Matrices, strategy: Strategy, cluster: Cluster) -> bool:
     """Return True if the ranks of a stage share its matrices out, False if each orthogonalises all of them."""
-    if strategy.data * strategy.tensor == 1:
+    if strategy.devices_per_stage == 1:
         return False
     is_divided = strategy.shards or strategy.tensor > 1
     return is_divided or bool(orthogonalisation_s(matrices, strategy, cluster) < _products_s(matrices, cluster, 1))

@@ -111,7 +111,7 @@ def block_on_rank(plan: Plan, graph: Graph, rank: int, key: deviation.Key) -> in
     _, part, first, name, _ = key
     if part not in (deviation.START, deviation.GRADIENT, deviation.UPDATE):
         return first
-    stages = plan.stages_of(rank // (plan.data * plan.tensor))
+    stages = plan.stages_of(plan.pipeline_rank_of(rank))
     whole = name.partition(".")[2]  # behind `model.`, `average.` or `optim.`, which is followed by the slot
     for block in (graph.blocks[index] for stage in stages for index in range(stage.first_block, stage.end_block)):
         if any(each in (name, whole) or whole.startswith(f"{each}.") for each in (*block.parameters, *block.buffers)):

@@ -288,7 +288,7 @@ class Trainer:
             self.sparse_weights.mask_gradients(step)
         if not losses:
             return torch.zeros((), device=context.device)
-        return torch.stack([loss.detach() for loss in losses]).sum() / (self.plan.data * self.plan.tensor)
+        return torch.stack([loss.detach() for loss in losses]).sum() / self.plan.devices_per_stage
 
     def prepare_forward(self) -> None:
         """Update every copy of a parameter after the last update or a loaded checkpoint, and free the gradients."""
@@ -375,15 +375,14 @@ def _tied_groups(plan: Plan, graph: Graph, coordinate: MeshCoordinate) -> dict[s
     The group holds one rank per stage that uses the parameter, of the same replica and tensor-parallel rank. Every rank
     creates every group in the same order, as `torch.distributed` demands.
     """
-    ranks_per_stage = coordinate.data * coordinate.tensor
     groups: dict[tuple[int, ...], dist.ProcessGroup] = {}
     own: dict[str, dist.ProcessGroup] = {}
     for name in graph.parameters:
         pipeline_ranks = pipeline_ranks_with(name, plan, graph)
         if len(pipeline_ranks) < 2 or name in graph.frozen:
             continue
-        for inner in range(ranks_per_stage):
-            members = tuple(rank * ranks_per_stage + inner for rank in pipeline_ranks)
+        for inner in range(plan.devices_per_stage):
+            members = tuple(rank * plan.devices_per_stage + inner for rank in pipeline_ranks)
             if members not in groups:
                 groups[members] = dist.new_group(list(members))
             if coordinate.rank in members:

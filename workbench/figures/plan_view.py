@@ -301,14 +301,9 @@ def device_cells(plan: Plan) -> list[MapCell]:
     return [MapCell(device, node, place) for device, node, place in places]
 
 
-def _per_rank(plan: Plan) -> int:
-    """Return the number of devices of a pipeline rank."""
-    return plan.data * plan.tensor
-
-
 def place_in_words(plan: Plan, rank: int) -> str:
     """Return the devices of a pipeline rank, such as `"GPUs 0–3"`, `"node 1, GPUs 0–3"` or `"nodes 0–3"`."""
-    size, count = plan.cluster.gpus_per_node, _per_rank(plan)
+    size, count = plan.cluster.gpus_per_node, plan.devices_per_stage
     first, last = rank * count, (rank + 1) * count - 1
     word = _device_word(plan)
     if plan.cluster.nodes == 1:
@@ -330,7 +325,7 @@ def _numbered(word: str, first: int, last: int) -> str:
 
 def crossing_hops(plan: Plan) -> list[tuple[int, int]]:
     """Return the neighbouring pipeline ranks of which a device of one and its peer are in different nodes."""
-    count, size = _per_rank(plan), plan.cluster.gpus_per_node
+    count, size = plan.devices_per_stage, plan.cluster.gpus_per_node
     hops = _hops(plan)
     return [
         (here, there)
@@ -347,7 +342,7 @@ def _hops(plan: Plan) -> list[tuple[int, int]]:
 def words_below(plan: Plan) -> str:
     """Return what the map shows, in lines of Plotly markup."""
     crossing, hops = crossing_hops(plan), _hops(plan)
-    size, count = plan.cluster.gpus_per_node, _per_rank(plan)
+    size, count = plan.cluster.gpus_per_node, plan.devices_per_stage
     # Which links between stages cross nodes, and over how many nodes the replicas of a stage are spread.
     words = ["all devices are in one node"] if plan.cluster.nodes == 1 else []
     if not words and hops and len(crossing) == len(hops):
@@ -373,7 +368,7 @@ def words_below(plan: Plan) -> str:
 def add_map(figure: Figure, plan: Plan, cells: Sequence[MapCell], row: int) -> None:
     """Draw the map into the subplot of a row, column 1."""
     place = {"row": row, "col": 1}
-    count, device = _per_rank(plan), _device_word(plan)
+    count, device = plan.devices_per_stage, _device_word(plan)
     by_rank: dict[int, list[MapCell]] = {}
     for cell in cells:
         by_rank.setdefault(min(cell.device // count, plan.pipeline - 1), []).append(cell)

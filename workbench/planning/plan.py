@@ -185,8 +185,8 @@ class Plan(Strategy):
     loss_depends: tuple[str, ...] = ()
     """The sentences of `notes` on how the loss depends on the number of micro-batches: state that forward carries."""
     shares_matrices: tuple[bool, ...] = ()
-    """For each pipeline rank, True if the devices that hold it share out the matrices that an optimiser updates as a
-    whole; empty without such matrices, and in plans that did not store it."""
+    """True for each pipeline rank whose devices share out the matrices that an optimiser updates as a whole; empty
+    without such matrices, and in plans that did not store it."""
     computation: Computation | None = field(default=None, repr=False)
     """Computation of the forward that the plan was made for; None for plans that do not say."""
     chunks: int = field(init=False)
@@ -223,7 +223,7 @@ class Plan(Strategy):
         Where devices hold parts of matrices, somebody must put them together, and one device does so for each. Plans
         that did not store the choice share them out, too: it changes the time of a step and no result.
         """
-        if self.data * self.tensor == 1:
+        if self.devices_per_stage == 1:
             return False
         is_divided = self.shards or self.tensor > 1
         return is_divided or not self.shares_matrices or self.shares_matrices[pipeline_rank]

@@ -385,7 +385,7 @@ def timeline(plan: Plan) -> Timeline:
     sends = []
     for stage in plan.stages:
         here, there = stage.index % plan.pipeline, (stage.index + 1) % plan.pipeline
-        link = boundary_link(plan.cluster, plan.data * plan.tensor, here, there)
+        link = boundary_link(plan.cluster, plan.devices_per_stage, here, there)
         is_sent = here != there and stage.send_bytes
         sends.append(1e3 * point_to_point_s(stage.send_bytes, link) if is_sent else 0.0)
     forward, backward = zip(*((stage.forward_ms, stage.backward_ms) for stage in plan.stages), strict=True)

@@ -460,8 +460,7 @@ class StrategyCosts:
     def send_ms(self) -> list[Array]:
         """`[s][j]`: time to send one micro-batch, one way, from stage `s` to the next, which begins at block `j`."""
         strategy = self.strategy
-        replicas = strategy.data * strategy.tensor
-        return self.model.send_ms(strategy.pipeline, strategy.chunks, replicas, strategy.micro_batch)
+        return self.model.send_ms(strategy.pipeline, strategy.chunks, strategy.devices_per_stage, strategy.micro_batch)
 
     # Memory
 
@@ -665,12 +664,12 @@ class StrategyCosts:
     def tied_ms(self, cuts: tuple[int, ...]) -> float:
         """Return the time to all-reduce, one by one, gradients whose parameter lives on several pipeline ranks."""
         strategy, total = self.strategy, 0.0
-        replicas = strategy.data * strategy.tensor
+        devices = strategy.devices_per_stage
         for name, blocks in self.table.shared.items():
             stages = np.searchsorted(cuts, blocks, side="right") - 1
             holders = np.unique(stages % strategy.pipeline).tolist()
             if len(holders) > 1 and name not in self.profile.frozen:
-                link = self.cluster.peers_link(tuple(rank * replicas for rank in holders), replicas)
+                link = self.cluster.peers_link(tuple(rank * devices for rank in holders), devices)
                 total += all_reduce_s(FP32 * self.table.sizes[name] / strategy.shard_count, len(holders), link)
         return 1e3 * total
 

@@ -269,8 +269,7 @@ def record_actions(
 
     `first_step` is the step with which this process began.
     """
-    first_replica = coordinate.pipeline_rank * coordinate.data * coordinate.tensor
-    if (step - first_step) % STEPS_BETWEEN_RECORDS != FIRST_RECORDED or coordinate.rank != first_replica:
+    if (step - first_step) % STEPS_BETWEEN_RECORDS != FIRST_RECORDED or coordinate.rank_in_stage:
         yield
         return
     log = ActionLog(context.device)

@@ -119,8 +119,7 @@ class CheckpointStore:
         trainer, coordinate = self._trainer, self._trainer.coordinate
         if trainer.context.device.type == "cuda":
             torch.cuda.synchronize()  # Offloaded moments may still be on their way to the host.
-        replicas = coordinate.data * coordinate.tensor
-        replica = coordinate.data_rank * coordinate.tensor + coordinate.tensor_rank
+        replicas, replica = coordinate.devices_per_stage, coordinate.rank_in_stage
         staged: dict[str, torch.Tensor] = {}
         buffers = trainer.stages.model_buffers()
         for index, (key, name, value) in enumerate(entries(trainer)):

@@ -80,6 +80,16 @@ class MeshCoordinate:
     tensor_mesh: DeviceMesh
 
     @property
+    def devices_per_stage(self) -> int:
+        """Number of ranks that hold the stages of this pipeline rank, as `Strategy.devices_per_stage`."""
+        return self.data * self.tensor
+
+    @property
+    def rank_in_stage(self) -> int:
+        """Number of this rank among them: the tensor-parallel axis is the innermost."""
+        return self.data_rank * self.tensor + self.tensor_rank
+
+    @property
     def data_group(self) -> dist.ProcessGroup:
         return self.data_mesh.get_group()
 
@@ -89,10 +99,9 @@ class MeshCoordinate:
 
     @staticmethod
     def from_mesh(mesh: DeviceMesh) -> MeshCoordinate:
-        """Return this rank's coordinate on a mesh of three axes: pipeline, data, tensor."""
-        names = mesh.mesh_dim_names
-        assert names is not None
-        pipeline, data, tensor = (mesh[name] for name in names)
+        """Return this rank's coordinate on a mesh with the axes `pp`, `tp` and one whose name begins with `dp`."""
+        axes = {name[:2]: mesh[name] for name in mesh.mesh_dim_names or ()}
+        pipeline, data, tensor = axes["pp"], axes["dp"], axes["tp"]
         return MeshCoordinate(
             rank=dist.get_rank(),
             pipeline_rank=pipeline.get_local_rank(),

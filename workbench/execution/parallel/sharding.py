@@ -207,20 +207,19 @@ class ShardedTensors:
 
 
 class ReplicaExchange:
-    """Exchanges matrices among the ranks that hold the same stages, numbered `data_rank * tensor + tensor_rank`.
+    """Exchanges matrices among the ranks that hold the same stages, numbered by `MeshCoordinate.rank_in_stage`.
 
     Constructing one is a collective of all ranks.
     """
 
     def __init__(self, stages: RankStages, coordinate: MeshCoordinate) -> None:
         self._here, self._shardings = coordinate, stages.shardings
-        self.ranks = coordinate.data * coordinate.tensor
-        self.rank = coordinate.data_rank * coordinate.tensor + coordinate.tensor_rank
+        self.ranks, self.rank = coordinate.devices_per_stage, coordinate.rank_in_stage
         parameters = stages.model_parameters()
         self._rows = {name for name, parameter in parameters.items() if is_sharded(parameter)}
         """Matrices whose rows the data-parallel axis divides, or those of their tensor-parallel shard."""
         self._shapes = {name: self.whole_shape(name, parameter) for name, parameter in parameters.items()}
-        size, device = coordinate.data * coordinate.tensor, coordinate.data_mesh.device_type
+        size, device = self.ranks, coordinate.data_mesh.device_type
         if coordinate.tensor == 1 or coordinate.data == 1:
             self._group = coordinate.data_group if coordinate.tensor == 1 else coordinate.tensor_group
         else:  # every rank creates every group, as `torch.distributed` demands
