@@ -17,6 +17,7 @@ import sys
 from functools import partial
 from typing import Any
 
+from workbench.base import COMMANDS
 from workbench.base.errors import lazy_names
 
 __version__ = "0.1.0"
@@ -32,6 +33,9 @@ _DISPLAYS = {
     "workbench.sweeps.grid:MeasuredGrid": "workbench.widgets.dashboard:show_queue",
 }
 """Function for each class that shows its values at the end of a notebook cell, or returns what is to be shown."""
+
+
+COMMANDS["show"] = ("workbench.cli", "show")
 
 
 def _display(function: str, value: Any) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import ast
 import re
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -67,6 +67,34 @@ class Package:
         names = {self._module(path): path for path in self.trees}
         imports = {name: self._imports(self.trees[path], names) - {name} for name, path in names.items()}
         return [group for group in _strongly_connected(imports) if len(group) > 1]
+
+    def hidden_arrows(self, layers: Sequence[str]) -> list[Place]:
+        """Modules and files of rooms above that a file names in a text: for a process, a lookup by name, or to open.
+
+        `layers` are the rooms from the top to the bottom, those of one floor separated by `" | "`.
+        """
+        floor = {room: number for number, layer in enumerate(layers) for room in layer.split(" | ")}
+        found = []
+        for path, tree in self.trees.items():
+            here = floor.get(self._room(path), 0)
+            for node in ast.walk(tree):
+                if isinstance(node, ast.Constant) and isinstance(node.value, str):
+                    if floor.get(self._named_room(node.value), here) < here:
+                        found.append(Place(self._file(path), node.lineno, node.value))
+                elif isinstance(node, ast.Subscript) and ast.unparse(node) == f"sys.modules['{self.root.name}']":
+                    found.append(Place(self._file(path), node.lineno, ast.unparse(node)))
+        return found
+
+    def _room(self, path: Path) -> str:
+        return path.relative_to(self.root).parts[0].removesuffix(".py")
+
+    def _named_room(self, text: str) -> str:
+        """Return the room whose module or file is the whole of a text, such as `workbench.cli` or `lab/plot.js`."""
+        module = re.fullmatch(rf"{self.root.name}\.([\w.]+)(:\w+)?", text)
+        path = module[1].replace(".", "/") if module else text.removeprefix(f"{self.root.name}/")
+        is_path = module is not None or re.fullmatch(r"[\w./-]+/[\w./-]+", path) is not None
+        found = is_path and (self.root / path, self.root / f"{path}.py")
+        return path.partition("/")[0] if found and any(each.exists() for each in found) else ""
 
     def _module(self, path: Path) -> str:
         parts = path.relative_to(self.root.parent).with_suffix("").parts

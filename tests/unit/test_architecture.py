@@ -185,6 +185,34 @@ def test_no_import_goes_in_a_circle_and_no_docstring_is_a_fragment(fault: str) -
     assert not [str(place) for place in getattr(STRUCTURE, fault)()]
 
 
+LAYERS = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["importlinter"]["contracts"][0]["layers"]
+NAMED_ABOVE = {
+    ("workbench/algorithms.py", "optimizers"): "a record names the function that builds an optimiser, without torch",
+    ("workbench/measure/block_probes.py", "execution"): "blocks are measured in processes that execute them",
+}
+"""File and room above that it names in a text, and why: arrows upward that no import shows. The number only falls."""
+
+
+def test_no_file_names_a_room_above_it_in_a_text_but_those_that_are_listed() -> None:
+    found = {(each.file, each.what.split(".")[1]) for each in STRUCTURE.hidden_arrows(LAYERS)}
+    assert found == set(NAMED_ABOVE)
+
+
+def test_an_arrow_upward_is_found_in_commands_paths_and_names(tmp_path: Path) -> None:
+    for room in ("top", "middle", "ground"):
+        (tmp_path / "house" / room).mkdir(parents=True)
+    (tmp_path / "house" / "top" / "verbs.py").touch()
+    (tmp_path / "house" / "top" / "page.js").touch()
+    above = ("house.top.verbs", "house.top.verbs:run", "top/page.js", "house/top/page.js")
+    texts = (*above, "house.ground.x", "top", "a/b")
+    for room in ("middle", "top"):
+        (tmp_path / "house" / room / "x.py").write_text(f"NAMES = {texts!r}")
+    (tmp_path / "house" / "ground" / "x.py").write_text("import sys\nsys.modules['house'].verb")
+    found = Package(tmp_path / "house").hidden_arrows(["top", "middle", "ground"])
+    in_middle = [("house/middle/x.py", text) for text in above]
+    assert [(each.file, each.what) for each in found] == [("house/ground/x.py", "sys.modules['house']"), *in_middle]
+
+
 REACH = {
     r"gathered[ _](loss|samples|bytes)|GatheredLoss|(graph|profile|captured)\.gathered\b|not_gathered"
     r"|capture\.coupling\.gathering|check_gathering|gathering_fault": {

@@ -6,7 +6,6 @@ import functools
 import inspect
 import math
 import os
-import sys
 import types
 import typing
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -91,7 +90,7 @@ def checked_arguments(function: Callable[P, R]) -> Callable[P, R]:
     """Make a function answer an argument of a wrong type, or an unknown keyword, with a `WorkbenchError`.
 
     The annotations of the parameters say which types are right. Where the name of a type is imported for type checkers
-    only, the class of that name in `workbench` is taken. NaN, and whole numbers beyond 64 bits, are refused as well.
+    only, every class of that name is taken for it. NaN, and whole numbers beyond 64 bits, are refused as well.
     """
     signature = inspect.signature(function)
     free = any(p.kind is p.VAR_KEYWORD and "Unpack" not in str(p.annotation) for p in signature.parameters.values())
@@ -123,10 +122,15 @@ def _resolved(parameter: inspect.Parameter, function: Callable[..., Any]) -> Any
         try:
             return eval(parameter.annotation, function.__globals__, names)
         except NameError as error:
-            name, public = str(error.name), sys.modules["workbench"]
-            if not hasattr(public, name):
-                return Any
-            names[name] = getattr(public, name)
+            name = str(error.name)
+            names[name] = _ByName(name, (), {})
+
+
+class _ByName(type):
+    """The type of classes that stand for those that a module imports for type checkers only, which go by their name."""
+
+    def __instancecheck__(cls, value: Any) -> bool:
+        return any(base.__name__ == cls.__name__ for base in type(value).__mro__)
 
 
 def check(callee: str, name: str, value: Any, kind: Any) -> None:

@@ -544,8 +544,8 @@ def respond_while_busy(*controls: widgets.Widget) -> None:
 # parse plotly.js (4.8 MB) exceeds them, and shows no figure at all. Therefore the module of a plot is `plot.js` alone,
 # and plotly.js is the state of one hidden widget per kernel, to which all plots refer.
 
-PLOT_JS = Path(__file__).parents[1] / "lab/jupyter/labextensions/workbench/static/plot.js"
-"""The module that draws a figure in the page. The sidebar's pages load the same file."""
+PLOT_JS = Path(__file__).with_name("plot.js")
+"""The module that draws a figure in the page. JupyterLab's extension links to it, for the pages of the sidebar."""
 COLUMNS = ("x", "y", "customdata")
 """Fields of a trace that are sent as bytes where they are arrays of numbers."""
 

@@ -17,6 +17,7 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
+from workbench.base import COMMANDS
 from workbench.base.errors import first_line
 from workbench.record.event_log import read_state
 from workbench.record.rundir import RunDir, append_event, read_json, read_record
@@ -177,12 +178,12 @@ def _log_rows(run: RunDir, tracker: Tracker, tail: RowTail, held: int, follow: b
 
 
 def _draw_plan(run: RunDir) -> None:
-    """Draw the plan's pictures with the command line, because this room does not import the figures."""
+    """Draw the plan's pictures in a process, because this room stands below the figures."""
     if not run.plan.exists():
         return
     if run.plan_page.exists() and run.plan_page.stat().st_mtime >= run.plan.stat().st_mtime:
         return
-    command = [sys.executable, "-m", "workbench.cli", "show", str(run.path), "--static", "--to", str(run.plan_page)]
+    command = [sys.executable, "-m", *COMMANDS["show"], str(run.path), "--static", "--to", str(run.plan_page)]
     with contextlib.suppress(OSError, subprocess.TimeoutExpired):
         subprocess.run(command, stdin=subprocess.DEVNULL, timeout=PICTURE_LIMIT_S, check=False)
 
