@@ -33,8 +33,9 @@ from workbench.cost.graph_profiler import profile_graph, with_optimizer
 from workbench.cost.hardware import Device
 from workbench.cost.profile import BlockTypeCost, Profile
 from workbench.figures import theme
-from workbench.figures.figure import PLOTLY_MIME, decoded
+from workbench.figures.figure import PLOTLY_MIME
 from workbench.figures.plan_view import show_plan
+from workbench.notebooks.pages import decoded
 from workbench.optimizers.parameters import learning_rate_factor
 from workbench.planning.plan import Plan
 from workbench.planning.planner import CAPTURE_BATCH

@@ -19,11 +19,12 @@ from tests.unit.figure_values import plan
 from tests.unit.test_grids import AXES, EXPERIMENT, SMALL
 from workbench.analysis.curve import Curve
 from workbench.figures.curves_view import loss_curves
-from workbench.figures.figure import PLOTLY_MIME, notebook_to_html, save_html
+from workbench.figures.figure import PLOTLY_MIME, save_html
 from workbench.figures.panels_view import panels
 from workbench.figures.plan_view import draw_partition, show_plan
 from workbench.figures.run_views import draw_contrast
 from workbench.figures.timeline_view import draw_timeline
+from workbench.notebooks.pages import notebook_to_html
 
 LAST_X = """() => {
     const lines = document.querySelector('.js-plotly-plot')._fullData.filter(trace => trace.meta === 'line');

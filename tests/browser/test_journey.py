@@ -14,7 +14,7 @@ import lab
 import pytest
 
 from tests.patience import PATIENCE_S, eventually
-from workbench.figures.figure import notebook_to_html
+from workbench.notebooks.pages import notebook_to_html
 from workbench.record.event_log import read_events
 from workbench.record.rundir import FINAL_STATES
 from workbench.runs.launching.processes import rank_records

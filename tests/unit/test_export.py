@@ -15,9 +15,10 @@ from figure_values import curve, plan
 import workbench as wb
 from workbench.base.errors import DataError
 from workbench.figures.curves_view import loss_curves
-from workbench.figures.figure import PLOTLY_MIME, WIDGET_MIME, mimebundle, notebook_to_html, save, save_html
+from workbench.figures.figure import PLOTLY_MIME, WIDGET_MIME, mimebundle, save, save_html
 from workbench.figures.panels_view import panels
 from workbench.figures.plan_view import show_plan
+from workbench.notebooks.pages import notebook_to_html
 
 FETCHES = re.compile(r"<(?:script|link|img|iframe|source)\b[^>]*\b(?:src|href)\s*=[^>]*>", re.IGNORECASE)
 PLOTLY_BANNER = re.compile(r"\* plotly\.js v\d")

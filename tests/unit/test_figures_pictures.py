@@ -18,11 +18,12 @@ from workbench.analysis.contrast import difference
 from workbench.analysis.pareto import ParetoPoint
 from workbench.figures import theme
 from workbench.figures.curves_view import loss_curves
-from workbench.figures.figure import NOTEBOOK_PX, PLOTLY_MIME, add_pictures, has_twin, picture
+from workbench.figures.figure import NOTEBOOK_PX, PLOTLY_MIME, has_twin, picture
 from workbench.figures.panels_view import panels
 from workbench.figures.plan_view import draw_partition, show_plan
 from workbench.figures.run_views import LOOKS, differences, draw_pareto, draw_pattern
 from workbench.figures.timeline_view import draw_timeline, prediction
+from workbench.notebooks.pages import add_pictures
 from workbench.record.history import Patterns
 
 CELLS = go.Heatmap(

@@ -13,7 +13,7 @@ from nbconvert import HTMLExporter
 
 from tests import kernels
 from tests.patience import PATIENCE_S
-from workbench.figures.figure import notebook_to_html
+from workbench.notebooks.pages import notebook_to_html
 
 REPOSITORY = Path(__file__).parents[2]
 MODEL = """

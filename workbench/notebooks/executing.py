@@ -36,8 +36,8 @@ from workbench.base.code_identity import steady_digests
 from workbench.base.display import waiting
 from workbench.base.errors import InvalidArgument, RunNotFound, UnknownParameter, WorkbenchError, in_words, suggestion
 from workbench.base.secrets import masked_json
-from workbench.figures.figure import finish_notebook, notebook_to_html, read_notebook
 from workbench.notebooks.countdown import Countdown, watching_engine
+from workbench.notebooks.pages import finish_notebook, notebook_to_html, read_notebook
 from workbench.record.rundir import RunDir
 from workbench.runs.environment import environment
 from workbench.runs.launching.launcher import LAUNCHES

@@ -24,18 +24,7 @@ from workbench.base.arguments import checked_arguments
 from workbench.base.display import Say, html_table, waiting
 from workbench.base.errors import WorkbenchError
 from workbench.base.secrets import MASK, masked_json, secrets
-from workbench.figures.figure import (
-    HIDE_DEAD_WIDGET,
-    PLOTLY_MIME,
-    WIDGET_MIME,
-    add_pictures,
-    harmless_html,
-    harmless_markdown,
-    notebook_to_html,
-    read_notebook,
-    runs_something,
-    written,
-)
+from workbench.figures.figure import HIDE_DEAD_WIDGET, PLOTLY_MIME, WIDGET_MIME, written
 from workbench.notebooks.executing import (
     KEY,
     Column,
@@ -46,6 +35,14 @@ from workbench.notebooks.executing import (
     execute,
     recorded_in,
     runs_shown_in,
+)
+from workbench.notebooks.pages import (
+    add_pictures,
+    harmless_html,
+    harmless_markdown,
+    notebook_to_html,
+    read_notebook,
+    runs_something,
 )
 from workbench.record.rundir import write_json
 from workbench.runs.environment import environment
