@@ -664,7 +664,7 @@ class Experiment:
             build = partial(self.model.build, loads, self.data.pad_id if self.model.lacks_padding else None)
         if not self.data.separates_documents:
             return build
-        is_causal = self.data.reads(self).objective == "clm"
+        is_causal = self.reading.objective == "clm"
         return partial(_models.attending_within_documents, build, self.model.name, is_causal)
 
     def replace(self, **changes: Any) -> Experiment:
