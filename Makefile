@@ -138,7 +138,7 @@ $(VENV)/.trackio: $(VENV)/.tested requirements-trackio.lock
 	touch $@
 
 test-trackio: $(VENV)/.trackio
-	PYTHONPATH=$(VENV)/trackio $(PYTEST) tests/unit/test_runs_trackio.py
+	PYTHONPATH=$(CURDIR)/$(VENV)/trackio $(PYTEST) tests/unit/test_runs_trackio.py
 
 docs: $(VENV)/.documented
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict
