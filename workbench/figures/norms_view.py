@@ -42,7 +42,7 @@ MOST_SHARE = 0.4
 """Share of the elements at which the colours of a histogram end: the first update of AdamW has all in one bin."""
 LARGEST_FACTOR = 5.0
 """Power of 2 at which the colours of the distance from the interval end."""
-PANELS = ("update / weight", "what the optimiser lets expect", "outside of what is expected")
+PANELS = ("measured", "expected", "outside of it by")
 
 
 @checked_arguments
@@ -235,15 +235,16 @@ def _finished(
     figure.update_yaxes(type="category", autorange="reversed", tickvals=names, ticktext=labels, showgrid=False)
     figure.update_xaxes(**_step_axis([f"{rows.step[at]:.0f}" for at in shown]))
     if panels:
-        domains = [(0.0, 0.265), (0.285, 0.55), (0.69, 0.955)]
+        domains = [(0.0, 0.26), (0.3, 0.56), (0.7, 0.96)]
         for index, (low, high) in enumerate(domains, start=1):
             figure.update_xaxes(domain=[low, high], col=index)
-            note = {"x": (low + high) / 2, "y": 1.0, "xref": "paper", "yref": "paper", "showarrow": False}
-            figure.add_annotation(text=panels[index - 1], yanchor="bottom", font={"color": theme.MUTED}, **note)
-        figure.data[1].colorbar.update(x=domains[1][1], xanchor="left")
-        figure.data[2].colorbar.update(x=domains[2][1], xanchor="left")
-        figure.update_yaxes(showticklabels=False, col=2)
-        figure.update_yaxes(showticklabels=False, col=3)
+            # Of the axes and not of the paper, which plotly.js takes before it has made room for the names.
+            own = str(index) if index > 1 else ""
+            at = {"x": 0.5, "xref": f"x{own} domain", "y": 1.0, "yref": f"y{own} domain", "yanchor": "bottom"}
+            figure.add_annotation(text=panels[index - 1], showarrow=False, font={"color": theme.MUTED}, **at)
+        for index in (1, 2):
+            figure.data[index].colorbar.update(x=domains[index][1], xanchor="left", thickness=14)
+            figure.update_yaxes(showticklabels=False, ticks="", col=index + 1)
     top = 92 if panels else 84
     return figure.laid_out(height=max(240, top + 62 + row_px * count), title=title, margin={"t": top, "r": 84, "b": 56})
 
