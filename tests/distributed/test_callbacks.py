@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import threading
 from pathlib import Path
 from typing import Any
@@ -78,6 +79,30 @@ def test_a_callback_sees_weights_and_figures_logs_asks_for_a_checkpoint_and_stop
     assert all(torch.equal(seen[name], exported[name]) for name in seen)
     norm = torch.stack([weight.square().sum() for weight in seen.values()]).sum().sqrt()
     assert history["weight_norm"][0] == pytest.approx(float(norm), rel=1e-6)
+
+
+def stop_early(state: StepView) -> None:
+    if state.step == STOPPED:
+        state.stop()
+
+
+def test_a_training_that_is_asked_to_stop_evaluates_its_last_weights_once(
+    tmp_path: Path,
+) -> None:
+    """As often as one whose last step that is; one that evaluates at this step anyway does so once, too."""
+    losses = []
+    for name, changes in (
+        ("stopped", {"callbacks": [stop_early]}),
+        ("due", {"callbacks": [stop_early], "eval_every": STOPPED}),
+        ("ended", {"steps": STOPPED}),
+    ):
+        given = asked(evaluation=wb.Evaluation(every=100, samples=8, data=real_worker.Words())).replace(**changes)
+        run = real_worker.trained(tmp_path / name, given, real_worker.plan(given, data=2))
+        events = [json.loads(line) for line in run.events.read_text().splitlines()]
+        [evaluation] = [event for event in events if event["type"] == "evaluation" and event["step"] > 0]
+        assert evaluation["step"] == STOPPED
+        losses.append(evaluation["loss"])
+    assert losses == [losses[0]] * 3
 
 
 def weights_seen(_rank: int) -> list[dict[str, torch.Tensor]]:

@@ -139,6 +139,30 @@ def test_every_division_of_small_models_is_plain_pytorch() -> None:
             assert result.notes
 
 
+@pytest.mark.usefixtures("machine")
+def test_documents_that_are_read_apart_are_plain_pytorch_under_every_kind_of_division() -> None:
+    """A masked model whose mask is added to scores, and a causal one whose kernel takes it."""
+    draw = np.random.default_rng(0)
+    words = ["alpha", "beta", "gamma", "delta", "epsilon", "zeta"]
+    texts = [" ".join(draw.choice(words, int(draw.integers(1, 30)))) + f" {number}" for number in range(200)]
+    sizes: dict[str, Any] = {"num_layers": 2, "num_heads": 2, "vocab_size": 400, "max_positions": 32}
+    models = {
+        "causal": wb.models.gpt2(32, **sizes),
+        "masked": wb.models.bert(32, **sizes, next_sentence=False, layout="pre_ln"),
+    }
+    for model in models.values() if EXHAUSTIVE else [models["causal"]]:
+        text = wb.data.documents(texts, vocab_size=400, separate_documents=True, progress=False)
+        asked = Experiment.of(model=model, data=text, seq_len=32, global_batch=8, steps=9, precision="fp32")
+        two = wb.measure.local_cluster(2)
+        plans = [
+            wb.plan(asked, two, pipeline=2, micro_batch=2),
+            wb.plan(asked, two, tensor=2, recompute="full"),
+            wb.plan(asked, two, data=2, zero=3, recompute="selective"),
+        ]
+        result = wb.parity(asked, plans, steps=2, progress=False)
+        assert result.is_equal, result
+
+
 class Rows:
     """The samples of a model of the tests."""
 

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
+import transformers
 from torch import nn
 from torch.nn import functional
 
@@ -62,8 +64,14 @@ def home(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
 
 def asked(documents: list[str], model: Any, apart: bool = True, **changes: Any) -> Experiment:
     """Return an experiment on documents that are read apart, or not; `changes` are those of the text."""
-    text = wb.data.documents(documents, vocab_size=WORDS, separate_documents=apart, progress=False, **changes)
+    changes = {"vocab_size": WORDS, **changes}
+    text = wb.data.documents(documents, separate_documents=apart, progress=False, **changes)
     return Experiment.of(model=model, data=text, seq_len=LENGTH, global_batch=8, steps=2)
+
+
+def tokenizer_of(documents: list[str]) -> str:
+    experiment = asked(documents, MODELS["gpt2"])
+    return str(experiment.data.reads(experiment).tokenizer_folder())
 
 
 def batch_of(experiment: Experiment) -> dict[str, torch.Tensor]:
@@ -253,6 +261,34 @@ def test_a_model_that_mixes_documents_is_not_planned_and_a_large_one_not_trained
     graph = CapturedModel(right, plan.micro_batch).graph
     with pytest.raises(InvalidExperiment, match="does not read the documents of a sample apart"):
         check_numbers(wrong, plan, graph, wrong.build())
+
+
+@pytest.mark.parametrize(
+    ("family", "changes", "is_right"),
+    [
+        ("Llama", {"num_key_value_heads": 1}, True),
+        ("Mistral", {"num_key_value_heads": 1, "sliding_window": 8}, False),  # which a mask that is given replaces
+        ("Roberta", {"is_decoder": True, "max_position_embeddings": LENGTH + 2}, False),  # which counts from 2
+    ],
+)
+def test_pretrained_models_are_refused_that_read_a_text_otherwise_if_it_is_told_apart(
+    documents: list[str], tmp_path: Path, family: str, changes: dict[str, Any], is_right: bool
+) -> None:
+    sizes = {**SIZES, "num_hidden_layers": 1, "num_attention_heads": 2, "vocab_size": WORDS, "intermediate_size": 32}
+    sizes |= {"max_position_embeddings": LENGTH, "use_cache": False, **changes}
+    del sizes["num_layers"], sizes["num_heads"]
+    config = getattr(transformers, f"{family}Config")(**sizes)
+    getattr(transformers, f"{family}ForCausalLM")(config).save_pretrained(tmp_path)
+    transformers.AutoTokenizer.from_pretrained(tokenizer_of(documents)).save_pretrained(tmp_path)
+    model = wb.models.pretrained(tmp_path, task="clm")
+    experiment = asked(documents, model, tokenizer=str(tmp_path), vocab_size=None)
+    if is_right:
+        check_documents(experiment, experiment.build)
+        return
+    with pytest.raises(
+        InvalidExperiment, match=r"reads a text otherwise if it is given positions from 0 on and a mask"
+    ):
+        check_documents(experiment, experiment.build)
 
 
 def test_the_plan_prices_attention_with_a_mask_and_later_stages_make_it_anew(documents: list[str]) -> None:

@@ -27,7 +27,6 @@ from workbench.data.source import as_data as as_data
 from workbench.data.source import data_fingerprint as data_fingerprint
 from workbench.data.source import held_out as held_out
 from workbench.data.source import held_out_fingerprint as held_out_fingerprint
-from workbench.data.text import is_rows
 
 if TYPE_CHECKING:
     from workbench.data.source import LabelledTexts
@@ -144,6 +143,8 @@ def hub(
     (`"rows/*.parquet"`). `split` may be a part, such as `"train[:10%]"`. `config` is the dataset's own sub-name
     (`"wikitext-2-raw-v1"`). The text is tokenised once, as by `corpus`, which says what the other arguments mean.
     """
+    from workbench.data.text import is_rows
+
     name = str(name)
     if is_rows(Path(name).expanduser()):
         name = str(Path(name).expanduser().absolute())

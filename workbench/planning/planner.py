@@ -204,7 +204,15 @@ def capture_to_plan(experiment: Experiment) -> tuple[Facts, Graph, Sequence[Grap
     from workbench.capture.blocks.hidden_matrices import matrices_in_words
     from workbench.capture.losses import labelled_share
 
-    facts, examples = facts_of(experiment, captures=True), experiment.reading.examples()
+    try:
+        facts, examples = facts_of(experiment, captures=True), experiment.reading.examples()
+    except CaptureError as error:
+        if not experiment.data.separates_documents or isinstance(experiment.model, Model):
+            raise
+        raise CaptureError(
+            f"{error} With separate_documents=True, forward is also given attention_mask, of shape (B, 1, S, S) and "
+            "True where a token may attend to another. A model that takes none of that shape trains without it."
+        ) from error
     assert facts.captured is not None
     captured, graph = facts.captured, facts.captured.graph
     if graph.parameter_count <= MOST_TRIED_BY_PLAN:
@@ -284,12 +292,19 @@ def check_documents(experiment: Experiment, build: Callable[[], nn.Module]) -> N
     The named models do, which tests show; other models may overlook the mask or the positions that they are given.
     """
     from workbench.capture.captured_model import random_samples
-    from workbench.capture.coupling.division import mixes_documents
+    from workbench.capture.coupling.division import counts_otherwise, mixes_documents
 
     model = experiment.model
     if not experiment.data.separates_documents or isinstance(model, Model):
         return
-    if mixes_documents(build, random_samples(experiment)(2, 0), experiment.loss, model.name):
+    samples = random_samples(experiment)(2, 0)
+    if not model.is_user_defined and counts_otherwise(build, samples, experiment.loss, model.name):
+        raise InvalidExperiment(
+            f"{model.name} reads a text otherwise if it is given positions from 0 on and a mask, as for each document "
+            "with separate_documents=True: it counts from another number, as RoBERTa does, or attends within a window. "
+            "Remove separate_documents=True, or take weights of another architecture."
+        )
+    if mixes_documents(build, samples, experiment.loss, model.name):
         raise InvalidExperiment(
             f"{model.name} does not read the documents of a sample apart, as separate_documents=True asks: the loss of "
             "a document depends on the documents beside it, or on its place in the sample. Let its forward take "

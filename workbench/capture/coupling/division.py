@@ -563,17 +563,27 @@ def mixes_documents(build: Callable[[], nn.Module], samples: Batch, loss: LossCh
     return _tried(_mixes_documents, build, samples, loss, name)
 
 
+def counts_otherwise(build: Callable[[], nn.Module], samples: Batch, loss: LossChoice, name: str) -> bool:
+    """Return True if a model reads a document that is given positions, from 0 on, and a mask unlike one without them.
+
+    RoBERTa counts from 2, and Mistral attends within a window, which a mask that is given replaces. Whole samples are
+    read. The arguments and the answer False are as in `mixes_documents`.
+    """
+    return _tried(_counts_otherwise, build, samples, loss, name, lengths=(None,))
+
+
 def _tried(
     judge: Callable[[Batch, Callable[[Batch], float]], bool],
     build: Callable[[], nn.Module],
     samples: Batch,
     loss: LossChoice,
     name: str,
+    lengths: tuple[int | None, ...] = (SHORT, None),
 ) -> bool:
     """Return what `judge` says of a batch without labels, and of what computes a loss with weights that are drawn."""
     with suppress(Exception):
         model = build().train()
-        for tokens in (SHORT, None):
+        for tokens in lengths:
             given = {"input_ids": samples["input_ids"][:, :tokens].to(next(model.parameters()).device)}
             if "position_ids" in samples:
                 given["position_ids"] = torch.ones_like(given["input_ids"]).cumsum(1) - 1
@@ -649,6 +659,12 @@ def _mixes_documents(given: Batch, found: Callable[[Batch], float]) -> bool:
     first = with_document_at(0, others[0])
     moves = [abs(with_document_at(length - own, other) - first) for other in others]
     return max(moves) > MIXED_CHANGE * abs(first) and math.isclose(with_document_at(0, others[0]), first, rel_tol=1e-5)
+
+
+def _counts_otherwise(given: Batch, found: Callable[[Batch], float]) -> bool:
+    ids = given["input_ids"]
+    told, untold = found({**given, "labels": ids}), found({"input_ids": ids, "labels": ids})
+    return abs(told - untold) > MIXED_CHANGE * abs(untold)
 
 
 # Batches for measurements of speed: random ones that need no data, or a few samples repeated.
