@@ -31,16 +31,24 @@ def group_of(run: Run) -> dict[str, Any] | None:
     apart. The page folds seeds only where they differ.
     """
     folder = run.path.parent.parent
-    for settings, of in ((SWEEP, "sweep"), (GRID, "grid")):
-        if run.path.parent.name == "runs" and (folder / settings).exists():
+    if (of := _queue_of(run.path.parent)) is not None:
+        with contextlib.suppress(OSError):  # it is being made
             labels = _labels(folder, (folder / "queue.json").stat().st_mtime_ns).get(run.path.name, {})
             return {"id": str(folder), "name": folder.name, "of": of, "labels": labels}
-    recipe = {name: value for name, value in run.config.items() if name not in NAMING}
-    if "seed" not in run.config or not recipe:
+    config = run.config
+    recipe = {name: value for name, value in config.items() if name not in NAMING}
+    if "seed" not in config or not recipe:
         return None
     digest = hashlib.sha256(json.dumps(recipe, sort_keys=True).encode()).hexdigest()[:16]
-    name = str(run.config.get("name") or run.name)
-    return {"id": f"seeds {digest}", "name": name, "of": "seeds", "labels": {"seed": str(run.config["seed"])}}
+    name = str(config.get("name") or run.name)
+    return {"id": f"seeds {digest}", "name": name, "of": "seeds", "labels": {"seed": str(config["seed"])}}
+
+
+@lru_cache(512)
+def _queue_of(runs: Path) -> str | None:
+    """Return `sweep` or `grid` for the folder of the runs of one; None for any other folder."""
+    kinds = {"sweep": SWEEP, "grid": GRID} if runs.name == "runs" else {}
+    return next((of for of, settings in kinds.items() if (runs.parent / settings).exists()), None)
 
 
 @lru_cache(32)
@@ -66,14 +74,17 @@ def stop_queue_of(run: Run) -> None:
 
 def notebook_of(run: RunDir, folder: Path) -> str | None:
     """Return the notebook that launched a run, relative to the server's `folder`; None if it is not below it."""
-    from workbench.runs.status import read_described
-
-    launched_by = str(read_described(run.environment).get("notebook") or "")
-    for path in (Path(launched_by), run.notebook):
+    # Neither the checksum nor a path object is worth its time here, of hundreds of runs at once.
+    launched_by, root = None, f"{folder}{os.sep}"
+    with contextlib.suppress(OSError, ValueError, AttributeError):
+        launched_by = json.loads(run.environment.read_bytes()).get("notebook")
+    for path in (launched_by, str(run.notebook)):
         with contextlib.suppress(OSError, ValueError):
-            inside = Path(os.path.normpath(folder / path))
-            if path.name and inside.is_relative_to(folder) and inside.is_file():
-                return inside.relative_to(folder).as_posix()
+            if not isinstance(path, str) or not path.endswith(".ipynb"):
+                continue
+            inside = os.path.normpath(os.path.join(folder, path))
+            if inside.startswith(root) and os.path.isfile(inside):
+                return inside.removeprefix(root).replace(os.sep, "/")
     return None
 
 
