@@ -461,8 +461,9 @@ def _shares_of_ranges(means: int) -> tuple[Array, Array]:
     count = round(WIDEST_RANGE / step)
     padded = np.append(below, np.ones(count))
     windows = np.lib.stride_tricks.sliding_window_view(padded, len(z))
+    widths: Array = step * np.arange(count + 1, dtype=np.float64)
     shares: Array = means * step * ((windows - below) ** (means - 1) @ density)
-    return step * np.arange(count + 1), shares
+    return widths, shares
 
 
 @lru_cache(maxsize=4096)
