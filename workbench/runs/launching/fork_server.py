@@ -42,7 +42,7 @@ from workbench.runs.launching import processes
 
 LATE = (
     *("CUDA_VISIBLE_DEVICES", "JPY_SESSION_NAME", "NCCL_", "PYTEST_CURRENT_TEST", "PYTHONPATH"),
-    *("TORCHINDUCTOR_CACHE_DIR", "WANDB_", "WORKBENCH_"),
+    *("TORCHINDUCTOR_CACHE_DIR", "TRACKIO_", "WANDB_", "WORKBENCH_"),
 )
 """Beginnings of the names of variables that are read when they are used: their values need not be the server's.
 
