@@ -162,6 +162,7 @@ def test_the_axis_of_memory_is_the_device_or_ends_at_the_peak_where_that_is_litt
 def test_each_part_says_what_its_numbers_are_and_no_colour_of_it_returns_in_another() -> None:
     figure = show_plan(plan(4, 56, data=2))
     told = {note.text.partition("</b>")[0][3:]: in_one_line(note.text) for note in figure.layout.annotations}
+    told["Devices"] = in_one_line(figure.layout.xaxis4.title.text)
     assert list(told) == ["Blocks", "Memory", "One step", "Devices"]
     assert [
         word in told[part] for part, word in (("Blocks", "layer"), ("One step", "micro-batch"), ("Devices", "stage"))

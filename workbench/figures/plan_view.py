@@ -21,7 +21,7 @@ from workbench.strategy import RECOMPUTE, SCHEDULES
 
 BLOCKS_PER_ROW, BLOCKS_PER_ROW_OF_HUNDREDS = 30, 24
 """Number of blocks above which a stage wraps into several rows; numbers of three digits need wider blocks than two."""
-MARGIN_TOP, MARGIN_BOTTOM = 100, 104
+MARGIN_TOP, MARGIN_BOTTOM = 116, 104
 COLUMN_WIDTHS, COLUMN_SPACING = (0.62, 0.38), 0.05
 """Widths of the columns of blocks and of memory, and the space between them, as shares of the plot's width."""
 SHORT_WORDS = {"embeddings": "emb", "embed_tokens": "emb", "wte": "emb", "predictions": "head", "cls": "head"}
@@ -194,15 +194,17 @@ def _stage_trace(plan: Plan, stage: Stage, laid: Sequence[BlockRectangle], rows:
 def _add_heading(figure: Figure, name: str, words: str, subplot: int) -> None:
     """Write above a subplot, counted from 1, what it shows and what its numbers are."""
     axis = "" if subplot == 1 else str(subplot)
+    apart = "<br>" if subplot < 3 else "  "  # the upper two stand side by side
     figure.add_annotation(
-        text=f"<b>{name}</b>  <span style='color:{theme.MUTED}'>{theme.text(words)}</span>",
+        text=f"<b>{name}</b>{apart}<span style='color:{theme.MUTED}'>{theme.text(words)}</span>",
         x=0,
         xref=f"x{axis} domain",
         xanchor="left",
         y=1,
         yref=f"y{axis} domain",
         yanchor="bottom",
-        yshift=6,
+        yshift=4,
+        align="left",
         showarrow=False,
         font={"size": theme.FONT_PX},
     )
@@ -359,6 +361,7 @@ def words_below(plan: Plan) -> str:
             words.append(f"the {degree} {name} of a stage are in {'one node' if most == 1 else f'{most} nodes'}")
     links = "; ".join(words)
     said = [f"{links[:1].upper()}{links[1:]}."]
+    said.append("Numbers are stages." if plan.chunks == 1 else "Numbers are pipeline ranks, each with several stages.")
     if plan.pipeline > 1:
         replica = ", of the first replica" if count > 1 else ""
         said.append(f"Lines join stages{replica}{', and are dotted between nodes' if crossing else ''}.")
@@ -467,8 +470,6 @@ def show_plan(plan: Plan, fewer: Plan | None = None) -> Figure:
     _add_heading(figure, "One step", "a number is a micro-batch", subplot=3)
     if cells:
         add_map(figure, plan, cells, row=3)
-        numbers = "a number is a stage" if plan.chunks == 1 else "a number is a pipeline rank, which has several stages"
-        _add_heading(figure, "Devices", numbers, subplot=4)
     facts = theme.text(theme.in_one_line(f"{name} {value}" for name, value in _headline(plan)))
     alert = "The loss depends on this division of the batch: see plan.notes" if plan.loss_depends else None
     gain_in_words = None
@@ -483,9 +484,9 @@ def show_plan(plan: Plan, fewer: Plan | None = None) -> Figure:
     further = 18 * max(0, len(below) - 2)
     words = 18 * words_below(plan).count("<br>") if cells else 0
     return figure.laid_out(
-        height=inner + (138 + words if cells else 180) + further,
+        height=inner + (154 + words if cells else 196) + further,
         title=theme.title(theme.text(_heading(plan)), "<br>".join(below)),
-        margin={"t": 104 + further, "b": 34 + words if cells else 76, "r": 16},
+        margin={"t": 120 + further, "b": 34 + words if cells else 76, "r": 16},
         barmode="stack",
         uniformtext={"mode": "hide", "minsize": 8},
         legend=_legend_at(1 - (upper + BELOW_TITLES_PX) / inner),

@@ -547,6 +547,8 @@ def verdict(holds: bool | None, cells: Sequence[MeasuredCell] = (), load: float 
         >>> wb.sweeps.verdict(True, load=4.5)
         'not judged: the machine was busy (4.5 processes wanted each core)'
     """
+    if not 0 <= load < math.inf:
+        raise InvalidArgument(f"load={load!r} is no number of processes. Give 0 or more for each core.")
     if holds is None:
         return "did not run"
     load = max([load, *(cell.load for cell in cells)])
