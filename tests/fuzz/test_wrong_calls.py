@@ -518,7 +518,6 @@ NOT_CALLED_BY_USERS: Mapping[str, str] = {
     "Sweep.cells Grid.in_words Figure.laid_out Figure.with_legend_below": "make tables and pictures of what is shown",
     "Experiment.samples_before": "asked by data and ranks, for steps of the training",
     "Experiment.factory attending_within_documents": "asked by ranks and captures, which build the model",
-    "Experiment.factory": "asked by ranks and captures, which build the model",
     "verdict": "asked by templates, for cells that they have measured",
     "Parity.bisect": "looks for a fault that ranks have found",
     "History.last History.settled": "asked by the dashboard, for rows of the run that it shows",
