@@ -407,6 +407,8 @@ def _targets(world: Mapping[str, Any]) -> list[Target]:
         ("load_grid", wb.sweeps.load_grid, {}, ()),
         ("MeasuredGrid", wb.sweeps.MeasuredGrid, {}, ("path",)),
         ("predictions", wb.figures.predictions, {}, ()),
+        ("norms", wb.figures.norms, {"run": run}, ("run", "of", "layer")),
+        ("magnitudes", wb.figures.magnitudes, {"run": run, "layer": "bert"}, ("run", "layer", "of")),
         ("frontier", wb.figures.frontier, {"plans": grid}, ()),
         ("parallel_coordinates", wb.figures.parallel_coordinates, {}, ()),
         ("best_so_far", wb.figures.best_so_far, {}, ("sweep",)),
@@ -506,7 +508,9 @@ def _outcome(target: Target, parameter: str, value: Any) -> tuple[str, str]:
 
 NOT_CALLED_BY_USERS: Mapping[str, str] = {
     "Cluster.group_link Cluster.hop_link Cluster.peers_link": "asked by the cost model, for groups that it made",
-    "Plan.device_bytes Plan.keeps_weight_copies Plan.stages_of": "asked by ranks and figures, for ranks of the plan",
+    "Plan.device_bytes Plan.keeps_weight_copies Plan.stages_of Plan.pipeline_rank_of Plan.shares_matrices_of": (
+        "asked by ranks and figures, for ranks of the plan"
+    ),
     "Calibration.applied_to Calibration.cluster Calibration.load Calibration.save": "of a measurement: tested with it",
     "Dynamic.covers Dynamic.kept Dynamic.ratio Dynamic.update_steps": "asked by the planner and the ranks",
     "Static.covers Static.kept Static.update_steps": "asked by the planner and the ranks",

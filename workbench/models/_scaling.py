@@ -158,7 +158,7 @@ def scaling(base: Model, target: Model, *, depth_rule: bool | None = None, algor
     layouts or head sizes, for other depths of a post-LayerNorm BERT, and for models that are no `wb.models.…`.
     """
     known = {name: record.widths for name, record in ALGORITHMS.items() if record.widths is not None}
-    if algorithm not in known:
+    if algorithm not in list(known):  # which a value that has no hash is not, either
         raise InvalidExperiment(
             f"algorithm={algorithm!r} has no rule: one is known for {' and '.join(map(repr, known))}. Give one of "
             "them, or write rate_scale yourself."
