@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
+from dataclasses import replace
 from functools import partial
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -18,11 +20,12 @@ from workbench.base.errors import CaptureError, InvalidArgument, PlanInfeasible,
 from workbench.capture import Block, Graph, capture, spec_of
 from workbench.cost import Cluster, Link, Profile
 from workbench.cost.graph_profiler import profile_graph
-from workbench.cost.hardware import NODES, all_gather_s, all_reduce_s, point_to_point_s, reduce_scatter_s
+from workbench.cost.hardware import NODES, Node, all_gather_s, all_reduce_s, point_to_point_s, reduce_scatter_s
 from workbench.cost.memory import Activations, ParameterTable, StageState, activations, stage_state
 from workbench.cost.profile import BlockTypeCost
+from workbench.measure import detection
 from workbench.measure.calibration import local_cluster
-from workbench.measure.detection import GEMM_SHARE, known_gpu, with_measured_rates
+from workbench.measure.detection import GEMM_SHARE, with_measured_rates
 
 H200 = Cluster.of("h200", gpus=4)
 CPU = local_cluster(processes=2)
@@ -50,7 +53,12 @@ def test_this_machine_survives_json_and_is_measured_once(tmp_path: Any, monkeypa
     ("torch_name", "name"),
     [
         ("NVIDIA A100-SXM4-40GB", "A100 40GB"),
+        ("NVIDIA A100-SXM4-80GB", "A100"),
+        ("Tesla V100-SXM2-16GB", "V100 16GB"),
+        ("Tesla V100-SXM3-32GB", "V100"),
         ("NVIDIA H100 80GB HBM3", "H100"),
+        ("NVIDIA H200", "H200"),
+        ("NVIDIA L40S", "L40S"),
         ("NVIDIA GeForce RTX 4090", "RTX 4090"),
         ("NVIDIA RTX 6000 Ada Generation", "RTX 6000 Ada"),
         ("NVIDIA GeForce RTX 4090 D", None),
@@ -60,8 +68,33 @@ def test_this_machine_survives_json_and_is_measured_once(tmp_path: Any, monkeypa
     ],
 )
 def test_a_gpu_matches_the_table_only_if_speed_and_links_match(torch_name: str, name: str | None) -> None:
-    known = known_gpu(torch_name)
-    assert (known[0].name if known else None) == name
+    node = Node.of_card(torch_name)
+    assert (node.device.name if node else None) == name
+
+
+def test_a_card_is_one_record_by_which_clusters_are_made_and_the_cards_of_a_machine_are_known(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    h200, link = NODES["h200"], replace(NODES["h200"].intra, bandwidth=800e9)
+    card = replace(h200.device, name="B300", memory_bytes=270 << 30)
+    made = h200._replace(device=card, intra=link, card="nvidia b300 sxm6 ac")
+    monkeypatch.setitem(NODES, "b300", made)
+    assert Cluster.of("b300", gpus=2).intra == link
+    properties = SimpleNamespace(total_memory=270 << 30)
+    cuda = SimpleNamespace(
+        is_available=lambda: True,
+        device_count=lambda: 2,
+        get_device_name=lambda _: "NVIDIA B300 SXM6 AC",
+        get_device_properties=lambda _: properties,
+    )
+    monkeypatch.setattr("torch.cuda", cuda)
+    assert detection.local_gpu_name() == "B300"
+    assert detection.detected_cluster(None).intra == link
+    monkeypatch.delitem(NODES, "b300")
+    monkeypatch.setattr(detection, "_rates", lambda _: {"fp32": 1e13, "bf16": 1e14, "bandwidth": 1e12})
+    unknown = detection.detected_cluster(None)
+    assert unknown.intra == detection.PCIE
+    assert "its links are taken for those of PCIe until wb.measure.calibrate() measures them" in unknown.device.measured
 
 
 def test_a_listed_card_keeps_its_data_sheets_peak_and_takes_its_measured_efficiency() -> None:

@@ -326,7 +326,7 @@ def test_constants_are_those_that_were_counted_or_measured() -> None:
         "v100": (31.7, None, 15.7e12, 900e9, 20e9, None, 110e9, 12e-6, 1.0, 5.3e9),
     }
     for name, shown in speeds.items():
-        device, _, intra, inter, _ = hardware.NODES[name]
+        device, _, intra, inter, *_ = hardware.NODES[name]
         rates = device.peak_flops.get("bf16"), device.peak_flops["fp32"], device.memory_bandwidth
         host = device.host_bandwidth, device.shared_host_bandwidth
         links = intra.bandwidth, intra.latency_s, intra.paired, inter.bandwidth

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 from collections import Counter
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field, replace
@@ -251,37 +252,41 @@ class Node(NamedTuple):
     host_bytes: int
     """Bytes of the host's memory: of V100 to H200 in the vendor's own systems (data sheets of DGX-1, DGX A100, DGX H100
     and H200), of cards a usual size."""
+    card: str = ""
+    """Regular expression that fits the whole name that torch gives the card, in lower case with spaces for hyphens;
+    empty where another node of the same card has it."""
+    is_timed: bool = False
+    """True for cards whose efficiency is measured where they are present (`workbench.measure.detection`)."""
+
+    @classmethod
+    def of_card(cls, name: str) -> Node | None:
+        """Return the node of a card by torch's name of it (`NVIDIA A100-SXM4-40GB`); None if the table lacks it."""
+        plain_name = name.lower().replace("-", " ")
+        return next((each for each in NODES.values() if each.card and re.fullmatch(each.card, plain_name)), None)
+
+
+def _by_nvlink(chip: str) -> str:
+    """Return an expression of a chip's cards that NVLink joins; those on PCIe are slower, and so are their links."""
+    return rf"(?!.*\b(?:pcie|nvl)\b).*\b{chip}\b.*"
 
 
 NODES = {
-    "v100": Node(V100, 8, *_V100_LINKS, 512 * GIB),
+    "v100": Node(V100, 8, *_V100_LINKS, 512 * GIB, _by_nvlink("v100(?!.*16gb)")),
     "v100-32gb": Node(V100, 8, *_V100_LINKS, 512 * GIB),
-    "v100-16gb": Node(V100_16, 8, *_V100_LINKS, 512 * GIB),
-    "a100": Node(A100, 8, *_A100_LINKS, 2048 * GIB),
+    "v100-16gb": Node(V100_16, 8, *_V100_LINKS, 512 * GIB, _by_nvlink("v100")),
+    "a100": Node(A100, 8, *_A100_LINKS, 2048 * GIB, _by_nvlink("a100(?!.*40gb)")),
     "a100-80gb": Node(A100, 8, *_A100_LINKS, 2048 * GIB),
-    "a100-40gb": Node(A100_40, 8, *_A100_LINKS, 1024 * GIB),
-    "h100": Node(H100, 8, *_H100_LINKS, 2048 * GIB),
-    "h200": Node(H200, 8, *_H200_LINKS, 2048 * GIB),
-    "rtx-3090": Node(RTX_3090, 4, *_THROUGH_THE_HOST, 128 * GIB),
-    "rtx-4090": Node(RTX_4090, 4, *_THROUGH_THE_HOST, 256 * GIB),
-    "rtx-5090": Node(RTX_5090, 4, *_THROUGH_THE_HOST_5, 256 * GIB),
-    "rtx-a6000": Node(RTX_A6000, 4, *_PEER_TO_PEER, 256 * GIB),
-    "rtx-6000-ada": Node(RTX_6000_ADA, 4, *_PEER_TO_PEER, 512 * GIB),
-    "a10": Node(A10, 8, *_PEER_TO_PEER, 512 * GIB),
-    "l40s": Node(L40S, 8, *_PEER_TO_PEER, 1024 * GIB),
+    "a100-40gb": Node(A100_40, 8, *_A100_LINKS, 1024 * GIB, _by_nvlink("a100")),
+    "h100": Node(H100, 8, *_H100_LINKS, 2048 * GIB, _by_nvlink("h100")),
+    "h200": Node(H200, 8, *_H200_LINKS, 2048 * GIB, _by_nvlink("h200")),
+    "rtx-3090": Node(RTX_3090, 4, *_THROUGH_THE_HOST, 128 * GIB, "nvidia geforce rtx 3090", is_timed=True),
+    "rtx-4090": Node(RTX_4090, 4, *_THROUGH_THE_HOST, 256 * GIB, "nvidia geforce rtx 4090", is_timed=True),
+    "rtx-5090": Node(RTX_5090, 4, *_THROUGH_THE_HOST_5, 256 * GIB, "nvidia geforce rtx 5090", is_timed=True),
+    "rtx-a6000": Node(RTX_A6000, 4, *_PEER_TO_PEER, 256 * GIB, "nvidia rtx a6000", is_timed=True),
+    "rtx-6000-ada": Node(RTX_6000_ADA, 4, *_PEER_TO_PEER, 512 * GIB, "nvidia rtx 6000 ada generation", is_timed=True),
+    "a10": Node(A10, 8, *_PEER_TO_PEER, 512 * GIB, "nvidia a10", is_timed=True),
+    "l40s": Node(L40S, 8, *_PEER_TO_PEER, 1024 * GIB, "nvidia l40s", is_timed=True),
 }
-
-CARDS = {
-    "nvidia geforce rtx 3090": "rtx-3090",
-    "nvidia geforce rtx 4090": "rtx-4090",
-    "nvidia geforce rtx 5090": "rtx-5090",
-    "nvidia rtx a6000": "rtx-a6000",
-    "nvidia rtx 6000 ada generation": "rtx-6000-ada",
-    "nvidia a10": "a10",
-    "nvidia l40s": "l40s",
-}
-"""Key of `NODES` by torch's device name, for cards whose speed is measured where they are present
-(`workbench.measure.detection`)."""
 
 
 # The time of collectives on one link by the α–β model, t = steps · α + volume / bandwidth.
@@ -418,7 +423,7 @@ class Cluster:
         key = str(name).lower().replace("_", "-").replace(" ", "-")
         if key not in NODES:
             raise UnknownParameter(f"There is no device {name!r} in the hardware table. {suggestion(key, NODES)}")
-        device, largest, intra, inter, host_bytes = NODES[key]
+        device, largest, intra, inter, host_bytes, *_ = NODES[key]
         gpus, nodes = plain(gpus), plain(nodes)
         if not is_count(gpus):
             return Cluster(device, gpus, largest, intra, inter)  # raises

@@ -33,7 +33,7 @@ from workbench.base.validation import (
     first_problem,
     known,
 )
-from workbench.cost.hardware import CALIBRATED, FITTED, Cluster, Link
+from workbench.cost.hardware import CALIBRATED, FITTED, Cluster, Link, Node
 from workbench.measure.detection import (
     CPU_PROCESSES,
     LoadWatch,
@@ -45,7 +45,6 @@ from workbench.measure.detection import (
     in_words,
     is_doubtful,
     is_quiet,
-    known_gpu,
     launch_seconds,
     measured_together,
     product_rates,
@@ -120,17 +119,13 @@ class Calibration:
         chosen = self.devices if gpus is None else gpus
         if self.device_type == "cpu":
             return self.applied_to(detected_cluster(chosen))
-        data_sheet = known_gpu(self.device)
-        if data_sheet is None:
-            here = detected_cluster(None)
-            if here.device.name != self.device.removeprefix("NVIDIA "):
-                raise PlanMismatch(
-                    f"The calibration was measured on {self.device}, which the hardware table lacks, and this machine "
-                    f"has {here.device.name}: its memory size is unknown. Plan on the machine that was measured."
-                )
-            data_sheet = here.device, here.intra, here.inter
-        device, intra, inter = data_sheet
-        whole = Cluster(device, chosen, self.devices, intra, inter)
+        listed = Node.of_card(self.device) or detected_cluster(None)
+        if isinstance(listed, Cluster) and listed.device.name != self.device.removeprefix("NVIDIA "):
+            raise PlanMismatch(
+                f"The calibration was measured on {self.device}, which the hardware table lacks, and this machine "
+                f"has {listed.device.name}: its memory size is unknown. Plan on the machine that was measured."
+            )
+        whole = Cluster(listed.device, chosen, self.devices, listed.intra, listed.inter)
         return self.applied_to(replace(whole, gpus_per_node=min(whole.gpus, self.devices)))
 
     def applied_to(self, cluster: Cluster) -> Cluster:

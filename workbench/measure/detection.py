@@ -31,7 +31,7 @@ import psutil
 from workbench.base.errors import PlanInfeasible
 from workbench.base.machine import available_cores, cache_home, cpu_model, end_elastic_launch
 from workbench.base.units import plain
-from workbench.cost.hardware import CARDS, NODES, PCIE, TIMED, Cluster, Device, Efficiency, Link
+from workbench.cost.hardware import PCIE, TIMED, Cluster, Device, Efficiency, Link, Node
 from workbench.record.rundir import read_json, read_object, write_json
 
 if TYPE_CHECKING:
@@ -404,8 +404,9 @@ def detected_cluster(processes: int | None) -> Cluster:
             f'for another machine with Cluster.of("h200", gpus={chosen}).'
         )
     name = torch.cuda.get_device_name(0)
-    device, intra, inter = known_gpu(name) or (_measured_gpu(name), PCIE, PCIE)
-    if name.lower() in CARDS:
+    node = Node.of_card(name)
+    device, intra, inter = (node.device, node.intra, node.inter) if node else (_measured_gpu(name), PCIE, PCIE)
+    if node and node.is_timed:
         device = with_measured_rates(device, _rates(name))
     device = with_memory(device, torch.cuda.get_device_properties(0).total_memory)
     return Cluster(device, chosen, chosen, intra, inter, _host_bytes() // count)
@@ -429,29 +430,8 @@ def local_gpu_name() -> str | None:
     if not num_gpus():
         return None
     name = torch.cuda.get_device_name(0)
-    data_sheet = known_gpu(name)
-    return data_sheet[0].name if data_sheet else str(name).removeprefix("NVIDIA ")
-
-
-def known_gpu(name: str) -> tuple[Device, Link, Link] | None:
-    """Return device, inner and outer link of the hardware table for torch's device name (`NVIDIA A100-SXM4-40GB`).
-
-    PCIe cards with the chips of NVLink GPUs are not in the table: they and their links are slower.
-    """
-    key = CARDS.get(name.lower()) or _joined_by_nvlink(name.lower().replace("-", " ").split())
-    if key is None:
-        return None
-    device, _, intra, inter, _ = NODES[key]
-    return device, intra, inter
-
-
-def _joined_by_nvlink(words: list[str]) -> str | None:
-    model = next((word for word in ("h200", "h100", "a100", "v100") if word in words), None)
-    if "pcie" in words or "nvl" in words:
-        return None
-    size = {"a100": "40g", "v100": "16g"}.get(model or "")
-    small = size is not None and any(word.startswith(size) for word in words)
-    return f"{model}-{size}b" if small else model
+    node = Node.of_card(name)
+    return node.device.name if node else str(name).removeprefix("NVIDIA ")
 
 
 def with_memory(device: Device, total_bytes: int) -> Device:
@@ -474,7 +454,7 @@ def _measured_gpu(name: str) -> Device:
         reserved_bytes=1 << 30,
         efficiency=Efficiency(gemm=GEMM_SHARE, bandwidth=1.0),
         basis=TIMED,
-        measured=in_words(rates),
+        measured=f"{in_words(rates)}; its links are taken for those of PCIe until wb.measure.calibrate() measures them",
     )
 
 
