@@ -11,6 +11,7 @@ from typing import Any
 import nbformat
 import pytest
 
+import workbench as wb
 from tests.logs import append_event
 from tests.patience import Clock
 from workbench.notebooks import countdown
@@ -123,7 +124,7 @@ def test_a_notebook_of_many_small_cells_is_saved_at_its_start_and_end_alone(monk
         def cell_start(self, *_: Any) -> None:
             self.save()
 
-    def execute(_: type, manager: Any, __: str, cell_s: float = 0.0) -> None:
+    def execute(_: type, manager: Any, __: str, cell_s: float = 0.0, **_options: Any) -> None:
         for index, cell in enumerate(manager.nb.cells):
             manager.cell_start(cell, index)
             clock.now += cell_s
@@ -136,3 +137,15 @@ def test_a_notebook_of_many_small_cells_is_saved_at_its_start_and_end_alone(monk
     saves.clear()
     engine.execute_managed_notebook(Manager(), "python3", cell_s=1.0)
     assert len(saves) == pytest.approx(450 * countdown.SAVED_SHARE / 0.1, rel=0.1), "a twentieth of the time"
+
+
+def test_an_executed_notebook_opens_no_port_and_its_kernel_says_nothing_about_eavesdropping(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    kernel = "from ipykernel.kernelapp import IPKernelApp\nprint(IPKernelApp.instance().transport)"
+    notebook = nbformat.v4.new_notebook(cells=[nbformat.v4.new_code_cell(kernel)])
+    notebook.metadata["kernelspec"] = {"name": "python3", "display_name": "Python 3", "language": "python"}
+    nbformat.write(notebook, tmp_path / "asks.ipynb")
+    executed = wb.notebooks.execute(tmp_path / "asks.ipynb", tmp_path / "out")
+    assert nbformat.read(executed.notebook, as_version=4).cells[-1].outputs[0].text == "ipc\n"
+    assert "encryption" not in "".join(capfd.readouterr())

@@ -6,7 +6,10 @@ the cells that have ended took longer on this machine. JupyterLab's countdown (`
 
 from __future__ import annotations
 
+import os
 import re
+import socket
+import tempfile
 import time
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -25,6 +28,8 @@ LEAST_SHARE = 0.1
 """Part of its work from which on a call's progress is believed: what it took before includes its start."""
 LONGEST_S = 1e6
 """Longest time of a cell in s that is believed: anybody may have written the metadata of a notebook."""
+LONGEST_SOCKET = 96
+"""Characters of a kernel's socket without its number: the system takes a path of 104 to 108."""
 SAVED_SHARE = 0.05
 """Largest part of the time of an execution that may be spent on saving the notebook meanwhile."""
 
@@ -134,9 +139,11 @@ class Countdown:
 def watching_engine(watch: Callable[[Any], None], is_as_timed: bool) -> type:
     """Return an engine of papermill that gives `watch` the countdown of a notebook, and saves the notebook seldom.
 
-    Papermill's own saves the whole notebook twice a cell, which of 450 small cells takes nine tenths of the time.
+    Papermill's own saves the whole notebook twice a cell, which of 450 small cells takes nine tenths of the time. Its
+    kernel listens on ports of the machine; this one's has sockets in a folder that nobody else may open.
     """
     from papermill.engines import NBClientEngine
+    from traitlets.config import Config
 
     class Engine(NBClientEngine):
         @classmethod
@@ -159,7 +166,11 @@ def watching_engine(watch: Callable[[Any], None], is_as_timed: bool) -> type:
             nb_man.cell_start, nb_man.save = begin_and_tell, save_seldom
             watch(countdown)
             try:
-                return super().execute_managed_notebook(nb_man, kernel_name, **options)
+                with tempfile.TemporaryDirectory(prefix="workbench-") as folder:
+                    sockets = os.path.join(folder, "kernel")
+                    if hasattr(socket, "AF_UNIX") and len(sockets) < LONGEST_SOCKET:
+                        options["config"] = Config(KernelManager={"transport": "ipc", "ip": sockets})
+                    return super().execute_managed_notebook(nb_man, kernel_name, **options)
             finally:
                 nb_man.save = save  # the last one, of papermill's own end
 
