@@ -222,6 +222,16 @@ def test_smoothing_leaves_a_constant_alone_and_a_straight_line_straight() -> Non
     assert smoothed(x, 2 * x, 10.0)[middle] == pytest.approx((2 * x)[middle])
 
 
+def test_a_learning_rate_has_the_corners_that_it_was_given_at_any_smoothing() -> None:
+    made = curve("ramp", steps=300)
+    rate = np.minimum(np.arange(1, 301) / 100, 1.0)
+    run = Curve("ramp", {**made.columns, "learning_rate": rate})
+    for smoothing in (0.01, 0.1):
+        [line] = parts(loss_curves([run], y="learning_rate", x="step", smoothing=smoothing), "line")
+        drawn = np.interp(np.arange(1, 301), np.asarray(line.x, dtype=float), np.asarray(line.y, dtype=float))
+        assert drawn == pytest.approx(rate), "no measurement, but what was set"
+
+
 def test_smoothing_equals_the_weighted_mean_that_it_states() -> None:
     x = np.cumsum(np.random.default_rng(1).uniform(0.5, 1.5, 600)) + 100
     y = np.random.default_rng(2).normal(size=600)

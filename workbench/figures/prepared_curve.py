@@ -26,6 +26,7 @@ from workbench.analysis.curve import (
 )
 from workbench.base.machine import available_cores
 from workbench.figures import theme
+from workbench.record.columns import COLUMNS
 from workbench.record.history import final_loss, last_held_out
 from workbench.runs.loss_basis import LossBasis
 
@@ -227,8 +228,7 @@ class Preparation:
 
         Smoothing comes before decimation. The same points serve every x axis, since all of them rise with the step.
         """
-        raw, position = column(curve, y), column(curve, self.along)
-        line = smoothed(position, raw, self.width) if len(position) == len(raw) else raw
+        raw, [line] = column(curve, y), self.lines([curve], y)
         is_loss, evaluations = y == "loss", dict[str, Array]()
         marks: tuple[Mark, ...] = ()
         if is_loss and len(raw):  # at most `MAX_MARKS` events of the run, and the divergence of its loss
@@ -270,7 +270,9 @@ class Preparation:
         )
 
     def lines(self, curves: Sequence[Curve], y: str) -> list[Array]:
-        """Return the smoothed column `y` of every curve."""
+        """Return the smoothed column `y` of every curve; one that has no noise as it is."""
+        if y in COLUMNS and COLUMNS[y].is_exact:
+            return [column(curve, y) for curve in curves]
         pairs = [(column(curve, self.along), column(curve, y)) for curve in curves]
         return [smoothed(x, raw, self.width) if len(x) == len(raw) else raw for x, raw in pairs]
 

@@ -113,8 +113,8 @@ class Axis:
 class Column:
     """One figure of a logged step, a float64 in a history; NaN where it is unknown.
 
-    One of `value` and `share` says how it is logged; a column without either is added by the writer of events (`time`)
-    or computed by the reader (`is_derived`).
+    `value` says how it is logged; a column without it is added by the writer of events (`time`) or computed by the
+    reader (`is_derived`).
     """
 
     words: str
@@ -127,6 +127,8 @@ class Column:
     """True for a column that no event holds."""
     is_whole: bool = False
     """True for a count, which events hold as an integer."""
+    is_exact: bool = False
+    """True for what is set or counted and has no noise: its curve is not smoothed, which would round its corners."""
     panel: Panel | None = None
     axis: Axis | None = None
     """The x axis whose values it holds."""
@@ -180,6 +182,7 @@ COLUMNS: dict[str, Column] = {
     "spikes": Column(
         words="loss spikes so far",
         is_whole=True,
+        is_exact=True,
         label="Loss spikes",
         value=lambda step: step.spikes,
         panel=Panel(least=1e-9),
@@ -187,6 +190,7 @@ COLUMNS: dict[str, Column] = {
     "learning_rate": Column(
         words="learning rate",
         label="Learning rate",
+        is_exact=True,
         value=lambda step: step.learning_rate,
         panel=Panel(),
     ),
