@@ -227,7 +227,9 @@ def test_a_learning_rate_has_the_corners_that_it_was_given_at_any_smoothing() ->
     rate = np.minimum(np.arange(1, 301) / 100, 1.0)
     run = Curve("ramp", {**made.columns, "learning_rate": rate})
     for smoothing in (0.01, 0.1):
-        [line] = parts(loss_curves([run], y="learning_rate", x="step", smoothing=smoothing), "line")
+        figure = loss_curves([run], y="learning_rate", x="step", smoothing=smoothing)
+        [line] = parts(figure, "line")
+        assert not [menu for menu in figure.layout.updatemenus if "smoothing" in menu.buttons[0].label]
         drawn = np.interp(np.arange(1, 301), np.asarray(line.x, dtype=float), np.asarray(line.y, dtype=float))
         assert drawn == pytest.approx(rate), "no measurement, but what was set"
 

@@ -313,7 +313,8 @@ def _smoothing_menu(
     y: str,
 ) -> list[dict[str, Any]]:
     """Return the menu of widths of the average, each with the heights of every line; none for what is not averaged."""
-    if smoothing <= 0 or sum(len(curve.raw) for curve in prepared) > SMOOTHED_AGAIN:
+    is_exact = y in COLUMNS and COLUMNS[y].is_exact
+    if smoothing <= 0 or is_exact or sum(len(curve.raw) for curve in prepared) > SMOOTHED_AGAIN:
         return []
     at = [index for index, trace in enumerate(figure.data) if trace.meta == "line"]
     keys = [int(figure.data[index].legendgroup) for index in at]
