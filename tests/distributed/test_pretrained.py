@@ -373,7 +373,7 @@ def test_the_template_fine_tunes_a_pair_and_its_accuracies_are_those_of_a_plain_
         assert f"{sum(values) / 2:.1%}" in document.printed("titles =")
         assert f"{name} classifies {sum(values) / 2:.1%}" in document.printed("told = []")
     assert "At equal tokens" not in document.printed("told = []")
-    assert "Accuracy at equal tokens" in document.printed("told = []")
+    assert "accuracy at equal tokens" in document.printed("told = []")
     assert "Held-out accuracy" in str(document.cell('compared = wb.contrast(runs, y="accuracy")').outputs)
 
 

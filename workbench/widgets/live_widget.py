@@ -545,7 +545,8 @@ def respond_while_busy(*controls: widgets.Widget) -> None:
 # and plotly.js is the state of one hidden widget per kernel, to which all plots refer.
 
 PLOT_JS = Path(__file__).with_name("plot.js")
-"""The module that draws a figure in the page. JupyterLab's extension links to it, for the pages of the sidebar."""
+"""The module that draws a figure in the page: a link to that of JupyterLab's extension, which the sidebar uses. The
+server serves no link that leads out of the extension's folder, so that the file itself stands there."""
 COLUMNS = ("x", "y", "customdata")
 """Fields of a trace that are sent as bytes where they are arrays of numbers."""
 
