@@ -189,7 +189,9 @@ class World:
                 shardings={}, compact=BlockSparseParameters(), model_buffers=dict, model_parameters=dict
             ),
             graph=SimpleNamespace(parameters=self.weights),
-            coordinate=SimpleNamespace(data=1, tensor=1, data_rank=0, tensor_rank=0),
+            coordinate=SimpleNamespace(
+                data=1, tensor=1, data_rank=0, tensor_rank=0, devices_per_stage=1, rank_in_stage=0
+            ),
             context=SimpleNamespace(device=torch.device("cpu")),
             sparse_weights=None,
             average=None,

@@ -17,7 +17,7 @@ from streams import fed_alone
 from torch.utils.data import IterableDataset
 
 import workbench as wb
-from workbench.base.errors import DataError
+from workbench.base.errors import DataError, InvalidExperiment
 from workbench.base.tensors import TensorSpec
 from workbench.data import as_data, data_fingerprint, held_out
 from workbench.data.datasets import RecordLayout
@@ -238,7 +238,7 @@ def test_held_out_items_are_the_first_ones() -> None:
     experiment = asked(Numbers(), eval_data=generated, evaluation=wb.Evaluation(samples=6))
     assert held_out(experiment).__getitems__(range(6))["x"][:, 0].tolist() == list(range(6))
     assert len(held_out(experiment.replace(eval_samples=1000))) == ITEMS
-    with pytest.raises(wb.errors.InvalidExperiment, match=r"Evaluation\(data=my_validation_dataset"):
+    with pytest.raises(InvalidExperiment, match=r"Evaluation\(data=my_validation_dataset"):
         asked(Numbers(), evaluation=wb.Evaluation(samples=6))
 
 

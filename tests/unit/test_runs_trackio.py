@@ -33,7 +33,7 @@ EXPERIMENT = SimpleNamespace(name="bert", tracking=Tracking(project=PROJECT, tra
 RECORDS = """
 import os, sys
 from workbench.runs.tracking import recorder, trackio_tracker
-recorder.NICENESS, trackio_tracker.CONFIRM_LIMIT_S = 0, float(sys.argv[2])
+recorder.NICENESS, trackio_tracker.CONFIRM_LIMIT_S = 0, float(sys.argv[2])  # clock: of code under test, decides nothing
 os._exit(recorder.main(sys.argv[1], upload="--upload" in sys.argv))
 """
 SERVES = """

@@ -14,7 +14,7 @@ from typing import Any
 
 from workbench.base.errors import InvalidArgument, WorkbenchError
 from workbench.base.units import gib, many
-from workbench.record.rundir import RunDir, process_alive, read_json
+from workbench.record.rundir import RunDir, parsed, process_alive, read_file, read_json
 from workbench.runs.run import Run
 from workbench.sweeps.queue import GRID, SWEEP, QueueDir, label_text
 
@@ -77,7 +77,7 @@ def notebook_of(run: RunDir, folder: Path) -> str | None:
     # Neither the checksum nor a path object is worth its time here, of hundreds of runs at once.
     launched_by, root = None, f"{folder}{os.sep}"
     with contextlib.suppress(OSError, ValueError, AttributeError):
-        launched_by = json.loads(run.environment.read_bytes()).get("notebook")
+        launched_by = parsed(read_file(run.environment)).get("notebook")
     for path in (launched_by, str(run.notebook)):
         with contextlib.suppress(OSError, ValueError):
             if not isinstance(path, str) or not path.endswith(".ipynb"):
