@@ -18,6 +18,8 @@ from workbench.record.rundir import RunDir, read_record, write_record
 
 pytestmark = pytest.mark.usefixtures("runs")
 GROUP, MEMBER = ".wb-group", ".wb-member"
+KERNEL = {"name": "python3", "display_name": "Python 3", "language": "python"}
+"""What a notebook names so that JupyterLab opens it without asking for a kernel."""
 
 
 def write_seed(path: Path, seed: int, age_s: float, **how: Any) -> RunDir:
@@ -34,7 +36,7 @@ def runs(server: lab.Server) -> Iterator[Path]:
     """Let the server's folder hold four seeds of a recipe, of which one trains, and two other runs."""
     with lab.own_runs(server) as folder:
         (server.root / "study.ipynb").write_text(
-            json.dumps({"cells": [], "metadata": {}, "nbformat": 4, "nbformat_minor": 5})
+            json.dumps({"cells": [], "metadata": {"kernelspec": KERNEL}, "nbformat": 4, "nbformat_minor": 5})
         )
         for seed in range(4):
             state = "running" if seed == 3 else "finished"

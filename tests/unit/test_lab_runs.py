@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 from collections import namedtuple
 from pathlib import Path
 
@@ -51,6 +52,21 @@ def test_a_reading_holds_what_changed_since_the_last_one(folder: Path) -> None:
     assert [(row["name"], row["tags"], row["archived"]) for row in third["rows"]] == [("b", ["paper"], True)]
     (folder / "b").rename(folder.parent / "elsewhere")
     assert index.read([folder], third["version"])["gone"] == [str(folder / "b")]
+
+
+def test_a_run_in_the_place_of_another_of_its_name_is_read_from_its_beginning(folder: Path) -> None:
+    index, path = RunIndex(), folder / "a <img src=x>"
+    append_event(RunDir(path).events, "status", state="running", message="x" * 500)
+    assert index.read([folder])["rows"]
+    written = RunDir(path).experiment.stat().st_mtime
+    shutil.rmtree(path)
+    run = start_run(path)
+    os.utime(run.experiment, (written + 1, written + 1))
+    train(run, 1, 3)
+    append_event(run.events, "alert", alert="plateau", message="The loss stays.", step=3)
+    append_event(run.events, "status", state="running", message="y" * 1000)
+    row = next(row for row in index.read([folder])["rows"] if row["name"] == path.name)
+    assert (row["step"], row["alerts"]) == (3, ["The loss stays."])
 
 
 def test_a_reading_that_takes_too_long_names_all_runs_and_the_next_ones_read_on(

@@ -127,7 +127,8 @@ class RunIndex:
                 except OSError:
                     stats.append((0, 0))
             signature, entry = tuple(stats), self._entries.get(path)
-            if entry is None:
+            # Another experiment: a run of the same name has taken the place, and what was read is of the one before.
+            if entry is None or (entry.signature and entry.signature[0] != signature[0]):
                 self._version += 1
                 self._gone.pop(str(path), None)
                 entry = self._entries[path] = _Entry(Run(path), self._version)
