@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import itertools
 import math
 from collections.abc import Callable
@@ -164,6 +165,48 @@ def test_a_counter_is_mentioned_and_numbers_that_stay_are_not() -> None:
     assert "Watched.seen" in note
     assert Watched.seen == 0
     assert note.endswith("none of its values makes a difference to what is computed.")
+
+
+def computed_offsets(length: int) -> torch.Tensor:
+    return torch.arange(length).mul(2).sub(length).float()
+
+
+remembered_offsets = functools.lru_cache(computed_offsets)
+
+
+def offsets(length: int) -> torch.Tensor:
+    """Constants of several operations, remembered except while torch compiles, as in `transformers`."""
+    return (computed_offsets if torch.compiler.is_compiling() else remembered_offsets)(length)
+
+
+class Remembers(Changing):
+    """Notes its problem once, as classifiers of `transformers` do, and draws after constants that it remembers."""
+
+    problem: str | None = None
+
+    def change(self) -> None:
+        self.problem = self.problem or "regression"
+
+    def forward(self, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+        drawn = functional.dropout(super().forward(x + offsets(4), y).expand(4), 0.5, True)
+        return drawn.sum()
+
+
+class RemembersAndCounts(Remembers, Scale):
+    def change(self) -> None:
+        Remembers.change(self)
+        Scale.change(self)
+
+
+def test_draws_after_constants_that_forward_remembers_are_those_of_every_forward() -> None:
+    remembered_offsets.cache_clear()
+    assert captured(Remembers()).notes == ()
+
+
+def test_the_line_that_computes_with_a_number_is_named_beside_constants_that_forward_remembers() -> None:
+    remembered_offsets.cache_clear()
+    with pytest.raises(CaptureError, match=r"self\.scale and computes with it at .*`scale = self\.scale"):
+        captured(RemembersAndCounts())
 
 
 class Decides(Changing):

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import difflib
 import dis
 import functools
 import gc
@@ -329,11 +330,12 @@ class Expressions(TorchDispatchMode):
         self.forward = 0
         self.operations: list[tuple[int, SourceLine]] = []
         """Digest of each operation of this forward with its numbers, but not its tensors, and its line."""
+        self._drawn = 0
 
     def begin(self, given: Mapping[str, torch.Tensor]) -> None:
         """Begin a forward that is given these tensors: parameters, buffers and the batch, by name."""
         self.forward += 1
-        self.operations = []
+        self.operations, self._drawn = [], 0
         for name, tensor in given.items():
             if tensor.layout == torch.strided:
                 self._set(tensor, hash(name), self.forward, None)
@@ -363,8 +365,10 @@ class Expressions(TorchDispatchMode):
         made = self.forward if is_drawn or any(depends for _, depends, _ in found) else None
         kept = next((each for _, _, each in found if each is not None), None)
         self.operations.append((hash(tuple(operation)), line_of_running_code()))
-        # A draw differs from other draws of this forward.
-        number = len(self.operations) if is_drawn else 0
+        # A draw differs from other draws of this forward. Operations are not counted: what the first forward has
+        # computed from constants, and remembers, the second one does not compute again.
+        self._drawn += is_drawn
+        number = self._drawn if is_drawn else 0
         digest = hash((*operation, number, *(each for each, _, _ in found)))
         given = {int(tensor.untyped_storage()._cdata) for tensor in tensors if tensor.layout == torch.strided}
         schema = getattr(func, "_schema", None)
@@ -597,11 +601,13 @@ def refuse_kept(
         """Return the line of the first operation that differs, or that one of the two does not have."""
         if [digest for digest, *_ in later[0]] == [digest for digest, *_ in first[0]]:
             return None
-        lines = {line for _, line in later[1]}
-        pairs = (pair for pair in zip(first[1], later[1], strict=False) if pair[0][0] != pair[1][0])
-        found = next((there if there not in lines else here for (_, there), (_, here) in pairs), None)
-        shorter, longer = sorted((first[1], later[1]), key=len)
-        return found or (longer[len(shorter)][1] if longer[len(shorter) :] else SourceLine())
+        # Operations that the later one lacks say least: it may remember constants that the first one has computed.
+        here, there = ([digest for digest, _ in operations] for operations in (first[1], later[1]))
+        compared = difflib.SequenceMatcher(None, here, there, autojunk=False)
+        steps = [step for step in compared.get_opcodes() if step[0] != "equal"]
+        new = [later[1][begin][1] for *_, begin, end in steps if end > begin]
+        gone = [first[1][begin][1] for _, begin, *_ in steps]
+        return (new or gone or [SourceLine()])[0]
 
     # Two forwards in a row.
     numbers = [each for each in changed if each.is_number]
