@@ -231,6 +231,167 @@ def modernbert_large() -> nn.Module:
     )
 
 
+def olmo2_1b() -> nn.Module:
+    """OLMo 2 1B: norms behind attention and feed-forward layer, queries and keys normalised over all heads."""
+    from transformers import Olmo2Config, Olmo2ForCausalLM
+
+    return Olmo2ForCausalLM(
+        Olmo2Config(
+            vocab_size=100352,
+            hidden_size=2048,
+            intermediate_size=8192,
+            num_hidden_layers=16,
+            num_attention_heads=16,
+            max_position_embeddings=4096,
+            use_cache=False,
+        )
+    )
+
+
+def falcon_1b() -> nn.Module:
+    """Falcon 1B: one key and value for all heads, attention and feed-forward layer side by side, no biases, tied."""
+    from transformers import FalconConfig, FalconForCausalLM
+
+    return FalconForCausalLM(
+        FalconConfig(
+            vocab_size=50304,
+            hidden_size=2048,
+            num_hidden_layers=24,
+            num_attention_heads=32,
+            multi_query=True,
+            parallel_attn=True,
+            alibi=False,
+            bias=False,
+            max_position_embeddings=2048,
+            use_cache=False,
+        )
+    )
+
+
+def phi_1b() -> nn.Module:
+    """Phi 1.5: attention and feed-forward layer side by side, with biases; rotary positions in half of each head."""
+    from transformers import PhiConfig, PhiForCausalLM
+
+    return PhiForCausalLM(
+        PhiConfig(
+            vocab_size=51200,
+            hidden_size=2048,
+            intermediate_size=8192,
+            num_hidden_layers=24,
+            num_attention_heads=32,
+            max_position_embeddings=2048,
+            use_cache=False,
+        )
+    )
+
+
+def roberta_large() -> nn.Module:
+    """RoBERTa Large, whose positions are counted from what is no padding."""
+    from transformers import RobertaConfig, RobertaForMaskedLM
+
+    return RobertaForMaskedLM(
+        RobertaConfig(
+            vocab_size=50265,
+            hidden_size=1024,
+            num_hidden_layers=24,
+            num_attention_heads=16,
+            intermediate_size=4096,
+            max_position_embeddings=514,
+            type_vocab_size=1,
+        )
+    )
+
+
+def granite_2b() -> nn.Module:
+    """Granite 3 2B: a Llama whose embeddings, residual branches, scores and logits have multipliers."""
+    from transformers import GraniteConfig, GraniteForCausalLM
+
+    return GraniteForCausalLM(
+        GraniteConfig(
+            vocab_size=49155,
+            hidden_size=2048,
+            intermediate_size=8192,
+            num_hidden_layers=40,
+            num_attention_heads=32,
+            num_key_value_heads=8,
+            embedding_multiplier=12.0,
+            residual_multiplier=0.22,
+            attention_multiplier=0.015625,
+            logits_scaling=8.0,
+            max_position_embeddings=4096,
+            tie_word_embeddings=True,
+            use_cache=False,
+        )
+    )
+
+
+def convnext_large() -> nn.Module:
+    """ConvNeXt-L: depthwise convolutions of 7 × 7, norms over channels, four resolutions."""
+    from transformers import ConvNextConfig, ConvNextForImageClassification
+
+    return ConvNextForImageClassification(
+        ConvNextConfig(depths=[3, 3, 27, 3], hidden_sizes=[192, 384, 768, 1536], num_labels=1000)
+    )
+
+
+def albert_xlarge() -> nn.Module:
+    """ALBERT xlarge: 24 layers that share one layer's weights, embeddings narrower than the layers."""
+    from transformers import AlbertConfig, AlbertForMaskedLM
+
+    return AlbertForMaskedLM(
+        AlbertConfig(
+            vocab_size=30000,
+            embedding_size=128,
+            hidden_size=2048,
+            intermediate_size=8192,
+            num_hidden_layers=24,
+            num_attention_heads=16,
+        )
+    )
+
+
+def olmoe() -> nn.Module:
+    """Four of 16 narrow experts for each token, 1.0 B parameters."""
+    from transformers import OlmoeConfig, OlmoeForCausalLM
+
+    return OlmoeForCausalLM(
+        OlmoeConfig(
+            vocab_size=50304,
+            hidden_size=1024,
+            intermediate_size=1024,
+            num_hidden_layers=16,
+            num_attention_heads=16,
+            num_experts=16,
+            num_experts_per_tok=4,
+            max_position_embeddings=2048,
+            use_cache=False,
+        )
+    )
+
+
+def gpt2_medium() -> nn.Module:
+    """GPT-2 Medium as the library has it: one product for queries, keys and values, stored transposed."""
+    from transformers import GPT2Config, GPT2LMHeadModel
+
+    return GPT2LMHeadModel(GPT2Config(n_embd=1024, n_layer=24, n_head=16, use_cache=False))
+
+
+def beit_large() -> nn.Module:
+    """BEiT Large: every layer has a learned bias of its own for each pair of patches."""
+    from transformers import BeitConfig, BeitForImageClassification
+
+    return BeitForImageClassification(
+        BeitConfig(
+            hidden_size=1024,
+            num_hidden_layers=24,
+            num_attention_heads=16,
+            intermediate_size=4096,
+            use_relative_position_bias=True,
+            num_labels=1000,
+        )
+    )
+
+
 class _Layer(nn.Module):
     def __init__(self, width: int, heads: int) -> None:
         super().__init__()

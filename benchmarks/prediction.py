@@ -13,6 +13,10 @@ checkpointing, then by name whatever else `wb.plan` takes. `--cases` also takes 
 on; predicted one by one, each begins elsewhere in the list with `--turn`. `--set` plans what `SETS` lists instead, all
 of it or some `--cases`. Cases that a file lacks are added to it, and what it has stays as it is.
 
+`--earlier FILE ...` gives each prediction an interval that is meant to hold in 90 %: as wide, up and down by the same
+factor, as that share of the plans in these files needed it (split conformal prediction, section 1 of
+https://arxiv.org/abs/2107.07511). It covers what moved those: machines, clocks and power, hosts, unknown models.
+
 Batches are for 4 GPUs; for another number they are larger or smaller with it, so that a GPU has as much to do.
 
 A measured step is the median of `--steps` after warm-up: random tokens, dropout 0.1, AdamW and clipping included. Where
@@ -28,6 +32,7 @@ import datetime
 import gc
 import itertools
 import json
+import math
 import os
 import platform
 import statistics
@@ -120,6 +125,16 @@ OTHERS = {
         lambda: others.deberta_v3_base, 512, 128, data=others.Tokens(128100, 512, 0.15, scattered=True)
     ),
     "swin-large": Case(lambda: others.swin_large, 1, 512, data=others.Images()),
+    "olmo2-1b": Case(lambda: others.olmo2_1b, 2048, 64, data=others.Tokens(100352, 2048)),
+    "falcon-1b": Case(lambda: others.falcon_1b, 1024, 128, data=others.Tokens(50304, 1024)),
+    "phi-1b": Case(lambda: others.phi_1b, 1024, 128, data=others.Tokens(51200, 1024)),
+    "roberta-large": Case(lambda: others.roberta_large, 512, 256, data=others.Tokens(50265, 512, 0.15, scattered=True)),
+    "granite-2b": Case(lambda: others.granite_2b, 2048, 32, data=others.Tokens(49155, 2048)),
+    "convnext-large": Case(lambda: others.convnext_large, 1, 512, data=others.Images()),
+    "albert-xlarge": Case(lambda: others.albert_xlarge, 512, 128, data=others.Tokens(30000, 512, 0.15, scattered=True)),
+    "olmoe": Case(lambda: others.olmoe, 1024, 128, data=others.Tokens(50304, 1024)),
+    "gpt2-medium": Case(lambda: others.gpt2_medium, 1024, 128, data=others.Tokens(50257, 1024)),
+    "beit-large": Case(lambda: others.beit_large, 1, 512, data=others.Images()),
 }
 """Models that nothing was fitted on, handed over as a user would."""
 
@@ -169,6 +184,20 @@ SETS: dict[str, dict[str, tuple[Mapping[str, Any], ...]]] = {
         "deberta-v3-base": ({},),
         "swin-large": ({},),
     },
+    "unseen": {
+        "olmo2-1b": ({}, {"zero": 3, "pipeline": 1, "tensor": 1}),
+        "granite-2b": ({}, {"zero": 0, "pipeline": 1, "tensor": 2}),
+        "falcon-1b": ({}, {"zero": 2, "pipeline": 1, "tensor": 1, "recompute": "selective"}),
+        "phi-1b": ({"pipeline": 2, "data": 1, "tensor": 1}, {"zero": 1, "pipeline": 1, "tensor": 1, "micro_batch": 8}),
+        "roberta-large": ({}, {"pipeline": 2, "data": 1, "tensor": 1}),
+    },
+    "unseen-one": {
+        "convnext-large": ({},),
+        "olmoe": ({},),
+        "gpt2-medium": ({"recompute": "full"},),
+        "albert-xlarge": ({},),
+        "beit-large": ({"micro_batch": 32},),
+    },
     "sparse": {"medium": ({},), "medium-sparse-16": _BOTH_FORMS, "medium-sparse-32": _BOTH_FORMS},
     "sparse-base": {
         "base": ({}, _LAUNCHED),
@@ -187,6 +216,8 @@ SETS: dict[str, dict[str, tuple[Mapping[str, Any], ...]]] = {
 }
 """Cases, the most telling first, and what each of their plans is told; the planner chooses the rest."""
 
+HELD = 0.9
+"""The share of plans in whose interval of `--earlier` the measurement is meant to lie."""
 SPREAD = 0.05
 """Between the slowest and the fastest step, over the median."""
 MOST_TURNS = 4
@@ -235,6 +266,7 @@ def _arguments() -> argparse.Namespace:
     predict.add_argument("--turn", type=int, default=0, help="where in VARIATIONS the first case begins")
     predict.add_argument("--device", help="plan for a device of the hardware table, not for this machine")
     predict.add_argument("--gpus", type=int, default=4)
+    predict.add_argument("--earlier", type=Path, nargs="+", default=[], help="files whose errors give intervals")
     predict.add_argument("--plan", action="append", default=[], help=f"case:{by_hand.SYNTAX}")
     measure.add_argument("--steps", type=int, default=6)
     measure.add_argument("--timeout-s", type=float, default=300)
@@ -253,6 +285,7 @@ def _predict(arguments: argparse.Namespace) -> None:
     if arguments.file.exists():
         content = _read(arguments.file)
     rows = content["rows"]
+    factors = _factors([row for file in arguments.earlier for row in _read(file)["rows"]])
     turn = arguments.turn
     for name in arguments.cases or SETS.get(arguments.set, CASES):
         if any(row["case"] == name for row in rows):
@@ -266,7 +299,7 @@ def _predict(arguments: argparse.Namespace) -> None:
             traceback.print_exc()
             chosen = []
             rows.append({"case": name, "why": "", "error": f"not planned: {type(error).__name__}: {error}"})
-        rows += [_row(name, why, plan) for why, plan in chosen]
+        rows += [_with_intervals(_row(name, why, plan), factors) for why, plan in chosen]
         print(f"{name}: {len(chosen)} plans in {time.perf_counter() - made:.1f} s", flush=True)
         for why, plan in chosen:
             print(f"  {why}: {plan.describe()}", flush=True)
@@ -353,6 +386,26 @@ def _row(name: str, why: str, plan: Plan) -> Row:
         "predicted_ms": plan.prediction.step_ms,
         "predicted_gib": plan.peak_bytes / GIB,
         "plan": {**plan.to_json(), "candidates": []},
+    }
+
+
+def _factors(earlier: list[Row]) -> dict[str, float]:
+    """By unit, the factor within which a prediction is meant to be right; none where nothing was measured earlier."""
+    factors = {}
+    for unit in ("ms", "gib"):
+        errors = sorted(abs(math.log1p(_error(row, unit))) for row in earlier if f"measured_{unit}" in row)
+        place = math.ceil(HELD * (len(errors) + 1))  # the plan to come is one of them, none more probable than another
+        if errors and place > len(errors):
+            raise SystemExit(f"--earlier: {len(errors)} measured plans are too few for intervals of {HELD:.0%}.")
+        if errors:
+            factors[unit] = math.exp(errors[place - 1])
+    return factors
+
+
+def _with_intervals(row: Row, factors: Mapping[str, float]) -> Row:
+    return row | {
+        f"interval_{unit}": [row[f"predicted_{unit}"] / factor, row[f"predicted_{unit}"] * factor]
+        for unit, factor in factors.items()
     }
 
 
@@ -730,6 +783,13 @@ def _errors(rows: list[Row]) -> Iterator[str]:
         if errors:
             median, largest = statistics.median(errors), max(errors)
             yield f"{what}: {len(errors)} of {len(fitting)} plans, median error {median:.1%}, largest {largest:.1%}"
+        given = [row for row in fitting if f"measured_{unit}" in row and f"interval_{unit}" in row]
+        if given:
+            low, high = (given[0][f"interval_{unit}"][side] / given[0][f"predicted_{unit}"] for side in (0, 1))
+            inside = [
+                each[0] <= row[f"measured_{unit}"] <= each[1] for row in given if (each := row[f"interval_{unit}"])
+            ]
+            yield f"{what}: {sum(inside)} of {len(given)} in their interval ({low:.3f} to {high:.3f} of the prediction)"
     failed = [row for row in fitting if "error" in row]
     yield f"failed: {len(failed)} of {len(fitting)}"
     memory = sum("out of memory" in row["error"] for row in failed)

@@ -48,6 +48,7 @@ TINY: dict[str, str] = {
     "small_steps TEXT --tiny --out OUT": "device, here",
     "sparse_gradient_cache --tiny --out OUT": "",
     "sparse_prediction --tiny --out OUT": "dense, masked, masked_over_dense",
+    "starts --tiny --out OUT": "starts, launches",
     "tokenizing --tiny --text FOLDER --out OUT": "rows",
     "width_rule --tiny --out OUT": "settings, runs",
     "width_rule --tiny --muon --out OUT": "settings, runs",
