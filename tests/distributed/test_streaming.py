@@ -163,6 +163,27 @@ def test_no_sample_is_lost_or_seen_twice_when_two_replicas_go_on_after_one(text:
     )
 
 
+@pytest.mark.representative
+def test_a_mixture_of_streams_is_that_of_stored_texts_when_two_replicas_go_on_after_one(
+    text: Path, tmp_path: Path
+) -> None:
+    other = tmp_path / "other.txt"
+    other.write_text("\n".join(f"Line {i} has {i % 7} apples." for i in range(300)))
+
+    def mixed(streaming: bool) -> Experiment:
+        one, two = (
+            wb.data.corpus(path, vocab_size=400, streaming=streaming, shuffle_buffer=buffer)
+            for path, buffer in ((text, BUFFER), (other, 10))
+        )
+        return asked(text, streaming, steps=40).replace(data=wb.data.mixture([(one, 0.7), (two, 0.3)]))
+
+    streamed, wanted = mixed(streaming=True), mixed(streaming=False).reading.dataset()
+    one, state = launch(read_by, 1, streamed, None, 0, 15)
+    assert min(source["first"] for source in state["sources"]) > 0, "neither source is read from its beginning"
+    two, _ = launch(read_by, 2, streamed, state, 15, 40)
+    assert one + two == [row.tolist() for row in wanted.__getitems__(range(40 * BATCH))["input_ids"]]
+
+
 def test_an_iterable_dataset_killed_with_9_goes_on_to_the_last_bit(tmp_path: Path) -> None:
     experiment = real_worker.experiment(data=WordStream(), steps=16, checkpoint_every=5)
     chosen = plan(experiment)

@@ -471,6 +471,15 @@ def test_saved_datasets_and_files_of_rows_give_the_text_of_their_rows(rows, spee
         assert data.from_json(json.loads(json.dumps(part.to_json()))) == part
 
 
+def test_rows_are_known_by_the_whole_path_and_named_by_what_tells_them_apart(rows, monkeypatch):
+    """A process of another working directory reads them, too."""
+    monkeypatch.chdir(rows.parent)
+    for path, name in (("part-*.parquet", f"{rows.name}/part-*.parquet"), ("saved", "saved"), (".", rows.name)):
+        part = data.hub(f"{rows.name}/{path}", text_column="body")
+        assert (part.repository, part.name) == (str(rows / path), name)
+    assert data.hub("wikitext").name == data.hub("wikitext").repository == "wikitext"
+
+
 @uses_home
 def test_rows_that_are_no_text_or_not_there_are_refused(rows, tmp_path):
     (tmp_path / "empty.jsonl").write_text("")

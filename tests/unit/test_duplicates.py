@@ -140,12 +140,12 @@ def test_a_longer_text_is_looked_through_in_parts_and_other_text_is_compared_too
 ) -> None:
     parts = parts_of(of_texts(texts))
     monkeypatch.setattr(duplicates, "PIECE", 1 << 10)
-    whole = duplicates.shared_samples(parts.training, parts.held_out, 32)
+    whole = duplicates.shared_samples([parts.training], parts.held_out, 32)
     monkeypatch.undo()
-    assert whole == duplicates.shared_samples(parts.training, parts.held_out, 32)
+    assert whole == duplicates.shared_samples([parts.training], parts.held_out, 32)
     monkeypatch.setattr(duplicates, "PIECE", 1 << 10)
     monkeypatch.setattr(duplicates, "MOST_COMPARED", 1 << 12)
-    shared, windows, looked = duplicates.shared_samples(parts.training, parts.held_out, 32)
+    shared, windows, looked = duplicates.shared_samples([parts.training], parts.held_out, 32)
     assert looked < 1
     assert (shared <= whole[0], windows) == (True, whole[1])
     monkeypatch.undo()

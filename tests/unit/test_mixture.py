@@ -2,21 +2,27 @@
 
 from __future__ import annotations
 
+import itertools
+import json
 import math
+from collections.abc import Iterator
 from dataclasses import replace
 from fractions import Fraction
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
+from streams import written_here
 
 import workbench as wb
 from workbench.analysis.plateau import context_free
 from workbench.base.errors import DataError
 from workbench.data import data_fingerprint, held_out
 from workbench.data.corpora import LARGEST_PERIOD, Mixture, PartUse, shares_of
-from workbench.data.sampling import MixedOrder
+from workbench.data.duplicates import RUN
+from workbench.data.sampling import NEVER, MixedOrder
 from workbench.runs.loss_basis import loss_basis, why_not_compared
 from workbench.sweeps.queue import label
 from workbench.sweeps.sweep import Axes
@@ -166,6 +172,131 @@ def test_a_mixture_survives_json_and_other_weights_are_another_training(texts: A
     assert frequencies[2] > 0
 
 
+STREAMED: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
+    "both streamed": ({"streaming": True, "shuffle_buffer": 7}, {"streaming": True, "shuffle_buffer": 30}),
+    "one streamed": ({"streaming": True, "shuffle_buffer": 9}, {}),
+}
+
+
+@pytest.mark.parametrize("model", [CAUSAL, MASKED], ids=["causal", "masked"])
+@pytest.mark.parametrize("options", STREAMED.values(), ids=STREAMED)
+def test_a_mixture_with_streamed_sources_gives_the_samples_of_the_stored_one_from_any_state(
+    texts: Any, options: Any, model: Any
+) -> None:
+    """Both sources are read for several epochs; the second comes late, and the first pauses."""
+    weights, changes = (1, 0), {5: (0.7, 0.3), 30: (0, 1), 40: (2, 1)}
+    evaluation = wb.Evaluation(samples=8)
+    streamed, stored = (
+        asked(
+            wb.data.mixture(
+                [(replace(text, **{**own, **how}), w) for text, own, w in zip(texts, options, weights, strict=True)],
+                changes,
+            ),
+            model,
+            evaluation=evaluation,
+            steps=120,
+        )
+        for how in ({}, {"streaming": False})
+    )
+    wanted, found = stored.reading.dataset(), streamed.reading.dataset()
+    assert min(use.epochs for use in streamed.reading.use(streamed.total_samples)) > 1.5
+    assert str(streamed.reading.use(500)) == str(stored.reading.use(500))
+    everything = wanted.__getitems__(range(len(wanted)))
+    with written_here(found.stream, len(found), found.vocabulary) as ring:
+        read = found.reading(ring).__getitems__(range(len(found)))
+    assert read.keys() == everything.keys()
+    assert all(torch.equal(read[name], field) for name, field in everything.items())
+    chunks = list(itertools.takewhile(lambda chunk: chunk.first < len(found), found.stream.chunks(None)))
+    for chunk in chunks[:: max(1, len(chunks) // 9)]:
+        state = json.loads(json.dumps(chunk.state))
+        again = [next(stream) for stream in [found.stream.chunks(state)] for _ in range(3)]
+        joined = np.concatenate([each.records for each in again])
+        assert again[0].first == chunk.first
+        assert (joined == np.concatenate([each.records for each in chunks])[chunk.first :][: len(joined)]).all()
+    kept = [held_out(each).__getitems__(range(8))["labels"] for each in (streamed, stored)]
+    assert torch.equal(*kept)
+
+
+def test_places_invert_the_order_of_a_mixture() -> None:
+    shares = [(0, (1, 0, 2)), (10, (0, 1, 0)), (12, (0, 0, 1)), (20, (3, 2, 0))]
+    order = MixedOrder([(first, shares_of(weights)) for first, weights in shares])
+    part, number = order.of(np.arange(500))
+    for source in range(3):
+        assert (order.places(source, number[part == source]) == np.flatnonzero(part == source)).all()
+    assert order.places(2, np.asarray([len(number[part == 2])]))[0] == NEVER
+
+
+def test_a_source_that_fails_or_gives_nothing_is_named(texts: Any, tmp_path: Path) -> None:
+    (tmp_path / "short.txt").write_text("the sea was grey\n" * 40)
+    (tmp_path / "late.txt").write_text("the sea was grey and old\n" * 400)
+    for name, content in (("short", "the sea"), ("late", b"the sea \xff\n" * 400)):
+        path = tmp_path / f"{name}.txt"
+        source = wb.data.corpus(path, streaming=True, shuffle_buffer=5)
+        found = asked(wb.data.mixture([(replace(texts[0], streaming=True), 1), (source, 1)])).reading.dataset()
+        path.write_bytes(content if isinstance(content, bytes) else content.encode())
+        with pytest.raises(DataError, match=name):
+            list(itertools.islice(found.stream.chunks(None), 9))
+
+
+def test_sources_of_one_name_are_told_apart(tmp_path: Path) -> None:
+    paths = [tmp_path / folder / "web.txt" for folder in "ab"]
+    for path in paths:
+        path.parent.mkdir()
+        path.write_text(f"the sea of {path.parent.name} was grey\n" * 400)
+    data = wb.data.mixture([(wb.data.corpus(path, vocab_size=400, streaming=path == paths[1]), 1) for path in paths])
+    assert data.name == "50 % web (source 1) + 50 % web (source 2)"
+    used = asked(data).reading.use(400)
+    assert [use.name for use in used] == ["web (source 1)", "web (source 2)"]
+
+
+def test_held_out_text_of_one_source_that_another_trains_on_is_counted(tmp_path: Path) -> None:
+    draw = np.random.default_rng(2)
+    lines = [" ".join(draw.choice(WORDS, 30)) for _ in range(300)]
+    paths = [tmp_path / "one.txt", tmp_path / "two.txt"]
+    paired = ["\n".join(lines[at : at + 2]) for at in range(100, 300, 2)]  # documents of other hashes
+    for path, own in zip(paths, (lines[:200], paired), strict=True):
+        path.write_text("\n\n".join(own))
+    data = wb.data.mixture([(wb.data.corpus(path, vocab_size=400), 1) for path in paths])
+    experiment = asked(data, evaluation=wb.Evaluation(samples=8))
+    parts: Any = [read._parts() for read in experiment.reading.parts()]
+    trained = [part.training.ids[np.arange(part.training.tokens)].tolist() for part in parts]
+    runs = {tuple(ids[at : at + RUN]) for ids in trained for at in range(len(ids) - RUN + 1)}
+    for name, part in zip(("one", "two"), parts, strict=True):
+        held = part.held_out.ids[np.arange(part.held_out.tokens // SEQ * SEQ)].tolist()
+        shared = {at // SEQ for at in range(len(held) - RUN + 1) if tuple(held[at : at + RUN]) in runs}
+        assert 0 < len(shared) < len(held) // SEQ
+        words = experiment.reading.prepare(progress=False).held_out
+        assert f"Of {name}, {part} {len(shared)} of {len(held) // SEQ} held-out windows" in words
+    copied = experiment.replace(eval_data=wb.data.documents(lines[:20] + lines[-20:], "copied"))
+    assert "held-out windows (100%)" in copied.reading.held_out_in_words()
+
+
+def test_a_mixture_keeps_its_tokeniser_when_the_text_that_it_comes_from_is_tokenised(tmp_path: Path) -> None:
+    for name in "ab":
+        (tmp_path / f"{name}.txt").write_text(f"the sea of {name} was grey and old\n" * 200)
+    parts = [(wb.data.corpus(tmp_path / f"{name}.txt", vocab_size=400, streaming=True), 1) for name in "ab"]
+    reading = asked(wb.data.mixture(parts)).reading
+    before = [part.key.folder for part in reading.parts()]
+    reading.prepare(progress=False)
+    assert before[0].is_dir(), "a small text is tokenised to count its samples"
+    assert [part.key.folder for part in reading.parts()] == before
+
+
+def test_what_a_long_stream_gives_is_estimated_and_said_so(texts: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    data = wb.data.mixture([(texts[0], 1), (replace(texts[1], streaming=True), 1)])
+    exact = asked(data).reading.use(400)
+    monkeypatch.setattr("workbench.data.tokenizing.SMALL_BYTES", 0)
+    is_stored = property(lambda reading: not reading.data.streaming)
+    monkeypatch.setattr("workbench.data.tokenizing.TextReading.is_tokenised", is_stored)
+    reading = asked(data).reading
+    prepared, estimated = reading.prepare(progress=False), reading.use(400)
+    assert prepared.streamed
+    assert prepared.tokens_per_core_s is not None
+    assert [use.estimated for use in estimated] == [False, True]
+    assert estimated[1].epochs == pytest.approx(exact[1].epochs, rel=0.02)
+    assert "3.2 k tokens of sea (0.651 epochs), 3.2 k tokens of shore (about 1.3" in reading.note()
+
+
 class Numbers:
     """A dataset of one number."""
 
@@ -194,6 +325,25 @@ def test_datasets_of_ones_own_are_mixed_too() -> None:
         wrong.data.reads(wrong).check()
 
 
+class Counting(torch.utils.data.IterableDataset[dict[str, torch.Tensor]]):
+    """Numbers in their order, without an index and without a length."""
+
+    def __iter__(self) -> Iterator[dict[str, torch.Tensor]]:
+        return ({"x": torch.full((3,), 7.0), "n": torch.tensor(number)} for number in range(11))
+
+
+def test_datasets_that_can_only_be_iterated_are_mixed_in_their_own_order() -> None:
+    experiment = asked(wb.data.mixture([(Numbers(1), 1), (Counting(), 3)]), lambda: torch.nn.Linear(3, 1))
+    experiment.reading.check()
+    found = experiment.reading.dataset()
+    with written_here(found.stream, 400, 0) as ring:
+        rows = found.reading(ring).__getitems__(range(400))
+    assert rows["n"][rows["x"][:, 0] == 7].tolist() == [number % 11 for number in range(300)]
+    assert sorted(rows["n"][rows["x"][:, 0] == 1][:10].tolist()) == list(range(10))
+    assert [use.epochs for use in experiment.reading.use(400)] == [10, None]
+    assert str(experiment.reading.use(400)[1]) == "4.8 k tokens of Counting"
+
+
 def test_what_does_not_mix_is_refused(texts: Any) -> None:
     first, second = texts
     folder = str(first.reads(asked(first)).tokenizer_folder())
@@ -204,7 +354,7 @@ def test_what_does_not_mix_is_refused(texts: Any) -> None:
         ([(first, 1), (second, 0)], "weight 0 at every step"),
         ([(first, 1), (first, 2)], "is given twice"),
         ([(first, 1), (Numbers(1), 2)], "text and user-defined"),
-        ([(first, 1), (replace(second, streaming=True), 2)], "is streamed"),
+        ([(first, 1), (replace(first, streaming=True, masked_share=0.3), 2)], "is given twice"),
         ([(first, 1), (other(texts), 2)], "is a mixture itself"),
         ([(first, "much"), (second, 1)], "finite numbers"),
         ([first, second], "no pair"),

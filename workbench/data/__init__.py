@@ -146,7 +146,7 @@ def hub(
     from workbench.data.text import is_rows
 
     name = str(name)
-    if is_rows(Path(name).expanduser()):
+    if is_rows(Path(name).expanduser()) or Path(name).expanduser().is_dir():  # processes elsewhere read it, too
         name = str(Path(name).expanduser().absolute())
     chosen, entries = _chosen_tokenizer(tokenizer, vocab_size)
     return HubText(
@@ -223,12 +223,12 @@ def mixture(parts: Sequence[Any], changes: Mapping[int, Sequence[float]] | None 
     """Describe data that are mixed of several sources, each with a weight.
 
     `parts` are pairs of a source and its weight: texts (`wb.data.corpus(…)`, `hub` or `documents`), or datasets of your
-    own with the same fields. Weights count in proportion: 7 and 3 are 70 % and 30 % of the samples. `changes` maps
-    steps, counted from 0, to the weights of all sources from that step on.
+    own with the same fields, each streamed or not. Weights count in proportion: 7 and 3 are 70 % and 30 % of the
+    samples. `changes` maps steps, counted from 0, to the weights of all sources from that step on.
 
     No number is drawn: after n samples with constant weights, each source has given within 1 of its share of n. (Shares
-    whose common denominator exceeds 65,536 are rounded to that.) Each source is read in its own shuffled order, again
-    and again; the plan says how many epochs of it are read.
+    whose common denominator exceeds 65,536 are rounded to that.) Each source is read in the order that it has alone,
+    again and again; the plan says how many epochs of it are read.
 
     All texts have one tokeniser. Those without a `tokenizer` are read with that of the first text, or with the
     vocabulary that is trained on it. Evaluations read held-out samples of every text, mixed by the last weights, or, if

@@ -10,7 +10,7 @@ import dataclasses
 import glob
 import hashlib
 import math
-import os
+import operator
 from abc import abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import KW_ONLY, dataclass, replace
@@ -41,6 +41,7 @@ from workbench.data.source import (
     Reading,
     SampleRequest,
     UserData,
+    fingerprint_of,
     require_same_words,
 )
 from workbench.data.text import (
@@ -58,7 +59,7 @@ from workbench.data.text import (
 from workbench.record.events import DataUseEvent
 
 if TYPE_CHECKING:
-    from workbench.data.datasets import Batch, MixedDataset, TrainingDataset
+    from workbench.data.datasets import Batch, MixedDataset, StreamedDataset, TrainingDataset
     from workbench.data.sampling import EncodedPrompts, MixedOrder
     from workbench.data.tokenizing import TextReading
 
@@ -168,7 +169,10 @@ class HubText(TextData):
 
     @property
     def name(self) -> str:
-        return Path(self.repository).name if os.path.isabs(self.repository) else self.repository
+        path = Path(self.repository)
+        if not path.is_absolute():
+            return self.repository
+        return f"{path.parent.name}/{path.name}" if glob.has_magic(path.name) else path.name
 
     def check_source(self, reading: TextReading) -> None:
         """Raise `DataError` unless the hub has the split and the column, or the cache the tokens."""
@@ -266,12 +270,17 @@ class PartUse(NamedTuple):
     samples: int
     tokens: int
     """Tokens of these samples, `seq_len` each."""
-    epochs: float
-    """Samples over the different samples that the source has."""
+    epochs: float | None
+    """Samples over the different samples that the source has; None where it does not say how many."""
+    estimated: bool = False
+    """True if these are estimated, as those of a long text that is streamed."""
 
     def __str__(self) -> str:
+        read = f"{count(self.tokens)} tokens of {self.name}"
+        if self.epochs is None:
+            return read
         again = ", read more than once" if self.epochs > 1 else ""
-        return f"{count(self.tokens)} tokens of {self.name} ({self.epochs:.3g} epochs{again})"
+        return f"{read} ({'about ' * self.estimated}{self.epochs:.3g} epochs{again})"
 
 
 def use_in_words(event: DataUseEvent | None) -> str:
@@ -295,6 +304,13 @@ def shares_of(weights: Sequence[float]) -> list[Fraction]:
         parts[part] += 1
     parts[parts.index(max(parts))] += LARGEST_PERIOD - sum(parts)
     return [Fraction(part, LARGEST_PERIOD) for part in parts]
+
+
+def _same_text(one: DataSource, other: DataSource) -> bool:
+    """Return True if two sources are one text, however it is read: what one holds out, the other would train on."""
+    origin = ("type", "path", "repository", "config", "split", "text_column", "revision")
+    described = [each.to_json() for each in (one, other)]
+    return isinstance(one, TextData) and len({tuple(map(each.get, origin)) for each in described}) == 1
 
 
 @dataclass(frozen=True)
@@ -348,12 +364,8 @@ class Mixture(DataSource):
                 )
             if not isinstance(part, TextData):
                 continue
-            if part in self.parts[:number]:
+            if any(_same_text(part, other) for other in self.parts[:number]):
                 raise DataError(f"{part.name} is given twice. Give it once, with the sum of its weights.")
-            if part.streaming:
-                raise DataError(
-                    f"{part.name} is streamed, and a mixture reads its sources by index. Remove streaming=True."
-                )
 
     @property
     def is_user_defined(self) -> bool:
@@ -363,13 +375,17 @@ class Mixture(DataSource):
     def name(self) -> str:
         """Sources with their shares in per cent, at first and from each step at which they change."""
         each = [
-            " + ".join(
-                f"{float(100 * s):.3g} % {p.name}" for p, s in zip(self.parts, shares_of(weights), strict=True) if s
-            )
+            " + ".join(f"{float(100 * s):.3g} % {n}" for n, s in zip(self.names, shares_of(weights), strict=True) if s)
             for _, weights in self.stretches
         ]
         later = [f"from step {step:,} on {words}" for (step, _), words in zip(self.changes, each[1:], strict=True)]
         return ", ".join([each[0], *later])
+
+    @property
+    def names(self) -> list[str]:
+        """Names of the sources, each different: those with the name of another say which of the sources they are."""
+        names = [part.name for part in self.parts]
+        return [f"{name} (source {at})" if names.count(name) > 1 else name for at, name in enumerate(names, start=1)]
 
     @property
     def is_loaded(self) -> bool:
@@ -433,10 +449,11 @@ class MixtureReading(Reading):
     def use(self, samples: int) -> list[PartUse]:
         """Return what the first `samples` of the training read of each source, after preparing the data."""
         given, length = self.order.given(samples).tolist(), self.request.seq_len
-        return [
-            PartUse(part.data.name, n, n * length, n / part.samples_per_epoch())
-            for part, n in zip(self.parts(), given, strict=True)
-        ]
+        used = []
+        for name, part, n in zip(self.data.names, self.parts(), given, strict=True):
+            each, is_estimated = part.counted()
+            used.append(PartUse(name, n, n * length, None if each is None else n / each, is_estimated))
+        return used
 
     def parts(self, progress: bool = False) -> list[Reading]:
         """Return the sources as they are read: each as by a training on it alone, all text with one tokeniser."""
@@ -474,11 +491,6 @@ class MixtureReading(Reading):
                 read.check()
                 _require_specs(part, read.batch_specs(), self.data.parts[0], specs)
                 require_same_words(read, self._first, part.name, self.data.parts[0].name)
-                if isinstance(part, UserData) and part._iterable is not None:
-                    raise DataError(
-                        f"{part.name} has no index, and a mixture reads its sources by index. Give a dataset with "
-                        "__len__ and __getitem__."
-                    )
             if self.request.eval_data is not None:
                 self.request.eval_data.reads(self.request).held_out(self)
             return
@@ -524,8 +536,19 @@ class MixtureReading(Reading):
             folder=prepared[0].folder,
             seconds=sum(each.seconds for each in prepared),
             reused=all(each.reused for each in prepared),
-            held_out=" ".join(f"Of {each.name}, {each.held_out}" for each in prepared if each.held_out),
+            streamed=any(each.streamed for each in prepared),
+            tokens_per_core_s=self._tokens_per_core_s(prepared),
+            held_out=self.held_out_in_words(),
         )
+
+    def _tokens_per_core_s(self, prepared: Sequence[Prepared]) -> float | None:
+        """Return the tokens of the mixture that a core makes in a second with the weights that cost it most.
+
+        None if no source is tokenised while training reads it; those that are not cost nothing.
+        """
+        costs = [1 / each.tokens_per_core_s if each.tokens_per_core_s else 0.0 for each in prepared]
+        most = max(sum(map(operator.mul, shares_of(weights), costs)) for _, weights in self.data.stretches)
+        return 1 / most if most else None
 
     def samples_per_epoch(self) -> int:
         raise DataError(
@@ -561,10 +584,12 @@ class MixtureReading(Reading):
             for name in batches[0] or ()
         }
 
-    def dataset(self) -> MixedDataset:
-        from workbench.data.datasets import MixedDataset
+    def dataset(self) -> MixedDataset | StreamedDataset:
+        """Return the samples of the training in order: a stream if a source is one."""
+        from workbench.data.datasets import mixed_dataset
 
-        return MixedDataset([part.dataset() for part in self.parts()], self.order, self.request.total_samples)
+        parts = [part.dataset() for part in self.parts()]
+        return mixed_dataset(parts, self.order, self.request.total_samples, fingerprint_of)
 
     def held_out(self, trained_on: Reading | None = None) -> MixedDataset:
         """Return held-out samples of each source, mixed by the weights of the last stretch."""
@@ -589,16 +614,28 @@ class MixtureReading(Reading):
         return other.reads(self.request).held_out(self._first if self._texts else self)
 
     def held_out_in_words(self) -> str:
-        said = [(part.data.name, part.held_out_in_words()) for part in self.parts()]
-        return " ".join(f"Of {name}, {words}" for name, words in said if words)
+        """Return the numbers of what each text holds out, and how much of it training reads in any of the texts."""
+        if self.data.is_user_defined or self.request.evaluation is None:
+            return ""
+        texts = cast("list[TextReading]", self.parts())
+        if texts[0].holds_out:
+            words = [text.held_out_in_words([each for each in texts if each is not text]) for text in texts]
+            named = zip(self.data.names, words, strict=True)
+            return " ".join(f"Of {name}, {said}" for name, said in named if said)
+        from workbench.data.datasets import TextDataset
+        from workbench.data.duplicates import overlap_in_words
+
+        held_out, stored = self.evaluated_on(), [text.trained_on() for text in texts if not text.data.streaming]
+        if not isinstance(held_out, TextDataset) or not stored:
+            return ""
+        return overlap_in_words(stored, held_out.samples.text, texts[0].width)
 
     def note(self) -> str:
         """Return how often the training reads each source, where its samples have been counted, and their notes."""
-        if any(not text.reads(self.request).is_tokenised for text in self._texts[:1]):
-            return ""
-        read = self.parts()
-        if self._texts and not all(cast("TextReading", part).is_tokenised for part in read):
-            return ""
+        is_counted = all(text.reads(self.request).is_counted for text in self._texts[:1])  # and has a vocabulary
+        read = self.parts() if is_counted else [text.reads(self.request) for text in self._texts]
+        if self._texts and not all(cast("TextReading", part).is_counted for part in read):
+            return " ".join(filter(None, (part.note() for part in read if part.data.streaming)))
         used = f"The mixture reads {', '.join(map(str, self.use(self.request.total_samples)))}."
         return " ".join([used, *filter(None, (part.note() for part in read))])
 

@@ -32,7 +32,7 @@ from workbench.base.display import place
 from workbench.base.errors import DataError, in_words, message_of
 from workbench.base.tensors import TensorSpec
 from workbench.data.sampling import EVALUATION_SEED, ITEM, MixedOrder, TokenSamples, hashed, shuffled
-from workbench.data.streaming import OF_A_RANK, Chunk, Ring, SampleStream
+from workbench.data.streaming import OF_A_RANK, Chunk, MixedStream, Ring, SampleStream, SourceRing
 
 Batch = dict[str, torch.Tensor]
 CPU = torch.device("cpu")
@@ -167,6 +167,30 @@ class MixedDataset(TrainingDataset):
                 mixed = batch.setdefault(name, field.new_empty((len(index_B), *field.shape[1:])))
                 mixed[torch.from_numpy(chosen)] = field
         return batch
+
+
+def mixed_dataset(
+    parts: Sequence[TrainingDataset], order: MixedOrder, length: int, identity: Callable[[Sequence[Any]], str]
+) -> MixedDataset | StreamedDataset:
+    """Return the samples of several datasets in the order of a mixture: a stream if one of them is.
+
+    `identity` returns a hash of what decides the samples of some datasets.
+    """
+    streams = tuple(part.stream if isinstance(part, StreamedDataset) else None for part in parts)
+    streamed = [part for part in parts if isinstance(part, StreamedDataset)]
+    if not streamed:
+        return MixedDataset(parts, order, length)
+
+    def reading(ring: Ring) -> MixedDataset:
+        rings = [SourceRing(**vars(ring), order=order, source=source) for source in range(len(parts))]
+        own = [
+            part.reading(of_part) if isinstance(part, StreamedDataset) else part
+            for part, of_part in zip(parts, rings, strict=True)
+        ]
+        return MixedDataset(own, order, length)
+
+    digest = hashlib.sha256(f"{order} {identity(parts)}".encode()).hexdigest()
+    return StreamedDataset(MixedStream(streams, order), length, digest, reading, streamed[0].vocabulary)
 
 
 def item_at(items: Any, index: int) -> Batch:

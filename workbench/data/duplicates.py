@@ -160,9 +160,9 @@ _BITS = np.uint64((1 << 24) - 1)
 
 
 def shared_samples(
-    training: TokenStore | SplicedTokens, held_out: TokenStore | SplicedTokens, width: int
+    trainings: Sequence[TokenStore | SplicedTokens], held_out: TokenStore | SplicedTokens, width: int
 ) -> tuple[int, int, float]:
-    """Return how many held-out windows of `width` tokens hold a run of `RUN` tokens that training reads as well.
+    """Return how many held-out windows of `width` tokens hold a run of `RUN` tokens that a text of the training has.
 
     The other values are the number of windows, and the fraction of the training that was looked through.
     """
@@ -173,15 +173,15 @@ def shared_samples(
     may_be = np.zeros(int(_BITS) + 1, np.bool_)
     may_be[(known & _BITS).astype(np.int64)] = True
     found = np.zeros(len(known), np.bool_)
-    pieces = -(-training.tokens // PIECE)
-    looked = min(pieces, MOST_COMPARED // PIECE)
+    pieces = [(training, begin) for training in trainings for begin in range(0, training.tokens, PIECE)]
+    looked = min(len(pieces), MOST_COMPARED // PIECE)
     for number in range(looked):
-        begin = number * pieces // looked * PIECE
+        training, begin = pieces[number * len(pieces) // looked]
         own = _hashes_of(training, begin, min(begin + PIECE + RUN - 1, training.tokens))
         own = own[may_be[(own & _BITS).astype(np.int64)]]
         at = np.minimum(np.searchsorted(known, own), len(known) - 1)
         found[at[known[at] == own]] = True
-    return len(np.unique(windows[found[np.searchsorted(known, hashes)]])), whole // width, looked / max(1, pieces)
+    return len(np.unique(windows[found[np.searchsorted(known, hashes)]])), whole // width, looked / max(1, len(pieces))
 
 
 def _hashes_of(text: TokenStore | SplicedTokens, begin: int, end: int) -> U64:
@@ -198,20 +198,22 @@ def _hashes_of(text: TokenStore | SplicedTokens, begin: int, end: int) -> U64:
     return run_hashes(ids, RUN) if len(ids) >= RUN else np.empty(0, np.uint64)
 
 
-def overlap_in_words(training: TokenStore | SplicedTokens, held_out: TokenStore | SplicedTokens, width: int) -> str:
-    """Return a sentence with what `shared_samples` finds, which is stored beside the tokens of the training."""
-    stores = [text.store if isinstance(text, SplicedTokens) else text for text in (training, held_out)]
+def overlap_in_words(
+    trainings: Sequence[TokenStore | SplicedTokens], held_out: TokenStore | SplicedTokens, width: int
+) -> str:
+    """Return a sentence with what `shared_samples` finds, which is stored beside the tokens of the first text."""
+    stores = [text.store if isinstance(text, SplicedTokens) else text for text in (*trainings, held_out)]
     digest = hashlib.blake2b(
         repr((FORMAT, RUN, width, [store.folder.name for store in stores])).encode(), digest_size=8
     )
-    for text in (training, held_out):
+    for text in (*trainings, held_out):
         if isinstance(text, SplicedTokens):
             digest.update(text.starts.tobytes() + text.ends.tobytes())
     file = stores[0].folder.with_name(f"{stores[0].folder.name}.shared-{digest.hexdigest()}.json")
     try:
         shared, windows, looked = json.loads(file.read_text())
     except (OSError, ValueError, TypeError):
-        shared, windows, looked = shared_samples(training, held_out, width)
+        shared, windows, looked = shared_samples(trainings, held_out, width)
         with suppress(OSError):  # of a cache that cannot be written: it is counted again
             part = file.with_name(f"{file.name}.part")
             part.write_text(json.dumps([shared, windows, looked]))

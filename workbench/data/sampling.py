@@ -145,6 +145,10 @@ def _period(quotas: tuple[int, ...]) -> I64:
     return order
 
 
+NEVER = np.iinfo(np.int64).max
+"""Place of a sample that never comes."""
+
+
 class _Stretch(NamedTuple):
     """Consecutive samples of a mixture with the same weights."""
 
@@ -181,6 +185,9 @@ class MixedOrder:
             self._stretches.append(_Stretch(first, order, number, np.asarray(quotas), before))
         self._firsts = np.asarray([stretch.first for stretch in self._stretches])
 
+    def __repr__(self) -> str:
+        return f"MixedOrder({[(stretch.first, stretch.quotas.tolist()) for stretch in self._stretches]})"
+
     def given(self, samples: int) -> I64:
         """Return how many of the first `samples` come from each source."""
         stretch = next(each for each in reversed(self._stretches) if each.first <= samples)
@@ -197,6 +204,22 @@ class MixedOrder:
             part_B[chosen] = part
             number_B[chosen] = stretch.before[part] + period * stretch.quotas[part] + stretch.number[inside]
         return part_B, number_B
+
+    def places(self, part: int, number_B: I64) -> I64:
+        """Return where samples of a source, by their numbers there, stand among all; `NEVER` for some that never come.
+
+        `of` is the inverse.
+        """
+        place_B = np.full(number_B.shape, NEVER)
+        before = np.asarray([stretch.before[part] for stretch in self._stretches])
+        stretch_B = np.searchsorted(before, number_B, side="right") - 1  # of stretches without any, the one after
+        for position in np.unique(stretch_B).tolist():
+            stretch, chosen = self._stretches[position], stretch_B == position
+            if quota := int(stretch.quotas[part]):
+                period, inside = np.divmod(number_B[chosen] - stretch.before[part], quota)
+                own = np.flatnonzero(stretch.order == part)[inside]
+                place_B[chosen] = stretch.first + period * len(stretch.order) + own
+        return place_B
 
 
 def seeds_of_parts(seed: int, parts: int) -> list[int]:

@@ -183,6 +183,10 @@ class Reading(ABC):
             )
         return samples
 
+    def counted(self) -> tuple[int | None, bool]:
+        """Return the number of different samples, and True if it is estimated; None where the data do not say it."""
+        return self.prepare(progress=False).samples, False
+
     @abstractmethod
     def batch_specs(self) -> dict[str, TensorSpec]:
         """Return the fields of one sample, without a batch dim, in the order in which the model takes them."""
@@ -305,20 +309,25 @@ def held_out_fingerprint(request: EvaluatedRequest) -> str | None:
 
 
 def _fingerprint(datasets: Callable[[], list[Any]]) -> str | None:
+    try:
+        return fingerprint_of(datasets())
+    except Exception:  # user-defined data may raise anything; training will report it
+        return None
+
+
+def fingerprint_of(datasets: Sequence[TrainingDataset]) -> str:
+    """Return SHA-256 over the first and the last samples of some datasets, or of streams over what decides them."""
     import numpy as np
 
     digest = hashlib.sha256()
-    try:
-        for dataset in datasets():
-            size, identity = len(dataset), getattr(dataset, "identity", None)
-            digest.update(f"{size}{identity or ''}".encode())
-            indices = {*range(min(SAMPLED, size)), *range(max(0, size - SAMPLED), size)}
-            for index in sorted(indices) if identity is None else ():  # no sample of a stream is made before training
-                for name, value in sorted(dataset[index].items()):
-                    array = np.ascontiguousarray(value)
-                    digest.update(f"{name} {array.dtype} {array.shape}".encode() + array.tobytes())
-    except Exception:  # user-defined data may raise anything; training will report it
-        return None
+    for dataset in datasets:
+        size, identity = len(dataset), getattr(dataset, "identity", None)
+        digest.update(f"{size}{identity or ''}".encode())
+        indices = {*range(min(SAMPLED, size)), *range(max(0, size - SAMPLED), size)}
+        for index in sorted(indices) if identity is None else ():  # no sample of a stream is made before training
+            for name, value in sorted(dataset[index].items()):
+                array = np.ascontiguousarray(value)
+                digest.update(f"{name} {array.dtype} {array.shape}".encode() + array.tobytes())
     return digest.hexdigest()
 
 

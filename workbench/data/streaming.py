@@ -2,7 +2,8 @@
 
 Child processes encode blocks of text (`encode_all`), for a text that is stored and for one that is streamed. A stream
 (`SampleStream`) makes the samples of a training one after the other. One process for each node (`Feeder`) runs it and
-hands its samples, through a file of bounded size (`Ring`), to all ranks of the node.
+hands its samples, through a file of bounded size (`Ring`), to all ranks of the node. A mixture of streams is a stream
+(`MixedStream`).
 """
 
 from __future__ import annotations
@@ -34,7 +35,7 @@ from numpy.typing import NDArray
 
 from workbench.base.errors import DataError, in_words
 from workbench.base.user_code import pickled
-from workbench.data.sampling import shuffled_within
+from workbench.data.sampling import MixedOrder, shuffled_within
 from workbench.data.text import Paragraph, Position, TextBlock, TextSource
 from workbench.data.tokenizer import TextTokenizer
 
@@ -156,36 +157,55 @@ def _chunks(paragraphs: Iterable[Paragraph]) -> Iterator[list[Paragraph]]:
 
 
 def encode_all(blocks: Iterable[TextBlock], encoder: Encoder, workers: int) -> Iterator[tuple[TextBlock, Encoded]]:
-    """Yield the blocks with their ids, in order.
+    """Yield the blocks with their ids, in order, which so many processes encode (`Encoders`)."""
+    with contextlib.closing(Encoders(encoder, workers)) as encoders:
+        yield from encoders.encode(blocks)
 
-    Zero workers mean this process, with the library's own threads. Raises `DataError` for text that cannot be read, and
-    for a worker that was killed.
+
+class Encoders:
+    """Processes that encode the blocks of one text, or of several with one tokeniser, until they are closed.
+
+    Zero processes mean this one, with the library's own threads.
     """
-    if workers == 0:
-        tokenizer = encoder.load()
-        yield from ((block, encode(block, tokenizer, encoder)) for block in blocks)
-        return
-    with contextlib.ExitStack() as stack:
-        idle: queue.SimpleQueue[EncodingProcess] = queue.SimpleQueue()
-        for _ in range(workers):
-            idle.put(stack.enter_context(contextlib.closing(EncodingProcess(encoder))))
 
-        def encode_by_any(block: TextBlock) -> Encoded:
-            worker = idle.get()
-            try:
-                return worker.encode(block)
-            finally:
-                idle.put(worker)
+    def __init__(self, encoder: Encoder, workers: int) -> None:
+        self._encoder, self._workers, self._stack = encoder, workers, contextlib.ExitStack()
+        if workers:
+            self._idle: queue.SimpleQueue[EncodingProcess] = queue.SimpleQueue()
+            with contextlib.ExitStack() as started:
+                for _ in range(workers):
+                    self._idle.put(started.enter_context(contextlib.closing(EncodingProcess(encoder))))
+                self._stack = started.pop_all()
+            # The pool is left before the processes end, and so waits for the blocks that they have.
+            self._pool = self._stack.enter_context(ThreadPoolExecutor(workers))
+            self._stack.callback(self._pool.shutdown, cancel_futures=True)
 
-        # The pool is left before the workers end, and so waits for the blocks that they have.
-        pool = stack.enter_context(ThreadPoolExecutor(workers))
-        stack.callback(pool.shutdown, cancel_futures=True)
+    def close(self) -> None:
+        """End the processes."""
+        self._stack.close()
+
+    def encode(self, blocks: Iterable[TextBlock]) -> Iterator[tuple[TextBlock, Encoded]]:
+        """Yield the blocks of one text with their ids, in order.
+
+        Raises `DataError` for text that cannot be read, and for a process that was killed.
+        """
+        if self._workers == 0:
+            tokenizer = self._encoder.load()
+            yield from ((block, encode(block, tokenizer, self._encoder)) for block in blocks)
+            return
         waiting: deque[tuple[TextBlock, Future[Encoded]]] = deque()
         for block in blocks:
-            waiting.append((block, pool.submit(encode_by_any, block)))
-            while len(waiting) > workers * AHEAD or (waiting and waiting[0][1].done()):
+            waiting.append((block, self._pool.submit(self._encode_by_any, block)))
+            while len(waiting) > self._workers * AHEAD or (waiting and waiting[0][1].done()):
                 yield waiting[0][0], waiting.popleft()[1].result()
         yield from ((block, future.result()) for block, future in waiting)
+
+    def _encode_by_any(self, block: TextBlock) -> Encoded:
+        worker = self._idle.get()
+        try:
+            return worker.encode(block)
+        finally:
+            self._idle.put(worker)
 
 
 class EncodingProcess:
@@ -289,6 +309,7 @@ class TextStream:
     held_out: tuple[tuple[int, int], ...]
     """First token and end of each segment of the text that is left out, ascending."""
     workers: int
+    name: str = "The text"
 
     @property
     def dtype(self) -> str:
@@ -298,8 +319,8 @@ class TextStream:
     def record_bytes(self) -> int:
         return self.width * np.dtype(self.dtype).itemsize
 
-    def chunks(self, state: Mapping[str, Any] | None = None) -> Iterator[Chunk]:
-        """Yield chunks of windows, epoch after epoch.
+    def chunks(self, state: Mapping[str, Any] | None = None, encoders: Encoders | None = None) -> Iterator[Chunk]:
+        """Yield chunks of windows, epoch after epoch, which `encoders` encode, or processes of this text alone.
 
         Raises `DataError` for text that cannot be read, or that gives no window.
         """
@@ -311,7 +332,9 @@ class TextStream:
         drop = number * self.buffer * self.width - self._read_before(marks[0][1])
         """Tokens to come that belong to earlier chunks."""
         last_id = -1
-        for block, encoded in encode_all(self._blocks(marks[0][0]), self.encoder, self.workers):
+        blocks = self._blocks(marks[0][0])
+        every = encode_all(blocks, self.encoder, self.workers) if encoders is None else encoders.encode(blocks)
+        for block, encoded in every:
             is_last, tokens = not block.end, marks[-1][1]
             ids = encoded.after(tokens, self.encoder).ids
             if is_last and tokens and self.encoder.end not in (None, last_id):  # the last document ends, too
@@ -337,7 +360,7 @@ class TextStream:
                 waiting = [ready]
             if is_last and number == 0:
                 raise DataError(
-                    f"The text gives no window of {self.width} tokens. Give more text, or a shorter seq_len."
+                    f"{self.name} gives no window of {self.width} tokens. Give more text, or a shorter seq_len."
                 )
             if is_last:
                 epoch, number, waiting, drop, marks = epoch + 1, 0, [], 0, deque([((), 0)])
@@ -352,6 +375,75 @@ class TextStream:
             yield from self.source.blocks(after)
             yield TextBlock((), False, 0, ())
             after = ()
+
+
+# Streams of several sources are one stream in the order of a mixture. Each source is read in its own chunks and its own
+# order, as if training read it alone. A chunk of the mixture ends where a source has no sample at hand.
+
+
+@dataclass(frozen=True)
+class MixedStream:
+    """The samples of several sources, in the order of a mixture.
+
+    The record of a source that is read by its index (None among the `streams`) is empty.
+    """
+
+    streams: tuple[SampleStream | None, ...]
+    order: MixedOrder
+
+    @property
+    def _streamed(self) -> list[SampleStream]:
+        return [stream for stream in self.streams if stream is not None]
+
+    @property
+    def record_bytes(self) -> int:
+        return self._streamed[0].record_bytes
+
+    @property
+    def dtype(self) -> str:
+        return self._streamed[0].dtype
+
+    @property
+    def buffer(self) -> int:
+        """Largest number of samples in a chunk: all sources may need their next chunk at once."""
+        return sum(stream.buffer for stream in self._streamed)
+
+    def chunks(self, state: Mapping[str, Any] | None = None) -> Iterator[Chunk]:
+        """Yield chunks without end; raise `DataError` for a source that cannot be read or gives no sample."""
+        first, states = (state["first"], list(state["sources"])) if state else (0, [None] * len(self.streams))
+        texts = [stream for stream in self._streamed if isinstance(stream, TextStream)]
+        with contextlib.ExitStack() as stack:
+            encoders = None
+            if texts:  # which have one tokeniser
+                encoders = stack.enter_context(
+                    contextlib.closing(Encoders(texts[0].encoder, max(text.workers for text in texts)))
+                )
+            sources = [
+                stream.chunks(own, encoders) if isinstance(stream, TextStream) else stream and stream.chunks(own)
+                for stream, own in zip(self.streams, states, strict=True)
+            ]
+            read: list[Chunk | None] = [None] * len(sources)
+            ends = self.order.given(first).tolist()
+            """Number of the first sample of each source that is not at hand."""
+            while True:
+                [part], [number] = self.order.of(np.asarray([first]))
+                while (source := sources[part]) is not None and ends[part] <= number:
+                    read[part] = chunk = next(source)
+                    ends[part], states[part] = chunk.first + len(chunk.records), chunk.state or states[part]
+                missing = [
+                    int(self.order.places(part, np.asarray([ends[part]]))[0])
+                    for part, source in enumerate(sources)
+                    if source is not None
+                ]
+                index = np.arange(first, min(first + self.buffer, *missing))
+                part_B, number_B = self.order.of(index)
+                records = np.zeros((len(index), self.record_bytes // np.dtype(self.dtype).itemsize), self.dtype)
+                for part, held in enumerate(read):
+                    if held is not None:
+                        of_part = part_B == part
+                        records[of_part] = held.records[number_B[of_part] - held.first]
+                yield Chunk(first, records, {"first": first, "sources": list(states)})
+                first += len(index)
 
 
 # The ring: a sample is a record of fixed size, at the slot of its number modulo the capacity. The process that writes
@@ -465,6 +557,18 @@ class Ring:
 
     def _get(self, at: int) -> int:
         return int(struct.unpack("<q", os.pread(self.descriptor, 8, at))[0])
+
+
+@dataclass(frozen=True)
+class SourceRing(Ring):
+    """The samples of one source of a mixture in the ring of all, by their numbers in that source."""
+
+    order: MixedOrder | None = None
+    source: int = 0
+
+    def read(self, index_B: NDArray[np.int64]) -> NDArray[np.uint8]:
+        assert self.order is not None
+        return super().read(self.order.places(self.source, index_B))
 
 
 WRITER_LOST = (

@@ -359,6 +359,8 @@ def files_of(path: str) -> tuple[Path, ...]:
     if not os.path.isdir(given):
         raise DataError(f"There is no tokeniser at {path}. {REMEDY}")
     files = tuple(sorted(file for file in given.iterdir() if file.is_file() and file.name.endswith(TEXT_FILES)))
+    if (given / FACTS).is_file():  # of the cache, where the facts about a tokenised text may lie beside its tokeniser
+        files = tuple(file for file in files if file.name != "facts.json")
     names = {file.name for file in files}
     is_known = bool(names & {FAST, CONFIG, "config.json"}) or {"vocab.json", "merges.txt"} <= names
     if not is_known and len(_sentence_pieces(names)) != 1:

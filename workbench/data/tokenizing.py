@@ -368,7 +368,7 @@ class TextReading(Reading):
             return self._prepare_stream(progress)
         store, reused = self.store(progress, workers)
         self._require_a_sequence(store, self.width)
-        text = self._trained_on()
+        text = self.trained_on()
         if self.request.eval_data is not None:
             self.evaluated_on()
         return Prepared(
@@ -398,7 +398,7 @@ class TextReading(Reading):
         length = self.request.total_samples
         if not self.data.streaming:
             self.prepare(progress=False)
-            return TextDataset(self._samples(self._trained_on(), buffer=self.data.shuffle_buffer), length)
+            return TextDataset(self._samples(self.trained_on(), buffer=self.data.shuffle_buffer), length)
         stream = self.stream()
         values: tuple[Any, ...] = (
             self.width,
@@ -423,7 +423,8 @@ class TextReading(Reading):
             part = self._parts().held_out
             held_out = tuple(zip(part.starts.tolist(), part.ends.tolist(), strict=True))
         workers = 0 if source.text_bytes <= SMALL_BYTES else available_cores()
-        return TextStream(source, encoder, self.width, self._buffer, self.request.seed, held_out, workers)
+        seed, name = self.request.seed, self.data.name
+        return TextStream(source, encoder, self.width, self._buffer, seed, held_out, workers, name)
 
     def held_out(self, trained_on: Reading | None = None) -> TextDataset:
         """Return the held-out samples, spread evenly over the part of the text, or over another text."""
@@ -463,14 +464,15 @@ class TextReading(Reading):
             joints=self.text_tokenizer().joints() if self.data.whole_words else None,
         )
 
-    def _trained_on(self) -> TokenStore | SplicedTokens:
+    def trained_on(self) -> TokenStore | SplicedTokens:
         """Return the text that training reads: all of it, unless a part is held out."""
         return self._parts().training if self.holds_out else self.store()[0]
 
-    def held_out_in_words(self) -> str:
+    def held_out_in_words(self, beside: Sequence[TextReading] = ()) -> str:
         """Return the numbers of what is held out, and how much of the held-out text training reads too, as sentences.
 
-        They are empty where nothing is evaluated; what a stream reads is not compared.
+        They are empty where nothing is evaluated. `beside` are the other texts of a mixture. What a stream reads is not
+        compared.
         """
         if self.request.evaluation is None:
             return ""
@@ -478,10 +480,11 @@ class TextReading(Reading):
         if self.data.streaming:
             return str(parts or "")
         if parts is not None:
-            return f"{parts} {overlap_in_words(parts.training, parts.held_out, self.width)}".rstrip()
+            trainings = [parts.training, *(each.trained_on() for each in beside if not each.data.streaming)]
+            return f"{parts} {overlap_in_words(trainings, parts.held_out, self.width)}".rstrip()
         held_out = self.evaluated_on()
         text = held_out.samples.text if isinstance(held_out, TextDataset) else None
-        return "" if text is None else overlap_in_words(self.store()[0], text, self.width)
+        return "" if text is None else overlap_in_words([self.store()[0]], text, self.width)
 
     def note(self) -> str:
         """Return what is held out if that is something else than whole documents of all of the text.
@@ -534,19 +537,14 @@ class TextReading(Reading):
 
     def _prepare_stream(self, progress: bool) -> Prepared:
         """Make the vocabulary and the held-out samples; count samples exactly if the text is small or also stored."""
-        source = self.data._source()
-        samples = None
-        if source.text_bytes <= SMALL_BYTES or self.is_tokenised:
-            stored = replace(self.data, streaming=False, shuffle_buffer=self._buffer)
-            samples = TextReading(stored, self.request).prepare(progress).samples
+        samples, _ = self.counted(progress)
         folder = self.tokenizer_folder(progress)
         encoder, vocabulary = encoder_of(folder, self.key)
         tokens, tokens_per_core_s = _tokenizing_rate(self.key.folder, self.data._source, encoder)
         parts = self._parts(progress) if self.holds_out else None
-        held_out = 0 if parts is None else parts.held_out.tokens
         return Prepared(
             name=self.data.name,
-            samples=max(1, (tokens - held_out) // self.width) if samples is None else samples,
+            samples=samples,
             tokens=tokens,
             vocabulary=vocabulary,
             folder=folder,
@@ -554,6 +552,34 @@ class TextReading(Reading):
             tokens_per_core_s=tokens_per_core_s,
             held_out=str(parts or ""),
         )
+
+    def counted(self, progress: bool = False) -> tuple[int | None, bool]:
+        if not self.data.streaming:
+            return super().counted()
+        if self.data._source().text_bytes <= SMALL_BYTES or self.is_tokenised:
+            stored = replace(self.data, streaming=False, shuffle_buffer=self._buffer)
+            return TextReading(stored, self.request).prepare(progress).samples, False
+        try:
+            tokens = int(self._estimate.read_text())
+        except (OSError, ValueError):
+            encoder, _ = encoder_of(self.tokenizer_folder(progress), self.key)
+            tokens, _ = _tokenizing_rate(self.key.folder, self.data._source, encoder)
+            with contextlib.suppress(OSError):  # of a cache that cannot be written: it is estimated again
+                part = self._estimate.with_name(f"{self._estimate.name}.{os.getpid()}.part")
+                part.write_text(str(tokens))
+                part.replace(self._estimate)
+        held_out = self._parts(progress).held_out.tokens if self.holds_out else 0
+        return max(1, (tokens - held_out) // self.width), True
+
+    @property
+    def is_counted(self) -> bool:
+        """True if the cache holds the tokens, or of a streamed text an estimate of their number."""
+        return self.is_tokenised or (self.data.streaming and self._estimate.is_file())
+
+    @property
+    def _estimate(self) -> Path:
+        """File of the cache with the estimated number of tokens of a streamed text."""
+        return self.key.folder.with_name(f"{self.key.folder.name}.estimate")
 
     def _require_a_sequence(self, store: TokenStore, width: int) -> None:
         """Raise `DataError` if the text is shorter than one sequence, of which `width` tokens are text."""

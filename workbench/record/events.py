@@ -249,7 +249,10 @@ class PartUseFields(TypedDict):
     name: str
     samples: int
     tokens: int
-    epochs: float
+    epochs: float | None
+    """None for a source that does not say how many samples it has."""
+    estimated: NotRequired[bool]
+    """True if the samples of an epoch are estimated, as those of a long text that is streamed."""
 
 
 class DataUseEvent(_Timed):
@@ -427,6 +430,7 @@ def _test_of(hint: Any) -> Callable[[Any], bool]:
 
 
 _SIMPLE: Mapping[Any, Callable[[Any], bool]] = {
+    bool: lambda value: isinstance(value, bool),
     int: lambda value: type(value) is int and 0 <= value <= MOST,
     float: lambda value: type(value) is float or (type(value) is int and abs(value) <= LARGEST),
     str: lambda value: isinstance(value, str),
