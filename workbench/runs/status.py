@@ -6,7 +6,7 @@ import contextlib
 import math
 import shutil
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, TypedDict
@@ -18,7 +18,6 @@ from workbench.base.errors import RunNotFound, in_words
 from workbench.execution.checkpoint import files as stored
 from workbench.record.event_log import UNREAD, RunState, read_state
 from workbench.record.event_log import Status as Status
-from workbench.record.events import ProcessRecord
 from workbench.record.history import (
     END_SHARE,
     SETTLING_STEPS,
@@ -28,10 +27,10 @@ from workbench.record.history import (
     settled_median,
     settled_steps,
 )
-from workbench.record.rundir import KILLED, RunDir, is_elsewhere, process_alive, read_json, read_record
+from workbench.record.rundir import KILLED, RunDir, read_json, read_record
 from workbench.record.step_table import MOST_STEPS, Array, StepTable
 from workbench.runs.launching import processes
-from workbench.runs.launching.processes import run_failed
+from workbench.runs.launching.processes import Processes, run_failed
 
 VANISHED = "The launcher vanished."
 DISK_FULL = " Its disk is full, so nobody could write why. Free some space, then resume the run."
@@ -100,9 +99,13 @@ def read_status(run: RunDir, seen: RunState = UNREAD) -> tuple[Status, RunState]
 
     `seen` is the progress of an earlier call, so that only new events are read.
     """
-    supervised = any(map(process_alive, supervisor_record(run)))  # asked before the events are read
-    workers = bool(processes.live_workers(run))
+    there = Processes.of(run)  # before the events: a process that has ended since has written its last one
     progress = read_state(run.events, seen)
+    return status_of(run, progress, there), progress
+
+
+def status_of(run: RunDir, progress: RunState, there: Processes) -> Status:
+    """Return the recorded state of `progress`, corrected by the processes that were there before it was read."""
     recorded = progress.status or Status("queued")
     if recorded.state == "running" and progress.problems:
         recorded = replace(recorded, message=recorded.message or progress.problems[-1])
@@ -110,15 +113,17 @@ def read_status(run: RunDir, seen: RunState = UNREAD) -> tuple[Status, RunState]
         recorded = replace(recorded, message=WAITS)
     if recorded.state in ("starting", "running") and run.stop_file.exists():
         recorded = replace(recorded, message=" ".join(filter(None, (STOPPING, recorded.message))))
-    if recorded.final or supervised or run.remote.exists() or runs_elsewhere(run):
-        return recorded, progress
-    is_prepared = run.launcher.exists() and not (processes.launcher_record(run) or processes.rank_records(run))
-    if not supervisor_record(run) and (workers or is_prepared):
-        return recorded, progress  # somebody else starts it
-    if workers:
-        message = "The launcher vanished, its ranks train on; stop() ends them."
-        return Status("running", message, recorded.time), progress
-    return _status_without_processes(run, progress, recorded), progress
+    if recorded.final or there.is_supervised or run.remote.exists() or there.are_elsewhere:
+        return recorded
+    is_prepared = there.is_described and not (there.launcher or there.ranks)
+    if there.supervisor is None and (there.workers or is_prepared):
+        return recorded  # somebody else starts it
+    if there.workers:
+        return Status("running", "The launcher vanished, its ranks train on; stop() ends them.", recorded.time)
+    begun = recorded.time or created_at(run.path)
+    if not there.is_described and time.time() - begun < LAUNCH_LIMIT_S:
+        return recorded  # `launch` is about to start it
+    return _status_without_processes(run, progress, recorded)
 
 
 def wait_for_end(run: RunDir, seen: RunState = UNREAD, timeout: float | None = None) -> tuple[Status, RunState]:
@@ -149,9 +154,6 @@ def wait_for_end(run: RunDir, seen: RunState = UNREAD, timeout: float | None = N
 
 def _status_without_processes(run: RunDir, progress: RunState, recorded: Status) -> Status:
     """Deduce how a run ended that has no process left and no final status; the ranks' `end` event may tell."""
-    begun = recorded.time or created_at(run.path)
-    if not run.launcher.exists() and time.time() - begun < LAUNCH_LIMIT_S:
-        return recorded  # `launch` is about to start it
     if progress.end is None:
         if run.kill_file.exists():
             return Status("stopped", KILLED, recorded.time)
@@ -165,23 +167,9 @@ def _status_without_processes(run: RunDir, progress: RunState, recorded: Status)
     return Status("stopped", f"Stopped at step {steps} of {target} (the launcher had vanished).", recorded.time)
 
 
-def supervisor_record(run: RunDir) -> list[ProcessRecord]:
-    """Return the record of the run's supervisor in a list, which is empty when there is none."""
-    supervisor = processes.launcher_record(run).get("supervisor")
-    return [supervisor] if supervisor else []
-
-
-def runs_elsewhere(run: RunDir) -> bool:
-    """Return True if the process that writes the run's states is on another host.
-
-    This is the supervisor, or rank 0 of a run without one.
-    """
-    return any(map(is_elsewhere, supervisor_record(run) or processes.rank_records(run)[:1]))
-
-
 def written_elsewhere(run: RunDir, status: Status) -> bool:
     """Return True if another host has written to the run lately; its processes cannot be asked from here."""
-    if not status.final and runs_elsewhere(run):
+    if not status.final and Processes.of(run).are_elsewhere:
         with contextlib.suppress(OSError):
             written = [path.stat().st_mtime for path in (run.events, run.steps_tail) if path.exists()]
             return time.time() - max(written) < SILENCE_S
@@ -202,9 +190,9 @@ def read_experiment(run: RunDir) -> dict[str, Any]:
     return read_described(run.experiment)
 
 
-def _steps_asked_for(run: RunDir) -> int | None:
+def _steps_asked_for(run: RunDir, experiment: Mapping[str, Any] | None = None) -> int | None:
     """Return the steps of the experiment, None if it names none; raises `RunNotFound` for anything but a number."""
-    steps = read_experiment(run).get("steps")
+    steps = (read_experiment(run) if experiment is None else experiment).get("steps")
     if steps is None or (type(steps) is int and 0 <= steps <= MOST_STEPS):
         return steps
     raise RunNotFound(f"{run.experiment} has steps={steps!r:.80}, which is no number of steps.")
@@ -220,8 +208,8 @@ def read_described(path: Path) -> dict[str, Any]:
 
 def row_of(run: RunDir, status: Status, progress: RunState) -> RunRow:
     """Return the figures that are shown of a run."""
-    steps = _steps_asked_for(run)
-    labels = read_labels(run, read_experiment(run))
+    experiment, launcher = read_experiment(run), processes.launcher_record(run)
+    steps, labels = _steps_asked_for(run, experiment), read_labels(run, experiment)
     step: Mapping[str, Any] = progress.steps[-1] if progress.steps else {}
     table = StepTable(run.path)
     at, losses, seconds, tokens_per_s, mfu = _latest_steps(table, progress)
@@ -237,7 +225,7 @@ def row_of(run: RunDir, status: Status, progress: RunState) -> RunRow:
         eta_s = max(0.0, (steps - step["step"]) * pace_s)
     # A run has the devices of its last start; before that, its plan tells how many it waits for.
     devices = progress.start.get("devices") if progress.start else None
-    planned = processes.launcher_record(run).get("plan")
+    planned = launcher.get("plan")
     num_devices = (devices if isinstance(devices, int) else len(devices)) if devices else planned and planned["world"]
     return {
         "name": run.path.name,
@@ -254,7 +242,7 @@ def row_of(run: RunDir, status: Status, progress: RunState) -> RunRow:
         "mfu": share if math.isfinite(share) else None,
         "eta_s": eta_s,
         "devices": num_devices,
-        "gpus": [] if status.final else _gpu_indices(run),
+        "gpus": [] if status.final else _gpu_indices(run, launcher.get("devices", ())),
         "peak_bytes": max((int(event["peak_bytes"]) for event in progress.memory.values()), default=None),
         "damaged_lines": progress.damaged + table.num_lost + max(0, progress.rows - len(table)),
         "time": step.get("time", status.time),
@@ -325,8 +313,7 @@ def unreadable_row(run: RunDir, error: Exception) -> RunRow:
     return {**dict.fromkeys(RunRow.__annotations__), **readable, **numbers, **said}  # type: ignore[typeddict-item]
 
 
-def _gpu_indices(run: RunDir) -> list[int]:
-    given = processes.launcher_record(run).get("devices", ())
+def _gpu_indices(run: RunDir, given: Sequence[str]) -> list[int]:
     gpus = read_described(run.environment).get("gpus") if given else None
     known = [gpu for gpu in gpus if isinstance(gpu, dict)] if isinstance(gpus, list) else []
     return [

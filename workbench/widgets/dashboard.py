@@ -226,14 +226,13 @@ PANELS_AFTER_ZOOM_S = 0.3
 class Live(LiveWidget):
     """A dashboard, as `live` returns it. `close()` ends it; the runs go on."""
 
-    def __init__(self, runs: Sequence[Run], settings: CurveSettings) -> None:
+    def __init__(self, runs: Sequence[Run], labels: Sequence[str], settings: CurveSettings) -> None:
         folder = runs_root()
         places = [run.name if run.path.parent == folder else str(run.path) for run in runs]
         super().__init__(REFRESH_S, f"wb.live({places})")
-        self._runs = runs
-        self._readers = map_in_threads(lambda index: RunReader(runs[index].path), range(len(runs)))
-        self._labels = distinct_names(runs)
-        self._snapshots = [self._read(index) for index in range(len(runs))]
+        self._runs, self._labels = runs, labels
+        self._readers = [RunReader(run.path) for run in runs]
+        self._snapshots = map_in_threads(self._read, range(len(runs)))
         self._drawn_state: tuple[Any, ...] | None = None
         self._zoomed_at: float | None = None
         self._remaining: widgets.VBox | None = None
@@ -397,7 +396,8 @@ def live(runs: FewRuns, x: str = "tokens", smoothing: float = SMOOTHING) -> Live
     """
     check_axis(x)
     check_smoothing(smoothing)
-    return Live(load_runs(runs), CurveSettings(x, smoothing))
+    followed = load_runs(runs)
+    return Live(followed, distinct_names(followed), CurveSettings(x, smoothing))
 
 
 def samples_at(snapshots: Sequence[Snapshot], step_of: Callable[[int], float]) -> str:

@@ -8,6 +8,7 @@ import math
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -28,11 +29,11 @@ from workbench.record.history import (
     settled_median,
 )
 from workbench.record.rundir import read_record
-from workbench.runs.launching.processes import run_failed
+from workbench.runs.launching.processes import Processes, run_failed
 from workbench.runs.loss_basis import LossBasis, read_loss_basis
 from workbench.runs.registry import data_wait
 from workbench.runs.run import Run, progress_words, step_text
-from workbench.runs.status import read_status
+from workbench.runs.status import status_of
 
 SHOWN_WAIT = 0.02
 """Share of the time that a run waits for data from which its line of facts says so."""
@@ -152,12 +153,15 @@ class RunReader:
     def __init__(self, path: Path) -> None:
         self.run = Run(path)
         self._directory = self.run.directory
-        self._tail = HistoryTail(self._directory.events)
-        self._basis, self._starts, self._stamp = read_loss_basis(self._directory), -1, ""
+        self._tail, self._stamp = HistoryTail(self._directory.events), ""
+        self._marks: tuple[Mark, ...] = ()
+        self._starts = -1
         self._steps: int | None = None
-        self._tail.read()
-        self._marks = tuple(map(_mark, self._tail.state.marks))
-        self._look()
+        self._looked_at = -math.inf
+
+    @cached_property
+    def _basis(self) -> LossBasis | None:
+        return read_loss_basis(self._directory)
 
     @property
     def name(self) -> str:
@@ -167,16 +171,23 @@ class RunReader:
     def read(self) -> Snapshot:
         """Return the present state; a final one has all its steps."""
         self._stamp = self._directory.log_stamp  # before the events are read: what comes meanwhile is news
-        before, history = self._tail.state, self._tail.read()
-        state = self._tail.state
-        is_news = state.status != before.status or state.starts != before.starts
-        if is_news or time.monotonic() - self._looked_at >= STATUS_S:
-            self._look()
-            if self._status.final:
-                history = self._tail.read()
-        state, status = self._tail.state, self._status
+        before, is_due = self._tail.state, time.monotonic() - self._looked_at >= STATUS_S
+        there = Processes.of(self._directory) if is_due else None
+        history, state = self._tail.read(), self._tail.state
+        if there is None and (state.status != before.status or state.starts != before.starts):
+            there = Processes.of(self._directory)
+            history, state = self._tail.read(), self._tail.state  # what those that left have written last
+        if there is not None:
+            self._status, self._looked_at = status_of(self._directory, state, there), time.monotonic()
+            if self._status.final:  # steps that were written while the events were read
+                history, state = self._tail.read(), self._tail.state
+        if len(state.starts) != self._starts:  # a new attempt may be asked for another number of steps
+            self._starts, self._steps = len(state.starts), None
+            with contextlib.suppress(OSError, ValueError, KeyError, TypeError):
+                self._steps = int(read_record(self._directory.experiment)["steps"])
         if state.marks != before.marks:
             self._marks = tuple(map(_mark, state.marks))
+        status = self._status
         step = int(history.step[-1]) if len(history) else 0
         ended_early = status.final and self._steps is not None and step < self._steps
         checkpoints = (int(mark.step) for mark in reversed(self._marks) if mark.type == "checkpoint")
@@ -199,15 +210,6 @@ class RunReader:
     def has_grown(self) -> bool:
         """Return True if events were written since the last `read`."""
         return self._directory.log_stamp != self._stamp
-
-    def _look(self) -> None:
-        """Look which processes are alive, and how many steps were asked for: a new attempt may have another number."""
-        state = self._tail.state
-        self._status, self._looked_at = read_status(self._directory, state)[0], time.monotonic()
-        if len(state.starts) != self._starts:
-            self._starts, self._steps = len(state.starts), None
-            with contextlib.suppress(OSError, ValueError, KeyError, TypeError):
-                self._steps = int(read_record(self._directory.experiment)["steps"])
 
 
 def _mark(event: Mapping[str, Any]) -> Mark:

@@ -71,13 +71,7 @@ from workbench.record.rundir import (
 from workbench.runs.environment import environment
 from workbench.runs.launching import device_queue, fork_server, processes
 from workbench.runs.launching.supervisor import AHEAD, worker_environment
-from workbench.runs.status import (
-    complete_checkpoints,
-    read_status,
-    runs_elsewhere,
-    supervisor_record,
-    written_elsewhere,
-)
+from workbench.runs.status import complete_checkpoints, read_status, written_elsewhere
 from workbench.runs.tracking.delivery import check_installed, tracker_settings
 
 if TYPE_CHECKING:
@@ -249,15 +243,15 @@ def request_end(run: RunDir, request: Path, status: Status) -> None:
 
     A process that ends the ranks is started where the run's own supervisor is gone.
     """
-    supervisor = supervisor_record(run)
-    elsewhere = not status.final and runs_elsewhere(run)
-    being_launched = not status.final and not run.launcher.exists()  # its supervisor will look for the request
-    if not (processes.run_alive(run) or elsewhere or being_launched):
+    there = processes.Processes.of(run)
+    elsewhere = not status.final and there.are_elsewhere
+    being_launched = not status.final and not there.is_described  # its supervisor will look for the request
+    if not (there.are_left or elsewhere or being_launched):
         return
     request.touch()
-    if supervisor and not elsewhere and not any(map(process_alive, supervisor)):
+    if there.supervisor and not elsewhere and not process_alive(there.supervisor):  # asked again: it may have just left
         if not run.kill_file.exists():
-            processes.send_signal(processes.rank_records(run), signal.SIGTERM)
+            processes.send_signal(there.ranks, signal.SIGTERM)
         command = (processes.SUPERVISOR, "--reap", str(run.path))
         processes.start_detached(*command, log=run.log("launcher"), environment=_environment(run))
 
@@ -326,10 +320,10 @@ def checkpoint_of(path: Path) -> Path:
     run = RunDir(path)
     if not run.experiment.is_file():
         raise RunNotFound(f"There is no run in {path}. wb.list_runs() shows those that there are.")
-    status, _ = read_status(run)
+    status, seen = read_status(run)
     if status.final:
         processes.wait_left(run)
-    if processes.run_alive(run) or written_elsewhere(run, read_status(run)[0]):
+    if processes.run_alive(run) or written_elsewhere(run, read_status(run, seen)[0]):
         raise RunExists(f"Run {path.name} is still {status.state}. Stop it first: run.stop(wait=True).")
     checkpoints = complete_checkpoints(run)
     if not checkpoints:

@@ -26,6 +26,7 @@ from workbench.execution.heartbeat import read_beat
 from workbench.record.events import LauncherRecord, ProcessRecord, RankRecord
 from workbench.record.rundir import (
     RunDir,
+    is_elsewhere,
     opened,
     process_alive,
     process_record,
@@ -97,13 +98,52 @@ _FIELDS: Mapping[str, Callable[[Any], bool]] = {
 """Tests of the fields of `launcher.json` that are read."""
 
 
-def live_workers(run: RunDir) -> list[ProcessRecord]:
+@dataclass(frozen=True)
+class Processes:
+    """The processes of a run at one moment: what its files record of them, read once, and which of them run here."""
+
+    launcher: LauncherRecord
+    """Content of `launcher.json`, as `launcher_record` returns it."""
+    ranks: tuple[RankRecord, ...]
+    is_described: bool
+    """True if there was a `launcher.json`, also one of which nothing can be read."""
+    is_supervised: bool
+    """True if the run's supervisor runs on this host."""
+    workers: tuple[ProcessRecord, ...]
+    """Every rank, and every launcher of ranks, that runs on this host."""
+
+    @classmethod
+    def of(cls, run: RunDir) -> Processes:
+        """Read what a run records of its processes, and ask the system for each."""
+        is_described, launcher, ranks = run.launcher.exists(), launcher_record(run), rank_records(run)
+        accelerate = [launcher["accelerate"]] if "accelerate" in launcher else []
+        started = _distinct([*ranks, *launcher.get("workers", ()), *accelerate])
+        is_supervised, workers = process_alive(launcher.get("supervisor")), filter(process_alive, started)
+        return cls(launcher, tuple(ranks), is_described, is_supervised, tuple(workers))
+
+    @property
+    def supervisor(self) -> ProcessRecord | None:
+        """The record of the run's supervisor."""
+        return self.launcher.get("supervisor")
+
+    @property
+    def are_left(self) -> bool:
+        """True if a process of the run is left on this host: its supervisor, its launcher or a rank."""
+        return self.is_supervised or bool(self.workers)
+
+    @property
+    def are_elsewhere(self) -> bool:
+        """True if the process that writes the run's states is on another host.
+
+        This is the supervisor, or rank 0 of a run without one.
+        """
+        writers = (self.supervisor,) if self.supervisor else self.ranks[:1]
+        return any(map(is_elsewhere, writers))
+
+
+def live_workers(run: RunDir) -> tuple[ProcessRecord, ...]:
     """Return every rank and Accelerate launcher of the run that still runs."""
-    launcher = launcher_record(run)
-    records: list[ProcessRecord] = [*rank_records(run), *launcher.get("workers", ())]
-    if "accelerate" in launcher:
-        records.append(launcher["accelerate"])
-    return [record for record in _distinct(records) if process_alive(record)]
+    return Processes.of(run).workers
 
 
 def survivors(run: RunDir) -> list[ProcessRecord]:
@@ -130,7 +170,7 @@ def _distinct(records: Iterable[ProcessRecord]) -> list[ProcessRecord]:
 
 def run_alive(run: RunDir) -> bool:
     """Return True if a process of the run is left: its supervisor, its launcher or a rank."""
-    return process_alive(launcher_record(run).get("supervisor")) or bool(live_workers(run))
+    return Processes.of(run).are_left
 
 
 def strays(run: RunDir) -> list[ProcessRecord]:
