@@ -441,10 +441,75 @@ class Noisy(torch.optim.SGD):
         super().step(closure)
 
 
+class Sophia(torch.optim.SGD):
+    """Divides by a curvature that a second pass estimates, as Sophia-G does every ten steps (arXiv:2305.14342)."""
+
+    def update_hessian(self) -> None:
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                self.state[parameter]["hessian"] = parameter.grad**2
+
+    def step(self, closure: Any = None) -> None:
+        assert closure is None
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                curvature = self.state[parameter].setdefault("hessian", torch.zeros_like(parameter))
+                parameter.data -= group["lr"] * parameter.grad / (1 + curvature)
+
+
+class PassedBy(Sophia):
+    """Is given what it cannot be called without, so that its code alone tells that it reads gradients."""
+
+    def update_hessian(self, batch_size: int) -> None:  # type: ignore[override]  # noqa: ARG002
+        super().update_hessian()
+
+
+class WithoutHessian(Sophia):
+    update_hessian = None  # type: ignore[assignment]
+
+
+class Sharpness(torch.optim.SGD):
+    """Moves the weights up the gradient before a second pass, as SAM does (arXiv:2010.01412)."""
+
+    def first_step(self) -> None:
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                parameter.data += 0.05 * parameter.grad
+
+
+class Inspected(torch.optim.SGD):
+    """Has methods that no update needs: one that reads, one that forgets, and one that `step` calls itself."""
+
+    def gradient_norm(self) -> float:
+        return sum(float(parameter.grad.norm()) for group in self.param_groups for parameter in group["params"])
+
+    def reset(self) -> None:
+        self.state.clear()
+
+    def halve(self) -> None:
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                parameter.grad /= 2
+
+    def step(self, closure: Any = None) -> None:
+        self.halve()
+        super().step(closure)
+
+
+class Listed(torch.optim.SGD):
+    def step(self, closure: Any = None) -> None:
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                self.state[parameter]["factors"] = [parameter.grad]
+        super().step(closure)
+
+
 @pytest.mark.parametrize(
     ("optimizer", "reach"),
     [
         (torch.optim.RMSprop, ELEMENT),
+        (WithoutHessian, ELEMENT),
+        (Inspected, ELEMENT),
         (lambda groups: torch.optim.SGD(groups, momentum=0.9), ELEMENT),
         (torch.optim.Adafactor, TENSOR),
         (Coupled, MODEL),
@@ -472,6 +537,10 @@ def test_how_far_an_update_reaches_is_found_by_updating_parts(optimizer: Any, re
         ),
         (Hidden, "goes on differently from a checkpoint"),
         (Noisy, "draws random numbers"),
+        (Sophia, "has the method update_hessian(), which reads gradients or moves weights beside step()"),
+        (PassedBy, "a subclass in which update_hessian is None"),
+        (Sharpness, "has the method first_step()"),
+        (Listed, "keeps a list as 'factors' of a parameter"),
     ],
 )
 def test_an_optimizer_that_cannot_train_is_refused(optimizer: Any, message: str) -> None:

@@ -230,6 +230,12 @@ class ShardedUserOptimizer(torch.optim.Optimizer):
                 if value is None:
                     continue
                 if not isinstance(value, torch.Tensor):
+                    if not isinstance(value, int | float):
+                        raise InvalidExperiment(
+                            f"The optimizer keeps a {type(value).__name__} as {slot!r} of a parameter, and checkpoints "
+                            "hold tensors and numbers of optimizer.state. Choose an optimizer that keeps those alone.",
+                            parameter="optimizer",
+                        )
                     number = torch.tensor(value, dtype=torch.float64)
                     self._numbers.append((slots, slot, number))
                     value = number
@@ -275,8 +281,8 @@ def forget_state(optimizer: torch.optim.Optimizer, parameters: Iterable[nn.Param
 def reach_of_update(experiment: Experiment, shapes: Mapping[str, Sequence[int]]) -> str:
     """Return `ELEMENT`, `TENSOR` or `MODEL`, found by updating small tensors of these names whole and in parts.
 
-    Raises `InvalidExperiment` for an optimiser that cannot train: one that ignores parameters, needs a closure, draws
-    random numbers, or keeps what no checkpoint would hold.
+    Raises `InvalidExperiment` for an optimiser that cannot train: one that ignores parameters, needs a closure or a
+    second pass, draws random numbers, or keeps what no checkpoint would hold.
     """
     return _Probe(experiment, shapes).reach()
 
@@ -306,10 +312,73 @@ class _Probe:
                 "goes on differently from a checkpoint, which holds the tensors and numbers of optimizer.state: it "
                 "keeps more in its groups or attributes"
             )
+        if left_out := [name for name in self._uncalled_methods() if self._is_second_pass(name)]:
+            raise self._unfit(
+                f"has the method {left_out[0]}(), which reads gradients or moves weights beside step(), as for a "
+                "second pass over the batch. Only step() is called, after one backward, so that training would be "
+                "another one. Compute it in step() from the gradients; if training is whole without it, give a "
+                f"subclass in which {left_out[0]} is None"
+            )
         if not _equal(expected, self._in_two(_of_names)):
             return MODEL
         whole = all(_equal(expected, self._in_two(partial(_of_dim, dim=dim), dim)) for dim in (0, 1))
         return ELEMENT if whole and self._keeps_tensors_of_own_shape else TENSOR
+
+    def _uncalled_methods(self) -> list[str]:
+        """Return the public methods that the optimiser has beside torch's, and that its updates do not call."""
+        names = [
+            name
+            for of_class in type(self._stepped(1.0)[1]).__mro__
+            if not of_class.__module__.startswith("torch.")
+            for name, value in vars(of_class).items()
+            if inspect.isfunction(value) and not name.startswith("_") and not hasattr(torch.optim.Optimizer, name)
+        ]
+        called = set[str]()
+
+        def noted(name: str, method: Any, *args: Any, **kwargs: Any) -> Any:
+            called.add(name)
+            return method(*args, **kwargs)
+
+        _, inner = self._stepped(1.0)
+        for name in names:
+            if callable(method := getattr(inner, name)):  # a subclass may have put None in its place
+                setattr(inner, name, partial(noted, name, method))
+            else:
+                called.add(name)
+        with torch.no_grad(), torch.random.fork_rng([]):
+            inner.step()
+        return [name for name in dict.fromkeys(names) if name not in called]
+
+    def _is_second_pass(self, name: str) -> bool:
+        """Return True if a method moves weights, or if the gradients that it finds decide what the next update does."""
+        ends = list[list[torch.Tensor]]()
+        for factor in (1.0, -2.0):
+            weights, inner = self._stepped(factor)
+            before = [weight.detach().clone() for weight in weights]
+            try:
+                with torch.random.fork_rng([]):
+                    getattr(inner, name)()
+            except Exception:  # it needs arguments, of which nobody knows
+                return not {"grad", "backward", "autograd"}.isdisjoint(_names_read(type(inner), name))
+            if not all(map(torch.equal, before, weights)):
+                return True
+            for weight, gradient in zip(weights, self._gradients[-1].values(), strict=True):
+                weight.grad = gradient.clone()
+            with torch.no_grad():
+                inner.step()
+            ends.append([weight.detach() for weight in weights])
+        return not all(map(torch.equal, *ends))
+
+    def _stepped(self, factor: float) -> tuple[list[torch.Tensor], torch.optim.Optimizer]:
+        """Return the shards and the user's own optimiser after an update, with the next gradients times a factor."""
+        parameters = {name: nn.Parameter(value.clone()) for name, value in self._weights.items()}
+        optimizer, (first, second, *_) = self._built(parameters), self._gradients
+        for name, parameter in parameters.items():
+            parameter.grad = first[name].clone()
+        optimizer.step()
+        for name, parameter in parameters.items():
+            optimizer._shards[parameter].grad = factor * second[name]
+        return list(optimizer._shards.values()), optimizer._inner
 
     def _in_two(self, part: Callable[[int, Tensors], Tensors], dim: int | None = None) -> Tensors | None:
         """Return what two optimisers, each of one part, change of the weights; None if one of them cannot be built."""
@@ -330,7 +399,7 @@ class _Probe:
         with torch.random.fork_rng([]):
             torch.manual_seed(seed)
             try:
-                optimizer = self._built(parameters)
+                optimizer: torch.optim.Optimizer = self._built(parameters)
                 for step, gradients in enumerate(self._gradients):
                     if interrupted and step == STEPS - 1:
                         optimizer = self._continued(parameters, optimizer)
@@ -353,7 +422,7 @@ class _Probe:
         weights = part(self._weights)
         return {name: parameter.detach() - weights[name] for name, parameter in parameters.items()}
 
-    def _built(self, parameters: Mapping[str, nn.Parameter]) -> torch.optim.Optimizer:
+    def _built(self, parameters: Mapping[str, nn.Parameter]) -> ShardedUserOptimizer:
         return ShardedUserOptimizer(self._function, parameter_groups(parameters, self._experiment))
 
     def _continued(
@@ -375,6 +444,18 @@ class _Probe:
         return InvalidExperiment(
             f"The optimizer of {self._name} {what}. Choose an optimizer that trains without it.", parameter="optimizer"
         )
+
+
+def _names_read(of_class: type, name: str) -> set[str]:
+    """Return the attributes that a method's code names, and those that the methods name which it calls."""
+    left, seen, found = [name], set[str](), set[str]()
+    while left:
+        seen.add(method := left.pop())
+        functions = [inspect.unwrap(vars(each)[method]) for each in of_class.__mro__ if method in vars(each)]
+        names = {used for each in functions if inspect.isfunction(each) for used in each.__code__.co_names}
+        found |= names
+        left += [each for each in names - seen if hasattr(of_class, each)]
+    return found
 
 
 def _equal(expected: Tensors, found: Tensors | None) -> bool:
