@@ -105,12 +105,12 @@ def _units() -> Iterator[tuple[str, Any, list[Case]]]:
 
 def _judged(experiment: Any, cases: list[Case], folder: Path) -> list[dict[str, Any]]:
     """Train each case in one world of ranks, and return what one more process says of them."""
-    from workbench.execution.deviation import from_json
-    from workbench.execution.examining_worker import RESULT
-    from workbench.execution.plain_loop import on_one_device
+    from workbench.analysis.bisection import EXAMINER, examined, extent, tensor_words
+    from workbench.analysis.deviation import from_json
+    from workbench.analysis.examining_ranks import RESULT
+    from workbench.analysis.plain_loop import on_one_device
     from workbench.record.rundir import read_record
-    from workbench.runs.evaluating import examined, extent, tensor_words, wait_for_child
-    from workbench.runs.launching import processes
+    from workbench.runs.evaluating import wait_for_child
     from workbench.runs.launching.launcher import Attempt, start_attempt
 
     experiment, first = examined(experiment, STEPS), cases[0][1]
@@ -125,7 +125,7 @@ def _judged(experiment: Any, cases: list[Case], folder: Path) -> list[dict[str, 
             plan.save(written / "plan.json")
         asked = {"bisection": {**settings, "traces": list(map(str, folders))}}
         attempt = Attempt(experiment, on_one_device(first), folder / "reference", provenance=asked)
-        referee = start_attempt(attempt, worker=processes.EXAMINER)
+        referee = start_attempt(attempt, worker=EXAMINER)
         wait_for_child(referee)
         results = read_record(referee.path / RESULT)["plans"]
     finally:

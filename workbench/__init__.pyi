@@ -12,6 +12,7 @@ from . import planning as planning
 from . import runs as runs
 from . import sparsity as sparsity
 from . import sweeps as sweeps
+from .analysis.bisection import bisect as bisect
 from .analysis.parity import parity as parity
 from .analysis.seed_contrast import contrast as contrast
 from .cost.hardware import Cluster as Cluster
@@ -29,7 +30,6 @@ from .planning.plan import Plan as Plan
 from .planning.planner import plan as plan
 from .planning.planner import search as search
 from .record.columns import log_scalar as log_scalar
-from .runs.evaluating import bisect as bisect
 from .runs.registry import list_runs as list_runs
 from .runs.registry import load_run as load_run
 from .runs.run import Run as Run

@@ -9,10 +9,10 @@ import torch
 import torch.distributed as dist
 
 from tests.distributed import faulty_tracer
+from workbench.analysis.examining_ranks import ParityRank
+from workbench.analysis.plain_loop import with_changed_code
 from workbench.capture import Graph
-from workbench.execution.examining_worker import ParityRank
 from workbench.execution.parallel.sharding import local
-from workbench.execution.plain_loop import with_changed_code
 from workbench.execution.trainer import Trainer
 from workbench.execution.worker import main
 

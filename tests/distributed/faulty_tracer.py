@@ -16,13 +16,13 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 from torch.nn.parallel import DistributedDataParallel
 
+from workbench.analysis.examining_ranks import TRACES, Tracer
+from workbench.analysis.plain_loop import trainer_under
 from workbench.capture.operations import ATTENTION, DROPOUT
 from workbench.execution import build
 from workbench.execution.blocks import tensor_parallel
-from workbench.execution.examining_worker import TRACES, Tracer
 from workbench.execution.feeding import TrainingSamples
 from workbench.execution.parallel.mesh import MeshCoordinate
-from workbench.execution.plain_loop import trainer_under
 from workbench.execution.trainer import Trainer
 from workbench.execution.worker import main
 from workbench.optimizers.parameters import local

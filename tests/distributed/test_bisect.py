@@ -17,8 +17,9 @@ from tests.distributed.faulty_tracer import FAULTS, doubled_shard, flipped_shard
 from tests.distributed.own_machine import own_machine
 from tests.distributed.real_worker import experiment, plan
 from workbench import cli
-from workbench.base.errors import InvalidArgument, PlanInfeasible, PlanMismatch
-from workbench.execution.deviation import (
+from workbench.analysis import bisection
+from workbench.analysis.bisection import extent
+from workbench.analysis.deviation import (
     GRADIENT,
     OUTPUT,
     SAME,
@@ -34,11 +35,9 @@ from workbench.execution.deviation import (
     judged,
     to_json,
 )
-from workbench.execution.plain_loop import Rounding
+from workbench.analysis.plain_loop import Rounding
+from workbench.base.errors import InvalidArgument, PlanInfeasible, PlanMismatch
 from workbench.planning.plan import Plan
-from workbench.runs import evaluating
-from workbench.runs.evaluating import extent
-from workbench.runs.launching import processes
 
 ASKED = experiment(learning_rate=1e-3, warmup_steps=1)
 Faults = tuple[list[Deviation | None], list[Deviation | None]]
@@ -65,10 +64,10 @@ def faults(tmp_path_factory: pytest.TempPathFactory) -> Faults:
     divided = {lone_replica: replicated, flipped_shard: sharded, doubled_shard: plan(ASKED, data=2, zero=1)}
     planted = [*(divided.get(each, pipelined) for each in FAULTS), in_bf16(pipelined)]
     right = [pipelined, plan(ASKED, tensor=2), sharded, in_bf16(interleaved), in_bf16(sharded)]
-    workers = ["faulty_tracer"] * len(planted) + [processes.EXAMINER] * len(right)
+    workers = ["faulty_tracer"] * len(planted) + [bisection.EXAMINER] * len(right)
     with pytest.MonkeyPatch.context() as patch:
         for _ in own_machine(tmp_path_factory.mktemp("machine"), patch):
-            results, reference, _ = evaluating.compared(ASKED, [*planted, *right], 2, workers=workers)
+            results, reference, _ = bisection.compared(ASKED, [*planted, *right], 2, workers=workers)
     assert reference == "float64"
     found = [result["fault"] and from_json(result["fault"]) for result in results]
     return found[: len(planted)], found[len(planted) :]

@@ -21,15 +21,15 @@ from tests.distributed.own_machine import own_machine
 from tests.distributed.real_worker import experiment, plan
 from tests.exhaustive import EXHAUSTIVE
 from tests.unit import capture_models
+from workbench.analysis.bisection import examined
+from workbench.analysis.deviation import GRADIENT, LOSS, OUTPUT
 from workbench.analysis.parity import Parity, compared_with_plain
+from workbench.analysis.plain_loop import PlainLoop, Rounding, SameDraws, trained
 from workbench.base.errors import DataError, InvalidArgument, PlanInfeasible
 from workbench.capture import capture, spec_of
 from workbench.execution.build import build_model
-from workbench.execution.deviation import GRADIENT, LOSS, OUTPUT
-from workbench.execution.plain_loop import PlainLoop, Rounding, SameDraws, trained
 from workbench.experiment import Experiment
 from workbench.planning.plan import Plan
-from workbench.runs.evaluating import examined
 
 ASKED = experiment(learning_rate=1e-3, warmup_steps=1)
 STEPS = 2

@@ -38,9 +38,9 @@ HEAVY = (
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
 
 HOMES = {
-    "torch": {"capture", "optimizers", "cost", "measure", "execution", "models", "data", "sparsity"},
+    "torch": {"capture", "optimizers", "cost", "measure", "execution", "models", "data", "sparsity", "analysis"},
     "torch.export": {"capture"},
-    "torch.distributed": {"optimizers", "measure", "execution"},
+    "torch.distributed": {"optimizers", "measure", "execution", "analysis"},
     "accelerate": {"execution"},
     "transformers": {"data", "models"},
     "datasets": {"data"},
@@ -70,7 +70,8 @@ HOMES = {
 }
 """Library -> the rooms that may import it, submodules included, wherever in a file the import stands.
 
-torch itself is wider: data makes tensors of tokens, models build modules, cost runs operations on the meta device.
+torch itself is wider: data makes tensors of tokens, models build modules, cost runs operations on the meta device, and
+the ranks that analysis compares are trainings.
 Names that only annotate (under `TYPE_CHECKING`) are free."""
 
 
@@ -222,7 +223,7 @@ REACH = {
         "planning": 3,
         "strategy": 1,
     },
-    r"block[ _-]?sparse": {"cost": 2, "execution": 7, "planning": 3, "sparsity": 4, "strategy": 1},
+    r"block[ _-]?sparse": {"analysis": 1, "cost": 2, "execution": 6, "planning": 3, "sparsity": 4, "strategy": 1},
 }
 """Pattern by which code names a capability, and how many files of each room do. The numbers only fall: what a
 capability is for capture, costs and the runtime belongs in its record, of at most eight files."""

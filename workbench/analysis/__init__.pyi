@@ -1,6 +1,8 @@
 """The public names of the room, listed once."""
 
+from .bisection import Bisection as Bisection
 from .contrast import Contrast as Contrast
+from .deviation import Deviation as Deviation
 from .ladder import KAPLAN as KAPLAN
 from .ladder import ChinchillaLaw as ChinchillaLaw
 from .ladder import KaplanLaw as KaplanLaw

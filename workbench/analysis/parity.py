@@ -7,7 +7,7 @@ division of a step is another order of its sums. What it may change is therefore
 and that is measured: plain PyTorch repeats all steps in the plan's precision with weights and gradients rounded at
 random (Monte Carlo arithmetic; Parker, UCLA CSD-970002, 1997). How far the repetitions are from the same loop in
 float64 is the noise of each number. A difference counts as rounding up to six times the largest noise, or 1.5 times
-that of roundings eight times coarser, or eight roundings. `workbench.execution.deviation` judges it, as for
+that of roundings eight times coarser, or eight roundings. `workbench.analysis.deviation` judges it, as for
 `wb.bisect`: of each tensor the size, the largest element, the scale and the mean.
 
 The steps do not start anew from common weights. An update takes a rounding along, and Adam's magnifies those of small
@@ -22,18 +22,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from workbench.base.arguments import checked_arguments
-from workbench.base.display import facts_html, html_table, text_table, waiting
-from workbench.base.errors import InvalidArgument, PlanInfeasible, RunFailed
-from workbench.base.units import count
-from workbench.execution.deviation import EVERY, LOSS, Deviation, from_json
-from workbench.experiment import Experiment
-from workbench.planning.plan import Plan
-from workbench.planning.planner import profile_and_cluster
-from workbench.planning.request import DEGREES, Request
-from workbench.planning.search import checked_search
-from workbench.record.rundir import read_json, write_json
-from workbench.runs.evaluating import (
+from workbench.analysis.bisection import (
+    EXAMINER,
     Bisection,
     bisect,
     check_examined,
@@ -41,9 +31,19 @@ from workbench.runs.evaluating import (
     extent,
     folder_of,
     tensor_words,
-    wait_for_child,
 )
-from workbench.runs.launching import processes
+from workbench.analysis.deviation import EVERY, LOSS, Deviation, from_json
+from workbench.base.arguments import checked_arguments
+from workbench.base.display import facts_html, html_table, text_table, waiting
+from workbench.base.errors import InvalidArgument, PlanInfeasible, RunFailed
+from workbench.base.units import count
+from workbench.experiment import Experiment
+from workbench.planning.plan import Plan
+from workbench.planning.planner import profile_and_cluster
+from workbench.planning.request import DEGREES, Request
+from workbench.planning.search import checked_search
+from workbench.record.rundir import read_json, write_json
+from workbench.runs.evaluating import wait_for_child
 from workbench.runs.launching.launcher import Attempt, start_attempt
 from workbench.strategy import SCHEDULES, ZERO, Choices, Fixed
 
@@ -159,7 +159,7 @@ class Parity:
         """
         if not self.faults:
             raise InvalidArgument(f"There is no fault to look for. {self.verdict}")
-        from workbench.execution.plain_loop import on_one_device
+        from workbench.analysis.plain_loop import on_one_device
 
         first = self.faults[0]
         assert first.begins is not None
@@ -272,7 +272,7 @@ def compared_with_plain(
     left_out: Sequence[tuple[str, str]] = (),
     *,
     progress: bool = False,
-    worker: str = processes.EXAMINER,
+    worker: str = EXAMINER,
 ) -> Parity:
     """Return what `parity` does, for an experiment without evaluations; `worker` is the module that ranks execute."""
     for name, of_plans in (
@@ -357,7 +357,7 @@ def _check_time(plans: Sequence[Plan], steps: int) -> None:
 
 def _run(experiment: Experiment, plans: Sequence[Plan], steps: int, folder: Path, worker: str) -> dict[int, str]:
     """Let every plan train, and return the errors of those that failed."""
-    from workbench.execution.plain_loop import on_one_device
+    from workbench.analysis.plain_loop import on_one_device
 
     failed: dict[int, str] = {}
     for world in sorted({1, *(plan.world for plan in plans)}):
@@ -369,7 +369,7 @@ def _run(experiment: Experiment, plans: Sequence[Plan], steps: int, folder: Path
             plan = plans[left[0]] if left else on_one_device(plans[0])
             attempt = Attempt(experiment, plan, folder / f"world-{world}-{len(left)}", provenance={"parity": asked})
             with waiting(said if has_references else f"plain PyTorch, and {said}"):
-                child = start_attempt(attempt, worker=worker)
+                child = start_attempt(attempt, worker=worker, is_training=False)
                 try:
                     wait_for_child(child)
                     break

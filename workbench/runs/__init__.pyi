@@ -1,7 +1,6 @@
 """The public names of the room, listed once."""
 
 from .environment import doctor as doctor
-from .evaluating import Bisection as Bisection
 from .registry import History as History
 from .registry import Summary as Summary
 from .registry import summary as summary

@@ -110,18 +110,19 @@ def start_attempt(
     *,
     progress: bool | None = None,
     worker: str = processes.WORKER,
+    is_training: bool = True,
     share: float = 1.0,
 ) -> RunDir:
     """Start training in processes of its own and return at once; the kernel stays free, and may go away.
 
     Runs that need the same devices queue. `facts` and `progress` are those of `check_runnable`. `worker` is the
-    module that each rank executes. Runs train beside each other on a device as long as their `share`s of it add up to
+    module that each rank executes; the directory of ranks that do not train (`is_training`) is no run of a tracker's or
+    of a notebook's. Runs train beside each other on a device as long as their `share`s of it add up to
     1; all processes of a run on CPUs are on one device.
 
     Raises what `check_runnable` raises, `RunExists`, `RunNotFound` and `CheckpointError` before any process starts.
     """
     # All that can be refused is refused before a directory exists, so that a refused launch leaves nothing behind.
-    is_training = worker != processes.EXAMINER
     attempt = _checked(attempt, facts, progress, is_tracked=is_training)
     if attempt.plan.world > 1:
         _check_loopback()

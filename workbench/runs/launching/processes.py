@@ -37,8 +37,8 @@ from workbench.record.rundir import (
 
 POLL_S = 0.1
 SUPERVISOR, RECORDER = "workbench.runs.launching.supervisor", "workbench.runs.tracking.recorder"
-WORKER, EXAMINER = "workbench.execution.worker", "workbench.execution.examining_worker"
-"""Modules that ranks execute: those of a training, and those of an evaluation or a bisection."""
+WORKER, EVALUATOR = "workbench.execution.worker", "workbench.execution.evaluating_worker"
+"""Modules that ranks execute: those of a training, and those of an evaluation."""
 LAUNCHER, LOCAL_LAUNCHER = "accelerate.commands.launch", "workbench.execution.local_launch"
 """Accelerate's launcher, and the one for ranks of one node that meet on the loopback interface or are forked."""
 LEAVES_S = 90.0

@@ -2,7 +2,7 @@
 
 `PlainLoop` is what a researcher would write: the model as it was given, autograd, the experiment's update. `reference`
 makes its steps in float64, and several times in the plan's precision with other roundings, which is the noise that
-divisions are measured against (`workbench.execution.deviation`).
+divisions are measured against (`workbench.analysis.deviation`).
 
 Random roundings are those of Monte Carlo arithmetic (Parker, UCLA CSD-970002, 1997).
 """
@@ -21,13 +21,14 @@ from torch import fx
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_map
 
+from workbench.analysis import deviation
 from workbench.capture import Graph
 from workbench.capture.captured_model import CapturedModel
 from workbench.capture.losses import count_labels, on_device
 from workbench.capture.operations import DROPOUT, drop_nothing, use_float64
 from workbench.capture.outputs import find_loss
 from workbench.capture.torch_internals import OpOverload
-from workbench.execution import build, deviation
+from workbench.execution import build
 from workbench.execution.blocks.step_context import LabelCounts, StepContext, mix
 from workbench.execution.checkpoint.save_load import entries
 from workbench.execution.parallel.mesh import MeshCoordinate

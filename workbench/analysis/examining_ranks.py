@@ -1,7 +1,7 @@
-"""Ranks that examine a model in place of training it: those of `run.evaluate`, `wb.bisect` and `wb.parity`.
+"""Ranks that examine a model in place of training it: those of `wb.bisect` and `wb.parity`.
 
-`Evaluation` loads a checkpoint and computes its loss. A `ParityRank` trains the same steps under several plans, one
-after another, and compares each with the loop of plain PyTorch (`workbench.execution.plain_loop`).
+A `ParityRank` trains the same steps under several plans, one
+after another, and compares each with the loop of plain PyTorch (`workbench.analysis.plain_loop`).
 
 A bisection has ranks of each plan, which write their numbers down, and one more that compares them. `Tracer` trains a
 few steps as every rank does, and stores what each block sends and passes back, the gradients, and the state before and
@@ -29,20 +29,8 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 from torch.nn.modules.batchnorm import _BatchNorm
 
-from workbench.base.arguments import memoised
-from workbench.base.errors import DataError
-from workbench.capture import Graph
-from workbench.capture.captured_model import CapturedModel
-from workbench.capture.operations import drop_nothing, is_random, op_name
-from workbench.execution import build, deviation
-from workbench.execution.between_steps import Evaluator
-from workbench.execution.blocks.step_context import LabelCounts
-from workbench.execution.checkpoint.save_load import CheckpointStore, TrainingProgress
-from workbench.execution.feeding import TrainingSamples
-from workbench.execution.observation import BACKWARD, BATCH, FORWARD, BlockObserver
-from workbench.execution.parallel.mesh import MeshCoordinate
-from workbench.execution.parallel.stage import written_buffers
-from workbench.execution.plain_loop import (
+from workbench.analysis import deviation
+from workbench.analysis.plain_loop import (
     DRAWN_FROM_TENSORS,
     PlainLoop,
     Reference,
@@ -60,7 +48,18 @@ from workbench.execution.plain_loop import (
     trainer_under,
     with_changed_code,
 )
-from workbench.execution.step_log import StepLog
+from workbench.base.arguments import memoised
+from workbench.base.errors import DataError
+from workbench.capture import Graph
+from workbench.capture.captured_model import CapturedModel
+from workbench.capture.operations import drop_nothing, is_random, op_name
+from workbench.execution import build
+from workbench.execution.blocks.step_context import LabelCounts
+from workbench.execution.checkpoint.save_load import CheckpointStore, TrainingProgress
+from workbench.execution.feeding import TrainingSamples
+from workbench.execution.observation import BACKWARD, BATCH, FORWARD, BlockObserver
+from workbench.execution.parallel.mesh import MeshCoordinate
+from workbench.execution.parallel.stage import written_buffers
 from workbench.execution.trainer import NonFinite, Trainer
 from workbench.execution.worker import BetweenSteps, TrainingWorker, build_model_of, main
 from workbench.planning.plan import Plan
@@ -103,28 +102,6 @@ class Recorder(BlockObserver):
             kept = kept.double() * self._trainer.plan.num_microbatches
         self.numbers[self._step, part, block, name, micro_batch] = kept.to("cpu", copy=True)
         return None if used is value else used
-
-
-class Evaluation(TrainingWorker):
-    """A rank that evaluates the checkpoint that `resume.json` names, and writes no checkpoint."""
-
-    is_exact = True
-
-    def _train(
-        self,
-        trainer: Trainer,  # noqa: ARG002 - its evaluators are in `between`
-        checkpoints: CheckpointStore,  # noqa: ARG002 - a training saves
-        progress: TrainingProgress,
-        between: Sequence[BetweenSteps],
-    ) -> TrainingProgress:
-        """Compute the loss of the held-out samples once."""
-        events = self.run_dir.events if self.is_main else None
-        log = StepLog(self.experiment, self.plan, self.device, events, progress.seconds)
-        self.heartbeat.begin("evaluation")
-        for each in between:
-            if isinstance(each, Evaluator):
-                each.run(progress.step, log)
-        return progress
 
 
 class Tracer(TrainingWorker):
@@ -552,10 +529,7 @@ def _same(trainer: Trainer, _: torch.dtype) -> Trainer:
 
 def worker_of(asked: Mapping[str, Any]) -> type[TrainingWorker]:
     """Return the worker for what the environment of a run asks of its ranks."""
-    if "parity" in asked:
-        return ParityRank
-    bisection = asked.get("bisection")
-    return Evaluation if bisection is None else Referee if "traces" in bisection else Tracer
+    return ParityRank if "parity" in asked else Referee if "traces" in asked["bisection"] else Tracer
 
 
 if __name__ == "__main__":
