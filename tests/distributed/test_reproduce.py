@@ -17,8 +17,7 @@ from workbench.cli import app
 from workbench.figures.figure import PLOTLY_MIME
 from workbench.planning.plan import Plan
 from workbench.planning.planner import facts_of
-from workbench.record.rundir import write_json
-from workbench.runs.launching.launcher import LAUNCHES
+from workbench.record.rundir import LAUNCHES, write_json
 from workbench.runs.run import REPLAY, replayed_plan
 
 CELL = f"""

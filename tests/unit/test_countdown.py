@@ -108,7 +108,7 @@ def test_a_curve_is_drawn_as_a_line_of_text_with_its_losses(tmp_path: Path) -> N
 
 
 def test_a_notebook_of_many_small_cells_is_saved_at_its_start_and_end_alone(monkeypatch: pytest.MonkeyPatch) -> None:
-    from papermill.engines import NBClientEngine
+    from papermill.clientwrap import PapermillNotebookClient
 
     clock, saves, seen = Clock(), list[int](), list[Countdown]()
     monkeypatch.setattr(countdown, "time", clock)
@@ -124,28 +124,36 @@ def test_a_notebook_of_many_small_cells_is_saved_at_its_start_and_end_alone(monk
         def cell_start(self, *_: Any) -> None:
             self.save()
 
-    def execute(_: type, manager: Any, __: str, cell_s: float = 0.0, **_options: Any) -> None:
-        for index, cell in enumerate(manager.nb.cells):
-            manager.cell_start(cell, index)
-            clock.now += cell_s
-            manager.save()
+    cell_s = 0.0
 
-    monkeypatch.setattr(NBClientEngine, "execute_managed_notebook", classmethod(execute))
+    def execute(client: Any) -> None:
+        for index, cell in enumerate(client.nb.cells):
+            client.nb_man.cell_start(cell, index)
+            clock.now += cell_s
+            client.nb_man.save()
+
+    monkeypatch.setattr(PapermillNotebookClient, "execute", execute)
     engine: Any = watching_engine(seen.append, True)
     engine.execute_managed_notebook(Manager(), "python3")
     assert saves == [0], "the first; papermill saves the last by itself"
     saves.clear()
-    engine.execute_managed_notebook(Manager(), "python3", cell_s=1.0)
+    cell_s = 1.0
+    engine.execute_managed_notebook(Manager(), "python3")
     assert len(saves) == pytest.approx(450 * countdown.SAVED_SHARE / 0.1, rel=0.1), "a twentieth of the time"
 
 
-def test_an_executed_notebook_opens_no_port_and_its_kernel_says_nothing_about_eavesdropping(
+def test_the_kernel_of_an_executed_notebook_opens_no_port_says_nothing_of_it_and_frees_nothing_at_its_end(
     tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    kernel = "from ipykernel.kernelapp import IPKernelApp\nprint(IPKernelApp.instance().transport)"
-    notebook = nbformat.v4.new_notebook(cells=[nbformat.v4.new_code_cell(kernel)])
+    asks = "from ipykernel.kernelapp import IPKernelApp\nprint(IPKernelApp.instance().transport)"
+    # A cycle whose end tells of itself: Python frees it when it ends, unless that is left out.
+    cycle = (
+        f"class Ends:\n    def __del__(self): open({str(tmp_path / 'freed')!r}, 'w')\nends = Ends()\nends.itself = ends"
+    )
+    notebook = nbformat.v4.new_notebook(cells=[nbformat.v4.new_code_cell(code) for code in (cycle, asks)])
     notebook.metadata["kernelspec"] = {"name": "python3", "display_name": "Python 3", "language": "python"}
     nbformat.write(notebook, tmp_path / "asks.ipynb")
     executed = wb.notebooks.execute(tmp_path / "asks.ipynb", tmp_path / "out")
     assert nbformat.read(executed.notebook, as_version=4).cells[-1].outputs[0].text == "ipc\n"
     assert "encryption" not in "".join(capfd.readouterr())
+    assert not (tmp_path / "freed").exists()

@@ -129,6 +129,23 @@ def test_a_page_of_words_alone_has_no_script_and_is_small(tmp_path: Path) -> Non
     assert page.stat().st_size < 50_000
 
 
+def test_code_is_coloured_and_names_of_languages_run_nothing(tmp_path: Path) -> None:
+    attack = '"><script>alert(1)</script><p class="'
+    sources = ("x = '</div><script>alert(2)</script>'", "%%bash\nls", "y")
+    cells = [nbformat.v4.new_code_cell(source) for source in sources]
+    cells[-1].metadata["magics_language"] = attack
+    for name in ("ipython3", attack):
+        language = {"name": "python", "pygments_lexer": name}
+        path = tmp_path / "code.ipynb"
+        nbformat.write(nbformat.v4.new_notebook(cells=cells, metadata={"language_info": language}), path)
+        page = notebook_to_html(path, tmp_path / "code.html").read_text()
+        assert_opens_offline(page)
+        assert "<script>alert" not in page
+        code = BeautifulSoup(page.partition("<body")[2], "html.parser").select("pre")
+        assert [each.get_text().strip() for each in code] == [*sources]
+        assert code[0].select("span.n")[0].get_text() == "x", "a name"
+
+
 def test_widgets_leave_their_fallback_and_no_state(notebook: Path, tmp_path: Path) -> None:
     page = notebook_to_html(notebook, tmp_path / "run.html").read_text()
     assert "<p>as it stood</p>" in page

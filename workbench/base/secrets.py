@@ -267,6 +267,7 @@ OPTION = re.compile(
     r"--?(?:[\w-]*[-_])?(?:key|token|secret|password|passwd|pass|pwd|pat|auth|webhook|dsn)", re.IGNORECASE
 )
 """Options of a command whose value is a secret: `--api-key`."""
+NUMBERS = frozenset({int, float, bool, type(None)})
 STRUCTURE = frozenset({"output_type", "cell_type", "id", "name", "mimetype", "version", "nbformat"})
 """Keys of a notebook whose texts do not stand between two outputs for a reader."""
 
@@ -420,6 +421,8 @@ def masked_json(value: Any) -> Any:
                 kept[shown] = walk(content, str(name), named if str(name).lower() == "value" else "", seen)
             return type(item)(kept)  # type: ignore[call-arg]  # a notebook's nodes stay nodes
         if isinstance(item, list | tuple):
+            if NUMBERS.issuperset(map(type, item)):  # a column of a figure
+                return item
             names = [one if isinstance(one, str) and (one.isupper() or OPTION.fullmatch(one)) else "" for one in item]
             named = ["", *(name.lstrip("-") for name in names)]
             return [walk(one, key * (key == "bdata"), name, seen) for one, name in zip(item, named[:-1], strict=True)]

@@ -30,6 +30,12 @@ LONGEST_S = 1e6
 """Longest time of a cell in s that is believed: anybody may have written the metadata of a notebook."""
 LONGEST_SOCKET = 96
 """Characters of a kernel's socket without its number: the system takes a path of 104 to 108."""
+STARTUP_S = 60
+"""Longest wait in s for a kernel to answer for the first time, as papermill has it."""
+AHEAD = "from workbench.runs.launching.launcher import import_ahead as _ahead; _ahead(); del _ahead"
+"""Code that a kernel executes before the first cell, as in `curve.js`; its answer does not matter."""
+NOT_FREED = "import atexit as _a, gc as _g; _a.register(_g.freeze); del _a, _g"
+"""Code that spares a kernel's end the search for what may be freed: with torch imported, it takes two seconds."""
 SAVED_SHARE = 0.05
 """Largest part of the time of an execution that may be spent on saving the notebook meanwhile."""
 
@@ -140,14 +146,24 @@ def watching_engine(watch: Callable[[Any], None], is_as_timed: bool) -> type:
     """Return an engine of papermill that gives `watch` the countdown of a notebook, and saves the notebook seldom.
 
     Papermill's own saves the whole notebook twice a cell, which of 450 small cells takes nine tenths of the time. Its
-    kernel listens on ports of the machine; this one's has sockets in a folder that nobody else may open.
+    kernel listens on ports of the machine; this one's has sockets in a folder that nobody else may open. A notebook
+    with a cell tagged `curve` will launch runs: what their ranks need is imported from its start on, as after a click.
     """
+    from papermill.clientwrap import PapermillNotebookClient
     from papermill.engines import NBClientEngine
     from traitlets.config import Config
 
+    class Client(PapermillNotebookClient):
+        def papermill_execute_cells(self) -> None:
+            is_curve = any("curve" in cell.metadata.get("tags", ()) for cell in self.nb.cells)
+            if self.km.kernel_spec.language == "python":
+                for code in (NOT_FREED, *([AHEAD] if is_curve else [])):
+                    self.kc.execute(code, silent=True, store_history=False, stop_on_error=False)
+            super().papermill_execute_cells()
+
     class Engine(NBClientEngine):
         @classmethod
-        def execute_managed_notebook(cls, nb_man: Any, kernel_name: str, **options: Any) -> Any:
+        def execute_managed_notebook(cls, nb_man: Any, kernel_name: str, **_: Any) -> Any:
             countdown = Countdown(nb_man.nb.cells, is_as_timed)
             begin, save, saved_at, save_s = nb_man.cell_start, nb_man.save, time.monotonic(), 0.0
 
@@ -168,9 +184,10 @@ def watching_engine(watch: Callable[[Any], None], is_as_timed: bool) -> type:
             try:
                 with tempfile.TemporaryDirectory(prefix="workbench-") as folder:
                     sockets = os.path.join(folder, "kernel")
+                    config = Config()
                     if hasattr(socket, "AF_UNIX") and len(sockets) < LONGEST_SOCKET:
-                        options["config"] = Config(KernelManager={"transport": "ipc", "ip": sockets})
-                    return super().execute_managed_notebook(nb_man, kernel_name, **options)
+                        config.KernelManager.update({"transport": "ipc", "ip": sockets})
+                    return Client(nb_man, kernel_name=kernel_name, startup_timeout=STARTUP_S, config=config).execute()
             finally:
                 nb_man.save = save  # the last one, of papermill's own end
 

@@ -36,11 +36,11 @@ from workbench.base.code_identity import steady_digests
 from workbench.base.display import waiting
 from workbench.base.errors import InvalidArgument, RunNotFound, UnknownParameter, WorkbenchError, in_words, suggestion
 from workbench.base.secrets import masked_json
+from workbench.figures.figure import written
 from workbench.notebooks.countdown import Countdown, watching_engine
-from workbench.notebooks.pages import finish_notebook, notebook_to_html, read_notebook
-from workbench.record.rundir import RunDir
+from workbench.notebooks.pages import finished_notebook, notebook_text, notebook_to_html, read_notebook
+from workbench.record.rundir import LAUNCHES, RunDir
 from workbench.runs.environment import environment
-from workbench.runs.launching.launcher import LAUNCHES
 from workbench.runs.registry import ProgressReporter, list_runs, text_curve
 from workbench.runs.run import Run
 from workbench.runs.tracking.delivery import start_recorder
@@ -521,16 +521,15 @@ def execute(
         ):
             failure = _run_papermill(source, executed, parameters or {}, kernel, folder, seen.append)
         runs = launched_runs(launches)
-    finish_notebook(executed)
-    written = nbformat.read(executed, as_version=4)
-    papermill = written.metadata.get("papermill", {})  # whose paths of this machine become names
+    finished = finished_notebook(executed)
+    papermill = finished.metadata.get("papermill", {})  # whose paths of this machine become names
     papermill |= {name: Path(papermill[name]).name for name in ("input_path", "output_path") if papermill.get(name)}
-    written.metadata[KEY] = nbformat.from_dict(Record.of(runs).to_json())
-    nbformat.write(written, executed)
-    notebook_to_html(executed, page)
-    without_secrets = masked_json(read_notebook(executed))  # the tracker gets what lies in a run's directory
+    finished.metadata[KEY] = nbformat.from_dict(Record.of(runs).to_json())
+    notebook_to_html(written(executed, notebook_text(finished).encode()), page)
+    # The tracker gets what lies in a run's directory.
+    without_secrets = notebook_text(masked_json(finished)).encode() if runs else b""
     for run in runs:
-        nbformat.write(without_secrets, run.directory.notebook)
+        run.directory.notebook.write_bytes(without_secrets)
         start_recorder(run.directory, "--upload")
     if failure is not None:
         raise WorkbenchError(f"{failure} See {page}.")

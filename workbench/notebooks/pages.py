@@ -11,6 +11,7 @@ import base64
 import copy
 import functools
 import html
+import json
 import re
 import urllib.parse
 from collections.abc import Mapping
@@ -199,21 +200,35 @@ def notebook_to_html(notebook_path: str | Path, html_path: str | Path) -> Path:
     """
     from jinja2 import DictLoader
     from nbconvert import HTMLExporter
+    from nbconvert.filters.highlight import Highlight2HTML
 
     notebook = read_notebook(Path(notebook_path))
     notebook.cells = [*_opening(notebook), *notebook.cells]
-    nonce, figures = new_nonce(), list[Any]()
-    place = f'<div id="figure-{nonce}-{{}}"></div>'  # a figure is put there once the page around it was sanitised
+    nonce, figures, codes = new_nonce(), list[Any](), list[str]()
+
+    def place(kind: str, number: int | str) -> str:
+        """Return what stands for a figure or for code until the page around it was sanitised, which takes long."""
+        return f'<div id="{kind}-{nonce}-{number}"></div>'
+
     # Of each output one representation stays: the place of a figure, or what is stored beside a widget.
     for output in (output for cell in notebook.cells for output in cell.get("outputs", ())):
         data = output.get("data", {})
         if _is_figure(data.get(PLOTLY_MIME)):
-            output["data"] = {"text/html": place.format(len(figures))}
+            output["data"] = {"text/html": place("figure", len(figures))}
             figures.append(data[PLOTLY_MIME])
         elif WIDGET_MIME in data:
             static = {key: value for key, value in data.items() if key in ("text/html", "image/png")}
             output["data"] = static or {"text/plain": "(a widget: it shows while its notebook's kernel runs)"}
-    exporter = HTMLExporter(extra_loaders=[DictLoader({FOLDED: FOLDING})], template_file=FOLDED)
+    language = notebook.metadata.get("language_info", {})
+    highlight = Highlight2HTML(pygments_lexer=_known(language.get("pygments_lexer", language.get("name"))))
+
+    def highlighted(source: str, metadata: Mapping[str, Any]) -> str:
+        codes.append(highlight(source, language=_known(metadata.get("magics_language"))))
+        return place("code", len(codes) - 1)
+
+    exporter = HTMLExporter(
+        extra_loaders=[DictLoader({FOLDED: FOLDING})], template_file=FOLDED, filters={"highlight_code": highlighted}
+    )
     exporter.embed_images = True
     for url in ("require_js_url", "jquery_url", "mathjax_url", "mermaid_js_url", "jupyter_widgets_base_url"):
         if exporter.has_trait(url):
@@ -238,11 +253,16 @@ def notebook_to_html(notebook_path: str | Path, html_path: str | Path) -> Path:
     # A picture is described by the section that it stands in, where nbconvert says that it has no description.
     headings_and_pictures = rf'<h[1-6][^>]*>(?P<heading>.*?)</h[1-6]>|alt="{NO_ALTERNATIVE}"'
     page = re.sub(headings_and_pictures, described, harmless_page(page), flags=re.DOTALL)
-    for number, figure in enumerate(figures):
-        page = page.replace(place.format(number), figure_html(figure, nonce), 1)
+    drawn = {"figure": lambda number: figure_html(figures[number], nonce), "code": codes.__getitem__}
+    page = re.sub(place("(figure|code)", r"(\d+)"), lambda found: drawn[found[1]](int(found[2])), page)
     script = f'<script nonce="{nonce}">{plotly_js()}</script>' if figures else ""
     page = page.replace("<head>", f"<head>{policy(nonce)}{script}", 1)
     return written(Path(html_path), page.encode())
+
+
+def _known(language: Any) -> str | None:
+    """Return the name of a language that a notebook gives, None for what is no name; pygments does not escape it."""
+    return language if isinstance(language, str) and re.fullmatch(r"[\w+.#-]+", language) else None
 
 
 def _opening(notebook: Any) -> list[Any]:
@@ -292,15 +312,12 @@ def read_notebook(path: Path) -> Any:
     return notebook
 
 
-def finish_notebook(notebook_path: str | Path) -> None:
-    """Rewrite an executed notebook for those who only read it: without its widgets, and with a picture of each figure.
+def finished_notebook(path: Path) -> Any:
+    """Return an executed notebook for those who only read it: without its widgets, and with a picture of each figure.
 
     The state of widgets is megabytes that only the notebook's kernel could show. Empty outputs go too: lines of
     progress leave them at their end, and each would be a gap.
     """
-    import nbformat
-
-    path = Path(notebook_path)
     notebook = read_notebook(path)
     for cell in notebook.cells:
         if "outputs" in cell:
@@ -310,7 +327,31 @@ def finish_notebook(notebook_path: str | Path) -> None:
                 if "data" not in output or (any(output["data"].values()) and WIDGET_MIME not in output["data"])
             ]
     add_pictures(notebook)
-    nbformat.write(notebook, path)
+    return notebook
+
+
+def notebook_text(notebook: Any) -> str:
+    """Return a notebook as nbformat writes it, but with each figure on one line.
+
+    With a line for each number, as nbformat has it, figures are twice as long, and most of the time goes into them.
+    """
+    import nbformat
+
+    figures, mark = list[str](), new_nonce()
+
+    def in_short(output: Any) -> Any:
+        data = output.get("data", {})
+        if PLOTLY_MIME not in data:
+            return output
+        figures.append(json.dumps(data[PLOTLY_MIME], ensure_ascii=False, sort_keys=True))
+        return nbformat.from_dict({**output, "data": {**data, PLOTLY_MIME: f"{mark}-{len(figures) - 1}"}})
+
+    short = copy.copy(notebook)
+    short.cells = [
+        nbformat.from_dict({**cell, "outputs": [*map(in_short, cell.outputs)]}) if cell.get("outputs") else cell
+        for cell in notebook.cells
+    ]
+    return re.sub(f'"{mark}-(\\d+)"', lambda found: figures[int(found[1])], str(nbformat.writes(short)))
 
 
 def add_pictures(notebook: Any) -> str:

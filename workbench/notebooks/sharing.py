@@ -40,6 +40,7 @@ from workbench.notebooks.pages import (
     add_pictures,
     harmless_html,
     harmless_markdown,
+    notebook_text,
     notebook_to_html,
     read_notebook,
     runs_something,
@@ -139,10 +140,8 @@ def _share(notebook: Path, to: Path, runs: Runs | None, say: Say) -> Shared:
 
 def _shrunk(notebook: Any) -> tuple[str, list[str]]:
     """Remove outputs, the largest first, until a notebook is below `MAX_BYTES`; return its text and a note for each."""
-    import nbformat
-
     notes = list[str]()
-    while (size := len(text := str(nbformat.writes(notebook)))) > MAX_BYTES:
+    while (size := len((text := notebook_text(notebook)).encode())) > MAX_BYTES:
         outputs = [
             (len(json.dumps(content)), output["data"], mime)
             for cell in notebook.cells

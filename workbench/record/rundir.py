@@ -67,6 +67,11 @@ from workbench.base.machine import cache_home, current_folder
 from workbench.record.events import Event, ProcessRecord, State, is_event
 
 T = TypeVar("T")
+LAUNCHES = "WORKBENCH_LAUNCHES"
+"""Environment variable that names a file to which `launch` adds the path of each run.
+
+`workbench execute` learns from it which runs a notebook launched.
+"""
 STATES = get_args(State)
 FINAL_STATES = ("finished", "stopped", "failed")
 KILLED = "Killed; what was trained since the last checkpoint is lost."

@@ -17,7 +17,6 @@ from workbench.base.arguments import MOST_CURVES, Between, checked_arguments
 from workbench.base.display import STYLE, html_table, text_table
 from workbench.base.errors import InvalidArgument, RunNotFound, WorkbenchError, suggestion
 from workbench.base.units import count, duration, gib, time_left
-from workbench.data.corpora import use_in_words
 from workbench.record.history import History as History
 from workbench.record.history import HistoryTail, read_tail, settled_median
 from workbench.record.rundir import FINAL_STATES, STATES, RunDir, runs_root
@@ -325,6 +324,8 @@ def summary(runs: Runs) -> Summary:
         >>> wb.runs.summary(runs).columns[:4]
         ('run', 'parameters', 'plan', 'tokens')
     """
+    from workbench.data.corpora import use_in_words
+
     runs = load_runs(runs)
     tails = [read_tail(run.directory.events) for run in runs]
     metrics = dict.fromkeys(name for tail in tails for name in tail.evaluations.metrics)

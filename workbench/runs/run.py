@@ -18,10 +18,9 @@ from workbench.base.arguments import checked_arguments
 from workbench.base.display import Html, html_table
 from workbench.base.errors import InvalidArgument, PlanInfeasible, PlanMismatch, RunFailed, RunNotFound, WorkbenchError
 from workbench.base.units import count, gib
-from workbench.data.corpora import use_in_words
 from workbench.record.event_log import FREQUENT, UNREAD, Status, read_events
 from workbench.record.events import Event
-from workbench.record.rundir import EventTail, RunDir, check_unedited, read_json, remedy_for, write_json
+from workbench.record.rundir import LAUNCHES, EventTail, RunDir, check_unedited, read_json, remedy_for, write_json
 from workbench.runs.launching import processes
 from workbench.runs.launching.device_queue import devices_for
 from workbench.runs.launching.processes import log_tail, run_failed
@@ -395,6 +394,7 @@ class Run(Labelled):
         return f"Run({self.name}: {_in_words(self.row())})"
 
     def _repr_html_(self) -> str:
+        from workbench.data.corpora import use_in_words
         from workbench.runs.tracking.delivery import tracking_note
 
         row = self.row()
@@ -541,7 +541,6 @@ def replayed_plan(experiment: Experiment) -> Plan | None:
     """Return the plan that `workbench reproduce` gives this run of a notebook, if it fits model and machine."""
     from workbench.planning.plan import Plan
     from workbench.planning.runnable import facts_for
-    from workbench.runs.launching.launcher import LAUNCHES
 
     file, launches = os.environ.get(REPLAY), os.environ.get(LAUNCHES)
     if not file or not launches:

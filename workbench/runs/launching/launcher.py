@@ -53,6 +53,7 @@ from workbench.models import Pretrained
 from workbench.planning.runnable import CAPTURED_FIELDS, check_runnable, facts_for
 from workbench.record.event_log import Status
 from workbench.record.rundir import (
+    LAUNCHES,
     NO_ROOM,
     RunDir,
     append_event,
@@ -81,11 +82,6 @@ if TYPE_CHECKING:
 
 FINGERPRINTS = {"data_fingerprint": data_fingerprint, "held_out_fingerprint": held_out_fingerprint}
 """Fields of `environment.json` that describe the samples of a run."""
-LAUNCHES = "WORKBENCH_LAUNCHES"
-"""Environment variable that names a file to which `launch` adds the path of each run.
-
-`workbench execute` learns from it which runs a notebook launched.
-"""
 
 
 @dataclass(frozen=True)
