@@ -5,6 +5,7 @@ import json
 import os
 import subprocess
 import sys
+from collections import Counter
 from collections.abc import Iterator
 from dataclasses import replace
 from types import SimpleNamespace
@@ -29,6 +30,7 @@ from workbench.planning.plan import Plan
 from workbench.planning.runnable import too_large_to_build
 from workbench.planning.search import what_if
 from workbench.record.rundir import RunDir, process_alive, process_record, this_process, write_json, write_record
+from workbench.runs import status
 from workbench.runs.environment import SHOWN_PACKAGES, doctor, environment, git_state
 from workbench.runs.launching import device_queue, launcher
 from workbench.runs.launching.launcher import Attempt, continued_provenance, write_attempt
@@ -36,6 +38,7 @@ from workbench.runs.launching.processes import record_silent_death, root_cause
 from workbench.runs.launching.supervisor import accelerate_command, worker_environment
 from workbench.runs.registry import list_runs, load_run
 from workbench.runs.run import Run
+from workbench.widgets.run_reader import RunReader
 
 doctor_module = importlib.import_module("workbench.runs.environment")
 
@@ -95,6 +98,39 @@ def test_a_run_whose_processes_vanished_has_failed(tmp_path):
     assert isinstance(handle.error(), RunFailed)
     with pytest.raises(RunFailed, match="vanished"):
         handle.wait()
+
+
+def test_a_run_that_is_queued_while_its_status_is_read_has_not_vanished(tmp_path, monkeypatch):
+    run = make_run(tmp_path)
+    run.launcher.unlink()
+    append_event(run.events, "status", state="queued", message="")
+    read = status.read_state
+
+    def queued_meanwhile(*args):
+        write_json(run.launcher, {"supervisor": this_process()})
+        return read(*args)
+
+    monkeypatch.setattr(status, "read_state", queued_meanwhile)
+    assert Run(run.path).status.state == "queued"
+
+
+def test_a_status_reads_each_file_of_its_run_once_and_a_live_view_the_processes(tmp_path, monkeypatch):
+    run = make_run(tmp_path, supervisor=this_process())
+    for rank in range(2):
+        write_json(run.rank(rank), {**this_process(), "rank": rank})
+    opened, open_file = Counter[str](), os.open
+
+    def counted(path, *args, **kwargs):
+        opened.update([os.path.relpath(path, run.path)] if str(path).startswith(str(run.path)) else [])
+        return open_file(path, *args, **kwargs)
+
+    monkeypatch.setattr(os, "open", counted)
+    assert Run(run.path).status.state == "running"
+    assert opened.pop("steps.tail", 0) <= 1
+    assert opened == dict.fromkeys(("launcher.json", "ranks/0.json", "ranks/1.json", "events.jsonl"), 1)
+    opened.clear()
+    assert RunReader(run.path).read().status.state == "running"
+    assert (opened["launcher.json"], opened["ranks/0.json"], opened["events.jsonl"]) == (1, 1, 1)
 
 
 def test_ranks_that_ended_in_order_are_believed_though_the_launcher_vanished(tmp_path):

@@ -91,7 +91,7 @@ def build_meta(factory: Callable[[], nn.Module]) -> nn.Module:
 
 
 class CapturedModel:
-    """The model of an experiment, whose graphs are captured when they are first asked for, and then kept.
+    """Captures an experiment's model, and answers what plans and ranks must know of it: each question once, when asked.
 
     A plan that was made in this process holds one, so that `wb.launch` need not capture the model again.
     """

@@ -271,7 +271,7 @@ cores 1.34 times (`benchmarks/results/data_supply_encoding_alone_2cores.json`)."
 
 @dataclass(frozen=True, eq=False)
 class TextReading(Reading):
-    """A text as one experiment reads it."""
+    """Turns a text into the samples of one experiment: checked, tokenised, counted, held out and cut to length."""
 
     data: Any
     """`TextData` that describes it."""

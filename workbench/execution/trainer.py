@@ -51,7 +51,7 @@ class StepResult:
 
 
 class Trainer:
-    """Trains the stages of one rank; owns their optimiser and the process groups that reduce gradients."""
+    """Makes the steps of one rank: the gradients of its stages, their reduction over ranks, and the update."""
 
     def __init__(
         self,

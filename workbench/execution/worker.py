@@ -181,7 +181,7 @@ def train(run: RunDir, worker_type: type[TrainingWorker], *, heeds_signals: bool
 
 
 class TrainingWorker:
-    """One rank: `__init__` joins the process groups, and `run` builds, resumes, trains and leaves."""
+    """Leads a rank from start to end: `__init__` joins the process groups, and `run` builds, resumes and trains."""
 
     is_fresh = True
     """True for a rank that is a process of its own, which has run none of the user's code."""

@@ -424,7 +424,7 @@ class ClusterCosts:
 
 
 class StrategyCosts:
-    """Time and memory of every stage under one strategy."""
+    """Time and memory of every stage under one strategy, from the costs of its blocks."""
 
     def __init__(self, model: ClusterCosts, strategy: Strategy) -> None:
         self.model = model

@@ -119,7 +119,7 @@ def _locked(run: RunDir) -> Iterator[None]:
 
 
 class Run(Labelled):
-    """One training, read from its directory; it works from any kernel."""
+    """The handle of one training: reads its directory, and asks its processes for something, from any kernel."""
 
     @checked_arguments
     def __init__(self, path: str | os.PathLike[str]) -> None:

@@ -6,6 +6,12 @@ later runs are forked from it, and fork their launchers in turn. `Client.start_a
 run is launched, so that it imports while the process that launches still plans. The supervisor of a sweep or grid is
 served by the same server, whether it was forked from it or left it. The server ends with the last process that it
 serves, and is never needed: where there is none, or where a new process would be another one, a new process is started.
+
+The fork server of `multiprocessing`, with the same imports as its preload, would take over the loop of requests alone,
+and the first run's first step came 7 to 17 % later with it (4.8 to 5.0 s, interleaved with 4.3 to 4.7 s, on two cores);
+those of later runs came at the same time. It does not show the command line by which a run's processes are found, does
+not notice that a file it has imported was edited, serves the process alone that started it, and a kernel that ends
+waits for its children.
 """
 
 from __future__ import annotations
