@@ -6,6 +6,7 @@ import io
 import math
 import os
 import time
+import urllib.request
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -16,7 +17,7 @@ import pytest
 from PIL import Image
 
 from tests.logs import append_event
-from tests.patience import eventually
+from tests.patience import PATIENCE_S, eventually
 from workbench.record.rundir import RunDir, this_process, write_json, write_record
 from workbench.record.step_table import log_steps
 
@@ -109,6 +110,13 @@ def test_a_fault_of_one_module_leaves_the_others(lab_page: Any, server: lab.Serv
     open_sidebar(lab_page, server)
     assert "Workbench goes without launcher.js: Error: planted" in lab_page.said
     assert lab_page.locator(lab.CARD).count() == 0
+
+
+def test_a_browser_asks_for_changed_modules_whose_names_stay_when_workbench_is_upgraded(server: lab.Server) -> None:
+    for name in ("remoteEntry.js", "sidebar.js", "sidebar.css"):
+        address = f"{server.url}/lab/extensions/workbench/static/{name}?token={server.token}"
+        with urllib.request.urlopen(address, timeout=PATIENCE_S) as answer:
+            assert answer.headers["Cache-Control"] == "no-cache"
 
 
 def test_ticked_runs_are_compared_in_both_themes_and_a_diverged_one_flattens_none(
