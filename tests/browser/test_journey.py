@@ -117,10 +117,12 @@ def test_from_the_launcher_to_a_page_for_a_colleague(
     page.locator(lab.CARD, has_text="Which learning rate").click(button="right")  # a card's menu has its own form
     page.get_by_role("menuitem", name="Change parameters").click()
     assert page.locator("#workbench-learning_rates").input_value() == "[1e-3, 6e-3]"
+    page.wait_for_function("() => document.activeElement.id === 'workbench-corpus'")  # the first field
     page.get_by_role("button", name="Cancel").click()
     start_with_parameters(page, "Scaled BERT against BERT-Large", steps="many", global_batch=8, seq_len=32)
     page.get_by_role("alert").get_by_text("Experiment.steps='many' is not a whole number.").wait_for()
     assert page.locator("#workbench-seq_len").input_value() == "32"
+    page.wait_for_function("() => document.activeElement.id === 'workbench-steps'")  # the field that is refused
     picture(page, "lab-parameters")
     page.evaluate(REMEMBER_PROGRESS)
     page.locator("#workbench-steps").fill(str(STEPS))

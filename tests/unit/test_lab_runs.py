@@ -192,13 +192,15 @@ def test_the_sidebar_shows_how_busy_the_gpus_of_the_server_are(folder: Path, mon
     ]
 
 
-def test_the_share_of_the_cpu_is_that_of_the_time_in_which_it_was_not_idle(
+def test_the_share_of_the_cpu_is_that_of_the_cores_that_runs_may_use_and_of_their_time_that_was_not_idle(
     folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     times = namedtuple("Times", "user idle")
-    monkeypatch.setattr(psutil, "cpu_times", iter([times(0.0, 0.0), times(9.0, 3.0)]).__next__)
+    looks = iter([[times(0.0, 0.0)] * 3, [times(0.0, 12.0), times(9.0, 3.0), times(7.0, 5.0)]])
+    monkeypatch.setattr(psutil, "cpu_times", lambda percpu: next(looks) if percpu else None)
+    monkeypatch.setattr(os, "sched_getaffinity", lambda _: {1, 2}, raising=False)
     [cpu, *_] = RunIndex().read([folder])["devices"]
-    assert (cpu["name"], cpu["share"]) == ("CPU", 0.75)
+    assert (cpu["name"], cpu["share"]) == ("CPU, 2 cores", pytest.approx(16 / 24))
 
 
 @pytest.mark.representative

@@ -7,6 +7,7 @@ import os
 import platform
 import subprocess
 import sys
+from collections.abc import Collection
 from pathlib import Path
 
 from workbench.base.errors import WorkbenchError
@@ -17,9 +18,12 @@ ELASTIC_GRACE_S = 40.0
 
 def available_cores() -> int:
     """Return the number of cores that this process may use."""
-    if hasattr(os, "sched_getaffinity"):
-        return len(os.sched_getaffinity(0))
-    return os.cpu_count() or 1
+    return len(core_numbers())
+
+
+def core_numbers() -> Collection[int]:
+    """Return the numbers of the cores that this process may use, as the kernel counts them."""
+    return os.sched_getaffinity(0) if hasattr(os, "sched_getaffinity") else range(os.cpu_count() or 1)
 
 
 def cpu_model() -> str:

@@ -26,7 +26,8 @@ from jupyter_server.auth.decorator import authorized
 from jupyter_server.base.handlers import APIHandler
 
 from workbench.base.errors import RunNotFound, WorkbenchError, suggestion
-from workbench.base.units import count, gib, time_left
+from workbench.base.machine import core_numbers
+from workbench.base.units import count, gib, many, time_left
 from workbench.lab import run_groups
 from workbench.lab.prepared_kernel import PreparedKernel
 from workbench.notebooks.executing import parameters, templates, values_of, with_values
@@ -81,7 +82,7 @@ class RunIndex:
             pynvml.nvmlInit()
             if num_gpus := pynvml.nvmlDeviceGetCount():
                 self._meter = GpuMeter([str(index) for index in range(num_gpus)])
-        self._cpu_times, self._cpu_share = psutil.cpu_times(), 0.0
+        self._cpu_times, self._cpu_share = _cpu_times(), 0.0
 
     def read(self, roots: Iterable[Path], since: int = 0) -> dict[str, Any]:
         """Return the rows that changed after version `since`, the paths that are gone, the queue and the devices.
@@ -90,11 +91,12 @@ class RunIndex:
         """
         with self._lock:
             unread = self._update(user_runs(roots))
-            times = psutil.cpu_times()  # psutil.cpu_percent() begins anew in each thread of the server
-            passed, idle = sum(times) - sum(self._cpu_times), times.idle - self._cpu_times.idle
+            times = _cpu_times()  # psutil.cpu_percent() begins anew in each thread of the server
+            passed, idle = (now - before for now, before in zip(times, self._cpu_times, strict=True))
             if passed > 1.0:
                 self._cpu_times, self._cpu_share = times, max(0.0, 1 - idle / passed)
-            devices = [{"name": "CPU", "share": self._cpu_share, "used_bytes": None}]
+            name = f"CPU, {many(len(core_numbers()), 'core')}"
+            devices = [{"name": name, "share": self._cpu_share, "used_bytes": None}]
             if self._meter is not None:
                 sample = self._meter.sample()
                 columns = zip(sample.names, sample.shares, sample.used_bytes, strict=True)
@@ -153,6 +155,13 @@ class RunIndex:
         return sum(not entry.signature for entry, _ in waiting[read:])
 
 
+def _cpu_times() -> tuple[float, float]:
+    """Return the seconds that have passed on the cores that runs may use, and those in which they were idle."""
+    each = psutil.cpu_times(percpu=True)
+    own = [each[core] for core in core_numbers() if core < len(each)] or each
+    return sum(map(sum, own)), sum(times.idle for times in own)
+
+
 def user_runs(roots: Iterable[Path]) -> list[Path]:
     """Return the directories of this user's runs in some folders; neither those of other users nor links."""
     found = []
@@ -203,13 +212,14 @@ def _shown(run: Run, row: RunRow, has_changed: bool) -> dict[str, Any]:
     shown["held_out"] = row["eval_loss"] is not None
     shown["words"] = state_in_words(row["state"], row["step"], row["training_loss"])
     shown["color"], shown["ended"] = state_color(shown["words"]), row["state"] in FINAL_STATES
-    pace = list[str]()  # time left, and devices
+    left, devices = list[str](), list[str]()
     if row["state"] not in FINAL_STATES:
-        pace += [] if row["eta_s"] is None else [f"{time_left(row['eta_s'])} left"]
+        left = [] if row["eta_s"] is None else [f"{time_left(row['eta_s'])} left"]
         several = [f"{row['devices']} devices"] if (row["devices"] or 0) > 1 else []
-        pace += [f"GPU {', '.join(map(str, row['gpus']))}"] if row["gpus"] else several
-    shown["pace"] = " · ".join([*(word for word in progress_words(row) if "tokens" in word), *pace])
-    shown["facts"] = " · ".join([f"step {step_text(row)}", *progress_words(row), *pace])
+        devices = [f"GPU {', '.join(map(str, row['gpus']))}"] if row["gpus"] else several
+    # A narrow list cuts the end off, so the time left comes first.
+    shown["pace"] = " · ".join([*left, *(word for word in progress_words(row) if "tokens" in word), *devices])
+    shown["facts"] = " · ".join([*left, f"step {step_text(row)}", *progress_words(row), *devices])
     spelt: dict[str, Callable[[float], str]] = {
         "tokens": count,
         "tokens_per_s": count,

@@ -19,8 +19,8 @@ const number = (label, width, name, down = false) =>
 const FIXED = {
   state: {label: 'State', width: '86px', value: row => row.state, show: badge},
   curve: {label: 'Loss curve', width: '92px', show: curve},
-  eval_loss: number('Held-out loss', '104px', 'eval_loss'),
-  training_loss: number('Training loss', '104px', 'training_loss'),
+  eval_loss: number('Held-out loss', '124px', 'eval_loss'),
+  training_loss: number('Training loss', '124px', 'training_loss'),
   difference: {label: 'From baseline', width: '116px', number: true, value: row => row.difference?.value, show: row => row.difference?.words ?? ''},
   step: number('Step', '112px', 'step'),
   tokens: number('Tokens', '80px', 'tokens', true),

@@ -43,6 +43,7 @@ export function sparkline(points, reached) {
   const svg = document.createElementNS('http://www.w3.org/2000/svg', 'svg'), isBand = points[0]?.length > 2;
   svg.setAttribute('class', 'wb-sparkline');
   svg.setAttribute('viewBox', `0 0 ${WIDTH} ${HEIGHT}`);
+  svg.setAttribute('preserveAspectRatio', 'none');
   svg.setAttribute('role', 'img');
   const spelt = loss => Number(loss.toPrecision(4));
   const said = `${isBand ? 'Mean loss' : 'Loss'} from ${spelt(points[0]?.[1] ?? 0)} to ${reached ?? spelt(points.at(-1)?.[1] ?? 0)}`;

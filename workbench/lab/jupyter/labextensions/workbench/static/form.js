@@ -14,6 +14,10 @@ export default function form(Widget, parameters, given, refusal) {
     add('small', {textContent: help});
     return {name, field, before};
   });
+  // The keyboard begins at the field that the refusal names, or at the first.
+  const refused = fields.find(({name}) => new RegExp(`(^|\\W)${name}(\\W|$)`).test(refusal));
+  refused?.field.setAttribute('aria-invalid', 'true');
+  (refused ?? fields[0])?.field.classList.add('workbench-begin');
   const widget = new Widget({node});
   // The values that differ from the template's; JupyterLab's dialog asks for them.
   widget.getValue = () =>

@@ -53,7 +53,8 @@ export function bandOf(rows, points = 40) {
 
 // Returns the row of a group. Losses of runs that do not compare have no mean.
 export function groupRow(id, members, shown, basisOf) {
-  const {name, of} = members[0].group;
+  const names = [...Map.groupBy(members, ({group}) => group.name)].sort(([, a], [, b]) => b.length - a.length);
+  const [[name]] = names, {of} = members[0].group;
   const counted = Map.groupBy(shown, row => row.state);
   const states = STATES.filter(state => counted.has(state)).map(state => `${counted.get(state).length} ${state}`).join(', ');
   const urgent = shown.find(row => !row.ended) ?? shown.find(row => row.state === 'failed') ?? shown[0];

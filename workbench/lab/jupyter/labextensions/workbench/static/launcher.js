@@ -15,6 +15,7 @@ const STYLE = `
   .workbench-form .workbench-refused { grid-column: 1 / -1; color: var(--jp-error-color0, #b00020); font-weight: 600; }
   .workbench-form label, .workbench-form input, .workbench-form select { font-family: var(--jp-code-font-family); }
   .workbench-form .jp-select-wrapper { margin: 0; }
+  .workbench-form [aria-invalid] { outline: 2px solid var(--jp-error-color1); }
   .workbench-form small { color: var(--jp-ui-font-color2); }
 `;
 const drawn = inside => `<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 24 24" fill="none" stroke-width="2">${inside}</svg>`;
@@ -76,7 +77,7 @@ export default async function launcher(library) {
         for (let given = {}, refusal = ''; ; ) {
           const body = form(Widget, parameters, given, refusal);
           const buttons = [apputils.Dialog.cancelButton(), apputils.Dialog.okButton({label: 'Start'})];
-          const answer = await apputils.showDialog({title: template.title, body, buttons, focusNodeSelector: 'input'});
+          const answer = await apputils.showDialog({title: template.title, body, buttons, focusNodeSelector: '.workbench-begin'});
           if (!answer.button.accept) return undefined;
           given = answer.value;
           try {

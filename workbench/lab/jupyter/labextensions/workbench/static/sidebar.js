@@ -495,9 +495,9 @@ class RunList {
     if (isGroup) below.append(element('span', 'wb-note', row.states), ...row.apart ? [element('span', 'wb-note', row.apart)] : []);
     else if (step !== undefined) below.append(element('span', 'wb-note', written(row, 'step')));
     if (difference?.value != null) below.append(Object.assign(element('span', 'wb-note', `Δ ${difference.words}`), {title: difference.said}));
-    if (pace) below.append(element('span', 'wb-note', pace));
-    tags.forEach(tag => below.append(element('span', 'wb-tag', tag)));
-    if (note) below.append(element('span', 'wb-note', note));
+    const rest = pace ? [element('span', 'wb-note', pace)] : [], noted = note ? [element('span', 'wb-note', note)] : [];
+    rest.push(...tags.map(tag => element('span', 'wb-tag', tag)));
+    below.append(...row.ended ? [...noted, ...rest] : [...rest, ...noted]);  // why it ended says more than how fast it was
     below.title = [isGroup ? row.facts : pace, difference && `From the baseline: ${difference.said}`, tags.join(', '), note].filter(Boolean).join('\n');
     return [
       element('div', 'wb-line', tick, title),
@@ -554,8 +554,10 @@ class RunList {
       const bar = element('span', 'wb-meter', element('span'));
       bar.firstChild.style.width = `${Math.round(100 * (share ?? 0))}%`;
       const memory = used === null ? '' : `, ${(used / 2 ** 30).toFixed(1)} GiB`;
-      return element('div', 'wb-line', element('span', 'wb-device', name), bar,
+      const line = element('div', 'wb-line', element('span', 'wb-device', name), bar,
         element('span', '', `${share === null ? '?' : Math.round(100 * share)} %${memory}`));
+      line.title = 'Used by all processes, of anybody; the panel of a run on CPUs shows the share of its own.';
+      return line;
     });
     const waiting = queue.map(({name, waits_for: others}) =>
       element('div', 'wb-line', `${name} waits for ${others.length ? others.join(', ') : 'its devices'}`));
