@@ -28,6 +28,8 @@ UNREADABLE = """() => {
     for (const graph of document.querySelectorAll('.jupyter-widgets .js-plotly-plot')) {
         const edge = graph.getBoundingClientRect(), ticks = {};
         if (edge.height < 200) found.push(`only ${edge.height} high`);
+        const marks = [...graph.querySelectorAll('.scatterlayer .points, [class^="scatterlayer"] .points')];
+        if (marks.some(mark => mark.childElementCount && mark.closest('[clip-path]'))) found.push('marks at 0 are cut');
         for (const text of graph.querySelectorAll('.main-svg text')) {
             const box = text.getBoundingClientRect();
             if (!box.width || !text.textContent) continue;

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 from typing import Any
 
@@ -12,11 +13,13 @@ from figure_values import curve
 from workbench.analysis.contrast import difference
 from workbench.analysis.curve import CHUNK_POINTS, X_AXES, Curve, Mark, position_in_widths, smoothed
 from workbench.base.errors import UnknownParameter
+from workbench.figures import theme
 from workbench.figures.curves_view import _describe_loss, loss_curves
-from workbench.figures.figure import picture
+from workbench.figures.figure import Figure, picture
 from workbench.figures.panels_view import panel_names, panels
 from workbench.figures.prepared_curve import MAX_POINTS, decimated, diverged_at, focused, gap_starts
 from workbench.figures.run_views import differences
+from workbench.figures.twin import Twin
 from workbench.record.history import Utilization, final_loss
 
 
@@ -28,7 +31,8 @@ def test_each_run_has_a_pale_raw_trace_behind_and_a_smoothed_line_in_front() -> 
     figure = loss_curves([curve("a"), curve("b", seed=1)])
     raw, line = parts(figure, "raw"), parts(figure, "line")
     assert [trace.name for trace in line] == ["a", "b"]
-    assert all(behind.zorder < front.zorder for behind in raw for front in line)
+    order = [id(trace) for trace in figure.data]
+    assert max(order.index(id(each)) for each in raw) < min(order.index(id(each)) for each in line)
     assert all(behind.line.width < front.line.width for behind, front in zip(raw, line, strict=True))
 
 
@@ -102,6 +106,19 @@ def test_a_run_of_one_point_is_drawn_as_a_point() -> None:
 def test_a_run_without_a_step_says_so() -> None:
     figure = loss_curves([Curve("new", {name: [] for name in ("step", "tokens", "loss")})])
     assert [note.text for note in figure.layout.annotations] == ["no step recorded yet"]
+    assert (figure.layout.xaxis.showticklabels, figure.layout.yaxis.showticklabels) == (False, False)
+    menus = [button.label for menu in figure.layout.updatemenus for button in menu.buttons]
+    assert not [label for label in menus if "smoothing" in label], "nothing is averaged yet"
+
+
+def test_the_menu_of_smoothing_stands_below_the_title_of_the_x_axis_and_above_a_legend() -> None:
+    for names in (["a"], [f"a run with a long name {number}" for number in range(12)]):
+        figure = loss_curves([curve(name, seed=seed) for seed, name in enumerate(names)])
+        menu = figure.layout.updatemenus[3]
+        title_px = figure.layout.xaxis.title.standoff or theme.TEMPLATE.layout.xaxis.title.standoff
+        assert menu.pad.t >= 20 + title_px + theme.FONT_PX * theme.LINE_SPACING, "ticks, and the title below them"
+        legend_px = 0 if len(names) == 1 else theme.height_below(names) - theme.AXIS_PX
+        assert figure.layout.margin.b - legend_px >= menu.pad.t + 28
 
 
 def test_the_end_of_each_line_carries_the_final_loss_of_the_tables() -> None:
@@ -342,6 +359,39 @@ def test_panels_show_what_was_recorded_in_the_runs_colours() -> None:
     assert list(bars.y) == [1.0, 2.0]
     [limit] = [trace for trace in figure.data if trace.meta == "limit"]
     assert [height for height in limit.y if height is not None] == [4.0, 4.0]
+
+
+def test_a_bar_of_memory_has_the_limit_of_its_own_device_above_it_and_the_axis_says_what_the_line_is() -> None:
+    runs = [curve("a"), curve("b", seed=1), curve("c", seed=2)]
+    sizes = [{0: (1, 4), 1: (2, 4)}, {0: (60, 140)}, {1: (3, None)}]
+    peaks = [{r: {"peak_bytes": p * 2**30, "limit_bytes": m and m * 2**30} for r, (p, m) in s.items()} for s in sizes]
+    figure = panels(runs, peaks)
+    places = [(trace, rank) for trace in parts(figure, "memory") for rank in trace.x]
+    bars = {(trace.name, rank): (rank + trace.offset, trace.width) for trace, rank in places}
+    left_ends = sorted((left, left + width) for left, width in bars.values())
+    assert all(end <= start + 1e-9 for (_, end), (start, _) in itertools.pairwise(left_ends)), "no bar covers another"
+    [limit] = parts(figure, "limit")
+    lines = [(limit.x[at], limit.x[at + 1], limit.y[at]) for at in range(0, len(limit.x), 3)]
+    expected = [(*bars[name, rank], height) for name, rank, height in (("a", 0, 4), ("a", 1, 4), ("b", 0, 140))]
+    assert np.allclose(lines, [(left, left + width, height) for left, width, height in expected])
+    [title] = [axis.title.text for axis in figure.select_xaxes() if str(axis.title.text).startswith("rank")]
+    assert "limit" in title
+    assert "limit" not in str(panels(runs, [{0: {"peak_bytes": 2**30}}, {}, {}]).layout.to_plotly_json())
+
+
+@pytest.mark.parametrize("ends", [(2.1, 2.9), (5.1, 9.9), (1.05, 1.45), (1.0, 1000.0), (3.2, 9.0), (0.021, 0.05)])
+def test_a_logarithmic_axis_has_at_least_two_ticks_however_narrow_it_is(ends: tuple[float, float]) -> None:
+    low, high = ends
+    figure = Figure(theme.marks([low, high], [low, high], "", {"color": theme.INK}))
+    figure.laid_out(xaxis=theme.log_axis((low, high)), yaxis=theme.log_axis((low, high)), height=400)
+    twin = Twin(figure, 600)
+    twin.draw()
+    for axis in twin._axes.values():
+        ticks, labels = axis.ticks(300.0)
+        assert len(ticks) >= 2
+        assert [float(label.replace(",", "")) for label in labels] == pytest.approx(ticks)
+    given = figure.layout.xaxis.tickvals  # else plotly.js chooses ticks for the range that is shown
+    assert given is None or sum(low <= tick <= high for tick in given) >= 2
 
 
 def test_a_wait_for_data_has_a_panel_if_it_matters() -> None:

@@ -75,8 +75,9 @@ def test_equal_figures_have_equal_files(tmp_path: Path) -> None:
 
 
 def test_a_png_has_the_pixels_that_were_asked_for(tmp_path: Path) -> None:
-    path = loss_curves([curve()]).save(tmp_path / "new" / "loss.PNG", width=500, scale=3)
-    assert Image.open(path).size == (1500, 3 * 480)
+    figure = loss_curves([curve()])
+    path = figure.save(tmp_path / "new" / "loss.PNG", width=500, scale=3)
+    assert Image.open(path).size == (1500, 3 * figure.layout.height)
 
 
 def test_a_table_of_curves_has_a_row_for_each_point_and_columns_named_after_the_axes(tmp_path: Path) -> None:

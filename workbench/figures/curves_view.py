@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from itertools import chain
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -67,6 +68,9 @@ LABEL_ROOM = 0.06
 """Size of an end label, as a share of the plot's width or height."""
 MOST_HOVERED = 8
 """Number of runs up to which one box says the values of all at the pointer; with more it would cover the curves."""
+NO_STEP = "no step recorded yet"
+MENU_PX = 32
+"""Height of a menu below the title of the x axis."""
 MENU_LOOK = {
     "x": 0.0,
     "y": 1.02,
@@ -170,10 +174,12 @@ def loss_curves(
     ]
     figure.update_layout(updatemenus=menus)
     key, name = mark_key(prepared), theme.text(title or f"{label} of each run")
-    figure.laid_out(title=theme.title(name, key), margin={"t": 118 if key else 92})
+    menu_px = MENU_PX if len(menus) > 3 else 0
+    figure.layout.height += menu_px
+    bottom = figure.layout.margin.b + menu_px
+    figure.laid_out(title=theme.title(name, key), margin={"t": 118 if key else 92, "b": bottom})
     if not any(len(curve.raw) for curve in prepared):
-        middle = {"x": 0.5, "y": 0.5, "xref": "paper", "yref": "paper", "showarrow": False}
-        figure.add_annotation(text="no step recorded yet", font={"color": theme.MUTED}, **middle)
+        figure.without_values(NO_STEP)
     return figure
 
 
@@ -314,7 +320,7 @@ def _smoothing_menu(
 ) -> list[dict[str, Any]]:
     """Return the menu of widths of the average, each with the heights of every line; none for what is not averaged."""
     is_exact = y in COLUMNS and COLUMNS[y].is_exact
-    if smoothing <= 0 or is_exact or sum(len(curve.raw) for curve in prepared) > SMOOTHED_AGAIN:
+    if smoothing <= 0 or is_exact or not 0 < sum(len(curve.raw) for curve in prepared) <= SMOOTHED_AGAIN:
         return []
     at = [index for index, trace in enumerate(figure.data) if trace.meta == "line"]
     keys = [int(figure.data[index].legendgroup) for index in at]
@@ -324,8 +330,9 @@ def _smoothing_menu(
         heights = [np.round(lines[key][prepared[key].line_index], 5) for key in keys]
         args = [{"y": [[float(value) if np.isfinite(value) else None for value in line] for line in heights]}, at]
         buttons.append({"label": f"smoothing {100 * width:.3g} %", "method": "restyle", "args": args})
-    # Beside the title of the x axis, because three menus fill the line above a figure of 500 pixels.
-    look = {"direction": "up", "pad": {"t": 28}, **MENU_LOOK, "x": 1.0, "y": 0.0, "xanchor": "right", "yanchor": "top"}
+    # Below the title of the x axis, because three menus fill the line above a figure of 500 pixels.
+    look = {"direction": "up", **MENU_LOOK, "x": 1.0, "y": 0.0, "xanchor": "right", "yanchor": "top"}
+    look["pad"] = {"t": theme.BOTTOM_PX - 4}
     return [{"buttons": buttons, "active": widths.index(smoothing), **look}]
 
 
@@ -340,15 +347,15 @@ def curve_traces(
 ) -> list[go.Scatter]:
     """Return the traces of all runs; a trace's `legendgroup` is the run's key, its `meta` one of `roles`.
 
-    Roles without a point are left out, unless `complete`: then every run has one trace of each role, in the order of
-    `TRACE_ROLES`. A run that ends above `top`, the upper end of the y axis, has an arrow with its last value there.
+    All runs' traces of one role follow one another, so that no value of a run covers the average of another. Roles
+    without a point are left out, unless `complete`: then every run has one trace of each role. A run that ends above
+    `top`, the upper end of the y axis, has an arrow with its last value there.
     """
     positions = _label_positions(prepared, x, top) if "end" in roles else [None] * len(prepared)
-    traces = [
-        trace
-        for curve, position in zip(prepared, positions, strict=True)
-        for trace in _traces(curve, x, y, smooth, position, top, roles)
+    of_runs = [
+        _traces(curve, x, y, smooth, position, top, roles) for curve, position in zip(prepared, positions, strict=True)
     ]
+    traces = list(chain.from_iterable(zip(*of_runs, strict=True)))
     return traces if complete else [trace for trace in traces if len(trace.x) or trace.meta == "line"]
 
 
@@ -404,10 +411,9 @@ def _traces(
             **fields[role],
             **shared,
             meta=role,
-            zorder=0 if role == "end" else layer,  # only text in the lowest layer may leave the plot
             showlegend=role == "line",
         )
-        for layer, role in enumerate(TRACE_ROLES)
+        for role in TRACE_ROLES
         if role in roles
     ]
 

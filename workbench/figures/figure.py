@@ -60,6 +60,13 @@ class Figure(go.Figure):
             self.layout.margin.t = (self.layout.margin.t or theme.TEMPLATE.layout.margin.t) + more
         return self
 
+    def without_values(self, words: str) -> Figure:
+        """Show words in the place of values, of which there are none yet: plotly.js would draw axes from -1 to 4."""
+        self.update_xaxes(range=[0, 1], showticklabels=False, type="linear")
+        self.update_yaxes(range=[0, 1], showticklabels=False, type="linear")
+        self.add_annotation(theme.in_the_middle(words))
+        return self
+
     def with_legend_below(self, height: int, main: str, words: str) -> Figure:
         """Set the layout of a figure with a legend in rows below it, which come on top of the height."""
         names = [trace.name for trace in self.data if trace.showlegend is not False]

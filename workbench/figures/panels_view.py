@@ -45,6 +45,8 @@ GAP_PX = 64
 """Height between two rows of panels: tick labels and the title of the next row."""
 TITLE_LETTERS = 13
 """Letters of a line of a panel's title, which beside two others fits into a window of 500 pixels."""
+GROUP_GAP = 0.35
+"""Distance of the bars of two ranks, as a share of that of the ranks."""
 PANEL_POINTS = 400
 """Largest number of points of one trace: a panel is a third of a page wide."""
 Peaks = Sequence[Mapping[int, Mapping[str, Any]]]
@@ -56,12 +58,12 @@ Window = tuple[float, float] | None
 def utilization_traces(
     curves: Sequence[Curve], usage: Usage, x: str, preparation: Preparation, window: tuple[float, float] | None
 ) -> list[go.Scatter]:
-    """Return two traces per run: every device's line, pale, and in front the moving average over all devices.
+    """Return two traces per run: first every device's line, pale, of all runs, then moving averages over the devices.
 
     Samples are placed on the x axis by their time between the run's steps. Samples from before its first step or after
     its last step are left out.
     """
-    traces = []
+    pairs = []
     smooth, max_points = preparation.width > 0, preparation.max_points
     for index, (curve, samples) in enumerate(zip(curves, usage, strict=True)):
         placed = _PlacedSamples(curve, samples, {X_AXES[x].column, preparation.along, "step", "tokens"})
@@ -76,8 +78,8 @@ def utilization_traces(
             "%{y:.3~g} %<br>%{customdata}",
         )
         pair[1].update(customdata=[placed.describe(moment) for moment in line], meta="utilization")
-        traces += pair
-    return traces
+        pairs.append(pair)
+    return [trace for role in zip(*pairs, strict=True) for trace in role]
 
 
 def spread_and_mean(
@@ -85,8 +87,8 @@ def spread_and_mean(
 ) -> list[go.Scatter]:
     """Return two traces of one run in a panel: its values, pale, and in front their average with a hover text."""
     name = theme.text(curve.name)
-    behind = {"color": theme.pale(curve.color, 0.7), "width": 1, "hoverinfo": "skip", "zorder": 0, "meta": "raw"}
-    front = {"color": curve.color, "width": 1.8, "dash": curve.dash, "zorder": 1, "meta": "line"}
+    behind = {"color": theme.pale(curve.color, 0.7), "width": 1, "hoverinfo": "skip", "meta": "raw"}
+    front = {"color": curve.color, "width": 1.8, "dash": curve.dash, "meta": "line"}
     words = f"{name}: {hover}<extra></extra>"
     return [
         theme.curve(**spread, name=name, **behind),
@@ -196,7 +198,7 @@ def panels(
     titles = {
         **{name: panel.title or COLUMNS[name].label for name, panel in PANELS.items()},
         **{name: theme.text(name) for name in own},
-        "utilization": f"{device} use (%)",
+        "utilization": "CPU use by the run (%)" if device == "CPU" else f"{device} use (%)",
         "memory": "Peak memory (GiB)",
     }
     figure = subplots(
@@ -213,7 +215,7 @@ def panels(
         x_axis: dict[str, Any] = {"title_text": x_title, "rangemode": "tozero", "range": window}
         if name == "memory":
             num_ranks = max(map(len, peaks), default=0)
-            x_axis = {"title_text": "rank", "showgrid": False, "dtick": 1 if num_ranks <= 8 else None}
+            x_axis = {"title_text": rank_title(peaks), "showgrid": False, "dtick": 1 if num_ranks <= 8 else None}
         traces, y_axis = panel(name, curves, peaks, usage, x, preparation, window, prepare)
         figure.add_traces(traces, rows=row, cols=col)
         figure.update_xaxes(row=row, col=col, **x_axis)
@@ -225,8 +227,7 @@ def panels(
         margin={"t": 52, "b": 44, "r": 64},
         showlegend=False,
         hovermode="closest",
-        barmode="group",
-        bargap=0.35,
+        barmode="overlay",
         uirevision="keep",
     )
 
@@ -260,41 +261,43 @@ def panel(
         return rate_traces(prepared, name, x, preparation.width > 0, window), {"nticks": 6}
     prepared = prepare(name) if prepare else preparation.prepare_all(curves, name)
     traces, look = rate_traces(prepared, name, x, preparation.width > 0, window), PANELS[name]
-    axis: dict[str, Any] = {"exponentformat": "e", "nticks": 6, "tickformat": look.tick_format}
-    if not look.logarithmic:
-        return traces, {"rangemode": "tozero", "type": "linear", **axis}
-    # Ticks on a logarithmic axis depend on how many decades it spans; `raw_index` holds the curves' extremes.
-    values = np.concatenate([np.empty(0), *(curve.raw[curve.raw_index] for curve in prepared)])
-    known = values[np.isfinite(values) & (values > 0)]
-    decades = math.log10(known.max() / known.min()) if len(known) else 0.0
-    return traces, {"rangemode": "tozero", "type": "log", "dtick": "D2" if decades < 2.5 else 1, **axis}
+    axis: dict[str, Any] = {"exponentformat": "e", "tickformat": look.tick_format, "rangemode": "tozero"}
+    if look.logarithmic:  # so few that plotly.js writes 1, 2 and 5 from a decade on, and round values below
+        return traces, {"type": "log", "nticks": 3, **axis}
+    return traces, {"type": "linear", "nticks": 6, **axis}
 
 
 def rate_traces(
     curves: Sequence[PreparedCurve], name: str, x: str, smooth: bool, window: Window = None
 ) -> list[go.Scatter]:
-    """Return two traces per run, raw values and moving average of one column; empty ones for a run without it."""
-    factor, traces = PANELS[name].scale if name in PANELS else 1.0, []
+    """Return two traces per run: first the raw values of one column of all runs, then moving averages.
+
+    Those of a run without the column are empty.
+    """
+    factor, pairs = PANELS[name].scale if name in PANELS else 1.0, []
     for whole in curves:
         curve = whole.focused(x, window, PANEL_POINTS)
         raw, line = curve.raw_index if smooth else curve.raw_index[:0], curve.line_index
         spread = {"x": curve.x[x][raw], "y": factor * curve.raw[raw]}
         mean = {"x": curve.x[x][line], "y": factor * (curve.line if smooth else curve.raw)[line]}
-        traces += spread_and_mean(whole, spread, mean, "%{y:.4~g}")
-    return traces
+        pairs.append(spread_and_mean(whole, spread, mean, "%{y:.4~g}"))
+    return [trace for role in zip(*pairs, strict=True) for trace in role]
 
 
 def memory_traces(curves: Sequence[Curve], peaks: Peaks) -> list[go.Bar | go.Scatter]:
-    """Return the bars of each run's ranks and, as one trace, the smallest limit of each rank's devices."""
-    bars: list[go.Bar | go.Scatter] = []
-    limits: dict[int, float] = {}
+    """Return the bars of each run's ranks and, as one trace, the limit of each bar's device."""
+    traces: list[go.Bar | go.Scatter] = []
+    width = (1 - GROUP_GAP) / max(1, len(curves))
+    limits: list[tuple[float | None, float | None]] = []  # ends of lines, with a gap between two
     for index, (curve, run_peaks) in enumerate(zip(curves, peaks, strict=True)):
         ranks, y, words = sorted(run_peaks), [], []
+        offset = index * width - (1 - GROUP_GAP) / 2
         for rank in ranks:
             event = run_peaks[rank]
             used, limit = float(event.get("peak_bytes") or 0), event.get("limit_bytes")
             if limit:
-                limits[rank] = min(limits.get(rank, math.inf), float(limit))
+                left, height = rank + offset, float(limit) / GIB
+                limits += [(left, height), (left + width, height), (None, None)]
             y.append(used / GIB)
             # Such as "61.2 GiB of 139.8 GiB (44%), 70.1 GiB reserved".
             said = f"{gib(used)} of {gib(limit)} ({used / limit:.0%})" if limit else gib(used)
@@ -304,10 +307,17 @@ def memory_traces(curves: Sequence[Curve], peaks: Peaks) -> list[go.Bar | go.Sca
             "name": theme.text(curve.name),
             "marker": {"color": theme.series_color(index)},
             "meta": "memory",
+            "width": width,
+            "offset": offset,  # plotly.js leaves no room for a rank that a run lacks, so that its limit would be astray
         }
         hover = f"{look['name']}, rank %{{x}}: %{{customdata[0]}}<br>%{{customdata[1]}}<extra></extra>"
-        bars.append(go.Bar(x=ranks, y=y, customdata=words, hovertemplate=hover, **look))
-    positions = [position for rank in sorted(limits) for position in (rank - 0.46, rank + 0.46, None)]
-    heights = [height for _, limit in sorted(limits.items()) for height in (limit / GIB, limit / GIB, None)]
+        traces.append(go.Bar(x=ranks, y=y, customdata=words, hovertemplate=hover, **look))
+    places, heights = zip(*limits, strict=True) if limits else ((), ())
     hover = "limit %{y:.1f} GiB<extra></extra>"
-    return [*bars, theme.curve(positions, heights, "limit", theme.ALERT, meta="limit", hovertemplate=hover)]
+    return [*traces, theme.curve(places, heights, "limit", theme.ALERT, meta="limit", hovertemplate=hover)]
+
+
+def rank_title(peaks: Peaks) -> str:
+    """Return the title of the axis of ranks, which says what the line above the bars is."""
+    has_limit = any(event.get("limit_bytes") for run_peaks in peaks for event in run_peaks.values())
+    return f"rank · <span style='color:{theme.ALERT}'>━ limit</span>" if has_limit else "rank"

@@ -336,11 +336,8 @@ def draw_seed_bands(
         figure.add_traces(_traces(row, finished, others, scale, y))
         seeds, unfinished = seeds | {len(finished)}, unfinished + len(others)
     figure.update_xaxes(title_text=x_title, rangemode="tozero")
-    if not figure.data:  # plotly.js would draw axes from -1 to 6 and to 4
-        figure.update_xaxes(range=[0, 1], showticklabels=False)
-        figure.update_yaxes(range=[0, 1], showticklabels=False)
-        none = {"text": "no run has a loss yet", "font": {"color": theme.MUTED}, "showarrow": False}
-        figure.add_annotation(x=0.5, y=0.5, xref="paper", yref="paper", **none)
+    if not figure.data:
+        figure.without_values("no run has a loss yet")
     y_range = robust_range([line[1] for line in lines.values() if len(line[1])]) if y in LOSSES else None
     beyond = sum(bool(len(loss)) and float(loss.max()) > (y_range or (0, np.inf))[1] for _, loss in lines.values())
     quantity = LOSSES.get(y, f"Held-out {theme.text(y)}")

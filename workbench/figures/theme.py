@@ -120,7 +120,8 @@ TEMPLATE = go.layout.Template(
         legend={"bgcolor": "rgba(255,255,255,0.85)", "bordercolor": GRID, "borderwidth": 1},
         hoverlabel={"bgcolor": "white", "bordercolor": AXIS, "font": {"color": INK, "size": FONT_PX}, "namelength": -1},
         bargap=0.3,
-    )
+    ),
+    data={"scatter": [{"cliponaxis": False}]},  # a mark at the end of an axis, as at step 0, is whole
 )
 
 
@@ -223,12 +224,18 @@ def title(main: str, subtitle: str | None = None) -> dict[str, Any]:
     return value
 
 
+def in_the_middle(words: str) -> dict[str, Any]:
+    """Return an annotation in the middle of a plot that has no values yet."""
+    middle = {"x": 0.5, "y": 0.5, "xref": "paper", "yref": "paper", "showarrow": False}
+    return {"text": words, "font": {"color": MUTED}, **middle}
+
+
 def broken(words: str, letters: int, at: str = "<br>") -> str:
     """Return a text in lines of at most so many letters, broken by `at` at spaces that are not in a tag."""
     broken_lines = []
     for line in words.split("<br>"):
         lines = [""]
-        for word in re.split(r" (?![^<]*>)", line):
+        for word in re.split(r" (?!%)(?![^<]*>)", line):
             longer = html.unescape(re.sub(r"<[^>]*>", "", f"{lines[-1]} {word}"))
             if lines[-1] and len(longer) > letters:
                 lines.append("")
@@ -242,8 +249,13 @@ LOG_TICKS = ",~g"
 
 
 def log_axis(values: Sequence[float]) -> dict[str, Any]:
-    """Return the layout of a logarithmic axis over positive values, whose ticks are written out."""
+    """Return the layout of a logarithmic axis over positive values, whose ticks are written out.
+
+    Over less than half a decade, plotly.js chooses round values at equal distances: 1, 2 and 5 may lie outside.
+    """
     low, high = math.log10(min(values)), math.log10(max(values))
+    if high - low < 0.5:
+        return {"type": "log", "nticks": 8, "tickformat": LOG_TICKS}
     mantissas = (1,) if high - low > 3 else (1, 2, 5) if high - low > 0.7 else (1, 1.5, 2, 3, 4, 5, 6, 8)
     powers = range(math.floor(low) - 1, math.ceil(high) + 2)
     ticks = [float(f"{mantissa}e{power}") for power in powers for mantissa in mantissas]

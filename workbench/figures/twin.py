@@ -328,7 +328,7 @@ class Twin:
         above = max(above - self._spared_px, min(above, theme.TEMPLATE.layout.margin.t))
         top = max(words_above + 12, 0 if menus else above)
         has_words = self._legends.ends and not self._legends.entries  # at the curves' ends, in place of a legend
-        below = 0 if has_words else margin.b or 0
+        below = 0 if has_words or menus else margin.b or 0
         return left, max(56, below, self._legends.below_px), self._page.width - right, self._page.height - top
 
     def _place(self, panel: TwinPanel, left: float, bottom: float, width: float, height: float) -> None:

@@ -9,7 +9,7 @@ import textwrap
 from collections import defaultdict
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
-from functools import cache, lru_cache
+from functools import cache, lru_cache, partial
 from typing import Any
 
 import numpy as np
@@ -180,7 +180,8 @@ class TwinAxis:
                 values = [m * 10.0**power for power in powers if power % every == 0 for m in digits]
             else:
                 bins = min(max(2, int(length_px / gap_px)), int(layout.nticks or 7))
-                steps = MaxNLocator(bins, steps=[1, 2, 5, 10], integer=layout.dtick == 1, min_n_ticks=1)
+                of_ranks = layout.dtick == 1
+                steps = MaxNLocator(bins, steps=[1, 2, 5, 10], integer=of_ranks, min_n_ticks=1 if of_ranks else 2)
                 values = [float(value) for value in steps.tick_values(low, high)]
             labels = [tick_label(value, str(layout.tickformat or "")) for value in values]
         if layout.showticklabels is False:
@@ -292,8 +293,9 @@ class TwinPanel:
                     facecolors="none" if "-open" in symbol else fills,
                     edgecolors=[color_of(item_of(edges, at)) for at in indices],
                     linewidths=item_of(marker.line.width, 0) or ("-open" in symbol) * 1.0,
-                    clip_on=trace.cliponaxis is not False,
+                    clip_on=False,
                 )
+                self.later.append(partial(self._hide_outside, marks))
                 shown.append(marks)
         for artist in shown:
             artist.set_zorder(order)
@@ -305,6 +307,15 @@ class TwinPanel:
                 look = {"ha": ha, "va": va, "zorder": order}
                 self.write(points[at], item_of(trace.text, at), ink, int(size), (right, above), **look)
         return tuple(shown) if len(shown) > 1 else shown[0] if shown else None
+
+    def _hide_outside(self, marks: Any) -> None:
+        """Hide the marks that lie beyond the ends of the axes; those at an end are whole."""
+        places = np.array(marks.get_offsets(), dtype=np.float64)
+        for along, axis in enumerate((self.x, self.y)):
+            low, high = sorted((axis.low, axis.high))
+            room = 1e-9 * (high - low)
+            places[(places[:, along] < low - room) | (places[:, along] > high + room)] = math.nan
+        marks.set_offsets(places)
 
     def draw_bars(self, trace: Any, order: float, mode: str, position: int, number: int) -> Any:
         """Draw the bars of the trace at `position` among `number` traces of bars on these axes; `mode` is `barmode`."""

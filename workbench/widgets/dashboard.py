@@ -44,6 +44,7 @@ from workbench.sweeps.grid import MeasuredGrid
 from workbench.sweeps.sweep import Configuration, Sweep
 from workbench.widgets.live_widget import (
     HIDE_ROWS,
+    ONE_LINE,
     ROWS_CLASS,
     WIDGET_CLASS,
     CurveSettings,
@@ -60,8 +61,8 @@ from workbench.widgets.run_reader import STATE_COLORS, RunReader, Snapshot, stat
 
 TRACK = "var(--jp-layout-color2, #EEEEEE)"
 """Colour of what a run still has to do."""
-ONE_LINE = "display:block;overflow:hidden;text-overflow:ellipsis;white-space:nowrap"
-"""CSS of a text that ends in an ellipsis where it does not fit."""
+NAME_END = 12
+"""Letters at the end of a name that are never cut: long names of runs mostly differ there."""
 
 
 class DashboardRow:
@@ -95,14 +96,16 @@ class DashboardRow:
     def show(self, snapshot: Snapshot) -> None:
         """Update the row."""
         state = snapshot.status.state
-        name = f'title="{html.escape(self._reader.name)}" style="{ONE_LINE};flex:0 0 {self._name_px}px;font-size:12px"'
+        title = f'title="{html.escape(self._reader.name)}"'
+        name = f'{title} style="display:flex;white-space:pre;flex:0 0 {self._name_px}px;font-size:12px"'
+        start, end = (html.escape(part) for part in (snapshot.name[:-NAME_END], snapshot.name[-NAME_END:]))
         done = f"width:{snapshot.progress:.1%};height:100%;background:{STATE_COLORS[state]}"
         told = f'aria-label="steps of {html.escape(self._reader.name)}" aria-valuemin="0" aria-valuemax="100"'
         bar = f'role="progressbar" {told} aria-valuenow="{100 * snapshot.progress:.0f}"'
         self._head.value = (  # one widget, because each costs the kernel and the page some milliseconds
             '<div style="display:flex;flex-wrap:wrap;align-items:center;gap:4px 8px;line-height:1.7">'
-            f'{self._swatch}<span style="flex:0 0 72px">{badge(_state_of(snapshot))}</span>'
-            f"<b {name}>{html.escape(snapshot.name)}</b>"
+            f'{self._swatch}<span style="flex:0 0 80px">{badge(_state_of(snapshot))}</span>'
+            f'<b {name}><span style="{ONE_LINE}">{start}</span><span>{end}</span></b>'
             f'<span {bar} style="flex:0 0 100px;height:14px;background:{TRACK}"><div style="{done}"></div></span></div>'
         )
         if self._busy == "Stopping …" and snapshot.status.final:
@@ -180,9 +183,8 @@ def _state_of(snapshot: Snapshot) -> str:
 
 def badge(state: str) -> str:
     """Return a state in words as a coloured pill, which is red and says `not finite` for such a loss."""
-    look = (
-        f"background:{state_color(state)};color:white;border-radius:8px;padding:1px 8px;font-size:11px;font-weight:600"
-    )
+    pill = f"background:{state_color(state)};color:white;border-radius:8px;padding:1px 8px;white-space:nowrap"
+    look = f"{pill};font-size:11px;font-weight:600"
     return f'<span title="{html.escape(state)}" style="{look}">{html.escape(state.rpartition(", ")[2])}</span>'
 
 
@@ -293,7 +295,8 @@ class Live(LiveWidget):
         if (settings, window, points) != before:
             self._loss.draw(self._snapshots, settings)
             key = self._loss.key
-            self._key.value = f'<small style="color:{theme.MUTED_CSS};margin-left:64px">{key or ""}</small>'
+            look = f"color:{theme.MUTED_CSS};display:block;margin-left:64px;line-height:1.5"
+            self._key.value = f'<small style="{look}">{key or ""}</small>'
             self._key.layout.display = None if key else "none"
         self._norms.draw()
         self._texts.value = samples_at(self._snapshots, self._loss.hovered_step)

@@ -38,7 +38,7 @@ from traitlets import MetaHasTraits
 from workbench.analysis.curve import Curve, shared_axes
 from workbench.base.errors import in_words
 from workbench.figures import theme
-from workbench.figures.curves_view import curve_traces, hover_title, loss_layout, mark_key, settled_range
+from workbench.figures.curves_view import NO_STEP, curve_traces, hover_title, loss_layout, mark_key, settled_range
 from workbench.figures.figure import (
     HIDE_DEAD_WIDGET,
     PLOTLY_MIME,
@@ -49,7 +49,7 @@ from workbench.figures.figure import (
     page_json,
     plotly_js,
 )
-from workbench.figures.panels_view import PANEL_POINTS, Window, panel, panel_names, panels
+from workbench.figures.panels_view import PANEL_POINTS, Window, panel, panel_names, panels, rank_title
 from workbench.figures.prepared_curve import TRACE_ROLES, Preparation, PreparedCurve, map_in_threads, points_per_trace
 from workbench.record.columns import AxisUnit
 from workbench.widgets.run_reader import Snapshot, panel_inputs
@@ -60,6 +60,8 @@ WIDGET_CLASS, ROWS_CLASS = "workbench-live", "workbench-rows"
 """CSS classes of a widget with a static twin, of the twin's HTML, and of what a widget in its place shows already."""
 EMPTY: Mapping[str, str] = {"text/html": "", "text/plain": ""}
 """MIME bundle of an output that shows nothing."""
+ONE_LINE = "display:block;overflow:hidden;text-overflow:ellipsis;white-space:nowrap"
+"""CSS of a text that ends in an ellipsis where it does not fit."""
 TWIN_S = 30.0
 """Seconds between two updates of a static twin, for a notebook that is saved while its widget changes."""
 
@@ -189,9 +191,11 @@ class StaticTwins:
         """Return always three outputs, because the styles above count them."""
         shown, *figures = self._contents()
         if not self._left:
-            how = f"<code>{html.escape(self._again)}</code>" if self._again else "this cell again"
-            said = f"The last state before the kernel ended. To attach to the present one, run {how}"
-            shown = f'{GREY_LAST_STATE}<div class="{TWIN_CLASS}-last"><b>{said}</b></div><div>{shown}</div>'
+            call = html.escape(self._again)  # of many runs it is long: one line, which copies as a whole
+            look = f"{ONE_LINE};display:inline-block;max-width:100%;vertical-align:bottom"
+            how = f'<code title="{call}" style="{look}">{call}</code>' if call else "this cell again"
+            said = f"<b>The last state before the kernel ended.</b> To attach to the present one, run {how}"
+            shown = f'{GREY_LAST_STATE}<div class="{TWIN_CLASS}-last">{said}</div><div>{shown}</div>'
         text = {"text/html": f'<div class="{TWIN_CLASS}">{HIDE_DEAD_WIDGET}{shown}</div>', "text/plain": ""}
         first, second = (*figures, None, None)[:2]
         return [text, dict(first or EMPTY), dict(second or EMPTY)]
@@ -766,7 +770,7 @@ class LiveLossFigure:
         for at, old in enumerate(self._traces):
             if old.meta in made:
                 self._traces[at] = next(fresh)
-                run = at // len(TRACE_ROLES)
+                run = at % len(whole)
                 moved = ZOOMED_ROLES if before[run][1] != window else ("end",)  # labels leave those of others room
                 if grown[run] or old.meta in moved:
                     redrawn[at] = self._traces[at]
@@ -787,6 +791,9 @@ class LiveLossFigure:
             autorange=y_range is None,
             tickformat=theme.LOG_TICKS if settings.log_y else None,
         )
+        has_values = any(len(curve.raw) for curve in whole)  # else plotly.js would draw axes from -1 to 4
+        self._layout.annotations = () if has_values else (theme.in_the_middle(NO_STEP),)
+        self._layout.update(xaxis_showticklabels=has_values, yaxis_showticklabels=has_values)
         legend = self._layout.legend
         if legend.orientation is None and window is None:
             preferred = theme.corner_of(legend)  # the legend moves only if a curve has come to run through it
@@ -874,9 +881,10 @@ class LivePanelsFigure:
                 if fresh[field] is not None:
                     trace[field] = fresh[field]
         for position, name in enumerate(names):
-            if name == "memory":  # whose bars stand over ranks
-                continue
             axis = self.figure.layout[f"xaxis{position + 1 if position else ''}"]
+            if name == "memory":  # whose bars stand over ranks
+                axis.title.text = rank_title(peaks)
+                continue
             if axis.title.text:
                 axis.title.text = unit.title
             axis.type = "log" if settings.log_x else "linear"
