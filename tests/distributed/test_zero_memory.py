@@ -9,13 +9,17 @@ from __future__ import annotations
 import copy
 import functools
 import gc
+from pathlib import Path
 
 import pytest
 import torch
 
-from tests.distributed import zoo
+import workbench as wb
+from tests.distributed import real_worker, zoo
 from tests.distributed.harness import launch
 from tests.distributed.test_every_plan import MICRO_BATCH, Case, captured, captured_once, part_of, plan_of, trainer_of
+from workbench.record.event_log import read_events
+from workbench.runs.registry import measurements
 
 Held = dict[str, float]
 
@@ -96,6 +100,41 @@ def _live_bytes() -> int:
                     storage = local.untyped_storage()
                     sizes[storage._cdata] = storage.nbytes()
     return sum(sizes.values())
+
+
+class Layers(torch.nn.Module):
+    """Layers whose weights are many times as large as their activations."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = torch.nn.ModuleList(torch.nn.Linear(256, 256, bias=False) for _ in range(6))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for layer in self.layers:
+            x = layer(x).tanh()
+        return x.square().mean()
+
+
+class Rows(torch.utils.data.Dataset[dict[str, torch.Tensor]]):
+    def __len__(self) -> int:
+        return 64
+
+    def __getitem__(self, index: int) -> dict[str, torch.Tensor]:
+        return {"x": torch.full((256,), index / 64)}
+
+
+@pytest.mark.parametrize("degrees", [{}, {"data": 2, "zero": 0}])
+def test_a_run_on_cpus_measures_the_tensors_that_its_plan_predicts(degrees: dict[str, int], tmp_path: Path) -> None:
+    """Weights, gradients and two moments, with less than two layers' gradients beside the buckets that hold all."""
+    experiment = wb.Experiment(model=Layers, data=Rows(), steps=5, global_batch=4, tracking=wb.Tracking(project=""))
+    plan = real_worker.plan(experiment, **degrees)
+    run = wb.runs.debug(experiment, plan, directory=tmp_path / "run", progress=False)
+    events = [event for event in read_events(run.directory.events) if event["type"] == "memory"]
+    weights, peaks = 6 * 256 * 256 * 4, {event["peak_bytes"] for event in events}
+    assert all(event["counted"] for event in events)
+    assert 4 * weights <= min(peaks) <= max(peaks) < (4 + 2 / 6) * weights
+    assert plan.peak_bytes == pytest.approx(max(peaks), rel=0.15)
+    assert measurements(run)["peak_bytes"] == {0: max(event["peak_bytes"] for event in events[-plan.world :])}
 
 
 @pytest.mark.parametrize("name", ["bert", "gpt2"])

@@ -440,6 +440,20 @@ def test_every_private_name_of_torch_that_capture_uses_is_there() -> None:
     assert any("nn_module_stack" in node.meta and node.stack_trace for node in program.graph.nodes)
 
 
+def test_what_the_allocator_hands_out_and_gets_back_is_seen_in_order() -> None:
+    size = 1 << 20
+    with torch_internals.seen_allocations() as seen:
+        first = torch.ones(size, dtype=torch.uint8)
+        second = torch.ones(3 * size, dtype=torch.uint8)
+        places = [first.data_ptr(), second.data_ptr()]
+        del first
+    large = [(address, number) for address, number in seen if abs(number) >= size]
+    assert large == [(places[0], size), (places[1], 3 * size), (places[0], -size)]
+    with torch.profiler.profile(), torch_internals.seen_allocations() as seen:
+        torch.ones(1)
+    assert seen == [], "another profiler runs"
+
+
 def test_a_patch_is_undone_after_an_error_and_refuses_a_name_that_is_gone() -> None:
     class Owner:
         name = "class"

@@ -288,14 +288,14 @@ def test_a_quantity_that_was_measured_as_nothing_has_no_error() -> None:
     assert ticks == ("<b>–</b>",)
 
 
-def test_memory_of_a_process_is_no_measure_of_what_was_predicted_for_its_tensors() -> None:
+def test_memory_on_cpus_is_compared_as_on_gpus_and_the_step_is_said_to_be_predicted_for_idle_cores() -> None:
     value = plan(2, 8)
     cpu = dataclasses.replace(value.cluster, device=dataclasses.replace(value.cluster.device, type="cpu"))
-    figure = prediction(dataclasses.replace(value, cluster=cpu), {"peak_bytes": {0: GIB, 1: GIB}})
-    assert [axis.ticktext for axis in figure.select_xaxes()] == [
-        ("stage 0<br>tensors |<br>process", "stage 1<br>tensors |<br>process")
-    ]
-    assert in_one_line(figure.layout.annotations[0].text) == "Memory (GiB), of two kinds"
+    measured = {"step_ms": 1000.0, "peak_bytes": {0: GIB, 1: GIB}}
+    figure, on_gpus = (prediction(dataclasses.replace(value, cluster=each), measured) for each in (cpu, value.cluster))
+    assert [axis.ticktext for axis in figure.select_xaxes()] == [axis.ticktext for axis in on_gpus.select_xaxes()]
+    titles = [in_one_line(each.text) for each in figure.layout.annotations[:2]]
+    assert titles == ["Step time (ms), predicted for idle cores", "Peak memory of a device (GiB)"]
 
 
 def test_numbers_of_many_devices_stand_upright_beside_each_other() -> None:

@@ -7,6 +7,8 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import operator
+import os
 import sys
 import traceback
 from collections.abc import Callable, Iterator, Mapping
@@ -41,6 +43,8 @@ HigherOrderOperator = torch._ops.HigherOrderOperator
 OpOverload = torch._ops.OpOverload
 """Class of the torch operations that an exported graph calls."""
 set_grad_enabled = torch._C._set_grad_enabled
+profiler: Any = torch._C._profiler
+"""Names of the settings of torch's profiler and of its events."""
 VF: Any = torch._VF
 """Functions of torch without Python code, among them those on packed sequences."""
 grouped_mm_kernel = torch._grouped_mm
@@ -66,6 +70,38 @@ MODULE_HOOKS = ("_backward_hooks", "_backward_pre_hooks")
 
 _active: list[tuple[Any, str, Any]] = []
 """Replacements that are in force, the innermost last: owner, name, and what puts the original back."""
+
+
+@contextlib.contextmanager
+def seen_allocations() -> Iterator[list[tuple[int, int]]]:
+    """See what torch's allocator for CPUs hands out to this thread in a `with` block and gets back, by its profiler.
+
+    The list holds addresses and bytes, which are negative for what is given back, in the order of time when the block
+    ends. It stays empty where another profiler runs.
+    """
+    seen: list[tuple[int, int]] = []
+    if torch.autograd._profiler_enabled():
+        yield seen
+        return
+    os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # otherwise it writes two lines for each block
+    config = profiler.ProfilerConfig(
+        profiler.ProfilerState.KINETO, False, True, False, False, False, profiler._ExperimentalConfig()
+    )
+    activities = {profiler.ProfilerActivity.CPU}
+    torch.autograd._prepare_profiler(config, activities)
+    torch.autograd._enable_profiler(config, activities)
+    try:
+        yield seen
+    finally:
+        left: list[Any] = list(torch.autograd._disable_profiler().experimental_event_tree())
+        found = []
+        while left:
+            event = left.pop()
+            left += event.children
+            if event.tag == profiler._EventType.Allocation and event.extra_fields.device.type == "cpu":
+                found.append((event.start_time_ns, event.extra_fields.ptr, event.extra_fields.alloc_size))
+        found.sort(key=operator.itemgetter(0))
+        seen += [(address, size) for _, address, size in found]
 
 
 def num_dispatch_modes() -> int:

@@ -16,7 +16,7 @@ import sys
 import time
 import traceback
 from collections.abc import Iterator, Sequence
-from contextlib import ExitStack, contextmanager, suppress
+from contextlib import ExitStack, contextmanager, nullcontext, suppress
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -47,6 +47,7 @@ from workbench.base.units import GIB, gib
 from workbench.base.user_code import unpickled, user_path
 from workbench.capture import Graph
 from workbench.capture.captured_model import CapturedModel
+from workbench.capture.torch_internals import seen_allocations
 from workbench.cost.sparse_matrices import absent_flops
 from workbench.data import Mixture, held_out
 from workbench.data.datasets import StreamedDataset, seed_generators, untouched_generators
@@ -62,6 +63,7 @@ from workbench.execution.heartbeat import Heartbeat, serving_collectives
 from workbench.execution.local_launch import LOOPBACK, loopback_interface, loopback_store, new_loopback_store
 from workbench.execution.observation import with_origin
 from workbench.execution.parallel.mesh import MeshCoordinate, parallelism_config
+from workbench.execution.parallel.sharding import local
 from workbench.execution.parallel.stage import RankStages
 from workbench.execution.step_log import IN_HASTE, Callbacks, StepLog, peak_flops
 from workbench.execution.trainer import Rewind, Trainer
@@ -378,6 +380,7 @@ class TrainingWorker:
         names, spikes = trainer.scalar_names, trainer.spikes
         log = StepLog(self.experiment, self.plan, self.device, events, progress.seconds, names, spikes)
         step, begin = progress.step, self.heartbeat.begin
+        memory = None if _on_gpu() else TensorMemory(trainer, self.experiment, step)
         for observation in between if step == 0 else ():
             observation.run(step, log)
         try:
@@ -388,11 +391,12 @@ class TrainingWorker:
                 begin("step")
                 with record_actions(trainer.context, self.coordinate, self.run_dir, step, progress.step):
                     wants_stop = IN_HASTE if self._stop_requested else self.run_dir.stop_file.exists()
-                    result = trainer.step(step, batch, wants_stop, label_counts)
+                    with nullcontext() if memory is None else memory.counted(step):
+                        result = trainer.step(step, batch, wants_stop, label_counts)
                 stop, step = log.add(step, result, arrived), step + 1
                 asks_stop, asks_checkpoint = self.callbacks.run(step, log)  # before an evaluation writes the row
                 if step == min(progress.step + WARM_STEPS, steps):
-                    log_memory(self.run_dir, self.plan, self.coordinate, self._initial_rss)
+                    log_memory(self.run_dir, self.plan, self.coordinate, self._initial_rss, memory)
                 for observation in between:  # before a checkpoint of this step, so that a resumption has the point
                     if observation.is_due(step):
                         begin("evaluation")
@@ -432,7 +436,7 @@ class TrainingWorker:
             raise located from None
         begin("ending")
         checkpoints.finish()
-        log_memory(self.run_dir, self.plan, self.coordinate, self._initial_rss)
+        log_memory(self.run_dir, self.plan, self.coordinate, self._initial_rss, memory)
         return TrainingProgress(step, log.seconds)
 
     @contextmanager
@@ -588,12 +592,68 @@ def log_data_use(run_dir: RunDir, experiment: Experiment, progress: TrainingProg
         log_event(run_dir.events, "data_use", step=progress.step, parts=parts)
 
 
-def log_memory(run_dir: RunDir, plan: Plan, coordinate: MeshCoordinate, initial_rss: int) -> None:
-    """Report the peak memory of this rank: PyTorch's on a GPU, the growth of the process on a CPU."""
-    if _on_gpu():
+class TensorMemory:
+    """Counts the bytes of a rank's tensors on a CPU, where the process holds much more than these.
+
+    The first steps with the largest batch are counted, the last of which has all that a step finds and makes: moments,
+    buckets and gradients come in the steps before.
+    """
+
+    def __init__(self, trainer: Trainer, experiment: Experiment, step: int) -> None:
+        """Count from `step`, of which none of the trainer's tensors is known to the counter, or later."""
+        self._trainer, batches = trainer, experiment.batches
+        first = max(step, min(start for start, samples in batches.stretches if samples == batches.largest))
+        self._steps = range(first, first + WARM_STEPS)
+        self._alive: dict[int, int] = {}
+        """Bytes of the tensors that are known to be there, by where they lie."""
+        self.peak_bytes: int | None = None
+        """Largest number of bytes in a step that was counted; None if none was."""
+
+    @contextmanager
+    def counted(self, step: int) -> Iterator[None]:
+        """Count a step, if it is one of those."""
+        if step not in self._steps:
+            yield
+            return
+        self._alive = self._alive or self._held()
+        with seen_allocations() as seen:
+            yield
+        if not seen:
+            return
+        if self.peak_bytes is None:  # buckets of gradients are older than a step, too, and seen when it has filled them
+            made = {address for address, size in seen if size > 0}
+            self._alive |= {address: size for address, size in self._held().items() if address not in made}
+        total, peaks = sum(self._alive.values()), []
+        for address, size in seen:
+            total -= self._alive.pop(address, 0)  # of a new tensor, too: gloo's threads give tensors back unseen
+            if size > 0:
+                self._alive[address] = size
+                total += size
+            peaks.append(total)
+        self.peak_bytes = max(self.peak_bytes or 0, *peaks)
+
+    def _held(self) -> dict[int, int]:
+        """Return the bytes of weights, gradients, buffers and the state of the optimiser, by where they lie."""
+        stages, optimizer = self._trainer.stages, self._trainer.optimizer
+        tensors = [tensor for stage in stages.stages for tensor in (*stage.parameters(), *stage.buffers())]
+        tensors += [tensor.grad for tensor in tensors if tensor.grad is not None]
+        tensors += [copy for copies in stages.weight_copies for copy in copies.copies.values()]
+        tensors += [v for state in optimizer.state.values() for v in state.values() if isinstance(v, torch.Tensor)]
+        storages = [local(tensor.detach()).untyped_storage() for tensor in tensors]
+        return {storage.data_ptr(): storage.nbytes() for storage in storages}
+
+
+def log_memory(
+    run_dir: RunDir, plan: Plan, coordinate: MeshCoordinate, initial_rss: int, memory: TensorMemory | None
+) -> None:
+    """Report the peak memory of this rank's tensors and what was reserved for it: on a CPU, the process's growth."""
+    counted: dict[str, bool] = {}
+    if memory is None:
         peak, reserved = torch.cuda.max_memory_allocated(), torch.cuda.max_memory_reserved()
     else:
-        peak = reserved = max(0, psutil.Process().memory_info().rss - initial_rss)
+        reserved = max(0, psutil.Process().memory_info().rss - initial_rss)
+        peak = reserved if memory.peak_bytes is None else memory.peak_bytes
+        counted = {"counted": memory.peak_bytes is not None}
     log_event(
         run_dir.events,
         "memory",
@@ -603,6 +663,7 @@ def log_memory(run_dir: RunDir, plan: Plan, coordinate: MeshCoordinate, initial_
         peak_bytes=peak,
         reserved_bytes=reserved,
         limit_bytes=plan.memory_limit_bytes or plan.cluster.device.memory_bytes,
+        **counted,
     )
 
 

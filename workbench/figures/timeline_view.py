@@ -327,21 +327,12 @@ class Pair:
     predicted: float
     measured: float
     write: Callable[[float], str]
-    comparable: bool = True
-    """True if both count the same things, so that their difference is the prediction's error."""
 
     @property
     def error(self) -> str:
-        """Error of the prediction as a share of the measurement; empty if the two are not comparable."""
-        if not self.comparable:
-            return ""
+        """Error of the prediction as a share of the measurement."""
         share = (self.predicted - self.measured) / self.measured if self.measured else float("nan")
         return f"<b>{share:+.1%}</b>" if math.isfinite(share) else "<b>–</b>"
-
-    @property
-    def kinds(self) -> str:
-        """The two kinds of memory that are not comparable; empty if they are."""
-        return "" if self.comparable else "tensors |<br>process"
 
 
 def prediction(
@@ -349,8 +340,7 @@ def prediction(
 ) -> Figure:
     """Draw predicted beside measured step time, tokens/s, MFU and peak memory, with the error of each prediction.
 
-    The error is (predicted - measured) / measured. The memory of processes on CPUs has none: it holds more than
-    tensors.
+    The error is (predicted - measured) / measured.
 
     Args:
         plan: the plan whose predictions are shown.
@@ -384,7 +374,6 @@ def prediction(
         labels = [pair.label for pair in pairs]
         for name, (color, offset) in looks.items():
             values = [getattr(pair, name) for pair in pairs]
-            is_other = name == "measured" and not all(pair.comparable for pair in pairs)
             words = {
                 "text": [pair.write(value) for pair, value in zip(pairs, values, strict=True)],
                 "textposition": "outside",
@@ -392,14 +381,12 @@ def prediction(
                 "textfont": {"size": 11},
                 "hovertemplate": f"{name} %{{text}}<extra></extra>",
             }
-            named = {"name": name, "legendgroup": name, "showlegend": col == 1}
-            hatched = {"pattern": {"shape": "/", "fgcolor": color, "bgcolor": "white", "size": 6}} if is_other else {}
-            named["marker"] = {"color": color, **hatched}
+            named = {"name": name, "legendgroup": name, "showlegend": col == 1, "marker": {"color": color}}
             # An explicit offset parts these bars, since those of a timeline in the same figure must overlay.
             bars = go.Bar(x=labels, y=values, offset=offset, width=0.3, **named, **words)
             figure.add_trace(bars.update(constraintext="none", cliponaxis=False), row=1, col=col)
         tallest = max(max(pair.predicted, pair.measured) for pair in pairs)
-        ticks = ["<br>".join(filter(None, (pair.label, pair.error or pair.kinds))) for pair in pairs]
+        ticks = ["<br>".join(filter(None, (pair.label, pair.error))) for pair in pairs]
         figure.update_xaxes(tickmode="array", tickvals=labels, ticktext=ticks, ticks="", row=1, col=col)
         figure.update_yaxes(range=[0, 1.18 * tallest], showticklabels=False, showgrid=False, row=1, col=col)
     add_stacked_timelines(figure, [each for _, each in steps], first_row=2)
@@ -429,22 +416,21 @@ def _panels(plan: Plan, measured: Mapping[str, Any]) -> list[tuple[str, list[Pai
     panels: list[tuple[str, list[Pair]]] = []
     for key, (title, scale, write) in NUMBERS.items():
         planned = getattr(predicted, key)
+        if key == "step_ms" and plan.cluster.device.type == "cpu":
+            title = f"{title}, predicted for idle cores"
         if key in known and planned is not None:
             panels.append((title, [Pair("", scale * planned, scale * float(known[key]), write)]))
     if "peak_bytes" in known:
-        # A run on GPUs measures the memory of tensors, which is what a plan predicts. A run on CPUs measures that of
-        # whole processes, libraries included.
-        comparable, peaks = plan.cluster.device.type != "cpu", known["peak_bytes"]
-        title = "Peak memory of a device (GiB)" if comparable else "Memory (GiB), of two kinds"
+        peaks = known["peak_bytes"]
         rows = [("largest", plan.peak_bytes, peaks)]
         if isinstance(peaks, Mapping):
             ranks = [rank for rank in range(plan.pipeline) if rank in peaks]
             rows = [(stages_held(plan, rank), plan.device_bytes(rank), peaks[rank]) for rank in ranks]
         pairs = [
-            Pair(label, planned / GIB, float(peak) / GIB, lambda g: f"{g:.1f}" if g >= 1 else f"{g:.2g}", comparable)
+            Pair(label, planned / GIB, float(peak) / GIB, lambda g: f"{g:.1f}" if g >= 1 else f"{g:.2g}")
             for label, planned, peak in rows
         ]
-        panels.append((title, pairs))
+        panels.append(("Peak memory of a device (GiB)", pairs))
     if not panels:
         raise UnknownParameter(f"There is nothing measured to compare. Give one of: {', '.join(MEASURES)}.")
     return panels

@@ -122,21 +122,33 @@ LARGE_ELEMENTS = 1 << 20
 """Size from which CPUs exchange `REPEATS` times, because it takes long."""
 
 
-def fastest_s(work: Callable[[], Any], device_type: str, *, repeats: int = 5, warm_ups: int = 2) -> float:
-    """Return the seconds of the fastest of `repeats` runs, after some that warm up."""
+def fastest_s(
+    work: Callable[[], Any],
+    device_type: str,
+    *,
+    repeats: int = 5,
+    warm_ups: int = 2,
+    clock: Callable[[], float] = time.perf_counter,
+) -> float:
+    """Return the seconds of the fastest of `repeats` runs by a clock, after some that warm up."""
     import torch
 
     best = float("inf")  # other work can only make a run longer, so that the fastest is the least disturbed
     for attempt in range(warm_ups + repeats):
         if device_type == "cuda":
             torch.cuda.synchronize()
-        started = time.perf_counter()
+        started = clock()
         work()
         if device_type == "cuda":
             torch.cuda.synchronize()
         if attempt >= warm_ups:
-            best = min(best, time.perf_counter() - started)
+            best = min(best, clock() - started)
     return best
+
+
+def _clock_of_one_thread(device_type: str) -> Callable[[], float]:
+    """Return what times work of one thread: on a CPU its processor time, which other processes do not stretch."""
+    return time.thread_time if device_type == "cpu" else time.perf_counter
 
 
 def product_s(size: int, device_type: str, precision: str, *, warm_ups: int = 2) -> float:
@@ -210,7 +222,8 @@ def launch_seconds(device_type: str) -> float:
     import torch
 
     value, launches = torch.zeros(8, device=device_type), 200
-    return fastest_s(lambda: [value.add_(1.0) for _ in range(launches)], device_type) / launches
+    clock = _clock_of_one_thread(device_type)
+    return fastest_s(lambda: [value.add_(1.0) for _ in range(launches)], device_type, clock=clock) / launches
 
 
 def block_host_seconds(device_type: str) -> tuple[float, float]:
@@ -224,8 +237,9 @@ def block_host_seconds(device_type: str) -> tuple[float, float]:
     layer: Any = nn.TransformerEncoderLayer(32, 2, 64, dropout=0.0, batch_first=True, device=device_type)
     run = torch.compile(layer) if device_type == "cuda" else layer
     value = torch.randn(1, 8, 32, device=device_type, requires_grad=True)
-    forward = fastest_s(lambda: run(value), device_type, repeats=20)
-    both = fastest_s(lambda: run(value).sum().backward(), device_type, repeats=20)
+    clock = _clock_of_one_thread(device_type)
+    forward = fastest_s(lambda: run(value), device_type, repeats=20, clock=clock)
+    both = fastest_s(lambda: run(value).sum().backward(), device_type, repeats=20, clock=clock)
     return forward, max(both - forward, 0.5 * forward)
 
 
@@ -294,22 +308,24 @@ def shared_rates() -> dict[str, float]:
     """Return what CPU processes reach while all of them work, and how much of its lone rate a copy keeps.
 
     They share memory and caches. `product_flops` and `memory_bandwidth` are sums over all processes, and `beside` is
-    the rate of a copy beside the others over its rate alone.
+    the rate of a copy beside the others over its rate alone. Seconds are those in which the cores of a process worked
+    for it, so that other work on the machine makes no rate lower than it is on cores of one's own.
     """
     import torch
     import torch.distributed as dist
 
+    threads = torch.get_num_threads()  # which wait actively for one another
     matrix, source = torch.randn(PRODUCT_SIZE, PRODUCT_SIZE), torch.ones(COPIED_ELEMENTS)
     target = torch.zeros_like(source)
 
     def rate(work: Callable[[], Any], amount: float) -> float:
-        """Return the amount per second of the middle one of some runs, which other processes disturb least."""
+        """Return the amount per second of the middle one of some runs."""
         times = []
         for _ in range(REPEATS + 2):
-            started = time.perf_counter()
+            started = time.process_time()
             work()
-            times.append(time.perf_counter() - started)
-        return amount / median(times[2:])
+            times.append(time.process_time() - started)
+        return amount * threads / median(times[2:])
 
     def copy_rate() -> float:
         return rate(lambda: target.copy_(source), 2 * source.nbytes)

@@ -361,7 +361,7 @@ def basis_of_times(profile: Profile, device: Device) -> str:
         return f"Times are those of this model's blocks, as measured on {device.name}."
     if device.type == "cpu":
         how = "wb.measure.calibrate()" if device.basis == CALIBRATED else "a matrix product and a copy"
-        return f"Times come from {how}, timed on this machine{device.measured}: enough to rank plans."
+        return f"Times are for idle cores, from {how}, timed on this machine{device.measured}: enough to rank plans."
     return {
         FITTED: f"Times come from constants that were fitted to training on {device.name}. {BLOCKS_FIRST}",
         CALIBRATED: f"Times come from wb.measure.calibrate() on {device.name}{device.measured}. {BLOCKS_FIRST}",

@@ -202,7 +202,10 @@ class MemoryEvent(_Timed):
     stage: int
     device: NotRequired[str]
     peak_bytes: int
+    """Bytes of tensors; on a CPU where they are not `counted`, those by which the process has grown."""
     reserved_bytes: NotRequired[int]
+    counted: NotRequired[bool]
+    """True on a CPU if the tensors of a step were counted, as they always are on a GPU."""
     limit_bytes: NotRequired[int | None]
 
 

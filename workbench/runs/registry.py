@@ -259,7 +259,8 @@ def _cells(row: RunRow) -> tuple[str, ...]:
 def measurements(run: Run) -> dict[str, Any]:
     """Return medians over a run's settled steps, `step_ms`, `tokens_per_s` and `mfu`, and `peak_bytes` by stage.
 
-    `mfu` is NaN on CPUs; all medians are NaN for a run without steps.
+    `mfu` is NaN on CPUs; all medians are NaN for a run without steps. Peaks are those of tensors, which plans predict:
+    there are none of a run on CPUs that measured the growth of its processes.
     """
     return _measured(read_tail(run.directory.events))
 
@@ -270,6 +271,8 @@ def _measured(tail: HistoryTail) -> dict[str, Any]:
     medians: dict[str, Any] = {name: settled_median(history.settled(name)) for name in speeds}
     peaks: dict[int, int] = {}
     for event in tail.state.memory.values():
+        if not event.get("counted", not str(event.get("device", "")).startswith("CPU")):
+            continue
         peaks[event["stage"]] = max(peaks.get(event["stage"], 0), int(event["peak_bytes"]))
     return {**medians, "peak_bytes": peaks}
 
@@ -359,8 +362,6 @@ def _row(run: Run, tail: HistoryTail, metrics: Sequence[str], sparse: Mapping[st
     sharding = f", ZeRO {plan.zero}" if plan.zero else ""
     recompute = ", recompute" if plan.recompute != "none" else ""
     division = f"PP {plan.pipeline} × DP {plan.data}{sharding}, {plan.num_microbatches} × {plan.micro_batch}{recompute}"
-    # On CPUs a process is measured, whose libraries take many times the memory of a small model's tensors.
-    of_process, of_tensors = (" of a process", " of tensors") if plan.cluster.device.type == "cpu" else ("", "")
     before = {
         "run": run.name,
         "parameters": count(start["parameters"]) if start and "parameters" in start else "–",
@@ -372,15 +373,18 @@ def _row(run: Run, tail: HistoryTail, metrics: Sequence[str], sparse: Mapping[st
     }
     computed = [(name, _number(_last(evaluations.metrics.get(name)), "{:.4g}")) for name in metrics]
     computed += [(title, _number(100 * _last(patterns[name]), "{:.3g} %")) for title, name in sparse.items()]
+    # A prediction for CPUs is for idle cores: how much of them a run had tells what a longer step owes to other work.
+    on_cpus, used = plan.cluster.device.type == "cpu", tail.utilization.share
+    had = f" with {np.nanmean(used):.0%} of the cores" if on_cpus and np.isfinite(used).any() else ""
     after = {
         "training time": duration(history.seconds[-1]) if steps else "–",
         "tokens/s": _number(measured["tokens_per_s"], "{:,.0f}"),
         "MFU": _number(100 * measured["mfu"], "{:.1f} %"),
         "waiting for data": _number(100 * data_wait(history), "{:.1f} %"),
-        "step, measured": _number(measured["step_ms"], "{:.1f} ms"),
-        "step, predicted": f"{plan.prediction.step_ms:.1f} ms",
-        "peak, measured": "–" if peak is None else gib(peak) + of_process,
-        "peak, predicted": gib(plan.peak_bytes) + of_tensors,
+        "step, measured": _number(measured["step_ms"], "{:.1f} ms" + had),
+        "step, predicted": f"{plan.prediction.step_ms:.1f} ms" + " on idle cores" * on_cpus,
+        "peak, measured": "–" if peak is None else gib(peak),
+        "peak, predicted": gib(plan.peak_bytes),
     }
     return [*before.items(), *computed, *after.items()]
 

@@ -136,7 +136,12 @@ def _finish(run: RunDir, tracker: Tracker, tail: RowTail) -> dict[str, float]:
     present = {kind: {name: files[name] for name in names if name in files} for kind, names in artifacts.items()}
     state = read_state(run.events)
     parts = state.data_use["parts"] if state.data_use else ()
-    facts = {f"data/{part['name']}/{name}": part[name] for part in parts for name in ("tokens", "epochs")}
+    facts = {
+        f"data/{part['name']}/{name}": value
+        for part in parts
+        for name, value in (("tokens", part["tokens"]), ("epochs", part["epochs"]))
+        if value is not None
+    }
     try:
         tracker.attach({kind: named for kind, named in present.items() if named}, facts)
     finally:
