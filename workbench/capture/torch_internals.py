@@ -45,6 +45,8 @@ OpOverload = torch._ops.OpOverload
 set_grad_enabled = torch._C._set_grad_enabled
 profiler: Any = torch._C._profiler
 """Names of the settings of torch's profiler and of its events."""
+profiling: Any = torch._C._autograd
+"""Functions that begin and end what torch's profiler sees."""
 VF: Any = torch._VF
 """Functions of torch without Python code, among them those on packed sequences."""
 grouped_mm_kernel = torch._grouped_mm
@@ -80,7 +82,7 @@ def seen_allocations() -> Iterator[list[tuple[int, int]]]:
     ends. It stays empty where another profiler runs.
     """
     seen: list[tuple[int, int]] = []
-    if torch.autograd._profiler_enabled():
+    if profiling._profiler_enabled():
         yield seen
         return
     os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # otherwise it writes two lines for each block
@@ -88,12 +90,12 @@ def seen_allocations() -> Iterator[list[tuple[int, int]]]:
         profiler.ProfilerState.KINETO, False, True, False, False, False, profiler._ExperimentalConfig()
     )
     activities = {profiler.ProfilerActivity.CPU}
-    torch.autograd._prepare_profiler(config, activities)
-    torch.autograd._enable_profiler(config, activities)
+    profiling._prepare_profiler(config, activities)
+    profiling._enable_profiler(config, activities)
     try:
         yield seen
     finally:
-        left: list[Any] = list(torch.autograd._disable_profiler().experimental_event_tree())
+        left: list[Any] = list(profiling._disable_profiler().experimental_event_tree())
         found = []
         while left:
             event = left.pop()
