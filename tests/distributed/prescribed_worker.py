@@ -43,7 +43,7 @@ def main(run: RunDir) -> None:
         measured = {"step_ms": 1e4 if step <= 3 else step_ms(plan), "seconds": step / 10, "tokens_per_s": 8.0}
         totals = {"tokens": 8 * step, "samples": step, "flops": 1e6 * step, "learning_rate": 1e-3}
         append_event(run.events, "step", step=step, loss=4.0, grad_norm=1.0, mfu=None, **measured, **totals)
-    memory = {"peak_bytes": peak_mib(plan) << 20, "reserved_bytes": 0, "limit_bytes": None}
+    memory = {"peak_bytes": peak_mib(plan) << 20, "reserved_bytes": 0, "limit_bytes": None, "counted": True}
     append_event(run.events, "memory", rank=0, stage=0, device="cpu", **memory)
     append_event(run.events, "end", steps=steps, seconds=steps / 10)
 
