@@ -34,7 +34,7 @@ from workbench.runs.registry import load_run
 from workbench.runs.run import Run
 from workbench.runs.tracking import delivery as tracking
 from workbench.runs.tracking import wandb_tracker
-from workbench.runs.tracking.rows import RowTail
+from workbench.runs.tracking.rows import MOST_LAYERS, RowTail
 
 ROOT = Path(__file__).resolve().parents[2]
 EXPERIMENT = SimpleNamespace(name="bert", tracking=Tracking(project="bert-scaling", tags=("trial",)))
@@ -195,6 +195,7 @@ def test_logged_in_the_server_has_the_run_with_its_plan_a_resumed_run_continues_
     first = record()
     train(run, 1, 20, state=None)
     append_event(run.events, "evaluation", step=20, loss=0.5)
+    append_event(run.events, "norms", **norms_event(20, layers=2))
     append_event(run.events, "status", state="stopped", message="")
     assert first.wait(PATIENCE_S) == 0
     go_on_from(run, 20)
@@ -210,6 +211,7 @@ def test_logged_in_the_server_has_the_run_with_its_plan_a_resumed_run_continues_
     assert [(row["_step"], row["eval/loss"], row["eval/perplexity"]) for row in evaluated] == [
         (20, 0.5, pytest.approx(math.exp(0.5)))
     ]
+    assert [row["_step"] for row in fake.histories[identity] if "updates_per_weight/encoder.1" in row] == [20]
     assert tracking.delivery(run).message.startswith("http"), "nothing was rewound"
     bucket = fake.buckets[identity]
     config = {key: value["value"] for key, value in json.loads(bucket["config"]).items() if "value" in value}
@@ -306,6 +308,43 @@ def test_where_the_server_cannot_rewind_the_attempt_is_a_run_of_its_own_in_the_g
     assert set(fake.histories) == {old, new}
     assert losses(fake.histories[new])[25:] == EXPECTED[25:]
     assert fake.buckets[new]["displayName"] == "bert-1 from step 10"
+
+
+def norms_event(step: int, layers: int) -> dict:
+    """Return the norms of layers of two parameters each: 3 and 4 times the number of the layer, updated by a tenth."""
+    sizes = [float(factor * number) for number in range(1, layers + 1) for factor in (3, 4)]
+    return {
+        "step": step,
+        "tokens": 64.0 * step,
+        "parameters": [f"encoder.{at // 2}.{'ab'[at % 2]}" for at in range(2 * layers)],
+        "layers": [f"encoder.{at // 2}" for at in range(2 * layers)],
+        "elements": [10] * (2 * layers),
+        "weights": sizes,
+        "gradients": [2 * size for size in sizes],
+        "updates": [size / 10 for size in sizes],
+        "least": [math.nan] * (2 * layers),
+        "most": [math.nan] * (2 * layers),
+        "histograms": [],
+        "spent_s": 0.0,
+    }
+
+
+def test_norms_of_layers_stand_in_the_row_of_their_step_and_of_many_layers_some_are_spread_over_all(run):
+    train(run, 1, 2, state=None)
+    append_event(run.events, "norms", **norms_event(2, layers=3))
+    train(run, 3, 3, state=None)
+    append_event(run.events, "norms", **norms_event(3, layers=500))
+    tail = RowTail(run)
+    few, many = [row for row in tail.backlog if "weight_norms/encoder.0" in row.metrics]
+    assert (few.step, many.step) == (2, 3)
+    assert (few.opened_s, sorted(tail.times)) == (None, [1, 2, 3]), "norms open no row of their own"
+    layers = {number: math.hypot(3 * (number + 1), 4 * (number + 1)) for number in range(3)}
+    expected = {f"weight_norms/encoder.{number}": norm for number, norm in layers.items()}
+    expected |= {f"gradient_norms/encoder.{number}": 2 * norm for number, norm in layers.items()}
+    expected |= {f"updates_per_weight/encoder.{number}": 0.1 for number in layers}
+    assert few.metrics == pytest.approx(expected)
+    assert len(many.metrics) == 3 * MOST_LAYERS
+    assert {"weight_norms/encoder.0", "weight_norms/encoder.499"} <= set(many.metrics)
 
 
 def test_rows_are_folded_as_the_history_is(run):

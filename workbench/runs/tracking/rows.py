@@ -7,22 +7,27 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+import numpy as np
+
 from workbench.record.columns import wandb_name
 from workbench.record.event_log import LogTail, resumed_step
-from workbench.record.events import EvaluationEvent, SamplesEvent, StepEvent
+from workbench.record.events import EvaluationEvent, NormsEvent, SamplesEvent, StepEvent
 from workbench.record.history import answer
+from workbench.record.norms import norms_of
 from workbench.record.rundir import FINAL_STATES, RunDir, read_json
 
 LARGEST_EXPONENT = 700.0
 """Loss from which the perplexity exceeds the largest float64."""
+MOST_LAYERS = 32
+"""Largest number of layers whose norms a tracker gets; of more, these are spread evenly from the first to the last."""
 _NOT_METRICS = ("type", "step", "time", "scalars")
 
-RowEvent = StepEvent | EvaluationEvent | SamplesEvent
+RowEvent = StepEvent | EvaluationEvent | SamplesEvent | NormsEvent
 
 
 @dataclass(frozen=True)
 class Row:
-    """The metrics and texts that one event adds to the row of a step; an evaluation stands in that of its step."""
+    """The metrics and texts that one event adds to the row of a step, in which evaluations and norms stand too."""
 
     step: int
     metrics: Mapping[str, Any]
@@ -70,7 +75,7 @@ class RowTail:
                     self._go_back(event["step"] - 1)
                 self._last_step = event["step"]
                 self._add(event["step"], event)
-            elif event["type"] == "evaluation" or event["type"] == "samples":
+            elif event["type"] == "evaluation" or event["type"] == "samples" or event["type"] == "norms":
                 self._add(max(event["step"], self._last), event)
         if self.is_outdated:
             return []
@@ -86,6 +91,8 @@ class RowTail:
             return Row(step, {wandb_name(key): value for key, value in known.items()}, opened_s=opened_s)
         if event["type"] == "evaluation":
             return Row(step, _evaluated(event), opened_s=opened_s)
+        if event["type"] == "norms":
+            return Row(step, _norms(event), opened_s=opened_s)
         texts = tuple((event["step"], sample["prompt"], answer(sample)) for sample in event["samples"])
         return Row(step, {}, texts, opened_s)
 
@@ -102,6 +109,20 @@ class RowTail:
         self._waiting = [row for row in self._waiting if row[0] <= step]
         self._last, self._last_step = max(self.times, default=-1), min(self._last_step, step)
         self.is_outdated |= step < self._returned
+
+
+def _norms(event: NormsEvent) -> dict[str, float]:
+    """Return the norms of layers: of weights, of gradients, and of updates as shares of the weights'."""
+    found = norms_of([event]).by_layer()
+    with np.errstate(divide="ignore", invalid="ignore"):
+        tables = {
+            "weight_norms": found.weights,
+            "gradient_norms": found.gradients,
+            "updates_per_weight": found.updates / found.weights,
+        }
+    names, most = found.parameters, min(MOST_LAYERS, len(found.parameters))
+    shown = sorted({round(float(at)) for at in np.linspace(0, len(names) - 1, most)}) if names else []
+    return {f"{of}/{names[at]}": float(table[0, at]) for of, table in tables.items() for at in shown}
 
 
 def _evaluated(evaluation: EvaluationEvent) -> dict[str, float]:
