@@ -445,9 +445,14 @@ def test_a_probe_is_a_process_that_measures_what_it_is_told_and_its_measurements
     request = replace(request_of(bert(num_layers=4)), micro_batches=(2,))
     assert cached_measurements(counted, cpu) == ()
     assert not has_cached_measurements(counted.model)
-    with BlockProbes() as probes:
+    said = list[str]()
+    with BlockProbes(named=True) as probes:
         probes.ask(request, cpu.device)
-        found = measure_blocks(probes, counted, cpu, global_batch=1)
+        found = measure_blocks(probes, counted, cpu, 1, said.append)
+    words = [each.removeprefix("micro-batch 1 ") for each in dict.fromkeys(said)]
+    in_order = ["is built", "is captured", "is compiled", "waits", "is measured", "is done"]
+    assert words[0] == "is built"
+    assert words == [each for each in in_order if each in words], "a fast phase may pass between two looks"
     assert [(one.first_block, one.micro_batch) for one in found] == [(0, 1), (1, 1), (5, 1)]
     assert cached_measurements(counted, cpu) == found
     assert cached_measurements(replace(counted, code="of another forward"), cpu) == ()
@@ -486,8 +491,9 @@ def test_probes_end_if_this_machine_turns_out_to_have_no_gpu(monkeypatch: pytest
     started: list[BlockProbes] = []
 
     class Seen(BlockProbes):
-        def __init__(self) -> None:
-            super().__init__()
+        def __init__(self, named: bool) -> None:
+            super().__init__(named)
+            assert named, "BERT is one of transformers' models"
             started.append(self)
 
     monkeypatch.setattr(probing, "BlockProbes", Seen)

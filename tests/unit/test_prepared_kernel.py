@@ -69,7 +69,10 @@ def test_a_click_gets_the_prepared_kernel_which_is_as_a_new_one_would_be(tmp_pat
         body = {"path": path, "type": "notebook", "name": Path(path).name, "kernel": {"name": "python3"}}
         assert ask(f"{url}/api/sessions", body)[1]["id"] == session["id"], "the page finds the session of its notebook"
         modules = in_kernel(tmp_path, kernel, "json.dumps(sorted(sys.modules))")
-        assert {"torch.export", "transformers.modeling_utils", "plotly.graph_objs", "anywidget"} <= set(modules)
+        used = {"torch.export", "transformers.modeling_utils", "plotly.graph_objs", "anywidget", "matplotlib.figure"}
+        assert used <= set(modules), "none of them costs processor time behind the click"
+        frozen = in_kernel(tmp_path, kernel, "json.dumps(__import__('gc').get_freeze_count())")
+        assert frozen > 100_000, "no collection behind the click looks at what was imported"
 
         other = ask(f"{url}/api/sessions", {**body, "path": "mine/other.ipynb", "name": "other.ipynb"})[1]["kernel"][
             "id"

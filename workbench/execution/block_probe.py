@@ -1,11 +1,11 @@
 """The process that measures the blocks of a model on this device; `workbench.measure.block_probes` starts it.
 
-    python -m workbench.execution.block_probe FOLDER NUMBER HELPER HELPERS
+    python -m workbench.execution.block_probe FOLDER NUMBER HELPER HELPERS NAMED
 
-The process imports what it needs, waits for the request in FOLDER, captures and compiles for the expected micro-batch,
-and then waits for the file that tells probe NUMBER the micro-batch to measure. HELPER 0 is the probe itself. Each of
-the HELPERS others only compiles some block types, from the last one on, so that the probe finds them in the compiler's
-cache.
+The process imports what it needs, for a NAMED model (1) transformers as well, waits for the request in FOLDER, captures
+and compiles for the expected micro-batch, and then waits for the file that tells probe NUMBER the micro-batch to
+measure. HELPER 0 is the probe itself. Each of the HELPERS others only compiles some block types, from the last one on,
+so that the probe finds them in the compiler's cache.
 
 Blocks run in the model's order, each type at most `MAX_BLOCKS_PER_TYPE` times (a 54-layer model runs four layers), with
 random weights and a random batch. Identities between the blocks note time and memory in forward and backward, so that a
@@ -46,8 +46,8 @@ from workbench.cost.profile import BlockMeasurement
 from workbench.execution.blocks.block_module import BlockModule, BlockProgram
 from workbench.execution.blocks.loss_runners import LabelCounter
 from workbench.execution.blocks.step_context import StepContext, Timestamp
-from workbench.execution.build import prepare_compiler, runners, use_deterministic_kernels
-from workbench.measure.block_probes import MAX_BLOCKS_PER_TYPE, MICRO_BATCH, REQUEST, RESULT, ProbeRequest
+from workbench.execution.build import preload, prepare_compiler, runners, use_deterministic_kernels
+from workbench.measure.block_probes import MAX_BLOCKS_PER_TYPE, MICRO_BATCH, PHASES, REQUEST, RESULT, ProbeRequest
 from workbench.record.rundir import read_json, write_json
 
 SUSTAINED_S = 2.0
@@ -484,12 +484,14 @@ def _device_lock(device: torch.device, operation: int) -> Iterator[None]:
 
 
 def main() -> None:
-    folder, (number, helper, helpers) = Path(sys.argv[1]), map(int, sys.argv[2:])
+    folder, (number, helper, helpers, named) = Path(sys.argv[1]), map(int, sys.argv[2:])
     begun, seconds = psutil.Process().create_time(), dict[str, float]()
 
     def note(phase: str) -> None:
         """Note the seconds from the start of this process to the end of a phase."""
         seconds[phase] = round(time.time() - begun, 2)
+        if not helper:
+            write_json(folder / f"{number}{PHASES}", seconds)
 
     note("imported")
     device = torch.device("cpu")
@@ -501,6 +503,8 @@ def main() -> None:
         starting.start()
         prepare_compiler()
         starting.join()
+    if named:
+        preload({})
     request: ProbeRequest = pickle.loads(_wait_for_file(folder / REQUEST).read_bytes())
     note("asked")
     if request.deterministic:
@@ -533,8 +537,8 @@ def main() -> None:
         probe = Probe(request, micro_batch, device)
         probe.compile()
     blocks = [vars(measurement) for measurement in probe.measure()]
+    write_json(folder / f"{number}{RESULT}", {"blocks": blocks})
     note("measured")
-    write_json(folder / f"{number}{RESULT}", {"blocks": blocks, "seconds": seconds})
 
 
 def _wait_for_file(file: Path) -> Path:

@@ -55,7 +55,9 @@ _sources = dict[str, tuple[str, int]]()
 def prepare() -> None:
     """Import what the notebooks of the templates use, while another process imports what ranks on CPUs need."""
     from workbench.execution.build import preload
+    from workbench.figures.figure import Figure, picture
     from workbench.runs.launching.launcher import import_ahead
+    from workbench.widgets.live_widget import packed_plotly
 
     gc.disable()  # collecting while importing takes a fifth of the time
     try:
@@ -63,7 +65,11 @@ def prepare() -> None:
         for name in workbench.__all__:
             getattr(workbench, name)
         preload({})
+        picture(Figure())
+        packed_plotly()
     finally:
+        gc.collect()
+        gc.freeze()  # otherwise each collection behind the click would look at a million imported objects again
         gc.enable()
     _sources.update(fork_server.sources())
 

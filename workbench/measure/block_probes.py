@@ -14,6 +14,7 @@ import os
 import subprocess
 import sys
 import tempfile
+import time
 import warnings
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -23,7 +24,7 @@ from importlib import metadata
 from pathlib import Path
 from typing import Any
 
-from workbench.base.display import waiting
+from workbench.base.display import EVERY_S, Say, waiting
 from workbench.base.machine import available_cores, cache_home
 from workbench.base.tensors import TensorSpec
 from workbench.base.user_code import pickled, user_path
@@ -32,6 +33,7 @@ from workbench.cost.profile import BlockMeasurement, computed_on, corrected_prof
 from workbench.experiment import Experiment
 from workbench.measure import calibration
 from workbench.measure.detection import local_gpu_name
+from workbench.models import UserModel
 from workbench.record.rundir import read_object, write_json
 
 # The request to the processes that measure a model's blocks: a value without torch, and the names of their files.
@@ -44,6 +46,11 @@ MICRO_BATCH = "-micro-batch.json"
 """Name, after a probe's number, of the file with the micro-batch that it must measure."""
 RESULT = "-blocks.json"
 """Name, after a probe's number, of the file with its measurements."""
+PHASES = "-phases.json"
+"""Name, after a probe's number, of the file with the seconds from its start to the end of each of its phases so far."""
+DOING = {"built": "is captured", "captured": "is compiled", "compiled": "waits", "assigned": "is measured"}
+DOING |= {"measured": "is done"}
+"""Words for the work of a probe, by the last phase that has ended."""
 
 
 @dataclass(frozen=True)
@@ -112,7 +119,8 @@ def measured_blocks(experiment: Experiment, cluster: Cluster | None) -> Iterator
     """
     with ExitStack() as stack:
         early = cluster is None and has_nvidia_gpus() and not has_cached_measurements(experiment.model.name)
-        probes = stack.enter_context(BlockProbes()) if early else None
+        named = not isinstance(experiment.model, UserModel)
+        probes = stack.enter_context(BlockProbes(named)) if early else None
         if cluster is None:
             cluster = calibration.local_cluster()
         request = None
@@ -128,10 +136,10 @@ def measured_blocks(experiment: Experiment, cluster: Cluster | None) -> Iterator
             if not found and request is not None:
                 asked = probes
                 if asked is None:
-                    asked = stack.enter_context(BlockProbes())
+                    asked = stack.enter_context(BlockProbes(named))
                     asked.ask(request, cluster.device)
-                with waiting(f"measuring the blocks of {request.name} on this machine"):
-                    found = measure_blocks(asked, costs, cluster, experiment.largest_batch)
+                with waiting(f"measuring the blocks of {request.name} on this machine") as say:
+                    found = measure_blocks(asked, costs, cluster, experiment.largest_batch, say)
             return corrected_profile(costs, cluster.device, found) if found else costs
 
         yield Measured(cluster, correct)
@@ -162,13 +170,14 @@ def has_cached_measurements(model: str) -> bool:
 
 
 def measure_blocks(
-    probes: BlockProbes, profile: Profile, cluster: Cluster, global_batch: int
+    probes: BlockProbes, profile: Profile, cluster: Cluster, global_batch: int, say: Say = lambda _: None
 ) -> tuple[BlockMeasurement, ...]:
     """Measure every block type of `profile` on this machine's device, and cache the measurements.
 
-    Warns and returns nothing if nothing can be measured (a GPU in use, too little memory).
+    `say` is told what each probe does. Warns and returns nothing if nothing can be measured (a GPU in use, too little
+    memory).
     """
-    measurements, reasons = probes.measure(probed_micro_batches(profile, cluster, global_batch))
+    measurements, reasons = probes.measure(probed_micro_batches(profile, cluster, global_batch), say)
     if measurements:
         blocks = [vars(one) for one in measurements]
         content = {"format": FORMAT, "model": profile.model, "blocks": blocks, "seconds": probes.seconds}
@@ -231,7 +240,9 @@ class BlockProbes:
     micro-batches, and `measure` tells them the final ones. As a context, it kills what still runs at its end.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, named: bool = False) -> None:
+        """A `named` model is built by transformers, which the probes import before they are asked."""
+        self._named = named
         self._folder = tempfile.TemporaryDirectory(prefix="workbench-probe-")
         self._processes = [self._start(slot) for slot in range(SIZES)]
         count = max(0, min(HELPERS, available_cores() // (2 * SIZES) - 1))
@@ -258,7 +269,9 @@ class BlockProbes:
         _kill([*self._processes, *(helper for helpers in self._helpers for helper in helpers)])
         self._folder.cleanup()
 
-    def measure(self, sizes: Sequence[int]) -> tuple[tuple[BlockMeasurement, ...], list[str]]:
+    def measure(
+        self, sizes: Sequence[int], say: Say = lambda _: None
+    ) -> tuple[tuple[BlockMeasurement, ...], list[str]]:
         """Return measurements at these micro-batches (no more than were expected), and a reason for each failure."""
         assert len(sizes) <= len(self._processes)
         for slot, size in enumerate(sizes):
@@ -266,10 +279,16 @@ class BlockProbes:
         measurements: list[BlockMeasurement] = []
         reasons: list[str] = []
         for slot, size in enumerate(sizes):
-            blocks, reason = self._result(slot)
+            blocks, reason = self._result(slot, lambda: say(self._progress(sizes)))
             measurements += blocks
             reasons += [f"micro-batch {size}: {reason}"] if reason else []
         return tuple(measurements), reasons
+
+    def _progress(self, sizes: Sequence[int]) -> str:
+        """Return what each probe does, such as `"micro-batch 32 is compiled, 8 is measured, 2 is done"`."""
+        ended = [list(read_object(self._path / f"{slot}{PHASES}")) for slot in range(len(sizes))]
+        doing = (DOING.get(phases[-1], "is built") if phases else "is built" for phases in ended)
+        return f"micro-batch {', '.join(f'{size} {words}' for size, words in zip(sizes, doing, strict=True))}"
 
     @property
     def _path(self) -> Path:
@@ -277,22 +296,28 @@ class BlockProbes:
 
     def _start(self, slot: int, helper: int = 0, helpers: int = 0) -> subprocess.Popen[bytes]:
         # Told to import the user's modules from where this process does, since the model is pickled by name.
-        command = [sys.executable, "-m", PROBE, str(self._path), str(slot), str(helper), str(helpers)]
+        numbers = map(str, (slot, helper, helpers, int(self._named)))
+        command = [sys.executable, "-m", PROBE, str(self._path), *numbers]
         environment: Mapping[str, str] = {**os.environ, "PYTHONPATH": os.pathsep.join(user_path())}
         with (self._path / f"{slot}{'.helper' * bool(helper)}.log").open("ab") as log:
             return subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=log, stderr=log, env=environment)
 
-    def _result(self, slot: int) -> tuple[tuple[BlockMeasurement, ...], str]:
-        process = self._processes[slot]
-        try:
-            process.wait(TIMEOUT_S)
-        except subprocess.TimeoutExpired:
-            return (), f"no result after {TIMEOUT_S:.0f} s"
+    def _result(self, slot: int, look: Callable[[], None]) -> tuple[tuple[BlockMeasurement, ...], str]:
+        process, deadline = self._processes[slot], time.monotonic() + TIMEOUT_S
+        while True:
+            look()
+            try:
+                process.wait(EVERY_S)
+            except subprocess.TimeoutExpired:
+                if time.monotonic() > deadline:
+                    return (), f"no result after {TIMEOUT_S:.0f} s"
+            else:
+                break
         blocks = _read_measurements(self._path / f"{slot}{RESULT}")
         if not blocks:
             lines = (self._path / f"{slot}.log").read_text(errors="replace").strip().splitlines()
             return (), lines[-1][:200] if lines else f"exit status {process.returncode}"
-        self.seconds.append(read_object(self._path / f"{slot}{RESULT}").get("seconds", {}))
+        self.seconds.append(read_object(self._path / f"{slot}{PHASES}"))
         return blocks, ""
 
 
