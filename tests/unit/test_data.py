@@ -481,6 +481,48 @@ def test_rows_are_known_by_the_whole_path_and_named_by_what_tells_them_apart(row
 
 
 @uses_home
+def test_labels_that_mean_one_class_are_one_and_what_names_none_is_refused(text, tmp_path):
+    """A row in a class that nobody meant would be trained on in silence."""
+    tokenizer = text.reads(Training()).tokenizer_folder()
+
+    def read(*labels, **options):
+        rows = [{"text": "a b", "label": label} for label in labels]
+        return data.classification(rows, tokenizer, length=8, **options)
+
+    for labels, classes, numbers in (
+        ((1, 1.0, 0, "1"), ("0", "1"), [1, 1, 0, 1]),
+        (("pos", " pos ", "neg"), ("neg", "pos"), [1, 1, 0]),
+        (tuple(torch.tensor([10, 2, 0])), ("0", "2", "10"), [2, 1, 0]),
+        ((True, False), ("False", "True"), [1, 0]),
+        ((4.5, 1.0, np.float32(4.5)), ("1", "4.5"), [1, 0, 1]),
+    ):
+        found = read(*labels)
+        assert (found.labels, found.fields["labels"].tolist()) == (classes, numbers)
+    assert read(" b", "a", labels=["a ", "b"]).fields["labels"].tolist() == [1, 0]
+    for labels, options, words in (
+        ((float("nan"), 1.0), {}, "Row 0 of rows has the label nan, which names no class"),
+        (("pos", " "), {}, "Row 1 of rows has the label ' '"),
+        (([1, 0], [0, 1]), {}, "Row 0 of rows has the label \\[1, 0\\]"),
+        ((True, 0), {}, "both truth values and numbers"),
+        (("1", "1.0"), {}, "1 and 1.0, which are one number"),
+        (("a", "b"), {"labels": ["a", "a", "b"]}, "names a class twice"),
+    ):
+        with pytest.raises(DataError, match=words):
+            read(*labels, **options)
+    named = datasets.Features({"text": datasets.Value("string"), "label": datasets.ClassLabel(names=["no", "yes"])})
+    for label in (-1, None):
+        rows = datasets.Dataset.from_dict({"text": ["a", "b"], "label": [0, label]}, features=named)
+        with pytest.raises(DataError, match=f"Row 1 has the label {label}, which is none of the 2 classes"):
+            data.classification(rows, tokenizer, length=8)
+    with pytest.raises(DataError, match="has 3 in 'text', of type int and no text"):
+        data.classification([{"text": 3, "label": "a"}], tokenizer, length=8)
+    path = tmp_path / "commas.csv"
+    path.write_text("text,label\nfine,pos\nhello, world,pos\n")
+    with pytest.raises(DataError, match=r"Row 1 of .*commas\.csv has more fields"):
+        data.classification(path, tokenizer, length=8)
+
+
+@uses_home
 def test_rows_that_are_no_text_or_not_there_are_refused(rows, tmp_path):
     (tmp_path / "empty.jsonl").write_text("")
     (tmp_path / "broken.jsonl").write_text('{"body": "a"}\nno row\n')

@@ -357,6 +357,20 @@ def test_runs_are_contrasted_by_their_held_out_losses_where_all_have_them():
     assert {standing.best for standing in contrast_curves([curve("a", -0.1), without]).standings} == {"a"}
 
 
+def test_a_contrast_says_which_losses_are_not_finite_and_until_where_a_run_that_ends_in_them_is_compared():
+    one, other = (Curve(name, dict(curve(name).columns)) for name in "ab")
+    other.columns["loss"][[10, 11]] = np.nan
+    said = contrast_curves([one, other])
+    assert said.draws == ("2 of 100 losses of b are not finite and left out.",)
+    other.columns["loss"][70:] = np.inf
+    said = contrast_curves([one, other])
+    assert said.draws == (
+        "32 of 100 losses of b are not finite and left out, and none after step 70 is: it is compared until there.",
+    )
+    assert said.draws[0] in repr(said)
+    assert {standing.at for standing in said.standings if standing.axis == "tokens"} == {64 * 70}
+
+
 SIZES = {"vocab_size": 320, "hidden_size": 16, "num_layers": 2, "num_heads": 2, "max_positions": 32}
 
 

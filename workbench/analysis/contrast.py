@@ -28,6 +28,7 @@ from workbench.analysis.curve import (
     Scatter,
     check_axis,
     column,
+    column_or_nan,
     evaluations_of,
     finite_points,
     is_held_out,
@@ -426,7 +427,8 @@ class Contrast:
     loss: str = "Training loss"
     """`Held-out loss` or `Training loss`: the losses that are compared."""
     draws: tuple[str, ...] = ()
-    """Sentences on runs that draw other random numbers than the first, as of dropout, although they have its seed."""
+    """Sentences on losses that are left out because they are not finite, and on runs that draw other random numbers
+    than the first, as of dropout, although they have its seed."""
 
     def __repr__(self) -> str:
         lines = [self.headline, *(f"{self.loss} {standing}" for standing in self.standings)]
@@ -518,8 +520,22 @@ def contrast_curves(
         setting_differences(described),
         incomparable,
         loss_name(first),
-        unlike_draws(runs, described),
+        (*not_finite(curves), *unlike_draws(runs, described)),
     )
+
+
+def not_finite(curves: Sequence[Curve]) -> tuple[str, ...]:
+    """Say which runs have losses that are not finite, which a comparison leaves out, and which end in them."""
+    told = []
+    for curve in curves:
+        step, name = column(curve, "step"), "eval_loss" if is_held_out(curve) else "loss"
+        loss = column_or_nan(curve, name, len(step))
+        if (missing := int((~np.isfinite(loss)).sum())) == 0 or missing == len(loss):
+            continue
+        last = int(np.flatnonzero(np.isfinite(loss))[-1])
+        ends = f", and none after step {step[last]:,.0f} is: it is compared until there" if last + 1 < len(loss) else ""
+        told.append(f"{missing:,} of {len(loss):,} losses of {curve.name} are not finite and left out{ends}.")
+    return tuple(told)
 
 
 def unlike_draws(curves: Sequence[Curve], described: Sequence[Mapping[str, Any]]) -> tuple[str, ...]:

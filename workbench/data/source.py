@@ -8,12 +8,14 @@ from __future__ import annotations
 import contextlib
 import csv
 import hashlib
+import math
 import os
 import sys
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
+from itertools import pairwise
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -388,10 +390,9 @@ def labelled_texts(
 
     if not SHORTEST <= length <= LONGEST:
         raise DataError(f"length={length:.3g} is no number of tokens between {SHORTEST} and {LONGEST:,}. Give another.")
-    if labels is not None and len(set(map(str, labels))) < 2:
-        raise DataError(
-            f"labels={labels!r:.60} names fewer than two classes. Give labels=['no', 'yes'], or leave it out."
-        )
+    if labels is not None and (len(named := set(map(str, labels))) < 2 or len(named) < len(labels)):
+        what = "fewer than two classes" if len(named) < 2 else "a class twice"
+        raise DataError(f"labels={labels!r:.60} names {what}. Give labels=['no', 'yes'], or leave it out.")
     name, rows, names = _rows(source, label)
     wanted = [column for column in (text, pair, label) if column is not None]
     columns: dict[str, list[Any]] = {column: [] for column in wanted}
@@ -401,16 +402,28 @@ def labelled_texts(
                 has = ", ".join(map(str, row)) if isinstance(row, Mapping) else f"a {type(row).__name__}"
                 raise DataError(f"Row {number} of {name} has no {column!r}. It has: {has}. Name the columns.")
             columns[column].append(row[column])
+            if column != label and not isinstance(row[column], str):
+                raise DataError(
+                    f"Row {number} of {name} has {row[column]!r:.60} in {column!r}, of type "
+                    f"{type(row[column]).__name__} and no text. Name the column with the text, or make text of it."
+                )
     if not columns[label]:
         raise DataError(f"{name} is empty: it holds no row. Give at least one.")
     # The classes: those that were given, or the values in order, as numbers if they are.
-    given = labels if labels is not None else names
-    known = tuple(map(str, given if given is not None else sorted(set(map(str, columns[label])))))
+    given, classes = labels if labels is not None else names, _classes(columns[label], name)
+    known = tuple(sorted(set(classes)) if given is None else _classes(given, "labels"))
+    equal = None
     if given is None:
         with contextlib.suppress(ValueError):
             known = tuple(sorted(known, key=float))
+            equal = next((pair for pair in pairwise(known) if float(pair[0]) == float(pair[1])), None)
+    if equal:
+        raise DataError(
+            f"{name} has the labels {' and '.join(equal)}, which are one number and would be two classes. Write them "
+            "alike."
+        )
     numbers = {value: number for number, value in enumerate(known)}
-    unknown = [value for value in columns[label] if str(value) not in numbers]
+    unknown = [value for value in classes if value not in numbers]
     if unknown:
         raise DataError(
             f"{name} has the label {unknown[0]!r}, which is none of {', '.join(known)}. Give the labels of both sets, "
@@ -434,8 +447,32 @@ def labelled_texts(
     fields = {field: np.asarray(encoded[field], dtype=np.int32) for field in ("input_ids", "attention_mask")}
     if "token_type_ids" in encoded:
         fields["token_type_ids"] = np.asarray(encoded["token_type_ids"], dtype=np.int32)
-    fields["labels"] = np.asarray([numbers[str(value)] for value in columns[label]], dtype=np.int32)
+    fields["labels"] = np.asarray([numbers[value] for value in classes], dtype=np.int32)
     return LabelledTexts(fields, known, name, folder, int(reader.pad_token_id))
+
+
+def _classes(values: Sequence[Any], name: str) -> list[str]:
+    """Return labels as names of classes, of which 1 and 1.0 are one, and a text is the same with blanks around it.
+
+    Raises `DataError` for what names no class, and for truth values among numbers.
+    """
+    found, types = list[str](), set[type]()
+    for number, value in enumerate(values):
+        if getattr(value, "shape", None) == ():  # a number of NumPy or torch
+            value = value.item()
+        text = str(value).strip()
+        if isinstance(value, float) and math.isfinite(value) and value.is_integer():
+            text = str(int(value))
+        if not isinstance(value, str | int | float) or not text or text in ("nan", "inf", "-inf"):
+            raise DataError(
+                f"Row {number} of {name} has the label {value!r:.60}, which names no class. Give each row one text or "
+                "number, or leave out rows without a class."
+            )
+        types.add(type(value))
+        found.append(text)
+    if bool in types and types & {int, float}:
+        raise DataError(f"{name} has both truth values and numbers as labels, which Python holds for equal. Use one.")
+    return found
 
 
 def _rows(source: Any, label: str) -> tuple[str, Iterable[Any], Sequence[Any] | None]:
@@ -459,6 +496,11 @@ def _rows(source: Any, label: str) -> tuple[str, Iterable[Any], Sequence[Any] | 
         try:
             with path.open(newline="", encoding="utf-8-sig") as file:
                 rows = list(csv.DictReader(file, delimiter="\t" if path.suffix.lower() == ".tsv" else ","))
+                if (long := next((number for number, row in enumerate(rows) if None in row), None)) is not None:
+                    raise DataError(
+                        f"Row {long} of {path} has more fields than the line of column names. Put texts with the "
+                        "separator in quotation marks."
+                    )
         except (UnicodeDecodeError, csv.Error) as error:
             raise DataError(f"{path} cannot be read as CSV: {error}. Give UTF-8 text with one row a line.") from None
         return path.stem, rows, None
@@ -466,13 +508,23 @@ def _rows(source: Any, label: str) -> tuple[str, Iterable[Any], Sequence[Any] | 
         feature = (source.features or {}).get(label)
         named = getattr(feature, "names", None)
         if named is not None:
-            return "rows", ({**row, label: named[row[label]]} for row in source), named
+            return "rows", ({**row, label: _named(row[label], named, at)} for at, row in enumerate(source)), named
         return "rows", source, None
     if isinstance(source, Iterable):
         return "rows", source, None
     raise DataError(
         f"source is a {type(source).__name__}. Give {WITH_ROWS}, a dataset of Hugging Face or a list of dicts."
     )
+
+
+def _named(value: Any, names: Sequence[str], row: int) -> str:
+    """Return the name of a class by its number in a dataset of Hugging Face, whose rows without a class have -1."""
+    if value is None or not 0 <= int(value) < len(names):
+        raise DataError(
+            f"Row {row} has the label {value}, which is none of the {len(names)} classes ({', '.join(names)}): it has "
+            "no class, as rows of a test set. Leave such rows out: dataset.filter(lambda row: row['label'] …)."
+        )
+    return names[int(value)]
 
 
 # A user-defined dataset, read by index or in its own order, or a callable that returns one.
