@@ -235,7 +235,7 @@ def broken(words: str, letters: int, at: str = "<br>") -> str:
     broken_lines = []
     for line in words.split("<br>"):
         lines = [""]
-        for word in re.split(r" (?!%)(?![^<]*>)", line):
+        for word in re.split(r" (?!(?:%|[KMGT]iB\b|ms\b))(?![^<]*>)", line):
             longer = html.unescape(re.sub(r"<[^>]*>", "", f"{lines[-1]} {word}"))
             if lines[-1] and len(longer) > letters:
                 lines.append("")

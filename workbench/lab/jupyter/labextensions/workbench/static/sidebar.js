@@ -140,7 +140,7 @@ class RunList {
     this.compare.classList.add('wb-compare');
     this.differs = this.button('What differs', 'Everything in which the ticked runs differ', () => actions.differs([...this.ticked]));
     this.bulk = element('div', 'wb-bar wb-bulk');
-    this.move = this.button('⇱', '', actions.move);
+    this.move = this.button('⇱', 'Move to the main area', actions.move);
     this.scroller = element('div', 'wb-scroller');
     this.scroller.tabIndex = -1;
     this.space = element('div', 'wb-space');
@@ -664,6 +664,7 @@ export default async function sidebar(library) {
         panel.title.closable = area === 'main';
         list.move.textContent = area === 'main' ? '⇲' : '⇱';
         list.move.title = area === 'main' ? 'Move back to the side' : 'Move to the main area';
+        list.move.setAttribute('aria-label', list.move.title);
         app.shell.add(panel, area, {rank: 150});
         app.shell.activateById(panel.id);
       };
@@ -676,7 +677,6 @@ export default async function sidebar(library) {
       panel.title.icon = new LabIcon({name: 'workbench:runs', svgstr: ICON});
       panel.addClass('wb-panel');
       panel.node.append(list.node);
-      list.move.title = 'Move to the main area';
       app.shell.add(panel, 'left', {rank: 150});
       restorer?.add(panel, panel.id);
       if (stored(SETTINGS).area === 'main') app.restored.then(() => move('main'));
