@@ -388,6 +388,18 @@ def test_each_file_of_a_folder_is_a_document(tmp_path, speeches):
 
 
 @uses_home
+def test_a_text_with_an_ending_in_capitals_is_read_and_utf_16_without_a_mark_is_refused(tmp_path):
+    (tmp_path / "a.txt").write_text("to be or not to be\n" * 40)
+    (tmp_path / "B.TXT").write_text("that is the question\n" * 40)
+    (tmp_path / "C.Txt.GZ").write_bytes(gzip.compress(b"whether it is nobler\n" * 40))
+    training = Training(models.gpt2(vocab_size=400))
+    assert store_of(data.corpus(tmp_path, vocab_size=400), training).documents == 3
+    (tmp_path / "a.txt").write_bytes(("to be or not to be\n" * 40).encode("utf-16-le"))
+    with pytest.raises(DataError, match="759 of 1,519 bytes from line 1 on are zero, as in UTF-16"):
+        store_of(data.corpus(tmp_path / "a.txt", vocab_size=400), training)
+
+
+@uses_home
 def test_a_special_token_spelt_in_the_text_is_text(tmp_path, speeches):
     path = tmp_path / "a.txt"
     path.write_text("[SEP] [MASK] ".join(speeches[:5]))
@@ -526,7 +538,9 @@ def test_labels_that_mean_one_class_are_one_and_what_names_none_is_refused(text,
 def test_rows_that_are_no_text_or_not_there_are_refused(rows, tmp_path):
     (tmp_path / "empty.jsonl").write_text("")
     (tmp_path / "broken.jsonl").write_text('{"body": "a"}\nno row\n')
+    (tmp_path / "commas.csv").write_text("body\n" + "hello, world\n" * 9)
     for name, options, words in (
+        (tmp_path / "commas.csv", {}, "have more fields than its line of column names"),
         (rows / "splits", {"split": "dev"}, r"has no split 'dev'. It has: train, test"),
         (rows / "saved", {"text_column": "kind"}, r"'kind' of .*saved holds int64 and no text. It has: body, kind"),
         (rows / "a.jsonl", {"text_column": "text"}, r"no column 'text'.*body, kind"),

@@ -54,6 +54,8 @@ ROWS: dict[str, tuple[str, dict[str, Any]]] = {
     ".parquet": ("parquet", {}),
 }
 """Endings of files of rows, which are no plain text, and what `datasets.load_dataset` is given to read them."""
+INDEX_COLUMN = "__index_level_0__"
+"""Column into which `datasets` puts the first field of rows that have one more than the line of column names."""
 COMPRESSION_RATIO = 4
 """Approximate compression ratio of English prose; used only to size the vocabulary's sample."""
 BLOCK_BYTES = 1 << 20
@@ -69,6 +71,8 @@ TOKENIZER_OF_OBJECTIVE = {"mlm": "wordpiece", "mlm_nsp": "wordpiece", "clm": "bp
 """Type of tokeniser that is trained for each objective, unless the text comes with one."""
 SMALLEST_VOCABULARY = {"wordpiece": 64, "bpe": 300, "span_bpe": 400}
 """Smallest vocabulary that can be trained, for each type of tokeniser."""
+MOST_ZEROS = 0.1
+"""Fraction of zero bytes from which a piece of a file is no UTF-8 text; English text in UTF-16 has a half."""
 BYTE_ORDER_MARK = codecs.BOM_UTF8
 
 
@@ -101,6 +105,12 @@ class TextBlock:
         Lines end at newlines alone, before which a carriage return is a blank.
         """
         for part in self.parts:
+            if part.text.count(b"\0") > MOST_ZEROS * len(part.text):
+                raise DataError(
+                    f"{part.path} is not readable as text: {part.text.count(0):,} of {len(part.text):,} bytes from "
+                    f"line {part.line} on are zero, as in UTF-16 or in a binary file. Give UTF-8 text.",
+                    line=part.line,
+                )
             starts = part.starts
             for number, line in enumerate(part.text.split(b"\n"), part.line):
                 for piece in _pieces(line):
@@ -132,7 +142,9 @@ class Files:
     @property
     def text_bytes(self) -> int:
         """Upper estimate of the length of the text in bytes."""
-        return sum(path.stat().st_size * (COMPRESSION_RATIO if path.suffix in COMPRESSED else 1) for path in self.paths)
+        return sum(
+            path.stat().st_size * (COMPRESSION_RATIO if path.suffix.lower() in COMPRESSED else 1) for path in self.paths
+        )
 
     def fingerprint(self) -> str:
         """Return a key that changes when the text changes."""
@@ -166,7 +178,7 @@ class Files:
 
         Of a compressed file, the beginning is taken, which need not be like the rest.
         """
-        if self.size <= BLOCK_BYTES and not any(path.suffix in COMPRESSED for path in self.paths):
+        if self.size <= BLOCK_BYTES and not any(path.suffix.lower() in COMPRESSED for path in self.paths):
             parts = tuple(part for block in self.blocks() for part in block.parts)
             return TextBlock(parts, self.one_document_each, self.size, ()), 1.0
         ends = list(itertools.accumulate(path.stat().st_size for path in self.paths))
@@ -175,7 +187,7 @@ class Files:
             at = number * max(0, self.size - BLOCK_BYTES // EXCERPTS) // (EXCERPTS - 1)
             file = bisect.bisect_right(ends, at)
             path, byte = self.paths[file], at - (ends[file - 1] if file else 0)
-            is_packed = path.suffix in COMPRESSED
+            is_packed = path.suffix.lower() in COMPRESSED
             begin = (path, 0 if is_packed else byte)
             size = BLOCK_BYTES if is_packed else BLOCK_BYTES // EXCERPTS
             if begin not in found:
@@ -209,7 +221,7 @@ class Files:
         """
         try:
             with path.open("rb") as raw:
-                unpack = COMPRESSED.get(path.suffix)
+                unpack = COMPRESSED.get(path.suffix.lower())
                 stream = unpack(raw) if unpack else raw
                 if unpack is None:
                     stream.seek(byte)
@@ -334,7 +346,7 @@ def local_text(name: str) -> Files:
         )
     if path.is_dir():
         endings = tuple(f".txt{ending}" for ending in ("", *COMPRESSED))
-        paths = tuple(sorted(p for p in path.iterdir() if p.name.endswith(endings)))
+        paths = tuple(sorted(p for p in path.iterdir() if p.name.lower().endswith(endings)))
         if not paths:
             raise DataError(f"The folder {name} holds no {_listed(endings)} file.")
     else:
@@ -401,6 +413,11 @@ def rows_at(path: str, split: str | None = None) -> Any:
         splits = {
             "train": datasets.load_dataset(builder, data_files=[*map(glob.escape, files)], split="train", **options)
         }
+        if builder == "csv" and INDEX_COLUMN in splits["train"].column_names:
+            raise DataError(
+                f"The rows of {path} have more fields than its line of column names. Put texts with the separator in "
+                "quotation marks."
+            )
     if split is None and len(splits) == 1:
         [split] = splits
     if split is None:
