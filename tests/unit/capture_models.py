@@ -53,7 +53,7 @@ class OverwritesItsInput(nn.Module):
         self.conv1 = nn.Conv2d(width, width, 3, padding=1)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        x = functional.relu_(x)
+        functional.relu_(x.view_as(x))
         return x + self.conv1(x)
 
 
@@ -174,7 +174,7 @@ class WritesLearned(Frozen):
     """A trained value is written into a frozen one, which is then read by its first name."""
 
     def body(self, x: torch.Tensor) -> torch.Tensor:
-        x.mul_(self.layers[0](x.clone()))
+        x.view(-1).mul_(self.layers[0](x.clone()).view(-1))
         return x + self.layers[2](x)
 
 

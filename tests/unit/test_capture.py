@@ -36,6 +36,7 @@ from tests.unit.capture_models import (
     loss_of,
 )
 from workbench.capture import build_meta
+from workbench.capture.operations import mutated_arguments, op_name
 from workbench.models import as_model
 
 
@@ -336,6 +337,43 @@ def test_masks_and_labels_are_inputs_of_the_blocks_that_read_them_and_never_sent
     for cut in range(1, len(graph.blocks)):
         [crossing] = graph.crossing(cut)
         assert graph.values[crossing].shape == (4, zoo.SEQ, 32)
+
+
+class InPlace(nn.Module):
+    """Writes into results in place: read before and after, by a number, and where a view of it is read."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second, self.head = nn.Linear(8, 8), nn.Linear(8, 8), nn.Linear(8, 4)
+
+    def forward(self, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+        found = self.first(x)
+        before = found.sin()
+        found += self.second(before)
+        found.mul_(0.5).clamp_(-1.0, 1.0)
+        seen = before[:, :4]
+        before -= 1.0  # `seen` sees it
+        rows = self.head(found)
+        rows[:, 0] = 0.0
+        return functional.mse_loss(rows + seen, y) + before.mean()
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_writes_into_results_become_results_of_their_own_where_no_view_sees_them(dtype: torch.dtype) -> None:
+    torch.manual_seed(0)
+    model, batch = InPlace(), {"x": torch.randn(4, 8), "y": torch.randn(4, 4)}
+    graph = captured(model, batch)
+    written = [node for block in graph.blocks for node in block.code.graph.nodes if mutated_arguments(node)]
+    assert sorted(op_name(node) for node in written) == ["fill_", "sub_"]
+    values, tensors = {}, {**dict(model.named_parameters()), **graph.constants, **batch}
+    with torch.autocast("cpu", torch.bfloat16, enabled=dtype == torch.bfloat16):
+        right = model(**batch)
+        for block in graph.blocks:
+            names = (*block.parameters, *block.buffers, *block.receives, *block.inputs)
+            counts = [torch.tensor(16.0)] * len(block.counts)
+            values |= dict(zip(block.sends, block.code(*((tensors | values)[n] for n in names), *counts), strict=True))
+    [loss] = [values[name] for name in graph.blocks[-1].sends]
+    assert torch.equal(loss, right)
 
 
 @pytest.mark.parametrize("layer", [PreActivation, OverwritesItsInput])

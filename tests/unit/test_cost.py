@@ -14,6 +14,8 @@ import pytest
 import torch
 from cost_values import bert, gpt2, graph_of, layered_profile
 from plan_values import strategy_of
+from torch import nn
+from torch.nn import functional
 
 from tests.distributed import zoo
 from workbench.base.errors import CaptureError, InvalidArgument, PlanInfeasible, UnknownParameter
@@ -22,7 +24,7 @@ from workbench.cost import Cluster, Link, Profile
 from workbench.cost.graph_profiler import profile_graph
 from workbench.cost.hardware import NODES, Node, all_gather_s, all_reduce_s, point_to_point_s, reduce_scatter_s
 from workbench.cost.memory import Activations, ParameterTable, StageState, activations, stage_state
-from workbench.cost.profile import BlockTypeCost
+from workbench.cost.profile import BlockCosts, BlockTypeCost
 from workbench.measure import detection
 from workbench.measure.calibration import local_cluster
 from workbench.measure.detection import GEMM_SHARE, with_measured_rates
@@ -224,6 +226,58 @@ def test_checkpointing_recomputes_no_product_that_only_a_residual_sum_reads(
     assert sum(kernel.flops for kernel in kind.forward if not kernel.recomputed) == left_out * 2 * 32 * down * up
     kept = 2 * 32 * (query_key_value + attention_out + up + (1 - left_out) * down)
     assert kept <= kind.products_bytes < kept + 2 * 32 * down, "and a log-sum-exp"
+
+
+class _Layer(nn.Module):
+    """A layer that adds its residual in place, to a view of it, or not; perhaps with BatchNorm."""
+
+    def __init__(self, how: str) -> None:
+        super().__init__()
+        self.how, self.up, self.down = how, nn.Linear(16, 64), nn.Linear(64, 16)
+        self.norm = nn.BatchNorm1d(16) if how == "norm" else nn.Identity()
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        found = self.down(functional.gelu(self.up(self.norm(x))))
+        if self.how == "in place":
+            found += x
+        elif self.how == "view":
+            found.view(-1).add_(x.view(-1))
+        else:
+            found = found + x
+        return found
+
+
+class _Layers(nn.Module):
+    def __init__(self, how: str) -> None:
+        super().__init__()
+        self.layers, self.head = nn.ModuleList(_Layer(how) for _ in range(4)), nn.Linear(16, 4)
+
+    def forward(self, x: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+        for layer in self.layers:
+            x = layer(x)
+        return functional.cross_entropy(self.head(x), labels)
+
+
+def test_checkpointing_is_priced_as_a_block_can_do_it() -> None:
+    """What `supported_mode` lets ranks do: a view that is written keeps no products, BatchNorm is never repeated."""
+    batch = {"x": torch.zeros(8, 16), "labels": torch.zeros(8, dtype=torch.int64)}
+
+    def costs(how: str) -> tuple[BlockCosts, dict[str, list[float]]]:
+        graph = capture(_Layers(how), {key: spec_of(key, value) for key, value in batch.items()}, name=how)
+        found = profile_graph(graph, H200.device, "bf16", compiled=True)
+        kept = {mode: activations_of(found).held[at, 0, 2:4].tolist() for at, mode in enumerate(("none", "full"))}
+        return found.at(8, H200.device), kept
+
+    for how in ("plain", "in place"):
+        blocks, kept = costs(how)
+        assert (blocks.selective_recompute_ms[1:4] < blocks.full_recompute_ms[1:4]).all()
+        assert kept["full"] < kept["none"]
+    blocks, _ = costs("view")
+    assert (blocks.selective_recompute_ms == blocks.full_recompute_ms).all()
+    assert (blocks.full_recompute_ms[1:4] > 0).all()
+    blocks, kept = costs("norm")
+    assert not (blocks.selective_recompute_ms + blocks.full_recompute_ms).any()
+    assert kept["full"] == kept["none"]
 
 
 def test_selective_checkpointing_adds_less_to_a_compiled_backward() -> None:

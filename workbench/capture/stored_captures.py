@@ -135,7 +135,17 @@ def _versions() -> list[Any]:
     distributions = [[name for name in names if not name.startswith("__pycache__")] for names in installed]
     variables = {key: value for key, value in os.environ.items() if key.startswith(_VARIABLES)}
     variables = {key: value for key, value in variables.items() if not key.startswith("TORCH_NCCL")}
-    return [sys.version, torch.__version__, torch.version.git_version, distributions, sorted(variables.items())]
+    versions = [sys.version, torch.__version__, torch.version.git_version, _own_code()]
+    return [*versions, distributions, sorted(variables.items())]
+
+
+@functools.cache
+def _own_code() -> str:
+    """Return a digest of the code that captures: a checkout is another one after each edit, under one version."""
+    digest = hashlib.sha256()
+    for file in sorted(Path(__file__).parent.rglob("*.py")):
+        digest.update(file.read_bytes())
+    return digest.hexdigest()
 
 
 def stored(

@@ -23,6 +23,7 @@ from torch.utils.flop_counter import FlopCounterMode, sdpa_flop_count
 
 from workbench.base.tensors import TensorSpec
 from workbench.base.user_code import line_of_node
+from workbench.capture.blocks.recomputation import supported_mode
 from workbench.capture.blocks.tensor_parallel import BlockSharding
 from workbench.capture.export.opaque import call_of
 from workbench.capture.graph import Block, Graph
@@ -632,6 +633,7 @@ def block_type_cost(trace: BlockTrace) -> BlockTypeCost:
         recompute_reduced_bytes=tuple(nbytes for nbytes, recomputed in reduced if recomputed),
         backward_reduced_bytes=tuple(backward_reduced),
         capturable=() if has_labelled_rows else modes,
+        runs_as=tuple((mode, supported_mode(trace.block.code, mode)) for mode in RECOMPUTE),
     )
 
 

@@ -295,10 +295,10 @@ def _of_blocks(costs: BlockCosts, recompute: str, *, copied: bool) -> tuple[Arra
     own = saved + costs.workspace_bytes
     if recompute == "none":
         return saved, own
-    kept = costs.input_bytes
-    if recompute == "selective":
-        reduced = np.array([sum(sizes) for sizes in costs.forward_reduced])  # kept beside products' partial results
-        kept = np.minimum(costs.input_bytes + costs.products_bytes + reduced, saved)
+    reduced = np.array([sum(sizes) for sizes in costs.forward_reduced])  # kept beside products' partial results
+    selective = np.minimum(costs.input_bytes + costs.products_bytes + reduced, saved)
+    runs_as = costs.runs_as[recompute]
+    kept = np.select([runs_as == "none", runs_as == "selective"], [saved, selective], costs.input_bytes)
     is_last = np.arange(len(saved)) == len(saved) - 1
     return np.where(is_last, saved, kept), np.where(is_last, own, own + costs.input_bytes)
 

@@ -152,6 +152,8 @@ class BlockTypeCost:
     """Backward FLOPs: twice `model_flops`, less for products of which one side takes no gradient."""
     capturable: tuple[str, ...] = ()
     """Modes of activation checkpointing (`RECOMPUTE`) under which the block can be captured as a CUDA graph."""
+    runs_as: tuple[tuple[str, str], ...] = tuple((mode, mode) for mode in RECOMPUTE)
+    """Pairs of a mode that is asked for and the one that the block runs (`capture.blocks.recomputation`)."""
 
     @property
     def stored_products(self) -> int:
@@ -317,6 +319,8 @@ class BlockCosts:
     products_bytes: Array
     capturable: Mapping[str, npt.NDArray[np.bool_]]
     """Blocks that can be captured as CUDA graphs, by mode of activation checkpointing."""
+    runs_as: Mapping[str, npt.NDArray[np.str_]]
+    """The mode that each block runs, by the mode that is asked for."""
     forward_reduced: tuple[tuple[float, ...], ...]
     """Bytes of each all-reduce over the tensor-parallel axis, for each block."""
     recompute_reduced: tuple[tuple[float, ...], ...]
@@ -471,7 +475,9 @@ class Profile:
             if is_measured and index in self.time_ratios:
                 ratios = self.time_ratios[index].at(micro_batch)
                 times = times[0] * ratios[0], times[1] * ratios[1], times[2] * ratios[0], times[3] * ratios[0]
-            device_ms.append(times)
+            again = dict(zip(("none", "full", "selective"), (0.0, *times[2:]), strict=True))
+            modes = dict(cost.runs_as)
+            device_ms.append((*times[:2], again[modes["full"]], again[modes["selective"]]))
             launching = 1e3 * tuned.block_forward_s, 1e3 * tuned.block_backward_s
             if is_measured and index in self.measured_host_ms:
                 measured = self.measured_host_ms[index]
@@ -489,8 +495,9 @@ class Profile:
         rows = [[getattr(cost, figure) for figure in figures] for cost in self.block_types]
         saved, workspace, weight_copies, products, cast = np.array(rows).T[:, of]
         element_ms = 1e3 / (device.memory_bandwidth * tuned.bandwidth)
-        capturable = {}
+        capturable, runs_as = {}, {}
         for mode in RECOMPUTE:
+            runs_as[mode] = np.array([dict(cost.runs_as)[mode] for cost in self.block_types])[self._type_of_block]
             capturable[mode] = np.array([mode in cost.capturable for cost in self.block_types])[self._type_of_block]
             capturable[mode][-1] = "none" in self.block_types[self.blocks[-1].block_type].capturable
         return BlockCosts(
@@ -510,6 +517,7 @@ class Profile:
             input_bytes=np.array([block.input_bytes for block in self.blocks]) * micro_batch,
             products_bytes=products * micro_batch,
             capturable=capturable,
+            runs_as=runs_as,
             forward_reduced=self._reduced("forward_reduced_bytes", micro_batch),
             recompute_reduced=(*self._reduced("recompute_reduced_bytes", micro_batch)[:-1], ()),
             backward_reduced=self._reduced("backward_reduced_bytes", micro_batch),

@@ -20,6 +20,7 @@ from torch import fx, nn
 from workbench.base.errors import CheckpointError, PlanMismatch
 from workbench.base.user_code import line_of_node
 from workbench.capture import Block, Graph
+from workbench.capture.blocks.recomputation import supported_mode
 from workbench.capture.blocks.tensor_parallel import ModelSharding, plan_tensor_parallel
 from workbench.capture.export.exporting import load_export
 from workbench.capture.export.observed_forward import items_of
@@ -324,7 +325,7 @@ def runners(
         code = use_gelu(code)
         if has_active_dropout(blocks[block_type].code):
             code = use_hashed_dropout(code)
-        mode = block_module.supported_mode(code, recompute)
+        mode = supported_mode(code, recompute)
         if mode != "none":
             # The compiler caches by graph module, so that the checkpoint around the code is one of its own.
             graph = fx.Graph()

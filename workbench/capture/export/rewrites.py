@@ -45,6 +45,7 @@ def rewrite(module: fx.GraphModule, name: str) -> None:
     keep_read_values(module)
     simplify_attention(module)
     unify_grouped_matmuls(module)
+    write_to_results_of_their_own(module)
     clamp_to_bf16_range(module)
     cast_written_values(module)
 
@@ -125,6 +126,50 @@ def keep_read_values(module: fx.GraphModule) -> None:
                 if "nn_module_stack" in node.meta:
                     copied.meta["nn_module_stack"] = node.meta["nn_module_stack"]
                 node.replace_input_with(source, copied)
+
+
+def write_to_results_of_their_own(module: fx.GraphModule) -> None:
+    """Let pointwise operations that write into an intermediate result return another one, as `x += y` does for numbers.
+
+    What writes in place is recomputed in full or not at all (`supported_mode`), and a residual added in place is in
+    every layer of some models. Views of what is written would not see the new result, so that those stay as they are.
+    So do writes to some rows, of which another result would be a copy of all.
+    """
+    for node in list(module.graph.nodes):
+        schema, written = schema_of(node), mutated_arguments(node)
+        if schema is None or len(written) != 1 or written[0] is not node.args[0] or is_random(node):
+            continue
+        target, source = _returning(node), written[0]
+        others = [user for user in source.users if user is not node]
+        owner = of_owner = storage_of(source)  # perhaps another node, of which `source` is the only view
+        while of_owner is not source and len(of_owner.users) == 1:
+            of_owner = next(iter(of_owner.users))
+        is_result = of_owner is source and owner.op == "call_function" and dtype_of(source) is not None
+        if target is None or not is_result or any(storage_of(user) is owner for user in others):
+            continue
+        with module.graph.inserting_before(node):
+            new = module.graph.call_function(target, node.args, dict(node.kwargs))
+            cast = module.graph.call_function(torch.ops.aten.to.other, (new, source))  # types are those of autocast
+        new.meta, cast.meta = dict(node.meta), dict(node.meta)
+        node.replace_all_uses_with(cast)
+        module.graph.erase_node(node)
+        order = {each: at for at, each in enumerate(module.graph.nodes)}
+        for user in others:
+            if order[user] > order[cast]:
+                user.replace_input_with(source, cast)
+
+
+def _returning(node: fx.Node) -> Any:
+    """Return the pointwise operation that computes what `node` writes in place and returns it, if torch has it."""
+    schema, target = schema_of(node), node.target
+    if schema is None or not isinstance(target, torch._ops.OpOverload) or not op_name(node).endswith("_"):
+        return None
+    packet = getattr(getattr(torch.ops, target.namespace), op_name(node)[:-1], None)
+    found = getattr(packet, target._overloadname, None)
+    if found is None or found._schema.is_mutable or torch.Tag.pointwise not in found.tags:
+        return None
+    named = [[(each.name, str(each.type)) for each in each_schema.arguments] for each_schema in (found._schema, schema)]
+    return found if named[0] == named[1] else None
 
 
 def clamp_to_bf16_range(module: fx.GraphModule) -> None:

@@ -17,9 +17,8 @@ from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selectiv
 import workbench.capture.export.rewrites
 import workbench.sparsity.kernels.operators  # noqa: F401  (both register their operations)
 from workbench.capture import Block, operations
+from workbench.capture.blocks.recomputation import supported_mode
 from workbench.capture.blocks.tensor_parallel import BlockSharding
-from workbench.capture.export.opaque import call_of
-from workbench.capture.torch_internals import DERIVATIVE
 from workbench.execution.blocks.cuda_graphs import BlockInputs
 from workbench.execution.blocks.loss_runners import LabelledRows, Runner
 from workbench.execution.blocks.rewriting import GraphRewriter, has_active_dropout
@@ -180,29 +179,6 @@ _ATTENTION: dict[Any, int] = {
     aten._scaled_dot_product_cudnn_attention.default: 5,
 }
 """Attention kernels, with the position of the dropout rate among their arguments."""
-_RECURRENT = ("lstm", "gru", "rnn_")
-"""First letters of recurrent operations, which on a CPU add in place to the products they compute."""
-
-
-def supported_mode(code: fx.GraphModule, requested: str) -> str:
-    """Return the checkpointing mode ("none", "selective" or "full") that a block supports, given the requested one.
-
-    A block that updates buffers (BatchNorm's statistics) is never recomputed: the update would happen twice. A block
-    with in-place operations is only recomputed in full, because one of them might overwrite a stored result. The same
-    holds for a block with `torch.cond`, which selective checkpointing cannot look into, and for code that runs as
-    written and takes derivatives: its own backward would use up what selective checkpointing keeps for one.
-    """
-    if operations.mutates_buffers(code):
-        return "none"
-    if requested == "selective" and any(
-        operations.mutated_arguments(node)
-        or operations.op_name(node).startswith(_RECURRENT)
-        or isinstance(node.target, torch._ops.HigherOrderOperator)
-        or ((call := call_of(node)) is not None and call.reason == DERIVATIVE)
-        for node in code.graph.nodes
-    ):
-        return "full"
-    return requested
 
 
 def checkpointed(mode: str, function: Callable[..., Any], *arguments: Any) -> Any:
