@@ -9,6 +9,7 @@ would be others is ended, and the notebook starts its own.
 from __future__ import annotations
 
 import asyncio
+import atexit
 import contextlib
 import gc
 import json
@@ -70,6 +71,7 @@ def prepare() -> None:
     finally:
         gc.collect()
         gc.freeze()  # otherwise each collection behind the click would look at a million imported objects again
+        atexit.register(gc.unfreeze)  # otherwise the kernel would say at its end that these objects leak
         gc.enable()
     _sources.update(fork_server.sources())
 

@@ -34,8 +34,6 @@ STARTUP_S = 60
 """Longest wait in s for a kernel to answer for the first time, as papermill has it."""
 AHEAD = "from workbench.runs.launching.launcher import import_ahead as _ahead; _ahead(); del _ahead"
 """Code that a kernel executes before the first cell, as in `curve.js`; its answer does not matter."""
-NOT_FREED = "import atexit as _a, gc as _g; _a.register(_g.freeze); del _a, _g"
-"""Code that spares a kernel's end the search for what may be freed: with torch imported, it takes two seconds."""
 SAVED_SHARE = 0.05
 """Largest part of the time of an execution that may be spent on saving the notebook meanwhile."""
 
@@ -156,9 +154,8 @@ def watching_engine(watch: Callable[[Any], None], is_as_timed: bool) -> type:
     class Client(PapermillNotebookClient):
         def papermill_execute_cells(self) -> None:
             is_curve = any("curve" in cell.metadata.get("tags", ()) for cell in self.nb.cells)
-            if self.km.kernel_spec.language == "python":
-                for code in (NOT_FREED, *([AHEAD] if is_curve else [])):
-                    self.kc.execute(code, silent=True, store_history=False, stop_on_error=False)
+            if is_curve and self.km.kernel_spec.language == "python":
+                self.kc.execute(AHEAD, silent=True, store_history=False, stop_on_error=False)
             super().papermill_execute_cells()
 
     class Engine(NBClientEngine):
