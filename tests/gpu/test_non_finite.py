@@ -59,4 +59,5 @@ def _located(case: Case, optimizer: str) -> list[str]:
         origin, sentence = locate(trainer, STEPS, damaged, trainer.count_labels_on_host(damaged))
         if origin is None or (origin.source, origin.block, origin.micro_batch) != (place, broken, 3):
             wrong.append(f"{changed}: {origin} {sentence}")
+        torch._dynamo.reset()  # which compiles no code more often than a few times in one process
     return wrong

@@ -814,6 +814,41 @@ def is_row_of(cells: list[str], row: dict[str, Any]) -> bool:
 
 
 @figures
+def unseen_models_starts_and_bert_large() -> Iterator[Fact]:
+    rows = measured("2xH200_124e0760")
+    shown = table(BENCHMARKS, "| unseen model | plan | ms predicted |")
+    assert [cells[0] for cells in shown] == [row["case"] for row in rows]
+    assert all(map(is_row_of, shown, rows))
+    errors = {unit: [abs(error(row, unit)) for row in rows] for unit in ("ms", "gib")}
+    inside = {
+        unit: sum(row[f"interval_{unit}"][0] <= row[f"measured_{unit}"] <= row[f"interval_{unit}"][1] for row in rows)
+        for unit in errors
+    }
+    assert inside == {"ms": 8, "gib": 8}
+    for unit in errors:
+        low, high = (side / rows[0][f"predicted_{unit}"] for side in rows[0][f"interval_{unit}"])
+        yield BENCHMARKS, f"{low:.3f} to {high:.3f} of the"
+        middle, largest = (percent(kind(errors[unit]), 1) for kind in (statistics.median, max))
+        yield BENCHMARKS, f"| **{middle}, {largest}, {percent(inside[unit] / len(rows))}** |"
+    launches = raw("starts_2xH200_124e0760.json")["launches"]
+    for cells, launch in zip(table(BENCHMARKS, "| variant of the start |"), launches, strict=True):
+        assert cells[1] == f"{launch['round']}, {launch['launch']}"
+        phases = [launch["phases"][name]["at_s"] for name in ("start", "build", "stage")]
+        ends = launch["asked_s"] + launch["first_step_s"], launch["finished_s"] - launch["last_step_s"]
+        assert all(map(shows, cells[2:], (launch["planned_s"], *phases, *ends)))
+    steps: dict[str, list[float]] = {}
+    for entry in throughput("large_1xH200_124e0760"):
+        steps.setdefault(entry["contender"].partition(":")[0].partition(",")[0], []).append(
+            statistics.median(entry["step_ms"])
+        )
+    ours = statistics.mean(steps["ours"])
+    for cells in table(BENCHMARKS, "| BERT-Large, one GPU |"):
+        found = steps[cells[0].strip("`").partition(",")[0]]
+        assert all(map(shows, cells[1:3], found))
+        assert not cells[3] or shows(cells[3], statistics.mean(found) / ours)
+
+
+@figures
 def plans_and_their_errors() -> Iterator[Fact]:
     """A model that was measured twice counts twice: the second measurement does not hide the first."""
     sparse = raw("sparse_training_1xH100_a4d6c56.json")["rows"]

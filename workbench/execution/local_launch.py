@@ -115,6 +115,8 @@ def main(arguments: list[str]) -> None:
         importlib.import_module(parsed.training_script)
         preload(read_object(RunDir(Path(*parsed.training_script_args)).experiment))
         forks = on_cpu or cuda_is_untouched()
+        if not forks:
+            print("Ranks are new processes: an import has initialised CUDA's driver, which does not survive a fork.")
     if forks:
         rank = (str(os.getpid()), parsed.training_script, *parsed.training_script_args)
         gc.freeze()  # otherwise each rank's first collection would copy the pages of every object that it shares
