@@ -335,7 +335,7 @@ def pair_with_muon() -> Iterator[Fact]:
     yield from ((page, ahead) for page in (BENCHMARKS, SCALING))
     flops = next(each for each in contrast.standings if each.axis == "flops").losses
     assert flops["bert-large"].value < flops["bert-scaled"].value
-    yield README, "At equal FLOPs the smaller model is ahead"
+    yield README, "At equal FLOPs (not drawn) the smaller model is ahead"
 
 
 @figures
@@ -371,10 +371,13 @@ def seeds_of_the_pair() -> Iterator[Fact]:
         for column in ("eval_loss", "manuals")
     )
     scatter = statistics.stdev(ends[66e6])
-    yield README, f"{prose:.3f} nats below the mean of four seeds of BERT-Large, which scatter by {scatter:.3f}"
+    yield (
+        README,
+        f"{prose:.3f} nats below the mean of four seeds of BERT-Large, whose standard deviation is {scatter:.3f}",
+    )
     yield BENCHMARKS, f"On held-out manuals it is {manuals:.3f} below the mean at 66 M"
     behind = held_out(adamw[1], 28e6) - held_out(adamw[0], 28e6)
-    yield README, f"With AdamW it is {behind:.2f} behind after 28 M tokens, one seed each"
+    yield README, f"with AdamW its loss is {behind:.2f} higher after 28 M tokens, one seed each"
     yield SCALING, f"and {prose:.3f} below the mean of four seeds, which scatter by {scatter:.3f}"
     found = repr(wb.contrast([recorded(name) for name in (*large, *scaled)]))
     assert "bert-scaled is lower than bert-large (-0.048 ± 0.022, 90% interval, 2 and 4 seeds" in found
@@ -414,6 +417,7 @@ def grid_of_gpt3() -> Iterator[Fact]:
     yield GRIDS, f"of its memory {percent(statistics.median(memory), 1)}"
     yield GRIDS, f"takes {max(measured) / min(measured):.2f} times as long as the fastest"
     yield README, f"median {middle}, largest {largest}; the fastest of the {len(cells)}"
+    yield README, f"{len(cells)} plans of GPT-3 1.3B, predicted before they ran, were off by {middle} in the median"
     yield GRIDS, f"a rank correlation of {of_limit:.2f}, and the planner's choice"
     entries = raw("throughput_gpt3_2xH200_850c99f2.json")["measurements"]
     ours, *peers = (statistics.median(entry["step_ms"]) for entry in entries)
