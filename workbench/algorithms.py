@@ -38,7 +38,8 @@ class Algorithm:
     """Fields of `wb.Optimizer` that are given for this optimiser alone, or for others that list them as well."""
     reach: str | None = None
     """Reach of an update as plans divide it: `ELEMENT` also where the optimiser adds norms up over the shards of a
-    tensor itself. None is found by updates of small tensors before a plan divides any."""
+    tensor itself. None, which no record of `ALGORITHMS` has, is found by updates of small tensors before a plan
+    divides any."""
     has_fused_update: bool = False
     """True if AdamW's fused kernel updates all parameters, or all but the matrices: its state and traffic are those
     that `Profile` has by default. Those of another optimiser are counted while two updates run."""

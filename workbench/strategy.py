@@ -190,6 +190,8 @@ def build_schedule(name: str, ranks: int, num_microbatches: int, chunks: int = 1
     return schedule.order(ranks, num_microbatches, *([chunks] if schedule.interleaves else []))
 
 
+DEGREES = ("pipeline", "data", "tensor")
+"""Degrees of a plan, one for each axis of the device mesh: their product is the number of ranks."""
 RECOMPUTE = {
     "none": "no activation checkpointing",
     "selective": "selective activation checkpointing",

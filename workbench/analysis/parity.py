@@ -40,12 +40,12 @@ from workbench.base.units import count
 from workbench.experiment import Experiment
 from workbench.planning.plan import Plan
 from workbench.planning.planner import profile_and_cluster
-from workbench.planning.request import DEGREES, Request
+from workbench.planning.request import Request
 from workbench.planning.search import checked_search
 from workbench.record.rundir import read_json, write_json
 from workbench.runs.evaluating import wait_for_child
 from workbench.runs.launching.launcher import Attempt, start_attempt
-from workbench.strategy import SCHEDULES, ZERO, Choices, Fixed
+from workbench.strategy import DEGREES, SCHEDULES, ZERO, Choices, Fixed
 
 HEAD = ("division", "beside", "loss", "bound", "gradients", "bound", "verdict")
 BESIDE = {"plain": "plain PyTorch", "captured": "one device that draws the same"}

@@ -17,12 +17,10 @@ from workbench.base.validation import Count, LargeCount, PlainValidator, checked
 from workbench.cost.hardware import FRAGMENTATION, Cluster
 from workbench.cost.profile import Profile
 from workbench.experiment import Experiment
-from workbench.strategy import RECOMPUTE, SCHEDULES, ZERO, Choices, Fixed, Strategy, interleaving
+from workbench.strategy import DEGREES, RECOMPUTE, SCHEDULES, ZERO, Choices, Fixed, Strategy, interleaving
 
 if TYPE_CHECKING:
     from workbench.capture.captured_model import Facts
-
-DEGREES = ("pipeline", "data", "tensor")
 
 
 def checked_cluster(cluster: Any) -> Cluster:

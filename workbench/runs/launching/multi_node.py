@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import math
 import os
 import re
 import shlex
@@ -42,6 +43,7 @@ from workbench.runs.launching.device_queue import node_devices
 from workbench.runs.launching.launcher import clear_attempt, worker_path
 from workbench.runs.launching.processes import record_silent_death
 from workbench.runs.launching.supervisor import Nodes
+from workbench.strategy import DEGREES
 
 if TYPE_CHECKING:
     from workbench.planning.plan import Plan
@@ -78,7 +80,7 @@ def main(arguments: list[str]) -> int:
 
 def _launcher_record(run: RunDir, nodes: Nodes, worker: str) -> LauncherRecord:
     plan = read_json(run.plan)
-    world = plan["pipeline"] * plan["data"] * plan["tensor"]
+    world = math.prod(plan[degree] for degree in DEGREES)
     ranks_per_node(world, nodes.count)
     device_type = plan["cluster"]["device"]["type"]
     return {

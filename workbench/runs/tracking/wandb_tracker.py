@@ -24,6 +24,7 @@ from workbench.record.step_table import LOGGED, log_steps
 from workbench.runs.tracking.delivery import sync_limit_s
 from workbench.runs.tracking.rows import Row, RowTail
 from workbench.runs.tracking.tracker import Opened, lacks
+from workbench.strategy import DEGREES
 
 FLUSH_S = 1.0
 """Seconds of an offline file that a killed recorder may lose; W&B's own default is 15."""
@@ -305,9 +306,8 @@ def _write(run: RunDir, remote: Any, rows: list[dict[str, Any]]) -> None:
     if isinstance(plan, Mapping) and "stages" in plan:
         write_record(run.plan, {**plan, "candidates": []})
     write_record(run.environment, environment if isinstance(environment, Mapping) else {})
-    degrees = ("pipeline", "data", "tensor")
-    is_planned = isinstance(plan, Mapping) and all(degree in plan for degree in degrees)
-    devices = math.prod(int(plan[degree]) for degree in degrees) if is_planned else 1
+    is_planned = isinstance(plan, Mapping) and all(degree in plan for degree in DEGREES)
+    devices = math.prod(int(plan[degree]) for degree in DEGREES) if is_planned else 1
     _write_events(run, remote, steps, devices=devices)
 
 
