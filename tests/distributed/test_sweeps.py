@@ -118,7 +118,7 @@ def test_a_sweep_survives_its_kernel_and_its_supervisor_and_trains_each_configur
     assert again.rows()[0].spread == pytest.approx(0.001 / 2**0.5)
     assert "mean training loss" in repr(again)
     spans = [span for run in again.runs for span in at_work(run)]
-    assert max(sum(begun <= at < end for begun, end in spans) for at, _ in spans) == 2, "never three side by side"
+    assert max(sum(begun <= at < end for begun, end in spans) for at, _ in spans) <= 2, "never three side by side"
 
 
 def at_work(run: Run) -> list[tuple[float, float]]:

@@ -7,6 +7,7 @@ that every plan trains on the same samples.
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypedDict, Unpack
@@ -145,9 +146,10 @@ def hub(
     """
     from workbench.data.text import is_rows
 
-    name = str(name)
-    if is_rows(Path(name).expanduser()) or Path(name).expanduser().is_dir():  # processes elsewhere read it, too
-        name = str(Path(name).expanduser().absolute())
+    path, name = Path(name).expanduser(), str(name)
+    with suppress(OSError):  # a name may be too long for a path
+        if name and (is_rows(path) or path.is_dir()):  # processes elsewhere read it, too
+            name = str(path.absolute())
     chosen, entries = _chosen_tokenizer(tokenizer, vocab_size)
     return HubText(
         repository=name,

@@ -606,7 +606,7 @@ def refuse_kept(
         compared = difflib.SequenceMatcher(None, here, there, autojunk=False)
         steps = [step for step in compared.get_opcodes() if step[0] != "equal"]
         new = [later[1][begin][1] for *_, begin, end in steps if end > begin]
-        gone = [first[1][begin][1] for _, begin, *_ in steps]
+        gone = [first[1][begin][1] for _, begin, end, *_ in steps if end > begin]
         return (new or gone or [SourceLine()])[0]
 
     # Two forwards in a row.
