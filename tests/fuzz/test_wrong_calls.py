@@ -519,7 +519,9 @@ NOT_CALLED_BY_USERS: Mapping[str, str] = {
     "ladder pair_difference": "take a law that was fitted to runs",
     "Cluster.from_json": "given what `to_json` of a plan wrote, which `Plan.from_json` checks",
     "Run.tag Run.untag": "take any number of words, and are tested with wrong ones beside the labels of runs",
-    "Sweep.cells Grid.in_words Figure.laid_out Figure.with_legend_below Figure.without_values": "make tables and pictures of what is shown",
+    "Sweep.cells Grid.in_words Figure.laid_out Figure.with_legend_below Figure.without_values": (
+        "make tables and pictures of what is shown"
+    ),
     "Experiment.samples_before": "asked by data and ranks, for steps of the training",
     "Experiment.factory attending_within_documents": "asked by ranks and captures, which build the model",
     "verdict": "asked by templates, for cells that they have measured",
