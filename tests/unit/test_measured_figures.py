@@ -818,6 +818,16 @@ def is_row_of(cells: list[str], row: dict[str, Any]) -> bool:
 
 
 @figures
+def clicks_beside_busy_loops() -> Iterator[Fact]:
+    [found] = raw("live_click_2cores.json")["eight busy loops beside"].values()
+    new, again = (
+        f"after {each['curve_s']:.1f} s{where} (load {each['load_at_click']:.1f}"
+        for each, where in ((found["new_home"], " on a new home"), (found["used_home"], ""))
+    )
+    yield BENCHMARKS, f"it came {new}) and once more {again}; goal 25)"
+
+
+@figures
 def unseen_models_starts_and_bert_large() -> Iterator[Fact]:
     rows = measured("2xH200_124e0760")
     shown = table(BENCHMARKS, "| unseen model | plan | ms predicted |")
