@@ -8,6 +8,8 @@ import sys
 from collections import Counter
 from collections.abc import Iterator
 from dataclasses import replace
+from importlib.machinery import ExtensionFileLoader, ModuleSpec
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -515,6 +517,18 @@ def test_what_cannot_repeat_its_bits_is_refused_with_the_way_out():
     assert "remove deterministic=True" in message
     assert "use_deterministic_algorithms" not in message
     assert os.environ[CUBLAS_SETTING[0]] == "as it was", "the user's own setting stays"
+
+
+def test_compiled_code_that_a_killed_process_left_is_named_with_the_way_out(tmp_path: Path) -> None:
+    left = tmp_path / "main.so"
+    left.touch()
+    with pytest.raises(ImportError) as caught:
+        ExtensionFileLoader("main", str(left)).create_module(ModuleSpec("main", None, origin=str(left)))
+    message = error_message(caught.value, plan_of_layers())
+    assert message == (
+        f"The compiled code {left} is cut off, as by a process that was killed while it wrote the file. Remove it "
+        f"(rm {left}), and start the run again: it is compiled anew."
+    )
 
 
 def test_an_error_of_compiled_code_is_told_from_the_compilers_own() -> None:

@@ -91,7 +91,7 @@ from workbench.record.step_table import num_logged, num_waiting, write_waiting
 
 BetweenSteps = Evaluator | Sampler | SparsityLog | NormsLog
 """Computation or observation of the model between two steps, when it is due."""
-OUT_OF_RANGE = {
+IN_WORDS = {
     r"Target (-?\d+) is out of bounds": (
         "The label {} is none of the classes that the loss is given. Labels of C classes must lie in 0 to C - 1, or be "
         "the loss's ignore_index. Correct them in the dataset, or give the head more outputs."
@@ -105,7 +105,12 @@ OUT_OF_RANGE = {
         "below the number of classes, or a token id that is not below the number of rows of the embedding. Correct it "
         "in the dataset; a run of one step on CPUs names it."
     ),
+    r"(/\S+\.so): (?:file too short|invalid ELF header)": (
+        "The compiled code {0} is cut off, as by a process that was killed while it wrote the file. Remove it "
+        "(rm {0}), and start the run again: it is compiled anew."
+    ),
 }
+"""Patterns of messages of torch, with what they mean and what to do; a sentence names the groups of its pattern."""
 """Sentences in place of the messages of torch for indices out of range, by pattern."""
 SUGGESTED_LIMIT = 0.9
 """Fraction of an exceeded memory limit that the error message suggests for the next plan."""
@@ -544,7 +549,7 @@ def error_message(cause: BaseException, plan: Plan) -> str:
             f"{operation} {build.NO_DETERMINISTIC_KERNEL}, and the experiment asks for deterministic=True. Replace "
             "that operation in the model, or remove deterministic=True: runs then repeat up to rounding."
         )
-    for pattern, sentence in OUT_OF_RANGE.items():
+    for pattern, sentence in IN_WORDS.items():
         if found := re.search(pattern, said):
             return sentence.format(*found.groups())
     if not isinstance(cause, torch.OutOfMemoryError):
