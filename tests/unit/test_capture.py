@@ -348,9 +348,11 @@ class InPlace(nn.Module):
 
     def forward(self, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
         found = self.first(x)
-        before = found.sin()
-        found += self.second(before)
-        found.mul_(0.5).clamp_(-1.0, 1.0)
+        before = 2.0 * found
+        found += self.second(x)
+        found.mul_(0.5).add_(before)
+        with torch.no_grad():
+            found.mul_(1.5)  # whose gradient is that of before
         seen = before[:, :4]
         before -= 1.0  # `seen` sees it
         rows = self.head(found)
@@ -364,8 +366,9 @@ def test_writes_into_results_become_results_of_their_own_where_no_view_sees_them
     model, batch = InPlace(), {"x": torch.randn(4, 8), "y": torch.randn(4, 4)}
     graph = captured(model, batch)
     written = [node for block in graph.blocks for node in block.code.graph.nodes if mutated_arguments(node)]
-    assert sorted(op_name(node) for node in written) == ["fill_", "sub_"]
-    values, tensors = {}, {**dict(model.named_parameters()), **graph.constants, **batch}
+    assert sorted(op_name(node) for node in written) == ["fill_", "mul_", "sub_"]
+    weights = dict(model.named_parameters())
+    values, tensors = {}, {**weights, **graph.constants, **batch}
     with torch.autocast("cpu", torch.bfloat16, enabled=dtype == torch.bfloat16):
         right = model(**batch)
         for block in graph.blocks:
@@ -374,6 +377,8 @@ def test_writes_into_results_become_results_of_their_own_where_no_view_sees_them
             values |= dict(zip(block.sends, block.code(*((tensors | values)[n] for n in names), *counts), strict=True))
     [loss] = [values[name] for name in graph.blocks[-1].sends]
     assert torch.equal(loss, right)
+    for found, expected in zip(*(torch.autograd.grad(each, weights.values()) for each in (loss, right)), strict=True):
+        assert torch.equal(found, expected)
 
 
 @pytest.mark.parametrize("layer", [PreActivation, OverwritesItsInput])

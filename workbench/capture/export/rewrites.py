@@ -133,7 +133,8 @@ def write_to_results_of_their_own(module: fx.GraphModule) -> None:
 
     What writes in place is recomputed in full or not at all (`supported_mode`), and a residual added in place is in
     every layer of some models. Views of what is written would not see the new result, so that those stay as they are.
-    So do writes to some rows, of which another result would be a copy of all.
+    So do writes to some rows, of which another result would be a copy of all, and writes in another region than their
+    target's: under `no_grad` a write leaves the target its gradient, and another result would have none.
     """
     for node in list(module.graph.nodes):
         schema, written = schema_of(node), mutated_arguments(node)
@@ -145,6 +146,7 @@ def write_to_results_of_their_own(module: fx.GraphModule) -> None:
         while of_owner is not source and len(of_owner.users) == 1:
             of_owner = next(iter(of_owner.users))
         is_result = of_owner is source and owner.op == "call_function" and dtype_of(source) is not None
+        is_result &= regions_of(owner) == regions_of(node)
         if target is None or not is_result or any(storage_of(user) is owner for user in others):
             continue
         with module.graph.inserting_before(node):
