@@ -1,7 +1,7 @@
 """Where the seconds of a start go: a model that is new to the node, the same again, and ten steps as a grid's cell has.
 
     python benchmarks/starts.py --out starts.json --gpus 2 opt-125m gpt3-1.3b
-    python benchmarks/starts.py --out starts.json --gpus 2 --variant WORKBENCH_FORK_GPU_RANKS=1 opt-125m
+    python benchmarks/starts.py --out starts.json --gpus 2 --variant WORKBENCH_FORK_GPU_RANKS=0 opt-125m
     python benchmarks/starts.py --out starts.json                                  # prints what a file holds
 
 Every round starts one Python after another, one for each variant (a setting of the environment, beside none), in

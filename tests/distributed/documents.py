@@ -78,7 +78,7 @@ LOG = Path(tempfile.gettempdir()) / f"workbench-documents-{os.getpid()}.log"
 def server() -> tuple[fork_server.Client, dict[str, str]]:
     """Return the client of a server that has imported everything, one for this process, and its environment."""
     client, environment = fork_server.Client(), {**os.environ, **OF_KERNELS, "PYTHONPATH": str(ROOT)}
-    client.start(__name__, log=LOG, environment=environment, threads="1")
+    client.start(__name__, log=LOG, environment=environment, ranks="1")
     eventually(lambda: select.select([client._socket], [], [], 0)[0], LOG.read_text)  # it is ready, or has ended
     assert "imported everything" in LOG.read_text(), LOG.read_text()
     return client, environment
@@ -108,7 +108,7 @@ def forked(module: str, *arguments: str, log: Path, environment: Mapping[str, st
     """Start a module in a process that is forked from the server, and return its pid."""
     client, started_with = server()
     late = {name: value for name, value in environment.items() if name.startswith(fork_server.LATE)}
-    options: dict[str, Any] = {"environment": {**started_with, **late}, "threads": "1", "is_served": True}
+    options: dict[str, Any] = {"environment": {**started_with, **late}, "ranks": "1", "is_served": True}
     return client.start(module, *arguments, log=log, **options)
 
 

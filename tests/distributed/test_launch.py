@@ -110,7 +110,7 @@ def forked_kernel(folder: Path, code: str, *arguments: str) -> tuple[ProcessReco
     (folder / "forked_kernel.py").write_text(code)
     launcher.import_ahead()
     start = fork_server.client().start
-    pid = start("forked_kernel", *arguments, log=log, environment=environment, threads="1", is_served=True)
+    pid = start("forked_kernel", *arguments, log=log, environment=environment, ranks="1", is_served=True)
     told = eventually(lambda: re.findall(r"^told (.*)\n", log.read_text(), re.MULTILINE), log.read_text)
     return process_record(pid), told[0]
 

@@ -24,6 +24,8 @@ from workbench.base.errors import WorkbenchError
 from workbench.lab import prepared_kernel
 from workbench.lab.prepared_kernel import IDLE_S, LEAST_BYTES, SHORT_BYTES, PreparedKernel
 from workbench.runs.launching import fork_server, launcher
+from workbench.runs.launching.processes import SUPERVISOR
+from workbench.runs.launching.supervisor import AHEAD
 
 SEEN = """json.dumps({
     "cwd": os.getcwd(), "path": sys.path, "names": sorted(get_ipython().user_ns), "session": __session__,
@@ -256,5 +258,8 @@ def test_a_kernel_that_waits_takes_no_memory_of_a_gpu(monkeypatch: pytest.Monkey
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
     monkeypatch.setattr(torch.cuda, "_lazy_init", lambda: pytest.fail("CUDA was asked"))
-    monkeypatch.setattr(fork_server, "client", lambda: pytest.fail("nothing can be imported ahead for ranks on GPUs"))
+    asked = list[tuple[str, ...]]()
+    client = SimpleNamespace(start_ahead=lambda *command, **_: asked.append(command))
+    monkeypatch.setattr(fork_server, "client", lambda: client)
     launcher.import_ahead()
+    assert asked == [(SUPERVISOR, AHEAD, "cuda", "2")]

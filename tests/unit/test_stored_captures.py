@@ -319,6 +319,8 @@ def test_settings_of_torch_and_the_environment_have_another_key(
             patch.setattr(*change, raising=False)
             keys.append(key_of(experiment))
     with monkeypatch.context() as patch:
+        patch.setenv("PYTORCH_ALLOC_CONF", "expandable_segments:True")  # as ranks on GPUs have it
+        assert key_of(experiment) == keys[0]
         patch.setenv("TORCH_SOMETHING", "1")
         keys.append(key_of(experiment))
     torch.use_deterministic_algorithms(True)

@@ -46,6 +46,8 @@ _CLOCKS_S = 2
 """Seconds by which the clocks of processes and of files may differ."""
 _VARIABLES = ("TORCH_", "PYTORCH_", "TRANSFORMERS_", "ATEN_")
 """Beginnings of the names of variables that libraries read when they are imported."""
+_OF_DEVICES = ("TORCH_NCCL", "PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_NVML_BASED_CUDA_CHECK")
+"""Beginnings of the names of those that say how devices are used: a rank on a GPU has others than the kernel."""
 _NAMESPACES = ("torch", "torch.functional", "torch.nn.functional", "torch.linalg", "torch.special", "torch.fft")
 """Modules of torch whose functions a forward calls."""
 _TABLES = ("_parameters", "_buffers", "_modules")
@@ -134,7 +136,7 @@ def _versions() -> list[Any]:
     installed = [sorted(os.listdir(place)) for place in places if place.is_dir()]
     distributions = [[name for name in names if not name.startswith("__pycache__")] for names in installed]
     variables = {key: value for key, value in os.environ.items() if key.startswith(_VARIABLES)}
-    variables = {key: value for key, value in variables.items() if not key.startswith("TORCH_NCCL")}
+    variables = {key: value for key, value in variables.items() if not key.startswith(_OF_DEVICES)}
     versions = [sys.version, torch.__version__, torch.version.git_version, _own_code()]
     return [*versions, distributions, sorted(variables.items())]
 

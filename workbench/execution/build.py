@@ -78,6 +78,13 @@ def preload(experiment: Mapping[str, Any]) -> None:
             model.build()
 
 
+def preload_compiler() -> None:
+    """Import Inductor, and read the files of which its caches keep a digest, without CUDA."""
+    from workbench.execution.blocks.compiled import load_digests
+
+    load_digests()
+
+
 def _is_built_on_host(model_bytes: int, device: torch.device) -> bool:
     return device.type == "cuda" and model_bytes > BUILD_SHARE * torch.cuda.mem_get_info(device)[0]
 

@@ -5,15 +5,16 @@
 The store that torch opens by itself listens on every address of the machine and asks nobody who they are. Whoever
 reaches it could give the ranks other addresses to talk to, and ranks unpickle what they receive from each other.
 
-Ranks on CPUs are forked from this process, which imports the worker once for all of them: those imports take most of
-the time in which a run starts. CUDA does not survive a fork, so that ranks on GPUs are new processes, unless
-`$WORKBENCH_FORK_GPU_RANKS` is 1 and the imports have left the driver alone.
+Ranks are forked from this process, which imports the worker once for all of them: those imports take most of the time
+in which a run starts. CUDA does not survive a fork. So torch asks NVML whether there are GPUs, and where an import has
+initialised CUDA's driver all the same, or `$WORKBENCH_FORK_GPU_RANKS` is 0, ranks on GPUs are new processes.
 """
 
 from __future__ import annotations
 
 import argparse
 import atexit
+import contextlib
 import ctypes
 import datetime
 import functools
@@ -27,7 +28,7 @@ import signal
 import socket
 import subprocess
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -41,6 +42,8 @@ from torch.distributed import TCPStore, run  # type: ignore[attr-defined]  # tor
 from torch.distributed.elastic.rendezvous import RendezvousParameters, rendezvous_handler_registry
 from torch.distributed.elastic.rendezvous.static_tcp_rendezvous import StaticTCPRendezvous
 
+from workbench.record.rundir import RunDir, read_object
+
 LOOPBACK = "127.0.0.1"
 BACKEND = "loopback"
 """Name of the rendezvous, for `--rdzv_backend`."""
@@ -51,7 +54,7 @@ FORKED = "forked"
 PR_SET_PDEATHSIG = 1
 """Number of the option of Linux's `prctl` that names a signal for the death of the parent."""
 FORKS_GPU_RANKS = "WORKBENCH_FORK_GPU_RANKS"
-"""Environment variable: 1 forks ranks on GPUs, too."""
+"""Environment variable: with 0, ranks on GPUs are new processes."""
 TIMEOUT_S = 600
 """Seconds that the store waits for a rank; torch's own rendezvous waits as long."""
 
@@ -107,17 +110,8 @@ def main(arguments: list[str]) -> None:
     rendezvous_handler_registry.register(BACKEND, LoopbackRendezvous)
     run.logger.setLevel(logging.ERROR)  # it warns that the address it was given has no use
     parsed = launch.launch_command_parser().parse_args(["--rdzv_backend", BACKEND, *arguments])
-    on_cpu, forks = os.environ.get("ACCELERATE_USE_CPU") == "true", False
-    if on_cpu or os.environ.get(FORKS_GPU_RANKS) == "1":
-        from workbench.execution.build import preload
-        from workbench.record.rundir import RunDir, read_object
-
-        importlib.import_module(parsed.training_script)
-        preload(read_object(RunDir(Path(*parsed.training_script_args)).experiment))
-        forks = on_cpu or cuda_is_untouched()
-        if not forks:
-            print("Ranks are new processes: an import has initialised CUDA's driver, which does not survive a fork.")
-    if forks:
+    experiment = read_object(RunDir(Path(*parsed.training_script_args)).experiment)
+    if preload(parsed.training_script, experiment, os.environ.get("ACCELERATE_USE_CPU") == "true"):
         rank = (str(os.getpid()), parsed.training_script, *parsed.training_script_args)
         gc.freeze()  # otherwise each rank's first collection would copy the pages of every object that it shares
         atexit.register(gc.unfreeze)  # otherwise a launcher that fails would say that these objects leak
@@ -132,6 +126,37 @@ def main(arguments: list[str]) -> None:
         context.start_processes = _reporting(context.start_processes)  # type: ignore[attr-defined]  # exported implicitly
     gc.enable()
     launch.launch_command(parsed)
+
+
+def preload(worker: str, experiment: Mapping[str, Any], on_cpu: bool) -> bool:
+    """Import what ranks need, and return True if they can be forked from this process.
+
+    `worker` is the ranks' module, and `experiment` the JSON of the run's, empty where it is not known yet.
+    """
+    if not on_cpu:
+        if os.environ.get(FORKS_GPU_RANKS) == "0":
+            return False
+        torch.cuda.is_available()  # which initialises the driver where NVML cannot be asked
+    if can_fork := on_cpu or cuda_is_untouched():
+        from workbench.execution import build
+
+        importlib.import_module(worker)
+        build.preload(experiment)
+        if not on_cpu:
+            build.preload_compiler()
+            can_fork = cuda_is_untouched()
+            end_nvml()
+    if not can_fork:
+        print("Ranks are new processes: an import has initialised CUDA's driver, which does not survive a fork.")
+    return can_fork
+
+
+def end_nvml() -> None:
+    """End NVML in this process. What is forked from it begins anew, as it has closed the files that NVML had opened."""
+    with contextlib.suppress(OSError):  # there is none
+        library = ctypes.CDLL("libnvidia-ml.so.1")
+        while library.nvmlShutdown() == 0:  # once for each time that it was begun
+            pass
 
 
 def cuda_is_untouched() -> bool:

@@ -395,10 +395,10 @@ def start_supervisor(directory: QueueDir) -> None:
     """Start the detached process that works through the queue, and wait until it has begun."""
     directory.supervisor.unlink(missing_ok=True)
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(user_path())}
-    threads = ranks_environment(directory)["OMP_NUM_THREADS"]
+    ranks = fork_server.kind_of_ranks(ranks_environment(directory))
     command = ("workbench.sweeps.queue_supervisor", str(directory.path))
     start = fork_server.client().start
-    pid = start(*command, log=directory.log, environment=environment, threads=threads, is_served=True)
+    pid = start(*command, log=directory.log, environment=environment, ranks=ranks, is_served=True)
     deadline = time.monotonic() + STARTS_S
     while not directory.supervisor.exists() and psutil.pid_exists(pid) and time.monotonic() < deadline:
         time.sleep(0.02)

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import copy
 import math
+import os
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -16,10 +17,13 @@ from torch._functorch import config as functorch
 from torch._inductor import config
 from torch._inductor.async_compile import maybe_warm_pool
 from torch._inductor.choices import InductorChoices
+from torch._inductor.codecache import torch_key
 from torch._inductor.custom_graph_pass import CustomGraphPass, get_hash_for_files
 from torch._inductor.decomposition import decompositions, fast_random_decomps
 from torch._inductor.inductor_prims import force_stride_order
+from torch._inductor.runtime.cache_dir_utils import triton_cache_dir
 from torch._inductor.runtime.hints import ReductionHint
+from torch._inductor.runtime.triton_compat import HAS_TRITON, triton_key
 from torch.fx.subgraph_rewriter import replace_pattern_with_filters
 
 from workbench.capture.blocks.block_extraction import digest
@@ -84,7 +88,17 @@ def prepare() -> None:
     config.post_grad_custom_post_pass = FuseBackward()
     fast_random_decomps.cache_clear()  # it caches a copy of `decompositions`
     if torch.cuda.is_available():
+        # Inductor would set it with the first kernel that it compiles itself, to a folder of this device. Kernels that
+        # were compiled before, or for another device of the node, were not found then.
+        os.environ.setdefault("TRITON_CACHE_DIR", triton_cache_dir(0))
         maybe_warm_pool()
+
+
+def load_digests() -> None:
+    """Compute the digests of torch's and Triton's files, by which compiled code is found: once for what is forked."""
+    torch_key()
+    if HAS_TRITON:
+        triton_key()
 
 
 def _gelu(value: torch.Tensor, *, approximate: str = "none") -> torch.Tensor:

@@ -68,6 +68,8 @@ AHEAD_S = 60.0
 LOOK_S = 1.0
 """Seconds between two looks whether the process that the server serves still lives."""
 WAIT_S = 0.02
+OF_RANKS = ("ACCELERATE_USE_CPU", "OMP_NUM_THREADS")
+"""Variables of ranks that libraries read when they are imported, and that a launch sets by its plan."""
 SOCKET = 3
 """Descriptor of the socket by which a process that was forked reaches the server that serves it."""
 
@@ -94,10 +96,10 @@ class Forked:
         return self.returncode
 
 
-def fork(command: Sequence[str], environment: Mapping[str, str], threads: str | None = None, **place: Any) -> Forked:
+def fork(command: Sequence[str], environment: Mapping[str, str], ranks: str | None = None, **place: Any) -> Forked:
     """Run `python -m MODULE …` in a session of its own, without starting Python anew where this process can be forked.
 
-    `place` are the arguments of `_enter`. With `threads`, the `OMP_NUM_THREADS` of ranks, the process is served by the
+    `place` are the arguments of `_enter`. With `ranks`, what `kind_of_ranks` returns, the process is served by the
     server at the other end of the socket in `place`.
     """
     for stream in (sys.stdout, sys.stderr):
@@ -115,8 +117,8 @@ def fork(command: Sequence[str], environment: Mapping[str, str], threads: str | 
         if not _name(command):
             os.execve(command[0], list(command), dict(environment))
         _replace_environment(environment)
-        if threads is not None:
-            client().connect(socket.socket(fileno=SOCKET), threads)
+        if ranks is not None:
+            client().connect(socket.socket(fileno=SOCKET), ranks)
         _, _, module, *sys.argv[1:] = command
         # What follows runs as if Python had been started for the module, with all imports done.
         sys.modules.pop(module, None)  # `runpy` warns of a module that was imported
@@ -226,7 +228,7 @@ def leave_server(environment: Mapping[str, str], import_ahead: Callable[[], None
             each.close()
         _replace_environment({**own, **set_by_imports})
         if ours is not None:
-            client().connect(ours, environment["OMP_NUM_THREADS"])
+            client().connect(ours, kind_of_ranks(environment))
         return
     with contextlib.suppress(BaseException):
         _name([sys.executable, "-m", __name__])
@@ -264,9 +266,9 @@ def _serve(served: dict[socket.socket, ProcessRecord], set_by_imports: Mapping[s
         pid = 0
         if is_current(imported, request["path"]):
             theirs, ours = _pair()
-            pid = fork(**request, server=theirs.fileno() if request.get("threads") else None).pid
+            pid = fork(**request, server=theirs.fileno() if request.get("ranks") else None).pid
             theirs.close()
-            if request.get("threads"):
+            if request.get("ranks"):
                 with contextlib.suppress(psutil.NoSuchProcess):  # it has ended already
                     served[ours] = process_record(pid)
                     ours.send(b"ready")
@@ -326,17 +328,17 @@ class Client:
         """Return True if there is a server, as far as is known."""
         return self._socket is not None
 
-    def connect(self, server: socket.socket, threads: str) -> None:
-        """Ask this server, which has this process's environment and the `OMP_NUM_THREADS` of `threads`, from now on."""
+    def connect(self, server: socket.socket, ranks: str) -> None:
+        """Ask this server, which has this process's environment and serves runs of these `ranks`, from now on."""
         server.settimeout(ANSWER_S)
-        self._socket, self._facts = server, _facts({**os.environ, "OMP_NUM_THREADS": threads})
+        self._socket, self._facts = server, _facts(os.environ, ranks)
         with contextlib.suppress(OSError):
             self._is_ready = bool(server.recv(2**10))  # it is there, or notes which files it has imported
 
-    def start_ahead(self, module: str, *arguments: str, environment: Mapping[str, str], threads: str) -> None:
+    def start_ahead(self, module: str, *arguments: str, environment: Mapping[str, str], ranks: str) -> None:
         """Start a module that leaves a server and ends, unless there is one; the first launch waits for that server."""
         if not self.is_served:
-            self.start(module, *arguments, log=Path(os.devnull), environment=environment, threads=threads)
+            self.start(module, *arguments, log=Path(os.devnull), environment=environment, ranks=ranks)
             self._is_ahead = True
 
     def start(
@@ -345,17 +347,17 @@ class Client:
         *arguments: str,
         log: Path,
         environment: Mapping[str, str],
-        threads: str,
+        ranks: str,
         is_served: bool = False,
     ) -> int:
         """Start a module as `processes.start_detached` does and return its pid; it need not import what ranks need.
 
-        `threads` is the `OMP_NUM_THREADS` of the run's ranks. The server, if there is one, serves a process that
+        `ranks` is what `kind_of_ranks` returns for the run's. The server, if there is one, serves a process that
         launches runs in its turn, `is_served`.
         """
-        facts = _facts({**environment, "OMP_NUM_THREADS": threads})
+        facts = _facts(environment, ranks)
         with self._lock:
-            served = {"threads": threads} if is_served else {}
+            served = {"ranks": ranks} if is_served else {}
             pid = self._forked(module, arguments, log, environment, served) if facts == self._facts else None
             if pid is not None:
                 return pid
@@ -408,12 +410,18 @@ class Client:
         self._socket, self._is_ready, self._is_ahead = None, False, False
 
 
-def _facts(environment: Mapping[str, str]) -> dict[str, Any]:
+def kind_of_ranks(environment: Mapping[str, str]) -> str:
+    """Return what libraries read of this environment of ranks when they are imported: a device type, a thread count."""
+    return " ".join(environment.get(name, "") for name in OF_RANKS)
+
+
+def _facts(environment: Mapping[str, str], ranks: str) -> dict[str, Any]:
     """Return what a process has from its start and keeps, as far as it can differ between two of one kernel."""
     status = Path("/proc/self/status").read_text().splitlines()
     return {
         "executable": sys.executable,
-        "environment": {name: value for name, value in environment.items() if not name.startswith(LATE)},
+        "environment": {name: value for name, value in environment.items() if not name.startswith((*LATE, *OF_RANKS))},
+        "ranks": ranks,
         "status": [line for line in status if line.startswith(INHERITED)],
         "limits": Path("/proc/self/limits").read_text(),
         "nice": os.nice(0),

@@ -152,15 +152,15 @@ def _check_loopback() -> None:
 def import_ahead() -> None:
     """Start to import what the ranks of this process's first run will need, while the process still plans it.
 
-    JupyterLab calls it in the kernel that waits for a click on a card, or that a click has started. Ranks on GPUs are
-    new processes, for which nothing can be imported ahead; a kernel that waits takes no memory of theirs.
+    JupyterLab calls it in the kernel that waits for a click on a card, or that a click has started. What is imported
+    for ranks on GPUs takes no memory of theirs.
     """
-    if not num_gpus():
-        cluster = local_cluster()
-        environment = {**os.environ, "PYTHONPATH": os.pathsep.join(user_path())}
-        threads = worker_environment(environment, cluster.gpus, "cpu", ())["OMP_NUM_THREADS"]
-        command = (processes.SUPERVISOR, AHEAD, str(cluster.gpus))
-        fork_server.client().start_ahead(*command, environment=environment, threads=threads)
+    gpus = num_gpus()
+    device_type, world = ("cuda", gpus) if gpus else ("cpu", local_cluster().gpus)
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(user_path())}
+    ranks = fork_server.kind_of_ranks(worker_environment(environment, world, device_type, ()))
+    command = (processes.SUPERVISOR, AHEAD, device_type, str(world))
+    fork_server.client().start_ahead(*command, environment=environment, ranks=ranks)
 
 
 def write_attempt(attempt: Attempt, facts: Facts | None = None, *, progress: bool | None = None) -> RunDir:
@@ -216,10 +216,10 @@ def clone(run: RunDir, plan: Plan, changes: Mapping[str, Any], *, worker: str = 
 def _start_supervisor(run: RunDir, plan: Plan, devices: tuple[str, ...], worker: str, share: float) -> None:
     """Start the detached process that sees the run through, and queue it before any later launch."""
     device_type, environment = plan.cluster.device.type, _environment(run)
-    threads = worker_environment(environment, plan.world, device_type, ())["OMP_NUM_THREADS"]
+    ranks = fork_server.kind_of_ranks(worker_environment(environment, plan.world, device_type, ()))
     start = fork_server.client().start
     command = (processes.SUPERVISOR, str(run.path))
-    supervisor = process_record(start(*command, log=run.log("launcher"), environment=environment, threads=threads))
+    supervisor = process_record(start(*command, log=run.log("launcher"), environment=environment, ranks=ranks))
     try:
         needed = 1 if device_type == "cpu" else plan.world
         ticket = device_queue.take_ticket(run, pool=devices, count=needed, supervisor=supervisor, share=share)

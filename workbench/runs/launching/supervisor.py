@@ -38,7 +38,7 @@ from workbench.record.rundir import (
 from workbench.record.step_table import num_logged
 from workbench.runs.launching import fork_server, processes
 from workbench.runs.launching.alerts import AlertWatch
-from workbench.runs.launching.device_queue import Ticket, sampled
+from workbench.runs.launching.device_queue import Ticket, node_devices, sampled
 from workbench.runs.launching.processes import record_silent_death, root_cause
 from workbench.runs.launching.stalls import StallWatch
 from workbench.runs.tracking.delivery import start_recorder
@@ -161,23 +161,13 @@ def import_ahead(experiment: Mapping[str, Any], on_cpu: bool) -> None:
 
     `experiment` is the JSON of one of the runs.
     """
-    importlib.import_module(processes.LOCAL_LAUNCHER)
-    if not on_cpu and forks_gpu_ranks():
-        importlib.import_module("workbench.execution.blocks.compiled")  # what compiles blocks
-    if on_cpu or forks_gpu_ranks():
-        importlib.import_module(processes.WORKER)
-        importlib.import_module("workbench.execution.build").preload(experiment)
+    importlib.import_module(processes.LOCAL_LAUNCHER).preload(processes.WORKER, experiment, on_cpu)
 
 
-def forks_gpu_ranks() -> bool:
-    """Return True if ranks on GPUs are to be forked like those on CPUs (`workbench.execution.local_launch`)."""
-    return os.environ.get("WORKBENCH_FORK_GPU_RANKS") == "1"
-
-
-def leave_server_ahead(world: int) -> int:
-    """Leave a server for runs of `world` ranks on CPUs of which nothing else is known (`launcher.import_ahead`)."""
-    environment = worker_environment(dict(os.environ), world, "cpu", ())
-    fork_server.leave_server(environment, functools.partial(import_ahead, {}, on_cpu=True))
+def leave_server_ahead(device_type: str, world: int) -> int:
+    """Leave a server for runs of `world` ranks of which nothing else is known (`launcher.import_ahead`)."""
+    environment = worker_environment(dict(os.environ), world, device_type, node_devices(device_type))
+    fork_server.leave_server(environment, functools.partial(import_ahead, {}, on_cpu=device_type == "cpu"))
     return 0
 
 
@@ -306,8 +296,7 @@ def accelerate_command(config: Path, plan: PlanFacts, nodes: Nodes = Nodes()) ->
     The config file keeps the user's own default configuration out of it. Several ranks of one node meet on the loopback
     interface, and ranks on CPUs are forked from a launcher that has imported what they need.
     """
-    is_local = nodes.count == 1 and (plan["world"] > 1 or plan["device_type"] == "cpu" or forks_gpu_ranks())
-    launcher = processes.LOCAL_LAUNCHER if is_local else processes.LAUNCHER
+    launcher = processes.LOCAL_LAUNCHER if nodes.count == 1 else processes.LAUNCHER
     command = [sys.executable, "-m", launcher, "--config_file", str(config)]
     if plan["world"] > 1:
         command += ["--multi_gpu", "--main_process_port", str(nodes.port)]
@@ -344,7 +333,7 @@ def worker_environment(base: dict[str, str], world: int, device_type: str, devic
     environment["PYTHONUNBUFFERED"] = "1"
     if device_type == "cuda" and not any(name in environment for name in ALLOCATOR):
         environment[ALLOCATOR[0]] = GROWING
-    if device_type == "cuda" and forks_gpu_ranks():  # torch asks NVML whether there is a GPU, which leaves CUDA alone
+    if device_type == "cuda":  # torch asks NVML whether there is a GPU, so that CUDA is not initialised before a fork
         environment["PYTORCH_NVML_BASED_CUDA_CHECK"] = "1"
     environment["TORCH_ELASTIC_SHUTDOWN_TIMEOUT"] = ELASTIC_SHUTDOWN_S
     return environment
@@ -481,5 +470,5 @@ def failure_grace_s() -> float:
 
 if __name__ == "__main__":
     if sys.argv[1] == AHEAD:
-        fork_server.leave(leave_server_ahead(int(sys.argv[2])))
+        fork_server.leave(leave_server_ahead(sys.argv[2], int(sys.argv[3])))
     fork_server.leave(reap(sys.argv[2]) if sys.argv[1] == "--reap" else main(sys.argv[1]))
