@@ -180,7 +180,8 @@ def test_times_and_hours_have_units_that_are_true_on_every_machine() -> None:
 def test_a_live_figure_of_many_runs_grows_with_its_legend_and_says_the_nearest() -> None:
     def shown(runs: int) -> LiveLossFigure:
         curves = [curve(f"rate {index}") for index in range(runs)]
-        snapshots = [SimpleNamespace(curve=each, history=[], step=0, marks=(), evaluations=None) for each in curves]
+        nothing = {"history": [], "step": 0, "marks": (), "evaluations": None, "look": None}
+        snapshots = [SimpleNamespace(curve=each, **nothing) for each in curves]
         return LiveLossFigure(snapshots, CurveSettings("step", 0.0), lambda: None)
 
     few, many = (shown(runs).figure.layout for runs in (2, 20))

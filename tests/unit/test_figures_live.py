@@ -84,6 +84,10 @@ def end(run: RunDir, state: str, message: str = "") -> None:
     append_event(run.events, "status", state=state, message=message)
 
 
+def row_of(dashboard: Any, row: int = 0) -> Any:
+    return dashboard.children[0].children[row]
+
+
 def points(dashboard: Any, part: str) -> list[int]:
     return [len(trace.x) for trace in dashboard.figure.data if trace.meta == part]
 
@@ -244,15 +248,15 @@ def test_a_failed_run_shows_its_ranks_error_as_text(directory: RunDir) -> None:
 
 def test_the_stop_button_asks_the_run_to_stop(directory: RunDir) -> None:
     dashboard = live(Run(directory.path))
-    [button] = [child for child in dashboard.children[0].children if type(child).__name__ == "Button"]
+    [button] = [child for child in row_of(dashboard).children if type(child).__name__ == "Button"]
     button.click()
     assert directory.stop_file.exists()
     assert button.disabled
-    assert "Stopping: the ranks end their step" in dashboard.children[0].children[-1].value, "before the ranks answer"
+    assert "Stopping: the ranks end their step" in row_of(dashboard).children[-1].value, "before the ranks answer"
     row = Run(directory.path).row()
     assert (row["state"], row["message"]) == ("running", STOPPING), "also in tables, the sidebar and the shell"
     append_event(directory.events, "status", state="stopped", message="Stopped at step 0 of 100.")
-    eventually(lambda: "Stopping" not in dashboard.children[0].children[-1].value)
+    eventually(lambda: "Stopping" not in row_of(dashboard).children[-1].value)
     dashboard.close()
 
 
@@ -282,7 +286,7 @@ def checkpoint(run: RunDir, step: int) -> None:
 
 
 def button_of(dashboard: Any, row: int = 0) -> Any:
-    return dashboard.children[row].children[1]
+    return row_of(dashboard, row).children[1]
 
 
 def test_a_stopped_run_with_a_checkpoint_is_resumed_by_its_button_and_followed_again(
@@ -328,7 +332,7 @@ def test_a_refused_resumption_shows_the_reason_in_the_row(directory: RunDir, mon
     button_of(dashboard).click()
     eventually(lambda: button_of(dashboard).description == "Not resumed")
     assert "it &lt;trains&gt; elsewhere" in "".join(
-        child.value for child in dashboard.children[0].children if type(child).__name__ == "HTML"
+        child.value for child in row_of(dashboard).children if type(child).__name__ == "HTML"
     )
 
 
@@ -356,7 +360,7 @@ def test_memory_of_every_rank_stands_in_its_panel_against_the_limit(directory: R
 
 def test_a_run_name_is_never_markup(directory: RunDir) -> None:
     dashboard = live(Run(directory.path))
-    shown = "".join(child.value for child in dashboard.children[0].children if type(child).__name__ == "HTML")
+    shown = "".join(child.value for child in row_of(dashboard).children if type(child).__name__ == "HTML")
     assert "run &lt;1&gt;" in shown
     assert "<1>" not in shown
     dashboard.close()

@@ -11,10 +11,11 @@ import pytest
 
 from tests.logs import append_event
 from workbench.base.errors import InvalidArgument, WorkbenchError
-from workbench.lab.run_groups import difference_from, group_of, notebook_of, what_differs, what_is_lost
+from workbench.lab.run_groups import difference_from, notebook_of, what_differs, what_is_lost
 from workbench.record.rundir import RunDir, this_process, write_json, write_record
 from workbench.record.step_table import log_steps
 from workbench.runs.run import Run
+from workbench.sweeps.queue import Group, group_of, groups_of
 
 
 def write_run(path: Path, state: str = "finished", loss: float = 3.0, **experiment: Any) -> Run:
@@ -47,9 +48,9 @@ def test_seeds_of_one_recipe_are_a_group_whatever_they_are_called_and_another_re
     )
     assert first is not None
     assert second is not None
-    assert first["id"] == second["id"]
-    assert [first["labels"], second["labels"]] == [{"seed": "0"}, {"seed": "1"}]
-    assert len({each["id"] for each in (first, other, unlike) if each is not None}) == 3
+    assert first.id == second.id
+    assert [first.labels, second.labels] == [{"seed": "0"}, {"seed": "1"}]
+    assert len({each.id for each in (first, other, unlike) if each is not None}) == 3
 
 
 def test_runs_of_a_sweep_and_of_a_grid_are_named_by_the_values_of_their_axes(tmp_path: Path) -> None:
@@ -61,10 +62,25 @@ def test_runs_of_a_sweep_and_of_a_grid_are_named_by_the_values_of_their_axes(tmp
         write_json(folder / "queue.json", [{"choices": choices, "seed": 5}])
     run = write_run(sweep / "runs" / "0000-learning_rate=0.003-seed=5")
     labels = {"learning_rate": "0.003", "seed": "5"}
-    assert group_of(run) == {"id": str(sweep), "name": "rates", "of": "sweep", "labels": labels}
+    assert group_of(run) == Group(str(sweep), "rates", "sweep", labels)
     found = group_of(write_run(grid / "runs" / "0000-tensor=2-pipeline=1-seed=5"))
     assert found is not None
-    assert found["labels"] == {"tensor": "2", "pipeline": "1", "seed": "5"}
+    assert found.labels == {"tensor": "2", "pipeline": "1", "seed": "5"}
+
+
+def test_runs_fold_with_another_of_their_queue_and_seeds_only_where_they_differ(tmp_path: Path) -> None:
+    queue = tmp_path / "rates"
+    queue.mkdir()
+    write_json(queue / "sweep.json", {"axes": {"learning_rate": [1e-3, 3e-3]}})
+    write_json(queue / "queue.json", [{"choices": {"learning_rate": at}, "seed": 0} for at in (0, 1)])
+    swept = [write_run(queue / "runs" / f"000{at}-learning_rate={rate}-seed=0") for at, rate in enumerate((1e-3, 3e-3))]
+    twice = [write_run(tmp_path / name, batch=8) for name in ("once", "again")]
+    seeds = [write_run(tmp_path / f"seed-{seed}", seed=seed) for seed in (0, 1)]
+    damaged = write_run(tmp_path / "damaged", seed=2)
+    damaged.directory.experiment.write_text("[")
+    found = groups_of([swept[0], *twice, seeds[0], swept[1], seeds[1], damaged])
+    assert [group and group.of for group in found] == ["sweep", None, None, "seeds", "sweep", "seeds", None]
+    assert groups_of([swept[0], seeds[1]]) == [None, None], "no other run of their groups is shown"
 
 
 def test_a_notebook_is_linked_if_it_lies_below_the_folder_of_the_server(tmp_path: Path) -> None:

@@ -45,6 +45,23 @@ class Mark:
 
 
 @dataclass(frozen=True)
+class Look:
+    """The way in which a run is drawn: in colours of its own, or folded with the others of its group."""
+
+    index: int
+    """Number of its colour and line style, which a folded group shares."""
+    entry: str | None = None
+    """Words in the legend; None are the name of the run, and empty is no entry."""
+    folded: bool = False
+    best: bool = False
+    """True if no setting of its folded group has a lower loss."""
+    setting: str | None = None
+    """The setting whose seeds are drawn as a mean with a band; None if it is not repeated."""
+    averaged: bool = False
+    """True if it is one of the seeds of that mean, and not far behind them."""
+
+
+@dataclass(frozen=True)
 class Curve:
     """The record of one run: columns of equal length with one value per logged step.
 
@@ -58,6 +75,8 @@ class Curve:
     """Columns with one value per evaluation: eval_loss and those of the x axes; None without evaluation."""
     basis: LossBasis | None = None
     """The facts on which its losses depend; None if they are unknown."""
+    look: Look | None = None
+    """The way in which it is drawn; None is in the colours of its place among the others."""
 
 
 def curves_of(runs: Sequence[Run]) -> list[Curve]:
@@ -82,7 +101,7 @@ def evaluations_of(curve: Curve) -> Curve | None:
     """Return the held-out losses of a run as a curve of their own, or None if it has none."""
     if curve.evaluations is None or not len(curve.evaluations["step"]):
         return None
-    return Curve(curve.name, curve.evaluations, basis=curve.basis)
+    return Curve(curve.name, curve.evaluations, basis=curve.basis, look=curve.look)
 
 
 def is_held_out(curve: Curve) -> bool:

@@ -29,7 +29,7 @@ from workbench.analysis.curve import (
 from workbench.base.errors import UnknownParameter, suggestion
 from workbench.figures import theme
 from workbench.figures.figure import Figure
-from workbench.figures.prepared_curve import TRACE_ROLES, Preparation, PreparedCurve
+from workbench.figures.prepared_curve import TRACE_ROLES, Preparation, PreparedCurve, entry_of, with_means
 from workbench.record.columns import COLUMNS, EVALUATION_LABELS, AxisUnit
 from workbench.runs.loss_basis import why_not_compared
 
@@ -137,6 +137,7 @@ def loss_curves(
     scales = {name: unit.scale for name, unit in axes.items()}
     preparation = Preparation.of(curves, smoothing, scales)
     prepared = preparation.prepare_all(curves, y)
+    prepared = with_means(prepared) if y == "loss" else prepared
     y_range = settled_range(prepared, log_y)
     top = None if y_range is None or log_y else y_range[1]
     figure = Figure(curve_traces(prepared, x, y, smooth=smoothing > 0, top=top))
@@ -236,13 +237,14 @@ def loss_layout(curves: Sequence[Curve], x: str) -> Figure:
 def _lay_out(
     figure: Figure, x_title: str, y: str, log_y: bool, curves: Sequence[Curve] | Sequence[PreparedCurve]
 ) -> None:
-    names = [theme.short(curve.name) for curve in curves]
+    names = [theme.short(entry) for curve in curves if (entry := entry_of(curve))]
+    is_folded = any(curve.look is not None and curve.look.folded for curve in curves)
     below = 0 if theme.fits_inside(names) else theme.height_below(names)
     legend = theme.LEGEND_BELOW if below else theme.LEGEND_CORNERS["top right"]
     figure.laid_out(
         height=480 + max(0, below - theme.BOTTOM_PX),
         margin={"t": 92, "r": 64, "b": below or theme.BOTTOM_PX},
-        hovermode="x unified" if len(names) <= MOST_HOVERED else "closest",
+        hovermode="x unified" if len(names) <= MOST_HOVERED and not is_folded else "closest",
         legend={"groupclick": "togglegroup", "tracegroupgap": 0, **legend},
         xaxis={"title": {"text": x_title}, "rangemode": "tozero", "unifiedhovertitle": {"text": hover_title(x_title)}},
         yaxis={
@@ -286,7 +288,7 @@ def _x_menu(
     by_key = {curve.key: curve for curve in prepared}
 
     def values(axis: str, trace: Any) -> list[float | None]:
-        curve = by_key[trace.legendgroup]
+        curve = by_key[key_of(trace)]
         positions = curve.positions(axis, trace.meta)
         # Six significant digits are finer than a pixel and take a third of the file.
         return [float(f"{value:.6g}") if np.isfinite(value) else None for value in positions]
@@ -322,12 +324,14 @@ def _smoothing_menu(
     is_exact = y in COLUMNS and COLUMNS[y].is_exact
     if smoothing <= 0 or is_exact or not 0 < sum(len(curve.raw) for curve in prepared) <= SMOOTHED_AGAIN:
         return []
-    at = [index for index, trace in enumerate(figure.data) if trace.meta == "line"]
-    keys = [int(figure.data[index].legendgroup) for index in at]
+    means = {curve.key for curve in prepared if curve.is_mean}
+    at = [i for i, t in enumerate(figure.data) if t.meta == "line" or (t.meta == "raw" and key_of(t) in means)]
     buttons, widths = [], sorted({*SMOOTHINGS, smoothing})
     for width in widths:
         lines = replace(preparation, width=preparation.width * width / smoothing).lines(curves, y)
-        heights = [np.round(lines[key][prepared[key].line_index], 5) for key in keys]
+        again = with_means([replace(curve, line=line) for curve, line in zip(prepared, lines, strict=False)])
+        shown = [heights_of(again[int(key_of(figure.data[i]))], figure.data[i].meta) for i in at]
+        heights = [np.round(values, 5) for values in shown]
         args = [{"y": [[float(value) if np.isfinite(value) else None for value in line] for line in heights]}, at]
         buttons.append({"label": f"smoothing {100 * width:.3g} %", "method": "restyle", "args": args})
     # Below the title of the x axis, because three menus fill the line above a figure of 500 pixels.
@@ -345,7 +349,7 @@ def curve_traces(
     top: float | None = None,
     roles: Sequence[str] = TRACE_ROLES,
 ) -> list[go.Scatter]:
-    """Return the traces of all runs; a trace's `legendgroup` is the run's key, its `meta` one of `roles`.
+    """Return the traces of all curves: `meta` is one of `roles`, `key_of` its curve, and a `legendgroup` is one look.
 
     All runs' traces of one role follow one another, so that no value of a run covers the average of another. Roles
     without a point are left out, unless `complete`: then every run has one trace of each role. A run that ends above
@@ -356,7 +360,20 @@ def curve_traces(
         _traces(curve, x, y, smooth, position, top, roles) for curve, position in zip(prepared, positions, strict=True)
     ]
     traces = list(chain.from_iterable(zip(*of_runs, strict=True)))
-    return traces if complete else [trace for trace in traces if len(trace.x) or trace.meta == "line"]
+    begun = {curve.key for curve in prepared if curve.is_drawn and not curve.is_mean}
+    return [t for t in traces if complete or len(t.x) or (t.meta == "line" and key_of(t) in begun)]
+
+
+def key_of(trace: go.Scatter) -> str:
+    """Return the key of the curve that a trace is a part of."""
+    return str(trace.uid).partition(" ")[0]
+
+
+def heights_of(curve: PreparedCurve, role: str) -> Array:
+    """Return the values of the `line` of a curve, or of the band around it, which is the `raw` of a mean."""
+    if role == "raw" and curve.low is not None and curve.high is not None:
+        return np.concatenate([curve.high, curve.low[::-1]]) if curve.has_band else np.empty(0)
+    return curve.line[curve.line_index]
 
 
 def _traces(
@@ -370,20 +387,25 @@ def _traces(
 ) -> list[go.Scatter]:
     """Return one trace of each of `roles` with one legend entry for all."""
     line = curve.line if smooth else curve.raw
-    shown, at = curve.points("line"), curve.points("raw") if smooth else curve.gaps[:0]
-    held_out = curve.evaluations.get("eval_loss", np.empty(0))
+    shown, at = curve.points("line"), curve.points("raw") if smooth and not curve.is_quiet else curve.gaps[:0]
+    held_out = np.empty(0) if curve.is_quiet else curve.evaluations.get("eval_loss", np.empty(0))
     before = " (raw %{customdata[0]:.4g})" if smooth else ""
     tokens = " · %{customdata[2]:.3s} tokens" if np.isfinite(curve.hover[:, 2]).any() else ""
     pale = {"color": theme.pale(curve.color, 0.62), "width": 1}
     few = (y not in COLUMNS and not smooth) or np.isfinite(curve.raw).sum() == 1
+    raw: dict[str, Any] = {"x": curve.x[x][at], "y": curve.raw[at], "line": pale}
+    if curve.is_mean:
+        r, g, b = theme.rgb(curve.color)
+        raw = {"x": curve.positions(x, "raw"), "y": heights_of(curve, "raw"), "line": {"width": 0}}
+        raw |= {"fill": "toself", "fillcolor": f"rgba({r}, {g}, {b}, 0.2)"}
     fields: dict[str, dict[str, Any]] = {
-        "raw": {"x": curve.x[x][at], "y": curve.raw[at], "mode": "lines", "line": pale, "hoverinfo": "skip"},
+        "raw": {**raw, "mode": "lines", "hoverinfo": "skip"},
         "line": {
             "x": curve.x[x][shown],
             "y": line[shown],
             "customdata": curve.hover,
             "mode": "lines+markers" if few else "lines",
-            "line": {"color": curve.color, "width": 2.2, "dash": curve.dash},
+            "line": {"color": curve.color, "width": 1.1 if curve.is_quiet else 2.2, "dash": curve.dash},
             "marker": {"color": curve.color, "size": 7},
             "hovertemplate": f"{Y_LABELS.get(y, y).lower()} %{{y:.4g}}{before} · step %{{customdata[1]:,.0f}}{tokens}",
         },
@@ -395,7 +417,7 @@ def _traces(
             "hovertemplate": f"{Y_LABELS.get(y, y).lower()} is NaN or infinite from here",
         },
         "evaluation": {
-            "x": curve.positions(x, "evaluation"),
+            "x": curve.positions(x, "evaluation")[: len(held_out)],
             "y": held_out,
             "mode": "markers" if len(held_out) < LINE_FROM else "lines+markers",  # two points look like a curve
             "line": {"color": theme.pale(curve.color, 0.5), "width": 1.1, "dash": curve.dash},
@@ -405,17 +427,17 @@ def _traces(
         "mark": _mark_fields(curve, x, line),
         "end": _end_fields(curve, x, label_position, top),
     }
-    shared = {"legendgroup": curve.key, "name": theme.text(theme.short(curve.name))}
-    return [  # all at once: a field that is set later takes plotly as long as a trace
-        go.Scatter(
-            **fields[role],
-            **shared,
-            meta=role,
-            showlegend=role == "line",
-        )
-        for role in TRACE_ROLES
-        if role in roles
-    ]
+    name, group = theme.text(theme.short(curve.entry or curve.name)), str(curve.look.index)
+    in_front = {"zorder": 1} if curve.look.best and not curve.is_quiet else {}
+    traces = []
+    for role in [role for role in TRACE_ROLES if role in roles]:
+        is_named = role == "line" and curve.entry != ""
+        has_points = curve.is_drawn and len(fields[role]["x"])
+        # All at once: a field that is set later takes plotly as long as a trace, and one that nobody sees some of it.
+        look = {**fields[role], **in_front} if has_points or is_named else {"x": (), "y": ()}
+        shared: dict[str, Any] = {"legendgroup": group, "name": name, "uid": f"{curve.key} {role}", "meta": role}
+        traces.append(go.Scatter(**look, **shared, showlegend=is_named))
+    return traces
 
 
 def _mark_fields(curve: PreparedCurve, x: str, line: Array) -> dict[str, Any]:
@@ -441,7 +463,7 @@ def _mark_fields(curve: PreparedCurve, x: str, line: Array) -> dict[str, Any]:
 
 def mark_key(prepared: Sequence[PreparedCurve]) -> str | None:
     """Return the explanation of the symbols on the curves and of what the axis leaves out; None if there is neither."""
-    types = {mark.type for curve in prepared for mark in curve.marks}
+    types = {mark.type for curve in prepared if curve.is_drawn for mark in curve.marks}
     words = [look.words for mark_type, look in MARK_LOOKS.items() if mark_type in types]
     evaluated = [curve for curve in prepared if curve.evaluations]
     # In what the held-out loss differs from the training loss of the same weights, where all agree in it.
@@ -450,7 +472,8 @@ def mark_key(prepared: Sequence[PreparedCurve]) -> str | None:
     words += [f"◆ held-out loss{'' if aside is None else f' ({aside})'}"] if evaluated else []
     words += ["✕ NaN or infinite"] if any(len(curve.gaps) for curve in prepared) else []
     if (y_range := settled_range(prepared, False)) is not None:
-        peaks = [(curve.name, float(np.nanmax(curve.raw))) for curve in prepared if np.isfinite(curve.raw).any()]
+        runs = [curve for curve in prepared if not curve.is_mean and np.isfinite(curve.raw).any()]
+        peaks = [(run.name, float(np.nanmax(run.raw))) for run in runs]
         high = [(theme.text(theme.short(name)), _describe_loss(peak)) for name, peak in peaks if peak > y_range[1]]
         beyond = [f"{name} (up to {peak})" for name, peak in high]
         words.append(f"↑ leaves the axis: {', '.join(beyond[:3])}{' …' if len(beyond) > 3 else ''}")
@@ -472,7 +495,7 @@ def _height_before(values: Array, at: Indices) -> Array:
 def _end_fields(curve: PreparedCurve, x: str, position: str | None, top: float | None) -> dict[str, Any]:
     """Return the number at the end of a curve as a point at its own height, which tables show and sort by."""
     at, value = curve.positions(x, "end"), curve.end_value
-    values = [] if value is None else [value]
+    values = [] if value is None or curve.is_quiet else [value]
     above = top is not None and value is not None and value > top
     sign = "↑ " * above + "◆ " * curve.ends_held_out
     symbol, size = ("diamond", 9) if curve.ends_held_out else ("circle", 6)
@@ -501,7 +524,7 @@ def _label_positions(prepared: Sequence[PreparedCurve], x: str, top: float | Non
     ends = {
         index: (float(curve.positions(x, "end")[0]), min(curve.end_value, math.inf if top is None else top))
         for index, curve in enumerate(prepared)
-        if curve.end_value is not None
+        if curve.is_drawn and not curve.is_quiet and curve.end_value is not None
     }
     if len(ends) > theme.MAX_INSIDE:
         beyond = [index for index, (_, end_y) in ends.items() if end_y == top]

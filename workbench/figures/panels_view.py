@@ -16,6 +16,7 @@ from workbench.analysis.curve import (
     X_AXES,
     Array,
     Curve,
+    Look,
     column,
     evaluations_of,
     metrics_of,
@@ -67,9 +68,11 @@ def utilization_traces(
     smooth, max_points = preparation.width > 0, preparation.max_points
     for index, (curve, samples) in enumerate(zip(curves, usage, strict=True)):
         placed = _PlacedSamples(curve, samples, {X_AXES[x].column, preparation.along, "step", "tokens"})
-        mean = preparation.prepare(Curve(curve.name, placed.columns), index, "share").focused(x, window, max_points)
+        share = replace(curve, columns=placed.columns, evaluations=None)
+        mean = preparation.prepare(share, index, "share").focused(x, window, max_points)
         line = mean.line_index
-        each_x, each_y = placed.devices(mean.x[x], window, max_points) if smooth else (np.empty(0), np.empty(0))
+        shows_each = smooth and not mean.is_quiet
+        each_x, each_y = placed.devices(mean.x[x], window, max_points) if shows_each else (np.empty(0), np.empty(0))
         heights = (mean.line if smooth else mean.raw)[line]
         pair = spread_and_mean(
             mean,
@@ -88,7 +91,8 @@ def spread_and_mean(
     """Return two traces of one run in a panel: its values, pale, and in front their average with a hover text."""
     name = theme.text(curve.name)
     behind = {"color": theme.pale(curve.color, 0.7), "width": 1, "hoverinfo": "skip", "meta": "raw"}
-    front = {"color": curve.color, "width": 1.8, "dash": curve.dash, "meta": "line"}
+    front = {"color": curve.color, "width": 1 if curve.is_quiet else 1.8, "dash": curve.dash, "meta": "line"}
+    front |= {"zorder": 1} if curve.look.best else {}
     words = f"{name}: {hover}<extra></extra>"
     return [
         theme.curve(**spread, name=name, **behind),
@@ -250,7 +254,7 @@ def panel(
         return traces, {"range": [0, 105], "nticks": 6}
     if name in metrics_of(curves):
         # A metric has one value per evaluation, which is not averaged; the first trace of each run is empty.
-        held_out = [evaluations_of(curve) or Curve(curve.name, {}) for curve in curves]
+        held_out = [evaluations_of(curve) or Curve(curve.name, {}, look=curve.look) for curve in curves]
         metrics = replace(preparation, width=0.0).prepare_all(held_out, name)
         traces = rate_traces(metrics, name, x, False, window)
         for trace in traces:
@@ -277,7 +281,8 @@ def rate_traces(
     factor, pairs = PANELS[name].scale if name in PANELS else 1.0, []
     for whole in curves:
         curve = whole.focused(x, window, PANEL_POINTS)
-        raw, line = curve.raw_index if smooth else curve.raw_index[:0], curve.line_index
+        raw = curve.raw_index if smooth and not curve.is_quiet else curve.raw_index[:0]
+        line = curve.line_index
         spread = {"x": curve.x[x][raw], "y": factor * curve.raw[raw]}
         mean = {"x": curve.x[x][line], "y": factor * (curve.line if smooth else curve.raw)[line]}
         pairs.append(spread_and_mean(whole, spread, mean, "%{y:.4~g}"))
@@ -305,7 +310,7 @@ def memory_traces(curves: Sequence[Curve], peaks: Peaks) -> list[go.Bar | go.Sca
             words.append([f"{said}, {gib(reserved)} reserved" if reserved else said, str(event.get("device") or "")])
         look = {
             "name": theme.text(curve.name),
-            "marker": {"color": theme.series_color(index)},
+            "marker": {"color": theme.series_color((curve.look or Look(index)).index)},
             "meta": "memory",
             "width": width,
             "offset": offset,  # plotly.js leaves no room for a rank that a run lacks, so that its limit would be astray

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import math
+import operator
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
 from functools import cached_property
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import numpy as np
 
@@ -16,6 +17,7 @@ from workbench.analysis.curve import (
     Array,
     Curve,
     Indices,
+    Look,
     Mark,
     column,
     column_or_nan,
@@ -46,6 +48,8 @@ MAX_MARKS = 100
 """Largest number of recorded events that are drawn on a curve."""
 DIVERGENCE_POINTS = 20
 """Smallest number of values after its lowest from which a loss is called diverged."""
+QUIET_SHARE = 0.55
+"""Share of white in the colour of the runs beside the best of a folded group."""
 MAX_DIFFERENCES = 50_000
 """Number of neighbouring pairs, spread evenly over a long column, from which its noise is estimated."""
 
@@ -118,13 +122,13 @@ class PreparedCurve:
     name: str
     key: str
     """Number that tells runs of equal names apart."""
-    color: str
+    look: Look
+    """The way in which it is drawn."""
     raw_index: Indices
     line_index: Indices
     raw: Array
     line: Array
     """Smoothed values."""
-    dash: str
     gaps: Indices
     """Indices at which gaps begin."""
     x: Mapping[str, Array]
@@ -140,9 +144,54 @@ class PreparedCurve:
     """True if it is the training loss."""
     basis: LossBasis | None = None
     """The facts on which its losses depend; None for other columns, and if they are unknown."""
+    seeds: tuple[PreparedCurve, ...] = field(default=(), repr=False)
+    """The runs that it is the mean of; empty for a run, and for a mean that has none yet."""
+    low: Array | None = None
+    high: Array | None = None
+    """Lowest and highest smoothed value of those runs; None for a run."""
+
+    @property
+    def is_mean(self) -> bool:
+        """True for the mean of the seeds of a setting."""
+        return self.low is not None
+
+    @property
+    def is_drawn(self) -> bool:
+        """False for a run whose loss the mean of its setting stands for."""
+        return self.is_mean or not (self.is_loss and self.look.averaged)
+
+    @property
+    def is_quiet(self) -> bool:
+        """True if it is thin and pale: a run of a folded group beside the best, or beside the mean of the best."""
+        beside_mean = self.is_loss and self.look.setting is not None and not self.is_mean
+        return self.look.folded and (beside_mean or not self.look.best)
+
+    @property
+    def has_band(self) -> bool:
+        """True for a mean in a band from its lowest to its highest run: the best has one, as many would hide all."""
+        return bool(self.seeds) and not self.is_quiet
+
+    @property
+    def entry(self) -> str:
+        """The words in the legend; empty for no entry."""
+        return entry_of(self) if self.is_drawn else ""
+
+    @property
+    def color(self) -> str:
+        """The colour, which is that of its group if it is folded, and pale where it is quiet."""
+        color = theme.series_color(self.look.index)
+        return theme.pale(color, QUIET_SHARE) if self.is_quiet else color
+
+    @property
+    def dash(self) -> str:
+        """The line style; a folded group has solid lines."""
+        return "solid" if self.look.folded else theme.series_dash(self.look.index)
 
     def positions(self, axis: str, role: str) -> Array:
         """Return the x values that the trace of this role (one of `TRACE_ROLES`) shows on an axis."""
+        if role == "raw" and self.is_mean:  # there and back along the edges of the band
+            x = self.x[axis] if self.has_band else np.empty(0)
+            return np.concatenate([x, x[::-1]])
         if role == "evaluation":
             return self.evaluations.get(axis, np.empty(0))
         if role == "end" and self.ends_held_out:
@@ -170,6 +219,9 @@ class PreparedCurve:
             return float(self.evaluations["eval_loss"][-1])
         if self.last is None:
             return None
+        if self.seeds:
+            ends = [seed.end_value for seed in self.seeds]
+            return float(np.mean([end for end in ends if end is not None]))
         if not self.is_loss:
             return float(self.line[self.last])
         return final_loss(self.step[: self.last + 1], self.raw[: self.last + 1])
@@ -200,6 +252,83 @@ class PreparedCurve:
         )
 
 
+def entry_of(curve: Curve | PreparedCurve) -> str:
+    """Return the words of a curve in the legend; empty for no entry."""
+    return curve.name if curve.look is None or curve.look.entry is None else curve.look.entry
+
+
+def with_means(runs: Sequence[PreparedCurve], before: Sequence[PreparedCurve] = ()) -> list[PreparedCurve]:
+    """Return runs and, behind them, the mean loss of each setting that is repeated with other seeds, at shown points.
+
+    It goes as far as the shortest of the runs that are averaged. A curve of `before` whose runs are the same is kept.
+    """
+    settings: dict[tuple[int, str], list[PreparedCurve]] = {}
+    for run in runs:
+        if run.look.setting is not None:
+            settings.setdefault((run.look.index, run.look.setting), []).append(run)
+    means = []
+    for at, ((_, setting), members) in enumerate(settings.items(), len(runs)):
+        seeds, old = [run for run in members if run.look.averaged], before[at] if before else None
+        same = old is not None and len(old.seeds) == len(seeds) and all(map(operator.is_, old.seeds, seeds))
+        means.append(old if old is not None and same else _mean(seeds, members[0], setting, str(at)))
+    return [*runs, *means]
+
+
+def _mean(seeds: Sequence[PreparedCurve], first: PreparedCurve, setting: str, key: str) -> PreparedCurve:
+    """Return the mean of runs of one setting; of none an empty curve in the colours of the `first` of the setting."""
+    look, none = replace(first.look, entry=""), np.empty(0)
+    shown: dict[str, Any] = {"key": key, "marks": (), "gaps": np.empty(0, np.int64)}
+    if not seeds:
+        at = np.empty(0, np.int64)
+        x: dict[str, Array] = dict.fromkeys(first.x, none)
+        columns: dict[str, Any] = dict.fromkeys(("raw", "line", "step", "tokens", "low", "high"), none)
+        return replace(
+            first,
+            **shown,
+            **columns,
+            name=setting,
+            look=look,
+            raw_index=at,
+            line_index=at,
+            x=x,
+            evaluations={},
+            ends_held_out=False,
+        )
+    first, look = seeds[0], next((seed.look for seed in seeds if seed.look.entry), look)
+    begin, end = max(float(seed.step[0]) for seed in seeds), min(float(seed.step[-1]) for seed in seeds)
+    step = first.step[first.line_index]
+    step = step[(step >= begin) & (step <= end)]
+
+    def each(columns: Sequence[Array]) -> Array:
+        return np.array([np.interp(step, seed.step, values) for seed, values in zip(seeds, columns, strict=True)])
+
+    lines, raw = each([seed.line for seed in seeds]), each([seed.raw for seed in seeds]).mean(axis=0)
+    if (lowest := diverged_at(raw, lines.mean(axis=0))) is not None:
+        shown["marks"] = (divergence(float(step[lowest])),)
+    evaluated = [seed.evaluations for seed in seeds if seed.evaluations]
+    common = min((len(each["eval_loss"]) for each in evaluated), default=0) if len(evaluated) == len(seeds) else 0
+    names = first.evaluations if common else ()
+    return replace(
+        first,
+        **shown,
+        name=f"{setting}, mean of {len(seeds)} seeds",
+        look=look,
+        seeds=tuple(seeds),
+        raw=raw,
+        line=lines.mean(axis=0),
+        low=lines.min(axis=0),
+        high=lines.max(axis=0),
+        raw_index=np.arange(len(step)),
+        line_index=np.arange(len(step)),
+        x={axis: each([seed.x[axis] for seed in seeds]).mean(axis=0) for axis in first.x},
+        step=step,
+        tokens=each([seed.tokens for seed in seeds]).mean(axis=0),
+        evaluations={name: np.mean([each[name][:common] for each in evaluated], axis=0) for name in names},
+        ends_held_out=all(seed.ends_held_out for seed in seeds),
+        basis=None,
+    )
+
+
 @dataclass(frozen=True)
 class Preparation:
     """The choices that all curves of a figure share."""
@@ -228,15 +357,17 @@ class Preparation:
 
         Smoothing comes before decimation. The same points serve every x axis, since all of them rise with the step.
         """
-        raw, [line] = column(curve, y), self.lines([curve], y)
+        raw, [line], look = column(curve, y), self.lines([curve], y), curve.look or Look(index)
         is_loss, evaluations = y == "loss", dict[str, Array]()
         marks: tuple[Mark, ...] = ()
         if is_loss and len(raw):  # at most `MAX_MARKS` events of the run, and the divergence of its loss
             every = -(-len(curve.marks) // MAX_MARKS) or 1
             marks = curve.marks[::-1][::every][::-1]
+            if look.folded and (look.setting is not None or not look.best):
+                marks = ()  # of the runs beside the best, those of their divergence alone
             if (lowest := diverged_at(raw, line)) is not None:
                 step = float(column_or_nan(curve, "step", len(raw))[lowest])
-                marks = (*marks, Mark("divergence", step, f"diverges after step {step:,.0f}"))
+                marks = (*marks, divergence(step))
         if is_loss and (held_out := evaluations_of(curve)) is not None:
             losses = column(held_out, "eval_loss")
             evaluations = {
@@ -248,8 +379,6 @@ class Preparation:
         return PreparedCurve(
             name=curve.name,
             key=str(index),
-            color=theme.series_color(index),
-            dash=theme.series_dash(index),
             raw_index=decimated(raw, self.max_points),
             line_index=decimated(line, line_points),
             raw=raw,
@@ -267,6 +396,7 @@ class Preparation:
             ends_held_out=self.held_out and is_loss,
             is_loss=is_loss,
             basis=curve.basis if y in ("loss", "eval_loss", "perplexity") else None,
+            look=look,
         )
 
     def lines(self, curves: Sequence[Curve], y: str) -> list[Array]:
@@ -287,6 +417,11 @@ def map_in_threads(function: Callable[[int], Result], indices: Sequence[int]) ->
         return [function(index) for index in indices]
     with ThreadPoolExecutor(min(len(indices), available_cores()), "workbench-draw") as pool:
         return list(pool.map(function, indices))
+
+
+def divergence(step: float) -> Mark:
+    """Return the mark of the step after which a loss diverges."""
+    return Mark("divergence", step, f"diverges after step {step:,.0f}")
 
 
 def diverged_at(raw: Array, line: Array) -> int | None:

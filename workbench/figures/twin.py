@@ -119,7 +119,7 @@ class TwinLegends:
         named: dict[str, list[Any]] = defaultdict(list)
         for trace in entries:
             named[str(trace.legend or "legend")].append(trace)
-        lines = [trace for trace in traces if trace.meta == "line" and trace.legendgroup in values]
+        lines = [t for t in traces if t.meta == "line" and t.showlegend is not False and t.legendgroup in values]
         return cls(layout, named, [(trace, values[trace.legendgroup]) for trace in lines], width, marks)
 
     @property

@@ -38,6 +38,7 @@ from workbench.runs.loss_basis import read_loss_basis
 from workbench.runs.registry import distinct_names, measurements, row_or_reason
 from workbench.runs.run import Run, progress_words, step_text
 from workbench.runs.status import RunRow, state_in_words, unreadable_row
+from workbench.sweeps.queue import group_of, groups_of, stop_queue_of
 from workbench.widgets.run_reader import state_color
 
 # The rows of JupyterLab's sidebar: a user's own runs, of which each reading looks only at what has changed.
@@ -192,7 +193,8 @@ def _row(run: Run, has_changed: bool, folder: Path) -> dict[str, Any]:
     try:
         shown = _shown(run, row_or_reason(run), has_changed)
         if has_changed:
-            shown |= {"group": run_groups.group_of(run), "notebook": run_groups.notebook_of(run.directory, folder)}
+            group = group_of(run)
+            shown |= {"group": group and group._asdict(), "notebook": run_groups.notebook_of(run.directory, folder)}
         json.dumps(shown, allow_nan=False)
     except Exception as error:  # the files of a run may hold anything
         shown = _shown(run, unreadable_row(run.directory, error), False)
@@ -322,19 +324,22 @@ def dashboard_of(runs: Sequence[Run], baseline: Run | None = None) -> dict[str, 
     predicted beside what was measured follows, and of one that records norms, the map of its updates by layer. A
     failure has its root exception, where it arose and a remedy.
     """
+    from workbench.figures import theme
     from workbench.figures.curves_view import loss_curves
     from workbench.figures.figure import page_json
     from workbench.figures.norms_view import draw_norms
     from workbench.figures.panels_view import panel_names, panels
     from workbench.figures.timeline_view import prediction
     from workbench.record.norms import NormsTail
-    from workbench.widgets.run_reader import RunReader, panel_inputs
+    from workbench.widgets.run_reader import RunReader, folds_of, panel_inputs, with_looks
 
     drawn = [*runs, *([baseline] if baseline is not None and baseline.path not in {run.path for run in runs} else [])]
     named = zip(distinct_names(drawn), drawn, strict=True)
     snapshots = [replace(RunReader(run.path).read(), name=name) for name, run in named]
     if len(drawn) > len(runs):
         snapshots[-1] = replace(snapshots[-1], name=f"{snapshots[-1].name} (baseline)")
+    if len(drawn) > theme.MAX_INSIDE:
+        snapshots = with_looks(snapshots, folds_of(snapshots, groups_of(drawn)))
     curves, peaks, usage = panel_inputs(snapshots)
     figures = [loss_curves(curves, title=runs[0].name if len(runs) == 1 else f"Loss of {len(runs)} runs")]
     if panel_names(curves, peaks, usage):
@@ -430,7 +435,7 @@ class RunActions(_RunHandler):
                 try:
                     run = user_run(path, self.roots)
                     if asked.get("action") == "stop" and asked.get("queues") is True:
-                        run_groups.stop_queue_of(run)
+                        stop_queue_of(run)
                     action(run, asked.get("value"))
                 except WorkbenchError as error:
                     refused.append(str(error).partition("\n")[0])

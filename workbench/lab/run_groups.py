@@ -1,75 +1,21 @@
-"""Runs that belong together: their group, what differs between them, their distance from a baseline, their end."""
+"""Runs together: what differs between them, their distance from a baseline, their notebook, what is lost with them."""
 
 from __future__ import annotations
 
 import contextlib
-import hashlib
-import json
 import math
 import os
 from collections.abc import Sequence
-from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
 from workbench.base.errors import InvalidArgument, WorkbenchError
 from workbench.base.units import gib, many
-from workbench.record.rundir import RunDir, parsed, process_alive, read_file, read_json
+from workbench.record.rundir import RunDir, parsed, read_file
 from workbench.runs.run import Run
-from workbench.sweeps.queue import GRID, SWEEP, QueueDir, label_text
 
-NAMING = ("name", "seed", "tracking", "crc32_of_record")
-"""Fields of an experiment in which the seeds of one recipe may differ."""
 MOST_ROWS = 200
 """Most settings that are listed of runs that differ."""
-
-
-def group_of(run: Run) -> dict[str, Any] | None:
-    """Return the group of a run, as the page folds it: that of its sweep or its grid, else of its recipe's seeds.
-
-    A group has an `id`, a `name`, what it is a group `of`, and the `labels` of the run, by which members are told
-    apart. The page folds seeds only where they differ.
-    """
-    folder = run.path.parent.parent
-    if (of := _queue_of(run.path.parent)) is not None:
-        with contextlib.suppress(OSError):  # it is being made
-            labels = _labels(folder, (folder / "queue.json").stat().st_mtime_ns).get(run.path.name, {})
-            return {"id": str(folder), "name": folder.name, "of": of, "labels": labels}
-    config = run.config
-    recipe = {name: value for name, value in config.items() if name not in NAMING}
-    if "seed" not in config or not recipe:
-        return None
-    digest = hashlib.sha256(json.dumps(recipe, sort_keys=True).encode()).hexdigest()[:16]
-    name = str(config.get("name") or run.name)
-    return {"id": f"seeds {digest}", "name": name, "of": "seeds", "labels": {"seed": str(config["seed"])}}
-
-
-@lru_cache(512)
-def _queue_of(runs: Path) -> str | None:
-    """Return `sweep` or `grid` for the folder of the runs of one; None for any other folder."""
-    kinds = {"sweep": SWEEP, "grid": GRID} if runs.name == "runs" else {}
-    return next((of for of, settings in kinds.items() if (runs.parent / settings).exists()), None)
-
-
-@lru_cache(32)
-def _labels(folder: Path, _changed: int) -> dict[str, dict[str, str]]:
-    """Return the labels of each run of a queue by the name of its directory; a queue grows, and is then read again."""
-    directory = QueueDir(folder)
-    return {
-        directory.run(entry).name: {
-            **{name: label_text(value) for name, value in directory.labels(entry).items()},
-            "seed": str(entry.seed),
-        }
-        for entry in directory.queue()
-    }
-
-
-def stop_queue_of(run: Run) -> None:
-    """Ask the queue that a run belongs to, if one is at work, to begin no further runs and to end those that train."""
-    directory = QueueDir(run.path.parent.parent)
-    with contextlib.suppress(OSError, ValueError):  # it has none, or was never at work
-        if run.path.parent.name == "runs" and process_alive(read_json(directory.supervisor)):
-            directory.stop_file.touch()
 
 
 def notebook_of(run: RunDir, folder: Path) -> str | None:

@@ -20,6 +20,7 @@ lock                 held by the supervisor
 from __future__ import annotations
 
 import contextlib
+import hashlib
 import json
 import os
 import re
@@ -27,9 +28,9 @@ import time
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
-from functools import cached_property
+from functools import cached_property, lru_cache
 from pathlib import Path
-from typing import Any, ClassVar, Self
+from typing import Any, ClassVar, NamedTuple, Self
 
 import psutil
 
@@ -416,3 +417,93 @@ def find_queue(path: str | os.PathLike[str], settings: str, noun: str) -> Path:
     names = sorted(file.parent.name for file in runs_root().glob(f"*/{settings}"))
     hint = f"There are {', '.join(names[-5:])}." if names else f"There are none in {runs_root()} yet."
     raise RunNotFound(f"There is no {noun} {str(path)!r}. {hint}")
+
+
+# Which runs belong together: in the sidebar they are one row, and in a dashboard one row and one colour.
+
+NAMING = ("name", "seed", "tracking", "crc32_of_record")
+"""Fields of an experiment in which the seeds of one recipe may differ."""
+
+
+Setting = tuple[tuple[str, str], ...]
+"""Labels of a run but for its seed, as pairs of a name and a value."""
+
+
+class Group(NamedTuple):
+    """The sweep, the grid, or the seeds of a recipe, that a run belongs to."""
+
+    id: str
+    name: str
+    of: str
+    """`sweep`, `grid` or `seeds`."""
+    labels: Mapping[str, str]
+    """Values by which its runs are told apart."""
+
+    @property
+    def setting(self) -> Setting:
+        """The labels but for the seed: runs of equal settings differ in nothing else."""
+        return tuple((name, value) for name, value in self.labels.items() if name != "seed")
+
+
+def group_of(run: Run) -> Group | None:
+    """Return the group of a run: that of its sweep or its grid, else of its recipe's seeds; None if it has no seed."""
+    folder = run.path.parent.parent
+    if (of := _queue_of(run.path.parent)) is not None:
+        with contextlib.suppress(OSError):  # it is being made
+            labels = _labels(folder, (folder / "queue.json").stat().st_mtime_ns).get(run.path.name, {})
+            return Group(str(folder), folder.name, of, labels)
+    config = run.config
+    recipe = {name: value for name, value in config.items() if name not in NAMING}
+    if "seed" not in config or not recipe:
+        return None
+    digest = hashlib.sha256(json.dumps(recipe, sort_keys=True).encode()).hexdigest()[:16]
+    name = str(config.get("name") or run.name)
+    return Group(f"seeds {digest}", name, "seeds", {"seed": str(config["seed"])})
+
+
+def groups_of(runs: Sequence[Run]) -> list[Group | None]:
+    """Return the group of each run that shares it with another; None for all others.
+
+    Runs of one recipe are a group only if their seeds differ. The sidebar, which hears of runs one by one, folds them
+    by the same rule (`groupsOf` in `groups.js`).
+    """
+    found = list[Group | None]()
+    for run in runs:
+        try:
+            found.append(group_of(run))
+        except Exception:  # the files of a run may hold anything
+            found.append(None)
+    members: dict[str, dict[Path, str]] = {}
+    for run, group in zip(runs, found, strict=True):
+        if group is not None:
+            members.setdefault(group.id, {})[run.path] = group.labels.get("seed", "")
+    shared = {of for of, seeds in members.items() if len(set(seeds.values()) if of.startswith("seeds ") else seeds) > 1}
+    return [group if group is not None and group.id in shared else None for group in found]
+
+
+@lru_cache(512)
+def _queue_of(runs: Path) -> str | None:
+    """Return `sweep` or `grid` for the folder of the runs of one; None for any other folder."""
+    kinds = {"sweep": SWEEP, "grid": GRID} if runs.name == "runs" else {}
+    return next((of for of, settings in kinds.items() if (runs.parent / settings).exists()), None)
+
+
+@lru_cache(32)
+def _labels(folder: Path, _changed: int) -> dict[str, dict[str, str]]:
+    """Return the labels of each run of a queue by the name of its directory; a queue grows, and is then read again."""
+    directory = QueueDir(folder)
+    return {
+        directory.run(entry).name: {
+            **{name: label_text(value) for name, value in directory.labels(entry).items()},
+            "seed": str(entry.seed),
+        }
+        for entry in directory.queue()
+    }
+
+
+def stop_queue_of(run: Run) -> None:
+    """Ask the queue that a run belongs to, if one is at work, to begin no further runs and to end those that train."""
+    directory = QueueDir(run.path.parent.parent)
+    with contextlib.suppress(OSError, ValueError):  # it has none, or was never at work
+        if run.path.parent.name == "runs" and process_alive(read_json(directory.supervisor)):
+            directory.stop_file.touch()

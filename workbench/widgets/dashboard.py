@@ -6,10 +6,13 @@ They hold nothing that cannot be read again: after a restart of the kernel, show
 from __future__ import annotations
 
 import html
+import itertools
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections import Counter
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -17,10 +20,11 @@ import ipywidgets as widgets
 import plotly.graph_objects as go
 from IPython.display import HTML, display
 
-from workbench.analysis.curve import SMOOTHING, X_AXES, check_axis, check_smoothing
+from workbench.analysis.curve import SMOOTHING, X_AXES, Look, check_axis, check_smoothing
 from workbench.base.arguments import checked_arguments
 from workbench.base.display import Html, html_table
 from workbench.base.errors import first_line
+from workbench.base.units import time_left
 from workbench.figures import theme
 from workbench.figures.curves_view import loss_curves
 from workbench.figures.figure import Figure, mimebundle, picture_html
@@ -41,6 +45,7 @@ from workbench.runs.registry import FewRuns, distinct_names, load_runs
 from workbench.runs.run import Run
 from workbench.runs.status import STOPPING, state_in_words
 from workbench.sweeps.grid import MeasuredGrid
+from workbench.sweeps.queue import groups_of, stop_queue_of
 from workbench.sweeps.sweep import Configuration, Sweep
 from workbench.widgets.live_widget import (
     HIDE_ROWS,
@@ -52,10 +57,11 @@ from workbench.widgets.live_widget import (
     LivePanelsFigure,
     LiveWidget,
     Plot,
+    close_widgets,
     respond_while_busy,
     shared_axis,
 )
-from workbench.widgets.run_reader import STATE_COLORS, RunReader, Snapshot, state_color
+from workbench.widgets.run_reader import STATE_COLORS, Fold, RunReader, Snapshot, folds_of, state_color, with_looks
 
 # One run as a row of a dashboard: state, progress, a button that stops or resumes the run, and facts.
 
@@ -72,12 +78,10 @@ class DashboardRow:
     when the run trains again.
     """
 
-    def __init__(
-        self, reader: RunReader, index: int, on_resumed: Callable[[], None] | None = None, name_px: int = 210
-    ) -> None:
+    def __init__(self, reader: RunReader, on_resumed: Callable[[], None] | None = None, name_px: int = 210) -> None:
         self._reader, self._on_resumed = reader, on_resumed
         self._busy = ""
-        self._swatch, self._name_px = swatch(index), name_px
+        self._name_px = name_px
         self._head = widgets.HTML()
         self._facts = widgets.HTML(layout={"flex": "1 1 280px", "min_width": "0", "margin": "0 0 0 4px"})
         self.button = widgets.Button(description="Stop", icon="stop", layout=fixed_width(110))
@@ -96,18 +100,8 @@ class DashboardRow:
     def show(self, snapshot: Snapshot) -> None:
         """Update the row."""
         state = snapshot.status.state
-        title = f'title="{html.escape(self._reader.name)}"'
-        name = f'{title} style="display:flex;white-space:pre;flex:0 0 {self._name_px}px;font-size:12px"'
-        start, end = (html.escape(part) for part in (snapshot.name[:-NAME_END], snapshot.name[-NAME_END:]))
-        done = f"width:{snapshot.progress:.1%};height:100%;background:{STATE_COLORS[state]}"
-        told = f'aria-label="steps of {html.escape(self._reader.name)}" aria-valuemin="0" aria-valuemax="100"'
-        bar = f'role="progressbar" {told} aria-valuenow="{100 * snapshot.progress:.0f}"'
-        self._head.value = (  # one widget, because each costs the kernel and the page some milliseconds
-            '<div style="display:flex;flex-wrap:wrap;align-items:center;gap:4px 8px;line-height:1.7">'
-            f'{self._swatch}<span style="flex:0 0 80px">{badge(_state_of(snapshot))}</span>'
-            f'<b {name}><span style="{ONE_LINE}">{start}</span><span>{end}</span></b>'
-            f'<span {bar} style="flex:0 0 100px;height:14px;background:{TRACK}"><div style="{done}"></div></span></div>'
-        )
+        names, done = (snapshot.name, self._reader.name), [(STATE_COLORS[state], snapshot.progress)]
+        self._head.value = head_html(swatch_of(snapshot), _state_of(snapshot), names, done, self._name_px)
         if self._busy == "Stopping …" and snapshot.status.final:
             self._busy = ""
         self._tell(STOPPING if self._busy == "Stopping …" else _describe(snapshot))
@@ -162,6 +156,111 @@ def _describe(snapshot: Snapshot) -> str:
     return snapshot.facts if repeats or not status.message else f"{snapshot.facts} · {status.message}"
 
 
+def head_html(mark: str, state: str, names: tuple[str, str], done: Sequence[tuple[str, float]], name_px: int) -> str:
+    """Return mark, state, name and progress of a row as one piece of HTML: each widget costs some milliseconds.
+
+    `names` are the shown one and the whole one, and `done` has colours with their shares of the bar.
+    """
+    shown, whole = names
+    start, end = (html.escape(part) for part in (shown[:-NAME_END], shown[-NAME_END:]))
+    look = f'title="{html.escape(whole)}" style="display:flex;white-space:pre;flex:0 0 {name_px}px;font-size:12px"'
+    told = f'aria-label="steps of {html.escape(whole)}" aria-valuemin="0" aria-valuemax="100"'
+    bar = f'role="progressbar" {told} aria-valuenow="{100 * sum(share for _, share in done):.0f}"'
+    parts = "".join(f'<div style="width:{share:.1%};height:100%;background:{color}"></div>' for color, share in done)
+    return (
+        '<div style="display:flex;flex-wrap:wrap;align-items:center;gap:4px 8px;line-height:1.7">'
+        f'{mark}<span style="flex:0 0 80px">{badge(state)}</span>'
+        f'<b {look}><span style="{ONE_LINE}">{start}</span><span>{end}</span></b>'
+        f'<span {bar} style="display:flex;flex:0 0 100px;height:14px;background:{TRACK}">{parts}</span></div>'
+    )
+
+
+SURE_S = 5.0
+"""Seconds in which a second click stops all runs of a group."""
+
+
+class GroupRow:
+    """Runs of a sweep, of a grid, or seeds, as one row: an arrow that opens it, their states, their best, one button.
+
+    The button stops all that train, after a second click, and no further run of their queue begins.
+    """
+
+    def __init__(self, runs: Sequence[Run], on_arrow: Callable[[], None], name_px: int) -> None:
+        self._runs, self._name_px = runs, name_px
+        self._asked_at: float | None = None
+        self._training = 0
+        self._head = widgets.HTML()
+        self._facts = widgets.HTML(layout={"flex": "1 1 280px", "min_width": "0", "margin": "0 0 0 4px"})
+        self.arrow = widgets.Button(layout={**fixed_width(28), "padding": "0"})
+        self.arrow.on_click(lambda _: on_arrow())
+        self.button = widgets.Button(icon="stop", layout=fixed_width(110))
+        self.button.on_click(self._on_click)
+        respond_while_busy(self.arrow, self.button)
+        self.box = widgets.HBox(
+            (self.arrow, self._head, self.button, self._facts),
+            layout={"align_items": "center", "flex_flow": "row wrap", "flex": "0 0 auto"},
+        )
+
+    def show(self, fold: Fold, snapshots: Sequence[Snapshot], is_open: bool) -> None:
+        """Update the row from the snapshots of its runs."""
+        many_runs = f"{len(snapshots)} runs of {fold.group.name}"
+        self.arrow.icon = "caret-down" if is_open else "caret-right"
+        self.arrow.tooltip = f"{'Fold' if is_open else 'Show'} the {many_runs}"
+        done = _done(snapshots)
+        name = (fold.group.name, fold.group.name)
+        mark = "<span style='width:12px'></span>" if is_open else swatch_of(snapshots[0])
+        self._head.value = head_html(mark, _most_urgent(snapshots), name, done, self._name_px)
+        facts = html.escape(_describe_fold(fold, snapshots))
+        self._facts.value = f'<span title="{facts}" style="{ONE_LINE};font-size:12px">{facts}</span>'
+        self._training = training = sum(not snapshot.status.final for snapshot in snapshots)
+        self.button.disabled = not training
+        self.button.description = f"Stop {training}?" if self._is_asked else "Stop all" if training else "Ended"
+        self.button.icon = "stop" if training else ""
+        self.button.tooltip = f"{self.button.description} {many_runs}: write checkpoints and end them"
+
+    @property
+    def _is_asked(self) -> bool:
+        return self._asked_at is not None and time.monotonic() - self._asked_at < SURE_S
+
+    def _on_click(self, _: Any) -> None:
+        if not self._is_asked:
+            self._asked_at = time.monotonic()
+            self.button.description = f"Stop {self._training}?"
+            return
+        self._asked_at = None
+        self.button.description, self.button.disabled = "Stopping …", True
+        for run in self._runs:
+            stop_queue_of(run)
+            if not run.status.final:
+                run.stop()
+
+
+def _done(snapshots: Sequence[Snapshot]) -> list[tuple[str, float]]:
+    """Return the colours of the states of some runs, each with its share of all their steps that are done."""
+    shares: dict[str, float] = {}
+    for snapshot in snapshots:
+        color = state_color(_state_of(snapshot))
+        shares[color] = shares.get(color, 0.0) + snapshot.progress / len(snapshots)
+    return sorted(shares.items(), key=lambda pair: list(STATE_COLORS.values()).index(pair[0]), reverse=True)
+
+
+def _most_urgent(snapshots: Sequence[Snapshot]) -> str:
+    """Return in words the state of a run that trains, else of one that failed, else of the first."""
+    at_work = next((each for each in snapshots if not each.status.final), None)
+    failed = next((each for each in snapshots if each.status.state == "failed"), None)
+    return _state_of(at_work or failed or snapshots[0])
+
+
+def _describe_fold(fold: Fold, snapshots: Sequence[Snapshot]) -> str:
+    """Return in words the time that the last of some runs needs, what is best of them, and their states."""
+    left = max((each.eta_s or -1 for each in snapshots), default=-1)
+    states = Counter(_state_of(snapshot).rpartition(", ")[2] for snapshot in snapshots)
+    counted = ", ".join(f"{number} {state}" for state, number in states.most_common())
+    kind = "seeds" if fold.group.of == "seeds" else f"runs of a {fold.group.of}"
+    parts = [f"{time_left(left)} left" if left >= 0 else "", fold.words, f"{len(snapshots)} {kind}: {counted}"]
+    return " · ".join(filter(None, parts))
+
+
 def fixed_width(width_px: int) -> dict[str, str]:
     """Return the layout of a control that keeps its width in a row."""
     return {"width": f"{width_px}px", "flex": "0 0 auto"}
@@ -174,6 +273,11 @@ def swatch(index: int) -> str:
     fill = color if again % 2 == 0 else "white"
     size = "display:inline-block;box-sizing:border-box;width:12px;height:12px"
     return f"<span style='{size};background:{fill};{look}'></span>"
+
+
+def swatch_of(snapshot: Snapshot) -> str:
+    """Return the mark of a run, in the colour that its curves have."""
+    return swatch(snapshot.look.index if snapshot.look is not None else 0)
 
 
 def _state_of(snapshot: Snapshot) -> str:
@@ -193,20 +297,36 @@ def name_width(names: Sequence[str]) -> int:
     return min(320, max(90, 16 + round(7.6 * max(map(len, names), default=0))))
 
 
-def rows_html(snapshots: Sequence[Snapshot], full_names: Sequence[str]) -> str:
-    """Return the rows of all runs as static HTML; a run's full name shows on hover."""
-    rows = [
+def rows_html(snapshots: Sequence[Snapshot], full_names: Sequence[str], folds: Sequence[Fold] = ()) -> str:
+    """Return the rows of all runs as static HTML, those of a fold below its own; a full name shows on hover."""
+    lines = [
         (
-            Html(swatch(index)),
+            Html(swatch_of(snapshot)),
             Html(badge(_state_of(snapshot))),
             Html(f"<b title='{html.escape(name)}'>{html.escape(snapshot.name)}</b>"),
             _describe(snapshot),
         )
-        for index, (snapshot, name) in enumerate(zip(snapshots, full_names, strict=True))
+        for snapshot, name in zip(snapshots, full_names, strict=True)
     ]
-    look = f'class="{ROWS_CLASS}" style="margin:0 0 4px 0;font-size:12px"'
-    table = html_table((), rows, "text-align:left;padding:2px 12px 2px 0", attributes=look)
-    return table + failures_html(snapshots)
+    of = {index: fold for fold in folds for index in fold.members}
+    look = "text-align:left;padding:2px 12px 2px 0"
+    parts = []
+    for _, together in itertools.groupby(in_rows(range(len(snapshots)), of), lambda index: id(of.get(index))):
+        indices = list(together)
+        table = html_table((), [lines[index] for index in indices], look, attributes='style="margin:0 0 4px 0"')
+        if (fold := of.get(indices[0])) is not None:
+            own = [snapshots[index] for index in indices]
+            head = f"{swatch_of(own[0])} {badge(_most_urgent(own))} <b>{html.escape(fold.group.name)}</b> "
+            said = head + html.escape(_describe_fold(fold, own))
+            table = f"<details><summary>{said}</summary>{table}</details>"
+        parts.append(table)
+    return f'<div class="{ROWS_CLASS}" style="font-size:12px">{"".join(parts)}</div>{failures_html(snapshots)}'
+
+
+def in_rows(indices: Iterable[int], of: Mapping[int, Fold]) -> list[int]:
+    """Return runs in the order of their rows: those of a fold stand together, where its first is."""
+    ordered = (of[index].members if index in of else (index,) for index in indices)
+    return list(dict.fromkeys(itertools.chain.from_iterable(ordered)))
 
 
 def failures_html(snapshots: Sequence[Snapshot]) -> str:
@@ -221,6 +341,8 @@ MOST_MAPS = 4
 """Largest number of runs whose norms by layer are drawn."""
 AT_ONCE_POINTS = 1_000_000
 """Number of steps of all runs together up to which panels are drawn with the curves; else they come a moment later."""
+LIST_PX = 480
+"""Largest height of the rows, so that the curves of many runs are not far below them."""
 PANELS_AFTER_ZOOM_S = 0.3
 """Seconds by which the panels follow a zoom later than the curves: the page draws one thing at a time."""
 
@@ -234,24 +356,28 @@ class Live(LiveWidget):
         super().__init__(REFRESH_S, f"wb.live({places})")
         self._runs, self._labels = runs, labels
         self._readers = [RunReader(run.path) for run in runs]
+        self._groups = groups_of(runs)
+        ids = {group.id for group in self._groups if group is not None}
+        self._open = ids if len(runs) <= theme.MAX_INSIDE else set[str]()
+        """Groups whose runs have rows and colours of their own."""
         self._snapshots = map_in_threads(self._read, range(len(runs)))
         self._drawn_state: tuple[Any, ...] | None = None
+        self._arranged: frozenset[str] | None = None
         self._zoomed_at: float | None = None
         self._remaining: widgets.VBox | None = None
-        width_px = name_width(self._labels)
-        self._rows = [
-            DashboardRow(reader, index, self._follow_again, width_px) for index, reader in enumerate(self._readers)
-        ]
+        self._name_px = name_width([*labels, *(group.name for group in self._groups if group is not None)])
+        self._rows: dict[int, DashboardRow] = {}
+        self._group_rows: dict[str, GroupRow] = {}
+        self._list = widgets.VBox(layout={"max_height": f"{LIST_PX}px", "overflow": "auto"})
         self._controls = Controls(settings, self.wake)
         self._key, self._texts, self._failures = widgets.HTML(), widgets.HTML(), widgets.HTML()
-        self._loss = LiveLossFigure(self._snapshots, settings, self.wake)
+        self._curves = widgets.VBox()
+        self._arrange()
         self._panels = LivePanelsFigure()
         self._norms = NormsMaps(runs, self._labels)
         self._refresh(with_panels=sum(len(snapshot.history) for snapshot in self._snapshots) <= AT_ONCE_POINTS)
-        boxes = [row.box for row in self._rows]
-        curves = (self._loss.widget, self._key, self._texts)
-        above = (*boxes, self._controls.box, self.hider, self.note)
-        self.children = (*above, *curves, self._panels.box, self._norms.box, self._failures)
+        above = (self._list, self._controls.box, self.hider, self.note, self._curves, self._key, self._texts)
+        self.children = (*above, self._panels.box, self._norms.box, self._failures)
         self.follow()
 
     @property
@@ -279,18 +405,63 @@ class Live(LiveWidget):
             last if last.status.final and not self._readers[index].has_grown() else self._read(index)
             for index, last in enumerate(self._snapshots)
         ]
+        self._arrange()
         self._refresh()
         return self._all_ended()
 
     def _all_ended(self) -> bool:
         return all(snapshot.status.final for snapshot in self._snapshots)
 
+    def _arrange(self) -> None:
+        """Fold the runs of groups that are not open; draw the curves anew if other groups are open than before."""
+        is_open = frozenset(self._open)
+        self._folds = folds_of(self._snapshots, self._groups)
+        self._snapshots = with_looks(self._snapshots, [each for each in self._folds if each.group.id not in is_open])
+        if is_open != self._arranged:
+            self._arranged, self._drawn_state = is_open, None
+            self._loss = LiveLossFigure(self._snapshots, self._controls.settings, self.wake)
+            old, self._curves.children = self._curves.children, (self._loss.widget,)
+            close_widgets(list(old))
+
+    def _show_rows(self) -> None:
+        of, boxes = {index: fold for fold in self._folds for index in fold.members}, []
+        for index in in_rows(range(len(self._runs)), of):
+            fold = of.get(index)
+            if fold is not None and index == fold.members[0]:
+                boxes.append(self._show_group(fold))
+            if fold is None or fold.group.id in self._open:
+                if index not in self._rows:
+                    row = DashboardRow(self._readers[index], self._follow_again, self._name_px)
+                    row.box.layout.margin, row.box.layout.flex = "0" if fold is None else "0 0 0 32px", "0 0 auto"
+                    self._rows[index] = row
+                snapshot = self._snapshots[index]
+                if fold is not None and len(fold.settings) > 1 and index in fold.settings.get(fold.best or (), ()):
+                    snapshot = replace(snapshot, name=f"★ {snapshot.name}")
+                self._rows[index].show(snapshot)
+                boxes.append(self._rows[index].box)
+        if list(self._list.children) != boxes:
+            self._list.children = boxes
+
+    def _show_group(self, fold: Fold) -> widgets.HBox:
+        if fold.group.id not in self._group_rows:
+            runs = [self._runs[index] for index in fold.members]
+            self._group_rows[fold.group.id] = GroupRow(runs, partial(self._toggle, fold.group.id), self._name_px)
+        row = self._group_rows[fold.group.id]
+        row.show(fold, [self._snapshots[index] for index in fold.members], fold.group.id in self._open)
+        return row.box
+
+    def _toggle(self, group: str) -> None:
+        self._open = self._open ^ {group}
+        if self.following:
+            self.wake()
+        else:
+            self._show_rows()
+
     def _refresh(self, with_panels: bool = True) -> None:
-        for row, snapshot in zip(self._rows, self._snapshots, strict=True):
-            row.show(snapshot)
+        self._show_rows()
         self._failures.value = failures_html(self._snapshots)
         settings = self._controls.settings
-        points = tuple((len(snapshot.history), snapshot.step, snapshot.marks) for snapshot in self._snapshots)
+        points = tuple((len(s.history), s.step, s.marks, s.look) for s in self._snapshots)
         before, window = self._drawn_state, self._loss.window
         if (settings, window, points) != before:
             self._loss.draw(self._snapshots, settings)
@@ -310,7 +481,8 @@ class Live(LiveWidget):
 
     def twin(self) -> tuple[Any, ...]:
         """Return the rows of the runs with their curves and panels."""
-        rows = rows_html(self._snapshots, [reader.name for reader in self._readers]) + samples_table(self._snapshots)
+        names = [reader.name for reader in self._readers]
+        rows = rows_html(self._snapshots, names, self._folds) + samples_table(self._snapshots)
         if not self._in_a_hurry:
             rows += self._norms.pictures()
         settings = self._controls.settings
@@ -329,13 +501,12 @@ class Live(LiveWidget):
 
     def remains(self) -> dict[str, Any]:
         """Return the rows with their buttons where a run can be resumed, and for a page without a kernel its call."""
-        pairs = zip(self._rows, self._readers, strict=True)
-        names = [reader.name for row, reader in pairs if row.offers_resume]
+        pairs = zip(self._snapshots, self._readers, strict=True)
+        names = [reader.name for snapshot, reader in pairs if snapshot.resumable]
         if not names:
             return super().remains()
         if self._remaining is None:
-            rows = [row.box for row in self._rows]
-            self._remaining = widgets.VBox([*rows, widgets.HTML(HIDE_ROWS, layout={"display": "none"})])
+            self._remaining = widgets.VBox([self._list, widgets.HTML(HIDE_ROWS, layout={"display": "none"})])
             self._remaining.add_class(f"{WIDGET_CLASS}-rows")
         calls = "".join(f"<div><code>wb.load_run({html.escape(repr(name))}).resume()</code></div>" for name in names)
         said = f"{calls}continues from the last checkpoint."
@@ -345,6 +516,7 @@ class Live(LiveWidget):
         """Show and update the dashboard again after a run was resumed, if it had ended."""
         if not self.following:
             self._snapshots = [self._read(index) for index in range(len(self._readers))]
+            self._arrange()
             self._refresh()
             self.twins.restore()
         self.follow()
@@ -407,6 +579,8 @@ def samples_at(snapshots: Sequence[Snapshot], step_of: Callable[[int], float]) -
     """Return the last samples of each run up to a step, which `step_of` gives by the index of the run; as HTML."""
     parts = []
     for index, snapshot in enumerate(snapshots):
+        if snapshot.look is not None and snapshot.look.folded and not snapshot.look.best:
+            continue
         written = snapshot.texts.at(step_of(index)) or next(iter(snapshot.texts), None)
         if written is not None:
             parts.append(_titled(snapshot.name, len(snapshots), table_html([written])))
@@ -518,9 +692,9 @@ class LiveSweep(LiveWidget):
         key = run.path, run.path.stat().st_ino
         if key not in self._readers:
             reader, width_px = RunReader(run.path), name_width([_name(each, run) for each in self._rows])
-            self._readers[key] = reader, DashboardRow(reader, row.index, name_px=width_px)  # rows have one width
+            self._readers[key] = reader, DashboardRow(reader, name_px=width_px)  # rows have one width
         reader, shown = self._readers[key]
-        snapshot = replace(reader.read(), name=_name(row, run))
+        snapshot = replace(reader.read(), name=_name(row, run), look=Look(row.index))
         shown.show(snapshot)
         shown.box.layout.display = "none" if snapshot.status.final else None
         assert snapshot.evaluations is not None

@@ -35,7 +35,7 @@ from ipywidgets.widgets.widget import _instances
 from plotly.utils import PlotlyJSONEncoder
 from traitlets import MetaHasTraits
 
-from workbench.analysis.curve import Curve, shared_axes
+from workbench.analysis.curve import Curve, Look, shared_axes
 from workbench.base.errors import in_words
 from workbench.figures import theme
 from workbench.figures.curves_view import NO_STEP, curve_traces, hover_title, loss_layout, mark_key, settled_range
@@ -50,7 +50,14 @@ from workbench.figures.figure import (
     plotly_js,
 )
 from workbench.figures.panels_view import PANEL_POINTS, Window, panel, panel_names, panels, rank_title
-from workbench.figures.prepared_curve import TRACE_ROLES, Preparation, PreparedCurve, map_in_threads, points_per_trace
+from workbench.figures.prepared_curve import (
+    TRACE_ROLES,
+    Preparation,
+    PreparedCurve,
+    map_in_threads,
+    points_per_trace,
+    with_means,
+)
 from workbench.record.columns import AxisUnit
 from workbench.widgets.run_reader import Snapshot, panel_inputs
 
@@ -707,7 +714,7 @@ class CurveCache:
             width = WIDTH_STEP ** math.ceil(math.log(preparation.width, WIDTH_STEP))
             preparation = replace(preparation, width=width)
         shared = (x, unit.scale, preparation.width, preparation.along, preparation.held_out)
-        states = [(len(s.history), s.step, s.marks, len(s.evaluations or ()), *shared) for s in snapshots]
+        states = [(len(s.history), s.step, s.marks, len(s.evaluations or ()), s.look, *shared) for s in snapshots]
         changed = [index for index, state in enumerate(states) if self._cached.get((y, index), (None,))[0] != state]
         fresh = map_in_threads(lambda index: preparation.prepare(curves[index], index, y), changed)
         for index, curve in zip(changed, fresh, strict=True):
@@ -766,7 +773,7 @@ class LiveLossFigure:
         whole = self._prepare(snapshots, x, unit, settings.smoothing)
         top = _upper_end(whole, settings.log_y)
         smooth = settings.smoothing > 0
-        visible = [curve.focused(x, window, _live_points(len(whole))) for curve in whole]
+        visible = with_means([c.focused(x, window, _live_points(len(snapshots))) for c in whole[: len(snapshots)]])
         before, self._shown = self._shown, [(curve, window, smooth) for curve in whole]
         grown = [old is not new or was != smooth for (old, _, was), new in zip(before, whole, strict=True)]
         made = TRACE_ROLES if any(grown) else ZOOMED_ROLES
@@ -827,7 +834,7 @@ class LiveLossFigure:
 
     def _prepare(self, snapshots: Sequence[Snapshot], x: str, unit: AxisUnit, smoothing: float) -> list[PreparedCurve]:
         points = _live_points(len(snapshots))
-        self._latest = self._cache.prepare(snapshots, "loss", x, unit, smoothing, points)
+        self._latest = with_means(self._cache.prepare(snapshots, "loss", x, unit, smoothing, points), self._latest)
         return self._latest
 
 
@@ -848,7 +855,7 @@ class LivePanelsFigure:
     def __init__(self) -> None:
         self.box = widgets.VBox()
         self._cache = CurveCache()
-        self._names: list[str] = []
+        self._drawn_as: tuple[list[str], list[Look | None]] = ([], [])
         self._state: Any = None
         self._drawn_at = -PANELS_S
         self.figure: Figure | None = None
@@ -857,7 +864,8 @@ class LivePanelsFigure:
     def draw(self, snapshots: Sequence[Snapshot], settings: CurveSettings, window: Window, now: bool) -> None:
         """Update every panel, but no more often than every `PANELS_S` seconds unless `now` is true."""
         sizes = ((len(s.history), len(s.memory), len(s.utilization or ()), len(s.evaluations or ())) for s in snapshots)
-        state = (settings.x, settings.smoothing, settings.log_x, window, *sizes)
+        looks = [s.look for s in snapshots]
+        state = (settings.x, settings.smoothing, settings.log_x, window, looks, *sizes)
         if state == self._state or not (now or time.monotonic() - self._drawn_at >= PANELS_S):
             return
         self._state, self._drawn_at = state, time.monotonic()
@@ -868,9 +876,9 @@ class LivePanelsFigure:
         def prepare(name: str) -> list[PreparedCurve]:
             return self._cache.prepare(snapshots, name, x, unit, settings.smoothing, PANEL_POINTS)
 
-        if names != self._names or self._widget is None:
+        if (names, looks) != self._drawn_as or self._widget is None:
             figure = panels(curves, peaks, x, settings.smoothing, names, window, usage, prepare)
-            old, self._names, self._widget, self.figure = self._widget, names, None, None
+            old, self._drawn_as, self._widget, self.figure = self._widget, (names, looks), None, None
             if names:
                 self.figure, self._widget = figure, growing_plot(figure.layout, figure.data, displayModeBar=False)
                 respond_while_busy(self._widget)

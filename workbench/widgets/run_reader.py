@@ -7,12 +7,12 @@ import html
 import math
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-from workbench.analysis.curve import Curve, Mark
+from workbench.analysis.curve import Curve, Look, Mark
 from workbench.base.errors import RunFailed
 from workbench.base.units import time_left
 from workbench.record.event_log import Status, mark_step
@@ -30,10 +30,11 @@ from workbench.record.history import (
 )
 from workbench.record.rundir import read_record
 from workbench.runs.launching.processes import Processes, run_failed
-from workbench.runs.loss_basis import LossBasis, read_loss_basis
+from workbench.runs.loss_basis import LossBasis, read_loss_basis, why_not_compared
 from workbench.runs.registry import data_wait
 from workbench.runs.run import Run, progress_words, step_text
 from workbench.runs.status import status_of
+from workbench.sweeps.queue import Group, Setting
 
 SHOWN_WAIT = 0.02
 """Share of the time that a run waits for data from which its line of facts says so."""
@@ -83,6 +84,8 @@ class Snapshot:
     """The facts on which its losses depend; None if they are unknown."""
     texts: TextSamples = field(default_factory=TextSamples)
     """Samples of the text that the model writes."""
+    look: Look | None = None
+    """The look of its curves; None are the colours of its place among the others."""
 
     @property
     def step(self) -> int:
@@ -94,7 +97,12 @@ class Snapshot:
         """The finished share of all steps, from 0 to 1."""
         return min(1.0, self.step / self.steps) if self.steps else 0.0
 
-    @property
+    @cached_property
+    def training_loss(self) -> float:
+        """The training loss at its end so far; NaN before the first step."""
+        return self.history.final_loss
+
+    @cached_property
     def eta_s(self) -> float | None:
         """Seconds of training left at the speed of the last minutes; None before two steps, when stalled or ended."""
         if self.status.final or self.status.state == "stalled" or self.steps is None or len(self.history) < 2:
@@ -115,7 +123,7 @@ class Snapshot:
         speeds = {name: settled_median(self.history.settled(name)) for name in ("tokens_per_s", "mfu")}
         row: Any = {name: value if math.isfinite(value) else None for name, value in speeds.items()}
         row |= {"step": self.step, "steps": self.steps}
-        row["training_loss"], row["eval_loss"] = self.history.final_loss, last_held_out(self.evaluations)
+        row["training_loss"], row["eval_loss"] = self.training_loss, last_held_out(self.evaluations)
         parts = [f"step {step_text(row)}", *progress_words(row)]
         waiting = data_wait(self.history)
         if waiting >= SHOWN_WAIT:
@@ -127,7 +135,7 @@ class Snapshot:
     @property
     def curve(self) -> Curve:
         """The run as figures take it."""
-        return Curve(self.name, self.history, self.marks, self.evaluations, self.basis)
+        return Curve(self.name, self.history, self.marks, self.evaluations, self.basis, self.look)
 
     @property
     def failure_html(self) -> str:
@@ -138,6 +146,96 @@ class Snapshot:
         traceback = html.escape(rest.strip())
         folded = f"<details><summary>traceback</summary><pre>{traceback}</pre></details>" if traceback else ""
         return f"<b>{html.escape(self.name)}</b>: <span>{html.escape(first)}</span>{folded}"
+
+
+AVERAGED_FROM = 0.9
+"""Least share of the steps of the farthest seed of a setting from which a run is averaged with it."""
+
+
+@dataclass(frozen=True)
+class Fold:
+    """Runs of a sweep, of a grid, or seeds of one recipe, as one row and in one colour."""
+
+    group: Group
+    members: tuple[int, ...]
+    """Places of the runs among those of the view."""
+    settings: Mapping[Setting, tuple[int, ...]]
+    """Runs that differ in their seed alone, by their other labels."""
+    averaged: frozenset[int]
+    """Runs whose mean stands for their setting: those that have come about as far as the farthest of it."""
+    best: Setting | None
+    """The setting of the lowest loss, the mean over its seeds; None without a loss, or if the losses do not compare."""
+    words: str
+    """The best setting with its loss in words, or that the losses do not compare; empty without a loss."""
+
+    @classmethod
+    def of(cls, members: Mapping[int, Group], snapshots: Sequence[Snapshot]) -> Fold:
+        """Return the fold of runs of one group by their places."""
+        settings: dict[Setting, tuple[int, ...]] = {}
+        for index, group in members.items():
+            settings[group.setting] = (*settings.get(group.setting, ()), index)
+        begun = {index: snapshots[index] for index in members if snapshots[index].step}
+        held_out = {index: last_held_out(snapshot.evaluations) for index, snapshot in begun.items()}
+        is_held_out = bool(begun) and None not in held_out.values()
+        found = held_out if is_held_out else {index: snapshot.training_loss for index, snapshot in begun.items()}
+        losses = {index: loss for index, loss in found.items() if loss is not None and math.isfinite(loss)}
+        means, averaged = dict[Setting, float](), set[int]()
+        for setting, runs in settings.items():
+            least = AVERAGED_FROM * max(snapshots[index].step for index in runs)
+            far = [index for index in runs if index in losses and snapshots[index].step >= least]
+            if far:
+                means[setting] = sum(losses[index] for index in far) / len(far)
+            averaged |= set(far) if len(far) > 1 else set()
+        best, words = min(means, key=lambda setting: means[setting], default=None), ""
+        if why_not_compared([snapshots[index].basis for index in losses], is_held_out):
+            best, words = None, "their losses do not compare"
+        fold = cls(group, tuple(members), settings, frozenset(averaged), best, words)
+        if best is None:
+            return fold
+        seeds = len(averaged.intersection(settings[best]))
+        words = f"best {fold.named(best)}: " if len(settings) > 1 else ""
+        words += f"{'held-out loss' if is_held_out else 'loss'} {means[best]:.4g}"
+        return replace(fold, words=f"{words}, mean of {seeds} seeds" if seeds else words)
+
+    def named(self, setting: Setting) -> str:
+        """Return what tells a setting from the others of the group."""
+        first = next(iter(self.settings))
+        varied = {name for each in self.settings for name, value in each if (name, value) not in first}
+        return " · ".join(f"{name} {value}" for name, value in setting if name in varied) or self.group.name
+
+    @property
+    def entry(self) -> str:
+        """The words of the fold in a legend."""
+        if len(self.settings) > 1 and self.best is not None:
+            return f"{self.group.name}: best of {len(self.settings)}, {self.named(self.best)}"
+        return f"{self.group.name}: {len(self.members)} {'seeds' if len(self.settings) == 1 else 'runs'}"
+
+
+def folds_of(snapshots: Sequence[Snapshot], groups: Sequence[Group | None]) -> list[Fold]:
+    """Return the folds of runs by their groups, with what is best of each by now."""
+    members: dict[str, dict[int, Group]] = {}
+    for index, group in enumerate(groups):
+        if group is not None:
+            members.setdefault(group.id, {})[index] = group
+    return [Fold.of(each, snapshots) for each in members.values()]
+
+
+def with_looks(snapshots: Sequence[Snapshot], folds: Sequence[Fold]) -> list[Snapshot]:
+    """Return the snapshots as they are drawn: those of a fold in its colour, of which the best setting stands out."""
+    of = {index: fold.group.id for fold in folds for index in fold.members}
+    numbers: dict[int | str, int] = {}
+    looks = [Look(numbers.setdefault(of.get(index, index), len(numbers))) for index in range(len(snapshots))]
+    for fold in folds:
+        leading = fold.members if fold.best is None else fold.settings[fold.best]
+        named = next((index for index in leading if index in fold.averaged), leading[0])
+        for setting, runs in fold.settings.items():
+            repeated = fold.named(setting) if len(runs) > 1 else None
+            for index in runs:
+                entry, is_best = fold.entry if index == named else "", setting == fold.best
+                looks[index] = Look(looks[index].index, entry, True, is_best, repeated, index in fold.averaged)
+    return [
+        each if each.look == look else replace(each, look=look) for each, look in zip(snapshots, looks, strict=True)
+    ]
 
 
 def panel_inputs(
