@@ -195,11 +195,11 @@ made, capture = [], captured_model.capture
 captured_model.capture = lambda *given, **named: (made.append(given), capture(*given, **named))[1]
 cluster = wb.Cluster.of("h200", gpus=2)
 data = [{"x": torch.ones(4), "y": torch.ones(())} for _ in range(8)]
-bert = wb.models.bert(hidden_size=16, num_layers=2, num_heads=2)
+gpt2 = wb.models.gpt2(hidden_size=16, num_layers=2, num_heads=2, vocab_size=300)
 text = wb.data.corpus("text.txt", vocab_size=300)
 wb.plan(wb.Experiment(model=planned_here.build, data=data, steps=2, global_batch=4), cluster)
 print(len(made))
-wb.plan(wb.Experiment(model=bert, data=text, steps=2, global_batch=4, seq_len=8), cluster)
+wb.plan(wb.Experiment(model=gpt2, data=text, steps=2, global_batch=4, seq_len=8), cluster)
 print(len(made))
 """
 
