@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 import re
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import accelerate
@@ -19,7 +20,8 @@ from transformers.models.wav2vec2.modeling_wav2vec2 import _compute_mask_indices
 from tests.unit import capture_models
 from tests.unit.capture_models import Batch, Checks, LayerDrop, Net, batch_for, captured, interpret
 from workbench.base.errors import CaptureError
-from workbench.capture import capture, torch_internals
+from workbench.capture import build_meta, capture, torch_internals
+from workbench.capture.export.opaque import is_opaque
 
 
 def refused(model: nn.Module, name: str = "Mine", batch: Batch | None = None) -> CaptureError:
@@ -291,6 +293,118 @@ def test_a_hook_on_a_tensor_runs_as_written_because_it_would_be_lost() -> None:
     assert f"{__file__}:{line_of(Scales, 'x.register_hook')} " in runs_as_written(Scales())
 
 
+@pytest.mark.parametrize("how", ["manual_seed", "set_rng_state", "saved_tensors_hooks", "torch.func.jvp"])
+def test_a_seed_a_hook_on_what_is_saved_and_a_forward_derivative_run_as_written(how: str) -> None:
+    """Each in a layer, which draws the same or learns the same as in plain PyTorch also where it is recomputed."""
+
+    class Layer(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.linear = nn.Linear(16, 16)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            if how == "manual_seed":
+                with torch.random.fork_rng():
+                    torch.manual_seed(3)
+                    return self.linear(x) * torch.rand(16)
+            if how == "set_rng_state":
+                state = torch.get_rng_state()
+                noise = torch.rand(16)
+                torch.set_rng_state(state)
+                return self.linear(x) + noise - torch.rand(16)
+            if how == "saved_tensors_hooks":
+                with torch.autograd.graph.saved_tensors_hooks(lambda t: t.half(), lambda t: t.float()):
+                    return self.linear(x).sin()
+            return torch.func.jvp(lambda y: self.linear(y).sin(), (x,), (torch.ones_like(x),))[1]
+
+    def make() -> nn.Module:
+        model = Net()
+        model.layers[1] = Layer()
+        return model
+
+    model, same = capture_models.copies(make)
+    batch = batch_for("Net")
+    graph = captured(same, batch)
+    [note] = graph.notes
+    assert f"{__file__}:" in note
+    [opaque] = [block for block in graph.blocks if is_opaque(block.code)]
+    code, expected = opaque.code, capture_models.loss_of(model, batch)
+    expected.backward()
+    for recomputed in (False, True):
+        same.zero_grad()
+        computes = (lambda *given: checkpoint(code, *given, use_reentrant=False)) if recomputed else code
+        blocks = tuple(replace(b, code=computes) if b is opaque else b for b in graph.blocks)
+        found = interpret(replace(graph, blocks=blocks), same, batch)
+        found.backward()
+        torch.testing.assert_close(found, expected)
+        for mine, theirs in zip(same.parameters(), model.parameters(), strict=True):
+            torch.testing.assert_close(mine.grad, theirs.grad)
+
+
+def test_a_layer_that_seeds_what_is_drawn_after_it_runs_as_written_with_the_model_around() -> None:
+    class Seeds(nn.Identity):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            torch.manual_seed(3)
+            return x
+
+    model = Net()
+    model.layers[0] = Seeds()
+    assert runs_as_written(model).startswith("Mine runs as written")
+
+
+def test_a_backward_in_forward_is_refused_because_its_gradients_would_be_lost() -> None:
+    class Trains(Net):
+        def body(self, x: torch.Tensor) -> torch.Tensor:
+            self.layers[0](x.detach()).square().mean().backward()
+            return super().body(x)
+
+    error = refused(Trains())
+    assert error.facts["line"] == line_of(Trains, "backward()")
+    assert "calls backward in its forward" in str(error)
+
+
+def test_a_lazy_module_is_refused_until_the_model_was_called_once() -> None:
+    class Lazy(Net):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layers[1] = nn.LazyLinear(16)
+
+    assert "model(**batch); return model" in str(refused(Lazy()))
+
+    def build() -> nn.Module:
+        model = Lazy()
+        model(torch.zeros(2, 8), torch.zeros(2, dtype=torch.long))
+        return model
+
+    assert "layers.1.weight" in captured(build_meta(build), batch_for("Net")).parameters
+
+
+def test_a_buffer_that_is_assigned_to_another_is_refused_and_a_copy_is_captured() -> None:
+    class Previous(Net):
+        copies = False
+
+        def __init__(self) -> None:
+            super().__init__()
+            self.register_buffer("current", torch.zeros(16))
+            self.register_buffer("previous", torch.ones(16))
+
+        def body(self, x: torch.Tensor) -> torch.Tensor:
+            x = super().body(x + self.previous)
+            if self.copies:
+                self.previous.copy_(self.current)
+            else:
+                self.previous = self.current
+            self.current = self.current + 1
+            return x
+
+    assert "self.previous.copy_(self.current)" in str(refused(Previous()))
+    Previous.copies = True
+    model, same = capture_models.copies(Previous)
+    graph, batch = captured(same, batch_for("Net")), batch_for("Net")
+    for _ in range(3):
+        torch.testing.assert_close(interpret(graph, same, batch), capture_models.loss_of(model, batch))
+
+
 def test_a_derivative_in_forward_runs_as_written_and_its_line_is_named() -> None:
     class Penalty(Net):
         def forward(self, x: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
@@ -413,6 +527,8 @@ def test_every_private_name_of_torch_that_capture_uses_is_there() -> None:
     names = {
         torch._ops: ["OpOverload", "_ModeStackStateForPreDispatch", "_mode_stack_state_for_pre_dispatch"],
         torch._C: ["_set_grad_enabled"],
+        torch._C._autograd: [f"_{each}_saved_tensors_default_hooks" for each in ("top", "pop", "push")],
+        torch.autograd.forward_ad: ["_set_fwd_grad_enabled"],
         torch: ["_grouped_mm"],
         torch.amp.autocast_mode: ["_enter_autocast", "_exit_autocast"],
         torch.nn.modules.transformer: ["_detect_is_causal_mask"],

@@ -116,6 +116,7 @@ class Noisy(Net):
         hidden = self.stem(x + 0.1 * noise).unsqueeze(1)
         hidden = functional.scaled_dot_product_attention(hidden, hidden, hidden, dropout_p=0.3).squeeze(1)
         masked = torch.where(torch.rand(len(x), 16) < 0.5, hidden, torch.zeros(()))
+        masked = masked * torch.distributions.Beta(torch.full((16,), 0.4), 0.4).sample() + torch.empty(16).random_(0, 3)
         return functional.cross_entropy(self.head(self.body(masked)), labels)
 
 

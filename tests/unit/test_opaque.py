@@ -56,6 +56,29 @@ def test_only_the_layer_that_export_cannot_follow_is_opaque() -> None:
     assert note.startswith("layers.1 runs as written")
 
 
+def test_the_running_averages_of_a_norm_in_an_opaque_layer_advance_once() -> None:
+    """The backward runs the layer again."""
+
+    class Normed(Branches):
+        def __init__(self) -> None:
+            super().__init__()
+            self.norms = nn.Sequential(nn.BatchNorm1d(16), nn.BatchNorm1d(16, momentum=None))
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return self.norms(super().forward(x))
+
+    model, same = copies(lambda: Middle(Normed()))
+    graph = captured(same, batch_for("Net"))
+    for seed in range(2):
+        batch = batch_for("Net", seed=seed)
+        loss_of(model, batch).backward()
+        interpret(graph, same, batch).backward()
+    expected = dict(model.named_buffers())
+    assert {name.rpartition(".")[2] for name in expected} == {"running_mean", "running_var", "num_batches_tracked"}
+    for name, buffer in same.named_buffers():
+        torch.testing.assert_close(buffer, expected[name])
+
+
 @pytest.mark.parametrize("how", ["returns its input", "returns a view of it", "returns a parameter"])
 def test_a_result_that_shares_memory_with_an_argument_is_copied(how: str) -> None:
     class Passes(Branches):

@@ -16,6 +16,7 @@ from typing import Any
 import torch
 import torch.utils._pytree as pytree
 from torch import fx, nn
+from torch.nn.parameter import is_lazy
 
 from workbench.base.errors import CaptureError, InvalidExperiment
 from workbench.base.tensors import TensorSpec, spec_of
@@ -40,7 +41,6 @@ from workbench.capture.operations import (
     Dataflow,
     analyse_dataflow,
     ancestors,
-    arguments_of,
     descendants,
     is_random,
     mutated_arguments,
@@ -91,6 +91,11 @@ def capture(
     name = name or type(model).__name__
     if not batch:
         raise CaptureError(f"{name} was given a batch without fields. Name its inputs.")
+    if lazy := next((key for key, tensor in _registered(model) if is_lazy(tensor)), ""):
+        raise CaptureError(
+            f"{lazy} of {name} has no shape before the first forward: a lazy module makes it then, after the optimizer "
+            "was made. Call the model once in the function that builds it: model(**batch); return model."
+        )
     _refuse_shared_memory(model, name)
     refuse_backward_hooks(model, name)
     move_meta_to_cpu(model)
@@ -156,6 +161,10 @@ def _graph_of(
     return analysis.tower_and_tail() if gathers else analysis.graph(analysis.groups)
 
 
+def _registered(model: nn.Module) -> list[tuple[str, torch.Tensor]]:
+    return [*model.named_parameters(), *model.named_buffers()]
+
+
 def _refuse_shared_memory(model: nn.Module, name: str) -> None:
     """Raise `CaptureError` for a parameter whose memory is also that of another parameter or buffer.
 
@@ -163,7 +172,7 @@ def _refuse_shared_memory(model: nn.Module, name: str) -> None:
     after the other in one piece of memory, as cuDNN wants those of a recurrent layer, do not overlap.
     """
     seen: dict[int, list[tuple[int, int, str, bool]]] = defaultdict(list)
-    for key, tensor in (*model.named_parameters(), *model.named_buffers()):
+    for key, tensor in _registered(model):
         if tensor.layout != torch.strided or not tensor.numel():
             continue
         first = int(tensor.storage_offset())
@@ -394,7 +403,7 @@ def _reads(node: fx.Node, sources: list[fx.Node]) -> bool:
         given = pytree.tree_leaves(node.args[1])
         unread = {given[at] for at in set(call.written) - set(call.read_again)}
         return any(source not in unread for source in sources)
-    if op_name(node) == "batch_norm" and arguments_of(node)["training"]:
+    if op_name(node) in ("batch_norm", "instance_norm") and mutated_arguments(node):
         return any(source not in node.args[3:5] for source in sources)
     return bool(sources)
 

@@ -59,8 +59,17 @@ _DROPOUT_RATES = ("p", "dropout", "dropout_p")
 """Argument names under which operations take a dropout rate."""
 _UPDATES_STATISTICS = ("batch_norm", "instance_norm")
 """Operations that write to their running statistics although their schemas do not declare it."""
-_MAYBE_VIEWS = frozenset({"aten::reshape", "aten::contiguous", "aten::to", "aten::dropout"})
-"""Operations whose result is a view of the first argument or a copy, depending on the arguments."""
+_MAYBE_VIEWS = frozenset(
+    f"aten::{name}"
+    for name in (
+        *("reshape", "contiguous", "to", "type_as", "sum_to_size", "conj_physical", "unsafe_chunk", "unsafe_split"),
+        *("dropout", "alpha_dropout", "feature_dropout", "feature_alpha_dropout"),
+        *("atleast_1d", "atleast_2d", "atleast_3d", "broadcast_tensors", "meshgrid", "cartesian_prod"),
+    )
+)
+"""Operations whose result is a view of the first argument or a copy, depending on the arguments, which no schema says.
+
+Of a list of tensors, each result belongs to the tensor at its place."""
 
 
 def schema_of(node: fx.Node) -> Any:
@@ -301,14 +310,29 @@ def storage_of(node: fx.Node) -> fx.Node:
         node, schema = source, schema_of(source)
         if node.target is operator.getitem:
             source = node.args[0]
+            made = schema_of(source)
+            if made is not None and made.name in _MAYBE_VIEWS and isinstance(source.args[0], (list, tuple)):
+                at: Any = node.args[1]
+                source = source.args[0][at]
         elif schema is None:
             break
         elif any(_is_written(result) for result in schema.returns):
             source = next(iter(mutated_arguments(node)), None)
+        elif schema.name == "aten::einsum":
+            source = _permuted(*node.args[:2])
         else:
             is_alias = any(result.alias_info is not None for result in schema.returns)
             source = node.args[0] if node.args and (is_alias or schema.name in _MAYBE_VIEWS) else None
+            if isinstance(source, (list, tuple)):
+                source = source[0] if len(source) == 1 else None
     return node
+
+
+def _permuted(equation: Any, operands: Any) -> Any:
+    """Return the only operand of an `einsum` that keeps all of its dims, and so returns a view; None for others."""
+    given, arrow, kept = equation.partition("->")
+    is_view = set(given) <= set(kept) if arrow else len(set(given)) == len(given)
+    return operands[0] if len(operands) == 1 and is_view else None
 
 
 # Facts about a whole exported graph: what can be recomputed anywhere, what is needed, what is written in place.

@@ -26,7 +26,7 @@ from torch.utils.weak import WeakTensorKeyDictionary
 
 from workbench.base.display import Say, waiting
 from workbench.base.errors import CaptureError
-from workbench.base.user_code import line_of_frames, line_of_running_code
+from workbench.base.user_code import is_of_model, line_of_frames, line_of_running_code
 
 __all__ = [
     "VF",
@@ -45,7 +45,8 @@ OpOverload = torch._ops.OpOverload
 set_grad_enabled = torch._C._set_grad_enabled
 profiler: Any = torch._C._profiler
 """Names of the settings of torch's profiler and of its events."""
-profiling: Any = torch._C._autograd
+_autograd: Any = torch._C._autograd
+profiling: Any = _autograd
 """Functions that begin and end what torch's profiler sees."""
 VF: Any = torch._VF
 """Functions of torch without Python code, among them those on packed sequences."""
@@ -55,7 +56,7 @@ SYMBOLIC_SHAPES_LOG = "torch.fx.experimental.symbolic_shapes"
 """Name of the logger that dumps graphs when an export fails."""
 _CHECKS = ("_assert_tensor_metadata", "_assert_scalar", "_assert_async", "sym_constrain")
 """Parts of the names of the assertions that export adds."""
-DERIVATIVE = "torch.export cannot follow torch.autograd.grad"
+DERIVATIVE = "torch.export cannot follow a derivative in forward"
 """Reason of opaque calls that take derivatives."""
 _DATA: Any = torch.Tensor.data
 """Attribute of tensors, as `torch_function` sees it."""
@@ -178,6 +179,25 @@ def alone() -> Iterator[None]:
 
 
 @contextlib.contextmanager
+def derivable() -> Iterator[None]:
+    """Let forward take every kind of derivative inside a `with` block.
+
+    A custom function switches forward-mode derivatives off, and `torch.func` fails where there are hooks on what is
+    saved for a backward, as checkpointing has them.
+    """
+    hooks = []
+    while (top := _autograd._top_saved_tensors_default_hooks(False)) is not None:
+        hooks.append(top)
+        _autograd._pop_saved_tensors_default_hooks()
+    try:
+        with torch.autograd.forward_ad._set_fwd_grad_enabled(True):
+            yield
+    finally:
+        for pack, unpack in reversed(hooks):
+            _autograd._push_saved_tensors_default_hooks(pack, unpack)
+
+
+@contextlib.contextmanager
 def differentiable() -> Iterator[None]:
     """Let FlexAttention have its backward on a CPU, too, inside a `with` block.
 
@@ -265,7 +285,7 @@ class _Lines:
 def exportable(model: nn.Module, name: str, loss_of: Callable[..., Any]) -> Iterator[None]:
     """Replace functions of torch, and `model.forward`, while a model is exported.
 
-    Three replacements refuse what export would silently drop or cannot follow (`_refusals`). The others let it follow
+    Some replacements refuse what export would silently drop or cannot follow (`_refusals`). The others let it follow
     more.
 
     Args:
@@ -296,8 +316,18 @@ def exportable(model: nn.Module, name: str, loss_of: Callable[..., Any]) -> Iter
     def with_any_size(size: Any, min: Any = None, **_: Any) -> None:
         limit(size, min)
 
+    # Export forgets inference mode, and keeps the gradient that it should not have.
+    def enter(mode: Any) -> None:
+        mode._as_grad_mode = torch.set_grad_enabled(not mode.mode)
+        mode._as_grad_mode.__enter__()
+
+    def leave(mode: Any, *error: Any) -> None:
+        mode._as_grad_mode.__exit__(*error)
+
     replacements: list[tuple[Any, str, Any]] = [
         (model, "forward", forward_loss),
+        (torch.inference_mode, "__enter__", enter),
+        (torch.inference_mode, "__exit__", leave),
         (symbolic_shapes, "_constrain_range_for_size", with_any_size),
         *_refusals(name),
         (torch, "tensor", tensor),
@@ -344,6 +374,8 @@ class _Followed(TorchFunctionMode):
             of_rate = _OF_UNIFORM.get(getattr(func, "__name__", "").strip("_"))
             if of_rate is not None and (outcome := of_rate(args[1])) is not None:
                 return torch.tensor(outcome)
+        if func is torch.Tensor.random_ and len(args) == 3:  # an operation that fx writes with a keyword of Python
+            return args[0].copy_(torch.randint_like(*args))
         result = func(*args, **(kwargs or {}))
         if func is torch.rand and result.ndim == 0:
             self._drawn[result] = None
@@ -419,9 +451,12 @@ def _refusals(name: str) -> list[tuple[Any, str, Any]]:
     """Return functions of torch that refuse the user's calls, each with its owner and name.
 
     Export keeps the forward of an autograd function from outside torch and drops its backward, so that the model would
-    train with wrong gradients. It drops hooks on tensors, and cannot follow derivatives.
+    train with wrong gradients. It drops hooks on tensors and on what is saved for a backward, gradients that forward
+    itself adds to parameters, and seeds. It cannot follow derivatives.
     """
     original_apply, original_hook = vars(torch.autograd.Function)["apply"], torch.Tensor.register_hook
+    saved_hooks, seeds = torch.autograd.graph.saved_tensors_hooks, ("manual_seed", "set_rng_state")
+    original_enter = saved_hooks.__enter__
 
     def refused(call: str, way: str, reason: str) -> CaptureError:
         line = line_of_frames(traceback.extract_stack())
@@ -460,10 +495,47 @@ def _refusals(name: str) -> list[tuple[Any, str, Any]]:
             DERIVATIVE,
         )
 
+    def backward(*_args: Any, **_kwargs: Any) -> Any:
+        raise refused(
+            "calls backward in its forward",
+            ", which adds to gradients of parameters before the step's own backward does. Add what is differentiated "
+            "to the loss that forward returns.",
+            "torch.export would drop a backward in forward",
+        )
+
+    def enter(hooks: Any) -> None:
+        if type(hooks) is saved_hooks or not type(hooks).__module__.startswith("torch."):  # of checkpointing, say
+            raise refused(
+                "hooks what is saved for the backward",
+                ", which torch.export would silently drop.",
+                "torch.export would drop hooks on what is saved for the backward",
+            )
+        original_enter(hooks)
+
+    def seeding(original: Any) -> Any:
+        def seeded(*args: Any, **kwargs: Any) -> Any:
+            if not is_of_model(sys._getframe(1).f_code.co_filename):  # Dynamo, which restores what it found
+                return original(*args, **kwargs)
+            raise refused(
+                "sets the state of torch's default generator in its forward",
+                ", and capture would draw other numbers in each step. Draw what is the same in every step in the "
+                "constructor, and register it as a buffer.",
+                "capture would draw other numbers in each step than those of a seed that forward sets",
+            )
+
+        return seeded
+
     return [
         (torch.autograd.Function, "apply", classmethod(apply)),
         (torch.Tensor, "register_hook", register_hook),
         (torch.autograd, "grad", grad),
+        *((owner, "backward", backward) for owner in (torch.Tensor, torch.autograd)),
+        (saved_hooks, "__enter__", enter),
+        *(
+            (owner, each, seeding(getattr(owner, each)))
+            for each in seeds
+            for owner in (torch, torch.random, torch.cuda)
+        ),
     ]
 
 

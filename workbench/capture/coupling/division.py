@@ -62,7 +62,7 @@ Batch = Mapping[str, torch.Tensor]
 _PRODUCTS = names("linear matmul mm bmm addmm baddbmm einsum scaled_dot_product_attention")
 _DRAWS = names(
     "bernoulli bernoulli_ normal normal_ uniform_ rand randn rand_like randn_like randint randint_like random_ "
-    "exponential_ log_normal_ geometric_ cauchy_ multinomial poisson"
+    "exponential_ log_normal_ geometric_ cauchy_ multinomial poisson binomial _standard_gamma _sample_dirichlet"
 )
 
 
@@ -500,7 +500,8 @@ class _same_for_each_sample(TorchDispatchMode):  # noqa: N801
             return result.fill_(1)
         row = result.flatten()[: result.shape[-1]].clone() if result.ndim > 1 else result.flatten()[0].clone()
         limits = tuple(arg for arg in args if isinstance(arg, (int, float)))
-        return result.copy_(self._remembered((name, result.dtype, row.numel(), limits), row))
+        operation = name.replace("randint_like", "random_")  # which an export replaces by the former
+        return result.copy_(self._remembered((operation, result.dtype, row.numel(), limits), row))
 
     def _remembered(self, key: tuple[Any, ...], drawn: torch.Tensor) -> torch.Tensor:
         return self._drawn.setdefault(key, drawn)

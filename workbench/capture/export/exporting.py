@@ -50,6 +50,7 @@ from workbench.capture.export.varying import (
 from workbench.capture.operations import inline_regions, scalar_tensor, schema_of
 from workbench.capture.outputs import LossChoice, find_loss, flattened
 from workbench.capture.torch_internals import (
+    DERIVATIVE,
     SYMBOLIC_SHAPES_LOG,
     exportable,
     lean,
@@ -221,8 +222,8 @@ def _plain(program: torch.export.ExportedProgram, name: str, renamed: Mapping[st
         schema = schema_of(node)
         names = [argument.name for argument in schema.arguments] if schema is not None else []
         # `sparse=True` of embeddings is ignored: neither an all-reduce nor AdamW takes that form of a gradient.
-        if "sparse" in names[: len(node.args)]:
-            node.update_arg(names.index("sparse"), False)
+        if "sparse" in names[: len(node.args)] and node.args[at := names.index("sparse")] is True:
+            node.update_arg(at, False)
     return module
 
 
@@ -320,6 +321,8 @@ def _outcomes(test: ast.expr, wanted: bool) -> set[bool]:
 
 WITHOUT_META = frozenset({"istft"})
 """Operations that torch 2.13 exports although they read values, which a tensor of the meta device has not."""
+_DERIVATIVES = frozenset({"_jvp_increment_nesting", "_grad_increment_nesting", "_make_dual.default"})
+"""Names of what export leaves of derivatives that it does not follow."""
 
 
 def explained(error: Exception, model: nn.Module, name: str, batch: Mapping[str, TensorSpec]) -> CaptureError:
@@ -376,6 +379,11 @@ def explained(error: Exception, model: nn.Module, name: str, batch: Mapping[str,
             "as in a global. Register it, self.register_buffer('state', torch.zeros(8)), and write to it in place, "
             "self.state.copy_(new)."
         )
+    elif "copy__default" in said and "nn_module_stack" in said:
+        message = (
+            "it assigns one of its buffers to another, which torch.export does not follow. Copy the values: "
+            "self.previous.copy_(self.current) in place of self.previous = self.current."
+        )
     elif "on the same device" in said or "found two different devices" in said:
         message = (
             f"tensors of two devices meet{line.where}. Make tensors in forward where its inputs are, "
@@ -388,10 +396,10 @@ def explained(error: Exception, model: nn.Module, name: str, batch: Mapping[str,
 
 
 def refuse_unpriced(graph: fx.Graph, name: str) -> None:
-    """Raise `CaptureError` for an operation that is exported but runs on no meta tensors, and for `torch.vmap`.
+    """Raise `CaptureError` for an operation that is exported but runs on no meta tensors, and for transforms.
 
-    Of `torch.vmap`, export leaves the bookkeeping in the graph, cut in pieces. The module around either runs as
-    written.
+    Of `torch.vmap` and of derivatives in forward mode, export leaves the bookkeeping in the graph, cut in pieces. The
+    module around either runs as written.
     """
     for node in graph.nodes:
         operation = getattr(node.target, "_opname", "")
@@ -409,6 +417,13 @@ def refuse_unpriced(graph: fx.Graph, name: str) -> None:
                 "maps over by broadcasting, for a mask i[:, None] >= i[None, :]."
             )
             reason = "the operations of torch.vmap cannot be divided into blocks"
+        elif node.op == "call_function" and getattr(node.target, "__name__", "") in _DERIVATIVES:
+            line = line_of_node(node)
+            said = (
+                f"takes a derivative{line.where} by torch.func or in forward mode, whose operations cannot be divided "
+                "into blocks. Put it into a module of your own, which then runs as written."
+            )
+            reason = DERIVATIVE
         else:
             continue
         inside = [path for path, _ in (node.meta.get("nn_module_stack") or {}).values()]

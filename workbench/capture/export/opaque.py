@@ -53,7 +53,7 @@ from workbench.capture.export.varying import (
     own_states,
 )
 from workbench.capture.operations import scalar_tensor
-from workbench.capture.torch_internals import alone, detect_fake_mode, differentiable, originals
+from workbench.capture.torch_internals import alone, derivable, detect_fake_mode, differentiable, originals
 from workbench.data.datasets import untouched_generators
 from workbench.record.columns import log_again, logging_scalars
 
@@ -176,7 +176,12 @@ class OpaqueCall:
             held = None
             if self.modules and (self.recording is None or before is not None):
                 stack.callback((held := Held(self.modules[0])).restore)
-            versions = list(map(_version, given))
+            versions, before_it = list(map(_version, given)), dict[int, torch.Tensor]()
+            if self.recording is None:  # BatchNorm writes to its running averages and leaves their version as it was
+                held_by = zip(self.places, given, strict=False)
+                buffers = {at: value for at, (place, value) in enumerate(held_by) if place.table == "_buffers"}
+                dense = {at: v for at, v in buffers.items() if v.layout == torch.strided and memory_of(v) is not None}
+                before_it = {at: value.clone() for at, value in dense.items()}
             result = self.function(*args, **kwargs)
             if held is not None:
                 self.kept, self.has_iterators = held.changes(), held.has_iterators
@@ -187,6 +192,7 @@ class OpaqueCall:
             after = [place.value() for place in self.places]
             changed = [at for at, tensor in enumerate(given) if _version(tensor) != versions[at]]
             changed += [at for at, tensor in enumerate(after) if tensor is not given[at]]
+            changed += [at for at, value in before_it.items() if not torch.equal(value, given[at])]
             outputs = [leaf for leaf in pytree.tree_leaves(result) if isinstance(leaf, torch.Tensor)]
             if then is not None:
                 then(outputs)
@@ -244,6 +250,8 @@ class OpaqueCall:
             recorder = Recorder(self.compiles, tensors if seed == _SEEDS[-1] else None)
             with recorder.watching():
                 result, outputs, new = self.compute(tensors)
+        if any(tensor.grad is not None for tensor in tensors if tensor.is_leaf):
+            raise NotOpaque(f"{self.label} calls backward, which adds to gradients before the step's own backward.")
         self.flops = recorder.flops
         if seed == _SEEDS[-1]:
             self.recording = recorder.recording([*outputs, *new])
@@ -318,8 +326,12 @@ class OpaqueCall:
                     try:
                         self.takes_derivatives = grad
                         self.specs, self.written, self.recording = [], [], None
+                        left = set[bytes]()
                         for seed in _SEEDS:
                             self._try(given, values, device, seed, centred, grad)
+                            left.add(torch.get_rng_state().numpy().tobytes())
+                        if len(left) < len(_SEEDS) and self.path:
+                            raise NotOpaque(f"{self.label} seeds torch's generator for what is drawn after it, too.")
                         self.draws_on_host = bool(drawn_from(on_host, default_states()))
                         failure.clear()
                         self._examine([_real(*pair, device, 0, centred) for pair in zip(given, values, strict=True)])
@@ -640,7 +652,7 @@ class _Run(torch.autograd.Function):
         ctx.save_for_backward(*tensors)
         ctx.set_materialize_grads(False)
         given = call._leaves(tensors) if call.takes_derivatives else tensors
-        with torch.set_grad_enabled(call.takes_derivatives), _seeded(ctx.random, device):
+        with torch.set_grad_enabled(call.takes_derivatives), derivable(), _seeded(ctx.random, device):
             _, outputs, new = call.compute(given)
         shapes = [tuple(output.shape) for output in outputs]
         if shapes != [shape for shape, _ in call.specs]:

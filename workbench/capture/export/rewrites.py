@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -133,11 +134,15 @@ def write_to_results_of_their_own(module: fx.GraphModule) -> None:
 
     What writes in place is recomputed in full or not at all (`supported_mode`), and a residual added in place is in
     every layer of some models. Views of what is written would not see the new result, so that those stay as they are.
-    So do writes to some rows, of which another result would be a copy of all, and writes in another region than their
-    target's: under `no_grad` a write leaves the target its gradient, and another result would have none.
+    So do writes to some rows, of which another result would be a copy of all, and writes in another region than what
+    their target holds was made in: under `no_grad` a write leaves the target its gradient, and another result would
+    have none.
     """
+    regions = defaultdict[fx.Node, set[Any]](set)  # of the writes that stay, by the owner of the memory
     for node in list(module.graph.nodes):
         schema, written = schema_of(node), mutated_arguments(node)
+        for each in written:
+            regions[storage_of(each)].add(regions_of(node))
         if schema is None or len(written) != 1 or written[0] is not node.args[0] or is_random(node):
             continue
         target, source = _returning(node), written[0]
@@ -146,7 +151,7 @@ def write_to_results_of_their_own(module: fx.GraphModule) -> None:
         while of_owner is not source and len(of_owner.users) == 1:
             of_owner = next(iter(of_owner.users))
         is_result = of_owner is source and owner.op == "call_function" and dtype_of(source) is not None
-        is_result &= regions_of(owner) == regions_of(node)
+        is_result &= regions[owner] | {regions_of(owner)} == {regions_of(node)}
         if target is None or not is_result or any(storage_of(user) is owner for user in others):
             continue
         with module.graph.inserting_before(node):
@@ -223,26 +228,28 @@ def simplify_attention(module: fx.GraphModule) -> None:
     for node in graph.find_nodes(op="call_function", target=aten.dropout.default):
         if node.args[1] == 0:  # without it, the patterns below are the same for every rate
             _replace_by(node, node.args[0])
-    for node in graph.find_nodes(op="call_function", target=aten.cat.default):
-        # Keys and values of `transformers` models, which append to a cache by default.
-        filled = [tensor for tensor in node.args[0] if shape_of(tensor) != (0,)]
-        if len(filled) == 1 and dtype_of(filled[0]) == dtype_of(node):
-            _replace_by(node, filled[0])
     writers = defaultdict[fx.Node, list[fx.Node]](list)
     for node in graph.nodes:
         for written in mutated_arguments(node):
             writers[storage_of(written)].append(node)
+    for node in graph.find_nodes(op="call_function", target=aten.cat.default):
+        # Keys and values of `transformers` models, which append to a cache by default. A copy that is written, or whose
+        # source is, stays one.
+        filled = [tensor for tensor in node.args[0] if shape_of(tensor) != (0,)]
+        is_same = len(filled) == 1 and dtype_of(filled[0]) == dtype_of(node)
+        if is_same and not writers.keys() & {node, storage_of(filled[0])}:
+            _replace_by(node, filled[0])
+    known = dict[fx.Node, _Mask | None]()
     for node in graph.find_nodes(op="call_function", target=aten.matmul.default):
-        _fuse(node, writers)
-    known = dict[fx.Node, bool | None]()
+        _fuse(node, writers, known)
     for node in graph.find_nodes(op="call_function", target=ATTENTION):
         _add_head_dim(graph, node)
         mask = node.args[3] if len(node.args) > 3 else node.kwargs.get("attn_mask")
         if isinstance(mask, fx.Node) and mask not in known:
-            known[mask] = _is_causal(mask, node, writers)
-        if isinstance(mask, fx.Node) and (flag := known[mask]) is not None:
+            known[mask] = _constant_mask(mask, node, writers)
+        if isinstance(mask, fx.Node) and (of_mask := known[mask]) is not None and of_mask.is_causal is not None:
             dropout = node.args[4] if len(node.args) > 4 else node.kwargs.get("dropout_p", 0.0)
-            node.args = (*node.args[:3], None, dropout, flag)
+            node.args = (*node.args[:3], None, dropout, of_mask.is_causal)
             replaced = ("attn_mask", "dropout_p", "is_causal")
             node.kwargs = {name: item for name, item in node.kwargs.items() if name not in replaced}
 
@@ -258,10 +265,11 @@ def _replace_by(node: fx.Node, other: Any) -> None:
     node.graph.erase_node(node)
 
 
-def _fuse(output: fx.Node, writers: Writers) -> None:
+def _fuse(output: fx.Node, writers: Writers, known: dict[fx.Node, _Mask | None]) -> None:
     """Replace `dropout(softmax(query @ keyᵀ * scale + mask)) @ value` by one operation.
 
-    The pattern is read backwards from its last product; where anything differs from it, nothing is replaced.
+    The pattern is read backwards from its last product; where anything differs from it, nothing is replaced. `known`
+    has the masks that were looked at.
     """
 
     def is_step(node: Any, *targets: Any) -> bool:
@@ -280,8 +288,13 @@ def _fuse(output: fx.Node, writers: Writers) -> None:
         return
     scores = weights.args[0]
     if is_step(scores, aten.add.Tensor):
+        shape = shape_of(scores)
         scores, mask = scores.args[:2]
-        if not isinstance(mask, fx.Node) or not _constants(mask, output, writers):
+        if len(shape_of(mask)) < 2 or shape_of(scores) != shape:  # a kernel takes no vector, and enlarges nothing
+            return
+        if isinstance(mask, fx.Node) and mask not in known:
+            known[mask] = _constant_mask(mask, output, writers)
+        if not isinstance(mask, fx.Node) or (of_mask := known[mask]) is None or not of_mask.is_added:
             return
     if is_step(scores, aten.div.Tensor, aten.mul.Tensor) and isinstance(scores.args[1], int | float):
         scale = 1 / scores.args[1] if scores.target is aten.div.Tensor else float(scores.args[1])
@@ -323,8 +336,22 @@ def _add_head_dim(graph: fx.Graph, attention: fx.Node) -> None:
     attention.replace_all_uses_with(result, delete_user_cb=lambda user: user is not result)
 
 
-def _is_causal(mask: fx.Node, reader: fx.Node, writers: Writers) -> bool | None:
-    """Return False for a constant mask that masks nothing, True for the causal mask, None for every other."""
+@dataclass(frozen=True)
+class _Mask:
+    """A mask that needs numbers in the graph alone."""
+
+    is_added: bool
+    """True if attention may add it to scores as it stands.
+
+    A kernel takes truths as what may be attended, and no other whole numbers. In its backward, a row of which all is
+    masked by a large number has other probabilities than those of the forward, since they vanish beside that number.
+    """
+    is_causal: bool | None
+    """False if it masks nothing, True for the causal mask, None for every other."""
+
+
+def _constant_mask(mask: fx.Node, reader: fx.Node, writers: Writers) -> _Mask | None:
+    """Return what is known of a constant mask, None for every other."""
     if not (needed := _constants(mask, reader, writers)):
         return None
     # Its value is computed on the CPU, whatever device it was captured for.
@@ -335,17 +362,19 @@ def _is_causal(mask: fx.Node, reader: fx.Node, writers: Writers) -> bool | None:
     retarget(code, torch.device("cpu"))
     with torch.no_grad(), torch.device("cpu"):
         allowed: torch.Tensor = code()
+    is_added = False
     if allowed.dtype != torch.bool:
         masked = allowed <= _MASKED_BELOW
+        is_added = allowed.is_floating_point() and not bool((masked & allowed.isfinite()).all(-1).any())
         allowed = allowed == 0
         if not bool((allowed | masked).all()):
-            return None
+            return _Mask(is_added, None)
     if allowed.dim() < 2:
-        return None
+        return _Mask(is_added, None)
     causal = torch.ones(allowed.shape[-2:], dtype=torch.bool).tril()
     if bool(allowed.all()):
-        return False
-    return True if bool((allowed == causal).all()) else None
+        return _Mask(is_added, False)
+    return _Mask(is_added, True if bool((allowed == causal).all()) else None)
 
 
 def _constants(node: fx.Node, reader: fx.Node, writers: Writers) -> set[fx.Node]:
