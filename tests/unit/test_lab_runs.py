@@ -221,6 +221,12 @@ def test_the_endpoints_show_and_change_own_runs_and_refuse_paths_outside(
     for path in (str(outside.path), f"{run.path}/../../../../etc"):
         assert ask(f"{url}/workbench/run", {**post, "path": path})[0] == 404
         assert ask(f"{url}/workbench/curves", {"paths": [path]})[0] == 404
+    both = {"paths": [str(run.path), str(outside.path)]}
+    status, answer = ask(f"{url}/workbench/curves", both)
+    assert status == 200, "one that was deleted hides no other"
+    assert "<b>run" in json.loads(answer["figures"][0])["layout"]["title"]["text"].replace("&lt;", "<").replace(
+        "&gt;", ">"
+    )
     assert not outside.labels.exists()
     for wrong in ({"action": "delete"}, {"action": "tag", "value": 3}, {"action": "tag", "value": ""}):
         status, answer = ask(f"{url}/workbench/run", {"path": str(run.path), **wrong})

@@ -25,6 +25,7 @@ from workbench.runs import environment, status
 from workbench.runs.launching import device_queue, launcher, processes, supervisor
 from workbench.runs.registry import ProgressReporter, list_runs, load_run
 from workbench.runs.run import Run
+from workbench.widgets.run_reader import RunReader
 
 SLEEP = "import time; time.sleep(600)  # clock: it sleeps until it is killed"
 FAR = {"pid": 1, "created": 0.0, "host": "another-host"}
@@ -214,6 +215,20 @@ def test_followers_are_told_that_a_run_was_deleted_and_go_on(tmp_path):
     gone, there = follower.lines([found, other])
     assert "failed" in gone
     assert "loss 2" in there
+
+
+def test_a_view_says_of_a_run_that_trained_that_its_directory_was_deleted_and_shows_what_it_had_read(tmp_path):
+    found = make_run(tmp_path, "gone", supervisor=this_process())
+    append_event(found.events, "status", state="running", message="")
+    append_event(found.events, "step", step=1, loss=2.0, tokens=4.0, seconds=1.0)
+    reader = RunReader(found.path)
+    assert reader.read().status.state == "running"
+    shutil.rmtree(found.path)
+    reader._looked_at = float("-inf")  # the next look at its processes is due
+    snapshot = reader.read()
+    assert (snapshot.status.state, snapshot.status.message) == ("failed", "Its directory was deleted.")
+    assert str(snapshot.failure) == "Run gone failed: Its directory was deleted."
+    assert snapshot.step == 1
 
 
 def test_a_run_that_nobody_could_end_says_that_its_disk_is_full(tmp_path, monkeypatch):

@@ -480,13 +480,21 @@ class RunCurves(_RunHandler):
     async def post(self) -> None:
         """Answer with the figures and failures of the runs at `paths`, unless their logs have the stamps `seen`.
 
-        The curve of the run at `baseline`, if it is there, is drawn beside theirs.
+        Runs that are gone are left out; 404 says that all are. The curve of the run at `baseline`, if it is there, is
+        drawn beside theirs.
         """
         asked = self.asked()
         paths, pinned = self.asked_paths(asked, MOST_CURVES), asked.get("baseline")
 
         def drawn() -> dict[str, Any]:
-            runs, baseline = [user_run(path, self.roots) for path in paths], None
+            runs, baseline, gone = list[Run](), None, list[RunNotFound]()
+            for path in paths:
+                try:
+                    runs.append(user_run(path, self.roots))
+                except RunNotFound as error:
+                    gone.append(error)
+            if not runs:
+                raise gone[0]
             if pinned is not None:
                 with contextlib.suppress(RunNotFound):  # it was deleted
                     baseline = user_run(str(pinned), self.roots)

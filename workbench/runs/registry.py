@@ -248,7 +248,7 @@ def _cells(row: RunRow) -> tuple[str, ...]:
         "" if not row["mfu"] else f"{row['mfu']:.1%}",
         "" if row["eta_s"] is None else time_left(row["eta_s"]),
         devices,
-        f"{duration(max(0.0, time.time() - row['time']))} ago" if row["time"] else "",
+        "" if not row["time"] else f"{duration(ago)} ago" if (ago := time.time() - row["time"]) >= 1 else "now",
         ", ".join(row["tags"]),
     )
 

@@ -104,6 +104,10 @@ def read_status(run: RunDir, seen: RunState = UNREAD) -> tuple[Status, RunState]
     return status_of(run, progress, there), progress
 
 
+DELETED = "Its directory was deleted."
+"""Message of a run that had not ended when its directory was deleted."""
+
+
 def status_of(run: RunDir, progress: RunState, there: Processes) -> Status:
     """Return the recorded state of `progress`, corrected by the processes that were there before it was read."""
     recorded = progress.status or Status("queued")
@@ -115,6 +119,8 @@ def status_of(run: RunDir, progress: RunState, there: Processes) -> Status:
         recorded = replace(recorded, message=" ".join(filter(None, (STOPPING, recorded.message))))
     if recorded.final or there.is_supervised or run.remote.exists() or there.are_elsewhere:
         return recorded
+    if not run.path.exists():
+        return Status("failed", DELETED, recorded.time)
     is_prepared = there.is_described and not (there.launcher or there.ranks)
     if there.supervisor is None and (there.workers or is_prepared):
         return recorded  # somebody else starts it

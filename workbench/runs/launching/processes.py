@@ -313,6 +313,8 @@ def run_failed(run: RunDir, message: str) -> RunFailed:
     """Return the exception for a failed run: its root cause, the worker's own traceback, and the path of the log."""
     cause = root_cause(run)
     name = run.path.name
+    if not run.path.exists():
+        return RunFailed(f"Run {name} failed: {message}")
     if cause is None:
         log, damaged = run.log("launcher"), [path.name for path in run.records(run.errors)]
         why = f"The error files {', '.join(damaged)} are damaged." if damaged else "No rank left an error file."

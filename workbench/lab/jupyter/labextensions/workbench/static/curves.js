@@ -33,8 +33,8 @@ export default async function curvePanels(library, request) {
     tell() {
       this.facts.replaceChildren(...this.paths.map(path => {
         const row = this.runs.rows.get(path);
-        const words = row ? [row.words, row.facts, row.message, row.notes] : ['this run is gone'];
-        return element('div', '', element('b', '', row?.name ?? path), ` ${words.filter(Boolean).join(' · ')}`);
+        const words = row ? [row.words, row.facts, row.message, row.notes] : ['this run was deleted'];
+        return element('div', '', element('b', '', row?.name ?? path.split('/').at(-1)), ` ${words.filter(Boolean).join(' · ')}`);
       }));
     }
 
@@ -51,7 +51,8 @@ export default async function curvePanels(library, request) {
           this.seen = answer.seen;
           this.note.textContent = '';
         } catch (error) {
-          this.note.textContent = error.message;
+          const gone = this.runs.rows.size && this.paths.every(path => !this.runs.rows.has(path));  // which the facts say
+          this.note.textContent = gone ? '' : error.message;
         }
       }
       const ended = this.seen && this.paths.every(path => this.runs.rows.get(path)?.ended);
