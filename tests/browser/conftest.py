@@ -158,12 +158,15 @@ TAKEN: list[Path] = []
 
 @pytest.fixture
 def picture() -> Any:
-    """Save a screenshot for people in `reports/screenshots`, or in the folder `WORKBENCH_SCREENSHOTS`."""
+    """Save a screenshot of a page, or of a part of it, in `reports/screenshots` or the folder `WORKBENCH_SCREENSHOTS`.
 
-    def take(page: Any, name: str) -> None:
+    Those that the documentation shows have the names of its files in `docs/pictures`.
+    """
+
+    def take(shown: Any, name: str) -> None:
         SCREENSHOTS.mkdir(parents=True, exist_ok=True)
         TAKEN.append(SCREENSHOTS / f"{name}.png")
-        page.screenshot(path=str(TAKEN[-1]))
+        shown.screenshot(path=str(TAKEN[-1]))
 
     return take
 

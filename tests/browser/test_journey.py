@@ -96,7 +96,7 @@ def test_from_the_launcher_to_a_page_for_a_colleague(
 ) -> None:
     page = lab_page
     lab.open_launcher(page, server)
-    picture(page, "lab-cards")
+    picture(page.locator(".jp-Launcher-section", has_text="Workbench"), "lab-cards")
     page.evaluate(REMEMBER_PROGRESS)
     (kernel,) = eventually(lambda: lab.prepared_kernels(server))
     page.locator(lab.CARD, has_text="Scaled BERT").click()  # one click makes, opens and runs a notebook
@@ -123,7 +123,7 @@ def test_from_the_launcher_to_a_page_for_a_colleague(
     page.get_by_role("alert").get_by_text("Experiment.steps='many' is not a whole number.").wait_for()
     assert page.locator("#workbench-seq_len").input_value() == "32"
     page.wait_for_function("() => document.activeElement.id === 'workbench-steps'")  # the field that is refused
-    picture(page, "lab-parameters")
+    picture(page.locator(".jp-Dialog-content"), "lab-parameters")
     page.evaluate(REMEMBER_PROGRESS)
     page.locator("#workbench-steps").fill(str(STEPS))
     page.get_by_role("button", name="Start").click()

@@ -135,15 +135,34 @@ def test_ticked_runs_are_compared_in_both_themes_and_a_diverged_one_flattens_non
     assert "diverges" in lab_page.locator(".wb-plot").first.inner_text()
     titles = " ".join(lab_page.locator(".wb-plot").nth(1).locator(".annotation-text").all_text_contents())
     assert "tokens/s" in titles.lower(), titles
-    picture(lab_page, "runs-compared")
+    picture(lab_page, "lab-runs")
     lab.change_theme(lab_page, "Dark")
     dark = "() => getComputedStyle(document.querySelector('.wb-plot .main-svg')).backgroundColor.match(/\\d+/g)[0] < 60"
     lab_page.wait_for_function(dark)
-    picture(lab_page, "runs-compared-dark")
+    picture(lab_page, "lab-runs-dark")
     for plot in lab_page.locator(".wb-plot").all():
         seen = Image.open(io.BytesIO(plot.screenshot())).convert("L")
         assert np.median(np.asarray(seen)) < 60, "most of a figure is its ground, which is that of the theme"
     lab.change_theme(lab_page, "Light")
+
+
+def test_a_row_that_changes_keeps_the_focus_of_the_keyboard_and_no_button_of_it_is_cut(
+    lab_page: Any, server: lab.Server, runs: Path
+) -> None:
+    open_sidebar(lab_page, server)
+    row = find(lab_page, "going")
+    row.locator(".wb-tick").focus()
+    lab_page.keyboard.press("Space")
+    lab_page.locator(".wb-bulk").get_by_role("button", name="Delete these runs from the disk: 1 ticked").wait_for()
+    counted = {"loss": 2.5, "tokens": 61_000, "seconds": 31.0, "step_ms": 500.0, "tokens_per_s": 2000.0}
+    append_event(RunDir(runs / "going").events, "step", step=61, **counted)
+    row.get_by_text("61 of 120").wait_for()
+    focused = "() => [document.activeElement.className, document.activeElement.closest('.wb-run')?.dataset.path]"
+    assert lab_page.evaluate(focused) == ["wb-tick", str(runs / "going")]
+    lab_page.keyboard.press("Tab")
+    assert lab_page.evaluate(focused) == ["wb-name", str(runs / "going")]
+    right = "node => node.getBoundingClientRect().right"
+    assert row.locator(".wb-actions button").last.evaluate(right) < row.evaluate(right)
 
 
 def test_a_row_stops_its_run_keeps_its_note_and_reads_no_html(

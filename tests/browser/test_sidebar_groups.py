@@ -69,11 +69,15 @@ def test_seeds_are_one_row_that_unfolds_links_its_notebook_and_ends_all_at_once(
     assert said.evaluate("node => node.scrollWidth - node.clientWidth") <= 0, "neither number is cut"
     assert group.locator(".wb-sparkline polygon").count() == 1
     picture(lab_page, "run-groups-folded")
-    group.get_by_role("button", name="Show the runs").click()
+    group.get_by_role("button", name="Show the runs").focus()
+    lab_page.keyboard.press("Enter")
     lab_page.locator(MEMBER).nth(3).wait_for()
+    is_open = lab_page.evaluate("() => document.activeElement.getAttribute('aria-expanded')")
+    assert is_open == "true", "the arrow keeps the focus"
     names = lab_page.locator(f"{MEMBER} .wb-name").all()
     in_order = sorted(names, key=lambda each: each.bounding_box()["y"])
     assert [each.text_content() for each in in_order] == ["seed 3", "seed 2", "seed 1", "seed 0"], "newest first"
+    assert [each.text_content() for each in names] == [each.text_content() for each in in_order], "so do the keys"
     picture(lab_page, "run-groups")
     lab.change_theme(lab_page, "Dark")
     picture(lab_page, "run-groups-dark")
@@ -85,7 +89,7 @@ def test_seeds_are_one_row_that_unfolds_links_its_notebook_and_ends_all_at_once(
     accept(lab_page)
     group.hover()
     group.get_by_role("button", name="Write checkpoints").click()
-    lab_page.get_by_text("1 of 4 runs train").wait_for()
+    lab_page.get_by_text("1 of 4 runs trains").wait_for()
     picture(lab_page, "run-groups-stop")
     accept(lab_page)
     eventually((runs / "bert-tiny-3" / "STOP").exists)

@@ -26,7 +26,7 @@ const CURVE = drawn(AXES + blue('M6 6c2 9 6 11 14 11'));
 const ICONS = {  // by the name of the template
   bert_scaling: drawn(AXES + gray('M6 5c2 7 6 8 14 8') + blue('M6 6c2 9 6 12 14 12')),  // two curves
   fine_tuning: drawn(AXES + gray('M6 18c3-9 6-10 14-10') + blue('M6 18c4-12 7-13 14-13')),  // accuracies that rise
-  gpt_frontier: drawn(AXES + blue('M5 5v5h5v4h5v3h5') + gray('M10 6h.1M15 9h.1M18 12h.1')),  // a front of memory and speed
+  gpt_frontier: drawn(AXES + blue('M5 5v5h5v4h5v3h5') + gray('M10 5h2M15 8h2M19 12h2')),  // a front of memory and speed
   gpt_sweep: drawn(gray('M3 3h18v18H3zM3 9h18M3 15h18M9 3v18M15 3v18') + blue('M9 9h6v6H9z')),  // a grid of plans
   opt_zero: drawn(gray('M4 21V5h4v16zM10 21v-8h4v8') + blue('M16 21v-4h4v4zM10 21v-8h4v8z')),  // memory that is sharded
   scaling_ladder: drawn(AXES + blue('M6 6l14 11') + gray('M7 5v4M12 9v4M17 13v4')),  // a law through points

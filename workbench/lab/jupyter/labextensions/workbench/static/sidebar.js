@@ -156,7 +156,7 @@ class RunList {
     this.node.append(
       element('div', 'wb-bar', this.search, this.move),
       element('div', 'wb-bar', this.state, this.tag, this.order, archive, fold, notices(runs)),
-      element('div', 'wb-bar', this.count, this.columns, this.differs, this.compare),
+      element('div', 'wb-bar', this.count, this.columns, this.compare),
       this.bulk,
       this.apart,
       this.table,
@@ -224,6 +224,7 @@ class RunList {
     if (String(tags) !== this.tags) {
       this.tags = String(tags);
       this.fill(this.tag, {'': 'all tags', ...Object.fromEntries(tags.map(tag => [tag, tag]))});
+      this.tag.hidden = !tags.length;  // its room is wanted in a narrow list
     }
     const words = this.search.value.toLowerCase().split(/\s+/).filter(Boolean);
     const listed = all.filter(row => this.archived.checked || !row.archived);
@@ -257,7 +258,7 @@ class RunList {
     this.count.textContent = this.runs.problem
       || (!all.length ? 'No run yet. wb.launch starts one.'
         : !this.found ? `None of ${all.length} runs matches.`
-        : `${this.found} runs${hidden ? `, ${hidden} not shown` : ''}`);
+        : `${this.found} run${this.found === 1 ? '' : 's'}${hidden ? `, ${hidden} not shown` : ''}`);
     this.tellEmpty(all.length);
     this.drawDevices();
     this.draw();
@@ -356,11 +357,11 @@ class RunList {
     this.arrange();
     this.compare.textContent = this.ticked.size ? `Compare ${this.ticked.size}` : 'Tick to compare';
     this.compare.disabled = !this.ticked.size;
-    this.differs.hidden = this.ticked.size < 2;
     this.drawBulk();
     const first = Math.max(0, Math.floor(this.scroller.scrollTop / this.rowPx) - 3);
     const visible = this.shown.slice(first, first + Math.ceil(this.scroller.clientHeight / this.rowPx) + 7);
-    const kept = new Map();
+    const kept = new Map(), wanted = new Set(visible.map(({path}) => path)), held = this.held();
+    for (const [path, {node}] of this.drawn) if (!wanted.has(path)) node.remove();
     visible.forEach((row, index) => {
       const before = this.drawn.get(row.path);
       const node = before?.row === row ? before.node : this.row(row);
@@ -369,12 +370,27 @@ class RunList {
       if (since) since.textContent = age(row.time || row.created);
       this.showTick(node.querySelector('.wb-tick'), row);
       if (before && before.node !== node) before.node.replaceWith(node);
-      else if (!before) this.space.append(node);
+      const there = this.space.children[index];  // keys and screen readers go through rows in the order of the page
+      if (there !== node) this.space.insertBefore(node, there ?? null);
       kept.set(row.path, {row, node});
     });
-    for (const [path, {node}] of this.drawn) if (!kept.has(path)) node.remove();
     this.drawn = kept;
+    this.hold(held);
     this.askDifferences(visible);
+  }
+
+  // Returns the control of a row that has the focus; null if none has. A row that is drawn anew, or moved, would lose it.
+  held() {
+    const control = document.activeElement, node = this.space.contains(control) && control.closest('.wb-run');
+    return node ? {path: node.dataset.path, control, name: control.getAttribute('aria-label'), look: control.className} : null;
+  }
+
+  hold(held) {
+    if (!held || document.activeElement === held.control) return;
+    const controls = [...this.drawn.get(held.path)?.node.querySelectorAll('button, input') ?? []];
+    const again = controls.find(each => each.getAttribute('aria-label') === held.name && each.className === held.look)
+      ?? controls.find(each => each.className === held.look && held.look !== 'wb-button jp-mod-styled');
+    (again ?? controls.find(each => each.className === 'wb-name'))?.focus({preventScroll: true});
   }
 
   showTick(tick, row) {
@@ -383,13 +399,13 @@ class RunList {
     tick.indeterminate = ticked > 0 && ticked < paths.length;
   }
 
-  // Draws what may be done to all ticked runs.
+  // Draws what may be done to the ticked runs, of which one may be deleted as well.
   drawBulk() {
     const paths = [...this.ticked];
     if (String(paths) === this.bulkOf) return;
     this.bulkOf = String(paths);
-    this.bulk.hidden = paths.length < 2;
-    if (paths.length > 1) this.bulk.replaceChildren(element('span', 'wb-count', `${paths.length} ticked`), ...this.bulkButtons(paths, `${paths.length} ticked runs`));
+    this.bulk.hidden = !paths.length;
+    this.bulk.replaceChildren(...paths.length > 1 ? [this.differs] : [], ...this.bulkButtons(paths, `${paths.length} ticked`));
   }
 
   bulkButtons(paths, name, isGroup = false) {
@@ -463,8 +479,7 @@ class RunList {
     const {path, name} = row, isOpen = this.open.has(path);
     const toggle = this.button(isOpen ? '▾' : '▸', `${isOpen ? 'Hide' : 'Show'} the runs of ${name}`, () => {
       if (isOpen) this.open.delete(path); else this.open.add(path);
-      this.drawn.get(path)?.node.remove();
-      this.drawn.delete(path);
+      this.drawn.get(path).row = null;  // it is drawn anew
       this.store();
       this.update();
     });
@@ -538,11 +553,11 @@ class RunList {
     return this.button(text, `${title}: ${row.name}`, async button => {
       button.disabled = true;
       this.pending.set(row.path, {state: row.state, label: text === 'Stop' ? 'Stopping …' : 'Resuming …'});
+      if (button === document.activeElement) button.closest('.wb-run').querySelector('.wb-name').focus();
       button.replaceWith(element('span', '', this.pending.get(row.path).label));
       if (!await this.actions.act(row.path, action)) {
         this.pending.delete(row.path);
-        this.drawn.delete(row.path);
-        this.space.querySelectorAll('.wb-run').forEach(node => node.dataset.path === row.path && node.remove());
+        if (this.drawn.has(row.path)) this.drawn.get(row.path).row = null;
         this.draw();
       }
     });
@@ -620,11 +635,11 @@ export default async function sidebar(library) {
           } else if (action === 'stop') {
             const each = training.length === 1 ? 'It writes a checkpoint and ends' : 'Each writes a checkpoint and ends';
             const queued = queues ? ' Runs that the queue has not begun stay out; resume() of the sweep or the grid goes on.' : '';
-            const words = training.length ? `${training.length} of ${some} train. ${each}; Resume goes on.${queued}` : `None of ${some} trains.`;
+            const words = training.length ? `${training.length} of ${some} ${training.length === 1 ? 'trains' : 'train'}. ${each}; Resume goes on.${queued}` : `None of ${some} trains.`;
             if (!training.length) return await showErrorMessage(`Stop ${some}`, words);
             if (!await confirmed(`Stop ${training.length}?`, words, `Stop ${training.length}`)) return;
           } else {
-            const words = 'Nothing is deleted. They are not listed any more, unless “show archived” is ticked.';
+            const words = 'Nothing is deleted. What is archived is listed only if “show archived” is ticked.';
             if (!await confirmed(`Archive ${some}?`, words, `Archive ${some}`)) return;
           }
           const refused = await runs.actOnAll(action === 'stop' ? training.map(({path}) => path) : paths, action, action === 'archive' || undefined, queues);
