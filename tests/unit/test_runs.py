@@ -390,20 +390,15 @@ def test_ranks_on_gpus_are_forked_only_from_a_process_in_which_nobody_has_initia
     assert local_launch.cuda_is_untouched() == untouched
 
 
-def test_nvml_is_ended_as_often_as_it_was_begun_before_anything_is_forked(monkeypatch: pytest.MonkeyPatch) -> None:
-    answers = [0, 0, 1]  # the last: it is not begun (`NVML_ERROR_UNINITIALIZED`)
-    library = SimpleNamespace(nvmlShutdown=lambda: answers.pop(0))
-    monkeypatch.setattr("ctypes.CDLL", lambda name: library if name == "libnvidia-ml.so.1" else None)
-    local_launch.end_nvml()
-    assert not answers
-
-
 def test_where_cuda_was_initialised_nothing_is_imported_for_ranks_on_gpus(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr("ctypes.CDLL", lambda _name: SimpleNamespace(cuDeviceGetCount=lambda _count: 0))
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "GPU-1,GPU-2")
+    monkeypatch.setattr(torch.cuda, "_cached_device_count", None)
     assert not local_launch.preload("no.such.worker", {}, on_cpu=False)
     assert "Ranks are new processes: an import has initialised CUDA's driver" in capsys.readouterr().out
+    assert torch.cuda._cached_device_count == 2
 
 
 def test_a_machine_without_the_driver_has_nothing_that_a_fork_could_break(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -414,7 +409,7 @@ def test_a_machine_without_the_driver_has_nothing_that_a_fork_could_break(monkey
     assert local_launch.cuda_is_untouched()
 
 
-def test_torch_counts_gpus_by_nvml_in_the_process_from_which_ranks_on_them_are_forked() -> None:
+def test_torch_does_not_ask_cuda_for_gpus_in_the_process_from_which_ranks_on_them_are_forked() -> None:
     assert worker_environment({}, 2, "cuda", ("0", "1"))["PYTORCH_NVML_BASED_CUDA_CHECK"] == "1"
     assert "PYTORCH_NVML_BASED_CUDA_CHECK" not in worker_environment({}, 2, "cpu", ())
 

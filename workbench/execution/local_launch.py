@@ -6,7 +6,7 @@ The store that torch opens by itself listens on every address of the machine and
 reaches it could give the ranks other addresses to talk to, and ranks unpickle what they receive from each other.
 
 Ranks are forked from this process, which imports the worker once for all of them: those imports take most of the time
-in which a run starts. CUDA does not survive a fork. So torch asks NVML whether there are GPUs, and where an import has
+in which a run starts. CUDA does not survive a fork. So torch is told how many GPUs there are, and where an import has
 initialised CUDA's driver all the same, or `$WORKBENCH_FORK_GPU_RANKS` is 0, ranks on GPUs are new processes.
 """
 
@@ -14,7 +14,6 @@ from __future__ import annotations
 
 import argparse
 import atexit
-import contextlib
 import ctypes
 import datetime
 import functools
@@ -136,7 +135,9 @@ def preload(worker: str, experiment: Mapping[str, Any], on_cpu: bool) -> bool:
     if not on_cpu:
         if os.environ.get(FORKS_GPU_RANKS) == "0":
             return False
-        torch.cuda.is_available()  # which initialises the driver where NVML cannot be asked
+        # Torch would ask NVML, whose files are closed in what is forked from here, and then the driver. Private, and so
+        # named since torch 2.1.
+        torch.cuda._cached_device_count = len(os.environ["CUDA_VISIBLE_DEVICES"].split(","))
     if can_fork := on_cpu or cuda_is_untouched():
         from workbench.execution import build
 
@@ -144,19 +145,11 @@ def preload(worker: str, experiment: Mapping[str, Any], on_cpu: bool) -> bool:
         build.preload(experiment)
         if not on_cpu:
             build.preload_compiler()
+            torch.cuda.is_available()  # as torchrun asks
             can_fork = cuda_is_untouched()
-            end_nvml()
     if not can_fork:
         print("Ranks are new processes: an import has initialised CUDA's driver, which does not survive a fork.")
     return can_fork
-
-
-def end_nvml() -> None:
-    """End NVML in this process. What is forked from it begins anew, as it has closed the files that NVML had opened."""
-    with contextlib.suppress(OSError):  # there is none
-        library = ctypes.CDLL("libnvidia-ml.so.1")
-        while library.nvmlShutdown() == 0:  # once for each time that it was begun
-            pass
 
 
 def cuda_is_untouched() -> bool:

@@ -333,7 +333,7 @@ def worker_environment(base: dict[str, str], world: int, device_type: str, devic
     environment["PYTHONUNBUFFERED"] = "1"
     if device_type == "cuda" and not any(name in environment for name in ALLOCATOR):
         environment[ALLOCATOR[0]] = GROWING
-    if device_type == "cuda":  # torch asks NVML whether there is a GPU, so that CUDA is not initialised before a fork
+    if device_type == "cuda":  # torch counts devices, and does not ask CUDA for them, which would not survive a fork
         environment["PYTORCH_NVML_BASED_CUDA_CHECK"] = "1"
     environment["TORCH_ELASTIC_SHUTDOWN_TIMEOUT"] = ELASTIC_SHUTDOWN_S
     return environment
