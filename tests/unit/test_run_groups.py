@@ -81,6 +81,7 @@ def test_runs_fold_with_another_of_their_queue_and_seeds_only_where_they_differ(
     found = groups_of([swept[0], *twice, seeds[0], swept[1], seeds[1], damaged])
     assert [group and group.of for group in found] == ["sweep", None, None, "seeds", "sweep", "seeds", None]
     assert groups_of([swept[0], seeds[1]]) == [None, None], "no other run of their groups is shown"
+    assert [bool(group) for group in groups_of([*swept, swept[1]])] == [True, True, False], "a run is in its group once"
 
 
 def test_a_notebook_is_linked_if_it_lies_below_the_folder_of_the_server(tmp_path: Path) -> None:

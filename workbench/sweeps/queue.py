@@ -462,15 +462,16 @@ def group_of(run: Run) -> Group | None:
 
 
 def groups_of(runs: Sequence[Run]) -> list[Group | None]:
-    """Return the group of each run that shares it with another; None for all others.
+    """Return the group of each run that shares it with another; None for all others, and for one that is given again.
 
     Runs of one recipe are a group only if their seeds differ. The sidebar, which hears of runs one by one, folds them
     by the same rule (`groupsOf` in `groups.js`).
     """
-    found = list[Group | None]()
+    found, given = list[Group | None](), set[Path]()
     for run in runs:
         try:
-            found.append(group_of(run))
+            found.append(None if run.path in given else group_of(run))
+            given.add(run.path)
         except Exception:  # the files of a run may hold anything
             found.append(None)
     members: dict[str, dict[Path, str]] = {}
