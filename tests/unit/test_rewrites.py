@@ -128,6 +128,25 @@ def test_a_rewritten_layer_has_the_loss_and_the_gradients_of_plain_pytorch(how: 
         torch.testing.assert_close(mine.grad, theirs.grad)
 
 
+def test_a_loss_that_is_added_to_in_place_is_captured() -> None:
+    class Added(Net):
+        def forward(self, x: torch.Tensor, labels: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+            logits = self.logits(x)
+            loss = functional.cross_entropy(logits, labels)
+            loss += 0.1 * logits.square().mean()
+            loss *= 0.5
+            return loss, logits
+
+    model, same = copies(Added)
+    batch = batch_for("Net")
+    expected, found = loss_of(model, batch), interpret(captured(same, batch), same, batch)
+    torch.testing.assert_close(found, expected)
+    expected.backward()
+    found.backward()
+    for mine, theirs in zip(same.parameters(), model.parameters(), strict=True):
+        torch.testing.assert_close(mine.grad, theirs.grad)
+
+
 def test_a_product_with_a_sparse_matrix_is_captured() -> None:
     class Convolved(Net):
         def __init__(self) -> None:

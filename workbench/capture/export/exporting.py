@@ -67,7 +67,6 @@ class Exported:
     """A flat ATen graph whose `get_attr` tensors are the model's own parameters and buffers."""
 
     module: fx.GraphModule
-    loss: fx.Node
     trained: frozenset[str]
     """Names of the parameters that the loss is differentiated by."""
     notes: tuple[str, ...] = ()
@@ -76,6 +75,11 @@ class Exported:
     """Structure of what forward returned, with a `Slot` for each tensor, where that was asked for."""
     logged: tuple[tuple[str, str], ...] = ()
     """Name and reduction of each call of `log_scalar`, in order."""
+
+    @property
+    def loss(self) -> fx.Node:
+        """The node of the loss, which is another one after a rewrite of `loss += aux`."""
+        return self.module.graph.output_node().all_input_nodes[0]
 
     @property
     def returned(self) -> tuple[fx.Node, ...]:
@@ -201,12 +205,10 @@ def _export_on(
             forget(made)
         templates[0], trained[-1], logged[:] = found
     module = _plain(program, name, renamed)
-    [output] = module.graph.find_nodes(op="output")
     named = tuple((scalar.name, scalar.reduce) for scalar in logged if logs)
-    values: Any = output.args[0] if returns or named else output.all_input_nodes
     registered.refuse_constants(module)
     notes = (*checks, *trained[-1][1], *notes)
-    return Exported(module, values[0], trained[-1][0], notes, templates[0], named)
+    return Exported(module, trained[-1][0], notes, templates[0], named)
 
 
 def _plain(program: torch.export.ExportedProgram, name: str, renamed: Mapping[str, str]) -> fx.GraphModule:
