@@ -88,6 +88,8 @@ def test_of_a_sweep_all_curves_have_one_hue_and_the_lowest_loss_alone_is_in_full
     [end] = [trace for trace in figure.data if trace.meta == "end"]
     assert end.marker.color == blue
     assert {trace.legendgroup for trace in figure.data} == {"0"}, "one click hides the sweep"
+    for trace, snapshot in zip(lines_of(figure), snapshots, strict=True):
+        assert trace.hovertemplate.startswith(snapshot.name), "in dark letters, whatever the colour of the curve"
     assert picture(figure)[:4] == b"\x89PNG"
 
 

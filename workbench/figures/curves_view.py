@@ -392,6 +392,9 @@ def _traces(
     before = " (raw %{customdata[0]:.4g})" if smooth else ""
     tokens = " · %{customdata[2]:.3s} tokens" if np.isfinite(curve.hover[:, 2]).any() else ""
     pale = {"color": theme.pale(curve.color, 0.62), "width": 1}
+    said = f"{Y_LABELS.get(y, y).lower()} %{{y:.4g}}{before} · step %{{customdata[1]:,.0f}}{tokens}"
+    if curve.look.folded:  # plotly.js would write its name beside the box in the pale colour
+        said = f"{theme.text(curve.name)}<br>{said}<extra></extra>"
     few = (y not in COLUMNS and not smooth) or np.isfinite(curve.raw).sum() == 1
     raw: dict[str, Any] = {"x": curve.x[x][at], "y": curve.raw[at], "line": pale}
     if curve.is_mean:
@@ -407,7 +410,7 @@ def _traces(
             "mode": "lines+markers" if few else "lines",
             "line": {"color": curve.color, "width": 1.1 if curve.is_quiet else 2.2, "dash": curve.dash},
             "marker": {"color": curve.color, "size": 7},
-            "hovertemplate": f"{Y_LABELS.get(y, y).lower()} %{{y:.4g}}{before} · step %{{customdata[1]:,.0f}}{tokens}",
+            "hovertemplate": said,
         },
         "nan": {
             "x": curve.x[x][curve.gaps],
