@@ -10,7 +10,7 @@ import lab
 import nbformat
 import pytest
 
-from workbench.notebooks.countdown import seconds_left, slowness, told_progress
+from workbench.notebooks.countdown import Parts, slowness, told_progress
 
 NAME = "<img src=x onerror='window.harmed=1'>.ipynb"
 TALL = "from IPython.display import HTML\nHTML('<div class=tall style=\"height: 700px\">drawn</div>')"
@@ -50,28 +50,52 @@ def test_run_all_stays_at_the_curve_until_the_user_scrolls(lab_page: Any, server
 SCRIPT = lab.EXTENSION / "labextensions" / "workbench" / "static" / "countdown.js"
 SAME = """async ([script, cases, words]) => {
     const address = 'data:text/javascript,' + encodeURIComponent(script);
-    const {slowness, cellLeft, toldProgress, usual} = await import(address);
+    const {Parts, slowness, toldProgress, usual} = await import(address);
+    const left = ({ended, stated, later, heard, now}) => {
+        const parts = new Parts(0);
+        for (const [words, since] of heard) parts.hear(words, since);
+        return [parts.left(ended, stated, later, now), ...parts.took];
+    };
     return {
-        factors: cases.map(({expected, took}) => slowness(expected, took)),
-        left: cases.map(({expected, took, running, told}) =>
-            cellLeft(slowness(expected, took), expected[took.length], running, told)),
+        factors: cases.map(({ended}) => slowness(ended)),
+        left: cases.map(left),
         told: words.map(toldProgress),
         usual: [[], [180], [3, 180], [3, 180, 4], [3, 4, 180, 5]].map(usual),
     };
 }"""
 
 
+def left_here(ended: Any, stated: Any, later: Any, heard: Any, now: float) -> list[float]:
+    """Return what the shell says of the seconds left, and the parts of a cell that have ended."""
+    parts = Parts(0.0)
+    for words, since in heard:
+        parts.hear(words, since)
+    return [parts.left(ended, stated, later, now), *parts.took]
+
+
 def test_the_page_counts_down_as_the_shell_does_and_forgets_a_wait_that_happened_once(page: Any) -> None:
     draws, cases = random.Random(0), list[dict[str, Any]]()
-    for _ in range(200):
-        expected = [draws.choice([0.0, 2.0, 5.0, 100.0]) for _ in range(draws.randrange(1, 6))]
-        took = [draws.expovariate(0.05) for _ in expected[1:]]
-        told = draws.choice([None, [draws.random(), draws.expovariate(0.05)]])
-        cases.append({"expected": expected, "took": took, "running": draws.expovariate(0.02), "told": told})
+
+    def seconds() -> float:
+        return draws.choice([0.0, 2.0, 5.0, 100.0])
+
+    for _ in range(300):
+        now, heard, percent = 0.0, list[tuple[str, float]](), 0
+        for _ in range(draws.randrange(12)):
+            now, percent = now + draws.expovariate(0.1), percent + draws.randrange(40)
+            told = draws.choice(["", f": step {percent} of 500 ({percent}%)", f": {percent} of 500 runs have ended"])
+            call = draws.choice(["Waiting for a", "Waiting for a", "Waiting for b", "Planning a"])
+            heard.append(draws.choice([(f"{call}{told} ({now:.1f} s)", now)] * 5 + [("", now)]))
+        ended = [(seconds(), draws.expovariate(0.05)) for _ in range(draws.randrange(4))]
+        stated = draws.choice([seconds(), [seconds() for _ in range(draws.randrange(4))]])
+        later = [seconds() for _ in range(draws.randrange(3))]
+        now += draws.expovariate(0.2)
+        cases.append({"ended": ended, "stated": stated, "later": later, "heard": heard, "now": now})
     words = ["Waiting for a: running, step 1,200 of 1,500 (80%) (1 min 05 s)", "Sweeping: 3 of 4 runs (950 ms)"]
     words += ["Planning: 2 of 0 (3.0 s)", "Planning: weighing plans for 4 × H200 (3.0 s)", "", "12% (2 h 05 min)"]
     seen = page.evaluate(SAME, [SCRIPT.read_text(), cases, words])
-    assert seen["factors"] == pytest.approx([slowness(each["expected"], each["took"]) for each in cases])
-    assert seen["left"] == pytest.approx([seconds_left(*each.values()) for each in cases])
+    assert seen["factors"] == pytest.approx([slowness(each["ended"]) for each in cases])
+    for each, said in zip(cases, seen["left"], strict=True):
+        assert said == pytest.approx(left_here(**each)), each
     assert [each and tuple(each) for each in seen["told"]] == list(map(told_progress, words))
     assert seen["usual"] == [0, 180, 3, 4, 4]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import math
 from collections.abc import Iterator
 from typing import Any
 
@@ -28,7 +29,17 @@ from workbench.runs.launching.launcher import Attempt
 from workbench.runs.tracking.recorder import config_of
 from workbench.sweeps import queue
 from workbench.sweeps import sweep as sweep_module
-from workbench.sweeps.queue import Entry, QueueDir, Result, label, plan_key, profile_key, thread_limit
+from workbench.sweeps.queue import (
+    Entry,
+    Progress,
+    QueueDir,
+    Result,
+    label,
+    plan_key,
+    profile_key,
+    share_done,
+    thread_limit,
+)
 from workbench.sweeps.rules import FIRST_RUNS, Diverged, Study, objective, reports, rule_from_json
 from workbench.sweeps.sweep import Axes
 
@@ -345,6 +356,32 @@ def test_the_table_ranks_configurations_by_their_mean_and_tells_what_stopping_sa
     assert "7 of 8 runs have ended, not at work; resume() goes on" in repr(sweep)
     assert "1 stopped early, 1 waiting" in sweep._repr_html_()
     assert sweep.look() == ("7 of 8 runs have ended", sweep._repr_html_()), "what wait() shows below its cell"
+
+
+def test_a_queue_tells_the_part_of_its_time_that_has_passed_by_the_runs_that_have_ended() -> None:
+    sizes = [(10, 0.1), (20, 0.1), (10, 0.4)]
+    waiting = [Progress(steps, step_s, 0, None, started=0) for steps, step_s in sizes]
+    first = Progress(10, 0.1, 10, 2.0)
+    assert share_done([first, *waiting], 4.0, 3.0) == pytest.approx(
+        (1 + 2) / ((1 + 2) + (1 + 2) + (1 + 4) + (1 + 8))
+    ), "it trained for twice its predicted second and started within one, not four"
+    starting = Progress(10, 0.1, 0, None, started=0.5)
+    assert share_done([first, starting, *waiting[1:]], 4.0, 3.5) == pytest.approx(3.5 / 20)
+    half = [first, Progress(10, 0.1, 5, None), *waiting[1:]]
+    assert share_done(half, 4.0, 5.0) == pytest.approx((3 + 2) / 20)
+    assert share_done(half[:3], 4.0, 5.0, side_by_side=2) == pytest.approx(5 / (5 + 2 * 5)), "the longest will be alone"
+    assert share_done([Progress(10, 0.1, 5, None), *waiting], 4.0, 4.5) == pytest.approx(4.5 / (5 + 5 + 6 + 8))
+    assert share_done(waiting, 4.0, 1.0) == share_done([Progress(0, 0.0, 0, None)], 0.0, 0.0) == 0.0
+    early = [Progress(10, 0.1, 2, 0.2), Progress(10, 0.1, 0, 0.0)]  # stopped early, and failed
+    assert share_done(early, 4.0, 4.0) == 1.0
+    assert share_done([*early, waiting[0]], 4.0, math.inf) == pytest.approx(8.2 / (8.2 + 5)), "another supervisor's"
+
+
+def test_a_sweep_counts_the_runs_that_its_sampler_will_add(sweep) -> None:
+    assert sweep.num_runs == 8
+    sweep.directory.settings["trials"] = 5
+    assert sweep.look()[0] == "7 of 10 runs have ended"
+    assert not sweep.complete
 
 
 @pytest.mark.usefixtures("no_processes")

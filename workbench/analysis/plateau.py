@@ -15,6 +15,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from workbench.base.arguments import checked_arguments
+from workbench.base.display import waiting
 from workbench.base.errors import DataError, InvalidExperiment
 from workbench.base.units import count
 from workbench.data.sampling import MASK_SHARE, RANDOM_SHARE, CausalSamples, SpanSamples
@@ -187,27 +188,30 @@ def stop_on_plateau(runs: Sequence[Run], level: float, share: float = 1 / 3) -> 
     if not runs:
         raise InvalidExperiment("There is no run to watch. Give at least one.", parameter="runs")
     undecided, sentences = list(runs), []
-    while undecided:
-        for run in list(undecided):
-            final, history = run.status.final, run.history()  # in this order, so that no step is missed
-            needed = math.ceil(share * run.experiment.total_steps)
-            reached = int(history.step[-1]) if len(history) else 0
-            if reached < needed and not final:
-                continue
-            undecided.remove(run)
-            if reached < needed or final:
-                continue
-            mean = float(history.loss[history.step > 0.9 * reached].mean())
-            if not mean <= level - MARGIN:
-                run.stop()
-                sentences.append(
-                    f"{run.name} was stopped at step {reached} of {run.experiment.total_steps}: its loss of {mean:.3g} "
-                    f"is not {MARGIN} below the {level:.3g} nats of context-free prediction. Try half or twice the "
-                    f"learning rate, or a longer warm-up; run.resume() would train on."
-                )
-        time.sleep(POLL_S if undecided else 0)
-    for run in runs:
-        run.wait()
+    with waiting(f"waiting for {' and '.join(run.name for run in runs)}") as say:
+        while undecided:
+            for run in list(undecided):
+                final, history = run.status.final, run.history()  # in this order, so that no step is missed
+                total, reached = run.experiment.total_steps, int(history.step[-1]) if len(history) else 0
+                needed = math.ceil(share * total)
+                if reached:
+                    say(f"{run.name}, step {reached:,} of {total:,} ({reached / total:.0%})")
+                if reached < needed and not final:
+                    continue
+                undecided.remove(run)
+                if reached < needed or final:
+                    continue
+                mean = float(history.loss[history.step > 0.9 * reached].mean())
+                if not mean <= level - MARGIN:
+                    run.stop()
+                    sentences.append(
+                        f"{run.name} was stopped at step {reached} of {total}: its loss of {mean:.3g} is not {MARGIN} "
+                        f"below the {level:.3g} nats of context-free prediction. Try half or twice the learning rate, "
+                        "or a longer warm-up; run.resume() would train on."
+                    )
+            time.sleep(POLL_S if undecided else 0)
+        for run in runs:
+            run.wait()
     return sentences
 
 

@@ -520,12 +520,12 @@ def execute(
             waiting(f"executing {notebook.name}", look),
         ):
             failure = _run_papermill(source, executed, parameters or {}, kernel, folder, seen.append)
-        runs = launched_runs(launches)
-    finished = finished_notebook(executed)
-    papermill = finished.metadata.get("papermill", {})  # whose paths of this machine become names
-    papermill |= {name: Path(papermill[name]).name for name in ("input_path", "output_path") if papermill.get(name)}
-    finished.metadata[KEY] = nbformat.from_dict(Record.of(runs).to_json())
-    notebook_to_html(written(executed, notebook_text(finished).encode()), page)
+            runs, finished = launched_runs(launches), finished_notebook(executed)
+            papermill = finished.metadata.get("papermill", {})  # whose paths of this machine become names
+            names = ("input_path", "output_path")
+            papermill |= {name: Path(papermill[name]).name for name in names if papermill.get(name)}
+            finished.metadata[KEY] = nbformat.from_dict(Record.of(runs).to_json())
+            notebook_to_html(written(executed, notebook_text(finished).encode()), page)
     # The tracker gets what lies in a run's directory.
     without_secrets = notebook_text(masked_json(finished)).encode() if runs else b""
     for run in runs:

@@ -22,13 +22,14 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import json
+import math
 import os
 import re
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
-from functools import cached_property, lru_cache
+from functools import cache, cached_property, lru_cache
 from pathlib import Path
 from typing import Any, ClassVar, NamedTuple, Self
 
@@ -46,6 +47,7 @@ from workbench.record.rundir import locked, process_alive, read_json, runs_root,
 from workbench.runs.launching import device_queue, fork_server, processes
 from workbench.runs.launching.launcher import new_directory, user_code
 from workbench.runs.launching.supervisor import worker_environment
+from workbench.runs.registry import row_or_reason
 from workbench.runs.run import Run
 from workbench.sparsity import TYPES as SPARSITIES
 from workbench.sparsity import from_json as sparsity_from_json
@@ -239,6 +241,58 @@ def thread_limit(packing: Mapping[str, int | str], environment: Mapping[str, str
     return {"OMP_NUM_THREADS": str(max(1, available_cores() // processes))}
 
 
+@cache
+def _predicted_s(plan_file: Path) -> tuple[float, float]:
+    """Return the seconds that a run of this plan takes to start, and those of a step."""
+    plan = Plan.load(plan_file)
+    return START_S[plan.cluster.device.type], plan.prediction.step_ms / 1e3
+
+
+@dataclass(frozen=True)
+class Progress:
+    """The progress of one run of a queue."""
+
+    asked: int
+    """Steps that it is to make."""
+    step_s: float
+    """Predicted seconds of one."""
+    steps: int
+    """Steps that it has made."""
+    seconds: float | None
+    """Training time of a run that has ended."""
+    started: float = 1.0
+    """Part of its start that it has behind it: half while it was launched and has made no step."""
+
+
+def share_done(runs: Sequence[Progress], start_s: float, spent_s: float, side_by_side: int = 1) -> float:
+    """Return the part of the time of runs that has passed, by what the first of them show of the others.
+
+    The predicted steps are multiplied by the pace of the runs that have ended. What is left of the time so far was
+    spent on the starts of runs.
+
+    Args:
+        runs: all runs of a queue.
+        start_s: predicted seconds of a run beside its steps, until one has ended.
+        spent_s: seconds that have passed, times the number of runs side by side; infinite where that is unknown.
+        side_by_side: this number.
+    """
+    ended = [(run.steps * run.step_s, run.seconds) for run in runs if run.seconds is not None]
+    predicted_s, trained_s = (sum(each) for each in zip(*ended, strict=True)) if ended else (0.0, 0.0)
+    pace = trained_s / predicted_s if predicted_s and trained_s else 1.0
+    trained = [run.steps * run.step_s * pace if run.seconds is None else run.seconds for run in runs]
+    if ended and math.isfinite(spent_s):
+        start_s = max(0.0, spent_s - sum(trained)) / sum(run.started for run in runs)
+    done = sum(trained) + start_s * sum(run.started for run in runs)
+    left = [
+        start_s * (1 - run.started) + max(0, run.asked - run.steps) * run.step_s * pace
+        for run in runs
+        if run.seconds is None
+    ]
+    # The last run may be alone, and the longest takes its time whatever else there is.
+    left_s = max(sum(left), side_by_side * max(left)) if left else 0.0
+    return done / (done + left_s) if done + left_s else 0.0
+
+
 # The handle of a queue, and what fills and starts one.
 
 POLL_S = 0.2
@@ -286,25 +340,48 @@ class Queue(ABC):
     @property
     def complete(self) -> bool:
         """Return True if every run of the queue has ended."""
-        return all(self.directory.result(entry) for entry in self.directory.queue()) and not self._to_sample()
+        ended = [self.directory.result(entry) is not None for entry in self.directory.queue()]
+        return all(ended) and len(ended) == self.num_runs
 
     @property
     def state(self) -> str:
         """Return `at work`, `complete`, or how to go on."""
         return "at work" if self.alive else "complete" if self.complete else "not at work; resume() goes on"
 
-    def _to_sample(self) -> bool:
-        """Return True if a sampler has configurations left to choose."""
-        return False
-
     def results(self) -> list[tuple[Entry, Result]]:
         """Return the runs that have ended, and how."""
         ended = [(entry, self.directory.result(entry)) for entry in self.directory.queue()]
         return [(entry, result) for entry, result in ended if result is not None]
 
+    @property
+    def num_runs(self) -> int:
+        """Return the number of runs of the queue, with those that a sampler will add."""
+        return len(self.directory.queue())
+
+    def _share_done(self) -> float:
+        queue, results = self.directory.queue(), {entry.index: result for entry, result in self.results()}
+        began, runs = self.directory.supervisor.stat().st_mtime, list[Progress]()
+        start_s, side_by_side = 0.0, int(self.directory.settings["packing"]["side_by_side"])
+        spent_s = (time.time() - began) * side_by_side
+        for entry in queue:
+            start_s, step_s = _predicted_s(self.directory.plan_file(entry.choices))
+            asked = self.directory.values(entry).get("steps") or self.directory.settings["experiment"]["steps"] or 0
+            result, path = results.get(entry.index), self.directory.run(entry)
+            if result is not None:
+                runs.append(Progress(asked, step_s, result.steps, result.seconds))
+            else:
+                steps = row_or_reason(Run(path))["step"] if path.exists() else 0
+                runs.append(Progress(asked, step_s, steps, None, 1.0 if steps else 0.5 * path.exists()))
+        if any(result.ended < began for result in results.values()):
+            spent_s = math.inf  # an earlier supervisor ended some
+        return share_done(runs, start_s, spent_s, side_by_side) * len(queue) / self.num_runs if queue else 0.0
+
     def look(self) -> tuple[str, str]:
         """Return how far the queue has come, in words, and its table for a notebook."""
-        return f"{len(self.results())} of {len(self.directory.queue())} runs have ended", self._repr_html_()
+        words = f"{len(self.results())} of {self.num_runs} runs have ended"
+        with contextlib.suppress(OSError, ValueError):  # without its supervisor or a plan, the share is unknown
+            words += f", {self._share_done():.0%} of the work"
+        return words, self._repr_html_()
 
     @abstractmethod
     def _repr_html_(self) -> str: ...

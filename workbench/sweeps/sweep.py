@@ -472,9 +472,11 @@ class Sweep(Queue):
         axes: dict[str, list[Any]] = self.directory.settings["axes"]
         return axes
 
-    def _to_sample(self) -> bool:
+    @property
+    def num_runs(self) -> int:
+        """Return the number of runs of the sweep, with those that its sampler will add."""
         settings = self.directory.settings
-        return len(self.directory.queue()) < (settings["trials"] or 0) * len(settings["seeds"])
+        return max(len(self.directory.queue()), (settings["trials"] or 0) * len(settings["seeds"]))
 
     @property
     def objective(self) -> str:
@@ -546,9 +548,7 @@ class Sweep(Queue):
 
     def headline(self) -> str:
         """Return how far the sweep has come, in words."""
-        settings, queue = self.directory.settings, self.directory.queue()
-        total = settings["trials"] * len(settings["seeds"]) if self._to_sample() else len(queue)
-        return f"Sweep {self.name}: {len(self.results())} of {total} runs have ended, {self.state}"
+        return f"Sweep {self.name}: {len(self.results())} of {self.num_runs} runs have ended, {self.state}"
 
     def footline(self) -> str:
         """Return what is compared, how the runs share the devices, and what early stopping saved."""

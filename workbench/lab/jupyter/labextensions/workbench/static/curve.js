@@ -1,6 +1,6 @@
 // Keeps the curve in view: the cell tagged `curve`, where JupyterLab's Run All scrolls to the end of the notebook. Until its
 // turn comes, that cell says which cell runs, because the progress of the others is out of view.
-import {cellLeft, slowness, toldProgress, usual} from './countdown.js';
+import {Parts, slowness, usual} from './countdown.js';
 import {addStyle, element, stored} from './drawing.js';
 
 const SETTLING_MS = 6000; // figures above the curve are drawn within this time and move it
@@ -8,6 +8,7 @@ const EVERY_MS = 300;
 const OWN_SCROLLING = ['wheel', 'pointerdown', 'keydown'];
 const AHEAD = 'from workbench.runs.launching.launcher import import_ahead as _ahead; _ahead(); del _ahead';
 const SECONDS = 'workbench:cell-times'; // how long cells took in this browser the last times, by their id
+const LONGEST_S = 1e6; // longest time of a cell that is believed: anybody may have written the metadata of a notebook
 const MOST_REMEMBERED = 200, TIMES = 3;
 const STYLE = `
   .workbench-progress { padding: 4px 8px; margin: 4px 0; font-size: var(--jp-ui-font-size1); color: var(--jp-ui-font-color1);
@@ -15,6 +16,8 @@ const STYLE = `
 `;
 
 const isCurve = cell => (cell.model.getMetadata('tags') ?? []).includes('curve');
+const believed = seconds => (seconds > 0 && seconds < LONGEST_S ? +seconds : 0);
+const total = seconds => [seconds].flat().reduce((sum, each) => sum + each, 0);
 const pause = () => new Promise(resolve => setTimeout(resolve, EVERY_MS));
 
 // Holds the top of the cell at the top of the notebook until everything above is drawn, or the user scrolls.
@@ -32,8 +35,13 @@ async function hold(notebook, cell) {
   user.abort();
 }
 
-// The name by which a cell is known in every copy of its template.
-const known = (notebook, cell) => `${notebook.widgets[0].model.sharedModel.getSource().split('\n')[0]}: ${cell.model.id}`;
+// The name by which a cell is known in every copy of its template with the same parameters, which are short as a number.
+function known(notebook, cell) {
+  const source = widget => widget?.model.sharedModel.getSource() ?? '';
+  const parameters = source(notebook.widgets.find(({model}) => (model.getMetadata('tags') ?? []).includes('parameters')));
+  const number = [...parameters].reduce((sum, each) => (31 * sum + each.codePointAt(0)) | 0, 0);
+  return `${source(notebook.widgets[0]).split('\n')[0]}: ${cell.model.id}: ${number}`;
+}
 
 function remember(name, seconds) {
   const {[name]: times = [], ...others} = stored(SECONDS);
@@ -41,10 +49,13 @@ function remember(name, seconds) {
   localStorage.setItem(SECONDS, JSON.stringify(Object.fromEntries(kept)));
 }
 
-// The seconds that a cell takes: those of the last times in this browser, and those that its template states.
+// The seconds that a cell takes, or each of its parts where they are stated: those of the last times in this browser, and
+// those that its template states.
 function expected(notebook, cell) {
-  const stated = cell.model.getMetadata('expected_s'), times = stored(SECONDS)[known(notebook, cell)] ?? [];
-  return usual(stated > 0 ? [...times, stated] : times);
+  const value = cell.model.getMetadata('expected_s'), stated = Array.isArray(value) ? value.map(believed) : believed(value);
+  const times = stored(SECONDS)[known(notebook, cell)] ?? [], all = total(stated);
+  const now = usual(all ? [...times, all] : times);
+  return all && Array.isArray(stated) ? stated.map(each => each * now / all) : now;
 }
 
 // The words of the call that a cell waits for, if there is one.
@@ -74,14 +85,14 @@ function tell(notebook, curve) {
   curve.node.insertBefore(line, curve.node.querySelector('.jp-Cell-outputWrapper'));
   const code = notebook.widgets.filter(({model}) => model.type === 'code'), before = code.slice(0, code.indexOf(curve) + 1);
   const took = new Map();  // seconds of cells that have ended
-  let current, since = Date.now(), began = false;
+  let current, since = Date.now(), began = false, parts;
   const timer = setInterval(() => {
     const running = before.find(({model}) => model.executionState === 'running');
     const seconds = (Date.now() - since) / 1000;
     if (running !== current) {
-      if (current) took.set(current, {seconds, expected: expected(notebook, current)});
+      if (current) took.set(current, {seconds, expected: total(expected(notebook, current))});
       if (current && seconds >= 1) remember(known(notebook, current), seconds);
-      [current, since] = [running, Date.now()];
+      [current, since, parts] = [running, Date.now(), new Parts(Date.now() / 1000)];
     }
     began ||= Boolean(running);
     if (notebook.isDisposed || curve.isDisposed || (began && !running)) {
@@ -94,10 +105,10 @@ function tell(notebook, curve) {
       line.textContent = `starting the kernel, ${said}`;
       return;
     }
-    const ended = [...took.values()], factor = slowness(ended.map(each => each.expected), ended.map(each => each.seconds));
-    const own = expected(notebook, running), later = before.slice(before.indexOf(running) + 1);
-    const left = cellLeft(factor, own, runs, toldProgress(waitsFor(running)))
-      + later.reduce((sum, cell) => sum + factor * expected(notebook, cell), 0);
+    const ended = [...took.values()].map(each => [each.expected, each.seconds]), factor = slowness(ended);
+    const own = total(expected(notebook, running)), later = before.slice(before.indexOf(running) + 1);
+    parts.hear(waitsFor(running), Date.now() / 1000);
+    const left = parts.left(ended, expected(notebook, running), later.map(cell => total(expected(notebook, cell))), Date.now() / 1000);
     const about = factor * own > runs ? `, about ${Math.ceil(factor * own)} s` : '';
     line.textContent = `cell ${code.indexOf(running) + 1} of ${code.length}: ${doing(notebook, running)}${about} (${said})`
       + (left >= 1 && running !== curve ? `; training starts in about ${Math.ceil(left)} s` : '');
