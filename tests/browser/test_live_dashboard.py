@@ -98,7 +98,7 @@ wb.what_if(wb.Experiment(model=model, data=data, seq_len=16, global_batch=8), wb
     for run in runs:
         page.get_by_role("button", name=f"Stop {Path(run.path).name}: write a checkpoint").wait_for()
         bar = page.get_by_role("progressbar", name=f"steps of {Path(run.path).name}")
-        assert 0 < int(bar.get_attribute("aria-valuenow")) <= 100
+        eventually(lambda bar=bar: 0 < int(bar.get_attribute("aria-valuenow")) <= 100)  # its curve is drawn later
     smoothing = page.get_by_role("slider", name="smoothing")
     assert smoothing.get_attribute("aria-valuetext") == "1.0%"
     smoothing.focus()
