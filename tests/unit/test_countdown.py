@@ -190,6 +190,8 @@ def test_the_words_name_cell_heading_call_and_time_left(monkeypatch: pytest.Monk
         other.hear(message(f"Waiting for a: {percent}% ({clock.now % 100:.0f} s)"))
     assert str(other).endswith("waiting for a: 50%, about 10 s of it left"), "other parameters take other times"
     assert other.seconds_left is None
+    other.end(is_whole=False)
+    assert "expected_s" not in cells[1].metadata, "nor does a failed execution leave the times of other parameters"
 
 
 @pytest.mark.parametrize("stated", ["x", [], ["x", None], -5, [-5.0, True], 1e9, float("nan"), {"a": 1}, [[5.0]]])

@@ -201,7 +201,7 @@ class Countdown:
 
     def __init__(self, cells: Sequence[Any], is_as_timed: bool = True) -> None:
         """Take the cells of a notebook; `is_as_timed` says that its parameters are those with which it was timed."""
-        self._cells = [cell for cell in cells if cell.cell_type == "code"]
+        self._cells, self._is_as_timed = [cell for cell in cells if cell.cell_type == "code"], is_as_timed
         self._stated = [believed(cell.metadata.get("expected_s") if is_as_timed else 0.0) for cell in self._cells]
         self._totals = [sum(each) if isinstance(each, list) else each for each in self._stated]
         if any(self._totals):
@@ -234,13 +234,17 @@ class Countdown:
                 self._parts.hear("", time.monotonic())
 
     def end(self, is_whole: bool) -> None:
-        """Note that no further cell runs, and if all did, state the seconds of their parts for the next execution."""
+        """Note that no further cell runs, and state the seconds of the parts of each for the next execution.
+
+        Of one that failed they are not stated, and times of other parameters are removed.
+        """
         self._parts.end(time.monotonic())
         self._ended += [self._parts.took, *([] for _ in self._cells[len(self._ended) + 1 :])]
         self._parts = Parts(time.monotonic())
-        for cell, took in zip(self._cells if is_whole else (), self._ended, strict=False):
-            cell.metadata.pop("expected_s", None)
-            if sum(took) >= STATED_S:
+        for cell, took in zip(self._cells, self._ended, strict=False):
+            if is_whole or not self._is_as_timed:
+                cell.metadata.pop("expected_s", None)
+            if is_whole and sum(took) >= STATED_S:
                 cell.metadata["expected_s"] = [round(each, 1) for each in took]
 
     @property
