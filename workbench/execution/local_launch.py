@@ -121,6 +121,7 @@ def main(arguments: list[str]) -> None:
         signal.signal(signal.SIGINT, signal.SIG_DFL)
         parsed.training_script, parsed.training_script_args = __file__, [FORKED, *rank]
         launch.simple_launcher = _fork_one
+        launch.is_bf16_available = lambda *_: True  # its question to CUDA would not survive the fork; the ranks ask too
         context = torch.multiprocessing
         context.start_processes = _reporting(context.start_processes)  # type: ignore[attr-defined]  # exported implicitly
     gc.enable()
@@ -153,7 +154,9 @@ def preload(worker: str, experiment: Mapping[str, Any], on_cpu: bool) -> bool:
 
 
 def cuda_is_untouched() -> bool:
-    """Return True if processes that are forked from this one can use CUDA: its driver is not initialised here."""
+    """Return True if processes that are forked from this one can use CUDA: neither torch nor its driver has begun it."""
+    if torch.cuda.is_initialized():
+        return False
     try:
         driver = ctypes.CDLL("libcuda.so.1")
     except OSError:  # there is none
