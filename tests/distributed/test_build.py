@@ -20,13 +20,14 @@ from torch import nn
 from torch.nn import functional
 
 from tests.distributed.harness import launch
-from tests.distributed.real_worker import Ranks, curve, directory, plan, trained
+from tests.distributed.real_worker import SEQ, VOCAB, Ranks, curve, directory, experiment, plan, trained
 from tests.patience import eventually
 from workbench.base.errors import CaptureError, CheckpointError
 from workbench.execution import build
 from workbench.execution.build import FREE_SHARE, LARGE, build_lock, digests
 from workbench.execution.checkpoint.model_export import export_step
 from workbench.experiment import Experiment
+from workbench.models import gpt2
 from workbench.record.history import read_tail
 
 MODEL_BYTES = 10 << 30
@@ -268,3 +269,14 @@ def test_unregistered_tensors_are_given_back_and_others_are_compared(tmp_path: P
     file.write_bytes(b"nothing")
     with pytest.raises(CheckpointError, match=r"start.pt, .* is damaged. Remove it"):
         build.Start.read(file)
+
+
+def test_compiled_ranks_on_cpus_train_a_model_that_makes_its_positions_in_forward(tmp_path: Path) -> None:
+    gpt = gpt2(hidden_size=32, num_layers=2, num_heads=2, vocab_size=VOCAB, max_positions=SEQ, dropout=0.0)
+    asked = experiment(model=gpt, steps=2, warmup_steps=1)
+    both = plan(asked, data=2)
+    compiled = trained(tmp_path / "compiled", asked.replace(numerics={"compile": True}), both)
+    plain = trained(tmp_path / "plain", asked, both)
+    assert [loss for loss, _, _ in curve(compiled).values()] == pytest.approx(
+        [loss for loss, _, _ in curve(plain).values()], rel=1e-5
+    )

@@ -215,7 +215,8 @@ class TrainingWorker:
             if not dist.is_initialized():
                 dist.init_process_group("nccl" if _on_gpu() else "gloo", rank=0, world_size=1)
             self.coordinate = MeshCoordinate.from_mesh(self.accelerator.torch_device_mesh)
-            self.device = self.accelerator.device
+            # Accelerate numbers CPUs by ranks; tensors say "cpu", and the compiler takes "cpu:0" for another device.
+            self.device = self.accelerator.device if _on_gpu() else torch.device("cpu")
             self.is_main = dist.get_rank() == 0
             self.heartbeat = Heartbeat(run_dir, dist.get_rank())
             self._stop_requested = False
