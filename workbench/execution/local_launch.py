@@ -154,7 +154,7 @@ def preload(worker: str, experiment: Mapping[str, Any], on_cpu: bool) -> bool:
 
 
 def cuda_is_untouched() -> bool:
-    """Return True if processes that are forked from this one can use CUDA: neither torch nor its driver has begun it."""
+    """Return True if processes that are forked from this one can use CUDA: nobody has initialised it here."""
     if torch.cuda.is_initialized():
         return False
     try:
