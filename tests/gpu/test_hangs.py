@@ -16,7 +16,7 @@ import torch
 from tests.distributed.real_worker import Ranks, Words, directory, experiment, plan, reach
 from tests.gpu.machine import DEVICE, needs
 from tests.gpu.test_runs import MACHINE
-from tests.patience import Clock, eventually
+from tests.patience import LOOK_S, Clock, eventually
 from workbench.record.event_log import read_events
 from workbench.runs.launching import processes, stalls
 from workbench.runs.launching.stalls import StallWatch
@@ -45,6 +45,9 @@ class Answered(Clock):
 
     def sleep(self, seconds: float) -> None:  # clock: a pause of the product, which lasts no time
         eventually(lambda: all(file.read_text().endswith("in <module>\n") for file in self.stacks))
+        time.sleep(
+            LOOK_S
+        )  # clock: processes that read data answer after their rank, and are asked again if they have not
         self.now += seconds
 
 

@@ -854,8 +854,14 @@ def unseen_models_starts_and_bert_large() -> Iterator[Fact]:
         assert all(map(shows, cells[3:], (launch["planned_s"], *phases, *ends, launch["whole_s"])))
         again[ranks] += [ends[0]] if launch["launch"] else []
     forked, new = ([f"{kind(again[ranks]):.1f}" for kind in (min, max)] for ranks in again)
-    yield BENCHMARKS, f"step after {' to '.join(forked)} s (goal 12), where ranks that are new processes need {' to '.join(new)} s"
-    yield "docs/execution.md", f"first step after {' to '.join(forked)} s, and with new processes after {' to '.join(new)} s"
+    yield (
+        BENCHMARKS,
+        f"step after {' to '.join(forked)} s (goal 12), where ranks that are new processes need {' to '.join(new)} s",
+    )
+    yield (
+        "docs/execution.md",
+        f"first step after {' to '.join(forked)} s, and with new processes after {' to '.join(new)} s",
+    )
     steps: dict[str, list[float]] = {}
     for entry in throughput("large_1xH200_124e0760"):
         steps.setdefault(entry["contender"].partition(":")[0].partition(",")[0], []).append(

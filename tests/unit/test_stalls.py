@@ -260,6 +260,48 @@ def test_a_receive_without_its_send_names_the_sender_and_transfers_enqueued_toge
     assert waits({2: receiver, 3: both}) == [], "both sides have entered"
 
 
+READS = """
+import sys, time
+sys.path[:0] = {paths!r}
+from pathlib import Path
+import torch
+from torch.utils.data import DataLoader
+from workbench.execution.heartbeat import Heartbeat
+from workbench.record.rundir import RunDir
+beat = Heartbeat(RunDir(Path({run!r})), 0)
+beat.begin("batch", 7)
+
+class Slow(torch.utils.data.Dataset):
+    def __len__(self):
+        return 2
+
+    def __getitem__(self, index):
+        if index == 1:
+            print("ready", flush=True)
+            time.sleep(600)  # clock: it hangs until it is killed
+        return torch.ones(1)
+
+for _ in DataLoader(Slow(), batch_size=None, num_workers=2):
+    pass
+"""
+
+
+@pytest.mark.usefixtures("answered")
+def test_the_line_of_the_process_that_reads_the_batch_is_named_and_not_that_in_which_its_rank_waits(
+    run: RunDir, clock: Clock
+) -> None:
+    code = READS.format(paths=[str(ROOT)], run=str(run.path))
+    with subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True, process_group=0) as process:
+        assert process.stdout is not None
+        assert process.stdout.readline() == "ready\n"
+        write_json(run.rank(0), {**process_record(process.pid), "rank": 0, "stage": 0})
+        said = status_after(watched(run), run, clock, 61.0)
+        os.killpg(process.pid, signal.SIGKILL)
+    assert said == "stalled"
+    line = 1 + READS.splitlines().index("            time.sleep(600)  # clock: it hangs until it is killed")
+    assert f"Rank 0 (stage 0) is busy in __getitem__ at <string>:{line}." in Run(run.path).status.message
+
+
 COLLECTIVES = """
 import time
 from pathlib import Path

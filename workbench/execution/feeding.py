@@ -141,6 +141,8 @@ class TrainingSamples:
                 collate_fn=self._feed.dataset.collate,
                 num_workers=LOADER_WORKERS if on_gpu else 0,
                 pin_memory=on_gpu,
+                # Forked, they write their stacks when a stall is looked into (`stalls.StallWatch`).
+                multiprocessing_context="fork" if on_gpu else None,
             )
             for step, own in enumerate(loader, first_step):
                 if self._feed.ring is not None:  # no sample below that number is needed here any more

@@ -9,12 +9,14 @@ groups at the end are timed: loading, compiling before the first steps, evaluati
 from __future__ import annotations
 
 import contextlib
+import functools
 import re
 import statistics
 import time
 from collections import deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 
 import psutil
 
@@ -22,7 +24,7 @@ from workbench.base.units import duration
 from workbench.execution import heartbeat
 from workbench.execution.heartbeat import STACK_SIGNAL, TIMED, Beat, RankOperations, Wait, read_beat
 from workbench.record.events import RankRecord
-from workbench.record.rundir import RunDir, append_event, is_elsewhere, write_record
+from workbench.record.rundir import RunDir, append_event, is_elsewhere, process_record, write_record
 from workbench.runs.launching import processes
 from workbench.runs.status import complete_checkpoints
 
@@ -40,6 +42,8 @@ LOOK_S = 0.5
 """Seconds between two looks at the ranks."""
 ANSWER_S = 5.0
 """Seconds that ranks have to write their stacks."""
+LOADER = "_worker_loop"
+"""Function that a process of a `DataLoader` runs."""
 WAITS_IN = ("torch/distributed/", "torch/cuda/streams.py", "torch/autograd/graph.py")
 """Files of torch in whose code a rank waits for other ranks or for its device."""
 SHOWN_WAITS = 3
@@ -71,6 +75,8 @@ class RankState:
     """Why the process cannot answer, where the system tells."""
     operations: RankOperations | None = None
     """Collectives that torch recorded; None where it tells nothing."""
+    reader: str = ""
+    """Stacks of a process that assembles the batch for which the rank waits; "" if there is none that is at work."""
 
     @property
     def rank(self) -> int:
@@ -85,10 +91,8 @@ class RankState:
 
     @property
     def frames(self) -> list[tuple[str, int, str]]:
-        """File, line and function of the main thread's frames, innermost first."""
-        main = (self.stack or "").rpartition("(most recent call first):")[2]
-        frames = re.findall(r'File "([^"]+)", line (\d+) in (\S+)', main)
-        return [(file, int(line), function) for file, line, function in frames]
+        """File, line and function of the main thread's frames, innermost first: the reader's if there is one."""
+        return frames_of(self.reader or self.stack or "")
 
     @property
     def waits(self) -> bool:
@@ -112,6 +116,13 @@ class RankState:
             return "outside of Python"
         file, line, function = self.frames[0]
         return f"{function} at {'/'.join(file.rsplit('/', 2)[-2:])}:{line}"
+
+
+def frames_of(stacks: str) -> list[tuple[str, int, str]]:
+    """Return file, line and function of the frames of the main thread, innermost first."""
+    main = stacks.rpartition("(most recent call first):")[2]
+    frames = re.findall(r'File "([^"]+)", line (\d+) in (\S+)', main)
+    return [(file, int(line), function) for file, line, function in frames]
 
 
 class StallWatch:
@@ -170,29 +181,57 @@ class StallWatch:
     def _asked(self, records: list[RankRecord], beats: Mapping[int, Beat]) -> list[RankState]:
         """Ask each rank for its stacks, and return what was found about it."""
         beating = [record for record in records if int(record["rank"]) in beats]  # others would die of the signal
-        sizes = {int(record["rank"]): self._size(record) for record in beating}
-        processes.send_signal(beating, STACK_SIGNAL)
-        deadline = time.monotonic() + ANSWER_S
-        while any(self._size(r) == sizes[int(r["rank"])] for r in beating) and time.monotonic() < deadline:
-            time.sleep(0.1)
-        time.sleep(0.1)  # an answer may be half written
+        answers = self._answers([int(r["rank"]) for r in beating], lambda: processes.send_signal(beating, STACK_SIGNAL))
         states = []
         for record in beating:
-            rank = int(record["rank"])
-            answered = self._size(record) > sizes[rank]
-            stack = self._run.stack(rank).read_bytes()[sizes[rank] :].decode(errors="replace") if answered else None
-            told = RankOperations.asked(self._run, rank) if answered else None
+            rank, reader = int(record["rank"]), ""
+            stack = answers[rank] or None
+            told = None if stack is None else RankOperations.asked(self._run, rank)
             reason = ""
-            if not answered:
+            if stack is None:
                 reason = "its process is gone"
                 with contextlib.suppress(psutil.Error):
                     reason = STOPPED.get(psutil.Process(record["pid"]).status(), "")
-            states.append(RankState(record, beats[rank], stack, reason, told))
+            elif beats[rank].activity == "batch":
+                reader = self._reader(record)
+            states.append(RankState(record, beats[rank], stack, reason, told, reader))
         return states
 
-    def _size(self, record: RankRecord) -> int:
+    def _answers(self, ranks: Sequence[int], ask: Callable[[], object]) -> dict[int, str]:
+        """Return what is written into the file of each rank's stacks after `ask`; "" where nothing is."""
+        sizes = {rank: self._size(rank) for rank in ranks}
+        ask()
+        deadline = time.monotonic() + ANSWER_S
+        while any(self._size(rank) == size for rank, size in sizes.items()) and time.monotonic() < deadline:
+            time.sleep(0.1)
+        time.sleep(0.1)  # an answer may be half written
+        return {
+            rank: self._run.stack(rank).read_bytes()[size:].decode(errors="replace") if self._size(rank) > size else ""
+            for rank, size in sizes.items()
+        }
+
+    def _reader(self, record: RankRecord) -> str:
+        """Return the stacks of the process that assembles a rank's batch: on a GPU, processes of a `DataLoader` do.
+
+        They were forked from the rank, and so write their stacks into its file when they are asked, one after another.
+        """
+        rank = int(record["rank"])
+        with contextlib.suppress(psutil.Error):
+            for process in filter(_writes_stacks, psutil.Process(record["pid"]).children()):
+                asked: list[RankRecord] = [{**record, **process_record(process.pid)}]
+                ask = functools.partial(processes.send_signal, asked, STACK_SIGNAL)
+                stacks = self._answers([rank], ask)[rank]
+                called = [function for _, _, function in frames_of(stacks)]
+                is_at_work = (
+                    LOADER in called and called[called.index(LOADER) - 1] != "get"
+                )  # it waits for work in `get`
+                if is_at_work:
+                    return stacks
+        return ""
+
+    def _size(self, rank: int) -> int:
         with contextlib.suppress(OSError):
-            return self._run.stack(int(record["rank"])).stat().st_size
+            return self._run.stack(rank).stat().st_size
         return 0
 
     def _culprits(self) -> list[RankState]:
@@ -242,6 +281,14 @@ class StallWatch:
         stacks = "\n".join(f"{state.name}:\n{state.stack or 'no answer'}" for state in self._states)
         fields = {"rank": rank, "stage": culprit.record.get("stage"), "type": "Stalled", "time": time.time()}
         write_record(self._run.error(rank), {**fields, "message": self._message(lasted_s), "traceback": stacks})
+
+
+def _writes_stacks(process: psutil.Process) -> bool:
+    """Return True if a process answers the signal for stacks; another one would die of it."""
+    with contextlib.suppress(OSError, psutil.Error):
+        caught = re.search(r"^SigCgt:\s*(\w+)", Path(f"/proc/{process.pid}/status").read_text(), re.MULTILINE)
+        return caught is not None and bool(int(caught[1], 16) >> (STACK_SIGNAL - 1) & 1)
+    return False
 
 
 def in_words(wait: Wait, names: Mapping[int, str]) -> str:
