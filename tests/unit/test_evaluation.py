@@ -456,7 +456,7 @@ def test_the_text_at_the_step_under_the_pointer_is_shown(tmp_path):
     events = written(tmp_path)
     tail = HistoryTail(events)
     tail.read()
-    snapshot = SimpleNamespace(name="one", texts=tail.texts)
+    snapshot = SimpleNamespace(name="one", texts=tail.texts, look=None)
     assert "&lt;sing&gt; 5" in samples_at([snapshot], lambda _: 7.0)
     assert "&lt;sing&gt; 10" in samples_at([snapshot], lambda _: math.inf)
     assert "tree 75.0%, bird 12.5%" in samples_at([snapshot], lambda _: 0.0)
