@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import transformers
 
 from workbench.base.code_identity import (
     Definition,
@@ -20,6 +21,7 @@ from workbench.base.code_identity import (
     changed_on_disk,
     changed_since,
     compared_with_files,
+    fingerprint,
     identities_json,
     identity,
     read_identities,
@@ -387,3 +389,10 @@ def test_code_of_a_run_from_before_modules_stood_in_rooms_is_read_and_is_the_sam
         log_scalar("loss", x)
 
     assert identity(loss)[f"{__name__}.log_scalar"].digest == "bcbc6fc445b97f8c"
+
+
+def test_a_number_of_hashes_counts_and_the_hash_that_a_library_notes_of_an_object_does_not() -> None:
+    one, again, other = (transformers.ReformerConfig(num_hashes=count) for count in (1, 1, 2))
+    one._original_object_hash, again._original_object_hash = 2**60, -(2**61)
+    assert fingerprint([one]) == fingerprint([again]) is not None
+    assert fingerprint([one]) != fingerprint([other])

@@ -116,9 +116,8 @@ LAYERS = {
 }
 
 
-@pytest.mark.parametrize("how", LAYERS)
-def test_a_rewritten_layer_has_the_loss_and_the_gradients_of_plain_pytorch(how: str) -> None:
-    model, same = copies(lambda: Layered(LAYERS[how]))  # type: ignore[arg-type]
+def assert_as_plain(model: Net, same: Net) -> None:
+    """Compare loss and gradients of a model in plain PyTorch with those of the graph of a copy of it."""
     batch = batch_for("Net")
     expected, found = loss_of(model, batch), interpret(captured(same, batch), same, batch)
     torch.testing.assert_close(found, expected)
@@ -126,6 +125,12 @@ def test_a_rewritten_layer_has_the_loss_and_the_gradients_of_plain_pytorch(how: 
     found.backward()
     for mine, theirs in zip(same.parameters(), model.parameters(), strict=True):
         torch.testing.assert_close(mine.grad, theirs.grad)
+
+
+@pytest.mark.parametrize("how", LAYERS)
+def test_a_rewritten_layer_has_the_loss_and_the_gradients_of_plain_pytorch(how: str) -> None:
+    model, same = copies(lambda: Layered(LAYERS[how]))  # type: ignore[arg-type]
+    assert_as_plain(model, same)
 
 
 def test_a_loss_that_is_added_to_in_place_is_captured() -> None:
@@ -138,13 +143,7 @@ def test_a_loss_that_is_added_to_in_place_is_captured() -> None:
             return loss, logits
 
     model, same = copies(Added)
-    batch = batch_for("Net")
-    expected, found = loss_of(model, batch), interpret(captured(same, batch), same, batch)
-    torch.testing.assert_close(found, expected)
-    expected.backward()
-    found.backward()
-    for mine, theirs in zip(same.parameters(), model.parameters(), strict=True):
-        torch.testing.assert_close(mine.grad, theirs.grad)
+    assert_as_plain(model, same)
 
 
 def test_a_product_with_a_sparse_matrix_is_captured() -> None:

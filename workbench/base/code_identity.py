@@ -39,6 +39,8 @@ LEAVES, DEPTH = 64, 3
 """Entries of a dict or object, and levels of them, up to which each value is a definition of its own."""
 LONG = 64
 """Items from which on a list of plain values is hashed as a whole."""
+LEAST_HASH = 2**31
+"""Size from which on a number may be a hash, and none that is chosen, such as a number of hash functions."""
 FEW = 4
 """Numbers of an array that are shown."""
 LONGEST_TEXT = 60
@@ -593,7 +595,8 @@ class _Digests:
         found, is_known = list[str](), False
         if attributes and all(getattr(of_type, each, None) is getattr(object, each, None) for each in _PICKLED):
             # What an object notes of its hash (`_original_object_hash` of transformers) is another in every process.
-            found, is_known = self._all({k: v for k, v in attributes.items() if type(v) is not int or "hash" not in k})
+            noted = {k for k, v in attributes.items() if type(v) is int and "hash" in k and abs(v) >= LEAST_HASH}
+            found, is_known = self._all({k: v for k, v in attributes.items() if k not in noted})
         elif library in sys.stdlib_module_names or library in _SAY_THEIR_CONTENT:
             reduced = value.__reduce_ex__(4)
             items = [] if _is_a(reduced, str) else [list(each) for each in reduced[3:5] if each is not None]

@@ -222,10 +222,7 @@ class StallWatch:
                 ask = functools.partial(processes.send_signal, asked, STACK_SIGNAL)
                 stacks = self._answers([rank], ask)[rank]
                 called = [function for _, _, function in frames_of(stacks)]
-                is_at_work = (
-                    LOADER in called and called[called.index(LOADER) - 1] != "get"
-                )  # it waits for work in `get`
-                if is_at_work:
+                if LOADER in called and called[called.index(LOADER) - 1] != "get":  # where it waits for work
                     return stacks
         return ""
 
