@@ -23,7 +23,7 @@ from tests.unit.cost_values import layered_profile
 from workbench.base.errors import PlanInfeasible, RunFailed, RunNotFound, root_exception
 from workbench.cost import Cluster
 from workbench.data import data_fingerprint
-from workbench.execution import local_launch
+from workbench.execution import build, local_launch
 from workbench.execution.build import CUBLAS_SETTING, use_deterministic_kernels
 from workbench.execution.checkpoint import files as checkpoint
 from workbench.execution.worker import error_message
@@ -387,7 +387,7 @@ def test_ranks_on_gpus_are_forked_only_from_a_process_in_which_nobody_has_initia
 ) -> None:
     driver = SimpleNamespace(cuDeviceGetCount=lambda _count: answer)
     monkeypatch.setattr("ctypes.CDLL", lambda name: driver if name == "libcuda.so.1" else None)
-    assert local_launch.cuda_is_untouched() == untouched
+    assert build.cuda_is_untouched() == untouched
 
 
 def test_where_cuda_was_initialised_nothing_is_imported_for_ranks_on_gpus(
@@ -406,7 +406,7 @@ def test_a_machine_without_the_driver_has_nothing_that_a_fork_could_break(monkey
         raise OSError(f"{name}: cannot open shared object file")
 
     monkeypatch.setattr("ctypes.CDLL", missing)
-    assert local_launch.cuda_is_untouched()
+    assert build.cuda_is_untouched()
 
 
 def test_torch_does_not_ask_cuda_for_gpus_in_the_process_from_which_ranks_on_them_are_forked() -> None:

@@ -1,11 +1,11 @@
-"""The process that measures the blocks of a model on this device; `workbench.measure.block_probes` starts it.
+"""The processes that measure the blocks of a model on this device; `workbench.measure.block_probes` starts the first.
 
-    python -m workbench.execution.block_probe FOLDER NUMBER HELPER HELPERS NAMED
+    python -m workbench.execution.block_probe FOLDER NAMED
 
-The process imports what it needs, for a NAMED model (1) transformers as well, waits for the request in FOLDER, captures
-and compiles for the expected micro-batch, and then waits for the file that tells probe NUMBER the micro-batch to
-measure. HELPER 0 is the probe itself. Each of the HELPERS others only compiles some block types, from the last one on,
-so that the probe finds them in the compiler's cache.
+That process imports what the probes need, for a NAMED model (1) transformers as well, waits for the request in FOLDER
+and forks a probe for each micro-batch. A probe captures and compiles for the expected micro-batch, and then waits for
+the file that tells it the micro-batch to measure. Its helpers only compile some block types, from the last one on, so
+that the probe finds them in the compiler's cache.
 
 Blocks run in the model's order, each type at most `MAX_BLOCKS_PER_TYPE` times (a 54-layer model runs four layers), with
 random weights and a random batch. Identities between the blocks note time and memory in forward and backward, so that a
@@ -16,10 +16,13 @@ from __future__ import annotations
 
 import contextlib
 import fcntl
+import functools
 import gc
 import itertools
+import multiprocessing
 import os
 import pickle
+import signal
 import statistics
 import sys
 import tempfile
@@ -37,6 +40,7 @@ import torch
 from torch import nn
 
 from workbench.base.errors import WorkbenchError, root_exception
+from workbench.base.machine import available_cores
 from workbench.base.tensors import TensorSpec
 from workbench.base.units import GIB
 from workbench.capture import Graph, build_meta, capture
@@ -46,8 +50,24 @@ from workbench.cost.profile import BlockMeasurement
 from workbench.execution.blocks.block_module import BlockModule, BlockProgram
 from workbench.execution.blocks.loss_runners import LabelCounter
 from workbench.execution.blocks.step_context import StepContext, Timestamp
-from workbench.execution.build import preload, prepare_compiler, runners, use_deterministic_kernels
-from workbench.measure.block_probes import MAX_BLOCKS_PER_TYPE, MICRO_BATCH, PHASES, REQUEST, RESULT, ProbeRequest
+from workbench.execution.build import (
+    cuda_is_untouched,
+    preload,
+    preload_compiler,
+    prepare_compiler,
+    runners,
+    use_deterministic_kernels,
+)
+from workbench.measure.block_probes import (
+    HELPERS,
+    MAX_BLOCKS_PER_TYPE,
+    MICRO_BATCH,
+    PHASES,
+    REQUEST,
+    RESULT,
+    ProbeRequest,
+    has_nvidia_gpus,
+)
 from workbench.record.rundir import read_json, write_json
 
 SUSTAINED_S = 2.0
@@ -124,28 +144,34 @@ class _Boundary(torch.autograd.Function):
 
 
 class Probe:
-    """A model captured for one micro-batch, ready to be compiled and measured."""
+    """A model captured for one micro-batch, whose blocks it compiles and measures on a device."""
 
     def __init__(
         self, request: ProbeRequest, micro_batch: int, device: torch.device, note: NotePhase | None = None
     ) -> None:
         note = note or (lambda _: None)
         self.micro_batch = micro_batch
-        self._device = device
+        self._request, self._device = request, device
         model = build_meta(request.build)
         note("built")
         specs = {name: spec.batched(micro_batch) for name, spec in request.samples.items()}
         self._graph = capture(model, specs, name="probed", loss=request.loss, examples=request.examples)
         note("captured")
         self._blocks = sampled_blocks(self._graph)
-        self._chain = _Chain(self._graph, self._blocks, request, device)
+
+    # Both are made with the first run: this process may start CUDA while it captures.
+
+    @functools.cached_property
+    def _chain(self) -> _Chain:
+        return _Chain(self._graph, self._blocks, self._request, self._device)
+
+    @functools.cached_property
+    def _batch(self) -> Mapping[str, torch.Tensor]:
+        request, size, device = self._request, self.micro_batch, self._device
         if request.examples is not None:
-            self._batch = repeated(request.examples, micro_batch, device)
-        else:
-            vocab_size, share = request.vocab_size, request.labelled
-            self._batch = random_batch(
-                request.samples, micro_batch, vocab_size=vocab_size, labelled_share=share, device=device
-            )
+            return repeated(request.examples, size, device)
+        vocab_size, share = request.vocab_size, request.labelled
+        return random_batch(request.samples, size, vocab_size=vocab_size, labelled_share=share, device=device)
 
     def compile(self) -> None:
         with _device_lock(self._device, fcntl.LOCK_SH):
@@ -484,49 +510,85 @@ def _device_lock(device: torch.device, operation: int) -> Iterator[None]:
 
 
 def main() -> None:
-    folder, (number, helper, helpers, named) = Path(sys.argv[1]), map(int, sys.argv[2:])
-    begun, seconds = psutil.Process().create_time(), dict[str, float]()
-
-    def note(phase: str) -> None:
-        """Note the seconds from the start of this process to the end of a phase."""
-        seconds[phase] = round(time.time() - begun, 2)
-        if not helper:
-            write_json(folder / f"{number}{PHASES}", seconds)
-
-    note("imported")
-    device = torch.device("cpu")
-    if torch.cuda.is_available():  # probes are spread over the GPUs
-        device = torch.device("cuda", number % torch.cuda.device_count())
-        torch.cuda.set_device(device)
-        # CUDA starts while the compiler is imported, because each takes a second or more.
-        starting = threading.Thread(target=torch.cuda.synchronize)
-        starting.start()
-        prepare_compiler()
-        starting.join()
+    folder, named = Path(sys.argv[1]), sys.argv[2] == "1"
+    begun = psutil.Process().create_time()
+    if has_nvidia_gpus():
+        # NVML and CUDA's driver, which torch would ask, are for the probes. Private, and so named since torch 2.1.
+        torch.cuda._cached_device_count = 1
+        preload_compiler()
     if named:
         preload({})
+    torch.cuda._cached_device_count = None
+    gc.freeze()  # otherwise each probe's first collection would copy the pages of every object that it shares
+    seconds = {"imported": round(time.time() - begun, 2)}
+    request = _request(folder)
+    seconds["asked"] = round(time.time() - begun, 2)
+    sizes = len(request.micro_batches)
+    helpers = max(0, min(HELPERS, available_cores() // (2 * sizes) - 1)) if request.compiled else 0
+    # Code of the user's was imported to read the request; it may have started CUDA, which does not survive a fork.
+    context = multiprocessing.get_context("fork") if cuda_is_untouched() else multiprocessing.get_context("spawn")
+    probes = [context.Process(target=_run, args=(folder, slot, begun, seconds)) for slot in range(sizes)]
+    for process in probes:
+        process.start()
+    for slot, helper in itertools.product(range(sizes), range(1, helpers + 1)):
+        context.Process(target=_help, args=(folder, slot, helper, helpers)).start()
+    threading.Thread(target=_end_with, args=(os.getppid(),), daemon=True).start()
+    for slot, process in enumerate(probes):
+        process.join()
+        if not (folder / f"{slot}{RESULT}").exists():  # a signal has ended it
+            write_json(folder / f"{slot}{RESULT}", {"reason": f"exit status {process.exitcode}"})
+
+
+def _end_with(parent: int) -> None:
+    """End this process and all probes as soon as the process that plans is gone."""
+    while os.getppid() == parent:
+        time.sleep(1)
+    os.killpg(0, signal.SIGKILL)
+
+
+def _request(folder: Path) -> ProbeRequest:
+    """Wait for the request and return it; in a process that was forked, the user's modules are imported already."""
     request: ProbeRequest = pickle.loads(_wait_for_file(folder / REQUEST).read_bytes())
-    note("asked")
-    if request.deterministic:
-        use_deterministic_kernels()
-    if device.type == "cuda":
-        torch.set_float32_matmul_precision("high" if request.precision == "bf16" else "highest")
-        free, total = torch.cuda.mem_get_info(device)
-        if free < FREE_SHARE * total:
-            raise SystemExit(f"the GPU is in use: {free / GIB:.0f} of {total / GIB:.0f} GiB are free")
-    if helper:
-        Probe(request, request.micro_batches[number], device).compile_some(helper, helpers)
-        return
-    probe: Probe | None = None
+    return request
+
+
+def _help(folder: Path, slot: int, helper: int, helpers: int) -> None:
+    request = _request(folder)
+    with _starting(request, slot) as device:
+        probe = Probe(request, request.micro_batches[slot], device)
+    probe.compile_some(helper, helpers)
+
+
+def _run(folder: Path, slot: int, begun: float, seconds: dict[str, float]) -> None:
+    """Measure the blocks as probe number `slot`, and write what was measured, or why nothing was."""
+
+    def note(phase: str) -> None:
+        """Note the seconds from the start of the probes to the end of a phase."""
+        seconds[phase] = round(time.time() - begun, 2)
+        write_json(folder / f"{slot}{PHASES}", seconds)
+
     try:
-        probe = Probe(request, request.micro_batches[number], device, note)
+        blocks = [vars(measurement) for measurement in _measured(folder, slot, note)]
+    except BaseException as error:
+        reason = traceback.format_exception_only(error)[-1].strip().removeprefix("SystemExit: ")[:200]
+        write_json(folder / f"{slot}{RESULT}", {"reason": reason})
+        raise
+    note("measured")
+    write_json(folder / f"{slot}{RESULT}", {"blocks": blocks})
+
+
+def _measured(folder: Path, slot: int, note: NotePhase) -> list[BlockMeasurement]:
+    request, probe = _request(folder), None
+    with _starting(request, slot) as device:
+        probe = Probe(request, request.micro_batches[slot], device, note)
+    try:
         probe.compile()
         note("compiled")
     except Exception as error:
         if not isinstance(root_exception(error), torch.OutOfMemoryError):
             raise
         probe = None
-    micro_batch = int(read_json(_wait_for_file(folder / f"{number}{MICRO_BATCH}")))
+    micro_batch = int(read_json(_wait_for_file(folder / f"{slot}{MICRO_BATCH}")))
     note("assigned")
     if probe is None or probe.micro_batch != micro_batch:
         del probe
@@ -536,9 +598,28 @@ def main() -> None:
             torch.cuda.empty_cache()
         probe = Probe(request, micro_batch, device)
         probe.compile()
-    blocks = [vars(measurement) for measurement in probe.measure()]
-    write_json(folder / f"{number}{RESULT}", {"blocks": blocks})
-    note("measured")
+    return probe.measure()
+
+
+@contextlib.contextmanager
+def _starting(request: ProbeRequest, slot: int) -> Iterator[torch.device]:
+    """Start the device of a probe, and the compiler, while the body of the `with` statement captures the model."""
+    if request.deterministic:
+        use_deterministic_kernels()
+    if not torch.cuda.is_available():
+        yield torch.device("cpu")
+        return
+    device = torch.device("cuda", slot % torch.cuda.device_count())  # probes are spread over the GPUs
+    starting = threading.Thread(target=torch.cuda.synchronize, args=(device,))
+    starting.start()
+    yield device
+    starting.join()
+    torch.cuda.set_device(device)
+    prepare_compiler()
+    torch.set_float32_matmul_precision("high" if request.precision == "bf16" else "highest")
+    free, total = torch.cuda.mem_get_info(device)
+    if free < FREE_SHARE * total:
+        raise SystemExit(f"the GPU is in use: {free / GIB:.0f} of {total / GIB:.0f} GiB are free")
 
 
 def _wait_for_file(file: Path) -> Path:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import os
 from collections import Counter, deque
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -64,6 +65,10 @@ def build_model(factory: Callable[[], nn.Module], model_bytes: int, device: torc
     return model.to(where).train()  # Tables from NumPy are on the CPU even if the model was built elsewhere.
 
 
+NOT_INITIALISED = 3
+"""`CUDA_ERROR_NOT_INITIALIZED`: what the driver answers in a process in which nobody has called `cuInit`."""
+
+
 def preload(experiment: Mapping[str, Any]) -> None:
     """Import what build and capture of a named model import, in the process from which the ranks of a run are forked.
 
@@ -83,6 +88,17 @@ def preload_compiler() -> None:
     from workbench.execution.blocks.compiled import load_digests
 
     load_digests()
+
+
+def cuda_is_untouched() -> bool:
+    """Return True if processes that are forked from this one can use CUDA: nobody has initialised it here."""
+    if torch.cuda.is_initialized():
+        return False
+    try:
+        driver = ctypes.CDLL("libcuda.so.1")
+    except OSError:  # there is none
+        return True
+    return bool(driver.cuDeviceGetCount(ctypes.byref(ctypes.c_int())) == NOT_INITIALISED)
 
 
 def _is_built_on_host(model_bytes: int, device: torch.device) -> bool:

@@ -46,8 +46,6 @@ from workbench.record.rundir import RunDir, read_object
 LOOPBACK = "127.0.0.1"
 BACKEND = "loopback"
 """Name of the rendezvous, for `--rdzv_backend`."""
-NOT_INITIALISED = 3
-"""`CUDA_ERROR_NOT_INITIALIZED`: what the driver answers in a process in which nobody has called `cuInit`."""
 FORKED = "forked"
 """First argument of this file where torchrun executes it in a rank that it forked."""
 PR_SET_PDEATHSIG = 1
@@ -139,29 +137,18 @@ def preload(worker: str, experiment: Mapping[str, Any], on_cpu: bool) -> bool:
         # Torch would ask NVML, whose files are closed in what is forked from here, and then the driver. Private, and so
         # named since torch 2.1.
         torch.cuda._cached_device_count = len(os.environ["CUDA_VISIBLE_DEVICES"].split(","))
-    if can_fork := on_cpu or cuda_is_untouched():
-        from workbench.execution import build
+    from workbench.execution import build
 
+    if can_fork := on_cpu or build.cuda_is_untouched():
         importlib.import_module(worker)
         build.preload(experiment)
         if not on_cpu:
             build.preload_compiler()
             torch.cuda.is_available()  # as torchrun asks
-            can_fork = cuda_is_untouched()
+            can_fork = build.cuda_is_untouched()
     if not can_fork:
         print("Ranks are new processes: an import has initialised CUDA's driver, which does not survive a fork.")
     return can_fork
-
-
-def cuda_is_untouched() -> bool:
-    """Return True if processes that are forked from this one can use CUDA: nobody has initialised it here."""
-    if torch.cuda.is_initialized():
-        return False
-    try:
-        driver = ctypes.CDLL("libcuda.so.1")
-    except OSError:  # there is none
-        return True
-    return bool(driver.cuDeviceGetCount(ctypes.byref(ctypes.c_int())) == NOT_INITIALISED)
 
 
 def _reporting(start: Callable[..., Any]) -> Callable[..., Any]:

@@ -1,9 +1,10 @@
 """The blocks of a model measured on this machine's GPUs before it is planned for: about a minute, once per model.
 
-Each micro-batch is measured by a process of its own (`execution.block_probe`), spread over the GPUs; the process that
-plans never uses one. The probes start before this process imports torch and, while it captures the model, capture and
-compile for the micro-batches that they will most likely measure. Once the model is priced they are told which to
-measure. Measurements are cached under `$WORKBENCH_HOME/blocks` by model, device and torch version.
+Each micro-batch is measured by a process of its own, spread over the GPUs; the process that plans never uses one. They
+are forked from one process (`execution.block_probe`), which starts before this one imports torch. While this process
+captures the model, the probes capture and compile for the micro-batches that they will most likely measure. Once the
+model is priced they are told which to measure. Measurements are cached under `$WORKBENCH_HOME/blocks` by model, device
+and torch version.
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ from __future__ import annotations
 import hashlib
 import json
 import os
+import signal
 import subprocess
 import sys
 import tempfile
@@ -18,14 +20,14 @@ import time
 import warnings
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
 from importlib import metadata
 from pathlib import Path
 from typing import Any
 
-from workbench.base.display import EVERY_S, Say, waiting
-from workbench.base.machine import available_cores, cache_home
+from workbench.base.display import Say, waiting
+from workbench.base.machine import cache_home
 from workbench.base.tensors import TensorSpec
 from workbench.base.user_code import pickled, user_path
 from workbench.cost import Cluster, Device, Profile
@@ -45,7 +47,7 @@ REQUEST = "request.pkl"
 MICRO_BATCH = "-micro-batch.json"
 """Name, after a probe's number, of the file with the micro-batch that it must measure."""
 RESULT = "-blocks.json"
-"""Name, after a probe's number, of the file with its measurements."""
+"""Name, after a probe's number, of the file with its measurements, or with the reason why there are none."""
 PHASES = "-phases.json"
 """Name, after a probe's number, of the file with the seconds from its start to the end of each of its phases so far."""
 DOING = {"built": "is captured", "captured": "is compiled", "compiled": "waits", "assigned": "is measured"}
@@ -99,7 +101,7 @@ class ProbeRequest:
 FORMAT = 9
 """Version of the cached files."""
 PROBE = "workbench.execution.block_probe"
-"""Module that each probe runs."""
+"""Module from whose process the probes are forked."""
 TIMEOUT_S = 180.0
 """Seconds after which a probe is given up."""
 LONGEST_MS = 300.0
@@ -108,6 +110,13 @@ SIZES = 3
 """Number of micro-batches that are probed, each a quarter of the one before."""
 HELPERS = 2
 """Processes beside each probe that compile some block types for it; fewer if they would take over half of the cores."""
+FORKED = {"PYTORCH_NVML_BASED_CUDA_CHECK": "1", "TORCHINDUCTOR_WORKER_START": "fork"}
+"""Variables of the probes: torch finds GPUs without initialising CUDA, which does not survive a fork, and Inductor
+forks the processes that compile kernels for a probe. By default each of them would be new, and import torch."""
+LOOK_S = 0.1
+"""Seconds between two looks whether a probe is done."""
+LOG = "log"
+"""Name of the file with what all probes print."""
 
 
 @contextmanager
@@ -236,26 +245,26 @@ def _read_measurements(path: Path) -> tuple[BlockMeasurement, ...]:
 class BlockProbes:
     """Processes that measure the blocks of one model, one for each micro-batch.
 
-    They import what they need as soon as they start. `ask` gives them the model, so that they compile for the expected
-    micro-batches, and `measure` tells them the final ones. As a context, it kills what still runs at its end.
+    The process that they are forked from imports what they need as soon as it starts. `ask` gives them the model, so
+    that they compile for the expected micro-batches, and `measure` tells them the final ones. As a context, it kills
+    what still runs at its end.
     """
 
     def __init__(self, named: bool = False) -> None:
-        """A `named` model is built by transformers, which the probes import before they are asked."""
-        self._named = named
+        """A `named` model is built by transformers, which is imported before the probes are asked."""
         self._folder = tempfile.TemporaryDirectory(prefix="workbench-probe-")
-        self._processes = [self._start(slot) for slot in range(SIZES)]
-        count = max(0, min(HELPERS, available_cores() // (2 * SIZES) - 1))
-        self._helpers = [[self._start(slot, one + 1, count) for one in range(count)] for slot in range(SIZES)]
+        # Told to import the user's modules from where this process does, since the model is pickled by name.
+        environment = FORKED | dict(os.environ) | {"PYTHONPATH": os.pathsep.join(user_path())}
+        command = [sys.executable, "-m", PROBE, str(self._path), str(int(named))]
+        with (self._path / LOG).open("ab") as log:
+            self._process = subprocess.Popen(
+                command, stdin=subprocess.DEVNULL, stdout=log, stderr=log, env=environment, start_new_session=True
+            )
         self.seconds: list[dict[str, float]] = []
-        """Seconds from the start of each probe that measured to the end of each of its phases."""
+        """Seconds from the start of the probes to the end of each phase, for each probe that measured."""
 
     def ask(self, request: ProbeRequest, device: Device) -> None:
-        """Let the probes capture and compile for the expected micro-batches; ends probes that are not needed."""
-        sizes = len(request.micro_batches)
-        helped = sizes if request.compiled else 0
-        _kill([*self._processes[sizes:], *(helper for helpers in self._helpers[helped:] for helper in helpers)])
-        del self._processes[sizes:], self._helpers[helped:]
+        """Let the probes capture and compile for the expected micro-batches."""
         partial_file = self._path / f"{REQUEST}.part"
         partial_file.write_bytes(pickled("model", request))
         partial_file.rename(self._path / REQUEST)
@@ -266,14 +275,15 @@ class BlockProbes:
         return self
 
     def __exit__(self, *_: object) -> None:
-        _kill([*self._processes, *(helper for helpers in self._helpers for helper in helpers)])
+        with suppress(ProcessLookupError):  # all of them have ended
+            os.killpg(self._process.pid, signal.SIGKILL)
+        self._process.wait()
         self._folder.cleanup()
 
     def measure(
         self, sizes: Sequence[int], say: Say = lambda _: None
     ) -> tuple[tuple[BlockMeasurement, ...], list[str]]:
         """Return measurements at these micro-batches (no more than were expected), and a reason for each failure."""
-        assert len(sizes) <= len(self._processes)
         for slot, size in enumerate(sizes):
             write_json(self._path / f"{slot}{MICRO_BATCH}", size)
         measurements: list[BlockMeasurement] = []
@@ -294,34 +304,18 @@ class BlockProbes:
     def _path(self) -> Path:
         return Path(self._folder.name)
 
-    def _start(self, slot: int, helper: int = 0, helpers: int = 0) -> subprocess.Popen[bytes]:
-        # Told to import the user's modules from where this process does, since the model is pickled by name.
-        numbers = map(str, (slot, helper, helpers, int(self._named)))
-        command = [sys.executable, "-m", PROBE, str(self._path), *numbers]
-        environment: Mapping[str, str] = {**os.environ, "PYTHONPATH": os.pathsep.join(user_path())}
-        with (self._path / f"{slot}{'.helper' * bool(helper)}.log").open("ab") as log:
-            return subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=log, stderr=log, env=environment)
-
     def _result(self, slot: int, look: Callable[[], None]) -> tuple[tuple[BlockMeasurement, ...], str]:
-        process, deadline = self._processes[slot], time.monotonic() + TIMEOUT_S
-        while True:
+        file, deadline = self._path / f"{slot}{RESULT}", time.monotonic() + TIMEOUT_S
+        while not file.exists():
             look()
-            try:
-                process.wait(EVERY_S)
-            except subprocess.TimeoutExpired:
-                if time.monotonic() > deadline:
-                    return (), f"no result after {TIMEOUT_S:.0f} s"
-            else:
-                break
-        blocks = _read_measurements(self._path / f"{slot}{RESULT}")
+            if self._process.poll() is not None and not file.exists():
+                lines = (self._path / LOG).read_text(errors="replace").strip().splitlines()
+                return (), lines[-1][:200] if lines else f"exit status {self._process.returncode}"
+            if time.monotonic() > deadline:
+                return (), f"no result after {TIMEOUT_S:.0f} s"
+            time.sleep(LOOK_S)
+        blocks = _read_measurements(file)
         if not blocks:
-            lines = (self._path / f"{slot}.log").read_text(errors="replace").strip().splitlines()
-            return (), lines[-1][:200] if lines else f"exit status {process.returncode}"
+            return (), str(read_object(file).get("reason"))
         self.seconds.append(read_object(self._path / f"{slot}{PHASES}"))
         return blocks, ""
-
-
-def _kill(processes: Sequence[subprocess.Popen[bytes]]) -> None:
-    for process in processes:
-        process.kill()
-        process.wait()
