@@ -8,6 +8,7 @@ Every round starts one Python after another, one for each variant (a setting of 
 the opposite order every second round; each plans its row and launches it twice. The very first launch of a file is
 cold: its blocks are measured, and nothing has been compiled. Seconds are the clock's, from the events of the run, and
 count from the record that its processes are being started: `asked` is what lay between `wb.launch` and that record.
+`probes` are the seconds from the start of the processes that measured the model's blocks to the end of each phase.
 """
 
 from __future__ import annotations
@@ -25,7 +26,9 @@ import machine
 import options
 
 import workbench as wb
+from workbench.base.machine import cache_home
 from workbench.record.event_log import read_events
+from workbench.record.rundir import read_object
 
 Row = dict[str, Any]
 ROWS = {
@@ -91,7 +94,9 @@ def _launched(row: str, gpus: int) -> list[Row]:
         planned = time.time()
         run = wb.launch(experiment, plan=plan)
         run.wait()
-        found.append({"launch": launch, "planned_s": planned - begun, **_seconds(run, planned)})
+        probes = [read_object(file) for file in (cache_home() / "blocks").glob("*.json")] if not launch else []
+        measured = [each["seconds"] for each in probes if each["model"] == experiment.model.name]
+        found.append({"launch": launch, "planned_s": planned - begun, "probes": measured, **_seconds(run, planned)})
     return found
 
 

@@ -491,7 +491,10 @@ def test_a_model_that_cannot_be_probed_is_planned_from_constants_with_a_warning(
 
 
 @pytest.mark.usefixtures("one_size")
-def test_probes_end_if_this_machine_turns_out_to_have_no_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("cluster", [None, H200], ids=["this machine", "GPUs that it does not have"])
+def test_probes_end_if_this_machine_turns_out_to_have_no_such_gpu(
+    monkeypatch: pytest.MonkeyPatch, cluster: Cluster | None
+) -> None:
     started: list[BlockProbes] = []
 
     class Seen(BlockProbes):
@@ -504,6 +507,6 @@ def test_probes_end_if_this_machine_turns_out_to_have_no_gpu(monkeypatch: pytest
     monkeypatch.setattr(probing, "has_nvidia_gpus", lambda: True)
     model = models.bert(hidden_size=32, num_layers=2, num_heads=2, vocab_size=64, max_positions=32)
     corpus = data.corpus("demo", vocab_size=64)
-    planner.profile(Experiment(model=model, data=corpus, global_batch=8, seq_len=32))
+    planner.profile(Experiment(model=model, data=corpus, global_batch=8, seq_len=32), cluster)
     [probes] = started
     assert probes._process.poll() is not None

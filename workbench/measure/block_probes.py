@@ -127,8 +127,9 @@ def measured_blocks(experiment: Experiment, cluster: Cluster | None) -> Iterator
     compile while the body of the `with` statement captures and prices the model.
     """
     with ExitStack() as stack:
-        early = cluster is None and has_nvidia_gpus() and not has_cached_measurements(experiment.model.name)
-        named = not isinstance(experiment.model, UserModel)
+        model, named = experiment.model.name, not isinstance(experiment.model, UserModel)
+        on_gpus = has_nvidia_gpus() and (cluster is None or cluster.device.type == "cuda")
+        early = on_gpus and not has_cached_measurements(model)
         probes = stack.enter_context(BlockProbes(named)) if early else None
         if cluster is None:
             cluster = calibration.local_cluster()
