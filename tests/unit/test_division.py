@@ -28,10 +28,10 @@ from workbench.capture.coupling import division
 from workbench.capture.coupling.division import PARTS, Division, division_fault, forward_flops
 from workbench.capture.export.opaque import opaque_calls
 from workbench.cost.hardware import Cluster
+from workbench.execution import comparison
+from workbench.execution.comparison import check_numbers
 from workbench.experiment import Experiment
-from workbench.planning import runnable
 from workbench.planning.planner import analytic_profile, check_labels
-from workbench.planning.runnable import check_numbers
 
 
 def experiment_of(model: Callable[[], nn.Module], samples: Any) -> Experiment:
@@ -260,19 +260,19 @@ def test_a_large_model_of_unknown_operations_is_compared_before_the_first_update
     experiment = experiment_of(SortedBatch, SORTED)
     plan = wb.plan(experiment, Cluster(CPU, 2, 2, LINK, LINK), data=2, micro_batch=2)
     model = SortedBatch()
-    graph = CapturedModel(experiment, 2, model).graph
+    model_captured = CapturedModel(experiment, 2, model)
     with monkeypatch.context() as patch:
-        patch.setattr(runnable, "MOST_FLOPS_ON_CPU", 1)
-        check_numbers(experiment, plan, graph, model)
+        patch.setattr(comparison, "MOST_FLOPS_ON_CPU", 1)
+        check_numbers(experiment, plan, model_captured, model)
     assert "Not comparing the loss of micro-batches" in capsys.readouterr().out
     with pytest.raises(
         PlanMismatch,
         match=r"6 samples have the loss .* not followed past sort at .* Plan again with batch_coupling='gather'",
     ):
-        check_numbers(experiment, plan, graph, model)
-    check_numbers(experiment.replace(batch_coupling="allow"), plan, graph, model)
+        check_numbers(experiment, plan, model_captured, model)
+    check_numbers(experiment.replace(batch_coupling="allow"), plan, model_captured, model)
     monkeypatch.setattr(division, "MOST_FLOPS", 1e10)  # it was compared when it was planned
-    check_numbers(experiment, plan, graph, model)
+    check_numbers(experiment, plan, model_captured, model)
 
 
 def test_the_dropout_of_a_gpu_does_not_look_like_coupling() -> None:
@@ -356,7 +356,7 @@ def test_a_causal_model_of_text_that_copies_its_input_is_refused_before_it_is_tr
     right = experiment.replace(model=Writer)
     check_labels(right, right.build)
     # A larger model is tried by the rank that has built it.
-    monkeypatch.setattr(runnable, "MOST_TRIED_BY_PLAN", 0)
-    graph = captured(Writer(0), {"input_ids": torch.zeros(2, 32, dtype=int), "labels": torch.zeros(2, 32, dtype=int)})
+    monkeypatch.setattr(comparison, "MOST_TRIED_BY_PLAN", 0)
+    model = Writer(0)
     with pytest.raises(InvalidExperiment, match="sees the tokens that it predicts"):
-        check_numbers(experiment, None, graph, Writer(0))  # type: ignore[arg-type]
+        check_numbers(experiment, None, CapturedModel(experiment, 2, model), model)  # type: ignore[arg-type]

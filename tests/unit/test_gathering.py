@@ -21,10 +21,11 @@ from workbench.capture.coupling import division
 from workbench.capture.coupling.gathering import TAIL, join_rows, part_rows
 from workbench.cost.hardware import Cluster
 from workbench.cost.memory import ParameterTable, stage_state
+from workbench.execution.comparison import check_numbers
 from workbench.experiment import Experiment
 from workbench.planning.plan import Plan
 from workbench.planning.planner import facts_of
-from workbench.planning.runnable import check_numbers, check_runnable
+from workbench.planning.runnable import check_runnable
 from workbench.sparsity import Static
 
 BATCH = 8
@@ -160,7 +161,7 @@ def test_a_large_model_is_gathered_where_its_experiment_says_that_it_compares_sa
     asked = experiment.replace(batch_coupling="gather")
     plan = wb.plan(asked, cluster(2), data=2, micro_batch=2)
     assert plan.gathers
-    check_numbers(asked, plan, CapturedModel(asked, 2, model := ComparesInOrder()).graph, model)
+    check_numbers(asked, plan, CapturedModel(asked, 2, model := ComparesInOrder()), model)
 
 
 def test_a_batch_in_one_piece_is_planned_without_gathering() -> None:
@@ -238,10 +239,10 @@ def test_a_gathered_loss_of_a_large_model_is_compared_before_the_first_update(mo
     experiment, plan = gathered_plan("SupCon")
     monkeypatch.setattr(division, "MOST_FLOPS", 1.0)
     model = SupCon()
-    graph, before = CapturedModel(experiment, 2, model).graph, model.state_dict()
+    model_captured, before = CapturedModel(experiment, 2, model), model.state_dict()
     expected = {name: value.clone() for name, value in before.items()}
-    check_numbers(experiment, plan, graph, model)
+    check_numbers(experiment, plan, model_captured, model)
     torch.testing.assert_close(model.state_dict(), expected, rtol=0, atol=0)
     monkeypatch.setattr(division, "join_rows", lambda rows, parts: torch.cat(parts, rows.dim))
     with pytest.raises(PlanMismatch, match=r"4 samples have the loss .* Nothing was updated.* micro_batch=8"):
-        check_numbers(experiment, plan, graph, model)
+        check_numbers(experiment, plan, model_captured, model)

@@ -17,9 +17,9 @@ from torch.nn import functional
 import workbench as wb
 from workbench.base.errors import DataError, InvalidExperiment
 from workbench.data.store import TokenStore, document_runs
+from workbench.execution.comparison import check_numbers
 from workbench.experiment import Experiment
 from workbench.planning.planner import check_documents
-from workbench.planning.runnable import check_numbers
 
 LENGTH, WORDS = 32, 400
 SIZES = {"hidden_size": 32, "num_layers": 2, "num_heads": 2}
@@ -255,12 +255,12 @@ def test_a_model_that_mixes_documents_is_not_planned_and_a_large_one_not_trained
         wb.plan(wrong, wb.Cluster.of("h200", gpus=1))
     right = asked(documents, Own, objective="clm")
     plan = wb.plan(right, wb.Cluster.of("h200", gpus=1))
-    monkeypatch.setattr("workbench.planning.runnable.MOST_TRIED_BY_PLAN", 0)
+    monkeypatch.setattr("workbench.execution.comparison.MOST_TRIED_BY_PLAN", 0)
     from workbench.capture.captured_model import CapturedModel
 
-    graph = CapturedModel(right, plan.micro_batch).graph
+    model_captured = CapturedModel(right, plan.micro_batch)
     with pytest.raises(InvalidExperiment, match="does not read the documents of a sample apart"):
-        check_numbers(wrong, plan, graph, wrong.build())
+        check_numbers(wrong, plan, model_captured, wrong.build())
 
 
 @pytest.mark.parametrize(

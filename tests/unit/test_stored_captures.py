@@ -484,7 +484,7 @@ def test_writers_at_once_leave_a_whole_file() -> None:
     def write(number: int) -> None:
         for _ in range(20):
             stored_captures._write("a", [number] * 1000, {})
-            results.append(stored_captures._read("a"))
+            results.append(stored_captures._read("a")[0])
 
     threads = [threading.Thread(target=write, args=(number,)) for number in range(4)]
     for thread in threads:

@@ -30,6 +30,7 @@ from workbench.capture.coupling.division import (
     MOST_FLOPS,
     PARTS,
     Division,
+    check_graph,
     division_fault,
     division_of,
     forward_flops,
@@ -45,7 +46,7 @@ from workbench.capture.graph import Computation, Graph, signature
 from workbench.capture.model import capture
 from workbench.capture.operations import schema_of
 from workbench.capture.outputs import Metric, read_by, slots_of
-from workbench.capture.stored_captures import device_of, key_of, patches, stored
+from workbench.capture.stored_captures import answered, device_of, key_of, patches, stored
 from workbench.experiment import Experiment, Optimizer
 
 
@@ -106,6 +107,8 @@ class CapturedModel:
         self._micro_batch, self._experiment = micro_batch, experiment
         self._functions = _functions(experiment)
         self._patches: list[Any] | None = None
+        self._seals = dict[str, str]()
+        """Seals of the files that hold the captured graphs, by what they are of."""
 
     def facts(self, reach: str, *, captures: bool) -> Facts:
         """Return what the plan, the gate and the ranks ask about the model; `reach` is that of its optimiser's update.
@@ -236,6 +239,18 @@ class CapturedModel:
         if gathers:
             return self._gathering_fault(model, PARTS[0])
         return division_fault(self.graph, lambda: model, _samples(self._experiment), PARTS)
+
+    def compared(self, question: str, find: Callable[[], str | None]) -> str | None:
+        """Return the stored answer to a question about the graph of a step, or what `find` answers (`answered`)."""
+        self.graph  # noqa: B018  # its seal is known once it is captured
+        return answered(self._seals.get("step", ""), question, find)
+
+    def check_graph(self, copied: Callable[[], nn.Module]) -> str:
+        """Raise `CaptureError` unless the graph computes what the model does; `copied` makes a copy of a built one.
+
+        Returns why it could not be compared, or "" (`workbench.capture.coupling.division.check_graph`).
+        """
+        return check_graph(self.graph, copied(), _samples(self._experiment))
 
     @cached_property
     def computation(self) -> Computation:
@@ -380,6 +395,7 @@ class CapturedModel:
                 lambda graph: graph_json.written(graph, device),
                 lambda json: graph_json.read(json, device, self._loss),
                 has_constants if is_meta else None,
+                lambda seal: self._seals.update({what: seal}),
             )
 
     def _key(

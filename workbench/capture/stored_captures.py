@@ -42,6 +42,8 @@ from workbench.capture.torch_internals import patched, settings_of_export
 T = TypeVar("T")
 MOST_BYTES = 256 * 2**20
 """Size of all files, from which on those that were used longest ago are deleted."""
+_SEAL_BYTES = 32
+"""Bytes of the digest of its content with which a file begins."""
 _CLOCKS_S = 2
 """Seconds by which the clocks of processes and of files may differ."""
 _VARIABLES = ("TORCH_", "PYTORCH_", "TRANSFORMERS_", "ATEN_")
@@ -156,25 +158,50 @@ def stored(
     as_json: Callable[[T], Any],
     from_json: Callable[[Any], T],
     lacks_values: Callable[[T], bool] | None = None,
+    told: Callable[[str], None] | None = None,
 ) -> T:
     """Return what `make` returns, read from the file of a key if there is one, and written to it otherwise.
 
     `as_json` may raise `ValueError` for what has no form as JSON; `from_json` raises anything for what was damaged.
     `lacks_values` is given for a model without values: a result of which it is true is read for such models only.
+    `told` is given the seal of the file that holds the result, under which `answered` stores what is found of it.
     """
     if key is None:
         return make()
-    apart = f"{key}-shapes"
+    apart, tell = f"{key}-shapes", told or str
     for name in () if _is_fresh.get() else (key,) if lacks_values is None else (key, apart):
         with contextlib.suppress(Exception):  # such as a file that was cut: the model is captured
-            return from_json(_read(name))
+            content, seal = _read(name)
+            result = from_json(content)
+            tell(seal)
+            return result
     with _watched() as seen:
         result = make()
     if not seen.files:
         with contextlib.suppress(ValueError, OSError):
             name = apart if lacks_values is not None and lacks_values(result) else key
-            _write(name, as_json(result), seen.variables)
+            tell(_write(name, as_json(result), seen.variables))
     return result
+
+
+def answered(seal: str, question: str, find: Callable[[], str | None]) -> str | None:
+    """Return what `find` answers to a question about a stored result, which is asked once of each.
+
+    The file of an answer is named by the seal of the result, which is a digest of all that the answer depends on. An
+    answer None is not stored, nor one about a result that is not stored itself, whose seal is empty.
+    """
+    file = folder() / f"{seal}-{question}.txt"
+    if seal and not _is_fresh.get():
+        with contextlib.suppress(OSError, ValueError):
+            if _is_private(folder()):
+                known = file.read_text()
+                os.utime(file)
+                return known
+    answer = find()
+    if seal and answer is not None:
+        with contextlib.suppress(OSError):
+            _put(file, answer.encode())
+    return answer
 
 
 # What a capture reads beside the model: modules of libraries, variables of the environment, files
@@ -292,12 +319,13 @@ def _started_ns() -> int:
 # Files
 
 
-def _read(key: str) -> Any:
-    """Return the content of a file; raises `ValueError` or `OSError` if it must not be used."""
+def _read(key: str) -> tuple[Any, str]:
+    """Return the content of a file and its seal; raises `ValueError` or `OSError` if it must not be used."""
     if not _is_private(folder()):
         raise ValueError("others may write to the folder")
     file = folder() / f"{key}.json.z"
-    content = json.loads(_unsealed(file.read_bytes()))
+    octets = file.read_bytes()
+    content = json.loads(_unsealed(octets))
     libraries, loaded = {name: tuple(facts) for name, facts in content["libraries"].items()}, _libraries()
     if content["key"] != key or any((file, *_facts_of(file)) != (file, *facts) for file, *facts in libraries.values()):
         raise ValueError("a library has changed")
@@ -308,27 +336,34 @@ def _read(key: str) -> Any:
         raise ValueError("a variable has changed")
     with contextlib.suppress(OSError):
         os.utime(file)
-    return content["result"]
+    return content["result"], octets[:_SEAL_BYTES].hex()
 
 
-def _write(key: str, result: Any, variables: Mapping[str, str | None]) -> None:
+def _write(key: str, result: Any, variables: Mapping[str, str | None]) -> str:
+    """Store a result and return the seal of its file, which is empty if it was not stored."""
     libraries = _libraries()
     if _is_edited_meanwhile(libraries):
-        return
+        return ""
     folder().mkdir(parents=True, exist_ok=True, mode=0o700)
     if not _is_private(folder()):
-        return
+        return ""
     content = {"key": key, "libraries": libraries, "variables": variables, "result": result}
-    octets = json.dumps(content, separators=(",", ":")).encode()
+    octets = _sealed(json.dumps(content, separators=(",", ":")).encode())
+    _put(folder() / f"{key}.json.z", octets)
+    _evict()
+    return octets[:_SEAL_BYTES].hex()
+
+
+def _put(file: Path, octets: bytes) -> None:
+    """Write a file of the folder whole, or not at all."""
     handle, name = tempfile.mkstemp(dir=folder(), suffix=".part")
     try:
-        with os.fdopen(handle, "wb") as file:
-            file.write(_sealed(octets))
-        os.replace(name, folder() / f"{key}.json.z")
+        with os.fdopen(handle, "wb") as part:
+            part.write(octets)
+        os.replace(name, file)
     except BaseException:
         Path(name).unlink(missing_ok=True)
         raise
-    _evict()
 
 
 def _sealed(octets: bytes) -> bytes:
@@ -337,9 +372,9 @@ def _sealed(octets: bytes) -> bytes:
 
 
 def _unsealed(octets: bytes) -> bytes:
-    if hashlib.sha256(octets[32:]).digest() != octets[:32]:
+    if hashlib.sha256(octets[_SEAL_BYTES:]).digest() != octets[:_SEAL_BYTES]:
         raise ValueError("the file was damaged")
-    return zlib.decompress(octets[32:])
+    return zlib.decompress(octets[_SEAL_BYTES:])
 
 
 def _is_private(place: Path) -> bool:

@@ -58,6 +58,7 @@ from workbench.execution.blocks.step_context import StepContext, Timestamp, reco
 from workbench.execution.checkpoint.files import requested_checkpoint, step_of
 from workbench.execution.checkpoint.model_export import describe_model, write_tokenizer
 from workbench.execution.checkpoint.save_load import CheckpointExtras, CheckpointStore, SaveResult, TrainingProgress
+from workbench.execution.comparison import check_numbers
 from workbench.execution.feeding import TrainingSamples, check_user_data
 from workbench.execution.heartbeat import Heartbeat, serving_collectives
 from workbench.execution.local_launch import LOOPBACK, loopback_interface, loopback_store, new_loopback_store
@@ -70,7 +71,7 @@ from workbench.execution.trainer import Rewind, Trainer
 from workbench.experiment import USER_PARTS, Experiment
 from workbench.planning.plan import Plan
 from workbench.planning.planner import facts_of
-from workbench.planning.runnable import check_numbers, check_runnable
+from workbench.planning.runnable import check_runnable
 from workbench.record.rundir import (
     RESERVE_BYTES,
     RunDir,
@@ -307,12 +308,14 @@ class TrainingWorker:
             graph = captured.step_graph(plan.loss_samples)
             evaluated = None if experiment.evaluation is None else captured.evaluation(experiment, plan.loss_samples)
             sampled = captured.samples(experiment)
-        with self._timed_phase("stage"):
+        with self._timed_phase("compare"):
             hold_in_common(self, model, [graph, *([] if evaluated is None else [evaluated]), *sampled], is_together)
             check_runnable(experiment, plan, facts_of(experiment, captured))
+            if self.is_main:
+                check_numbers(experiment, plan, captured, model)
+        with self._timed_phase("stage"):
             extras = CheckpointExtras()
             if self.is_main:
-                check_numbers(experiment, plan, captured.graph, model)
                 write_tokenizer(experiment, self.run_dir)
                 used = {name for block in graph.blocks for name in (*block.parameters, *block.buffers)}
                 described, persistent = describe_model(model, experiment.data.class_names)

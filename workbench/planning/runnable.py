@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import copy
-import gc
 import math
 import warnings
 from collections.abc import Sequence
@@ -11,28 +9,18 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from workbench.base.arguments import checked_arguments
-from workbench.base.errors import CaptureError, DataError, PlanInfeasible, PlanMismatch
+from workbench.base.errors import DataError, PlanInfeasible, PlanMismatch
 from workbench.base.machine import available_cores
 from workbench.base.units import count, gib
 from workbench.base.user_code import UserFunction
 from workbench.data import Prepared
 from workbench.experiment import Experiment
 from workbench.planning.plan import Plan
-from workbench.planning.planner import (
-    CAPTURE_BATCH,
-    MOST_TRIED_BY_PLAN,
-    NOT_GATHERED,
-    check_documents,
-    check_labels,
-    facts_of,
-)
+from workbench.planning.planner import NOT_GATHERED, facts_of
 from workbench.planning.request import Rule, Words, apart, divided_in_spite_of, first_broken
 from workbench.strategy import SCHEDULES
 
 if TYPE_CHECKING:
-    from torch import nn
-
-    from workbench.capture import Graph
     from workbench.capture.captured_model import Facts
 
 
@@ -41,11 +29,6 @@ CAPTURED_FIELDS = (
     *("evaluation", "metrics", "samples", "sparsity", "optimizer"),
 )
 """Values of an experiment, by short name, for which the gate may need the model's graphs."""
-MOST_FLOPS_ON_CPU = 3e11
-"""Operations of the forward of two samples up to which a run on CPUs compares numbers: some minutes on two cores."""
-
-MOST_TRIED_BY_RANK = 500_000_000
-"""Parameters of a user-defined model up to which a rank on CPUs tries whether it sees its labels: half a minute."""
 
 
 def check_runnable(experiment: Experiment, plan: Plan, facts: Facts | None, *, progress: bool | None = None) -> None:
@@ -311,52 +294,6 @@ def too_large_to_build(plan: Plan) -> PlanInfeasible | None:
         needed_bytes=whole,
         offered_bytes=offered,
     )
-
-
-def check_numbers(experiment: Experiment, plan: Plan, graph: Graph, model: nn.Module) -> None:
-    """Raise `PlanMismatch` if the micro-batches of a plan do not compute the loss of the whole batch.
-
-    The loss and its gradients of four and six samples are compared on the model's device, if `graph`, that of a
-    micro-batch of the plan, has an operation that capture does not know, or the plan gathers samples, and the model was
-    too large for `wb.plan` to compare them. The captures and the copy of the model that this takes are freed again.
-
-    Raises `InvalidExperiment` if it was too large for `wb.plan` to find that it sees the tokens that it predicts.
-    """
-    from workbench.capture.captured_model import CapturedModel
-    from workbench.capture.coupling.division import forward_flops, is_compared_by_plan
-
-    on_cpu = next(model.parameters()).device.type == "cpu"
-    if MOST_TRIED_BY_PLAN < graph.parameter_count < (MOST_TRIED_BY_RANK if on_cpu else math.inf):
-        check_labels(experiment, lambda: copy.deepcopy(model))
-        check_documents(experiment, lambda: copy.deepcopy(model))
-    is_whole = plan.micro_batch == plan.global_batch or experiment.numerics.batch_coupling == "allow"
-    is_known = not plan.gathers and not graph.unknown_coupling
-    if is_whole or is_known or is_compared_by_plan(graph, CAPTURE_BATCH):
-        return
-    flops = forward_flops(graph) * CAPTURE_BATCH / graph.micro_batch
-    told = f"the loss of micro-batches with that of a whole batch ({flops / 1e9:,.0f} GFLOP a forward)"
-    if flops > MOST_FLOPS_ON_CPU and on_cpu:
-        print(f"Not comparing {told}: that takes a GPU.", flush=True)
-        return
-    print(f"Comparing {told}.", flush=True)
-    try:
-        fault = CapturedModel(experiment, CAPTURE_BATCH).fault_of(copy.deepcopy(model), plan.gathers)
-    except CaptureError:
-        raise
-    except Exception as error:  # such as too little memory for the whole model on one device
-        print(f"This comparison failed, and the run goes on without: {error}", flush=True)
-        return
-    finally:
-        gc.collect()
-    if fault:
-        unknown = f" Its batch is not followed past {graph.unknown_coupling}." if graph.unknown_coupling else ""
-        way = f"Plan the batch whole, wb.plan(experiment, micro_batch={plan.global_batch})"
-        if not plan.gathers:
-            way = "Plan again with batch_coupling='gather' in the experiment, which keeps the batch whole"
-        raise PlanMismatch(
-            f"The loss of {plan.model} compares samples of one batch, and the plan divides them: {fault}.{unknown} "
-            f"Nothing was updated. {way}, or accept a loss that depends on the plan: batch_coupling='allow'."
-        )
 
 
 # Whether text that is tokenised while it trains is tokenised as fast as a plan trains on it.

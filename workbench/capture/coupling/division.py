@@ -78,6 +78,13 @@ def is_compared_by_plan(graph: Graph, samples: int | None = None) -> bool:
     return flops <= MOST_FLOPS and graph.parameter_count <= MOST_PARAMETERS
 
 
+def is_checked_by_plan(graph: Graph, samples: int | None = None) -> bool:
+    """Return True if `division_of` compares a graph of so many samples, a micro-batch by default, with its model."""
+    flops = forward_flops(graph) * (samples or graph.micro_batch) / graph.micro_batch
+    is_asked = bool(graph.unknown_coupling) or flops <= ALWAYS_FLOPS
+    return not graph.coupled and is_asked and is_compared_by_plan(graph, samples)
+
+
 def _flops(node: Any) -> float:
     if node.op != "call_function":
         return 0
@@ -148,8 +155,7 @@ def division_of(graph: Graph, build: Callable[[], nn.Module], samples: Callable[
     """
     if graph.coupled:
         return Division(graph.coupled)
-    flops, unknown = forward_flops(graph), graph.unknown_coupling
-    is_small = is_compared_by_plan(graph) and (bool(unknown) or flops <= ALWAYS_FLOPS)
+    flops, unknown, is_small = forward_flops(graph), graph.unknown_coupling, is_checked_by_plan(graph)
     obstacle = f"the model is too large to compare numbers here ({flops / 1e9:,.0f} GFLOP a forward)"
     if is_small:
         try:
@@ -208,10 +214,7 @@ def division_fault(
             twice = (capture(build(), graph.batch, name=graph.model, loss=graph.loss_choice) for _ in range(2))
             types = [[block.block_type for block in each.blocks] for each in twice]
             if types[0] == types[1]:
-                raise CaptureError(
-                    f"The captured graph of {graph.model} does not compute the model's loss: {wrong} of the graph. "
-                    f"{comparison.reason(one)}"
-                )
+                raise comparison.wrong(wrong, one)
             pairs = zip(graph.blocks, *types, strict=False)
             unlike = next((block.name for block, *both in pairs if both[0] != both[1]), "loss")
             raise CaptureError(
@@ -221,6 +224,66 @@ def division_fault(
                 "draws, for instance by numpy.random.default_rng(torch.initial_seed())."
             )
     return ""
+
+
+@forgotten_by_dynamo()
+def check_graph(graph: Graph, model: nn.Module, samples: Callable[[int, int], Batch]) -> str:
+    """Compare the graph of one micro-batch with its model: the loss, and its gradient for every parameter.
+
+    Two micro-batches are compared, the second with changed values. Returns "" if both have equal numbers, and otherwise
+    a clause that says why they could not be compared.
+
+    Args:
+        graph: the graph, captured of this model.
+        model: the model in train mode on the device that it was captured for; its weights are changed.
+        samples: returns a batch of a number of samples; the second argument counts the trials.
+
+    Raises:
+        CaptureError: the captured graph computes another loss, or other gradients, than the model.
+    """
+    device = next(model.parameters()).device
+    with untouched_generators(device), _same_kernels(device), differentiable():
+        torch.manual_seed(0)
+        comparison = _Comparison(graph, model, device)
+        for trial in (0, 2):  # 1 would change numbers that may index a table, at which a GPU fails for good
+            try:
+                batch = samples(graph.micro_batch, trial)
+                fault = comparison.fault(batch)
+            except Unrepeatable:
+                return "its forward computes something else each time that it is called"
+            except Exception:  # it may not take samples that were changed
+                if trial == 0:
+                    raise
+                break
+            if not comparison.has_compared:
+                return "its loss or a gradient is not finite with the weights of the comparison"
+            if fault:
+                raise CaptureError(
+                    f"{comparison.wrong(fault, batch)} Nothing was updated. If forward fixes nothing, capture has "
+                    "misread one of its operations: write that part with others, and report it with the model."
+                )
+    return ""
+
+
+def comparison_bytes(graph: Graph, samples: int) -> int:
+    """Return about the bytes that `check_graph` takes for a micro-batch of so many samples, beside the model itself.
+
+    These are a copy of the weights, its gradients twice, and a changed copy where rounding is measured; and what the
+    operations of one forward make. Attention makes its scores here.
+    """
+    by_type = {block.block_type: sum(map(_made_bytes, block.code.graph.nodes)) for block in graph.blocks}
+    activations = sum(by_type[block.block_type] for block in graph.blocks)
+    return 4 * 4 * graph.parameter_count + activations * samples // graph.micro_batch
+
+
+def _made_bytes(node: Any) -> int:
+    if node.op != "call_function":
+        return 0
+    made = _numel(shape_of(node))
+    if op_name(node) == "scaled_dot_product_attention":
+        query, key = (shape_of(each) for each in node.args[:2])
+        made += 3 * _numel(query[:-1]) * _numel(key[-2:-1])
+    return 4 * made
 
 
 @contextmanager
@@ -291,13 +354,24 @@ def _changed(field: torch.Tensor, generator: torch.Generator) -> torch.Tensor:
     return field * kept.to(field.dtype)
 
 
+class Unrepeatable(CaptureError):
+    """A forward is no function of its samples, weights and seeds."""
+
+
 class _Comparison:
     """A model with changed weights, and its graph that reads the same weights."""
 
     def __init__(
-        self, graph: Graph, model: nn.Module, device: torch.device, samples: Callable[[int, int], Batch]
+        self,
+        graph: Graph,
+        model: nn.Module,
+        device: torch.device,
+        samples: Callable[[int, int], Batch] | None = None,
     ) -> None:
+        """`samples` are for a graph that may have been captured on the meta device; its constants have no values."""
         self._model, self._device = model, device
+        self.has_compared = False
+        """True if numbers of the last batch were compared, because they were finite."""
         for parameter in model.parameters():
             # Away from zeros, ones and equal rows, for which a wrong combination may give the right number. 0.02 is the
             # size of usual first weights.
@@ -305,8 +379,7 @@ class _Comparison:
                 parameter.data.mul_(1 + 0.05 * torch.randn_like(parameter)).add_(
                     torch.randn_like(parameter), alpha=0.02
                 )
-        if not graph.gathered and has_constants(graph):
-            # The constants of a capture on the meta device have no values.
+        if samples is not None and not graph.gathered and has_constants(graph):
             examples = samples(PARTS[0] * graph.micro_batch, 0)
             graph = capture(model, graph.batch, name=graph.model, loss=graph.loss_choice, examples=examples)
         self._graph = graph
@@ -314,7 +387,8 @@ class _Comparison:
         self._codes = {block.block_type: code_on(block.code, device) for block in graph.blocks}
         self._calls = [call for block in graph.blocks for call in opaque_calls(block.code.graph)]
         self._parameters = dict(model.named_parameters())
-        self._trained = {name: self._parameters[name] for name in graph.parameters if name not in graph.frozen}
+        # Also those of which the graph says that they get no gradient
+        self._trained = {name: each for name, each in self._parameters.items() if each.requires_grad}
         self._buffers = {name: buffer.clone() for name, buffer in model.named_buffers()}
         nodes = [node for block in graph.blocks for node in block.code.graph.nodes]
         # Code that compiles a part of itself, as `torch.cond` does for its backward.
@@ -329,6 +403,7 @@ class _Comparison:
         tolerances = self._factor * LOSS_TOLERANCE, self._factor * GRADIENT_TOLERANCE
         with same_numbers(self._model, self._calls), _same_for_each_sample(self._compiles):
             whole = self._whole(batch)
+            self.has_compared = whole.is_finite
             if not whole.is_finite:
                 return ""
             divided = self._divided(batch)
@@ -340,7 +415,7 @@ class _Comparison:
                 return ""
             again = whole.differs_from(self._whole(batch))
             if again[0] > tolerances[0] or again[1] > tolerances[1]:
-                raise CaptureError(
+                raise Unrepeatable(
                     f"The forward of {self._graph.model} computes something else each time that it is called with the "
                     f"same samples, weights and seeds (losses differ by {again[0]:.2%}), and capture would repeat one "
                     "of them in every step: it reads what changes from call to call, such as the clock or a file. Make "
@@ -361,8 +436,14 @@ class _Comparison:
             return f"{numbers}: it is a sum over the samples; divide it by their number"
         return numbers
 
-    def reason(self, batch: Batch) -> str:
-        """Return why the graph of one micro-batch may compute another loss than the model, and a way out."""
+    def wrong(self, fault: str, batch: Batch) -> CaptureError:
+        """Return the error that the graph of a micro-batch differs from the model by `fault`, with a way out."""
+        said = f"The captured graph of {self._graph.model} does not compute the model's loss: {fault} of the graph."
+        with suppress(Exception):  # it only says where
+            said += f" {self._reason(batch)}"
+        return CaptureError(said)
+
+    def _reason(self, batch: Batch) -> str:
         batch = {name: field.to(self._device) for name, field in batch.items()}
         outputs: dict[str, list[torch.Tensor]] = {}
         modules = dict(self._model.named_modules())
