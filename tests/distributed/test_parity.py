@@ -263,7 +263,15 @@ def test_a_sample_is_given_the_same_random_numbers_in_any_batch() -> None:
         with SameDraws():
             x = torch.zeros(samples, 3, 40)
             kept = functional.dropout(x + 1, 0.25)
-            return [torch.rand_like(x), torch.randn(samples, 7), torch.rand(samples, 1, 1), kept, torch.rand(())]
+            slopes = functional.rrelu(x - 1, 0.1, 0.3, training=True)
+            return [
+                torch.rand_like(x),
+                torch.randn(samples, 7),
+                torch.rand(samples, 1, 1),
+                kept,
+                slopes,
+                torch.rand(()),
+            ]
 
     whole, part = drawn(8), drawn(2)
     torch.manual_seed(1)
@@ -271,4 +279,5 @@ def test_a_sample_is_given_the_same_random_numbers_in_any_batch() -> None:
         assert torch.equal(one[:2] if one.ndim else one, other)
         assert torch.equal(other, again)
     assert torch.equal(whole[3], torch.full((8, 3, 40), 1 / 0.75))
+    torch.testing.assert_close(whole[4], torch.full((8, 3, 40), -0.2))
     assert len(whole[0].unique()) > 30

@@ -229,7 +229,7 @@ def test_checkpointing_recomputes_no_product_that_only_a_residual_sum_reads(
 
 
 class _Layer(nn.Module):
-    """A layer that adds its residual in place, to a view of it, or not; perhaps with BatchNorm."""
+    """A layer that adds its residual in place, to a view of it, or not; perhaps with BatchNorm or random slopes."""
 
     def __init__(self, how: str) -> None:
         super().__init__()
@@ -243,7 +243,7 @@ class _Layer(nn.Module):
         elif self.how == "view":
             found.view(-1).add_(x.view(-1))
         else:
-            found = found + x
+            found = x + (functional.rrelu(found, training=True) if self.how == "slopes" else found)
         return found
 
 
@@ -259,7 +259,7 @@ class _Layers(nn.Module):
 
 
 def test_checkpointing_is_priced_as_a_block_can_do_it() -> None:
-    """What `supported_mode` lets ranks do: a view that is written keeps no products, BatchNorm is never repeated."""
+    """What ranks do: a view that is written keeps no products; BatchNorm and random slopes are never repeated."""
     batch = {"x": torch.zeros(8, 16), "labels": torch.zeros(8, dtype=torch.int64)}
 
     def costs(how: str) -> tuple[BlockCosts, dict[str, list[float]]]:
@@ -275,9 +275,10 @@ def test_checkpointing_is_priced_as_a_block_can_do_it() -> None:
     blocks, _ = costs("view")
     assert (blocks.selective_recompute_ms == blocks.full_recompute_ms).all()
     assert (blocks.full_recompute_ms[1:4] > 0).all()
-    blocks, kept = costs("norm")
-    assert not (blocks.selective_recompute_ms + blocks.full_recompute_ms).any()
-    assert kept["full"] == kept["none"]
+    for how in ("norm", "slopes"):
+        blocks, kept = costs(how)
+        assert not (blocks.selective_recompute_ms + blocks.full_recompute_ms).any()
+        assert kept["full"] == kept["none"]
 
 
 def test_selective_checkpointing_adds_less_to_a_compiled_backward() -> None:

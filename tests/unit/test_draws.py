@@ -7,6 +7,7 @@ import os
 import random
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from typing import Any
 
 import numpy as np
 import pytest
@@ -17,6 +18,7 @@ from torch.nn import functional
 
 from tests.unit.capture_models import Net, captured, copies, interpret, loss_of
 from workbench.base.errors import CaptureError
+from workbench.capture.coupling.division import Division, division_of
 from workbench.capture.export.opaque import opaque_calls
 from workbench.capture.export.varying import fresh_draws_refused
 
@@ -56,6 +58,11 @@ DRAWN: dict[str, Callable[..., torch.Tensor]] = {
     "a branch by a normal number": lambda _, x, added: x + added if torch.randn(1) > 0 else x,
     "in place": lambda _, x, added: x + added * torch.empty(()).exponential_(),
     "a permutation": lambda _, x, added: x + added[:, torch.randperm(added.shape[1])],
+    "random slopes": lambda _, x, added: x + functional.rrelu(added, training=True),
+    "random slopes in place": lambda _, x, added: x + nn.RReLU(inplace=True)(added.clone()),
+    "alpha dropout": lambda _, x, added: x + functional.alpha_dropout(added, 0.3, training=True),
+    "dropout by channel": lambda _, x, added: x + nn.Dropout1d(0.3)(added[:, None])[:, 0],
+    "gumbel": lambda _, x, added: x + functional.gumbel_softmax(added),
 }
 
 
@@ -67,9 +74,46 @@ def test_a_drawn_number_is_drawn_anew_in_each_step_and_is_that_of_plain_pytorch(
         torch.manual_seed(step)
         expected = loss_of(model, BATCH)
         torch.manual_seed(step)
-        torch.testing.assert_close(interpret(graph, same, BATCH), expected, rtol=1e-5, atol=0)
-        losses.add(round(float(expected), 6))
+        loss = interpret(graph, same, BATCH)
+        torch.testing.assert_close(loss, expected, rtol=1e-5, atol=0)
+        losses.add(round(float(expected.detach()), 6))
+        if step < 3:
+            gradients = (
+                torch.autograd.grad(each, [*of.head.parameters()]) for each, of in ((loss, same), (expected, model))
+            )
+            torch.testing.assert_close(*gradients)
     assert len(losses) > 1
+
+
+class OwnNoise(torch.autograd.Function):
+    """Slopes that are drawn where the comparison cannot reach them, in code that runs as written."""
+
+    @staticmethod
+    def forward(_: Any, x: torch.Tensor) -> torch.Tensor:
+        return functional.rrelu(x, training=True)
+
+    @staticmethod
+    def backward(_: Any, gradient: torch.Tensor) -> torch.Tensor:  # type: ignore[override]
+        return gradient
+
+
+@pytest.mark.parametrize(
+    "slopes",
+    [
+        lambda _, x, added: x + functional.rrelu(added, training=True),
+        lambda _, x, added: x + nn.RReLU(inplace=True)(added.clone()),
+        lambda _, x, added: x + functional.rrelu(added),
+        lambda _, x, added: x + OwnNoise.apply(added),
+    ],
+)
+def test_random_slopes_couple_no_samples(slopes: Callable[..., torch.Tensor]) -> None:
+    build, one = drawing(slopes), {name: field[:2] for name, field in BATCH.items()}
+
+    def samples(count: int, trial: int) -> dict[str, torch.Tensor]:
+        generator = torch.Generator().manual_seed(trial)
+        return {"x": torch.randn(count, 8, generator=generator), "labels": torch.arange(count) % 5}
+
+    assert division_of(captured(build(), one), build, samples) == Division()
 
 
 @pytest.mark.parametrize("rate", [0.0, 1.0])

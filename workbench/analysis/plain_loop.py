@@ -25,7 +25,7 @@ from workbench.analysis import deviation
 from workbench.capture import Graph
 from workbench.capture.captured_model import CapturedModel
 from workbench.capture.losses import count_labels, on_device
-from workbench.capture.operations import DROPOUT, drop_nothing, use_float64
+from workbench.capture.operations import DROPOUT, drop_nothing, use_float64, with_mean_slope
 from workbench.capture.outputs import find_loss
 from workbench.capture.torch_internals import OpOverload
 from workbench.execution import build
@@ -228,7 +228,7 @@ DRAWN_FROM_TENSORS = frozenset({"multinomial", "poisson", "normal", "binomial", 
 
 
 class SameDraws(TorchDispatchMode):
-    """Gives every sample the same random numbers, in every process, and dropouts that keep everything.
+    """Gives every sample the same random numbers, in every process, dropouts that keep everything, and mean slopes.
 
     A row of numbers depends on the operation and its size alone: a batch draws the same whole, in micro-batches and on
     replicas. What a dropout keeps is scaled as ever, so that a dropout that is lost shows.
@@ -242,10 +242,13 @@ class SameDraws(TorchDispatchMode):
         self._rows: dict[tuple[Any, ...], torch.Tensor] = {}
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        result = func(*args, **(kwargs or {}))
         if not isinstance(func, OpOverload) or torch.Tag.nondeterministic_seeded not in func.tags:
-            return result
+            return func(*args, **(kwargs or {}))
         name = func._schema.name.removeprefix("aten::")
+        if (leaked := with_mean_slope(name, args)) is not None:
+            self._seen.add(name)
+            return leaked
+        result = func(*args, **(kwargs or {}))
         if not isinstance(result, torch.Tensor) or "dropout" in name or "attention" in name:
             return result  # attention and recurrent layers at a rate of 0, or a device on which they draw themselves
         self._seen.add(name)

@@ -238,7 +238,20 @@ def is_random(node: fx.Node) -> bool:
         return False
     given = arguments_of(node)
     rates = [given[name] for name in _DROPOUT_RATES if name in given]
-    return all(rates) and given.get("train") is not False
+    return all(rates) and given.get("train") is not False and given.get("training") is not False
+
+
+def with_mean_slope(name: str, args: tuple[Any, ...]) -> torch.Tensor | None:
+    """Return what a random leaky ReLU computes whose slopes are all the mean of the range that they are drawn from.
+
+    None for another operation, and for one in evaluation. `name` and `args` are those of a call of
+    `aten::rrelu_with_noise`, whose second argument takes the slopes, by which its backward multiplies.
+    """
+    if name not in ("rrelu_with_noise", "rrelu_with_noise_") or len(args) < 5 or not args[4]:
+        return None
+    value, slopes, lower, upper = args[:4]
+    slopes.copy_(torch.where(value > 0, 1.0, (lower + upper) / 2))
+    return torch.mul(value, slopes, out=value if name.endswith("_") else None)
 
 
 def draws_again(code: fx.GraphModule, recompute: str) -> bool:

@@ -20,8 +20,13 @@ def supported_mode(code: fx.GraphModule, requested: str) -> str:
     with in-place operations is only recomputed in full, because one of them might overwrite a stored result. The same
     holds for a block with `torch.cond`, which selective checkpointing cannot look into, and for code that runs as
     written and takes derivatives: its own backward would use up what selective checkpointing keeps for one.
+
+    A block with random slopes (`rrelu`) is never recomputed either: torch ends a recomputation when the last operation
+    has saved what its backward needs, and this one saves its slopes before it draws them.
     """
-    if operations.mutates_buffers(code):
+    if operations.mutates_buffers(code) or any(
+        operations.op_name(node).startswith("rrelu") and operations.is_random(node) for node in code.graph.nodes
+    ):
         return "none"
     if requested == "selective" and any(
         operations.mutated_arguments(node)

@@ -26,7 +26,7 @@ from workbench.capture.export.opaque import opaque_calls, same_numbers
 from workbench.capture.graph import Block, Graph
 from workbench.capture.losses import code_on, count_labels, on_device
 from workbench.capture.model import capture
-from workbench.capture.operations import dtype_of, names, op_name, shape_of
+from workbench.capture.operations import dtype_of, names, op_name, shape_of, with_mean_slope
 from workbench.capture.outputs import LossChoice, find_loss
 from workbench.capture.torch_internals import (
     HigherOrderOperator,
@@ -492,11 +492,13 @@ class _Comparison:
 
     def _whole(self, batch: Batch) -> _Result:
         graph = self._graph
+        torch.manual_seed(0)
         self._renew_buffers()
         return self._result(find_loss(self._model(**batch), graph.loss_choice, batch, graph.model))
 
     def _divided(self, batch: Batch) -> _Result:
         size, samples = self._graph.micro_batch, _size(batch)
+        torch.manual_seed(0)
         parts = [
             {name: field[first : first + size] for name, field in batch.items()} for first in range(0, samples, size)
         ]
@@ -549,8 +551,8 @@ class _Comparison:
 class _same_for_each_sample(TorchDispatchMode):  # noqa: N801
     """Make torch's random numbers and BatchNorm's statistics independent of how many samples a batch has.
 
-    Each sample gets the same random numbers, dropout keeps everything, and BatchNorm normalises by its running
-    averages: what these do to a micro-batch is documented and no coupling of samples.
+    Each sample gets the same random numbers, dropout keeps everything, random slopes are their mean, and BatchNorm
+    normalises by its running averages: what these do to a micro-batch is documented and no coupling of samples.
     """
 
     supports_higher_order_operators = True
@@ -572,6 +574,8 @@ class _same_for_each_sample(TorchDispatchMode):  # noqa: N801
             return value / (1 - probability), torch.ones_like(value, dtype=torch.bool)
         if name in ("native_batch_norm", "native_batch_norm_backward") and args[0].shape[0] > 1:
             return func(*_by_running_averages(name, args), **(kwargs or {}))
+        if (leaked := with_mean_slope(name, args)) is not None:
+            return leaked
         result = func(*args, **(kwargs or {}))
         if name == "randperm":
             return self._remembered((name, result.numel()), result)
