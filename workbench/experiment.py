@@ -21,7 +21,7 @@ from workbench import data as _data
 from workbench import models as _models
 from workbench.algorithms import ALGORITHMS, USER_DEFINED, Algorithm
 from workbench.base.display import facts_html
-from workbench.base.errors import InvalidExperiment, UnknownParameter, suggestion
+from workbench.base.errors import InvalidExperiment, UnknownParameter, in_words, suggestion
 from workbench.base.units import is_count
 from workbench.base.user_code import UserFunction, as_user_function, required_arguments
 from workbench.base.validation import (
@@ -953,8 +953,8 @@ def _check_steps(experiment: Experiment, steps: int) -> None:
                 factor = schedule(step)
             except Exception as error:
                 raise InvalidExperiment(
-                    f"lr_schedule raised {type(error).__name__} for step {step}: {error}. It is called with the number "
-                    "of the step, from 0, and must return the multiple of learning_rate."
+                    f"lr_schedule raised {in_words(error, f' for step {step}')}. It is called with the number of the "
+                    "step, from 0, and must return the multiple of learning_rate."
                 ) from error
             if not is_factor(factor):
                 raise InvalidExperiment(

@@ -131,7 +131,11 @@ def quick(**changes: Any) -> wb.Experiment:
         ({"optimizer": "adam"}, "optimizer.algorithm='adam' is not one of the choices"),
         ({"lr_schedule": "steps"}, "lr_schedule='steps' is not one of the choices"),
         ({"lr_schedule": lambda _step: -1.0}, "lr_schedule returned -1.0 for step 0"),
-        ({"lr_schedule": lambda: 1.0}, "lr_schedule raised TypeError for step 0"),
+        ({"lr_schedule": lambda: 1.0}, "lr_schedule raised TypeError for step 0: "),
+        (
+            {"lr_schedule": lambda _step: next(iter(()))},
+            "raised StopIteration for step 0 without a message. It is called",
+        ),
         ({"lr_schedule": float, "warmup_steps": 2}, "warmup_steps=2 is given, and lr_schedule is a callable"),
         ({"rate_scale": {"*": 0.0}}, "to numbers greater than 0"),
         ({"rate_scale": {}}, "to numbers greater than 0"),

@@ -36,7 +36,7 @@ from workbench.runs import status
 from workbench.runs.environment import SHOWN_PACKAGES, doctor, environment, git_state
 from workbench.runs.launching import device_queue, launcher
 from workbench.runs.launching.launcher import Attempt, continued_provenance, write_attempt
-from workbench.runs.launching.processes import record_silent_death, root_cause
+from workbench.runs.launching.processes import record_silent_death, root_cause, run_failed
 from workbench.runs.launching.supervisor import accelerate_command, worker_environment
 from workbench.runs.registry import list_runs, load_run
 from workbench.runs.run import Run
@@ -100,6 +100,29 @@ def test_a_run_whose_processes_vanished_has_failed(tmp_path):
     assert isinstance(handle.error(), RunFailed)
     with pytest.raises(RunFailed, match="vanished"):
         handle.wait()
+
+
+def test_a_failed_run_without_a_log_says_so_and_what_to_do(tmp_path):
+    run = make_run(tmp_path)
+    log = run.log("launcher")
+    rest = "Train in this process to see the error: wb.runs.debug(experiment, plan)."
+    begin = f"Run {run.path.name} failed: The launcher vanished. No rank left an error file."
+    assert str(Run(run.path).error()) == f"{begin} There is no log of the launcher at {log}. {rest}"
+    log.parent.mkdir(exist_ok=True)
+    log.write_text("\n\n")
+    assert str(Run(run.path).error()) == f"{begin} The launcher's log, {log}, is empty. {rest}"
+    log.write_text("one\ntwo\n")
+    assert str(Run(run.path).error()).endswith(f"log ends with:\n\none\ntwo\n\nThe whole log is {log}.")
+
+
+def test_an_error_without_a_message_or_a_traceback_says_so(tmp_path):
+    run = make_run(tmp_path)
+    write_record(run.error(0), {"rank": 0, "stage": 0, "type": "AssertionError", "message": ""})
+    assert root_cause(run).sentence == "rank 0 (stage 0): AssertionError without a message"
+    said = str(run_failed(run, ""))
+    assert "a message\n\nIt left no traceback.\n\nThere is no log of the rank at " in said
+    write_record(run.error(0), {"rank": 0, "stage": 0, "type": "ValueError", "message": "\n  two lines\nthree"})
+    assert root_cause(run).sentence == "rank 0 (stage 0): ValueError: two lines"
 
 
 def test_a_run_that_is_queued_while_its_status_is_read_has_not_vanished(tmp_path, monkeypatch):

@@ -177,7 +177,9 @@ def train(run: RunDir, worker_type: type[TrainingWorker], *, heeds_signals: bool
             facts["message"] = message = f"{message} {lost:,} logged steps could not be written: the disk is full."
         facts |= {"traceback": masked_words(formatted(error)), "time": time.time()}
         until_there_is_room(lambda: write_record(run.error(rank), facts), stop_grace_s() / 8, run.reserve)
-        enter("failed", f"rank {rank} (stage {stage}): {type(cause).__name__}: {message}".splitlines()[0])
+        enter(
+            "failed", f"rank {rank} (stage {stage}): {type(cause).__name__}: {message or 'no message'}".splitlines()[0]
+        )
         raise
     finally:
         if rank == 0:

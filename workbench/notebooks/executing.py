@@ -577,7 +577,8 @@ def _run_papermill(
                 cwd=None if folder is None else str(folder),
             )
         except papermill.PapermillExecutionError as error:
-            return f"{notebook.name} failed in cell {error.exec_count}: {error.ename}: {error.evalue}"
+            said = f": {error.evalue}" if str(error.evalue).strip() else " without a message"
+            return f"{notebook.name} failed in cell {error.exec_count}: {error.ename}{said}"
         except NoSuchKernel as error:
             raise WorkbenchError(
                 f"{notebook.name} asks for the kernel {error.name!r}, which is not installed here. Run it with another "

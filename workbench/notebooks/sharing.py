@@ -399,9 +399,10 @@ def _work_tree(record: Record, scratch: Path, wanted: bool) -> Iterator[Path | N
     command = ["git", "worktree", "add", "--detach", "--", str(tree), commit]
     added = subprocess.run(command, capture_output=True, text=True)
     if added.returncode != 0:
+        said = (added.stderr.strip().splitlines() or [f"git ended with exit code {added.returncode}"])[-1]
         raise WorkbenchError(
-            f"Commit {commit[:10]} cannot be checked out here ({added.stderr.strip().splitlines()[-1]}). Fetch it, and "
-            "run this command inside the repository."
+            f"Commit {commit[:10]} cannot be checked out here ({said}). Fetch it, and run this command inside the "
+            "repository."
         )
     try:
         yield tree

@@ -397,4 +397,4 @@ def _sentence(error: BaseException) -> str:
         rank, (error, *_) = next(iter(failures.items()))
         return f"rank {rank}: {_sentence(error)}"
     text = str(error).splitlines()[0] if str(error) else ""
-    return text if isinstance(error, CheckpointError) else f"{type(error).__name__}: {text}"
+    return text if isinstance(error, CheckpointError) else f"{type(error).__name__}: {text or 'no message'}"

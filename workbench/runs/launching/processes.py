@@ -286,9 +286,10 @@ class RankError:
 
     @property
     def sentence(self) -> str:
-        """Return rank, stage, error type and the first line of the message."""
+        """Return rank, stage, error type and the first line of the message that is not blank."""
         stage = "" if self.stage is None else f" (stage {self.stage})"
-        return f"rank {self.rank}{stage}: {self.type}: {self.message}".split("\n", 1)[0]
+        said = next((f": {line.strip()}" for line in self.message.splitlines() if line.strip()), " without a message")
+        return f"rank {self.rank}{stage}: {self.type}{said}"
 
 
 def root_cause(run: RunDir) -> RankError | None:
@@ -316,20 +317,26 @@ def run_failed(run: RunDir, message: str) -> RunFailed:
     if not run.path.exists():
         return RunFailed(f"Run {name} failed: {message}")
     if cause is None:
-        log, damaged = run.log("launcher"), [path.name for path in run.records(run.errors)]
+        damaged = [path.name for path in run.records(run.errors)]
         why = f"The error files {', '.join(damaged)} are damaged." if damaged else "No rank left an error file."
-        return RunFailed(
-            f"Run {name} failed: {message} {why} The launcher's log ends with:\n\n{log_tail(run, 'launcher')}\n"
-            f"The whole log is {log}."
+        words, log = log_tail(run, "launcher").rstrip(), run.log("launcher")
+        begin = f"Run {name} failed: {message} {why}"
+        if words:
+            return RunFailed(f"{begin} The launcher's log ends with:\n\n{words}\n\nThe whole log is {log}.")
+        log_is = (
+            f"The launcher's log, {log}, is empty." if log.exists() else f"There is no log of the launcher at {log}."
         )
+        return RunFailed(f"{begin} {log_is} Train in this process to see the error: wb.runs.debug(experiment, plan).")
     # The error already holds the traceback with which the log ends.
     before = log_tail(run, cause.rank, None).rpartition("Traceback (most recent call last)")
     lines = "\n".join((before[0] or before[2]).rstrip().splitlines()[-LAST_WORDS_LINES:])
     said = f"Before that it printed:\n\n{lines}\n\n" if lines else ""
+    traceback = f"{cause.traceback.rstrip()}\n\n" if cause.traceback.strip() else "It left no traceback.\n\n"
+    log = run.log(cause.rank)
     facts = {each: getattr(cause, each) for each in ("rank", "stage", "type", "traceback")}
     return RunFailed(
-        f"Run {name} failed on {cause.sentence}\n\n{cause.traceback.rstrip()}\n\n{said}"
-        f"The rank's whole log is {run.log(cause.rank)}.",
+        f"Run {name} failed on {cause.sentence}\n\n{traceback}{said}"
+        + (f"The rank's whole log is {log}." if log.exists() else f"There is no log of the rank at {log}."),
         **facts,
         log=lines,
     )
