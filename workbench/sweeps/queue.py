@@ -74,11 +74,12 @@ PLAN_FREE = frozenset(
 """Values of an experiment that change no plan; runs that differ in no other value share one."""
 SWEEP, GRID = "sweep.json", "grid.json"
 """Settings of a queue whose runs differ in fields of the experiment, and of one whose runs differ in their plan."""
-START_S = {"cpu": 4.0, "cuda": 40.0}
+START_S = {"cpu": 1.5, "cuda": 40.0}
 """Seconds of a run of a queue beside its steps, by the type of its devices: it starts, captures, builds and leaves.
 
-On two idle cores, by `benchmarks/cell_time.py`; on two H200, by the cells of a grid of GPT-3 1.3B, which took 48 s for
-5 s of steps.
+On two idle cores, by the second launch of `benchmarks/cell_time.py`, since ranks are forked from a process that has
+imported what they need; on two H200, by the cells of a grid of GPT-3 1.3B, which took 48 s for 5 s of steps. The runs
+of a queue that have ended replace both (`share_done`).
 """
 
 
