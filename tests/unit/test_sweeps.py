@@ -272,7 +272,7 @@ def test_the_predicted_time_of_a_sweep_counts_the_start_of_each_run():
     step_s = placed.plans["all"].prediction.step_ms / 1e3
     assert placed.seconds == pytest.approx(3 * (sweep_module.START_S["cpu"] + 100 * step_s))
     assert why.startswith("Predicted time on 1 ")
-    assert "with 4.0 s to start each run: 3 runs one after another" in why
+    assert "with 1.5 s to start each run: 3 runs one after another" in why
 
 
 def test_axes_that_change_no_plan_share_one():
