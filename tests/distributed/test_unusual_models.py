@@ -348,6 +348,7 @@ LOSSES: dict[str, Callable[[], nn.Module]] = {
     "l1": lambda: OverASelection(functional.l1_loss),
     "smooth l1": lambda: OverASelection(functional.smooth_l1_loss),
     "huber": lambda: OverASelection(functional.huber_loss),
+    "kl": lambda: OverASelection(lambda found, y: functional.kl_div(found.log_softmax(-1), y.softmax(-1))),
 }
 
 

@@ -6,7 +6,7 @@ import re
 from collections.abc import Callable
 from dataclasses import replace
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, Self
 
 import pytest
 import torch
@@ -112,6 +112,45 @@ def test_batch_norm_is_noted_and_does_not_restrict_the_plan() -> None:
     for choices in ({"data": 1, "micro_batch": 4}, {"data": 2, "micro_batch": 4}, {"data": 1, "micro_batch": 8}):
         plan = plan_of(graph, choices["data"], **choices)
         assert (note in plan.notes) == (plan.micro_batch < plan.global_batch), choices
+
+
+class NormAsWritten(nn.Module):
+    """A norm in code that export cannot follow."""
+
+    def __init__(self, norm: Callable[[torch.Tensor], torch.Tensor]) -> None:
+        super().__init__()
+        self.linear, self.norm = nn.Linear(16, 16), norm
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.norm(self.linear(x)) if float(x.detach().max()) < 1e9 else x
+
+
+@pytest.mark.parametrize(
+    ("norm", "noted"),
+    [
+        (lambda: nn.BatchNorm1d(16), "BatchNorm (4 layers) takes its statistics from one micro-batch"),
+        (lambda: nn.BatchNorm1d(16, track_running_stats=False), "BatchNorm (4 layers)"),
+        (lambda: nn.BatchNorm1d(16).eval(), ""),
+        (lambda: lambda x: functional.instance_norm(x[:, None])[:, 0], ""),
+        (lambda: nn.LayerNorm(16), ""),
+    ],
+)
+def test_batch_norm_in_code_that_runs_as_written_is_noted_as_any_other(
+    norm: Callable[[], Callable[[torch.Tensor], torch.Tensor]], noted: str
+) -> None:
+    class Model(Net):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layers = nn.ModuleList(NormAsWritten(norm()) for _ in range(4))
+
+        def train(self, mode: bool = True) -> Self:
+            for each in self.layers:
+                each.training = mode
+            return self
+
+    found = captured(Model(), {name: BATCH[name] for name in ("x", "labels")}).notes_if_divided
+    assert len(found) == bool(noted)
+    assert all(note.startswith(noted) for note in found)
 
 
 def free_nats(last: torch.Tensor, logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:

@@ -45,12 +45,13 @@ from workbench.record.columns import WEIGHTED, WEIGHTS
 aten = torch.ops.aten
 _MEAN, _SUM = 1, 2
 """Numbers that torch gives to a loss's reductions."""
-_OVER_LABELS = overloads("cross_entropy_loss nll_loss_nd")
+OVER_LABELS = "cross_entropy_loss nll_loss_nd"
 """Losses over class labels."""
-_OVER_ELEMENTS = overloads(
-    "mse_loss l1_loss smooth_l1_loss huber_loss binary_cross_entropy binary_cross_entropy_with_logits"
+OVER_ELEMENTS = (
+    "mse_loss l1_loss smooth_l1_loss huber_loss kl_div binary_cross_entropy binary_cross_entropy_with_logits"
 )
 """Losses over every element: micro-batches count equally many, unless the batch selects some (ELECTRA's)."""
+_OVER_LABELS, _OVER_ELEMENTS = overloads(OVER_LABELS), overloads(OVER_ELEMENTS)
 
 
 @dataclass(frozen=True)
@@ -108,7 +109,7 @@ def mean_losses(flow: Dataflow) -> tuple[MeanLoss, ...]:
         if given["reduction"] != _MEAN or target not in flow.recomputable:
             continue
         if node.target in _OVER_ELEMENTS:
-            if any(not isinstance(size, int) for size in shape_of(target)):
+            if any(not isinstance(size, int) for size in shape_of(target)) and _is_alike(target, given["self"]):
                 losses.append(MeanLoss(node, target, None, None))
         elif not target.meta["val"].is_floating_point() and (weight is None or weight in flow.recomputable):
             losses.append(MeanLoss(node, target, weight, int(given["ignore_index"])))
@@ -138,9 +139,14 @@ def _before_broadcast(target: fx.Node) -> fx.Node:
     if source is None or source.target is not aten.broadcast_tensors.default:
         return target
     before: fx.Node = source.args[0][target.args[1]]
-    sizes = zip(shape_of(before), shape_of(target), strict=False)
-    is_same = all(one == other for one, other in sizes if isinstance(one, int) and isinstance(other, int))
-    return before if is_same and len(shape_of(before)) == len(shape_of(target)) else target
+    return before if _is_alike(before, target) else target
+
+
+def _is_alike(one: fx.Node, other: fx.Node) -> bool:
+    """Return True if two tensors have as many dims, of the same sizes where both are known."""
+    sizes = zip(shape_of(one), shape_of(other), strict=False)
+    is_same = all(size == its for size, its in sizes if isinstance(size, int) and isinstance(its, int))
+    return is_same and len(shape_of(one)) == len(shape_of(other))
 
 
 def emit_sum_over_count(graph: fx.Graph, loss: fx.Node, count: fx.Node) -> fx.Node:
@@ -157,7 +163,9 @@ def emit_sum_over_count(graph: fx.Graph, loss: fx.Node, count: fx.Node) -> fx.No
         count = graph.call_function(aten.mul.Tensor, (count, per_choice))
         count.meta = meta
     else:
-        loss.args, loss.kwargs = tuple((arguments_of(loss) | {"reduction": _SUM}).values()), {}
+        given = arguments_of(loss) | {"reduction": _SUM}
+        loss.kwargs = {"log_target": given.pop("log_target")} if "log_target" in given else {}  # which goes by name
+        loss.args = tuple(given.values())
     quotient = graph.call_function(aten.div.Tensor, (loss, count))
     quotient.meta = dict(loss.meta)
     return quotient

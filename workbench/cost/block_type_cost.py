@@ -27,7 +27,7 @@ from workbench.capture.blocks.recomputation import supported_mode
 from workbench.capture.blocks.tensor_parallel import BlockSharding
 from workbench.capture.export.opaque import call_of
 from workbench.capture.graph import Block, Graph
-from workbench.capture.losses import find_rowwise_head
+from workbench.capture.losses import OVER_ELEMENTS, OVER_LABELS, find_rowwise_head
 from workbench.capture.operations import GROUPED_MATMUL, is_replayable, names, op_name, schema_of
 from workbench.cost.profile import ACCUMULATE_BYTES, ATTENTION, DENSE, GEMM, STREAM, BlockTypeCost, Kernel, RelativeTime
 from workbench.strategy import RECOMPUTE
@@ -47,11 +47,10 @@ LOW_PRECISION = names(
     "conv_transpose2d conv_transpose3d scaled_dot_product_attention prelu"
 ) | {GROUPED_MATMUL}
 FULL_PRECISION = names(
-    "layer_norm native_layer_norm rms_norm group_norm softmax log_softmax cross_entropy_loss nll_loss nll_loss_nd "
-    "mse_loss l1_loss smooth_l1_loss huber_loss kl_div binary_cross_entropy_with_logits cosine_embedding_loss pow exp "
-    "log log2 log10 log1p expm1 rsqrt reciprocal sum prod cumsum cumprod norm dist cdist softplus acos asin cosh sinh "
-    "tan erfinv logsumexp renorm"
-)
+    f"{OVER_LABELS} {OVER_ELEMENTS} layer_norm native_layer_norm rms_norm group_norm softmax log_softmax nll_loss "
+    "cosine_embedding_loss pow exp log log2 log10 log1p expm1 rsqrt reciprocal sum prod cumsum cumprod norm dist cdist "
+    "softplus acos asin cosh sinh tan erfinv logsumexp renorm"
+) - {"binary_cross_entropy"}  # which autocast refuses
 CPU_KEEPS_DTYPE = names("layer_norm softmax log_softmax rms_norm group_norm sum pow exp log norm")
 """Operations of `FULL_PRECISION` that a CPU runs in the dtype of their inputs."""
 

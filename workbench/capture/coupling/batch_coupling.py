@@ -32,7 +32,7 @@ from workbench.capture.export.varying import (
     text_of,
     texts_of,
 )
-from workbench.capture.losses import Quotient
+from workbench.capture.losses import OVER_ELEMENTS, OVER_LABELS, Quotient
 from workbench.capture.operations import (
     MOVED,
     Dataflow,
@@ -77,10 +77,8 @@ _FINITE_CHECKS = names("isnan isinf isfinite")
 """Questions to a loss whose answer is the same for every loss that training goes on with."""
 _RECURRENT = names("lstm gru rnn_tanh rnn_relu")
 _CELLS = names("lstm_cell gru_cell rnn_tanh_cell rnn_relu_cell")
-_OVER_CLASSES = names("cross_entropy_loss nll_loss_nd")
-_LOSSES = _OVER_CLASSES | names(
-    "mse_loss l1_loss smooth_l1_loss huber_loss kl_div binary_cross_entropy binary_cross_entropy_with_logits"
-)
+_OVER_CLASSES = names(OVER_LABELS)
+_LOSSES = _OVER_CLASSES | names(OVER_ELEMENTS)
 RESHAPES = names("view reshape flatten unflatten _unsafe_view squeeze")
 _SAME_DIMS = _SOFTMAXES | names(
     "clone contiguous to _to_copy detach alias dropout feature_dropout type_as slice lift_fresh_copy getitem one_hot "
@@ -658,9 +656,16 @@ _RULES: dict[str, Callable[[BatchWalk, fx.Node, str], int]] = {
 
 
 def batch_norms(flow: Dataflow, loss: fx.Node) -> int:
-    """Return the number of BatchNorm operations that normalise by the statistics of a micro-batch."""
-    training: Any = [node for node in ancestors([loss]) & set(flow.order) if _name(node) == "batch_norm"]
-    return sum(bool(arguments_of(node)["training"]) for node in training)
+    """Return the number of BatchNorm operations that normalise by the statistics of a micro-batch.
+
+    Those of code that runs as written count by the operations of a run, in which an InstanceNorm is the BatchNorm of
+    one sample that has the channels of all.
+    """
+    needed = ancestors([loss]) & set(flow.order)
+    recorded = [call.recording for node in needed if (call := call_of(node)) is not None and call.recording is not None]
+    nodes: Any = [*needed, *(node for recording in recorded for node in recording.flow.order)]
+    norms = [node for node in nodes if _name(node) in ("batch_norm", "native_batch_norm", "cudnn_batch_norm")]
+    return sum(bool(arguments_of(node)["training"]) for node in norms if shape_of(node.args[0])[0] != 1)
 
 
 # Means over the batch that the loss bends or chooses by: a second walk, behind the first operation without a rule.
