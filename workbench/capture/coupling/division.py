@@ -8,7 +8,7 @@ training, so that no wrong combination is right by chance at a symmetric point.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import dataclass
 from typing import Any
@@ -259,8 +259,8 @@ def check_graph(graph: Graph, model: nn.Module, samples: Callable[[int, int], Ba
                 return "its loss or a gradient is not finite with the weights of the comparison"
             if fault:
                 raise CaptureError(
-                    f"{comparison.wrong(fault, batch)} Nothing was updated. If forward fixes nothing, capture has "
-                    "misread one of its operations: write that part with others, and report it with the model."
+                    f"{comparison.wrong(fault, batch)} Nothing was updated. If there is nothing like that, "
+                    "capture has misread an operation: write that part with others, and report it with the model."
                 )
     return ""
 
@@ -354,6 +354,26 @@ def _changed(field: torch.Tensor, generator: torch.Generator) -> torch.Tensor:
     return field * kept.to(field.dtype)
 
 
+class _made(TorchDispatchMode):  # noqa: N801
+    """Collect what operations make of given shapes; the value of the `with` block is the list."""
+
+    supports_higher_order_operators = True
+
+    def __init__(self, shapes: Collection[torch.Size]) -> None:
+        super().__init__()
+        self._shapes, self._tensors = shapes, list[torch.Tensor]()
+
+    def __enter__(self) -> list[torch.Tensor]:
+        super().__enter__()
+        return self._tensors
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        leaves = (leaf for leaf in tree_leaves(result) if isinstance(leaf, torch.Tensor))
+        self._tensors += [leaf.detach() for leaf in leaves if leaf.shape in self._shapes]
+        return result
+
+
 class Unrepeatable(CaptureError):
     """A forward is no function of its samples, weights and seeds."""
 
@@ -408,8 +428,9 @@ class _Comparison:
                 return ""
             divided = self._divided(batch)
             parts = _size(batch) // self._graph.micro_batch
+            where = f"{parts} micro-batches" if parts > 1 else "the graph"
             if not divided.is_finite:
-                return f"{_size(batch)} samples have finite losses and gradients, and in {parts} micro-batches not"
+                return f"{_size(batch)} samples have finite losses and gradients, and in {where} not"
             found = whole.differs_from(divided)
             if found[0] <= tolerances[0] and found[1] <= tolerances[1]:
                 return ""
@@ -428,53 +449,49 @@ class _Comparison:
             return ""
         known, loss, other = f"{_size(batch)} samples have the loss", float(whole.loss), float(divided.loss)
         if found[0] <= limits[0]:
-            same = f"{known} {loss:.4g}, also in {parts} micro-batches"
-            return f"{same}, which differ in the gradient of {found[2]} by {found[1]:.2%} of its norm"
+            same = f"{known} {loss:.4g}, also in {where}, which differ{'s' * (parts == 1)}"
+            return f"{same} in the gradient of {found[2]} by {found[1]:.2%} of its norm"
         digits = next((each for each in range(4, 9) if f"{loss:.{each}g}" != f"{other:.{each}g}"), 9)
-        numbers = f"{known} {loss:.{digits}g}, and {other:.{digits}g} in {parts} micro-batches"
+        numbers = f"{known} {loss:.{digits}g}, and {other:.{digits}g} in {where}"
         if _relative(parts * divided.loss, whole.loss) <= limits[0]:
             return f"{numbers}: it is a sum over the samples; divide it by their number"
         return numbers
 
     def wrong(self, fault: str, batch: Batch) -> CaptureError:
         """Return the error that the graph of a micro-batch differs from the model by `fault`, with a way out."""
-        said = f"The captured graph of {self._graph.model} does not compute the model's loss: {fault} of the graph."
+        said = f"The captured graph of {self._graph.model} does not compute the model's loss: {fault}."
         with suppress(Exception):  # it only says where
             said += f" {self._reason(batch)}"
         return CaptureError(said)
 
     def _reason(self, batch: Batch) -> str:
         batch = {name: field.to(self._device) for name, field in batch.items()}
-        outputs: dict[str, list[torch.Tensor]] = {}
-        modules = dict(self._model.named_modules())
-
-        def noting(name: str) -> Callable[..., None]:
-            return lambda _module, _given, result: outputs.update(
-                {name: [leaf for leaf in tree_leaves(result) if isinstance(leaf, torch.Tensor)]}
-            )
-
-        paths = [block.name for block in self._graph.blocks if block.name in modules]
-        hooks = [modules[path].register_forward_hook(noting(path)) for path in paths]
         with same_numbers(self._model, self._calls), _same_for_each_sample(self._compiles):
-            self._whole(batch)
-            for hook in hooks:
-                hook.remove()
             self._renew_buffers()
             divisors = [each.divisor(count_labels(each, batch, _size(batch)).sum().float()) for each in self._counts]
             values = self._interpreted(self._graph.blocks, batch, {}, divisors)
+            self._renew_buffers()
+            with _made({value.shape for value in values.values()}) as made:
+                self._model(**batch)
 
-        def differs(block: Block) -> bool:
-            sent = [values[name] for name in block.sends]
-            made = [tensor for tensor in outputs.get(block.name, ()) if any(tensor.shape == s.shape for s in sent)]
-            close = ((tensor, s) for tensor in made for s in sent if tensor.shape == s.shape)
-            # Only to name the block: its values are compared loosely, since the loss has been compared strictly.
-            return bool(made) and not any(torch.allclose(*pair, rtol=1e-3, atol=1e-4) for pair in close)
+        def is_made(name: str) -> bool:
+            # The loss has been compared strictly. Other values only name the block, and are compared loosely.
+            value, is_loss = values[name], name == self._graph.loss
+            limits = (self._factor * LOSS_TOLERANCE, 0.0) if is_loss else (1e-3, 1e-4)
+            alike = (each for each in made if (each.shape, each.dtype) == (value.shape, value.dtype))
+            return any(torch.allclose(each, value, *limits) for each in alike)
 
-        first = next((block.name for block in self._graph.blocks if differs(block)), "")
-        where = f"They part in {first} ({type(modules[first]).__name__}), which" if first else "Its forward"
+        parted = (block for block in self._graph.blocks if not all(map(is_made, block.sends)))
+        if (first := next(parted, None)) is None:
+            return (
+                "All values that they make are equal, so that they differ in what has a gradient: a detach, a no_grad "
+                "or a backward of forward's own."
+            )
+        module = dict(self._model.named_modules()).get(first.name)
+        named = first.name if module is None else f"{first.name} ({type(module).__name__})"
         return (
-            f"{where} computes with what was fixed when it was captured, such as a tensor or a number that was made of "
-            "its weights before. Compute it in forward, from the parameters themselves."
+            f"They part in {named}, which computes with what was fixed when it was captured, such as a tensor or a "
+            "number that was made of its weights before. Compute it in forward, from the parameters themselves."
         )
 
     @contextmanager
