@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 import re
 import sys
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
@@ -515,6 +516,25 @@ def test_a_batch_that_does_not_fit_the_model_is_refused_with_the_shapes() -> Non
     message = str(refused(Net(), batch={"x": torch.zeros(4, 7), "labels": torch.zeros(4, dtype=torch.long)}))
     assert "x [4, 7]" in message
     assert "see that model(**batch) runs" in message
+
+
+class LossAsNumber(Net):
+    """Returns its loss as a number of Python's."""
+
+    def __init__(self, how: Callable[[torch.Tensor], float]) -> None:
+        super().__init__()
+        self.how = how
+
+    def forward(self, x: torch.Tensor, labels: torch.Tensor) -> float:  # type: ignore[override]
+        loss = functional.cross_entropy(self.logits(x), labels)
+        return float(loss) if self.how is float else self.how(loss)
+
+
+@pytest.mark.parametrize("how", [float, torch.Tensor.item, lambda _: 1.5, lambda _: 2])
+def test_a_loss_that_is_a_number_is_refused_with_the_way_out(how: Callable[[torch.Tensor], float]) -> None:
+    message = str(refused(LossAsNumber(how)))
+    assert "a number of Python's" in message
+    assert "the tensor itself, without .item() or float()." in message
 
 
 def test_an_empty_batch_is_refused() -> None:

@@ -511,6 +511,20 @@ def test_a_full_device_says_what_the_plan_counted_on_and_the_way_out():
     assert error_message(ValueError("no"), plan) == "no"
 
 
+@pytest.mark.parametrize(
+    "layer", [nn.Linear(8, 8), nn.Linear(8, 8, bias=False), nn.Conv1d(2, 2, 1), nn.LayerNorm(8), nn.BatchNorm1d(8)]
+)
+def test_numbers_of_another_type_than_the_weights_are_told_with_a_way_out_that_works(layer):
+    x = torch.randn(2, 8, dtype=torch.float64)
+    with pytest.raises(RuntimeError) as refused:
+        layer(x)
+    message = error_message(refused.value, plan_of_layers())
+    assert message.startswith(str(refused.value).rstrip("."))
+    assert message.endswith("x.float() for weights in float32, or in forward: x.to(self.weight.dtype).")
+    assert torch.isfinite(layer(x.float())).all()
+    assert torch.isfinite(layer(x.to(layer.weight.dtype))).all()
+
+
 def test_a_model_that_neither_gpu_nor_host_can_hold_whole_is_refused_before_a_process_starts(tmp_path):
     plan = plan_of_layers()
     assert plan.model_bytes == pytest.approx(4 * (12 * 50e6 + 60e6), rel=1e-3)

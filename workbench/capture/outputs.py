@@ -284,6 +284,11 @@ def _checked(loss: Any, result: Any, batch: Mapping[str, torch.Tensor], name: st
             f"{name} returned no loss for a batch of {', '.join(batch)}. Most models compute it where they are given "
             f"labels: add the field to the items of the dataset."
         )
+    if isinstance(loss, float | int | torch.SymFloat | torch.SymInt) and not isinstance(loss, bool):
+        raise CaptureError(
+            f"{name} returned a number of Python's where its loss should be, through which no gradient goes. Let "
+            "forward return the tensor itself, without .item() or float()."
+        )
     returned = spec_of("loss", loss).shape if isinstance(loss, torch.Tensor) else type(loss).__name__
     raise CaptureError(
         f"{name} returned {returned} where its loss should be. Let forward return a scalar loss (alone, or anywhere in "

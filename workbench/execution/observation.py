@@ -113,7 +113,7 @@ class Origin:
         """Tell in a sentence where the number arose."""
         block = f"block {self.block_name} ({self.block + 1} of {self.num_blocks}, stage {self.stage})"
         sentences = {
-            BATCH: f"The batch itself is not finite, in a field that {block} reads.",
+            BATCH: f"The batch itself is not finite, in a field that {block} reads: correct it in the dataset.",
             WEIGHT: f"A weight of {block} was not finite before this step.",
             FORWARD: f"It arose in the forward of {block}: everything before that block is finite.",
         }

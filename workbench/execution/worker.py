@@ -101,6 +101,10 @@ IN_WORDS = {
         "An index in the batch lies outside of the table that it is looked up in, such as a token id that is not below "
         "the number of rows of the embedding. Correct it in the dataset, or make the table larger."
     ),
+    r"(.*(?:have the same dtype, but|\(\w+\) should be the same|mixed dtype|expected scalar type).*?)\.?(?:\n|$)": (
+        "{}: an operation is given numbers of two types, most often because the dataset returns another one than the "
+        "weights have. Convert it there, x.float() for weights in float32, or in forward: x.to(self.weight.dtype)."
+    ),
     r"device-side assert triggered": (
         "An index lies outside of its table on the GPU, which does not tell which: most often a label that is not "
         "below the number of classes, or a token id that is not below the number of rows of the embedding. Correct it "
@@ -112,7 +116,6 @@ IN_WORDS = {
     ),
 }
 """Patterns of messages of torch, with what they mean and what to do; a sentence names the groups of its pattern."""
-"""Sentences in place of the messages of torch for indices out of range, by pattern."""
 SUGGESTED_LIMIT = 0.9
 """Fraction of an exceeded memory limit that the error message suggests for the next plan."""
 WARM_STEPS = 3

@@ -11,6 +11,7 @@ import contextlib
 import functools
 import io
 import logging
+import re
 import sys
 import traceback
 import warnings
@@ -365,6 +366,11 @@ def explained(error: Exception, model: nn.Module, name: str, batch: Mapping[str,
             "it."
         )
     # The others are told by their message.
+    elif depends_on_values(error) and re.search(r"\breturn .*(\bfloat\(|\.item\()", line.text):
+        message = (
+            f"what it returns{line.where} is a number of Python's, through which no gradient goes. Return the tensor "
+            "itself, without .item() or float()."
+        )
     elif depends_on_values(error):
         way = (
             "Replace a branch by torch.where or torch.cond and a selection by a mask, or decide before training."
@@ -394,6 +400,8 @@ def explained(error: Exception, model: nn.Module, name: str, batch: Mapping[str,
     else:
         why = in_words(error, line.where)
         message = f"{why}. It was called with {fields}: see that model(**batch) runs on such a batch."
+        if "cuda devices" in said or "CUDA enabled" in said:
+            message += " A plan chooses the devices of the model and the batch: leave .cuda() out of forward."
     return line.error(name, f"cannot be captured: {message}", **facts)
 
 

@@ -376,7 +376,7 @@ def _unwritable_named() -> Iterator[None]:
     except OSError as error:
         if error.errno in NO_ROOM:
             remedy = "Free some space there, or set WORKBENCH_RUNS to a folder on another disk."
-        elif error.errno in (errno.ENAMETOOLONG, errno.EACCES, errno.EPERM, errno.EROFS, errno.ENOTDIR):
+        elif error.errno in (errno.ENAMETOOLONG, errno.EACCES, errno.EPERM, errno.EROFS, errno.ENOTDIR, errno.ENOENT):
             remedy = f"Give another directory than {str(error.filename)[:100]}."
         else:
             raise
