@@ -224,3 +224,14 @@ def test_a_run_goes_on_that_cannot_be_compared(
     assert re.match(f"Not comparing the captured graph with the model itself: {said}", line)
     check()  # what failed will fail again; there may be more time or memory another time
     assert ("Compared" in capsys.readouterr().out) == asked_again
+
+
+def test_two_samples_are_compared_where_the_micro_batch_takes_too_long(
+    check: Callable[[], CapturedModel], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    torch.manual_seed(0)
+    flops = division.forward_flops(captured(Attending(), batch_of(4, 0)))
+    monkeypatch.setattr(comparison, "PER_PARAMETER", 0)
+    monkeypatch.setattr(comparison, "MOST_COMPARED", {"cpu": 0.75 * comparison.PER_FORWARD * flops})
+    check()
+    assert "equal loss and gradients of 2 samples" in capsys.readouterr().out
