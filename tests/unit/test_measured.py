@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import itertools
 import statistics
-import time
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -18,7 +17,7 @@ from torch._dynamo.utils import counters
 from torch._functorch._aot_autograd.autograd_cache import AOTAutogradCache
 from torch._inductor.codecache import FxGraphCache
 
-from tests.patience import PATIENCE_S
+from tests.patience import PATIENCE_S, eventually
 from tests.unit.cost_values import bert, layered_profile
 from workbench import data, models
 from workbench.base.tensors import TensorSpec
@@ -474,8 +473,7 @@ def test_probes_end_with_their_context() -> None:
     with BlockProbes() as probes:
         probes.ask(request_of(bert()), local_cluster(1).device)
         assert probes._process.poll() is None
-        while not (all_of_them := psutil.Process(probes._process.pid).children()):
-            time.sleep(0.05)
+        all_of_them = eventually(psutil.Process(probes._process.pid).children)
     assert probes._process.poll() is not None
     assert psutil.wait_procs(all_of_them, PATIENCE_S)[1] == []
 

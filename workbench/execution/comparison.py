@@ -33,6 +33,8 @@ MOST_TRIED_BY_RANK = 500_000_000
 MOST_COMPARED = {"cpu": 1e11, "cuda": 6e14}
 """Operations, by type of device, up to which a graph is compared with its model: 2 s on a core (measured with GPT-2 of
 5 to 81 million parameters), and 12 s on a GPU that does 50 TFLOP/s in fp32."""
+ANEW = {"cpu": 1e11, "cuda": 1e14}
+"""Operations in whose time a model is captured for fewer samples."""
 PER_FORWARD = 12
 """Forwards of one micro-batch that take as many operations: two micro-batches, by graph and model, with backwards."""
 PER_PARAMETER = 3000
@@ -93,7 +95,7 @@ def check_numbers(experiment: Experiment, plan: Plan, captured: CapturedModel, m
 def _check_graph(experiment: Experiment, captured: CapturedModel, model: nn.Module) -> None:
     """Raise `CaptureError` unless the graph of a micro-batch computes what the model does, if that is not known.
 
-    The graph of the plan's micro-batch is compared, or of fewer samples if that takes too much.
+    The graph of the plan's micro-batch is compared, or of fewer samples if that takes too much, or less time.
     """
     graph, device = captured.graph, next(model.parameters()).device
     on_cpu, told = device.type == "cpu", "the captured graph with the model itself"
@@ -101,14 +103,20 @@ def _check_graph(experiment: Experiment, captured: CapturedModel, model: nn.Modu
     if on_cpu and experiment.numerics.batch_coupling != "gather" and is_checked_by_plan(graph, CAPTURE_BATCH):
         return
 
+    def flops(samples: int) -> float:
+        return forward_flops(graph) * samples / graph.micro_batch
+
+    def operations(samples: int) -> float:
+        return PER_FORWARD * flops(samples) + PER_PARAMETER * graph.parameter_count * on_cpu
+
     def find() -> str | None:
         obstacle = ""
-        for samples in dict.fromkeys((graph.micro_batch, few)):
-            flops, needed = forward_flops(graph) * samples / graph.micro_batch, comparison_bytes(graph, samples)
-            operations = PER_FORWARD * flops + PER_PARAMETER * graph.parameter_count * on_cpu
-            if operations > MOST_COMPARED[device.type]:
-                parameters = count(graph.parameter_count)
-                obstacle = f"{flops / 1e9:,.0f} GFLOP a forward and {parameters} parameters take too long"
+        is_quicker = operations(few) + ANEW[device.type] < operations(graph.micro_batch)
+        for samples in (few,) if is_quicker else dict.fromkeys((graph.micro_batch, few)):
+            needed = comparison_bytes(graph, samples)
+            if operations(samples) > MOST_COMPARED[device.type]:
+                gflop, parameters = flops(samples) / 1e9, count(graph.parameter_count)
+                obstacle = f"{gflop:,.0f} GFLOP a forward and {parameters} parameters take too long"
             elif needed > (free := free_bytes(device)):
                 obstacle = f"it needs about {gib(needed)} of {device.type} memory, of which {gib(free)} are free"
             else:
