@@ -92,10 +92,10 @@ def _flops(node: Any) -> float:
     shapes = [shape_of(source) for source in node.all_input_nodes]
     if "conv" in name:
         return 2.0 * made * _numel(shapes[1]) / max(1, shapes[1][0])
+    if name == "scaled_dot_product_attention":  # its operands may be one tensor
+        return 4.0 * made * _numel(shape_of(node.args[1])[-2:-1])
     if name not in _PRODUCTS or len(shapes) < 2:
         return 10.0 * made  # bound by memory
-    if name == "scaled_dot_product_attention":
-        return 4.0 * made * _numel(shapes[1][-2:-1])
     if name == "einsum":
         return 2.0 * math.sqrt(made * _numel(shapes[0]) * _numel(shapes[1]))
     left = shapes[1] if name in ("addmm", "baddbmm") else shapes[0]
