@@ -21,9 +21,11 @@ from tests.patience import PATIENCE_S, eventually
 from tests.unit.cost_values import bert, layered_profile
 from workbench import data, models
 from workbench.base.tensors import TensorSpec
+from workbench.capture import capture
 from workbench.capture.coupling.division import random_batch
 from workbench.cli import describe_plan
 from workbench.cost import Cluster
+from workbench.cost.graph_profiler import profile_graph
 from workbench.cost.profile import BlockMeasurement, DividedCosts, corrected_profile
 from workbench.data.sampling import IGNORED
 from workbench.execution import block_probe
@@ -77,6 +79,36 @@ def test_a_measured_block_takes_its_measured_time_and_a_surcharge_in_a_step_of_s
     divided = what_if(found, cluster=H200.resized(2), pipeline=2, schedule="gpipe", **asked)
     added = sum(stage.forward_ms + stage.backward_ms for stage in divided.stages)
     assert added == pytest.approx(H200.device.efficiency.in_step * alone / 2, rel=0.02)
+
+
+class PostNorm(torch.nn.Module):
+    """Layers of one code, of which the first receives what a product makes: bf16 under autocast."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.table, self.widen = torch.nn.Embedding(64, 8), torch.nn.Linear(8, 16)
+        self.layers = torch.nn.ModuleList(
+            torch.nn.Sequential(torch.nn.Linear(16, 16), torch.nn.LayerNorm(16)) for _ in "abcd"
+        )
+
+    def forward(self, input_ids: torch.Tensor) -> torch.Tensor:
+        hidden = self.widen(self.table(input_ids))
+        for layer in self.layers:
+            hidden = layer(hidden)
+        return hidden.square().mean()
+
+
+def test_a_measurement_counts_for_all_layers_of_one_code_also_where_the_first_receives_another_type() -> None:
+    with torch.device("meta"):
+        graph = capture(PostNorm(), {"input_ids": TensorSpec("input_ids", (2, 4), "int64")}, name="post-norm")
+    counted = profile_graph(graph, H200.device, "bf16", compiled=True)
+    *layers, _ = (index for index, block in enumerate(counted.blocks) if block.name.startswith("layers"))
+    assert len({graph.variant(graph.blocks[index]) for index in layers}) == 1, "the probe measures one of them"
+    assert len({counted.blocks[index].block_type for index in layers}) == 2, "the first is priced apart"
+    found = corrected_profile(counted, H200.device, [BlockMeasurement(layers[0], 4, 3.0, 7.0, 0.0, 0.0)])
+    costs = found.at(4, H200.device)
+    assert costs.forward_ms[layers] == pytest.approx(3.0)
+    assert costs.backward_ms[layers] == pytest.approx(7.0)
 
 
 def test_a_device_whose_clock_fell_in_a_probe_is_slower_in_training() -> None:

@@ -57,6 +57,7 @@ def profile_graph(
     settings = Settings(precision, device.type, compiled)
     dtypes = {name: getattr(torch, spec.dtype) for name, spec in graph.batch.items()}
     block_types: dict[tuple[object, ...], int] = {}
+    firsts: dict[tuple[object, ...], int] = {}
     traces: list[BlockTrace] = []
     blocks = []
     received_before: set[str] = set()
@@ -75,7 +76,8 @@ def profile_graph(
         first_received = [graph.values[name] for name in block.receives if name in needed - received_before]
         received_before |= needed
         labels = tuple(dict.fromkeys(call.label for call in opaque_calls(block.code.graph)))
-        blocks.append(BlockCost(block.name, index, block.parameters, _per_sample(first_received, graph), labels))
+        first = firsts.setdefault(graph.variant(block), block.index)
+        blocks.append(BlockCost(block.name, index, block.parameters, _per_sample(first_received, graph), labels, first))
     costs = tuple(map(block_type_cost, traces))
     cuts = range(len(graph.blocks) + 1)
     notes = list(graph.notes)

@@ -173,6 +173,9 @@ class BlockCost:
     """Bytes per sample of values that it is the first block to receive; checkpointing keeps them."""
     opaque: tuple[str, ...] = ()
     """Labels of its opaque calls, which run the user's code as written."""
+    measured_as: int | None = None
+    """Index of the block whose measurement is this one's: the first whose code costs the same, though it may be priced
+    apart since it receives other types. None for the first of its block type."""
 
 
 @dataclass(frozen=True)
@@ -259,7 +262,7 @@ def with_gathered(whole: Profile, towers: Profile, at_once: Profile, part: Graph
     """
     # The tail runs once over the whole batch, and is priced by `TailCosts`: as a block of a micro-batch it is free.
     free = BlockTypeCost(part.blocks[-1].block_type, (), (), 0.0, 0.0, 0.0, 0.0)
-    last = replace(towers.blocks[-1], block_type=len(towers.block_types), input_bytes=0.0)
+    last = replace(towers.blocks[-1], block_type=len(towers.block_types), input_bytes=0.0, measured_as=None)
     is_compared = whole.facts is not None and whole.facts.is_gathering_compared
     of_part = sum(part.values[rows.name].nbytes for rows in part.gathered)
     gathered = replace(
@@ -614,8 +617,12 @@ class BlockMeasurement:
 def corrected_profile(profile: Profile, device: Device, measurements: Sequence[BlockMeasurement]) -> Profile:
     """Return `profile` with the times and bytes measured on `device`; other block types stay analytic."""
     points_of: dict[int, list[BlockMeasurement]] = {}
+    priced_by = dict[int, set[int]]()
+    for index, block in enumerate(profile.blocks):
+        priced_by.setdefault(index if block.measured_as is None else block.measured_as, set()).add(block.block_type)
     for measurement in sorted(measurements, key=lambda one: one.micro_batch):
-        points_of.setdefault(profile.blocks[measurement.first_block].block_type, []).append(measurement)
+        for block_type in priced_by[measurement.first_block]:
+            points_of.setdefault(block_type, []).append(measurement)
     whole = profile.block_types
     corrected = {index: _with_memory(whole[index], points) for index, points in points_of.items()}
 
