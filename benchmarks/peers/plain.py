@@ -10,6 +10,7 @@ a name in `OPTIONS`, so that the gain of each can be measured.
 from __future__ import annotations
 
 import contextlib
+import weakref
 from collections import defaultdict
 from collections.abc import Callable, Container, Iterator, Mapping, Sequence
 from functools import partial
@@ -272,11 +273,19 @@ class _AveragedMasters(_Masters):
         self.missing = [0] * len(groups)
         self.sizes = [len(group) for group in groups]
         self.buckets = [torch.zeros(sum(w.numel() for _, w in group), device=device) for group in groups]
+        # A strong reference would make each copy hold itself through its hook, a cycle that Python cannot collect.
+        add = weakref.WeakMethod(self._add)
+
+        def on_gradient(weight: torch.Tensor, bucket: int, copy: torch.Tensor) -> None:
+            method = add()
+            assert method is not None
+            method(weight, bucket, copy)
+
         for index, (group, bucket) in enumerate(zip(groups, self.buckets, strict=True)):
             parts = bucket.split([weight.numel() for _, weight in group])
             for (copy, weight), part in zip(group, parts, strict=True):
                 weight.grad = part.view_as(weight)
-                copy.register_post_accumulate_grad_hook(partial(self._add, weight, index))
+                copy.register_post_accumulate_grad_hook(partial(on_gradient, weight, index))
 
     def begin_backward(self, first: bool, last: bool) -> None:
         self.first, self.last = first, last
