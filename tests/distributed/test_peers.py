@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import gc
 import importlib.util
 import itertools
 import json
 import os
 import sys
+import weakref
 from pathlib import Path
 from typing import Any
 
@@ -128,7 +130,13 @@ def _one(kind: str, model: Any = MODEL) -> dict[str, Any]:
         losses.append(loss.item() / peer.data)
         if step == 0:
             counts = seen.counts
-    return {"losses": losses, "tokens": peer.tokens, "data": peer.data, "collectives": counts}
+    found = {"losses": losses, "tokens": peer.tokens, "data": peer.data, "collectives": counts}
+    if kind.startswith(("loop", "ddp")):
+        weights = [weakref.ref(weight) for weight in peer.trained.parameters()]
+        del peer
+        gc.collect()
+        found["kept"] = sum(weight() is not None for weight in weights)
+    return found
 
 
 @pytest.fixture(scope="module")
@@ -150,6 +158,13 @@ def test_every_peer_has_the_losses_of_plain_pytorch(trained: dict[str, Any]) -> 
     for kind in KINDS:
         assert trained[kind]["losses"] == pytest.approx(expected, rel=2e-4), kind
         assert trained[kind]["losses"][-1] < trained[kind]["losses"][0], kind
+
+
+def test_what_a_peer_has_trained_is_freed_with_it(trained: dict[str, Any]) -> None:
+    """The contenders of a round share a process, in which what one of them kept is missing to the others."""
+    assert {kind: found["kept"] for kind, found in trained.items() if "kept" in found} == dict.fromkeys(
+        [kind for kind in (*KINDS, *WITH_MUON) if kind.startswith("ddp")], 0
+    )
 
 
 def test_muon_shared_out_over_the_ranks_has_the_losses_of_torch_muon(trained: dict[str, Any]) -> None:
