@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 import transformers
 
 from workbench.base.code_identity import (
@@ -342,6 +343,20 @@ def test_what_is_another_in_every_process_is_told_apart(code: Code) -> None:
     assert not changed
     [said] = unsteady
     assert said.startswith("identity_used.UNREAD")
+
+
+def test_code_that_was_a_text_counts_as_that_of_a_file_does() -> None:
+    """`python -c` and `exec` give it no file, and two models of one name are told apart all the same."""
+
+    def made(activation: str) -> Any:
+        names = {"torch": torch, "__name__": "__main__"}
+        text = f"class Net(torch.nn.Module):\n    def forward(self, x):\n        return torch.{activation}(x).sum()"
+        exec(text, names)
+        return names["Net"]
+
+    assert identity(made("tanh")) == identity(made("tanh")) != identity(made("relu"))
+    one, other = (eval(f"lambda step: step * {factor}", {"__name__": "__main__"}) for factor in (2, 3))
+    assert identity(one) != identity(other)
 
 
 def test_callables_of_any_form_count_with_what_they_hold(code: Code) -> None:

@@ -315,7 +315,7 @@ class _Walk:
         for variable, cell in zip(code.co_freevars, function.__closure__ or (), strict=True):
             with contextlib.suppress(ValueError):  # it is empty
                 cells[variable] = cell.cell_contents
-        if not is_users(code.co_filename):  # a decorator of a library, perhaps around a function of the user
+        if not _is_code_of_user(function):  # a decorator of a library, perhaps around a function of the user
             for content in cells.values():
                 if _is_a(content, (*_CONTAINERS, MappingProxyType, FunctionType, MethodType, functools.partial)):
                     self.visit(content)
@@ -460,6 +460,18 @@ def _is_of_user(of_type: type) -> bool:
     return _is_users_module(of_type.__module__)
 
 
+def _is_code_of_user(function: FunctionType) -> bool:
+    """Return True for code of the user's, that of a text included: `python -c`, or a call of `exec` or `eval`.
+
+    Libraries make code from texts as well. What `dataclass` makes for the user's classes follows from their fields.
+    """
+    code = function.__code__
+    if code.co_filename != "<string>":
+        return is_users(code.co_filename)
+    home = function.__globals__.get("__file__")
+    return not code.co_qualname.startswith("__create_fn__") and (type(home) is not str or is_users(home))
+
+
 def _nested(code: CodeType) -> Iterator[CodeType]:
     yield code
     for constant in code.co_consts:
@@ -554,7 +566,7 @@ class _Digests:
         if _is_a(value, ModuleType):
             return [value.__name__], True
         if _is_a(value, FunctionType):
-            return [_named(value), _code_digest(value.__code__) if is_users(value.__code__.co_filename) else ""], True
+            return [_named(value), _code_digest(value.__code__) if _is_code_of_user(value) else ""], True
         if _is_a(value, type):
             return [_named(value)], True
         if _is_a(value, (MethodType, BuiltinFunctionType)):
