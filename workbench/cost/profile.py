@@ -619,7 +619,8 @@ def corrected_profile(profile: Profile, device: Device, measurements: Sequence[B
     points_of: dict[int, list[BlockMeasurement]] = {}
     priced_by = dict[int, set[int]]()
     for index, block in enumerate(profile.blocks):
-        priced_by.setdefault(index if block.measured_as is None else block.measured_as, set()).add(block.block_type)
+        for measured in {index, index if block.measured_as is None else block.measured_as}:
+            priced_by.setdefault(measured, set()).add(block.block_type)
     for measurement in sorted(measurements, key=lambda one: one.micro_batch):
         for block_type in priced_by[measurement.first_block]:
             points_of.setdefault(block_type, []).append(measurement)
