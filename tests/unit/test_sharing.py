@@ -170,9 +170,18 @@ def test_numbers_of_figures_cost_sharing_two_and_a_half_times_what_nbformat_take
         return seconds(lambda: notebooks.share(tmp_path / name, tmp_path / "shared"))
 
     shared("first.ipynb", 10)  # which imports
-    few_s, many_s = shared("few.ipynb", 10), shared("many.ipynb", 50_000)
     many = notebook_with({PLOTLY_MIME: figure(50_000)})
-    assert many_s - few_s < 2.5 * seconds(lambda: nbformat.writes(many))
+    # Other processes make each of them slower, never faster, and its least time is its own.
+    rounds = [
+        (
+            shared(f"few-{number}.ipynb", 10),
+            shared(f"many-{number}.ipynb", 50_000),
+            seconds(lambda: nbformat.writes(many)),
+        )
+        for number in range(5)
+    ]
+    few_s, many_s, written_s = map(min, zip(*rounds, strict=True))
+    assert many_s - few_s < 2.5 * written_s
 
 
 def test_an_attached_picture_is_on_the_page_and_a_lost_one_leaves_its_words(tmp_path):
