@@ -174,8 +174,8 @@ class BlockCost:
     opaque: tuple[str, ...] = ()
     """Labels of its opaque calls, which run the user's code as written."""
     measured_as: int | None = None
-    """Index of the block whose measurement is this one's: the first whose code costs the same, though it may be priced
-    apart since it receives other types. None for the first of its block type."""
+    """Index of the block whose measurement counts for this one: the first whose code costs the same. The two may be of
+    different block types, since they receive other dtypes. None for the block itself."""
 
 
 @dataclass(frozen=True)
@@ -617,7 +617,7 @@ class BlockMeasurement:
 def corrected_profile(profile: Profile, device: Device, measurements: Sequence[BlockMeasurement]) -> Profile:
     """Return `profile` with the times and bytes measured on `device`; other block types stay analytic."""
     points_of: dict[int, list[BlockMeasurement]] = {}
-    priced_by = dict[int, set[int]]()
+    priced_by = dict[int, set[int]]()  # block types for which a measurement counts, by its first block
     for index, block in enumerate(profile.blocks):
         for measured in {index, index if block.measured_as is None else block.measured_as}:
             priced_by.setdefault(measured, set()).add(block.block_type)
