@@ -174,7 +174,9 @@ class _DataParallel(Peer):
             self.model = DistributedDataParallel(model, gradient_as_bucket_view=True)
         self.masters = (_Masters if base == "loop" else _AveragedMasters)(model, device) if has_masters else None
         self.trained: nn.Module = model if self.masters is None else self.masters.weights
-        self.optimizer: Any = DividedMuon(model, device) if "muon" in self.options else adamw(self.trained, device)
+        updated = list(self.trained.parameters())
+        with_muon = "muon" in self.options
+        self.optimizer: Any = DividedMuon(model, updated, device) if with_muon else adamw(self.trained, device)
 
     def step(self, batch: Batch) -> torch.Tensor:
         if not isinstance(self.masters, _AveragedMasters):  # whose gradients stay in their buckets
@@ -623,14 +625,16 @@ class DividedMuon:
     of its shape, while others travel. Under DDP, which leaves every gradient on every rank, the results are
     all-gathered (Keller Jordan's `MuonWithAuxAdam`); under FSDP2 an all-to-all brings the shards of a matrix to its
     rank and a second one takes the shards of the result back (microsoft/dion). Momentum is stored where it is read.
+    `updated` are the model's parameters in their order, or what is updated in the place of each.
     """
 
-    def __init__(self, model: nn.Module, device: torch.device) -> None:
+    def __init__(self, model: nn.Module, updated: Sequence[nn.Parameter], device: torch.device) -> None:
         tables = {id(module.weight) for module in model.modules() if isinstance(module, nn.Embedding)}
         linear = (module.weight for module in model.modules() if isinstance(module, nn.Linear))
-        matrices = list(dict.fromkeys(weight for weight in linear if id(weight) not in tables))
-        hidden = set(matrices)
-        others = [parameter for parameter in model.parameters() if parameter not in hidden]
+        hidden = {weight for weight in linear if id(weight) not in tables}
+        pairs = list(zip(model.parameters(), updated, strict=True))
+        matrices = [weight for parameter, weight in pairs if parameter in hidden]
+        others = [weight for parameter, weight in pairs if parameter not in hidden]
         self.adamw = torch.optim.AdamW(others, lr=LEARNING_RATE, fused=device.type == "cuda")
         self.rank, self.ranks = dist.get_rank(), dist.get_world_size()
         shapes: dict[torch.Size, list[nn.Parameter]] = defaultdict(list)

@@ -56,7 +56,12 @@ KINDS = (
     "pp2+labelled-head+balanced+recompute",
 )
 PAIR = wb.models.bert(32, 4, 2, layout="pre_ln", next_sentence=False, intermediate_size=64, **SIZES)
-WITH_MUON = ("ddp+muon", "fsdp+muon+labelled-head+one-reduction", "ddp+muon+sdpa+labelled-head+recompute")
+WITH_MUON = (
+    "ddp+muon",
+    "ddp+masters+muon+sdpa+labelled-head",
+    "fsdp+muon+labelled-head+one-reduction",
+    "ddp+muon+sdpa+labelled-head+recompute",
+)
 
 
 def experiment(model: Any = MODEL) -> wb.Experiment:
