@@ -23,6 +23,7 @@ from torch.utils.flop_counter import FlopCounterMode, sdpa_flop_count
 
 from workbench.base.tensors import TensorSpec
 from workbench.base.user_code import line_of_node
+from workbench.capture.blocks.attention import repeats_heads
 from workbench.capture.blocks.recomputation import supported_mode
 from workbench.capture.blocks.tensor_parallel import BlockSharding
 from workbench.capture.export.opaque import call_of
@@ -324,12 +325,17 @@ def _run_attention(ran: Operation, args: Any, kwargs: Any, settings: Settings) -
 
     CUDA: flash or memory-efficient kernels save query, key, value, output and one fp32 log-sum-exp per row
     (FlashAttention-2, arXiv:2307.08691). A boolean mask becomes a bias in the dtype of the computation and selects the
-    memory-efficient kernel. CPU: flash without dropout; with dropout the explicit softmax, whose scores, probabilities
+    memory-efficient kernel. Heads of keys and values that fused kernels must have one of for each of the queries' are
+    copied (`repeats_heads`). CPU: flash without dropout; with dropout the explicit softmax, whose scores, probabilities
     and dropout mask are all saved. The backward recomputes the scores and takes 2.5 times the forward's FLOPs.
     """
     query, key, value = args[:3]
     mask = args[3] if len(args) > 3 else kwargs.get("attn_mask")
     dropout = args[4] if len(args) > 4 else kwargs.get("dropout_p", 0.0)
+    enable_gqa = bool(kwargs.get("enable_gqa"))
+    of_each = (query.shape[1], key.shape[1], value.shape[1])
+    if repeats_heads(settings.device_type, query.dtype, mask is not None, of_each, enable_gqa):
+        key, value = (each.new_empty((*query.shape[:2], *each.shape[2:])) for each in (key, value))
     batch, heads, rows, _ = query.shape
     columns, width = key.shape[-2], value.shape[-1]
     shapes = (tuple(query.shape), (batch, heads, *key.shape[2:]), (batch, heads, *value.shape[2:]))

@@ -33,7 +33,7 @@ from workbench.data.datasets import seed_generators
 from workbench.execution.blocks import block_module
 from workbench.execution.blocks.cuda_graphs import CudaGraphs
 from workbench.execution.blocks.loss_runners import GatheredLoss, LabelledRows, Runner
-from workbench.execution.blocks.rewriting import has_active_dropout, use_hashed_dropout
+from workbench.execution.blocks.rewriting import has_active_dropout, use_fused_attention, use_hashed_dropout
 from workbench.execution.blocks.sparse_weights import DENSE, BlockSparseParameters, initial_pattern
 from workbench.execution.blocks.step_context import StepContext
 from workbench.execution.blocks.tensor_parallel import divide_block, take_shard
@@ -341,6 +341,7 @@ def runners(
 
     # What a code becomes before it runs
     def finish(block_type: str, code: fx.GraphModule) -> Runner:
+        code = use_fused_attention(code)
         if bf16_weights:
             code = block_module.match_autocast_types(code, len(blocks[block_type].parameters))
         if not compile or is_opaque(code):

@@ -1,4 +1,4 @@
-"""Copy a block's graph node by node, with changes: the base of all passes that rewrite blocks, and hashed dropout."""
+"""Copy a block's graph node by node, with changes: the base of all passes that rewrite blocks, and two of them."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import fx
 
+from workbench.capture.blocks.attention import broadcast_attention, is_broadcast
 from workbench.capture.operations import DROPOUT
 
 NodeMap = Callable[[fx.Node], fx.Node]
@@ -43,6 +44,21 @@ class GraphRewriter:
         """Return the new graph as a module with the old module's children and buffers."""
         self.graph.lint()
         return fx.GraphModule(dict(self.code.named_children()) | dict(self.code.named_buffers()), self.graph)
+
+
+def use_fused_attention(code: fx.GraphModule) -> fx.GraphModule:
+    """Give attention whose operands broadcast operands that PyTorch's fused kernels take (`broadcast_attention`)."""
+    if not any(is_broadcast(node) for node in code.graph.nodes):
+        return code
+    rewriter = GraphRewriter(code)
+
+    def rule(node: fx.Node) -> fx.Node:
+        copied = rewriter.copy(node)
+        if is_broadcast(node):
+            copied.target = broadcast_attention
+        return copied
+
+    return rewriter.rewrite(rule)
 
 
 # Dropout whose masks are hashes of element positions instead of draws from a generator.
