@@ -95,7 +95,7 @@ def _launched(row: str, gpus: int) -> list[Row]:
         run = wb.launch(experiment, plan=plan)
         run.wait()
         probes = [read_object(file) for file in (cache_home() / "blocks").glob("*.json")] if not launch else []
-        measured = [each["seconds"] for each in probes if each["model"] == experiment.model.name]
+        measured = [each["seconds"] for each in probes if experiment.model.name in each["models"]]
         found.append({"launch": launch, "planned_s": planned - begun, "probes": measured, **_seconds(run, planned)})
     return found
 

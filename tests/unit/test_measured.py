@@ -480,7 +480,7 @@ def test_a_probe_is_a_process_that_measures_what_it_is_told_and_its_measurements
     assert not has_cached_measurements(counted.model)
     said = list[str]()
     with BlockProbes(named=True) as probes:
-        probes.ask(request, cpu.device)
+        probes.ask(request)
         found = measure_blocks(probes, counted, cpu, 1, said.append)
     words = [each.removeprefix("micro-batch 1 ") for each in dict.fromkeys(said)]
     in_order = ["is built", "is captured", "is compiled", "waits", "is measured", "is done"]
@@ -498,12 +498,15 @@ def test_a_probe_is_a_process_that_measures_what_it_is_told_and_its_measurements
     assert list(seconds.values()) == sorted(seconds.values())
     assert {one.clock_mhz for one in found} == {None}, "a CPU's clock is not asked for"
     assert has_cached_measurements(counted.model)
+    assert not has_cached_measurements("the same by another name")
+    assert cached_measurements(replace(counted, model="the same by another name"), cpu) == found
+    assert has_cached_measurements("the same by another name"), "so that its next plan starts no probe"
 
 
 @pytest.mark.usefixtures("one_size")
 def test_probes_end_with_their_context() -> None:
     with BlockProbes() as probes:
-        probes.ask(request_of(bert()), local_cluster(1).device)
+        probes.ask(request_of(bert()))
         assert probes._process.poll() is None
         all_of_them = eventually(psutil.Process(probes._process.pid).children)
     assert probes._process.poll() is not None
@@ -515,7 +518,7 @@ def test_a_model_that_cannot_be_probed_is_planned_from_constants_with_a_warning(
     request = replace(request_of(bert()), samples={})
     cpu = local_cluster(1)
     with BlockProbes() as probes:
-        probes.ask(request, cpu.device)
+        probes.ask(request)
         with pytest.warns(UserWarning, match="could not be measured"):
             assert measure_blocks(probes, layered_profile(), cpu, global_batch=1) == ()
 

@@ -30,7 +30,7 @@ from workbench.base.display import Say, waiting
 from workbench.base.machine import cache_home
 from workbench.base.tensors import TensorSpec
 from workbench.base.user_code import pickled, user_path
-from workbench.cost import Cluster, Device, Profile
+from workbench.cost import Cluster, Profile
 from workbench.cost.profile import BlockMeasurement, computed_on, corrected_profile
 from workbench.experiment import Experiment
 from workbench.measure import calibration
@@ -98,7 +98,7 @@ class ProbeRequest:
         )
 
 
-FORMAT = 9
+FORMAT = 10
 """Version of the cached files."""
 PROBE = "workbench.execution.block_probe"
 """Module from whose process the probes are forked."""
@@ -137,7 +137,7 @@ def measured_blocks(experiment: Experiment, cluster: Cluster | None) -> Iterator
         if cluster.device.type == "cuda" and local_gpu_name() == cluster.device.name:
             request = ProbeRequest.of(experiment, cluster)
         if probes is not None and request is not None:
-            probes.ask(request, cluster.device)
+            probes.ask(request)
         elif probes is not None:
             stack.close()
 
@@ -147,7 +147,10 @@ def measured_blocks(experiment: Experiment, cluster: Cluster | None) -> Iterator
                 asked = probes
                 if asked is None:
                     asked = stack.enter_context(BlockProbes(named))
-                    asked.ask(request, cluster.device)
+                    asked.ask(request)
+                device = cluster.device.name
+                text = f"Measuring the blocks of {request.name} on this machine's {device}: once, about a minute …"
+                print(text, file=sys.stderr, flush=True)
                 with waiting(f"measuring the blocks of {request.name} on this machine") as say:
                     found = measure_blocks(asked, costs, cluster, experiment.largest_batch, say)
             return corrected_profile(costs, cluster.device, found) if found else costs
@@ -165,8 +168,15 @@ class Measured:
 
 
 def cached_measurements(profile: Profile, cluster: Cluster) -> tuple[BlockMeasurement, ...]:
-    """Return earlier measurements of this model on this device under this torch version, if there are any."""
-    return _read_measurements(_cache_path(profile, cluster))
+    """Return earlier measurements of this model on this device under this torch version, if there are any.
+
+    They may be those of a model with another name; the file has this name, too, from then on.
+    """
+    path = _cache_path(profile, cluster)
+    found, names = _read_measurements(path), read_object(path).get("models", [])
+    if found and profile.model not in names:
+        write_json(path, {**read_object(path), "models": [*names, profile.model]})
+    return found
 
 
 def has_nvidia_gpus() -> bool:
@@ -176,7 +186,7 @@ def has_nvidia_gpus() -> bool:
 
 def has_cached_measurements(model: str) -> bool:
     """Return True if a model of that name was measured here, on whatever device: a guess that needs no capture."""
-    return any(read_object(path).get("model") == model for path in (cache_home() / "blocks").glob("*.json"))
+    return any(model in read_object(path).get("models", ()) for path in (cache_home() / "blocks").glob("*.json"))
 
 
 def measure_blocks(
@@ -190,7 +200,7 @@ def measure_blocks(
     measurements, reasons = probes.measure(probed_micro_batches(profile, cluster, global_batch), say)
     if measurements:
         blocks = [vars(one) for one in measurements]
-        content = {"format": FORMAT, "model": profile.model, "blocks": blocks, "seconds": probes.seconds}
+        content = {"format": FORMAT, "models": [profile.model], "blocks": blocks, "seconds": probes.seconds}
         write_json(_cache_path(profile, cluster), content)
     else:
         warnings.warn(
@@ -264,13 +274,11 @@ class BlockProbes:
         self.seconds: list[dict[str, float]] = []
         """Seconds from the start of the probes to the end of each phase, for each probe that measured."""
 
-    def ask(self, request: ProbeRequest, device: Device) -> None:
+    def ask(self, request: ProbeRequest) -> None:
         """Let the probes capture and compile for the expected micro-batches."""
         partial_file = self._path / f"{REQUEST}.part"
         partial_file.write_bytes(pickled("model", request))
         partial_file.rename(self._path / REQUEST)
-        text = f"Measuring the blocks of {request.name} on this machine's {device.name}: once, about a minute …"
-        print(text, file=sys.stderr, flush=True)
 
     def __enter__(self) -> BlockProbes:
         return self
