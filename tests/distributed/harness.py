@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import copy
 import dataclasses
+import faulthandler
 import functools
 import gc
 import itertools
@@ -15,6 +16,7 @@ import os
 import pickle
 import sys
 import tempfile
+import time
 import traceback
 from collections.abc import Callable, Mapping
 from contextlib import nullcontext, suppress
@@ -37,6 +39,7 @@ from workbench.capture import Graph
 from workbench.cost.hardware import Cluster, Device, Link
 from workbench.execution.blocks.step_context import StepContext
 from workbench.execution.build import block_sparse_parameters, build_stage
+from workbench.execution.heartbeat import STACK_SIGNAL
 from workbench.execution.parallel.mesh import MeshCoordinate
 from workbench.execution.step_log import StepView
 from workbench.execution.trainer import Trainer
@@ -55,6 +58,8 @@ HALF = functools.partial(torch.autocast, "cpu", torch.bfloat16)
 FREE = Prediction(0, 0, 0, 0, 0, 0, 0, None)
 FAILED = ".failed"
 """End of the name of the file that the first rank to fail writes: the others fail because they have lost it."""
+STACKS = ".stacks"
+"""End of the names of the files into which ranks write their stacks when they are asked."""
 
 
 def meeting() -> dist.TCPStore:
@@ -82,8 +87,30 @@ def launch(
         if device == "cpu":
             _forker().fork(ahead, arguments)
         else:
-            mp.start_processes(_entry, arguments, nprocs=world, join=True, start_method=start_method(device))
+            run_ranks(arguments, start_method(device))
         return torch.load(result, weights_only=False)
+
+
+def run_ranks(arguments: tuple[Any, ...], method: str) -> None:
+    """Start the ranks of a world, whose arguments are those of `_entry`, and wait; raise the first failure of any.
+
+    Where the wait is interrupted, as by a test's time limit, print the stacks of the ranks and kill them. They would
+    stay on GPUs that other tests use.
+    """
+    world, _, result, *_ = arguments
+    ranks = mp.start_processes(_entry, arguments, nprocs=world, join=False, start_method=method)
+    try:
+        while not ranks.join():
+            pass
+    except BaseException:
+        alive = [process_record(process.pid) for process in ranks.processes if process.is_alive()]
+        if alive:
+            processes.send_signal(alive, STACK_SIGNAL)
+            time.sleep(1)  # clock: the test has failed already, and stacks that come later are not shown
+            for file in sorted(Path(result).parent.glob(f"*{STACKS}")):
+                print(f"{file.name}:\n{file.read_text()}")
+            processes.kill_trees(alive)
+        raise
 
 
 class Forker:
@@ -158,6 +185,7 @@ def _entry(
 ) -> None:
     torch.set_num_threads(1)
     os.environ |= meets
+    faulthandler.register(STACK_SIGNAL, Path(f"{result}.{rank}{STACKS}").open("w"))  # noqa: SIM115  # until it ends
     if device == "cuda":
         torch.cuda.set_device(rank)
     backend = "nccl" if device == "cuda" else "gloo"

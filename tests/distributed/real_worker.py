@@ -10,9 +10,13 @@ import gc
 import multiprocessing
 import os
 import signal
+import time
+from contextlib import suppress
 from pathlib import Path
+from types import TracebackType
 from typing import Any
 
+import psutil
 import pytest
 import torch
 
@@ -20,6 +24,7 @@ from tests.distributed.harness import environment, meeting, start_method
 from tests.patience import PATIENCE_S, eventually
 from workbench import models
 from workbench.cost.hardware import Cluster, Device, Link
+from workbench.execution.heartbeat import STACK_SIGNAL
 from workbench.experiment import Experiment
 from workbench.planning.plan import Plan
 from workbench.planning.planner import plan as make_plan
@@ -79,7 +84,7 @@ def directory(path: Path, asked: Experiment, chosen: Plan, resume: Path | None =
 
 
 class Ranks:
-    """The processes of one start, each on a CPU or on a GPU of its own."""
+    """The processes of one start, each on a CPU or on a GPU of its own. A `with` block ends those that still run."""
 
     def __init__(self, run: RunDir, world: int, device: str = "cpu") -> None:
         context = multiprocessing.get_context(start_method(device))
@@ -92,20 +97,53 @@ class Ranks:
         for process in self.processes:
             process.start()
 
+    def __enter__(self) -> Ranks:
+        return self
+
+    def __exit__(self, error: type[BaseException] | None, _value: object, _traceback: TracebackType | None) -> None:
+        if error is not None:
+            self._print_stacks()
+        self.kill(0)
+
     def wait(self) -> None:
         """Wait until all ranks have ended with exit code 0."""
-        for process in self.processes:
-            process.join(PATIENCE_S)
-        codes = [process.exitcode for process in self.processes]
-        assert codes == [0] * len(codes), (codes, *(path.read_text() for path in self.run.logs.glob("*.log")))
+        with self:
+            for process in self.processes:
+                process.join(PATIENCE_S)
+            codes = [process.exitcode for process in self.processes]
+            assert codes == [0] * len(codes), (codes, *(path.read_text() for path in self.run.logs.glob("*.log")))
 
     def kill(self, first: int) -> None:
-        """Kill one rank with SIGKILL and then the others, as if their machine went down."""
+        """Kill one rank with SIGKILL and then the others with all that they started, as if their machine went down.
+
+        A process that reads data for a rank, and hangs, would keep open what it has from the rank: the GPU, and the
+        pipe by which `join` learns that a rank has ended.
+        """
+        started: list[psutil.Process] = []
+        for pid in self._alive():
+            with suppress(psutil.Error):
+                started += psutil.Process(pid).children(recursive=True)
         for process in (self.processes[first], *self.processes):
             if process.pid is not None and process.is_alive():
                 os.kill(process.pid, signal.SIGKILL)
+        for child in started:
+            with suppress(psutil.Error):
+                child.kill()
         for process in self.processes:
             process.join(PATIENCE_S)
+
+    def _alive(self) -> list[int]:
+        return [process.pid for process in self.processes if process.pid is not None and process.is_alive()]
+
+    def _print_stacks(self) -> None:
+        """Print the logs of all ranks, and the stacks of those that still run."""
+        if alive := self._alive():
+            for pid in alive:
+                with suppress(ProcessLookupError):
+                    os.kill(pid, STACK_SIGNAL)
+            time.sleep(1)  # clock: the test has failed already, and stacks that come later are not shown
+        for file in sorted([*self.run.logs.glob("*.log"), *self.run.stacks.glob("*.txt")]):
+            print(f"{file}:\n{file.read_text()}")
 
 
 def _rank(rank: int, world: int, meets: dict[str, str], path: str, device: str) -> None:

@@ -10,6 +10,7 @@ import torch
 
 from tests.distributed import test_gathered_losses, test_opaque_modules, zoo
 from tests.distributed.harness import launch
+from tests.distributed.test_gathered_losses import REPLICAS
 from tests.gpu.machine import DEVICE, here, needs
 from tests.unit import coupled_models, test_division
 from tests.unit.capture_models import MODELS as OWN_MODELS
@@ -41,7 +42,8 @@ DIVISIONS = {
     "opaque, alone": (_opaque, 1, test_opaque_modules.ALONE),
     "opaque, divided": (_opaque, 2, test_opaque_modules.CASES),
     "gathered, alone": (_gathered, 1, test_gathered_losses.ALONE),
-    "gathered, over replicas": (_gathered, 2, test_gathered_losses.REPLICAS),
+    "gathered, over replicas": (_gathered, 2, REPLICAS[:2]),
+    "gathered, over shards": (_gathered, 2, REPLICAS[2:]),
 }
 
 

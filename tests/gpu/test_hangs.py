@@ -64,8 +64,7 @@ def test_the_missing_rank_and_the_collective_are_named(
         pytest.skip("one rank reads for all where the batch is not divided")
     asked = experiment(data=Sleeps(str(tmp_path / "sleeps")), steps=1_000_000, checkpoint_every=None, compile=False)
     run = directory(tmp_path / "run", asked, plan(asked, device=MACHINE, **degrees))
-    ranks = Ranks(run, 2, DEVICE)
-    try:
+    with Ranks(run, 2, DEVICE):
         reach(run, 8)
         (one,) = [record for record in processes.rank_records(run) if record["rank"] == 1]
         if how == "stopped":
@@ -93,8 +92,6 @@ def test_the_missing_rank_and_the_collective_are_named(
 
         heard: list[str] = []
         eventually(lambda: (text := said()) and all(re.search(words, text) for words in expected), lambda: heard[-1])
-    finally:
-        ranks.kill(0)
     print(heard[-1])  # what a person reads, for the record of a run on GPUs
 
 

@@ -95,10 +95,10 @@ def test_a_killed_run_repeats_the_curve_of_an_unbroken_one_to_the_last_bit(
     gate = Gate(tmp_path / "gate", open_to=EVERY + 7)
     asked = asked.replace(callbacks=[AtGate(gate.file)])
     run = directory(tmp_path, asked, chosen)
-    ranks = Ranks(run, chosen.world, DEVICE)
-    real_worker.reach(run, EVERY + 7)
-    eventually(lambda: complete_checkpoints(run.checkpoints))
-    ranks.kill(first=chosen.world - 1)
+    with Ranks(run, chosen.world, DEVICE) as ranks:
+        real_worker.reach(run, EVERY + 7)
+        eventually(lambda: complete_checkpoints(run.checkpoints))
+        ranks.kill(first=chosen.world - 1)
     newest = complete_checkpoints(run.checkpoints)[-1]
     gate.open()
     run = trained(tmp_path, asked, chosen, newest, device=DEVICE)
