@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import json
+import math
 import random
 import re
 from collections.abc import Mapping, Sequence
@@ -29,7 +30,7 @@ from workbench.execution.gradients import squared_norm
 from workbench.optimizers import muon
 from workbench.optimizers.adamw import BATCH_ELEMENTS, OffloadedAdamW, ShardedAdamW
 from workbench.optimizers.building import ELEMENT, MODEL, TENSOR, build_optimizer, reach_of_update
-from workbench.optimizers.muon import COEFFICIENTS, orthogonalisation_flops, orthogonalised, shared_out
+from workbench.optimizers.muon import COEFFICIENTS, SAFETY, orthogonalisation_flops, orthogonalised, shared_out
 from workbench.optimizers.parameters import learning_rate_factor, parameter_groups
 from workbench.planning.plan import Plan
 
@@ -216,7 +217,7 @@ TORCHS = ((3.4445, -4.7750, 2.0315),) * 5
 
 def in_plain_fp32(matrix: torch.Tensor, *_torchs: Any) -> torch.Tensor:
     """Orthogonalise one matrix by Polar Express, without any code of Workbench."""
-    x = matrix / (matrix.norm() * 1.01 + 1e-7)
+    x = matrix / (matrix.norm() * SAFETY + 1e-7)
     for a, b, c in COEFFICIENTS:
         x = a * x + b * (x @ x.T) @ x + c * (x @ x.T) @ (x @ x.T) @ x
     return x
@@ -272,7 +273,7 @@ def test_with_torchs_coefficients_matrices_are_orthogonalised_as_torch_does(
 def test_the_page_has_the_coefficients_of_the_orthogonalisation() -> None:
     page = (Path(__file__).parents[2] / "docs" / "optimizers.md").read_text()
     rows = re.findall(r"^  \| \d \| ([^|]+) \| ([^|]+) \| ([^|]+) \|$", page, re.MULTILINE)
-    found = [(float(a) / 1.01, float(b) / 1.01**3, float(c) / 1.01**5) for a, b, c in rows]
+    found = [(float(a) / SAFETY, float(b) / SAFETY**3, float(c) / SAFETY**5) for a, b, c in rows]
     assert found == [pytest.approx(each) for each in COEFFICIENTS]
 
 
@@ -290,6 +291,28 @@ def test_polar_express_leaves_a_smaller_error_of_singular_values_than_torchs_coe
     polar, torchs = errors_of(dtype, COEFFICIENTS), errors_of(dtype, TORCHS)
     assert polar < 0.12, polar
     assert torchs > 0.17, torchs
+
+
+@pytest.mark.parametrize("safety", [SAFETY, 1.01])
+def test_no_norm_lets_a_row_of_a_matrix_explode(safety: float, monkeypatch: pytest.MonkeyPatch) -> None:
+    """All roundings of a row are alike in bf16, so that a margin for random ones does not suffice.
+
+    The factor of Polar Express's authors stands beside ours, to show that these norms are bad ones.
+    """
+    coefficients = [
+        (a * SAFETY / safety, b * (SAFETY / safety) ** 3, c * (SAFETY / safety) ** 5) for a, b, c in COEFFICIENTS
+    ]
+    monkeypatch.setattr(muon, "SAFETY", safety)
+    generator, side, share = torch.Generator().manual_seed(0), 128, 0.37
+    matrix = torch.randn(side, side, generator=generator)
+    matrix[0] = 0
+    matrix *= math.sqrt(1 - share**2) / matrix.norm()
+    row = torch.randn(side, generator=generator)
+    matrix[0] = row / row.norm() * share
+    norms = torch.exp2(torch.linspace(0, 2, 128))[10:20]
+    found = orthogonalised((matrix * norms[:, None, None]).bfloat16(), coefficients).float()
+    largest = float(found.norm(dim=2).max())
+    assert largest < 1.2 if safety == SAFETY else largest > 100, largest
 
 
 @pytest.mark.parametrize("shape", [(2, 256, 512), (2, 256, 256)])
