@@ -3,12 +3,14 @@
     python benchmarks/pair_seeds.py TEXT large muon 1 [-p NAME=VALUE ...] [--name NAME] [--rehearsal]
     TEXT=texts python benchmarks/on_node.py benchmarks/tasks/pair_seeds.toml --folder out    # those of four H200
     TEXT=FOLDER python benchmarks/on_node.py benchmarks/tasks/pair_60m.toml …                # those to come, on two
+    python benchmarks/pair_seeds.py losses FOLDER... --out FILE                              # what runs have learned
 
 The experiments are those of the template with `preset="full"` and the parameters that `-p` names, by default 76 M
 tokens and 256 sequences a step, which ran on four GPUs (`notebooks/bert_scaling_4xH200.ipynb`): the same text, samples,
 masks and rates, so that runs differ in the seed or the optimiser alone. A second start goes on with a run that was
 interrupted from its last checkpoint, or trains it anew where there is none. `--rehearsal` trains tiny models, on CPUs
-as well. The run directories stand in `$WORKBENCH_RUNS`; `wb.contrast` compares them.
+as well. The run directories stand in `$WORKBENCH_RUNS`; `wb.contrast` compares them. A node needs no W&B: nothing is
+tracked. `losses` writes a raw file with the held-out losses and the steps of run directories.
 """
 
 from __future__ import annotations
@@ -16,6 +18,7 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import statistics
 import sys
 import time
 from pathlib import Path
@@ -27,6 +30,8 @@ import workbench as wb
 
 
 def main() -> None:
+    if sys.argv[1:2] == ["losses"]:
+        return write_losses(sys.argv[2:])
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("text", help="text file or folder to train on")
     parser.add_argument("model", choices=("large", "scaled"))
@@ -46,7 +51,7 @@ def main() -> None:
             folder.rename(folder.with_name(f"interrupted-{time.time_ns()}-{folder.name}"))
             run = None
     if run is None:
-        settings = experiment(given)
+        settings = experiment(given).replace(tracking=wb.Tracking(project=""))
         planned = wb.plan(settings)
         print(time.strftime("%T"), folder.name, planned, f"{planned.prediction.step_ms:.1f} ms", flush=True)
         run = wb.launch(settings, planned, directory=folder, progress=False)
@@ -70,6 +75,33 @@ def experiment(given: argparse.Namespace) -> wb.Experiment:
         parameters[name] = json.loads(value)
     made: wb.Experiment = executed(parameters, after="target = ")[given.model]
     return made
+
+
+def write_losses(arguments: list[str]) -> None:
+    """Write a raw file with what runs have learned, one run a line."""
+    parser = argparse.ArgumentParser()
+    parser.add_argument("folders", nargs="+")
+    parser.add_argument("--out", type=Path, required=True)
+    asked = parser.parse_args(arguments)
+    lines = ",\n".join(json.dumps({"run": Path(each).name, **learned(wb.load_run(each))}) for each in asked.folders)
+    asked.out.write_text(f"[\n{lines}\n]\n")
+
+
+def learned(run: wb.Run) -> dict[str, Any]:
+    """Return a run's settings, its held-out losses by tokens, and its step in ms, measured and predicted."""
+    settings, known, history = run.experiment, run.evaluations(), run.history()
+    sets = {"held_out": known.eval_loss, **{name: known[name] for name in settings.evaluation.also}}
+    return {
+        "algorithm": settings.optimizer.algorithm,
+        "learning_rate": settings.learning_rate,
+        "seed": settings.seed,
+        "samples": settings.global_batch,
+        "state": run.status.state,
+        "tokens": known.tokens.tolist(),
+        **{name: [round(float(loss), 4) for loss in losses] for name, losses in sets.items()},
+        "step_ms": round(statistics.median(history.step_ms.tolist()), 1),
+        "predicted_ms": round(run.plan.prediction.step_ms, 1),
+    }
 
 
 if __name__ == "__main__":
