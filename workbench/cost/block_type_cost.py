@@ -325,9 +325,9 @@ def _run_attention(ran: Operation, args: Any, kwargs: Any, settings: Settings) -
 
     CUDA: flash or memory-efficient kernels save query, key, value, output and one fp32 log-sum-exp per row
     (FlashAttention-2, arXiv:2307.08691). A boolean mask becomes a bias in the dtype of the computation and selects the
-    memory-efficient kernel. Heads of keys and values that fused kernels must have one of for each of the queries' are
-    copied (`repeats_heads`). CPU: flash without dropout; with dropout the explicit softmax, whose scores, probabilities
-    and dropout mask are all saved. The backward recomputes the scores and takes 2.5 times the forward's FLOPs.
+    memory-efficient kernel. Where `repeats_heads` says so, heads of keys and values are copied. CPU: flash without
+    dropout; with dropout the explicit softmax, whose scores, probabilities and dropout mask are all saved. The backward
+    recomputes the scores and takes 2.5 times the forward's FLOPs.
     """
     query, key, value = args[:3]
     mask = args[3] if len(args) > 3 else kwargs.get("attn_mask")

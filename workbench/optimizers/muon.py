@@ -44,8 +44,8 @@ takes singular values to be smaller than the polynomials allow.
 
 Beyond 1 a polynomial grows with the fifth power, and the next ones with its fifth power again. In bf16 an iteration
 errs by up to 3 % where the roundings of a row are all alike, as where one row has a third of a matrix's norm: with the
-factor 1.01 of arXiv:2505.16932, rows of 1e4 and more came out (`test_no_norm_lets_a_row_of_a_matrix_explode`), and one
-such update destroyed a model on a GPU. The error of singular values is the same with both factors."""
+factor 1.01 of arXiv:2505.16932, rows of 1e4 and more came out (`test_no_norm_lets_a_row_of_a_matrix_explode`), and most
+probably one such update destroyed a model on a GPU. The error of singular values is the same with both factors."""
 COEFFICIENTS = tuple(
     (a / SAFETY, b / SAFETY**3, c / SAFETY**5)
     for a, b, c in (
