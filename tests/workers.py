@@ -57,6 +57,17 @@ class _Workers:
         self.number = number
 
     @pytest.hookimpl(tryfirst=True)
+    def pytest_collection(self) -> None:
+        """Let torch compute in one thread from here on, and in all workers.
+
+        The threads of a parallel region do not survive a fork: where modules of tests had computed in two, as on a
+        machine with two whole cores, a worker that computed in parallel waited for a thread for ever.
+        """
+        import torch
+
+        torch.set_num_threads(1)
+
+    @pytest.hookimpl(tryfirst=True)
     def pytest_runtestloop(self, session: pytest.Session) -> bool | None:
         if session.config.option.collectonly or session.testsfailed:
             return None  # pytest's own loop says what could not be collected
