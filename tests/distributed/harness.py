@@ -106,8 +106,12 @@ def run_ranks(arguments: tuple[Any, ...], method: str) -> None:
         alive = [process_record(process.pid) for process in ranks.processes if process.is_alive()]
         if alive:
             processes.send_signal(alive, STACK_SIGNAL)
-            time.sleep(1)  # clock: the test has failed already, and stacks that come later are not shown
-            for file in sorted(Path(result).parent.glob(f"*{STACKS}")):
+            files, sizes = sorted(Path(result).parent.glob(f"*{STACKS}")), list[int]()
+            ends = time.monotonic() + 30  # clock: a rank that is stopped writes none
+            while time.monotonic() < ends and (0 in (sizes or [0]) or sizes != [each.stat().st_size for each in files]):
+                sizes = [each.stat().st_size for each in files]
+                time.sleep(0.2)  # clock: they are whole when they no longer grow
+            for file in files:
                 print(f"{file.name}:\n{file.read_text()}")
             processes.kill_trees(alive)
         raise

@@ -43,7 +43,7 @@ SAFETY, EPS = 1.04, 1e-7
 takes singular values to be smaller than the polynomials allow.
 
 Beyond 1 a polynomial grows with the fifth power, and the next ones with its fifth power again. In bf16 an iteration
-errs by up to 3 % where the roundings of a row are all alike, as where one row has a third of a matrix's norm: with the
+erred by 1.2 % where the roundings of a row are all alike, as where one row has a third of a matrix's norm: with the
 factor 1.01 of arXiv:2505.16932, rows of 1e4 and more came out (`test_no_norm_lets_a_row_of_a_matrix_explode`), and most
 probably one such update destroyed a model on a GPU. The error of singular values is the same with both factors."""
 COEFFICIENTS = tuple(
