@@ -15,6 +15,7 @@ from workbench.capture import capture
 from workbench.capture.blocks.attention import broadcast_attention, repeats_heads
 from workbench.cost import Cluster
 from workbench.cost.graph_profiler import profile_graph
+from workbench.cost.profile import ATTENTION
 from workbench.execution.build import runners
 
 SAMPLES, ROWS, WIDTH = 2, 12, 8
@@ -25,7 +26,13 @@ CASES: dict[str, tuple[tuple[tuple[int, ...], ...], dict[str, Any]]] = {
     "groups": (((SAMPLES, 4), (SAMPLES, 2), (SAMPLES, 2)), {"enable_gqa": True, "scale": 0.2}),
     "groups and a mask": (((SAMPLES, 4), (SAMPLES, 2), (SAMPLES, 2)), {"enable_gqa": True, "mask": (1, 4)}),
     "queries of all samples": (((1, 4), (SAMPLES, 4), (SAMPLES, 4)), {"mask": (SAMPLES, 1)}),
+    "no heads": (((SAMPLES,), (SAMPLES,), (SAMPLES,)), {"is_causal": True}),
+    "latents": (((), (SAMPLES,), (SAMPLES,)), {"mask": (SAMPLES,)}),
+    "keys of no sample": (((SAMPLES, 4), (4,), ()), {"mask": ()}),
+    "one matrix": (((), (), ()), {}),
     "five dims": (((SAMPLES, 3, 4), (SAMPLES, 3, 4), (SAMPLES, 3, 4)), {"mask": (4,)}),
+    "five dims, masks of all": (((SAMPLES, 3, 4), (3, 4), (SAMPLES, 1, 4)), {"mask": (SAMPLES, 1, 1)}),
+    "five dims, one mask of heads": (((SAMPLES, 3, 4), (3, 4), (3, 4)), {"mask": (1, 1, 4)}),
     "five dims, one head of keys": (((SAMPLES, 3, 4), (SAMPLES, 3, 1), (SAMPLES, 3, 1)), {"is_causal": True}),
 }
 
@@ -104,10 +111,42 @@ def test_copies_of_heads_are_priced_and_scores_are_not() -> None:
     assert copies <= saved[1] - saved[0] <= copies + 4 * 12 * 12  # and what attention keeps of the mask
 
 
+class Latents(nn.Module):
+    """Latents attend to every sample, and samples of five dims to themselves."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.latents, self.keys, self.out = nn.Parameter(torch.randn(12, 8)), nn.Linear(8, 8), nn.Linear(8, 1)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        keys = self.keys(x)
+        mixed = scaled_dot_product_attention(self.latents, keys, keys)
+        parts = mixed.unflatten(-1, (1, 2, 4)).movedim(1, 3)
+        parts = scaled_dot_product_attention(parts, parts, parts)
+        return self.out(parts.movedim(3, 1).flatten(2)).square().mean()
+
+
+def test_attention_of_other_dims_trains_and_is_priced_as_attention() -> None:
+    batch = {"x": TensorSpec("x", (2, 12, 8), "float32")}
+    torch.manual_seed(0)
+    model = Latents()
+    graph = capture(model, batch)
+    profile = profile_graph(graph, Cluster.of("h200", gpus=4).device, "bf16", compiled=True)
+    assert [kernel.family for kernel in profile.block_types[0].forward].count(ATTENTION) == 2
+    (block,) = graph.blocks
+    run = runners(graph, {block.block_type: block.code}, torch.device("cpu"), compile=False, recompute="none")
+    x, parameters = torch.randn(2, 12, 8), dict(model.named_parameters())
+    with Called() as called:
+        (found,) = run[block.block_type](*(parameters[name] for name in block.parameters), x)
+    torch.testing.assert_close(found, model(x))
+    assert "_scaled_dot_product_flash_attention_for_cpu" in called.names
+    assert "bmm" not in called.names
+
+
 def test_a_gpu_copies_heads_of_keys_where_its_kernels_for_groups_do_not_run() -> None:
     heads = (8, 2, 2)
-    assert not repeats_heads("cuda", torch.bfloat16, False, heads, False)
-    assert repeats_heads("cuda", torch.bfloat16, True, heads, True)
-    assert repeats_heads("cuda", torch.float32, False, heads, True)
-    assert repeats_heads("cuda", torch.bfloat16, False, (8, 8, 2), False)
-    assert not repeats_heads("cuda", torch.float32, True, (8, 8, 8), False)
+    assert not repeats_heads("cuda", torch.bfloat16, heads, False, False)
+    assert repeats_heads("cuda", torch.bfloat16, heads, True, True)
+    assert repeats_heads("cuda", torch.float32, heads, False, True)
+    assert repeats_heads("cuda", torch.bfloat16, (8, 8, 2), False, False)
+    assert not repeats_heads("cuda", torch.float32, (8, 8, 8), True, False)

@@ -23,7 +23,7 @@ from torch.utils.flop_counter import FlopCounterMode, sdpa_flop_count
 
 from workbench.base.tensors import TensorSpec
 from workbench.base.user_code import line_of_node
-from workbench.capture.blocks.attention import repeats_heads
+from workbench.capture.blocks.attention import as_read, fused_operands
 from workbench.capture.blocks.recomputation import supported_mode
 from workbench.capture.blocks.tensor_parallel import BlockSharding
 from workbench.capture.export.opaque import call_of
@@ -160,6 +160,7 @@ class OperationRunner:
         ran.differentiable = [identity(t) in self.gradients and t.is_floating_point() for t in tensors]
         if name == FUSED_ATTENTION:
             _run_attention(ran, args, kwargs, settings)
+            ran.outputs = as_read(ran.outputs, *args[:3])
             if any(ran.differentiable):
                 self.gradients.add(identity(ran.outputs))
         else:
@@ -325,17 +326,15 @@ def _run_attention(ran: Operation, args: Any, kwargs: Any, settings: Settings) -
 
     CUDA: flash or memory-efficient kernels save query, key, value, output and one fp32 log-sum-exp per row
     (FlashAttention-2, arXiv:2307.08691). A boolean mask becomes a bias in the dtype of the computation and selects the
-    memory-efficient kernel. Where `repeats_heads` says so, heads of keys and values are copied. CPU: flash without
-    dropout; with dropout the explicit softmax, whose scores, probabilities and dropout mask are all saved. The backward
+    memory-efficient kernel. Operands of other shapes become those of `fused_operands`. CPU: flash without dropout;
+    with dropout the explicit softmax, whose scores, probabilities and dropout mask are all saved. The backward
     recomputes the scores and takes 2.5 times the forward's FLOPs.
     """
     query, key, value = args[:3]
     mask = args[3] if len(args) > 3 else kwargs.get("attn_mask")
     dropout = args[4] if len(args) > 4 else kwargs.get("dropout_p", 0.0)
-    enable_gqa = bool(kwargs.get("enable_gqa"))
-    of_each = (query.shape[1], key.shape[1], value.shape[1])
-    if repeats_heads(settings.device_type, query.dtype, mask is not None, of_each, enable_gqa):
-        key, value = (each.new_empty((*query.shape[:2], *each.shape[2:])) for each in (key, value))
+    is_masked, gqa = mask is not None, bool(kwargs.get("enable_gqa"))
+    query, key, value = fused_operands(query, key, value, settings.device_type, query.dtype, is_masked, gqa)
     batch, heads, rows, _ = query.shape
     columns, width = key.shape[-2], value.shape[-1]
     shapes = (tuple(query.shape), (batch, heads, *key.shape[2:]), (batch, heads, *value.shape[2:]))

@@ -18,15 +18,15 @@ from workbench.capture.operations import ATTENTION, shape_of
 
 
 def is_broadcast(node: fx.Node) -> bool:
-    """Return True for a call of attention whose operands differ in samples or heads, or have more than four dims."""
+    """Return True for a call of attention whose operands differ in samples or heads, or have not four dims."""
     if node.target is not ATTENTION:
         return False
-    shapes = [shape_of(operand) for operand in node.args[:3]]
-    return len({shape[:-2] for shape in shapes}) > 1 or len(shapes[0]) > 4
+    leads = {tuple(shape_of(operand)[:-2]) for operand in node.args[:3]}
+    return len(leads) > 1 or any(len(lead) != 2 for lead in leads)
 
 
 def repeats_heads(
-    device_type: str, dtype: torch.dtype, is_masked: bool, heads: tuple[int, int, int], gqa: bool
+    device_type: str, dtype: torch.dtype, heads: tuple[int, int, int], is_masked: bool, gqa: bool
 ) -> bool:
     """Return True if heads of keys and values must be copied, so that each head of the queries has one.
 
@@ -41,6 +41,50 @@ def repeats_heads(
     return keys != values or not takes_groups
 
 
+def fused_operands(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    device_type: str,
+    dtype: torch.dtype,
+    is_masked: bool,
+    gqa: bool,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Return operands of four dims, [samples, heads, rows, features], that the device's fused kernels take.
+
+    They broadcast as in `scaled_dot_product_attention`: a dim that one lacks, or has once, is that of the others.
+    Samples of several dims become one.
+    """
+    dims = max(4, *(each.dim() for each in (query, key, value)))
+    query, key, value = (
+        each if each.dim() == dims else each[(None,) * (dims - each.dim())] for each in (query, key, value)
+    )
+    samples = torch.broadcast_shapes(*(each.shape[:-3] for each in (query, key, value)))
+    query, key, value = (
+        each if each.shape[:-3] == samples else each.expand(*samples, *each.shape[-3:]).contiguous()
+        for each in (query, key, value)
+    )
+    if dims > 4:
+        query, key, value = (each.flatten(0, -4) for each in (query, key, value))
+    heads = max(each.shape[1] for each in (query, key, value))
+    query = query if query.shape[1] == heads else query.repeat_interleave(heads, 1)
+    if repeats_heads(device_type, dtype, (heads, key.shape[1], value.shape[1]), is_masked, gqa):
+        key, value = (
+            each if each.shape[1] == heads else each.repeat_interleave(heads // each.shape[1], 1)
+            for each in (key, value)
+        )
+    return query, key, value
+
+
+def as_read(result: torch.Tensor, *operands: torch.Tensor) -> torch.Tensor:
+    """Return a result of `fused_operands` with the dims that attention of the operands themselves has."""
+    dims = max(each.dim() for each in operands)
+    if dims > 4:
+        samples = torch.broadcast_shapes(*(each.shape[:-3] for each in operands))
+        return result.reshape(*samples, *result.shape[1:])
+    return result.squeeze(tuple(range(4 - dims)))
+
+
 def broadcast_attention(
     query: torch.Tensor,
     key: torch.Tensor,
@@ -53,25 +97,16 @@ def broadcast_attention(
     enable_gqa: bool = False,
 ) -> torch.Tensor:
     """Return `scaled_dot_product_attention` of operands that broadcast: [..., heads, rows, features] each."""
-    samples = torch.broadcast_shapes(query.shape[:-3], key.shape[:-3], value.shape[:-3])
-    query, key, value = (
-        each if each.shape[:-3] == samples else each.expand(*samples, *each.shape[-3:]).contiguous()
-        for each in (query, key, value)
-    )
-    is_flat = query.dim() > 4 and (attn_mask is None or attn_mask.dim() < 4)
-    if is_flat:
-        query, key, value = (each.flatten(0, -4) for each in (query, key, value))
-        attn_mask = attn_mask if attn_mask is None or attn_mask.dim() < 3 else attn_mask.unsqueeze(0)
-    heads = max(each.shape[-3] for each in (query, key, value))
-    query = query if query.shape[-3] == heads else query.repeat_interleave(heads, -3)
     device_type = query.device.type
     dtype = torch.get_autocast_dtype(device_type) if torch.is_autocast_enabled(device_type) else query.dtype
-    of_each = (heads, key.shape[-3], value.shape[-3])
-    if repeats_heads(device_type, dtype, attn_mask is not None, of_each, enable_gqa):
-        key, value = (
-            each if each.shape[-3] == heads else each.repeat_interleave(heads // each.shape[-3], -3)
-            for each in (key, value)
-        )
-    options: dict[str, Any] = {"scale": scale, "enable_gqa": key.shape[-3] != heads}
-    found = functional.scaled_dot_product_attention(query, key, value, attn_mask, dropout_p, is_causal, **options)
-    return found.unflatten(0, samples) if is_flat else found
+    operands = fused_operands(query, key, value, device_type, dtype, attn_mask is not None, enable_gqa)
+    dims = max(4, query.dim(), key.dim(), value.dim())
+    if attn_mask is not None and attn_mask.dim() > 2:  # kernels take two dims or four
+        attn_mask = attn_mask[(None,) * (dims - attn_mask.dim())]
+        if any(size > 1 for size in attn_mask.shape[:-3]):
+            samples = torch.broadcast_shapes(query.shape[:-3], key.shape[:-3], value.shape[:-3])
+            attn_mask = attn_mask.expand(*samples, *attn_mask.shape[-3:])
+        attn_mask = attn_mask.flatten(0, -4)
+    options: dict[str, Any] = {"scale": scale, "enable_gqa": operands[0].shape[1] != operands[1].shape[1]}
+    found = functional.scaled_dot_product_attention(*operands, attn_mask, dropout_p, is_causal, **options)
+    return as_read(found, query, key, value)
