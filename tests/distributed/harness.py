@@ -107,9 +107,10 @@ def run_ranks(arguments: tuple[Any, ...], method: str) -> None:
         if alive:
             processes.send_signal(alive, STACK_SIGNAL)
             files, sizes = sorted(Path(result).parent.glob(f"*{STACKS}")), list[int]()
-            ends = time.monotonic() + 30  # clock: a rank that is stopped writes none
-            while time.monotonic() < ends and (0 in (sizes or [0]) or sizes != [each.stat().st_size for each in files]):
-                sizes = [each.stat().st_size for each in files]
+            for _ in range(150):  # 30 s at most: a rank that is stopped writes none
+                before, sizes = sizes, [each.stat().st_size for each in files]
+                if 0 not in sizes and sizes == before:
+                    break
                 time.sleep(0.2)  # clock: they are whole when they no longer grow
             for file in files:
                 print(f"{file.name}:\n{file.read_text()}")
