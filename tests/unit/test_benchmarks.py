@@ -19,6 +19,7 @@ import torch.distributed as dist
 
 import workbench as wb
 from tests.distributed.harness import launch
+from tests.exhaustive import exhaustive
 
 BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
 COMMANDS = {path.stem for path in BENCHMARKS.glob("*.py") if 'if __name__ == "__main__"' in path.read_text()}
@@ -54,6 +55,8 @@ TINY: dict[str, str] = {
     "width_rule --tiny --muon --out OUT": "settings, runs",
 }
 """What is run of each command, and what its raw file has."""
+LONG = ("bisect_faults", "cell_time", "starts")
+"""Commands that launch many runs even so: `make test-exhaustive` runs them."""
 OVER_GLOO = {
     "collectives --tiny --out OUT": "group, all_reduce_us, chained_us",
     "cuda_graphs --tiny --only DP --steps 1 --out OUT": "case, launched, recorded, same",
@@ -101,7 +104,9 @@ def test_help_does_no_work(command: str, capsys: pytest.CaptureFixture[str]) -> 
     assert "usage:" in capsys.readouterr().out
 
 
-@pytest.mark.parametrize("words", TINY)
+@pytest.mark.parametrize(
+    "words", [pytest.param(words, marks=exhaustive) if words.startswith(LONG) else words for words in TINY]
+)
 def test_a_command_runs(words: str, tmp_path: Path) -> None:
     names = inputs(tmp_path)
     before = set(tmp_path.rglob("*"))
