@@ -226,6 +226,7 @@ LATE: dict[str, Loss] = {
 
 @pytest.mark.parametrize("how", LATE)
 def test_a_branch_that_comes_later_keeps_the_batch_whole(how: str) -> None:
+    random.seed(0)  # of which no early draw takes the branch: a forward that takes it once in a while is refused
     assert known(LATE[how]).division.coupled
 
 

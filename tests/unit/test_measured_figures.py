@@ -397,7 +397,7 @@ def seeds_of_the_pair() -> Iterator[Fact]:
 @figures
 def grid_of_gpt3() -> Iterator[Fact]:
     with tempfile.TemporaryDirectory() as folder, tarfile.open(RESULTS / "gpt_sweep_2xH200_850c99f2.tar.xz") as packed:
-        packed.extractall(folder, filter="data")
+        packed.extractall(folder)
         every, limited = (wb.sweeps.load_grid(f"{folder}/{name}-dfe35941") for name in ("cells", "cells-40gib"))
         cells, order, of_limit = every.cells(), every.rank_correlation, limited.rank_correlation
     ways = {"two replicas": (1, 1), "two stages of a pipeline": (1, 2), "two tensor-parallel ranks": (2, 1)}
@@ -440,7 +440,7 @@ def grid_of_gpt3() -> Iterator[Fact]:
 @figures
 def opt_on_two_gpus() -> Iterator[Fact]:
     with tempfile.TemporaryDirectory() as folder, tarfile.open(RESULTS / "opt_zero_2xH200_5637413a.tar.xz") as packed:
-        packed.extractall(folder, filter="data")
+        packed.extractall(folder)
         grids = [wb.sweeps.load_grid(f"{folder}/opt/zero-{devices}-None-0d60b1d3") for devices in (1, 2)]
         measured = [cell for grid in grids for cell in grid.cells()]
         rows = []
@@ -474,7 +474,7 @@ def frontier_on_two_gpus() -> Iterator[Fact]:
         tempfile.TemporaryDirectory() as folder,
         tarfile.open(RESULTS / "gpt_frontier_2xH200_438a0c04.tar.xz") as packed,
     ):
-        packed.extractall(folder, filter="data")
+        packed.extractall(folder)
         cells = wb.sweeps.load_grid(f"{folder}/frontier/ways-66c32828").cells()
         profile = Path(folder, "profiles", "zero3_13b_rank0_kernels.json.gz").read_bytes()
     kernels = json.loads(gzip.decompress(profile))
