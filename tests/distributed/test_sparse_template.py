@@ -63,6 +63,7 @@ def test_the_template_trains_a_family_and_says_what_the_losses_show(tmp_path, mo
 
 
 def check_later_executions(document, table, claims, small, tmp_path, monkeypatch):
+    """Check that runs that exist are shown without the text, and that one which was killed is trained anew."""
     # The same runs in directories as benchmarks/sparse_family.py names them, shown without the text.
     for run in document.runs:
         settings = run.experiment

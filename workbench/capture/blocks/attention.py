@@ -18,7 +18,7 @@ from workbench.capture.operations import ATTENTION, shape_of
 
 
 def is_broadcast(node: fx.Node) -> bool:
-    """Return True for a call of attention whose operands differ in samples or heads, or have not four dims."""
+    """Return True for a call of attention whose operands differ in samples or heads, or are not of four dims."""
     if node.target is not ATTENTION:
         return False
     leads = {tuple(shape_of(operand)[:-2]) for operand in node.args[:3]}
@@ -53,7 +53,8 @@ def fused_operands(
     """Return operands of four dims, [samples, heads, rows, features], that the device's fused kernels take.
 
     They broadcast as in `scaled_dot_product_attention`: a dim that one lacks, or has once, is that of the others.
-    Samples of several dims become one.
+    Samples of several dims become one. `dtype` is that of the computation, under autocast as well; `is_masked` says
+    whether there is a mask, and `gqa` is the argument `enable_gqa`.
     """
     dims = max(4, *(each.dim() for each in (query, key, value)))
     query, key, value = (
@@ -77,7 +78,7 @@ def fused_operands(
 
 
 def as_read(result: torch.Tensor, *operands: torch.Tensor) -> torch.Tensor:
-    """Return a result of `fused_operands` with the dims that attention of the operands themselves has."""
+    """Return what attention of `fused_operands` gave, with the dims that attention of the given operands has."""
     dims = max(each.dim() for each in operands)
     if dims > 4:
         samples = torch.broadcast_shapes(*(each.shape[:-3] for each in operands))
