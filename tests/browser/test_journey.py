@@ -65,7 +65,7 @@ def lower_priority(folder: Path) -> None:
     for run in list_runs(folder):
         for record in rank_records(run.directory):
             with contextlib.suppress(ProcessLookupError):
-                os.setpriority(os.PRIO_PROCESS, record["pid"], min(19, os.getpriority(os.PRIO_PROCESS, 0) + 10))
+                os.setpriority(os.PRIO_PROCESS, record["pid"], min(19, os.getpriority(os.PRIO_PROCESS, 0) + 4))
 
 
 def start_with_parameters(page: Any, title: str, **values: Any) -> None:
