@@ -134,6 +134,28 @@ def test_one_device_keeps_bf16_copies_and_updates_in_one_pass() -> None:
     check(terms(dataclasses.replace(MODEL, sparse=masked)), optimizer=136.0 + 36.0)
 
 
+def test_weights_that_several_blocks_of_a_stage_read_are_cast_with_each_use() -> None:
+    """They have no bf16 copies: the casts of 12 and 16 ms of each layer stay. A CUDA graph's gradients are copied,
+    16 ms each. In two stages each layer is the only one that reads the weight, and has a copy of it."""
+    blocks = tuple(dataclasses.replace(block, parameters=("weight",)) for block in MODEL.blocks)
+    model = dataclasses.replace(MODEL, blocks=blocks, parameters={"weight": 10**6})
+    base = {"forward": 128.0 + 2 * 12.0, "backward": 106.0 + 2 * 16.0}
+    check(terms(model), **base)
+    check(terms(model, cuda_graphs=True), **{**base, "backward": base["backward"] + 2 * 16.0})
+    sharded = {"data": 2, "zero": 3}
+    check(terms(model, **sharded), forward=terms(MODEL, **sharded)["forward"])
+    for mode, again in (("full", 64.0 + 12.0), ("selective", 26.4)):
+        found = costs_of(model, cluster(), modes=(mode,)).of(
+            strategy_of(micro_batch=2, num_microbatches=2, recompute=mode)
+        )
+        assert float(found.whole.backward) == pytest.approx(base["backward"] + again)
+    for each in (model, MODEL):
+        chosen = {"low_precision": True, "cuda_graphs": True, "devices": 2}
+        compute = stage_costs.device_costs(each, DEVICE).compute(2, 1, ("none",), None, FAST, **chosen)
+        assert [compute.forward[i, i + 1] for i in (0, 1)] == pytest.approx([64.0, 64.0])
+        assert [compute.backward[0, i, i + 1] for i in (0, 1)] == pytest.approx([53.0, 53.0])
+
+
 def test_checkpointing_adds_what_it_computes_again() -> None:
     """The first layer is computed again, without its casts, and launched again: 1 ms, of which selective takes a half,
     and of that the share of a compiled backward."""

@@ -167,10 +167,26 @@ class ParameterTable:
         """Elements of a stage's weights that products read in bf16, without parameters that several blocks use."""
         self.own_cast = np.minimum(cast, self.own_trained)
         """Elements of each block's trained weights among them."""
+        self._shared_elements = self.block_elements - sizes
+        self.shared_cast = np.maximum(0.0, cast - sizes)
+        """Elements of each block's weights that products read in bf16 and other blocks use, too."""
         self.largest = _span_max(self.block_elements)
         """Elements of a stage's largest block."""
         self.largest_trained = _span_max(self.block_trained)
         """Most trained elements of any block of a stage."""
+
+    def of_several(self, elements: Array) -> Array:
+        """Return the sums over every stage `[i, j]` of each block's `elements` in parameters that several blocks use.
+
+        Those of a parameter that only one block of the stage uses are left out.
+        """
+        result = spans(elements)
+        shares = elements / np.maximum(1.0, self._shared_elements)
+        for name, indices in self.shared.items():
+            neighbours = zip((-1, *indices), indices, (*indices[1:], len(elements)), strict=False)
+            for before, index, after in neighbours:  # stages in which it is the only one
+                result[before + 1 : index + 1, index + 1 : after + 1] -= shares[index] * self.sizes[name]
+        return result
 
 
 class UpdateTable:

@@ -41,7 +41,14 @@ from workbench.cost.memory import (
     stage_gradients,
     stage_state,
 )
-from workbench.cost.profile import ACCUMULATE_BYTES, ADAMW, BlockCosts, Profile
+from workbench.cost.profile import (
+    ACCUMULATE_BYTES,
+    ADAMW,
+    CASTS_BACKWARD_BYTES,
+    CASTS_FORWARD_BYTES,
+    BlockCosts,
+    Profile,
+)
 from workbench.strategy import Strategy
 
 Array = npt.NDArray[np.float64]
@@ -248,14 +255,15 @@ class DeviceCosts:
         pace = pace * np.where(costs.capturable["none"], replayed, 1.0)
         on_device = ("forward_ms", "backward_ms", "full_recompute_ms", "selective_recompute_ms")
         costs = replace(costs, **{name: pace * getattr(costs, name) for name in on_device})
+        table, is_sharded = self.table(tensor), hooks_ms is not None
+        byte_ms = 1e3 / (self.device.memory_bandwidth * self.device.efficiency.bandwidth)
         if low_precision:
             costs = _without_casts(costs)
-        if hooks_ms is not None:
+        if is_sharded:
             # FSDP2 adds gradients to earlier ones by itself.
-            byte_ms = 1e3 / (self.device.memory_bandwidth * self.device.efficiency.bandwidth)
-            accumulated = ACCUMULATE_BYTES * self.table(tensor).block_trained
+            accumulated = ACCUMULATE_BYTES * table.block_trained
             if low_precision:  # in bf16, where weights are
-                accumulated = accumulated - (FP32 - BF16) * self.table(tensor).own_cast
+                accumulated = accumulated - (FP32 - BF16) * table.own_cast
             costs = replace(costs, backward_ms=np.maximum(0.0, costs.backward_ms - accumulated * byte_ms))
         nothing = np.zeros_like(costs.forward_ms)
         again = {"none": nothing, "selective": costs.selective_recompute_ms, "full": costs.full_recompute_ms}
@@ -283,9 +291,21 @@ class DeviceCosts:
             for sizes in (costs.backward_reduced, costs.recompute_reduced, costs.forward_reduced)
         )
         reduced_again = {"none": nothing, "selective": nothing, "full": repeated}
+        forward = spans(costs.forward_ms)
+        backward = np.stack([spans(costs.backward_ms + again[mode]) for mode in modes])
+        if low_precision and not is_sharded:  # weights that several blocks read have no copies
+            repeated = np.append(table.shared_cast[:-1], 0.0)  # the last block is not recomputed
+            cast_ms, again_ms = (table.of_several(cast) * byte_ms for cast in (table.shared_cast, repeated))
+            shares = {"none": 0.0, "selective": self.profile.selective_recompute_share(self.device), "full": 1.0}
+            forward = forward + CASTS_FORWARD_BYTES * cast_ms
+            backward = backward + CASTS_BACKWARD_BYTES * cast_ms
+            backward = backward + CASTS_FORWARD_BYTES * np.multiply.outer([shares[mode] for mode in modes], again_ms)
+        if cuda_graphs:  # their gradients are copied out of a graph before they are added up
+            copied = np.where(costs.capturable["none"], table.block_trained - table.own_trained, 0.0)
+            backward = backward + 2 * FP32 * byte_ms * table.of_several(copied)
         return Compute(
-            forward=spans(costs.forward_ms),
-            backward=np.stack([spans(costs.backward_ms + again[mode]) for mode in modes]),
+            forward=forward,
+            backward=backward,
             host=np.stack([spans(hosts[mode]) for mode in modes]),
             forward_reduced=spans(of_forward),
             backward_reduced=np.stack([spans(reduced + reduced_again[mode]) for mode in modes]),
