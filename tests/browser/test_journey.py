@@ -61,7 +61,11 @@ def stop_buttons(page: Any) -> Any:
 
 
 def lower_priority(folder: Path) -> None:
-    """Lower the priority of the training ranks: the test waits for the browser and the kernel on the same cores."""
+    """Lower the priority of the training ranks: the test waits for the browser and the kernel on the same cores.
+
+    By four levels, which leave them 0.4 of another process's share; by ten, which leave a tenth, they may not come to
+    ten steps within the test's patience where all cores are busy.
+    """
     for run in list_runs(folder):
         for record in rank_records(run.directory):
             with contextlib.suppress(ProcessLookupError):

@@ -168,6 +168,7 @@ class ParameterTable:
         self.own_cast = np.minimum(cast, self.own_trained)
         """Elements of each block's trained weights among them."""
         self._shared_elements = self.block_elements - sizes
+        """Elements of each block's parameters that other blocks use, too."""
         self.shared_cast = np.maximum(0.0, cast - sizes)
         """Elements of each block's weights that products read in bf16 and other blocks use, too."""
         self.largest = _span_max(self.block_elements)
@@ -176,9 +177,10 @@ class ParameterTable:
         """Most trained elements of any block of a stage."""
 
     def of_several(self, elements: Array) -> Array:
-        """Return the sums over every stage `[i, j]` of each block's `elements` in parameters that several blocks use.
+        """Return the elements of every stage `[i, j]` in parameters that several of its blocks use, with each use.
 
-        Those of a parameter that only one block of the stage uses are left out.
+        `elements` has a number for each block: how many elements of parameters that any other block uses count there.
+        They are divided among these parameters by size.
         """
         result = spans(elements)
         shares = elements / np.maximum(1.0, self._shared_elements)

@@ -294,8 +294,8 @@ class DeviceCosts:
         forward = spans(costs.forward_ms)
         backward = np.stack([spans(costs.backward_ms + again[mode]) for mode in modes])
         if low_precision and not is_sharded:  # weights that several blocks read have no copies
-            repeated = np.append(table.shared_cast[:-1], 0.0)  # the last block is not recomputed
-            cast_ms, again_ms = (table.of_several(cast) * byte_ms for cast in (table.shared_cast, repeated))
+            recast = np.append(table.shared_cast[:-1], 0.0)  # the last block is not recomputed
+            cast_ms, again_ms = (table.of_several(elements) * byte_ms for elements in (table.shared_cast, recast))
             shares = {"none": 0.0, "selective": self.profile.selective_recompute_share(self.device), "full": 1.0}
             forward = forward + CASTS_FORWARD_BYTES * cast_ms
             backward = backward + CASTS_BACKWARD_BYTES * cast_ms
