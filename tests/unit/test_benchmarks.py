@@ -160,6 +160,21 @@ def test_a_run_of_the_pair_is_read_by_other_commands(tmp_path: Path) -> None:
     assert run["held_out"][-1] == [run["steps"], run["held_out_loss"]]
 
 
+def test_the_verdict_is_that_of_a_contrast(capsys: pytest.CaptureFixture[str]) -> None:
+    large = ("large-20261127-193809", *(f"large-muon-seed{seed}" for seed in (1, 2, 3)))
+    recorded = BENCHMARKS.parent / "notebooks" / "recorded"
+    folders = [str(recorded / f"bert-{name}") for name in (*large, "scaled-20261127-193814", "scaled-muon-seed1")]
+    with mock.patch.object(importlib.import_module("pair_seeds"), "HELD_OUT", ("eval_loss",)):
+        call(f"pair_seeds verdict {shlex.join(folders)}")
+    told = capsys.readouterr().out.splitlines()
+    differences = wb.contrast([wb.load_run(folder) for folder in folders]).differences
+    assert [f"({each.value:+.3f} ±" in line for each, line in zip(differences, told, strict=False)] == [True] * 3
+    assert told[0] == "at 22.0 M tokens: lower (-0.048 ± 0.028, 2 and 4 seeds)"  # 0.022 if the interval held 90 %
+    assert all(": higher (" in line for line in told[1:])
+    with pytest.raises(SystemExit, match="both models"):
+        call(f"pair_seeds verdict {shlex.join(folders[:3])}")
+
+
 def test_sparse_kernels_are_timed_in_the_interpreter(tmp_path: Path) -> None:
     command = [sys.executable, BENCHMARKS / "sparse_kernels.py", "--rehearse", "--out", tmp_path / "out.json"]
     subprocess.run(command, env=os.environ | {"TRITON_INTERPRET": "1"}, check=True)

@@ -1313,6 +1313,31 @@ def pilots_of_the_pair() -> Iterator[Fact]:
 
 
 @figures
+def runs_of_the_pair() -> Iterator[Fact]:
+    told = {f"Muon, seed {seed}": f"large-muon-60m-seed{seed}" for seed in range(3)}
+    told["AdamW, seed 0"] = "large-adamw-60m-seed0"
+    sets, both, rows = ("prose", "manuals"), {}, {}
+    for row, name in told.items():
+        known, step = recorded(name).evaluations(), summary(name)["step"]
+        both[row] = np.mean([known[each] for each in sets], axis=0)
+        assert known.tokens[-1] == 3662 * 128 * 128
+        ends = [known[each][-1] for each in sets] + [both[row][at] for at in (-1, abs(known.tokens - 30e6).argmin())]
+        rows[row] = [*ends, f"{step} ms", device_minutes(name)]
+    yield BENCHMARKS, "| BERT-Large | prose | manuals | both |", rows
+    *muon, adamw = both.values()
+    ends = [float(losses[-1]) for losses in muon]
+    passed = known.tokens[np.mean(muon, axis=0) < adamw[-1]][0]
+    ahead = f"by {statistics.stdev(ends):.3f}, and end {adamw[-1] - statistics.mean(ends):.2f} nats below AdamW's one"
+    yield BENCHMARKS, f"{ahead}; they pass its last loss after {passed / 1e6:.0f} M tokens"
+    histories = [recorded(name).history() for name in told.values()]
+    rise = max(float(np.diff(history.loss).max()) for history in histories)
+    yield BENCHMARKS, f"No step raised a training loss by more than {rise:.2f} nats"
+    steps = [summary(name)["step"].strip(")").split(" (") for name in told.values()]
+    longer = [float(measured) / float(predicted) - 1 for measured, predicted in steps]
+    yield BENCHMARKS, f"Steps took {100 * min(longer):.0f} to {percent(max(longer))} longer than predicted"
+
+
+@figures
 def throughput_beside_peers() -> Iterator[Fact]:
     named = {
         "BERT-Large, batch 512": ("4xH200_1b4a6d1", "large"),
