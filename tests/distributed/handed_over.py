@@ -164,6 +164,59 @@ class PackedLSTM(nn.Module):
         return functional.cross_entropy(self.head(last), labels)
 
 
+class Recommender(nn.Module):
+    """Bags of categories in four tables, and the products of their sums with dense features (DLRM)."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.tables = nn.ModuleList(nn.EmbeddingBag(VOCAB, WIDTH, mode=mode) for mode in ("sum", "mean", "max", "sum"))
+        self.dense = nn.Linear(8, WIDTH)
+        self.head = nn.Sequential(nn.Linear(WIDTH + 10, WIDTH), nn.ReLU(), nn.Linear(WIDTH, 1))
+
+    def forward(self, categories: torch.Tensor, x: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+        dense = self.dense(x)
+        bags = [table(categories[:, index]) for index, table in enumerate(self.tables)]
+        rows = torch.stack([dense, *bags], 1)
+        one, other = torch.tril_indices(5, 5, -1)
+        products = (rows @ rows.mT)[:, one, other]
+        scores = self.head(torch.cat([dense, products], 1)).squeeze(1)
+        return functional.binary_cross_entropy_with_logits(scores, (labels > 2).float())
+
+
+class MessagePassing(nn.Module):
+    """A graph in each sample; the nodes of all samples stand in one tensor, and edges name rows of it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Tanh()) for _ in range(3))
+        self.head = nn.Linear(WIDTH, 5)
+
+    def forward(self, x: torch.Tensor, edges: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+        count, nodes, _ = x.shape
+        first = torch.arange(count, device=x.device)[:, None] * nodes
+        source, target = ((edges[:, end] + first).flatten() for end in range(2))
+        rows = x.flatten(0, 1)
+        for layer in self.layers:
+            rows = rows + torch.zeros_like(rows).index_add(0, target, layer(rows)[source])
+        return functional.cross_entropy(self.head(rows.view(count, nodes, -1).mean(1)), labels)
+
+
+class CountedLookups(nn.Module):
+    """A table that divides the gradient of each row by how often the batch names it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.tokens = nn.Embedding(VOCAB, WIDTH, scale_grad_by_freq=True)
+        self.layers = nn.ModuleList(nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Tanh()) for _ in range(2))
+        self.head = nn.Linear(WIDTH, VOCAB)
+
+    def forward(self, input_ids: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+        x = self.tokens(input_ids)
+        for layer in self.layers:
+            x = x + layer(x)
+        return functional.cross_entropy(self.head(x).flatten(0, 1), labels.flatten())
+
+
 def wav2vec2() -> nn.Module:
     return Speech(
         tf.Wav2Vec2ForCTC(
@@ -341,6 +394,13 @@ MODELS: Mapping[str, Handed] = {
     "a physics-informed network": Handed(PhysicsInformed, _fields(t=_normal(1))),
     "early exit": Handed(EarlyExit, _WIDE_ROWS),
     "torch.vmap": Handed(Mapped, _WIDE_ROWS),
+    "bags of categories (DLRM)": Handed(
+        Recommender, _fields(categories=_whole(VOCAB, 4, 3), x=_normal(8), labels=_whole(5))
+    ),
+    "messages in a graph for each sample": Handed(
+        MessagePassing, _fields(x=_normal(6, WIDTH), edges=_whole(6, 2, 10), labels=_whole(5))
+    ),
+    "an embedding with scale_grad_by_freq": Handed(CountedLookups, _TEXT),
     "Perceiver": Handed(views.Perceiver, _SEQUENCES),
     "a DETR decoder": Handed(views.ObjectQueries, _SEQUENCES),
 }  # fmt: skip

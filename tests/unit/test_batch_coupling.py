@@ -69,6 +69,12 @@ COUPLED: dict[str, tuple[Loss, str]] = {
     "einsum": (lambda a, b, _: torch.einsum("bd,cd->bc", a, b).exp().mean(), "einsum"),
     "distances": (lambda a, b, _: (a[:, None] - b[None]).square().sum(-1).exp().mean(), "sub"),
     "spread over the batch": (lambda a, _b, labels: functional.cross_entropy(a, labels) - a.std(0).mean(), "std"),
+    "layer norm over the batch": (lambda a, b, _: (functional.layer_norm(a, a.shape) * b).mean(), "layer_norm"),
+    "layer norm of a number for each": (
+        lambda a, b, _: functional.layer_norm((a * b).sum(-1), (len(a),)).exp().mean(),
+        "layer_norm",
+    ),
+    "RMS norm over the batch": (lambda a, b, _: (functional.rms_norm(a, a.shape) * b).mean(), "rms_norm"),
     "softmax over the batch": (lambda a, b, _: (a.softmax(0) * b).sum(), "softmax"),
     "mean subtracted": (lambda a, _b, _l: (a - a.mean(0)).square().mean(), "sub"),
 }
@@ -77,6 +83,9 @@ SEPARATE: dict[str, Loss] = {
     "sums of means": lambda a, b, _: a.square().mean() + 0.1 * functional.mse_loss(a, b) + (a * b).sum(-1).mean(),
     "a count of its own": lambda a, b, labels: ((a - b).square().mean(-1) * (labels >= 0)).sum() / (labels >= 0).sum(),
     "within a sample": lambda a, b, _: (a[:, :, None] @ b[:, None]).softmax(-1).flatten(1).logsumexp(-1).mean(),
+    "norms of each": lambda a, b, _: (
+        functional.layer_norm(a * functional.rms_norm(b, b.shape[1:]), a.shape[1:]).square().sum(-1).sqrt().mean()
+    ),
     "merged and split again": lambda a, b, _: (
         a.unsqueeze(1).expand(-1, 3, -1).reshape(-1, 5).view(-1, 3, 5) * b[:, None]
     ).mean(),
@@ -97,6 +106,31 @@ def test_an_operation_that_mixes_samples_is_named_with_its_line(how: str) -> Non
 @pytest.mark.parametrize("how", SEPARATE)
 def test_a_loss_of_separate_samples_couples_nothing(how: str) -> None:
     assert graph_of(SEPARATE[how]).coupled == ()
+
+
+class LooksUp(Net):
+    """Tables of which each row has its gradient divided by how often the batch names it."""
+
+    def __init__(self, table: Callable[..., nn.Module], *, by_position: bool = False) -> None:
+        super().__init__()
+        self.table, self.by_position = table(9, 16, scale_grad_by_freq=True), by_position
+
+    def forward(self, ids: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:  # type: ignore[override]
+        places = torch.arange(ids.shape[1], device=ids.device).expand(len(ids), -1)
+        rows = self.table(places if self.by_position else ids)
+        rows = rows.mean(1) if rows.dim() == 3 else rows
+        return functional.cross_entropy(self.head(self.body(rows)), labels)
+
+
+@pytest.mark.parametrize("table", [nn.Embedding, nn.EmbeddingBag])
+@pytest.mark.parametrize("by_position", [False, True])
+def test_a_gradient_that_counts_lookups_keeps_the_batch_whole(
+    table: Callable[..., nn.Module], by_position: bool
+) -> None:
+    batch = {"ids": torch.arange(12).reshape(4, 3) % 9, "labels": torch.arange(4)}
+    specs = {name: spec_of(name, field) for name, field in batch.items()}
+    [line] = capture(LooksUp(table, by_position=by_position), specs, name="tables").coupled
+    assert line.startswith("embedding")
 
 
 @pytest.mark.parametrize("name", ["bert", "gpt2", "t5", "electra-discriminator", "vit", "swin"])

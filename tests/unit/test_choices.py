@@ -139,6 +139,31 @@ def mixed(order: Callable[..., torch.Tensor]) -> Loss:
     return lambda at: functional.cross_entropy(at.model.head(at.x + order(at.x)), at.labels)
 
 
+def written(count: int) -> torch.Tensor:
+    """Return positions that are written backwards through a view."""
+    order = torch.arange(count)
+    order[:] = order.flip(0)
+    return order
+
+
+def bags(at: Any, starts: Callable[[torch.Tensor], torch.Tensor]) -> torch.Tensor:
+    """Return the mean over bags of three rows of a table."""
+    found = at.labels[:, None].repeat(1, 3).flatten()
+    begins = starts(torch.arange(0, len(found), 3))
+    return functional.embedding_bag(found, at.model.head.weight, begins, mode="sum").tanh().mean() + at.losses.mean()
+
+
+def shifted(starts: torch.Tensor) -> torch.Tensor:
+    starts[1:] -= 1
+    return starts
+
+
+def messages(at: Any, where: torch.Tensor) -> torch.Tensor:
+    """Return the loss, and a mean over places of a flat tensor that others are added to."""
+    flat = at.x.flatten()
+    return at.losses.mean() + torch.zeros_like(flat).index_add(0, where, flat[where].tanh()).relu().mean()
+
+
 ORDERS: dict[str, Loss] = {
     "a permutation": mixed(lambda x: x[torch.randperm(len(x))]),
     "of labels": lambda at: functional.cross_entropy(at.logits, at.labels[torch.randperm(len(at.x))]),
@@ -152,6 +177,9 @@ ORDERS: dict[str, Loss] = {
     "shifted": mixed(lambda x: x[(torch.arange(len(x)) + 1) % len(x)]),
     "drawn samples": mixed(lambda x: x[torch.randint(0, len(x), (len(x),))]),
     "an order of draws": mixed(lambda x: x[torch.rand(len(x)).argsort()]),
+    "an order that is written": mixed(lambda x: x[written(len(x))]),
+    "bags that begin in the sample before": lambda at: bags(at, shifted),
+    "places that labels name": lambda at: messages(at, at.labels),
     "a field": lambda at: functional.cross_entropy(at.model.head(at.x + at.x[at.partner]), at.labels),
     "columns by the labels of all": lambda at: at.logits[:, at.labels].logsumexp(-1).mean(),
 }
@@ -176,6 +204,12 @@ WITHIN: dict[str, Loss] = {
     "a place in a flat tensor": lambda at: (
         at.losses.mean() + at.x.flatten()[torch.arange(len(at.x)) * WIDTH + 2].mean()
     ),
+    "bags of its own": lambda at: bags(at, lambda starts: starts),
+    "a bag for each in a table": lambda at: (
+        functional.embedding_bag(at.labels[:, None].repeat(1, 3), at.model.head.weight, padding_idx=1).tanh().mean()
+        + at.losses.mean()
+    ),
+    "messages between places of its own": lambda at: messages(at, torch.arange(len(at.x)) * WIDTH + at.labels),
     "a permutation in each": lambda at: (
         at.losses.mean() + at.x.gather(1, torch.rand(at.x.shape).argsort(1)[:, :3]).square().mean()
     ),

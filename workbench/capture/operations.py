@@ -41,6 +41,10 @@ def names(text: str) -> frozenset[str]:
     return frozenset(text.split())
 
 
+TABLES = names("embedding embedding_bag _embedding_bag")
+"""Names of the operations that look rows up in their first argument."""
+
+
 def overloads(text: str) -> frozenset[Any]:
     """Return the operations of ATen that a text names: `add.Tensor`, or `view` for `view.default`."""
     pairs = (word.partition(".") for word in text.split())

@@ -23,7 +23,7 @@ from torch import fx
 from workbench.base.errors import InvalidExperiment
 from workbench.base.validation import factor_of, first_match
 from workbench.capture.graph import Block, Graph
-from workbench.capture.operations import arguments_of, names, op_name, reachable, schema_of, shape_of
+from workbench.capture.operations import TABLES, arguments_of, names, op_name, reachable, schema_of, shape_of
 from workbench.experiment import Optimizer
 
 OPERANDS = {
@@ -42,8 +42,6 @@ PRODUCTS = frozenset(name for name in OPERANDS if not name.startswith(("scaled",
 """Names of the operations that multiply an activation by a weight."""
 GATES = {"lstm": 4, "lstm_cell": 4, "gru": 3, "gru_cell": 3}
 """Projections that each weight of a recurrent operation holds, one after the other."""
-TABLES = names("embedding embedding_bag _embedding_bag")
-"""Names of the operations that look rows up in their first argument."""
 TRANSPOSES, CASTS = names("t numpy_T transpose permute"), names("to _to_copy")
 REARRANGES = TRANSPOSES | names(
     "view reshape _unsafe_view flatten unflatten split split_with_sizes chunk tensor_split slice narrow select unbind "

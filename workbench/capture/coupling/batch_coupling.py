@@ -35,6 +35,7 @@ from workbench.capture.export.varying import (
 from workbench.capture.losses import OVER_ELEMENTS, OVER_LABELS, Quotient
 from workbench.capture.operations import (
     MOVED,
+    TABLES,
     Dataflow,
     ancestors,
     arguments_of,
@@ -94,14 +95,14 @@ LINEAR = names(
     "cat stack unbind index getitem clone contiguous to _to_copy detach alias lift_fresh_copy matmul mm linear cumsum"
 )
 _FIRST_DIM = names(
-    "layer_norm group_norm rms_norm batch_norm instance_norm scaled_dot_product_attention conv1d conv2d conv3d "
+    "group_norm batch_norm instance_norm scaled_dot_product_attention conv1d conv2d conv3d "
     "convolution conv_transpose1d conv_transpose2d conv_transpose3d max_pool1d max_pool2d max_pool3d avg_pool1d "
     "avg_pool2d avg_pool3d adaptive_avg_pool1d adaptive_avg_pool2d adaptive_avg_pool3d pad constant_pad_nd im2col "
     "upsample_nearest1d upsample_nearest2d upsample_nearest3d upsample_linear1d upsample_bilinear2d upsample_bicubic2d "
     "upsample_trilinear3d pixel_shuffle pixel_unshuffle grid_sampler grid_sampler_2d"
 )
 """Operations that keep the samples apart if they are the first dim of an operand and of the result."""
-_BEFORE_LAST = {"layer_norm": 1, "rms_norm": 1, "scaled_dot_product_attention": 2, "triu": 2, "tril": 2}
+_BEFORE_LAST = {"scaled_dot_product_attention": 2, "triu": 2, "tril": 2}
 """Operations that work along the last dims only -> how many."""
 _BESIDE_DIM = MOVED | _RUNNING | names("topk sort argsort split split_with_sizes chunk glu")
 _BY_POSITION = MOVED | names(
@@ -161,6 +162,9 @@ class BatchWalk:
         for node in self._flow.order:
             self._states[node] = self._state(node)
             self._note_running(node)
+            # The gradient of each row is divided by how often the batch has looked it up.
+            if node.op == "call_function" and _name(node) in TABLES and arguments_of(node)["scale_grad_by_freq"]:
+                self._coupled.append(node)
             # A value that was divided once by a sum over fields of the batch has a mean as its sum over samples.
             shared = [source for source in node.all_input_nodes if source in self._shares]
             is_share = len(shared) == 1 and _name(node) in ("mul", "div", "neg", "sum", *RESHAPES)
@@ -239,6 +243,15 @@ class BatchWalk:
                     self._coupled.append(node)
                 else:
                     self._running.add(node)
+
+    def _is_same_in_each_step(self, made: Iterable[fx.Node]) -> bool:
+        """Return True if numbers in the graph make these values alone, and nothing has written to them."""
+        return not any(
+            each.op != "call_function"
+            or is_random(each)
+            or any(map(mutated_arguments, self._sharing[storage_of(each)]))
+            for each in made
+        )
 
     # Rules
 
@@ -418,6 +431,15 @@ def is_truth(node: fx.Node) -> bool:
     return dtype_of(node) == torch.bool
 
 
+def _normalised(walk: BatchWalk, node: fx.Node, _name: str) -> int:
+    """Return the batch dim of a normalisation along the last dims, which mixes samples if the batch is one of them."""
+    given, state = arguments_of(node), walk._states[node.all_input_nodes[0]]
+    if state == NONE or walk._of(node.all_input_nodes[1:]):
+        return UNKNOWN
+    is_along = state >= len(shape_of(node)) - len(given["normalized_shape"])
+    return walk._mixing(node) if is_along else state
+
+
 def _recurrent(walk: BatchWalk, node: fx.Node, _name: str) -> int:
     """Return the batch dim of a recurrent layer's sequence, and note that of its states, which have layers first."""
     given = arguments_of(node)
@@ -488,6 +510,20 @@ def _index(walk: BatchWalk, node: fx.Node, name: str) -> int:
     return first + places - len(shape_of(given[state])) + chosen
 
 
+def _bags(walk: BatchWalk, node: fx.Node, _name: str) -> int:
+    """Return the batch dim of bags of one length, as a table of indices with a row for each sample makes them."""
+    table, indices, offsets, *weights = node.all_input_nodes
+    if walk._states[table] != NONE or any(walk._states[each] not in (NONE, 0) for each in (indices, *weights)):
+        return UNKNOWN
+    made, elements, bags = ancestors([offsets]), math.prod(shape_of(indices)), math.prod(shape_of(offsets))
+    if bags % walk._size or not walk._is_same_in_each_step(made):
+        return UNKNOWN
+    if not _numbers(offsets, made).equal(torch.arange(0, elements, max(1, elements // bags))):
+        return UNKNOWN
+    walk._dims_of_outputs[node] = [0, UNKNOWN, 0, UNKNOWN]  # the second and the fourth are for the backward
+    return 0
+
+
 def _chosen(walk: BatchWalk, node: fx.Node, dim: int, index: fx.Node) -> int:
     """Return the dim of an index that goes through the samples in their order, if it chooses along a batch dim.
 
@@ -499,7 +535,7 @@ def _chosen(walk: BatchWalk, node: fx.Node, dim: int, index: fx.Node) -> int:
     is_of_positions = any(_name(each) in _POSITIONS for each in made)
     if walk.groups.get(source, 1) > 1 or not shape_of(index) or (state != NONE and (state < 0 or is_of_positions)):
         return UNKNOWN
-    if any(each.op != "call_function" or is_random(each) or mutated_arguments(each) for each in made):
+    if not walk._is_same_in_each_step(made):
         return walk._mixing(node)
     sample = _numbers(index, made) % size // (size // walk._size)
     found = [at for at in range(sample.dim()) if bool((sample == _samples_along(sample, at, walk._size)).all())]
@@ -640,6 +676,7 @@ _RULES: dict[str, Callable[[BatchWalk, fx.Node, str], int]] = {
     **dict.fromkeys(_PRODUCTS, _product),
     **dict.fromkeys(_LOSSES, _loss),
     **dict.fromkeys(_SUMS | _NORMALISATIONS | SELECTIONS, _reduction),
+    **dict.fromkeys(names("layer_norm rms_norm"), _normalised),
     **dict.fromkeys(_RECURRENT, _recurrent),
     **dict.fromkeys(_CELLS, lambda walk, node, _: 0 if walk._of(node.all_input_nodes) <= {0} else UNKNOWN),
     **dict.fromkeys(names("repeat repeat_interleave tile"), _repeated),
@@ -649,6 +686,7 @@ _RULES: dict[str, Callable[[BatchWalk, fx.Node, str], int]] = {
         if walk._states[node.all_input_nodes[0]] == NONE
         else _chosen(walk, node, 0, node.all_input_nodes[-1])
     ),
+    **dict.fromkeys(names("embedding_bag _embedding_bag"), _bags),
     "broadcast_tensors": _aligned,
     **dict.fromkeys(names("index index_select"), _index),
     **dict.fromkeys(names("cat stack") | _GATHERS, _cat),
@@ -881,11 +919,24 @@ class _AssumingWalk(BatchWalk):
             return SUM
         return self._places(node, [value])[0]
 
+    def _growing(self, node: fx.Node) -> dict[fx.Node, int]:
+        """Return the dim along which each operand grows with the batch.
+
+        `zeros_like(x)` grows with `x`. Where positions say to which of its rows others are added, as in a graph for
+        each sample, they may be those of the same sample; where labels alone do, they are of all samples.
+        """
+        growing = {source: self._states[source] for source in node.all_input_nodes}
+        for made in (source for source in growing if _name(source) in MADE_ANEW):
+            [like] = made.all_input_nodes or [made]
+            if shape_of(like) == shape_of(made) and any(_name(each) in _POSITIONS for each in ancestors([node])):
+                growing[made] = self._states[like]
+        return {source: state for source, state in growing.items() if state >= 0}
+
     def _places(self, node: fx.Node, values: Sequence[Any]) -> list[int]:
         """Return the state of each tensor that an operation returns."""
         rows = [source for source in node.all_input_nodes if self._states[source] >= 0]
         shapes = [sizes_of(value) for value in values]
-        larger = _shapes_of_more_samples(node, {source: self._states[source] for source in rows})
+        larger = _shapes_of_more_samples(node, self._growing(node))
         is_known = bool(larger) and len(rows) == len([s for s in node.all_input_nodes if self._states[s] != NONE])
         places = []
         for index, shape in enumerate(shapes):
